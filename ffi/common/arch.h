@@ -1,0 +1,29 @@
+// The compute capability of the current device, asked once per device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+
+namespace jgg {
+
+// 80, 90, 100, ...; 0 where it cannot be read.
+inline int ComputeCapability() {
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 0;
+  int value = known[device].load(std::memory_order_relaxed);
+  if (value == 0) {
+    int major = 0, minor = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+      return 0;
+    }
+    value = major * 10 + minor;
+    known[device].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+}  // namespace jgg

@@ -1,0 +1,31 @@
+// wgrad: out[weight_s, a, b] += sum_i x[x_start_s + i, a] * y[y_start_s + i, b]; T (contracted) is
+// grouped. Matrices that no segment names are zeros.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "common/dispatch.h"
+#include "grouped_mm/segments.h"
+
+namespace jgg {
+
+struct WgradArgs {
+  const void* x;
+  const void* y;
+  const Segment* segments;
+  void* out;
+  DType dtype;      // of x and y
+  DType out_dtype;  // of out
+  int64_t rows_x, rows_y, a, b, groups, num_segments;
+  bool own_weight;  // segment s names weight s, and there are as many segments as weights
+  // Elements from one index to the next; this is how transposed operands are told apart.
+  int64_t x_row, x_a, y_row, y_b;
+};
+
+std::optional<std::string> wgrad_sm80_unsupported(const WgradArgs& args, int compute_capability);
+cudaError_t wgrad_sm80(cudaStream_t stream, const WgradArgs& args);
+
+}  // namespace jgg

@@ -1,0 +1,50 @@
+// The Python module: the handlers by name, and what they were built with.
+
+#include <nanobind/nanobind.h>
+
+#include "handlers.h"
+#include "xla/ffi/api/c_api.h"
+#ifdef JGG_WITH_CUDA
+#include "cutlass/version.h"
+#endif
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::dict Registrations() {
+  nb::dict handlers;
+#ifdef JGG_WITH_CUDA
+#define JGG_HANDLER(target, symbol) \
+  handlers[target] = nb::capsule(reinterpret_cast<void*>(jgg::symbol));
+#include "handlers.inc"
+#undef JGG_HANDLER
+#endif
+  return handlers;
+}
+
+nb::dict BuildInfo() {
+  nb::dict info;
+  info["ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+#ifdef JGG_WITH_CUDA
+  info["cuda"] = JGG_CUDA_VERSION;
+  info["architectures"] = nb::str(JGG_ARCHS).attr("split")();
+  nb::str dot(".");
+  info["cutlass"] =
+      nb::str("{}.{}.{}").format(CUTLASS_MAJOR, CUTLASS_MINOR, CUTLASS_PATCH);
+#else
+  info["cuda"] = nb::none();
+  info["architectures"] = nb::make_tuple();
+  info["cutlass"] = nb::none();
+#endif
+  return info;
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+  m.doc() = "Compiled handlers of jax_groupgemm.";
+  m.def("registrations", &Registrations, "XLA FFI handlers by target name.");
+  m.def("build_info", &BuildInfo,
+        "CUDA toolkit, architectures, CUTLASS and XLA FFI API of this build.");
+}

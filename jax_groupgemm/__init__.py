@@ -1,0 +1,12 @@
+"""Grouped matrix products for JAX: segmented, gathered, ragged; on any backend, fast on CUDA."""
+
+from importlib.metadata import version as _version
+
+from ._call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+from ._gather_mm import gather_mm as gather_mm
+from ._grouped_mm import grouped_mm as grouped_mm
+from ._ragged_dot import ragged_dot as ragged_dot
+from ._ragged_dot import ragged_dot_general as ragged_dot_general
+from ._segmented_mm import segmented_mm as segmented_mm
+
+__version__ = _version("jax_groupgemm")

@@ -1,0 +1,192 @@
+"""The compiled handlers: loading, version check, choice of implementation, FFI calls.
+
+This is the only file that talks to ``jax.ffi`` and to the extension module. Importing it touches
+no device and starts no backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _segments
+
+TARGETS = ("jgg_mm", "jgg_wgrad")
+
+#: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
+EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+
+#: Every name that ``implementation=`` takes, in order of preference, with the least device.
+IMPLEMENTATIONS = {"sm80": 80, "reference": 0}
+
+_KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What the extension module was built with, and whether its handlers are registered."""
+
+    cuda: str | None = None  # toolkit version, None without CUDA handlers
+    architectures: tuple[str, ...] = ()
+    cutlass: str | None = None
+    ffi_api: tuple[int, int] | None = None
+    runtime_ffi_api: tuple[int, int] | None = None
+    registered: bool = False
+    problem: str | None = None  # why the handlers are not registered
+
+
+def _runtime_ffi_api() -> tuple[int, int] | None:
+    """The XLA FFI API version of the installed jaxlib, from the header that it ships."""
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    found = re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text)
+    version = {name: int(number) for name, number in found}
+    return (version["MAJOR"], version["MINOR"]) if len(version) == 2 else None
+
+
+def _incompatible(built: tuple[int, int], runtime: tuple[int, int] | None) -> str | None:
+    """Why a handler of one FFI API version must not be registered with a runtime of another.
+
+    XLA takes handlers of its own version or an older one. A handler that it refuses would keep
+    the whole backend from starting, so it must not even be offered.
+    """
+    import jaxlib
+
+    needed = f"jax_groupgemm's handlers need XLA FFI API {built[0]}.{built[1]} (jaxlib >= 0.11.0)"
+    if runtime is None:
+        return f"{needed}; the FFI API version of jaxlib {jaxlib.__version__} is unknown"
+    if runtime[0] != built[0] or runtime[1] < built[1]:
+        return (
+            f"{needed}; the installed jaxlib {jaxlib.__version__} has {runtime[0]}.{runtime[1]}"
+        )
+    return None
+
+
+def load() -> Build:
+    """Import the extension and register its handlers with the CUDA platform, if it has any."""
+    try:
+        from . import _ffi  # pyright: ignore[reportMissingModuleSource]
+    except ImportError as error:
+        problem = f"the extension module cannot be imported ({error})"
+        warnings.warn(f"jax_groupgemm: {problem}; using the reference lowering", stacklevel=2)
+        return Build(problem=problem)
+    info: dict[str, Any] = _ffi.build_info()
+    build = Build(
+        cuda=info["cuda"],
+        architectures=tuple(info["architectures"]),
+        cutlass=info["cutlass"],
+        ffi_api=tuple(info["ffi_api"]),
+        runtime_ffi_api=_runtime_ffi_api(),
+    )
+    if build.cuda is None:
+        return dataclasses.replace(build, problem="this build has no CUDA kernels")
+    assert build.ffi_api is not None
+    problem = _incompatible(build.ffi_api, build.runtime_ffi_api)
+    if problem:
+        warnings.warn(
+            f"jax_groupgemm: {problem}. Using the reference lowering; upgrade jax and jaxlib.",
+            stacklevel=2,
+        )
+        return dataclasses.replace(build, problem=problem)
+    for name, handler in _ffi.registrations().items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return dataclasses.replace(build, registered=True)
+
+
+BUILD = load()
+
+
+def unsupported(implementation: str, dtypes, out_dtype) -> str | None:
+    """Why an implementation cannot run a product of these dtypes; None where it can."""
+    if implementation == "reference":
+        return None
+    for role, dtype in [*(("operand", d) for d in dtypes), ("result", out_dtype)]:
+        if jnp.dtype(dtype).name not in _KERNEL_DTYPES:
+            return f"{role} dtype {jnp.dtype(dtype).name} is not one of {', '.join(_KERNEL_DTYPES)}"
+    return None
+
+
+def chooses_reference(operands, implementation: str | None, out_dtype) -> bool:
+    """Whether a computation lowered for CUDA takes the reference lowering.
+
+    Raises ValueError where an implementation was named that cannot run.
+    """
+    if implementation == "reference":
+        return True
+    reason = unsupported("sm80", [a.dtype for a in operands[:2]], out_dtype)
+    if reason is None and not BUILD.registered and _cuda_is_live():
+        reason = BUILD.problem
+        if implementation is None:
+            _warn_once(
+                f"jax_groupgemm runs its reference lowering on this GPU, which is slow: {reason}. "
+                "Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
+            )
+    if reason is not None and implementation is not None:
+        raise ValueError(
+            f"jgg: implementation={implementation!r} cannot run: {reason}. "
+            "Use implementation=None, or 'reference'."
+        )
+    return reason is not None
+
+
+def _cuda_is_live() -> bool:
+    """Whether this process has a CUDA backend, rather than lowering for another's."""
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+# ---- calls -----------------------------------------------------------------------------------
+
+
+def mm(x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w, transpose_out, **_):
+    """Custom call ``jgg_mm``: x, w, segments (S, 4) -> out."""
+    n = w.shape[1 if transpose_w else 2]
+    shape = (n, rows) if transpose_out else (rows, n)
+    table = _segments.decode(form, meta, x.shape[1 if transpose_x else 0], rows, w.shape[0])
+    flags = {
+        "transpose_x": transpose_x,
+        "transpose_w": transpose_w,
+        "transpose_out": transpose_out,
+    }
+    return _call("jgg_mm", x, w, table, shape, out_dtype, flags)
+
+
+def wgrad(x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y, **_):
+    """Custom call ``jgg_wgrad``: x, y, segments (S, 4) -> out."""
+    shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
+    rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
+    table = _segments.decode(form, meta, *rows, groups)
+    flags = {
+        "transpose_x": transpose_x,
+        "transpose_y": transpose_y,
+        "own_weight": form.own_weight,
+    }
+    return _call("jgg_wgrad", x, y, table, shape, out_dtype, flags)
+
+
+def _call(target, a, b, table, shape, out_dtype, flags: dict[str, bool]):
+    if 0 in (*shape, *a.shape, *b.shape, *table.shape):
+        return jnp.zeros(shape, out_dtype)
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    out = jax.ShapeDtypeStruct(shape, out_dtype)
+    # Attributes are hashed by value: one type per attribute, always.
+    attributes = {name: np.bool_(value) for name, value in flags.items()}
+    return jax.ffi.ffi_call(target, out)(a.astype(dtype), b.astype(dtype), table, **attributes)

@@ -1,0 +1,107 @@
+"""Argument checks. Every message names the op, the argument, what was expected (with axis
+letters), what was given, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from . import _call
+from ._segments import MAX_ROWS
+
+
+def array(op: str, name: str, value) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(f"jgg.{op}: {name} must be an array, got {type(value).__name__}") from error
+
+
+def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str = "") -> None:
+    """``expected`` holds a size, or None where any will do, per axis of ``letters``."""
+    letters = f"({letters})" if "," in letters or len(letters) > 1 else f"({letters},)"
+    if value.ndim != len(expected):
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected {len(expected)} axes {letters}"
+            + (f". {why}" if why else "")
+        )
+    if any(e is not None and e != got for e, got in zip(expected, value.shape, strict=True)):
+        sizes = tuple(got if e is None else e for e, got in zip(expected, value.shape, strict=True))
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected {letters} = {sizes}"
+            + (f" {why}" if why else "")
+        )
+
+
+def integer(op: str, name: str, value) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"jgg.{op}: {name} must hold integers, got dtype {value.dtype.name}")
+
+
+def numeric(op: str, name: str, value) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"jgg.{op}: {name} must hold numbers, got dtype {value.dtype.name}")
+
+
+def rows(op: str, name: str, count: int) -> None:
+    if count > MAX_ROWS:
+        raise ValueError(
+            f"jgg.{op}: {name} has {count} rows; row indices are int32, at most {MAX_ROWS}"
+        )
+
+
+def implementation(op: str, name: str | None) -> None:
+    if name is not None and name not in _call.IMPLEMENTATIONS:
+        known = ", ".join(repr(n) for n in _call.IMPLEMENTATIONS)
+        raise ValueError(f"jgg.{op}: implementation={name!r} is not one of None, {known}")
+
+
+def result_dtype(op: str, preferred, *operands):
+    """``preferred_element_type``, or the operands' promoted dtype."""
+    promoted = jnp.dtype(jnp.result_type(*operands))
+    if preferred is None:
+        return promoted
+    preferred = jnp.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    if jnp.issubdtype(promoted, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
+        raise TypeError(
+            f"jgg.{op}: preferred_element_type={preferred.name} cannot hold a product of "
+            f"{promoted.name} operands"
+        )
+    if jnp.issubdtype(promoted, jnp.complexfloating) and not jnp.issubdtype(
+        preferred, jnp.complexfloating
+    ):
+        raise TypeError(
+            f"jgg.{op}: preferred_element_type={preferred.name} would drop the imaginary part of "
+            f"{promoted.name} operands"
+        )
+    return preferred
+
+
+# What may ask for TensorFloat-32. JAX calls the same setting by each of these names.
+_TF32 = {"high", "tensorfloat32", "bfloat16_3x", "fastest", "bfloat16"}
+_FLOAT32 = {"default", "highest", "float32"}
+
+
+def precision(op: str, value) -> jax.lax.Precision:
+    """HIGHEST (true float32) or HIGH (tensorfloat-32 where the device has it)."""
+    if value is None:
+        value = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        if value is None:
+            return jax.lax.Precision.HIGHEST
+    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == value[1]:
+        value = value[0]
+    if isinstance(value, jax.lax.Precision):
+        high = value == jax.lax.Precision.HIGH
+        return jax.lax.Precision.HIGH if high else jax.lax.Precision.HIGHEST
+    if isinstance(value, jax.lax.DotAlgorithmPreset):
+        value = value.name
+    if isinstance(value, str):
+        if value.lower() in _TF32 or value == "TF32_TF32_F32":
+            return jax.lax.Precision.HIGH
+        if value.lower() in _FLOAT32 or value in jax.lax.DotAlgorithmPreset.__members__:
+            return jax.lax.Precision.HIGHEST
+    raise ValueError(
+        f"jgg.{op}: precision={value!r} is not a jax.lax.Precision, its name, or 'tensorfloat32'"
+    )

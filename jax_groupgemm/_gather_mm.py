@@ -1,0 +1,159 @@
+"""``gather_mm``: a batch of products whose operands are named by index."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check, _primitives, _segments
+from ._segments import SIZES, Form
+
+# Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
+# read once; taller ones run as they come.
+_SORT_BELOW_ROWS = 32
+
+
+def gather_mm(
+    a,
+    b,
+    lhs_indices=None,
+    rhs_indices=None,
+    *,
+    sorted_indices: bool = False,
+    precision=None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[i] = a[lhs_indices[i]] @ b[rhs_indices[i]]``; **the batch of b is grouped**.
+
+    Indices are flat over the batch axes of their operand; a missing one is ``arange`` in that
+    batch shape. Only the two index arrays broadcast against each other. An index outside its
+    range gives zeros and contributes to no gradient.
+
+    Args:
+      a: ``(A..., M, K)``.
+      b: ``(B..., K, N)``.
+      lhs_indices: integers, into the flattened ``A...``.
+      rhs_indices: integers, into the flattened ``B...``.
+      sorted_indices: a promise that ``rhs_indices``, as given, are in ascending order: a speed
+        hint that changes no value. A broken promise is detected on the device, and the result
+        (and gradients) are NaN.
+      precision, preferred_element_type, implementation: as in :func:`grouped_mm`.
+
+    Returns:
+      ``broadcast(lhs_indices, rhs_indices).shape + (M, N)``.
+
+    Raises:
+      ValueError: shapes do not fit, or ``implementation`` is unknown or cannot run.
+      TypeError: indices are not integers, or the dtypes cannot be multiplied.
+
+    Differentiable to any order in ``a`` and ``b``, closed under ``vmap`` over any operand. The
+    operation of MLX's ``gather_mm``.
+    """
+    op = "gather_mm"
+    a, b = (_check.array(op, n, v) for n, v in (("a", a), ("b", b)))
+    for name, value, letters in (("a", a, "(A..., M, K)"), ("b", b, "(B..., K, N)")):
+        _check.numeric(op, name, value)
+        if value.ndim < 2:
+            raise ValueError(f"jgg.{op}: {name} has shape {value.shape}, expected {letters}")
+    m, k = a.shape[-2:]
+    if b.shape[-2] != k:
+        raise ValueError(
+            f"jgg.{op}: b has shape {b.shape}, expected (B..., K, N) with K = {k} because a is "
+            f"{a.shape}"
+        )
+    lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
+    rhs = _indices(op, "rhs_indices", rhs_indices, b.shape[:-2])
+    try:
+        batch = jnp.broadcast_shapes(lhs.shape, rhs.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"jgg.{op}: lhs_indices {lhs.shape} and rhs_indices {rhs.shape} do not broadcast"
+        ) from error
+    _check.implementation(op, implementation)
+    dtype = _check.result_dtype(op, preferred_element_type, a, b)
+    matrices, pairs = math.prod(b.shape[:-2]), math.prod(batch)
+    _check.rows(op, "the result", pairs * m)
+    _check.rows(op, "a", math.prod(a.shape[:-1]))
+    in_order = rhs_indices is None or sorted_indices
+    ordered = in_order and rhs.shape == batch
+    x = a.reshape(-1, m, k)
+    w = b.reshape(matrices, k, b.shape[-1])
+    lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
+    same = {
+        "out_dtype": dtype,
+        "precision": _check.precision(op, precision),
+        "implementation": implementation,
+    }
+    run = _by_matrix if m < _SORT_BELOW_ROWS and pairs > 1 else _as_given
+    out = run(x, w, lhs, rhs_flat, ordered=ordered, **same)
+    if sorted_indices and rhs_indices is not None and rhs.size > 1:
+        given = rhs.reshape(-1)
+        kept = jnp.all(given[1:] >= given[:-1])
+        if jnp.issubdtype(dtype, jnp.inexact):
+            # A product and not a selection, so that the gradients are NaN too.
+            out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
+    return out.reshape(*batch, m, b.shape[-1])
+
+
+def _as_given(x, w, lhs, rhs, *, ordered, **same):
+    """One segment per product: no operand is gathered, no index sorted."""
+    del ordered
+    count, m, k = x.shape
+    pairs = lhs.shape[0]
+    valid = (lhs >= 0) & (lhs < count)
+    table = _segments.table(
+        jnp.where(valid, lhs, -1).astype(jnp.int32) * m,
+        lax.iota(jnp.int32, pairs) * m,
+        jnp.full((pairs,), m, jnp.int32),
+        rhs,
+        rows_x=count * m,
+        rows_y=pairs * m,
+        groups=w.shape[0],
+    )
+    form = Form("segments", ordered_y=True, aligned=False)
+    return _primitives.mm(
+        x.reshape(count * m, k), w, (table,), form=form, rows=pairs * m, **same
+    )
+
+
+def _by_matrix(x, w, lhs, rhs, *, ordered, **same):
+    """Rows sorted by matrix, one group each; each matrix is read once for all its products."""
+    count, m, k = x.shape
+    pairs, matrices = lhs.shape[0], w.shape[0]
+    valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
+    rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
+    order = None
+    if not ordered:
+        order = jnp.argsort(rhs, stable=True)
+        lhs, rhs, valid = lhs[order], rhs[order], valid[order]
+    # Sentinels sort to both ends: group 0 holds the negative ones and has no matrix, nor has the
+    # last. Bounds come from the sorted indices themselves.
+    bounds = jnp.searchsorted(rhs, lax.iota(rhs.dtype, matrices + 1)).astype(jnp.int32)
+    sizes = jnp.concatenate([bounds[:1], bounds[1:] - bounds[:-1]])
+    zero = jnp.zeros((), x.dtype)
+    rows = jnp.where(valid[:, None, None], x[jnp.where(valid, lhs, 0)], zero)
+    y = _primitives.mm(
+        rows.reshape(pairs * m, k), w, (sizes * m, jnp.int32(1)), form=SIZES, rows=pairs * m, **same
+    )
+    y = y.reshape(pairs, m, w.shape[2])
+    # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.
+    y = jnp.where(valid[:, None, None], y, jnp.zeros((), y.dtype))
+    return y if order is None else y[jnp.argsort(order)]
+
+
+def _indices(op: str, name: str, indices, batch) -> jax.Array:
+    count = math.prod(batch)
+    if indices is None:
+        return lax.iota(jnp.int32, count).reshape(batch)
+    indices = _check.array(op, name, indices)
+    _check.integer(op, name, indices)
+    if jnp.iinfo(indices.dtype).bits > 32 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+        # Clamp before narrowing: an index that is too large must stay out of range.
+        low = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else None
+        high = count if jnp.iinfo(indices.dtype).max > count else None
+        indices = jnp.clip(indices, low, high)
+    return indices.astype(jnp.int32)

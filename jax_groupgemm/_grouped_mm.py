@@ -1,0 +1,156 @@
+"""``grouped_mm``: every group of rows times its own matrix, with the usual epilogues."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check, _primitives, _reference
+from ._segments import SIZES, covered_rows
+
+#: All map 0 to 0, so a row of zeros stays one.
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+}
+
+#: Gated forms: the halves of N are gate and up; ``activation(gate) * up``.
+GATED_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+
+
+def grouped_mm(
+    x,
+    w,
+    group_sizes,
+    *,
+    group_offset=None,
+    transpose_w: bool = False,
+    bias=None,
+    activation: str | None = None,
+    row_scale=None,
+    existing_out=None,
+    precision=None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[t] = x[t] @ w[group(t)]``; **T (rows) is grouped**.
+
+    Rows of one group are consecutive, in group order. With every option::
+
+        out = existing_out + row_scale * activation(x @ w + bias)
+
+    computed in float32 and rounded once. Rows past ``sum(group_sizes)``, and rows of groups that
+    are not computed here, are exact zeros (or keep ``existing_out``) and get zero gradient,
+    whatever they hold. Group sizes are data: any sizes, no alignment, nothing is read by the host.
+
+    Args:
+      x: ``(T, K)``.
+      w: ``(G, K, N)``, or ``(G, N, K)`` with ``transpose_w=True``. Neither costs a copy.
+      group_sizes: integers ``(G,)`` of any integer dtype. Negative sizes count as 0; where the sum
+        exceeds T, later groups are cut off at the last row.
+      group_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``w`` then holds groups
+        ``[group_offset, group_offset + G)`` of the longer ``group_sizes`` (expert parallelism).
+      bias: ``(G, N)``, added to the rows of its group.
+      activation: ``"silu"``, ``"gelu"`` (tanh form), ``"relu"``, ``"tanh"``, or a gated form,
+        ``"swiglu"`` or ``"geglu"``: ``silu(y[:, :N/2]) * y[:, N/2:]``, a result of ``N/2`` columns.
+      row_scale: ``(T,)``.
+      existing_out: the result's shape, accumulated into (in place where it is donated).
+      precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
+        ``jax.default_matmul_precision`` and means true float32 where that is unset.
+      preferred_element_type: dtype of the result; by default the promoted dtype of x and w.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``(T, N)``, or ``(T, N/2)`` with a gated activation.
+
+    Raises:
+      ValueError: shapes do not fit, or a name is unknown, or ``implementation`` cannot run.
+      TypeError: sizes are not integers, or the dtypes cannot be multiplied.
+
+    Differentiable to any order in every floating operand, closed under ``vmap`` over any operand.
+    Under Explicit sharding an N-sharded ``w`` gives an N-sharded result without communication, a
+    K-sharded one an all-reduce. The operation of ``jax.lax.ragged_dot`` with the epilogues of
+    CUTLASS's grouped GEMM.
+    """
+    op = "grouped_mm"
+    x, w, group_sizes = (
+        _check.array(op, n, v) for n, v in (("x", x), ("w", w), ("group_sizes", group_sizes))
+    )
+    for name, value in (("x", x), ("w", w)):
+        _check.numeric(op, name, value)
+    _check.integer(op, "group_sizes", group_sizes)
+    _check.shape(op, "x", x, (None, None), "T, K")
+    t, k = x.shape
+    letters, other = ("G, N, K", "(G, K, N)") if transpose_w else ("G, K, N", "(G, N, K)")
+    _check.shape(
+        op, "w", w, (None, None, k) if transpose_w else (None, k, None), letters,
+        f"because x is {x.shape}. Pass transpose_w={not transpose_w} if w is {other}.",
+    )  # fmt: skip
+    groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
+    if group_offset is None:
+        _check.shape(
+            op, "group_sizes", group_sizes, (groups,), "G",
+            f"because w is {w.shape}. Pass group_offset if w holds only some of the groups.",
+        )  # fmt: skip
+        meta = (group_sizes,)
+    else:
+        _check.shape(op, "group_sizes", group_sizes, (None,), "G")
+        group_offset = _check.array(op, "group_offset", group_offset)
+        _check.integer(op, "group_offset", group_offset)
+        if group_offset.shape not in ((), (1,)):
+            raise ValueError(
+                f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
+            )
+        meta = (group_sizes, group_offset.reshape(()))
+    _check.rows(op, "x", t)
+    _check.implementation(op, implementation)
+    dtype = _check.result_dtype(op, preferred_element_type, x, w)
+    plain = bias is None and activation is None and row_scale is None and existing_out is None
+    sum_dtype = dtype if plain else _reference.accumulator_dtype(dtype)
+    same = {
+        "form": SIZES, "rows": t, "out_dtype": sum_dtype, "implementation": implementation,
+        "precision": _check.precision(op, precision),
+    }  # fmt: skip
+    y = _primitives.mm(x, w, meta, transpose_w=transpose_w, **same)
+    if plain:
+        return y
+
+    if bias is not None:
+        bias = _check.array(op, "bias", bias)
+        _check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
+        # bias[group(t)] is itself a grouped product, with K = 1.
+        exact = same | {"precision": lax.Precision.HIGHEST}
+        y = y + _primitives.mm(jnp.ones((t, 1), bias.dtype), bias[:, None, :], meta, **exact)
+    y = _activate(op, activation, y)
+    if row_scale is not None:
+        row_scale = _check.array(op, "row_scale", row_scale)
+        _check.shape(op, "row_scale", row_scale, (t,), "T", f"because x is {x.shape}")
+        first, last = covered_rows(group_sizes, group_offset, t, groups)
+        row = lax.iota(jnp.int32, t)
+        scale = jnp.where((row >= first) & (row < last), row_scale.astype(sum_dtype), 0)
+        y = y * scale[:, None]
+    if existing_out is not None:
+        existing_out = _check.array(op, "existing_out", existing_out)
+        _check.shape(op, "existing_out", existing_out, y.shape, "T, N", "the result's shape")
+        y = y + existing_out.astype(sum_dtype)
+    return y.astype(dtype)
+
+
+def _activate(op: str, activation: str | None, y):
+    if activation is None:
+        return y
+    if activation in ACTIVATIONS:
+        return ACTIVATIONS[activation](y)
+    if activation not in GATED_ACTIVATIONS:
+        known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
+        raise ValueError(f"jgg.{op}: activation={activation!r} is not one of None, {known}")
+    n = y.shape[1]
+    if n % 2:
+        raise ValueError(
+            f"jgg.{op}: activation={activation!r} takes gate and up as the two halves of N, "
+            f"but N is {n}"
+        )
+    return GATED_ACTIVATIONS[activation](y[:, : n // 2]) * y[:, n // 2 :]

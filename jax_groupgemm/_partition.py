@@ -1,0 +1,291 @@
+"""How one grouped product is divided among devices: one plan, for every sharding mode.
+
+Every axis of every operand may be sharded, because segments are data:
+
+=================  ======================================================================
+sharded axis       each device
+=================  ======================================================================
+N (of mm)          computes its own columns; no communication
+K (contracted)     computes a partial product; one all-reduce
+T (rows)           keeps the part of each segment that lies in its rows; mm needs no
+                   communication, wgrad one all-reduce
+G (weights)        skips the segments of other devices' weights; mm needs one all-reduce,
+                   wgrad none
+=================  ======================================================================
+
+Under Auto sharding the plan answers XLA's partitioner (``auto``); under Explicit sharding it
+becomes a ``shard_map`` around the operation (``explicit``). Metadata is always replicated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import _segments
+from ._segments import WEIGHT, X_START, Y_START, Form
+
+
+def _axes(name: str, params) -> tuple[str, str, str]:
+    """Axis letters of the two operands and the result.
+
+    mm: t rows, k contracted, n columns, g weights; wgrad: t rows, a and b columns. Where the rows
+    of x and y are not the same rows, those of x (of y in wgrad) get a letter of their own, u.
+    """
+    other = "t" if params["form"].aligned else "u"
+    if name == "mm":
+        x = f"k{other}" if params["transpose_x"] else f"{other}k"
+        w = "gnk" if params["transpose_w"] else "gkn"
+        return x, w, "nt" if params["transpose_out"] else "tn"
+    x = "at" if params["transpose_x"] else "ta"
+    y = f"b{other}" if params["transpose_y"] else f"{other}b"
+    return x, y, "gab"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which mesh axes divide which axis letter."""
+
+    name: str
+    params: dict
+    mesh_axes: dict[str, tuple[str, ...]]
+    mesh_shape: dict[str, int]
+
+    def spec(self, letters: str) -> P:
+        return P(*(self.mesh_axes.get(letter) or None for letter in letters))
+
+    def meta_specs(self, meta) -> list[P]:
+        return [P(*[None] * m.ndim) for m in meta]
+
+    def per_device(self, bind: Callable, a, b, *meta):
+        """The operation on one device's shards, including its communication."""
+        params = dict(self.params)
+        x_letters, b_letters, out_letters = _axes(self.name, params)
+        rows = {
+            letter: size
+            for letters, shape in ((x_letters, a.shape), (b_letters, b.shape))
+            for letter, size in zip(letters, shape, strict=True)
+        }
+        if self.name == "mm":
+            params["rows"] = self._shard(params["rows"], "t")
+            rows["t"] = params["rows"]
+        else:
+            params["groups"] = rows["g"] = self._shard(params["groups"], "g")
+        meta, params["form"] = self._local_segments(meta, rows)
+        summed = [
+            axis
+            for letter, axes in self.mesh_axes.items()
+            if letter not in out_letters
+            for axis in axes
+        ]
+        if not summed:
+            return bind(self.name, a, b, *meta, **params)
+        # Partial sums travel as float32 and are rounded once. What flows back through that
+        # rounding is exact in the result's own dtype, so the gradient may stay in it.
+        dtype = params["out_dtype"]
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+            params |= {"out_dtype": jnp.dtype(jnp.float32), "cotangent_dtype": dtype}
+        return lax.psum(bind(self.name, a, b, *meta, **params), tuple(summed)).astype(dtype)
+
+    def _local_segments(self, meta, rows: dict[str, int]):
+        """Metadata of this device's part: segments cut to its rows and weights."""
+        form: Form = self.params["form"]
+        cut = [letter for letter in "tug" if self.mesh_axes.get(letter)]
+        if not cut:
+            return meta, form
+        groups = rows["g"] * self._count("g")
+        rows_t, rows_u = (rows.get(c, 0) * self._count(c) for c in "tu")
+        rows_u = rows_t if form.aligned else rows_u
+        # mm: x has rows u, the result (y) rows t; wgrad: x has rows t, y rows u.
+        at_t, at_u = (Y_START, X_START) if self.name == "mm" else (X_START, Y_START)
+        rows_x, rows_y = (rows_u, rows_t) if self.name == "mm" else (rows_t, rows_u)
+        table = _segments.decode(form, meta, rows_x, rows_y, groups)
+        for letter, column in (("t", at_t), ("u", at_u), ("g", WEIGHT)):
+            if letter in cut:
+                start = self._index(letter) * rows[letter]
+                table = _segments.restrict(
+                    table, column, start, rows[letter], aligned=form.aligned
+                )
+        own_weight = form.own_weight and "g" not in cut
+        return (table,), dataclasses.replace(
+            form, kind="segments", own_weight=own_weight, swapped=False
+        )
+
+    def _count(self, letter: str) -> int:
+        count = 1
+        for axis in self.mesh_axes.get(letter, ()):
+            count *= self.mesh_shape[axis]
+        return count
+
+    def _shard(self, size: int, letter: str) -> int:
+        return size // self._count(letter)
+
+    def _index(self, letter: str):
+        return lax.axis_index(self.mesh_axes[letter]).astype(jnp.int32)
+
+
+def _plan(name, params, mesh_shape, specs, shapes, allowed=None) -> _Plan:
+    """Give each axis letter the mesh axes of the first operand that shards it.
+
+    ``specs``, ``shapes``: of the two operands and the result. A mesh axis divides one letter only,
+    and only where it divides evenly; ``allowed`` restricts to some mesh axes.
+    """
+    mesh_axes: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for letters, spec, shape in zip(_axes(name, params), specs, shapes, strict=True):
+        for letter, entry, size in zip(letters, _entries(spec, len(shape)), shape, strict=True):
+            axes = tuple(a for a in entry if allowed is None or a in allowed)
+            parts = 1
+            for axis in axes:
+                parts *= mesh_shape[axis]
+            if letter in mesh_axes or not axes or used & set(axes) or size % parts:
+                continue
+            mesh_axes[letter] = axes
+            used |= set(axes)
+    return _Plan(name, params, mesh_axes, mesh_shape)
+
+
+def _entries(spec, rank: int) -> list[tuple[str, ...]]:
+    """A PartitionSpec as one tuple of mesh axis names per dimension."""
+    entries = []
+    for entry in (*spec, *[None] * (rank - len(spec))):
+        if entry is None or entry is P.UNCONSTRAINED:
+            entries.append(())
+        else:
+            entries.append((entry,) if isinstance(entry, str) else tuple(entry))
+    return entries
+
+
+# ---- Auto sharding ---------------------------------------------------------------------------
+
+
+def may_be_partitioned(ctx) -> bool:
+    """Whether XLA's partitioner will see this module (and the module can carry our callback)."""
+    context = ctx.module_context.axis_context
+    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
+    return getattr(context, "num_devices", 1) > 1 and not exported
+
+
+def auto(name: str, params: dict, bind: Callable) -> Callable:
+    """The operation as the partitioner's custom call."""
+
+    def bind_named(_, *operands, **params):
+        return bind(*operands, **params)
+
+    def partition(mesh, args, result):
+        shapes = [a.shape for a in args[:2]] + [result.shape]
+        specs = [a.sharding.spec for a in args[:2]] + [result.sharding.spec]
+        plan = _plan(name, params, dict(mesh.shape), specs, shapes)
+        sharded = functools.partial(NamedSharding, mesh)
+        letters = _axes(name, params)
+        operands = [plan.spec(letters[0]), plan.spec(letters[1]), *plan.meta_specs(args[2:])]
+        per_device = functools.partial(plan.per_device, bind_named)
+        return mesh, per_device, sharded(plan.spec(letters[2])), tuple(map(sharded, operands))
+
+    def rule(_, operand_types, result_types):
+        del result_types
+        a, b, out = _axes(name, params)
+        metas = [
+            [f"m{i}_{j}" for j in range(len(t.shape))] for i, t in enumerate(operand_types[2:])
+        ]
+        text = ", ".join(map(" ".join, [a, b, *metas])) + " -> " + " ".join(out)
+        # In order of appearance, as the partitioner wants them.
+        reduced = tuple(letter for letter in dict.fromkeys(a + b) if letter not in out)
+        replicated = tuple(name for names in metas for name in names)
+        return text, {"reduction_factors": reduced, "need_replication_factors": replicated}
+
+    wrapped = custom_partitioning(lambda *operands: bind(*operands, **params))
+    wrapped.def_partition(partition=partition, sharding_rule=rule)
+    return wrapped
+
+
+def needs_devices(primitive) -> None:
+    """Tell JAX to keep the device assignment while it lowers ``primitive``.
+
+    custom_partitioning needs it, and JAX looks for it among the primitives of the outermost
+    jaxpr only, where it sees ours. There is no public way to say so; where the private one is
+    gone, operands that are not in shard_map are gathered instead.
+    """
+    try:
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+    except (ImportError, AttributeError):  # pragma: no cover
+        pass
+
+
+# ---- Explicit sharding -----------------------------------------------------------------------
+
+
+def explicit_mesh(operands: Sequence):
+    """The mesh of the operands, where it has Explicit axes; else None."""
+    for a in operands:
+        mesh = jax.typeof(a).sharding.mesh
+        if not mesh.empty and mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def explicit(name: str, mesh, operands, params: dict, bind: Callable):
+    """The operation under ``shard_map`` over every Explicit axis of the mesh."""
+    a, b, *meta = operands
+    letters = _axes(name, params)
+    specs = [jax.typeof(v).sharding.spec for v in (a, b)]
+    shape = dict(mesh.shape)
+    plan = _plan(name, params, shape, [*specs, P()], [a.shape, b.shape, _out_shape(name, a, b, params)],
+                 allowed=set(mesh.explicit_axes))  # fmt: skip
+    _check_explicit(name, plan, letters, specs, (a, b))
+    wanted = [plan.spec(letters[0]), plan.spec(letters[1]), *plan.meta_specs(meta)]
+    operands = [
+        v if _same(jax.typeof(v).sharding.spec, spec, v.ndim) else jax.sharding.reshard(v, spec)
+        for v, spec in zip(operands, wanted, strict=True)
+    ]
+    per_device = jax.shard_map(
+        functools.partial(plan.per_device, bind),
+        mesh=mesh,
+        in_specs=tuple(wanted),
+        out_specs=plan.spec(letters[2]),
+        axis_names=set(mesh.explicit_axes),
+    )
+    return per_device(*operands)
+
+
+def _out_shape(name, a, b, params):
+    if name == "mm":
+        n, rows = b.shape[1 if params["transpose_w"] else 2], params["rows"]
+        return (n, rows) if params["transpose_out"] else (rows, n)
+    return (
+        params["groups"],
+        a.shape[0 if params["transpose_x"] else 1],
+        b.shape[0 if params["transpose_y"] else 1],
+    )
+
+
+def _same(spec, wanted, rank) -> bool:
+    return _entries(spec, rank) == _entries(wanted, rank)
+
+
+def _check_explicit(name, plan: _Plan, letters, specs, operands) -> None:
+    """Every sharding the user wrote must be one the plan keeps: nothing is gathered silently."""
+    for operand, (word, spec, value) in enumerate(zip(letters[:2], specs, operands, strict=True)):
+        for letter, entry in zip(word, _entries(spec, value.ndim), strict=True):
+            if entry and plan.mesh_axes.get(letter) != entry:
+                kept = plan.mesh_axes.get(letter)
+                raise ValueError(
+                    f"jgg {name}: operand {operand} {jax.typeof(value)} shards axis "
+                    f"{letter.upper()} over {entry}, but "
+                    + (
+                        f"the other operand shards it over {kept}"
+                        if kept
+                        else "that mesh axis already shards another axis of this product"
+                    )
+                    + ". Use jax.sharding.reshard to make them agree."
+                )

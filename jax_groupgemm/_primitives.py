@@ -1,0 +1,335 @@
+"""The two primitives of every full-precision grouped product, and all their transformations.
+
+``mm`` and ``wgrad`` (see ``_reference.py`` for their equations, ``_segments.py`` for their
+metadata) are the three derivatives of one trilinear form, so together they are closed under
+jvp, transpose and batching: every rule below is a call of one of the two.
+
+Each exists twice. The *outer* primitive is what user code binds: under Auto sharding its lowering
+asks the partitioner how its operands are sharded (``_partition.py``). The *inner* one is what one
+device runs; it is bound directly where the code is already per-device (inside ``shard_map``).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+
+from . import _call, _partition, _reference, _segments
+from ._segments import MAX_ROWS, Form
+
+# ---- binding -------------------------------------------------------------------------------
+
+
+def mm(x, w, meta, *, form: Form, rows: int, out_dtype, transpose_x=False, transpose_w=False,
+       transpose_out=False, precision=None, implementation=None, cotangent_dtype=None):  # fmt: skip
+    """``out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]``; T (rows) is grouped.
+
+    x is (T, K), w (G, K, N), the result (rows, N); ``transpose_*`` says that an operand, or the
+    result, is stored with its last two axes exchanged.
+    """
+    return _bind(
+        "mm", x, w, *meta, form=form, rows=rows, out_dtype=jnp.dtype(out_dtype),
+        transpose_x=transpose_x, transpose_w=transpose_w, transpose_out=transpose_out,
+        precision=precision, implementation=implementation, cotangent_dtype=cotangent_dtype,
+    )  # fmt: skip
+
+
+def wgrad(x, y, meta, *, form: Form, groups: int, out_dtype, transpose_x=False, transpose_y=False,
+          precision=None, implementation=None, cotangent_dtype=None):  # fmt: skip
+    """``out[weight_s] += x_s^T @ y_s`` over the rows of segment s; T (contracted) is grouped.
+
+    x is (T, A), y (T, B), the result (groups, A, B); ``transpose_*`` says that an operand is
+    stored with its axes exchanged.
+    """
+    return _bind(
+        "wgrad", x, y, *meta, form=form, groups=groups, out_dtype=jnp.dtype(out_dtype),
+        transpose_x=transpose_x, transpose_y=transpose_y,
+        precision=precision, implementation=implementation, cotangent_dtype=cotangent_dtype,
+    )  # fmt: skip
+
+
+def _bind(name, *operands, **params):
+    explicit = _partition.explicit_mesh(operands)
+    if explicit is not None:
+        return _partition.explicit(name, explicit, operands, params, _bind)
+    manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    primitive = (INNER if manual else OUTER)[name]
+    return primitive.bind(*_vary_alike(*operands), **params)
+
+
+def _vary_alike(*operands):
+    """Let operands vary over the same manual mesh axes, as one opaque operation needs."""
+    varying = [jax.typeof(a).manual_axis_type.varying for a in operands]
+    union = frozenset().union(*varying)
+    return [
+        lax.pcast(a, tuple(sorted(union - v)), to="varying") if union - v else a
+        for a, v in zip(operands, varying, strict=True)
+    ]
+
+
+# ---- abstract evaluation ---------------------------------------------------------------------
+
+
+def _mm_abstract(x, w, *meta, rows, transpose_w, transpose_out, out_dtype, **_):
+    n = w.shape[1 if transpose_w else 2]
+    return _out_aval((n, rows) if transpose_out else (rows, n), out_dtype, (x, w, *meta))
+
+
+def _wgrad_abstract(x, y, *meta, groups, transpose_x, transpose_y, out_dtype, **_):
+    shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
+    return _out_aval(shape, out_dtype, (x, y, *meta))
+
+
+def _out_aval(shape, dtype, operands):
+    varying = {a.manual_axis_type.varying for a in operands}
+    if len(varying) != 1:
+        raise ValueError(f"operands vary over different manual mesh axes: {varying}")
+    mesh = next((a.sharding.mesh for a in operands if not a.sharding.mesh.empty), None)
+    if mesh is None:
+        return jax.core.ShapedArray(shape, dtype)
+    return jax.core.ShapedArray(
+        shape,
+        dtype,
+        sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(shape))),
+        manual_axis_type=ManualAxisType(varying=varying.pop()),
+    )
+
+
+# ---- differentiation -------------------------------------------------------------------------
+
+
+def _bilinear_jvp(name, primals, tangents, **params):
+    """Both primitives are linear in each of their first two operands."""
+    (a, b, *meta), (da, db, *_) = primals, tangents
+    out = _bind(name, a, b, *meta, **params)
+    terms = []
+    if type(da) is not ad.Zero:
+        terms.append(_bind(name, da, b, *meta, **params))
+    if type(db) is not ad.Zero:
+        terms.append(_bind(name, a, db, *meta, **params))
+    if not terms:
+        return out, ad.Zero.from_primal_value(out)
+    return out, functools.reduce(lax.add, terms)
+
+
+def _mm_transpose(ct, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w, transpose_out,
+                  cotangent_dtype, **same):  # fmt: skip
+    none = [None] * len(meta)
+    if type(ct) is ad.Zero:
+        return None, None, *none
+    ct = ct if cotangent_dtype is None else ct.astype(cotangent_dtype)
+    if ad.is_undefined_primal(x):
+        dx = mm(
+            ct, w, meta, form=form.swap(), rows=x.aval.shape[1 if transpose_x else 0],
+            out_dtype=x.aval.dtype, transpose_x=transpose_out, transpose_w=not transpose_w,
+            transpose_out=transpose_x, **same,
+        )  # fmt: skip
+        return dx, None, *none
+    groups = w.aval.shape[0]
+    if transpose_w:
+        dw = wgrad(
+            ct, x, meta, form=form.swap(), groups=groups, out_dtype=w.aval.dtype,
+            transpose_x=transpose_out, transpose_y=transpose_x, **same,
+        )  # fmt: skip
+    else:
+        dw = wgrad(
+            x, ct, meta, form=form, groups=groups, out_dtype=w.aval.dtype,
+            transpose_x=transpose_x, transpose_y=transpose_out, **same,
+        )  # fmt: skip
+    return None, dw, *none
+
+
+def _wgrad_transpose(ct, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,
+                     cotangent_dtype, **same):  # fmt: skip
+    none = [None] * len(meta)
+    if type(ct) is ad.Zero:
+        return None, None, *none
+    ct = ct if cotangent_dtype is None else ct.astype(cotangent_dtype)
+    if ad.is_undefined_primal(x):
+        dx = mm(
+            y, ct, meta, form=form.swap(), rows=x.aval.shape[1 if transpose_x else 0],
+            out_dtype=x.aval.dtype, transpose_x=transpose_y, transpose_w=True,
+            transpose_out=transpose_x, **same,
+        )  # fmt: skip
+        return dx, None, *none
+    dy = mm(
+        x, ct, meta, form=form, rows=y.aval.shape[1 if transpose_y else 0],
+        out_dtype=y.aval.dtype, transpose_x=transpose_x, transpose_w=False,
+        transpose_out=transpose_y, **same,
+    )  # fmt: skip
+    return None, dy, *none
+
+
+# ---- batching --------------------------------------------------------------------------------
+
+
+def _mm_batch(args, dims, *, form, rows, transpose_x, transpose_w, transpose_out, **same):
+    (x, w, *meta), (x_dim, w_dim, *_) = args, dims
+    size = _batch_size(args, dims)
+    rows_x = _extent(x, x_dim, 1 if transpose_x else 0)
+    groups = _extent(w, w_dim, 0)
+    table = _batched_table(form, meta, dims[2:], rows_x, rows, groups)
+    x, x_step = _fold_rows(x, x_dim, transpose_x, rows_x)
+    w, w_step = _fold_leading(w, w_dim), 0 if w_dim is None else groups
+    _check_rows("mm", size, max(rows_x, rows))
+    folded = _segments.fold(table, size, x_step, rows, w_step)
+    form = Form(
+        "segments",
+        ordered_x=form.ordered_x and x_dim is not None,
+        ordered_y=form.ordered_y,
+        own_weight=form.own_weight and w_dim is not None,
+        aligned=form.aligned and x_dim is not None and rows_x == rows,
+    )
+    out = mm(
+        x, w, (folded,), form=form, rows=size * rows, transpose_x=transpose_x,
+        transpose_w=transpose_w, transpose_out=transpose_out, **same,
+    )  # fmt: skip
+    if transpose_out:
+        return out.reshape(out.shape[0], size, rows), 1
+    return out.reshape(size, rows, out.shape[1]), 0
+
+
+def _wgrad_batch(args, dims, *, form, groups, transpose_x, transpose_y, **same):
+    (x, y, *meta), (x_dim, y_dim, *meta_dims) = args, dims
+    size = _batch_size(args, dims)
+    shared_meta = all(d is None for d in meta_dims)
+    # An operand stored with its columns first takes the batch there: no copy, longer rows.
+    if shared_meta and y_dim is None and transpose_x:
+        x, columns = _fold_leading(x, x_dim), x.shape[0 if x_dim else 1]
+        out = wgrad(
+            x, y, meta, form=form, groups=groups, transpose_x=True, transpose_y=transpose_y, **same
+        )
+        return out.reshape(groups, size, columns, out.shape[2]), 1
+    if shared_meta and x_dim is None and transpose_y:
+        y, columns = _fold_leading(y, y_dim), y.shape[0 if y_dim else 1]
+        out = wgrad(
+            x, y, meta, form=form, groups=groups, transpose_x=transpose_x, transpose_y=True, **same
+        )
+        return out.reshape(groups, out.shape[1], size, columns), 2
+    rows_x = _extent(x, x_dim, 1 if transpose_x else 0)
+    rows_y = _extent(y, y_dim, 1 if transpose_y else 0)
+    table = _batched_table(form, meta, meta_dims, rows_x, rows_y, groups)
+    x, x_step = _fold_rows(x, x_dim, transpose_x, rows_x)
+    y, y_step = _fold_rows(y, y_dim, transpose_y, rows_y)
+    _check_rows("wgrad", size, max(rows_x, rows_y))
+    folded = _segments.fold(table, size, x_step, y_step, groups)
+    form = Form(
+        "segments",
+        ordered_x=form.ordered_x and x_dim is not None,
+        ordered_y=form.ordered_y and y_dim is not None,
+        own_weight=form.own_weight,
+        aligned=form.aligned and (x_dim is None) == (y_dim is None) and rows_x == rows_y,
+    )
+    out = wgrad(
+        x, y, (folded,), form=form, groups=size * groups, transpose_x=transpose_x,
+        transpose_y=transpose_y, **same,
+    )  # fmt: skip
+    return out.reshape(size, groups, *out.shape[1:]), 0
+
+
+def _batch_size(args, dims):
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def _extent(a, dim, axis):
+    """The size of an unbatched operand's axis."""
+    return a.shape[axis + (dim is not None and dim <= axis)]
+
+
+def _batched_table(form, meta, dims, rows_x, rows_y, groups):
+    """The canonical table: (S, 4), or (size, S, 4) where any metadata is batched."""
+    decode = functools.partial(_segments.decode, form, rows_x=rows_x, rows_y=rows_y, groups=groups)
+    if all(d is None for d in dims):
+        return decode(meta)
+    return jax.vmap(lambda *m: decode(m), in_axes=tuple(dims))(*meta)
+
+
+def _fold_rows(a, dim, transposed, rows):
+    """Lay a batch of row operands end to end; a shared one stays as it is (step 0)."""
+    if dim is None:
+        return a, 0
+    a = jnp.moveaxis(a, dim, 1 if transposed else 0)
+    if transposed:
+        return a.reshape(a.shape[0], a.shape[1] * rows), rows
+    return a.reshape(a.shape[0] * rows, a.shape[2]), rows
+
+
+def _fold_leading(a, dim):
+    """Fold a batch into the leading axis; a shared operand stays as it is."""
+    if dim is None:
+        return a
+    a = jnp.moveaxis(a, dim, 0)
+    return a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])
+
+
+def _check_rows(name, size, rows):
+    if size * rows > MAX_ROWS:
+        raise ValueError(
+            f"jgg {name}: a batch of {size} problems of {rows} rows has {size * rows} rows; "
+            f"row indices are int32, at most {MAX_ROWS}. Use jax.lax.map over part of the batch."
+        )
+
+
+# ---- lowering --------------------------------------------------------------------------------
+
+
+def _reference_lowering(name, *operands, cotangent_dtype, implementation, **params):
+    del cotangent_dtype
+    if implementation not in (None, "reference"):
+        raise ValueError(
+            f"jgg: implementation={implementation!r} runs on CUDA devices only, but this "
+            "computation is lowered for another platform. Use implementation=None, or 'reference'."
+        )
+    return getattr(_reference, name)(*operands, **params)
+
+
+def _cuda_lowering(name, *operands, **params):
+    if _call.chooses_reference(operands, params["implementation"], params["out_dtype"]):
+        return _reference_lowering(name, *operands, **params | {"implementation": "reference"})
+    return getattr(_call, name)(*operands, **params)
+
+
+def _outer_lowering(name, ctx, *operands, **params):
+    per_device = functools.partial(INNER[name].bind, **params)
+    if _partition.may_be_partitioned(ctx):
+        per_device = _partition.auto(name, params, INNER[name].bind)
+    return mlir.lower_fun(per_device, multiple_results=False)(ctx, *operands)
+
+
+def _make(name, level, abstract, transpose, batch):
+    primitive = Primitive(f"jgg_{name}" + ("" if level == "inner" else "_outer"))
+    primitive.def_abstract_eval(abstract)
+
+    @functools.cache
+    def compiled(**params):
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
+    ad.primitive_jvps[primitive] = functools.partial(_bilinear_jvp, name)
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+    if level == "inner":
+        reference = functools.partial(_reference_lowering, name)
+        cuda = functools.partial(_cuda_lowering, name)
+        mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=False))
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(cuda, multiple_results=False), platform="cuda"
+        )
+    else:
+        _partition.needs_devices(primitive)
+        mlir.register_lowering(primitive, functools.partial(_outer_lowering, name))
+    return primitive
+
+
+_RULES = {
+    "mm": (_mm_abstract, _mm_transpose, _mm_batch),
+    "wgrad": (_wgrad_abstract, _wgrad_transpose, _wgrad_batch),
+}
+INNER = {name: _make(name, "inner", *rules) for name, rules in _RULES.items()}
+OUTER = {name: _make(name, "outer", *rules) for name, rules in _RULES.items()}

@@ -1,0 +1,265 @@
+"""``ragged_dot`` and ``ragged_dot_general``: drop-in replacements for JAX's own."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from . import _check, _primitives, _segments
+from ._grouped_mm import grouped_mm
+from ._segments import SIZES, Form
+
+
+def ragged_dot(
+    lhs,
+    rhs,
+    group_sizes,
+    precision=None,
+    preferred_element_type=None,
+    group_offset=None,
+    out_sharding=None,
+) -> jax.Array:
+    """``out[m] = lhs[m] @ rhs[group(m)]``; **rows of lhs are grouped**. Drop-in for JAX's.
+
+    The signature, values and tails of :func:`jax.lax.ragged_dot`; unlike there, ``group_offset``
+    works, as do ``vmap`` with shared weights, second derivatives and Explicit sharding.
+
+    Args:
+      lhs: ``(m, k)``.
+      rhs: ``(g, k, n)``.
+      group_sizes: integers ``(g,)``.
+      precision, preferred_element_type: as in :func:`grouped_mm`.
+      group_offset: integer of shape ``()`` or ``(1,)``: the first of the ``g`` groups that rhs
+        holds, of a longer ``group_sizes``.
+      out_sharding: where the result goes, under Explicit sharding.
+
+    Returns:
+      ``(m, n)``.
+
+    Raises:
+      ValueError, TypeError: as :func:`grouped_mm`.
+    """
+    out = grouped_mm(
+        lhs, rhs, group_sizes, group_offset=group_offset, precision=precision,
+        preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+    return _placed(out, out_sharding)
+
+
+def ragged_dot_general(
+    lhs,
+    rhs,
+    group_sizes,
+    ragged_dot_dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    group_offset=None,
+    out_sharding=None,
+) -> jax.Array:
+    """:func:`jax.lax.ragged_dot_general`; **one axis of lhs is grouped**, in any of its modes.
+
+    ====================  ============================================================  ==========
+    ragged axis of lhs    shapes                                                        result
+    ====================  ============================================================  ==========
+    kept (m)              ``[b,x,m,k] [g,b,k,n] [b,x,g]``: a matrix per group of rows   ``[b,x,m,n]``
+    contracted (k)        ``[b,m,x,k] [b,x,k,n] [b,x,g]``: a product per group          ``[g,b,m,n]``
+    batch (b)             ``[b,m,k] [b,k,n] [x,g]``: a plain batched product            ``[b,m,n]``
+    ====================  ============================================================  ==========
+
+    Letters stand for any number of axes; ``group_sizes`` may also be ``[g]``, for all alike.
+
+    Args:
+      lhs, rhs, group_sizes: as above.
+      ragged_dot_dimension_numbers: a :class:`jax.lax.RaggedDotDimensionNumbers`.
+      precision, preferred_element_type: as in :func:`grouped_mm`.
+      group_offset: in the first mode, the first of the groups that rhs holds; in the second, the
+        first of the groups to compute is ``group_offset`` and all later ones follow, as zeros
+        where there are none.
+      out_sharding: where the result goes, under Explicit sharding.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes or dimension numbers do not fit.
+    """
+    op = "ragged_dot_general"
+    lhs, rhs, group_sizes = (
+        _check.array(op, n, v) for n, v in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
+    )
+    for name, value in (("lhs", lhs), ("rhs", rhs)):
+        _check.numeric(op, name, value)
+    _check.integer(op, "group_sizes", group_sizes)
+    dn = _Dimensions(op, lhs, rhs, ragged_dot_dimension_numbers)
+    same = {
+        "out_dtype": _check.result_dtype(op, preferred_element_type, lhs, rhs),
+        "precision": _check.precision(op, precision),
+    }
+    if group_offset is not None:
+        group_offset = _check.array(op, "group_offset", group_offset)
+        _check.integer(op, "group_offset", group_offset)
+        group_offset = group_offset.reshape(())
+    if dn.mode == "batch":
+        # Sizes have no effect here: every batch is multiplied by its own partner.
+        out = jax.lax.dot_general(
+            lhs, rhs, dn.dot_dimension_numbers, precision=same["precision"],
+            preferred_element_type=same["out_dtype"],
+        )  # fmt: skip
+    elif dn.mode == "kept":
+        out = _kept(op, dn, lhs, rhs, group_sizes, group_offset, same)
+    else:
+        out = _contracted(op, dn, lhs, rhs, group_sizes, group_offset, same)
+    return _placed(out, out_sharding)
+
+
+class _Dimensions:
+    """Dimension numbers, sorted out: which axes of which operand play which part."""
+
+    def __init__(self, op: str, lhs, rhs, numbers):
+        self.dot_dimension_numbers = numbers.dot_dimension_numbers
+        (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
+        self.lhs_contracting, self.rhs_contracting = tuple(lc), tuple(rc)
+        self.lhs_batch, self.rhs_batch = tuple(lb), tuple(rb)
+        if len(numbers.lhs_ragged_dimensions) != 1:
+            raise TypeError(f"jgg.{op}: expects exactly one lhs ragged dimension")
+        (self.ragged,) = numbers.lhs_ragged_dimensions
+        if not 0 <= self.ragged < lhs.ndim:
+            raise TypeError(f"jgg.{op}: lhs ragged dimension {self.ragged} is not an axis of lhs")
+        group = tuple(numbers.rhs_group_dimensions)
+        if self.ragged in self.lhs_batch:
+            self.mode = "batch"
+        else:
+            self.mode = "contracted" if self.ragged in self.lhs_contracting else "kept"
+        if len(group) != (1 if self.mode == "kept" else 0):
+            raise TypeError(
+                f"jgg.{op}: expects {'one rhs group dimension' if self.mode == 'kept' else 'no'}"
+                f"{'' if self.mode == 'kept' else ' rhs group dimension'} where the ragged axis "
+                f"of lhs is {self.mode}, got {group}"
+            )
+        self.group = group
+        used = {*self.lhs_contracting, *self.lhs_batch}
+        self.lhs_kept = tuple(i for i in range(lhs.ndim) if i not in used)
+        used = {*self.rhs_contracting, *self.rhs_batch, *group}
+        self.rhs_kept = tuple(i for i in range(rhs.ndim) if i not in used)
+        if len(used) != len(self.rhs_contracting) + len(self.rhs_batch) + len(group):
+            raise TypeError(f"jgg.{op}: rhs dimension numbers are not distinct: {numbers}")
+        for kind, left, right in (
+            ("contracting", self.lhs_contracting, self.rhs_contracting),
+            ("batch", self.lhs_batch, self.rhs_batch),
+        ):
+            if [lhs.shape[i] for i in left] != [rhs.shape[i] for i in right]:
+                raise TypeError(
+                    f"jgg.{op}: {kind} axes differ: lhs {lhs.shape} at {left}, "
+                    f"rhs {rhs.shape} at {right}"
+                )
+
+
+def _sizes_per_problem(op, group_sizes, prefix: tuple[int, ...]):
+    """group_sizes as (problems, g), with a given or broadcast prefix."""
+    g = group_sizes.shape[-1] if group_sizes.ndim else 0
+    if group_sizes.ndim != 1 and group_sizes.shape != (*prefix, g):
+        raise TypeError(
+            f"jgg.{op}: group_sizes has shape {group_sizes.shape}, expected (g,) or {(*prefix, g)}"
+        )
+    return jnp.broadcast_to(group_sizes, (*prefix, g)).reshape(math.prod(prefix), g)
+
+
+def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
+    outer = tuple(i for i in dn.lhs_kept if i < dn.ragged)
+    inner = tuple(i for i in dn.lhs_kept if i > dn.ragged)
+    size = lambda axes: math.prod(lhs.shape[i] for i in axes)  # noqa: E731
+    batches, outers, inners = size(dn.lhs_batch), size(outer), size(inner)
+    t, k = lhs.shape[dn.ragged], size(dn.lhs_contracting)
+    x = lhs.transpose(*dn.lhs_batch, *outer, dn.ragged, *inner, *dn.lhs_contracting)
+    x = x.reshape(batches, outers, t * inners, k)
+    (group,) = dn.group
+    w = rhs.transpose(*dn.rhs_batch, group, *dn.rhs_contracting, *dn.rhs_kept)
+    groups, columns = rhs.shape[group], [rhs.shape[i] for i in dn.rhs_kept]
+    w = w.reshape(batches, groups, k, math.prod(columns))
+    prefix = tuple(lhs.shape[i] for i in (*dn.lhs_batch, *outer))
+    sizes = _sizes_per_problem(op, group_sizes, prefix)
+    if group_offset is None and sizes.shape[1] != groups:
+        raise TypeError(
+            f"jgg.{op}: rhs {rhs.shape} has {groups} groups at axis {group}, group_sizes has "
+            f"{sizes.shape[1]}"
+        )
+    _check.rows(op, "lhs", t * inners)
+    sizes = _scaled(sizes, t, inners).reshape(batches, outers, -1)
+
+    def product(x, w, sizes):
+        meta = (sizes,) if group_offset is None else (sizes, group_offset)
+        return _primitives.mm(x, w, meta, form=SIZES, rows=t * inners, **same)
+
+    if outers == 1:
+        product = _over_one(product, (0, None, 0))
+    else:
+        product = jax.vmap(product, (0, None, 0))
+    product = _over_one(product, (0, 0, 0)) if batches == 1 else jax.vmap(product)
+    out = product(x, w, sizes)
+    kept = (*dn.lhs_batch, *outer, dn.ragged, *inner)
+    out = out.reshape(*(lhs.shape[i] for i in kept), *columns)
+    # The result's axes: batch, then lhs's kept axes in lhs's order, which is this one.
+    return out
+
+
+def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
+    ragged = dn.lhs_contracting.index(dn.ragged)
+    order = sorted(range(len(dn.lhs_contracting)), key=lambda i: dn.lhs_contracting[i])
+    outer = [i for i in order if dn.lhs_contracting[i] < dn.ragged]
+    inner = [i for i in order if dn.lhs_contracting[i] > dn.ragged]
+    places = [*outer, ragged, *inner]
+    size = lambda axes: math.prod(lhs.shape[dn.lhs_contracting[i]] for i in axes)  # noqa: E731
+    outers, inners, t = size(outer), size(inner), lhs.shape[dn.ragged]
+    batches = math.prod(lhs.shape[i] for i in dn.lhs_batch)
+    left = [lhs.shape[i] for i in dn.lhs_kept]
+    right = [rhs.shape[i] for i in dn.rhs_kept]
+    x = lhs.transpose(*dn.lhs_batch, *(dn.lhs_contracting[i] for i in places), *dn.lhs_kept)
+    y = rhs.transpose(*dn.rhs_batch, *(dn.rhs_contracting[i] for i in places), *dn.rhs_kept)
+    rows = outers * t * inners
+    _check.rows(op, "the contracted axes", rows)
+    x = x.reshape(batches, rows, math.prod(left))
+    y = y.reshape(batches, rows, math.prod(right))
+    prefix = tuple(lhs.shape[i] for i in dn.lhs_batch) + tuple(
+        lhs.shape[dn.lhs_contracting[i]] for i in outer
+    )
+    sizes = _sizes_per_problem(op, group_sizes, prefix)
+    groups = sizes.shape[1]
+    sizes = _scaled(sizes, t, inners).reshape(batches, outers, groups)
+
+    def product(x, y, sizes):
+        if outers == 1:
+            meta = (sizes[0],) if group_offset is None else (sizes[0], group_offset)
+            return _primitives.wgrad(x, y, meta, form=SIZES, groups=groups, **same)
+        # Every outer index adds to the same groups: several segments name one weight.
+        def decode(s):
+            meta = (s,) if group_offset is None else (s, group_offset)
+            return _segments.decode(SIZES, meta, t * inners, t * inners, groups)
+
+        table = _segments.fold(jax.vmap(decode)(sizes), outers, t * inners, t * inners, 0)
+        form = Form("segments", ordered_x=True, ordered_y=True)
+        return _primitives.wgrad(x, y, (table,), form=form, groups=groups, **same)
+
+    product = _over_one(product, (0, 0, 0)) if batches == 1 else jax.vmap(product, out_axes=1)
+    out = product(x, y, sizes)
+    batch = [lhs.shape[i] for i in dn.lhs_batch]
+    return out.reshape(groups, *batch, *left, *right)
+
+
+def _scaled(sizes, limit: int, factor: int):
+    """Sizes in units of ``factor`` rows, without overflow in a narrow dtype."""
+    return _segments._saturate(sizes, limit) * jnp.int32(factor)
+
+
+def _over_one(function, in_axes):
+    """``vmap`` over an axis of size 1, without its segments."""
+
+    @functools.wraps(function)
+    def wrapped(*args):
+        args = (a if d is None else a[0] for a, d in zip(args, in_axes, strict=True))
+        return function(*args)
+
+    return wrapped
+
+
+def _placed(out, out_sharding):
+    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)

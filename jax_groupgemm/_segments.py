@@ -1,0 +1,193 @@
+"""Segments: the one form of grouping metadata that every primitive understands.
+
+A segment says that ``length`` consecutive rows of one operand meet ``length`` consecutive rows
+of another and one weight.  Every grouped product is a sum over segments ``s`` and rows ``i``::
+
+    F(x, y, w) = sum_s sum_{i < length_s}  x[x_start_s + i] . w[weight_s] . y[y_start_s + i]
+
+``mm`` is its derivative in ``y`` (or, with the roles exchanged, in ``x``) and ``wgrad`` its
+derivative in ``w``.  Nothing here ever leaves the device: sizes are data, never shapes.
+
+The metadata reaches a primitive in the form its user gave it (``Form.kind``) and is decoded to
+the canonical ``(S, 4)`` int32 table ``[x_start, y_start, length, weight]`` as late as possible,
+so that a kernel may read the raw form itself:
+
+=========== ============================== =====================================================
+kind        operands                       meaning
+=========== ============================== =====================================================
+"sizes"     (G',) sizes[, () offset]       consecutive groups of rows, in order
+"spans"     (S, 2) [start, end)            arbitrary row ranges; segment s has weight s
+"segments"  (S, 4) table                   anything
+=========== ============================== =====================================================
+
+Decoding upholds, for whatever it was given: ``0 <= start``, ``start + length <= rows``,
+``length >= 0``, and ``length == 0`` where the weight index is outside ``[0, groups)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+X_START, Y_START, LENGTH, WEIGHT = range(4)
+
+# Row indices are int32 on the device (a 2**31-row operand does not fit a GPU's memory).
+MAX_ROWS = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known about a primitive's metadata before it runs."""
+
+    kind: Literal["sizes", "spans", "segments"]
+    ordered_x: bool = False  # segments' row ranges in x are ascending and disjoint
+    ordered_y: bool = False  # likewise in y
+    own_weight: bool = False  # segment s names weight s, and there are as many as weights
+    aligned: bool = True  # x_start == y_start in every segment
+    swapped: bool = False  # the table's columns 0 and 1 are (y_start, x_start)
+
+    def swap(self) -> Form:
+        """The same metadata with the roles of x and y exchanged."""
+        return dataclasses.replace(
+            self,
+            ordered_x=self.ordered_y,
+            ordered_y=self.ordered_x,
+            swapped=not self.swapped and not self.aligned,
+        )
+
+
+SIZES = Form("sizes", ordered_x=True, ordered_y=True, own_weight=True)
+SPANS = Form("spans", own_weight=True)
+
+
+def decode(form: Form, meta, rows_x: int, rows_y: int, groups: int) -> jax.Array:
+    """The canonical (S, 4) int32 table of any form."""
+    if form.kind == "sizes":
+        starts, ends = _group_bounds(meta[0], rows_x)
+        if len(meta) == 2:
+            starts, ends = _local_groups(starts, ends, meta[1], groups)
+        return _table(starts, starts, ends - starts, lax.iota(jnp.int32, groups))
+    if form.kind == "spans":
+        bounds = _saturate(meta[0], rows_x)
+        starts, ends = bounds[:, 0], bounds[:, 1]
+        lengths = jnp.maximum(ends - starts, 0)
+        return _table(starts, starts, lengths, lax.iota(jnp.int32, starts.shape[0]))
+    (table,) = meta
+    if form.swapped:
+        table = jnp.stack(
+            [table[:, Y_START], table[:, X_START], table[:, LENGTH], table[:, WEIGHT]], axis=1
+        )
+    return table
+
+
+def table(x_start, y_start, length, weight, *, rows_x: int, rows_y: int, groups: int):
+    """A canonical table from raw columns of one shape: clamped, never out of bounds.
+
+    A segment that starts outside its rows, or names no weight, is empty.
+    """
+    ok = (x_start >= 0) & (x_start <= rows_x) & (y_start >= 0) & (y_start <= rows_y)
+    ok &= (weight >= 0) & (weight < groups)
+    x_start, y_start = _saturate(x_start, rows_x), _saturate(y_start, rows_y)
+    room = jnp.minimum(jnp.int32(rows_x) - x_start, jnp.int32(rows_y) - y_start)
+    length = jnp.where(ok, jnp.minimum(_saturate(length, MAX_ROWS), room), 0)
+    return _table(x_start, y_start, length, jnp.where(ok, weight, 0))
+
+
+def fold(table: jax.Array, size: int, x_step: int, y_step: int, weight_step: int) -> jax.Array:
+    """Fold a batch of ``size`` problems into segments: problem b is shifted by b steps.
+
+    ``table`` is (S, 4), shared by the batch, or (size, S, 4).  A step of 0 means that the
+    operand is shared: its rows, or weights, are named again by every problem, not copied.
+    """
+    batch = lax.iota(jnp.int32, size)
+    zero = jnp.zeros_like(batch)
+    steps = jnp.stack([batch * x_step, batch * y_step, zero, batch * weight_step], axis=1)
+    table = jnp.broadcast_to(table, (size, *table.shape[-2:]))
+    return (table + steps[:, None, :]).reshape(-1, 4)
+
+
+def restrict(table: jax.Array, column: int, start, size: int, *, aligned: bool) -> jax.Array:
+    """The part of every segment that lies in rows (or weights) ``[start, start + size)``.
+
+    ``column`` says of which operand; positions come out relative to ``start``.  With ``aligned``
+    the rows of x and y are one and the same, so both positions move.
+    """
+    x_start, y_start, length, weight = (table[:, i] for i in range(4))
+    start = jnp.int32(start)
+    if column == WEIGHT:
+        weight = weight - start
+        ok = (weight >= 0) & (weight < size)
+        return _table(x_start, y_start, jnp.where(ok, length, 0), jnp.where(ok, weight, 0))
+    position = table[:, column]
+    skipped = jnp.clip(start - position, 0, length)
+    stop = jnp.minimum(position + length, start + jnp.int32(size))
+    length = jnp.maximum(stop - position - skipped, 0)
+    # Empty parts keep their place in the order, inside the bounds.
+    x_start, y_start = x_start + skipped, y_start + skipped
+    if aligned or column == X_START:
+        x_start = jnp.clip(x_start - start, 0, size)
+    if aligned or column == Y_START:
+        y_start = jnp.clip(y_start - start, 0, size)
+    return _table(x_start, y_start, length, weight)
+
+
+def covered_rows(group_sizes, group_offset, rows: int, groups: int) -> tuple:
+    """First and one-past-last row that the groups of a grouped product cover, as int32."""
+    starts, ends = _group_bounds(group_sizes, rows)
+    if group_offset is not None:
+        starts, ends = _local_groups(starts, ends, group_offset, groups)
+    if groups == 0:
+        return jnp.int32(0), jnp.int32(0)
+    live = ends > starts
+    return jnp.min(jnp.where(live, starts, rows)), jnp.max(jnp.where(live, ends, 0))
+
+
+def _table(*columns) -> jax.Array:
+    return jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)
+
+
+def _saturate(values, limit: int) -> jax.Array:
+    """Integers of any dtype, clamped to [0, limit] before they are narrowed to int32."""
+    values = jnp.asarray(values)
+    info = jnp.iinfo(values.dtype)
+    low = 0 if info.min < 0 else None
+    high = limit if info.max > limit else None
+    if low is not None or high is not None:
+        values = jnp.clip(values, low, high)
+    return values.astype(jnp.int32)
+
+
+def _group_bounds(group_sizes, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Row bounds of consecutive groups; negative sizes count as 0, the last row is the limit."""
+    sizes = _saturate(group_sizes, rows)
+    ends = jnp.cumsum(sizes, dtype=jnp.uint32)
+    if sizes.shape[0] * rows >= 2**32:
+        # The sum may wrap. Where a rounded sum is far above the limit, it is the limit;
+        # elsewhere the true sum is below 2**32 and did not wrap.
+        rough = jnp.cumsum(sizes.astype(jnp.float32))
+        ends = jnp.where(rough > 3e9, jnp.uint32(rows), ends)
+    ends = jnp.minimum(ends, jnp.uint32(rows)).astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]]) if ends.size else ends
+    return starts, ends
+
+
+def _local_groups(starts, ends, offset, groups: int):
+    """Bounds of groups [offset, offset + groups) of a longer list; absent ones are empty."""
+    offset = jnp.asarray(offset).reshape(())
+    total = starts.shape[0]
+    info = jnp.iinfo(offset.dtype)
+    if info.bits < 32:
+        offset = offset.astype(jnp.int32)
+    # Clamp before narrowing: a wide offset must not wrap into the valid range.
+    offset = jnp.clip(offset, -groups if info.min < 0 else 0, total)
+    index = offset.astype(jnp.int32) + lax.iota(jnp.int32, groups)
+    ok = (index >= 0) & (index < total)
+    if total == 0:
+        zeros = jnp.zeros((groups,), jnp.int32)
+        return zeros, zeros
+    index = jnp.where(ok, index, 0)
+    return jnp.where(ok, starts[index], 0), jnp.where(ok, ends[index], 0)
