@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _segments
+from . import _reference, _segments
 
 TARGETS = ("jgg_mm", "jgg_wgrad")
 
@@ -185,7 +185,7 @@ def wgrad(x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y, **_):
 def _call(target, a, b, table, shape, out_dtype, flags: dict[str, bool]):
     if 0 in (*shape, *a.shape, *b.shape, *table.shape):
         return jnp.zeros(shape, out_dtype)
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = _reference.promoted(a.dtype, b.dtype)
     out = jax.ShapeDtypeStruct(shape, out_dtype)
     # Attributes are hashed by value: one type per attribute, always.
     attributes = {name: np.bool_(value) for name, value in flags.items()}

@@ -80,6 +80,8 @@ def gather_mm(
     _check.rows(op, "a", math.prod(a.shape[:-1]))
     in_order = rhs_indices is None or sorted_indices
     ordered = in_order and rhs.shape == batch
+    if 0 in (pairs, *a.shape, *b.shape):
+        return jnp.zeros((*batch, m, b.shape[-1]), dtype)
     x = a.reshape(-1, m, k)
     w = b.reshape(matrices, k, b.shape[-1])
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
@@ -130,14 +132,13 @@ def _by_matrix(x, w, lhs, rhs, *, ordered, **same):
     if not ordered:
         order = jnp.argsort(rhs, stable=True)
         lhs, rhs, valid = lhs[order], rhs[order], valid[order]
-    # Sentinels sort to both ends: group 0 holds the negative ones and has no matrix, nor has the
-    # last. Bounds come from the sorted indices themselves.
-    bounds = jnp.searchsorted(rhs, lax.iota(rhs.dtype, matrices + 1)).astype(jnp.int32)
-    sizes = jnp.concatenate([bounds[:1], bounds[1:] - bounds[:-1]])
+    # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
+    counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)
+    sizes = counts[: matrices + 1] * m
     zero = jnp.zeros((), x.dtype)
     rows = jnp.where(valid[:, None, None], x[jnp.where(valid, lhs, 0)], zero)
     y = _primitives.mm(
-        rows.reshape(pairs * m, k), w, (sizes * m, jnp.int32(1)), form=SIZES, rows=pairs * m, **same
+        rows.reshape(pairs * m, k), w, (sizes, jnp.int32(1)), form=SIZES, rows=pairs * m, **same
     )
     y = y.reshape(pairs, m, w.shape[2])
     # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.

@@ -204,10 +204,9 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
 
 def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     ragged = dn.lhs_contracting.index(dn.ragged)
-    order = sorted(range(len(dn.lhs_contracting)), key=lambda i: dn.lhs_contracting[i])
-    outer = [i for i in order if dn.lhs_contracting[i] < dn.ragged]
-    inner = [i for i in order if dn.lhs_contracting[i] > dn.ragged]
-    places = [*outer, ragged, *inner]
+    # Outer and inner are told by the order in which the contracted axes are listed.
+    places = range(len(dn.lhs_contracting))
+    outer, inner = places[:ragged], places[ragged + 1 :]
     size = lambda axes: math.prod(lhs.shape[dn.lhs_contracting[i]] for i in axes)  # noqa: E731
     outers, inners, t = size(outer), size(inner), lhs.shape[dn.ragged]
     batches = math.prod(lhs.shape[i] for i in dn.lhs_batch)

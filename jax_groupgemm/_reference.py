@@ -23,9 +23,16 @@ _MM_TILES = (8, 16, 32, 64, 128, 256)
 _WGRAD_TILES = (8, 32, 128, 512)
 
 
+def promoted(*dtypes):
+    """The dtype that holds all of these, whatever ``jax_numpy_dtype_promotion`` says of users'
+    own expressions: operands' dtypes have been accepted by then."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
 def accumulator_dtype(*dtypes):
     """float32 for anything narrower, else the operands' own (float64, integers, complex)."""
-    dtype = functools.reduce(jnp.promote_types, dtypes)
+    dtype = promoted(*dtypes)
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(dtype)
@@ -90,8 +97,7 @@ def _for_each_tile(segments, tiles, visit, out):
     by_full = jnp.argsort(full == 0, stable=True)
     out = lax.fori_loop(0, jnp.sum(full > 0, dtype=jnp.int32), whole_tiles, out)
 
-    size = jnp.where(rest > 0, jnp.searchsorted(jnp.asarray(tiles, jnp.int32), rest), -1)
-    size = size.astype(jnp.int32)
+    size = jnp.where(rest > 0, _smallest_tile(tiles, rest), -1)
     by_size = jnp.argsort(size, stable=True)
 
     def last_tile(i, out, *, tile):
@@ -154,7 +160,7 @@ def _segment_product(x, y, segment, *, tiles, dot):
     big = tiles[-1]
     count = (length + big - 1) // big
     rest = length - (count - 1) * big
-    size = jnp.searchsorted(jnp.asarray(tiles, jnp.int32), rest, method="compare_all") + 1
+    size = _smallest_tile(tiles, rest) + 1
     last = lax.switch(
         jnp.where(length > 0, size, 0),
         [lambda done: nothing, *(functools.partial(part, tile) for tile in tiles)],
@@ -163,12 +169,17 @@ def _segment_product(x, y, segment, *, tiles, dot):
     return lax.fori_loop(0, count - 1, lambda i, acc: acc + part(big, i * big), last)
 
 
+def _smallest_tile(tiles, rows):
+    """The index of the smallest tile that holds so many rows."""
+    return sum((rows > tile).astype(jnp.int32) for tile in tiles)
+
+
 class _dot:
     """One tile's product: operands as stored in, accumulator out."""
 
     def __init__(self, a, b, out_dtype, precision, dimension_numbers):
         self.a, self.b = a.dtype, b.dtype
-        self.operand = jnp.promote_types(a.dtype, b.dtype)
+        self.operand = promoted(a.dtype, b.dtype)
         self.dtype = accumulator_dtype(self.operand, out_dtype)
         if not jnp.issubdtype(self.operand, jnp.inexact):
             self.dtype = jnp.dtype(out_dtype)

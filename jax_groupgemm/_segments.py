@@ -31,6 +31,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 X_START, Y_START, LENGTH, WEIGHT = range(4)
@@ -164,15 +165,25 @@ def _saturate(values, limit: int) -> jax.Array:
 def _group_bounds(group_sizes, rows: int) -> tuple[jax.Array, jax.Array]:
     """Row bounds of consecutive groups; negative sizes count as 0, the last row is the limit."""
     sizes = _saturate(group_sizes, rows)
-    ends = jnp.cumsum(sizes, dtype=jnp.uint32)
+    ends = _prefix_sum(sizes.astype(jnp.uint32))
     if sizes.shape[0] * rows >= 2**32:
         # The sum may wrap. Where a rounded sum is far above the limit, it is the limit;
         # elsewhere the true sum is below 2**32 and did not wrap.
-        rough = jnp.cumsum(sizes.astype(jnp.float32))
+        rough = _prefix_sum(sizes.astype(jnp.float32))
         ends = jnp.where(rough > 3e9, jnp.uint32(rows), ends)
     ends = jnp.minimum(ends, jnp.uint32(rows)).astype(jnp.int32)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]]) if ends.size else ends
     return starts, ends
+
+
+def _prefix_sum(values):
+    """``jnp.cumsum`` as a window sum: XLA's CPU backend of jaxlib 0.12.0 aborts on the form that
+    cumsum itself takes in an exported multi-platform module."""
+    count = values.shape[0]
+    if count == 0:
+        return values
+    zero = np.zeros((), values.dtype)
+    return lax.reduce_window(values, zero, lax.add, (count,), (1,), [(count - 1, 0)])
 
 
 def _local_groups(starts, ends, offset, groups: int):

@@ -1,0 +1,42 @@
+"""Test configuration: four virtual CPU devices, strict dtype promotion, GPU tests by marker."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def has_gpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return False
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU its tests do not exist: they are deselected, not skipped."""
+    if has_gpu():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in set(gpu)]
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Random numbers of this test's own: the same in every run, different between tests."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture(params=["reference", pytest.param("sm80", marks=pytest.mark.gpu)])
+def implementation(request) -> str:
+    """Every implementation that value tests run through."""
+    return request.param

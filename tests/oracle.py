@@ -1,0 +1,108 @@
+"""What every operation means, in float64 numpy, one row or segment at a time."""
+
+import jax
+import numpy as np
+
+
+def f64(a) -> np.ndarray:
+    return np.asarray(a).astype(np.float64)
+
+
+def bounds(sizes, rows) -> list[tuple[int, int]]:
+    """Row ranges of consecutive groups: negative sizes are 0, the last row is the limit."""
+    start, out = 0, []
+    for size in np.asarray(sizes).tolist():
+        end = min(start + max(int(size), 0), rows)
+        out.append((start, end))
+        start = end
+    return out
+
+
+def grouped_mm(x, w, sizes, *, offset=None, transpose_w=False) -> np.ndarray:
+    x, w = f64(x), f64(w)
+    w = w.swapaxes(1, 2) if transpose_w else w
+    out = np.zeros((x.shape[0], w.shape[2]))
+    ranges = bounds(sizes, x.shape[0])
+    for g in range(w.shape[0]):
+        index = g + (0 if offset is None else int(np.asarray(offset).reshape(())))
+        if 0 <= index < len(ranges):
+            start, end = ranges[index]
+            out[start:end] = x[start:end] @ w[g]
+    return out
+
+
+def grouped_mm_grads(x, w, sizes, ct) -> tuple[np.ndarray, np.ndarray]:
+    x, w, ct = f64(x), f64(w), f64(ct)
+    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    for g, (start, end) in enumerate(bounds(sizes, x.shape[0])):
+        dx[start:end] = ct[start:end] @ w[g].T
+        dw[g] = x[start:end].T @ ct[start:end]
+    return dx, dw
+
+
+def clamp(segments, k) -> list[tuple[int, int]]:
+    clamped = [tuple(min(max(int(v), 0), k) for v in s) for s in np.asarray(segments).tolist()]
+    return [(s, max(s, e)) for s, e in clamped]
+
+
+def segmented_mm(a, b, segments) -> np.ndarray:
+    a, b, segments = f64(a), f64(b), np.asarray(segments)
+    flat = segments.reshape(-1, 2)
+    out = np.zeros((len(flat), a.shape[0], b.shape[1]))
+    for i, (start, end) in enumerate(clamp(flat, a.shape[1])):
+        out[i] = a[:, start:end] @ b[start:end]
+    return out.reshape(*segments.shape[:-1], a.shape[0], b.shape[1])
+
+
+def segmented_mm_grads(a, b, segments, ct) -> tuple[np.ndarray, np.ndarray]:
+    a, b = f64(a), f64(b)
+    flat = np.asarray(segments).reshape(-1, 2)
+    ct = f64(ct).reshape(len(flat), a.shape[0], b.shape[1])
+    da, db = np.zeros_like(a), np.zeros_like(b)
+    for g, (start, end) in zip(ct, clamp(flat, a.shape[1]), strict=True):
+        da[:, start:end] += g @ b[start:end].T
+        db[start:end] += a[:, start:end].T @ g
+    return da, db
+
+
+def gather_mm(a, b, lhs=None, rhs=None) -> np.ndarray:
+    a, b = f64(a), f64(b)
+    lhs = np.arange(np.prod(a.shape[:-2], dtype=int)).reshape(a.shape[:-2]) if lhs is None else lhs
+    rhs = np.arange(np.prod(b.shape[:-2], dtype=int)).reshape(b.shape[:-2]) if rhs is None else rhs
+    lhs, rhs = np.broadcast_arrays(np.asarray(lhs), np.asarray(rhs))
+    x, w = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+    out = np.zeros((lhs.size, a.shape[-2], b.shape[-1]))
+    for i, (p, q) in enumerate(zip(lhs.ravel().tolist(), rhs.ravel().tolist(), strict=True)):
+        if 0 <= p < len(x) and 0 <= q < len(w):
+            out[i] = x[p] @ w[q]
+    return out.reshape(*lhs.shape, *out.shape[1:])
+
+
+# Relative Frobenius error allowed per dtype of the result: its own rounding, or float32 sums.
+TOLERANCE = {"float64": 1e-14, "float32": 1e-6, "float16": 1e-3, "bfloat16": 6e-3}
+
+
+def error(got, want) -> float:
+    got, want = f64(got), f64(want)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    scale = np.linalg.norm(want)
+    distance = np.linalg.norm(got - want)
+    return float(distance / scale) if scale else float(distance)
+
+
+def assert_close(got, want, *, k: int = 1, tolerance: float | None = None) -> None:
+    """``k`` is the contracted length: float32 sums may err as sqrt(k / 512) beyond 512."""
+    if tolerance is None:
+        tolerance = TOLERANCE[np.asarray(got).dtype.name] * max(1.0, (k / 512) ** 0.5)
+    assert error(got, want) <= tolerance, (error(got, want), tolerance)
+
+
+def random(rng, shape, dtype="float32") -> jax.Array:
+    return jax.numpy.asarray(rng.standard_normal(shape)).astype(dtype)
+
+
+def random_sizes(rng, groups, rows, *, empty=0.3) -> np.ndarray:
+    """Sizes with sum <= rows: some empty, some tail left over."""
+    share = rng.random(groups) * (rng.random(groups) >= empty)
+    share = share / max(share.sum(), 1e-9) * rng.uniform(0.6, 1.0)
+    return np.floor(share * rows).astype(np.int32)

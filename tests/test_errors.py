@@ -1,0 +1,137 @@
+"""Messages for bad input, word for word."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_groupgemm as jgg
+
+X, W, S = jnp.ones((16, 8)), jnp.ones((3, 8, 4)), jnp.array([4, 0, 9])
+A, B = jnp.ones((5, 20)), jnp.ones((20, 4))
+
+CASES = [
+    (
+        lambda: jgg.grouped_mm(X, W.swapaxes(1, 2), S), ValueError,
+        "jgg.grouped_mm: w has shape (3, 4, 8), expected (G, K, N) = (3, 8, 8) because x is "
+        "(16, 8). Pass transpose_w=True if w is (G, N, K).",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, transpose_w=True), ValueError,
+        "jgg.grouped_mm: w has shape (3, 8, 4), expected (G, N, K) = (3, 8, 8) because x is "
+        "(16, 8). Pass transpose_w=False if w is (G, K, N).",
+    ),
+    (
+        lambda: jgg.grouped_mm(X[None], W, S), ValueError,
+        "jgg.grouped_mm: x has shape (1, 16, 8), expected 2 axes (T, K)",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S[:2]), ValueError,
+        "jgg.grouped_mm: group_sizes has shape (2,), expected (G,) = (3,) because w is (3, 8, 4). "
+        "Pass group_offset if w holds only some of the groups.",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S.astype(jnp.float32)), TypeError,
+        "jgg.grouped_mm: group_sizes must hold integers, got dtype float32",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, group_offset=jnp.zeros((2,), jnp.int32)), ValueError,
+        "jgg.grouped_mm: group_offset has shape (2,), expected () or (1,)",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, activation="selu"), ValueError,
+        "jgg.grouped_mm: activation='selu' is not one of None, 'silu', 'gelu', 'relu', 'tanh', "
+        "'swiglu', 'geglu'",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W[..., :3], S, activation="swiglu"), ValueError,
+        "jgg.grouped_mm: activation='swiglu' takes gate and up as the two halves of N, but N is 3",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, bias=jnp.ones((3, 5))), ValueError,
+        "jgg.grouped_mm: bias has shape (3, 5), expected (G, N) = (3, 4) because w is (3, 8, 4)",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, row_scale=jnp.ones((15,))), ValueError,
+        "jgg.grouped_mm: row_scale has shape (15,), expected (T,) = (16,) because x is (16, 8)",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, existing_out=jnp.ones((16, 5))), ValueError,
+        "jgg.grouped_mm: existing_out has shape (16, 5), expected (T, N) = (16, 4) the result's "
+        "shape",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, implementation="sm70"), ValueError,
+        "jgg.grouped_mm: implementation='sm70' is not one of None, 'sm80', 'reference'",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, precision="best"), ValueError,
+        "jgg.grouped_mm: precision='best' is not a jax.lax.Precision, its name, or "
+        "'tensorfloat32'",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W, S, preferred_element_type=jnp.int32), TypeError,
+        "jgg.grouped_mm: preferred_element_type=int32 cannot hold a product of float32 operands",
+    ),
+    (
+        lambda: jgg.grouped_mm("x", W, S), TypeError,
+        "jgg.grouped_mm: x must be an array, got str",
+    ),
+    (
+        lambda: jgg.grouped_mm(X > 0, W, S), TypeError,
+        "jgg.grouped_mm: x must hold numbers, got dtype bool",
+    ),
+    (
+        lambda: jgg.segmented_mm(A, B.T, jnp.array([[0, 3]])), ValueError,
+        "jgg.segmented_mm: b has shape (4, 20), expected (K, N) = (20, 20) because a is (5, 20). "
+        "Pass transpose_b=True if b is (N, K).",
+    ),
+    (
+        lambda: jgg.segmented_mm(A, B, jnp.array([0, 3, 5])), ValueError,
+        "jgg.segmented_mm: segments has shape (3,), expected (..., 2): half-open [start, end) "
+        "along K",
+    ),
+    (
+        lambda: jgg.segmented_mm(A, B, jnp.array([[0.0, 3.0]])), TypeError,
+        "jgg.segmented_mm: segments must hold integers, got dtype float32",
+    ),
+    (
+        lambda: jgg.gather_mm(A, jnp.ones((3, 8, 4))), ValueError,
+        "jgg.gather_mm: b has shape (3, 8, 4), expected (B..., K, N) with K = 20 because a is "
+        "(5, 20)",
+    ),
+    (
+        lambda: jgg.gather_mm(A[0], B), ValueError,
+        "jgg.gather_mm: a has shape (20,), expected (A..., M, K)",
+    ),
+    (
+        lambda: jgg.gather_mm(A, B, jnp.zeros((2,), jnp.int32), jnp.zeros((3,), jnp.int32)),
+        ValueError,
+        "jgg.gather_mm: lhs_indices (2,) and rhs_indices (3,) do not broadcast",
+    ),
+    (
+        lambda: jgg.gather_mm(A, B, rhs_indices=jnp.zeros((2,))), TypeError,
+        "jgg.gather_mm: rhs_indices must hold integers, got dtype float32",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), CASES)
+def test_message(call, kind, message):
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), CASES[:3])
+def test_same_message_under_jit(call, kind, message):
+    with pytest.raises(kind) as caught:
+        jax.jit(call)()
+    assert str(caught.value) == message
+
+
+def test_batch_of_too_many_rows():
+    x, w, s = jnp.ones((3, 2, 1)), jnp.ones((1, 1, 1)), jnp.ones((1,), jnp.int32)
+    shapes = jax.ShapeDtypeStruct((2**20, 2**12, 1), "float32")
+    with pytest.raises(ValueError, match=r"4294967296 rows; row indices are int32"):
+        jax.eval_shape(jax.vmap(lambda x: jgg.grouped_mm(x, w, s)), shapes)
+    assert jax.vmap(lambda x: jgg.grouped_mm(x, w, s))(x).shape == (3, 2, 1)

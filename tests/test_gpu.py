@@ -1,0 +1,116 @@
+"""What only a GPU can show: command buffers, recycled memory, determinism, sizes beyond 32 bits."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_groupgemm as jgg
+
+pytestmark = pytest.mark.gpu
+
+
+def chain(x, w, sizes, spans):
+    """Ten custom calls, forward and backward, that depend on each other."""
+
+    def loss(x, w):
+        for i in range(3):
+            x = jnp.tanh(jgg.grouped_mm(x, w[i], sizes[i], transpose_w=i == 1))
+        gram = jgg.segmented_mm(x, x, spans, transpose_a=True)
+        return (x**2).sum() + gram.sum()
+
+    return jax.value_and_grad(loss, (0, 1))(x, w)
+
+
+def chain_operands(rng):
+    x, w = oracle.random(rng, (200, 48)), oracle.random(rng, (3, 4, 48, 48)) / 7
+    sizes = [
+        jnp.asarray(np.stack([oracle.random_sizes(rng, 4, 200) for _ in range(3)])) for _ in range(4)
+    ]
+    spans = [jnp.asarray(rng.integers(-5, 210, (3, 2)), jnp.int32) for _ in range(4)]
+    return x, w, sizes, spans
+
+
+def test_command_buffer_replay_with_other_sizes(rng, tmp_path):
+    """One executable, captured once, replayed with sizes and spans that it has not seen."""
+    x, w, sizes, spans = chain_operands(rng)
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    compiled = jax.jit(chain).lower(x, w, sizes[0], spans[0]).compile(compiler_options=options)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        wants = [jax.jit(chain)(*jax.device_get((x, w, s, p))) for s, p in zip(sizes, spans, strict=True)]  # noqa: E501
+    for _ in range(3):
+        for s, p, want in zip(sizes, spans, wants, strict=True):
+            got = compiled(x, w, s, p)
+            for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                oracle.assert_close(g, e, tolerance=1e-5)
+
+
+def test_custom_calls_are_captured(rng):
+    """XLA puts our calls into a command buffer: they are declared compatible."""
+    x, w, sizes, spans = chain_operands(rng)
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    compiled = jax.jit(chain).lower(x, w, sizes[0], spans[0]).compile(compiler_options=options)
+    text = compiled.as_text()
+    assert len(re.findall(r'custom_call_target="jgg_\w+"', text)) >= 5
+    inside = re.findall(r"%command_buffer[\w.]* \(.*?\n}", text, re.DOTALL)
+    assert sum(len(re.findall(r'custom_call_target="jgg_\w+"', c)) for c in inside) >= 5
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_recycled_memory(rng, garbage):
+    """Results are written in full even where the allocator hands out memory full of garbage."""
+    x, w = oracle.random(rng, (300, 40)), oracle.random(rng, (6, 40, 72))
+    sizes = jnp.array([0, 100, 0, 1, 67, 0])
+    ct = oracle.random(rng, (300, 72))
+
+    @jax.jit
+    def both(x, w, ct):
+        out, vjp = jax.vjp(lambda x, w: jgg.grouped_mm(x, w, sizes), x, w)
+        return out, *vjp(ct)
+
+    wants = oracle.grouped_mm(x, w, sizes), *oracle.grouped_mm_grads(x, w, sizes, ct)
+    for _ in range(5):
+        blocks = [jnp.full((300 * 72 + i,), garbage) for i in range(64)]
+        jax.block_until_ready(blocks)
+        del blocks
+        for got, want in zip(both(x, w, ct), wants, strict=True):
+            oracle.assert_close(got, want)
+
+
+def test_same_bits_every_time(rng):
+    x, w = oracle.random(rng, (300, 40)), oracle.random(rng, (6, 40, 72))
+    segments = jnp.asarray(rng.integers(0, 300, (9, 2)), jnp.int32)
+    grad = jax.jit(jax.grad(lambda x: jnp.sin(jgg.segmented_mm(x, x, segments, transpose_a=True)).sum()))
+    first = np.asarray(grad(x))
+    for _ in range(50):
+        np.testing.assert_array_equal(grad(x), first)
+    f = jax.jit(lambda x, w: jgg.grouped_mm(x, w, jnp.array([100, 1, 0, 99, 50, 50])))
+    first = np.asarray(f(x, w))
+    for _ in range(50):
+        np.testing.assert_array_equal(f(x, w), first)
+
+
+def test_operand_over_four_gib(rng):
+    """Row offsets beyond 2**32 bytes, in x, in the weights and in the result."""
+    t, k = 2**20 + 77, 1100
+    x = jax.random.normal(jax.random.key(0), (t, k), jnp.float32)
+    w = jax.random.normal(jax.random.key(1), (3, k, 8), jnp.float32)
+    sizes = jnp.array([5, t - 100, 90])
+    out = jgg.grouped_mm(x, w, sizes)
+    for rows, group in ((slice(0, 5), 0), (slice(t - 300, t - 95), 1), (slice(t - 95, t - 5), 2)):
+        oracle.assert_close(out[rows], oracle.f64(x[rows]) @ oracle.f64(w[group]), k=k)
+    assert not np.asarray(out[-5:]).any()
+    tail = jgg.segmented_mm(x, out, jnp.array([[t - 200, t]]), transpose_a=True)
+    oracle.assert_close(tail[0], oracle.f64(x[-200:]).T @ oracle.f64(out[-200:]))
+
+
+def test_errors_of_a_handler_reach_python():
+    """A handler called with shapes that do not fit says so in one line."""
+    x, w, table = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros((2, 4), jnp.int32)
+    flags = dict.fromkeys(("transpose_x", "transpose_w", "transpose_out"), np.bool_(False))
+    call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
+    with pytest.raises((RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"):
+        jax.block_until_ready(jax.jit(lambda: call(x, w, table, **flags))())

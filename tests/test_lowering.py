@@ -1,0 +1,146 @@
+"""What is lowered where: custom calls for CUDA from any process, the reference elsewhere; export."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call
+
+SIZES = np.array([4, 0, 9], np.int32)
+
+
+def operands(dtype="float32"):
+    return jnp.ones((16, 8), dtype), jnp.ones((3, 8, 4), dtype)
+
+
+def cuda_calls(function, *args) -> list[str]:
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"custom_call @(jgg_\w+)", text)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_cuda_lowering_is_one_custom_call(dtype):
+    x, w = operands(dtype)
+    assert cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w) == ["jgg_mm"]
+    spans = np.array([[0, 3], [2, 8]])
+    assert cuda_calls(lambda x: jgg.segmented_mm(x, x.T, spans), x) == ["jgg_wgrad"]
+    grad = jax.grad(lambda x, w: jnp.sin(jgg.grouped_mm(x, w, SIZES)).sum(), (0, 1))
+    assert sorted(cuda_calls(grad, x, w)) == ["jgg_mm", "jgg_mm", "jgg_wgrad"]
+
+
+def test_transposed_operands_are_not_copied_for_cuda():
+    """transpose_* reach the handler as attributes: no transpose is lowered, forward or backward."""
+    x, w = jnp.ones((16, 8)), jnp.ones((3, 4, 8))
+    a, b, spans = jnp.ones((8, 16)), jnp.ones((4, 16)), np.array([[0, 3], [2, 8]])
+    cases = [
+        (lambda x, w: jgg.grouped_mm(x, w, SIZES, transpose_w=True), (x, w)),
+        (lambda a, b: jgg.segmented_mm(a, b, spans, transpose_b=True), (a, b)),
+        (lambda a, b: jgg.segmented_mm(a.T, b.T, spans, transpose_a=True), (a, b)),
+    ]
+    for f, args in cases[:2]:
+        for g in (f, jax.grad(lambda *v, f=f: jnp.sin(f(*v)).sum(), (0, 1))):
+            text = jax.jit(g).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+            wide = re.findall(r"stablehlo.transpose.*tensor<[\dx]*xf32>", text)
+            assert not wide, wide
+
+
+def test_dtypes_without_a_kernel_take_the_reference():
+    x, w = operands("int32")
+    assert cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w) == []
+    with jax.enable_x64(True):
+        x, w = operands("float64")
+        assert cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w) == []
+
+
+def test_implementation_reference_has_no_custom_call():
+    x, w = operands()
+    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="reference")  # noqa: E731
+    assert cuda_calls(f, x, w) == []
+    assert cuda_calls(jax.grad(lambda x, w: f(x, w).sum(), (0, 1)), x, w) == []
+
+
+def test_named_kernel_on_another_platform_says_why():
+    x, w = operands()
+    lower = jax.jit(lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")).trace(x, w).lower
+    with pytest.raises(ValueError, match=r"implementation='sm80' runs on CUDA devices only"):
+        lower(lowering_platforms=("cpu",))
+
+
+def test_named_kernel_with_an_unsupported_dtype_says_why():
+    x, w = operands("int32")
+    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")  # noqa: E731
+    with pytest.raises(ValueError, match=r"operand dtype int32 is not one of float32, bfloat16"):
+        cuda_calls(f, x, w)
+
+
+def test_live_gpu_without_kernels_warns_once(monkeypatch):
+    build = _call.Build(problem="this build has no CUDA kernels")
+    monkeypatch.setattr(_call, "BUILD", build)
+    monkeypatch.setattr(_call, "_cuda_is_live", lambda: True)
+    _call._warn_once.cache_clear()
+    x, w = operands()
+    with pytest.warns(UserWarning, match="reference lowering on this GPU.*no CUDA kernels"):
+        assert cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda_calls(lambda x, w: jgg.grouped_mm(x + 1, w, SIZES), x, w) == []
+    with pytest.raises(ValueError, match="'sm80' cannot run: this build has no CUDA kernels"):
+        cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80"), x, w)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_export_for_cpu_and_cuda(rng, with_gradient):
+    x, w = oracle.random(rng, (16, 8)), oracle.random(rng, (3, 8, 4))
+    f = jax.jit(jgg.grouped_mm)
+    sizes = jnp.asarray(SIZES)
+    with pytest.raises(ValueError, match="jgg_mm"):
+        jax.export.export(f, platforms=["cpu", "cuda"])(x, w, sizes)
+    exported = jax.export.export(
+        f, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+    )(x, w, sizes)
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=int(with_gradient)))
+    oracle.assert_close(loaded.call(x, w, sizes), oracle.grouped_mm(x, w, sizes))
+    if with_gradient:
+        ct = oracle.random(rng, (16, 4))
+        dx, dw = jax.vjp(lambda x, w: loaded.call(x, w, sizes), x, w)[1](ct)
+        for got, want in zip((dx, dw), oracle.grouped_mm_grads(x, w, sizes, ct), strict=True):
+            oracle.assert_close(got, want)
+
+
+def test_export_of_every_op(rng):
+    a, b = oracle.random(rng, (6, 20)), oracle.random(rng, (20, 4))
+    spans, index = jnp.array([[0, 9], [5, 20]]), jnp.array([0, 2, 1])
+    x, w = oracle.random(rng, (3, 1, 8)), oracle.random(rng, (3, 8, 4))
+    for f, args in [
+        (jgg.segmented_mm, (a, b, spans)),
+        (lambda x, w, i: jgg.gather_mm(x, w, None, i), (x, w, index)),
+        (jgg.ragged_dot, (x[:, 0], w, index)),
+    ]:
+        exported = jax.export.export(
+            jax.jit(f), platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+        )(*args)
+        loaded = jax.export.deserialize(exported.serialize())
+        oracle.assert_close(loaded.call(*args), f(*args))
+
+
+def test_export_with_several_devices(rng):
+    """No Python callback ends up in an exported module."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    w_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "d"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x, w, sizes = oracle.random(rng, (16, 8)), oracle.random(rng, (3, 8, 4)), jnp.asarray(SIZES)
+    f = jax.jit(jgg.grouped_mm, in_shardings=(everywhere, w_sharding, everywhere))
+    exported = jax.export.export(f, disabled_checks=jgg.EXPORT_DISABLED_CHECKS)(x, w, sizes)
+    loaded = jax.export.deserialize(exported.serialize())
+    args = (
+        jax.device_put(x, everywhere), jax.device_put(w, w_sharding), jax.device_put(sizes, everywhere),
+    )  # fmt: skip
+    oracle.assert_close(jax.jit(loaded.call)(*args), oracle.grouped_mm(x, w, sizes))
