@@ -36,8 +36,9 @@ import jax_groupgemm as jgg
 VOCABULARY = 256  # bytes
 HEAD_SIZE = 32
 BALANCE_WEIGHT = 0.01
-HELD_OUT = 0.1  # the last part of the text, never trained on
+HELD_OUT = 0.1  # of the text, its end: never trained on
 SAMPLED_BYTES = 600
+TEMPERATURE = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,10 @@ def ragged_dot_experts(rows, w_up, w_down, sizes, scale):
 
 
 class MoE(nnx.Module):
-    """Dropless mixture of SwiGLU experts: every token meets its ``top_k`` experts."""
+    """Dropless mixture of SwiGLU experts: every token meets all of its ``top_k`` experts.
+
+    ``experts_fn`` is what multiplies: :func:`jgg_experts`, or another of the same signature.
+    """
 
     def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
         d, e, f = config.width, config.experts, config.expert_width
@@ -182,11 +186,12 @@ class Trainer:
 
         def new_state():
             params = nnx.state(new_model(), nnx.Param)
-            return {"step": jnp.int32(0), "params": params, "optimizer": self.optimizer.init(params)}
+            optimizer = self.optimizer.init(params)
+            return {"step": jnp.int32(0), "params": params, "optimizer": optimizer}
 
         self.config = config
-        self.graph = nnx.graphdef(nnx.eval_shape(new_model))
         self.optimizer = make_optimizer(config)
+        self.graph = nnx.graphdef(nnx.eval_shape(new_model))
         self.state: Any = jax.jit(new_state)()
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
         self.bits_per_byte = jax.jit(self._bits_per_byte)
@@ -262,19 +267,210 @@ def bigram_bits_per_byte(train, held_out, smoothing=0.1) -> float:
 
 
 def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool) -> dict:
-    """Train from the start or the latest checkpoint. Files go to ``out``, results are returned."""
-    train_text, held_out = split(text)
-    bigram = bigram_bits_per_byte(train_text, held_out)
-    identity = dataclasses.asdict(config) | {"text checksum": zlib.crc32(text.tobytes())}
-    history = {"training": [], "held_out": []}  # bits per byte: of each step; (step, mean) pairs
+    """Train from the start or from the latest checkpoint; files go to ``out``."""
+    identity = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as checkpoints:
-        if not resume and checkpoints.latest_step() is not None:
-            raise SystemExit(f"{out} holds a run: pass --resume to go on, or another --out")
-        if resume:
-            check_resumable(checkpoints, identity, out)
-        trainer = Trainer(config)
-        if resume:
-            trainer.state, history = restore(checkpoints, trainer.state)
-        seconds = ...
+    checkpoints = ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+    # Bits per byte: of each step's batch; of the held-out part, as pairs (step, mean).
+    history = {"training": [], "held_out": []}
+    trainer = Trainer(config)
+    if resume:
+        trainer.state, history = restore(checkpoints, trainer.state, identity)
+    elif checkpoints.latest_step() is not None:
+        raise SystemExit(f"{out} holds checkpoints: pass --resume to continue, or another --out")
 
+    boundary = round(text.size * (1 - HELD_OUT))
+    training, held_out = text[:boundary], text[boundary:]
+    bigram = bigram_bits_per_byte(training, held_out)
+    parameters = sum(p.size for p in jax.tree.leaves(trainer.state["params"]))
+    print(
+        f"{parameters:,} parameters on {jax.devices()[0].device_kind}; "
+        f"{training.size:,} bytes to train on, {held_out.size:,} held out"
+    )
+
+    training, held_out = jnp.asarray(training), jnp.asarray(held_out)
+    # Compiled ahead, so that tokens/s is the speed of training alone.
+    train_step = trainer.train_step.lower(trainer.state, training).compile()
+    done, speeds = len(history["training"]), []
+    tokens = config.batch * config.context
+    with tqdm(
+        total=config.steps * tokens, initial=done * tokens, unit="tokens", unit_scale=True,
+        disable=None,
+    ) as bar:  # fmt: skip
+        while done < config.steps:
+            stop = min(done - done % eval_every + eval_every, config.steps)
+            losses, began = [], time.perf_counter()
+            for step in range(done, stop):
+                trainer.state, bits = train_step(trainer.state, training)
+                losses.append(bits)
+                bar.update(tokens)
+                if step % 10 == 0:
+                    bar.set_postfix_str(f"loss {float(bits):.3f}")  # waits for the device
+            losses = [float(bits) for bits in losses]
+            speeds.append(len(losses) * tokens / (time.perf_counter() - began))
+            mean = float(trainer.bits_per_byte(trainer.state["params"], held_out))
+            done = stop
+            history["training"] += losses
+            history["held_out"].append((done, mean))
+            save(checkpoints, done, trainer.state, identity, history)
+            tqdm.write(
+                f"step {done}: held out {mean:.3f} bits per byte, bigram {bigram:.3f}; "
+                f"last batch {losses[-1]:.3f}; {speeds[-1]:,.0f} tokens/s"
+            )
+    checkpoints.close()
+
+    prompt = training[-config.context :]
+    sample = trainer.sample(trainer.state["params"], prompt, jax.random.key(config.seed))
+    results = {
+        "held_out_bits_per_byte": history["held_out"][-1][1],
+        "bigram_bits_per_byte": bigram,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "sample": as_text(sample),
+    }
+    metrics = {"config": identity, "results": results, "history": history}
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    plot(history, bigram, out / "loss.png")
+    print(f"\nSampled after {as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
+    print(
+        f"held out {results['held_out_bits_per_byte']:.3f} bits per byte, bigram {bigram:.3f}; "
+        f"see {out}/loss.png and {out}/metrics.json"
+    )
+    return results | {"history": history}
+
+
+def save(checkpoints: ocp.CheckpointManager, step, state, identity, history) -> None:
+    about = {"identity": identity, "history": history}
+    args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
+    checkpoints.save(step, args=args)
+
+
+def restore(checkpoints: ocp.CheckpointManager, state, identity) -> tuple[Any, dict]:
+    """State and history of the latest checkpoint; ``state`` gives the structure."""
+    step = checkpoints.latest_step()
+    if step is None:
+        raise SystemExit(f"--resume: there is no checkpoint in {checkpoints.directory}")
+    args = ocp.args.Composite(about=ocp.args.JsonRestore())
+    about = checkpoints.restore(step, args=args).about
+    then = about["identity"]
+    changed = [f"{k} was {then[k]}, is {now}" for k, now in identity.items() if then[k] != now]
+    if changed:
+        raise SystemExit(f"--resume: the checkpoint is of a different run: {'; '.join(changed)}")
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(state))
+    return checkpoints.restore(step, args=args).state, about["history"]
+
+
+def plot(history: dict, bigram: float, path: Path) -> None:
+    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    losses = np.array(history["training"])
+    axes.plot(np.arange(1, losses.size + 1), losses, color="0.8", label="training batch")
+    axes.plot(*zip(*history["held_out"], strict=True), "o-", color="C0", label="held out")
+    axes.axhline(bigram, color="C3", linestyle="--", label=f"bigram counts, {bigram:.2f}")
+    axes.set(xlabel="step", ylabel="bits per byte", title="Byte-level mixture of experts")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def as_text(tokens) -> str:
+    return bytes(tokens.tolist()).decode(errors="replace")
+
+
+# ---- comparison ------------------------------------------------------------------------------
+
+
+def compare(config: Config, text: np.ndarray, repeats: int = 15, warm_up: int = 3) -> dict:
+    """Time the training step on both products, in turns, so that both meet the same machine."""
+    trainers = {
+        "jax_groupgemm": Trainer(config, jgg_experts),
+        "jax.lax.ragged_dot": Trainer(config, ragged_dot_experts),
+    }
+    training = jnp.asarray(text)
+    seconds, losses = {name: [] for name in trainers}, {name: [] for name in trainers}
+    for _ in tqdm(range(warm_up + repeats), unit="step", disable=None):
+        for name, trainer in trainers.items():
+            began = time.perf_counter()
+            trainer.state, bits = trainer.train_step(trainer.state, training)
+            jax.block_until_ready((trainer.state, bits))
+            seconds[name].append(time.perf_counter() - began)
+            losses[name].append(float(bits))
+    medians = {name: statistics.median(times[warm_up:]) for name, times in seconds.items()}
+    ours, theirs = medians.values()
+    difference = np.abs(np.subtract(*losses.values())).max()
+    for name, median in medians.items():
+        print(f"training step with {name}: {1e3 * median:.2f} ms, median of {repeats}")
+    print(
+        f"ratio {theirs / ours:.2f} on {jax.devices()[0].device_kind}; "
+        f"losses differ by at most {difference:.1e} bits per byte"
+    )
+    return {"seconds": medians, "ratio": theirs / ours, "difference": float(difference)}
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+
+def read_text(path: Path | None, context: int) -> np.ndarray:
+    """The text's bytes, as int32 tokens."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    elif path.is_file():
+        text = path.read_bytes()
+    else:
+        raise SystemExit(f"--text: there is no file {path}")
+    least = round((context + 2) / HELD_OUT)
+    if len(text) < least:
+        raise SystemExit(
+            f"--text: {path} has {len(text)} bytes; the held-out tenth must hold --context "
+            f"{context}, so at least {least} are needed"
+        )
+    return np.frombuffer(text, np.uint8).astype(np.int32)
+
+
+def parse(argv) -> argparse.Namespace:
+    def count(value):
+        if int(value) < 1:
+            raise argparse.ArgumentTypeError(f"{value} is not positive")
+        return int(value)
+
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level mixture-of-experts language model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--text", type=Path, help="train on this file (default: CPython's language reference)")
+    option("--out", type=Path, default="runs/train_moe", help="folder for checkpoints and results")
+    option("--steps", type=count, default=800, help="training steps")
+    option("--batch", type=count, default=16, help="sequences per step")
+    option("--context", type=count, default=128, help="bytes per sequence")
+    option("--layers", type=count, default=2, help="transformer blocks")
+    option("--width", type=count, default=128, help=f"model width, a multiple of {HEAD_SIZE}")
+    option("--experts", type=count, default=8, help="experts per block")
+    option("--top-k", type=count, default=2, help="experts per token")
+    option("--expert-width", type=count, default=128, help="hidden width of one expert")
+    option("--lr", type=float, default=3e-3, help="peak learning rate")
+    option("--seed", type=int, default=0, help="of the initial weights, the batches, the sample")
+    option("--dtype", choices=["float32", "bfloat16"], default="float32", help="to compute in")
+    option("--eval-every", type=count, default=100, help="steps between evaluation and checkpoint")
+    option("--resume", action="store_true", help="continue from the latest checkpoint in --out")
+    option("--compare", action="store_true", help="only time the step against jax.lax.ragged_dot")
+    args = parser.parse_args(argv)
+    if args.width % HEAD_SIZE:
+        parser.error(f"--width {args.width} is not a multiple of {HEAD_SIZE}")
+    if args.top_k > args.experts:
+        parser.error(f"--top-k {args.top_k} is more than --experts {args.experts}")
+    return args
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    names = [field.name for field in dataclasses.fields(Config)]
+    config = Config(**{name: getattr(args, name) for name in names})
+    text = read_text(args.text, config.context)
+    if args.compare:
+        return compare(config, text)
+    return run(config, text, args.out, args.eval_every, args.resume)
+
+
+if __name__ == "__main__":
+    main()

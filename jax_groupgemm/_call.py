@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -73,10 +76,32 @@ def _incompatible(built: tuple[int, int], runtime: tuple[int, int] | None) -> st
     return None
 
 
+def _extension() -> Any:
+    """The extension module: beside this file, or, in a source checkout, the installed one."""
+    name = f"{__package__}._ffi"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        try:
+            files = importlib.metadata.files("jax_groupgemm") or []
+        except importlib.metadata.PackageNotFoundError:
+            files = []
+        found = next((f for f in files if f.match("jax_groupgemm/_ffi.*.so")), None)
+        if found is None:
+            raise
+        spec = importlib.util.spec_from_file_location(name, found.locate())
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+        return module
+
+
 def load() -> Build:
     """Import the extension and register its handlers with the CUDA platform, if it has any."""
     try:
-        from . import _ffi  # pyright: ignore[reportMissingModuleSource]
+        _ffi = _extension()
     except ImportError as error:
         problem = f"the extension module cannot be imported ({error})"
         warnings.warn(f"jax_groupgemm: {problem}; using the reference lowering", stacklevel=2)

@@ -1,6 +1,9 @@
 """What only a GPU can show: command buffers, recycled memory, determinism, sizes beyond 32 bits."""
 
-import re
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +51,28 @@ def test_command_buffer_replay_with_other_sizes(rng, tmp_path):
                 oracle.assert_close(g, e, tolerance=1e-5)
 
 
-def test_custom_calls_are_captured(rng):
-    """XLA puts our calls into a command buffer: they are declared compatible."""
-    x, w, sizes, spans = chain_operands(rng)
-    options = {"xla_gpu_graph_min_graph_size": 1}
-    compiled = jax.jit(chain).lower(x, w, sizes[0], spans[0]).compile(compiler_options=options)
-    text = compiled.as_text()
-    assert len(re.findall(r'custom_call_target="jgg_\w+"', text)) >= 5
-    inside = re.findall(r"%command_buffer[\w.]* \(.*?\n}", text, re.DOTALL)
-    assert sum(len(re.findall(r'custom_call_target="jgg_\w+"', c)) for c in inside) >= 5
+CAPTURED = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, sys.argv[1])
+import test_gpu
+x, w, sizes, spans = test_gpu.chain_operands(np.random.default_rng(0))
+for s, p in zip(sizes, spans):
+    jax.block_until_ready(jax.jit(test_gpu.chain)(x, w, s, p))
+"""
+
+
+def test_custom_calls_are_captured(tmp_path):
+    """XLA puts our calls into a command buffer: its own list of thunks says so."""
+    flags = f"--xla_dump_to={tmp_path} --xla_gpu_graph_min_graph_size=1"
+    command = [sys.executable, "-c", CAPTURED, str(Path(__file__).parent)]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
+    (dump,) = tmp_path.glob("*jit_chain*.thunk_sequence_after_thunk_passes.txt")
+    first, *inside = dump.read_text().splitlines()
+    assert "kCommandBuffer" in first
+    captured = [line for line in inside if line.startswith("    ") and "kCustomCall" in line]
+    assert len(captured) >= 8
+    assert not [line for line in inside if line and not line.startswith("    ")]
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
