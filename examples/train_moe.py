@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import jax
@@ -36,7 +37,8 @@ import jax_groupgemm as jgg
 VOCABULARY = 256  # bytes
 HEAD_SIZE = 32
 BALANCE_WEIGHT = 0.01
-HELD_OUT = 0.1  # of the text, its end: never trained on
+TEXT = "pydoc_data.topics"  # the language reference that CPython carries
+HELD_OUT = 0.1  # of the text, at its end: never trained on
 SAMPLED_BYTES = 600
 TEMPERATURE = 0.7
 
@@ -210,11 +212,10 @@ class Trainer:
             return nats.mean() + BALANCE_WEIGHT * balance, nats.mean()
 
         (_, nats), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        old = state["params"]
         with jax.numpy_dtype_promotion("standard"):  # optax does not run under "strict"
-            updates, optimizer = self.optimizer.update(
-                gradients, state["optimizer"], state["params"]
-            )
-        params = optax.apply_updates(state["params"], updates)
+            updates, optimizer = self.optimizer.update(gradients, state["optimizer"], old)
+        params = optax.apply_updates(old, updates)
         state = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         return state, nats / jnp.log(2.0)
 
@@ -249,10 +250,8 @@ class Trainer:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    warmup = config.steps // 20
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.lr, warmup, config.steps, end_value=config.lr / 20
-    )
+    warmup, end = config.steps // 20, config.lr / 20
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, config.steps, end)
     decayed = functools.partial(jax.tree.map, lambda p: p.ndim > 1)  # all but norms and biases
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -268,95 +267,94 @@ def bigram_bits_per_byte(train, held_out, smoothing=0.1) -> float:
 
 def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool) -> dict:
     """Train from the start or from the latest checkpoint; files go to ``out``."""
-    identity = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    checkpoints = ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+    checkpoints = Checkpoints(out / "checkpoints", config, text)
+    if not resume and checkpoints.latest() is not None:
+        raise SystemExit(f"{out} holds checkpoints: pass --resume to go on, or another --out")
+    trainer = Trainer(config)
     # Bits per byte: of each step's batch; of the held-out part, as pairs (step, mean).
     history = {"training": [], "held_out": []}
-    trainer = Trainer(config)
     if resume:
-        trainer.state, history = restore(checkpoints, trainer.state, identity)
-    elif checkpoints.latest_step() is not None:
-        raise SystemExit(f"{out} holds checkpoints: pass --resume to continue, or another --out")
+        trainer.state, history = checkpoints.restore(trainer.state)
 
     boundary = round(text.size * (1 - HELD_OUT))
-    training, held_out = text[:boundary], text[boundary:]
-    bigram = bigram_bits_per_byte(training, held_out)
+    training, held_out = jnp.asarray(text[:boundary]), jnp.asarray(text[boundary:])
+    bigram = bigram_bits_per_byte(text[:boundary], text[boundary:])
     parameters = sum(p.size for p in jax.tree.leaves(trainer.state["params"]))
     print(
         f"{parameters:,} parameters on {jax.devices()[0].device_kind}; "
         f"{training.size:,} bytes to train on, {held_out.size:,} held out"
     )
 
-    training, held_out = jnp.asarray(training), jnp.asarray(held_out)
     # Compiled ahead, so that tokens/s is the speed of training alone.
     train_step = trainer.train_step.lower(trainer.state, training).compile()
-    done, speeds = len(history["training"]), []
     tokens = config.batch * config.context
-    with tqdm(
-        total=config.steps * tokens, initial=done * tokens, unit="tokens", unit_scale=True,
-        disable=None,
-    ) as bar:  # fmt: skip
-        while done < config.steps:
-            stop = min(done - done % eval_every + eval_every, config.steps)
-            losses, began = [], time.perf_counter()
-            for step in range(done, stop):
-                trainer.state, bits = train_step(trainer.state, training)
-                losses.append(bits)
-                bar.update(tokens)
-                if step % 10 == 0:
-                    bar.set_postfix_str(f"loss {float(bits):.3f}")  # waits for the device
-            losses = [float(bits) for bits in losses]
-            speeds.append(len(losses) * tokens / (time.perf_counter() - began))
-            mean = float(trainer.bits_per_byte(trainer.state["params"], held_out))
-            done = stop
-            history["training"] += losses
-            history["held_out"].append((done, mean))
-            save(checkpoints, done, trainer.state, identity, history)
-            tqdm.write(
-                f"step {done}: held out {mean:.3f} bits per byte, bigram {bigram:.3f}; "
-                f"last batch {losses[-1]:.3f}; {speeds[-1]:,.0f} tokens/s"
-            )
-    checkpoints.close()
+    done, speeds = len(history["training"]), []
+    bar = tqdm(unit="tokens", unit_scale=tokens, total=config.steps, initial=done, disable=None)
+    while done < config.steps:
+        stop = min(done - done % eval_every + eval_every, config.steps)
+        losses, began = [], time.perf_counter()
+        for step in range(done, stop):
+            trainer.state, bits = train_step(trainer.state, training)
+            losses.append(bits)
+            bar.update()
+            if step % 10 == 0:
+                bar.set_postfix_str(f"loss {float(bits):.3f}")  # waits for the device
+        losses = [float(bits) for bits in losses]
+        speeds.append(len(losses) * tokens / (time.perf_counter() - began))
+        done = stop
+        mean = float(trainer.bits_per_byte(trainer.state["params"], held_out))
+        history["training"] += losses
+        history["held_out"].append((done, mean))
+        checkpoints.save(done, trainer.state, history)
+        bar.write(
+            f"step {done}: loss {losses[-1]:.3f}, held out {mean:.3f}, bigram {bigram:.3f} bits "
+            f"per byte; {speeds[-1]:,.0f} tokens/s"
+        )
+    bar.close()
 
     prompt = training[-config.context :]
     sample = trainer.sample(trainer.state["params"], prompt, jax.random.key(config.seed))
     results = {
-        "held_out_bits_per_byte": history["held_out"][-1][1],
-        "bigram_bits_per_byte": bigram,
+        "held_out": history["held_out"][-1][1],
+        "bigram": bigram,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "sample": as_text(sample),
+        "history": history,
     }
-    metrics = {"config": identity, "results": results, "history": history}
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    (out / "metrics.json").write_text(json.dumps(dataclasses.asdict(config) | results, indent=1))
     plot(history, bigram, out / "loss.png")
     print(f"\nSampled after {as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
-    print(
-        f"held out {results['held_out_bits_per_byte']:.3f} bits per byte, bigram {bigram:.3f}; "
-        f"see {out}/loss.png and {out}/metrics.json"
-    )
-    return results | {"history": history}
+    print(f"held out {results['held_out']:.3f}, bigram {bigram:.3f} bits per byte; see {out}")
+    return results
 
 
-def save(checkpoints: ocp.CheckpointManager, step, state, identity, history) -> None:
-    about = {"identity": identity, "history": history}
-    args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
-    checkpoints.save(step, args=args)
+class Checkpoints:
+    """State and history of a run, saved as one, and what they must be resumed with."""
 
+    def __init__(self, folder: Path, config: Config, text: np.ndarray):
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self.latest = self.manager.latest_step
+        self.identity = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
 
-def restore(checkpoints: ocp.CheckpointManager, state, identity) -> tuple[Any, dict]:
-    """State and history of the latest checkpoint; ``state`` gives the structure."""
-    step = checkpoints.latest_step()
-    if step is None:
-        raise SystemExit(f"--resume: there is no checkpoint in {checkpoints.directory}")
-    args = ocp.args.Composite(about=ocp.args.JsonRestore())
-    about = checkpoints.restore(step, args=args).about
-    then = about["identity"]
-    changed = [f"{k} was {then[k]}, is {now}" for k, now in identity.items() if then[k] != now]
-    if changed:
-        raise SystemExit(f"--resume: the checkpoint is of a different run: {'; '.join(changed)}")
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(state))
-    return checkpoints.restore(step, args=args).state, about["history"]
+    def save(self, step: int, state, history: dict) -> None:
+        about = ocp.args.JsonSave({"identity": self.identity, "history": history})
+        state = ocp.args.StandardSave(state)
+        self.manager.save(step, args=ocp.args.Composite(state=state, about=about))
+
+    def restore(self, like) -> tuple[Any, dict]:
+        """The latest state, which has the structure of ``like``, and history."""
+        step = self.latest()
+        if step is None:
+            raise SystemExit(f"--resume: there is no checkpoint in {self.manager.directory}")
+        args = ocp.args.Composite(about=ocp.args.JsonRestore())
+        about = self.manager.restore(step, args=args)["about"]
+        then = about["identity"]
+        changed = [f"{k} was {then[k]}, is {v}" for k, v in self.identity.items() if then[k] != v]
+        if changed:
+            raise SystemExit(f"--resume: the checkpoint is of another run: {'; '.join(changed)}")
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        return self.manager.restore(step, args=args)["state"], about["history"]
 
 
 def plot(history: dict, bigram: float, path: Path) -> None:
@@ -395,33 +393,31 @@ def compare(config: Config, text: np.ndarray, repeats: int = 15, warm_up: int = 
             losses[name].append(float(bits))
     medians = {name: statistics.median(times[warm_up:]) for name, times in seconds.items()}
     ours, theirs = medians.values()
-    difference = np.abs(np.subtract(*losses.values())).max()
+    difference = float(np.ptp([*losses.values()], axis=0).max())
     for name, median in medians.items():
         print(f"training step with {name}: {1e3 * median:.2f} ms, median of {repeats}")
     print(
         f"ratio {theirs / ours:.2f} on {jax.devices()[0].device_kind}; "
         f"losses differ by at most {difference:.1e} bits per byte"
     )
-    return {"seconds": medians, "ratio": theirs / ours, "difference": float(difference)}
+    return {"seconds": medians, "ratio": theirs / ours, "difference": difference}
 
 
 # ---- command line ----------------------------------------------------------------------------
 
 
-def read_text(path: Path | None, context: int) -> np.ndarray:
+def read_text(name: str, context: int) -> np.ndarray:
     """The text's bytes, as int32 tokens."""
-    if path is None:
-        from pydoc_data.topics import topics
-
-        text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    elif path.is_file():
-        text = path.read_bytes()
+    if name == TEXT:
+        text = "\n".join(topics[topic] for topic in sorted(topics)).encode()
+    elif Path(name).is_file():
+        text = Path(name).read_bytes()
     else:
-        raise SystemExit(f"--text: there is no file {path}")
+        raise SystemExit(f"--text: there is no file {name}")
     least = round((context + 2) / HELD_OUT)
     if len(text) < least:
         raise SystemExit(
-            f"--text: {path} has {len(text)} bytes; the held-out tenth must hold --context "
+            f"--text: {name} has {len(text)} bytes; the held-out tenth must hold --context "
             f"{context}, so at least {least} are needed"
         )
     return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -434,26 +430,28 @@ def parse(argv) -> argparse.Namespace:
         return int(value)
 
     parser = argparse.ArgumentParser(
-        description="Train a byte-level mixture-of-experts language model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    option = parser.add_argument
-    option("--text", type=Path, help="train on this file (default: CPython's language reference)")
-    option("--out", type=Path, default="runs/train_moe", help="folder for checkpoints and results")
-    option("--steps", type=count, default=800, help="training steps")
-    option("--batch", type=count, default=16, help="sequences per step")
-    option("--context", type=count, default=128, help="bytes per sequence")
-    option("--layers", type=count, default=2, help="transformer blocks")
-    option("--width", type=count, default=128, help=f"model width, a multiple of {HEAD_SIZE}")
-    option("--experts", type=count, default=8, help="experts per block")
-    option("--top-k", type=count, default=2, help="experts per token")
-    option("--expert-width", type=count, default=128, help="hidden width of one expert")
-    option("--lr", type=float, default=3e-3, help="peak learning rate")
-    option("--seed", type=int, default=0, help="of the initial weights, the batches, the sample")
-    option("--dtype", choices=["float32", "bfloat16"], default="float32", help="to compute in")
-    option("--eval-every", type=count, default=100, help="steps between evaluation and checkpoint")
-    option("--resume", action="store_true", help="continue from the latest checkpoint in --out")
-    option("--compare", action="store_true", help="only time the step against jax.lax.ragged_dot")
+
+    def option(name, default, text, **kwargs):
+        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **kwargs)
+
+    option("--text", TEXT, "file to train on")
+    option("--out", Path("runs/train_moe"), "folder for checkpoints and results", type=Path)
+    option("--steps", 800, "training steps", type=count)
+    option("--batch", 16, "sequences per step", type=count)
+    option("--context", 128, "bytes per sequence", type=count)
+    option("--layers", 2, "transformer blocks", type=count)
+    option("--width", 128, f"model width, a multiple of {HEAD_SIZE}", type=count)
+    option("--experts", 8, "experts per block", type=count)
+    option("--top-k", 2, "experts per token", type=count)
+    option("--expert-width", 128, "hidden width of one expert", type=count)
+    option("--lr", 3e-3, "peak learning rate", type=float)
+    option("--seed", 0, "of the initial weights, the batches and the sample", type=int)
+    option("--dtype", "float32", "to compute in", choices=["float32", "bfloat16"])
+    option("--eval-every", 100, "steps between evaluations, each with a checkpoint", type=count)
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    parser.add_argument("--compare", action="store_true", help="only time the step, see above")
     args = parser.parse_args(argv)
     if args.width % HEAD_SIZE:
         parser.error(f"--width {args.width} is not a multiple of {HEAD_SIZE}")

@@ -13,6 +13,7 @@ import importlib.util
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ TARGETS = ("jgg_mm", "jgg_wgrad")
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
-#: Every name that ``implementation=`` takes, in order of preference, with the least device.
-IMPLEMENTATIONS = {"sm80": 80, "reference": 0}
+#: Every name that ``implementation=`` takes, in order of preference.
+IMPLEMENTATIONS = ("sm80", "reference")
 
 _KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -142,17 +143,41 @@ def unsupported(implementation: str, dtypes, out_dtype) -> str | None:
     return None
 
 
+def unavailable(capabilities: Sequence[int]) -> str | None:
+    """Why this process cannot run our kernels on devices of these compute capabilities."""
+    if not BUILD.registered:
+        return BUILD.problem
+    for capability in capabilities:
+        if not any(_has_code(arch, capability) for arch in BUILD.architectures):
+            return (
+                f"this build has code for {', '.join(BUILD.architectures)}, "
+                f"not for compute capability {capability / 10:.1f}"
+            )
+    return None
+
+
+def _has_code(architecture: str, capability: int) -> bool:
+    number = int(re.sub(r"\D", "", architecture))
+    if architecture.endswith("-virtual"):  # PTX: compiled by the driver, for anything newer
+        return capability >= number
+    if "a" in architecture:  # architecture-specific code runs there only
+        return capability == number
+    return capability // 10 == number // 10 and capability >= number
+
+
 def chooses_reference(operands, implementation: str | None, out_dtype) -> bool:
     """Whether a computation lowered for CUDA takes the reference lowering.
 
-    Raises ValueError where an implementation was named that cannot run.
+    Raises ValueError where an implementation was named that cannot run. A process without a GPU
+    lowers for somebody else's, whose build is taken to be complete.
     """
     if implementation == "reference":
         return True
     reason = unsupported("sm80", [a.dtype for a in operands[:2]], out_dtype)
-    if reason is None and not BUILD.registered and _cuda_is_live():
-        reason = BUILD.problem
-        if implementation is None:
+    capabilities = live_capabilities() if reason is None else ()
+    if capabilities:
+        reason = unavailable(capabilities)
+        if reason is not None and implementation is None:
             _warn_once(
                 f"jax_groupgemm runs its reference lowering on this GPU, which is slow: {reason}. "
                 "Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
@@ -165,12 +190,13 @@ def chooses_reference(operands, implementation: str | None, out_dtype) -> bool:
     return reason is not None
 
 
-def _cuda_is_live() -> bool:
-    """Whether this process has a CUDA backend, rather than lowering for another's."""
+def live_capabilities() -> tuple[int, ...]:
+    """Compute capabilities of this process's CUDA devices, as 80, 90, ...; empty without one."""
     try:
-        return bool(jax.local_devices(backend="cuda"))
+        devices = jax.local_devices(backend="cuda")
     except RuntimeError:
-        return False
+        return ()
+    return tuple(sorted({round(10 * float(d.compute_capability)) for d in devices}))
 
 
 @functools.cache

@@ -82,7 +82,7 @@ def test_named_kernel_with_an_unsupported_dtype_says_why():
 def test_live_gpu_without_kernels_warns_once(monkeypatch):
     build = _call.Build(problem="this build has no CUDA kernels")
     monkeypatch.setattr(_call, "BUILD", build)
-    monkeypatch.setattr(_call, "_cuda_is_live", lambda: True)
+    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
     _call._warn_once.cache_clear()
     x, w = operands()
     with pytest.warns(UserWarning, match="reference lowering on this GPU.*no CUDA kernels"):
@@ -92,6 +92,24 @@ def test_live_gpu_without_kernels_warns_once(monkeypatch):
         assert cuda_calls(lambda x, w: jgg.grouped_mm(x + 1, w, SIZES), x, w) == []
     with pytest.raises(ValueError, match="'sm80' cannot run: this build has no CUDA kernels"):
         cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80"), x, w)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (("80", "90a"), 80, True), (("80", "90a"), 89, True), (("80", "90a"), 90, True),
+        (("80", "90a"), 75, False), (("80", "90a"), 100, False), (("80", "90a"), 120, False),
+        (("80", "80-virtual"), 120, True), (("90a", "100a"), 103, False),
+    ],
+)  # fmt: skip
+def test_devices_that_the_build_has_no_code_for(monkeypatch, architectures, capability, runs):
+    monkeypatch.setattr(
+        _call, "BUILD", _call.Build(cuda="13.0", architectures=architectures, registered=True)
+    )
+    problem = _call.unavailable((capability,))
+    assert (problem is None) == runs
+    if problem:
+        assert f"not for compute capability {capability / 10:.1f}" in problem
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])

@@ -1,0 +1,145 @@
+"""What is installed, what this build can do, and which implementation each op would run.
+
+``python -m jax_groupgemm.info`` prints it; ``--json`` prints it for programs. It always exits
+with 0: a machine without a GPU, or without a compiled extension, is not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import warnings
+from typing import Any
+
+# Lowest versions that work, and what for.
+FLOOR = {"jax": "0.11.0", "jaxlib": "0.11.0"}
+_OPTIONAL = ("jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy")
+# Public operations, and the dtypes whose answers may differ.
+_OPS = ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    try:
+        found = [
+            {
+                "platform": d.platform,
+                "kind": d.device_kind,
+                "compute_capability": getattr(d, "compute_capability", None),
+            }
+            for d in jax.local_devices()
+        ]
+    except RuntimeError as error:
+        return {"found": [], "problem": str(error).splitlines()[0]}
+    return {"found": found, "problem": None}
+
+
+def _why_not(implementation: str, dtype: str) -> str | None:
+    """Why an implementation would not run here; None where it would."""
+    from . import _call
+
+    if implementation == "reference":
+        return None
+    capabilities = _call.live_capabilities()
+    if not capabilities:
+        return _call.BUILD.problem or "no CUDA device"
+    return _call.unavailable(capabilities) or _call.unsupported(implementation, [dtype], dtype)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that ``python -m jax_groupgemm.info`` prints, as plain data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they would say is part of the answer
+        from . import _call
+    build, devices = _call.BUILD, _devices()
+    versions = {}
+    for package, floor in FLOOR.items():
+        have = _version(package)
+        versions[package] = {
+            "version": have,
+            "needs": floor,
+            "ok": have is not None and _numbers(have) >= _numbers(floor),
+        }
+    for package in _OPTIONAL:
+        versions[package] = {"version": _version(package), "needs": None, "ok": True}
+    ops: dict[str, Any] = {}
+    for op in _OPS:
+        ops[op] = {}
+        for dtype in _DTYPES:
+            reasons = {name: _why_not(name, dtype) for name in _call.IMPLEMENTATIONS}
+            runs = next(name for name, reason in reasons.items() if reason is None)
+            others = {name: reason for name, reason in reasons.items() if reason is not None}
+            ops[op][dtype] = {"runs": runs, "others": others}
+    return {
+        "jax_groupgemm": _version("jax_groupgemm"),
+        "versions": versions,
+        "build": {
+            "cuda": build.cuda,
+            "architectures": list(build.architectures),
+            "cutlass": build.cutlass,
+            "ffi_api": _dotted(build.ffi_api),
+            "runtime_ffi_api": _dotted(build.runtime_ffi_api),
+            "registered": build.registered,
+            "problem": build.problem,
+        },
+        "devices": devices,
+        "ops": ops,
+    }
+
+
+def _dotted(version: tuple[int, int] | None) -> str | None:
+    return None if version is None else f"{version[0]}.{version[1]}"
+
+
+def _text(info: dict[str, Any]) -> str:
+    lines = [f"jax_groupgemm {info['jax_groupgemm']}", "", "Versions"]
+    for package, v in info["versions"].items():
+        note = f"  (needs >= {v['needs']})" if v["needs"] else ""
+        note += "" if v["ok"] else "  TOO OLD OR MISSING"
+        lines.append(f"  {package:20} {v['version'] or 'not installed'}{note}")
+    b = info["build"]
+    lines += ["", "Build"]
+    if b["cuda"]:
+        lines.append(f"  CUDA {b['cuda']} for {', '.join(b['architectures'])}; needs driver >= 580")
+        lines.append(f"  CUTLASS {b['cutlass']}")
+    lines.append(f"  XLA FFI API {b['ffi_api']}, the installed jaxlib has {b['runtime_ffi_api']}")
+    lines.append(f"  CUDA handlers: {'registered' if b['registered'] else b['problem']}")
+    lines += ["", "Devices"]
+    lines += [
+        f"  {d['platform']}: {d['kind']}"
+        + (f", compute capability {d['compute_capability']}" if d["compute_capability"] else "")
+        for d in info["devices"]["found"]
+    ] or [f"  none: {info['devices']['problem']}"]
+    lines += ["", "Implementation that runs (the others, and why not)"]
+    for op, dtypes in info["ops"].items():
+        for answer in {json.dumps(a): a for a in dtypes.values()}.values():
+            names = ", ".join(d for d, a in dtypes.items() if a == answer)
+            why = "; ".join(f"{name}: {reason}" for name, reason in answer["others"].items())
+            lines.append(f"  {op:19} {answer['runs']:10} {names}" + (f"  ({why})" if why else ""))
+    return "\n".join(lines)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m jax_groupgemm.info", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    info = collect()
+    print(json.dumps(info, indent=2) if args.json else _text(info))
+
+
+if __name__ == "__main__":
+    main()

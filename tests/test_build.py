@@ -1,0 +1,151 @@
+"""The extension module, its version check, and jax_groupgemm.info."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call, info
+
+
+def run(code: str, **env) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=True
+    )
+    return done.stdout + done.stderr
+
+
+def test_version():
+    assert jgg.__version__ == version("jax_groupgemm")
+
+
+def test_build_info():
+    build = _call.BUILD
+    assert build.ffi_api == (0, 3), "handlers must be built against jaxlib 0.11.0's headers"
+    assert build.runtime_ffi_api is not None
+    assert build.runtime_ffi_api >= build.ffi_api
+    assert build.registered == (build.cuda is not None)
+    assert (build.problem is None) == build.registered
+
+
+def test_import_touches_no_backend():
+    out = run(
+        "import jax_groupgemm, jax\n"
+        "from jax._src import xla_bridge\n"
+        "print('started' if xla_bridge._backends else 'not started')"
+    )
+    assert out.strip().endswith("not started")
+
+
+def test_targets_match_the_handlers():
+    extension = _call._extension()
+    registered = set(extension.registrations())
+    assert registered == (set(_call.TARGETS) if _call.BUILD.cuda else set())
+
+
+@pytest.mark.parametrize("runtime", [(0, 2), (0, 1), (1, 3), None])
+def test_incompatible_runtimes(runtime):
+    problem = _call._incompatible((0, 3), runtime)
+    assert problem is not None
+    assert "need XLA FFI API 0.3 (jaxlib >= 0.11.0)" in problem
+    assert ("unknown" if runtime is None else f"has {runtime[0]}.{runtime[1]}") in problem
+
+
+@pytest.mark.parametrize("runtime", [(0, 3), (0, 4), (0, 17)])
+def test_compatible_runtimes(runtime):
+    assert _call._incompatible((0, 3), runtime) is None
+
+
+class FakeExtension:
+    """An extension with CUDA handlers, so that the check runs in every build."""
+
+    offered = 0
+
+    @classmethod
+    def registrations(cls):
+        cls.offered += 1
+        return {}
+
+    @staticmethod
+    def build_info():
+        return {"cuda": "13.0", "architectures": ("80",), "cutlass": "4.2.0", "ffi_api": (0, 3)}
+
+
+def test_old_runtime_warns_and_registers_nothing(monkeypatch):
+    monkeypatch.setattr(_call, "_extension", lambda: FakeExtension)
+    monkeypatch.setattr(_call, "_runtime_ffi_api", lambda: (0, 2))
+    FakeExtension.offered = 0
+    with pytest.warns(UserWarning, match=r"need XLA FFI API 0\.3 \(jaxlib >= 0\.11\.0\).* has 0\.2"):
+        build = _call.load()
+    assert not build.registered
+    assert FakeExtension.offered == 0
+    monkeypatch.setattr(_call, "_runtime_ffi_api", lambda: (0, 3))
+    assert _call.load().registered
+    assert FakeExtension.offered == 1
+
+
+def test_missing_extension_warns_and_falls_back(monkeypatch):
+    def missing():
+        raise ImportError("no such file")
+
+    monkeypatch.setattr(_call, "_extension", missing)
+    with pytest.warns(UserWarning, match="cannot be imported.*reference lowering"):
+        build = _call.load()
+    assert not build.registered
+    monkeypatch.setattr(_call, "BUILD", build)
+    x, w = jnp.ones((4, 4)), jnp.ones((2, 4, 4))
+    np.testing.assert_array_equal(jgg.grouped_mm(x, w, jnp.array([2, 1])).sum(1), [16, 16, 16, 0])
+
+
+def test_backend_starts_with_the_handlers_registered():
+    """A handler that XLA refuses would keep the backend from starting at all."""
+    out = run("import jax_groupgemm, jax; print(jax.devices()[0].platform)", JAX_PLATFORMS="")
+    assert re.search(r"cpu|gpu|cuda", out)
+
+
+def test_info_as_text():
+    text = run("from jax_groupgemm import info; info.main([])")
+    assert f"jax_groupgemm {jgg.__version__}" in text
+    for word in ("Versions", "Build", "Devices", "grouped_mm", "segmented_mm", jax.__version__):
+        assert word in text
+
+
+def test_info_as_json():
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_groupgemm.info", "--json"], capture_output=True, text=True, check=True
+    )
+    data = json.loads(done.stdout)
+    assert data["versions"]["jax"]["ok"]
+    assert data["build"]["ffi_api"] == "0.3"
+    for op, dtypes in data["ops"].items():
+        assert hasattr(jgg, op)
+        for answer in dtypes.values():
+            names = {answer["runs"], *answer["others"]}
+            assert names == set(_call.IMPLEMENTATIONS)
+            assert all(answer["others"].values())
+    assert data["ops"]["grouped_mm"]["float64"]["runs"] == "reference"
+
+
+def test_info_survives_a_broken_installation(monkeypatch):
+    build = _call.Build(problem="the extension module cannot be imported")
+    monkeypatch.setattr(_call, "BUILD", build)
+    data = info.collect()
+    assert data["ops"]["grouped_mm"]["float32"]["runs"] == "reference"
+    assert "cannot be imported" in data["ops"]["grouped_mm"]["float32"]["others"]["sm80"]
+    assert "cannot be imported" in info._text(data)
+
+
+def test_public_names_have_docstrings_that_state_the_equation():
+    for name in ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot"):
+        first = getattr(jgg, name).__doc__.splitlines()[0]
+        assert first.startswith("``out["), name
+        assert "grouped" in first, name
