@@ -35,7 +35,7 @@ def arms(m, k, n, groups, dtype, rng):
     x, dy = (jnp.asarray(rng.standard_normal(s)).astype(dtype) for s in ((m, k), (m, n)))
     w = jnp.asarray(rng.standard_normal((groups, k, n))).astype(dtype)
     sizes = jnp.asarray(rng.multinomial(m, np.full(groups, 1 / groups)), jnp.int32)
-    copy = lambda *arrays: [a + 1 for a in arrays]  # noqa: E731
+    copy = lambda *arrays: [a + 1 for a in arrays]
     forward = {
         "ours": (jgg.grouped_mm, (x, w, sizes)),
         "lax": (lax.ragged_dot, (x, w, sizes)),
@@ -77,7 +77,7 @@ def check(direction, functions, dtype) -> None:
 
 
 def main(argv=None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

@@ -103,20 +103,20 @@ class MoE(nnx.Module):
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)
         weights = weights / weights.sum(axis=1, keepdims=True)
 
-        # Dispatch: one row per (token, choice), sorted by expert. Row r is of token order[r] // k.
+        # Dispatch: one row for each (token, choice), sorted by expert.
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert)
+        token = order // self.top_k
         sizes = jnp.bincount(expert, length=self.experts)
-        rows = x[order // self.top_k]
 
-        # Compute: two grouped products, whatever the sizes are.
+        # Compute: each expert on its own rows, however many they are.
         w_up, w_down = self.w_up[...].astype(x.dtype), self.w_down[...].astype(x.dtype)
-        rows = self.experts_fn(rows, w_up, w_down, sizes, weights.reshape(-1)[order])
+        rows = self.experts_fn(x[token], w_up, w_down, sizes, weights.reshape(-1)[order])
 
-        # Combine: add each token's k rows up.
-        y = jnp.zeros_like(x).at[order // self.top_k].add(rows)
+        # Combine: the sum of each token's rows, which are weighted already.
+        y = jnp.zeros_like(x).at[token].add(rows)
 
-        # 1 where both the choices and the probabilities are spread evenly, else larger.
+        # Load balancing: 1 where choices and probabilities are spread evenly, larger elsewhere.
         load = sizes.astype(jnp.float32) / expert.size
         balance = self.experts * jnp.sum(load * probabilities.mean(axis=0))
         return y, balance
@@ -147,6 +147,8 @@ def rotate(x):
 
 
 class Block(nnx.Module):
+    """One transformer block, with a mixture of experts as its feed-forward network."""
+
     def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
         norm = functools.partial(nnx.RMSNorm, config.width, dtype=config.dtype, rngs=rngs)
         self.attention_norm, self.attention = norm(), Attention(config, rngs)
@@ -267,9 +269,7 @@ def bigram_bits_per_byte(train, held_out, smoothing=0.1) -> float:
 
 def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool) -> dict:
     """Train from the start or from the latest checkpoint; files go to ``out``."""
-    checkpoints = Checkpoints(out / "checkpoints", config, text)
-    if not resume and checkpoints.latest() is not None:
-        raise SystemExit(f"{out} holds checkpoints: pass --resume to go on, or another --out")
+    checkpoints = Checkpoints(out / "checkpoints", config, text, resume)
     trainer = Trainer(config)
     # Bits per byte: of each step's batch; of the held-out part, as pairs (step, mean).
     history = {"training": [], "held_out": []}
@@ -329,32 +329,36 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
 
 
 class Checkpoints:
-    """State and history of a run, saved as one, and what they must be resumed with."""
+    """State and history of a run, saved as one, and what a run must have to go on from them."""
 
-    def __init__(self, folder: Path, config: Config, text: np.ndarray):
+    def __init__(self, folder: Path, config: Config, text: np.ndarray, resume: bool):
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
-        self.latest = self.manager.latest_step
-        self.identity = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
+        self.run = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
+        step = self.manager.latest_step()
+        if not resume and step is not None:
+            raise SystemExit(f"{folder} is not empty: pass --resume to go on, or another --out")
+        if resume and step is None:
+            raise SystemExit(f"--resume: there is no checkpoint in {folder}")
+        if resume:
+            saved = self._restore(about=ocp.args.JsonRestore())["about"]["run"]
+            changed = [f"{k} was {saved[k]}, is {v}" for k, v in self.run.items() if saved[k] != v]
+            if changed:
+                raise SystemExit(f"--resume: {folder} is of another run: {'; '.join(changed)}")
 
     def save(self, step: int, state, history: dict) -> None:
-        about = ocp.args.JsonSave({"identity": self.identity, "history": history})
+        about = ocp.args.JsonSave({"run": self.run, "history": history})
         state = ocp.args.StandardSave(state)
         self.manager.save(step, args=ocp.args.Composite(state=state, about=about))
 
     def restore(self, like) -> tuple[Any, dict]:
         """The latest state, which has the structure of ``like``, and history."""
-        step = self.latest()
-        if step is None:
-            raise SystemExit(f"--resume: there is no checkpoint in {self.manager.directory}")
-        args = ocp.args.Composite(about=ocp.args.JsonRestore())
-        about = self.manager.restore(step, args=args)["about"]
-        then = about["identity"]
-        changed = [f"{k} was {then[k]}, is {v}" for k, v in self.identity.items() if then[k] != v]
-        if changed:
-            raise SystemExit(f"--resume: the checkpoint is of another run: {'; '.join(changed)}")
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        return self.manager.restore(step, args=args)["state"], about["history"]
+        state = ocp.args.StandardRestore(like)
+        latest = self._restore(state=state, about=ocp.args.JsonRestore())
+        return latest["state"], latest["about"]["history"]
+
+    def _restore(self, **args):
+        return self.manager.restore(self.manager.latest_step(), args=ocp.args.Composite(**args))
 
 
 def plot(history: dict, bigram: float, path: Path) -> None:
@@ -392,14 +396,12 @@ def compare(config: Config, text: np.ndarray, repeats: int = 15, warm_up: int = 
             seconds[name].append(time.perf_counter() - began)
             losses[name].append(float(bits))
     medians = {name: statistics.median(times[warm_up:]) for name, times in seconds.items()}
-    ours, theirs = medians.values()
-    difference = float(np.ptp([*losses.values()], axis=0).max())
     for name, median in medians.items():
         print(f"training step with {name}: {1e3 * median:.2f} ms, median of {repeats}")
-    print(
-        f"ratio {theirs / ours:.2f} on {jax.devices()[0].device_kind}; "
-        f"losses differ by at most {difference:.1e} bits per byte"
-    )
+    ours, theirs = medians.values()
+    difference = float(np.ptp([*losses.values()], axis=0).max())
+    print(f"ratio {theirs / ours:.2f} on {jax.devices()[0].device_kind}")
+    print(f"their losses differ by at most {difference:.1e} bits per byte")
     return {"seconds": medians, "ratio": theirs / ours, "difference": difference}
 
 
@@ -462,8 +464,7 @@ def parse(argv) -> argparse.Namespace:
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    names = [field.name for field in dataclasses.fields(Config)]
-    config = Config(**{name: getattr(args, name) for name in names})
+    config = Config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Config)})
     text = read_text(args.text, config.context)
     if args.compare:
         return compare(config, text)

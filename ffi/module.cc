@@ -30,8 +30,7 @@ nb::dict BuildInfo() {
   info["cuda"] = JGG_CUDA_VERSION;
   info["architectures"] = nb::str(JGG_ARCHS).attr("split")();
   nb::str dot(".");
-  info["cutlass"] =
-      nb::str("{}.{}.{}").format(CUTLASS_MAJOR, CUTLASS_MINOR, CUTLASS_PATCH);
+  info["cutlass"] = nb::str("{}.{}.{}").format(CUTLASS_MAJOR, CUTLASS_MINOR, CUTLASS_PATCH);
 #else
   info["cuda"] = nb::none();
   info["architectures"] = nb::make_tuple();

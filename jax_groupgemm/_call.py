@@ -65,15 +65,12 @@ def _incompatible(built: tuple[int, int], runtime: tuple[int, int] | None) -> st
     XLA takes handlers of its own version or an older one. A handler that it refuses would keep
     the whole backend from starting, so it must not even be offered.
     """
-    import jaxlib
-
+    jaxlib = importlib.metadata.version("jaxlib")
     needed = f"jax_groupgemm's handlers need XLA FFI API {built[0]}.{built[1]} (jaxlib >= 0.11.0)"
     if runtime is None:
-        return f"{needed}; the FFI API version of jaxlib {jaxlib.__version__} is unknown"
+        return f"{needed}; the FFI API version of jaxlib {jaxlib} is unknown"
     if runtime[0] != built[0] or runtime[1] < built[1]:
-        return (
-            f"{needed}; the installed jaxlib {jaxlib.__version__} has {runtime[0]}.{runtime[1]}"
-        )
+        return f"{needed}; the installed jaxlib {jaxlib} has {runtime[0]}.{runtime[1]}"
     return None
 
 

@@ -117,9 +117,7 @@ def _as_given(x, w, lhs, rhs, *, ordered, **same):
         groups=w.shape[0],
     )
     form = Form("segments", ordered_y=True, aligned=False)
-    return _primitives.mm(
-        x.reshape(count * m, k), w, (table,), form=form, rows=pairs * m, **same
-    )
+    return _primitives.mm(x.reshape(count * m, k), w, (table,), form=form, rows=pairs * m, **same)
 
 
 def _by_matrix(x, w, lhs, rhs, *, ordered, **same):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -110,7 +112,7 @@ def grouped_mm(
     dtype = _check.result_dtype(op, preferred_element_type, x, w)
     plain = bias is None and activation is None and row_scale is None and existing_out is None
     sum_dtype = dtype if plain else _reference.accumulator_dtype(dtype)
-    same = {
+    same: dict[str, Any] = {
         "form": SIZES, "rows": t, "out_dtype": sum_dtype, "implementation": implementation,
         "precision": _check.precision(op, precision),
     }  # fmt: skip
@@ -122,7 +124,7 @@ def grouped_mm(
         bias = _check.array(op, "bias", bias)
         _check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
         # bias[group(t)] is itself a grouped product, with K = 1.
-        exact = same | {"precision": lax.Precision.HIGHEST}
+        exact: dict[str, Any] = same | {"precision": lax.Precision.HIGHEST}
         y = y + _primitives.mm(jnp.ones((t, 1), bias.dtype), bias[:, None, :], meta, **exact)
     y = _activate(op, activation, y)
     if row_scale is not None:

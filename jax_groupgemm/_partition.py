@@ -111,9 +111,7 @@ class _Plan:
         for letter, column in (("t", at_t), ("u", at_u), ("g", WEIGHT)):
             if letter in cut:
                 start = self._index(letter) * rows[letter]
-                table = _segments.restrict(
-                    table, column, start, rows[letter], aligned=form.aligned
-                )
+                table = _segments.restrict(table, column, start, rows[letter], aligned=form.aligned)
         own_weight = form.own_weight and "g" not in cut
         return (table,), dataclasses.replace(
             form, kind="segments", own_weight=own_weight, swapped=False
@@ -240,8 +238,8 @@ def explicit(name: str, mesh, operands, params: dict, bind: Callable):
     letters = _axes(name, params)
     specs = [jax.typeof(v).sharding.spec for v in (a, b)]
     shape = dict(mesh.shape)
-    plan = _plan(name, params, shape, [*specs, P()], [a.shape, b.shape, _out_shape(name, a, b, params)],
-                 allowed=set(mesh.explicit_axes))  # fmt: skip
+    shapes = [a.shape, b.shape, _out_shape(name, a, b, params)]
+    plan = _plan(name, params, shape, [*specs, P()], shapes, allowed=set(mesh.explicit_axes))
     _check_explicit(name, plan, letters, specs, (a, b))
     wanted = [plan.spec(letters[0]), plan.spec(letters[1]), *plan.meta_specs(meta)]
     operands = [

@@ -16,6 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
@@ -92,8 +93,8 @@ def _out_aval(shape, dtype, operands):
         raise ValueError(f"operands vary over different manual mesh axes: {varying}")
     mesh = next((a.sharding.mesh for a in operands if not a.sharding.mesh.empty), None)
     if mesh is None:
-        return jax.core.ShapedArray(shape, dtype)
-    return jax.core.ShapedArray(
+        return ShapedArray(shape, dtype)
+    return ShapedArray(
         shape,
         dtype,
         sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(shape))),
@@ -114,7 +115,7 @@ def _bilinear_jvp(name, primals, tangents, **params):
     if type(db) is not ad.Zero:
         terms.append(_bind(name, a, db, *meta, **params))
     if not terms:
-        return out, ad.Zero.from_primal_value(out)
+        return out, ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
     return out, functools.reduce(lax.add, terms)
 
 

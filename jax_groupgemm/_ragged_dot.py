@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -61,13 +60,13 @@ def ragged_dot_general(
 ) -> jax.Array:
     """:func:`jax.lax.ragged_dot_general`; **one axis of lhs is grouped**, in any of its modes.
 
-    ====================  ============================================================  ==========
-    ragged axis of lhs    shapes                                                        result
-    ====================  ============================================================  ==========
-    kept (m)              ``[b,x,m,k] [g,b,k,n] [b,x,g]``: a matrix per group of rows   ``[b,x,m,n]``
-    contracted (k)        ``[b,m,x,k] [b,x,k,n] [b,x,g]``: a product per group          ``[g,b,m,n]``
-    batch (b)             ``[b,m,k] [b,k,n] [x,g]``: a plain batched product            ``[b,m,n]``
-    ====================  ============================================================  ==========
+    ==================  =========================================================  ==========
+    ragged axis of lhs  shapes                                                     result
+    ==================  =========================================================  ==========
+    kept (m)            ``[b,x,m,k] [g,b,k,n] [b,x,g]``: a matrix per row group    [b,x,m,n]
+    contracted (k)      ``[b,m,x,k] [b,x,k,n] [b,x,g]``: a product per group       [g,b,m,n]
+    batch (b)           ``[b,m,k] [b,k,n] [x,g]``: a plain batched product         [b,m,n]
+    ==================  =========================================================  ==========
 
     Letters stand for any number of axes; ``group_sizes`` may also be ``[g]``, for all alike.
 
@@ -85,7 +84,8 @@ def ragged_dot_general(
     """
     op = "ragged_dot_general"
     lhs, rhs, group_sizes = (
-        _check.array(op, n, v) for n, v in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
+        _check.array(op, n, v)
+        for n, v in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
     )
     for name, value in (("lhs", lhs), ("rhs", rhs)):
         _check.numeric(op, name, value)
@@ -167,7 +167,7 @@ def _sizes_per_problem(op, group_sizes, prefix: tuple[int, ...]):
 def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     outer = tuple(i for i in dn.lhs_kept if i < dn.ragged)
     inner = tuple(i for i in dn.lhs_kept if i > dn.ragged)
-    size = lambda axes: math.prod(lhs.shape[i] for i in axes)  # noqa: E731
+    size = lambda axes: math.prod(lhs.shape[i] for i in axes)
     batches, outers, inners = size(dn.lhs_batch), size(outer), size(inner)
     t, k = lhs.shape[dn.ragged], size(dn.lhs_contracting)
     x = lhs.transpose(*dn.lhs_batch, *outer, dn.ragged, *inner, *dn.lhs_contracting)
@@ -190,16 +190,11 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
         meta = (sizes,) if group_offset is None else (sizes, group_offset)
         return _primitives.mm(x, w, meta, form=SIZES, rows=t * inners, **same)
 
-    if outers == 1:
-        product = _over_one(product, (0, None, 0))
-    else:
-        product = jax.vmap(product, (0, None, 0))
-    product = _over_one(product, (0, 0, 0)) if batches == 1 else jax.vmap(product)
-    out = product(x, w, sizes)
-    kept = (*dn.lhs_batch, *outer, dn.ragged, *inner)
-    out = out.reshape(*(lhs.shape[i] for i in kept), *columns)
+    over_outer = _vmap(product, outers, (0, None, 0))
+    out = _vmap(over_outer, batches, (0, 0, 0))(x, w, sizes)
     # The result's axes: batch, then lhs's kept axes in lhs's order, which is this one.
-    return out
+    kept = (*dn.lhs_batch, *outer, dn.ragged, *inner)
+    return out.reshape(*(lhs.shape[i] for i in kept), *columns)
 
 
 def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
@@ -207,7 +202,7 @@ def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     # Outer and inner are told by the order in which the contracted axes are listed.
     places = range(len(dn.lhs_contracting))
     outer, inner = places[:ragged], places[ragged + 1 :]
-    size = lambda axes: math.prod(lhs.shape[dn.lhs_contracting[i]] for i in axes)  # noqa: E731
+    size = lambda axes: math.prod(lhs.shape[dn.lhs_contracting[i]] for i in axes)
     outers, inners, t = size(outer), size(inner), lhs.shape[dn.ragged]
     batches = math.prod(lhs.shape[i] for i in dn.lhs_batch)
     left = [lhs.shape[i] for i in dn.lhs_kept]
@@ -229,6 +224,7 @@ def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
         if outers == 1:
             meta = (sizes[0],) if group_offset is None else (sizes[0], group_offset)
             return _primitives.wgrad(x, y, meta, form=SIZES, groups=groups, **same)
+
         # Every outer index adds to the same groups: several segments name one weight.
         def decode(s):
             meta = (s,) if group_offset is None else (s, group_offset)
@@ -238,8 +234,7 @@ def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
         form = Form("segments", ordered_x=True, ordered_y=True)
         return _primitives.wgrad(x, y, (table,), form=form, groups=groups, **same)
 
-    product = _over_one(product, (0, 0, 0)) if batches == 1 else jax.vmap(product, out_axes=1)
-    out = product(x, y, sizes)
+    out = _vmap(product, batches, (0, 0, 0), out_axes=1)(x, y, sizes)
     batch = [lhs.shape[i] for i in dn.lhs_batch]
     return out.reshape(groups, *batch, *left, *right)
 
@@ -249,13 +244,13 @@ def _scaled(sizes, limit: int, factor: int):
     return _segments._saturate(sizes, limit) * jnp.int32(factor)
 
 
-def _over_one(function, in_axes):
-    """``vmap`` over an axis of size 1, without its segments."""
+def _vmap(function, size: int, in_axes: tuple, out_axes: int = 0):
+    """``vmap``; over an axis of size 1 without it, so that metadata keeps its raw form."""
+    if size != 1:
+        return jax.vmap(function, in_axes, out_axes)
 
-    @functools.wraps(function)
     def wrapped(*args):
-        args = (a if d is None else a[0] for a, d in zip(args, in_axes, strict=True))
-        return function(*args)
+        return function(*(a if d is None else a[0] for a, d in zip(args, in_axes, strict=True)))
 
     return wrapped
 

@@ -91,7 +91,7 @@ def _for_each_tile(segments, tiles, visit, out):
 
     def whole_tiles(i, out):
         segment = segments[by_full[i]]
-        step = lambda j, out: visit(segment, j * big, out, tile=big)  # noqa: E731
+        step = lambda j, out: visit(segment, j * big, out, tile=big)
         return lax.fori_loop(0, segment[LENGTH] // big, step, out)
 
     by_full = jnp.argsort(full == 0, stable=True)
@@ -154,9 +154,7 @@ def _segment_product(x, y, segment, *, tiles, dot):
         zero = jnp.zeros((), x.dtype), jnp.zeros((), y.dtype)
         return dot(jnp.where(keep, x_tile, zero[0]), jnp.where(keep, y_tile, zero[1]))
 
-    nothing = _zeros_like_varying(
-        (x.shape[1], y.shape[1]), dot.dtype, x, y, segment, stored=False
-    )
+    nothing = _zeros_like_varying((x.shape[1], y.shape[1]), dot.dtype, x, y, segment, stored=False)
     big = tiles[-1]
     count = (length + big - 1) // big
     rest = length - (count - 1) * big

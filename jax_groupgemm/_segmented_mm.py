@@ -49,7 +49,9 @@ def segmented_mm(
     under ``vmap`` over any operand. The operation of MLX's ``segmented_mm``.
     """
     op = "segmented_mm"
-    a, b, segments = (_check.array(op, n, v) for n, v in (("a", a), ("b", b), ("segments", segments)))
+    a, b, segments = (
+        _check.array(op, n, v) for n, v in (("a", a), ("b", b), ("segments", segments))
+    )
     for name, value in (("a", a), ("b", b)):
         _check.numeric(op, name, value)
     _check.integer(op, "segments", segments)

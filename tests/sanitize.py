@@ -14,9 +14,13 @@ import jax_groupgemm as jgg
 def main():
     rng = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16", "float16"):
-        for t, k, n, sizes in ((129, 33, 65, [0, 1, 127]), (64, 16, 64, [64, 0, 0]), (7, 1, 1, [9])):
+        for t, k, n, sizes in (
+            (129, 33, 65, [0, 1, 127]),
+            (64, 16, 64, [64, 0, 0]),
+            (7, 1, 1, [9]),
+        ):
             x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (len(sizes), k, n), dtype)
-            f = lambda x, w, s=jnp.array(sizes): jgg.grouped_mm(x, w, s)  # noqa: E731
+            f = lambda x, w, s=sizes: jgg.grouped_mm(x, w, jnp.array(s))
             out, vjp = jax.vjp(f, x, w)
             oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
             jax.block_until_ready(vjp(out))

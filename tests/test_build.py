@@ -19,7 +19,11 @@ def run(code: str, **env) -> str:
     import os
 
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout + done.stderr
 
@@ -84,7 +88,9 @@ def test_old_runtime_warns_and_registers_nothing(monkeypatch):
     monkeypatch.setattr(_call, "_extension", lambda: FakeExtension)
     monkeypatch.setattr(_call, "_runtime_ffi_api", lambda: (0, 2))
     FakeExtension.offered = 0
-    with pytest.warns(UserWarning, match=r"need XLA FFI API 0\.3 \(jaxlib >= 0\.11\.0\).* has 0\.2"):
+    with pytest.warns(
+        UserWarning, match=r"need XLA FFI API 0\.3 \(jaxlib >= 0\.11\.0\).* has 0\.2"
+    ):
         build = _call.load()
     assert not build.registered
     assert FakeExtension.offered == 0
@@ -121,7 +127,10 @@ def test_info_as_text():
 
 def test_info_as_json():
     done = subprocess.run(
-        [sys.executable, "-m", "jax_groupgemm.info", "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "jax_groupgemm.info", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     data = json.loads(done.stdout)
     assert data["versions"]["jax"]["ok"]

@@ -28,7 +28,7 @@ def test_values(rng, implementation, m, dtype, lhs_shape, rhs_shape):
 def test_missing_indices(rng, implementation, m):
     a, b = oracle.random(rng, (2, 3, m, 8)), oracle.random(rng, (2, 3, 8, 4))
     rhs = rng.integers(0, 6, (2, 3))
-    run = lambda *i, **k: jgg.gather_mm(a, b, *i, implementation=implementation, **k)  # noqa: E731
+    run = lambda *i, **k: jgg.gather_mm(a, b, *i, implementation=implementation, **k)
     oracle.assert_close(run(), oracle.gather_mm(a, b))
     oracle.assert_close(run(None, rhs), oracle.gather_mm(a, b, None, rhs))
     oracle.assert_close(run(rhs), oracle.gather_mm(a, b, rhs))
@@ -41,7 +41,7 @@ def test_out_of_range_indices_give_zeros(rng, implementation, m):
     b = oracle.random(rng, (3, 8, 6)).at[2].set(jnp.nan)
     lhs = np.array([0, -1, 4, 2**31 - 1, 3, 2, -(2**31)], np.int32)
     rhs = np.array([0, 2, 2, 1, 3, -7, 1], np.int32)
-    f = lambda a, b: jgg.gather_mm(a, b, lhs, rhs, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.gather_mm(a, b, lhs, rhs, implementation=implementation)
     out, vjp = jax.vjp(f, a, b)
     oracle.assert_close(out, oracle.gather_mm(a, b, lhs, rhs))
     assert not np.asarray(out)[1:].any()
@@ -66,7 +66,7 @@ def test_wide_and_unsigned_indices(rng, dtype):
 def test_sorted_is_a_hint_and_a_checked_promise(rng, implementation, m):
     a, b = oracle.random(rng, (9, m, 8)), oracle.random(rng, (4, 8, 6))
     rhs = np.array([-1, 0, 0, 1, 1, 1, 3, 3, 4], np.int32)
-    run = lambda a, b, rhs, ordered: jgg.gather_mm(  # noqa: E731
+    run = lambda a, b, rhs, ordered: jgg.gather_mm(
         a, b, None, rhs, sorted_indices=ordered, implementation=implementation
     )
     np.testing.assert_array_equal(run(a, b, rhs, True), run(a, b, rhs, False))
@@ -91,7 +91,7 @@ def test_sorted_promise_is_about_the_given_indices(rng, implementation):
 def test_gradients_of_repeated_operands_accumulate(rng, implementation, m):
     a, b = oracle.random(rng, (3, m, 8)), oracle.random(rng, (4, 8, 6))
     lhs, rhs = np.array([0, 2, 2, 0, 2]), np.array([3, 1, 1, 0, 3])
-    f = lambda a, b: jgg.gather_mm(a, b, lhs, rhs, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.gather_mm(a, b, lhs, rhs, implementation=implementation)
     out, vjp = jax.vjp(f, a, b)
     ct = oracle.random(rng, out.shape)
     da, db = np.zeros(a.shape), np.zeros(b.shape)
@@ -106,7 +106,7 @@ def test_gradients_of_repeated_operands_accumulate(rng, implementation, m):
 def test_second_order_and_vmap(rng, m):
     a, b = oracle.random(rng, (3, m, 4)), oracle.random(rng, (4, 4, 3))
     lhs, rhs = np.array([0, 2, 1]), np.array([3, 1, 3])
-    f = lambda a, b: jnp.sin(jgg.gather_mm(a, b, lhs, rhs))  # noqa: E731
+    f = lambda a, b: jnp.sin(jgg.gather_mm(a, b, lhs, rhs))
     check_grads(f, (a, b), order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
     batch = np.stack([rhs, rhs[::-1], rhs * 0])
     out = jax.vmap(lambda i: jgg.gather_mm(a, b, lhs, i))(batch)
@@ -117,11 +117,13 @@ def test_second_order_and_vmap(rng, m):
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("zero", ["A", "B", "M", "K", "N", "I"])
 def test_zero_sized(implementation, zero, m):
-    size = {letter: 0 if letter == zero else 3 for letter in "ABKNI"} | {"M": 0 if zero == "M" else m}
+    size = {letter: 0 if letter == zero else 3 for letter in "ABKNI"} | {
+        "M": 0 if zero == "M" else m
+    }
     a = jnp.ones((size["A"], size["M"], size["K"]))
     b = jnp.ones((size["B"], size["K"], size["N"]))
     index = jnp.zeros((size["I"],), jnp.int32)
-    f = lambda a, b: jgg.gather_mm(a, b, index, index, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.gather_mm(a, b, index, index, implementation=implementation)
     out, vjp = jax.vjp(f, a, b)
     assert out.shape == (size["I"], size["M"], size["N"])
     assert not np.asarray(out).any() or zero not in "ABK"

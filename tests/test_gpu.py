@@ -31,7 +31,8 @@ def chain(x, w, sizes, spans):
 def chain_operands(rng):
     x, w = oracle.random(rng, (200, 48)), oracle.random(rng, (3, 4, 48, 48)) / 7
     sizes = [
-        jnp.asarray(np.stack([oracle.random_sizes(rng, 4, 200) for _ in range(3)])) for _ in range(4)
+        jnp.asarray(np.stack([oracle.random_sizes(rng, 4, 200) for _ in range(3)]))
+        for _ in range(4)
     ]
     spans = [jnp.asarray(rng.integers(-5, 210, (3, 2)), jnp.int32) for _ in range(4)]
     return x, w, sizes, spans
@@ -43,7 +44,9 @@ def test_command_buffer_replay_with_other_sizes(rng, tmp_path):
     options = {"xla_gpu_graph_min_graph_size": 1}
     compiled = jax.jit(chain).lower(x, w, sizes[0], spans[0]).compile(compiler_options=options)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wants = [jax.jit(chain)(*jax.device_get((x, w, s, p))) for s, p in zip(sizes, spans, strict=True)]  # noqa: E501
+        wants = [
+            jax.jit(chain)(*jax.device_get((x, w, s, p))) for s, p in zip(sizes, spans, strict=True)
+        ]
     for _ in range(3):
         for s, p, want in zip(sizes, spans, wants, strict=True):
             got = compiled(x, w, s, p)
@@ -99,7 +102,9 @@ def test_recycled_memory(rng, garbage):
 def test_same_bits_every_time(rng):
     x, w = oracle.random(rng, (300, 40)), oracle.random(rng, (6, 40, 72))
     segments = jnp.asarray(rng.integers(0, 300, (9, 2)), jnp.int32)
-    grad = jax.jit(jax.grad(lambda x: jnp.sin(jgg.segmented_mm(x, x, segments, transpose_a=True)).sum()))
+    grad = jax.jit(
+        jax.grad(lambda x: jnp.sin(jgg.segmented_mm(x, x, segments, transpose_a=True)).sum())
+    )
     first = np.asarray(grad(x))
     for _ in range(50):
         np.testing.assert_array_equal(grad(x), first)
@@ -128,5 +133,7 @@ def test_errors_of_a_handler_reach_python():
     x, w, table = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros((2, 4), jnp.int32)
     flags = dict.fromkeys(("transpose_x", "transpose_w", "transpose_out"), np.bool_(False))
     call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
-    with pytest.raises((RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"):
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"
+    ):
         jax.block_until_ready(jax.jit(lambda: call(x, w, table, **flags))())

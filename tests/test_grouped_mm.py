@@ -121,7 +121,7 @@ _CACHE = {}
 
 def _compiled_vjp(implementation):
     def both(x, w, sizes, ct):
-        f = lambda x, w: jgg.grouped_mm(x, w, sizes, implementation=implementation)  # noqa: E731
+        f = lambda x, w: jgg.grouped_mm(x, w, sizes, implementation=implementation)
         out, vjp = jax.vjp(f, x, w)
         return out, vjp(ct)
 
@@ -164,7 +164,7 @@ def test_second_order(rng, options):
 
         args = (x, w, bias, scale, old)
     else:
-        f = lambda x, w: jgg.grouped_mm(x, w, sizes, activation="swiglu")  # noqa: E731
+        f = lambda x, w: jgg.grouped_mm(x, w, sizes, activation="swiglu")
         args = (x, w)
     with jax.default_matmul_precision("float32"):
         check_grads(f, args, order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
@@ -244,13 +244,15 @@ def test_nan_stays_in_its_group(rng, implementation, bad):
     x, w = oracle.random(rng, (t, k)), oracle.random(rng, (g, k, n))
     sizes = jnp.array([13, 17, 0, 11])
     clean = np.asarray(jgg.grouped_mm(x, w, sizes, implementation=implementation))
-    f = lambda x, w: jgg.grouped_mm(x, w, sizes, implementation=implementation)  # noqa: E731
+    f = lambda x, w: jgg.grouped_mm(x, w, sizes, implementation=implementation)
     # In one row; in the tail; in the matrix of group 1; in the matrix of the empty group.
     out = np.asarray(f(x.at[15].set(bad), w))
     np.testing.assert_array_equal(np.delete(out, 15, 0), np.delete(clean, 15, 0))
     np.testing.assert_array_equal(f(x.at[41:].set(bad), w), clean)
     out = np.asarray(f(x, w.at[1].set(bad)))
-    np.testing.assert_array_equal(np.delete(out, slice(13, 30), 0), np.delete(clean, slice(13, 30), 0))
+    np.testing.assert_array_equal(
+        np.delete(out, slice(13, 30), 0), np.delete(clean, slice(13, 30), 0)
+    )
     assert not np.isfinite(out[13:30]).any()
     np.testing.assert_array_equal(f(x, w.at[2].set(bad)), clean)
     # Backward: a bad row reaches the gradient of its own matrix only.
@@ -318,7 +320,7 @@ def test_group_offset(rng, implementation, offset, traced):
 def test_shards_of_experts_add_up(rng, implementation):
     x, w = oracle.random(rng, (40, 8)), oracle.random(rng, (6, 8, 6))
     sizes = np.array([4, 0, 7, 5, 9, 3], np.int32)
-    run = lambda w, offset: jgg.grouped_mm(  # noqa: E731
+    run = lambda w, offset: jgg.grouped_mm(
         x, w, sizes, group_offset=jnp.int32(offset), implementation=implementation
     )
     parts = sum(np.asarray(run(w[i : i + 2], i)) for i in (0, 2, 4))
@@ -331,7 +333,7 @@ def test_zero_sized(implementation, zero, transpose_w):
     t, k, n, g = (0 if letter == zero else 5 for letter in "TKNG")
     x, w = jnp.ones((t, k)), jnp.ones((g, n, k) if transpose_w else (g, k, n))
     sizes = jnp.ones((g,), jnp.int32)
-    f = lambda x, w: jgg.grouped_mm(  # noqa: E731
+    f = lambda x, w: jgg.grouped_mm(
         x, w, sizes, transpose_w=transpose_w, implementation=implementation
     )
     out, vjp = jax.vjp(f, x, w)
@@ -359,7 +361,7 @@ def test_many_groups(rng, implementation):
     sizes = rng.integers(0, 3, g).astype(np.int32)
     t = int(sizes.sum()) + 5
     x, w = oracle.random(rng, (t, 8)), oracle.random(rng, (g, 8, 8))
-    f = lambda x, w: jgg.grouped_mm(x, w, sizes, implementation=implementation)  # noqa: E731
+    f = lambda x, w: jgg.grouped_mm(x, w, sizes, implementation=implementation)
     out, vjp = jax.vjp(f, x, w)
     oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
     ct = oracle.random(rng, (t, 8))

@@ -1,4 +1,4 @@
-"""What is lowered where: custom calls for CUDA from any process, the reference elsewhere; export."""
+"""What is lowered where: custom calls for CUDA from any process, else the reference; export."""
 
 import re
 import warnings
@@ -60,21 +60,23 @@ def test_dtypes_without_a_kernel_take_the_reference():
 
 def test_implementation_reference_has_no_custom_call():
     x, w = operands()
-    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="reference")  # noqa: E731
+    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="reference")
     assert cuda_calls(f, x, w) == []
     assert cuda_calls(jax.grad(lambda x, w: f(x, w).sum(), (0, 1)), x, w) == []
 
 
 def test_named_kernel_on_another_platform_says_why():
     x, w = operands()
-    lower = jax.jit(lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")).trace(x, w).lower
+    lower = (
+        jax.jit(lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")).trace(x, w).lower
+    )
     with pytest.raises(ValueError, match=r"implementation='sm80' runs on CUDA devices only"):
         lower(lowering_platforms=("cpu",))
 
 
 def test_named_kernel_with_an_unsupported_dtype_says_why():
     x, w = operands("int32")
-    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")  # noqa: E731
+    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")
     with pytest.raises(ValueError, match=r"operand dtype int32 is not one of float32, bfloat16"):
         cuda_calls(f, x, w)
 
@@ -159,6 +161,8 @@ def test_export_with_several_devices(rng):
     exported = jax.export.export(f, disabled_checks=jgg.EXPORT_DISABLED_CHECKS)(x, w, sizes)
     loaded = jax.export.deserialize(exported.serialize())
     args = (
-        jax.device_put(x, everywhere), jax.device_put(w, w_sharding), jax.device_put(sizes, everywhere),
+        jax.device_put(x, everywhere),
+        jax.device_put(w, w_sharding),
+        jax.device_put(sizes, everywhere),
     )  # fmt: skip
     oracle.assert_close(jax.jit(loaded.call)(*args), oracle.grouped_mm(x, w, sizes))

@@ -28,7 +28,8 @@ def test_ragged_dot(rng, sizes, dtype, preferred):
     lhs, rhs = oracle.random(rng, (16, 8), dtype), oracle.random(rng, (3, 8, 6), dtype)
     sizes = jnp.array(sizes, jnp.int32)
     got, want = (
-        f(lhs, rhs, sizes, lax.Precision.HIGHEST, preferred) for f in (jgg.ragged_dot, lax.ragged_dot)
+        f(lhs, rhs, sizes, lax.Precision.HIGHEST, preferred)
+        for f in (jgg.ragged_dot, lax.ragged_dot)
     )
     assert got.dtype == want.dtype
     oracle.assert_close(got, want)
@@ -142,7 +143,7 @@ def test_contracted_mode_is_differentiable(rng):
     lhs, rhs = oracle.random(rng, (11, 5)), oracle.random(rng, (11, 4))
     sizes, numbers = jnp.array([4, 0, 6]), GENERAL["contracted"][3]
     ct = oracle.random(rng, (3, 5, 4))
-    f = lambda a, b: jgg.ragged_dot_general(a, b, sizes, numbers)  # noqa: E731
+    f = lambda a, b: jgg.ragged_dot_general(a, b, sizes, numbers)
     da, db = jax.vjp(f, lhs, rhs)[1](ct)
     spans = oracle.bounds(sizes, 11)
     want_da, want_db = oracle.segmented_mm_grads(lhs.T, rhs, spans, ct)
@@ -152,7 +153,7 @@ def test_contracted_mode_is_differentiable(rng):
 
 def test_bad_dimension_numbers():
     lhs, rhs, sizes = jnp.ones((11, 5)), jnp.ones((3, 5, 4)), jnp.ones((3,), jnp.int32)
-    run = lambda *n, s=sizes: jgg.ragged_dot_general(lhs, rhs, s, Numbers(*n))  # noqa: E731
+    run = lambda *n, s=sizes: jgg.ragged_dot_general(lhs, rhs, s, Numbers(*n))
     with pytest.raises(TypeError, match="exactly one lhs ragged"):
         run((([1], [1]), ([], [])), [0, 1], [0])
     with pytest.raises(TypeError, match="not an axis of lhs"):

@@ -62,7 +62,7 @@ def test_bfloat16_gradients_sum_in_float32(rng, implementation):
     a, b = oracle.random(rng, (8, 16), "bfloat16"), oracle.random(rng, (16, 8), "bfloat16")
     segments = np.tile([[2, 14]], (64, 1))
     ct = oracle.random(rng, (64, 8, 8), "bfloat16")
-    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)
     da, db = jax.vjp(f, a, b)[1](ct)
     want_da, want_db = oracle.segmented_mm_grads(a, b, segments, ct)
     oracle.assert_close(da, want_da)
@@ -72,7 +72,7 @@ def test_bfloat16_gradients_sum_in_float32(rng, implementation):
 def test_gaps_get_zero_gradient(rng, implementation):
     a, b = oracle.random(rng, (6, 50)), oracle.random(rng, (50, 5))
     segments = np.array([[3, 10], [20, 31]])
-    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)
     da, db = map(np.asarray, jax.vjp(f, a, b)[1](jnp.ones((2, 6, 5))))
     gap = np.r_[0:3, 10:20, 31:50]
     assert not da[:, gap].any()
@@ -83,7 +83,7 @@ def test_gaps_get_zero_gradient(rng, implementation):
 def test_nan_outside_a_segment_stays_outside(rng, implementation, bad):
     a, b = oracle.random(rng, (20, 64)), oracle.random(rng, (64, 20))
     segments = np.array([[0, 17], [18, 33], [40, 64]])
-    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)
     clean = np.asarray(f(a, b))
     for column in (17, 33, 39):  # just past an end, just before a start
         np.testing.assert_array_equal(f(a.at[:, column].set(bad), b), clean)
@@ -123,7 +123,7 @@ def test_int64_segments_and_float64(rng):
 def test_zero_sized(implementation, zero):
     m, k, n, s = (0 if letter == zero else 5 for letter in "MKNS")
     segments = np.tile([[0, 3]], (s, 1))
-    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)
     out, vjp = jax.vjp(f, jnp.ones((m, k)), jnp.ones((k, n)))
     assert out.shape == (s, m, n)
     assert not np.asarray(out).any()
@@ -133,14 +133,14 @@ def test_zero_sized(implementation, zero):
 def test_second_order(rng):
     a, b = oracle.random(rng, (3, 12)), oracle.random(rng, (12, 4))
     segments = np.array([[0, 7], [5, 12], [5, 5]])
-    f = lambda a, b: jnp.sin(jgg.segmented_mm(a, b, segments))  # noqa: E731
+    f = lambda a, b: jnp.sin(jgg.segmented_mm(a, b, segments))
     check_grads(f, (a, b), order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
 
 
 def test_is_the_weight_gradient_of_grouped_mm(rng, implementation):
     x, w, ct = (oracle.random(rng, s) for s in ((40, 9), (3, 9, 7), (40, 7)))
     sizes = jnp.array([10, 0, 25])
-    f = lambda w: jgg.grouped_mm(x, w, sizes, implementation=implementation)  # noqa: E731
+    f = lambda w: jgg.grouped_mm(x, w, sizes, implementation=implementation)
     ends = jnp.cumsum(sizes)
     spans = jnp.stack([ends - sizes, ends], axis=1)
     dw = jgg.segmented_mm(x, ct, spans, transpose_a=True, implementation=implementation)
@@ -159,7 +159,7 @@ def test_long_segments(rng, implementation):
 def test_many_segments(rng, implementation):
     segments = rng.integers(0, 300, (4096, 2))
     a, b = oracle.random(rng, (4, 300)), oracle.random(rng, (300, 4))
-    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)  # noqa: E731
+    f = lambda a, b: jgg.segmented_mm(a, b, segments, implementation=implementation)
     out, vjp = jax.vjp(f, a, b)
     oracle.assert_close(out, oracle.segmented_mm(a, b, segments))
     ct = oracle.random(rng, (4096, 4, 4))

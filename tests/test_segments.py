@@ -87,7 +87,7 @@ def test_raw_tables_are_clamped(seed):
     check_invariants(table, 20, 25, 4)
     want = []
     for x, y, length, weight in zip(*columns, strict=True):
-        if 0 <= x and 0 <= y and 0 <= weight < 4:
+        if x >= 0 and y >= 0 and 0 <= weight < 4:
             want += [(x + i, y + i, weight) for i in range(length) if x + i < 20 and y + i < 25]
     assert triples(table) == want
 
@@ -101,7 +101,9 @@ def test_fold(steps, shared):
     folded = _segments.fold(tables[0] if shared else jnp.stack(tables), 3, *steps)
     want = []
     for b, table in enumerate(tables):
-        want += [tuple(v + b * step for v, step in zip(t, steps, strict=True)) for t in triples(table)]
+        want += [
+            tuple(v + b * step for v, step in zip(t, steps, strict=True)) for t in triples(table)
+        ]
     assert triples(folded) == want
 
 
@@ -121,7 +123,8 @@ def test_restrict_cuts_without_losing_or_repeating(seed, column):
         check_invariants(part, *bounds)
         shift = {X_START: (1, 0, 0), Y_START: (0, 1, 0), WEIGHT: (0, 0, 1)}[column]
         parts += [
-            tuple(v + shard * size * s for v, s in zip(t, shift, strict=True)) for t in triples(part)
+            tuple(v + shard * size * s for v, s in zip(t, shift, strict=True))
+            for t in triples(part)
         ]
     assert sorted(parts) == sorted(triples(table))
 

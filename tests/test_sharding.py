@@ -71,7 +71,11 @@ SHARD_MAPS = {
 def test_shard_map(problem, name, partial):
     """With check_vma: right specs pass, and gradients of replicated operands are summed."""
     body, in_specs, out_specs = SHARD_MAPS[name]
-    mesh = mesh_of((2, 2), ("d", "e"), AxisType.Auto) if partial else mesh_of((4,), ("d",), AxisType.Auto)
+    mesh = (
+        mesh_of((2, 2), ("d", "e"), AxisType.Auto)
+        if partial
+        else mesh_of((4,), ("d",), AxisType.Auto)
+    )
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"d"}, check_vma=True
     )
@@ -113,21 +117,31 @@ def test_shard_map_rejects_wrong_out_specs(problem):
 def test_shard_map_of_other_ops(rng, name):
     mesh = mesh_of((4,), ("d",), AxisType.Auto)
     if name == "segmented_mm":
-        args = oracle.random(rng, (8, 30)), oracle.random(rng, (30, 12)), jnp.array([[0, 9], [5, 30]])
+        args = (
+            oracle.random(rng, (8, 30)),
+            oracle.random(rng, (30, 12)),
+            jnp.array([[0, 9], [5, 30]]),
+        )
         f, specs, out = jgg.segmented_mm, (P("d"), P(), P()), P(None, "d")
     elif name == "gather_mm":
         args = oracle.random(rng, (8, 1, 6)), oracle.random(rng, (3, 6, 4)), jnp.arange(8) % 3
-        f, specs, out = (lambda a, b, i: jgg.gather_mm(a, b, None, i)), (P("d"), P(), P("d")), P("d")
+        f, specs, out = (
+            (lambda a, b, i: jgg.gather_mm(a, b, None, i)),
+            (P("d"), P(), P("d")),
+            P("d"),
+        )
     elif name == "ragged_dot":
         args = oracle.random(rng, (8, 6)), oracle.random(rng, (3, 6, 8)), jnp.array([3, 0, 4])
         f, specs, out = jgg.ragged_dot, (P(), P(None, None, "d"), P()), P(None, "d")
     else:
         args = oracle.random(rng, (8, 6)), oracle.random(rng, (3, 6, 8)), jnp.array([3, 0, 4])
-        f = lambda x, w, s: jgg.grouped_mm(x, w, s, bias=w[:, 0], activation="gelu", row_scale=x[:, 0])  # noqa: E501, E731
+        f = lambda x, w, s: jgg.grouped_mm(
+            x, w, s, bias=w[:, 0], activation="gelu", row_scale=x[:, 0]
+        )
         specs, out = (P(), P(None, None, "d"), P()), P(None, "d")
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)
     oracle.assert_close(jax.jit(mapped)(*args), f(*args))
-    total = lambda f: jax.jit(jax.grad(lambda a, b: jnp.sin(f(a, b, args[2])).sum(), (0, 1)))  # noqa: E731
+    total = lambda f: jax.jit(jax.grad(lambda a, b: jnp.sin(f(a, b, args[2])).sum(), (0, 1)))
     for got, want in zip(total(mapped)(*args[:2]), total(f)(*args[:2]), strict=True):
         oracle.assert_close(got, want, tolerance=3e-6)
 
@@ -149,7 +163,7 @@ SHARDED = {
 def test_collectives(problem, kind, name):
     (x_spec, w_spec), out_spec, forward, backward = SHARDED[name]
     mesh = mesh_of((4,), ("d",), kind)
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     args = put(problem[0], x_spec), put(problem[1], w_spec), put(problem[2], P())
     f, grad = jax.jit(jgg.grouped_mm), jax.jit(jax.grad(loss, (0, 1)))
     with jax.set_mesh(mesh):
@@ -177,7 +191,8 @@ def test_two_mesh_axes(problem, kind, transpose_w):
     w_spec = P(None, "m") if transpose_w else P(None, None, "m")
     w = w.swapaxes(1, 2) if transpose_w else w
     args = [
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("d")), (w, w_spec), (sizes, P()))
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in ((x, P("d")), (w, w_spec), (sizes, P()))
     ]
     f = jax.jit(functools.partial(jgg.grouped_mm, transpose_w=transpose_w))
     with jax.set_mesh(mesh):
@@ -191,9 +206,12 @@ def test_two_mesh_axes(problem, kind, transpose_w):
 def test_bfloat16_partial_sums_travel_as_float32(rng, kind):
     mesh = mesh_of((4,), ("d",), kind)
     x, w = oracle.random(rng, (T, 64), "bfloat16"), oracle.random(rng, (G, 64, N), "bfloat16")
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     args = put(x, P(None, "d")), put(w, P(None, "d")), put(jnp.asarray(SIZES), P())
-    f, grad = jax.jit(jgg.grouped_mm), jax.jit(jax.grad(lambda x, w, s: jgg.grouped_mm(x, w, s).sum(), (0, 1)))  # noqa: E501
+    f, grad = (
+        jax.jit(jgg.grouped_mm),
+        jax.jit(jax.grad(lambda x, w, s: jgg.grouped_mm(x, w, s).sum(), (0, 1))),
+    )
     with jax.set_mesh(mesh):
         out, grads = f(*args), grad(*args)
         text = grad.trace(*args).jaxpr
@@ -212,7 +230,7 @@ def test_segmented_mm(rng, kind, spec):
     mesh = mesh_of((4,), ("d",), kind)
     a, b = oracle.random(rng, (8, 32)), oracle.random(rng, (32, 12))
     segments = jnp.array([[0, 9], [5, 32], [30, 2]])
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     columns = spec == P("d")
     args = put(a, spec), put(b, P() if columns else P("d")), put(segments, P())
     f = jax.jit(jgg.segmented_mm)
@@ -226,7 +244,9 @@ def test_segmented_mm(rng, kind, spec):
 def test_vmap(problem, kind, axes):
     """A batch over operands that are sharded along their columns."""
     mesh = mesh_of((4,), ("d",), kind)
-    values = [a if d is None else jnp.stack([a, a[::-1]]) for a, d in zip(problem, axes, strict=True)]
+    values = [
+        a if d is None else jnp.stack([a, a[::-1]]) for a, d in zip(problem, axes, strict=True)
+    ]
     specs = [P(None, None), P(None, None, "d"), P(None)]
     args = [
         jax.device_put(a, NamedSharding(mesh, s if d is None else P(None, *s)))
@@ -246,7 +266,7 @@ def test_explicit_epilogue(problem):
     mesh = mesh_of((2, 2), ("d", "m"), AxisType.Explicit)
     x, w, sizes = problem
     bias, scale, old = w[:, 0], x[:, 0], jnp.ones((T, N))
-    f = lambda x, w, s, bias, scale, old: jgg.grouped_mm(  # noqa: E731
+    f = lambda x, w, s, bias, scale, old: jgg.grouped_mm(
         x, w, s, bias=bias, activation="silu", row_scale=scale, existing_out=old
     )
     want = f(x, w, sizes, bias, scale, old)
@@ -265,7 +285,7 @@ def test_explicit_epilogue(problem):
 def test_explicit_conflicts_are_errors(problem):
     mesh = mesh_of((2, 2), ("a", "b"), AxisType.Explicit)
     x, w, sizes = problem
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match=r"shards axis K .* the other operand shards it over"):
             jgg.grouped_mm(put(x, P(None, "a")), put(w, P(None, "b")), put(sizes, P()))
@@ -277,7 +297,7 @@ def test_explicit_one_sided_contraction(problem):
     """Only x is sharded along K: w is cut to match, which costs nothing."""
     mesh = mesh_of((4,), ("d",), AxisType.Explicit)
     x, w, sizes = problem
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     f = jax.jit(jgg.grouped_mm)
     args = put(x, P(None, "d")), put(w, P()), put(sizes, P())
     with jax.set_mesh(mesh):

@@ -62,9 +62,7 @@ def get_requires_for_build_editable(config_settings=None):
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    return _backend.build_wheel(
-        wheel_directory, _with_setting(config_settings), metadata_directory
-    )
+    return _backend.build_wheel(wheel_directory, _with_setting(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):

@@ -35,8 +35,8 @@ xla::ffi::Error CheckShape(const char* op, const char* name, const char* letters
   for (int64_t size : expected) {
     sizes += (sizes.empty() ? "" : ", ") + (size == -1 ? "any" : std::to_string(size));
   }
-  return InvalidArgument(op, name, " has shape ", ShapeText(buffer), ", expected ", letters,
-                         " = (", sizes, ")");
+  return InvalidArgument(op, name, " has shape ", ShapeText(buffer), ", expected ", letters, " = (",
+                         sizes, ")");
 }
 
 }  // namespace jgg

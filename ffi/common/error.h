@@ -20,8 +20,7 @@ std::string StrCat(const Parts&... parts) {
 
 template <typename... Parts>
 xla::ffi::Error InvalidArgument(const char* op, const Parts&... parts) {
-  return xla::ffi::Error(xla::ffi::ErrorCode::kInvalidArgument,
-                         StrCat("jgg.", op, ": ", parts...));
+  return xla::ffi::Error(xla::ffi::ErrorCode::kInvalidArgument, StrCat("jgg.", op, ": ", parts...));
 }
 
 template <typename... Parts>
@@ -45,8 +44,8 @@ inline xla::ffi::Error FromCuda(const char* op, cudaError_t status) {
 
 }  // namespace jgg
 
-#define JGG_RETURN_IF_ERROR(expression)                  \
-  do {                                                   \
-    xla::ffi::Error jgg_error = (expression);            \
-    if (jgg_error.failure()) return jgg_error;           \
+#define JGG_RETURN_IF_ERROR(expression)        \
+  do {                                         \
+    xla::ffi::Error jgg_error = (expression);  \
+    if (jgg_error.failure()) return jgg_error; \
   } while (false)

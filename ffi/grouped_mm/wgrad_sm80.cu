@@ -11,8 +11,8 @@ namespace {
 using namespace device;
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kThreads) WgradKernel(WgradArgs args, int64_t a_tiles,
-                                                        int64_t b_tiles) {
+__global__ void __launch_bounds__(kThreads)
+    WgradKernel(WgradArgs args, int64_t a_tiles, int64_t b_tiles) {
   __shared__ Slices slices;
   const Position at;
   const int64_t group = blockIdx.x / (a_tiles * b_tiles);

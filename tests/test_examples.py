@@ -1,0 +1,122 @@
+"""The examples run, on small settings, and do what they say."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+TINY = (
+    "--steps 20 --eval-every 10 --batch 4 --context 32 --layers 1 --width 32 --experts 4 "
+    "--expert-width 32 --lr 1e-2"
+).split()
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train_moe():
+    for name in ("flax", "matplotlib", "optax", "orbax.checkpoint", "tqdm"):
+        pytest.importorskip(name)
+    return load("train_moe")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Small enough to be evaluated quickly, with more to learn than pairs of bytes."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(400)))
+    return ["--text", str(path)]
+
+
+@pytest.fixture(scope="module")
+def finished(train_moe, text, tmp_path_factory):
+    """The folder and the results of one uninterrupted run."""
+    out = tmp_path_factory.mktemp("run")
+    return out, train_moe.main([*TINY, *text, "--out", str(out)])
+
+
+def test_quickstart(capsys):
+    module = load("quickstart")
+    np.testing.assert_allclose(module.gradient, module.loop_gradient, rtol=1e-5, atol=1e-6)
+    assert "largest difference" in capsys.readouterr().out
+
+
+def test_lora_bank(capsys):
+    pytest.importorskip("optax")
+    results = load("lora_bank").main(["--steps", "150"])
+    assert results["losses"][-1] < 1e-3 * results["losses"][0]
+    assert results["after"] < 0.1 * results["before"]
+    assert "agrees with numpy" in capsys.readouterr().out
+
+
+def test_train_moe_learns_and_writes_its_files(finished):
+    out, results = finished
+    losses = results["history"]["training"]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1
+    assert [step for step, _ in results["history"]["held_out"]] == [10, 20]
+    assert results["held_out"] == results["history"]["held_out"][-1][1] < losses[0] - 1
+    assert 0 < results["bigram"] < 8
+    assert len(results["sample"]) > 100
+    assert json.loads((out / "metrics.json").read_text())["history"]["training"] == losses
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["10", "20"]
+
+
+def test_train_moe_resumes_as_if_never_interrupted(train_moe, text, finished, tmp_path):
+    out, results = finished
+    shutil.copytree(out / "checkpoints" / "10", tmp_path / "checkpoints" / "10")
+    resumed = train_moe.main([*TINY, *text, "--out", str(tmp_path), "--resume"])
+    assert resumed["history"]["training"] == results["history"]["training"]
+    assert [*map(tuple, resumed["history"]["held_out"])] == results["history"]["held_out"]
+    assert resumed["sample"] == results["sample"]
+
+
+def test_train_moe_compares(train_moe, text, capsys):
+    results = train_moe.main([*TINY, *text, "--compare"])
+    assert results["ratio"] > 0
+    assert results["difference"] < 1e-3
+    assert f"ratio {results['ratio']:.2f}" in capsys.readouterr().out
+
+
+def test_train_moe_does_not_mix_runs(train_moe, text, finished):
+    out = ["--out", str(finished[0])]
+    with pytest.raises(SystemExit, match="pass --resume to go on"):
+        train_moe.main([*TINY, *text, *out])
+    with pytest.raises(SystemExit, match="lr was 0.01, is 0.02"):
+        train_moe.main([*TINY, *text, *out, "--resume", "--lr", "0.02"])
+    with pytest.raises(SystemExit, match="text_crc32 was"):
+        train_moe.main([*TINY, *out, "--resume"])
+
+
+def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(SystemExit, match=r"short\.txt has 9 bytes.*at least 340"):
+        train_moe.main([*TINY, "--text", str(short)])
+    with pytest.raises(SystemExit, match="there is no file"):
+        train_moe.main(["--text", str(tmp_path / "absent.txt")])
+    with pytest.raises(SystemExit, match="there is no checkpoint"):
+        train_moe.main([*TINY, "--out", str(tmp_path), "--resume"])
+    for arguments, message in (
+        (["--width", "40"], "not a multiple of 32"),
+        (["--top-k", "9"], "more than --experts 8"),
+        (["--steps", "0"], "not positive"),
+    ):
+        with pytest.raises(SystemExit):
+            train_moe.main(arguments)
+        assert message in capsys.readouterr().err
