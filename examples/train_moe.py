@@ -214,10 +214,9 @@ class Trainer:
             return nats.mean() + BALANCE_WEIGHT * balance, nats.mean()
 
         (_, nats), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
-        old = state["params"]
-        with jax.numpy_dtype_promotion("standard"):  # optax does not run under "strict"
-            updates, optimizer = self.optimizer.update(gradients, state["optimizer"], old)
-        params = optax.apply_updates(old, updates)
+        params, optimizer = state["params"], state["optimizer"]
+        updates, optimizer = self.optimizer.update(gradients, optimizer, params)
+        params = optax.apply_updates(params, updates)
         state = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         return state, nats / jnp.log(2.0)
 
@@ -364,12 +363,14 @@ class Checkpoints:
 def plot(history: dict, bigram: float, path: Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    losses = np.array(history["training"])
-    axes.plot(np.arange(1, losses.size + 1), losses, color="0.8", label="training batch")
-    axes.plot(*zip(*history["held_out"], strict=True), "o-", color="C0", label="held out")
+    losses = history["training"]
+    steps, held_out = zip(*history["held_out"], strict=True)
+    axes.plot(range(1, len(losses) + 1), losses, color="0.8", label="training batch")
+    axes.plot(steps, held_out, "o-", color="C0", label=f"held out, {held_out[-1]:.2f} at the end")
     axes.axhline(bigram, color="C3", linestyle="--", label=f"bigram counts, {bigram:.2f}")
     axes.set(xlabel="step", ylabel="bits per byte", title="Byte-level mixture of experts")
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
@@ -466,9 +467,10 @@ def main(argv=None) -> dict:
     args = parse(argv)
     config = Config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Config)})
     text = read_text(args.text, config.context)
-    if args.compare:
-        return compare(config, text)
-    return run(config, text, args.out, args.eval_every, args.resume)
+    with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
+        if args.compare:
+            return compare(config, text)
+        return run(config, text, args.out, args.eval_every, args.resume)
 
 
 if __name__ == "__main__":

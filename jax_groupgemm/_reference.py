@@ -18,9 +18,9 @@ from jax import lax
 
 from ._segments import LENGTH, WEIGHT, X_START, Y_START, decode
 
-# Rows per tile. A segment is cut into tiles of the largest size and one last, smaller tile.
-_MM_TILES = (8, 16, 32, 64, 128, 256)
-_WGRAD_TILES = (8, 32, 128, 512)
+# Rows per tile. A segment is cut into tiles of the largest size and one last, smaller tile; every
+# size costs compile time, so sizes are picked around the mean length of a segment.
+_TILES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def promoted(*dtypes):
@@ -46,7 +46,7 @@ def mm(x, w, *meta, transpose_x, transpose_w, transpose_out, rows, form, out_dty
     dot = _dot(x, w, out_dtype, precision, (((1,), (1 if transpose_w else 0,)), ((), ())))
     # Where segments may meet in one row, their sum is kept in the accumulator's dtype.
     sum_dtype = out_dtype if form.ordered_y else dot.dtype
-    tiles = [t for t in _MM_TILES if t < rows] + [t for t in _MM_TILES if t >= rows][:1]
+    tiles = _tile_sizes(rows, segments.shape[0], form.ordered_y)
     pad = 0 if form.aligned and tiles[-1] <= rows else tiles[-1]
     x = _storage(jnp.pad(x, ((0, pad), (0, 0))) if pad else x)
     w = _storage(w)
@@ -122,7 +122,7 @@ def wgrad(x, y, *meta, transpose_x, transpose_y, groups, form, out_dtype, precis
     if not (x.size and y.size and groups and segments.shape[0]):
         return _zeros_like_varying(shape, out_dtype, x, y, segments, stored=False)
     rows = min(x.shape[0], y.shape[0])
-    tiles = [t for t in _WGRAD_TILES if t < rows] + [t for t in _WGRAD_TILES if t >= rows][:1]
+    tiles = _tile_sizes(rows, segments.shape[0], form.ordered_x)
     x, y = (_storage(jnp.pad(v, ((0, tiles[-1]), (0, 0)))) for v in (x, y))
     product = functools.partial(_segment_product, x, y, tiles=tiles, dot=dot)
     if form.own_weight:
@@ -165,6 +165,16 @@ def _segment_product(x, y, segment, *, tiles, dot):
         (count - 1) * big,
     )
     return lax.fori_loop(0, count - 1, lambda i, acc: acc + part(big, i * big), last)
+
+
+def _tile_sizes(rows, segments, ordered) -> list[int]:
+    """Ascending tile sizes for ``rows`` rows cut into so many segments."""
+    sizes = [t for t in _TILES if t < rows] + [t for t in _TILES if t >= rows][:1]
+    if not ordered:  # segments may overlap: their number says nothing of their length
+        return sizes[::3] if sizes[-1] in sizes[::3] else [*sizes[::3], sizes[-1]]
+    mean = rows / max(segments, 1)
+    near = [t for t in sizes if mean / 4 <= t <= 2 * mean]
+    return near or (sizes[-1:] if mean > sizes[-1] else sizes[:1])
 
 
 def _smallest_tile(tiles, rows):

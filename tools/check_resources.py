@@ -1,4 +1,4 @@
-"""Reads ptxas's resource report (-v) from a build log; fails where a kernel spills or none is seen."""
+"""Reads ptxas's resource report (-v) from a build log; fails where a kernel spills, or none is."""
 
 import re
 import sys
