@@ -1,26 +1,19 @@
-"""One matrix per expert: the product, its gradient, and the loop over experts that it replaces."""
-
 import jax
 import jax.numpy as jnp
 
 import jax_groupgemm as jgg
 
-keys = jax.random.split(jax.random.key(0), 3)
-expert = jnp.sort(jax.random.randint(keys[0], (1000,), 0, 8))  # of each row; rows are sorted
-sizes = jnp.bincount(expert, length=8)  # data, not shapes: one compilation serves any routing
-x = jax.random.normal(keys[1], (1000, 64))
-w = jax.random.normal(keys[2], (8, 64, 128))
+
+def moe(x, router, up, down, top_k=2):
+    weight, expert = jax.lax.top_k(jax.nn.softmax(x @ router), top_k)
+    order = jnp.argsort(expert.reshape(-1))  # rows sorted by expert; none is dropped
+    sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1])
+    h = jgg.grouped_mm(x[order // top_k], up, sizes, activation="swiglu")
+    y = jgg.grouped_mm(h, down, sizes, row_scale=weight.reshape(-1)[order])
+    return jnp.zeros_like(x).at[order // top_k].add(y)
 
 
-@jax.jit
-def step(w, x, sizes):
-    return jax.value_and_grad(lambda w: jnp.mean(jgg.grouped_mm(x, w, sizes) ** 2))(w)
-
-
-def loop(w):
-    return jnp.mean(jnp.concatenate([x[expert == e] @ w[e] for e in range(8)]) ** 2)
-
-
-(loss, gradient), (loop_loss, loop_gradient) = step(w, x, sizes), jax.value_and_grad(loop)(w)
-print(f"loss {loss:.4f}, by a loop over experts {loop_loss:.4f}")
-print(f"largest difference of the gradients {jnp.abs(gradient - loop_gradient).max():.0e}")
+shapes = (256, 64), (64, 8), (8, 64, 256), (8, 128, 64)  # tokens, router, experts' up and down
+args = [jax.random.normal(jax.random.key(i), shape) / 4 for i, shape in enumerate(shapes)]
+loss, grads = jax.jit(jax.value_and_grad(lambda args: (moe(*args) ** 2).mean()))(args)
+print(loss, [g.shape for g in grads])

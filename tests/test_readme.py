@@ -19,6 +19,12 @@ def test_code_blocks_run(block):
     assert done.stdout.strip()
 
 
+def test_the_first_block_is_the_quickstart():
+    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    assert block.group(1) == (ROOT / "examples/quickstart.py").read_text()
+
+
 def test_is_short():
     assert len(README.splitlines()) <= 120
 
