@@ -13,14 +13,19 @@ namespace nb = nanobind;
 namespace {
 
 nb::dict Registrations() {
-  nb::dict handlers;
+  nb::dict platforms;
+#define JGG_HANDLER(platform, target, symbol)                          \
+  if (!platforms.contains(platform)) platforms[platform] = nb::dict(); \
+  platforms[platform][target] = nb::capsule(reinterpret_cast<void*>(jgg::symbol));
 #ifdef JGG_WITH_CUDA
-#define JGG_HANDLER(target, symbol) \
-  handlers[target] = nb::capsule(reinterpret_cast<void*>(jgg::symbol));
-#include "handlers.inc"
-#undef JGG_HANDLER
+#define JGG_CUDA_HANDLER JGG_HANDLER
+#else
+#define JGG_CUDA_HANDLER(platform, target, symbol)
 #endif
-  return handlers;
+#include "handlers.inc"
+#undef JGG_CUDA_HANDLER
+#undef JGG_HANDLER
+  return platforms;
 }
 
 nb::dict BuildInfo() {
@@ -29,7 +34,6 @@ nb::dict BuildInfo() {
 #ifdef JGG_WITH_CUDA
   info["cuda"] = JGG_CUDA_VERSION;
   info["architectures"] = nb::str(JGG_ARCHS).attr("split")();
-  nb::str dot(".");
   info["cutlass"] = nb::str("{}.{}.{}").format(CUTLASS_MAJOR, CUTLASS_MINOR, CUTLASS_PATCH);
 #else
   info["cuda"] = nb::none();
@@ -43,7 +47,7 @@ nb::dict BuildInfo() {
 
 NB_MODULE(_ffi, m) {
   m.doc() = "Compiled handlers of jax_groupgemm.";
-  m.def("registrations", &Registrations, "XLA FFI handlers by target name.");
+  m.def("registrations", &Registrations, "XLA FFI handlers by platform and target name.");
   m.def("build_info", &BuildInfo,
         "CUDA toolkit, architectures, CUTLASS and XLA FFI API of this build.");
 }

@@ -29,7 +29,10 @@ TARGETS = ("jgg_mm", "jgg_wgrad")
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 #: Every name that ``implementation=`` takes, in order of preference.
-IMPLEMENTATIONS = ("sm80", "reference")
+IMPLEMENTATIONS = ("sm80", "cpu", "reference")
+
+# Kernels, and the platform that each runs on.
+PLATFORMS = {"sm80": "cuda", "cpu": "cpu"}
 
 _KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,8 +46,14 @@ class Build:
     cutlass: str | None = None
     ffi_api: tuple[int, int] | None = None
     runtime_ffi_api: tuple[int, int] | None = None
-    registered: bool = False
-    problem: str | None = None  # why the handlers are not registered
+    problem: str | None = None  # why no handler is registered
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The platforms whose handlers are registered."""
+        if self.problem is not None:
+            return ()
+        return ("cpu",) if self.cuda is None else ("cpu", "cuda")
 
 
 def _runtime_ffi_api() -> tuple[int, int] | None:
@@ -97,7 +106,7 @@ def _extension() -> Any:
 
 
 def load() -> Build:
-    """Import the extension and register its handlers with the CUDA platform, if it has any."""
+    """Import the extension and register its handlers."""
     try:
         _ffi = _extension()
     except ImportError as error:
@@ -112,8 +121,6 @@ def load() -> Build:
         ffi_api=tuple(info["ffi_api"]),
         runtime_ffi_api=_runtime_ffi_api(),
     )
-    if build.cuda is None:
-        return dataclasses.replace(build, problem="this build has no CUDA kernels")
     assert build.ffi_api is not None
     problem = _incompatible(build.ffi_api, build.runtime_ffi_api)
     if problem:
@@ -122,9 +129,10 @@ def load() -> Build:
             stacklevel=2,
         )
         return dataclasses.replace(build, problem=problem)
-    for name, handler in _ffi.registrations().items():
-        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
-    return dataclasses.replace(build, registered=True)
+    for platform, handlers in _ffi.registrations().items():
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+    return build
 
 
 BUILD = load()
@@ -140,10 +148,12 @@ def unsupported(implementation: str, dtypes, out_dtype) -> str | None:
     return None
 
 
-def unavailable(capabilities: Sequence[int]) -> str | None:
-    """Why this process cannot run our kernels on devices of these compute capabilities."""
-    if not BUILD.registered:
+def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | None:
+    """Why this process cannot run a kernel, on CUDA devices of these compute capabilities."""
+    if BUILD.problem is not None:
         return BUILD.problem
+    if PLATFORMS[implementation] not in BUILD.registered:
+        return "this build has no CUDA kernels"
     for capability in capabilities:
         if not any(_has_code(arch, capability) for arch in BUILD.architectures):
             return (
@@ -162,29 +172,39 @@ def _has_code(architecture: str, capability: int) -> bool:
     return capability // 10 == number // 10 and capability >= number
 
 
-def chooses_reference(operands, implementation: str | None, out_dtype) -> bool:
-    """Whether a computation lowered for CUDA takes the reference lowering.
+def chosen(platform: str, operands, implementation: str | None, out_dtype) -> str:
+    """The implementation that a computation lowered for a platform takes.
 
-    Raises ValueError where an implementation was named that cannot run. A process without a GPU
-    lowers for somebody else's, whose build is taken to be complete.
+    Raises ValueError where one was named that cannot run. A process without a GPU lowers for
+    somebody else's, whose build is taken to be complete.
     """
     if implementation == "reference":
-        return True
-    reason = unsupported("sm80", [a.dtype for a in operands[:2]], out_dtype)
-    capabilities = live_capabilities() if reason is None else ()
-    if capabilities:
-        reason = unavailable(capabilities)
-        if reason is not None and implementation is None:
-            _warn_once(
-                f"jax_groupgemm runs its reference lowering on this GPU, which is slow: {reason}. "
-                "Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
-            )
-    if reason is not None and implementation is not None:
+        return implementation
+    kernel = next((name for name, where in PLATFORMS.items() if where == platform), None)
+    if implementation is not None and implementation != kernel:
+        where = PLATFORMS[implementation]
+        reason = f"it runs on {where}, but this computation is lowered for another platform"
+    elif kernel is None:
+        return "reference"
+    else:
+        reason = unsupported(kernel, [a.dtype for a in operands[:2]], out_dtype)
+        if reason is None and platform == "cpu":
+            reason = unavailable(kernel)
+        elif reason is None and (capabilities := live_capabilities()):
+            reason = unavailable(kernel, capabilities)
+            if reason is not None and implementation is None:
+                _warn_once(
+                    "jax_groupgemm runs its reference lowering on this GPU, which is slow: "
+                    f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
+                )
+        if reason is None:
+            return kernel
+    if implementation is not None:
         raise ValueError(
             f"jgg: implementation={implementation!r} cannot run: {reason}. "
             "Use implementation=None, or 'reference'."
         )
-    return reason is not None
+    return "reference"
 
 
 def live_capabilities() -> tuple[int, ...]:
@@ -204,7 +224,8 @@ def _warn_once(message: str) -> None:
 # ---- calls -----------------------------------------------------------------------------------
 
 
-def mm(x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w, transpose_out, **_):
+def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w,
+       transpose_out, **_):  # fmt: skip
     """Custom call ``jgg_mm``: x, w, segments (S, 4) -> out."""
     n = w.shape[1 if transpose_w else 2]
     shape = (n, rows) if transpose_out else (rows, n)
@@ -214,11 +235,14 @@ def mm(x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w, transpose_o
         "transpose_w": transpose_w,
         "transpose_out": transpose_out,
     }
+    if implementation == "cpu":
+        flags["ordered"] = form.ordered_y
     return _call("jgg_mm", x, w, table, shape, out_dtype, flags)
 
 
-def wgrad(x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y, **_):
+def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y, **_):
     """Custom call ``jgg_wgrad``: x, y, segments (S, 4) -> out."""
+    del implementation
     shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
     rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
     table = _segments.decode(form, meta, *rows, groups)

@@ -280,20 +280,12 @@ def _check_rows(name, size, rows):
 # ---- lowering --------------------------------------------------------------------------------
 
 
-def _reference_lowering(name, *operands, cotangent_dtype, implementation, **params):
+def _lowering(name, platform, *operands, cotangent_dtype, implementation, **params):
     del cotangent_dtype
-    if implementation not in (None, "reference"):
-        raise ValueError(
-            f"jgg: implementation={implementation!r} runs on CUDA devices only, but this "
-            "computation is lowered for another platform. Use implementation=None, or 'reference'."
-        )
-    return getattr(_reference, name)(*operands, **params)
-
-
-def _cuda_lowering(name, *operands, **params):
-    if _call.chooses_reference(operands, params["implementation"], params["out_dtype"]):
-        return _reference_lowering(name, *operands, **params | {"implementation": "reference"})
-    return getattr(_call, name)(*operands, **params)
+    runs = _call.chosen(platform, operands, implementation, params["out_dtype"])
+    if runs == "reference":
+        return getattr(_reference, name)(*operands, **params)
+    return getattr(_call, name)(runs, *operands, **params)
 
 
 def _outer_lowering(name, ctx, *operands, **params):
@@ -316,12 +308,11 @@ def _make(name, level, abstract, transpose, batch):
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     if level == "inner":
-        reference = functools.partial(_reference_lowering, name)
-        cuda = functools.partial(_cuda_lowering, name)
-        mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=False))
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(cuda, multiple_results=False), platform="cuda"
-        )
+        for platform in ("cpu", "cuda", None):
+            rule = functools.partial(_lowering, name, platform or "other")
+            mlir.register_lowering(
+                primitive, mlir.lower_fun(rule, multiple_results=False), platform=platform
+            )
     else:
         _partition.needs_devices(primitive)
         mlir.register_lowering(primitive, functools.partial(_outer_lowering, name))

@@ -55,9 +55,15 @@ def _why_not(implementation: str, dtype: str) -> str | None:
     if implementation == "reference":
         return None
     capabilities = _call.live_capabilities()
-    if not capabilities:
-        return _call.BUILD.problem or "no CUDA device"
-    return _call.unavailable(capabilities) or _call.unsupported(implementation, [dtype], dtype)
+    if _call.PLATFORMS[implementation] == "cpu":
+        reason = "JAX runs on another device" if capabilities else None
+    else:
+        reason = None if capabilities else "no CUDA device"
+    return (
+        _call.unavailable(implementation, capabilities)
+        or reason
+        or _call.unsupported(implementation, [dtype], dtype)
+    )
 
 
 def collect() -> dict[str, Any]:
@@ -82,7 +88,11 @@ def collect() -> dict[str, Any]:
         for dtype in _DTYPES:
             reasons = {name: _why_not(name, dtype) for name in _call.IMPLEMENTATIONS}
             runs = next(name for name, reason in reasons.items() if reason is None)
-            others = {name: reason for name, reason in reasons.items() if reason is not None}
+            others = {
+                name: reason or f"only on request, implementation={name!r}"
+                for name, reason in reasons.items()
+                if name != runs
+            }
             ops[op][dtype] = {"runs": runs, "others": others}
     return {
         "jax_groupgemm": _version("jax_groupgemm"),
@@ -93,7 +103,7 @@ def collect() -> dict[str, Any]:
             "cutlass": build.cutlass,
             "ffi_api": _dotted(build.ffi_api),
             "runtime_ffi_api": _dotted(build.runtime_ffi_api),
-            "registered": build.registered,
+            "registered": list(build.registered),
             "problem": build.problem,
         },
         "devices": devices,
@@ -117,7 +127,7 @@ def _text(info: dict[str, Any]) -> str:
         lines.append(f"  CUDA {b['cuda']} for {', '.join(b['architectures'])}; needs driver >= 580")
         lines.append(f"  CUTLASS {b['cutlass']}")
     lines.append(f"  XLA FFI API {b['ffi_api']}, the installed jaxlib has {b['runtime_ffi_api']}")
-    lines.append(f"  CUDA handlers: {'registered' if b['registered'] else b['problem']}")
+    lines.append(f"  handlers: {', '.join(b['registered']) or b['problem']}")
     lines += ["", "Devices"]
     lines += [
         f"  {d['platform']}: {d['kind']}"

@@ -36,7 +36,7 @@ def rng(request) -> np.random.Generator:
     return np.random.default_rng(list(request.node.name.encode()))
 
 
-@pytest.fixture(params=["reference", pytest.param("sm80", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["reference", "cpu", pytest.param("sm80", marks=pytest.mark.gpu)])
 def implementation(request) -> str:
     """Every implementation that value tests run through."""
     return request.param

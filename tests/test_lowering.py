@@ -1,5 +1,6 @@
 """What is lowered where: custom calls for CUDA from any process, else the reference; export."""
 
+import functools
 import re
 import warnings
 
@@ -50,6 +51,22 @@ def test_transposed_operands_are_not_copied_for_cuda():
             assert not wide, wide
 
 
+def test_cpu_lowering_is_one_custom_call():
+    x, w = operands()
+    f = lambda x, w, **kwargs: jgg.grouped_mm(x, w, SIZES, **kwargs)
+    text = jax.jit(f).trace(x, w).lower(lowering_platforms=("cpu",)).as_text()
+    assert re.findall(r"custom_call @(jgg_\w+)", text) == ["jgg_mm"]
+    reference = functools.partial(f, implementation="reference")
+    text = jax.jit(reference).trace(x, w).lower(lowering_platforms=("cpu",)).as_text()
+    assert "jgg_" not in re.sub(r"loc\(.*", "", text)
+    text = jax.jit(f).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
+    assert "custom_call @jgg" not in text
+    with pytest.raises(ValueError, match=r"'cpu' cannot run: it runs on cpu, but this"):
+        jax.jit(functools.partial(f, implementation="cpu")).trace(x, w).lower(
+            lowering_platforms=("cuda",)
+        )
+
+
 def test_dtypes_without_a_kernel_take_the_reference():
     x, w = operands("int32")
     assert cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w) == []
@@ -70,7 +87,7 @@ def test_named_kernel_on_another_platform_says_why():
     lower = (
         jax.jit(lambda x, w: jgg.grouped_mm(x, w, SIZES, implementation="sm80")).trace(x, w).lower
     )
-    with pytest.raises(ValueError, match=r"implementation='sm80' runs on CUDA devices only"):
+    with pytest.raises(ValueError, match=r"'sm80' cannot run: it runs on cuda, but this"):
         lower(lowering_platforms=("cpu",))
 
 
@@ -82,8 +99,7 @@ def test_named_kernel_with_an_unsupported_dtype_says_why():
 
 
 def test_live_gpu_without_kernels_warns_once(monkeypatch):
-    build = _call.Build(problem="this build has no CUDA kernels")
-    monkeypatch.setattr(_call, "BUILD", build)
+    monkeypatch.setattr(_call, "BUILD", _call.Build())
     monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
     _call._warn_once.cache_clear()
     x, w = operands()
@@ -105,10 +121,8 @@ def test_live_gpu_without_kernels_warns_once(monkeypatch):
     ],
 )  # fmt: skip
 def test_devices_that_the_build_has_no_code_for(monkeypatch, architectures, capability, runs):
-    monkeypatch.setattr(
-        _call, "BUILD", _call.Build(cuda="13.0", architectures=architectures, registered=True)
-    )
-    problem = _call.unavailable((capability,))
+    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=architectures))
+    problem = _call.unavailable("sm80", (capability,))
     assert (problem is None) == runs
     if problem:
         assert f"not for compute capability {capability / 10:.1f}" in problem

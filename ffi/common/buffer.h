@@ -1,9 +1,9 @@
-// XLA buffers as the kernels see them.
+// XLA buffers as handlers see them.
 #pragma once
 
 #include <optional>
 
-#include "common/dispatch.h"
+#include "common/dtype.h"
 #include "common/error.h"
 
 namespace jgg {

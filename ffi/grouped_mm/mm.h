@@ -2,12 +2,9 @@
 // Rows of the result that no segment reaches are zeros.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cstdint>
 
-#include <optional>
-#include <string>
-
-#include "common/dispatch.h"
+#include "common/dtype.h"
 #include "grouped_mm/segments.h"
 
 namespace jgg {
@@ -23,8 +20,5 @@ struct MmArgs {
   // Elements from one index to the next; this is how transposed operands are told apart.
   int64_t x_row, x_k, w_group, w_k, w_n, out_row, out_n;
 };
-
-std::optional<std::string> mm_sm80_unsupported(const MmArgs& args, int compute_capability);
-cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args);
 
 }  // namespace jgg

@@ -2,8 +2,10 @@
 // The simplest kernel that is right for every shape: one block per 64 x 64 tile of the result,
 // which adds up the segments that reach it, in order. No two blocks write one element.
 
+#include "grouped_mm/mm_sm80.h"
+
+#include "common/dispatch.h"
 #include "grouped_mm/device/tile.cuh"
-#include "grouped_mm/mm.h"
 
 namespace jgg {
 namespace {

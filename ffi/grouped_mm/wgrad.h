@@ -2,12 +2,9 @@
 // grouped. Matrices that no segment names are zeros.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cstdint>
 
-#include <optional>
-#include <string>
-
-#include "common/dispatch.h"
+#include "common/dtype.h"
 #include "grouped_mm/segments.h"
 
 namespace jgg {
@@ -24,8 +21,5 @@ struct WgradArgs {
   // Elements from one index to the next; this is how transposed operands are told apart.
   int64_t x_row, x_a, y_row, y_b;
 };
-
-std::optional<std::string> wgrad_sm80_unsupported(const WgradArgs& args, int compute_capability);
-cudaError_t wgrad_sm80(cudaStream_t stream, const WgradArgs& args);
 
 }  // namespace jgg

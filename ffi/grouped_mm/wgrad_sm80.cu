@@ -2,8 +2,10 @@
 // The simplest kernel that is right for every shape: one block per 64 x 64 tile of one matrix of
 // the result, which adds up the segments that name it, in order.
 
+#include "grouped_mm/wgrad_sm80.h"
+
+#include "common/dispatch.h"
 #include "grouped_mm/device/tile.cuh"
-#include "grouped_mm/wgrad.h"
 
 namespace jgg {
 namespace {

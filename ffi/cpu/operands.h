@@ -1,0 +1,18 @@
+// What the CPU handlers share about their operands.
+#pragma once
+
+#include "common/dtype.h"
+#include "cpu/gemm.h"
+
+namespace jgg::cpu {
+
+// Rows of the result in one task: enough that packing its weights does not count.
+constexpr int64_t kTaskRows = 2 * kBlockM;
+
+// A view into a buffer; `offset`, `row` and `column` are in elements.
+inline Matrix At(const void* data, int64_t offset, int64_t row, int64_t column, DType dtype) {
+  char* bytes = const_cast<char*>(static_cast<const char*>(data));
+  return Matrix{bytes + offset * (dtype == DType::kF32 ? 4 : 2), row, column, dtype};
+}
+
+}  // namespace jgg::cpu

@@ -1,0 +1,98 @@
+// CPU handler of wgrad: out[weight_s] += x_s^T @ y_s over the rows of segment s; T is grouped.
+
+#include <vector>
+
+#include "cpu/gemm.h"
+#include "cpu/operands.h"
+#include "cpu/parallel.h"
+#include "grouped_mm/wgrad_bind.h"
+#include "handlers.h"
+
+namespace jgg {
+namespace ffi = xla::ffi;
+namespace {
+
+using cpu::At;
+using cpu::Matrix;
+
+// Segments by the weight that they name: those of weight g are order[begin[g] .. begin[g + 1]).
+struct ByWeight {
+  std::vector<int64_t> begin, order;
+};
+
+ByWeight Sort(const WgradArgs& args) {
+  ByWeight sorted;
+  sorted.begin.assign(args.groups + 1, 0);
+  const auto weight = [&](int64_t i) -> int64_t {
+    const Segment& s = args.segments[i];
+    return s.length > 0 && s.weight >= 0 && s.weight < args.groups ? s.weight : -1;
+  };
+  for (int64_t i = 0; i < args.num_segments; ++i) {
+    if (weight(i) >= 0) ++sorted.begin[weight(i) + 1];
+  }
+  for (int64_t g = 0; g < args.groups; ++g) sorted.begin[g + 1] += sorted.begin[g];
+  sorted.order.resize(sorted.begin[args.groups]);
+  std::vector<int64_t> next(sorted.begin.begin(), sorted.begin.end() - 1);
+  for (int64_t i = 0; i < args.num_segments; ++i) {
+    if (weight(i) >= 0) sorted.order[next[weight(i)]++] = i;
+  }
+  return sorted;
+}
+
+// Rows [first, first + rows) of one matrix of the result.
+void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64_t first,
+             int64_t rows) {
+  const int64_t begin = sorted.begin[group], end = sorted.begin[group + 1];
+  const Matrix out = At(args.out, (group * args.a + first) * args.b, args.b, 1, args.out_dtype);
+  // Several segments are summed as float32 and rounded once.
+  std::vector<float> sums;
+  Matrix target = out;
+  if (end - begin > 1 && out.dtype != DType::kF32) {
+    sums.resize(rows * args.b);
+    target = Matrix{sums.data(), args.b, 1, DType::kF32};
+  }
+  if (begin == end) {
+    cpu::BestGemm()(rows, args.b, 0, Matrix{}, Matrix{}, out, false, cpu::ThreadScratch());
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    const Segment& s = args.segments[sorted.order[i]];
+    const Matrix x =
+        At(args.x, s.x_start * args.x_row + first * args.x_a, args.x_a, args.x_row, args.dtype);
+    const Matrix y = At(args.y, s.y_start * args.y_row, args.y_row, args.y_b, args.dtype);
+    cpu::BestGemm()(rows, args.b, s.length, x, y, target, i > begin, cpu::ThreadScratch());
+  }
+  if (!sums.empty()) {
+    cpu::Round(sums.data(), rows * args.b, out.dtype, static_cast<uint16_t*>(out.data));
+  }
+}
+
+ffi::Error WgradCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
+                    ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
+                    bool transpose_x, bool transpose_y, bool own_weight) {
+  WgradArgs args;
+  JGG_RETURN_IF_ERROR(BindWgrad(x, y, segments, *out, transpose_x, transpose_y, own_weight, &args));
+  const ByWeight sorted = Sort(args);
+  const int64_t tasks = (args.a + cpu::kTaskRows - 1) / cpu::kTaskRows;
+  cpu::ParallelFor(pool, args.groups * tasks, [&](int64_t task) {
+    const int64_t first = task % tasks * cpu::kTaskRows;
+    RunTask(args, sorted, task / tasks, first, std::min(cpu::kTaskRows, args.a - first));
+  });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kWgradCpu, WgradCpu,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()           // x
+                           .Arg<ffi::AnyBuffer>()           // y
+                           .Arg<ffi::BufferR2<ffi::S32>>()  // segments
+                           .Ret<ffi::AnyBuffer>()           // out
+                           .Attr<bool>("transpose_x")
+                           .Attr<bool>("transpose_y")
+                           .Attr<bool>("own_weight"));
+
+}  // namespace
+
+XLA_FFI_Error* JggWgradCpu(XLA_FFI_CallFrame* call_frame) { return kWgradCpu(call_frame); }
+
+}  // namespace jgg
