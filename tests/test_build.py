@@ -109,8 +109,13 @@ def test_missing_extension_warns_and_falls_back(monkeypatch):
         build = _call.load()
     assert not build.registered
     monkeypatch.setattr(_call, "BUILD", build)
-    x, w = jnp.ones((4, 4)), jnp.ones((2, 4, 4))
-    np.testing.assert_array_equal(jgg.grouped_mm(x, w, jnp.array([2, 1])).sum(1), [16, 16, 16, 0])
+    monkeypatch.setattr(_call, "live_capabilities", lambda: ())
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        product = jax.jit(lambda x, w: jgg.grouped_mm(x, w, jnp.array([2, 1])))
+        x, w = jnp.ones((4, 4)), jnp.ones((2, 4, 4))
+        text = product.trace(x, w).lower(lowering_platforms=("cpu",)).as_text()
+        assert "custom_call @jgg" not in text
+        np.testing.assert_array_equal(product(x, w).sum(1), [16, 16, 16, 0])
 
 
 def test_backend_starts_with_the_handlers_registered():
