@@ -240,6 +240,32 @@ def test_segmented_mm(rng, kind, spec):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("m", [1, 40])
+@pytest.mark.parametrize("name", ["A", "K", "N", "G", "replicated"])
+def test_gather_mm(rng, kind, m, name):
+    mesh = mesh_of((4,), ("d",), kind)
+    a_spec, b_spec = {
+        "A": (P("d"), P()),
+        "K": (P(None, None, "d"), P(None, "d")),
+        "N": (P(), P(None, None, "d")),
+        "G": (P(), P("d")),
+        "replicated": (P(), P()),
+    }[name]
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    a, b = oracle.random(rng, (8, m, 8)), oracle.random(rng, (4, 8, 12))
+    lhs, rhs = jnp.array([0, 2, 7, 1]), jnp.array([3, 0, 9, 1])
+    args = put(a, a_spec), put(b, b_spec), put(lhs, P()), put(rhs, P())
+    with jax.set_mesh(mesh):
+        out = jax.jit(jgg.gather_mm)(*args)
+        grad = jax.jit(jax.grad(lambda a, b: jgg.gather_mm(a, b, *args[2:]).sum(), (0, 1)))
+        grads = grad(*args[:2])
+    oracle.assert_close(out, oracle.gather_mm(a, b, lhs, rhs))
+    wants = jax.grad(lambda a, b: jgg.gather_mm(a, b, lhs, rhs).sum(), (0, 1))(a, b)
+    for got, want in zip(grads, wants, strict=True):
+        oracle.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [(0, None, 0), (0, None, None), (None, 0, None), (None, None, 0)])
 def test_vmap(problem, kind, axes):
     """A batch over operands that are sharded along their columns."""
