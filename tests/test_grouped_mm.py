@@ -342,7 +342,7 @@ def test_zero_sized(implementation, zero, transpose_w):
     dx, dw = vjp(jnp.ones((t, n)))
     assert dx.shape == x.shape
     assert dw.shape == w.shape
-    assert not np.asarray(dx).any() or zero not in "TKNG"
+    assert not np.asarray(dx).any()
     jgg.grouped_mm(
         x, w, sizes, transpose_w=transpose_w, bias=jnp.ones((g, n)), row_scale=jnp.ones((t,))
     )

@@ -42,9 +42,8 @@ def test_transposed_operands_are_not_copied_for_cuda():
     cases = [
         (lambda x, w: jgg.grouped_mm(x, w, SIZES, transpose_w=True), (x, w)),
         (lambda a, b: jgg.segmented_mm(a, b, spans, transpose_b=True), (a, b)),
-        (lambda a, b: jgg.segmented_mm(a.T, b.T, spans, transpose_a=True), (a, b)),
     ]
-    for f, args in cases[:2]:
+    for f, args in cases:
         for g in (f, jax.grad(lambda *v, f=f: jnp.sin(f(*v)).sum(), (0, 1))):
             text = jax.jit(g).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
             wide = re.findall(r"stablehlo.transpose.*tensor<[\dx]*xf32>", text)
