@@ -224,41 +224,87 @@ def _warn_once(message: str) -> None:
 # ---- calls -----------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What a kernel of ``mm`` does to its float32 sums ``y`` before it rounds them::
+
+        existing_out + row_scale * activation(y + bias[weight])
+
+    Operands are (G, N), (T,) and the result's shape; None leaves a step out.
+    """
+
+    bias: Any = None
+    activation: str | None = None
+    row_scale: Any = None
+    existing_out: Any = None
+
+
 def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w,
-       transpose_out, **_):  # fmt: skip
-    """Custom call ``jgg_mm``: x, w, segments (S, 4) -> out."""
+       transpose_out, precision, epilogue: Epilogue | None = None):  # fmt: skip
+    """Custom call ``jgg_mm``: x, w, metadata[, options] -> out."""
     n = w.shape[1 if transpose_w else 2]
-    shape = (n, rows) if transpose_out else (rows, n)
-    table = _segments.decode(form, meta, x.shape[1 if transpose_x else 0], rows, w.shape[0])
-    flags = {
+    rows_x = x.shape[1 if transpose_x else 0]
+    flags: dict[str, bool | str] = {
         "transpose_x": transpose_x,
         "transpose_w": transpose_w,
         "transpose_out": transpose_out,
     }
     if implementation == "cpu":
-        flags["ordered"] = form.ordered_y
-    return _call("jgg_mm", x, w, table, shape, out_dtype, flags)
+        assert epilogue is None
+        table = _segments.decode(form, meta, rows_x, rows, w.shape[0])
+        shape = (n, rows) if transpose_out else (rows, n)
+        return _call("jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y})
+    epilogue = epilogue or Epilogue()
+    flags |= _metadata_flags(form, meta, precision) | {
+        "in_order": form.ordered_y,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+        "existing_out": epilogue.existing_out is not None,
+    }
+    rest = [*_segments.narrow(form, meta, rows_x, w.shape[0])]
+    options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
+    rest += [value for value in options if value is not None]
+    columns = n // 2 if epilogue.activation in GATED else n
+    shape = (columns, rows) if transpose_out else (rows, columns)
+    # The result takes the place of existing_out: XLA copies it first where it is needed later.
+    aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
+    return _call("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
 
 
-def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y, **_):
-    """Custom call ``jgg_wgrad``: x, y, segments (S, 4) -> out."""
-    del implementation
+def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,
+          precision):  # fmt: skip
+    """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset] -> out."""
     shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
     rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
-    table = _segments.decode(form, meta, *rows, groups)
-    flags = {
-        "transpose_x": transpose_x,
-        "transpose_y": transpose_y,
-        "own_weight": form.own_weight,
+    flags: dict[str, bool | str] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    if implementation == "cpu":
+        rest = [_segments.decode(form, meta, *rows, groups)]
+    else:
+        rest = _segments.narrow(form, meta, rows[0], groups)
+        flags |= _metadata_flags(form, meta, precision) | {"own_weight": form.own_weight}
+    return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+
+
+#: Activations that take gate and up as the two halves of N.
+GATED = ("swiglu", "geglu")
+
+
+def _metadata_flags(form, meta, precision) -> dict[str, bool | str]:
+    return {
+        "tf32": precision == jax.lax.Precision.HIGH,
+        "kind": form.kind,
+        "swapped": form.swapped,
+        "group_offset": len(meta) == 2,
     }
-    return _call("jgg_wgrad", x, y, table, shape, out_dtype, flags)
 
 
-def _call(target, a, b, table, shape, out_dtype, flags: dict[str, bool]):
-    if 0 in (*shape, *a.shape, *b.shape, *table.shape):
-        return jnp.zeros(shape, out_dtype)
+def _call(target, a, b, rest, shape, out_dtype, flags: dict[str, bool | str], aliases=None):
+    if 0 in (*shape, *a.shape, *b.shape, *rest[0].shape):
+        return jnp.zeros(shape, out_dtype) if aliases is None else rest[-1]
     dtype = _reference.promoted(a.dtype, b.dtype)
     out = jax.ShapeDtypeStruct(shape, out_dtype)
     # Attributes are hashed by value: one type per attribute, always.
-    attributes = {name: np.bool_(value) for name, value in flags.items()}
-    return jax.ffi.ffi_call(target, out)(a.astype(dtype), b.astype(dtype), table, **attributes)
+    attributes = {k: v if isinstance(v, str) else np.bool_(v) for k, v in flags.items()}
+    call = jax.ffi.ffi_call(target, out, input_output_aliases=aliases)
+    return call(a.astype(dtype), b.astype(dtype), *rest, **attributes)

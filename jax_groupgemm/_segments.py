@@ -36,8 +36,8 @@ from jax import lax
 
 X_START, Y_START, LENGTH, WEIGHT = range(4)
 
-# Row indices are int32 on the device (a 2**31-row operand does not fit a GPU's memory).
-MAX_ROWS = 2**31 - 1
+# Row indices are int32 on the device, and kernels may count to the end of a tile past the last.
+MAX_ROWS = 2**31 - 1 - 2**10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,19 @@ def decode(form: Form, meta, rows_x: int, rows_y: int, groups: int) -> jax.Array
             [table[:, Y_START], table[:, X_START], table[:, LENGTH], table[:, WEIGHT]], axis=1
         )
     return table
+
+
+def narrow(form: Form, meta, rows: int, groups: int) -> list[jax.Array]:
+    """The metadata of any form as int32, for kernels that decode it themselves.
+
+    They clamp on their own; here a wide integer must only not wrap while it is narrowed.
+    """
+    if form.kind == "segments":
+        return list(meta)
+    values = [_int32(meta[0], rows)]
+    if len(meta) == 2:
+        values.append(_int32(meta[1], meta[0].shape[0] + groups))
+    return values
 
 
 def table(x_start, y_start, length, weight, *, rows_x: int, rows_y: int, groups: int):
@@ -149,6 +162,15 @@ def covered_rows(group_sizes, group_offset, rows: int, groups: int) -> tuple:
 
 def _table(*columns) -> jax.Array:
     return jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)
+
+
+def _int32(values, limit: int) -> jax.Array:
+    """Integers of any dtype as int32; those that do not fit become -limit or limit."""
+    values = jnp.asarray(values)
+    info = jnp.iinfo(values.dtype)
+    if info.max > jnp.iinfo(jnp.int32).max:
+        values = jnp.clip(values, -limit if info.min < 0 else None, limit)
+    return values.astype(jnp.int32)
 
 
 def _saturate(values, limit: int) -> jax.Array:

@@ -131,7 +131,9 @@ def test_operand_over_four_gib(rng):
 def test_errors_of_a_handler_reach_python():
     """A handler called with shapes that do not fit says so in one line."""
     x, w, table = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros((2, 4), jnp.int32)
-    flags = dict.fromkeys(("transpose_x", "transpose_w", "transpose_out"), np.bool_(False))
+    names = ("transpose_x", "transpose_w", "transpose_out", "tf32", "swapped", "in_order",
+             "group_offset", "bias", "row_scale", "existing_out")  # fmt: skip
+    flags = dict.fromkeys(names, np.bool_(False)) | {"kind": "segments", "activation": ""}
     call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
     with pytest.raises(
         (RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"

@@ -1,6 +1,8 @@
-// From run-time dtypes to types, by nested lambdas:
+// From run-time values to types, by nested lambdas:
 //   return DispatchFloat(dtype, [&](auto zero) { using T = decltype(zero); ... });
 #pragma once
+
+#include <type_traits>
 
 #include "common/dtype.h"
 #include "cutlass/numeric_types.h"
@@ -15,6 +17,11 @@ auto DispatchFloat(DType dtype, Function&& function) {
     case DType::kF32: break;
   }
   return function(float{});
+}
+
+template <typename Function>
+auto DispatchBool(bool value, Function&& function) {
+  return value ? function(std::true_type{}) : function(std::false_type{});
 }
 
 }  // namespace jgg

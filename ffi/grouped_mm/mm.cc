@@ -1,5 +1,8 @@
 // CUDA handler of mm: bind, choose, launch.
 
+#include <optional>
+#include <string_view>
+
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/mm_bind.h"
@@ -9,11 +12,80 @@
 namespace jgg {
 namespace ffi = xla::ffi;
 
+static std::optional<Activation> ToActivation(std::string_view name) {
+  if (name == "") return Activation::kNone;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "tanh") return Activation::kTanh;
+  if (name == "swiglu") return Activation::kSwiglu;
+  if (name == "geglu") return Activation::kGeglu;
+  return std::nullopt;
+}
+
+// Optional operands after x, w and the metadata, in this order.
+struct MmOptions {
+  bool group_offset, bias, row_scale, existing_out;
+};
+
+static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, ffi::AnyBuffer out,
+                              MmArgs* args) {
+  constexpr const char* op = "mm";
+  Operands operands(op, rest);
+  ffi::AnyBuffer buffer = out;
+  if (has.group_offset) {
+    JGG_RETURN_IF_ERROR(operands.Take(true, "group_offset", &buffer));
+    JGG_RETURN_IF_ERROR(CheckShape(op, "group_offset", "()", buffer, {}));
+    if (args->metadata.kind != MetadataKind::kSizes || buffer.element_type() != ffi::S32) {
+      return InvalidArgument(op, "group_offset must be int32 and belong to sizes");
+    }
+    args->metadata.offset = static_cast<const int32_t*>(buffer.untyped_data());
+  }
+  Epilogue& epilogue = args->epilogue;
+  if (has.bias) {
+    JGG_RETURN_IF_ERROR(operands.Take(true, "bias", &buffer));
+    JGG_RETURN_IF_ERROR(CheckShape(op, "bias", "(G, N)", buffer, {args->groups, args->n}));
+    JGG_RETURN_IF_ERROR(CheckFloat(op, "bias", buffer.element_type()));
+    epilogue.bias = buffer.untyped_data();
+    epilogue.bias_dtype = *ToDType(buffer.element_type());
+  }
+  if (has.row_scale) {
+    JGG_RETURN_IF_ERROR(operands.Take(true, "row_scale", &buffer));
+    JGG_RETURN_IF_ERROR(CheckShape(op, "row_scale", "(T,)", buffer, {args->rows}));
+    JGG_RETURN_IF_ERROR(CheckFloat(op, "row_scale", buffer.element_type()));
+    epilogue.row_scale = buffer.untyped_data();
+    epilogue.row_scale_dtype = *ToDType(buffer.element_type());
+  }
+  if (has.existing_out) {
+    JGG_RETURN_IF_ERROR(operands.Take(true, "existing_out", &buffer));
+    if (buffer.untyped_data() != args->out) {
+      return InvalidArgument(op, "existing_out must be aliased to the result");
+    }
+    epilogue.accumulate = true;
+  }
+  if (!args->in_order && (has.bias || has.row_scale || has.existing_out ||
+                          epilogue.activation != Activation::kNone)) {
+    return InvalidArgument(op, "an epilogue needs segments in order");
+  }
+  return operands.End();
+}
+
 static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                     ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
-                     bool transpose_x, bool transpose_w, bool transpose_out) {
+                     ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
+                     ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_w,
+                     bool transpose_out, bool tf32, std::string_view kind, bool swapped,
+                     bool in_order, bool group_offset, bool bias, std::string_view activation,
+                     bool row_scale, bool existing_out) {
+  const auto known_activation = ToActivation(activation);
+  if (!known_activation) return InvalidArgument("mm", "unknown activation '", activation, "'");
   MmArgs args;
-  JGG_RETURN_IF_ERROR(BindMm(x, w, segments, *out, transpose_x, transpose_w, transpose_out, &args));
+  JGG_RETURN_IF_ERROR(BindMm(x, w, *out, transpose_x, transpose_w, transpose_out,
+                             *known_activation, &args));
+  JGG_RETURN_IF_ERROR(BindMetadata("mm", kind, metadata, swapped, &args.metadata));
+  args.tf32 = tf32;
+  args.in_order = in_order;
+  JGG_RETURN_IF_ERROR(
+      BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, *out, &args));
   if (auto reason = mm_sm80_unsupported(args, ComputeCapability())) {
     return Unimplemented("mm", *reason);
   }
@@ -23,13 +95,23 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
 XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()           // x
-                           .Arg<ffi::AnyBuffer>()           // w
-                           .Arg<ffi::BufferR2<ffi::S32>>()  // segments
-                           .Ret<ffi::AnyBuffer>()           // out
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // w
+                           .Arg<ffi::AnyBuffer>()  // metadata
+                           .RemainingArgs()        // group_offset, bias, row_scale, existing_out
+                           .Ret<ffi::AnyBuffer>()  // out
                            .Attr<bool>("transpose_x")
                            .Attr<bool>("transpose_w")
-                           .Attr<bool>("transpose_out"),
+                           .Attr<bool>("transpose_out")
+                           .Attr<bool>("tf32")
+                           .Attr<std::string_view>("kind")
+                           .Attr<bool>("swapped")
+                           .Attr<bool>("in_order")
+                           .Attr<bool>("group_offset")
+                           .Attr<bool>("bias")
+                           .Attr<std::string_view>("activation")
+                           .Attr<bool>("row_scale")
+                           .Attr<bool>("existing_out"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMm(XLA_FFI_CallFrame* call_frame) { return kMm(call_frame); }

@@ -9,16 +9,35 @@
 
 namespace jgg {
 
+enum class Activation { kNone, kSilu, kGelu, kRelu, kTanh, kSwiglu, kGeglu };
+
+inline constexpr bool IsGated(Activation activation) { return activation >= Activation::kSwiglu; }
+
+// What happens to a row's float32 sums y before they are rounded:
+//   existing_out + row_scale * activation(y + bias[weight])
+// Rows that no segment reaches keep existing_out, or are zeros.
+struct Epilogue {
+  const void* bias = nullptr;       // (G, N)
+  const void* row_scale = nullptr;  // (T,)
+  DType bias_dtype = DType::kF32;
+  DType row_scale_dtype = DType::kF32;
+  bool accumulate = false;  // `out` already holds existing_out
+  Activation activation = Activation::kNone;
+};
+
 struct MmArgs {
   const void* x;
   const void* w;
-  const Segment* segments;
   void* out;
   DType dtype;      // of x and w
   DType out_dtype;  // of out
-  int64_t rows_x, rows, k, n, groups, num_segments;
+  bool tf32;        // float32 operands may be rounded to TensorFloat-32
+  int64_t rows_x, rows, k, n, groups;
   // Elements from one index to the next; this is how transposed operands are told apart.
   int64_t x_row, x_k, w_group, w_k, w_n, out_row, out_n;
+  Metadata metadata;
+  bool in_order;  // the segments' rows in the result are ascending and disjoint
+  Epilogue epilogue;
 };
 
 }  // namespace jgg

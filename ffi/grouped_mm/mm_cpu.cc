@@ -45,14 +45,14 @@ void RunOrdered(ffi::ThreadPool& pool, const MmArgs& args) {
     }
   };
   std::vector<Segment> gaps;
-  gaps.reserve(args.num_segments + 1);  // parts point into it
+  gaps.reserve(args.metadata.count + 1);  // parts point into it
   const auto gap = [&](int64_t until) {
     if (until <= end) return;
     gaps.push_back({0, static_cast<int32_t>(end), static_cast<int32_t>(until - end), -1});
     cut(&gaps.back(), until - end);
   };
-  for (int64_t i = 0; i < args.num_segments; ++i) {
-    const Segment& s = args.segments[i];
+  for (int64_t i = 0; i < args.metadata.count; ++i) {
+    const Segment& s = args.metadata.table()[i];
     if (!HasRows(args, s)) continue;
     gap(s.y_start);
     cut(&s, s.length);
@@ -85,8 +85,8 @@ void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
     const int64_t column = task * width;
     const int64_t columns = std::min(width, args.n - column);
     std::vector<float> sums(args.rows * columns);
-    for (int64_t i = 0; i < args.num_segments; ++i) {
-      const Segment& s = args.segments[i];
+    for (int64_t i = 0; i < args.metadata.count; ++i) {
+      const Segment& s = args.metadata.table()[i];
       if (!HasRows(args, s)) continue;
       const Matrix rows{sums.data() + s.y_start * columns, columns, 1, DType::kF32};
       Add(args, {&s, 0, s.length}, column, columns, rows, true);
@@ -109,7 +109,9 @@ ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                  ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
                  bool transpose_x, bool transpose_w, bool transpose_out, bool ordered) {
   MmArgs args;
-  JGG_RETURN_IF_ERROR(BindMm(x, w, segments, *out, transpose_x, transpose_w, transpose_out, &args));
+  JGG_RETURN_IF_ERROR(BindMm(x, w, *out, transpose_x, transpose_w, transpose_out,
+                             Activation::kNone, &args));
+  JGG_RETURN_IF_ERROR(BindTable("mm", segments, &args.metadata));
   (ordered ? RunOrdered : RunOverlapping)(pool, args);
   return ffi::Error::Success();
 }

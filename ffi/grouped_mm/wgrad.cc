@@ -1,5 +1,7 @@
 // CUDA handler of wgrad: bind, choose, launch.
 
+#include <string_view>
+
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/wgrad_bind.h"
@@ -10,26 +12,51 @@ namespace jgg {
 namespace ffi = xla::ffi;
 
 static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
-                        ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
-                        bool transpose_x, bool transpose_y, bool own_weight) {
+                        ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
+                        ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_y,
+                        bool tf32, std::string_view kind, bool swapped, bool own_weight,
+                        bool group_offset) {
+  constexpr const char* op = "wgrad";
   WgradArgs args;
-  JGG_RETURN_IF_ERROR(BindWgrad(x, y, segments, *out, transpose_x, transpose_y, own_weight, &args));
-  if (auto reason = wgrad_sm80_unsupported(args, ComputeCapability())) {
-    return Unimplemented("wgrad", *reason);
+  JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, transpose_x, transpose_y, &args));
+  JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
+  args.tf32 = tf32;
+  args.own_weight = own_weight;
+  Operands operands(op, rest);
+  if (group_offset) {
+    ffi::AnyBuffer buffer = metadata;
+    JGG_RETURN_IF_ERROR(operands.Take(true, "group_offset", &buffer));
+    JGG_RETURN_IF_ERROR(CheckShape(op, "group_offset", "()", buffer, {}));
+    if (args.metadata.kind != MetadataKind::kSizes || buffer.element_type() != ffi::S32) {
+      return InvalidArgument(op, "group_offset must be int32 and belong to sizes");
+    }
+    args.metadata.offset = static_cast<const int32_t*>(buffer.untyped_data());
+  } else if (own_weight && args.metadata.count != args.groups) {
+    return InvalidArgument(op, "own_weight needs as many segments as weights, got ",
+                           args.metadata.count, " and ", args.groups);
   }
-  return FromCuda("wgrad", wgrad_sm80(stream, args));
+  JGG_RETURN_IF_ERROR(operands.End());
+  if (auto reason = wgrad_sm80_unsupported(args, ComputeCapability())) {
+    return Unimplemented(op, *reason);
+  }
+  return FromCuda(op, wgrad_sm80(stream, args));
 }
 
 XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()           // x
-                           .Arg<ffi::AnyBuffer>()           // y
-                           .Arg<ffi::BufferR2<ffi::S32>>()  // segments
-                           .Ret<ffi::AnyBuffer>()           // out
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // y
+                           .Arg<ffi::AnyBuffer>()  // metadata
+                           .RemainingArgs()        // group_offset
+                           .Ret<ffi::AnyBuffer>()  // out
                            .Attr<bool>("transpose_x")
                            .Attr<bool>("transpose_y")
-                           .Attr<bool>("own_weight"),
+                           .Attr<bool>("tf32")
+                           .Attr<std::string_view>("kind")
+                           .Attr<bool>("swapped")
+                           .Attr<bool>("own_weight")
+                           .Attr<bool>("group_offset"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggWgrad(XLA_FFI_CallFrame* call_frame) { return kWgrad(call_frame); }

@@ -12,14 +12,15 @@ namespace jgg {
 struct WgradArgs {
   const void* x;
   const void* y;
-  const Segment* segments;
   void* out;
   DType dtype;      // of x and y
   DType out_dtype;  // of out
-  int64_t rows_x, rows_y, a, b, groups, num_segments;
-  bool own_weight;  // segment s names weight s, and there are as many segments as weights
+  bool tf32;        // float32 operands may be rounded to TensorFloat-32
+  int64_t rows_x, rows_y, a, b, groups;
   // Elements from one index to the next; this is how transposed operands are told apart.
   int64_t x_row, x_a, y_row, y_b;
+  Metadata metadata;
+  bool own_weight;  // segment s names weight s, and there are as many segments as weights
 };
 
 }  // namespace jgg

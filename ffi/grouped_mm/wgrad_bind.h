@@ -3,15 +3,15 @@
 
 #include "common/buffer.h"
 #include "common/check.h"
+#include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/wgrad.h"
 
 namespace jgg {
 
-// Check a call's buffers and describe them.
+// Check a call's matrices and describe them.
 inline xla::ffi::Error BindWgrad(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer y,
-                                 xla::ffi::BufferR2<xla::ffi::S32> segments,
                                  xla::ffi::AnyBuffer out, bool transpose_x, bool transpose_y,
-                                 bool own_weight, WgradArgs* args) {
+                                 WgradArgs* args) {
   constexpr const char* op = "wgrad";
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));
@@ -23,17 +23,10 @@ inline xla::ffi::Error BindWgrad(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer y,
   const int64_t a = x.dimensions()[transpose_x ? 0 : 1];
   const int64_t b = y.dimensions()[transpose_y ? 0 : 1];
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(G, A, B)", out, {-1, a, b}));
-  JGG_RETURN_IF_ERROR(CheckShape(op, "segments", "(S, 4)", segments, {-1, 4}));
-  const int64_t groups = out.dimensions()[0];
-  const int64_t num_segments = segments.dimensions()[0];
-  if (own_weight && num_segments != groups) {
-    return InvalidArgument(op, "own_weight needs S == G, got S = ", num_segments, ", G = ", groups);
-  }
 
   *args = WgradArgs{};
   args->x = x.untyped_data();
   args->y = y.untyped_data();
-  args->segments = reinterpret_cast<const Segment*>(segments.typed_data());
   args->out = out.untyped_data();
   args->dtype = *ToDType(x.element_type());
   args->out_dtype = *ToDType(out.element_type());
@@ -41,9 +34,7 @@ inline xla::ffi::Error BindWgrad(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer y,
   args->rows_y = y.dimensions()[transpose_y ? 1 : 0];
   args->a = a;
   args->b = b;
-  args->groups = groups;
-  args->num_segments = num_segments;
-  args->own_weight = own_weight;
+  args->groups = out.dimensions()[0];
   args->x_row = transpose_x ? 1 : a;
   args->x_a = transpose_x ? args->rows_x : 1;
   args->y_row = transpose_y ? 1 : b;

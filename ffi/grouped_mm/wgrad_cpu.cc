@@ -24,16 +24,16 @@ ByWeight Sort(const WgradArgs& args) {
   ByWeight sorted;
   sorted.begin.assign(args.groups + 1, 0);
   const auto weight = [&](int64_t i) -> int64_t {
-    const Segment& s = args.segments[i];
+    const Segment& s = args.metadata.table()[i];
     return s.length > 0 && s.weight >= 0 && s.weight < args.groups ? s.weight : -1;
   };
-  for (int64_t i = 0; i < args.num_segments; ++i) {
+  for (int64_t i = 0; i < args.metadata.count; ++i) {
     if (weight(i) >= 0) ++sorted.begin[weight(i) + 1];
   }
   for (int64_t g = 0; g < args.groups; ++g) sorted.begin[g + 1] += sorted.begin[g];
   sorted.order.resize(sorted.begin[args.groups]);
   std::vector<int64_t> next(sorted.begin.begin(), sorted.begin.end() - 1);
-  for (int64_t i = 0; i < args.num_segments; ++i) {
+  for (int64_t i = 0; i < args.metadata.count; ++i) {
     if (weight(i) >= 0) sorted.order[next[weight(i)]++] = i;
   }
   return sorted;
@@ -55,7 +55,7 @@ void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64
     cpu::BestGemm()(rows, args.b, 0, Matrix{}, Matrix{}, out, false, cpu::ThreadScratch());
   }
   for (int64_t i = begin; i < end; ++i) {
-    const Segment& s = args.segments[sorted.order[i]];
+    const Segment& s = args.metadata.table()[sorted.order[i]];
     const Matrix x =
         At(args.x, s.x_start * args.x_row + first * args.x_a, args.x_a, args.x_row, args.dtype);
     const Matrix y = At(args.y, s.y_start * args.y_row, args.y_row, args.y_b, args.dtype);
@@ -68,9 +68,10 @@ void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64
 
 ffi::Error WgradCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
                     ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
-                    bool transpose_x, bool transpose_y, bool own_weight) {
+                    bool transpose_x, bool transpose_y) {
   WgradArgs args;
-  JGG_RETURN_IF_ERROR(BindWgrad(x, y, segments, *out, transpose_x, transpose_y, own_weight, &args));
+  JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, transpose_x, transpose_y, &args));
+  JGG_RETURN_IF_ERROR(BindTable("wgrad", segments, &args.metadata));
   const ByWeight sorted = Sort(args);
   const int64_t tasks = (args.a + cpu::kTaskRows - 1) / cpu::kTaskRows;
   cpu::ParallelFor(pool, args.groups * tasks, [&](int64_t task) {
@@ -88,8 +89,7 @@ XLA_FFI_DEFINE_HANDLER(kWgradCpu, WgradCpu,
                            .Arg<ffi::BufferR2<ffi::S32>>()  // segments
                            .Ret<ffi::AnyBuffer>()           // out
                            .Attr<bool>("transpose_x")
-                           .Attr<bool>("transpose_y")
-                           .Attr<bool>("own_weight"));
+                           .Attr<bool>("transpose_y"));
 
 }  // namespace
 

@@ -1,0 +1,205 @@
+// From float32 sums in shared memory to the result: bias, activation, row scale, existing result,
+// rounding, and stores along whichever axis of the result is contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/numeric_types.h"
+#include "grouped_mm/device/schedule_sm80.cuh"
+#include "grouped_mm/gemm_sm80.h"
+
+namespace jgg::device {
+
+__device__ inline float LoadFloat(const void* data, int64_t index, DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return static_cast<float>(static_cast<const cutlass::bfloat16_t*>(data)[index]);
+    case DType::kF16: return static_cast<float>(static_cast<const cutlass::half_t*>(data)[index]);
+    case DType::kF32: break;
+  }
+  return static_cast<const float*>(data)[index];
+}
+
+__device__ inline void StoreFloat(void* data, int64_t index, DType dtype, float value) {
+  switch (dtype) {
+    case DType::kBF16:
+      static_cast<cutlass::bfloat16_t*>(data)[index] = cutlass::bfloat16_t(value);
+      return;
+    case DType::kF16: static_cast<cutlass::half_t*>(data)[index] = cutlass::half_t(value); return;
+    case DType::kF32: break;
+  }
+  static_cast<float*>(data)[index] = value;
+}
+
+__device__ inline float Silu(float x) { return x / (1.0f + expf(-x)); }
+
+__device__ inline float Gelu(float x) {  // the tanh form
+  return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+__device__ inline float Activate(Activation activation, float x) {
+  switch (activation) {
+    case Activation::kSilu:
+    case Activation::kSwiglu: return Silu(x);
+    case Activation::kGelu:
+    case Activation::kGeglu: return Gelu(x);
+    case Activation::kRelu: return x < 0.0f ? 0.0f : x;  // keeps NaN
+    case Activation::kTanh: return tanhf(x);
+    case Activation::kNone: break;
+  }
+  return x;
+}
+
+template <int kM, int kN, int kThreads>
+class ResultTile {
+ public:
+  // The sums in shared memory, contiguous along the axis along which the result is. Padded so that
+  // writing them from the layout of an mma meets few banks twice.
+  static constexpr int kRowStride = kN + 8, kColumnStride = kM + 8;
+  static constexpr int kFloats =
+      kM * kRowStride > kN * kColumnStride ? kM * kRowStride : kN * kColumnStride;
+
+  // Write the tile's sums to the result. All threads; `floats` is free afterwards.
+  template <typename Ops>
+  __device__ static void Store(const GemmSm80& gemm, const Tile& tile, const Ops& ops,
+                               float* floats) {
+    using namespace cute;
+    const bool by_rows = gemm.out_n == 1;
+    if (by_rows) {
+      ops.Write(floats, Layout<Shape<Int<kM>, Int<kN>>, Stride<Int<kRowStride>, _1>>{});
+    } else {
+      ops.Write(floats, Layout<Shape<Int<kM>, Int<kN>>, Stride<_1, Int<kColumnStride>>>{});
+    }
+    __syncthreads();
+    if (!by_rows) {
+      StoreColumns(gemm, tile, floats);
+    } else if (gemm.out_width == 8) {
+      StoreRows<8>(gemm, tile, floats);
+    } else if (gemm.out_width == 4) {
+      StoreRows<4>(gemm, tile, floats);
+    } else {
+      StoreRows<1>(gemm, tile, floats);
+    }
+    __syncthreads();
+  }
+
+ private:
+  __device__ static int64_t Origin(const GemmSm80& gemm, const Tile& tile) {
+    const bool matrices = gemm.product == GemmSm80::Product::kWgrad;
+    return (matrices ? tile.weight * gemm.out_group : 0) + tile.row0 * gemm.out_m +
+           tile.n0 * gemm.out_n;
+  }
+
+  // kWidth values at a time: 8 of two bytes, 4 of four, or one of any.
+  template <int kWidth>
+  __device__ static void StoreRows(const GemmSm80& gemm, const Tile& tile, const float* floats) {
+    const Epilogue& epilogue = gemm.epilogue;
+    const bool gated = IsGated(epilogue.activation);
+    const int per_row = (gated ? kN / 2 : kN) / kWidth;
+    const int64_t origin = Origin(gemm, tile);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kM * per_row; i += kThreads) {
+      const int row = i / per_row, column = i % per_row * kWidth;
+      if (row < tile.m_lo || row >= tile.m_hi || column >= tile.n_count) continue;
+      float values[kWidth];
+      Read<kWidth>(floats + row * kRowStride + column, values);
+      if (tile.weight >= 0) {
+        if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, 0, values);
+        if (gated) {
+          float up[kWidth];
+          Read<kWidth>(floats + row * kRowStride + kN / 2 + column, up);
+          if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, gemm.n / 2, up);
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            values[j] = Activate(epilogue.activation, values[j]) * up[j];
+          }
+        } else if (epilogue.activation != Activation::kNone) {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) values[j] = Activate(epilogue.activation, values[j]);
+        }
+        if (epilogue.row_scale != nullptr) {
+          const float scale =
+              LoadFloat(epilogue.row_scale, tile.row0 + row, epilogue.row_scale_dtype);
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) values[j] *= scale;
+        }
+      }
+      const int64_t to = origin + row * gemm.out_m + column;
+      if (epilogue.accumulate) AddExisting<kWidth>(gemm, to, values);
+      StoreValues<kWidth>(gemm, to, values);
+    }
+  }
+
+  // Neighbouring threads store neighbouring rows.
+  __device__ static void StoreColumns(const GemmSm80& gemm, const Tile& tile,
+                                      const float* floats) {
+    const int64_t origin = Origin(gemm, tile);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kN * kM; i += kThreads) {
+      const int column = i / kM, row = i % kM;
+      if (row < tile.m_lo || row >= tile.m_hi || column >= tile.n_count) continue;
+      StoreFloat(gemm.out, origin + row * gemm.out_m + column * gemm.out_n, gemm.out_dtype,
+                 floats[column * kColumnStride + row]);
+    }
+  }
+
+  template <int kWidth>
+  __device__ static void Read(const float* from, float (&values)[kWidth]) {
+    if constexpr (kWidth == 1) {
+      values[0] = *from;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + j);
+        values[j] = four.x;
+        values[j + 1] = four.y;
+        values[j + 2] = four.z;
+        values[j + 3] = four.w;
+      }
+    }
+  }
+
+  template <int kWidth>
+  __device__ static void AddBias(const GemmSm80& gemm, const Tile& tile, int column, int64_t half,
+                                 float (&values)[kWidth]) {
+    const int64_t from = tile.weight * gemm.n + half + tile.n0 + column;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] += LoadFloat(gemm.epilogue.bias, from + j, gemm.epilogue.bias_dtype);
+    }
+  }
+
+  template <int kWidth>
+  __device__ static void AddExisting(const GemmSm80& gemm, int64_t at, float (&values)[kWidth]) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] += LoadFloat(gemm.out, at + j, gemm.out_dtype);
+  }
+
+  template <int kWidth>
+  __device__ static void StoreValues(const GemmSm80& gemm, int64_t at,
+                                     const float (&values)[kWidth]) {
+    if constexpr (kWidth == 1) {
+      StoreFloat(gemm.out, at, gemm.out_dtype, values[0]);
+    } else if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(static_cast<float*>(gemm.out) + at) =
+          make_float4(values[0], values[1], values[2], values[3]);
+    } else {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[j] = gemm.out_dtype == DType::kBF16
+                       ? Pack<cutlass::bfloat16_t>(values[2 * j], values[2 * j + 1])
+                       : Pack<cutlass::half_t>(values[2 * j], values[2 * j + 1]);
+      }
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(gemm.out) + at) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+
+  template <typename T>
+  __device__ static uint32_t Pack(float low, float high) {
+    return T(low).raw() | static_cast<uint32_t>(T(high).raw()) << 16;
+  }
+};
+
+}  // namespace jgg::device

@@ -1,0 +1,144 @@
+// The kernel: tiles out[m, n] = sum_k A[m, k] B[n, k], persistent, a ring of kStages slices of A
+// and B filled by cp.async while the tensor cores work on an earlier one.
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/device/compute_sm80.cuh"
+#include "grouped_mm/device/copy_sm80.cuh"
+#include "grouped_mm/device/epilogue_sm80.cuh"
+#include "grouped_mm/device/schedule_sm80.cuh"
+
+namespace jgg::device {
+
+template <typename Element_, bool kAKMajor_, bool kBKMajor_, int kM_, int kN_, int kK_,
+          int kStages_, int kBlocksPerSm_, typename Ops_>
+struct GemmConfig {
+  using Element = Element_;
+  using Ops = Ops_;
+  static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
+  static constexpr int kM = kM_, kN = kN_, kK = kK_, kStages = kStages_;
+  static constexpr int kThreads = Ops::kThreads, kBlocksPerSm = kBlocksPerSm_;
+  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor>;
+  using CopyA = TileCopy<Element, kAKMajor, kM, kK, kThreads, typename Ops::ATile>;
+  using CopyB = TileCopy<Element, kBKMajor, kN, kK, kThreads, typename Ops::BTile>;
+  using Result = ResultTile<kM, kN, kThreads>;
+
+  struct SharedMemory {
+    struct Slices {
+      alignas(128) Element a[kStages][kM * kK];
+      alignas(128) Element b[kStages][kN * kK];
+    };
+    union {
+      Slices slices;
+      alignas(128) float result[Result::kFloats];
+    };
+    typename Work::Memory schedule;
+  };
+};
+
+// The largest copy, in elements, that `width` and this position allow.
+__device__ inline int WidthAt(int width, int64_t position) {
+  const int aligned = static_cast<int>(position & -position & (width - 1));
+  return aligned == 0 ? width : aligned;
+}
+
+// Begin copying the operands of a tile for one of its segments. The values of k that contribute are
+// [k_lo, k_hi), counted like the slices from a place where copies are aligned.
+template <typename Config>
+__device__ void BeginSegment(const GemmSm80& gemm, const Tile& tile, const Segment& segment,
+                             typename Config::CopyA& copy_a, typename Config::CopyB& copy_b,
+                             int& k_lo, int& k_hi) {
+  using Element = typename Config::Element;
+  constexpr bool kA = Config::kAKMajor, kB = Config::kBKMajor;
+  const Element* a = static_cast<const Element*>(gemm.a);
+  const Element* b = static_cast<const Element*>(gemm.b);
+  if (gemm.product == GemmSm80::Product::kMm) {
+    const int64_t row = segment.x_start + (tile.row0 - segment.y_start);
+    k_lo = 0;
+    k_hi = static_cast<int>(gemm.k);
+    copy_a.Begin(a + (kA ? row * gemm.a_line : row), gemm.a_line, tile.m_lo, tile.m_hi,
+                 kA ? gemm.a_width : WidthAt(gemm.a_width, row), Config::kM, 0);
+    // Gated: one half of the tile is of the gates, the other of the values that they let through.
+    const bool gated = IsGated(gemm.epilogue.activation);
+    const int64_t b_n = kB ? gemm.b_line : 1;
+    copy_b.Begin(b + segment.weight * gemm.b_group + tile.n0 * b_n, gemm.b_line, 0, tile.n_count,
+                 gemm.b_width, gated ? Config::kN / 2 : Config::kN,
+                 gated ? (gemm.n / 2 - Config::kN / 2) * b_n : 0);
+  } else {
+    const int64_t row_a = int64_t{segment.x_start} - tile.shift;
+    const int64_t row_b = int64_t{segment.y_start} - tile.shift;
+    k_lo = tile.shift;
+    k_hi = tile.shift + segment.length;
+    copy_a.Begin(a + (kA ? tile.row0 * gemm.a_line + row_a : tile.row0 + row_a * gemm.a_line),
+                 gemm.a_line, 0, tile.m_hi, kA ? WidthAt(gemm.a_width, row_a) : gemm.a_width,
+                 Config::kM, 0);
+    copy_b.Begin(b + (kB ? tile.n0 * gemm.b_line + row_b : tile.n0 + row_b * gemm.b_line),
+                 gemm.b_line, 0, tile.n_count, kB ? WidthAt(gemm.b_width, row_b) : gemm.b_width,
+                 Config::kN, 0);
+  }
+}
+
+// Add the products of one segment to a tile.
+template <typename Config>
+__device__ void AddSegment(const GemmSm80& gemm, const Tile& tile, const Segment& segment,
+                           typename Config::SharedMemory::Slices& slices,
+                           typename Config::Ops& ops) {
+  constexpr int kStages = Config::kStages, kK = Config::kK;
+  typename Config::CopyA copy_a;
+  typename Config::CopyB copy_b;
+  int k_lo, k_hi;
+  BeginSegment<Config>(gemm, tile, segment, copy_a, copy_b, k_lo, k_hi);
+  const bool cut = gemm.product == GemmSm80::Product::kWgrad;
+  // Places in the ring: `write` is filled next, `read` is multiplied next.
+  int write = 0, k_write = 0;
+  auto start = [&] {
+    if (k_write < k_hi) {
+      copy_a.Next(slices.a[write], k_write, k_lo, k_hi);
+      copy_b.Next(slices.b[write], k_write, k_lo, k_hi);
+    }
+    cute::cp_async_fence();  // an empty group too, so that there is one per slice
+    k_write += kK;
+    write = write + 1 == kStages ? 0 : write + 1;
+  };
+#pragma unroll 1
+  for (int slice = 0; slice < kStages - 1; ++slice) start();
+  int read = 0;
+#pragma unroll 1
+  for (int k = 0; k < k_hi; k += kK) {
+    cute::cp_async_wait<kStages - 2>();
+    if (cut && (k < k_lo || k + kK > k_hi)) {
+      // The segment's neighbours are in this slice, and 0 * NaN is NaN. Every thread clears what it
+      // has copied itself, which needs no barrier of its own.
+      copy_a.ZeroOutside(slices.a[read], k, k_lo, k_hi);
+      copy_b.ZeroOutside(slices.b[read], k, k_lo, k_hi);
+    }
+    // All copies of this slice have landed, and nobody reads the slice that is filled next.
+    __syncthreads();
+    start();
+    ops.Add(slices.a[read], slices.b[read]);
+    read = read + 1 == kStages ? 0 : read + 1;
+  }
+  __syncthreads();
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    GemmSm80Kernel(const __grid_constant__ GemmSm80 gemm) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Config::SharedMemory*>(memory);
+  typename Config::Work work(gemm, shared.schedule);
+  typename Config::Ops ops;
+  const Tile& tile = shared.schedule.tile;
+  while (work.Next()) {
+    ops.Clear();
+    int index = -1;
+    Segment segment;
+    while (work.NextSegment(index, segment)) {
+      AddSegment<Config>(gemm, tile, segment, shared.slices, ops);
+    }
+    Config::Result::Store(gemm, tile, ops, shared.result);
+  }
+}
+
+}  // namespace jgg::device

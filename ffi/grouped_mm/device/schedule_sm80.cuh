@@ -1,0 +1,407 @@
+// From segments to tiles of work, on the device.
+//
+// In the order of segments: every thread block scans the metadata, a window of segments at a time,
+// for the number of tiles that each segment has, and takes every gridDim-th tile. Rows of the
+// result between segments are tiles too: of zeros.
+//
+// In the order of the result (segments that overlap or come in any order; weights that several
+// segments share): a tile of the result looks up the segments that reach it. Rows that differ in
+// their segments are done one after the other, as pieces of the tile. Whatever the order, each
+// element is written once, by one block, as one sum in the order of the segments.
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/device/scan.cuh"
+#include "grouped_mm/gemm_sm80.h"
+
+namespace jgg::device {
+
+// A piece of work: rows [m_lo, m_hi) and the first n_count columns of a tile of the result.
+struct Tile {
+  int64_t row0;   // mm: the row of the result that is the tile's row 0; wgrad: its first row
+  int64_t n0;     // the tile's first column (of one half, where the activation is gated)
+  int m_lo, m_hi, n_count;
+  int weight;     // -1 where the tile is zeros
+  Segment segment;  // where one segment alone contributes
+  int shift;        // rows (mm) or k (wgrad) that the origin precedes the segment by
+};
+
+// What the schedule keeps in shared memory, so that it costs the main loop no registers.
+template <int kThreads>
+struct ScheduleMemory {
+  static constexpr int kPerThread = 4;
+  static constexpr int kWindow = kThreads * kPerThread;
+  struct Entry {
+    int first_tile;  // of the segment, and of the gap before it
+    int gap_begin;   // mm: the first row of that gap
+    int start;       // mm: the first row in the result; wgrad: in x
+    int length;
+  };
+  struct State {
+    int next;              // number of the next tile
+    int window_begin;      // first segment of the window
+    int window_end;        // one past the window's last tile
+    int covered;           // one past the last row of the segments before the next window
+    uint32_t rows_before;  // kSizes: rows of the groups before the next window
+    int done;              // rows of the tile of the result that are done
+    bool by_result;
+  };
+  Entry window[kWindow];
+  uint32_t scratch[kThreads / 32];
+  State state;
+  Tile tile;
+};
+
+// One segment of the forms that name their rows outright.
+__device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
+  const Metadata& metadata = gemm.metadata;
+  if (metadata.kind == MetadataKind::kSpans) {
+    const int2 span = reinterpret_cast<const int2*>(metadata.data)[index];
+    const int rows = static_cast<int>(gemm.rows_x);
+    const int start = min(max(span.x, 0), rows), end = min(max(span.y, 0), rows);
+    return Segment{start, start, max(end - start, 0), static_cast<int>(index)};
+  }
+  Segment segment = reinterpret_cast<const Segment*>(metadata.data)[index];
+  if (metadata.swapped) {
+    const int x_start = segment.x_start;
+    segment.x_start = segment.y_start;
+    segment.y_start = x_start;
+  }
+  if (segment.weight < 0 || segment.weight >= gemm.groups) segment.length = 0;
+  return segment;
+}
+
+template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor>
+class Schedule {
+ public:
+  using Memory = ScheduleMemory<kThreads>;
+
+  __device__ Schedule(const GemmSm80& gemm, Memory& memory) : gemm_(gemm), memory_(memory) {
+    const bool by_result = gemm.order == GemmSm80::Order::kResult ||
+                           (gemm.order == GemmSm80::Order::kDetect && !InOrder());
+    if (threadIdx.x == 0) {
+      memory.state = State{static_cast<int>(blockIdx.x), -1, 0, 0, 0, 0, by_result};
+    }
+    __syncthreads();
+  }
+
+  // Puts this block's next tile into shared memory; false when there is none.
+  __device__ bool Next() {
+    State state = memory_.state;
+    Tile tile;
+    if (!(state.by_result ? NextOfResult(state, tile) : NextOfSegments(state, tile))) return false;
+    __syncthreads();  // everybody has read the state
+    if (threadIdx.x == 0) {
+      memory_.state = state;
+      memory_.tile = tile;
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // The next segment that contributes to the tile, after number `index`; false when there is none.
+  __device__ bool NextSegment(int& index, Segment& segment) {
+    const Tile& tile = memory_.tile;
+    if (tile.weight < 0) return false;
+    if (!memory_.state.by_result) {
+      segment = tile.segment;
+      return ++index == 0 && segment.length > 0;
+    }
+    const int64_t row = tile.row0 + tile.m_lo;
+    index = FindFirst<kThreads>(
+        index + 1, Count(),
+        [&](int i) {
+          const Segment s = ReadSegment(gemm_, i);
+          return IsMm() ? s.y_start <= row && row < int64_t{s.y_start} + s.length
+                        : s.weight == tile.weight && s.length > 0;
+        },
+        reinterpret_cast<int*>(memory_.scratch));
+    if (index >= Count()) return false;
+    segment = ReadSegment(gemm_, index);
+    return true;
+  }
+
+ private:
+  using Entry = typename Memory::Entry;
+  using State = typename Memory::State;
+  static constexpr int kBand = 16;  // rows of tiles that share columns of w in L2
+
+  __device__ bool IsMm() const { return gemm_.product == GemmSm80::Product::kMm; }
+
+  __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
+
+  // The columns of the result, and of one tile of it.
+  __device__ int Columns() const {
+    return static_cast<int>(IsGated(gemm_.epilogue.activation) ? gemm_.n / 2 : gemm_.n);
+  }
+  __device__ int TileColumns() const { return IsGated(gemm_.epilogue.activation) ? kN / 2 : kN; }
+  __device__ int TilesN() const { return (Columns() + TileColumns() - 1) / TileColumns(); }
+
+  // Tiles of one matrix of the result, by rows.
+  __device__ int TilesM() const {
+    return static_cast<int>(((IsMm() ? gemm_.rows_y : gemm_.m) + kM - 1) / kM);
+  }
+
+  // Rows (or k) by which a tile's origin precedes its segment, so that copies are aligned.
+  __device__ int Shift(const Segment& segment) const {
+    if (IsMm()) return kAKMajor ? 0 : segment.x_start & (gemm_.a_width - 1);
+    if (kAKMajor) return segment.x_start & (gemm_.a_width - 1);
+    return kBKMajor ? segment.y_start & (gemm_.b_width - 1) : 0;
+  }
+
+  // ---- in the order of segments ----
+
+  __device__ bool NextOfSegments(State& state, Tile& tile) {
+    while (state.next >= state.window_end) {
+      if (!LoadWindow(state)) return false;
+    }
+    // The last entry that does not begin after this tile: 32 candidates, then those around it.
+    constexpr int kStride = Memory::kWindow / 32;
+    static_assert(kStride <= 32);
+    const int lane = threadIdx.x % 32;
+    const unsigned coarse =
+        __ballot_sync(0xffffffffu, memory_.window[lane * kStride].first_tile <= state.next);
+    const int base = (__popc(coarse) - 1) * kStride;
+    const unsigned fine = __ballot_sync(
+        0xffffffffu, lane < kStride && memory_.window[base + lane % kStride].first_tile <= state.next);
+    const int at = base + __popc(fine) - 1;
+    const Entry entry = memory_.window[at];
+    const int index = state.window_begin + at;
+    int number = state.next - entry.first_tile;
+    state.next += gridDim.x;
+
+    if (!IsMm()) {
+      MakeSegmentTile(tile, index, entry);
+      SetWgradTile(tile, number);
+      return true;
+    }
+    const int gap = entry.start - entry.gap_begin;
+    const int gap_tiles = gap > 0 ? (gap + kM - 1) / kM * TilesN() : 0;
+    if (number < gap_tiles) {
+      tile.row0 = entry.gap_begin + static_cast<int64_t>(number / TilesN()) * kM;
+      tile.m_lo = 0;
+      tile.m_hi = static_cast<int>(min(int64_t{kM}, entry.start - tile.row0));
+      tile.weight = -1;
+      SetColumns(tile, number % TilesN());
+      return true;
+    }
+    number -= gap_tiles;
+    MakeSegmentTile(tile, index, entry);
+    // Down a band of rows, then on to the next columns.
+    const int m_tiles = (entry.length + tile.shift + kM - 1) / kM;
+    const int band = number / (kBand * TilesN());
+    const int rows = min(kBand, m_tiles - band * kBand);
+    const int within = number - band * kBand * TilesN();
+    const int first = (band * kBand + within % rows) * kM - tile.shift;
+    tile.row0 = int64_t{entry.start} + first;
+    tile.m_lo = max(-first, 0);
+    tile.m_hi = min(kM, entry.length - first);
+    SetColumns(tile, within / rows);
+    return true;
+  }
+
+  __device__ void MakeSegmentTile(Tile& tile, int index, const Entry& entry) const {
+    if (gemm_.metadata.kind == MetadataKind::kSizes) {
+      const int weight = index - static_cast<int>(Offset());
+      tile.segment = Segment{entry.start, entry.start, entry.length, weight};
+    } else {
+      tile.segment = ReadSegment(gemm_, index);
+      // An empty segment of a table may name any weight; the matrix that it leaves zero is its own.
+      if (!IsMm()) tile.segment.weight = index;
+    }
+    tile.weight = tile.segment.weight;
+    tile.shift = Shift(tile.segment);
+  }
+
+  __device__ void SetColumns(Tile& tile, int n_tile) const {
+    tile.n0 = static_cast<int64_t>(n_tile) * TileColumns();
+    tile.n_count = static_cast<int>(min(int64_t{TileColumns()}, Columns() - tile.n0));
+  }
+
+  __device__ void SetWgradTile(Tile& tile, int number) const {
+    tile.row0 = static_cast<int64_t>(number / TilesN()) * kM;
+    tile.m_lo = 0;
+    tile.m_hi = static_cast<int>(min(int64_t{kM}, gemm_.m - tile.row0));
+    SetColumns(tile, number % TilesN());
+  }
+
+  __device__ int64_t Offset() const {
+    return gemm_.metadata.offset == nullptr ? 0 : *gemm_.metadata.offset;
+  }
+
+  // Number the tiles of the next window of segments; false when there are no more segments. The
+  // rows after the last segment belong to one more, empty segment (mm).
+  __device__ bool LoadWindow(State& state) {
+    const int total = Count() + (IsMm() ? 1 : 0);
+    state.window_begin = state.window_begin < 0 ? 0 : state.window_begin + Memory::kWindow;
+    if (state.window_begin >= total) return false;
+    __syncthreads();  // the window before may still be read
+    const int begin = state.window_begin + threadIdx.x * Memory::kPerThread;
+    const uint32_t rows = static_cast<uint32_t>(gemm_.rows_x);
+    int starts[Memory::kPerThread], lengths[Memory::kPerThread], shifts[Memory::kPerThread];
+
+    if (gemm_.metadata.kind == MetadataKind::kSizes) {
+      auto add = [&](uint32_t a, uint32_t b) { return min(a + b, rows); };
+      uint32_t sizes[Memory::kPerThread], sum = 0;
+#pragma unroll
+      for (int i = 0; i < Memory::kPerThread; ++i) {
+        const int size = begin + i < Count() ? gemm_.metadata.data[begin + i] : 0;
+        sizes[i] = min(static_cast<uint32_t>(max(size, 0)), rows);
+        sum = add(sum, sizes[i]);
+      }
+      uint32_t all;
+      uint32_t row = add(state.rows_before, ExclusiveScan<kThreads>(sum, 0u, add, memory_.scratch, &all));
+      state.rows_before = add(state.rows_before, all);
+      const int64_t offset = Offset();
+#pragma unroll
+      for (int i = 0; i < Memory::kPerThread; ++i) {
+        const uint32_t end = add(row, sizes[i]);
+        const int64_t weight = begin + i - offset;
+        const bool here = begin + i < Count() && weight >= 0 && weight < gemm_.groups;
+        starts[i] = row;
+        lengths[i] = here ? static_cast<int>(end - row) : 0;
+        Segment segment{starts[i], starts[i], lengths[i], 0};
+        shifts[i] = Shift(segment);
+        row = end;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Memory::kPerThread; ++i) {
+        Segment segment{0, 0, 0, 0};
+        if (begin + i < Count()) segment = ReadSegment(gemm_, begin + i);
+        starts[i] = IsMm() ? segment.y_start : segment.x_start;
+        lengths[i] = segment.length;
+        shifts[i] = Shift(segment);
+      }
+    }
+
+    // Where the gap before each segment begins: behind all segments before it.
+    int gaps[Memory::kPerThread];
+    if (IsMm()) {
+      auto later = [](int a, int b) { return max(a, b); };
+      int end = 0, all;
+#pragma unroll
+      for (int i = 0; i < Memory::kPerThread; ++i) {
+        if (lengths[i] > 0) end = max(end, starts[i] + lengths[i]);
+      }
+      int before = max(state.covered, ExclusiveScan<kThreads>(
+                                     end, 0, later, reinterpret_cast<int*>(memory_.scratch), &all));
+      state.covered = max(state.covered, all);
+#pragma unroll
+      for (int i = 0; i < Memory::kPerThread; ++i) {
+        if (begin + i == Count()) starts[i] = static_cast<int>(gemm_.rows_y);
+        gaps[i] = before;
+        if (lengths[i] > 0) before = max(before, starts[i] + lengths[i]);
+      }
+    }
+
+    int tiles[Memory::kPerThread], sum = 0;
+#pragma unroll
+    for (int i = 0; i < Memory::kPerThread; ++i) {
+      tiles[i] = 0;
+      if (begin + i < total) {
+        if (!IsMm()) {
+          tiles[i] = HasMatrix(begin + i) ? TilesM() * TilesN() : 0;
+        } else {
+          if (lengths[i] > 0) tiles[i] = (lengths[i] + shifts[i] + kM - 1) / kM;
+          const bool gap = lengths[i] > 0 || begin + i == Count();
+          if (!gap || gemm_.epilogue.accumulate || gaps[i] > starts[i]) gaps[i] = starts[i];
+          tiles[i] = (tiles[i] + (starts[i] - gaps[i] + kM - 1) / kM) * TilesN();
+        }
+      }
+      sum += tiles[i];
+    }
+    int all;
+    int first = state.window_end + ExclusiveScan<kThreads>(
+                                  sum, 0, [](int a, int b) { return a + b; },
+                                  reinterpret_cast<int*>(memory_.scratch), &all);
+#pragma unroll
+    for (int i = 0; i < Memory::kPerThread; ++i) {
+      memory_.window[threadIdx.x * Memory::kPerThread + i] =
+          Entry{first, IsMm() ? gaps[i] : 0, starts[i], lengths[i]};
+      first += tiles[i];
+    }
+    state.window_end += all;
+    __syncthreads();
+    return true;
+  }
+
+  // wgrad: whether entry `index` of the sizes is a group whose matrix is computed here.
+  __device__ bool HasMatrix(int index) const {
+    if (gemm_.metadata.kind != MetadataKind::kSizes) return true;
+    const int64_t weight = index - Offset();
+    return weight >= 0 && weight < gemm_.groups;
+  }
+
+  // ---- in the order of the result ----
+
+  // mm: whether all segments' rows in the result are ascending and disjoint.
+  __device__ bool InOrder() {
+    int covered = 0;
+    bool ok = true;
+    for (int base = 0; base < Count(); base += kThreads) {
+      Segment segment{0, 0, 0, 0};
+      if (base + threadIdx.x < Count()) segment = ReadSegment(gemm_, base + threadIdx.x);
+      int all;
+      const int before = ExclusiveScan<kThreads>(
+          segment.length > 0 ? segment.y_start + segment.length : 0, 0,
+          [](int a, int b) { return max(a, b); }, reinterpret_cast<int*>(memory_.scratch), &all);
+      ok = ok && (segment.length == 0 || segment.y_start >= max(covered, before));
+      covered = max(covered, all);
+    }
+    return __syncthreads_and(ok);
+  }
+
+  __device__ bool NextOfResult(State& state, Tile& tile) {
+    const int64_t tiles = static_cast<int64_t>(TilesM()) * TilesN() * (IsMm() ? 1 : gemm_.groups);
+    if (state.next >= tiles) return false;
+    const int per_matrix = TilesM() * TilesN();
+    if (!IsMm()) {
+      tile.weight = state.next / per_matrix;
+      tile.shift = 0;
+      SetWgradTile(tile, state.next % per_matrix);
+      state.next += gridDim.x;
+      return true;
+    }
+    // The rows from `row_` on that lie in the same segments as it does.
+    const int64_t row0 = static_cast<int64_t>(state.next / TilesN()) * kM;
+    const int64_t row = row0 + state.done;
+    const int64_t end = min(row0 + kM, gemm_.rows_y);
+    int64_t stop = end;
+    for (int i = threadIdx.x; i < Count(); i += kThreads) {
+      const Segment s = ReadSegment(gemm_, i);
+      if (s.length == 0) continue;
+      const int64_t s_end = int64_t{s.y_start} + s.length;
+      if (s.y_start > row) stop = min(stop, int64_t{s.y_start});
+      if (s_end > row) stop = min(stop, s_end);
+    }
+    int rows = static_cast<int>(stop - row);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      rows = min(rows, __shfl_xor_sync(0xffffffffu, rows, distance));
+    }
+    if (threadIdx.x % 32 == 0) memory_.scratch[threadIdx.x / 32] = rows;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) rows = min(rows, static_cast<int>(memory_.scratch[w]));
+    __syncthreads();
+    tile.row0 = row;
+    tile.m_lo = 0;
+    tile.m_hi = rows;
+    tile.weight = 0;
+    tile.shift = 0;
+    SetColumns(tile, state.next % TilesN());
+    state.done += rows;
+    if (row0 + state.done >= end) {
+      state.done = 0;
+      state.next += gridDim.x;
+    }
+    return true;
+  }
+
+  const GemmSm80& gemm_;
+  Memory& memory_;
+};
+
+}  // namespace jgg::device

@@ -1,0 +1,74 @@
+// From XLA's buffers to Metadata, for the handlers of mm and wgrad.
+#pragma once
+
+#include <string_view>
+
+#include "common/buffer.h"
+#include "common/check.h"
+#include "grouped_mm/segments.h"
+
+namespace jgg {
+
+// The canonical form.
+inline xla::ffi::Error BindTable(const char* op, xla::ffi::BufferR2<xla::ffi::S32> segments,
+                                 Metadata* metadata) {
+  JGG_RETURN_IF_ERROR(CheckShape(op, "segments", "(S, 4)", segments, {-1, 4}));
+  *metadata = Metadata{};
+  metadata->data = segments.typed_data();
+  metadata->count = segments.dimensions()[0];
+  return xla::ffi::Error::Success();
+}
+
+// Any form, by name: "sizes" (G',), "spans" (S, 2) or "segments" (S, 4), all int32.
+inline xla::ffi::Error BindMetadata(const char* op, std::string_view kind,
+                                    xla::ffi::AnyBuffer buffer, bool swapped, Metadata* metadata) {
+  *metadata = Metadata{};
+  if (buffer.element_type() != xla::ffi::S32) {
+    return InvalidArgument(op, "metadata has XLA dtype ", static_cast<int>(buffer.element_type()),
+                           ", expected int32");
+  }
+  if (kind == "sizes") {
+    metadata->kind = MetadataKind::kSizes;
+    JGG_RETURN_IF_ERROR(CheckShape(op, "sizes", "(G,)", buffer, {-1}));
+  } else if (kind == "spans") {
+    metadata->kind = MetadataKind::kSpans;
+    JGG_RETURN_IF_ERROR(CheckShape(op, "spans", "(S, 2)", buffer, {-1, 2}));
+  } else if (kind == "segments") {
+    metadata->kind = MetadataKind::kSegments;
+    JGG_RETURN_IF_ERROR(CheckShape(op, "segments", "(S, 4)", buffer, {-1, 4}));
+  } else {
+    return InvalidArgument(op, "metadata kind '", kind, "' is not one of sizes, spans, segments");
+  }
+  metadata->data = static_cast<const int32_t*>(buffer.untyped_data());
+  metadata->count = buffer.dimensions()[0];
+  metadata->swapped = swapped;
+  return xla::ffi::Error::Success();
+}
+
+// The optional operands at the end of a call, in order.
+class Operands {
+ public:
+  Operands(const char* op, xla::ffi::RemainingArgs rest) : op_(op), rest_(rest) {}
+
+  // The next operand, where `present`.
+  xla::ffi::Error Take(bool present, const char* name, xla::ffi::AnyBuffer* buffer) {
+    if (!present) return xla::ffi::Error::Success();
+    if (next_ >= rest_.size()) return InvalidArgument(op_, name, " is missing");
+    auto taken = rest_.get<xla::ffi::AnyBuffer>(next_++);
+    if (taken.has_error()) return taken.error();
+    *buffer = taken.value();
+    return xla::ffi::Error::Success();
+  }
+
+  xla::ffi::Error End() const {
+    if (next_ == rest_.size()) return xla::ffi::Error::Success();
+    return InvalidArgument(op_, "has ", rest_.size() - next_, " operands too many");
+  }
+
+ private:
+  const char* op_;
+  xla::ffi::RemainingArgs rest_;
+  size_t next_ = 0;
+};
+
+}  // namespace jgg
