@@ -1,6 +1,6 @@
 """Grouped products on one GPU: device time, share of the floor, ratio to peers.
 
-python -m benchmarks.gpu [--ops forward dgrad wgrad segmented scan] [--peers lax torch] [--json FILE]
+python -m benchmarks.gpu [--ops forward ...] [--peers lax torch] [--json FILE]
 
 Every kernel that a call launches is counted (CUPTI), helpers included; medians of repetitions; the
 arms of a case run in turns. The floor of a case is max(bytes / B, flops / C): each operand read
@@ -11,10 +11,12 @@ random, and every timed result is checked against float32 products of some of it
 
 import argparse
 import datetime
+import importlib
 import json
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -63,6 +65,7 @@ REPETITIONS = 20
 def device_us(f, *args) -> tuple:
     """The result, and microseconds of device time per call, one per repetition."""
     out, times = profiler.measure(jax.jit(f), iterations=REPETITIONS)(*args)
+    assert times is not None, "CUPTI saw no kernel"
     return out, [1e3 * t for t in times]
 
 
@@ -70,10 +73,15 @@ def ceilings() -> tuple[float, float]:
     """C in FLOP/s and B in bytes/s."""
     a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
     _, product = device_us(jnp.matmul, a, b)
-    buffer = jax.random.normal(jax.random.key(2), (2**29,), jnp.bfloat16)
-    _, copy = device_us(lambda v: v + 1, buffer)
-    median = statistics.median
-    return 2 * 8192**3 / median(product) * 1e6, 2 * buffer.nbytes / median(copy) * 1e6
+    # A copy is no kernel, so it is timed from outside: large, many in a row.
+    buffer = random(2, (2**31,))
+    copy = jax.jit(lambda v: jnp.copy(v))
+    times = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        jax.block_until_ready([copy(buffer) for _ in range(8)])
+        times.append((time.perf_counter() - begin) / 8)
+    return 2 * 8192**3 / statistics.median(product) * 1e6, 2 * buffer.nbytes / min(times)
 
 
 def random(seed: int, shape, dtype=jnp.bfloat16):
@@ -108,7 +116,7 @@ def grouped_cases(op: str, cases, peers):
         x, w = random(0, (rows, k)), random(1, (groups, n, k) if op == "dgrad" else (groups, k, n))
         transposed = op == "dgrad"
         ours = lambda x, w, s, t=transposed: jgg.grouped_mm(x, w, s, transpose_w=t)
-        arms = {"ours": (ours, (x, w, jnp.asarray(sizes)))}
+        arms: dict[str, tuple] = {"ours": (ours, (x, w, jnp.asarray(sizes)))}
         if "lax" in peers and not transposed and rows * groups * k < 2**33:
             arms["lax"] = (lax.ragged_dot, (x, w, jnp.asarray(sizes)))
         if "torch" in peers:
@@ -131,14 +139,16 @@ def wgrad_cases(cases, peers):
         x, y = random(0, (rows, a)), random(1, (rows, b))
         spans = jnp.asarray(np.stack([ends - sizes, ends], 1), jnp.int32)
         ours = lambda x, y, s: jgg.segmented_mm(x, y, s, transpose_a=True)
-        arms = {"ours": (ours, (x, y, spans))}
+        arms: dict[str, tuple] = {"ours": (ours, (x, y, spans))}
         if "torch" in peers:
             arms["torch"] = torch_arm("wgrad", x, y, sizes, False)
 
         def error(out, x=x, y=y, sizes=sizes, ends=ends):
             g = int(np.argmax(sizes))
             rows = slice(int(ends[g] - sizes[g]), int(ends[g]))
-            want = jnp.dot(x[rows].astype("float32").T, y[rows].astype("float32"), precision="highest")
+            want = jnp.dot(
+                x[rows].astype("float32").T, y[rows].astype("float32"), precision="highest"
+            )
             return float(jnp.linalg.norm(out[g].astype("float32") - want) / jnp.linalg.norm(want))
 
         yield {
@@ -154,7 +164,11 @@ def wgrad_cases(cases, peers):
 def segmented_cases(peers):
     """MLX's cases, with any cuts: not multiples of 16."""
     del peers
-    for dtype, precision in (("bfloat16", None), ("float32", "highest"), ("float32", "tensorfloat32")):
+    for dtype, precision in (
+        ("bfloat16", None),
+        ("float32", "highest"),
+        ("float32", "tensorfloat32"),
+    ):
         name = "tf32" if precision == "tensorfloat32" else dtype
         for (m, n, k, count), mlx in zip(SEGMENTED, MLX[name], strict=True):
             cuts = np.sort(np.random.default_rng(k).choice(k, count - 1, replace=False))
@@ -165,7 +179,9 @@ def segmented_cases(peers):
             def error(out, a=a, b=b, spans=spans):
                 a, b = (np.asarray(v, np.float64) for v in (a, b))
                 want = np.stack([a[:, i:j] @ b[i:j] for i, j in spans])
-                return float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
+                return float(
+                    np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
+                )
 
             yield {
                 "op": f"segmented {name}",
@@ -199,7 +215,7 @@ def scan_cases(peers):
 
 def torch_arm(kind, a, b, sizes, transposed):
     """A function that runs torch's grouped product and times itself by CUDA-graph replay."""
-    import torch
+    torch = importlib.import_module("torch")
 
     to_torch = torch.utils.dlpack.from_dlpack
     a, b = to_torch(a), to_torch(b)
@@ -212,7 +228,7 @@ def torch_arm(kind, a, b, sizes, transposed):
 
 
 def torch_us(f) -> list[float]:
-    import torch
+    torch = importlib.import_module("torch")
 
     f()
     torch.cuda.synchronize()
@@ -232,13 +248,15 @@ def torch_us(f) -> list[float]:
 
 def commit() -> str:
     try:
-        return subprocess.check_output(["git", "describe", "--always", "--dirty"], text=True).strip()
+        return subprocess.check_output(
+            ["git", "describe", "--always", "--dirty"], text=True
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return jgg.__version__
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     choices = ["forward", "dgrad", "wgrad", "segmented", "scan"]
     parser.add_argument("--ops", nargs="+", default=choices, choices=choices)
     parser.add_argument("--peers", nargs="*", default=[], choices=["lax", "torch"])
@@ -257,7 +275,7 @@ def main():
     records = []
     for op in args.ops:
         for case in make[op]():
-            times = {}
+            times, error = {}, float("nan")
             for name, (f, operands) in case["arms"].items():
                 if operands is None:
                     times[name] = torch_us(f)

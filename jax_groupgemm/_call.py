@@ -265,7 +265,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     rest = [*_segments.narrow(form, meta, rows_x, w.shape[0])]
     options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
     rest += [value for value in options if value is not None]
-    columns = n // 2 if epilogue.activation in GATED else n
+    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
     shape = (columns, rows) if transpose_out else (rows, columns)
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
@@ -284,10 +284,6 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         rest = _segments.narrow(form, meta, rows[0], groups)
         flags |= _metadata_flags(form, meta, precision) | {"own_weight": form.own_weight}
     return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
-
-
-#: Activations that take gate and up as the two halves of N.
-GATED = ("swiglu", "geglu")
 
 
 def _metadata_flags(form, meta, precision) -> dict[str, bool | str]:

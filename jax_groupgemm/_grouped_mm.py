@@ -5,22 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from . import _check, _primitives, _reference
-from ._segments import SIZES, covered_rows
-
-#: All map 0 to 0, so a row of zeros stays one.
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "tanh": jnp.tanh,
-}
-
-#: Gated forms: the halves of N are gate and up; ``activation(gate) * up``.
-GATED_ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+from . import _check, _epilogue, _primitives
+from ._epilogue import ACTIVATIONS, GATED_ACTIVATIONS
+from ._segments import SIZES
 
 
 def grouped_mm(
@@ -110,49 +98,41 @@ def grouped_mm(
     _check.rows(op, "x", t)
     _check.implementation(op, implementation)
     dtype = _check.result_dtype(op, preferred_element_type, x, w)
-    plain = bias is None and activation is None and row_scale is None and existing_out is None
-    sum_dtype = dtype if plain else _reference.accumulator_dtype(dtype)
     same: dict[str, Any] = {
-        "form": SIZES, "rows": t, "out_dtype": sum_dtype, "implementation": implementation,
+        "transpose_w": transpose_w,
         "precision": _check.precision(op, precision),
-    }  # fmt: skip
-    y = _primitives.mm(x, w, meta, transpose_w=transpose_w, **same)
-    if plain:
-        return y
+        "implementation": implementation,
+    }
+    columns = _columns(op, activation, n)
+    if bias is None and activation is None and row_scale is None and existing_out is None:
+        return _primitives.mm(x, w, meta, form=SIZES, rows=t, out_dtype=dtype, **same)
 
     if bias is not None:
         bias = _check.array(op, "bias", bias)
         _check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
-        # bias[group(t)] is itself a grouped product, with K = 1.
-        exact: dict[str, Any] = same | {"precision": lax.Precision.HIGHEST}
-        y = y + _primitives.mm(jnp.ones((t, 1), bias.dtype), bias[:, None, :], meta, **exact)
-    y = _activate(op, activation, y)
     if row_scale is not None:
         row_scale = _check.array(op, "row_scale", row_scale)
         _check.shape(op, "row_scale", row_scale, (t,), "T", f"because x is {x.shape}")
-        first, last = covered_rows(group_sizes, group_offset, t, groups)
-        row = lax.iota(jnp.int32, t)
-        scale = jnp.where((row >= first) & (row < last), row_scale.astype(sum_dtype), 0)
-        y = y * scale[:, None]
     if existing_out is not None:
         existing_out = _check.array(op, "existing_out", existing_out)
-        _check.shape(op, "existing_out", existing_out, y.shape, "T, N", "the result's shape")
-        y = y + existing_out.astype(sum_dtype)
-    return y.astype(dtype)
+        _check.shape(
+            op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
+        )  # fmt: skip
+    return _epilogue.mm(
+        x, w, meta, bias, row_scale, existing_out, activation=activation, dtype=dtype, **same
+    )
 
 
-def _activate(op: str, activation: str | None, y):
-    if activation is None:
-        return y
-    if activation in ACTIVATIONS:
-        return ACTIVATIONS[activation](y)
+def _columns(op: str, activation: str | None, n: int) -> int:
+    """The columns of the result."""
+    if activation is None or activation in ACTIVATIONS:
+        return n
     if activation not in GATED_ACTIVATIONS:
         known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
         raise ValueError(f"jgg.{op}: activation={activation!r} is not one of None, {known}")
-    n = y.shape[1]
     if n % 2:
         raise ValueError(
             f"jgg.{op}: activation={activation!r} takes gate and up as the two halves of N, "
             f"but N is {n}"
         )
-    return GATED_ACTIVATIONS[activation](y[:, : n // 2]) * y[:, n // 2 :]
+    return n // 2

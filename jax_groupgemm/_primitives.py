@@ -61,10 +61,10 @@ def _bind(name, *operands, **params):
         return _partition.explicit(name, explicit, operands, params, _bind)
     manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
     primitive = (INNER if manual else OUTER)[name]
-    return primitive.bind(*_vary_alike(*operands), **params)
+    return primitive.bind(*vary_alike(*operands), **params)
 
 
-def _vary_alike(*operands):
+def vary_alike(*operands):
     """Let operands vary over the same manual mesh axes, as one opaque operation needs."""
     varying = [jax.typeof(a).manual_axis_type.varying for a in operands]
     union = frozenset().union(*varying)
@@ -79,15 +79,15 @@ def _vary_alike(*operands):
 
 def _mm_abstract(x, w, *meta, rows, transpose_w, transpose_out, out_dtype, **_):
     n = w.shape[1 if transpose_w else 2]
-    return _out_aval((n, rows) if transpose_out else (rows, n), out_dtype, (x, w, *meta))
+    return out_aval((n, rows) if transpose_out else (rows, n), out_dtype, (x, w, *meta))
 
 
 def _wgrad_abstract(x, y, *meta, groups, transpose_x, transpose_y, out_dtype, **_):
     shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
-    return _out_aval(shape, out_dtype, (x, y, *meta))
+    return out_aval(shape, out_dtype, (x, y, *meta))
 
 
-def _out_aval(shape, dtype, operands):
+def out_aval(shape, dtype, operands):
     varying = {a.manual_axis_type.varying for a in operands}
     if len(varying) != 1:
         raise ValueError(f"operands vary over different manual mesh axes: {varying}")

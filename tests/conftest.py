@@ -13,6 +13,10 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=200, help="random cases of tests/test_fuzz.py")
+
+
 def has_gpu() -> bool:
     try:
         return bool(jax.local_devices(backend="cuda"))

@@ -1,6 +1,6 @@
-"""A small set of cases for compute-sanitizer, through the kernels:
+"""A small set of cases for compute-sanitizer, through every tile and operand layout of the kernels:
 
-compute-sanitizer --tool memcheck python tests/sanitize.py
+compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/sanitize.py
 """
 
 import jax
@@ -10,25 +10,59 @@ import oracle
 
 import jax_groupgemm as jgg
 
+# rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
+GROUPED = (
+    (129, 33, 65, [0, 1, 127]),
+    (64, 16, 64, [64, 0, 0]),
+    (7, 1, 1, [9]),
+    (40, 72, 136, [3, 0, 9, 0, 12, 1]),
+    (700, 40, 136, [0, 383, 260]),
+)
+
+
+def grouped(rng, dtype, precision):
+    for t, k, n, sizes in GROUPED:
+        for transpose_w in (False, True):
+            x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (len(sizes), k, n), dtype)
+            stored = w.swapaxes(1, 2) if transpose_w else w
+            f = lambda x, w, s=sizes, t=transpose_w: jgg.grouped_mm(
+                x, w, jnp.array(s), transpose_w=t, precision=precision
+            )
+            out, vjp = jax.jit(lambda x, w, f=f: jax.vjp(f, x, w))(x, stored)
+            if precision is None:
+                oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+            jax.block_until_ready(jax.jit(lambda vjp, out: vjp(out))(vjp, out))
+    t, k, n, sizes = GROUPED[3]
+    x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (len(sizes), k, n), dtype)
+    for activation in ("silu", "swiglu"):
+        old = oracle.random(rng, (t, n // 2 if activation == "swiglu" else n), dtype)
+        bias, scale = oracle.random(rng, (len(sizes), n), dtype), oracle.random(rng, (t,), dtype)
+        fused = jax.jit(
+            lambda x, w, b, s, old, a=activation: jgg.grouped_mm(
+                x, w, jnp.array(sizes), bias=b, row_scale=s, existing_out=old, activation=a
+            )
+        )
+        assert np.isfinite(oracle.f64(fused(x, w, bias, scale, old))).all()
+
+
+def segmented(rng, dtype, precision):
+    for m, k in ((37, 100), (136, 328)):
+        a = oracle.random(rng, (m, k), dtype)
+        segments = jnp.array([[0, 40], [30, 71], [99, 100], [50, 20], [-3, 2 * k]])
+        f = lambda a, s=segments: jgg.segmented_mm(a, a.T, s, precision=precision)
+        out, vjp = jax.jit(lambda a, f=f: jax.vjp(f, a))(a)
+        if precision is None:
+            oracle.assert_close(out, oracle.segmented_mm(a, a.T, segments))
+        jax.block_until_ready(jax.jit(lambda vjp, out: vjp(out))(vjp, out))
+
 
 def main():
     rng = np.random.default_rng(0)
-    for dtype in ("float32", "bfloat16", "float16"):
-        for t, k, n, sizes in (
-            (129, 33, 65, [0, 1, 127]),
-            (64, 16, 64, [64, 0, 0]),
-            (7, 1, 1, [9]),
-        ):
-            x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (len(sizes), k, n), dtype)
-            f = lambda x, w, s=sizes: jgg.grouped_mm(x, w, jnp.array(s))
-            out, vjp = jax.vjp(f, x, w)
-            oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
-            jax.block_until_ready(vjp(out))
-        a = oracle.random(rng, (37, 100), dtype)
-        segments = jnp.array([[0, 40], [30, 71], [99, 100], [50, 20], [-3, 200]])
-        out, vjp = jax.vjp(lambda a, s=segments: jgg.segmented_mm(a, a.T, s), a)
-        oracle.assert_close(out, oracle.segmented_mm(a, a.T, segments))
-        jax.block_until_ready(vjp(out))
+    for dtype, precision in (
+        ("float32", None), ("float32", "tensorfloat32"), ("bfloat16", None), ("float16", None),
+    ):  # fmt: skip
+        grouped(rng, dtype, precision)
+        segmented(rng, dtype, precision)
     print("sanitize: all cases right")
 
 

@@ -139,3 +139,102 @@ def test_errors_of_a_handler_reach_python():
         (RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"
     ):
         jax.block_until_ready(jax.jit(lambda: call(x, w, table, **flags))())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_more_rows_than_a_grid_dimension(rng, dtype):
+    """70 001 rows, most in one group, cut anywhere."""
+    t, k, n = 70_001, 24, 40
+    x, w, ct = (oracle.random(rng, s, dtype) for s in ((t, k), (3, k, n), (t, n)))
+    sizes = jnp.array([17, 65_537, 4_000])
+    out, vjp = jax.vjp(lambda x, w: jgg.grouped_mm(x, w, sizes), x, w)
+    oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+    for got, want in zip(vjp(ct), oracle.grouped_mm_grads(x, w, sizes, ct), strict=True):
+        oracle.assert_close(got, want, k=65_537)
+
+
+@pytest.mark.parametrize("live", [0, 1, 8, 4096])
+def test_4096_groups(rng, live):
+    t, k, n, g = 4_500, 16, 24, 4096
+    x, w, ct = oracle.random(rng, (t, k)), oracle.random(rng, (g, k, n)), oracle.random(rng, (t, n))
+    sizes = np.zeros(g, np.int32)
+    sizes[np.sort(rng.choice(g, live, replace=False))] = t // max(live, 1)
+    out, vjp = jax.vjp(lambda x, w: jgg.grouped_mm(x, w, sizes), x, w)
+    oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+    for got, want in zip(vjp(ct), oracle.grouped_mm_grads(x, w, sizes, ct), strict=True):
+        oracle.assert_close(got, want, k=t)
+
+
+def test_weights_over_four_gib(rng):
+    """The last of many weights begins beyond 2**32 bytes, as does the last row of the result."""
+    g, k, n, t = 70, 4096, 8192, 2**18 + 5
+    w = jax.jit(lambda: jax.random.normal(jax.random.key(0), (g, k, n), jnp.bfloat16))()
+    x = jax.jit(lambda: jax.random.normal(jax.random.key(1), (t, k), jnp.bfloat16))()
+    assert w.nbytes > 2**32
+    assert 2 * t * n > 2**32
+    sizes = np.zeros(g, np.int32)
+    sizes[[0, 1, g - 1]] = 3, t - 200, 190
+    out = jgg.grouped_mm(x, w, sizes)
+    for rows, group in (
+        (slice(0, 3), 0),
+        (slice(t - 210, t - 197), 1),
+        (slice(t - 197, t - 7), g - 1),
+    ):
+        want = jnp.dot(x[rows], w[group], preferred_element_type=jnp.float32)
+        oracle.assert_close(out[rows], want)
+    assert not np.asarray(out[-7:]).any()
+
+
+def test_existing_out_is_accumulated_in_place(rng):
+    x, w = oracle.random(rng, (64, 32)), oracle.random(rng, (3, 32, 48))
+    old = oracle.random(rng, (64, 48))
+    want = oracle.f64(old) + oracle.grouped_mm(x, w, [20, 0, 30])
+    f = jax.jit(
+        lambda x, w, old: jgg.grouped_mm(x, w, jnp.array([20, 0, 30]), existing_out=old),
+        donate_argnums=2,
+    )
+    assert "jgg_mm" in f.lower(x, w, old).as_text()
+    address = old.unsafe_buffer_pointer()
+    out = f(x, w, old)
+    assert out.unsafe_buffer_pointer() == address
+    assert old.is_deleted()
+    oracle.assert_close(out, want)
+    keep = oracle.random(rng, (64, 48))
+    before = np.asarray(keep).copy()
+    g = jax.jit(lambda x, w, old: jgg.grouped_mm(x, w, jnp.array([20, 0, 30]), existing_out=old))
+    oracle.assert_close(g(x, w, keep), before + oracle.grouped_mm(x, w, [20, 0, 30]))
+    np.testing.assert_array_equal(keep, before)
+
+
+TWO_STREAMS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp, numpy as np, oracle
+from jax.experimental.compute_on import compute_on
+import jax_groupgemm as jgg
+rng = np.random.default_rng(0)
+x, w = oracle.random(rng, (3000, 512), "bfloat16"), oracle.random(rng, (8, 512, 768), "bfloat16")
+sizes = [jnp.asarray(oracle.random_sizes(rng, 8, 3000)) for _ in range(2)]
+
+def on_stream(index, f):
+    where = jax.memory.Space.Device
+    return compute_on(f, compute_type=f"gpu_stream:{index}", out_memory_spaces=where)
+
+product = lambda x, w, s: jnp.tanh(jgg.grouped_mm(jgg.grouped_mm(x, w, s), w, s, transpose_w=True))
+first, second = on_stream(1, product), on_stream(2, product)
+both = jax.jit(lambda x, w, a, b: (first(x, w, a), second(x, w, b)))
+wants = [np.asarray(jax.jit(product)(x, w, s)) for s in sizes]
+for _ in range(50):
+    for got, want in zip(both(x, w, *sizes), wants):
+        np.testing.assert_array_equal(got, want)
+"""
+
+
+def test_two_streams(tmp_path):
+    """Calls that run at the same time on two streams give the bits that they give alone."""
+    flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
+    command = [sys.executable, "-c", TWO_STREAMS, str(Path(__file__).parent)]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
+    (dump,) = tmp_path.glob("*jit__lambda*.thunk_sequence_after_thunk_passes.txt")
+    calls = [line for line in dump.read_text().splitlines() if "kCustomCall" in line]
+    assert calls

@@ -10,7 +10,8 @@ namespace jgg {
 
 // The most elements, a power of two of at most 16 bytes, in which an operand may be copied whose
 // base and whose every distance allow it.
-inline int AlignedElements(DType dtype, const void* base, std::initializer_list<int64_t> distances) {
+inline int AlignedElements(DType dtype, const void* base,
+                           std::initializer_list<int64_t> distances) {
   const int size = dtype == DType::kF32 ? 4 : 2;
   int width = 16 / size;
   while (reinterpret_cast<uintptr_t>(base) % (width * size) != 0) width /= 2;

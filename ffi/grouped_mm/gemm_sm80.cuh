@@ -10,7 +10,9 @@
 
 namespace jgg {
 
-// Launch one configuration on every multiprocessor, or on as many as have work.
+// Launch one configuration: as many blocks as the device holds at a time, which share out the
+// tiles. Where a tile is found without a scan there is a block for each instead, and the device
+// shares them out as others finish: tiles of segments of different lengths take different times.
 template <typename Config>
 cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   constexpr auto kernel = device::GemmSm80Kernel<Config>;
@@ -48,39 +50,78 @@ cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   const int64_t tiles = m_tiles * n_tiles;
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(std::min<int64_t>(tiles, blocks)), Config::kThreads, kBytes,
-           stream>>>(gemm);
+  const bool scans = gemm.order != GemmSm80::Order::kMatrices;
+  blocks = static_cast<int>(scans ? std::min<int64_t>(tiles, blocks) : tiles);
+  kernel<<<blocks, Config::kThreads, kBytes, stream>>>(gemm);
   return cudaGetLastError();
 }
 
-// The rows of the result that an average segment has; what a tile's height is chosen by.
-inline int64_t TypicalRows(const GemmSm80& gemm) {
+// Low: few rows, tiles as low as an instruction, so that memory sets the pace. Large: reuses most.
+// Medium: where large tiles would be half empty, or too few. Small: where even those are too few to
+// keep a GPU busy; groups of threads then share out k.
+template <typename Element, bool kA, bool kB>
+struct ConfigsSm80 {
+  static constexpr int kLine = 128 / sizeof(Element);  // elements of a cache line
+  template <int kM, int kN, int kK, int kStages, int kBlocks, int kWarpsM, int kWarpsN,
+            int kWarpsK = 1>
+  using Config =
+      device::GemmConfig<Element, kA, kB, kM, kN, kK, kStages, kBlocks,
+                         device::TensorOps<Element, kA, kB, kM, kN, kK, kWarpsM, kWarpsN, kWarpsK>>;
+  static constexpr bool kTf32 = sizeof(Element) == 4;
+  using Low = Config<16, 128, kLine, 3, 3, 1, 4>;
+  using Small = cute::conditional_t<kTf32, Config<64, 64, 2 * kLine, 3, 2, 2, 2, 2>,
+                                    Config<32, 64, 2 * kLine, 3, 2, 1, 2, 4>>;
+  using Medium = Config<64, kTf32 ? 64 : 128, kLine, 3, 2, 2, 2>;
+  using Large = Config<128, 128, kLine / 2, 4, 2, 2, 2>;
+  static constexpr int64_t kSmallBelow = kTf32 ? 528 : 128;  // tiles of 64 x 64
+};
+
+template <bool kA, bool kB>
+struct ConfigsSm80<float, kA, kB> {
+  template <int kM, int kN, int kK, int kStages, int kBlocks, int kThreadsM, int kThreadsN,
+            int kThreadsK = 1>
+  using Config =
+      device::GemmConfig<float, kA, kB, kM, kN, kK, kStages, kBlocks,
+                         device::FloatOps<kA, kB, kM, kN, kK, kThreadsM, kThreadsN, kThreadsK>>;
+  using Low = Config<16, 128, 32, 3, 3, 4, 32>;
+  using Small = Config<32, 64, 32, 4, 2, 8, 8, 4>;
+  using Medium = Config<64, 64, 16, 4, 3, 16, 8>;
+  using Large = Config<128, 64, 16, 4, 2, 16, 8>;
+  static constexpr int64_t kSmallBelow = 528;
+};
+
+// Tiles of m x n that a result of evenly long segments has.
+inline int64_t Tiles(const GemmSm80& gemm, int64_t m, int64_t n) {
+  const bool mm = gemm.product == GemmSm80::Product::kMm;
+  const int64_t m_tiles = ((mm ? gemm.rows_y : gemm.m) + m - 1) / m;
+  return m_tiles * ((gemm.n + n - 1) / n) * (mm ? 1 : gemm.groups);
+}
+
+// Rows of the result that a tile may have. What groups have on average says little where a few may
+// hold all the rows, and 2-byte elements stream as fast through Medium tiles: there only a result
+// that is itself low takes low tiles.
+template <typename Element>
+int64_t TypicalRows(const GemmSm80& gemm, int64_t low) {
   if (gemm.product == GemmSm80::Product::kWgrad) return gemm.m;
-  return (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
+  const int64_t average =
+      (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
+  return sizeof(Element) == 2 && gemm.rows_y > low ? std::max(average, low + 1) : average;
 }
 
 template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
-  constexpr bool kA = kAKMajor, kB = kBKMajor;
-  const int64_t rows = TypicalRows(gemm);
-  if constexpr (std::is_same_v<Element, float>) {
-    if (rows <= 16) {
-      using Ops = device::FloatOps<kA, kB, 16, 128, 32, 4, 32>;
-      return LaunchConfig<device::GemmConfig<float, kA, kB, 16, 128, 32, 3, 3, Ops>>(stream, gemm);
-    }
-    using Ops = device::FloatOps<kA, kB, 128, 128, 16, 16, 8>;
-    return LaunchConfig<device::GemmConfig<float, kA, kB, 128, 128, 16, 4, 2, Ops>>(stream, gemm);
-  } else {
-    constexpr int kWide = 128 / sizeof(Element), kNarrow = 64 / sizeof(Element);
-    if (rows <= 16) {
-      using Ops = device::TensorOps<Element, kA, kB, 16, 128, kWide, 1, 4>;
-      return LaunchConfig<device::GemmConfig<Element, kA, kB, 16, 128, kWide, 3, 3, Ops>>(stream,
-                                                                                         gemm);
-    }
-    using Ops = device::TensorOps<Element, kA, kB, 128, 128, kNarrow, 2, 2>;
-    return LaunchConfig<device::GemmConfig<Element, kA, kB, 128, 128, kNarrow, 4, 2, Ops>>(stream,
-                                                                                          gemm);
+  using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
+  constexpr int64_t kLow = Configs::Low::kM, kMedium = Configs::Medium::kM;
+  constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
+  const int64_t rows = TypicalRows<Element>(gemm, kLow);
+  if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
+  if (Tiles(gemm, 64, 64) < Configs::kSmallBelow) {
+    return LaunchConfig<typename Configs::Small>(stream, gemm);
   }
+  if (rows <= kMedium || Tiles(gemm, 128, 128) < kMediumBelow) {
+    return LaunchConfig<typename Configs::Medium>(stream, gemm);
+  }
+  return LaunchConfig<typename Configs::Large>(stream, gemm);
 }
 
 }  // namespace jgg

@@ -18,9 +18,10 @@ namespace jgg {
 struct GemmSm80 {
   enum class Product { kMm, kWgrad };
   enum class Order {
-    kSegments,  // one piece of work per tile of a segment
-    kDetect,    // likewise, unless the kernel finds segments that are out of order or overlap
+    kSegments,  // one piece of work per tile of a segment, found by a scan of all segments
+    kDetect,    // mm: likewise, unless the segments prove to be out of order or to overlap
     kResult,    // one piece of work per tile of the result, which looks for its segments
+    kMatrices,  // wgrad: likewise, where matrix g has segment g
   };
   Product product;
   Order order;
@@ -28,15 +29,15 @@ struct GemmSm80 {
   const void* b;
   void* out;
   DType out_dtype;
-  int64_t a_line, b_line;    // elements from one line to the next
-  int64_t b_group;           // mm: elements from one weight to the next
-  int a_width, b_width;      // elements per copy that alignment allows, a power of two
-  int64_t rows_x, rows_y;    // mm: of x and the result; wgrad: of x and y
-  int64_t m, n, k;           // wgrad: m x n per weight; mm: n columns and k
-  int64_t groups;            // weights
-  int64_t out_group;         // wgrad: elements from one matrix of the result to the next
-  int64_t out_m, out_n;      // elements from one row (column) of the result to the next
-  int out_width;             // elements per store that alignment allows
+  int64_t a_line, b_line;  // elements from one line to the next
+  int64_t b_group;         // mm: elements from one weight to the next
+  int a_width, b_width;    // elements per copy that alignment allows, a power of two
+  int64_t rows_x, rows_y;  // mm: of x and the result; wgrad: of x and y
+  int64_t m, n, k;         // wgrad: m x n per weight; mm: n columns and k
+  int64_t groups;          // weights
+  int64_t out_group;       // wgrad: elements from one matrix of the result to the next
+  int64_t out_m, out_n;    // elements from one row (column) of the result to the next
+  int out_width;           // elements per store that alignment allows
   Metadata metadata;
   Epilogue epilogue;
 };

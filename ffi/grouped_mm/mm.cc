@@ -63,8 +63,8 @@ static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, ffi
     }
     epilogue.accumulate = true;
   }
-  if (!args->in_order && (has.bias || has.row_scale || has.existing_out ||
-                          epilogue.activation != Activation::kNone)) {
+  if (!args->in_order &&
+      (has.bias || has.row_scale || has.existing_out || epilogue.activation != Activation::kNone)) {
     return InvalidArgument(op, "an epilogue needs segments in order");
   }
   return operands.End();
@@ -79,8 +79,8 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument("mm", "unknown activation '", activation, "'");
   MmArgs args;
-  JGG_RETURN_IF_ERROR(BindMm(x, w, *out, transpose_x, transpose_w, transpose_out,
-                             *known_activation, &args));
+  JGG_RETURN_IF_ERROR(
+      BindMm(x, w, *out, transpose_x, transpose_w, transpose_out, *known_activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata("mm", kind, metadata, swapped, &args.metadata));
   args.tf32 = tf32;
   args.in_order = in_order;

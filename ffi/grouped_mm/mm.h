@@ -23,6 +23,10 @@ struct Epilogue {
   DType row_scale_dtype = DType::kF32;
   bool accumulate = false;  // `out` already holds existing_out
   Activation activation = Activation::kNone;
+
+  constexpr bool Any() const {
+    return bias != nullptr || row_scale != nullptr || accumulate || activation != Activation::kNone;
+  }
 };
 
 struct MmArgs {

@@ -9,9 +9,9 @@
 namespace jgg {
 
 // Check a call's matrices and describe them.
-inline xla::ffi::Error BindMm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w,
-                              xla::ffi::AnyBuffer out, bool transpose_x, bool transpose_w,
-                              bool transpose_out, Activation activation, MmArgs* args) {
+inline xla::ffi::Error BindMm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w, xla::ffi::AnyBuffer out,
+                              bool transpose_x, bool transpose_w, bool transpose_out,
+                              Activation activation, MmArgs* args) {
   constexpr const char* op = "mm";
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));

@@ -109,8 +109,8 @@ ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                  ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
                  bool transpose_x, bool transpose_w, bool transpose_out, bool ordered) {
   MmArgs args;
-  JGG_RETURN_IF_ERROR(BindMm(x, w, *out, transpose_x, transpose_w, transpose_out,
-                             Activation::kNone, &args));
+  JGG_RETURN_IF_ERROR(
+      BindMm(x, w, *out, transpose_x, transpose_w, transpose_out, Activation::kNone, &args));
   JGG_RETURN_IF_ERROR(BindTable("mm", segments, &args.metadata));
   (ordered ? RunOrdered : RunOverlapping)(pool, args);
   return ffi::Error::Success();

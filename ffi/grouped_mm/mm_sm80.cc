@@ -28,8 +28,11 @@ cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args) {
   gemm.b_group = args.w_group;
   gemm.a_width = AlignedElements(args.dtype, args.x, {gemm.a_line});
   // The second half of a gated N begins in the middle of a line.
-  gemm.b_width = AlignedElements(
-      args.dtype, args.w, {gemm.b_line, gemm.b_group, w_k_major ? 0 : columns == args.n ? 0 : columns});
+  gemm.b_width = AlignedElements(args.dtype, args.w,
+                                 {gemm.b_line, gemm.b_group,
+                                  w_k_major           ? 0
+                                  : columns == args.n ? 0
+                                                      : columns});
   gemm.rows_x = args.rows_x;
   gemm.rows_y = args.rows;
   gemm.n = args.n;

@@ -17,7 +17,9 @@ cudaError_t wgrad_sm80(cudaStream_t stream, const WgradArgs& args) {
   const bool x_k_major = args.x_row == 1, y_k_major = args.y_row == 1;
   GemmSm80 gemm{};
   gemm.product = GemmSm80::Product::kWgrad;
-  gemm.order = args.own_weight ? GemmSm80::Order::kSegments : GemmSm80::Order::kResult;
+  gemm.order = !args.own_weight                             ? GemmSm80::Order::kResult
+               : args.metadata.kind == MetadataKind::kSizes ? GemmSm80::Order::kSegments
+                                                            : GemmSm80::Order::kMatrices;
   gemm.a = args.x;
   gemm.b = args.y;
   gemm.out = args.out;

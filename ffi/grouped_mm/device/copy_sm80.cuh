@@ -8,6 +8,12 @@
 
 namespace jgg::device {
 
+// What is the same for every tile of an operand, and so is not kept in registers.
+struct Lines {
+  int64_t distance;  // elements from one line to the next
+  int64_t upper;  // extra distance to the tile's second half, where the two halves of N are apart
+};
+
 // Moves slices of kMn x kK elements into shared memory laid out as `SharedTile` says, which keeps
 // pieces of 16 bytes whole.
 //
@@ -17,15 +23,13 @@ namespace jgg::device {
 template <typename Element, bool kKMajor, int kMn, int kK, int kThreads, typename SharedTile>
 class TileCopy {
  public:
-  // Begin a tile. `origin` is its element (0, 0), `line` the distance of two lines; only
-  // [mn_lo, mn_hi) is wanted. From the middle of the tile on, mn is `upper` elements further away.
-  __device__ void Begin(const Element* origin, int64_t line, int mn_lo, int mn_hi, int width,
-                        int half, int64_t upper) {
-    from_ = origin + Line() * line + Cont();
-    line_ = line;
+  // Begin a tile. `origin` is its element (0, 0); only [mn_lo, mn_hi) is wanted, where mn counts
+  // anew from `half` on.
+  __device__ void Begin(const Element* origin, const Lines& lines, int mn_lo, int mn_hi, int width,
+                        int half) {
+    from_ = origin + Line() * lines.distance + Cont();
     width_ = width;
     wanted_ = 0;
-    upper_ = kKMajor ? upper : 0;
     if constexpr (kKMajor) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -37,7 +41,7 @@ class TileCopy {
       int mn = Cont();
       if (mn >= half) {
         mn -= half;
-        from_ += upper;
+        from_ += lines.upper;
       }
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) {
@@ -47,7 +51,7 @@ class TileCopy {
   }
 
   // Start copying the slice from k0 on, of which k in [k_lo, k_hi) is wanted. Slices come in order.
-  __device__ void Next(Element* slice, int k0, int k_lo, int k_hi) {
+  __device__ void Next(Element* slice, const Lines& lines, int k0, int k_lo, int k_hi) {
     const int k = k0 + (kKMajor ? Cont() : Line());
     if (width_ == kPiece) {
       const bool inside = kKMajor ? k + kPiece > k_lo && k < k_hi : wanted_ != 0;
@@ -57,14 +61,14 @@ class TileCopy {
         const bool take = inside && (kKMajor ? wanted_ >> i & 1 : at >= k_lo && at < k_hi);
         if (HasLine(i)) {
           cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-              *reinterpret_cast<const cute::uint128_t*>(From(i)),
+              *reinterpret_cast<const cute::uint128_t*>(From(lines, i)),
               *reinterpret_cast<cute::uint128_t*>(slice + First() + StepOffset(i)), take);
         }
       }
     } else {
-      NextNarrow(slice, k, k_lo, k_hi);
+      NextNarrow(slice, lines, k, k_lo, k_hi);
     }
-    from_ += kKMajor ? kK : kK * line_;
+    from_ += kKMajor ? kK : kK * lines.distance;
   }
 
   // Zero what this thread copied from outside [k_lo, k_hi), beside what lies inside.
@@ -111,13 +115,13 @@ class TileCopy {
     return kKMajor ? plain(i * kLinesPerStep, 0) : plain(0, i * kLinesPerStep);
   }
 
-  __device__ const Element* From(int i) const {
+  __device__ const Element* From(const Lines& lines, int i) const {
     const bool beyond = kKMajor && i * kLinesPerStep >= kMn / 2;
-    return from_ + i * kLinesPerStep * line_ + (beyond ? upper_ : 0);
+    return from_ + i * kLinesPerStep * lines.distance + (beyond ? lines.upper : 0);
   }
 
   // Pieces of 4 bytes, or single elements where not even those are aligned.
-  __device__ void NextNarrow(Element* slice, int k, int k_lo, int k_hi) const {
+  __device__ void NextNarrow(Element* slice, const Lines& lines, int k, int k_lo, int k_hi) const {
     constexpr int kWord = 4 / sizeof(Element);
 #pragma unroll 1
     for (int i = 0; i < kSteps; ++i) {
@@ -134,7 +138,7 @@ class TileCopy {
       } else {
         wanted = at >= k_lo && at < k_hi ? wanted_ : 0;
       }
-      const Element* from = From(i);
+      const Element* from = From(lines, i);
       Element* to = slice + First() + StepOffset(i);
       if (kWord == 1 || width_ >= kWord) {
 #pragma unroll
@@ -151,9 +155,57 @@ class TileCopy {
   }
 
   const Element* from_;
-  int64_t line_, upper_;
   uint32_t wanted_;  // K-major: which of this thread's lines; MN-major: which of its columns
   int width_;
+};
+
+// The same for K-major operands of 4 bytes an element whose tile in shared memory is MN-major:
+// every element is copied on its own, so no alignment is too bad and no bound needs rounding.
+template <typename Element, int kMn, int kK, int kThreads, typename SharedTile>
+class TransposingCopy {
+ public:
+  __device__ void Begin(const Element* origin, const Lines& lines, int mn_lo, int mn_hi, int,
+                        int half) {
+    from_ = origin + Mn() * lines.distance + K();
+    wanted_ = 0;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      int mn = Mn() + i * kMnPerStep;
+      if (mn >= half) mn -= half;
+      if (mn >= mn_lo && mn < mn_hi) wanted_ |= 1u << i;
+    }
+  }
+
+  __device__ void Next(Element* slice, const Lines& lines, int k0, int k_lo, int k_hi) {
+    const int k = k0 + K();
+    const bool inside = k >= k_lo && k < k_hi;
+    typename SharedTile::Layout layout;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int64_t upper = i * kMnPerStep >= kMn / 2 ? lines.upper : 0;
+      const Element* from = from_ + i * kMnPerStep * lines.distance + upper;
+      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<uint32_t>::copy(
+          *reinterpret_cast<const uint32_t*>(from),
+          *reinterpret_cast<uint32_t*>(slice + layout(Mn() + i * kMnPerStep, K())),
+          inside && (wanted_ >> i & 1));
+    }
+    from_ += kK;
+  }
+
+  __device__ void ZeroOutside(Element*, int, int, int) const {}
+
+ private:
+  static constexpr int kMnPerStep = kThreads / kK, kSteps = kMn / kMnPerStep;
+  static_assert(sizeof(Element) == 4 && kThreads % (4 * kK) == 0 && kMn % kMnPerStep == 0);
+  static_assert(SharedTile::kStride % 8 == 4);
+  static_assert(kSteps <= 32 && (kMn / 2 % kMnPerStep == 0 || kSteps == 1));
+
+  // A warp copies 8 k (a sector) of 4 lines, which fall into 32 banks.
+  __device__ static int K() { return threadIdx.x % 8 + threadIdx.x / 32 % (kK / 8) * 8; }
+  __device__ static int Mn() { return threadIdx.x / 8 % 4 + threadIdx.x / 32 / (kK / 8) * 4; }
+
+  const Element* from_;
+  uint32_t wanted_;  // which of this thread's lines
 };
 
 }  // namespace jgg::device

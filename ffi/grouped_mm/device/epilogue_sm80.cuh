@@ -37,17 +37,24 @@ __device__ inline float Gelu(float x) {  // the tanh form
   return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-__device__ inline float Activate(Activation activation, float x) {
+template <int kWidth, typename Function>
+__device__ void ForEach(float (&values)[kWidth], Function function) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] = function(values[j]);
+}
+
+template <int kWidth>
+__device__ void Activate(Activation activation, float (&values)[kWidth]) {
   switch (activation) {
+    case Activation::kNone: return;
     case Activation::kSilu:
-    case Activation::kSwiglu: return Silu(x);
+    case Activation::kSwiglu: return ForEach(values, Silu);
     case Activation::kGelu:
-    case Activation::kGeglu: return Gelu(x);
-    case Activation::kRelu: return x < 0.0f ? 0.0f : x;  // keeps NaN
-    case Activation::kTanh: return tanhf(x);
-    case Activation::kNone: break;
+    case Activation::kGeglu: return ForEach(values, Gelu);
+    case Activation::kRelu:  // keeps NaN
+      return ForEach(values, [](float x) { return x < 0.0f ? 0.0f : x; });
+    case Activation::kTanh: return ForEach(values, [](float x) { return tanhf(x); });
   }
-  return x;
 }
 
 template <int kM, int kN, int kThreads>
@@ -57,7 +64,7 @@ class ResultTile {
   // writing them from the layout of an mma meets few banks twice.
   static constexpr int kRowStride = kN + 8, kColumnStride = kM + 8;
   static constexpr int kFloats =
-      kM * kRowStride > kN * kColumnStride ? kM * kRowStride : kN * kColumnStride;
+      kM * kRowStride > kN* kColumnStride ? kM* kRowStride : kN* kColumnStride;
 
   // Write the tile's sums to the result. All threads; `floats` is free afterwards.
   template <typename Ops>
@@ -70,15 +77,20 @@ class ResultTile {
     } else {
       ops.Write(floats, Layout<Shape<Int<kM>, Int<kN>>, Stride<_1, Int<kColumnStride>>>{});
     }
-    __syncthreads();
     if (!by_rows) {
       StoreColumns(gemm, tile, floats);
-    } else if (gemm.out_width == 8) {
-      StoreRows<8>(gemm, tile, floats);
-    } else if (gemm.out_width == 4) {
-      StoreRows<4>(gemm, tile, floats);
+    } else if (!gemm.epilogue.Any()) {
+      if (gemm.out_width == 8) {
+        StoreSums<8>(gemm, tile, floats);
+      } else if (gemm.out_width == 4) {
+        StoreSums<4>(gemm, tile, floats);
+      } else {
+        StoreSums<1>(gemm, tile, floats);
+      }
+    } else if (gemm.out_width > 1) {
+      StoreFused<4>(gemm, tile, floats);
     } else {
-      StoreRows<1>(gemm, tile, floats);
+      StoreFused<1>(gemm, tile, floats);
     }
     __syncthreads();
   }
@@ -90,32 +102,48 @@ class ResultTile {
            tile.n0 * gemm.out_n;
   }
 
-  // kWidth values at a time: 8 of two bytes, 4 of four, or one of any.
+  // The sums as they are, kWidth at a time: 16 bytes, or one value.
   template <int kWidth>
-  __device__ static void StoreRows(const GemmSm80& gemm, const Tile& tile, const float* floats) {
+  __device__ static void StoreSums(const GemmSm80& gemm, const Tile& tile, const float* floats) {
+    constexpr int kPerRow = kN / kWidth, kRowsPerStep = kThreads / kPerRow;
+    static_assert(kThreads % kPerRow == 0 || kPerRow % kThreads == 0);
+    if constexpr (kRowsPerStep > 0) {
+      const int column = threadIdx.x % kPerRow * kWidth, first = threadIdx.x / kPerRow;
+      const int64_t to = Origin(gemm, tile) + first * gemm.out_m + column;
+      if (column >= tile.n_count) return;
+      const int m_lo = tile.m_lo, m_hi = tile.m_hi;
+#pragma unroll 4
+      for (int step = 0; step < kM / kRowsPerStep; ++step) {
+        const int row = first + step * kRowsPerStep;
+        if (row < m_lo || row >= m_hi) continue;
+        float values[kWidth];
+        Read<kWidth>(floats + row * kRowStride + column, values);
+        StoreValues<kWidth>(gemm, to + step * kRowsPerStep * gemm.out_m, values);
+      }
+    }
+  }
+
+  // With bias, activation, row scale and existing result; kWidth is 4, or 1.
+  template <int kWidth>
+  __device__ static void StoreFused(const GemmSm80& gemm, const Tile& tile, const float* floats) {
     const Epilogue& epilogue = gemm.epilogue;
     const bool gated = IsGated(epilogue.activation);
-    const int per_row = (gated ? kN / 2 : kN) / kWidth;
+    const int per_row = (kN / kWidth) >> gated, shift = Log2(kN / kWidth) - gated;
     const int64_t origin = Origin(gemm, tile);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kM * per_row; i += kThreads) {
-      const int row = i / per_row, column = i % per_row * kWidth;
+      const int row = i >> shift, column = (i & (per_row - 1)) * kWidth;
       if (row < tile.m_lo || row >= tile.m_hi || column >= tile.n_count) continue;
-      float values[kWidth];
+      float values[kWidth], up[kWidth];
       Read<kWidth>(floats + row * kRowStride + column, values);
       if (tile.weight >= 0) {
         if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, 0, values);
+        Activate<kWidth>(epilogue.activation, values);
         if (gated) {
-          float up[kWidth];
           Read<kWidth>(floats + row * kRowStride + kN / 2 + column, up);
           if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, gemm.n / 2, up);
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            values[j] = Activate(epilogue.activation, values[j]) * up[j];
-          }
-        } else if (epilogue.activation != Activation::kNone) {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) values[j] = Activate(epilogue.activation, values[j]);
+          for (int j = 0; j < kWidth; ++j) values[j] *= up[j];
         }
         if (epilogue.row_scale != nullptr) {
           const float scale =
@@ -131,8 +159,7 @@ class ResultTile {
   }
 
   // Neighbouring threads store neighbouring rows.
-  __device__ static void StoreColumns(const GemmSm80& gemm, const Tile& tile,
-                                      const float* floats) {
+  __device__ static void StoreColumns(const GemmSm80& gemm, const Tile& tile, const float* floats) {
     const int64_t origin = Origin(gemm, tile);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kN * kM; i += kThreads) {
@@ -180,19 +207,25 @@ class ResultTile {
                                      const float (&values)[kWidth]) {
     if constexpr (kWidth == 1) {
       StoreFloat(gemm.out, at, gemm.out_dtype, values[0]);
-    } else if constexpr (kWidth == 4) {
-      *reinterpret_cast<float4*>(static_cast<float*>(gemm.out) + at) =
-          make_float4(values[0], values[1], values[2], values[3]);
     } else {
-      uint32_t words[4];
+      if (kWidth == 4 && gemm.out_dtype == DType::kF32) {
+        *reinterpret_cast<float4*>(static_cast<float*>(gemm.out) + at) =
+            make_float4(values[0], values[1], values[2], values[3]);
+        return;
+      }
+      uint32_t words[kWidth / 2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kWidth / 2; ++j) {
         words[j] = gemm.out_dtype == DType::kBF16
                        ? Pack<cutlass::bfloat16_t>(values[2 * j], values[2 * j + 1])
                        : Pack<cutlass::half_t>(values[2 * j], values[2 * j + 1]);
       }
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(gemm.out) + at) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+      uint16_t* to = static_cast<uint16_t*>(gemm.out) + at;
+      if constexpr (kWidth == 8) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+      } else {
+        *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+      }
     }
   }
 

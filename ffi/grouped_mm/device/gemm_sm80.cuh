@@ -20,14 +20,18 @@ struct GemmConfig {
   static constexpr int kM = kM_, kN = kN_, kK = kK_, kStages = kStages_;
   static constexpr int kThreads = Ops::kThreads, kBlocksPerSm = kBlocksPerSm_;
   using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor>;
-  using CopyA = TileCopy<Element, kAKMajor, kM, kK, kThreads, typename Ops::ATile>;
-  using CopyB = TileCopy<Element, kBKMajor, kN, kK, kThreads, typename Ops::BTile>;
+  template <bool kKMajor, int kMn, typename Tile>
+  using Copy =
+      cute::conditional_t<Tile::kTransposed, TransposingCopy<Element, kMn, kK, kThreads, Tile>,
+                          TileCopy<Element, kKMajor, kMn, kK, kThreads, Tile>>;
+  using CopyA = Copy<kAKMajor, kM, typename Ops::ATile>;
+  using CopyB = Copy<kBKMajor, kN, typename Ops::BTile>;
   using Result = ResultTile<kM, kN, kThreads>;
 
   struct SharedMemory {
     struct Slices {
-      alignas(128) Element a[kStages][kM * kK];
-      alignas(128) Element b[kStages][kN * kK];
+      alignas(128) Element a[kStages][Ops::ATile::kElements];
+      alignas(128) Element b[kStages][Ops::BTile::kElements];
     };
     union {
       Slices slices;
@@ -43,6 +47,19 @@ __device__ inline int WidthAt(int width, int64_t position) {
   return aligned == 0 ? width : aligned;
 }
 
+template <typename Config>
+__device__ Lines LinesOfA(const GemmSm80& gemm) {
+  return Lines{gemm.a_line, 0};
+}
+
+// Gated: one half of the tile is of the gates, the other of the values that they let through.
+template <typename Config>
+__device__ Lines LinesOfB(const GemmSm80& gemm) {
+  if (!IsGated(gemm.epilogue.activation)) return Lines{gemm.b_line, 0};
+  const int64_t columns = gemm.n / 2 - Config::kN / 2;
+  return Lines{gemm.b_line, columns * (Config::kBKMajor ? gemm.b_line : 1)};
+}
+
 // Begin copying the operands of a tile for one of its segments. The values of k that contribute are
 // [k_lo, k_hi), counted like the slices from a place where copies are aligned.
 template <typename Config>
@@ -53,29 +70,26 @@ __device__ void BeginSegment(const GemmSm80& gemm, const Tile& tile, const Segme
   constexpr bool kA = Config::kAKMajor, kB = Config::kBKMajor;
   const Element* a = static_cast<const Element*>(gemm.a);
   const Element* b = static_cast<const Element*>(gemm.b);
+  const Lines lines_a = LinesOfA<Config>(gemm), lines_b = LinesOfB<Config>(gemm);
   if (gemm.product == GemmSm80::Product::kMm) {
     const int64_t row = segment.x_start + (tile.row0 - segment.y_start);
     k_lo = 0;
     k_hi = static_cast<int>(gemm.k);
-    copy_a.Begin(a + (kA ? row * gemm.a_line : row), gemm.a_line, tile.m_lo, tile.m_hi,
-                 kA ? gemm.a_width : WidthAt(gemm.a_width, row), Config::kM, 0);
-    // Gated: one half of the tile is of the gates, the other of the values that they let through.
-    const bool gated = IsGated(gemm.epilogue.activation);
-    const int64_t b_n = kB ? gemm.b_line : 1;
-    copy_b.Begin(b + segment.weight * gemm.b_group + tile.n0 * b_n, gemm.b_line, 0, tile.n_count,
-                 gemm.b_width, gated ? Config::kN / 2 : Config::kN,
-                 gated ? (gemm.n / 2 - Config::kN / 2) * b_n : 0);
+    copy_a.Begin(a + (kA ? row * gemm.a_line : row), lines_a, tile.m_lo, tile.m_hi,
+                 kA ? gemm.a_width : WidthAt(gemm.a_width, row), Config::kM);
+    copy_b.Begin(b + segment.weight * gemm.b_group + tile.n0 * (kB ? gemm.b_line : 1), lines_b, 0,
+                 tile.n_count, gemm.b_width,
+                 IsGated(gemm.epilogue.activation) ? Config::kN / 2 : Config::kN);
   } else {
     const int64_t row_a = int64_t{segment.x_start} - tile.shift;
     const int64_t row_b = int64_t{segment.y_start} - tile.shift;
     k_lo = tile.shift;
     k_hi = tile.shift + segment.length;
     copy_a.Begin(a + (kA ? tile.row0 * gemm.a_line + row_a : tile.row0 + row_a * gemm.a_line),
-                 gemm.a_line, 0, tile.m_hi, kA ? WidthAt(gemm.a_width, row_a) : gemm.a_width,
-                 Config::kM, 0);
-    copy_b.Begin(b + (kB ? tile.n0 * gemm.b_line + row_b : tile.n0 + row_b * gemm.b_line),
-                 gemm.b_line, 0, tile.n_count, kB ? WidthAt(gemm.b_width, row_b) : gemm.b_width,
-                 Config::kN, 0);
+                 lines_a, 0, tile.m_hi, kA ? WidthAt(gemm.a_width, row_a) : gemm.a_width,
+                 Config::kM);
+    copy_b.Begin(b + (kB ? tile.n0 * gemm.b_line + row_b : tile.n0 + row_b * gemm.b_line), lines_b,
+                 0, tile.n_count, kB ? WidthAt(gemm.b_width, row_b) : gemm.b_width, Config::kN);
   }
 }
 
@@ -94,8 +108,8 @@ __device__ void AddSegment(const GemmSm80& gemm, const Tile& tile, const Segment
   int write = 0, k_write = 0;
   auto start = [&] {
     if (k_write < k_hi) {
-      copy_a.Next(slices.a[write], k_write, k_lo, k_hi);
-      copy_b.Next(slices.b[write], k_write, k_lo, k_hi);
+      copy_a.Next(slices.a[write], LinesOfA<Config>(gemm), k_write, k_lo, k_hi);
+      copy_b.Next(slices.b[write], LinesOfB<Config>(gemm), k_write, k_lo, k_hi);
     }
     cute::cp_async_fence();  // an empty group too, so that there is one per slice
     k_write += kK;
@@ -115,8 +129,7 @@ __device__ void AddSegment(const GemmSm80& gemm, const Tile& tile, const Segment
     }
     // All copies of this slice have landed, and nobody reads the slice that is filled next.
     __syncthreads();
-    start();
-    ops.Add(slices.a[read], slices.b[read]);
+    ops.Add(slices.a[read], slices.b[read], start);
     read = read + 1 == kStages ? 0 : read + 1;
   }
   __syncthreads();

@@ -1,9 +1,11 @@
-// Collective operations of one thread block.
+// Collective operations of one thread block, and what else everybody needs.
 #pragma once
 
 #include <cstdint>
 
 namespace jgg::device {
+
+constexpr int Log2(int value) { return value <= 1 ? 0 : 1 + Log2(value / 2); }
 
 // The combination of the values of all earlier threads, and in *total that of all threads.
 // `scratch` holds one value per warp, and may be reused when the call returns.

@@ -19,10 +19,10 @@ namespace jgg::device {
 
 // A piece of work: rows [m_lo, m_hi) and the first n_count columns of a tile of the result.
 struct Tile {
-  int64_t row0;   // mm: the row of the result that is the tile's row 0; wgrad: its first row
-  int64_t n0;     // the tile's first column (of one half, where the activation is gated)
+  int64_t row0;  // mm: the row of the result that is the tile's row 0; wgrad: its first row
+  int64_t n0;    // the tile's first column (of one half, where the activation is gated)
   int m_lo, m_hi, n_count;
-  int weight;     // -1 where the tile is zeros
+  int weight;       // -1 where the tile is zeros
   Segment segment;  // where one segment alone contributes
   int shift;        // rows (mm) or k (wgrad) that the origin precedes the segment by
 };
@@ -78,7 +78,7 @@ class Schedule {
   using Memory = ScheduleMemory<kThreads>;
 
   __device__ Schedule(const GemmSm80& gemm, Memory& memory) : gemm_(gemm), memory_(memory) {
-    const bool by_result = gemm.order == GemmSm80::Order::kResult ||
+    const bool by_result = gemm.order >= GemmSm80::Order::kResult ||
                            (gemm.order == GemmSm80::Order::kDetect && !InOrder());
     if (threadIdx.x == 0) {
       memory.state = State{static_cast<int>(blockIdx.x), -1, 0, 0, 0, 0, by_result};
@@ -104,7 +104,7 @@ class Schedule {
   __device__ bool NextSegment(int& index, Segment& segment) {
     const Tile& tile = memory_.tile;
     if (tile.weight < 0) return false;
-    if (!memory_.state.by_result) {
+    if (!memory_.state.by_result || gemm_.order == GemmSm80::Order::kMatrices) {
       segment = tile.segment;
       return ++index == 0 && segment.length > 0;
     }
@@ -131,12 +131,11 @@ class Schedule {
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
-  // The columns of the result, and of one tile of it.
-  __device__ int Columns() const {
-    return static_cast<int>(IsGated(gemm_.epilogue.activation) ? gemm_.n / 2 : gemm_.n);
-  }
-  __device__ int TileColumns() const { return IsGated(gemm_.epilogue.activation) ? kN / 2 : kN; }
-  __device__ int TilesN() const { return (Columns() + TileColumns() - 1) / TileColumns(); }
+  // The columns of the result, and of one tile of it. A gated tile has gates and values in halves.
+  __device__ bool Gated() const { return IsGated(gemm_.epilogue.activation); }
+  __device__ int Columns() const { return static_cast<int>(gemm_.n >> Gated()); }
+  __device__ int TileColumns() const { return kN >> Gated(); }
+  __device__ int TilesN() const { return (Columns() + TileColumns() - 1) >> (Log2(kN) - Gated()); }
 
   // Tiles of one matrix of the result, by rows.
   __device__ int TilesM() const {
@@ -164,7 +163,8 @@ class Schedule {
         __ballot_sync(0xffffffffu, memory_.window[lane * kStride].first_tile <= state.next);
     const int base = (__popc(coarse) - 1) * kStride;
     const unsigned fine = __ballot_sync(
-        0xffffffffu, lane < kStride && memory_.window[base + lane % kStride].first_tile <= state.next);
+        0xffffffffu,
+        lane < kStride && memory_.window[base + lane % kStride].first_tile <= state.next);
     const int at = base + __popc(fine) - 1;
     const Entry entry = memory_.window[at];
     const int index = state.window_begin + at;
@@ -203,12 +203,11 @@ class Schedule {
 
   __device__ void MakeSegmentTile(Tile& tile, int index, const Entry& entry) const {
     if (gemm_.metadata.kind == MetadataKind::kSizes) {
-      const int weight = index - static_cast<int>(Offset());
-      tile.segment = Segment{entry.start, entry.start, entry.length, weight};
+      // wgrad: those after the last group are matrices without one.
+      const int64_t weight = index < Count() ? index - Offset() : index - Count();
+      tile.segment = Segment{entry.start, entry.start, entry.length, static_cast<int>(weight)};
     } else {
       tile.segment = ReadSegment(gemm_, index);
-      // An empty segment of a table may name any weight; the matrix that it leaves zero is its own.
-      if (!IsMm()) tile.segment.weight = index;
     }
     tile.weight = tile.segment.weight;
     tile.shift = Shift(tile.segment);
@@ -230,10 +229,12 @@ class Schedule {
     return gemm_.metadata.offset == nullptr ? 0 : *gemm_.metadata.offset;
   }
 
-  // Number the tiles of the next window of segments; false when there are no more segments. The
-  // rows after the last segment belong to one more, empty segment (mm).
+  // Number the tiles of the next window of segments; false when there are no more segments. mm: one
+  // more, empty segment has the rows after the last one. wgrad: as many more as there are matrices
+  // stand for those that have no group.
   __device__ bool LoadWindow(State& state) {
-    const int total = Count() + (IsMm() ? 1 : 0);
+    const bool partial = gemm_.metadata.offset != nullptr;
+    const int total = Count() + (IsMm() ? 1 : partial ? static_cast<int>(gemm_.groups) : 0);
     state.window_begin = state.window_begin < 0 ? 0 : state.window_begin + Memory::kWindow;
     if (state.window_begin >= total) return false;
     __syncthreads();  // the window before may still be read
@@ -251,7 +252,8 @@ class Schedule {
         sum = add(sum, sizes[i]);
       }
       uint32_t all;
-      uint32_t row = add(state.rows_before, ExclusiveScan<kThreads>(sum, 0u, add, memory_.scratch, &all));
+      uint32_t row =
+          add(state.rows_before, ExclusiveScan<kThreads>(sum, 0u, add, memory_.scratch, &all));
       state.rows_before = add(state.rows_before, all);
       const int64_t offset = Offset();
 #pragma unroll
@@ -285,8 +287,9 @@ class Schedule {
       for (int i = 0; i < Memory::kPerThread; ++i) {
         if (lengths[i] > 0) end = max(end, starts[i] + lengths[i]);
       }
-      int before = max(state.covered, ExclusiveScan<kThreads>(
-                                     end, 0, later, reinterpret_cast<int*>(memory_.scratch), &all));
+      int before = max(
+          state.covered,
+          ExclusiveScan<kThreads>(end, 0, later, reinterpret_cast<int*>(memory_.scratch), &all));
       state.covered = max(state.covered, all);
 #pragma unroll
       for (int i = 0; i < Memory::kPerThread; ++i) {
@@ -314,8 +317,8 @@ class Schedule {
     }
     int all;
     int first = state.window_end + ExclusiveScan<kThreads>(
-                                  sum, 0, [](int a, int b) { return a + b; },
-                                  reinterpret_cast<int*>(memory_.scratch), &all);
+                                       sum, 0, [](int a, int b) { return a + b; },
+                                       reinterpret_cast<int*>(memory_.scratch), &all);
 #pragma unroll
     for (int i = 0; i < Memory::kPerThread; ++i) {
       memory_.window[threadIdx.x * Memory::kPerThread + i] =
@@ -327,11 +330,14 @@ class Schedule {
     return true;
   }
 
-  // wgrad: whether entry `index` of the sizes is a group whose matrix is computed here.
+  // wgrad: whether entry `index` stands for a matrix of the result.
   __device__ bool HasMatrix(int index) const {
-    if (gemm_.metadata.kind != MetadataKind::kSizes) return true;
-    const int64_t weight = index - Offset();
-    return weight >= 0 && weight < gemm_.groups;
+    const int64_t offset = Offset();
+    if (index >= Count()) {  // matrix index - Count(), should it have no group
+      const int64_t group = index - Count() + offset;
+      return group < 0 || group >= Count();
+    }
+    return index >= offset && index - offset < gemm_.groups;
   }
 
   // ---- in the order of the result ----
@@ -360,6 +366,10 @@ class Schedule {
     if (!IsMm()) {
       tile.weight = state.next / per_matrix;
       tile.shift = 0;
+      if (gemm_.order == GemmSm80::Order::kMatrices) {
+        tile.segment = ReadSegment(gemm_, tile.weight);
+        tile.shift = Shift(tile.segment);
+      }
       SetWgradTile(tile, state.next % per_matrix);
       state.next += gridDim.x;
       return true;

@@ -1,0 +1,189 @@
+"""``mm`` with an epilogue: bias, activation, row scale and an existing result, fused where a kernel
+can, and otherwise the very composition that ``composed`` spells out.
+
+The fused form is one primitive without derivative rules of its own: differentiating or batching it
+goes back to the composition, whose parts have theirs. Sharded operands (Auto, Explicit) are
+composed too, because a sum over devices has to come before an activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import _call, _partition, _primitives, _reference
+from ._segments import SIZES, covered_rows
+
+#: All map 0 to 0, so a row of zeros stays one.
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+}
+
+#: Gated forms: the halves of N are gate and up; ``activation(gate) * up``.
+GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """Which optional operands follow x, w and the group sizes, in this order."""
+
+    group_offset: bool
+    bias: bool
+    row_scale: bool
+    existing_out: bool
+
+    def split(self, rest) -> tuple[tuple, Any, Any, Any]:
+        """(sizes[, offset]), bias, row_scale and existing_out; None where absent."""
+        values = iter(rest)
+        meta = tuple(next(values) for _ in range(2 if self.group_offset else 1))
+        bias, row_scale, existing = (
+            next(values) if has else None for has in (self.bias, self.row_scale, self.existing_out)
+        )
+        return meta, bias, row_scale, existing
+
+
+def mm(x, w, meta, bias, row_scale, existing_out, *, activation, transpose_w, dtype, precision,
+       implementation):  # fmt: skip
+    """``existing_out + row_scale * activation(x @ w + bias)`` for consecutive groups of rows.
+
+    The result has ``dtype`` and is rounded once. Rows of no group keep existing_out, or are zeros.
+    """
+    options = (bias, row_scale, existing_out)
+    present = _Operands(len(meta) == 2, *(value is not None for value in options))
+    operands = (x, w, *meta, *(value for value in options if value is not None))
+    params = {
+        "present": present, "activation": activation, "transpose_w": transpose_w,
+        "dtype": jnp.dtype(dtype), "precision": precision, "implementation": implementation,
+    }  # fmt: skip
+    if _partition.explicit_mesh(operands) is not None:
+        return composed(*operands, **params)
+    manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return (_INNER if manual else _OUTER).bind(*_primitives.vary_alike(*operands), **params)
+
+
+def composed(x, w, *rest, present: _Operands, activation, transpose_w, dtype, precision,
+             implementation, product=_primitives.mm):  # fmt: skip
+    """What the primitive means, in terms of grouped products and elementwise operations."""
+    meta, bias, row_scale, existing = present.split(rest)
+    rows, groups = x.shape[0], w.shape[0]
+    sum_dtype = _reference.accumulator_dtype(dtype)
+    same: dict[str, Any] = {
+        "form": SIZES, "rows": rows, "out_dtype": sum_dtype, "implementation": implementation,
+    }  # fmt: skip
+    y = product(x, w, meta, transpose_w=transpose_w, precision=precision, **same)
+    if bias is not None:
+        # bias[group(t)] is itself a grouped product, with K = 1.
+        ones = jnp.ones((rows, 1), bias.dtype)
+        y = y + product(ones, bias[:, None, :], meta, precision=lax.Precision.HIGHEST, **same)
+    if activation in ACTIVATIONS:
+        y = ACTIVATIONS[activation](y)
+    elif activation is not None:
+        half = y.shape[1] // 2
+        y = GATED_ACTIVATIONS[activation](y[:, :half]) * y[:, half:]
+    if row_scale is not None:
+        # Rows of no group are zeros whatever their scale.
+        first, last = covered_rows(meta[0], meta[1] if len(meta) == 2 else None, rows, groups)
+        row = lax.iota(jnp.int32, rows)
+        scale = jnp.where((row >= first) & (row < last), row_scale.astype(sum_dtype), 0)
+        y = y * scale[:, None]
+    if existing is not None:
+        y = y + existing.astype(sum_dtype)
+    return y.astype(dtype)
+
+
+def _abstract(x, w, *rest, activation, transpose_w, dtype, **_):
+    n = w.shape[1 if transpose_w else 2]
+    columns = n // 2 if activation in GATED_ACTIVATIONS else n
+    return _primitives.out_aval((x.shape[0], columns), dtype, (x, w, *rest))
+
+
+def _jvp(bind, primals, tangents, **params):
+    active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not active:
+        out = bind(*primals, **params)
+        return out, ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def f(*values):
+        operands = list(primals)
+        for i, value in zip(active, values, strict=True):
+            operands[i] = value
+        return composed(*operands, **params)
+
+    return jax.jvp(f, [primals[i] for i in active], [tangents[i] for i in active])
+
+
+def _batch(args, dims, **params):
+    return jax.vmap(functools.partial(composed, **params), in_axes=tuple(dims))(*args), 0
+
+
+# ---- lowering --------------------------------------------------------------------------------
+
+
+def _inner_mm(x, w, meta, **params):
+    flags = {"transpose_x": False, "transpose_w": False, "transpose_out": False}
+    operands = _primitives.vary_alike(x, w, *meta)
+    return _primitives.INNER["mm"].bind(*operands, **flags | {"cotangent_dtype": None} | params)
+
+
+def _lowering(platform, x, w, *rest, **params):
+    meta, bias, row_scale, existing = params["present"].split(rest)
+    implementation, dtype = params["implementation"], params["dtype"]
+    others = [v for v in (bias, row_scale) if v is not None]
+    runs = _call.chosen(platform, (x, w), implementation, dtype)
+    fusable = (
+        _call.PLATFORMS.get(runs) == "cuda"
+        and _call.unsupported(runs, [v.dtype for v in others], dtype) is None
+        and (existing is None or existing.dtype == dtype)
+    )
+    if not fusable:
+        return composed(x, w, *rest, **params, product=_inner_mm)
+    epilogue = _call.Epilogue(bias, params["activation"], row_scale, existing)
+    return _call.mm(
+        runs, x, w, *meta, form=SIZES, rows=x.shape[0], out_dtype=dtype, transpose_x=False,
+        transpose_w=params["transpose_w"], transpose_out=False, precision=params["precision"],
+        epilogue=epilogue,
+    )  # fmt: skip
+
+
+def _outer_lowering(ctx, *operands, **params):
+    per_device = _INNER.bind if not _partition.may_be_partitioned(ctx) else composed
+    rule = functools.partial(per_device, **params)
+    return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands)
+
+
+def _make(level):
+    primitive = Primitive("jgg_mm_epilogue" + ("" if level == "inner" else "_outer"))
+    primitive.def_abstract_eval(_abstract)
+
+    @functools.cache
+    def compiled(**params):
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive.bind)
+    batching.primitive_batchers[primitive] = _batch
+    if level == "inner":
+        for platform in ("cpu", "cuda", None):
+            rule = functools.partial(_lowering, platform or "other")
+            mlir.register_lowering(
+                primitive, mlir.lower_fun(rule, multiple_results=False), platform=platform
+            )
+    else:
+        _partition.needs_devices(primitive)
+        mlir.register_lowering(primitive, _outer_lowering)
+    return primitive
+
+
+_INNER = _make("inner")
+_OUTER = _make("outer")
