@@ -35,6 +35,50 @@ def test_cuda_lowering_is_one_custom_call(dtype):
     assert sorted(cuda_calls(grad, x, w)) == ["jgg_mm", "jgg_mm", "jgg_wgrad"]
 
 
+def cuda_text(function, *args) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_metadata_reaches_cuda_as_it_is():
+    """Sizes and spans are decoded by the kernel: beside the call nothing is left to compute."""
+    x, w = operands()
+    sizes, spans = jnp.asarray(SIZES), jnp.zeros((5, 2), jnp.int32)
+    for text in (
+        cuda_text(jgg.grouped_mm, x, w, sizes),
+        cuda_text(
+            lambda x, w, s, o: jgg.grouped_mm(x, w, s, group_offset=o), x, w, sizes, jnp.int32(1)
+        ),
+        cuda_text(lambda x, s: jgg.segmented_mm(x, x, s, transpose_a=True), x, spans),
+    ):
+        operations = set(re.findall(r"stablehlo\.(\w+)", text))
+        assert operations <= {"custom_call", "reshape", "constant"}, operations
+
+
+def test_epilogue_is_fused_for_cuda():
+    x, w = operands()
+    bias, scale, old = jnp.ones((3, 4)), jnp.ones((16,)), jnp.ones((16, 2))
+
+    def f(x, w, bias, scale, old, **options):
+        return jgg.grouped_mm(
+            x, w, SIZES, bias=bias, row_scale=scale, existing_out=old, activation="swiglu",
+            **options,
+        )  # fmt: skip
+
+    args = (x, w, bias, scale, old)
+    text = cuda_text(f, *args)
+    assert re.findall(r"custom_call @(jgg_\w+)", text) == ["jgg_mm"]
+    assert 'activation = "swiglu"' in text
+    assert "output_operand_alias<" in text  # existing_out is accumulated in place
+    assert not re.findall(r"stablehlo\.(multiply|add|logistic)", text)
+    # Differentiated, it is composed: the derivative needs what comes before the activation.
+    grad = cuda_text(jax.grad(lambda *v: f(*v).sum()), *args)
+    assert 'activation = "swiglu"' not in grad
+    # A result that cannot be accumulated in place, and dtypes that no kernel takes, are composed.
+    with jax.numpy_dtype_promotion("standard"):
+        half = cuda_text(functools.partial(f, preferred_element_type=jnp.bfloat16), *args)
+    assert 'activation = "swiglu"' not in half
+
+
 def test_transposed_operands_are_not_copied_for_cuda():
     """transpose_* reach the handler as attributes: no transpose is lowered, forward or backward."""
     x, w = jnp.ones((16, 8)), jnp.ones((3, 4, 8))

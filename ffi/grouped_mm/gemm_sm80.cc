@@ -1,4 +1,4 @@
-// From run-time types to one of the instances of gemm_sm80_instance.cu.in.
+// From run-time types to one of the instances of gemm_sm80_instance.cu.
 #include "grouped_mm/gemm_sm80.h"
 
 #include "common/dispatch.h"
