@@ -164,13 +164,12 @@ def wgrad_cases(cases, peers):
 def segmented_cases(peers):
     """MLX's cases, with any cuts: not multiples of 16."""
     del peers
-    for dtype, precision in (
-        ("bfloat16", None),
-        ("float32", "highest"),
-        ("float32", "tensorfloat32"),
-    ):
+    dtypes = [("bfloat16", None), ("float16", None)]
+    dtypes += [("float32", p) for p in ("highest", "tensorfloat32")]
+    for dtype, precision in dtypes:
         name = "tf32" if precision == "tensorfloat32" else dtype
-        for (m, n, k, count), mlx in zip(SEGMENTED, MLX[name], strict=True):
+        published = MLX.get(name, [None] * len(SEGMENTED))
+        for (m, n, k, count), mlx in zip(SEGMENTED, published, strict=True):
             cuts = np.sort(np.random.default_rng(k).choice(k, count - 1, replace=False))
             spans = np.stack([np.append(0, cuts), np.append(cuts, k)], 1).astype(np.int32)
             a, b = random(0, (m, k), dtype), random(1, (k, n), dtype)
@@ -261,6 +260,7 @@ def main():
     parser.add_argument("--ops", nargs="+", default=choices, choices=choices)
     parser.add_argument("--peers", nargs="*", default=[], choices=["lax", "torch"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="recorded; by default what git says")
     args = parser.parse_args()
 
     c, b = ceilings()
@@ -300,7 +300,7 @@ def main():
             for name, value in us.items():
                 if name != "ours":
                     line += f"  {name} {value:.1f} ({value / us['ours']:.2f}x)"
-            if "mlx_us" in case:
+            if case.get("mlx_us"):
                 record["mlx_us"] = case["mlx_us"]
                 line += f"  MLX {case['mlx_us']} ({case['mlx_us'] / us['ours']:.2f}x)"
             print(line, flush=True)
@@ -308,7 +308,7 @@ def main():
             del case
     if args.json:
         header = {
-            "date": datetime.date.today().isoformat(), "commit": commit(),
+            "date": datetime.date.today().isoformat(), "commit": args.commit or commit(),
             "gpu": jax.devices()[0].device_kind, "jax": jax.__version__,
             "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
             "C_tflops": c / 1e12, "B_tbytes": b / 1e12,
