@@ -162,35 +162,39 @@ def wgrad_cases(cases, peers):
 
 
 def segmented_cases(peers):
-    """MLX's cases, with any cuts: not multiples of 16."""
+    """MLX's cases, cut anywhere and, like MLX's own, at multiples of 16."""
     del peers
-    dtypes = [("bfloat16", None), ("float16", None)]
-    dtypes += [("float32", p) for p in ("highest", "tensorfloat32")]
-    for dtype, precision in dtypes:
+    for dtype, precision in (
+        ("bfloat16", None), ("float16", None), ("float32", "highest"), ("float32", "tensorfloat32")
+    ):  # fmt: skip
         name = "tf32" if precision == "tensorfloat32" else dtype
         published = MLX.get(name, [None] * len(SEGMENTED))
-        for (m, n, k, count), mlx in zip(SEGMENTED, published, strict=True):
-            cuts = np.sort(np.random.default_rng(k).choice(k, count - 1, replace=False))
-            spans = np.stack([np.append(0, cuts), np.append(cuts, k)], 1).astype(np.int32)
-            a, b = random(0, (m, k), dtype), random(1, (k, n), dtype)
-            ours = lambda a, b, s, p=precision: jgg.segmented_mm(a, b, s, precision=p)
+        for shape, mlx in zip(SEGMENTED, published, strict=True):
+            for unit in (1, 16):
+                yield segmented_case(name, dtype, precision, shape, unit) | {"mlx_us": mlx}
 
-            def error(out, a=a, b=b, spans=spans):
-                a, b = (np.asarray(v, np.float64) for v in (a, b))
-                want = np.stack([a[:, i:j] @ b[i:j] for i, j in spans])
-                return float(
-                    np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
-                )
 
-            yield {
-                "op": f"segmented {name}",
-                "case": f"{m}x{n}x{k}x{count}",
-                "arms": {"ours": (ours, (a, b, jnp.asarray(spans)))},
-                "flops": 2 * m * n * k,
-                "bytes": a.dtype.itemsize * (k * (m + n) + count * m * n),
-                "error": error,
-                "mlx_us": mlx,
-            }
+def segmented_case(name, dtype, precision, shape, unit) -> dict:
+    m, n, k, count = shape
+    cuts = np.random.default_rng(k).choice(k // unit, count - 1, replace=False)
+    bounds = np.concatenate([[0], unit * np.sort(cuts), [k]])
+    spans = np.stack([bounds[:-1], bounds[1:]], 1).astype(np.int32)
+    a, b = random(0, (m, k), dtype), random(1, (k, n), dtype)
+
+    def error(out):
+        wide_a, wide_b = (np.asarray(v, np.float64) for v in (a, b))
+        want = np.stack([wide_a[:, i:j] @ wide_b[i:j] for i, j in spans])
+        return float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
+
+    ours = lambda a, b, s: jgg.segmented_mm(a, b, s, precision=precision)
+    return {
+        "op": f"segmented {name}",
+        "case": f"{m}x{n}x{k}x{count}" + (" cut at 16s" if unit == 16 else ""),
+        "arms": {"ours": (ours, (a, b, jnp.asarray(spans)))},
+        "flops": 2 * m * n * k,
+        "bytes": a.dtype.itemsize * (k * (m + n) + count * m * n),
+        "error": error,
+    }
 
 
 def scan_cases(peers):

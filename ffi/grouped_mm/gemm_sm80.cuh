@@ -17,8 +17,6 @@ template <typename Config>
 cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   constexpr auto kernel = device::GemmSm80Kernel<Config>;
   constexpr int kBytes = sizeof(typename Config::SharedMemory);
-  constexpr int kMostRanked = 64;  // segments; ranking them takes each block as many steps
-  static_assert(kMostRanked <= Config::kThreads);
   // Blocks that fit the device, asked once per device.
   static std::array<std::atomic<int>, 64> known{};
   int device = 0;
@@ -53,12 +51,8 @@ cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
   const bool scans = gemm.order != GemmSm80::Order::kMatrices;
-  const int blocks_at_a_time = blocks;
   blocks = static_cast<int>(scans ? std::min<int64_t>(tiles, blocks) : tiles);
-  GemmSm80 launched = gemm;
-  launched.longest_first =
-      !scans && tiles > blocks_at_a_time / 4 && gemm.metadata.count <= kMostRanked;
-  kernel<<<blocks, Config::kThreads, kBytes, stream>>>(launched);
+  kernel<<<blocks, Config::kThreads, kBytes, stream>>>(gemm);
   return cudaGetLastError();
 }
 

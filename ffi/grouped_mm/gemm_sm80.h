@@ -40,7 +40,6 @@ struct GemmSm80 {
   int out_width;           // elements per store that alignment allows
   Metadata metadata;
   Epilogue epilogue;
-  bool longest_first;  // kMatrices: begin with the longest segments
 };
 
 cudaError_t LaunchGemmSm80(cudaStream_t stream, const GemmSm80& gemm, DType dtype, bool tf32,

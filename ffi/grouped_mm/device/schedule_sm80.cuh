@@ -359,22 +359,6 @@ class Schedule {
     return __syncthreads_and(ok);
   }
 
-  // The segment that is number `rank` when the longest comes first. At most kThreads segments.
-  __device__ int OfRank(int rank) {
-    const int mine = threadIdx.x;
-    const int length = mine < Count() ? ReadSegment(gemm_, mine).length : 0;
-    memory_.window[mine].length = length;  // this order has no other use for the window
-    __syncthreads();
-    int before = 0;
-    for (int i = 0; i < Count(); ++i) {
-      const int other = memory_.window[i].length;
-      before += other > length || (other == length && i < mine);
-    }
-    if (mine < Count() && before == rank) memory_.scratch[0] = mine;
-    __syncthreads();
-    return memory_.scratch[0];
-  }
-
   __device__ bool NextOfResult(State& state, Tile& tile) {
     const int64_t tiles = static_cast<int64_t>(TilesM()) * TilesN() * (IsMm() ? 1 : gemm_.groups);
     if (state.next >= tiles) return false;
@@ -383,7 +367,6 @@ class Schedule {
       tile.weight = state.next / per_matrix;
       tile.shift = 0;
       if (gemm_.order == GemmSm80::Order::kMatrices) {
-        if (gemm_.longest_first) tile.weight = OfRank(tile.weight);
         tile.segment = ReadSegment(gemm_, tile.weight);
         tile.shift = Shift(tile.segment);
       }
