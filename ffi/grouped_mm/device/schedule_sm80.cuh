@@ -30,7 +30,7 @@ struct Tile {
 // What the schedule keeps in shared memory, so that it costs the main loop no registers.
 template <int kThreads>
 struct ScheduleMemory {
-  static constexpr int kPerThread = 4;
+  static constexpr int kPerThread = kThreads > 256 ? 2 : 4;
   static constexpr int kWindow = kThreads * kPerThread;
   struct Entry {
     int first_tile;  // of the segment, and of the gap before it
@@ -125,7 +125,7 @@ class Schedule {
  private:
   using Entry = typename Memory::Entry;
   using State = typename Memory::State;
-  static constexpr int kBand = 16;  // rows of tiles that share columns of w in L2
+  static constexpr int kBand = 16;  // rows of tiles
 
   __device__ bool IsMm() const { return gemm_.product == GemmSm80::Product::kMm; }
 
@@ -188,16 +188,13 @@ class Schedule {
     }
     number -= gap_tiles;
     MakeSegmentTile(tile, index, entry);
-    // Down a band of rows, then on to the next columns.
-    const int m_tiles = (entry.length + tile.shift + kM - 1) / kM;
-    const int band = number / (kBand * TilesN());
-    const int rows = min(kBand, m_tiles - band * kBand);
-    const int within = number - band * kBand * TilesN();
-    const int first = (band * kBand + within % rows) * kM - tile.shift;
+    int row_tile, column_tile;
+    InBands(number, (entry.length + tile.shift + kM - 1) / kM, row_tile, column_tile);
+    const int first = row_tile * kM - tile.shift;
     tile.row0 = int64_t{entry.start} + first;
     tile.m_lo = max(-first, 0);
     tile.m_hi = min(kM, entry.length - first);
-    SetColumns(tile, within / rows);
+    SetColumns(tile, column_tile);
     return true;
   }
 
@@ -219,10 +216,23 @@ class Schedule {
   }
 
   __device__ void SetWgradTile(Tile& tile, int number) const {
-    tile.row0 = static_cast<int64_t>(number / TilesN()) * kM;
+    int row_tile, column_tile;
+    InBands(number, TilesM(), row_tile, column_tile);
+    tile.row0 = static_cast<int64_t>(row_tile) * kM;
     tile.m_lo = 0;
     tile.m_hi = static_cast<int>(min(int64_t{kM}, gemm_.m - tile.row0));
-    SetColumns(tile, number % TilesN());
+    SetColumns(tile, column_tile);
+  }
+
+  // Tiles come in bands of rows: down a band, then on to its next columns, so that tiles that run
+  // at one time share columns of B, and a band's rows of A stay in L2.
+  __device__ void InBands(int number, int row_tiles, int& row_tile, int& column_tile) const {
+    const int per_band = kBand * TilesN();
+    const int band = number / per_band;
+    const int rows = min(kBand, row_tiles - band * kBand);
+    const int within = number - band * per_band;
+    row_tile = band * kBand + within % rows;
+    column_tile = within / rows;
   }
 
   __device__ int64_t Offset() const {
