@@ -84,7 +84,7 @@ struct ConfigsSm80<float, kA, kB> {
       device::GemmConfig<float, kA, kB, kM, kN, kK, kStages, kBlocks,
                          device::FloatOps<kA, kB, kM, kN, kK, kThreadsM, kThreadsN, kThreadsK>>;
   using Low = Config<16, 128, 32, 3, 3, 4, 32>;
-  using Small = Config<32, 64, 64, 3, 1, 8, 8, 8>;
+  using Small = Config<32, 64, 32, 4, 2, 8, 8, 4>;
   using Medium = Config<64, 64, 16, 4, 3, 16, 8>;
   using Large = Config<128, 64, 16, 4, 2, 16, 8>;
   static constexpr int64_t kSmallBelow = 528;

@@ -106,20 +106,19 @@ class ResultTile {
   template <int kWidth>
   __device__ static void StoreSums(const GemmSm80& gemm, const Tile& tile, const float* floats) {
     constexpr int kPerRow = kN / kWidth, kRowsPerStep = kThreads / kPerRow;
-    static_assert(kThreads % kPerRow == 0 || kPerRow % kThreads == 0);
-    if constexpr (kRowsPerStep > 0) {
-      const int column = threadIdx.x % kPerRow * kWidth, first = threadIdx.x / kPerRow;
-      const int64_t to = Origin(gemm, tile) + first * gemm.out_m + column;
-      if (column >= tile.n_count) return;
-      const int m_lo = tile.m_lo, m_hi = tile.m_hi;
+    constexpr int kSteps = (kM + kRowsPerStep - 1) / kRowsPerStep;
+    static_assert(kThreads % kPerRow == 0);
+    const int column = threadIdx.x % kPerRow * kWidth, first = threadIdx.x / kPerRow;
+    if (column >= tile.n_count) return;
+    const int64_t to = Origin(gemm, tile) + first * gemm.out_m + column;
+    const int m_lo = tile.m_lo, m_hi = tile.m_hi;
 #pragma unroll 4
-      for (int step = 0; step < kM / kRowsPerStep; ++step) {
-        const int row = first + step * kRowsPerStep;
-        if (row < m_lo || row >= m_hi) continue;
-        float values[kWidth];
-        Read<kWidth>(floats + row * kRowStride + column, values);
-        StoreValues<kWidth>(gemm, to + step * kRowsPerStep * gemm.out_m, values);
-      }
+    for (int step = 0; step < kSteps; ++step) {
+      const int row = first + step * kRowsPerStep;
+      if (row < m_lo || row >= m_hi) continue;
+      float values[kWidth];
+      Read<kWidth>(floats + row * kRowStride + column, values);
+      StoreValues<kWidth>(gemm, to + step * kRowsPerStep * gemm.out_m, values);
     }
   }
 
