@@ -15,7 +15,6 @@ import importlib
 import json
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -314,7 +313,9 @@ def main():
         header = {
             "date": datetime.date.today().isoformat(), "commit": args.commit or commit(),
             "gpu": jax.devices()[0].device_kind, "jax": jax.__version__,
-            "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
+            "command": " ".join(
+                ["python -m benchmarks.gpu", "--ops", *args.ops, "--peers", *args.peers]
+            ),
             "C_tflops": c / 1e12, "B_tbytes": b / 1e12,
         }  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
