@@ -145,6 +145,7 @@ def _lowering(platform, x, w, *rest, **params):
         _call.PLATFORMS.get(runs) == "cuda"
         and _call.unsupported(runs, [v.dtype for v in others], dtype) is None
         and (existing is None or existing.dtype == dtype)
+        and 0 not in (*x.shape, *w.shape)  # K = 0 still has a bias
     )
     if not fusable:
         return composed(x, w, *rest, **params, product=_inner_mm)

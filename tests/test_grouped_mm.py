@@ -211,6 +211,19 @@ def test_epilogue(rng, implementation, activation, dtype):
     np.testing.assert_array_equal(np.asarray(out)[53:], np.asarray(old)[53:])
 
 
+def test_epilogue_without_anything_to_contract(rng, implementation):
+    """K = 0: the products are zeros, the rest of the epilogue is not."""
+    t, n, g = 20, 8, 3
+    x, w = jnp.zeros((t, 0)), jnp.zeros((g, 0, n))
+    bias, scale = oracle.random(rng, (g, n)), oracle.random(rng, (t,))
+    old, sizes = oracle.random(rng, (t, n)), jnp.array([5, 0, 7])
+    out = jgg.grouped_mm(
+        x, w, sizes, bias=bias, activation="silu", row_scale=scale, existing_out=old,
+        implementation=implementation,
+    )  # fmt: skip
+    oracle.assert_close(out, _epilogue(x, w, sizes, bias, "silu", scale, old))
+
+
 def test_epilogue_keeps_nan_of_the_tail_out(rng, implementation):
     """row_scale, bias and x may hold anything in rows and groups that do not exist."""
     t, k, n, g = 20, 8, 6, 3

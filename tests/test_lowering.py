@@ -77,6 +77,10 @@ def test_epilogue_is_fused_for_cuda():
     with jax.numpy_dtype_promotion("standard"):
         half = cuda_text(functools.partial(f, preferred_element_type=jnp.bfloat16), *args)
     assert 'activation = "swiglu"' not in half
+    # Without anything to contract there is no product, but the bias remains.
+    empty = cuda_text(f, x[:, :0], w[:, :0], bias, scale, old)
+    assert re.findall(r"custom_call @(jgg_\w+)", empty) == ["jgg_mm"]  # of the bias
+    assert 'activation = "swiglu"' not in empty
 
 
 def test_transposed_operands_are_not_copied_for_cuda():
