@@ -436,3 +436,29 @@ def test_jit_does_not_retrace_for_other_sizes(rng, implementation):
         sizes = np.array(sizes, np.int32)
         oracle.assert_close(f(x, w, sizes), oracle.grouped_mm(x, w, sizes))
     assert traces == 1
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_infinities_are_those_of_float32(rng, implementation, transpose_w):
+    """Also where a product is split: 0 * inf and inf - inf may only come from the operands."""
+    t, k, n = 70, 40, 72
+    x = np.array(oracle.random(rng, (t, k)))
+    w = np.array(oracle.random(rng, (2, k, n)))
+    x[3, 5], x[8, 0], x[9, 1:3] = np.inf, -np.inf, (np.inf, -np.inf)
+    w[0, 7, 2], w[0, 5, 4], w[1, :, 6] = -np.inf, 0.0, np.inf
+    x[20, 0], x[21, 7] = 3e38, 0.0
+    w[0, 0] = np.where(np.arange(n) == 11, 2.0, 0.5)
+    sizes = [50, 20]
+    out = jgg.grouped_mm(
+        x,
+        w.swapaxes(1, 2) if transpose_w else w,
+        jnp.array(sizes),
+        transpose_w=transpose_w,
+        precision="highest",
+        implementation=implementation,
+    )
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = np.concatenate([x[:50] @ w[0], x[50:] @ w[1]])
+    assert not np.isfinite(want).all()
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)

@@ -30,7 +30,7 @@ struct Tile {
 // What the schedule keeps in shared memory, so that it costs the main loop no registers.
 template <int kThreads>
 struct ScheduleMemory {
-  static constexpr int kPerThread = kThreads > 256 ? 2 : 4;
+  static constexpr int kPerThread = 4;
   static constexpr int kWindow = kThreads * kPerThread;
   struct Entry {
     int first_tile;  // of the segment, and of the gap before it
