@@ -4,58 +4,11 @@
 
 #include <cstdint>
 
-#include "cutlass/numeric_types.h"
+#include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
 namespace jgg::device {
-
-__device__ inline float LoadFloat(const void* data, int64_t index, DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-      return static_cast<float>(static_cast<const cutlass::bfloat16_t*>(data)[index]);
-    case DType::kF16: return static_cast<float>(static_cast<const cutlass::half_t*>(data)[index]);
-    case DType::kF32: break;
-  }
-  return static_cast<const float*>(data)[index];
-}
-
-__device__ inline void StoreFloat(void* data, int64_t index, DType dtype, float value) {
-  switch (dtype) {
-    case DType::kBF16:
-      static_cast<cutlass::bfloat16_t*>(data)[index] = cutlass::bfloat16_t(value);
-      return;
-    case DType::kF16: static_cast<cutlass::half_t*>(data)[index] = cutlass::half_t(value); return;
-    case DType::kF32: break;
-  }
-  static_cast<float*>(data)[index] = value;
-}
-
-__device__ inline float Silu(float x) { return x / (1.0f + expf(-x)); }
-
-__device__ inline float Gelu(float x) {  // the tanh form
-  return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-}
-
-template <int kWidth, typename Function>
-__device__ void ForEach(float (&values)[kWidth], Function function) {
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] = function(values[j]);
-}
-
-template <int kWidth>
-__device__ void Activate(Activation activation, float (&values)[kWidth]) {
-  switch (activation) {
-    case Activation::kNone: return;
-    case Activation::kSilu:
-    case Activation::kSwiglu: return ForEach(values, Silu);
-    case Activation::kGelu:
-    case Activation::kGeglu: return ForEach(values, Gelu);
-    case Activation::kRelu:  // keeps NaN
-      return ForEach(values, [](float x) { return x < 0.0f ? 0.0f : x; });
-    case Activation::kTanh: return ForEach(values, [](float x) { return tanhf(x); });
-  }
-}
 
 template <int kM, int kN, int kThreads>
 class ResultTile {
@@ -226,11 +179,6 @@ class ResultTile {
         *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
       }
     }
-  }
-
-  template <typename T>
-  __device__ static uint32_t Pack(float low, float high) {
-    return T(low).raw() | static_cast<uint32_t>(T(high).raw()) << 16;
   }
 };
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/scan.cuh"
+#include "grouped_mm/device/segments.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
 namespace jgg::device {
@@ -53,23 +54,8 @@ struct ScheduleMemory {
   Tile tile;
 };
 
-// One segment of the forms that name their rows outright.
 __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
-  const Metadata& metadata = gemm.metadata;
-  if (metadata.kind == MetadataKind::kSpans) {
-    const int2 span = reinterpret_cast<const int2*>(metadata.data)[index];
-    const int rows = static_cast<int>(gemm.rows_x);
-    const int start = min(max(span.x, 0), rows), end = min(max(span.y, 0), rows);
-    return Segment{start, start, max(end - start, 0), static_cast<int>(index)};
-  }
-  Segment segment = reinterpret_cast<const Segment*>(metadata.data)[index];
-  if (metadata.swapped) {
-    const int x_start = segment.x_start;
-    segment.x_start = segment.y_start;
-    segment.y_start = x_start;
-  }
-  if (segment.weight < 0 || segment.weight >= gemm.groups) segment.length = 0;
-  return segment;
+  return ReadSegment(gemm.metadata, static_cast<int>(gemm.rows_x), gemm.groups, index);
 }
 
 template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor>

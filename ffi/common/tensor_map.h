@@ -1,0 +1,44 @@
+// Tensor maps: what TMA needs to know of an operand.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace jgg {
+
+// Matrices of 2-byte elements, contiguous along one axis: `inner` elements to a line, `lines` lines
+// `line` elements apart, `groups` matrices `group` elements apart; copied in boxes of 64 (128 bytes)
+// x box_lines, in shared memory swizzled by line. Zeros are copied from outside.
+struct TensorMapSpec {
+  const void* data;
+  DType dtype;
+  int64_t inner, lines, groups;
+  int64_t line, group;
+  int box_lines;
+};
+
+// cudaErrorNotSupported where TMA cannot describe the operand: see TensorMapProblem.
+cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map);
+
+// Why TMA cannot describe the operand, or null.
+inline const char* TensorMapProblem(const TensorMapSpec& spec) {
+  if (reinterpret_cast<uintptr_t>(spec.data) % 16 != 0) return "an operand is not 16-byte aligned";
+  if (spec.line % 8 != 0 || spec.group % 8 != 0) {
+    return "an operand's lines are not a multiple of 16 bytes long";
+  }
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (spec.inner < 1 || spec.lines < 1 || spec.groups < 1) return "an operand is empty";
+  if (spec.inner >= kMost || spec.lines >= kMost || spec.groups >= kMost) {
+    return "an operand has more than 2^31 - 1 rows, columns or matrices";
+  }
+  if (spec.line * 2 >= int64_t{1} << 40 || spec.group * 2 >= int64_t{1} << 40) {
+    return "an operand's matrices are 2^40 bytes or more";
+  }
+  return nullptr;
+}
+
+}  // namespace jgg

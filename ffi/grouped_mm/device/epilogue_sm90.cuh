@@ -1,0 +1,230 @@
+// From float32 sums in registers to the result: bias, activation, row scale, existing result,
+// rounding. One warpgroup, 64 columns at a time.
+//
+// A thread's sums are of 2 columns (8 apart) and 2 neighbouring rows of every 8. They go through
+// shared memory, kChunk rows at a time, and leave in pieces of 16 bytes along a row, of which those
+// outside the tile are left out: so tails are exact.
+#pragma once
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90.hpp"
+#include "grouped_mm/device/activation.cuh"
+#include "grouped_mm/device/primitives_sm90.cuh"
+#include "grouped_mm/device/schedule_sm90.cuh"
+#include "grouped_mm/gemm_sm90.h"
+
+namespace jgg::device {
+
+template <int kChunk_>
+class EpilogueSm90 {
+ public:
+  static constexpr int kChunk = kChunk_;
+  static constexpr int kBytes = kChunk * 64 * 4;  // of shared memory
+
+  __device__ EpilogueSm90(const GemmSm90& gemm, void* staged, int barrier)
+      : gemm_(gemm), staged_(static_cast<char*>(staged)), barrier_(barrier) {}
+
+  // Store columns [column, column + 64) of a tile.
+  template <int kSums>
+  __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
+    if (column >= work.columns) return;
+    if (gemm_.epilogue.Any()) return StoreFused<false>(work, column, sums, sums);
+    const bool wide = gemm_.out_dtype == DType::kF32;
+#pragma unroll
+    for (int chunk = 0; chunk < kSums / 4 * 8 / kChunk; ++chunk) {
+      if (chunk * kChunk >= work.rows) break;
+      SyncSome(barrier_, 128);  // what was there has been read
+      if (wide) {
+        StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_);
+      } else if (gemm_.out_dtype == DType::kBF16) {
+        StageHalves<cutlass::bfloat16_t>(sums + chunk * (kChunk / 2));
+      } else {
+        StageHalves<cutlass::half_t>(sums + chunk * (kChunk / 2));
+      }
+      SyncSome(barrier_, 128);
+      const int rows = min(kChunk, work.rows - chunk * kChunk);
+      const int64_t out = work.out + chunk * kChunk * gemm_.out_line + column;
+      if (wide) {
+        WriteFloats(out, rows, work.columns - column);
+      } else {
+        WriteHalves(out, rows, work.columns - column);
+      }
+    }
+  }
+
+  // The same with everything that an epilogue may do. Gated: `up` are what `sums` let through.
+  template <bool kGated, int kSums>
+  __device__ void StoreFused(const Work& work, int column, float (&sums)[kSums],
+                             float (&up)[kSums]) {
+    if (column >= work.columns) return;
+    constexpr int kRows = kGated ? kChunk / 2 : kChunk;
+#pragma unroll
+    for (int chunk = 0; chunk < kSums / 4 * 8 / kRows; ++chunk) {
+      if (chunk * kRows >= work.rows) break;
+      SyncSome(barrier_, 128);
+      StageFloats<kRows>(sums + chunk * (kRows / 2), staged_);
+      if (kGated) StageFloats<kRows>(up + chunk * (kRows / 2), staged_ + kRows * 64 * 4);
+      SyncSome(barrier_, 128);
+      WriteFused<kGated, kRows>(work, column, chunk * kRows);
+    }
+  }
+
+ private:
+  __device__ static int Lane() { return threadIdx.x % 32; }
+  __device__ static int Thread() { return threadIdx.x % 128; }
+  // This thread's first column of the 64.
+  __device__ static int Column() { return Thread() / 32 * 16 + Lane() / 4; }
+
+  // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
+  template <typename T>
+  __device__ void StageHalves(const float* sums) const {
+    // Lane l names a row of matrix l / 8: matrices are (columns, rows) = (0, 0) (8, 0) (0, 8) (8, 8)
+    // of the warp's 16 x 16.
+    const int row = Lane() % 8 + Lane() / 16 * 8;
+    const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
+    char* to = staged_ + row * 128 + piece * 16;
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      const float* four = sums + 8 * i;
+      cute::SM90_U16x8_STSM_T::copy(
+          Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]), Pack<T>(four[4], four[5]),
+          Pack<T>(four[6], four[7]), *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
+    }
+  }
+
+  __device__ void WriteHalves(int64_t out, int rows, int columns) const {
+    const int piece = Thread() % 8, first = Thread() / 8;
+    const int column = piece * 8;
+    if (column >= columns) return;
+    uint16_t* to = static_cast<uint16_t*>(gemm_.out) + out + column;
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      const int row = first + 16 * i;
+      if (row >= rows) continue;
+      const uint4 values =
+          *reinterpret_cast<const uint4*>(staged_ + row * 128 + (piece ^ (row % 8)) * 16);
+      if (gemm_.out_width == 8) {
+        *reinterpret_cast<uint4*>(to + row * gemm_.out_line) = values;
+      } else {
+        const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          if (column + j < columns) {
+            to[row * gemm_.out_line + j] = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+          }
+        }
+      }
+    }
+  }
+
+  // kChunk rows of 64 floats; eights of columns are swizzled by the row's pair.
+  __device__ static int FloatOffset(int row, int column) {
+    return row * 64 + (column ^ (row / 2 % 4 * 8));
+  }
+
+  template <int kRows>
+  __device__ void StageFloats(const float* sums, char* staged) const {
+    float* to = reinterpret_cast<float*>(staged);
+#pragma unroll
+    for (int block = 0; block < kRows / 8; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[FloatOffset(8 * block + Lane() % 4 * 2 + i % 2, Column() + i / 2 * 8)] =
+            sums[4 * block + i];
+      }
+    }
+  }
+
+  __device__ static void ReadFour(const char* staged, int row, int column, float (&values)[4]) {
+    const float4 four = *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(staged) +
+                                                         FloatOffset(row, column));
+    values[0] = four.x;
+    values[1] = four.y;
+    values[2] = four.z;
+    values[3] = four.w;
+  }
+
+  __device__ void WriteFloats(int64_t out, int rows, int columns) const {
+    const int column = Thread() % 16 * 4;
+    if (column >= columns) return;
+#pragma unroll 4
+    for (int row = Thread() / 16; row < rows; row += 8) {
+      float values[4];
+      ReadFour(staged_, row, column, values);
+      WriteFour(out + row * gemm_.out_line + column, columns - column, values);
+    }
+  }
+
+  __device__ void WriteFour(int64_t at, int columns, const float (&values)[4]) const {
+    if (gemm_.out_width > 1 && gemm_.out_dtype == DType::kF32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(gemm_.out) + at) =
+          make_float4(values[0], values[1], values[2], values[3]);
+    } else if (gemm_.out_width > 1) {
+      const bool bf16 = gemm_.out_dtype == DType::kBF16;
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(gemm_.out) + at) =
+          bf16 ? make_uint2(Pack<cutlass::bfloat16_t>(values[0], values[1]),
+                            Pack<cutlass::bfloat16_t>(values[2], values[3]))
+               : make_uint2(Pack<cutlass::half_t>(values[0], values[1]),
+                            Pack<cutlass::half_t>(values[2], values[3]));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j < columns) StoreFloat(gemm_.out, at + j, gemm_.out_dtype, values[j]);
+      }
+    }
+  }
+
+  template <bool kGated, int kRows>
+  __device__ void WriteFused(const Work& work, int column, int first_row) const {
+    const Epilogue& epilogue = gemm_.epilogue;
+    const int four = Thread() % 16 * 4, columns = work.columns - column - four;
+    if (columns <= 0) return;
+    const bool real = work.weight >= 0;  // rows that no segment reaches are zeros
+    float bias[4] = {}, up_bias[4] = {};
+    if (real && epilogue.bias != nullptr) {
+      const int64_t at = static_cast<int64_t>(work.weight) * gemm_.n + work.out_column + column + four;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j >= columns) continue;
+        bias[j] = LoadFloat(epilogue.bias, at + j, epilogue.bias_dtype);
+        if (kGated) up_bias[j] = LoadFloat(epilogue.bias, at + gemm_.n / 2 + j, epilogue.bias_dtype);
+      }
+    }
+#pragma unroll 1
+    for (int row = Thread() / 16; row < kRows && first_row + row < work.rows; row += 8) {
+      float values[4], up[4];
+      ReadFour(staged_, row, four, values);
+      if (real) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[j] += bias[j];
+        Activate<4>(epilogue.activation, values);
+        if (kGated) {
+          ReadFour(staged_ + kRows * 64 * 4, row, four, up);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) values[j] *= up[j] + up_bias[j];
+        }
+        if (epilogue.row_scale != nullptr) {
+          const float scale = LoadFloat(epilogue.row_scale, work.out_row + first_row + row,
+                                        epilogue.row_scale_dtype);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) values[j] *= scale;
+        }
+      }
+      const int64_t at = work.out + (first_row + row) * gemm_.out_line + column + four;
+      if (epilogue.accumulate) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j < columns) values[j] += LoadFloat(gemm_.out, at + j, gemm_.out_dtype);
+        }
+      }
+      WriteFour(at, columns, values);
+    }
+  }
+
+  const GemmSm90& gemm_;
+  char* const staged_;
+  const int barrier_;
+};
+
+}  // namespace jgg::device

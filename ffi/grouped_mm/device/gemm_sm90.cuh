@@ -1,0 +1,256 @@
+// The kernel. A thread block is three warpgroups. Two multiply, 64 columns each (kBlocks times), and
+// store; warps of the third feed them:
+//   warp 0  schedules: puts tiles of work into a short ring
+//   warp 1  copies slices of L and R into a ring of kStages, by TMA
+//   warp 2  clears what lies behind the end of a segment within a slice of k
+// Every place of a ring has a pair of barriers, "full" and "empty". Nothing else is shared, so a
+// warpgroup stores its results while the others go on.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "cutlass/numeric_types.h"
+#include "grouped_mm/device/epilogue_sm90.cuh"
+#include "grouped_mm/device/primitives_sm90.cuh"
+#include "grouped_mm/device/products_sm90.cuh"
+#include "grouped_mm/device/schedule_sm90.cuh"
+
+namespace jgg::device {
+
+// A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
+// the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
+// columns, each a swizzled tile of its own.
+template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
+          int kCluster_>
+struct GemmSm90Config {
+  using Element = Element_;
+  static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
+  static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
+  static constexpr int kCluster = kCluster_;  // blocks that share L: 1 or 2
+  static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
+  static constexpr int kChunkL = kRows < 64 ? kRows : 64;
+  static constexpr int kChunkBytesL = kChunkL * 128, kChunkBytesR = 64 * 128;
+  static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
+  static_assert(kLKMajor || kChunkL == 64);
+  using Epilogue = EpilogueSm90<kChunkL>;
+
+  struct SharedMemory {
+    alignas(1024) char l[kStages][kChunksL * kChunkBytesL];
+    alignas(1024) char r[kStages][kChunksR * kChunkBytesR];
+    alignas(1024) char staged[2][Epilogue::kBytes];
+    alignas(16) Work works[kWorks];
+    uint64_t full[kStages], empty[kStages], cleared[kStages];
+    uint64_t work_full[kWorks], work_empty[kWorks];
+  };
+};
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// A place in a ring, and the parity of its barriers' next phase.
+template <int kPlaces>
+struct Place {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next() {
+    if (++index == kPlaces) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// What a warp, or one thread of it, sees of the ring of work: calls f(work) for every tile.
+template <typename Config, bool kWarp = true, typename Function>
+__device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
+  Place<Config::kWorks> at;
+  while (true) {
+    Wait(&memory.work_full[at.index], at.parity);
+    const Work work = memory.works[at.index];
+    if (kWarp) __syncwarp();
+    if (!kWarp || threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
+    at.Next();
+    if (work.rows == 0) return;
+    f(work);
+  }
+}
+
+template <typename Config>
+__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory,
+                             int block) {
+  const bool gated = IsGated(gemm.epilogue.activation);
+  ScheduleSm90<Config::kRows, Config::kCluster> schedule(gemm, gated ? 128 : 128 * Config::kBlocks,
+                                                         block);
+  Place<Config::kWorks> at;
+  while (true) {
+    const Work work = schedule.Next();
+    Wait(&memory.work_empty[at.index], at.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      memory.works[at.index] = work;
+      Arrive(&memory.work_full[at.index]);
+    }
+    __syncwarp();
+    at.Next();
+    if (work.rows == 0) return;
+  }
+}
+
+// One thread.
+template <typename Config>
+__device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
+  const bool gated = IsGated(gemm.epilogue.activation);
+  Place<Config::kStages> at;
+  ForEachWork<Config, false>(memory, [&](const Work& work) {
+    const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    const int bytes =
+        chunks * Config::kChunkBytesL + Config::kChunksR * Config::kChunkBytesR;
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; ++slice) {
+      Wait(&memory.empty[at.index], at.parity ^ 1);
+      uint64_t* full = &memory.full[at.index];
+      ArriveExpecting(full, bytes);
+      const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
+#pragma unroll
+      for (int i = 0; i < Config::kChunksR; ++i) {
+        const int column =
+            work.r_row + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
+        char* to = memory.r[at.index] + i * Config::kChunkBytesR;
+        const int weight = gemm.wgrad ? 0 : work.weight;
+        if constexpr (Config::kRKMajor) {
+          CopyBox(&gemm.r_map, full, to, r_k, column, weight);
+        } else {
+          CopyBox(&gemm.r_map, full, to, column, r_k, weight);
+        }
+      }
+#pragma unroll 1
+      for (int i = 0; i < chunks; ++i) {
+        if (Config::kCluster == 2 && i % 2 != block) continue;
+        const int row = work.l_row + i * Config::kChunkL;
+        char* to = memory.l[at.index] + i * Config::kChunkBytesL;
+        if constexpr (Config::kLKMajor) {
+          CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, l_k, row, 0);
+        } else {
+          CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, row, l_k, 0);
+        }
+      }
+      at.Next();
+    }
+  });
+}
+
+// Zero the values of k from `last` on in `chunks` chunks of `lines` rows or columns. One warp.
+template <bool kKMajor>
+__device__ void Clear(char* tile, int chunks, int lines, int last) {
+  const int lane = threadIdx.x % 32;
+  const uint4 zeros = make_uint4(0, 0, 0, 0);
+  if constexpr (kKMajor) {
+    // A line of 128 bytes per row, whose pieces of 16 bytes are swizzled by the row.
+    for (int row = lane; row < chunks * lines; row += 32) {
+      char* line = tile + row * 128;
+      for (int piece = (last + 7) / 8; piece < 8; ++piece) {
+        *reinterpret_cast<uint4*>(line + (piece ^ (row % 8)) * 16) = zeros;
+      }
+      for (int k = last; k % 8 != 0; ++k) {
+        reinterpret_cast<uint16_t*>(line + (k / 8 ^ (row % 8)) * 16)[k % 8] = 0;
+      }
+    }
+  } else {
+    // A line of 128 bytes per k.
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      for (int piece = last * 8 + lane; piece < kSliceSm90 * 8; piece += 32) {
+        reinterpret_cast<uint4*>(tile + chunk * kSliceSm90 * 128)[piece] = zeros;
+      }
+    }
+  }
+}
+
+// wgrad: behind a segment lie others, and 0 * NaN is NaN, so both operands are cleared.
+template <typename Config>
+__device__ void ClearWarp(typename Config::SharedMemory& memory) {
+  Place<Config::kStages> at, cleared;
+  ForEachWork<Config>(memory, [&](const Work& work) {
+    for (int slice = 0; slice < work.slices; ++slice) {
+      if (slice == work.slices - 1 && work.last < kSliceSm90) {
+        Wait(&memory.full[at.index], at.parity);
+        const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+        Clear<Config::kLKMajor>(memory.l[at.index], chunks, Config::kChunkL, work.last);
+        Clear<Config::kRKMajor>(memory.r[at.index], Config::kChunksR, 64, work.last);
+        FenceAsyncProxy();
+        Arrive(&memory.cleared[cleared.index]);
+        cleared.Next();
+      }
+      at.Next();
+    }
+  });
+}
+
+// One of the two warpgroups that multiply.
+template <typename Config>
+__device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedMemory& memory,
+                                  int group) {
+  const bool gated = IsGated(gemm.epilogue.activation);
+  typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
+  Place<Config::kStages> at, cleared;
+  ForEachWork<Config>(memory, [&](const Work& work) {
+    float sums[Config::kBlocks][Config::kRows / 2];
+    Products<Config>::Tile(memory, work, gemm.wgrad && work.last < kSliceSm90, group, at, cleared,
+                           sums);
+    if constexpr (Config::kBlocks == 1) {
+      epilogue.Store(work, 64 * group, sums[0]);
+    } else if (gated) {
+      epilogue.template StoreFused<true>(work, 64 * group, sums[0], sums[1]);
+    } else {
+      epilogue.Store(work, 64 * group, sums[0]);
+      epilogue.Store(work, 128 + 64 * group, sums[1]);
+    }
+  });
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    GemmSm90Kernel(const __grid_constant__ GemmSm90 gemm) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
+  const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
+  constexpr int kMultiplyWarps = 8;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Config::kStages; ++i) {
+      Init(&memory.full[i], 1);
+      Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
+      Init(&memory.cleared[i], 32);
+    }
+    for (int i = 0; i < Config::kWorks; ++i) {
+      Init(&memory.work_full[i], 1);
+      Init(&memory.work_empty[i], kMultiplyWarps + (gemm.wgrad ? 2 : 1));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    Prefetch(&gemm.l_map);
+    Prefetch(&gemm.r_map);
+  }
+  if (Config::kCluster == 1) {
+    __syncthreads();
+  } else {
+    ClusterSync();
+  }
+  if (threadIdx.x < 128) {
+    GiveRegisters<64>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      ScheduleWarp<Config>(gemm, memory, block);
+    } else if (warp == 1) {
+      if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
+    } else if (warp == 2 && gemm.wgrad) {
+      ClearWarp<Config>(memory);
+    }
+  } else {
+    TakeRegisters<224>();
+    MultiplyWarpgroup<Config>(gemm, memory, static_cast<int>(threadIdx.x) / 128 - 1);
+  }
+  // A block may be copied into, and its barriers arrived at, until the other has ended too.
+  if (Config::kCluster == 2) ClusterSync();
+}
+
+}  // namespace jgg::device

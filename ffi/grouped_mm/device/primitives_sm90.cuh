@@ -1,0 +1,142 @@
+// Hopper's instructions: mbarriers, bulk tensor copies, warpgroup products.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace jgg::device {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers ----
+
+__device__ inline void Init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals));
+}
+
+__device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again%=;\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ inline void Arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
+}
+
+// At the barrier in the same place of another block of the cluster.
+__device__ inline void ArriveAt(uint64_t* barrier, int block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(SharedAddress(barrier)),
+      "r"(block)
+      : "memory");
+}
+
+__device__ inline void ArriveExpecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   SharedAddress(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// ---- tensor copies ----
+
+__device__ inline void Prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// One box, into this block's shared memory, or (kMulticast) into the same place of every block of a
+// cluster of two.
+template <bool kMulticast = false>
+__device__ inline void CopyBox(const CUtensorMap* map, uint64_t* barrier, void* to, int x, int y,
+                               int z) {
+  if constexpr (kMulticast) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(SharedAddress(to)),
+        "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y), "r"(z), "h"(uint16_t{3})
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(SharedAddress(to)),
+        "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+  }
+}
+
+// Shared memory written by ordinary stores is read by tensor cores or copies next.
+__device__ inline void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- warpgroup products ----
+
+__device__ inline void WarpgroupArrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void WarpgroupCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ inline void WarpgroupWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// A tile in shared memory with 128-byte lines, swizzled, in pieces of 8 lines: `chunk` bytes from 64
+// elements of an MN-major tile to the next.
+__device__ inline uint64_t TileDescriptor(uint32_t address, int chunk) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kPiece = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kPiece | static_cast<uint64_t>(chunk >> 4) << 16 |
+         ((address & 0x3ffff) >> 4);
+}
+
+template <typename Instruction, size_t... kIndex>
+__device__ void Multiply(uint64_t a, uint64_t b, float* sums, bool add,
+                         std::index_sequence<kIndex...>) {
+  Instruction::fma(a, b, sums[kIndex]...,
+                   add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// ---- clusters, registers, named barriers ----
+
+__device__ inline int BlockInCluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ inline void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+template <int kRegisters>
+__device__ inline void GiveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ inline void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// All threads of some warps; barrier 0 is __syncthreads.
+__device__ inline void SyncSome(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+}  // namespace jgg::device

@@ -1,0 +1,270 @@
+// From segments to tiles of work, by one warp of each thread block (or pair of blocks).
+//
+// The warp scans the metadata, a window of segments at a time, for the number of tiles that each
+// segment has, and takes every so many-th. Rows of the result between segments are tiles too: of
+// zeros. Nothing is prepared by another kernel, and a segment without rows costs its share of the
+// scan only.
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/device/segments.cuh"
+#include "grouped_mm/gemm_sm90.h"
+
+namespace jgg::device {
+
+constexpr int kSliceSm90 = 64;  // values of k in a stage
+
+// A tile of work.
+struct Work {
+  int l_row, l_k;     // where its operands begin: coordinates of L, R and R's group
+  int r_row, r_k;
+  int weight;         // -1: zeros, whose segments do not exist
+  int slices;         // of k
+  int last;           // values of k in the last slice
+  int rows, columns;  // of the result, for this block; 0 rows: there is no more work
+  int out_row, out_column;
+  int64_t out;  // element of the result at the tile's (0, 0)
+};
+
+template <int kRows, int kCluster>
+class ScheduleSm90 {
+ public:
+  // `columns` of the result in a tile; `block` of the cluster.
+  __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block)
+      : gemm_(gemm), lane_(threadIdx.x % 32), block_(block), tile_columns_(columns) {
+    next_ = blockIdx.x / kCluster;
+    stride_ = gridDim.x / kCluster;
+    offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
+    columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+    columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
+    matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
+  }
+
+  // The whole warp; every lane gets the same tile. Without rows when there are no more.
+  __device__ Work Next() {
+    Work work{};
+    if (gemm_.wgrad && gemm_.matrices) {
+      const int weight = next_ / matrix_tiles_;
+      if (weight < gemm_.groups) {
+        const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight);
+        SetMatrixTile(work, next_ - weight * matrix_tiles_, weight, s.x_start, s.y_start, s.length);
+      }
+      next_ += stride_;
+      return work;
+    }
+    while (next_ >= window_tiles_) {
+      if (!LoadWindow()) return work;
+    }
+    // The last lane, then its last segment, that does not begin after this tile.
+    const unsigned begun = __ballot_sync(kAll, first_ <= next_);
+    const int owner = 31 - __clz(begun);
+    int number = next_ - first_, which = 0;
+    if (lane_ == owner) {
+      while (which < kPerLane - 1 && number >= tiles_[which]) number -= tiles_[which++];
+    }
+    which = __shfl_sync(kAll, which, owner);
+    number = __shfl_sync(kAll, number, owner);
+    const int start = Take(starts_, which, owner), length = Take(lengths_, which, owner);
+    const int gap = Take(gaps_, which, owner);
+    const int index = window_ + owner * kPerLane + which;
+    next_ += stride_;
+    if (gemm_.wgrad) {
+      SetMatrixTile(work, number, index < Count() ? index - offset_ : index - Count(), start, start,
+                    length);
+    } else {
+      SetRowsTile(work, number, index, start, length, gap);
+    }
+    return work;
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+  static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
+  static constexpr int kBand = 8;  // tiles of rows that take turns with tiles of columns
+
+  __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
+
+  __device__ int Take(const int (&values)[kPerLane], int which, int owner) const {
+    int value = values[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) value = which == i ? values[i] : value;
+    return __shfl_sync(kAll, value, owner);
+  }
+
+  // Tiles in bands of rows: down a band, then on to the next columns, so that tiles that run at one
+  // time share both operands in L2.
+  __device__ void Place(int number, int row_tiles, int& row_tile, int& column_tile) const {
+    const int per_band = kBand * columns_tiles_;
+    const int band = number / per_band, within = number - band * per_band;
+    const int rows = min(kBand, row_tiles - band * kBand);
+    row_tile = band * kBand + within % rows;
+    column_tile = within / rows * kCluster + block_;
+  }
+
+  __device__ void SetColumns(Work& work, int column_tile) const {
+    work.out_column = work.r_row = column_tile * tile_columns_;
+    work.columns = min(tile_columns_, columns_ - work.out_column);
+  }
+
+  __device__ void SetK(Work& work, int k) const {
+    work.slices = (k + kSliceSm90 - 1) / kSliceSm90;
+    work.last = k - (work.slices - 1) * kSliceSm90;
+  }
+
+  __device__ void SetMatrixTile(Work& work, int number, int weight, int x_start, int y_start,
+                                int length) const {
+    int row_tile, column_tile;
+    Place(number, (gemm_.m + kRows - 1) / kRows, row_tile, column_tile);
+    SetColumns(work, column_tile);
+    SetK(work, length);
+    work.l_row = work.out_row = row_tile * kRows;
+    work.l_k = x_start;
+    work.r_k = y_start;
+    work.weight = weight;
+    work.rows = min(kRows, gemm_.m - work.l_row);
+    work.out = weight * gemm_.out_group + work.l_row * gemm_.out_line + work.out_column;
+  }
+
+  __device__ void SetRowsTile(Work& work, int number, int index, int start, int length,
+                              int gap) const {
+    const int gap_tiles = (start - gap + kRows - 1) / kRows;
+    int row_tile, column_tile;
+    if (number < gap_tiles * columns_tiles_) {
+      Place(number, gap_tiles, row_tile, column_tile);
+      work.weight = -1;
+      work.out_row = gap + row_tile * kRows;
+      work.rows = min(kRows, start - work.out_row);
+    } else {
+      Segment segment{start, start, length, index - offset_};
+      if (gemm_.metadata.kind != MetadataKind::kSizes) {
+        segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
+      }
+      Place(number - gap_tiles * columns_tiles_, (length + kRows - 1) / kRows, row_tile,
+            column_tile);
+      SetK(work, gemm_.k);
+      work.weight = segment.weight;
+      work.l_row = segment.x_start + row_tile * kRows;
+      work.out_row = start + row_tile * kRows;
+      work.rows = min(kRows, length - row_tile * kRows);
+    }
+    SetColumns(work, column_tile);
+    work.out = work.out_row * gemm_.out_line + work.out_column;
+  }
+
+  template <typename T, typename Combine>
+  __device__ T ExclusiveScan(T value, T identity, Combine combine, T& total) const {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const T earlier = __shfl_up_sync(kAll, value, distance);
+      if (lane_ >= distance) value = combine(earlier, value);
+    }
+    total = __shfl_sync(kAll, value, 31);
+    const T before = __shfl_up_sync(kAll, value, 1);
+    return lane_ == 0 ? identity : before;
+  }
+
+  // wgrad: whether entry `index` stands for a matrix of the result. Entries after the last group
+  // stand for the matrices that have none.
+  __device__ bool HasMatrix(int index) const {
+    if (index >= Count()) {
+      const int group = index - Count() + offset_;
+      return group < 0 || group >= Count();
+    }
+    return index >= offset_ && index - offset_ < gemm_.groups;
+  }
+
+  // Number the tiles of the next window of segments; false when there are no more segments. mm: one
+  // more, empty segment has the rows after the last one.
+  __device__ bool LoadWindow() {
+    const bool partial = gemm_.metadata.offset != nullptr;
+    const int total = Count() + (!gemm_.wgrad ? 1 : partial ? gemm_.groups : 0);
+    window_ = window_ < 0 ? 0 : window_ + kWindow;
+    if (window_ >= total) return false;
+    const int begin = window_ + lane_ * kPerLane;
+    const uint32_t rows = gemm_.rows_x;
+    if (gemm_.metadata.kind == MetadataKind::kSizes) {
+      auto add = [&](uint32_t a, uint32_t b) { return min(a + b, rows); };
+      uint32_t sum = 0, all;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int size = begin + i < Count() ? gemm_.metadata.data[begin + i] : 0;
+        lengths_[i] = min(static_cast<uint32_t>(max(size, 0)), rows);
+        sum = add(sum, lengths_[i]);
+      }
+      uint32_t row = add(rows_before_, ExclusiveScan(sum, 0u, add, all));
+      rows_before_ = add(rows_before_, all);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const uint32_t end = add(row, lengths_[i]);
+        const int weight = begin + i - offset_;
+        const bool here = begin + i < Count() && weight >= 0 && weight < gemm_.groups;
+        starts_[i] = row;
+        lengths_[i] = here ? static_cast<int>(end - row) : 0;
+        row = end;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        Segment segment{0, 0, 0, 0};
+        if (begin + i < Count()) {
+          segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, begin + i);
+        }
+        starts_[i] = segment.y_start;
+        lengths_[i] = segment.length;
+      }
+    }
+    int sum = 0, all;
+    if (gemm_.wgrad) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        gaps_[i] = 0;
+        tiles_[i] = begin + i < total && HasMatrix(begin + i) ? matrix_tiles_ : 0;
+        sum += tiles_[i];
+      }
+    } else {
+      // Where the gap before each segment begins: behind all segments before it.
+      auto later = [](int a, int b) { return max(a, b); };
+      int end = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (begin + i == Count()) starts_[i] = gemm_.rows_y;
+        if (lengths_[i] > 0) end = max(end, starts_[i] + lengths_[i]);
+      }
+      int before = max(covered_, ExclusiveScan(end, 0, later, all));
+      covered_ = max(covered_, all);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        gaps_[i] = starts_[i];
+        tiles_[i] = 0;
+        if (begin + i > Count()) continue;
+        const bool last = begin + i == Count();
+        if ((lengths_[i] > 0 || last) && !gemm_.epilogue.accumulate) {
+          gaps_[i] = min(before, starts_[i]);
+        }
+        tiles_[i] = ((starts_[i] - gaps_[i] + kRows - 1) / kRows +
+                     (lengths_[i] + kRows - 1) / kRows) *
+                    columns_tiles_;
+        if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
+        sum += tiles_[i];
+      }
+    }
+    first_ = window_tiles_ + ExclusiveScan(sum, 0, [](int a, int b) { return a + b; }, all);
+    window_tiles_ += all;
+    return true;
+  }
+
+  const GemmSm90& gemm_;
+  const int lane_, block_, tile_columns_;
+  int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
+  int window_ = -1;          // its first segment
+  int window_tiles_ = 0;     // one past its last tile
+  int covered_ = 0;          // one past the last row of the segments before the next window
+  uint32_t rows_before_ = 0;  // kSizes: rows of the groups before the next window
+  // This lane's segments: its first tile, then for each segment its tiles, the first row of the gap
+  // before it, its first row and its length.
+  int first_ = 0;
+  int tiles_[kPerLane], gaps_[kPerLane], starts_[kPerLane], lengths_[kPerLane];
+};
+
+}  // namespace jgg::device

@@ -1,0 +1,18 @@
+// From run-time types to one of the instances of gemm_sm90_instance.cu.
+#include "grouped_mm/gemm_sm90.h"
+
+#include "common/dispatch.h"
+#include "cutlass/numeric_types.h"
+
+namespace jgg {
+
+cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+  return DispatchBool(operands.l_k_major, [&](auto l) {
+    constexpr bool kL = decltype(l)::value;
+    return operands.dtype == DType::kBF16
+               ? LaunchGemmSm90Instance<cutlass::bfloat16_t, kL>(stream, gemm, operands)
+               : LaunchGemmSm90Instance<cutlass::half_t, kL>(stream, gemm, operands);
+  });
+}
+
+}  // namespace jgg

@@ -1,0 +1,50 @@
+// The Hopper kernel of mm and wgrad: TMA, WGMMA, bf16 and f16.
+//
+// Both products are tiles of out[r, c] = sum_k L[r, k] R[c, k]:
+//   mm     r: rows of x         c: columns of w   k: all of K            (ragged rows)
+//   wgrad  r: columns of x      c: columns of y   k: rows of a segment   (ragged K)
+// On the tensor cores r is the N side, whose tiles may have any multiple of 8 rows up to 256, and c
+// the M side; so few rows cost little, and weights stream through the wide side.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "common/tensor_map.h"
+#include "grouped_mm/mm.h"
+#include "grouped_mm/wgrad.h"
+
+namespace jgg {
+
+struct GemmSm90 {
+  CUtensorMap l_map, r_map;
+  bool wgrad;       // which product
+  bool matrices;    // wgrad: matrix g has segment g, so nothing has to be scanned
+  Metadata metadata;
+  Epilogue epilogue;
+  void* out;
+  DType out_dtype;
+  int out_width;      // elements per store that alignment allows: those of 16 bytes, or 1
+  int64_t out_line;   // elements from one row of the result to the next
+  int64_t out_group;  // wgrad: elements from one matrix of the result to the next
+  int rows_x, rows_y;  // mm: of x and the result; wgrad: of x and y
+  int m, n, k;         // wgrad: m x n per matrix; mm: n columns (of w), k
+  int groups;          // weights
+};
+
+// What L and R are in memory; box_lines is set when the tile is known.
+struct OperandsSm90 {
+  DType dtype;
+  bool l_k_major, r_k_major;
+  TensorMapSpec l, r;
+};
+
+// Choose a tile, encode the tensor maps, launch.
+cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands);
+
+// One instance per translation unit: gemm_sm90_instance.cu.
+template <typename Element, bool kLKMajor>
+cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
+                                   const OperandsSm90& operands);
+
+}  // namespace jgg

@@ -1,0 +1,53 @@
+// mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
+#include "grouped_mm/mm_sm90.h"
+
+#include "common/alignment.h"
+#include "grouped_mm/gemm_sm90.h"
+
+namespace jgg {
+
+static OperandsSm90 Operands(const MmArgs& args) {
+  OperandsSm90 operands{};
+  operands.dtype = args.dtype;
+  operands.l_k_major = true;
+  operands.r_k_major = args.w_k == 1;
+  operands.l = {args.x, args.dtype, args.k, args.rows_x, 1, args.k, args.k};
+  operands.r = operands.r_k_major
+                   ? TensorMapSpec{args.w, args.dtype, args.k, args.n, args.groups, args.k,
+                                   args.w_group}
+                   : TensorMapSpec{args.w, args.dtype, args.n, args.k, args.groups, args.n,
+                                   args.w_group};
+  return operands;
+}
+
+std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
+  if (compute_capability != 90) return "needs compute capability 9.0";
+  if (args.dtype == DType::kF32) return "operands are float32";
+  if (!args.in_order) return "segments may overlap or come in any order";
+  if (args.x_k != 1) return "x is transposed";
+  if (args.out_n != 1) return "the result is transposed";
+  const OperandsSm90 operands = Operands(args);
+  for (const TensorMapSpec& spec : {operands.l, operands.r}) {
+    if (const char* problem = TensorMapProblem(spec)) return problem;
+  }
+  return std::nullopt;
+}
+
+cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
+  const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
+  GemmSm90 gemm{};
+  gemm.metadata = args.metadata;
+  gemm.epilogue = args.epilogue;
+  gemm.out = args.out;
+  gemm.out_dtype = args.out_dtype;
+  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
+  gemm.out_line = args.out_row;
+  gemm.rows_x = static_cast<int>(args.rows_x);
+  gemm.rows_y = static_cast<int>(args.rows);
+  gemm.n = static_cast<int>(args.n);
+  gemm.k = static_cast<int>(args.k);
+  gemm.groups = static_cast<int>(args.groups);
+  return LaunchGemmSm90(stream, gemm, Operands(args));
+}
+
+}  // namespace jgg

@@ -1,0 +1,55 @@
+// wgrad: out[weight_s] += x_s^T @ y_s over the rows of segment s; T (contracted) is grouped.
+#include "grouped_mm/wgrad_sm90.h"
+
+#include "common/alignment.h"
+#include "grouped_mm/gemm_sm90.h"
+
+namespace jgg {
+
+// One matrix whose rows are contracted.
+static TensorMapSpec Matrix(const void* data, DType dtype, int64_t rows, int64_t columns,
+                            bool k_major) {
+  return k_major ? TensorMapSpec{data, dtype, rows, columns, 1, rows, rows}
+                 : TensorMapSpec{data, dtype, columns, rows, 1, columns, columns};
+}
+
+static OperandsSm90 Operands(const WgradArgs& args) {
+  OperandsSm90 operands{};
+  operands.dtype = args.dtype;
+  operands.l_k_major = args.x_row == 1 && args.x_a != 1;
+  operands.r_k_major = args.y_row == 1 && args.y_b != 1;
+  operands.l = Matrix(args.x, args.dtype, args.rows_x, args.a, operands.l_k_major);
+  operands.r = Matrix(args.y, args.dtype, args.rows_y, args.b, operands.r_k_major);
+  return operands;
+}
+
+std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int compute_capability) {
+  if (compute_capability != 90) return "needs compute capability 9.0";
+  if (args.dtype == DType::kF32) return "operands are float32";
+  if (!args.own_weight) return "weights may have several segments";
+  const OperandsSm90 operands = Operands(args);
+  for (const TensorMapSpec& spec : {operands.l, operands.r}) {
+    if (const char* problem = TensorMapProblem(spec)) return problem;
+  }
+  return std::nullopt;
+}
+
+cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {
+  GemmSm90 gemm{};
+  gemm.wgrad = true;
+  gemm.matrices = args.metadata.kind != MetadataKind::kSizes;
+  gemm.metadata = args.metadata;
+  gemm.out = args.out;
+  gemm.out_dtype = args.out_dtype;
+  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {args.b});
+  gemm.out_line = args.b;
+  gemm.out_group = args.a * args.b;
+  gemm.rows_x = static_cast<int>(args.rows_x);
+  gemm.rows_y = static_cast<int>(args.rows_y);
+  gemm.m = static_cast<int>(args.a);
+  gemm.n = static_cast<int>(args.b);
+  gemm.groups = static_cast<int>(args.groups);
+  return LaunchGemmSm90(stream, gemm, Operands(args));
+}
+
+}  // namespace jgg
