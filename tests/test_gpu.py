@@ -1,5 +1,6 @@
 """What only a GPU can show: command buffers, recycled memory, determinism, sizes beyond 32 bits."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -232,15 +233,54 @@ wants = [np.asarray(jax.jit(product)(x, w, s)) for s in sizes]
 for _ in range(50):
     for got, want in zip(two_streams(x, w, *sizes), wants):
         np.testing.assert_array_equal(got, want)
+
+# Few tiles, each of a long K: kernels that leave room for another, and time for its launch.
+x, w = oracle.random(rng, (64, 2**16), "bfloat16"), oracle.random(rng, (2, 2**16, 64), "bfloat16")
+sizes = jnp.array([30, 20]), jnp.array([40, 24])
+wants = [np.asarray(jax.jit(product)(x, w, s)) for s in sizes]
+jax.block_until_ready(two_streams(x, w, *sizes))
+with jax.profiler.trace(sys.argv[2]):
+    results = [jax.block_until_ready(two_streams(x, w, *sizes)) for _ in range(10)]
+for result in results:
+    for got, want in zip(result, wants):
+        np.testing.assert_array_equal(got, want)
 """
 
 
+def kernel_runs(planes, kernel: str) -> list[tuple[str, float, float]]:
+    """Stream, start and end (ns) of a kernel's runs in a profile of one GPU."""
+    return [
+        (line.name, event.start_ns, event.end_ns)
+        for plane in planes
+        if plane.name.startswith("/device:GPU:")
+        for line in plane.lines
+        if line.name.startswith("Stream #")
+        for event in line.events
+        if kernel in event.name
+    ]
+
+
+def overlapping(runs) -> list:
+    """Pairs of runs on different streams that were under way at the same time."""
+    pairs = itertools.combinations(runs, 2)
+    return [(a, b) for a, b in pairs if a[0] != b[0] and a[1] < b[2] and b[1] < a[2]]
+
+
 def test_two_streams(tmp_path):
-    """Calls that may run at the same time, on two streams, give the bits that they give alone."""
+    """Calls that run at the same time, on two streams, give the bits that they give alone."""
     flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
     flags += " --xla_gpu_enable_command_buffer="
-    command = [sys.executable, "-c", TWO_STREAMS, str(Path(__file__).parent)]
+    profile = tmp_path / "profile"
+    command = [sys.executable, "-c", TWO_STREAMS, str(Path(__file__).parent), str(profile)]
     subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
-    (dump,) = tmp_path.glob("*jit_two_streams*gpu_after_optimizations.txt")
-    streams = set(re.findall(r'"?_xla_stream_annotation"?="(\d)"', dump.read_text()))
-    assert streams == {"1", "2"}
+    dumps = list(tmp_path.glob("*jit_two_streams*gpu_after_optimizations.txt"))
+    assert len(dumps) == 2
+    for dump in dumps:
+        streams = set(re.findall(r'"?_xla_stream_annotation"?="(\d)"', dump.read_text()))
+        assert streams == {"1", "2"}
+    (file,) = profile.rglob("*.xplane.pb")
+    runs = kernel_runs(jax.profiler.ProfileData.from_file(str(file)).planes, "GemmSm80Kernel")
+    assert runs, "the profile has no run of GemmSm80Kernel: CUPTI recorded nothing"
+    streams = {stream for stream, _, _ in runs}
+    assert len(streams) > 1, f"all {len(runs)} runs of GemmSm80Kernel were on {streams}"
+    assert overlapping(runs), f"no two of these runs on two streams overlap: {sorted(runs)}"

@@ -1,10 +1,12 @@
-// The compute capability of the current device, asked once per device.
+// The compute capability of the current device, asked once per device, and what needs one.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <array>
 #include <atomic>
+#include <optional>
+#include <string>
 
 namespace jgg {
 
@@ -24,6 +26,15 @@ inline int ComputeCapability() {
     known[device].store(value, std::memory_order_relaxed);
   }
   return value;
+}
+
+// Why a device of compute capability `found` cannot run what needs `needed` or newer.
+inline std::optional<std::string> NeedsComputeCapability(int needed, int found) {
+  if (found >= needed) return std::nullopt;
+  const auto text = [](int value) {
+    return std::to_string(value / 10) + "." + std::to_string(value % 10);
+  };
+  return "needs compute capability " + text(needed) + " or newer, got " + text(found);
 }
 
 }  // namespace jgg

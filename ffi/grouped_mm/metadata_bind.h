@@ -50,14 +50,12 @@ class Operands {
  public:
   Operands(const char* op, xla::ffi::RemainingArgs rest) : op_(op), rest_(rest) {}
 
-  // The next operand, where `present`.
-  xla::ffi::Error Take(bool present, const char* name, xla::ffi::AnyBuffer* buffer) {
-    if (!present) return xla::ffi::Error::Success();
-    if (next_ >= rest_.size()) return InvalidArgument(op_, name, " is missing");
-    auto taken = rest_.get<xla::ffi::AnyBuffer>(next_++);
-    if (taken.has_error()) return taken.error();
-    *buffer = taken.value();
-    return xla::ffi::Error::Success();
+  // The next operand.
+  xla::ffi::ErrorOr<xla::ffi::AnyBuffer> Take(const char* name) {
+    if (next_ >= rest_.size()) {
+      return xla::ffi::Unexpected(InvalidArgument(op_, name, " is missing"));
+    }
+    return rest_.get<xla::ffi::AnyBuffer>(next_++);
   }
 
   xla::ffi::Error End() const {
@@ -70,5 +68,17 @@ class Operands {
   xla::ffi::RemainingArgs rest_;
   size_t next_ = 0;
 };
+
+// The next operand as the group that weight 0 is: an int32 scalar, which belongs to sizes.
+inline xla::ffi::Error BindGroupOffset(const char* op, Operands* operands, Metadata* metadata) {
+  const auto offset = operands->Take("group_offset");
+  if (!offset) return offset.error();
+  JGG_RETURN_IF_ERROR(CheckShape(op, "group_offset", "()", *offset, {}));
+  if (metadata->kind != MetadataKind::kSizes || offset->element_type() != xla::ffi::S32) {
+    return InvalidArgument(op, "group_offset must be int32 and belong to sizes");
+  }
+  metadata->offset = static_cast<const int32_t*>(offset->untyped_data());
+  return xla::ffi::Error::Success();
+}
 
 }  // namespace jgg

@@ -28,37 +28,31 @@ struct MmOptions {
   bool group_offset, bias, row_scale, existing_out;
 };
 
-static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, ffi::AnyBuffer out,
-                              MmArgs* args) {
+static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, MmArgs* args) {
   constexpr const char* op = "mm";
   Operands operands(op, rest);
-  ffi::AnyBuffer buffer = out;
-  if (has.group_offset) {
-    JGG_RETURN_IF_ERROR(operands.Take(true, "group_offset", &buffer));
-    JGG_RETURN_IF_ERROR(CheckShape(op, "group_offset", "()", buffer, {}));
-    if (args->metadata.kind != MetadataKind::kSizes || buffer.element_type() != ffi::S32) {
-      return InvalidArgument(op, "group_offset must be int32 and belong to sizes");
-    }
-    args->metadata.offset = static_cast<const int32_t*>(buffer.untyped_data());
-  }
+  if (has.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
   Epilogue& epilogue = args->epilogue;
   if (has.bias) {
-    JGG_RETURN_IF_ERROR(operands.Take(true, "bias", &buffer));
-    JGG_RETURN_IF_ERROR(CheckShape(op, "bias", "(G, N)", buffer, {args->groups, args->n}));
-    JGG_RETURN_IF_ERROR(CheckFloat(op, "bias", buffer.element_type()));
-    epilogue.bias = buffer.untyped_data();
-    epilogue.bias_dtype = *ToDType(buffer.element_type());
+    const auto bias = operands.Take("bias");
+    if (!bias) return bias.error();
+    JGG_RETURN_IF_ERROR(CheckShape(op, "bias", "(G, N)", *bias, {args->groups, args->n}));
+    JGG_RETURN_IF_ERROR(CheckFloat(op, "bias", bias->element_type()));
+    epilogue.bias = bias->untyped_data();
+    epilogue.bias_dtype = *ToDType(bias->element_type());
   }
   if (has.row_scale) {
-    JGG_RETURN_IF_ERROR(operands.Take(true, "row_scale", &buffer));
-    JGG_RETURN_IF_ERROR(CheckShape(op, "row_scale", "(T,)", buffer, {args->rows}));
-    JGG_RETURN_IF_ERROR(CheckFloat(op, "row_scale", buffer.element_type()));
-    epilogue.row_scale = buffer.untyped_data();
-    epilogue.row_scale_dtype = *ToDType(buffer.element_type());
+    const auto row_scale = operands.Take("row_scale");
+    if (!row_scale) return row_scale.error();
+    JGG_RETURN_IF_ERROR(CheckShape(op, "row_scale", "(T,)", *row_scale, {args->rows}));
+    JGG_RETURN_IF_ERROR(CheckFloat(op, "row_scale", row_scale->element_type()));
+    epilogue.row_scale = row_scale->untyped_data();
+    epilogue.row_scale_dtype = *ToDType(row_scale->element_type());
   }
   if (has.existing_out) {
-    JGG_RETURN_IF_ERROR(operands.Take(true, "existing_out", &buffer));
-    if (buffer.untyped_data() != args->out) {
+    const auto existing_out = operands.Take("existing_out");
+    if (!existing_out) return existing_out.error();
+    if (existing_out->untyped_data() != args->out) {
       return InvalidArgument(op, "existing_out must be aliased to the result");
     }
     epilogue.accumulate = true;
@@ -85,7 +79,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   args.tf32 = tf32;
   args.in_order = in_order;
   JGG_RETURN_IF_ERROR(
-      BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, *out, &args));
+      BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, &args));
   if (auto reason = mm_sm80_unsupported(args, ComputeCapability())) {
     return Unimplemented("mm", *reason);
   }

@@ -24,13 +24,7 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   args.own_weight = own_weight;
   Operands operands(op, rest);
   if (group_offset) {
-    ffi::AnyBuffer buffer = metadata;
-    JGG_RETURN_IF_ERROR(operands.Take(true, "group_offset", &buffer));
-    JGG_RETURN_IF_ERROR(CheckShape(op, "group_offset", "()", buffer, {}));
-    if (args.metadata.kind != MetadataKind::kSizes || buffer.element_type() != ffi::S32) {
-      return InvalidArgument(op, "group_offset must be int32 and belong to sizes");
-    }
-    args.metadata.offset = static_cast<const int32_t*>(buffer.untyped_data());
+    JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args.metadata));
   } else if (own_weight && args.metadata.count != args.groups) {
     return InvalidArgument(op, "own_weight needs as many segments as weights, got ",
                            args.metadata.count, " and ", args.groups);

@@ -2,15 +2,13 @@
 #include "grouped_mm/wgrad_sm80.h"
 
 #include "common/alignment.h"
+#include "common/arch.h"
 #include "grouped_mm/gemm_sm80.h"
 
 namespace jgg {
 
 std::optional<std::string> wgrad_sm80_unsupported(const WgradArgs& args, int compute_capability) {
-  if (compute_capability < 80) {
-    return "needs compute capability 8.0 or newer, got " + std::to_string(compute_capability);
-  }
-  return std::nullopt;
+  return NeedsComputeCapability(80, compute_capability);
 }
 
 cudaError_t wgrad_sm80(cudaStream_t stream, const WgradArgs& args) {
