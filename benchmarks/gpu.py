@@ -102,17 +102,21 @@ def columns_error(out, x, y, start, end, g):
     return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
 
+@jax.jit
+def whole_error(out, want):
+    return jnp.linalg.norm(out.astype("float32") - want) / jnp.linalg.norm(want)
+
+
 def checker(case: Case, v: Operands):
     """A function from a result to its relative error: of some groups, or of all against float64."""
     if isinstance(case, Segmented):
         a, b = (np.asarray(u).astype(np.float64) for u in (v.a, v.b))
         a, bounds = a.T if case.transpose_a else a, case.bounds()
-        want = np.stack([a[:, i:j] @ b[i:j] for i, j in itertools.pairwise(bounds)])
-
-        def error(out):
-            return float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
-
-        return error
+        want = np.empty((case.count, case.m, case.n), np.float32)
+        for g, (i, j) in enumerate(itertools.pairwise(bounds)):
+            want[g] = a[:, i:j] @ b[i:j]  # float64, rounded
+        want = jnp.asarray(want)
+        return lambda out: float(whole_error(out, want))
     ends = np.cumsum(v.sizes).astype(np.int32)
     groups = np.flatnonzero(v.sizes)
     some = {int(groups[0]), int(groups[-1]), int(np.argmax(v.sizes))}

@@ -22,18 +22,18 @@ from jax import lax
 SCRATCH = 2**25  # float32 elements, 128 MiB
 
 
-def random(seed: int, shape, dtype="bfloat16") -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(seed, shape, dtype):
+    key = jax.random.key(seed)
+    if len(shape) < 3:
+        return jax.random.normal(key, shape, dtype)
+    one = lambda key: jax.random.normal(key, shape[1:], dtype)
+    return lax.map(one, jax.random.split(key, shape[0]))
+
+
+def random(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Array:
     """Normal numbers; matrix by matrix, so that no more memory is needed than the result's."""
-
-    @jax.jit
-    def draw():
-        key = jax.random.key(seed)
-        if len(shape) < 3:
-            return jax.random.normal(key, shape, dtype)
-        one = lambda key: jax.random.normal(key, shape[1:], dtype)
-        return lax.map(one, jax.random.split(key, shape[0]))
-
-    return jax.block_until_ready(draw())
+    return jax.block_until_ready(_draw(seed, shape, dtype))
 
 
 # What clears the cache before a call, or, on few elements, only marks where one begins. No case has
