@@ -1,326 +1,314 @@
 """Grouped products on one GPU: device time, share of the floor, ratio to peers.
 
-python -m benchmarks.gpu [--ops forward ...] [--peers lax torch] [--json FILE]
+python -m benchmarks [--ops forward ...] [--peers torch quack ...] [--cases Qwen3] [--json FILE]
 
-Every kernel that a call launches is counted (CUPTI), helpers included; medians of repetitions; the
-arms of a case run in turns. The floor of a case is max(bytes / B, flops / C): each operand read
-once, only weights of groups that have rows, the result written once; B (a copy, bytes read plus
-written) and C (a dense bfloat16 product of 8192^3) are measured in the same run. Operands are
-random, and every timed result is checked against float32 products of some of its groups.
+The floor of a case is max(bytes / B, flops / C): each operand read once, only weights of groups
+that have rows, the result written once; B (a copy, bytes read plus written) and C (a dense product
+of the case's precision) are measured in the same run. Operands are random, and the result of every
+arm is checked. The arms of a case take turns; medians of repetitions. Grouped cases find nothing in
+the L2 cache; segmented ones are warm, as in MLX's benchmark. An arm that fails is reported, and is
+never fatal.
 """
 
 import argparse
+import csv
 import datetime
-import importlib
+import functools
+import importlib.metadata
+import itertools
 import json
+import os
 import statistics
 import subprocess
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import profiler
 
 import jax_groupgemm as jgg
 
-# groups, K, N, rows
-GROUPED = [
-    (128, 2048, 1536, 512),
-    (128, 2048, 1536, 2048),
-    (128, 2048, 1536, 4096),
-    (128, 768, 2048, 4096),
-    (128, 2048, 1536, 32768),
-    (128, 2048, 1536, 131072),
-    (8, 4096, 28672, 16),
-    (8, 4096, 28672, 128),
-    (8, 4096, 28672, 1024),
-    (8, 4096, 28672, 8192),
-    (8, 14336, 4096, 8192),
-    (256, 7168, 4096, 4096),
-    (256, 2048, 7168, 131072),
-]
-WGRAD = [(128, 2048, 1536, 32768), (8, 4096, 28672, 8192), (256, 2048, 1536, 4096)]
-# M, N, K, segments: the cases of MLX's benchmark of segmented_mm
-SEGMENTED = [
-    (128, 128, 1024, 16),
-    (128, 128, 1024, 32),
-    (256, 256, 2048, 16),
-    (512, 512, 4096, 32),
-    (1024, 1024, 4096, 32),
-    (1024, 1024, 8192, 64),
-]
-# Microseconds of MLX 0.32.4's CUDA kernels on an H200, cuts at multiples of 16.
-MLX = {
-    "bfloat16": [10.6, 13.0, 11.3, 39.1, 126, 223],
-    "float32": [8.1, 7.5, 14.0, 82.7, 303, 596],
-    "tf32": [11.1, 11.3, 13.1, 48.3, 177, 310],
-}
-REPETITIONS = 20
+from . import shapes, timing
+from .peers import COMPLETE, PEERS, Operands, Unsupported, quack_arm, unavailable
+from .shapes import Case, Grouped, Segmented
+from .summary import line, ours, totals
+
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "tf32": 2e-3}
 
 
-def device_us(f, *args) -> tuple:
-    """The result, and microseconds of device time per call, one per repetition."""
-    out, times = profiler.measure(jax.jit(f), iterations=REPETITIONS)(*args)
-    assert times is not None, "CUPTI saw no kernel"
-    return out, [1e3 * t for t in times]
+_kept: dict[tuple[int, ...], jax.Array] = {}
 
 
-def ceilings() -> tuple[float, float]:
-    """C in FLOP/s and B in bytes/s."""
-    a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
-    _, product = device_us(jnp.matmul, a, b)
-    # A copy is no kernel, so it is timed from outside: large, many in a row.
-    buffer = random(2, (2**31,))
-    copy = jax.jit(lambda v: jnp.copy(v))
-    times = []
-    for _ in range(8):
-        begin = time.perf_counter()
-        jax.block_until_ready([copy(buffer) for _ in range(8)])
-        times.append((time.perf_counter() - begin) / 8)
-    return 2 * 8192**3 / statistics.median(product) * 1e6, 2 * buffer.nbytes / min(times)
+def weights(shape: tuple[int, ...]) -> jax.Array:
+    """Those of the last case, where this one's have the same shape: they take longest to make."""
+    if shape not in _kept:
+        _kept.clear()
+        _kept[shape] = timing.random(1, shape)
+    return _kept[shape]
 
 
-def random(seed: int, shape, dtype=jnp.bfloat16):
-    return jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, dtype))()
+def operands(case: Case) -> Operands:
+    sizes = case.sizes()
+    if isinstance(case, Segmented):
+        a = timing.random(0, (case.k, case.m) if case.transpose_a else (case.m, case.k), case.dtype)
+        return Operands(a, timing.random(1, (case.k, case.n), case.dtype), sizes)
+    x = timing.random(0, (case.rows, case.n if case.op == "dgrad" else case.k))
+    if case.op == "wgrad":
+        _kept.clear()
+        return Operands(x, timing.random(1, (case.rows, case.n)), sizes)
+    shape = (case.n, case.k) if case.transposed else (case.k, case.n)
+    last = case.transposed or case.op == "dgrad"
+    return Operands(x, weights((case.groups, *shape)), sizes, last)
 
 
-def routed(groups: int, rows: int, skew: bool = False):
-    rng = np.random.default_rng(rows)
-    weights = rng.pareto(1.0, groups) if skew else np.ones(groups)
-    return rng.multinomial(rows, weights / weights.sum()).astype(np.int32)
-
-
-def check_rows(out, x, w, sizes, transposed: bool) -> float:
-    """The largest relative error of some groups' rows, and whether the tail is zero."""
-    ends = np.cumsum(sizes)
-    worst = 0.0
-    for g in np.flatnonzero(sizes)[:: max(1, np.count_nonzero(sizes) // 3)]:
-        rows = slice(int(ends[g] - sizes[g]), int(min(ends[g], ends[g] - sizes[g] + 64)))
-        weight = w[g].T if transposed else w[g]
-        want = jnp.dot(x[rows].astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
-        got = out[rows].astype(jnp.float32)
-        worst = max(worst, float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)))
-    assert not np.asarray(out[int(ends[-1]) :]).any()
-    return worst
-
-
-def grouped_cases(op: str, cases, peers):
-    """Forward or gradient of x, for both layouts of the weights where memory allows."""
-    for groups, k, n, rows in cases:
-        k, n = (n, k) if op == "dgrad" else (k, n)
-        sizes = routed(groups, rows)
-        x, w = random(0, (rows, k)), random(1, (groups, n, k) if op == "dgrad" else (groups, k, n))
-        transposed = op == "dgrad"
-        ours = lambda x, w, s, t=transposed: jgg.grouped_mm(x, w, s, transpose_w=t)
-        arms: dict[str, tuple] = {"ours": (ours, (x, w, jnp.asarray(sizes)))}
-        if "lax" in peers and not transposed and rows * groups * k < 2**33:
-            arms["lax"] = (lax.ragged_dot, (x, w, jnp.asarray(sizes)))
-        if "torch" in peers:
-            arms["torch"] = torch_arm("forward", x, w, sizes, transposed)
-        active = int(np.count_nonzero(sizes))
-        yield {
-            "op": op,
-            "case": f"G{groups} K{k} N{n} R{rows}",
-            "arms": arms,
-            "flops": 2 * rows * k * n,
-            "bytes": 2 * (rows * (k + n) + active * k * n),
-            "error": lambda out, x=x, w=w, s=sizes, t=transposed: check_rows(out, x, w, s, t),
-        }
-
-
-def wgrad_cases(cases, peers):
-    for groups, a, b, rows in cases:
-        sizes = routed(groups, rows)
-        ends = np.cumsum(sizes)
-        x, y = random(0, (rows, a)), random(1, (rows, b))
-        spans = jnp.asarray(np.stack([ends - sizes, ends], 1), jnp.int32)
-        ours = lambda x, y, s: jgg.segmented_mm(x, y, s, transpose_a=True)
-        arms: dict[str, tuple] = {"ours": (ours, (x, y, spans))}
-        if "torch" in peers:
-            arms["torch"] = torch_arm("wgrad", x, y, sizes, False)
-
-        def error(out, x=x, y=y, sizes=sizes, ends=ends):
-            g = int(np.argmax(sizes))
-            rows = slice(int(ends[g] - sizes[g]), int(ends[g]))
-            want = jnp.dot(
-                x[rows].astype("float32").T, y[rows].astype("float32"), precision="highest"
-            )
-            return float(jnp.linalg.norm(out[g].astype("float32") - want) / jnp.linalg.norm(want))
-
-        yield {
-            "op": "wgrad",
-            "case": f"G{groups} {a}x{b} R{rows}",
-            "arms": arms,
-            "flops": 2 * rows * a * b,
-            "bytes": 2 * (rows * (a + b) + groups * a * b),
-            "error": error,
-        }
-
-
-def segmented_cases(peers):
-    """MLX's cases, cut anywhere and, like MLX's own, at multiples of 16."""
-    del peers
-    for dtype, precision in (
-        ("bfloat16", None), ("float16", None), ("float32", "highest"), ("float32", "tensorfloat32")
-    ):  # fmt: skip
-        name = "tf32" if precision == "tensorfloat32" else dtype
-        published = MLX.get(name, [None] * len(SEGMENTED))
-        for shape, mlx in zip(SEGMENTED, published, strict=True):
-            for unit in (1, 16):
-                yield segmented_case(name, dtype, precision, shape, unit) | {"mlx_us": mlx}
-
-
-def segmented_case(name, dtype, precision, shape, unit) -> dict:
-    m, n, k, count = shape
-    cuts = np.random.default_rng(k).choice(k // unit, count - 1, replace=False)
-    bounds = np.concatenate([[0], unit * np.sort(cuts), [k]])
-    spans = np.stack([bounds[:-1], bounds[1:]], 1).astype(np.int32)
-    a, b = random(0, (m, k), dtype), random(1, (k, n), dtype)
-
-    def error(out):
-        wide_a, wide_b = (np.asarray(v, np.float64) for v in (a, b))
-        want = np.stack([wide_a[:, i:j] @ wide_b[i:j] for i, j in spans])
-        return float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
-
-    ours = lambda a, b, s: jgg.segmented_mm(a, b, s, precision=precision)
-    return {
-        "op": f"segmented {name}",
-        "case": f"{m}x{n}x{k}x{count}" + (" cut at 16s" if unit == 16 else ""),
-        "arms": {"ours": (ours, (a, b, jnp.asarray(spans)))},
-        "flops": 2 * m * n * k,
-        "bytes": a.dtype.itemsize * (k * (m + n) + count * m * n),
-        "error": error,
+def ours_arm(case: Case, v: Operands, implementation: str | None) -> timing.JaxArm:
+    if isinstance(case, Grouped) and case.op != "wgrad":
+        options = {"transpose_w": v.last, "implementation": implementation}
+        f = lambda x, w, s: jgg.grouped_mm(x, w, s, **options)
+        return timing.JaxArm(f, (v.a, v.b, jnp.asarray(v.sizes)), case.cold)
+    ends = np.cumsum(v.sizes)
+    spans = jnp.asarray(np.stack([ends - v.sizes, ends], 1), jnp.int32)
+    options = {
+        "transpose_a": not isinstance(case, Segmented) or case.transpose_a,
+        "precision": getattr(case, "precision", None),
+        "implementation": implementation,
     }
+    f = lambda a, b, s: jgg.segmented_mm(a, b, s, **options)
+    return timing.JaxArm(f, (v.a, v.b, spans), case.cold)
 
 
-def scan_cases(peers):
-    """4096 groups of which 8 have rows, against those 8 alone."""
-    del peers
-    k, n, rows = 2048, 1536, 1024
-    x, w = random(0, (rows, k)), random(1, (4096, k, n))
-    few = routed(8, rows)
-    many = np.zeros(4096, np.int32)
-    many[np.linspace(3, 4090, 8).astype(int)] = few
-    for sizes, weights in ((few, w[:8]), (many, w)):
-        yield {
-            "op": "scan",
-            "case": f"G{len(sizes)} K{k} N{n} R{rows}",
-            "arms": {"ours": (jgg.grouped_mm, (x, weights, jnp.asarray(sizes)))},
-            "flops": 2 * rows * k * n,
-            "bytes": 2 * (rows * (k + n) + 8 * k * n),
-            "error": lambda out, w=weights, s=sizes: check_rows(out, x, w, s, False),
-        }
+@functools.partial(jax.jit, static_argnames="last")
+def rows_error(out, x, w, start, end, g, last: bool):
+    """Relative error of up to 64 rows of group g, against float32."""
+    count = min(64, len(x))
+    first = jnp.minimum(start, len(x) - count)
+    rows = lax.dynamic_slice_in_dim(x, first, count).astype("float32")
+    got = lax.dynamic_slice_in_dim(out, first, count).astype("float32")
+    weight = lax.dynamic_index_in_dim(w, g, keepdims=False).astype("float32")
+    want = jnp.matmul(rows, weight.T if last else weight, precision="highest")
+    inside = (jnp.arange(count) + first >= start) & (jnp.arange(count) + first < end)
+    norm = lambda v: jnp.sqrt(jnp.sum(v * v, where=inside[:, None]))
+    return norm(got - want) / norm(want)
 
 
-def torch_arm(kind, a, b, sizes, transposed):
-    """A function that runs torch's grouped product and times itself by CUDA-graph replay."""
-    torch = importlib.import_module("torch")
+@jax.jit
+def columns_error(out, x, y, start, end, g):
+    """Relative error of 256 rows and columns of matrix g, against float32."""
+    inside = (jnp.arange(len(x)) >= start) & (jnp.arange(len(x)) < end)
+    left = jnp.where(inside[:, None], x[:, :256], 0).astype("float32")
+    want = jnp.matmul(left.T, y[:, :256].astype("float32"), precision="highest")
+    got = lax.dynamic_index_in_dim(out, g, keepdims=False)[:256, :256].astype("float32")
+    return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
 
-    to_torch = torch.utils.dlpack.from_dlpack
-    a, b = to_torch(a), to_torch(b)
-    ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
-    if kind == "wgrad":
-        f = lambda: torch._grouped_mm(a.t(), b, offs=ends)
+
+@jax.jit
+def whole_error(out, want):
+    return jnp.linalg.norm(out.astype("float32") - want) / jnp.linalg.norm(want)
+
+
+def checker(case: Case, v: Operands):
+    """A function from a result to its relative error: of some groups, or of all against float64."""
+    if isinstance(case, Segmented):
+        a, b = (np.asarray(u).astype(np.float64) for u in (v.a, v.b))
+        a, bounds = a.T if case.transpose_a else a, case.bounds()
+        want = np.empty((case.count, case.m, case.n), np.float32)
+        for g, (i, j) in enumerate(itertools.pairwise(bounds)):
+            want[g] = a[:, i:j] @ b[i:j]  # float64, rounded
+        want = jnp.asarray(want)
+        return lambda out: float(whole_error(out, want))
+    ends = np.cumsum(v.sizes).astype(np.int32)
+    groups = np.flatnonzero(v.sizes)
+    some = {int(groups[0]), int(groups[-1]), int(np.argmax(v.sizes))}
+    if case.op == "wgrad":
+        one = lambda out, g: columns_error(out, v.a, v.b, ends[g] - v.sizes[g], ends[g], g)
     else:
-        f = lambda: torch._grouped_mm(a, b.transpose(-2, -1) if transposed else b, offs=ends)
-    return f, None
+        one = lambda out, g: rows_error(out, v.a, v.b, ends[g] - v.sizes[g], ends[g], g, v.last)
+    # NaN is the largest
+    return lambda out: float(np.max([float(one(out, g)) for g in sorted(some)]))
 
 
-def torch_us(f) -> list[float]:
-    torch = importlib.import_module("torch")
-
-    f()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-    times = []
-    for _ in range(REPETITIONS + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
-    return times[3:]
-
-
-def commit() -> str:
-    try:
-        return subprocess.check_output(
-            ["git", "describe", "--always", "--dirty"], text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return jgg.__version__
-
-
-def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    choices = ["forward", "dgrad", "wgrad", "segmented", "scan"]
-    parser.add_argument("--ops", nargs="+", default=choices, choices=choices)
-    parser.add_argument("--peers", nargs="*", default=[], choices=["lax", "torch"])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--commit", help="recorded; by default what git says")
-    args = parser.parse_args()
-
-    c, b = ceilings()
-    print(f"{jax.devices()[0].device_kind}: C = {c / 1e12:.0f} TFLOP/s, B = {b / 1e12:.2f} TB/s")
-    make = {
-        "forward": lambda: grouped_cases("forward", GROUPED, args.peers),
-        "dgrad": lambda: grouped_cases("dgrad", GROUPED[4:6] + GROUPED[9:11], args.peers),
-        "wgrad": lambda: wgrad_cases(WGRAD, args.peers),
-        "segmented": lambda: segmented_cases(args.peers),
-        "scan": lambda: scan_cases(args.peers),
+def run_case(case: Case, args, c: float, b: float) -> dict:
+    v = operands(case)
+    quack = functools.partial(quack_arm, everything=args.level != "quick")
+    makers = {
+        ("ours" if i is None else f"ours[{i}]"): functools.partial(ours_arm, implementation=i)
+        for i in args.implementation
     }
-    records = []
-    for op in args.ops:
-        for case in make[op]():
-            times, error = {}, float("nan")
-            for name, (f, operands) in case["arms"].items():
-                if operands is None:
-                    times[name] = torch_us(f)
-                else:
-                    out, times[name] = device_us(f, *operands)
-                    if name == "ours":
-                        error = case["error"](out)
-                    del out
-            us = {name: statistics.median(t) for name, t in times.items()}
-            floor = 1e6 * max(case["flops"] / c, case["bytes"] / b)
-            record = {
-                "op": case["op"], "case": case["case"], "us": us, "floor_us": floor,
-                "floor_share": floor / us["ours"], "tflops": case["flops"] / us["ours"] / 1e6,
-                "tbytes": case["bytes"] / us["ours"] / 1e6, "error": error,
-                "spread": (max(times["ours"]) - min(times["ours"])) / us["ours"],
-            }  # fmt: skip
-            line = (
-                f"{case['op']:18} {case['case']:26} {us['ours']:9.1f} us  floor {floor:8.1f} "
-                f"{record['floor_share']:5.0%}  {record['tflops']:6.1f} TFLOP/s "
-                f"{record['tbytes']:5.2f} TB/s  error {error:.1e}"
-            )
-            for name, value in us.items():
-                if name != "ours":
-                    line += f"  {name} {value:.1f} ({value / us['ours']:.2f}x)"
-            if case.get("mlx_us"):
-                record["mlx_us"] = case["mlx_us"]
-                line += f"  MLX {case['mlx_us']} ({case['mlx_us'] / us['ours']:.2f}x)"
-            print(line, flush=True)
-            records.append(record)
-            del case
-    if args.json:
-        header = {
-            "date": datetime.date.today().isoformat(), "commit": args.commit or commit(),
-            "gpu": jax.devices()[0].device_kind, "jax": jax.__version__,
-            "command": " ".join(
-                ["python -m benchmarks.gpu", "--ops", *args.ops, "--peers", *args.peers]
-            ),
-            "C_tflops": c / 1e12, "B_tbytes": b / 1e12,
+    if case.op != "scan":
+        names = [p for p in args.peers if p != "loop" or isinstance(case, Segmented)]
+        makers |= {name: quack if name == "quack" else PEERS[name] for name in names}
+    arms, errors, notes = {}, {}, {}
+    for name, make in makers.items():
+        try:
+            arms[name] = make(case, v)
+        except Unsupported as why:
+            notes[name] = str(why)
+        except Exception as why:
+            notes[name] = f"failed: {timing.reason(why)}"
+    times, failed = timing.interleaved(arms, args.repetitions, args.turns)
+    notes |= {name: f"failed: {why}" for name, why in failed.items()}
+    error = checker(case, v)
+    for name in list(times):
+        try:
+            errors[name] = error(arms[name].result())
+        except Exception as why:
+            errors[name] = float("nan")
+            notes[name] = f"failed: {timing.reason(why)}"
+        if not errors[name] <= TOLERANCE[case.kind]:
+            notes.setdefault(name, f"WRONG: relative error {errors[name]:.1e}")
+            if not name.startswith("ours"):
+                del times[name]
+    for arm in arms.values():
+        arm.close()
+    us = {name: statistics.median(t) for name, t in times.items()}
+    record = {
+        "op": case.op, "case": case.label, "regime": case.regime, "us": us,
+        "floor_us": shapes.floor_us(case.flops, case.bytes, c, b), "flops": case.flops,
+        "bytes": case.bytes, "l2": "cold" if case.cold else "warm", "errors": errors,
+        "notes": notes,
+    }  # fmt: skip
+    mine = ours(record)
+    if mine is not None:
+        record |= {
+            "floor_share": record["floor_us"] / us[mine], "tflops": case.flops / us[mine] / 1e6,
+            "tbytes": case.bytes / us[mine] / 1e6, "error": errors[mine],
+            "spread": (max(times[mine]) - min(times[mine])) / us[mine],
         }  # fmt: skip
+    return record | ({"mlx_us": case.mlx} if case.mlx else {})
+
+
+def command_output(*command: str) -> str:
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def header(args, flops: dict[str, float], bytes_: float) -> dict:
+    command = ["python -m benchmarks", "--ops", *args.ops, "--peers", *args.peers]
+    command += [f"--{args.level}"] if args.level != "default" else []
+    command += ["--cases", *args.cases] if args.cases else []
+    command += ["--skew"] if args.skew else []
+    if args.implementation != [None]:
+        command += ["--implementation", *map(str, args.implementation)]
+    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": args.commit or command_output("git", "describe", "--always", "--dirty")
+        or jgg.__version__,
+        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
+        "jax": jax.__version__,
+        "versions": {p: version(p) for p in ("jaxlib", "torch", "quack-kernels")},
+        "command": " ".join(command), "repetitions": args.repetitions,
+        "C_tflops": flops["bfloat16"] / 1e12, "B_tbytes": bytes_ / 1e12,
+        "ceilings_tflops": {kind: value / 1e12 for kind, value in flops.items()},
+    }  # fmt: skip
+
+
+def save(args, head: dict, records: list[dict]) -> None:
+    missing = [p for p in COMPLETE if not any(p in r["us"] for r in records)]
+    if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(header | {"records": records}, indent=1) + "\n")
+        text = json.dumps(head | {"missing": missing, "records": records}, indent=1)
+        args.json.write_text(text + "\n")
+    if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        with args.csv.open("w", newline="") as file:
+            write = csv.writer(file, lineterminator="\n").writerow
+            write(["op", "case", "rows/group", "L2", "arm", "us", "floor_us", "error"])
+            for r in records:
+                for arm, us in r["us"].items():
+                    floor, error = f"{r['floor_us']:.3f}", f"{r['errors'].get(arm, np.nan):.2e}"
+                    write(
+                        [r["op"], r["case"], r["regime"], r["l2"], arm, f"{us:.3f}", floor, error]
+                    )
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--ops", nargs="+", default=list(shapes.OPS), choices=shapes.OPS)
+    add("--peers", nargs="*", default=["torch", "quack"], choices=[*PEERS, "all"])
+    add("--cases", nargs="+", help="only cases of the list whose name holds one of these")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="level", action="store_const", const="quick")
+    size.add_argument("--full", dest="level", action="store_const", const="full")
+    add("--implementation", nargs="+", default=["None"], help="each is an arm; None: the default")
+    add("--skew", action="store_true", help="a few groups hold most rows")
+    add("--repetitions", type=int, default=20)
+    add("--turns", type=int, default=4, help="the arms' repetitions are cut into so many")
+    add("--json", type=Path, help="the record, rewritten after every case")
+    add("--csv", type=Path, help="one line per case and arm")
+    add("--commit", help="recorded; by default what git says")
+    add("--list", action="store_true", help="print the cases and stop")
+    args = parser.parse_args(argv)
+    args.level = args.level or "default"
+    args.peers = list(PEERS) if "all" in args.peers else args.peers
+    args.implementation = [None if i == "None" else i for i in args.implementation]
+    return args
+
+
+def selected(args) -> list[Case]:
+    found = [case for op in args.ops for case in shapes.cases(op, args.level, args.skew)]
+    if args.cases:
+        found = [c for c in found if any(part in f"{c.op} {c.label}" for part in args.cases)]
+    return found
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    todo = selected(args)
+    if args.list:
+        print("\n".join(f"{c.op:18} {c.label:44} {c.regime}" for c in todo))
+        return 0
+    # Torch needs memory too: its results, and a copy of nothing else.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    if jax.default_backend() != "gpu":
+        raise SystemExit(
+            f"python -m benchmarks needs an NVIDIA GPU, and jax sees only {jax.devices()}. "
+            "python -m benchmarks.cpu times the CPU."
+        )
+    if not todo:
+        raise SystemExit("no such case; --list prints them")
+    without = {name: why for name in args.peers if (why := unavailable(name))}
+    args.peers = [name for name in args.peers if name not in without]
+    for name, why in without.items():
+        print(f"without {name}: {why}")
+    kinds = dict.fromkeys(["bfloat16", *(c.kind for c in todo if c.kind != "float16")])
+    flops, bytes_ = timing.ceilings(kinds)
+    flops["float16"] = flops["bfloat16"]
+    head = header(args, flops, bytes_) | {"unavailable": without}
+    print(
+        f"{head['gpu']}: B = {bytes_ / 1e12:.2f} TB/s, C = "
+        + ", ".join(f"{value / 1e12:.0f} ({kind})" for kind, value in flops.items())
+        + " TFLOP/s"
+    )
+    records, bad = [], 0
+    for case in todo:
+        try:
+            record = run_case(case, args, flops[case.kind], bytes_)
+        except Exception as why:  # operands that do not fit, say
+            print(f"{case.op:18} {case.label:44} failed: {timing.reason(why)}", flush=True)
+            bad += 1
+            continue
+        print(line(record), flush=True)
+        mine = ours(record)
+        bad += mine is None or mine in record["notes"]
+        records.append(record)
+        save(args, head, records)
+    print(totals(records))
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,11 +1,15 @@
-"""The tables of docs/performance.md, from a record of benchmarks.gpu.
+"""The tables and plots of docs/performance.md, from records of benchmarks.gpu.
 
-python -m benchmarks.report benchmarks/results/h200/sm80.json
+python -m benchmarks.report benchmarks/results/h200/sm80.json [MORE ...] [--plots docs]
+
+Prints the tables; with --plots draws speedup.svg and roofline.svg there (needs matplotlib).
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
+
+from .summary import LIMIT, is_slow, ours, summary
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -13,52 +17,124 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def peers(records) -> list[str]:
+    """Every arm that is not the one compared, in order of appearance."""
+    return list(dict.fromkeys(name for r in records for name in r["us"] if name != ours(r)))
+
+
+def ratio(record, peer: str) -> str:
+    """How many times as long the peer takes; bold where that is clearly less than one."""
+    if peer not in record["us"]:
+        return ""
+    value = record["us"][peer] / record["us"][ours(record)]
+    return f"**{value:.2f}x**" if value < LIMIT else f"{value:.2f}x"
+
+
 def grouped(records) -> str:
-    rows = []
-    for r in records:
-        torch = r["us"].get("torch")
-        rows.append(
-            [
-                f"{r['op']} {r['case']}", f"{r['us']['ours']:.0f}", f"{r['floor_us']:.0f}",
-                f"{r['floor_share']:.0%}", f"{r['tflops']:.0f}", f"{r['tbytes']:.2f}",
-                f"{torch / r['us']['ours']:.2f}x" if torch else "",
-            ]
-        )  # fmt: skip
-    header = ["case", "us", "floor", "of floor", "TFLOP/s", "TB/s", "torch / ours"]
-    return table(header, rows)
+    others = peers(records)
+    rows = [
+        [
+            f"{r['op']} {r['case']}", f"{r['us'][ours(r)]:.0f}", f"{r['floor_us']:.0f}",
+            f"{r['floor_share']:.0%}", f"{r['tflops']:.0f}", f"{r['tbytes']:.2f}",
+            *(ratio(r, peer) for peer in others),
+        ]
+        for r in records
+    ]  # fmt: skip
+    header = ["case", "us", "floor", "of floor", "TFLOP/s", "TB/s"]
+    return table([*header, *(f"{peer} / ours" for peer in others)], rows)
 
 
 def segmented(records) -> str:
-    """One line per shape: times, with MLX's published ones, and errors."""
+    """One line per shape: times, with MLX's published ones, errors, and ratios to peers."""
     cases = list(dict.fromkeys(r["case"] for r in records))
     kinds = list(dict.fromkeys(r["op"].removeprefix("segmented ") for r in records))
     by = {(r["case"], r["op"].removeprefix("segmented ")): r for r in records}
-    rows = []
-    for case in cases:
-        row = [case]
-        for kind in kinds:
-            r = by[case, kind]
-            mlx = f" ({r['mlx_us']:g})" if r.get("mlx_us") else ""
-            row.append(f"{r['us']['ours']:.1f}{mlx}")
-        rows.append(row)
+
+    def cell(case: str, kind: str, text) -> str:
+        return text(by[case, kind]) if (case, kind) in by else ""
+
+    def us(r) -> str:
+        return f"{r['us'][ours(r)]:.1f}" + (f" ({r['mlx_us']:g})" if r.get("mlx_us") else "")
+
+    times = [[case, *(cell(case, kind, us) for kind in kinds)] for case in cases]
     errors = [
-        [case, *(f"{by[case, kind]['error']:.1e}" for kind in kinds)]
+        [case, *(cell(case, kind, lambda r: f"{r['error']:.1e}") for kind in kinds)]
         for case in cases
         if "cut" not in case
     ]
-    return table(["us", *kinds], rows) + "\n\n" + table(["relative error", *kinds], errors)
+    text = table(["us", *kinds], times) + "\n\n" + table(["relative error", *kinds], errors)
+    if others := peers(records):
+        rows = [
+            [f"{kind} {case}", *(ratio(by[case, kind], peer) for peer in others)]
+            for kind in kinds
+            for case in cases
+            if (case, kind) in by and len(by[case, kind]["us"]) > 1
+        ]
+        text += "\n\n" + table(["segmented", *(f"{peer} / ours" for peer in others)], rows)
+    return text
 
 
-def main(path: str) -> None:
-    record = json.loads(Path(path).read_text())
-    print(
-        f"{record['gpu']}, jax {record['jax']}, commit {record['commit']}, {record['date']}: "
-        f"C = {record['C_tflops']:.0f} TFLOP/s, B = {record['B_tbytes']:.2f} TB/s.\n"
+def means(records) -> str:
+    """Geometric means, and how many cases a peer wins."""
+    rows = summary(records)
+    others = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    body = [
+        [
+            f"{row['op']} {row['regime']}".strip(), str(row["cases"]), f"{row['share']:.0%}",
+            *(f"{row['peers'][p]['ratio']:.2f}x" if p in row["peers"] else "" for p in others),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    slow = sum(map(is_slow, records))
+    return (
+        table(
+            ["op, rows per group", "cases", "of floor", *(f"{peer} / ours" for peer in others)],
+            body,
+        )
+        + f"\n\n{slow} of {len(records)} cases run below {LIMIT} of the best peer's speed."
     )
-    rest = [r for r in record["records"] if not r["op"].startswith("segmented")]
-    print(grouped(rest), end="\n\n")
-    print(segmented([r for r in record["records"] if r["op"].startswith("segmented")]))
+
+
+def load(paths) -> tuple[list[dict], list[dict]]:
+    """The records' headers, and all cases that we ran, each with its run's ceilings."""
+    heads, records = [], []
+    for path in paths:
+        head = json.loads(Path(path).read_text())
+        for r in head.pop("records"):
+            if ours(r) is not None:
+                kind = r["op"].removeprefix("segmented ")
+                known = head.get("ceilings_tflops", {})
+                c = known.get(kind, head["C_tflops"])
+                records.append(r | {"C": c, "B": head["B_tbytes"]})
+        heads.append(head)
+    return heads, records
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("records", nargs="+", type=Path)
+    parser.add_argument("--plots", type=Path, metavar="FOLDER")
+    args = parser.parse_args(argv)
+    heads, records = load(args.records)
+    for head in heads:
+        partial = f" Partial: without {', '.join(head['missing'])}." if head.get("missing") else ""
+        print(
+            f"{head['gpu']}, jax {head['jax']}, commit {head['commit']}, {head['date']}: "
+            f"C = {head['C_tflops']:.0f} TFLOP/s, B = {head['B_tbytes']:.2f} TB/s.{partial}"
+        )
+    rest = [r for r in records if not r["op"].startswith("segmented")]
+    cut = [r for r in records if r["op"].startswith("segmented")]
+    print("", *([grouped(rest), ""] if rest else []), sep="\n")
+    print(*([segmented(cut), ""] if cut else []), means(records), sep="\n")
+    if args.plots:
+        from . import plots
+
+        args.plots.mkdir(parents=True, exist_ok=True)
+        plots.speedup(records, args.plots / "speedup.svg")
+        plots.roofline(records, args.plots / "roofline.svg")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

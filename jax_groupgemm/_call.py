@@ -29,10 +29,12 @@ TARGETS = ("jgg_mm", "jgg_wgrad")
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 #: Every name that ``implementation=`` takes, in order of preference.
-IMPLEMENTATIONS = ("sm80", "cpu", "reference")
+IMPLEMENTATIONS = ("sm90", "sm80", "cpu", "reference")
 
-# Kernels, and the platform that each runs on.
-PLATFORMS = {"sm80": "cuda", "cpu": "cpu"}
+# Kernels, and the platform that each runs on. On CUDA the handler takes the first that can do the
+# call, unless one is named; what "sm90" cannot do (float32, lines that are not a multiple of 16
+# bytes, segments out of order, transposed results) runs on "sm80".
+PLATFORMS = {"sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
 
 _KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -155,6 +157,8 @@ def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | 
     if PLATFORMS[implementation] not in BUILD.registered:
         return "this build has no CUDA kernels"
     for capability in capabilities:
+        if implementation == "sm90" and capability != 90:
+            return f"it needs compute capability 9.0, this GPU has {capability / 10:.1f}"
         if not any(_has_code(arch, capability) for arch in BUILD.architectures):
             return (
                 f"this build has code for {', '.join(BUILD.architectures)}, "
@@ -180,8 +184,9 @@ def chosen(platform: str, operands, implementation: str | None, out_dtype) -> st
     """
     if implementation == "reference":
         return implementation
-    kernel = next((name for name, where in PLATFORMS.items() if where == platform), None)
-    if implementation is not None and implementation != kernel:
+    kernels = [name for name, where in PLATFORMS.items() if where == platform]
+    kernel = implementation or (kernels[-1] if kernels else None)  # the last needs least
+    if implementation is not None and implementation not in kernels:
         where = PLATFORMS[implementation]
         reason = f"it runs on {where}, but this computation is lowered for another platform"
     elif kernel is None:
@@ -198,7 +203,7 @@ def chosen(platform: str, operands, implementation: str | None, out_dtype) -> st
                     f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
                 )
         if reason is None:
-            return kernel
+            return implementation or platform
     if implementation is not None:
         raise ValueError(
             f"jgg: implementation={implementation!r} cannot run: {reason}. "
@@ -255,7 +260,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         shape = (n, rows) if transpose_out else (rows, n)
         return _call("jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y})
     epilogue = epilogue or Epilogue()
-    flags |= _metadata_flags(form, meta, precision) | {
+    flags |= _metadata_flags(implementation, form, meta, precision) | {
         "in_order": form.ordered_y,
         "bias": epilogue.bias is not None,
         "activation": epilogue.activation or "",
@@ -282,13 +287,16 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         rest = [_segments.decode(form, meta, *rows, groups)]
     else:
         rest = _segments.narrow(form, meta, rows[0], groups)
-        flags |= _metadata_flags(form, meta, precision) | {"own_weight": form.own_weight}
+        flags |= _metadata_flags(implementation, form, meta, precision) | {
+            "own_weight": form.own_weight
+        }
     return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
 
 
-def _metadata_flags(form, meta, precision) -> dict[str, bool | str]:
+def _metadata_flags(kernel, form, meta, precision) -> dict[str, bool | str]:
     return {
         "tf32": precision == jax.lax.Precision.HIGH,
+        "kernel": kernel if kernel in PLATFORMS else "",
         "kind": form.kind,
         "swapped": form.swapped,
         "group_offset": len(meta) == 2,

@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from . import _check, _primitives, _segments
 from ._segments import SIZES, Form
@@ -92,7 +91,7 @@ def gather_mm(
         "implementation": implementation,
     }
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
-    sharded = jax.typeof(x).sharding.spec[:1] not in (P(), P(None))
+    sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
     run = _by_matrix if m < _SORT_BELOW_ROWS and pairs > 1 and not sharded else _as_given
     out = run(x, w, lhs, rhs_flat, ordered=ordered, **same)
     if sorted_indices and rhs_indices is not None and rhs.size > 1:

@@ -7,12 +7,16 @@
 namespace jgg {
 
 cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+#ifdef JGG_SM90
   return DispatchBool(operands.l_k_major, [&](auto l) {
     constexpr bool kL = decltype(l)::value;
     return operands.dtype == DType::kBF16
                ? LaunchGemmSm90Instance<cutlass::bfloat16_t, kL>(stream, gemm, operands)
                : LaunchGemmSm90Instance<cutlass::half_t, kL>(stream, gemm, operands);
   });
+#else
+  return cudaErrorNoKernelImageForDevice;
+#endif
 }
 
 }  // namespace jgg

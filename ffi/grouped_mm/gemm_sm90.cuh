@@ -58,9 +58,9 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   const bool gated = IsGated(gemm.epilogue.activation);
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
-  const int64_t m_tiles = gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows *
-                                           static_cast<int64_t>(gemm.groups)
-                                     : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);
+  const int64_t m_tiles =
+      gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
+                 : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);
   const int64_t tiles = m_tiles * ((columns + tile_columns - 1) / tile_columns);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;

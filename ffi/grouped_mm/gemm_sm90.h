@@ -18,15 +18,15 @@ namespace jgg {
 
 struct GemmSm90 {
   CUtensorMap l_map, r_map;
-  bool wgrad;       // which product
-  bool matrices;    // wgrad: matrix g has segment g, so nothing has to be scanned
+  bool wgrad;     // which product
+  bool matrices;  // wgrad: matrix g has segment g, so nothing has to be scanned
   Metadata metadata;
   Epilogue epilogue;
   void* out;
   DType out_dtype;
-  int out_width;      // elements per store that alignment allows: those of 16 bytes, or 1
-  int64_t out_line;   // elements from one row of the result to the next
-  int64_t out_group;  // wgrad: elements from one matrix of the result to the next
+  int out_width;       // elements per store that alignment allows: those of 16 bytes, or 1
+  int64_t out_line;    // elements from one row of the result to the next
+  int64_t out_group;   // wgrad: elements from one matrix of the result to the next
   int rows_x, rows_y;  // mm: of x and the result; wgrad: of x and y
   int m, n, k;         // wgrad: m x n per matrix; mm: n columns (of w), k
   int groups;          // weights

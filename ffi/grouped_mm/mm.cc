@@ -7,6 +7,7 @@
 #include "common/cuda_error.h"
 #include "grouped_mm/mm_bind.h"
 #include "grouped_mm/mm_sm80.h"
+#include "grouped_mm/mm_sm90.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -69,7 +70,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                      ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_w,
                      bool transpose_out, bool tf32, std::string_view kind, bool swapped,
                      bool in_order, bool group_offset, bool bias, std::string_view activation,
-                     bool row_scale, bool existing_out) {
+                     bool row_scale, bool existing_out, std::string_view kernel) {
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument("mm", "unknown activation '", activation, "'");
   MmArgs args;
@@ -80,9 +81,11 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   args.in_order = in_order;
   JGG_RETURN_IF_ERROR(
       BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, &args));
-  if (auto reason = mm_sm80_unsupported(args, ComputeCapability())) {
-    return Unimplemented("mm", *reason);
+  const int capability = ComputeCapability();
+  if (kernel != "sm80" && !mm_sm90_unsupported(args, capability)) {
+    return FromCuda("mm", mm_sm90(stream, args));
   }
+  if (auto reason = mm_sm80_unsupported(args, capability)) return Unimplemented("mm", *reason);
   return FromCuda("mm", mm_sm80(stream, args));
 }
 
@@ -105,7 +108,8 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Attr<bool>("bias")
                            .Attr<std::string_view>("activation")
                            .Attr<bool>("row_scale")
-                           .Attr<bool>("existing_out"),
+                           .Attr<bool>("existing_out")
+                           .Attr<std::string_view>("kernel"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMm(XLA_FFI_CallFrame* call_frame) { return kMm(call_frame); }

@@ -12,11 +12,10 @@ static OperandsSm90 Operands(const MmArgs& args) {
   operands.l_k_major = true;
   operands.r_k_major = args.w_k == 1;
   operands.l = {args.x, args.dtype, args.k, args.rows_x, 1, args.k, args.k};
-  operands.r = operands.r_k_major
-                   ? TensorMapSpec{args.w, args.dtype, args.k, args.n, args.groups, args.k,
-                                   args.w_group}
-                   : TensorMapSpec{args.w, args.dtype, args.n, args.k, args.groups, args.n,
-                                   args.w_group};
+  operands.r =
+      operands.r_k_major
+          ? TensorMapSpec{args.w, args.dtype, args.k, args.n, args.groups, args.k, args.w_group}
+          : TensorMapSpec{args.w, args.dtype, args.n, args.k, args.groups, args.n, args.w_group};
   return operands;
 }
 

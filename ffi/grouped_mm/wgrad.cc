@@ -6,6 +6,7 @@
 #include "common/cuda_error.h"
 #include "grouped_mm/wgrad_bind.h"
 #include "grouped_mm/wgrad_sm80.h"
+#include "grouped_mm/wgrad_sm90.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -15,7 +16,7 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_y,
                         bool tf32, std::string_view kind, bool swapped, bool own_weight,
-                        bool group_offset) {
+                        bool group_offset, std::string_view kernel) {
   constexpr const char* op = "wgrad";
   WgradArgs args;
   JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, transpose_x, transpose_y, &args));
@@ -30,9 +31,11 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                            args.metadata.count, " and ", args.groups);
   }
   JGG_RETURN_IF_ERROR(operands.End());
-  if (auto reason = wgrad_sm80_unsupported(args, ComputeCapability())) {
-    return Unimplemented(op, *reason);
+  const int capability = ComputeCapability();
+  if (kernel != "sm80" && !wgrad_sm90_unsupported(args, capability)) {
+    return FromCuda(op, wgrad_sm90(stream, args));
   }
+  if (auto reason = wgrad_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
   return FromCuda(op, wgrad_sm80(stream, args));
 }
 
@@ -50,7 +53,8 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Attr<std::string_view>("kind")
                            .Attr<bool>("swapped")
                            .Attr<bool>("own_weight")
-                           .Attr<bool>("group_offset"),
+                           .Attr<bool>("group_offset")
+                           .Attr<std::string_view>("kernel"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggWgrad(XLA_FFI_CallFrame* call_frame) { return kWgrad(call_frame); }

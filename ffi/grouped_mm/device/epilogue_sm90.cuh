@@ -79,17 +79,17 @@ class EpilogueSm90 {
   // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
   template <typename T>
   __device__ void StageHalves(const float* sums) const {
-    // Lane l names a row of matrix l / 8: matrices are (columns, rows) = (0, 0) (8, 0) (0, 8) (8, 8)
-    // of the warp's 16 x 16.
+    // Lane l names a row of matrix l / 8: matrices are (columns, rows) = (0, 0) (8, 0) (0, 8) (8,
+    // 8) of the warp's 16 x 16.
     const int row = Lane() % 8 + Lane() / 16 * 8;
     const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
     char* to = staged_ + row * 128 + piece * 16;
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const float* four = sums + 8 * i;
-      cute::SM90_U16x8_STSM_T::copy(
-          Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]), Pack<T>(four[4], four[5]),
-          Pack<T>(four[6], four[7]), *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
+      cute::SM90_U16x8_STSM_T::copy(Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]),
+                                    Pack<T>(four[4], four[5]), Pack<T>(four[6], four[7]),
+                                    *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
     }
   }
 
@@ -183,12 +183,14 @@ class EpilogueSm90 {
     const bool real = work.weight >= 0;  // rows that no segment reaches are zeros
     float bias[4] = {}, up_bias[4] = {};
     if (real && epilogue.bias != nullptr) {
-      const int64_t at = static_cast<int64_t>(work.weight) * gemm_.n + work.out_column + column + four;
+      const int64_t at =
+          static_cast<int64_t>(work.weight) * gemm_.n + work.out_column + column + four;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (j >= columns) continue;
         bias[j] = LoadFloat(epilogue.bias, at + j, epilogue.bias_dtype);
-        if (kGated) up_bias[j] = LoadFloat(epilogue.bias, at + gemm_.n / 2 + j, epilogue.bias_dtype);
+        if (kGated)
+          up_bias[j] = LoadFloat(epilogue.bias, at + gemm_.n / 2 + j, epilogue.bias_dtype);
       }
     }
 #pragma unroll 1

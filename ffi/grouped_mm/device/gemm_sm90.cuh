@@ -1,5 +1,5 @@
-// The kernel. A thread block is three warpgroups. Two multiply, 64 columns each (kBlocks times), and
-// store; warps of the third feed them:
+// The kernel. A thread block is three warpgroups. Two multiply, 64 columns each (kBlocks times),
+// and store; warps of the third feed them:
 //   warp 0  schedules: puts tiles of work into a short ring
 //   warp 1  copies slices of L and R into a ring of kStages, by TMA
 //   warp 2  clears what lies behind the end of a segment within a slice of k
@@ -28,7 +28,7 @@ struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
-  static constexpr int kCluster = kCluster_;  // blocks that share L: 1 or 2
+  static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
   static constexpr int kChunkL = kRows < 64 ? kRows : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunkBytesR = 64 * 128;
@@ -105,8 +105,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-    const int bytes =
-        chunks * Config::kChunkBytesL + Config::kChunksR * Config::kChunkBytesR;
+    const int bytes = chunks * Config::kChunkBytesL + Config::kChunksR * Config::kChunkBytesR;
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; ++slice) {
       Wait(&memory.empty[at.index], at.parity ^ 1);
@@ -115,8 +114,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
       const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
 #pragma unroll
       for (int i = 0; i < Config::kChunksR; ++i) {
-        const int column =
-            work.r_row + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
+        const int column = work.r_row + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
         char* to = memory.r[at.index] + i * Config::kChunkBytesR;
         const int weight = gemm.wgrad ? 0 : work.weight;
         if constexpr (Config::kRKMajor) {

@@ -32,8 +32,7 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
 }
 
 __device__ inline void Arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier))
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
 // At the barrier in the same place of another block of the cluster.
@@ -49,10 +48,10 @@ __device__ inline void ArriveAt(uint64_t* barrier, int block) {
 }
 
 __device__ inline void ArriveExpecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   SharedAddress(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 // ---- tensor copies ----
@@ -97,8 +96,8 @@ __device__ inline void WarpgroupWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A tile in shared memory with 128-byte lines, swizzled, in pieces of 8 lines: `chunk` bytes from 64
-// elements of an MN-major tile to the next.
+// A tile in shared memory with 128-byte lines, swizzled, in pieces of 8 lines: `chunk` bytes from
+// 64 elements of an MN-major tile to the next.
 __device__ inline uint64_t TileDescriptor(uint32_t address, int chunk) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kPiece = uint64_t{1024 >> 4} << 32;
   return kSwizzle128 | kPiece | static_cast<uint64_t>(chunk >> 4) << 16 |

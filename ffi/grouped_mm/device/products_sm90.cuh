@@ -15,12 +15,12 @@ namespace jgg::device {
 template <typename Element, int kN, cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>
 struct WarpgroupProduct;
 
-#define JGG_WARPGROUP_PRODUCT(N)                                                              \
-  template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>                           \
-  struct WarpgroupProduct<cutlass::bfloat16_t, N, kA, kB>                                     \
-      : cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<kA, kB> {};                          \
-  template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>                           \
-  struct WarpgroupProduct<cutlass::half_t, N, kA, kB>                                         \
+#define JGG_WARPGROUP_PRODUCT(N)                                     \
+  template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>  \
+  struct WarpgroupProduct<cutlass::bfloat16_t, N, kA, kB>            \
+      : cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<kA, kB> {}; \
+  template <cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>  \
+  struct WarpgroupProduct<cutlass::half_t, N, kA, kB>                \
       : cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<kA, kB> {};
 JGG_WARPGROUP_PRODUCT(8)
 JGG_WARPGROUP_PRODUCT(16)
@@ -76,9 +76,9 @@ struct Products {
   __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                               Stage& cleared, Sums& sums) {
     using cute::SM90::GMMA::Major;
-    using Instruction = WarpgroupProduct<typename Config::Element, kN,
-                                         Config::kRKMajor ? Major::K : Major::MN,
-                                         Config::kLKMajor ? Major::K : Major::MN>;
+    using Instruction =
+        WarpgroupProduct<typename Config::Element, kN, Config::kRKMajor ? Major::K : Major::MN,
+                         Config::kLKMajor ? Major::K : Major::MN>;
     // Bytes from one 16 k to the next.
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;

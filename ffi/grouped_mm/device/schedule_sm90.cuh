@@ -17,7 +17,7 @@ constexpr int kSliceSm90 = 64;  // values of k in a stage
 
 // A tile of work.
 struct Work {
-  int l_row, l_k;     // where its operands begin: coordinates of L, R and R's group
+  int l_row, l_k;  // where its operands begin: coordinates of L, R and R's group
   int r_row, r_k;
   int weight;         // -1: zeros, whose segments do not exist
   int slices;         // of k
@@ -242,9 +242,9 @@ class ScheduleSm90 {
         if ((lengths_[i] > 0 || last) && !gemm_.epilogue.accumulate) {
           gaps_[i] = min(before, starts_[i]);
         }
-        tiles_[i] = ((starts_[i] - gaps_[i] + kRows - 1) / kRows +
-                     (lengths_[i] + kRows - 1) / kRows) *
-                    columns_tiles_;
+        tiles_[i] =
+            ((starts_[i] - gaps_[i] + kRows - 1) / kRows + (lengths_[i] + kRows - 1) / kRows) *
+            columns_tiles_;
         if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
         sum += tiles_[i];
       }
@@ -257,9 +257,9 @@ class ScheduleSm90 {
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
-  int window_ = -1;          // its first segment
-  int window_tiles_ = 0;     // one past its last tile
-  int covered_ = 0;          // one past the last row of the segments before the next window
+  int window_ = -1;           // its first segment
+  int window_tiles_ = 0;      // one past its last tile
+  int covered_ = 0;           // one past the last row of the segments before the next window
   uint32_t rows_before_ = 0;  // kSizes: rows of the groups before the next window
   // This lane's segments: its first tile, then for each segment its tiles, the first row of the gap
   // before it, its first row and its length.

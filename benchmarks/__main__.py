@@ -1,0 +1,7 @@
+"""See benchmarks.gpu."""
+
+import sys
+
+from .gpu import main
+
+sys.exit(main())

@@ -1,0 +1,90 @@
+"""Speed-ups and a roofline, as SVG files that are the same in every run."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Patch
+
+from .summary import ours
+
+STYLE: Any = {
+    "svg.hashsalt": "jax_groupgemm",  # of identifiers, otherwise random
+    "svg.fonttype": "none",
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222222")
+
+
+def save(figure, path: Path) -> None:
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    # matplotlib ends some lines with a space
+    text = "\n".join(line.rstrip() for line in path.read_text().splitlines())
+    path.write_text(text + "\n")
+
+
+def speedup(records: list[dict], path: Path) -> None:
+    """How many times as long as ours each peer takes, case by case; MLX's published times too."""
+    bars = []
+    for r in records:
+        mine = r["us"][ours(r)]
+        others = {name: us / mine for name, us in r["us"].items() if name != ours(r)}
+        if r.get("mlx_us") and "cut" in r["case"]:
+            others["MLX, published"] = r["mlx_us"] / mine
+        if others:
+            bars.append((f"{r['op']} {r['case']}", others))
+    peers = list(dict.fromkeys(name for _, others in bars for name in others))
+    colours = dict(zip(peers, COLOURS * len(peers), strict=False))
+    with matplotlib.rc_context(STYLE):
+        rows = sum(len(others) + 1 for _, others in bars)
+        figure, axes = plt.subplots(figsize=(7, 0.6 + 0.11 * rows))
+        place, ticks = 0.0, []
+        for label, others in bars:
+            at = place + np.arange(len(others))
+            length = np.array(list(others.values())) - 1
+            axes.barh(at, length, 0.85, left=1, color=[colours[p] for p in others])
+            ticks.append((float(at.mean()), label))
+            place += len(others) + 1
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
+        axes.tick_params(axis="y", length=0, labelsize=7)
+        axes.set_ylim(place - 0.5, -1)
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_xlabel("time of the peer / ours")
+        handles = [Patch(color=colours[p]) for p in peers]
+        axes.legend(handles, peers, frameon=True)
+        save(figure, path)
+
+
+def roofline(records: list[dict], path: Path) -> None:
+    """Achieved TFLOP/s against FLOP per byte of the floor, under the ceilings of each run."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6, 3.8))
+        x = [r["tflops"] / r["tbytes"] for r in records]
+        span = np.array([min(x) / 1.5, max(x) * 1.5])
+        for c, b in dict.fromkeys((r["C"], r["B"]) for r in records):
+            ridge = np.array([span[0], c / b, max(span[1], c / b)])
+            roof = np.minimum(ridge * b, c)
+            axes.plot(ridge, roof, color="black", linewidth=0.8)
+            axes.text(ridge[-1], c, f"{c:.0f} TFLOP/s", ha="right", va="bottom", fontsize=7)
+        b = records[0]["B"]
+        axes.text(span[0] * 1.5, span[0] * 1.5 * b, f"{b:.2f} TB/s  ", ha="right", fontsize=7)
+        ops = list(dict.fromkeys(r["op"] for r in records))
+        for op, colour, marker in zip(ops, COLOURS, "os^Dvx+*", strict=False):
+            points = [(r["tflops"] / r["tbytes"], r["tflops"]) for r in records if r["op"] == op]
+            axes.scatter(*zip(*points, strict=True), s=12, color=colour, marker=marker, label=op)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("FLOP per byte (each operand read once, the result written once)")
+        axes.set_ylabel("TFLOP/s")
+        axes.grid(color="#eeeeee", linewidth=0.6)
+        axes.legend(fontsize=7, frameon=False)
+        save(figure, path)

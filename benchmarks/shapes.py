@@ -1,0 +1,222 @@
+"""What is timed: shapes, routing, floors and regimes. Nothing here touches a device.
+
+A grouped case is named by its weights (groups, K, N), whatever the operation:
+forward is (R, K) x (G, K, N), dgrad is (R, N) x (G, K, N) transposed, wgrad is (R, K) x (R, N).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+# Groups, hidden width, width of one expert.
+MODELS = {
+    "Mixtral-8x7B": (8, 4096, 14336),
+    "Qwen3-30B": (128, 2048, 768),
+    "Qwen3-235B": (128, 4096, 1536),
+    "DeepSeek-V3": (256, 7168, 2048),
+    "gpt-oss-120b": (128, 2880, 2880),
+}
+ROWS = (16, 128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
+# M, N, K, segments: the cases of MLX's benchmark of segmented_mm
+SEGMENTED = (
+    (128, 128, 1024, 16),
+    (128, 128, 1024, 32),
+    (256, 256, 2048, 16),
+    (512, 512, 4096, 32),
+    (1024, 1024, 4096, 32),
+    (1024, 1024, 8192, 64),
+)
+# Microseconds of MLX 0.32.4's CUDA kernels on an H200, cuts at multiples of 16.
+MLX = {
+    "bfloat16": (10.6, 13.0, 11.3, 39.1, 126, 223),
+    "float32": (8.1, 7.5, 14.0, 82.7, 303, 596),
+    "tf32": (11.1, 11.3, 13.1, 48.3, 177, 310),
+}
+OPS = ("forward", "dgrad", "wgrad", "segmented", "scan")
+REGIMES = ("<= 32", "64-512", ">= 1024", "small", "large", "")
+KINDS = ("bfloat16", "float16", "float32", "tf32")
+
+
+@dataclass(frozen=True)
+class Grouped:
+    op: str
+    model: str
+    groups: int
+    k: int
+    n: int
+    rows: int
+    transposed: bool = False  # forward with weights (G, N, K)
+    skew: bool = False  # a few groups hold most rows
+    active: int = 0  # only so many groups have rows; 0: any may
+
+    kind = "bfloat16"
+    cold = True
+    mlx = None
+
+    @property
+    def label(self) -> str:
+        name = f"{self.model} G{self.groups} K{self.k} N{self.n} R{self.rows}".strip()
+        return name + (" NK" if self.transposed else "") + (" skewed" if self.skew else "")
+
+    @property
+    def regime(self) -> str:
+        if self.op == "scan":
+            return ""
+        mean = self.rows / self.groups
+        return REGIMES[0] if mean <= 32 else REGIMES[1] if mean <= 512 else REGIMES[2]
+
+    def sizes(self) -> np.ndarray:
+        """Rows of each group, random: they are multiples of nothing."""
+        rng = np.random.default_rng(self.rows)
+        count = self.active or self.groups
+        weights = rng.pareto(1.0, count) if self.skew else np.ones(count)
+        drawn = rng.multinomial(self.rows, weights / weights.sum()).astype(np.int32)
+        if not self.active:
+            return drawn
+        sizes = np.zeros(self.groups, np.int32)
+        sizes[np.linspace(0, self.groups - 1, self.active).astype(int)] = drawn
+        return sizes
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.k * self.n
+
+    @property
+    def bytes(self) -> int:
+        """Each operand read once, only weights that have rows; the result written once."""
+        matrices = self.groups if self.op == "wgrad" else int(np.count_nonzero(self.sizes()))
+        return 2 * (self.rows * (self.k + self.n) + matrices * self.k * self.n)
+
+
+@dataclass(frozen=True)
+class Segmented:
+    m: int
+    n: int
+    k: int
+    count: int
+    kind: str  # bfloat16, float16, float32 (true float32) or tf32
+    unit: int  # cuts are multiples of it; with 1 a segment may be empty
+    transpose_a: bool = False
+
+    cold = False  # as MLX measures
+
+    @property
+    def op(self) -> str:
+        return f"segmented {self.kind}"
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.kind == "tf32" else self.kind
+
+    @property
+    def precision(self) -> str | None:
+        return {"float32": "highest", "tf32": "tensorfloat32"}.get(self.kind)
+
+    @property
+    def label(self) -> str:
+        cut = " cut at 16s" if self.unit == 16 else ""
+        return f"{self.m}x{self.n}x{self.k}x{self.count}{cut}{' KM' if self.transpose_a else ''}"
+
+    @property
+    def regime(self) -> str:
+        return "small" if (self.m, self.n, self.k, self.count) in SEGMENTED[:3] else "large"
+
+    @property
+    def mlx(self) -> float | None:
+        published = dict(zip(SEGMENTED, MLX.get(self.kind, ()), strict=False))
+        return None if self.transpose_a else published.get((self.m, self.n, self.k, self.count))
+
+    def bounds(self) -> np.ndarray:
+        """Where segments begin, and K."""
+        rng = np.random.default_rng(self.k)
+        if self.unit > 1:
+            cuts = self.unit * rng.choice(self.k // self.unit, self.count - 1, replace=False)
+        else:
+            cuts = rng.integers(0, self.k, self.count - 1)
+            cuts[0] = cuts[1]  # an empty segment
+        return np.concatenate([[0], np.sort(cuts), [self.k]]).astype(np.int32)
+
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.bounds())
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        elements = self.k * (self.m + self.n) + self.count * self.m * self.n
+        return np.dtype("float32" if self.dtype == "float32" else "float16").itemsize * elements
+
+
+Case = Grouped | Segmented
+
+
+def projections() -> list[tuple[str, int, int, int]]:
+    """Name, groups, K and N of the gate with the up projection, and of the down projection."""
+    out = []
+    for model, (groups, hidden, inter) in MODELS.items():
+        out.append((f"{model} up", groups, hidden, 2 * inter))
+        out.append((f"{model} down", groups, inter, hidden))
+    return out
+
+
+def cases(op: str, level: str = "default", skew: bool = False) -> list[Case]:
+    """``level`` is "quick", "default" or "full"."""
+    if op == "segmented":
+        return list(segmented_cases(level))
+    if op == "scan":
+        if level == "quick":
+            return []
+        return [Grouped(op, "", g, 2048, 1536, 1024, active=8) for g in (8, 4096)]
+    return list(dict.fromkeys(grouped_cases(op, level, skew)))
+
+
+def grouped_cases(op: str, level: str, skew: bool) -> Iterable[Grouped]:
+    for name, groups, k, n in projections():
+        small, middle, large = (128, 1024, 8192) if groups == 8 else (4096, 32768, 131072)
+        quick = (small, middle, large) if name == "Qwen3-30B up" else ()
+        quick = (middle, large) if name == "Mixtral-8x7B up" else quick
+        if op != "forward":
+            quick = quick[1:]
+        default = (small, middle, large)
+        if op != "forward":
+            default = default[1:] if name.endswith("up") else ()
+        elif name.endswith("down"):
+            default = default if name.startswith(("Qwen3-30B", "Mixtral")) else (large,)
+        if op == "forward":
+            default += {"Qwen3-30B up": (512, 2048), "Mixtral-8x7B up": (16,)}.get(name, ())
+        for rows in {"quick": quick, "default": default, "full": ROWS}[level]:
+            yield Grouped(op, name, groups, k, n, rows, skew=skew)
+        other = {"Qwen3-30B up": (middle, large), "Mixtral-8x7B up": (small, large)}.get(name, ())
+        if op == "forward" and level != "quick":
+            for rows in ROWS if level == "full" else other:
+                yield Grouped(op, name, groups, k, n, rows, transposed=True, skew=skew)
+    if op == "wgrad" and level != "quick":
+        yield Grouped(op, "", 256, 2048, 1536, 4096, skew=skew)
+
+
+def segmented_cases(level: str) -> Iterable[Segmented]:
+    for kind in KINDS:
+        for shape in SEGMENTED:
+            anywhere, at_16s, transposed = (
+                Segmented(*shape, kind=kind, unit=1),
+                Segmented(*shape, kind=kind, unit=16),
+                Segmented(*shape, kind=kind, unit=1, transpose_a=True),
+            )
+            if level == "full":
+                yield from (anywhere, at_16s, transposed)
+                yield Segmented(*shape, kind=kind, unit=16, transpose_a=True)
+            elif level == "default":
+                yield anywhere
+                if kind != "float16":
+                    yield at_16s
+                if kind == "bfloat16":
+                    yield transposed
+            elif kind != "float16" and (kind == "bfloat16" or shape == SEGMENTED[-1]):
+                yield at_16s
+
+
+def floor_us(flops: float, bytes_: float, flops_per_s: float, bytes_per_s: float) -> float:
+    return 1e6 * max(flops / flops_per_s, bytes_ / bytes_per_s)

@@ -1,0 +1,231 @@
+"""How long a call takes on the device.
+
+Every arm has ``time(n)``, microseconds of n calls, and ``result()``. Before every timed call
+128 MiB are read and 128 MiB written, so that it finds nothing in the L2 cache; warm arms skip that,
+and find there what their own last call left. Both kinds first run once untimed.
+
+JAX: the time of every kernel of the call, helpers included (CUPTI). Torch: a CUDA graph of the call
+between two events, replayed; the events are nodes of the graph, so launching it is not counted.
+"""
+
+import contextlib
+import functools
+import importlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SCRATCH = 2**25  # float32 elements, 128 MiB
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _draw(seed, shape, dtype):
+    key = jax.random.key(seed)
+    if len(shape) < 3:
+        return jax.random.normal(key, shape, dtype)
+    one = lambda key: jax.random.normal(key, shape[1:], dtype)
+    return lax.map(one, jax.random.split(key, shape[0]))
+
+
+def random(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Array:
+    """Normal numbers; matrix by matrix, so that no more memory is needed than the result's."""
+    return jax.block_until_ready(_draw(seed, shape, dtype))
+
+
+# What clears the cache before a call, or, on few elements, only marks where one begins. No case has
+# a kernel of this name.
+_mark = jax.jit(jnp.tan)
+
+
+@functools.cache
+def _scratch(cold: bool) -> jax.Array:
+    return random(9, (SCRATCH if cold else 8,), "float32")
+
+
+def _extension():
+    """What jax.experimental.mosaic.gpu.profiler measures with: it keeps every result, we cannot."""
+    profiler = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
+    if profiler.mosaic_gpu_lib is None:
+        raise RuntimeError("this jaxlib has no CUPTI bindings")
+    return profiler.mosaic_gpu_lib._mosaic_gpu_ext
+
+
+@contextlib.contextmanager
+def _kernels():
+    """Names and milliseconds of the kernels that run inside, in order; filled in at the end."""
+    extension, found = _extension(), []
+    extension._cupti_init()
+    try:
+        yield found
+    finally:
+        found += extension._cupti_get_timings(True)
+
+
+@functools.cache
+def _mark_names() -> frozenset[str]:
+    for cold in (True, False):
+        jax.block_until_ready(_mark(_scratch(cold)))
+    with _kernels() as found:
+        for cold in (True, False):
+            jax.block_until_ready(_mark(_scratch(cold)))
+    if len(found) != 2:
+        raise RuntimeError(f"CUPTI saw {len(found)} kernels of 2: {found}")
+    return frozenset(name for name, _ in found)
+
+
+def split(kernels, marks, n: int) -> list[float]:
+    """Microseconds of each of n calls, each of which begins with a mark that is not counted."""
+    calls: list[list[float]] = []
+    for name, ms in kernels:
+        if name in marks:
+            calls.append([])
+        elif calls:
+            calls[-1].append(ms)
+        else:
+            raise RuntimeError(f"kernel {name} ran before the first call")
+    counts = [len(call) for call in calls]
+    if len(calls) != n or not all(counts) or len(set(counts)) != 1:
+        raise RuntimeError(f"CUPTI saw {counts} kernels in {n} calls")
+    return [1e3 * sum(call) for call in calls]
+
+
+class JaxArm:
+    def __init__(self, f, args, cold: bool):
+        self.f, self.args, self.cold = jax.jit(f), args, cold
+        self.result()
+
+    def result(self) -> jax.Array:
+        return jax.block_until_ready(self.f(*self.args))
+
+    def time(self, n: int) -> list[float]:
+        scratch, marks = _scratch(self.cold), _mark_names()
+        self.result()
+        with _kernels() as kernels:
+            for _ in range(n):
+                _mark(scratch)
+                self.result()
+        return split(kernels, marks, n)
+
+    def close(self) -> None:
+        self.args = ()
+
+
+@functools.cache
+def torch():
+    module = importlib.import_module("torch")
+    if not module.cuda.is_available():
+        raise RuntimeError("torch sees no GPU")
+    return module
+
+
+@functools.cache
+def _torch_scratch():
+    return [torch().randn(SCRATCH, device="cuda") for _ in range(2)]
+
+
+class TorchArm:
+    """``f()`` returns a tensor. ``inside`` tells whether the events are nodes of the graph."""
+
+    def __init__(self, f, cold: bool):
+        self.cold = cold
+        self.out: Any = None
+        f()  # compiles, and takes workspace
+        torch().cuda.synchronize()
+        try:
+            self._capture(f, inside=True)
+            if not self.time(1)[0] > 0:
+                raise RuntimeError("events in graphs measure nothing")
+        except (TypeError, ValueError, RuntimeError):  # a torch without events in graphs
+            self._capture(f, inside=False)
+
+    def _capture(self, f, inside: bool) -> None:
+        self.inside = inside
+        options = {"enable_timing": True} | ({"external": True} if inside else {})
+        self.begin, self.end = (torch().cuda.Event(**options) for _ in range(2))
+        self.graph = torch().cuda.CUDAGraph()
+        source, target = _torch_scratch()
+        with torch().cuda.graph(self.graph, capture_error_mode="thread_local"):
+            if inside and self.cold:
+                torch().add(source, 1.0, out=target)
+            if inside:
+                self.begin.record()
+            self.out = f()
+            if inside:
+                self.end.record()
+
+    def _replay(self) -> float:
+        if self.inside:
+            self.graph.replay()
+        else:
+            source, target = _torch_scratch()
+            if self.cold:
+                torch().add(source, 1.0, out=target)
+            self.begin.record()
+            self.graph.replay()
+            self.end.record()
+        torch().cuda.synchronize()
+        return 1e3 * self.begin.elapsed_time(self.end)
+
+    def time(self, n: int) -> list[float]:
+        return [self._replay() for _ in range(n + 1)][1:]
+
+    def result(self) -> jax.Array:
+        """Of a replay into a result full of NaN."""
+        self.out.fill_(float("nan"))
+        self._replay()
+        out = jnp.from_dlpack(self.out.contiguous())
+        torch().cuda.synchronize()
+        return out
+
+    def close(self) -> None:
+        self.graph.reset()
+        self.out = None
+        torch().cuda.empty_cache()
+
+
+def interleaved(arms: dict, repetitions: int, turns: int = 4) -> tuple[dict, dict]:
+    """Microseconds by arm, the arms taking turns, and why an arm that failed did."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    failed: dict[str, str] = {}
+    for turn in range(turns):
+        count = (repetitions + turn) // turns
+        for name, arm in arms.items():
+            if name in failed or not count:
+                continue
+            try:
+                times[name] += arm.time(count)
+            except Exception as error:
+                failed[name] = reason(error)
+    return {name: t for name, t in times.items() if name not in failed}, failed
+
+
+def reason(error: Exception) -> str:
+    """The first line of a message, short enough for a table."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]
+
+
+def ceilings(kinds) -> tuple[dict[str, float], float]:
+    """FLOP/s of a dense product by kind, and bytes/s of a copy."""
+    flops = {}
+    for kind in kinds:
+        size = 8192 if kind == "bfloat16" else 4096
+        dtype = "bfloat16" if kind == "bfloat16" else "float32"
+        precision = {"float32": "highest", "tf32": "tensorfloat32"}.get(kind)
+        operands = [random(seed, (size, size), dtype) for seed in range(2)]
+        product = functools.partial(jnp.matmul, precision=precision)
+        times = JaxArm(product, operands, cold=False).time(20)
+        flops[kind] = 2 * size**3 / statistics.median(times) * 1e6
+    # A copy is no kernel, so it is timed from outside: large, many in a row.
+    buffer = jax.block_until_ready(jax.jit(lambda: jnp.full(2**31, 1.5, jnp.bfloat16))())
+    copy = jax.jit(lambda v: jnp.copy(v))
+    best = float("inf")
+    for _ in range(9):
+        begin = time.perf_counter()
+        jax.block_until_ready([copy(buffer) for _ in range(8)])
+        best = min(best, (time.perf_counter() - begin) / 8)
+    return flops, 2 * buffer.nbytes / best

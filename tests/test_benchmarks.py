@@ -1,0 +1,228 @@
+"""The benchmark without a GPU: its lists, its arithmetic, its checks and its report."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
+
+from benchmarks import gpu, peers, report, shapes, summary, timing  # noqa: E402
+from benchmarks.shapes import Grouped, Segmented  # noqa: E402
+
+# No device times here: any time will do, and nothing is compared with another.
+ARGS = SimpleNamespace(
+    level="default", peers=["lax"], implementation=[None], repetitions=2, turns=2
+)
+
+
+def run(*args):
+    command = [sys.executable, "-m", "benchmarks", *args]
+    env = {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.slow
+def test_command_line():
+    assert "--implementation" in run("--help").stdout
+    without = run("--quick")
+    assert without.returncode == 1
+    assert "needs an NVIDIA GPU" in without.stderr
+    assert "Traceback" not in without.stderr
+
+
+def test_arguments():
+    args = gpu.arguments(
+        ["--ops", "wgrad", "--cases", "Mixtral", "--implementation", "sm80", "None"]
+    )
+    assert args.implementation == ["sm80", None]
+    assert args.peers == ["torch", "quack"]
+    assert {(c.op, c.label.split()[0]) for c in gpu.selected(args)} == {("wgrad", "Mixtral-8x7B")}
+    assert gpu.arguments(["--peers", "all"]).peers == list(peers.PEERS)
+
+
+@pytest.mark.parametrize("op", shapes.OPS)
+def test_lists(op):
+    quick, default, full = (shapes.cases(op, level) for level in ("quick", "default", "full"))
+    assert len(quick) <= len(default) <= len(full)
+    assert set(quick) <= set(default) <= set(full)
+    for cases in (quick, default, full):
+        assert len({(c.op, c.label) for c in cases}) == len(cases)
+    assert {c.regime for c in full} <= set(shapes.REGIMES)
+
+
+def test_every_model_and_regime_is_in_the_default_list():
+    forward = shapes.cases("forward")
+    for model in shapes.MODELS:
+        regimes = {c.regime for c in forward if c.label.startswith(f"{model} up")}
+        assert set(shapes.REGIMES[:2]) <= regimes
+    full = {(c.groups, c.k, c.n, c.rows) for c in shapes.cases("forward", "full")}  # type: ignore
+    assert {(128, 768, 2048, 4096), (8, 14336, 4096, 8192), (256, 7168, 4096, 16)} <= full
+
+
+@pytest.mark.parametrize("skew", [False, True])
+def test_sizes(skew):
+    for case in (c for op in ("forward", "wgrad", "scan") for c in shapes.cases(op, skew=skew)):
+        sizes = case.sizes()
+        assert sizes.dtype == np.int32
+        assert len(sizes) == case.groups  # type: ignore
+        assert sizes.sum() == case.rows  # type: ignore
+    scan = shapes.cases("scan")
+    assert [np.count_nonzero(c.sizes()) for c in scan] == [8, 8]
+    assert scan[0].flops == scan[1].flops
+    assert scan[0].bytes == scan[1].bytes
+
+
+def test_cuts():
+    for case in shapes.cases("segmented", "full"):
+        assert isinstance(case, Segmented)
+        sizes = case.sizes()
+        assert len(sizes) == case.count
+        assert sizes.sum() == case.k
+        if case.unit == 16:
+            assert not (sizes % 16).any()
+            assert sizes.all()
+        else:
+            assert (sizes == 0).any()
+            assert (sizes % 16).any()
+    assert Segmented(*shapes.SEGMENTED[2], kind="tf32", unit=16).mlx == 13.1
+    assert Segmented(*shapes.SEGMENTED[2], kind="float16", unit=16).mlx is None
+
+
+def test_floors():
+    case = Grouped("forward", "", 2, 8, 16, 100)
+    assert case.flops == 2 * 100 * 8 * 16
+    assert case.bytes == 2 * (100 * 8 + 100 * 16 + 2 * 8 * 16)
+    one_row = Grouped("forward", "", 2, 8, 16, 1)  # one of the two matrices is not read
+    assert one_row.bytes == 2 * (8 + 16 + 8 * 16)
+    assert Grouped("wgrad", "", 2, 8, 16, 1).bytes == 2 * (8 + 16 + 2 * 8 * 16)  # but both written
+    assert Segmented(4, 8, 16, 2, kind="tf32", unit=1).bytes == 4 * (16 * 12 + 2 * 4 * 8)
+    assert shapes.floor_us(3e6, 1e6, 1e12, 1e12) == 3.0
+    assert shapes.floor_us(1e6, 4e6, 1e12, 1e12) == 4.0
+
+
+def test_split():
+    kernels = [("mark", 9.0), ("a", 1.0), ("b", 2.0), ("mark", 9.0), ("a", 3.0), ("b", 4.0)]
+    assert timing.split(kernels, {"mark"}, 2) == [3000.0, 7000.0]
+    for wrong in (kernels[1:], kernels[:-1], kernels[:3], []):
+        with pytest.raises(RuntimeError):
+            timing.split(wrong, {"mark"}, 2)
+
+
+RECORD = {
+    "date": "2026-01-01", "commit": "abc", "gpu": "GPU", "jax": "0.11", "missing": ["mosaic"],
+    "C_tflops": 800.0, "B_tbytes": 4.0,
+    "records": [
+        {
+            "op": op, "case": case, "regime": regime, "us": us, "floor_us": floor,
+            "floor_share": floor / us.get("ours", 1.0), "tflops": 100.0, "tbytes": 1.0,
+            "error": 1e-3, "notes": {},
+        } | ({"mlx_us": 12.0} if op.startswith("segmented") else {})
+        for op, case, regime, us, floor in (
+            ("forward", "a", "<= 32", {"ours": 10.0, "torch": 20.0, "quack": 9.0}, 5.0),
+            ("forward", "b", "<= 32", {"ours": 10.0, "torch": 5.0}, 20.0),
+            ("forward", "c", "<= 32", {"torch": 5.0}, 20.0),  # ours failed
+            ("segmented bfloat16", "8x8x8x2 cut at 16s", "small", {"ours": 4.0, "torch": 8.0}, 1.0),
+        )
+    ],
+}  # fmt: skip
+
+
+def test_summary():
+    records = RECORD["records"]
+    assert summary.geomean([1.0, 4.0]) == pytest.approx(2.0)
+    assert math.isnan(summary.geomean([]))
+    assert [summary.is_slow(r) for r in records] == [True, True, False, False]
+    forward, segmented = summary.summary(records)
+    assert forward["cases"] == 2
+    assert forward["share"] == pytest.approx(1.0)
+    assert forward["peers"]["torch"] == {"ratio": pytest.approx(1.0), "worst": 0.5, "cases": 2}
+    assert forward["peers"]["quack"]["cases"] == 1
+    assert segmented["peers"]["torch"]["ratio"] == pytest.approx(2.0)
+    text = summary.totals(records)
+    assert "2 of 4 cases below 0.95" in text
+    assert "forward a: 0.90x of quack" in text
+    assert "SLOWER than torch" in summary.line(records[1])
+    assert "failed" in summary.line(records[2])
+
+
+def test_report(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(RECORD))
+    report.main([str(path)])
+    text = capsys.readouterr().out
+    assert "Partial: without mosaic." in text
+    assert "| forward a | 10 | 5 | 50% | 100 | 1.00 | 2.00x | **0.90x** |" in text
+    assert "| 8x8x8x2 cut at 16s | 4.0 (12) |" in text
+    assert "| forward <= 32 | 2 | 100% | 1.00x | 0.90x |" in text
+
+
+def test_plots_do_not_change(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(RECORD))
+    for folder in ("first", "second"):
+        report.main([str(path), "--plots", str(tmp_path / folder)])
+    for name in ("speedup.svg", "roofline.svg"):
+        first, second = ((tmp_path / folder / name).read_bytes() for folder in ("first", "second"))
+        assert first == second
+        assert b"<svg" in first
+        assert len(first) < 60_000
+
+
+def test_committed_record_is_readable(capsys):
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
+        report.main([str(path)])
+        assert "of floor" in capsys.readouterr().out
+
+
+SMALL = [
+    Grouped("forward", "", 4, 32, 48, 70),
+    Grouped("forward", "", 4, 32, 48, 70, transposed=True),
+    Grouped("forward", "", 4, 32, 48, 70, skew=True),
+    Grouped("dgrad", "", 4, 32, 48, 70),
+    Grouped("wgrad", "", 4, 32, 48, 70),
+    Grouped("scan", "", 64, 32, 48, 70, active=8),
+    *(Segmented(8, 16, 64, 4, kind=kind, unit=1) for kind in shapes.KINDS),
+    Segmented(8, 16, 64, 3, kind="bfloat16", unit=16, transpose_a=True),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.op} {c.label}")
+def test_cases_run_and_are_checked(case, monkeypatch):
+    monkeypatch.setattr(timing.JaxArm, "time", lambda self, n: [2.0] * n)
+    record = gpu.run_case(case, ARGS, 1e12, 1e12)
+    assert record["notes"] == {}
+    assert set(record["us"]) == ({"ours"} if case.op == "scan" else {"ours", "lax"})
+    assert record["error"] <= gpu.TOLERANCE[case.kind]
+    json.dumps(record)
+    assert "of floor" in summary.totals([record])
+
+
+def test_wrong_and_failing_arms_are_reported(monkeypatch):
+    class Wrong(timing.JaxArm):
+        def time(self, n):
+            return [1.0] * n
+
+        def result(self):
+            return jnp.zeros((70, 48), "bfloat16")
+
+    def broken(case, v):
+        raise ImportError("no such peer")
+
+    monkeypatch.setattr(timing.JaxArm, "time", lambda self, n: [2.0] * n)
+    monkeypatch.setitem(peers.PEERS, "torch", lambda case, v: Wrong(lambda: 0, (), True))
+    monkeypatch.setitem(peers.PEERS, "lax", broken)
+    args = SimpleNamespace(**vars(ARGS) | {"peers": ["torch", "lax", "mosaic"]})
+    record = gpu.run_case(SMALL[0], args, 1e12, 1e12)
+    assert set(record["us"]) == {"ours"}
+    assert record["notes"]["torch"] == "WRONG: relative error 1.0e+00"
+    assert record["notes"]["lax"] == "failed: ImportError: no such peer"
+    assert record["notes"]["mosaic"].startswith("failed: ")
