@@ -20,6 +20,8 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   constexpr int kBytes = sizeof(typename Config::SharedMemory);
   static_assert(kBytes <= 227 * 1024);
 
+  gemm.l_k_major = Config::kLKMajor;
+  gemm.r_k_major = Config::kRKMajor;
   TensorMapSpec l = operands.l, r = operands.r;
   l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
   r.box_lines = 64;

@@ -20,6 +20,7 @@ struct GemmSm90 {
   CUtensorMap l_map, r_map;
   bool wgrad;     // which product
   bool matrices;  // wgrad: matrix g has segment g, so nothing has to be scanned
+  bool l_k_major, r_k_major;
   Metadata metadata;
   Epilogue epilogue;
   void* out;

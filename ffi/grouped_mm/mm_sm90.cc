@@ -25,6 +25,9 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
   if (!args.in_order) return "segments may overlap or come in any order";
   if (args.x_k != 1) return "x is transposed";
   if (args.out_n != 1) return "the result is transposed";
+  if (IsGated(args.epilogue.activation) && args.w_n == 1 && args.n / 2 % 8 != 0) {
+    return "the gated half of w begins inside 16 bytes";
+  }
   const OperandsSm90 operands = Operands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;

@@ -28,6 +28,10 @@ std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int com
   if (args.dtype == DType::kF32) return "operands are float32";
   if (!args.own_weight) return "weights may have several segments";
   const OperandsSm90 operands = Operands(args);
+  if (operands.l_k_major && operands.r_k_major && args.metadata.kind == MetadataKind::kSegments) {
+    return "both operands are contiguous along k, and segments may begin at different places in "
+           "them";
+  }
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }

@@ -139,9 +139,10 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   });
 }
 
-// Zero the values of k from `last` on in `chunks` chunks of `lines` rows or columns. One warp.
+// Zero the values of k outside [first, last) in `chunks` chunks of `lines` rows or columns. One
+// warp.
 template <bool kKMajor>
-__device__ void Clear(char* tile, int chunks, int lines, int last) {
+__device__ void Clear(char* tile, int chunks, int lines, int first, int last) {
   const int lane = threadIdx.x % 32;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   if constexpr (kKMajor) {
@@ -154,28 +155,33 @@ __device__ void Clear(char* tile, int chunks, int lines, int last) {
       for (int k = last; k % 8 != 0; ++k) {
         reinterpret_cast<uint16_t*>(line + (k / 8 ^ (row % 8)) * 16)[k % 8] = 0;
       }
+      for (int k = 0; k < first; ++k) {
+        reinterpret_cast<uint16_t*>(line + (k / 8 ^ (row % 8)) * 16)[k % 8] = 0;
+      }
     }
   } else {
     // A line of 128 bytes per k.
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      for (int piece = last * 8 + lane; piece < kSliceSm90 * 8; piece += 32) {
-        reinterpret_cast<uint4*>(tile + chunk * kSliceSm90 * 128)[piece] = zeros;
-      }
+      uint4* pieces = reinterpret_cast<uint4*>(tile + chunk * kSliceSm90 * 128);
+      for (int piece = lane; piece < first * 8; piece += 32) pieces[piece] = zeros;
+      for (int piece = last * 8 + lane; piece < kSliceSm90 * 8; piece += 32) pieces[piece] = zeros;
     }
   }
 }
 
-// wgrad: behind a segment lie others, and 0 * NaN is NaN, so both operands are cleared.
+// wgrad: before and behind a segment lie others, and 0 * NaN is NaN, so both operands are cleared.
 template <typename Config>
 __device__ void ClearWarp(typename Config::SharedMemory& memory) {
   Place<Config::kStages> at, cleared;
   ForEachWork<Config>(memory, [&](const Work& work) {
     for (int slice = 0; slice < work.slices; ++slice) {
-      if (slice == work.slices - 1 && work.last < kSliceSm90) {
-        Wait(&memory.full[at.index], at.parity);
+      Wait(&memory.full[at.index], at.parity);  // of every slice, or its parity would mean nothing
+      if (work.Cut(slice)) {
         const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-        Clear<Config::kLKMajor>(memory.l[at.index], chunks, Config::kChunkL, work.last);
-        Clear<Config::kRKMajor>(memory.r[at.index], Config::kChunksR, 64, work.last);
+        const int first = slice == 0 ? work.first : 0;
+        const int last = slice == work.slices - 1 ? work.last : kSliceSm90;
+        Clear<Config::kLKMajor>(memory.l[at.index], chunks, Config::kChunkL, first, last);
+        Clear<Config::kRKMajor>(memory.r[at.index], Config::kChunksR, 64, first, last);
         FenceAsyncProxy();
         Arrive(&memory.cleared[cleared.index]);
         cleared.Next();
@@ -194,8 +200,7 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
   Place<Config::kStages> at, cleared;
   ForEachWork<Config>(memory, [&](const Work& work) {
     float sums[Config::kBlocks][Config::kRows / 2];
-    Products<Config>::Tile(memory, work, gemm.wgrad && work.last < kSliceSm90, group, at, cleared,
-                           sums);
+    Products<Config>::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
     if constexpr (Config::kBlocks == 1) {
       epilogue.Store(work, 64 * group, sums[0]);
     } else if (gated) {
@@ -234,12 +239,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ClusterSync();
   }
   if (threadIdx.x < 128) {
-    GiveRegisters<64>();
+    // 56 + 2 * 224 is three times the 168 that every thread begins with: more would wait for ever.
+    GiveRegisters<56>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
+      __syncwarp();
     } else if (warp == 2 && gemm.wgrad) {
       ClearWarp<Config>(memory);
     }

@@ -36,9 +36,10 @@ template <typename Config>
 struct Products {
   using Memory = typename Config::SharedMemory;
   static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
+  static constexpr bool kPartial = Config::kLKMajor;
   using Sums = float[kBlocks][kRows / 2];
 
-  // All k of a tile; `cut` where the last slice is cleared first. Leaves the ring behind the tile.
+  // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
   template <typename Stage>
   __device__ static void Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                               Stage& cleared, Sums& sums) {
@@ -50,7 +51,7 @@ struct Products {
       }
       return;
     }
-    // The narrowest product that holds the tile's rows.
+    // The narrowest product that holds the tile's rows; whole chunks where L is MN-major.
     if constexpr (kRows > 192) {
       if (work.rows > 192) return Loop<256>(memory, work, cut, group, at, cleared, sums);
     }
@@ -58,17 +59,24 @@ struct Products {
       if (work.rows > 128) return Loop<192>(memory, work, cut, group, at, cleared, sums);
     }
     if constexpr (kRows > 64) {
-      if (work.rows > 96) return Loop<128>(memory, work, cut, group, at, cleared, sums);
-      if (work.rows > 64) return Loop<96>(memory, work, cut, group, at, cleared, sums);
+      if (work.rows > (kPartial ? 96 : 64))
+        return Loop<128>(memory, work, cut, group, at, cleared, sums);
+      if constexpr (kPartial) {
+        if (work.rows > 64) return Loop<96>(memory, work, cut, group, at, cleared, sums);
+      }
     }
-    if constexpr (kRows > 32) {
-      if (work.rows > 32) return Loop<64>(memory, work, cut, group, at, cleared, sums);
+    if constexpr (!kPartial) {
+      Loop<64>(memory, work, cut, group, at, cleared, sums);
+    } else {
+      if constexpr (kRows > 32) {
+        if (work.rows > 32) return Loop<64>(memory, work, cut, group, at, cleared, sums);
+      }
+      if constexpr (kRows <= 64) {
+        if (work.rows <= 8) return Loop<8>(memory, work, cut, group, at, cleared, sums);
+        if (work.rows <= 16) return Loop<16>(memory, work, cut, group, at, cleared, sums);
+      }
+      Loop<32>(memory, work, cut, group, at, cleared, sums);
     }
-    if constexpr (kRows <= 64) {
-      if (work.rows <= 8) return Loop<8>(memory, work, cut, group, at, cleared, sums);
-      if (work.rows <= 16) return Loop<16>(memory, work, cut, group, at, cleared, sums);
-    }
-    Loop<32>(memory, work, cut, group, at, cleared, sums);
   }
 
  private:
@@ -87,7 +95,7 @@ struct Products {
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; ++slice) {
       Wait(&memory.full[at.index], at.parity);
-      if (cut && slice == work.slices - 1) {
+      if (cut && work.Cut(slice)) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
       }

@@ -21,10 +21,16 @@ struct Work {
   int r_row, r_k;
   int weight;         // -1: zeros, whose segments do not exist
   int slices;         // of k
-  int last;           // values of k in the last slice
+  int first;          // values of k before the segment in the first slice
+  int last;           // values of k up to the segment's end in the last one
   int rows, columns;  // of the result, for this block; 0 rows: there is no more work
   int out_row, out_column;
   int64_t out;  // element of the result at the tile's (0, 0)
+
+  // Whether a slice has values of k from outside the segment, which are cleared.
+  __device__ bool Cut(int slice) const {
+    return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
+  }
 };
 
 template <int kRows, int kCluster>
@@ -117,10 +123,12 @@ class ScheduleSm90 {
     int row_tile, column_tile;
     Place(number, (gemm_.m + kRows - 1) / kRows, row_tile, column_tile);
     SetColumns(work, column_tile);
-    SetK(work, length);
+    // Along k, copies begin at multiples of 16 bytes.
+    if (length > 0) work.first = (gemm_.l_k_major ? x_start : gemm_.r_k_major ? y_start : 0) % 8;
+    SetK(work, length + work.first);
     work.l_row = work.out_row = row_tile * kRows;
-    work.l_k = x_start;
-    work.r_k = y_start;
+    work.l_k = x_start - work.first;
+    work.r_k = y_start - work.first;
     work.weight = weight;
     work.rows = min(kRows, gemm_.m - work.l_row);
     work.out = weight * gemm_.out_group + work.l_row * gemm_.out_line + work.out_column;
