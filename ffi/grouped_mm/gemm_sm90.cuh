@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 
 #include "common/dispatch.h"
@@ -66,6 +67,11 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   const int64_t tiles = m_tiles * ((columns + tile_columns - 1) / tile_columns);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
+  if (std::getenv("JGG_DEBUG")) std::fprintf(stderr, "clusters %d x %d, bytes %d\n", clusters, Config::kCluster, kBytes);
+  const char* b = std::getenv("JGG_BAND");
+  gemm.band = b ? std::atoi(b) : 8;
+  const char* sk = std::getenv("JGG_SKEW");
+  gemm.skew = sk ? std::atoi(sk) : 0;
   launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Config::kCluster;
   return cudaLaunchKernelEx(&launch, kernel, static_cast<const GemmSm90&>(gemm));
 }

@@ -21,6 +21,7 @@ struct GemmSm90 {
   bool wgrad;     // which product
   bool matrices;  // wgrad: matrix g has segment g, so nothing has to be scanned
   bool l_k_major, r_k_major;
+  int band, skew;
   Metadata metadata;
   Epilogue epilogue;
   void* out;

@@ -34,7 +34,9 @@ class EpilogueSm90 {
 #pragma unroll
     for (int chunk = 0; chunk < kSums / 4 * 8 / kChunk; ++chunk) {
       if (chunk * kChunk >= work.rows) break;
-      SyncSome(barrier_, 128);  // what was there has been read
+      // Halves take turns with two buffers: when all are here again, the other one has been read.
+      turn_ ^= 1;
+      if (wide) SyncSome(barrier_, 128);  // what was there has been read
       if (wide) {
         StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_);
       } else if (gemm_.out_dtype == DType::kBF16) {
@@ -76,6 +78,8 @@ class EpilogueSm90 {
   // This thread's first column of the 64.
   __device__ static int Column() { return Thread() / 32 * 16 + Lane() / 4; }
 
+  __device__ char* Halves() const { return staged_ + turn_ * kChunk * 128; }
+
   // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
   template <typename T>
   __device__ void StageHalves(const float* sums) const {
@@ -83,7 +87,7 @@ class EpilogueSm90 {
     // 8) of the warp's 16 x 16.
     const int row = Lane() % 8 + Lane() / 16 * 8;
     const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
-    char* to = staged_ + row * 128 + piece * 16;
+    char* to = Halves() + row * 128 + piece * 16;
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const float* four = sums + 8 * i;
@@ -103,7 +107,7 @@ class EpilogueSm90 {
       const int row = first + 16 * i;
       if (row >= rows) continue;
       const uint4 values =
-          *reinterpret_cast<const uint4*>(staged_ + row * 128 + (piece ^ (row % 8)) * 16);
+          *reinterpret_cast<const uint4*>(Halves() + row * 128 + (piece ^ (row % 8)) * 16);
       if (gemm_.out_width == 8) {
         *reinterpret_cast<uint4*>(to + row * gemm_.out_line) = values;
       } else {
@@ -227,6 +231,7 @@ class EpilogueSm90 {
   const GemmSm90& gemm_;
   char* const staged_;
   const int barrier_;
+  int turn_ = 0;
 };
 
 }  // namespace jgg::device

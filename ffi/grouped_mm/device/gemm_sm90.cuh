@@ -198,6 +198,7 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
   const bool gated = IsGated(gemm.epilogue.activation);
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
+  if (group == 1 && gemm.skew > 0) __nanosleep(gemm.skew);
   ForEachWork<Config>(memory, [&](const Work& work) {
     float sums[Config::kBlocks][Config::kRows / 2];
     Products<Config>::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);

@@ -87,7 +87,6 @@ class ScheduleSm90 {
  private:
   static constexpr unsigned kAll = 0xffffffffu;
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
-  static constexpr int kBand = 8;  // tiles of rows that take turns with tiles of columns
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
@@ -101,6 +100,7 @@ class ScheduleSm90 {
   // Tiles in bands of rows: down a band, then on to the next columns, so that tiles that run at one
   // time share both operands in L2.
   __device__ void Place(int number, int row_tiles, int& row_tile, int& column_tile) const {
+    const int kBand = gemm_.band;
     const int per_band = kBand * columns_tiles_;
     const int band = number / per_band, within = number - band * per_band;
     const int rows = min(kBand, row_tiles - band * kBand);
