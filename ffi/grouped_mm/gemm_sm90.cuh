@@ -99,6 +99,8 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     if (const char* forced = std::getenv("JGG_TILE90")) tile = std::atoi(forced);
     if constexpr (kLKMajor) {
       if (tile == 3) return launch(Constant<32>{}, Constant<1>{}, Constant<10>{}, Constant<1>{});
+      if (tile == 7) return launch(Constant<288>{}, Constant<1>{}, Constant<4>{}, Constant<2>{});
+      if (tile == 8) return launch(Constant<288>{}, Constant<1>{}, Constant<4>{}, Constant<1>{});
       if (tile == 4) return launch(Constant<32>{}, Constant<2>{}, Constant<5>{}, Constant<1>{});
     }
     if (tile == 1) return launch(Constant<64>{}, Constant<1>{}, Constant<8>{}, Constant<1>{});

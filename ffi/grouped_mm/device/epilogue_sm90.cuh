@@ -32,17 +32,19 @@ class EpilogueSm90 {
     if (gemm_.epilogue.Any()) return StoreFused<false>(work, column, sums, sums);
     const bool wide = gemm_.out_dtype == DType::kF32;
 #pragma unroll
-    for (int chunk = 0; chunk < kSums / 4 * 8 / kChunk; ++chunk) {
+    for (int chunk = 0; chunk < (2 * kSums + kChunk - 1) / kChunk; ++chunk) {
       if (chunk * kChunk >= work.rows) break;
+      // The last chunk of a half may be half full.
+      const int blocks = min(kChunk, 2 * kSums - chunk * kChunk) / 8;
       // Halves take turns with two buffers: when all are here again, the other one has been read.
       turn_ ^= 1;
       if (wide) SyncSome(barrier_, 128);  // what was there has been read
       if (wide) {
-        StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_);
+        StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_, blocks);
       } else if (gemm_.out_dtype == DType::kBF16) {
-        StageHalves<cutlass::bfloat16_t>(sums + chunk * (kChunk / 2));
+        StageHalves<cutlass::bfloat16_t>(sums + chunk * (kChunk / 2), blocks);
       } else {
-        StageHalves<cutlass::half_t>(sums + chunk * (kChunk / 2));
+        StageHalves<cutlass::half_t>(sums + chunk * (kChunk / 2), blocks);
       }
       SyncSome(barrier_, 128);
       const int rows = min(kChunk, work.rows - chunk * kChunk);
@@ -62,11 +64,12 @@ class EpilogueSm90 {
     if (column >= work.columns) return;
     constexpr int kRows = kGated ? kChunk / 2 : kChunk;
 #pragma unroll
-    for (int chunk = 0; chunk < kSums / 4 * 8 / kRows; ++chunk) {
+    for (int chunk = 0; chunk < (2 * kSums + kRows - 1) / kRows; ++chunk) {
       if (chunk * kRows >= work.rows) break;
+      const int blocks = min(kRows, 2 * kSums - chunk * kRows) / 8;
       SyncSome(barrier_, 128);
-      StageFloats<kRows>(sums + chunk * (kRows / 2), staged_);
-      if (kGated) StageFloats<kRows>(up + chunk * (kRows / 2), staged_ + kRows * 64 * 4);
+      StageFloats<kRows>(sums + chunk * (kRows / 2), staged_, blocks);
+      if (kGated) StageFloats<kRows>(up + chunk * (kRows / 2), staged_ + kRows * 64 * 4, blocks);
       SyncSome(barrier_, 128);
       WriteFused<kGated, kRows>(work, column, chunk * kRows);
     }
@@ -82,7 +85,7 @@ class EpilogueSm90 {
 
   // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
   template <typename T>
-  __device__ void StageHalves(const float* sums) const {
+  __device__ void StageHalves(const float* sums, int blocks) const {
     // Lane l names a row of matrix l / 8: matrices are (columns, rows) = (0, 0) (8, 0) (0, 8) (8,
     // 8) of the warp's 16 x 16.
     const int row = Lane() % 8 + Lane() / 16 * 8;
@@ -90,6 +93,7 @@ class EpilogueSm90 {
     char* to = Halves() + row * 128 + piece * 16;
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
+      if (2 * i >= blocks) break;
       const float* four = sums + 8 * i;
       cute::SM90_U16x8_STSM_T::copy(Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]),
                                     Pack<T>(four[4], four[5]), Pack<T>(four[6], four[7]),
@@ -105,7 +109,7 @@ class EpilogueSm90 {
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const int row = first + 16 * i;
-      if (row >= rows) continue;
+      if (row >= rows || (gemm_.skew & 1)) continue;
       const uint4 values =
           *reinterpret_cast<const uint4*>(Halves() + row * 128 + (piece ^ (row % 8)) * 16);
       if (gemm_.out_width == 8) {
@@ -128,10 +132,11 @@ class EpilogueSm90 {
   }
 
   template <int kRows>
-  __device__ void StageFloats(const float* sums, char* staged) const {
+  __device__ void StageFloats(const float* sums, char* staged, int blocks) const {
     float* to = reinterpret_cast<float*>(staged);
 #pragma unroll
     for (int block = 0; block < kRows / 8; ++block) {
+      if (block >= blocks) break;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         to[FloatOffset(8 * block + Lane() % 4 * 2 + i % 2, Column() + i / 2 * 8)] =

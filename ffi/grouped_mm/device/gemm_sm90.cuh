@@ -30,10 +30,13 @@ struct GemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
-  static constexpr int kChunkL = kRows < 64 ? kRows : 64;
+  // More rows than a product takes are done in halves.
+  static constexpr int kHalves = kRows > 256 ? 2 : 1;
+  static constexpr int kChunkL = kRows < 64 || kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   static_assert(kLKMajor || kChunkL == 64);
+  static_assert(kHalves == 1 || kBlocks == 1);
   using Epilogue = EpilogueSm90<kChunkL>;
 
   struct SharedMemory {
@@ -45,9 +48,6 @@ struct GemmSm90Config {
     uint64_t work_full[kWorks], work_empty[kWorks];
   };
 };
-
-template <int kValue>
-using Constant = std::integral_constant<int, kValue>;
 
 // A place in a ring, and the parity of its barriers' next phase.
 template <int kPlaces>
@@ -198,11 +198,20 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
   const bool gated = IsGated(gemm.epilogue.activation);
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
-  if (group == 1 && gemm.skew > 0) __nanosleep(gemm.skew);
   ForEachWork<Config>(memory, [&](const Work& work) {
-    float sums[Config::kBlocks][Config::kRows / 2];
-    Products<Config>::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-    if constexpr (Config::kBlocks == 1) {
+    typename Products<Config>::Sums sums;
+    const int rows = Products<Config>::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
+    if (gemm.skew & 2) return;
+    if constexpr (Config::kHalves == 2) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Work part = work;
+        part.rows = min(rows, work.rows - half * rows);
+        part.out_row += half * rows;
+        part.out += half * rows * gemm.out_line;
+        epilogue.Store(part, 64 * group, sums[half]);
+      }
+    } else if constexpr (Config::kBlocks == 1) {
       epilogue.Store(work, 64 * group, sums[0]);
     } else if (gated) {
       epilogue.template StoreFused<true>(work, 64 * group, sums[0], sums[1]);

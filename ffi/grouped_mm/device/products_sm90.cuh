@@ -11,6 +11,9 @@
 
 namespace jgg::device {
 
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
 // m64nNk16, A (here R) and B (here L) from shared memory.
 template <typename Element, int kN, cute::SM90::GMMA::Major kA, cute::SM90::GMMA::Major kB>
 struct WarpgroupProduct;
@@ -26,8 +29,16 @@ JGG_WARPGROUP_PRODUCT(8)
 JGG_WARPGROUP_PRODUCT(16)
 JGG_WARPGROUP_PRODUCT(32)
 JGG_WARPGROUP_PRODUCT(64)
+JGG_WARPGROUP_PRODUCT(72)
+JGG_WARPGROUP_PRODUCT(80)
+JGG_WARPGROUP_PRODUCT(88)
 JGG_WARPGROUP_PRODUCT(96)
+JGG_WARPGROUP_PRODUCT(104)
+JGG_WARPGROUP_PRODUCT(112)
+JGG_WARPGROUP_PRODUCT(120)
 JGG_WARPGROUP_PRODUCT(128)
+JGG_WARPGROUP_PRODUCT(136)
+JGG_WARPGROUP_PRODUCT(144)
 JGG_WARPGROUP_PRODUCT(192)
 JGG_WARPGROUP_PRODUCT(256)
 #undef JGG_WARPGROUP_PRODUCT
@@ -36,51 +47,73 @@ template <typename Config>
 struct Products {
   using Memory = typename Config::SharedMemory;
   static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
+  static constexpr int kHalves = Config::kHalves;
+  // MN-major tiles are multiplied by whole chunks of 64 rows.
   static constexpr bool kPartial = Config::kLKMajor;
-  using Sums = float[kBlocks][kRows / 2];
+  using Sums = float[kBlocks * kHalves][kRows / kHalves / 2];
 
-  // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
+  // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile. Returns
+  // the rows whose sums are in one half.
   template <typename Stage>
-  __device__ static void Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                              Stage& cleared, Sums& sums) {
+  __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
+                             Stage& cleared, Sums& sums) {
     if (work.slices == 0) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
+      for (int b = 0; b < kBlocks * kHalves; ++b) {
 #pragma unroll
-        for (int i = 0; i < kRows / 2; ++i) sums[b][i] = 0.0f;
+        for (int i = 0; i < kRows / kHalves / 2; ++i) sums[b][i] = 0.0f;
       }
-      return;
+      return kRows / kHalves;
     }
-    // The narrowest product that holds the tile's rows; whole chunks where L is MN-major.
-    if constexpr (kRows > 192) {
-      if (work.rows > 192) return Loop<256>(memory, work, cut, group, at, cleared, sums);
+    // The narrowest product that holds the tile's rows.
+    auto loop = [&](auto n, auto halves) {
+      Loop<n.value, halves.value>(memory, work, cut, group, at, cleared, sums);
+      return n.value;
+    };
+    using One = Constant<1>;
+    if constexpr (kHalves == 2) {
+      if (work.rows > 128) {
+        using Two = Constant<2>;
+        switch ((work.rows + 15) / 16) {
+          case 9: return loop(Constant<72>{}, Two{});
+          case 10: return loop(Constant<80>{}, Two{});
+          case 11: return loop(Constant<88>{}, Two{});
+          case 12: return loop(Constant<96>{}, Two{});
+          case 13: return loop(Constant<104>{}, Two{});
+          case 14: return loop(Constant<112>{}, Two{});
+          case 15: return loop(Constant<120>{}, Two{});
+          case 16: return loop(Constant<128>{}, Two{});
+          case 17: return loop(Constant<136>{}, Two{});
+          default: return loop(Constant<144>{}, Two{});
+        }
+      }
     }
-    if constexpr (kRows > 128) {
-      if (work.rows > 128) return Loop<192>(memory, work, cut, group, at, cleared, sums);
+    if constexpr (kRows == 256) {
+      if (work.rows > 192) return loop(Constant<256>{}, One{});
+      if (work.rows > 128) return loop(Constant<192>{}, One{});
     }
     if constexpr (kRows > 64) {
-      if (work.rows > (kPartial ? 96 : 64))
-        return Loop<128>(memory, work, cut, group, at, cleared, sums);
+      if (work.rows > (kPartial ? 96 : 64)) return loop(Constant<128>{}, One{});
       if constexpr (kPartial) {
-        if (work.rows > 64) return Loop<96>(memory, work, cut, group, at, cleared, sums);
+        if (work.rows > 64) return loop(Constant<96>{}, One{});
       }
     }
     if constexpr (!kPartial) {
-      Loop<64>(memory, work, cut, group, at, cleared, sums);
+      return loop(Constant<64>{}, One{});
     } else {
       if constexpr (kRows > 32) {
-        if (work.rows > 32) return Loop<64>(memory, work, cut, group, at, cleared, sums);
+        if (work.rows > 32) return loop(Constant<64>{}, One{});
       }
       if constexpr (kRows <= 64) {
-        if (work.rows <= 8) return Loop<8>(memory, work, cut, group, at, cleared, sums);
-        if (work.rows <= 16) return Loop<16>(memory, work, cut, group, at, cleared, sums);
+        if (work.rows <= 8) return loop(Constant<8>{}, One{});
+        if (work.rows <= 16) return loop(Constant<16>{}, One{});
       }
-      Loop<32>(memory, work, cut, group, at, cleared, sums);
+      return loop(Constant<32>{}, One{});
     }
   }
 
  private:
-  template <int kN, typename Stage>
+  template <int kN, int kHalvesUsed, typename Stage>
   __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                               Stage& cleared, Sums& sums) {
     using cute::SM90::GMMA::Major;
@@ -91,29 +124,54 @@ struct Products {
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
     const uint32_t l = SharedAddress(memory.l), r = SharedAddress(memory.r) + group * 64 * 128;
-    int before = at.index;
-#pragma unroll 1
-    for (int slice = 0; slice < work.slices; ++slice) {
+    // Of the last slice only the k that there are.
+    const bool tail = work.last <= kSliceSm90 - 16;
+    const int whole = work.slices - tail;
+    uint64_t l_tile, r_tile;
+    auto begin = [&](int slice) {
       Wait(&memory.full[at.index], at.parity);
       if (cut && work.Cut(slice)) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
       }
-      const uint64_t l_tile = TileDescriptor(l + at.index * sizeof(memory.l[0]), 64 * 128);
-      const uint64_t r_tile = TileDescriptor(r + at.index * sizeof(memory.r[0]), 64 * 128);
+      l_tile = TileDescriptor(l + at.index * sizeof(memory.l[0]), 64 * 128);
+      r_tile = TileDescriptor(r + at.index * sizeof(memory.r[0]), 64 * 128);
+    };
+    auto multiply = [&](int step, bool add) {
+#pragma unroll
+      for (int i = 0; i < kBlocks * kHalvesUsed; ++i) {
+        const int r_offset = kBlocks > 1 ? i * 2 * 64 * 128 : 0;
+        const int l_offset = kBlocks > 1 ? 0 : i * kN * 128;
+        Multiply<Instruction>(r_tile + ((step * kStepR + r_offset) >> 4),
+                              l_tile + ((step * kStepL + l_offset) >> 4), sums[i], add,
+                              std::make_index_sequence<kN / 2>{});
+      }
+    };
+    int before = -1;
+#pragma unroll 1
+    for (int slice = 0; slice < whole; ++slice) {
+      begin(slice);
       WarpgroupArrive();
 #pragma unroll
-      for (int step = 0; step < kSliceSm90 / 16; ++step) {
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          Multiply<Instruction>(r_tile + ((step * kStepR + b * 2 * 64 * 128) >> 4),
-                                l_tile + (step * kStepL >> 4), sums[b], slice > 0 || step > 0,
-                                std::make_index_sequence<kN / 2>{});
-        }
-      }
+      for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, slice > 0 || step > 0);
       WarpgroupCommit();
       if (slice > 0) {
         WarpgroupWait<1>();
+        Release(memory, before);
+      }
+      before = at.index;
+      at.Next();
+    }
+    if (tail) {
+      begin(whole);
+#pragma unroll 1
+      for (int step = 0; step * 16 < work.last; ++step) {
+        WarpgroupArrive();
+        multiply(step, whole > 0 || step > 0);
+        WarpgroupCommit();
+      }
+      if (whole > 0) {
+        WarpgroupWait<0>();
         Release(memory, before);
       }
       before = at.index;

@@ -113,6 +113,16 @@ class ScheduleSm90 {
     work.columns = min(tile_columns_, columns_ - work.out_column);
   }
 
+  // mm: a segment's rows are shared out evenly.
+  __device__ static int TileRows(int length) {
+    const int tiles = (length + kRows - 1) / kRows;
+    return ((length + tiles - 1) / max(tiles, 1) + 7) / 8 * 8;
+  }
+
+  __device__ static int RowTiles(int length) {
+    return length == 0 ? 0 : (length - 1) / TileRows(length) + 1;
+  }
+
   __device__ void SetK(Work& work, int k) const {
     work.slices = (k + kSliceSm90 - 1) / kSliceSm90;
     work.last = k - (work.slices - 1) * kSliceSm90;
@@ -148,13 +158,13 @@ class ScheduleSm90 {
       if (gemm_.metadata.kind != MetadataKind::kSizes) {
         segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
       }
-      Place(number - gap_tiles * columns_tiles_, (length + kRows - 1) / kRows, row_tile,
-            column_tile);
+      Place(number - gap_tiles * columns_tiles_, RowTiles(length), row_tile, column_tile);
+      const int rows = TileRows(length);
       SetK(work, gemm_.k);
       work.weight = segment.weight;
-      work.l_row = segment.x_start + row_tile * kRows;
-      work.out_row = start + row_tile * kRows;
-      work.rows = min(kRows, length - row_tile * kRows);
+      work.l_row = segment.x_start + row_tile * rows;
+      work.out_row = start + row_tile * rows;
+      work.rows = min(rows, length - row_tile * rows);
     }
     SetColumns(work, column_tile);
     work.out = work.out_row * gemm_.out_line + work.out_column;
@@ -251,7 +261,7 @@ class ScheduleSm90 {
           gaps_[i] = min(before, starts_[i]);
         }
         tiles_[i] =
-            ((starts_[i] - gaps_[i] + kRows - 1) / kRows + (lengths_[i] + kRows - 1) / kRows) *
+            ((starts_[i] - gaps_[i] + kRows - 1) / kRows + RowTiles(lengths_[i])) *
             columns_tiles_;
         if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
         sum += tiles_[i];
