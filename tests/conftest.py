@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from jax_groupgemm import _call
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
@@ -40,7 +42,12 @@ def rng(request) -> np.random.Generator:
     return np.random.default_rng(list(request.node.name.encode()))
 
 
-@pytest.fixture(params=["reference", "cpu", pytest.param("sm80", marks=pytest.mark.gpu)])
+GPU_KERNELS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("sm80", "sm90")]
+
+
+@pytest.fixture(params=["reference", "cpu", *GPU_KERNELS])
 def implementation(request) -> str:
     """Every implementation that value tests run through."""
+    if request.param == "sm90" and 90 not in _call.live_capabilities():
+        pytest.skip("needs a Hopper GPU")
     return request.param

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 
 #include "common/dispatch.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
@@ -28,6 +26,20 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   r.box_lines = 64;
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
+
+  const int64_t out_columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+  const TensorMapSpec out{gemm.out,
+                          gemm.out_dtype,
+                          out_columns,
+                          gemm.wgrad ? gemm.m : gemm.rows_y,
+                          gemm.wgrad ? gemm.groups : 1,
+                          gemm.out_line,
+                          gemm.wgrad ? gemm.out_group : gemm.out_line,
+                          Config::kChunkL};
+  gemm.stores_boxes = gemm.out_dtype != DType::kF32 && TensorMapProblem(out) == nullptr;
+  if (gemm.stores_boxes) {
+    if (cudaError_t error = EncodeTensorMap(out, &gemm.out_map)) return error;
+  }
 
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -67,15 +79,15 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   const int64_t tiles = m_tiles * ((columns + tile_columns - 1) / tile_columns);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
-  if (std::getenv("JGG_DEBUG")) std::fprintf(stderr, "clusters %d x %d, bytes %d\n", clusters, Config::kCluster, kBytes);
-  const char* b = std::getenv("JGG_BAND");
-  gemm.band = b ? std::atoi(b) : 8;
-  const char* sk = std::getenv("JGG_SKEW");
-  gemm.skew = sk ? std::atoi(sk) : 0;
   launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Config::kCluster;
   return cudaLaunchKernelEx(&launch, kernel, static_cast<const GemmSm90&>(gemm));
 }
 
+// Tiles: 32 or 64 rows where there are few, so that many stages of weights are under way; 288,
+// shared out evenly, where there are many, so that no small rest is left over; 128 between, and
+// where larger tiles are too few. Large tiles come in pairs that share L. Chosen from static shapes
+// only.
+//
 // Rows of the result that a tile may have, going by what segments have on average.
 inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
   if (gemm.wgrad) return gemm.m;
@@ -93,21 +105,31 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
           stream, gemm, operands);
     };
     using device::Constant;
-    const bool gated = IsGated(gemm.epilogue.activation);
+    using One = device::Constant<1>;
+    using Two = device::Constant<2>;
     const int64_t rows = TypicalRowsSm90(gemm);
-    int tile = gated ? (rows <= 32 ? 4 : 2) : rows <= 32 ? 3 : rows <= 64 ? 1 : rows <= 128 ? 2 : 0;
-    if (const char* forced = std::getenv("JGG_TILE90")) tile = std::atoi(forced);
     if constexpr (kLKMajor) {
-      if (tile == 3) return launch(Constant<32>{}, Constant<1>{}, Constant<10>{}, Constant<1>{});
-      if (tile == 7) return launch(Constant<288>{}, Constant<1>{}, Constant<4>{}, Constant<2>{});
-      if (tile == 8) return launch(Constant<288>{}, Constant<1>{}, Constant<4>{}, Constant<1>{});
-      if (tile == 4) return launch(Constant<32>{}, Constant<2>{}, Constant<5>{}, Constant<1>{});
+      if (IsGated(gemm.epilogue.activation)) {
+        if (rows <= 32) return launch(Constant<32>{}, Two{}, Constant<5>{}, One{});
+        return launch(Constant<128>{}, Two{}, Constant<4>{}, Two{});
+      }
+      if (rows <= 16) return launch(Constant<32>{}, One{}, Constant<10>{}, One{});
     }
-    if (tile == 1) return launch(Constant<64>{}, Constant<1>{}, Constant<8>{}, Constant<1>{});
-    if (tile == 2) return launch(Constant<128>{}, Constant<2>{}, Constant<4>{}, Constant<1>{});
-    if (tile == 5) return launch(Constant<256>{}, Constant<1>{}, Constant<4>{}, Constant<2>{});
-    if (tile == 6) return launch(Constant<128>{}, Constant<2>{}, Constant<4>{}, Constant<2>{});
-    return launch(Constant<256>{}, Constant<1>{}, Constant<4>{}, Constant<1>{});
+    if (rows <= 40) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
+    // Tiles of 256 x 128 of wgrad: too few are made smaller.
+    const int64_t tiles = gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) *
+                                           static_cast<int64_t>(gemm.groups)
+                                     : INT64_MAX;
+    if (tiles < 132) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
+    if (tiles < 528 || rows <= 96 || gemm.n <= 128) {
+      return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
+    }
+    if constexpr (kLKMajor) {
+      if (!gemm.wgrad && rows > 192) {
+        return launch(Constant<288>{}, One{}, Constant<4>{}, Two{});
+      }
+    }
+    return launch(Constant<256>{}, One{}, Constant<4>{}, Two{});
   });
 }
 

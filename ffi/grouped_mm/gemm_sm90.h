@@ -17,15 +17,15 @@
 namespace jgg {
 
 struct GemmSm90 {
-  CUtensorMap l_map, r_map;
+  CUtensorMap l_map, r_map, out_map;
   bool wgrad;     // which product
   bool matrices;  // wgrad: matrix g has segment g, so nothing has to be scanned
   bool l_k_major, r_k_major;
-  int band, skew;
   Metadata metadata;
   Epilogue epilogue;
   void* out;
   DType out_dtype;
+  bool stores_boxes;   // whether TMA can write the result
   int out_width;       // elements per store that alignment allows: those of 16 bytes, or 1
   int64_t out_line;    // elements from one row of the result to the next
   int64_t out_group;   // wgrad: elements from one matrix of the result to the next

@@ -2,8 +2,8 @@
 // rounding. One warpgroup, 64 columns at a time.
 //
 // A thread's sums are of 2 columns (8 apart) and 2 neighbouring rows of every 8. They go through
-// shared memory, kChunk rows at a time, and leave in pieces of 16 bytes along a row, of which those
-// outside the tile are left out: so tails are exact.
+// shared memory, kChunk rows at a time. Whole chunks leave by TMA; others in pieces of 16 bytes
+// along a row, of which those outside the tile are left out: so tails are exact.
 #pragma once
 
 #include <cstdint>
@@ -36,21 +36,30 @@ class EpilogueSm90 {
       if (chunk * kChunk >= work.rows) break;
       // The last chunk of a half may be half full.
       const int blocks = min(kChunk, 2 * kSums - chunk * kChunk) / 8;
-      // Halves take turns with two buffers: when all are here again, the other one has been read.
+      const int rows = min(kChunk, work.rows - chunk * kChunk);
+      const int64_t out = work.out + chunk * kChunk * gemm_.out_line + column;
+      // Halves take turns with two buffers.
       turn_ ^= 1;
-      if (wide) SyncSome(barrier_, 128);  // what was there has been read
+      if (Thread() == 0) WaitStored<1>();
+      SyncSome(barrier_, 128);  // what was there has been read
       if (wide) {
         StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_, blocks);
-      } else if (gemm_.out_dtype == DType::kBF16) {
+        SyncSome(barrier_, 128);
+        WriteFloats(out, rows, work.columns - column);
+        continue;
+      }
+      if (gemm_.out_dtype == DType::kBF16) {
         StageHalves<cutlass::bfloat16_t>(sums + chunk * (kChunk / 2), blocks);
       } else {
         StageHalves<cutlass::half_t>(sums + chunk * (kChunk / 2), blocks);
       }
+      FenceAsyncProxy();
       SyncSome(barrier_, 128);
-      const int rows = min(kChunk, work.rows - chunk * kChunk);
-      const int64_t out = work.out + chunk * kChunk * gemm_.out_line + column;
-      if (wide) {
-        WriteFloats(out, rows, work.columns - column);
+      if (gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk)) {
+        if (Thread() == 0) {
+          StoreBox(&gemm_.out_map, Halves(), work.out_column + column,
+                   work.out_row + chunk * kChunk, gemm_.wgrad ? work.weight : 0);
+        }
       } else {
         WriteHalves(out, rows, work.columns - column);
       }
@@ -67,6 +76,7 @@ class EpilogueSm90 {
     for (int chunk = 0; chunk < (2 * kSums + kRows - 1) / kRows; ++chunk) {
       if (chunk * kRows >= work.rows) break;
       const int blocks = min(kRows, 2 * kSums - chunk * kRows) / 8;
+      if (Thread() == 0) WaitStored<0>();
       SyncSome(barrier_, 128);
       StageFloats<kRows>(sums + chunk * (kRows / 2), staged_, blocks);
       if (kGated) StageFloats<kRows>(up + chunk * (kRows / 2), staged_ + kRows * 64 * 4, blocks);
@@ -109,7 +119,7 @@ class EpilogueSm90 {
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const int row = first + 16 * i;
-      if (row >= rows || (gemm_.skew & 1)) continue;
+      if (row >= rows) continue;
       const uint4 values =
           *reinterpret_cast<const uint4*>(Halves() + row * 128 + (piece ^ (row % 8)) * 16);
       if (gemm_.out_width == 8) {

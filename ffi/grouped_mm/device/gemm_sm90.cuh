@@ -201,7 +201,6 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename Products<Config>::Sums sums;
     const int rows = Products<Config>::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-    if (gemm.skew & 2) return;
     if constexpr (Config::kHalves == 2) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -220,6 +219,7 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
       epilogue.Store(work, 128 + 64 * group, sums[1]);
     }
   });
+  WaitStored<0>();  // shared memory must outlive its last copy
 }
 
 template <typename Config>
@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
+    if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if (Config::kCluster == 1) {
     __syncthreads();

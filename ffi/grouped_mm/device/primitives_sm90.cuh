@@ -81,6 +81,21 @@ __device__ inline void CopyBox(const CUtensorMap* map, uint64_t* barrier, void* 
   }
 }
 
+// One box from shared memory; what is outside the tensor is left out. One thread, which waits for
+// the box to be read before it is written again.
+__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(SharedAddress(from)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+template <int kPending>
+__device__ inline void WaitStored() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // Shared memory written by ordinary stores is read by tensor cores or copies next.
 __device__ inline void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

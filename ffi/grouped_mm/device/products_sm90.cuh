@@ -52,8 +52,8 @@ struct Products {
   static constexpr bool kPartial = Config::kLKMajor;
   using Sums = float[kBlocks * kHalves][kRows / kHalves / 2];
 
-  // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile. Returns
-  // the rows whose sums are in one half.
+  // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
+  // Returns the rows whose sums are in one half.
   template <typename Stage>
   __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                              Stage& cleared, Sums& sums) {

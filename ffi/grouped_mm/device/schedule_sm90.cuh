@@ -42,6 +42,7 @@ class ScheduleSm90 {
     next_ = blockIdx.x / kCluster;
     stride_ = gridDim.x / kCluster;
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
+    band_ = gemm.wgrad ? 8 : 4;
     columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
     columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
     matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
@@ -100,11 +101,10 @@ class ScheduleSm90 {
   // Tiles in bands of rows: down a band, then on to the next columns, so that tiles that run at one
   // time share both operands in L2.
   __device__ void Place(int number, int row_tiles, int& row_tile, int& column_tile) const {
-    const int kBand = gemm_.band;
-    const int per_band = kBand * columns_tiles_;
+    const int per_band = band_ * columns_tiles_;
     const int band = number / per_band, within = number - band * per_band;
-    const int rows = min(kBand, row_tiles - band * kBand);
-    row_tile = band * kBand + within % rows;
+    const int rows = min(band_, row_tiles - band * band_);
+    row_tile = band * band_ + within % rows;
     column_tile = within / rows * kCluster + block_;
   }
 
@@ -261,8 +261,7 @@ class ScheduleSm90 {
           gaps_[i] = min(before, starts_[i]);
         }
         tiles_[i] =
-            ((starts_[i] - gaps_[i] + kRows - 1) / kRows + RowTiles(lengths_[i])) *
-            columns_tiles_;
+            ((starts_[i] - gaps_[i] + kRows - 1) / kRows + RowTiles(lengths_[i])) * columns_tiles_;
         if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
         sum += tiles_[i];
       }
@@ -275,6 +274,7 @@ class ScheduleSm90 {
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
+  int band_;                  // tiles of rows that take turns with tiles of columns
   int window_ = -1;           // its first segment
   int window_tiles_ = 0;      // one past its last tile
   int covered_ = 0;           // one past the last row of the segments before the next window

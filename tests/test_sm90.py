@@ -1,0 +1,127 @@
+"""The Hopper kernel's own shapes: every tile, rests of every length, cuts at every residue."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU"),
+]
+
+
+def product(x, w, sizes, **options):
+    return jax.jit(lambda x, w, s: jgg.grouped_mm(x, w, s, implementation="sm90", **options))(
+        x, w, jnp.asarray(sizes, jnp.int32)
+    )
+
+
+# Sums of tensor cores are truncated.
+SUMS = 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("mean", [8, 30, 70, 130, 300, 700])
+def test_tiles(rng, dtype, transpose_w, mean):
+    """Tiles are chosen by the mean number of rows; narrow ones of 8 to 144 rows by each group."""
+    for k, n in ((64, 128), (72, 136), (200, 520)):
+        sizes = np.append(rng.integers(0, 2 * mean, 11), [0, mean])
+        t = int(sizes.sum()) + 37
+        x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (len(sizes), k, n), dtype)
+        want = oracle.grouped_mm(x, w, sizes)
+        stored = w.swapaxes(1, 2) if transpose_w else w
+        for result in ("float32", dtype):
+            got = product(x, stored, sizes, transpose_w=transpose_w, preferred_element_type=result)
+            oracle.assert_close(got, want, tolerance=SUMS if result == "float32" else None)
+            assert not np.asarray(got[-37:]).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rests_of_every_length(rng, bad):
+    """Groups of 1 to 160 rows between rows of garbage, which must not leak."""
+    sizes = np.arange(1, 161)
+    weight = np.arange(161) % 2 == 0
+    rows = np.concatenate([sizes, [50]])
+    x = np.array(oracle.random(rng, (int(rows.sum()), 64)))
+    garbage = np.repeat(~weight, rows)
+    w = oracle.random(rng, (len(rows), 64, 72), "bfloat16")
+    clean = product(jnp.asarray(np.where(garbage[:, None], 0, x), "bfloat16"), w, rows)
+    dirty = product(jnp.asarray(np.where(garbage[:, None], bad, x), "bfloat16"), w, rows)
+    np.testing.assert_array_equal(oracle.f64(clean)[~garbage], oracle.f64(dirty)[~garbage])
+    want = oracle.grouped_mm(np.where(garbage[:, None], 0, x).astype("bfloat16"), w, rows)
+    oracle.assert_close(clean, want)
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("m", "n"), [(40, 72), (128, 136), (264, 520)])
+def test_cuts_at_every_residue(rng, dtype, transpose_a, m, n):
+    """Segments that begin and end at every residue of 16, some empty, with NaN just outside."""
+    k = 1024
+    cuts = np.cumsum(rng.integers(1, 32, 33))
+    cuts = cuts[cuts < k]
+    spans = np.stack([cuts[:-1], cuts[1:]], 1)
+    spans = np.concatenate([[[0, 0]], spans, [[7, 7], [100, 40], [3, 700], [k - 5, k + 9]]])
+    a, b = oracle.random(rng, (m, k), dtype), oracle.random(rng, (k, n), dtype)
+    f = jax.jit(
+        lambda a, b, s: jgg.segmented_mm(
+            a, b, s, transpose_a=transpose_a, preferred_element_type="float32",
+            implementation="sm90",
+        )
+    )  # fmt: skip
+    stored = a.T if transpose_a else a
+    oracle.assert_close(
+        f(stored, b, spans.astype(np.int32)), oracle.segmented_mm(a, b, spans), tolerance=SUMS
+    )
+    for start, end in ((161, 200), (33, 97), (512, 1000)):
+        inside = (np.arange(k) >= start) & (np.arange(k) < end)
+        poisoned = jnp.where(inside, a, jnp.nan), jnp.where(inside[:, None], b, jnp.nan)
+        got = f(poisoned[0].T if transpose_a else poisoned[0], poisoned[1],
+                np.array([[start, end]], np.int32))  # fmt: skip
+        want = oracle.segmented_mm(a, b, [[start, end]])
+        oracle.assert_close(got, want, tolerance=SUMS)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu", "geglu"])
+@pytest.mark.parametrize("mean", [12, 200])
+def test_epilogue(rng, activation, mean):
+    sizes = np.append(rng.integers(0, 2 * mean, 7), 0)
+    t, k, n = int(sizes.sum()) + 5, 72, 272
+    x, w = oracle.random(rng, (t, k), "bfloat16"), oracle.random(rng, (8, k, n), "bfloat16") / 8
+    columns = n // 2 if activation in ("swiglu", "geglu") else n
+    options = {
+        "bias": oracle.random(rng, (8, n), "bfloat16"),
+        "row_scale": oracle.random(rng, (t,)),
+        "existing_out": oracle.random(rng, (t, columns)),
+    }
+    got, want = (
+        jax.jit(
+            lambda x, w, s, o, i=i: jgg.grouped_mm(
+                x, w, s, activation=activation, preferred_element_type="float32",
+                implementation=i, **o,
+            )
+        )(x, w, jnp.asarray(sizes, jnp.int32), options)
+        for i in ("sm90", "reference")
+    )  # fmt: skip
+    oracle.assert_close(got, want, tolerance=SUMS)
+
+
+def test_same_bits(rng):
+    sizes = jnp.asarray(rng.multinomial(4096, np.ones(16) / 16), jnp.int32)
+    x, w = (
+        oracle.random(rng, (4096, 512), "bfloat16"),
+        oracle.random(rng, (16, 512, 384), "bfloat16"),
+    )
+    f = jax.jit(jax.value_and_grad(
+        lambda x, w: jgg.grouped_mm(x, w, sizes, implementation="sm90").astype("float32").std(), (0, 1)
+    ))  # fmt: skip
+    first = jax.tree.leaves(f(x, w))
+    for _ in range(50):
+        for one, other in zip(first, jax.tree.leaves(f(x, w)), strict=True):
+            np.testing.assert_array_equal(oracle.f64(one), oracle.f64(other))
