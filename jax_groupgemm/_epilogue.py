@@ -142,7 +142,7 @@ def _lowering(platform, x, w, *rest, **params):
     others = [v for v in (bias, row_scale) if v is not None]
     runs = _call.chosen(platform, (x, w), implementation, dtype)
     fusable = (
-        _call.PLATFORMS.get(runs) == "cuda"
+        _call.PLATFORMS.get(runs, runs) == "cuda"
         and _call.unsupported(runs, [v.dtype for v in others], dtype) is None
         and (existing is None or existing.dtype == dtype)
         and 0 not in (*x.shape, *w.shape)  # K = 0 still has a bias

@@ -61,7 +61,8 @@ CASES = [
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, implementation="sm70"), ValueError,
-        "jgg.grouped_mm: implementation='sm70' is not one of None, 'sm80', 'cpu', 'reference'",
+        "jgg.grouped_mm: implementation='sm70' is not one of None, 'sm90', "
+        "'sm80', 'cpu', 'reference'",
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, precision="best"), ValueError,
