@@ -133,6 +133,7 @@ class TorchArm:
     def __init__(self, f, cold: bool):
         self.cold = cold
         self.out: Any = None
+        self.f = f  # and with it what the graph reads
         f()  # compiles, and takes workspace
         torch().cuda.synchronize()
         try:
@@ -183,7 +184,7 @@ class TorchArm:
 
     def close(self) -> None:
         self.graph.reset()
-        self.out = None
+        self.out = self.f = None
         torch().cuda.empty_cache()
 
 
