@@ -135,7 +135,11 @@ def test_errors_of_a_handler_reach_python():
     x, w, table = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros((2, 4), jnp.int32)
     names = ("transpose_x", "transpose_w", "transpose_out", "tf32", "swapped", "in_order",
              "group_offset", "bias", "row_scale", "existing_out")  # fmt: skip
-    flags = dict.fromkeys(names, np.bool_(False)) | {"kind": "segments", "activation": "", "kernel": ""}
+    flags = dict.fromkeys(names, np.bool_(False)) | {
+        "kind": "segments",
+        "activation": "",
+        "kernel": "",
+    }
     call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
     with pytest.raises(
         (RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"

@@ -1,5 +1,5 @@
-"""Sharding on four devices (virtual ones on CPU), or two: user shard_map, Auto and Explicit. Collectives are read from
-the compiled HLO."""
+"""Sharding on four devices (virtual ones on CPU), or two: user shard_map, Auto and Explicit.
+Collectives are read from the compiled HLO."""
 
 import functools
 import re

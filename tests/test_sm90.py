@@ -118,9 +118,11 @@ def test_same_bits(rng):
         oracle.random(rng, (4096, 512), "bfloat16"),
         oracle.random(rng, (16, 512, 384), "bfloat16"),
     )
-    f = jax.jit(jax.value_and_grad(
-        lambda x, w: jgg.grouped_mm(x, w, sizes, implementation="sm90").astype("float32").std(), (0, 1)
-    ))  # fmt: skip
+
+    def spread(x, w):
+        return jgg.grouped_mm(x, w, sizes, implementation="sm90").astype("float32").std()
+
+    f = jax.jit(jax.value_and_grad(spread, (0, 1)))
     first = jax.tree.leaves(f(x, w))
     for _ in range(50):
         for one, other in zip(first, jax.tree.leaves(f(x, w)), strict=True):
