@@ -1,4 +1,5 @@
-"""Reads ptxas's resource report (-v) from a build log; fails where a kernel spills, or none is."""
+"""Reads ptxas's resource report (-v) from a build log. Fails where a kernel spills, where ptxas
+serializes a Hopper kernel's products, or where there is no kernel."""
 
 import re
 import sys
@@ -17,6 +18,9 @@ def main(log: str) -> None:
         raise SystemExit(
             f"{len(bad)} kernels use a stack frame or spill (frame, stores, loads): {bad}"
         )
+    serialized = re.findall(r"wgmma.mma_async instructions are serialized[^\n]*", text)
+    if serialized:
+        raise SystemExit(f"{len(serialized)} kernels' products are serialized: {serialized[0]}")
     print(f"{len(registers)} kernels, at most {max(registers)} registers, no stack frame, no spill")
 
 
