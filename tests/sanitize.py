@@ -60,6 +60,25 @@ def segmented(rng, dtype, precision):
         jax.block_until_ready(jax.jit(lambda vjp, out: vjp(out))(vjp, out))
 
 
+def hopper(rng, dtype):
+    """Every tile of the Hopper kernel: rests of 1 to 129 rows, cuts at every residue of 16."""
+    for mean in (8, 30, 70, 130, 300):
+        sizes = np.array([0, 1, mean, 0, 2 * mean - 1, 129, 0])
+        x = oracle.random(rng, (int(sizes.sum()) + 9, 72), dtype)
+        w = oracle.random(rng, (len(sizes), 72, 136), dtype)
+        forward = lambda x, w, s: jax.vjp(lambda x, w: jgg.grouped_mm(x, w, s), x, w)
+        out, vjp = jax.jit(forward)(x, w, jnp.array(sizes))
+        oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+        jax.block_until_ready(jax.jit(lambda vjp, out: vjp(out))(vjp, out))
+    cuts = np.append(0, np.cumsum(np.arange(1, 18)))
+    spans = np.stack([cuts[:-1], cuts[1:]], 1).astype(np.int32)
+    a, b = oracle.random(rng, (136, 160), dtype), oracle.random(rng, (160, 264), dtype)
+    for transpose_a in (False, True):
+        f = jax.jit(lambda a, b, s, t=transpose_a: jgg.segmented_mm(a, b, s, transpose_a=t))
+        out = f(a.T if transpose_a else a, b, spans)
+        oracle.assert_close(out, oracle.segmented_mm(a, b, spans))
+
+
 def main():
     rng = np.random.default_rng(0)
     for dtype, precision in (
@@ -67,6 +86,8 @@ def main():
     ):  # fmt: skip
         grouped(rng, dtype, precision)
         segmented(rng, dtype, precision)
+        if dtype != "float32":
+            hopper(rng, dtype)
     print("sanitize: all cases right")
 
 
