@@ -59,6 +59,8 @@ def _why_not(implementation: str, dtype: str) -> str | None:
         reason = "JAX runs on another device" if capabilities else None
     else:
         reason = None if capabilities else "no CUDA device"
+    if implementation == "sm90" and dtype not in ("bfloat16", "float16"):
+        reason = reason or f"its products are of bfloat16 and float16, not {dtype}"
     return (
         _call.unavailable(implementation, capabilities)
         or reason
