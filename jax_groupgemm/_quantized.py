@@ -62,10 +62,10 @@ class Quantized:
         i in bits ``[i*bits, (i+1)*bits)``.
       scales: ``(..., K/group_size)``.
       biases: the shape and dtype of scales in mode ``"affine"``, otherwise None.
-      global_scale: float32, a multiplier; mode ``"nvfp4"`` only, or None. A scalar, or one per index
-        of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
+      global_scale: float32, a multiplier; mode ``"nvfp4"`` only, or None. A scalar, or one per
+        index of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
       mode, bits, group_size: static, as in the table.
-      axis: static; the axis along which blocks run, -1.
+      axis: static; the axis along which blocks run: -1.
       layout: static; ``"linear"`` is the layout described here.
 
     Raises:
@@ -153,9 +153,10 @@ def quantize(
         mxfp4, mxfp8:  scale = 2**ceil(log2(amax / 6)), amax / 448 for mxfp8;  q = round(w / scale)
         nvfp4:         scale = e4m3(amax / 6 * S);  q = e2m1(w * S / scale)
 
-    with ``S = 1 / global_scale``, at most the largest float32, or 1 without a global scale; products
-    and quotients are float32's, one after another. Roundings saturate. Exponents of mx scales are
-    clamped to [-127, 127]; where amax is 0 the scale is 1. Where an nvfp4 scale is 0, so are codes.
+    with ``S = 1 / global_scale``, at most the largest float32, or 1 without a global scale;
+    products and quotients are rounded to float32, one after another. Roundings saturate. Exponents
+    of mx scales are clamped to [-127, 127]; where amax is 0 the scale is 1. Where an nvfp4 scale is
+    0, so are codes.
 
     Args:
       w: float32, bfloat16 or float16 ``(..., K)``.
@@ -185,8 +186,10 @@ def quantize(
             f"group_size={group_size}"
         )
     global_scale = _global_scale(op, mode, global_scale, w.shape)
-    leaves = _quantize(lax.stop_gradient(w), global_scale, mode, bits, group_size)
-    return Quantized(*leaves, global_scale, mode=mode, bits=bits, group_size=group_size)
+    weight, scales, biases = _quantize(lax.stop_gradient(w), global_scale, mode, bits, group_size)
+    return Quantized(
+        weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
+    )
 
 
 def dequantize(q: Quantized, dtype=None) -> jax.Array:
@@ -331,6 +334,7 @@ def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
     else:
         codes, scales = _fp(fb.bits(blocks), mode, global_scale)
         biases = None
+    codes = lax.optimization_barrier(codes)  # else XLA computes them once for every bit field
     return pack(_flat(codes), bits), scales, biases
 
 
@@ -345,10 +349,17 @@ def _divide(a, b):
 
 
 def _affine(w, bits: int, dtype):
-    low, high = jnp.min(w, axis=-1), jnp.max(w, axis=-1)
+    # By bits: backends differ in whether subnormals compare as zeros.
+    key = lax.bitcast_convert_type(w, jnp.int32)
+    key = jnp.where(key < 0, key ^ i32(0x7FFFFFFF), key)
+    low, high = (
+        lax.bitcast_convert_type(jnp.where(k < 0, k ^ i32(0x7FFFFFFF), k), jnp.float32)
+        for k in (jnp.min(key, axis=-1), jnp.max(key, axis=-1))
+    )
     levels = jnp.float32(2**bits - 1)
     s = jnp.maximum(_divide(high - low, levels), jnp.float32(1e-7))
-    top = jnp.abs(high) >= jnp.abs(low)
+    magnitude = u32(0x7FFFFFFF)
+    top = (fb.bits(high) & magnitude) >= (fb.bits(low) & magnitude)
     s, edge = jnp.where(top, -s, s), jnp.where(top, high, low)
     q0 = jnp.round(_divide(edge, s))
     zero = q0 == 0

@@ -21,13 +21,10 @@ F32 = np.float32
 def stream(codes, bits):
     """uint32 words from one Python integer per row: element i in bits [i*bits, (i+1)*bits)."""
     rows = codes.reshape(-1, codes.shape[-1])
-    words = [
-        np.frombuffer(
-            sum(int(c) << (i * bits) for i, c in enumerate(row)).to_bytes(len(row) * bits // 8, "little"),
-            "<u4",
-        )
-        for row in rows
-    ]  # fmt: skip
+    words = []
+    for row in rows:
+        number = sum(int(c) << (i * bits) for i, c in enumerate(row))
+        words.append(np.frombuffer(number.to_bytes(len(row) * bits // 8, "little"), "<u4"))
     return np.array(words, np.uint32).reshape(*codes.shape[:-1], -1)
 
 
