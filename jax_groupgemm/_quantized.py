@@ -1,0 +1,474 @@
+"""``Quantized``, ``quantize``, ``dequantize``: weights in blocks along their last axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check
+from . import _float_bits as fb
+from ._float_bits import i32, u32
+
+
+class _Mode(NamedTuple):
+    """The bits and group sizes of a mode, its default first."""
+
+    bits: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+
+
+MODES = {
+    "affine": _Mode((4, 2, 3, 5, 6, 8), (64, 32, 128)),
+    "mxfp4": _Mode((4,), (32,)),
+    "mxfp8": _Mode((8,), (32,)),
+    "nvfp4": _Mode((4,), (16,)),
+}
+LAYOUTS = ("linear",)
+FLOATS = ("float32", "bfloat16", "float16")
+# Of an element: mantissa bits, least normal exponent, last finite code.
+_E2M1 = {"mantissa": 1, "emin": 0, "limit": 7}
+_E4M3 = {"mantissa": 3, "emin": -6, "limit": 0x7E}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight", "scales", "biases", "global_scale"),
+    meta_fields=("mode", "bits", "group_size", "axis", "layout"),
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Quantized:
+    """A quantized array ``(..., K)``, in blocks of ``group_size`` along K. A pytree.
+
+    =========  ============  ==================  ===================  =========================
+    mode       group_size    bits                scales               value of code ``q``
+    =========  ============  ==================  ===================  =========================
+    affine     32, 64, 128   2, 3, 4, 5, 6, 8    floating             ``q * scale + bias``
+    mxfp4      32            4                   uint8, E8M0          ``e2m1 * scale``
+    mxfp8      32            8                   uint8, E8M0          ``e4m3 * scale``
+    nvfp4      16            4                   uint8, E4M3          ``e2m1 * scale * global``
+    =========  ============  ==================  ===================  =========================
+
+    The sign bit of an E4M3 scale is ignored. e2m1 codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6;
+    8 to 15 are their negatives.
+
+    Args:
+      weight: uint32 ``(..., K*bits/32)``: one little-endian bit stream along the last axis, element
+        i in bits ``[i*bits, (i+1)*bits)``.
+      scales: ``(..., K/group_size)``.
+      biases: the shape and dtype of scales in mode ``"affine"``, otherwise None.
+      global_scale: float32, a multiplier; mode ``"nvfp4"`` only, or None. A scalar, or one per
+        index of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
+      mode, bits, group_size: static, as in the table.
+      axis: static; the axis along which blocks run: -1.
+      layout: static; ``"linear"`` is the layout described here.
+
+    Raises:
+      ValueError: mode, bits, group_size, axis or layout is not one of those. Shapes are compared
+        where the array is used, so that a tree of anything (shardings, tracers) may be built.
+
+    The formats of the same names of MLX, bit for bit.
+    """
+
+    weight: Any
+    scales: Any
+    biases: Any = None
+    global_scale: Any = None
+    _: dataclasses.KW_ONLY
+    mode: str
+    bits: int
+    group_size: int
+    axis: int = -1
+    layout: str = "linear"
+
+    def __post_init__(self):
+        _static("Quantized", self.mode, self.bits, self.group_size)
+        if self.axis != -1:
+            raise ValueError(f"jgg.Quantized: axis={self.axis} is not -1")
+        if self.layout not in LAYOUTS:
+            known = ", ".join(map(repr, LAYOUTS))
+            raise ValueError(f"jgg.Quantized: layout={self.layout!r} is not one of {known}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array it stands for, ``(..., K)``."""
+        *lead, words = self.weight.shape
+        return (*lead, words * 32 // self.bits)
+
+    def __repr__(self) -> str:
+        static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"
+        leaves = (
+            f"{name}={_describe(value)}"
+            for name in ("weight", "scales", "biases", "global_scale")
+            if (value := getattr(self, name)) is not None
+        )
+        return f"Quantized({static}, {', '.join(leaves)})"
+
+
+def _describe(value) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return repr(value)
+
+
+def _static(op: str, mode: str, bits: int | None, group_size: int | None) -> tuple[int, int]:
+    """bits and group_size, checked; by default the mode's first."""
+    if mode not in MODES:
+        known = ", ".join(map(repr, MODES))
+        raise ValueError(f"jgg.{op}: mode={mode!r} is not one of {known}")
+    out = []
+    given = (("bits", bits), ("group_size", group_size))
+    for (name, value), known in zip(given, MODES[mode], strict=True):
+        if value is not None and value not in known:
+            values = " or ".join(map(str, sorted(known)))
+            raise ValueError(f"jgg.{op}: {name}={value!r}, expected {values} in mode {mode!r}")
+        out.append(known[0] if value is None else int(value))
+    return out[0], out[1]
+
+
+def quantize(
+    w,
+    *,
+    mode: str = "affine",
+    bits: int | None = None,
+    group_size: int | None = None,
+    global_scale=None,
+) -> Quantized:
+    """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
+
+    Affine, in float32, every operation rounded to nearest even::
+
+        s = max((wmax - wmin) / (2**bits - 1), 1e-7), negated where |wmax| >= |wmin|
+        edge = whichever of wmax and wmin is larger in magnitude (wmax if equal)
+        q0 = round(edge / s);  s, bias = (edge / q0, edge) if q0 != 0 else (s, 0)
+        q = clip(round((w - bias) / s), 0, 2**bits - 1)
+
+    then s and bias are rounded to w's dtype. Of the others, with ``amax = max |w|``::
+
+        mxfp4, mxfp8:  scale = 2**ceil(log2(amax / 6)), amax / 448 for mxfp8;  q = round(w / scale)
+        nvfp4:         scale = e4m3(amax / 6 * S);  q = e2m1(w * S / scale)
+
+    with ``S = 1 / global_scale``, at most the largest float32, or 1 without a global scale;
+    products and quotients are rounded to float32, one after another. Roundings saturate. Exponents
+    of mx scales are clamped to [-127, 127]; where amax is 0 the scale is 1. Where an nvfp4 scale is
+    0, so are codes.
+
+    Args:
+      w: float32, bfloat16 or float16 ``(..., K)``.
+      mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+      bits, group_size: by default 4 and 64 in mode ``"affine"``; fixed in the others.
+      global_scale: float32, mode ``"nvfp4"`` only: a multiplier, ``amax_of_w / 2688`` to use the
+        whole range. A scalar, or one per index of the leading axes, as ``(G,)``.
+
+    Returns:
+      A :class:`Quantized`; affine scales and biases have w's dtype.
+
+    Raises:
+      ValueError: K is not a multiple of ``group_size``, or a name or number is not known.
+      TypeError: w is not floating, or global_scale not float32.
+
+    A non-finite element turns its own group into NaN (affine: into NaN or Inf), and no other. The
+    same bits on every backend. Not differentiable: gradients are zero. MLX's ``quantize``.
+    """
+    op = "quantize"
+    bits, group_size = _static(op, mode, bits, group_size)
+    w = _check.array(op, "w", w)
+    if w.dtype.name not in FLOATS:
+        raise TypeError(f"jgg.{op}: w must be {_or(FLOATS)}, got dtype {w.dtype.name}")
+    if w.ndim == 0 or w.shape[-1] % group_size:
+        raise ValueError(
+            f"jgg.{op}: w has shape {w.shape}, expected (..., K) with K a multiple of "
+            f"group_size={group_size}"
+        )
+    global_scale = _global_scale(op, mode, global_scale, w.shape)
+    weight, scales, biases = _quantize(lax.stop_gradient(w), global_scale, mode, bits, group_size)
+    return Quantized(
+        weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
+    )
+
+
+def dequantize(q: Quantized, dtype=None) -> jax.Array:
+    """``w[..., k] = value(q[..., k])``; **K, the last axis, is grouped**.
+
+    Affine: the float32 product ``q * scale`` plus bias, in float32, rounded once to ``dtype``.
+    mxfp4, mxfp8, nvfp4: the exact product, subnormals included, rounded once to ``dtype``; with a
+    ``global_scale``, ``(element * scale) * global_scale`` is rounded to float32 first.
+
+    Args:
+      q: a :class:`Quantized`.
+      dtype: float32, bfloat16 or float16; by default the dtype of affine scales, bfloat16 for the
+        other modes (which holds nvfp4 without a global scale exactly), float32 with a global scale.
+
+    Returns:
+      ``(..., K)``.
+
+    Raises:
+      ValueError: the shapes in ``q`` do not fit each other.
+      TypeError: a dtype does not fit the mode, or ``q`` is not a :class:`Quantized`.
+
+    The same bits on every backend (NaN has one pattern). Differentiable in affine scales and biases
+    and in global_scale. MLX's ``dequantize``.
+    """
+    op = "dequantize"
+    q = check(op, "q", q)
+    if dtype is None:
+        if q.mode == "affine":
+            dtype = q.scales.dtype
+        else:
+            dtype = jnp.bfloat16 if q.global_scale is None else jnp.float32
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in FLOATS:
+        raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {_or(FLOATS)}")
+    return _dequantize(q, dtype)
+
+
+def check(op: str, name: str, q) -> Quantized:
+    """``q`` with its leaves as arrays; raises where they do not fit each other."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {type(q).__name__}")
+    weight = _check.array(op, f"{name}.weight", q.weight)
+    scales = _check.array(op, f"{name}.scales", q.scales)
+    if weight.dtype != jnp.uint32:
+        raise TypeError(f"jgg.{op}: {name}.weight must be uint32, got dtype {weight.dtype.name}")
+    allowed = FLOATS if q.mode == "affine" else ("uint8",)
+    if scales.dtype.name not in allowed:
+        raise TypeError(
+            f"jgg.{op}: {name}.scales must be {_or(allowed)} in mode {q.mode!r}, got dtype "
+            f"{scales.dtype.name}"
+        )
+    if weight.ndim == 0 or weight.shape[-1] * 32 % (q.bits * q.group_size):
+        raise ValueError(
+            f"jgg.{op}: {name}.weight has shape {weight.shape}, expected (..., K*bits/32) with K a "
+            f"multiple of group_size={q.group_size} and bits={q.bits}"
+        )
+    *lead, k = q.shape
+    expected = (*lead, k // q.group_size)
+    why = f"because {name}.weight is {weight.shape}, bits={q.bits} and group_size={q.group_size}"
+    if scales.shape != expected:
+        raise ValueError(
+            f"jgg.{op}: {name}.scales has shape {scales.shape}, expected (..., K/group_size) = "
+            f"{expected} {why}"
+        )
+    biases = q.biases
+    if (biases is not None) != (q.mode == "affine"):
+        needs = "needs biases" if biases is None else "has no biases"
+        raise ValueError(f"jgg.{op}: {name}.biases: mode {q.mode!r} {needs}")
+    if biases is not None:
+        biases = _check.array(op, f"{name}.biases", biases)
+        if biases.shape != expected or biases.dtype != scales.dtype:
+            raise ValueError(
+                f"jgg.{op}: {name}.biases is {_describe(biases)}, expected {_describe(scales)} as "
+                f"{name}.scales"
+            )
+    global_scale = _global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
+    return dataclasses.replace(
+        q, weight=weight, scales=scales, biases=biases, global_scale=global_scale
+    )
+
+
+def _global_scale(op: str, mode: str, value, shape: tuple[int, ...], prefix: str = ""):
+    if value is None:
+        return None
+    name = f"{prefix}global_scale"
+    if mode != "nvfp4":
+        raise ValueError(f"jgg.{op}: {name} is for mode 'nvfp4', not {mode!r}")
+    value = _check.array(op, name, value)
+    if value.dtype != jnp.float32:
+        raise TypeError(f"jgg.{op}: {name} must be float32, got dtype {value.dtype.name}")
+    if value.ndim >= len(shape) or value.shape != shape[: value.ndim]:
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected () or the leading axes of {shape}"
+        )
+    return value
+
+
+def _or(names) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+
+
+def _blocks(x, size: int):
+    """``(..., K)`` as ``(..., K/size, size)``."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _flat(x):
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def pack(codes, bits: int):
+    """uint32 codes ``(..., K)`` as a bit stream, uint32 ``(..., K*bits/32)``."""
+    count, words = 32 // gcd(bits, 32), bits // gcd(bits, 32)
+    chunk, out = _blocks(codes, count), [u32(0)] * words
+    for i in range(count):
+        word, offset = divmod(i * bits, 32)
+        out[word] = out[word] | (chunk[..., i] << offset)
+        if offset + bits > 32:
+            out[word + 1] = out[word + 1] | (chunk[..., i] >> (32 - offset))
+    return _flat(jnp.stack(out, axis=-1))
+
+
+def unpack(weight, bits: int):
+    """The inverse of :func:`pack`."""
+    count, words = 32 // gcd(bits, 32), bits // gcd(bits, 32)
+    chunk, out = _blocks(weight, words), []
+    for i in range(count):
+        word, offset = divmod(i * bits, 32)
+        code = chunk[..., word] >> offset
+        if offset + bits > 32:
+            code = code | (chunk[..., word + 1] << (32 - offset))
+        out.append(code & u32((1 << bits) - 1))
+    return _flat(jnp.stack(out, axis=-1))
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
+    """``(weight, scales, biases)``."""
+    blocks = _blocks(w, group_size)
+    if mode == "affine":
+        codes, scales, biases = _affine(blocks.astype(jnp.float32), bits, w.dtype)
+    else:
+        codes, scales = _fp(fb.bits(blocks), mode, global_scale)
+        biases = None
+    codes = lax.optimization_barrier(codes)  # else XLA computes them once for every bit field
+    return pack(_flat(codes), bits), scales, biases
+
+
+def _float(b):
+    return lax.bitcast_convert_type(b, jnp.float32)
+
+
+def _divide(a, b):
+    """Correctly rounded float32 quotient."""
+    a, b = jnp.broadcast_arrays(a, b)
+    return _float(fb.divide(fb.bits(a), fb.bits(b)))
+
+
+def _affine(w, bits: int, dtype):
+    # By bits: backends differ in whether subnormals compare as zeros.
+    key = lax.bitcast_convert_type(w, jnp.int32)
+    key = jnp.where(key < 0, key ^ i32(0x7FFFFFFF), key)
+    low, high = (
+        lax.bitcast_convert_type(jnp.where(k < 0, k ^ i32(0x7FFFFFFF), k), jnp.float32)
+        for k in (jnp.min(key, axis=-1), jnp.max(key, axis=-1))
+    )
+    levels = jnp.float32(2**bits - 1)
+    s = jnp.maximum(_divide(high - low, levels), jnp.float32(1e-7))
+    magnitude = u32(0x7FFFFFFF)
+    top = (fb.bits(high) & magnitude) >= (fb.bits(low) & magnitude)
+    s, edge = jnp.where(top, -s, s), jnp.where(top, high, low)
+    q0 = jnp.round(_divide(edge, s))
+    zero = q0 == 0
+    s = jnp.where(zero, s, _divide(edge, jnp.where(zero, jnp.float32(1), q0)))
+    bias = jnp.where(zero, jnp.float32(0), edge)
+    q = jnp.round(_divide(w - bias[..., None], s[..., None]))
+    q = jnp.where(jnp.isnan(q), jnp.float32(0), jnp.clip(q, jnp.float32(0), levels))
+    return u32(q), fb.narrow(fb.bits(s), dtype), fb.narrow(fb.bits(bias), dtype)
+
+
+def _fp(b, mode: str, global_scale):
+    """Codes and scale bytes of blocks of float32 bits."""
+    sign = b >> 31
+    amax = jnp.max(b & u32(0x7FFFFFFF), axis=-1)  # bits of magnitudes order as they do
+    element = _E4M3 if mode == "mxfp8" else _E2M1
+    if mode == "nvfp4":
+        t, s = b, fb.divide(amax, fb.bits(jnp.float32(6)))
+        if global_scale is not None:
+            lead = (..., *[None] * (b.ndim - 1 - global_scale.ndim))
+            inverse = fb.divide(fb.bits(jnp.ones_like(global_scale)), fb.bits(global_scale))
+            overflow = inverse & u32(0x7FFFFFFF) == fb.INF
+            inverse = jnp.where(overflow, inverse - u32(1), inverse)  # the largest float32
+            inverse = jnp.broadcast_to(inverse[lead], amax.shape)
+            t, s = fb.multiply(b, inverse[..., None]), fb.multiply(s, inverse)
+        nan = (amax >= u32(fb.INF)) | ((s & u32(0x7FFFFFFF)) > u32(fb.INF))
+        byte = fb.encode(*fb.split(s), **_E4M3)
+        byte = jnp.where(nan, u32(0x7F), byte)
+        dead = nan | (byte == 0)
+        divisor = fb.float32(*_e4m3(jnp.where(dead, u32(0x38), byte)))
+        t = fb.divide(t, jnp.broadcast_to(divisor[..., None], t.shape))
+        sign, (m, e) = t >> 31, fb.split(t)
+    else:
+        # ceil(log2(amax / largest)): largest is 1.5 * 2**2 or 1.75 * 2**8.
+        fraction, top = (0xC00000, 2) if mode == "mxfp4" else (0xE00000, 8)
+        m, e = fb.split(amax)
+        exponent = jnp.clip(e + 23 - top + i32(m > u32(fraction)), -127, 127)
+        exponent = jnp.where(amax == 0, 0, exponent)
+        dead = amax >= u32(fb.INF)
+        byte = jnp.where(dead, u32(255), u32(exponent + 127))
+        m, e = fb.split(b)
+        e = e - exponent[..., None]
+    code = fb.encode(m, e, **element) | (sign << (7 if mode == "mxfp8" else 3))
+    return jnp.where(dead[..., None], u32(0), code), byte.astype(jnp.uint8)
+
+
+def _e2m1(code):
+    """``(m, e)`` of the magnitude."""
+    exponent, mantissa = (code >> 1) & u32(3), code & u32(1)
+    normal = (mantissa | u32(2)) << (jnp.maximum(exponent, u32(1)) - u32(1))
+    m = jnp.where(exponent == 0, mantissa, normal)
+    return m, jnp.full_like(m, -1, jnp.int32)
+
+
+def _e4m3(code):
+    """``(m, e)`` of the magnitude of a code that is not NaN."""
+    exponent, mantissa = (code >> 3) & u32(15), code & u32(7)
+    m = jnp.where(exponent == 0, mantissa, mantissa | u32(8))
+    return m, i32(jnp.maximum(exponent, u32(1))) - 10
+
+
+@partial(jax.jit, static_argnums=1)
+def _dequantize(q: Quantized, dtype):
+    codes = _blocks(unpack(q.weight, q.bits), q.group_size)
+    if q.mode == "affine":
+        return _flat(_affine_values(codes, q.scales, q.biases, dtype))
+    scale = u32(q.scales)[..., None]
+    wide = q.mode == "mxfp8"
+    m, e = _e4m3(codes) if wide else _e2m1(codes)
+    nan = (codes & u32(0x7F) == 0x7F) if wide else jnp.zeros((), bool)
+    if q.mode == "nvfp4":
+        n, f = _e4m3(scale)
+        nan = nan | (scale & u32(0x7F) == 0x7F)
+    else:
+        n, f = u32(1), i32(scale) - 127
+        nan = nan | (scale == 255)
+    b = fb.float32(m * n, e + f) | ((codes >> (7 if wide else 3)) << 31)
+    b = _flat(jnp.where(nan, u32(fb.NAN), b))
+    if q.global_scale is None:
+        return fb.narrow(b, dtype)
+    lead = (..., *[None] * (b.ndim - q.global_scale.ndim))
+    return _times(b, jnp.broadcast_to(q.global_scale[lead], b.shape), dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _affine_values(codes, scales, biases, dtype):
+    # Products with either part of s are exact, so that no fused multiply-add changes their sum.
+    b = fb.bits(scales)
+    finite = (b & u32(0x7FFFFFFF)) < u32(fb.INF)
+    high = _float(jnp.where(finite, b & u32(0xFFFFFF00), b))
+    low = jnp.where(finite, _float(b) - high, jnp.float32(0))
+    q = codes.astype(jnp.float32)
+    product = q * high[..., None] + q * low[..., None]
+    return fb.narrow(fb.bits(product + _float(fb.bits(biases))[..., None]), dtype)
+
+
+@_affine_values.defjvp
+def _(dtype, primals, tangents):
+    codes, _, _ = primals
+    _, ds, db = tangents
+    f32 = jnp.float32
+    out = codes.astype(f32) * ds.astype(f32)[..., None] + db.astype(f32)[..., None]
+    return _affine_values(*primals, dtype), out.astype(dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _times(b, factor, dtype):
+    return fb.narrow(fb.multiply(b, fb.bits(factor)), dtype)
+
+
+@_times.defjvp
+def _(dtype, primals, tangents):
+    return _times(*primals, dtype), (_float(primals[0]) * tangents[1]).astype(dtype)
