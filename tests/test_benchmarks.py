@@ -63,17 +63,22 @@ def test_every_model_and_regime_is_in_the_default_list():
     for model in shapes.MODELS:
         regimes = {c.regime for c in forward if c.label.startswith(f"{model} up")}
         assert set(shapes.REGIMES[:2]) <= regimes
-    full = {(c.groups, c.k, c.n, c.rows) for c in shapes.cases("forward", "full")}  # type: ignore
+    full = {
+        (c.groups, c.k, c.n, c.rows)
+        for c in shapes.cases("forward", "full")
+        if isinstance(c, Grouped)
+    }
     assert {(128, 768, 2048, 4096), (8, 14336, 4096, 8192), (256, 7168, 4096, 16)} <= full
 
 
 @pytest.mark.parametrize("skew", [False, True])
 def test_sizes(skew):
     for case in (c for op in ("forward", "wgrad", "scan") for c in shapes.cases(op, skew=skew)):
+        assert isinstance(case, Grouped)
         sizes = case.sizes()
         assert sizes.dtype == np.int32
-        assert len(sizes) == case.groups  # type: ignore
-        assert sizes.sum() == case.rows  # type: ignore
+        assert len(sizes) == case.groups
+        assert sizes.sum() == case.rows
     scan = shapes.cases("scan")
     assert [np.count_nonzero(c.sizes()) for c in scan] == [8, 8]
     assert scan[0].flops == scan[1].flops

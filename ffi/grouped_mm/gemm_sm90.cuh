@@ -27,10 +27,11 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
 
-  const int64_t out_columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+  const bool gated = IsGated(gemm.epilogue.activation);
+  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const TensorMapSpec out{gemm.out,
                           gemm.out_dtype,
-                          out_columns,
+                          columns,
                           gemm.wgrad ? gemm.m : gemm.rows_y,
                           gemm.wgrad ? gemm.groups : 1,
                           gemm.out_line,
@@ -70,8 +71,6 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   }
   // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
   // have a gap before it.
-  const bool gated = IsGated(gemm.epilogue.activation);
-  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
   const int64_t m_tiles =
       gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
@@ -83,17 +82,16 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   return cudaLaunchKernelEx(&launch, kernel, static_cast<const GemmSm90&>(gemm));
 }
 
-// Tiles: 32 or 64 rows where there are few, so that many stages of weights are under way; 288,
-// shared out evenly, where there are many, so that no small rest is left over; 128 between, and
-// where larger tiles are too few. Large tiles come in pairs that share L. Chosen from static shapes
-// only.
-//
 // Rows of the result that a tile may have, going by what segments have on average.
 inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
   if (gemm.wgrad) return gemm.m;
   return (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
 }
 
+// Tiles: 32 or 64 rows where there are few, so that many stages of weights are under way; 288,
+// shared out evenly, where there are many, so that no small rest is left over; 128 between, and
+// where larger tiles are too few. Large tiles come in pairs that share L. Chosen from static shapes
+// only.
 template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands) {

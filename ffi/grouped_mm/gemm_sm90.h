@@ -3,8 +3,8 @@
 // Both products are tiles of out[r, c] = sum_k L[r, k] R[c, k]:
 //   mm     r: rows of x         c: columns of w   k: all of K            (ragged rows)
 //   wgrad  r: columns of x      c: columns of y   k: rows of a segment   (ragged K)
-// On the tensor cores r is the N side, whose tiles may have any multiple of 8 rows up to 256, and c
-// the M side; so few rows cost little, and weights stream through the wide side.
+// On the tensor cores r is the N side, whose products may have any multiple of 8 rows up to 256,
+// and c the M side; so few rows cost little, and weights stream through the wide side.
 #pragma once
 
 #include <cuda.h>
@@ -40,6 +40,16 @@ struct OperandsSm90 {
   bool l_k_major, r_k_major;
   TensorMapSpec l, r;
 };
+
+// Why no call of this dtype can run on this device, or null.
+inline const char* GemmSm90Problem(DType dtype, int compute_capability) {
+#ifndef JGG_SM90
+  return "this build has no code for sm_90a";
+#endif
+  if (compute_capability != 90) return "needs compute capability 9.0";
+  if (dtype == DType::kF32) return "operands are float32";
+  return nullptr;
+}
 
 // Choose a tile, encode the tensor maps, launch.
 cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands);

@@ -20,8 +20,7 @@ static OperandsSm90 Operands(const MmArgs& args) {
 }
 
 std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
-  if (compute_capability != 90) return "needs compute capability 9.0";
-  if (args.dtype == DType::kF32) return "operands are float32";
+  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   if (!args.in_order) return "segments may overlap or come in any order";
   if (args.x_k != 1) return "x is transposed";
   if (args.out_n != 1) return "the result is transposed";

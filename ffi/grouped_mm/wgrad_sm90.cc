@@ -24,8 +24,7 @@ static OperandsSm90 Operands(const WgradArgs& args) {
 }
 
 std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int compute_capability) {
-  if (compute_capability != 90) return "needs compute capability 9.0";
-  if (args.dtype == DType::kF32) return "operands are float32";
+  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   if (!args.own_weight) return "weights may have several segments";
   const OperandsSm90 operands = Operands(args);
   if (operands.l_k_major && operands.r_k_major && args.metadata.kind == MetadataKind::kSegments) {

@@ -63,6 +63,7 @@ class EpilogueSm90 {
       } else {
         WriteHalves(out, rows, work.columns - column);
       }
+      if (Thread() == 0) CommitStores();  // one group a chunk, so that waiting can count them
     }
   }
 
@@ -96,8 +97,8 @@ class EpilogueSm90 {
   // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
   template <typename T>
   __device__ void StageHalves(const float* sums, int blocks) const {
-    // Lane l names a row of matrix l / 8: matrices are (columns, rows) = (0, 0) (8, 0) (0, 8) (8,
-    // 8) of the warp's 16 x 16.
+    // Lane l names a row of matrix l / 8 of the warp's 16 x 16, whose matrices begin at
+    // (column, row) = (0, 0) (8, 0) (0, 8) (8, 8).
     const int row = Lane() % 8 + Lane() / 16 * 8;
     const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
     char* to = Halves() + row * 128 + piece * 16;

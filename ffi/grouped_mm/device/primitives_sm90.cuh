@@ -85,12 +85,15 @@ __device__ inline void CopyBox(const CUtensorMap* map, uint64_t* barrier, void* 
 // the box to be read before it is written again.
 __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n"
-      "cp.async.bulk.commit_group;" ::"l"(map),
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
       "r"(SharedAddress(from)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
 
+// Ends a group of stores, which may be empty.
+__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but the last kPending groups have been read.
 template <int kPending>
 __device__ inline void WaitStored() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
