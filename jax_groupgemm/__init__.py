@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import checkpoints as checkpoints
 from . import cost as cost
 from ._call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
 from ._gather_mm import gather_mm as gather_mm
