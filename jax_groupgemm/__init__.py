@@ -6,10 +6,13 @@ from . import checkpoints as checkpoints
 from . import cost as cost
 from ._call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
 from ._gather_mm import gather_mm as gather_mm
+from ._gather_qmm import gather_qmm as gather_qmm
 from ._grouped_mm import grouped_mm as grouped_mm
+from ._grouped_qmm import grouped_qmm as grouped_qmm
 from ._quantized import Quantized as Quantized
 from ._quantized import dequantize as dequantize
 from ._quantized import quantize as quantize
+from ._quantized_matmul import quantized_matmul as quantized_matmul
 from ._ragged_dot import ragged_dot as ragged_dot
 from ._ragged_dot import ragged_dot_general as ragged_dot_general
 from ._segmented_mm import segmented_mm as segmented_mm

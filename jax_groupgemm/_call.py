@@ -23,7 +23,8 @@ import numpy as np
 
 from . import _reference, _segments
 
-TARGETS = ("jgg_mm", "jgg_wgrad")
+#: Custom calls, and the platforms that there is a handler for.
+TARGETS: dict[str, tuple[str, ...]] = {"jgg_mm": ("cpu", "cuda"), "jgg_wgrad": ("cpu", "cuda")}
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
@@ -176,9 +177,12 @@ def _has_code(architecture: str, capability: int) -> bool:
     return capability // 10 == number // 10 and capability >= number
 
 
-def chosen(platform: str, operands, implementation: str | None, out_dtype) -> str:
+def chosen(
+    platform: str, operands, implementation: str | None, out_dtype, target: str = "jgg_mm"
+) -> str:
     """The implementation that a computation lowered for a platform takes.
 
+    ``operands`` are those whose dtype a kernel of ``target`` must know.
     Raises ValueError where one was named that cannot run. A process without a GPU lowers for
     somebody else's, whose build is taken to be complete.
     """
@@ -191,8 +195,10 @@ def chosen(platform: str, operands, implementation: str | None, out_dtype) -> st
         reason = f"it runs on {where}, but this computation is lowered for another platform"
     elif kernel is None:
         return "reference"
+    elif platform not in TARGETS.get(target, ()):
+        reason = f"{platform} has no kernel {target}"
     else:
-        reason = unsupported(kernel, [a.dtype for a in operands[:2]], out_dtype)
+        reason = unsupported(kernel, [a.dtype for a in operands], out_dtype)
         if reason is None and platform == "cpu":
             reason = unavailable(kernel)
         elif reason is None and (capabilities := live_capabilities()):
@@ -249,7 +255,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     """Custom call ``jgg_mm``: x, w, metadata[, options] -> out."""
     n = w.shape[1 if transpose_w else 2]
     rows_x = x.shape[1 if transpose_x else 0]
-    flags: dict[str, bool | str] = {
+    flags: dict[str, Any] = {
         "transpose_x": transpose_x,
         "transpose_w": transpose_w,
         "transpose_out": transpose_out,
@@ -282,7 +288,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
     """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset] -> out."""
     shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
     rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
-    flags: dict[str, bool | str] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
     if implementation == "cpu":
         rest = [_segments.decode(form, meta, *rows, groups)]
     else:
@@ -293,7 +299,37 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
     return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
 
 
-def _metadata_flags(kernel, form, meta, precision) -> dict[str, bool | str]:
+def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
+        epilogue: Epilogue | None = None):  # fmt: skip
+    """Custom call ``jgg_qmm``: x, weight, scales[, biases][, global_scale], metadata[, bias]
+    [, row_scale] -> out."""
+    groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
+    epilogue = epilogue or Epilogue()
+    assert epilogue.existing_out is None
+    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
+    leaves = [leaf for leaf in (q.weight, q.scales, q.biases, q.global_scale) if leaf is not None]
+    metadata = _segments.narrow(form, meta, x.shape[0], groups)
+    if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata[0].shape):
+        return jnp.zeros((rows, columns), out_dtype)
+    options = [v for v in (epilogue.bias, epilogue.row_scale) if v is not None]
+    flags = _metadata_flags(implementation, form, meta, precision) | {
+        "transpose_w": transpose_w,
+        "mode": q.mode,
+        "layout": q.layout,
+        "bits": q.bits,
+        "group_size": q.group_size,
+        "global_scale": q.global_scale is not None,
+        "in_order": form.ordered_y,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+    }
+    out = jax.ShapeDtypeStruct((rows, columns), out_dtype)
+    call = jax.ffi.ffi_call("jgg_qmm", out)
+    return call(x, *leaves, *metadata, *options, **_attributes(flags))
+
+
+def _metadata_flags(kernel, form, meta, precision) -> dict[str, Any]:
     return {
         "tf32": precision == jax.lax.Precision.HIGH,
         "kernel": kernel if kernel in PLATFORMS else "",
@@ -303,12 +339,16 @@ def _metadata_flags(kernel, form, meta, precision) -> dict[str, bool | str]:
     }
 
 
-def _call(target, a, b, rest, shape, out_dtype, flags: dict[str, bool | str], aliases=None):
+def _call(target, a, b, rest, shape, out_dtype, flags: dict[str, Any], aliases=None):
     if 0 in (*shape, *a.shape, *b.shape, *rest[0].shape):
         return jnp.zeros(shape, out_dtype) if aliases is None else rest[-1]
     dtype = _reference.promoted(a.dtype, b.dtype)
     out = jax.ShapeDtypeStruct(shape, out_dtype)
-    # Attributes are hashed by value: one type per attribute, always.
-    attributes = {k: v if isinstance(v, str) else np.bool_(v) for k, v in flags.items()}
     call = jax.ffi.ffi_call(target, out, input_output_aliases=aliases)
-    return call(a.astype(dtype), b.astype(dtype), *rest, **attributes)
+    return call(a.astype(dtype), b.astype(dtype), *rest, **_attributes(flags))
+
+
+def _attributes(flags: dict[str, Any]) -> dict[str, Any]:
+    """Attributes are hashed by value: one type per attribute, always."""
+    types = {bool: np.bool_, int: np.int32, str: str}
+    return {name: types[type(value)](value) for name, value in flags.items()}

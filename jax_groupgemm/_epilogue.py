@@ -1,5 +1,5 @@
-"""``mm`` with an epilogue: bias, activation, row scale and an existing result, fused where a kernel
-can, and otherwise the very composition that ``composed`` spells out.
+"""``mm`` or ``qmm`` with an epilogue: bias, activation, row scale and an existing result, fused
+where a kernel can, and otherwise the very composition that ``composed`` spells out.
 
 The fused form is one primitive without derivative rules of its own: differentiating or batching it
 goes back to the composition, whose parts have theirs. Sharded operands (Auto, Explicit) are
@@ -19,7 +19,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _call, _partition, _primitives, _reference
+from . import _call, _partition, _primitives, _qmm, _reference
+from ._quantized import Quantized
 from ._segments import SIZES, covered_rows
 
 #: All map 0 to 0, so a row of zeros stays one.
@@ -36,32 +37,43 @@ GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """Which optional operands follow x, w and the group sizes, in this order."""
+    """Which operands there are: x, the weight's leaves, the group sizes, and then, in this order,
+    those options that are present."""
 
+    weight: Any  # the weight's tree: one array, or a Quantized
     group_offset: bool
     bias: bool
     row_scale: bool
     existing_out: bool
 
-    def split(self, rest) -> tuple[tuple, Any, Any, Any]:
-        """(sizes[, offset]), bias, row_scale and existing_out; None where absent."""
-        values = iter(rest)
+    def split(self, operands) -> tuple[Any, Any, tuple, Any, Any, Any]:
+        """x, w, (sizes[, offset]), bias, row_scale and existing_out; None where absent."""
+        values = iter(operands)
+        x = next(values)
+        w = self.weight.unflatten([next(values) for _ in range(self.weight.num_leaves)])
         meta = tuple(next(values) for _ in range(2 if self.group_offset else 1))
         bias, row_scale, existing = (
             next(values) if has else None for has in (self.bias, self.row_scale, self.existing_out)
         )
-        return meta, bias, row_scale, existing
+        return x, w, meta, bias, row_scale, existing
 
 
 def mm(x, w, meta, bias, row_scale, existing_out, *, activation, transpose_w, dtype, precision,
        implementation):  # fmt: skip
     """``existing_out + row_scale * activation(x @ w + bias)`` for consecutive groups of rows.
 
-    The result has ``dtype`` and is rounded once. Rows of no group keep existing_out, or are zeros.
+    w is an array or a Quantized. The result has ``dtype`` and is rounded once. Rows of no group
+    keep existing_out, or are zeros.
     """
     options = (bias, row_scale, existing_out)
-    present = _Operands(len(meta) == 2, *(value is not None for value in options))
-    operands = (x, w, *meta, *(value for value in options if value is not None))
+    if activation is None and all(value is None for value in options):
+        return product(
+            x, w, meta, form=SIZES, rows=x.shape[0], out_dtype=dtype, transpose_w=transpose_w,
+            precision=precision, implementation=implementation,
+        )  # fmt: skip
+    leaves, tree = jax.tree.flatten(w)
+    present = _Operands(tree, len(meta) == 2, *(value is not None for value in options))
+    operands = (x, *leaves, *meta, *(value for value in options if value is not None))
     params = {
         "present": present, "activation": activation, "transpose_w": transpose_w,
         "dtype": jnp.dtype(dtype), "precision": precision, "implementation": implementation,
@@ -72,10 +84,14 @@ def mm(x, w, meta, bias, row_scale, existing_out, *, activation, transpose_w, dt
     return (_INNER if manual else _OUTER).bind(*_primitives.vary_alike(*operands), **params)
 
 
-def composed(x, w, *rest, present: _Operands, activation, transpose_w, dtype, precision,
-             implementation, product=_primitives.mm):  # fmt: skip
+def product(x, w, meta, **params):
+    return (_qmm.qmm if isinstance(w, Quantized) else _primitives.mm)(x, w, meta, **params)
+
+
+def composed(*operands, present: _Operands, activation, transpose_w, dtype, precision,
+             implementation, product=product):  # fmt: skip
     """What the primitive means, in terms of grouped products and elementwise operations."""
-    meta, bias, row_scale, existing = present.split(rest)
+    x, w, meta, bias, row_scale, existing = present.split(operands)
     rows, groups = x.shape[0], w.shape[0]
     sum_dtype = _reference.accumulator_dtype(dtype)
     same: dict[str, Any] = {
@@ -85,7 +101,8 @@ def composed(x, w, *rest, present: _Operands, activation, transpose_w, dtype, pr
     if bias is not None:
         # bias[group(t)] is itself a grouped product, with K = 1.
         ones = jnp.ones((rows, 1), bias.dtype)
-        y = y + product(ones, bias[:, None, :], meta, precision=lax.Precision.HIGHEST, **same)
+        highest = lax.Precision.HIGHEST
+        y = y + product(ones, bias[:, None, :], meta, transpose_w=False, precision=highest, **same)
     if activation in ACTIVATIONS:
         y = ACTIVATIONS[activation](y)
     elif activation is not None:
@@ -102,10 +119,11 @@ def composed(x, w, *rest, present: _Operands, activation, transpose_w, dtype, pr
     return y.astype(dtype)
 
 
-def _abstract(x, w, *rest, activation, transpose_w, dtype, **_):
+def _abstract(*operands, present, activation, transpose_w, dtype, **_):
+    x, w, *_ = present.split(operands)
     n = w.shape[1 if transpose_w else 2]
     columns = n // 2 if activation in GATED_ACTIVATIONS else n
-    return _primitives.out_aval((x.shape[0], columns), dtype, (x, w, *rest))
+    return _primitives.out_aval((x.shape[0], columns), dtype, operands)
 
 
 def _jvp(bind, primals, tangents, **params):
@@ -130,17 +148,23 @@ def _batch(args, dims, **params):
 # ---- lowering --------------------------------------------------------------------------------
 
 
-def _inner_mm(x, w, meta, **params):
-    flags = {"transpose_x": False, "transpose_w": False, "transpose_out": False}
-    operands = _primitives.vary_alike(x, w, *meta)
-    return _primitives.INNER["mm"].bind(*operands, **flags | {"cotangent_dtype": None} | params)
+def _inner_product(x, w, meta, **params):
+    leaves, tree = jax.tree.flatten(w)
+    if isinstance(w, Quantized):
+        name, params = "qmm", params | {"tree": tree}
+    else:
+        name, params = "mm", params | {"transpose_x": False, "transpose_out": False}
+    operands = _primitives.vary_alike(x, *leaves, *meta)
+    return _primitives.INNER[name].bind(*operands, cotangent_dtype=None, **params)
 
 
-def _lowering(platform, x, w, *rest, **params):
-    meta, bias, row_scale, existing = params["present"].split(rest)
+def _lowering(platform, *operands, **params):
+    x, w, meta, bias, row_scale, existing = params["present"].split(operands)
     implementation, dtype = params["implementation"], params["dtype"]
+    quantized = isinstance(w, Quantized)
+    known, target = ((x,), "jgg_qmm") if quantized else ((x, w), "jgg_mm")
     others = [v for v in (bias, row_scale) if v is not None]
-    runs = _call.chosen(platform, (x, w), implementation, dtype)
+    runs = _call.chosen(platform, known, implementation, dtype, target)
     fusable = (
         _call.PLATFORMS.get(runs, runs) == "cuda"
         and _call.unsupported(runs, [v.dtype for v in others], dtype) is None
@@ -148,13 +172,15 @@ def _lowering(platform, x, w, *rest, **params):
         and 0 not in (*x.shape, *w.shape)  # K = 0 still has a bias
     )
     if not fusable:
-        return composed(x, w, *rest, **params, product=_inner_mm)
-    epilogue = _call.Epilogue(bias, params["activation"], row_scale, existing)
-    return _call.mm(
-        runs, x, w, *meta, form=SIZES, rows=x.shape[0], out_dtype=dtype, transpose_x=False,
-        transpose_w=params["transpose_w"], transpose_out=False, precision=params["precision"],
-        epilogue=epilogue,
-    )  # fmt: skip
+        return composed(*operands, **params, product=_inner_product)
+    same: dict[str, Any] = {
+        "form": SIZES, "rows": x.shape[0], "out_dtype": dtype,
+        "transpose_w": params["transpose_w"], "precision": params["precision"],
+        "epilogue": _call.Epilogue(bias, params["activation"], row_scale, existing),
+    }  # fmt: skip
+    if quantized:
+        return _call.qmm(runs, x, w, meta, **same)
+    return _call.mm(runs, x, w, *meta, transpose_x=False, transpose_out=False, **same)
 
 
 def _outer_lowering(ctx, *operands, **params):

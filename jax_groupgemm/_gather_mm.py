@@ -59,51 +59,71 @@ def gather_mm(
         _check.numeric(op, name, value)
         if value.ndim < 2:
             raise ValueError(f"jgg.{op}: {name} has shape {value.shape}, expected {letters}")
-    m, k = a.shape[-2:]
+    k = a.shape[-1]
     if b.shape[-2] != k:
         raise ValueError(
             f"jgg.{op}: b has shape {b.shape}, expected (B..., K, N) with K = {k} because a is "
             f"{a.shape}"
         )
+    _check.implementation(op, implementation)
+    dtype = _check.result_dtype(op, preferred_element_type, a, b)
+    batch, n = b.shape[:-2], b.shape[-1]
+    w = b.reshape(math.prod(batch), k, n)
+    precision = _check.precision(op, precision)
+
+    def product(x, meta, **params):
+        return _primitives.mm(
+            x, w, meta, out_dtype=dtype, precision=precision, implementation=implementation,
+            **params,
+        )  # fmt: skip
+
+    return gathered(
+        op, "a", a, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, dtype,
+        _SORT_BELOW_ROWS,
+    )  # fmt: skip
+
+
+def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
+             sort_below_rows):  # fmt: skip
+    """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
+    (B..., N) = ``batch_n``.
+
+    ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
+    of fewer than ``sort_below_rows`` rows are sorted by weight first.
+    """
+    *batch_w, n = batch_n
+    m, k = a.shape[-2:]
     lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
-    rhs = _indices(op, "rhs_indices", rhs_indices, b.shape[:-2])
+    rhs = _indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
     try:
         batch = jnp.broadcast_shapes(lhs.shape, rhs.shape)
     except ValueError as error:
         raise ValueError(
             f"jgg.{op}: lhs_indices {lhs.shape} and rhs_indices {rhs.shape} do not broadcast"
         ) from error
-    _check.implementation(op, implementation)
-    dtype = _check.result_dtype(op, preferred_element_type, a, b)
-    matrices, pairs = math.prod(b.shape[:-2]), math.prod(batch)
+    matrices, pairs = math.prod(batch_w), math.prod(batch)
     _check.rows(op, "the result", pairs * m)
-    _check.rows(op, "a", math.prod(a.shape[:-1]))
+    _check.rows(op, name, math.prod(a.shape[:-1]))
     in_order = rhs_indices is None or sorted_indices
     ordered = in_order and rhs.shape == batch
-    if 0 in (pairs, *a.shape, *b.shape):
-        return jnp.zeros((*batch, m, b.shape[-1]), dtype)
+    if 0 in (pairs, matrices, n, *a.shape):
+        return jnp.zeros((*batch, m, n), dtype)
     x = a.reshape(-1, m, k)
-    w = b.reshape(matrices, k, b.shape[-1])
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
-    same = {
-        "out_dtype": dtype,
-        "precision": _check.precision(op, precision),
-        "implementation": implementation,
-    }
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    run = _by_matrix if m < _SORT_BELOW_ROWS and pairs > 1 and not sharded else _as_given
-    out = run(x, w, lhs, rhs_flat, ordered=ordered, **same)
+    run = _by_matrix if m < sort_below_rows and pairs > 1 and not sharded else _as_given
+    out = run(x, lhs, rhs_flat, matrices, product, ordered=ordered)
     if sorted_indices and rhs_indices is not None and rhs.size > 1:
         given = rhs.reshape(-1)
         kept = jnp.all(given[1:] >= given[:-1])
         if jnp.issubdtype(dtype, jnp.inexact):
             # A product and not a selection, so that the gradients are NaN too.
             out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
-    return out.reshape(*batch, m, b.shape[-1])
+    return out.reshape(*batch, m, n)
 
 
-def _as_given(x, w, lhs, rhs, *, ordered, **same):
+def _as_given(x, lhs, rhs, matrices, product, *, ordered):
     """One segment per product: no operand is gathered, no index sorted."""
     del ordered
     count, m, k = x.shape
@@ -116,16 +136,16 @@ def _as_given(x, w, lhs, rhs, *, ordered, **same):
         rhs,
         rows_x=count * m,
         rows_y=pairs * m,
-        groups=w.shape[0],
+        groups=matrices,
     )
     form = Form("segments", ordered_y=True, aligned=False)
-    return _primitives.mm(x.reshape(count * m, k), w, (table,), form=form, rows=pairs * m, **same)
+    return product(x.reshape(count * m, k), (table,), form=form, rows=pairs * m)
 
 
-def _by_matrix(x, w, lhs, rhs, *, ordered, **same):
+def _by_matrix(x, lhs, rhs, matrices, product, *, ordered):
     """Rows sorted by matrix, one group each; each matrix is read once for all its products."""
     count, m, k = x.shape
-    pairs, matrices = lhs.shape[0], w.shape[0]
+    pairs = lhs.shape[0]
     valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
     rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
     order = None
@@ -137,10 +157,8 @@ def _by_matrix(x, w, lhs, rhs, *, ordered, **same):
     sizes = counts[: matrices + 1] * m
     zero = jnp.zeros((), x.dtype)
     rows = jnp.where(valid[:, None, None], x[jnp.where(valid, lhs, 0)], zero)
-    y = _primitives.mm(
-        rows.reshape(pairs * m, k), w, (sizes, jnp.int32(1)), form=SIZES, rows=pairs * m, **same
-    )
-    y = y.reshape(pairs, m, w.shape[2])
+    y = product(rows.reshape(pairs * m, k), (sizes, jnp.int32(1)), form=SIZES, rows=pairs * m)
+    y = y.reshape(pairs, m, y.shape[1])
     # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.
     y = jnp.where(valid[:, None, None], y, jnp.zeros((), y.dtype))
     return y if order is None else y[jnp.argsort(order)]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
-from . import _check, _epilogue, _primitives
+from . import _check, _epilogue
 from ._epilogue import ACTIVATIONS, GATED_ACTIVATIONS
-from ._segments import SIZES
 
 
 def grouped_mm(
@@ -66,12 +63,9 @@ def grouped_mm(
     CUTLASS's grouped GEMM.
     """
     op = "grouped_mm"
-    x, w, group_sizes = (
-        _check.array(op, n, v) for n, v in (("x", x), ("w", w), ("group_sizes", group_sizes))
-    )
+    x, w = (_check.array(op, n, v) for n, v in (("x", x), ("w", w)))
     for name, value in (("x", x), ("w", w)):
         _check.numeric(op, name, value)
-    _check.integer(op, "group_sizes", group_sizes)
     _check.shape(op, "x", x, (None, None), "T, K")
     t, k = x.shape
     letters, other = ("G, N, K", "(G, K, N)") if transpose_w else ("G, K, N", "(G, N, K)")
@@ -79,34 +73,41 @@ def grouped_mm(
         op, "w", w, (None, None, k) if transpose_w else (None, k, None), letters,
         f"because x is {x.shape}. Pass transpose_w={not transpose_w} if w is {other}.",
     )  # fmt: skip
-    groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
-    if group_offset is None:
-        _check.shape(
-            op, "group_sizes", group_sizes, (groups,), "G",
-            f"because w is {w.shape}. Pass group_offset if w holds only some of the groups.",
-        )  # fmt: skip
-        meta = (group_sizes,)
-    else:
-        _check.shape(op, "group_sizes", group_sizes, (None,), "G")
-        group_offset = _check.array(op, "group_offset", group_offset)
-        _check.integer(op, "group_offset", group_offset)
-        if group_offset.shape not in ((), (1,)):
-            raise ValueError(
-                f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
-            )
-        meta = (group_sizes, group_offset.reshape(()))
+    meta = metadata(op, group_sizes, group_offset, w)
     _check.rows(op, "x", t)
     _check.implementation(op, implementation)
-    dtype = _check.result_dtype(op, preferred_element_type, x, w)
-    same: dict[str, Any] = {
-        "transpose_w": transpose_w,
-        "precision": _check.precision(op, precision),
-        "implementation": implementation,
-    }
-    columns = _columns(op, activation, n)
-    if bias is None and activation is None and row_scale is None and existing_out is None:
-        return _primitives.mm(x, w, meta, form=SIZES, rows=t, out_dtype=dtype, **same)
+    return with_epilogue(
+        op, x, w, meta, bias, activation, row_scale, existing_out, transpose_w=transpose_w,
+        dtype=_check.result_dtype(op, preferred_element_type, x, w),
+        precision=_check.precision(op, precision), implementation=implementation,
+    )  # fmt: skip
 
+
+def metadata(op: str, group_sizes, group_offset, w) -> tuple:
+    """``(group_sizes[, group_offset])``, checked."""
+    group_sizes = _check.array(op, "group_sizes", group_sizes)
+    _check.integer(op, "group_sizes", group_sizes)
+    if group_offset is None:
+        _check.shape(
+            op, "group_sizes", group_sizes, w.shape[:1], "G",
+            f"because w is {w.shape}. Pass group_offset if w holds only some of the groups.",
+        )  # fmt: skip
+        return (group_sizes,)
+    _check.shape(op, "group_sizes", group_sizes, (None,), "G")
+    group_offset = _check.array(op, "group_offset", group_offset)
+    _check.integer(op, "group_offset", group_offset)
+    if group_offset.shape not in ((), (1,)):
+        raise ValueError(
+            f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
+        )
+    return group_sizes, group_offset.reshape(())
+
+
+def with_epilogue(op, x, w, meta, bias, activation, row_scale, existing_out=None, *, transpose_w,
+                  dtype, precision, implementation):  # fmt: skip
+    """The product with its options, which are checked here."""
+    t, groups, n = x.shape[0], w.shape[0], w.shape[1 if transpose_w else 2]
+    columns = _columns(op, activation, n)
     if bias is not None:
         bias = _check.array(op, "bias", bias)
         _check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
@@ -119,8 +120,9 @@ def grouped_mm(
             op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
         )  # fmt: skip
     return _epilogue.mm(
-        x, w, meta, bias, row_scale, existing_out, activation=activation, dtype=dtype, **same
-    )
+        x, w, meta, bias, row_scale, existing_out, activation=activation, transpose_w=transpose_w,
+        dtype=dtype, precision=precision, implementation=implementation,
+    )  # fmt: skip
 
 
 def _columns(op: str, activation: str | None, n: int) -> int:

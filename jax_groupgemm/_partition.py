@@ -13,6 +13,9 @@ G (weights)        skips the segments of other devices' weights; mm needs one al
                    wgrad none
 =================  ======================================================================
 
+A quantized weight is sharded in whole quantization groups: every operand of ``qmm`` that has the
+axis along which they run has it in its own unit (elements, uint32 words, groups).
+
 Under Auto sharding the plan answers XLA's partitioner (``auto``); under Explicit sharding it
 becomes a ``shard_map`` around the operation (``explicit``). Metadata is always replicated.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -34,20 +38,23 @@ from . import _segments
 from ._segments import WEIGHT, X_START, Y_START, Form
 
 
-def _axes(name: str, params) -> tuple[str, str, str]:
-    """Axis letters of the two operands and the result.
+def _axes(name: str, params, operands: Sequence) -> tuple[str, ...]:
+    """Axis letters of each operand that is not metadata, and of the result.
 
-    mm: t rows, k contracted, n columns, g weights; wgrad: t rows, a and b columns. Where the rows
-    of x and y are not the same rows, those of x (of y in wgrad) get a letter of their own, u.
+    mm, qmm: t rows, k contracted, n columns, g weights; wgrad: t rows, a and b columns. Where the
+    rows of x and y are not the same rows, those of x (of y in wgrad) get a letter of their own, u.
     """
     other = "t" if params["form"].aligned else "u"
-    if name == "mm":
-        x = f"k{other}" if params["transpose_x"] else f"{other}k"
-        w = "gnk" if params["transpose_w"] else "gkn"
-        return x, w, "nt" if params["transpose_out"] else "tn"
-    x = "at" if params["transpose_x"] else "ta"
-    y = f"b{other}" if params["transpose_y"] else f"{other}b"
-    return x, y, "gab"
+    if name == "wgrad":
+        x = "at" if params["transpose_x"] else "ta"
+        y = f"b{other}" if params["transpose_y"] else f"{other}b"
+        return x, y, "gab"
+    w = "gnk" if params["transpose_w"] else "gkn"
+    if name == "qmm":  # the leaves of the weight; a global scale has the leading axis, or none
+        leaves = operands[1 : 1 + params["tree"].num_leaves]
+        return f"{other}k", *(w[: len(leaf.shape)] for leaf in leaves), "tn"
+    x = f"k{other}" if params["transpose_x"] else f"{other}k"
+    return x, w, "nt" if params["transpose_out"] else "tn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,29 +63,36 @@ class _Plan:
 
     name: str
     params: dict
+    letters: tuple[str, ...]  # of the operands and the result
     mesh_axes: dict[str, tuple[str, ...]]
     mesh_shape: dict[str, int]
+    units: dict[str, int]  # of each axis letter: its size, or quantization groups where it has some
 
-    def spec(self, letters: str) -> P:
+    def in_specs(self, operands) -> list[P]:
+        """Of every operand; metadata is replicated."""
+        meta = operands[len(self.letters) - 1 :]
+        return [*map(self._spec, self.letters[:-1]), *(P(*[None] * len(m.shape)) for m in meta)]
+
+    def out_spec(self) -> P:
+        return self._spec(self.letters[-1])
+
+    def _spec(self, letters: str) -> P:
         return P(*(self.mesh_axes.get(letter) or None for letter in letters))
 
-    def meta_specs(self, meta) -> list[P]:
-        return [P(*[None] * m.ndim) for m in meta]
-
-    def per_device(self, bind: Callable, a, b, *meta):
+    def per_device(self, bind: Callable, *operands):
         """The operation on one device's shards, including its communication."""
         params = dict(self.params)
-        x_letters, b_letters, out_letters = _axes(self.name, params)
+        *in_letters, out_letters = self.letters
+        tensors, meta = operands[: len(in_letters)], operands[len(in_letters) :]
         rows = {
             letter: size
-            for letters, shape in ((x_letters, a.shape), (b_letters, b.shape))
-            for letter, size in zip(letters, shape, strict=True)
+            for letters, tensor in zip(in_letters, tensors, strict=True)
+            for letter, size in zip(letters, tensor.shape, strict=True)
         }
-        if self.name == "mm":
-            params["rows"] = self._shard(params["rows"], "t")
-            rows["t"] = params["rows"]
-        else:
+        if self.name == "wgrad":
             params["groups"] = rows["g"] = self._shard(params["groups"], "g")
+        else:
+            params["rows"] = rows["t"] = self._shard(params["rows"], "t")
         meta, params["form"] = self._local_segments(meta, rows)
         summed = [
             axis
@@ -87,13 +101,13 @@ class _Plan:
             for axis in axes
         ]
         if not summed:
-            return bind(self.name, a, b, *meta, **params)
+            return bind(self.name, *tensors, *meta, **params)
         # Partial sums travel as float32 and are rounded once. What flows back through that
         # rounding is exact in the result's own dtype, so the gradient may stay in it.
         dtype = params["out_dtype"]
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
             params |= {"out_dtype": jnp.dtype(jnp.float32), "cotangent_dtype": dtype}
-        return lax.psum(bind(self.name, a, b, *meta, **params), tuple(summed)).astype(dtype)
+        return lax.psum(bind(self.name, *tensors, *meta, **params), tuple(summed)).astype(dtype)
 
     def _local_segments(self, meta, rows: dict[str, int]):
         """Metadata of this device's part: segments cut to its rows and weights."""
@@ -104,9 +118,9 @@ class _Plan:
         groups = rows["g"] * self._count("g")
         rows_t, rows_u = (rows.get(c, 0) * self._count(c) for c in "tu")
         rows_u = rows_t if form.aligned else rows_u
-        # mm: x has rows u, the result (y) rows t; wgrad: x has rows t, y rows u.
-        at_t, at_u = (Y_START, X_START) if self.name == "mm" else (X_START, Y_START)
-        rows_x, rows_y = (rows_u, rows_t) if self.name == "mm" else (rows_t, rows_u)
+        # wgrad: x has rows t, y rows u; the others: x has rows u, the result (y) rows t.
+        at_t, at_u = (X_START, Y_START) if self.name == "wgrad" else (Y_START, X_START)
+        rows_x, rows_y = (rows_t, rows_u) if self.name == "wgrad" else (rows_u, rows_t)
         table = _segments.decode(form, meta, rows_x, rows_y, groups)
         for letter, column in (("t", at_t), ("u", at_u), ("g", WEIGHT)):
             if letter in cut:
@@ -130,25 +144,29 @@ class _Plan:
         return lax.axis_index(self.mesh_axes[letter]).astype(jnp.int32)
 
 
-def _plan(name, params, mesh_shape, specs, shapes, allowed=None) -> _Plan:
+def _plan(name, params, mesh_shape, specs, shapes, operands, allowed=None) -> _Plan:
     """Give each axis letter the mesh axes of the first operand that shards it.
 
-    ``specs``, ``shapes``: of the two operands and the result. A mesh axis divides one letter only,
-    and only where it divides evenly; ``allowed`` restricts to some mesh axes.
+    ``specs``, ``shapes``: of the operands that are not metadata, and of the result. A mesh axis
+    divides one letter only, and only where it divides evenly; ``allowed`` restricts to some mesh
+    axes.
     """
+    words = _axes(name, params, operands)
+    units: dict[str, int] = {}
+    for letters, shape in zip(words, shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            units[letter] = min(units.setdefault(letter, size), size)
     mesh_axes: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
-    for letters, spec, shape in zip(_axes(name, params), specs, shapes, strict=True):
-        for letter, entry, size in zip(letters, _entries(spec, len(shape)), shape, strict=True):
+    for letters, spec in zip(words, specs, strict=True):
+        for letter, entry in zip(letters, _entries(spec, len(letters)), strict=True):
             axes = tuple(a for a in entry if allowed is None or a in allowed)
-            parts = 1
-            for axis in axes:
-                parts *= mesh_shape[axis]
-            if letter in mesh_axes or not axes or used & set(axes) or size % parts:
+            parts = math.prod(mesh_shape[axis] for axis in axes)
+            if letter in mesh_axes or not axes or used & set(axes) or units[letter] % parts:
                 continue
             mesh_axes[letter] = axes
             used |= set(axes)
-    return _Plan(name, params, mesh_axes, mesh_shape)
+    return _Plan(name, params, words, mesh_axes, mesh_shape, units)
 
 
 def _entries(spec, rank: int) -> list[tuple[str, ...]]:
@@ -179,24 +197,24 @@ def auto(name: str, params: dict, bind: Callable) -> Callable:
         return bind(*operands, **params)
 
     def partition(mesh, args, result):
-        shapes = [a.shape for a in args[:2]] + [result.shape]
-        specs = [a.sharding.spec for a in args[:2]] + [result.sharding.spec]
-        plan = _plan(name, params, dict(mesh.shape), specs, shapes)
+        tensors = [*args[: len(_axes(name, params, args)) - 1], result]
+        shapes, specs = [v.shape for v in tensors], [v.sharding.spec for v in tensors]
+        plan = _plan(name, params, dict(mesh.shape), specs, shapes, args)
         sharded = functools.partial(NamedSharding, mesh)
-        letters = _axes(name, params)
-        operands = [plan.spec(letters[0]), plan.spec(letters[1]), *plan.meta_specs(args[2:])]
         per_device = functools.partial(plan.per_device, bind_named)
-        return mesh, per_device, sharded(plan.spec(letters[2])), tuple(map(sharded, operands))
+        return mesh, per_device, sharded(plan.out_spec()), tuple(map(sharded, plan.in_specs(args)))
 
     def rule(_, operand_types, result_types):
         del result_types
-        a, b, out = _axes(name, params)
+        *operands, out = _axes(name, params, operand_types)
         metas = [
-            [f"m{i}_{j}" for j in range(len(t.shape))] for i, t in enumerate(operand_types[2:])
+            [f"m{i}_{j}" for j in range(len(t.shape))]
+            for i, t in enumerate(operand_types[len(operands) :])
         ]
-        text = ", ".join(map(" ".join, [a, b, *metas])) + " -> " + " ".join(out)
-        # In order of appearance, as the partitioner wants them.
-        reduced = tuple(letter for letter in dict.fromkeys(a + b) if letter not in out)
+        text = ", ".join(map(" ".join, [*operands, *metas])) + " -> " + " ".join(out)
+        # In order of appearance, as the partitioner wants them. A letter of several sizes is a
+        # factor of the smallest: of an axis in quantization groups, that is their number.
+        reduced = tuple(letter for letter in dict.fromkeys("".join(operands)) if letter not in out)
         replicated = tuple(name for names in metas for name in names)
         return text, {"reduction_factors": reduced, "need_replication_factors": replicated}
 
@@ -234,14 +252,13 @@ def explicit_mesh(operands: Sequence):
 
 def explicit(name: str, mesh, operands, params: dict, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
-    a, b, *meta = operands
-    letters = _axes(name, params)
-    specs = [jax.typeof(v).sharding.spec for v in (a, b)]
-    shape = dict(mesh.shape)
-    shapes = [a.shape, b.shape, _out_shape(name, a, b, params)]
-    plan = _plan(name, params, shape, [*specs, P()], shapes, allowed=set(mesh.explicit_axes))
-    _check_explicit(name, plan, letters, specs, (a, b))
-    wanted = [plan.spec(letters[0]), plan.spec(letters[1]), *plan.meta_specs(meta)]
+    count = len(_axes(name, params, operands)) - 1
+    specs = [jax.typeof(v).sharding.spec for v in operands[:count]]
+    shapes = [*(v.shape for v in operands[:count]), _out_shape(name, operands, params)]
+    allowed = set(mesh.explicit_axes)
+    plan = _plan(name, params, dict(mesh.shape), [*specs, P()], shapes, operands, allowed)
+    _check_explicit(plan, specs, operands)
+    wanted = plan.in_specs(operands)
     operands = [
         v if _same(jax.typeof(v).sharding.spec, spec, v.ndim) else jax.sharding.reshard(v, spec)
         for v, spec in zip(operands, wanted, strict=True)
@@ -250,40 +267,49 @@ def explicit(name: str, mesh, operands, params: dict, bind: Callable):
         functools.partial(plan.per_device, bind),
         mesh=mesh,
         in_specs=tuple(wanted),
-        out_specs=plan.spec(letters[2]),
-        axis_names=set(mesh.explicit_axes),
+        out_specs=plan.out_spec(),
+        axis_names=allowed,
     )
     return per_device(*operands)
 
 
-def _out_shape(name, a, b, params):
-    if name == "mm":
-        n, rows = b.shape[1 if params["transpose_w"] else 2], params["rows"]
-        return (n, rows) if params["transpose_out"] else (rows, n)
-    return (
-        params["groups"],
-        a.shape[0 if params["transpose_x"] else 1],
-        b.shape[0 if params["transpose_y"] else 1],
-    )
+def _out_shape(name, operands, params):
+    a, b = operands[:2]
+    if name == "wgrad":
+        return (
+            params["groups"],
+            a.shape[0 if params["transpose_x"] else 1],
+            b.shape[0 if params["transpose_y"] else 1],
+        )
+    rows = params["rows"]
+    if name == "qmm":
+        leaves = operands[1 : 1 + params["tree"].num_leaves]
+        b = params["tree"].unflatten(leaves)
+    n = b.shape[1 if params["transpose_w"] else 2]
+    return (n, rows) if params.get("transpose_out") else (rows, n)
 
 
 def _same(spec, wanted, rank) -> bool:
     return _entries(spec, rank) == _entries(wanted, rank)
 
 
-def _check_explicit(name, plan: _Plan, letters, specs, operands) -> None:
+def _check_explicit(plan: _Plan, specs, operands) -> None:
     """Every sharding the user wrote must be one the plan keeps: nothing is gathered silently."""
-    for operand, (word, spec, value) in enumerate(zip(letters[:2], specs, operands, strict=True)):
+    for operand, (word, spec, value) in enumerate(
+        zip(plan.letters[:-1], specs, operands, strict=False)
+    ):
         for letter, entry in zip(word, _entries(spec, value.ndim), strict=True):
-            if entry and plan.mesh_axes.get(letter) != entry:
-                kept = plan.mesh_axes.get(letter)
-                raise ValueError(
-                    f"jgg {name}: operand {operand} {jax.typeof(value)} shards axis "
-                    f"{letter.upper()} over {entry}, but "
-                    + (
-                        f"the other operand shards it over {kept}"
-                        if kept
-                        else "that mesh axis already shards another axis of this product"
-                    )
-                    + ". Use jax.sharding.reshard to make them agree."
-                )
+            kept = plan.mesh_axes.get(letter)
+            if not entry or kept == entry:
+                continue
+            parts = math.prod(plan.mesh_shape[axis] for axis in entry)
+            if kept:
+                why = f"the other operand shards it over {kept}"
+            elif plan.units[letter] % parts:
+                why = f"its {plan.units[letter]} quantization groups do not divide into {parts}"
+            else:
+                why = "that mesh axis already shards another axis of this product"
+            raise ValueError(
+                f"jgg {plan.name}: operand {operand} {jax.typeof(value)} shards axis "
+                f"{letter.upper()} over {entry}, but {why}. Use jax.sharding.reshard first."
+            )

@@ -2,7 +2,8 @@
 
 ``mm`` and ``wgrad`` (see ``_reference.py`` for their equations, ``_segments.py`` for their
 metadata) are the three derivatives of one trilinear form, so together they are closed under
-jvp, transpose and batching: every rule below is a call of one of the two.
+jvp, transpose and batching: every rule below is a call of one of the two. A product of another
+kind (``_qmm.py``) adds itself with ``register``.
 
 Each exists twice. The *outer* primitive is what user code binds: under Auto sharding its lowering
 asks the partitioner how its operands are sharded (``_partition.py``). The *inner* one is what one
@@ -34,7 +35,7 @@ def mm(x, w, meta, *, form: Form, rows: int, out_dtype, transpose_x=False, trans
     x is (T, K), w (G, K, N), the result (rows, N); ``transpose_*`` says that an operand, or the
     result, is stored with its last two axes exchanged.
     """
-    return _bind(
+    return bind(
         "mm", x, w, *meta, form=form, rows=rows, out_dtype=jnp.dtype(out_dtype),
         transpose_x=transpose_x, transpose_w=transpose_w, transpose_out=transpose_out,
         precision=precision, implementation=implementation, cotangent_dtype=cotangent_dtype,
@@ -48,17 +49,17 @@ def wgrad(x, y, meta, *, form: Form, groups: int, out_dtype, transpose_x=False, 
     x is (T, A), y (T, B), the result (groups, A, B); ``transpose_*`` says that an operand is
     stored with its axes exchanged.
     """
-    return _bind(
+    return bind(
         "wgrad", x, y, *meta, form=form, groups=groups, out_dtype=jnp.dtype(out_dtype),
         transpose_x=transpose_x, transpose_y=transpose_y,
         precision=precision, implementation=implementation, cotangent_dtype=cotangent_dtype,
     )  # fmt: skip
 
 
-def _bind(name, *operands, **params):
+def bind(name, *operands, **params):
     explicit = _partition.explicit_mesh(operands)
     if explicit is not None:
-        return _partition.explicit(name, explicit, operands, params, _bind)
+        return _partition.explicit(name, explicit, operands, params, bind)
     manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
     primitive = (INNER if manual else OUTER)[name]
     return primitive.bind(*vary_alike(*operands), **params)
@@ -108,15 +109,19 @@ def out_aval(shape, dtype, operands):
 def _bilinear_jvp(name, primals, tangents, **params):
     """Both primitives are linear in each of their first two operands."""
     (a, b, *meta), (da, db, *_) = primals, tangents
-    out = _bind(name, a, b, *meta, **params)
+    out = bind(name, a, b, *meta, **params)
     terms = []
     if type(da) is not ad.Zero:
-        terms.append(_bind(name, da, b, *meta, **params))
+        terms.append(bind(name, da, b, *meta, **params))
     if type(db) is not ad.Zero:
-        terms.append(_bind(name, a, db, *meta, **params))
+        terms.append(bind(name, a, db, *meta, **params))
+    return out, sum_of_tangents(out, terms)
+
+
+def sum_of_tangents(out, terms):
     if not terms:
-        return out, ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
-    return out, functools.reduce(lax.add, terms)
+        return ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
+    return functools.reduce(lax.add, terms)
 
 
 def _mm_transpose(ct, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w, transpose_out,
@@ -172,23 +177,13 @@ def _wgrad_transpose(ct, x, y, *meta, form, groups, out_dtype, transpose_x, tran
 
 def _mm_batch(args, dims, *, form, rows, transpose_x, transpose_w, transpose_out, **same):
     (x, w, *meta), (x_dim, w_dim, *_) = args, dims
-    size = _batch_size(args, dims)
-    rows_x = _extent(x, x_dim, 1 if transpose_x else 0)
-    groups = _extent(w, w_dim, 0)
-    table = _batched_table(form, meta, dims[2:], rows_x, rows, groups)
-    x, x_step = _fold_rows(x, x_dim, transpose_x, rows_x)
-    w, w_step = _fold_leading(w, w_dim), 0 if w_dim is None else groups
-    _check_rows("mm", size, max(rows_x, rows))
-    folded = _segments.fold(table, size, x_step, rows, w_step)
-    form = Form(
-        "segments",
-        ordered_x=form.ordered_x and x_dim is not None,
-        ordered_y=form.ordered_y,
-        own_weight=form.own_weight and w_dim is not None,
-        aligned=form.aligned and x_dim is not None and rows_x == rows,
-    )
+    size = batch_size(args, dims)
+    x, table, form = fold_product(
+        "mm", size, x, x_dim, meta, dims[2:], form=form, rows=rows, transpose_x=transpose_x,
+        groups=extent(w, w_dim, 0), own_weights=w_dim is not None,
+    )  # fmt: skip
     out = mm(
-        x, w, (folded,), form=form, rows=size * rows, transpose_x=transpose_x,
+        x, fold_leading(w, w_dim), (table,), form=form, rows=size * rows, transpose_x=transpose_x,
         transpose_w=transpose_w, transpose_out=transpose_out, **same,
     )  # fmt: skip
     if transpose_out:
@@ -196,25 +191,44 @@ def _mm_batch(args, dims, *, form, rows, transpose_x, transpose_w, transpose_out
     return out.reshape(size, rows, out.shape[1]), 0
 
 
+def fold_product(name, size, x, x_dim, meta, meta_dims, *, form, rows, groups, own_weights,
+                 transpose_x=False):  # fmt: skip
+    """x, table and form of a batch of products as one; every problem has weights of its own, or
+    all have the same."""
+    rows_x = extent(x, x_dim, 1 if transpose_x else 0)
+    table = _batched_table(form, meta, meta_dims, rows_x, rows, groups)
+    x, x_step = _fold_rows(x, x_dim, transpose_x, rows_x)
+    _check_rows(name, size, max(rows_x, rows))
+    folded = _segments.fold(table, size, x_step, rows, groups if own_weights else 0)
+    form = Form(
+        "segments",
+        ordered_x=form.ordered_x and x_dim is not None,
+        ordered_y=form.ordered_y,
+        own_weight=form.own_weight and own_weights,
+        aligned=form.aligned and x_dim is not None and rows_x == rows,
+    )
+    return x, folded, form
+
+
 def _wgrad_batch(args, dims, *, form, groups, transpose_x, transpose_y, **same):
     (x, y, *meta), (x_dim, y_dim, *meta_dims) = args, dims
-    size = _batch_size(args, dims)
+    size = batch_size(args, dims)
     shared_meta = all(d is None for d in meta_dims)
     # An operand stored with its columns first takes the batch there: no copy, longer rows.
     if shared_meta and y_dim is None and transpose_x:
-        x, columns = _fold_leading(x, x_dim), x.shape[0 if x_dim else 1]
+        x, columns = fold_leading(x, x_dim), x.shape[0 if x_dim else 1]
         out = wgrad(
             x, y, meta, form=form, groups=groups, transpose_x=True, transpose_y=transpose_y, **same
         )
         return out.reshape(groups, size, columns, out.shape[2]), 1
     if shared_meta and x_dim is None and transpose_y:
-        y, columns = _fold_leading(y, y_dim), y.shape[0 if y_dim else 1]
+        y, columns = fold_leading(y, y_dim), y.shape[0 if y_dim else 1]
         out = wgrad(
             x, y, meta, form=form, groups=groups, transpose_x=transpose_x, transpose_y=True, **same
         )
         return out.reshape(groups, out.shape[1], size, columns), 2
-    rows_x = _extent(x, x_dim, 1 if transpose_x else 0)
-    rows_y = _extent(y, y_dim, 1 if transpose_y else 0)
+    rows_x = extent(x, x_dim, 1 if transpose_x else 0)
+    rows_y = extent(y, y_dim, 1 if transpose_y else 0)
     table = _batched_table(form, meta, meta_dims, rows_x, rows_y, groups)
     x, x_step = _fold_rows(x, x_dim, transpose_x, rows_x)
     y, y_step = _fold_rows(y, y_dim, transpose_y, rows_y)
@@ -234,11 +248,11 @@ def _wgrad_batch(args, dims, *, form, groups, transpose_x, transpose_y, **same):
     return out.reshape(size, groups, *out.shape[1:]), 0
 
 
-def _batch_size(args, dims):
+def batch_size(args, dims):
     return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
 
-def _extent(a, dim, axis):
+def extent(a, dim, axis):
     """The size of an unbatched operand's axis."""
     return a.shape[axis + (dim is not None and dim <= axis)]
 
@@ -261,7 +275,7 @@ def _fold_rows(a, dim, transposed, rows):
     return a.reshape(a.shape[0] * rows, a.shape[2]), rows
 
 
-def _fold_leading(a, dim):
+def fold_leading(a, dim):
     """Fold a batch into the leading axis; a shared operand stays as it is."""
     if dim is None:
         return a
@@ -282,7 +296,7 @@ def _check_rows(name, size, rows):
 
 def _lowering(name, platform, *operands, cotangent_dtype, implementation, **params):
     del cotangent_dtype
-    runs = _call.chosen(platform, operands, implementation, params["out_dtype"])
+    runs = _call.chosen(platform, operands[:2], implementation, params["out_dtype"])
     if runs == "reference":
         return getattr(_reference, name)(*operands, **params)
     return getattr(_call, name)(runs, *operands, **params)
@@ -295,7 +309,7 @@ def _outer_lowering(name, ctx, *operands, **params):
     return mlir.lower_fun(per_device, multiple_results=False)(ctx, *operands)
 
 
-def _make(name, level, abstract, transpose, batch):
+def _make(name, level, abstract, jvp, transpose, batch, lowering):
     primitive = Primitive(f"jgg_{name}" + ("" if level == "inner" else "_outer"))
     primitive.def_abstract_eval(abstract)
 
@@ -304,12 +318,12 @@ def _make(name, level, abstract, transpose, batch):
         return jax.jit(functools.partial(primitive.bind, **params))
 
     primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
-    ad.primitive_jvps[primitive] = functools.partial(_bilinear_jvp, name)
+    ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     if level == "inner":
         for platform in ("cpu", "cuda", None):
-            rule = functools.partial(_lowering, name, platform or "other")
+            rule = functools.partial(lowering, platform or "other")
             mlir.register_lowering(
                 primitive, mlir.lower_fun(rule, multiple_results=False), platform=platform
             )
@@ -319,9 +333,22 @@ def _make(name, level, abstract, transpose, batch):
     return primitive
 
 
-_RULES = {
-    "mm": (_mm_abstract, _mm_transpose, _mm_batch),
-    "wgrad": (_wgrad_abstract, _wgrad_transpose, _wgrad_batch),
-}
-INNER = {name: _make(name, "inner", *rules) for name, rules in _RULES.items()}
-OUTER = {name: _make(name, "outer", *rules) for name, rules in _RULES.items()}
+INNER: dict[str, Primitive] = {}
+OUTER: dict[str, Primitive] = {}
+
+
+def register(name, abstract, jvp, transpose, batch, lowering) -> None:
+    """Make both levels of a primitive, by its rules; ``lowering(platform, *operands, **params)``
+    is what one device runs."""
+    rules = abstract, jvp, transpose, batch, lowering
+    INNER[name], OUTER[name] = (_make(name, level, *rules) for level in ("inner", "outer"))
+
+
+for _name, _abstract, _transpose, _batch in (
+    ("mm", _mm_abstract, _mm_transpose, _mm_batch),
+    ("wgrad", _wgrad_abstract, _wgrad_transpose, _wgrad_batch),
+):
+    register(
+        _name, _abstract, functools.partial(_bilinear_jvp, _name), _transpose, _batch,
+        functools.partial(_lowering, _name),
+    )  # fmt: skip

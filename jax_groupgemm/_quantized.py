@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _check
@@ -312,17 +313,22 @@ def pack(codes, bits: int):
     return _flat(jnp.stack(out, axis=-1))
 
 
-def unpack(weight, bits: int):
-    """The inverse of :func:`pack`."""
+def codes_in_groups(weight, bits: int, group_size: int):
+    """The codes of :func:`pack`, ``(..., groups, chunks, count)``.
+
+    A chunk is as few words as hold whole codes.
+    """
     count, words = 32 // gcd(bits, 32), bits // gcd(bits, 32)
-    chunk, out = _blocks(weight, words), []
-    for i in range(count):
-        word, offset = divmod(i * bits, 32)
-        code = chunk[..., word] >> offset
-        if offset + bits > 32:
-            code = code | (chunk[..., word + 1] << (32 - offset))
-        out.append(code & u32((1 << bits) - 1))
-    return _flat(jnp.stack(out, axis=-1))
+    chunk, code = _blocks(weight, words), u32(0)
+    for word in range(words):
+        offset = np.arange(count) * bits - 32 * word  # of each code's first bit in this word
+        part = chunk[..., word, None] >> np.clip(offset, 0, 31).astype(np.uint32)
+        if word:
+            part = part << np.clip(-offset, 0, bits).astype(np.uint32)
+        inside = (-bits < offset) & (offset < 32)
+        code = code | (part & np.where(inside, 2**bits - 1, 0).astype(np.uint32))
+    *lead, chunks, _ = code.shape
+    return code.reshape(*lead, chunks * count // group_size, group_size // count, count)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
@@ -422,10 +428,21 @@ def _e4m3(code):
 
 @partial(jax.jit, static_argnums=1)
 def _dequantize(q: Quantized, dtype):
-    codes = _blocks(unpack(q.weight, q.bits), q.group_size)
+    return flatten_groups(values_in_groups(q, dtype))
+
+
+def flatten_groups(values):
+    """``(..., groups, chunks, count)`` as ``(..., K)``; XLA's CPU backend makes vector instructions
+    of a loop over the former, not of one over K."""
+    return _flat(_flat(lax.optimization_barrier(values)))
+
+
+def values_in_groups(q: Quantized, dtype):
+    """The values, ``(..., groups, chunks, count)``."""
+    codes, scale = codes_in_groups(q.weight, q.bits, q.group_size), q.scales[..., None, None]
     if q.mode == "affine":
-        return _flat(_affine_values(codes, q.scales, q.biases, dtype))
-    scale = u32(q.scales)[..., None]
+        return _affine_values(codes, scale, q.biases[..., None, None], dtype)
+    scale = u32(scale)
     wide = q.mode == "mxfp8"
     m, e = _e4m3(codes) if wide else _e2m1(codes)
     nan = (codes & u32(0x7F) == 0x7F) if wide else jnp.zeros((), bool)
@@ -436,7 +453,7 @@ def _dequantize(q: Quantized, dtype):
         n, f = u32(1), i32(scale) - 127
         nan = nan | (scale == 255)
     b = fb.float32(m * n, e + f) | ((codes >> (7 if wide else 3)) << 31)
-    b = _flat(jnp.where(nan, u32(fb.NAN), b))
+    b = jnp.where(nan, u32(fb.NAN), b)
     if q.global_scale is None:
         return fb.narrow(b, dtype)
     lead = (..., *[None] * (b.ndim - q.global_scale.ndim))
@@ -451,8 +468,8 @@ def _affine_values(codes, scales, biases, dtype):
     high = _float(jnp.where(finite, b & u32(0xFFFFFF00), b))
     low = jnp.where(finite, _float(b) - high, jnp.float32(0))
     q = codes.astype(jnp.float32)
-    product = q * high[..., None] + q * low[..., None]
-    return fb.narrow(fb.bits(product + _float(fb.bits(biases))[..., None]), dtype)
+    product = q * high + q * low
+    return fb.narrow(fb.bits(product + _float(fb.bits(biases))), dtype)
 
 
 @_affine_values.defjvp
@@ -460,7 +477,7 @@ def _(dtype, primals, tangents):
     codes, _, _ = primals
     _, ds, db = tangents
     f32 = jnp.float32
-    out = codes.astype(f32) * ds.astype(f32)[..., None] + db.astype(f32)[..., None]
+    out = codes.astype(f32) * ds.astype(f32) + db.astype(f32)
     return _affine_values(*primals, dtype), out.astype(dtype)
 
 

@@ -43,21 +43,21 @@ def mm(x, w, *meta, transpose_x, transpose_w, transpose_out, rows, form, out_dty
     x = x.T if transpose_x else x
     groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
     segments = decode(form, meta, x.shape[0], rows, groups)
-    dot = _dot(x, w, out_dtype, precision, (((1,), (1 if transpose_w else 0,)), ((), ())))
+    dot = Dot(x, w, out_dtype, precision, (((1,), (1 if transpose_w else 0,)), ((), ())))
     # Where segments may meet in one row, their sum is kept in the accumulator's dtype.
     sum_dtype = out_dtype if form.ordered_y else dot.dtype
     tiles = _tile_sizes(rows, segments.shape[0], form.ordered_y)
     pad = 0 if form.aligned and tiles[-1] <= rows else tiles[-1]
-    x = _storage(jnp.pad(x, ((0, pad), (0, 0))) if pad else x)
-    w = _storage(w)
-    out = _zeros_like_varying((rows + pad, n), sum_dtype, x, w, segments)
+    x = storage(jnp.pad(x, ((0, pad), (0, 0))) if pad else x)
+    w = storage(w)
+    out = zeros_like_varying((rows + pad, n), sum_dtype, x, w, segments)
     if rows and n and groups and x.shape[1] and segments.shape[0]:
         add = functools.partial(
             _mm_tile, x, w, dot=dot, dtype=sum_dtype, accumulate=not form.ordered_y,
             limit=None if pad else rows,
         )  # fmt: skip
         out = _for_each_tile(segments, tiles, add, out)
-    out = _load(out, sum_dtype).astype(out_dtype)[:rows]
+    out = load(out, sum_dtype).astype(out_dtype)[:rows]
     return out.T if transpose_out else out
 
 
@@ -73,9 +73,9 @@ def _mm_tile(x, w, segment, done, out, *, tile, dot, dtype, accumulate, limit):
     x_tile = lax.dynamic_slice(x, (x_row, jnp.int32(0)), (tile, x.shape[1]))
     new = dot(x_tile, lax.dynamic_index_in_dim(w, segment[WEIGHT], keepdims=False)).astype(dtype)
     at = (y_row, jnp.int32(0))
-    old = _load(lax.dynamic_slice(out, at, (tile, out.shape[1])), dtype)
+    old = load(lax.dynamic_slice(out, at, (tile, out.shape[1])), dtype)
     new = jnp.where(mine[:, None], old + new if accumulate else new, old)
-    return lax.dynamic_update_slice(out, _storage(new), at)
+    return lax.dynamic_update_slice(out, storage(new), at)
 
 
 def _for_each_tile(segments, tiles, visit, out):
@@ -117,29 +117,29 @@ def wgrad(x, y, *meta, transpose_x, transpose_y, groups, form, out_dtype, precis
     x = x.T if transpose_x else x
     y = y.T if transpose_y else y
     segments = decode(form, meta, x.shape[0], y.shape[0], groups)
-    dot = _dot(x, y, out_dtype, precision, (((0,), (0,)), ((), ())))
+    dot = Dot(x, y, out_dtype, precision, (((0,), (0,)), ((), ())))
     shape = (groups, x.shape[1], y.shape[1])
     if not (x.size and y.size and groups and segments.shape[0]):
-        return _zeros_like_varying(shape, out_dtype, x, y, segments, stored=False)
+        return zeros_like_varying(shape, out_dtype, x, y, segments, stored=False)
     rows = min(x.shape[0], y.shape[0])
     tiles = _tile_sizes(rows, segments.shape[0], form.ordered_x)
-    x, y = (_storage(jnp.pad(v, ((0, tiles[-1]), (0, 0)))) for v in (x, y))
+    x, y = (storage(jnp.pad(v, ((0, tiles[-1]), (0, 0)))) for v in (x, y))
     product = functools.partial(_segment_product, x, y, tiles=tiles, dot=dot)
     if form.own_weight:
         # One segment per weight: each product is finished in one place and written once.
         def write(s, out):
             new = product(segments[s]).astype(out_dtype)
-            return lax.dynamic_update_index_in_dim(out, _storage(new), s, 0)
+            return lax.dynamic_update_index_in_dim(out, storage(new), s, 0)
 
-        out = _zeros_like_varying(shape, out_dtype, x, y, segments)
-        return _load(lax.fori_loop(0, groups, write, out), out_dtype)
+        out = zeros_like_varying(shape, out_dtype, x, y, segments)
+        return load(lax.fori_loop(0, groups, write, out), out_dtype)
 
     def add(s, out):
         weight = segments[s, WEIGHT]
         new = product(segments[s]) + lax.dynamic_index_in_dim(out, weight, keepdims=False)
         return lax.dynamic_update_index_in_dim(out, new, weight, 0)
 
-    out = _zeros_like_varying(shape, dot.dtype, x, y, segments, stored=False)
+    out = zeros_like_varying(shape, dot.dtype, x, y, segments, stored=False)
     return lax.fori_loop(0, segments.shape[0], add, out).astype(out_dtype)
 
 
@@ -154,7 +154,7 @@ def _segment_product(x, y, segment, *, tiles, dot):
         zero = jnp.zeros((), x.dtype), jnp.zeros((), y.dtype)
         return dot(jnp.where(keep, x_tile, zero[0]), jnp.where(keep, y_tile, zero[1]))
 
-    nothing = _zeros_like_varying((x.shape[1], y.shape[1]), dot.dtype, x, y, segment, stored=False)
+    nothing = zeros_like_varying((x.shape[1], y.shape[1]), dot.dtype, x, y, segment, stored=False)
     big = tiles[-1]
     count = (length + big - 1) // big
     rest = length - (count - 1) * big
@@ -182,7 +182,7 @@ def _smallest_tile(tiles, rows):
     return sum((rows > tile).astype(jnp.int32) for tile in tiles)
 
 
-class _dot:
+class Dot:
     """One tile's product: operands as stored in, accumulator out."""
 
     def __init__(self, a, b, out_dtype, precision, dimension_numbers):
@@ -196,21 +196,21 @@ class _dot:
 
     def __call__(self, a, b):
         return lax.dot_general(
-            _load(a, self.a).astype(self.operand),
-            _load(b, self.b).astype(self.operand),
+            load(a, self.a).astype(self.operand),
+            load(b, self.b).astype(self.operand),
             self.dimension_numbers,
             precision=self.precision,
             preferred_element_type=self.dtype,
         )
 
 
-def _storage(a):
+def storage(a):
     """Sixteen-bit floats as their bits: XLA's CPU backend widens them around slices and updates
     (in jaxlib 0.11.0 the whole buffer, in every iteration of a loop)."""
     return lax.bitcast_convert_type(a, jnp.uint16) if _is_half(a.dtype) else a
 
 
-def _load(a, dtype):
+def load(a, dtype):
     return lax.bitcast_convert_type(a, dtype) if _is_half(dtype) else a
 
 
@@ -218,7 +218,7 @@ def _is_half(dtype):
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
 
 
-def _zeros_like_varying(shape, dtype, *like, stored=True):
+def zeros_like_varying(shape, dtype, *like, stored=True):
     """Zeros that vary over the manual mesh axes that ``like`` vary over, for a loop's carry."""
     zeros = jnp.zeros(shape, jnp.uint16 if stored and _is_half(dtype) else dtype)
     varying: frozenset = frozenset()

@@ -19,9 +19,12 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from . import _epilogue, _primitives, _segments
+from . import _epilogue, _primitives, _qmm, _segments
 from ._gather_mm import gather_mm as _gather_mm
+from ._gather_qmm import gather_qmm as _gather_qmm
 from ._grouped_mm import grouped_mm as _grouped_mm
+from ._grouped_qmm import grouped_qmm as _grouped_qmm
+from ._quantized_matmul import quantized_matmul as _quantized_matmul
 from ._ragged_dot import ragged_dot as _ragged_dot
 from ._ragged_dot import ragged_dot_general as _ragged_dot_general
 from ._segmented_mm import segmented_mm as _segmented_mm
@@ -99,6 +102,9 @@ segmented_mm = functools.partial(of, _segmented_mm)
 gather_mm = functools.partial(of, _gather_mm)
 ragged_dot = functools.partial(of, _ragged_dot)
 ragged_dot_general = functools.partial(of, _ragged_dot_general)
+quantized_matmul = functools.partial(of, _quantized_matmul)
+gather_qmm = functools.partial(of, _gather_qmm)
+grouped_qmm = functools.partial(of, _grouped_qmm)
 
 
 # ---- jaxprs ----------------------------------------------------------------------------------
@@ -179,11 +185,10 @@ def _mm(eqn, values: Sequence[_Value]) -> Cost:
 
 
 def _epilogue_mm(eqn, values: Sequence[_Value]) -> Cost:
-    x, w, *rest = (atom.aval for atom in eqn.invars)
     present, out = eqn.params["present"], eqn.outvars[0].aval
-    meta, bias, row_scale, existing_out = present.split(rest)
+    x, w, meta, bias, row_scale, existing_out = present.split([a.aval for a in eqn.invars])
     cost, rows, weights = _mm_cost(
-        x, w, meta, present.split(values[2:])[0], out, form=_segments.SIZES, rows=x.shape[0],
+        x, w, meta, present.split(values)[2], out, form=_segments.SIZES, rows=x.shape[0],
         transpose_x=False, transpose_w=eqn.params["transpose_w"],
     )  # fmt: skip
     if bias is not None:
@@ -192,12 +197,22 @@ def _epilogue_mm(eqn, values: Sequence[_Value]) -> Cost:
     return cost + Cost(0, sum(_bytes(a) for a in (row_scale, existing_out) if a is not None))
 
 
+def _qmm_cost(eqn, values: Sequence[_Value]) -> Cost:
+    x, q, meta = _qmm.split(eqn.params["tree"], [atom.aval for atom in eqn.invars])
+    values = values[len(values) - len(meta) :]
+    out = eqn.outvars[0].aval
+    return _mm_cost(x, q, meta, values, out, transpose_x=False, **eqn.params)[0]
+
+
 def _mm_cost(x, w, meta, values, out, *, form, rows, transpose_x, transpose_w, **_):
     """The cost, the rows that meet a matrix, and the matrices that meet a row."""
     rows_x, k = x.shape[::-1] if transpose_x else x.shape
     groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
     count, in_x, _, weights = _counts(form, values, rows_x, rows, groups)
-    read = in_x * k * x.dtype.itemsize + weights * k * n * w.dtype.itemsize
+    # Of a quantized weight, every leaf; one global scale belongs to all.
+    leaves = jax.tree.leaves(w)
+    read = in_x * k * x.dtype.itemsize
+    read += sum(_bytes(a) // max(groups, 1) * weights if a.ndim else _bytes(a) for a in leaves)
     return Cost(2 * count * k * n, read + sum(map(_bytes, (*meta, out)))), count, weights
 
 
@@ -242,5 +257,6 @@ def _covered(start: np.ndarray, length: np.ndarray) -> int:
 _PRODUCTS = {
     **dict.fromkeys((_primitives.INNER["mm"], _primitives.OUTER["mm"]), _mm),
     **dict.fromkeys((_primitives.INNER["wgrad"], _primitives.OUTER["wgrad"]), _wgrad),
+    **dict.fromkeys((_primitives.INNER["qmm"], _primitives.OUTER["qmm"]), _qmm_cost),
     **dict.fromkeys((_epilogue._INNER, _epilogue._OUTER), _epilogue_mm),
 }

@@ -1,0 +1,181 @@
+"""The primitive of every product with a quantized weight, and all its transformations.
+
+    out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]                       T (rows) is grouped
+
+W is the weight dequantized and rounded once to x's dtype; a global scale multiplies the float32
+sums. The product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an
+affine weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from . import _call, _primitives, _qmm_reference, _quantized
+from ._quantized import Quantized
+from ._segments import Form
+
+_NAME = "qmm"
+
+
+def qmm(x, q: Quantized, meta, *, form: Form, rows: int, out_dtype, transpose_w: bool,
+        precision=None, implementation=None, cotangent_dtype=None):  # fmt: skip
+    """x is (T, K), q stands for (G, N, K) with ``transpose_w``, else (G, K, N); out is (rows, N).
+
+    A global scale is a scalar or (G,).
+    """
+    leaves, tree = jax.tree.flatten(q)
+    return _primitives.bind(
+        _NAME, x, *leaves, *meta, tree=tree, form=form, rows=rows, out_dtype=jnp.dtype(out_dtype),
+        transpose_w=transpose_w, precision=precision, implementation=implementation,
+        cotangent_dtype=cotangent_dtype,
+    )  # fmt: skip
+
+
+def check(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
+    """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
+    w = _quantized.check(op, "w", w)
+    for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
+        if dtype is not None and jnp.dtype(dtype).name not in _quantized.FLOATS:
+            known = _quantized._or(_quantized.FLOATS)
+            raise TypeError(f"jgg.{op}: {name} must be {known}, got dtype {jnp.dtype(dtype).name}")
+    shape, k = w.weight.shape, x.shape[-1]
+    lead = {2: "", 3: "G, "}.get(rank or len(shape), "B..., ")
+    letters = f"({lead}N, K*bits/32)" if transpose_w else f"({lead}K, N*bits/32)"
+    if len(shape) < 2 or len(shape) != (rank or len(shape)):
+        raise ValueError(f"jgg.{op}: w has shape {shape}, expected {letters}")
+    if transpose_w and k % w.group_size:
+        raise ValueError(
+            f"jgg.{op}: x has shape {x.shape}, expected K, its last axis, to be a multiple of "
+            f"w.group_size={w.group_size}"
+        )
+    expected = (*shape[:-1], k * w.bits // 32) if transpose_w else (*shape[:-2], k, shape[-1])
+    if shape != expected:
+        bits = f" and bits={w.bits}" if transpose_w else ""
+        other = f"({lead}K, N)" if transpose_w else f"({lead}N, K)"
+        raise ValueError(
+            f"jgg.{op}: w has shape {shape}, expected {letters} = {expected} because x is "
+            f"{x.shape}{bits}. Pass transpose_w={not transpose_w} if w is {other}."
+        )
+    scale, batch = w.global_scale, shape[:-2]
+    if scale is not None and scale.shape not in ((), *(batch[:i] for i in range(1, len(shape)))):
+        raise ValueError(
+            f"jgg.{op}: w.global_scale has shape {scale.shape}, expected () or leading axes of "
+            f"{batch}"
+        )
+    return w, x.dtype if preferred is None else jnp.dtype(preferred)
+
+
+def split(tree, operands) -> tuple:
+    """x, the Quantized and the metadata among the primitive's operands."""
+    x, *rest = operands
+    return x, tree.unflatten(rest[: tree.num_leaves]), rest[tree.num_leaves :]
+
+
+def _abstract(*operands, tree, rows, out_dtype, transpose_w, **_):
+    _, q, _ = split(tree, operands)
+    n = q.shape[1 if transpose_w else 2]
+    return _primitives.out_aval((rows, n), out_dtype, operands)
+
+
+def _jvp(primals, tangents, *, tree, **params):
+    x, q, meta = split(tree, primals)
+    dx, dq, _ = split(tree, tangents)
+    out = qmm(x, q, meta, **params)
+    zero = lambda tangent: tangent is None or type(tangent) is ad.Zero
+    terms = []
+    if not zero(dx):
+        terms.append(qmm(dx, q, meta, **params))
+    if not (zero(dq.scales) and zero(dq.biases)):
+        ds, db = map(ad.instantiate_zeros, (dq.scales, dq.biases))
+        terms.append(qmm(x, dataclasses.replace(q, scales=ds, biases=db), meta, **params))
+    if not zero(dq.global_scale):
+        dq = dataclasses.replace(q, global_scale=dq.global_scale)
+        terms.append(qmm(x, dq, meta, **params))
+    return out, _primitives.sum_of_tangents(out, terms)
+
+
+def _transpose(ct, *operands, tree, form, rows, out_dtype, transpose_w, cotangent_dtype, **same):
+    x, q, meta = split(tree, operands)
+    if type(ct) is ad.Zero:
+        return [None] * len(operands)
+    ct = ct if cotangent_dtype is None else ct.astype(cotangent_dtype)
+    if ad.is_undefined_primal(x):
+        dx = qmm(
+            ct, q, meta, form=form.swap(), rows=x.aval.shape[0], out_dtype=x.aval.dtype,
+            transpose_w=not transpose_w, **same,
+        )  # fmt: skip
+        return [dx, *[None] * (len(operands) - 1)]
+    a, b, form = (ct, x, form.swap()) if transpose_w else (x, ct, form)
+    dw = _primitives.wgrad(a, b, meta, form=form, groups=q.shape[0], out_dtype=jnp.float32, **same)
+    grads = tree.flatten_up_to(_weight_cotangent(q, dw, x.dtype))
+    return [None, *grads, *[None] * len(meta)]
+
+
+def _weight_cotangent(q: Quantized, dw, dtype) -> Quantized:
+    """q with the cotangents of its undefined leaves, and None elsewhere; ``dw`` is that of the
+    weight it stands for."""
+    grads: dict[str, Any] = dict.fromkeys(("weight", "scales", "biases", "global_scale"))
+    if ad.is_undefined_primal(q.scales) or ad.is_undefined_primal(q.biases):
+        codes = _quantized.codes_in_groups(q.weight, q.bits, q.group_size)
+        in_groups = dw.reshape(codes.shape)
+        if ad.is_undefined_primal(q.scales):
+            ds = (in_groups * codes.astype(jnp.float32)).sum((-2, -1))
+            grads["scales"] = ds.astype(q.scales.aval.dtype)
+        if ad.is_undefined_primal(q.biases):
+            grads["biases"] = in_groups.sum((-2, -1)).astype(q.biases.aval.dtype)
+    if ad.is_undefined_primal(q.global_scale):
+        w = _quantized._dequantize(dataclasses.replace(q, global_scale=None), dtype)
+        # A weight that no row met does not count, NaN or not.
+        terms = jnp.where(dw == 0, jnp.float32(0), dw * w.astype(jnp.float32))
+        grads["global_scale"] = terms.sum(tuple(range(q.global_scale.aval.ndim, 3)))
+    return dataclasses.replace(q, **grads)
+
+
+def _batch(args, dims, *, tree, form, rows, **same):
+    x, q, meta = split(tree, args)
+    x_dim, *dims = dims
+    leaf_dims, meta_dims = dims[: tree.num_leaves], dims[tree.num_leaves :]
+    size = _primitives.batch_size(args, (x_dim, *dims))
+    groups = _primitives.extent(q.weight, leaf_dims[0], 0)
+    own_weights = any(d is not None for d in leaf_dims)
+    if own_weights:
+        leaves = [
+            _fold(leaf, dim, size, groups)
+            for leaf, dim in zip(jax.tree.leaves(q), leaf_dims, strict=True)
+        ]
+        q = tree.unflatten(leaves)
+    x, table, form = _primitives.fold_product(
+        _NAME, size, x, x_dim, meta, meta_dims, form=form, rows=rows, groups=groups,
+        own_weights=own_weights,
+    )  # fmt: skip
+    out = qmm(x, q, (table,), form=form, rows=size * rows, **same)
+    return out.reshape(size, rows, out.shape[1]), 0
+
+
+def _fold(leaf, dim, size: int, groups: int):
+    """A leaf of ``size`` weights, batched or shared, as one of a weight of ``size * groups``."""
+    if dim is None:
+        if leaf.ndim == 0:  # one global scale for all
+            return leaf
+        leaf, dim = jnp.broadcast_to(leaf, (size, *leaf.shape)), 0
+    elif leaf.ndim == 1:  # a batch of global scales
+        leaf, dim = jnp.broadcast_to(leaf[:, None], (size, groups)), 0
+    return _primitives.fold_leading(leaf, dim)
+
+
+def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **params):
+    del cotangent_dtype
+    x, q, meta = split(tree, operands)
+    runs = _call.chosen(platform, (x,), implementation, params["out_dtype"], "jgg_qmm")
+    if runs == "reference":
+        return _qmm_reference.qmm(x, q, meta, **params)
+    return _call.qmm(runs, x, q, meta, **params)
+
+
+_primitives.register(_NAME, _abstract, _jvp, _transpose, _batch, _lowering)
