@@ -151,6 +151,12 @@ def unsupported(implementation: str, dtypes, out_dtype) -> str | None:
     return None
 
 
+def missing(implementation: str, target: str) -> str | None:
+    """Why an implementation has no kernel for a custom call."""
+    platform = PLATFORMS[implementation]
+    return None if platform in TARGETS.get(target, ()) else f"there is no {target} for {platform}"
+
+
 def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | None:
     """Why this process cannot run a kernel, on CUDA devices of these compute capabilities."""
     if BUILD.problem is not None:
@@ -195,10 +201,9 @@ def chosen(
         reason = f"it runs on {where}, but this computation is lowered for another platform"
     elif kernel is None:
         return "reference"
-    elif platform not in TARGETS.get(target, ()):
-        reason = f"{platform} has no kernel {target}"
     else:
-        reason = unsupported(kernel, [a.dtype for a in operands], out_dtype)
+        reason = missing(kernel, target)
+        reason = reason or unsupported(kernel, [a.dtype for a in operands], out_dtype)
         if reason is None and platform == "cpu":
             reason = unavailable(kernel)
         elif reason is None and (capabilities := live_capabilities()):

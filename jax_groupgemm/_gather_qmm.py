@@ -69,18 +69,18 @@ def gather_qmm(
 
 def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementation):
     """``gather_qmm`` of checked operands."""
-    *batch, rows, columns = w.shape
+    *batch, first, second = w.shape
     count = math.prod(batch)
     flat = _flatten(w, batch, count)
     precision = _check.precision(op, None)
 
-    def product(rows, meta, **params):
+    def product(x, meta, **params):
         return _qmm.qmm(
-            rows, flat, meta, out_dtype=dtype, transpose_w=transpose_w, precision=precision,
+            x, flat, meta, out_dtype=dtype, transpose_w=transpose_w, precision=precision,
             implementation=implementation, **params,
         )  # fmt: skip
 
-    shape = (*batch, rows if transpose_w else columns)
+    shape = (*batch, first if transpose_w else second)
     return gathered(op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, _SORT_BELOW_ROWS)
 
 

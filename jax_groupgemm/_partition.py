@@ -198,7 +198,9 @@ def auto(name: str, params: dict, bind: Callable) -> Callable:
 
     def partition(mesh, args, result):
         tensors = [*args[: len(_axes(name, params, args)) - 1], result]
-        shapes, specs = [v.shape for v in tensors], [v.sharding.spec for v in tensors]
+        # Constants have a sharding that knows no mesh axes: they may be cut at will.
+        specs = [getattr(v.sharding, "spec", P()) for v in tensors]
+        shapes = [v.shape for v in tensors]
         plan = _plan(name, params, dict(mesh.shape), specs, shapes, args)
         sharded = functools.partial(NamedSharding, mesh)
         per_device = functools.partial(plan.per_device, bind_named)

@@ -84,7 +84,7 @@ def _add_segment(x, parts, global_scale, segment, out, *, dot, dtype, accumulate
             done, out = add_tiles(done, out, tile=tile)
         return out
 
-    return lax.fori_loop(0, parts.count, add_part, out)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(parts.count), add_part, out)
 
 
 class _Parts:

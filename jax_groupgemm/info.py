@@ -15,9 +15,15 @@ from typing import Any
 # Lowest versions that work, and what for.
 FLOOR = {"jax": "0.11.0", "jaxlib": "0.11.0"}
 _OPTIONAL = ("jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy")
-# Public operations, and the dtypes whose answers may differ.
-_OPS = ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general")
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Public operations by the custom calls they need, and the dtypes whose answers may differ.
+_OPS = {
+    "jgg_mm": ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general"),
+    "jgg_qmm": ("grouped_qmm", "gather_qmm", "quantized_matmul"),
+}
+_DTYPES = {
+    "jgg_mm": ("float32", "bfloat16", "float16", "float64"),
+    "jgg_qmm": ("float32", "bfloat16", "float16"),
+}
 
 
 def _version(package: str) -> str | None:
@@ -48,7 +54,7 @@ def _devices() -> dict[str, Any]:
     return {"found": found, "problem": None}
 
 
-def _why_not(implementation: str, dtype: str) -> str | None:
+def _why_not(implementation: str, target: str, dtype: str) -> str | None:
     """Why an implementation would not run here; None where it would."""
     from . import _call
 
@@ -63,6 +69,7 @@ def _why_not(implementation: str, dtype: str) -> str | None:
         reason = reason or f"its products are of bfloat16 and float16, not {dtype}"
     return (
         _call.unavailable(implementation, capabilities)
+        or _call.missing(implementation, target)
         or reason
         or _call.unsupported(implementation, [dtype], dtype)
     )
@@ -85,10 +92,10 @@ def collect() -> dict[str, Any]:
     for package in _OPTIONAL:
         versions[package] = {"version": _version(package), "needs": None, "ok": True}
     ops: dict[str, Any] = {}
-    for op in _OPS:
+    for target, op in ((target, op) for target, names in _OPS.items() for op in names):
         ops[op] = {}
-        for dtype in _DTYPES:
-            reasons = {name: _why_not(name, dtype) for name in _call.IMPLEMENTATIONS}
+        for dtype in _DTYPES[target]:
+            reasons = {name: _why_not(name, target, dtype) for name in _call.IMPLEMENTATIONS}
             runs = next(name for name, reason in reasons.items() if reason is None)
             others = {
                 name: reason or f"only on request, implementation={name!r}"

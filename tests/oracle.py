@@ -1,7 +1,10 @@
 """What every operation means, in float64 numpy, one row or segment at a time."""
 
 import jax
+import ml_dtypes
 import numpy as np
+
+import jax_groupgemm as jgg
 
 
 def f64(a) -> np.ndarray:
@@ -76,6 +79,62 @@ def gather_mm(a, b, lhs=None, rhs=None) -> np.ndarray:
         if 0 <= p < len(x) and 0 <= q < len(w):
             out[i] = x[p] @ w[q]
     return out.reshape(*lhs.shape, *out.shape[1:])
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E4M3 = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def codes(q: jgg.Quantized) -> np.ndarray:
+    """Codes of a bit stream, one bit at a time."""
+    stream = np.unpackbits(np.asarray(q.weight).view(np.uint8), axis=-1, bitorder="little")
+    return stream.reshape(*q.shape, q.bits) @ (1 << np.arange(q.bits))
+
+
+def dequantize(q: jgg.Quantized, dtype="float32") -> np.ndarray:
+    """The values, rounded once to ``dtype``, without a global scale."""
+    scales = np.repeat(np.asarray(q.scales), q.group_size, -1)
+    if q.mode == "affine":
+        f32 = lambda a: np.asarray(a).astype(np.float32)
+        biases = np.repeat(f32(q.biases), q.group_size, -1)
+        values = f32(codes(q)) * f32(scales) + biases
+    else:
+        element = (E4M3 if q.mode == "mxfp8" else E2M1)[codes(q)]
+        e8m0 = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
+        values = element * (E4M3[scales & 0x7F] if q.mode == "nvfp4" else e8m0)
+    with np.errstate(all="ignore"):
+        return f64(values.astype(jax.numpy.dtype(dtype)))
+
+
+def grouped_qmm(x, q, sizes, *, offset=None, transpose_w=True) -> np.ndarray:
+    w = dequantize(q, x.dtype)
+    if q.global_scale is not None:
+        scale = f64(q.global_scale)
+        w = w * scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))
+    return grouped_mm(x, w, sizes, offset=offset, transpose_w=transpose_w)
+
+
+def random_quantized(rng, shape, mode, bits=None, group_size=None, dtype="float32", scale=None):
+    """Random codes and scales, none of them NaN; values of order one."""
+    bits = bits or {"affine": 4, "mxfp8": 8}.get(mode, 4)
+    group_size = group_size or {"affine": 64, "nvfp4": 16}.get(mode, 32)
+    *lead, k = shape
+    weight = rng.integers(0, 2**32, (*lead, k * bits // 32), np.uint32)
+    groups, biases = (*lead, k // group_size), None
+    if mode == "affine":
+        scales = rng.standard_normal(groups) / 2**bits
+        biases = jax.numpy.asarray(rng.standard_normal(groups)).astype(dtype)
+        scales = jax.numpy.asarray(scales).astype(dtype)
+    elif mode == "nvfp4":
+        scales = rng.integers(0x20, 0x38, groups, np.uint8)
+    else:
+        scales = rng.integers(120, 128, groups, np.uint8) - np.uint8(7 if mode == "mxfp8" else 2)
+    if mode == "mxfp8":  # neither of the NaN codes
+        weight &= ~np.uint32(0x01010101)
+    return jgg.Quantized(
+        *map(jax.numpy.asarray, (weight, scales)), biases, scale,
+        mode=mode, bits=bits, group_size=group_size,
+    )  # fmt: skip
 
 
 # Relative Frobenius error allowed per dtype of the result: its own rounding, or float32 sums.

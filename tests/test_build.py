@@ -162,7 +162,8 @@ def test_info_survives_a_broken_installation(monkeypatch):
 
 
 def test_public_names_have_docstrings_that_state_the_equation():
-    for name in ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot"):
+    grouped = ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot", "grouped_qmm", "gather_qmm")
+    for name in grouped:
         first = getattr(jgg, name).__doc__.splitlines()[0]
         assert first.startswith("``out["), name
         assert "grouped" in first, name
