@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -109,6 +110,15 @@ class Quantized:
             if (value := getattr(self, name)) is not None
         )
         return f"Quantized({static}, {', '.join(leaves)})"
+
+
+# So that exported functions may take one.
+jax.export.register_pytree_node_serialization(
+    Quantized,
+    serialized_name="jax_groupgemm.Quantized",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+)
 
 
 def _describe(value) -> str:
