@@ -97,9 +97,8 @@ def test_every_scale_and_code(implementation, mode, k, dtype):
     assert (abs(got[tiny]) < 2.0**-126).all()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_affine_values_are_rounded_once(rng, implementation, bits):
-    transpose_w = bits in (2, 3, 4)
+@pytest.mark.parametrize(("bits", "transpose_w"), [(3, True), (5, False), (8, True)])
+def test_affine_values_are_rounded_once(rng, implementation, bits, transpose_w):
     q = oracle.random_quantized(rng, (32, 64), "affine", bits, 32, "bfloat16")
     x = jnp.eye(64 if transpose_w else 32, dtype="bfloat16")
     out = jgg.quantized_matmul(x, q, transpose_w=transpose_w, implementation=implementation)
@@ -120,11 +119,12 @@ def test_nan_stays_in_its_expert(rng, implementation):
     f = lambda x, scale: jgg.grouped_qmm(
         x, dataclasses.replace(q, global_scale=scale), sizes, implementation=implementation
     )
-    out, vjp = jax.vjp(jax.jit(f), x, q.global_scale)
+    out, (dx, dscale) = jax.jit(
+        lambda x, scale: (f(x, scale), jax.vjp(f, x, scale)[1](jnp.ones((20, 6))))
+    )(x, q.global_scale)
     bad = np.zeros((20, 6), bool)
     bad[5:9, 3] = True
     np.testing.assert_array_equal(np.isnan(out), bad)
-    dx, dscale = vjp(jnp.ones_like(out))
     np.testing.assert_array_equal(np.isnan(dx).any(1), [5 <= i < 9 for i in range(20)])
     np.testing.assert_array_equal(np.isnan(dscale), [False, False, True, False])
     assert not np.asarray(dx)[17:].any()
@@ -332,7 +332,7 @@ def test_gradients_by_finite_differences(rng, name):
             assert abs(float((g * v).sum()) - want) <= 3e-5 * scale, (path, want)
 
 
-@pytest.mark.parametrize("name", ["affine", "affine N", "nvfp4"])
+@pytest.mark.parametrize("name", ["affine", "nvfp4"])
 def test_derivatives_of_every_order(rng, name):
     """Gradients, and Hessian-vector products both ways, as of the dequantized product."""
     x, p, f, _ = problem(name)
@@ -356,8 +356,8 @@ def test_derivatives_of_every_order(rng, name):
 
 def test_integer_operands_get_float0(rng):
     x, _, _, q = problem("nvfp4")
-    out, vjp = jax.vjp(jgg.grouped_qmm, x, q, jnp.asarray(SIZES))
-    _, dq, dsizes = vjp(out)
+    gradient = jax.grad(lambda *args: jgg.grouped_qmm(*args).sum(), (0, 1, 2), allow_int=True)
+    _, dq, dsizes = jax.eval_shape(gradient, x, q, jnp.asarray(SIZES))
     float0 = jax.dtypes.float0
     assert (dq.weight.dtype, dq.scales.dtype, dsizes.dtype) == (float0, float0, float0)
     assert dq.global_scale.dtype == "float32"
@@ -420,12 +420,12 @@ def test_vmap_of_value_and_grad(name, axes):
 def test_grad_of_vmap_shares_the_weight(rng):
     """A shared weight is not copied, and collects the gradients of the whole batch."""
     x, p, f, q = problem("affine")
-    xs = jnp.stack([x, 2 * x, -x])
+    xs = jnp.stack([x, 2 * x])
     batched = jax.vmap(f, (0, None))
     shapes = str(jax.make_jaxpr(batched)(xs, p))
     assert f"u32[{q.weight.shape[0]}," in shapes.replace(" ", "")
-    assert "u32[9," not in shapes
-    assert "u32[3,3," not in shapes
+    assert "u32[6," not in shapes
+    assert "u32[2,3," not in shapes
     got = jax.jit(jax.grad(lambda xs, p: jnp.sin(batched(xs, p)).sum(), (0, 1)))(xs, p)
     one_by_one = lambda xs, p: sum(jnp.sin(f(x, p)).sum() for x in xs)
     assert_trees_close(got, jax.jit(jax.grad(one_by_one, (0, 1)))(xs, p), tolerance=1e-5)
@@ -433,8 +433,8 @@ def test_grad_of_vmap_shares_the_weight(rng):
 
 def test_scan_over_layers_with_checkpoint(rng):
     """Layers of quantized weights, adapters beside them trained; donated as well."""
-    q = oracle.random_quantized(rng, (4, 3, 64, 64), "affine")
-    x, lora = oracle.random(rng, (20, 64)), oracle.random(rng, (4, 3, 64, 64)) / 30
+    q = oracle.random_quantized(rng, (2, 3, 64, 64), "affine")
+    x, lora = oracle.random(rng, (20, 64)), oracle.random(rng, (2, 3, 64, 64)) / 30
 
     def layer(x, weights):
         q, lora = weights
@@ -445,7 +445,7 @@ def test_scan_over_layers_with_checkpoint(rng):
         return (jax.lax.scan(body, x, (q, lora))[0] ** 2).sum()
 
     def unrolled(lora, x, q):
-        for i in range(4):
+        for i in range(2):
             x, _ = layer(x, (jax.tree.map(lambda a, i=i: a[i], q), lora[i]))
         return (x**2).sum()
 
@@ -714,6 +714,6 @@ def test_64_bits(rng):
     with jax.enable_x64(True):
         with pytest.raises(TypeError, match="got dtype float64"):
             jgg.grouped_qmm(x.astype("float64"), q, np.array([4, 0, 9]))
-        out = jgg.grouped_qmm(x, q, np.array([4, 0, 9]))
+        out = jax.jit(jgg.grouped_qmm)(x, q, np.array([4, 0, 9]))
     assert out.dtype == "float32"
     oracle.assert_close(out, oracle.grouped_qmm(x, q, [4, 0, 9]))
