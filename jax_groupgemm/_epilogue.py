@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _call, _partition, _primitives, _qmm, _reference
+from . import _call, _partition, _prepack, _primitives, _qmm, _reference
 from ._quantized import Quantized
 from ._segments import SIZES, covered_rows
 
@@ -179,6 +179,7 @@ def _lowering(platform, *operands, **params):
         "epilogue": _call.Epilogue(bias, params["activation"], row_scale, existing),
     }  # fmt: skip
     if quantized:
+        w = _prepack.readable(w, runs, x.dtype, SIZES, params["transpose_w"])
         return _call.qmm(runs, x, w, meta, **same)
     return _call.mm(runs, x, w, *meta, transpose_x=False, transpose_out=False, **same)
 

@@ -13,6 +13,7 @@ device runs; it is bound directly where the code is already per-device (inside `
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -303,9 +304,13 @@ def _lowering(name, platform, *operands, cotangent_dtype, implementation, **para
 
 
 def _outer_lowering(name, ctx, *operands, **params):
+    def partitioned(*operands):
+        shardable, known = SHARDABLE.get(name, lambda *a: a)(operands, params)
+        return _partition.auto(name, known, INNER[name].bind)(*shardable)
+
     per_device = functools.partial(INNER[name].bind, **params)
     if _partition.may_be_partitioned(ctx):
-        per_device = _partition.auto(name, params, INNER[name].bind)
+        per_device = partitioned
     return mlir.lower_fun(per_device, multiple_results=False)(ctx, *operands)
 
 
@@ -335,6 +340,8 @@ def _make(name, level, abstract, jvp, transpose, batch, lowering):
 
 INNER: dict[str, Primitive] = {}
 OUTER: dict[str, Primitive] = {}
+# (operands, params) as others that can be divided among devices.
+SHARDABLE: dict[str, Callable] = {}
 
 
 def register(name, abstract, jvp, transpose, batch, lowering) -> None:

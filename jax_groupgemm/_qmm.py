@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from . import _call, _primitives, _qmm_reference, _quantized
+from . import _call, _partition, _prepack, _primitives, _qmm_reference, _quantized
 from ._quantized import Quantized
 from ._segments import Form
 
@@ -29,6 +29,8 @@ def qmm(x, q: Quantized, meta, *, form: Form, rows: int, out_dtype, transpose_w:
 
     A global scale is a scalar or (G,).
     """
+    if _partition.explicit_mesh((x, q.weight)) is not None:
+        q = _prepack.unpacked(q)
     leaves, tree = jax.tree.flatten(q)
     return _primitives.bind(
         _NAME, x, *leaves, *meta, tree=tree, form=form, rows=rows, out_dtype=jnp.dtype(out_dtype),
@@ -40,11 +42,15 @@ def qmm(x, q: Quantized, meta, *, form: Form, rows: int, out_dtype, transpose_w:
 def check(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
     w = _quantized.check(op, "w", w)
+    if not transpose_w:
+        w = _prepack.unpacked(w)
     for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
         if dtype is not None and jnp.dtype(dtype).name not in _quantized.FLOATS:
             known = _quantized._or(_quantized.FLOATS)
             raise TypeError(f"jgg.{op}: {name} must be {known}, got dtype {jnp.dtype(dtype).name}")
     shape, k = w.weight.shape, x.shape[-1]
+    if w.layout != "linear":  # as if it were
+        shape = (*w.shape[:-1], w.shape[-1] * w.bits // 32)
     lead = {2: "", 3: "G, "}.get(rank or len(shape), "B..., ")
     letters = f"({lead}N, K*bits/32)" if transpose_w else f"({lead}K, N*bits/32)"
     if len(shape) < 2 or len(shape) != (rank or len(shape)):
@@ -173,9 +179,18 @@ def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **para
     del cotangent_dtype
     x, q, meta = split(tree, operands)
     runs = _call.chosen(platform, (x,), implementation, params["out_dtype"], "jgg_qmm")
+    q = _prepack.readable(q, runs, x.dtype, params["form"], params["transpose_w"])
     if runs == "reference":
         return _qmm_reference.qmm(x, q, meta, **params)
     return _call.qmm(runs, x, q, meta, **params)
 
 
+def _shardable(operands, params):
+    """With the weight in layout "linear", whose axes are those of the array it stands for."""
+    x, q, meta = split(params["tree"], operands)
+    leaves, tree = jax.tree.flatten(_prepack.unpacked(q))
+    return (x, *leaves, *meta), params | {"tree": tree}
+
+
+_primitives.SHARDABLE[_NAME] = _shardable
 _primitives.register(_NAME, _abstract, _jvp, _transpose, _batch, _lowering)

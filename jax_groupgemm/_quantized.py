@@ -31,7 +31,8 @@ MODES = {
     "mxfp8": _Mode((8,), (32,)),
     "nvfp4": _Mode((4,), (16,)),
 }
-LAYOUTS = ("linear",)
+# Of the leaves of a Quantized: as its docstring says, or as _prepack.py does.
+LAYOUTS = ("linear", "sm90")
 FLOATS = ("float32", "bfloat16", "float16")
 # Of an element: mantissa bits, least normal exponent, last finite code.
 _E2M1 = {"mantissa": 1, "emin": 0, "limit": 7}
@@ -68,7 +69,7 @@ class Quantized:
         index of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
       mode, bits, group_size: static, as in the table.
       axis: static; the axis along which blocks run: -1.
-      layout: static; ``"linear"`` is the layout described here.
+      layout: static; ``"linear"`` is the layout described here; :func:`prepack` makes others.
 
     Raises:
       ValueError: mode, bits, group_size, axis or layout is not one of those. Shapes are compared
@@ -99,6 +100,9 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array it stands for, ``(..., K)``."""
+        if self.layout == "sm90":  # tiles of 64 x 64
+            *lead, rows, columns, _ = self.weight.shape
+            return (*lead, 64 * rows, 64 * columns)
         *lead, words = self.weight.shape
         return (*lead, words * 32 // self.bits)
 
@@ -225,8 +229,10 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
     The same bits on every backend (NaN has one pattern). Differentiable in affine scales and biases
     and in global_scale. MLX's ``dequantize``.
     """
+    from ._prepack import unpacked  # which imports this module
+
     op = "dequantize"
-    q = check(op, "q", q)
+    q = unpacked(check(op, "q", q))
     if dtype is None:
         if q.mode == "affine":
             dtype = q.scales.dtype
@@ -244,6 +250,8 @@ def check(op: str, name: str, q) -> Quantized:
         raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {type(q).__name__}")
     weight = _check.array(op, f"{name}.weight", q.weight)
     scales = _check.array(op, f"{name}.scales", q.scales)
+    if q.layout != "linear":
+        return _check_packed(op, name, dataclasses.replace(q, weight=weight, scales=scales))
     if weight.dtype != jnp.uint32:
         raise TypeError(f"jgg.{op}: {name}.weight must be uint32, got dtype {weight.dtype.name}")
     allowed = FLOATS if q.mode == "affine" else ("uint8",)
@@ -280,6 +288,22 @@ def check(op: str, name: str, q) -> Quantized:
     return dataclasses.replace(
         q, weight=weight, scales=scales, biases=biases, global_scale=global_scale
     )
+
+
+def _check_packed(op: str, name: str, q: Quantized) -> Quantized:
+    *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
+    words = 2 if (q.mode, q.group_size) == ("affine", 32) else 1
+    expected = (*lead, rows, columns, 512), (*lead, rows, columns, 64 * words)
+    if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
+        raise ValueError(
+            f"jgg.{op}: {name} has weight {_describe(q.weight)} and scales {_describe(q.scales)}, "
+            f"which jgg.prepack did not make: layout {q.layout!r} has shapes {expected}"
+        )
+    for leaf in (q.weight, q.scales):
+        if leaf.dtype != jnp.uint32:
+            raise TypeError(f"jgg.{op}: {name} in layout {q.layout!r} is uint32, got {leaf.dtype}")
+    global_scale = _global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
+    return dataclasses.replace(q, global_scale=global_scale)
 
 
 def _global_scale(op: str, mode: str, value, shape: tuple[int, ...], prefix: str = ""):

@@ -1,0 +1,194 @@
+"""``prepack``: a quantized weight in the order in which a kernel reads it, once, when it is loaded.
+
+Layout "sm90" is for Hopper's tensor cores, which take a tile of 64 rows (N) x 64 k of a weight
+from registers. Thread ``t = 32 * warp + 4 * g + j`` of 128 has rows ``16 * warp + g`` and ``+ 8``,
+and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. So a tile is
+
+    weight  (128 threads, 4 steps)  a word of eight codes
+    scales  (32 pairs (warp, g), 2 rows, words)  what decodes the row's codes
+
+of uint32, and leaves have shapes (..., N/64, K/64, 512) and (..., N/64, K/64, 64 * words).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _call, _quantized
+from ._float_bits import u32
+from ._quantized import Quantized
+from ._segments import Form
+
+_TILE = 64
+
+
+def prepack(w: Quantized) -> Quantized:
+    """The same values in the layout that the fast kernels read; **K, the last axis, is grouped**.
+
+    For Hopper: modes ``"nvfp4"``, ``"mxfp4"`` and ``"affine"`` of 4 bits with bfloat16 scales; N
+    and K multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a
+    weight gets layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has
+    no kernel for a layout puts the codes (not the values) back in order first.
+
+    Args:
+      w: a :class:`Quantized` ``(..., N, K)``.
+
+    Returns:
+      A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
+      scale is 0 lose their sign). Its scales are constants: gradients flow to activations only.
+
+    Raises:
+      ValueError, TypeError: as :func:`dequantize`.
+    """
+    w = _quantized.check("prepack", "w", w)
+    if w.layout != "linear" or not _packable(w):
+        return w
+    return _prepack(w)
+
+
+def _packable(w: Quantized) -> bool:
+    if len(w.shape) < 2 or w.bits != 4 or any(size % _TILE for size in w.shape[-2:]):
+        return False
+    return w.mode in ("nvfp4", "mxfp4") or (w.mode == "affine" and w.scales.dtype == jnp.bfloat16)
+
+
+def unpacked(w: Quantized) -> Quantized:
+    """``w`` in layout "linear"."""
+    return w if w.layout == "linear" else _unpack(w)
+
+
+def readable(w: Quantized, runs: str, dtype, form: Form, transpose_w: bool) -> Quantized:
+    """``w`` in a layout that implementation ``runs`` can read for a product."""
+    hopper = _call.PLATFORMS.get(runs, runs) == "cuda" and runs != "sm80"
+    hopper = hopper and all(capability == 90 for capability in _call.live_capabilities())
+    if hopper and transpose_w and form.ordered_y and dtype == jnp.bfloat16:
+        return w
+    return unpacked(w)
+
+
+@jax.jit
+def _prepack(w: Quantized) -> Quantized:
+    *lead, n, k = w.shape
+    codes = _quantized.codes_in_groups(w.weight, 4, w.group_size).reshape(w.shape)
+    scales = w.scales
+    if w.mode == "nvfp4":
+        scales = _wide_e4m3(u32(scales) & u32(0x7F))
+        codes = jnp.where(jnp.repeat(scales == 0, w.group_size, axis=-1), u32(0), codes)
+        words = _words(scales, 8)
+    elif w.mode == "mxfp4":
+        words = _words(_bf16_of_e8m0(u32(scales)), 16)
+    else:
+        scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (scales, w.biases))
+        words = scale | bias << 16
+        if w.group_size > _TILE:
+            words = jnp.repeat(words, w.group_size // _TILE, axis=-1)
+    # (..., tile of n, warp, h, g, tile of k, step, i, j, e), see the module's docstring.
+    codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
+    codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
+    codes = codes.reshape(*lead, n // _TILE, k // _TILE, 512, 4, 2)
+    words = words.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, -1)
+    words = _permute(words, (0, 4, 1, 3, 2, 5))
+    return dataclasses.replace(
+        w,
+        weight=_interleave(codes, w.mode),
+        scales=words.reshape(*lead, n // _TILE, k // _TILE, -1),
+        biases=None,
+        layout="sm90",
+    )
+
+
+@jax.jit
+def _unpack(w: Quantized) -> Quantized:
+    *lead, n, k = w.shape
+    codes = _separate(w.weight, w.mode)
+    codes = codes.reshape(*lead, n // _TILE, k // _TILE, 4, 8, 4, 4, 2, 2, 2)
+    codes = _permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)).reshape(*lead, n, k)
+    words = w.scales.reshape(*lead, n // _TILE, k // _TILE, 4, 8, 2, -1)
+    words = _permute(words, (0, 2, 4, 3, 1, 5)).reshape(*lead, n, -1)
+    biases = None
+    if w.mode == "nvfp4":
+        scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
+    elif w.mode == "mxfp4":
+        scales = _e8m0_of_bf16(_parts(words, 16)).astype(jnp.uint8)
+    else:
+        words = words[..., :: max(w.group_size // _TILE, 1)]
+        scales, biases = (
+            lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
+            for v in (words & u32(0xFFFF), words >> 16)
+        )
+    weight = _quantized.pack(codes, 4)
+    return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
+
+
+def _permute(a, last):
+    """Transpose the last axes only."""
+    lead = a.ndim - len(last)
+    return a.transpose(*range(lead), *(lead + i for i in last))
+
+
+def _words(parts, bits: int):
+    """Numbers of 8 or 16 bits, the first lowest, as words."""
+    count = 32 // bits
+    parts = parts.reshape(*parts.shape[:-1], -1, count)
+    return sum(parts[..., i] << (bits * i) for i in range(1, count)) | parts[..., 0]
+
+
+def _parts(words, bits: int):
+    parts = [words >> (bits * i) & u32((1 << bits) - 1) for i in range(32 // bits)]
+    return jnp.stack(parts, axis=-1).reshape(*words.shape[:-1], -1)
+
+
+def _interleave(codes, mode: str):
+    """Four pairs of codes as a word: affine in nibbles i and i + 4, so that pairs are a shift and a
+    mask away; e2m1 so that the sign and the other bits come to lie where bfloat16 has them."""
+    if mode == "affine":
+        return sum(codes[..., i, e] << (4 * i + 16 * e) for i in range(4) for e in range(2))
+    pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
+    a, b, c, d = (pairs[..., i] for i in range(4))
+    d = (d & u32(0x80008000)) >> 1 | (d & u32(0x01800180)) << 3 | (d & u32(0x00400040)) << 7
+    return a | b >> 3 | c >> 6 | d
+
+
+def _separate(words, mode: str):
+    """The inverse: (..., n) words as (..., n, 4, 2) codes."""
+    if mode == "affine":
+        pairs = [words >> (4 * i) for i in range(4)]
+        codes = [(p >> (16 * e)) & u32(15) for p in pairs for e in range(2)]
+    else:
+        mask = u32(0x81C081C0)
+        d = (words << 1) & u32(0x80008000)
+        d = d | (words >> 3) & u32(0x01800180) | (words >> 7) & u32(0x00400040)
+        pairs = [words & mask, (words << 3) & mask, (words << 6) & mask, d]
+        halves = [p >> (16 * e) for p in pairs for e in range(2)]
+        codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
+    return jnp.stack(codes, axis=-1)
+
+
+def _wide_e4m3(byte):
+    """e4m3 as (exponent + 10) * 8 + mantissa, without subnormals; NaN is 255."""
+    mantissa, exponent = byte & u32(7), byte >> 3
+    shift = jnp.where(mantissa >= 4, u32(1), jnp.where(mantissa >= 2, u32(2), u32(3)))
+    small = ((u32(4) - shift) << 3) | ((mantissa << shift) & u32(7))
+    wide = jnp.where(exponent == 0, jnp.where(mantissa == 0, u32(0), small), byte + u32(24))
+    return jnp.where(byte == 0x7F, u32(255), wide)
+
+
+def _e4m3_of_wide(wide):
+    exponent, mantissa = wide >> 3, wide & u32(7)
+    small = (mantissa | u32(8)) >> (u32(4) - jnp.minimum(exponent, u32(3)))
+    byte = jnp.where(exponent > 3, wide - u32(24), jnp.where(wide == 0, u32(0), small))
+    return jnp.where(wide == 255, u32(0x7F), byte)
+
+
+def _bf16_of_e8m0(byte):
+    bits = jnp.where(byte == 0, u32(0x40), byte << 7)
+    return jnp.where(byte == 255, u32(0x7FC0), bits)
+
+
+def _e8m0_of_bf16(bits):
+    return jnp.where(bits == 0x7FC0, u32(255), bits >> 7)

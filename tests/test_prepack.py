@@ -1,0 +1,142 @@
+"""prepack: the same values in another layout, wherever a Quantized may go."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import GPU_KERNELS
+from test_qmm import needs
+
+import jax_groupgemm as jgg
+
+FORMATS = (("nvfp4", 16), ("mxfp4", 32), ("affine", 32), ("affine", 64), ("affine", 128))
+
+
+@pytest.fixture(params=["reference", *(k for k in GPU_KERNELS if k.values[0] == "sm90")])
+def implementation(request) -> str:
+    return needs(request.param)
+
+
+def weight(rng, mode, group_size, shape=(3, 128, 256)):
+    """Every code; every scale byte, NaN included, beside ordinary ones."""
+    if mode == "affine":
+        return jgg.quantize(oracle.random(rng, shape, jnp.bfloat16), group_size=group_size)
+    codes = rng.integers(0, 2**32, (*shape[:-1], shape[-1] // 8), dtype=np.uint32)
+    scales = rng.integers(0, 256, (*shape[:-1], shape[-1] // group_size), dtype=np.uint8)
+    return jgg.Quantized(
+        jnp.asarray(codes), jnp.asarray(scales), mode=mode, bits=4, group_size=group_size
+    )
+
+
+def ordinary(rng, mode, group_size, shape):
+    return jgg.quantize(oracle.random(rng, shape, jnp.bfloat16), mode=mode, group_size=group_size)
+
+
+@pytest.mark.parametrize(("mode", "group_size"), FORMATS)
+def test_same_values(rng, mode, group_size):
+    w = weight(rng, mode, group_size)
+    packed = jgg.prepack(w)
+    assert (packed.layout, packed.shape) == ("sm90", w.shape)
+    assert packed.weight.size == w.weight.size
+    expected, got = oracle.f64(jgg.dequantize(w)), oracle.f64(jgg.dequantize(packed))
+    np.testing.assert_array_equal(got, expected)
+    assert jgg.prepack(packed) is not None
+    assert jgg.prepack(packed).layout == "sm90"
+
+
+def test_others_stay(rng):
+    x = lambda *shape: oracle.random(rng, shape, jnp.bfloat16)
+    for w in (
+        jgg.quantize(x(2, 64, 64), bits=8),
+        jgg.quantize(x(2, 60, 64)),
+        jgg.quantize(x(2, 64, 96), mode="mxfp4"),
+        jgg.quantize(x(2, 64, 64).astype(jnp.float32)),
+        jgg.quantize(x(64), mode="nvfp4"),
+    ):
+        assert jgg.prepack(w).layout == "linear"
+
+
+def test_damage_is_noticed(rng):
+    w = jgg.prepack(ordinary(rng, "nvfp4", 16, (2, 64, 64)))
+    with pytest.raises(ValueError, match=r"which jgg\.prepack did not make"):
+        jgg.dequantize(dataclasses.replace(w, scales=w.scales[..., :-1]))
+    with pytest.raises(TypeError, match="is uint32"):
+        jgg.dequantize(dataclasses.replace(w, scales=w.scales.astype(jnp.int32)))
+
+
+# Kernels take every format and tile; the reference, which does not know the layout, one.
+PRODUCTS = [
+    ("reference", "nvfp4", 16, 20),
+    *(
+        pytest.param("sm90", *form, mean, marks=kernel.marks)
+        for kernel in GPU_KERNELS
+        if kernel.values[0] == "sm90"
+        for form in FORMATS
+        for mean in (3, 20, 50, 130, 400)
+    ),
+]
+
+
+@pytest.mark.parametrize(("implementation", "mode", "group_size", "mean"), PRODUCTS)
+def test_products(rng, implementation, mode, group_size, mean):
+    needs(implementation)
+    sizes = np.array([0, mean, 2 * mean - 1, 1, 0])
+    w = ordinary(rng, mode, group_size, (len(sizes), 192, 384))
+    x = oracle.random(rng, (int(sizes.sum()) + 5, 384), jnp.bfloat16)
+    f = jax.jit(functools.partial(jgg.grouped_qmm, implementation=implementation))
+    expected = oracle.grouped_mm(x, jgg.dequantize(w, jnp.bfloat16).swapaxes(1, 2), sizes)
+    oracle.assert_close(f(x, jgg.prepack(w), jnp.array(sizes)), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+def test_epilogue(rng, implementation, activation):
+    sizes = jnp.array([3, 0, 70, 8])
+    w = ordinary(rng, "nvfp4", 16, (4, 256, 128))
+    scale = jnp.array([0.5, 2.0, 1.0, 4.0], jnp.float32)
+    w = jgg.Quantized(w.weight, w.scales, None, scale, mode="nvfp4", bits=4, group_size=16)
+    x = oracle.random(rng, (90, 128), jnp.bfloat16)
+    bias = oracle.random(rng, (4, 256), jnp.bfloat16)
+    row_scale = oracle.random(rng, (90,), jnp.float32)
+    f = lambda w, i: jax.jit(
+        lambda x, w, s: jgg.grouped_qmm(
+            x, w, s, bias=bias, activation=activation, row_scale=row_scale, implementation=i
+        )
+    )(x, w, sizes)
+    oracle.assert_close(f(jgg.prepack(w), implementation), oracle.f64(f(w, "reference")))
+
+
+def test_transformations(rng, implementation):
+    sizes = jnp.array([5, 0, 9])
+    w = ordinary(rng, "affine", 64, (3, 128, 192))
+    packed = jgg.prepack(w)
+    x = oracle.random(rng, (4, 20, 192), jnp.bfloat16)
+    f = lambda x, w: jgg.grouped_qmm(x, w, sizes, implementation=implementation)
+    loss = lambda x, w: jnp.sum(f(x, w).astype(jnp.float32) ** 2)
+    for transformed in (
+        jax.vmap(f, (0, None)),
+        jax.vmap(jax.grad(loss), (0, None)),
+        lambda x, w: jax.vmap(f, (0, 0))(
+            x, jax.tree.map(lambda a: jnp.broadcast_to(a, (4, *a.shape)), w)
+        ),
+    ):
+        expected = oracle.f64(jax.jit(transformed)(x, w))
+        oracle.assert_close(jax.jit(transformed)(x, packed), expected)
+
+
+def test_other_products(rng):
+    w = ordinary(rng, "mxfp4", 32, (3, 64, 128))
+    packed = jgg.prepack(w)
+    x = oracle.random(rng, (6, 128), jnp.bfloat16)
+    index = jnp.array([2, 0, 2, 1, 7, 0])
+    gathered = lambda w: jgg.gather_qmm(x[:, None, :], w, rhs_indices=index)
+    oracle.assert_close(gathered(packed), oracle.f64(gathered(w)))
+    one = jax.tree.map(lambda a: a[1], w)
+    oracle.assert_close(
+        jgg.quantized_matmul(x, jgg.prepack(one)), oracle.f64(jgg.quantized_matmul(x, one))
+    )
+    other = lambda w: jgg.grouped_qmm(x[:, :64], w, jnp.array([2, 2, 2]), transpose_w=False)
+    oracle.assert_close(other(packed), oracle.f64(other(w)))
