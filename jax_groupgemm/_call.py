@@ -24,7 +24,11 @@ import numpy as np
 from . import _reference, _segments
 
 #: Custom calls, and the platforms that there is a handler for.
-TARGETS: dict[str, tuple[str, ...]] = {"jgg_mm": ("cpu", "cuda"), "jgg_wgrad": ("cpu", "cuda")}
+TARGETS: dict[str, tuple[str, ...]] = {
+    "jgg_mm": ("cpu", "cuda"),
+    "jgg_wgrad": ("cpu", "cuda"),
+    "jgg_qmm_packed": ("cuda",),
+}
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
@@ -308,6 +312,8 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
         epilogue: Epilogue | None = None):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales[, biases][, global_scale], metadata[, bias]
     [, row_scale] -> out."""
+    if q.layout != "linear":
+        return _qmm_packed(x, q, meta, form=form, rows=rows, out_dtype=out_dtype, epilogue=epilogue)
     groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
     epilogue = epilogue or Epilogue()
     assert epilogue.existing_out is None
@@ -332,6 +338,31 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
     out = jax.ShapeDtypeStruct((rows, columns), out_dtype)
     call = jax.ffi.ffi_call("jgg_qmm", out)
     return call(x, *leaves, *metadata, *options, **_attributes(flags))
+
+
+def _qmm_packed(x, q, meta, *, form, rows, out_dtype, epilogue: Epilogue | None = None):
+    """Custom call ``jgg_qmm_packed``: x, weight, scales, metadata[, global_scale][, group_offset]
+    [, bias][, row_scale] -> out."""
+    groups, n = q.shape[:2]
+    epilogue = epilogue or Epilogue()
+    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
+    metadata, *offset = _segments.narrow(form, meta, x.shape[0], groups)
+    if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
+        return jnp.zeros((rows, columns), out_dtype)
+    options = (q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
+    flags = {
+        "mode": q.mode,
+        "kind": form.kind,
+        "swapped": form.swapped,
+        "global_scale": q.global_scale is not None,
+        "group_offset": bool(offset),
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+    }
+    call = jax.ffi.ffi_call("jgg_qmm_packed", jax.ShapeDtypeStruct((rows, columns), out_dtype))
+    given = [value for value in options if value is not None]
+    return call(x, q.weight, q.scales, metadata, *given, **_attributes(flags))
 
 
 def _metadata_flags(kernel, form, meta, precision) -> dict[str, Any]:

@@ -162,7 +162,13 @@ def _lowering(platform, *operands, **params):
     x, w, meta, bias, row_scale, existing = params["present"].split(operands)
     implementation, dtype = params["implementation"], params["dtype"]
     quantized = isinstance(w, Quantized)
-    known, target = ((x,), "jgg_qmm") if quantized else ((x, w), "jgg_mm")
+    known, target = (x, w), "jgg_mm"
+    if quantized:
+        gated = params["activation"] in GATED_ACTIVATIONS
+        w = _prepack.readable(
+            w, platform, implementation, x.dtype, SIZES, params["transpose_w"], gated
+        )
+        known, target = (x,), _prepack.target(w)
     others = [v for v in (bias, row_scale) if v is not None]
     runs = _call.chosen(platform, known, implementation, dtype, target)
     fusable = (
@@ -179,7 +185,6 @@ def _lowering(platform, *operands, **params):
         "epilogue": _call.Epilogue(bias, params["activation"], row_scale, existing),
     }  # fmt: skip
     if quantized:
-        w = _prepack.readable(w, runs, x.dtype, SIZES, params["transpose_w"])
         return _call.qmm(runs, x, w, meta, **same)
     return _call.mm(runs, x, w, *meta, transpose_x=False, transpose_out=False, **same)
 

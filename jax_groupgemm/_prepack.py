@@ -61,13 +61,19 @@ def unpacked(w: Quantized) -> Quantized:
     return w if w.layout == "linear" else _unpack(w)
 
 
-def readable(w: Quantized, runs: str, dtype, form: Form, transpose_w: bool) -> Quantized:
-    """``w`` in a layout that implementation ``runs`` can read for a product."""
-    hopper = _call.PLATFORMS.get(runs, runs) == "cuda" and runs != "sm80"
+def readable(w: Quantized, platform: str, implementation, dtype, form: Form, transpose_w, gated):
+    """``w`` in a layout that the kernels of a platform can read for this product."""
+    hopper = platform == "cuda" and implementation in (None, "sm90")
     hopper = hopper and all(capability == 90 for capability in _call.live_capabilities())
-    if hopper and transpose_w and form.ordered_y and dtype == jnp.bfloat16:
+    whole = not gated or w.shape[-2] // 2 % _TILE == 0
+    if hopper and transpose_w and form.ordered_y and whole and dtype == jnp.bfloat16:
         return w
     return unpacked(w)
+
+
+def target(w: Quantized) -> str:
+    """The custom call for a layout."""
+    return "jgg_qmm" if w.layout == "linear" else "jgg_qmm_packed"
 
 
 @jax.jit
@@ -150,8 +156,10 @@ def _interleave(codes, mode: str):
     pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
     pairs = pairs[..., 0] | pairs[..., 1] << 16
     a, b, c, d = (pairs[..., i] for i in range(4))
-    d = (d & u32(0x80008000)) >> 1 | (d & u32(0x01800180)) << 3 | (d & u32(0x00400040)) << 7
-    return a | b >> 3 | c >> 6 | d
+    signs, others = u32(0x80008000), u32(0x01C001C0)
+    c = (c & others) >> 6 | (c & signs) >> 1
+    d = (d & others) << 3 | (d & signs) >> 2
+    return a | b >> 3 | c | d
 
 
 def _separate(words, mode: str):
@@ -160,10 +168,10 @@ def _separate(words, mode: str):
         pairs = [words >> (4 * i) for i in range(4)]
         codes = [(p >> (16 * e)) & u32(15) for p in pairs for e in range(2)]
     else:
-        mask = u32(0x81C081C0)
-        d = (words << 1) & u32(0x80008000)
-        d = d | (words >> 3) & u32(0x01800180) | (words >> 7) & u32(0x00400040)
-        pairs = [words & mask, (words << 3) & mask, (words << 6) & mask, d]
+        signs, others = u32(0x80008000), u32(0x01C001C0)
+        shifts = ((0, 0), (3, 3), (1, 6), (2, -3))  # of the sign, of the others
+        left = lambda n: words << n if n >= 0 else words >> -n
+        pairs = [left(sign) & signs | left(other) & others for sign, other in shifts]
         halves = [p >> (16 * e) for p in pairs for e in range(2)]
         codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
     return jnp.stack(codes, axis=-1)

@@ -178,10 +178,12 @@ def _fold(leaf, dim, size: int, groups: int):
 def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **params):
     del cotangent_dtype
     x, q, meta = split(tree, operands)
-    runs = _call.chosen(platform, (x,), implementation, params["out_dtype"], "jgg_qmm")
-    q = _prepack.readable(q, runs, x.dtype, params["form"], params["transpose_w"])
+    q = _prepack.readable(
+        q, platform, implementation, x.dtype, params["form"], params["transpose_w"], gated=False
+    )
+    runs = _call.chosen(platform, (x,), implementation, params["out_dtype"], _prepack.target(q))
     if runs == "reference":
-        return _qmm_reference.qmm(x, q, meta, **params)
+        return _qmm_reference.qmm(x, _prepack.unpacked(q), meta, **params)
     return _call.qmm(runs, x, q, meta, **params)
 
 

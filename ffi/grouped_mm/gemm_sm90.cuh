@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 
 #include "common/dispatch.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
@@ -11,24 +12,10 @@
 
 namespace jgg {
 
-// Launch one configuration on as many clusters as the device holds at a time, which share out the
-// tiles.
+// The tensor map of the result, where it can have one.
 template <typename Config>
-cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
-  constexpr auto kernel = device::GemmSm90Kernel<Config>;
-  constexpr int kBytes = sizeof(typename Config::SharedMemory);
-  static_assert(kBytes <= 227 * 1024);
-
-  gemm.l_k_major = Config::kLKMajor;
-  gemm.r_k_major = Config::kRKMajor;
-  TensorMapSpec l = operands.l, r = operands.r;
-  l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
-  r.box_lines = 64;
-  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
-  if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
-
-  const bool gated = IsGated(gemm.epilogue.activation);
-  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
+cudaError_t EncodeOutSm90(GemmSm90& gemm) {
+  const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
   const TensorMapSpec out{gemm.out,
                           gemm.out_dtype,
                           columns,
@@ -38,10 +25,15 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
                           gemm.wgrad ? gemm.out_group : gemm.out_line,
                           Config::kChunkL};
   gemm.stores_boxes = gemm.out_dtype != DType::kF32 && TensorMapProblem(out) == nullptr;
-  if (gemm.stores_boxes) {
-    if (cudaError_t error = EncodeTensorMap(out, &gemm.out_map)) return error;
-  }
+  return gemm.stores_boxes ? EncodeTensorMap(out, &gemm.out_map) : cudaSuccess;
+}
 
+// Launch a kernel on as many clusters as the device holds at a time, which share out the tiles.
+template <typename Config, auto kernel, typename Parameters>
+cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
+                            const Parameters& parameters) {
+  constexpr int kBytes = sizeof(typename Config::SharedMemory);
+  static_assert(kBytes <= 227 * 1024);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {Config::kCluster, 1, 1};
@@ -71,6 +63,8 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   }
   // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
   // have a gap before it.
+  const bool gated = IsGated(gemm.epilogue.activation);
+  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
   const int64_t m_tiles =
       gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
@@ -79,7 +73,20 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
   launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Config::kCluster;
-  return cudaLaunchKernelEx(&launch, kernel, static_cast<const GemmSm90&>(gemm));
+  return cudaLaunchKernelEx(&launch, kernel, parameters);
+}
+
+template <typename Config>
+cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+  gemm.l_k_major = Config::kLKMajor;
+  gemm.r_k_major = Config::kRKMajor;
+  TensorMapSpec l = operands.l, r = operands.r;
+  l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
+  r.box_lines = 64;
+  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
+  if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
 }
 
 // Rows of the result that a tile may have, going by what segments have on average.

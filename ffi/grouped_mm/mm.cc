@@ -1,6 +1,5 @@
 // CUDA handler of mm: bind, choose, launch.
 
-#include <optional>
 #include <string_view>
 
 #include "common/arch.h"
@@ -13,17 +12,6 @@
 namespace jgg {
 namespace ffi = xla::ffi;
 
-static std::optional<Activation> ToActivation(std::string_view name) {
-  if (name == "") return Activation::kNone;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "tanh") return Activation::kTanh;
-  if (name == "swiglu") return Activation::kSwiglu;
-  if (name == "geglu") return Activation::kGeglu;
-  return std::nullopt;
-}
-
 // Optional operands after x, w and the metadata, in this order.
 struct MmOptions {
   bool group_offset, bias, row_scale, existing_out;
@@ -34,22 +22,8 @@ static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, MmA
   Operands operands(op, rest);
   if (has.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
   Epilogue& epilogue = args->epilogue;
-  if (has.bias) {
-    const auto bias = operands.Take("bias");
-    if (!bias) return bias.error();
-    JGG_RETURN_IF_ERROR(CheckShape(op, "bias", "(G, N)", *bias, {args->groups, args->n}));
-    JGG_RETURN_IF_ERROR(CheckFloat(op, "bias", bias->element_type()));
-    epilogue.bias = bias->untyped_data();
-    epilogue.bias_dtype = *ToDType(bias->element_type());
-  }
-  if (has.row_scale) {
-    const auto row_scale = operands.Take("row_scale");
-    if (!row_scale) return row_scale.error();
-    JGG_RETURN_IF_ERROR(CheckShape(op, "row_scale", "(T,)", *row_scale, {args->rows}));
-    JGG_RETURN_IF_ERROR(CheckFloat(op, "row_scale", row_scale->element_type()));
-    epilogue.row_scale = row_scale->untyped_data();
-    epilogue.row_scale_dtype = *ToDType(row_scale->element_type());
-  }
+  if (has.bias) JGG_RETURN_IF_ERROR(BindBias(op, &operands, args->groups, args->n, &epilogue));
+  if (has.row_scale) JGG_RETURN_IF_ERROR(BindRowScale(op, &operands, args->rows, &epilogue));
   if (has.existing_out) {
     const auto existing_out = operands.Take("existing_out");
     if (!existing_out) return existing_out.error();

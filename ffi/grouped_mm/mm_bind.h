@@ -1,6 +1,9 @@
 // From XLA's buffers to MmArgs, for the handlers of mm.
 #pragma once
 
+#include <optional>
+#include <string_view>
+
 #include "common/buffer.h"
 #include "common/check.h"
 #include "grouped_mm/metadata_bind.h"
@@ -48,6 +51,40 @@ inline xla::ffi::Error BindMm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w, xla:
   args->out_row = transpose_out ? 1 : columns;
   args->out_n = transpose_out ? rows : 1;
   args->epilogue.activation = activation;
+  return xla::ffi::Error::Success();
+}
+
+inline std::optional<Activation> ToActivation(std::string_view name) {
+  if (name == "") return Activation::kNone;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "tanh") return Activation::kTanh;
+  if (name == "swiglu") return Activation::kSwiglu;
+  if (name == "geglu") return Activation::kGeglu;
+  return std::nullopt;
+}
+
+// The next operand as an epilogue's bias, or row scale.
+inline xla::ffi::Error BindBias(const char* op, Operands* operands, int64_t groups, int64_t n,
+                                Epilogue* epilogue) {
+  const auto bias = operands->Take("bias");
+  if (!bias) return bias.error();
+  JGG_RETURN_IF_ERROR(CheckShape(op, "bias", "(G, N)", *bias, {groups, n}));
+  JGG_RETURN_IF_ERROR(CheckFloat(op, "bias", bias->element_type()));
+  epilogue->bias = bias->untyped_data();
+  epilogue->bias_dtype = *ToDType(bias->element_type());
+  return xla::ffi::Error::Success();
+}
+
+inline xla::ffi::Error BindRowScale(const char* op, Operands* operands, int64_t rows,
+                                    Epilogue* epilogue) {
+  const auto row_scale = operands->Take("row_scale");
+  if (!row_scale) return row_scale.error();
+  JGG_RETURN_IF_ERROR(CheckShape(op, "row_scale", "(T,)", *row_scale, {rows}));
+  JGG_RETURN_IF_ERROR(CheckFloat(op, "row_scale", row_scale->element_type()));
+  epilogue->row_scale = row_scale->untyped_data();
+  epilogue->row_scale_dtype = *ToDType(row_scale->element_type());
   return xla::ffi::Error::Success();
 }
 

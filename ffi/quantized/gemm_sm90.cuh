@@ -1,0 +1,49 @@
+// Host side of the Hopper kernel of qmm: tile shapes, choice between them, launch.
+#pragma once
+
+#include "grouped_mm/gemm_sm90.cuh"
+#include "quantized/device/gemm_sm90.cuh"
+#include "quantized/gemm_sm90.h"
+
+namespace jgg {
+
+template <typename Config>
+cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                      const OperandsSm90& operands) {
+  GemmSm90& gemm = quantized.gemm;
+  gemm.l_k_major = true;
+  TensorMapSpec l = operands.l;
+  l.box_lines = Config::kChunkL;
+  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
+}
+
+// Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way.
+template <Mode kMode, int kScaleWords>
+cudaError_t LaunchQuantizedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                        const OperandsSm90& operands) {
+  using device::QuantizedGemmSm90Config;
+  using Weights = device::WeightsSm90<kMode, kScaleWords>;
+  const int64_t rows = TypicalRowsSm90(quantized.gemm);
+  if (IsGated(quantized.gemm.epilogue.activation)) {
+    if (rows <= 32) {
+      return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 2, 7, 1>>(
+          stream, quantized, operands);
+    }
+    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 96, 2, 4, 1>>(
+        stream, quantized, operands);
+  }
+  if (rows <= 32) {
+    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 1, 5, 1, 2>>(
+        stream, quantized, operands);
+  }
+  if (rows <= 64) {
+    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 3, 1, 2>>(
+        stream, quantized, operands);
+  }
+  return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 192, 1, 3, 2>>(
+      stream, quantized, operands);
+}
+
+}  // namespace jgg

@@ -1,0 +1,38 @@
+// Quantized weights as handlers and kernels see them; jax_groupgemm/_quantized.py is their
+// definition.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace jgg {
+
+enum class Mode { kAffine, kMxfp4, kMxfp8, kNvfp4 };
+
+// How the codes of a group become values.
+struct Coding {
+  Mode mode;
+  int bits;
+  DType scale_dtype;  // kAffine: of scales and biases; the other modes have bytes
+
+  constexpr int ScaleBytes() const {
+    if (mode != Mode::kAffine) return 1;
+    return scale_dtype == DType::kF32 ? 4 : 2;
+  }
+};
+
+// Matrices of lines: rows of W, or columns where W is transposed. A line is a bit stream of
+// `elements` codes, of which every `group_size` share a scale (and a bias).
+struct QuantizedWeight {
+  Coding coding;
+  int group_size;
+  const void* packed;         // (groups, lines, elements * bits / 32) uint32
+  const void* scales;         // (groups, lines, elements / group_size)
+  const void* biases;         // likewise; null where the mode has none
+  int64_t groups, lines, elements;
+  const float* global_scale;  // null where there is none
+  int64_t global_scale_group, global_scale_column;  // from one to the next; 0 where all share one
+};
+
+}  // namespace jgg
