@@ -39,7 +39,7 @@ cudaError_t LaunchQuantizedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& 
         stream, quantized, operands);
   }
   if (rows <= 64) {
-    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 3, 1, 2>>(
+    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(
         stream, quantized, operands);
   }
   return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 192, 1, 3, 2>>(
