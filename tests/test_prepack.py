@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from conftest import GPU_KERNELS
 from test_qmm import needs
 
 import jax_groupgemm as jgg
+from jax_groupgemm import _call
 
 FORMATS = (("nvfp4", 16), ("mxfp4", 32), ("affine", 32), ("affine", 64), ("affine", 128))
 
@@ -140,3 +142,32 @@ def test_other_products(rng):
     )
     other = lambda w: jgg.grouped_qmm(x[:, :64], w, jnp.array([2, 2, 2]), transpose_w=False)
     oracle.assert_close(other(packed), oracle.f64(other(w)))
+
+
+def test_cuda_lowering(rng, monkeypatch):
+    """One custom call; for what the kernel cannot read, the codes are put back in order."""
+    for target in ("jgg_qmm", "jgg_qmm_packed"):
+        monkeypatch.setitem(_call.TARGETS, target, ("cuda",))
+    w = jgg.prepack(ordinary(rng, "nvfp4", 16, (3, 128, 192)))
+    sizes, bias = jnp.array([2, 3, 1]), jnp.ones((3, 128), jnp.bfloat16)
+
+    def calls(f, *args):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r"custom_call @(jgg_\w+)\(.*", text), text
+
+    x = jnp.ones((8, 192), jnp.bfloat16)
+    f = lambda x, w, b: jgg.grouped_qmm(x, w, sizes, bias=b, activation="swiglu")
+    names, text = calls(f, x, w, bias)
+    (line,) = re.findall(r"custom_call @jgg_qmm_packed.*", text)
+    assert names == ["jgg_qmm_packed"]
+    assert re.findall(r"tensor<(\w+)>", line)[-6:] == [
+        "8x192xbf16", "3x2x3x512xui32", "3x2x3x64xui32", "3xi32", "3x128xbf16", "8x64xbf16",
+    ]  # fmt: skip
+    for attribute in ('mode = "nvfp4"', 'activation = "swiglu"', "bias = true", 'kind = "sizes"'):
+        assert attribute in line, attribute
+    plain = lambda x, w: jgg.grouped_qmm(x, w, sizes)
+    assert calls(plain, x.astype(jnp.float32), w)[0] == ["jgg_qmm"]
+    grad = jax.grad(lambda x, w: plain(x, w).astype(jnp.float32).sum())
+    assert calls(grad, x, w)[0][-1] == "jgg_qmm"
+    wide = jgg.prepack(ordinary(rng, "nvfp4", 16, (3, 192, 192)))  # a gate of 96 columns
+    assert calls(f, x, wide, jnp.ones((3, 192), jnp.bfloat16))[0] == ["jgg_qmm"]
