@@ -10,50 +10,81 @@
 
 namespace jgg {
 
-// Launch one configuration: as many blocks as the device holds at a time, which share out the
-// tiles. Where a tile is found without a scan there is a block for each instead, and the device
-// shares them out as others finish: tiles of segments of different lengths take different times.
-template <typename Config>
-cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
-  constexpr auto kernel = device::GemmSm80Kernel<Config>;
-  constexpr int kBytes = sizeof(typename Config::SharedMemory);
-  // Blocks that fit the device, asked once per device.
-  static std::array<std::atomic<int>, 64> known{};
+// Of one kernel, for each device: bytes of shared memory, and blocks that fit, as one number.
+using KnownBlocks = std::array<std::atomic<uint64_t>, 64>;
+
+// Blocks of a kernel that the device holds at a time; asked once, or whenever `bytes` changes.
+inline cudaError_t BlocksThatFit(const void* kernel, int threads, int bytes, KnownBlocks& known,
+                                 int* blocks) {
   int device = 0;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
-  int blocks = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
-  if (blocks == 0) {
-    int processors = 0, per_processor = 0;
-    if (cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-      return error;
-    }
-    if (cudaError_t error =
-            cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) {
-      return error;
-    }
-    if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &per_processor, kernel, Config::kThreads, kBytes)) {
-      return error;
-    }
-    blocks = processors * std::max(per_processor, 1);
-    if (device < 64) known[device].store(blocks, std::memory_order_relaxed);
+  const uint64_t last = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+  if (last >> 32 == static_cast<uint64_t>(bytes)) {
+    *blocks = static_cast<int>(last & 0xffffffff);
+    return cudaSuccess;
   }
-  // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
-  // have a gap before it.
+  int processors = 0, per_processor = 0, most_bytes = 0;
+  if (cudaError_t error =
+          cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+    return error;
+  }
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes)) {
+    return error;
+  }
+  if (cudaError_t error =
+          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) {
+    return error;
+  }
+  if (cudaError_t error =
+          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, threads, bytes)) {
+    return error;
+  }
+  *blocks = processors * std::max(per_processor, 1);
+  const uint64_t asked = static_cast<uint64_t>(bytes) << 32 | static_cast<uint32_t>(*blocks);
+  if (device < 64) known[device].store(asked, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
+// have a gap before it.
+template <typename Config>
+int64_t MostTiles(const GemmSm80& gemm) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
   const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = IsGated(gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
   const int64_t n_tiles = (columns + tile_columns - 1) / tile_columns;
   const int64_t m_tiles = mm ? gemm.rows_y / Config::kM + 3 * (gemm.metadata.count + 1)
                              : (gemm.m + Config::kM - 1) / Config::kM * gemm.groups;
-  const int64_t tiles = m_tiles * n_tiles;
+  return m_tiles * n_tiles;
+}
+
+// Launch one configuration: as many blocks as the device holds at a time, which share out the
+// tiles. Where a tile is found without a scan there is a block for each instead, and the device
+// shares them out as others finish: tiles of segments of different lengths take different times.
+// `arguments` is the kernel's, `gemm` what it says of the tiles.
+template <typename Config, typename Arguments>
+cudaError_t LaunchTiles(cudaStream_t stream, void (*kernel)(Arguments), const Arguments& arguments,
+                        const GemmSm80& gemm, int bytes, KnownBlocks& known) {
+  int blocks = 0;
+  if (cudaError_t error = BlocksThatFit(reinterpret_cast<const void*>(kernel), Config::kThreads,
+                                        bytes, known, &blocks)) {
+    return error;
+  }
+  const int64_t tiles = MostTiles<Config>(gemm);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
   const bool scans = gemm.order != GemmSm80::Order::kMatrices;
   blocks = static_cast<int>(scans ? std::min<int64_t>(tiles, blocks) : tiles);
-  kernel<<<blocks, Config::kThreads, kBytes, stream>>>(gemm);
+  kernel<<<blocks, Config::kThreads, bytes, stream>>>(arguments);
   return cudaGetLastError();
+}
+
+template <typename Config>
+cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
+  static KnownBlocks known{};
+  return LaunchTiles<Config>(stream, device::GemmSm80Kernel<Config>, gemm, gemm,
+                             sizeof(typename Config::SharedMemory), known);
 }
 
 // Low: few rows, tiles as low as an instruction, so that memory sets the pace. Large: reuses most.

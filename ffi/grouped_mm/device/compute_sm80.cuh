@@ -62,6 +62,10 @@ struct LineTile {
   using Layout = cute::Layout<cute::Shape<cute::Int<kMn>, cute::Int<kK>>,
                               cute::Stride<cute::_1, cute::Int<kStride>>>;
   using Plain = Layout;
+
+  __device__ static int Move(int offset, int mn_more, int k_more) {
+    return offset + Layout{}(mn_more, k_more);
+  }
 };
 
 // mma.sync m16n8k16 (k8 for tf32) on a kM x kN tile by kWarpsM x kWarpsN warps, kWarpsK times: each
@@ -86,6 +90,7 @@ class TensorOps {
                                      MatrixTile<Element, kKMajor, kMn, kK>>;
 
  public:
+  static constexpr int kSums = kM * kN * kWarpsK;  // of all threads
   using ATile = TileOf<kAKMajor, kM>;
   using BTile = TileOf<kBKMajor, kN>;
 
@@ -130,6 +135,20 @@ class TensorOps {
           Instruction::fma(c[0], c[1], c[2], c[3], values_a[i][0], values_a[i][1], values_a[i][2],
                            values_a[i][3], pair[0], pair[1], c[0], c[1], c[2], c[3]);
         }
+      }
+    }
+  }
+
+  // function(n, sum) for each of this thread's sums, in an order that is always the same.
+  template <typename Function>
+  __device__ void ForEach(Function function) {
+    const int column = WarpN() + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kAtomsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kAtomsN; ++j) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) function(column + 8 * j + v % 2, sums_[i][j][v]);
       }
     }
   }
@@ -233,6 +252,7 @@ template <bool kAKMajor, bool kBKMajor, int kM, int kN, int kK, int kThreadsM, i
 class FloatOps {
  public:
   static constexpr int kThreads = kThreadsM * kThreadsN * kThreadsK;
+  static constexpr int kSums = kM * kN * kThreadsK;  // of all threads
   using ATile = LineTile<kM, kK, kAKMajor>;
   using BTile = LineTile<kN, kK, kBKMajor>;
 
@@ -276,6 +296,16 @@ class FloatOps {
           sums_[i][j] = fmaf(values_a[k % 2][i], values_b[k % 2][j], sums_[i][j]);
         }
       }
+    }
+  }
+
+  // As of TensorOps.
+  template <typename Function>
+  __device__ void ForEach(Function function) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) function(n_ + Position<kThreadsN>(j), sums_[i][j]);
     }
   }
 

@@ -19,8 +19,10 @@ struct Lines {
 //
 // An operand consists of lines, along which memory is contiguous ("cont"): one line per m (or n)
 // where it is K-major, one per k where it is MN-major. Reads are rounded outwards along a line to
-// whole pieces of `width` elements; lines outside the bounds are never touched.
-template <typename Element, bool kKMajor, int kMn, int kK, int kThreads, typename SharedTile>
+// whole pieces of `width` elements; lines outside the bounds are never touched. kAligned: pieces
+// are always of 16 bytes.
+template <typename Element, bool kKMajor, int kMn, int kK, int kThreads, typename SharedTile,
+          bool kAligned = false>
 class TileCopy {
  public:
   // Begin a tile. `origin` is its element (0, 0); only [mn_lo, mn_hi) is wanted, where mn counts
@@ -53,7 +55,7 @@ class TileCopy {
   // Start copying the slice from k0 on, of which k in [k_lo, k_hi) is wanted. Slices come in order.
   __device__ void Next(Element* slice, const Lines& lines, int k0, int k_lo, int k_hi) {
     const int k = k0 + (kKMajor ? Cont() : Line());
-    if (width_ == kPiece) {
+    if (kAligned || width_ == kPiece) {
       const bool inside = kKMajor ? k + kPiece > k_lo && k < k_hi : wanted_ != 0;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {

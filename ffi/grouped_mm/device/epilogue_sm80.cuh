@@ -10,21 +10,22 @@
 
 namespace jgg::device {
 
-template <int kM, int kN, int kThreads>
+// kRowsOnly: of a result that is contiguous along its rows.
+template <int kM, int kN, int kThreads, bool kRowsOnly = false>
 class ResultTile {
  public:
   // The sums in shared memory, contiguous along the axis along which the result is. Padded so that
   // writing them from the layout of an mma meets few banks twice.
   static constexpr int kRowStride = kN + 8, kColumnStride = kM + 8;
   static constexpr int kFloats =
-      kM * kRowStride > kN* kColumnStride ? kM* kRowStride : kN* kColumnStride;
+      kRowsOnly || kM * kRowStride > kN* kColumnStride ? kM* kRowStride : kN* kColumnStride;
 
   // Write the tile's sums to the result. All threads; `floats` is free afterwards.
   template <typename Ops>
   __device__ static void Store(const GemmSm80& gemm, const Tile& tile, const Ops& ops,
                                float* floats) {
     using namespace cute;
-    const bool by_rows = gemm.out_n == 1;
+    const bool by_rows = kRowsOnly || gemm.out_n == 1;
     if (by_rows) {
       ops.Write(floats, Layout<Shape<Int<kM>, Int<kN>>, Stride<Int<kRowStride>, _1>>{});
     } else {

@@ -1,0 +1,150 @@
+// The kernel: grouped_mm/device/gemm_sm80.cuh with a B that is decoded between the ring, where it
+// lies as it does in global memory, and the products.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "grouped_mm/device/compute_sm80.cuh"
+#include "grouped_mm/device/copy_sm80.cuh"
+#include "grouped_mm/device/epilogue_sm80.cuh"
+#include "grouped_mm/device/schedule_sm80.cuh"
+#include "quantized/device/quantized_copy_sm80.cuh"
+
+namespace jgg::device {
+
+// kAligned_: rows of A begin at multiples of 16 bytes.
+template <typename Element_, bool kBKMajor_, int kM_, int kN_, int kK_, int kStages_,
+          int kBlocksPerSm_, bool kAligned_, typename Ops_, typename Format_ = AnyCoding>
+struct QuantizedGemmConfig {
+  using Element = Element_;
+  using Ops = Ops_;
+  using Format = Format_;
+  static constexpr bool kBKMajor = kBKMajor_, kAligned = kAligned_;
+  static constexpr int kM = kM_, kN = kN_, kK = kK_, kStages = kStages_;
+  static constexpr int kThreads = Ops::kThreads, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kSumsApart = kM == 16;  // only the lowest tiles know how
+  using Work = Schedule<kM, kN, kThreads, true, kBKMajor>;
+  using CopyA =
+      cute::conditional_t<Ops::ATile::kTransposed,
+                          TransposingCopy<Element, kM, kK, kThreads, typename Ops::ATile>,
+                          TileCopy<Element, true, kM, kK, kThreads, typename Ops::ATile, kAligned>>;
+  using CopyB = QuantizedCopy<Element, kBKMajor, kN, kK, kThreads, typename Ops::BTile, Format>;
+  using Result = ResultTile<kM, kN, kThreads, true>;
+
+  struct SharedMemory {
+    typename Work::Memory schedule;
+    struct Slices {
+      alignas(128) Element a[kStages][Ops::ATile::kElements];
+      alignas(128) Element b[Ops::BTile::kElements];  // decoded
+    };
+    union {
+      Slices slices;
+      alignas(128) float result[Result::kFloats];
+    };
+  };
+  // Behind the slices, in the room of the result: the ring of B, kStages * PackedSlice::bytes.
+  // Behind that, where SumsApart: kept sums.
+  static constexpr int kRing =
+      offsetof(SharedMemory, slices) + sizeof(typename SharedMemory::Slices);
+};
+
+// Whether a tile may be a sum over segments each of which has a global scale of its own.
+__host__ __device__ inline bool SumsApart(const QuantizedGemmSm80& gemm) {
+  return gemm.w.global_scale != nullptr && gemm.gemm.order != GemmSm80::Order::kSegments;
+}
+
+// Add the products of one segment to a tile.
+template <typename Config>
+__device__ void AddQuantizedSegment(const QuantizedGemmSm80& gemm, const Tile& tile,
+                                    const Segment& segment,
+                                    typename Config::SharedMemory::Slices& slices,
+                                    unsigned char* ring, typename Config::Ops& ops) {
+  using Element = typename Config::Element;
+  constexpr int kStages = Config::kStages, kK = Config::kK;
+  const int k_end = static_cast<int>(gemm.gemm.k);
+  const Lines lines{gemm.gemm.a_line, 0};
+  typename Config::CopyA copy_a;
+  typename Config::CopyB copy_b;
+  const int64_t row = segment.x_start + (tile.row0 - segment.y_start);
+  copy_a.Begin(static_cast<const Element*>(gemm.gemm.a) + row * gemm.gemm.a_line, lines, tile.m_lo,
+               tile.m_hi, gemm.gemm.a_width, Config::kM);
+  copy_b.Begin(gemm, segment.weight, tile.n0, tile.n_count);
+  // Start copying the slice from k on, if there is one, into a place of the ring.
+  const auto start = [&](int place, int k) {
+    if (k < k_end) {
+      copy_a.Next(slices.a[place], lines, k, 0, k_end);
+      copy_b.Start(gemm, ring + place * gemm.slice.bytes, k);
+    }
+    cute::cp_async_fence();  // an empty group too, so that there is one per slice
+  };
+#pragma unroll 1
+  for (int place = 0; place < kStages - 1; ++place) start(place, place * kK);
+  int place = 0;
+#pragma unroll 1
+  for (int k = 0; k < k_end; k += kK) {
+    cute::cp_async_wait<kStages - 2>();
+    // This slice has landed, and nobody reads the one before it, or what that was decoded to.
+    __syncthreads();
+    start(place == 0 ? kStages - 1 : place - 1, k + (kStages - 1) * kK);
+    copy_b.Decode(gemm, ring + place * gemm.slice.bytes, slices.b, k);
+    __syncthreads();
+    ops.Add(slices.a[place], slices.b, [] {});
+    place = place + 1 == kStages ? 0 : place + 1;
+  }
+  __syncthreads();
+}
+
+// Multiply the sums by the global scale of a weight, or of each of its columns. `factors` is free.
+template <typename Config>
+__device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64_t weight,
+                          float* factors, typename Config::Ops& ops) {
+  const float* scale = gemm.w.global_scale + weight * gemm.w.global_scale_group;
+  const int half = IsGated(gemm.gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
+  for (int n = threadIdx.x; n < Config::kN; n += Config::kThreads) {
+    const int in_half = n % half;
+    const int64_t column = tile.n0 + in_half + (n < half ? 0 : gemm.gemm.n / 2);
+    factors[n] = in_half < tile.n_count ? scale[column * gemm.w.global_scale_column] : 0.0f;
+  }
+  __syncthreads();
+  ops.ForEach([&](int n, float& sum) { sum *= factors[n]; });
+  __syncthreads();
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    QuantizedGemmSm80Kernel(const __grid_constant__ QuantizedGemmSm80 gemm) {
+  __builtin_assume(threadIdx.x < Config::kThreads);
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Config::SharedMemory*>(memory);
+  unsigned char* ring = memory + Config::kRing;
+  typename Config::Work work(gemm.gemm, shared.schedule);
+  typename Config::Ops ops;
+  const Tile& tile = shared.schedule.tile;
+  while (work.Next()) {
+    ops.Clear();
+    int index = -1;
+    Segment segment;
+    bool first = true;
+    while (work.NextSegment(index, segment)) {
+      const bool apart = Config::kSumsApart && SumsApart(gemm);
+      if (apart) ops.Clear();
+      AddQuantizedSegment<Config>(gemm, tile, segment, shared.slices, ring, ops);
+      if (gemm.w.global_scale == nullptr) continue;
+      ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
+      if (apart) {
+        auto* kept = reinterpret_cast<float*>(ring + Config::kStages * gemm.slice.bytes);
+        kept += threadIdx.x;
+        ops.ForEach([&](int, float& sum) {
+          if (!first) sum += *kept;
+          *kept = sum;
+          kept += Config::kThreads;
+        });
+        first = false;
+      }
+    }
+    Config::Result::Store(gemm.gemm, tile, ops, shared.result);
+  }
+}
+
+}  // namespace jgg::device

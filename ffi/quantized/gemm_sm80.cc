@@ -1,0 +1,20 @@
+// From run-time types to one of the instances of gemm_sm80_instance.cu.
+#include "quantized/gemm_sm80.h"
+
+#include "common/dispatch.h"
+#include "cutlass/numeric_types.h"
+
+namespace jgg {
+
+cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm, DType dtype,
+                                    bool tf32, bool b_k_major) {
+  auto launch = [&](auto element) {
+    return DispatchBool(b_k_major, [&](auto b) {
+      return LaunchQuantizedGemmSm80Instance<decltype(element), b.value>(stream, gemm);
+    });
+  };
+  if (dtype == DType::kF32 && tf32) return launch(cutlass::tfloat32_t{});
+  return DispatchFloat(dtype, launch);
+}
+
+}  // namespace jgg

@@ -1,0 +1,158 @@
+// Host side of the quantized sm80 kernel: tile shapes, choice between them, launch.
+#pragma once
+
+#include "grouped_mm/gemm_sm80.cuh"
+#include "quantized/device/gemm_sm80.cuh"
+#include "quantized/gemm_sm80.h"
+
+namespace jgg {
+
+// What the kernel needs to know of W for this tile.
+template <typename Config>
+PackedSlice MakePackedSlice(const QuantizedGemmSm80& gemm) {
+  using Copy = typename Config::CopyB;
+  const QuantizedWeight& w = gemm.w;
+  const int64_t bits = w.coding.bits;
+  PackedSlice slice{};
+  slice.line_bytes = w.elements / 8 * bits;
+  slice.next = Config::kBKMajor ? Config::kK / 8 * bits : Config::kK * slice.line_bytes;
+  slice.scale_bytes = w.coding.ScaleBytes();
+  slice.scale_line = w.elements / w.group_size * slice.scale_bytes;
+  if (w.biases != nullptr) {
+    slice.biases = static_cast<const char*>(w.biases) - static_cast<const char*>(w.scales);
+  }
+  slice.group_bits = device::Log2(w.group_size);
+  const int group = std::min(w.group_size, int{Copy::kUnit});  // within what a thread decodes
+  slice.share_bits = device::Log2(std::max(group / 32, 1));
+  // A thread's scales are that many bytes, and begin at a multiple of the lowest bit of `begin`.
+  const int scales = Copy::kUnit / group * slice.scale_bytes;
+  int64_t begin = reinterpret_cast<intptr_t>(w.scales) | reinterpret_cast<intptr_t>(w.biases) |
+                  slice.scale_line | scales;
+  const int64_t line = Copy::kCont / 8 * bits;  // bytes, of a slice
+  bool wide = reinterpret_cast<uintptr_t>(w.packed) % 16 == 0 && slice.line_bytes % 16 == 0 &&
+              line % 16 == 0;
+  slice.half = Config::kN;
+  if (IsGated(gemm.gemm.epilogue.activation)) {
+    slice.half = Config::kN / 2;
+    slice.between = gemm.gemm.n / 2 - slice.half;
+    if (Config::kBKMajor) {
+      slice.upper = slice.between * slice.line_bytes;
+    } else {
+      const int64_t bytes = slice.between / 8 * bits;
+      slice.misaligned = static_cast<int>(bytes & 3);
+      slice.upper = bytes - slice.misaligned;
+      slice.split = slice.between % group != 0;
+      begin |= slice.between / w.group_size * slice.scale_bytes;
+      wide = wide && bytes % 16 == 0 && line / 2 % 16 == 0;
+    }
+  }
+  slice.shape = SliceShape::Of(Copy::kLines, Copy::kCont, Config::kThreads, w.coding.bits,
+                               wide ? 16 : 4, slice.misaligned != 0);
+  slice.step_bytes = slice.shape.step * slice.line_bytes;
+  const int aligned = begin % 4 == 0 ? 4 : begin % 2 == 0 ? 2 : 1;
+  slice.scale_words = (4 - aligned + scales + 3) / 4;
+  slice.bytes = Copy::kLines * slice.shape.pitch +
+                4 * (slice.scale_words << (w.biases != nullptr)) * Copy::kUnits;
+  return slice;
+}
+
+template <typename Config>
+cudaError_t LaunchQuantizedConfig(cudaStream_t stream, QuantizedGemmSm80 gemm) {
+  gemm.slice = MakePackedSlice<Config>(gemm);
+  const int slices = Config::kRing + Config::kStages * gemm.slice.bytes +
+                     (device::SumsApart(gemm) ? 4 * Config::Ops::kSums : 0);
+  static KnownBlocks known{};
+  return LaunchTiles<Config>(stream, device::QuantizedGemmSm80Kernel<Config>, gemm, gemm.gemm,
+                             std::max<int>(slices, sizeof(typename Config::SharedMemory)), known);
+}
+
+// Low: few rows, tiles as low as an instruction. Large: reuses most, both in the products and of
+// what it has decoded. Medium: where large tiles would be half empty, or too few.
+template <typename Element, bool kB>
+struct QuantizedConfigsSm80 {
+  template <int kM, int kN, int kK, int kStages, int kBlocks, bool kAligned, int kWarpsM,
+            int kWarpsN, int kWarpsK = 1, typename Format = device::AnyCoding>
+  using Config = device::QuantizedGemmConfig<
+      Element, kB, kM, kN, kK, kStages, kBlocks, kAligned,
+      device::TensorOps<Element, true, kB, kM, kN, kK, kWarpsM, kWarpsN, kWarpsK>, Format>;
+  // Slices as long along the lines of W as there is room for: that divides all but the decoding by
+  // more, and reads whole sectors.
+  template <int kStages, bool kAligned, typename Format>
+  using Long = Config<16, 128, 128, kStages, 3, kAligned, 1, 2, 2, Format>;
+  using Low = cute::conditional_t<kB, Long<2, false, device::AnyCoding>,
+                                  Config<16, 128, 64, 4, 3, false, 1, 4>>;
+  using Medium = Config<64, 128, 64, 3, 2, false, 2, 2>;
+  using Large = Config<128, 128, 64, 2, 2, true, 2, 2>;
+};
+
+template <bool kB>
+struct QuantizedConfigsSm80<cutlass::tfloat32_t, kB> {
+  template <int kM, int kN, int kK, int kBlocks, int kWarpsM, int kWarpsN, int kWarpsK = 1>
+  using Config = device::QuantizedGemmConfig<
+      cutlass::tfloat32_t, kB, kM, kN, kK, 4, kBlocks, false,
+      device::TensorOps<cutlass::tfloat32_t, true, kB, kM, kN, kK, kWarpsM, kWarpsN, kWarpsK>>;
+  using Low = cute::conditional_t<kB, Config<16, 64, 64, 3, 1, 2, 2>, Config<16, 128, 32, 3, 1, 4>>;
+  using Medium = Config<64, 64, 32, 2, 2, 2>;
+  using Large = Config<128, 64, 32, 2, 2, 2>;
+};
+
+template <bool kB>
+struct QuantizedConfigsSm80<float, kB> {
+  template <int kM, int kN, int kStages, int kBlocks, int kThreadsM, int kThreadsN>
+  using Config =
+      device::QuantizedGemmConfig<float, kB, kM, kN, 32, kStages, kBlocks, false,
+                                  device::FloatOps<true, kB, kM, kN, 32, kThreadsM, kThreadsN>>;
+  using Low = Config<16, 128, 4, 3, 4, 32>;
+  using Medium = Config<64, 64, 3, 3, 16, 8>;
+  using Large = Config<128, 64, 3, 2, 16, 8>;
+};
+
+template <auto kValue>
+using Constant = std::integral_constant<decltype(kValue), kValue>;
+
+// Low tiles of long slices. Where codes are short, decoding sets the pace rather than memory: there
+// by a kernel for this coding alone.
+template <typename Configs, DType kScales>
+cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
+  const auto launch = [&](auto mode, auto bits) {
+    using Format = device::OneCoding<decltype(mode)::value, decltype(bits)::value, kScales>;
+    // Slices of few bits leave room for a third, and need it to keep memory busy.
+    constexpr int kStages = decltype(bits)::value <= 3 ? 3 : 2;
+    using Config = typename Configs::template Long<kStages, true, Format>;
+    return LaunchQuantizedConfig<Config>(stream, gemm);
+  };
+  const Coding& coding = gemm.w.coding;
+  if (coding.mode == Mode::kMxfp4) return launch(Constant<Mode::kMxfp4>{}, Constant<4>{});
+  if (coding.mode == Mode::kNvfp4) return launch(Constant<Mode::kNvfp4>{}, Constant<4>{});
+  if (coding.mode == Mode::kAffine && coding.scale_dtype == kScales) {
+    if (coding.bits == 2) return launch(Constant<Mode::kAffine>{}, Constant<2>{});
+    if (coding.bits == 3) return launch(Constant<Mode::kAffine>{}, Constant<3>{});
+    if (coding.bits == 4) return launch(Constant<Mode::kAffine>{}, Constant<4>{});
+  }
+  return LaunchQuantizedConfig<typename Configs::Low>(stream, gemm);
+}
+
+template <typename Element, bool kBKMajor>
+cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
+  using Configs = QuantizedConfigsSm80<Element, kBKMajor>;
+  constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
+  // Of a segment, on average.
+  const int64_t rows = gemm.gemm.rows_y / std::max<int64_t>(gemm.gemm.metadata.count, 1);
+  const bool aligned = gemm.gemm.a_width * sizeof(Element) == 16;
+  // Low tiles decode a weight once for every 16 rows, and some segments are longer than others.
+  if (rows <= 8 || gemm.gemm.rows_y <= 16 || device::SumsApart(gemm)) {
+    if constexpr (kBKMajor && sizeof(Element) == 2) {
+      const bool wide = MakePackedSlice<typename Configs::Low>(gemm).shape.width == 16;
+      if (wide && aligned) {
+        return LaunchLongSlices<Configs, device::kDTypeOf<Element>>(stream, gemm);
+      }
+    }
+    return LaunchQuantizedConfig<typename Configs::Low>(stream, gemm);
+  }
+  if (rows <= 64 || Tiles(gemm.gemm, 128, 128) < kMediumBelow || !aligned) {
+    return LaunchQuantizedConfig<typename Configs::Medium>(stream, gemm);
+  }
+  return LaunchQuantizedConfig<typename Configs::Large>(stream, gemm);
+}
+
+}  // namespace jgg

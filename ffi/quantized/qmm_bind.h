@@ -1,0 +1,157 @@
+// From XLA's buffers to QmmArgs, for the handlers of qmm.
+#pragma once
+
+#include <string_view>
+
+#include "common/buffer.h"
+#include "common/check.h"
+#include "grouped_mm/metadata_bind.h"
+#include "quantized/qmm.h"
+
+namespace jgg {
+
+// The attributes that say what a quantized weight is, as jax_groupgemm/_quantized.py has them.
+struct QuantizedAttributes {
+  std::string_view mode;
+  int32_t bits, group_size;
+  std::string_view layout;
+  bool biases, global_scale;
+};
+
+inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& attributes,
+                                  QuantizedWeight* w) {
+  const std::string_view mode = attributes.mode;
+  const int32_t bits = attributes.bits, group_size = attributes.group_size;
+  const bool biases = attributes.biases;
+  if (attributes.layout != "linear") {
+    return InvalidArgument(op, "layout '", attributes.layout, "' is not 'linear'");
+  }
+  bool known = false;
+  if (mode == "affine") {
+    w->coding.mode = Mode::kAffine;
+    known = (bits >= 2 && bits <= 8 && bits != 7) &&
+            (group_size == 32 || group_size == 64 || group_size == 128);
+  } else if (mode == "mxfp4") {
+    w->coding.mode = Mode::kMxfp4;
+    known = bits == 4 && group_size == 32;
+  } else if (mode == "mxfp8") {
+    w->coding.mode = Mode::kMxfp8;
+    known = bits == 8 && group_size == 32;
+  } else if (mode == "nvfp4") {
+    w->coding.mode = Mode::kNvfp4;
+    known = bits == 4 && group_size == 16;
+  } else {
+    return InvalidArgument(op, "mode '", mode, "' is not one of affine, mxfp4, mxfp8, nvfp4");
+  }
+  if (!known) {
+    return InvalidArgument(op, "mode '", mode, "' has no bits=", bits, ", group_size=", group_size);
+  }
+  if (biases != (mode == "affine")) {
+    return InvalidArgument(op, "mode '", mode, "' ", biases ? "has no biases" : "needs biases");
+  }
+  if (attributes.global_scale && mode != "nvfp4") {
+    return InvalidArgument(op, "global_scale is for mode 'nvfp4', not '", mode, "'");
+  }
+  w->coding.bits = bits;
+  w->group_size = group_size;
+  return xla::ffi::Error::Success();
+}
+
+// Check x, the weight and its scales, and the result, and describe them. `args->w` has its coding.
+inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight,
+                               xla::ffi::AnyBuffer scales, xla::ffi::AnyBuffer out,
+                               bool transpose_w, Activation activation, QmmArgs* args) {
+  constexpr const char* op = "qmm";
+  QuantizedWeight& w = args->w;
+  const int64_t bits = w.coding.bits, group_size = w.group_size;
+  JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
+  JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K)", x, {-1, -1}));
+  const int64_t k = x.dimensions()[1];
+  if (weight.element_type() != xla::ffi::U32) {
+    return InvalidArgument(op, "weight has XLA dtype ", static_cast<int>(weight.element_type()),
+                           ", expected uint32");
+  }
+  if (transpose_w) {
+    if (k % group_size != 0) {
+      return InvalidArgument(op, "K=", k, " is not a multiple of group_size=", group_size);
+    }
+    JGG_RETURN_IF_ERROR(
+        CheckShape(op, "weight", "(G, N, K*bits/32)", weight, {-1, -1, k * bits / 32}));
+  } else {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, K, N*bits/32)", weight, {-1, k, -1}));
+    if (weight.dimensions()[2] * 32 % (bits * group_size) != 0) {
+      return InvalidArgument(op, "weight has shape ", ShapeText(weight),
+                             ", expected (G, K, N*bits/32) with N a multiple of group_size=",
+                             group_size, " and bits=", bits);
+    }
+  }
+  w.groups = weight.dimensions()[0];
+  w.lines = weight.dimensions()[1];
+  w.elements = weight.dimensions()[2] * 32 / bits;
+  JGG_RETURN_IF_ERROR(CheckShape(op, "scales",
+                                 transpose_w ? "(G, N, K/group_size)" : "(G, K, N/group_size)",
+                                 scales, {w.groups, w.lines, w.elements / group_size}));
+  if (w.coding.mode == Mode::kAffine) {
+    JGG_RETURN_IF_ERROR(CheckFloat(op, "scales", scales.element_type()));
+    w.coding.scale_dtype = *ToDType(scales.element_type());
+  } else if (scales.element_type() != xla::ffi::U8) {
+    return InvalidArgument(op, "scales has XLA dtype ", static_cast<int>(scales.element_type()),
+                           ", expected uint8");
+  }
+  const int64_t n = transpose_w ? w.lines : w.elements;
+  const bool gated = IsGated(activation);
+  if (gated && n % 2 != 0)
+    return InvalidArgument(op, "a gated activation needs an even N, got ", n);
+  JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(T, N)", out, {-1, gated ? n / 2 : n}));
+  w.packed = weight.untyped_data();
+  w.scales = scales.untyped_data();
+  args->x = x.untyped_data();
+  args->transpose_w = transpose_w;
+  args->out = out.untyped_data();
+  args->dtype = *ToDType(x.element_type());
+  args->out_dtype = *ToDType(out.element_type());
+  args->rows_x = x.dimensions()[0];
+  args->rows = out.dimensions()[0];
+  args->k = k;
+  args->n = n;
+  args->epilogue.activation = activation;
+  return xla::ffi::Error::Success();
+}
+
+// The next operand as biases, which are shaped like the scales.
+inline xla::ffi::Error BindBiases(const char* op, xla::ffi::AnyBuffer scales, Operands* operands,
+                                  QuantizedWeight* w) {
+  const auto biases = operands->Take("biases");
+  if (!biases) return biases.error();
+  JGG_RETURN_IF_ERROR(CheckShape(op, "biases", "the shape of scales", *biases,
+                                 {w->groups, w->lines, w->elements / w->group_size}));
+  if (biases->element_type() != scales.element_type()) {
+    return InvalidArgument(op, "biases and scales must have one dtype");
+  }
+  w->biases = biases->untyped_data();
+  return xla::ffi::Error::Success();
+}
+
+// The next operand as the global scale: a float32 scalar, one per group or per group and column.
+inline xla::ffi::Error BindGlobalScale(const char* op, int64_t n, Operands* operands,
+                                       QuantizedWeight* w) {
+  const auto scale = operands->Take("global_scale");
+  if (!scale) return scale.error();
+  if (scale->element_type() != xla::ffi::F32) {
+    return InvalidArgument(op, "global_scale has XLA dtype ",
+                           static_cast<int>(scale->element_type()), ", expected float32");
+  }
+  const size_t rank = scale->dimensions().size();
+  if (rank == 1) {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(G,)", *scale, {w->groups}));
+  } else if (rank != 0) {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(G, N)", *scale, {w->groups, n}));
+  }
+  w->global_scale = static_cast<const float*>(scale->untyped_data());
+  w->global_scale_group = rank == 0 ? 0 : rank == 1 ? 1 : n;
+  w->global_scale_column = rank == 2;
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace jgg
