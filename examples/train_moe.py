@@ -69,12 +69,14 @@ def jgg_experts(rows, w_up, w_down, sizes, scale):
     rows (R, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), sizes (E,) rows
     per expert, scale (R,) router weights. Returns (R, D).
     """
+    w_up, w_down = w_up.astype(rows.dtype), w_down.astype(rows.dtype)
     hidden = jgg.grouped_mm(rows, w_up, sizes, activation="swiglu")
     return jgg.grouped_mm(hidden, w_down, sizes, row_scale=scale)
 
 
 def ragged_dot_experts(rows, w_up, w_down, sizes, scale):
     """The same in plain JAX, for ``--compare``."""
+    w_up, w_down = w_up.astype(rows.dtype), w_down.astype(rows.dtype)
     # grouped_mm multiplies float32 as float32 on every device; ask the same of ragged_dot.
     precision = "highest" if rows.dtype == jnp.float32 else None
     ragged_dot = functools.partial(jax.lax.ragged_dot, group_sizes=sizes, precision=precision)
@@ -85,7 +87,8 @@ def ragged_dot_experts(rows, w_up, w_down, sizes, scale):
 class MoE(nnx.Module):
     """Dropless mixture of SwiGLU experts: every token meets all of its ``top_k`` experts.
 
-    ``experts_fn`` is what multiplies: :func:`jgg_experts`, or another of the same signature.
+    ``experts_fn`` is what multiplies: :func:`jgg_experts`, or another of the same signature, which
+    gets whatever pytrees ``w_up`` and ``w_down`` hold.
     """
 
     def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
@@ -110,7 +113,7 @@ class MoE(nnx.Module):
         sizes = jnp.bincount(expert, length=self.experts)
 
         # Compute: each expert on its own rows, however many they are.
-        w_up, w_down = self.w_up[...].astype(x.dtype), self.w_down[...].astype(x.dtype)
+        w_up, w_down = self.w_up.get_value(), self.w_down.get_value()
         rows = self.experts_fn(x[token], w_up, w_down, sizes, weights.reshape(-1)[order])
 
         # Combine: the sum of each token's rows, which are weighted already.
@@ -205,12 +208,10 @@ class Trainer:
         """Returns the new state and the batch's mean bits per byte."""
         # The batch follows from the seed and the step, so a resumed run sees the same ones.
         key = jax.random.fold_in(jax.random.key(self.config.seed), state["step"])
-        span = self.config.context + 1
-        starts = jax.random.randint(key, (self.config.batch, 1), 0, text.size - span + 1)
-        tokens = text[starts + jnp.arange(span)]
+        tokens = random_batch(self.config, text, key)
 
         def loss(params):
-            nats, balance = self._cross_entropy(params, tokens)
+            nats, balance = self.cross_entropy(params, tokens)
             return nats.mean() + BALANCE_WEIGHT * balance, nats.mean()
 
         (_, nats), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
@@ -220,7 +221,7 @@ class Trainer:
         state = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         return state, nats / jnp.log(2.0)
 
-    def _cross_entropy(self, params, tokens):
+    def cross_entropy(self, params, tokens):
         """Nats of every byte of ``(batch, length)`` but the first, and the balancing loss."""
         logits, balance = nnx.merge(self.graph, params)(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), balance
@@ -233,7 +234,7 @@ class Trainer:
         window = jnp.minimum(jnp.arange(-(-windows // batch) * batch), windows - 1)
         tokens = text[window[:, None] * context + jnp.arange(context + 1)]
         nats = jax.lax.map(
-            lambda batch_of_tokens: self._cross_entropy(params, batch_of_tokens)[0],
+            lambda batch_of_tokens: self.cross_entropy(params, batch_of_tokens)[0],
             tokens.reshape(-1, batch, context + 1),
         )
         return nats.reshape(-1, context)[:windows].mean() / jnp.log(2.0)
@@ -250,12 +251,25 @@ class Trainer:
         return jax.lax.scan(next_byte, prompt, jax.random.split(key, SAMPLED_BYTES))[1]
 
 
+def random_batch(config: Config, text, key):
+    """``batch`` spans of the text: ``context`` bytes and the next one."""
+    span = config.context + 1
+    starts = jax.random.randint(key, (config.batch, 1), 0, text.size - span + 1)
+    return text[starts + jnp.arange(span)]
+
+
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     warmup, end = config.steps // 20, config.lr / 20
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, config.steps, end)
     decayed = functools.partial(jax.tree.map, lambda p: p.ndim > 1)  # all but norms and biases
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What to train on, and what is held out."""
+    boundary = round(text.size * (1 - HELD_OUT))
+    return text[:boundary], text[boundary:]
 
 
 def bigram_bits_per_byte(train, held_out, smoothing=0.1) -> float:
@@ -275,9 +289,8 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
     if resume:
         trainer.state, history = checkpoints.restore(trainer.state)
 
-    boundary = round(text.size * (1 - HELD_OUT))
-    training, held_out = jnp.asarray(text[:boundary]), jnp.asarray(text[boundary:])
-    bigram = bigram_bits_per_byte(text[:boundary], text[boundary:])
+    bigram = bigram_bits_per_byte(*split(text))
+    training, held_out = map(jnp.asarray, split(text))
     parameters = sum(p.size for p in jax.tree.leaves(trainer.state["params"]))
     print(
         f"{parameters:,} parameters on {jax.devices()[0].device_kind}; "
@@ -358,6 +371,24 @@ class Checkpoints:
 
     def _restore(self, **args):
         return self.manager.restore(self.manager.latest_step(), args=ocp.args.Composite(**args))
+
+
+def load(out: Path) -> tuple[Config, Any, int]:
+    """Configuration and parameters of the latest checkpoint in ``out``, and its text's CRC-32."""
+    folder = (out / "checkpoints").absolute()
+    if not folder.is_dir():
+        raise SystemExit(f"there is no folder {folder}: python examples/train_moe.py --out {out}")
+    manager = ocp.CheckpointManager(folder)
+    step = manager.latest_step()
+
+    def restore(**args):
+        return manager.restore(step, args=ocp.args.Composite(**args))
+
+    run = restore(about=ocp.args.JsonRestore())["about"]["run"]
+    text_crc32 = run.pop("text_crc32")
+    config = Config(**run)
+    state = restore(state=ocp.args.StandardRestore(Trainer(config).state))["state"]
+    return config, state["params"], text_crc32
 
 
 def plot(history: dict, bigram: float, path: Path) -> None:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_groupgemm as jgg
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 TINY = [
@@ -34,6 +36,29 @@ def train_moe():
     for name in ("flax", "matplotlib", "optax", "orbax.checkpoint", "tqdm"):
         pytest.importorskip(name)
     return load("train_moe")
+
+
+@pytest.fixture
+def beside(train_moe, monkeypatch):
+    """The examples that import train_moe, as if run from their folder."""
+    monkeypatch.setitem(sys.modules, "train_moe", train_moe)
+    quantized_moe = load("quantized_moe")
+    monkeypatch.setitem(sys.modules, "quantized_moe", quantized_moe)
+    return {"quantized_moe": quantized_moe, "qlora_moe": load("qlora_moe")}
+
+
+@pytest.fixture(scope="module")
+def untrained(train_moe, text, tmp_path_factory):
+    """A folder with the checkpoint of initial weights, of widths that every format takes."""
+    out = tmp_path_factory.mktemp("untrained")
+    args = train_moe.parse([*TINY, *text, "--width", "64", "--expert-width", "64"])
+    config = train_moe.Config(
+        **{name: vars(args)[name] for name in train_moe.Config.__annotations__}
+    )
+    tokens = train_moe.read_text(args.text, config.context)
+    checkpoints = train_moe.Checkpoints(out / "checkpoints", config, tokens, resume=False)
+    checkpoints.save(1, train_moe.Trainer(config).state, {})
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +164,65 @@ def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
         with pytest.raises(SystemExit):
             train_moe.main(arguments)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_quantized_moe_measures_the_model_of_dequantized_weights(
+    train_moe, beside, text, untrained, capsys
+):
+    example = beside["quantized_moe"]
+    modes = ["affine4", "nvfp4"]
+    results = example.main(["--run", str(untrained), *text, "--modes", *modes])
+    assert list(results) == ["float32", *modes]
+    assert json.loads((untrained / "quantized.json").read_text()) == results
+
+    config, params, _, held_out = example.load(untrained, text[1], None)
+    bits_per_byte = train_moe.Trainer(config).bits_per_byte
+    for mode in modes:
+        dequantized = example.map_experts(
+            lambda _, w, mode=mode: jgg.dequantize(example.quantize(w, mode)).swapaxes(1, 2), params
+        )
+        np.testing.assert_allclose(
+            results[mode]["held_out"], bits_per_byte(dequantized, held_out), rtol=1e-5
+        )
+        change = abs(results[mode]["held_out"] - results["float32"]["held_out"])
+        assert 1e-4 < change < 0.2, mode
+        assert len(results[mode]["sample"]) > 100
+    count = 4 * (64 * 128 + 64 * 64)
+    assert results["float32"]["expert_bytes"] == 4 * count
+    assert results["affine4"]["expert_bytes"] == count // 2 + 2 * 4 * count // 64
+    assert results["nvfp4"]["expert_bytes"] == count // 2 + count // 16 + 2 * 4 * 4
+    assert "nvfp4 writes" in capsys.readouterr().out
+
+
+def test_quantized_moe_needs_the_trained_model_and_its_text(beside, untrained, tmp_path):
+    example = beside["quantized_moe"]
+    with pytest.raises(SystemExit, match=r"python examples/train_moe\.py --out"):
+        example.main(["--run", str(tmp_path / "absent")])
+    with pytest.raises(SystemExit, match="was not trained on"):
+        example.main(["--run", str(untrained)])
+
+
+@pytest.mark.slow
+def test_qlora_moe_trains_adapters_only(train_moe, beside, untrained, tmp_path, capsys):
+    example, quantized_moe = beside["qlora_moe"], beside["quantized_moe"]
+    path, out = tmp_path / "text.txt", tmp_path / "out"
+    path.write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(400)))
+    arguments = ["--run", str(untrained), "--out", str(out), "--text", str(path)]
+    results = example.main([*arguments, "--steps", "30", "--lr", "2e-2", "--rank", "4"])
+    assert f"-> {results['after']:.3f} bits per byte" in capsys.readouterr().out
+    assert results["after"] < results["before"] - 1
+    assert results["trained_parameters"] == 4 * 4 * (64 + 128 + 64 + 64)
+
+    # At first the adapters are nothing: the model is the quantized one.
+    config, params, _ = train_moe.load(untrained)
+    frozen = quantized_moe.map_experts(lambda _, w: quantized_moe.quantize(w, "nvfp4"), params)
+    _, held_out = train_moe.split(train_moe.read_text(str(path), config.context))
+    bits_per_byte = train_moe.Trainer(config, quantized_moe.quantized_experts).bits_per_byte
+    np.testing.assert_allclose(results["before"], bits_per_byte(frozen, held_out), rtol=1e-5)
+
+    # Afterwards all of them are something, the first product's by way of the second's x.
+    adapters = example.ocp.StandardCheckpointer().restore(out / "adapters")
+    assert sorted(adapters) == ["blocks.0.moe.w_down", "blocks.0.moe.w_up"]
+    for adapter in adapters.values():
+        assert float(np.abs(adapter["up"]).max()) > 0.01

@@ -1,0 +1,183 @@
+"""Fine-tune low-rank adapters over the frozen, quantized experts of train_moe.py's model (QLoRA).
+
+    python examples/train_moe.py        # first: makes the checkpoint, of English
+    python examples/qlora_moe.py        # teach it Python, minutes on two CPU cores
+
+Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
+``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert; gradients flow through
+the quantized one to activations, and stop at its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import quantized_moe
+import train_moe
+from tqdm import tqdm
+
+import jax_groupgemm as jgg
+
+
+class Adapted(NamedTuple):
+    """A weight (E, K, N) of every expert: frozen (quantized, as (E, N, K)) + down @ up."""
+
+    frozen: jgg.Quantized
+    down: jax.Array  # (E, K, r)
+    up: jax.Array  # (E, r, N)
+
+
+def product(x, w: Adapted, sizes):
+    """``out[t] = x[t] @ w[group(t)]``; x (R, K) is sorted by expert."""
+    down, up = w.down.astype(x.dtype), w.up.astype(x.dtype)
+    frozen = jgg.grouped_qmm(x, w.frozen, sizes)
+    return jgg.grouped_mm(jgg.grouped_mm(x, down, sizes), up, sizes, existing_out=frozen)
+
+
+def adapted_experts(rows, w_up, w_down, sizes, scale):
+    """``train_moe.jgg_experts`` for adapted weights."""
+    gate, up = jnp.split(product(rows, w_up, sizes), 2, axis=1)
+    hidden = jax.nn.silu(gate) * up
+    return product(hidden, w_down, sizes) * scale.astype(rows.dtype)[:, None]
+
+
+def new_adapters(params, rank: int, key) -> dict:
+    """``{path of a weight: {"down", "up"}}``; their products are 0, as in LoRA."""
+    adapters = {}
+
+    def add(path, w):
+        experts, k, n = w.shape
+        down_key = jax.random.fold_in(key, len(adapters))
+        down = jax.random.normal(down_key, (experts, k, rank)) / k**0.5
+        adapters[path] = {"down": down, "up": jnp.zeros((experts, rank, n))}
+
+    quantized_moe.map_experts(add, params)
+    return adapters
+
+
+def adapt(frozen, adapters: dict):
+    """The parameters of the model with ``adapted_experts``."""
+    return quantized_moe.map_experts(lambda path, w: Adapted(w, **adapters[path]), frozen)
+
+
+def fine_tune(trainer, frozen, adapters, text, steps: int, lr: float):
+    """The trained adapters; nothing else has gradients or optimizer state."""
+    config = trainer.config
+    optimizer = optax.adam(optax.cosine_decay_schedule(lr, steps))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(adapters, state, frozen, step):
+        key = jax.random.fold_in(jax.random.key(config.seed), step)
+        tokens = train_moe.random_batch(config, text, key)
+
+        def loss(adapters):
+            nats, balance = trainer.cross_entropy(adapt(frozen, adapters), tokens)
+            return nats.mean() + train_moe.BALANCE_WEIGHT * balance, nats.mean()
+
+        (_, nats), gradients = jax.value_and_grad(loss, has_aux=True)(adapters)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(adapters, updates), state, nats / jnp.log(2.0)
+
+    state, losses = optimizer.init(adapters), []
+    bar = tqdm(range(steps), unit="step", disable=None)
+    for step in bar:
+        adapters, state, bits = train_step(adapters, state, frozen, step)
+        losses.append(bits)
+        if step % 10 == 0:
+            bar.set_postfix_str(f"loss {float(bits):.3f}")  # waits for the device
+    return adapters, [float(bits) for bits in losses]
+
+
+def read_text(name: str | None, context: int) -> np.ndarray:
+    """A file's bytes as tokens; by default the source of the standard library's asyncio."""
+    if name is not None:
+        return train_moe.read_text(name, context)
+    files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
+    source = b"\n".join(file.read_bytes() for file in files)
+    return np.frombuffer(source, np.uint8).astype(np.int32)
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def option(name, default, text, **kwargs):
+        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **kwargs)
+
+    option("--run", Path("runs/train_moe"), "trained model", type=Path)
+    option("--out", Path("runs/qlora_moe"), "folder for adapters and results", type=Path)
+    parser.add_argument("--text", help="file to train on (default: the source of asyncio)")
+    option("--mode", "nvfp4", "of the frozen experts", choices=quantized_moe.MODES)
+    option("--rank", 8, "of the adapters", type=int)
+    option("--steps", 300, "training steps", type=int)
+    option("--lr", 5e-3, "peak learning rate", type=float)
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> dict:
+    config, params, _ = train_moe.load(args.run)
+    training, held_out = map(jnp.asarray, train_moe.split(read_text(args.text, config.context)))
+    adapters = new_adapters(params, args.rank, jax.random.key(config.seed))
+    frozen = quantized_moe.map_experts(
+        lambda _, w: quantized_moe.quantize(w.astype(config.dtype), args.mode), params
+    )
+    trainer = train_moe.Trainer(config, adapted_experts)
+
+    def evaluate():
+        return float(trainer.bits_per_byte(adapt(frozen, adapters), held_out))
+
+    trained, total = (sum(p.size for p in jax.tree.leaves(t)) for t in (adapters, params))
+    trained_bytes, frozen_bytes, original_bytes = (
+        sum(p.nbytes for p in jax.tree.leaves(t)) for t in (adapters, frozen, params)
+    )
+    print(
+        f"{training.size:,} bytes to train on, {held_out.size:,} held out\n"
+        f"trained: {trained:,} parameters, {trained_bytes / 1e3:,.0f} kB, and their optimizer's "
+        f"{2 * trained_bytes / 1e3:,.0f} kB\n"
+        f"frozen: {total:,} parameters, {frozen_bytes / 1e3:,.0f} kB with experts in {args.mode} "
+        f"({original_bytes / 1e3:,.0f} kB before)"
+    )
+    before = evaluate()
+    adapters, losses = fine_tune(trainer, frozen, adapters, training, args.steps, args.lr)
+    after = evaluate()
+    print(f"held out {before:.3f} -> {after:.3f} bits per byte in {args.steps} steps")
+
+    prompt, key = training[-config.context :], jax.random.key(config.seed)
+    sample = train_moe.as_text(trainer.sample(adapt(frozen, adapters), prompt, key))
+    print(f"\nIt writes now:\n\n{sample}")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((args.out / "adapters").absolute(), adapters, force=True)
+    results = {
+        "before": before,
+        "after": after,
+        "losses": losses,
+        "trained_parameters": trained,
+        "trained_bytes": trained_bytes,
+        "frozen_parameters": total,
+        "frozen_bytes": frozen_bytes,
+        "sample": sample,
+    }
+    (args.out / "metrics.json").write_text(json.dumps(vars(args) | results, indent=1, default=str))
+    print(f"\nsee {args.out}")
+    return results
+
+
+if __name__ == "__main__":
+    main()
