@@ -89,9 +89,10 @@ def fine_tune(trainer, frozen, adapters, text, steps: int, lr: float):
         return optax.apply_updates(adapters, updates), state, nats / jnp.log(2.0)
 
     state, losses = optimizer.init(adapters), []
+    compiled = train_step.lower(adapters, state, frozen, 0).compile()
     bar = tqdm(range(steps), unit="step", disable=None)
     for step in bar:
-        adapters, state, bits = train_step(adapters, state, frozen, step)
+        adapters, state, bits = compiled(adapters, state, frozen, step)
         losses.append(bits)
         if step % 10 == 0:
             bar.set_postfix_str(f"loss {float(bits):.3f}")  # waits for the device

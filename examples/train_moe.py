@@ -188,21 +188,23 @@ class Trainer:
     """The compiled functions of one model, and its state: a pytree, to be donated and saved."""
 
     def __init__(self, config: Config, experts_fn: Callable = jgg_experts):
-        def new_model():
-            return LanguageModel(config, experts_fn, nnx.Rngs(config.seed))
-
-        def new_state():
-            params = nnx.state(new_model(), nnx.Param)
-            optimizer = self.optimizer.init(params)
-            return {"step": jnp.int32(0), "params": params, "optimizer": optimizer}
-
-        self.config = config
+        self.config, self.experts_fn = config, experts_fn
         self.optimizer = make_optimizer(config)
-        self.graph = nnx.graphdef(nnx.eval_shape(new_model))
-        self.state: Any = jax.jit(new_state)()
+        self.graph = nnx.graphdef(nnx.eval_shape(self.new_model))
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
         self.bits_per_byte = jax.jit(self._bits_per_byte)
         self.sample = jax.jit(self._sample)
+
+    def new_model(self) -> LanguageModel:
+        return LanguageModel(self.config, self.experts_fn, nnx.Rngs(self.config.seed))
+
+    def new_state(self) -> dict:
+        params = nnx.state(self.new_model(), nnx.Param)
+        return {"step": jnp.int32(0), "params": params, "optimizer": self.optimizer.init(params)}
+
+    @functools.cached_property
+    def state(self) -> Any:
+        return jax.jit(self.new_state)()
 
     def _train_step(self, state, text):
         """Returns the new state and the batch's mean bits per byte."""
@@ -376,8 +378,8 @@ class Checkpoints:
 def load(out: Path) -> tuple[Config, Any, int]:
     """Configuration and parameters of the latest checkpoint in ``out``, and its text's CRC-32."""
     folder = (out / "checkpoints").absolute()
-    if not folder.is_dir():
-        raise SystemExit(f"there is no folder {folder}: python examples/train_moe.py --out {out}")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise SystemExit(f"no checkpoint in {folder}: python examples/train_moe.py --out {out}")
     manager = ocp.CheckpointManager(folder)
     step = manager.latest_step()
 
@@ -387,7 +389,10 @@ def load(out: Path) -> tuple[Config, Any, int]:
     run = restore(about=ocp.args.JsonRestore())["about"]["run"]
     text_crc32 = run.pop("text_crc32")
     config = Config(**run)
-    state = restore(state=ocp.args.StandardRestore(Trainer(config).state))["state"]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.eval_shape(Trainer(config).new_state)
+    like = jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes)
+    state = restore(state=ocp.args.StandardRestore(like))["state"]
     return config, state["params"], text_crc32
 
 
