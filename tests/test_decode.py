@@ -18,7 +18,9 @@ COMPILER = shutil.which("c++")
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
+)
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,11 @@ struct Coding {
 struct QuantizedWeight {
   Coding coding;
   int group_size;
-  const void* packed;         // (groups, lines, elements * bits / 32) uint32
-  const void* scales;         // (groups, lines, elements / group_size)
-  const void* biases;         // likewise; null where the mode has none
+  const void* packed;  // (groups, lines, elements * bits / 32) uint32
+  const void* scales;  // (groups, lines, elements / group_size)
+  const void* biases;  // likewise; null where the mode has none
   int64_t groups, lines, elements;
-  const float* global_scale;  // null where there is none
+  const float* global_scale;                        // null where there is none
   int64_t global_scale_group, global_scale_column;  // from one to the next; 0 where all share one
 };
 
