@@ -49,9 +49,10 @@ struct QuantizedGemmConfig {
       offsetof(SharedMemory, slices) + sizeof(typename SharedMemory::Slices);
 };
 
-// Whether a tile may be a sum over segments each of which has a global scale of its own.
+// Whether a tile may be a sum over segments that differ in their global scale.
 __host__ __device__ inline bool SumsApart(const QuantizedGemmSm80& gemm) {
-  return gemm.w.global_scale != nullptr && gemm.gemm.order != GemmSm80::Order::kSegments;
+  return gemm.w.global_scale != nullptr && gemm.w.global_scale_group != 0 &&
+         gemm.gemm.order != GemmSm80::Order::kSegments;
 }
 
 // Add the products of one segment to a tile.
@@ -123,25 +124,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const Tile& tile = shared.schedule.tile;
   while (work.Next()) {
     ops.Clear();
-    int index = -1;
+    int index = -1, weight = -1;
     Segment segment;
-    bool first = true;
     while (work.NextSegment(index, segment)) {
       const bool apart = Config::kSumsApart && SumsApart(gemm);
       if (apart) ops.Clear();
       AddQuantizedSegment<Config>(gemm, tile, segment, shared.slices, ring, ops);
-      if (gemm.w.global_scale == nullptr) continue;
-      ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
       if (apart) {
+        ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
         auto* kept = reinterpret_cast<float*>(ring + Config::kStages * gemm.slice.bytes);
         kept += threadIdx.x;
         ops.ForEach([&](int, float& sum) {
-          if (!first) sum += *kept;
+          if (weight >= 0) sum += *kept;
           *kept = sum;
           kept += Config::kThreads;
         });
-        first = false;
       }
+      weight = segment.weight;
+    }
+    if (gemm.w.global_scale != nullptr && weight >= 0 && !SumsApart(gemm)) {
+      ScaleSums<Config>(gemm, tile, weight, shared.result, ops);
     }
     Config::Result::Store(gemm.gemm, tile, ops, shared.result);
   }
