@@ -341,7 +341,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.Quantized(PACKED, SCALES, SCALES, layout="tiled", **STATIC), ValueError,
-        "jgg.Quantized: layout='tiled' is not one of 'linear'",
+        "jgg.Quantized: layout='tiled' is not one of 'linear', 'sm90'",
     ),
     (
         lambda: jgg.dequantize(W), TypeError,  # pyright: ignore
