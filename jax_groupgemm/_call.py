@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _reference, _segments
+from . import _reference, _segments, _split
 
 #: Custom calls, and the platforms that there is a handler for.
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -287,8 +287,19 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     rest = [*_segments.narrow(form, meta, rows_x, w.shape[0])]
     options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
     rest += [value for value in options if value is not None]
-    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
+    gated = epilogue.activation in ("swiglu", "geglu")
+    columns = n // 2 if gated else n
     shape = (columns, rows) if transpose_out else (rows, columns)
+    planes = _planes(
+        implementation, x, w, precision,
+        runs=form.ordered_y and not (transpose_x or transpose_out or gated)
+        and (transpose_w or n % 8 == 0),
+        pays=rows >= 64 * rest[0].shape[0] and min(w.shape[1:]) >= 64,
+    )  # fmt: skip
+    if planes > 1:
+        x = _split.planes(x, planes, 64, -1)
+        w = _split.planes(w, planes, 64, -1 if transpose_w else -2)
+    flags["planes"] = planes
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _call("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
@@ -307,7 +318,36 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         flags |= _metadata_flags(implementation, form, meta, precision) | {
             "own_weight": form.own_weight
         }
+        contiguous = transpose_x and transpose_y  # along the contracted axis, both
+        a, b = shape[1:]
+        planes = _planes(
+            implementation, x, y, precision,
+            runs=form.own_weight and not (contiguous and form.kind == "segments")
+            and (transpose_x or a % 8 == 0) and (transpose_y or b % 8 == 0),
+            pays=a * b >= 64 * (a + b),
+        )  # fmt: skip
+        if planes > 1:
+            x = _split.planes(x, planes, 8, -1 if transpose_x else None)
+            y = _split.planes(y, planes, 8, -1 if transpose_y else None)
+        flags["planes"] = planes
     return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+
+
+def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
+    """The bfloat16 planes in which a CUDA kernel takes each operand; 1: as they are.
+
+    ``runs`` where there is a kernel for them, ``pays`` where making them is worth it.
+    """
+    if _reference.promoted(a.dtype, b.dtype) != jnp.float32 or not runs:
+        return 1
+    capabilities = live_capabilities()
+    if implementation != "sm90":
+        hopper = bool(capabilities) and all(capability == 90 for capability in capabilities)
+        if implementation == "sm80" or not hopper or not pays:
+            return 1
+    if capabilities and "90a" not in BUILD.architectures:
+        return 1
+    return 2 if precision == jax.lax.Precision.HIGH else 3
 
 
 def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,

@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm import _call, _split
 
 SIZES = np.array([4, 0, 9], np.int32)
 
@@ -227,3 +227,47 @@ def test_export_with_several_devices(rng):
         jax.device_put(sizes, everywhere),
     )  # fmt: skip
     oracle.assert_close(jax.jit(loaded.call)(*args), oracle.grouped_mm(x, w, sizes))
+
+
+def test_float32_is_split_for_hopper(rng):
+    """Into bfloat16 planes, by name; their padding is that of tensor copies."""
+    x, w = jnp.ones((70, 40)), jnp.ones((3, 40, 24))
+
+    def text(**options):
+        f = lambda x, w: jgg.grouped_mm(x, w, SIZES, **options)
+        return cuda_text(f, x, w)
+
+    split = text(implementation="sm90")
+    assert "planes = 3 : i32" in split
+    assert "tensor<70x3x64xbf16>, tensor<3x64x3x24xbf16>" in split
+    assert "planes = 2 : i32" in text(implementation="sm90", precision="tensorfloat32")
+    assert "planes = 1 : i32" in text(implementation="sm80")
+    assert "planes = 1 : i32" in text(implementation="sm90", activation="swiglu")
+    odd = jnp.ones((3, 40, 20))
+    assert "planes = 1 : i32" in cuda_text(
+        lambda x: jgg.grouped_mm(x, odd, SIZES, implementation="sm90"), x
+    )
+    sums = cuda_text(
+        lambda x: jgg.segmented_mm(x.T, x, SIZES.reshape(-1, 1) + np.arange(2),
+                                   implementation="sm90"), x,
+    )  # fmt: skip
+    assert "tensor<40x3x72xbf16>, tensor<70x3x40xbf16>" in sums
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_planes(rng, count):
+    """Three planes are exact, two hold 16 bits; Inf and NaN are in the first alone."""
+    a = np.concatenate([
+        oracle.random(rng, (2000,)) * np.exp2(rng.integers(-100, 100, 2000)),
+        [0, -0.0, np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1 + 2**-23, -1 + 2**-24],
+    ]).astype(np.float32)  # fmt: skip
+    got = np.asarray(_split.planes(jnp.asarray(a)[None], count, 8, -1)).astype(np.float64)
+    assert got.shape == (1, count, 2008)
+    error = np.abs(got[0].sum(0)[: len(a)] - a)
+    assert (error <= (0 if count == 3 else np.abs(a) * 2.0**-16)).all()
+    assert not got[0, :, len(a) :].any()
+    bad = np.array([np.inf, -np.inf, 0], np.float32)
+    bad.view(np.uint32)[2] = 0x7F800001  # NaN in the lower half alone
+    got = np.asarray(_split.planes(jnp.asarray(bad), count)).astype(np.float64)
+    np.testing.assert_array_equal(got[0], [np.inf, -np.inf, np.nan])
+    assert not got[1:].any()

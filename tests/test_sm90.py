@@ -88,6 +88,49 @@ def test_cuts_at_every_residue(rng, dtype, transpose_a, m, n):
         oracle.assert_close(got, want, tolerance=SUMS)
 
 
+FLOAT32 = [("highest", 1e-6), ("tensorfloat32", 5e-5)]
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), FLOAT32)
+def test_float32_rows(rng, precision, tolerance, transpose_w):
+    """Operands split into bfloat16 planes; K is padded to whole slices."""
+    for k, n, mean in ((64, 128, 20), (72, 136, 70), (200, 520, 130), (2048, 64, 300)):
+        sizes = np.append(rng.integers(0, 2 * mean, 11), [0, mean])
+        t = int(sizes.sum()) + 37
+        x, w = oracle.random(rng, (t, k)), oracle.random(rng, (len(sizes), k, n))
+        x = x.at[-37:].set(jnp.nan)
+        want = oracle.grouped_mm(x.at[-37:].set(0), w, sizes)
+        stored = w.swapaxes(1, 2) if transpose_w else w
+        got = product(x, stored, sizes, transpose_w=transpose_w, precision=precision)
+        oracle.assert_close(got, want, tolerance=tolerance * max(1, k / 512) ** 0.5)
+        assert not np.asarray(got[-37:]).any()
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), FLOAT32)
+def test_float32_cuts(rng, precision, tolerance, transpose_a, transpose_b):
+    k, m, n = 1027, 136, 264
+    cuts = np.cumsum(rng.integers(1, 60, 40))
+    cuts = cuts[cuts < k]
+    spans = np.stack([cuts[:-1], cuts[1:]], 1)
+    spans = np.concatenate([[[0, 0]], spans, [[7, 7], [100, 40], [3, 700], [k - 5, k + 9]]])
+    a, b = oracle.random(rng, (m, k)), oracle.random(rng, (k, n))
+    f = jax.jit(
+        lambda a, b, s: jgg.segmented_mm(
+            a, b, s, transpose_a=transpose_a, transpose_b=transpose_b, precision=precision,
+            implementation="sm90",
+        )
+    )  # fmt: skip
+    for start, end in [(0, k), (161, 200), (33, 97), (512, 1000), (960, k)]:
+        inside = (np.arange(k) >= start) & (np.arange(k) < end)
+        bad = jnp.where(inside, a, jnp.nan), jnp.where(inside[:, None], b, jnp.nan)
+        here = np.clip(spans, start, end).astype(np.int32)
+        got = f(bad[0].T if transpose_a else bad[0], bad[1].T if transpose_b else bad[1], here)
+        oracle.assert_close(got, oracle.segmented_mm(a, b, here), tolerance=1.5 * tolerance)
+
+
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu", "geglu"])
 @pytest.mark.parametrize("mean", [12, 200])
 def test_epilogue(rng, activation, mean):

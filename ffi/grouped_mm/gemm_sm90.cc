@@ -8,8 +8,18 @@ namespace jgg {
 
 cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
 #ifdef JGG_SM90
+  gemm.l_k_major = operands.l_k_major;
+  gemm.r_k_major = operands.r_k_major;
+  gemm.l_plane = static_cast<int>(operands.l.inner / operands.planes);
+  gemm.r_plane = static_cast<int>(operands.r.inner / operands.planes);
   return DispatchBool(operands.l_k_major, [&](auto l) {
     constexpr bool kL = decltype(l)::value;
+    if (operands.planes == 3) {
+      return LaunchSplitGemmSm90Instance<kL, 3>(stream, gemm, operands);
+    }
+    if (operands.planes == 2) {
+      return LaunchSplitGemmSm90Instance<kL, 2>(stream, gemm, operands);
+    }
     return operands.dtype == DType::kBF16
                ? LaunchGemmSm90Instance<cutlass::bfloat16_t, kL>(stream, gemm, operands)
                : LaunchGemmSm90Instance<cutlass::half_t, kL>(stream, gemm, operands);

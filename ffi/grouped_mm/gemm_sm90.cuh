@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdlib>
 
 #include "common/dispatch.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
@@ -78,8 +77,6 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
 
 template <typename Config>
 cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
-  gemm.l_k_major = Config::kLKMajor;
-  gemm.r_k_major = Config::kRKMajor;
   TensorMapSpec l = operands.l, r = operands.r;
   l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
   r.box_lines = 64;
@@ -135,6 +132,26 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
       }
     }
     return launch(Constant<256>{}, One{}, Constant<4>{}, Two{});
+  });
+}
+
+// Tiles of 128 rows; pairs that share L where there are enough of them.
+template <bool kLKMajor, int kPlanes>
+cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
+                                        const OperandsSm90& operands) {
+  return DispatchBool(operands.r_k_major, [&](auto r) {
+    auto launch = [&](auto cluster) {
+      return LaunchConfigSm90<
+          device::GemmSm90Config<cutlass::bfloat16_t, kLKMajor, decltype(r)::value, 128, 1,
+                                 kPlanes == 3 ? 2 : 3, cluster.value, kPlanes>>(stream, gemm,
+                                                                                operands);
+    };
+    using device::Constant;
+    const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
+    const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
+    const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
+    if (tiles < 528 || gemm.n <= 128) return launch(Constant<1>{});
+    return launch(Constant<2>{});
   });
 }
 

@@ -1,4 +1,5 @@
-// The Hopper kernel of mm and wgrad: TMA, WGMMA, bf16 and f16.
+// The Hopper kernel of mm and wgrad: TMA, WGMMA, bf16 and f16; float32 as bf16 planes, see
+// device/split_products_sm90.cuh.
 //
 // Both products are tiles of out[r, c] = sum_k L[r, k] R[c, k]:
 //   mm     r: rows of x         c: columns of w   k: all of K            (ragged rows)
@@ -21,6 +22,7 @@ struct GemmSm90 {
   bool wgrad;     // which product
   bool matrices;  // wgrad: matrix g has segment g, so nothing has to be scanned
   bool l_k_major, r_k_major;
+  int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;
   Epilogue epilogue;
   void* out;
@@ -34,9 +36,11 @@ struct GemmSm90 {
   int groups;          // weights
 };
 
-// What L and R are in memory; box_lines is set when the tile is known.
+// What L and R are in memory; box_lines is set when the tile is known. Planes follow each other
+// within a line.
 struct OperandsSm90 {
   DType dtype;
+  int planes;
   bool l_k_major, r_k_major;
   TensorMapSpec l, r;
 };
@@ -58,5 +62,10 @@ cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm
 template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands);
+
+// Likewise: gemm_sm90_split_instance.cu.
+template <bool kLKMajor, int kPlanes>
+cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
+                                        const OperandsSm90& operands);
 
 }  // namespace jgg

@@ -44,21 +44,23 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                      ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_w,
                      bool transpose_out, bool tf32, std::string_view kind, bool swapped,
                      bool in_order, bool group_offset, bool bias, std::string_view activation,
-                     bool row_scale, bool existing_out, std::string_view kernel) {
+                     bool row_scale, bool existing_out, std::string_view kernel, int32_t planes) {
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument("mm", "unknown activation '", activation, "'");
   MmArgs args;
-  JGG_RETURN_IF_ERROR(
-      BindMm(x, w, *out, transpose_x, transpose_w, transpose_out, *known_activation, &args));
+  JGG_RETURN_IF_ERROR(CheckPlanes("mm", planes, x.element_type()));
+  JGG_RETURN_IF_ERROR(BindMm({x, planes}, {w, planes}, *out, transpose_x, transpose_w,
+                             transpose_out, *known_activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata("mm", kind, metadata, swapped, &args.metadata));
   args.tf32 = tf32;
+  args.planes = planes;
   args.in_order = in_order;
   JGG_RETURN_IF_ERROR(
       BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, &args));
   const int capability = ComputeCapability();
-  if (kernel != "sm80" && !mm_sm90_unsupported(args, capability)) {
-    return FromCuda("mm", mm_sm90(stream, args));
-  }
+  const auto no_sm90 = mm_sm90_unsupported(args, capability);
+  if (kernel != "sm80" && !no_sm90) return FromCuda("mm", mm_sm90(stream, args));
+  if (planes > 1) return Unimplemented("mm", no_sm90.value_or("split operands need sm90"));
   if (auto reason = mm_sm80_unsupported(args, capability)) return Unimplemented("mm", *reason);
   return FromCuda("mm", mm_sm80(stream, args));
 }
@@ -83,7 +85,8 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Attr<std::string_view>("activation")
                            .Attr<bool>("row_scale")
                            .Attr<bool>("existing_out")
-                           .Attr<std::string_view>("kernel"),
+                           .Attr<std::string_view>("kernel")
+                           .Attr<int32_t>("planes"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMm(XLA_FFI_CallFrame* call_frame) { return kMm(call_frame); }

@@ -12,7 +12,7 @@
 namespace jgg {
 
 // Check a call's matrices and describe them.
-inline xla::ffi::Error BindMm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w, xla::ffi::AnyBuffer out,
+inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla::ffi::AnyBuffer out,
                               bool transpose_x, bool transpose_w, bool transpose_out,
                               Activation activation, MmArgs* args) {
   constexpr const char* op = "mm";
@@ -33,6 +33,7 @@ inline xla::ffi::Error BindMm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer w, xla:
   const int64_t rows = out.dimensions()[transpose_out ? 1 : 0];
 
   *args = MmArgs{};
+  args->planes = 1;
   args->x = x.untyped_data();
   args->w = w.untyped_data();
   args->out = out.untyped_data();

@@ -9,13 +9,15 @@ namespace jgg {
 static OperandsSm90 Operands(const MmArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
+  operands.planes = args.planes;
   operands.l_k_major = true;
   operands.r_k_major = args.w_k == 1;
-  operands.l = {args.x, args.dtype, args.k, args.rows_x, 1, args.k, args.k};
-  operands.r =
-      operands.r_k_major
-          ? TensorMapSpec{args.w, args.dtype, args.k, args.n, args.groups, args.k, args.w_group}
-          : TensorMapSpec{args.w, args.dtype, args.n, args.k, args.groups, args.n, args.w_group};
+  const int64_t k = args.planes * args.k, n = args.planes * args.n;
+  const int64_t group = args.planes * args.w_group;
+  operands.l = {args.x, args.dtype, k, args.rows_x, 1, k, k};
+  operands.r = operands.r_k_major
+                   ? TensorMapSpec{args.w, args.dtype, k, args.n, args.groups, k, group}
+                   : TensorMapSpec{args.w, args.dtype, n, args.k, args.groups, n, group};
   return operands;
 }
 
@@ -26,6 +28,12 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
   if (args.out_n != 1) return "the result is transposed";
   if (IsGated(args.epilogue.activation) && args.w_n == 1 && args.n / 2 % 8 != 0) {
     return "the gated half of w begins inside 16 bytes";
+  }
+  if (args.planes > 1) {
+    if (IsGated(args.epilogue.activation)) return "a gated activation of split operands";
+    // Behind the k of one plane comes the next.
+    if (args.k % 64 != 0) return "K of split operands is not a multiple of 64";
+    if (args.w_n == 1 && args.n % 8 != 0) return "N of split operands is not a multiple of 8";
   }
   const OperandsSm90 operands = Operands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {

@@ -16,12 +16,14 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_y,
                         bool tf32, std::string_view kind, bool swapped, bool own_weight,
-                        bool group_offset, std::string_view kernel) {
+                        bool group_offset, std::string_view kernel, int32_t planes) {
   constexpr const char* op = "wgrad";
   WgradArgs args;
-  JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, transpose_x, transpose_y, &args));
+  JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
+  JGG_RETURN_IF_ERROR(BindWgrad({x, planes}, {y, planes}, *out, transpose_x, transpose_y, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
   args.tf32 = tf32;
+  args.planes = planes;
   args.own_weight = own_weight;
   Operands operands(op, rest);
   if (group_offset) {
@@ -32,9 +34,9 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   }
   JGG_RETURN_IF_ERROR(operands.End());
   const int capability = ComputeCapability();
-  if (kernel != "sm80" && !wgrad_sm90_unsupported(args, capability)) {
-    return FromCuda(op, wgrad_sm90(stream, args));
-  }
+  const auto no_sm90 = wgrad_sm90_unsupported(args, capability);
+  if (kernel != "sm80" && !no_sm90) return FromCuda(op, wgrad_sm90(stream, args));
+  if (planes > 1) return Unimplemented(op, no_sm90.value_or("split operands need sm90"));
   if (auto reason = wgrad_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
   return FromCuda(op, wgrad_sm80(stream, args));
 }
@@ -54,7 +56,8 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Attr<bool>("swapped")
                            .Attr<bool>("own_weight")
                            .Attr<bool>("group_offset")
-                           .Attr<std::string_view>("kernel"),
+                           .Attr<std::string_view>("kernel")
+                           .Attr<int32_t>("planes"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggWgrad(XLA_FFI_CallFrame* call_frame) { return kWgrad(call_frame); }

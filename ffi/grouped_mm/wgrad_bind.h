@@ -9,7 +9,7 @@
 namespace jgg {
 
 // Check a call's matrices and describe them.
-inline xla::ffi::Error BindWgrad(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer y,
+inline xla::ffi::Error BindWgrad(const PlanesBuffer& x, const PlanesBuffer& y,
                                  xla::ffi::AnyBuffer out, bool transpose_x, bool transpose_y,
                                  WgradArgs* args) {
   constexpr const char* op = "wgrad";
@@ -25,6 +25,7 @@ inline xla::ffi::Error BindWgrad(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer y,
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(G, A, B)", out, {-1, a, b}));
 
   *args = WgradArgs{};
+  args->planes = 1;
   args->x = x.untyped_data();
   args->y = y.untyped_data();
   args->out = out.untyped_data();

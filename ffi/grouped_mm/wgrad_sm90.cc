@@ -8,18 +8,19 @@ namespace jgg {
 
 // One matrix whose rows are contracted.
 static TensorMapSpec Matrix(const void* data, DType dtype, int64_t rows, int64_t columns,
-                            bool k_major) {
-  return k_major ? TensorMapSpec{data, dtype, rows, columns, 1, rows, rows}
-                 : TensorMapSpec{data, dtype, columns, rows, 1, columns, columns};
+                            bool k_major, int planes) {
+  const int64_t line = planes * (k_major ? rows : columns);
+  return TensorMapSpec{data, dtype, line, k_major ? columns : rows, 1, line, line};
 }
 
 static OperandsSm90 Operands(const WgradArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
+  operands.planes = args.planes;
   operands.l_k_major = args.x_row == 1 && args.x_a != 1;
   operands.r_k_major = args.y_row == 1 && args.y_b != 1;
-  operands.l = Matrix(args.x, args.dtype, args.rows_x, args.a, operands.l_k_major);
-  operands.r = Matrix(args.y, args.dtype, args.rows_y, args.b, operands.r_k_major);
+  operands.l = Matrix(args.x, args.dtype, args.rows_x, args.a, operands.l_k_major, args.planes);
+  operands.r = Matrix(args.y, args.dtype, args.rows_y, args.b, operands.r_k_major, args.planes);
   return operands;
 }
 
@@ -27,6 +28,10 @@ std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int com
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   if (!args.own_weight) return "weights may have several segments";
   const OperandsSm90 operands = Operands(args);
+  if (args.planes > 1 && ((operands.l_k_major ? args.rows_x : args.a) % 8 != 0 ||
+                          (operands.r_k_major ? args.rows_y : args.b) % 8 != 0)) {
+    return "planes of split operands are not a multiple of 16 bytes";
+  }
   if (operands.l_k_major && operands.r_k_major && args.metadata.kind == MetadataKind::kSegments) {
     return "both operands are contiguous along k, and segments may begin at different places in "
            "them";

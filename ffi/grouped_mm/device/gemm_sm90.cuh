@@ -15,19 +15,21 @@
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
-#include "grouped_mm/device/schedule_sm90.cuh"
+#include "grouped_mm/device/ring_sm90.cuh"
+#include "grouped_mm/device/split_products_sm90.cuh"
 
 namespace jgg::device {
 
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
 // the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
-// columns, each a swizzled tile of its own.
+// columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_>
+          int kCluster_, int kPlanes_ = 1>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
+  static constexpr int kPlanes = kPlanes_;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
   // More rows than a product takes are done in halves.
@@ -37,66 +39,18 @@ struct GemmSm90Config {
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   static_assert(kLKMajor || kChunkL == 64);
   static_assert(kHalves == 1 || kBlocks == 1);
+  static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   using Epilogue = EpilogueSm90<kChunkL>;
 
   struct SharedMemory {
-    alignas(1024) char l[kStages][kChunksL * kChunkBytesL];
-    alignas(1024) char r[kStages][kChunksR * kChunkBytesR];
+    alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
+    alignas(1024) char r[kStages][kPlanes][kChunksR * kChunkBytesR];
     alignas(1024) char staged[2][Epilogue::kBytes];
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages], cleared[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
   };
 };
-
-// A place in a ring, and the parity of its barriers' next phase.
-template <int kPlaces>
-struct Place {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next() {
-    if (++index == kPlaces) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// What a warp, or one thread of it, sees of the ring of work: calls f(work) for every tile.
-template <typename Config, bool kWarp = true, typename Function>
-__device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
-  Place<Config::kWorks> at;
-  while (true) {
-    Wait(&memory.work_full[at.index], at.parity);
-    const Work work = memory.works[at.index];
-    if (kWarp) __syncwarp();
-    if (!kWarp || threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
-    at.Next();
-    if (work.rows == 0) return;
-    f(work);
-  }
-}
-
-template <typename Config>
-__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                             int block) {
-  const bool gated = IsGated(gemm.epilogue.activation);
-  ScheduleSm90<Config::kRows, Config::kCluster> schedule(gemm, gated ? 128 : 128 * Config::kBlocks,
-                                                         block);
-  Place<Config::kWorks> at;
-  while (true) {
-    const Work work = schedule.Next();
-    Wait(&memory.work_empty[at.index], at.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      memory.works[at.index] = work;
-      Arrive(&memory.work_full[at.index]);
-    }
-    __syncwarp();
-    at.Next();
-    if (work.rows == 0) return;
-  }
-}
 
 // One thread.
 template <typename Config>
@@ -105,7 +59,8 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-    const int bytes = chunks * Config::kChunkBytesL + Config::kChunksR * Config::kChunkBytesR;
+    const int bytes =
+        Config::kPlanes * (chunks * Config::kChunkBytesL + Config::kChunksR * Config::kChunkBytesR);
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; ++slice) {
       Wait(&memory.empty[at.index], at.parity ^ 1);
@@ -113,25 +68,29 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
       ArriveExpecting(full, bytes);
       const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
 #pragma unroll
-      for (int i = 0; i < Config::kChunksR; ++i) {
-        const int column = work.r_row + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
-        char* to = memory.r[at.index] + i * Config::kChunkBytesR;
-        const int weight = gemm.wgrad ? 0 : work.weight;
-        if constexpr (Config::kRKMajor) {
-          CopyBox(&gemm.r_map, full, to, r_k, column, weight);
-        } else {
-          CopyBox(&gemm.r_map, full, to, column, r_k, weight);
+      for (int plane = 0; plane < Config::kPlanes; ++plane) {
+        const int l_plane = plane * gemm.l_plane, r_plane = plane * gemm.r_plane;
+#pragma unroll
+        for (int i = 0; i < Config::kChunksR; ++i) {
+          const int column = work.r_row + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
+          char* to = memory.r[at.index][plane] + i * Config::kChunkBytesR;
+          const int weight = gemm.wgrad ? 0 : work.weight;
+          if constexpr (Config::kRKMajor) {
+            CopyBox(&gemm.r_map, full, to, r_plane + r_k, column, weight);
+          } else {
+            CopyBox(&gemm.r_map, full, to, r_plane + column, r_k, weight);
+          }
         }
-      }
 #pragma unroll 1
-      for (int i = 0; i < chunks; ++i) {
-        if (Config::kCluster == 2 && i % 2 != block) continue;
-        const int row = work.l_row + i * Config::kChunkL;
-        char* to = memory.l[at.index] + i * Config::kChunkBytesL;
-        if constexpr (Config::kLKMajor) {
-          CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, l_k, row, 0);
-        } else {
-          CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, row, l_k, 0);
+        for (int i = 0; i < chunks; ++i) {
+          if (Config::kCluster == 2 && i % 2 != block) continue;
+          const int row = work.l_row + i * Config::kChunkL;
+          char* to = memory.l[at.index][plane] + i * Config::kChunkBytesL;
+          if constexpr (Config::kLKMajor) {
+            CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, l_plane + l_k, row, 0);
+          } else {
+            CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, l_plane + row, l_k, 0);
+          }
         }
       }
       at.Next();
@@ -180,8 +139,11 @@ __device__ void ClearWarp(typename Config::SharedMemory& memory) {
         const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
         const int first = slice == 0 ? work.first : 0;
         const int last = slice == work.slices - 1 ? work.last : kSliceSm90;
-        Clear<Config::kLKMajor>(memory.l[at.index], chunks, Config::kChunkL, first, last);
-        Clear<Config::kRKMajor>(memory.r[at.index], Config::kChunksR, 64, first, last);
+#pragma unroll 1
+        for (int plane = 0; plane < Config::kPlanes; ++plane) {
+          Clear<Config::kLKMajor>(memory.l[at.index][plane], chunks, Config::kChunkL, first, last);
+          Clear<Config::kRKMajor>(memory.r[at.index][plane], Config::kChunksR, 64, first, last);
+        }
         FenceAsyncProxy();
         Arrive(&memory.cleared[cleared.index]);
         cleared.Next();
@@ -199,8 +161,9 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
   ForEachWork<Config>(memory, [&](const Work& work) {
-    typename Products<Config>::Sums sums;
-    const int rows = Products<Config>::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
+    using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
+    typename P::Sums sums;
+    const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
     if constexpr (Config::kHalves == 2) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -228,27 +191,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
-  constexpr int kMultiplyWarps = 8;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Config::kStages; ++i) {
-      Init(&memory.full[i], 1);
-      Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
-      Init(&memory.cleared[i], 32);
-    }
-    for (int i = 0; i < Config::kWorks; ++i) {
-      Init(&memory.work_full[i], 1);
-      Init(&memory.work_empty[i], kMultiplyWarps + (gemm.wgrad ? 2 : 1));
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
+    InitRings<Config>(memory, 1, gemm.wgrad ? 2 : 1);
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
-  if (Config::kCluster == 1) {
-    __syncthreads();
-  } else {
-    ClusterSync();
-  }
+  SyncRings<Config>();
   if (threadIdx.x < 128) {
     // 56 + 2 * 224 is three times the 168 that every thread begins with: more would wait for ever.
     GiveRegisters<56>();

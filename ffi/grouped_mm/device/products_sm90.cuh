@@ -7,7 +7,7 @@
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
 #include "grouped_mm/device/primitives_sm90.cuh"
-#include "grouped_mm/device/schedule_sm90.cuh"
+#include "grouped_mm/device/ring_sm90.cuh"
 
 namespace jgg::device {
 
@@ -157,7 +157,7 @@ struct Products {
       WarpgroupCommit();
       if (slice > 0) {
         WarpgroupWait<1>();
-        Release(memory, before);
+        Release<Config>(memory, before);
       }
       before = at.index;
       at.Next();
@@ -172,23 +172,13 @@ struct Products {
       }
       if (whole > 0) {
         WarpgroupWait<0>();
-        Release(memory, before);
+        Release<Config>(memory, before);
       }
       before = at.index;
       at.Next();
     }
     WarpgroupWait<0>();
-    Release(memory, before);
-  }
-
-  // Every warp tells every block that copies into this place that it has read it.
-  __device__ static void Release(Memory& memory, int index) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (Config::kCluster == 1) {
-      if (lane == 0) Arrive(&memory.empty[index]);
-    } else {
-      if (lane < Config::kCluster) ArriveAt(&memory.empty[index], lane);
-    }
+    Release<Config>(memory, before);
   }
 };
 

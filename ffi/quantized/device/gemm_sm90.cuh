@@ -8,7 +8,9 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
-#include "grouped_mm/device/gemm_sm90.cuh"
+#include "grouped_mm/device/epilogue_sm90.cuh"
+#include "grouped_mm/device/products_sm90.cuh"
+#include "grouped_mm/device/ring_sm90.cuh"
 #include "quantized/device/weights_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -225,13 +227,13 @@ struct QuantizedProducts {
         // The operand of the unit before may be written again from here on.
 #pragma unroll
         for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[1 - unit % 2][i])::"memory");
-        if (unit == 0 && slice > 0) Release(memory, before);
+        if (unit == 0 && slice > 0) Release<Config>(memory, before);
       }
       before = here.index;
       here.Next();
     }
     WarpgroupWait<0>();
-    Release(memory, before);
+    Release<Config>(memory, before);
     at = here;
   }
 
@@ -250,15 +252,6 @@ struct QuantizedProducts {
     for (int i = 0; i < kSteps; ++i) {
       Weights::template Decode<(kBlocks * kRows <= 64)>(step[i], first + i, scale[0], scale[1],
                                                         a + 4 * i);
-    }
-  }
-
-  __device__ static void Release(Memory& memory, int index) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (Config::kCluster == 1) {
-      if (lane == 0) Arrive(&memory.empty[index]);
-    } else {
-      if (lane < Config::kCluster) ArriveAt(&memory.empty[index], lane);
     }
   }
 };
@@ -310,25 +303,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = quantized.gemm;
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
-  constexpr int kMultiplyWarps = 8;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Config::kStages; ++i) {
-      Init(&memory.full[i], 3);
-      Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
-    }
-    for (int i = 0; i < Config::kWorks; ++i) {
-      Init(&memory.work_full[i], 1);
-      Init(&memory.work_empty[i], kMultiplyWarps + 3);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    InitRings<Config>(memory, 3, 3);
     Prefetch(&gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
-  if (Config::kCluster == 1) {
-    __syncthreads();
-  } else {
-    ClusterSync();
-  }
+  SyncRings<Config>();
   if (threadIdx.x < 128) {
     GiveRegisters<Config::kFeedRegisters>();
     const int warp = threadIdx.x / 32;

@@ -1,0 +1,100 @@
+// Rings in shared memory: of stages of operands, which tensor copies fill and two warpgroups read,
+// and of tiles of work. Every place has a pair of barriers, "full" and "empty".
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/device/primitives_sm90.cuh"
+#include "grouped_mm/device/schedule_sm90.cuh"
+
+namespace jgg::device {
+
+constexpr int kMultiplyWarps = 8;
+
+// A place in a ring, and the parity of its barriers' next phase.
+template <int kPlaces>
+struct Place {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next() {
+    if (++index == kPlaces) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
+// that multiply.
+template <typename Config>
+__device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders) {
+  for (int i = 0; i < Config::kStages; ++i) {
+    Init(&memory.full[i], copiers);
+    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
+  }
+  for (int i = 0; i < Config::kWorks; ++i) {
+    Init(&memory.work_full[i], 1);
+    Init(&memory.work_empty[i], kMultiplyWarps + feeders);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// All threads that share the rings.
+template <typename Config>
+__device__ void SyncRings() {
+  if constexpr (Config::kCluster == 1) {
+    __syncthreads();
+  } else {
+    ClusterSync();
+  }
+}
+
+// A warp that multiplies has read a stage, and tells every block that copies into it.
+template <typename Config>
+__device__ void Release(typename Config::SharedMemory& memory, int index) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (Config::kCluster == 1) {
+    if (lane == 0) Arrive(&memory.empty[index]);
+  } else {
+    if (lane < Config::kCluster) ArriveAt(&memory.empty[index], lane);
+  }
+}
+
+// What a warp, or one thread of it, sees of the ring of work: calls f(work) for every tile.
+template <typename Config, bool kWarp = true, typename Function>
+__device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
+  Place<Config::kWorks> at;
+  while (true) {
+    Wait(&memory.work_full[at.index], at.parity);
+    const Work work = memory.works[at.index];
+    if (kWarp) __syncwarp();
+    if (!kWarp || threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
+    at.Next();
+    if (work.rows == 0) return;
+    f(work);
+  }
+}
+
+// The warp that fills the ring of work.
+template <typename Config>
+__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory,
+                             int block) {
+  const bool gated = IsGated(gemm.epilogue.activation);
+  ScheduleSm90<Config::kRows, Config::kCluster> schedule(gemm, gated ? 128 : 128 * Config::kBlocks,
+                                                         block);
+  Place<Config::kWorks> at;
+  while (true) {
+    const Work work = schedule.Next();
+    Wait(&memory.work_empty[at.index], at.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      memory.works[at.index] = work;
+      Arrive(&memory.work_full[at.index]);
+    }
+    __syncwarp();
+    at.Next();
+    if (work.rows == 0) return;
+  }
+}
+
+}  // namespace jgg::device
