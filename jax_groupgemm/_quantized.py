@@ -15,6 +15,7 @@ from jax import lax
 
 from . import _check
 from . import _float_bits as fb
+from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
 
 
@@ -31,8 +32,8 @@ MODES = {
     "mxfp8": _Mode((8,), (32,)),
     "nvfp4": _Mode((4,), (16,)),
 }
-# Of the leaves of a Quantized: as its docstring says, or as _prepack.py does.
-LAYOUTS = ("linear", "sm90")
+# Of the leaves of a Quantized: as its docstring says, or as _prepack.py or _nvfp4_layouts.py does.
+LAYOUTS = ("linear", "sm90", "grouped", "swizzled")
 FLOATS = ("float32", "bfloat16", "float16")
 # Of an element: mantissa bits, least normal exponent, last finite code.
 _E2M1 = {"mantissa": 1, "emin": 0, "limit": 7}
@@ -41,7 +42,7 @@ _E4M3 = {"mantissa": 3, "emin": -6, "limit": 0x7E}
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weight", "scales", "biases", "global_scale"),
+    data_fields=("weight", "scales", "biases", "global_scale", "positions"),
     meta_fields=("mode", "bits", "group_size", "axis", "layout"),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -67,9 +68,13 @@ class Quantized:
       biases: the shape and dtype of scales in mode ``"affine"``, otherwise None.
       global_scale: float32, a multiplier; mode ``"nvfp4"`` only, or None. A scalar, or one per
         index of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
+      positions: int32 ``(T,)``, where :func:`nvfp4_quantize` has padded rows per group: the padded
+        row of each row, -1 of rows of no group. Otherwise None.
       mode, bits, group_size: static, as in the table.
-      axis: static; the axis along which blocks run: -1.
-      layout: static; ``"linear"`` is the layout described here; :func:`prepack` makes others.
+      axis: static; the axis along which blocks run: -1, or -2 of an array that is stored with its
+        last two axes exchanged, as the leaves here describe it.
+      layout: static; ``"linear"`` is the layout described here; :func:`prepack` makes ``"sm90"``,
+        :func:`nvfp4_quantize` ``"grouped"`` and ``"swizzled"``.
 
     Raises:
       ValueError: mode, bits, group_size, axis or layout is not one of those. Shapes are compared
@@ -83,6 +88,7 @@ class Quantized:
     biases: Any = None
     global_scale: Any = None
     _: dataclasses.KW_ONLY
+    positions: Any = None
     mode: str
     bits: int
     group_size: int
@@ -91,15 +97,23 @@ class Quantized:
 
     def __post_init__(self):
         _static("Quantized", self.mode, self.bits, self.group_size)
-        if self.axis != -1:
-            raise ValueError(f"jgg.Quantized: axis={self.axis} is not -1")
+        if self.axis not in (-1, -2):
+            raise ValueError(f"jgg.Quantized: axis={self.axis} is not -1 or -2")
         if self.layout not in LAYOUTS:
             known = ", ".join(map(repr, LAYOUTS))
             raise ValueError(f"jgg.Quantized: layout={self.layout!r} is not one of {known}")
+        axes = {"sm90": (-1,), "grouped": (-2,)}.get(self.layout, (-1, -2))
+        padded = self.layout in ("grouped", "swizzled")
+        if self.axis not in axes or (padded and self.mode != "nvfp4"):
+            raise ValueError(
+                f"jgg.Quantized: layout={self.layout!r} does not exist in mode {self.mode!r} with "
+                f"axis={self.axis}"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array it stands for, ``(..., K)``."""
+        """The shape of the array it stands for, ``(..., K)``, as stored: the last two axes are
+        exchanged where ``axis`` is -2, K is padded in layout "grouped"."""
         if self.layout == "sm90":  # tiles of 64 x 64
             *lead, rows, columns, _ = self.weight.shape
             return (*lead, 64 * rows, 64 * columns)
@@ -110,9 +124,13 @@ class Quantized:
         static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"
         leaves = (
             f"{name}={_describe(value)}"
-            for name in ("weight", "scales", "biases", "global_scale")
+            for name in ("weight", "scales", "biases", "global_scale", "positions")
             if (value := getattr(self, name)) is not None
         )
+        if self.axis != -1:
+            static += f", axis={self.axis}"
+        if self.layout != "linear":
+            static += f", layout={self.layout!r}"
         return f"Quantized({static}, {', '.join(leaves)})"
 
 
@@ -220,7 +238,8 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
         other modes (which holds nvfp4 without a global scale exactly), float32 with a global scale.
 
     Returns:
-      ``(..., K)``.
+      ``(..., K)``. Where ``q.axis`` is -2 and where rows were padded, the array that was quantized,
+      not what is stored; its rows of no group are zeros.
 
     Raises:
       ValueError: the shapes in ``q`` do not fit each other.
@@ -229,10 +248,12 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
     The same bits on every backend (NaN has one pattern). Differentiable in affine scales and biases
     and in global_scale. MLX's ``dequantize``.
     """
-    from ._prepack import unpacked  # which imports this module
-
     op = "dequantize"
-    q = unpacked(check(op, "q", q))
+    q = check(op, "q", q)
+    if q.layout == "sm90":
+        from ._prepack import unpacked  # which imports this module
+
+        q = unpacked(q)
     if dtype is None:
         if q.mode == "affine":
             dtype = q.scales.dtype
@@ -245,12 +266,13 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
 
 
 def check(op: str, name: str, q) -> Quantized:
-    """``q`` with its leaves as arrays; raises where they do not fit each other."""
+    """``q`` with its leaves as arrays; raises where they do not fit each other. Swizzled scales are
+    put in order: layout "swizzled" becomes "linear"."""
     if not isinstance(q, Quantized):
         raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {type(q).__name__}")
     weight = _check.array(op, f"{name}.weight", q.weight)
     scales = _check.array(op, f"{name}.scales", q.scales)
-    if q.layout != "linear":
+    if q.layout == "sm90":
         return _check_packed(op, name, dataclasses.replace(q, weight=weight, scales=scales))
     if weight.dtype != jnp.uint32:
         raise TypeError(f"jgg.{op}: {name}.weight must be uint32, got dtype {weight.dtype.name}")
@@ -265,6 +287,12 @@ def check(op: str, name: str, q) -> Quantized:
             f"jgg.{op}: {name}.weight has shape {weight.shape}, expected (..., K*bits/32) with K a "
             f"multiple of group_size={q.group_size} and bits={q.bits}"
         )
+    if q.layout == "grouped":
+        _check.shape(op, f"{name}.weight", weight, (None, None), "C, P/8", "layout 'grouped'")
+    q = dataclasses.replace(q, weight=weight, positions=_check_positions(op, name, q))
+    if q.layout == "swizzled":
+        q = _unswizzled(op, name, q, scales)
+        scales = q.scales
     *lead, k = q.shape
     expected = (*lead, k // q.group_size)
     why = f"because {name}.weight is {weight.shape}, bits={q.bits} and group_size={q.group_size}"
@@ -304,6 +332,40 @@ def _check_packed(op: str, name: str, q: Quantized) -> Quantized:
             raise TypeError(f"jgg.{op}: {name} in layout {q.layout!r} is uint32, got {leaf.dtype}")
     global_scale = _global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
     return dataclasses.replace(q, global_scale=global_scale)
+
+
+def _check_positions(op: str, name: str, q: Quantized):
+    expected = {"grouped": "int32 (T,)", "swizzled": "int32 (T,) or None"}.get(q.layout, "None")
+    value = q.positions
+    if value is None:
+        fits = q.layout != "grouped"
+    else:
+        value = _check.array(op, f"{name}.positions", value)
+        fits = q.layout in ("grouped", "swizzled") and value.ndim == 1 and value.dtype == jnp.int32
+    if not fits:
+        raise ValueError(
+            f"jgg.{op}: {name}.positions is {_describe(value)}, expected {expected} in layout "
+            f"{q.layout!r}"
+        )
+    return value
+
+
+def _unswizzled(op: str, name: str, q: Quantized, scales) -> Quantized:
+    *lead, rows, columns = (1, *q.shape[:-1], q.shape[-1] // q.group_size)[-max(q.weight.ndim, 2) :]
+    tiles = (*lead, *layouts.tiles(rows, columns))
+    if q.positions is not None:
+        tiles = (scales.shape[0] if scales.ndim else 0, *tiles[-2:])
+    if scales.shape != tiles:
+        raise ValueError(
+            f"jgg.{op}: {name}.scales has shape {scales.shape}, expected {tiles} in layout "
+            f"'swizzled' because {name}.weight is {q.weight.shape}"
+        )
+    if q.positions is None:
+        scales = layouts.unswizzle(scales, rows, columns)
+    else:
+        scales = layouts.unswizzle(scales, 128 * scales.shape[0], columns)
+        scales = layouts.take_rows(scales, q.positions)
+    return dataclasses.replace(q, scales=scales, positions=None, layout="linear")
 
 
 def _global_scale(op: str, mode: str, value, shape: tuple[int, ...], prefix: str = ""):
@@ -462,7 +524,10 @@ def _e4m3(code):
 
 @partial(jax.jit, static_argnums=1)
 def _dequantize(q: Quantized, dtype):
-    return flatten_groups(values_in_groups(q, dtype))
+    values = flatten_groups(values_in_groups(q, dtype))
+    if q.axis == -2:
+        values = values.swapaxes(-1, -2)
+    return values if q.positions is None else layouts.take_rows(values, q.positions)
 
 
 def flatten_groups(values):

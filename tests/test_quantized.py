@@ -337,11 +337,12 @@ ERRORS = [
     ),
     (
         lambda: jgg.Quantized(PACKED, SCALES, SCALES, axis=0, **STATIC), ValueError,
-        "jgg.Quantized: axis=0 is not -1",
+        "jgg.Quantized: axis=0 is not -1 or -2",
     ),
     (
         lambda: jgg.Quantized(PACKED, SCALES, SCALES, layout="tiled", **STATIC), ValueError,
-        "jgg.Quantized: layout='tiled' is not one of 'linear', 'sm90'",
+        "jgg.Quantized: layout='tiled' is not one of 'linear', 'sm90', 'grouped', "
+        "'swizzled'",
     ),
     (
         lambda: jgg.dequantize(W), TypeError,  # pyright: ignore

@@ -1,0 +1,277 @@
+"""``nvfp4_quantize``: arrays in NVFP4 with a scale per tensor and one per 16 elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from . import _check, _partition, _quantized, _reference
+from . import _float_bits as fb
+from . import _nvfp4_layouts as layouts
+from ._float_bits import i32, u32
+from ._nvfp4_layouts import padded_sizes as padded_sizes
+from ._philox import sixteen_bits
+from ._quantized import Quantized
+
+_BLOCK = 16
+_ONE, _SIX = np.float32(1), np.float32(6)
+_RANGE = np.float32(6 * 448)  # the largest element times the largest scale
+_LARGEST = np.uint32(0x7F7FFFFF)
+# Signs of the Hadamard transform: Transformer Engine's.
+_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+
+
+def nvfp4_quantize(
+    x,
+    *,
+    axis: int = -1,
+    group_sizes=None,
+    scale_2d: bool = False,
+    stochastic_rounding_key=None,
+    hadamard: bool = False,
+    layout: str = "linear",
+) -> Quantized:
+    """``x ≈ e2m1 * e4m3 * global_scale``; **blocks of 16 run along ``axis``; T may be grouped**.
+
+    In float32, every operation rounded to nearest even, ``amax`` over the finite values of x, and
+    of each matrix if x has more than two axes::
+
+        global_scale = amax / 2688
+        S     = min(2688 / amax, largest), or 1 where amax is 0
+        scale = e4m3(amax_of_block * (S * (1 / 6)))
+        q     = e2m1(x * min(1 / (scale * (1 / S)), largest))
+
+    Roundings saturate; ``largest`` is the largest float32. What Transformer Engine computes.
+
+    Args:
+      x: float32, bfloat16 or float16, ``(T, K)``, ``(G, N, K)`` or any ``(..., R, C)``.
+      axis: the last one, or the one before it. Then the result is stored transposed, as it is
+        multiplied: its leaves are those of ``(..., C, R)``, and its ``axis`` is -2.
+      group_sizes: integers ``(G,)``, of x ``(T, K)``: the rows of each group. Rows past their sum
+        take no part in amax and become zeros. With ``axis=0`` no block spans two groups: each is
+        padded with zeros to a multiple of 64 rows, and the result has layout ``"grouped"``.
+      scale_2d: one scale for 16 x 16 elements, repeated for each of the 16 rows, so that either
+        axis gives the same values. The axis that is not ``axis`` may end in a part of a block.
+      stochastic_rounding_key: a key of ``jax.random``. Then q is one of the two neighbours of
+        ``x * ...`` with probabilities that make it right in expectation.
+      hadamard: multiply each block by ``diag(signs) @ H / 4`` first, orthogonal, H being the
+        Walsh-Hadamard matrix in Sylvester's order. It cancels in the product of two operands
+        contracted along ``axis``.
+      layout: ``"linear"``, or ``"swizzled"``: scales in the order of Blackwell's instructions.
+
+    Returns:
+      A :class:`Quantized` in mode ``"nvfp4"`` with a ``global_scale`` of shape ``x.shape[:-2]``.
+      With ``hadamard`` it stands for the transformed array.
+
+    Raises:
+      ValueError: the length of ``axis`` is not a multiple of 16 and there are no ``group_sizes``,
+        or options do not go together.
+      TypeError: x is not floating, group_sizes are not integers, or the key is none.
+
+    A non-finite element turns its own block into NaN, and no other. The same bits on every backend.
+    Not differentiable: gradients are zero.
+    """
+    op = "nvfp4_quantize"
+    x = _check.array(op, "x", x)
+    if x.dtype.name not in _quantized.FLOATS:
+        known = _quantized._or(_quantized.FLOATS)
+        raise TypeError(f"jgg.{op}: x must be {known}, got dtype {x.dtype.name}")
+    axis = _axis(op, x, axis)
+    _options(op, x, axis, group_sizes, scale_2d, hadamard, layout)
+    if group_sizes is not None:
+        group_sizes = _check.array(op, "group_sizes", group_sizes)
+        _check.integer(op, "group_sizes", group_sizes)
+        _check.shape(op, "group_sizes", group_sizes, (None,), "G")
+        _check.rows(op, "x", x.shape[0])
+        _check.rows(op, "x, padded,", _padded(x, group_sizes))
+    if (group_sizes is None or axis == -1) and x.shape[axis] % _BLOCK:
+        remedy = " Pass group_sizes to pad rows." if axis == -2 and x.ndim == 2 else ""
+        raise ValueError(
+            f"jgg.{op}: x has shape {x.shape}, expected a multiple of {_BLOCK} along axis {axis}, "
+            f"got {x.shape[axis]}.{remedy}"
+        )
+    seed = None if stochastic_rounding_key is None else _seed(op, stochastic_rounding_key)
+    run: Callable = partial(
+        _quantize, axis=axis, scale_2d=bool(scale_2d), hadamard=bool(hadamard), layout=layout
+    )
+    x = lax.stop_gradient(x)
+    mesh = _partition.explicit_mesh([x] if group_sizes is None else [x, group_sizes])
+    if mesh is not None:
+        run = jax.sharding.auto_axes(run, out_sharding=_specs(x, axis, group_sizes, layout))
+    weight, scales, global_scale, positions = run(x, group_sizes, seed)
+    if group_sizes is not None and axis == -2:
+        layout = "grouped"
+    return Quantized(
+        weight, scales, None, global_scale, positions=positions,
+        mode="nvfp4", bits=4, group_size=_BLOCK, axis=axis, layout=layout,
+    )  # fmt: skip
+
+
+def _axis(op: str, x, axis: int) -> int:
+    if x.ndim and axis in (-1, x.ndim - 1):
+        return -1
+    if x.ndim > 1 and axis in (-2, x.ndim - 2):
+        return -2
+    raise ValueError(
+        f"jgg.{op}: axis={axis}, expected the last axis of x or the one before it, and x has shape "
+        f"{x.shape}"
+    )
+
+
+def _options(op: str, x, axis, group_sizes, scale_2d, hadamard, layout) -> None:
+    """Those that do not go together."""
+    if layout not in ("linear", "swizzled"):
+        raise ValueError(f"jgg.{op}: layout={layout!r} is not one of 'linear', 'swizzled'")
+    if x.ndim < 2 and (scale_2d or layout == "swizzled"):
+        what = "scale_2d" if scale_2d else "layout='swizzled'"
+        raise ValueError(f"jgg.{op}: {what} needs two axes, and x has shape {x.shape}")
+    if scale_2d and hadamard:
+        raise ValueError(
+            f"jgg.{op}: scale_2d with hadamard: the transform along one axis would make the values "
+            "of either axis different. Choose one"
+        )
+    if group_sizes is None:
+        return
+    _check.shape(op, "x", x, (None, None), "T, K", "group_sizes are of its rows")
+    if scale_2d:
+        raise ValueError(
+            f"jgg.{op}: scale_2d with group_sizes: blocks of 16 x 16 would span groups. It is for "
+            "weights"
+        )
+    if axis == -2 and layout == "swizzled":
+        raise ValueError(
+            f"jgg.{op}: layout='swizzled' with group_sizes needs axis=-1: along T, blocks of "
+            "grouped rows have layout 'grouped' only"
+        )
+
+
+def _padded(x, group_sizes) -> int:
+    return layouts.padded_rows(x.shape[0], group_sizes.shape[0], layouts.SWIZZLED)
+
+
+def _seed(op: str, key):
+    """Two words."""
+    try:
+        return jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"jgg.{op}: stochastic_rounding_key must be one key of jax.random, got "
+            f"{_quantized._describe(key)}"
+        ) from error
+
+
+def _specs(x, axis: int, group_sizes, layout: str):
+    """Of the results where the mesh is Explicit: as x, but blocks are not cut, and padded axes
+    and swizzled scales are replicated."""
+    spec = jax.typeof(x).sharding.spec
+    entries = [entry or None for entry in _partition._entries(spec, x.ndim)]
+    lead, last = entries[:-2], entries[axis]
+    mesh = jax.typeof(x).sharding.mesh
+    parts = math.prod(mesh.shape[name] for name in last or ())
+    if x.shape[axis] // _BLOCK % parts or (group_sizes is not None and axis == -2):
+        last = None
+    stored = P(*lead, *([entries[-3 - axis]] if x.ndim > 1 else []), last)
+    scales = P(*lead, None, None, None) if layout == "swizzled" else stored
+    if layout == "swizzled" and group_sizes is not None:
+        scales = P(None, None, None)
+    positions = None if group_sizes is None else P(None)
+    if group_sizes is not None and axis == -1 and layout == "linear":
+        positions = None
+    return stored, scales, P(*lead), positions
+
+
+@partial(jax.jit, static_argnames=("axis", "scale_2d", "hadamard", "layout"))
+def _quantize(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool, layout: str):
+    """``(weight, scales, global_scale, positions)``."""
+    padding = None
+    if group_sizes is not None and axis == -2:
+        padding = layouts.padding(group_sizes, x.shape[0], layouts.GROUPED)
+        x = _reference.load(layouts.take_rows(_reference.storage(x), padding.source), x.dtype)
+    elif group_sizes is not None:
+        inside = layouts.covered(group_sizes, x.shape[0])
+        x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
+    if axis == -2:
+        x = x.swapaxes(-1, -2)
+    b = fb.bits(_quantized._blocks(x, _BLOCK))
+    if hadamard:
+        b = _rotated(b)
+    magnitude = b & u32(0x7FFFFFFF)  # these order as the values do
+    matrix = tuple(range(max(x.ndim - 2, 0), b.ndim))
+    finite = jnp.where(magnitude < u32(fb.INF), magnitude, u32(0))
+    amax = jnp.max(finite, axis=matrix, initial=np.uint32(0))
+    scales, inverse = _scales(jnp.max(magnitude, axis=-1), amax, scale_2d)
+    q = fb.multiply(b, inverse[..., None])
+    if seed is None:
+        code = fb.encode(*fb.split(q), **_quantized._E2M1)
+    else:
+        code = _stochastic(q, sixteen_bits(b.shape[:-1], (seed[0], seed[1])))
+    code = jnp.where((scales == 0x7F)[..., None], u32(0), code | b >> 31 << 3)
+    code = lax.optimization_barrier(code)  # else XLA computes them once for every bit field
+    weight = _quantized.pack(_quantized._flat(code), 4)
+    scales = scales.astype(jnp.uint8)
+    if layout == "swizzled":
+        if group_sizes is not None:
+            padding = layouts.padding(group_sizes, x.shape[0], layouts.SWIZZLED)
+            scales = layouts.take_rows(scales, padding.source)
+        scales = layouts.swizzle(scales)
+    global_scale = _float(fb.divide(amax, fb.bits(jnp.full_like(amax, _RANGE, jnp.float32))))
+    return weight, scales, global_scale, None if padding is None else padding.positions
+
+
+def _float(b):
+    return lax.bitcast_convert_type(b, jnp.float32)
+
+
+def _scales(block, amax, scale_2d: bool):
+    """Scale bytes, and the bits by which elements are multiplied, of the largest magnitudes of
+    blocks ``(..., R, S)`` and matrices ``(...)``, all bits."""
+    constant = lambda value, like: fb.bits(jnp.full(like.shape, value, jnp.float32))
+    rows = block.shape[-2:-1]
+    if scale_2d:
+        pad = [(0, 0)] * (block.ndim - 2) + [(0, -rows[0] % _BLOCK), (0, 0)]
+        block = jnp.pad(block, pad)
+        block = block.reshape(*block.shape[:-2], -1, _BLOCK, block.shape[-1]).max(axis=-2)
+    encode = jnp.minimum(fb.divide(constant(_RANGE, amax), amax), u32(_LARGEST))
+    encode = jnp.where(amax == 0, fb.bits(_ONE), encode)
+    sixth = fb.multiply(encode, constant(_ONE / _SIX, amax))
+    decode = fb.divide(constant(_ONE, amax), encode)
+    matrix = (..., *[None] * (block.ndim - amax.ndim))
+    byte = fb.encode(*fb.split(fb.multiply(block, sixth[matrix])), **_quantized._E4M3)
+    byte = jnp.where(block < u32(fb.INF), byte, u32(0x7F))
+    scale = fb.multiply(fb.float32(*_quantized._e4m3(byte)), decode[matrix])
+    inverse = jnp.minimum(fb.divide(constant(_ONE, scale), scale), u32(_LARGEST))
+    if scale_2d:
+        byte, inverse = (jnp.repeat(a, _BLOCK, axis=-2)[..., : rows[0], :] for a in (byte, inverse))
+    return byte, inverse
+
+
+def _stochastic(q, r):
+    """Codes of magnitudes of float32 bits: floor to the grid of ``|q| + u * step``."""
+    t = jnp.minimum(_float(q & u32(0x7FFFFFFF)), _SIX)
+    step = jnp.where(t < 2, np.float32(0.5), jnp.where(t < 4, np.float32(1), np.float32(2)))
+    u = (i32(r).astype(jnp.float32) + np.float32(0.5)) * np.float32(2**-16)
+    t = t + u * step  # the product is exact, so that a fused multiply-add is the same
+    return sum(u32(t >= np.float32(value)) for value in (0.5, 1, 1.5, 2, 3, 4, 6))
+
+
+def _rotated(b):
+    """Bits of ``x @ diag(signs) @ H / 4`` of blocks of float32 bits: butterflies of strides 1, 2,
+    4 and 8, then the quarter. Everything below the least normal number, here and between, is zero:
+    backends differ in whether they flush it."""
+    y = _flushed(_float(b)) * _SIGNS
+    for stride in (1, 2, 4, 8):
+        pairs = y.reshape(*y.shape[:-1], _BLOCK // (2 * stride), 2, stride)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = _flushed(jnp.stack([low + high, low - high], axis=-2)).reshape(y.shape)
+    return fb.bits(_flushed(y * np.float32(0.25)))
+
+
+def _flushed(y):
+    return jnp.where(fb.bits(y) & u32(0x7FFFFFFF) < u32(0x00800000), np.float32(0), y)
