@@ -299,7 +299,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     if planes > 1:
         x = _split.planes(x, planes, 64, -1)
         w = _split.planes(w, planes, 64, -1 if transpose_w else -2)
-    flags["planes"] = planes
+    flags |= {"planes": planes, "tile": 0}
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _call("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
@@ -329,7 +329,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         if planes > 1:
             x = _split.planes(x, planes, 8, -1 if transpose_x else None)
             y = _split.planes(y, planes, 8, -1 if transpose_y else None)
-        flags["planes"] = planes
+        flags |= {"planes": planes, "tile": 0}
     return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
 
 

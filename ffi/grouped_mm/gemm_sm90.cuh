@@ -92,10 +92,31 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
   return (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
 }
 
-// Tiles: 32 or 64 rows where there are few, so that many stages of weights are under way; 288,
-// shared out evenly, where there are many, so that no small rest is left over; 128 between, and
-// where larger tiles are too few. Large tiles come in pairs that share L. Chosen from static shapes
-// only.
+// The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
+// 288, shared out evenly, where there are many, so that no small rest is left over; 128 between,
+// and where larger tiles are too few. Chosen from static shapes only.
+inline int RuleTileSm90(const GemmSm90& gemm) {
+  const int64_t rows = TypicalRowsSm90(gemm);
+  if (IsGated(gemm.epilogue.activation)) return rows <= 32 ? 32 : 128;
+  if (gemm.l_k_major && rows <= 16) return 32;
+  if (rows <= 40) return 64;
+  // Tiles of 256 x 128 of wgrad: too few are made smaller.
+  const int64_t tiles =
+      gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) * static_cast<int64_t>(gemm.groups)
+                 : INT64_MAX;
+  if (tiles < 132) return 64;
+  if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
+  return gemm.l_k_major && !gemm.wgrad && rows > 192 ? 288 : 256;
+}
+
+// Whether there is a kernel with tiles of so many rows.
+inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
+  if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
+  if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
+  return tile == 64 || tile == 128 || tile == 256;
+}
+
+// Large tiles come in pairs that share L.
 template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands) {
@@ -109,28 +130,17 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     using device::Constant;
     using One = device::Constant<1>;
     using Two = device::Constant<2>;
-    const int64_t rows = TypicalRowsSm90(gemm);
+    const int tile = HasTileSm90(gemm, operands.tile) ? operands.tile : RuleTileSm90(gemm);
     if constexpr (kLKMajor) {
       if (IsGated(gemm.epilogue.activation)) {
-        if (rows <= 32) return launch(Constant<32>{}, Two{}, Constant<5>{}, One{});
+        if (tile == 32) return launch(Constant<32>{}, Two{}, Constant<5>{}, One{});
         return launch(Constant<128>{}, Two{}, Constant<4>{}, Two{});
       }
-      if (rows <= 16) return launch(Constant<32>{}, One{}, Constant<10>{}, One{});
+      if (tile == 32) return launch(Constant<32>{}, One{}, Constant<10>{}, One{});
+      if (tile == 288) return launch(Constant<288>{}, One{}, Constant<4>{}, Two{});
     }
-    if (rows <= 40) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
-    // Tiles of 256 x 128 of wgrad: too few are made smaller.
-    const int64_t tiles = gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) *
-                                           static_cast<int64_t>(gemm.groups)
-                                     : INT64_MAX;
-    if (tiles < 132) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
-    if (tiles < 528 || rows <= 96 || gemm.n <= 128) {
-      return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
-    }
-    if constexpr (kLKMajor) {
-      if (!gemm.wgrad && rows > 192) {
-        return launch(Constant<288>{}, One{}, Constant<4>{}, Two{});
-      }
-    }
+    if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
+    if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
     return launch(Constant<256>{}, One{}, Constant<4>{}, Two{});
   });
 }

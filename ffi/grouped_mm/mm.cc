@@ -44,7 +44,8 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                      ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_w,
                      bool transpose_out, bool tf32, std::string_view kind, bool swapped,
                      bool in_order, bool group_offset, bool bias, std::string_view activation,
-                     bool row_scale, bool existing_out, std::string_view kernel, int32_t planes) {
+                     bool row_scale, bool existing_out, std::string_view kernel, int32_t planes,
+                     int32_t tile) {
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument("mm", "unknown activation '", activation, "'");
   MmArgs args;
@@ -54,6 +55,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   JGG_RETURN_IF_ERROR(BindMetadata("mm", kind, metadata, swapped, &args.metadata));
   args.tf32 = tf32;
   args.planes = planes;
+  args.tile = tile;
   args.in_order = in_order;
   JGG_RETURN_IF_ERROR(
       BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, &args));
@@ -86,7 +88,8 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Attr<bool>("row_scale")
                            .Attr<bool>("existing_out")
                            .Attr<std::string_view>("kernel")
-                           .Attr<int32_t>("planes"),
+                           .Attr<int32_t>("planes")
+                           .Attr<int32_t>("tile"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMm(XLA_FFI_CallFrame* call_frame) { return kMm(call_frame); }

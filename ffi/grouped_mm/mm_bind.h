@@ -33,7 +33,6 @@ inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla:
   const int64_t rows = out.dimensions()[transpose_out ? 1 : 0];
 
   *args = MmArgs{};
-  args->planes = 1;
   args->x = x.untyped_data();
   args->w = w.untyped_data();
   args->out = out.untyped_data();

@@ -10,6 +10,7 @@ static OperandsSm90 Operands(const MmArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
   operands.planes = args.planes;
+  operands.tile = args.tile;
   operands.l_k_major = true;
   operands.r_k_major = args.w_k == 1;
   const int64_t k = args.planes * args.k, n = args.planes * args.n;

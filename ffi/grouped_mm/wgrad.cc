@@ -16,7 +16,7 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_y,
                         bool tf32, std::string_view kind, bool swapped, bool own_weight,
-                        bool group_offset, std::string_view kernel, int32_t planes) {
+                        bool group_offset, std::string_view kernel, int32_t planes, int32_t tile) {
   constexpr const char* op = "wgrad";
   WgradArgs args;
   JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
@@ -24,6 +24,7 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
   args.tf32 = tf32;
   args.planes = planes;
+  args.tile = tile;
   args.own_weight = own_weight;
   Operands operands(op, rest);
   if (group_offset) {
@@ -57,7 +58,8 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Attr<bool>("own_weight")
                            .Attr<bool>("group_offset")
                            .Attr<std::string_view>("kernel")
-                           .Attr<int32_t>("planes"),
+                           .Attr<int32_t>("planes")
+                           .Attr<int32_t>("tile"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggWgrad(XLA_FFI_CallFrame* call_frame) { return kWgrad(call_frame); }

@@ -16,7 +16,8 @@ struct WgradArgs {
   DType dtype;      // of x and y
   DType out_dtype;  // of out
   bool tf32;        // float32 operands may be rounded to TensorFloat-32
-  int planes;       // float32 operands may come as bf16 planes, one after another in a line
+  int tile = 0;     // rows of a tile of sm90, or 0 for its rule
+  int planes = 1;   // float32 operands may come as bf16 planes, one after another in a line
   int64_t rows_x, rows_y, a, b, groups;
   // Elements from one index to the next; this is how transposed operands are told apart.
   int64_t x_row, x_a, y_row, y_b;

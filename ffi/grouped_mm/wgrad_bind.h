@@ -25,7 +25,6 @@ inline xla::ffi::Error BindWgrad(const PlanesBuffer& x, const PlanesBuffer& y,
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(G, A, B)", out, {-1, a, b}));
 
   *args = WgradArgs{};
-  args->planes = 1;
   args->x = x.untyped_data();
   args->y = y.untyped_data();
   args->out = out.untyped_data();

@@ -17,6 +17,7 @@ static OperandsSm90 Operands(const WgradArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
   operands.planes = args.planes;
+  operands.tile = args.tile;
   operands.l_k_major = args.x_row == 1 && args.x_a != 1;
   operands.r_k_major = args.y_row == 1 && args.y_b != 1;
   operands.l = Matrix(args.x, args.dtype, args.rows_x, args.a, operands.l_k_major, args.planes);
