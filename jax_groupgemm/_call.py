@@ -21,13 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _reference, _segments, _split
+from . import _nvfp4_layouts as layouts
+from . import _reference, _segments, _split, _tuned
 
 #: Custom calls, and the platforms that there is a handler for.
 TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_mm": ("cpu", "cuda"),
     "jgg_wgrad": ("cpu", "cuda"),
+    "jgg_nvfp4_grouped_mm": ("cuda",),
+    "jgg_nvfp4_grouped_wgrad": ("cuda",),
 }
+# Those that "sm100" has kernels for; it has no others, and no other kernel has these.
+_SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
 # CUDA handlers that are not offered before the GPU tests have run on them: until then quantized
 # products run their reference.
 UNTRIED = ("jgg_qmm", "jgg_qmm_packed")
@@ -36,12 +41,14 @@ UNTRIED = ("jgg_qmm", "jgg_qmm_packed")
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 #: Every name that ``implementation=`` takes, in order of preference.
-IMPLEMENTATIONS = ("sm90", "sm80", "cpu", "reference")
+IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
 
 # Kernels, and the platform that each runs on. On CUDA the handler takes the first that can do the
 # call, unless one is named; what "sm90" cannot do (float32, lines that are not a multiple of 16
 # bytes, segments out of order, transposed results) runs on "sm80".
-PLATFORMS = {"sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
+PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
+# The one compute capability whose instructions a kernel is made of.
+_CAPABILITY = {"sm100": 100, "sm90": 90}
 
 _KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -160,7 +167,11 @@ def unsupported(implementation: str, dtypes, out_dtype) -> str | None:
 def missing(implementation: str, target: str) -> str | None:
     """Why an implementation has no kernel for a custom call."""
     platform = PLATFORMS[implementation]
-    return None if platform in TARGETS.get(target, ()) else f"there is no {target} for {platform}"
+    if platform not in TARGETS.get(target, ()):
+        return f"there is no {target} for {platform}"
+    if (implementation == "sm100") != (target in _SM100_TARGETS):
+        return f"there is no {target} for {implementation}"
+    return None
 
 
 def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | None:
@@ -170,8 +181,11 @@ def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | 
     if PLATFORMS[implementation] not in BUILD.registered:
         return "this build has no CUDA kernels"
     for capability in capabilities:
-        if implementation == "sm90" and capability != 90:
-            return f"it needs compute capability 9.0, this GPU has {capability / 10:.1f}"
+        needed = _CAPABILITY.get(implementation, capability)
+        if capability != needed:
+            return (
+                f"it needs compute capability {needed / 10:.1f}, this GPU has {capability / 10:.1f}"
+            )
         if not any(_has_code(arch, capability) for arch in BUILD.architectures):
             return (
                 f"this build has code for {', '.join(BUILD.architectures)}, "
@@ -227,6 +241,21 @@ def chosen(
             "Use implementation=None, or 'reference'."
         )
     return "reference"
+
+
+def takes_sm100(
+    platform: str, operands, implementation: str | None, out_dtype, target: str
+) -> bool:
+    """Whether a computation lowered for a platform takes "sm100", which has this custom call alone.
+
+    As :func:`chosen`, but unless it is named only where every GPU of this process can run it.
+    """
+    if implementation == "sm100":
+        return chosen(platform, operands, implementation, out_dtype, target) == "sm100"
+    if implementation is not None or platform != "cuda" or missing("sm100", target):
+        return False
+    capabilities = live_capabilities()
+    return bool(capabilities) and unavailable("sm100", capabilities) is None
 
 
 def live_capabilities() -> tuple[int, ...]:
@@ -290,6 +319,8 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     gated = epilogue.activation in ("swiglu", "geglu")
     columns = n // 2 if gated else n
     shape = (columns, rows) if transpose_out else (rows, columns)
+    mean_rows = rows / max(rest[0].shape[0], 1)
+    tile = _tuned.mm(x, w, mean_rows, out_dtype, transpose_w, gated)
     planes = _planes(
         implementation, x, w, precision,
         runs=form.ordered_y and not (transpose_x or transpose_out or gated)
@@ -299,7 +330,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     if planes > 1:
         x = _split.planes(x, planes, 64, -1)
         w = _split.planes(w, planes, 64, -1 if transpose_w else -2)
-    flags |= {"planes": planes, "tile": 0}
+    flags |= {"planes": planes, "tile": tile}
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _call("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
@@ -318,6 +349,8 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         flags |= _metadata_flags(implementation, form, meta, precision) | {
             "own_weight": form.own_weight
         }
+        mean_rows = rows[0] / max(rest[0].shape[0], 1)
+        tile = _tuned.wgrad(x, y, mean_rows, out_dtype, shape, transpose_x, transpose_y)
         contiguous = transpose_x and transpose_y  # along the contracted axis, both
         a, b = shape[1:]
         planes = _planes(
@@ -329,7 +362,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         if planes > 1:
             x = _split.planes(x, planes, 8, -1 if transpose_x else None)
             y = _split.planes(y, planes, 8, -1 if transpose_y else None)
-        flags |= {"planes": planes, "tile": 0}
+        flags |= {"planes": planes, "tile": tile}
     return _call("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
 
 
@@ -385,6 +418,51 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
     given = [value for value in options if value is not None]
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
     return call(x, q.weight, q.scales, metadata, *given, **_attributes(flags))
+
+
+def nvfp4_grouped_mm(x, w, group_sizes, alpha, *, out_dtype):
+    """Custom call ``jgg_nvfp4_grouped_mm``: x, its scales, w, its scales, sizes, alpha -> out,
+    workspace. Scales are linear or swizzled."""
+    (rows, k), (groups, n, _) = x.shape, w.shape
+    sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
+    columns = _up(k // 16, 4)
+    to_swizzle = (
+        layouts.padded_rows(rows, groups, 128) * columns * (x.layout == "linear"),
+        groups * _up(n, 128) * columns * (w.layout == "linear"),
+    )
+    out = jax.ShapeDtypeStruct((rows, n), out_dtype)
+    call = jax.ffi.ffi_call("jgg_nvfp4_grouped_mm", (out, _nvfp4_workspace(groups, *to_swizzle)))
+    return call(x.weight, x.scales, w.weight, w.scales, sizes, alpha)[0]
+
+
+def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None):
+    """Custom call ``jgg_nvfp4_grouped_wgrad``: x, its scales, dy, its scales, sizes, alpha
+    [, beta, existing_out] -> out, workspace."""
+    (k, padded), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
+    (groups,) = group_sizes.shape
+    sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
+    workspace = _nvfp4_workspace(groups, _up(n, 128) * padded // 16, _up(k, 128) * padded // 16)
+    out = jax.ShapeDtypeStruct((groups, n, k), jnp.float32)
+    existing = () if existing_out is None else (beta, existing_out)
+    call = jax.ffi.ffi_call(
+        "jgg_nvfp4_grouped_wgrad",
+        (out, workspace),
+        input_output_aliases={7: 0} if existing else None,
+    )
+    operands = (x.weight, x.scales, dy.weight, dy.scales, sizes, alpha, *existing)
+    return call(*operands, **_attributes({"tokens": rows}))[0]
+
+
+def _nvfp4_workspace(groups: int, *to_swizzle: int):
+    """As ffi/nvfp4/layout.h has it: arrays of shapes, addresses, strides and layouts, two prefix
+    sums, tensor maps for 160 multiprocessors, and the scales that are swizzled there."""
+    arrays = [groups * size for size in (12, *[8] * 8, 20, 20)]
+    parts = [*arrays, *[4 * (groups + 1)] * 2, 160 * 6 * 128, *to_swizzle]
+    return jax.ShapeDtypeStruct((256 + sum(_up(part, 256) for part in parts),), jnp.uint8)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _metadata_flags(kernel, form, meta, precision) -> dict[str, Any]:

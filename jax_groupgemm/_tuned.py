@@ -1,0 +1,189 @@
+"""The Hopper kernel's tile by measurement: what ``python -m jax_groupgemm.tune`` found.
+
+There is one table per kind of GPU, ``tuned/<kind>.json``; the environment variable ``JGG_TUNED``
+names another one instead, or, when it is empty, none. An entry is the fastest tile of one product:
+its shape, layout and dtype, and how many rows a group has on average. A product takes the entry of
+the power of two that is nearest to its own average. Where there is none, the kernel's rule decides:
+nothing is interpolated or extrapolated, and an absent table is not an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+FORMAT = 1
+#: Rows of a tile; which of them a product can have is HasTileSm90's (ffi/grouped_mm/gemm_sm90.cuh).
+TILES = (32, 64, 128, 256, 288)
+VARIABLE = "JGG_TUNED"
+
+_DTYPES = ("bfloat16", "float16")  # float32 has one tile
+_PACKAGED = Path(__file__).parent / "tuned"
+
+
+class Product(NamedTuple):
+    """What a tile is chosen by."""
+
+    op: str  # "mm": (T, k) x (groups, k, n); "wgrad": groups of (k, T) x (T, n)
+    dtype: str  # of operands and result
+    groups: int  # matrices: of w, or of the result
+    k: int
+    n: int
+    transposed: str  # operands stored with their last two axes exchanged: "", "w"; "x", "y", "xy"
+    gated: bool
+    rows: float  # per group, on average, as a power of two
+
+
+class Entry(NamedTuple):
+    """The fastest tile, and microseconds with it and with the rule's."""
+
+    tile: int
+    us: float
+    rule_us: float
+
+
+# ---- choice ----------------------------------------------------------------------------------
+
+
+def mm(x, w, mean_rows: float, out_dtype, transpose_w: bool, gated: bool) -> int:
+    """The measured tile of ``x @ w[group]``, or 0."""
+    groups, *last = w.shape
+    k, n = reversed(last) if transpose_w else last
+    transposed = "w" * transpose_w
+    return _tile("mm", x, w, out_dtype, groups, k, n, transposed, gated, mean_rows)
+
+
+def wgrad(x, y, mean_rows: float, out_dtype, shape, transpose_x: bool, transpose_y: bool) -> int:
+    """The measured tile of ``x_s^T @ y_s``, a result of ``shape`` (groups, k, n), or 0."""
+    groups, k, n = shape
+    transposed = "x" * transpose_x + "y" * transpose_y
+    return _tile("wgrad", x, y, out_dtype, groups, k, n, transposed, False, mean_rows)
+
+
+def _tile(op, a, b, out_dtype, groups, k, n, transposed, gated, mean_rows) -> int:
+    dtypes = {jnp.dtype(dtype).name for dtype in (a.dtype, b.dtype, out_dtype)}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES) or mean_rows <= 0:
+        return 0
+    rows = nearest_power_of_two(mean_rows)
+    product = Product(op, dtypes.pop(), groups, k, n, transposed, gated, rows)
+    if (forced_now := _forced.get()) is not None:
+        tile, seen = forced_now
+        seen.append(product)
+        return tile
+    kind = device_kind()
+    entry = None if kind is None else entries(kind).get(product)
+    return 0 if entry is None else entry.tile
+
+
+def nearest_power_of_two(value: float) -> float:
+    return 2 ** round(math.log2(value))
+
+
+_forced: contextvars.ContextVar[tuple[int, list[Product]] | None] = contextvars.ContextVar(
+    "jgg_forced_tile", default=None
+)
+
+
+@contextlib.contextmanager
+def forced(tile: int) -> Iterator[list[Product]]:
+    """Lower products with this tile (0: the rule's), whatever the tables say; yields a list of the
+    products that were lowered. What is compiled already stays as it is."""
+    seen: list[Product] = []
+    token = _forced.set((tile, seen))
+    try:
+        yield seen
+    finally:
+        _forced.reset(token)
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+def device_kind() -> str | None:
+    """The kind of this process's CUDA devices, such as "NVIDIA H200"; None for none, or several."""
+    try:
+        kinds = {device.device_kind for device in jax.local_devices(backend="cuda")}
+    except RuntimeError:
+        return None
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def file_name(kind: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-") + ".json"
+
+
+def path(kind: str) -> Path | None:
+    """The table that products on this kind of device use; None where there is none."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    packaged = _PACKAGED / file_name(kind)
+    return packaged if packaged.exists() else None
+
+
+def entries(kind: str) -> dict[Product, Entry]:
+    """The entries of that table. One that cannot be used is empty, with one warning."""
+    found = path(kind)
+    return {} if found is None else _entries(found, kind)
+
+
+@functools.cache
+def _entries(path: Path, kind: str) -> dict[Product, Entry]:
+    try:
+        document = read(path)
+        if document["device"] != kind:
+            raise ValueError(f"it was measured on {document['device']}, this GPU is {kind}")
+        return document["entries"]
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"jax_groupgemm cannot use the table of tiles {path}: {error}. "
+            "Using the kernels' own rule",
+            stacklevel=2,
+        )
+        return {}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A table: "device", "runs", and "entries" by product. ValueError where it is none."""
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] != FORMAT:
+            raise ValueError(f"its format is {document['format']}, expected {FORMAT}")
+        found = dict(_entry(fields) for fields in document["entries"])
+        return {"device": document["device"], "runs": document["runs"], "entries": found}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is not a table of tiles ({error!r})") from error
+
+
+def _entry(fields: dict[str, Any]) -> tuple[Product, Entry]:
+    product = Product(**{name: fields[name] for name in Product._fields})
+    entry = Entry(**{name: fields[name] for name in Entry._fields})
+    if entry.tile not in TILES:
+        raise ValueError(f"tile {entry.tile} is not one of {', '.join(map(str, TILES))}")
+    return product, entry
+
+
+def write(path: Path, device: str, runs: list[dict], entries: dict[Product, Entry]) -> None:
+    """A table; ``runs`` say when, with what and how it was measured."""
+    lines = [
+        json.dumps(product._asdict() | entry._asdict())
+        for product, entry in sorted(entries.items())
+    ]
+    head = json.dumps({"format": FORMAT, "device": device, "runs": runs}, indent=1)
+    body = ",\n  ".join(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")  # whoever reads never finds half a table
+    partial.write_text(head[: head.rindex("\n}")] + f',\n "entries": [\n  {body}\n ]\n}}\n')
+    partial.replace(path)
