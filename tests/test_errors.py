@@ -61,7 +61,7 @@ CASES = [
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, implementation="sm70"), ValueError,
-        "jgg.grouped_mm: implementation='sm70' is not one of None, 'sm90', "
+        "jgg.grouped_mm: implementation='sm70' is not one of None, 'sm100', 'sm90', "
         "'sm80', 'cpu', 'reference'",
     ),
     (

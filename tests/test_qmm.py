@@ -694,8 +694,8 @@ ERRORS = [
     ),
     (
         lambda: jgg.quantized_matmul(X, like(8, 64), implementation="triton"), ValueError,
-        "jgg.quantized_matmul: implementation='triton' is not one of None, 'sm90', 'sm80', 'cpu', "
-        "'reference'",
+        "jgg.quantized_matmul: implementation='triton' is not one of None, 'sm100', 'sm90', "
+        "'sm80', 'cpu', 'reference'",
     ),
 ]  # fmt: skip
 

@@ -1,0 +1,38 @@
+// What must hold for a call; its launches.
+#include "nvfp4/gemm_sm100.h"
+
+#include <initializer_list>
+
+namespace jgg::nvfp4 {
+
+std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_capability) {
+#ifndef JGG_SM100
+  return "this build has no code for sm_100a";
+#endif
+  if (compute_capability != 100) {
+    return "needs compute capability 10.0, got " + std::to_string(compute_capability / 10) + "." +
+           std::to_string(compute_capability % 10);
+  }
+  if (auto problem = ShapeProblem(gemm.product)) return problem;
+  const void* out = gemm.out;
+  for (const void* data : {gemm.a.codes, gemm.b.codes, gemm.a.scales, gemm.b.scales, out}) {
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return "an operand is not 16-byte aligned";
+  }
+  return std::nullopt;
+}
+
+cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm) {
+#ifdef JGG_SM100
+  const Workspace at(gemm.product, !gemm.a.swizzled, !gemm.b.swizzled);
+  if (gemm.workspace_bytes < at.bytes) return cudaErrorInvalidValue;
+  const auto address = reinterpret_cast<uintptr_t>(gemm.workspace);
+  auto* base = static_cast<uint8_t*>(gemm.workspace) + (-address) % Workspace::kAlignment;
+  if (cudaError_t error = PrepareGroups(stream, gemm, at, base)) return error;
+  return gemm.out_dtype == DType::kF32 ? MultiplyGroups<DType::kF32>(stream, gemm, at, base)
+                                       : MultiplyGroups<DType::kBF16>(stream, gemm, at, base);
+#else
+  return cudaErrorNoKernelImageForDevice;
+#endif
+}
+
+}  // namespace jgg::nvfp4

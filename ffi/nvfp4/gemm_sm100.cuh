@@ -1,0 +1,132 @@
+// The products, by CUTLASS: one grouped kernel, whose every group is described in device memory.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <type_traits>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/group_array_problem_shape.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "nvfp4/gemm_sm100.h"
+
+namespace jgg::nvfp4 {
+
+// Tiles of 128 x 128 by one multiprocessor, 256 of k to a stage. A and B are k-contiguous, which is
+// all that these instructions multiply; a cluster has one block, since groups have any number of
+// tiles.
+template <DType kOut>
+struct GemmSm100Types {
+  using Out = std::conditional_t<kOut == DType::kF32, float, cutlass::bfloat16_t>;
+  using Element = cutlass::nv_float4_t<cutlass::float_e2m1_t>;
+  using Tile = cute::Shape<cute::_128, cute::_128, cute::_256>;
+  using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
+  static constexpr int kAlignment = 32;  // elements of A and B in 16 bytes
+  static constexpr int kOutAlignment = 16 / sizeof(Out);
+
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float,  //
+      Out, cutlass::layout::RowMajor*, kOutAlignment,                 //
+      Out, cutlass::layout::RowMajor*, kOutAlignment,
+      cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
+      cutlass::epilogue::fusion::LinearCombination<Out, float, Out, float>>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm100, cutlass::arch::OpClassBlockScaledTensorOp,  //
+      Element, cutlass::layout::RowMajor*, kAlignment,                  //
+      Element, cutlass::layout::ColumnMajor*, kAlignment, float, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename Epilogue::SharedStorage))>,
+      cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>::CollectiveOp;
+  using Problem = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;
+  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<
+      cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue>>;
+};
+
+// Multiprocessors of a device, as many as the workspace has room for; asked once per device.
+inline cudaError_t Multiprocessors(int* device, int* count) {
+  static std::array<std::atomic<int>, 64> known{};
+  if (cudaError_t error = cudaGetDevice(device)) return error;
+  *count = *device < 64 ? known[*device].load(std::memory_order_relaxed) : 0;
+  if (*count == 0) {
+    if (cudaError_t error =
+            cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, *device)) {
+      return error;
+    }
+    *count = std::min(*count, kMostMultiprocessors);
+    if (*device < 64) known[*device].store(*count, std::memory_order_relaxed);
+  }
+  return cudaSuccess;
+}
+
+template <DType kOut>
+cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Workspace& at,
+                           uint8_t* base) {
+  using Types = GemmSm100Types<kOut>;
+  using Gemm = typename Types::Gemm;
+  using Mainloop = typename Types::Mainloop;
+  using Epilogue = typename Types::Epilogue;
+  static_assert(sizeof(typename Types::Problem::UnderlyingProblemShape) == kShapeBytes);
+  static_assert(sizeof(typename Mainloop::InternalLayoutSFA) == kScaleLayoutBytes);
+  static_assert(sizeof(typename Mainloop::InternalLayoutSFB) == kScaleLayoutBytes);
+  static_assert(sizeof(typename Mainloop::InternalStrideA) == kStrideBytes);
+  static_assert(sizeof(typename Mainloop::InternalStrideB) == kStrideBytes);
+  static_assert(sizeof(typename Epilogue::InternalStrideD) == kStrideBytes);
+
+  const auto array = [&](auto type, int64_t offset) {
+    return reinterpret_cast<typename decltype(type)::type>(base + offset);
+  };
+  const auto put = [&](auto* pointer, int64_t offset) {
+    *pointer = array(std::common_type<std::remove_pointer_t<decltype(pointer)>>{}, offset);
+  };
+  typename Gemm::Arguments arguments{};
+  arguments.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
+  arguments.problem_shape.num_groups = gemm.product.groups;
+  arguments.problem_shape.host_problem_shapes = nullptr;
+  put(&arguments.problem_shape.problem_shapes, at.shapes);
+  put(&arguments.mainloop.ptr_A, at.a);
+  put(&arguments.mainloop.dA, at.stride_a);
+  put(&arguments.mainloop.ptr_B, at.b);
+  put(&arguments.mainloop.dB, at.stride_b);
+  put(&arguments.mainloop.ptr_SFA, at.scales_a);
+  put(&arguments.mainloop.layout_SFA, at.layout_a);
+  put(&arguments.mainloop.ptr_SFB, at.scales_b);
+  put(&arguments.mainloop.layout_SFB, at.layout_b);
+  put(&arguments.epilogue.ptr_D, at.out);
+  put(&arguments.epilogue.dD, at.stride_out);
+
+  // One factor per group: pointers with a stride of one group.
+  auto& factors = arguments.epilogue.thread;
+  factors.alpha_ptr = gemm.alpha;
+  factors.dAlpha = {cute::_0{}, cute::_0{}, 1};
+  if (gemm.beta != nullptr) {
+    factors.beta_ptr = gemm.beta;
+    factors.dBeta = {cute::_0{}, cute::_0{}, 1};
+    put(&arguments.epilogue.ptr_C, at.out);
+    put(&arguments.epilogue.dC, at.stride_out);
+  }
+
+  // NOTE: with no count CUTLASS asks for no workspace, and writes it all the same.
+  if (cudaError_t error =
+          Multiprocessors(&arguments.hw_info.device_id, &arguments.hw_info.sm_count)) {
+    return error;
+  }
+  if (static_cast<int64_t>(Gemm::get_workspace_size(arguments)) > kTensorMapBytes) {
+    return cudaErrorInvalidValue;
+  }
+  Gemm kernel;
+  if (kernel.can_implement(arguments) != cutlass::Status::kSuccess) return cudaErrorNotSupported;
+  if (kernel.initialize(arguments, base + at.tensor_maps, stream) != cutlass::Status::kSuccess ||
+      kernel.run(stream) != cutlass::Status::kSuccess) {
+    const cudaError_t error = cudaGetLastError();
+    return error == cudaSuccess ? cudaErrorLaunchFailure : error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jgg::nvfp4

@@ -1,0 +1,38 @@
+// nvfp4_grouped_mm: A is x, whose rows are grouped; B is w.
+#include "nvfp4/grouped_mm_sm100.h"
+
+namespace jgg {
+
+static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
+  nvfp4::GemmSm100 gemm{};
+  gemm.product.ragged_k = false;
+  gemm.product.groups = static_cast<int32_t>(args.groups);
+  gemm.product.tokens = static_cast<int32_t>(args.tokens);
+  gemm.product.n = static_cast<int32_t>(args.n);
+  gemm.product.k = static_cast<int32_t>(args.k);
+  gemm.product.out_size = args.out_dtype == DType::kF32 ? 4 : 2;
+  gemm.out_dtype = args.out_dtype;
+  gemm.sizes = args.sizes;
+  gemm.a = args.x;
+  gemm.b = args.w;
+  gemm.out = args.out;
+  gemm.alpha = args.alpha;
+  gemm.workspace = args.workspace;
+  gemm.workspace_bytes = args.workspace_bytes;
+  return gemm;
+}
+
+int64_t nvfp4_grouped_mm_row_tiles(const Nvfp4GroupedMmArgs& args) {
+  return Gemm(args).product.row_tiles(/*b=*/false);
+}
+
+std::optional<std::string> nvfp4_grouped_mm_sm100_unsupported(const Nvfp4GroupedMmArgs& args,
+                                                              int compute_capability) {
+  return nvfp4::GemmSm100Problem(Gemm(args), compute_capability);
+}
+
+cudaError_t nvfp4_grouped_mm_sm100(cudaStream_t stream, const Nvfp4GroupedMmArgs& args) {
+  return nvfp4::LaunchGemmSm100(stream, Gemm(args));
+}
+
+}  // namespace jgg
