@@ -11,151 +11,108 @@ never fatal.
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
-import functools
+import importlib
 import importlib.metadata
-import itertools
 import json
 import os
 import statistics
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import jax_groupgemm as jgg
 
-from . import shapes, timing
-from .peers import COMPLETE, PEERS, Operands, Unsupported, quack_arm, unavailable
-from .shapes import Case, Grouped, Segmented
+from . import (
+    nvfp4,
+    peers,
+    products,
+    quantized,
+    quantized_peers,
+    quantized_shapes,
+    shapes,
+    timing,
+)
 from .summary import line, ours, totals
 
-TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "tf32": 2e-3}
+
+class Family(NamedTuple):
+    """See benchmarks.products."""
+
+    module: Any
+    peers: Any
 
 
-_kept: dict[tuple[int, ...], jax.Array] = {}
+FAMILIES: dict[type, Family] = {
+    shapes.Grouped: Family(products, peers),
+    shapes.Segmented: Family(products, peers),
+    quantized_shapes.Qmm: Family(quantized, quantized_peers),
+    quantized_shapes.Gather: Family(quantized, quantized_peers),
+    quantized_shapes.Convert: Family(quantized, quantized_peers),
+    quantized_shapes.Nvfp4: Family(nvfp4, nvfp4),
+}
+OPS = (*shapes.OPS, *quantized_shapes.OPS)
+PEERS = tuple(dict.fromkeys(p for family in FAMILIES.values() for p in family.peers.PEERS))
+DEFAULT = ("torch", "quack", "dequantize", "humming")
+NEEDS = {
+    "quack": "quack.gemm_interface",
+    "mosaic": peers.MOSAIC + "ragged_dot_mgpu",
+    "humming": "humming.forward",
+    "mlx": "mlx.core",
+}
+VERSIONS = ("jaxlib", "torch", "quack-kernels", "humming-kernels", "mlx")
 
 
-def weights(shape: tuple[int, ...]) -> jax.Array:
-    """Those of the last case, where this one's have the same shape: they take longest to make."""
-    if shape not in _kept:
-        _kept.clear()
-        _kept[shape] = timing.random(1, shape)
-    return _kept[shape]
+def cases(op: str, level: str = "default", skew: bool = False) -> list:
+    module = shapes if op in shapes.OPS else quantized_shapes
+    return module.cases(op, level, skew)
 
 
-def operands(case: Case) -> Operands:
-    sizes = case.sizes()
-    if isinstance(case, Segmented):
-        a = timing.random(0, (case.k, case.m) if case.transpose_a else (case.m, case.k), case.dtype)
-        return Operands(a, timing.random(1, (case.k, case.n), case.dtype), sizes)
-    x = timing.random(0, (case.rows, case.n if case.op == "dgrad" else case.k))
-    if case.op == "wgrad":
-        _kept.clear()
-        return Operands(x, timing.random(1, (case.rows, case.n)), sizes)
-    shape = (case.n, case.k) if case.transposed else (case.k, case.n)
-    last = case.transposed or case.op == "dgrad"
-    return Operands(x, weights((case.groups, *shape)), sizes, last)
+def unavailable(name: str) -> str | None:
+    """Why no case can run this peer."""
+    try:
+        if name in ("torch", "quack", "loop", "humming"):
+            timing.torch()
+        if name == "mlx":  # which then finds the CUDA libraries that torch has loaded
+            with contextlib.suppress(Exception):
+                timing.torch()
+        if name in NEEDS:
+            module = importlib.import_module(NEEDS[name])
+            if name == "mlx" and not module.cuda.is_available():
+                return "its build has no CUDA, or it sees no GPU"
+    except Exception as why:
+        return timing.reason(why)
+    return None
 
 
-def ours_arm(case: Case, v: Operands, implementation: str | None) -> timing.JaxArm:
-    if isinstance(case, Grouped) and case.op != "wgrad":
-        options = {"transpose_w": v.last, "implementation": implementation}
-        f = lambda x, w, s: jgg.grouped_mm(x, w, s, **options)
-        return timing.JaxArm(f, (v.a, v.b, jnp.asarray(v.sizes)), case.cold)
-    ends = np.cumsum(v.sizes)
-    spans = jnp.asarray(np.stack([ends - v.sizes, ends], 1), jnp.int32)
-    options = {
-        "transpose_a": not isinstance(case, Segmented) or case.transpose_a,
-        "precision": getattr(case, "precision", None),
-        "implementation": implementation,
-    }
-    f = lambda a, b, s: jgg.segmented_mm(a, b, s, **options)
-    return timing.JaxArm(f, (v.a, v.b, spans), case.cold)
-
-
-@functools.partial(jax.jit, static_argnames="last")
-def rows_error(out, x, w, start, end, g, last: bool):
-    """Relative error of up to 64 rows of group g, against float32."""
-    count = min(64, len(x))
-    first = jnp.minimum(start, len(x) - count)
-    rows = lax.dynamic_slice_in_dim(x, first, count).astype("float32")
-    got = lax.dynamic_slice_in_dim(out, first, count).astype("float32")
-    weight = lax.dynamic_index_in_dim(w, g, keepdims=False).astype("float32")
-    want = jnp.matmul(rows, weight.T if last else weight, precision="highest")
-    inside = (jnp.arange(count) + first >= start) & (jnp.arange(count) + first < end)
-    norm = lambda v: jnp.sqrt(jnp.sum(v * v, where=inside[:, None]))
-    return norm(got - want) / norm(want)
-
-
-@jax.jit
-def columns_error(out, x, y, start, end, g):
-    """Relative error of 256 rows and columns of matrix g, against float32."""
-    inside = (jnp.arange(len(x)) >= start) & (jnp.arange(len(x)) < end)
-    left = jnp.where(inside[:, None], x[:, :256], 0).astype("float32")
-    want = jnp.matmul(left.T, y[:, :256].astype("float32"), precision="highest")
-    got = lax.dynamic_index_in_dim(out, g, keepdims=False)[:256, :256].astype("float32")
-    return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
-
-
-@jax.jit
-def whole_error(out, want):
-    return jnp.linalg.norm(out.astype("float32") - want) / jnp.linalg.norm(want)
-
-
-def checker(case: Case, v: Operands):
-    """A function from a result to its relative error: of some groups, or of all against float64."""
-    if isinstance(case, Segmented):
-        a, b = (np.asarray(u).astype(np.float64) for u in (v.a, v.b))
-        a, bounds = a.T if case.transpose_a else a, case.bounds()
-        want = np.empty((case.count, case.m, case.n), np.float32)
-        for g, (i, j) in enumerate(itertools.pairwise(bounds)):
-            want[g] = a[:, i:j] @ b[i:j]  # float64, rounded
-        want = jnp.asarray(want)
-        return lambda out: float(whole_error(out, want))
-    ends = np.cumsum(v.sizes).astype(np.int32)
-    groups = np.flatnonzero(v.sizes)
-    some = {int(groups[0]), int(groups[-1]), int(np.argmax(v.sizes))}
-    if case.op == "wgrad":
-        one = lambda out, g: columns_error(out, v.a, v.b, ends[g] - v.sizes[g], ends[g], g)
-    else:
-        one = lambda out, g: rows_error(out, v.a, v.b, ends[g] - v.sizes[g], ends[g], g, v.last)
-    # NaN is the largest
-    return lambda out: float(np.max([float(one(out, g)) for g in sorted(some)]))
-
-
-def run_case(case: Case, args, c: float, b: float) -> dict:
-    v = operands(case)
-    quack = functools.partial(quack_arm, everything=args.level != "quick")
-    makers = {
-        ("ours" if i is None else f"ours[{i}]"): functools.partial(ours_arm, implementation=i)
-        for i in args.implementation
-    }
-    if case.op != "scan":
-        names = [p for p in args.peers if p != "loop" or isinstance(case, Segmented)]
-        makers |= {name: quack if name == "quack" else PEERS[name] for name in names}
+def run_case(case, args, c: float, b: float) -> dict:
+    family = FAMILIES[type(case)]
+    v = family.module.operands(case)
+    makers = family.module.arms(case, v, args) | family.peers.peer_arms(case, v, args)
     arms, errors, notes = {}, {}, {}
     for name, make in makers.items():
         try:
-            arms[name] = make(case, v)
-        except Unsupported as why:
+            arms[name] = make()
+        except peers.Unsupported as why:
             notes[name] = str(why)
         except Exception as why:
             notes[name] = f"failed: {timing.reason(why)}"
     times, failed = timing.interleaved(arms, args.repetitions, args.turns)
     notes |= {name: f"failed: {why}" for name, why in failed.items()}
-    error = checker(case, v)
+    error = family.module.checker(case, v)
     for name in list(times):
         try:
             errors[name] = error(arms[name].result())
         except Exception as why:
             errors[name] = float("nan")
             notes[name] = f"failed: {timing.reason(why)}"
-        if not errors[name] <= TOLERANCE[case.kind]:
+        if not errors[name] <= case.tolerance:
             notes.setdefault(name, f"WRONG: relative error {errors[name]:.1e}")
             if not name.startswith("ours"):
                 del times[name]
@@ -206,15 +163,16 @@ def header(args, flops: dict[str, float], bytes_: float) -> dict:
         or jgg.__version__,
         "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
         "jax": jax.__version__,
-        "versions": {p: version(p) for p in ("jaxlib", "torch", "quack-kernels")},
+        "versions": {p: version(p) for p in VERSIONS},
         "command": " ".join(command), "repetitions": args.repetitions,
         "C_tflops": flops["bfloat16"] / 1e12, "B_tbytes": bytes_ / 1e12,
         "ceilings_tflops": {kind: value / 1e12 for kind, value in flops.items()},
     }  # fmt: skip
 
 
-def save(args, head: dict, records: list[dict]) -> None:
-    missing = [p for p in COMPLETE if not any(p in r["us"] for r in records)]
+def save(args, head: dict, records: list[dict], needed: Iterable[str]) -> None:
+    """``needed``: the peers without which a record is partial."""
+    missing = [p for p in needed if not any(p in r["us"] for r in records)]
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(head | {"missing": missing, "records": records}, indent=1)
@@ -237,8 +195,8 @@ def arguments(argv=None) -> argparse.Namespace:
         prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
-    add("--ops", nargs="+", default=list(shapes.OPS), choices=shapes.OPS)
-    add("--peers", nargs="*", default=["torch", "quack"], choices=[*PEERS, "all"])
+    add("--ops", nargs="+", default=list(OPS), choices=OPS)
+    add("--peers", nargs="*", default=list(DEFAULT), choices=[*PEERS, "all"])
     add("--cases", nargs="+", help="only cases of the list whose name holds one of these")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="level", action="store_const", const="quick")
@@ -258,8 +216,8 @@ def arguments(argv=None) -> argparse.Namespace:
     return args
 
 
-def selected(args) -> list[Case]:
-    found = [case for op in args.ops for case in shapes.cases(op, args.level, args.skew)]
+def selected(args) -> list:
+    found = [case for op in args.ops for case in cases(op, args.level, args.skew)]
     if args.cases:
         found = [c for c in found if any(part in f"{c.op} {c.label}" for part in args.cases)]
     return found
@@ -280,8 +238,11 @@ def main(argv=None) -> int:
         )
     if not todo:
         raise SystemExit("no such case; --list prints them")
-    without = {name: why for name in args.peers if (why := unavailable(name))}
-    args.peers = [name for name in args.peers if name not in without]
+    families = {FAMILIES[type(case)] for case in todo}
+    asked = [p for p in args.peers if any(p in family.peers.PEERS for family in families)]
+    without = {name: why for name in asked if (why := unavailable(name))}
+    args.peers = [name for name in asked if name not in without]
+    needed = dict.fromkeys(p for family in families for p in family.peers.COMPLETE)
     for name, why in without.items():
         print(f"without {name}: {why}")
     kinds = dict.fromkeys(["bfloat16", *(c.kind for c in todo if c.kind != "float16")])
@@ -302,10 +263,9 @@ def main(argv=None) -> int:
             bad += 1
             continue
         print(line(record), flush=True)
-        mine = ours(record)
-        bad += mine is None or mine in record["notes"]
+        bad += ours(record) is None or any(name.startswith("ours") for name in record["notes"])
         records.append(record)
-        save(args, head, records)
+        save(args, head, records, needed)
     print(totals(records))
     return 1 if bad else 0
 

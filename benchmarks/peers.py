@@ -7,6 +7,7 @@ tensors are the JAX arrays themselves.
 import functools
 import importlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from .shapes import Case, Segmented
-from .timing import JaxArm, TorchArm, reason, torch
+from .timing import JaxArm, TorchArm, torch
 
 MOSAIC = "jax.experimental.pallas.ops.gpu."
 
@@ -181,17 +182,15 @@ PEERS = {
     "mosaic": mosaic_arm,
     "loop": loop_arm,
 }
-NEEDS = {"quack": "quack.gemm_interface", "mosaic": MOSAIC + "ragged_dot_mgpu"}
 COMPLETE = ("torch", "quack", "lax", "mosaic")  # a record without one of these is partial
 
 
-def unavailable(name: str) -> str | None:
-    """Why no case can run this peer."""
-    try:
-        if name in ("torch", "quack", "loop"):
-            torch()
-        if name in NEEDS:
-            importlib.import_module(NEEDS[name])
-    except Exception as why:
-        return reason(why)
-    return None
+def peer_arms(case: Case, v: Operands, args) -> dict[str, Callable]:
+    """Functions that make an arm, by name."""
+    if case.op == "scan":
+        return {}
+    names = [name for name in args.peers if name in PEERS]
+    if not isinstance(case, Segmented):
+        names = [name for name in names if name != "loop"]
+    options = {"quack": {"everything": args.level != "quick"}}
+    return {n: functools.partial(PEERS[n], case, v, **options.get(n, {})) for n in names}

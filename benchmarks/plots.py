@@ -19,6 +19,7 @@ STYLE: Any = {
     "axes.axisbelow": True,
 }
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222222")
+MARKERS = "os^Dvx+*"
 
 
 def save(figure, path: Path) -> None:
@@ -66,6 +67,9 @@ def speedup(records: list[dict], path: Path) -> None:
 
 def roofline(records: list[dict], path: Path) -> None:
     """Achieved TFLOP/s against FLOP per byte of the floor, under the ceilings of each run."""
+    records = [r for r in records if r["tflops"]]
+    if not records:
+        return
     with matplotlib.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6, 3.8))
         x = [r["tflops"] / r["tbytes"] for r in records]
@@ -78,7 +82,9 @@ def roofline(records: list[dict], path: Path) -> None:
         b = records[0]["B"]
         axes.text(span[0] * 1.5, span[0] * 1.5 * b, f"{b:.2f} TB/s  ", ha="right", fontsize=7)
         ops = list(dict.fromkeys(r["op"] for r in records))
-        for op, colour, marker in zip(ops, COLOURS, "os^Dvx+*", strict=False):
+        for i, op in enumerate(ops):
+            marker = MARKERS[i % len(MARKERS)]
+            colour = COLOURS[(i + i // len(MARKERS)) % len(COLOURS)]
             points = [(r["tflops"] / r["tbytes"], r["tflops"]) for r in records if r["op"] == op]
             axes.scatter(*zip(*points, strict=True), s=12, color=colour, marker=marker, label=op)
         axes.set_xscale("log")

@@ -2,7 +2,8 @@
 
 python -m benchmarks.report benchmarks/results/h200/sm80.json [MORE ...] [--plots docs]
 
-Prints the tables; with --plots draws speedup.svg and roofline.svg there (needs matplotlib).
+Prints the tables; with --plots draws speedup.svg and roofline.svg there (needs matplotlib), and of
+quantized cases speedup_quantized.svg and roofline_quantized.svg.
 """
 
 import argparse
@@ -10,6 +11,15 @@ import json
 from pathlib import Path
 
 from .summary import LIMIT, is_slow, ours, summary
+
+# Families of quantized cases, by the first word of an op.
+QUANTIZED = {
+    "qmm": "products",
+    "gather_qmm": "products",
+    "quantize": "conversions",
+    "dequantize": "conversions",
+    "nvfp4": "nvfp4",
+}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -30,12 +40,13 @@ def ratio(record, peer: str) -> str:
     return f"**{value:.2f}x**" if value < LIMIT else f"{value:.2f}x"
 
 
-def grouped(records) -> str:
+def grouped(records, decimals: int = 0) -> str:
     others = peers(records)
     rows = [
         [
-            f"{r['op']} {r['case']}", f"{r['us'][ours(r)]:.0f}", f"{r['floor_us']:.0f}",
-            f"{r['floor_share']:.0%}", f"{r['tflops']:.0f}", f"{r['tbytes']:.2f}",
+            f"{r['op']} {r['case']}", f"{r['us'][ours(r)]:.{decimals}f}",
+            f"{r['floor_us']:.{decimals}f}", f"{r['floor_share']:.0%}",
+            f"{r['tflops']:.0f}" if r["tflops"] else "", f"{r['tbytes']:.2f}",
             *(ratio(r, peer) for peer in others),
         ]
         for r in records
@@ -95,6 +106,21 @@ def means(records) -> str:
     )
 
 
+def family(record) -> str:
+    first = record["op"].split()[0]
+    return "segmented" if first == "segmented" else QUANTIZED.get(first, "grouped")
+
+
+def tables(records) -> list[str]:
+    """One of each family of cases that was run, and after each an empty line."""
+    out = []
+    for name in dict.fromkeys(["grouped", "segmented", *QUANTIZED.values()]):
+        if some := [r for r in records if family(r) == name]:
+            decimals = 1 if name in QUANTIZED.values() else 0
+            out += [segmented(some) if name == "segmented" else grouped(some, decimals), ""]
+    return out
+
+
 def load(paths) -> tuple[list[dict], list[dict]]:
     """The records' headers, and all cases that we ran, each with its run's ceilings."""
     heads, records = [], []
@@ -124,16 +150,15 @@ def main(argv=None) -> None:
             f"{head['gpu']}, jax {head['jax']}, commit {head['commit']}, {head['date']}: "
             f"C = {head['C_tflops']:.0f} TFLOP/s, B = {head['B_tbytes']:.2f} TB/s.{partial}"
         )
-    rest = [r for r in records if not r["op"].startswith("segmented")]
-    cut = [r for r in records if r["op"].startswith("segmented")]
-    print("", *([grouped(rest), ""] if rest else []), sep="\n")
-    print(*([segmented(cut), ""] if cut else []), means(records), sep="\n")
+    print("", *tables(records), means(records), sep="\n")
     if args.plots:
         from . import plots
 
         args.plots.mkdir(parents=True, exist_ok=True)
-        plots.speedup(records, args.plots / "speedup.svg")
-        plots.roofline(records, args.plots / "roofline.svg")
+        for end, some in (("", False), ("_quantized", True)):
+            if shown := [r for r in records if (family(r) in QUANTIZED.values()) == some]:
+                plots.speedup(shown, args.plots / f"speedup{end}.svg")
+                plots.roofline(shown, args.plots / f"roofline{end}.svg")
 
 
 if __name__ == "__main__":

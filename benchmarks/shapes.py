@@ -36,6 +36,8 @@ MLX = {
 OPS = ("forward", "dgrad", "wgrad", "segmented", "scan")
 REGIMES = ("<= 32", "64-512", ">= 1024", "small", "large", "")
 KINDS = ("bfloat16", "float16", "float32", "tf32")
+# Of a result, relative, against float32 or float64.
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "tf32": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Grouped:
     active: int = 0  # only so many groups have rows; 0: any may
 
     kind = "bfloat16"
+    tolerance = TOLERANCE[kind]
     cold = True
     mlx = None
 
@@ -104,6 +107,10 @@ class Segmented:
     @property
     def op(self) -> str:
         return f"segmented {self.kind}"
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.kind]
 
     @property
     def dtype(self) -> str:

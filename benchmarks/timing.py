@@ -36,6 +36,22 @@ def random(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Ar
     return jax.block_until_ready(_draw(seed, shape, dtype))
 
 
+_kept: dict[Any, Any] = {}
+
+
+def kept(key, make):
+    """``make()``, or what it gave last where the key is the same: weights take longest to make."""
+    if key not in _kept:
+        forget()
+        _kept[key] = make()
+    return _kept[key]
+
+
+def forget() -> None:
+    """Free what is kept."""
+    _kept.clear()
+
+
 # What clears the cache before a call, or, on few elements, only marks where one begins. No case has
 # a kernel of this name.
 _mark = jax.jit(jnp.tan)
@@ -93,12 +109,24 @@ def split(kernels, marks, n: int) -> list[float]:
     return [1e3 * sum(call) for call in calls]
 
 
+def mean_us(run, n: int, cold: bool) -> float:
+    """Microseconds of one of n calls that run on other streams than JAX's: of all their kernels,
+    since CUPTI's order is not theirs."""
+    scratch, marks = _scratch(cold), _mark_names()
+    run()
+    with _kernels() as kernels:
+        for _ in range(n):
+            jax.block_until_ready(_mark(scratch))
+            run()
+    return 1e3 * sum(ms for name, ms in kernels if name not in marks) / n
+
+
 class JaxArm:
     def __init__(self, f, args, cold: bool):
         self.f, self.args, self.cold = jax.jit(f), args, cold
         self.result()
 
-    def result(self) -> jax.Array:
+    def result(self) -> Any:
         return jax.block_until_ready(self.f(*self.args))
 
     def time(self, n: int) -> list[float]:
@@ -186,6 +214,23 @@ class TorchArm:
         self.graph.reset()
         self.out = self.f = None
         torch().cuda.empty_cache()
+
+
+class SumArm:
+    """One arm after the other: the sum of their times, and the last one's result."""
+
+    def __init__(self, *arms):
+        self.arms = arms
+
+    def time(self, n: int) -> list[float]:
+        return [sum(times) for times in zip(*(arm.time(n) for arm in self.arms), strict=True)]
+
+    def result(self) -> Any:
+        return self.arms[-1].result()
+
+    def close(self) -> None:
+        for arm in self.arms:
+            arm.close()
 
 
 def interleaved(arms: dict, repetitions: int, turns: int = 4) -> tuple[dict, dict]:

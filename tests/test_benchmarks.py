@@ -43,9 +43,9 @@ def test_arguments():
         ["--ops", "wgrad", "--cases", "Mixtral", "--implementation", "sm80", "None"]
     )
     assert args.implementation == ["sm80", None]
-    assert args.peers == ["torch", "quack"]
+    assert args.peers == ["torch", "quack", "dequantize", "humming"]
     assert {(c.op, c.label.split()[0]) for c in gpu.selected(args)} == {("wgrad", "Mixtral-8x7B")}
-    assert gpu.arguments(["--peers", "all"]).peers == list(peers.PEERS)
+    assert set(gpu.arguments(["--peers", "all"]).peers) > set(peers.PEERS)
 
 
 @pytest.mark.parametrize("op", shapes.OPS)
@@ -206,7 +206,7 @@ def test_cases_run_and_are_checked(case, monkeypatch):
     record = gpu.run_case(case, ARGS, 1e12, 1e12)
     assert record["notes"] == {}
     assert set(record["us"]) == ({"ours"} if case.op == "scan" else {"ours", "lax"})
-    assert record["error"] <= gpu.TOLERANCE[case.kind]
+    assert record["error"] <= case.tolerance
     json.dumps(record)
     assert "of floor" in summary.totals([record])
 

@@ -1,0 +1,274 @@
+"""What is timed with quantized weights: formats, shapes, routing, floors and regimes.
+
+qmm         (R, K) x a quantized (G, N, K): the experts of benchmarks.shapes.MODELS
+gather_qmm  one row per product with a quantized matrix that an index names
+quantize    a stack of matrices to codes and scales; dequantize: back
+nvfp4       both operands quantized: fprop (T, K) x (G, N, K), dgrad (T, N) x (G, N, K), and
+            wgrad (T, N) x (T, K) over the rows of each group
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .shapes import MODELS, TOLERANCE
+
+TOP_K = {
+    "Mixtral-8x7B": 2,
+    "Qwen3-30B": 8,
+    "Qwen3-235B": 8,
+    "DeepSeek-V3": 8,
+    "gpt-oss-120b": 4,
+}
+TOKENS = (1, 8, 64, 512, 4096)
+# N, K, experts, pairs of a row and an expert: MLX's cases of gather_qmm
+GATHER = ((4096, 4096, 8, 2), (4096, 4096, 8, 8), (4096, 4096, 8, 32), (11008, 4096, 8, 32))
+# Experts, tokens, hidden width, width out: Transformer Engine's cases of NVFP4
+NVFP4 = (
+    (8, 8192, 4096, 4096),
+    (8, 16384, 7168, 2048),
+    (16, 16384, 4096, 4096),
+    (32, 16384, 2048, 2048),
+    (8, 65536, 7168, 2048),
+)
+STACK = (64, 1024, 2048)  # G, N, K of quantize: 256 MiB of bfloat16
+OPS = ("qmm", "gather_qmm", "quantize", "nvfp4")
+SMALL = 64 * 2**20  # bytes of weights that are read
+
+
+@dataclass(frozen=True)
+class Format:
+    name: str
+    mode: str
+    bits: int
+    group_size: int
+
+    def bytes(self, elements: int) -> int:
+        """Codes, scales and biases (bfloat16) of so many elements."""
+        scales = elements // self.group_size
+        return elements * self.bits // 8 + scales * (4 if self.mode == "affine" else 1)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("nvfp4", "nvfp4", 4, 16),
+        Format("mxfp4", "mxfp4", 4, 32),
+        Format("affine4", "affine", 4, 64),
+        Format("affine4 g128", "affine", 4, 128),  # as Humming's int4 usually is
+        Format("mxfp8", "mxfp8", 8, 32),
+        Format("affine8", "affine", 8, 64),
+        *(Format(f"affine{bits}", "affine", bits, 64) for bits in (2, 3, 5, 6)),
+    )
+}
+MAIN = tuple(FORMATS)[:6]
+
+
+@dataclass(frozen=True)
+class Case:
+    kind = "bfloat16"
+    tolerance = TOLERANCE[kind]
+    cold = True
+    mlx = None
+    regime = ""
+
+
+@dataclass(frozen=True)
+class Qmm(Case):
+    format: Format
+    model: str
+    groups: int
+    k: int
+    n: int
+    tokens: int
+    top_k: int
+    skew: bool = False
+
+    @property
+    def op(self) -> str:
+        return f"qmm {self.format.name}"
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def label(self) -> str:
+        name = f"{self.model} G{self.groups} K{self.k} N{self.n} R{self.rows}".strip()
+        return name + (" skewed" if self.skew else "")
+
+    @property
+    def regime(self) -> str:
+        if self.tokens > 64:
+            return "prefill"
+        return "decode" if self.weight_bytes >= SMALL else "decode, small"
+
+    def sizes(self) -> np.ndarray:
+        """Rows of each group: every token goes to ``top_k`` different ones."""
+        rng = np.random.default_rng(self.tokens)
+        likely = np.log(rng.pareto(1.0, self.groups)) if self.skew else np.zeros(self.groups)
+        scores = likely + rng.gumbel(size=(self.tokens, self.groups))
+        chosen = np.argpartition(scores, -self.top_k, axis=1)[:, -self.top_k :]
+        return np.bincount(chosen.ravel(), minlength=self.groups).astype(np.int32)
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(np.count_nonzero(self.sizes())) * self.format.bytes(self.n * self.k)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.k * self.n
+
+    @property
+    def bytes(self) -> int:
+        """x and the result once, packed weights of groups that have rows."""
+        return 2 * self.rows * (self.k + self.n) + self.weight_bytes
+
+
+@dataclass(frozen=True)
+class Gather(Case):
+    n: int
+    k: int
+    groups: int
+    pairs: int
+    format: Format = FORMATS["affine4"]
+
+    op = "gather_qmm"
+
+    @property
+    def label(self) -> str:
+        return f"{self.format.name} G{self.groups} K{self.k} N{self.n} pairs {self.pairs}"
+
+    def indices(self) -> np.ndarray:
+        return np.random.default_rng(self.pairs).integers(0, self.groups, self.pairs, np.int32)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.pairs * self.k * self.n
+
+    @property
+    def bytes(self) -> int:
+        weights = len(np.unique(self.indices())) * self.format.bytes(self.n * self.k)
+        return 2 * self.pairs * (self.k + self.n) + weights
+
+
+@dataclass(frozen=True)
+class Convert(Case):
+    op: str  # quantize or dequantize
+    format: Format
+    groups: int
+    n: int
+    k: int
+
+    flops = 0
+
+    @property
+    def tolerance(self) -> float:
+        """Codes have the same bits everywhere; values are rounded to bfloat16."""
+        return 1e-3 if self.op == "quantize" else TOLERANCE[self.kind]
+
+    @property
+    def label(self) -> str:
+        return f"{self.format.name} G{self.groups} N{self.n} K{self.k}"
+
+    @property
+    def bytes(self) -> int:
+        elements = self.groups * self.n * self.k
+        return 2 * elements + self.format.bytes(elements)
+
+
+@dataclass(frozen=True)
+class Nvfp4(Case):
+    direction: str  # fprop, dgrad or wgrad
+    groups: int
+    tokens: int
+    k: int
+    n: int
+    balanced: bool
+
+    @property
+    def op(self) -> str:
+        return f"nvfp4 {self.direction}"
+
+    @property
+    def regime(self) -> str:
+        return "balanced" if self.balanced else "imbalanced"
+
+    @property
+    def label(self) -> str:
+        return f"G{self.groups} T{self.tokens} K{self.k} N{self.n} {self.regime}"
+
+    def sizes(self) -> np.ndarray:
+        """Equal, or 0.25 to 1.75 times the mean; then they are odd numbers."""
+        mean = self.tokens // self.groups
+        if self.balanced:
+            return np.full(self.groups, mean, np.int32)
+        rng = np.random.default_rng(self.tokens)
+        sizes = 2 * np.rint(np.linspace(0.125 * mean, 0.875 * mean, self.groups)).astype(np.int32)
+        sizes[-1] += self.tokens - sizes.sum()
+        odd = 2 * rng.integers(0, 8, self.groups // 2) + 1
+        return rng.permutation(sizes + np.concatenate([odd, -odd])).astype(np.int32)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.tokens * self.k * self.n
+
+    @property
+    def bytes(self) -> int:
+        """Both operands packed; a bfloat16 result, a float32 one of wgrad."""
+        t, k, n, packed = self.tokens, self.k, self.n, FORMATS["nvfp4"].bytes
+        weights = self.groups * k * n
+        if self.direction == "wgrad":
+            return packed(t * (k + n)) + 4 * weights
+        a, out = (k, n) if self.direction == "fprop" else (n, k)
+        return packed(t * a + weights) + 2 * t * out
+
+
+def cases(op: str, level: str = "default", skew: bool = False) -> list[Case]:
+    """``level`` is "quick", "default" or "full"."""
+    if op == "qmm":
+        return list(dict.fromkeys(qmm_cases(level, skew)))
+    if op == "gather_qmm":
+        return [Gather(*shape) for shape in (GATHER[1:3] if level == "quick" else GATHER)]
+    if op == "quantize":
+        names = ("nvfp4", "affine4", "mxfp8") if level == "quick" else FORMATS
+        return [Convert(o, FORMATS[f], *STACK) for f in names for o in ("quantize", "dequantize")]
+    shapes = NVFP4[2:3] if level == "quick" else NVFP4
+    return [
+        Nvfp4(direction, *shape, balanced=balanced)
+        for shape in shapes
+        for balanced in ((False,) if level == "quick" else (True, False))
+        for direction in ("fprop", "dgrad", "wgrad")
+    ]
+
+
+def qmm_cases(level: str, skew: bool) -> Iterable[Qmm]:
+    """Cases of the same weights follow each other."""
+    for model, (groups, hidden, inter) in MODELS.items():
+        for part, k, n in (("up", hidden, 2 * inter), ("down", inter, hidden)):
+            name = f"{model} {part}"
+            for weights in FORMATS.values():
+                for tokens in qmm_tokens(level, name, weights.name):
+                    if k % weights.group_size == 0:
+                        yield Qmm(weights, name, groups, k, n, tokens, TOP_K[model], skew)
+
+
+def qmm_tokens(level: str, name: str, weights: str) -> tuple[int, ...]:
+    first = name == "Qwen3-30B up"  # which has every format
+    if weights not in MAIN:
+        return (8, 4096) if first and level != "quick" else ()
+    if level == "full":
+        return TOKENS
+    if level == "quick":
+        quick = {
+            ("Qwen3-30B up", "nvfp4"): (1, 64, 4096),
+            ("Qwen3-30B up", "mxfp4"): (64, 4096),
+            ("Qwen3-30B up", "affine4 g128"): (64, 4096),
+            ("Mixtral-8x7B up", "nvfp4"): (8, 4096),
+        }
+        return quick.get((name, weights), ())
+    if first or (name == "gpt-oss-120b up" and weights == "mxfp4"):
+        return TOKENS
+    every = name.endswith("up") or name in ("Qwen3-30B down", "Mixtral-8x7B down")
+    return TOKENS if weights == "nvfp4" and every else ()

@@ -1,0 +1,261 @@
+"""The benchmark of quantized products without a GPU: its lists, floors, weights and arms."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_groupgemm as jgg
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
+
+from benchmarks import gpu, quantized, quantized_peers, report, summary, timing  # noqa: E402
+from benchmarks import quantized_shapes as shapes  # noqa: E402
+from benchmarks.quantized_shapes import FORMATS, Convert, Gather, Nvfp4, Qmm  # noqa: E402
+
+# No device times here: any time will do, and nothing is compared with another.
+ARGS = SimpleNamespace(
+    level="default", peers=["dequantize", "loop"], implementation=[None], repetitions=2, turns=2
+)
+
+
+@pytest.fixture(autouse=True)
+def _fake_times(monkeypatch):
+    monkeypatch.setattr(timing.JaxArm, "time", lambda self, n: [2.0] * n)
+    timing.forget()
+
+
+@pytest.mark.parametrize("op", shapes.OPS)
+def test_lists(op):
+    quick, default, full = (shapes.cases(op, level) for level in ("quick", "default", "full"))
+    assert 0 < len(quick) <= len(default) <= len(full)
+    assert set(quick) <= set(default) <= set(full)
+    for cases in (quick, default, full):
+        assert len({(c.op, c.label) for c in cases}) == len(cases)
+        assert all(c.bytes > 0 for c in cases)
+
+
+def test_every_model_format_and_number_of_tokens_is_listed():
+    full = shapes.cases("qmm", "full")
+    assert {c.model for c in full} == {f"{m} {p}" for m in shapes.MODELS for p in ("up", "down")}
+    assert {c.format.name for c in full} == set(FORMATS)
+    assert {c.tokens for c in full} == set(shapes.TOKENS)
+    assert all(c.k % c.format.group_size == 0 for c in full)
+    assert {c.regime for c in full} == {"decode", "decode, small", "prefill"}
+    # Weights are made once for cases that follow each other.
+    weights = [(c.format, c.groups, c.n, c.k) for c in full]
+    runs = [w for w, before in zip(weights, [None, *weights], strict=False) if w != before]
+    assert len(runs) == len(set(runs))
+
+
+def test_arguments():
+    args = gpu.arguments(["--ops", "qmm", "quantize", "--cases", "mxfp4", "--peers", "all"])
+    assert {c.op for c in gpu.selected(args)} == {"qmm mxfp4", "quantize", "dequantize"}
+    assert {"humming", "mlx", "dequantize", "torch"} <= set(args.peers)
+
+
+@pytest.mark.parametrize("skew", [False, True])
+def test_every_token_goes_to_different_experts(skew):
+    one = Qmm(FORMATS["nvfp4"], "", 8, 64, 64, 1, 2, skew)
+    assert sorted(one.sizes()) == [0] * 6 + [1, 1]
+    many = Qmm(FORMATS["nvfp4"], "", 8, 64, 64, 500, 2, skew).sizes()
+    assert many.dtype == np.int32
+    assert many.sum() == 1000
+    assert many.max() <= 500
+    assert (many.max() > 300) == skew
+
+
+def test_floors():
+    k, n = 128, 64
+    case = Qmm(FORMATS["affine4"], "", 8, k, n, 1, 2)
+    weight = n * k // 2 + n * (k // 64) * 4
+    assert case.bytes == 2 * 2 * (k + n) + 2 * weight  # two of the eight matrices
+    assert case.flops == 2 * 2 * k * n
+    assert FORMATS["nvfp4"].bytes(256) == 128 + 16
+    assert FORMATS["mxfp8"].bytes(256) == 256 + 8
+    assert FORMATS["affine3"].bytes(256) == 96 + 16
+    gather = Gather(n, k, 4, 9)
+    active = len(set(gather.indices().tolist()))
+    assert gather.bytes == 2 * 9 * (k + n) + active * weight
+    convert = Convert("quantize", FORMATS["mxfp4"], 2, n, k)
+    assert convert.bytes == 2 * n * k * 2 + n * k + 2 * n * k // 32
+    fprop, dgrad, wgrad = (Nvfp4(d, 4, 128, k, n, True) for d in ("fprop", "dgrad", "wgrad"))
+    packed = lambda elements: elements // 2 + elements // 16
+    assert fprop.bytes == packed(128 * k + 4 * n * k) + 2 * 128 * n
+    assert dgrad.bytes == packed(128 * n + 4 * n * k) + 2 * 128 * k
+    assert wgrad.bytes == packed(128 * (k + n)) + 4 * 4 * n * k
+
+
+def test_sizes_of_nvfp4():
+    for case in shapes.cases("nvfp4"):
+        sizes, mean = case.sizes(), case.tokens // case.groups
+        assert sizes.dtype == np.int32
+        assert sizes.sum() == case.tokens
+        if case.balanced:
+            assert set(sizes) == {mean}
+        else:
+            assert (sizes % 2 == 1).all()
+            assert 0.2 * mean < sizes.min() < 0.3 * mean
+            assert 1.7 * mean < sizes.max() < 1.8 * mean
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "affine4", "affine3", "mxfp8"])
+def test_drawn_weights(name):
+    form = FORMATS[name]
+    weights = quantized.Weights(form, 3, 128, 128)
+    assert (weights.linear.mode, weights.linear.bits) == (form.mode, form.bits)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(weights.linear))
+    assert stored == form.bytes(3 * 128 * 128)
+    values = np.asarray(jgg.dequantize(weights.linear, "float32"))
+    assert np.isfinite(values).all()
+    assert 0 < np.abs(values).std() < np.abs(values).max()
+    assert len({m.tobytes() for m in values}) == 3
+    np.testing.assert_array_equal(jgg.dequantize(weights.packed, "float32"), values)
+    np.testing.assert_array_equal(quantized.matrix(weights.linear, 1), values[1])
+    assert (weights.packed is weights.linear) == (form.bits != 4)
+    # Humming's integers: (code - half) * scale, and no code 0 of 4 bits.
+    if form.mode == "affine":
+        half = 2 ** (form.bits - 1)
+        scales, biases = (np.asarray(v, np.float32) for v in jax.tree.leaves(weights.linear)[1:])
+        np.testing.assert_array_equal(biases, -half * scales)
+    if (form.mode, form.bits) == ("affine", 4):
+        words = np.asarray(weights.linear.weight)
+        assert all((words >> shift & 15).all() for shift in range(0, 32, 4))
+
+
+SMALL = [
+    *(Qmm(FORMATS[f], "", 4, 128, 192, 9, 2) for f in ("nvfp4", "affine4 g128", "mxfp8")),
+    Qmm(FORMATS["mxfp4"], "", 8, 128, 96, 1, 2, skew=True),  # N that is not packed
+    Gather(64, 128, 3, 4),
+    *(Convert(op, FORMATS[f], 3, 16, 128) for op, f in (
+        ("quantize", "nvfp4"), ("dequantize", "nvfp4"), ("quantize", "affine3"),
+        ("dequantize", "affine3"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.op} {c.label}")
+def test_cases_run_and_are_checked(case):
+    record = gpu.run_case(case, ARGS, 1e12, 1e12)
+    assert record["notes"] == {}
+    packed = ["ours", "ours[linear]"]
+    arms = {
+        "qmm": [*(packed if case.n == 192 and case.format.bits == 4 else packed[:1]), "dequantize"],
+        "gather_qmm": [*packed, "loop"],
+    }.get(case.op.split()[0], ["ours"])
+    assert list(record["us"]) == arms
+    assert max(record["errors"].values()) <= case.tolerance
+    assert record["floor_us"] > 0
+    json.dumps(record)
+    assert "of floor" in summary.totals([record])
+
+
+@pytest.mark.skipif(not hasattr(jgg, "nvfp4_grouped_wgrad"), reason="not in this version")
+@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
+def test_nvfp4_runs_and_is_checked(direction):
+    case = Nvfp4(direction, 4, 128, 96, 64, balanced=False)
+    record = gpu.run_case(case, ARGS, 1e12, 1e12)
+    assert record["notes"] == {}
+    assert {"ours", "ours[bfloat16]", "dequantize"} <= set(record["us"])
+    assert ("ours[qmm]" in record["us"]) == (direction != "wgrad")
+    assert max(record["errors"].values()) <= case.tolerance
+
+
+@pytest.mark.parametrize("case", [SMALL[2], SMALL[4], SMALL[-2]], ids=lambda c: c.op)
+def test_wrong_results_are_noticed(case, monkeypatch):
+    """Of another matrix, another row, or other codes."""
+    result = timing.JaxArm.result
+    roll = lambda leaf: jnp.roll(leaf, 1, axis=0)
+    monkeypatch.setattr(timing.JaxArm, "result", lambda self: jax.tree.map(roll, result(self)))
+    alone = SimpleNamespace(**vars(ARGS) | {"peers": []})
+    record = gpu.run_case(case, alone, 1e12, 1e12)
+    assert record["notes"]["ours"].startswith("WRONG: relative error ")
+    assert all(error > 0.1 for error in record["errors"].values())
+
+
+def test_sum_arm():
+    class Fixed:
+        def __init__(self, *times):
+            self.times, self.open = times, True
+
+        def time(self, n):
+            return list(self.times[:n])
+
+        def result(self):
+            return self.times[0]
+
+        def close(self):
+            self.open = False
+
+    arms = Fixed(1.0, 2.0), Fixed(10.0, 20.0)
+    both = timing.SumArm(*arms)
+    assert both.time(2) == [11.0, 22.0]
+    assert both.result() == 10.0
+    both.close()
+    assert not any(arm.open for arm in arms)
+
+
+def test_means_count_kernels_in_any_order(monkeypatch):
+    kernels = [("a", 1.0), ("mark", 9.0), ("b", 2.0), ("a", 3.0), ("mark", 9.0), ("b", 4.0)]
+    monkeypatch.setattr(timing, "_scratch", lambda cold: jnp.zeros(8))
+    monkeypatch.setattr(timing, "_mark_names", lambda: {"mark"})
+
+    class Found(list):
+        __enter__ = lambda self: self
+        __exit__ = lambda self, *_: None
+
+    monkeypatch.setattr(timing, "_kernels", lambda: Found(kernels))
+    assert timing.mean_us(lambda: None, 2, True) == 5000.0
+
+
+def test_peers_know_their_cases():
+    ask = SimpleNamespace(peers=list(quantized_peers.PEERS))
+    for case in (SMALL[0], Gather(64, 128, 3, 4), SMALL[-1]):
+        asked = quantized_peers.peer_arms(case, None, ask)
+        assert set(asked) == set(quantized_peers.KNOWN[type(case)])
+    assert not quantized_peers.peer_arms(SMALL[0], None, SimpleNamespace(peers=["quack", "lax"]))
+
+
+RECORDS = [
+    {
+        "op": op, "case": case, "regime": regime, "us": us, "floor_us": 5.0, "flops": flops,
+        "floor_share": 5.0 / us["ours"], "tflops": flops / us["ours"] / 1e6, "tbytes": 2.0,
+        "error": 1e-3, "notes": {},
+    }
+    for op, case, regime, us, flops in (
+        ("qmm nvfp4", "a", "decode", {"ours": 10.0, "ours[linear]": 12.0, "humming": 9.0}, 2e9),
+        ("quantize", "nvfp4", "", {"ours": 10.0}, 0),
+    )
+]  # fmt: skip
+
+
+def test_report_of_quantized_cases(tmp_path, capsys):
+    head = {
+        "date": "2026-01-01", "commit": "abc", "gpu": "GPU", "jax": "0.11", "missing": ["mlx"],
+        "C_tflops": 800.0, "B_tbytes": 4.0, "records": RECORDS,
+    }  # fmt: skip
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(head))
+    report.main([str(path)])
+    text = capsys.readouterr().out
+    assert "Partial: without mlx." in text
+    assert "| qmm nvfp4 a | 10.0 | 5.0 | 50% | 200 | 2.00 | 1.20x | **0.90x** |" in text
+    assert "| quantize nvfp4 | 10.0 | 5.0 | 50% |  | 2.00 |\n" in text
+    assert "| qmm nvfp4 decode | 1 | 50% | 1.20x | 0.90x |" in text
+
+
+def test_plots_of_quantized_cases(tmp_path):
+    pytest.importorskip("matplotlib")
+    head = {"gpu": "GPU", "jax": "0.11", "commit": "abc", "date": "2026-01-01", "records": RECORDS}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(head | {"C_tflops": 800.0, "B_tbytes": 4.0}))
+    report.main([str(path), "--plots", str(tmp_path)])
+    for name in ("speedup_quantized.svg", "roofline_quantized.svg"):
+        assert "<svg" in (tmp_path / name).read_text()
+    assert not (tmp_path / "speedup.svg").exists()
