@@ -54,6 +54,21 @@ def _devices() -> dict[str, Any]:
     return {"found": found, "problem": None}
 
 
+def _tiles() -> dict[str, Any]:
+    """The table of measured tiles that this machine's GPU takes, and how many products it has."""
+    from . import _tuned
+
+    kind = _tuned.device_kind()
+    table = None if kind is None else _tuned.path(kind)
+    if kind is None or table is None:
+        return {"table": None, "products": 0, "problem": None}
+    with warnings.catch_warnings(record=True) as problems:
+        warnings.simplefilter("always")
+        products = len(_tuned.entries(kind))
+    problem = str(problems[0].message) if problems else None
+    return {"table": str(table), "products": products, "problem": problem}
+
+
 def _why_not(implementation: str, target: str, dtype: str) -> str | None:
     """Why an implementation would not run here; None where it would."""
     from . import _call
@@ -116,6 +131,7 @@ def collect() -> dict[str, Any]:
             "problem": build.problem,
         },
         "devices": devices,
+        "tiles": _tiles(),
         "ops": ops,
     }
 
@@ -143,6 +159,10 @@ def _text(info: dict[str, Any]) -> str:
         + (f", compute capability {d['compute_capability']}" if d["compute_capability"] else "")
         for d in info["devices"]["found"]
     ] or [f"  none: {info['devices']['problem']}"]
+    tiles = info["tiles"]
+    if tiles["table"]:
+        lines += ["", "Measured tiles"]
+        lines.append("  " + (tiles["problem"] or f"{tiles['table']}: {tiles['products']} products"))
     lines += ["", "Implementation that runs (the others, and why not)"]
     for op, dtypes in info["ops"].items():
         for answer in {json.dumps(a): a for a in dtypes.values()}.values():

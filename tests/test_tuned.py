@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _tuned
+from jax_groupgemm import _call, _tuned, info
 
 KIND = "Fast GPU/2"
 SHAPE = {"groups": 4, "k": 32, "n": 48}
@@ -217,6 +217,16 @@ def test_forced(table):
     with _tuned.forced(0):  # the rule's, whatever the table says
         assert product(64) == [0]
     assert product(64) == [256]
+
+
+def test_info_names_the_table(table):
+    path = table({"rows": 16, "tile": 256})
+    found = info.collect()
+    assert found["tiles"] == {"table": str(path), "products": 1, "problem": None}
+    assert f"Measured tiles\n  {path}: 1 products" in info._text(found)
+    path.write_text("{")
+    _tuned._entries.cache_clear()
+    assert f"cannot use the table of tiles {path}: Expecting" in info._text(info.collect())
 
 
 def test_packaged_tables_are_valid():
