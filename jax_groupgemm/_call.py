@@ -243,15 +243,13 @@ def chosen(
     return "reference"
 
 
-def takes_sm100(
-    platform: str, operands, implementation: str | None, out_dtype, target: str
-) -> bool:
+def takes_sm100(platform: str, implementation: str | None, target: str) -> bool:
     """Whether a computation lowered for a platform takes "sm100", which has this custom call alone.
 
     As :func:`chosen`, but unless it is named only where every GPU of this process can run it.
     """
     if implementation == "sm100":
-        return chosen(platform, operands, implementation, out_dtype, target) == "sm100"
+        return chosen(platform, (), implementation, jnp.float32, target) == "sm100"
     if implementation is not None or platform != "cuda" or missing("sm100", target):
         return False
     capabilities = live_capabilities()
@@ -422,16 +420,13 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
 
 def nvfp4_grouped_mm(x, w, group_sizes, alpha, *, out_dtype):
     """Custom call ``jgg_nvfp4_grouped_mm``: x, its scales, w, its scales, sizes, alpha -> out,
-    workspace. Scales are linear or swizzled."""
+    workspace."""
     (rows, k), (groups, n, _) = x.shape, w.shape
     sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
-    columns = _up(k // 16, 4)
-    to_swizzle = (
-        layouts.padded_rows(rows, groups, 128) * columns * (x.layout == "linear"),
-        groups * _up(n, 128) * columns * (w.layout == "linear"),
-    )
+    columns, scale_rows = _up(k // 16, 4), layouts.padded_rows(rows, groups, layouts.SWIZZLED)
+    workspace = _nvfp4_workspace(groups, scale_rows * columns, groups * _up(n, 128) * columns)
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
-    call = jax.ffi.ffi_call("jgg_nvfp4_grouped_mm", (out, _nvfp4_workspace(groups, *to_swizzle)))
+    call = jax.ffi.ffi_call("jgg_nvfp4_grouped_mm", (out, workspace))
     return call(x.weight, x.scales, w.weight, w.scales, sizes, alpha)[0]
 
 
@@ -453,11 +448,11 @@ def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None)
     return call(*operands, **_attributes({"tokens": rows}))[0]
 
 
-def _nvfp4_workspace(groups: int, *to_swizzle: int):
+def _nvfp4_workspace(groups: int, *scales: int):
     """As ffi/nvfp4/layout.h has it: arrays of shapes, addresses, strides and layouts, two prefix
-    sums, tensor maps for 160 multiprocessors, and the scales that are swizzled there."""
+    sums, tensor maps for 160 multiprocessors, and swizzled scales."""
     arrays = [groups * size for size in (12, *[8] * 8, 20, 20)]
-    parts = [*arrays, *[4 * (groups + 1)] * 2, 160 * 6 * 128, *to_swizzle]
+    parts = [*arrays, *[4 * (groups + 1)] * 2, 160 * 6 * 128, *scales]
     return jax.ShapeDtypeStruct((256 + sum(_up(part, 256) for part in parts),), jnp.uint8)
 
 

@@ -60,8 +60,8 @@ extern "C" int byte_in_tile(int r, int s) { return ByteInTile(r, s); }
 extern "C" int64_t scale_bytes(const int32_t* p, int b) { return ToProduct(p).scale_bytes(b); }
 
 // Where the parts of the workspace begin; its size.
-extern "C" int64_t workspace(const int32_t* p, int swizzle_a, int swizzle_b, int64_t* offsets) {
-  const Workspace at(ToProduct(p), swizzle_a, swizzle_b);
+extern "C" int64_t workspace(const int32_t* p, int64_t* offsets) {
+  const Workspace at(ToProduct(p));
   const int64_t members[] = {at.shapes,     at.a,           at.b,          at.scales_a,
                              at.scales_b,   at.out,         at.stride_a,   at.stride_b,
                              at.stride_out, at.layout_a,    at.layout_b,   at.starts,

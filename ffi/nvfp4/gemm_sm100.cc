@@ -23,7 +23,7 @@ std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_c
 
 cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm) {
 #ifdef JGG_SM100
-  const Workspace at(gemm.product, !gemm.a.swizzled, !gemm.b.swizzled);
+  const Workspace at(gemm.product);
   if (gemm.workspace_bytes < at.bytes) return cudaErrorInvalidValue;
   const auto address = reinterpret_cast<uintptr_t>(gemm.workspace);
   auto* base = static_cast<uint8_t*>(gemm.workspace) + (-address) % Workspace::kAlignment;

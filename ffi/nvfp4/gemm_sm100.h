@@ -14,12 +14,10 @@
 
 namespace jgg::nvfp4 {
 
-// Codes, two to a byte, and their E4M3 scales: linear, or in tiles with each group beginning its
-// own, as the tensor cores take them.
+// Codes, two to a byte, and their E4M3 scales, line by line.
 struct Operand {
   const void* codes;
   const void* scales;
-  bool swizzled;
 };
 
 struct GemmSm100 {

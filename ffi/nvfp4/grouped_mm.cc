@@ -9,7 +9,6 @@
 namespace jgg {
 namespace ffi = xla::ffi;
 
-// Scales are linear, or tiles of 512 bytes, which are one axis more.
 static ffi::Error BindOperands(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,
                                ffi::AnyBuffer w, ffi::AnyBuffer w_scales,
                                Nvfp4GroupedMmArgs* args) {
@@ -21,29 +20,15 @@ static ffi::Error BindOperands(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer 
   args->k = 8 * x.dimensions()[1];
   JGG_RETURN_IF_ERROR(CheckSmall(op, {args->tokens, args->groups, args->n, args->k}));
   JGG_RETURN_IF_ERROR(CheckShape(op, "w", "(G, N, K/8)", w, {-1, -1, args->k / 8}));
-  args->x = {x.untyped_data(), x_scales.untyped_data(), x_scales.dimensions().size() == 3};
-  args->w = {w.untyped_data(), w_scales.untyped_data(), w_scales.dimensions().size() == 4};
   const int64_t blocks = args->k / nvfp4::kScaleElements;
-  const int64_t k_tiles = nvfp4::CeilDiv(args->k, nvfp4::kTileK);
   JGG_RETURN_IF_ERROR(CheckDtype(op, "x_scales", x_scales, ffi::U8, "uint8"));
   JGG_RETURN_IF_ERROR(CheckDtype(op, "w_scales", w_scales, ffi::U8, "uint8"));
-  if (args->x.swizzled) {
-    JGG_RETURN_IF_ERROR(CheckShape(op, "x_scales", "(tiles of T, tiles of K, 512)", x_scales,
-                                   {-1, k_tiles, nvfp4::kTileBytes}));
-    const int64_t tiles = nvfp4_grouped_mm_row_tiles(*args);
-    if (x_scales.dimensions()[0] < tiles) {
-      return InvalidArgument(op, "x_scales has shape ", ShapeText(x_scales), ", expected ", tiles,
-                             " tiles of rows");
-    }
-  } else {
-    JGG_RETURN_IF_ERROR(CheckShape(op, "x_scales", "(T, K/16)", x_scales, {args->tokens, blocks}));
-  }
-  if (args->w.swizzled) {
-    return CheckShape(
-        op, "w_scales", "(G, tiles of N, tiles of K, 512)", w_scales,
-        {args->groups, nvfp4::CeilDiv(args->n, nvfp4::kTileRows), k_tiles, nvfp4::kTileBytes});
-  }
-  return CheckShape(op, "w_scales", "(G, N, K/16)", w_scales, {args->groups, args->n, blocks});
+  JGG_RETURN_IF_ERROR(CheckShape(op, "x_scales", "(T, K/16)", x_scales, {args->tokens, blocks}));
+  JGG_RETURN_IF_ERROR(
+      CheckShape(op, "w_scales", "(G, N, K/16)", w_scales, {args->groups, args->n, blocks}));
+  args->x = {x.untyped_data(), x_scales.untyped_data()};
+  args->w = {w.untyped_data(), w_scales.untyped_data()};
+  return ffi::Error::Success();
 }
 
 static ffi::Error Nvfp4GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,

@@ -22,10 +22,6 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
   return gemm;
 }
 
-int64_t nvfp4_grouped_mm_row_tiles(const Nvfp4GroupedMmArgs& args) {
-  return Gemm(args).product.row_tiles(/*b=*/false);
-}
-
 std::optional<std::string> nvfp4_grouped_mm_sm100_unsupported(const Nvfp4GroupedMmArgs& args,
                                                               int compute_capability) {
   return nvfp4::GemmSm100Problem(Gemm(args), compute_capability);

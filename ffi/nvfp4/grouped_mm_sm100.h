@@ -17,9 +17,6 @@ struct Nvfp4GroupedMmArgs {
   int64_t workspace_bytes;
 };
 
-// Tiles of 128 rows that groups have together at most, whatever their sizes.
-int64_t nvfp4_grouped_mm_row_tiles(const Nvfp4GroupedMmArgs& args);
-
 // Why this kernel cannot take a call; nothing where it can.
 std::optional<std::string> nvfp4_grouped_mm_sm100_unsupported(const Nvfp4GroupedMmArgs& args,
                                                               int compute_capability);

@@ -30,8 +30,8 @@ static ffi::Error BindMatrices(ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::A
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "dy_scales", dy_scales, ffi::U8, "uint8"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x_scales", "(K, P/16)", x_scales, {args->k, blocks}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy_scales", "(N, P/16)", dy_scales, {args->n, blocks}));
-  args->x = {x.untyped_data(), x_scales.untyped_data(), false};
-  args->dy = {dy.untyped_data(), dy_scales.untyped_data(), false};
+  args->x = {x.untyped_data(), x_scales.untyped_data()};
+  args->dy = {dy.untyped_data(), dy_scales.untyped_data()};
   return ffi::Error::Success();
 }
 

@@ -104,7 +104,7 @@ struct Workspace {
   int64_t tensor_maps, swizzled_a, swizzled_b;    //
   int64_t bytes = kAlignment;                     // with what aligning may skip
 
-  Workspace(const Product& p, bool swizzle_a, bool swizzle_b) {
+  explicit Workspace(const Product& p) {
     shapes = Take(p.groups * int64_t{kShapeBytes});
     for (int64_t* pointers : {&a, &b, &scales_a, &scales_b, &out}) *pointers = Take(p.groups * 8L);
     for (int64_t* strides : {&stride_a, &stride_b, &stride_out}) {
@@ -115,8 +115,8 @@ struct Workspace {
     }
     for (int64_t* scan : {&starts, &tiles}) *scan = Take((p.groups + 1) * 4L);
     tensor_maps = Take(kTensorMapBytes);
-    swizzled_a = Take(swizzle_a ? p.scale_bytes(false) : 0);
-    swizzled_b = Take(swizzle_b ? p.scale_bytes(true) : 0);
+    swizzled_a = Take(p.scale_bytes(false));
+    swizzled_b = Take(p.scale_bytes(true));
   }
 
  private:

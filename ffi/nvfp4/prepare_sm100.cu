@@ -135,24 +135,21 @@ cudaError_t PrepareGroups(cudaStream_t stream, const GemmSm100& gemm, const Work
   const Product& product = gemm.product;
   const Groups groups(at, base);
   const auto bytes = [](const void* data) { return static_cast<const uint8_t*>(data); };
-  const Bases bases{bytes(gemm.a.codes), bytes(gemm.b.codes),
-                    gemm.a.swizzled ? bytes(gemm.a.scales) : base + at.swizzled_a,
-                    gemm.b.swizzled ? bytes(gemm.b.scales) : base + at.swizzled_b,
-                    static_cast<uint8_t*>(gemm.out)};
+  const Bases bases{bytes(gemm.a.codes), bytes(gemm.b.codes), base + at.swizzled_a,
+                    base + at.swizzled_b, static_cast<uint8_t*>(gemm.out)};
   GroupsKernel<<<1, device::kScanThreads, 0, stream>>>(product, gemm.sizes, bases, groups);
   if (cudaError_t error = cudaGetLastError()) return error;
 
-  const auto tiles = [&](bool b) { return product.row_tiles(b) * product.k_tiles(); };
+  const int64_t tiles_a = product.scale_bytes(false) / kTileBytes;
+  const int64_t tiles_b = product.scale_bytes(true) / kTileBytes;
   const Swizzle swizzle{{bytes(gemm.a.scales), bytes(gemm.b.scales)},
                         {base + at.swizzled_a, base + at.swizzled_b},
-                        {gemm.a.swizzled ? 0 : tiles(false), gemm.b.swizzled ? 0 : tiles(true)}};
-  const int64_t blocks = CeilDiv(swizzle.tiles[0] + swizzle.tiles[1], kSwizzleWarps);
+                        {tiles_a, tiles_b}};
+  const int64_t blocks = CeilDiv(tiles_a + tiles_b, kSwizzleWarps);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (blocks > 0) {
-    SwizzleKernel<<<static_cast<unsigned>(blocks), 32 * kSwizzleWarps, 0, stream>>>(
-        product, swizzle, groups.starts, groups.tiles);
-    if (cudaError_t error = cudaGetLastError()) return error;
-  }
+  SwizzleKernel<<<static_cast<unsigned>(blocks), 32 * kSwizzleWarps, 0, stream>>>(
+      product, swizzle, groups.starts, groups.tiles);
+  if (cudaError_t error = cudaGetLastError()) return error;
 
   // Usually there is nothing to fill, so the grids are no larger than the device.
   if (product.ragged_k) {
