@@ -8,7 +8,6 @@ JAX: the time of every kernel of the call, helpers included (CUPTI). Torch: a CU
 between two events, replayed; the events are nodes of the graph, so launching it is not counted.
 """
 
-import contextlib
 import functools
 import importlib
 import statistics
@@ -17,24 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-SCRATCH = 2**25  # float32 elements, 128 MiB
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(seed, shape, dtype):
-    key = jax.random.key(seed)
-    if len(shape) < 3:
-        return jax.random.normal(key, shape, dtype)
-    one = lambda key: jax.random.normal(key, shape[1:], dtype)
-    return lax.map(one, jax.random.split(key, shape[0]))
-
-
-def random(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Array:
-    """Normal numbers; matrix by matrix, so that no more memory is needed than the result's."""
-    return jax.block_until_ready(_draw(seed, shape, dtype))
-
+from jax_groupgemm._timing import SCRATCH, kernels, mark, mark_names, random, scratch, split
 
 _kept: dict[Any, Any] = {}
 
@@ -52,73 +35,16 @@ def forget() -> None:
     _kept.clear()
 
 
-# What clears the cache before a call, or, on few elements, only marks where one begins. No case has
-# a kernel of this name.
-_mark = jax.jit(jnp.tan)
-
-
-@functools.cache
-def _scratch(cold: bool) -> jax.Array:
-    return random(9, (SCRATCH if cold else 8,), "float32")
-
-
-def _extension():
-    """What jax.experimental.mosaic.gpu.profiler measures with: it keeps every result, we cannot."""
-    profiler = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
-    if profiler.mosaic_gpu_lib is None:
-        raise RuntimeError("this jaxlib has no CUPTI bindings")
-    return profiler.mosaic_gpu_lib._mosaic_gpu_ext
-
-
-@contextlib.contextmanager
-def _kernels():
-    """Names and milliseconds of the kernels that run inside, in order; filled in at the end."""
-    extension, found = _extension(), []
-    extension._cupti_init()
-    try:
-        yield found
-    finally:
-        found += extension._cupti_get_timings(True)
-
-
-@functools.cache
-def _mark_names() -> frozenset[str]:
-    for cold in (True, False):
-        jax.block_until_ready(_mark(_scratch(cold)))
-    with _kernels() as found:
-        for cold in (True, False):
-            jax.block_until_ready(_mark(_scratch(cold)))
-    if len(found) != 2:
-        raise RuntimeError(f"CUPTI saw {len(found)} kernels of 2: {found}")
-    return frozenset(name for name, _ in found)
-
-
-def split(kernels, marks, n: int) -> list[float]:
-    """Microseconds of each of n calls, each of which begins with a mark that is not counted."""
-    calls: list[list[float]] = []
-    for name, ms in kernels:
-        if name in marks:
-            calls.append([])
-        elif calls:
-            calls[-1].append(ms)
-        else:
-            raise RuntimeError(f"kernel {name} ran before the first call")
-    counts = [len(call) for call in calls]
-    if len(calls) != n or not all(counts) or len(set(counts)) != 1:
-        raise RuntimeError(f"CUPTI saw {counts} kernels in {n} calls")
-    return [1e3 * sum(call) for call in calls]
-
-
 def mean_us(run, n: int, cold: bool) -> float:
     """Microseconds of one of n calls that run on other streams than JAX's: of all their kernels,
     since CUPTI's order is not theirs."""
-    scratch, marks = _scratch(cold), _mark_names()
+    cleared, marks = scratch(cold), mark_names()
     run()
-    with _kernels() as kernels:
+    with kernels() as found:
         for _ in range(n):
-            jax.block_until_ready(_mark(scratch))
+            jax.block_until_ready(mark(cleared))
             run()
-    return 1e3 * sum(ms for name, ms in kernels if name not in marks) / n
+    return 1e3 * sum(ms for name, ms in found if name not in marks) / n
 
 
 class JaxArm:
@@ -130,13 +56,13 @@ class JaxArm:
         return jax.block_until_ready(self.f(*self.args))
 
     def time(self, n: int) -> list[float]:
-        scratch, marks = _scratch(self.cold), _mark_names()
+        cleared, marks = scratch(self.cold), mark_names()
         self.result()
-        with _kernels() as kernels:
+        with kernels() as found:
             for _ in range(n):
-                _mark(scratch)
+                mark(cleared)
                 self.result()
-        return split(kernels, marks, n)
+        return split(found, marks, n)
 
     def close(self) -> None:
         self.args = ()

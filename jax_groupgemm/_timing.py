@@ -1,7 +1,8 @@
-"""How long kernels take on the device (CUPTI), and operands to time them with. For developers.
+"""How long kernels take on the device (CUPTI), and operands to time them with: what the tuner and
+the benchmarks share.
 
-A timed call finds nothing in the L2 cache: before it 128 MiB are read and 128 MiB written, by a
-kernel that also marks, in CUPTI's list of kernels, where the call begins.
+Before every timed call 128 MiB are read and 128 MiB written, so that it finds nothing in the L2
+cache. The kernel that does so also marks, in CUPTI's list of kernels, where the call begins.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def random(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Ar
     return jax.block_until_ready(_draw(seed, shape, dtype))
 
 
-# No product has a kernel of this name.
-_mark = jax.jit(jnp.tan)
+# What clears the cache before a call, or, on few elements, only marks where one begins. Nothing
+# that is timed has a kernel of this name.
+mark = jax.jit(jnp.tan)
 
 
 @functools.cache
-def _scratch() -> jax.Array:
-    return random(9, (SCRATCH,), "float32")
+def scratch(cold: bool = True) -> jax.Array:
+    return random(9, (SCRATCH if cold else 8,), "float32")
 
 
 def extension() -> Any:
@@ -62,12 +64,14 @@ def kernels() -> Iterator[list[tuple[str, float]]]:
 
 
 @functools.cache
-def _mark_names() -> frozenset[str]:
-    jax.block_until_ready(_mark(_scratch()))
+def mark_names() -> frozenset[str]:
+    for cold in (True, False):
+        jax.block_until_ready(mark(scratch(cold)))
     with kernels() as found:
-        jax.block_until_ready(_mark(_scratch()))
-    if len(found) != 1:
-        raise RuntimeError(f"CUPTI saw {len(found)} kernels of 1: {found}")
+        for cold in (True, False):
+            jax.block_until_ready(mark(scratch(cold)))
+    if len(found) != 2:
+        raise RuntimeError(f"CUPTI saw {len(found)} kernels of 2: {found}")
     return frozenset(name for name, _ in found)
 
 
@@ -89,13 +93,13 @@ def split(kernels, marks, n: int) -> list[float]:
 
 def in_turns(runs: dict[int, Callable[[], Any]], repetitions: int) -> dict[int, list[float]]:
     """Microseconds of every repetition of every run, one after the other in turns."""
-    scratch, marks = _scratch(), _mark_names()
+    cleared, marks = scratch(), mark_names()
     for run in runs.values():
         jax.block_until_ready(run())
     with kernels() as found:
         for _ in range(repetitions):
             for run in runs.values():
-                _mark(scratch)
+                mark(cleared)
                 jax.block_until_ready(run())
     times = split(found, marks, repetitions * len(runs))
     return {name: times[i :: len(runs)] for i, name in enumerate(runs)}

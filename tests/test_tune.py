@@ -199,10 +199,10 @@ def test_time_limit(tmp_path, capsys):
 
 def test_calls_in_turns(monkeypatch):
     """Times go to the run that they are of; what happens before the first mark has no name."""
-    monkeypatch.setattr(_timing, "_scratch", lambda: None)
-    monkeypatch.setattr(_timing, "_mark_names", lambda: {"mark"})
+    monkeypatch.setattr(_timing, "scratch", lambda: None)
+    monkeypatch.setattr(_timing, "mark_names", lambda: {"mark"})
     now, ran = [], []
-    monkeypatch.setattr(_timing, "_mark", lambda _: now.append(("mark", 9.0)))
+    monkeypatch.setattr(_timing, "mark", lambda _: now.append(("mark", 9.0)))
 
     class Cupti:
         def _cupti_init(self):
@@ -223,14 +223,6 @@ def test_calls_in_turns(monkeypatch):
     times = _timing.in_turns({tile: runner(tile) for tile in (32, 64)}, 2)
     assert ran == [32, 64] * 3
     assert times == {32: [35.0, 37.0], 64: [68.0, 70.0]}
-
-
-def test_split():
-    kernels = [("mark", 9.0), ("a", 1.0), ("b", 2.0), ("mark", 9.0), ("a", 3.0), ("b", 4.0)]
-    assert _timing.split(kernels, {"mark"}, 2) == [3000.0, 7000.0]
-    for wrong in (kernels[1:], kernels[:-1], kernels[:3], []):
-        with pytest.raises(RuntimeError):
-            _timing.split(wrong, {"mark"}, 2)
 
 
 def test_lists():
