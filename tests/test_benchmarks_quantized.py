@@ -203,14 +203,14 @@ def test_sum_arm():
 
 def test_means_count_kernels_in_any_order(monkeypatch):
     kernels = [("a", 1.0), ("mark", 9.0), ("b", 2.0), ("a", 3.0), ("mark", 9.0), ("b", 4.0)]
-    monkeypatch.setattr(timing, "_scratch", lambda cold: jnp.zeros(8))
-    monkeypatch.setattr(timing, "_mark_names", lambda: {"mark"})
+    monkeypatch.setattr(timing, "scratch", lambda cold: jnp.zeros(8))
+    monkeypatch.setattr(timing, "mark_names", lambda: {"mark"})
 
     class Found(list):
         __enter__ = lambda self: self
         __exit__ = lambda self, *_: None
 
-    monkeypatch.setattr(timing, "_kernels", lambda: Found(kernels))
+    monkeypatch.setattr(timing, "kernels", lambda: Found(kernels))
     assert timing.mean_us(lambda: None, 2, True) == 5000.0
 
 
