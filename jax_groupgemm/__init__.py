@@ -9,6 +9,10 @@ from ._gather_mm import gather_mm as gather_mm
 from ._gather_qmm import gather_qmm as gather_qmm
 from ._grouped_mm import grouped_mm as grouped_mm
 from ._grouped_qmm import grouped_qmm as grouped_qmm
+from ._nvfp4_grouped_linear import NVFP4Recipe as NVFP4Recipe
+from ._nvfp4_grouped_linear import nvfp4_grouped_linear as nvfp4_grouped_linear
+from ._nvfp4_grouped_mm import nvfp4_grouped_mm as nvfp4_grouped_mm
+from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad as nvfp4_grouped_wgrad
 from ._nvfp4_quantize import nvfp4_quantize as nvfp4_quantize
 from ._prepack import prepack as prepack
 from ._quantized import Quantized as Quantized

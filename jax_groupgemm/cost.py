@@ -24,6 +24,9 @@ from ._gather_mm import gather_mm as _gather_mm
 from ._gather_qmm import gather_qmm as _gather_qmm
 from ._grouped_mm import grouped_mm as _grouped_mm
 from ._grouped_qmm import grouped_qmm as _grouped_qmm
+from ._nvfp4_grouped_linear import nvfp4_grouped_linear as _nvfp4_grouped_linear
+from ._nvfp4_grouped_mm import nvfp4_grouped_mm as _nvfp4_grouped_mm
+from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad as _nvfp4_grouped_wgrad
 from ._quantized_matmul import quantized_matmul as _quantized_matmul
 from ._ragged_dot import ragged_dot as _ragged_dot
 from ._ragged_dot import ragged_dot_general as _ragged_dot_general
@@ -105,6 +108,9 @@ ragged_dot_general = functools.partial(of, _ragged_dot_general)
 quantized_matmul = functools.partial(of, _quantized_matmul)
 gather_qmm = functools.partial(of, _gather_qmm)
 grouped_qmm = functools.partial(of, _grouped_qmm)
+nvfp4_grouped_mm = functools.partial(of, _nvfp4_grouped_mm)
+nvfp4_grouped_wgrad = functools.partial(of, _nvfp4_grouped_wgrad)
+nvfp4_grouped_linear = functools.partial(of, _nvfp4_grouped_linear)
 
 
 # ---- jaxprs ----------------------------------------------------------------------------------

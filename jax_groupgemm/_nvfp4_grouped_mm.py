@@ -1,0 +1,152 @@
+"""``nvfp4_grouped_mm``: every group of rows times its own matrix, both in NVFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from . import _check, _epilogue, _quantized
+from ._quantized import Quantized
+
+
+def nvfp4_grouped_mm(
+    x: Quantized,
+    w: Quantized,
+    group_sizes,
+    *,
+    alpha=None,
+    bias=None,
+    preferred_element_type=jnp.bfloat16,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[t] = alpha[g] * x[t] @ w[g].T + bias[g]``, ``g = group(t)``; **T (rows) is grouped**.
+
+    Codes times block scales are exact in bfloat16. Their products are summed in float32; the sums
+    are multiplied by ``alpha[g] * x.global_scale * w.global_scale[g]``, also float32, get the bias
+    and are rounded once. Rows of no group are exact zeros.
+
+    Args:
+      x: mode ``"nvfp4"``, ``(T, K)``, blocks along K. Its ``global_scale`` is a scalar, ``(T,)`` or
+        None, which means 1.
+      w: mode ``"nvfp4"``, ``(G, N, K)``, blocks along K; :func:`prepack` may have laid it out.
+        Its ``global_scale`` is a scalar, ``(G,)`` or None.
+      group_sizes: as in :func:`grouped_mm`.
+      alpha: a scalar or ``(G,)``; None means 1.
+      bias: ``(G, N)``, added to the rows of its group.
+      preferred_element_type: bfloat16, float16 or float32.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``(T, N)``.
+
+    Raises:
+      ValueError: a mode, axis or shape does not fit, or ``implementation`` cannot run.
+      TypeError: x or w is not a :class:`Quantized`, or a dtype is none of these.
+
+    The gradient of x in ``x @ w[g].T`` is this operation too: of dy and of w quantized along N.
+    ``nvfp4_quantize(w, axis=-2)`` stores that as the array ``(G, K, N)``, which is what
+    ``dataclasses.replace(q, axis=-1)`` stands for.
+
+    Differentiable in alpha, bias and global scales; codes and block scales are integers. Closed
+    under ``vmap``. Shards like :func:`grouped_qmm`. The grouped NVFP4 product of Transformer Engine
+    with its two-level scales, ``global_scale`` in the form that multiplies.
+    """
+    op = "nvfp4_grouped_mm"
+    x, w = _along_k(op, "x", x, "T, K"), _along_k(op, "w", w, "G, N, K")
+    (t, k), (groups, n, _) = x.shape, w.shape
+    if w.shape[2] != k:
+        raise ValueError(
+            f"jgg.{op}: w has shape {w.shape}, expected (G, N, K) = {(groups, n, k)} because x is "
+            f"{x.shape}"
+        )
+    why = f"because w is {w.shape}"
+    group_sizes = checked_sizes(op, group_sizes, groups, why)
+    alpha = factor(op, "alpha", alpha, groups, why)
+    if bias is not None:
+        bias = _check.array(op, "bias", bias)
+        _check.shape(op, "bias", bias, (groups, n), "G, N", why)
+    if w.global_scale is not None and w.global_scale.ndim > 1:
+        raise ValueError(
+            f"jgg.{op}: w.global_scale has shape {w.global_scale.shape}, expected () or (G,) = "
+            f"({groups},) {why}"
+        )
+    dtype = jnp.dtype(preferred_element_type)
+    if dtype.name not in _quantized.FLOATS:
+        raise TypeError(
+            f"jgg.{op}: preferred_element_type must be {_quantized._or(_quantized.FLOATS)}, got "
+            f"dtype {dtype.name}"
+        )
+    _check.rows(op, "x", t)
+    _check.implementation(op, implementation)
+    per_row = x.global_scale is not None and x.global_scale.ndim == 1
+    scale = folded(alpha, None if per_row else x.global_scale, w.global_scale)
+    product = functools.partial(
+        _epilogue.mm, activation=None, transpose_w=True, precision=jax.lax.Precision.HIGHEST,
+        implementation=implementation,
+    )  # fmt: skip
+    rows, w, meta = exact(x), dataclasses.replace(w, global_scale=scale), (group_sizes,)
+    if not per_row or bias is None:
+        row_scale = x.global_scale if per_row else None
+        return product(rows, w, meta, bias, row_scale, None, dtype=dtype)
+    # An epilogue scales rows after it has added a bias, which here is a product of its own.
+    out = product(rows, w, meta, None, x.global_scale, None, dtype=jnp.float32)
+    ones = jnp.ones((t, 1), bias.dtype)
+    return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
+
+
+def operand(op: str, name: str, q) -> Quantized:
+    """``q``, checked: in mode nvfp4."""
+    q = _quantized.check(op, name, q)
+    if q.mode != "nvfp4":
+        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'nvfp4'")
+    return q
+
+
+def _along_k(op: str, name: str, q, letters: str) -> Quantized:
+    """``q``, checked: its blocks run along its last axis, and it has an axis for each letter."""
+    q = operand(op, name, q)
+    if q.axis != -1:
+        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
+        raise ValueError(
+            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
+            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
+        )
+    axes = [None] * len(letters.split(", "))
+    _check.shape(op, name, jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), axes, letters)
+    return q
+
+
+def checked_sizes(op: str, group_sizes, groups: int | None = None, why: str = "") -> jax.Array:
+    group_sizes = _check.array(op, "group_sizes", group_sizes)
+    _check.integer(op, "group_sizes", group_sizes)
+    _check.shape(op, "group_sizes", group_sizes, (groups,), "G", why)
+    return group_sizes
+
+
+def factor(op: str, name: str, value, groups: int, why: str) -> jax.Array | None:
+    """A scalar or one number per group, as float32."""
+    if value is None:
+        return None
+    value = _check.array(op, name, value)
+    real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if not real:
+        raise TypeError(f"jgg.{op}: {name} must hold real numbers, got dtype {value.dtype.name}")
+    if value.shape not in ((), (groups,)):
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected () or (G,) = ({groups},) {why}"
+        )
+    return value.astype(jnp.float32)
+
+
+def folded(*factors) -> jax.Array | None:
+    """The product of those that are there."""
+    present = [value for value in factors if value is not None]
+    return functools.reduce(jnp.multiply, present) if present else None
+
+
+def exact(q: Quantized) -> jax.Array:
+    """Codes times block scales, which bfloat16 holds."""
+    return _quantized.dequantize(dataclasses.replace(q, global_scale=None), jnp.bfloat16)

@@ -1,0 +1,139 @@
+"""``nvfp4_grouped_wgrad``: weight gradients of a grouped product, both operands in NVFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from . import _check, _primitives
+from . import _nvfp4_layouts as layouts
+from ._nvfp4_grouped_mm import checked_sizes, exact, factor, folded, operand
+from ._quantized import Quantized
+from ._segments import SIZES
+
+
+def nvfp4_grouped_wgrad(
+    x: Quantized,
+    dy: Quantized,
+    group_sizes,
+    *,
+    alpha=None,
+    beta=None,
+    existing_out=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[g] = alpha[g] * dy[rows g].T @ x[rows g] + beta[g] * existing_out[g]``;
+    **T (contracted) is grouped**.
+
+    Codes times block scales are exact in bfloat16. Their products are summed in float32, and so is
+    everything else: the sums are multiplied by ``alpha[g] * x.global_scale * dy.global_scale`` and
+    added to ``beta[g] * existing_out[g]``.
+
+    An empty group gives exact zeros, or ``beta[g] * existing_out[g]``: the bits of the latter
+    without beta. Where beta is 0, what is not finite in ``existing_out`` does not count.
+
+    Args:
+      x: ``nvfp4_quantize(x, axis=0, group_sizes=group_sizes)`` of ``(T, K)``.
+      dy: ``nvfp4_quantize(dy, axis=0, group_sizes=group_sizes)`` of ``(T, N)``. Both with
+        ``hadamard=True``, or neither: the transformation cancels in the product.
+      group_sizes: ``(G,)``, those that x and dy were quantized with; the result is NaN otherwise.
+      alpha: a scalar or ``(G,)``; None means 1.
+      beta: a scalar or ``(G,)``, with existing_out only; None means 1.
+      existing_out: float32 ``(G, N, K)``, accumulated into (in place where it is donated).
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      float32 ``(G, N, K)``.
+
+    Raises:
+      ValueError: a mode, layout, axis or shape does not fit, beta is given without existing_out, or
+        ``implementation`` cannot run.
+      TypeError: x or dy is not a :class:`Quantized`, or a dtype is none of these.
+
+    Differentiable in alpha, beta, existing_out and global scales. Closed under ``vmap``. Shards
+    along N and K. The weight gradient of Transformer Engine's NVFP4 recipe.
+    """
+    op = "nvfp4_grouped_wgrad"
+    x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
+    (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
+    if dy.positions.shape != (t,):
+        raise ValueError(f"jgg.{op}: dy has {dy.positions.shape[0]} rows, expected T = {t} as x")
+    group_sizes = checked_sizes(op, group_sizes)
+    groups = group_sizes.shape[0]
+    _padded(op, "x", x, t, groups)
+    _padded(op, "dy", dy, t, groups)
+    why = f"because group_sizes is {group_sizes.shape}"
+    alpha, beta = factor(op, "alpha", alpha, groups, why), factor(op, "beta", beta, groups, why)
+    if existing_out is not None:
+        existing_out = _existing(op, existing_out, (groups, n, k))
+    elif beta is not None:
+        raise ValueError(f"jgg.{op}: beta needs existing_out, which it multiplies")
+    _check.implementation(op, implementation)
+    padded = layouts.padded_sizes(group_sizes, t)
+    out = _primitives.wgrad(
+        exact(_stored(dy)), exact(_stored(x)), (padded,), form=SIZES, groups=groups,
+        out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
+        precision=jax.lax.Precision.HIGHEST, implementation=implementation,
+    )  # fmt: skip
+    scale = folded(alpha, x.global_scale, dy.global_scale)
+    promised = _as_promised(group_sizes, x, dy)
+    scale = promised if scale is None else promised * scale
+    live = padded > 0
+    out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]
+    if existing_out is None:
+        return out
+    old = existing_out if beta is None else _times(beta, existing_out)
+    return jnp.where(live[:, None, None], out + old, old)
+
+
+def _along_t(op: str, name: str, q) -> Quantized:
+    """``q``, checked: in blocks along grouped rows."""
+    q = operand(op, name, q)
+    if q.layout != "grouped":
+        raise ValueError(
+            f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "
+            f"nvfp4_quantize({name}, axis=0, group_sizes=group_sizes)"
+        )
+    if q.global_scale is not None and q.global_scale.ndim:
+        raise ValueError(
+            f"jgg.{op}: {name}.global_scale has shape {q.global_scale.shape}, expected ()"
+        )
+    return q
+
+
+def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
+    expected = (q.shape[0], layouts.padded_rows(rows, groups, layouts.GROUPED))
+    if q.shape != expected:
+        raise ValueError(
+            f"jgg.{op}: {name} is stored as {q.shape}, expected {expected} because it has {rows} "
+            f"rows and group_sizes is ({groups},)"
+        )
+
+
+def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
+    value = _check.array(op, "existing_out", value)
+    _check.shape(op, "existing_out", value, shape, "G, N, K", "the result's shape")
+    if value.dtype != jnp.float32:
+        raise TypeError(f"jgg.{op}: existing_out must be float32, got dtype {value.dtype.name}")
+    return value
+
+
+def _stored(q: Quantized) -> Quantized:
+    """What the leaves hold, rows last and padded."""
+    return dataclasses.replace(q, axis=-1, layout="linear", positions=None)
+
+
+def _as_promised(group_sizes, *operands: Quantized):
+    """1, or NaN where operands were not padded for these sizes."""
+    rows = operands[0].positions.shape[0]
+    positions = layouts.padding(group_sizes, rows, layouts.GROUPED).positions
+    same = [jnp.all(q.positions == positions) for q in operands]
+    return jnp.where(jnp.stack(same).all(), jnp.float32(1), jnp.float32(jnp.nan))
+
+
+def _times(beta, existing_out):
+    beta = jnp.broadcast_to(beta, existing_out.shape[:1])[:, None, None]
+    unread = (beta == 0) & ~jnp.isfinite(existing_out)
+    return beta * jnp.where(unread, jnp.float32(0), existing_out)
