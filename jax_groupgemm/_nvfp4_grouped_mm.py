@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from . import _check, _epilogue, _quantized
+from . import _check, _epilogue, _nvfp4_sm100, _quantized
 from ._quantized import Quantized
 
 
@@ -83,17 +83,25 @@ def nvfp4_grouped_mm(
     _check.implementation(op, implementation)
     per_row = x.global_scale is not None and x.global_scale.ndim == 1
     scale = folded(alpha, None if per_row else x.global_scale, w.global_scale)
+    x = dataclasses.replace(x, global_scale=x.global_scale if per_row else None)
+    w = dataclasses.replace(w, global_scale=None)
+    return _nvfp4_sm100.grouped_mm(
+        _composed, x, w, group_sizes, scale, bias, dtype=dtype, implementation=implementation
+    )
+
+
+def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
+    """In terms of other products. ``scale`` has every global scale but one per row of x."""
     product = functools.partial(
         _epilogue.mm, activation=None, transpose_w=True, precision=jax.lax.Precision.HIGHEST,
         implementation=implementation,
     )  # fmt: skip
     rows, w, meta = exact(x), dataclasses.replace(w, global_scale=scale), (group_sizes,)
-    if not per_row or bias is None:
-        row_scale = x.global_scale if per_row else None
-        return product(rows, w, meta, bias, row_scale, None, dtype=dtype)
+    if x.global_scale is None or bias is None:
+        return product(rows, w, meta, bias, x.global_scale, None, dtype=dtype)
     # An epilogue scales rows after it has added a bias, which here is a product of its own.
     out = product(rows, w, meta, None, x.global_scale, None, dtype=jnp.float32)
-    ones = jnp.ones((t, 1), bias.dtype)
+    ones = jnp.ones((rows.shape[0], 1), bias.dtype)
     return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
 
 

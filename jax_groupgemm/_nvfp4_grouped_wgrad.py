@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from . import _check, _primitives
+from . import _check, _nvfp4_sm100, _primitives
 from . import _nvfp4_layouts as layouts
 from ._nvfp4_grouped_mm import checked_sizes, exact, factor, folded, operand
 from ._quantized import Quantized
@@ -71,15 +71,23 @@ def nvfp4_grouped_wgrad(
     elif beta is not None:
         raise ValueError(f"jgg.{op}: beta needs existing_out, which it multiplies")
     _check.implementation(op, implementation)
-    padded = layouts.padded_sizes(group_sizes, t)
+    scale = folded(alpha, x.global_scale, dy.global_scale)
+    promised = _as_promised(group_sizes, x, dy)
+    scale = promised if scale is None else promised * scale
+    x, dy = (dataclasses.replace(q, global_scale=None) for q in (x, dy))
+    return _nvfp4_sm100.grouped_wgrad(
+        _composed, x, dy, group_sizes, scale, beta, existing_out, implementation=implementation
+    )
+
+
+def _composed(x, dy, group_sizes, scale, beta, existing_out, *, implementation):
+    """In terms of other products. ``scale`` has every global scale."""
+    groups, padded = group_sizes.shape[0], layouts.padded_sizes(group_sizes, x.positions.shape[0])
     out = _primitives.wgrad(
         exact(_stored(dy)), exact(_stored(x)), (padded,), form=SIZES, groups=groups,
         out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
         precision=jax.lax.Precision.HIGHEST, implementation=implementation,
     )  # fmt: skip
-    scale = folded(alpha, x.global_scale, dy.global_scale)
-    promised = _as_promised(group_sizes, x, dy)
-    scale = promised if scale is None else promised * scale
     live = padded > 0
     out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]
     if existing_out is None:

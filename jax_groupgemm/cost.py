@@ -119,7 +119,7 @@ nvfp4_grouped_linear = functools.partial(of, _nvfp4_grouped_linear)
 _Value = Callable[[], Any] | None
 
 # What calls its one jaxpr with its own operands, and what cannot be run from its parameters.
-_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "jgg_nvfp4")
 _OPAQUE = ("core_call", "shard_map")
 
 
