@@ -11,14 +11,15 @@
 namespace jgg {
 
 // Matrices of 2-byte elements, contiguous along one axis: `inner` elements to a line, `lines` lines
-// `line` elements apart, `groups` matrices `group` elements apart; copied in boxes of 64 (128
-// bytes) x box_lines, in shared memory swizzled by line. Zeros are copied from outside.
+// `line` elements apart, `groups` matrices `group` elements apart; copied in boxes of box_inner (64
+// or 32: 128 or 64 bytes) x box_lines, in shared memory swizzled by line. Zeros are copied from
+// outside.
 struct TensorMapSpec {
   const void* data;
   DType dtype;
   int64_t inner, lines, groups;
   int64_t line, group;
-  int box_lines = 0;
+  int box_lines = 0, box_inner = 64;
 };
 
 // cudaErrorNotSupported where TMA cannot describe the operand: see TensorMapProblem.

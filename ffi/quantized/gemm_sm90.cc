@@ -3,20 +3,40 @@
 
 namespace jgg {
 
-cudaError_t LaunchQuantizedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                    int scale_words, const OperandsSm90& operands) {
+cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
+                                 int scale_words, const OperandsSm90& operands) {
 #ifdef JGG_SM90
   if (mode == Mode::kNvfp4 && scale_words == 1) {
-    return LaunchQuantizedInstanceSm90<Mode::kNvfp4, 1>(stream, quantized, operands);
+    return LaunchPackedInstanceSm90<Mode::kNvfp4, 1>(stream, quantized, operands);
   }
   if (mode == Mode::kMxfp4 && scale_words == 1) {
-    return LaunchQuantizedInstanceSm90<Mode::kMxfp4, 1>(stream, quantized, operands);
+    return LaunchPackedInstanceSm90<Mode::kMxfp4, 1>(stream, quantized, operands);
   }
   if (mode == Mode::kAffine && scale_words == 1) {
-    return LaunchQuantizedInstanceSm90<Mode::kAffine, 1>(stream, quantized, operands);
+    return LaunchPackedInstanceSm90<Mode::kAffine, 1>(stream, quantized, operands);
   }
   if (mode == Mode::kAffine && scale_words == 2) {
-    return LaunchQuantizedInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
+    return LaunchPackedInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
+  }
+#endif
+  return cudaErrorNoKernelImageForDevice;
+}
+
+cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                 const Coding& coding, const OperandsSm90& operands) {
+#ifdef JGG_SM90
+  if (cudaError_t error = EncodeTensorMap(operands.r, &quantized.codes_map)) return error;
+  switch (coding.mode) {
+    case Mode::kNvfp4:
+      return LaunchLinearInstanceSm90<Mode::kNvfp4, 4>(stream, quantized, operands);
+    case Mode::kMxfp4:
+      return LaunchLinearInstanceSm90<Mode::kMxfp4, 4>(stream, quantized, operands);
+    case Mode::kMxfp8:
+      return LaunchLinearInstanceSm90<Mode::kMxfp8, 8>(stream, quantized, operands);
+    case Mode::kAffine:
+      return coding.bits == 4
+                 ? LaunchLinearInstanceSm90<Mode::kAffine, 4>(stream, quantized, operands)
+                 : LaunchLinearInstanceSm90<Mode::kAffine, 8>(stream, quantized, operands);
   }
 #endif
   return cudaErrorNoKernelImageForDevice;

@@ -3,6 +3,8 @@
 
 #include "grouped_mm/gemm_sm90.cuh"
 #include "quantized/device/gemm_sm90.cuh"
+#include "quantized/device/linear_weights_sm90.cuh"
+#include "quantized/device/packed_weights_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
 namespace jgg {
@@ -20,11 +22,10 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
 }
 
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way.
-template <Mode kMode, int kScaleWords>
-cudaError_t LaunchQuantizedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                        const OperandsSm90& operands) {
+template <typename Weights>
+cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const OperandsSm90& operands) {
   using device::QuantizedGemmSm90Config;
-  using Weights = device::WeightsSm90<kMode, kScaleWords>;
   const int64_t rows = TypicalRowsSm90(quantized.gemm);
   if (IsGated(quantized.gemm.epilogue.activation)) {
     if (rows <= 32) {
@@ -35,15 +36,29 @@ cudaError_t LaunchQuantizedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& 
         stream, quantized, operands);
   }
   if (rows <= 32) {
-    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 1, 5, 1, 2>>(
-        stream, quantized, operands);
+    return LaunchQuantizedConfigSm90<
+        QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm>>(stream, quantized,
+                                                                              operands);
   }
   if (rows <= 64) {
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(
         stream, quantized, operands);
   }
-  return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 192, 1, 3, 2>>(
+  return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, Weights::kMostRows, 1, 4, 2>>(
       stream, quantized, operands);
+}
+
+template <Mode kMode, int kScaleWords>
+cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const OperandsSm90& operands) {
+  return LaunchQuantizedTilesSm90<device::PackedWeights<kMode, kScaleWords>>(stream, quantized,
+                                                                             operands);
+}
+
+template <Mode kMode, int kBits>
+cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const OperandsSm90& operands) {
+  return LaunchQuantizedTilesSm90<device::LinearWeights<kMode, kBits>>(stream, quantized, operands);
 }
 
 }  // namespace jgg

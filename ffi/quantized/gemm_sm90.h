@@ -1,5 +1,7 @@
-// The Hopper kernel of qmm: the tiles, schedule and epilogue of grouped_mm/gemm_sm90.h. Weights
-// come packed in the order in which the tensor cores' registers take them, and are decoded there.
+// The Hopper kernel of qmm: the tiles, schedule and epilogue of grouped_mm/gemm_sm90.h. Weights are
+// decoded in the tensor cores' registers; they come in one of two layouts.
+//
+// Layout "linear" is that of QuantizedWeight, with lines along k.
 //
 // Layout "sm90": tiles of 64 columns (of the result) x 64 k, tiles of k fastest. Thread t of a
 // warpgroup has row t / 32 * 16 + t % 32 / 4 of a tile and the one 8 below, and of every 16 k the
@@ -17,20 +19,32 @@ namespace jgg {
 
 struct QuantizedGemmSm90 {
   GemmSm90 gemm;  // L (x) and the result; R is not used
-  const void* codes;
   const void* scales;
+  GlobalScale global_scale;
+  // Layout "sm90".
+  const void* codes;
   int column_tiles, k_tiles;  // of a weight
-  const float* global_scale;  // null where there is none
-  int64_t global_scale_group, global_scale_column;
+  // Layout "linear".
+  CUtensorMap codes_map;
+  const void* biases;
+  int scale_line;   // bytes of a line's scales
+  int scale_shift;  // a scale is of 2^shift k
 };
 
-// Choose a tile, encode the tensor maps, launch. scale_words: of a row of a tile.
-cudaError_t LaunchQuantizedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                    int scale_words, const OperandsSm90& operands);
+// Choose a tile, encode the tensor maps, launch. Layout "sm90"; scale_words: of a row of a tile.
+cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
+                                 int scale_words, const OperandsSm90& operands);
 
-// One instance per translation unit: gemm_sm90_instance.cu.
+// Layout "linear"; operands.r are the codes, in units of two bytes.
+cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                 const Coding& coding, const OperandsSm90& operands);
+
+// Instances, one per translation unit: gemm_sm90_instance.cu.
 template <Mode kMode, int kScaleWords>
-cudaError_t LaunchQuantizedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                        const OperandsSm90& operands);
+cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const OperandsSm90& operands);
+template <Mode kMode, int kBits>
+cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const OperandsSm90& operands);
 
 }  // namespace jgg

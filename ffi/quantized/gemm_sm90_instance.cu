@@ -1,7 +1,9 @@
-// Compiled once for each JGG_MODE and JGG_SCALE_WORDS, see CMakeLists.txt.
+// Compiled once for each JGG_LAUNCH, JGG_MODE and JGG_NUMBER (scale words, or bits), see
+// CMakeLists.txt.
 #include "quantized/gemm_sm90.cuh"
 
 namespace jgg {
-template cudaError_t LaunchQuantizedInstanceSm90<JGG_MODE, JGG_SCALE_WORDS>(
-    cudaStream_t stream, QuantizedGemmSm90& quantized, const OperandsSm90& operands);
+template cudaError_t JGG_LAUNCH<JGG_MODE, JGG_NUMBER>(cudaStream_t stream,
+                                                      QuantizedGemmSm90& quantized,
+                                                      const OperandsSm90& operands);
 }  // namespace jgg

@@ -8,6 +8,7 @@
 #include "handlers.h"
 #include "quantized/qmm_bind.h"
 #include "quantized/qmm_sm80.h"
+#include "quantized/qmm_sm90.h"
 
 namespace jgg {
 namespace ffi = xla::ffi;
@@ -32,7 +33,10 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
 
   Operands operands(op, rest);
   if (biases) JGG_RETURN_IF_ERROR(BindBiases(op, scales, &operands, &args.w));
-  if (global_scale) JGG_RETURN_IF_ERROR(BindGlobalScale(op, args.n, &operands, &args.w));
+  if (global_scale) {
+    JGG_RETURN_IF_ERROR(
+        BindGlobalScale(op, args.w.groups, args.n, &operands, &args.w.global_scale));
+  }
   if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args.metadata));
   if (bias) JGG_RETURN_IF_ERROR(BindBias(op, &operands, args.w.groups, args.n, &args.epilogue));
   if (row_scale) JGG_RETURN_IF_ERROR(BindRowScale(op, &operands, args.rows, &args.epilogue));
@@ -42,6 +46,9 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   }
 
   const int capability = ComputeCapability();
+  if (kernel != "sm80" && !qmm_sm90_unsupported(args, capability)) {
+    return FromCuda(op, qmm_sm90(stream, args));
+  }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
   return FromCuda(op, qmm_sm80(stream, args));
 }

@@ -1,6 +1,7 @@
 // From XLA's buffers to QmmArgs, for the handlers of qmm.
 #pragma once
 
+#include <optional>
 #include <string_view>
 
 #include "common/buffer.h"
@@ -18,6 +19,14 @@ struct QuantizedAttributes {
   bool biases, global_scale;
 };
 
+inline std::optional<Mode> ToMode(std::string_view name) {
+  if (name == "affine") return Mode::kAffine;
+  if (name == "mxfp4") return Mode::kMxfp4;
+  if (name == "mxfp8") return Mode::kMxfp8;
+  if (name == "nvfp4") return Mode::kNvfp4;
+  return std::nullopt;
+}
+
 inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& attributes,
                                   QuantizedWeight* w) {
   const std::string_view mode = attributes.mode;
@@ -26,22 +35,20 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& att
   if (attributes.layout != "linear") {
     return InvalidArgument(op, "layout '", attributes.layout, "' is not 'linear'");
   }
-  bool known = false;
-  if (mode == "affine") {
-    w->coding.mode = Mode::kAffine;
-    known = (bits >= 2 && bits <= 8 && bits != 7) &&
-            (group_size == 32 || group_size == 64 || group_size == 128);
-  } else if (mode == "mxfp4") {
-    w->coding.mode = Mode::kMxfp4;
-    known = bits == 4 && group_size == 32;
-  } else if (mode == "mxfp8") {
-    w->coding.mode = Mode::kMxfp8;
-    known = bits == 8 && group_size == 32;
-  } else if (mode == "nvfp4") {
-    w->coding.mode = Mode::kNvfp4;
-    known = bits == 4 && group_size == 16;
-  } else {
+  const auto known_mode = ToMode(mode);
+  if (!known_mode) {
     return InvalidArgument(op, "mode '", mode, "' is not one of affine, mxfp4, mxfp8, nvfp4");
+  }
+  w->coding.mode = *known_mode;
+  bool known = false;
+  switch (*known_mode) {
+    case Mode::kAffine:
+      known = (bits >= 2 && bits <= 8 && bits != 7) &&
+              (group_size == 32 || group_size == 64 || group_size == 128);
+      break;
+    case Mode::kMxfp4: known = bits == 4 && group_size == 32; break;
+    case Mode::kMxfp8: known = bits == 8 && group_size == 32; break;
+    case Mode::kNvfp4: known = bits == 4 && group_size == 16; break;
   }
   if (!known) {
     return InvalidArgument(op, "mode '", mode, "' has no bits=", bits, ", group_size=", group_size);
@@ -134,8 +141,8 @@ inline xla::ffi::Error BindBiases(const char* op, xla::ffi::AnyBuffer scales, Op
 }
 
 // The next operand as the global scale: a float32 scalar, one per group or per group and column.
-inline xla::ffi::Error BindGlobalScale(const char* op, int64_t n, Operands* operands,
-                                       QuantizedWeight* w) {
+inline xla::ffi::Error BindGlobalScale(const char* op, int64_t groups, int64_t n,
+                                       Operands* operands, GlobalScale* global_scale) {
   const auto scale = operands->Take("global_scale");
   if (!scale) return scale.error();
   if (scale->element_type() != xla::ffi::F32) {
@@ -144,13 +151,15 @@ inline xla::ffi::Error BindGlobalScale(const char* op, int64_t n, Operands* oper
   }
   const size_t rank = scale->dimensions().size();
   if (rank == 1) {
-    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(G,)", *scale, {w->groups}));
+    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(G,)", *scale, {groups}));
   } else if (rank != 0) {
-    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(G, N)", *scale, {w->groups, n}));
+    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(G, N)", *scale, {groups, n}));
   }
-  w->global_scale = static_cast<const float*>(scale->untyped_data());
-  w->global_scale_group = rank == 0 ? 0 : rank == 1 ? 1 : n;
-  w->global_scale_column = rank == 2;
+  *global_scale = {static_cast<const float*>(scale->untyped_data()),
+                   rank == 0   ? 0
+                   : rank == 1 ? 1
+                               : n,
+                   rank == 2};
   return xla::ffi::Error::Success();
 }
 

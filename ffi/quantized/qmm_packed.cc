@@ -1,6 +1,5 @@
 // CUDA handler of qmm with weights in layout "sm90": bind, launch. Hopper only.
 
-#include <optional>
 #include <string_view>
 
 #include "common/alignment.h"
@@ -10,18 +9,12 @@
 #include "grouped_mm/mm_bind.h"
 #include "handlers.h"
 #include "quantized/gemm_sm90.h"
+#include "quantized/qmm_bind.h"
 
 namespace jgg {
 namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "qmm_packed";
-
-static std::optional<Mode> ToMode(std::string_view name) {
-  if (name == "affine") return Mode::kAffine;
-  if (name == "mxfp4") return Mode::kMxfp4;
-  if (name == "nvfp4") return Mode::kNvfp4;
-  return std::nullopt;
-}
 
 // The weight: tiles of 64 columns x 64 k.
 static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, Mode mode,
@@ -55,15 +48,8 @@ static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, 
   GemmSm90& gemm = quantized->gemm;
   Operands operands(kOp, rest);
   if (global_scale) {
-    const auto scale = operands.Take("global_scale");
-    if (!scale) return scale.error();
-    const bool one = scale->dimensions().size() == 0;
-    if (!one) JGG_RETURN_IF_ERROR(CheckShape(kOp, "global_scale", "(G,)", *scale, {gemm.groups}));
-    if (scale->element_type() != ffi::F32) {
-      return InvalidArgument(kOp, "global_scale must be float32");
-    }
-    quantized->global_scale = static_cast<const float*>(scale->untyped_data());
-    quantized->global_scale_group = one ? 0 : 1;
+    JGG_RETURN_IF_ERROR(
+        BindGlobalScale(kOp, gemm.groups, gemm.n, &operands, &quantized->global_scale));
   }
   if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &gemm.metadata));
   if (bias) JGG_RETURN_IF_ERROR(BindBias(kOp, &operands, gemm.groups, gemm.n, &gemm.epilogue));
@@ -78,7 +64,9 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
                             bool group_offset, bool bias, std::string_view activation,
                             bool row_scale) {
   const auto known_mode = ToMode(mode);
-  if (!known_mode) return InvalidArgument(kOp, "unknown mode '", mode, "'");
+  if (!known_mode || *known_mode == Mode::kMxfp8) {
+    return InvalidArgument(kOp, "mode '", mode, "' is not one of affine, mxfp4, nvfp4");
+  }
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument(kOp, "unknown activation '", activation, "'");
   QuantizedGemmSm90 quantized{};
@@ -112,8 +100,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   operands.l_k_major = true;
   operands.l = {x.untyped_data(), DType::kBF16, gemm.k, gemm.rows_x, 1, gemm.k, gemm.k};
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
-  return FromCuda(kOp,
-                  LaunchQuantizedGemmSm90(stream, quantized, *known_mode, scale_words, operands));
+  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, *known_mode, scale_words, operands));
 }
 
 XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,

@@ -22,6 +22,16 @@ struct Coding {
   }
 };
 
+// Float32: one, one per group, or one per group and column of W.
+struct GlobalScale {
+  const float* data;      // null where there is none
+  int64_t group, column;  // from one to the next; 0 where all share one
+
+#ifdef __CUDACC__
+  __device__ float At(int64_t g, int64_t n) const { return data[g * group + n * column]; }
+#endif
+};
+
 // Matrices of lines: rows of W, or columns where W is transposed. A line is a bit stream of
 // `elements` codes, of which every `group_size` share a scale (and a bias).
 struct QuantizedWeight {
@@ -31,8 +41,7 @@ struct QuantizedWeight {
   const void* scales;  // (groups, lines, elements / group_size)
   const void* biases;  // likewise; null where the mode has none
   int64_t groups, lines, elements;
-  const float* global_scale;                        // null where there is none
-  int64_t global_scale_group, global_scale_column;  // from one to the next; 0 where all share one
+  GlobalScale global_scale;
 };
 
 }  // namespace jgg

@@ -81,6 +81,28 @@ __device__ inline void CopyBox(const CUtensorMap* map, uint64_t* barrier, void* 
   }
 }
 
+// Plain bytes, a multiple of 16.
+__device__ inline void CopyBytes(const void* from, uint64_t* barrier, void* to, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(to)),
+      "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+}
+
+// A word, of which only the first bytes are read; the others become zeros.
+__device__ inline void CopyWord(const void* from, void* to, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+
+// Arrives when this thread's words are there.
+__device__ inline void ArriveCopied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
+}
+
 // One box from shared memory; what is outside the tensor is left out. One thread, which waits for
 // the box to be read before it is written again.
 __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x, int y, int z) {

@@ -51,7 +51,7 @@ struct QuantizedGemmConfig {
 
 // Whether a tile may be a sum over segments that differ in their global scale.
 __host__ __device__ inline bool SumsApart(const QuantizedGemmSm80& gemm) {
-  return gemm.w.global_scale != nullptr && gemm.w.global_scale_group != 0 &&
+  return gemm.w.global_scale.data != nullptr && gemm.w.global_scale.group != 0 &&
          gemm.gemm.order != GemmSm80::Order::kSegments;
 }
 
@@ -100,12 +100,11 @@ __device__ void AddQuantizedSegment(const QuantizedGemmSm80& gemm, const Tile& t
 template <typename Config>
 __device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64_t weight,
                           float* factors, typename Config::Ops& ops) {
-  const float* scale = gemm.w.global_scale + weight * gemm.w.global_scale_group;
   const int half = IsGated(gemm.gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
   for (int n = threadIdx.x; n < Config::kN; n += Config::kThreads) {
     const int in_half = n % half;
     const int64_t column = tile.n0 + in_half + (n < half ? 0 : gemm.gemm.n / 2);
-    factors[n] = in_half < tile.n_count ? scale[column * gemm.w.global_scale_column] : 0.0f;
+    factors[n] = in_half < tile.n_count ? gemm.w.global_scale.At(weight, column) : 0.0f;
   }
   __syncthreads();
   ops.ForEach([&](int n, float& sum) { sum *= factors[n]; });
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       }
       weight = segment.weight;
     }
-    if (gemm.w.global_scale != nullptr && weight >= 0 && !SumsApart(gemm)) {
+    if (gemm.w.global_scale.data != nullptr && weight >= 0 && !SumsApart(gemm)) {
       ScaleSums<Config>(gemm, tile, weight, shared.result, ops);
     }
     Config::Result::Store(gemm.gemm, tile, ops, shared.result);

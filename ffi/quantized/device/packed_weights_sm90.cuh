@@ -1,0 +1,185 @@
+// Weights in layout "sm90" (quantized/gemm_sm90.h): what a warpgroup has of a tile of 64 columns x
+// 64 k lies together, in the order in which its threads read it.
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/registers_sm90.cuh"
+#include "quantized/gemm_sm90.h"
+
+namespace jgg::device {
+
+// e2m1: the sign and the three other bits of a code where bfloat16 has its sign and the last bit of
+// its exponent and the first two of its mantissa: 2^-126 times the value, subnormals included. In
+// each half of a word the four codes' other bits are 8-6, 5-3, 2-0 and 11-9, their signs 15, 12, 14
+// and 13.
+template <bool kFewRows>
+__device__ void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kSigns = 0x80008000, kOthers = 0x01c001c0;
+  pairs[0] = codes & (kSigns | kOthers);
+  pairs[1] = codes << 3 & (kSigns | kOthers);
+  pairs[2] = (codes << 6 & kOthers) | (codes << 1 & kSigns);
+  pairs[3] =
+      (__umulhi(codes, PowerOfTwo<kFewRows>(29)) & kOthers) | (codes << 2 & kSigns);  // codes >> 3
+}
+
+// A mode's decoder. kScaleWords: words that a row has in a tile for its scales.
+template <Mode kMode, int kScaleWords>
+struct PackedCodes;
+
+// Scales are e4m3 with one more bit of exponent, so that all are normal: (exponent + 10) * 8 +
+// mantissa, and 255 for NaN; where one is 0, so are codes. Values are 2^-19 of what they stand for.
+template <>
+struct PackedCodes<Mode::kNvfp4, 1> {
+  static constexpr float kFactor = 0x1p19f;
+
+  template <bool kFewRows>
+  __device__ static void Decode(uint32_t codes, int step, const uint32_t (&row)[1],
+                                const uint32_t (&row8)[1], uint32_t* a) {
+    uint32_t pairs[4];
+    ToPairs<kFewRows>(codes, pairs);
+    const uint32_t s = Scale<kFewRows>(row[0], step), s8 = Scale<kFewRows>(row8[0], step);
+    a[0] = Multiply2(pairs[0], s);
+    a[1] = Multiply2(pairs[1], s8);
+    a[2] = Multiply2(pairs[2], s);
+    a[3] = Multiply2(pairs[3], s8);
+  }
+
+ private:
+  // 2^107 times the scale, twice.
+  template <bool kFewRows>
+  __device__ static uint32_t Scale(uint32_t bytes, int step) {
+    return __byte_perm(bytes, 0, 0x4040 | step | step << 8) * PowerOfTwo<kFewRows>(4) + 0x70007000;
+  }
+};
+
+// Scales are bfloat16, one for every 32 k.
+template <>
+struct PackedCodes<Mode::kMxfp4, 1> {
+  static constexpr float kFactor = 1;
+
+  template <bool kFewRows>
+  __device__ static void Decode(uint32_t codes, int step, const uint32_t (&row)[1],
+                                const uint32_t (&row8)[1], uint32_t* a) {
+    uint32_t pairs[4];
+    ToPairs<kFewRows>(codes, pairs);
+    const uint32_t s = Twice(row[0], step / 2), s8 = Twice(row8[0], step / 2);
+    a[0] = Multiply2(Multiply2(pairs[0], k2To126), s);
+    a[1] = Multiply2(Multiply2(pairs[1], k2To126), s8);
+    a[2] = Multiply2(Multiply2(pairs[2], k2To126), s);
+    a[3] = Multiply2(Multiply2(pairs[3], k2To126), s8);
+  }
+};
+
+// Four bits. A word of scales is scale and bias, bfloat16, of 64 k, or of 32 where there are two. A
+// word's four pairs are nibbles i and i + 4.
+template <int kScaleWords>
+struct PackedCodes<Mode::kAffine, kScaleWords> {
+  static constexpr float kFactor = 1;
+
+  template <bool kFewRows>
+  __device__ static void Decode(uint32_t codes, int step, const uint32_t (&row)[kScaleWords],
+                                const uint32_t (&row8)[kScaleWords], uint32_t* a) {
+    const int which = kScaleWords == 1 ? 0 : step / 2;
+    const uint32_t s = Twice(row[which], 0), b = Twice(row[which], 1);
+    const uint32_t s8 = Twice(row8[which], 0), b8 = Twice(row8[which], 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = AffinePair(codes >> 4 * i, i % 2 == 0 ? s : s8, i % 2 == 0 ? b : b8);
+    }
+  }
+};
+
+template <Mode kMode, int kScaleWords>
+struct PackedWeights {
+  using Codes = PackedCodes<kMode, kScaleWords>;
+  static constexpr float kFactor = Codes::kFactor;
+  static constexpr int kMostRows = 192;   // of a tile, that registers allow
+  static constexpr int kBlocksPerSm = 2;  // likewise, where there are few rows
+  // Of 64 columns: codes and scales of 64 k, of which a stage has two.
+  static constexpr int kTileCodes = 2048, kTileScales = 256 * kScaleWords;
+  static constexpr int kCodeBytes = 2 * kTileCodes, kScaleBytes = 2 * kTileScales;
+  static constexpr int kCopiers = 1;  // arrivals at a stage of each warp that copies
+  struct Table {};
+
+  __device__ static void Fill(Table&) {}
+
+  // One warp, for one warpgroup's columns.
+  template <typename Config>
+  __device__ static void Copy(const QuantizedGemmSm90& quantized,
+                              typename Config::SharedMemory& memory, int group) {
+    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group);
+    __syncwarp();
+  }
+
+  // What a thread reads of a tile's columns.
+  class Reader {
+   public:
+    __device__ Reader(const QuantizedGemmSm90&, const Table&, int /*weight*/, int /*column*/) {}
+
+    // kSteps x 16 k from step `first` of one half of the stage at k.
+    template <int kSteps, bool kFewRows>
+    __device__ void Read(const char* codes, const char* scales, int /*k*/, int half, int first,
+                         uint32_t* a) const {
+      const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
+      const uint32_t* words =
+          reinterpret_cast<const uint32_t*>(codes + half * kTileCodes) + 4 * thread + first;
+      const uint32_t* scale_words =
+          reinterpret_cast<const uint32_t*>(scales + half * kTileScales) + pair * 2 * kScaleWords;
+      uint32_t step[kSteps], scale[2][kScaleWords];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) step[i] = words[i];
+#pragma unroll
+      for (int i = 0; i < 2 * kScaleWords; ++i) {
+        scale[i / kScaleWords][i % kScaleWords] = scale_words[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        Codes::template Decode<kFewRows>(step[i], first + i, scale[0], scale[1], a + 4 * i);
+      }
+    }
+  };
+
+ private:
+  template <typename Config>
+  __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
+                                    typename Config::SharedMemory& memory, int group) {
+    const bool gated = IsGated(quantized.gemm.epilogue.activation);
+    const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
+    const int tiles = gated ? half : quantized.column_tiles;
+    Place<Config::kStages> at;
+    ForEachWork<Config, false>(memory, [&](const Work& work) {
+      const int column = work.out_column / 64 + group;
+      const bool exists = column < tiles;  // of the last 128 columns there may be only 64
+      const int64_t first =
+          (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
+      const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
+      const char* scales = static_cast<const char*>(quantized.scales) + first * kTileScales;
+      const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
+#pragma unroll 1
+      for (int slice = 0; slice < work.slices; slice += 2) {
+        uint64_t* full = &memory.full[at.index];
+        Wait(&memory.empty[at.index], at.parity ^ 1);
+        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + kScaleBytes) : 0);
+        // Half a stage is filled up with the same weights again, which meet zeros of x.
+        const int copies = slice + 1 < work.slices ? 1 : 2, tiles_each = 2 / copies;
+        for (int i = 0; i < (exists ? copies : 0); ++i) {
+#pragma unroll
+          for (int b = 0; b < Config::kBlocks; ++b) {
+            CopyBytes(codes + b * block * kTileCodes, full,
+                      memory.codes[at.index][b][group] + i * kTileCodes, tiles_each * kTileCodes);
+            CopyBytes(scales + b * block * kTileScales, full,
+                      memory.scales[at.index][b][group] + i * kTileScales,
+                      tiles_each * kTileScales);
+          }
+        }
+        codes += kCodeBytes;
+        scales += kScaleBytes;
+        at.Next();
+      }
+    });
+  }
+};
+
+}  // namespace jgg::device

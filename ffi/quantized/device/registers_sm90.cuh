@@ -1,0 +1,40 @@
+// Decoding to pairs of bfloat16, in registers: what WGMMA takes as its A operand. For every 16 k a
+// thread has four words: of its row k and k + 1, of the row 8 below the same, of its row k + 8 and
+// k + 9, of the other the same; k = 2 * (lane % 4).
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/instructions.cuh"
+
+namespace jgg::device {
+
+constexpr uint32_t k2To126 = 0x7e807e80;  // a pair of 2^126
+
+// Products of pairs of bfloat16, rounded once; subnormals count.
+__device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// The lower or upper half of a word, twice.
+__device__ inline uint32_t Twice(uint32_t word, int half) {
+  return __byte_perm(word, 0, half == 0 ? 0x1010 : 0x3232);
+}
+
+// 2^exponent. kHidden: the compiler does not know, so that products by it are not done by the pipe
+// of shifts and masks, which is the busiest where there are few rows.
+template <bool kHidden>
+__device__ uint32_t PowerOfTwo(int exponent) {
+  return (kHidden ? gridDim.z : 1u) << exponent;
+}
+
+// Two codes of four bits, in the lowest bits of each half, times scale plus bias, rounded once.
+__device__ inline uint32_t AffinePair(uint32_t codes, uint32_t scale, uint32_t bias) {
+  constexpr uint32_t k128 = 0x43004300, kOne = 0x3f803f80;  // 128, whose last place is 1; 1
+  const uint32_t q = MultiplyAdd2<DType::kBF16>((codes & 0x000f000f) | k128, kOne, 0xc300c300);
+  return MultiplyAdd2<DType::kBF16>(q, scale, bias);
+}
+
+}  // namespace jgg::device

@@ -1,0 +1,67 @@
+// qmm: out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]; T (rows) is grouped.
+#include "quantized/qmm_sm90.h"
+
+#include "common/alignment.h"
+#include "quantized/gemm_sm90.h"
+
+namespace jgg {
+
+static OperandsSm90 Operands(const QmmArgs& args) {
+  const QuantizedWeight& w = args.w;
+  OperandsSm90 operands{};
+  operands.dtype = args.dtype;
+  operands.planes = 1;
+  operands.l_k_major = operands.r_k_major = true;
+  operands.l = {args.x, args.dtype, args.k, args.rows_x, 1, args.k, args.k};
+  const int64_t line = args.k * w.coding.bits / 16;
+  operands.r = {w.packed, DType::kBF16, line, args.n, w.groups, line, line * args.n};
+  operands.r.box_lines = 64;
+  operands.r.box_inner = w.coding.bits * 8;
+  return operands;
+}
+
+std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability) {
+  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
+  const Coding& coding = args.w.coding;
+  if (args.dtype != DType::kBF16) return "x is not bfloat16";
+  if (!args.in_order) return "segments may overlap or come in any order";
+  if (!args.transpose_w) return "w is quantized along N";
+  if (coding.bits != 4 && coding.bits != 8) return "codes have neither 4 nor 8 bits";
+  if (coding.mode == Mode::kAffine && coding.scale_dtype != DType::kBF16) {
+    return "scales are not bfloat16";
+  }
+  for (const void* scales : {args.w.scales, args.w.biases}) {
+    if (reinterpret_cast<uintptr_t>(scales) % 4 != 0) return "scales are not 4-byte aligned";
+  }
+  const OperandsSm90 operands = Operands(args);
+  for (const TensorMapSpec& spec : {operands.l, operands.r}) {
+    if (const char* problem = TensorMapProblem(spec)) return problem;
+  }
+  return std::nullopt;
+}
+
+cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
+  const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
+  QuantizedGemmSm90 quantized{};
+  quantized.scales = args.w.scales;
+  quantized.biases = args.w.biases;
+  quantized.global_scale = args.w.global_scale;
+  while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
+  quantized.scale_line =
+      static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
+  GemmSm90& gemm = quantized.gemm;
+  gemm.metadata = args.metadata;
+  gemm.epilogue = args.epilogue;
+  gemm.out = args.out;
+  gemm.out_dtype = args.out_dtype;
+  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
+  gemm.out_line = columns;
+  gemm.rows_x = static_cast<int>(args.rows_x);
+  gemm.rows_y = static_cast<int>(args.rows);
+  gemm.n = static_cast<int>(args.n);
+  gemm.k = static_cast<int>(args.k);
+  gemm.groups = static_cast<int>(args.w.groups);
+  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, Operands(args));
+}
+
+}  // namespace jgg

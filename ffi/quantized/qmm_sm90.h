@@ -1,0 +1,16 @@
+// The Hopper kernel of qmm with weights in layout "linear": 4-bit modes, mxfp8 and 8-bit affine.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "quantized/qmm.h"
+
+namespace jgg {
+
+std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability);
+cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args);
+
+}  // namespace jgg
