@@ -66,6 +66,8 @@ def _bounds(group_sizes, rows: int, unit: int):
 
 def take_rows(a, index):
     """``a[index]``; zeros where the index is -1."""
+    if a.shape[0] == 0:  # then every index is -1
+        return jnp.zeros((*index.shape, *a.shape[1:]), a.dtype)
     return a.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 

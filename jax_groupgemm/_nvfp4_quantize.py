@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _check, _partition, _quantized, _reference
@@ -92,10 +93,10 @@ def nvfp4_quantize(
         _check.rows(op, "x", x.shape[0])
         _check.rows(op, "x, padded,", _padded(x, group_sizes))
     if (group_sizes is None or axis == -1) and x.shape[axis] % _BLOCK:
-        remedy = " Pass group_sizes to pad rows." if axis == -2 and x.ndim == 2 else ""
+        remedy = ". Pass group_sizes to pad rows" if axis == -2 and x.ndim == 2 else ""
         raise ValueError(
             f"jgg.{op}: x has shape {x.shape}, expected a multiple of {_BLOCK} along axis {axis}, "
-            f"got {x.shape[axis]}.{remedy}"
+            f"got {x.shape[axis]}{remedy}"
         )
     seed = None if stochastic_rounding_key is None else _seed(op, stochastic_rounding_key)
     run: Callable = partial(
@@ -104,7 +105,8 @@ def nvfp4_quantize(
     x = lax.stop_gradient(x)
     mesh = _partition.explicit_mesh([x] if group_sizes is None else [x, group_sizes])
     if mesh is not None:
-        run = jax.sharding.auto_axes(run, out_sharding=_specs(x, axis, group_sizes, layout))
+        specs = _specs(x, mesh, axis, group_sizes is not None, layout)
+        run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)
     weight, scales, global_scale, positions = run(x, group_sizes, seed)
     if group_sizes is not None and axis == -2:
         layout = "grouped"
@@ -167,24 +169,21 @@ def _seed(op: str, key):
         ) from error
 
 
-def _specs(x, axis: int, group_sizes, layout: str):
-    """Of the results where the mesh is Explicit: as x, but blocks are not cut, and padded axes
-    and swizzled scales are replicated."""
-    spec = jax.typeof(x).sharding.spec
-    entries = [entry or None for entry in _partition._entries(spec, x.ndim)]
-    lead, last = entries[:-2], entries[axis]
-    mesh = jax.typeof(x).sharding.mesh
-    parts = math.prod(mesh.shape[name] for name in last or ())
-    if x.shape[axis] // _BLOCK % parts or (group_sizes is not None and axis == -2):
-        last = None
-    stored = P(*lead, *([entries[-3 - axis]] if x.ndim > 1 else []), last)
-    scales = P(*lead, None, None, None) if layout == "swizzled" else stored
-    if layout == "swizzled" and group_sizes is not None:
-        scales = P(None, None, None)
-    positions = None if group_sizes is None else P(None)
-    if group_sizes is not None and axis == -1 and layout == "linear":
-        positions = None
-    return stored, scales, P(*lead), positions
+def _specs(x, mesh, axis: int, grouped: bool, layout: str):
+    """Of the results on a mesh with Explicit axes: those of x, but blocks are not cut, and padded
+    axes and swizzled scales are replicated."""
+    entries = [entry or None for entry in _partition._entries(jax.typeof(x).sharding.spec, x.ndim)]
+    lead, blocked = entries[:-2], entries[axis]
+    parts = math.prod(mesh.shape[name] for name in blocked or ())
+    if x.shape[axis] // _BLOCK % parts or (grouped and axis == -2):
+        blocked = None
+    stored = [*lead, *([entries[-3 - axis]] if x.ndim > 1 else []), blocked]
+    scales = [*lead, None, None, None] if layout == "swizzled" else stored
+    positions = [None] if grouped and (axis == -2 or layout == "swizzled") else None
+    return tuple(
+        None if spec is None else NamedSharding(mesh, P(*spec))
+        for spec in (stored, scales, lead, positions)
+    )
 
 
 @partial(jax.jit, static_argnames=("axis", "scale_2d", "hadamard", "layout"))
@@ -207,6 +206,7 @@ def _quantize(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool
     finite = jnp.where(magnitude < u32(fb.INF), magnitude, u32(0))
     amax = jnp.max(finite, axis=matrix, initial=np.uint32(0))
     scales, inverse = _scales(jnp.max(magnitude, axis=-1), amax, scale_2d)
+    scales, inverse = lax.optimization_barrier((scales, inverse))  # once per block
     q = fb.multiply(b, inverse[..., None])
     if seed is None:
         code = fb.encode(*fb.split(q), **_quantized._E2M1)
@@ -242,10 +242,11 @@ def _scales(block, amax, scale_2d: bool):
     encode = jnp.where(amax == 0, fb.bits(_ONE), encode)
     sixth = fb.multiply(encode, constant(_ONE / _SIX, amax))
     decode = fb.divide(constant(_ONE, amax), encode)
+    sixth, decode = lax.optimization_barrier((sixth, decode))  # once per matrix
     matrix = (..., *[None] * (block.ndim - amax.ndim))
     byte = fb.encode(*fb.split(fb.multiply(block, sixth[matrix])), **_quantized._E4M3)
     byte = jnp.where(block < u32(fb.INF), byte, u32(0x7F))
-    scale = fb.multiply(fb.float32(*_quantized._e4m3(byte)), decode[matrix])
+    scale = fb.multiply(fb.bits(_quantized._exact(*_quantized._e4m3(byte))), decode[matrix])
     inverse = jnp.minimum(fb.divide(constant(_ONE, scale), scale), u32(_LARGEST))
     if scale_2d:
         byte, inverse = (jnp.repeat(a, _BLOCK, axis=-2)[..., : rows[0], :] for a in (byte, inverse))

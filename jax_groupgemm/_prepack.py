@@ -53,6 +53,8 @@ def prepack(w: Quantized) -> Quantized:
 def _packable(w: Quantized) -> bool:
     if len(w.shape) < 2 or w.bits != 4 or any(size % _TILE for size in w.shape[-2:]):
         return False
+    if w.axis != -1:
+        return False
     return w.mode in ("nvfp4", "mxfp4") or (w.mode == "affine" and w.scales.dtype == jnp.bfloat16)
 
 

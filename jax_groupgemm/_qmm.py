@@ -42,6 +42,11 @@ def qmm(x, q: Quantized, meta, *, form: Form, rows: int, out_dtype, transpose_w:
 def check(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
     w = _quantized.check(op, "w", w)
+    if w.axis != -1:
+        raise ValueError(
+            f"jgg.{op}: w has axis={w.axis}, expected -1. dataclasses.replace(w, axis=-1) is what "
+            f"it stores, {w.shape}"
+        )
     if not transpose_w:
         w = _prepack.unpacked(w)
     for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):

@@ -522,6 +522,11 @@ def _e4m3(code):
     return m, i32(jnp.maximum(exponent, u32(1))) - 10
 
 
+def _exact(m, e):
+    """float32 of ``m * 2**e``, m below 2**24, where nothing is subnormal."""
+    return i32(m).astype(jnp.float32) * _float(u32(e + 127) << 23)
+
+
 @partial(jax.jit, static_argnums=1)
 def _dequantize(q: Quantized, dtype):
     values = flatten_groups(values_in_groups(q, dtype))
@@ -546,13 +551,12 @@ def values_in_groups(q: Quantized, dtype):
     m, e = _e4m3(codes) if wide else _e2m1(codes)
     nan = (codes & u32(0x7F) == 0x7F) if wide else jnp.zeros((), bool)
     if q.mode == "nvfp4":
-        n, f = _e4m3(scale)
-        nan = nan | (scale & u32(0x7F) == 0x7F)
+        b = fb.bits(_exact(m, e) * _exact(*_e4m3(scale)))
+        nan = scale & u32(0x7F) == 0x7F
     else:
-        n, f = u32(1), i32(scale) - 127
+        b = fb.float32(m, e + i32(scale) - 127)
         nan = nan | (scale == 255)
-    b = fb.float32(m * n, e + f) | ((codes >> (7 if wide else 3)) << 31)
-    b = jnp.where(nan, u32(fb.NAN), b)
+    b = jnp.where(nan, u32(fb.NAN), b | ((codes >> (7 if wide else 3)) << 31))
     if q.global_scale is None:
         return fb.narrow(b, dtype)
     lead = (..., *[None] * (b.ndim - q.global_scale.ndim))
