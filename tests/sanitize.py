@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
+from jax_groupgemm import _call
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
 GROUPED = (
@@ -60,13 +61,14 @@ def segmented(rng, dtype, precision):
         jax.block_until_ready(jax.jit(lambda vjp, out: vjp(out))(vjp, out))
 
 
-def hopper(rng, dtype):
+def hopper(rng, dtype, implementation=None):
     """Every tile of the Hopper kernel: rests of 1 to 129 rows, cuts at every residue of 16."""
     for mean in (8, 30, 70, 130, 300):
         sizes = np.array([0, 1, mean, 0, 2 * mean - 1, 129, 0])
         x = oracle.random(rng, (int(sizes.sum()) + 9, 72), dtype)
         w = oracle.random(rng, (len(sizes), 72, 136), dtype)
-        forward = lambda x, w, s: jax.vjp(lambda x, w: jgg.grouped_mm(x, w, s), x, w)
+        product = lambda x, w, s: jgg.grouped_mm(x, w, s, implementation=implementation)
+        forward = lambda x, w, s, f=product: jax.vjp(lambda x, w: f(x, w, s), x, w)
         out, vjp = jax.jit(forward)(x, w, jnp.array(sizes))
         oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
         jax.block_until_ready(jax.jit(lambda vjp, out: vjp(out))(vjp, out))
@@ -74,9 +76,35 @@ def hopper(rng, dtype):
     spans = np.stack([cuts[:-1], cuts[1:]], 1).astype(np.int32)
     a, b = oracle.random(rng, (136, 160), dtype), oracle.random(rng, (160, 264), dtype)
     for transpose_a in (False, True):
-        f = jax.jit(lambda a, b, s, t=transpose_a: jgg.segmented_mm(a, b, s, transpose_a=t))
+        f = jax.jit(
+            lambda a, b, s, t=transpose_a: jgg.segmented_mm(
+                a, b, s, transpose_a=t, implementation=implementation
+            )
+        )
         out = f(a.T if transpose_a else a, b, spans)
         oracle.assert_close(out, oracle.segmented_mm(a, b, spans))
+
+
+QUANTIZED = (
+    ("nvfp4", None, None), ("mxfp4", None, None), ("mxfp8", None, None), ("affine", 4, 32),
+    ("affine", 4, 128), ("affine", 8, 64), ("affine", 3, 64),
+)  # fmt: skip
+
+
+def quantized(rng):
+    """Both layouts of weights, along K and along N, tiles of few and of many rows."""
+    for mode, bits, group_size in QUANTIZED:
+        for sizes in ([5, 0, 9], [64, 1, 40], [0, 200, 130]):
+            x = oracle.random(rng, (sum(sizes) + 3, 256), "bfloat16")
+            for shape, transpose_w in (((3, 192, 256), True), ((3, 256, 128), False)):
+                w = oracle.random(rng, shape, "bfloat16")
+                q = jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
+                want = jgg.dequantize(q, jnp.bfloat16)
+                want = want.swapaxes(1, 2) if transpose_w else want
+                for weight in (q, jgg.prepack(q)):
+                    f = lambda x, w, s, t=transpose_w: jgg.grouped_qmm(x, w, s, transpose_w=t)
+                    out = jax.jit(f)(x, weight, jnp.array(sizes))
+                    oracle.assert_close(out, oracle.grouped_mm(x, want, sizes))
 
 
 def main():
@@ -88,6 +116,9 @@ def main():
         segmented(rng, dtype, precision)
         if dtype != "float32":
             hopper(rng, dtype)
+    if 90 in _call.live_capabilities():
+        hopper(rng, "float32", "sm90")
+    quantized(rng)
     print("sanitize: all cases right")
 
 

@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm import _call, _timing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +19,32 @@ def product(x, w, sizes, **options):
     return jax.jit(lambda x, w, s: jgg.grouped_mm(x, w, s, implementation="sm90", **options))(
         x, w, jnp.asarray(sizes, jnp.int32)
     )
+
+
+def names(f, *args) -> set[str]:
+    """The kernels that run in a call of f."""
+    f = jax.jit(f)
+    jax.block_until_ready(f(*args))
+    with _timing.kernels() as found:
+        jax.block_until_ready(f(*args))
+    return {name for name, _ in found}
+
+
+@pytest.mark.parametrize("implementation", [None, "sm90"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_this_kernel_runs(rng, dtype, implementation):
+    """What it cannot do would run on sm80, and be as right."""
+    x, w = oracle.random(rng, (1024, 128), dtype), oracle.random(rng, (4, 128, 256), dtype)
+    sizes = jnp.array([300, 0, 500, 200])
+    spans = jnp.array([[0, 77], [77, 1000]])
+    for f, *args in (
+        (lambda x, w, s: jgg.grouped_mm(x, w, s, implementation=implementation), x, w, sizes),
+        (lambda x, s: jgg.segmented_mm(x, x, s, transpose_a=True, implementation=implementation),
+         jnp.concatenate([x, x], 1), spans),
+    ):  # fmt: skip
+        ran = names(f, *args)
+        assert any("GemmSm90Kernel" in name for name in ran), ran
+        assert not any("GemmSm80" in name for name in ran), ran
 
 
 # Sums of tensor cores are truncated.
