@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from . import _call, _partition, _prepack, _primitives
@@ -129,11 +129,11 @@ def _not_sharded(implementation) -> None:
         )
 
 
-def _abstract(*_, jaxpr: ClosedJaxpr, **params):
+def _abstract(*_, jaxpr: Jaxpr, **params):
     return jaxpr.out_avals[0]
 
 
-def _composed(*leaves, jaxpr: ClosedJaxpr, **_):
+def _composed(*leaves, jaxpr: Jaxpr, **_):
     return jaxpr_as_fun(jaxpr)(*leaves)[0]
 
 

@@ -307,3 +307,15 @@ def test_scale_layout_is_cutes(tmp_path):
                         got = library.cute_offset(m, n, k, b, r, 16 * s + 5, ctypes.byref(size))
                         assert got == offset(r, s, columns)
                 assert size.value == -(-rows // 128) * -(-columns // 4) * TILE
+
+
+@pytest.mark.gpu
+def test_kernels_that_prepare(tmp_path):
+    nvcc, found = shutil.which("nvcc"), headers()
+    if nvcc is None or found is None:
+        pytest.skip("needs nvcc and the headers of CUTLASS")
+    program = tmp_path / "prepare"
+    flags = ["-std=c++17", "-arch=native", "--expt-relaxed-constexpr", *found[:2], "-I", "ffi"]
+    subprocess.run([nvcc, *flags, "tests/nvfp4_prepare.cu", "-o", program], check=True, cwd=ROOT)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "300 cases\n"), done.stdout

@@ -1,0 +1,79 @@
+"""Reads the machine code of a built module, or wheel: kernels written for an architecture must hold
+its tensor-core instructions. Where an architecture's guards are off a kernel compiles all the same,
+to nothing, and there may be no GPU to notice."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+# By architecture: kernels with this in their names, and what all of them hold.
+EXPECTED = {
+    "sm_90a": ("Sm90", ("HGMMA",)),
+    # Block-scaled products of 4-bit floats, and scales on their way to tensor memory.
+    "sm_100a": ("Sm100", ("UTCOMMA", "UTCCP")),
+}
+
+
+def tools() -> Path:
+    """Where cuobjdump is, and nvdisasm which it runs."""
+    found = shutil.which("cuobjdump")
+    if found:
+        return Path(found).parent
+    spec = find_spec("nvidia")
+    for directory in (spec and spec.submodule_search_locations) or ():
+        path = Path(directory) / "cu13/bin"
+        if (path / "cuobjdump").exists():
+            return path
+    raise SystemExit("cuobjdump is missing: install nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm")
+
+
+def run(directory: Path, *arguments) -> str:
+    environment = os.environ | {"PATH": f"{tools()}:{os.environ['PATH']}"}
+    command = [tools() / "cuobjdump", *arguments]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"cuobjdump: {done.stderr}")
+    return done.stdout
+
+
+def kernels(directory: Path, module: Path, architecture: str, name: str) -> list[str]:
+    """The code of each kernel with this in its name; other files are not even disassembled."""
+    run(directory, "-xelf", f"{architecture}.cubin", module)
+    code = []
+    for cubin in sorted(directory.glob(f"*{architecture}.cubin")):
+        if name.encode() in cubin.read_bytes():
+            functions = run(directory, "-sass", cubin).split("Function : ")[1:]
+            code += [f for f in functions if name in f.splitlines()[0]]
+    return code
+
+
+def main(path: str) -> None:
+    module = Path(path).absolute()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        if module.suffix == ".whl":
+            with zipfile.ZipFile(module) as wheel:
+                extension = next(n for n in wheel.namelist() if re.search(r"/_ffi\..*so$", n))
+                module = Path(wheel.extract(extension, directory))
+        for architecture, (name, instructions) in EXPECTED.items():
+            code = kernels(directory, module, architecture, name)
+            if not code:
+                raise SystemExit(f"{architecture}: no kernel has {name} in its name")
+            for instruction in instructions:
+                without = [c.splitlines()[0] for c in code if not re.search(rf"\b{instruction}", c)]
+                if without:
+                    raise SystemExit(
+                        f"{architecture}: {len(without)} of {len(code)} kernels without "
+                        f"{instruction}: {without[0]}"
+                    )
+            print(f"{architecture}: {len(code)} kernels with {' and '.join(instructions)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
