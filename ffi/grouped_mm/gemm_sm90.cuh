@@ -82,6 +82,16 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   r.box_lines = 64;
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
+  for (int i = 0; i < (gemm.wgrad ? 2 : 0); ++i) {
+    if (!Config::kLKMajor) {
+      l.box_lines = 16 << i;
+      if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+    }
+    if (!Config::kRKMajor) {
+      r.box_lines = 16 << i;
+      if (cudaError_t error = EncodeTensorMap(r, &gemm.r_rest[i])) return error;
+    }
+  }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
 }

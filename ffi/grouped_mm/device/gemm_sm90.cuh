@@ -52,6 +52,12 @@ struct GemmSm90Config {
   };
 };
 
+// Of a last slice: its values of k that are multiplied.
+template <typename Config>
+__device__ int MultipliedK(int last) {
+  return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
+}
+
 // One thread.
 template <typename Config>
 __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
@@ -59,13 +65,20 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-    const int bytes =
-        Config::kPlanes * (chunks * Config::kChunkBytesL + Config::kChunksR * Config::kChunkBytesR);
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; ++slice) {
       Wait(&memory.empty[at.index], at.parity ^ 1);
       uint64_t* full = &memory.full[at.index];
-      ArriveExpecting(full, bytes);
+      // Of an MN-major operand's last slice only as many lines of k as are multiplied.
+      const int last = slice == work.slices - 1 ? MultipliedK<Config>(work.last) : kSliceSm90;
+      const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
+      const CUtensorMap* l_map = &gemm.l_map;
+      const CUtensorMap* r_map = &gemm.r_map;
+      if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.l_rest[lines / 32];
+      if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.r_rest[lines / 32];
+      const int l_bytes = Config::kLKMajor ? Config::kChunkBytesL : lines * 128;
+      const int r_bytes = Config::kRKMajor ? Config::kChunkBytesR : lines * 128;
+      ArriveExpecting(full, Config::kPlanes * (chunks * l_bytes + Config::kChunksR * r_bytes));
       const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
 #pragma unroll
       for (int plane = 0; plane < Config::kPlanes; ++plane) {
@@ -76,9 +89,9 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
           char* to = memory.r[at.index][plane] + i * Config::kChunkBytesR;
           const int weight = gemm.wgrad ? 0 : work.weight;
           if constexpr (Config::kRKMajor) {
-            CopyBox(&gemm.r_map, full, to, r_plane + r_k, column, weight);
+            CopyBox(r_map, full, to, r_plane + r_k, column, weight);
           } else {
-            CopyBox(&gemm.r_map, full, to, r_plane + column, r_k, weight);
+            CopyBox(r_map, full, to, r_plane + column, r_k, weight);
           }
         }
 #pragma unroll 1
@@ -87,9 +100,9 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
           const int row = work.l_row + i * Config::kChunkL;
           char* to = memory.l[at.index][plane] + i * Config::kChunkBytesL;
           if constexpr (Config::kLKMajor) {
-            CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, l_plane + l_k, row, 0);
+            CopyBox<Config::kCluster == 2>(l_map, full, to, l_plane + l_k, row, 0);
           } else {
-            CopyBox<Config::kCluster == 2>(&gemm.l_map, full, to, l_plane + row, l_k, 0);
+            CopyBox<Config::kCluster == 2>(l_map, full, to, l_plane + row, l_k, 0);
           }
         }
       }
@@ -98,17 +111,17 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   });
 }
 
-// Zero the values of k outside [first, last) in `chunks` chunks of `lines` rows or columns. One
-// warp.
+// Zero the values of k in [0, first) and [last, end) in `chunks` chunks of `lines` rows or columns.
+// One warp.
 template <bool kKMajor>
-__device__ void Clear(char* tile, int chunks, int lines, int first, int last) {
+__device__ void Clear(char* tile, int chunks, int lines, int first, int last, int end) {
   const int lane = threadIdx.x % 32;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   if constexpr (kKMajor) {
     // A line of 128 bytes per row, whose pieces of 16 bytes are swizzled by the row.
     for (int row = lane; row < chunks * lines; row += 32) {
       char* line = tile + row * 128;
-      for (int piece = (last + 7) / 8; piece < 8; ++piece) {
+      for (int piece = (last + 7) / 8; piece < end / 8; ++piece) {
         *reinterpret_cast<uint4*>(line + (piece ^ (row % 8)) * 16) = zeros;
       }
       for (int k = last; k % 8 != 0; ++k) {
@@ -123,7 +136,7 @@ __device__ void Clear(char* tile, int chunks, int lines, int first, int last) {
     for (int chunk = 0; chunk < chunks; ++chunk) {
       uint4* pieces = reinterpret_cast<uint4*>(tile + chunk * kSliceSm90 * 128);
       for (int piece = lane; piece < first * 8; piece += 32) pieces[piece] = zeros;
-      for (int piece = last * 8 + lane; piece < kSliceSm90 * 8; piece += 32) pieces[piece] = zeros;
+      for (int piece = last * 8 + lane; piece < end * 8; piece += 32) pieces[piece] = zeros;
     }
   }
 }
@@ -139,10 +152,13 @@ __device__ void ClearWarp(typename Config::SharedMemory& memory) {
         const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
         const int first = slice == 0 ? work.first : 0;
         const int last = slice == work.slices - 1 ? work.last : kSliceSm90;
+        const int end = MultipliedK<Config>(last);
 #pragma unroll 1
         for (int plane = 0; plane < Config::kPlanes; ++plane) {
-          Clear<Config::kLKMajor>(memory.l[at.index][plane], chunks, Config::kChunkL, first, last);
-          Clear<Config::kRKMajor>(memory.r[at.index][plane], Config::kChunksR, 64, first, last);
+          Clear<Config::kLKMajor>(memory.l[at.index][plane], chunks, Config::kChunkL, first, last,
+                                  end);
+          Clear<Config::kRKMajor>(memory.r[at.index][plane], Config::kChunksR, 64, first, last,
+                                  end);
         }
         FenceAsyncProxy();
         Arrive(&memory.cleared[cleared.index]);
