@@ -7,10 +7,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call
 
 ROOT = Path(__file__).parent.parent
 COMPILER = shutil.which("c++")
@@ -254,6 +259,37 @@ def test_workspace(library, ragged_k):
         ends = np.append(offsets[1:], total - 256)
         np.testing.assert_array_equal(-(-np.array(needed) // 256) * 256, ends - offsets)
         assert offsets[0] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 64), (7, 420, 136, 96), (300, 20, 8, 544)])
+def test_workspace_of_a_call(library, shape):
+    """What Python reserves is what the handlers take."""
+    groups, tokens, n, k = shape
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    along_t = lambda a, sizes: jgg.nvfp4_quantize(a, axis=0, group_sizes=sizes)
+
+    def mm(x, w, sizes):
+        x, w = jgg.nvfp4_quantize(x), jgg.nvfp4_quantize(w)
+        alpha = sizes.astype(jnp.float32)
+        return _call.nvfp4_grouped_mm(x, w, sizes, alpha, out_dtype=jnp.float32)
+
+    def wgrad(x, dy, sizes):
+        x, dy = along_t(x, sizes), along_t(dy, sizes)
+        return _call.nvfp4_grouped_wgrad(x, dy, sizes, sizes.astype(jnp.float32))
+
+    padded = (tokens + 63 * min(groups, tokens)) // 64 * 64
+    for function, operands, product in (
+        (mm, (like(tokens, k), like(groups, n, k)),
+         Product(groups=groups, tokens=tokens, n=n, k=k)),
+        (wgrad, (like(tokens, k), like(tokens, n)),
+         Product(groups=groups, tokens=tokens, m=n, n=k, k=padded, ragged_k=True)),
+    ):  # fmt: skip
+        jaxpr = jax.make_jaxpr(function)(*operands, sizes)
+        (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "ffi_call")
+        library.workspace.restype = ctypes.c_int64
+        total = library.workspace(product.fields, pointer(np.zeros(16, np.int64)))
+        assert call.outvars[1].aval.shape == (total,)
 
 
 @pytest.mark.parametrize(
