@@ -2,12 +2,12 @@
 
 python -m benchmarks [--ops forward ...] [--peers torch quack ...] [--cases Qwen3] [--json FILE]
 
-The floor of a case is max(bytes / B, flops / C): each operand read once, only weights of groups
-that have rows, the result written once; B (a copy, bytes read plus written) and C (a dense product
-of the case's precision) are measured in the same run. Operands are random, and the result of every
-arm is checked. The arms of a case take turns; medians of repetitions. Grouped cases find nothing in
-the L2 cache; segmented ones are warm, as in MLX's benchmark. An arm that fails is reported, and is
-never fatal.
+The floor of a case is max(bytes / B, flops / C): each operand read once, as it is stored, only
+weights of groups that have rows, the result written once; B (a copy, bytes read plus written) and
+C (a dense product of the case's precision) are measured in the same run. Operands are random, and
+the result of every arm is checked. The arms of a case take turns; medians of repetitions. Segmented
+cases are warm, as in MLX's benchmark; all others find nothing in the L2 cache. An arm that fails is
+reported, and is never fatal.
 """
 
 import argparse
@@ -112,9 +112,10 @@ def run_case(case, args, c: float, b: float) -> dict:
         except Exception as why:
             errors[name] = float("nan")
             notes[name] = f"failed: {timing.reason(why)}"
-        if not errors[name] <= case.tolerance:
+        mine = name.startswith("ours")
+        if not errors[name] <= (case.tolerance if mine else case.peer_tolerance):
             notes.setdefault(name, f"WRONG: relative error {errors[name]:.1e}")
-            if not name.startswith("ours"):
+            if not mine:
                 del times[name]
     for arm in arms.values():
         arm.close()
@@ -238,7 +239,7 @@ def main(argv=None) -> int:
         )
     if not todo:
         raise SystemExit("no such case; --list prints them")
-    families = {FAMILIES[type(case)] for case in todo}
+    families = list(dict.fromkeys(FAMILIES[type(case)] for case in todo))
     asked = [p for p in args.peers if any(p in family.peers.PEERS for family in families)]
     without = {name: why for name in asked if (why := unavailable(name))}
     args.peers = [name for name in asked if name not in without]

@@ -113,8 +113,14 @@ def humming_weights(weights: Weights) -> tuple[Any, dict[str, Any]]:
         chosen, part = asked.convert_symmetric_integer_weight(part)
         config = layer(chosen, num_experts=len(part["weight"]))
         parts.append(transform.transform_humming_tensors(config, part))
-    tensors = {name: torch().cat([part[name] for part in parts]) for name in parts[0]}
+    tensors = {name: joined([part[name] for part in parts]) for name in parts[0]}
     return layer(chosen, num_experts=groups), tensors
+
+
+def joined(parts: list):
+    """As bytes: of some dtypes torch.cat has no kernel."""
+    as_bytes = [part.contiguous().view(torch().uint8) for part in parts]
+    return torch().cat(as_bytes).view(parts[0].dtype)
 
 
 # ---- MLX -------------------------------------------------------------------------------------
@@ -206,6 +212,7 @@ PEERS = {
     "mlx": mlx_arm,
     "loop": loop_arm,
 }
+COMPLETE = ("dequantize", "torch", "humming")  # a record without one of these is partial
 KNOWN = {
     Qmm: ("dequantize", "torch", "humming", "mlx"),
     Gather: ("loop", "mlx"),

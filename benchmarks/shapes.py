@@ -53,7 +53,7 @@ class Grouped:
     active: int = 0  # only so many groups have rows; 0: any may
 
     kind = "bfloat16"
-    tolerance = TOLERANCE[kind]
+    tolerance = peer_tolerance = TOLERANCE[kind]
     cold = True
     mlx = None
 
@@ -111,6 +111,8 @@ class Segmented:
     @property
     def tolerance(self) -> float:
         return TOLERANCE[self.kind]
+
+    peer_tolerance = tolerance
 
     @property
     def dtype(self) -> str:

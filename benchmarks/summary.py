@@ -76,13 +76,13 @@ def line(record: dict) -> str:
 
 def totals(records: list[dict]) -> str:
     """Geometric means by op and regime, then the cases that a peer wins."""
-    text = f"\n{'op':18} {'rows/group':10} cases  of floor  peer / ours (worst; cases)\n"
+    text = f"\n{'op':18} {'rows/group':13} cases  of floor  peer / ours (worst; cases)\n"
     for row in summary(records):
         peers = "".join(
             f"  {name} {r['ratio']:.2f}x ({r['worst']:.2f}; {r['cases']})"
             for name, r in row["peers"].items()
         )
-        text += f"{row['op']:18} {row['regime']:10} {row['cases']:5} {row['share']:8.0%}{peers}\n"
+        text += f"{row['op']:18} {row['regime']:13} {row['cases']:5} {row['share']:8.0%}{peers}\n"
     slow = [r for r in records if is_slow(r)]
     text += f"\n{len(slow)} of {len(records)} cases below {LIMIT} of the best peer's speed\n"
     for r in slow:

@@ -12,6 +12,7 @@ import functools
 import importlib
 import statistics
 import time
+import traceback
 from typing import Any
 
 import jax
@@ -176,8 +177,11 @@ def interleaved(arms: dict, repetitions: int, turns: int = 4) -> tuple[dict, dic
 
 
 def reason(error: Exception) -> str:
-    """The first line of a message, short enough for a table."""
-    lines = str(error).strip().splitlines() or [""]
+    """The first line of a message, short enough for a table; without one, where it was raised."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""]
     return f"{type(error).__name__}: {lines[0]}"[:160]
 
 

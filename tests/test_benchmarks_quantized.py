@@ -156,6 +156,29 @@ def test_cases_run_and_are_checked(case):
     assert "of floor" in summary.totals([record])
 
 
+def test_main_writes_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "ceilings", lambda kinds: (dict.fromkeys(kinds, 1e12), 1e12))
+    monkeypatch.setattr(shapes, "cases", lambda op, *_: [SMALL[2], SMALL[-1]])
+    monkeypatch.setattr(gpu, "unavailable", lambda p: None if p == "dequantize" else "not here")
+    paths = [tmp_path / "gpu" / name for name in ("record.json", "record.csv")]
+    options = ["--ops", "qmm", "--json", str(paths[0]), "--csv", str(paths[1])]
+    assert gpu.main([*options, "--repetitions", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "without humming: not here" in out
+    assert "quack" not in out  # which no case could run
+    record = json.loads(paths[0].read_text())
+    assert record["missing"] == ["torch", "humming"]
+    assert [(r["op"], list(r["us"])) for r in record["records"]] == [
+        ("qmm mxfp8", ["ours", "dequantize"]),
+        ("dequantize", ["ours"]),
+    ]
+    lines = paths[1].read_text().splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith("qmm mxfp8,G4 K128 N192 R18,")
+    report.main([str(paths[0])])
+
+
 @pytest.mark.skipif(not hasattr(jgg, "nvfp4_grouped_wgrad"), reason="not in this version")
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
 def test_nvfp4_runs_and_is_checked(direction):
