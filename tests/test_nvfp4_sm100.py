@@ -256,3 +256,18 @@ def test_each_device_of_shard_map_calls_it(rng):
     text = lowered(f, x, w, jnp.asarray(SIZES))
     assert re.findall(CALL, text) == ["jgg_nvfp4_grouped_mm"]
     assert signature(text, "jgg_nvfp4_grouped_mm")[0][4] == f"{G // 2}xi32"
+
+
+@pytest.mark.gpu
+def test_the_handlers_refuse_another_gpu(rng, monkeypatch):
+    if 100 in _call.live_capabilities():
+        pytest.skip("needs a GPU that is not Blackwell")
+    monkeypatch.setattr(_call, "takes_sm100", lambda *_: True)
+    dy, x = dy_and_x(rng)
+    old = oracle.random(rng, (G, N, K))
+    accumulate = lambda dy, x, old: wgrad(dy, x, existing_out=old)
+    for function, args in ((mm, x_and_w(rng)), (wgrad, (dy, x)), (accumulate, (dy, x, old))):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"needs compute capability 10\.0, got"
+        ):
+            jax.jit(function)(*args).block_until_ready()
