@@ -132,7 +132,7 @@ def test_drawn_weights(name):
 SMALL = [
     *(Qmm(FORMATS[f], "", 4, 128, 192, 9, 2) for f in ("nvfp4", "affine4 g128", "mxfp8")),
     Qmm(FORMATS["mxfp4"], "", 8, 128, 96, 1, 2, skew=True),  # N that is not packed
-    Gather(64, 128, 3, 4),
+    Gather(64, 128, 2, 4),
     *(Convert(op, FORMATS[f], 3, 16, 128) for op, f in (
         ("quantize", "nvfp4"), ("dequantize", "nvfp4"), ("quantize", "affine3"),
         ("dequantize", "affine3"),
@@ -179,18 +179,19 @@ def test_main_writes_records(tmp_path, monkeypatch, capsys):
     report.main([str(paths[0])])
 
 
-@pytest.mark.skipif(not hasattr(jgg, "nvfp4_grouped_wgrad"), reason="not in this version")
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
 def test_nvfp4_runs_and_is_checked(direction):
     case = Nvfp4(direction, 4, 128, 96, 64, balanced=False)
     record = gpu.run_case(case, ARGS, 1e12, 1e12)
     assert record["notes"] == {}
-    assert {"ours", "ours[bfloat16]", "dequantize"} <= set(record["us"])
-    assert ("ours[qmm]" in record["us"]) == (direction != "wgrad")
+    dense = ["ours[bfloat16]", "dequantize"]
+    arms = ["ours", *dense] if direction == "wgrad" else ["ours", "ours[qmm]", *dense]
+    assert [name for name in record["us"] if name != "ours[prepacked]"] == arms
     assert max(record["errors"].values()) <= case.tolerance
 
 
-@pytest.mark.parametrize("case", [SMALL[2], SMALL[4], SMALL[-2]], ids=lambda c: c.op)
+@pytest.mark.parametrize("case", [SMALL[2], SMALL[4], SMALL[5]], ids=lambda c: c.op)
 def test_wrong_results_are_noticed(case, monkeypatch):
     """Of another matrix, another row, or other codes."""
     result = timing.JaxArm.result
