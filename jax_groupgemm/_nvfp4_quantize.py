@@ -91,7 +91,7 @@ def nvfp4_quantize(
         _check.integer(op, "group_sizes", group_sizes)
         _check.shape(op, "group_sizes", group_sizes, (None,), "G")
         _check.rows(op, "x", x.shape[0])
-        _check.rows(op, "x, padded,", _padded(x, group_sizes))
+        _check.rows(op, "x, padded,", _padded_rows(x, axis, group_sizes, layout))
     if (group_sizes is None or axis == -1) and x.shape[axis] % _BLOCK:
         remedy = ". Pass group_sizes to pad rows" if axis == -2 and x.ndim == 2 else ""
         raise ValueError(
@@ -154,8 +154,9 @@ def _options(op: str, x, axis, group_sizes, scale_2d, hadamard, layout) -> None:
         )
 
 
-def _padded(x, group_sizes) -> int:
-    return layouts.padded_rows(x.shape[0], group_sizes.shape[0], layouts.SWIZZLED)
+def _padded_rows(x, axis: int, group_sizes, layout: str) -> int:
+    unit = layouts.GROUPED if axis == -2 else layouts.SWIZZLED if layout == "swizzled" else 1
+    return layouts.padded_rows(x.shape[0], group_sizes.shape[0], unit)
 
 
 def _seed(op: str, key):

@@ -157,7 +157,7 @@ def grouped_rows(rng, sizes):
     """(T, K), with a tail that must not matter, and sizes (G,)."""
     x = rng.standard_normal((T, K)).astype(F32)
     sizes = np.array([*sizes, *[0] * (G - len(sizes))], np.int32)
-    end = nvfp4_oracle.bounds(sizes, T)[-1][1]
+    end = oracle.bounds(sizes, T)[-1][1]
     x[end:], x[end + 1 :: 3] = np.nan, 1e30
     return x, sizes
 
@@ -176,11 +176,11 @@ def test_groups_along_rows(rng, options):
         want = np.where(inside[:, None], values(q).T[positions], 0)
         np.testing.assert_allclose(jgg.dequantize(q), want, rtol=1e-6)
         padded = np.asarray(layouts.padded_sizes(jnp.asarray(sizes), T))
-        lengths = np.array([end - start for start, end in nvfp4_oracle.bounds(sizes, T)])
+        lengths = np.array([end - start for start, end in oracle.bounds(sizes, T)])
         np.testing.assert_array_equal(padded, -(-lengths // 64) * 64)
         # One group at a time, in the scale of all of them.
         starts = np.cumsum(padded) - padded
-        for g, (start, end) in enumerate(nvfp4_oracle.bounds(sizes, T)):
+        for g, (start, end) in enumerate(oracle.bounds(sizes, T)):
             np.testing.assert_array_equal(positions[start:end], starts[g] + np.arange(end - start))
 
 
@@ -191,7 +191,7 @@ def test_groups_of_rows(rng):
         q = jgg.nvfp4_quantize(x, group_sizes=sizes)
         assert (q.axis, q.layout) == (-1, "linear")
         same(q, nvfp4_oracle.quantize(x, sizes=sizes))
-        end = nvfp4_oracle.bounds(sizes, T)[-1][1]
+        end = oracle.bounds(sizes, T)[-1][1]
         assert not np.asarray(q.weight)[end:].any()
         assert not np.asarray(q.scales)[end:].any()
         assert not np.isnan(np.asarray(jgg.dequantize(q))).any()
@@ -245,7 +245,7 @@ def test_hadamard_cancels(rng):
         for a in operands
     ]
     starts = np.cumsum([0, *layouts.padded_sizes(jnp.asarray(sizes), T).tolist()])
-    for g, (start, end) in enumerate(nvfp4_oracle.bounds(sizes, T)):
+    for g, (start, end) in enumerate(oracle.bounds(sizes, T)):
         part = slice(starts[g], starts[g + 1])
         got = stored[0][:, part] @ stored[1][:, part].T
         assert oracle.error(got, operands[0][start:end].T @ operands[1][start:end]) < 0.3
@@ -588,6 +588,15 @@ ERRORS = [
         ValueError,
         "jgg.nvfp4_quantize: layout='swizzled' with group_sizes needs axis=-1: along T, blocks of "
         "grouped rows have layout 'grouped' only",
+    ),
+    (
+        lambda: jax.eval_shape(
+            lambda x, sizes: jgg.nvfp4_quantize(x, axis=0, group_sizes=sizes),
+            jax.ShapeDtypeStruct((2**31 - 2000, 16), jnp.bfloat16),
+            jax.ShapeDtypeStruct((128,), jnp.int32),
+        ), ValueError,
+        "jgg.nvfp4_quantize: x, padded, has 2147489664 rows; row indices are int32, at most "
+        "2147482623",
     ),
     (
         lambda: jgg.nvfp4_quantize(X, stochastic_rounding_key=jax.random.split(KEY, 3)), TypeError,
