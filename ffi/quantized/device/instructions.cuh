@@ -14,8 +14,10 @@
 #endif
 #ifdef __CUDA_ARCH__
 #define JGG_UNROLL _Pragma("unroll")
+#define JGG_NO_UNROLL _Pragma("unroll 1")
 #else
 #define JGG_UNROLL
+#define JGG_NO_UNROLL
 #endif
 
 namespace jgg::device {
@@ -69,6 +71,15 @@ JGG_HOST_DEVICE uint32_t FunnelRight(uint32_t low, uint32_t high, int shift) {
 #endif
 }
 
+// Bits [32 - shift, 64 - shift) of (high, low), shift < 32.
+JGG_HOST_DEVICE uint32_t FunnelLeft(uint32_t low, uint32_t high, int shift) {
+#ifdef __CUDA_ARCH__
+  return __funnelshift_l(low, high, shift);
+#else
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) << shift >> 32);
+#endif
+}
+
 // (a & mask) | b, by one instruction, for which one of the constants has to be in a register.
 JGG_HOST_DEVICE uint32_t MaskOr(uint32_t a, uint32_t mask, uint32_t b) {
 #ifdef __CUDA_ARCH__
@@ -77,6 +88,18 @@ JGG_HOST_DEVICE uint32_t MaskOr(uint32_t a, uint32_t mask, uint32_t b) {
   return result;
 #else
   return (a & mask) | b;
+#endif
+}
+
+// a * b + c by one instruction, for which b must be no constant. Among additions and shifts, which
+// run elsewhere, it is often free.
+JGG_HOST_DEVICE uint32_t MultiplyAddWords(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+#else
+  return a * b + c;
 #endif
 }
 
@@ -112,6 +135,73 @@ JGG_HOST_DEVICE float MultiplyAdd(float a, float b, float c) {  // a * b + c, ro
   return __fmaf_rn(a, b, c);
 #else
   return std::fma(a, b, c);
+#endif
+}
+
+JGG_HOST_DEVICE float Divide(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+// By a constant; a / kDivisor must be normal, 0, or its exact value of no interest. One correction
+// of a product with the rounded reciprocal is right for every a: tests/test_quantize_host.py.
+template <int kDivisor>
+JGG_HOST_DEVICE float DivideBy(float a) {
+  constexpr float kReciprocal = 1.0f / kDivisor;
+  const float quotient = Multiply(a, kReciprocal);
+  return MultiplyAdd(MultiplyAdd(quotient, -kDivisor, a), kReciprocal, quotient);
+}
+
+// Within one unit in the last place; subnormals are zeros.
+JGG_HOST_DEVICE float Reciprocal(float a) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+#else
+  return 1.0f / a;
+#endif
+}
+
+JGG_HOST_DEVICE float Saturate(float a) {  // to [0, 1]; NaN becomes 0
+#ifdef __CUDA_ARCH__
+  return __saturatef(a);
+#else
+  return a > 0.0f ? std::fmin(a, 1.0f) : 0.0f;
+#endif
+}
+
+JGG_HOST_DEVICE float MultiplyAddSaturate(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+#else
+  return Saturate(std::fma(a, b, c));
+#endif
+}
+
+// NaN where either is NaN.
+JGG_HOST_DEVICE float Max(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a != a || b != b ? AsFloat(0x7fffffff) : std::fmax(a, b);
+#endif
+}
+
+JGG_HOST_DEVICE float Min(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a != a || b != b ? AsFloat(0x7fffffff) : std::fmin(a, b);
 #endif
 }
 
@@ -182,6 +272,68 @@ JGG_HOST_DEVICE uint32_t MultiplyAdd2(uint32_t a, uint32_t b, uint32_t c) {
     return static_cast<float>(double{Half<kOf>(a, i)} * Half<kOf>(b, i) + Half<kOf>(c, i));
   };
   return Round2<kOf>(one(0), one(1));
+#endif
+}
+
+// As MultiplyAdd2 of float16, then to [0, 1]; NaN becomes 0.
+JGG_HOST_DEVICE uint32_t MultiplyAddSaturate2(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
+  uint32_t pair;
+  asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+#else
+  const uint32_t pair = MultiplyAdd2<DType::kF16>(a, b, c);
+  return Round2<DType::kF16>(Saturate(Half<DType::kF16>(pair, 0)),
+                             Saturate(Half<DType::kF16>(pair, 1)));
+#endif
+}
+
+// Of pairs; NaN where either is NaN.
+template <DType kOf>
+JGG_HOST_DEVICE uint32_t Max2(uint32_t a, uint32_t b) {
+  static_assert(kOf != DType::kF32);
+#ifdef __CUDA_ARCH__
+  uint32_t pair;
+  if constexpr (kOf == DType::kBF16) {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  }
+  return pair;
+#else
+  return Round2<kOf>(Max(Half<kOf>(a, 0), Half<kOf>(b, 0)), Max(Half<kOf>(a, 1), Half<kOf>(b, 1)));
+#endif
+}
+
+template <DType kOf>
+JGG_HOST_DEVICE uint32_t Min2(uint32_t a, uint32_t b) {
+  static_assert(kOf != DType::kF32);
+#ifdef __CUDA_ARCH__
+  uint32_t pair;
+  if constexpr (kOf == DType::kBF16) {
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  } else {
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  }
+  return pair;
+#else
+  return Round2<kOf>(Min(Half<kOf>(a, 0), Half<kOf>(b, 0)), Min(Half<kOf>(a, 1), Half<kOf>(b, 1)));
+#endif
+}
+
+template <DType kOf>
+JGG_HOST_DEVICE uint32_t Magnitudes2(uint32_t pair) {
+  static_assert(kOf != DType::kF32);
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  if constexpr (kOf == DType::kBF16) {
+    asm("abs.bf16x2 %0, %1;" : "=r"(result) : "r"(pair));
+  } else {
+    asm("abs.f16x2 %0, %1;" : "=r"(result) : "r"(pair));
+  }
+  return result;
+#else
+  return pair & 0x7fff7fff;
 #endif
 }
 

@@ -1,0 +1,263 @@
+// quantize: w (..., K), of which every group_size elements along K share a scale, to codes and
+// scales. Warps copy 2 KiB at a time to shared memory, where each lane finds 64 bytes of its own,
+// and what comes next is on its way while they compute. Lanes that share a group agree on its scale
+// by shuffles. coders.cuh has the arithmetic.
+#pragma once
+
+#include <type_traits>
+
+#include "quantized/device/coders.cuh"
+
+namespace jgg::device {
+
+inline constexpr int kQuantizeThreads = 256;
+inline constexpr int kUnitBytes = 64;
+
+// A unit is the elements of a lane: one group or two of them, or a part of one.
+struct QuantizeParams {
+  const uint8_t* w;
+  const float* global_scale;
+  uint8_t *weight, *scales, *biases;
+  int32_t units;
+  int32_t lane_bits;  // 2^lane_bits lanes share a group: at most 8
+  // To a thread's next unit, and from there in bytes.
+  int32_t step;
+  int64_t w_step, weight_step, scale_step;
+  // Global scales: groups that share one, and how many of the first scale's are before w; how often
+  // they fit between a thread's unit and its next, and what is left.
+  int32_t per_scale, before, index_step, rest_step;
+  uint32_t times;  // kNvfp4Times
+};
+
+// 1 / global_scale of a thread's groups.
+template <DType kOf>
+class Inverses {
+ public:
+  __device__ Inverses(const QuantizeParams& p, uint32_t group, bool inside) {
+    const uint32_t per_scale = p.per_scale, at = p.before + group;
+    index_ = at / per_scale;
+    left_ = per_scale - at % per_scale;
+    if (inside) inverse_ = MakeInverse<kOf>(p.global_scale[index_]);
+  }
+
+  // Of the unit's first group, or its next.
+  __device__ Inverse Get(const QuantizeParams& p, int i, bool inside) const {
+    if (i == 0 || left_ > 1 || !inside) return inverse_;
+    return MakeInverse<kOf>(p.global_scale[index_ + 1]);
+  }
+
+  __device__ void Advance(const QuantizeParams& p, bool inside) {
+    const uint32_t last = index_;
+    index_ += p.index_step;
+    left_ -= p.rest_step;
+    if (left_ <= 0) {
+      left_ += p.per_scale;
+      ++index_;
+    }
+    if (index_ != last && inside) inverse_ = MakeInverse<kOf>(p.global_scale[index_]);
+  }
+
+ private:
+  uint32_t index_;
+  int32_t left_;  // groups of the same scale from here on
+  Inverse inverse_{1.0f, 0};
+};
+
+struct NoInverses {
+  __device__ NoInverses(const QuantizeParams&, uint32_t, bool) {}
+  __device__ Inverse Get(const QuantizeParams&, int, bool) const { return {1.0f, 0}; }
+  __device__ void Advance(const QuantizeParams&, bool) {}
+};
+
+// A warp's units in shared memory, in pieces of 16 bytes, which are exchanged among eight so that
+// neither the warp's copies nor its lanes' reads meet a bank twice.
+class UnitStage {
+ public:
+  __device__ UnitStage(uint4* stage, int lane) : lane_(lane) {
+    const uint32_t base = __cvta_generic_to_shared(stage);
+    // Of piece c that is c ^ (c / 8 % 8). The warp copies pieces 32 * i + lane; lanes read 4 * lane
+    // + i.
+    to_ = base + 16 * (lane ^ lane / 8);
+    from_ = base + 16 * (4 * lane ^ lane / 2 % 8);
+  }
+
+  // `from` is where this lane's first piece is; `left` units are there, those of the warp first.
+  __device__ void Copy(const uint8_t* from, int left) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred p0, p1, p2, p3;\n"
+        "setp.gt.s32 p0, %3, 0;\n"
+        "setp.gt.s32 p1, %3, 32;\n"
+        "setp.gt.s32 p2, %3, 64;\n"
+        "setp.gt.s32 p3, %3, 96;\n"
+        "@p0 cp.async.cg.shared.global [%0], [%2], 16;\n"
+        "@p1 cp.async.cg.shared.global [%1 + 512], [%2 + 512], 16;\n"
+        "@p2 cp.async.cg.shared.global [%0 + 1024], [%2 + 1024], 16;\n"
+        "@p3 cp.async.cg.shared.global [%1 + 1536], [%2 + 1536], 16;\n"
+        "cp.async.commit_group;\n"
+        "}" ::"r"(to_),
+        "r"(to_ ^ 64), "l"(from), "r"(4 * left - lane_)
+        : "memory");
+  }
+
+  __device__ void Read(uint32_t* words) const {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+    JGG_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]),
+                     "=r"(words[4 * i + 3])
+                   : "r"(from_ ^ 16 * i));
+    }
+    __syncwarp();
+  }
+
+ private:
+  int lane_;
+  uint32_t to_, from_;
+};
+
+__device__ inline float FromLane(float value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ inline Range FromLane(Range range, int mask) {
+  return {FromLane(range.low, mask), FromLane(range.high, mask)};
+}
+
+// A lane's codes, at their own place.
+template <int kBytes>
+__device__ void StoreUnit(const uint32_t* words, uint8_t* at) {
+  if constexpr (kBytes == 4) *reinterpret_cast<uint32_t*>(at) = words[0];
+  if constexpr (kBytes == 8) *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+  if constexpr (kBytes == 16) {
+    *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// The codes of a warp, of at most `left` units, 16 bytes at a time.
+template <int kBytes>
+__device__ void StoreWarp(const uint32_t* words, uint8_t* at, int lane, int left, uint4* stage) {
+  __syncwarp();  // the stage has been read
+  if constexpr (kBytes % 4 == 0) {
+    JGG_UNROLL
+    for (int i = 0; i < kBytes / 4; ++i) {
+      reinterpret_cast<uint32_t*>(stage)[kBytes / 4 * lane + i] = words[i];
+    }
+  } else {
+    JGG_UNROLL
+    for (int i = 0; i < kBytes / 2; ++i) {
+      reinterpret_cast<uint16_t*>(stage)[kBytes / 2 * lane + i] = words[i / 2] >> 16 * (i % 2);
+    }
+  }
+  __syncwarp();
+  JGG_UNROLL
+  for (int i = lane; i < 2 * kBytes; i += 32) {
+    const int rest = left * kBytes - 16 * i;
+    const uint4 four = stage[i];
+    if (rest >= 16) {
+      reinterpret_cast<uint4*>(at)[i] = four;
+    } else {  // groups have whole words
+      if (rest > 0) reinterpret_cast<uint32_t*>(at)[4 * i] = four.x;
+      if (rest > 4) reinterpret_cast<uint32_t*>(at)[4 * i + 1] = four.y;
+      if (rest > 8) reinterpret_cast<uint32_t*>(at)[4 * i + 2] = four.z;
+    }
+  }
+}
+
+template <typename Coder>
+struct QuantizeKernelTraits {
+  static constexpr int kElements = kUnitBytes / (Coder::kOf == DType::kF32 ? 4 : 2);
+  static constexpr int kGroups = kElements / Coder::kCount;
+  static constexpr int kBytes = kElements * Coder::kBits / 8;  // of their codes
+  static constexpr int kBlocks = kElements == 32 && (Coder::kBias || Coder::kGlobal) ? 3 : 4;
+  static constexpr bool kStaged = kBytes != 4 && kBytes != 8 && kBytes != 16;
+  static constexpr int kWords = (kBytes + 3) / 4;
+  // Of the scales of a unit.
+  using Scale =
+      std::conditional_t<Coder::kBias,
+                         std::conditional_t<Coder::kOf == DType::kF32, uint32_t, uint16_t>,
+                         std::conditional_t<kGroups == 2, uint16_t, uint8_t>>;
+};
+
+template <typename Coder>
+__global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>::kBlocks)
+    QuantizeKernel(const __grid_constant__ QuantizeParams p) {
+  using Traits = QuantizeKernelTraits<Coder>;
+  using Scale = typename Traits::Scale;
+  constexpr int kBytes = Traits::kBytes, kGroups = Traits::kGroups;
+  constexpr int kWarps = kQuantizeThreads / 32;
+  __shared__ uint4 stages[kWarps][32 * kUnitBytes / 16];
+  __shared__ uint4 out_stages[Traits::kStaged ? kWarps : 1][Traits::kStaged ? 2 * kBytes : 1];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const UnitStage stage(stages[warp], lane);
+  const int64_t unit = int64_t{blockIdx.x} * kQuantizeThreads + thread;
+  int left = p.units - static_cast<int>(unit - lane);  // from the warp's first unit on
+  if (left <= 0) return;
+  const uint8_t* w_at = p.w + (unit - lane) * kUnitBytes + 16 * lane;
+  uint8_t* weight_at = p.weight + (Traits::kStaged ? unit - lane : unit) * kBytes;
+  uint8_t* scale_at = p.scales + (unit >> p.lane_bits) * sizeof(Scale);
+  const int64_t to_bias = p.biases - p.scales;
+  const int other_lanes = (1 << p.lane_bits) - 1;
+  using Inverter = std::conditional_t<Coder::kGlobal, Inverses<Coder::kOf>, NoInverses>;
+  Inverter inverses(p, kGroups * static_cast<uint32_t>(unit), lane < left);
+
+  stage.Copy(w_at, left);
+  while (true) {
+    typename Coder::X x[kGroups];
+    stage.Read(x[0].words);
+    const int here = left;
+    const bool inside = lane < here;
+    left -= p.step;
+    w_at += p.w_step;
+    stage.Copy(w_at, left);
+
+    typename Coder::Group groups[kGroups];
+    uint32_t words[Traits::kWords], scale = 0;
+    bool doubt = false;
+    JGG_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      auto part = Coder::Of(x[i]);
+      if constexpr (kGroups == 1) {
+        JGG_UNROLL
+        for (int bit = 0; bit < 3; ++bit) {
+          if (bit < p.lane_bits) part = Coder::Join(part, FromLane(part, 1 << bit));
+        }
+      }
+      groups[i] = Coder::Make(part, inverses.Get(p, i, inside));
+      scale |= Coder::Scale(groups[i]) << 8 * i;
+      doubt |= Coder::Encode(x[i], groups[i], p.times, words + Traits::kWords / kGroups * i);
+    }
+    if constexpr (Coder::kDoubt) {
+      if (AnyLane(doubt && inside)) {
+        JGG_UNROLL
+        for (int i = 0; i < kGroups; ++i) {
+          Coder::Exactly(x[i], groups[i], words + Traits::kWords / kGroups * i);
+        }
+      }
+    }
+    JGG_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      Coder::Finish(groups[i], words + Traits::kWords / kGroups * i);
+    }
+
+    if constexpr (Traits::kStaged) {
+      StoreWarp<kBytes>(words, weight_at, lane, min(here, 32), out_stages[warp]);
+    } else if (inside) {
+      StoreUnit<kBytes>(words, weight_at);
+    }
+    if (inside && (lane & other_lanes) == 0) {
+      *reinterpret_cast<Scale*>(scale_at) = scale;
+      if constexpr (Coder::kBias) {
+        *reinterpret_cast<Scale*>(scale_at + to_bias) = Coder::Bias(groups[0]);
+      }
+    }
+    if (left <= 0) return;
+    weight_at += p.weight_step;
+    scale_at += p.scale_step;
+    inverses.Advance(p, lane < left);
+  }
+}
+
+}  // namespace jgg::device
