@@ -1,4 +1,4 @@
-// The compute capability of the current device, asked once per device, and what needs one.
+// What the current device is, asked once per device, and what needs one that is newer.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,6 +23,21 @@ inline int ComputeCapability() {
       return 0;
     }
     value = major * 10 + minor;
+    known[device].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+// How many multiprocessors it has; 0 where that cannot be read.
+inline int Processors() {
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 0;
+  int value = known[device].load(std::memory_order_relaxed);
+  if (value == 0) {
+    if (cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+      return 0;
+    }
     known[device].store(value, std::memory_order_relaxed);
   }
   return value;

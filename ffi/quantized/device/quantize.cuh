@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "quantized/device/coders.cuh"
+#include "quantized/device/global_scales.cuh"
 
 namespace jgg::device {
 
@@ -16,57 +17,19 @@ inline constexpr int kUnitBytes = 64;
 // A unit is the elements of a lane: one group or two of them, or a part of one.
 struct QuantizeParams {
   const uint8_t* w;
-  const float* global_scale;
   uint8_t *weight, *scales, *biases;
-  int32_t units;
+  int32_t pieces;     // of 16 bytes, in w: 4 are a unit; the last may be half of one
   int32_t lane_bits;  // 2^lane_bits lanes share a group: at most 8
-  // To a thread's next unit, and from there in bytes.
+  // To a thread's next unit, in pieces and in bytes.
   int32_t step;
   int64_t w_step, weight_step, scale_step;
-  // Global scales: groups that share one, and how many of the first scale's are before w; how often
-  // they fit between a thread's unit and its next, and what is left.
-  int32_t per_scale, before, index_step, rest_step;
+  GlobalScaleSteps global_scales;
   uint32_t times;  // kNvfp4Times
 };
 
-// 1 / global_scale of a thread's groups.
 template <DType kOf>
-class Inverses {
- public:
-  __device__ Inverses(const QuantizeParams& p, uint32_t group, bool inside) {
-    const uint32_t per_scale = p.per_scale, at = p.before + group;
-    index_ = at / per_scale;
-    left_ = per_scale - at % per_scale;
-    if (inside) inverse_ = MakeInverse<kOf>(p.global_scale[index_]);
-  }
-
-  // Of the unit's first group, or its next.
-  __device__ Inverse Get(const QuantizeParams& p, int i, bool inside) const {
-    if (i == 0 || left_ > 1 || !inside) return inverse_;
-    return MakeInverse<kOf>(p.global_scale[index_ + 1]);
-  }
-
-  __device__ void Advance(const QuantizeParams& p, bool inside) {
-    const uint32_t last = index_;
-    index_ += p.index_step;
-    left_ -= p.rest_step;
-    if (left_ <= 0) {
-      left_ += p.per_scale;
-      ++index_;
-    }
-    if (index_ != last && inside) inverse_ = MakeInverse<kOf>(p.global_scale[index_]);
-  }
-
- private:
-  uint32_t index_;
-  int32_t left_;  // groups of the same scale from here on
-  Inverse inverse_{1.0f, 0};
-};
-
-struct NoInverses {
-  __device__ NoInverses(const QuantizeParams&, uint32_t, bool) {}
-  __device__ Inverse Get(const QuantizeParams&, int, bool) const { return {1.0f, 0}; }
-  __device__ void Advance(const QuantizeParams&, bool) {}
+struct InverseMaker {
+  __device__ Inverse operator()(float global_scale) const { return MakeInverse<kOf>(global_scale); }
 };
 
 // A warp's units in shared memory, in pieces of 16 bytes, which are exchanged among eight so that
@@ -81,7 +44,7 @@ class UnitStage {
     from_ = base + 16 * (4 * lane ^ lane / 2 % 8);
   }
 
-  // `from` is where this lane's first piece is; `left` units are there, those of the warp first.
+  // `from` is where this lane's first piece is; `left` pieces are there, those of the warp first.
   __device__ void Copy(const uint8_t* from, int left) const {
     asm volatile(
         "{\n"
@@ -96,7 +59,7 @@ class UnitStage {
         "@p3 cp.async.cg.shared.global [%1 + 1536], [%2 + 1536], 16;\n"
         "cp.async.commit_group;\n"
         "}" ::"r"(to_),
-        "r"(to_ ^ 64), "l"(from), "r"(4 * left - lane_)
+        "r"(to_ ^ 64), "l"(from), "r"(left - lane_)
         : "memory");
   }
 
@@ -136,9 +99,9 @@ __device__ void StoreUnit(const uint32_t* words, uint8_t* at) {
   }
 }
 
-// The codes of a warp, of at most `left` units, 16 bytes at a time.
+// The codes of a warp's `count` units, 16 bytes at a time.
 template <int kBytes>
-__device__ void StoreWarp(const uint32_t* words, uint8_t* at, int lane, int left, uint4* stage) {
+__device__ void StoreWarp(const uint32_t* words, uint8_t* at, int lane, int count, uint4* stage) {
   __syncwarp();  // the stage has been read
   if constexpr (kBytes % 4 == 0) {
     JGG_UNROLL
@@ -154,7 +117,7 @@ __device__ void StoreWarp(const uint32_t* words, uint8_t* at, int lane, int left
   __syncwarp();
   JGG_UNROLL
   for (int i = lane; i < 2 * kBytes; i += 32) {
-    const int rest = left * kBytes - 16 * i;
+    const int rest = count * kBytes - 16 * i;
     const uint4 four = stage[i];
     if (rest >= 16) {
       reinterpret_cast<uint4*>(at)[i] = four;
@@ -193,22 +156,26 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const UnitStage stage(stages[warp], lane);
   const int64_t unit = int64_t{blockIdx.x} * kQuantizeThreads + thread;
-  int left = p.units - static_cast<int>(unit - lane);  // from the warp's first unit on
+  int left = p.pieces - 4 * static_cast<int>(unit - lane);  // from the warp's first unit on
   if (left <= 0) return;
   const uint8_t* w_at = p.w + (unit - lane) * kUnitBytes + 16 * lane;
   uint8_t* weight_at = p.weight + (Traits::kStaged ? unit - lane : unit) * kBytes;
   uint8_t* scale_at = p.scales + (unit >> p.lane_bits) * sizeof(Scale);
   const int64_t to_bias = p.biases - p.scales;
   const int other_lanes = (1 << p.lane_bits) - 1;
-  using Inverter = std::conditional_t<Coder::kGlobal, Inverses<Coder::kOf>, NoInverses>;
-  Inverter inverses(p, kGroups * static_cast<uint32_t>(unit), lane < left);
+  using Inverses = std::conditional_t<Coder::kGlobal, GlobalScales<InverseMaker<Coder::kOf>>,
+                                      NoGlobalScales<Inverse>>;
+  Inverses inverses(p.global_scales, kGroups * static_cast<int32_t>(unit), 4 * lane < left);
 
   stage.Copy(w_at, left);
   while (true) {
+    uint32_t raw[16];
+    stage.Read(raw);
     typename Coder::X x[kGroups];
-    stage.Read(x[0].words);
-    const int here = left;
-    const bool inside = lane < here;
+    JGG_UNROLL
+    for (int i = 0; i < 16; ++i) x[i * kGroups / 16].words[i % (16 / kGroups)] = raw[i];
+    const int here = left - 4 * lane;  // from this lane's unit on
+    const bool inside = here > 0;
     left -= p.step;
     w_at += p.w_step;
     stage.Copy(w_at, left);
@@ -225,7 +192,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
           if (bit < p.lane_bits) part = Coder::Join(part, FromLane(part, 1 << bit));
         }
       }
-      groups[i] = Coder::Make(part, inverses.Get(p, i, inside));
+      const bool exists = here > 2 * i;
+      groups[i] =
+          Coder::Make(part, i == 0 ? inverses.Get() : inverses.Next(p.global_scales, exists));
       scale |= Coder::Scale(groups[i]) << 8 * i;
       doubt |= Coder::Encode(x[i], groups[i], p.times, words + Traits::kWords / kGroups * i);
     }
@@ -243,11 +212,15 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
     }
 
     if constexpr (Traits::kStaged) {
-      StoreWarp<kBytes>(words, weight_at, lane, min(here, 32), out_stages[warp]);
+      StoreWarp<kBytes>(words, weight_at, lane, min(here / 4 + lane, 32), out_stages[warp]);
+    } else if (kGroups == 2 && here == 2) {  // half a unit
+      StoreUnit<kBytes / 2>(words, weight_at);
     } else if (inside) {
       StoreUnit<kBytes>(words, weight_at);
     }
-    if (inside && (lane & other_lanes) == 0) {
+    if (kGroups == 2 && here == 2) {
+      *scale_at = scale;
+    } else if (inside && (lane & other_lanes) == 0) {
       *reinterpret_cast<Scale*>(scale_at) = scale;
       if constexpr (Coder::kBias) {
         *reinterpret_cast<Scale*>(scale_at + to_bias) = Coder::Bias(groups[0]);
@@ -256,7 +229,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
     if (left <= 0) return;
     weight_at += p.weight_step;
     scale_at += p.scale_step;
-    inverses.Advance(p, lane < left);
+    inverses.Advance(p.global_scales, 4 * lane < left);
   }
 }
 

@@ -1,0 +1,61 @@
+// CUDA handler of dequantize: bind, check, launch.
+
+#include <string_view>
+
+#include "common/arch.h"
+#include "common/cuda_error.h"
+#include "handlers.h"
+#include "quantized/dequantize_sm80.h"
+#include "quantized/quantize_bind.h"
+
+namespace jgg {
+namespace ffi = xla::ffi;
+
+static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
+                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                             std::string_view mode, int32_t bits, int32_t group_size, bool biases,
+                             bool global_scale) {
+  constexpr const char* op = "dequantize";
+  JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out->element_type()));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(R, K)", *out, {-1, -1}));
+  DequantizeArgs args{{}, out->untyped_data(), *ToDType(out->element_type())};
+
+  QuantizedBuffers buffers{weight, scales, {}, {}};
+  Operands operands(op, rest);
+  if (biases) {
+    const auto buffer = operands.Take("biases");
+    if (!buffer) return buffer.error();
+    buffers.biases = *buffer;
+  }
+  if (global_scale) {
+    const auto buffer = operands.Take("global_scale");
+    if (!buffer) return buffer.error();
+    buffers.global_scale = *buffer;
+  }
+  JGG_RETURN_IF_ERROR(operands.End());
+  const QuantizedAttributes attributes{mode, bits, group_size, "linear", biases, global_scale};
+  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, attributes, buffers, out->dimensions()[0],
+                                         out->dimensions()[1], &args.q));
+  if (auto reason = dequantize_sm80_unsupported(args, ComputeCapability())) {
+    return Unimplemented(op, *reason);
+  }
+  return FromCuda(op, dequantize_sm80(stream, args));
+}
+
+XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // weight
+                           .Arg<ffi::AnyBuffer>()  // scales
+                           .RemainingArgs()        // biases, global_scale
+                           .Ret<ffi::AnyBuffer>()  // out
+                           .Attr<std::string_view>("mode")
+                           .Attr<int32_t>("bits")
+                           .Attr<int32_t>("group_size")
+                           .Attr<bool>("biases")
+                           .Attr<bool>("global_scale"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* JggDequantize(XLA_FFI_CallFrame* call_frame) { return kDequantize(call_frame); }
+
+}  // namespace jgg

@@ -1,0 +1,124 @@
+// Codes to values exactly as jax_groupgemm.dequantize gives them, signs of zeros and patterns of
+// NaN included: by decode.cuh where that agrees, else one by one. Also compiled for the host, where
+// tests/test_dequantize_host.py compares it with that definition.
+#pragma once
+
+#include "quantized/device/decode.cuh"
+#include "quantized/device/encode.cuh"
+
+namespace jgg::device {
+
+// What a lane knows of its 32 codes beside themselves.
+struct UnitScales {
+  uint32_t first, second;  // bits of scale and bias; of two scales (nvfp4); of the scale
+  float low, high;         // global scales of the first 16 and the last
+};
+
+template <DType kTo_, Mode kMode_, int kBits_, bool kGlobal_>
+struct ValueDecoder {
+  static constexpr DType kTo = kTo_;
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kGlobal = kGlobal_;
+
+  // Stores eight values at a time, store(i, Eight<kTo>). False, for all lanes of a warp alike,
+  // where they have to be decoded one by one; what has been stored is then void.
+  template <typename Store>
+  static JGG_HOST_DEVICE bool Decode(DType scale_dtype, const uint32_t (&codes)[kBits],
+                                     const UnitScales& scales, Store store) {
+    if (AnyLane(!IsUsual(scale_dtype, scales))) return false;
+    constexpr int kOnly = kMode == Mode::kAffine  ? kBits
+                          : kMode == Mode::kMxfp8 ? static_cast<int>(Scales::kE4M3)
+                                                  : static_cast<int>(Scales::kE2M1);
+    const Coding coding{kMode, kBits, scale_dtype};
+    const auto load = [&](auto& words) {
+      JGG_UNROLL
+      for (int i = 0; i < kBits; ++i) words[i] = codes[i];
+    };
+    if constexpr (!kGlobal) {
+      return Decode32<kTo, kOnly>(MakeScales<kTo>(coding, scales.first, scales.second), load,
+                                  store);
+    } else {
+      // In bfloat16 a product of element and scale is exact.
+      const auto times = [&](int i, const Eight<DType::kBF16>& eight) {
+        float values[8];
+        JGG_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          const float value = Half<DType::kBF16>(eight.words[j / 2], j % 2);
+          values[j] = Multiply(value, i < 2 ? scales.low : scales.high);
+        }
+        store(i, Round8<kTo>(values));
+      };
+      return Decode32<DType::kBF16, kOnly>(
+          MakeScales<DType::kBF16>(coding, scales.first, scales.second), load, times);
+    }
+  }
+
+  // The bits of one value.
+  static JGG_HOST_DEVICE uint32_t Value(DType scale_dtype, uint32_t code, const UnitScales& scales,
+                                        bool upper) {
+    float value;
+    if constexpr (kMode == Mode::kAffine) {
+      // The definition's two products, each exact, decide on the sign of zero.
+      const float scale = ScaleOfBits(scales.first, scale_dtype);
+      const float bias = ScaleOfBits(scales.second, scale_dtype);
+      const bool finite = fabsf(scale) < AsFloat(kInfinity);
+      const float high = finite ? AsFloat(AsBits(scale) & 0xffffff00) : scale;
+      const float low = finite ? Add(scale, -high) : 0.0f;
+      const float q = static_cast<float>(code);
+      value = Add(Add(Multiply(q, high), Multiply(q, low)), bias);
+    } else {
+      const uint32_t scale = kMode == Mode::kNvfp4 && upper ? scales.second : scales.first;
+      value = DecodeOne({kMode, kBits, scale_dtype}, code, scale, 0);
+      if (kGlobal) value = Multiply(value, upper ? scales.high : scales.low);
+    }
+    return Narrow<kTo>(value);
+  }
+
+ private:
+  // Neither NaN, which has many patterns, nor a bias of - 0, whose sums have any sign.
+  static JGG_HOST_DEVICE bool IsUsual(DType scale_dtype, const UnitScales& scales) {
+    if constexpr (kMode == Mode::kAffine) {
+      const float bias = ScaleOfBits(scales.second, scale_dtype);
+      return fabsf(bias) < AsFloat(kInfinity) && AsBits(bias) != kSign;
+    } else if constexpr (kMode != Mode::kNvfp4) {
+      return scales.first != 255;
+    } else {
+      const float largest = fmaxf(fabsf(scales.low), fabsf(scales.high));
+      const bool finite = !kGlobal || (scales.low == scales.low && scales.high == scales.high &&
+                                       largest < AsFloat(kInfinity));
+      return finite && (scales.first & 0x7f) != 0x7f && (scales.second & 0x7f) != 0x7f;
+    }
+  }
+};
+
+// Code i of a stream.
+template <int kBits>
+JGG_HOST_DEVICE uint32_t CodeAt(const uint32_t* words, int i) {
+  const int bit = i * kBits;
+  const uint32_t next = bit % 32 + kBits > 32 ? words[bit / 32 + 1] : 0;
+  return FunnelRight(words[bit / 32], next, bit % 32) & ((1u << kBits) - 1);
+}
+
+// function(decoder) for the decoder of a mode: its type is what counts.
+template <DType kTo, typename Function>
+auto DispatchDecoder(const Coding& coding, bool global, Function&& function) {
+  switch (coding.mode) {
+    case Mode::kMxfp4: return function(ValueDecoder<kTo, Mode::kMxfp4, 4, false>{});
+    case Mode::kMxfp8: return function(ValueDecoder<kTo, Mode::kMxfp8, 8, false>{});
+    case Mode::kNvfp4:
+      return global ? function(ValueDecoder<kTo, Mode::kNvfp4, 4, true>{})
+                    : function(ValueDecoder<kTo, Mode::kNvfp4, 4, false>{});
+    case Mode::kAffine: break;
+  }
+  switch (coding.bits) {
+    case 2: return function(ValueDecoder<kTo, Mode::kAffine, 2, false>{});
+    case 3: return function(ValueDecoder<kTo, Mode::kAffine, 3, false>{});
+    case 5: return function(ValueDecoder<kTo, Mode::kAffine, 5, false>{});
+    case 6: return function(ValueDecoder<kTo, Mode::kAffine, 6, false>{});
+    case 8: return function(ValueDecoder<kTo, Mode::kAffine, 8, false>{});
+    default: return function(ValueDecoder<kTo, Mode::kAffine, 4, false>{});
+  }
+}
+
+}  // namespace jgg::device

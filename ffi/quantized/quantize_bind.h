@@ -1,0 +1,68 @@
+// From XLA's buffers to QuantizedArray, for the handlers of quantize and dequantize.
+#pragma once
+
+#include "quantized/qmm_bind.h"
+#include "quantized/quantize.h"
+
+namespace jgg {
+
+// The leaves of a Quantized that stands for an array (R, K), rows of which may share global scales.
+struct QuantizedBuffers {
+  xla::ffi::AnyBuffer weight, scales;
+  std::optional<xla::ffi::AnyBuffer> biases, global_scale;
+};
+
+inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttributes& attributes,
+                                          const QuantizedBuffers& buffers, int64_t rows, int64_t k,
+                                          QuantizedArray* q) {
+  QuantizedWeight w{};
+  JGG_RETURN_IF_ERROR(BindCoding(op, attributes, &w));
+  q->coding = w.coding;
+  q->group_size = w.group_size;
+  q->elements = rows * k;
+  if (k % w.group_size != 0) {
+    return InvalidArgument(op, "K=", k, " is not a multiple of group_size=", w.group_size);
+  }
+  const auto& [weight, scales, biases, global_scale] = buffers;
+  JGG_RETURN_IF_ERROR(
+      CheckShape(op, "weight", "(R, K*bits/32)", weight, {rows, k * w.coding.bits / 32}));
+  if (weight.element_type() != xla::ffi::U32) {
+    return InvalidArgument(op, "weight has XLA dtype ", static_cast<int>(weight.element_type()),
+                           ", expected uint32");
+  }
+  JGG_RETURN_IF_ERROR(
+      CheckShape(op, "scales", "(R, K/group_size)", scales, {rows, k / w.group_size}));
+  if (w.coding.mode == Mode::kAffine) {
+    JGG_RETURN_IF_ERROR(CheckFloat(op, "scales", scales.element_type()));
+    q->coding.scale_dtype = *ToDType(scales.element_type());
+  } else if (scales.element_type() != xla::ffi::U8) {
+    return InvalidArgument(op, "scales has XLA dtype ", static_cast<int>(scales.element_type()),
+                           ", expected uint8");
+  }
+  q->weight = weight.untyped_data();
+  q->scales = scales.untyped_data();
+  if (biases) {
+    JGG_RETURN_IF_ERROR(
+        CheckShape(op, "biases", "(R, K/group_size)", *biases, {rows, k / w.group_size}));
+    if (biases->element_type() != scales.element_type()) {
+      return InvalidArgument(op, "biases and scales must have one dtype");
+    }
+    q->biases = biases->untyped_data();
+  }
+  if (global_scale) {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "global_scale", "(L,)", *global_scale, {-1}));
+    q->global_scales = global_scale->dimensions()[0];
+    if (global_scale->element_type() != xla::ffi::F32) {
+      return InvalidArgument(op, "global_scale has XLA dtype ",
+                             static_cast<int>(global_scale->element_type()), ", expected float32");
+    }
+    if (q->global_scales == 0 || rows % q->global_scales != 0) {
+      return InvalidArgument(op, "global_scale has shape ", ShapeText(*global_scale),
+                             ", which does not divide the ", rows, " rows");
+    }
+    q->global_scale = static_cast<const float*>(global_scale->untyped_data());
+  }
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace jgg
