@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import re
 import sys
 import warnings
@@ -34,8 +35,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
 # Those that "sm100" has kernels for; it has no others, and no other kernel has these.
 _SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
 # CUDA handlers that are not offered before the GPU tests have run on them: until then quantized
-# products run their reference.
-UNTRIED = ("jgg_qmm", "jgg_qmm_packed")
+# products and nvfp4_quantize run their reference.
+UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize")
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
@@ -446,6 +447,35 @@ def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None)
     )
     operands = (x.weight, x.scales, dy.weight, dy.scales, sizes, alpha, *existing)
     return call(*operands, **_attributes({"tokens": rows}))[0]
+
+
+def nvfp4_quantize(x, group_sizes, seed, *, axis, scale_2d, hadamard):
+    """Custom call ``jgg_nvfp4_quantize``: x (M, R, C), sizes, seed -> weight, scales, global_scale,
+    workspace. Sizes and seed may be empty."""
+    *lead, rows, columns = (1, *x.shape)[-max(x.ndim, 2) :]
+    matrices = math.prod(lead)
+    lines, along = (rows, columns) if axis == -1 else (columns, rows)
+    sizes, words = jnp.zeros((0,), jnp.int32), 3 * matrices
+    if group_sizes is not None:
+        (groups,) = group_sizes.shape
+        sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
+        words += 2 * (groups + 1)
+        if axis == -2:
+            along = layouts.padded_rows(rows, groups, layouts.GROUPED)
+    results = (
+        jax.ShapeDtypeStruct((matrices, lines, along // 8), jnp.uint32),
+        jax.ShapeDtypeStruct((matrices, lines, along // 16), jnp.uint8),
+        jax.ShapeDtypeStruct((matrices,), jnp.float32),
+        jax.ShapeDtypeStruct((words,), jnp.uint32),
+    )
+    call = jax.ffi.ffi_call("jgg_nvfp4_quantize", results)
+    flags = {"along_rows": axis == -2, "scale_2d": scale_2d, "hadamard": hadamard}
+    seed = jnp.zeros((0,), jnp.uint32) if seed is None else seed
+    operands = x.reshape(matrices, rows, columns), sizes, seed
+    weight, scales, global_scale, _ = call(*operands, **_attributes(flags))
+    lead = x.shape[:-2] if x.ndim == 1 else (*x.shape[:-2], lines)
+    weight, scales = (a.reshape(*lead, a.shape[-1]) for a in (weight, scales))
+    return weight, scales, global_scale.reshape(x.shape[:-2])
 
 
 def _nvfp4_workspace(groups: int, *scales: int):

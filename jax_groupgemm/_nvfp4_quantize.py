@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _check, _partition, _quantized, _reference
+from . import _check, _nvfp4_quantize_call, _partition, _quantized, _reference
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
@@ -190,7 +190,22 @@ def _specs(x, mesh, axis: int, grouped: bool, layout: str):
 @partial(jax.jit, static_argnames=("axis", "scale_2d", "hadamard", "layout"))
 def _quantize(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool, layout: str):
     """``(weight, scales, global_scale, positions)``."""
+    weight, scales, global_scale = _nvfp4_quantize_call.either(
+        _definition, x, group_sizes, seed, axis=axis, scale_2d=scale_2d, hadamard=hadamard
+    )
     padding = None
+    if group_sizes is not None and (axis == -2 or layout == "swizzled"):
+        unit = layouts.GROUPED if axis == -2 else layouts.SWIZZLED
+        padding = layouts.padding(group_sizes, x.shape[0], unit)
+    if layout == "swizzled":
+        if padding is not None:
+            scales = layouts.take_rows(scales, padding.source)
+        scales = layouts.swizzle(scales)
+    return weight, scales, global_scale, None if padding is None else padding.positions
+
+
+def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool):
+    """``(weight, scales, global_scale)``, scales line by line."""
     if group_sizes is not None and axis == -2:
         padding = layouts.padding(group_sizes, x.shape[0], layouts.GROUPED)
         x = _reference.load(layouts.take_rows(_reference.storage(x), padding.source), x.dtype)
@@ -216,14 +231,8 @@ def _quantize(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool
     code = jnp.where((scales == 0x7F)[..., None], u32(0), code | b >> 31 << 3)
     code = lax.optimization_barrier(code)  # else XLA computes them once for every bit field
     weight = _quantized.pack(_quantized._flat(code), 4)
-    scales = scales.astype(jnp.uint8)
-    if layout == "swizzled":
-        if group_sizes is not None:
-            padding = layouts.padding(group_sizes, x.shape[0], layouts.SWIZZLED)
-            scales = layouts.take_rows(scales, padding.source)
-        scales = layouts.swizzle(scales)
     global_scale = _float(fb.divide(amax, fb.bits(jnp.full_like(amax, _RANGE, jnp.float32))))
-    return weight, scales, global_scale, None if padding is None else padding.positions
+    return weight, scales.astype(jnp.uint8), global_scale
 
 
 def _float(b):

@@ -1,0 +1,424 @@
+// The kernels of nvfp4_quantize: x (M, R, C) to codes and scales, in blocks of 16 along C, or along
+// R and stored transposed; R may be grouped. First the largest magnitude of each matrix, then every
+// block on its own; quantize_block.cuh has the arithmetic.
+#pragma once
+
+#include "nvfp4/device/groups.cuh"
+#include "nvfp4/device/quantize_block.cuh"
+
+namespace jgg::nvfp4::device {
+
+inline constexpr int kQuantizeThreads = 256;
+inline constexpr int kTileLines = 64;  // rows that a warp quantizes along: groups are padded so
+
+struct QuantizeParams {
+  const uint8_t* x;
+  int64_t matrices, rows, columns;
+  int64_t blocks;                 // to a line of the result
+  const int32_t *starts, *tiles;  // (G + 1,): each group's first row, and its first 64 padded rows
+  int32_t groups;                 // 0 where rows are not grouped
+  const uint32_t* seed;           // two words
+  uint32_t* amax;                 // (M,), bits
+  const MatrixScales* matrix_scales;
+  uint8_t *weight, *scales;
+
+  __device__ int64_t rows_inside() const { return groups == 0 ? rows : starts[groups]; }
+};
+
+template <DType kOf>
+inline constexpr int kElementBytes = kOf == DType::kF32 ? 4 : 2;
+
+// ---- once per call ----
+
+// From group sizes to starts and tiles: one block.
+static __global__ void __launch_bounds__(kScanThreads)
+    StartsKernel(const int32_t* sizes, int32_t groups, int32_t rows, int32_t* starts,
+                 int32_t* tiles) {
+  __shared__ int64_t row_sums[kScanThreads], tile_sums[kScanThreads];
+  const int thread = threadIdx.x;
+  const GroupScan scan{sizes, groups, rows, kTileLines, 0};
+  row_sums[thread] = SumSizes(scan, thread);
+  __syncthreads();
+  const int64_t before = SumBefore(row_sums, thread);
+  tile_sums[thread] = SumTiles(scan, thread, before);
+  __syncthreads();
+  int64_t tile = SumBefore(tile_sums, thread);
+  VisitGroups(scan, thread, before, [&](int g, int32_t start, int32_t, int64_t count) {
+    starts[g] = start;
+    tiles[g] = static_cast<int32_t>(tile);
+    tile += count;
+  });
+  if (thread == kScanThreads - 1) {
+    const int64_t end = before + row_sums[thread];
+    starts[groups] = static_cast<int32_t>(end < rows ? end : rows);
+    tiles[groups] = static_cast<int32_t>(tile);
+  }
+}
+
+static __global__ void __launch_bounds__(kQuantizeThreads)
+    MatrixScalesKernel(const uint32_t* amax, int64_t matrices, MatrixScales* scales,
+                       float* global_scale) {
+  const int64_t m = int64_t{blockIdx.x} * kQuantizeThreads + threadIdx.x;
+  if (m >= matrices) return;
+  scales[m] = MakeMatrixScales(amax[m]);
+  global_scale[m] = GlobalScale(amax[m]);
+}
+
+// ---- the largest finite magnitude ----
+
+// By all threads of a block, each with its own.
+__device__ inline void JoinAmax(uint32_t bits, uint32_t* amax) {
+  __shared__ uint32_t joined;
+  if (threadIdx.x == 0) joined = 0;
+  __syncthreads();
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0) atomicMax(&joined, bits);
+  __syncthreads();
+  if (threadIdx.x == 0 && joined != 0) atomicMax(amax, joined);
+  __syncthreads();  // before the next matrix
+}
+
+template <DType kOf>
+__global__ void __launch_bounds__(kQuantizeThreads)
+    AmaxKernel(const __grid_constant__ QuantizeParams p) {
+  constexpr int kCount = 16 / kElementBytes<kOf>, kAtOnce = 4;
+  using Vector = Elements<kOf, kCount>;
+  const int64_t step = int64_t{gridDim.x} * kQuantizeThreads;
+  const int64_t thread = int64_t{blockIdx.x} * kQuantizeThreads + threadIdx.x;
+  for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
+    const int64_t elements = p.rows_inside() * p.columns, vectors = elements / kCount;
+    const uint8_t* x = p.x + m * p.rows * p.columns * kElementBytes<kOf>;
+    uint32_t largest = 0;
+    for (int64_t i = thread; i < vectors; i += kAtOnce * step) {
+      uint4 loaded[kAtOnce];
+      JGG_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        loaded[j] = make_uint4(0, 0, 0, 0);
+        if (i + j * step < vectors)
+          loaded[j] = __ldg(reinterpret_cast<const uint4*>(x) + i + j * step);
+      }
+      // Where all are finite, as usual, one reduction does for all of them.
+      Elements<kOf, kAtOnce * kCount> all;
+      JGG_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        all.words[4 * j] = loaded[j].x;
+        all.words[4 * j + 1] = loaded[j].y;
+        all.words[4 * j + 2] = loaded[j].z;
+        all.words[4 * j + 3] = loaded[j].w;
+      }
+      largest = max(largest, LargestFinite(all));
+    }
+    if (thread < elements - vectors * kCount) {
+      Elements<kOf, kOf == DType::kF32 ? 1 : 2> last{};
+      const int64_t at = vectors * kCount + thread;
+      if constexpr (kOf == DType::kF32) {
+        last.words[0] = reinterpret_cast<const uint32_t*>(x)[at];
+      } else {
+        last.words[0] = reinterpret_cast<const uint16_t*>(x)[at];
+      }
+      largest = max(largest, LargestFinite(last));
+    }
+    JoinAmax(largest, p.amax + m);
+  }
+}
+
+// ---- blocks along columns ----
+
+template <DType kOf>
+__device__ Elements<kOf, kBlock> LoadBlock(const uint8_t* at, bool inside) {
+  Elements<kOf, kBlock> x{};
+  if (!inside) return x;
+  JGG_UNROLL
+  for (int i = 0; i < kBlock * kElementBytes<kOf> / 16; ++i) {
+    const uint4 four = __ldg(reinterpret_cast<const uint4*>(at) + i);
+    x.words[4 * i] = four.x;
+    x.words[4 * i + 1] = four.y;
+    x.words[4 * i + 2] = four.z;
+    x.words[4 * i + 3] = four.w;
+  }
+  return x;
+}
+
+// `block` is its number in row-major order.
+template <bool kStochastic>
+__device__ void EncodeBlock(const QuantizeParams& p, const Values& values, const BlockScale& scale,
+                            int64_t block, uint32_t* words) {
+  if constexpr (kStochastic) {
+    const RandomBits random(block, __ldg(p.seed), __ldg(p.seed + 1));
+    EncodeStochastic(values, scale, random, words);
+  } else {
+    EncodeNearest(values, scale, words);
+  }
+}
+
+template <bool kStochastic>
+__device__ void QuantizeBlock(const QuantizeParams& p, const Values& values,
+                              const BlockScale& scale, int64_t block) {
+  uint32_t words[2];
+  EncodeBlock<kStochastic>(p, values, scale, block, words);
+  reinterpret_cast<uint2*>(p.weight)[block] = make_uint2(words[0], words[1]);
+  p.scales[block] = scale.byte;
+}
+
+inline constexpr int kRowUnits = 2;  // blocks of a thread
+
+// A thread per block; neighbouring lanes have neighbouring blocks. kAmax: only their magnitudes.
+template <DType kOf, bool kHadamard, bool kStochastic, bool kAmax>
+__global__ void __launch_bounds__(kQuantizeThreads)
+    RowsKernel(const __grid_constant__ QuantizeParams p) {
+  constexpr int kBytes = kBlock * kElementBytes<kOf>;
+  const int64_t count = p.rows * p.blocks, inside = p.rows_inside() * p.blocks;
+  const int64_t first = int64_t{blockIdx.x} * (kRowUnits * kQuantizeThreads) + threadIdx.x;
+  for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
+    Elements<kOf, kBlock> x[kRowUnits];
+    JGG_UNROLL
+    for (int i = 0; i < kRowUnits; ++i) {
+      const int64_t block = first + i * kQuantizeThreads;
+      x[i] = LoadBlock<kOf>(p.x + (m * count + block) * kBytes, block < inside);
+    }
+    uint32_t amax = 0;
+    MatrixScales matrix{};
+    if constexpr (!kAmax) matrix = p.matrix_scales[m];
+    JGG_UNROLL
+    for (int i = 0; i < kRowUnits; ++i) {
+      const int64_t block = first + i * kQuantizeThreads;
+      if (!kAmax && block >= count) break;
+      Values values = Widen(x[i]);
+      if constexpr (kHadamard) Rotate(&values);
+      if constexpr (kAmax) {
+        amax = max(amax, LargestFinite(values));
+      } else {
+        const float largest = kHadamard ? LargestMagnitude(values) : LargestMagnitude(x[i]);
+        QuantizeBlock<kStochastic>(p, values, MakeBlockScale(largest, matrix), m * count + block);
+      }
+    }
+    if constexpr (kAmax) JoinAmax(amax, p.amax + m);
+  }
+}
+
+inline constexpr int kSquareThreads = 32 * kBlock;
+
+// One scale for 16 x 16 elements: a warp per row, a lane per block.
+template <DType kOf, bool kStochastic>
+__global__ void __launch_bounds__(kSquareThreads)
+    SquaresKernel(const __grid_constant__ QuantizeParams p) {
+  constexpr int kBytes = kBlock * kElementBytes<kOf>;
+  __shared__ uint32_t largest[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t across = CeilDiv(p.blocks, 32);
+  const int64_t row = blockIdx.x / across * kBlock + warp;
+  const int64_t column = blockIdx.x % across * 32 + lane;
+  const bool inside = row < p.rows && column < p.blocks;
+  for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
+    const int64_t block = (m * p.rows + row) * p.blocks + column;
+    const auto x = LoadBlock<kOf>(p.x + block * kBytes, inside);
+    if (warp == 0) largest[lane] = 0;
+    __syncthreads();
+    atomicMax(&largest[lane], AsBits(LargestMagnitude(x)));  // NaN is larger than all others
+    __syncthreads();
+    const BlockScale scale = MakeBlockScale(AsFloat(largest[lane]), p.matrix_scales[m]);
+    if (inside) QuantizeBlock<kStochastic>(p, Widen(x), scale, block);
+    __syncthreads();
+  }
+}
+
+// ---- blocks along rows, stored transposed ----
+
+struct TileRows {
+  int64_t first;
+  int count;  // the others are zeros
+};
+
+__device__ inline TileRows RowsOfTile(const QuantizeParams& p, int64_t tile) {
+  int64_t first = kTileLines * tile, end = p.rows;
+  if (p.groups != 0) {
+    if (tile >= p.tiles[p.groups]) return {0, 0};
+    const int group = GroupOfTile(p.tiles, p.groups, static_cast<int>(tile));
+    first = p.starts[group] + kTileLines * (tile - p.tiles[group]);
+    end = p.starts[group + 1];
+  }
+  return {first, static_cast<int>(max(int64_t{0}, min(int64_t{kTileLines}, end - first)))};
+}
+
+// Columns of a lane, neighbours.
+template <DType kOf>
+inline constexpr int kLaneColumns = kOf == DType::kF32 ? 1 : 2;
+
+// 16 rows of a lane's columns, a word of each; `left` rows and `own` columns are there. Only then
+// are loads without conditions, as they are nearly always; `wide`: whole words lie at their own
+// place.
+template <DType kOf>
+__device__ void LoadColumns(const uint8_t* at, int64_t pitch, int left, int own, bool wide,
+                            uint32_t (&words)[kBlock]) {
+  if (left >= kBlock && own == kLaneColumns<kOf> && wide) {
+    JGG_UNROLL
+    for (int i = 0; i < kBlock; ++i) {
+      words[i] = __ldg(reinterpret_cast<const uint32_t*>(at));
+      at += pitch;
+    }
+    return;
+  }
+  JGG_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    words[i] = 0;
+    if constexpr (kOf == DType::kF32) {
+      if (i < left && own > 0) words[i] = __ldg(reinterpret_cast<const uint32_t*>(at));
+    } else {
+      const auto* pair = reinterpret_cast<const uint16_t*>(at);
+      if (i < left && own > 0) words[i] = __ldg(pair);
+      if (i < left && own > 1) words[i] |= uint32_t{__ldg(pair + 1)} << 16;
+    }
+    at += pitch;
+  }
+}
+
+template <DType kOf>
+__device__ Values ColumnOf(const uint32_t (&words)[kBlock], int which) {
+  Values values;
+  JGG_UNROLL
+  for (int i = 0; i < kBlock; ++i) {
+    if constexpr (kOf == DType::kF32) {
+      values.words[i] = words[i];
+    } else {
+      values.words[i] = AsBits(jgg::device::Half<kOf>(words[i], which));
+    }
+  }
+  return values;
+}
+
+// Of each of a lane's columns; NaN where there is one.
+template <DType kOf>
+__device__ void LargestOfColumns(const uint32_t (&words)[kBlock],
+                                 float (&largest)[kLaneColumns<kOf>]) {
+  if constexpr (kOf == DType::kF32) {
+    largest[0] = LargestMagnitude(ColumnOf<kOf>(words, 0));
+  } else {
+    uint32_t pair = jgg::device::Magnitudes2<kOf>(words[0]);
+    JGG_UNROLL
+    for (int i = 1; i < kBlock; ++i) {
+      pair = jgg::device::Max2<kOf>(pair, jgg::device::Magnitudes2<kOf>(words[i]));
+    }
+    largest[0] = jgg::device::Half<kOf>(pair, 0);
+    largest[1] = jgg::device::Half<kOf>(pair, 1);
+  }
+}
+
+// That of 16 columns, to all lanes that have them.
+template <DType kOf>
+__device__ void ShareLargest(float (&largest)[kLaneColumns<kOf>]) {
+  constexpr int kLanes = kBlock / kLaneColumns<kOf>;
+  float all = largest[0];
+  if constexpr (kLaneColumns<kOf> == 2) all = jgg::device::Max(all, largest[1]);
+  JGG_UNROLL
+  for (int mask = 1; mask < kLanes; mask *= 2) {
+    all = jgg::device::Max(all, __shfl_xor_sync(0xffffffffu, all, mask));
+  }
+  JGG_UNROLL
+  for (int j = 0; j < kLaneColumns<kOf>; ++j) largest[j] = all;
+}
+
+// Two neighbouring blocks of a line, the first of them number `at` of `blocks`.
+__device__ inline void StoreCodes(const uint32_t (&codes)[4], int64_t at, int64_t blocks,
+                                  uint8_t* line) {
+  if (blocks % 2 == 0) {
+    if (at < blocks) {
+      *reinterpret_cast<uint4*>(line + 8 * at) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+    }
+    return;
+  }
+  auto* two = reinterpret_cast<uint2*>(line) + at;
+  if (at < blocks) two[0] = make_uint2(codes[0], codes[1]);
+  if (at + 1 < blocks) two[1] = make_uint2(codes[2], codes[3]);
+}
+
+// The scales of four, one to a byte.
+__device__ inline void StoreScales(uint32_t bytes, int64_t at, int64_t blocks, uint8_t* line) {
+  if (blocks % 4 == 0) {
+    *reinterpret_cast<uint32_t*>(line + at) = bytes;
+    return;
+  }
+  JGG_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if (at + i < blocks) line[at + i] = bytes >> 8 * i;
+  }
+}
+
+enum class Blocks { kOwn, kSquare, kHadamard };
+
+// Of ColumnsKernel, to a multiprocessor: as many as do not spill registers.
+template <DType kOf, Blocks kBlocks, bool kStochastic>
+inline constexpr int kResident =
+    kOf == DType::kF16 || kBlocks == Blocks::kHadamard || kStochastic ? 2 : 3;
+
+// A warp per 64 rows x 32 or 64 columns, whose rows it reads as whole lines of 128 bytes; the warps
+// of a block have neighbouring rows, so that what they write is together.
+template <DType kOf, Blocks kBlocks, bool kStochastic, bool kAmax>
+__global__ void __launch_bounds__(kQuantizeThreads, kResident<kOf, kBlocks, kStochastic>)
+    ColumnsKernel(const __grid_constant__ QuantizeParams p) {
+  constexpr int kPer = kLaneColumns<kOf>, kWarps = kQuantizeThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t across = CeilDiv(p.columns, 32 * kPer);
+  const int64_t tile = blockIdx.x / across * kWarps + warp;
+  const int64_t column = (blockIdx.x % across * 32 + lane) * kPer;
+  const bool some = kTileLines / kBlock * tile < p.blocks;
+  const int own = static_cast<int>(max(int64_t{0}, min(int64_t{kPer}, p.columns - column)));
+  const int64_t pitch = p.columns * kElementBytes<kOf>;
+  const bool wide = kOf == DType::kF32 || p.columns % 2 == 0;
+  if (!kAmax && !some) return;
+  const TileRows rows = some ? RowsOfTile(p, tile) : TileRows{0, 0};
+  for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
+    const uint8_t* x = p.x + (m * p.rows + rows.first) * pitch + column * kElementBytes<kOf>;
+    const int64_t line = m * p.columns + column;  // of the result
+    MatrixScales matrix{};
+    if constexpr (!kAmax) matrix = p.matrix_scales[m];
+    uint32_t amax = 0, scales[kPer] = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[2][kBlock], codes[kPer][4];
+      const int64_t at = 4 * tile + 2 * half;
+      JGG_UNROLL
+      for (int b = 0; b < 2; ++b) {
+        const int skipped = kBlock * (2 * half + b);
+        LoadColumns<kOf>(x + skipped * pitch, pitch, rows.count - skipped, own, wide, words[b]);
+      }
+      JGG_UNROLL
+      for (int b = 0; b < 2; ++b) {
+        float largest[kPer];
+        if constexpr (kBlocks != Blocks::kHadamard) LargestOfColumns<kOf>(words[b], largest);
+        if constexpr (kBlocks == Blocks::kSquare) ShareLargest<kOf>(largest);
+        JGG_UNROLL
+        for (int j = 0; j < kPer; ++j) {
+          Values values = ColumnOf<kOf>(words[b], j);
+          if constexpr (kBlocks == Blocks::kHadamard) {
+            Rotate(&values);
+            largest[j] = LargestMagnitude(values);
+          }
+          if constexpr (kAmax) {
+            amax = max(amax, LargestFinite(values));
+          } else {
+            const BlockScale scale = MakeBlockScale(largest[j], matrix);
+            EncodeBlock<kStochastic>(p, values, scale, (line + j) * p.blocks + at + b,
+                                     codes[j] + 2 * b);
+            scales[j] |= scale.byte << 8 * (2 * half + b);
+          }
+        }
+      }
+      if constexpr (!kAmax) {
+        JGG_UNROLL
+        for (int j = 0; j < kPer; ++j) {
+          if (j < own) StoreCodes(codes[j], at, p.blocks, p.weight + (line + j) * p.blocks * 8);
+        }
+      }
+    }
+    if constexpr (kAmax) {
+      JoinAmax(amax, p.amax + m);
+    } else {
+      JGG_UNROLL
+      for (int j = 0; j < kPer; ++j) {
+        if (j < own) StoreScales(scales[j], 4 * tile, p.blocks, p.scales + (line + j) * p.blocks);
+      }
+    }
+  }
+}
+
+}  // namespace jgg::nvfp4::device
