@@ -38,6 +38,9 @@ _SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
 # products and nvfp4_quantize run their reference.
 UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize")
 
+# Likewise whether float32 operands are split for Hopper where "sm90" is not named.
+SPLITS = False
+
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
@@ -45,8 +48,8 @@ EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for n
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
 
 # Kernels, and the platform that each runs on. On CUDA the handler takes the first that can do the
-# call, unless one is named; what "sm90" cannot do (float32, lines that are not a multiple of 16
-# bytes, segments out of order, transposed results) runs on "sm80".
+# call, unless one is named; what "sm90" cannot do (lines that are not a multiple of 16 bytes,
+# segments out of order, transposed results) runs on "sm80".
 PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
 # The one compute capability whose instructions a kernel is made of.
 _CAPABILITY = {"sm100": 100, "sm90": 90}
@@ -375,7 +378,7 @@ def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
     capabilities = live_capabilities()
     if implementation != "sm90":
         hopper = bool(capabilities) and all(capability == 90 for capability in capabilities)
-        if implementation == "sm80" or not hopper or not pays:
+        if implementation == "sm80" or not (SPLITS and hopper and pays):
             return 1
     if capabilities and "90a" not in BUILD.architectures:
         return 1
