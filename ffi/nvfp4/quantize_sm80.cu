@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "common/dispatch.h"
-#include "nvfp4/device/quantize.cuh"
+#include "nvfp4/device/quantize_columns.cuh"
 
 namespace jgg {
 
