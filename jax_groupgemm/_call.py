@@ -34,9 +34,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 # Those that "sm100" has kernels for; it has no others, and no other kernel has these.
 _SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
-# CUDA handlers that are not offered before the GPU tests have run on them: until then quantized
-# products and nvfp4_quantize run their reference.
-UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize")
+# CUDA handlers that are not offered before the GPU tests have run on them: until then everything
+# quantized but NVFP4 products runs its reference.
+UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize", "jgg_quantize", "jgg_dequantize")
 
 # Likewise whether float32 operands are split for Hopper where "sm90" is not named.
 SPLITS = False
@@ -479,6 +479,37 @@ def nvfp4_quantize(x, group_sizes, seed, *, axis, scale_2d, hadamard):
     lead = x.shape[:-2] if x.ndim == 1 else (*x.shape[:-2], lines)
     weight, scales = (a.reshape(*lead, a.shape[-1]) for a in (weight, scales))
     return weight, scales, global_scale.reshape(x.shape[:-2])
+
+
+def quantize(w, global_scale, *, mode, bits, group_size):
+    """Custom call ``jgg_quantize``: w (R, K)[, global_scale (L,)] -> weight, scales[, biases]."""
+    *lead, k = w.shape
+    rows = math.prod(lead)
+    scales = jax.ShapeDtypeStruct(
+        (rows, k // group_size), w.dtype if mode == "affine" else jnp.uint8
+    )
+    results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
+    results += (scales,) if mode == "affine" else ()
+    flags = {"mode": mode, "bits": bits, "group_size": group_size}
+    flags |= {"global_scale": global_scale is not None}
+    more = [] if global_scale is None else [global_scale.reshape(-1)]
+    call = jax.ffi.ffi_call("jgg_quantize", results)
+    out = call(w.reshape(rows, k), *more, **_attributes(flags))
+    return tuple(a.reshape(*lead, a.shape[1]) for a in out)
+
+
+def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype):
+    """Custom call ``jgg_dequantize``: weight, scales[, biases], all (R, ...)[, global_scale (L,)]
+    -> w."""
+    *lead, words = weight.shape
+    rows, k = math.prod(lead), words * 32 // bits
+    operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
+    if global_scale is not None:
+        operands.append(global_scale.reshape(-1))
+    flags = {"mode": mode, "bits": bits, "group_size": group_size}
+    flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
+    call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
+    return (call(*operands, **_attributes(flags)).reshape(*lead, k),)
 
 
 def _nvfp4_workspace(groups: int, *scales: int):

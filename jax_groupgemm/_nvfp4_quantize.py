@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _check, _nvfp4_quantize_call, _partition, _quantized, _reference
+from . import _call, _check, _partition, _quantized, _reference
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
+from ._either import either
 from ._float_bits import i32, u32
 from ._nvfp4_layouts import padded_sizes as padded_sizes
 from ._philox import sixteen_bits
@@ -190,9 +191,10 @@ def _specs(x, mesh, axis: int, grouped: bool, layout: str):
 @partial(jax.jit, static_argnames=("axis", "scale_2d", "hadamard", "layout"))
 def _quantize(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool, layout: str):
     """``(weight, scales, global_scale, positions)``."""
-    weight, scales, global_scale = _nvfp4_quantize_call.either(
-        _definition, x, group_sizes, seed, axis=axis, scale_2d=scale_2d, hadamard=hadamard
-    )
+    weight, scales, global_scale = either(
+        "jgg_nvfp4_quantize", _definition, _call.nvfp4_quantize, (x, group_sizes, seed),
+        axis=axis, scale_2d=scale_2d, hadamard=hadamard,
+    )  # fmt: skip
     padding = None
     if group_sizes is not None and (axis == -2 or layout == "swizzled"):
         unit = layouts.GROUPED if axis == -2 else layouts.SWIZZLED

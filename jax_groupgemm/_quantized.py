@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _check
+from . import _check, _quantize_call
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
@@ -219,7 +219,9 @@ def quantize(
             f"group_size={group_size}"
         )
     global_scale = _global_scale(op, mode, global_scale, w.shape)
-    weight, scales, biases = _quantize(lax.stop_gradient(w), global_scale, mode, bits, group_size)
+    weight, scales, biases = _quantize(
+        lax.stop_gradient(w), lax.stop_gradient(global_scale), mode, bits, group_size
+    )
     return Quantized(
         weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
     )
@@ -430,14 +432,20 @@ def codes_in_groups(weight, bits: int, group_size: int):
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
     """``(weight, scales, biases)``."""
-    blocks = _blocks(w, group_size)
+    static = {"mode": mode, "bits": bits, "group_size": group_size}
+    weight, scales, *biases = _quantize_call.quantize(_leaves, w, global_scale, **static)
+    return weight, scales, biases[0] if biases else None
+
+
+def _leaves(w, global_scale, *, mode: str, bits: int, group_size: int) -> tuple:
+    """weight, scales[, biases], by definition."""
+    blocks, biases = _blocks(w, group_size), ()
     if mode == "affine":
-        codes, scales, biases = _affine(blocks.astype(jnp.float32), bits, w.dtype)
+        codes, scales, *biases = _affine(blocks.astype(jnp.float32), bits, w.dtype)
     else:
         codes, scales = _fp(fb.bits(blocks), mode, global_scale)
-        biases = None
     codes = lax.optimization_barrier(codes)  # else XLA computes them once for every bit field
-    return pack(_flat(codes), bits), scales, biases
+    return pack(_flat(codes), bits), scales, *biases
 
 
 def _float(b):
@@ -529,10 +537,18 @@ def _exact(m, e):
 
 @partial(jax.jit, static_argnums=1)
 def _dequantize(q: Quantized, dtype):
-    values = flatten_groups(values_in_groups(q, dtype))
+    values = _quantize_call.dequantize(
+        _values, q.weight, q.scales, q.biases, q.global_scale,
+        mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
+    )  # fmt: skip
     if q.axis == -2:
         values = values.swapaxes(-1, -2)
     return values if q.positions is None else layouts.take_rows(values, q.positions)
+
+
+def _values(*leaves, dtype, **static) -> tuple:
+    """``(w,)``, by definition."""
+    return (flatten_groups(values_in_groups(Quantized(*leaves, **static), dtype)),)
 
 
 def flatten_groups(values):
