@@ -40,6 +40,8 @@ UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize", "jgg_quantize", "j
 
 # Likewise whether float32 operands are split for Hopper where "sm90" is not named.
 SPLITS = False
+# Likewise whether "sm90" gathers and scatters rows by list itself where it is not named.
+GATHERS = False
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
@@ -260,6 +262,35 @@ def takes_sm100(platform: str, implementation: str | None, target: str) -> bool:
     return bool(capabilities) and unavailable("sm100", capabilities) is None
 
 
+def may_take_lists(x, w, implementation, transpose_w=False) -> bool:
+    """Whether "sm90" may be what runs ``mm`` with lists of rows, of operands of these shapes."""
+    k, n = x.shape[-1], w.shape[1 if transpose_w else 2]
+    return (
+        (implementation == "sm90" or (implementation is None and GATHERS))
+        and x.dtype == w.dtype
+        and x.dtype in (jnp.bfloat16, jnp.float16)
+        and 0 not in (*x.shape, *w.shape)
+        and k % 8 == 0  # lines of whole 16 bytes
+        and (n % 8 == 0 or transpose_w)
+    )
+
+
+def takes_lists(platform: str, x, w, out_dtype, implementation, transpose_w=False) -> bool:
+    """Whether it is what runs it in a computation lowered for a platform: where it is named, or
+    where every GPU of this process can. No other kernel takes lists of rows."""
+    if not may_take_lists(x, w, implementation, transpose_w):
+        return False
+    if implementation is not None:
+        return chosen(platform, (x, w), implementation, out_dtype) == "sm90"
+    capabilities = live_capabilities()
+    return (
+        platform == "cuda"
+        and bool(capabilities)
+        and unavailable("sm90", capabilities) is None
+        and unsupported("sm90", (), out_dtype) is None
+    )
+
+
 def live_capabilities() -> tuple[int, ...]:
     """Compute capabilities of this process's CUDA devices, as 80, 90, ...; empty without one."""
     try:
@@ -293,10 +324,16 @@ class Epilogue:
 
 
 def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w,
-       transpose_out, precision, epilogue: Epilogue | None = None):  # fmt: skip
-    """Custom call ``jgg_mm``: x, w, metadata[, options] -> out."""
+       transpose_out, precision, epilogue: Epilogue | None = None, x_rows=None,
+       y_rows=None):  # fmt: skip
+    """Custom call ``jgg_mm``: x, w, metadata[, options] -> out.
+
+    With lists of rows, int32 (T,), row t of x is its row ``x_rows[t]`` (zeros where it has none),
+    and row t of the result its row ``y_rows[t]``, a permutation.
+    """
     n = w.shape[1 if transpose_w else 2]
-    rows_x = x.shape[1 if transpose_x else 0]
+    lists = [rows for rows in (x_rows, y_rows) if rows is not None]
+    rows_x = x.shape[1 if transpose_x else 0] if x_rows is None else x_rows.shape[0]
     flags: dict[str, Any] = {
         "transpose_x": transpose_x,
         "transpose_w": transpose_w,
@@ -304,6 +341,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     }
     if implementation == "cpu":
         assert epilogue is None
+        assert not lists
         table = _segments.decode(form, meta, rows_x, rows, w.shape[0])
         shape = (n, rows) if transpose_out else (rows, n)
         return _call("jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y})
@@ -314,15 +352,17 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         "activation": epilogue.activation or "",
         "row_scale": epilogue.row_scale is not None,
         "existing_out": epilogue.existing_out is not None,
+        "x_rows": x_rows is not None,
+        "y_rows": y_rows is not None,
     }
-    rest = [*_segments.narrow(form, meta, rows_x, w.shape[0])]
+    rest = [*_segments.narrow(form, meta, rows_x, w.shape[0]), *lists]
     options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
     rest += [value for value in options if value is not None]
     gated = epilogue.activation in ("swiglu", "geglu")
     columns = n // 2 if gated else n
     shape = (columns, rows) if transpose_out else (rows, columns)
     mean_rows = rows / max(rest[0].shape[0], 1)
-    tile = _tuned.mm(x, w, mean_rows, out_dtype, transpose_w, gated)
+    tile = 0 if lists else _tuned.mm(x, w, mean_rows, out_dtype, transpose_w, gated)
     planes = _planes(
         implementation, x, w, precision,
         runs=form.ordered_y and not (transpose_x or transpose_out or gated)

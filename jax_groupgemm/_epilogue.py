@@ -1,25 +1,21 @@
 """``mm`` or ``qmm`` with an epilogue: bias, activation, row scale and an existing result, fused
 where a kernel can, and otherwise the very composition that ``composed`` spells out.
 
-The fused form is one primitive without derivative rules of its own: differentiating or batching it
-goes back to the composition, whose parts have theirs. Sharded operands (Auto, Explicit) are
-composed too, because a sum over devices has to come before an activation.
+The fused form is one primitive (``_composed.py``). Sharded operands (Auto, Explicit) are composed
+because a sum over devices has to come before an activation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from . import _call, _partition, _prepack, _primitives, _qmm, _reference
+from . import _call, _composed, _prepack, _primitives, _qmm, _reference
 from ._quantized import Quantized
 from ._segments import SIZES, covered_rows
 
@@ -78,10 +74,7 @@ def mm(x, w, meta, bias, row_scale, existing_out, *, activation, transpose_w, dt
         "present": present, "activation": activation, "transpose_w": transpose_w,
         "dtype": jnp.dtype(dtype), "precision": precision, "implementation": implementation,
     }  # fmt: skip
-    if _partition.explicit_mesh(operands) is not None:
-        return composed(*operands, **params)
-    manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return (_INNER if manual else _OUTER).bind(*_primitives.vary_alike(*operands), **params)
+    return _MM(*operands, **params)
 
 
 def product(x, w, meta, **params):
@@ -124,25 +117,6 @@ def _abstract(*operands, present, activation, transpose_w, dtype, **_):
     n = w.shape[1 if transpose_w else 2]
     columns = n // 2 if activation in GATED_ACTIVATIONS else n
     return _primitives.out_aval((x.shape[0], columns), dtype, operands)
-
-
-def _jvp(bind, primals, tangents, **params):
-    active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not active:
-        out = bind(*primals, **params)
-        return out, ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def f(*values):
-        operands = list(primals)
-        for i, value in zip(active, values, strict=True):
-            operands[i] = value
-        return composed(*operands, **params)
-
-    return jax.jvp(f, [primals[i] for i in active], [tangents[i] for i in active])
-
-
-def _batch(args, dims, **params):
-    return jax.vmap(functools.partial(composed, **params), in_axes=tuple(dims))(*args), 0
 
 
 # ---- lowering --------------------------------------------------------------------------------
@@ -189,34 +163,4 @@ def _lowering(platform, *operands, **params):
     return _call.mm(runs, x, w, *meta, transpose_x=False, transpose_out=False, **same)
 
 
-def _outer_lowering(ctx, *operands, **params):
-    per_device = _INNER.bind if not _partition.may_be_partitioned(ctx) else composed
-    rule = functools.partial(per_device, **params)
-    return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands)
-
-
-def _make(level):
-    primitive = Primitive("jgg_mm_epilogue" + ("" if level == "inner" else "_outer"))
-    primitive.def_abstract_eval(_abstract)
-
-    @functools.cache
-    def compiled(**params):
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
-    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive.bind)
-    batching.primitive_batchers[primitive] = _batch
-    if level == "inner":
-        for platform in ("cpu", "cuda", None):
-            rule = functools.partial(_lowering, platform or "other")
-            mlir.register_lowering(
-                primitive, mlir.lower_fun(rule, multiple_results=False), platform=platform
-            )
-    else:
-        _partition.needs_devices(primitive)
-        mlir.register_lowering(primitive, _outer_lowering)
-    return primitive
-
-
-_INNER = _make("inner")
-_OUTER = _make("outer")
+_MM = _composed.make("jgg_mm_epilogue", _abstract, composed, _lowering)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _primitives, _segments
-from ._segments import SIZES, Form
+from . import _call, _check, _gathered, _primitives, _segments
+from ._segments import Form
 
 # Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
 # read once; taller ones run as they come.
@@ -77,20 +78,31 @@ def gather_mm(
             **params,
         )  # fmt: skip
 
+    def by_index(x, meta, x_index, y_index):
+        """Indices are left to the kernel where one may take them."""
+        if not _call.may_take_lists(x, w, implementation):
+            return _gathered.gather(x, meta, x_index, y_index, product)
+        return _gathered.mm(
+            x, w, meta, x_index, y_index, out_dtype=dtype, precision=precision,
+            implementation=implementation,
+        )  # fmt: skip
+
     return gathered(
         op, "a", a, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, dtype,
-        _SORT_BELOW_ROWS,
+        _SORT_BELOW_ROWS, by_index,
     )  # fmt: skip
 
 
 def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
-             sort_below_rows):  # fmt: skip
+             sort_below_rows, by_index=None):  # fmt: skip
     """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
     (B..., N) = ``batch_n``.
 
     ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
-    of fewer than ``sort_below_rows`` rows are sorted by weight first.
+    of fewer than ``sort_below_rows`` rows are sorted by weight first, and then multiplied by
+    ``by_index(x, meta, x_index, y_index)``: ``_gathered.mm``, of these weights.
     """
+    by_index = by_index or functools.partial(_gathered.gather, product=product)
     *batch_w, n = batch_n
     m, k = a.shape[-2:]
     lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
@@ -112,8 +124,10 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    run = _by_matrix if m < sort_below_rows and pairs > 1 and not sharded else _as_given
-    out = run(x, lhs, rhs_flat, matrices, product, ordered=ordered)
+    if m < sort_below_rows and pairs > 1 and not sharded:
+        out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
+    else:
+        out = _as_given(x, lhs, rhs_flat, matrices, product)
     if sorted_indices and rhs_indices is not None and rhs.size > 1:
         given = rhs.reshape(-1)
         kept = jnp.all(given[1:] >= given[:-1])
@@ -123,9 +137,8 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     return out.reshape(*batch, m, n)
 
 
-def _as_given(x, lhs, rhs, matrices, product, *, ordered):
+def _as_given(x, lhs, rhs, matrices, product):
     """One segment per product: no operand is gathered, no index sorted."""
-    del ordered
     count, m, k = x.shape
     pairs = lhs.shape[0]
     valid = (lhs >= 0) & (lhs < count)
@@ -142,26 +155,20 @@ def _as_given(x, lhs, rhs, matrices, product, *, ordered):
     return product(x.reshape(count * m, k), (table,), form=form, rows=pairs * m)
 
 
-def _by_matrix(x, lhs, rhs, matrices, product, *, ordered):
+def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     """Rows sorted by matrix, one group each; each matrix is read once for all its products."""
-    count, m, k = x.shape
-    pairs = lhs.shape[0]
+    count, m, _ = x.shape
     valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
+    lhs = jnp.where(valid, lhs, -1)
     rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
     order = None
     if not ordered:
         order = jnp.argsort(rhs, stable=True)
-        lhs, rhs, valid = lhs[order], rhs[order], valid[order]
+        lhs, rhs = lhs[order], rhs[order]
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
     counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)
     sizes = counts[: matrices + 1] * m
-    zero = jnp.zeros((), x.dtype)
-    rows = jnp.where(valid[:, None, None], x[jnp.where(valid, lhs, 0)], zero)
-    y = product(rows.reshape(pairs * m, k), (sizes, jnp.int32(1)), form=SIZES, rows=pairs * m)
-    y = y.reshape(pairs, m, y.shape[1])
-    # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.
-    y = jnp.where(valid[:, None, None], y, jnp.zeros((), y.dtype))
-    return y if order is None else y[jnp.argsort(order)]
+    return by_index(x, (sizes, jnp.int32(1)), lhs, order)
 
 
 def _indices(op: str, name: str, indices, batch) -> jax.Array:

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from . import _epilogue, _primitives, _qmm, _segments
+from . import _epilogue, _gathered, _primitives, _qmm, _segments
 from ._gather_mm import gather_mm as _gather_mm
 from ._gather_qmm import gather_qmm as _gather_qmm
 from ._grouped_mm import grouped_mm as _grouped_mm
@@ -203,6 +203,18 @@ def _epilogue_mm(eqn, values: Sequence[_Value]) -> Cost:
     return cost + Cost(0, sum(_bytes(a) for a in (row_scale, existing_out) if a is not None))
 
 
+def _gathered_mm(eqn, values: Sequence[_Value]) -> Cost:
+    x, w, meta, *indices = _gathered.split([atom.aval for atom in eqn.invars])
+    pairs, m, n = eqn.outvars[0].aval.shape
+    rows = jax.ShapeDtypeStruct((pairs * m, x.shape[2]), x.dtype)
+    out = jax.ShapeDtypeStruct((pairs * m, n), eqn.params["out_dtype"])
+    cost, *_ = _mm_cost(
+        rows, w, meta, values[2:4], out, form=_segments.SIZES, rows=pairs * m, transpose_x=False,
+        transpose_w=eqn.params["transpose_w"],
+    )  # fmt: skip
+    return cost + Cost(0, sum(_bytes(a) for a in indices if a is not None))
+
+
 def _qmm_cost(eqn, values: Sequence[_Value]) -> Cost:
     x, q, meta = _qmm.split(eqn.params["tree"], [atom.aval for atom in eqn.invars])
     values = values[len(values) - len(meta) :]
@@ -264,5 +276,6 @@ _PRODUCTS = {
     **dict.fromkeys((_primitives.INNER["mm"], _primitives.OUTER["mm"]), _mm),
     **dict.fromkeys((_primitives.INNER["wgrad"], _primitives.OUTER["wgrad"]), _wgrad),
     **dict.fromkeys((_primitives.INNER["qmm"], _primitives.OUTER["qmm"]), _qmm_cost),
-    **dict.fromkeys((_epilogue._INNER, _epilogue._OUTER), _epilogue_mm),
+    **dict.fromkeys((_epilogue._MM.inner, _epilogue._MM.outer), _epilogue_mm),
+    **dict.fromkeys((_gathered.MM.inner, _gathered.MM.outer), _gathered_mm),
 }

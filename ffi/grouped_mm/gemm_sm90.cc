@@ -1,8 +1,9 @@
-// From run-time types to one of the instances of gemm_sm90_instance.cu.
+// From run-time types to one of the instances of gemm_sm90_instance.cu and its kin.
 #include "grouped_mm/gemm_sm90.h"
 
 #include "common/dispatch.h"
 #include "cutlass/numeric_types.h"
+#include "grouped_mm/gathered_gemm_sm90.h"
 
 namespace jgg {
 
@@ -23,6 +24,20 @@ cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm
     return operands.dtype == DType::kBF16
                ? LaunchGemmSm90Instance<cutlass::bfloat16_t, kL>(stream, gemm, operands)
                : LaunchGemmSm90Instance<cutlass::half_t, kL>(stream, gemm, operands);
+  });
+#else
+  return cudaErrorNoKernelImageForDevice;
+#endif
+}
+
+cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gathered,
+                                   const OperandsSm90& operands) {
+#ifdef JGG_SM90
+  return DispatchBool(operands.r_k_major, [&](auto r) {
+    constexpr bool kR = decltype(r)::value;
+    return operands.dtype == DType::kBF16
+               ? LaunchGatheredGemmSm90Instance<cutlass::bfloat16_t, kR>(stream, gathered, operands)
+               : LaunchGatheredGemmSm90Instance<cutlass::half_t, kR>(stream, gathered, operands);
   });
 #else
   return cudaErrorNoKernelImageForDevice;

@@ -14,13 +14,35 @@ namespace ffi = xla::ffi;
 
 // Optional operands after x, w and the metadata, in this order.
 struct MmOptions {
-  bool group_offset, bias, row_scale, existing_out;
+  bool group_offset, x_rows, y_rows, bias, row_scale, existing_out;
 };
+
+// The next operand as the rows of an operand that the rows of the product are, so many.
+static ffi::Error BindRows(const char* name, Operands* operands, RowList* rows, int64_t* count) {
+  constexpr const char* op = "mm";
+  const auto list = operands->Take(name);
+  if (!list) return list.error();
+  JGG_RETURN_IF_ERROR(CheckShape(op, name, "(T,)", *list, {-1}));
+  if (list->element_type() != ffi::S32) {
+    return InvalidArgument(op, name, " has XLA dtype ", static_cast<int>(list->element_type()),
+                           ", expected int32");
+  }
+  rows->list = static_cast<const int32_t*>(list->untyped_data());
+  *count = list->dimensions()[0];
+  return ffi::Error::Success();
+}
 
 static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, MmArgs* args) {
   constexpr const char* op = "mm";
   Operands operands(op, rest);
   if (has.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
+  if (has.x_rows) JGG_RETURN_IF_ERROR(BindRows("x_rows", &operands, &args->x_rows, &args->rows_x));
+  if (has.y_rows) JGG_RETURN_IF_ERROR(BindRows("y_rows", &operands, &args->y_rows, &args->rows));
+  if (args->ByList() && args->metadata.kind != MetadataKind::kSegments &&
+      args->rows_x != args->rows) {
+    return InvalidArgument(op, "groups are of ", args->rows_x, " rows of x and ", args->rows,
+                           " of the result, expected as many");
+  }
   Epilogue& epilogue = args->epilogue;
   if (has.bias) JGG_RETURN_IF_ERROR(BindBias(op, &operands, args->groups, args->n, &epilogue));
   if (has.row_scale) JGG_RETURN_IF_ERROR(BindRowScale(op, &operands, args->rows, &epilogue));
@@ -45,7 +67,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                      bool transpose_out, bool tf32, std::string_view kind, bool swapped,
                      bool in_order, bool group_offset, bool bias, std::string_view activation,
                      bool row_scale, bool existing_out, std::string_view kernel, int32_t planes,
-                     int32_t tile) {
+                     int32_t tile, bool x_rows, bool y_rows) {
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument("mm", "unknown activation '", activation, "'");
   MmArgs args;
@@ -57,11 +79,15 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   args.planes = planes;
   args.tile = tile;
   args.in_order = in_order;
-  JGG_RETURN_IF_ERROR(
-      BindOptions(rest, MmOptions{group_offset, bias, row_scale, existing_out}, &args));
+  const MmOptions has{group_offset, x_rows, y_rows, bias, row_scale, existing_out};
+  JGG_RETURN_IF_ERROR(BindOptions(rest, has, &args));
   const int capability = ComputeCapability();
   const auto no_sm90 = mm_sm90_unsupported(args, capability);
   if (kernel != "sm80" && !no_sm90) return FromCuda("mm", mm_sm90(stream, args));
+  if (args.ByList()) {
+    return Unimplemented("mm",
+                         "x_rows and y_rows need sm90: ", no_sm90.value_or("kernel is 'sm80'"));
+  }
   if (planes > 1) return Unimplemented("mm", no_sm90.value_or("split operands need sm90"));
   if (auto reason = mm_sm80_unsupported(args, capability)) return Unimplemented("mm", *reason);
   return FromCuda("mm", mm_sm80(stream, args));
@@ -73,7 +99,7 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // w
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()        // group_offset, bias, row_scale, existing_out
+                           .RemainingArgs()        // MmOptions
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<bool>("transpose_x")
                            .Attr<bool>("transpose_w")
@@ -89,7 +115,9 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Attr<bool>("existing_out")
                            .Attr<std::string_view>("kernel")
                            .Attr<int32_t>("planes")
-                           .Attr<int32_t>("tile"),
+                           .Attr<int32_t>("tile")
+                           .Attr<bool>("x_rows")
+                           .Attr<bool>("y_rows"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMm(XLA_FFI_CallFrame* call_frame) { return kMm(call_frame); }

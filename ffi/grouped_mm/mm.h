@@ -29,6 +29,14 @@ struct Epilogue {
   }
 };
 
+// Rows by list: row t of the product is row list[t] of an operand that has `count` rows. Outside of
+// [0, count): of x, a row of zeros, whatever the weight holds; of the result, one that is not
+// stored. Rows of the result are named at most once, and those that are not named are not written.
+struct RowList {
+  const int32_t* list = nullptr;  // null: row t
+  int64_t count = 0;
+};
+
 struct MmArgs {
   const void* x;
   const void* w;
@@ -38,12 +46,15 @@ struct MmArgs {
   bool tf32;        // float32 operands may be rounded to TensorFloat-32
   int tile = 0;     // rows of a tile of sm90, or 0 for its rule
   int planes = 1;   // float32 operands may come as bf16 planes, one after another in a line
-  int64_t rows_x, rows, k, n, groups;
+  int64_t rows_x, rows, k, n, groups;  // rows as segments count them: those of a list, if any
   // Elements from one index to the next; this is how transposed operands are told apart.
   int64_t x_row, x_k, w_group, w_k, w_n, out_row, out_n;
   Metadata metadata;
   bool in_order;  // the segments' rows in the result are ascending and disjoint
+  RowList x_rows, y_rows;
   Epilogue epilogue;
+
+  bool ByList() const { return x_rows.list != nullptr || y_rows.list != nullptr; }
 };
 
 }  // namespace jgg

@@ -40,6 +40,8 @@ inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla:
   args->out_dtype = *ToDType(out.element_type());
   args->rows_x = rows_x;
   args->rows = rows;
+  args->x_rows.count = rows_x;
+  args->y_rows.count = rows;
   args->k = k;
   args->n = n;
   args->groups = w.dimensions()[0];

@@ -2,7 +2,7 @@
 #include "grouped_mm/mm_sm90.h"
 
 #include "common/alignment.h"
-#include "grouped_mm/gemm_sm90.h"
+#include "grouped_mm/gathered_gemm_sm90.h"
 
 namespace jgg {
 
@@ -15,7 +15,7 @@ static OperandsSm90 Operands(const MmArgs& args) {
   operands.r_k_major = args.w_k == 1;
   const int64_t k = args.planes * args.k, n = args.planes * args.n;
   const int64_t group = args.planes * args.w_group;
-  operands.l = {args.x, args.dtype, k, args.rows_x, 1, k, k};
+  operands.l = {args.x, args.dtype, k, args.x_rows.count, 1, k, k};
   operands.r = operands.r_k_major
                    ? TensorMapSpec{args.w, args.dtype, k, args.n, args.groups, k, group}
                    : TensorMapSpec{args.w, args.dtype, n, args.k, args.groups, n, group};
@@ -31,6 +31,7 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
     return "the gated half of w begins inside 16 bytes";
   }
   if (args.planes > 1) {
+    if (args.ByList()) return "rows by list of split operands";
     if (IsGated(args.epilogue.activation)) return "a gated activation of split operands";
     // Behind the k of one plane comes the next.
     if (args.k % 64 != 0) return "K of split operands is not a multiple of 64";
@@ -57,7 +58,9 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   gemm.n = static_cast<int>(args.n);
   gemm.k = static_cast<int>(args.k);
   gemm.groups = static_cast<int>(args.groups);
-  return LaunchGemmSm90(stream, gemm, Operands(args));
+  if (!args.ByList()) return LaunchGemmSm90(stream, gemm, Operands(args));
+  GatheredGemmSm90 gathered{gemm, args.x, args.x_rows, args.y_rows};
+  return LaunchGatheredGemmSm90(stream, gathered, Operands(args));
 }
 
 }  // namespace jgg

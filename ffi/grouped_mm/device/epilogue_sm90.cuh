@@ -3,7 +3,8 @@
 //
 // A thread's sums are of 2 columns (8 apart) and 2 neighbouring rows of every 8. They go through
 // shared memory, kChunk rows at a time. Whole chunks leave by TMA; others in pieces of 16 bytes
-// along a row, of which those outside the tile are left out: so tails are exact.
+// along a row, of which those outside the tile are left out: so tails are exact. Scattered rows,
+// whose places in the result are a list, leave that way too.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace jgg::device {
 
-template <int kChunk_>
+template <int kChunk_, bool kScattered = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
@@ -24,6 +25,12 @@ class EpilogueSm90 {
 
   __device__ EpilogueSm90(const GemmSm90& gemm, void* staged, int barrier)
       : gemm_(gemm), staged_(static_cast<char*>(staged)), barrier_(barrier) {}
+
+  // Scattered: where the rows of the next tile are in x and in the result, -1 for nowhere.
+  __device__ void SetRows(const int* x_rows, const int* y_rows) {
+    x_rows_ = x_rows;
+    y_rows_ = y_rows;
+  }
 
   // Store columns [column, column + 64) of a tile.
   template <int kSums>
@@ -37,7 +44,7 @@ class EpilogueSm90 {
       // The last chunk of a half may be half full.
       const int blocks = min(kChunk, 2 * kSums - chunk * kChunk) / 8;
       const int rows = min(kChunk, work.rows - chunk * kChunk);
-      const int64_t out = work.out + chunk * kChunk * gemm_.out_line + column;
+      const int64_t out = Begin(work, chunk * kChunk) + column;
       // Halves take turns with two buffers.
       turn_ ^= 1;
       if (Thread() == 0) WaitStored<1>();
@@ -45,7 +52,7 @@ class EpilogueSm90 {
       if (wide) {
         StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_, blocks);
         SyncSome(barrier_, 128);
-        WriteFloats(out, rows, work.columns - column);
+        WriteFloats(out, chunk * kChunk, rows, work.columns - column);
         continue;
       }
       if (gemm_.out_dtype == DType::kBF16) {
@@ -53,15 +60,15 @@ class EpilogueSm90 {
       } else {
         StageHalves<cutlass::half_t>(sums + chunk * (kChunk / 2), blocks);
       }
-      FenceAsyncProxy();
+      if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
-      if (gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk)) {
+      if (!kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk)) {
         if (Thread() == 0) {
           StoreBox(&gemm_.out_map, Halves(), work.out_column + column,
                    work.out_row + chunk * kChunk, gemm_.wgrad ? work.weight : 0);
         }
       } else {
-        WriteHalves(out, rows, work.columns - column);
+        WriteHalves(out, chunk * kChunk, rows, work.columns - column);
       }
       if (Thread() == 0) CommitStores();  // one group a chunk, so that waiting can count them
     }
@@ -92,6 +99,20 @@ class EpilogueSm90 {
   // This thread's first column of the 64.
   __device__ static int Column() { return Thread() / 32 * 16 + Lane() / 4; }
 
+  // The element of the result from which Line counts, for rows of a tile from `first` on.
+  __device__ int64_t Begin(const Work& work, int first) const {
+    return kScattered ? work.out_column : work.out + first * gemm_.out_line;
+  }
+
+  __device__ int64_t Line(int first, int row) const {
+    if constexpr (kScattered) return y_rows_[first + row] * gemm_.out_line;
+    return row * gemm_.out_line;
+  }
+
+  // Rows of a list that are not stored, and those whose products are zeros.
+  __device__ bool Nowhere(int row) const { return kScattered && y_rows_[row] < 0; }
+  __device__ bool Missing(int row) const { return kScattered && x_rows_[row] < 0; }
+
   __device__ char* Halves() const { return staged_ + turn_ * kChunk * 128; }
 
   // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
@@ -112,7 +133,7 @@ class EpilogueSm90 {
     }
   }
 
-  __device__ void WriteHalves(int64_t out, int rows, int columns) const {
+  __device__ void WriteHalves(int64_t out, int begin, int rows, int columns) const {
     const int piece = Thread() % 8, first = Thread() / 8;
     const int column = piece * 8;
     if (column >= columns) return;
@@ -120,17 +141,20 @@ class EpilogueSm90 {
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const int row = first + 16 * i;
-      if (row >= rows) continue;
-      const uint4 values =
+      if (row >= rows || Nowhere(begin + row)) continue;
+      uint4 values =
           *reinterpret_cast<const uint4*>(Halves() + row * 128 + (piece ^ (row % 8)) * 16);
+      if constexpr (kScattered) {
+        if (Missing(begin + row)) values = make_uint4(0, 0, 0, 0);
+      }
       if (gemm_.out_width == 8) {
-        *reinterpret_cast<uint4*>(to + row * gemm_.out_line) = values;
+        *reinterpret_cast<uint4*>(to + Line(begin, row)) = values;
       } else {
         const uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           if (column + j < columns) {
-            to[row * gemm_.out_line + j] = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+            to[Line(begin, row) + j] = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
           }
         }
       }
@@ -165,14 +189,24 @@ class EpilogueSm90 {
     values[3] = four.w;
   }
 
-  __device__ void WriteFloats(int64_t out, int rows, int columns) const {
+  __device__ void ReadProducts(const char* staged, int begin, int row, int column,
+                               float (&values)[4]) const {
+    ReadFour(staged, row, column, values);
+    if (Missing(begin + row)) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) values[j] = 0.0f;
+    }
+  }
+
+  __device__ void WriteFloats(int64_t out, int begin, int rows, int columns) const {
     const int column = Thread() % 16 * 4;
     if (column >= columns) return;
 #pragma unroll 4
     for (int row = Thread() / 16; row < rows; row += 8) {
+      if (Nowhere(begin + row)) continue;
       float values[4];
-      ReadFour(staged_, row, column, values);
-      WriteFour(out + row * gemm_.out_line + column, columns - column, values);
+      ReadProducts(staged_, begin, row, column, values);
+      WriteFour(out + Line(begin, row) + column, columns - column, values);
     }
   }
 
@@ -215,14 +249,15 @@ class EpilogueSm90 {
     }
 #pragma unroll 1
     for (int row = Thread() / 16; row < kRows && first_row + row < work.rows; row += 8) {
+      if (Nowhere(first_row + row)) continue;
       float values[4], up[4];
-      ReadFour(staged_, row, four, values);
+      ReadProducts(staged_, first_row, row, four, values);
       if (real) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) values[j] += bias[j];
         Activate<4>(epilogue.activation, values);
         if (kGated) {
-          ReadFour(staged_ + kRows * 64 * 4, row, four, up);
+          ReadProducts(staged_ + kRows * 64 * 4, first_row, row, four, up);
 #pragma unroll
           for (int j = 0; j < 4; ++j) values[j] *= up[j] + up_bias[j];
         }
@@ -233,7 +268,7 @@ class EpilogueSm90 {
           for (int j = 0; j < 4; ++j) values[j] *= scale;
         }
       }
-      const int64_t at = work.out + (first_row + row) * gemm_.out_line + column + four;
+      const int64_t at = Begin(work, 0) + Line(0, first_row + row) + column + four;
       if (epilogue.accumulate) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -247,6 +282,8 @@ class EpilogueSm90 {
   const GemmSm90& gemm_;
   char* const staged_;
   const int barrier_;
+  const int* x_rows_ = nullptr;
+  const int* y_rows_ = nullptr;
   int turn_ = 0;
 };
 

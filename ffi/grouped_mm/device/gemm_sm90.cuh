@@ -20,16 +20,27 @@
 
 namespace jgg::device {
 
+// Rows by list: where those of a tile are, -1 for none.
+template <int kRows>
+struct TileRows {
+  int x[kRows], y[kRows];
+};
+
+template <>
+struct TileRows<0> {};
+
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
 // the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
-// columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each.
+// columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each. Rows by
+// list (kGathered): gathered_gemm_sm90.cuh.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_, int kPlanes_ = 1>
+          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kPlanes = kPlanes_;
+  static constexpr bool kGathered = kGathered_;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
   // More rows than a product takes are done in halves.
@@ -40,7 +51,9 @@ struct GemmSm90Config {
   static_assert(kLKMajor || kChunkL == 64);
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
-  using Epilogue = EpilogueSm90<kChunkL>;
+  static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
+  // What rows by list take of shared memory, smaller chunks of the result give.
+  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
@@ -49,6 +62,7 @@ struct GemmSm90Config {
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages], cleared[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
+    TileRows<kGathered ? kRows : 0> rows[kWorks];
   };
 };
 
@@ -58,13 +72,13 @@ __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
 }
 
-// One thread.
+// One thread; rows by list are copied by others.
 template <typename Config>
 __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
   const bool gated = IsGated(gemm.epilogue.activation);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
-    const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    const int chunks = Config::kGathered ? 0 : (work.rows + Config::kChunkL - 1) / Config::kChunkL;
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; ++slice) {
       Wait(&memory.empty[at.index], at.parity ^ 1);

@@ -97,11 +97,21 @@ __device__ inline void CopyWord(const void* from, void* to, int bytes) {
                : "memory");
 }
 
-// Arrives when this thread's words are there.
+// 16 bytes, past the L1 cache; or, of 0 bytes that are read, zeros.
+__device__ inline void CopyPiece(const void* from, void* to, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+
+// Arrives when this thread's words and pieces are there.
 __device__ inline void ArriveCopied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
                : "memory");
 }
+
+// Waits until this thread's words and pieces are there.
+__device__ inline void WaitCopied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // One box from shared memory; what is outside the tensor is left out. One thread, which waits for
 // the box to be read before it is written again.

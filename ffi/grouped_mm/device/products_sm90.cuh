@@ -130,6 +130,7 @@ struct Products {
     uint64_t l_tile, r_tile;
     auto begin = [&](int slice) {
       Wait(&memory.full[at.index], at.parity);
+      if constexpr (Config::kGathered) FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
       if (cut && work.Cut(slice)) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();

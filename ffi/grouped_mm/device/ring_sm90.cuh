@@ -76,10 +76,14 @@ __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
   }
 }
 
-// The warp that fills the ring of work.
-template <typename Config>
-__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                             int block) {
+struct NothingElse {
+  __device__ void operator()(const Work&, int) const {}
+};
+
+// The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile.
+template <typename Config, typename Function = NothingElse>
+__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
+                             Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
   ScheduleSm90<Config::kRows, Config::kCluster> schedule(gemm, gated ? 128 : 128 * Config::kBlocks,
                                                          block);
@@ -87,6 +91,7 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
   while (true) {
     const Work work = schedule.Next();
     Wait(&memory.work_empty[at.index], at.parity ^ 1);
+    add(work, at.index);
     if (threadIdx.x % 32 == 0) {
       memory.works[at.index] = work;
       Arrive(&memory.work_full[at.index]);

@@ -1,0 +1,206 @@
+"""Products of rows by index: what is lowered where, and the composition, against float64 numpy."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call, _gathered
+
+A, G, K, N = 9, 4, 16, 24
+LHS = np.array([0, 8, 8, -1, 9, 3, 5, 2**31 - 1, 1, 8], np.int32)
+RHS = np.array([3, 0, 0, 1, 3, -2, 4, 0, 1, 3], np.int32)
+
+
+@pytest.fixture
+def by_index(monkeypatch):
+    """As if the GPU tests had passed."""
+    monkeypatch.setattr(_call, "GATHERS", True)
+
+
+def operands(rng, m=1, dtype="bfloat16"):
+    return oracle.random(rng, (A, m, K), dtype), oracle.random(rng, (G, K, N), dtype)
+
+
+def cuda_call(f, *args) -> tuple[str, list[str]]:
+    """The module, and the types of the operands of its one product."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @jgg_mm.* : \((.*?)\) -> ", text)
+    return text, re.findall(r"tensor<(.*?)>", call)
+
+
+# ---- lowering --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_indices_reach_the_kernel_where_it_is_named(rng, dtype, m):
+    """Neither x nor the result is permuted: the only gathers and sorts are of indices."""
+    a, b = operands(rng, m, dtype)
+    kind = "bf16" if dtype == "bfloat16" else "f16"
+    x, w, lists = f"{A * m}x{K}x{kind}", f"{G}x{K}x{N}x{kind}", f"{len(RHS) * m}xi32"
+    f = lambda a, b, i, j, **o: jgg.gather_mm(a, b, i, j, implementation="sm90", **o)
+    text, given = cuda_call(f, a, b, LHS, RHS)
+    assert given == [x, w, f"{G + 1}xi32", "i32", lists, lists]
+    assert "x_rows = true, y_rows = true" in text
+    assert not re.findall(r"stablehlo.gather.*x[b]?f16>", text)
+    text, given = cuda_call(
+        functools.partial(f, sorted_indices=True), a, b, LHS, np.sort(RHS)
+    )  # fmt: skip
+    assert given == [x, w, f"{G + 1}xi32", "i32", lists]
+    assert "x_rows = true, y_rows = false" in text
+    assert "stablehlo.sort" not in text
+    assert not re.findall(r"stablehlo.gather.*x[b]?f16>", text)
+
+
+@pytest.mark.parametrize("capabilities", [(90,), (80,), (80, 90), ()])
+def test_the_default_needs_hopper_alone(rng, monkeypatch, by_index, capabilities):
+    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "90a")))
+    monkeypatch.setattr(_call, "live_capabilities", lambda: capabilities)
+    text, _ = cuda_call(lambda a, b: jgg.gather_mm(a, b, LHS, RHS), *operands(rng))
+    assert ("x_rows = true" in text) == (capabilities == (90,))
+
+
+def test_untried_means_only_where_named(rng, monkeypatch):
+    monkeypatch.setattr(_call, "GATHERS", False)
+    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "90a")))
+    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
+    text, given = cuda_call(lambda a, b: jgg.gather_mm(a, b, LHS, RHS), *operands(rng))
+    assert "x_rows = false, y_rows = false" in text
+    assert given[0] == f"{len(RHS)}x{K}xbf16"
+
+
+@pytest.mark.parametrize("case", ["float32", "K", "N", "tall", "sm80"])
+def test_what_the_kernel_cannot_do_is_composed(rng, case):
+    k, n = 12 if case == "K" else K, 20 if case == "N" else N
+    dtype = "float32" if case == "float32" else "bfloat16"
+    a = oracle.random(rng, (A, 40 if case == "tall" else 1, k), dtype)
+    b = oracle.random(rng, (G, k, n), dtype)
+    kernel = "sm80" if case == "sm80" else "sm90"
+    text, _ = cuda_call(lambda a, b: jgg.gather_mm(a, b, LHS, RHS, implementation=kernel), a, b)
+    assert "x_rows = false, y_rows = false" in text
+    with pytest.raises(ValueError, match=f"{kernel!r} cannot run: it runs on cuda, but this"):
+        jax.jit(
+            lambda a, b: jgg.gather_mm(a, b, LHS, RHS, implementation=kernel)
+        ).trace(a, b).lower(lowering_platforms=("cpu",))  # fmt: skip
+
+
+def test_derivatives_and_batches_are_composed(rng):
+    a, b = operands(rng)
+    f = lambda a, b: jgg.gather_mm(a, b, LHS, RHS, implementation="sm90")
+    for g, args in (
+        (jax.grad(lambda a, b: f(a, b).sum().astype("float32"), (0, 1)), (a, b)),
+        (jax.vmap(f, (0, None)), (a[None], b)),
+    ):
+        text = jax.jit(g).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @jgg_" in text
+        assert "x_rows = true" not in text
+
+
+# ---- the composition -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_values(rng, by_index, m, ordered):
+    """Indices repeat, and are out of range; rows that none names are NaN."""
+    a, b = operands(rng, m)
+    a = a.at[np.setdiff1d(np.arange(A), LHS)].set(jnp.nan)
+    rhs = np.sort(RHS) if ordered else RHS
+    out = jgg.gather_mm(a, b, LHS, rhs, sorted_indices=ordered)
+    clean = jnp.where(jnp.isnan(a), 0, a)
+    oracle.assert_close(out, oracle.gather_mm(clean, b, LHS, rhs))
+    np.testing.assert_array_equal(
+        out, jgg.gather_mm(a, b, LHS, rhs, sorted_indices=ordered, implementation="reference")
+    )
+
+
+def test_a_missing_row_of_an_infinite_matrix_is_zeros(rng, by_index):
+    a, b = operands(rng)
+    out = jgg.gather_mm(a, jnp.full_like(b, jnp.inf), LHS, RHS)
+    missing = (LHS < 0) | (LHS >= A) | (RHS < 0) | (RHS >= G)
+    assert not np.asarray(out)[missing].any()
+    assert not np.isfinite(np.asarray(out)[~missing]).any()
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_the_primitive_scatters(rng, transpose_w):
+    """Rows of no group are zeros where their index puts them."""
+    x, w = oracle.random(rng, (A, 2, K), "bfloat16"), oracle.random(rng, (G, K, N), "bfloat16")
+    sizes, index = np.array([4, 99, 0, 6, 2, -7], np.int32), np.array([3, 0, 3, -1, 8, 9], np.int32)
+    to = np.array([2, 5, 0, 1, 4, 3], np.int32)
+    rows = np.where(
+        ((index >= 0) & (index < A))[:, None, None], oracle.f64(x)[np.clip(index, 0, A - 1)], 0
+    )
+    want = np.zeros((6, 2, N))
+    want[to] = oracle.grouped_mm(rows.reshape(12, K), w, sizes, offset=1).reshape(6, 2, N)
+    for y_index in (to, None):
+        out = _gathered.mm(
+            x, w.swapaxes(1, 2) if transpose_w else w, (sizes, jnp.int32(1)), jnp.asarray(index),
+            y_index, out_dtype="float32", transpose_w=transpose_w,
+        )  # fmt: skip
+        oracle.assert_close(out, want if y_index is not None else want[to])
+
+
+def test_gradients_and_batches(rng, by_index):
+    a, b = operands(rng)
+    f = lambda a, b, i: jgg.gather_mm(a, b, LHS, i)
+    plain = lambda a, b, i: jgg.gather_mm(a, b, LHS, i, implementation="reference")
+    loss = lambda f, a, b: jnp.sin(f(a, b, RHS).astype("float32")).sum()
+    for got, want in zip(
+        jax.grad(functools.partial(loss, f), (0, 1))(a, b),
+        jax.grad(functools.partial(loss, plain), (0, 1))(a, b),
+        strict=True,
+    ):
+        oracle.assert_close(got, want)
+    batch = np.stack([RHS, RHS[::-1], RHS * 0])
+    got = jax.jit(jax.vmap(f, (None, None, 0)))(a, b, batch)
+    for one, i in zip(got, batch, strict=True):
+        oracle.assert_close(one, oracle.gather_mm(a, b, LHS, i))
+    axes = (0, None, 0)
+    stacked = jnp.stack([a, a + 1, -a])
+    got = jax.vmap(jax.grad(lambda a, b, i: f(a, b, i).sum().astype("float32")), axes)(
+        stacked, b, batch
+    )
+    for one, x, i in zip(got, stacked, batch, strict=True):
+        want = jax.grad(lambda x, i=i: plain(x, b, i).sum().astype("float32"))(x)
+        oracle.assert_close(one, want)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])
+def test_sharded_columns(rng, by_index, kind):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    a, b = operands(rng)
+    f = lambda a, b: jgg.gather_mm(a, b, LHS, RHS)
+    want = oracle.gather_mm(a, b, LHS, RHS)
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(axis_type,))
+    columns = P(None, None, "d")
+    with jax.set_mesh(mesh):
+        placed = (
+            jax.device_put(a, NamedSharding(mesh, P())),
+            jax.device_put(b, NamedSharding(mesh, columns)),
+        )
+        if kind == "manual":
+            f = jax.shard_map(f, in_specs=(P(), columns), out_specs=columns)
+        out = jax.jit(f)(*placed)
+    oracle.assert_close(out, want)
+    assert out.sharding.spec[2] == "d"
+
+
+def test_cost(rng, monkeypatch):
+    a, b = operands(rng)
+    composed = jgg.cost.gather_mm(a, b, LHS, RHS)
+    monkeypatch.setattr(_call, "GATHERS", True)
+    cost = jgg.cost.gather_mm(a, b, LHS, RHS)
+    assert cost.flops == composed.flops > 0
+    lists = 4 * 2 * len(RHS)
+    assert cost.bytes_accessed == composed.bytes_accessed + lists
