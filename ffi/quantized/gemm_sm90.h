@@ -6,8 +6,8 @@
 // Layout "sm90": tiles of 64 columns (of the result) x 64 k, tiles of k fastest. Thread t of a
 // warpgroup has row t / 32 * 16 + t % 32 / 4 of a tile and the one 8 below, and of every 16 k the
 // four k, k + 1, k + 8, k + 9, k = t % 4 * 2. Its codes are one piece of 16 bytes, a word for every
-// 16 k; how a word holds the four pairs of codes is in device/weights_sm90.cuh. The scales of its
-// two rows lie beside each other, one or two words each.
+// 16 k; how a word holds the four pairs of codes is in device/packed_weights_sm90.cuh. The scales
+// of its two rows lie beside each other, one or two words each.
 #pragma once
 
 #include <cuda_runtime_api.h>
