@@ -43,6 +43,11 @@ struct GemmSm90Config {
   static constexpr bool kGathered = kGathered_;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
+  // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
+  // thread begins with. More would wait for ever.
+  static constexpr int kFeedRegisters = kPlanes == 1 ? 56 : 88;
+  static constexpr int kMultiplyRegisters = kPlanes == 1 ? 224 : 208;
+  static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
   static constexpr int kChunkL = kRows < 64 || kRows % 64 != 0 ? 32 : 64;
@@ -94,7 +99,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
       const int r_bytes = Config::kRKMajor ? Config::kChunkBytesR : lines * 128;
       ArriveExpecting(full, Config::kPlanes * (chunks * l_bytes + Config::kChunksR * r_bytes));
       const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
-#pragma unroll
+#pragma unroll 1
       for (int plane = 0; plane < Config::kPlanes; ++plane) {
         const int l_plane = plane * gemm.l_plane, r_plane = plane * gemm.r_plane;
 #pragma unroll
@@ -230,8 +235,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   SyncRings<Config>();
   if (threadIdx.x < 128) {
-    // 56 + 2 * 224 is three times the 168 that every thread begins with: more would wait for ever.
-    GiveRegisters<56>();
+    GiveRegisters<Config::kFeedRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
@@ -242,7 +246,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ClearWarp<Config>(memory);
     }
   } else {
-    TakeRegisters<224>();
+    TakeRegisters<Config::kMultiplyRegisters>();
     MultiplyWarpgroup<Config>(gemm, memory, static_cast<int>(threadIdx.x) / 128 - 1);
   }
   // A block may be copied into, and its barriers arrived at, until the other has ended too.
