@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm import _call, _gathered
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
 GROUPED = (
@@ -85,6 +85,28 @@ def hopper(rng, dtype, implementation=None):
         oracle.assert_close(out, oracle.segmented_mm(a, b, spans))
 
 
+def gathered(rng, dtype):
+    """Lists of rows, out of range here and there, through every tile; both layouts of w."""
+    for mean in (8, 70, 150):
+        sizes = np.array([0, 1, mean, 0, 2 * mean - 1, 129 if mean > 8 else 0, 0])
+        count = int(sizes.sum()) + 9
+        x = oracle.random(rng, (50, 1, 72), dtype)
+        w = oracle.random(rng, (len(sizes), 72, 136), dtype)
+        index, to = rng.integers(-1, 51, count), rng.permutation(count)
+        there = (index >= 0) & (index < 50)
+        rows = np.where(there[:, None], oracle.f64(x)[np.clip(index, 0, 49), 0], 0)
+        want = np.zeros((count, 1, 136))
+        want[to, 0] = oracle.grouped_mm(rows, w, sizes)
+        for transpose_w in (False, True):
+            f = lambda x, w, s, i, j, t=transpose_w: _gathered.mm(
+                x, w, (s, jnp.int32(0)), i, j, out_dtype=x.dtype, transpose_w=t,
+                implementation="sm90",
+            )  # fmt: skip
+            stored = w.swapaxes(1, 2) if transpose_w else w
+            given = (jnp.asarray(v, jnp.int32) for v in (sizes, index, to))
+            oracle.assert_close(jax.jit(f)(x, stored, *given), want)
+
+
 QUANTIZED = (
     ("nvfp4", None, None), ("mxfp4", None, None), ("mxfp8", None, None), ("affine", 4, 32),
     ("affine", 4, 128), ("affine", 8, 64), ("affine", 3, 64),
@@ -118,6 +140,8 @@ def main():
             hopper(rng, dtype)
     if 90 in _call.live_capabilities():
         hopper(rng, "float32", "sm90")
+        for dtype in ("bfloat16", "float16"):
+            gathered(rng, dtype)
     quantized(rng)
     print("sanitize: all cases right")
 
