@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +48,21 @@ def _defined(*leaves, definition: Callable, tree, static, **_):
 
 def _jvp(primals, tangents, **params):
     outs = _PRIMITIVE.bind(*primals, **params)
-    zero: Any = ad.Zero.from_primal_value  # pyright: ignore[reportAttributeAccessIssue]
-    if all(type(t) is ad.Zero for t in tangents):
-        return outs, [zero(out) for out in outs]
-    tangents = [ad.instantiate_zeros(t) for t in tangents]
-    _, dots = jax.jvp(functools.partial(_defined, **params), primals, tangents)
-    no_tangent = jax.dtypes.float0
-    return outs, [zero(o) if d.dtype == no_tangent else d for o, d in zip(outs, dots, strict=True)]
+    zeros = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not moving:
+        return outs, zeros
+
+    def of_moving(*values):
+        given = dict(zip(moving, values, strict=True))
+        return _defined(*(given.get(i, p) for i, p in enumerate(primals)), **params)
+
+    points, rates = (tuple(v[i] for i in moving) for v in (primals, tangents))
+    _, dots = jax.jvp(of_moving, points, rates)
+    return outs, [
+        z if jnp.issubdtype(out.dtype, jnp.integer) else dot
+        for z, out, dot in zip(zeros, outs, dots, strict=True)
+    ]
 
 
 def _batch(args, dims, *, batch, tree, **params):
