@@ -44,7 +44,7 @@ def product(x, w: Adapted, sizes):
     return jgg.grouped_mm(jgg.grouped_mm(x, down, sizes), up, sizes, existing_out=frozen)
 
 
-def adapted_experts(rows, w_up, w_down, sizes, scale):
+def adapted_experts(rows, w_up, w_down, sizes, scale, key=None):
     """``train_moe.jgg_experts`` for adapted weights."""
     gate, up = jnp.split(product(rows, w_up, sizes), 2, axis=1)
     hidden = jax.nn.silu(gate) * up

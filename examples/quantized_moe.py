@@ -42,7 +42,7 @@ NVFP4_RANGE = 2688.0  # 6 * 448: the largest code times the largest scale
 REPEATS = 3
 
 
-def quantized_experts(rows, w_up, w_down, sizes, scale):
+def quantized_experts(rows, w_up, w_down, sizes, scale, key=None):
     """``train_moe.jgg_experts`` for quantized w_up (E, 2F, D) and w_down (E, D, F)."""
     hidden = jgg.grouped_qmm(rows, w_up, sizes, activation="swiglu")
     return jgg.grouped_qmm(hidden, w_down, sizes, row_scale=scale)
@@ -105,7 +105,7 @@ def load(run: Path, text_name: str, dtype: str | None):
     text = train_moe.read_text(text_name, config.context)
     if zlib.crc32(text.tobytes()) != text_crc32:
         raise SystemExit(f"--text: {run} was not trained on {text_name}")
-    config = dataclasses.replace(config, dtype=dtype or config.dtype)
+    config = dataclasses.replace(config, precision=dtype or config.dtype)
     params = map_experts(lambda _, w: w.astype(config.dtype), params)
     return config, params, *map(jnp.asarray, train_moe.split(text))
 

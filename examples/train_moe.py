@@ -3,6 +3,7 @@
     python examples/train_moe.py             # minutes on two CPU cores; uses a GPU if there is one
     python examples/train_moe.py --resume    # go on from the latest checkpoint
     python examples/train_moe.py --compare   # time the training step against jax.lax.ragged_dot
+    python examples/train_moe.py --precision nvfp4 --out runs/nvfp4 --beside runs/train_moe
 
 The text is the language reference that every CPython carries. The mixture of experts is *dropless*:
 experts take as many tokens as the router sends them, with no capacity limit and no padding. See
@@ -57,24 +58,41 @@ class Config:
     expert_width: int
     lr: float
     seed: int
-    dtype: str
+    precision: str
+
+    @property
+    def dtype(self) -> str:
+        """Of everything but the products of experts in NVFP4."""
+        return "bfloat16" if self.precision == "nvfp4" else self.precision
 
 
 # ---- model -----------------------------------------------------------------------------------
 
 
-def jgg_experts(rows, w_up, w_down, sizes, scale):
+def jgg_experts(rows, w_up, w_down, sizes, scale, key=None):
     """Every expert's SwiGLU network on its own rows; ``rows`` are sorted by expert.
 
     rows (R, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), sizes (E,) rows
-    per expert, scale (R,) router weights. Returns (R, D).
+    per expert, scale (R,) router weights; key, for whom it concerns, is another in every training
+    step. Returns (R, D).
     """
     w_up, w_down = w_up.astype(rows.dtype), w_down.astype(rows.dtype)
     hidden = jgg.grouped_mm(rows, w_up, sizes, activation="swiglu")
     return jgg.grouped_mm(hidden, w_down, sizes, row_scale=scale)
 
 
-def ragged_dot_experts(rows, w_up, w_down, sizes, scale):
+def nvfp4_experts(rows, w_up, w_down, sizes, scale, key=None):
+    """The same with all six products, forward and backward, in NVFP4."""
+    keys = (None, None) if key is None else jax.random.split(key)
+    linear = lambda x, w, key: jgg.nvfp4_grouped_linear(
+        x, w.astype(x.dtype).swapaxes(1, 2), sizes, key=key
+    )
+    gate, up = jnp.split(linear(rows, w_up, keys[0]), 2, axis=1)
+    hidden = jax.nn.silu(gate) * up
+    return linear(hidden, w_down, keys[1]) * scale.astype(rows.dtype)[:, None]
+
+
+def ragged_dot_experts(rows, w_up, w_down, sizes, scale, key=None):
     """The same in plain JAX, for ``--compare``."""
     w_up, w_down = w_up.astype(rows.dtype), w_down.astype(rows.dtype)
     # grouped_mm multiplies float32 as float32 on every device; ask the same of ragged_dot.
@@ -99,7 +117,7 @@ class MoE(nnx.Module):
         self.w_down = nnx.Param(init(rngs.params(), (e, f, d), jnp.float32))
         self.experts, self.top_k, self.experts_fn = e, config.top_k, experts_fn
 
-    def __call__(self, x):
+    def __call__(self, x, key=None):
         """``(tokens, D) -> (tokens, D)``, and the load-balancing loss."""
         # Route: each token chooses k experts.
         probabilities = jax.nn.softmax(self.router(x))
@@ -114,7 +132,8 @@ class MoE(nnx.Module):
 
         # Compute: each expert on its own rows, however many they are.
         w_up, w_down = self.w_up.get_value(), self.w_down.get_value()
-        rows = self.experts_fn(x[token], w_up, w_down, sizes, weights.reshape(-1)[order])
+        scale = weights.reshape(-1)[order]
+        rows = self.experts_fn(x[token], w_up, w_down, sizes, scale, key)
 
         # Combine: the sum of each token's rows, which are weighted already.
         y = jnp.zeros_like(x).at[token].add(rows)
@@ -157,9 +176,9 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = norm(), Attention(config, rngs)
         self.moe_norm, self.moe = norm(), MoE(config, experts_fn, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x, key=None):
         x = x + self.attention(self.attention_norm(x))
-        y, balance = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]))
+        y, balance = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]), key)
         return x + y.reshape(x.shape), balance
 
 
@@ -172,11 +191,11 @@ class LanguageModel(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, VOCABULARY, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, key=None):
         x = self.embed(tokens)
         balances = []
-        for block in self.blocks:
-            x, balance = block(x)
+        for i, block in enumerate(self.blocks):
+            x, balance = block(x, None if key is None else jax.random.fold_in(key, i))
             balances.append(balance)
         return self.head(self.norm(x)).astype(jnp.float32), jnp.stack(balances).mean()
 
@@ -187,8 +206,9 @@ class LanguageModel(nnx.Module):
 class Trainer:
     """The compiled functions of one model, and its state: a pytree, to be donated and saved."""
 
-    def __init__(self, config: Config, experts_fn: Callable = jgg_experts):
-        self.config, self.experts_fn = config, experts_fn
+    def __init__(self, config: Config, experts_fn: Callable | None = None):
+        ours = nvfp4_experts if config.precision == "nvfp4" else jgg_experts
+        self.config, self.experts_fn = config, experts_fn or ours
         self.optimizer = make_optimizer(config)
         self.graph = nnx.graphdef(nnx.eval_shape(self.new_model))
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
@@ -213,7 +233,7 @@ class Trainer:
         tokens = random_batch(self.config, text, key)
 
         def loss(params):
-            nats, balance = self.cross_entropy(params, tokens)
+            nats, balance = self.cross_entropy(params, tokens, jax.random.fold_in(key, 1))
             return nats.mean() + BALANCE_WEIGHT * balance, nats.mean()
 
         (_, nats), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
@@ -223,9 +243,9 @@ class Trainer:
         state = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         return state, nats / jnp.log(2.0)
 
-    def cross_entropy(self, params, tokens):
+    def cross_entropy(self, params, tokens, key=None):
         """Nats of every byte of ``(batch, length)`` but the first, and the balancing loss."""
-        logits, balance = nnx.merge(self.graph, params)(tokens[:, :-1])
+        logits, balance = nnx.merge(self.graph, params)(tokens[:, :-1], key)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), balance
 
     def _bits_per_byte(self, params, text):
@@ -282,7 +302,8 @@ def bigram_bits_per_byte(train, held_out, smoothing=0.1) -> float:
     return float(-np.log2(probabilities[held_out[:-1], held_out[1:]]).mean())
 
 
-def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool) -> dict:
+def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool,
+        beside: list[Path]) -> dict:  # fmt: skip
     """Train from the start or from the latest checkpoint; files go to ``out``."""
     checkpoints = Checkpoints(out / "checkpoints", config, text, resume)
     trainer = Trainer(config)
@@ -336,7 +357,7 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
         "history": history,
     }
     (out / "metrics.json").write_text(json.dumps(dataclasses.asdict(config) | results, indent=1))
-    plot(history, bigram, out / "loss.png")
+    plot(results | {"precision": config.precision}, beside, out / "loss.png")
     print(f"\nSampled after {as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
     print(f"held out {results['held_out']:.3f}, bigram {bigram:.3f} bits per byte; see {out}")
     return results
@@ -396,13 +417,17 @@ def load(out: Path) -> tuple[Config, Any, int]:
     return config, state["params"], text_crc32
 
 
-def plot(history: dict, bigram: float, path: Path) -> None:
+def plot(results: dict, beside: list[Path], path: Path) -> None:
+    """The run's losses, and those of the runs in other folders on held-out text."""
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    losses = history["training"]
-    steps, held_out = zip(*history["held_out"], strict=True)
+    losses, bigram = results["history"]["training"], results["bigram"]
     axes.plot(range(1, len(losses) + 1), losses, color="0.8", label="training batch")
-    axes.plot(steps, held_out, "o-", color="C0", label=f"held out, {held_out[-1]:.2f} at the end")
+    others = [json.loads((folder / "metrics.json").read_text()) for folder in beside]
+    for i, each in enumerate([results, *others]):
+        steps, held_out = zip(*each["history"]["held_out"], strict=True)
+        label = f"held out, {each['precision']}: {held_out[-1]:.3f} at the end"
+        axes.plot(steps, held_out, "o-", color=f"C{i if i < 3 else i + 1}", label=label)
     axes.axhline(bigram, color="C3", linestyle="--", label=f"bigram counts, {bigram:.2f}")
     axes.set(xlabel="step", ylabel="bits per byte", title="Byte-level mixture of experts")
     axes.spines[["top", "right"]].set_visible(False)
@@ -420,7 +445,7 @@ def as_text(tokens) -> str:
 def compare(config: Config, text: np.ndarray, repeats: int = 15, warm_up: int = 3) -> dict:
     """Time the training step on both products, in turns, so that both meet the same machine."""
     trainers = {
-        "jax_groupgemm": Trainer(config, jgg_experts),
+        "jax_groupgemm": Trainer(config),
         "jax.lax.ragged_dot": Trainer(config, ragged_dot_experts),
     }
     training = jnp.asarray(text)
@@ -487,15 +512,22 @@ def parse(argv) -> argparse.Namespace:
     option("--expert-width", 128, "hidden width of one expert", type=count)
     option("--lr", 3e-3, "peak learning rate", type=float)
     option("--seed", 0, "of the initial weights, the batches and the sample", type=int)
-    option("--dtype", "float32", "to compute in", choices=["float32", "bfloat16"])
+    option("--precision", "float32", "to compute in; nvfp4: the experts' products, else bfloat16",
+           choices=["float32", "bfloat16", "nvfp4"])  # fmt: skip
     option("--eval-every", 100, "steps between evaluations, each with a checkpoint", type=count)
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
     parser.add_argument("--compare", action="store_true", help="only time the step, see above")
+    parser.add_argument("--beside", nargs="*", default=[], type=Path, metavar="OUT",
+                        help="folders of finished runs whose curves are drawn in this one's plot",
+                        )  # fmt: skip
     args = parser.parse_args(argv)
     if args.width % HEAD_SIZE:
         parser.error(f"--width {args.width} is not a multiple of {HEAD_SIZE}")
     if args.top_k > args.experts:
         parser.error(f"--top-k {args.top_k} is more than --experts {args.experts}")
+    for folder in args.beside:
+        if not (folder / "metrics.json").is_file():
+            parser.error(f"--beside {folder} holds no finished run")
     return args
 
 
@@ -506,7 +538,7 @@ def main(argv=None) -> dict:
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
         if args.compare:
             return compare(config, text)
-        return run(config, text, args.out, args.eval_every, args.resume)
+        return run(config, text, args.out, args.eval_every, args.resume, args.beside)
 
 
 if __name__ == "__main__":

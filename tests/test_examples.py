@@ -129,6 +129,19 @@ def test_train_moe_resumes_as_if_never_interrupted(train_moe, text, finished, tm
 
 
 @pytest.mark.slow
+def test_train_moe_in_nvfp4(train_moe, text, finished, tmp_path):
+    """Learns like float32, with an error that is NVFP4's."""
+    out, results = finished
+    options = ["--precision", "nvfp4", "--out", str(tmp_path), "--beside", str(out)]
+    ours = train_moe.main([*TINY, *text, *options])
+    losses, want = ours["history"]["training"], results["history"]["training"]
+    assert losses[-1] < losses[0] - 1
+    assert 1e-3 < abs(losses[-1] - want[-1]) < 0.3
+    assert json.loads((tmp_path / "metrics.json").read_text())["precision"] == "nvfp4"
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_train_moe_compares(train_moe, text, capsys):
     results = train_moe.main([*TINY, *text, "--compare"])
     assert results["ratio"] > 0
