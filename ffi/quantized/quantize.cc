@@ -30,7 +30,7 @@ static ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Remaining
   JGG_RETURN_IF_ERROR(operands.End());
   if (more.size() > 1) return InvalidArgument(op, "more than three results");
   if (more.size() == 1) {
-    const auto biases = more.get<ffi::AnyBuffer>(0);
+    auto biases = more.get<ffi::AnyBuffer>(0);
     if (!biases) return biases.error();
     buffers.biases = **biases;
   }
