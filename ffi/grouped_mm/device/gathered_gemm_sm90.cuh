@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   SyncRings<Config>();
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
-    // 72 + 2 * 216 is three times the 168 that every thread begins with.
-    GiveRegisters<72>();
+    GiveRegisters<Config::kFeedRegisters>();
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, 0, [&](const Work& work, int place) {
         FillRows(gathered, work, memory.rows[place]);
@@ -140,7 +139,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       GatherWarp<Config>(gathered, memory, warp - 2);
     }
   } else {
-    TakeRegisters<216>();
+    TakeRegisters<Config::kMultiplyRegisters>();
     MultiplyRowsWarpgroup<Config>(gemm, memory, warp / 4 - 1);
   }
 }

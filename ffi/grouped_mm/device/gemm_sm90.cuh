@@ -45,8 +45,8 @@ struct GemmSm90Config {
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
-  static constexpr int kFeedRegisters = kPlanes == 1 ? 56 : 88;
-  static constexpr int kMultiplyRegisters = kPlanes == 1 ? 224 : 208;
+  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered ? 72 : 56;
+  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
