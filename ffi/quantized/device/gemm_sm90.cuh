@@ -187,9 +187,9 @@ struct QuantizedProducts {
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          MultiplyRegisters<kN>(
-              a[unit % 2] + 4 * i, l_stage + ((s * sizeof(memory.l[0][0]) + (first + i) * 32) >> 4),
-              sums[b], true, std::make_index_sequence<kN / 2>{});
+          MultiplyRegisters<kN>(a[unit % 2] + 4 * i,
+                                l_stage + ((s * sizeof(memory.l[0][0]) + (first + i) * 32) >> 4),
+                                sums[b], true, std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
         WarpgroupWait<1>();
