@@ -33,19 +33,21 @@ struct InverseMaker {
 };
 
 // A warp's units in shared memory, in pieces of 16 bytes, which are exchanged among eight so that
-// neither the warp's copies nor its lanes' reads meet a bank twice.
+// neither the warp's copies nor its lanes' reads meet a bank twice: of piece c that is c ^ (c / 8 %
+// 8).
 class UnitStage {
  public:
-  __device__ UnitStage(uint4* stage, int lane) : lane_(lane) {
-    const uint32_t base = __cvta_generic_to_shared(stage);
-    // Of piece c that is c ^ (c / 8 % 8). The warp copies pieces 32 * i + lane; lanes read 4 * lane
-    // + i.
-    to_ = base + 16 * (lane ^ lane / 8);
-    from_ = base + 16 * (4 * lane ^ lane / 2 % 8);
-  }
+  __device__ UnitStage(uint4* stage, int lane)
+      : lane_(lane),
+        base_(reinterpret_cast<uint8_t*>(stage)),
+        to_(16 * (lane ^ lane / 8)),
+        from_(16 * (4 * lane ^ lane / 2 % 8)) {}
 
-  // `from` is where this lane's first piece is; `left` pieces are there, those of the warp first.
+  // Begins to copy piece 32 * i + lane, for each i. `from` is where this lane's first piece is;
+  // `left` pieces are there, those of the warp first.
   __device__ void Copy(const uint8_t* from, int left) const {
+#ifdef __CUDA_ARCH__
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(base_ + to_));
     asm volatile(
         "{\n"
         ".reg .pred p0, p1, p2, p3;\n"
@@ -58,26 +60,37 @@ class UnitStage {
         "@p2 cp.async.cg.shared.global [%0 + 1024], [%2 + 1024], 16;\n"
         "@p3 cp.async.cg.shared.global [%1 + 1536], [%2 + 1536], 16;\n"
         "cp.async.commit_group;\n"
-        "}" ::"r"(to_),
-        "r"(to_ ^ 64), "l"(from), "r"(left - lane_)
+        "}" ::"r"(to),
+        "r"(to ^ 64), "l"(from), "r"(left - lane_)
         : "memory");
+#else  // tests/cuda_on_host.h
+    for (int i = 0; i < 4 && left - lane_ > 32 * i; ++i) {
+      const uint4 piece = __ldg(reinterpret_cast<const uint4*>(from + 512 * i));
+      std::memcpy(base_ + (to_ ^ i % 2 * 64) + 512 * i, &piece, 16);
+    }
+#endif
   }
 
-  __device__ void Read(uint32_t* words) const {
+  // This lane's unit, once all lanes' copies are there. Then the next may come.
+  __device__ void Read(uint32_t (&words)[16]) const {
+#ifdef __CUDA_ARCH__
     asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
     __syncwarp();
     JGG_UNROLL
     for (int i = 0; i < 4; ++i) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]),
-                     "=r"(words[4 * i + 3])
-                   : "r"(from_ ^ 16 * i));
+      const uint4 piece = *reinterpret_cast<const uint4*>(base_ + (from_ ^ 16 * i));
+      words[4 * i] = piece.x;
+      words[4 * i + 1] = piece.y;
+      words[4 * i + 2] = piece.z;
+      words[4 * i + 3] = piece.w;
     }
     __syncwarp();
   }
 
  private:
   int lane_;
+  uint8_t* base_;
   uint32_t to_, from_;
 };
 
