@@ -129,7 +129,31 @@ def quantized(rng):
                     oracle.assert_close(out, oracle.grouped_mm(x, want, sizes))
 
 
+def conversions(rng):
+    """quantize and dequantize: every width, half a unit, tails of warps, a global scale per row."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        w = oracle.random(rng, (37, 7 * 128), dtype)
+        for bits in (2, 3, 4, 5, 6, 8):
+            converted(w, bits=bits, group_size=128)
+        for mode in ("mxfp4", "mxfp8"):
+            converted(w, mode=mode)
+        odd = w[:, : 7 * 16]
+        converted(odd, mode="nvfp4")
+        converted(odd, mode="nvfp4", global_scale=jnp.full((37,), 0.01))
+
+
+def converted(w, **options):
+    round_trip = lambda w, **options: jgg.dequantize(jgg.quantize(w, **options))
+    out = jax.jit(round_trip, static_argnames=("mode", "bits", "group_size"))(w, **options)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        want = round_trip(jax.device_get(w), **jax.device_get(options))
+    np.testing.assert_array_equal(out, want)
+
+
 def main():
+    # Before they are offered, too.
+    for target in ("jgg_quantize", "jgg_dequantize"):
+        _call.TARGETS.setdefault(target, ("cuda",))
     rng = np.random.default_rng(0)
     for dtype, precision in (
         ("float32", None), ("float32", "tensorfloat32"), ("bfloat16", None), ("float16", None),
@@ -143,6 +167,7 @@ def main():
         for dtype in ("bfloat16", "float16"):
             gathered(rng, dtype)
     quantized(rng)
+    conversions(rng)
     print("sanitize: all cases right")
 
 
