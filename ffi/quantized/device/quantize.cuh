@@ -32,22 +32,26 @@ struct InverseMaker {
   __device__ Inverse operator()(float global_scale) const { return MakeInverse<kOf>(global_scale); }
 };
 
-// A warp's units in shared memory, in pieces of 16 bytes, which are exchanged among eight so that
-// neither the warp's copies nor its lanes' reads meet a bank twice: of piece c that is c ^ (c / 8 %
-// 8).
-class UnitStage {
+// A warp's units in shared memory, twice: those that are read, and the next. In pieces of 16 bytes,
+// which are exchanged among eight so that neither the warp's copies nor its lanes' reads meet a
+// bank twice: of piece c that is c ^ (c / 8 % 8).
+class UnitStages {
  public:
-  __device__ UnitStage(uint4* stage, int lane)
+  static constexpr int kPieces = 32 * kUnitBytes / 16;  // of one
+
+  __device__ UnitStages(uint4* stages, int lane)
       : lane_(lane),
-        base_(reinterpret_cast<uint8_t*>(stage)),
+        base_(reinterpret_cast<uint8_t*>(stages)),
         to_(16 * (lane ^ lane / 8)),
         from_(16 * (4 * lane ^ lane / 2 % 8)) {}
 
-  // Begins to copy piece 32 * i + lane, for each i. `from` is where this lane's first piece is;
-  // `left` pieces are there, those of the warp first.
-  __device__ void Copy(const uint8_t* from, int left) const {
+  // Begins to copy what comes after what was copied last: piece 32 * i + lane, for each i. `from`
+  // is where this lane's first piece is; `left` pieces are there, those of the warp first.
+  __device__ void Copy(const uint8_t* from, int left) {
+    uint8_t* const stage = base_ + next_;
+    next_ ^= 16 * kPieces;
 #ifdef __CUDA_ARCH__
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(base_ + to_));
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(stage + to_));
     asm volatile(
         "{\n"
         ".reg .pred p0, p1, p2, p3;\n"
@@ -66,20 +70,21 @@ class UnitStage {
 #else  // tests/cuda_on_host.h
     for (int i = 0; i < 4 && left - lane_ > 32 * i; ++i) {
       const uint4 piece = __ldg(reinterpret_cast<const uint4*>(from + 512 * i));
-      std::memcpy(base_ + (to_ ^ i % 2 * 64) + 512 * i, &piece, 16);
+      std::memcpy(stage + (to_ ^ i % 2 * 64) + 512 * i, &piece, 16);
     }
 #endif
   }
 
-  // This lane's unit, once all lanes' copies are there. Then the next may come.
+  // This lane's unit, of those copied before the last, once all are there. Then more may come.
   __device__ void Read(uint32_t (&words)[16]) const {
 #ifdef __CUDA_ARCH__
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
 #endif
+    const uint8_t* const stage = base_ + next_;
     __syncwarp();
     JGG_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const uint4 piece = *reinterpret_cast<const uint4*>(base_ + (from_ ^ 16 * i));
+      const uint4 piece = *reinterpret_cast<const uint4*>(stage + (from_ ^ 16 * i));
       words[4 * i] = piece.x;
       words[4 * i + 1] = piece.y;
       words[4 * i + 2] = piece.z;
@@ -91,7 +96,7 @@ class UnitStage {
  private:
   int lane_;
   uint8_t* base_;
-  uint32_t to_, from_;
+  uint32_t to_, from_, next_ = 0;
 };
 
 __device__ inline float FromLane(float value, int mask) {
@@ -164,10 +169,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
   using Scale = typename Traits::Scale;
   constexpr int kBytes = Traits::kBytes, kGroups = Traits::kGroups;
   constexpr int kWarps = kQuantizeThreads / 32;
-  __shared__ uint4 stages[kWarps][32 * kUnitBytes / 16];
+  __shared__ uint4 stages[kWarps][2 * UnitStages::kPieces];
   __shared__ uint4 out_stages[Traits::kStaged ? kWarps : 1][Traits::kStaged ? 2 * kBytes : 1];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const UnitStage stage(stages[warp], lane);
+  UnitStages stage(stages[warp], lane);
   const int64_t unit = int64_t{blockIdx.x} * kQuantizeThreads + thread;
   int left = p.pieces - 4 * static_cast<int>(unit - lane);  // from the warp's first unit on
   if (left <= 0) return;
@@ -182,16 +187,16 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
 
   stage.Copy(w_at, left);
   while (true) {
-    uint32_t raw[16];
-    stage.Read(raw);
-    typename Coder::X x[kGroups];
-    JGG_UNROLL
-    for (int i = 0; i < 16; ++i) x[i * kGroups / 16].words[i % (16 / kGroups)] = raw[i];
     const int here = left - 4 * lane;  // from this lane's unit on
     const bool inside = here > 0;
     left -= p.step;
     w_at += p.w_step;
     stage.Copy(w_at, left);
+    uint32_t raw[16];
+    stage.Read(raw);
+    typename Coder::X x[kGroups];
+    JGG_UNROLL
+    for (int i = 0; i < 16; ++i) x[i * kGroups / 16].words[i % (16 / kGroups)] = raw[i];
 
     typename Coder::Group groups[kGroups];
     uint32_t words[Traits::kWords], scale = 0;
