@@ -249,7 +249,8 @@ def _scales(block, amax, scale_2d: bool):
     if scale_2d:
         pad = [(0, 0)] * (block.ndim - 2) + [(0, -rows[0] % _BLOCK), (0, 0)]
         block = jnp.pad(block, pad)
-        block = block.reshape(*block.shape[:-2], -1, _BLOCK, block.shape[-1]).max(axis=-2)
+        tiles = block.shape[-2] // _BLOCK
+        block = block.reshape(*block.shape[:-2], tiles, _BLOCK, block.shape[-1]).max(axis=-2)
     encode = jnp.minimum(fb.divide(constant(_RANGE, amax), amax), u32(_LARGEST))
     encode = jnp.where(amax == 0, fb.bits(_ONE), encode)
     sixth = fb.multiply(encode, constant(_ONE / _SIX, amax))
