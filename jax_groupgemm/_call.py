@@ -549,7 +549,7 @@ def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, 
     flags = {"mode": mode, "bits": bits, "group_size": group_size}
     flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
     call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
-    return (call(*operands, **_attributes(flags)).reshape(*lead, k),)
+    return call(*operands, **_attributes(flags)).reshape(*lead, k)
 
 
 def _nvfp4_workspace(groups: int, *scales: int):

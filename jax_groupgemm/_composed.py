@@ -1,86 +1,121 @@
-"""Primitives that mean a composition of others, and that a kernel may run as one call.
+"""Operations that mean a composition of others, and that a kernel may run as one call.
 
-One has no rules of its own: differentiating or batching it goes back to the composition, whose
-parts have theirs. Sharded operands (Auto, Explicit) are composed too.
+One has no derivative of its own: differentiating or batching it goes back to the composition, whose
+parts have theirs. Operands that XLA is to divide among devices (Auto, Explicit) are composed too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from . import _partition, _primitives
 
 
-class Composed(NamedTuple):
-    """The two levels of such a primitive, as those of ``_primitives``."""
+class Composed:
+    """``composed(*operands, **static)``, where operands are trees of arrays, the result is one
+    array or a tuple, and static parameters are hashable.
 
-    composed: Callable
-    inner: Primitive
-    outer: Primitive
+    Args:
+      name: of the primitive.
+      composed: what it means.
+      call: ``call(platform, *operands, **static)`` is the same as custom calls of one device, or
+        None where no kernel takes the operands; ``platform`` is "cpu", "cuda" or "other".
+      batch: ``batch(size, operands, axes)`` returns the operands of a batch as those of one call,
+        whose results have the batch as their first axis. ``axes`` are trees as the operands, with
+        None where one is not batched. Without it a batch is composed.
+      keeps_call: whether the value of a differentiated call remains one call. Otherwise it is the
+        composition's, which shares what the derivative needs.
+      sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
+    """
 
-    def __call__(self, *operands, **params):
-        if _partition.explicit_mesh(operands) is not None:
-            return self.composed(*operands, **params)
-        manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        primitive = self.inner if manual else self.outer
-        return primitive.bind(*_primitives.vary_alike(*operands), **params)
-
-
-def make(name: str, abstract: Callable, composed: Callable, lowering: Callable) -> Composed:
-    """``composed(*operands, **params)`` is the meaning, ``lowering(platform, *operands, **params)``
-    what one device runs."""
-    levels = (_make(name, level, abstract, composed) for level in ("inner", "outer"))
-    made = Composed(composed, *levels)
-    for platform in ("cpu", "cuda", None):
-        rule = mlir.lower_fun(
-            functools.partial(lowering, platform or "other"), multiple_results=False
+    def __init__(self, name: str, composed: Callable, call: Callable, *,
+                 batch: Callable | None = None, keeps_call: bool = False,
+                 sharded: Callable | None = None):  # fmt: skip
+        self._composed, self._call, self._batched = composed, call, batch
+        self._keeps_call, self._sharded = keeps_call, sharded
+        self._traceable = functools.cache(
+            lambda **static: jax.jit(functools.partial(composed, **static))
         )
-        mlir.register_lowering(made.inner, rule, platform=platform)
+        primitive = self.primitive = Primitive(name)
+        primitive.multiple_results = True
+        # Whatever its jaxpr holds, which only says what it means.
+        primitive.is_high = lambda *_, **__: False
+        self._compiled = functools.cache(
+            lambda **params: jax.jit(functools.partial(primitive.bind, **params))
+        )
+        primitive.def_impl(lambda *leaves, **params: self._compiled(**params)(*leaves))
+        primitive.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
+        ad.primitive_jvps[primitive] = self._jvp
+        batching.primitive_batchers[primitive] = self._batch
+        _partition.needs_devices(primitive)
+        for platform in ("cpu", "cuda", None):
+            rule = functools.partial(self._lowering, platform or "other")
+            mlir.register_lowering(primitive, rule, platform=platform)
 
-    def outer_lowering(ctx, *operands, **params):
-        per_device = composed if _partition.may_be_partitioned(ctx) else made.inner.bind
-        rule = functools.partial(per_device, **params)
-        return mlir.lower_fun(rule, multiple_results=False)(ctx, *operands)
+    def __call__(self, *operands, **static):
+        leaves, tree = jax.tree.flatten(operands)
+        if _partition.explicit_mesh(leaves) is not None:
+            self._is_sharded(static)
+            return self._composed(*operands, **static)
+        leaves = _primitives.vary_alike(*leaves)
+        traced = self._traceable(**static).trace(*tree.unflatten(leaves))
+        outs = self.primitive.bind(
+            *leaves, tree=tree, jaxpr=traced.jaxpr, static=tuple(sorted(static.items())),
+            manual=bool(jax.sharding.get_abstract_mesh().manual_axes),
+        )  # fmt: skip
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), outs)
 
-    _partition.needs_devices(made.outer)
-    mlir.register_lowering(made.outer, outer_lowering)
-    return made
+    def _is_sharded(self, static: dict) -> None:
+        if self._sharded is not None:
+            self._sharded(**static)
+
+    def _jvp(self, primals, tangents, **params):
+        moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+        if not moving:
+            outs = self.primitive.bind(*primals, **params)
+            return outs, [_primitives.zero_tangent(out) for out in outs]
+
+        def of_moving(*values):
+            given = dict(zip(moving, values, strict=True))
+            return _meaning(*(given.get(i, p) for i, p in enumerate(primals)), **params)
+
+        points, rates = ([v[i] for i in moving] for v in (primals, tangents))
+        outs, dots = jax.jvp(of_moving, points, rates)
+        dots = [
+            _primitives.zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot
+            for out, dot in zip(outs, dots, strict=True)
+        ]
+        if self._keeps_call:  # then what only the composition's value needs is dead code
+            outs = self.primitive.bind(*primals, **params)
+        return outs, dots
+
+    def _batch(self, leaves, dims, *, tree, static, **params):
+        if self._batched is None:
+            outs = jax.vmap(functools.partial(_meaning, **params), in_axes=tuple(dims))(*leaves)
+        else:
+            size = _primitives.batch_size(leaves, dims)
+            operands = self._batched(size, tree.unflatten(leaves), tree.unflatten(dims))
+            outs = jax.tree.leaves(self(*operands, **dict(static)))
+        return outs, [0] * len(outs)
+
+    def _lowering(self, platform: str, ctx, *leaves, tree, static, manual, jaxpr):
+        divided = not manual and _partition.may_be_partitioned(ctx)
+        if divided:
+            self._is_sharded(dict(static))
+
+        def one_device(*leaves):
+            out = None
+            if not divided:
+                out = self._call(platform, *tree.unflatten(leaves), **dict(static))
+            return _meaning(*leaves, jaxpr=jaxpr) if out is None else jax.tree.leaves(out)
+
+        return mlir.lower_fun(one_device, multiple_results=True)(ctx, *leaves)
 
 
-def _make(name: str, level: str, abstract: Callable, composed: Callable) -> Primitive:
-    primitive = Primitive(name + ("" if level == "inner" else "_outer"))
-    primitive.def_abstract_eval(abstract)
-
-    @functools.cache
-    def compiled(**params):
-        return jax.jit(functools.partial(primitive.bind, **params))
-
-    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
-    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive, composed)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, composed)
-    return primitive
-
-
-def _jvp(primitive, composed, primals, tangents, **params):
-    active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not active:
-        out = primitive.bind(*primals, **params)
-        return out, ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def f(*values):
-        operands = list(primals)
-        for i, value in zip(active, values, strict=True):
-            operands[i] = value
-        return composed(*operands, **params)
-
-    return jax.jvp(f, [primals[i] for i in active], [tangents[i] for i in active])
-
-
-def _batch(composed, args, dims, **params):
-    return jax.vmap(functools.partial(composed, **params), in_axes=tuple(dims))(*args), 0
+def _meaning(*leaves, jaxpr: Jaxpr, **_):
+    return jaxpr_as_fun(jaxpr)(*leaves)

@@ -22,9 +22,8 @@ def mm(x, w, meta, x_index, y_index, *, out_dtype, transpose_w=False, precision=
     ``meta`` is (group_sizes, group_offset), of T * M rows. x_index, int32 (T,): where it is outside
     of [0, A) the products are zeros, whatever w holds. y_index is a permutation, or None.
     """
-    indices = (x_index,) if y_index is None else (x_index, y_index)
     return MM(
-        x, w, *meta, *indices, out_dtype=jnp.dtype(out_dtype), transpose_w=transpose_w,
+        x, w, meta, x_index, y_index, out_dtype=jnp.dtype(out_dtype), transpose_w=transpose_w,
         precision=precision, implementation=implementation,
     )  # fmt: skip
 
@@ -43,37 +42,16 @@ def gather(x, meta, x_index, y_index, product: Callable):
     return y if y_index is None else y[jnp.argsort(y_index)]
 
 
-def split(operands):
-    """x, w, (group_sizes, group_offset), x_index and y_index, which may be None."""
-    x, w, sizes, offset, x_index, *y_index = operands
-    return x, w, (sizes, offset), x_index, y_index[0] if y_index else None
-
-
-def composed(*operands, **params):
+def composed(x, w, meta, x_index, y_index, **params):
     """What the primitive means."""
-    x, w, meta, x_index, y_index = split(operands)
     product = lambda a, meta, **same: _primitives.mm(a, w, meta, **params, **same)
     return gather(x, meta, x_index, y_index, product)
 
 
-def _abstract(*operands, out_dtype, transpose_w, **_):
-    x, w, _, x_index, _ = split(operands)
-    n = w.shape[1 if transpose_w else 2]
-    return _primitives.out_aval((x_index.shape[0], x.shape[1], n), out_dtype, operands)
-
-
-def _lowering(platform, *operands, out_dtype, transpose_w, precision, implementation):
-    x, w, meta, x_index, y_index = split(operands)
+def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, precision,
+             implementation):  # fmt: skip
     if not _call.takes_lists(platform, x, w, out_dtype, implementation, transpose_w):
-
-        def product(a, meta, **same):
-            return _primitives.INNER["mm"].bind(
-                a, w, *meta, out_dtype=out_dtype, transpose_x=False, transpose_w=transpose_w,
-                transpose_out=False, precision=precision, implementation=implementation,
-                cotangent_dtype=None, **same,
-            )  # fmt: skip
-
-        return gather(x, meta, x_index, y_index, product)
+        return None
     count, m, k = x.shape
     pairs = x_index.shape[0]
     valid = (x_index >= 0) & (x_index < count)
@@ -94,4 +72,4 @@ def _rows(index, m: int):
     return jnp.where(index[:, None] < 0, -1, rows).reshape(-1)
 
 
-MM = _composed.make("jgg_gathered_mm", _abstract, composed, _lowering)
+MM = _composed.Composed("jgg_gathered_mm", composed, _call_of)

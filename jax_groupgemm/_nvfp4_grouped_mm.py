@@ -85,9 +85,7 @@ def nvfp4_grouped_mm(
     scale = folded(alpha, None if per_row else x.global_scale, w.global_scale)
     x = dataclasses.replace(x, global_scale=x.global_scale if per_row else None)
     w = dataclasses.replace(w, global_scale=None)
-    return _nvfp4_sm100.grouped_mm(
-        _composed, x, w, group_sizes, scale, bias, dtype=dtype, implementation=implementation
-    )
+    return _MM(x, w, group_sizes, scale, bias, dtype=dtype, implementation=implementation)
 
 
 def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
@@ -103,6 +101,9 @@ def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
     out = product(rows, w, meta, None, x.global_scale, None, dtype=jnp.float32)
     ones = jnp.ones((rows.shape[0], 1), bias.dtype)
     return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
+
+
+_MM = _nvfp4_sm100.grouped_mm(_composed)
 
 
 def operand(op: str, name: str, q) -> Quantized:

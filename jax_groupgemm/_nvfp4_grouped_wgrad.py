@@ -75,9 +75,7 @@ def nvfp4_grouped_wgrad(
     promised = _as_promised(group_sizes, x, dy)
     scale = promised if scale is None else promised * scale
     x, dy = (dataclasses.replace(q, global_scale=None) for q in (x, dy))
-    return _nvfp4_sm100.grouped_wgrad(
-        _composed, x, dy, group_sizes, scale, beta, existing_out, implementation=implementation
-    )
+    return _WGRAD(x, dy, group_sizes, scale, beta, existing_out, implementation=implementation)
 
 
 def _composed(x, dy, group_sizes, scale, beta, existing_out, *, implementation):
@@ -94,6 +92,9 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, implementation):
         return out
     old = existing_out if beta is None else _times(beta, existing_out)
     return jnp.where(live[:, None, None], out + old, old)
+
+
+_WGRAD = _nvfp4_sm100.grouped_wgrad(_composed)
 
 
 def _along_t(op: str, name: str, q) -> Quantized:

@@ -13,10 +13,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _call, _check, _partition, _quantized, _reference
+from . import _call, _check, _partition, _quantize_call, _quantized, _reference
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
-from ._either import either
 from ._float_bits import i32, u32
 from ._nvfp4_layouts import padded_sizes as padded_sizes
 from ._philox import sixteen_bits
@@ -191,10 +190,9 @@ def _specs(x, mesh, axis: int, grouped: bool, layout: str):
 @partial(jax.jit, static_argnames=("axis", "scale_2d", "hadamard", "layout"))
 def _quantize(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bool, layout: str):
     """``(weight, scales, global_scale, positions)``."""
-    weight, scales, global_scale = either(
-        "jgg_nvfp4_quantize", _definition, _call.nvfp4_quantize, (x, group_sizes, seed),
-        axis=axis, scale_2d=scale_2d, hadamard=hadamard,
-    )  # fmt: skip
+    weight, scales, global_scale = _QUANTIZE(
+        x, group_sizes, seed, axis=axis, scale_2d=scale_2d, hadamard=hadamard
+    )
     padding = None
     if group_sizes is not None and (axis == -2 or layout == "swizzled"):
         unit = layouts.GROUPED if axis == -2 else layouts.SWIZZLED
@@ -235,6 +233,9 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
     weight = _quantized.pack(_quantized._flat(code), 4)
     global_scale = _float(fb.divide(amax, fb.bits(jnp.full_like(amax, _RANGE, jnp.float32))))
     return weight, scales.astype(jnp.uint8), global_scale
+
+
+_QUANTIZE = _quantize_call.composed("jgg_nvfp4_quantize", _definition, _call.nvfp4_quantize)
 
 
 def _float(b):

@@ -121,8 +121,12 @@ def _bilinear_jvp(name, primals, tangents, **params):
 
 def sum_of_tangents(out, terms):
     if not terms:
-        return ad.Zero.from_primal_value(out)  # pyright: ignore[reportAttributeAccessIssue]
+        return zero_tangent(out)
     return functools.reduce(lax.add, terms)
+
+
+def zero_tangent(out):
+    return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 def _mm_transpose(ct, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w, transpose_out,

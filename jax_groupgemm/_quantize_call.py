@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize`` of leaves, as one custom call each where a GPU takes it.
+"""``quantize`` and ``dequantize`` of leaves, as one custom call each.
 
     weight (..., K*bits/32), scales, biases (..., K/group_size)  <->  w (..., K)
 
@@ -9,29 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from . import _call
-from ._either import either
+from ._composed import Composed
 
 
-def quantize(definition: Callable, w, global_scale, **static):
-    """``definition(w, global_scale, *, mode, bits, group_size)``: weight, scales[, biases]."""
-    return either(
-        "jgg_quantize", definition, _call.quantize, (w, global_scale), batch=_batch, **static
-    )
+def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None):
+    """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``."""
+
+    def where_offered(platform, *operands, **static):
+        if platform != "cuda" or any(0 in a.shape for a in jax.tree.leaves(operands)):
+            return None
+        if _call.missing("sm80", target) is not None:
+            return None
+        if _call.chosen(platform, (), None, jnp.float32, target) == "reference":
+            return None
+        return call(*operands, **static)
+
+    return Composed(target, definition, where_offered, batch=batch, keeps_call=True)
 
 
-def dequantize(definition: Callable, weight, scales, biases, global_scale, **static):
-    """``definition(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype)``: w."""
-    operands = weight, scales, biases, global_scale
-    (out,) = either(
-        "jgg_dequantize", definition, _call.dequantize, operands, batch=_batch, **static
-    )
-    return out
-
-
-def _batch(size: int, operands, axes):
+def in_batch(size: int, operands, axes):
     """A batch becomes the first leading axis. One global scale for all may stay as it is."""
 
     def first(a, axis):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _check, _quantize_call
+from . import _call, _check, _quantize_call
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
@@ -433,7 +433,7 @@ def codes_in_groups(weight, bits: int, group_size: int):
 def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
     """``(weight, scales, biases)``."""
     static = {"mode": mode, "bits": bits, "group_size": group_size}
-    weight, scales, *biases = _quantize_call.quantize(_leaves, w, global_scale, **static)
+    weight, scales, *biases = _QUANTIZE(w, global_scale, **static)
     return weight, scales, biases[0] if biases else None
 
 
@@ -446,6 +446,11 @@ def _leaves(w, global_scale, *, mode: str, bits: int, group_size: int) -> tuple:
         codes, scales = _fp(fb.bits(blocks), mode, global_scale)
     codes = lax.optimization_barrier(codes)  # else XLA computes them once for every bit field
     return pack(_flat(codes), bits), scales, *biases
+
+
+_QUANTIZE = _quantize_call.composed(
+    "jgg_quantize", _leaves, _call.quantize, batch=_quantize_call.in_batch
+)
 
 
 def _float(b):
@@ -537,8 +542,8 @@ def _exact(m, e):
 
 @partial(jax.jit, static_argnums=1)
 def _dequantize(q: Quantized, dtype):
-    values = _quantize_call.dequantize(
-        _values, q.weight, q.scales, q.biases, q.global_scale,
+    values = _DEQUANTIZE(
+        q.weight, q.scales, q.biases, q.global_scale,
         mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
     )  # fmt: skip
     if q.axis == -2:
@@ -546,9 +551,14 @@ def _dequantize(q: Quantized, dtype):
     return values if q.positions is None else layouts.take_rows(values, q.positions)
 
 
-def _values(*leaves, dtype, **static) -> tuple:
-    """``(w,)``, by definition."""
-    return (flatten_groups(values_in_groups(Quantized(*leaves, **static), dtype)),)
+def _values(*leaves, dtype, **static):
+    """w, by definition."""
+    return flatten_groups(values_in_groups(Quantized(*leaves, **static), dtype))
+
+
+_DEQUANTIZE = _quantize_call.composed(
+    "jgg_dequantize", _values, _call.dequantize, batch=_quantize_call.in_batch
+)
 
 
 def flatten_groups(values):

@@ -119,7 +119,7 @@ nvfp4_grouped_linear = functools.partial(of, _nvfp4_grouped_linear)
 _Value = Callable[[], Any] | None
 
 # What calls its one jaxpr with its own operands, and what cannot be run from its parameters.
-_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "jgg_nvfp4")
+_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 _OPAQUE = ("core_call", "shard_map")
 
 
@@ -191,11 +191,10 @@ def _mm(eqn, values: Sequence[_Value]) -> Cost:
 
 
 def _epilogue_mm(eqn, values: Sequence[_Value]) -> Cost:
-    present, out = eqn.params["present"], eqn.outvars[0].aval
-    x, w, meta, bias, row_scale, existing_out = present.split([a.aval for a in eqn.invars])
+    (x, w, meta, bias, row_scale, existing_out), meta_values, static = _operands(eqn, values)
     cost, rows, weights = _mm_cost(
-        x, w, meta, present.split(values)[2], out, form=_segments.SIZES, rows=x.shape[0],
-        transpose_x=False, transpose_w=eqn.params["transpose_w"],
+        x, w, meta, meta_values, eqn.outvars[0].aval, form=_segments.SIZES, rows=x.shape[0],
+        transpose_x=False, transpose_w=static["transpose_w"],
     )  # fmt: skip
     if bias is not None:
         n = bias.shape[1]
@@ -204,15 +203,22 @@ def _epilogue_mm(eqn, values: Sequence[_Value]) -> Cost:
 
 
 def _gathered_mm(eqn, values: Sequence[_Value]) -> Cost:
-    x, w, meta, *indices = _gathered.split([atom.aval for atom in eqn.invars])
+    (x, w, meta, *indices), meta_values, static = _operands(eqn, values)
     pairs, m, n = eqn.outvars[0].aval.shape
     rows = jax.ShapeDtypeStruct((pairs * m, x.shape[2]), x.dtype)
-    out = jax.ShapeDtypeStruct((pairs * m, n), eqn.params["out_dtype"])
+    out = jax.ShapeDtypeStruct((pairs * m, n), static["out_dtype"])
     cost, *_ = _mm_cost(
-        rows, w, meta, values[2:4], out, form=_segments.SIZES, rows=pairs * m, transpose_x=False,
-        transpose_w=eqn.params["transpose_w"],
+        rows, w, meta, meta_values, out, form=_segments.SIZES, rows=pairs * m, transpose_x=False,
+        transpose_w=static["transpose_w"],
     )  # fmt: skip
     return cost + Cost(0, sum(_bytes(a) for a in indices if a is not None))
+
+
+def _operands(eqn, values: Sequence[_Value]):
+    """Of a composed product: its operands, the values of its metadata, its static parameters."""
+    tree = eqn.params["tree"]
+    metadata = tree.unflatten(values)[2]
+    return tree.unflatten([a.aval for a in eqn.invars]), metadata, dict(eqn.params["static"])
 
 
 def _qmm_cost(eqn, values: Sequence[_Value]) -> Cost:
@@ -276,6 +282,6 @@ _PRODUCTS = {
     **dict.fromkeys((_primitives.INNER["mm"], _primitives.OUTER["mm"]), _mm),
     **dict.fromkeys((_primitives.INNER["wgrad"], _primitives.OUTER["wgrad"]), _wgrad),
     **dict.fromkeys((_primitives.INNER["qmm"], _primitives.OUTER["qmm"]), _qmm_cost),
-    **dict.fromkeys((_epilogue._MM.inner, _epilogue._MM.outer), _epilogue_mm),
-    **dict.fromkeys((_gathered.MM.inner, _gathered.MM.outer), _gathered_mm),
+    _epilogue.MM.primitive: _epilogue_mm,
+    _gathered.MM.primitive: _gathered_mm,
 }
