@@ -1,38 +1,28 @@
 """The CUDA kernels' arithmetic of dequantize, compiled for the host, against its definition."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
+import dataclasses
 
+import host_program
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from host_program import DTYPES, MODES, dtype_number, mode_number, pointer
 from test_quantized import bits_of
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _quantized
 
-ROOT = Path(__file__).parent.parent
-COMPILER = shutil.which("c++")
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 F32 = np.float32
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = host_program.needs_compiler
 
 
 @pytest.fixture(scope="module")
-def dequantize(tmp_path_factory):
+def dequantize():
     """Assert that the kernels' bytes are the definition's; the part that is decoded fast."""
-    path = tmp_path_factory.mktemp("dequantize") / "dequantize.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
-    files = [ROOT / "tests/dequantize.cc", "-I", ROOT / "ffi", "-o", path]
-    subprocess.run([COMPILER, *flags, *files], check=True)
-    function = ctypes.CDLL(path).dequantize
+    function = host_program.build("dequantize").dequantize
     function.restype = ctypes.c_long
 
     def check(q, to, want=None):
@@ -52,12 +42,11 @@ def dequantize(tmp_path_factory):
             scales[:, 2:] = each.view(np.uint32)[:, None]
         out = np.empty(want.shape, DTYPES[to])
         scale_dtype = "float32" if q.mode != "affine" else q.scales.dtype.name
-        numbers = [MODES.index(q.mode), q.bits, *(list(DTYPES).index(d) for d in (scale_dtype, to))]
-        weight = np.asarray(q.weight)
-        at = [ctypes.c_void_p(a.ctypes.data) for a in (weight, scales, out)]
         fast = function(
-            *numbers, int(q.global_scale is not None), at[0], at[1], ctypes.c_long(units), at[2]
-        )
+            mode_number(q.mode), q.bits, dtype_number(scale_dtype), dtype_number(to),
+            int(q.global_scale is not None), pointer(np.asarray(q.weight)), pointer(scales),
+            ctypes.c_long(units), pointer(out),
+        )  # fmt: skip
         np.testing.assert_array_equal(bits_of(out), bits_of(want))
         return fast / units
 
@@ -67,23 +56,13 @@ def dequantize(tmp_path_factory):
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_every_code_and_scale(dequantize, rng, mode, to):
-    bits, group = (8, 32) if mode == "mxfp8" else (4, 16 if mode == "nvfp4" else 32)
-    codes = np.arange(256, dtype=np.uint32) % 2**bits
-    codes = np.stack([codes, np.where(codes & 0x7F == 0x7F, 0, codes)])  # without NaN, too
-    codes = np.broadcast_to(codes, (256, 2, 256))
-    scales = np.empty((256, 2, 256 // group), np.uint8)
-    scales[:] = np.arange(256, dtype=np.uint8)[:, None, None]
-    if mode == "nvfp4":  # two for 32 codes
-        scales[..., 1::2] = rng.integers(0, 256, scales[..., 1::2].shape)
-    packed = np.asarray(_quantized.pack(jnp.asarray(codes), bits))
-    q = jgg.Quantized(packed, scales, mode=mode, bits=bits, group_size=group)
+    q = host_program.every_code_and_scale(rng, mode)
     assert dequantize(q, to) > (0.4 if mode == "mxfp8" else 0.95)
     if mode == "nvfp4":
         globals_ = [0.37, -1e-3, 0, -0.0, np.inf, -np.inf, np.nan, 1e38, 1e-40, 2.0**-140]
         rows = np.array([globals_[i % 10] for i in range(256)], F32)
         rows[:128] = rng.standard_normal(128)
-        q = jgg.Quantized(packed, scales, None, rows, mode=mode, bits=bits, group_size=group)
-        assert dequantize(q, to) > 0.8
+        assert dequantize(dataclasses.replace(q, global_scale=rows), to) > 0.8
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)

@@ -7,25 +7,21 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import host_program
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from host_program import ROOT, pointer
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call
 
-ROOT = Path(__file__).parent.parent
-COMPILER = shutil.which("c++")
-FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
-SOURCE = ["tests/nvfp4_layout.cc", "-I", "ffi"]
 TILE = 512
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = host_program.needs_compiler
 
 
 class Product:
@@ -45,20 +41,9 @@ class Product:
         return pointer(np.array(list(self), np.int32))
 
 
-def pointer(a):
-    out = ctypes.c_void_p(a.ctypes.data)
-    out.array = a  # keep it alive
-    return out
-
-
-def build(path, *options):
-    subprocess.run([COMPILER, *FLAGS, *SOURCE, *options, "-o", path], check=True, cwd=ROOT)
-    return ctypes.CDLL(path)
-
-
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("layout") / "layout.so")
+def library():
+    return host_program.build("nvfp4_layout")
 
 
 def scan(library, product, sizes):
@@ -326,11 +311,11 @@ def headers() -> list[str] | None:
     return [option for path in paths for option in ("-isystem", str(path))]
 
 
-def test_scale_layout_is_cutes(tmp_path):
+def test_scale_layout_is_cutes():
     found = headers()
     if found is None:
         pytest.skip("needs the headers of CUTLASS and CUDA")
-    library = build(tmp_path / "cute.so", "-DJGG_CUTE", *found)
+    library = host_program.build("nvfp4_layout", "-DJGG_CUTE", *found)
     library.cute_offset.restype = ctypes.c_int64
     size = ctypes.c_int64()
     for rows in (1, 7, 128, 200, 384):

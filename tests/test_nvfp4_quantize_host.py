@@ -1,22 +1,18 @@
 """The CUDA kernels' arithmetic of nvfp4_quantize, compiled for the host, against its definition."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
+import host_program
 import jax
 import numpy as np
 import nvfp4_oracle
 import pytest
+from host_program import dtype_number, pointer
 from test_nvfp4_quantize import KEY, tensors
 from test_quantized import E4M3, bits_of
 
 import jax_groupgemm as jgg
 
-ROOT = Path(__file__).parent.parent
-COMPILER = shutil.which("c++")
-DTYPES = ("float32", "bfloat16", "float16")
 F32 = np.float32
 OPTIONS = {
     "plain": {},
@@ -25,22 +21,12 @@ OPTIONS = {
     "both": {"hadamard": True, "stochastic_rounding_key": KEY},
 }
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = host_program.needs_compiler
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    path = tmp_path_factory.mktemp("nvfp4_quantize") / "nvfp4_quantize.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
-    files = [ROOT / "tests/nvfp4_quantize.cc", "-I", ROOT / "ffi", "-o", path]
-    subprocess.run([COMPILER, *flags, *files], check=True)
-    return ctypes.CDLL(path)
-
-
-def at(a):
-    return None if a is None else ctypes.c_void_p(a.ctypes.data)
+def library():
+    return host_program.build("nvfp4_quantize")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +40,8 @@ def same(library):
         got = [np.full_like(a, 99) for a in want]
         seed = None if key is None else np.asarray(jax.random.bits(key, (2,), "uint32"))
         library.quantize(
-            DTYPES.index(x.dtype.name), at(x), ctypes.c_long(x.size // 16), at(seed),
-            int(hadamard), *map(at, got),
+            dtype_number(x.dtype), pointer(x), ctypes.c_long(x.size // 16), pointer(seed),
+            int(hadamard), *map(pointer, got),
         )  # fmt: skip
         for g, e in zip(got, want, strict=True):
             np.testing.assert_array_equal(bits_of(g), bits_of(e))
@@ -102,7 +88,7 @@ def test_philox(rng, library):
     for block in (0, 1, 2**32 - 1, 2**32, *rng.integers(0, 2**63, 20).tolist()):
         key = rng.integers(0, 2**32, 2).tolist()
         words = np.zeros(8, np.uint32)
-        library.random_bits(ctypes.c_uint64(block), *map(ctypes.c_uint32, key), at(words))
+        library.random_bits(ctypes.c_uint64(block), *map(ctypes.c_uint32, key), pointer(words))
         got = np.stack([words & 0xFFFF, words >> 16], -1).reshape(-1)
         np.testing.assert_array_equal(got, nvfp4_oracle.sixteen_bits(block, key))
 
@@ -115,7 +101,7 @@ def test_every_random_number(rng, library):
     u = (np.arange(2**16) + 0.5) / 2**16
     for y in np.concatenate(values).astype(F32):
         codes = np.zeros(2**16, np.uint8)
-        library.stochastic_codes(ctypes.c_float(y), at(codes))
+        library.stochastic_codes(ctypes.c_float(y), pointer(codes))
         t = np.float64(min(y, F32(6)))
         step = 0.5 if t < 2 else 1 if t < 4 else 2
         want = np.searchsorted(grid, (t + u * step).astype(F32), side="right") - 1

@@ -1,35 +1,23 @@
 """The CUDA kernels' arithmetic of quantize, compiled for the host, against its definition."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
-import ml_dtypes
+import host_program
 import numpy as np
 import pytest
+from host_program import DTYPES, dtype_number, mode_number, pointer
 from test_quantized import AFFINE, E4M3, FP, bits_of
 
 import jax_groupgemm as jgg
 
-ROOT = Path(__file__).parent.parent
-COMPILER = shutil.which("c++")
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 F32 = np.float32
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = host_program.needs_compiler
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    path = tmp_path_factory.mktemp("quantize") / "quantize.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
-    files = [ROOT / "tests/quantize.cc", "-I", ROOT / "ffi", "-o", path]
-    subprocess.run([COMPILER, *flags, *files], check=True)
-    library = ctypes.CDLL(path)
+def library():
+    library = host_program.build("quantize")
     for name in ("quantize", "wrong_quotients", "wrong_quotients_by_constants"):
         getattr(library, name).restype = ctypes.c_long
     return library
@@ -45,11 +33,11 @@ def same(library):
         count = 1 if global_scale is None else global_scale.size
         for exactly in (False, True):
             got = [np.empty_like(a) for a in want]
-            arrays = [w, global_scale, *got, *[None] * (3 - len(got))]
-            at = [None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays]
-            sizes = map(ctypes.c_long, (w.size, q.group_size, w.size // count))
-            static = MODES.index(mode), q.bits, list(DTYPES).index(w.dtype.name)
-            doubts = library.quantize(*static, *at[:2], *sizes, int(exactly), *at[2:])
+            doubts = library.quantize(
+                mode_number(mode), q.bits, dtype_number(w.dtype), pointer(w), pointer(global_scale),
+                *map(ctypes.c_long, (w.size, q.group_size, w.size // count)), int(exactly),
+                *map(pointer, (*got, *[None] * (3 - len(got)))),
+            )  # fmt: skip
             for g, e in zip(got, want, strict=True):
                 np.testing.assert_array_equal(g, e)
         return doubts * 16 / w.size

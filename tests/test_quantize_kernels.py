@@ -5,19 +5,17 @@ test_quantize_host.py and test_dequantize_host.py; here with itself."""
 import ctypes
 import subprocess
 
-import ml_dtypes
+import host_program
 import numpy as np
 import pytest
-from test_dequantize_host import COMPILER, MODES, ROOT
+from host_program import dtype_number, mode_number, pointer
 from test_quantized import BITS, FP, GROUPS
 
 F32 = np.float32
-DTYPES = {"float32": F32, "bfloat16": ml_dtypes.bfloat16}  # numbers 0 and 1
+DTYPES = {name: host_program.DTYPES[name] for name in ("float32", "bfloat16")}
 GUARD = 64  # bytes after a result that must stay as they are
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = host_program.needs_compiler
 
 
 class Operands(ctypes.Structure):
@@ -40,22 +38,11 @@ class Operands(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """The kernels, and the arithmetic of theirs that the other tests compare."""
-    assert COMPILER is not None
-    folder, libraries = tmp_path_factory.mktemp("kernels"), {}
-    for name in ("quantize_kernels", "quantize", "dequantize"):
-        path = folder / f"{name}.so"
-        flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
-        files = [ROOT / f"tests/{name}.cc", "-I", ROOT / "ffi", "-I", ROOT / "tests", "-o", path]
-        done = subprocess.run(
-            [COMPILER, *flags, "-pthread", *files], capture_output=True, text=True, check=False
-        )
-        if "#include <barrier>" in done.stderr:
-            pytest.skip("needs a C++20 library")
-        assert done.returncode == 0, done.stderr
-        libraries[name] = ctypes.CDLL(path)
-    return libraries
+def kernels():
+    command = [host_program.COMPILER, "-std=c++20", "-E", "-include", "barrier", "-xc++", "-"]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
+        pytest.skip("needs a C++20 library")
+    return host_program.build("quantize_kernels", "-pthread", standard="c++20")
 
 
 def aligned(nbytes, guard=0):
@@ -76,30 +63,26 @@ def guarded(got, want):
     assert (got[want.size :] == 0xAB).all()
 
 
-def at(array):
-    return None if array is None else ctypes.c_void_p(array.ctypes.data)
-
-
-def check(libraries, rng, mode, bits, group, dtype, groups, scales, processors, most):
-    number, word = list(DTYPES).index(dtype), np.dtype(DTYPES[dtype]).itemsize
+def check(kernels, rng, mode, bits, group, dtype, groups, scales, processors, most):
+    number, word = dtype_number(dtype), np.dtype(DTYPES[dtype]).itemsize
     n, affine = groups * group, mode == "affine"
     w = copied(rng.standard_normal(n).astype(F32).astype(DTYPES[dtype]))
     each = None if scales is None else (0.01 * rng.standard_normal(scales)).astype(F32)
     sizes = n * bits // 8, groups * (word if affine else 1), groups * word if affine else 0
     want = [np.zeros(size, np.uint8) for size in sizes]
     long = ctypes.c_long
-    libraries["quantize"].quantize(
-        MODES.index(mode), bits, number, at(w), at(each), long(n), long(group),
-        long(n // (scales or 1)), 0, *map(at, want),
+    host_program.build("quantize").quantize(
+        mode_number(mode), bits, number, pointer(w), pointer(each), long(n), long(group),
+        long(n // (scales or 1)), 0, *map(pointer, want),
     )  # fmt: skip
     o = Operands(
-        elements=n, global_scales=scales or 0, most=most, mode=MODES.index(mode), bits=bits,
+        elements=n, global_scales=scales or 0, most=most, mode=mode_number(mode), bits=bits,
         group_size=group, scale_dtype=number, dtype=number, processors=processors,
     )  # fmt: skip
     got = [aligned(size, GUARD) for size in sizes]
     weight, first, second = (g if size else None for g, size in zip(got, sizes, strict=True))
     o.set(w=w, global_scale=each, weight=weight, scales=first, biases=second)
-    assert libraries["quantize_kernels"].quantize_kernel(ctypes.byref(o)) == 0
+    assert kernels.quantize_kernel(ctypes.byref(o)) == 0
     for g, e in zip(got, want, strict=True):
         guarded(g, e)
 
@@ -120,14 +103,14 @@ def check(libraries, rng, mode, bits, group, dtype, groups, scales, processors, 
         both[:groups] = np.repeat(each, groups // each.size)
         unit_scales[:, 2:] = both.view(np.uint32).reshape(-1, 2)
     values = np.zeros(units * 32 * word, np.uint8)
-    libraries["dequantize"].dequantize(
-        MODES.index(mode), bits, number, number, int(each is not None), at(packed),
-        at(unit_scales), long(units), at(values),
+    host_program.build("dequantize").dequantize(
+        mode_number(mode), bits, number, number, int(each is not None), pointer(packed),
+        pointer(unit_scales), long(units), pointer(values),
     )  # fmt: skip
     out = aligned(n * word, GUARD)
     leaves = [copied(e) if e.size else None for e in want]
     o.set(w=None, weight=leaves[0], scales=leaves[1], biases=leaves[2], out=out)
-    assert libraries["quantize_kernels"].dequantize_kernel(ctypes.byref(o)) == 0
+    assert kernels.dequantize_kernel(ctypes.byref(o)) == 0
     guarded(out, values[: n * word])
 
 
@@ -137,10 +120,10 @@ CASES += [(mode, *FP[mode]) for mode in FP]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mode", "bits", "group"), CASES)
-def test_any_number_of_groups(libraries, rng, mode, bits, group, dtype):
+def test_any_number_of_groups(kernels, rng, mode, bits, group, dtype):
     """Tails of units, warps and blocks; blocks that come round again; several launches."""
     for groups in (1, 2, 5, 31, 33, 65, int(rng.integers(250, 270)), int(rng.integers(800, 1500))):
         divisors = [d for d in range(1, groups + 1) if groups % d == 0]
         scales = int(rng.choice(divisors)) if mode == "nvfp4" and rng.random() < 0.7 else None
         most = int(rng.choice([2**13, 2**32]))
-        check(libraries, rng, mode, bits, group, dtype, groups, scales, 1, most)
+        check(kernels, rng, mode, bits, group, dtype, groups, scales, 1, most)

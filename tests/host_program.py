@@ -1,0 +1,71 @@
+"""The kernels' C++ with the host's compiler: a program of this folder as a library of ctypes."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _quantized
+
+ROOT = Path(__file__).parent.parent
+COMPILER = shutil.which("c++")
+FLAGS = ("-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")
+# A program's number of a mode or dtype is the place in these.
+MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None or not (ROOT / "ffi").exists(), reason="needs a C++ compiler and the sources"
+)
+
+
+@functools.cache
+def build(name: str, *options: str, standard: str = "c++17") -> ctypes.CDLL:
+    """tests/``name``.cc, once in a process."""
+    assert COMPILER is not None
+    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is not needed
+        path = Path(folder) / f"{name}.so"
+        paths = [f"tests/{name}.cc", "-I", "ffi", "-I", "tests", "-o", str(path)]
+        command = [COMPILER, f"-std={standard}", *FLAGS, *options, *paths]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(path))
+
+
+def mode_number(mode: str) -> int:
+    return MODES.index(mode)
+
+
+def dtype_number(dtype) -> int:
+    return list(DTYPES).index(np.dtype(dtype).name)
+
+
+def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
+    """To the data of an array; null without one."""
+    if array is None:
+        return None
+    out = ctypes.c_void_p(array.ctypes.data)
+    out.array = array  # keep it alive
+    return out
+
+
+def every_code_and_scale(rng, mode: str) -> jgg.Quantized:
+    """(256, 2, 256): row n has scale byte n, and first every code, then those but for NaN."""
+    bits, group = (8, 32) if mode == "mxfp8" else (4, 16 if mode == "nvfp4" else 32)
+    codes = np.arange(256, dtype=np.uint32) % 2**bits
+    codes = np.stack([codes, np.where(codes & 0x7F == 0x7F, 0, codes)])
+    codes = np.broadcast_to(codes, (256, 2, 256))
+    scales = np.empty((256, 2, 256 // group), np.uint8)
+    scales[:] = np.arange(256, dtype=np.uint8)[:, None, None]
+    if mode == "nvfp4":  # two for 32 codes
+        scales[..., 1::2] = rng.integers(0, 256, scales[..., 1::2].shape)
+    packed = np.asarray(_quantized.pack(jnp.asarray(codes), bits))
+    return jgg.Quantized(packed, scales, mode=mode, bits=bits, group_size=group)
