@@ -1,0 +1,182 @@
+"""Checkpoints that are refused: tensors, configs and arguments."""
+
+import numpy as np
+import pytest
+from checkpoint_writers import BF16, E4M3, F16, F32, F64, named
+
+import jax_groupgemm as jgg
+
+ck = jgg.checkpoints
+ONES, WORDS = np.ones((2, 32), F16), np.zeros((128, 4), np.int32)
+AWQ = named("a", {"qweight": WORDS, "qzeros": WORDS[:2], "scales": ONES})
+GPTQ = named("a", {"qweight": np.zeros((16, 32), np.int32), "qzeros": WORDS[:2], "scales": ONES})
+MLX = named("a", {"weight": np.zeros((8, 16), np.uint32), "scales": ONES[:, :1].repeat(4, 0)})
+MLX["a.scales"] = np.ones((8, 2), F16)
+MLX["a.biases"] = np.ones((8, 2), F16)
+MODELOPT = named("a", {
+    "weight": np.zeros((8, 16), np.uint8), "weight_scale": np.ones((8, 2), E4M3),
+    "weight_scale_2": F32(1),
+})  # fmt: skip
+PACKED = named("a", {
+    "weight_packed": np.zeros((8, 16), np.uint8), "weight_scale": np.ones((8, 2), E4M3),
+    "weight_global_scale": np.ones(1, F32),
+})  # fmt: skip
+OSS = named("gate_up_proj", {
+    "blocks": np.zeros((2, 8, 3, 16), np.uint8), "scales": np.zeros((2, 8, 3), np.uint8),
+}, "_")  # fmt: skip
+TENSORS = {"awq": AWQ, "gptq": GPTQ, "mlx": MLX, "modelopt": MODELOPT, "compressed-tensors": PACKED}
+FOUR = {"bits": 4}
+
+# Format, changed tensors (None: removed), config, and the error.
+ERRORS = [
+    ("awq", {"qzeros": None}, None,
+     "a: no tensor 'a.qzeros', which format 'awq' needs"),
+    ("awq", {"g_idx": ONES}, None,
+     "a: tensor 'a.g_idx' is not known to format 'awq'"),
+    ("awq", {"scales": ONES.astype(F64)}, None,
+     "a.scales must be float32 or bfloat16 or float16, got dtype float64"),
+    ("awq", {"qzeros": WORDS[:4]}, None,
+     "a.qzeros has shape (4, 4), expected (K/group_size, N/8) = (2, 4)"),
+    ("awq", {"qweight": WORDS[:, :2]}, None,
+     "a.qweight has shape (128, 2), expected (K, N/8) = (128, 4)"),
+    ("awq", {"qweight": WORDS[:0]}, None,
+     "a: .qweight of shape (0, 4) is empty"),
+    ("awq", {"qweight": WORDS[:96]}, None,
+     "a: group_size=48 is not a multiple of 32"),
+    ("awq", {}, {"group_size": 128},
+     "a: scales have 2 groups, but K is 128 and config says group_size=128"),
+    ("awq", {}, {"group_size": 64, "q_group_size": 128},
+     "a: config contradicts itself: group_size=64, q_group_size=128"),
+    ("awq", {}, {"version": "gemv"},
+     "a: config says version='gemv', expected 'gemm' or 'GEMM'"),
+    ("awq", {}, {"quant_method": "gptq"},
+     "a: config says quant_method='gptq', expected 'awq'"),
+    ("awq", {}, {"quantization_config": {"zero_point": False}},
+     "a: config says zero_point=False, expected True"),
+    ("awq", {"scales": ONES.astype(F32) / 3}, None,
+     "a: .scales hold values whose products with 4-bit codes are not exact in float32"),
+    ("awq", {"scales": np.where(np.eye(2, 32), F16(np.inf), ONES)}, None,
+     "a: .scales hold values whose products with 4-bit codes are not exact in float32"),
+    ("awq", {"scales": ONES.astype(BF16) * BF16(1e-38)}, None,
+     "a: .scales hold values whose products with 4-bit codes are not exact in float32"),
+    ("gptq", {}, None,
+     "format 'gptq' needs config for its bits and checkpoint_format"),
+    ("gptq", {}, {},
+     "a: config says no bits"),
+    ("gptq", {}, {"bits": 5},
+     "a: config says bits=5, expected 2 or 3 or 4 or 8"),
+    ("gptq", {}, {"bits": 8},
+     "a.qzeros has shape (2, 4), expected (K/group_size, N*bits/32) = (2, 8)"),
+    ("gptq", {}, {**FOUR, "group_size": 32},
+     "a: scales have 2 groups, but K is 128 and config says group_size=32"),
+    ("gptq", {}, {**FOUR, "checkpoint_format": "gptq_p"},
+     "a: config says checkpoint_format='gptq_p', expected 'gptq' or 'gptq_v2'"),
+    ("gptq", {}, {**FOUR, "is_marlin_format": True},
+     "a: config says is_marlin_format=True, expected False"),
+    ("gptq", {}, {**FOUR, "dynamic": {"+:(": {}}},
+     "a: config's dynamic pattern '+:(': missing ), unterminated subpattern at position 0"),
+    ("gptq", {"qzeros": WORDS[:2] - 1}, FOUR,
+     "a: .qzeros of format v1 holds 15, which libraries read as a zero point of 0, of 16, or as a "
+     "borrow from its neighbour: convert it to gptq_v2"),
+    ("gptq", {"qzeros": np.full((2, 4), 0x77777777, np.int32)},
+     {**FOUR, "sym": True, "checkpoint_format": "gptq_v2"},
+     "a: config says sym=True, but .qzeros gives zero points other than 8: is checkpoint_format "
+     "right?"),
+    ("gptq", {"qzeros": np.full((2, 4), 0x77777777, np.int32), "scales": ONES * F16(9000)},
+     {**FOUR, "sym": True},
+     "a: .scales hold values too large for zero points in float16"),
+    ("mlx", {}, None,
+     "format 'mlx' needs config for its bits, group_size and mode"),
+    ("mlx", {}, {"a": False},
+     "a: config says it is not quantized"),
+    ("mlx", {}, {"quant_method": "awq"},
+     "a: config says quant_method='awq', expected nothing"),
+    ("mlx", {}, {"bits": 4, "group_size": 128},
+     "a.scales has shape (8, 2), expected (N, K/group_size) = (8, 1)"),
+    ("mlx", {}, {"bits": 6},
+     "a: .weight has 16 words a row, not a multiple of 6 bits by 64"),
+    ("mlx", {"biases": None}, FOUR,
+     "a: has no .biases, but its mode is 'affine'"),
+    ("mlx", {"scales": np.ones((8, 4), np.uint8)}, {"mode": "mxfp4"},
+     "a: has .biases, but its mode is 'mxfp4'"),
+    ("mlx", {"global_scale": np.ones(1, F32)}, FOUR,
+     "a: has .global_scale, but its mode is 'affine'"),
+    ("mlx", {"weight": np.zeros((8, 16), np.int32)}, FOUR,
+     "a.weight must be uint32, got dtype int32"),
+    ("mlx", {"biases": np.ones((8, 2), F32)}, FOUR,
+     "a.biases must be float16, got dtype float32"),
+    ("mlx", {"weight": np.zeros((2, 8, 16), np.uint32)}, FOUR,
+     "a.weight has shape (2, 8, 16), expected 2 axes (N, K*bits/32)"),
+    ("modelopt", {"pre_quant_scale": np.ones(32)}, None,
+     "a: tensor 'a.pre_quant_scale' is not known to format 'modelopt'"),
+    ("modelopt", {"weight_scale_2": np.ones(2, F32)}, None,
+     "a: .weight_scale_2 has shape (2,), expected one number"),
+    ("modelopt", {"weight_scale_2": F32(np.nan)}, None,
+     "a: .weight_scale_2 = nan gives no finite scale"),
+    ("modelopt", {"weight_scale": np.ones((8, 2), np.uint8)}, None,
+     "a.weight_scale must be float8_e4m3fn, got dtype uint8"),
+    ("modelopt", {"weight_scale": -np.ones((8, 2), E4M3)}, None,
+     "a: .weight_scale holds negative scales"),
+    ("modelopt", {"weight": np.zeros((8, 12), np.uint8)}, None,
+     "a: .weight has K = 24, not a multiple of 16"),
+    ("modelopt", {}, {"quant_algo": "FP8"},
+     "a: config says quant_algo='FP8', expected 'NVFP4' or 'W4A16_NVFP4' or 'MIXED_PRECISION'"),
+    ("modelopt", {},
+     {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
+     "a: config says quant_algo='FP8', expected 'NVFP4' or 'W4A16_NVFP4'"),
+    ("compressed-tensors", {"weight_global_scale": np.zeros(1, F32)}, None,
+     "a: .weight_global_scale = 0.0 gives no finite scale"),
+    ("compressed-tensors", {}, {"format": "pack-quantized"},
+     "a: config says format='pack-quantized', expected 'nvfp4-pack-quantized' or "
+     "'mixed-precision'"),
+    ("compressed-tensors", {},
+     {"format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
+     "a: config says num_bits=8, expected 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "changed", "config", "message"), ERRORS)
+def test_errors(format, changed, config, message):
+    tensors = {**TENSORS[format], **named("a", changed)}
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    with pytest.raises((ValueError, TypeError)) as error:
+        ck.linear(tensors, "a", format=format, config=config)
+    assert str(error.value) == f"jgg.checkpoints.linear: {message}"
+    assert isinstance(error.value, TypeError) == ("got dtype" in message)
+
+
+CALLS = [
+    (lambda: ck.linear(AWQ, "a", format="gguf"),
+     "linear: format='gguf' is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
+     "'gpt-oss'"),
+    (lambda: ck.linear(AWQ, "a", format="awq", config="gemm"),  # pyright: ignore
+     "linear: config must be a dict, got 'gemm'"),
+    (lambda: ck.linear(OSS, "gate_up_proj", format="gpt-oss"),
+     "linear: gate_up_proj: format 'gpt-oss' stacks experts in one tensor: use "
+     "jgg.checkpoints.experts(tensors, prefix)"),
+    (lambda: ck.experts(AWQ, "a", format="awq"),
+     "experts: a: format 'awq' has tensors of its own for each expert: prefixes must be a "
+     "sequence"),
+    (lambda: ck.experts(AWQ, [], format="awq"), "experts: no prefixes"),
+    (lambda: ck.linear(AWQ, (), format="awq"), "linear: no prefixes"),
+    (lambda: ck.experts(named("up_proj", {"blocks": 0, "scales": 0}, "_"), "up_proj",
+                        format="gpt-oss"),
+     "experts: up_proj: neither 'gate_up_proj', whose rows are interleaved, nor 'down_proj'"),
+    (lambda: ck.experts({**OSS, "gate_up_proj_zeros": 0}, "gate_up_proj", format="gpt-oss"),
+     "experts: gate_up_proj: tensor 'gate_up_proj_zeros' is not known to format 'gpt-oss'"),
+    (lambda: ck.experts({n: x[:, :7] for n, x in OSS.items()}, "gate_up_proj", format="gpt-oss"),
+     "experts: gate_up_proj: _blocks has 7 rows, not gate and up by turns"),
+    (lambda: ck.experts({**MODELOPT, **named("b", {
+        "weight": np.zeros((8, 32), np.uint8), "weight_scale": np.ones((8, 4), E4M3),
+        "weight_scale_2": F32(1)})}, ["a", "b"], format="modelopt"),
+     "experts: a is Quantized(mode='nvfp4', bits=4, group_size=16, weight=uint32[8,4], "
+     "scales=uint8[8,2], global_scale=float32[]), but b is Quantized(mode='nvfp4', bits=4, "
+     "group_size=16, weight=uint32[8,8], scales=uint8[8,4], global_scale=float32[])"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_call_errors(call, message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    assert str(error.value) == f"jgg.checkpoints.{message}"

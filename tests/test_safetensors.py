@@ -1,0 +1,226 @@
+"""Safetensors files: what is read back, what stays on disk, and malformed ones."""
+
+import json
+import struct
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_writers import (
+    BF16,
+    E4M3,
+    F16,
+    F32,
+    F64,
+    K,
+    check,
+    integers,
+    named,
+    nvfp4,
+    same,
+    save,
+    write_awq,
+    write_gptq,
+    write_mlx,
+)
+
+import jax_groupgemm as jgg
+
+ck = jgg.checkpoints
+
+
+def test_open(rng, tmp_path):
+    kinds = [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
+    kinds += [F16, BF16, F32, F64, np.complex64, E4M3, ml_dtypes.float8_e5m2]
+    want = {np.dtype(kind).name: rng.integers(0, 100, (3, 5)).astype(kind) for kind in kinds}
+    want |= {
+        "e8m0": np.array([0, 127, 254], np.uint8).view(ml_dtypes.float8_e8m0fnu),
+        "bool": np.array([True, False]),
+        "empty": np.empty((3, 0, 2), np.int16),
+        "scalar": np.array(-1.5, F32),
+    }
+    names = sorted(want)
+    parts = [{n: want[n] for n in reversed(names[i::2])} for i in (0, 1)]
+    one, many, index = tmp_path / "one.safetensors", tmp_path / "many", tmp_path / "indexed"
+    save(one, want)
+    for folder in (many, index):
+        folder.mkdir()
+        for i, part in enumerate(parts):
+            save(folder / f"m-{i}.safetensors", part, align=8)
+    where = {n: f"m-{i}.safetensors" for i, part in enumerate(parts) for n in part}
+    path = index / "m.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    save(index / "other.safetensors", {"other": np.ones(3)})  # not in the index: not read
+    for source in (one, str(one), many, index, path):
+        tensors = ck.open(source)
+        assert list(tensors) == names
+        assert len(tensors) == len(names)
+        assert "nothing" not in tensors
+        for name, x in want.items():
+            got = tensors[name]
+            assert type(got) is np.ndarray
+            assert (got.dtype, got.shape, got.tobytes()) == (x.dtype, x.shape, x.tobytes())
+    assert repr(ck.open(many)) == f"<{len(names)} tensors in 2 safetensors files>"
+    with pytest.raises(KeyError):
+        tensors["nothing"]
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_weights_of_a_file(rng, tmp_path, align):
+    q, z, s, value = integers(rng, 4, K // 64)
+    tensors = named("gptq", write_gptq(q, z, s, 4, v2=False)) | named("awq", write_awq(q, z, s))
+    tensors |= named("mlx", write_mlx(q, 4, s.astype(F32), (-z * s.astype(F32)).astype(F32)))
+    leaves, fp4 = nvfp4(rng, "modelopt", 0.01)
+    tensors |= named("modelopt", leaves)
+    path = save(tmp_path / "m.safetensors", {"odd": np.ones(align, np.int8)} | tensors, align=align)
+    config = {"bits": 4, "group_size": 64}
+    opened = ck.open(path)
+    assert any(not x.flags.aligned for x in opened.values()) == (align == 1)
+    for format in ("gptq", "awq", "mlx", "modelopt"):
+        w = ck.linear(opened, format, format=format, config=config | {"group_size": 16}
+                      if format == "modelopt" else config)  # fmt: skip
+        check(w, fp4 if format == "modelopt" else value)
+        on_device = jax.device_put(w)
+        jax.tree.map(same, on_device, w)
+    jaxes = {name: jnp.asarray(x) for name, x in opened.items()}
+    check(ck.linear(jaxes, "modelopt", format="modelopt"), fp4)
+
+
+def test_larger_than_memory(tmp_path):
+    """One tensor of 64 GiB, in a sparse file, is mapped, not read; nothing stays mapped."""
+    path, size = tmp_path / "huge.safetensors", 2**36
+    big = {"dtype": "U8", "shape": [2**18, 2**18], "data_offsets": [0, size]}
+    last = {"dtype": "I32", "shape": [2], "data_offsets": [size, size + 8]}
+    header = json.dumps({"big": big, "last": last}).encode()
+    with path.open("wb") as f:
+        f.write(struct.pack("<Q", len(header)) + header)
+        f.seek(size, 1)
+        f.write(struct.pack("<ii", 5, -7))
+    tensors = ck.open(path)
+    np.testing.assert_array_equal(tensors["last"], [5, -7])
+    x = tensors["big"]
+    assert x[2**17, 2**17] == 0
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or path.name in maps.read_text()
+    del x
+    assert not maps.exists() or path.name not in maps.read_text()
+
+
+def raw(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(begin, end, shape=None, dtype: object = "U8"):
+    shape = [end - begin] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+MALFORMED = [
+    ({"a": entry(0, 9)}, "truncated: tensors end at byte 77, the file at 76"),
+    ({"a": entry(0, 7)}, "bytes past the last tensor: tensors end at byte 75, the file at 76"),
+    ({"a": entry(0, 6), "b": entry(4, 8)}, "tensor 'b' at bytes 4 to 8 overlaps another"),
+    ({"b": entry(0, 2), "a": entry(4, 8)}, "tensor 'a' at bytes 4 to 8 follows a gap"),
+    (
+        {"a": entry(0, 8, [3], "I16")},
+        "tensor 'a': data_offsets [0, 8], but I16 of shape [3] takes 6 bytes",
+    ),
+    ({"a": entry(8, 0, [8])}, "tensor 'a': data_offsets [8, 0], but U8 of shape [8] takes 8 bytes"),
+    ({"a": entry(0, 8, [-8])}, "tensor 'a': shape [-8] is not a list of sizes"),
+    ({"a": entry(0, 8, [True, 8])}, "tensor 'a': shape [True, 8] is not a list of sizes"),
+    ({"a": entry(0, 8, 8)}, "tensor 'a': shape 8 is not a list of sizes"),
+    ({"a": entry(0, 8, dtype="F4")}, "tensor 'a': dtype 'F4' is not one of BOOL, U8, "),
+    ({"a": entry(0, 8, dtype=[])}, "tensor 'a': dtype [] is not one of BOOL, U8, "),
+    ({"a": 3}, "tensor 'a': expected dtype, shape and data_offsets, got 3"),
+    (b'{"a": 1, "a": 2}', "malformed JSON: 'a' appears twice"),
+    (b"[]", "malformed JSON: not an object"),
+    (b"{", "malformed JSON: Expecting property name"),
+    (b"\xff", "malformed JSON: 'utf-8' codec can't decode"),
+    (b"[" * 100_000, "malformed JSON: "),
+]
+
+
+@pytest.mark.parametrize(("header", "message"), MALFORMED)
+def test_malformed_file(tmp_path, header, message):
+    path = raw(tmp_path / "m.safetensors", header, bytes(8))
+    with pytest.raises(ValueError, match=r"^jgg\.checkpoints\.open: ") as error:
+        ck.open(path)
+    assert str(error.value).startswith(f"jgg.checkpoints.open: {path}: {message}")
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100])
+def test_no_safetensors_file(tmp_path, size):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(b"\x80" * size)
+    with pytest.raises(ValueError, match=f"not a safetensors file: a header of .* in {size}"):
+        ck.open(path)
+
+
+def test_malformed_at_random(rng, tmp_path):
+    """Whatever the bytes are: a ValueError, or tensors inside the file."""
+    tensors = {"a": np.arange(6, dtype=F32), "b": np.ones((2, 3), BF16), "c": np.array(3)}
+    good = save(tmp_path / "good.safetensors", tensors).read_bytes()
+    end = 8 + struct.unpack("<Q", good[:8])[0]
+    path, refused, taken = tmp_path / "m.safetensors", 0, 0
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(rng.integers(1, 4)):
+            at = rng.integers(0, end)
+            new = rng.choice(list(b'0123456789[]{}":,-eE abIFU\x00\xff'))
+            match rng.integers(3):
+                case 0:
+                    data[at] = new
+                case 1:
+                    data.insert(at, new)
+                case 2:
+                    del data[at]
+        path.write_bytes(data)
+        try:
+            opened = ck.open(path)
+        except ValueError as error:
+            refused += str(error).startswith(f"jgg.checkpoints.open: {path}: ")
+        else:
+            taken += sum(x.nbytes for x in opened.values()) < len(data)
+    assert refused + taken == 300
+    assert refused > 200
+
+
+def test_shards_disagree(tmp_path):
+    def index(where):
+        path = tmp_path / "m.safetensors.index.json"
+        path.write_text(json.dumps(where))
+        return path
+
+    def message(path):
+        with pytest.raises(ValueError, match=r"^jgg\.checkpoints\.open: ") as error:
+            ck.open(path)
+        return str(error.value).removeprefix(f"jgg.checkpoints.open: {path}: ")
+
+    with pytest.raises(FileNotFoundError, match=r"no \.safetensors files"):
+        ck.open(tmp_path)
+    save(tmp_path / "1.safetensors", {"a": np.ones(2), "b": np.ones(2)})
+    save(tmp_path / "2.safetensors", {"b": np.ones(2)})
+    one, two = "1.safetensors", "2.safetensors"
+    assert message(tmp_path) == f"tensor 'b' is in {one} and {two}"
+    path = index({"weight_map": {"a": one, "b": two}})
+    assert message(path) == f"tensor 'b' is in {one} and {two}"
+    assert message(index({"weight_map": {"a": one}})) == (
+        f"tensor 'b' is in {one}, by the index nowhere"
+    )
+    assert message(index({"weight_map": {"a": one, "b": one, "c": one}})) == (
+        f"tensor 'c' is not in {one}"
+    )
+    assert message(index({"weight_map": {"a": two, "b": two, "c": one}})) == (
+        f"tensor 'b' is in {one} and {two}"
+    )
+    assert message(index({"weight_map": {"a": "../1"}})) == "file '../1' is not beside the index"
+    assert message(index({"weights": {}})) == "no 'weight_map' from tensor names to files"
+    with pytest.raises(FileNotFoundError):
+        ck.open(index({"weight_map": {"a": "3.safetensors"}}))
+    index({}).rename(tmp_path / "n.safetensors.index.json")
+    index({})
+    assert message(tmp_path).startswith("several indices, m.safetensors.index.json and n.")
