@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import GPU_KERNELS
-from test_qmm import needs
+from qmm_problems import needs
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call

@@ -1,0 +1,127 @@
+"""What products with quantized weights become: custom calls, exports, memory, cost."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from qmm_problems import SIZES, problem
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """As if there were a CUDA kernel."""
+    monkeypatch.setitem(_call.TARGETS, "jgg_qmm", ("cuda",))
+
+
+def cuda_text(function, *args) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_lowering_without_a_kernel(rng):
+    x, _, _, q = problem("nvfp4")
+    if "jgg_qmm" not in _call.TARGETS:
+        assert "custom_call @jgg" not in cuda_text(lambda x, q: jgg.grouped_qmm(x, q, SIZES), x, q)
+        reason = "'sm80' cannot run: there is no jgg_qmm for cuda"
+        with pytest.raises(ValueError, match=reason):
+            cuda_text(lambda x: jgg.grouped_qmm(x, q, SIZES, implementation="sm80"), x)
+    with pytest.raises(ValueError, match="'cpu' cannot run: there is no jgg_qmm for cpu"):
+        jax.jit(lambda x: jgg.grouped_qmm(x, q, SIZES, implementation="cpu")).trace(x).lower(
+            lowering_platforms=("cpu",)
+        )
+
+
+@pytest.mark.usefixtures("kernel")
+def test_cuda_lowering_is_one_custom_call(rng):
+    """Operands in order, metadata as it is, options fused."""
+    q = oracle.random_quantized(rng, (3, 6, 64), "nvfp4", scale=jnp.ones(3))
+    x, sizes, bias, row_scale = jnp.ones((16, 64)), jnp.ones(5, "int32"), jnp.ones((3, 6)), None
+
+    def f(x, q, sizes, offset, bias, row_scale):
+        return jgg.grouped_qmm(
+            x, q, sizes, group_offset=offset, bias=bias, activation="swiglu", row_scale=row_scale
+        )
+
+    row_scale = jnp.ones(16, "bfloat16")
+    text = cuda_text(f, x, q, sizes, jnp.int32(1), bias, row_scale)
+    (line,) = re.findall(r"custom_call @jgg_qmm.*", text)
+    assert set(re.findall(r"stablehlo\.(\w+)", text)) <= {"custom_call", "reshape", "constant"}
+    assert re.findall(r"tensor<(\w+)>", line)[-9:] == [
+        "16x64xf32", "3x6x8xui32", "3x6x4xui8", "5xi32", "3xf32", "i32", "3x6xf32", "16xbf16",
+        "16x3xf32",
+    ]  # fmt: skip
+    for attribute in ('mode = "nvfp4"', "bits = 4 : i32", "group_size = 16 : i32",
+                      'layout = "linear"', "global_scale = true", "transpose_w = true",
+                      'activation = "swiglu"', "tf32 = false", 'kind = "sizes"'):  # fmt: skip
+        assert attribute in line, attribute
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert "tf32 = true" in cuda_text(lambda x, q: jgg.quantized_matmul(x[:3], q), x, q)
+    grad = cuda_text(
+        jax.grad(lambda x, q: jnp.sin(jgg.grouped_qmm(x, q, SIZES)).sum(), allow_int=True), x, q
+    )
+    assert re.findall(r"custom_call @(jgg_\w+)", grad) == ["jgg_qmm"] * 2
+    assert len(re.findall("transpose_w = false", grad)) == 1
+
+
+def test_export_round_trip():
+    """For two platforms, with a Quantized argument and a gradient."""
+    x, _, _, q = problem("affine")
+    f = jax.jit(jgg.grouped_qmm)
+    exported = jax.export.export(
+        f, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+    )(x, q, SIZES)
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1)).call
+    out, dx = loaded(x, q, SIZES), jax.grad(lambda x: jnp.sin(loaded(x, q, SIZES)).sum())(x)
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, SIZES))
+    w = oracle.dequantize(q).swapaxes(1, 2)
+    oracle.assert_close(dx, oracle.grouped_mm_grads(x, w, SIZES, np.cos(oracle.f64(out)))[0])
+
+
+@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+def test_experts_are_not_dequantized_as_a_whole(rng, mode):
+    """Forward and for x's gradient, temporaries are a fraction of one expert."""
+    g, n, k = 4, 2048, 2048
+    q = oracle.random_quantized(rng, (g, n, k), mode)
+    x = jnp.ones((16, k), jnp.bfloat16)
+    loss = lambda x, q: (jgg.grouped_qmm(x, q, jnp.array([3, 4, 0, 9])) ** 2).sum()
+    compiled = jax.jit(jax.grad(loss, allow_int=True)).lower(x, q).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * n * k * 2
+    sizes = [int(np.prod(v.aval.shape)) for v in results(jax.make_jaxpr(loss)(x, q).jaxpr)]
+    assert max(sizes) < g * n * k // 32 * 33  # words, at most
+
+
+def results(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from results(inner)
+
+
+def test_cost():
+    """Packed weights and scales of the experts that meet a row are read."""
+    shape = lambda *s, dtype="float32": jax.ShapeDtypeStruct(s, dtype)
+    q = jgg.Quantized(
+        shape(3, 6, 16, dtype="uint32"), shape(3, 6, 2, dtype="bfloat16"),
+        shape(3, 6, 2, dtype="bfloat16"), mode="affine", bits=4, group_size=64,
+    )  # fmt: skip
+    x, sizes = shape(16, 128, dtype="bfloat16"), np.array([4, 0, 9])
+    expert = 6 * 128 // 2 + 2 * 2 * 6 * 2
+    want = jgg.cost.Cost(2 * 13 * 6 * 128, 2 * (13 * 128 + 16 * 6) + 2 * expert + 3 * 4)
+    assert jgg.cost.grouped_qmm(x, q, sizes) == want
+    biased = jgg.cost.grouped_qmm(x, q, sizes, bias=shape(3, 6))
+    assert biased.flops == want.flops + 2 * 13 * 6
+    one = jax.tree.map(lambda a: shape(*a.shape[1:], dtype=a.dtype), q)
+    assert jgg.cost.quantized_matmul(x, one).flops == 2 * 16 * 6 * 128
+    assert jgg.cost.gather_qmm(x, q, None, np.array([2, 0, 9])).flops == 2 * 2 * 16 * 6 * 128
+    scaled = jgg.Quantized(
+        shape(3, 6, 16, dtype="uint32"), shape(3, 6, 8, dtype="uint8"), None, shape(),
+        mode="nvfp4", bits=4, group_size=16,
+    )  # fmt: skip
+    read = 2 * (6 * 64 + 6 * 8) + 4
+    cost = jgg.cost.grouped_qmm(x, scaled, sizes)
+    assert cost.bytes_accessed == 2 * (13 * 128 + 16 * 6) + read + 3 * 4
