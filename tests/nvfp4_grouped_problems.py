@@ -1,0 +1,105 @@
+"""Products of two NVFP4 operands for tests: operands, small problems, and numpy's results."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+import jax_groupgemm as jgg
+
+T, G, N, K = 1024, 8, 24, 48
+# Balanced, imbalanced, most in few, nothing, everything in one, odd ones, a tail, too many rows.
+SIZES = {
+    "balanced": [128] * 8,
+    "imbalanced": [64 * (i % 3 + 1) for i in range(8)],
+    "three": [256, 128, 384, 0, 0, 0, 0, 0],
+    "nothing": [0] * 8,
+    "one": [0, 0, 0, 1024, 0, 0, 0, 0],
+    "odd": [1, 15, 17, 127, 0, 0, 63, 65],
+    "too many": [900, -5, 100, 300, 7, 0, 2, 1],
+}
+ODD = [20, 0, 33, -1, 7]
+ROWS = 70
+FEW = np.array([[9, 0, 8], [0, 20, 0]], np.int32)
+
+
+def random(rng, *shape, scale=None):
+    return oracle.random_quantized(rng, shape, "nvfp4", scale=scale)
+
+
+def positive(rng, *shape):
+    return jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32)
+
+
+def padded(sizes, rows, unit=64):
+    """The padded row of each row, -1 in the tail, and how many padded rows there can be."""
+    positions, start = np.full(rows, -1, np.int32), 0
+    for first, last in oracle.bounds(sizes, rows):
+        positions[first:last] = start + np.arange(last - first)
+        start += -(-(last - first) // unit) * unit
+    return positions, (rows + (unit - 1) * min(len(sizes), rows)) // unit * unit
+
+
+def along_t(rng, columns, sizes, rows=T, scale=None):
+    """Random codes in layout "grouped": zeros are padded."""
+    positions, length = padded(sizes, rows)
+    q = random(rng, columns, length)
+    code = oracle.codes(q)
+    code[:, np.setdiff1d(np.arange(length), positions)] = 0
+    nibbles = code.astype(np.uint8)
+    weight = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(np.uint32)
+    return dataclasses.replace(
+        q, weight=jnp.asarray(weight), global_scale=scale, positions=jnp.asarray(positions),
+        axis=-2, layout="grouped",
+    )  # fmt: skip
+
+
+def rows_of(q: jgg.Quantized) -> np.ndarray:
+    """Values of a grouped operand, ``(T, columns)``; rows of no group are zeros."""
+    stored = dataclasses.replace(q, axis=-1, layout="linear", positions=None)
+    values, positions = oracle.dequantize(stored).T, np.asarray(q.positions)
+    scale = 1.0 if q.global_scale is None else oracle.f64(q.global_scale)
+    return np.where(positions[:, None] >= 0, values[positions], 0) * scale
+
+
+def mm_oracle(x, w, sizes, alpha=None, bias=None):
+    wide = lambda v, *shape: np.broadcast_to(1.0 if v is None else oracle.f64(v), shape)
+    rows = oracle.dequantize(x) * wide(x.global_scale, len(x.scales))[:, None]
+    groups = len(w.scales)
+    scale = wide(w.global_scale, groups) * wide(alpha, groups)
+    out = oracle.grouped_mm(rows, oracle.dequantize(w) * scale[:, None, None], sizes,
+                            transpose_w=True)  # fmt: skip
+    for g, (first, last) in enumerate(oracle.bounds(sizes, len(rows))):
+        out[first:last] += 0 if bias is None else oracle.f64(bias)[g]
+    return out
+
+
+def wgrad_oracle(x, dy, sizes):
+    x, dy = rows_of(x), rows_of(dy)
+    parts = [dy[first:last].T @ x[first:last] for first, last in oracle.bounds(sizes, len(x))]
+    return np.stack(parts)
+
+
+def wgrad_problem(rng):
+    x = along_t(rng, 8, ODD, ROWS, positive(rng))
+    dy = along_t(rng, 6, ODD, ROWS, positive(rng))
+    return x, dy, oracle.random(rng, (5, 6, 8))
+
+
+def mm_case(rng):
+    x = [random(rng, 20, 32, scale=positive(rng)) for _ in FEW]
+    w = [random(rng, 3, 16, 32, scale=positive(rng, 3)) for _ in FEW]
+    alpha = [positive(rng, 3) for _ in FEW]
+    f = lambda x, w, sizes, alpha: jgg.nvfp4_grouped_mm(
+        x, w, sizes, alpha=alpha, preferred_element_type="float32"
+    )
+    return f, (x, w, list(FEW), alpha)
+
+
+def wgrad_case(rng):
+    """Operands of all examples are padded for the sizes of theirs."""
+    x, dy = ([along_t(rng, n, s, 20, positive(rng)) for s in FEW] for n in (8, 16))
+    alpha = [positive(rng, 3) for _ in FEW]
+    f = lambda x, dy, sizes, alpha: jgg.nvfp4_grouped_wgrad(x, dy, sizes, alpha=alpha)
+    return f, (x, dy, list(FEW), alpha)

@@ -1,0 +1,149 @@
+"""``nvfp4_grouped_wgrad`` against numpy: values and gradients."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from nvfp4_grouped_problems import (
+    ODD,
+    ROWS,
+    SIZES,
+    K,
+    N,
+    T,
+    along_t,
+    positive,
+    wgrad_oracle,
+    wgrad_problem,
+)
+
+import jax_groupgemm as jgg
+
+
+def test_wgrad(rng, implementation):
+    f = jax.jit(functools.partial(jgg.nvfp4_grouped_wgrad, implementation=implementation))
+    for sizes in SIZES.values():
+        x = along_t(rng, K, sizes, scale=positive(rng))
+        dy = along_t(rng, N, sizes, scale=positive(rng))
+        out = f(x, dy, np.array(sizes, np.int16))
+        assert out.dtype == "float32"
+        oracle.assert_close(out, wgrad_oracle(x, dy, sizes))
+        empty = [first == last for first, last in oracle.bounds(sizes, T)]
+        assert not np.asarray(out)[empty].any()
+
+
+def test_wgrad_of_three_groups(rng):
+    for sizes in ([256] * 3, [256, 128, 384]):
+        x, dy = along_t(rng, K, sizes, 768), along_t(rng, N, sizes, 768)
+        out = jax.jit(jgg.nvfp4_grouped_wgrad)(x, dy, np.array(sizes))
+        oracle.assert_close(out, wgrad_oracle(x, dy, sizes))
+
+
+ALPHA = np.array([1, np.inf, 3, np.nan, 0.5], np.float32)
+BETA = np.array([1, 1, 0, -2, 0.5], np.float32)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(None, None), (2, BETA), (ALPHA, 3), (ALPHA, None)])
+def test_wgrad_scales_and_accumulates(rng, alpha, beta):
+    """Empty groups keep what there was, -0 and NaN too; with beta 0 NaN does not count."""
+    x, dy, old = wgrad_problem(rng)
+    sizes = jnp.array(ODD)
+    wide = lambda v: np.broadcast_to(1.0 if v is None else v, 5)[:, None, None].astype(float)
+    with np.errstate(invalid="ignore"):
+        product = np.where(wide(ODD) > 0, wgrad_oracle(x, dy, ODD) * wide(alpha), 0)
+    np.testing.assert_array_equal(
+        np.isfinite(jgg.nvfp4_grouped_wgrad(x, dy, sizes, alpha=alpha)), True
+    )
+    want = product + wide(beta) * oracle.f64(old)
+    if isinstance(beta, np.ndarray):
+        old = old.at[2, 1].set(np.nan)
+    old = old.at[1, 0].set(-0.0).at[1, 1].set(np.nan)
+    got = jax.jit(jgg.nvfp4_grouped_wgrad)(x, dy, sizes, alpha=alpha, beta=beta, existing_out=old)
+    got, old = np.asarray(got), np.asarray(old)
+    if beta is None:
+        np.testing.assert_array_equal(got[1].view(np.int32), old[1].view(np.int32))
+    assert np.isnan(got[1, 1]).all()
+    assert np.signbit(got[1, 0]).all()
+    live = [0, 2, 3, 4]
+    oracle.assert_close(got[live], want[live])
+
+
+def test_wgrad_in_place(rng):
+    x, dy, old = wgrad_problem(rng)
+    f = jax.jit(
+        lambda old, x, dy: jgg.nvfp4_grouped_wgrad(x, dy, jnp.array(ODD), existing_out=old),
+        donate_argnums=0,
+    )
+    text = f.lower(old, x, dy).compile().as_text()
+    assert re.search(r"input_output_alias=\{ \{\}: \(0, ", text), text[:300]
+    want = oracle.f64(old) + wgrad_oracle(x, dy, ODD)
+    oracle.assert_close(f(old, x, dy), want)
+    assert old.is_deleted()
+
+
+def test_wgrad_of_other_sizes_is_nan(rng):
+    """Sizes that operands were not padded for give no plausible numbers."""
+    x, dy, _ = wgrad_problem(rng)
+    other = along_t(rng, 6, [19, 0, 34, 0, 7], ROWS)
+    f = jax.jit(jgg.nvfp4_grouped_wgrad)
+    assert np.isfinite(f(x, dy, jnp.array(ODD))).all()
+    for args in ((x, other, jnp.array(ODD)), (x, dy, jnp.array([19, 0, 34, 0, 7]))):
+        out = np.asarray(f(*args))
+        np.testing.assert_array_equal(np.isnan(out).any((1, 2)), [True, False, True, False, True])
+
+
+def test_wgrad_nan_stays_in_its_group(rng):
+    """A block's NaN scale: in the columns of its group, and nowhere from padding."""
+    x, dy, _ = wgrad_problem(rng)
+    scales = np.array(x.scales)
+    scales[3, 4] = 0x7F  # rows 64 to 79: the first of group 2
+    scales[5, -1] = 0x7F  # past every group
+    x = dataclasses.replace(x, scales=jnp.asarray(scales))
+    bad = np.zeros((5, 6, 8), bool)
+    bad[2, :, 3] = True
+    np.testing.assert_array_equal(np.isnan(jgg.nvfp4_grouped_wgrad(x, dy, jnp.array(ODD))), bad)
+
+
+def test_wgrad_of_what_is_quantized(rng):
+    """Of nvfp4_quantize's operands: near the exact product, whatever garbage the tail holds."""
+    x, dy = oracle.random(rng, (ROWS, 8)), oracle.random(rng, (ROWS, 8))
+    sizes = jnp.array(ODD)
+
+    def f(x, dy):
+        q = functools.partial(
+            jgg.nvfp4_quantize, axis=0, group_sizes=sizes, hadamard=True
+        )  # fmt: skip
+        return jgg.nvfp4_grouped_wgrad(q(x), q(dy), sizes)
+
+    out = f(x, dy)
+    parts = [oracle.f64(dy)[a:b].T @ oracle.f64(x)[a:b] for a, b in oracle.bounds(ODD, ROWS)]
+    assert 0.05 < oracle.error(out, np.stack(parts)) < 0.2
+    assert not np.asarray(out)[[1, 3]].any()
+    np.testing.assert_array_equal(f(x.at[60:].set(np.nan), dy.at[60:].set(np.inf)), out)
+    assert not np.asarray(f(jnp.zeros_like(x), dy)).any()
+
+
+def test_wgrad_gradients(rng):
+    x, dy, old = wgrad_problem(rng)
+    alpha, beta, ct = positive(rng, 5), positive(rng, 5), oracle.random(rng, (5, 6, 8))
+
+    def f(x, dy, alpha, beta, old, sizes):
+        return jgg.nvfp4_grouped_wgrad(x, dy, sizes, alpha=alpha, beta=beta, existing_out=old)
+
+    dx, ddy, dalpha, dbeta, dold, dsizes = jax.jit(lambda *a: jax.vjp(f, *a)[1](ct))(
+        x, dy, alpha, beta, old, jnp.array(ODD)
+    )
+    sums = (wgrad_oracle(x, dy, ODD) * oracle.f64(ct)).sum((1, 2))
+    oracle.assert_close(dalpha, sums, tolerance=1e-5)
+    for grad, q in ((dx, x), (ddy, dy)):
+        want = (sums * oracle.f64(alpha)).sum() / oracle.f64(q.global_scale)
+        oracle.assert_close(grad.global_scale, want, tolerance=1e-5)
+        for leaf in (grad.weight, grad.scales, grad.positions, dsizes):
+            assert leaf.dtype == jax.dtypes.float0
+    oracle.assert_close(dbeta, (oracle.f64(old) * oracle.f64(ct)).sum((1, 2)), tolerance=1e-5)
+    oracle.assert_close(dold, oracle.f64(ct) * oracle.f64(beta)[:, None, None])
