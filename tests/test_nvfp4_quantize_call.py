@@ -11,7 +11,7 @@ import oracle
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_nvfp4_quantize import KEY, SIZES, K, T, leaves_equal, tensors
+from nvfp4_quantize_cases import KEY, SIZES, K, T, leaves_equal, tensors
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call

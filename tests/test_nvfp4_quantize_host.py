@@ -8,7 +8,7 @@ import numpy as np
 import nvfp4_oracle
 import pytest
 from host_program import dtype_number, pointer
-from test_nvfp4_quantize import KEY, tensors
+from nvfp4_quantize_cases import KEY, tensors
 from test_quantized import E4M3, bits_of
 
 import jax_groupgemm as jgg
