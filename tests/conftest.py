@@ -12,6 +12,7 @@ import pytest
 
 from jax_groupgemm import _call
 
+pytest.register_assert_rewrite("checkpoint_writers", "host_program", "nvfp4_quantize_cases")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
