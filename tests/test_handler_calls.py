@@ -1,0 +1,261 @@
+"""Handlers neither allocate nor synchronise: what they call of the CUDA API."""
+
+import functools
+import re
+import threading
+from ctypes import (
+    CDLL,
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_void_p,
+    cast,
+)
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from handler_watch import CALLS, Watch, cuda_library, needs_compiler, watched
+from moe_step import untried_offered
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _call
+
+# What may wait for the device or change its memory behind XLA's back, of the runtime and the driver
+# alike; what may not be captured; and resources that one call would have to leave to the next.
+FORBIDDEN = re.compile(
+    r"alloc|free|synchronize|query|memcpy|memset(?!\w*async)|hostregister|hostfunc|mempool|memmap"
+    r"|create|destroy|instantiate|moduleload|libraryload",
+    re.IGNORECASE,
+)
+
+
+def test_forbidden():
+    bad = """cudaMalloc cudaMallocAsync cudaFree cudaHostAlloc cudaMemcpy cudaMemcpyAsync cudaMemset
+        cudaDeviceSynchronize cudaStreamSynchronize cudaEventQuery cudaStreamQuery cuMemAlloc_v2
+        cuMemFreeAsync cuMemAllocFromPoolAsync cuMemcpyDtoH_v2 cuCtxSynchronize cuEventSynchronize
+        cudaMemPoolCreate cudaStreamCreateWithFlags cudaLaunchHostFunc cuMemsetD8_v2"""
+    good = """cudaLaunchKernel cudaLaunchKernelExC_v11060 cudaGetLastError cudaGetDevice
+        cudaMemsetAsync cuMemsetD32Async cuMemsetD8Async_ptsz cudaFuncSetAttribute cuLaunchKernelEx
+        cudaDeviceGetAttribute cudaOccupancyMaxActiveClusters cuTensorMapEncodeTiled"""
+    assert all(FORBIDDEN.search(name) for name in bad.split())
+    assert not any(FORBIDDEN.search(name) for name in good.split())
+
+
+@needs_compiler
+def test_watch_attributes_calls():
+    """To the handler that runs on the same thread; once, where they begin."""
+
+    class Data(Structure):
+        _fields_ = [("site", c_int), ("function_name", c_char_p)]
+
+    callback = CFUNCTYPE(None, c_void_p, c_int, c_uint, c_void_p)
+    handler_type = CFUNCTYPE(c_void_p, c_void_p)
+    subscribers, domains = [], set()
+
+    @CFUNCTYPE(c_int, POINTER(c_void_p), callback, c_void_p)
+    def subscribe(subscriber, function, _):
+        subscriber[0] = 7
+        subscribers.append(function)
+        return 0
+
+    @CFUNCTYPE(c_int, c_uint, c_void_p, c_int)
+    def enable_domain(enable, subscriber, domain):
+        domains.add((enable, subscriber, domain))
+        return 0
+
+    def call(name, domain=2, site=0):
+        subscribers[0](None, domain, 5, cast(byref(Data(site, name)), c_void_p))
+
+    @handler_type
+    def handler(frame):
+        for domain, site in (2, 0), (2, 1), (1, 0), (3, 0):
+            call(b"cudaFree" if domain == 2 else b"cuMemFree", domain, site)
+        thread = threading.Thread(target=call, args=(b"cudaMalloc",))
+        thread.start()
+        thread.join()
+        return frame
+
+    watch = Watch()
+    watch.subscribe(SimpleNamespace(cuptiSubscribe=subscribe, cuptiEnableDomain=enable_domain))
+    assert domains == {(1, 7, 1), (1, 7, 2)}
+    wrapper = handler_type(watch.wrap("ours", cast(handler, c_void_p)))
+    assert wrapper(123) == 123
+    with watch.recorded() as calls:
+        call(b"cudaMalloc")
+        assert wrapper(5) == wrapper(5) == 5
+        call(b"cudaMalloc")
+    assert calls == {"ours": {CALLS: 2, "cudaFree": 2, "cuMemFree": 2}}
+
+
+def grouped_mm_calls(watch: Watch):
+    function, operands, _ = operations()["grouped_mm, float32"]
+    with watch.recorded() as calls:
+        jax.block_until_ready(function(*operands))
+    return calls
+
+
+@needs_compiler
+def test_watch_counts_handlers():
+    want = {"jgg_mm": {CALLS: 2}, "jgg_wgrad": {CALLS: 1}}
+    assert watched("cpu", grouped_mm_calls) == want
+
+
+def with_gradients(function):
+    def run(*operands):
+        out, vjp = jax.vjp(function, *operands)
+        return out, *vjp(out)
+
+    return run
+
+
+def operations() -> dict[str, tuple]:
+    """Public operations: a function, its operands, and the handlers that it calls on a GPU."""
+    rng, key = np.random.default_rng(0), jax.random.key(0)
+    sizes, segments = jnp.array([3, 0, 70, 17]), jnp.array([[0, 3], [3, 3], [3, 73], [50, 99]])
+    lhs, rhs = jnp.array([5, 0, 99, 7, 31]), jnp.array([3, 0, 3, 1, 1])
+    random = functools.partial(oracle.random, rng)
+    x, w, v = random((100, 64)), random((4, 64, 128)), random((4, 128, 64))
+    half = lambda *arrays: tuple(a.astype(jnp.bfloat16) for a in arrays)
+    q = {
+        mode: oracle.random_quantized(rng, (4, 128, 64), mode, dtype="bfloat16")
+        for mode in ("affine", "mxfp8", "nvfp4")
+    }
+    products, mm = {"jgg_mm", "jgg_wgrad"}, functools.partial(jgg.grouped_mm, group_sizes=sizes)
+    fused = lambda x, w, b, s, old: mm(
+        x, w, bias=b, activation="swiglu", row_scale=s, existing_out=old
+    )
+    fused_operands = half(x, w, w[:, 0], x[:, 0], x)
+    segmented = functools.partial(jgg.segmented_mm, segments=segments)
+    gathered = lambda x, w, **options: jgg.gather_mm(x[:, None], w, lhs, rhs, **options)
+    qmm = lambda x, q: jgg.grouped_qmm(x, q, sizes)
+    quantize = functools.partial(jgg.nvfp4_quantize, stochastic_rounding_key=key)
+    along_t = functools.partial(quantize, axis=0, group_sizes=sizes, hadamard=True)
+    linear = lambda x, w: jgg.nvfp4_grouped_linear(x, w, sizes, key=key)
+    on_sm90 = {"implementation": "sm90"}
+    return {
+        "grouped_mm, float32": (with_gradients(mm), (x, w), products),
+        "grouped_mm, bfloat16": (with_gradients(mm), half(x, w), products),
+        "grouped_mm on sm80": (
+            with_gradients(functools.partial(mm, implementation="sm80")), half(x, w), products,
+        ),
+        "grouped_mm, float32 on sm90": (
+            with_gradients(functools.partial(mm, **on_sm90)), (x, w), products,
+        ),
+        "grouped_mm, fused": (fused, fused_operands, {"jgg_mm"}),
+        "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, sizes), half(x, w), {"jgg_mm"}),
+        "segmented_mm, float32": (with_gradients(segmented), (x.T, x), products),
+        "segmented_mm, bfloat16": (with_gradients(segmented), half(x.T, x), products),
+        "gather_mm, float32": (with_gradients(gathered), (x, w), products),
+        "gather_mm, bfloat16": (with_gradients(gathered), half(x, w), products),
+        "gather_mm on sm90": (
+            functools.partial(gathered, **on_sm90), half(x, w), {"jgg_mm"},
+        ),
+        **{f"grouped_qmm, {mode}": (qmm, (*half(x), q[mode]), {"jgg_qmm"}) for mode in q},
+        "grouped_qmm, prepacked": (
+            lambda x, q: qmm(x, jgg.prepack(q)), (*half(x), q["nvfp4"]), {"jgg_qmm_packed"},
+        ),
+        "nvfp4_quantize": (quantize, half(x), {"jgg_nvfp4_quantize"}),
+        "nvfp4_quantize, along T": (along_t, half(x), {"jgg_nvfp4_quantize"}),
+        "nvfp4_quantize, 2-D": (
+            functools.partial(quantize, scale_2d=True), half(w), {"jgg_nvfp4_quantize"},
+        ),
+        "nvfp4_grouped_linear": (
+            with_gradients(linear), half(x, v), {"jgg_nvfp4_quantize"},
+        ),
+        **{
+            f"{name}, {mode}": (function, (operand,), {f"jgg_{name}"})
+            for mode in q
+            for name, function, operand in (
+                ("quantize", functools.partial(jgg.quantize, mode=mode), w),
+                ("dequantize", jgg.dequantize, q[mode]),
+            )
+        },
+    }  # fmt: skip
+
+
+def test_operations_call_handlers():
+    with untried_offered():
+        for name, (function, operands, handlers) in operations().items():
+            lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+            found = set(re.findall(r"custom_call @(jgg_\w+)\(", lowered.as_text()))
+            assert found >= handlers, (name, found)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------
+
+
+def careless(watch: Watch):
+    """Calls of a handler that does what it must not."""
+    cuda, driver, codes = cuda_library("libcudart"), CDLL("libcuda.so.1"), []
+    handler_type = CFUNCTYPE(c_void_p, c_void_p)
+
+    @handler_type
+    def handler(frame):
+        memory = c_void_p()
+        codes.append(cuda.cudaMalloc(byref(memory), c_size_t(64)))
+        codes.append(cuda.cudaDeviceSynchronize())
+        codes.append(cuda.cudaFree(memory))
+        codes.append(driver.cuCtxSynchronize())
+        return frame
+
+    wrapper = handler_type(watch.wrap("careless", cast(handler, c_void_p)))
+    with watch.recorded() as calls:
+        codes.append(cuda.cudaDeviceSynchronize())  # not the handler's
+        wrapper(None)
+    assert codes == [0] * 5, codes
+    return calls
+
+
+def api_calls(watch: Watch):
+    """Of a careless handler, and of each operation's when it is run once more."""
+    jax.block_until_ready(jnp.ones(1))
+    watch.subscribe()
+    found = {"careless": {"handlers": [], "calls": careless(watch)}}
+    with untried_offered():
+        for name, (function, operands, handlers) in operations().items():
+            if "on sm90" not in name or 90 in _call.live_capabilities():
+                found[name] = calls_of(watch, function, operands, handlers)
+    return found
+
+
+def calls_of(watch: Watch, function, operands, handlers):
+    """Not the first time, and not captured: handlers run, and have what they keep."""
+    lowered = jax.jit(function).lower(*operands)
+    compiled = lowered.compile(compiler_options={"xla_gpu_graph_min_graph_size": 2**30})
+    for _ in range(2):
+        jax.block_until_ready(compiled(*operands))
+    with watch.recorded() as calls:
+        jax.block_until_ready(compiled(*operands))
+    targets = set(re.findall(r'custom_call_target="(jgg_\w+)"', str(compiled.as_text())))
+    return {"handlers": sorted(targets | handlers), "calls": calls}
+
+
+@pytest.mark.gpu
+@needs_compiler
+def test_handlers_neither_allocate_nor_synchronise():
+    """CUPTI's word for it; it sees their launches, and what a careless handler does."""
+    found = watched("CUDA", api_calls)
+    (seen,) = found.pop("careless")["calls"].values()
+    for name in ("cudaMalloc", "cudaFree", "cudaDeviceSynchronize", "cuCtxSynchronize"):
+        assert any(function.startswith(name) for function in seen), (name, seen)
+    (synchronize,) = (n for f, n in seen.items() if f.startswith("cudaDeviceSynchronize"))
+    assert synchronize == 1  # and not that of somebody else
+    problems = []
+    for name, of in found.items():
+        if sorted(of["calls"]) != of["handlers"]:
+            problems.append((name, "handlers that run", sorted(of["calls"]), of["handlers"]))
+        for handler, seen in of["calls"].items():
+            launches = sum(seen[function] for function in seen if "LaunchKernel" in function)
+            if launches < seen[CALLS] or any(map(FORBIDDEN.search, seen)):
+                problems.append((name, handler, seen))
+    assert not problems
+    assert len(found) > 20
