@@ -16,6 +16,10 @@ from jax.interpreters import ad, batching, mlir
 from . import _partition, _primitives
 
 
+#: What one stands for is its parameter ``jaxpr``.
+PRIMITIVES: set[Primitive] = set()
+
+
 class Composed:
     """``composed(*operands, **static)``, where operands are trees of arrays, the result is one
     array or a tuple, and static parameters are hashable.
@@ -42,6 +46,7 @@ class Composed:
             lambda **static: jax.jit(functools.partial(composed, **static))
         )
         primitive = self.primitive = Primitive(name)
+        PRIMITIVES.add(primitive)
         primitive.multiple_results = True
         # Whatever its jaxpr holds, which only says what it means.
         primitive.is_high = lambda *_, **__: False

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from . import _epilogue, _gathered, _primitives, _qmm, _segments
+from . import _composed, _epilogue, _gathered, _primitives, _qmm, _segments
 from ._gather_mm import gather_mm as _gather_mm
 from ._gather_qmm import gather_qmm as _gather_qmm
 from ._grouped_mm import grouped_mm as _grouped_mm
@@ -149,7 +149,8 @@ def _walk(jaxpr: Jaxpr, given: Sequence[_Value] | None) -> tuple[Cost, list[_Val
             total += _PRODUCTS[eqn.primitive](eqn, values)
             continue
         inner, name = list(jaxprs_in_params(eqn.params)), eqn.primitive.name
-        if name in _CALLS and given is not None:
+        calls = name in _CALLS or eqn.primitive in _composed.PRIMITIVES
+        if calls and given is not None:
             cost, results = _walk(inner[0], values)
         else:
             cost, results = _inner_cost(name, eqn.params, inner), []
