@@ -15,7 +15,6 @@ from jax.interpreters import ad, batching, mlir
 
 from . import _partition, _primitives
 
-
 #: What one stands for is its parameter ``jaxpr``.
 PRIMITIVES: set[Primitive] = set()
 
