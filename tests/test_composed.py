@@ -1,0 +1,82 @@
+"""Operations that one call may run: what holds of every one, whatever it computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.interpreters import ad
+
+import jax_groupgemm as jgg
+from jax_groupgemm import _composed
+from jax_groupgemm._primitives import INNER, OUTER
+
+SIZES = jnp.array([3, 0, 5], jnp.int32)
+
+
+def problem(rng, name):
+    """A function of arrays, and the arrays, whose jaxpr has one equation of ours."""
+    x, w = oracle.random(rng, (8, 32)), oracle.random(rng, (3, 32, 16))
+    if name == "mm":
+        return lambda x, w: jgg.grouped_mm(x, w, SIZES), (x, w)
+    if name == "wgrad":
+        spans = jnp.array([[0, 3], [3, 8]], jnp.int32)
+        return lambda x, y: jgg.segmented_mm(x, y, spans, transpose_a=True), (x, x)
+    if name == "epilogue":
+        return lambda x, w: jgg.grouped_mm(x, w, SIZES, activation="relu"), (x, w)
+    if name == "qmm":
+        q = jgg.quantize(w.swapaxes(1, 2), mode="mxfp4")
+        return lambda x, q: jgg.grouped_qmm(x, q, SIZES), (x, q)
+    return lambda x: jgg.quantize(x, group_size=32), (x,)
+
+
+def equations(jaxpr):
+    ours = {*_composed.PRIMITIVES, *INNER.values(), *OUTER.values()}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in ours:
+            yield eqn
+        else:
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("name", ["mm", "wgrad", "epilogue", "qmm", "quantize"])
+def test_no_tangents(rng, name):
+    """JAX asks a rule only where something moves; should it ask otherwise, nothing moves."""
+    function, args = problem(rng, name)
+    (eqn,) = equations(jax.make_jaxpr(function)(*args).jaxpr)
+    primals = [jnp.ones(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    zeros = [ad.Zero(jax.typeof(p).to_tangent_aval()) for p in primals]
+    outs, dots = ad.primitive_jvps[eqn.primitive](primals, zeros, **eqn.params)
+    if not eqn.primitive.multiple_results:
+        outs, dots = [outs], [dots]
+    assert len(outs) == len(dots) == len(eqn.outvars)
+    for out, dot in zip(outs, dots, strict=True):
+        assert type(dot) is ad.Zero
+        assert dot.aval == jax.typeof(out).to_tangent_aval()
+
+
+def test_codes_do_not_move(rng):
+    """Results of integers have no tangents, where others have."""
+    x = oracle.random(rng, (4, 32))
+    q, dq = jax.jvp(lambda x: jgg.quantize(x, group_size=32), (x,), (jnp.ones_like(x),))
+    assert dq.weight.dtype == jax.dtypes.float0
+    assert dq.scales.shape == q.scales.shape
+    assert dq.scales.dtype == q.scales.dtype
+
+
+def test_compiled_once_for_each_shape(rng):
+    """Outside jit, too, a call is traced and compiled once."""
+    x, w = oracle.random(rng, (8, 32)), oracle.random(rng, (3, 32, 16))
+    traced = []
+
+    def composed(x, w):
+        traced.append(x.shape)
+        return (x @ w[0]).astype(jnp.float32)
+
+    op = _composed.Composed("jgg_test", composed, lambda *_: None)
+    for _ in range(3):
+        np.testing.assert_allclose(op(x, w), x @ w[0], rtol=1e-6)
+    assert traced == [(8, 32)]
+    op(x[:4], w)
+    assert traced == [(8, 32), (4, 32)]
