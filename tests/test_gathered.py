@@ -149,6 +149,7 @@ def test_the_primitive_scatters(rng, transpose_w):
         oracle.assert_close(out, want if y_index is not None else want[to])
 
 
+@pytest.mark.slow
 def test_gradients_and_batches(rng, by_index):
     a, b = operands(rng)
     f = lambda a, b, i: jgg.gather_mm(a, b, LHS, i)

@@ -182,6 +182,7 @@ def operations() -> dict[str, tuple]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_operations_call_handlers():
     with untried_offered():
         for name, (function, operands, handlers) in operations().items():
