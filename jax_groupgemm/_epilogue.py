@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _composed, _prepack, _primitives, _qmm, _reference
+from . import _call, _composed, _custom_calls, _prepack, _primitives, _qmm, _reference
 from ._quantized import Quantized
 from ._segments import SIZES, covered_rows
 
@@ -103,11 +103,11 @@ def _call_of(platform, x, w, meta, bias, row_scale, existing, *, activation, tra
     same: dict[str, Any] = {
         "form": SIZES, "rows": x.shape[0], "out_dtype": dtype, "transpose_w": transpose_w,
         "precision": precision,
-        "epilogue": _call.Epilogue(bias, activation, row_scale, existing),
+        "epilogue": _custom_calls.Epilogue(bias, activation, row_scale, existing),
     }  # fmt: skip
     if quantized:
-        return _call.qmm(runs, x, w, meta, **same)
-    return _call.mm(runs, x, w, *meta, transpose_x=False, transpose_out=False, **same)
+        return _custom_calls.qmm(runs, x, w, meta, **same)
+    return _custom_calls.mm(runs, x, w, *meta, transpose_x=False, transpose_out=False, **same)
 
 
 MM = _composed.Composed("jgg_mm_epilogue", composed, _call_of)

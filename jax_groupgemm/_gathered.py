@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _composed, _primitives
+from . import _call, _composed, _custom_calls, _primitives
 from ._segments import SIZES
 
 
@@ -55,7 +55,7 @@ def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, 
     count, m, k = x.shape
     pairs = x_index.shape[0]
     valid = (x_index >= 0) & (x_index < count)
-    out = _call.mm(
+    out = _custom_calls.mm(
         "sm90", x.reshape(count * m, k), w, *meta, form=SIZES, rows=pairs * m, out_dtype=out_dtype,
         transpose_x=False, transpose_w=transpose_w, transpose_out=False, precision=precision,
         x_rows=_rows(jnp.where(valid, x_index, -1), m),

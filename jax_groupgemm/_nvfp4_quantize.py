@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _call, _check, _partition, _quantize_call, _quantized, _reference
+from . import _check, _custom_calls, _partition, _quantize_call, _quantized, _reference
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
@@ -235,7 +235,7 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
     return weight, scales.astype(jnp.uint8), global_scale
 
 
-_QUANTIZE = _quantize_call.composed("jgg_nvfp4_quantize", _definition, _call.nvfp4_quantize)
+_QUANTIZE = _quantize_call.composed("jgg_nvfp4_quantize", _definition, _custom_calls.nvfp4_quantize)
 
 
 def _float(b):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _prepack
+from . import _call, _custom_calls, _prepack
 from ._composed import Composed
 from ._segments import LENGTH, SIZES, X_START, decode
 
@@ -72,7 +72,7 @@ def _mm_call(x, w, group_sizes, alpha, bias, *, dtype):
     (rows, _), groups = x.shape, w.shape[0]
     dtype = jnp.dtype(dtype)
     whole = bias is None and x.global_scale is None and dtype.name in ("bfloat16", "float32")
-    out = _call.nvfp4_grouped_mm(
+    out = _custom_calls.nvfp4_grouped_mm(
         x, _prepack.unpacked(w), group_sizes, _per_group(alpha, groups),
         out_dtype=dtype if whole else jnp.float32,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _mm_problem(x, w, *_, dtype) -> str | None:
 def _wgrad_call(x, dy, group_sizes, alpha, beta, existing_out):
     groups = group_sizes.shape[0]
     beta = None if existing_out is None else _per_group(beta, groups)
-    return _call.nvfp4_grouped_wgrad(
+    return _custom_calls.nvfp4_grouped_wgrad(
         x, dy, group_sizes, _per_group(alpha, groups), beta, existing_out
     )
 

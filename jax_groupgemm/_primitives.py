@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from . import _call, _partition, _reference, _segments
+from . import _call, _custom_calls, _partition, _reference, _segments
 from ._segments import MAX_ROWS, Form
 
 # ---- binding -------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def _lowering(name, platform, *operands, cotangent_dtype, implementation, **para
     runs = _call.chosen(platform, operands[:2], implementation, params["out_dtype"])
     if runs == "reference":
         return getattr(_reference, name)(*operands, **params)
-    return getattr(_call, name)(runs, *operands, **params)
+    return getattr(_custom_calls, name)(runs, *operands, **params)
 
 
 def _outer_lowering(name, ctx, *operands, **params):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from . import _call, _partition, _prepack, _primitives, _qmm_reference, _quantized
+from . import _call, _custom_calls, _partition, _prepack, _primitives, _qmm_reference, _quantized
 from ._quantized import Quantized
 from ._segments import Form
 
@@ -189,7 +189,7 @@ def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **para
     runs = _call.chosen(platform, (x,), implementation, params["out_dtype"], _prepack.target(q))
     if runs == "reference":
         return _qmm_reference.qmm(x, _prepack.unpacked(q), meta, **params)
-    return _call.qmm(runs, x, q, meta, **params)
+    return _custom_calls.qmm(runs, x, q, meta, **params)
 
 
 def _shardable(operands, params):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _call, _check, _quantize_call
+from . import _check, _custom_calls, _quantize_call
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
@@ -449,7 +449,7 @@ def _leaves(w, global_scale, *, mode: str, bits: int, group_size: int) -> tuple:
 
 
 _QUANTIZE = _quantize_call.composed(
-    "jgg_quantize", _leaves, _call.quantize, batch=_quantize_call.in_batch
+    "jgg_quantize", _leaves, _custom_calls.quantize, batch=_quantize_call.in_batch
 )
 
 
@@ -557,7 +557,7 @@ def _values(*leaves, dtype, **static):
 
 
 _DEQUANTIZE = _quantize_call.composed(
-    "jgg_dequantize", _values, _call.dequantize, batch=_quantize_call.in_batch
+    "jgg_dequantize", _values, _custom_calls.dequantize, batch=_quantize_call.in_batch
 )
 
 

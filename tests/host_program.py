@@ -58,6 +58,18 @@ def pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
     return out
 
 
+def affine_parameters(rng, dtype, count: int) -> np.ndarray:
+    """(2, count): scales and biases. The first half as weights have them, the others any bits."""
+    word = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
+    any_bits = rng.integers(0, 2 ** (8 * dtype.itemsize), (2, count), np.uint64).astype(word)
+    both = any_bits.view(dtype)
+    scales, biases = both[:, : count // 2]
+    scales[:] = (rng.normal(size=count // 2) / 64).astype(dtype)
+    steps = rng.integers(-20, 20, count // 2)
+    biases[:] = (scales.astype(np.float32) * steps).astype(dtype)
+    return both
+
+
 def every_code_and_scale(rng, mode: str) -> jgg.Quantized:
     """(256, 2, 256): row n has scale byte n, and first every code, then those but for NaN."""
     bits, group = (8, 32) if mode == "mxfp8" else (4, 16 if mode == "nvfp4" else 32)

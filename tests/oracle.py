@@ -3,8 +3,16 @@
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 import jax_groupgemm as jgg
+
+
+def assert_raises(call, kind, message: str) -> None:
+    """This very message, not one that has it somewhere."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == message
 
 
 def f64(a) -> np.ndarray:

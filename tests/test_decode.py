@@ -56,13 +56,7 @@ def test_every_code_and_scale(decode, rng, mode, to, fast):
 def test_affine(decode, rng, bits, scale_dtype):
     dtype = np.dtype(DTYPES[scale_dtype])
     count, word = 16384, {2: np.uint16, 4: np.uint32}[dtype.itemsize]
-    any_bits = rng.integers(0, 2 ** (8 * dtype.itemsize), (2, count), np.uint64).astype(word)
-    scales, biases = any_bits.view(dtype)
-    usual = slice(None, count // 2)
-    scales[usual] = (rng.normal(size=count // 2) / 64).astype(dtype)
-    biases[usual] = (scales[usual].astype(np.float32) * rng.integers(-20, 20, count // 2)).astype(
-        dtype
-    )
+    scales, biases = host_program.affine_parameters(rng, dtype, count)
     codes = rng.integers(0, 2**bits, (count, 32)).astype(np.uint32)
     packed = np.asarray(_quantized.pack(jnp.asarray(codes), bits))
     with np.errstate(all="ignore"):

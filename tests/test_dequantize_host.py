@@ -69,13 +69,8 @@ def test_every_code_and_scale(dequantize, rng, mode, to):
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_affine(dequantize, rng, bits, scale_dtype):
     dtype = np.dtype(DTYPES[scale_dtype])
-    count, word = 16384, {2: np.uint16, 4: np.uint32}[dtype.itemsize]
-    any_bits = rng.integers(0, 2 ** (8 * dtype.itemsize), (2, count), np.uint64).astype(word)
-    scales, biases = any_bits.view(dtype)
-    usual = slice(None, count // 2)
-    scales[usual] = (rng.normal(size=count // 2) / 64).astype(dtype)
-    steps = rng.integers(-20, 20, count // 2)
-    biases[usual] = (scales[usual].astype(F32) * steps).astype(dtype)
+    count = 16384
+    scales, biases = host_program.affine_parameters(rng, dtype, count)
     odd = rng.choice([0, -0.0, np.inf, -np.inf, np.nan, 1e-7, -1e-7], (2, 64)).astype(dtype)
     scales[-64:], biases[-64:] = odd
     biases[-128:-64] = -0.0

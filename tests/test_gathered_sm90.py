@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _timing
+from jax_groupgemm import _call, _custom_calls, _timing
 from jax_groupgemm._segments import SIZES
 
 pytestmark = [
@@ -25,11 +25,12 @@ SUMS = 1e-5
 def product(x, w, sizes, x_rows=None, y_rows=None, offset=None, *, transpose_w=False, dtype=None,
             activation=None, **options):  # fmt: skip
     rows = next(len(v) for v in (x_rows, y_rows, x) if v is not None)
-    return _call.mm(
+    return _custom_calls.mm(
         "sm90", x, w, sizes, *(() if offset is None else (offset,)), form=SIZES, rows=rows,
         out_dtype=dtype or x.dtype, transpose_x=False, transpose_w=transpose_w,
         transpose_out=False, precision=None,
-        epilogue=_call.Epilogue(activation=activation, **options), x_rows=x_rows, y_rows=y_rows,
+        epilogue=_custom_calls.Epilogue(activation=activation, **options),
+        x_rows=x_rows, y_rows=y_rows,
     )  # fmt: skip
 
 
@@ -293,7 +294,7 @@ def test_rows_beyond_four_gib(rng):
 def test_errors(dtype, kernel, rows, message):
     x, w = jnp.ones((4, 64), dtype), jnp.ones((2, 64, 72), dtype)
     x_rows, sizes = jnp.zeros((6,), "int32"), jnp.array([1, 2])
-    f = lambda x, w: _call.mm(
+    f = lambda x, w: _custom_calls.mm(
         kernel, x, w, sizes, form=SIZES, rows=rows, out_dtype=dtype, transpose_x=False,
         transpose_w=False, transpose_out=False, precision=None, x_rows=x_rows,
     )  # fmt: skip

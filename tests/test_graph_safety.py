@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import oracle
 import pytest
 from handler_watch import CALLS, Watch, needs_compiler, watched
 from moe_step import EXPERTS, LINEAR, dense, jitted, problem, untried_offered
+from thunks import custom_calls
 
 ROUNDS = 3
 
@@ -73,18 +73,6 @@ def same_bits(got, want) -> bool:
     return all(g.tobytes() == w.tobytes() for g, w in zip(*leaves, strict=True))
 
 
-def custom_calls(folder: Path) -> tuple[list[str], list[str]]:
-    """Inside command buffers and outside, in XLA's list of what it runs."""
-    inside, outside, captured = [], [], False
-    for file in folder.glob("*jit_step*.thunk_sequence_after_thunk_passes.txt"):
-        for line in file.read_text().splitlines():
-            if line[:1].strip():
-                captured = "kCommandBuffer" in line
-            if "kCustomCall" in line:
-                (inside if captured else outside).append(line)
-    return inside, outside
-
-
 # Between a GPU and a CPU, from the same state: of loss and gradients. Sums in another order change
 # some roundings to bfloat16, and through them some to four bits. On a CPU, noise of 2**-14 in the
 # tokens, more than such sums differ by, makes 2.6e-4 and 4.5e-3 in bfloat16, 2.6e-3 and 0.19 in
@@ -104,7 +92,7 @@ def test_captured_step(tmp_path, precision):
     for name, options in (("captured", CAPTURED), ("eager", EAGER)):
         dump = {"xla_dump_to": str(tmp_path / name)}
         compiled = lowered.compile(compiler_options=options | dump)
-        inside, outside = custom_calls(tmp_path / name)
+        inside, outside = custom_calls(tmp_path / name, "jit_step")
         if name == "captured":
             targets = re.findall(r'custom_call_target="(jgg_\w+)"', str(compiled.as_text()))
             assert len(inside) >= len(targets) >= 9  # three products and their gradients

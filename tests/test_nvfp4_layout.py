@@ -17,7 +17,7 @@ import pytest
 from host_program import ROOT, pointer
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm import _custom_calls
 
 TILE = 512
 
@@ -257,11 +257,11 @@ def test_workspace_of_a_call(library, shape):
     def mm(x, w, sizes):
         x, w = jgg.nvfp4_quantize(x), jgg.nvfp4_quantize(w)
         alpha = sizes.astype(jnp.float32)
-        return _call.nvfp4_grouped_mm(x, w, sizes, alpha, out_dtype=jnp.float32)
+        return _custom_calls.nvfp4_grouped_mm(x, w, sizes, alpha, out_dtype=jnp.float32)
 
     def wgrad(x, dy, sizes):
         x, dy = along_t(x, sizes), along_t(dy, sizes)
-        return _call.nvfp4_grouped_wgrad(x, dy, sizes, sizes.astype(jnp.float32))
+        return _custom_calls.nvfp4_grouped_wgrad(x, dy, sizes, sizes.astype(jnp.float32))
 
     padded = (tokens + 63 * min(groups, tokens)) // 64 * 64
     for function, operands, product in (

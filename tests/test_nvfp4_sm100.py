@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm import _call, _custom_calls
 
 SIZES = np.array([5, 0, 9, 64], np.int32)
 T, N, K, G = 100, 48, 96, 4
@@ -122,7 +122,7 @@ def pretend(*_, out_dtype):
 def test_bias_and_scale_per_row_meet_their_rows(rng, monkeypatch):
     """What surrounds the custom call, by running something else in its place."""
     monkeypatch.setattr(_call, "takes_sm100", lambda *_: True)
-    monkeypatch.setattr(_call, "nvfp4_grouped_mm", pretend)
+    monkeypatch.setattr(_custom_calls, "nvfp4_grouped_mm", pretend)
     x, w = x_and_w(rng)
     scale = np.arange(T).astype(np.float32)
     scale[-1] = np.nan  # a row of no group

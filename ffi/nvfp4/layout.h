@@ -94,7 +94,7 @@ inline constexpr int kMostMultiprocessors = 160;
 inline constexpr int64_t kTensorMapBytes = 6 * 128 * kMostMultiprocessors;
 
 // Where things are in the workspace, in bytes from its first multiple of 256.
-// jax_groupgemm/_call.py computes the same size.
+// jax_groupgemm/_custom_calls.py computes the same size.
 struct Workspace {
   static constexpr int64_t kAlignment = 256;
   int64_t shapes, a, b, scales_a, scales_b, out;  // (G,)

@@ -1,0 +1,297 @@
+"""The custom calls: operands, results, attributes and aliases of each handler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _call, _reference, _segments, _split, _tuned
+from . import _nvfp4_layouts as layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What a kernel of ``mm`` does to its float32 sums ``y`` before it rounds them::
+
+        existing_out + row_scale * activation(y + bias[weight])
+
+    Operands are (G, N), (T,) and the result's shape; None leaves a step out.
+    """
+
+    bias: Any = None
+    activation: str | None = None
+    row_scale: Any = None
+    existing_out: Any = None
+
+
+def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w,
+       transpose_out, precision, epilogue: Epilogue | None = None, x_rows=None,
+       y_rows=None):  # fmt: skip
+    """Custom call ``jgg_mm``: x, w, metadata[, options] -> out.
+
+    With lists of rows, int32 (T,), row t of x is its row ``x_rows[t]`` (zeros where it has none),
+    and row t of the result its row ``y_rows[t]``, a permutation.
+    """
+    n = w.shape[1 if transpose_w else 2]
+    lists = [rows for rows in (x_rows, y_rows) if rows is not None]
+    rows_x = x.shape[1 if transpose_x else 0] if x_rows is None else x_rows.shape[0]
+    flags: dict[str, Any] = {
+        "transpose_x": transpose_x,
+        "transpose_w": transpose_w,
+        "transpose_out": transpose_out,
+    }
+    if implementation == "cpu":
+        assert epilogue is None
+        assert not lists
+        table = _segments.decode(form, meta, rows_x, rows, w.shape[0])
+        shape = (n, rows) if transpose_out else (rows, n)
+        return _product(
+            "jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y}
+        )
+    epilogue = epilogue or Epilogue()
+    flags |= _metadata_flags(implementation, form, meta, precision) | {
+        "in_order": form.ordered_y,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+        "existing_out": epilogue.existing_out is not None,
+        "x_rows": x_rows is not None,
+        "y_rows": y_rows is not None,
+    }
+    rest = [*_segments.narrow(form, meta, rows_x, w.shape[0]), *lists]
+    options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
+    rest += [value for value in options if value is not None]
+    gated = epilogue.activation in ("swiglu", "geglu")
+    columns = n // 2 if gated else n
+    shape = (columns, rows) if transpose_out else (rows, columns)
+    mean_rows = rows / max(rest[0].shape[0], 1)
+    tile = 0 if lists else _tuned.mm(x, w, mean_rows, out_dtype, transpose_w, gated)
+    planes = _planes(
+        implementation, x, w, precision,
+        runs=form.ordered_y and not (transpose_x or transpose_out or gated)
+        and (transpose_w or n % 8 == 0),
+        pays=rows >= 64 * rest[0].shape[0] and min(w.shape[1:]) >= 64,
+    )  # fmt: skip
+    if planes > 1:
+        x = _split.planes(x, planes, 64, -1)
+        w = _split.planes(w, planes, 64, -1 if transpose_w else -2)
+    flags |= {"planes": planes, "tile": tile}
+    # The result takes the place of existing_out: XLA copies it first where it is needed later.
+    aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
+    return _product("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
+
+
+def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,
+          precision):  # fmt: skip
+    """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset] -> out."""
+    shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
+    rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
+    flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    if implementation == "cpu":
+        rest = [_segments.decode(form, meta, *rows, groups)]
+    else:
+        rest = _segments.narrow(form, meta, rows[0], groups)
+        flags |= _metadata_flags(implementation, form, meta, precision) | {
+            "own_weight": form.own_weight
+        }
+        mean_rows = rows[0] / max(rest[0].shape[0], 1)
+        tile = _tuned.wgrad(x, y, mean_rows, out_dtype, shape, transpose_x, transpose_y)
+        contiguous = transpose_x and transpose_y  # along the contracted axis, both
+        a, b = shape[1:]
+        planes = _planes(
+            implementation, x, y, precision,
+            runs=form.own_weight and not (contiguous and form.kind == "segments")
+            and (transpose_x or a % 8 == 0) and (transpose_y or b % 8 == 0),
+            pays=a * b >= 64 * (a + b),
+        )  # fmt: skip
+        if planes > 1:
+            x = _split.planes(x, planes, 8, -1 if transpose_x else None)
+            y = _split.planes(y, planes, 8, -1 if transpose_y else None)
+        flags |= {"planes": planes, "tile": tile}
+    return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+
+
+def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
+    """The bfloat16 planes in which a CUDA kernel takes each operand; 1: as they are.
+
+    ``runs`` where there is a kernel for them, ``pays`` where making them is worth it.
+    """
+    if _reference.promoted(a.dtype, b.dtype) != jnp.float32 or not runs:
+        return 1
+    capabilities = _call.live_capabilities()
+    if implementation != "sm90":
+        hopper = bool(capabilities) and all(capability == 90 for capability in capabilities)
+        if implementation == "sm80" or not (_call.SPLITS and hopper and pays):
+            return 1
+    if capabilities and "90a" not in _call.BUILD.architectures:
+        return 1
+    return 2 if precision == jax.lax.Precision.HIGH else 3
+
+
+def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
+        epilogue: Epilogue | None = None):  # fmt: skip
+    """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
+    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight."""
+    groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
+    epilogue = epilogue or Epilogue()
+    assert epilogue.existing_out is None
+    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
+    metadata, *offset = _segments.narrow(form, meta, x.shape[0], groups)
+    if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
+        return jnp.zeros((rows, columns), out_dtype)
+    flags = _metadata_flags(implementation, form, meta, precision) | {
+        "mode": q.mode,
+        "global_scale": q.global_scale is not None,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+    }
+    if q.layout == "linear":
+        target = "jgg_qmm"
+        flags |= {
+            "transpose_w": transpose_w,
+            "layout": q.layout,
+            "bits": q.bits,
+            "group_size": q.group_size,
+            "biases": q.biases is not None,
+            "in_order": form.ordered_y,
+        }
+    else:
+        target = "jgg_qmm_packed"
+        flags = {name: flag for name, flag in flags.items() if name not in ("tf32", "kernel")}
+    options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
+    given = [value for value in options if value is not None]
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
+    return call(x, q.weight, q.scales, metadata, *given, **_attributes(flags))
+
+
+def nvfp4_grouped_mm(x, w, group_sizes, alpha, *, out_dtype):
+    """Custom call ``jgg_nvfp4_grouped_mm``: x, its scales, w, its scales, sizes, alpha -> out,
+    workspace."""
+    (rows, k), (groups, n, _) = x.shape, w.shape
+    sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
+    columns, scale_rows = _up(k // 16, 4), layouts.padded_rows(rows, groups, layouts.SWIZZLED)
+    workspace = _nvfp4_workspace(groups, scale_rows * columns, groups * _up(n, 128) * columns)
+    out = jax.ShapeDtypeStruct((rows, n), out_dtype)
+    call = jax.ffi.ffi_call("jgg_nvfp4_grouped_mm", (out, workspace))
+    return call(x.weight, x.scales, w.weight, w.scales, sizes, alpha)[0]
+
+
+def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None):
+    """Custom call ``jgg_nvfp4_grouped_wgrad``: x, its scales, dy, its scales, sizes, alpha
+    [, beta, existing_out] -> out, workspace."""
+    (k, padded), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
+    (groups,) = group_sizes.shape
+    sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
+    workspace = _nvfp4_workspace(groups, _up(n, 128) * padded // 16, _up(k, 128) * padded // 16)
+    out = jax.ShapeDtypeStruct((groups, n, k), jnp.float32)
+    existing = () if existing_out is None else (beta, existing_out)
+    call = jax.ffi.ffi_call(
+        "jgg_nvfp4_grouped_wgrad",
+        (out, workspace),
+        input_output_aliases={7: 0} if existing else None,
+    )
+    operands = (x.weight, x.scales, dy.weight, dy.scales, sizes, alpha, *existing)
+    return call(*operands, **_attributes({"tokens": rows}))[0]
+
+
+def nvfp4_quantize(x, group_sizes, seed, *, axis, scale_2d, hadamard):
+    """Custom call ``jgg_nvfp4_quantize``: x (M, R, C), sizes, seed -> weight, scales, global_scale,
+    workspace. Sizes and seed may be empty."""
+    *lead, rows, columns = (1, *x.shape)[-max(x.ndim, 2) :]
+    matrices = math.prod(lead)
+    lines, along = (rows, columns) if axis == -1 else (columns, rows)
+    sizes, words = jnp.zeros((0,), jnp.int32), 3 * matrices
+    if group_sizes is not None:
+        (groups,) = group_sizes.shape
+        sizes, *_ = _segments.narrow(_segments.SIZES, (group_sizes,), rows, groups)
+        words += 2 * (groups + 1)
+        if axis == -2:
+            along = layouts.padded_rows(rows, groups, layouts.GROUPED)
+    results = (
+        jax.ShapeDtypeStruct((matrices, lines, along // 8), jnp.uint32),
+        jax.ShapeDtypeStruct((matrices, lines, along // 16), jnp.uint8),
+        jax.ShapeDtypeStruct((matrices,), jnp.float32),
+        jax.ShapeDtypeStruct((words,), jnp.uint32),
+    )
+    call = jax.ffi.ffi_call("jgg_nvfp4_quantize", results)
+    flags = {"along_rows": axis == -2, "scale_2d": scale_2d, "hadamard": hadamard}
+    seed = jnp.zeros((0,), jnp.uint32) if seed is None else seed
+    operands = x.reshape(matrices, rows, columns), sizes, seed
+    weight, scales, global_scale, _ = call(*operands, **_attributes(flags))
+    lead = x.shape[:-2] if x.ndim == 1 else (*x.shape[:-2], lines)
+    weight, scales = (a.reshape(*lead, a.shape[-1]) for a in (weight, scales))
+    return weight, scales, global_scale.reshape(x.shape[:-2])
+
+
+def quantize(w, global_scale, *, mode, bits, group_size):
+    """Custom call ``jgg_quantize``: w (R, K)[, global_scale (L,)] -> weight, scales[, biases]."""
+    *lead, k = w.shape
+    rows = math.prod(lead)
+    scales = jax.ShapeDtypeStruct(
+        (rows, k // group_size), w.dtype if mode == "affine" else jnp.uint8
+    )
+    results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
+    results += (scales,) if mode == "affine" else ()
+    flags = {"mode": mode, "bits": bits, "group_size": group_size}
+    flags |= {"global_scale": global_scale is not None}
+    more = [] if global_scale is None else [global_scale.reshape(-1)]
+    call = jax.ffi.ffi_call("jgg_quantize", results)
+    out = call(w.reshape(rows, k), *more, **_attributes(flags))
+    return tuple(a.reshape(*lead, a.shape[1]) for a in out)
+
+
+def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype):
+    """Custom call ``jgg_dequantize``: weight, scales[, biases], all (R, ...)[, global_scale (L,)]
+    -> w."""
+    *lead, words = weight.shape
+    rows, k = math.prod(lead), words * 32 // bits
+    operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
+    if global_scale is not None:
+        operands.append(global_scale.reshape(-1))
+    flags = {"mode": mode, "bits": bits, "group_size": group_size}
+    flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
+    call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
+    return call(*operands, **_attributes(flags)).reshape(*lead, k)
+
+
+def _nvfp4_workspace(groups: int, *scales: int):
+    """As ffi/nvfp4/layout.h has it: arrays of shapes, addresses, strides and layouts, two prefix
+    sums, tensor maps for 160 multiprocessors, and swizzled scales."""
+    arrays = [groups * size for size in (12, *[8] * 8, 20, 20)]
+    parts = [*arrays, *[4 * (groups + 1)] * 2, 160 * 6 * 128, *scales]
+    return jax.ShapeDtypeStruct((256 + sum(_up(part, 256) for part in parts),), jnp.uint8)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _metadata_flags(kernel, form, meta, precision) -> dict[str, Any]:
+    return {
+        "tf32": precision == jax.lax.Precision.HIGH,
+        "kernel": kernel if kernel in _call.PLATFORMS else "",
+        "kind": form.kind,
+        "swapped": form.swapped,
+        "group_offset": len(meta) == 2,
+    }
+
+
+def _product(target, a, b, rest, shape, out_dtype, flags: dict[str, Any], aliases=None):
+    if 0 in (*shape, *a.shape, *b.shape, *rest[0].shape):
+        return jnp.zeros(shape, out_dtype) if aliases is None else rest[-1]
+    dtype = _reference.promoted(a.dtype, b.dtype)
+    out = jax.ShapeDtypeStruct(shape, out_dtype)
+    call = jax.ffi.ffi_call(target, out, input_output_aliases=aliases)
+    return call(a.astype(dtype), b.astype(dtype), *rest, **_attributes(flags))
+
+
+def _attributes(flags: dict[str, Any]) -> dict[str, Any]:
+    """Attributes are hashed by value: one type per attribute, always."""
+    types = {bool: np.bool_, int: np.int32, str: str}
+    return {name: types[type(value)](value) for name, value in flags.items()}
