@@ -293,5 +293,10 @@ def _product(target, a, b, rest, shape, out_dtype, flags: dict[str, Any], aliase
 
 def _attributes(flags: dict[str, Any]) -> dict[str, Any]:
     """Attributes are hashed by value: one type per attribute, always."""
-    types = {bool: np.bool_, int: np.int32, str: str}
-    return {name: types[type(value)](value) for name, value in flags.items()}
+
+    def typed(value):
+        if isinstance(value, str):  # numpy's strings too
+            return str(value)
+        return np.bool_(value) if isinstance(value, bool) else np.int32(value)
+
+    return {name: typed(value) for name, value in flags.items()}

@@ -14,7 +14,9 @@ from jax import lax
 def planes(a, count: int, multiple: int = 1, axis: int | None = None):
     """``(..., n)`` as bfloat16 ``(..., count, n)`` that sum to it in float32, the largest first.
 
-    ``axis``, from the end, is padded with zeros to a multiple. Of Inf and NaN there is one plane.
+    ``axis``, from the end, is padded with zeros to a multiple. Of Inf and NaN every plane is that.
+    A plane that would be zero is 2^-60 of the first, which no float32 sum holds beside the first:
+    so an Inf in the other operand meets no zero but that of a number that is zero (or below 2^-60).
     """
     a = a.astype(jnp.float32)
     if axis is not None:
@@ -22,11 +24,15 @@ def planes(a, count: int, multiple: int = 1, axis: int | None = None):
         padding[axis] = (0, -a.shape[axis] % multiple)
         a = jnp.pad(a, padding)
     finite = jnp.isfinite(a)
-    parts, rest = [], a
+    # Cut off: rounding might overflow, and planes of two signs would meet an Inf.
+    cut = lambda a: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(a, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32
+    )
+    first = cut(a)
+    least = jnp.where(jnp.abs(first) > 2.0**-60, first * 2.0**-60, 0)
+    parts, rest = [first], a - first
     for _ in range(count - 1):
-        bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        part = lax.bitcast_convert_type(bits, jnp.float32)  # cut off: rounding might overflow
-        parts.append(jnp.where(finite, part, 0 if parts else a).astype(jnp.bfloat16))
+        part = cut(rest)
+        parts.append(jnp.where(part == 0, least, part))
         rest = rest - part
-    parts.append(jnp.where(finite, rest, 0).astype(jnp.bfloat16))
-    return jnp.stack(parts, axis=-2)
+    return jnp.stack([jnp.where(finite, p, a).astype(jnp.bfloat16) for p in parts], axis=-2)
