@@ -33,11 +33,6 @@ _SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
 # quantized but NVFP4 products runs its reference.
 UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize", "jgg_quantize", "jgg_dequantize")
 
-# Likewise whether float32 operands are split for Hopper where "sm90" is not named.
-SPLITS = False
-# Likewise whether "sm90" gathers and scatters rows by list itself where it is not named.
-GATHERS = False
-
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
@@ -261,7 +256,7 @@ def may_take_lists(x, w, implementation, transpose_w=False) -> bool:
     """Whether "sm90" may be what runs ``mm`` with lists of rows, of operands of these shapes."""
     k, n = x.shape[-1], w.shape[1 if transpose_w else 2]
     return (
-        (implementation == "sm90" or (implementation is None and GATHERS))
+        implementation in ("sm90", None)
         and x.dtype == w.dtype
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and 0 not in (*x.shape, *w.shape)

@@ -75,7 +75,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         implementation, x, w, precision,
         runs=form.ordered_y and not (transpose_x or transpose_out or gated)
         and (transpose_w or n % 8 == 0),
-        pays=rows >= 64 * rest[0].shape[0] and min(w.shape[1:]) >= 64,
+        pays=_splitting_pays(rows * math.prod(w.shape[1:]), x.size + w.size),
     )  # fmt: skip
     if planes > 1:
         x = _split.planes(x, planes, 64, -1)
@@ -107,7 +107,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
             implementation, x, y, precision,
             runs=form.own_weight and not (contiguous and form.kind == "segments")
             and (transpose_x or a % 8 == 0) and (transpose_y or b % 8 == 0),
-            pays=a * b >= 64 * (a + b),
+            pays=_splitting_pays(rows[0] * a * b, x.size + y.size),
         )  # fmt: skip
         if planes > 1:
             x = _split.planes(x, planes, 8, -1 if transpose_x else None)
@@ -119,18 +119,26 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
 def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
     """The bfloat16 planes in which a CUDA kernel takes each operand; 1: as they are.
 
-    ``runs`` where there is a kernel for them, ``pays`` where making them is worth it.
+    ``runs`` where there is a kernel for them, ``pays`` where making three is worth it.
     """
     if _reference.promoted(a.dtype, b.dtype) != jnp.float32 or not runs:
         return 1
     capabilities = _call.live_capabilities()
+    two = precision == jax.lax.Precision.HIGH
     if implementation != "sm90":
         hopper = bool(capabilities) and all(capability == 90 for capability in capabilities)
-        if implementation == "sm80" or not (_call.SPLITS and hopper and pays):
+        # Two planes are no faster than tf32 on "sm80".
+        if implementation == "sm80" or two or not (hopper and pays):
             return 1
     if capabilities and "90a" not in _call.BUILD.architectures:
         return 1
-    return 2 if precision == jax.lax.Precision.HIGH else 3
+    return 2 if two else 3
+
+
+def _splitting_pays(multiplications: int, elements: int) -> bool:
+    """Whether three planes are faster than float32 arithmetic: on an H200, that does 21e12
+    multiplications a second, and planes 40e12 once 4 ps per element (and 5 us) have made them."""
+    return multiplications / 40e12 + 4e-12 * elements + 5e-6 < multiplications / 21e12
 
 
 def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,

@@ -19,12 +19,6 @@ LHS = np.array([0, 8, 8, -1, 9, 3, 5, 2**31 - 1, 1, 8], np.int32)
 RHS = np.array([3, 0, 0, 1, 3, -2, 4, 0, 1, 3], np.int32)
 
 
-@pytest.fixture
-def by_index(monkeypatch):
-    """As if the GPU tests had passed."""
-    monkeypatch.setattr(_call, "GATHERS", True)
-
-
 def operands(rng, m=1, dtype="bfloat16"):
     return oracle.random(rng, (A, m, K), dtype), oracle.random(rng, (G, K, N), dtype)
 
@@ -61,20 +55,24 @@ def test_indices_reach_the_kernel_where_it_is_named(rng, dtype, m):
 
 
 @pytest.mark.parametrize("capabilities", [(90,), (80,), (80, 90), ()])
-def test_the_default_needs_hopper_alone(rng, monkeypatch, by_index, capabilities):
+def test_the_default_needs_hopper_alone(rng, monkeypatch, capabilities):
     monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "90a")))
     monkeypatch.setattr(_call, "live_capabilities", lambda: capabilities)
     text, _ = cuda_call(lambda a, b: jgg.gather_mm(a, b, LHS, RHS), *operands(rng))
     assert ("x_rows = true" in text) == (capabilities == (90,))
 
 
-def test_untried_means_only_where_named(rng, monkeypatch):
-    monkeypatch.setattr(_call, "GATHERS", False)
+def test_many_rows_are_composed_where_it_is_not_named(rng, monkeypatch):
+    monkeypatch.setattr(_gathered, "_LISTS_PAY_ROWS", 2)
     monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "90a")))
     monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
-    text, given = cuda_call(lambda a, b: jgg.gather_mm(a, b, LHS, RHS), *operands(rng))
+    f = lambda rhs, **o: lambda a, b: jgg.gather_mm(a, b, LHS[: len(rhs)], rhs, **o)
+    few, many = RHS[: 2 * G], RHS[: 2 * G + 1]
+    text, given = cuda_call(f(many), *operands(rng))
     assert "x_rows = false, y_rows = false" in text
-    assert given[0] == f"{len(RHS)}x{K}xbf16"
+    assert given[0] == f"{len(many)}x{K}xbf16"
+    for text in (f(few), f(many, implementation="sm90")):
+        assert "x_rows = true" in cuda_call(text, *operands(rng))[0]
 
 
 @pytest.mark.parametrize("case", ["float32", "K", "N", "tall", "sm80"])
@@ -109,7 +107,7 @@ def test_derivatives_and_batches_are_composed(rng):
 
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_values(rng, by_index, m, ordered):
+def test_values(rng, m, ordered):
     """Indices repeat, and are out of range; rows that none names are NaN."""
     a, b = operands(rng, m)
     a = a.at[np.setdiff1d(np.arange(A), LHS)].set(jnp.nan)
@@ -122,7 +120,7 @@ def test_values(rng, by_index, m, ordered):
     )
 
 
-def test_a_missing_row_of_an_infinite_matrix_is_zeros(rng, by_index):
+def test_a_missing_row_of_an_infinite_matrix_is_zeros(rng):
     a, b = operands(rng)
     out = jgg.gather_mm(a, jnp.full_like(b, jnp.inf), LHS, RHS)
     missing = (LHS < 0) | (LHS >= A) | (RHS < 0) | (RHS >= G)
@@ -150,7 +148,7 @@ def test_the_primitive_scatters(rng, transpose_w):
 
 
 @pytest.mark.slow
-def test_gradients_and_batches(rng, by_index):
+def test_gradients_and_batches(rng):
     a, b = operands(rng)
     f = lambda a, b, i: jgg.gather_mm(a, b, LHS, i)
     plain = lambda a, b, i: jgg.gather_mm(a, b, LHS, i, implementation="reference")
@@ -176,7 +174,7 @@ def test_gradients_and_batches(rng, by_index):
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])
-def test_sharded_columns(rng, by_index, kind):
+def test_sharded_columns(rng, kind):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     a, b = operands(rng)
@@ -199,9 +197,9 @@ def test_sharded_columns(rng, by_index, kind):
 
 def test_cost(rng, monkeypatch):
     a, b = operands(rng)
-    composed = jgg.cost.gather_mm(a, b, LHS, RHS)
-    monkeypatch.setattr(_call, "GATHERS", True)
     cost = jgg.cost.gather_mm(a, b, LHS, RHS)
+    monkeypatch.setattr(_call, "may_take_lists", lambda *_: False)
+    composed = jgg.cost.gather_mm(a, b, LHS, RHS)
     assert cost.flops == composed.flops > 0
     lists = 4 * 2 * len(RHS)
     assert cost.bytes_accessed == composed.bytes_accessed + lists
