@@ -24,16 +24,19 @@ import jax.numpy as jnp
 TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_mm": ("cpu", "cuda"),
     "jgg_wgrad": ("cpu", "cuda"),
+    "jgg_qmm": ("cuda",),
+    "jgg_qmm_packed": ("cuda",),
+    "jgg_quantize": ("cuda",),
+    "jgg_dequantize": ("cuda",),
+    "jgg_nvfp4_quantize": ("cuda",),
     "jgg_nvfp4_grouped_mm": ("cuda",),
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
 }
 # Those that "sm100" has kernels for; it has no others, and no other kernel has these.
 _SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
-# CUDA handlers that are not offered before the GPU tests have run on them: until then everything
-# quantized but NVFP4 products runs its reference.
-UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize", "jgg_quantize", "jgg_dequantize")
 
-# Likewise whether float32 operands are split for Hopper where "sm90" is not named.
+# Until the GPU tests have run: whether float32 operands are split for Hopper where "sm90" is not
+# named.
 SPLITS = False
 # Likewise whether "sm90" gathers and scatters rows by list itself where it is not named.
 GATHERS = False
