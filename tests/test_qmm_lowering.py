@@ -31,6 +31,17 @@ def test_lowering_without_a_kernel(monkeypatch):
         )
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 128), (3, 128, 256)])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
+def test_the_reference_has_no_custom_call(mode, shape):
+    """Forward and for every gradient, of weights that are small and that are large."""
+    scale = jnp.ones(3) if mode == "nvfp4" else None
+    q = jax.eval_shape(lambda: jgg.quantize(jnp.ones(shape), mode=mode, global_scale=scale))
+    f = lambda x, q: jgg.grouped_qmm(x, q, SIZES, implementation="reference").sum()
+    grad = jax.value_and_grad(f, (0, 1), allow_int=True)
+    assert "custom_call @jgg" not in cuda_text(grad, jnp.ones((20, shape[2])), q)
+
+
 def test_cuda_lowering_is_one_custom_call(rng):
     """Operands in order, metadata as it is, options fused."""
     q = oracle.random_quantized(rng, (3, 6, 64), "nvfp4", scale=jnp.ones(3))
