@@ -24,14 +24,16 @@ import jax.numpy as jnp
 TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_mm": ("cpu", "cuda"),
     "jgg_wgrad": ("cpu", "cuda"),
+    "jgg_qmm": ("cuda",),
+    "jgg_qmm_packed": ("cuda",),
+    "jgg_quantize": ("cuda",),
+    "jgg_dequantize": ("cuda",),
+    "jgg_nvfp4_quantize": ("cuda",),
     "jgg_nvfp4_grouped_mm": ("cuda",),
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
 }
 # Those that "sm100" has kernels for; it has no others, and no other kernel has these.
 _SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
-# CUDA handlers that are not offered before the GPU tests have run on them: until then everything
-# quantized but NVFP4 products runs its reference.
-UNTRIED = ("jgg_qmm", "jgg_qmm_packed", "jgg_nvfp4_quantize", "jgg_quantize", "jgg_dequantize")
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]

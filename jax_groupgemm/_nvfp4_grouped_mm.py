@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from . import _check, _epilogue, _nvfp4_sm100, _quantized
+from . import _check, _epilogue, _nvfp4_sm100, _prepack, _quantized
 from ._quantized import Quantized
 
 
@@ -94,7 +94,8 @@ def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
         _epilogue.mm, activation=None, transpose_w=True, precision=jax.lax.Precision.HIGHEST,
         implementation=implementation,
     )  # fmt: skip
-    rows, w, meta = exact(x), dataclasses.replace(w, global_scale=scale), (group_sizes,)
+    rows, meta = exact(x, implementation), (group_sizes,)
+    w = dataclasses.replace(w, global_scale=scale)
     if x.global_scale is None or bias is None:
         return product(rows, w, meta, bias, x.global_scale, None, dtype=dtype)
     # An epilogue scales rows after it has added a bias, which here is a product of its own.
@@ -156,6 +157,7 @@ def folded(*factors) -> jax.Array | None:
     return functools.reduce(jnp.multiply, present) if present else None
 
 
-def exact(q: Quantized) -> jax.Array:
+def exact(q: Quantized, implementation) -> jax.Array:
     """Codes times block scales, which bfloat16 holds."""
-    return _quantized.dequantize(dataclasses.replace(q, global_scale=None), jnp.bfloat16)
+    q = _prepack.unpacked(dataclasses.replace(q, global_scale=None))
+    return _quantized._dequantize(q, jnp.bfloat16, implementation)

@@ -81,10 +81,10 @@ def nvfp4_grouped_wgrad(
 def _composed(x, dy, group_sizes, scale, beta, existing_out, *, implementation):
     """In terms of other products. ``scale`` has every global scale."""
     groups, padded = group_sizes.shape[0], layouts.padded_sizes(group_sizes, x.positions.shape[0])
+    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
     out = _primitives.wgrad(
-        exact(_stored(dy)), exact(_stored(x)), (padded,), form=SIZES, groups=groups,
-        out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
-        precision=jax.lax.Precision.HIGHEST, implementation=implementation,
+        dy, x, (padded,), form=SIZES, groups=groups, out_dtype=jnp.float32, transpose_x=True,
+        transpose_y=True, precision=jax.lax.Precision.HIGHEST, implementation=implementation,
     )  # fmt: skip
     live = padded > 0
     out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]

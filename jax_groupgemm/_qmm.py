@@ -124,11 +124,11 @@ def _transpose(ct, *operands, tree, form, rows, out_dtype, transpose_w, cotangen
         return [dx, *[None] * (len(operands) - 1)]
     a, b, form = (ct, x, form.swap()) if transpose_w else (x, ct, form)
     dw = _primitives.wgrad(a, b, meta, form=form, groups=q.shape[0], out_dtype=jnp.float32, **same)
-    grads = tree.flatten_up_to(_weight_cotangent(q, dw, x.dtype))
+    grads = tree.flatten_up_to(_weight_cotangent(q, dw, x.dtype, same["implementation"]))
     return [None, *grads, *[None] * len(meta)]
 
 
-def _weight_cotangent(q: Quantized, dw, dtype) -> Quantized:
+def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
     """q with the cotangents of its undefined leaves, and None elsewhere; ``dw`` is that of the
     weight it stands for."""
     grads: dict[str, Any] = dict.fromkeys(("weight", "scales", "biases", "global_scale"))
@@ -141,7 +141,8 @@ def _weight_cotangent(q: Quantized, dw, dtype) -> Quantized:
         if ad.is_undefined_primal(q.biases):
             grads["biases"] = in_groups.sum((-2, -1)).astype(q.biases.aval.dtype)
     if ad.is_undefined_primal(q.global_scale):
-        w = _quantized._dequantize(dataclasses.replace(q, global_scale=None), dtype)
+        codes_and_scales = dataclasses.replace(q, global_scale=None)
+        w = _quantized._dequantize(codes_and_scales, dtype, implementation)
         # A weight that no row met does not count, NaN or not.
         terms = jnp.where(dw == 0, jnp.float32(0), dw * w.astype(jnp.float32))
         grads["global_scale"] = terms.sum(tuple(range(q.global_scale.aval.ndim, 3)))

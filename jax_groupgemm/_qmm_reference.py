@@ -145,4 +145,4 @@ def _value_table(q: Quantized, dtype):
     every = dataclasses.replace(
         q, weight=_quantized.pack(codes, q.bits), scales=scales, biases=None, global_scale=None
     )
-    return _quantized._dequantize(every, dtype)[:, :count].reshape(-1)
+    return _quantized._dequantize(every, dtype, "reference")[:, :count].reshape(-1)

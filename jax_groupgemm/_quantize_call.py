@@ -22,8 +22,6 @@ def composed(target: str, definition: Callable, call: Callable, batch: Callable 
     def where_offered(platform, *operands, **static):
         if platform != "cuda" or any(0 in a.shape for a in jax.tree.leaves(operands)):
             return None
-        if _call.missing("sm80", target) is not None:
-            return None
         if _call.chosen(platform, (), None, jnp.float32, target) == "reference":
             return None
         return call(*operands, **static)

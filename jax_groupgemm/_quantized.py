@@ -540,9 +540,9 @@ def _exact(m, e):
     return i32(m).astype(jnp.float32) * _float(u32(e + 127) << 23)
 
 
-@partial(jax.jit, static_argnums=1)
-def _dequantize(q: Quantized, dtype):
-    values = _DEQUANTIZE(
+@partial(jax.jit, static_argnums=(1, 2))
+def _dequantize(q: Quantized, dtype, implementation: str | None = None):
+    values = (_values if implementation == "reference" else _DEQUANTIZE)(
         q.weight, q.scales, q.biases, q.global_scale,
         mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
     )  # fmt: skip

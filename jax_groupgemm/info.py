@@ -24,6 +24,8 @@ _DTYPES = {
     "jgg_mm": ("float32", "bfloat16", "float16", "float64"),
     "jgg_qmm": ("float32", "bfloat16", "float16"),
 }
+# Those that "sm90" takes where it is not named.
+_SM90_DTYPES = {"jgg_mm": ("bfloat16", "float16"), "jgg_qmm": ("bfloat16",)}
 
 
 def _version(package: str) -> str | None:
@@ -80,8 +82,8 @@ def _why_not(implementation: str, target: str, dtype: str) -> str | None:
         reason = "JAX runs on another device" if capabilities else None
     else:
         reason = None if capabilities else "no CUDA device"
-    if implementation == "sm90" and dtype not in ("bfloat16", "float16"):
-        reason = reason or f"its products are of bfloat16 and float16, not {dtype}"
+    if implementation == "sm90" and dtype not in _SM90_DTYPES[target]:
+        reason = reason or f"its products are of {' and '.join(_SM90_DTYPES[target])}, not {dtype}"
     return (
         _call.unavailable(implementation, capabilities)
         or _call.missing(implementation, target)

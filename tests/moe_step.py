@@ -5,16 +5,13 @@
 T (tokens, once for each of their experts) is grouped. Adam on the mean of (y - target)^2.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
 
 TOKENS, WIDTH, EXPERTS, TOP_K = 100, 64, 5, 2
 LEAST = 0.01  # of a choice's weight: those of less are dropped, and their rows belong to no group
@@ -112,17 +109,3 @@ def dense(params, tokens, target, first, second):
     y = dot("tef,edf->ted", jax.nn.silu(gate) * up, params["down"])
     y = (jnp.where(chosen, probabilities, jnp.float32(0))[:, :, None] * y).sum(1)
     return ((y - target) ** 2).mean()
-
-
-@contextlib.contextmanager
-def untried_offered() -> Iterator[None]:
-    """Inside, GPUs take the handlers that are not offered yet, too."""
-    before = dict(_call.TARGETS)
-    _call.TARGETS.update(dict.fromkeys(_call.UNTRIED, ("cuda",)))
-    jax.clear_caches()  # traced without them
-    try:
-        yield
-    finally:
-        _call.TARGETS.clear()
-        _call.TARGETS.update(before)
-        jax.clear_caches()

@@ -151,9 +151,6 @@ def converted(w, **options):
 
 
 def main():
-    # Before they are offered, too.
-    for target in ("jgg_quantize", "jgg_dequantize"):
-        _call.TARGETS.setdefault(target, ("cuda",))
     rng = np.random.default_rng(0)
     for dtype, precision in (
         ("float32", None), ("float32", "tensorfloat32"), ("bfloat16", None), ("float16", None),

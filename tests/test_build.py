@@ -56,9 +56,7 @@ def test_targets_match_the_handlers():
     assert set(registered) == ({"cpu", "CUDA"} if _call.BUILD.cuda else {"cpu"})
     for platform, handlers in registered.items():
         targets = {name for name, on in _call.TARGETS.items() if platform.lower() in on}
-        untried = set(_call.UNTRIED) if platform == "CUDA" else set()
-        assert not targets & untried
-        assert set(handlers) == targets | untried
+        assert set(handlers) == targets
 
 
 @pytest.mark.parametrize("runtime", [(0, 2), (0, 1), (1, 3), None])
@@ -152,6 +150,21 @@ def test_info_as_json():
             assert names == set(_call.IMPLEMENTATIONS)
             assert all(answer["others"].values())
     assert data["ops"]["grouped_mm"]["float64"]["runs"] == "reference"
+
+
+def test_info_of_a_hopper_gpu(monkeypatch):
+    build = _call.Build(cuda="13.0", architectures=("80", "90a"))
+    monkeypatch.setattr(_call, "BUILD", build)
+    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
+    ops = info.collect()["ops"]
+    runs = lambda op: {dtype: answer["runs"] for dtype, answer in ops[op].items()}
+    half = {"float32": "sm80", "bfloat16": "sm90", "float16": "sm90"}
+    assert runs("grouped_mm") == half | {"float64": "reference"}
+    assert runs("grouped_qmm") == half | {"float16": "sm80"}
+    others = ops["grouped_qmm"]["float16"]["others"]
+    assert others["sm90"] == "its products are of bfloat16, not float16"
+    assert others["sm100"].startswith("it needs compute capability 10.0")
+    assert others["cpu"] == "there is no jgg_qmm for cpu"
 
 
 def test_info_survives_a_broken_installation(monkeypatch):

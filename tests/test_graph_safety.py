@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from handler_watch import CALLS, Watch, needs_compiler, watched
-from moe_step import EXPERTS, LINEAR, dense, jitted, problem, untried_offered
+from moe_step import EXPERTS, LINEAR, dense, jitted, problem
 from thunks import custom_calls
 
 ROUNDS = 3
@@ -86,8 +86,7 @@ def test_captured_step(tmp_path, precision):
     """Captured and replayed with sizes that it has not seen, a step has the bits that it has
     without capture, and is what the CPU makes of the same state but for roundings."""
     state, batches, _ = problem()
-    with untried_offered():
-        lowered = jitted.lower(state, *batches[0], precision=precision)
+    lowered = jitted.lower(state, *batches[0], precision=precision)
     runs = {}
     for name, options in (("captured", CAPTURED), ("eager", EAGER)):
         dump = {"xla_dump_to": str(tmp_path / name)}
@@ -128,8 +127,7 @@ def replays(watch: Watch):
     refill = jax.jit(lambda old, new: jax.tree.map(one, new), donate_argnums=0, keep_unused=True)
     found = {}
     for precision in LINEAR:
-        with untried_offered():
-            lowered = jitted.lower(state, *batches[0], precision=precision)
+        lowered = jitted.lower(state, *batches[0], precision=precision)
         captured, eager = (lowered.compile(compiler_options=o) for o in (CAPTURED, EAGER))
         wants = [jax.device_get(eager(on_gpu, *batch)) for batch in batches]
         held, found[precision] = jax.device_put(batches[0]), []

@@ -24,7 +24,6 @@ import numpy as np
 import oracle
 import pytest
 from handler_watch import CALLS, Watch, cuda_library, needs_compiler, watched
-from moe_step import untried_offered
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call
@@ -184,11 +183,10 @@ def operations() -> dict[str, tuple]:
 
 @pytest.mark.slow
 def test_operations_call_handlers():
-    with untried_offered():
-        for name, (function, operands, handlers) in operations().items():
-            lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-            found = set(re.findall(r"custom_call @(jgg_\w+)\(", lowered.as_text()))
-            assert found >= handlers, (name, found)
+    for name, (function, operands, handlers) in operations().items():
+        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+        found = set(re.findall(r"custom_call @(jgg_\w+)\(", lowered.as_text()))
+        assert found >= handlers, (name, found)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------
@@ -221,10 +219,9 @@ def api_calls(watch: Watch):
     jax.block_until_ready(jnp.ones(1))
     watch.subscribe()
     found = {"careless": {"handlers": [], "calls": careless(watch)}}
-    with untried_offered():
-        for name, (function, operands, handlers) in operations().items():
-            if "on sm90" not in name or 90 in _call.live_capabilities():
-                found[name] = calls_of(watch, function, operands, handlers)
+    for name, (function, operands, handlers) in operations().items():
+        if "on sm90" not in name or 90 in _call.live_capabilities():
+            found[name] = calls_of(watch, function, operands, handlers)
     return found
 
 

@@ -19,14 +19,6 @@ from jax_groupgemm import _call
 TARGET = "jgg_nvfp4_quantize"
 
 
-@pytest.fixture(autouse=True)
-def offered(monkeypatch):
-    monkeypatch.setitem(_call.TARGETS, TARGET, ("cuda",))
-    jax.clear_caches()  # traced without the call
-    yield
-    jax.clear_caches()
-
-
 def lowered(x, *operands, platform="cuda", function=jgg.nvfp4_quantize, **kwargs) -> str:
     def quantize(x, *operands):
         names = ("group_sizes", "stochastic_rounding_key")
@@ -94,10 +86,16 @@ def test_elsewhere_as_defined(rng, monkeypatch):
     batched = jax.vmap(lambda x: jgg.nvfp4_quantize(x, scale_2d=True))(x)
     grad = jax.grad(lambda x: jgg.dequantize(jgg.nvfp4_quantize(x)).sum())(x[0])
     np.testing.assert_array_equal(grad, np.zeros_like(x[0]))
-    monkeypatch.delitem(_call.TARGETS, TARGET)
+    with monkeypatch.context() as patch:
+        patch.delitem(_call.TARGETS, TARGET)
+        jax.clear_caches()  # lowered with the call
+        assert TARGET not in lowered(x, axis=-2)
+        want = jgg.nvfp4_quantize(x, axis=-2, hadamard=True, stochastic_rounding_key=KEY)
+        want_batched = jgg.nvfp4_quantize(x, scale_2d=True)
     jax.clear_caches()
-    leaves_equal(got, jgg.nvfp4_quantize(x, axis=-2, hadamard=True, stochastic_rounding_key=KEY))
-    leaves_equal(batched, jgg.nvfp4_quantize(x, scale_2d=True))
+    assert TARGET in lowered(x, axis=-2)
+    leaves_equal(got, want)
+    leaves_equal(batched, want_batched)
 
 
 # ---- on a GPU ----

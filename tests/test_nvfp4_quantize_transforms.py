@@ -77,7 +77,11 @@ def test_gradients_are_zero(rng):
 
 def test_pytree(batch):
     x, sizes, want = batch
-    exported = jax.export.export(jax.jit(both_axes))(x[0], sizes[0])
+    export = jax.export.export(
+        jax.jit(both_axes), platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+    )
+    exported = export(x[0], sizes[0])
+    assert "@jgg_nvfp4_quantize(" in exported.mlir_module()
     got = jax.export.deserialize(exported.serialize()).call(x[0], sizes[0])
     leaves_equal(got, want[0])
     grouped = got[0]

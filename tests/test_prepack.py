@@ -13,7 +13,6 @@ from conftest import GPU_KERNELS
 from qmm_problems import needs
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
 
 FORMATS = (("nvfp4", 16), ("mxfp4", 32), ("affine", 32), ("affine", 64), ("affine", 128))
 
@@ -144,10 +143,8 @@ def test_other_products(rng):
     oracle.assert_close(other(packed), oracle.f64(other(w)))
 
 
-def test_cuda_lowering(rng, monkeypatch):
+def test_cuda_lowering(rng):
     """One custom call; for what the kernel cannot read, the codes are put back in order."""
-    for target in ("jgg_qmm", "jgg_qmm_packed"):
-        monkeypatch.setitem(_call.TARGETS, target, ("cuda",))
     w = jgg.prepack(ordinary(rng, "nvfp4", 16, (3, 128, 192)))
     sizes, bias = jnp.array([2, 3, 1]), jnp.ones((3, 128), jnp.bfloat16)
 

@@ -13,19 +13,14 @@ import jax_groupgemm as jgg
 from jax_groupgemm import _call
 
 
-@pytest.fixture
-def kernel(monkeypatch):
-    """As if there were a CUDA kernel."""
-    monkeypatch.setitem(_call.TARGETS, "jgg_qmm", ("cuda",))
-
-
 def cuda_text(function, *args) -> str:
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_lowering_without_a_kernel(rng):
+def test_lowering_without_a_kernel(monkeypatch):
     x, _, _, q = problem("nvfp4")
-    if "jgg_qmm" not in _call.TARGETS:
+    with monkeypatch.context() as patch:
+        patch.delitem(_call.TARGETS, "jgg_qmm")
         assert "custom_call @jgg" not in cuda_text(lambda x, q: jgg.grouped_qmm(x, q, SIZES), x, q)
         reason = "'sm80' cannot run: there is no jgg_qmm for cuda"
         with pytest.raises(ValueError, match=reason):
@@ -36,7 +31,17 @@ def test_lowering_without_a_kernel(rng):
         )
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("shape", [(3, 5, 128), (3, 128, 256)])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
+def test_the_reference_has_no_custom_call(mode, shape):
+    """Forward and for every gradient, of weights that are small and that are large."""
+    scale = jnp.ones(3) if mode == "nvfp4" else None
+    q = jax.eval_shape(lambda: jgg.quantize(jnp.ones(shape), mode=mode, global_scale=scale))
+    f = lambda x, q: jgg.grouped_qmm(x, q, SIZES, implementation="reference").sum()
+    grad = jax.value_and_grad(f, (0, 1), allow_int=True)
+    assert "custom_call @jgg" not in cuda_text(grad, jnp.ones((20, shape[2])), q)
+
+
 def test_cuda_lowering_is_one_custom_call(rng):
     """Operands in order, metadata as it is, options fused."""
     q = oracle.random_quantized(rng, (3, 6, 64), "nvfp4", scale=jnp.ones(3))
@@ -75,6 +80,7 @@ def test_export_round_trip():
     exported = jax.export.export(
         f, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
     )(x, q, SIZES)
+    assert "@jgg_qmm(" in exported.mlir_module()
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1)).call
     out, dx = loaded(x, q, SIZES), jax.grad(lambda x: jnp.sin(loaded(x, q, SIZES)).sum())(x)
     oracle.assert_close(out, oracle.grouped_qmm(x, q, SIZES))

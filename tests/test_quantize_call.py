@@ -24,15 +24,6 @@ from jax_groupgemm import _call
 TARGETS = ("jgg_quantize", "jgg_dequantize")
 
 
-@pytest.fixture(autouse=True)
-def offered(monkeypatch):
-    for target in TARGETS:
-        monkeypatch.setitem(_call.TARGETS, target, ("cuda",))
-    jax.clear_caches()  # traced without the calls
-    yield
-    jax.clear_caches()
-
-
 def lowered(function, *operands, platform="cuda") -> str:
     return jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
 
@@ -147,8 +138,9 @@ def test_sharded(rng):
 def test_export(rng):
     w = oracle.random(rng, (4, 64))
     f = jax.jit(lambda w: jgg.dequantize(jgg.quantize(w)))
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
-    exported = jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=checks)(w)
+    exported = jax.export.export(
+        f, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+    )(w)
     assert all(name in exported.mlir_module() for name in TARGETS)
     loaded = jax.export.deserialize(exported.serialize())
     np.testing.assert_array_equal(loaded.call(w), f(w))
@@ -184,10 +176,16 @@ def test_elsewhere_as_defined(rng, monkeypatch):
         return q, batched, jgg.dequantize(q), jgg.dequantize(batched), grads
 
     got = results()
-    for target in TARGETS:
-        monkeypatch.delitem(_call.TARGETS, target)
+    round_trip = lambda w: jgg.dequantize(jgg.quantize(w))
+    with monkeypatch.context() as patch:
+        for target in TARGETS:
+            patch.delitem(_call.TARGETS, target)
+        jax.clear_caches()  # lowered with the calls
+        assert not calls(lowered(round_trip, w))
+        want = results()
     jax.clear_caches()
-    leaves_equal(got, results())
+    assert len(calls(lowered(round_trip, w))) == 2
+    leaves_equal(got, want)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------
@@ -329,8 +327,6 @@ import sys
 import jax, jax.numpy as jnp
 sys.path.insert(0, sys.argv[1])
 import test_quantize_call
-from jax_groupgemm import _call
-_call.TARGETS |= dict.fromkeys(test_quantize_call.TARGETS, ("cuda",))
 w = jnp.ones((33, 96), jnp.bfloat16)
 jax.block_until_ready(jax.jit(test_quantize_call.chain)(w, jnp.float32(0.01)))
 """
