@@ -12,12 +12,12 @@ import pytest
 
 from jax_groupgemm import _call
 
-pytest.register_assert_rewrite("checkpoint_writers", "host_program", "nvfp4_quantize_cases")
+pytest.register_assert_rewrite("checkpoint_writers", "fuzz", "host_program", "nvfp4_quantize_cases")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", type=int, default=200, help="random cases of tests/test_fuzz.py")
+    parser.addoption("--fuzz", type=int, help="random cases of each of tests/test_fuzz*.py")
 
 
 def has_gpu() -> bool:

@@ -29,16 +29,20 @@ def bounds(sizes, rows) -> list[tuple[int, int]]:
     return out
 
 
+def local_bounds(sizes, rows, groups, offset=None) -> list[tuple[int, int]]:
+    """Row ranges of the groups ``[offset, offset + groups)``, empty ones of those not in sizes."""
+    ranges = bounds(sizes, rows)
+    first = 0 if offset is None else int(np.asarray(offset).reshape(()))
+    here = range(first, first + groups)
+    return [ranges[i] if 0 <= i < len(ranges) else (0, 0) for i in here]
+
+
 def grouped_mm(x, w, sizes, *, offset=None, transpose_w=False) -> np.ndarray:
     x, w = f64(x), f64(w)
     w = w.swapaxes(1, 2) if transpose_w else w
     out = np.zeros((x.shape[0], w.shape[2]))
-    ranges = bounds(sizes, x.shape[0])
-    for g in range(w.shape[0]):
-        index = g + (0 if offset is None else int(np.asarray(offset).reshape(())))
-        if 0 <= index < len(ranges):
-            start, end = ranges[index]
-            out[start:end] = x[start:end] @ w[g]
+    for g, (start, end) in enumerate(local_bounds(sizes, len(x), len(w), offset)):
+        out[start:end] = x[start:end] @ w[g]
     return out
 
 
@@ -114,12 +118,15 @@ def dequantize(q: jgg.Quantized, dtype="float32") -> np.ndarray:
         return f64(values.astype(jax.numpy.dtype(dtype)))
 
 
+def scaled(q: jgg.Quantized, dtype) -> np.ndarray:
+    """What products multiply with: the values, rounded once to ``dtype``, times a global scale."""
+    w = dequantize(q, dtype)
+    scale = f64(1 if q.global_scale is None else q.global_scale)
+    return w * scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))
+
+
 def grouped_qmm(x, q, sizes, *, offset=None, transpose_w=True) -> np.ndarray:
-    w = dequantize(q, x.dtype)
-    if q.global_scale is not None:
-        scale = f64(q.global_scale)
-        w = w * scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))
-    return grouped_mm(x, w, sizes, offset=offset, transpose_w=transpose_w)
+    return grouped_mm(x, scaled(q, x.dtype), sizes, offset=offset, transpose_w=transpose_w)
 
 
 def random_quantized(rng, shape, mode, bits=None, group_size=None, dtype="float32", scale=None):

@@ -172,9 +172,7 @@ def test_weights_in_parts(rng, monkeypatch, transpose_w):
 
 
 def gather_oracle(x, q, lhs=None, rhs=None, transpose_w=True):
-    w = oracle.dequantize(q, x.dtype)
-    scale = 1.0 if q.global_scale is None else oracle.f64(q.global_scale)
-    w = w * np.reshape(scale, np.shape(scale) + (1,) * (w.ndim - np.ndim(scale)))
+    w = oracle.scaled(q, x.dtype)
     return oracle.gather_mm(x, w.swapaxes(-1, -2) if transpose_w else w, lhs, rhs)
 
 
@@ -231,7 +229,7 @@ def test_quantized_matmul(rng, implementation, transpose_w):
         oracle.assert_close(out, oracle.f64(x) @ w)
     scale = jnp.array([[1], [2]], jnp.float32)
     q = oracle.random_quantized(rng, (2, 1, 64, 64), "nvfp4", scale=scale)
-    w = oracle.dequantize(q) * oracle.f64(scale)[..., None, None]
+    w = oracle.scaled(q, "float32")
     w = w.swapaxes(-1, -2) if transpose_w else w
     for shape in ((64,), (3, 5, 64)):
         x = oracle.random(rng, shape)
