@@ -22,17 +22,19 @@ cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) {
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(spec.inner),
                                static_cast<cuuint64_t>(spec.lines),
                                static_cast<cuuint64_t>(spec.groups)};
-  const cuuint64_t bytes[2] = {static_cast<cuuint64_t>(spec.line) * 2,
-                               static_cast<cuuint64_t>(spec.group) * 2};
+  const int width = spec.Width();
+  const cuuint64_t bytes[2] = {static_cast<cuuint64_t>(spec.line) * width,
+                               static_cast<cuuint64_t>(spec.group) * width};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(spec.box_inner),
                              static_cast<cuuint32_t>(spec.box_lines), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult result = encode(
       map,
-      spec.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      spec.dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+      : spec.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                   : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       3, const_cast<void*>(spec.data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      spec.box_inner == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      spec.box_inner * width == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -10,16 +10,17 @@
 
 namespace jgg {
 
-// Matrices of 2-byte elements, contiguous along one axis: `inner` elements to a line, `lines` lines
-// `line` elements apart, `groups` matrices `group` elements apart; copied in boxes of box_inner (64
-// or 32: 128 or 64 bytes) x box_lines, in shared memory swizzled by line. Zeros are copied from
-// outside.
+// Matrices contiguous along one axis: `inner` elements to a line, `lines` lines `line` elements
+// apart, `groups` matrices `group` elements apart; copied in boxes of box_inner (128 or 64 bytes) x
+// box_lines, in shared memory swizzled by line. Zeros are copied from outside.
 struct TensorMapSpec {
   const void* data;
   DType dtype;
   int64_t inner, lines, groups;
   int64_t line, group;
   int box_lines = 0, box_inner = 64;
+
+  int Width() const { return dtype == DType::kF32 ? 4 : 2; }  // bytes of an element
 };
 
 // cudaErrorNotSupported where TMA cannot describe the operand: see TensorMapProblem.
@@ -28,7 +29,8 @@ cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map);
 // Why TMA cannot describe the operand, or null.
 inline const char* TensorMapProblem(const TensorMapSpec& spec) {
   if (reinterpret_cast<uintptr_t>(spec.data) % 16 != 0) return "an operand is not 16-byte aligned";
-  if (spec.line % 8 != 0 || spec.group % 8 != 0) {
+  const int width = spec.Width();
+  if (spec.line * width % 16 != 0 || spec.group * width % 16 != 0) {
     return "an operand's lines are not a multiple of 16 bytes long";
   }
   constexpr int64_t kMost = int64_t{1} << 31;
@@ -36,7 +38,7 @@ inline const char* TensorMapProblem(const TensorMapSpec& spec) {
   if (spec.inner >= kMost || spec.lines >= kMost || spec.groups >= kMost) {
     return "an operand has more than 2^31 - 1 rows, columns or matrices";
   }
-  if (spec.line * 2 >= int64_t{1} << 40 || spec.group * 2 >= int64_t{1} << 40) {
+  if (spec.line * width >= int64_t{1} << 40 || spec.group * width >= int64_t{1} << 40) {
     return "an operand's matrices are 2^40 bytes or more";
   }
   return nullptr;

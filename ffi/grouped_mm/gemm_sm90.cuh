@@ -14,7 +14,9 @@ namespace jgg {
 // The tensor map of the result, where it can have one.
 template <typename Config>
 cudaError_t EncodeOutSm90(GemmSm90& gemm) {
+  using Epilogue = typename Config::Epilogue;
   const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+  const bool wide = gemm.out_dtype == DType::kF32;
   const TensorMapSpec out{gemm.out,
                           gemm.out_dtype,
                           columns,
@@ -22,8 +24,9 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
                           gemm.wgrad ? gemm.groups : 1,
                           gemm.out_line,
                           gemm.wgrad ? gemm.out_group : gemm.out_line,
-                          Config::kChunkL};
-  gemm.stores_boxes = gemm.out_dtype != DType::kF32 && TensorMapProblem(out) == nullptr;
+                          Epilogue::kChunk,
+                          wide ? 32 : 64};
+  gemm.stores_boxes = (!wide || Epilogue::kWide) && TensorMapProblem(out) == nullptr;
   return gemm.stores_boxes ? EncodeTensorMap(out, &gemm.out_map) : cudaSuccess;
 }
 
@@ -151,6 +154,12 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     }
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
+    // float32 results take the room of a stage.
+    if (gemm.out_dtype == DType::kF32) {
+      return LaunchConfigSm90<
+          device::GemmSm90Config<Element, kLKMajor, kR, 256, 1, 3, 2, 1, false, true>>(stream, gemm,
+                                                                                       operands);
+    }
     return launch(Constant<256>{}, One{}, Constant<4>{}, Two{});
   });
 }

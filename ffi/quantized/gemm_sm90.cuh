@@ -21,26 +21,28 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 
-// Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way.
+// Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
+// segment that has more than a tile decodes its weights again, so tiles are larger than the
+// average.
 template <typename Weights>
 cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands) {
   using device::QuantizedGemmSm90Config;
   const int64_t rows = TypicalRowsSm90(quantized.gemm);
   if (IsGated(quantized.gemm.epilogue.activation)) {
-    if (rows <= 32) {
+    if (rows <= 24) {
       return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 2, 7, 1>>(
           stream, quantized, operands);
     }
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 96, 2, 4, 1>>(
         stream, quantized, operands);
   }
-  if (rows <= 32) {
+  if (rows <= 24) {
     return LaunchQuantizedConfigSm90<
         QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm>>(stream, quantized,
                                                                               operands);
   }
-  if (rows <= 64) {
+  if (rows <= 52) {
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(
         stream, quantized, operands);
   }

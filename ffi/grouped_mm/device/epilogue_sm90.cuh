@@ -4,7 +4,7 @@
 // A thread's sums are of 2 columns (8 apart) and 2 neighbouring rows of every 8. They go through
 // shared memory, kChunk rows at a time. Whole chunks leave by TMA; others in pieces of 16 bytes
 // along a row, of which those outside the tile are left out: so tails are exact. Scattered rows,
-// whose places in the result are a list, leave that way too.
+// whose places in the result are a list, leave that way too, and float32 unless kWide.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,13 @@
 
 namespace jgg::device {
 
-template <int kChunk_, bool kScattered = false>
+// Shared memory for two chunks of two-byte results, or one of float32; kWide: two of float32.
+template <int kChunk_, bool kScattered = false, bool kWide_ = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
-  static constexpr int kBytes = kChunk * 64 * 4;  // of shared memory
+  static constexpr bool kWide = kWide_;
+  static constexpr int kBytes = kChunk * 128 * (kWide ? 4 : 2);
 
   __device__ EpilogueSm90(const GemmSm90& gemm, void* staged, int barrier)
       : gemm_(gemm), staged_(static_cast<char*>(staged)), barrier_(barrier) {}
@@ -45,30 +47,28 @@ class EpilogueSm90 {
       const int blocks = min(kChunk, 2 * kSums - chunk * kChunk) / 8;
       const int rows = min(kChunk, work.rows - chunk * kChunk);
       const int64_t out = Begin(work, chunk * kChunk) + column;
-      // Halves take turns with two buffers.
-      turn_ ^= 1;
+      const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
+      // Chunks take turns with two buffers, or have one.
+      turn_ = wide && !kWide ? 0 : turn_ ^ 1;
+      char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
       if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
       if (wide) {
-        StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged_, blocks);
-        SyncSome(barrier_, 128);
-        WriteFloats(out, chunk * kChunk, rows, work.columns - column);
-        continue;
-      }
-      if (gemm_.out_dtype == DType::kBF16) {
-        StageHalves<cutlass::bfloat16_t>(sums + chunk * (kChunk / 2), blocks);
+        StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged, blocks);
       } else {
-        StageHalves<cutlass::half_t>(sums + chunk * (kChunk / 2), blocks);
+        StageHalves(sums + chunk * (kChunk / 2), staged, blocks);
       }
       if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
-      if (!kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk)) {
+      if (boxes) {
         if (Thread() == 0) {
-          StoreBox(&gemm_.out_map, Halves(), work.out_column + column,
-                   work.out_row + chunk * kChunk, gemm_.wgrad ? work.weight : 0);
+          StoreRows(work, column, chunk * kChunk, staged);
+          if (wide) StoreRows(work, column + 32, chunk * kChunk, staged + kChunk * 128);
         }
+      } else if (wide) {
+        WriteFloats(staged, out, chunk * kChunk, rows, work.columns - column);
       } else {
-        WriteHalves(out, chunk * kChunk, rows, work.columns - column);
+        WriteHalves(staged, out, chunk * kChunk, rows, work.columns - column);
       }
       if (Thread() == 0) CommitStores();  // one group a chunk, so that waiting can count them
     }
@@ -99,6 +99,12 @@ class EpilogueSm90 {
   // This thread's first column of the 64.
   __device__ static int Column() { return Thread() / 32 * 16 + Lane() / 4; }
 
+  // By TMA, from row `first` of a tile on. One thread.
+  __device__ void StoreRows(const Work& work, int column, int first, const char* staged) const {
+    StoreBox(&gemm_.out_map, staged, work.out_column + column, work.out_row + first,
+             gemm_.wgrad ? work.weight : 0);
+  }
+
   // The element of the result from which Line counts, for rows of a tile from `first` on.
   __device__ int64_t Begin(const Work& work, int first) const {
     return kScattered ? work.out_column : work.out + first * gemm_.out_line;
@@ -113,16 +119,22 @@ class EpilogueSm90 {
   __device__ bool Nowhere(int row) const { return kScattered && y_rows_[row] < 0; }
   __device__ bool Missing(int row) const { return kScattered && x_rows_[row] < 0; }
 
-  __device__ char* Halves() const { return staged_ + turn_ * kChunk * 128; }
+  __device__ void StageHalves(const float* sums, char* staged, int blocks) const {
+    if (gemm_.out_dtype == DType::kBF16) {
+      StageHalvesOf<cutlass::bfloat16_t>(sums, staged, blocks);
+    } else {
+      StageHalvesOf<cutlass::half_t>(sums, staged, blocks);
+    }
+  }
 
   // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
   template <typename T>
-  __device__ void StageHalves(const float* sums, int blocks) const {
+  __device__ static void StageHalvesOf(const float* sums, char* staged, int blocks) {
     // Lane l names a row of matrix l / 8 of the warp's 16 x 16, whose matrices begin at
     // (column, row) = (0, 0) (8, 0) (0, 8) (8, 8).
     const int row = Lane() % 8 + Lane() / 16 * 8;
     const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
-    char* to = Halves() + row * 128 + piece * 16;
+    char* to = staged + row * 128 + piece * 16;
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       if (2 * i >= blocks) break;
@@ -133,7 +145,8 @@ class EpilogueSm90 {
     }
   }
 
-  __device__ void WriteHalves(int64_t out, int begin, int rows, int columns) const {
+  __device__ void WriteHalves(const char* staged, int64_t out, int begin, int rows,
+                              int columns) const {
     const int piece = Thread() % 8, first = Thread() / 8;
     const int column = piece * 8;
     if (column >= columns) return;
@@ -142,8 +155,7 @@ class EpilogueSm90 {
     for (int i = 0; i < kChunk / 16; ++i) {
       const int row = first + 16 * i;
       if (row >= rows || Nowhere(begin + row)) continue;
-      uint4 values =
-          *reinterpret_cast<const uint4*>(Halves() + row * 128 + (piece ^ (row % 8)) * 16);
+      uint4 values = *reinterpret_cast<const uint4*>(staged + row * 128 + (piece ^ (row % 8)) * 16);
       if constexpr (kScattered) {
         if (Missing(begin + row)) values = make_uint4(0, 0, 0, 0);
       }
@@ -161,9 +173,10 @@ class EpilogueSm90 {
     }
   }
 
-  // kChunk rows of 64 floats; eights of columns are swizzled by the row's pair.
+  // kRows rows of 32 floats, and of the next 32; pieces of 16 bytes are swizzled by the row.
+  template <int kRows>
   __device__ static int FloatOffset(int row, int column) {
-    return row * 64 + (column ^ (row / 2 % 4 * 8));
+    return (column / 32 * kRows + row) * 32 + (column % 32 ^ (row % 8 * 4));
   }
 
   template <int kRows>
@@ -174,38 +187,41 @@ class EpilogueSm90 {
       if (block >= blocks) break;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        to[FloatOffset(8 * block + Lane() % 4 * 2 + i % 2, Column() + i / 2 * 8)] =
+        to[FloatOffset<kRows>(8 * block + Lane() % 4 * 2 + i % 2, Column() + i / 2 * 8)] =
             sums[4 * block + i];
       }
     }
   }
 
+  template <int kRows>
   __device__ static void ReadFour(const char* staged, int row, int column, float (&values)[4]) {
     const float4 four = *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(staged) +
-                                                         FloatOffset(row, column));
+                                                         FloatOffset<kRows>(row, column));
     values[0] = four.x;
     values[1] = four.y;
     values[2] = four.z;
     values[3] = four.w;
   }
 
+  template <int kRows>
   __device__ void ReadProducts(const char* staged, int begin, int row, int column,
                                float (&values)[4]) const {
-    ReadFour(staged, row, column, values);
+    ReadFour<kRows>(staged, row, column, values);
     if (Missing(begin + row)) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) values[j] = 0.0f;
     }
   }
 
-  __device__ void WriteFloats(int64_t out, int begin, int rows, int columns) const {
+  __device__ void WriteFloats(const char* staged, int64_t out, int begin, int rows,
+                              int columns) const {
     const int column = Thread() % 16 * 4;
     if (column >= columns) return;
 #pragma unroll 4
     for (int row = Thread() / 16; row < rows; row += 8) {
       if (Nowhere(begin + row)) continue;
       float values[4];
-      ReadProducts(staged_, begin, row, column, values);
+      ReadProducts<kChunk>(staged, begin, row, column, values);
       WriteFour(out + Line(begin, row) + column, columns - column, values);
     }
   }
@@ -251,13 +267,13 @@ class EpilogueSm90 {
     for (int row = Thread() / 16; row < kRows && first_row + row < work.rows; row += 8) {
       if (Nowhere(first_row + row)) continue;
       float values[4], up[4];
-      ReadProducts(staged_, first_row, row, four, values);
+      ReadProducts<kRows>(staged_, first_row, row, four, values);
       if (real) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) values[j] += bias[j];
         Activate<4>(epilogue.activation, values);
         if (kGated) {
-          ReadProducts(staged_ + kRows * 64 * 4, first_row, row, four, up);
+          ReadProducts<kRows>(staged_ + kRows * 64 * 4, first_row, row, four, up);
 #pragma unroll
           for (int j = 0; j < 4; ++j) values[j] *= up[j] + up_bias[j];
         }

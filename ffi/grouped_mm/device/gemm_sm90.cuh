@@ -32,9 +32,9 @@ struct TileRows<0> {};
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
 // the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
 // columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each. Rows by
-// list (kGathered): gathered_gemm_sm90.cuh.
+// list (kGathered): gathered_gemm_sm90.cuh. kWide: for float32 results.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false>
+          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
@@ -58,7 +58,7 @@ struct GemmSm90Config {
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered>;
+  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];

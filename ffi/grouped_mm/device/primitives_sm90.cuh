@@ -19,15 +19,17 @@ __device__ inline void Init(uint64_t* barrier, int arrivals) {
                "r"(arrivals));
 }
 
+// A phase is waited for in the hardware, up to so many nanoseconds at a time, not by instructions
+// that warps with work would have to wait behind.
 __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@!done bra again%=;\n"
       "}" ::"r"(SharedAddress(barrier)),
-      "r"(parity)
+      "r"(parity), "r"(10000000)
       : "memory");
 }
 

@@ -39,7 +39,12 @@ JGG_WARPGROUP_PRODUCT(120)
 JGG_WARPGROUP_PRODUCT(128)
 JGG_WARPGROUP_PRODUCT(136)
 JGG_WARPGROUP_PRODUCT(144)
+JGG_WARPGROUP_PRODUCT(160)
+JGG_WARPGROUP_PRODUCT(176)
 JGG_WARPGROUP_PRODUCT(192)
+JGG_WARPGROUP_PRODUCT(208)
+JGG_WARPGROUP_PRODUCT(224)
+JGG_WARPGROUP_PRODUCT(240)
 JGG_WARPGROUP_PRODUCT(256)
 #undef JGG_WARPGROUP_PRODUCT
 
@@ -88,7 +93,19 @@ struct Products {
         }
       }
     }
-    if constexpr (kRows == 256) {
+    if constexpr (kRows == 256 && kPartial) {
+      switch ((work.rows + 15) / 16) {
+        case 9: return loop(Constant<144>{}, One{});
+        case 10: return loop(Constant<160>{}, One{});
+        case 11: return loop(Constant<176>{}, One{});
+        case 12: return loop(Constant<192>{}, One{});
+        case 13: return loop(Constant<208>{}, One{});
+        case 14: return loop(Constant<224>{}, One{});
+        case 15: return loop(Constant<240>{}, One{});
+        case 16: return loop(Constant<256>{}, One{});
+        default: break;
+      }
+    } else if constexpr (kRows == 256) {
       if (work.rows > 192) return loop(Constant<256>{}, One{});
       if (work.rows > 128) return loop(Constant<192>{}, One{});
     }
@@ -148,7 +165,14 @@ struct Products {
                               std::make_index_sequence<kN / 2>{});
       }
     };
-    int before = -1;
+    // A slice is waited for before the next one begins, and its stage is released at once: the
+    // other warpgroup's products fill the gap, and what is copied next does not wait for what comes
+    // last.
+    auto end = [&] {
+      WarpgroupWait<0>();
+      Release<Config>(memory, at.index);
+      at.Next();
+    };
 #pragma unroll 1
     for (int slice = 0; slice < whole; ++slice) {
       begin(slice);
@@ -156,12 +180,7 @@ struct Products {
 #pragma unroll
       for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, slice > 0 || step > 0);
       WarpgroupCommit();
-      if (slice > 0) {
-        WarpgroupWait<1>();
-        Release<Config>(memory, before);
-      }
-      before = at.index;
-      at.Next();
+      end();
     }
     if (tail) {
       begin(whole);
@@ -171,15 +190,8 @@ struct Products {
         multiply(step, whole > 0 || step > 0);
         WarpgroupCommit();
       }
-      if (whole > 0) {
-        WarpgroupWait<0>();
-        Release<Config>(memory, before);
-      }
-      before = at.index;
-      at.Next();
+      end();
     }
-    WarpgroupWait<0>();
-    Release<Config>(memory, before);
   }
 };
 

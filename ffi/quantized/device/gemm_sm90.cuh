@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "cute/arch/mma_sm90_gmma.hpp"
@@ -11,6 +12,7 @@
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
 namespace jgg::device {
@@ -142,9 +144,7 @@ struct QuantizedProducts {
     if constexpr (kRows > 64) {
       if (work.rows > 64) return loop(Constant<96>{});
     }
-    if constexpr (kRows > 32) {
-      if (work.rows > 32) return loop(Constant<64>{});
-    }
+    if (work.rows > 32) return loop(Constant<64>{});
     if constexpr (kRows <= 64) {
       if (work.rows <= 8) return loop(Constant<8>{});
       if (work.rows <= 16) return loop(Constant<16>{});
@@ -154,7 +154,7 @@ struct QuantizedProducts {
 
  private:
   // Values of k, in 16s, that are decoded at a time: fewer where sums take most registers.
-  static constexpr int kSteps = kBlocks * kRows > 128 || Config::kBlocksPerSm > 1 ? 2 : 4;
+  static constexpr int kSteps = kBlocks * kRows > 128 ? 2 : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
 
   // Units of a stage, in order: slice, block of columns, part of the slice.
@@ -176,14 +176,21 @@ struct QuantizedProducts {
     for (int slice = 0; slice < slices; slice += Config::kSlices) {
       Wait(&memory.full[here.index], here.parity);
       const uint64_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      typename Reader::Words words[Config::kSlices][kBlocks];
+#pragma unroll
+      for (int i = 0; i < Config::kSlices * kBlocks; ++i) {
+        const int s = i / kBlocks, b = i % kBlocks;
+        words[s][b] = Reader::Load(memory.codes[here.index][b][group],
+                                   memory.scales[here.index][b][group], s);
+      }
 #pragma unroll
       for (int unit = 0; unit < Config::kSlices * kBlocks * kUnits; ++unit) {
         const int s = unit / (kBlocks * kUnits), b = unit / kUnits % kBlocks;
         const int first = unit % kUnits * kSteps;
         (b == 0 ? first_block : second_block)
             .template Read<kSteps, (kBlocks * kRows <= 64)>(
-                memory.codes[here.index][b][group], memory.scales[here.index][b][group],
-                slice * kSliceSm90, s, first, a[unit % 2]);
+                words[s][b], memory.codes[here.index][b][group],
+                memory.scales[here.index][b][group], slice * kSliceSm90, s, first, a[unit % 2]);
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -211,7 +218,8 @@ struct QuantizedProducts {
 template <typename Config>
 __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
                                            typename Config::SharedMemory& memory, int group) {
-  using P = QuantizedProducts<Config>;
+  using P =
+      std::conditional_t<Config::kRows == 32, FewRowsProducts<Config>, QuantizedProducts<Config>>;
   const GemmSm90& gemm = quantized.gemm;
   const bool gated = IsGated(gemm.epilogue.activation);
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);

@@ -193,10 +193,14 @@ struct LinearWeights {
       }
     }
 
-    // As of PackedWeights.
+    // As of PackedWeights; nothing is loaded before it is decoded.
+    struct Words {};
+
+    __device__ static Words Load(const char*, const char*, int) { return {}; }
+
     template <int kSteps, bool kFewRows>
-    __device__ void Read(const char* codes, const char* scales, int k, int half, int first,
-                         uint32_t* a) const {
+    __device__ void Read(const Words&, const char* codes, const char* scales, int k, int half,
+                         int first, uint32_t* a) const {
       typename Codes::Scale scale[2];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {

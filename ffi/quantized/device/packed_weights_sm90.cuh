@@ -47,10 +47,11 @@ struct PackedCodes<Mode::kNvfp4, 1> {
   }
 
  private:
-  // 2^107 times the scale, twice.
+  // 2^107 times the scale, twice: made for two steps at a time.
   template <bool kFewRows>
   __device__ static uint32_t Scale(uint32_t bytes, int step) {
-    return __byte_perm(bytes, 0, 0x4040 | step | step << 8) * PowerOfTwo<kFewRows>(4) + 0x70007000;
+    const uint32_t two = __byte_perm(bytes, 0, step < 2 ? 0x4140 : 0x4342);
+    return Twice(two * PowerOfTwo<kFewRows>(4) + 0x70007000, step % 2);
   }
 };
 
@@ -118,25 +119,32 @@ struct PackedWeights {
    public:
     __device__ Reader(const QuantizedGemmSm90&, const Table&, int /*weight*/, int /*column*/) {}
 
-    // kSteps x 16 k from step `first` of one half of the stage at k.
-    template <int kSteps, bool kFewRows>
-    __device__ void Read(const char* codes, const char* scales, int /*k*/, int half, int first,
-                         uint32_t* a) const {
+    // Of 64 k, one half of the stage, all that the thread decodes.
+    struct Words {
+      uint32_t codes[4], scales[2][kScaleWords];
+    };
+
+    __device__ static Words Load(const char* codes, const char* scales, int half) {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
-      const uint32_t* words =
-          reinterpret_cast<const uint32_t*>(codes + half * kTileCodes) + 4 * thread + first;
+      const uint4 four = reinterpret_cast<const uint4*>(codes + half * kTileCodes)[thread];
       const uint32_t* scale_words =
           reinterpret_cast<const uint32_t*>(scales + half * kTileScales) + pair * 2 * kScaleWords;
-      uint32_t step[kSteps], scale[2][kScaleWords];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) step[i] = words[i];
+      Words words{{four.x, four.y, four.z, four.w}, {}};
 #pragma unroll
       for (int i = 0; i < 2 * kScaleWords; ++i) {
-        scale[i / kScaleWords][i % kScaleWords] = scale_words[i];
+        words.scales[i / kScaleWords][i % kScaleWords] = scale_words[i];
       }
+      return words;
+    }
+
+    // kSteps x 16 k from step `first` of one half of the stage at k.
+    template <int kSteps, bool kFewRows>
+    __device__ void Read(const Words& words, const char* /*codes*/, const char* /*scales*/,
+                         int /*k*/, int /*half*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Codes::template Decode<kFewRows>(step[i], first + i, scale[0], scale[1], a + 4 * i);
+        Codes::template Decode<kFewRows>(words.codes[first + i], first + i, words.scales[0],
+                                         words.scales[1], a + 4 * i);
       }
     }
   };

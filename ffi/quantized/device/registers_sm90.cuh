@@ -18,9 +18,15 @@ __device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
   return out;
 }
 
-// The lower or upper half of a word, twice.
+// The lower or upper half of a word, twice: for products an operand's modifier, no instruction.
 __device__ inline uint32_t Twice(uint32_t word, int half) {
-  return __byte_perm(word, 0, half == 0 ? 0x1010 : 0x3232);
+  uint32_t out;
+  if (half == 0) {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {a, a}; }" : "=r"(out) : "r"(word));
+  } else {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {b, b}; }" : "=r"(out) : "r"(word));
+  }
+  return out;
 }
 
 // 2^exponent. kHidden: the compiler does not know, so that products by it are not done by the pipe

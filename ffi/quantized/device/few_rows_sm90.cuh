@@ -1,0 +1,105 @@
+// The sums of a tile of at most 32 rows: each warp multiplies its 16 columns by mma.sync. WGMMA
+// would make the four warps of a warpgroup wait for each other every few instructions, and
+// decoding, which is what takes the time here, leaves registers for nothing that is under way.
+#pragma once
+
+#include <cstdint>
+
+#include "grouped_mm/device/products_sm90.cuh"
+#include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/gemm_sm90.h"
+
+namespace jgg::device {
+
+// Four 8 x 8 matrices of bfloat16: lane l names a row of matrix l / 8.
+__device__ inline void LoadMatrices(uint32_t address, uint32_t (&to)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// m16n8k16.
+__device__ inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1, float* sums) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <typename Config>
+struct FewRowsProducts {
+  using Memory = typename Config::SharedMemory;
+  using Reader = typename Config::Weights::Reader;
+  static constexpr int kBlocks = Config::kBlocks, kBlockSums = Config::kRows / 2;
+  static_assert(Config::kRows == 32);
+  using Sums = float[kBlocks][kBlockSums];
+
+  // As of QuantizedProducts.
+  template <typename Stage>
+  __device__ static void Tile(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
+                              int group, Stage& at, Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < kBlocks * kBlockSums; ++i) sums[i / kBlockSums][i % kBlockSums] = 0.0f;
+    if (work.rows <= 8) {
+      Loop<1>(quantized, memory, work, group, at, sums);
+    } else if (work.rows <= 16) {
+      Loop<2>(quantized, memory, work, group, at, sums);
+    } else {
+      Loop<4>(quantized, memory, work, group, at, sums);
+    }
+  }
+
+ private:
+  // kEights of rows.
+  template <int kEights, typename Stage>
+  __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
+                              int group, Stage& at, Sums& sums) {
+    const int column = work.out_column + 64 * group;
+    const Reader first_block(quantized, memory.table, work.weight, column);
+    const Reader second_block(quantized, memory.table, work.weight, column + quantized.gemm.n / 2);
+    // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
+    const int lane = threadIdx.x % 32;
+    const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
+      Wait(&memory.full[at.index], at.parity);
+      const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
+      typename Reader::Words words[kBlocks];
+#pragma unroll
+      for (int half = 0; half < 2 * Config::kSlices; ++half) {  // 32 k
+        const int s = half / 2;
+        uint32_t x[kEights][4];
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+          const uint32_t x_slice = x_stage + s * sizeof(memory.l[0][0]) + i * 1024;
+          LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
+        }
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          const char* codes = memory.codes[at.index][b][group];
+          const char* scales = memory.scales[at.index][b][group];
+          if (half % 2 == 0) words[b] = Reader::Load(codes, scales, s);
+          uint32_t a[8];
+          (b == 0 ? first_block : second_block)
+              .template Read<2, true>(words[b], codes, scales, slice * kSliceSm90, s, half % 2 * 2,
+                                      a);
+          if (half == 2 * Config::kSlices - 1 && b == kBlocks - 1) {
+            __syncwarp();  // all lanes have read the stage
+            Release<Config>(memory, at.index);
+          }
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+#pragma unroll
+            for (int i = 0; i < kEights; ++i) {
+              MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1], sums[b] + 4 * i);
+            }
+          }
+        }
+      }
+      at.Next();
+    }
+  }
+};
+
+}  // namespace jgg::device
