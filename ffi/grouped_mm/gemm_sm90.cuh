@@ -106,8 +106,9 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 }
 
 // The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
-// 288, shared out evenly, where there are many, so that no small rest is left over; 128 between,
-// and where larger tiles are too few. Chosen from static shapes only.
+// 288, shared out evenly, where there are many, so that no small rest is left over (256 for float32
+// results, which leave by TMA there); 128 between, and where larger tiles are too few. Chosen from
+// static shapes only.
 inline int RuleTileSm90(const GemmSm90& gemm) {
   const int64_t rows = TypicalRowsSm90(gemm);
   if (IsGated(gemm.epilogue.activation)) return rows <= 32 ? 32 : 128;
@@ -119,7 +120,8 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
                  : INT64_MAX;
   if (tiles < 132) return 64;
   if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
-  return gemm.l_k_major && !gemm.wgrad && rows > 192 ? 288 : 256;
+  const bool shared_out = gemm.l_k_major && !gemm.wgrad && gemm.out_dtype != DType::kF32;
+  return shared_out && rows > 192 ? 288 : 256;
 }
 
 // Whether there is a kernel with tiles of so many rows.

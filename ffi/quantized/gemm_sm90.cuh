@@ -29,7 +29,12 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
                                      const OperandsSm90& operands) {
   using device::QuantizedGemmSm90Config;
   const int64_t rows = TypicalRowsSm90(quantized.gemm);
+  // Up to 8 rows warps multiply by themselves.
   if (IsGated(quantized.gemm.epilogue.activation)) {
+    if (rows <= 8) {
+      return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 2, 7, 1, 1, true>>(
+          stream, quantized, operands);
+    }
     if (rows <= 24) {
       return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 2, 7, 1>>(
           stream, quantized, operands);
@@ -37,10 +42,17 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 96, 2, 4, 1>>(
         stream, quantized, operands);
   }
-  if (rows <= 24) {
+  if (rows <= 8 || (rows <= 24 && Weights::kAlwaysWarps)) {
     return LaunchQuantizedConfigSm90<
-        QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm>>(stream, quantized,
-                                                                              operands);
+        QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm, true>>(
+        stream, quantized, operands);
+  }
+  if constexpr (!Weights::kAlwaysWarps) {
+    if (rows <= 24) {
+      return LaunchQuantizedConfigSm90<
+          QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm>>(stream, quantized,
+                                                                                operands);
+    }
   }
   if (rows <= 52) {
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(

@@ -19,13 +19,15 @@ namespace jgg::device {
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. Gated: block 0 has 128 gates, block 1 the
 // values that they let through. Weights: packed_weights_sm90.cuh or linear_weights_sm90.cuh.
+// kWarps: few_rows_sm90.cuh.
 template <typename Weights_, int kRows_, int kBlocks_, int kMostStages_, int kCluster_,
-          int kBlocksPerSm_ = 1>
+          int kBlocksPerSm_ = 1, bool kWarps_ = false>
 struct QuantizedGemmSm90Config {
   using Element = cutlass::bfloat16_t;
   using Weights = Weights_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kWarps = kWarps_;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
@@ -144,7 +146,9 @@ struct QuantizedProducts {
     if constexpr (kRows > 64) {
       if (work.rows > 64) return loop(Constant<96>{});
     }
-    if (work.rows > 32) return loop(Constant<64>{});
+    if constexpr (kRows > 32) {
+      if (work.rows > 32) return loop(Constant<64>{});
+    }
     if constexpr (kRows <= 64) {
       if (work.rows <= 8) return loop(Constant<8>{});
       if (work.rows <= 16) return loop(Constant<16>{});
@@ -154,7 +158,7 @@ struct QuantizedProducts {
 
  private:
   // Values of k, in 16s, that are decoded at a time: fewer where sums take most registers.
-  static constexpr int kSteps = kBlocks * kRows > 128 ? 2 : 4;
+  static constexpr int kSteps = kBlocks * kRows > 128 || Config::kBlocksPerSm > 1 ? 2 : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
 
   // Units of a stage, in order: slice, block of columns, part of the slice.
