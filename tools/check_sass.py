@@ -12,11 +12,16 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-# By architecture: kernels with this in their names, and what all of them hold.
+# By architecture: part of its kernels' names; then, of those whose names hold a pattern, the first
+# that fits, what all of them hold.
 EXPECTED = {
-    "sm_90a": ("Sm90", ("HGMMA",)),
+    "sm_90a": (
+        "Sm90",
+        # Whose warps multiply by themselves: see kWarps.
+        {"QuantizedGemmSm90Config.*Lb1EEEEEv": ("HMMA",), "": ("HGMMA",)},
+    ),
     # Block-scaled products of 4-bit floats, and scales on their way to tensor memory.
-    "sm_100a": ("Sm100", ("UTCOMMA", "UTCCP")),
+    "sm_100a": ("Sm100", {"": ("UTCOMMA", "UTCCP")}),
 }
 
 
@@ -61,18 +66,25 @@ def main(path: str) -> None:
             with zipfile.ZipFile(module) as wheel:
                 extension = next(n for n in wheel.namelist() if re.search(r"/_ffi\..*so$", n))
                 module = Path(wheel.extract(extension, directory))
-        for architecture, (name, instructions) in EXPECTED.items():
+        for architecture, (name, patterns) in EXPECTED.items():
             code = kernels(directory, module, architecture, name)
             if not code:
                 raise SystemExit(f"{architecture}: no kernel has {name} in its name")
-            for instruction in instructions:
-                without = [c.splitlines()[0] for c in code if not re.search(rf"\b{instruction}", c)]
-                if without:
-                    raise SystemExit(
-                        f"{architecture}: {len(without)} of {len(code)} kernels without "
-                        f"{instruction}: {without[0]}"
-                    )
-            print(f"{architecture}: {len(code)} kernels with {' and '.join(instructions)}")
+            for pattern, instructions in patterns.items():
+                fitting = [c for c in code if re.search(pattern, c.splitlines()[0])]
+                code = [c for c in code if c not in fitting]
+                check(architecture, fitting, instructions)
+
+
+def check(architecture: str, code: list[str], instructions: tuple[str, ...]) -> None:
+    for instruction in instructions:
+        without = [c.splitlines()[0] for c in code if not re.search(rf"\b{instruction}", c)]
+        if without:
+            raise SystemExit(
+                f"{architecture}: {len(without)} of {len(code)} kernels without "
+                f"{instruction}: {without[0]}"
+            )
+    print(f"{architecture}: {len(code)} kernels with {' and '.join(instructions)}")
 
 
 if __name__ == "__main__":

@@ -222,8 +222,7 @@ struct QuantizedProducts {
 template <typename Config>
 __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
                                            typename Config::SharedMemory& memory, int group) {
-  using P =
-      std::conditional_t<Config::kRows == 32, FewRowsProducts<Config>, QuantizedProducts<Config>>;
+  using P = std::conditional_t<Config::kWarps, FewRowsProducts<Config>, QuantizedProducts<Config>>;
   const GemmSm90& gemm = quantized.gemm;
   const bool gated = IsGated(gemm.epilogue.activation);
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
