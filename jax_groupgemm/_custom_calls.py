@@ -136,8 +136,9 @@ def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
 
 
 def _splitting_pays(multiplications: int, elements: int) -> bool:
-    """Whether three planes are faster than float32 arithmetic: on an H200, that does 21e12
-    multiplications a second, and planes 40e12 once 4 ps per element (and 5 us) have made them."""
+    """Whether three planes are faster than float32 arithmetic. An H200 does 21e12 multiplications a
+    second in float32; 40e12 in planes, 4 ps to make those of an element, and 5 us are a fit that
+    chooses the faster in the eight cases measured (docs/kernel_log.md)."""
     return multiplications / 40e12 + 4e-12 * elements + 5e-6 < multiplications / 21e12
 
 

@@ -19,14 +19,14 @@ from ._composed import Composed
 def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None):
     """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``."""
 
-    def where_offered(platform, *operands, **static):
+    def on_cuda(platform, *operands, **static):
         if platform != "cuda" or any(0 in a.shape for a in jax.tree.leaves(operands)):
             return None
         if _call.chosen(platform, (), None, jnp.float32, target) == "reference":
             return None
         return call(*operands, **static)
 
-    return Composed(target, definition, where_offered, batch=batch, keeps_call=True)
+    return Composed(target, definition, on_cuda, batch=batch, keeps_call=True)
 
 
 def in_batch(size: int, operands, axes):

@@ -24,7 +24,7 @@ _DTYPES = {
     "jgg_mm": ("float32", "bfloat16", "float16", "float64"),
     "jgg_qmm": ("float32", "bfloat16", "float16"),
 }
-# Those that "sm90" takes where it is not named.
+# Those that "sm90" takes at any size where it is not named (large float32 products, too).
 _SM90_DTYPES = {"jgg_mm": ("bfloat16", "float16"), "jgg_qmm": ("bfloat16",)}
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
 
 # By architecture: part of its kernels' names; then, of those whose names hold a pattern, the first
@@ -71,12 +72,14 @@ def main(path: str) -> None:
             if not code:
                 raise SystemExit(f"{architecture}: no kernel has {name} in its name")
             for pattern, instructions in patterns.items():
-                fitting = [c for c in code if re.search(pattern, c.splitlines()[0])]
-                code = [c for c in code if c not in fitting]
-                check(architecture, fitting, instructions)
+                fits = [bool(re.search(pattern, c.splitlines()[0])) for c in code]
+                check(architecture, pattern, list(compress(code, fits)), instructions)
+                code = [c for c, fit in zip(code, fits, strict=True) if not fit]
 
 
-def check(architecture: str, code: list[str], instructions: tuple[str, ...]) -> None:
+def check(architecture: str, pattern: str, code: list[str], instructions: tuple[str, ...]) -> None:
+    if not code:
+        raise SystemExit(f"{architecture}: no kernel's name fits {pattern!r}")
     for instruction in instructions:
         without = [c.splitlines()[0] for c in code if not re.search(rf"\b{instruction}", c)]
         if without:

@@ -105,6 +105,13 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
   return (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
 }
 
+// Whether there is a kernel with tiles of so many rows.
+inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
+  if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
+  if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
+  return tile == 64 || tile == 128 || tile == 256;
+}
+
 // The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
 // 288, shared out evenly, where there are many, so that no small rest is left over (256 for float32
 // results, which leave by TMA there); 128 between, and where larger tiles are too few. Chosen from
@@ -120,15 +127,7 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
                  : INT64_MAX;
   if (tiles < 132) return 64;
   if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
-  const bool shared_out = gemm.l_k_major && !gemm.wgrad && gemm.out_dtype != DType::kF32;
-  return shared_out && rows > 192 ? 288 : 256;
-}
-
-// Whether there is a kernel with tiles of so many rows.
-inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
-  if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
-  if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
-  return tile == 64 || tile == 128 || tile == 256;
+  return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && rows > 192 ? 288 : 256;
 }
 
 // Large tiles come in pairs that share L.

@@ -21,6 +21,23 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 
+// Tiles of 32 rows. Up to 8 rows warps multiply by themselves.
+template <typename Weights, int kBlocks, int kMostStages, int kBlocksPerSm>
+cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                              const OperandsSm90& operands) {
+  using device::QuantizedGemmSm90Config;
+  if constexpr (!Weights::kAlwaysWarps) {
+    if (TypicalRowsSm90(quantized.gemm) > 8) {
+      return LaunchQuantizedConfigSm90<
+          QuantizedGemmSm90Config<Weights, 32, kBlocks, kMostStages, 1, kBlocksPerSm>>(
+          stream, quantized, operands);
+    }
+  }
+  return LaunchQuantizedConfigSm90<
+      QuantizedGemmSm90Config<Weights, 32, kBlocks, kMostStages, 1, kBlocksPerSm, true>>(
+      stream, quantized, operands);
+}
+
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
 // segment that has more than a tile decodes its weights again, so tiles are larger than the
 // average.
@@ -29,30 +46,13 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
                                      const OperandsSm90& operands) {
   using device::QuantizedGemmSm90Config;
   const int64_t rows = TypicalRowsSm90(quantized.gemm);
-  // Up to 8 rows warps multiply by themselves.
   if (IsGated(quantized.gemm.epilogue.activation)) {
-    if (rows <= 8) {
-      return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 2, 7, 1, 1, true>>(
-          stream, quantized, operands);
-    }
-    if (rows <= 24) {
-      return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 32, 2, 7, 1>>(
-          stream, quantized, operands);
-    }
+    if (rows <= 24) return LaunchFewRowsSm90<Weights, 2, 7, 1>(stream, quantized, operands);
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 96, 2, 4, 1>>(
         stream, quantized, operands);
   }
-  if (rows <= 8 || (rows <= 24 && Weights::kAlwaysWarps)) {
-    return LaunchQuantizedConfigSm90<
-        QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm, true>>(
-        stream, quantized, operands);
-  }
-  if constexpr (!Weights::kAlwaysWarps) {
-    if (rows <= 24) {
-      return LaunchQuantizedConfigSm90<
-          QuantizedGemmSm90Config<Weights, 32, 1, 8, 1, Weights::kBlocksPerSm>>(stream, quantized,
-                                                                                operands);
-    }
+  if (rows <= 24) {
+    return LaunchFewRowsSm90<Weights, 1, 8, Weights::kBlocksPerSm>(stream, quantized, operands);
   }
   if (rows <= 52) {
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(

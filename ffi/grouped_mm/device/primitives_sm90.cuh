@@ -19,8 +19,7 @@ __device__ inline void Init(uint64_t* barrier, int arrivals) {
                "r"(arrivals));
 }
 
-// A phase is waited for in the hardware, up to so many nanoseconds at a time, not by instructions
-// that warps with work would have to wait behind.
+// A hint lets the hardware suspend the thread for up to 10 ms at a time.
 __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"

@@ -98,7 +98,7 @@ struct PackedWeights {
   static constexpr float kFactor = Codes::kFactor;
   static constexpr int kMostRows = 192;                  // of a tile, that registers allow
   static constexpr int kBlocksPerSm = 2;                 // likewise, where there are few rows
-  static constexpr bool kAlwaysWarps = kScaleWords > 1;  // registers: WGMMA's operands are double
+  static constexpr bool kAlwaysWarps = kScaleWords > 1;  // with few rows: WGMMA would spill
   // Of 64 columns: codes and scales of 64 k, of which a stage has two.
   static constexpr int kTileCodes = 2048, kTileScales = 256 * kScaleWords;
   static constexpr int kCodeBytes = 2 * kTileCodes, kScaleBytes = 2 * kTileScales;
