@@ -30,6 +30,19 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
   return gemm.stores_boxes ? EncodeTensorMap(out, &gemm.out_map) : cudaSuccess;
 }
 
+// At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
+// have a gap before it.
+template <typename Config>
+int64_t MostTilesSm90(const GemmSm90& gemm) {
+  const bool gated = IsGated(gemm.epilogue.activation);
+  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
+  const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
+  const int64_t m_tiles =
+      gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
+                 : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);
+  return m_tiles * ((columns + tile_columns - 1) / tile_columns);
+}
+
 // Launch a kernel on as many clusters as the device holds at a time, which share out the tiles.
 template <typename Config, auto kernel, typename Parameters>
 cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
@@ -63,15 +76,7 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
     clusters = std::max(clusters, 1);
     if (device < 64) known[device].store(clusters, std::memory_order_relaxed);
   }
-  // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
-  // have a gap before it.
-  const bool gated = IsGated(gemm.epilogue.activation);
-  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
-  const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
-  const int64_t m_tiles =
-      gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
-                 : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);
-  const int64_t tiles = m_tiles * ((columns + tile_columns - 1) / tile_columns);
+  const int64_t tiles = MostTilesSm90<Config>(gemm);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
   launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Config::kCluster;
@@ -96,6 +101,9 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
     }
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  // More tiles take turns anyway, and then neighbours in time should be neighbours in L2.
+  gemm.shares =
+      gemm.matrices && gemm.groups <= kMostSharedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
 }
 

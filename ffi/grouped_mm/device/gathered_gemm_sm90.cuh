@@ -71,8 +71,8 @@ __device__ void GatherWarp(const GatheredGemmSm90& gathered, typename Config::Sh
   Place<Config::kStages> at;
   ForEachRows<Config>(memory, [&](const Work& work, const TileRows<Config::kRows>& rows) {
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; ++slice) {
-      const int k = slice * kSliceSm90 + piece * 8;
+    for (int turn = 0; turn < work.slices; ++turn) {
+      const int k = work.Slice(turn) * kSliceSm90 + piece * 8;
       const char* from = static_cast<const char*>(gathered.x) + 2 * static_cast<int64_t>(k);
       char* to = memory.l[at.index][0] + first * 128 + (piece ^ first) * 16;  // swizzled by the row
       Wait(&memory.empty[at.index], at.parity ^ 1);

@@ -85,11 +85,12 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = Config::kGathered ? 0 : (work.rows + Config::kChunkL - 1) / Config::kChunkL;
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; ++slice) {
+    for (int turn = 0; turn < work.slices; ++turn) {
+      const int slice = work.Slice(turn);
       Wait(&memory.empty[at.index], at.parity ^ 1);
       uint64_t* full = &memory.full[at.index];
       // Of an MN-major operand's last slice only as many lines of k as are multiplied.
-      const int last = slice == work.slices - 1 ? MultipliedK<Config>(work.last) : kSliceSm90;
+      const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
       const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
       const CUtensorMap* l_map = &gemm.l_map;
       const CUtensorMap* r_map = &gemm.r_map;
@@ -165,12 +166,13 @@ template <typename Config>
 __device__ void ClearWarp(typename Config::SharedMemory& memory) {
   Place<Config::kStages> at, cleared;
   ForEachWork<Config>(memory, [&](const Work& work) {
-    for (int slice = 0; slice < work.slices; ++slice) {
+    for (int turn = 0; turn < work.slices; ++turn) {
+      const int slice = work.Slice(turn);
       Wait(&memory.full[at.index], at.parity);  // of every slice, or its parity would mean nothing
       if (work.Cut(slice)) {
         const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
         const int first = slice == 0 ? work.first : 0;
-        const int last = slice == work.slices - 1 ? work.last : kSliceSm90;
+        const int last = turn == 0 ? work.last : kSliceSm90;
         const int end = MultipliedK<Config>(last);
 #pragma unroll 1
         for (int plane = 0; plane < Config::kPlanes; ++plane) {

@@ -141,14 +141,13 @@ struct Products {
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
     const uint32_t l = SharedAddress(memory.l), r = SharedAddress(memory.r) + group * 64 * 128;
-    // Of the last slice only the k that there are.
+    // Of the last slice, which comes first, only the k that there are.
     const bool tail = work.last <= kSliceSm90 - 16;
-    const int whole = work.slices - tail;
     uint64_t l_tile, r_tile;
-    auto begin = [&](int slice) {
+    auto begin = [&](int turn) {
       Wait(&memory.full[at.index], at.parity);
       if constexpr (Config::kGathered) FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
-      if (cut && work.Cut(slice)) {
+      if (cut && work.Cut(work.Slice(turn))) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
       }
@@ -173,23 +172,23 @@ struct Products {
       Release<Config>(memory, at.index);
       at.Next();
     };
-#pragma unroll 1
-    for (int slice = 0; slice < whole; ++slice) {
-      begin(slice);
-      WarpgroupArrive();
-#pragma unroll
-      for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, slice > 0 || step > 0);
-      WarpgroupCommit();
-      end();
-    }
     if (tail) {
-      begin(whole);
+      begin(0);
 #pragma unroll 1
       for (int step = 0; step * 16 < work.last; ++step) {
         WarpgroupArrive();
-        multiply(step, whole > 0 || step > 0);
+        multiply(step, step > 0);
         WarpgroupCommit();
       }
+      end();
+    }
+#pragma unroll 1
+    for (int turn = tail; turn < work.slices; ++turn) {
+      begin(turn);
+      WarpgroupArrive();
+#pragma unroll
+      for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, turn > 0 || step > 0);
+      WarpgroupCommit();
       end();
     }
   }

@@ -27,6 +27,10 @@ struct Work {
   int out_row, out_column;
   int64_t out;  // element of the result at the tile's (0, 0)
 
+  // The slices in turn. The last one comes first: it may have to be cleared behind its end, which
+  // then happens while the tile before is stored.
+  __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
+
   // Whether a slice has values of k from outside the segment, which are cleared.
   __device__ bool Cut(int slice) const {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
@@ -46,12 +50,14 @@ class ScheduleSm90 {
     columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
     columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
     matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
+    shares_ = gemm.shares && matrix_tiles_ * gemm.groups > stride_;
+    if (shares_) LoadShare();
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
     Work work{};
-    if (gemm_.wgrad && gemm_.matrices) {
+    if (gemm_.wgrad && gemm_.matrices && !shares_) {
       const int weight = next_ / matrix_tiles_;
       if (weight < gemm_.groups) {
         const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight);
@@ -61,7 +67,7 @@ class ScheduleSm90 {
       return work;
     }
     while (next_ >= window_tiles_) {
-      if (!LoadWindow()) return work;
+      if (shares_ || !LoadWindow()) return work;
     }
     // The last lane, then its last segment, that does not begin after this tile.
     const unsigned begun = __ballot_sync(kAll, first_ <= next_);
@@ -76,7 +82,10 @@ class ScheduleSm90 {
     const int gap = Take(gaps_, which, owner);
     const int index = window_ + owner * kPerLane + which;
     next_ += stride_;
-    if (gemm_.wgrad) {
+    if (shares_) {
+      const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
+      SetMatrixTile(work, gap + number, index, s.x_start, s.y_start, s.length);
+    } else if (gemm_.wgrad) {
       SetMatrixTile(work, number, index < Count() ? index - offset_ : index - Count(), start, start,
                     length);
     } else {
@@ -87,7 +96,9 @@ class ScheduleSm90 {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
+  static constexpr int kTileCost = 5, kSliceCost = 2;  // in time, about
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
+  static_assert(kWindow == kMostSharedMatrices);
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
@@ -182,6 +193,46 @@ class ScheduleSm90 {
     return lane_ == 0 ? identity : before;
   }
 
+  // wgrad of few tiles, whose lengths may differ much: number the tiles of this cluster, which
+  // follow each other and cost about as much as every other cluster's. Of matrix i, gaps_[i] is the
+  // first.
+  __device__ void LoadShare() {
+    const int cluster = next_, clusters = stride_;
+    int costs[kPerLane], sum = 0, all;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int index = lane_ * kPerLane + i;
+      costs[i] = 0;
+      if (index < gemm_.groups) {
+        const int k = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index).length;
+        costs[i] = kTileCost + (k + kSliceSm90 - 1) / kSliceSm90 * kSliceCost;
+      }
+      sum += costs[i];
+    }
+    auto add = [](int a, int b) { return a + b; };
+    int before = ExclusiveScan(sum, 0, add, all), tiles = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      // A tile belongs to the cluster in whose share its middle lies. Rounded alike for every
+      // cluster: where one's share ends, the next one's begins.
+      auto first_in = [&](int share) {
+        if (share == 0) return 0;
+        if (share == clusters) return matrix_tiles_;
+        const float begin = __fdiv_rn(__fmul_rn(all, share), clusters);
+        const float middle = __fdiv_rn(__fmul_rn(begin - before, matrix_tiles_), max(costs[i], 1));
+        return min(max(__float2int_ru(middle - 0.5f), 0), matrix_tiles_);
+      };
+      gaps_[i] = costs[i] == 0 ? 0 : first_in(cluster);
+      tiles_[i] = costs[i] == 0 ? 0 : first_in(cluster + 1) - gaps_[i];
+      tiles += tiles_[i];
+      before += costs[i];
+    }
+    first_ = ExclusiveScan(tiles, 0, add, all);
+    window_tiles_ = all;
+    window_ = next_ = 0;
+    stride_ = 1;
+  }
+
   // wgrad: whether entry `index` stands for a matrix of the result. Entries after the last group
   // stand for the matrices that have none.
   __device__ bool HasMatrix(int index) const {
@@ -274,6 +325,7 @@ class ScheduleSm90 {
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
+  bool shares_;               // whether clusters take equal shares of work, not of tiles
   int band_;                  // tiles of rows that take turns with tiles of columns
   int window_ = -1;           // its first segment
   int window_tiles_ = 0;      // one past its last tile

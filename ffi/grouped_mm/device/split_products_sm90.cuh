@@ -50,9 +50,9 @@ struct SplitProducts {
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
     const uint32_t l = SharedAddress(memory.l), r = SharedAddress(memory.r) + group * 64 * 128;
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; ++slice) {
+    for (int turn = 0; turn < work.slices; ++turn) {
       Wait(&memory.full[at.index], at.parity);
-      if (cut && work.Cut(slice)) {
+      if (cut && work.Cut(work.Slice(turn))) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
       }
