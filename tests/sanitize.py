@@ -1,7 +1,9 @@
 """A small set of cases for compute-sanitizer, through every tile and operand layout of the kernels:
 
-compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/sanitize.py
+compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/sanitize.py [PART ...]
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -150,22 +152,61 @@ def converted(w, **options):
     np.testing.assert_array_equal(out, want)
 
 
-def main():
-    rng = np.random.default_rng(0)
-    for dtype, precision in (
-        ("float32", None), ("float32", "tensorfloat32"), ("bfloat16", None), ("float16", None),
-    ):  # fmt: skip
-        grouped(rng, dtype, precision)
-        segmented(rng, dtype, precision)
-        if dtype != "float32":
-            hopper(rng, dtype)
+def nvfp4(rng):
+    """nvfp4_quantize along both axes, with each of its options; a step of the linear layer."""
+    sizes = np.array([0, 1, 17, 33, 0, 16, 5])
+    x = oracle.random(rng, (int(sizes.sum()), 80), "bfloat16")
+    given = jnp.array(sizes)
+    key = jax.random.key(1)
+    for options in ({}, {"hadamard": True}, {"stochastic_rounding_key": key}):
+        columns = lambda x, s, o=options: jgg.nvfp4_quantize(x, axis=-2, group_sizes=s, **o)
+        rows = lambda x, o=options: jgg.nvfp4_quantize(x, **o)
+        jax.block_until_ready((jax.jit(columns)(x, given), jax.jit(rows)(x)))
+    w = oracle.random(rng, (len(sizes), 48, 80), "bfloat16")
+    for axis in (-1, -2):
+        f = lambda w, axis=axis: jgg.nvfp4_quantize(w, axis=axis, scale_2d=True)
+        jax.block_until_ready(jax.jit(f)(w))
+    linear = lambda x, w, s: jgg.nvfp4_grouped_linear(x, w, s, key=key)
+    loss = lambda x, w, s: jnp.sum(jnp.square(linear(x, w, s).astype(jnp.float32)))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w, given)
+    assert all(np.isfinite(oracle.f64(g)).all() for g in gradients)
+
+
+def every_dtype(f):
+    def run(rng):
+        for dtype, precision in (
+            ("float32", None), ("float32", "tensorfloat32"), ("bfloat16", None),
+            ("float16", None),
+        ):  # fmt: skip
+            f(rng, dtype, precision)
+
+    return run
+
+
+def every_hopper(rng):
+    for dtype in ("bfloat16", "float16"):
+        hopper(rng, dtype)
+        if 90 in _call.live_capabilities():
+            gathered(rng, dtype)
     if 90 in _call.live_capabilities():
         hopper(rng, "float32", "sm90")
-        for dtype in ("bfloat16", "float16"):
-            gathered(rng, dtype)
-    quantized(rng)
-    conversions(rng)
-    print("sanitize: all cases right")
+
+
+PARTS = {
+    "grouped": every_dtype(grouped),
+    "segmented": every_dtype(segmented),
+    "hopper": every_hopper,
+    "quantized": quantized,
+    "conversions": conversions,
+    "nvfp4": nvfp4,
+}
+
+
+def main():
+    parts = sys.argv[1:] or PARTS
+    for part in parts:
+        PARTS[part](np.random.default_rng(0))
+        print(f"sanitize: {part} right", flush=True)
 
 
 if __name__ == "__main__":

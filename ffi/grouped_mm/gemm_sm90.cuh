@@ -101,9 +101,9 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
     }
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
-  // More tiles take turns anyway, and then neighbours in time should be neighbours in L2.
-  gemm.shares =
-      gemm.matrices && gemm.groups <= kMostSharedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
+  // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in L2.
+  gemm.ranks =
+      gemm.matrices && gemm.groups <= kMostRankedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
 }
 

@@ -17,14 +17,14 @@
 
 namespace jgg {
 
-constexpr int kMostSharedMatrices = 128;
+constexpr int kMostRankedMatrices = 128;
 
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
   CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k
   bool wgrad;                        // which product
   bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned
-  bool shares;                       // ... and tiles are few: they are shared out by their cost
+  bool ranks;                        // ... and tiles are few, so the longest come first
   bool l_k_major, r_k_major;
   int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;

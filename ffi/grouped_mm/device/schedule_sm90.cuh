@@ -50,24 +50,21 @@ class ScheduleSm90 {
     columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
     columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
     matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
-    shares_ = gemm.shares && matrix_tiles_ * gemm.groups > stride_;
-    if (shares_) LoadShare();
+    if (gemm.ranks) RankMatrices();
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
+    if (gemm_.ranks) return NextRanked();
     Work work{};
-    if (gemm_.wgrad && gemm_.matrices && !shares_) {
+    if (gemm_.wgrad && gemm_.matrices) {
       const int weight = next_ / matrix_tiles_;
-      if (weight < gemm_.groups) {
-        const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight);
-        SetMatrixTile(work, next_ - weight * matrix_tiles_, weight, s.x_start, s.y_start, s.length);
-      }
+      if (weight < gemm_.groups) SetMatrix(work, next_ - weight * matrix_tiles_, weight);
       next_ += stride_;
       return work;
     }
     while (next_ >= window_tiles_) {
-      if (shares_ || !LoadWindow()) return work;
+      if (!LoadWindow()) return work;
     }
     // The last lane, then its last segment, that does not begin after this tile.
     const unsigned begun = __ballot_sync(kAll, first_ <= next_);
@@ -82,10 +79,7 @@ class ScheduleSm90 {
     const int gap = Take(gaps_, which, owner);
     const int index = window_ + owner * kPerLane + which;
     next_ += stride_;
-    if (shares_) {
-      const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
-      SetMatrixTile(work, gap + number, index, s.x_start, s.y_start, s.length);
-    } else if (gemm_.wgrad) {
+    if (gemm_.wgrad) {
       SetMatrixTile(work, number, index < Count() ? index - offset_ : index - Count(), start, start,
                     length);
     } else {
@@ -96,9 +90,8 @@ class ScheduleSm90 {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr int kTileCost = 5, kSliceCost = 2;  // in time, about
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
-  static_assert(kWindow == kMostSharedMatrices);
+  static_assert(kWindow == kMostRankedMatrices);
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
@@ -137,6 +130,12 @@ class ScheduleSm90 {
   __device__ void SetK(Work& work, int k) const {
     work.slices = (k + kSliceSm90 - 1) / kSliceSm90;
     work.last = k - (work.slices - 1) * kSliceSm90;
+  }
+
+  // wgrad: tile `number` of a matrix that has the segment of the same index.
+  __device__ void SetMatrix(Work& work, int number, int weight) const {
+    const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight);
+    SetMatrixTile(work, number, weight, s.x_start, s.y_start, s.length);
   }
 
   __device__ void SetMatrixTile(Work& work, int number, int weight, int x_start, int y_start,
@@ -193,44 +192,47 @@ class ScheduleSm90 {
     return lane_ == 0 ? identity : before;
   }
 
-  // wgrad of few tiles, whose lengths may differ much: number the tiles of this cluster, which
-  // follow each other and cost about as much as every other cluster's. Of matrix i, gaps_[i] is the
-  // first.
-  __device__ void LoadShare() {
-    const int cluster = next_, clusters = stride_;
-    int costs[kPerLane], sum = 0, all;
+  // wgrad of few tiles: tiles_[i] becomes the place of this lane's matrix 32 * i + lane among all,
+  // the longest first.
+  __device__ void RankMatrices() {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int index = lane_ * kPerLane + i;
-      costs[i] = 0;
-      if (index < gemm_.groups) {
-        const int k = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index).length;
-        costs[i] = kTileCost + (k + kSliceSm90 - 1) / kSliceSm90 * kSliceCost;
+      const int index = 32 * i + lane_;
+      lengths_[i] = tiles_[i] = -1;
+      if (index >= gemm_.groups) continue;
+      lengths_[i] = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index).length;
+      tiles_[i] = 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (32 * j >= gemm_.groups) break;
+#pragma unroll 8
+      for (int lane = 0; lane < 32; ++lane) {
+        const int other = __shfl_sync(kAll, lengths_[j], lane);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          const bool earlier = 32 * j + lane < 32 * i + lane_;
+          tiles_[i] += other > lengths_[i] || (other == lengths_[i] && earlier);
+        }
       }
-      sum += costs[i];
     }
-    auto add = [](int a, int b) { return a + b; };
-    int before = ExclusiveScan(sum, 0, add, all), tiles = 0;
+  }
+
+  // The next tile of the ranked matrices, of which clusters take turns there and back again.
+  // Lengths may differ much, and so each gets about as much to do.
+  __device__ Work NextRanked() {
+    Work work{};
+    const int round = turn_++, cluster = round % 2 == 0 ? next_ : stride_ - 1 - next_;
+    const int tile = round * stride_ + cluster, rank = tile / matrix_tiles_;
+    if (rank >= gemm_.groups) return work;
+    int weight = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      // A tile belongs to the cluster in whose share its middle lies. Rounded alike for every
-      // cluster: where one's share ends, the next one's begins.
-      auto first_in = [&](int share) {
-        if (share == 0) return 0;
-        if (share == clusters) return matrix_tiles_;
-        const float begin = __fdiv_rn(__fmul_rn(all, share), clusters);
-        const float middle = __fdiv_rn(__fmul_rn(begin - before, matrix_tiles_), max(costs[i], 1));
-        return min(max(__float2int_ru(middle - 0.5f), 0), matrix_tiles_);
-      };
-      gaps_[i] = costs[i] == 0 ? 0 : first_in(cluster);
-      tiles_[i] = costs[i] == 0 ? 0 : first_in(cluster + 1) - gaps_[i];
-      tiles += tiles_[i];
-      before += costs[i];
+      const unsigned has = __ballot_sync(kAll, lengths_[i] >= 0 && tiles_[i] == rank);
+      if (has != 0) weight = 32 * i + __ffs(has) - 1;
     }
-    first_ = ExclusiveScan(tiles, 0, add, all);
-    window_tiles_ = all;
-    window_ = next_ = 0;
-    stride_ = 1;
+    SetMatrix(work, tile - rank * matrix_tiles_, weight);
+    return work;
   }
 
   // wgrad: whether entry `index` stands for a matrix of the result. Entries after the last group
@@ -325,8 +327,8 @@ class ScheduleSm90 {
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
-  bool shares_;               // whether clusters take equal shares of work, not of tiles
   int band_;                  // tiles of rows that take turns with tiles of columns
+  int turn_ = 0;              // of ranked matrices: rounds until now
   int window_ = -1;           // its first segment
   int window_tiles_ = 0;      // one past its last tile
   int covered_ = 0;           // one past the last row of the segments before the next window
