@@ -7,6 +7,7 @@ tensors are the JAX arrays themselves.
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .mlx import MlxArm, from_mlx, mlx, to_mlx
 from .shapes import Case, Segmented
 from .timing import JaxArm, TorchArm, torch
 
+MLX_TF32 = os.environ.get("MLX_ENABLE_TF32", "1") != "0"  # its default
 MOSAIC = "jax.experimental.pallas.ops.gpu."
 
 
@@ -166,6 +169,18 @@ def mosaic_arm(case: Case, v: Operands) -> JaxArm:
     return JaxArm(f, (v.a, v.b, jnp.asarray(v.sizes)), case.cold)
 
 
+def mlx_arm(case: Case, v: Operands) -> MlxArm:
+    if not isinstance(case, Segmented):
+        raise Unsupported("segmented only")
+    if case.kind in ("float32", "tf32") and (case.kind == "tf32") != MLX_TF32:
+        raise Unsupported(f"the environment variable MLX_ENABLE_TF32 is {int(MLX_TF32)}")
+    a, b = to_mlx(v.a), to_mlx(v.b)
+    bounds = case.bounds()
+    spans = to_mlx(np.stack([bounds[:-1], bounds[1:]], 1).astype(np.uint32))
+    left = a.T if case.transpose_a else a
+    return MlxArm(lambda: mlx().segmented_mm(left, b, spans), from_mlx, case.cold)
+
+
 def tensors(v: Operands) -> tuple:
     from_dlpack = torch().utils.dlpack.from_dlpack
     return from_dlpack(v.a), from_dlpack(v.b)
@@ -181,6 +196,7 @@ PEERS = {
     "lax": lax_arm,
     "mosaic": mosaic_arm,
     "loop": loop_arm,
+    "mlx": mlx_arm,
 }
 COMPLETE = ("torch", "quack", "lax", "mosaic")  # a record without one of these is partial
 
@@ -191,6 +207,6 @@ def peer_arms(case: Case, v: Operands, args) -> dict[str, Callable]:
         return {}
     names = [name for name in args.peers if name in PEERS]
     if not isinstance(case, Segmented):
-        names = [name for name in names if name != "loop"]
+        names = [name for name in names if name not in ("loop", "mlx")]
     options = {"quack": {"everything": args.level != "quick"}}
     return {n: functools.partial(PEERS[n], case, v, **options.get(n, {})) for n in names}
