@@ -41,7 +41,6 @@ struct FewRowsProducts {
                               int group, Stage& at, Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlockSums; ++i) sums[i / kBlockSums][i % kBlockSums] = 0.0f;
-    if (work.slices == 0) return;
     if (work.rows <= 8) {
       Loop<1>(quantized, memory, work, group, at, sums);
     } else if (work.rows <= 16) {
@@ -52,95 +51,53 @@ struct FewRowsProducts {
   }
 
  private:
-  // 64 k of a stage, as far as they are loaded before they are decoded. Of more rows x would take
-  // too many registers.
-  template <int kEights>
-  struct Slice {
-    static constexpr bool kHoldsX = kEights == 1 && kBlocks == 1;
-    typename Reader::Words words[kBlocks];
-    uint32_t x[kHoldsX ? 2 : 1][4];
-  };
-
-  // kEights of rows. Slices of even number are loaded while odd ones are decoded, and the other way
-  // round: a barrier, a load and a chain of products take as long as decoding a slice.
+  // kEights of rows.
   template <int kEights, typename Stage>
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
-    static_assert(Config::kSlices == 2);
     const int column = work.out_column + 64 * group;
-    const Reader readers[] = {
-        Reader(quantized, memory.table, work.weight, column),
-        Reader(quantized, memory.table, work.weight, column + quantized.gemm.n / 2)};
+    const Reader first_block(quantized, memory.table, work.weight, column);
+    const Reader second_block(quantized, memory.table, work.weight, column + quantized.gemm.n / 2);
     // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
     const int lane = threadIdx.x % 32;
     const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
-    auto load_x = [&](int index, int s, int half, int eight, uint32_t (&x)[4]) {
-      const uint32_t address =
-          x_first + index * sizeof(memory.l[0]) + s * sizeof(memory.l[0][0]) + eight * 1024;
-      LoadMatrices(half == 0 ? address : address ^ 64, x);
-    };
-    using S = Slice<kEights>;
-    auto load = [&](S& slice, int index, int s) {
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
+      Wait(&memory.full[at.index], at.parity);
+      const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
+      typename Reader::Words words[kBlocks];
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        slice.words[b] =
-            Reader::Load(memory.codes[index][b][group], memory.scales[index][b][group], s);
-      }
-      if constexpr (S::kHoldsX) {
+      for (int half = 0; half < 2 * Config::kSlices; ++half) {  // 32 k
+        const int s = half / 2;
+        uint32_t x[kEights][4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) load_x(index, s, half, 0, slice.x[half]);
-      }
-    };
-    // Of one eight of rows the products of every other 16 k are added up by themselves: chains half
-    // as long.
-    constexpr bool kTwoSums = kEights == 1;
-    float others[kTwoSums ? kBlocks : 1][4] = {};
-    auto multiply = [&](const S& slice, int k, int s) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {  // 32 k
-        uint32_t x[S::kHoldsX ? 1 : kEights][4];
-        if constexpr (!S::kHoldsX) {
-#pragma unroll
-          for (int i = 0; i < kEights; ++i) load_x(at.index, s, half, i, x[i]);
+        for (int i = 0; i < kEights; ++i) {
+          const uint32_t x_slice = x_stage + s * sizeof(memory.l[0][0]) + i * 1024;
+          LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
         }
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
+          const char* codes = memory.codes[at.index][b][group];
+          const char* scales = memory.scales[at.index][b][group];
+          if (half % 2 == 0) words[b] = Reader::Load(codes, scales, s);
           uint32_t a[8];
-          readers[b].template Read<2, true>(slice.words[b], memory.codes[at.index][b][group],
-                                            memory.scales[at.index][b][group], k, s, half * 2, a);
+          (b == 0 ? first_block : second_block)
+              .template Read<2, true>(words[b], codes, scales, slice * kSliceSm90, s, half % 2 * 2,
+                                      a);
+          if (half == 2 * Config::kSlices - 1 && b == kBlocks - 1) {
+            __syncwarp();  // all lanes have read the stage
+            Release<Config>(memory, at.index);
+          }
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
 #pragma unroll
             for (int i = 0; i < kEights; ++i) {
-              const uint32_t* rows = S::kHoldsX ? slice.x[half] : x[i];
-              float* to = kTwoSums && step == 1 ? others[b] : sums[b] + 4 * i;
-              MultiplyWarp(a + 4 * step, rows[2 * step], rows[2 * step + 1], to);
+              MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1], sums[b] + 4 * i);
             }
           }
         }
       }
-    };
-    S even, odd;
-    Wait(&memory.full[at.index], at.parity);
-    load(even, at.index, 0);
-#pragma unroll 1
-    for (int slice = 0; slice < work.slices; slice += 2) {
-      load(odd, at.index, 1);
-      multiply(even, slice * kSliceSm90, 0);
-      Stage next = at;
-      next.Next();
-      if (slice + 2 < work.slices) {
-        Wait(&memory.full[next.index], next.parity);
-        load(even, next.index, 0);
-      }
-      multiply(odd, slice * kSliceSm90, 1);
-      __syncwarp();  // all lanes have read the stage
-      Release<Config>(memory, at.index);
-      at = next;
-    }
-    if constexpr (kTwoSums) {
-#pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) sums[i / 4][i % 4] += others[i / 4][i % 4];
+      at.Next();
     }
   }
 };
