@@ -28,6 +28,11 @@ def bits(x):
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
+def value(b):
+    """The float32 of a uint32 pattern."""
+    return lax.bitcast_convert_type(b, jnp.float32)
+
+
 def split(b):
     """``(m, e)`` of the magnitude of finite float32 bits; m is 0 or has bit 23 set."""
     b = b & u32(0x7FFFFFFF)

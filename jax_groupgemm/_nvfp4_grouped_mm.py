@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from . import _check, _epilogue, _nvfp4_sm100, _prepack, _quantized
+from . import _check, _epilogue, _formats, _nvfp4_sm100, _prepack, _quantized
 from ._quantized import Quantized
 
 
@@ -74,11 +74,7 @@ def nvfp4_grouped_mm(
             f"({groups},) {why}"
         )
     dtype = jnp.dtype(preferred_element_type)
-    if dtype.name not in _quantized.FLOATS:
-        raise TypeError(
-            f"jgg.{op}: preferred_element_type must be {_quantized._or(_quantized.FLOATS)}, got "
-            f"dtype {dtype.name}"
-        )
+    _check.dtype(op, "preferred_element_type", dtype, _formats.FLOATS)
     _check.rows(op, "x", t)
     _check.implementation(op, implementation)
     per_row = x.global_scale is not None and x.global_scale.ndim == 1

@@ -124,8 +124,7 @@ def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
 def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
     value = _check.array(op, "existing_out", value)
     _check.shape(op, "existing_out", value, shape, "G, N, K", "the result's shape")
-    if value.dtype != jnp.float32:
-        raise TypeError(f"jgg.{op}: existing_out must be float32, got dtype {value.dtype.name}")
+    _check.dtype(op, "existing_out", value.dtype, ("float32",))
     return value
 
 
