@@ -67,6 +67,13 @@ def rows(op: str, name: str, count: int) -> None:
         )
 
 
+def group_sizes(op: str, value, groups: int | None = None, why: str = "") -> jax.Array:
+    value = array(op, "group_sizes", value)
+    integer(op, "group_sizes", value)
+    shape(op, "group_sizes", value, (groups,), "G", why)
+    return value
+
+
 def implementation(op: str, name: str | None) -> None:
     if name is not None and name not in _call.IMPLEMENTATIONS:
         known = ", ".join(repr(n) for n in _call.IMPLEMENTATIONS)

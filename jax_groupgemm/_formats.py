@@ -50,16 +50,11 @@ def quantize(w, global_scale, *, mode: str, bits: int, group_size: int) -> tuple
 
 def _affine_codes(w, bits: int, dtype):
     # By bits: backends differ in whether subnormals compare as zeros.
-    key = lax.bitcast_convert_type(w, jnp.int32)
-    key = jnp.where(key < 0, key ^ i32(0x7FFFFFFF), key)
-    low, high = (
-        lax.bitcast_convert_type(jnp.where(k < 0, k ^ i32(0x7FFFFFFF), k), jnp.float32)
-        for k in (jnp.min(key, axis=-1), jnp.max(key, axis=-1))
-    )
+    key = _ordered(lax.bitcast_convert_type(w, jnp.int32))
+    low, high = (fb.value(_ordered(end(key, axis=-1))) for end in (jnp.min, jnp.max))
     levels = jnp.float32(2**bits - 1)
     s = jnp.maximum(_divide(high - low, levels), jnp.float32(1e-7))
-    magnitude = u32(0x7FFFFFFF)
-    top = (fb.bits(high) & magnitude) >= (fb.bits(low) & magnitude)
+    top = fb.magnitude(fb.bits(high)) >= fb.magnitude(fb.bits(low))
     s, edge = jnp.where(top, -s, s), jnp.where(top, high, low)
     q0 = jnp.round(_divide(edge, s))
     zero = q0 == 0
@@ -68,6 +63,11 @@ def _affine_codes(w, bits: int, dtype):
     q = jnp.round(_divide(w - bias[..., None], s[..., None]))
     q = jnp.where(jnp.isnan(q), jnp.float32(0), jnp.clip(q, jnp.float32(0), levels))
     return u32(q), fb.narrow(fb.bits(s), dtype), fb.narrow(fb.bits(bias), dtype)
+
+
+def _ordered(i):
+    """Of int32 patterns, integers that order as the floats do; and the patterns of those."""
+    return jnp.where(i < 0, i ^ i32(0x7FFFFFFF), i)
 
 
 def _divide(a, b):
@@ -79,18 +79,17 @@ def _divide(a, b):
 def _fp_codes(b, mode: str, global_scale):
     """Codes and scale bytes of blocks of float32 bits."""
     sign = b >> 31
-    amax = jnp.max(b & u32(0x7FFFFFFF), axis=-1)  # bits of magnitudes order as they do
+    amax = jnp.max(fb.magnitude(b), axis=-1)
     element = E4M3 if mode == "mxfp8" else E2M1
     if mode == "nvfp4":
         t, s = b, fb.divide(amax, fb.bits(jnp.float32(6)))
         if global_scale is not None:
-            lead = (..., *[None] * (b.ndim - 1 - global_scale.ndim))
             inverse = fb.divide(fb.bits(jnp.ones_like(global_scale)), fb.bits(global_scale))
-            overflow = inverse & u32(0x7FFFFFFF) == fb.INF
+            overflow = fb.magnitude(inverse) == fb.INF
             inverse = jnp.where(overflow, inverse - u32(1), inverse)  # the largest float32
-            inverse = jnp.broadcast_to(inverse[lead], amax.shape)
+            inverse = _of_leading_axes(inverse, amax.shape)
             t, s = fb.multiply(b, inverse[..., None]), fb.multiply(s, inverse)
-        nan = (amax >= u32(fb.INF)) | ((s & u32(0x7FFFFFFF)) > u32(fb.INF))
+        nan = (amax >= u32(fb.INF)) | (fb.magnitude(s) > u32(fb.INF))
         byte = fb.encode(*fb.split(s), **E4M3)
         byte = jnp.where(nan, u32(0x7F), byte)
         dead = nan | (byte == 0)
@@ -135,15 +134,14 @@ def values_in_groups(weight, scales, biases, global_scale, *, mode: str, bits: i
     b = jnp.where(nan, u32(fb.NAN), b | ((codes >> (7 if wide else 3)) << 31))
     if global_scale is None:
         return fb.narrow(b, dtype)
-    lead = (..., *[None] * (b.ndim - global_scale.ndim))
-    return _times(b, jnp.broadcast_to(global_scale[lead], b.shape), dtype)
+    return _times(b, _of_leading_axes(global_scale, b.shape), dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _affine_values(codes, scales, biases, dtype):
     # Products with either part of s are exact, so that no fused multiply-add changes their sum.
     b = fb.bits(scales)
-    finite = (b & u32(0x7FFFFFFF)) < u32(fb.INF)
+    finite = fb.magnitude(b) < u32(fb.INF)
     high = fb.value(jnp.where(finite, b & u32(0xFFFFFF00), b))
     low = jnp.where(finite, fb.value(b) - high, jnp.float32(0))
     q = codes.astype(jnp.float32)
@@ -168,6 +166,11 @@ def _times(b, factor, dtype):
 @_times.defjvp
 def _(dtype, primals, tangents):
     return _times(*primals, dtype), (fb.value(primals[0]) * tangents[1]).astype(dtype)
+
+
+def _of_leading_axes(a, shape):
+    """``a``, one number per index of leading axes, for every element of ``shape``."""
+    return jnp.broadcast_to(a[(..., *[None] * (len(shape) - a.ndim))], shape)
 
 
 def flatten_groups(values):

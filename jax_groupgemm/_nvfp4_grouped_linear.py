@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from . import _check, _formats, _partition, _primitives
 from ._grouped_mm import grouped_mm
-from ._nvfp4_grouped_mm import checked_sizes, nvfp4_grouped_mm
+from ._nvfp4_grouped_mm import nvfp4_grouped_mm
 from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad
 from ._nvfp4_quantize import nvfp4_quantize
 from ._segments import SIZES
@@ -106,7 +106,7 @@ def nvfp4_grouped_linear(
     _check.shape(op, "w", w, (None, None, x.shape[1]), "G, N, K", f"because x is {x.shape}")
     groups, n, k = w.shape
     why = f"because w is {w.shape}"
-    group_sizes = checked_sizes(op, group_sizes, groups, why)
+    group_sizes = _check.group_sizes(op, group_sizes, groups, why)
     if bias is not None:
         bias = _check.array(op, "bias", bias)
         _check.shape(op, "bias", bias, (groups, n), "G, N", why)

@@ -85,9 +85,7 @@ def nvfp4_quantize(
     axis = _axis(op, x, axis)
     _options(op, x, axis, group_sizes, scale_2d, hadamard, layout)
     if group_sizes is not None:
-        group_sizes = _check.array(op, "group_sizes", group_sizes)
-        _check.integer(op, "group_sizes", group_sizes)
-        _check.shape(op, "group_sizes", group_sizes, (None,), "G")
+        group_sizes = _check.group_sizes(op, group_sizes)
         _check.rows(op, "x", x.shape[0])
         _check.rows(op, "x, padded,", _padded_rows(x, axis, group_sizes, layout))
     if (group_sizes is None or axis == -1) and x.shape[axis] % _BLOCK:
@@ -215,7 +213,7 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
     b = fb.bits(_formats.blocks(x, _BLOCK))
     if hadamard:
         b = _rotated(b)
-    magnitude = b & u32(0x7FFFFFFF)  # these order as the values do
+    magnitude = fb.magnitude(b)
     matrix = tuple(range(max(x.ndim - 2, 0), b.ndim))
     finite = jnp.where(magnitude < u32(fb.INF), magnitude, u32(0))
     amax = jnp.max(finite, axis=matrix, initial=np.uint32(0))
@@ -263,7 +261,7 @@ def _scales(block, amax, scale_2d: bool):
 
 def _stochastic(q, r):
     """Codes of magnitudes of float32 bits: floor to the grid of ``|q| + u * step``."""
-    t = jnp.minimum(fb.value(q & u32(0x7FFFFFFF)), _SIX)
+    t = jnp.minimum(fb.value(fb.magnitude(q)), _SIX)
     step = jnp.where(t < 2, np.float32(0.5), jnp.where(t < 4, np.float32(1), np.float32(2)))
     u = (i32(r).astype(jnp.float32) + np.float32(0.5)) * np.float32(2**-16)
     t = t + u * step  # the product is exact, so that a fused multiply-add is the same
@@ -283,4 +281,4 @@ def _rotated(b):
 
 
 def _flushed(y):
-    return jnp.where(fb.bits(y) & u32(0x7FFFFFFF) < u32(0x00800000), np.float32(0), y)
+    return jnp.where(fb.magnitude(fb.bits(y)) < u32(0x00800000), np.float32(0), y)
