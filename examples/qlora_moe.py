@@ -22,11 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import quantized_moe
-import train_moe
 from tqdm import tqdm
 
 import jax_groupgemm as jgg
+import quantized_moe
+import texts
+import train_moe
+from options import Parser
 
 
 class Adapted(NamedTuple):
@@ -78,7 +80,7 @@ def fine_tune(trainer, frozen, adapters, text, steps: int, lr: float):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(adapters, state, frozen, step):
         key = jax.random.fold_in(jax.random.key(config.seed), step)
-        tokens = train_moe.random_batch(config, text, key)
+        tokens = texts.random_batch(text, config.batch, config.context, key)
 
         def loss(adapters):
             nats, balance = trainer.cross_entropy(adapt(frozen, adapters), tokens)
@@ -102,27 +104,21 @@ def fine_tune(trainer, frozen, adapters, text, steps: int, lr: float):
 def read_text(name: str | None, context: int) -> np.ndarray:
     """A file's bytes as tokens; by default the source of the standard library's asyncio."""
     if name is not None:
-        return train_moe.read_text(name, context)
+        return texts.read(name, context)
     files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
     source = b"\n".join(file.read_bytes() for file in files)
-    return np.frombuffer(source, np.uint8).astype(np.int32)
+    return texts.as_tokens(source)
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def option(name, default, text, **kwargs):
-        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **kwargs)
-
-    option("--run", Path("runs/train_moe"), "trained model", type=Path)
-    option("--out", Path("runs/qlora_moe"), "folder for adapters and results", type=Path)
+    parser = Parser(__doc__)
+    parser.option("--run", Path("runs/train_moe"), "trained model", type=Path)
+    parser.option("--out", Path("runs/qlora_moe"), "folder for adapters and results", type=Path)
     parser.add_argument("--text", help="file to train on (default: the source of asyncio)")
-    option("--mode", "nvfp4", "of the frozen experts", choices=quantized_moe.MODES)
-    option("--rank", 8, "of the adapters", type=int)
-    option("--steps", 300, "training steps", type=int)
-    option("--lr", 5e-3, "peak learning rate", type=float)
+    parser.option("--mode", "nvfp4", "of the frozen experts", choices=quantized_moe.MODES)
+    parser.option("--rank", 8, "of the adapters", type=int)
+    parser.option("--steps", 300, "training steps", type=int)
+    parser.option("--lr", 5e-3, "peak learning rate", type=float)
     return parser.parse_args(argv)
 
 
@@ -133,8 +129,8 @@ def main(argv=None) -> dict:
 
 
 def run(args: argparse.Namespace) -> dict:
-    config, params, _ = train_moe.load(args.run)
-    training, held_out = map(jnp.asarray, train_moe.split(read_text(args.text, config.context)))
+    config, params, _ = quantized_moe.trained(args.run)
+    training, held_out = map(jnp.asarray, texts.split(read_text(args.text, config.context)))
     adapters = new_adapters(params, args.rank, jax.random.key(config.seed))
     frozen = quantized_moe.map_experts(
         lambda _, w: quantized_moe.quantize(w.astype(config.dtype), args.mode), params
@@ -161,7 +157,7 @@ def run(args: argparse.Namespace) -> dict:
     print(f"held out {before:.3f} -> {after:.3f} bits per byte in {args.steps} steps")
 
     prompt, key = training[-config.context :], jax.random.key(config.seed)
-    sample = train_moe.as_text(trainer.sample(adapt(frozen, adapters), prompt, key))
+    sample = texts.as_text(trainer.sample(adapt(frozen, adapters), prompt, key))
     print(f"\nIt writes now:\n\n{sample}")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((args.out / "adapters").absolute(), adapters, force=True)

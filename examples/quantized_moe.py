@@ -18,13 +18,17 @@ import statistics
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import train_moe
 from flax import nnx
 
 import jax_groupgemm as jgg
+import run_folder
+import texts
+import train_moe
+from options import Parser
 
 EXPERT_WEIGHTS = ("w_up", "w_down")
 # Affine scales and biases have the weights' dtype, and are one each for 64 of them.
@@ -95,28 +99,35 @@ def measure(config: train_moe.Config, experts_fn, params, training, held_out) ->
         "expert_bytes": expert_bytes(params),
         "tokens_per_second": held_out.size / reading,
         "sampled_per_second": sample.size / writing,
-        "sample": train_moe.as_text(sample),
+        "sample": texts.as_text(sample),
     }
+
+
+def trained(run: Path) -> tuple[train_moe.Config, Any, int]:
+    """Configuration and parameters of the latest checkpoint, and its text's CRC-32."""
+    checkpoints = run_folder.finished(run)
+    about = checkpoints.about()["run"]
+    text_crc32 = about.pop("text_crc32")
+    config = train_moe.Config(**about)
+    state = checkpoints.state(jax.eval_shape(train_moe.Trainer(config).new_state))
+    return config, state["params"], text_crc32
 
 
 def load(run: Path, text_name: str, dtype: str | None):
     """The trained model, and the text that it was trained on with the part held out."""
-    config, params, text_crc32 = train_moe.load(run)
-    text = train_moe.read_text(text_name, config.context)
+    config, params, text_crc32 = trained(run)
+    text = texts.read(text_name, config.context)
     if zlib.crc32(text.tobytes()) != text_crc32:
         raise SystemExit(f"--text: {run} was not trained on {text_name}")
     config = dataclasses.replace(config, precision=dtype or config.dtype)
     params = map_experts(lambda _, w: w.astype(config.dtype), params)
-    return config, params, *map(jnp.asarray, train_moe.split(text))
+    return config, params, *map(jnp.asarray, texts.split(text))
 
 
 def main(argv=None) -> dict:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    run = Path("runs/train_moe")
-    parser.add_argument("--run", type=Path, default=run, help=f"trained model (default: {run})")
-    parser.add_argument("--text", default=train_moe.TEXT, help="the file it was trained on, if any")
+    parser = Parser(__doc__)
+    parser.option("--run", Path("runs/train_moe"), "trained model", type=Path)
+    parser.add_argument("--text", default=texts.DEFAULT, help="the file it was trained on, if any")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="default: all")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="to compute in (default: the model's)"

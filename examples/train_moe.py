@@ -15,31 +15,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from tqdm import tqdm
 
 import jax_groupgemm as jgg
+import run_folder
+import texts
+from attention import HEAD_SIZE, Attention
+from options import Parser, count, option, settings
+from timing import in_turns
 
-VOCABULARY = 256  # bytes
-HEAD_SIZE = 32
 BALANCE_WEIGHT = 0.01
-TEXT = "pydoc_data.topics"  # the language reference that CPython carries
-HELD_OUT = 0.1  # of the text, at its end: never trained on
 SAMPLED_BYTES = 600
 TEMPERATURE = 0.7
 
@@ -48,17 +45,18 @@ TEMPERATURE = 0.7
 class Config:
     """Everything that a run's result depends on, besides the text."""
 
-    steps: int
-    batch: int
-    context: int
-    layers: int
-    width: int
-    experts: int
-    top_k: int
-    expert_width: int
-    lr: float
-    seed: int
-    precision: str
+    steps: int = option(800, "training steps", type=count)
+    batch: int = option(16, "sequences per step", type=count)
+    context: int = option(128, "bytes per sequence", type=count)
+    layers: int = option(2, "transformer blocks", type=count)
+    width: int = option(128, f"model width, a multiple of {HEAD_SIZE}", type=count)
+    experts: int = option(8, "experts per block", type=count)
+    top_k: int = option(2, "experts per token", type=count)
+    expert_width: int = option(128, "hidden width of one expert", type=count)
+    lr: float = option(3e-3, "peak learning rate", type=float)
+    seed: int = option(0, "of the initial weights, the batches and the sample", type=int)
+    precision: str = option("float32", "to compute in; nvfp4: the experts' products, else bfloat16",
+                            choices=["float32", "bfloat16", "nvfp4"])  # fmt: skip
 
     @property
     def dtype(self) -> str:
@@ -144,36 +142,12 @@ class MoE(nnx.Module):
         return y, balance
 
 
-class Attention(nnx.Module):
-    """Causal multi-head attention with rotary positions."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=config.dtype, rngs=rngs)
-        self.qkv = linear(config.width, 3 * config.width)
-        self.out = linear(config.width, config.width)
-
-    def __call__(self, x):
-        batch, length, _ = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, -1, HEAD_SIZE)
-        q, k, v = rotate(qkv[:, :, 0]), rotate(qkv[:, :, 1]), qkv[:, :, 2]
-        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
-
-
-def rotate(x):
-    """Rotary position embedding of ``(batch, length, heads, HEAD_SIZE)``."""
-    frequency = 10_000.0 ** -jnp.linspace(0, 1, HEAD_SIZE // 2, endpoint=False)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
 class Block(nnx.Module):
     """One transformer block, with a mixture of experts as its feed-forward network."""
 
     def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
         norm = functools.partial(nnx.RMSNorm, config.width, dtype=config.dtype, rngs=rngs)
-        self.attention_norm, self.attention = norm(), Attention(config, rngs)
+        self.attention_norm, self.attention = norm(), Attention(config.width, config.dtype, rngs)
         self.moe_norm, self.moe = norm(), MoE(config, experts_fn, rngs)
 
     def __call__(self, x, key=None):
@@ -186,10 +160,10 @@ class LanguageModel(nnx.Module):
     """Bytes ``(batch, length)`` to next-byte logits, and the mean load-balancing loss."""
 
     def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
+        self.embed = nnx.Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, experts_fn, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
-        self.head = nnx.Linear(config.width, VOCABULARY, dtype=config.dtype, rngs=rngs)
+        self.head = nnx.Linear(config.width, texts.VOCABULARY, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens, key=None):
         x = self.embed(tokens)
@@ -230,7 +204,7 @@ class Trainer:
         """Returns the new state and the batch's mean bits per byte."""
         # The batch follows from the seed and the step, so a resumed run sees the same ones.
         key = jax.random.fold_in(jax.random.key(self.config.seed), state["step"])
-        tokens = random_batch(self.config, text, key)
+        tokens = texts.random_batch(text, self.config.batch, self.config.context, key)
 
         def loss(params):
             nats, balance = self.cross_entropy(params, tokens, jax.random.fold_in(key, 1))
@@ -273,13 +247,6 @@ class Trainer:
         return jax.lax.scan(next_byte, prompt, jax.random.split(key, SAMPLED_BYTES))[1]
 
 
-def random_batch(config: Config, text, key):
-    """``batch`` spans of the text: ``context`` bytes and the next one."""
-    span = config.context + 1
-    starts = jax.random.randint(key, (config.batch, 1), 0, text.size - span + 1)
-    return text[starts + jnp.arange(span)]
-
-
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     warmup, end = config.steps // 20, config.lr / 20
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, config.steps, end)
@@ -288,32 +255,21 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What to train on, and what is held out."""
-    boundary = round(text.size * (1 - HELD_OUT))
-    return text[:boundary], text[boundary:]
-
-
-def bigram_bits_per_byte(train, held_out, smoothing=0.1) -> float:
-    """What counting pairs of bytes achieves: the baseline to beat."""
-    counts = np.full((VOCABULARY, VOCABULARY), smoothing)
-    np.add.at(counts, (train[:-1], train[1:]), 1)
-    probabilities = counts / counts.sum(axis=1, keepdims=True)
-    return float(-np.log2(probabilities[held_out[:-1], held_out[1:]]).mean())
-
-
 def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool,
         beside: list[Path]) -> dict:  # fmt: skip
     """Train from the start or from the latest checkpoint; files go to ``out``."""
-    checkpoints = Checkpoints(out / "checkpoints", config, text, resume)
+    checkpoints = run_folder.Checkpoints(out / "checkpoints")
+    about = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
+    checkpoints.begin(about, resume)
     trainer = Trainer(config)
     # Bits per byte: of each step's batch; of the held-out part, as pairs (step, mean).
     history = {"training": [], "held_out": []}
     if resume:
-        trainer.state, history = checkpoints.restore(trainer.state)
+        trainer.state = checkpoints.state(jax.eval_shape(trainer.new_state))
+        history = checkpoints.about()["history"]
 
-    bigram = bigram_bits_per_byte(*split(text))
-    training, held_out = map(jnp.asarray, split(text))
+    bigram = texts.bigram_bits_per_byte(*texts.split(text))
+    training, held_out = map(jnp.asarray, texts.split(text))
     parameters = sum(p.size for p in jax.tree.leaves(trainer.state["params"]))
     print(
         f"{parameters:,} parameters on {jax.devices()[0].device_kind}; "
@@ -353,168 +309,25 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
         "held_out": history["held_out"][-1][1],
         "bigram": bigram,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "sample": as_text(sample),
+        "sample": texts.as_text(sample),
         "history": history,
     }
-    (out / "metrics.json").write_text(json.dumps(dataclasses.asdict(config) | results, indent=1))
-    plot(results | {"precision": config.precision}, beside, out / "loss.png")
-    print(f"\nSampled after {as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
+    run_folder.write(out, dataclasses.asdict(config) | results, beside)
+    print(f"\nSampled after {texts.as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
     print(f"held out {results['held_out']:.3f}, bigram {bigram:.3f} bits per byte; see {out}")
     return results
-
-
-class Checkpoints:
-    """State and history of a run, saved as one, and what a run must have to go on from them."""
-
-    def __init__(self, folder: Path, config: Config, text: np.ndarray, resume: bool):
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
-        self.run = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
-        step = self.manager.latest_step()
-        if not resume and step is not None:
-            raise SystemExit(f"{folder} is not empty: pass --resume to go on, or another --out")
-        if resume and step is None:
-            raise SystemExit(f"--resume: there is no checkpoint in {folder}")
-        if resume:
-            saved = self._restore(about=ocp.args.JsonRestore())["about"]["run"]
-            changed = [f"{k} was {saved[k]}, is {v}" for k, v in self.run.items() if saved[k] != v]
-            if changed:
-                raise SystemExit(f"--resume: {folder} is of another run: {'; '.join(changed)}")
-
-    def save(self, step: int, state, history: dict) -> None:
-        about = ocp.args.JsonSave({"run": self.run, "history": history})
-        state = ocp.args.StandardSave(state)
-        self.manager.save(step, args=ocp.args.Composite(state=state, about=about))
-
-    def restore(self, like) -> tuple[Any, dict]:
-        """The latest state, which has the structure of ``like``, and history."""
-        state = ocp.args.StandardRestore(like)
-        latest = self._restore(state=state, about=ocp.args.JsonRestore())
-        return latest["state"], latest["about"]["history"]
-
-    def _restore(self, **args):
-        return self.manager.restore(self.manager.latest_step(), args=ocp.args.Composite(**args))
-
-
-def load(out: Path) -> tuple[Config, Any, int]:
-    """Configuration and parameters of the latest checkpoint in ``out``, and its text's CRC-32."""
-    folder = (out / "checkpoints").absolute()
-    if not folder.is_dir() or not any(folder.iterdir()):
-        raise SystemExit(f"no checkpoint in {folder}: python examples/train_moe.py --out {out}")
-    manager = ocp.CheckpointManager(folder)
-    step = manager.latest_step()
-
-    def restore(**args):
-        return manager.restore(step, args=ocp.args.Composite(**args))
-
-    run = restore(about=ocp.args.JsonRestore())["about"]["run"]
-    text_crc32 = run.pop("text_crc32")
-    config = Config(**run)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.eval_shape(Trainer(config).new_state)
-    like = jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes)
-    state = restore(state=ocp.args.StandardRestore(like))["state"]
-    return config, state["params"], text_crc32
-
-
-def plot(results: dict, beside: list[Path], path: Path) -> None:
-    """The run's losses, and those of the runs in other folders on held-out text."""
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    losses, bigram = results["history"]["training"], results["bigram"]
-    axes.plot(range(1, len(losses) + 1), losses, color="0.8", label="training batch")
-    others = [json.loads((folder / "metrics.json").read_text()) for folder in beside]
-    for i, each in enumerate([results, *others]):
-        steps, held_out = zip(*each["history"]["held_out"], strict=True)
-        label = f"held out, {each['precision']}: {held_out[-1]:.3f} at the end"
-        axes.plot(steps, held_out, "o-", color=f"C{i if i < 3 else i + 1}", label=label)
-    axes.axhline(bigram, color="C3", linestyle="--", label=f"bigram counts, {bigram:.2f}")
-    axes.set(xlabel="step", ylabel="bits per byte", title="Byte-level mixture of experts")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def as_text(tokens) -> str:
-    return bytes(tokens.tolist()).decode(errors="replace")
-
-
-# ---- comparison ------------------------------------------------------------------------------
-
-
-def compare(config: Config, text: np.ndarray, repeats: int = 15, warm_up: int = 3) -> dict:
-    """Time the training step on both products, in turns, so that both meet the same machine."""
-    trainers = {
-        "jax_groupgemm": Trainer(config),
-        "jax.lax.ragged_dot": Trainer(config, ragged_dot_experts),
-    }
-    training = jnp.asarray(text)
-    seconds, losses = {name: [] for name in trainers}, {name: [] for name in trainers}
-    for _ in tqdm(range(warm_up + repeats), unit="step", disable=None):
-        for name, trainer in trainers.items():
-            began = time.perf_counter()
-            trainer.state, bits = trainer.train_step(trainer.state, training)
-            jax.block_until_ready((trainer.state, bits))
-            seconds[name].append(time.perf_counter() - began)
-            losses[name].append(float(bits))
-    medians = {name: statistics.median(times[warm_up:]) for name, times in seconds.items()}
-    for name, median in medians.items():
-        print(f"training step with {name}: {1e3 * median:.2f} ms, median of {repeats}")
-    ours, theirs = medians.values()
-    difference = float(np.ptp([*losses.values()], axis=0).max())
-    print(f"ratio {theirs / ours:.2f} on {jax.devices()[0].device_kind}")
-    print(f"their losses differ by at most {difference:.1e} bits per byte")
-    return {"seconds": medians, "ratio": theirs / ours, "difference": difference}
 
 
 # ---- command line ----------------------------------------------------------------------------
 
 
-def read_text(name: str, context: int) -> np.ndarray:
-    """The text's bytes, as int32 tokens."""
-    if name == TEXT:
-        text = "\n".join(topics[topic] for topic in sorted(topics)).encode()
-    elif Path(name).is_file():
-        text = Path(name).read_bytes()
-    else:
-        raise SystemExit(f"--text: there is no file {name}")
-    least = round((context + 2) / HELD_OUT)
-    if len(text) < least:
-        raise SystemExit(
-            f"--text: {name} has {len(text)} bytes; the held-out tenth must hold --context "
-            f"{context}, so at least {least} are needed"
-        )
-    return np.frombuffer(text, np.uint8).astype(np.int32)
-
-
 def parse(argv) -> argparse.Namespace:
-    def count(value):
-        if int(value) < 1:
-            raise argparse.ArgumentTypeError(f"{value} is not positive")
-        return int(value)
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def option(name, default, text, **kwargs):
-        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **kwargs)
-
-    option("--text", TEXT, "file to train on")
-    option("--out", Path("runs/train_moe"), "folder for checkpoints and results", type=Path)
-    option("--steps", 800, "training steps", type=count)
-    option("--batch", 16, "sequences per step", type=count)
-    option("--context", 128, "bytes per sequence", type=count)
-    option("--layers", 2, "transformer blocks", type=count)
-    option("--width", 128, f"model width, a multiple of {HEAD_SIZE}", type=count)
-    option("--experts", 8, "experts per block", type=count)
-    option("--top-k", 2, "experts per token", type=count)
-    option("--expert-width", 128, "hidden width of one expert", type=count)
-    option("--lr", 3e-3, "peak learning rate", type=float)
-    option("--seed", 0, "of the initial weights, the batches and the sample", type=int)
-    option("--precision", "float32", "to compute in; nvfp4: the experts' products, else bfloat16",
-           choices=["float32", "bfloat16", "nvfp4"])  # fmt: skip
-    option("--eval-every", 100, "steps between evaluations, each with a checkpoint", type=count)
+    parser = Parser(__doc__)
+    parser.option("--text", texts.DEFAULT, "file to train on")
+    parser.option("--out", Path("runs/train_moe"), "folder for checkpoints and results", type=Path)
+    parser.options_of(Config)
+    parser.option("--eval-every", 100, "steps between evaluations, each with a checkpoint",
+                  type=count)  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
     parser.add_argument("--compare", action="store_true", help="only time the step, see above")
     parser.add_argument("--beside", nargs="*", default=[], type=Path, metavar="OUT",
@@ -533,11 +346,15 @@ def parse(argv) -> argparse.Namespace:
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    config = Config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Config)})
-    text = read_text(args.text, config.context)
+    config = settings(Config, args)
+    text = texts.read(args.text, config.context)
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
         if args.compare:
-            return compare(config, text)
+            trainers = {
+                "jax_groupgemm": Trainer(config),
+                "jax.lax.ragged_dot": Trainer(config, ragged_dot_experts),
+            }
+            return in_turns(trainers, jnp.asarray(text))
         return run(config, text, args.out, args.eval_every, args.resume, args.beside)
 
 

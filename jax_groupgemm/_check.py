@@ -35,6 +35,21 @@ def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str 
         )
 
 
+def dtype(op: str, name: str, given, allowed: Sequence[str], why: str = "") -> None:
+    if given.name not in allowed:
+        raise TypeError(f"jgg.{op}: {name} must be {either(allowed)}{why}, got dtype {given.name}")
+
+
+def either(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+
+
+def describe(value) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return repr(value)
+
+
 def integer(op: str, name: str, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"jgg.{op}: {name} must hold integers, got dtype {value.dtype.name}")
@@ -50,6 +65,13 @@ def rows(op: str, name: str, count: int) -> None:
         raise ValueError(
             f"jgg.{op}: {name} has {count} rows; row indices are int32, at most {MAX_ROWS}"
         )
+
+
+def group_sizes(op: str, value, groups: int | None = None, why: str = "") -> jax.Array:
+    value = array(op, "group_sizes", value)
+    integer(op, "group_sizes", value)
+    shape(op, "group_sizes", value, (groups,), "G", why)
+    return value
 
 
 def implementation(op: str, name: str | None) -> None:

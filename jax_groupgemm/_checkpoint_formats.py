@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _check
-from ._quantized import FLOATS, MODES, Quantized
+from ._formats import FLOATS, MODES
+from ._quantized import Quantized
 
 F32 = np.float32
 

@@ -28,9 +28,19 @@ def bits(x):
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
+def value(b):
+    """The float32 of a uint32 pattern."""
+    return lax.bitcast_convert_type(b, jnp.float32)
+
+
+def magnitude(b):
+    """Bits without the sign; they order as the magnitudes do, NaN last."""
+    return b & u32(0x7FFFFFFF)
+
+
 def split(b):
     """``(m, e)`` of the magnitude of finite float32 bits; m is 0 or has bit 23 set."""
-    b = b & u32(0x7FFFFFFF)
+    b = magnitude(b)
     exponent, m = i32(b >> 23), b & u32(0x7FFFFF)
     up = jnp.maximum(i32(lax.clz(m)) - 8, 0)  # of a subnormal
     m = jnp.where(exponent == 0, m << u32(up), m | u32(1 << 23))
@@ -61,7 +71,7 @@ def float32(m, e):
 
 def narrow(b, dtype):
     """float32 bits rounded once to a float32, bfloat16 or float16 array; NaN is canonical."""
-    nan = (b & u32(0x7FFFFFFF)) > u32(INF)
+    nan = magnitude(b) > u32(INF)
     if dtype == jnp.float32:
         return lax.bitcast_convert_type(jnp.where(nan, u32(NAN), b), jnp.float32)
     if dtype == jnp.bfloat16:
@@ -82,7 +92,7 @@ def multiply(a, b):
     high = mh * nh + (cross >> 12) + (low >> 24)
     low = low & u32(0xFFFFFF)
     p = (high << 6) | (low >> 18) | u32(low & u32(0x3FFFF) != 0)
-    a0, b0 = a & u32(0x7FFFFFFF), b & u32(0x7FFFFFFF)
+    a0, b0 = magnitude(a), magnitude(b)
     out = jnp.where((a0 == INF) | (b0 == INF), u32(INF), float32(p, e + f + 18))
     nan = (a0 > INF) | (b0 > INF) | ((a0 == INF) & (b0 == 0)) | ((a0 == 0) & (b0 == INF))
     return jnp.where(nan, u32(NAN), out | ((a ^ b) & u32(SIGN)))
@@ -100,7 +110,7 @@ def divide(a, b):
     rest = (m << 24) - q * n
     q, rest = q + lax.div(rest, n), lax.rem(rest, n)
     out = float32((q << 1) | u32(rest != 0), e - f - 25)
-    a0, b0 = a & u32(0x7FFFFFFF), b & u32(0x7FFFFFFF)
+    a0, b0 = magnitude(a), magnitude(b)
     out = jnp.where((a0 == INF) | (b0 == 0), u32(INF), jnp.where(b0 == INF, u32(0), out))
     nan = (a0 > INF) | (b0 > INF) | ((a0 == INF) & (b0 == INF)) | ((a0 == 0) & (b0 == 0))
     return jnp.where(nan, u32(NAN), out | ((a ^ b) & u32(SIGN)))

@@ -85,15 +85,10 @@ def grouped_mm(
 
 def metadata(op: str, group_sizes, group_offset, w) -> tuple:
     """``(group_sizes[, group_offset])``, checked."""
-    group_sizes = _check.array(op, "group_sizes", group_sizes)
-    _check.integer(op, "group_sizes", group_sizes)
     if group_offset is None:
-        _check.shape(
-            op, "group_sizes", group_sizes, w.shape[:1], "G",
-            f"because w is {w.shape}. Pass group_offset if w holds only some of the groups.",
-        )  # fmt: skip
-        return (group_sizes,)
-    _check.shape(op, "group_sizes", group_sizes, (None,), "G")
+        why = f"because w is {w.shape}. Pass group_offset if w holds only some of the groups."
+        return (_check.group_sizes(op, group_sizes, w.shape[0], why),)
+    group_sizes = _check.group_sizes(op, group_sizes)
     group_offset = _check.array(op, "group_offset", group_offset)
     _check.integer(op, "group_offset", group_offset)
     if group_offset.shape not in ((), (1,)):

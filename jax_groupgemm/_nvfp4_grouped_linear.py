@@ -8,9 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from . import _check, _partition, _primitives, _quantized
+from . import _check, _formats, _partition, _primitives
 from ._grouped_mm import grouped_mm
-from ._nvfp4_grouped_mm import checked_sizes, nvfp4_grouped_mm
+from ._nvfp4_grouped_mm import nvfp4_grouped_mm
 from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad
 from ._nvfp4_quantize import nvfp4_quantize
 from ._segments import SIZES
@@ -101,21 +101,16 @@ def nvfp4_grouped_linear(
     op = "nvfp4_grouped_linear"
     x, w = _check.array(op, "x", x), _check.array(op, "w", w)
     for name, value in (("x", x), ("w", w)):
-        if value.dtype.name not in ("bfloat16", "float32"):
-            raise TypeError(
-                f"jgg.{op}: {name} must be bfloat16 or float32, got dtype {value.dtype.name}"
-            )
+        _check.dtype(op, name, value.dtype, ("bfloat16", "float32"))
     _check.shape(op, "x", x, (None, None), "T, K")
     _check.shape(op, "w", w, (None, None, x.shape[1]), "G, N, K", f"because x is {x.shape}")
     groups, n, k = w.shape
     why = f"because w is {w.shape}"
-    group_sizes = checked_sizes(op, group_sizes, groups, why)
+    group_sizes = _check.group_sizes(op, group_sizes, groups, why)
     if bias is not None:
         bias = _check.array(op, "bias", bias)
         _check.shape(op, "bias", bias, (groups, n), "G, N", why)
-        if bias.dtype.name not in _quantized.FLOATS:
-            known = _quantized._or(_quantized.FLOATS)
-            raise TypeError(f"jgg.{op}: bias must be {known}, got dtype {bias.dtype.name}")
+        _check.dtype(op, "bias", bias.dtype, _formats.FLOATS)
     if not isinstance(recipe, NVFP4Recipe):
         raise TypeError(f"jgg.{op}: recipe must be a jgg.NVFP4Recipe, got {type(recipe).__name__}")
     keys = None if key is None or not recipe.stochastic_rounding else _split(op, key)
@@ -133,7 +128,7 @@ def _split(op: str, key) -> jax.Array:
         return jax.random.split(key)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"jgg.{op}: key must be one key of jax.random, got {_quantized._describe(key)}"
+            f"jgg.{op}: key must be one key of jax.random, got {_check.describe(key)}"
         ) from error
 
 

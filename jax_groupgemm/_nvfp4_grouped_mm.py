@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from . import _check, _epilogue, _nvfp4_sm100, _prepack, _quantized
+from . import _check, _epilogue, _formats, _nvfp4_sm100, _prepack, _quantized
 from ._quantized import Quantized
 
 
@@ -63,7 +63,7 @@ def nvfp4_grouped_mm(
             f"{x.shape}"
         )
     why = f"because w is {w.shape}"
-    group_sizes = checked_sizes(op, group_sizes, groups, why)
+    group_sizes = _check.group_sizes(op, group_sizes, groups, why)
     alpha = factor(op, "alpha", alpha, groups, why)
     if bias is not None:
         bias = _check.array(op, "bias", bias)
@@ -74,11 +74,7 @@ def nvfp4_grouped_mm(
             f"({groups},) {why}"
         )
     dtype = jnp.dtype(preferred_element_type)
-    if dtype.name not in _quantized.FLOATS:
-        raise TypeError(
-            f"jgg.{op}: preferred_element_type must be {_quantized._or(_quantized.FLOATS)}, got "
-            f"dtype {dtype.name}"
-        )
+    _check.dtype(op, "preferred_element_type", dtype, _formats.FLOATS)
     _check.rows(op, "x", t)
     _check.implementation(op, implementation)
     per_row = x.global_scale is not None and x.global_scale.ndim == 1
@@ -127,13 +123,6 @@ def _along_k(op: str, name: str, q, letters: str) -> Quantized:
     axes = [None] * len(letters.split(", "))
     _check.shape(op, name, jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), axes, letters)
     return q
-
-
-def checked_sizes(op: str, group_sizes, groups: int | None = None, why: str = "") -> jax.Array:
-    group_sizes = _check.array(op, "group_sizes", group_sizes)
-    _check.integer(op, "group_sizes", group_sizes)
-    _check.shape(op, "group_sizes", group_sizes, (groups,), "G", why)
-    return group_sizes
 
 
 def factor(op: str, name: str, value, groups: int, why: str) -> jax.Array | None:

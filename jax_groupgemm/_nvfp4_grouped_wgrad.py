@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from . import _check, _nvfp4_sm100, _primitives
 from . import _nvfp4_layouts as layouts
-from ._nvfp4_grouped_mm import checked_sizes, exact, factor, folded, operand
+from ._nvfp4_grouped_mm import exact, factor, folded, operand
 from ._quantized import Quantized
 from ._segments import SIZES
 
@@ -60,7 +60,7 @@ def nvfp4_grouped_wgrad(
     (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
     if dy.positions.shape != (t,):
         raise ValueError(f"jgg.{op}: dy has {dy.positions.shape[0]} rows, expected T = {t} as x")
-    group_sizes = checked_sizes(op, group_sizes)
+    group_sizes = _check.group_sizes(op, group_sizes)
     groups = group_sizes.shape[0]
     _padded(op, "x", x, t, groups)
     _padded(op, "dy", dy, t, groups)
@@ -124,8 +124,7 @@ def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
 def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
     value = _check.array(op, "existing_out", value)
     _check.shape(op, "existing_out", value, shape, "G, N, K", "the result's shape")
-    if value.dtype != jnp.float32:
-        raise TypeError(f"jgg.{op}: existing_out must be float32, got dtype {value.dtype.name}")
+    _check.dtype(op, "existing_out", value.dtype, ("float32",))
     return value
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _check, _custom_calls, _partition, _quantize_call, _quantized, _reference
+from . import _check, _custom_calls, _formats, _partition, _quantize_call, _reference
 from . import _float_bits as fb
 from . import _nvfp4_layouts as layouts
 from ._float_bits import i32, u32
@@ -81,15 +81,11 @@ def nvfp4_quantize(
     """
     op = "nvfp4_quantize"
     x = _check.array(op, "x", x)
-    if x.dtype.name not in _quantized.FLOATS:
-        known = _quantized._or(_quantized.FLOATS)
-        raise TypeError(f"jgg.{op}: x must be {known}, got dtype {x.dtype.name}")
+    _check.dtype(op, "x", x.dtype, _formats.FLOATS)
     axis = _axis(op, x, axis)
     _options(op, x, axis, group_sizes, scale_2d, hadamard, layout)
     if group_sizes is not None:
-        group_sizes = _check.array(op, "group_sizes", group_sizes)
-        _check.integer(op, "group_sizes", group_sizes)
-        _check.shape(op, "group_sizes", group_sizes, (None,), "G")
+        group_sizes = _check.group_sizes(op, group_sizes)
         _check.rows(op, "x", x.shape[0])
         _check.rows(op, "x, padded,", _padded_rows(x, axis, group_sizes, layout))
     if (group_sizes is None or axis == -1) and x.shape[axis] % _BLOCK:
@@ -166,7 +162,7 @@ def _seed(op: str, key):
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"jgg.{op}: stochastic_rounding_key must be one key of jax.random, got "
-            f"{_quantized._describe(key)}"
+            f"{_check.describe(key)}"
         ) from error
 
 
@@ -214,10 +210,10 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
         x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
     if axis == -2:
         x = x.swapaxes(-1, -2)
-    b = fb.bits(_quantized._blocks(x, _BLOCK))
+    b = fb.bits(_formats.blocks(x, _BLOCK))
     if hadamard:
         b = _rotated(b)
-    magnitude = b & u32(0x7FFFFFFF)  # these order as the values do
+    magnitude = fb.magnitude(b)
     matrix = tuple(range(max(x.ndim - 2, 0), b.ndim))
     finite = jnp.where(magnitude < u32(fb.INF), magnitude, u32(0))
     amax = jnp.max(finite, axis=matrix, initial=np.uint32(0))
@@ -225,21 +221,17 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
     scales, inverse = lax.optimization_barrier((scales, inverse))  # once per block
     q = fb.multiply(b, inverse[..., None])
     if seed is None:
-        code = fb.encode(*fb.split(q), **_quantized._E2M1)
+        code = fb.encode(*fb.split(q), **_formats.E2M1)
     else:
         code = _stochastic(q, sixteen_bits(b.shape[:-1], (seed[0], seed[1])))
     code = jnp.where((scales == 0x7F)[..., None], u32(0), code | b >> 31 << 3)
     code = lax.optimization_barrier(code)  # else XLA computes them once for every bit field
-    weight = _quantized.pack(_quantized._flat(code), 4)
-    global_scale = _float(fb.divide(amax, fb.bits(jnp.full_like(amax, _RANGE, jnp.float32))))
+    weight = _formats.pack(_formats.flat(code), 4)
+    global_scale = fb.value(fb.divide(amax, fb.bits(jnp.full_like(amax, _RANGE, jnp.float32))))
     return weight, scales.astype(jnp.uint8), global_scale
 
 
 _QUANTIZE = _quantize_call.composed("jgg_nvfp4_quantize", _definition, _custom_calls.nvfp4_quantize)
-
-
-def _float(b):
-    return lax.bitcast_convert_type(b, jnp.float32)
 
 
 def _scales(block, amax, scale_2d: bool):
@@ -258,9 +250,9 @@ def _scales(block, amax, scale_2d: bool):
     decode = fb.divide(constant(_ONE, amax), encode)
     sixth, decode = lax.optimization_barrier((sixth, decode))  # once per matrix
     matrix = (..., *[None] * (block.ndim - amax.ndim))
-    byte = fb.encode(*fb.split(fb.multiply(block, sixth[matrix])), **_quantized._E4M3)
+    byte = fb.encode(*fb.split(fb.multiply(block, sixth[matrix])), **_formats.E4M3)
     byte = jnp.where(block < u32(fb.INF), byte, u32(0x7F))
-    scale = fb.multiply(fb.bits(_quantized._exact(*_quantized._e4m3(byte))), decode[matrix])
+    scale = fb.multiply(fb.bits(_formats.exact(*_formats.e4m3(byte))), decode[matrix])
     inverse = jnp.minimum(fb.divide(constant(_ONE, scale), scale), u32(_LARGEST))
     if scale_2d:
         byte, inverse = (jnp.repeat(a, _BLOCK, axis=-2)[..., : rows[0], :] for a in (byte, inverse))
@@ -269,7 +261,7 @@ def _scales(block, amax, scale_2d: bool):
 
 def _stochastic(q, r):
     """Codes of magnitudes of float32 bits: floor to the grid of ``|q| + u * step``."""
-    t = jnp.minimum(_float(q & u32(0x7FFFFFFF)), _SIX)
+    t = jnp.minimum(fb.value(fb.magnitude(q)), _SIX)
     step = jnp.where(t < 2, np.float32(0.5), jnp.where(t < 4, np.float32(1), np.float32(2)))
     u = (i32(r).astype(jnp.float32) + np.float32(0.5)) * np.float32(2**-16)
     t = t + u * step  # the product is exact, so that a fused multiply-add is the same
@@ -280,7 +272,7 @@ def _rotated(b):
     """Bits of ``x @ diag(signs) @ H / 4`` of blocks of float32 bits: butterflies of strides 1, 2,
     4 and 8, then the quarter. Everything below the least normal number, here and between, is zero:
     backends differ in whether they flush it."""
-    y = _flushed(_float(b)) * _SIGNS
+    y = _flushed(fb.value(b)) * _SIGNS
     for stride in (1, 2, 4, 8):
         pairs = y.reshape(*y.shape[:-1], _BLOCK // (2 * stride), 2, stride)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
@@ -289,4 +281,4 @@ def _rotated(b):
 
 
 def _flushed(y):
-    return jnp.where(fb.bits(y) & u32(0x7FFFFFFF) < u32(0x00800000), np.float32(0), y)
+    return jnp.where(fb.magnitude(fb.bits(y)) < u32(0x00800000), np.float32(0), y)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _quantized
+from . import _call, _formats, _quantized
 from ._float_bits import u32
 from ._quantized import Quantized
 from ._segments import Form
@@ -81,7 +81,7 @@ def target(w: Quantized) -> str:
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
     *lead, n, k = w.shape
-    codes = _quantized.codes_in_groups(w.weight, 4, w.group_size).reshape(w.shape)
+    codes = _formats.codes_in_groups(w.weight, 4, w.group_size).reshape(w.shape)
     scales = w.scales
     if w.mode == "nvfp4":
         scales = _wide_e4m3(u32(scales) & u32(0x7F))
@@ -128,7 +128,7 @@ def _unpack(w: Quantized) -> Quantized:
             lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
             for v in (words & u32(0xFFFF), words >> 16)
         )
-    weight = _quantized.pack(codes, 4)
+    weight = _formats.pack(codes, 4)
     return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
 
 

@@ -16,7 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from . import _call, _custom_calls, _partition, _prepack, _primitives, _qmm_reference, _quantized
+from . import (
+    _call,
+    _check,
+    _custom_calls,
+    _formats,
+    _partition,
+    _prepack,
+    _primitives,
+    _qmm_reference,
+    _quantized,
+)
 from ._quantized import Quantized
 from ._segments import Form
 
@@ -50,9 +60,8 @@ def check(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     if not transpose_w:
         w = _prepack.unpacked(w)
     for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
-        if dtype is not None and jnp.dtype(dtype).name not in _quantized.FLOATS:
-            known = _quantized._or(_quantized.FLOATS)
-            raise TypeError(f"jgg.{op}: {name} must be {known}, got dtype {jnp.dtype(dtype).name}")
+        if dtype is not None:
+            _check.dtype(op, name, jnp.dtype(dtype), _formats.FLOATS)
     shape, k = w.weight.shape, x.shape[-1]
     if w.layout != "linear":  # as if it were
         shape = (*w.shape[:-1], w.shape[-1] * w.bits // 32)
@@ -133,7 +142,7 @@ def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
     weight it stands for."""
     grads: dict[str, Any] = dict.fromkeys(("weight", "scales", "biases", "global_scale"))
     if ad.is_undefined_primal(q.scales) or ad.is_undefined_primal(q.biases):
-        codes = _quantized.codes_in_groups(q.weight, q.bits, q.group_size)
+        codes = _formats.codes_in_groups(q.weight, q.bits, q.group_size)
         in_groups = dw.reshape(codes.shape)
         if ad.is_undefined_primal(q.scales):
             ds = (in_groups * codes.astype(jnp.float32)).sum((-2, -1))

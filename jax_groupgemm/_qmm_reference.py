@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _quantized, _reference
+from . import _formats, _reference
 from ._float_bits import u32
 from ._quantized import Quantized
 from ._segments import LENGTH, WEIGHT, X_START, Y_START, decode
@@ -118,12 +118,16 @@ class _Parts:
 
     def _values(self, part: Quantized):
         if self.table is None:
-            values = _reference.storage(_quantized.values_in_groups(part, self.dtype))
+            values = _formats.values_in_groups(
+                part.weight, part.scales, part.biases, None,
+                mode=part.mode, bits=part.bits, group_size=part.group_size, dtype=self.dtype,
+            )  # fmt: skip
+            values = _reference.storage(values)
         else:
-            codes = _quantized.codes_in_groups(part.weight, part.bits, part.group_size)
+            codes = _formats.codes_in_groups(part.weight, part.bits, part.group_size)
             index = u32(part.scales)[..., None, None] << u32(part.bits) | codes
             values = self.table.at[index].get(mode="promise_in_bounds")
-        return _reference.load(_quantized.flatten_groups(values), self.dtype)
+        return _reference.load(_formats.flatten_groups(values), self.dtype)
 
     def _cut(self, leaf, weight, first, per_group):
         zero = jnp.int32(0)
@@ -142,7 +146,8 @@ def _value_table(q: Quantized, dtype):
     columns = max(count, q.group_size)
     codes = jnp.broadcast_to(lax.iota(jnp.uint32, columns) % u32(count), (256, columns))
     scales = lax.broadcasted_iota(jnp.uint8, (256, columns // q.group_size), 0)
-    every = dataclasses.replace(
-        q, weight=_quantized.pack(codes, q.bits), scales=scales, biases=None, global_scale=None
-    )
-    return _quantized._dequantize(every, dtype, "reference")[:, :count].reshape(-1)
+    values = _formats.dequantize(
+        _formats.pack(codes, q.bits), scales, None, None,
+        mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
+    )  # fmt: skip
+    return values[:, :count].reshape(-1)

@@ -5,39 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from functools import partial
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from . import _check, _custom_calls, _quantize_call
-from . import _float_bits as fb
+from . import _check, _custom_calls, _formats, _quantize_call
 from . import _nvfp4_layouts as layouts
-from ._float_bits import i32, u32
+from ._check import describe, either
+from ._formats import FLOATS, MODES
 
-
-class _Mode(NamedTuple):
-    """The bits and group sizes of a mode, its default first."""
-
-    bits: tuple[int, ...]
-    group_sizes: tuple[int, ...]
-
-
-MODES = {
-    "affine": _Mode((4, 2, 3, 5, 6, 8), (64, 32, 128)),
-    "mxfp4": _Mode((4,), (32,)),
-    "mxfp8": _Mode((8,), (32,)),
-    "nvfp4": _Mode((4,), (16,)),
-}
 # Of the leaves of a Quantized: as its docstring says, or as _prepack.py or _nvfp4_layouts.py does.
 LAYOUTS = ("linear", "sm90", "grouped", "swizzled")
-FLOATS = ("float32", "bfloat16", "float16")
-# Of an element: mantissa bits, least normal exponent, last finite code.
-_E2M1 = {"mantissa": 1, "emin": 0, "limit": 7}
-_E4M3 = {"mantissa": 3, "emin": -6, "limit": 0x7E}
 
 
 @partial(
@@ -123,7 +103,7 @@ class Quantized:
     def __repr__(self) -> str:
         static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"
         leaves = (
-            f"{name}={_describe(value)}"
+            f"{name}={describe(value)}"
             for name in ("weight", "scales", "biases", "global_scale", "positions")
             if (value := getattr(self, name)) is not None
         )
@@ -141,12 +121,6 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=lambda static: json.dumps(static).encode(),
     deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
 )
-
-
-def _describe(value) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return repr(value)
 
 
 def _static(op: str, mode: str, bits: int | None, group_size: int | None) -> tuple[int, int]:
@@ -211,8 +185,7 @@ def quantize(
     op = "quantize"
     bits, group_size = _static(op, mode, bits, group_size)
     w = _check.array(op, "w", w)
-    if w.dtype.name not in FLOATS:
-        raise TypeError(f"jgg.{op}: w must be {_or(FLOATS)}, got dtype {w.dtype.name}")
+    _check.dtype(op, "w", w.dtype, FLOATS)
     if w.ndim == 0 or w.shape[-1] % group_size:
         raise ValueError(
             f"jgg.{op}: w has shape {w.shape}, expected (..., K) with K a multiple of "
@@ -263,7 +236,7 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
             dtype = jnp.bfloat16 if q.global_scale is None else jnp.float32
     dtype = jnp.dtype(dtype)
     if dtype.name not in FLOATS:
-        raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {_or(FLOATS)}")
+        raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {either(FLOATS)}")
     return _dequantize(q, dtype)
 
 
@@ -276,14 +249,9 @@ def check(op: str, name: str, q) -> Quantized:
     scales = _check.array(op, f"{name}.scales", q.scales)
     if q.layout == "sm90":
         return _check_packed(op, name, dataclasses.replace(q, weight=weight, scales=scales))
-    if weight.dtype != jnp.uint32:
-        raise TypeError(f"jgg.{op}: {name}.weight must be uint32, got dtype {weight.dtype.name}")
+    _check.dtype(op, f"{name}.weight", weight.dtype, ("uint32",))
     allowed = FLOATS if q.mode == "affine" else ("uint8",)
-    if scales.dtype.name not in allowed:
-        raise TypeError(
-            f"jgg.{op}: {name}.scales must be {_or(allowed)} in mode {q.mode!r}, got dtype "
-            f"{scales.dtype.name}"
-        )
+    _check.dtype(op, f"{name}.scales", scales.dtype, allowed, f" in mode {q.mode!r}")
     if weight.ndim == 0 or weight.shape[-1] * 32 % (q.bits * q.group_size):
         raise ValueError(
             f"jgg.{op}: {name}.weight has shape {weight.shape}, expected (..., K*bits/32) with K a "
@@ -311,7 +279,7 @@ def check(op: str, name: str, q) -> Quantized:
         biases = _check.array(op, f"{name}.biases", biases)
         if biases.shape != expected or biases.dtype != scales.dtype:
             raise ValueError(
-                f"jgg.{op}: {name}.biases is {_describe(biases)}, expected {_describe(scales)} as "
+                f"jgg.{op}: {name}.biases is {describe(biases)}, expected {describe(scales)} as "
                 f"{name}.scales"
             )
     global_scale = _global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
@@ -326,7 +294,7 @@ def _check_packed(op: str, name: str, q: Quantized) -> Quantized:
     expected = (*lead, rows, columns, 512), (*lead, rows, columns, 64 * words)
     if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
         raise ValueError(
-            f"jgg.{op}: {name} has weight {_describe(q.weight)} and scales {_describe(q.scales)}, "
+            f"jgg.{op}: {name} has weight {describe(q.weight)} and scales {describe(q.scales)}, "
             f"which jgg.prepack did not make: layout {q.layout!r} has shapes {expected}"
         )
     for leaf in (q.weight, q.scales):
@@ -346,7 +314,7 @@ def _check_positions(op: str, name: str, q: Quantized):
         fits = q.layout in ("grouped", "swizzled") and value.ndim == 1 and value.dtype == jnp.int32
     if not fits:
         raise ValueError(
-            f"jgg.{op}: {name}.positions is {_describe(value)}, expected {expected} in layout "
+            f"jgg.{op}: {name}.positions is {describe(value)}, expected {expected} in layout "
             f"{q.layout!r}"
         )
     return value
@@ -377,56 +345,12 @@ def _global_scale(op: str, mode: str, value, shape: tuple[int, ...], prefix: str
     if mode != "nvfp4":
         raise ValueError(f"jgg.{op}: {name} is for mode 'nvfp4', not {mode!r}")
     value = _check.array(op, name, value)
-    if value.dtype != jnp.float32:
-        raise TypeError(f"jgg.{op}: {name} must be float32, got dtype {value.dtype.name}")
+    _check.dtype(op, name, value.dtype, ("float32",))
     if value.ndim >= len(shape) or value.shape != shape[: value.ndim]:
         raise ValueError(
             f"jgg.{op}: {name} has shape {value.shape}, expected () or the leading axes of {shape}"
         )
     return value
-
-
-def _or(names) -> str:
-    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
-
-
-def _blocks(x, size: int):
-    """``(..., K)`` as ``(..., K/size, size)``."""
-    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-
-
-def _flat(x):
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def pack(codes, bits: int):
-    """uint32 codes ``(..., K)`` as a bit stream, uint32 ``(..., K*bits/32)``."""
-    count, words = 32 // gcd(bits, 32), bits // gcd(bits, 32)
-    chunk, out = _blocks(codes, count), [u32(0)] * words
-    for i in range(count):
-        word, offset = divmod(i * bits, 32)
-        out[word] = out[word] | (chunk[..., i] << offset)
-        if offset + bits > 32:
-            out[word + 1] = out[word + 1] | (chunk[..., i] >> (32 - offset))
-    return _flat(jnp.stack(out, axis=-1))
-
-
-def codes_in_groups(weight, bits: int, group_size: int):
-    """The codes of :func:`pack`, ``(..., groups, chunks, count)``.
-
-    A chunk is as few words as hold whole codes.
-    """
-    count, words = 32 // gcd(bits, 32), bits // gcd(bits, 32)
-    chunk, code = _blocks(weight, words), u32(0)
-    for word in range(words):
-        offset = np.arange(count) * bits - 32 * word  # of each code's first bit in this word
-        part = chunk[..., word, None] >> np.clip(offset, 0, 31).astype(np.uint32)
-        if word:
-            part = part << np.clip(-offset, 0, bits).astype(np.uint32)
-        inside = (-bits < offset) & (offset < 32)
-        code = code | (part & np.where(inside, 2**bits - 1, 0).astype(np.uint32))
-    *lead, chunks, _ = code.shape
-    return code.reshape(*lead, chunks * count // group_size, group_size // count, count)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
@@ -437,112 +361,14 @@ def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
     return weight, scales, biases[0] if biases else None
 
 
-def _leaves(w, global_scale, *, mode: str, bits: int, group_size: int) -> tuple:
-    """weight, scales[, biases], by definition."""
-    blocks, biases = _blocks(w, group_size), ()
-    if mode == "affine":
-        codes, scales, *biases = _affine(blocks.astype(jnp.float32), bits, w.dtype)
-    else:
-        codes, scales = _fp(fb.bits(blocks), mode, global_scale)
-    codes = lax.optimization_barrier(codes)  # else XLA computes them once for every bit field
-    return pack(_flat(codes), bits), scales, *biases
-
-
 _QUANTIZE = _quantize_call.composed(
-    "jgg_quantize", _leaves, _custom_calls.quantize, batch=_quantize_call.in_batch
+    "jgg_quantize", _formats.quantize, _custom_calls.quantize, batch=_quantize_call.in_batch
 )
-
-
-def _float(b):
-    return lax.bitcast_convert_type(b, jnp.float32)
-
-
-def _divide(a, b):
-    """Correctly rounded float32 quotient."""
-    a, b = jnp.broadcast_arrays(a, b)
-    return _float(fb.divide(fb.bits(a), fb.bits(b)))
-
-
-def _affine(w, bits: int, dtype):
-    # By bits: backends differ in whether subnormals compare as zeros.
-    key = lax.bitcast_convert_type(w, jnp.int32)
-    key = jnp.where(key < 0, key ^ i32(0x7FFFFFFF), key)
-    low, high = (
-        lax.bitcast_convert_type(jnp.where(k < 0, k ^ i32(0x7FFFFFFF), k), jnp.float32)
-        for k in (jnp.min(key, axis=-1), jnp.max(key, axis=-1))
-    )
-    levels = jnp.float32(2**bits - 1)
-    s = jnp.maximum(_divide(high - low, levels), jnp.float32(1e-7))
-    magnitude = u32(0x7FFFFFFF)
-    top = (fb.bits(high) & magnitude) >= (fb.bits(low) & magnitude)
-    s, edge = jnp.where(top, -s, s), jnp.where(top, high, low)
-    q0 = jnp.round(_divide(edge, s))
-    zero = q0 == 0
-    s = jnp.where(zero, s, _divide(edge, jnp.where(zero, jnp.float32(1), q0)))
-    bias = jnp.where(zero, jnp.float32(0), edge)
-    q = jnp.round(_divide(w - bias[..., None], s[..., None]))
-    q = jnp.where(jnp.isnan(q), jnp.float32(0), jnp.clip(q, jnp.float32(0), levels))
-    return u32(q), fb.narrow(fb.bits(s), dtype), fb.narrow(fb.bits(bias), dtype)
-
-
-def _fp(b, mode: str, global_scale):
-    """Codes and scale bytes of blocks of float32 bits."""
-    sign = b >> 31
-    amax = jnp.max(b & u32(0x7FFFFFFF), axis=-1)  # bits of magnitudes order as they do
-    element = _E4M3 if mode == "mxfp8" else _E2M1
-    if mode == "nvfp4":
-        t, s = b, fb.divide(amax, fb.bits(jnp.float32(6)))
-        if global_scale is not None:
-            lead = (..., *[None] * (b.ndim - 1 - global_scale.ndim))
-            inverse = fb.divide(fb.bits(jnp.ones_like(global_scale)), fb.bits(global_scale))
-            overflow = inverse & u32(0x7FFFFFFF) == fb.INF
-            inverse = jnp.where(overflow, inverse - u32(1), inverse)  # the largest float32
-            inverse = jnp.broadcast_to(inverse[lead], amax.shape)
-            t, s = fb.multiply(b, inverse[..., None]), fb.multiply(s, inverse)
-        nan = (amax >= u32(fb.INF)) | ((s & u32(0x7FFFFFFF)) > u32(fb.INF))
-        byte = fb.encode(*fb.split(s), **_E4M3)
-        byte = jnp.where(nan, u32(0x7F), byte)
-        dead = nan | (byte == 0)
-        divisor = fb.float32(*_e4m3(jnp.where(dead, u32(0x38), byte)))
-        t = fb.divide(t, jnp.broadcast_to(divisor[..., None], t.shape))
-        sign, (m, e) = t >> 31, fb.split(t)
-    else:
-        # ceil(log2(amax / largest)): largest is 1.5 * 2**2 or 1.75 * 2**8.
-        fraction, top = (0xC00000, 2) if mode == "mxfp4" else (0xE00000, 8)
-        m, e = fb.split(amax)
-        exponent = jnp.clip(e + 23 - top + i32(m > u32(fraction)), -127, 127)
-        exponent = jnp.where(amax == 0, 0, exponent)
-        dead = amax >= u32(fb.INF)
-        byte = jnp.where(dead, u32(255), u32(exponent + 127))
-        m, e = fb.split(b)
-        e = e - exponent[..., None]
-    code = fb.encode(m, e, **element) | (sign << (7 if mode == "mxfp8" else 3))
-    return jnp.where(dead[..., None], u32(0), code), byte.astype(jnp.uint8)
-
-
-def _e2m1(code):
-    """``(m, e)`` of the magnitude."""
-    exponent, mantissa = (code >> 1) & u32(3), code & u32(1)
-    normal = (mantissa | u32(2)) << (jnp.maximum(exponent, u32(1)) - u32(1))
-    m = jnp.where(exponent == 0, mantissa, normal)
-    return m, jnp.full_like(m, -1, jnp.int32)
-
-
-def _e4m3(code):
-    """``(m, e)`` of the magnitude of a code that is not NaN."""
-    exponent, mantissa = (code >> 3) & u32(15), code & u32(7)
-    m = jnp.where(exponent == 0, mantissa, mantissa | u32(8))
-    return m, i32(jnp.maximum(exponent, u32(1))) - 10
-
-
-def _exact(m, e):
-    """float32 of ``m * 2**e``, m below 2**24, where nothing is subnormal."""
-    return i32(m).astype(jnp.float32) * _float(u32(e + 127) << 23)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _dequantize(q: Quantized, dtype, implementation: str | None = None):
-    values = (_values if implementation == "reference" else _DEQUANTIZE)(
+    values = (_formats.dequantize if implementation == "reference" else _DEQUANTIZE)(
         q.weight, q.scales, q.biases, q.global_scale,
         mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
     )  # fmt: skip
@@ -551,70 +377,6 @@ def _dequantize(q: Quantized, dtype, implementation: str | None = None):
     return values if q.positions is None else layouts.take_rows(values, q.positions)
 
 
-def _values(*leaves, dtype, **static):
-    """w, by definition."""
-    return flatten_groups(values_in_groups(Quantized(*leaves, **static), dtype))
-
-
 _DEQUANTIZE = _quantize_call.composed(
-    "jgg_dequantize", _values, _custom_calls.dequantize, batch=_quantize_call.in_batch
+    "jgg_dequantize", _formats.dequantize, _custom_calls.dequantize, batch=_quantize_call.in_batch
 )
-
-
-def flatten_groups(values):
-    """``(..., groups, chunks, count)`` as ``(..., K)``; XLA's CPU backend makes vector instructions
-    of a loop over the former, not of one over K."""
-    return _flat(_flat(lax.optimization_barrier(values)))
-
-
-def values_in_groups(q: Quantized, dtype):
-    """The values, ``(..., groups, chunks, count)``."""
-    codes, scale = codes_in_groups(q.weight, q.bits, q.group_size), q.scales[..., None, None]
-    if q.mode == "affine":
-        return _affine_values(codes, scale, q.biases[..., None, None], dtype)
-    scale = u32(scale)
-    wide = q.mode == "mxfp8"
-    m, e = _e4m3(codes) if wide else _e2m1(codes)
-    nan = (codes & u32(0x7F) == 0x7F) if wide else jnp.zeros((), bool)
-    if q.mode == "nvfp4":
-        b = fb.bits(_exact(m, e) * _exact(*_e4m3(scale)))
-        nan = scale & u32(0x7F) == 0x7F
-    else:
-        b = fb.float32(m, e + i32(scale) - 127)
-        nan = nan | (scale == 255)
-    b = jnp.where(nan, u32(fb.NAN), b | ((codes >> (7 if wide else 3)) << 31))
-    if q.global_scale is None:
-        return fb.narrow(b, dtype)
-    lead = (..., *[None] * (b.ndim - q.global_scale.ndim))
-    return _times(b, jnp.broadcast_to(q.global_scale[lead], b.shape), dtype)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _affine_values(codes, scales, biases, dtype):
-    # Products with either part of s are exact, so that no fused multiply-add changes their sum.
-    b = fb.bits(scales)
-    finite = (b & u32(0x7FFFFFFF)) < u32(fb.INF)
-    high = _float(jnp.where(finite, b & u32(0xFFFFFF00), b))
-    low = jnp.where(finite, _float(b) - high, jnp.float32(0))
-    q = codes.astype(jnp.float32)
-    product = q * high + q * low
-    return fb.narrow(fb.bits(product + _float(fb.bits(biases))), dtype)
-
-
-@_affine_values.defjvp
-def _(dtype, primals, tangents):
-    codes, _, _ = primals
-    _, ds, db = tangents
-    f32 = jnp.float32
-    out = codes.astype(f32) * ds.astype(f32) + db.astype(f32)
-    return _affine_values(*primals, dtype), out.astype(dtype)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _times(b, factor, dtype):
-    return fb.narrow(fb.multiply(b, fb.bits(factor)), dtype)
-
-
-@_times.defjvp
-def _(dtype, primals, tangents):
-    return _times(*primals, dtype), (_float(primals[0]) * tangents[1]).astype(dtype)

@@ -9,7 +9,7 @@ import pytest
 from host_program import DTYPES, MODES, dtype_number, mode_number, pointer
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _quantized
+from jax_groupgemm import _formats
 
 pytestmark = host_program.needs_compiler
 
@@ -58,7 +58,7 @@ def test_affine(decode, rng, bits, scale_dtype):
     count, word = 16384, {2: np.uint16, 4: np.uint32}[dtype.itemsize]
     scales, biases = host_program.affine_parameters(rng, dtype, count)
     codes = rng.integers(0, 2**bits, (count, 32)).astype(np.uint32)
-    packed = np.asarray(_quantized.pack(jnp.asarray(codes), bits))
+    packed = np.asarray(_formats.pack(jnp.asarray(codes), bits))
     with np.errstate(all="ignore"):
         product = codes.astype(np.float32) * scales.astype(np.float32)[:, None]
         exact = product + biases.astype(np.float32)[:, None]

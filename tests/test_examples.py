@@ -1,9 +1,10 @@
 """The examples run, on small settings, and do what they say."""
 
-import importlib.util
+import dataclasses
+import importlib
 import json
 import shutil
-import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -22,13 +23,10 @@ TINY = [
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    """The example as a module, which finds those beside it as it would if it were run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +36,9 @@ def train_moe():
     return load("train_moe")
 
 
-@pytest.fixture
-def beside(train_moe, monkeypatch):
-    """The examples that import train_moe, as if run from their folder."""
-    monkeypatch.setitem(sys.modules, "train_moe", train_moe)
-    quantized_moe = load("quantized_moe")
-    monkeypatch.setitem(sys.modules, "quantized_moe", quantized_moe)
-    return {"quantized_moe": quantized_moe, "qlora_moe": load("qlora_moe")}
+@pytest.fixture(scope="module")
+def quantized_moe(train_moe):
+    return load("quantized_moe")
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +46,11 @@ def untrained(train_moe, text, tmp_path_factory):
     """A folder with the checkpoint of initial weights, of widths that every format takes."""
     out = tmp_path_factory.mktemp("untrained")
     args = train_moe.parse([*TINY, *text, "--width", "64", "--expert-width", "64"])
-    config = train_moe.Config(
-        **{name: vars(args)[name] for name in train_moe.Config.__annotations__}
-    )
-    tokens = train_moe.read_text(args.text, config.context)
-    checkpoints = train_moe.Checkpoints(out / "checkpoints", config, tokens, resume=False)
+    config = train_moe.settings(train_moe.Config, args)
+    tokens = train_moe.texts.read(args.text, config.context)
+    checkpoints = train_moe.run_folder.Checkpoints(out / "checkpoints")
+    about = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(tokens.tobytes())}
+    checkpoints.begin(about, resume=False)
     checkpoints.save(1, train_moe.Trainer(config).state, {})
     return out
 
@@ -182,10 +176,9 @@ def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["affine4", "nvfp4"])
 def test_quantized_moe_measures_the_model_of_dequantized_weights(
-    train_moe, beside, text, untrained, mode, capsys
+    train_moe, quantized_moe, text, untrained, mode, capsys
 ):
-    example = beside["quantized_moe"]
-    results = example.main(["--run", str(untrained), *text, "--modes", mode])
+    results = quantized_moe.main(["--run", str(untrained), *text, "--modes", mode])
     assert list(results) == ["float32", mode]
     assert json.loads((untrained / "quantized.json").read_text()) == results
     assert f"{mode} writes" in capsys.readouterr().out
@@ -195,26 +188,25 @@ def test_quantized_moe_measures_the_model_of_dequantized_weights(
     assert results["float32"]["expert_bytes"] == 4 * count
     assert results[mode]["expert_bytes"] == count // 2 + scales[mode]
 
-    config, params, _, held_out = example.load(untrained, text[1], None)
-    dequantized = example.map_experts(
-        lambda _, w: jgg.dequantize(example.quantize(w, mode)).swapaxes(1, 2), params
+    config, params, _, held_out = quantized_moe.load(untrained, text[1], None)
+    dequantized = quantized_moe.map_experts(
+        lambda _, w: jgg.dequantize(quantized_moe.quantize(w, mode)).swapaxes(1, 2), params
     )
     want = train_moe.Trainer(config).bits_per_byte(dequantized, held_out)
     np.testing.assert_allclose(results[mode]["held_out"], want, rtol=1e-5)
     assert 1e-4 < abs(results[mode]["held_out"] - results["float32"]["held_out"]) < 0.2
 
 
-def test_quantized_moe_needs_the_trained_model_and_its_text(beside, untrained, tmp_path):
-    example = beside["quantized_moe"]
+def test_quantized_moe_needs_the_trained_model_and_its_text(quantized_moe, untrained, tmp_path):
     with pytest.raises(SystemExit, match=r"python examples/train_moe\.py --out"):
-        example.main(["--run", str(tmp_path / "absent")])
+        quantized_moe.main(["--run", str(tmp_path / "absent")])
     with pytest.raises(SystemExit, match="was not trained on"):
-        example.main(["--run", str(untrained)])
+        quantized_moe.main(["--run", str(untrained)])
 
 
 @pytest.mark.slow
-def test_qlora_moe_trains_adapters_only(train_moe, beside, untrained, tmp_path, capsys):
-    example, quantized_moe = beside["qlora_moe"], beside["quantized_moe"]
+def test_qlora_moe_trains_adapters_only(train_moe, quantized_moe, untrained, tmp_path, capsys):
+    example = load("qlora_moe")
     path, out = tmp_path / "text.txt", tmp_path / "out"
     path.write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(400)))
     arguments = ["--run", str(untrained), "--out", str(out), "--text", str(path)]
@@ -224,9 +216,9 @@ def test_qlora_moe_trains_adapters_only(train_moe, beside, untrained, tmp_path, 
     assert results["trained_parameters"] == 4 * 4 * (64 + 128 + 64 + 64)
 
     # At first the adapters are nothing: the model is the quantized one.
-    config, params, _ = train_moe.load(untrained)
+    config, params, _ = quantized_moe.trained(untrained)
     frozen = quantized_moe.map_experts(lambda _, w: quantized_moe.quantize(w, "nvfp4"), params)
-    _, held_out = train_moe.split(train_moe.read_text(str(path), config.context))
+    _, held_out = train_moe.texts.split(train_moe.texts.read(str(path), config.context))
     bits_per_byte = train_moe.Trainer(config, quantized_moe.quantized_experts).bits_per_byte
     np.testing.assert_allclose(results["before"], bits_per_byte(frozen, held_out), rtol=1e-5)
 

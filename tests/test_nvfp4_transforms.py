@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _nvfp4_layouts, _nvfp4_quantize, _quantized
+from jax_groupgemm import _formats, _nvfp4_layouts, _nvfp4_quantize
 
 G = 3
 
@@ -36,7 +36,7 @@ def crude(x, group_sizes, seed, *, axis, scale_2d, hadamard, layout):
     magnitude = jnp.round(jnp.abs(x) / jnp.maximum(amax, 1e-9)[..., None, None] * 7)
     codes = magnitude.astype(jnp.uint32) | (x < 0).astype(jnp.uint32) << 3
     scales = jnp.full((*x.shape[:-1], x.shape[-1] // 16), 0x38, jnp.uint8)
-    return _quantized.pack(codes, 4), scales, amax / 6, padding and padding.positions
+    return _formats.pack(codes, 4), scales, amax / 6, padding and padding.positions
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,5 @@
 // quantize: w (..., K), in groups along K, to codes, scales and biases, as
-// jax_groupgemm/_quantized.py defines them; dequantize: these to values.
+// jax_groupgemm/_formats.py defines them; dequantize: these to values.
 #pragma once
 
 #include <cstdint>
