@@ -38,8 +38,8 @@ def prepack(w: Quantized) -> Quantized:
     For Hopper: modes ``"nvfp4"``, ``"mxfp4"`` and ``"affine"`` of 4 bits with bfloat16 scales; N
     and K multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a
     weight gets layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has
-    no kernel for a layout puts the codes (not the values) back in order first. Products of many rows
-    pack a weight that is not, each time anew; ``implementation="sm80"`` does not.
+    no kernel for a layout puts the codes (not the values) back in order first. On Hopper products
+    of many rows pack what is not packed, each time anew (not with ``implementation="sm80"``).
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
