@@ -28,6 +28,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_qmm_packed": ("cuda",),
     "jgg_quantize": ("cuda",),
     "jgg_dequantize": ("cuda",),
+    "jgg_prepack": ("cuda",),
     "jgg_nvfp4_quantize": ("cuda",),
     "jgg_nvfp4_grouped_mm": ("cuda",),
     "jgg_nvfp4_grouped_wgrad": ("cuda",),

@@ -269,6 +269,22 @@ def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, 
     return call(*operands, **_attributes(flags)).reshape(*lead, k)
 
 
+def prepack(weight, scales, biases, *, mode, bits, group_size):
+    """Custom call ``jgg_prepack``: weight, scales[, biases], all (R, ...) -> weight, scales, in
+    tiles of 64 rows x 64 k."""
+    *lead, n, words = weight.shape
+    rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
+    operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
+    scale_words = 2 if (mode, group_size) == ("affine", 32) else 1
+    results = [
+        jax.ShapeDtypeStruct((rows // 64, k_tiles, size), jnp.uint32)
+        for size in (512, 64 * scale_words)
+    ]
+    flags = {"mode": mode, "bits": bits, "group_size": group_size, "biases": biases is not None}
+    out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **_attributes(flags))
+    return tuple(a.reshape(*lead, n // 64, *a.shape[1:]) for a in out)
+
+
 def _nvfp4_workspace(groups: int, *scales: int):
     """As ffi/nvfp4/layout.h has it: arrays of shapes, addresses, strides and layouts, two prefix
     sums, tensor maps for 160 multiprocessors, and swizzled scales."""

@@ -88,7 +88,9 @@ def _call_of(platform, x, w, meta, bias, row_scale, existing, *, activation, tra
     known, target = (x, w), "jgg_mm"
     if quantized:
         gated = activation in GATED_ACTIVATIONS
-        w = _prepack.readable(w, platform, implementation, x.dtype, SIZES, transpose_w, gated)
+        w = _prepack.readable(
+            w, platform, implementation, x.dtype, SIZES, transpose_w, gated, x.shape[0], meta
+        )
         known, target = (x,), _prepack.target(w)
     others = [v for v in (bias, row_scale) if v is not None]
     runs = _call.chosen(platform, known, implementation, dtype, target)

@@ -18,12 +18,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _formats, _quantized
+from . import _call, _custom_calls, _formats, _quantize_call, _quantized
 from ._float_bits import u32
 from ._quantized import Quantized
 from ._segments import Form
 
 _TILE = 64
+
+# From so many rows per matrix on, a product of weights as they are stored repacks them first: that
+# costs the same for any number of rows, and each row gains. About 290 would pay if an H200 repacked
+# nvfp4 at its copy bandwidth, by its 1121 and 857 us for 1024 rows of 4096 x 4096 in either layout.
+# The repacking is yet to be measured.
+_REPACKED_ROWS = 512
 
 
 def prepack(w: Quantized) -> Quantized:
@@ -32,7 +38,8 @@ def prepack(w: Quantized) -> Quantized:
     For Hopper: modes ``"nvfp4"``, ``"mxfp4"`` and ``"affine"`` of 4 bits with bfloat16 scales; N
     and K multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a
     weight gets layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has
-    no kernel for a layout puts the codes (not the values) back in order first.
+    no kernel for a layout puts the codes (not the values) back in order first. On Hopper products
+    of many rows pack what is not packed, each time anew (not with ``implementation="sm80"``).
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -45,9 +52,16 @@ def prepack(w: Quantized) -> Quantized:
       ValueError, TypeError: as :func:`dequantize`.
     """
     w = _quantized.check("prepack", "w", w)
-    if w.layout != "linear" or not _packable(w):
+    if w.layout != "linear" or 0 in w.shape or not _packable(w):
         return w
-    return _prepack(w)
+    return _packed(w, _PREPACK)
+
+
+def _packed(w: Quantized, pack) -> Quantized:
+    weight, scales = pack(
+        w.weight, w.scales, w.biases, mode=w.mode, bits=w.bits, group_size=w.group_size
+    )
+    return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
 
 
 def _packable(w: Quantized) -> bool:
@@ -63,14 +77,32 @@ def unpacked(w: Quantized) -> Quantized:
     return w if w.layout == "linear" else _unpack(w)
 
 
-def readable(w: Quantized, platform: str, implementation, dtype, form: Form, transpose_w, gated):
-    """``w`` in a layout that the kernels of a platform can read for this product."""
+def readable(w: Quantized, platform: str, implementation, dtype, form: Form, transpose_w, gated,
+             rows: int, meta):  # fmt: skip
+    """``w`` in the layout that the kernels of a platform had best read for this product."""
     hopper = platform == "cuda" and implementation in (None, "sm90")
     hopper = hopper and all(capability == 90 for capability in _call.live_capabilities())
     whole = not gated or w.shape[-2] // 2 % _TILE == 0
     if hopper and transpose_w and form.ordered_y and whole and dtype == jnp.bfloat16:
+        # With an offset, rows may be of other groups than w's.
+        groups = meta[0].shape[0] if len(meta) == 2 else w.shape[0]
+        many = rows >= _REPACKED_ROWS * groups and 0 not in w.shape
+        if w.layout == "linear" and many and _is_hopper(implementation) and _has_kernel(w):
+            return _packed(w, _custom_calls.prepack)
         return w
     return unpacked(w)
+
+
+def _is_hopper(implementation) -> bool:
+    """Whether what runs a CUDA program is known to be; no other kernel reads layout "sm90"."""
+    capabilities = _call.live_capabilities()
+    named = implementation == "sm90"
+    return named or (bool(capabilities) and _call.unavailable("sm90", capabilities) is None)
+
+
+def _has_kernel(w: Quantized) -> bool:
+    """Whether ``jgg_prepack`` takes it."""
+    return w.bits == 4 and _packable(w)
 
 
 def target(w: Quantized) -> str:
@@ -107,6 +139,26 @@ def _prepack(w: Quantized) -> Quantized:
         biases=None,
         layout="sm90",
     )
+
+
+def _leaves(weight, scales, biases, **static):
+    """``(weight, scales)``, by definition."""
+    w = _prepack(Quantized(weight, scales, biases, **static))
+    return w.weight, w.scales
+
+
+def _kernel(weight, scales, biases, **static):
+    if not _has_kernel(Quantized(weight, scales, biases, **static)):
+        return None
+    return _custom_calls.prepack(weight, scales, biases, **static)
+
+
+def _in_batch(size: int, operands, axes):
+    *arrays, _ = _quantize_call.in_batch(size, (*operands, None), (*axes, None))
+    return arrays
+
+
+_PREPACK = _quantize_call.composed("jgg_prepack", _leaves, _kernel, batch=_in_batch)
 
 
 @jax.jit

@@ -194,8 +194,9 @@ def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **para
     del cotangent_dtype
     x, q, meta = split(tree, operands)
     q = _prepack.readable(
-        q, platform, implementation, x.dtype, params["form"], params["transpose_w"], gated=False
-    )
+        q, platform, implementation, x.dtype, params["form"], params["transpose_w"], gated=False,
+        rows=params["rows"], meta=meta,
+    )  # fmt: skip
     runs = _call.chosen(platform, (x,), implementation, params["out_dtype"], _prepack.target(q))
     if runs == "reference":
         return _qmm_reference.qmm(x, _prepack.unpacked(q), meta, **params)

@@ -162,6 +162,7 @@ def operations() -> dict[str, tuple]:
         "grouped_qmm, prepacked": (
             lambda x, q: qmm(x, jgg.prepack(q)), (*half(x), q["nvfp4"]), {"jgg_qmm_packed"},
         ),
+        "prepack": (jgg.prepack, (q["nvfp4"],), {"jgg_prepack"}),
         "nvfp4_quantize": (quantize, half(x), {"jgg_nvfp4_quantize"}),
         "nvfp4_quantize, along T": (along_t, half(x), {"jgg_nvfp4_quantize"}),
         "nvfp4_quantize, 2-D": (

@@ -1,5 +1,6 @@
 // quantize: w (..., K), in groups along K, to codes, scales and biases, as
-// jax_groupgemm/_formats.py defines them; dequantize: these to values.
+// jax_groupgemm/_formats.py defines them; dequantize: these to values; prepack: these to another
+// layout, as jax_groupgemm/_prepack.py defines it.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,16 @@ struct DequantizeArgs {
   QuantizedArray q;
   void* out;
   DType dtype;  // of out
+};
+
+// A matrix (rows, k) in layout "linear", 4 bits, both multiples of 64, to layout "sm90".
+struct PrepackArgs {
+  QuantizedArray q;
+  int64_t rows, k;
+  void *weight, *scales;  // tiles (rows/64, k/64) of 512 and 64 * ScaleWords() words
+
+  // Of a row of a tile.
+  int ScaleWords() const { return q.coding.mode == Mode::kAffine && q.group_size == 32 ? 2 : 1; }
 };
 
 }  // namespace jgg

@@ -1,0 +1,205 @@
+// prepack: layout "linear" to layout "sm90", tiles of 64 rows x 64 k (jax_groupgemm/_prepack.py). A
+// lane has two rows of a tile, a warp 16 rows of four tiles; warps store what their lanes have put
+// in order in shared memory.
+#pragma once
+
+#include "quantized/device/instructions.cuh"
+#include "quantized/quantized.h"
+
+namespace jgg::device {
+
+inline constexpr int kPrepackThreads = 128;  // 64 rows x 256 k
+
+struct PrepackParams {
+  const uint8_t *weight, *scales, *biases;
+  uint8_t *out, *out_scales;
+  int32_t k_tiles, blocks_along_k;
+  int32_t group_bits;  // 2^group_bits tiles share an affine scale
+};
+
+// Four words of eight codes, row r, k 0-7; row r + 8, k 0-7; row r, k 8-15; row r + 8, k 8-15, as
+// what four threads have of them. Byte j of every word is thread j's: even k in the low nibbles.
+template <Mode kMode>
+JGG_HOST_DEVICE void ToThreads(const uint32_t (&from)[4], uint32_t (&threads)[4]) {
+  const auto [a, b, c, d] = from;
+  // Byte j is a byte of thread j's word, from the lowest on.
+  uint32_t planes[4];
+  if constexpr (kMode == Mode::kAffine) {
+    constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
+    planes[0] = (a & kLow) | (b << 4 & kHigh);
+    planes[1] = (c & kLow) | (d << 4 & kHigh);
+    planes[2] = (a >> 4 & kLow) | (b & kHigh);
+    planes[3] = (c >> 4 & kLow) | (d & kHigh);
+  } else {
+    // In 16 bits, from the lowest on: three bits of each of c, b, a, d; signs of b, d, c, a.
+    const uint32_t middle = (d & 0x77777777) | (b & 0x88888888);
+    const uint32_t ends =
+        (a >> 2 & 0x11111111) | (d >> 2 & 0x22222222) | (c >> 1 & 0x44444444) | (a & 0x88888888);
+    planes[0] = (c & 0x07070707) | (b << 3 & 0x38383838) | (a << 6 & 0xc0c0c0c0);
+    planes[1] = (middle << 1 & 0x1e1e1e1e) | (ends << 4 & 0xe0e0e0e0) | (ends & 0x01010101);
+    planes[2] = (c >> 4 & 0x07070707) | (b >> 1 & 0x38383838) | (a << 2 & 0xc0c0c0c0);
+    planes[3] = (middle >> 3 & 0x1e1e1e1e) | (ends & 0xe0e0e0e0) | (ends >> 4 & 0x01010101);
+  }
+  JGG_UNROLL
+  for (int pair = 0; pair < 2; ++pair) {
+    const uint32_t selector = pair ? 0x7362 : 0x5140;
+    const uint32_t low = Permute(planes[0], planes[1], selector);
+    const uint32_t high = Permute(planes[2], planes[3], selector);
+    threads[2 * pair] = Permute(low, high, 0x5410);
+    threads[2 * pair + 1] = Permute(low, high, 0x7632);
+  }
+}
+
+// Of each byte its highest bit, eight times.
+JGG_HOST_DEVICE uint32_t SignBytes(uint32_t word) { return Permute(word, 0, 0xba98); }
+
+// Four e4m3 magnitudes as (exponent + 10) * 8 + mantissa, without subnormals; NaN is 255.
+JGG_HOST_DEVICE uint32_t WideE4M3(uint32_t bytes) {
+  uint32_t mantissas = bytes & 0x07070707;
+  mantissas |= mantissas >> 4;
+  const uint32_t selector = Permute(mantissas, 0, 0x4420);
+  const uint32_t small = Permute(0x14100800, 0x1e1c1a18, selector);
+  const uint32_t normal = SignBytes(bytes + 0x78787878), nan = SignBytes(bytes + 0x01010101);
+  return ((bytes + 0x18181818) & normal) | (small & ~normal) | nan;
+}
+
+JGG_HOST_DEVICE uint32_t Bf16OfE8M0(uint32_t byte) {
+  return byte == 0 ? 0x40 : byte == 255 ? 0x7fc0 : byte << 7;
+}
+
+// What decodes a row of a tile, as words.
+template <Mode kMode, int kWords>
+struct RowScales;
+
+template <>
+struct RowScales<Mode::kNvfp4, 1> {
+  uint32_t words[1];
+
+  __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
+    const uint32_t* at = reinterpret_cast<const uint32_t*>(p.scales) + row * p.k_tiles + tile;
+    words[0] = WideE4M3(__ldg(at) & 0x7f7f7f7f);
+  }
+
+  // A mask of the codes of a step, 16 k: none where the scale is 0.
+  __device__ uint32_t Codes(int step) const {
+    const uint32_t not_zero = words[0] | ((words[0] & 0x7f7f7f7f) + 0x7f7f7f7f);
+    return Permute(not_zero, 0, 0x8888 + 0x1111 * step);
+  }
+};
+
+template <>
+struct RowScales<Mode::kMxfp4, 1> {
+  uint32_t words[1];
+
+  __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
+    const uint16_t* at = reinterpret_cast<const uint16_t*>(p.scales) + row * p.k_tiles + tile;
+    const uint32_t two = __ldg(at);
+    words[0] = Bf16OfE8M0(two & 255) | Bf16OfE8M0(two >> 8) << 16;
+  }
+
+  __device__ uint32_t Codes(int) const { return ~0u; }
+};
+
+template <>
+struct RowScales<Mode::kAffine, 1> {
+  uint32_t words[1];
+
+  __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
+    const int64_t group = (row * p.k_tiles + tile) >> p.group_bits;  // lines are whole groups
+    const auto load = [&](const uint8_t* from) -> uint32_t {
+      return __ldg(reinterpret_cast<const uint16_t*>(from) + group);
+    };
+    words[0] = load(p.scales) | load(p.biases) << 16;
+  }
+
+  __device__ uint32_t Codes(int) const { return ~0u; }
+};
+
+template <>
+struct RowScales<Mode::kAffine, 2> {
+  uint32_t words[2];
+
+  __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
+    const auto load = [&](const uint8_t* from) {
+      return __ldg(reinterpret_cast<const uint32_t*>(from) + row * p.k_tiles + tile);
+    };
+    const uint32_t scales = load(p.scales), biases = load(p.biases);
+    words[0] = Permute(scales, biases, 0x5410);
+    words[1] = Permute(scales, biases, 0x7632);
+  }
+
+  __device__ uint32_t Codes(int) const { return ~0u; }
+};
+
+// Codes of two rows of a tile, row and row + 8, as what four threads have of them: of each thread,
+// 16 bytes.
+template <typename Scales, Mode kMode>
+__device__ void Rearrange(const uint4 (&rows)[2][2], const Scales (&scales)[2],
+                          uint32_t (&threads)[4][4]) {
+  const auto step = [&](int i, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const uint32_t mask = scales[0].Codes(i), mask8 = scales[1].Codes(i);
+    uint32_t words[4];
+    ToThreads<kMode>({a & mask, b & mask8, c & mask, d & mask8}, words);
+    JGG_UNROLL
+    for (int j = 0; j < 4; ++j) threads[j][i] = words[j];
+  };
+  JGG_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const uint4 row = rows[0][half], row8 = rows[1][half];
+    step(2 * half, row.x, row8.x, row.y, row8.y);
+    step(2 * half + 1, row.z, row8.z, row.w, row8.w);
+  }
+}
+
+template <Mode kMode, int kScaleWords>
+__global__ void __launch_bounds__(kPrepackThreads)
+    PrepackKernel(const __grid_constant__ PrepackParams p) {
+  using Scales = RowScales<kMode, kScaleWords>;
+  __shared__ uint4 stages[kPrepackThreads / 32][128];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane / 4;
+  const int64_t row_tile = blockIdx.x / p.blocks_along_k;
+  const int first = 4 * static_cast<int>(blockIdx.x % p.blocks_along_k);  // of the block's tiles
+  const int tile = first + lane % 4;
+  uint4* stage = stages[warp];
+  // Tile by tile, threads in order, but for the last two bits of their numbers: neither what lanes
+  // write nor what the warp reads meets a bank twice.
+  const auto place = [](int i, int thread) { return 32 * i + (thread ^ i); };
+
+  if (tile < p.k_tiles) {
+    const int64_t row = 64 * row_tile + 16 * warp + pair;
+    uint4 rows[2][2];
+    Scales scales[2];
+    JGG_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const auto* at =
+          reinterpret_cast<const uint4*>(p.weight) + 2 * ((row + 8 * i) * p.k_tiles + tile);
+      rows[i][0] = __ldg(at);
+      rows[i][1] = __ldg(at + 1);
+    }
+    JGG_UNROLL
+    for (int i = 0; i < 2; ++i) scales[i].Load(p, row + 8 * i, tile);
+    uint32_t threads[4][4];
+    Rearrange<Scales, kMode>(rows, scales, threads);
+    JGG_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t (&steps)[4] = threads[j];
+      stage[place(lane % 4, 4 * pair + j)] = make_uint4(steps[0], steps[1], steps[2], steps[3]);
+    }
+    const int64_t two = (row_tile * p.k_tiles + tile) * 32 + 8 * warp + pair;  // rows of scales
+    if constexpr (kScaleWords == 1) {
+      reinterpret_cast<uint2*>(p.out_scales)[two] =
+          make_uint2(scales[0].words[0], scales[1].words[0]);
+    } else {
+      reinterpret_cast<uint4*>(p.out_scales)[two] = make_uint4(
+          scales[0].words[0], scales[0].words[1], scales[1].words[0], scales[1].words[1]);
+    }
+  }
+  __syncwarp();
+  auto* out = reinterpret_cast<uint4*>(p.out) + (row_tile * p.k_tiles + first) * 128 + 32 * warp;
+  JGG_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if (first + i < p.k_tiles) out[128 * i + lane] = stage[place(i, lane)];
+  }
+}
+
+}  // namespace jgg::device

@@ -1,0 +1,33 @@
+// prepack: weights in layout "linear" to layout "sm90".
+#include "quantized/prepack_sm80.h"
+
+#include "common/arch.h"
+#include "quantized/prepack_sm80.cuh"
+
+namespace jgg {
+
+std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
+                                                    int compute_capability) {
+  const QuantizedArray& q = args.q;
+  if (q.coding.bits != 4) return "codes do not have 4 bits";
+  if (q.coding.mode == Mode::kAffine && q.coding.scale_dtype != DType::kBF16) {
+    return "scales are not bfloat16";
+  }
+  const void* operands[] = {q.weight, q.scales, q.biases, args.weight, args.scales};
+  for (const void* data : operands) {
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return "an operand is not 16-byte aligned";
+  }
+  return NeedsComputeCapability(80, compute_capability);
+}
+
+cudaError_t prepack_sm80(cudaStream_t stream, const PrepackArgs& args) {
+  if (args.q.elements == 0) return cudaSuccess;
+  const auto launch = [&](auto mode, auto words, unsigned blocks, const device::PrepackParams& p) {
+    device::PrepackKernel<mode.value, words.value>
+        <<<blocks, device::kPrepackThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  };
+  return LaunchPrepack(args, launch);
+}
+
+}  // namespace jgg

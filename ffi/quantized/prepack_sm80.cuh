@@ -1,0 +1,41 @@
+// From PrepackArgs to a launch of the kernel.
+#pragma once
+
+#include <type_traits>
+
+#include "quantized/device/prepack.cuh"
+#include "quantized/quantize.h"
+
+namespace jgg {
+
+inline device::PrepackParams MakePrepackParams(const PrepackArgs& args) {
+  const QuantizedArray& q = args.q;
+  device::PrepackParams p{};
+  p.weight = static_cast<const uint8_t*>(q.weight);
+  p.scales = static_cast<const uint8_t*>(q.scales);
+  p.biases = static_cast<const uint8_t*>(q.biases);
+  p.out = static_cast<uint8_t*>(args.weight);
+  p.out_scales = static_cast<uint8_t*>(args.scales);
+  p.k_tiles = static_cast<int32_t>(args.k / 64);
+  p.blocks_along_k = (p.k_tiles + 3) / 4;
+  while (64 << p.group_bits < q.group_size) ++p.group_bits;
+  return p;
+}
+
+// launch(mode, scale_words, blocks, params), the first two as constants; its result.
+template <typename Launch>
+auto LaunchPrepack(const PrepackArgs& args, Launch launch) {
+  const device::PrepackParams p = MakePrepackParams(args);
+  const auto blocks = static_cast<unsigned>(args.rows / 64 * p.blocks_along_k);
+  const auto of = [&](auto mode, auto words) { return launch(mode, words, blocks, p); };
+  using One = std::integral_constant<int, 1>;
+  switch (args.q.coding.mode) {
+    case Mode::kNvfp4: return of(std::integral_constant<Mode, Mode::kNvfp4>{}, One{});
+    case Mode::kMxfp4: return of(std::integral_constant<Mode, Mode::kMxfp4>{}, One{});
+    default: break;
+  }
+  const std::integral_constant<Mode, Mode::kAffine> affine;
+  return args.ScaleWords() == 1 ? of(affine, One{}) : of(affine, std::integral_constant<int, 2>{});
+}
+
+}  // namespace jgg

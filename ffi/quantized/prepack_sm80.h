@@ -1,0 +1,17 @@
+// The kernel of prepack: any GPU of compute capability 8.0 or newer that the build has code for.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "quantized/quantize.h"
+
+namespace jgg {
+
+std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
+                                                    int compute_capability);
+cudaError_t prepack_sm80(cudaStream_t stream, const PrepackArgs& args);
+
+}  // namespace jgg
