@@ -36,7 +36,7 @@ template <typename Config>
 int64_t MostTilesSm90(const GemmSm90& gemm) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
-  const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
+  const int64_t tile_columns = (gated ? 128 : Config::kColumns) * Config::kCluster;
   const int64_t m_tiles =
       gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
                  : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);
@@ -116,6 +116,7 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 // Whether there is a kernel with tiles of so many rows.
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
   if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
+  if (tile == 192) return gemm.wgrad && !gemm.epilogue.Any();
   if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
   return tile == 64 || tile == 128 || tile == 256;
 }
@@ -163,6 +164,11 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     }
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
+    if (tile == 192) {
+      return LaunchConfigSm90<
+          device::GemmSm90Config<Element, kLKMajor, kR, 192, 2, 4, 2, 1, false, true, true>>(
+          stream, gemm, operands);
+    }
     // float32 results take the room of a stage.
     if (gemm.out_dtype == DType::kF32) {
       return LaunchConfigSm90<

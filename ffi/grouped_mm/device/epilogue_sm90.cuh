@@ -17,8 +17,9 @@
 
 namespace jgg::device {
 
-// Shared memory for two chunks of two-byte results, or one of float32; kWide: two of float32.
-template <int kChunk_, bool kScattered = false, bool kWide_ = false>
+// Shared memory for two chunks of two-byte results, or one of float32; kWide: for twice as many.
+// kPlain: for calls whose epilogue only rounds; others have no registers left there.
+template <int kChunk_, bool kScattered = false, bool kWide_ = false, bool kPlain = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
@@ -38,7 +39,9 @@ class EpilogueSm90 {
   template <int kSums>
   __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
     if (column >= work.columns) return;
-    if (gemm_.epilogue.Any()) return StoreFused<false>(work, column, sums, sums);
+    if constexpr (!kPlain) {
+      if (gemm_.epilogue.Any()) return StoreFused<false>(work, column, sums, sums);
+    }
     const bool wide = gemm_.out_dtype == DType::kF32;
 #pragma unroll
     for (int chunk = 0; chunk < (2 * kSums + kChunk - 1) / kChunk; ++chunk) {
@@ -48,10 +51,17 @@ class EpilogueSm90 {
       const int rows = min(kChunk, work.rows - chunk * kChunk);
       const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
-      // Chunks take turns with two buffers, or have one.
-      turn_ = wide && !kWide ? 0 : turn_ ^ 1;
+      // Chunks take turns with the buffers that there are.
+      const int buffers = (kWide ? 4 : 2) / (wide ? 2 : 1);
+      turn_ = turn_ + 1 < buffers ? turn_ + 1 : 0;
       char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
-      if (Thread() == 0) WaitStored<1>();
+      if (Thread() == 0) {
+        if (kWide && !wide) {
+          WaitStored<3>();
+        } else {
+          WaitStored<1>();
+        }
+      }
       SyncSome(barrier_, 128);  // what was there has been read
       if (wide) {
         StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged, blocks);

@@ -63,6 +63,7 @@ struct Products {
   __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                              Stage& cleared, Sums& sums) {
     if (work.slices == 0) {
+      PassTurn(memory, group);
 #pragma unroll
       for (int b = 0; b < kBlocks * kHalves; ++b) {
 #pragma unroll
@@ -109,6 +110,16 @@ struct Products {
       if (work.rows > 192) return loop(Constant<256>{}, One{});
       if (work.rows > 128) return loop(Constant<192>{}, One{});
     }
+    if constexpr (kRows == 192) {
+      if constexpr (kPartial) {
+        if (work.rows > 176) return loop(Constant<192>{}, One{});
+        if (work.rows > 160) return loop(Constant<176>{}, One{});
+        if (work.rows > 144) return loop(Constant<160>{}, One{});
+        if (work.rows > 128) return loop(Constant<144>{}, One{});
+      } else {
+        if (work.rows > 128) return loop(Constant<192>{}, One{});
+      }
+    }
     if constexpr (kRows > 64) {
       if (work.rows > (kPartial ? 96 : 64)) return loop(Constant<128>{}, One{});
       if constexpr (kPartial) {
@@ -130,6 +141,13 @@ struct Products {
   }
 
  private:
+  // The other warpgroup may multiply: all its warps wait for all of these.
+  __device__ static void PassTurn(Memory& memory, int group) {
+    if constexpr (Config::kPingPong) {
+      if (threadIdx.x % 32 == 0) Arrive(&memory.turn[group ^ 1]);
+    }
+  }
+
   template <int kN, int kHalvesUsed, typename Stage>
   __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                               Stage& cleared, Sums& sums) {
@@ -140,7 +158,9 @@ struct Products {
     // Bytes from one 16 k to the next.
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
-    const uint32_t l = SharedAddress(memory.l), r = SharedAddress(memory.r) + group * 64 * 128;
+    constexpr int kOwnBlocks = Config::kPingPong ? kBlocks : 1;  // of columns, that lie together
+    const uint32_t l = SharedAddress(memory.l);
+    const uint32_t r = SharedAddress(memory.r) + (kOwnBlocks > 1 ? 0 : group * 64 * 128);
     // Of the last slice, which comes first, only the k that there are.
     const bool tail = work.last <= kSliceSm90 - 16;
     uint64_t l_tile, r_tile;
@@ -157,7 +177,7 @@ struct Products {
     auto multiply = [&](int step, bool add) {
 #pragma unroll
       for (int i = 0; i < kBlocks * kHalvesUsed; ++i) {
-        const int r_offset = kBlocks > 1 ? i * 2 * 64 * 128 : 0;
+        const int r_offset = kBlocks > 1 ? i * 2 / kOwnBlocks * 64 * 128 : 0;
         const int l_offset = kBlocks > 1 ? 0 : i * kN * 128;
         Multiply<Instruction>(r_tile + ((step * kStepR + r_offset) >> 4),
                               l_tile + ((step * kStepL + l_offset) >> 4), sums[i], add,
@@ -166,10 +186,13 @@ struct Products {
     };
     // A slice is waited for before the next one begins, and its stage is released at once: the
     // other warpgroup's products fill the gap, and what is copied next does not wait for what comes
-    // last.
+    // last. In ping-pong nothing would fill it: a slice is released when the next one is under way.
+    int before = -1;
     auto end = [&] {
-      WarpgroupWait<0>();
-      Release<Config>(memory, at.index);
+      WarpgroupWait<Config::kPingPong ? 1 : 0>();
+      if constexpr (!Config::kPingPong) before = at.index;
+      if (before >= 0) Release<Config>(memory, before);
+      if constexpr (Config::kPingPong) before = at.index;
       at.Next();
     };
     if (tail) {
@@ -190,6 +213,11 @@ struct Products {
       for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, turn > 0 || step > 0);
       WarpgroupCommit();
       end();
+    }
+    if constexpr (Config::kPingPong) {
+      PassTurn(memory, group);
+      WarpgroupWait<0>();
+      Release<Config>(memory, before);
     }
   }
 };

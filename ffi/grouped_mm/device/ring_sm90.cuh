@@ -11,6 +11,10 @@ namespace jgg::device {
 
 constexpr int kMultiplyWarps = 8;
 
+// The warps that read one stage: all that multiply, or those of one warpgroup, which take turns.
+template <typename Config>
+constexpr int kStageWarps = Config::kPingPong ? kMultiplyWarps / 2 : kMultiplyWarps;
+
 // A place in a ring, and the parity of its barriers' next phase.
 template <int kPlaces>
 struct Place {
@@ -23,6 +27,12 @@ struct Place {
       parity ^= 1;
     }
   }
+
+  __device__ void Skip(int places) {
+    const int rounds = (index + places) / kPlaces;
+    index += places - rounds * kPlaces;
+    parity ^= rounds & 1;
+  }
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
@@ -31,7 +41,7 @@ template <typename Config>
 __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
-    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
+    Init(&memory.empty[i], kStageWarps<Config> * Config::kCluster);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
     Init(&memory.work_full[i], 1);
@@ -76,6 +86,21 @@ __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
   }
 }
 
+// The same for a warp whose registers are few: the tile stays where it is until f is done with it.
+template <typename Config, typename Function>
+__device__ void ForEachHeldWork(typename Config::SharedMemory& memory, Function f) {
+  Place<Config::kWorks> at;
+  while (true) {
+    Wait(&memory.work_full[at.index], at.parity);
+    const Work& work = memory.works[at.index];
+    if (work.rows == 0) return;
+    f(work);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
+    at.Next();
+  }
+}
+
 struct NothingElse {
   __device__ void operator()(const Work&, int) const {}
 };
@@ -85,13 +110,14 @@ template <typename Config, typename Function = NothingElse>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
-  ScheduleSm90<Config::kRows, Config::kCluster> schedule(gemm, gated ? 128 : 128 * Config::kBlocks,
-                                                         block);
+  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
+      gemm, gated ? 128 : Config::kColumns, block);
   Place<Config::kWorks> at;
   while (true) {
     const Work work = schedule.Next();
     Wait(&memory.work_empty[at.index], at.parity ^ 1);
     add(work, at.index);
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       memory.works[at.index] = work;
       Arrive(&memory.work_full[at.index]);

@@ -31,13 +31,17 @@ struct Work {
   // then happens while the tile before is stored.
   __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
 
+  // How many such slices there are.
+  __device__ int Cuts() const { return slices == 0 ? 0 : Cut(slices - 1) + (slices > 1 && Cut(0)); }
+
   // Whether a slice has values of k from outside the segment, which are cleared.
   __device__ bool Cut(int slice) const {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
   }
 };
 
-template <int kRows, int kCluster>
+// kRaggedK: also of wgrad.
+template <int kRows, int kCluster, bool kRaggedK>
 class ScheduleSm90 {
  public:
   // `columns` of the result in a tile; `block` of the cluster.
@@ -46,18 +50,19 @@ class ScheduleSm90 {
     next_ = blockIdx.x / kCluster;
     stride_ = gridDim.x / kCluster;
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
-    band_ = gemm.wgrad ? 8 : 4;
+    band_ = Wgrad() ? 8 : 4;
     columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
     columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
     matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
-    if (gemm.ranks) RankMatrices();
+    ranks_ = kRaggedK && gemm.ranks && matrix_tiles_ * gemm.groups > stride_;
+    if (ranks_) RankMatrices();
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
-    if (gemm_.ranks) return NextRanked();
+    if (ranks_) return NextRanked();
     Work work{};
-    if (gemm_.wgrad && gemm_.matrices) {
+    if (Wgrad() && gemm_.matrices) {
       const int weight = next_ / matrix_tiles_;
       if (weight < gemm_.groups) SetMatrix(work, next_ - weight * matrix_tiles_, weight);
       next_ += stride_;
@@ -79,7 +84,7 @@ class ScheduleSm90 {
     const int gap = Take(gaps_, which, owner);
     const int index = window_ + owner * kPerLane + which;
     next_ += stride_;
-    if (gemm_.wgrad) {
+    if (Wgrad()) {
       SetMatrixTile(work, number, index < Count() ? index - offset_ : index - Count(), start, start,
                     length);
     } else {
@@ -92,6 +97,8 @@ class ScheduleSm90 {
   static constexpr unsigned kAll = 0xffffffffu;
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
   static_assert(kWindow == kMostRankedMatrices);
+
+  __device__ bool Wgrad() const { return kRaggedK && gemm_.wgrad; }
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
@@ -195,24 +202,27 @@ class ScheduleSm90 {
   // wgrad of few tiles: tiles_[i] becomes the place of this lane's matrix 32 * i + lane among all,
   // the longest first.
   __device__ void RankMatrices() {
+    const int slots = (gemm_.groups + 31) / 32;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int index = 32 * i + lane_;
-      lengths_[i] = tiles_[i] = -1;
+      lengths_[i] = -1;
+      tiles_[i] = 0;
       if (index >= gemm_.groups) continue;
       lengths_[i] = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index).length;
-      tiles_[i] = 0;
     }
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (32 * j >= gemm_.groups) break;
-#pragma unroll 8
-      for (int lane = 0; lane < 32; ++lane) {
+      if (j >= slots) break;
+      const int lanes = min(gemm_.groups - 32 * j, 32);
+#pragma unroll 4
+      for (int lane = 0; lane < lanes; ++lane) {
         const int other = __shfl_sync(kAll, lengths_[j], lane);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
+          if (i >= slots) break;
           const bool earlier = 32 * j + lane < 32 * i + lane_;
-          tiles_[i] += other > lengths_[i] || (other == lengths_[i] && earlier);
+          tiles_[i] += earlier ? other >= lengths_[i] : other > lengths_[i];
         }
       }
     }
@@ -249,7 +259,7 @@ class ScheduleSm90 {
   // more, empty segment has the rows after the last one.
   __device__ bool LoadWindow() {
     const bool partial = gemm_.metadata.offset != nullptr;
-    const int total = Count() + (!gemm_.wgrad ? 1 : partial ? gemm_.groups : 0);
+    const int total = Count() + (!Wgrad() ? 1 : partial ? gemm_.groups : 0);
     window_ = window_ < 0 ? 0 : window_ + kWindow;
     if (window_ >= total) return false;
     const int begin = window_ + lane_ * kPerLane;
@@ -286,7 +296,7 @@ class ScheduleSm90 {
       }
     }
     int sum = 0, all;
-    if (gemm_.wgrad) {
+    if (Wgrad()) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         gaps_[i] = 0;
@@ -327,6 +337,7 @@ class ScheduleSm90 {
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
+  bool ranks_;
   int band_;                  // tiles of rows that take turns with tiles of columns
   int turn_ = 0;              // of ranked matrices: rounds until now
   int window_ = -1;           // its first segment

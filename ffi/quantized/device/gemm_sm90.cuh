@@ -28,6 +28,8 @@ struct QuantizedGemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
+  static constexpr bool kRaggedK = false, kPingPong = false;
+  static constexpr int kColumns = kBlocks * 128;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
