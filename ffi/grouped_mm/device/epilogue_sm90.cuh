@@ -17,14 +17,14 @@
 
 namespace jgg::device {
 
-// Shared memory for two chunks of two-byte results, or one of float32; kWide: for twice as many.
-// kPlain: for calls whose epilogue only rounds; others have no registers left there.
-template <int kChunk_, bool kScattered = false, bool kWide_ = false, bool kPlain = false>
+// Shared memory for kBuffers chunks of two-byte results, or half as many of float32. kPlain: for
+// two-byte results that are only rounded; for more there would be no registers left.
+template <int kChunk_, bool kScattered = false, int kBuffers = 2, bool kPlain = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
-  static constexpr bool kWide = kWide_;
-  static constexpr int kBytes = kChunk * 128 * (kWide ? 4 : 2);
+  static constexpr bool kWide = kBuffers >= 4;  // float32 takes turns, too, so TMA can store it
+  static constexpr int kBytes = kChunk * 128 * kBuffers;
 
   __device__ EpilogueSm90(const GemmSm90& gemm, void* staged, int barrier)
       : gemm_(gemm), staged_(static_cast<char*>(staged)), barrier_(barrier) {}
@@ -42,7 +42,7 @@ class EpilogueSm90 {
     if constexpr (!kPlain) {
       if (gemm_.epilogue.Any()) return StoreFused<false>(work, column, sums, sums);
     }
-    const bool wide = gemm_.out_dtype == DType::kF32;
+    const bool wide = !kPlain && gemm_.out_dtype == DType::kF32;
 #pragma unroll
     for (int chunk = 0; chunk < (2 * kSums + kChunk - 1) / kChunk; ++chunk) {
       if (chunk * kChunk >= work.rows) break;
@@ -52,14 +52,14 @@ class EpilogueSm90 {
       const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
       // Chunks take turns with the buffers that there are.
-      const int buffers = (kWide ? 4 : 2) / (wide ? 2 : 1);
+      const int buffers = wide ? kBuffers / 2 : kBuffers;
       turn_ = turn_ + 1 < buffers ? turn_ + 1 : 0;
       char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
       if (Thread() == 0) {
-        if (kWide && !wide) {
-          WaitStored<3>();
+        if (wide) {
+          WaitStored<kBuffers / 2 - 1>();
         } else {
-          WaitStored<1>();
+          WaitStored<kBuffers - 1>();
         }
       }
       SyncSome(barrier_, 128);  // what was there has been read

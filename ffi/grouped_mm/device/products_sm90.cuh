@@ -189,10 +189,14 @@ struct Products {
     // last. In ping-pong nothing would fill it: a slice is released when the next one is under way.
     int before = -1;
     auto end = [&] {
-      WarpgroupWait<Config::kPingPong ? 1 : 0>();
-      if constexpr (!Config::kPingPong) before = at.index;
-      if (before >= 0) Release<Config>(memory, before);
-      if constexpr (Config::kPingPong) before = at.index;
+      if constexpr (Config::kPingPong) {
+        WarpgroupWait<1>();
+        if (before >= 0) Release<Config>(memory, before);
+        before = at.index;
+      } else {
+        WarpgroupWait<0>();
+        Release<Config>(memory, at.index);
+      }
       at.Next();
     };
     if (tail) {
