@@ -35,19 +35,72 @@ class EpilogueSm90 {
     y_rows_ = y_rows;
   }
 
-  // Store columns [column, column + 64) of a tile.
+  // Store kParts parts of a tile, of 64 columns each: the first from `column` on, each next_column
+  // columns and next_row rows behind the one before.
+  //
+  // Parts and chunks are loops that are not unrolled, so that there is little code: unrolled, most
+  // of a tile's epilogue was waiting for instructions. Only what reads sums, which are registers,
+  // is there once for each chunk.
+  template <int kParts, int kSums>
+  __device__ void Store(const Work& work, int column, int next_column, int next_row,
+                        float (&sums)[kParts][kSums]) {
+#pragma unroll (kPlain ? kParts : 1)
+    for (int part = 0; part < kParts; ++part) {
+      Work here = work;
+      if (next_row > 0) {
+        here.rows = min(next_row, work.rows - part * next_row);
+        here.out_row += part * next_row;
+        here.out += part * next_row * gemm_.out_line;
+      }
+      // Calls stage(sums, blocks of 8 rows) for a chunk of this part.
+      auto chunk_sums = [&](int chunk, auto stage) {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+          for (int j = 0; j < (2 * kSums + kChunk - 1) / kChunk; ++j) {
+            // The last chunk may be half full.
+            if (part == i && chunk == j) {
+              stage(sums[i] + j * (kChunk / 2), min(kChunk, 2 * kSums - j * kChunk) / 8);
+            }
+          }
+        }
+      };
+      StorePart(here, column + part * next_column, chunk_sums);
+    }
+  }
+
+  // `gates`, and `up`, which they let through.
   template <int kSums>
-  __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
+  __device__ void StoreGated(const Work& work, int column, float (&gates)[kSums],
+                             float (&up)[kSums]) {
+    constexpr int kRows = kChunk / 2;
+    if (column >= work.columns) return;
+#pragma unroll 1
+    for (int chunk = 0; chunk * kRows < work.rows; ++chunk) {
+      if (Thread() == 0) WaitStored<0>();
+      SyncSome(barrier_, 128);
+#pragma unroll
+      for (int j = 0; j < (2 * kSums + kRows - 1) / kRows; ++j) {
+        if (chunk != j) continue;
+        const int blocks = min(kRows, 2 * kSums - j * kRows) / 8;
+        StageFloats<kRows>(gates + j * (kRows / 2), staged_, blocks);
+        StageFloats<kRows>(up + j * (kRows / 2), staged_ + kRows * 64 * 4, blocks);
+      }
+      SyncSome(barrier_, 128);
+      WriteFused<true, kRows>(work, column, chunk * kRows);
+    }
+  }
+
+ private:
+  template <typename ChunkSums>
+  __device__ void StorePart(const Work& work, int column, ChunkSums chunk_sums) {
     if (column >= work.columns) return;
     if constexpr (!kPlain) {
-      if (gemm_.epilogue.Any()) return StoreFused<false>(work, column, sums, sums);
+      if (gemm_.epilogue.Any()) return StoreFused(work, column, chunk_sums);
     }
     const bool wide = !kPlain && gemm_.out_dtype == DType::kF32;
-#pragma unroll
-    for (int chunk = 0; chunk < (2 * kSums + kChunk - 1) / kChunk; ++chunk) {
-      if (chunk * kChunk >= work.rows) break;
-      // The last chunk of a half may be half full.
-      const int blocks = min(kChunk, 2 * kSums - chunk * kChunk) / 8;
+#pragma unroll 1
+    for (int chunk = 0; chunk * kChunk < work.rows; ++chunk) {
       const int rows = min(kChunk, work.rows - chunk * kChunk);
       const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
@@ -63,11 +116,13 @@ class EpilogueSm90 {
         }
       }
       SyncSome(barrier_, 128);  // what was there has been read
-      if (wide) {
-        StageFloats<kChunk>(sums + chunk * (kChunk / 2), staged, blocks);
-      } else {
-        StageHalves(sums + chunk * (kChunk / 2), staged, blocks);
-      }
+      chunk_sums(chunk, [&](const float* sums, int blocks) {
+        if (wide) {
+          StageFloats<kChunk>(sums, staged, blocks);
+        } else {
+          StageHalves(sums, staged, blocks);
+        }
+      });
       if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
       if (boxes) {
@@ -84,26 +139,21 @@ class EpilogueSm90 {
     }
   }
 
-  // The same with everything that an epilogue may do. Gated: `up` are what `sums` let through.
-  template <bool kGated, int kSums>
-  __device__ void StoreFused(const Work& work, int column, float (&sums)[kSums],
-                             float (&up)[kSums]) {
-    if (column >= work.columns) return;
-    constexpr int kRows = kGated ? kChunk / 2 : kChunk;
-#pragma unroll
-    for (int chunk = 0; chunk < (2 * kSums + kRows - 1) / kRows; ++chunk) {
-      if (chunk * kRows >= work.rows) break;
-      const int blocks = min(kRows, 2 * kSums - chunk * kRows) / 8;
+  // The same with everything that an epilogue may do.
+  template <typename ChunkSums>
+  __device__ void StoreFused(const Work& work, int column, ChunkSums chunk_sums) {
+#pragma unroll 1
+    for (int chunk = 0; chunk * kChunk < work.rows; ++chunk) {
       if (Thread() == 0) WaitStored<0>();
       SyncSome(barrier_, 128);
-      StageFloats<kRows>(sums + chunk * (kRows / 2), staged_, blocks);
-      if (kGated) StageFloats<kRows>(up + chunk * (kRows / 2), staged_ + kRows * 64 * 4, blocks);
+      chunk_sums(chunk, [&](const float* sums, int blocks) {
+        StageFloats<kChunk>(sums, staged_, blocks);
+      });
       SyncSome(barrier_, 128);
-      WriteFused<kGated, kRows>(work, column, chunk * kRows);
+      WriteFused<false, kChunk>(work, column, chunk * kChunk);
     }
   }
 
- private:
   __device__ static int Lane() { return threadIdx.x % 32; }
   __device__ static int Thread() { return threadIdx.x % 128; }
   // This thread's first column of the 64.

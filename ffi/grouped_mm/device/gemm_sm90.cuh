@@ -64,7 +64,7 @@ struct GemmSm90Config {
   static_assert(!kPingPong || (kBlocks == 2 && kPlanes == 1 && kHalves == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue = EpilogueSm90<kGathered || kPingPong ? 32 : kChunkL, kGathered,
+  using Epilogue = EpilogueSm90<kGathered || (kPingPong && kStages == 5) ? 32 : kChunkL, kGathered,
                                 kWide_      ? 4
                                 : kPingPong ? 3
                                             : 2,
@@ -204,7 +204,6 @@ __device__ void ClearWarp(typename Config::SharedMemory& memory) {
 template <typename Config>
 __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                   int group) {
-  const bool gated = IsGated(gemm.epilogue.activation);
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
   if constexpr (Config::kPingPong) {
@@ -224,8 +223,7 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
       parity ^= 1;
       typename P::Sums sums;
       P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-      epilogue.Store(work, 0, sums[0]);
-      epilogue.Store(work, 64, sums[1]);
+      epilogue.Store(work, 0, 64, 0, sums);
     });
     WaitStored<0>();
     return;
@@ -234,22 +232,10 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-    if constexpr (Config::kHalves == 2) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Work part = work;
-        part.rows = min(rows, work.rows - half * rows);
-        part.out_row += half * rows;
-        part.out += half * rows * gemm.out_line;
-        epilogue.Store(part, 64 * group, sums[half]);
-      }
-    } else if constexpr (Config::kBlocks == 1) {
-      epilogue.Store(work, 64 * group, sums[0]);
-    } else if (gated) {
-      epilogue.template StoreFused<true>(work, 64 * group, sums[0], sums[1]);
+    if constexpr (Config::kBlocks == 1) {
+      epilogue.Store(work, 64 * group, 0, Config::kHalves == 1 ? 0 : rows, sums);
     } else {
-      epilogue.Store(work, 64 * group, sums[0]);
-      epilogue.Store(work, 128 + 64 * group, sums[1]);
+      epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }
   });
   WaitStored<0>();  // shared memory must outlive its last copy

@@ -226,7 +226,6 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
                                            typename Config::SharedMemory& memory, int group) {
   using P = std::conditional_t<Config::kWarps, FewRowsProducts<Config>, QuantizedProducts<Config>>;
   const GemmSm90& gemm = quantized.gemm;
-  const bool gated = IsGated(gemm.epilogue.activation);
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at;
   ForEachWork<Config>(memory, [&](const Work& work) {
@@ -251,9 +250,9 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       }
     }
     if constexpr (Config::kBlocks == 1) {
-      epilogue.Store(work, 64 * group, sums[0]);
+      epilogue.Store(work, 64 * group, 0, 0, sums);
     } else {
-      epilogue.template StoreFused<true>(work, 64 * group, sums[0], sums[1]);
+      epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }
   });
   WaitStored<0>();
