@@ -35,38 +35,26 @@ class EpilogueSm90 {
     y_rows_ = y_rows;
   }
 
-  // Store kParts parts of a tile, of 64 columns each: the first from `column` on, each next_column
-  // columns and next_row rows behind the one before.
+  // Store columns [column, column + 64) of a tile.
   //
-  // Parts and chunks are loops that are not unrolled, so that there is little code: unrolled, most
-  // of a tile's epilogue was waiting for instructions. Only what reads sums, which are registers,
-  // is there once for each chunk.
-  template <int kParts, int kSums>
-  __device__ void Store(const Work& work, int column, int next_column, int next_row,
-                        float (&sums)[kParts][kSums]) {
-#pragma unroll (kPlain ? kParts : 1)
-    for (int part = 0; part < kParts; ++part) {
-      Work here = work;
-      if (next_row > 0) {
-        here.rows = min(next_row, work.rows - part * next_row);
-        here.out_row += part * next_row;
-        here.out += part * next_row * gemm_.out_line;
+  // Chunks are a loop that is not unrolled, so that there is little code: unrolled, much of a
+  // tile's epilogue was waiting for instructions. Only what reads sums, which are registers, is
+  // there once for each chunk.
+  template <int kSums>
+  __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
+    if (column >= work.columns) return;
+    // Calls stage(sums, blocks of 8 rows) for a chunk.
+    auto chunk_sums = [&](int chunk, auto stage) {
+#pragma unroll
+      for (int i = 0; i < (2 * kSums + kChunk - 1) / kChunk; ++i) {
+        // The last chunk may be half full.
+        if (chunk == i) stage(sums + i * (kChunk / 2), min(kChunk, 2 * kSums - i * kChunk) / 8);
       }
-      // Calls stage(sums, blocks of 8 rows) for a chunk of this part.
-      auto chunk_sums = [&](int chunk, auto stage) {
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) {
-#pragma unroll
-          for (int j = 0; j < (2 * kSums + kChunk - 1) / kChunk; ++j) {
-            // The last chunk may be half full.
-            if (part == i && chunk == j) {
-              stage(sums[i] + j * (kChunk / 2), min(kChunk, 2 * kSums - j * kChunk) / 8);
-            }
-          }
-        }
-      };
-      StorePart(here, column + part * next_column, chunk_sums);
+    };
+    if constexpr (!kPlain) {
+      if (gemm_.epilogue.Any()) return StoreFused(work, column, chunk_sums);
     }
+    StorePlain(work, column, chunk_sums);
   }
 
   // `gates`, and `up`, which they let through.
@@ -93,11 +81,7 @@ class EpilogueSm90 {
 
  private:
   template <typename ChunkSums>
-  __device__ void StorePart(const Work& work, int column, ChunkSums chunk_sums) {
-    if (column >= work.columns) return;
-    if constexpr (!kPlain) {
-      if (gemm_.epilogue.Any()) return StoreFused(work, column, chunk_sums);
-    }
+  __device__ void StorePlain(const Work& work, int column, ChunkSums chunk_sums) {
     const bool wide = !kPlain && gemm_.out_dtype == DType::kF32;
 #pragma unroll 1
     for (int chunk = 0; chunk * kChunk < work.rows; ++chunk) {

@@ -107,7 +107,7 @@ __device__ void MultiplyRowsWarpgroup(const GemmSm90& gemm, typename Config::Sha
     P::Tile(memory, work, false, group, at, cleared, sums);
     epilogue.SetRows(rows.x, rows.y);
     if constexpr (Config::kBlocks == 1) {
-      epilogue.Store(work, 64 * group, 0, 0, sums);
+      epilogue.Store(work, 64 * group, sums[0]);
     } else {
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }

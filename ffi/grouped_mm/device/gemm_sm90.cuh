@@ -223,7 +223,8 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
       parity ^= 1;
       typename P::Sums sums;
       P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-      epilogue.Store(work, 0, 64, 0, sums);
+      epilogue.Store(work, 0, sums[0]);
+      epilogue.Store(work, 64, sums[1]);
     });
     WaitStored<0>();
     return;
@@ -232,8 +233,17 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-    if constexpr (Config::kBlocks == 1) {
-      epilogue.Store(work, 64 * group, 0, Config::kHalves == 1 ? 0 : rows, sums);
+    if constexpr (Config::kHalves == 2) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Work part = work;
+        part.rows = min(rows, work.rows - half * rows);
+        part.out_row += half * rows;
+        part.out += half * rows * gemm.out_line;
+        epilogue.Store(part, 64 * group, sums[half]);
+      }
+    } else if constexpr (Config::kBlocks == 1) {
+      epilogue.Store(work, 64 * group, sums[0]);
     } else {
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }

@@ -149,17 +149,21 @@ __device__ inline void WarpgroupWait() {
 }
 
 // A tile in shared memory with 128-byte lines, swizzled, in pieces of 8 lines: `chunk` bytes from
-// 64 elements of an MN-major tile to the next.
-__device__ inline uint64_t TileDescriptor(uint32_t address, int chunk) {
+// 64 elements of an MN-major tile to the next. This is the lower half of its descriptor, of which
+// 1 is 16 bytes further on; the upper half is the same for all.
+__device__ inline uint32_t TileDescriptor(uint32_t address, int chunk) {
+  return static_cast<uint32_t>(chunk >> 4) << 16 | ((address & 0x3ffff) >> 4);
+}
+
+__device__ inline uint64_t WholeDescriptor(uint32_t lower) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kPiece = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kPiece | static_cast<uint64_t>(chunk >> 4) << 16 |
-         ((address & 0x3ffff) >> 4);
+  return kSwizzle128 | kPiece | lower;
 }
 
 template <typename Instruction, size_t... kIndex>
-__device__ void Multiply(uint64_t a, uint64_t b, float* sums, bool add,
+__device__ void Multiply(uint32_t a, uint32_t b, float* sums, bool add,
                          std::index_sequence<kIndex...>) {
-  Instruction::fma(a, b, sums[kIndex]...,
+  Instruction::fma(WholeDescriptor(a), WholeDescriptor(b), sums[kIndex]...,
                    add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 

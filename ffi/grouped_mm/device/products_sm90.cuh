@@ -48,6 +48,12 @@ JGG_WARPGROUP_PRODUCT(240)
 JGG_WARPGROUP_PRODUCT(256)
 #undef JGG_WARPGROUP_PRODUCT
 
+// What all lanes have, as the compiler cannot know.
+template <typename T>
+__device__ T Uniform(T value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
 template <typename Config>
 struct Products {
   using Memory = typename Config::SharedMemory;
@@ -159,20 +165,31 @@ struct Products {
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
     constexpr int kOwnBlocks = Config::kPingPong ? kBlocks : 1;  // of columns, that lie together
-    const uint32_t l = SharedAddress(memory.l);
-    const uint32_t r = SharedAddress(memory.r) + (kOwnBlocks > 1 ? 0 : group * 64 * 128);
+    // All that addresses are made of is the same in every lane, and said to be: descriptors are
+    // then made by the uniform datapath, not by a dozen instructions each, which take longer than
+    // the products.
+    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
+    const uint32_t r_first = TileDescriptor(
+        Uniform(SharedAddress(memory.r) + (kOwnBlocks > 1 ? 0 : group * 64 * 128)), 64 * 128);
+    const int slices = Uniform(work.slices), last = Uniform(work.last);
+    const bool cut_last = cut && last < kSliceSm90, cut_first = cut && Uniform(work.first) > 0;
+    Stage here{Uniform(at.index), Uniform(at.parity)};
     // Of the last slice, which comes first, only the k that there are.
-    const bool tail = work.last <= kSliceSm90 - 16;
-    uint64_t l_tile, r_tile;
+    const bool tail = last <= kSliceSm90 - 16;
+    uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {
-      Wait(&memory.full[at.index], at.parity);
+      Wait(&memory.full[here.index], here.parity);
       if constexpr (Config::kGathered) FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
-      if (cut && work.Cut(work.Slice(turn))) {
+      if (turn == 0 ? cut_last || (cut_first && slices == 1) : cut_first && turn == 1) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
       }
-      l_tile = TileDescriptor(l + at.index * sizeof(memory.l[0]), 64 * 128);
-      r_tile = TileDescriptor(r + at.index * sizeof(memory.r[0]), 64 * 128);
+      l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
+      if constexpr (Config::kPingPong) {
+        l_tile = Uniform(l_tile);
+        r_tile = Uniform(r_tile);
+      }
     };
     auto multiply = [&](int step, bool add) {
 #pragma unroll
@@ -192,17 +209,17 @@ struct Products {
       if constexpr (Config::kPingPong) {
         WarpgroupWait<1>();
         if (before >= 0) Release<Config>(memory, before);
-        before = at.index;
+        before = here.index;
       } else {
         WarpgroupWait<0>();
-        Release<Config>(memory, at.index);
+        Release<Config>(memory, here.index);
       }
-      at.Next();
+      here.Next();
     };
     if (tail) {
       begin(0);
 #pragma unroll 1
-      for (int step = 0; step * 16 < work.last; ++step) {
+      for (int step = 0; step * 16 < last; ++step) {
         WarpgroupArrive();
         multiply(step, step > 0);
         WarpgroupCommit();
@@ -210,7 +227,7 @@ struct Products {
       end();
     }
 #pragma unroll 1
-    for (int turn = tail; turn < work.slices; ++turn) {
+    for (int turn = tail; turn < slices; ++turn) {
       begin(turn);
       WarpgroupArrive();
 #pragma unroll
@@ -223,6 +240,7 @@ struct Products {
       WarpgroupWait<0>();
       Release<Config>(memory, before);
     }
+    at = here;
   }
 };
 

@@ -48,16 +48,20 @@ struct SplitProducts {
                          Config::kLKMajor ? Major::K : Major::MN>;
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
-    const uint32_t l = SharedAddress(memory.l), r = SharedAddress(memory.r) + group * 64 * 128;
+    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
+    const uint32_t r_first =
+        TileDescriptor(Uniform(SharedAddress(memory.r) + group * 64 * 128), 64 * 128);
+    const int slices = Uniform(work.slices);
+    Stage here{Uniform(at.index), Uniform(at.parity)};
 #pragma unroll 1
-    for (int turn = 0; turn < work.slices; ++turn) {
-      Wait(&memory.full[at.index], at.parity);
+    for (int turn = 0; turn < slices; ++turn) {
+      Wait(&memory.full[here.index], here.parity);
       if (cut && work.Cut(work.Slice(turn))) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
       }
-      const uint64_t l_tile = TileDescriptor(l + at.index * sizeof(memory.l[0]), 64 * 128);
-      const uint64_t r_tile = TileDescriptor(r + at.index * sizeof(memory.r[0]), 64 * 128);
+      const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
       float sums[kN / 2];
       WarpgroupArrive();
 #pragma unroll
@@ -76,11 +80,12 @@ struct SplitProducts {
       }
       WarpgroupCommit();
       WarpgroupWait<0>();
-      Release<Config>(memory, at.index);
+      Release<Config>(memory, here.index);
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) totals[i] += sums[i];
-      at.Next();
+      here.Next();
     }
+    at = here;
   }
 };
 
