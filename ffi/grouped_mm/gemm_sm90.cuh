@@ -117,7 +117,7 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
   if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
   const bool wide = gemm.out_dtype == DType::kF32;
-  if (tile == 192 || tile == 193) return gemm.wgrad && !wide && !gemm.epilogue.Any();
+  if (tile == 192) return gemm.wgrad && !wide && !gemm.epilogue.Any();
   if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
   return tile == 64 || tile == 128 || tile == 256;
 }
@@ -165,14 +165,9 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     }
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
-    if (tile == 193) {
-      return LaunchConfigSm90<
-          device::GemmSm90Config<Element, kLKMajor, kR, 192, 2, 4, 2, 1, false, true, true>>(
-          stream, gemm, operands);
-    }
     if (tile == 192) {
       return LaunchConfigSm90<
-          device::GemmSm90Config<Element, kLKMajor, kR, 192, 2, 5, 2, 1, false, false, true>>(
+          device::GemmSm90Config<Element, kLKMajor, kR, 192, 2, 4, 2, 1, false, true, true>>(
           stream, gemm, operands);
     }
     // float32 results take the room of a stage.

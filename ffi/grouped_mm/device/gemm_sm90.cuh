@@ -64,11 +64,7 @@ struct GemmSm90Config {
   static_assert(!kPingPong || (kBlocks == 2 && kPlanes == 1 && kHalves == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue = EpilogueSm90<kGathered || (kPingPong && kStages == 5) ? 32 : kChunkL, kGathered,
-                                kWide_      ? 4
-                                : kPingPong ? 3
-                                            : 2,
-                                kPingPong>;
+  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_ ? 4 : 2, kPingPong>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];

@@ -204,12 +204,13 @@ struct Products {
     // A slice is waited for before the next one begins, and its stage is released at once: the
     // other warpgroup's products fill the gap, and what is copied next does not wait for what comes
     // last. In ping-pong nothing would fill it: a slice is released when the next one is under way.
-    int before = -1;
-    auto end = [&] {
+    auto release_before = [&] {  // the stage before this one
+      Release<Config>(memory, (here.index == 0 ? Config::kStages : here.index) - 1);
+    };
+    auto end = [&](int turn) {
       if constexpr (Config::kPingPong) {
         WarpgroupWait<1>();
-        if (before >= 0) Release<Config>(memory, before);
-        before = here.index;
+        if (turn > 0) release_before();
       } else {
         WarpgroupWait<0>();
         Release<Config>(memory, here.index);
@@ -224,7 +225,7 @@ struct Products {
         multiply(step, step > 0);
         WarpgroupCommit();
       }
-      end();
+      end(0);
     }
 #pragma unroll 1
     for (int turn = tail; turn < slices; ++turn) {
@@ -233,12 +234,12 @@ struct Products {
 #pragma unroll
       for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, turn > 0 || step > 0);
       WarpgroupCommit();
-      end();
+      end(turn);
     }
     if constexpr (Config::kPingPong) {
       PassTurn(memory, group);
       WarpgroupWait<0>();
-      Release<Config>(memory, before);
+      release_before();
     }
     at = here;
   }
