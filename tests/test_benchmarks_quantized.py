@@ -130,9 +130,7 @@ def test_drawn_weights(name):
 
 
 SMALL = [
-    *(Qmm(FORMATS[f], "", 4, 128, 192, 9, 2) for f in (
-        "nvfp4", "affine4 g128", "affine3", "mxfp8",
-    )),
+    *(Qmm(FORMATS[f], "", 4, 128, 192, 9, 2) for f in ("nvfp4", "affine4 g128", "mxfp8")),
     Qmm(FORMATS["mxfp4"], "", 8, 128, 96, 1, 2, skew=True),  # N that is not packed
     Gather(64, 128, 2, 4),
     *(Convert(op, FORMATS[f], 3, 16, 128) for op, f in (
