@@ -101,9 +101,10 @@ struct PackedWeights {
   using Codes = PackedCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor;
   static constexpr int kMostScaleWords = Codes::kMostScaleWords;
-  static constexpr int kMostRows = 192;                    // of a tile, that registers allow
-  static constexpr int kBlocksPerSm = 2;                   // likewise, where there are few rows
-  static constexpr bool kAlwaysWarps = kBits == 8;         // with few rows: WGMMA would spill
+  // Of a tile, that registers allow, and three stages.
+  static constexpr int kMostRows = kBits == 8 ? 128 : 192;
+  static constexpr int kBlocksPerSm = 2;            // that registers allow where there are few rows
+  static constexpr bool kAlwaysWarps = kBits == 8;  // with few rows: WGMMA would spill
   static constexpr bool kLoadsLate = kMostScaleWords > 1;  // likewise
   // Of 64 columns: codes and scales of 64 k, of which a stage has two.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
