@@ -4,10 +4,12 @@ Layout "sm90" is for Hopper's tensor cores, which take a tile of 64 rows (N) x 6
 from registers. Thread ``t = 32 * warp + 4 * g + j`` of 128 has rows ``16 * warp + g`` and ``+ 8``,
 and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. So a tile is
 
-    weight  (128 threads, 4 steps)  a word of eight codes
-    scales  (32 pairs (warp, g), 2 rows, words)  what decodes the row's codes
+    weight  (128 threads, bits)  a thread's 32 codes
+    scales  (words, 32 pairs (warp, g), 2 rows)  what decodes the row's codes
 
-of uint32, and leaves have shapes (..., N/64, K/64, 512) and (..., N/64, K/64, 64 * words).
+of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words).
+Of a weight's words all threads' first four (or two, or one, as `_pieces` says) come before all
+threads' next.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ _REPACKED_ROWS = 512
 def prepack(w: Quantized) -> Quantized:
     """The same values in the layout that the fast kernels read; **K, the last axis, is grouped**.
 
-    For Hopper: modes ``"nvfp4"``, ``"mxfp4"`` and ``"affine"`` of 4 bits with bfloat16 scales; N
-    and K multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a
-    weight gets layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has
-    no kernel for a layout puts the codes (not the values) back in order first. On Hopper products
-    of many rows pack what is not packed, each time anew (not with ``implementation="sm80"``).
+    For Hopper: modes ``"nvfp4"``, ``"mxfp4"`` and, with bfloat16 scales, ``"affine"``; N and K
+    multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a weight gets
+    layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has no kernel
+    for a layout puts the codes (not the values) back in order first. On Hopper products of many
+    rows pack 4-bit weights that are not packed, each time anew (not with
+    ``implementation="sm80"``).
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -65,9 +68,7 @@ def _packed(w: Quantized, pack) -> Quantized:
 
 
 def _packable(w: Quantized) -> bool:
-    if len(w.shape) < 2 or w.bits != 4 or any(size % _TILE for size in w.shape[-2:]):
-        return False
-    if w.axis != -1:
+    if len(w.shape) < 2 or w.axis != -1 or any(size % _TILE for size in w.shape[-2:]):
         return False
     return w.mode in ("nvfp4", "mxfp4") or (w.mode == "affine" and w.scales.dtype == jnp.bfloat16)
 
@@ -113,7 +114,7 @@ def target(w: Quantized) -> str:
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
     *lead, n, k = w.shape
-    codes = _formats.codes_in_groups(w.weight, 4, w.group_size).reshape(w.shape)
+    codes = _formats.codes_in_groups(w.weight, w.bits, w.group_size).reshape(w.shape)
     scales = w.scales
     if w.mode == "nvfp4":
         scales = _wide_e4m3(u32(scales) & u32(0x7F))
@@ -129,12 +130,13 @@ def _prepack(w: Quantized) -> Quantized:
     # (..., tile of n, warp, h, g, tile of k, step, i, j, e), see the module's docstring.
     codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
     codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
-    codes = codes.reshape(*lead, n // _TILE, k // _TILE, 512, 4, 2)
+    codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
     words = words.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, -1)
-    words = _permute(words, (0, 4, 1, 3, 2, 5))
+    words = _permute(words, (0, 4, 5, 1, 3, 2))
+    weight = _interleave(codes, w.bits) if w.mode == "affine" else _interleave_e2m1(codes)
     return dataclasses.replace(
         w,
-        weight=_interleave(codes, w.mode),
+        weight=_in_pieces(weight),
         scales=words.reshape(*lead, n // _TILE, k // _TILE, -1),
         biases=None,
         layout="sm90",
@@ -164,11 +166,12 @@ _PREPACK = _quantize_call.composed("jgg_prepack", _leaves, _kernel, batch=_in_ba
 @jax.jit
 def _unpack(w: Quantized) -> Quantized:
     *lead, n, k = w.shape
-    codes = _separate(w.weight, w.mode)
+    words = _from_pieces(w.weight, w.bits)
+    codes = _separate(words, w.bits) if w.mode == "affine" else _separate_e2m1(words)
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 4, 8, 4, 4, 2, 2, 2)
     codes = _permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)).reshape(*lead, n, k)
-    words = w.scales.reshape(*lead, n // _TILE, k // _TILE, 4, 8, 2, -1)
-    words = _permute(words, (0, 2, 4, 3, 1, 5)).reshape(*lead, n, -1)
+    words = w.scales.reshape(*lead, n // _TILE, k // _TILE, -1, 4, 8, 2)
+    words = _permute(words, (0, 3, 5, 4, 1, 2)).reshape(*lead, n, -1)
     biases = None
     if w.mode == "nvfp4":
         scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
@@ -180,7 +183,7 @@ def _unpack(w: Quantized) -> Quantized:
             lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
             for v in (words & u32(0xFFFF), words >> 16)
         )
-    weight = _formats.pack(codes, 4)
+    weight = _formats.pack(codes, w.bits)
     return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
 
 
@@ -202,32 +205,92 @@ def _parts(words, bits: int):
     return jnp.stack(parts, axis=-1).reshape(*words.shape[:-1], -1)
 
 
-def _interleave(codes, mode: str):
-    """Four pairs of codes as a word: affine in nibbles i and i + 4, so that pairs are a shift and a
-    mask away; e2m1 so that the sign and the other bits come to lie where bfloat16 has them."""
-    if mode == "affine":
-        return sum(codes[..., i, e] << (4 * i + 16 * e) for i in range(4) for e in range(2))
+def _pieces(bits: int) -> list[int]:
+    """How many words of a thread lie together: a load of 16, 8 or 4 bytes each."""
+    return [4] * (bits // 4) + [size for size in (2, 1) if bits & size]
+
+
+def _in_pieces(words):
+    """(..., 128 threads, bits) as (..., 128 * bits)."""
+    lead, first, out = words.shape[:-2], 0, []
+    for size in _pieces(words.shape[-1]):
+        out.append(words[..., first : first + size].reshape(*lead, -1))
+        first += size
+    return jnp.concatenate(out, axis=-1)
+
+
+def _from_pieces(words, bits: int):
+    lead, first, out = words.shape[:-1], 0, []
+    for size in _pieces(bits):
+        out.append(words[..., first : first + 128 * size].reshape(*lead, 128, size))
+        first += 128 * size
+    return jnp.concatenate(out, axis=-1)
+
+
+def _fields(bits: int, pair: int) -> list[tuple[int, int, int, int]]:
+    """Where the affine codes of a thread's pair are, the first in the words' lower halves and the
+    second in the upper: (a field's first bit, its bits, word, place). Seven bits are what a number
+    of bfloat16 takes from a word as they are, so that is how far parts of a code may be apart."""
+    if bits in (3, 5):  # a bit is left over of each word: the last pair
+        each = 16 // bits
+        if pair == 15:
+            return [(i, 1, i, 15) for i in range(bits)]
+        return [(0, bits, pair // each, bits * (pair % each))]
+    if bits == 6:  # of 8 pairs in 3 words: two in each, two in what is left over
+        word, pair = 3 * (pair // 8), pair % 8
+        if pair < 6:
+            return [(0, 6, word + pair // 2, 6 * (pair % 2))]
+        first = pair == 6
+        return [(0, 4, word if first else word + 2, 12), (4, 2, word + 1, 14 if first else 12)]
+    if bits == 8:  # the last bits lie apart
+        return [(0, 7, pair // 2, 7 * (pair % 2)), (7, 1, pair // 2, 14 + pair % 2)]
+    each = 16 // bits
+    return [(0, bits, pair // each, bits * (pair % each))]
+
+
+def _interleave(codes, bits: int):
+    """(..., 16 pairs, 2) affine codes as (..., bits) words."""
+    words = [u32(0)] * bits
+    for pair in range(16):
+        both = codes[..., pair, 0] | codes[..., pair, 1] << 16
+        for bit, size, word, place in _fields(bits, pair):
+            field = both >> bit & u32(0x10001 * ((1 << size) - 1))
+            words[word] = words[word] | field << place
+    return jnp.stack(words, axis=-1)
+
+
+def _separate(words, bits: int):
+    """The inverse."""
+    codes = []
+    for pair in range(16):
+        both = u32(0)
+        for bit, size, word, place in _fields(bits, pair):
+            field = words[..., word] >> place & u32(0x10001 * ((1 << size) - 1))
+            both = both | field << bit
+        codes += [both & u32(0xFFFF), both >> 16]
+    return jnp.stack(codes, axis=-1)
+
+
+def _interleave_e2m1(codes):
+    """(..., 16 pairs, 2) codes as (..., 4) words of four pairs: so that the sign and the other bits
+    come to lie where bfloat16 has them."""
     pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
     pairs = pairs[..., 0] | pairs[..., 1] << 16
-    a, b, c, d = (pairs[..., i] for i in range(4))
+    a, b, c, d = (pairs[..., i::4] for i in range(4))
     signs, others = u32(0x80008000), u32(0x01C001C0)
     c = (c & others) >> 6 | (c & signs) >> 1
     d = (d & others) << 3 | (d & signs) >> 2
     return a | b >> 3 | c | d
 
 
-def _separate(words, mode: str):
-    """The inverse: (..., n) words as (..., n, 4, 2) codes."""
-    if mode == "affine":
-        pairs = [words >> (4 * i) for i in range(4)]
-        codes = [(p >> (16 * e)) & u32(15) for p in pairs for e in range(2)]
-    else:
-        signs, others = u32(0x80008000), u32(0x01C001C0)
-        shifts = ((0, 0), (3, 3), (1, 6), (2, -3))  # of the sign, of the others
-        left = lambda n: words << n if n >= 0 else words >> -n
-        pairs = [left(sign) & signs | left(other) & others for sign, other in shifts]
-        halves = [p >> (16 * e) for p in pairs for e in range(2)]
-        codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
+def _separate_e2m1(words):
+    """The inverse."""
+    signs, others = u32(0x80008000), u32(0x01C001C0)
+    shifts = ((0, 0), (3, 3), (1, 6), (2, -3))  # of the sign, of the others
+    left = lambda n: words << n if n >= 0 else words >> -n
+    pairs = [left(sign) & signs | left(other) & others for sign, other in shifts]
+    halves = [p >> (16 * e) for p in pairs for e in range(2)]
+    codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
     return jnp.stack(codes, axis=-1)
 
 

@@ -291,7 +291,7 @@ def check(op: str, name: str, q) -> Quantized:
 def _check_packed(op: str, name: str, q: Quantized) -> Quantized:
     *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
     words = 2 if (q.mode, q.group_size) == ("affine", 32) else 1
-    expected = (*lead, rows, columns, 512), (*lead, rows, columns, 64 * words)
+    expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, columns, 64 * words)
     if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
         raise ValueError(
             f"jgg.{op}: {name} has weight {describe(q.weight)} and scales {describe(q.scales)}, "

@@ -1,5 +1,6 @@
-// ffi/quantized/device/decode.cuh on the host, for test_decode.py.
+// ffi/quantized/device/decode.cuh and packed_codes.cuh on the host, for test_decode.py.
 #include "quantized/device/decode.cuh"
+#include "quantized/device/packed_codes.cuh"
 
 using namespace jgg;
 using namespace jgg::device;
@@ -45,4 +46,35 @@ extern "C" long decode(int mode, int bits, int scale_dtype, int to, const uint32
     case DType::kF16: break;
   }
   return Decode<DType::kF16>(coding, packed, first, second, units, fast, out);
+}
+
+// A tile of layout "sm90", affine, as (64, 64) bfloat16: what each thread of a warpgroup decodes
+// goes where WGMMA has its A operand's registers.
+template <int kBits>
+static void DecodeTile(const char* codes, const uint32_t* scales, int scale_words, uint16_t* out) {
+  for (int thread = 0; thread < 128; ++thread) {
+    uint32_t words[kBits];
+    LoadCodes(codes, thread, words);
+    for (int pair = 0; pair < 16; ++pair) {
+      const int step = pair / 4, i = pair % 4, row8 = i % 2;
+      const int place = thread / 32 * 8 + thread % 32 / 4;
+      const uint32_t both = scales[(scale_words - 1) * (step / 2) * 64 + 2 * place + row8];
+      const uint32_t values = MultiplyAdd2<DType::kBF16>(
+          PackedCodePair(words, pair), (both & 0xffff) * 0x10001, (both >> 16) * 0x10001);
+      const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * row8;
+      std::memcpy(out + 64 * row + 16 * step + 8 * (i / 2) + 2 * (thread % 4), &values, 4);
+    }
+  }
+}
+
+extern "C" void decode_tile(int bits, const char* codes, const uint32_t* scales, int scale_words,
+                            uint16_t* out) {
+  switch (bits) {
+    case 2: return DecodeTile<2>(codes, scales, scale_words, out);
+    case 3: return DecodeTile<3>(codes, scales, scale_words, out);
+    case 4: return DecodeTile<4>(codes, scales, scale_words, out);
+    case 5: return DecodeTile<5>(codes, scales, scale_words, out);
+    case 6: return DecodeTile<6>(codes, scales, scale_words, out);
+    case 8: return DecodeTile<8>(codes, scales, scale_words, out);
+  }
 }

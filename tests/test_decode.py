@@ -1,10 +1,12 @@
 """The CUDA kernels' decoding of quantized weights, compiled for the host: every code and scale."""
 
 import ctypes
+import dataclasses
 
 import host_program
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from host_program import DTYPES, MODES, dtype_number, mode_number, pointer
 
@@ -71,3 +73,21 @@ def test_affine(decode, rng, bits, scale_dtype):
             )
             np.testing.assert_array_equal(got.astype(np.float32), want)
             assert (decoded > 0.9 * count) == fast
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_prepacked(rng, bits, group_size):
+    """Tile by tile, what threads read of a prepacked weight: the values of ``dequantize``."""
+    w = jgg.quantize(oracle.random(rng, (128, 256), jnp.bfloat16), bits=bits, group_size=group_size)
+    codes = rng.integers(0, 2**32, w.weight.shape, dtype=np.uint32)
+    w = dataclasses.replace(w, weight=jnp.asarray(codes))
+    packed, want = jgg.prepack(w), np.asarray(jgg.dequantize(w)).astype(np.float32)
+    decode_tile = host_program.build("decode").decode_tile
+    got = np.empty((2, 64, 4, 64), DTYPES["bfloat16"])
+    for n, k in np.ndindex(2, 4):
+        leaves = [np.ascontiguousarray(leaf[n, k]) for leaf in (packed.weight, packed.scales)]
+        tile = np.empty((64, 64), got.dtype)
+        decode_tile(bits, *map(pointer, leaves), leaves[1].size // 64, pointer(tile))
+        got[n, :, k] = tile
+    np.testing.assert_array_equal(got.reshape(want.shape).astype(np.float32), want)

@@ -13,8 +13,11 @@ from conftest import GPU_KERNELS
 from qmm_problems import needs
 
 import jax_groupgemm as jgg
+from jax_groupgemm import _prepack
 
-FORMATS = (("nvfp4", 16), ("mxfp4", 32), ("affine", 32), ("affine", 64), ("affine", 128))
+# Mode, bits, group size.
+AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+FORMATS = [("nvfp4", 4, 16), ("mxfp4", 4, 32), *AFFINE]
 
 
 @pytest.fixture(params=["reference", *(k for k in GPU_KERNELS if k.values[0] == "sm90")])
@@ -22,10 +25,10 @@ def implementation(request) -> str:
     return needs(request.param)
 
 
-def weight(rng, mode, group_size, shape=(3, 128, 256)):
+def weight(rng, mode, bits, group_size, shape=(3, 128, 256)):
     """Every code; every scale byte, NaN included, beside ordinary ones."""
     if mode == "affine":
-        return jgg.quantize(oracle.random(rng, shape, jnp.bfloat16), group_size=group_size)
+        return oracle.random_quantized(rng, shape, mode, bits, group_size, jnp.bfloat16)
     codes = rng.integers(0, 2**32, (*shape[:-1], shape[-1] // 8), dtype=np.uint32)
     scales = rng.integers(0, 256, (*shape[:-1], shape[-1] // group_size), dtype=np.uint8)
     return jgg.Quantized(
@@ -33,13 +36,14 @@ def weight(rng, mode, group_size, shape=(3, 128, 256)):
     )
 
 
-def ordinary(rng, mode, group_size, shape):
-    return jgg.quantize(oracle.random(rng, shape, jnp.bfloat16), mode=mode, group_size=group_size)
+def ordinary(rng, mode, bits, group_size, shape):
+    w = oracle.random(rng, shape, jnp.bfloat16)
+    return jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
 
 
-@pytest.mark.parametrize(("mode", "group_size"), FORMATS)
-def test_same_values(rng, mode, group_size):
-    w = weight(rng, mode, group_size)
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+def test_same_values(rng, mode, bits, group_size):
+    w = weight(rng, mode, bits, group_size)
     packed = jgg.prepack(w)
     assert (packed.layout, packed.shape) == ("sm90", w.shape)
     assert packed.weight.size == w.weight.size
@@ -49,11 +53,27 @@ def test_same_values(rng, mode, group_size):
     assert jgg.prepack(packed).layout == "sm90"
 
 
+@pytest.mark.parametrize(("mode", "bits", "group_size"), AFFINE)
+def test_round_trip(rng, mode, bits, group_size):
+    """Words, not only values: any codes, scales of any bits, NaN included."""
+    w = weight(rng, mode, bits, group_size)
+    any_words = rng.integers(0, 2**32, w.weight.shape, dtype=np.uint32)
+    any_scales = rng.integers(0, 2**16, (2, *w.scales.shape), dtype=np.uint16)
+    scales, biases = jax.lax.bitcast_convert_type(jnp.asarray(any_scales), jnp.bfloat16)
+    w = dataclasses.replace(w, weight=jnp.asarray(any_words), scales=scales, biases=biases)
+    got = _prepack.unpacked(jgg.prepack(w))
+    for leaf in ("weight", "scales", "biases"):
+        bits_of = lambda q, name=leaf: np.asarray(getattr(q, name)).view(np.uint8)
+        np.testing.assert_array_equal(bits_of(got), bits_of(w), leaf)
+    assert (got.layout, got.bits, got.group_size) == ("linear", bits, group_size)
+
+
 def test_others_stay(rng):
     x = lambda *shape: oracle.random(rng, shape, jnp.bfloat16)
     for w in (
-        jgg.quantize(x(2, 64, 64), bits=8),
+        jgg.quantize(x(2, 64, 64), mode="mxfp8"),
         jgg.quantize(x(2, 60, 64)),
+        jgg.quantize(x(2, 60, 64), bits=3),
         jgg.quantize(x(2, 64, 96), mode="mxfp4"),
         jgg.quantize(x(2, 64, 64).astype(jnp.float32)),
         jgg.quantize(x(64), mode="nvfp4"),
@@ -62,41 +82,63 @@ def test_others_stay(rng):
 
 
 def test_damage_is_noticed(rng):
-    w = jgg.prepack(ordinary(rng, "nvfp4", 16, (2, 64, 64)))
+    w = jgg.prepack(ordinary(rng, "nvfp4", 4, 16, (2, 64, 64)))
     with pytest.raises(ValueError, match=r"which jgg\.prepack did not make"):
         jgg.dequantize(dataclasses.replace(w, scales=w.scales[..., :-1]))
+    wide = jgg.prepack(ordinary(rng, "affine", 5, 64, (2, 64, 64)))
+    with pytest.raises(ValueError, match=r"has shapes \(\(2, 1, 1, 768\), \(2, 1, 1, 64\)\)"):
+        jgg.dequantize(dataclasses.replace(wide, bits=6))
     with pytest.raises(TypeError, match="is uint32"):
         jgg.dequantize(dataclasses.replace(w, scales=w.scales.astype(jnp.int32)))
 
 
 # Kernels take every format and tile; the reference, which does not know the layout, one.
 PRODUCTS = [
-    ("reference", "nvfp4", 16, 20),
+    ("reference", "nvfp4", 4, 16, 20),
+    *(("reference", "affine", bits, 64, 20) for bits in (2, 3, 5, 6, 8)),
     *(
         pytest.param("sm90", *form, mean, marks=kernel.marks)
         for kernel in GPU_KERNELS
         if kernel.values[0] == "sm90"
         for form in FORMATS
-        for mean in (3, 20, 50, 130, 400)
+        for mean in (1, 8, 20, 40, 130, 200, 400)
     ),
 ]
 
 
-@pytest.mark.parametrize(("implementation", "mode", "group_size", "mean"), PRODUCTS)
-def test_products(rng, implementation, mode, group_size, mean):
+@pytest.mark.parametrize(("implementation", "mode", "bits", "group_size", "mean"), PRODUCTS)
+def test_products(rng, implementation, mode, bits, group_size, mean):
     needs(implementation)
     sizes = np.array([0, mean, 2 * mean - 1, 1, 0])
-    w = ordinary(rng, mode, group_size, (len(sizes), 192, 384))
+    w = ordinary(rng, mode, bits, group_size, (len(sizes), 192, 384))
     x = oracle.random(rng, (int(sizes.sum()) + 5, 384), jnp.bfloat16)
     f = jax.jit(functools.partial(jgg.grouped_qmm, implementation=implementation))
     expected = oracle.grouped_mm(x, jgg.dequantize(w, jnp.bfloat16).swapaxes(1, 2), sizes)
     oracle.assert_close(f(x, jgg.prepack(w), jnp.array(sizes)), expected)
 
 
+@pytest.mark.parametrize("rows", [8, 24, 40, 256])
+@pytest.mark.parametrize(
+    ("implementation", "mode", "bits", "group_size"),
+    [
+        *(("reference", "affine", bits, 32) for bits in (3, 8)),
+        *(pytest.param("sm90", *form, marks=pytest.mark.gpu) for form in FORMATS),
+    ],
+)
+def test_decoded_values(rng, implementation, mode, bits, group_size, rows):
+    """Rows of the identity: the weight's values, bit for bit."""
+    needs(implementation)
+    w = ordinary(rng, mode, bits, group_size, (1, 128, 256))
+    x = jnp.eye(256, dtype=jnp.bfloat16)[:rows]
+    f = jax.jit(functools.partial(jgg.grouped_qmm, implementation=implementation))
+    expected = oracle.f64(jgg.dequantize(w, jnp.bfloat16))[0].T[:rows]
+    np.testing.assert_array_equal(oracle.f64(f(x, jgg.prepack(w), jnp.array([rows]))), expected)
+
+
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
 def test_epilogue(rng, implementation, activation):
     sizes = jnp.array([3, 0, 70, 8])
-    w = ordinary(rng, "nvfp4", 16, (4, 256, 128))
+    w = ordinary(rng, "nvfp4", 4, 16, (4, 256, 128))
     scale = jnp.array([0.5, 2.0, 1.0, 4.0], jnp.float32)
     w = jgg.Quantized(w.weight, w.scales, None, scale, mode="nvfp4", bits=4, group_size=16)
     x = oracle.random(rng, (90, 128), jnp.bfloat16)
@@ -112,7 +154,7 @@ def test_epilogue(rng, implementation, activation):
 
 def test_transformations(rng, implementation):
     sizes = jnp.array([5, 0, 9])
-    w = ordinary(rng, "affine", 64, (3, 128, 192))
+    w = ordinary(rng, "affine", 4, 64, (3, 128, 192))
     packed = jgg.prepack(w)
     x = oracle.random(rng, (4, 20, 192), jnp.bfloat16)
     f = lambda x, w: jgg.grouped_qmm(x, w, sizes, implementation=implementation)
@@ -129,7 +171,7 @@ def test_transformations(rng, implementation):
 
 
 def test_other_products(rng):
-    w = ordinary(rng, "mxfp4", 32, (3, 64, 128))
+    w = ordinary(rng, "mxfp4", 4, 32, (3, 64, 128))
     packed = jgg.prepack(w)
     x = oracle.random(rng, (6, 128), jnp.bfloat16)
     index = jnp.array([2, 0, 2, 1, 7, 0])
@@ -145,7 +187,7 @@ def test_other_products(rng):
 
 def test_cuda_lowering(rng):
     """One custom call; for what the kernel cannot read, the codes are put back in order."""
-    w = jgg.prepack(ordinary(rng, "nvfp4", 16, (3, 128, 192)))
+    w = jgg.prepack(ordinary(rng, "nvfp4", 4, 16, (3, 128, 192)))
     sizes, bias = jnp.array([2, 3, 1]), jnp.ones((3, 128), jnp.bfloat16)
 
     def calls(f, *args):
@@ -163,8 +205,12 @@ def test_cuda_lowering(rng):
     for attribute in ('mode = "nvfp4"', 'activation = "swiglu"', "bias = true", 'kind = "sizes"'):
         assert attribute in line, attribute
     plain = lambda x, w: jgg.grouped_qmm(x, w, sizes)
+    five = jgg.prepack(ordinary(rng, "affine", 5, 32, (3, 128, 192)))
+    names, text = calls(plain, x, five)
+    assert names == ["jgg_qmm_packed"]
+    assert "tensor<3x2x3x640xui32>, tensor<3x2x3x128xui32>" in text
     assert calls(plain, x.astype(jnp.float32), w)[0] == ["jgg_qmm"]
     grad = jax.grad(lambda x, w: plain(x, w).astype(jnp.float32).sum())
     assert calls(grad, x, w)[0][-1] == "jgg_qmm"
-    wide = jgg.prepack(ordinary(rng, "nvfp4", 16, (3, 192, 192)))  # a gate of 96 columns
+    wide = jgg.prepack(ordinary(rng, "nvfp4", 4, 16, (3, 192, 192)))  # a gate of 96 columns
     assert calls(f, x, wide, jnp.ones((3, 192), jnp.bfloat16))[0] == ["jgg_qmm"]

@@ -4,19 +4,21 @@
 namespace jgg {
 
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                 int scale_words, const OperandsSm90& operands) {
+                                 int bits, const OperandsSm90& operands) {
 #ifdef JGG_SM90
-  if (mode == Mode::kNvfp4 && scale_words == 1) {
-    return LaunchPackedInstanceSm90<Mode::kNvfp4, 1>(stream, quantized, operands);
+  if (mode == Mode::kNvfp4) {
+    return LaunchPackedInstanceSm90<Mode::kNvfp4, 4>(stream, quantized, operands);
   }
-  if (mode == Mode::kMxfp4 && scale_words == 1) {
-    return LaunchPackedInstanceSm90<Mode::kMxfp4, 1>(stream, quantized, operands);
+  if (mode == Mode::kMxfp4) {
+    return LaunchPackedInstanceSm90<Mode::kMxfp4, 4>(stream, quantized, operands);
   }
-  if (mode == Mode::kAffine && scale_words == 1) {
-    return LaunchPackedInstanceSm90<Mode::kAffine, 1>(stream, quantized, operands);
-  }
-  if (mode == Mode::kAffine && scale_words == 2) {
-    return LaunchPackedInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
+  switch (bits) {
+    case 2: return LaunchPackedInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
+    case 3: return LaunchPackedInstanceSm90<Mode::kAffine, 3>(stream, quantized, operands);
+    case 4: return LaunchPackedInstanceSm90<Mode::kAffine, 4>(stream, quantized, operands);
+    case 5: return LaunchPackedInstanceSm90<Mode::kAffine, 5>(stream, quantized, operands);
+    case 6: return LaunchPackedInstanceSm90<Mode::kAffine, 6>(stream, quantized, operands);
+    case 8: return LaunchPackedInstanceSm90<Mode::kAffine, 8>(stream, quantized, operands);
   }
 #endif
   return cudaErrorNoKernelImageForDevice;

@@ -62,11 +62,10 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
       stream, quantized, operands);
 }
 
-template <Mode kMode, int kScaleWords>
+template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands) {
-  return LaunchQuantizedTilesSm90<device::PackedWeights<kMode, kScaleWords>>(stream, quantized,
-                                                                             operands);
+  return LaunchQuantizedTilesSm90<device::PackedWeights<kMode, kBits>>(stream, quantized, operands);
 }
 
 template <Mode kMode, int kBits>

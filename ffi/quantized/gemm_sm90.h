@@ -5,9 +5,11 @@
 //
 // Layout "sm90": tiles of 64 columns (of the result) x 64 k, tiles of k fastest. Thread t of a
 // warpgroup has row t / 32 * 16 + t % 32 / 4 of a tile and the one 8 below, and of every 16 k the
-// four k, k + 1, k + 8, k + 9, k = t % 4 * 2. Its codes are one piece of 16 bytes, a word for every
-// 16 k; how a word holds the four pairs of codes is in device/packed_weights_sm90.cuh. The scales
-// of its two rows lie beside each other, one or two words each.
+// four k, k + 1, k + 8, k + 9, k = t % 4 * 2. Its 32 codes are as many words as a code has bits, in
+// pieces of 16, 8 and 4 bytes that lie beside those of the other threads; how words hold pairs of
+// codes is in device/packed_weights_sm90.cuh (e2m1) and device/packed_codes.cuh (affine). The
+// scales of its two rows lie beside each other, a word each; where there are two words for a row,
+// all rows' second words follow all first ones.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,6 +26,7 @@ struct QuantizedGemmSm90 {
   // Layout "sm90".
   const void* codes;
   int column_tiles, k_tiles;  // of a weight
+  int scale_words;            // of a row of a tile
   // Layout "linear".
   CUtensorMap codes_map;
   const void* biases;
@@ -31,16 +34,16 @@ struct QuantizedGemmSm90 {
   int scale_shift;  // a scale is of 2^shift k
 };
 
-// Choose a tile, encode the tensor maps, launch. Layout "sm90"; scale_words: of a row of a tile.
+// Choose a tile, encode the tensor maps, launch. Layout "sm90".
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                 int scale_words, const OperandsSm90& operands);
+                                 int bits, const OperandsSm90& operands);
 
 // Layout "linear"; operands.r are the codes, in units of two bytes.
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                  const Coding& coding, const OperandsSm90& operands);
 
 // Instances, one per translation unit: gemm_sm90_instance.cu.
-template <Mode kMode, int kScaleWords>
+template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands);
 template <Mode kMode, int kBits>

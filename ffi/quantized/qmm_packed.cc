@@ -18,19 +18,25 @@ static constexpr const char* kOp = "qmm_packed";
 
 // The weight: tiles of 64 columns x 64 k.
 static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, Mode mode,
-                             QuantizedGemmSm90* quantized, int* scale_words) {
+                             QuantizedGemmSm90* quantized, int* bits) {
   for (const auto& buffer : {weight, scales}) {
     if (buffer.element_type() != ffi::U32) {
       return InvalidArgument(kOp, "weight and scales must be uint32");
     }
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(G, N/64, K/64, 512)", weight, {-1, -1, -1, 512}));
+  JGG_RETURN_IF_ERROR(
+      CheckShape(kOp, "weight", "(G, N/64, K/64, 128 * bits)", weight, {-1, -1, -1, -1}));
   const auto shape = weight.dimensions();
+  *bits = static_cast<int>(shape[3] / 128);
+  const bool known = mode == Mode::kAffine ? *bits >= 2 && *bits <= 8 && *bits != 7 : *bits == 4;
+  if (shape[3] % 128 != 0 || !known) {
+    return InvalidArgument(kOp, "weight has shape ", ShapeText(weight));
+  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64, 64 * words)", scales,
                                  {shape[0], shape[1], shape[2], -1}));
-  *scale_words = static_cast<int>(scales.dimensions()[3] / 64);
-  if (scales.dimensions()[3] % 64 != 0 || *scale_words < 1 ||
-      *scale_words > (mode == Mode::kAffine ? 2 : 1)) {
+  quantized->scale_words = static_cast<int>(scales.dimensions()[3] / 64);
+  if (scales.dimensions()[3] % 64 != 0 || quantized->scale_words < 1 ||
+      quantized->scale_words > (mode == Mode::kAffine ? 2 : 1)) {
     return InvalidArgument(kOp, "scales has shape ", ShapeText(scales));
   }
   quantized->codes = weight.untyped_data();
@@ -71,8 +77,8 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   if (!known_activation) return InvalidArgument(kOp, "unknown activation '", activation, "'");
   QuantizedGemmSm90 quantized{};
   GemmSm90& gemm = quantized.gemm;
-  int scale_words = 0;
-  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, *known_mode, &quantized, &scale_words));
+  int bits = 0;
+  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, *known_mode, &quantized, &bits));
   if (x.element_type() != ffi::BF16) return InvalidArgument(kOp, "x must be bfloat16");
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, gemm.k}));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));
@@ -100,7 +106,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   operands.l_k_major = true;
   operands.l = {x.untyped_data(), DType::kBF16, gemm.k, gemm.rows_x, 1, gemm.k, gemm.k};
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
-  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, *known_mode, scale_words, operands));
+  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, *known_mode, bits, operands));
 }
 
 XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,

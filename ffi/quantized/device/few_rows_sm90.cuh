@@ -79,11 +79,11 @@ struct FewRowsProducts {
         for (int b = 0; b < kBlocks; ++b) {
           const char* codes = memory.codes[at.index][b][group];
           const char* scales = memory.scales[at.index][b][group];
-          if (half % 2 == 0) words[b] = Reader::Load(codes, scales, s);
+          const Reader& reader = b == 0 ? first_block : second_block;
+          if (half % 2 == 0) words[b] = reader.Load(codes, scales, s);
           uint32_t a[8];
-          (b == 0 ? first_block : second_block)
-              .template Read<2, true>(words[b], codes, scales, slice * kSliceSm90, s, half % 2 * 2,
-                                      a);
+          reader.template Read<2, true>(words[b], codes, scales, slice * kSliceSm90, s,
+                                        half % 2 * 2, a);
           if (half == 2 * Config::kSlices - 1 && b == kBlocks - 1) {
             __syncwarp();  // all lanes have read the stage
             Release<Config>(memory, at.index);

@@ -162,6 +162,8 @@ struct QuantizedProducts {
   // Values of k, in 16s, that are decoded at a time: fewer where sums take most registers.
   static constexpr int kSteps = kBlocks * kRows > 128 || Config::kBlocksPerSm > 1 ? 2 : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
+  // Of a stage not all codes at once: with two blocks per SM registers are few.
+  static constexpr bool kLoadsLate = Config::kBlocksPerSm > 1 && Config::Weights::kLoadsLate;
 
   // Units of a stage, in order: slice, block of columns, part of the slice.
   template <int kN, typename Stage>
@@ -183,16 +185,20 @@ struct QuantizedProducts {
       Wait(&memory.full[here.index], here.parity);
       const uint32_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
       typename Reader::Words words[Config::kSlices][kBlocks];
+      const auto load = [&](int s, int b) {
+        words[s][b] =
+            (b == 0 ? first_block : second_block)
+                .Load(memory.codes[here.index][b][group], memory.scales[here.index][b][group], s);
+      };
 #pragma unroll
       for (int i = 0; i < Config::kSlices * kBlocks; ++i) {
-        const int s = i / kBlocks, b = i % kBlocks;
-        words[s][b] = Reader::Load(memory.codes[here.index][b][group],
-                                   memory.scales[here.index][b][group], s);
+        if (!kLoadsLate) load(i / kBlocks, i % kBlocks);
       }
 #pragma unroll
       for (int unit = 0; unit < Config::kSlices * kBlocks * kUnits; ++unit) {
         const int s = unit / (kBlocks * kUnits), b = unit / kUnits % kBlocks;
         const int first = unit % kUnits * kSteps;
+        if (kLoadsLate && first == 0) load(s, b);
         (b == 0 ? first_block : second_block)
             .template Read<kSteps, (kBlocks * kRows <= 64)>(
                 words[s][b], memory.codes[here.index][b][group],

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/packed_codes.cuh"
 #include "quantized/device/registers_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -24,22 +25,25 @@ __device__ void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
       (__umulhi(codes, PowerOfTwo<kFewRows>(29)) & kOthers) | (codes << 2 & kSigns);  // codes >> 3
 }
 
-// A mode's decoder. kScaleWords: words that a row has in a tile for its scales.
-template <Mode kMode, int kScaleWords>
+// A mode's decoder: from a thread's codes of a tile and the scales of its two rows. A row has up to
+// kMostScaleWords words for these.
+template <Mode kMode, int kBits>
 struct PackedCodes;
 
 // Scales are e4m3 with one more bit of exponent, so that all are normal: (exponent + 10) * 8 +
 // mantissa, and 255 for NaN; where one is 0, so are codes. Values are 2^-19 of what they stand for.
 template <>
-struct PackedCodes<Mode::kNvfp4, 1> {
+struct PackedCodes<Mode::kNvfp4, 4> {
   static constexpr float kFactor = 0x1p19f;
+  static constexpr int kMostScaleWords = 1;
 
   template <bool kFewRows>
-  __device__ static void Decode(uint32_t codes, int step, const uint32_t (&row)[1],
-                                const uint32_t (&row8)[1], uint32_t* a) {
+  __device__ static void Decode(const uint32_t (&codes)[4], int step,
+                                const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
-    ToPairs<kFewRows>(codes, pairs);
-    const uint32_t s = Scale<kFewRows>(row[0], step), s8 = Scale<kFewRows>(row8[0], step);
+    ToPairs<kFewRows>(codes[step], pairs);
+    const uint32_t s = Scale<kFewRows>(scales[0][0], step);
+    const uint32_t s8 = Scale<kFewRows>(scales[0][1], step);
     a[0] = Multiply2(pairs[0], s);
     a[1] = Multiply2(pairs[1], s8);
     a[2] = Multiply2(pairs[2], s);
@@ -57,15 +61,16 @@ struct PackedCodes<Mode::kNvfp4, 1> {
 
 // Scales are bfloat16, one for every 32 k.
 template <>
-struct PackedCodes<Mode::kMxfp4, 1> {
+struct PackedCodes<Mode::kMxfp4, 4> {
   static constexpr float kFactor = 1;
+  static constexpr int kMostScaleWords = 1;
 
   template <bool kFewRows>
-  __device__ static void Decode(uint32_t codes, int step, const uint32_t (&row)[1],
-                                const uint32_t (&row8)[1], uint32_t* a) {
+  __device__ static void Decode(const uint32_t (&codes)[4], int step,
+                                const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
-    ToPairs<kFewRows>(codes, pairs);
-    const uint32_t s = Twice(row[0], step / 2), s8 = Twice(row8[0], step / 2);
+    ToPairs<kFewRows>(codes[step], pairs);
+    const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
     a[0] = Multiply2(Multiply2(pairs[0], k2To126), s);
     a[1] = Multiply2(Multiply2(pairs[1], k2To126), s8);
     a[2] = Multiply2(Multiply2(pairs[2], k2To126), s);
@@ -73,35 +78,38 @@ struct PackedCodes<Mode::kMxfp4, 1> {
   }
 };
 
-// Four bits. A word of scales is scale and bias, bfloat16, of 64 k, or of 32 where there are two. A
-// word's four pairs are nibbles i and i + 4.
-template <int kScaleWords>
-struct PackedCodes<Mode::kAffine, kScaleWords> {
+// A word of scales is scale and bias, bfloat16, of 64 k, or of 32 where there are two.
+template <int kBits>
+struct PackedCodes<Mode::kAffine, kBits> {
   static constexpr float kFactor = 1;
+  static constexpr int kMostScaleWords = 2;
 
   template <bool kFewRows>
-  __device__ static void Decode(uint32_t codes, int step, const uint32_t (&row)[kScaleWords],
-                                const uint32_t (&row8)[kScaleWords], uint32_t* a) {
-    const int which = kScaleWords == 1 ? 0 : step / 2;
-    const uint32_t s = Twice(row[which], 0), b = Twice(row[which], 1);
-    const uint32_t s8 = Twice(row8[which], 0), b8 = Twice(row8[which], 1);
+  __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
+                                const uint32_t (&scales)[2][2], uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = AffinePair(codes >> 4 * i, i % 2 == 0 ? s : s8, i % 2 == 0 ? b : b8);
+      const uint32_t both = scales[step / 2][i % 2];
+      a[i] = MultiplyAdd2<DType::kBF16>(PackedCodePair(codes, 4 * step + i), Twice(both, 0),
+                                        Twice(both, 1));
     }
   }
 };
 
-template <Mode kMode, int kScaleWords>
+template <Mode kMode, int kBits>
 struct PackedWeights {
-  using Codes = PackedCodes<kMode, kScaleWords>;
+  using Codes = PackedCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor;
-  static constexpr int kMostRows = 192;                  // of a tile, that registers allow
-  static constexpr int kBlocksPerSm = 2;                 // likewise, where there are few rows
-  static constexpr bool kAlwaysWarps = kScaleWords > 1;  // with few rows: WGMMA would spill
+  static constexpr int kMostScaleWords = Codes::kMostScaleWords;
+  // Of a tile, that registers allow, and three stages.
+  static constexpr int kMostRows = kBits == 8 ? 128 : 192;
+  static constexpr int kBlocksPerSm = 2;            // that registers allow where there are few rows
+  static constexpr bool kAlwaysWarps = kBits == 8;  // with few rows: WGMMA would spill
+  static constexpr bool kLoadsLate = kMostScaleWords > 1;  // likewise
   // Of 64 columns: codes and scales of 64 k, of which a stage has two.
-  static constexpr int kTileCodes = 2048, kTileScales = 256 * kScaleWords;
-  static constexpr int kCodeBytes = 2 * kTileCodes, kScaleBytes = 2 * kTileScales;
+  static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
+  static constexpr int kCodeBytes = 2 * kTileCodes;
+  static constexpr int kScaleBytes = 2 * kMostScaleWords * kWordScales;
   static constexpr int kCopiers = 1;  // arrivals at a stage of each warp that copies
   struct Table {};
 
@@ -118,22 +126,23 @@ struct PackedWeights {
   // What a thread reads of a tile's columns.
   class Reader {
    public:
-    __device__ Reader(const QuantizedGemmSm90&, const Table&, int /*weight*/, int /*column*/) {}
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Table&, int /*weight*/,
+                      int /*column*/)
+        : scales_more_(TileScales(quantized) - kWordScales) {}
 
     // Of 64 k, one half of the stage, all that the thread decodes.
     struct Words {
-      uint32_t codes[4], scales[2][kScaleWords];
+      uint32_t codes[kBits], scales[kMostScaleWords][2];
     };
 
-    __device__ static Words Load(const char* codes, const char* scales, int half) {
+    __device__ Words Load(const char* codes, const char* scales, int half) const {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
-      const uint4 four = reinterpret_cast<const uint4*>(codes + half * kTileCodes)[thread];
-      const uint32_t* scale_words =
-          reinterpret_cast<const uint32_t*>(scales + half * kTileScales) + pair * 2 * kScaleWords;
-      Words words{{four.x, four.y, four.z, four.w}, {}};
+      Words words;
+      LoadCodes(codes + half * kTileCodes, thread, words.codes);
+      scales += half * (kWordScales + scales_more_) + 8 * pair;
 #pragma unroll
-      for (int i = 0; i < 2 * kScaleWords; ++i) {
-        words.scales[i / kScaleWords][i % kScaleWords] = scale_words[i];
+      for (int i = 0; i < kMostScaleWords; ++i) {  // the first again where there is no second
+        LoadWords<2>(scales + i * scales_more_, words.scales[i]);
       }
       return words;
     }
@@ -144,19 +153,26 @@ struct PackedWeights {
                          int /*k*/, int /*half*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Codes::template Decode<kFewRows>(words.codes[first + i], first + i, words.scales[0],
-                                         words.scales[1], a + 4 * i);
+        Codes::template Decode<kFewRows>(words.codes, first + i, words.scales, a + 4 * i);
       }
     }
+
+   private:
+    const int scales_more_;  // bytes from a row's first word of scales to the second
   };
 
  private:
+  __device__ static int TileScales(const QuantizedGemmSm90& quantized) {
+    return kWordScales * (kMostScaleWords == 1 ? 1 : quantized.scale_words);
+  }
+
   template <typename Config>
   __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
                                     typename Config::SharedMemory& memory, int group) {
     const bool gated = IsGated(quantized.gemm.epilogue.activation);
     const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
     const int tiles = gated ? half : quantized.column_tiles;
+    const int tile_scales = TileScales(quantized);
     Place<Config::kStages> at;
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int column = work.out_column / 64 + group;
@@ -164,13 +180,13 @@ struct PackedWeights {
       const int64_t first =
           (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
       const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
-      const char* scales = static_cast<const char*>(quantized.scales) + first * kTileScales;
+      const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
       const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
 #pragma unroll 1
       for (int slice = 0; slice < work.slices; slice += 2) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + kScaleBytes) : 0);
+        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + 2 * tile_scales) : 0);
         // Half a stage is filled up with the same weights again, which meet zeros of x.
         const int copies = slice + 1 < work.slices ? 1 : 2, tiles_each = 2 / copies;
         for (int i = 0; i < (exists ? copies : 0); ++i) {
@@ -178,13 +194,13 @@ struct PackedWeights {
           for (int b = 0; b < Config::kBlocks; ++b) {
             CopyBytes(codes + b * block * kTileCodes, full,
                       memory.codes[at.index][b][group] + i * kTileCodes, tiles_each * kTileCodes);
-            CopyBytes(scales + b * block * kTileScales, full,
-                      memory.scales[at.index][b][group] + i * kTileScales,
-                      tiles_each * kTileScales);
+            CopyBytes(scales + b * block * tile_scales, full,
+                      memory.scales[at.index][b][group] + i * tile_scales,
+                      tiles_each * tile_scales);
           }
         }
         codes += kCodeBytes;
-        scales += kScaleBytes;
+        scales += 2 * tile_scales;
         at.Next();
       }
     });

@@ -1,0 +1,116 @@
+// A thread's codes of a tile in layout "sm90" (quantized/gemm_sm90.h), and affine ones as pairs of
+// bfloat16. jax_groupgemm/_prepack.py says where each is: `_pieces`, `_fields`. Plain C++ on the
+// host, where tests/test_decode.py tries every width.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "quantized/device/instructions.cuh"
+
+namespace jgg::device {
+
+// kCount words by one load.
+template <int kCount>
+JGG_HOST_DEVICE void LoadWords(const char* from, uint32_t* to) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kCount == 4) {
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
+    to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+  } else if constexpr (kCount == 2) {
+    const uint2 words = *reinterpret_cast<const uint2*>(from);
+    to[0] = words.x, to[1] = words.y;
+  } else {
+    to[0] = *reinterpret_cast<const uint32_t*>(from);
+  }
+#else
+  std::memcpy(to, from, 4 * kCount);
+#endif
+}
+
+// As many words as a code has bits; threads' first fours lie beside each other, and so on.
+template <int kBits>
+JGG_HOST_DEVICE void LoadCodes(const char* tile, int thread, uint32_t (&words)[kBits]) {
+  constexpr int kFours = kBits / 4 * 4;
+  JGG_UNROLL
+  for (int i = 0; i < kFours; i += 4) LoadWords<4>(tile + 512 * i + 16 * thread, words + i);
+  if constexpr (kBits & 2) LoadWords<2>(tile + 512 * kFours + 8 * thread, words + kFours);
+  if constexpr (kBits & 1) {
+    LoadWords<1>(tile + 512 * (kBits - 1) + 4 * thread, words + kBits - 1);
+  }
+}
+
+constexpr uint32_t k128Twice = 0x43004300;  // whose last place is 1
+
+// Codes in bits `place` and up of each half, 128 otherwise: the numbers 128 + code * 2^place. Exact
+// as long as a code ends before bit 7.
+JGG_HOST_DEVICE uint32_t CodesInPlace(uint32_t pair, int place) {
+  const uint32_t unit = static_cast<uint32_t>(127 - place) << 7;
+  const uint32_t offset = 0x8000 | static_cast<uint32_t>(134 - place) << 7;
+  return MultiplyAdd2<DType::kBF16>(pair, unit * 0x10001, offset * 0x10001);
+}
+
+// Of 16 pairs of codes number `pair`, as whole numbers: the first of it is in words' lower halves,
+// the second in the upper ones. After one shift seven bits of a half can be taken, so pairs share
+// shifts where they can.
+template <int kBits>
+JGG_HOST_DEVICE uint32_t PackedCodePair(const uint32_t (&words)[kBits], int pair) {
+  constexpr uint32_t kMask = ((1u << kBits) - 1) * 0x10001;
+  constexpr int kEach = 16 / kBits;  // whole pairs of a word
+  const int word = pair / kEach, at = kBits * (pair % kEach);
+  const auto code = [&](int shift) {
+    const int place = at - shift;
+    return CodesInPlace(MaskOr(words[word] >> shift, kMask << place, k128Twice), place);
+  };
+  if constexpr (kBits == 2) {
+    return code(at / 6 * 6);
+  } else if constexpr (kBits == 4) {
+    return code(at);
+  } else {
+    static_assert(kBits == 3 || kBits == 5);
+    constexpr int kFirst = kBits == 3 ? 3 : 2;  // where the last pair is gathered, of bits 15
+    if (pair < 15) {
+      if (pair % kEach < kEach - 1) return code(kBits == 3 ? at / 6 * 6 : at);
+      const int shift = 15 - kFirst - word;  // of the word's bit 15, for the last pair
+      return code(shift < at ? shift : at);
+    }
+    uint32_t codes = k128Twice;
+    JGG_UNROLL
+    for (int i = 0; i < kBits; ++i) {
+      codes = MaskOr(words[i] >> (15 - kFirst - i), 0x10001u << (kFirst + i), codes);
+    }
+    return CodesInPlace(codes, kFirst);
+  }
+}
+
+// Of every 8 pairs in 3 words two are in each, the others in what is left: the four bits of a word
+// and two of the middle one.
+template <>
+JGG_HOST_DEVICE uint32_t PackedCodePair<6>(const uint32_t (&words)[6], int pair) {
+  const int first = 3 * (pair / 8), number = pair % 8;
+  if (number < 6) {
+    const uint32_t word = words[first + number / 2] >> (number % 2 == 0 ? 0 : 6);
+    return CodesInPlace(MaskOr(word, 0x003f003f, k128Twice), 0);
+  }
+  const uint32_t low = words[number == 6 ? first : first + 2] >> 12;
+  const uint32_t high = words[first + 1] >> (number == 6 ? 10 : 8);
+  return CodesInPlace(MaskOr(high, 0x00300030, MaskOr(low, 0x000f000f, k128Twice)), 0);
+}
+
+// Two pairs in a word: in bits 0 to 6 and 14, and 7 to 13 and 15. A code without its highest bit is
+// 128 too large as above, which is right if that bit is set.
+template <>
+JGG_HOST_DEVICE uint32_t PackedCodePair<8>(const uint32_t (&words)[8], int pair) {
+  constexpr uint32_t k1 = 0x3f803f80, k64 = 0x42804280, kMinus = 0x80008000;
+  const uint32_t word = words[pair / 2];
+  if (pair % 2 == 0) {
+    const uint32_t low = MaskOr(word, 0x007f007f, k128Twice);
+    return MultiplyAdd2<DType::kBF16>(~word & 0x40004000, k64 | kMinus, low);  // 2 or 0, times -64
+  }
+  const uint32_t low = MaskOr(word >> 7, 0x007f007f, k128Twice);
+  const uint32_t sign = MaskOr(word, kMinus, k64);  // -64 where the bit is set, else 64
+  const uint32_t change = MultiplyAdd2<DType::kBF16>(sign, k1 | kMinus, k64 | kMinus);
+  return MultiplyAdd2<DType::kBF16>(low, k1, change);
+}
+
+}  // namespace jgg::device
