@@ -10,12 +10,16 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_prepack import FORMATS, ordinary
+from test_prepack import FORMATS as EVERY
+from test_prepack import ordinary
 from test_prepack_host import any_bits
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call, _prepack
+
+
+FORMATS = [(mode, group_size) for mode, bits, group_size in EVERY if bits == 4]
 
 
 def spec(mode, group_size, *shape):
@@ -54,7 +58,7 @@ def test_batch(rng):
     for axis in (0, 1):
         ((_, operands, _, _),) = calls(lowered(jax.vmap(jgg.prepack, axis), q))
         assert operands == ["320x16xui32", "320x4xui8"]
-    w = ordinary(rng, "nvfp4", 16, (2, 64, 128))
+    w = ordinary(rng, "nvfp4", 4, 16, (2, 64, 128))
     same_bytes(jax.vmap(jgg.prepack)(w), jgg.prepack(w))
 
 
@@ -172,7 +176,7 @@ def test_repacked_products(rng, mode, group_size):
     if 90 not in _call.live_capabilities():
         pytest.skip("needs a Hopper GPU")
     sizes = jnp.array([700, 3, 900])
-    w = ordinary(rng, mode, group_size, (3, 192, 384))
+    w = ordinary(rng, mode, 4, group_size, (3, 192, 384))
     x = oracle.random(rng, (1700, 384), jnp.bfloat16)
     f = lambda x, w: jgg.grouped_qmm(x, w, sizes)
     assert names(f, x, w) == PACKED

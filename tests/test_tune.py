@@ -313,7 +313,8 @@ def test_tiles_are_those_of_the_kernel():
     body = text[text.index("inline bool HasTileSm90(") :].split("\n}\n")[0].splitlines()[1:]
     assert [line.strip() for line in body] == [
         "if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;",
-        "if (tile == 192) return gemm.wgrad && !gemm.epilogue.Any();",
+        "const bool wide = gemm.out_dtype == DType::kF32;",
+        "if (tile == 192) return gemm.wgrad && !wide && gemm.out_width == 8 && !gemm.epilogue.Any();",
         "if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);",
         "return tile == 64 || tile == 128 || tile == 256;",
     ]

@@ -101,6 +101,7 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
     }
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  if (Config::kPingPong && !gemm.stores_boxes) return cudaErrorInvalidConfiguration;
   // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in L2.
   gemm.ranks =
       gemm.matrices && gemm.groups <= kMostRankedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
@@ -117,7 +118,7 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
   if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
   const bool wide = gemm.out_dtype == DType::kF32;
-  if (tile == 192) return gemm.wgrad && !wide && !gemm.epilogue.Any();
+  if (tile == 192) return gemm.wgrad && !wide && gemm.out_width == 8 && !gemm.epilogue.Any();
   if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
   return tile == 64 || tile == 128 || tile == 256;
 }

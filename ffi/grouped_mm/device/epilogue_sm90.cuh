@@ -18,7 +18,7 @@
 namespace jgg::device {
 
 // Shared memory for kBuffers chunks of two-byte results, or half as many of float32. kPlain: for
-// two-byte results that are only rounded; for more there would be no registers left.
+// two-byte results that are only rounded, and stored by TMA; for more there would be no registers.
 template <int kChunk_, bool kScattered = false, int kBuffers = 2, bool kPlain = false>
 class EpilogueSm90 {
  public:
@@ -109,7 +109,7 @@ class EpilogueSm90 {
       });
       if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
-      if (boxes) {
+      if (boxes || kPlain) {
         if (Thread() == 0) {
           StoreRows(work, column, chunk * kChunk, staged);
           if (wide) StoreRows(work, column + 32, chunk * kChunk, staged + kChunk * 128);

@@ -185,13 +185,11 @@ __global__ void __launch_bounds__(kPrepackThreads)
       const uint32_t (&steps)[4] = threads[j];
       stage[place(lane % 4, 4 * pair + j)] = make_uint4(steps[0], steps[1], steps[2], steps[3]);
     }
-    const int64_t two = (row_tile * p.k_tiles + tile) * 32 + 8 * warp + pair;  // rows of scales
-    if constexpr (kScaleWords == 1) {
-      reinterpret_cast<uint2*>(p.out_scales)[two] =
-          make_uint2(scales[0].words[0], scales[1].words[0]);
-    } else {
-      reinterpret_cast<uint4*>(p.out_scales)[two] = make_uint4(
-          scales[0].words[0], scales[0].words[1], scales[1].words[0], scales[1].words[1]);
+    auto* out_scales = reinterpret_cast<uint2*>(p.out_scales) +
+                       (row_tile * p.k_tiles + tile) * 32 * kScaleWords + 8 * warp + pair;
+    JGG_UNROLL
+    for (int i = 0; i < kScaleWords; ++i) {
+      out_scales[32 * i] = make_uint2(scales[0].words[i], scales[1].words[i]);
     }
   }
   __syncwarp();
