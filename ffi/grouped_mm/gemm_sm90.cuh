@@ -101,7 +101,6 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
     }
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
-  if (Config::kPingPong && !gemm.stores_boxes) return cudaErrorInvalidConfiguration;
   // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in L2.
   gemm.ranks =
       gemm.matrices && gemm.groups <= kMostRankedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
@@ -117,8 +116,6 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 // Whether there is a kernel with tiles of so many rows.
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
   if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
-  const bool wide = gemm.out_dtype == DType::kF32;
-  if (tile == 192) return gemm.wgrad && !wide && gemm.out_width == 8 && !gemm.epilogue.Any();
   if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
   return tile == 64 || tile == 128 || tile == 256;
 }
@@ -166,11 +163,6 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     }
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
-    if (tile == 192) {
-      return LaunchConfigSm90<
-          device::GemmSm90Config<Element, kLKMajor, kR, 192, 2, 4, 2, 1, false, true, true>>(
-          stream, gemm, operands);
-    }
     // float32 results take the room of a stage.
     if (gemm.out_dtype == DType::kF32) {
       return LaunchConfigSm90<

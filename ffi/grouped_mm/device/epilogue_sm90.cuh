@@ -17,14 +17,13 @@
 
 namespace jgg::device {
 
-// Shared memory for kBuffers chunks of two-byte results, or half as many of float32. kPlain: for
-// two-byte results that are only rounded, and stored by TMA; for more there would be no registers.
-template <int kChunk_, bool kScattered = false, int kBuffers = 2, bool kPlain = false>
+// Shared memory for two chunks of two-byte results, or one of float32; kWide: two of float32.
+template <int kChunk_, bool kScattered = false, bool kWide_ = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
-  static constexpr bool kWide = kBuffers >= 4;  // float32 takes turns, too, so TMA can store it
-  static constexpr int kBytes = kChunk * 128 * kBuffers;
+  static constexpr bool kWide = kWide_;
+  static constexpr int kBytes = kChunk * 128 * (kWide ? 4 : 2);
 
   __device__ EpilogueSm90(const GemmSm90& gemm, void* staged, int barrier)
       : gemm_(gemm), staged_(static_cast<char*>(staged)), barrier_(barrier) {}
@@ -51,9 +50,7 @@ class EpilogueSm90 {
         if (chunk == i) stage(sums + i * (kChunk / 2), min(kChunk, 2 * kSums - i * kChunk) / 8);
       }
     };
-    if constexpr (!kPlain) {
-      if (gemm_.epilogue.Any()) return StoreFused(work, column, chunk_sums);
-    }
+    if (gemm_.epilogue.Any()) return StoreFused(work, column, chunk_sums);
     StorePlain(work, column, chunk_sums);
   }
 
@@ -82,23 +79,16 @@ class EpilogueSm90 {
  private:
   template <typename ChunkSums>
   __device__ void StorePlain(const Work& work, int column, ChunkSums chunk_sums) {
-    const bool wide = !kPlain && gemm_.out_dtype == DType::kF32;
+    const bool wide = gemm_.out_dtype == DType::kF32;
 #pragma unroll 1
     for (int chunk = 0; chunk * kChunk < work.rows; ++chunk) {
       const int rows = min(kChunk, work.rows - chunk * kChunk);
       const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
-      // Chunks take turns with the buffers that there are.
-      const int buffers = wide ? kBuffers / 2 : kBuffers;
-      turn_ = turn_ + 1 < buffers ? turn_ + 1 : 0;
+      // Chunks take turns with two buffers, or have one.
+      turn_ = wide && !kWide ? 0 : turn_ ^ 1;
       char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
-      if (Thread() == 0) {
-        if (wide) {
-          WaitStored<kBuffers / 2 - 1>();
-        } else {
-          WaitStored<kBuffers - 1>();
-        }
-      }
+      if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
       chunk_sums(chunk, [&](const float* sums, int blocks) {
         if (wide) {
@@ -109,7 +99,7 @@ class EpilogueSm90 {
       });
       if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
-      if (boxes || kPlain) {
+      if (boxes) {
         if (Thread() == 0) {
           StoreRows(work, column, chunk * kChunk, staged);
           if (wide) StoreRows(work, column + 32, chunk * kChunk, staged + kChunk * 128);

@@ -32,20 +32,16 @@ struct TileRows<0> {};
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
 // the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
 // columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each. Rows by
-// list (kGathered): gathered_gemm_sm90.cuh. kWide: more room for results. kPingPong: warpgroups
-// have tiles of their own, of kRows x kBlocks * 64, and multiply in turns: one stores while the
-// other multiplies.
+// list (kGathered): gathered_gemm_sm90.cuh. kWide: for float32 results.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
-          bool kPingPong_ = false>
+          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_, kRaggedK = !kGathered;
-  static constexpr bool kPingPong = kPingPong_;
-  static constexpr int kColumns = kBlocks * (kPingPong ? 64 : 128);
+  static constexpr int kColumns = kBlocks * 128;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
@@ -61,10 +57,9 @@ struct GemmSm90Config {
   static_assert(kLKMajor || kChunkL == 64);
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
-  static_assert(!kPingPong || (kBlocks == 2 && kPlanes == 1 && kHalves == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_ ? 4 : 2, kPingPong>;
+  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
@@ -72,7 +67,7 @@ struct GemmSm90Config {
     alignas(1024) char staged[2][Epilogue::kBytes];
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages], cleared[kStages];
-    uint64_t work_full[kWorks], work_empty[kWorks], turn[2];
+    uint64_t work_full[kWorks], work_empty[kWorks];
     TileRows<kGathered ? kRows : 0> rows[kWorks];
   };
 };
@@ -202,29 +197,6 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
                                   int group) {
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
-  if constexpr (Config::kPingPong) {
-    using P = Products<Config>;
-    bool other = group == 0;
-    uint32_t parity = group ^ 1;  // the first turn is the first warpgroup's
-    ForEachHeldWork<Config>(memory, [&](const Work& work) {
-      other = !other;
-      if (other) {
-        at.Skip(work.slices);
-        if (gemm.wgrad) cleared.Skip(work.Cuts());
-        return;
-      }
-      // Also until the other has waited for all stages before this tile's: behind two phases of a
-      // barrier parities would mean nothing.
-      Wait(&memory.turn[group], parity);
-      parity ^= 1;
-      typename P::Sums sums;
-      P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
-      epilogue.Store(work, 0, sums[0]);
-      epilogue.Store(work, 64, sums[1]);
-    });
-    WaitStored<0>();
-    return;
-  }
   ForEachWork<Config>(memory, [&](const Work& work) {
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
@@ -255,7 +227,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
     for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
-    for (uint64_t& turn : memory.turn) Init(&turn, kMultiplyWarps / 2);
     InitRings<Config>(memory, 1, gemm.wgrad ? 2 : 1);
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);

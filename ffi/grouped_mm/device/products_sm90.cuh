@@ -69,7 +69,6 @@ struct Products {
   __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                              Stage& cleared, Sums& sums) {
     if (work.slices == 0) {
-      PassTurn(memory, group);
 #pragma unroll
       for (int b = 0; b < kBlocks * kHalves; ++b) {
 #pragma unroll
@@ -116,16 +115,6 @@ struct Products {
       if (work.rows > 192) return loop(Constant<256>{}, One{});
       if (work.rows > 128) return loop(Constant<192>{}, One{});
     }
-    if constexpr (kRows == 192) {
-      if constexpr (kPartial) {
-        if (work.rows > 176) return loop(Constant<192>{}, One{});
-        if (work.rows > 160) return loop(Constant<176>{}, One{});
-        if (work.rows > 144) return loop(Constant<160>{}, One{});
-        if (work.rows > 128) return loop(Constant<144>{}, One{});
-      } else {
-        if (work.rows > 128) return loop(Constant<192>{}, One{});
-      }
-    }
     if constexpr (kRows > 64) {
       if (work.rows > (kPartial ? 96 : 64)) return loop(Constant<128>{}, One{});
       if constexpr (kPartial) {
@@ -147,13 +136,6 @@ struct Products {
   }
 
  private:
-  // The other warpgroup may multiply: all its warps wait for all of these.
-  __device__ static void PassTurn(Memory& memory, int group) {
-    if constexpr (Config::kPingPong) {
-      if (threadIdx.x % 32 == 0) Arrive(&memory.turn[group ^ 1]);
-    }
-  }
-
   template <int kN, int kHalvesUsed, typename Stage>
   __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                               Stage& cleared, Sums& sums) {
@@ -164,13 +146,12 @@ struct Products {
     // Bytes from one 16 k to the next.
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
-    constexpr int kOwnBlocks = Config::kPingPong ? kBlocks : 1;  // of columns, that lie together
     // All that addresses are made of is the same in every lane, and said to be: descriptors are
     // then made by the uniform datapath, not by a dozen instructions each, which take longer than
     // the products.
     const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
-    const uint32_t r_first = TileDescriptor(
-        Uniform(SharedAddress(memory.r) + (kOwnBlocks > 1 ? 0 : group * 64 * 128)), 64 * 128);
+    const uint32_t r_first =
+        TileDescriptor(Uniform(SharedAddress(memory.r) + group * 64 * 128), 64 * 128);
     const int slices = Uniform(work.slices), last = Uniform(work.last);
     const bool cut_last = cut && last < kSliceSm90, cut_first = cut && Uniform(work.first) > 0;
     Stage here{Uniform(at.index), Uniform(at.parity)};
@@ -186,15 +167,11 @@ struct Products {
       }
       l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
       r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
-      if constexpr (Config::kPingPong) {
-        l_tile = Uniform(l_tile);
-        r_tile = Uniform(r_tile);
-      }
     };
     auto multiply = [&](int step, bool add) {
 #pragma unroll
       for (int i = 0; i < kBlocks * kHalvesUsed; ++i) {
-        const int r_offset = kBlocks > 1 ? i * 2 / kOwnBlocks * 64 * 128 : 0;
+        const int r_offset = kBlocks > 1 ? i * 2 * 64 * 128 : 0;
         const int l_offset = kBlocks > 1 ? 0 : i * kN * 128;
         Multiply<Instruction>(r_tile + ((step * kStepR + r_offset) >> 4),
                               l_tile + ((step * kStepL + l_offset) >> 4), sums[i], add,
@@ -203,18 +180,10 @@ struct Products {
     };
     // A slice is waited for before the next one begins, and its stage is released at once: the
     // other warpgroup's products fill the gap, and what is copied next does not wait for what comes
-    // last. In ping-pong nothing would fill it: a slice is released when the next one is under way.
-    auto release_before = [&] {  // the stage before this one
-      Release<Config>(memory, (here.index == 0 ? Config::kStages : here.index) - 1);
-    };
-    auto end = [&](int turn) {
-      if constexpr (Config::kPingPong) {
-        WarpgroupWait<1>();
-        if (turn > 0) release_before();
-      } else {
-        WarpgroupWait<0>();
-        Release<Config>(memory, here.index);
-      }
+    // last.
+    auto end = [&] {
+      WarpgroupWait<0>();
+      Release<Config>(memory, here.index);
       here.Next();
     };
     if (tail) {
@@ -225,7 +194,7 @@ struct Products {
         multiply(step, step > 0);
         WarpgroupCommit();
       }
-      end(0);
+      end();
     }
 #pragma unroll 1
     for (int turn = tail; turn < slices; ++turn) {
@@ -234,12 +203,7 @@ struct Products {
 #pragma unroll
       for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, turn > 0 || step > 0);
       WarpgroupCommit();
-      end(turn);
-    }
-    if constexpr (Config::kPingPong) {
-      PassTurn(memory, group);
-      WarpgroupWait<0>();
-      release_before();
+      end();
     }
     at = here;
   }

@@ -11,10 +11,6 @@ namespace jgg::device {
 
 constexpr int kMultiplyWarps = 8;
 
-// The warps that read one stage: all that multiply, or those of one warpgroup, which take turns.
-template <typename Config>
-constexpr int kStageWarps = Config::kPingPong ? kMultiplyWarps / 2 : kMultiplyWarps;
-
 // A place in a ring, and the parity of its barriers' next phase.
 template <int kPlaces>
 struct Place {
@@ -27,12 +23,6 @@ struct Place {
       parity ^= 1;
     }
   }
-
-  __device__ void Skip(int places) {
-    const int rounds = (index + places) / kPlaces;
-    index += places - rounds * kPlaces;
-    parity ^= rounds & 1;
-  }
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
@@ -41,7 +31,7 @@ template <typename Config>
 __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
-    Init(&memory.empty[i], kStageWarps<Config> * Config::kCluster);
+    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
     Init(&memory.work_full[i], 1);
@@ -83,21 +73,6 @@ __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
     at.Next();
     if (work.rows == 0) return;
     f(work);
-  }
-}
-
-// The same for a warp whose registers are few: the tile stays where it is until f is done with it.
-template <typename Config, typename Function>
-__device__ void ForEachHeldWork(typename Config::SharedMemory& memory, Function f) {
-  Place<Config::kWorks> at;
-  while (true) {
-    Wait(&memory.work_full[at.index], at.parity);
-    const Work& work = memory.works[at.index];
-    if (work.rows == 0) return;
-    f(work);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
-    at.Next();
   }
 }
 

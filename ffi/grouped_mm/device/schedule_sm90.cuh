@@ -31,9 +31,6 @@ struct Work {
   // then happens while the tile before is stored.
   __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
 
-  // How many such slices there are.
-  __device__ int Cuts() const { return slices == 0 ? 0 : Cut(slices - 1) + (slices > 1 && Cut(0)); }
-
   // Whether a slice has values of k from outside the segment, which are cleared.
   __device__ bool Cut(int slice) const {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
