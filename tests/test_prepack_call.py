@@ -18,7 +18,6 @@ from test_quantize_call import calls, lowered, on_cpu, same_bytes
 import jax_groupgemm as jgg
 from jax_groupgemm import _call, _prepack
 
-
 FORMATS = [(mode, group_size) for mode, bits, group_size in EVERY if bits == 4]
 
 

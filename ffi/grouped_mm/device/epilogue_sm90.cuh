@@ -18,7 +18,7 @@
 namespace jgg::device {
 
 // Shared memory for two chunks of two-byte results, or one of float32; kWide: two of float32.
-template <int kChunk_, bool kScattered = false, bool kWide_ = false>
+template <int kChunk_, bool kScattered = false, bool kWide_ = false, bool kUnrolled = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
@@ -38,20 +38,21 @@ class EpilogueSm90 {
   //
   // Chunks are a loop that is not unrolled, so that there is little code: unrolled, much of a
   // tile's epilogue was waiting for instructions. Only what reads sums, which are registers, is
-  // there once for each chunk.
+  // there once for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
   template <int kSums>
   __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
     if (column >= work.columns) return;
+    constexpr int kChunks = (2 * kSums + kChunk - 1) / kChunk;
     // Calls stage(sums, blocks of 8 rows) for a chunk.
     auto chunk_sums = [&](int chunk, auto stage) {
 #pragma unroll
-      for (int i = 0; i < (2 * kSums + kChunk - 1) / kChunk; ++i) {
+      for (int i = 0; i < kChunks; ++i) {
         // The last chunk may be half full.
         if (chunk == i) stage(sums + i * (kChunk / 2), min(kChunk, 2 * kSums - i * kChunk) / 8);
       }
     };
-    if (gemm_.epilogue.Any()) return StoreFused(work, column, chunk_sums);
-    StorePlain(work, column, chunk_sums);
+    if (gemm_.epilogue.Any()) return StoreFused<kChunks>(work, column, chunk_sums);
+    StorePlain<kChunks>(work, column, chunk_sums);
   }
 
   // `gates`, and `up`, which they let through.
@@ -60,12 +61,14 @@ class EpilogueSm90 {
                              float (&up)[kSums]) {
     constexpr int kRows = kChunk / 2;
     if (column >= work.columns) return;
-#pragma unroll 1
-    for (int chunk = 0; chunk * kRows < work.rows; ++chunk) {
+    constexpr int kChunks = (2 * kSums + kRows - 1) / kRows;
+#pragma unroll(kUnrolled ? kChunks : 1)
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk * kRows >= work.rows) break;
       if (Thread() == 0) WaitStored<0>();
       SyncSome(barrier_, 128);
 #pragma unroll
-      for (int j = 0; j < (2 * kSums + kRows - 1) / kRows; ++j) {
+      for (int j = 0; j < kChunks; ++j) {
         if (chunk != j) continue;
         const int blocks = min(kRows, 2 * kSums - j * kRows) / 8;
         StageFloats<kRows>(gates + j * (kRows / 2), staged_, blocks);
@@ -77,11 +80,12 @@ class EpilogueSm90 {
   }
 
  private:
-  template <typename ChunkSums>
+  template <int kChunks, typename ChunkSums>
   __device__ void StorePlain(const Work& work, int column, ChunkSums chunk_sums) {
     const bool wide = gemm_.out_dtype == DType::kF32;
-#pragma unroll 1
-    for (int chunk = 0; chunk * kChunk < work.rows; ++chunk) {
+#pragma unroll(kUnrolled ? kChunks : 1)
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk * kChunk >= work.rows) break;
       const int rows = min(kChunk, work.rows - chunk * kChunk);
       const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
@@ -114,10 +118,11 @@ class EpilogueSm90 {
   }
 
   // The same with everything that an epilogue may do.
-  template <typename ChunkSums>
+  template <int kChunks, typename ChunkSums>
   __device__ void StoreFused(const Work& work, int column, ChunkSums chunk_sums) {
-#pragma unroll 1
-    for (int chunk = 0; chunk * kChunk < work.rows; ++chunk) {
+#pragma unroll(kUnrolled ? kChunks : 1)
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk * kChunk >= work.rows) break;
       if (Thread() == 0) WaitStored<0>();
       SyncSome(barrier_, 128);
       chunk_sums(chunk, [&](const float* sums, int blocks) {

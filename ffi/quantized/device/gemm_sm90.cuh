@@ -36,7 +36,7 @@ struct QuantizedGemmSm90Config {
   static constexpr int kThreads = 384, kWorks = 4, kSlices = 2;  // slices of a stage
   static constexpr int kChunkL = kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunksL = kRows / kChunkL;
-  using Epilogue = EpilogueSm90<kChunkL>;
+  using Epilogue = EpilogueSm90<kChunkL, false, false, true>;
   // As many stages as fit beside the rest.
   static constexpr int kStageBytes =
       kSlices * kChunksL * kChunkBytesL +
@@ -108,10 +108,10 @@ JGG_REGISTER_PRODUCT(192)
 #undef JGG_REGISTER_PRODUCT
 
 template <int kN, size_t... kIndex>
-__device__ void MultiplyRegisters(const uint32_t* a, uint32_t b, float* sums, bool add,
+__device__ void MultiplyRegisters(const uint32_t* a, uint64_t b, float* sums, bool add,
                                   std::index_sequence<kIndex...>) {
   RegisterProduct<kN>::fma(
-      a[0], a[1], a[2], a[3], WholeDescriptor(b), sums[kIndex]...,
+      a[0], a[1], a[2], a[3], b, sums[kIndex]...,
       add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
@@ -178,12 +178,12 @@ struct QuantizedProducts {
     // The same in all lanes, so that they can be uniform registers.
     const int slices = __shfl_sync(0xffffffff, work.slices, 0);
     Stage here{__shfl_sync(0xffffffff, at.index, 0), __shfl_sync(0xffffffff, at.parity, 0)};
-    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
+    const uint64_t l_first = WholeDescriptor(TileDescriptor(SharedAddress(memory.l), 64 * 128));
     int before = -1;
 #pragma unroll 1
     for (int slice = 0; slice < slices; slice += Config::kSlices) {
       Wait(&memory.full[here.index], here.parity);
-      const uint32_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint64_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
       typename Reader::Words words[Config::kSlices][kBlocks];
       const auto load = [&](int s, int b) {
         words[s][b] =
