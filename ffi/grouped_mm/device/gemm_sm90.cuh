@@ -59,7 +59,8 @@ struct GemmSm90Config {
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
+  using Epilogue =
+      EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_, kRaggedK && kBlocks == 2>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
