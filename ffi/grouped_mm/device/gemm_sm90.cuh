@@ -40,7 +40,8 @@ struct GemmSm90Config {
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kPlanes = kPlanes_;
-  static constexpr bool kGathered = kGathered_, kRaggedK = !kGathered;
+  static constexpr bool kGathered = kGathered_;
+  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated ones are of mm alone
   static constexpr int kColumns = kBlocks * 128;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
@@ -59,8 +60,7 @@ struct GemmSm90Config {
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue =
-      EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_, kRaggedK && kBlocks == 2>;
+  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
