@@ -145,7 +145,9 @@ def test_shard_map_of_other_ops(rng, name):
     oracle.assert_close(jax.jit(mapped)(*args), f(*args))
     total = lambda f: jax.jit(jax.grad(lambda a, b: jnp.sin(f(a, b, args[2])).sum(), (0, 1)))
     for got, want in zip(total(mapped)(*args[:2]), total(f)(*args[:2]), strict=True):
-        oracle.assert_close(got, want, tolerance=3e-6)
+        # Each is within 1e-6 of float64 or a few of it: activations' derivatives are rounded as
+        # XLA vectorizes them, which differs between shapes and processors.
+        oracle.assert_close(got, want, tolerance=1e-5)
 
 
 # ---- Auto and Explicit -----------------------------------------------------------------------
