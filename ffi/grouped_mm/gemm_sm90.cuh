@@ -36,7 +36,7 @@ template <typename Config>
 int64_t MostTilesSm90(const GemmSm90& gemm) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
-  const int64_t tile_columns = (gated ? 128 : Config::kColumns) * Config::kCluster;
+  const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
   const int64_t m_tiles =
       gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
                  : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);

@@ -36,9 +36,9 @@ class EpilogueSm90 {
 
   // Store columns [column, column + 64) of a tile.
   //
-  // Chunks are a loop that is not unrolled, so that there is little code: unrolled, much of a
-  // tile's epilogue was waiting for instructions. Only what reads sums, which are registers, is
-  // there once for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
+  // Chunks are a loop that is not unrolled, so that there is little code: unrolled, 5 to 20 % of
+  // all samples waited for instructions. Only what reads sums, which are registers, is there once
+  // for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
   template <int kSums>
   __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
     if (column >= work.columns) return;

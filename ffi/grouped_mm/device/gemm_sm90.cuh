@@ -42,9 +42,8 @@ struct GemmSm90Config {
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_;
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated ones are of mm alone
-  static constexpr int kColumns = kBlocks * 128;
-  static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
-  static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
+  static constexpr int kCluster = kCluster_;                    // blocks that share L: 1 or 2
+  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
   static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered ? 72 : 56;
@@ -54,7 +53,7 @@ struct GemmSm90Config {
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
   static constexpr int kChunkL = kRows < 64 || kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunkBytesR = 64 * 128;
-  static constexpr int kChunksL = kRows / kChunkL, kChunksR = kColumns / 64;
+  static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   static_assert(kLKMajor || kChunkL == 64);
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));

@@ -147,8 +147,7 @@ struct Products {
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
     // All that addresses are made of is the same in every lane, and said to be: descriptors are
-    // then made by the uniform datapath, not by a dozen instructions each, which take longer than
-    // the products.
+    // then made by the uniform datapath, not by a dozen instructions each.
     const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
     const uint32_t r_first =
         TileDescriptor(Uniform(SharedAddress(memory.r) + group * 64 * 128), 64 * 128);

@@ -86,7 +86,7 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
   ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
-      gemm, gated ? 128 : Config::kColumns, block);
+      gemm, gated ? 128 : 128 * Config::kBlocks, block);
   Place<Config::kWorks> at;
   while (true) {
     const Work work = schedule.Next();

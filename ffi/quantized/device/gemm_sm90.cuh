@@ -29,7 +29,6 @@ struct QuantizedGemmSm90Config {
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
   static constexpr bool kRaggedK = false;
-  static constexpr int kColumns = kBlocks * 128;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
@@ -176,8 +175,8 @@ struct QuantizedProducts {
 #pragma unroll
     for (int i = 0; i < kBlocks * kN / 2; ++i) sums[i / (kN / 2)][i % (kN / 2)] = 0.0f;
     // The same in all lanes, so that they can be uniform registers.
-    const int slices = __shfl_sync(0xffffffff, work.slices, 0);
-    Stage here{__shfl_sync(0xffffffff, at.index, 0), __shfl_sync(0xffffffff, at.parity, 0)};
+    const int slices = Uniform(work.slices);
+    Stage here{Uniform(at.index), Uniform(at.parity)};
     const uint64_t l_first = WholeDescriptor(TileDescriptor(SharedAddress(memory.l), 64 * 128));
     int before = -1;
 #pragma unroll 1
