@@ -17,17 +17,21 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
   using Epilogue = typename Config::Epilogue;
   const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
   const bool wide = gemm.out_dtype == DType::kF32;
-  const TensorMapSpec out{gemm.out,
-                          gemm.out_dtype,
-                          columns,
-                          gemm.wgrad ? gemm.m : gemm.rows_y,
-                          gemm.wgrad ? gemm.groups : 1,
-                          gemm.out_line,
-                          gemm.wgrad ? gemm.out_group : gemm.out_line,
-                          Epilogue::kChunk,
-                          wide ? 32 : 64};
+  TensorMapSpec out{gemm.out,
+                    gemm.out_dtype,
+                    columns,
+                    gemm.wgrad ? gemm.m : gemm.rows_y,
+                    gemm.wgrad ? gemm.groups : 1,
+                    gemm.out_line,
+                    gemm.wgrad ? gemm.out_group : gemm.out_line,
+                    Epilogue::kChunk,
+                    wide ? 32 : 64};
   gemm.stores_boxes = (!wide || Epilogue::kWide) && TensorMapProblem(out) == nullptr;
-  return gemm.stores_boxes ? EncodeTensorMap(out, &gemm.out_map) : cudaSuccess;
+  gemm.store_warp = Config::kStoreWarp && gemm.stores_boxes && !wide && !gemm.epilogue.Any();
+  if (!gemm.stores_boxes) return cudaSuccess;
+  if (cudaError_t error = EncodeTensorMap(out, &gemm.out_map)) return error;
+  out.box_lines = 8;
+  return gemm.store_warp && !gemm.wgrad ? EncodeTensorMap(out, &gemm.out_rest) : cudaSuccess;
 }
 
 // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
@@ -173,23 +177,25 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
   });
 }
 
-// Tiles of 128 rows; pairs that share L where there are enough of them.
+// Tiles of 128 rows, in pairs that share L where there are enough of them, or of 64 where there are
+// too few.
 template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    auto launch = [&](auto cluster) {
+    auto launch = [&](auto rows, auto stages, auto cluster) {
       return LaunchConfigSm90<
-          device::GemmSm90Config<cutlass::bfloat16_t, kLKMajor, decltype(r)::value, 128, 1,
-                                 kPlanes == 3 ? 2 : 3, cluster.value, kPlanes>>(stream, gemm,
-                                                                                operands);
+          device::GemmSm90Config<cutlass::bfloat16_t, kLKMajor, decltype(r)::value, rows.value, 1,
+                                 stages.value, cluster.value, kPlanes>>(stream, gemm, operands);
     };
     using device::Constant;
+    using Stages = Constant<kPlanes == 3 ? 2 : 3>;
     const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
     const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
     const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
-    if (tiles < 528 || gemm.n <= 128) return launch(Constant<1>{});
-    return launch(Constant<2>{});
+    if (tiles < 88) return launch(Constant<64>{}, Stages{}, Constant<1>{});
+    if (tiles < 528 || gemm.n <= 128) return launch(Constant<128>{}, Stages{}, Constant<1>{});
+    return launch(Constant<128>{}, Stages{}, Constant<2>{});
   });
 }
 

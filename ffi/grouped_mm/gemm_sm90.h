@@ -22,6 +22,7 @@ constexpr int kMostRankedMatrices = 128;
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
   CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k
+  CUtensorMap out_rest;              // mm: boxes of 8 rows
   bool wgrad;                        // which product
   bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned
   bool ranks;                        // ... and tiles are few, so the longest come first
@@ -32,6 +33,7 @@ struct GemmSm90 {
   void* out;
   DType out_dtype;
   bool stores_boxes;   // whether TMA can write the result
+  bool store_warp;     // ... and a warp of its own does: see device/store_sm90.cuh
   int out_width;       // elements per store that alignment allows: those of 16 bytes, or 1
   int64_t out_line;    // elements from one row of the result to the next
   int64_t out_group;   // wgrad: elements from one matrix of the result to the next

@@ -55,6 +55,25 @@ class EpilogueSm90 {
     StorePlain<kChunks>(work, column, chunk_sums);
   }
 
+  // `blocks` times 8 rows of 64 columns, rounded to T, to where they are stored from: pieces of 16
+  // bytes are swizzled by the row.
+  template <typename T>
+  __device__ static void StageHalvesOf(const float* sums, char* staged, int blocks) {
+    // Lane l names a row of matrix l / 8 of the warp's 16 x 16, whose matrices begin at
+    // (column, row) = (0, 0) (8, 0) (0, 8) (8, 8).
+    const int row = Lane() % 8 + Lane() / 16 * 8;
+    const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
+    char* to = staged + row * 128 + piece * 16;
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      if (2 * i >= blocks) break;
+      const float* four = sums + 8 * i;
+      cute::SM90_U16x8_STSM_T::copy(Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]),
+                                    Pack<T>(four[4], four[5]), Pack<T>(four[6], four[7]),
+                                    *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
+    }
+  }
+
   // `gates`, and `up`, which they let through.
   template <int kSums>
   __device__ void StoreGated(const Work& work, int column, float (&gates)[kSums],
@@ -163,24 +182,6 @@ class EpilogueSm90 {
       StageHalvesOf<cutlass::bfloat16_t>(sums, staged, blocks);
     } else {
       StageHalvesOf<cutlass::half_t>(sums, staged, blocks);
-    }
-  }
-
-  // kChunk rows of 64 two-byte values; pieces of 16 bytes are swizzled by the row.
-  template <typename T>
-  __device__ static void StageHalvesOf(const float* sums, char* staged, int blocks) {
-    // Lane l names a row of matrix l / 8 of the warp's 16 x 16, whose matrices begin at
-    // (column, row) = (0, 0) (8, 0) (0, 8) (8, 8).
-    const int row = Lane() % 8 + Lane() / 16 * 8;
-    const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
-    char* to = staged + row * 128 + piece * 16;
-#pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      if (2 * i >= blocks) break;
-      const float* four = sums + 8 * i;
-      cute::SM90_U16x8_STSM_T::copy(Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]),
-                                    Pack<T>(four[4], four[5]), Pack<T>(four[6], four[7]),
-                                    *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
     }
   }
 

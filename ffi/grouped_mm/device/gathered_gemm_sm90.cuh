@@ -39,7 +39,6 @@ __device__ void FillRows(const GatheredGemmSm90& gathered, const Work& work, Til
     to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(gathered.x_rows, work.l_row + i);
     to.y[i] = real ? RowAt(gathered.y_rows, work.out_row + i) : -1;
   }
-  __syncwarp();  // before one lane arrives for all
 }
 
 // As ForEachWork: calls f(work, rows), and keeps both in the ring until it has returned.
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = gathered.gemm;
   if (threadIdx.x == 0) {
-    InitRings<Config>(memory, 1 + 32 * kGatherWarps, 1 + kGatherWarps);
+    InitRings<Config>(memory, 1 + 32 * kGatherWarps, 1 + kGatherWarps, 32);
     Prefetch(&gemm.r_map);
   }
   SyncRings<Config>();

@@ -3,6 +3,7 @@
 //   warp 0  schedules: puts tiles of work into a short ring
 //   warp 1  copies slices of L and R into a ring of kStages, by TMA
 //   warp 2  clears what lies behind the end of a segment within a slice of k
+//   warp 3  stores results that need nothing but rounding
 // Every place of a ring has a pair of barriers, "full" and "empty". Nothing else is shared, so a
 // warpgroup stores its results while the others go on.
 #pragma once
@@ -17,6 +18,7 @@
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "grouped_mm/device/split_products_sm90.cuh"
+#include "grouped_mm/device/store_sm90.cuh"
 
 namespace jgg::device {
 
@@ -58,6 +60,8 @@ struct GemmSm90Config {
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
+  static constexpr bool kStoreWarp =
+      kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered && !kWide_;
   // What rows by list take of shared memory, smaller chunks of the result give.
   using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
 
@@ -68,6 +72,7 @@ struct GemmSm90Config {
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages], cleared[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
+    StoreBarriers stores;
     TileRows<kGathered ? kRows : 0> rows[kWorks];
   };
 };
@@ -197,10 +202,22 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
                                   int group) {
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
+  Place<kStoreBuffers> store;
   ForEachWork<Config>(memory, [&](const Work& work) {
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
+    if constexpr (Config::kStoreWarp) {
+      if (gemm.store_warp) {
+        if (64 * group >= work.columns) return;
+        if (gemm.out_dtype == DType::kBF16) {
+          StageTile<Config, cutlass::bfloat16_t>(memory, work, group, store, sums);
+        } else {
+          StageTile<Config, cutlass::half_t>(memory, work, group, store, sums);
+        }
+        return;
+      }
+    }
     if constexpr (Config::kHalves == 2) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -227,7 +244,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
     for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
-    InitRings<Config>(memory, 1, gemm.wgrad ? 2 : 1);
+    memory.stores.Init();
+    InitRings<Config>(memory, 1, 1 + gemm.wgrad + gemm.store_warp);
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
@@ -243,6 +261,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       __syncwarp();
     } else if (warp == 2 && gemm.wgrad) {
       ClearWarp<Config>(memory);
+    } else if (warp == 3 && gemm.store_warp) {
+      if constexpr (Config::kStoreWarp) StoreWarp<Config>(gemm, memory);
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/schedule_sm90.cuh"
@@ -26,15 +27,16 @@ struct Place {
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
-// that multiply.
+// that multiply, and `schedulers` lanes fill it.
 template <typename Config>
-__device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders) {
+__device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders,
+                          int schedulers = 1) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
     Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
-    Init(&memory.work_full[i], 1);
+    Init(&memory.work_full[i], schedulers);
     Init(&memory.work_empty[i], kMultiplyWarps + feeders);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -80,7 +82,8 @@ struct NothingElse {
   __device__ void operator()(const Work&, int) const {}
 };
 
-// The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile.
+// The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile, by
+// all its lanes, each of which then says so.
 template <typename Config, typename Function = NothingElse>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
@@ -95,6 +98,8 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       memory.works[at.index] = work;
+      Arrive(&memory.work_full[at.index]);
+    } else if (!std::is_same_v<Function, NothingElse>) {
       Arrive(&memory.work_full[at.index]);
     }
     __syncwarp();
