@@ -82,12 +82,21 @@ def new_state(experts: int, width: int, hidden: int):
         "up": normal(keys[2], experts, hidden, width),
         "down": normal(keys[3], experts, width, hidden),
     }
-    return {"step": jnp.int32(0), "params": params, "momentum": jax.tree.map(jnp.zeros_like, params)}
+    return {
+        "step": jnp.int32(0),
+        "params": params,
+        "momentum": jax.tree.map(jnp.zeros_like, params),
+    }
 
 
 class Arm:
-    def __init__(self, precision: str, graph_size: int, experts: int, width: int, hidden: int, data):
-        self.state, self.data = jax.jit(functools.partial(new_state, experts, width, hidden))(), data
+    def __init__(
+        self, precision: str, graph_size: int, experts: int, width: int, hidden: int, data
+    ):
+        self.state, self.data = (
+            jax.jit(functools.partial(new_state, experts, width, hidden))(),
+            data,
+        )
         f = functools.partial(train_step, linear=PRECISIONS[precision])
         options = {}
         if jax.default_backend() == "gpu":
@@ -97,10 +106,10 @@ class Arm:
 
     def run(self, steps: int) -> float:
         """Milliseconds of a step."""
-        began = time.perf_counter()
+        began, loss = time.perf_counter(), None
         for _ in range(steps):
             self.state, loss = self.step(self.state, *self.data)
-        self.losses.append(float(loss))
+        self.losses.append(float(jnp.asarray(loss)))
         return 1e3 * (time.perf_counter() - began) / steps
 
 
@@ -119,7 +128,9 @@ def measure(shape, precision: str, steps: int, repetitions: int) -> dict:
 
 
 def main(argv=None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)), help="which")
     parser.add_argument("--shape", nargs=4, type=int, help="experts, tokens, width, hidden width")
     parser.add_argument("--steps", type=int, default=10)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import gpu, peers, report, shapes, summary, timing  # noqa: E402
+from benchmarks import gpu, peers, report, shapes, step, summary, timing  # noqa: E402
 from benchmarks.shapes import Grouped, Segmented  # noqa: E402
 
 # No device times here: any time will do, and nothing is compared with another.
@@ -231,3 +231,30 @@ def test_wrong_and_failing_arms_are_reported(monkeypatch):
     assert record["notes"]["torch"] == "WRONG: relative error 1.0e+00"
     assert record["notes"]["lax"] == "failed: ImportError: no such peer"
     assert record["notes"]["mosaic"].startswith("failed: ")
+
+
+def test_training_steps(tmp_path, capsys):
+    path = tmp_path / "step.json"
+    argv = [
+        "--shape",
+        "4",
+        "48",
+        "64",
+        "32",
+        "--steps",
+        "2",
+        "--repetitions",
+        "2",
+        "--json",
+        str(path),
+    ]
+    records = step.main(argv)
+    assert json.loads(path.read_text())["records"] == json.loads(json.dumps(records))
+    assert {r["precision"] for r in records} == {"bfloat16", "nvfp4"}
+    for record in records:
+        losses = record["losses"]["captured"]
+        assert losses == record["losses"]["eager"]
+        assert losses[-1] < losses[0]
+    first, second = (r["losses"]["captured"] for r in records)
+    assert first != second
+    assert "bitwise" in capsys.readouterr().out
