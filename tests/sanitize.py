@@ -1,8 +1,11 @@
 """A small set of cases for compute-sanitizer, through every tile and operand layout of the kernels:
 
 compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/sanitize.py [PART ...]
+
+PART is the beginning of a part's name, such as ``quantized`` or ``quantized_nvfp4``.
 """
 
+import functools
 import sys
 
 import jax
@@ -116,20 +119,20 @@ QUANTIZED = (
 )  # fmt: skip
 
 
-def quantized(rng):
+def quantized(rng, which):
     """Both layouts of weights, along K and along N, tiles of few and of many rows."""
-    for mode, bits, group_size in QUANTIZED:
-        for sizes in ([5, 0, 9], [64, 1, 40], [0, 200, 130]):
-            x = oracle.random(rng, (sum(sizes) + 3, 256), "bfloat16")
-            for shape, transpose_w in (((3, 192, 256), True), ((3, 256, 128), False)):
-                w = oracle.random(rng, shape, "bfloat16")
-                q = jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
-                want = jgg.dequantize(q, jnp.bfloat16)
-                want = want.swapaxes(1, 2) if transpose_w else want
-                for weight in (q, jgg.prepack(q)):
-                    f = lambda x, w, s, t=transpose_w: jgg.grouped_qmm(x, w, s, transpose_w=t)
-                    out = jax.jit(f)(x, weight, jnp.array(sizes))
-                    oracle.assert_close(out, oracle.grouped_mm(x, want, sizes))
+    mode, bits, group_size = which
+    for sizes in ([5, 0, 9], [64, 1, 40], [0, 200, 130]):
+        x = oracle.random(rng, (sum(sizes) + 3, 256), "bfloat16")
+        for shape, transpose_w in (((3, 192, 256), True), ((3, 256, 128), False)):
+            w = oracle.random(rng, shape, "bfloat16")
+            q = jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
+            want = jgg.dequantize(q, jnp.bfloat16)
+            want = want.swapaxes(1, 2) if transpose_w else want
+            for weight in (q, jgg.prepack(q)):
+                f = lambda x, w, s, t=transpose_w: jgg.grouped_qmm(x, w, s, transpose_w=t)
+                out = jax.jit(f)(x, weight, jnp.array(sizes))
+                oracle.assert_close(out, oracle.grouped_mm(x, want, sizes))
 
 
 def conversions(rng):
@@ -201,15 +204,21 @@ PARTS = {
     "grouped": every_dtype(grouped),
     "segmented": every_dtype(segmented),
     "hopper": every_hopper,
-    "quantized": quantized,
+    # So that each can be a process of its own: the tools rewrite every module that it loads.
+    **{
+        "_".join(map(str, filter(None, ("quantized", *which)))): functools.partial(
+            quantized, which=which
+        )
+        for which in QUANTIZED
+    },
     "conversions": conversions,
     "nvfp4": nvfp4,
 }
 
 
 def main():
-    parts = sys.argv[1:] or PARTS
-    for part in parts:
+    wanted = tuple(sys.argv[1:]) or ("",)
+    for part in filter(lambda name: name.startswith(wanted), PARTS):
         PARTS[part](np.random.default_rng(0))
         print(f"sanitize: {part} right", flush=True)
 
