@@ -28,7 +28,7 @@ struct QuantizedGemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
-  static constexpr bool kRaggedK = false, kStoreWarp = false;
+  static constexpr bool kRaggedK = false, kRaggedRows = true, kStoreWarp = false;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
