@@ -260,7 +260,7 @@ def test_shapes_that_are_none(shape, capsys):
 def test_dry_run(capsys):
     assert tune.main(["--dry-run", "--shapes", "4,32,48", "--tokens", "64", "--ops", "wgrad"]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"wgrad   G4 K32 N48 R64 +64, 128, 256", first)
+    assert re.fullmatch(r"wgrad   G4 K32 N48 R64 +64, 128, 192, 256", first)
     assert re.fullmatch(r"1 products, roughly 0\.\d minutes on an H200 \(an estimate\)", last)
     with pytest.raises(SystemExit, match="no such model; there are Mixtral-8x7B, Qwen3"):
         tune.main(["--dry-run", "--models", "nobody"])
