@@ -92,6 +92,13 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
     shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
     rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
     flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    parts = 1 if implementation == "cpu" else _parts(form, meta, groups, rows[0], shape)
+    if parts > 1:
+        spans = _segments.pieces(_segments.decode(form, meta, *rows, groups), parts)
+        out = wgrad(implementation, x, y, spans, form=_segments.SPANS, groups=groups * parts,
+                    out_dtype=jnp.float32, transpose_x=transpose_x, transpose_y=transpose_y,
+                    precision=precision)  # fmt: skip
+        return out.reshape(groups, parts, *shape[1:]).sum(1).astype(out_dtype)
     if implementation == "cpu":
         rest = [_segments.decode(form, meta, *rows, groups)]
     else:
@@ -114,6 +121,17 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
             y = _split.planes(y, planes, 8, -1 if transpose_y else None)
         flags |= {"planes": planes, "tile": tile}
     return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+
+
+def _parts(form, meta, groups: int, rows: int, shape) -> int:
+    """In how many parts a kernel takes each segment, so that few and small results keep an H200's
+    132 processors busy: a tile of 128 x 128 for each, of 512 rows or more on average. 1: whole,
+    also where it would be less than 4, since adding the parts up takes time, too."""
+    if form.kind == "segments" or len(meta) > 1 or 0 in shape:
+        return 1
+    tiles = math.prod(-(-size // 128) for size in shape[1:]) * groups
+    parts = min(132 // tiles, rows // (512 * groups))
+    return parts if parts >= 4 else 1
 
 
 def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:

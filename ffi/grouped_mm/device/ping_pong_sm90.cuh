@@ -1,5 +1,5 @@
-// wgrad, plain two-byte results: each of the two warpgroups has tiles of its own, 192 rows x 128
-// columns, and they multiply in turns. So one rounds and stages its sums while the other keeps the
+// Plain two-byte results: each of the two warpgroups has tiles of its own, 192 rows x 128 columns,
+// and they multiply in turns. So one rounds and stages its sums while the other keeps the
 // tensor cores busy. As gemm_sm90.cuh in all else; buffers for results are a ring that both share.
 #pragma once
 
@@ -10,14 +10,16 @@
 
 namespace jgg::device {
 
-template <typename Element_, bool kLKMajor_, bool kRKMajor_>
+// One for each product, since registers are few.
+template <typename Element_, bool kLKMajor_, bool kRKMajor_, bool kWgrad_>
 struct PingPongSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = 192, kBlocks = 1, kHalves = 1, kPlanes = 1;
   static constexpr int kStages = 4, kCluster = 2, kThreads = 384, kWorks = 4;
   static constexpr int kBuffers = 8;  // chunks of results; a tile has up to 6
-  static constexpr bool kGathered = false, kRaggedK = true, kRaggedRows = false, kStoreWarp = true;
+  static constexpr bool kWgrad = kWgrad_, kRaggedK = kWgrad, kRaggedRows = !kWgrad;
+  static constexpr bool kGathered = false, kStoreWarp = true;
   static constexpr int kFeedRegisters = 56, kMultiplyRegisters = 224;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2;
@@ -53,12 +55,18 @@ struct PingPongProducts {
     const int slices = work.slices, rows = work.rows;
     if (slices == 0) {
       PassTurn(memory, group);
-    } else if (rows > 128) {
-      Loop<192>(memory, slices, work.last, work.first, group, at, cleared, sums);
-    } else if (rows > 64) {
-      Loop<128>(memory, slices, work.last, work.first, group, at, cleared, sums);
+    } else if constexpr (!Config::kLKMajor) {  // by whole chunks of 64 rows
+      if (rows > 128) return Loop<192>(memory, slices, work, group, at, cleared, sums);
+      if (rows > 64) return Loop<128>(memory, slices, work, group, at, cleared, sums);
+      Loop<64>(memory, slices, work, group, at, cleared, sums);
     } else {
-      Loop<64>(memory, slices, work.last, work.first, group, at, cleared, sums);
+      if (rows > 176) return Loop<192>(memory, slices, work, group, at, cleared, sums);
+      if (rows > 160) return Loop<176>(memory, slices, work, group, at, cleared, sums);
+      if (rows > 144) return Loop<160>(memory, slices, work, group, at, cleared, sums);
+      if (rows > 128) return Loop<144>(memory, slices, work, group, at, cleared, sums);
+      if (rows > 96) return Loop<128>(memory, slices, work, group, at, cleared, sums);
+      if (rows > 64) return Loop<96>(memory, slices, work, group, at, cleared, sums);
+      Loop<64>(memory, slices, work, group, at, cleared, sums);
     }
   }
 
@@ -69,7 +77,7 @@ struct PingPongProducts {
   }
 
   template <int kN>
-  __device__ static void Loop(Memory& memory, int slices, int last, int first, int group, Stage& at,
+  __device__ static void Loop(Memory& memory, int slices, const Work& work, int group, Stage& at,
                               Stage& cleared, Sums& sums) {
     using cute::SM90::GMMA::Major;
     using Instruction =
@@ -81,8 +89,9 @@ struct PingPongProducts {
     const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
     const uint32_t r_first = TileDescriptor(SharedAddress(memory.r), 64 * 128);
     slices = Uniform(slices);
-    last = Uniform(last);
-    const bool cut_last = last < kSliceSm90, cut_first = Uniform(first) > 0;
+    const int last = Uniform(work.last);
+    const bool cut_last = Config::kWgrad && last < kSliceSm90;
+    const bool cut_first = Config::kWgrad && Uniform(work.first) > 0;
     Stage here{Uniform(at.index), Uniform(at.parity)};
     // Of the last slice, which comes first, only the k that there are.
     const bool tail = last <= kSliceSm90 - 16;
@@ -182,7 +191,7 @@ __device__ void PingPongWarpgroup(typename Config::SharedMemory& memory, int gro
       StageResults<Config, typename Config::Element>(memory, work, buffer, sums);
     } else {
       at.Skip(work.slices);
-      cleared.Skip(work.Cuts());
+      if (Config::kWgrad) cleared.Skip(work.Cuts());
       buffer.Skip(ResultChunks(work));
     }
     __syncwarp();
@@ -190,14 +199,14 @@ __device__ void PingPongWarpgroup(typename Config::SharedMemory& memory, int gro
   }
 }
 
-// One thread: stores what both warpgroups stage.
+// The warp that stores what both warpgroups stage.
 template <typename Config>
-__device__ void StoreThread(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
+__device__ void PingPongStoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   Place<Config::kBuffers> at, stored;
-  ForEachWork<Config, false>(memory, [&](const Work& work) {
+  ForEachWork<Config>(memory, [&](const Work& work) {
     int under_way = 0;
-    auto release = [&] {
-      Arrive(&memory.stored_empty[stored.index]);
+    auto release = [&] {  // one lane's
+      if (threadIdx.x % 32 == 0) Arrive(&memory.stored_empty[stored.index]);
       stored.Next();
       --under_way;
     };
@@ -206,8 +215,9 @@ __device__ void StoreThread(const GemmSm90& gemm, typename Config::SharedMemory&
 #pragma unroll 1
       for (int row = 0; row < work.rows; row += 64) {
         Wait(&memory.stored_full[at.index], at.parity);
-        StoreBox(&gemm.out_map, memory.staged[at.index], work.out_column + column,
-                 work.out_row + row, work.weight);
+        StoreChunk<Config>(gemm, work, memory.staged[at.index], column, row,
+                           min(64, work.rows - row));
+        __syncwarp();
         CommitStores();
         at.Next();
         if (++under_way > 2) {
@@ -234,7 +244,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       Init(&memory.stored_full[i], kMultiplyWarps / 2);
       Init(&memory.stored_empty[i], 1);
     }
-    InitRings<Config>(memory, 1, 3, 1, kMultiplyWarps / 2);
+    InitRings<Config>(memory, 1, 2 + Config::kWgrad, 1, kMultiplyWarps / 2);
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     Prefetch(&gemm.out_map);
@@ -248,11 +258,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
       __syncwarp();
-    } else if (warp == 2) {
+    } else if (warp == 3) {
+      PingPongStoreWarp<Config>(gemm, memory);
+    } else if constexpr (Config::kWgrad) {
       ClearWarp<Config>(memory);
-    } else {
-      if (threadIdx.x % 32 == 0) StoreThread<Config>(gemm, memory);
-      __syncwarp();
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
