@@ -78,8 +78,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         pays=_splitting_pays(rows * math.prod(w.shape[1:]), x.size + w.size),
     )  # fmt: skip
     if planes > 1:
-        x = _split.planes(x, planes, 64, -1)
-        w = _split.planes(w, planes, 64, -1 if transpose_w else -2)
+        x, w = in_planes(planes, 64, (x, -1), (w, -1 if transpose_w else -2))
     flags |= {"planes": planes, "tile": tile}
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
@@ -117,8 +116,8 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
             pays=_splitting_pays(rows[0] * a * b, x.size + y.size),
         )  # fmt: skip
         if planes > 1:
-            x = _split.planes(x, planes, 8, -1 if transpose_x else None)
-            y = _split.planes(y, planes, 8, -1 if transpose_y else None)
+            axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
+            x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
         flags |= {"planes": planes, "tile": tile}
     return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
 
@@ -151,6 +150,24 @@ def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
     if capabilities and "90a" not in _call.BUILD.architectures:
         return 1
     return 2 if two else 3
+
+
+def in_planes(count: int, multiple: int, *operands):
+    """Custom call ``jgg_planes``: ``_split.planes`` of two operands with their axes, at once."""
+    arrays = [a for a, _ in operands]
+    if any(0 in a.shape for a in arrays):
+        return [_split.planes(a, count, multiple, axis) for a, axis in operands]
+    results = []
+    for a, axis in operands:
+        *lead, lines, n = a.shape
+        padded = [-(-size // multiple) * multiple if axis == i else size
+                  for i, size in ((-2, lines), (-1, n))]  # fmt: skip
+        results.append(
+            jax.ShapeDtypeStruct((math.prod(lead), padded[0], count, padded[1]), jnp.bfloat16)
+        )
+    whole = [a.astype(jnp.float32).reshape(-1, *a.shape[-2:]) for a in arrays]
+    out = jax.ffi.ffi_call("jgg_planes", results)(*whole, **_attributes({"planes": count}))
+    return [p.reshape(*a.shape[:-2], *p.shape[1:]) for a, p in zip(arrays, out, strict=True)]
 
 
 def _splitting_pays(multiplications: int, elements: int) -> bool:
