@@ -65,18 +65,26 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    // Of few rows no more than 8 or 16: weights are not many bytes more.
+    const CUtensorMap* l_map = &gemm.l_map;
+    int chunk_bytes = Config::kChunkBytesL;
+    if (Config::kRows == 32 && work.rows <= 16) {
+      const bool eight = work.rows <= 8;
+      l_map = &gemm.l_rest[eight ? 0 : 1];
+      chunk_bytes = (eight ? 8 : 16) * 128;
+    }
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
       uint64_t* full = &memory.full[at.index];
       Wait(&memory.empty[at.index], at.parity ^ 1);
-      ArriveExpecting(full, Config::kSlices * chunks * Config::kChunkBytesL);
+      ArriveExpecting(full, Config::kSlices * chunks * chunk_bytes);
 #pragma unroll 1
       for (int s = 0; s < Config::kSlices; ++s) {
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i) {
           if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;
           CopyBox<Config::kCluster == 2>(
-              &gemm.l_map, full, memory.l[at.index][s] + i * Config::kChunkBytesL,
+              l_map, full, memory.l[at.index][s] + i * Config::kChunkBytesL,
               (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
         }
       }
@@ -273,6 +281,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (threadIdx.x == 0) {
     InitRings<Config>(memory, 1 + 2 * Config::Weights::kCopiers, 3);
     Prefetch(&gemm.l_map);
+    if (Config::kRows == 32) Prefetch(&gemm.l_rest[0]);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   Config::Weights::Fill(memory.table);
