@@ -24,7 +24,6 @@ import jax.numpy as jnp
 TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_mm": ("cpu", "cuda"),
     "jgg_wgrad": ("cpu", "cuda"),
-    "jgg_planes": ("cuda",),
     "jgg_qmm": ("cuda",),
     "jgg_qmm_packed": ("cuda",),
     "jgg_quantize": ("cuda",),

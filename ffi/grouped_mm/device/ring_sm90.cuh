@@ -24,22 +24,16 @@ struct Place {
       parity ^= 1;
     }
   }
-
-  __device__ void Skip(int places) {
-    const int rounds = (index + places) / kPlaces;
-    index += places - rounds * kPlaces;
-    parity ^= rounds & 1;
-  }
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
-// that multiply, and `schedulers` lanes fill it; `readers` warps of each block read a stage.
+// that multiply, and `schedulers` lanes fill it.
 template <typename Config>
 __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders,
-                          int schedulers = 1, int readers = kMultiplyWarps) {
+                          int schedulers = 1) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
-    Init(&memory.empty[i], readers * Config::kCluster);
+    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
     Init(&memory.work_full[i], schedulers);
@@ -94,7 +88,7 @@ template <typename Config, typename Function = NothingElse>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
-  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK, Config::kRaggedRows> schedule(
+  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
       gemm, gated ? 128 : 128 * Config::kBlocks, block);
   Place<Config::kWorks> at;
   while (true) {
