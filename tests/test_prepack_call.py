@@ -10,15 +10,12 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_prepack import FORMATS as EVERY
-from test_prepack import ordinary
+from test_prepack import FOUR_BITS, ordinary
 from test_prepack_host import any_bits
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call, _prepack
-
-FORMATS = [(mode, group_size) for mode, bits, group_size in EVERY if bits == 4]
 
 
 def spec(mode, group_size, *shape):
@@ -79,7 +76,7 @@ def grouped_qmm(x, w, **options):
     return jgg.grouped_qmm(x, w, jnp.array([2, 3, 4]), **options)
 
 
-@pytest.mark.parametrize(("mode", "group_size"), FORMATS)
+@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
 def test_products_of_many_rows_repack(monkeypatch, mode, group_size):
     live(monkeypatch, 90)
     x, w = (lambda t: jnp.ones((t, 384), jnp.bfloat16)), spec(mode, group_size, 3, 128, 384)
@@ -147,7 +144,7 @@ def test_gradients_of_repacked_weights(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "group_size"), FORMATS)
+@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
 def test_bytes(rng, mode, group_size):
     for n, k in ((64, 64), (64, 128), (192, 640), (2880, 2880), (4096, 1408)):
         if k % group_size == 0:
@@ -170,7 +167,7 @@ def test_over_four_gib_of_elements(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "group_size"), FORMATS)
+@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
 def test_repacked_products(rng, mode, group_size):
     if 90 not in _call.live_capabilities():
         pytest.skip("needs a Hopper GPU")

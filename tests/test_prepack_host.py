@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_program import mode_number, pointer
-from test_prepack import FORMATS
+from test_prepack import FOUR_BITS
 from test_quantize_kernels import GUARD, aligned, copied, guarded
 
 import jax_groupgemm as jgg
@@ -53,8 +53,8 @@ def check(kernel, q):
         guarded(g, r)
 
 
-@pytest.mark.parametrize(("mode", "bits", "group_size"), [f for f in FORMATS if f[1] == 4])
-def test_any_bits(kernel, rng, mode, bits, group_size):
+@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
+def test_any_bits(kernel, rng, mode, group_size):
     """Any codes and scales; tiles of 64 k that do not fill a block, and more blocks than one."""
     for n, k in ((64, 64), (128, 192), (192, 320), (64, 576), (128, 1024)):
         if k % group_size == 0:

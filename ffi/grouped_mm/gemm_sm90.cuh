@@ -177,25 +177,25 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
   });
 }
 
-// Tiles of 128 rows, in pairs that share L where there are enough of them, or of 64 where there are
-// too few.
+// Tiles of 128 rows, in pairs that share L where there are enough of them, or of 64 where they
+// would be fewer than two thirds of an H200's 132 multiprocessors.
 template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    auto launch = [&](auto rows, auto stages, auto cluster) {
+    auto launch = [&](auto rows, auto cluster) {
       return LaunchConfigSm90<
           device::GemmSm90Config<cutlass::bfloat16_t, kLKMajor, decltype(r)::value, rows.value, 1,
-                                 stages.value, cluster.value, kPlanes>>(stream, gemm, operands);
+                                 kPlanes == 3 ? 2 : 3, cluster.value, kPlanes>>(stream, gemm,
+                                                                                operands);
     };
     using device::Constant;
-    using Stages = Constant<kPlanes == 3 ? 2 : 3>;
     const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
     const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
     const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
-    if (tiles < 88) return launch(Constant<64>{}, Stages{}, Constant<1>{});
-    if (tiles < 528 || gemm.n <= 128) return launch(Constant<128>{}, Stages{}, Constant<1>{});
-    return launch(Constant<128>{}, Stages{}, Constant<2>{});
+    if (tiles < 88) return launch(Constant<64>{}, Constant<1>{});
+    if (tiles < 528 || gemm.n <= 128) return launch(Constant<128>{}, Constant<1>{});
+    return launch(Constant<128>{}, Constant<2>{});
   });
 }
 
