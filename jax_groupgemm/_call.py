@@ -24,6 +24,7 @@ import jax.numpy as jnp
 TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_mm": ("cpu", "cuda"),
     "jgg_wgrad": ("cpu", "cuda"),
+    "jgg_planes": ("cuda",),
     "jgg_qmm": ("cuda",),
     "jgg_qmm_packed": ("cuda",),
     "jgg_quantize": ("cuda",),

@@ -78,8 +78,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         pays=_splitting_pays(rows * math.prod(w.shape[1:]), x.size + w.size),
     )  # fmt: skip
     if planes > 1:
-        x = _split.planes(x, planes, 64, -1)
-        w = _split.planes(w, planes, 64, -1 if transpose_w else -2)
+        x, w = in_planes(planes, 64, (x, -1), (w, -1 if transpose_w else -2))
     flags |= {"planes": planes, "tile": tile}
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
@@ -92,6 +91,13 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
     shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
     rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
     flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    parts = 1 if implementation == "cpu" else _parts(form, meta, groups, rows[0], shape)
+    if parts > 1:
+        spans = _segments.pieces(_segments.decode(form, meta, *rows, groups), parts)
+        out = wgrad(implementation, x, y, spans, form=_segments.SPANS, groups=groups * parts,
+                    out_dtype=jnp.float32, transpose_x=transpose_x, transpose_y=transpose_y,
+                    precision=precision)  # fmt: skip
+        return out.reshape(groups, parts, *shape[1:]).sum(1).astype(out_dtype)
     if implementation == "cpu":
         rest = [_segments.decode(form, meta, *rows, groups)]
     else:
@@ -110,10 +116,21 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
             pays=_splitting_pays(rows[0] * a * b, x.size + y.size),
         )  # fmt: skip
         if planes > 1:
-            x = _split.planes(x, planes, 8, -1 if transpose_x else None)
-            y = _split.planes(y, planes, 8, -1 if transpose_y else None)
+            axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
+            x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
         flags |= {"planes": planes, "tile": tile}
     return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+
+
+def _parts(form, meta, groups: int, rows: int, shape) -> int:
+    """In how many parts a kernel takes each segment, so that few and small results keep an H200's
+    132 processors busy: a tile of 128 x 128 for each, of 512 rows or more on average. 1: whole,
+    also where it would be less than 4, since adding the parts up takes time, too."""
+    if form.kind == "segments" or len(meta) > 1 or 0 in shape:
+        return 1
+    tiles = math.prod(-(-size // 128) for size in shape[1:]) * groups
+    parts = min(132 // tiles, rows // (512 * groups))
+    return parts if parts >= 4 else 1
 
 
 def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
@@ -133,6 +150,24 @@ def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
     if capabilities and "90a" not in _call.BUILD.architectures:
         return 1
     return 2 if two else 3
+
+
+def in_planes(count: int, multiple: int, *operands):
+    """Custom call ``jgg_planes``: ``_split.planes`` of two operands with their axes, at once."""
+    arrays = [a for a, _ in operands]
+    if any(0 in a.shape for a in arrays):
+        return [_split.planes(a, count, multiple, axis) for a, axis in operands]
+    results = []
+    for a, axis in operands:
+        *lead, lines, n = a.shape
+        padded = [-(-size // multiple) * multiple if axis == i else size
+                  for i, size in ((-2, lines), (-1, n))]  # fmt: skip
+        results.append(
+            jax.ShapeDtypeStruct((math.prod(lead), padded[0], count, padded[1]), jnp.bfloat16)
+        )
+    whole = [a.astype(jnp.float32).reshape(-1, *a.shape[-2:]) for a in arrays]
+    out = jax.ffi.ffi_call("jgg_planes", results)(*whole, **_attributes({"planes": count}))
+    return [p.reshape(*a.shape[:-2], *p.shape[1:]) for a, p in zip(arrays, out, strict=True)]
 
 
 def _splitting_pays(multiplications: int, elements: int) -> bool:

@@ -85,6 +85,19 @@ def decode(form: Form, meta, rows_x: int, rows_y: int, groups: int) -> jax.Array
     return table
 
 
+def pieces(table: jax.Array, count: int) -> jax.Array:
+    """Spans (S * count, 2): every segment's rows of x in ``count`` parts that are about as long.
+
+    But for the last ones, they are multiples of 64 rows long.
+    """
+    start, length = table[:, X_START, None], table[:, LENGTH, None]
+    units = -(-length // 64)  # of 64 rows, so that nothing wraps
+    step = (units + count - 1) // count
+    cut = jnp.minimum(step * lax.iota(jnp.int32, count + 1), units)
+    cuts = start + jnp.minimum(64 * cut, length)
+    return jnp.stack([cuts[:, :-1], cuts[:, 1:]], axis=2).reshape(-1, 2)
+
+
 def narrow(form: Form, meta, rows: int, groups: int) -> list[jax.Array]:
     """The metadata of any form as int32, for kernels that decode it themselves.
 

@@ -254,6 +254,26 @@ def test_float32_is_split_for_hopper(rng):
     assert "tensor<40x3x72xbf16>, tensor<70x3x40xbf16>" in sums
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups", "size", "parts"),
+    [
+        (65536, 1, 100, 128),  # as many as are 512 rows long
+        (65536, 2, 256, 16),  # a tile of 128 x 128 for each processor
+        (65536, 40, 128, 1),  # 3 would fit
+        (4096, 4, 128, 1),  # 2 of 512 rows
+        (2048, 16, 256, 1),
+    ],
+)
+def test_few_and_small_weight_gradients_are_cut(rng, rows, groups, size, parts):
+    """In parts that are float32, added up in order, and that the kernel sees as matrices."""
+    a, b = jnp.zeros((size, rows), "bfloat16"), jnp.zeros((rows, size), "bfloat16")
+    spans = jnp.tile(jnp.array([[0, rows]]), (groups, 1))
+    text = cuda_text(jgg.segmented_mm, a, b, spans)
+    dtype = "f32" if parts > 1 else "bf16"
+    assert f"-> tensor<{groups * parts}x{size}x{size}x{dtype}>" in text
+    assert text.count("@jgg_wgrad") == 1
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_planes(rng, count):
     """Three planes are exact in float32, two hold 16 bits; an Inf meets no zero, and one sign."""

@@ -138,6 +138,21 @@ def test_restrict_keeps_order():
         assert (part[:, X_START] == part[:, Y_START]).all()
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 132])
+def test_pieces(count):
+    rows = 2**31 - 1 - 2**10
+    spans = np.array([[0, 0], [3, 3 + 64 * 7], [500, 1001], [5, 2000], [2, rows], [0, rows]])
+    table = _segments.decode(SPANS, (jnp.asarray(spans),), rows, rows, len(spans))
+    got = np.asarray(_segments.pieces(table, count), np.int64).reshape(len(spans), count, 2)
+    np.testing.assert_array_equal(got[:, 0, 0], spans[:, 0])
+    np.testing.assert_array_equal(got[:, -1, 1], spans[:, 1])
+    np.testing.assert_array_equal(got[:, 1:, 0], got[:, :-1, 1])  # each begins where one ends
+    for (start, end), lengths in zip(spans, got[:, :, 1] - got[:, :, 0], strict=True):
+        step = -(-(end - start) // (64 * count)) * 64
+        want = np.clip(end - start - step * np.arange(count), 0, step)
+        np.testing.assert_array_equal(lengths, want)
+
+
 def test_sums_that_would_wrap():
     """Many groups of many rows: the sum exceeds 2**32, the answer is the last row."""
     rows, groups = 2**21, 4096

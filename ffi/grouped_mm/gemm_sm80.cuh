@@ -83,8 +83,19 @@ cudaError_t LaunchTiles(cudaStream_t stream, void (*kernel)(Arguments), const Ar
 template <typename Config>
 cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   static KnownBlocks known{};
-  return LaunchTiles<Config>(stream, device::GemmSm80Kernel<Config>, gemm, gemm,
-                             sizeof(typename Config::SharedMemory), known);
+  constexpr int kBytes = sizeof(typename Config::SharedMemory);
+  GemmSm80 ordered = gemm;
+  if (gemm.order == GemmSm80::Order::kMatrices && gemm.groups <= 32) {
+    int blocks = 0;
+    if (cudaError_t error =
+            BlocksThatFit(reinterpret_cast<const void*>(device::GemmSm80Kernel<Config>),
+                          Config::kThreads, kBytes, known, &blocks)) {
+      return error;
+    }
+    ordered.longest_first = MostTiles<Config>(gemm) > blocks;
+  }
+  return LaunchTiles<Config>(stream, device::GemmSm80Kernel<Config>, ordered, ordered, kBytes,
+                             known);
 }
 
 // Low: few rows, tiles as low as an instruction, so that memory sets the pace. Large: reuses most.

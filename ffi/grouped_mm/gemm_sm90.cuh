@@ -7,6 +7,7 @@
 
 #include "common/dispatch.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
+#include "grouped_mm/device/ping_pong_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
 
 namespace jgg {
@@ -87,8 +88,8 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   return cudaLaunchKernelEx(&launch, kernel, parameters);
 }
 
-template <typename Config>
-cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+template <typename Config, auto kernel>
+cudaError_t LaunchKernelSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
   TensorMapSpec l = operands.l, r = operands.r;
   l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
   r.box_lines = 64;
@@ -108,7 +109,13 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in L2.
   gemm.ranks =
       gemm.matrices && gemm.groups <= kMostRankedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
-  return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
+  return LaunchTilesSm90<Config, kernel>(stream, gemm, gemm);
+}
+
+// The kernel has to be named here: as a default argument nvcc would not compile it.
+template <typename Config>
+cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+  return LaunchKernelSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, operands);
 }
 
 // Rows of the result that a tile may have, going by what segments have on average.
@@ -120,6 +127,8 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 // Whether there is a kernel with tiles of so many rows.
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
   if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
+  const bool wide = gemm.out_dtype == DType::kF32;
+  if (tile == 192) return !wide && gemm.out_width == 8 && !gemm.epilogue.Any();
   if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
   return tile == 64 || tile == 128 || tile == 256;
 }
@@ -167,6 +176,12 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     }
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
+    if (tile == 192 && gemm.out_dtype == operands.dtype) {
+      return DispatchBool(gemm.wgrad, [&](auto wgrad) {
+        using Config = device::PingPongSm90Config<Element, kLKMajor, kR, decltype(wgrad)::value>;
+        return LaunchKernelSm90<Config, device::PingPongSm90Kernel<Config>>(stream, gemm, operands);
+      });
+    }
     // float32 results take the room of a stage.
     if (gemm.out_dtype == DType::kF32) {
       return LaunchConfigSm90<

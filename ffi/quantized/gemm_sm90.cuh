@@ -17,6 +17,10 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  for (int i = 0; i < (Config::kRows == 32 ? 2 : 0); ++i) {
+    l.box_lines = 8 << i;
+    if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+  }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }

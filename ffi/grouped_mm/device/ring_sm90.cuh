@@ -24,16 +24,22 @@ struct Place {
       parity ^= 1;
     }
   }
+
+  __device__ void Skip(int places) {
+    const int rounds = (index + places) / kPlaces;
+    index += places - rounds * kPlaces;
+    parity ^= rounds & 1;
+  }
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
-// that multiply, and `schedulers` lanes fill it.
+// that multiply, and `schedulers` lanes fill it; `readers` warps of each block read a stage.
 template <typename Config>
 __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders,
-                          int schedulers = 1) {
+                          int schedulers = 1, int readers = kMultiplyWarps) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
-    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
+    Init(&memory.empty[i], readers * Config::kCluster);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
     Init(&memory.work_full[i], schedulers);
@@ -88,7 +94,7 @@ template <typename Config, typename Function = NothingElse>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
-  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
+  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK, Config::kRaggedRows> schedule(
       gemm, gated ? 128 : 128 * Config::kBlocks, block);
   Place<Config::kWorks> at;
   while (true) {

@@ -355,12 +355,27 @@ class Schedule {
     return __syncthreads_and(ok);
   }
 
+  // Of up to 32 matrices, that one before which `rank` others come in order of length.
+  __device__ int Longest(int rank) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    const int lane = threadIdx.x % 32, matrices = static_cast<int>(gemm_.groups);
+    const int length = lane < matrices ? ReadSegment(gemm_, lane).length : -1;
+    int before = 0;
+#pragma unroll 4
+    for (int i = 0; i < matrices; ++i) {
+      const int other = __shfl_sync(kAll, length, i);
+      before += i < lane ? other >= length : other > length;
+    }
+    return __ffs(__ballot_sync(kAll, lane < matrices && before == rank)) - 1;
+  }
+
   __device__ bool NextOfResult(State& state, Tile& tile) {
     const int64_t tiles = static_cast<int64_t>(TilesM()) * TilesN() * (IsMm() ? 1 : gemm_.groups);
     if (state.next >= tiles) return false;
     const int per_matrix = TilesM() * TilesN();
     if (!IsMm()) {
       tile.weight = state.next / per_matrix;
+      if (gemm_.longest_first) tile.weight = Longest(tile.weight);
       tile.shift = 0;
       if (gemm_.order == GemmSm80::Order::kMatrices) {
         tile.segment = ReadSegment(gemm_, tile.weight);

@@ -31,14 +31,17 @@ struct Work {
   // then happens while the tile before is stored.
   __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
 
+  // How many slices are Cut.
+  __device__ int Cuts() const { return slices == 0 ? 0 : Cut(slices - 1) + (slices > 1 && Cut(0)); }
+
   // Whether a slice has values of k from outside the segment, which are cleared.
   __device__ bool Cut(int slice) const {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
   }
 };
 
-// kRaggedK: also of wgrad.
-template <int kRows, int kCluster, bool kRaggedK>
+// kRaggedK: also of wgrad; without kRaggedRows of nothing else.
+template <int kRows, int kCluster, bool kRaggedK, bool kRaggedRows>
 class ScheduleSm90 {
  public:
   // `columns` of the result in a tile; `block` of the cluster.
@@ -95,7 +98,7 @@ class ScheduleSm90 {
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
   static_assert(kWindow == kMostRankedMatrices);
 
-  __device__ bool Wgrad() const { return kRaggedK && gemm_.wgrad; }
+  __device__ bool Wgrad() const { return kRaggedK && (!kRaggedRows || gemm_.wgrad); }
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 

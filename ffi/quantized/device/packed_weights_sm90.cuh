@@ -115,11 +115,12 @@ struct PackedWeights {
 
   __device__ static void Fill(Table&) {}
 
-  // One warp, for one warpgroup's columns.
-  template <typename Config>
+  // One warp, for one warpgroup's columns. Calls more(work, stage, slice) by one thread when a
+  // stage is empty.
+  template <typename Config, typename More>
   __device__ static void Copy(const QuantizedGemmSm90& quantized,
-                              typename Config::SharedMemory& memory, int group) {
-    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group);
+                              typename Config::SharedMemory& memory, int group, More more) {
+    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group, more);
     __syncwarp();
   }
 
@@ -166,9 +167,9 @@ struct PackedWeights {
     return kWordScales * (kMostScaleWords == 1 ? 1 : quantized.scale_words);
   }
 
-  template <typename Config>
+  template <typename Config, typename More>
   __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
-                                    typename Config::SharedMemory& memory, int group) {
+                                    typename Config::SharedMemory& memory, int group, More more) {
     const bool gated = IsGated(quantized.gemm.epilogue.activation);
     const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
     const int tiles = gated ? half : quantized.column_tiles;
@@ -199,6 +200,7 @@ struct PackedWeights {
                       tiles_each * tile_scales);
           }
         }
+        more(work, at.index, slice);
         codes += kCodeBytes;
         scales += 2 * tile_scales;
         at.Next();
