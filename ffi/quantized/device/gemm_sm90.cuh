@@ -12,7 +12,6 @@
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
-#include "grouped_mm/device/store_sm90.cuh"
 #include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -29,10 +28,7 @@ struct QuantizedGemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
-  static constexpr bool kRaggedK = false, kRaggedRows = true;
-  static constexpr int kHalves = 1;
-  // Then the warp that copies the first warpgroup's columns copies x, too.
-  static constexpr bool kStoreWarp = kRows >= 96 && kBlocks == 1;
+  static constexpr bool kRaggedK = false, kRaggedRows = true, kStoreWarp = false;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
@@ -58,47 +54,40 @@ struct QuantizedGemmSm90Config {
     typename Weights::Table table;
     uint64_t full[kStages], empty[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
-    StoreBarriers stores;
   };
 };
 
-// Two slices of x, into a stage that is empty. One thread.
-template <typename Config>
-__device__ void CopyRows(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                         const Work& work, int stage, int slice, int block) {
-  const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-  // Of few rows no more than 8 or 16: weights are not many bytes more.
-  const CUtensorMap* l_map = &gemm.l_map;
-  int chunk_bytes = Config::kChunkBytesL;
-  if (Config::kRows == 32 && work.rows <= 16) {
-    const bool eight = work.rows <= 8;
-    l_map = &gemm.l_rest[eight ? 0 : 1];
-    chunk_bytes = (eight ? 8 : 16) * 128;
-  }
-  uint64_t* full = &memory.full[stage];
-  ArriveExpecting(full, Config::kSlices * chunks * chunk_bytes);
-#pragma unroll 1
-  for (int s = 0; s < Config::kSlices; ++s) {
-#pragma unroll 1
-    for (int i = 0; i < chunks; ++i) {
-      if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;
-      CopyBox<Config::kCluster == 2>(l_map, full, memory.l[stage][s] + i * Config::kChunkBytesL,
-                                     (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
-    }
-  }
-}
-
-// One thread copies x, and another warp each warpgroup's columns: where rows are few copies are
-// small, and a thread begins one in a few dozen cycles.
+// One thread copies x, and another warp each warpgroup's columns: copies are small, and a thread
+// begins one in a few dozen cycles.
 template <typename Config>
 __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                int block) {
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
+    const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    // Of few rows no more than 8 or 16: weights are not many bytes more.
+    const CUtensorMap* l_map = &gemm.l_map;
+    int chunk_bytes = Config::kChunkBytesL;
+    if (Config::kRows == 32 && work.rows <= 16) {
+      const bool eight = work.rows <= 8;
+      l_map = &gemm.l_rest[eight ? 0 : 1];
+      chunk_bytes = (eight ? 8 : 16) * 128;
+    }
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
+      uint64_t* full = &memory.full[at.index];
       Wait(&memory.empty[at.index], at.parity ^ 1);
-      CopyRows<Config>(gemm, memory, work, at.index, slice, block);
+      ArriveExpecting(full, Config::kSlices * chunks * chunk_bytes);
+#pragma unroll 1
+      for (int s = 0; s < Config::kSlices; ++s) {
+#pragma unroll 1
+        for (int i = 0; i < chunks; ++i) {
+          if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;
+          CopyBox<Config::kCluster == 2>(
+              l_map, full, memory.l[at.index][s] + i * Config::kChunkBytesL,
+              (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
+        }
+      }
       at.Next();
     }
   });
@@ -252,7 +241,6 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
   const GemmSm90& gemm = quantized.gemm;
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at;
-  Place<kStoreBuffers> store;
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename P::Sums sums;
     P::Tile(quantized, memory, work, group, at, sums);
@@ -274,17 +262,6 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
         for (int i = 0; i < P::kBlockSums; ++i) sums[b][i] *= factor[i / 2 % 2];
       }
     }
-    if constexpr (Config::kStoreWarp) {
-      if (gemm.store_warp) {
-        if (64 * group >= work.columns) return;
-        if (gemm.out_dtype == DType::kBF16) {
-          StageTile<Config, cutlass::bfloat16_t>(memory, work, group, store, sums);
-        } else {
-          StageTile<Config, cutlass::half_t>(memory, work, group, store, sums);
-        }
-        return;
-      }
-    }
     if constexpr (Config::kBlocks == 1) {
       epilogue.Store(work, 64 * group, sums[0]);
     } else {
@@ -302,9 +279,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const GemmSm90& gemm = quantized.gemm;
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
-    memory.stores.Init();
-    InitRings<Config>(memory, 1 + 2 * Config::Weights::kCopiers,
-                      Config::kStoreWarp ? 2 + gemm.store_warp : 3);
+    InitRings<Config>(memory, 1 + 2 * Config::Weights::kCopiers, 3);
     Prefetch(&gemm.l_map);
     if (Config::kRows == 32) Prefetch(&gemm.l_rest[0]);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
@@ -316,18 +291,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
-    } else if (warp > 1) {
-      Config::Weights::template Copy<Config>(
-          quantized, memory, warp - 2, [&](const Work& work, int stage, int slice) {
-            if (Config::kStoreWarp && warp == 2) {
-              CopyRows<Config>(gemm, memory, work, stage, slice, block);
-            }
-          });
-    } else if constexpr (Config::kStoreWarp) {
-      if (gemm.store_warp) StoreWarp<Config>(gemm, memory);
-    } else {
+    } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyRowsThread<Config>(gemm, memory, block);
       __syncwarp();
+    } else {
+      Config::Weights::template Copy<Config>(quantized, memory, warp - 2);
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();

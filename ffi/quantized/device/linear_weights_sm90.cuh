@@ -137,10 +137,9 @@ struct LinearWeights {
     }
   }
 
-  // Calls more(work, stage, slice) by one thread when a stage is empty.
-  template <typename Config, typename More>
+  template <typename Config>
   __device__ static void Copy(const QuantizedGemmSm90& quantized,
-                              typename Config::SharedMemory& memory, int group, More more) {
+                              typename Config::SharedMemory& memory, int group) {
     const GemmSm90& gemm = quantized.gemm;
     const int lane = threadIdx.x % 32;
     const bool gated = IsGated(gemm.epilogue.activation);
@@ -153,10 +152,7 @@ struct LinearWeights {
       for (int slice = 0; slice < work.slices; slice += 2) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        if (lane == 0) {
-          ArriveExpecting(full, exists ? Config::kBlocks * kCodeBytes : 0);
-          more(work, at.index, slice);
-        }
+        if (lane == 0) ArriveExpecting(full, exists ? Config::kBlocks * kCodeBytes : 0);
 #pragma unroll
         for (int b = 0; b < Config::kBlocks; ++b) {
           if (!exists) break;

@@ -115,12 +115,11 @@ struct PackedWeights {
 
   __device__ static void Fill(Table&) {}
 
-  // One warp, for one warpgroup's columns. Calls more(work, stage, slice) by one thread when a
-  // stage is empty.
-  template <typename Config, typename More>
+  // One warp, for one warpgroup's columns.
+  template <typename Config>
   __device__ static void Copy(const QuantizedGemmSm90& quantized,
-                              typename Config::SharedMemory& memory, int group, More more) {
-    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group, more);
+                              typename Config::SharedMemory& memory, int group) {
+    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group);
     __syncwarp();
   }
 
@@ -167,9 +166,9 @@ struct PackedWeights {
     return kWordScales * (kMostScaleWords == 1 ? 1 : quantized.scale_words);
   }
 
-  template <typename Config, typename More>
+  template <typename Config>
   __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
-                                    typename Config::SharedMemory& memory, int group, More more) {
+                                    typename Config::SharedMemory& memory, int group) {
     const bool gated = IsGated(quantized.gemm.epilogue.activation);
     const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
     const int tiles = gated ? half : quantized.column_tiles;
@@ -200,7 +199,6 @@ struct PackedWeights {
                       tiles_each * tile_scales);
           }
         }
-        more(work, at.index, slice);
         codes += kCodeBytes;
         scales += 2 * tile_scales;
         at.Next();
