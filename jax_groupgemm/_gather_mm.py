@@ -13,8 +13,8 @@ from . import _call, _check, _gathered, _primitives, _segments
 from ._segments import Form
 
 # Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
-# read once; taller ones run as they come.
-_SORT_BELOW_ROWS = 32
+# read once; taller ones run as they come, and so do so few that sorting would take longer.
+_SORT_BELOW_ROWS, _SORT_ABOVE_PAIRS = 32, 8
 
 
 def gather_mm(
@@ -100,8 +100,9 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     (B..., N) = ``batch_n``.
 
     ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
-    of fewer than ``sort_below_rows`` rows are sorted by weight first, and then multiplied by
-    ``by_index(x, meta, x_index, y_index)``: ``_gathered.mm``, of these weights.
+    of fewer than ``sort_below_rows`` rows, if they are more than a few, are sorted by weight first,
+    and then multiplied by ``by_index(x, meta, x_index, y_index)``: ``_gathered.mm``, of these
+    weights.
     """
     by_index = by_index or functools.partial(_gathered.gather, product=product)
     *batch_w, n = batch_n
@@ -125,7 +126,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    if m < sort_below_rows and pairs > 1 and not sharded:
+    if m < sort_below_rows and pairs > _SORT_ABOVE_PAIRS and not sharded:
         out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
     else:
         out = _as_given(x, lhs, rhs_flat, matrices, product)
@@ -164,11 +165,15 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
     order = None
     if not ordered:
-        order = jnp.argsort(rhs, stable=True)
+        order = _gathered.order(rhs)
         lhs, rhs = lhs[order], rhs[order]
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
-    counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)
-    sizes = counts[: matrices + 1] * m
+    if rhs.size * matrices <= _gathered.FEW**2:  # a sum is less than the launches of a scatter
+        group = lax.iota(jnp.int32, matrices + 1) - 1
+        counts = (rhs == group[:, None]).sum(1, dtype=jnp.int32)
+    else:
+        counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
+    sizes = counts * m
     return by_index(x, (sizes, jnp.int32(1)), lhs, order)
 
 

@@ -277,18 +277,14 @@ def _interleave_e2m1(codes):
     pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
     pairs = pairs[..., 0] | pairs[..., 1] << 16
     a, b, c, d = (pairs[..., i::4] for i in range(4))
-    signs, others = u32(0x80008000), u32(0x01C001C0)
-    c = (c & others) >> 6 | (c & signs) >> 1
-    d = (d & others) << 3 | (d & signs) >> 2
-    return a | b >> 3 | c | d
+    return a | b >> 6 | c >> 12 | c << 20 | (d & u32(0x80C080C0)) >> 2 | (d & u32(0x01000100)) << 6
 
 
 def _separate_e2m1(words):
-    """The inverse."""
-    signs, others = u32(0x80008000), u32(0x01C001C0)
-    shifts = ((0, 0), (3, 3), (1, 6), (2, -3))  # of the sign, of the others
-    left = lambda n: words << n if n >= 0 else words >> -n
-    pairs = [left(sign) & signs | left(other) & others for sign, other in shifts]
+    """The inverse: as a kernel does it, with few operations."""
+    both = u32(0x81C081C0)
+    last = words << 2 & u32(0x80C080C0) | words >> 6 & u32(0x01000100)
+    pairs = [words & both, words << 6 & both, (words << 12 | words >> 20) & both, last]
     halves = [p >> (16 * e) for p in pairs for e in range(2)]
     codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
     return jnp.stack(codes, axis=-1)

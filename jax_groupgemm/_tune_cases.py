@@ -75,7 +75,7 @@ class Case:
         """Those there are: HasTileSm90 of ffi/grouped_mm/gemm_sm90.cuh."""
         if self.gated:
             return 32, 128
-        return (64, 128, 192, 256) if self.op == "wgrad" else (32, 64, 128, 192, 256, 288)
+        return (64, 128, 256) if self.op == "wgrad" else (32, 64, 128, 256, 288)
 
     def sizes(self) -> np.ndarray:
         """Rows of each group under uniform routing: multiples of nothing."""

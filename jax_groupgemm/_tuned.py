@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 FORMAT = 1
 #: Rows of a tile; which of them a product can have is HasTileSm90's (ffi/grouped_mm/gemm_sm90.cuh).
-TILES = (32, 64, 128, 192, 256, 288)
+TILES = (32, 64, 128, 256, 288)
 VARIABLE = "JGG_TUNED"
 
 _DTYPES = ("bfloat16", "float16")  # float32 has one tile

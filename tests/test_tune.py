@@ -78,10 +78,10 @@ def test_from_measurement_to_the_lowered_call(tmp_path, live, capsys):
     path = tmp_path / "table.json"
     assert run(gpu, path) == 0
     assert gpu.lowered == [
-        *(("mm", tile) for tile in (0, 32, 64, 128, 192, 256, 288)),  # forward
+        *(("mm", tile) for tile in (0, 32, 64, 128, 256, 288)),  # forward
         *(("mm", tile) for tile in (0, 32, 128)),  # gated
-        *(("mm", tile) for tile in (0, 32, 64, 128, 192, 256, 288)),  # dgrad
-        *(("wgrad", tile) for tile in (0, 64, 128, 192, 256)),
+        *(("mm", tile) for tile in (0, 32, 64, 128, 256, 288)),  # dgrad
+        *(("wgrad", tile) for tile in (0, 64, 128, 256)),
     ]
     text = capsys.readouterr().out
     assert "G4 K32 N48 R64 " in text
@@ -260,7 +260,7 @@ def test_shapes_that_are_none(shape, capsys):
 def test_dry_run(capsys):
     assert tune.main(["--dry-run", "--shapes", "4,32,48", "--tokens", "64", "--ops", "wgrad"]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"wgrad   G4 K32 N48 R64 +64, 128, 192, 256", first)
+    assert re.fullmatch(r"wgrad   G4 K32 N48 R64 +64, 128, 256", first)
     assert re.fullmatch(r"1 products, roughly 0\.\d minutes on an H200 \(an estimate\)", last)
     with pytest.raises(SystemExit, match="no such model; there are Mixtral-8x7B, Qwen3"):
         tune.main(["--dry-run", "--models", "nobody"])
@@ -313,15 +313,13 @@ def test_tiles_are_those_of_the_kernel():
     body = text[text.index("inline bool HasTileSm90(") :].split("\n}\n")[0].splitlines()[1:]
     assert [line.strip() for line in body] == [
         "if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;",
-        "const bool wide = gemm.out_dtype == DType::kF32;",
-        "if (tile == 192) return !wide && gemm.out_width == 8 && !gemm.epilogue.Any();",
         "if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);",
         "return tile == 64 || tile == 128 || tile == 256;",
     ]
     tiles = lambda op, gated=False: Case(op, LAYER, 64, "bfloat16", gated).tiles
     assert tiles("forward") == tiles("dgrad") == _tuned.TILES
     assert tiles("forward", gated=True) == (32, 128)
-    assert tiles("wgrad") == (64, 128, 192, 256)
+    assert tiles("wgrad") == (64, 128, 256)
 
 
 @pytest.mark.gpu

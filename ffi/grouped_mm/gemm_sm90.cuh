@@ -7,7 +7,6 @@
 
 #include "common/dispatch.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/device/ping_pong_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
 
 namespace jgg {
@@ -56,7 +55,8 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   static_assert(kBytes <= 227 * 1024);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Config::kCluster, 1, 1};
+  const int blocks = Config::kCluster * gemm.parts;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   cudaLaunchConfig_t launch{};
   launch.blockDim = Config::kThreads;
   launch.dynamicSmemBytes = kBytes;
@@ -64,8 +64,9 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   launch.attrs = &cluster;
   launch.numAttrs = 1;
 
-  // Clusters that fit the device, asked once per device.
-  static std::array<std::atomic<int>, 64> known{};
+  // Clusters that fit the device, asked once per device and size.
+  static std::array<std::array<std::atomic<int>, 64>, kMostParts> all_known{};
+  auto& known = all_known[gemm.parts - 1];
   int device = 0;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
   int clusters = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
@@ -74,7 +75,7 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
       return error;
     }
-    launch.gridDim = Config::kCluster;
+    launch.gridDim = blocks;
     if (cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch)) {
       return error;
     }
@@ -84,12 +85,12 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   const int64_t tiles = MostTilesSm90<Config>(gemm);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
-  launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Config::kCluster;
+  launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters) * blocks);
   return cudaLaunchKernelEx(&launch, kernel, parameters);
 }
 
-template <typename Config, auto kernel>
-cudaError_t LaunchKernelSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+template <typename Config>
+cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
   TensorMapSpec l = operands.l, r = operands.r;
   l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
   r.box_lines = 64;
@@ -109,13 +110,7 @@ cudaError_t LaunchKernelSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in L2.
   gemm.ranks =
       gemm.matrices && gemm.groups <= kMostRankedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
-  return LaunchTilesSm90<Config, kernel>(stream, gemm, gemm);
-}
-
-// The kernel has to be named here: as a default argument nvcc would not compile it.
-template <typename Config>
-cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
-  return LaunchKernelSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, operands);
+  return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
 }
 
 // Rows of the result that a tile may have, going by what segments have on average.
@@ -127,8 +122,6 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
 // Whether there is a kernel with tiles of so many rows.
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
   if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
-  const bool wide = gemm.out_dtype == DType::kF32;
-  if (tile == 192) return !wide && gemm.out_width == 8 && !gemm.epilogue.Any();
   if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
   return tile == 64 || tile == 128 || tile == 256;
 }
@@ -176,12 +169,6 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     }
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
-    if (tile == 192 && gemm.out_dtype == operands.dtype) {
-      return DispatchBool(gemm.wgrad, [&](auto wgrad) {
-        using Config = device::PingPongSm90Config<Element, kLKMajor, kR, decltype(wgrad)::value>;
-        return LaunchKernelSm90<Config, device::PingPongSm90Kernel<Config>>(stream, gemm, operands);
-      });
-    }
     // float32 results take the room of a stage.
     if (gemm.out_dtype == DType::kF32) {
       return LaunchConfigSm90<

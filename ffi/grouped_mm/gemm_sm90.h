@@ -18,6 +18,7 @@
 namespace jgg {
 
 constexpr int kMostRankedMatrices = 128;
+constexpr int kMostParts = 4;  // of a tile's k
 
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
@@ -40,6 +41,7 @@ struct GemmSm90 {
   int rows_x, rows_y;  // mm: of x and the result; wgrad: of x and y
   int m, n, k;         // wgrad: m x n per matrix; mm: n columns (of w), k
   int groups;          // weights
+  int parts = 1;       // qmm of few rows: blocks that share out a tile's k
 };
 
 // What L and R are in memory; box_lines is set when the tile is known. Planes follow each other

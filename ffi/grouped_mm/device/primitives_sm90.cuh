@@ -56,6 +56,21 @@ __device__ inline void ArriveExpecting(uint64_t* barrier, int bytes) {
       : "memory");
 }
 
+// 16 bytes to the same place of another block of the cluster, whose barrier there counts them.
+__device__ inline void SendTo(int block, const void* place, uint64_t* barrier, float4 values) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, "
+      "[barrier];\n"
+      "}" ::"r"(SharedAddress(place)),
+      "r"(SharedAddress(barrier)), "r"(block), "f"(values.x), "f"(values.y), "f"(values.z),
+      "f"(values.w)
+      : "memory");
+}
+
 // ---- tensor copies ----
 
 __device__ inline void Prefetch(const CUtensorMap* map) {

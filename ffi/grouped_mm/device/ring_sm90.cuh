@@ -24,22 +24,16 @@ struct Place {
       parity ^= 1;
     }
   }
-
-  __device__ void Skip(int places) {
-    const int rounds = (index + places) / kPlaces;
-    index += places - rounds * kPlaces;
-    parity ^= rounds & 1;
-  }
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
-// that multiply, and `schedulers` lanes fill it; `readers` warps of each block read a stage.
+// that multiply, and `schedulers` lanes fill it.
 template <typename Config>
 __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders,
-                          int schedulers = 1, int readers = kMultiplyWarps) {
+                          int schedulers = 1) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
-    Init(&memory.empty[i], readers * Config::kCluster);
+    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
     Init(&memory.work_full[i], schedulers);
@@ -48,10 +42,10 @@ __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, in
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// All threads that share the rings.
+// All threads that share the rings, or partial sums.
 template <typename Config>
-__device__ void SyncRings() {
-  if constexpr (Config::kCluster == 1) {
+__device__ void SyncRings(int parts = 1) {
+  if (Config::kCluster == 1 && (!Config::kParts || parts == 1)) {
     __syncthreads();
   } else {
     ClusterSync();
@@ -94,11 +88,13 @@ template <typename Config, typename Function = NothingElse>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
-  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK, Config::kRaggedRows> schedule(
-      gemm, gated ? 128 : 128 * Config::kBlocks, block);
+  const int columns = gated ? 128 : 128 * Config::kBlocks;
+  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
+      gemm, columns, Config::kParts ? 0 : block, Config::kParts ? gemm.parts : 1);
   Place<Config::kWorks> at;
   while (true) {
-    const Work work = schedule.Next();
+    Work work = schedule.Next();
+    if (Config::kParts) work.TakePart(block, gemm.parts);
     Wait(&memory.work_empty[at.index], at.parity ^ 1);
     add(work, at.index);
     __syncwarp();

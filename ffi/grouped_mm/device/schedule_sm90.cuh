@@ -27,12 +27,17 @@ struct Work {
   int out_row, out_column;
   int64_t out;  // element of the result at the tile's (0, 0)
 
+  // qmm: leave of the slices one of `parts` parts, which are even but for the last one. l_k says
+  // where it begins.
+  __device__ void TakePart(int part, int parts) {
+    const int each = ((slices + 3) / 4 + parts - 1) / parts * 4, begin = min(part * each, slices);
+    l_k = begin * kSliceSm90;
+    slices = min(slices - begin, each);
+  }
+
   // The slices in turn. The last one comes first: it may have to be cleared behind its end, which
   // then happens while the tile before is stored.
   __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
-
-  // How many slices are Cut.
-  __device__ int Cuts() const { return slices == 0 ? 0 : Cut(slices - 1) + (slices > 1 && Cut(0)); }
 
   // Whether a slice has values of k from outside the segment, which are cleared.
   __device__ bool Cut(int slice) const {
@@ -40,15 +45,16 @@ struct Work {
   }
 };
 
-// kRaggedK: also of wgrad; without kRaggedRows of nothing else.
-template <int kRows, int kCluster, bool kRaggedK, bool kRaggedRows>
+// kRaggedK: also of wgrad.
+template <int kRows, int kCluster, bool kRaggedK>
 class ScheduleSm90 {
  public:
-  // `columns` of the result in a tile; `block` of the cluster.
-  __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block)
+  // `columns` of the result in a tile; `block` of the cluster. `parts` clusters have the same
+  // tiles.
+  __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block, int parts = 1)
       : gemm_(gemm), lane_(threadIdx.x % 32), block_(block), tile_columns_(columns) {
-    next_ = blockIdx.x / kCluster;
-    stride_ = gridDim.x / kCluster;
+    next_ = blockIdx.x / (kCluster * parts);
+    stride_ = gridDim.x / (kCluster * parts);
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
     band_ = Wgrad() ? 8 : 4;
     columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
@@ -98,7 +104,7 @@ class ScheduleSm90 {
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
   static_assert(kWindow == kMostRankedMatrices);
 
-  __device__ bool Wgrad() const { return kRaggedK && (!kRaggedRows || gemm_.wgrad); }
+  __device__ bool Wgrad() const { return kRaggedK && gemm_.wgrad; }
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 

@@ -55,6 +55,7 @@ struct FewRowsProducts {
   template <int kEights, typename Stage>
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
+    constexpr int kSlices = Config::StageSlices(8 * kEights);
     const int column = work.out_column + 64 * group;
     const Reader first_block(quantized, memory.table, work.weight, column);
     const Reader second_block(quantized, memory.table, work.weight, column + quantized.gemm.n / 2);
@@ -62,17 +63,18 @@ struct FewRowsProducts {
     const int lane = threadIdx.x % 32;
     const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
+    for (int slice = 0; slice < work.slices; slice += kSlices) {
       Wait(&memory.full[at.index], at.parity);
       const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
       typename Reader::Words words[kBlocks];
 #pragma unroll
-      for (int half = 0; half < 2 * Config::kSlices; ++half) {  // 32 k
+      for (int half = 0; half < 2 * kSlices; ++half) {  // 32 k
         const int s = half / 2;
+        if (s > 0 && s % 2 == 0 && half % 2 == 0 && slice + s >= work.slices) break;
         uint32_t x[kEights][4];
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
-          const uint32_t x_slice = x_stage + s * sizeof(memory.l[0][0]) + i * 1024;
+          const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
           LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
         }
 #pragma unroll
@@ -84,10 +86,6 @@ struct FewRowsProducts {
           uint32_t a[8];
           reader.template Read<2, true>(words[b], codes, scales, slice * kSliceSm90, s,
                                         half % 2 * 2, a);
-          if (half == 2 * Config::kSlices - 1 && b == kBlocks - 1) {
-            __syncwarp();  // all lanes have read the stage
-            Release<Config>(memory, at.index);
-          }
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -97,9 +95,90 @@ struct FewRowsProducts {
           }
         }
       }
+      __syncwarp();  // all lanes have read the stage
+      Release<Config>(memory, at.index);
       at.Next();
     }
   }
 };
+
+// Where tiles are too few for a GPU, the blocks of a cluster share out their k, and all but the
+// first send it their sums, for 8 rows at a time. Each warp that multiplies has a place for each of
+// them.
+struct SharedPartialSums {
+  float4 sums[kMostParts - 1][kMultiplyWarps][32];
+  uint64_t full[kMultiplyWarps], empty[kMultiplyWarps];
+
+  // One thread.
+  __device__ void Init() {
+    for (int i = 0; i < kMultiplyWarps; ++i) {
+      device::Init(&full[i], 1);
+      device::Init(&empty[i], 1);
+    }
+  }
+};
+
+struct NoPartialSums {
+  __device__ void Init() {}
+};
+
+// The first block's sums become those of all, added in the order of blocks.
+template <typename Config>
+__device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& memory,
+                         const Work& work, int block, uint32_t& parity,
+                         float (&sums)[Config::kRows / 2]) {
+  if (gemm.parts == 1 || work.weight < 0) return;
+  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, others = gemm.parts - 1;
+  SharedPartialSums& parts = memory.parts;
+#pragma unroll
+  for (int i = 0; i < Config::kRows / 8; ++i) {
+    if (8 * i >= work.rows) break;
+    float* four = sums + 4 * i;
+    if (block > 0) {
+      Wait(&parts.empty[warp], parity ^ 1);
+      SendTo(0, &parts.sums[block - 1][warp][lane], &parts.full[warp],
+             make_float4(four[0], four[1], four[2], four[3]));
+    } else {
+      if (lane == 0) {
+        ArriveExpecting(&parts.full[warp], others * static_cast<int>(sizeof(parts.sums[0][0])));
+      }
+      Wait(&parts.full[warp], parity);
+#pragma unroll 1
+      for (int other = 0; other < others; ++other) {
+        const float4 part = parts.sums[other][warp][lane];
+        four[0] += part.x;
+        four[1] += part.y;
+        four[2] += part.z;
+        four[3] += part.w;
+      }
+      __syncwarp();  // all lanes have read them
+      if (lane < others) ArriveAt(&parts.empty[warp], 1 + lane);
+    }
+    parity ^= 1;
+  }
+}
+
+// A tile's 64 columns from `column` on, only rounded, by each thread's own stores: rows are few,
+// and so no warp waits for another. Rows of 8 and columns of 16 bytes would be faster to store than
+// to bring together.
+template <typename Config>
+__device__ void StoreFewRows(const GemmSm90& gemm, const Work& work, int column,
+                             const float (&sums)[Config::kRows / 2]) {
+  const int lane = threadIdx.x % 32;
+  column += threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int64_t out = work.out + column;
+#pragma unroll
+  for (int block = 0; block < Config::kRows / 8; ++block) {
+    if (8 * block >= work.rows) break;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 8 * block + lane % 4 * 2 + i % 2, right = i / 2 * 8;
+      if (row < work.rows && column + right < work.columns) {
+        StoreFloat(gemm.out, out + row * gemm.out_line + right, gemm.out_dtype,
+                   sums[4 * block + i]);
+      }
+    }
+  }
+}
 
 }  // namespace jgg::device

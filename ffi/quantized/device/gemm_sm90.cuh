@@ -28,28 +28,40 @@ struct QuantizedGemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
-  static constexpr bool kRaggedK = false, kRaggedRows = true, kStoreWarp = false;
+  static constexpr bool kRaggedK = false, kStoreWarp = false;
+  static constexpr bool kParts = kWarps && kBlocks == 1 && Weights::kParts;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
-  static constexpr int kThreads = 384, kWorks = 4, kSlices = 2;  // slices of a stage
+  static constexpr int kThreads = 384, kWorks = 4;
+  // The most slices of a stage: two, or, where warps multiply at most 16 rows, more.
+  static constexpr int kSlices = kWarps ? Weights::kFewRowsSlices : 2;
   static constexpr int kChunkL = kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunksL = kRows / kChunkL;
   using Epilogue = EpilogueSm90<kChunkL, false, false, true>;
   // As many stages as fit beside the rest.
+  static constexpr int kRowsBytes = 2 * kChunksL * kChunkBytesL;  // of x
   static constexpr int kStageBytes =
-      kSlices * kChunksL * kChunkBytesL +
-      2 * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
-  static constexpr int kFree = 227 * 1024 / kBlocksPerSm - 2 * Epilogue::kBytes - 4096;
+      kRowsBytes +
+      kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
+  using PartialSums = std::conditional_t<kParts, SharedPartialSums, NoPartialSums>;
+  static constexpr int kOther =
+      2 * Epilogue::kBytes + sizeof(PartialSums) + sizeof(typename Weights::Table) + 1024;
+  static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - kOther;
   static constexpr int kStages =
       kFree / kStageBytes < kMostStages_ ? kFree / kStageBytes : kMostStages_;
   static_assert(kStages >= 2);
 
+  // Slices of a stage of a tile with so many rows, and bytes of x in each.
+  __device__ static constexpr int StageSlices(int rows) { return rows <= 16 ? kSlices : 2; }
+  __device__ static constexpr int SliceBytes(int rows) { return kRowsBytes / StageSlices(rows); }
+
   struct SharedMemory {
-    alignas(1024) char l[kStages][kSlices][kChunksL * kChunkBytesL];
-    alignas(1024) char codes[kStages][kBlocks][2][Weights::kCodeBytes];
-    alignas(128) char scales[kStages][kBlocks][2][Weights::kScaleBytes];
+    alignas(1024) char l[kStages][kRowsBytes];
+    alignas(1024) char codes[kStages][kBlocks][2][kSlices / 2 * Weights::kCodeBytes];
+    alignas(128) char scales[kStages][kBlocks][2][kSlices / 2 * Weights::kScaleBytes];
     alignas(1024) char staged[2][Epilogue::kBytes];
+    PartialSums parts;
     alignas(16) Work works[kWorks];
     typename Weights::Table table;
     uint64_t full[kStages], empty[kStages];
@@ -65,6 +77,7 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    const int most_slices = Config::StageSlices(work.rows);
     // Of few rows no more than 8 or 16: weights are not many bytes more.
     const CUtensorMap* l_map = &gemm.l_map;
     int chunk_bytes = Config::kChunkBytesL;
@@ -74,18 +87,20 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
       chunk_bytes = (eight ? 8 : 16) * 128;
     }
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
+    for (int slice = 0; slice < work.slices; slice += most_slices) {
       uint64_t* full = &memory.full[at.index];
       Wait(&memory.empty[at.index], at.parity ^ 1);
-      ArriveExpecting(full, Config::kSlices * chunks * chunk_bytes);
+      const int slices = min(most_slices, (work.slices - slice + 1) / 2 * 2);
+      ArriveExpecting(full, slices * chunks * chunk_bytes);
 #pragma unroll 1
-      for (int s = 0; s < Config::kSlices; ++s) {
+      for (int s = 0; s < slices; ++s) {
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i) {
           if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;
           CopyBox<Config::kCluster == 2>(
-              l_map, full, memory.l[at.index][s] + i * Config::kChunkBytesL,
-              (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
+              l_map, full,
+              memory.l[at.index] + s * Config::SliceBytes(work.rows) + i * Config::kChunkBytesL,
+              work.l_k + (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
         }
       }
       at.Next();
@@ -214,7 +229,7 @@ struct QuantizedProducts {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           MultiplyRegisters<kN>(a[unit % 2] + 4 * i,
-                                l_stage + ((s * sizeof(memory.l[0][0]) + (first + i) * 32) >> 4),
+                                l_stage + ((s * Config::kRowsBytes / 2 + (first + i) * 32) >> 4),
                                 sums[b], true, std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
@@ -236,14 +251,20 @@ struct QuantizedProducts {
 // One of the two warpgroups that multiply.
 template <typename Config>
 __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
-                                           typename Config::SharedMemory& memory, int group) {
+                                           typename Config::SharedMemory& memory, int group,
+                                           int block) {
   using P = std::conditional_t<Config::kWarps, FewRowsProducts<Config>, QuantizedProducts<Config>>;
   const GemmSm90& gemm = quantized.gemm;
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at;
+  uint32_t parts_parity = 0;
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename P::Sums sums;
     P::Tile(quantized, memory, work, group, at, sums);
+    if constexpr (Config::kParts) {
+      AddParts<Config>(gemm, memory, work, block, parts_parity, sums[0]);
+      if (block > 0) return;
+    }
     if (Config::Weights::kFactor != 1 || quantized.global_scale.data != nullptr) {
       const int column =
           work.out_column + 64 * group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -263,6 +284,9 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       }
     }
     if constexpr (Config::kBlocks == 1) {
+      if constexpr (Config::kWarps) {
+        if (!gemm.epilogue.Any()) return StoreFewRows<Config>(gemm, work, 64 * group, sums[0]);
+      }
       epilogue.Store(work, 64 * group, sums[0]);
     } else {
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
@@ -277,15 +301,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = quantized.gemm;
-  const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
+  const int block = Config::kCluster == 1 && !Config::kParts ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
+    memory.parts.Init();
     InitRings<Config>(memory, 1 + 2 * Config::Weights::kCopiers, 3);
     Prefetch(&gemm.l_map);
     if (Config::kRows == 32) Prefetch(&gemm.l_rest[0]);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   Config::Weights::Fill(memory.table);
-  SyncRings<Config>();
+  SyncRings<Config>(gemm.parts);
   if (threadIdx.x < 128) {
     GiveRegisters<Config::kFeedRegisters>();
     const int warp = threadIdx.x / 32;
@@ -299,9 +324,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1);
+    MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1,
+                                       block);
   }
-  if (Config::kCluster > 1) ClusterSync();
+  if (Config::kCluster > 1 || (Config::kParts && gemm.parts > 1)) ClusterSync();
 }
 
 }  // namespace jgg::device

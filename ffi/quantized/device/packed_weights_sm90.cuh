@@ -12,17 +12,16 @@
 namespace jgg::device {
 
 // e2m1: the sign and the three other bits of a code where bfloat16 has its sign and the last bit of
-// its exponent and the first two of its mantissa: 2^-126 times the value, subnormals included. In
-// each half of a word the four codes' other bits are 8-6, 5-3, 2-0 and 11-9, their signs 15, 12, 14
-// and 13.
-template <bool kFewRows>
-__device__ void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
-  constexpr uint32_t kSigns = 0x80008000, kOthers = 0x01c001c0;
-  pairs[0] = codes & (kSigns | kOthers);
-  pairs[1] = codes << 3 & (kSigns | kOthers);
-  pairs[2] = (codes << 6 & kOthers) | (codes << 1 & kSigns);
-  pairs[3] =
-      (__umulhi(codes, PowerOfTwo<kFewRows>(29)) & kOthers) | (codes << 2 & kSigns);  // codes >> 3
+// its exponent and the first two of its mantissa (bits 15 and 8-6): 2^-126 times the value,
+// subnormals included. How four codes share 16 bits was searched for: no other way takes fewer
+// operations than these nine. One after another, sign and others are in bits 15 8-6, 9 2-0, 3 12-10
+// (of the other half) and 13 14 5-4.
+__device__ inline void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kBoth = 0x81c081c0;
+  pairs[0] = codes & kBoth;
+  pairs[1] = codes << 6 & kBoth;
+  pairs[2] = __funnelshift_l(codes, codes, 12) & kBoth;
+  pairs[3] = (codes << 2 & 0x80c080c0) | (codes >> 6 & 0x01000100);
 }
 
 // A mode's decoder: from a thread's codes of a tile and the scales of its two rows. A row has up to
@@ -41,7 +40,7 @@ struct PackedCodes<Mode::kNvfp4, 4> {
   __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
-    ToPairs<kFewRows>(codes[step], pairs);
+    ToPairs(codes[step], pairs);
     const uint32_t s = Scale<kFewRows>(scales[0][0], step);
     const uint32_t s8 = Scale<kFewRows>(scales[0][1], step);
     a[0] = Multiply2(pairs[0], s);
@@ -69,7 +68,7 @@ struct PackedCodes<Mode::kMxfp4, 4> {
   __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
-    ToPairs<kFewRows>(codes[step], pairs);
+    ToPairs(codes[step], pairs);
     const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
     a[0] = Multiply2(Multiply2(pairs[0], k2To126), s);
     a[1] = Multiply2(Multiply2(pairs[1], k2To126), s8);
@@ -106,7 +105,9 @@ struct PackedWeights {
   static constexpr int kBlocksPerSm = 2;            // that registers allow where there are few rows
   static constexpr bool kAlwaysWarps = kBits == 8;  // with few rows: WGMMA would spill
   static constexpr bool kLoadsLate = kMostScaleWords > 1;  // likewise
-  // Of 64 columns: codes and scales of 64 k, of which a stage has two.
+  static constexpr bool kParts = true;
+  static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
+  // Of 64 columns: codes and scales of 64 k; of two slices.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
   static constexpr int kCodeBytes = 2 * kTileCodes;
   static constexpr int kScaleBytes = 2 * kMostScaleWords * kWordScales;
@@ -177,30 +178,33 @@ struct PackedWeights {
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int column = work.out_column / 64 + group;
       const bool exists = column < tiles;  // of the last 128 columns there may be only 64
-      const int64_t first =
-          (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
+      const int64_t first = (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) *
+                                quantized.k_tiles +
+                            work.l_k / kSliceSm90;
       const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
       const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
+      const int most_slices = Config::StageSlices(work.rows);
 #pragma unroll 1
-      for (int slice = 0; slice < work.slices; slice += 2) {
+      for (int slice = 0; slice < work.slices; slice += most_slices) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + 2 * tile_scales) : 0);
-        // Half a stage is filled up with the same weights again, which meet zeros of x.
-        const int copies = slice + 1 < work.slices ? 1 : 2, tiles_each = 2 / copies;
-        for (int i = 0; i < (exists ? copies : 0); ++i) {
+        const int slices = min(most_slices, work.slices - slice), odd = slices % 2;
+        ArriveExpecting(full,
+                        exists ? (slices + odd) * Config::kBlocks * (kTileCodes + tile_scales) : 0);
+        // An odd slice is followed by the last weights again, which meet zeros of x.
+        for (int i = 0; i < (exists ? 1 + odd : 0); ++i) {
+          const int from = i * (slices - 1), to = i * slices, count = i == 0 ? slices : 1;
 #pragma unroll
           for (int b = 0; b < Config::kBlocks; ++b) {
-            CopyBytes(codes + b * block * kTileCodes, full,
-                      memory.codes[at.index][b][group] + i * kTileCodes, tiles_each * kTileCodes);
-            CopyBytes(scales + b * block * tile_scales, full,
-                      memory.scales[at.index][b][group] + i * tile_scales,
-                      tiles_each * tile_scales);
+            CopyBytes(codes + (b * block + from) * kTileCodes, full,
+                      memory.codes[at.index][b][group] + to * kTileCodes, count * kTileCodes);
+            CopyBytes(scales + (b * block + from) * tile_scales, full,
+                      memory.scales[at.index][b][group] + to * tile_scales, count * tile_scales);
           }
         }
-        codes += kCodeBytes;
-        scales += 2 * tile_scales;
+        codes += most_slices * kTileCodes;
+        scales += most_slices * tile_scales;
         at.Next();
       }
     });

@@ -31,14 +31,14 @@ JGG_HOST_DEVICE void ToThreads(const uint32_t (&from)[4], uint32_t (&threads)[4]
     planes[2] = (a >> 4 & kLow) | (b & kHigh);
     planes[3] = (c >> 4 & kLow) | (d & kHigh);
   } else {
-    // In 16 bits, from the lowest on: three bits of each of c, b, a, d; signs of b, d, c, a.
-    const uint32_t middle = (d & 0x77777777) | (b & 0x88888888);
-    const uint32_t ends =
-        (a >> 2 & 0x11111111) | (d >> 2 & 0x22222222) | (c >> 1 & 0x44444444) | (a & 0x88888888);
-    planes[0] = (c & 0x07070707) | (b << 3 & 0x38383838) | (a << 6 & 0xc0c0c0c0);
-    planes[1] = (middle << 1 & 0x1e1e1e1e) | (ends << 4 & 0xe0e0e0e0) | (ends & 0x01010101);
-    planes[2] = (c >> 4 & 0x07070707) | (b >> 1 & 0x38383838) | (a << 2 & 0xc0c0c0c0);
-    planes[3] = (middle >> 3 & 0x1e1e1e1e) | (ends & 0xe0e0e0e0) | (ends >> 4 & 0x01010101);
+    // As device/packed_weights_sm90.cuh takes them; of c the magnitudes are in the other half.
+    planes[0] = (a << 6 & 0xc0c0c0c0) | (d << 4 & 0x30303030) | (c & 0x08080808) | (b & 0x07070707);
+    planes[1] = (a << 4 & 0x80808080) | (d << 4 & 0x40404040) | (d << 2 & 0x20202020) |
+                (c >> 2 & 0x1c1c1c1c) | (b >> 2 & 0x02020202) | (a >> 2 & 0x01010101);
+    planes[2] =
+        (a << 2 & 0xc0c0c0c0) | (d & 0x30303030) | (c >> 4 & 0x08080808) | (b >> 4 & 0x07070707);
+    planes[3] = (a & 0x80808080) | (d & 0x40404040) | (d >> 2 & 0x20202020) |
+                (c << 2 & 0x1c1c1c1c) | (b >> 6 & 0x02020202) | (a >> 6 & 0x01010101);
   }
   JGG_UNROLL
   for (int pair = 0; pair < 2; ++pair) {
