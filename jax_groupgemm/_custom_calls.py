@@ -113,7 +113,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
             implementation, x, y, precision,
             runs=form.own_weight and not (contiguous and form.kind == "segments")
             and (transpose_x or a % 8 == 0) and (transpose_y or b % 8 == 0),
-            pays=_splitting_pays(rows[0] * a * b, x.size + y.size),
+            pays=_splitting_pays(rows[0] * a * b, x.size + y.size, few=_tiles(shape) <= 264),
         )  # fmt: skip
         if planes > 1:
             axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
@@ -128,9 +128,13 @@ def _parts(form, meta, groups: int, rows: int, shape) -> int:
     also where it would be less than 4, since adding the parts up takes time, too."""
     if form.kind == "segments" or len(meta) > 1 or 0 in shape:
         return 1
-    tiles = math.prod(-(-size // 128) for size in shape[1:]) * groups
-    parts = min(132 // tiles, rows // (512 * groups))
+    parts = min(132 // _tiles(shape), rows // (512 * groups))
     return parts if parts >= 4 else 1
+
+
+def _tiles(shape) -> int:
+    """Of 128 x 128, in a stack of matrices."""
+    return shape[0] * math.prod(-(-size // 128) for size in shape[1:])
 
 
 def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
@@ -170,11 +174,13 @@ def in_planes(count: int, multiple: int, *operands):
     return [p.reshape(*a.shape[:-2], *p.shape[1:]) for a, p in zip(arrays, out, strict=True)]
 
 
-def _splitting_pays(multiplications: int, elements: int) -> bool:
+def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> bool:
     """Whether three planes are faster than float32 arithmetic. An H200 does 21e12 multiplications a
-    second in float32; 40e12 in planes, 4 ps to make those of an element, and 5 us are a fit that
-    chooses the faster in the eight cases measured (docs/kernel_log.md)."""
-    return multiplications / 40e12 + 4e-12 * elements + 5e-6 < multiplications / 21e12
+    second in float32, or 10e12 where tiles are few; 40e12 in planes, 2.5 ps to make those of an
+    element, and 5 us are a fit that chooses the faster in the cases measured
+    (docs/kernel_log.md)."""
+    planes = multiplications / 40e12 + 2.5e-12 * elements + 5e-6
+    return planes < multiplications / (10e12 if few else 21e12)
 
 
 def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,

@@ -13,8 +13,8 @@ from . import _call, _check, _gathered, _primitives, _segments
 from ._segments import Form
 
 # Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
-# read once; taller ones run as they come, and so do so few that sorting would take longer.
-_SORT_BELOW_ROWS, _SORT_ABOVE_PAIRS = 32, 8
+# read once; taller ones run as they come.
+_SORT_BELOW_ROWS = 32
 
 
 def gather_mm(
@@ -95,14 +95,14 @@ def gather_mm(
 
 
 def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
-             sort_below_rows, by_index=None):  # fmt: skip
+             sort_below_rows, by_index=None, sort_above_pairs=1):  # fmt: skip
     """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
     (B..., N) = ``batch_n``.
 
     ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
-    of fewer than ``sort_below_rows`` rows, if they are more than a few, are sorted by weight first,
-    and then multiplied by ``by_index(x, meta, x_index, y_index)``: ``_gathered.mm``, of these
-    weights.
+    of fewer than ``sort_below_rows`` rows, if there are more than ``sort_above_pairs``, are sorted
+    by weight first, and then multiplied by ``by_index(x, meta, x_index, y_index)``:
+    ``_gathered.mm``, of these weights.
     """
     by_index = by_index or functools.partial(_gathered.gather, product=product)
     *batch_w, n = batch_n
@@ -126,7 +126,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    if m < sort_below_rows and pairs > _SORT_ABOVE_PAIRS and not sharded:
+    if m < sort_below_rows and pairs > sort_above_pairs and not sharded:
         out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
     else:
         out = _as_given(x, lhs, rhs_flat, matrices, product)

@@ -11,8 +11,9 @@ from . import _check, _qmm
 from ._gather_mm import gathered
 from ._quantized import Quantized
 
-# As in gather_mm, but every product that comes as it is dequantizes its matrix anew.
-_SORT_BELOW_ROWS = 128
+# As in gather_mm, but every product that comes as it is dequantizes its matrix anew, and no kernel
+# takes rows by index: so few pairs that sorting would take longer come as they are.
+_SORT_BELOW_ROWS, _SORT_ABOVE_PAIRS = 128, 8
 
 
 def gather_qmm(
@@ -81,7 +82,10 @@ def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementati
         )  # fmt: skip
 
     shape = (*batch, first if transpose_w else second)
-    return gathered(op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, _SORT_BELOW_ROWS)
+    return gathered(
+        op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, _SORT_BELOW_ROWS,
+        sort_above_pairs=_SORT_ABOVE_PAIRS,
+    )  # fmt: skip
 
 
 def _flatten(w: Quantized, batch, count: int) -> Quantized:

@@ -26,7 +26,8 @@ cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) {
   const cuuint64_t bytes[2] = {static_cast<cuuint64_t>(spec.line) * width,
                                static_cast<cuuint64_t>(spec.group) * width};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(spec.box_inner),
-                             static_cast<cuuint32_t>(spec.box_lines), 1};
+                             static_cast<cuuint32_t>(spec.box_lines),
+                             static_cast<cuuint32_t>(spec.box_groups)};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult result = encode(
       map,

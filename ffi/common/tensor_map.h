@@ -12,13 +12,13 @@ namespace jgg {
 
 // Matrices contiguous along one axis: `inner` elements to a line, `lines` lines `line` elements
 // apart, `groups` matrices `group` elements apart; copied in boxes of box_inner (128 or 64 bytes) x
-// box_lines, in shared memory swizzled by line. Zeros are copied from outside.
+// box_lines x box_groups, in shared memory swizzled by line. Zeros are copied from outside.
 struct TensorMapSpec {
   const void* data;
   DType dtype;
   int64_t inner, lines, groups;
   int64_t line, group;
-  int box_lines = 0, box_inner = 64;
+  int box_lines = 0, box_inner = 64, box_groups = 1;
 
   int Width() const { return dtype == DType::kF32 ? 4 : 2; }  // bytes of an element
 };

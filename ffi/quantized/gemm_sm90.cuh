@@ -29,11 +29,18 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   gemm.l_k_major = true;
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
-  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
-  for (int i = 0; i < (Config::kRows == 32 ? 2 : 0); ++i) {
-    l.box_lines = 8 << i;
-    if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+  if (Config::kWholeStages) {  // slices of k are matrices, so that a stage's are a box
+    l.groups = l.inner / 64;
+    l.inner = l.group = 64;
+    for (int i = 0; i < 2; ++i) {
+      l.box_lines = 8 << i;
+      l.box_groups = Config::kSlices;
+      if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+    }
+    l.box_lines = 32;
+    l.box_groups = 2;
   }
+  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   gemm.parts = PartsSm90<Config>(gemm);
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);

@@ -29,7 +29,8 @@ struct QuantizedGemmSm90Config {
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
   static constexpr bool kRaggedK = false, kStoreWarp = false;
-  static constexpr bool kParts = kWarps && kBlocks == 1 && Weights::kParts;
+  static constexpr bool kWholeStages = kWarps && Weights::kWholeStages;  // one thread copies all
+  static constexpr bool kParts = kWholeStages && kBlocks == 1;
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
@@ -54,7 +55,9 @@ struct QuantizedGemmSm90Config {
 
   // Slices of a stage of a tile with so many rows, and bytes of x in each.
   __device__ static constexpr int StageSlices(int rows) { return rows <= 16 ? kSlices : 2; }
-  __device__ static constexpr int SliceBytes(int rows) { return kRowsBytes / StageSlices(rows); }
+  __device__ static constexpr int SliceBytes(int rows) {
+    return !kWholeStages ? kRowsBytes / 2 : (rows <= 8 ? 8 : rows <= 16 ? 16 : 32) * 128;
+  }
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kRowsBytes];
@@ -77,30 +80,20 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-    const int most_slices = Config::StageSlices(work.rows);
-    // Of few rows no more than 8 or 16: weights are not many bytes more.
-    const CUtensorMap* l_map = &gemm.l_map;
-    int chunk_bytes = Config::kChunkBytesL;
-    if (Config::kRows == 32 && work.rows <= 16) {
-      const bool eight = work.rows <= 8;
-      l_map = &gemm.l_rest[eight ? 0 : 1];
-      chunk_bytes = (eight ? 8 : 16) * 128;
-    }
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; slice += most_slices) {
+    for (int slice = 0; slice < work.slices; slice += 2) {
       uint64_t* full = &memory.full[at.index];
       Wait(&memory.empty[at.index], at.parity ^ 1);
-      const int slices = min(most_slices, (work.slices - slice + 1) / 2 * 2);
-      ArriveExpecting(full, slices * chunks * chunk_bytes);
+      ArriveExpecting(full, 2 * chunks * Config::kChunkBytesL);
 #pragma unroll 1
-      for (int s = 0; s < slices; ++s) {
+      for (int s = 0; s < 2; ++s) {
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i) {
           if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;
           CopyBox<Config::kCluster == 2>(
-              l_map, full,
-              memory.l[at.index] + s * Config::SliceBytes(work.rows) + i * Config::kChunkBytesL,
-              work.l_k + (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
+              &gemm.l_map, full,
+              memory.l[at.index] + s * Config::kRowsBytes / 2 + i * Config::kChunkBytesL,
+              (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
         }
       }
       at.Next();
@@ -304,9 +297,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int block = Config::kCluster == 1 && !Config::kParts ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
     memory.parts.Init();
-    InitRings<Config>(memory, 1 + 2 * Config::Weights::kCopiers, 3);
-    Prefetch(&gemm.l_map);
-    if (Config::kRows == 32) Prefetch(&gemm.l_rest[0]);
+    InitRings<Config>(memory, Config::kWholeStages ? 1 : 1 + 2 * Config::Weights::kCopiers,
+                      Config::kWholeStages ? 1 : 3);
+    Prefetch(Config::kWholeStages ? &gemm.l_rest[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   Config::Weights::Fill(memory.table);
@@ -316,6 +309,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
+    } else if constexpr (Config::kWholeStages) {
+      if (threadIdx.x == 32) Config::Weights::template CopyStages<Config>(quantized, memory);
+      __syncwarp();
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyRowsThread<Config>(gemm, memory, block);
       __syncwarp();

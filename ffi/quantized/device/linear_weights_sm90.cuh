@@ -118,7 +118,7 @@ struct LinearWeights {
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
   static constexpr bool kAlwaysWarps = kBits == 8;                    // as of PackedWeights: faster
   static constexpr bool kLoadsLate = false;                           // there is nothing to load
-  static constexpr bool kParts = false;
+  static constexpr bool kWholeStages = false;
   static constexpr int kFewRowsSlices = 2;  // a box of codes
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
   // Of a column: as many words as scales (or biases) may touch.

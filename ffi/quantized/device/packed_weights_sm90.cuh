@@ -104,8 +104,8 @@ struct PackedWeights {
   static constexpr int kMostRows = kBits == 8 ? 128 : 192;
   static constexpr int kBlocksPerSm = 2;            // that registers allow where there are few rows
   static constexpr bool kAlwaysWarps = kBits == 8;  // with few rows: WGMMA would spill
-  static constexpr bool kLoadsLate = kMostScaleWords > 1;  // likewise
-  static constexpr bool kParts = true;
+  static constexpr bool kLoadsLate = kMostScaleWords > 1 || kMode == Mode::kMxfp4;  // likewise
+  static constexpr bool kWholeStages = true;                 // few rows: CopyStages
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   // Of 64 columns: codes and scales of 64 k; of two slices.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
@@ -122,6 +122,63 @@ struct PackedWeights {
                               typename Config::SharedMemory& memory, int group) {
     if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group);
     __syncwarp();
+  }
+
+  // Few rows: one thread copies all of a stage, x too, by as few copies as there can be, because
+  // issuing instructions is what takes the time.
+  template <typename Config>
+  __device__ static void CopyStages(const QuantizedGemmSm90& quantized,
+                                    typename Config::SharedMemory& memory) {
+    const GemmSm90& gemm = quantized.gemm;
+    const bool gated = IsGated(gemm.epilogue.activation);
+    const int half = gemm.n / 128;  // tiles from a gate to what it lets through
+    const int tiles = gated ? half : quantized.column_tiles;
+    const int tile_scales = TileScales(quantized);
+    const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
+    Place<Config::kStages> at;
+    ForEachWork<Config, false>(memory, [&](const Work& work) {
+      const int column = work.out_column / 64;
+      const int groups = min(2, tiles - column);  // of the last 128 columns there may be only 64
+      int k_tile = work.l_k / kSliceSm90;
+      const int64_t first = (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) *
+                                quantized.k_tiles +
+                            k_tile;
+      const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
+      const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
+      const CUtensorMap* l_map = work.rows <= 8    ? &gemm.l_rest[0]
+                                 : work.rows <= 16 ? &gemm.l_rest[1]
+                                                   : &gemm.l_map;
+      const int most_slices = Config::StageSlices(work.rows);
+      const int rows_bytes = most_slices * Config::SliceBytes(work.rows);
+#pragma unroll 1
+      for (int slice = 0; slice < work.slices; slice += most_slices) {
+        uint64_t* full = &memory.full[at.index];
+        Wait(&memory.empty[at.index], at.parity ^ 1);
+        const int slices = min(most_slices, work.slices - slice), odd = slices % 2;
+        ArriveExpecting(full, rows_bytes + (slices + odd) * groups * Config::kBlocks *
+                                               (kTileCodes + tile_scales));
+        CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, k_tile);
+#pragma unroll
+        for (int i = 0; i < 2 * Config::kBlocks; ++i) {
+          const int group = i % 2, b = i / 2;
+          if (group >= groups) continue;
+          const int64_t tile = b * block + group * quantized.k_tiles;
+          char* to = memory.codes[at.index][b][group];
+          char* scales_to = memory.scales[at.index][b][group];
+          CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full, to, scales_to,
+                    slices, tile_scales);
+          // An odd slice is followed by the last weights again, which meet zeros of x.
+          if (odd == 0) continue;
+          const int64_t last = tile + slices - 1;
+          CopyTiles(codes + last * kTileCodes, scales + last * tile_scales, full,
+                    to + slices * kTileCodes, scales_to + slices * tile_scales, 1, tile_scales);
+        }
+        codes += most_slices * kTileCodes;
+        scales += most_slices * tile_scales;
+        k_tile += most_slices;
+        at.Next();
+      }
+    });
   }
 
   // What a thread reads of a tile's columns.
@@ -163,6 +220,13 @@ struct PackedWeights {
   };
 
  private:
+  // `count` tiles' codes and scales, to one stage.
+  __device__ static void CopyTiles(const char* codes, const char* scales, uint64_t* full, char* to,
+                                   char* scales_to, int count, int tile_scales) {
+    CopyBytes(codes, full, to, count * kTileCodes);
+    CopyBytes(scales, full, scales_to, count * tile_scales);
+  }
+
   __device__ static int TileScales(const QuantizedGemmSm90& quantized) {
     return kWordScales * (kMostScaleWords == 1 ? 1 : quantized.scale_words);
   }
@@ -178,33 +242,28 @@ struct PackedWeights {
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int column = work.out_column / 64 + group;
       const bool exists = column < tiles;  // of the last 128 columns there may be only 64
-      const int64_t first = (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) *
-                                quantized.k_tiles +
-                            work.l_k / kSliceSm90;
+      const int64_t first =
+          (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
       const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
       const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
-      const int most_slices = Config::StageSlices(work.rows);
 #pragma unroll 1
-      for (int slice = 0; slice < work.slices; slice += most_slices) {
+      for (int slice = 0; slice < work.slices; slice += 2) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        const int slices = min(most_slices, work.slices - slice), odd = slices % 2;
-        ArriveExpecting(full,
-                        exists ? (slices + odd) * Config::kBlocks * (kTileCodes + tile_scales) : 0);
-        // An odd slice is followed by the last weights again, which meet zeros of x.
-        for (int i = 0; i < (exists ? 1 + odd : 0); ++i) {
-          const int from = i * (slices - 1), to = i * slices, count = i == 0 ? slices : 1;
+        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + 2 * tile_scales) : 0);
+        // Half a stage is filled up with the same weights again, which meet zeros of x.
+        const int copies = slice + 1 < work.slices ? 1 : 2, tiles_each = 2 / copies;
+        for (int i = 0; i < (exists ? copies : 0); ++i) {
 #pragma unroll
           for (int b = 0; b < Config::kBlocks; ++b) {
-            CopyBytes(codes + (b * block + from) * kTileCodes, full,
-                      memory.codes[at.index][b][group] + to * kTileCodes, count * kTileCodes);
-            CopyBytes(scales + (b * block + from) * tile_scales, full,
-                      memory.scales[at.index][b][group] + to * tile_scales, count * tile_scales);
+            CopyTiles(codes + b * block * kTileCodes, scales + b * block * tile_scales, full,
+                      memory.codes[at.index][b][group] + i * kTileCodes,
+                      memory.scales[at.index][b][group] + i * tile_scales, tiles_each, tile_scales);
           }
         }
-        codes += most_slices * kTileCodes;
-        scales += most_slices * tile_scales;
+        codes += kCodeBytes;
+        scales += 2 * tile_scales;
         at.Next();
       }
     });
