@@ -19,6 +19,15 @@ LHS = np.array([0, 8, 8, -1, 9, 3, 5, 2**31 - 1, 1, 8], np.int32)
 RHS = np.array([3, 0, 0, 1, 3, -2, 4, 0, 1, 3], np.int32)
 
 
+@pytest.mark.parametrize("count", [1, 9, _gathered.FEW, _gathered.FEW + 1])
+def test_order(rng, count):
+    """Few numbers are put in order by comparing, many by sorting: with the same result."""
+    values = rng.integers(-1, 7, count).astype(np.int32)
+    order = np.argsort(values, kind="stable")
+    np.testing.assert_array_equal(jax.jit(_gathered.order)(values), order)
+    np.testing.assert_array_equal(jax.jit(_gathered.inverse)(order), np.argsort(order))
+
+
 def operands(rng, m=1, dtype="bfloat16"):
     return oracle.random(rng, (A, m, K), dtype), oracle.random(rng, (G, K, N), dtype)
 

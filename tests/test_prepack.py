@@ -118,6 +118,29 @@ def test_products(rng, implementation, mode, bits, group_size, mean):
     oracle.assert_close(f(x, jgg.prepack(w), jnp.array(sizes)), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_of_k(rng, mode, bits, group_size, fused):
+    """Few tiles of much k, which thread blocks share out: an odd number of slices of 64, and rows
+    for boxes of 8, 16 and 32."""
+    needs("sm90")
+    k = 64 * (65 if group_size <= 64 else 66)
+    sizes = np.array([20, 0, 1, 9, 0, 3, 0, 16])
+    w = ordinary(rng, mode, bits, group_size, (len(sizes), 192, k))
+    x = oracle.random(rng, (int(sizes.sum()) + 5, k), jnp.bfloat16)
+    bias = oracle.random(rng, (len(sizes), 192), jnp.bfloat16) if fused else None
+    f = jax.jit(
+        lambda x, w, s: jgg.grouped_qmm(x, w, s, bias=bias, implementation="sm90"),
+    )
+    expected = oracle.grouped_mm(x, jgg.dequantize(w, jnp.bfloat16).swapaxes(1, 2), sizes)
+    if fused:
+        expected[: sizes.sum()] += np.repeat(oracle.f64(bias), sizes, axis=0)
+    out = f(x, jgg.prepack(w), jnp.array(sizes))
+    oracle.assert_close(out, expected)
+    np.testing.assert_array_equal(out, f(x, jgg.prepack(w), jnp.array(sizes)))
+
+
 @pytest.mark.parametrize("rows", [8, 24, 40, 256])
 @pytest.mark.parametrize(
     ("implementation", "mode", "bits", "group_size"),
