@@ -120,11 +120,16 @@ QUANTIZED = (
 
 
 def quantized(rng, which):
-    """Both layouts of weights, along K and along N, tiles of few and of many rows."""
+    """Both layouts of weights, along K and along N, tiles of few and of many rows, parts of k."""
     mode, bits, group_size = which
-    for sizes in ([5, 0, 9], [64, 1, 40], [0, 200, 130]):
-        x = oracle.random(rng, (sum(sizes) + 3, 256), "bfloat16")
-        for shape, transpose_w in (((3, 192, 256), True), ((3, 256, 128), False)):
+    for k, sizes in (
+        (256, [5, 0, 9]),
+        (256, [64, 1, 40]),
+        (256, [0, 200, 130]),
+        (4224, [2, 0, 17]),
+    ):
+        x = oracle.random(rng, (sum(sizes) + 3, k), "bfloat16")
+        for shape, transpose_w in (((3, 192, k), True), ((3, k, 128), False)):
             w = oracle.random(rng, shape, "bfloat16")
             q = jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
             want = jgg.dequantize(q, jnp.bfloat16)
