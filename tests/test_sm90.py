@@ -34,7 +34,7 @@ def names(f, *args) -> set[str]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_this_kernel_runs(rng, monkeypatch, dtype, implementation):
     """What it cannot do would run on sm80, and be as right."""
-    monkeypatch.setattr(_custom_calls, "_splitting_pays", lambda *_: True)
+    monkeypatch.setattr(_custom_calls, "_splitting_pays", lambda *_, **__: True)
     x, w = oracle.random(rng, (1024, 128), dtype), oracle.random(rng, (4, 128, 256), dtype)
     sizes = jnp.array([300, 0, 500, 200])
     spans = jnp.array([[0, 77], [77, 1000]])

@@ -70,7 +70,6 @@ struct FewRowsProducts {
 #pragma unroll
       for (int half = 0; half < 2 * kSlices; ++half) {  // 32 k
         const int s = half / 2;
-        if (s > 0 && s % 2 == 0 && half % 2 == 0 && slice + s >= work.slices) break;
         uint32_t x[kEights][4];
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {

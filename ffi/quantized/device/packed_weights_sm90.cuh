@@ -154,10 +154,10 @@ struct PackedWeights {
       for (int slice = 0; slice < work.slices; slice += most_slices) {
         uint64_t* full = &memory.full[at.index];
         Wait(&memory.empty[at.index], at.parity ^ 1);
-        const int slices = min(most_slices, work.slices - slice), odd = slices % 2;
-        ArriveExpecting(full, rows_bytes + (slices + odd) * groups * Config::kBlocks *
-                                               (kTileCodes + tile_scales));
+        ArriveExpecting(
+            full, rows_bytes + most_slices * groups * Config::kBlocks * (kTileCodes + tile_scales));
         CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, k_tile);
+        const int slices = min(most_slices, work.slices - slice);
 #pragma unroll
         for (int i = 0; i < 2 * Config::kBlocks; ++i) {
           const int group = i % 2, b = i / 2;
@@ -167,11 +167,12 @@ struct PackedWeights {
           char* scales_to = memory.scales[at.index][b][group];
           CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full, to, scales_to,
                     slices, tile_scales);
-          // An odd slice is followed by the last weights again, which meet zeros of x.
-          if (odd == 0) continue;
-          const int64_t last = tile + slices - 1;
-          CopyTiles(codes + last * kTileCodes, scales + last * tile_scales, full,
-                    to + slices * kTileCodes, scales_to + slices * tile_scales, 1, tile_scales);
+          // What is left of the last stage has the same weights again, which meet zeros of x.
+#pragma unroll 1
+          for (int s = slices; s < most_slices; ++s) {
+            CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full,
+                      to + s * kTileCodes, scales_to + s * tile_scales, 1, tile_scales);
+          }
         }
         codes += most_slices * kTileCodes;
         scales += most_slices * tile_scales;
