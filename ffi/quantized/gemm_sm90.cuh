@@ -9,17 +9,16 @@
 
 namespace jgg {
 
-// In how many parts to take a tile's k: more than one where all blocks still run at a time and each
-// has enough to do. On an H200 handing sums over took about as long as 15 slices.
+// In how many parts to take a tile's k: two where all blocks would run at a time on an H200 and
+// each has enough to do. Handing sums over took about as long as 15 slices.
 template <typename Config>
 int PartsSm90(const GemmSm90& gemm) {
-  if constexpr (!Config::kParts) return 1;
+  if constexpr (!Config::kSharesK) return 1;
   const int64_t segments = std::min<int64_t>(gemm.metadata.count, gemm.rows_y);
   const int64_t tiles = segments * ((gemm.n + 127) / 128), slices = (gemm.k + 63) / 64;
-  constexpr int64_t kBlocks = 132 * Config::kBlocksPerSm;
-  int parts = 1;
-  while (parts < kMostParts && 2 * parts * tiles <= kBlocks && slices >= 64 * parts) parts *= 2;
-  return parts;
+  constexpr int64_t kAtATime = 132 * Config::kBlocksPerSm;
+  static_assert(kMostParts == 2);
+  return 2 * tiles <= kAtATime && slices >= 64 ? 2 : 1;
 }
 
 template <typename Config>

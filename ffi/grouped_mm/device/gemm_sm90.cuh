@@ -42,7 +42,7 @@ struct GemmSm90Config {
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kPlanes = kPlanes_;
-  static constexpr bool kGathered = kGathered_, kParts = false;
+  static constexpr bool kGathered = kGathered_, kSharesK = false;
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated ones are of mm alone
   static constexpr int kCluster = kCluster_;                    // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work

@@ -45,7 +45,7 @@ __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, in
 // All threads that share the rings, or partial sums.
 template <typename Config>
 __device__ void SyncRings(int parts = 1) {
-  if (Config::kCluster == 1 && (!Config::kParts || parts == 1)) {
+  if (Config::kCluster == 1 && (!Config::kSharesK || parts == 1)) {
     __syncthreads();
   } else {
     ClusterSync();
@@ -90,11 +90,11 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
   const bool gated = IsGated(gemm.epilogue.activation);
   const int columns = gated ? 128 : 128 * Config::kBlocks;
   ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
-      gemm, columns, Config::kParts ? 0 : block, Config::kParts ? gemm.parts : 1);
+      gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1);
   Place<Config::kWorks> at;
   while (true) {
     Work work = schedule.Next();
-    if (Config::kParts) work.TakePart(block, gemm.parts);
+    if (Config::kSharesK) work.TakePart(block, gemm.parts);
     Wait(&memory.work_empty[at.index], at.parity ^ 1);
     add(work, at.index);
     __syncwarp();

@@ -27,8 +27,8 @@ struct Work {
   int out_row, out_column;
   int64_t out;  // element of the result at the tile's (0, 0)
 
-  // qmm: leave of the slices one of `parts` parts, which are even but for the last one. l_k says
-  // where it begins.
+  // qmm: leave of the slices one of `parts` parts, which are equal, and a multiple of four, but for
+  // the last one. l_k says where it begins.
   __device__ void TakePart(int part, int parts) {
     const int each = ((slices + 3) / 4 + parts - 1) / parts * 4, begin = min(part * each, slices);
     l_k = begin * kSliceSm90;
@@ -49,8 +49,7 @@ struct Work {
 template <int kRows, int kCluster, bool kRaggedK>
 class ScheduleSm90 {
  public:
-  // `columns` of the result in a tile; `block` of the cluster. `parts` clusters have the same
-  // tiles.
+  // `columns` of the result in a tile; `block` of the cluster. `parts` blocks have the same tiles.
   __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block, int parts = 1)
       : gemm_(gemm), lane_(threadIdx.x % 32), block_(block), tile_columns_(columns) {
     next_ = blockIdx.x / (kCluster * parts);

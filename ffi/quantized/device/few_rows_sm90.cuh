@@ -1,10 +1,12 @@
-// The sums of a tile of at most 32 rows: each warp multiplies its 16 columns by mma.sync. WGMMA
-// would make the four warps of a warpgroup wait for each other every few instructions, and
-// decoding, which is what takes the time here, leaves registers for nothing that is under way.
+// Tiles of at most 32 rows: their sums, sums of parts of k, and plain results. Each warp multiplies
+// its 16 columns by mma.sync. WGMMA would make the four warps of a warpgroup wait for each other
+// every few instructions, and decoding, which is what takes the time here, leaves registers for
+// nothing that is under way.
 #pragma once
 
 #include <cstdint>
 
+#include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "quantized/gemm_sm90.h"
@@ -157,9 +159,8 @@ __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& me
   }
 }
 
-// A tile's 64 columns from `column` on, only rounded, by each thread's own stores: rows are few,
-// and so no warp waits for another. Rows of 8 and columns of 16 bytes would be faster to store than
-// to bring together.
+// A tile's 64 columns from `column` on, only rounded, by each thread's own stores: they are few,
+// and bringing whole lines together would take longer, and make warps wait for each other.
 template <typename Config>
 __device__ void StoreFewRows(const GemmSm90& gemm, const Work& work, int column,
                              const float (&sums)[Config::kRows / 2]) {

@@ -1,6 +1,6 @@
 // The kernel. As grouped_mm/device/gemm_sm90.cuh, but what a stage has of the weight is codes and
-// scales of two slices of k, and warpgroups decode them: some while tensor cores work on those
-// before.
+// scales of two slices of k (or four), and warpgroups decode them: some while tensor cores work on
+// those before.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct QuantizedGemmSm90Config {
   static constexpr bool kWarps = kWarps_;
   static constexpr bool kRaggedK = false, kStoreWarp = false;
   static constexpr bool kWholeStages = kWarps && Weights::kWholeStages;  // one thread copies all
-  static constexpr bool kParts = kWholeStages && kBlocks == 1;
+  static constexpr bool kSharesK = kWholeStages && kBlocks == 1;         // gemm.parts may be 2
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = 56;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
@@ -45,7 +45,7 @@ struct QuantizedGemmSm90Config {
   static constexpr int kStageBytes =
       kRowsBytes +
       kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
-  using PartialSums = std::conditional_t<kParts, SharedPartialSums, NoPartialSums>;
+  using PartialSums = std::conditional_t<kSharesK, SharedPartialSums, NoPartialSums>;
   static constexpr int kOther =
       2 * Epilogue::kBytes + sizeof(PartialSums) + sizeof(typename Weights::Table) + 1024;
   static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - kOther;
@@ -254,7 +254,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename P::Sums sums;
     P::Tile(quantized, memory, work, group, at, sums);
-    if constexpr (Config::kParts) {
+    if constexpr (Config::kSharesK) {
       AddParts<Config>(gemm, memory, work, block, parts_parity, sums[0]);
       if (block > 0) return;
     }
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = quantized.gemm;
-  const int block = Config::kCluster == 1 && !Config::kParts ? 0 : BlockInCluster();
+  const int block = Config::kCluster == 1 && !Config::kSharesK ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
     memory.parts.Init();
     InitRings<Config>(memory, Config::kWholeStages ? 1 : 1 + 2 * Config::Weights::kCopiers,
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1,
                                        block);
   }
-  if (Config::kCluster > 1 || (Config::kParts && gemm.parts > 1)) ClusterSync();
+  if (Config::kCluster > 1 || (Config::kSharesK && gemm.parts > 1)) ClusterSync();
 }
 
 }  // namespace jgg::device

@@ -107,7 +107,8 @@ struct PackedWeights {
   static constexpr bool kLoadsLate = kMostScaleWords > 1 || kMode == Mode::kMxfp4;  // likewise
   static constexpr bool kWholeStages = true;                 // few rows: CopyStages
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
-  // Of 64 columns: codes and scales of 64 k; of two slices.
+  // Bytes of 64 columns: of codes and of a word of scales of 64 k, then of codes and scales of 128
+  // k.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
   static constexpr int kCodeBytes = 2 * kTileCodes;
   static constexpr int kScaleBytes = 2 * kMostScaleWords * kWordScales;
@@ -189,16 +190,16 @@ struct PackedWeights {
                       int /*column*/)
         : scales_more_(TileScales(quantized) - kWordScales) {}
 
-    // Of 64 k, one half of the stage, all that the thread decodes.
+    // All that the thread decodes of a slice.
     struct Words {
       uint32_t codes[kBits], scales[kMostScaleWords][2];
     };
 
-    __device__ Words Load(const char* codes, const char* scales, int half) const {
+    __device__ Words Load(const char* codes, const char* scales, int slice) const {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
       Words words;
-      LoadCodes(codes + half * kTileCodes, thread, words.codes);
-      scales += half * (kWordScales + scales_more_) + 8 * pair;
+      LoadCodes(codes + slice * kTileCodes, thread, words.codes);
+      scales += slice * (kWordScales + scales_more_) + 8 * pair;
 #pragma unroll
       for (int i = 0; i < kMostScaleWords; ++i) {  // the first again where there is no second
         LoadWords<2>(scales + i * scales_more_, words.scales[i]);
@@ -206,10 +207,10 @@ struct PackedWeights {
       return words;
     }
 
-    // kSteps x 16 k from step `first` of one half of the stage at k.
+    // kSteps x 16 k from step `first` of one slice of the stage at k.
     template <int kSteps, bool kFewRows>
     __device__ void Read(const Words& words, const char* /*codes*/, const char* /*scales*/,
-                         int /*k*/, int /*half*/, int first, uint32_t* a) const {
+                         int /*k*/, int /*slice*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         Codes::template Decode<kFewRows>(words.codes, first + i, words.scales, a + 4 * i);
