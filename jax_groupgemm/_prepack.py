@@ -42,8 +42,8 @@ def prepack(w: Quantized) -> Quantized:
     layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has no kernel
     for a layout puts the codes (not the values) back in order first. On Hopper products of many
     rows pack 4-bit weights that are not packed, each time anew (not with
-    ``implementation="sm80"``). The layout is for one version of this package: store the weight as it
-    was.
+    ``implementation="sm80"``). The layout may change with this package's version: store the weight
+    as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
