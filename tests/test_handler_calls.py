@@ -147,7 +147,7 @@ def operations() -> dict[str, tuple]:
             with_gradients(functools.partial(mm, implementation="sm80")), half(x, w), products,
         ),
         "grouped_mm, float32 on sm90": (
-            with_gradients(functools.partial(mm, **on_sm90)), (x, w), products,
+            with_gradients(functools.partial(mm, **on_sm90)), (x, w), products | {"jgg_planes"},
         ),
         "grouped_mm, fused": (fused, fused_operands, {"jgg_mm"}),
         "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, sizes), half(x, w), {"jgg_mm"}),
