@@ -79,10 +79,10 @@ def gather_mm(
             **params,
         )  # fmt: skip
 
-    def by_index(x, meta, x_index, y_index):
+    def by_index(x, meta, x_index, y_index, place):
         """Indices are left to the kernel where one may take them."""
         if not _call.may_take_lists(x, w, implementation):
-            return _gathered.gather(x, meta, x_index, y_index, product)
+            return _gathered.gather(x, meta, x_index, y_index, place, product)
         return _gathered.mm(
             x, w, meta, x_index, y_index, out_dtype=dtype, precision=precision,
             implementation=implementation,
@@ -101,7 +101,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
 
     ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
     of fewer than ``sort_below_rows`` rows, if there are more than ``sort_above_pairs``, are sorted
-    by weight first, and then multiplied by ``by_index(x, meta, x_index, y_index)``:
+    by weight first, and then multiplied by ``by_index(x, meta, x_index, y_index, place)``:
     ``_gathered.mm``, of these weights.
     """
     by_index = by_index or functools.partial(_gathered.gather, product=product)
@@ -163,10 +163,10 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
     lhs = jnp.where(valid, lhs, -1)
     rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
-    order = None
+    order = place = None
     if not ordered:
-        order = _gathered.order(rhs)
-        lhs, rhs = lhs[order], rhs[order]
+        order, place = _gathered.order(rhs)
+        lhs = lhs[order]
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
     if rhs.size * matrices <= _gathered.FEW**2:  # a sum is less than the launches of a scatter
         group = lax.iota(jnp.int32, matrices + 1) - 1
@@ -174,7 +174,7 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     else:
         counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
     sizes = counts * m
-    return by_index(x, (sizes, jnp.int32(1)), lhs, order)
+    return by_index(x, (sizes, jnp.int32(1)), lhs, order, place)
 
 
 def _indices(op: str, name: str, indices, batch) -> jax.Array:

@@ -35,8 +35,9 @@ def mm(x, w, meta, x_index, y_index, *, out_dtype, transpose_w=False, precision=
     )  # fmt: skip
 
 
-def gather(x, meta, x_index, y_index, product: Callable):
-    """The same with ``product(a, meta, form=, rows=)`` of a, the rows that have been gathered."""
+def gather(x, meta, x_index, y_index, place, product: Callable):
+    """The same with ``product(a, meta, form=, rows=)`` of a, the rows that have been gathered.
+    ``place`` is the inverse of y_index, where it is known, or None."""
     count, m, k = x.shape
     pairs = x_index.shape[0]
     valid = (x_index >= 0) & (x_index < count)
@@ -46,21 +47,25 @@ def gather(x, meta, x_index, y_index, product: Callable):
     y = y.reshape(pairs, m, y.shape[1])
     # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.
     y = jnp.where(valid[:, None, None], y, jnp.zeros((), y.dtype))
-    return y if y_index is None else y[inverse(y_index)]
+    if y_index is None:
+        return y
+    return y[inverse(y_index) if place is None else place]
 
 
 # Up to so many numbers are put in order by comparing each with each.
 FEW = 512
 
 
-def order(values) -> jax.Array:
-    """``argsort(values, stable=True)``; of few values a sum each, which is faster than sorting."""
+def order(values) -> tuple[jax.Array, jax.Array | None]:
+    """``argsort(values, stable=True)``, and its inverse where that comes with it: of few values,
+    where both are sums, which is faster than sorting."""
     if values.size > FEW:
-        return jnp.argsort(values, stable=True)
+        return jnp.argsort(values, stable=True), None
     i = lax.iota(jnp.int32, values.size)
     before = values < values[:, None]
     same = (values == values[:, None]) & (i < i[:, None])
-    return inverse((before | same).sum(1, dtype=jnp.int32))
+    place = (before | same).sum(1, dtype=jnp.int32)
+    return inverse(place), place
 
 
 def inverse(permutation) -> jax.Array:
@@ -74,7 +79,7 @@ def inverse(permutation) -> jax.Array:
 def composed(x, w, meta, x_index, y_index, **params):
     """What the primitive means."""
     product = lambda a, meta, **same: _primitives.mm(a, w, meta, **params, **same)
-    return gather(x, meta, x_index, y_index, product)
+    return gather(x, meta, x_index, y_index, None, product)
 
 
 def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, precision,

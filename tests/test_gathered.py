@@ -24,7 +24,10 @@ def test_order(rng, count):
     """Few numbers are put in order by comparing, many by sorting: with the same result."""
     values = rng.integers(-1, 7, count).astype(np.int32)
     order = np.argsort(values, kind="stable")
-    np.testing.assert_array_equal(jax.jit(_gathered.order)(values), order)
+    got, place = jax.jit(_gathered.order)(values)
+    np.testing.assert_array_equal(got, order)
+    assert (place is None) == (count > _gathered.FEW)
+    np.testing.assert_array_equal(np.argsort(order) if place is None else place, np.argsort(order))
     np.testing.assert_array_equal(jax.jit(_gathered.inverse)(order), np.argsort(order))
 
 
