@@ -156,22 +156,20 @@ def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
     return 2 if two else 3
 
 
-def in_planes(count: int, multiple: int, *operands):
-    """Custom call ``jgg_planes``: ``_split.planes`` of two operands with their axes, at once."""
-    arrays = [a for a, _ in operands]
+def in_planes(count: int, multiple: int, first, second):
+    """Custom call ``jgg_planes``: ``_split.planes`` of two (operand, axis) at once."""
+    planes = lambda: [_split.planes(a, count, multiple, axis) for a, axis in (first, second)]
+    arrays = first[0], second[0]
     if any(0 in a.shape for a in arrays):
-        return [_split.planes(a, count, multiple, axis) for a, axis in operands]
-    results = []
-    for a, axis in operands:
-        *lead, lines, n = a.shape
-        padded = [-(-size // multiple) * multiple if axis == i else size
-                  for i, size in ((-2, lines), (-1, n))]  # fmt: skip
-        results.append(
-            jax.ShapeDtypeStruct((math.prod(lead), padded[0], count, padded[1]), jnp.bfloat16)
-        )
+        return planes()
     whole = [a.astype(jnp.float32).reshape(-1, *a.shape[-2:]) for a in arrays]
+    shapes = [p.shape for p in jax.eval_shape(planes)]
+    results = [
+        jax.ShapeDtypeStruct((a.shape[0], *shape[-3:]), jnp.bfloat16)
+        for a, shape in zip(whole, shapes, strict=True)
+    ]
     out = jax.ffi.ffi_call("jgg_planes", results)(*whole, **_attributes({"planes": count}))
-    return [p.reshape(*a.shape[:-2], *p.shape[1:]) for a, p in zip(arrays, out, strict=True)]
+    return [p.reshape(shape) for p, shape in zip(out, shapes, strict=True)]
 
 
 def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> bool:

@@ -95,12 +95,12 @@ def gather_mm(
 
 
 def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
-             sort_below_rows, by_index=None, sort_above_pairs=1):  # fmt: skip
+             sort_below_rows, by_index=None, sort_above_total=0):  # fmt: skip
     """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
     (B..., N) = ``batch_n``.
 
     ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
-    of fewer than ``sort_below_rows`` rows, if there are more than ``sort_above_pairs``, are sorted
+    of fewer than ``sort_below_rows`` rows, if all have more than ``sort_above_total``, are sorted
     by weight first, and then multiplied by ``by_index(x, meta, x_index, y_index, place)``:
     ``_gathered.mm``, of these weights.
     """
@@ -126,7 +126,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    if m < sort_below_rows and pairs > sort_above_pairs and not sharded:
+    if m < sort_below_rows and pairs > 1 and pairs * m > sort_above_total and not sharded:
         out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
     else:
         out = _as_given(x, lhs, rhs_flat, matrices, product)

@@ -12,8 +12,8 @@ from ._gather_mm import gathered
 from ._quantized import Quantized
 
 # As in gather_mm, but every product that comes as it is dequantizes its matrix anew, and no kernel
-# takes rows by index: so few pairs that sorting would take longer come as they are.
-_SORT_BELOW_ROWS, _SORT_ABOVE_PAIRS = 128, 8
+# takes rows by index: so few rows in all that sorting would take longer come as they are.
+_SORT_BELOW_ROWS, _SORT_ABOVE_TOTAL = 128, 8
 
 
 def gather_qmm(
@@ -84,7 +84,7 @@ def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementati
     shape = (*batch, first if transpose_w else second)
     return gathered(
         op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, _SORT_BELOW_ROWS,
-        sort_above_pairs=_SORT_ABOVE_PAIRS,
+        sort_above_total=_SORT_ABOVE_TOTAL,
     )  # fmt: skip
 
 

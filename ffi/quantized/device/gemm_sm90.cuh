@@ -81,12 +81,12 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
 #pragma unroll 1
-    for (int slice = 0; slice < work.slices; slice += 2) {
+    for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
       uint64_t* full = &memory.full[at.index];
       Wait(&memory.empty[at.index], at.parity ^ 1);
-      ArriveExpecting(full, 2 * chunks * Config::kChunkBytesL);
+      ArriveExpecting(full, Config::kSlices * chunks * Config::kChunkBytesL);
 #pragma unroll 1
-      for (int s = 0; s < 2; ++s) {
+      for (int s = 0; s < Config::kSlices; ++s) {
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i) {
           if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;

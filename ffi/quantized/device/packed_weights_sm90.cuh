@@ -107,8 +107,7 @@ struct PackedWeights {
   static constexpr bool kLoadsLate = kMostScaleWords > 1 || kMode == Mode::kMxfp4;  // likewise
   static constexpr bool kWholeStages = true;                 // few rows: CopyStages
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
-  // Bytes of 64 columns: of codes and of a word of scales of 64 k, then of codes and scales of 128
-  // k.
+  // Bytes of 64 columns: codes and a word of scales of 64 k; codes and scales of 128 k.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
   static constexpr int kCodeBytes = 2 * kTileCodes;
   static constexpr int kScaleBytes = 2 * kMostScaleWords * kWordScales;
