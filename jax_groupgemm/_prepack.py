@@ -37,8 +37,7 @@ _REPACKED_ROWS = 512
 def prepack(w: Quantized) -> Quantized:
     """The same values in the layout that the fast kernels read; **K, the last axis, is grouped**.
 
-    For Hopper: modes ``"nvfp4"``, ``"mxfp4"`` and, with bfloat16 scales, ``"affine"``; N and K
-    multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a weight gets
+    For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a weight gets
     layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has no kernel
     for a layout puts the codes (not the values) back in order first. On Hopper products of many
     rows pack 4-bit weights that are not packed, each time anew (not with
@@ -50,7 +49,7 @@ def prepack(w: Quantized) -> Quantized:
 
     Returns:
       A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
-      scale is 0 lose their sign). Its scales are constants: gradients flow to activations only.
+      scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN is all NaN). Its scales are constants: gradients flow to activations only.
 
     Raises:
       ValueError, TypeError: as :func:`dequantize`.
@@ -71,7 +70,7 @@ def _packed(w: Quantized, pack) -> Quantized:
 def _packable(w: Quantized) -> bool:
     if len(w.shape) < 2 or w.axis != -1 or any(size % _TILE for size in w.shape[-2:]):
         return False
-    return w.mode in ("nvfp4", "mxfp4") or (w.mode == "affine" and w.scales.dtype == jnp.bfloat16)
+    return w.mode != "affine" or w.scales.dtype == jnp.bfloat16
 
 
 def unpacked(w: Quantized) -> Quantized:
@@ -123,6 +122,9 @@ def _prepack(w: Quantized) -> Quantized:
         words = _words(scales, 8)
     elif w.mode == "mxfp4":
         words = _words(_bf16_of_e8m0(u32(scales)), 16)
+    elif w.mode == "mxfp8":
+        codes, scales = _marked_nan(codes, u32(scales))
+        words = _words(scales, 16)
     else:
         scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (scales, w.biases))
         words = scale | bias << 16
@@ -134,7 +136,7 @@ def _prepack(w: Quantized) -> Quantized:
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
     words = words.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, -1)
     words = _permute(words, (0, 4, 5, 1, 3, 2))
-    weight = _interleave(codes, w.bits) if w.mode == "affine" else _interleave_e2m1(codes)
+    weight = _interleave(codes, w.mode, w.bits)
     return dataclasses.replace(
         w,
         weight=_in_pieces(weight),
@@ -168,7 +170,7 @@ _PREPACK = _quantize_call.composed("jgg_prepack", _leaves, _kernel, batch=_in_ba
 def _unpack(w: Quantized) -> Quantized:
     *lead, n, k = w.shape
     words = _from_pieces(w.weight, w.bits)
-    codes = _separate(words, w.bits) if w.mode == "affine" else _separate_e2m1(words)
+    codes = _separate(words, w.mode, w.bits)
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 4, 8, 4, 4, 2, 2, 2)
     codes = _permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)).reshape(*lead, n, k)
     words = w.scales.reshape(*lead, n // _TILE, k // _TILE, -1, 4, 8, 2)
@@ -178,6 +180,8 @@ def _unpack(w: Quantized) -> Quantized:
         scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
     elif w.mode == "mxfp4":
         scales = _e8m0_of_bf16(_parts(words, 16)).astype(jnp.uint8)
+    elif w.mode == "mxfp8":
+        scales = _unmarked(codes, _parts(words, 16)).astype(jnp.uint8)
     else:
         words = words[..., :: max(w.group_size // _TILE, 1)]
         scales, biases = (
@@ -249,8 +253,12 @@ def _fields(bits: int, pair: int) -> list[tuple[int, int, int, int]]:
     return [(0, bits, pair // each, bits * (pair % each))]
 
 
-def _interleave(codes, bits: int):
-    """(..., 16 pairs, 2) affine codes as (..., bits) words."""
+def _interleave(codes, mode: str, bits: int):
+    """(..., 16 pairs, 2) codes as (..., bits) words."""
+    if mode == "mxfp8":
+        return _interleave_e4m3(codes)
+    if mode != "affine":
+        return _interleave_e2m1(codes)
     words = [u32(0)] * bits
     for pair in range(16):
         both = codes[..., pair, 0] | codes[..., pair, 1] << 16
@@ -260,8 +268,12 @@ def _interleave(codes, bits: int):
     return jnp.stack(words, axis=-1)
 
 
-def _separate(words, bits: int):
+def _separate(words, mode: str, bits: int):
     """The inverse."""
+    if mode == "mxfp8":
+        return _separate_e4m3(words)
+    if mode != "affine":
+        return _separate_e2m1(words)
     codes = []
     for pair in range(16):
         both = u32(0)
@@ -289,6 +301,57 @@ def _separate_e2m1(words):
     halves = [p >> (16 * e) for p in pairs for e in range(2)]
     codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
     return jnp.stack(codes, axis=-1)
+
+
+# Of e4m3 in a half of a word: the sign and the other bits where bfloat16 has them; of two words'
+# third pair the sign and the next four bits; and the last three.
+_E4M3, _HIGH, _LAST = 0x87F087F0, 0x87808780, 0x00700070
+
+
+def _interleave_e4m3(codes):
+    """(..., 16 pairs, 2) codes as (..., 8) words, two of four pairs. The first two pairs are as
+    bfloat16 has them, the others in what is left of both words."""
+    pairs = ((codes & u32(0x7F)) << 4) | ((codes & u32(0x80)) << 8)
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
+    a, b, c, d = (pairs[..., i::4] for i in range(4))
+    high = lambda pair: _rotate(pair & u32(_HIGH), 4)
+    last = lambda pair: (pair & u32(_LAST)) >> 4
+    words = jnp.stack([a | high(c) | last(d), b | high(d) | last(c)], axis=-1)
+    return words.reshape(*words.shape[:-2], 8)
+
+
+def _separate_e4m3(words):
+    """The inverse: as a kernel does it, with few operations."""
+    first, second = words[..., ::2], words[..., 1::2]
+    rest = lambda a, b: (_rotate(a, 28) & u32(_HIGH)) | (_rotate(b, 4) & u32(_LAST))
+    pairs = [first & u32(_E4M3), second & u32(_E4M3), rest(first, second), rest(second, first)]
+    halves = jnp.stack([p >> (16 * e) & u32(0xFFFF) for p in pairs for e in range(2)], axis=-1)
+    return (halves >> 4 & u32(0x7F)) | (halves >> 8 & u32(0x80))
+
+
+def _rotate(words, left: int):
+    return words << left | words >> (32 - left)
+
+
+def _marked_nan(codes, scales):
+    """mxfp8: e4m3 codes, and E8M0 scales as bfloat16. Kernels take code 127 for 480, so the scale
+    of a group that has a NaN is one: of the 254 that bfloat16 has, the scale's own."""
+    groups = codes.reshape(*scales.shape, -1)
+    nan = (groups & u32(0x7F)) == 0x7F
+    marked = nan.any(-1)
+    # There is none for 2^127: where that meets a NaN the whole group is NaN.
+    all_nan = marked & (scales >= 254)
+    mark = u32(0x7F80) | (scales // 127) << 15 | (1 + scales % 127)
+    codes = jnp.where(all_nan[..., None] & nan, u32(0), groups).reshape(codes.shape)
+    bits = _bf16_of_e8m0(jnp.where(all_nan, u32(255), scales))
+    return codes, jnp.where(marked & ~all_nan, mark, bits)
+
+
+def _unmarked(codes, bits):
+    """The E8M0 scales."""
+    marked = ((codes.reshape(*bits.shape, -1) & u32(0x7F)) == 0x7F).any(-1)
+    mark = 127 * (bits >> 15) + (bits & u32(0x7F)) - 1
+    return jnp.where(marked, mark, _e8m0_of_bf16(bits))
 
 
 def _wide_e4m3(byte):

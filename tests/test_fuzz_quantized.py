@@ -17,7 +17,6 @@ import jax_groupgemm as jgg
 # Mode, bits and group size.
 AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 FORMATS = AFFINE + 4 * [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
-PACKABLE = [form for form in FORMATS if form[0] != "mxfp8"]
 
 
 def pytest_generate_tests(metafunc):
@@ -28,8 +27,7 @@ def some_weight(rng, batch, even=False):
     """A weight; the same as it is stored, perhaps prepacked; and ``transpose_w``. ``even`` is what
     N has to be for a gated activation."""
     packed = rng.integers(3) == 0
-    forms = PACKABLE if packed else FORMATS
-    mode, bits, group = forms[rng.integers(len(forms))]
+    mode, bits, group = FORMATS[rng.integers(len(FORMATS))]
     tiles = packed or rng.integers(4) == 0
     unit = max(group, 64) if tiles else group
     quantized = unit * int(rng.integers(1, 2 + 512 // unit))

@@ -17,7 +17,7 @@ from jax_groupgemm import _prepack
 
 # Mode, bits, group size.
 AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
-FORMATS = [("nvfp4", 4, 16), ("mxfp4", 4, 32), *AFFINE]
+FORMATS = [("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32), *AFFINE]
 FOUR_BITS = [(mode, group_size) for mode, bits, group_size in FORMATS if bits == 4]
 
 
@@ -27,13 +27,19 @@ def implementation(request) -> str:
 
 
 def weight(rng, mode, bits, group_size, shape=(3, 128, 256)):
-    """Every code; every scale byte, NaN included, beside ordinary ones."""
+    """Every code and every scale byte, NaN included; but mxfp8 groups of scale 2^127 have no NaN
+    code."""
     if mode == "affine":
         return oracle.random_quantized(rng, shape, mode, bits, group_size, jnp.bfloat16)
-    codes = rng.integers(0, 2**32, (*shape[:-1], shape[-1] // 8), dtype=np.uint32)
     scales = rng.integers(0, 256, (*shape[:-1], shape[-1] // group_size), dtype=np.uint8)
+    codes = rng.integers(0, 256, (*scales.shape, group_size * bits // 8), dtype=np.uint8)
+    if mode == "mxfp8":
+        nan = codes % 128 == 127
+        none = (scales == 254) | (rng.integers(2, size=scales.shape) > 0)
+        codes[nan & none[..., None]] = 5
+    weight = codes.view(np.uint32).reshape(*shape[:-1], -1)
     return jgg.Quantized(
-        jnp.asarray(codes), jnp.asarray(scales), mode=mode, bits=4, group_size=group_size
+        jnp.asarray(weight), jnp.asarray(scales), mode=mode, bits=bits, group_size=group_size
     )
 
 
@@ -54,6 +60,42 @@ def test_same_values(rng, mode, bits, group_size):
     assert jgg.prepack(packed).layout == "sm90"
 
 
+def test_nan_of_mxfp8(rng):
+    """Scales come back, of groups with NaN codes too; one of 2^127 then is NaN."""
+    w = weight(rng, "mxfp8", 8, 32, (1, 256, 64))
+    codes = np.array(w.weight).view(np.uint8).reshape(256, 2, 32)
+    codes[:, :, 7] = 0x7F
+    scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (256, 2))
+    w = dataclasses.replace(
+        w, weight=jnp.asarray(codes.reshape(1, 256, 64).view(np.uint32)), scales=scales[None]
+    )
+    got = _prepack.unpacked(jgg.prepack(w))
+    want = np.where(scales == 254, 255, scales)
+    np.testing.assert_array_equal(np.asarray(got.scales)[0], want)
+    whole = np.asarray(got.weight).view(np.uint8).reshape(256, 2, 32)
+    np.testing.assert_array_equal(whole[:254], codes[:254])
+    values = np.asarray(jgg.dequantize(got, "float32"))[0]
+    assert np.isnan(values[254:]).all()
+    assert np.isnan(values[:, 7::32]).all()
+
+
+@pytest.mark.parametrize("which", ["code", "scale"])
+def test_nan_spreads(rng, implementation, which):
+    """Over its column of the product, and no further."""
+    w = ordinary(rng, "mxfp8", 8, 32, (2, 128, 256))
+    leaf = np.array(w.weight if which == "code" else w.scales)
+    leaf.view(np.uint8)[1, 70, 100 if which == "code" else 3] = 0x7F if which == "code" else 0xFF
+    name = "weight" if which == "code" else "scales"
+    w = dataclasses.replace(w, **{name: jnp.asarray(leaf)})
+    for sizes in ([5, 3], [90, 200]):
+        x = oracle.random(rng, (sum(sizes), 256), jnp.bfloat16)
+        f = jax.jit(functools.partial(jgg.grouped_qmm, implementation=implementation))
+        out = oracle.f64(f(x, jgg.prepack(w), jnp.array(sizes)))
+        expected = np.zeros(out.shape, bool)
+        expected[sizes[0] :, 70] = True
+        np.testing.assert_array_equal(np.isnan(out), expected)
+
+
 @pytest.mark.parametrize(("mode", "bits", "group_size"), AFFINE)
 def test_round_trip(rng, mode, bits, group_size):
     """Words, not only values: any codes, scales of any bits, NaN included."""
@@ -72,7 +114,7 @@ def test_round_trip(rng, mode, bits, group_size):
 def test_others_stay(rng):
     x = lambda *shape: oracle.random(rng, shape, jnp.bfloat16)
     for w in (
-        jgg.quantize(x(2, 64, 64), mode="mxfp8"),
+        jgg.quantize(x(2, 60, 64), mode="mxfp8"),
         jgg.quantize(x(2, 60, 64)),
         jgg.quantize(x(2, 60, 64), bits=3),
         jgg.quantize(x(2, 64, 96), mode="mxfp4"),
@@ -96,6 +138,7 @@ def test_damage_is_noticed(rng):
 # Kernels take every format and tile; the reference, which does not know the layout, one.
 PRODUCTS = [
     ("reference", "nvfp4", 4, 16, 20),
+    ("reference", "mxfp8", 8, 32, 20),
     *(("reference", "affine", bits, 64, 20) for bits in (2, 3, 5, 6, 8)),
     *(
         pytest.param("sm90", *form, mean, marks=kernel.marks)

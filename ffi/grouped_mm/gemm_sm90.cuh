@@ -127,12 +127,12 @@ inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
 }
 
 // The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
-// 288, shared out evenly, where there are many, so that no small rest is left over (256 for float32
-// results, which leave by TMA there); 128 between, and where larger tiles are too few. Chosen from
-// static shapes only.
+// 256 where there are many, or 288, shared out evenly, where segments have about 256, so that no
+// small rest is left over (not for float32 results, which only tiles of 256 store by TMA); 128
+// between, and where larger tiles are too few. Chosen from static shapes only.
 inline int RuleTileSm90(const GemmSm90& gemm) {
   const int64_t rows = TypicalRowsSm90(gemm);
-  if (IsGated(gemm.epilogue.activation)) return rows <= 32 ? 32 : 128;
+  if (IsGated(gemm.epilogue.activation)) return rows <= 16 ? 32 : 128;
   if (gemm.l_k_major && rows <= 16) return 32;
   if (rows <= 40) return 64;
   // Tiles of 256 x 128 of wgrad: too few are made smaller.
@@ -141,7 +141,8 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
                  : INT64_MAX;
   if (tiles < 132) return 64;
   if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
-  return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && rows > 192 ? 288 : 256;
+  const bool about_256 = rows > 240 && rows <= 288;
+  return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && about_256 ? 288 : 256;
 }
 
 // Large tiles come in pairs that share L.

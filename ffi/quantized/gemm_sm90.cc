@@ -12,6 +12,9 @@ cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
   if (mode == Mode::kMxfp4) {
     return LaunchPackedInstanceSm90<Mode::kMxfp4, 4>(stream, quantized, operands);
   }
+  if (mode == Mode::kMxfp8) {
+    return LaunchPackedInstanceSm90<Mode::kMxfp8, 8>(stream, quantized, operands);
+  }
   switch (bits) {
     case 2: return LaunchPackedInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
     case 3: return LaunchPackedInstanceSm90<Mode::kAffine, 3>(stream, quantized, operands);

@@ -28,7 +28,8 @@ static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, Mode 
       CheckShape(kOp, "weight", "(G, N/64, K/64, 128 * bits)", weight, {-1, -1, -1, -1}));
   const auto shape = weight.dimensions();
   *bits = static_cast<int>(shape[3] / 128);
-  const bool known = mode == Mode::kAffine ? *bits >= 2 && *bits <= 8 && *bits != 7 : *bits == 4;
+  const bool known = mode == Mode::kAffine ? *bits >= 2 && *bits <= 8 && *bits != 7
+                                           : *bits == (mode == Mode::kMxfp8 ? 8 : 4);
   if (shape[3] % 128 != 0 || !known) {
     return InvalidArgument(kOp, "weight has shape ", ShapeText(weight));
   }
@@ -70,8 +71,8 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
                             bool group_offset, bool bias, std::string_view activation,
                             bool row_scale) {
   const auto known_mode = ToMode(mode);
-  if (!known_mode || *known_mode == Mode::kMxfp8) {
-    return InvalidArgument(kOp, "mode '", mode, "' is not one of affine, mxfp4, nvfp4");
+  if (!known_mode) {
+    return InvalidArgument(kOp, "mode '", mode, "' is not one of affine, mxfp4, mxfp8, nvfp4");
   }
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument(kOp, "unknown activation '", activation, "'");

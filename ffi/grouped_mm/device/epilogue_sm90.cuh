@@ -59,19 +59,13 @@ class EpilogueSm90 {
   // bytes are swizzled by the row.
   template <typename T>
   __device__ static void StageHalvesOf(const float* sums, char* staged, int blocks) {
-    // Lane l names a row of matrix l / 8 of the warp's 16 x 16, whose matrices begin at
-    // (column, row) = (0, 0) (8, 0) (0, 8) (8, 8).
-    const int row = Lane() % 8 + Lane() / 16 * 8;
-    const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
-    char* to = staged + row * 128 + piece * 16;
-#pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      if (2 * i >= blocks) break;
-      const float* four = sums + 8 * i;
-      cute::SM90_U16x8_STSM_T::copy(Pack<T>(four[0], four[1]), Pack<T>(four[2], four[3]),
-                                    Pack<T>(four[4], four[5]), Pack<T>(four[6], four[7]),
-                                    *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
-    }
+    StageFours(staged, blocks,
+               [&](int word) { return Pack<T>(sums[2 * word], sums[2 * word + 1]); });
+  }
+
+  // The same of sums that are rounded, two a word.
+  __device__ static void StageWords(const uint32_t* words, char* staged, int blocks) {
+    StageFours(staged, blocks, [&](int word) { return words[word]; });
   }
 
   // `gates`, and `up`, which they let through.
@@ -149,6 +143,22 @@ class EpilogueSm90 {
       });
       SyncSome(barrier_, 128);
       WriteFused<false, kChunk>(work, column, chunk * kChunk);
+    }
+  }
+
+  template <typename Words>
+  __device__ static void StageFours(char* staged, int blocks, Words words) {
+    // Lane l names a row of matrix l / 8 of the warp's 16 x 16, whose matrices begin at
+    // (column, row) = (0, 0) (8, 0) (0, 8) (8, 8).
+    const int row = Lane() % 8 + Lane() / 16 * 8;
+    const int piece = (Thread() / 32 * 2 + Lane() / 8 % 2) ^ (row % 8);
+    char* to = staged + row * 128 + piece * 16;
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      if (2 * i >= blocks) break;
+      cute::SM90_U16x8_STSM_T::copy(words(4 * i), words(4 * i + 1), words(4 * i + 2),
+                                    words(4 * i + 3),
+                                    *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
     }
   }
 

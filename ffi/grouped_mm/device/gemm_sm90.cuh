@@ -62,6 +62,9 @@ struct GemmSm90Config {
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kStoreWarp =
       kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered && !kWide_;
+  // Of the last chunks of a tile's result, those that wait until the next tile is multiplied: of
+  // larger ones none, for want of registers.
+  static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? 2 : 0;
   // What rows by list take of shared memory, smaller chunks of the result give.
   using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
 
@@ -198,22 +201,26 @@ __device__ void ClearWarp(typename Config::SharedMemory& memory) {
 
 // One of the two warpgroups that multiply.
 template <typename Config>
-__device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                                  int group) {
+__device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
+                                                  typename Config::SharedMemory& memory,
+                                                  int group) {
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
   Place<kStoreBuffers> store;
-  ForEachWork<Config>(memory, [&](const Work& work) {
+  std::conditional_t<(Config::kLateChunks > 0), LateChunks<Config>, NoLateChunks> late;
+  ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
-    const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums);
+    const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
+                             [&] { late.TryStageFirst(memory, group, store); });
+    late.StageAll(memory, group, store);
     if constexpr (Config::kStoreWarp) {
       if (gemm.store_warp) {
         if (64 * group >= work.columns) return;
         if (gemm.out_dtype == DType::kBF16) {
-          StageTile<Config, cutlass::bfloat16_t>(memory, work, group, store, sums);
+          StageTile<Config, cutlass::bfloat16_t>(gemm, memory, work, group, store, sums, late);
         } else {
-          StageTile<Config, cutlass::half_t>(memory, work, group, store, sums);
+          StageTile<Config, cutlass::half_t>(gemm, memory, work, group, store, sums, late);
         }
         return;
       }
@@ -233,6 +240,7 @@ __device__ void MultiplyWarpgroup(const GemmSm90& gemm, typename Config::SharedM
       epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
     }
   });
+  late.StageAll(memory, group, store);
   WaitStored<0>();  // shared memory must outlive its last copy
 }
 

@@ -32,6 +32,21 @@ __device__ inline void Wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether that phase is over. All lanes of a warp get lane 0's answer.
+__device__ inline bool Over(uint64_t* barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(over)
+      : "r"(SharedAddress(barrier)), "r"(parity)
+      : "memory");
+  return __shfl_sync(0xffffffffu, over, 0) != 0;
+}
+
 __device__ inline void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }

@@ -54,6 +54,10 @@ __device__ T Uniform(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
 template <typename Config>
 struct Products {
   using Memory = typename Config::SharedMemory;
@@ -64,10 +68,10 @@ struct Products {
   using Sums = float[kBlocks * kHalves][kRows / kHalves / 2];
 
   // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
-  // Returns the rows whose sums are in one half.
-  template <typename Stage>
+  // Returns the rows whose sums are in one half. `meanwhile` is called while a slice is multiplied.
+  template <typename Stage, typename Meanwhile = Nothing>
   __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                             Stage& cleared, Sums& sums) {
+                             Stage& cleared, Sums& sums, Meanwhile meanwhile = {}) {
     if (work.slices == 0) {
 #pragma unroll
       for (int b = 0; b < kBlocks * kHalves; ++b) {
@@ -78,7 +82,7 @@ struct Products {
     }
     // The narrowest product that holds the tile's rows.
     auto loop = [&](auto n, auto halves) {
-      Loop<n.value, halves.value>(memory, work, cut, group, at, cleared, sums);
+      Loop<n.value, halves.value>(memory, work, cut, group, at, cleared, sums, meanwhile);
       return n.value;
     };
     using One = Constant<1>;
@@ -136,9 +140,9 @@ struct Products {
   }
 
  private:
-  template <int kN, int kHalvesUsed, typename Stage>
+  template <int kN, int kHalvesUsed, typename Stage, typename Meanwhile>
   __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                              Stage& cleared, Sums& sums) {
+                              Stage& cleared, Sums& sums, Meanwhile meanwhile) {
     using cute::SM90::GMMA::Major;
     using Instruction =
         WarpgroupProduct<typename Config::Element, kN, Config::kRKMajor ? Major::K : Major::MN,
@@ -202,6 +206,7 @@ struct Products {
 #pragma unroll
       for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, turn > 0 || step > 0);
       WarpgroupCommit();
+      meanwhile();
       end();
     }
     at = here;

@@ -18,9 +18,9 @@ struct SplitProducts {
   using Sums = float[1][kRows / 2];
 
   // As of Products.
-  template <typename Stage>
+  template <typename Stage, typename Meanwhile = Nothing>
   __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                             Stage& cleared, Sums& sums) {
+                             Stage& cleared, Sums& sums, Meanwhile = {}) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) sums[0][i] = 0.0f;
     auto loop = [&](auto n) {

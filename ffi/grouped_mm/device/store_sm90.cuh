@@ -101,12 +101,83 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
   });
 }
 
-// A warpgroup's sums of a tile, to that warp.
-template <typename Config, typename T, int kSums>
-__device__ void StageTile(typename Config::SharedMemory& memory, const Work& work, int group,
-                          Place<kStoreBuffers>& at, float (&sums)[Config::kHalves][kSums]) {
+// A chunk of a warpgroup's tile, to that warp: stage(buffer).
+template <typename Config, typename Function>
+__device__ void StageChunk(typename Config::SharedMemory& memory, int group,
+                           Place<kStoreBuffers>& at, Function stage) {
+  Wait(&memory.stores.empty[group][at.index], at.parity ^ 1);
+  stage(memory.staged[group] + at.index * Config::Epilogue::kChunk * 128);
+  FenceAsyncProxy();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Arrive(&memory.stores.full[group][at.index]);
+  at.Next();
+}
+
+// The last chunks of a warpgroup's tile: a buffer for them is free only when an earlier chunk has
+// been stored. So they are rounded, and the warpgroup keeps them until it multiplies the next tile.
+template <typename Config>
+class LateChunks {
+ public:
+  // Keep one behind those that are kept, of which there are i.
+  template <typename T>
+  __device__ void Keep(int i, const float* sums) {
+    kept_ = i + 1;
+#pragma unroll
+    for (int j = 0; j < kChunkWords; ++j) words_[i][j] = Pack<T>(sums[2 * j], sums[2 * j + 1]);
+  }
+
+  // Stage the first, if there is one and a buffer is free.
+  __device__ void TryStageFirst(typename Config::SharedMemory& memory, int group,
+                                Place<kStoreBuffers>& at) {
+    if (kept_ > 0 && Over(&memory.stores.empty[group][at.index], at.parity ^ 1)) {
+      StageFirst(memory, group, at);
+    }
+  }
+
+  __device__ void StageAll(typename Config::SharedMemory& memory, int group,
+                           Place<kStoreBuffers>& at) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (kept_ > 0) StageFirst(memory, group, at);
+    }
+  }
+
+ private:
+  static constexpr int kCount = Config::kLateChunks, kChunkWords = Config::Epilogue::kChunk / 4;
+
+  __device__ void StageFirst(typename Config::SharedMemory& memory, int group,
+                             Place<kStoreBuffers>& at) {
+    StageChunk<Config>(memory, group, at, [&](char* staged) {
+      Config::Epilogue::StageWords(words_[0], staged, kChunkWords / 2);
+    });
+    --kept_;
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) {
+#pragma unroll
+      for (int j = 0; j < kChunkWords; ++j) words_[i - 1][j] = words_[i][j];
+    }
+  }
+
+  uint32_t words_[kCount][kChunkWords];
+  int kept_ = 0;
+};
+
+struct NoLateChunks {
+  template <typename Memory>
+  __device__ void TryStageFirst(Memory&, int, Place<kStoreBuffers>&) {}
+  template <typename Memory>
+  __device__ void StageAll(Memory&, int, Place<kStoreBuffers>&) {}
+};
+
+// A warpgroup's sums of a tile, to that warp, but for those that come late: not in wgrad of a
+// K-major L, which was no faster with them, and slower where segments are short.
+template <typename Config, typename T, int kSums, typename Late>
+__device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
+                          const Work& work, int group, Place<kStoreBuffers>& at,
+                          float (&sums)[Config::kHalves][kSums], Late& late) {
   using Epilogue = typename Config::Epilogue;
   constexpr int kChunk = Epilogue::kChunk, kChunks = (2 * kSums + kChunk - 1) / kChunk;
+  constexpr int kEarly = kChunks - Config::kLateChunks;
   const int half_rows = HalfRows<Config>(work.rows);
 #pragma unroll
   for (int half = 0; half < Config::kHalves; ++half) {
@@ -114,15 +185,18 @@ __device__ void StageTile(typename Config::SharedMemory& memory, const Work& wor
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk * kChunk >= rows) break;
-      Wait(&memory.stores.empty[group][at.index], at.parity ^ 1);
-      // The last chunk may be half full.
-      Epilogue::template StageHalvesOf<T>(sums[half] + chunk * (kChunk / 2),
-                                          memory.staged[group] + at.index * kChunk * 128,
-                                          std::min(kChunk, 2 * kSums - chunk * kChunk) / 8);
-      FenceAsyncProxy();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) Arrive(&memory.stores.full[group][at.index]);
-      at.Next();
+      const float* from = sums[half] + chunk * (kChunk / 2);
+      if constexpr (Config::kLateChunks > 0) {
+        if (chunk >= kEarly && !(Config::kLKMajor && gemm.wgrad)) {
+          late.template Keep<T>(chunk - kEarly, from);
+          continue;
+        }
+      }
+      StageChunk<Config>(memory, group, at, [&](char* staged) {
+        // The last chunk may be half full.
+        Epilogue::template StageHalvesOf<T>(from, staged,
+                                            std::min(kChunk, 2 * kSums - chunk * kChunk) / 8);
+      });
     }
   }
 }

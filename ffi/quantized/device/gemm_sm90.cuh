@@ -17,6 +17,12 @@
 
 namespace jgg::device {
 
+template <typename Epilogue>
+constexpr int StagesThatFit(int bytes, int stage_bytes, int most) {
+  const int stages = (bytes - 2 * Epilogue::kBytes) / stage_bytes;
+  return stages < most ? stages : most;
+}
+
 // A tile is kRows rows (of x) x kBlocks * 128 columns. Gated: block 0 has 128 gates, block 1 the
 // values that they let through. Weights: packed_weights_sm90.cuh or linear_weights_sm90.cuh.
 // kWarps: few_rows_sm90.cuh.
@@ -39,18 +45,21 @@ struct QuantizedGemmSm90Config {
   static constexpr int kSlices = kWarps ? Weights::kFewRowsSlices : 2;
   static constexpr int kChunkL = kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunksL = kRows / kChunkL;
-  using Epilogue = EpilogueSm90<kChunkL, false, false, true>;
-  // As many stages as fit beside the rest.
   static constexpr int kRowsBytes = 2 * kChunksL * kChunkBytesL;  // of x
   static constexpr int kStageBytes =
       kRowsBytes +
       kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
   using PartialSums = std::conditional_t<kSharesK, SharedPartialSums, NoPartialSums>;
-  static constexpr int kOther =
-      2 * Epilogue::kBytes + sizeof(PartialSums) + sizeof(typename Weights::Table) + 1024;
-  static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - kOther;
-  static constexpr int kStages =
-      kFree / kStageBytes < kMostStages_ ? kFree / kStageBytes : kMostStages_;
+  static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - sizeof(PartialSums) -
+                               sizeof(typename Weights::Table) - 1024;
+  // As many stages as fit. In large tiles smaller chunks of the result may leave room for one more.
+  static constexpr int kStagesBesideSmall =
+      StagesThatFit<EpilogueSm90<32, false, false, true>>(kFree, kStageBytes, kMostStages_);
+  static constexpr int kStagesBesideLarge =
+      StagesThatFit<EpilogueSm90<kChunkL, false, false, true>>(kFree, kStageBytes, kMostStages_);
+  static constexpr bool kSmallChunks = kRows >= 128 && kStagesBesideSmall > kStagesBesideLarge;
+  static constexpr int kStages = kSmallChunks ? kStagesBesideSmall : kStagesBesideLarge;
+  using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, false, true>;
   static_assert(kStages >= 2);
 
   // Slices of a stage of a tile with so many rows, and bytes of x in each.
@@ -151,9 +160,11 @@ struct QuantizedProducts {
       return;
     }
     auto loop = [&](auto n) { Loop<n.value>(quantized, memory, work, group, at, sums); };
-    if constexpr (kRows > 128) {
+    if constexpr (kRows > 160) {
       if (work.rows > 176) return loop(Constant<192>{});
       if (work.rows > 160) return loop(Constant<176>{});
+    }
+    if constexpr (kRows > 128) {
       if (work.rows > 144) return loop(Constant<160>{});
       if (work.rows > 128) return loop(Constant<144>{});
     }

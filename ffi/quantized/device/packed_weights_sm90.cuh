@@ -24,6 +24,19 @@ __device__ inline void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
   pairs[3] = (codes << 2 & 0x80c080c0) | (codes >> 6 & 0x01000100);
 }
 
+// e4m3: the sign and the other bits where bfloat16 has its sign, the last four bits of its exponent
+// and the first three of its mantissa (bits 15 and 10-4): 2^-120 times the value, subnormals
+// included. Four pairs share two words: the third has its first five bits in the first word (bits
+// 3, of the other half, and 14-11) and its last three in the second (2-0), the fourth likewise.
+__device__ inline void ToPairs(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kAll = 0x87f087f0, kHigh = 0x87808780, kLast = 0x00700070;
+  const auto rotate = [](uint32_t word, int left) { return __funnelshift_l(word, word, left); };
+  pairs[0] = first & kAll;
+  pairs[1] = second & kAll;
+  pairs[2] = MaskOr(rotate(second, 4), kLast, rotate(first, 28) & kHigh);
+  pairs[3] = MaskOr(rotate(first, 4), kLast, rotate(second, 28) & kHigh);
+}
+
 // A mode's decoder: from a thread's codes of a tile and the scales of its two rows. A row has up to
 // kMostScaleWords words for these.
 template <Mode kMode, int kBits>
@@ -77,6 +90,25 @@ struct PackedCodes<Mode::kMxfp4, 4> {
   }
 };
 
+// Likewise. Code 127 would be 480: of a group that has it the scale is NaN.
+template <>
+struct PackedCodes<Mode::kMxfp8, 8> {
+  static constexpr float kFactor = 1;
+  static constexpr int kMostScaleWords = 1;
+
+  template <bool kFewRows>
+  __device__ static void Decode(const uint32_t (&codes)[8], int step,
+                                const uint32_t (&scales)[1][2], uint32_t* a) {
+    uint32_t pairs[4];
+    ToPairs(codes[2 * step], codes[2 * step + 1], pairs);
+    const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
+    a[0] = Multiply2(Multiply2(pairs[0], k2To120), s);
+    a[1] = Multiply2(Multiply2(pairs[1], k2To120), s8);
+    a[2] = Multiply2(Multiply2(pairs[2], k2To120), s);
+    a[3] = Multiply2(Multiply2(pairs[3], k2To120), s8);
+  }
+};
+
 // A word of scales is scale and bias, bfloat16, of 64 k, or of 32 where there are two.
 template <int kBits>
 struct PackedCodes<Mode::kAffine, kBits> {
@@ -100,11 +132,11 @@ struct PackedWeights {
   using Codes = PackedCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor;
   static constexpr int kMostScaleWords = Codes::kMostScaleWords;
-  // Of a tile, that registers allow, and three stages.
-  static constexpr int kMostRows = kBits == 8 ? 128 : 192;
-  static constexpr int kBlocksPerSm = 2;            // that registers allow where there are few rows
-  static constexpr bool kAlwaysWarps = kBits == 8;  // with few rows: WGMMA would spill
-  static constexpr bool kLoadsLate = kMostScaleWords > 1 || kMode == Mode::kMxfp4;  // likewise
+  static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
+  static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
+  // With few rows WGMMA would spill.
+  static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
+  static constexpr bool kLoadsLate = kMode != Mode::kNvfp4;  // likewise
   static constexpr bool kWholeStages = true;                 // few rows: CopyStages
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   // Bytes of 64 columns: codes and a word of scales of 64 k; codes and scales of 128 k.

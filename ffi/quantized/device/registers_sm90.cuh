@@ -9,7 +9,7 @@
 
 namespace jgg::device {
 
-constexpr uint32_t k2To126 = 0x7e807e80;  // a pair of 2^126
+constexpr uint32_t k2To120 = 0x7b807b80, k2To126 = 0x7e807e80;  // pairs of 2^120 and 2^126
 
 // Products of pairs of bfloat16, rounded once; subnormals count.
 __device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
