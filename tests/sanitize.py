@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _gathered
+from jax_groupgemm import _call, _gathered, _tuned
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
 GROUPED = (
@@ -88,6 +88,25 @@ def hopper(rng, dtype, implementation=None):
         )
         out = f(a.T if transpose_a else a, b, spans)
         oracle.assert_close(out, oracle.segmented_mm(a, b, spans))
+
+
+def many_tiles(rng, dtype):
+    """More than there are clusters: a tile's last rows are stored while the next is multiplied."""
+    sizes = np.full(90, 256)
+    sizes[::7] = 9
+    x = oracle.random(rng, (int(sizes.sum()), 72), dtype)
+    w = oracle.random(rng, (len(sizes), 72, 136), dtype)
+    f = lambda x, w, s: jgg.grouped_mm(x, w, s, implementation="sm90")
+    with _tuned.forced(256):
+        out = jax.jit(f)(x, w, jnp.array(sizes))
+    oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+    a, sizes = oracle.random(rng, (264 * 80, 136), dtype), np.full(264, 80)
+    gradient = lambda a, s: jax.vjp(
+        lambda w: jgg.grouped_mm(a, w, s, implementation="sm90"), jnp.zeros((264, 136, 136), dtype)
+    )[1](a)[0]
+    got = jax.jit(gradient)(a, jnp.array(sizes))
+    groups = oracle.f64(a).reshape(264, 80, 136)
+    oracle.assert_close(got, groups.swapaxes(1, 2) @ groups)
 
 
 def gathered(rng, dtype):
@@ -201,6 +220,7 @@ def every_hopper(rng):
         hopper(rng, dtype)
         if 90 in _call.live_capabilities():
             gathered(rng, dtype)
+            many_tiles(rng, dtype)
     if 90 in _call.live_capabilities():
         hopper(rng, "float32", "sm90")
 

@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _custom_calls, _timing
+from jax_groupgemm import _call, _custom_calls, _timing, _tuned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,6 +67,38 @@ def test_tiles(rng, dtype, transpose_w, mean):
             got = product(x, stored, sizes, transpose_w=transpose_w, preferred_element_type=result)
             oracle.assert_close(got, want, tolerance=SUMS if result == "float32" else None)
             assert not np.asarray(got[-37:]).any()
+
+
+@pytest.mark.parametrize("tile", [256, 288])
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_many_tiles(rng, tile, transpose_w):
+    """Several for every cluster, of which one's last rows are stored while the next is multiplied:
+    groups of none to 300 rows, one to three slices of k, the last 8 columns of two alone."""
+    sizes = rng.integers(0, 300, 150)
+    sizes[rng.integers(0, 150, 30)] = 0
+    for k, n in ((40, 264), (136, 136)):
+        x = oracle.random(rng, (int(sizes.sum()) + 5, k), "bfloat16")
+        w = oracle.random(rng, (len(sizes), k, n), "bfloat16")
+        with _tuned.forced(tile):
+            out = product(x, w.swapaxes(1, 2) if transpose_w else w, sizes, transpose_w=transpose_w)
+        oracle.assert_close(out, oracle.grouped_mm(x, w, sizes), k=k)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_many_tiles_of_ragged_k(rng, dtype, transpose_a):
+    """Likewise: segments of none to 200, so of up to four slices."""
+    sizes = rng.integers(0, 200, 330)
+    sizes[rng.integers(0, 330, 30)] = 0
+    cuts = np.append(0, np.cumsum(sizes))
+    spans = np.stack([cuts[:-1], cuts[1:]], 1).astype(np.int32)
+    rows = int(cuts[-1])
+    a, b = oracle.random(rng, (130, rows), dtype), oracle.random(rng, (rows, 200), dtype)
+    f = jax.jit(
+        lambda a, b, s: jgg.segmented_mm(a, b, s, transpose_a=transpose_a, implementation="sm90")
+    )
+    out = f(a.T if transpose_a else a, b, spans)
+    oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=200)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

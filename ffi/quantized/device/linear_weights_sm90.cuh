@@ -114,10 +114,10 @@ struct LinearWeights {
   using Codes = LinearCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor;
   static constexpr bool kAffine = kMode == Mode::kAffine;
-  static constexpr int kMostRows = 128;  // of a tile, that registers allow
-  static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
-  static constexpr bool kAlwaysWarps = kBits == 8;                    // as of PackedWeights: faster
-  static constexpr bool kLoadsLate = false;                           // there is nothing to load
+  static constexpr int kMostRows = kMode == Mode::kNvfp4 ? 128 : 192;  // that registers allow
+  static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;   // likewise, for few rows
+  static constexpr bool kAlwaysWarps = kBits == 8;  // as of PackedWeights: faster
+  static constexpr bool kLoadsLate = false;         // there is nothing to load
   static constexpr bool kWholeStages = false;
   static constexpr int kFewRowsSlices = 2;  // a box of codes
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
