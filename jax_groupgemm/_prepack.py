@@ -37,19 +37,20 @@ _REPACKED_ROWS = 512
 def prepack(w: Quantized) -> Quantized:
     """The same values in the layout that the fast kernels read; **K, the last axis, is grouped**.
 
-    For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and ``transpose_w=True``. Such a weight gets
-    layout ``"sm90"``; any other is returned as it is. Everything accepts both: what has no kernel
-    for a layout puts the codes (not the values) back in order first. On Hopper products of many
-    rows pack 4-bit weights that are not packed, each time anew (not with
-    ``implementation="sm80"``). The layout may change with this package's version: store the weight
-    as it was.
+    For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
+    bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
+    is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
+    (not the values) back in order first. On Hopper products of many rows pack 4-bit weights that
+    are not packed, each time anew (not with ``implementation="sm80"``). The layout may change with
+    this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
 
     Returns:
       A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
-      scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN is all NaN). Its scales are constants: gradients flow to activations only.
+      scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN becomes all NaN). Its
+      scales are constants: gradients flow to activations only.
 
     Raises:
       ValueError, TypeError: as :func:`dequantize`.
