@@ -130,6 +130,10 @@ def main(argv=None) -> list[dict]:
     args = parser.parse_args(argv)
     shapes = [tuple(args.shape)] if args.shape else [SHAPES[i] for i in args.shapes]
     records = []
+    about = {
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
     print("experts tokens width hidden  precision  captured ms  eager ms  losses agree")
     for shape in shapes:
         for precision in PRECISIONS:
@@ -138,11 +142,9 @@ def main(argv=None) -> list[dict]:
             same = record["losses"]["captured"] == record["losses"]["eager"]
             times = "  ".join(f"{record['ms'][name]:9.2f}" for name in CAPTURE)
             print(*shape, f" {precision:9}", times, f"  {'bitwise' if same else 'no'}", flush=True)
-    if args.json:
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__,
-                 "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-        with open(args.json, "w") as file:
-            json.dump(about | {"records": records}, file, indent=1)
+            if args.json:
+                with open(args.json, "w") as file:
+                    json.dump(about | {"records": records}, file, indent=1)
     return records
 
 
