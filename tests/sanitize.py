@@ -220,15 +220,21 @@ def every_hopper(rng):
         hopper(rng, dtype)
         if 90 in _call.live_capabilities():
             gathered(rng, dtype)
-            many_tiles(rng, dtype)
     if 90 in _call.live_capabilities():
         hopper(rng, "float32", "sm90")
+
+
+def many_hopper_tiles(rng):
+    if 90 in _call.live_capabilities():
+        for dtype in ("bfloat16", "float16"):
+            many_tiles(rng, dtype)
 
 
 PARTS = {
     "grouped": every_dtype(grouped),
     "segmented": every_dtype(segmented),
     "hopper": every_hopper,
+    "many_tiles": many_hopper_tiles,
     # So that each can be a process of its own: the tools rewrite every module that it loads.
     **{
         "_".join(map(str, filter(None, ("quantized", *which)))): functools.partial(
