@@ -3,6 +3,9 @@
 compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/sanitize.py [PART ...]
 
 PART is the beginning of a part's name, such as ``quantized`` or ``quantized_nvfp4``.
+
+racecheck follows the rings of the Hopper kernels only where every lane arrives at their barriers
+for itself: CUDAFLAGS=-DJGG_EVERY_LANE_ARRIVES JGG_CUDA=ON pip install .
 """
 
 import functools

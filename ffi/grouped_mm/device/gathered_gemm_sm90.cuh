@@ -50,7 +50,7 @@ __device__ void ForEachRows(typename Config::SharedMemory& memory, Function f) {
     const Work work = memory.works[at.index];
     if (work.rows > 0) f(work, memory.rows[at.index]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
+    ArriveFor(&memory.work_empty[at.index]);
     at.Next();
     if (work.rows == 0) return;
   }

@@ -12,6 +12,15 @@ namespace jgg::device {
 
 constexpr int kMultiplyWarps = 8;
 
+// Of a warp that has read a place of a ring, the lanes that say so: one, after __syncwarp. That
+// this orders what the others have read is what compute-sanitizer's racecheck does not follow, so
+// for it each may say so itself (tests/sanitize.py).
+#ifdef JGG_EVERY_LANE_ARRIVES
+constexpr int kArrivingLanes = 32;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 // A place in a ring, and the parity of its barriers' next phase.
 template <int kPlaces>
 struct Place {
@@ -33,11 +42,11 @@ __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, in
                           int schedulers = 1) {
   for (int i = 0; i < Config::kStages; ++i) {
     Init(&memory.full[i], copiers);
-    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster);
+    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster * kArrivingLanes);
   }
   for (int i = 0; i < Config::kWorks; ++i) {
     Init(&memory.work_full[i], schedulers);
-    Init(&memory.work_empty[i], kMultiplyWarps + feeders);
+    Init(&memory.work_empty[i], (kMultiplyWarps + feeders) * kArrivingLanes);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -52,14 +61,26 @@ __device__ void SyncRings(int parts = 1) {
   }
 }
 
+// For a warp, whose lanes have come together; or for one thread that feeds by itself.
+template <bool kWarp = true>
+__device__ void ArriveFor(uint64_t* barrier) {
+  if constexpr (!kWarp) {
+    for (int i = 0; i < kArrivingLanes; ++i) Arrive(barrier);
+  } else if (threadIdx.x % 32 < kArrivingLanes) {
+    Arrive(barrier);
+  }
+}
+
 // A warp that multiplies has read a stage, and tells every block that copies into it.
 template <typename Config>
 __device__ void Release(typename Config::SharedMemory& memory, int index) {
   const int lane = threadIdx.x % 32;
   if constexpr (Config::kCluster == 1) {
-    if (lane == 0) Arrive(&memory.empty[index]);
-  } else {
+    ArriveFor(&memory.empty[index]);
+  } else if constexpr (kArrivingLanes == 1) {
     if (lane < Config::kCluster) ArriveAt(&memory.empty[index], lane);
+  } else {
+    for (int block = 0; block < Config::kCluster; ++block) ArriveAt(&memory.empty[index], block);
   }
 }
 
@@ -71,7 +92,7 @@ __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
     Wait(&memory.work_full[at.index], at.parity);
     const Work work = memory.works[at.index];
     if (kWarp) __syncwarp();
-    if (!kWarp || threadIdx.x % 32 == 0) Arrive(&memory.work_empty[at.index]);
+    ArriveFor<kWarp>(&memory.work_empty[at.index]);
     at.Next();
     if (work.rows == 0) return;
     f(work);
