@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "grouped_mm/device/schedule_sm90.cuh"

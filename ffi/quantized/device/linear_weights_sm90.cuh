@@ -116,7 +116,7 @@ struct LinearWeights {
   static constexpr bool kAffine = kMode == Mode::kAffine;
   static constexpr int kMostRows = kMode == Mode::kNvfp4 ? 128 : 192;  // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;   // likewise, for few rows
-  static constexpr bool kAlwaysWarps = kBits == 8;  // as of PackedWeights: faster
+  static constexpr bool kAlwaysWarps = kBits == 8;  // with few rows: faster than WGMMA
   static constexpr bool kLoadsLate = false;         // there is nothing to load
   static constexpr bool kWholeStages = false;
   static constexpr int kFewRowsSlices = 2;  // a box of codes
