@@ -5,7 +5,9 @@ compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/san
 PART is the beginning of a part's name, such as ``quantized`` or ``quantized_nvfp4``.
 
 racecheck reports the rings of the Hopper kernels, presumably since one lane of a warp arrives at
-their barriers for all. For builds in which every lane does: CUDAFLAGS=-DJGG_EVERY_LANE_ARRIVES JGG_CUDA=ON pip install .
+their barriers for all. For builds in which every lane does:
+
+CUDAFLAGS=-DJGG_EVERY_LANE_ARRIVES JGG_CUDA=ON pip install .
 """
 
 import functools
