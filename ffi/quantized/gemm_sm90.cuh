@@ -82,7 +82,7 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(
         stream, quantized, operands);
   }
-  if (rows <= 104 && Weights::kMostRows > 128) {
+  if (rows <= 104) {
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 128, 1, 4, 2>>(
         stream, quantized, operands);
   }

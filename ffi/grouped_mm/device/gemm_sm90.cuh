@@ -62,8 +62,8 @@ struct GemmSm90Config {
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kStoreWarp =
       kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered && !kWide_;
-  // Of the last chunks of a tile's result, those that wait until the next tile is multiplied: of
-  // larger ones none, for want of registers.
+  // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
+  // tiles leave no registers for any; smaller ones have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? 2 : 0;
   // What rows by list take of shared memory, smaller chunks of the result give.
   using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
@@ -199,7 +199,8 @@ __device__ void ClearWarp(typename Config::SharedMemory& memory) {
   });
 }
 
-// One of the two warpgroups that multiply.
+// One of the two warpgroups that multiply. Inlined, whatever its size, as is the work on a tile:
+// ptxas serializes products of which a part is in another function (C7510).
 template <typename Config>
 __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                                   typename Config::SharedMemory& memory,

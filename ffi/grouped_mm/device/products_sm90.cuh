@@ -54,10 +54,6 @@ __device__ T Uniform(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-struct Nothing {
-  __device__ void operator()() const {}
-};
-
 template <typename Config>
 struct Products {
   using Memory = typename Config::SharedMemory;

@@ -99,13 +99,14 @@ __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
   }
 }
 
-struct NothingElse {
-  __device__ void operator()(const Work&, int) const {}
+struct Nothing {
+  template <typename... Arguments>
+  __device__ void operator()(const Arguments&...) const {}
 };
 
 // The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile, by
 // all its lanes, each of which then says so.
-template <typename Config, typename Function = NothingElse>
+template <typename Config, typename Function = Nothing>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
@@ -122,7 +123,7 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
     if (threadIdx.x % 32 == 0) {
       memory.works[at.index] = work;
       Arrive(&memory.work_full[at.index]);
-    } else if (!std::is_same_v<Function, NothingElse>) {
+    } else if (!std::is_same_v<Function, Nothing>) {
       Arrive(&memory.work_full[at.index]);
     }
     __syncwarp();

@@ -71,43 +71,36 @@ struct PackedCodes<Mode::kNvfp4, 4> {
   }
 };
 
-// Scales are bfloat16, one for every 32 k.
-template <>
-struct PackedCodes<Mode::kMxfp4, 4> {
+// Scales are bfloat16, one for every 32 k. Code 127 of mxfp8 would be 480: of a group that has it
+// the scale is NaN.
+template <int kBits>
+struct PackedMxCodes {
   static constexpr float kFactor = 1;
   static constexpr int kMostScaleWords = 1;
 
   template <bool kFewRows>
-  __device__ static void Decode(const uint32_t (&codes)[4], int step,
+  __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
+    constexpr uint32_t kPower = kBits == 4 ? k2To126 : k2To120;
     uint32_t pairs[4];
-    ToPairs(codes[step], pairs);
+    if constexpr (kBits == 4) {
+      ToPairs(codes[step], pairs);
+    } else {
+      ToPairs(codes[2 * step], codes[2 * step + 1], pairs);
+    }
     const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
-    a[0] = Multiply2(Multiply2(pairs[0], k2To126), s);
-    a[1] = Multiply2(Multiply2(pairs[1], k2To126), s8);
-    a[2] = Multiply2(Multiply2(pairs[2], k2To126), s);
-    a[3] = Multiply2(Multiply2(pairs[3], k2To126), s8);
+    a[0] = Multiply2(Multiply2(pairs[0], kPower), s);
+    a[1] = Multiply2(Multiply2(pairs[1], kPower), s8);
+    a[2] = Multiply2(Multiply2(pairs[2], kPower), s);
+    a[3] = Multiply2(Multiply2(pairs[3], kPower), s8);
   }
 };
 
-// Likewise. Code 127 would be 480: of a group that has it the scale is NaN.
 template <>
-struct PackedCodes<Mode::kMxfp8, 8> {
-  static constexpr float kFactor = 1;
-  static constexpr int kMostScaleWords = 1;
+struct PackedCodes<Mode::kMxfp4, 4> : PackedMxCodes<4> {};
 
-  template <bool kFewRows>
-  __device__ static void Decode(const uint32_t (&codes)[8], int step,
-                                const uint32_t (&scales)[1][2], uint32_t* a) {
-    uint32_t pairs[4];
-    ToPairs(codes[2 * step], codes[2 * step + 1], pairs);
-    const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
-    a[0] = Multiply2(Multiply2(pairs[0], k2To120), s);
-    a[1] = Multiply2(Multiply2(pairs[1], k2To120), s8);
-    a[2] = Multiply2(Multiply2(pairs[2], k2To120), s);
-    a[3] = Multiply2(Multiply2(pairs[3], k2To120), s8);
-  }
-};
+template <>
+struct PackedCodes<Mode::kMxfp8, 8> : PackedMxCodes<8> {};
 
 // A word of scales is scale and bias, bfloat16, of 64 k, or of 32 where there are two.
 template <int kBits>
