@@ -256,6 +256,16 @@ def takes_sm100(platform: str, implementation: str | None, target: str) -> bool:
     return bool(capabilities) and unavailable("sm100", capabilities) is None
 
 
+def takes_sm90(platform: str, implementation: str | None) -> bool:
+    """Whether what a computation lowered for a platform takes is known to be "sm90": where it is
+    named, or where every GPU of this process can run it."""
+    if platform != "cuda" or implementation not in (None, "sm90"):
+        return False
+    capabilities = live_capabilities()
+    named = implementation is not None
+    return named or (bool(capabilities) and unavailable("sm90", capabilities) is None)
+
+
 def may_take_lists(x, w, implementation, transpose_w=False) -> bool:
     """Whether "sm90" may be what runs ``mm`` with lists of rows, of operands of these shapes."""
     k, n = x.shape[-1], w.shape[1 if transpose_w else 2]
@@ -276,13 +286,7 @@ def takes_lists(platform: str, x, w, out_dtype, implementation, transpose_w=Fals
         return False
     if implementation is not None:
         return chosen(platform, (x, w), implementation, out_dtype) == "sm90"
-    capabilities = live_capabilities()
-    return (
-        platform == "cuda"
-        and bool(capabilities)
-        and unavailable("sm90", capabilities) is None
-        and unsupported("sm90", (), out_dtype) is None
-    )
+    return takes_sm90(platform, None) and unsupported("sm90", (), out_dtype) is None
 
 
 def live_capabilities() -> tuple[int, ...]:

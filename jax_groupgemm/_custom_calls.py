@@ -86,24 +86,32 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
 
 
 def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,
-          precision):  # fmt: skip
-    """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset] -> out."""
-    shape = (groups, x.shape[0 if transpose_x else 1], y.shape[0 if transpose_y else 1])
-    rows = x.shape[1 if transpose_x else 0], y.shape[1 if transpose_y else 0]
+          precision, scale=None, existing_out=None):  # fmt: skip
+    """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, scale][, existing_out] -> out.
+
+    "sm90" also does ``out[g] = scale[g] * sums[g] + existing_out[g]``, of matrices that it takes
+    whole (``wgrad_parts``); one whose segment is empty keeps existing_out.
+    """
+    shape, rows = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
     flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    options = [value for value in (scale, existing_out) if value is not None]
     parts = 1 if implementation == "cpu" else _parts(form, meta, groups, rows[0], shape)
     if parts > 1:
+        assert not options
         spans = _segments.pieces(_segments.decode(form, meta, *rows, groups), parts)
         out = wgrad(implementation, x, y, spans, form=_segments.SPANS, groups=groups * parts,
                     out_dtype=jnp.float32, transpose_x=transpose_x, transpose_y=transpose_y,
                     precision=precision)  # fmt: skip
         return out.reshape(groups, parts, *shape[1:]).sum(1).astype(out_dtype)
     if implementation == "cpu":
+        assert not options
         rest = [_segments.decode(form, meta, *rows, groups)]
     else:
         rest = _segments.narrow(form, meta, rows[0], groups)
         flags |= _metadata_flags(implementation, form, meta, precision) | {
-            "own_weight": form.own_weight
+            "own_weight": form.own_weight,
+            "scale": scale is not None,
+            "existing_out": existing_out is not None,
         }
         mean_rows = rows[0] / max(rest[0].shape[0], 1)
         tile = _tuned.wgrad(x, y, mean_rows, out_dtype, shape, transpose_x, transpose_y)
@@ -119,7 +127,24 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
             axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
             x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
         flags |= {"planes": planes, "tile": tile}
-    return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+    rest += options
+    aliases = None if existing_out is None else {1 + len(rest): 0}
+    return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags, aliases)
+
+
+def wgrad_parts(x, y, meta, *, form, groups, transpose_x, transpose_y, **_) -> int:
+    """In how many parts ``wgrad`` of a CUDA kernel takes each matrix."""
+    shape, rows = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
+    return _parts(form, meta, groups, rows[0], shape)
+
+
+def _wgrad_shape(x, y, groups: int, transpose_x: bool, transpose_y: bool):
+    """That of the result, and the rows of either operand."""
+    (a, x_rows), (b, y_rows) = (
+        (v.shape if transpose else v.shape[::-1])
+        for v, transpose in ((x, transpose_x), (y, transpose_y))
+    )
+    return (groups, a, b), (x_rows, y_rows)
 
 
 def _parts(form, meta, groups: int, rows: int, shape) -> int:
@@ -317,7 +342,7 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     scale_words = 2 if (mode, group_size) == ("affine", 32) else 1
     results = [
         jax.ShapeDtypeStruct((rows // 64, k_tiles, size), jnp.uint32)
-        for size in (512, 64 * scale_words)
+        for size in (128 * bits, 64 * scale_words)
     ]
     flags = {"mode": mode, "bits": bits, "group_size": group_size, "biases": biases is not None}
     out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **_attributes(flags))

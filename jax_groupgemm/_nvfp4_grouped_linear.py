@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from . import _check, _formats, _partition, _primitives
 from ._grouped_mm import grouped_mm
 from ._nvfp4_grouped_mm import nvfp4_grouped_mm
-from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad
+from ._nvfp4_grouped_wgrad import grouped_wgrad
 from ._nvfp4_quantize import nvfp4_quantize
 from ._segments import SIZES
 
@@ -199,7 +199,7 @@ def _dw(dy, x, w, group_sizes, recipe, key):
     if "wgrad" in recipe.high_precision:
         return _sums(dy, x, group_sizes, w.shape[0], w.dtype)
     q = _along_t(dy, group_sizes, recipe, key)
-    return nvfp4_grouped_wgrad(x, q, group_sizes).astype(w.dtype)
+    return grouped_wgrad(x, q, group_sizes, dtype=w.dtype)
 
 
 def _along_t(a, group_sizes, recipe, key):

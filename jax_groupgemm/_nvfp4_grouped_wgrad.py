@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import _check, _nvfp4_sm100, _primitives
+from . import _call, _check, _custom_calls, _nvfp4_sm100, _primitives
 from . import _nvfp4_layouts as layouts
 from ._nvfp4_grouped_mm import exact, factor, folded, operand
 from ._quantized import Quantized
@@ -55,6 +56,15 @@ def nvfp4_grouped_wgrad(
     Differentiable in alpha, beta, existing_out and global scales. Closed under ``vmap``. Shards
     along N and K. The weight gradient of Transformer Engine's NVFP4 recipe.
     """
+    return grouped_wgrad(
+        x, dy, group_sizes, alpha=alpha, beta=beta, existing_out=existing_out, dtype=jnp.float32,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def grouped_wgrad(x, dy, group_sizes, *, dtype, alpha=None, beta=None, existing_out=None,
+                  implementation=None) -> jax.Array:  # fmt: skip
+    """The same, rounded to ``dtype``."""
     op = "nvfp4_grouped_wgrad"
     x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
     (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
@@ -75,26 +85,55 @@ def nvfp4_grouped_wgrad(
     promised = _as_promised(group_sizes, x, dy)
     scale = promised if scale is None else promised * scale
     x, dy = (dataclasses.replace(q, global_scale=None) for q in (x, dy))
-    return _WGRAD(x, dy, group_sizes, scale, beta, existing_out, implementation=implementation)
+    return _WGRAD(
+        x, dy, group_sizes, scale, beta, existing_out, dtype=jnp.dtype(dtype),
+        implementation=implementation,
+    )  # fmt: skip
 
 
-def _composed(x, dy, group_sizes, scale, beta, existing_out, *, implementation):
+def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
     """In terms of other products. ``scale`` has every global scale."""
-    groups, padded = group_sizes.shape[0], layouts.padded_sizes(group_sizes, x.positions.shape[0])
+    padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
     dy, x = (exact(_stored(q), implementation) for q in (dy, x))
     out = _primitives.wgrad(
-        dy, x, (padded,), form=SIZES, groups=groups, out_dtype=jnp.float32, transpose_x=True,
-        transpose_y=True, precision=jax.lax.Precision.HIGHEST, implementation=implementation,
+        dy, x, (padded,), **_product(group_sizes), out_dtype=jnp.float32,
+        implementation=implementation,
     )  # fmt: skip
     live = padded > 0
     out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]
-    if existing_out is None:
-        return out
-    old = existing_out if beta is None else _times(beta, existing_out)
-    return jnp.where(live[:, None, None], out + old, old)
+    if existing_out is not None:
+        old = existing_out if beta is None else _times(beta, existing_out)
+        out = jnp.where(live[:, None, None], out + old, old)
+    return out.astype(dtype)
 
 
-_WGRAD = _nvfp4_sm100.grouped_wgrad(_composed)
+def _fused(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
+    """The same where one kernel multiplies, scales and accumulates; None where there is none."""
+    if not _call.takes_sm90(platform, implementation):
+        return None
+    product = _product(group_sizes)
+    padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
+    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
+    if _custom_calls.wgrad_parts(dy, x, (padded,), **product) > 1:
+        return None
+    if existing_out is not None and beta is not None:
+        existing_out = _times(beta, existing_out)
+    runs = _call.chosen(platform, (x, dy), implementation, dtype, "jgg_wgrad")
+    return _custom_calls.wgrad(
+        runs, dy, x, padded, **product, out_dtype=dtype, existing_out=existing_out,
+        scale=jnp.where(padded > 0, scale, jnp.float32(0)),
+    )  # fmt: skip
+
+
+def _product(group_sizes) -> dict[str, Any]:
+    """Of operands whose grouped axis is their last."""
+    return {
+        "form": SIZES, "groups": group_sizes.shape[0], "transpose_x": True, "transpose_y": True,
+        "precision": jax.lax.Precision.HIGHEST,
+    }  # fmt: skip
+
+
+_WGRAD = _nvfp4_sm100.grouped_wgrad(_composed, _fused)
 
 
 def _along_t(op: str, name: str, q) -> Quantized:

@@ -25,23 +25,24 @@ def grouped_mm(composed: Callable) -> Composed:
     return _either("nvfp4_grouped_mm", composed, _mm_call, _mm_problem)
 
 
-def grouped_wgrad(composed: Callable) -> Composed:
-    """``composed(x, dy, group_sizes, alpha, beta, existing_out, *, implementation)``, of Quantized
-    x and dy in layout "grouped"; ``alpha`` has their global scales."""
-    return _either("nvfp4_grouped_wgrad", composed, _wgrad_call, _wgrad_problem)
+def grouped_wgrad(composed: Callable, fused: Callable) -> Composed:
+    """``composed(x, dy, group_sizes, alpha, beta, existing_out, *, dtype, implementation)``, of
+    Quantized x and dy in layout "grouped"; ``alpha`` has their global scales.
+    ``fused(platform, ...)`` is the same, or None where no other kernel takes them either."""
+    return _either("nvfp4_grouped_wgrad", composed, _wgrad_call, _wgrad_problem, fused)
 
 
-def _either(name: str, composed: Callable, call: Callable, problem: Callable) -> Composed:
+def _either(name: str, composed: Callable, call: Callable, problem: Callable,
+            fused: Callable = lambda *_, **__: None) -> Composed:  # fmt: skip
     """``problem(*operands, **static)`` says why ``call`` of the same, the custom call
     ``jgg_<name>``, cannot be: ffi/nvfp4/layout.h has the reasons."""
 
     def where_possible(platform, *operands, implementation, **static):
-        if implementation not in (None, _OWN):
-            return None
         if any(0 in a.shape for a in operands[:3]):
             return None
-        if not _call.takes_sm100(platform, implementation, f"jgg_{name}"):
-            return None
+        own = implementation in (None, _OWN)
+        if not (own and _call.takes_sm100(platform, implementation, f"jgg_{name}")):
+            return fused(platform, *operands, **static, implementation=implementation)
         why = problem(*operands, **static)
         if why is None:
             return call(*operands, **static)
@@ -96,15 +97,16 @@ def _mm_problem(x, w, *_, dtype) -> str | None:
     return _multiple("K", x.shape[1], 32) or _multiple("N", w.shape[1], columns)
 
 
-def _wgrad_call(x, dy, group_sizes, alpha, beta, existing_out):
+def _wgrad_call(x, dy, group_sizes, alpha, beta, existing_out, *, dtype):
     groups = group_sizes.shape[0]
     beta = None if existing_out is None else _per_group(beta, groups)
-    return _custom_calls.nvfp4_grouped_wgrad(
+    out = _custom_calls.nvfp4_grouped_wgrad(
         x, dy, group_sizes, _per_group(alpha, groups), beta, existing_out
     )
+    return out.astype(dtype)
 
 
-def _wgrad_problem(x, *_) -> str | None:
+def _wgrad_problem(x, *_, **__) -> str | None:
     return _multiple("K", x.shape[0], 4)  # lines of the result, four columns of float32 to 16 bytes
 
 

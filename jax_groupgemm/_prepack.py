@@ -30,8 +30,9 @@ _TILE = 64
 # From so many rows per matrix on, a product of weights as they are stored repacks them first: that
 # costs the same for any number of rows, and each row gains. On an H200, nvfp4, 16 x 4096 x 4096:
 # with 256 rows per matrix a product takes 317 us as stored, 241 + 75 repacked; with 1024 rows
-# nvfp4_grouped_mm takes 1121 and 928.
-_REPACKED_ROWS = 512
+# nvfp4_grouped_mm takes 1121 and 928. Of codes of 2, 3, 5 and 6 bits only few rows have a kernel
+# that reads them as they are stored as fast.
+_REPACKED_ROWS, _REPACKED_ROWS_ODD = 512, 9
 
 
 def prepack(w: Quantized) -> Quantized:
@@ -40,9 +41,9 @@ def prepack(w: Quantized) -> Quantized:
     For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
     bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
     is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
-    (not the values) back in order first. On Hopper products of many rows pack 4-bit weights that
-    are not packed, each time anew (not with ``implementation="sm80"``). The layout may change with
-    this package's version: store the weight as it was.
+    (not the values) back in order first. On Hopper products of many rows pack weights that are not
+    packed, each time anew (mxfp8 excepted; not with ``implementation="sm80"``). The layout may
+    change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -88,23 +89,22 @@ def readable(w: Quantized, platform: str, implementation, dtype, form: Form, tra
     if hopper and transpose_w and form.ordered_y and whole and dtype == jnp.bfloat16:
         # With an offset, rows may be of other groups than w's.
         groups = meta[0].shape[0] if len(meta) == 2 else w.shape[0]
-        many = rows >= _REPACKED_ROWS * groups and 0 not in w.shape
-        if w.layout == "linear" and many and _is_hopper(implementation) and _has_kernel(w):
+        least = _REPACKED_ROWS if w.bits in (4, 8) else _REPACKED_ROWS_ODD
+        many = rows >= least * groups and 0 not in w.shape
+        if (
+            w.layout == "linear"
+            and many
+            and _call.takes_sm90(platform, implementation)
+            and _has_kernel(w)
+        ):
             return _packed(w, _custom_calls.prepack)
         return w
     return unpacked(w)
 
 
-def _is_hopper(implementation) -> bool:
-    """Whether what runs a CUDA program is known to be; no other kernel reads layout "sm90"."""
-    capabilities = _call.live_capabilities()
-    named = implementation == "sm90"
-    return named or (bool(capabilities) and _call.unavailable("sm90", capabilities) is None)
-
-
 def _has_kernel(w: Quantized) -> bool:
     """Whether ``jgg_prepack`` takes it."""
-    return w.bits == 4 and _packable(w)
+    return w.mode != "mxfp8" and _packable(w)
 
 
 def target(w: Quantized) -> str:

@@ -21,6 +21,8 @@ from nvfp4_grouped_problems import (
     wgrad_oracle,
     wgrad_problem,
 )
+from test_prepack_call import live
+from test_quantize_call import calls, lowered
 
 import jax_groupgemm as jgg
 
@@ -147,3 +149,40 @@ def test_wgrad_gradients(rng):
             assert leaf.dtype == jax.dtypes.float0
     oracle.assert_close(dbeta, (oracle.f64(old) * oracle.f64(ct)).sum((1, 2)), tolerance=1e-5)
     oracle.assert_close(dold, oracle.f64(ct) * oracle.f64(beta)[:, None, None])
+
+
+def product(function, *operands):
+    """The custom call of the product: operands, results, attributes."""
+    found = calls(lowered(function, *operands))
+    assert sorted(call[0] for call in found) == ["jgg_dequantize", "jgg_dequantize", "jgg_wgrad"]
+    return next(call[1:] for call in found if call[0] == "jgg_wgrad")
+
+
+def test_one_kernel_scales_and_accumulates(rng, monkeypatch):
+    """On Hopper, where matrices are not so few that several blocks share each."""
+    x, dy, old = wgrad_problem(rng)
+    f = functools.partial(jgg.nvfp4_grouped_wgrad, group_sizes=jnp.array(ODD))
+    assert "scale = false" in product(functools.partial(f), x, dy)[2]
+    live(monkeypatch, 90)
+    operands, results, static = product(functools.partial(f, beta=None), x, dy)
+    assert operands == ["6x384xbf16", "8x384xbf16", "5xi32", "5xf32"]
+    assert results == ["5x6x8xf32"]
+    assert "existing_out = false" in static
+    assert "scale = true" in static
+    accumulated = lambda x, dy, old: f(x, dy, beta=2.0, existing_out=old)
+    assert product(accumulated, x, dy, old)[0][3:] == ["5xf32", "5x6x8xf32"]
+    assert "operand_index = 4" in lowered(accumulated, x, dy, old)
+    assert "scale = false" in product(functools.partial(f, implementation="sm80"), x, dy)[2]
+    one = along_t(rng, 8, [4096], 4096), along_t(rng, 6, [4096], 4096)
+    in_parts = lambda x, dy: jgg.nvfp4_grouped_wgrad(x, dy, jnp.array([4096]))
+    assert "scale = false" in product(in_parts, *one)[2]
+
+
+def test_linear_layer_rounds_once(monkeypatch):
+    """The gradient of bfloat16 weights leaves the kernel as such."""
+    live(monkeypatch, 90)
+    x, w = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((3, 48, 32), jnp.bfloat16)
+    sizes = jnp.array([20, 30, 14])
+    loss = lambda w: jgg.nvfp4_grouped_linear(x, w, sizes).astype(jnp.float32).sum()
+    (out,) = (call[2] for call in calls(lowered(jax.grad(loss), w)) if call[0] == "jgg_wgrad")
+    assert out == ["3x48x32xbf16"]

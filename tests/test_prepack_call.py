@@ -10,7 +10,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_prepack import FOUR_BITS, ordinary
+from test_prepack import KERNELS, ordinary
 from test_prepack_host import any_bits
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
 
@@ -18,10 +18,9 @@ import jax_groupgemm as jgg
 from jax_groupgemm import _call, _prepack
 
 
-def spec(mode, group_size, *shape):
-    return jax.eval_shape(
-        lambda w: jgg.quantize(w, mode=mode, group_size=group_size), jnp.zeros(shape, jnp.bfloat16)
-    )
+def spec(mode, group_size, *shape, bits=None):
+    f = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size)
+    return jax.eval_shape(f, jnp.zeros(shape, jnp.bfloat16))
 
 
 def names(function, *operands, **options) -> list[str]:
@@ -46,6 +45,8 @@ def test_operands_and_results():
         ["64x8xui32", "64x2xbf16", "64x2xbf16"], ["1x1x512xui32", "1x1x128xui32"],
     )  # fmt: skip
     assert "biases = true" in call[3]
+    (call,) = calls(lowered(jgg.prepack, spec("affine", 128, 64, 128, bits=5)))
+    assert call[2] == ["1x2x640xui32", "1x2x64xui32"]
 
 
 def test_batch(rng):
@@ -76,21 +77,23 @@ def grouped_qmm(x, w, **options):
     return jgg.grouped_qmm(x, w, jnp.array([2, 3, 4]), **options)
 
 
-@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
-def test_products_of_many_rows_repack(monkeypatch, mode, group_size):
+@pytest.mark.parametrize(("mode", "bits", "group_size"), KERNELS)
+def test_products_of_many_rows_repack(monkeypatch, mode, bits, group_size):
     live(monkeypatch, 90)
-    x, w = (lambda t: jnp.ones((t, 384), jnp.bfloat16)), spec(mode, group_size, 3, 128, 384)
-    assert names(grouped_qmm, x(MANY), w) == PACKED
-    assert names(grouped_qmm, x(MANY), w, activation="swiglu") == PACKED
-    assert names(grouped_qmm, x(MANY - 1), w) == ["jgg_qmm"]
+    x = lambda t: jnp.ones((t, 384), jnp.bfloat16)
+    w = spec(mode, group_size, 3, 128, 384, bits=bits)
+    least = MANY if bits in (4, 8) else 3 * _prepack._REPACKED_ROWS_ODD
+    assert names(grouped_qmm, x(least), w) == PACKED
+    assert names(grouped_qmm, x(least), w, activation="swiglu") == PACKED
+    assert names(grouped_qmm, x(least - 1), w) == ["jgg_qmm"]
     # What the kernel of packed weights does not take, and who asks for another.
     assert names(grouped_qmm, x(MANY).astype("float32"), w) == ["jgg_qmm"]
     assert names(grouped_qmm, x(MANY), w, implementation="sm80") == ["jgg_qmm"]
     assert names(grouped_qmm, x(MANY), w, implementation="sm90") == PACKED
     assert names(grouped_qmm, x(MANY), w, implementation="reference") == []
-    wide = spec(mode, group_size, 3, 192, 384)  # a gate of 96 columns
+    wide = spec(mode, group_size, 3, 192, 384, bits=bits)  # a gate of 96 columns
     assert names(grouped_qmm, x(MANY), wide, activation="swiglu") == ["jgg_qmm"]
-    narrow = spec(mode, group_size, 3, 96, 384)
+    narrow = spec(mode, group_size, 3, 96, 384, bits=bits)
     assert names(grouped_qmm, x(MANY), narrow) == ["jgg_qmm"]
 
 
@@ -144,11 +147,11 @@ def test_gradients_of_repacked_weights(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
-def test_bytes(rng, mode, group_size):
+@pytest.mark.parametrize(("mode", "bits", "group_size"), KERNELS)
+def test_bytes(rng, mode, bits, group_size):
     for n, k in ((64, 64), (64, 128), (192, 640), (2880, 2880), (4096, 1408)):
         if k % group_size == 0:
-            q = any_bits(rng, mode, group_size, n, k)
+            q = any_bits(rng, mode, bits, group_size, n, k)
             assert names(jgg.prepack, q) == ["jgg_prepack"]
             same_bytes(jax.device_get(jgg.prepack(q)), on_cpu(jgg.prepack, q))
 
@@ -157,7 +160,7 @@ def test_bytes(rng, mode, group_size):
 def test_over_four_gib_of_elements(rng):
     """More than 2^32 elements and 65535 blocks."""
     rows, k = 65_664, 65_600
-    q = any_bits(rng, "mxfp4", 32, 128, k)
+    q = any_bits(rng, "mxfp4", 4, 32, 128, k)
     several = jax.jit(lambda q: jax.tree.map(lambda a: jnp.tile(a, (rows // 128, 1)), q))(q)
     assert rows * k > 2**32
     got = jax.jit(jgg.prepack)(several)
@@ -167,12 +170,12 @@ def test_over_four_gib_of_elements(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
-def test_repacked_products(rng, mode, group_size):
+@pytest.mark.parametrize(("mode", "bits", "group_size"), KERNELS)
+def test_repacked_products(rng, mode, bits, group_size):
     if 90 not in _call.live_capabilities():
         pytest.skip("needs a Hopper GPU")
     sizes = jnp.array([700, 3, 900])
-    w = ordinary(rng, mode, 4, group_size, (3, 192, 384))
+    w = ordinary(rng, mode, bits, group_size, (3, 192, 384))
     x = oracle.random(rng, (1700, 384), jnp.bfloat16)
     f = lambda x, w: jgg.grouped_qmm(x, w, sizes)
     assert names(f, x, w) == PACKED

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_program import mode_number, pointer
-from test_prepack import FOUR_BITS
+from test_prepack import KERNELS
 from test_quantize_kernels import GUARD, aligned, copied, guarded
 
 import jax_groupgemm as jgg
@@ -25,15 +25,15 @@ def kernel():
     return host_program.build("prepack", "-pthread", standard="c++20").prepack_kernel
 
 
-def any_bits(rng, mode, group_size, n, k):
-    codes = rng.integers(0, 2**32, (n, k // 8), dtype=np.uint32)
+def any_bits(rng, mode, bits, group_size, n, k):
+    codes = rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32)
     scales = rng.integers(0, 2**16, (2, n, k // group_size), dtype=np.uint16)
     if mode == "affine":
         scales, biases = (jnp.asarray(s.view(ml_dtypes.bfloat16)) for s in scales)
     else:
         scales, biases = jnp.asarray(scales[0].astype(np.uint8)), None
     return jgg.Quantized(
-        jnp.asarray(codes), scales, biases, mode=mode, bits=4, group_size=group_size
+        jnp.asarray(codes), scales, biases, mode=mode, bits=bits, group_size=group_size
     )
 
 
@@ -46,19 +46,19 @@ def check(kernel, q):
     weight, scales, biases = leaves
     long = ctypes.c_long
     kernel(
-        mode_number(q.mode), q.group_size, *map(long, q.shape), pointer(weight),
+        mode_number(q.mode), q.bits, q.group_size, *map(long, q.shape), pointer(weight),
         long(weight.size), pointer(scales), long(scales.size), pointer(biases), *map(pointer, got),
     )  # fmt: skip
     for g, r in zip(got, results, strict=True):
         guarded(g, r)
 
 
-@pytest.mark.parametrize(("mode", "group_size"), FOUR_BITS)
-def test_any_bits(kernel, rng, mode, group_size):
+@pytest.mark.parametrize(("mode", "bits", "group_size"), KERNELS)
+def test_any_bits(kernel, rng, mode, bits, group_size):
     """Any codes and scales; tiles of 64 k that do not fill a block, and more blocks than one."""
     for n, k in ((64, 64), (128, 192), (192, 320), (64, 576), (128, 1024)):
         if k % group_size == 0:
-            check(kernel, any_bits(rng, mode, group_size, n, k))
+            check(kernel, any_bits(rng, mode, bits, group_size, n, k))
 
 
 @pytest.mark.parametrize("mode", ["nvfp4", "mxfp4"])

@@ -39,4 +39,19 @@ xla::ffi::Error CheckShape(const char* op, const char* name, const char* letters
                          sizes, ")");
 }
 
+inline xla::ffi::Error CheckDtype(const char* op, const char* name, const xla::ffi::AnyBuffer& a,
+                                  xla::ffi::DataType dtype, const char* expected) {
+  if (a.element_type() == dtype) return xla::ffi::Error::Success();
+  return InvalidArgument(op, name, " has XLA dtype ", static_cast<int>(a.element_type()),
+                         ", expected ", expected);
+}
+
+// One number per group.
+inline xla::ffi::Error CheckPerGroup(const char* op, const char* name, const xla::ffi::AnyBuffer& a,
+                                     int64_t groups, xla::ffi::DataType dtype,
+                                     const char* dtype_name) {
+  JGG_RETURN_IF_ERROR(CheckDtype(op, name, a, dtype, dtype_name));
+  return CheckShape(op, name, "(G,)", a, {groups});
+}
+
 }  // namespace jgg

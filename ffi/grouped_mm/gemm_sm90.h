@@ -31,6 +31,7 @@ struct GemmSm90 {
   int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;
   Epilogue epilogue;
+  const float* matrix_scale = nullptr;  // wgrad: of each matrix's sums, or null: 1
   void* out;
   DType out_dtype;
   bool stores_boxes;   // whether TMA can write the result

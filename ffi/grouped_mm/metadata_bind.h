@@ -81,4 +81,12 @@ inline xla::ffi::Error BindGroupOffset(const char* op, Operands* operands, Metad
   return xla::ffi::Error::Success();
 }
 
+// The next operand, checked to be what the result is before it is one.
+inline xla::ffi::Error BindExistingOut(const char* op, Operands* operands, const void* out) {
+  const auto existing_out = operands->Take("existing_out");
+  if (!existing_out) return existing_out.error();
+  if (existing_out->untyped_data() == out) return xla::ffi::Error::Success();
+  return InvalidArgument(op, "existing_out must be aliased to the result");
+}
+
 }  // namespace jgg

@@ -47,11 +47,7 @@ static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, MmA
   if (has.bias) JGG_RETURN_IF_ERROR(BindBias(op, &operands, args->groups, args->n, &epilogue));
   if (has.row_scale) JGG_RETURN_IF_ERROR(BindRowScale(op, &operands, args->rows, &epilogue));
   if (has.existing_out) {
-    const auto existing_out = operands.Take("existing_out");
-    if (!existing_out) return existing_out.error();
-    if (existing_out->untyped_data() != args->out) {
-      return InvalidArgument(op, "existing_out must be aliased to the result");
-    }
+    JGG_RETURN_IF_ERROR(BindExistingOut(op, &operands, args->out));
     epilogue.accumulate = true;
   }
   if (!args->in_order &&

@@ -16,7 +16,8 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_y,
                         bool tf32, std::string_view kind, bool swapped, bool own_weight,
-                        bool group_offset, std::string_view kernel, int32_t planes, int32_t tile) {
+                        bool group_offset, bool scale, bool existing_out, std::string_view kernel,
+                        int32_t planes, int32_t tile) {
   constexpr const char* op = "wgrad";
   WgradArgs args;
   JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
@@ -33,11 +34,24 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
     return InvalidArgument(op, "own_weight needs as many segments as weights, got ",
                            args.metadata.count, " and ", args.groups);
   }
+  if (scale) {
+    const auto buffer = operands.Take("scale");
+    if (!buffer) return buffer.error();
+    JGG_RETURN_IF_ERROR(CheckPerGroup(op, "scale", *buffer, args.groups, ffi::F32, "float32"));
+    args.scale = static_cast<const float*>(buffer->untyped_data());
+  }
+  if (existing_out) {
+    JGG_RETURN_IF_ERROR(BindExistingOut(op, &operands, args.out));
+    args.accumulate = true;
+  }
   JGG_RETURN_IF_ERROR(operands.End());
   const int capability = ComputeCapability();
   const auto no_sm90 = wgrad_sm90_unsupported(args, capability);
   if (kernel != "sm80" && !no_sm90) return FromCuda(op, wgrad_sm90(stream, args));
-  if (planes > 1) return Unimplemented(op, no_sm90.value_or("split operands need sm90"));
+  if (planes > 1 || args.HasEpilogue()) {
+    const char* why = planes > 1 ? "split operands need sm90" : "an epilogue needs sm90";
+    return Unimplemented(op, no_sm90.value_or(why));
+  }
   if (auto reason = wgrad_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
   return FromCuda(op, wgrad_sm80(stream, args));
 }
@@ -48,7 +62,7 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // y
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()        // group_offset
+                           .RemainingArgs()        // group_offset, scale, existing_out
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<bool>("transpose_x")
                            .Attr<bool>("transpose_y")
@@ -57,6 +71,8 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Attr<bool>("swapped")
                            .Attr<bool>("own_weight")
                            .Attr<bool>("group_offset")
+                           .Attr<bool>("scale")
+                           .Attr<bool>("existing_out")
                            .Attr<std::string_view>("kernel")
                            .Attr<int32_t>("planes")
                            .Attr<int32_t>("tile"),

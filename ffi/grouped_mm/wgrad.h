@@ -1,5 +1,8 @@
 // wgrad: out[weight_s, a, b] += sum_i x[x_start_s + i, a] * y[y_start_s + i, b]; T (contracted) is
 // grouped. Matrices that no segment names are zeros.
+//
+// sm90 also does out[g] = scale[g] * sums[g] + existing_out[g], where a matrix without rows keeps
+// existing_out as it is.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +26,10 @@ struct WgradArgs {
   int64_t x_row, x_a, y_row, y_b;
   Metadata metadata;
   bool own_weight;  // segment s names weight s, and there are as many segments as weights
+  const float* scale = nullptr;  // (G,), or null: 1
+  bool accumulate = false;       // `out` already holds existing_out
+
+  bool HasEpilogue() const { return scale != nullptr || accumulate; }
 };
 
 }  // namespace jgg

@@ -58,6 +58,8 @@ cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {
   gemm.m = static_cast<int>(args.a);
   gemm.n = static_cast<int>(args.b);
   gemm.groups = static_cast<int>(args.groups);
+  gemm.matrix_scale = args.scale;
+  gemm.epilogue.accumulate = args.accumulate;
   return LaunchGemmSm90(stream, gemm, Operands(args));
 }
 

@@ -7,13 +7,6 @@
 
 namespace jgg {
 
-inline xla::ffi::Error CheckDtype(const char* op, const char* name, const xla::ffi::AnyBuffer& a,
-                                  xla::ffi::DataType dtype, const char* expected) {
-  if (a.element_type() == dtype) return xla::ffi::Error::Success();
-  return InvalidArgument(op, name, " has XLA dtype ", static_cast<int>(a.element_type()),
-                         ", expected ", expected);
-}
-
 // Codes: eight of a line to a uint32, lines of a multiple of 16 codes.
 inline xla::ffi::Error CheckCodes(const char* op, const char* name,
                                   const xla::ffi::AnyBuffer& codes, size_t rank,
@@ -24,14 +17,6 @@ inline xla::ffi::Error CheckCodes(const char* op, const char* name,
   }
   return InvalidArgument(op, name, " has shape ", ShapeText(codes), ", expected ", letters,
                          " with a multiple of 16 codes to a line");
-}
-
-// One number per group.
-inline xla::ffi::Error CheckPerGroup(const char* op, const char* name, const xla::ffi::AnyBuffer& a,
-                                     int64_t groups, xla::ffi::DataType dtype,
-                                     const char* dtype_name) {
-  JGG_RETURN_IF_ERROR(CheckDtype(op, name, a, dtype, dtype_name));
-  return CheckShape(op, name, "(G,)", a, {groups});
 }
 
 // Dimensions that the kernel counts in int32, with room for a tile.

@@ -43,11 +43,7 @@ static ffi::Error BindExisting(ffi::RemainingArgs rest, Nvfp4GroupedWgradArgs* a
   if (!beta) return beta.error();
   JGG_RETURN_IF_ERROR(CheckPerGroup(kOp, "beta", *beta, args->groups, ffi::F32, "float32"));
   args->beta = static_cast<const float*>(beta->untyped_data());
-  const auto existing_out = operands.Take("existing_out");
-  if (!existing_out) return existing_out.error();
-  if (existing_out->untyped_data() != args->out) {
-    return InvalidArgument(kOp, "existing_out must be aliased to the result");
-  }
+  JGG_RETURN_IF_ERROR(BindExistingOut(kOp, &operands, args->out));
   return operands.End();
 }
 

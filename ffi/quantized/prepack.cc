@@ -25,7 +25,7 @@ static ffi::Error Prepack(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBu
   }
   JGG_RETURN_IF_ERROR(operands.End());
   JGG_RETURN_IF_ERROR(
-      CheckShape(op, "the packed weight", "(R/64, K/64, 512)", *out, {-1, -1, 512}));
+      CheckShape(op, "the packed weight", "(R/64, K/64, 128 * bits)", *out, {-1, -1, 128 * bits}));
   const int64_t row_tiles = out->dimensions()[0], k_tiles = out->dimensions()[1];
   PrepackArgs args{
       {}, 64 * row_tiles, 64 * k_tiles, out->untyped_data(), out_scales->untyped_data()};

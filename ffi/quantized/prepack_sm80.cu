@@ -9,7 +9,7 @@ namespace jgg {
 std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
                                                     int compute_capability) {
   const QuantizedArray& q = args.q;
-  if (q.coding.bits != 4) return "codes do not have 4 bits";
+  if (q.coding.mode == Mode::kMxfp8) return "codes are mxfp8";
   if (q.coding.mode == Mode::kAffine && q.coding.scale_dtype != DType::kBF16) {
     return "scales are not bfloat16";
   }
@@ -22,9 +22,10 @@ std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
 
 cudaError_t prepack_sm80(cudaStream_t stream, const PrepackArgs& args) {
   if (args.q.elements == 0) return cudaSuccess;
-  const auto launch = [&](auto mode, auto words, unsigned blocks, const device::PrepackParams& p) {
-    device::PrepackKernel<mode.value, words.value>
-        <<<blocks, device::kPrepackThreads, 0, stream>>>(p);
+  const auto launch = [&](auto mode, auto bits, auto words, unsigned blocks,
+                          const device::PrepackParams& p) {
+    constexpr auto kernel = device::PrepackKernelOf<mode.value, bits.value, words.value>();
+    kernel<<<blocks, device::kPrepackThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
   return LaunchPrepack(args, launch);

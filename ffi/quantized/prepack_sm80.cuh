@@ -22,20 +22,33 @@ inline device::PrepackParams MakePrepackParams(const PrepackArgs& args) {
   return p;
 }
 
-// launch(mode, scale_words, blocks, params), the first two as constants; its result.
+// launch(mode, bits, scale_words, blocks, params), the first three as constants; its result.
 template <typename Launch>
 auto LaunchPrepack(const PrepackArgs& args, Launch launch) {
   const device::PrepackParams p = MakePrepackParams(args);
   const auto blocks = static_cast<unsigned>(args.rows / 64 * p.blocks_along_k);
-  const auto of = [&](auto mode, auto words) { return launch(mode, words, blocks, p); };
   using One = std::integral_constant<int, 1>;
+  using Four = std::integral_constant<int, 4>;
   switch (args.q.coding.mode) {
-    case Mode::kNvfp4: return of(std::integral_constant<Mode, Mode::kNvfp4>{}, One{});
-    case Mode::kMxfp4: return of(std::integral_constant<Mode, Mode::kMxfp4>{}, One{});
+    case Mode::kNvfp4:
+      return launch(std::integral_constant<Mode, Mode::kNvfp4>{}, Four{}, One{}, blocks, p);
+    case Mode::kMxfp4:
+      return launch(std::integral_constant<Mode, Mode::kMxfp4>{}, Four{}, One{}, blocks, p);
     default: break;
   }
-  const std::integral_constant<Mode, Mode::kAffine> affine;
-  return args.ScaleWords() == 1 ? of(affine, One{}) : of(affine, std::integral_constant<int, 2>{});
+  const auto affine = [&](auto bits) {
+    const std::integral_constant<Mode, Mode::kAffine> mode;
+    if (args.ScaleWords() == 1) return launch(mode, bits, One{}, blocks, p);
+    return launch(mode, bits, std::integral_constant<int, 2>{}, blocks, p);
+  };
+  switch (args.q.coding.bits) {
+    case 2: return affine(std::integral_constant<int, 2>{});
+    case 3: return affine(std::integral_constant<int, 3>{});
+    case 5: return affine(std::integral_constant<int, 5>{});
+    case 6: return affine(std::integral_constant<int, 6>{});
+    case 8: return affine(std::integral_constant<int, 8>{});
+    default: return affine(Four{});
+  }
 }
 
 }  // namespace jgg

@@ -31,11 +31,11 @@ struct DequantizeArgs {
   DType dtype;  // of out
 };
 
-// A matrix (rows, k) in layout "linear", 4 bits, both multiples of 64, to layout "sm90".
+// A matrix (rows, k) in layout "linear", both multiples of 64, to layout "sm90".
 struct PrepackArgs {
   QuantizedArray q;
   int64_t rows, k;
-  void *weight, *scales;  // tiles (rows/64, k/64) of 512 and 64 * ScaleWords() words
+  void *weight, *scales;  // tiles (rows/64, k/64) of 128 * bits and 64 * ScaleWords() words
 
   // Of a row of a tile.
   int ScaleWords() const { return q.coding.mode == Mode::kAffine && q.group_size == 32 ? 2 : 1; }

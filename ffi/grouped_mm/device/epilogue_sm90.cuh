@@ -295,6 +295,21 @@ class EpilogueSm90 {
     }
   }
 
+  __device__ void AddExisting(int64_t at, int columns, float (&values)[4]) const {
+    if (gemm_.out_width > 1 && gemm_.out_dtype == DType::kF32) {
+      const float4 four = *reinterpret_cast<const float4*>(static_cast<float*>(gemm_.out) + at);
+      values[0] += four.x;
+      values[1] += four.y;
+      values[2] += four.z;
+      values[3] += four.w;
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < columns) values[j] += LoadFloat(gemm_.out, at + j, gemm_.out_dtype);
+    }
+  }
+
   template <bool kGated, int kRows>
   __device__ void WriteFused(const Work& work, int column, int first_row) const {
     const Epilogue& epilogue = gemm_.epilogue;
@@ -336,10 +351,7 @@ class EpilogueSm90 {
       }
       const int64_t at = Begin(work, 0) + Line(0, first_row + row) + column + four;
       if (epilogue.accumulate) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j < columns) values[j] += LoadFloat(gemm_.out, at + j, gemm_.out_dtype);
-        }
+        AddExisting(at, columns, values);
       }
       WriteFour(at, columns, values);
     }

@@ -140,25 +140,37 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   });
 }
 
-// Zero the values of k in [0, first) and [last, end) in `chunks` chunks of `lines` rows or columns.
-// One warp.
+// A mask of the halves of words [from, to) of a piece.
+__device__ inline uint4 Halves(int from, int to) {
+  const auto word = [&](int i) {
+    return (2 * i >= from && 2 * i < to ? 0xffffu : 0u) |
+           (2 * i + 1 >= from && 2 * i + 1 < to ? 0xffff0000u : 0u);
+  };
+  return make_uint4(word(0), word(1), word(2), word(3));
+}
+
+__device__ inline uint4 operator&(uint4 a, uint4 b) {
+  return make_uint4(a.x & b.x, a.y & b.y, a.z & b.z, a.w & b.w);
+}
+
+// Zero the values of k in [0, first), less than a piece of them, and [last, end) in `chunks` chunks
+// of `lines` rows or columns. One warp.
 template <bool kKMajor>
 __device__ void Clear(char* tile, int chunks, int lines, int first, int last, int end) {
   const int lane = threadIdx.x % 32;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   if constexpr (kKMajor) {
-    // A line of 128 bytes per row, whose pieces of 16 bytes are swizzled by the row.
+    // A line of 128 bytes per row, whose pieces of 16 bytes are swizzled by the row. Of the pieces
+    // in which the segment begins (the tile's first) and ends, the rest is kept.
+    const uint4 from_first = Halves(first, 8), to_last = Halves(0, last % 8);
+#pragma unroll 4
     for (int row = lane; row < chunks * lines; row += 32) {
-      char* line = tile + row * 128;
-      for (int piece = (last + 7) / 8; piece < end / 8; ++piece) {
-        *reinterpret_cast<uint4*>(line + (piece ^ (row % 8)) * 16) = zeros;
-      }
-      for (int k = last; k % 8 != 0; ++k) {
-        reinterpret_cast<uint16_t*>(line + (k / 8 ^ (row % 8)) * 16)[k % 8] = 0;
-      }
-      for (int k = 0; k < first; ++k) {
-        reinterpret_cast<uint16_t*>(line + (k / 8 ^ (row % 8)) * 16)[k % 8] = 0;
-      }
+      const auto at = [&](int piece) -> uint4& {
+        return *reinterpret_cast<uint4*>(tile + row * 128 + (piece ^ (row % 8)) * 16);
+      };
+      if (first > 0) at(0) = at(0) & from_first;
+      if (last % 8 != 0) at(last / 8) = at(last / 8) & to_last;
+      for (int piece = (last + 7) / 8; piece < end / 8; ++piece) at(piece) = zeros;
     }
   } else {
     // A line of 128 bytes per k.
@@ -199,12 +211,22 @@ __device__ void ClearWarp(typename Config::SharedMemory& memory) {
   });
 }
 
+template <int kHalves, int kSums>
+__device__ void Scale(float (&sums)[kHalves][kSums], float scale) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[half][i] *= scale;
+  }
+}
+
 // One of the two warpgroups that multiply. Inlined, whatever its size, as is the work on a tile:
 // ptxas serializes products of which a part is in another function (C7510).
 template <typename Config>
 __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                                   typename Config::SharedMemory& memory,
                                                   int group) {
+  constexpr bool kWgrad = Config::kRaggedK && Config::kHalves == 1;  // whether it may be one
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
   Place<kStoreBuffers> store;
@@ -212,9 +234,15 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
+    const bool scaled = kWgrad && gemm.matrix_scale != nullptr;
+    const float scale = scaled ? gemm.matrix_scale[work.weight] : 1.0f;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
                              [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
+    if constexpr (kWgrad) {
+      if (work.slices == 0 && gemm.wgrad && gemm.epilogue.accumulate) return;
+      if (scaled) Scale(sums, scale);
+    }
     if constexpr (Config::kStoreWarp) {
       if (gemm.store_warp) {
         if (64 * group >= work.columns) return;

@@ -1,6 +1,6 @@
-// A thread's codes of a tile in layout "sm90" (quantized/gemm_sm90.h), and affine ones as pairs of
-// bfloat16. jax_groupgemm/_prepack.py says where each is: `_pieces`, `_fields`. Plain C++ on the
-// host, where tests/test_decode.py tries every width.
+// A thread's codes of a tile in layout "sm90" (quantized/gemm_sm90.h), affine ones as pairs of
+// bfloat16, and affine ones packed. jax_groupgemm/_prepack.py says where each is: `_pieces`,
+// `_fields`. Plain C++ on the host, where tests/test_decode.py tries every width.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,80 @@ JGG_HOST_DEVICE void LoadCodes(const char* tile, int thread, uint32_t (&words)[k
   if constexpr (kBits & 2) LoadWords<2>(tile + 512 * kFours + 8 * thread, words + kFours);
   if constexpr (kBits & 1) {
     LoadWords<1>(tile + 512 * (kBits - 1) + 4 * thread, words + kBits - 1);
+  }
+}
+
+template <int kCount>
+JGG_HOST_DEVICE void StoreWords(char* to, const uint32_t* from) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kCount == 4) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(from[0], from[1], from[2], from[3]);
+  } else if constexpr (kCount == 2) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(from[0], from[1]);
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = from[0];
+  }
+#else
+  std::memcpy(to, from, 4 * kCount);
+#endif
+}
+
+template <int kBits>
+JGG_HOST_DEVICE void StoreCodes(char* tile, int thread, const uint32_t (&words)[kBits]) {
+  constexpr int kFours = kBits / 4 * 4;
+  JGG_UNROLL
+  for (int i = 0; i < kFours; i += 4) StoreWords<4>(tile + 512 * i + 16 * thread, words + i);
+  if constexpr (kBits & 2) StoreWords<2>(tile + 512 * kFours + 8 * thread, words + kFours);
+  if constexpr (kBits & 1) {
+    StoreWords<1>(tile + 512 * (kBits - 1) + 4 * thread, words + kBits - 1);
+  }
+}
+
+// Some of the bits of a pair's codes: those from `bit` on are in bits `place` and up of the halves
+// of a word.
+struct CodeField {
+  int bit, bits, word, place;
+};
+
+template <int kBits>
+JGG_HOST_DEVICE constexpr int CodeFields(int pair) {
+  if (kBits == 3 || kBits == 5) return pair == 15 ? kBits : 1;
+  if (kBits == 6) return pair % 8 >= 6 ? 2 : 1;
+  return kBits == 8 ? 2 : 1;
+}
+
+template <int kBits>
+JGG_HOST_DEVICE constexpr CodeField CodeFieldOf(int pair, int i) {
+  constexpr int kEach = 16 / kBits;
+  if ((kBits == 3 || kBits == 5) && pair == 15) return {i, 1, i, 15};
+  if (kBits == 6) {
+    const int word = 3 * (pair / 8), number = pair % 8;
+    if (number < 6) return {0, 6, word + number / 2, 6 * (number % 2)};
+    if (i == 0) return {0, 4, number == 6 ? word : word + 2, 12};
+    return {4, 2, word + 1, number == 6 ? 14 : 12};
+  }
+  if (kBits == 8) {
+    if (i == 0) return {0, 7, pair / 2, 7 * (pair % 2)};
+    return {7, 1, pair / 2, 14 + pair % 2};
+  }
+  return {0, kBits, pair / kEach, kBits * (pair % kEach)};
+}
+
+// Put a thread's pairs in order, of which each has its codes in the lower bits of its halves.
+template <int kBits>
+JGG_HOST_DEVICE void PackPairs(const uint32_t (&pairs)[16], uint32_t (&words)[kBits]) {
+  JGG_UNROLL
+  for (int i = 0; i < kBits; ++i) words[i] = 0;
+  JGG_UNROLL
+  for (int pair = 0; pair < 16; ++pair) {
+    JGG_UNROLL
+    for (int i = 0; i < CodeFields<kBits>(pair); ++i) {
+      const CodeField field = CodeFieldOf<kBits>(pair, i);
+      const uint32_t mask = ((1u << field.bits) - 1) * 0x10001;
+      const bool whole = field.bits == kBits;
+      const uint32_t bits = whole ? pairs[pair] : pairs[pair] >> field.bit & mask;
+      words[field.word] |= bits << field.place;
+    }
   }
 }
 

@@ -1,9 +1,8 @@
-// prepack: layout "linear" to layout "sm90", tiles of 64 rows x 64 k (jax_groupgemm/_prepack.py). A
-// lane has two rows of a tile, a warp 16 rows of four tiles; warps store what their lanes have put
-// in order in shared memory.
+// prepack: layout "linear" to layout "sm90", tiles of 64 rows x 64 k (jax_groupgemm/_prepack.py).
 #pragma once
 
 #include "quantized/device/instructions.cuh"
+#include "quantized/device/packed_codes.cuh"
 #include "quantized/quantized.h"
 
 namespace jgg::device {
@@ -151,6 +150,19 @@ __device__ void Rearrange(const uint4 (&rows)[2][2], const Scales (&scales)[2],
   }
 }
 
+// Those of this lane's two rows of a tile.
+template <Mode kMode, int kWords>
+__device__ void StoreScales(const PrepackParams& p, int64_t tile,
+                            const RowScales<kMode, kWords> (&scales)[2]) {
+  auto* to = reinterpret_cast<uint2*>(p.out_scales) + tile * 32 * kWords + threadIdx.x / 4;
+  JGG_UNROLL
+  for (int i = 0; i < kWords; ++i) {
+    to[32 * i] = make_uint2(scales[0].words[i], scales[1].words[i]);
+  }
+}
+
+// Codes of four bits. A lane has two rows of a tile, a warp 16 rows of four tiles; warps store what
+// their lanes have put in order in shared memory.
 template <Mode kMode, int kScaleWords>
 __global__ void __launch_bounds__(kPrepackThreads)
     PrepackKernel(const __grid_constant__ PrepackParams p) {
@@ -185,18 +197,81 @@ __global__ void __launch_bounds__(kPrepackThreads)
       const uint32_t (&steps)[4] = threads[j];
       stage[place(lane % 4, 4 * pair + j)] = make_uint4(steps[0], steps[1], steps[2], steps[3]);
     }
-    auto* out_scales = reinterpret_cast<uint2*>(p.out_scales) +
-                       (row_tile * p.k_tiles + tile) * 32 * kScaleWords + 8 * warp + pair;
-    JGG_UNROLL
-    for (int i = 0; i < kScaleWords; ++i) {
-      out_scales[32 * i] = make_uint2(scales[0].words[i], scales[1].words[i]);
-    }
+    StoreScales(p, row_tile * p.k_tiles + tile, scales);
   }
   __syncwarp();
   auto* out = reinterpret_cast<uint4*>(p.out) + (row_tile * p.k_tiles + first) * 128 + 32 * warp;
   JGG_UNROLL
   for (int i = 0; i < 4; ++i) {
     if (first + i < p.k_tiles) out[128 * i + lane] = stage[place(i, lane)];
+  }
+}
+
+// Affine codes of any width. A warp copies 16 rows of four tiles to shared memory; there each lane
+// finds its codes of a tile, as a thread of the product will have them, and stores them.
+template <int kBits, int kScaleWords>
+__global__ void __launch_bounds__(kPrepackThreads)
+    PrepackAnyKernel(const __grid_constant__ PrepackParams p) {
+  // An odd number of 16 bytes to a row, with room behind it, where threads look ahead.
+  constexpr int kRowWords = (8 * kBits + 29) / 32 * 32 + 4, kUnits = 4 * kBits;
+  alignas(16) __shared__ uint32_t rows[64][kRowWords];
+  const int thread = threadIdx.x, lane = thread % 32, first_row = thread / 32 * 16;
+  const int row = first_row + lane / 4;  // and row + 8
+  const int64_t row_tile = blockIdx.x / p.blocks_along_k;
+  const int first = 4 * static_cast<int>(blockIdx.x % p.blocks_along_k);
+  const int tiles = p.k_tiles - first < 4 ? p.k_tiles - first : 4;
+  // Eight bytes at a time, of which a tile has kBits to a row.
+  const int64_t line = static_cast<int64_t>(p.k_tiles) * kBits;
+  const auto* weight =
+      reinterpret_cast<const uint2*>(p.weight) + (64 * row_tile + first_row) * line + first * kBits;
+  JGG_UNROLL
+  for (int i = 0; i < 16 * kUnits / 32; ++i) {
+    const int from = (32 * i + lane) / kUnits, column = (32 * i + lane) % kUnits;
+    if (column >= tiles * kBits) continue;
+    *reinterpret_cast<uint2*>(&rows[first_row + from][2 * column]) =
+        __ldg(weight + from * line + column);
+  }
+  if (lane % 4 < tiles) {
+    RowScales<Mode::kAffine, kScaleWords> scales[2];
+    const int tile = first + lane % 4;
+    JGG_UNROLL
+    for (int i = 0; i < 2; ++i) scales[i].Load(p, 64 * row_tile + row + 8 * i, tile);
+    StoreScales(p, row_tile * p.k_tiles + tile, scales);
+  }
+  __syncwarp();
+  // Of every 8 codes of a row a thread has a pair: the first of its 32 begins at this bit.
+  const int ahead = 2 * kBits * (lane % 4), shift = ahead % 32;
+  char* out = reinterpret_cast<char*>(p.out) + (row_tile * p.k_tiles + first) * 512 * kBits;
+  JGG_NO_UNROLL
+  for (int tile = 0; tile < tiles; ++tile) {
+    uint32_t pairs[16];
+    JGG_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t* from = &rows[row + 8 * h][2 * kBits * tile + ahead / 32];
+      uint32_t bits[2 * kBits];
+      JGG_UNROLL
+      for (int i = 0; i < 2 * kBits; ++i) bits[i] = FunnelRight(from[i], from[i + 1], shift);
+      JGG_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        constexpr uint32_t kMask = (1u << kBits) - 1;
+        const int at = 8 * kBits * i % 32, word = 8 * kBits * i / 32;
+        const uint32_t pair =
+            at + 2 * kBits > 32 ? FunnelRight(bits[word], bits[word + 1], at) : bits[word] >> at;
+        pairs[2 * i + h] = (pair & kMask) | (pair << (16 - kBits) & kMask << 16);
+      }
+    }
+    uint32_t words[kBits];
+    PackPairs<kBits>(pairs, words);
+    StoreCodes<kBits>(out + tile * 512 * kBits, thread, words);
+  }
+}
+
+template <Mode kMode, int kBits, int kScaleWords>
+constexpr auto PrepackKernelOf() {
+  if constexpr (kBits == 4) {
+    return &PrepackKernel<kMode, kScaleWords>;
+  } else {
+    return &PrepackAnyKernel<kBits, kScaleWords>;
   }
 }
 
