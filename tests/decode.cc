@@ -1,6 +1,8 @@
-// ffi/quantized/device/decode.cuh and packed_codes.cuh on the host, for test_decode.py.
+// ffi/quantized/device/decode.cuh, packed_codes.cuh and streams.cuh on the host, for
+// test_decode.py.
 #include "quantized/device/decode.cuh"
 #include "quantized/device/packed_codes.cuh"
+#include "quantized/device/streams.cuh"
 
 using namespace jgg;
 using namespace jgg::device;
@@ -76,5 +78,43 @@ extern "C" void decode_tile(int bits, const char* codes, const uint32_t* scales,
     case 5: return DecodeTile<5>(codes, scales, scale_words, out);
     case 6: return DecodeTile<6>(codes, scales, scale_words, out);
     case 8: return DecodeTile<8>(codes, scales, scale_words, out);
+  }
+}
+
+// Pairs of 32 codes as two bfloat16 each: affine ones as whole numbers, others times the power of
+// two that streams.cuh names.
+template <Mode kMode, int kBits>
+static void DecodeStreams(const uint32_t* packed, long units, uint32_t* out) {
+  for (long unit = 0; unit < units; ++unit) {
+    uint32_t words[kBits], streams[kBits];
+    std::memcpy(words, packed + unit * kBits, sizeof(words));
+    ToStreams(words, streams);
+    for (int p = 0; p < 16; ++p) {
+      uint32_t& pair = out[16 * unit + p];
+      if constexpr (kMode == Mode::kAffine) {
+        pair = NumbersOf<kBits>(streams, p);
+      } else if constexpr (kBits == 4) {
+        pair = E2M1Of(streams, p);
+      } else {
+        pair = E4M3Of(streams, p);
+      }
+    }
+  }
+}
+
+extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long units,
+                               uint32_t* out) {
+  switch (static_cast<Mode>(mode)) {
+    case Mode::kAffine: break;
+    case Mode::kMxfp8: return DecodeStreams<Mode::kMxfp8, 8>(packed, units, out);
+    default: return DecodeStreams<Mode::kMxfp4, 4>(packed, units, out);
+  }
+  switch (bits) {
+    case 2: return DecodeStreams<Mode::kAffine, 2>(packed, units, out);
+    case 3: return DecodeStreams<Mode::kAffine, 3>(packed, units, out);
+    case 4: return DecodeStreams<Mode::kAffine, 4>(packed, units, out);
+    case 5: return DecodeStreams<Mode::kAffine, 5>(packed, units, out);
+    case 6: return DecodeStreams<Mode::kAffine, 6>(packed, units, out);
+    case 8: return DecodeStreams<Mode::kAffine, 8>(packed, units, out);
   }
 }

@@ -112,6 +112,16 @@ def many_tiles(rng, dtype):
     got = jax.jit(gradient)(a, jnp.array(sizes))
     groups = oracle.f64(a).reshape(264, 80, 136)
     oracle.assert_close(got, groups.swapaxes(1, 2) @ groups)
+    # float32 results, added to what is there.
+    old = oracle.random(rng, (264, 136, 136))
+
+    def twice(a, s, old):
+        q = jgg.nvfp4_quantize(a, axis=0, group_sizes=s)
+        wgrad = functools.partial(jgg.nvfp4_grouped_wgrad, q, q, s, implementation="sm90")
+        return wgrad(), wgrad(existing_out=old)
+
+    out, added = jax.jit(twice)(a, jnp.array(sizes), old)
+    oracle.assert_close(added, oracle.f64(out) + oracle.f64(old), tolerance=1e-6)
 
 
 def gathered(rng, dtype):

@@ -91,3 +91,27 @@ def test_prepacked(rng, bits, group_size):
         decode_tile(bits, *map(pointer, leaves), leaves[1].size // 64, pointer(tile))
         got[n, :, k] = tile
     np.testing.assert_array_equal(got.reshape(want.shape).astype(np.float32), want)
+
+
+@pytest.mark.parametrize(("mode", "bits", "power"), [
+    *(("affine", bits, 0) for bits in (2, 3, 4, 5, 6, 8)), ("mxfp4", 4, -126), ("mxfp8", 8, -120),
+])  # fmt: skip
+def test_streams(rng, mode, bits, power):
+    """Codes as they are stored, two by two: every code in every place. NaN codes of e4m3 are left
+    to the caller."""
+    each = (np.arange(256)[:, None] + np.arange(32)) % 2**bits
+    codes = np.concatenate([each, rng.integers(0, 2**bits, (2048, 32))]).astype(np.uint32)
+    if mode == "mxfp8":
+        codes[codes % 128 == 127] = 5
+    packed = np.ascontiguousarray(_formats.pack(jnp.asarray(codes), bits), np.uint32)
+    out = np.empty((len(codes), 16, 2), DTYPES["bfloat16"])
+    host_program.build("decode").decode_streams(
+        mode_number(mode), bits, pointer(packed), ctypes.c_long(len(codes)), pointer(out)
+    )
+    values = codes.astype(np.float64)
+    if mode != "affine":
+        scales = np.full((len(codes), 1), 127, np.uint8)
+        q = jgg.Quantized(packed, scales, mode=mode, bits=bits, group_size=32)
+        values = np.asarray(jgg.dequantize(q, "float32"), np.float64)
+    want = values.reshape(-1, 2, 16).swapaxes(1, 2) * 2.0**power
+    np.testing.assert_array_equal(out.astype(np.float64), want)

@@ -1,10 +1,13 @@
 """The Hopper kernel's own shapes: every tile, rests of every length, cuts at every residue."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from nvfp4_grouped_problems import along_t, wgrad_oracle
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call, _custom_calls, _timing, _tuned
@@ -84,21 +87,51 @@ def test_many_tiles(rng, tile, transpose_w):
         oracle.assert_close(out, oracle.grouped_mm(x, w, sizes), k=k)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("transpose_a", [False, True])
-def test_many_tiles_of_ragged_k(rng, dtype, transpose_a):
-    """Likewise: segments of none to 200, so of up to four slices."""
+def ragged_k(rng):
+    """Sizes of none to 200, so of up to four slices, of enough matrices for large tiles."""
     sizes = rng.integers(0, 200, 330)
     sizes[rng.integers(0, 330, 30)] = 0
-    cuts = np.append(0, np.cumsum(sizes))
+    return sizes
+
+
+@pytest.mark.parametrize("result", [None, "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_many_tiles_of_ragged_k(rng, dtype, transpose_a, result):
+    """Likewise."""
+    cuts = np.append(0, np.cumsum(ragged_k(rng)))
     spans = np.stack([cuts[:-1], cuts[1:]], 1).astype(np.int32)
     rows = int(cuts[-1])
     a, b = oracle.random(rng, (130, rows), dtype), oracle.random(rng, (rows, 200), dtype)
     f = jax.jit(
-        lambda a, b, s: jgg.segmented_mm(a, b, s, transpose_a=transpose_a, implementation="sm90")
+        lambda a, b, s: jgg.segmented_mm(
+            a, b, s, transpose_a=transpose_a, preferred_element_type=result, implementation="sm90"
+        )
     )
     out = f(a.T if transpose_a else a, b, spans)
-    oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=200)
+    want = oracle.segmented_mm(a, b, spans)
+    oracle.assert_close(out, want, tolerance=SUMS if result else None, k=200)
+
+
+@pytest.mark.parametrize("columns", [200, 198])
+def test_many_scaled_and_accumulated_tiles(rng, columns):
+    """float32 results, which TMA adds to what is there, or warps where it cannot. A matrix without
+    rows keeps its bits."""
+    sizes = ragged_k(rng)
+    rows = int(sizes.sum()) + 9
+    x, dy = along_t(rng, columns, sizes, rows), along_t(rng, 130, sizes, rows)
+    alpha = jnp.asarray(rng.uniform(0.5, 2, len(sizes)), jnp.float32)
+    old = np.array(oracle.random(rng, (len(sizes), 130, columns)))
+    empty = sizes == 0
+    old[empty, 0], old[empty, 1] = -0.0, np.nan
+    f = jax.jit(functools.partial(jgg.nvfp4_grouped_wgrad, implementation="sm90"))
+    want = wgrad_oracle(x, dy, sizes) * oracle.f64(alpha)[:, None, None]
+    got = f(x, dy, jnp.asarray(sizes), alpha=alpha)
+    oracle.assert_close(got, want, tolerance=SUMS)
+    assert not np.asarray(got)[empty].any()
+    got = np.asarray(f(x, dy, jnp.asarray(sizes), alpha=alpha, existing_out=jnp.asarray(old)))
+    oracle.assert_close(got[~empty], (want + old)[~empty], tolerance=SUMS)
+    np.testing.assert_array_equal(got[empty].view(np.int32), old[empty].view(np.int32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -11,23 +11,38 @@
 
 namespace jgg {
 
+// The result as TMA writes it.
+template <typename Config>
+TensorMapSpec OutSm90(const GemmSm90& gemm) {
+  const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+  return {gemm.out,
+          gemm.out_dtype,
+          columns,
+          gemm.wgrad ? gemm.m : gemm.rows_y,
+          gemm.wgrad ? gemm.groups : 1,
+          gemm.out_line,
+          gemm.wgrad ? gemm.out_group : gemm.out_line,
+          Config::Epilogue::kChunk,
+          Config::kWide ? 32 : 64};
+}
+
+// Whether the warp that stores can take the result: it only rounds, and TMA writes it; or it only
+// adds, and that is what TMA can do of float32, matrix by matrix.
+template <typename Config>
+bool HasStoreWarpSm90(const GemmSm90& gemm) {
+  const bool wide = gemm.out_dtype == DType::kF32;
+  const bool adds = wide && gemm.wgrad && gemm.epilogue.accumulate;
+  return Config::kStoreWarp && wide == Config::kWide && (adds || !gemm.epilogue.Any()) &&
+         TensorMapProblem(OutSm90<Config>(gemm)) == nullptr;
+}
+
 // The tensor map of the result, where it can have one.
 template <typename Config>
 cudaError_t EncodeOutSm90(GemmSm90& gemm) {
-  using Epilogue = typename Config::Epilogue;
-  const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
-  const bool wide = gemm.out_dtype == DType::kF32;
-  TensorMapSpec out{gemm.out,
-                    gemm.out_dtype,
-                    columns,
-                    gemm.wgrad ? gemm.m : gemm.rows_y,
-                    gemm.wgrad ? gemm.groups : 1,
-                    gemm.out_line,
-                    gemm.wgrad ? gemm.out_group : gemm.out_line,
-                    Epilogue::kChunk,
-                    wide ? 32 : 64};
-  gemm.stores_boxes = (!wide || Epilogue::kWide) && TensorMapProblem(out) == nullptr;
-  gemm.store_warp = Config::kStoreWarp && gemm.stores_boxes && !wide && !gemm.epilogue.Any();
+  TensorMapSpec out = OutSm90<Config>(gemm);
+  gemm.stores_boxes =
+      (gemm.out_dtype == DType::kF32) == Config::kWide && TensorMapProblem(out) == nullptr;
+  gemm.store_warp = HasStoreWarpSm90<Config>(gemm);
   if (!gemm.stores_boxes) return cudaSuccess;
   if (cudaError_t error = EncodeTensorMap(out, &gemm.out_map)) return error;
   out.box_lines = 8;
@@ -174,11 +189,8 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
     if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
     // float32 results take the room of a stage.
-    if (gemm.out_dtype == DType::kF32) {
-      return LaunchConfigSm90<
-          device::GemmSm90Config<Element, kLKMajor, kR, 256, 1, 3, 2, 1, false, true>>(stream, gemm,
-                                                                                       operands);
-    }
+    using Wide = device::GemmSm90Config<Element, kLKMajor, kR, 256, 1, 3, 2, 1, false, true>;
+    if (HasStoreWarpSm90<Wide>(gemm)) return LaunchConfigSm90<Wide>(stream, gemm, operands);
     return launch(Constant<256>{}, One{}, Constant<4>{}, Two{});
   });
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "grouped_mm/gemm_sm80.cuh"
-#include "quantized/device/few_rows_sm80.cuh"
 #include "quantized/device/gemm_sm80.cuh"
 #include "quantized/gemm_sm80.h"
 
@@ -133,44 +132,6 @@ cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm)
   return LaunchQuantizedConfig<typename Configs::Low>(stream, gemm);
 }
 
-// Whether device/few_rows_sm80.cuh takes it: whole 32s of k, copies where they should begin.
-inline bool DecodesInRegisters(const QuantizedGemmSm80& gemm) {
-  const QuantizedWeight& w = gemm.w;
-  const auto aligned = [](const void* data, uintptr_t bytes) {
-    return reinterpret_cast<uintptr_t>(data) % bytes == 0;
-  };
-  if (w.coding.mode == Mode::kAffine && w.coding.scale_dtype != DType::kBF16) return false;
-  return w.elements % 32 == 0 && gemm.gemm.a_width == 8 && aligned(w.packed, 16) &&
-         aligned(w.scales, 2) && aligned(w.biases, 2);
-}
-
-template <Mode kMode, int kBits>
-cudaError_t LaunchFewRowsConfig(cudaStream_t stream, QuantizedGemmSm80 gemm) {
-  using Config = device::FewRowsConfig<device::FewRowsWeights<kMode, kBits>>;
-  gemm.slice.scale_line = gemm.w.elements / gemm.w.group_size * gemm.w.coding.ScaleBytes();
-  gemm.slice.group_bits = device::Log2(gemm.w.group_size);
-  static KnownBlocks known{};
-  return LaunchTiles<Config>(stream, device::FewRowsSm80Kernel<Config>, gemm, gemm.gemm,
-                             sizeof(typename Config::SharedMemory), known);
-}
-
-inline cudaError_t LaunchFewRows(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
-  switch (gemm.w.coding.mode) {
-    case Mode::kNvfp4: return LaunchFewRowsConfig<Mode::kNvfp4, 4>(stream, gemm);
-    case Mode::kMxfp4: return LaunchFewRowsConfig<Mode::kMxfp4, 4>(stream, gemm);
-    case Mode::kMxfp8: return LaunchFewRowsConfig<Mode::kMxfp8, 8>(stream, gemm);
-    case Mode::kAffine: break;
-  }
-  switch (gemm.w.coding.bits) {
-    case 2: return LaunchFewRowsConfig<Mode::kAffine, 2>(stream, gemm);
-    case 3: return LaunchFewRowsConfig<Mode::kAffine, 3>(stream, gemm);
-    case 5: return LaunchFewRowsConfig<Mode::kAffine, 5>(stream, gemm);
-    case 6: return LaunchFewRowsConfig<Mode::kAffine, 6>(stream, gemm);
-    case 8: return LaunchFewRowsConfig<Mode::kAffine, 8>(stream, gemm);
-    default: return LaunchFewRowsConfig<Mode::kAffine, 4>(stream, gemm);
-  }
-}
-
 template <typename Element, bool kBKMajor>
 cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   using Configs = QuantizedConfigsSm80<Element, kBKMajor>;
@@ -181,7 +142,7 @@ cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const Quantized
   // Low tiles decode a weight once for every 16 rows, and some segments are longer than others.
   if (rows <= 8 || gemm.gemm.rows_y <= 16 || device::SumsApart(gemm)) {
     if constexpr (kBKMajor && std::is_same_v<Element, cutlass::bfloat16_t>) {
-      if (DecodesInRegisters(gemm)) return LaunchFewRows(stream, gemm);
+      if (TakesFewRowsSm80(gemm)) return LaunchFewRowsSm80(stream, gemm);
     }
     if constexpr (kBKMajor && sizeof(Element) == 2) {
       const bool wide = MakePackedSlice<typename Configs::Low>(gemm).shape.width == 16;

@@ -4,7 +4,7 @@
 // A thread's sums are of 2 columns (8 apart) and 2 neighbouring rows of every 8. They go through
 // shared memory, kChunk rows at a time. Whole chunks leave by TMA; others in pieces of 16 bytes
 // along a row, of which those outside the tile are left out: so tails are exact. Scattered rows,
-// whose places in the result are a list, leave that way too, and float32 unless kWide.
+// whose places in the result are a list, leave that way too, and float32; but see store_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,12 @@
 
 namespace jgg::device {
 
-// Shared memory for two chunks of two-byte results, or one of float32; kWide: two of float32.
-template <int kChunk_, bool kScattered = false, bool kWide_ = false, bool kUnrolled = false>
+// Shared memory for two chunks of two-byte results, or one of float32.
+template <int kChunk_, bool kScattered = false, bool kUnrolled = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
-  static constexpr bool kWide = kWide_;
-  static constexpr int kBytes = kChunk * 128 * (kWide ? 4 : 2);
+  static constexpr int kBytes = kChunk * 128 * 2;
 
   __device__ EpilogueSm90(const GemmSm90& gemm, void* staged, int barrier)
       : gemm_(gemm), staged_(static_cast<char*>(staged)), barrier_(barrier) {}
@@ -68,6 +67,23 @@ class EpilogueSm90 {
     StageFours(staged, blocks, [&](int word) { return words[word]; });
   }
 
+  // kRows rows of 32 floats, and of the next 32, times `scale`; pieces of 16 bytes are swizzled by
+  // the row.
+  template <int kRows>
+  __device__ static void StageFloats(const float* sums, char* staged, int blocks,
+                                     float scale = 1.0f) {
+    float* to = reinterpret_cast<float*>(staged);
+#pragma unroll
+    for (int block = 0; block < kRows / 8; ++block) {
+      if (block >= blocks) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[FloatOffset<kRows>(8 * block + Lane() % 4 * 2 + i % 2, Column() + i / 2 * 8)] =
+            sums[4 * block + i] * scale;
+      }
+    }
+  }
+
   // `gates`, and `up`, which they let through.
   template <int kSums>
   __device__ void StoreGated(const Work& work, int column, float (&gates)[kSums],
@@ -103,7 +119,7 @@ class EpilogueSm90 {
       const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
       // Chunks take turns with two buffers, or have one.
-      turn_ = wide && !kWide ? 0 : turn_ ^ 1;
+      turn_ = wide ? 0 : turn_ ^ 1;
       char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
       if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
@@ -117,10 +133,7 @@ class EpilogueSm90 {
       if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
       if (boxes) {
-        if (Thread() == 0) {
-          StoreRows(work, column, chunk * kChunk, staged);
-          if (wide) StoreRows(work, column + 32, chunk * kChunk, staged + kChunk * 128);
-        }
+        if (Thread() == 0) StoreRows(work, column, chunk * kChunk, staged);
       } else if (wide) {
         WriteFloats(staged, out, chunk * kChunk, rows, work.columns - column);
       } else {
@@ -223,24 +236,9 @@ class EpilogueSm90 {
     }
   }
 
-  // kRows rows of 32 floats, and of the next 32; pieces of 16 bytes are swizzled by the row.
   template <int kRows>
   __device__ static int FloatOffset(int row, int column) {
     return (column / 32 * kRows + row) * 32 + (column % 32 ^ (row % 8 * 4));
-  }
-
-  template <int kRows>
-  __device__ void StageFloats(const float* sums, char* staged, int blocks) const {
-    float* to = reinterpret_cast<float*>(staged);
-#pragma unroll
-    for (int block = 0; block < kRows / 8; ++block) {
-      if (block >= blocks) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        to[FloatOffset<kRows>(8 * block + Lane() % 4 * 2 + i % 2, Column() + i / 2 * 8)] =
-            sums[4 * block + i];
-      }
-    }
   }
 
   template <int kRows>

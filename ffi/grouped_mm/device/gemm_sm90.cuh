@@ -34,7 +34,7 @@ struct TileRows<0> {};
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
 // the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
 // columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each. Rows by
-// list (kGathered): gathered_gemm_sm90.cuh. kWide: for float32 results.
+// list (kGathered): gathered_gemm_sm90.cuh. kWide: for float32 results that the store warp takes.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
           int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false>
 struct GemmSm90Config {
@@ -48,8 +48,8 @@ struct GemmSm90Config {
   static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
-  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered ? 72 : 56;
-  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered ? 216 : 224;
+  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide_ ? 72 : 56;
+  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered || kWide_ ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
@@ -60,22 +60,25 @@ struct GemmSm90Config {
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
-  static constexpr bool kStoreWarp =
-      kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered && !kWide_;
+  static constexpr bool kWide = kWide_;
+  static constexpr bool kStoreWarp = kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered;
+  static constexpr int kStoreBuffers = kWide ? 4 : 2;
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? 2 : 0;
   // What rows by list take of shared memory, smaller chunks of the result give.
-  using Epilogue = EpilogueSm90<kGathered ? 32 : kChunkL, kGathered, kWide_>;
+  using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered>;
+  static constexpr int kStagedBytes =
+      kStoreWarp ? kStoreBuffers * Epilogue::kChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
     alignas(1024) char r[kStages][kPlanes][kChunksR * kChunkBytesR];
-    alignas(1024) char staged[2][Epilogue::kBytes];
+    alignas(1024) char staged[2][kStagedBytes];
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages], cleared[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
-    StoreBarriers stores;
+    StoreBarriers<kStoreBuffers> stores;
     TileRows<kGathered ? kRows : 0> rows[kWorks];
   };
 };
@@ -157,6 +160,7 @@ __device__ inline uint4 operator&(uint4 a, uint4 b) {
 // of `lines` rows or columns. One warp.
 template <bool kKMajor>
 __device__ void Clear(char* tile, int chunks, int lines, int first, int last, int end) {
+  if (first == 0 && last == end) return;
   const int lane = threadIdx.x % 32;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   if constexpr (kKMajor) {
@@ -229,23 +233,24 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   constexpr bool kWgrad = Config::kRaggedK && Config::kHalves == 1;  // whether it may be one
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at, cleared;
-  Place<kStoreBuffers> store;
+  Place<Config::kStoreBuffers> store;
   std::conditional_t<(Config::kLateChunks > 0), LateChunks<Config>, NoLateChunks> late;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
-    const bool scaled = kWgrad && gemm.matrix_scale != nullptr;
-    const float scale = scaled ? gemm.matrix_scale[work.weight] : 1.0f;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
                              [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
-    if constexpr (kWgrad) {
-      if (work.slices == 0 && gemm.wgrad && gemm.epilogue.accumulate) return;
-      if (scaled) Scale(sums, scale);
+    if (64 * group >= work.columns) return;
+    if constexpr (Config::kWide) {
+      const bool scaled = gemm.matrix_scale != nullptr;
+      const float scale = scaled ? __ldg(gemm.matrix_scale + work.weight) : 1.0f;
+      return StageTile<Config, float>(gemm, memory, work, group, store, sums, late, scale);
+    } else if constexpr (kWgrad) {
+      if (gemm.matrix_scale != nullptr) Scale(sums, __ldg(gemm.matrix_scale + work.weight));
     }
-    if constexpr (Config::kStoreWarp) {
+    if constexpr (Config::kStoreWarp && !Config::kWide) {
       if (gemm.store_warp) {
-        if (64 * group >= work.columns) return;
         if (gemm.out_dtype == DType::kBF16) {
           StageTile<Config, cutlass::bfloat16_t>(gemm, memory, work, group, store, sums, late);
         } else {
@@ -254,7 +259,9 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
         return;
       }
     }
-    if constexpr (Config::kHalves == 2) {
+    if constexpr (Config::kWide) {
+      // Has no other way.
+    } else if constexpr (Config::kHalves == 2) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Work part = work;

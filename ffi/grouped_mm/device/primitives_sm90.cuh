@@ -153,6 +153,15 @@ __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x,
       : "memory");
 }
 
+// The same of float32, added to what is there.
+__device__ inline void AddBox(const CUtensorMap* map, const void* from, int x, int y, int z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(map),
+      "r"(SharedAddress(from)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Ends a group of stores, which may be empty.
 __device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

@@ -164,6 +164,8 @@ class ScheduleSm90 {
     work.weight = weight;
     work.rows = min(kRows, gemm_.m - work.l_row);
     work.out = weight * gemm_.out_group + work.l_row * gemm_.out_line + work.out_column;
+    // Nothing is added to this matrix.
+    if (length == 0 && gemm_.epilogue.accumulate) work.columns = 0;
   }
 
   __device__ void SetRowsTile(Work& work, int number, int index, int start, int length,

@@ -1,7 +1,8 @@
-// Results that are only rounded to two bytes leave through a warp of their own. Each warpgroup that
-// multiplies has two buffers in shared memory, for a chunk of rows each: it fills them in turns,
-// and that warp stores them by TMA. So a warpgroup waits for no store but that of the chunk before
-// the last, and its warps do not wait for each other.
+// Results that are only rounded leave through a warp of their own. Each warpgroup that multiplies
+// has two buffers in shared memory, for a chunk of rows each (or four, for half as many rows of
+// float32): it fills them in turns, and that warp stores them by TMA, or adds them to what is there
+// (wgrad, float32). So a warpgroup waits for no store but that of the chunk that had its buffer,
+// and its warps do not wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -14,17 +15,16 @@
 
 namespace jgg::device {
 
-constexpr int kStoreBuffers = 2;
-
 // The barriers of the buffers, for each of the two warpgroups.
+template <int kBuffers>
 struct StoreBarriers {
-  uint64_t full[2][kStoreBuffers], empty[2][kStoreBuffers];
+  uint64_t full[2][kBuffers], empty[2][kBuffers];
 
   // One thread.
   __device__ void Init() {
-    for (int i = 0; i < 2 * kStoreBuffers; ++i) {
-      device::Init(&full[i / kStoreBuffers][i % kStoreBuffers], kMultiplyWarps / 2);
-      device::Init(&empty[i / kStoreBuffers][i % kStoreBuffers], 1);
+    for (int i = 0; i < 2 * kBuffers; ++i) {
+      device::Init(&full[i / kBuffers][i % kBuffers], kMultiplyWarps / 2);
+      device::Init(&empty[i / kBuffers][i % kBuffers], 1);
     }
   }
 };
@@ -35,16 +35,26 @@ __device__ int HalfRows(int rows) {
   return Config::kHalves == 1 || rows <= 128 ? rows : (rows + 15) / 16 * 8;
 }
 
-// Rows [first, first + rows) of a tile, 64 columns from `column` on, from a buffer. One warp; what
-// TMA copies is under way afterwards.
+template <typename Config>
+__device__ char* Buffer(typename Config::SharedMemory& memory, int group, int index) {
+  constexpr int kBytes = sizeof(memory.staged[0]) / Config::kStoreBuffers;
+  return memory.staged[group] + index * kBytes;
+}
+
+// Rows [first, first + rows) of a tile, 64 columns from `column` on, from a buffer (of float32 in
+// two calls, for 32 columns each). One warp; what TMA copies is under way afterwards.
 template <typename Config>
 __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* staged, int column,
                            int first, int rows) {
+  constexpr int kPiece = Config::kWide ? 4 : 8;  // elements of 16 bytes
   const int lane = threadIdx.x % 32, out_column = work.out_column + column;
   if (gemm.wgrad || rows == Config::Epilogue::kChunk) {  // wgrad: TMA knows where a matrix ends
-    if (lane == 0) {
-      StoreBox(&gemm.out_map, staged, out_column, work.out_row + first,
-               gemm.wgrad ? work.weight : 0);
+    if (lane != 0) return;
+    const int matrix = gemm.wgrad ? work.weight : 0;
+    if (Config::kWide && gemm.epilogue.accumulate) {
+      AddBox(&gemm.out_map, staged, out_column, work.out_row + first, matrix);
+    } else {
+      StoreBox(&gemm.out_map, staged, out_column, work.out_row + first, matrix);
     }
     return;
   }
@@ -56,10 +66,10 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
     }
   }
   const int piece = lane % 8;
-  if (column + piece * 8 >= work.columns) return;
+  if (column + piece * kPiece >= work.columns) return;
   for (int row = whole + lane / 8; row < rows; row += 4) {
-    const int64_t to = work.out + (first + row) * gemm.out_line + column + piece * 8;
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(gemm.out) + to) =
+    const int64_t to = work.out + (first + row) * gemm.out_line + column + piece * kPiece;
+    *reinterpret_cast<uint4*>(static_cast<char*>(gemm.out) + to * (16 / kPiece)) =
         *reinterpret_cast<const uint4*>(staged + row * 128 + (piece ^ (row % 8)) * 16);
   }
 }
@@ -68,7 +78,7 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
 template <typename Config>
 __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   constexpr int kChunk = Config::Epilogue::kChunk;
-  Place<kStoreBuffers> places[2];
+  Place<Config::kStoreBuffers> places[2];
   ForEachWork<Config>(memory, [&](const Work& work) {
     uint64_t* before = nullptr;  // of the buffer that is being stored
     const int half_rows = HalfRows<Config>(work.rows);
@@ -79,10 +89,15 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         if (64 * group >= work.columns) continue;
-        Place<kStoreBuffers>& at = places[group];
+        Place<Config::kStoreBuffers>& at = places[group];
         Wait(&memory.stores.full[group][at.index], at.parity);
-        const char* staged = memory.staged[group] + at.index * kChunk * 128;
-        StoreChunk<Config>(gemm, work, staged, 64 * group, first, rows);
+        const char* staged = Buffer<Config>(memory, group, at.index);
+#pragma unroll
+        for (int i = 0; i < (Config::kWide ? 2 : 1); ++i) {
+          const int column = 64 * group + 32 * i;
+          if (column >= work.columns) continue;
+          StoreChunk<Config>(gemm, work, staged + i * kChunk * 128, column, first, rows);
+        }
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
           CommitStores();
@@ -105,9 +120,9 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
 // A chunk of a warpgroup's tile, to that warp: stage(buffer).
 template <typename Config, typename Function>
 __device__ void StageChunk(typename Config::SharedMemory& memory, int group,
-                           Place<kStoreBuffers>& at, Function stage) {
+                           Place<Config::kStoreBuffers>& at, Function stage) {
   Wait(&memory.stores.empty[group][at.index], at.parity ^ 1);
-  stage(memory.staged[group] + at.index * Config::Epilogue::kChunk * 128);
+  stage(Buffer<Config>(memory, group, at.index));
   FenceAsyncProxy();
   __syncwarp();
   if (threadIdx.x % 32 == 0) Arrive(&memory.stores.full[group][at.index]);
@@ -119,24 +134,31 @@ __device__ void StageChunk(typename Config::SharedMemory& memory, int group,
 template <typename Config>
 class LateChunks {
  public:
-  // Keep one behind those that are kept, of which there are i.
+  // Keep one behind those that are kept, of which there are i. float32 sums are multiplied by
+  // `scale`, which also takes them out of the registers that tensor cores add to.
   template <typename T>
-  __device__ void Keep(int i, const float* sums) {
+  __device__ void Keep(int i, const float* sums, float scale) {
     kept_ = i + 1;
 #pragma unroll
-    for (int j = 0; j < kChunkWords; ++j) words_[i][j] = Pack<T>(sums[2 * j], sums[2 * j + 1]);
+    for (int j = 0; j < kChunkWords; ++j) {
+      if constexpr (Config::kWide) {
+        words_[i][j] = __float_as_uint(sums[j] * scale);
+      } else {
+        words_[i][j] = Pack<T>(sums[2 * j], sums[2 * j + 1]);
+      }
+    }
   }
 
   // Stage the first, if there is one and a buffer is free.
   __device__ void TryStageFirst(typename Config::SharedMemory& memory, int group,
-                                Place<kStoreBuffers>& at) {
+                                Place<Config::kStoreBuffers>& at) {
     if (kept_ > 0 && Over(&memory.stores.empty[group][at.index], at.parity ^ 1)) {
       StageFirst(memory, group, at);
     }
   }
 
   __device__ void StageAll(typename Config::SharedMemory& memory, int group,
-                           Place<kStoreBuffers>& at) {
+                           Place<Config::kStoreBuffers>& at) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if (kept_ > 0) StageFirst(memory, group, at);
@@ -144,12 +166,20 @@ class LateChunks {
   }
 
  private:
-  static constexpr int kCount = Config::kLateChunks, kChunkWords = Config::Epilogue::kChunk / 4;
+  static constexpr int kCount = Config::kLateChunks, kChunk = Config::Epilogue::kChunk;
+  static constexpr int kChunkWords = kChunk / (Config::kWide ? 2 : 4);
 
   __device__ void StageFirst(typename Config::SharedMemory& memory, int group,
-                             Place<kStoreBuffers>& at) {
+                             Place<Config::kStoreBuffers>& at) {
     StageChunk<Config>(memory, group, at, [&](char* staged) {
-      Config::Epilogue::StageWords(words_[0], staged, kChunkWords / 2);
+      if constexpr (Config::kWide) {
+        float values[kChunkWords];
+#pragma unroll
+        for (int j = 0; j < kChunkWords; ++j) values[j] = __uint_as_float(words_[0][j]);
+        Config::Epilogue::template StageFloats<kChunk>(values, staged, kChunk / 8);
+      } else {
+        Config::Epilogue::StageWords(words_[0], staged, kChunk / 8);
+      }
     });
     --kept_;
 #pragma unroll
@@ -164,18 +194,19 @@ class LateChunks {
 };
 
 struct NoLateChunks {
-  template <typename Memory>
-  __device__ void TryStageFirst(Memory&, int, Place<kStoreBuffers>&) {}
-  template <typename Memory>
-  __device__ void StageAll(Memory&, int, Place<kStoreBuffers>&) {}
+  template <typename Memory, typename Place>
+  __device__ void TryStageFirst(Memory&, int, Place&) {}
+  template <typename Memory, typename Place>
+  __device__ void StageAll(Memory&, int, Place&) {}
 };
 
 // A warpgroup's sums of a tile, to that warp, but for those that come late: not in wgrad of a
-// K-major L, which was no faster with them, and slower where segments are short.
+// K-major L, which was no faster with them, and slower where segments are short. float32 sums are
+// multiplied by `scale`.
 template <typename Config, typename T, int kSums, typename Late>
 __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                          const Work& work, int group, Place<kStoreBuffers>& at,
-                          float (&sums)[Config::kHalves][kSums], Late& late) {
+                          const Work& work, int group, Place<Config::kStoreBuffers>& at,
+                          float (&sums)[Config::kHalves][kSums], Late& late, float scale = 1.0f) {
   using Epilogue = typename Config::Epilogue;
   constexpr int kChunk = Epilogue::kChunk, kChunks = (2 * kSums + kChunk - 1) / kChunk;
   constexpr int kEarly = kChunks - Config::kLateChunks;
@@ -188,15 +219,19 @@ __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& m
       if (chunk * kChunk >= rows) break;
       const float* from = sums[half] + chunk * (kChunk / 2);
       if constexpr (Config::kLateChunks > 0) {
-        if (chunk >= kEarly && !(Config::kLKMajor && gemm.wgrad)) {
-          late.template Keep<T>(chunk - kEarly, from);
+        if (chunk >= kEarly && (Config::kWide || !Config::kLKMajor || !gemm.wgrad)) {
+          late.template Keep<T>(chunk - kEarly, from, scale);
           continue;
         }
       }
       StageChunk<Config>(memory, group, at, [&](char* staged) {
         // The last chunk may be half full.
-        Epilogue::template StageHalvesOf<T>(from, staged,
-                                            std::min(kChunk, 2 * kSums - chunk * kChunk) / 8);
+        const int blocks = std::min(kChunk, 2 * kSums - chunk * kChunk) / 8;
+        if constexpr (Config::kWide) {
+          Epilogue::template StageFloats<kChunk>(from, staged, blocks, scale);
+        } else {
+          Epilogue::template StageHalvesOf<T>(from, staged, blocks);
+        }
       });
     }
   }

@@ -5,75 +5,15 @@
 // mma.sync has columns of the result on its M side. Thread 4 * g + j of a warp has columns g and
 // g + 8 of the warp's 16, and of every 128 k the 32 from 32 * j on: which k an instruction
 // multiplies does not matter, as long as both operands agree, so a thread takes its codes as they
-// come. Of the 32, numbers p and 16 + p are a pair: neighbours for the instruction.
+// come, in the pairs of streams.cuh.
 #pragma once
 
 #include <cstdint>
 
 #include "quantized/device/gemm_sm80.cuh"
+#include "quantized/device/streams.cuh"
 
 namespace jgg::device {
-
-// 32 codes as two streams of 16, one in words' lower halves, one in the upper.
-template <int kBits>
-JGG_HOST_DEVICE void ToStreams(const uint32_t (&words)[kBits], uint32_t (&streams)[kBits]) {
-  JGG_UNROLL
-  for (int i = 0; i < kBits; ++i) {
-    const int upper = i + kBits;  // as halves of words
-    const uint32_t selector = (i % 2 ? 0x32 : 0x10) | (upper % 2 ? 0x7600 : 0x5400);
-    streams[i] = Permute(words[i / 2], words[upper / 2], selector);
-  }
-}
-
-// Codes p and 16 + p as whole numbers in bfloat16.
-template <int kBits>
-JGG_HOST_DEVICE uint32_t NumbersOf(const uint32_t (&streams)[kBits], int p) {
-  constexpr uint32_t k128 = 0x43004300, kTwice = 0x10001, kMask = (1u << kBits) - 1;
-  const int word = kBits * p / 16, at = kBits * p % 16;
-  if constexpr (kBits == 8) {
-    // 128 and the lower seven bits; less 128 (two times 64) where the highest is not set.
-    const uint32_t stream = streams[word];
-    const uint32_t highest = ~(at == 0 ? stream << 7 : stream >> 1) & 0x40004000;
-    return MultiplyAdd2<DType::kBF16>(highest, 0xc280c280,
-                                      MaskOr(stream >> at, 0x7f * kTwice, k128));
-  } else {
-    // Bit `place` of a half is worth one: several codes share a shift.
-    int place = at % 6;
-    if (place + kBits > 7) place = 0;
-    uint32_t wide;
-    if (at + kBits > 16) {
-      const uint32_t low = (1u << (16 - at)) - 1;
-      place = 0;
-      wide = MaskOr(streams[word] >> at, low * kTwice, k128);
-      wide = MaskOr(streams[word + 1] << (16 - at), (kMask & ~low) * kTwice, wide);
-    } else {
-      wide = MaskOr(streams[word] >> (at - place), (kMask << place) * kTwice, k128);
-    }
-    const uint32_t unit = static_cast<uint32_t>(127 - place) << 7;
-    const uint32_t offset = 0x8000 | static_cast<uint32_t>(134 - place) << 7;
-    return MultiplyAdd2<DType::kBF16>(wide, unit * kTwice, offset * kTwice);
-  }
-}
-
-// e2m1 codes p and 16 + p, 2^-126 times their values, in bfloat16.
-JGG_HOST_DEVICE uint32_t E2M1Of(const uint32_t (&streams)[4], int p) {
-  constexpr uint32_t kSign = 0x80008000, kRest = 0x01c001c0;
-  const uint32_t stream = streams[p / 4];
-  switch (p % 4) {
-    case 0: return MaskOr(stream << 12, kSign, stream << 6 & kRest);
-    case 1: return MaskOr(stream << 8, kSign, stream << 2 & kRest);
-    case 2: return MaskOr(stream << 4, kSign, stream >> 2 & kRest);
-    default: return MaskOr(stream, kSign, stream >> 6 & kRest);
-  }
-}
-
-// e4m3 codes p and 16 + p, 2^-120 times their values.
-JGG_HOST_DEVICE uint32_t E4M3Of(const uint32_t (&streams)[8], int p) {
-  constexpr uint32_t kSign = 0x80008000, kRest = 0x07f007f0;
-  const uint32_t stream = streams[p / 2];
-  return p % 2 == 0 ? MaskOr(stream << 8, kSign, stream << 4 & kRest)
-                    : MaskOr(stream, kSign, stream >> 4 & kRest);
-}
 
 // What 32 codes of a line need beside themselves, in bfloat16, in both halves (nvfp4: of codes 0-15
 // and 16-31).
@@ -157,8 +97,8 @@ struct FewRowsWeights {
 template <int kBlocks_>
 class FewRowsOps {
  public:
-  static constexpr int kThreads = 256, kBlocks = kBlocks_;
-  static constexpr int kSums = 8 * kBlocks * 128;
+  static constexpr int kThreads = 128, kBlocks = kBlocks_;
+  static constexpr int kSums = kThreads / 2 * 8 * kBlocks;
 
   __device__ void Clear() {
 #pragma unroll
@@ -173,6 +113,16 @@ class FewRowsOps {
     float (&c)[4] = sums_[block];
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0,
                                               b1, c[0], c[1], c[2], c[3]);
+  }
+
+  // Of one block of rows there are two sums, so that products wait less for each other.
+  __device__ void AddUp() {
+    static_assert(kBlocks == 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums_[0][i] += sums_[1][i];
+      sums_[1][i] = 0.0f;
+    }
   }
 
   // As of TensorOps.
@@ -209,11 +159,11 @@ struct FewRowsConfig {
   using Element = cutlass::bfloat16_t;
   using Ops = FewRowsOps<2>;
   static constexpr bool kBKMajor = true, kSumsApart = true;
-  static constexpr int kM = 16, kN = 128, kThreads = Ops::kThreads, kBlocksPerSm = 2;
-  // A step is 128 k; rows of x come in chunks of four.
-  static constexpr int kStep = 128, kChunk = 512;
+  static constexpr int kM = 16, kN = 64, kThreads = Ops::kThreads, kBlocksPerSm = 4;
+  // A step is 128 k; rows of x come in chunks of two.
+  static constexpr int kStep = 128, kChunk = 256;
   static constexpr int kStepBytes = 8 * Weights::kBits * kThreads;  // of codes, of all threads
-  static constexpr int kStages = kStepBytes > 8192 ? 4 : 6;
+  static constexpr int kStages = Weights::kBits > 4 ? 4 : 6;
   using Work = Schedule<kM, kN, kThreads, true, true>;
   using Result = ResultTile<kM, kN, kThreads, true>;
   // Words of a row of x in a chunk: reads of 8 lanes meet no bank twice.
@@ -229,6 +179,13 @@ struct FewRowsConfig {
     float kept[Ops::kSums];  // SumsApart
   };
 };
+
+// A pointer that the compiler had better keep than compute again in every step.
+template <typename T>
+__device__ T* Kept(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 
 // Copies this thread's codes into its places of the ring, and reads them and their scales.
 template <typename Config>
@@ -250,23 +207,28 @@ class CodeReader {
       const bool exists = in_half < tile.n_count;
       const int64_t line = weight * gemm.w.lines +
                            (exists ? tile.n0 + in_half + (column < half ? 0 : gemm.gemm.n / 2) : 0);
-      codes_[r] = static_cast<const char*>(gemm.w.packed) + line * line_bytes + 4 * kBits * j;
-      scales_[r] = line * gemm.slice.scale_line;
+      const int64_t scales = line * gemm.slice.scale_line + Group(gemm, 32 * j);
+      const auto at = [](const void* data, int64_t bytes) {
+        return Kept(static_cast<const char*>(data) + bytes);
+      };
+      codes_[r] = at(gemm.w.packed, line * line_bytes + 4 * kBits * j);
+      scales_[r] = at(gemm.w.scales, scales);
+      if (Weights::kAffine) biases_[r] = at(gemm.w.biases, scales);
       left_[r] = exists ? static_cast<int>(gemm.w.elements) - 32 * j : 0;
     }
-    k_ = 32 * j;
+    scale_step_ = Group(gemm, Config::kStep);
+    asm volatile("" : "+r"(scale_step_));
   }
 
   // Start copying this thread's codes of step `step`.
   __device__ void Start(unsigned char* place, int step) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool take = Config::kStep * step < left_[r];
-      const char* from = codes_[r] + (take ? 16 * kBits * step : 0);
+      const bool take = Config::kStep * step < left_[r];  // otherwise nothing is read
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         unsigned char* to = place + ((r * kPieces + i) * Config::kThreads + threadIdx.x) * kPiece;
-        const char* piece = take ? from + i * kPiece : codes_[r];
+        const char* piece = codes_[r] + 16 * kBits * step + i * kPiece;
         if constexpr (kPiece == 16) {
           cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
               *reinterpret_cast<const cute::uint128_t*>(piece),
@@ -293,30 +255,37 @@ class CodeReader {
     for (int i = 0; i < kBits; ++i) words[i] = reinterpret_cast<const uint32_t*>(pieces)[i];
   }
 
-  // The bits of the scale and bias of step `step`; zeros past the end.
-  __device__ uint2 Scales(const QuantizedGemmSm80& gemm, int r, int step) const {
-    if (Config::kStep * step >= left_[r]) return make_uint2(0, 0);
-    const int64_t group = (k_ + Config::kStep * step) >> gemm.slice.group_bits;
-    const char* scales = static_cast<const char*>(gemm.w.scales) + scales_[r];
-    if constexpr (Weights::kAffine) {
-      const char* biases = static_cast<const char*>(gemm.w.biases) + scales_[r];
-      return make_uint2(reinterpret_cast<const uint16_t*>(scales)[group],
-                        reinterpret_cast<const uint16_t*>(biases)[group]);
-    } else if constexpr (Weights::kMode == Mode::kNvfp4) {
-      return make_uint2(reinterpret_cast<const uint16_t*>(scales)[group / 2], 0);
-    } else {
-      return make_uint2(reinterpret_cast<const uint8_t*>(scales)[group], 0);
+  // The bits of the scale and bias of step `step`, zeros past the end. Steps come in order.
+  __device__ uint2 NextScales(int r, int step) {
+    uint32_t scale = 0, bias = 0;
+    if (Config::kStep * step < left_[r]) {
+      if constexpr (Weights::kAffine) {
+        scale = __ldg(reinterpret_cast<const uint16_t*>(scales_[r]));
+        bias = __ldg(reinterpret_cast<const uint16_t*>(biases_[r]));
+      } else if constexpr (Weights::kMode == Mode::kNvfp4) {
+        scale = __ldg(reinterpret_cast<const uint16_t*>(scales_[r]));
+      } else {
+        scale = __ldg(reinterpret_cast<const uint8_t*>(scales_[r]));
+      }
     }
+    scales_[r] += scale_step_;
+    if (Weights::kAffine) biases_[r] += scale_step_;
+    return make_uint2(scale, bias);
   }
 
  private:
-  const char* codes_[2];  // of each column, this thread's first
-  int64_t scales_[2];
-  int left_[2];  // codes from there to the line's end
-  int k_;
+  // Bytes of the scales of so many k, a multiple of a group or a part of one.
+  __device__ static int Group(const QuantizedGemmSm80& gemm, int k) {
+    return (k >> gemm.slice.group_bits) * (Weights::kAffine ? 2 : 1);
+  }
+
+  const char* codes_[2];                // of each column, this thread's first
+  const char *scales_[2], *biases_[2];  // those of the next step
+  int left_[2];                         // codes from there to the line's end
+  int scale_step_;                      // bytes of scales from a step to the next
 };
 
-// Rows of x, 512 k at a time: of every 32 values numbers p and 16 + p are a word.
+// Rows of x, a chunk at a time: of every 32 values numbers p and 16 + p are a word.
 template <typename Config>
 class RowReader {
   static constexpr int kItems = Config::kM * Config::kChunk / 16 / Config::kThreads;
@@ -324,20 +293,23 @@ class RowReader {
  public:
   __device__ RowReader(const QuantizedGemmSm80& gemm, const Tile& tile, const Segment& segment) {
     const int64_t row = segment.x_start + (tile.row0 - segment.y_start);
-    x_ = static_cast<const uint16_t*>(gemm.gemm.a) + row * gemm.gemm.a_line;
-    line_ = gemm.gemm.a_line;
-    m_lo_ = tile.m_lo, m_hi_ = tile.m_hi, k_ = static_cast<int>(gemm.gemm.k);
+    const auto* x = static_cast<const uint16_t*>(gemm.gemm.a) + row * gemm.gemm.a_line;
+    const int k = 32 * Part() + 8 * Eight();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const bool exists = Row(i) >= tile.m_lo && Row(i) < tile.m_hi;
+      x_[i] = Kept(x + (exists ? Row(i) * gemm.gemm.a_line + k : 0));
+      left_[i] = exists ? static_cast<int>(gemm.gemm.k) - k : 0;
+    }
   }
 
   __device__ void Load(int k0) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int row = Row(i), k = k0 + 32 * Part() + 8 * Eight();
       low_[i] = high_[i] = make_uint4(0, 0, 0, 0);
-      if (row < m_lo_ || row >= m_hi_ || k >= k_) continue;
-      const uint16_t* from = x_ + row * line_ + k;
-      low_[i] = *reinterpret_cast<const uint4*>(from);
-      high_[i] = *reinterpret_cast<const uint4*>(from + 16);
+      if (k0 >= left_[i]) continue;
+      low_[i] = __ldg(reinterpret_cast<const uint4*>(x_[i] + k0));
+      high_[i] = __ldg(reinterpret_cast<const uint4*>(x_[i] + k0 + 16));
     }
   }
 
@@ -359,14 +331,15 @@ class RowReader {
   }
 
  private:
-  // A thread has the same 8 k, and the 8 that are 16 further on, of every eighth row.
-  __device__ static int Part() { return threadIdx.x / 2 % 16; }  // of 32 k
-  __device__ static int Eight() { return threadIdx.x % 2; }
-  __device__ static int Row(int i) { return threadIdx.x / 32 + 8 * i; }
+  static constexpr int kParts = Config::kChunk / 32, kRows = Config::kThreads / (2 * kParts);
 
-  const uint16_t* x_;
-  int64_t line_;
-  int m_lo_, m_hi_, k_;
+  // A thread has the same 8 k, and the 8 that are 16 further on, of every so many-th row.
+  __device__ static int Part() { return threadIdx.x / 2 % kParts; }  // of 32 k
+  __device__ static int Eight() { return threadIdx.x % 2; }
+  __device__ static int Row(int i) { return threadIdx.x / (2 * kParts) + kRows * i; }
+
+  const uint16_t* x_[kItems];  // this thread's first k of its rows
+  int left_[kItems];           // and how many there are from there on
   uint4 low_[kItems], high_[kItems];
 };
 
@@ -377,9 +350,9 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
   using Weights = typename Config::Weights;
   constexpr int kStages = Config::kStages, kBits = Weights::kBits;
   const int k = static_cast<int>(gemm.gemm.k), steps = (k + Config::kStep - 1) / Config::kStep;
-  const CodeReader<Config> codes(gemm, tile, segment.weight);
+  CodeReader<Config> codes(gemm, tile, segment.weight);
   RowReader<Config> rows(gemm, tile, segment);
-  const int blocks = tile.m_hi > 8 ? 2 : 1;
+  const bool two_blocks = tile.m_hi > 8;
   int write = 0;
   const auto start = [&](int step) {
     if (step < steps) codes.Start(shared.ring[write], step);
@@ -389,7 +362,7 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
 #pragma unroll 1
   for (int step = 0; step < kStages - 1; ++step) start(step);
   rows.Load(0);
-  uint2 next[2] = {codes.Scales(gemm, 0, 0), codes.Scales(gemm, 1, 0)};
+  uint2 next[2] = {codes.NextScales(0, 0), codes.NextScales(1, 0)};
   int read = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -411,20 +384,19 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
       ToStreams<kBits>(words, streams[r]);
     }
     start(step + kStages - 1);
-    next[0] = codes.Scales(gemm, 0, step + 1);
-    next[1] = codes.Scales(gemm, 1, step + 1);
+    next[0] = codes.NextScales(0, step + 1);
+    next[1] = codes.NextScales(1, step + 1);
     read = read + 1 == kStages ? 0 : read + 1;
     const uint32_t* x =
         &shared.x[threadIdx.x % 32 / 4]
                  [step % (Config::kChunk / Config::kStep) * 64 + threadIdx.x % 4 * 4];
-    const auto multiply = [&](auto fits) {
-      constexpr bool kFits = decltype(fits)::value;
+    const auto multiply = [&](auto fits, auto two) {
+      constexpr bool kFits = decltype(fits)::value, kTwo = decltype(two)::value;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 first = *reinterpret_cast<const uint4*>(x + 16 * i);
         uint4 second = first;
-        if (blocks > 1)
-          second = *reinterpret_cast<const uint4*>(x + 16 * i + 8 * Config::kRowWords);
+        if (kTwo) second = *reinterpret_cast<const uint4*>(x + 16 * i + 8 * Config::kRowWords);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const int p = 4 * i + 2 * m;
@@ -432,17 +404,25 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
                                  Weights::template Pair<kFits>(streams[1], p, lines[1]),
                                  Weights::template Pair<kFits>(streams[0], p + 1, lines[0]),
                                  Weights::template Pair<kFits>(streams[1], p + 1, lines[1])};
-          ops.Add(0, a, m == 0 ? first.x : first.z, m == 0 ? first.y : first.w);
-          if (blocks > 1) ops.Add(1, a, m == 0 ? second.x : second.z, m == 0 ? second.y : second.w);
+          ops.Add(kTwo ? 0 : m, a, m == 0 ? first.x : first.z, m == 0 ? first.y : first.w);
+          if (kTwo) ops.Add(1, a, m == 0 ? second.x : second.z, m == 0 ? second.y : second.w);
         }
       }
     };
+    const auto multiply_all = [&](auto fits) {
+      if (two_blocks) {
+        multiply(fits, std::true_type{});
+      } else {
+        multiply(fits, std::false_type{});
+      }
+    };
     if (AnyLane(!Weights::Fits(lines[0]) || !Weights::Fits(lines[1]))) {
-      multiply(std::false_type{});
+      multiply_all(std::false_type{});
     } else {
-      multiply(std::true_type{});
+      multiply_all(std::true_type{});
     }
   }
+  if (!two_blocks) ops.AddUp();
   cute::cp_async_wait<0>();
   __syncthreads();
 }

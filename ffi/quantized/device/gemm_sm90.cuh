@@ -34,7 +34,7 @@ struct QuantizedGemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
-  static constexpr bool kRaggedK = false, kStoreWarp = false;
+  static constexpr bool kRaggedK = false, kStoreWarp = false, kWide = false;
   static constexpr bool kWholeStages = kWarps && Weights::kWholeStages;  // one thread copies all
   static constexpr bool kSharesK = kWholeStages && kBlocks == 1;         // gemm.parts may be 2
   // Of a thread that feeds, and one that multiplies: together what all begin with.
@@ -54,12 +54,12 @@ struct QuantizedGemmSm90Config {
                                sizeof(typename Weights::Table) - 1024;
   // As many stages as fit. In large tiles smaller chunks of the result may leave room for one more.
   static constexpr int kStagesBesideSmall =
-      StagesThatFit<EpilogueSm90<32, false, false, true>>(kFree, kStageBytes, kMostStages_);
+      StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages_);
   static constexpr int kStagesBesideLarge =
-      StagesThatFit<EpilogueSm90<kChunkL, false, false, true>>(kFree, kStageBytes, kMostStages_);
+      StagesThatFit<EpilogueSm90<kChunkL, false, true>>(kFree, kStageBytes, kMostStages_);
   static constexpr bool kSmallChunks = kRows >= 128 && kStagesBesideSmall > kStagesBesideLarge;
   static constexpr int kStages = kSmallChunks ? kStagesBesideSmall : kStagesBesideLarge;
-  using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, false, true>;
+  using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, true>;
   static_assert(kStages >= 2);
 
   // Slices of a stage of a tile with so many rows, and bytes of x in each.

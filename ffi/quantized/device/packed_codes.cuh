@@ -109,7 +109,7 @@ JGG_HOST_DEVICE void PackPairs(const uint32_t (&pairs)[16], uint32_t (&words)[kB
       const uint32_t mask = ((1u << field.bits) - 1) * 0x10001;
       const bool whole = field.bits == kBits;
       const uint32_t bits = whole ? pairs[pair] : pairs[pair] >> field.bit & mask;
-      words[field.word] |= bits << field.place;
+      words[field.word] += bits << field.place;  // an OR, in one instruction with the shift
     }
   }
 }

@@ -16,7 +16,7 @@ namespace jgg::device {
 // subnormals included. How four codes share 16 bits was searched for: no other way takes fewer
 // operations than these nine. One after another, sign and others are in bits 15 8-6, 9 2-0, 3 12-10
 // (of the other half) and 13 14 5-4.
-__device__ inline void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
+__device__ inline void E2M1Pairs(uint32_t codes, uint32_t (&pairs)[4]) {
   constexpr uint32_t kBoth = 0x81c081c0;
   pairs[0] = codes & kBoth;
   pairs[1] = codes << 6 & kBoth;
@@ -28,7 +28,7 @@ __device__ inline void ToPairs(uint32_t codes, uint32_t (&pairs)[4]) {
 // and the first three of its mantissa (bits 15 and 10-4): 2^-120 times the value, subnormals
 // included. Four pairs share two words: the third has its first five bits in the first word (bits
 // 3, of the other half, and 14-11) and its last three in the second (2-0), the fourth likewise.
-__device__ inline void ToPairs(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
+__device__ inline void E4M3Pairs(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
   constexpr uint32_t kAll = 0x87f087f0, kHigh = 0x87808780, kLast = 0x00700070;
   const auto rotate = [](uint32_t word, int left) { return __funnelshift_l(word, word, left); };
   pairs[0] = first & kAll;
@@ -53,7 +53,7 @@ struct PackedCodes<Mode::kNvfp4, 4> {
   __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
-    ToPairs(codes[step], pairs);
+    E2M1Pairs(codes[step], pairs);
     const uint32_t s = Scale<kFewRows>(scales[0][0], step);
     const uint32_t s8 = Scale<kFewRows>(scales[0][1], step);
     a[0] = Multiply2(pairs[0], s);
@@ -84,9 +84,9 @@ struct PackedMxCodes {
     constexpr uint32_t kPower = kBits == 4 ? k2To126 : k2To120;
     uint32_t pairs[4];
     if constexpr (kBits == 4) {
-      ToPairs(codes[step], pairs);
+      E2M1Pairs(codes[step], pairs);
     } else {
-      ToPairs(codes[2 * step], codes[2 * step + 1], pairs);
+      E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
     }
     const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
     a[0] = Multiply2(Multiply2(pairs[0], kPower), s);

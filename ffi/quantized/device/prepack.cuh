@@ -207,12 +207,40 @@ __global__ void __launch_bounds__(kPrepackThreads)
   }
 }
 
+// Two codes that lie side by side, in the lower bits of the halves of a word.
+template <int kBits>
+JGG_HOST_DEVICE uint32_t TwoHalves(uint32_t codes) {
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  if constexpr (3 * kBits <= 16) {  // a product, since shifts take longer
+    constexpr uint32_t kBoth = (1u << (2 * kBits)) - 1;
+    return (codes & kBoth) * (1 + (1u << (16 - kBits))) & kMask * 0x10001;
+  }
+  return (codes & kMask) | (codes << (16 - kBits) & kMask << 16);
+}
+
+// The codes of a row of a tile, from a word on: 0, or 1 where codes are so wide that threads begin
+// that far apart.
+template <int kBits>
+JGG_HOST_DEVICE void LoadRow(const uint32_t* row, int first, uint32_t (&words)[2 * kBits]) {
+  if constexpr (6 * kBits < 32) {
+    JGG_UNROLL
+    for (int i = 0; i < 2 * kBits; i += 2) {
+      const uint2 two = *reinterpret_cast<const uint2*>(row + i);
+      words[i] = two.x;
+      words[i + 1] = two.y;
+    }
+  } else {
+    JGG_UNROLL
+    for (int i = 0; i < 2 * kBits; ++i) words[i] = row[first + i];
+  }
+}
+
 // Affine codes of any width. A warp copies 16 rows of four tiles to shared memory; there each lane
 // finds its codes of a tile, as a thread of the product will have them, and stores them.
 template <int kBits, int kScaleWords>
 __global__ void __launch_bounds__(kPrepackThreads)
     PrepackAnyKernel(const __grid_constant__ PrepackParams p) {
-  // An odd number of 16 bytes to a row, with room behind it, where threads look ahead.
+  // An odd number of 16 bytes to a row, with room for a word behind the last one.
   constexpr int kRowWords = (8 * kBits + 29) / 32 * 32 + 4, kUnits = 4 * kBits;
   alignas(16) __shared__ uint32_t rows[64][kRowWords];
   const int thread = threadIdx.x, lane = thread % 32, first_row = thread / 32 * 16;
@@ -247,17 +275,17 @@ __global__ void __launch_bounds__(kPrepackThreads)
     uint32_t pairs[16];
     JGG_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const uint32_t* from = &rows[row + 8 * h][2 * kBits * tile + ahead / 32];
       uint32_t bits[2 * kBits];
+      LoadRow<kBits>(&rows[row + 8 * h][2 * kBits * tile], ahead / 32, bits);
       JGG_UNROLL
-      for (int i = 0; i < 2 * kBits; ++i) bits[i] = FunnelRight(from[i], from[i + 1], shift);
+      for (int i = 0; i < 2 * kBits - 1; ++i) bits[i] = FunnelRight(bits[i], bits[i + 1], shift);
+      bits[2 * kBits - 1] >>= shift;
       JGG_UNROLL
       for (int i = 0; i < 8; ++i) {
-        constexpr uint32_t kMask = (1u << kBits) - 1;
         const int at = 8 * kBits * i % 32, word = 8 * kBits * i / 32;
         const uint32_t pair =
             at + 2 * kBits > 32 ? FunnelRight(bits[word], bits[word + 1], at) : bits[word] >> at;
-        pairs[2 * i + h] = (pair & kMask) | (pair << (16 - kBits) & kMask << 16);
+        pairs[2 * i + h] = TwoHalves<kBits>(pair);
       }
     }
     uint32_t words[kBits];
