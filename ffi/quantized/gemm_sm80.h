@@ -62,8 +62,8 @@ struct QuantizedGemmSm80 {
 cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm, DType dtype,
                                     bool tf32, bool b_k_major);
 
-// few_rows_sm80.cu: K-major weights, decoded in registers, for bfloat16 rows. Taken: whole 32s of k,
-// copies where they should begin.
+// few_rows_sm80.cu: K-major weights, decoded in registers, for bfloat16 rows. Taken: whole 32s of
+// k, copies where they should begin.
 bool TakesFewRowsSm80(const QuantizedGemmSm80& gemm);
 cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm);
 

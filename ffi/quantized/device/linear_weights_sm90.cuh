@@ -263,8 +263,7 @@ struct LinearWeights {
   __device__ static uint32_t LineStart(const QuantizedGemmSm90& quantized, const void* scales,
                                        int weight, int column) {
     const uint32_t line = static_cast<uint32_t>(weight * quantized.gemm.n + column);
-    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(scales)) +
-           line * quantized.scale_line;
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(scales)) + line * quantized.scale_line;
   }
 
   // The words that hold a column's scales of a stage; zeros behind the line's end.
