@@ -191,9 +191,7 @@ struct LinearWeights {
       row_ = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        line_[i] = LineStart(quantized, quantized.scales, weight, column + row_ + 8 * i);
-        bias_line_[i] =
-            kAffine ? LineStart(quantized, quantized.biases, weight, column + row_ + 8 * i) : 0;
+        line_[i] = LineStart(quantized, weight, column + row_ + 8 * i);
       }
     }
 
@@ -237,10 +235,10 @@ struct LinearWeights {
       const char* row = scales + (row_ + 8 * r) * 4 * kScaleWords;
       if constexpr (kAffine) {
         const int offset = (step * 16 >> scale_shift_) * 2, before = (k >> scale_shift_) * 2;
-        const auto read = [&](const char* part, uint32_t line) {
-          return *reinterpret_cast<const uint16_t*>(part + ((line + before) & 3) + offset);
+        const auto read = [&](const char* part) {
+          return *reinterpret_cast<const uint16_t*>(part + ((line_[r] + before) & 3) + offset);
         };
-        return {read(row, line_[r]), read(row + kPartBytes, bias_line_[r])};
+        return {read(row), read(row + kPartBytes)};
       } else {
         constexpr int kEach = kMode == Mode::kNvfp4 ? 16 : 32;
         const uint8_t byte = row[((line_[r] + k / kEach) & 3) + step * 16 / kEach];
@@ -255,15 +253,15 @@ struct LinearWeights {
     const Table& table_;
     const int scale_shift_;
     int row_;
-    uint32_t line_[2], bias_line_[2];
+    uint32_t line_[2];
   };
 
  private:
-  // The last bits of the address at which a column's scales (or biases) begin.
-  __device__ static uint32_t LineStart(const QuantizedGemmSm90& quantized, const void* scales,
-                                       int weight, int column) {
-    const uint32_t line = static_cast<uint32_t>(weight * quantized.gemm.n + column);
-    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(scales)) + line * quantized.scale_line;
+  // Where a column's scales (and biases) begin: the last bits of the address, since the arrays are
+  // aligned to words.
+  __device__ static uint32_t LineStart(const QuantizedGemmSm90& quantized, int weight, int column) {
+    return static_cast<uint32_t>(weight * quantized.gemm.n + column) *
+           static_cast<uint32_t>(quantized.scale_line);
   }
 
   // The words that hold a column's scales of a stage; zeros behind the line's end.
