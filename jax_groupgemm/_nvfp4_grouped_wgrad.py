@@ -65,6 +65,7 @@ def nvfp4_grouped_wgrad(
 def grouped_wgrad(x, dy, group_sizes, *, dtype, alpha=None, beta=None, existing_out=None,
                   implementation=None) -> jax.Array:  # fmt: skip
     """The same, rounded to ``dtype``."""
+    assert existing_out is None or dtype == jnp.float32
     op = "nvfp4_grouped_wgrad"
     x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
     (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
@@ -113,9 +114,9 @@ def _fused(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype, im
         return None
     product = _product(group_sizes)
     padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
-    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
     if _custom_calls.wgrad_parts(dy, x, (padded,), **product) > 1:
         return None
+    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
     if existing_out is not None and beta is not None:
         existing_out = _times(beta, existing_out)
     runs = _call.chosen(platform, (x, dy), implementation, dtype, "jgg_wgrad")

@@ -1,5 +1,5 @@
-"""NVFP4 grouped products on Blackwell: one custom call where a GPU has the instructions, and
-otherwise the composition of other products that says what they mean.
+"""NVFP4 grouped products on Blackwell: one custom call where a GPU has the instructions. Otherwise
+a product that another kernel does at once, or the composition of others that says what they mean.
 
     out[t] = alpha[g] * x[t] @ w[g].T + bias[g]                            T (rows) is grouped
     out[g] = alpha[g] * dy_g.T @ x_g + beta[g] * existing_out[g]           T (contracted) is grouped

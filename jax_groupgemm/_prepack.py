@@ -30,8 +30,8 @@ _TILE = 64
 # From so many rows per matrix on, a product of weights as they are stored repacks them first: that
 # costs the same for any number of rows, and each row gains. On an H200, nvfp4, 16 x 4096 x 4096:
 # with 256 rows per matrix a product takes 317 us as stored, 241 + 75 repacked; with 1024 rows
-# nvfp4_grouped_mm takes 1121 and 928. Of codes of 2, 3, 5 and 6 bits only few rows have a kernel
-# that reads them as they are stored as fast.
+# nvfp4_grouped_mm takes 1121 and 928. Codes of 2, 3, 5 and 6 bits have no Hopper kernel that reads
+# them as they are stored, so there it pays as soon as rows are not few.
 _REPACKED_ROWS, _REPACKED_ROWS_ODD = 512, 9
 
 
@@ -41,9 +41,10 @@ def prepack(w: Quantized) -> Quantized:
     For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
     bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
     is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
-    (not the values) back in order first. On Hopper products of many rows pack weights that are not
-    packed, each time anew (mxfp8 excepted; not with ``implementation="sm80"``). The layout may
-    change with this package's version: store the weight as it was.
+    (not the values) back in order first. On Hopper products of many rows (512 per matrix, or
+    9 where codes have 2, 3, 5 or 6 bits) pack weights that are not packed, each time anew (mxfp8
+    excepted; not with ``implementation="sm80"``). The layout may change with this package's
+    version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.

@@ -64,8 +64,10 @@ def test_grouped_qmm(rng, kernel, case, transpose_w, dtype):
 
 @pytest.mark.parametrize(("k", "dtype"), [(128, "bfloat16"), (2048, "float32")])
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-def test_every_scale_and_code(implementation, mode, k, dtype):
-    """Row n has scale byte n and every code: rows of a unit matrix give the values themselves."""
+@pytest.mark.parametrize("rows", [256, 16, 8])
+def test_every_scale_and_code(implementation, mode, k, dtype, rows):
+    """Row n has scale byte n and every code: rows of a unit matrix give the values themselves, all
+    at once or a few at a time, for which there are other kernels."""
     bits, group = (8, 32) if mode == "mxfp8" else (4, 16 if mode == "nvfp4" else 32)
     codes = np.arange(k) % 2**bits
     if mode == "mxfp8":
@@ -75,7 +77,8 @@ def test_every_scale_and_code(implementation, mode, k, dtype):
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], k // group, 1)
     q = jgg.Quantized(weight, scales, mode=mode, bits=bits, group_size=group)
     x = np.eye(256, k).astype(jnp.dtype(dtype))
-    out = jax.jit(functools.partial(jgg.quantized_matmul, implementation=implementation))(x, q)
+    f = jax.jit(functools.partial(jgg.quantized_matmul, implementation=implementation))
+    out = np.concatenate([f(part, q) for part in np.split(x, 256 // rows)])
     want = oracle.dequantize(q, dtype)
     finite = np.isfinite(want).all(1)
     assert finite.sum() > 30
@@ -88,11 +91,17 @@ def test_every_scale_and_code(implementation, mode, k, dtype):
     assert (abs(got[tiny]) < 2.0**-126).all()
 
 
-@pytest.mark.parametrize(("bits", "transpose_w"), [(3, True), (5, False), (8, True)])
-def test_affine_values_are_rounded_once(rng, implementation, bits, transpose_w):
+@pytest.mark.parametrize("parts", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("bits", "transpose_w"), [(2, True), (3, True), (5, False), (5, True), (6, True), (8, True)]
+)
+def test_affine_values_are_rounded_once(rng, implementation, bits, transpose_w, parts):
     q = oracle.random_quantized(rng, (32, 64), "affine", bits, 32, "bfloat16")
     x = jnp.eye(64 if transpose_w else 32, dtype="bfloat16")
-    out = jgg.quantized_matmul(x, q, transpose_w=transpose_w, implementation=implementation)
+    f = functools.partial(
+        jgg.quantized_matmul, transpose_w=transpose_w, implementation=implementation
+    )
+    out = jnp.concatenate([f(part, q) for part in jnp.split(x, parts)])
     want = oracle.dequantize(q, "bfloat16")
     np.testing.assert_array_equal(oracle.f64(out), want.T if transpose_w else want)
 

@@ -81,7 +81,7 @@ inline xla::ffi::Error BindGroupOffset(const char* op, Operands* operands, Metad
   return xla::ffi::Error::Success();
 }
 
-// The next operand, checked to be what the result is before it is one.
+// Take the next operand, whose memory must be the result's.
 inline xla::ffi::Error BindExistingOut(const char* op, Operands* operands, const void* out) {
   const auto existing_out = operands->Take("existing_out");
   if (!existing_out) return existing_out.error();

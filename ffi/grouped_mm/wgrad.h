@@ -2,7 +2,7 @@
 // grouped. Matrices that no segment names are zeros.
 //
 // sm90 also does out[g] = scale[g] * sums[g] + existing_out[g], where a matrix without rows keeps
-// existing_out as it is.
+// existing_out as it is. Others' subnormal numbers may count as zeros.
 #pragma once
 
 #include <cstdint>

@@ -143,8 +143,7 @@ cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const Quantized
   if (rows <= 8 || gemm.gemm.rows_y <= 16 || device::SumsApart(gemm)) {
     if constexpr (kBKMajor && std::is_same_v<Element, cutlass::bfloat16_t>) {
       if (TakesFewRowsSm80(gemm)) return LaunchFewRowsSm80(stream, gemm);
-    }
-    if constexpr (kBKMajor && sizeof(Element) == 2) {
+    } else if constexpr (kBKMajor && std::is_same_v<Element, cutlass::half_t>) {
       const bool wide = MakePackedSlice<typename Configs::Low>(gemm).shape.width == 16;
       if (wide && aligned) {
         return LaunchLongSlices<Configs, device::kDTypeOf<Element>>(stream, gemm);

@@ -3,7 +3,7 @@
 //   warp 0  schedules: puts tiles of work into a short ring
 //   warp 1  copies slices of L and R into a ring of kStages, by TMA
 //   warp 2  clears what lies behind the end of a segment within a slice of k
-//   warp 3  stores results that need nothing but rounding
+//   warp 3  stores results that need nothing but rounding, or adds float32 ones to what is there
 // Every place of a ring has a pair of barriers, "full" and "empty". Nothing else is shared, so a
 // warpgroup stores its results while the others go on.
 #pragma once

@@ -153,7 +153,7 @@ __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x,
       : "memory");
 }
 
-// The same of float32, added to what is there.
+// The same of float32, added to what is there. Where that or the sum is subnormal, zero counts.
 __device__ inline void AddBox(const CUtensorMap* map, const void* from, int x, int y, int z) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "

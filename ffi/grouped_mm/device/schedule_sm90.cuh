@@ -164,7 +164,7 @@ class ScheduleSm90 {
     work.weight = weight;
     work.rows = min(kRows, gemm_.m - work.l_row);
     work.out = weight * gemm_.out_group + work.l_row * gemm_.out_line + work.out_column;
-    // Nothing is added to this matrix.
+    // Nothing is added to this matrix. (A tile without rows would be the last one.)
     if (length == 0 && gemm_.epilogue.accumulate) work.columns = 0;
   }
 

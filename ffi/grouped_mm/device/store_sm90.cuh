@@ -130,7 +130,8 @@ __device__ void StageChunk(typename Config::SharedMemory& memory, int group,
 }
 
 // The last chunks of a warpgroup's tile: a buffer for them is free only when an earlier chunk has
-// been stored. So they are rounded, and the warpgroup keeps them until it multiplies the next tile.
+// been stored. So they are rounded, if to two bytes, and the warpgroup keeps them until it
+// multiplies the next tile.
 template <typename Config>
 class LateChunks {
  public:
@@ -200,9 +201,9 @@ struct NoLateChunks {
   __device__ void StageAll(Memory&, int, Place&) {}
 };
 
-// A warpgroup's sums of a tile, to that warp, but for those that come late: not in wgrad of a
-// K-major L, which was no faster with them, and slower where segments are short. float32 sums are
-// multiplied by `scale`.
+// A warpgroup's sums of a tile, to that warp, but for those that come late: none of two bytes in
+// wgrad of a K-major L, which was no faster with them, and slower where segments are short. float32
+// sums are multiplied by `scale`.
 template <typename Config, typename T, int kSums, typename Late>
 __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                           const Work& work, int group, Place<Config::kStoreBuffers>& at,

@@ -46,7 +46,8 @@ struct FewRowsWeights {
     }
   }
 
-  // Whether values are those of `dequantize` by a fused multiply-add: see FitsPairs.
+  // Whether values are those of `dequantize` by a fused multiply-add: see FitsPairs. NumbersOf are
+  // whole numbers of 8 bits at most, which bfloat16 holds, so 8 bits may, too.
   __device__ static bool Fits(const LineScales& line) {
     if constexpr (!kAffine) return true;
     constexpr int kMostBelow = 14 - kBits, kMostAbove = 14;
@@ -158,7 +159,6 @@ struct FewRowsConfig {
   using Weights = Weights_;
   using Element = cutlass::bfloat16_t;
   using Ops = FewRowsOps<2>;
-  static constexpr bool kBKMajor = true, kSumsApart = true;
   static constexpr int kM = 16, kN = 64, kThreads = Ops::kThreads, kBlocksPerSm = 4;
   // A step is 128 k; rows of x come in chunks of two.
   static constexpr int kStep = 128, kChunk = 256;
@@ -195,7 +195,7 @@ class CodeReader {
   static constexpr int kPieces = Weights::kPieces;
 
  public:
-  // Columns of a tile from n0 on, `count` of them in either half.
+  // Columns of a tile from tile.n0 on, tile.n_count of them in either half.
   __device__ CodeReader(const QuantizedGemmSm80& gemm, const Tile& tile, int64_t weight) {
     const int half = IsGated(gemm.gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
     const int64_t line_bytes = gemm.w.elements / 8 * kBits;
