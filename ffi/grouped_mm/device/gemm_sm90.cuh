@@ -245,35 +245,35 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
     if constexpr (Config::kWide) {
       const bool scaled = gemm.matrix_scale != nullptr;
       const float scale = scaled ? __ldg(gemm.matrix_scale + work.weight) : 1.0f;
-      return StageTile<Config, float>(gemm, memory, work, group, store, sums, late, scale);
-    } else if constexpr (kWgrad) {
-      if (gemm.matrix_scale != nullptr) Scale(sums, __ldg(gemm.matrix_scale + work.weight));
-    }
-    if constexpr (Config::kStoreWarp && !Config::kWide) {
-      if (gemm.store_warp) {
-        if (gemm.out_dtype == DType::kBF16) {
-          StageTile<Config, cutlass::bfloat16_t>(gemm, memory, work, group, store, sums, late);
-        } else {
-          StageTile<Config, cutlass::half_t>(gemm, memory, work, group, store, sums, late);
-        }
-        return;
-      }
-    }
-    if constexpr (Config::kWide) {
-      // Has no other way.
-    } else if constexpr (Config::kHalves == 2) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Work part = work;
-        part.rows = min(rows, work.rows - half * rows);
-        part.out_row += half * rows;
-        part.out += half * rows * gemm.out_line;
-        epilogue.Store(part, 64 * group, sums[half]);
-      }
-    } else if constexpr (Config::kBlocks == 1) {
-      epilogue.Store(work, 64 * group, sums[0]);
+      StageTile<Config, float>(gemm, memory, work, group, store, sums, late, scale);
     } else {
-      epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
+      if constexpr (kWgrad) {
+        if (gemm.matrix_scale != nullptr) Scale(sums, __ldg(gemm.matrix_scale + work.weight));
+      }
+      if constexpr (Config::kStoreWarp) {
+        if (gemm.store_warp) {
+          if (gemm.out_dtype == DType::kBF16) {
+            StageTile<Config, cutlass::bfloat16_t>(gemm, memory, work, group, store, sums, late);
+          } else {
+            StageTile<Config, cutlass::half_t>(gemm, memory, work, group, store, sums, late);
+          }
+          return;
+        }
+      }
+      if constexpr (Config::kHalves == 2) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Work part = work;
+          part.rows = min(rows, work.rows - half * rows);
+          part.out_row += half * rows;
+          part.out += half * rows * gemm.out_line;
+          epilogue.Store(part, 64 * group, sums[half]);
+        }
+      } else if constexpr (Config::kBlocks == 1) {
+        epilogue.Store(work, 64 * group, sums[0]);
+      } else {
+        epilogue.StoreGated(work, 64 * group, sums[0], sums[1]);
+      }
     }
   });
   late.StageAll(memory, group, store);
