@@ -160,6 +160,7 @@ struct FewRowsConfig {
   using Element = cutlass::bfloat16_t;
   using Ops = FewRowsOps<2>;
   static constexpr int kM = 16, kN = 64, kThreads = Ops::kThreads, kBlocksPerSm = 4;
+  static constexpr bool kSumsApart = true;
   // A step is 128 k; rows of x come in chunks of two.
   static constexpr int kStep = 128, kChunk = 256;
   static constexpr int kStepBytes = 8 * Weights::kBits * kThreads;  // of codes, of all threads
@@ -433,33 +434,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   __builtin_assume(threadIdx.x < Config::kThreads);
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedMemory*>(memory);
-  typename Config::Work work(gemm.gemm, shared.schedule);
-  typename Config::Ops ops;
-  const Tile& tile = shared.schedule.tile;
-  while (work.Next()) {
-    ops.Clear();
-    int index = -1, weight = -1;
-    Segment segment;
-    while (work.NextSegment(index, segment)) {
-      const bool apart = SumsApart(gemm);
-      if (apart) ops.Clear();
-      AddFewRows<Config>(gemm, tile, segment, shared, ops);
-      if (apart) {
-        ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
-        float* kept = shared.kept + threadIdx.x;
-        ops.ForEach([&](int, float& sum) {
-          if (weight >= 0) sum += *kept;
-          *kept = sum;
-          kept += Config::kThreads;
-        });
-      }
-      weight = segment.weight;
-    }
-    if (gemm.w.global_scale.data != nullptr && weight >= 0 && !SumsApart(gemm)) {
-      ScaleSums<Config>(gemm, tile, weight, shared.result, ops);
-    }
-    Config::Result::Store(gemm.gemm, tile, ops, shared.result);
-  }
+  ForEachTile<Config>(
+      gemm, shared,
+      [&](const Tile& tile, const Segment& segment, typename Config::Ops& ops) {
+        AddFewRows<Config>(gemm, tile, segment, shared, ops);
+      },
+      [&] { return shared.kept; });
 }
 
 }  // namespace jgg::device

@@ -111,13 +111,12 @@ __device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64
   __syncthreads();
 }
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    QuantizedGemmSm80Kernel(const __grid_constant__ QuantizedGemmSm80 gemm) {
-  __builtin_assume(threadIdx.x < Config::kThreads);
-  extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<typename Config::SharedMemory*>(memory);
-  unsigned char* ring = memory + Config::kRing;
+// The tiles of a thread block: add(tile, segment, ops) adds the products of one segment to the sums
+// `ops`. Where segments are scaled apart, sums wait at kept(), a float for each of them.
+template <typename Config, typename Add, typename Kept>
+__device__ __forceinline__ void ForEachTile(const QuantizedGemmSm80& gemm,
+                                            typename Config::SharedMemory& shared, Add add,
+                                            Kept kept) {
   typename Config::Work work(gemm.gemm, shared.schedule);
   typename Config::Ops ops;
   const Tile& tile = shared.schedule.tile;
@@ -128,15 +127,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     while (work.NextSegment(index, segment)) {
       const bool apart = Config::kSumsApart && SumsApart(gemm);
       if (apart) ops.Clear();
-      AddQuantizedSegment<Config>(gemm, tile, segment, shared.slices, ring, ops);
+      add(tile, segment, ops);
       if (apart) {
         ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
-        auto* kept = reinterpret_cast<float*>(ring + Config::kStages * gemm.slice.bytes);
-        kept += threadIdx.x;
+        float* at = kept() + threadIdx.x;
         ops.ForEach([&](int, float& sum) {
-          if (weight >= 0) sum += *kept;
-          *kept = sum;
-          kept += Config::kThreads;
+          if (weight >= 0) sum += *at;
+          *at = sum;
+          at += Config::kThreads;
         });
       }
       weight = segment.weight;
@@ -146,6 +144,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
     Config::Result::Store(gemm.gemm, tile, ops, shared.result);
   }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    QuantizedGemmSm80Kernel(const __grid_constant__ QuantizedGemmSm80 gemm) {
+  __builtin_assume(threadIdx.x < Config::kThreads);
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Config::SharedMemory*>(memory);
+  unsigned char* ring = memory + Config::kRing;
+  ForEachTile<Config>(
+      gemm, shared,
+      [&](const Tile& tile, const Segment& segment, typename Config::Ops& ops) {
+        AddQuantizedSegment<Config>(gemm, tile, segment, shared.slices, ring, ops);
+      },
+      [&] { return reinterpret_cast<float*>(ring + Config::kStages * gemm.slice.bytes); });
 }
 
 }  // namespace jgg::device
