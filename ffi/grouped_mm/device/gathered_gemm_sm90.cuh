@@ -119,18 +119,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = gathered.gemm;
-  const int warp = threadIdx.x / 32;
-  if (warp == 1) {
+  if (threadIdx.x == 0) {
     InitRings<Config>(memory, 1 + 32 * kGatherWarps, 1 + kGatherWarps, 32);
-    if (threadIdx.x % 32 == 0) Prefetch(&gemm.r_map);
+    Prefetch(&gemm.r_map);
   }
-  if (warp > 0) SyncRings<Config>();
+  SyncRings<Config>();
+  const int warp = threadIdx.x / 32;
   if (warp < 4) {
     GiveRegisters<Config::kFeedRegisters>();
     if (warp == 0) {
-      ScheduleWarp<Config>(
-          gemm, memory, 0, [] { SyncRings<Config>(); },
-          [&](const Work& work, int place) { FillRows(gathered, work, memory.rows[place]); });
+      ScheduleWarp<Config>(gemm, memory, 0, [&](const Work& work, int place) {
+        FillRows(gathered, work, memory.rows[place]);
+      });
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, 0);
       __syncwarp();

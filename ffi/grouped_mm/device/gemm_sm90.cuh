@@ -44,10 +44,6 @@ struct GemmSm90Config {
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_, kSharesK = false;
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated ones are of mm alone
-  // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
-  // registers before; tiles without slices go another way. With a K-major operand, whose addresses
-  // take more registers, or many loops, ptxas serializes the products then (C7511).
-  static constexpr bool kNeedsSlices = !kLKMajor && !kRKMajor && kPlanes == 1;
   static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
@@ -66,6 +62,11 @@ struct GemmSm90Config {
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kWide = kWide_;
   static constexpr bool kStoreWarp = kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered;
+  // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
+  // registers before; tiles without slices go another way. With a K-major operand, whose addresses
+  // take more registers, or many loops, ptxas serializes the products then (C7511).
+  static constexpr bool kNeedsSlices =
+      !kLKMajor && !kRKMajor && kRows == 256 && kPlanes == 1 && !kWide;
   // Rows of the result that the store warp takes at a time (in boxes of Epilogue::kChunk rows), and
   // the buffers for as many that each warpgroup has.
   static constexpr int kStoreChunk = kWide ? 32 : kRows == 256 ? 128 : kChunkL;
@@ -296,16 +297,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   const int warp = threadIdx.x / 32;
-  if (warp == 1) {
-    const int lane = threadIdx.x % 32;
-    if (lane < Config::kStages) Init(&memory.cleared[lane], 32);
-    memory.stores.Init(lane);
+  if (threadIdx.x == 32) {
+    for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
+    memory.stores.Init();
     InitRings<Config>(memory, 1, 1 + gemm.wgrad + gemm.store_warp);
-    if (lane == 0) {
-      Prefetch(&gemm.l_map);
-      Prefetch(&gemm.r_map);
-      if (gemm.stores_boxes) Prefetch(&gemm.out_map);
-    }
+    Prefetch(&gemm.l_map);
+    Prefetch(&gemm.r_map);
+    if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if constexpr (Config::kRaggedK) {
     if (gemm.ranks) RankMatrices(gemm, memory.ranked, reinterpret_cast<int*>(memory.staged[0]));
@@ -314,7 +312,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp < 4) {
     GiveRegisters<Config::kFeedRegisters>();
     if (warp == 0) {
-      ScheduleWarp<Config>(gemm, memory, block, [] { SyncRings<Config>(); });
+      // Its first tile takes reads of the metadata, so it has it before it meets the others.
+      ScheduleWarp<Config>(gemm, memory, block, Nothing{}, [] { SyncRings<Config>(); });
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
       __syncwarp();

@@ -35,20 +35,18 @@ struct Place {
   }
 };
 
-// By one warp, a lane for each place: `copiers` threads fill a stage; `feeders` warps read the ring
-// of work beside those that multiply, and `schedulers` lanes fill it.
+// By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
+// that multiply, and `schedulers` lanes fill it.
 template <typename Config>
 __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, int feeders,
                           int schedulers = 1) {
-  static_assert(Config::kStages <= 32 && Config::kWorks <= 32);
-  const int lane = threadIdx.x % 32;
-  if (lane < Config::kStages) {
-    Init(&memory.full[lane], copiers);
-    Init(&memory.empty[lane], kMultiplyWarps * Config::kCluster * kArrivingLanes);
+  for (int i = 0; i < Config::kStages; ++i) {
+    Init(&memory.full[i], copiers);
+    Init(&memory.empty[i], kMultiplyWarps * Config::kCluster * kArrivingLanes);
   }
-  if (lane < Config::kWorks) {
-    Init(&memory.work_full[lane], schedulers);
-    Init(&memory.work_empty[lane], (kMultiplyWarps + feeders) * kArrivingLanes);
+  for (int i = 0; i < Config::kWorks; ++i) {
+    Init(&memory.work_full[i], schedulers);
+    Init(&memory.work_empty[i], (kMultiplyWarps + feeders) * kArrivingLanes);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -106,23 +104,24 @@ struct Nothing {
   __device__ void operator()(const Arguments&...) const {}
 };
 
-// The warp that fills the ring of work. Its first tile costs it reads of the metadata, so it has
-// it before it calls begin(), which waits until the rings are there. add(work, place) puts there
-// what else belongs to a tile, by all lanes, each of which then says so.
-template <typename Config, typename Begin, typename Function = Nothing>
+// The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile, by
+// all its lanes, each of which then says so. begin() is called before the first one.
+template <typename Config, typename Function = Nothing, typename Begin = Nothing>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
-                             Begin begin, Function add = {}) {
+                             Function add = {}, Begin begin = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int columns = gated ? 128 : 128 * Config::kBlocks;
   const Segment* ranked = nullptr;
   if constexpr (Config::kRaggedK) ranked = memory.ranked.segments;
   ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
       gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
-  Work work = schedule.Next();
-  begin();
   Place<Config::kWorks> at;
+  bool first = true;
   while (true) {
+    Work work = schedule.Next();
     if (Config::kSharesK) work.TakePart(block, gemm.parts);
+    if (!std::is_same_v<Begin, Nothing> && first) begin();
+    first = false;
     Wait(&memory.work_empty[at.index], at.parity ^ 1);
     add(work, at.index);
     __syncwarp();
@@ -135,7 +134,6 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
     __syncwarp();
     at.Next();
     if (work.rows == 0) return;
-    work = schedule.Next();
   }
 }
 

@@ -20,11 +20,12 @@ template <int kBuffers>
 struct StoreBarriers {
   uint64_t full[2][kBuffers], empty[2][kBuffers];
 
-  // One warp, a lane for each.
-  __device__ void Init(int lane) {
-    if (lane >= 2 * kBuffers) return;
-    device::Init(&full[lane / kBuffers][lane % kBuffers], kMultiplyWarps / 2);
-    device::Init(&empty[lane / kBuffers][lane % kBuffers], 1);
+  // One thread.
+  __device__ void Init() {
+    for (int i = 0; i < 2 * kBuffers; ++i) {
+      device::Init(&full[i / kBuffers][i % kBuffers], kMultiplyWarps / 2);
+      device::Init(&empty[i / kBuffers][i % kBuffers], 1);
+    }
   }
 };
 
@@ -47,26 +48,34 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
                            int first, int rows) {
   constexpr int kPiece = Config::kWide ? 4 : 8;  // elements of 16 bytes
   constexpr int kBox = Config::Epilogue::kChunk;
+  static_assert(Config::kStoreChunk == kBox || Config::kStoreChunk == 2 * kBox);
   const int lane = threadIdx.x % 32, out_column = work.out_column + column;
-  // Behind the last rows of a tile of mm are those of others: whole boxes, then 8 rows at a time,
-  // then one by one. wgrad: TMA knows where a matrix ends.
-  const int boxed = gemm.wgrad ? rows : rows / kBox * kBox, whole = rows / 8 * 8;
-  if (lane == 0) {
-    const int matrix = gemm.wgrad ? work.weight : 0;
-#pragma unroll 1
-    for (int row = 0; row < boxed; row += kBox) {
-      if (Config::kWide && gemm.epilogue.accumulate) {
-        AddBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
-      } else {
-        StoreBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
-      }
+  const int matrix = gemm.wgrad ? work.weight : 0;
+  auto store = [&](int row) {
+    if (Config::kWide && gemm.epilogue.accumulate) {
+      AddBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
+    } else {
+      StoreBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
     }
-#pragma unroll 1
-    for (int row = boxed; row < whole; row += 8) {
+  };
+  if (gemm.wgrad || rows == Config::kStoreChunk) {  // wgrad: TMA knows where a matrix ends
+    if (lane != 0) return;
+#pragma unroll
+    for (int row = 0; row < Config::kStoreChunk; row += kBox) store(row);
+    return;
+  }
+  // The last rows of a tile of mm, behind which are those of others: 8 at a time, then one by one.
+  const int whole = rows / 8 * 8;
+  if (lane == 0) {
+    int row = 0;
+    if (Config::kStoreChunk > kBox && rows >= kBox) {
+      store(0);
+      row = kBox;
+    }
+    for (; row < whole; row += 8) {
       StoreBox(&gemm.out_rest, staged + row * 128, out_column, work.out_row + first + row, 0);
     }
   }
-  if (boxed >= rows) return;
   const int piece = lane % 8;
   if (column + piece * kPiece >= work.columns) return;
   for (int row = whole + lane / 8; row < rows; row += 4) {

@@ -306,22 +306,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = quantized.gemm;
   const int block = Config::kCluster == 1 && !Config::kSharesK ? 0 : BlockInCluster();
-  const int warp = threadIdx.x / 32;
-  if (warp == 1) {
+  if (threadIdx.x == 0) {
+    memory.parts.Init();
     InitRings<Config>(memory, Config::kWholeStages ? 1 : 1 + 2 * Config::Weights::kCopiers,
                       Config::kWholeStages ? 1 : 3);
-    if (threadIdx.x % 32 == 0) {
-      memory.parts.Init();
-      Prefetch(Config::kWholeStages ? &gemm.l_rest[0] : &gemm.l_map);
-      if (gemm.stores_boxes) Prefetch(&gemm.out_map);
-    }
+    Prefetch(Config::kWholeStages ? &gemm.l_rest[0] : &gemm.l_map);
+    if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   Config::Weights::Fill(memory.table);
-  if (warp > 0) SyncRings<Config>(gemm.parts);
-  if (warp < 4) {
+  SyncRings<Config>(gemm.parts);
+  if (threadIdx.x < 128) {
     GiveRegisters<Config::kFeedRegisters>();
+    const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      ScheduleWarp<Config>(gemm, memory, block, [&] { SyncRings<Config>(gemm.parts); });
+      ScheduleWarp<Config>(gemm, memory, block);
     } else if constexpr (Config::kWholeStages) {
       if (threadIdx.x == 32) Config::Weights::template CopyStages<Config>(quantized, memory);
       __syncwarp();
@@ -333,7 +331,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyQuantizedWarpgroup<Config>(quantized, memory, warp / 4 - 1, block);
+    MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1,
+                                       block);
   }
   if (Config::kCluster > 1 || (Config::kSharesK && gemm.parts > 1)) ClusterSync();
 }
