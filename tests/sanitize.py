@@ -112,6 +112,13 @@ def many_tiles(rng, dtype):
     got = jax.jit(gradient)(a, jnp.array(sizes))
     groups = oracle.f64(a).reshape(264, 80, 136)
     oracle.assert_close(got, groups.swapaxes(1, 2) @ groups)
+    # Matrices are put in order.
+    b = oracle.random(rng, (len(a), 264), dtype)
+    spans = np.stack([np.arange(40) * 90, np.arange(40) * 91], 1)
+    out = jax.jit(lambda a, b, s: jgg.segmented_mm(a.T, b, s, implementation="sm90"))(
+        a, b, jnp.asarray(spans, jnp.int32)
+    )
+    oracle.assert_close(out, oracle.segmented_mm(a.T, b, spans))
     # float32 results, added to what is there.
     old = oracle.random(rng, (264, 136, 136))
 

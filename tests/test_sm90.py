@@ -113,6 +113,24 @@ def test_many_tiles_of_ragged_k(rng, dtype, transpose_a, result):
     oracle.assert_close(out, want, tolerance=SUMS if result else None, k=200)
 
 
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize(
+    ("count", "m", "n"), [(128, 40, 136), (128, 136, 264), (33, 264, 264), (16, 1032, 1032)]
+)
+def test_longest_first(rng, transpose_a, count, m, n):
+    """As many tiles that matrices are put in order: of equal lengths, of none, any way around."""
+    lengths = rng.integers(0, 9, count) * 17
+    spans = rng.integers(0, 200, count)[:, None] + np.stack([lengths * 0, lengths], 1)
+    a, b = oracle.random(rng, (m, 336), "bfloat16"), oracle.random(rng, (336, n), "bfloat16")
+    f = jax.jit(
+        lambda a, b, s: jgg.segmented_mm(
+            a, b, s, transpose_a=transpose_a, implementation="sm90"
+        )
+    )  # fmt: skip
+    out = f(a.T if transpose_a else a, b, jnp.asarray(spans, jnp.int32))
+    oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=136)
+
+
 @pytest.mark.parametrize("columns", [200, 198])
 def test_many_scaled_and_accumulated_tiles(rng, columns):
     """float32 results, which TMA adds to what is there, or warps where it cannot. A matrix without

@@ -44,8 +44,8 @@ struct GemmSm90Config {
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_, kSharesK = false;
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated ones are of mm alone
-  static constexpr int kCluster = kCluster_;        // blocks that share L: 1 or 2
-  static constexpr int kThreads = 384, kWorks = 4;  // tiles in the ring of work
+  static constexpr int kCluster = kCluster_;                    // blocks that share L: 1 or 2
+  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
   static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide_ ? 72 : 56;
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if constexpr (Config::kRaggedK) {
-    if (gemm.ranks) RankMatrices(gemm, memory.ranked, reinterpret_cast<int*>(memory.staged[0]));
+    if (gemm.ranks) RankMatrices(gemm, memory.ranked);
   }
   if (warp > 0) SyncRings<Config>();
   if (warp < 4) {

@@ -45,35 +45,37 @@ struct Work {
   }
 };
 
-// wgrad of few tiles: the matrices' segments, the longest first.
+// wgrad of few tiles: the matrices' segments, and the matrices in the order of their length, the
+// longest first.
 struct RankedMatrices {
   alignas(16) Segment segments[kMostRankedMatrices];
+  uint8_t order[kMostRankedMatrices];
 };
 
-// By all threads of a block. `lengths` has room for an int per matrix.
-__device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked, int* lengths) {
-  const int index = threadIdx.x;
-  Segment segment{0, 0, -1, 0};  // behind the last one
-  if (index < gemm.groups) {
-    segment = ReadSegment(gemm.metadata, gemm.rows_x, gemm.groups, index);
-    segment.weight = index;
+// By all threads of a block. A warp takes every so many-th matrix and compares it with all others,
+// of which each lane has a few.
+__device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
+  constexpr int kPerLane = kMostRankedMatrices / 32;
+  const int lane = threadIdx.x % 32, groups = gemm.groups;
+  for (int i = threadIdx.x; i < groups; i += blockDim.x) {
+    ranked.segments[i] = ReadSegment(gemm.metadata, gemm.rows_x, groups, i);
   }
-  if (index < kMostRankedMatrices) lengths[index] = segment.length;
   __syncthreads();
-  if (index < gemm.groups) {
+  int others[kPerLane];
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int i = 32 * j + lane;
+    others[j] = i < groups ? ranked.segments[i].length : -1;
+  }
+  for (int i = threadIdx.x / 32; i < groups; i += blockDim.x / 32) {
+    const int length = ranked.segments[i].length;
     int rank = 0;
-#pragma unroll 4
-    for (int first = 0; first < gemm.groups; first += 4) {
-      const int4 others = *reinterpret_cast<const int4*>(lengths + first);
-      auto count = [&](int other, int length) {
-        rank += length > segment.length || (length == segment.length && other < index);
-      };
-      count(first, others.x);
-      count(first + 1, others.y);
-      count(first + 2, others.z);
-      count(first + 3, others.w);
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const bool earlier = 32 * j + lane < i;  // and first of those that are as long
+      rank += __popc(__ballot_sync(0xffffffffu, others[j] > length - earlier));
     }
-    ranked.segments[rank] = segment;
+    if (lane == 0) ranked.order[rank] = static_cast<uint8_t>(i);
   }
   __syncthreads();
 }
@@ -85,7 +87,7 @@ class ScheduleSm90 {
   // `columns` of the result in a tile; `block` of the cluster. `parts` blocks have the same tiles.
   // `ranked`: what RankMatrices made, if gemm.ranks.
   __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block, int parts,
-                          const Segment* ranked)
+                          const RankedMatrices* ranked)
       : gemm_(gemm),
         lane_(threadIdx.x % 32),
         block_(block),
@@ -251,8 +253,8 @@ class ScheduleSm90 {
     const int round = turn_++, cluster = round % 2 == 0 ? next_ : stride_ - 1 - next_;
     const int tile = round * stride_ + cluster, rank = tile / matrix_tiles_;
     if (rank >= gemm_.groups) return work;
-    const Segment segment = ranked_[rank];
-    SetMatrix(work, tile - rank * matrix_tiles_, segment.weight, segment);
+    const int weight = ranked_->order[rank];
+    SetMatrix(work, tile - rank * matrix_tiles_, weight, ranked_->segments[weight]);
     return work;
   }
 
@@ -347,7 +349,7 @@ class ScheduleSm90 {
 
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
-  const Segment* const ranked_;
+  const RankedMatrices* const ranked_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
   int band_;                  // tiles of rows that take turns with tiles of columns
   int turn_ = 0;              // of ranked matrices: rounds until now
