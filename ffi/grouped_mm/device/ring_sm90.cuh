@@ -105,23 +105,18 @@ struct Nothing {
 };
 
 // The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile, by
-// all its lanes, each of which then says so. begin() is called before the first one.
-template <typename Config, typename Function = Nothing, typename Begin = Nothing>
+// all its lanes, each of which then says so.
+template <typename Config, typename Function = Nothing>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
-                             Function add = {}, Begin begin = {}) {
+                             Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int columns = gated ? 128 : 128 * Config::kBlocks;
-  const RankedMatrices* ranked = nullptr;
-  if constexpr (Config::kRaggedK) ranked = &memory.ranked;
   ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
-      gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
+      gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1);
   Place<Config::kWorks> at;
-  bool first = true;
   while (true) {
     Work work = schedule.Next();
     if (Config::kSharesK) work.TakePart(block, gemm.parts);
-    if (!std::is_same_v<Begin, Nothing> && first) begin();
-    first = false;
     Wait(&memory.work_empty[at.index], at.parity ^ 1);
     add(work, at.index);
     __syncwarp();
