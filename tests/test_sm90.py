@@ -118,16 +118,12 @@ def test_many_tiles_of_ragged_k(rng, dtype, transpose_a, result):
     ("count", "m", "n"), [(128, 40, 136), (128, 136, 264), (33, 264, 264), (16, 1032, 1032)]
 )
 def test_longest_first(rng, transpose_a, count, m, n):
-    """As many tiles that matrices are put in order: of equal lengths, of none, any way around."""
+    """So many tiles that the matrices are put in order: equal lengths, none, out of order."""
     lengths = rng.integers(0, 9, count) * 17
     spans = rng.integers(0, 200, count)[:, None] + np.stack([lengths * 0, lengths], 1)
     a, b = oracle.random(rng, (m, 336), "bfloat16"), oracle.random(rng, (336, n), "bfloat16")
-    f = jax.jit(
-        lambda a, b, s: jgg.segmented_mm(
-            a, b, s, transpose_a=transpose_a, implementation="sm90"
-        )
-    )  # fmt: skip
-    out = f(a.T if transpose_a else a, b, jnp.asarray(spans, jnp.int32))
+    f = functools.partial(jgg.segmented_mm, transpose_a=transpose_a, implementation="sm90")
+    out = jax.jit(f)(a.T if transpose_a else a, b, jnp.asarray(spans, jnp.int32))
     oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=136)
 
 
