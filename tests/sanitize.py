@@ -226,38 +226,30 @@ def nvfp4(rng):
     assert all(np.isfinite(oracle.f64(g)).all() for g in gradients)
 
 
-def every_dtype(f):
-    def run(rng):
-        for dtype, precision in (
-            ("float32", None), ("float32", "tensorfloat32"), ("bfloat16", None),
-            ("float16", None),
-        ):  # fmt: skip
-            f(rng, dtype, precision)
-
-    return run
-
-
-def every_hopper(rng):
-    for dtype in ("bfloat16", "float16"):
-        hopper(rng, dtype)
-        if 90 in _call.live_capabilities():
-            gathered(rng, dtype)
-    if 90 in _call.live_capabilities():
-        hopper(rng, "float32", "sm90")
+def every_dtype(part, f):
+    """Parts of their own, each of which can be a process: the tools rewrite what it loads."""
+    of = {"float32": ("float32", None), "tensorfloat32": ("float32", "tensorfloat32")}
+    of |= {dtype: (dtype, None) for dtype in ("bfloat16", "float16")}
+    return {
+        f"{part}_{name}": functools.partial(f, dtype=dtype, precision=precision)
+        for name, (dtype, precision) in of.items()
+    }
 
 
-def many_hopper_tiles(rng):
-    if 90 in _call.live_capabilities():
-        for dtype in ("bfloat16", "float16"):
-            many_tiles(rng, dtype)
+def on_hopper(f):
+    return lambda rng, **kw: f(rng, **kw) if 90 in _call.live_capabilities() else None
 
 
 PARTS = {
-    "grouped": every_dtype(grouped),
-    "segmented": every_dtype(segmented),
-    "hopper": every_hopper,
-    "many_tiles": many_hopper_tiles,
-    # So that each can be a process of its own: the tools rewrite every module that it loads.
+    **every_dtype("grouped", grouped),
+    **every_dtype("segmented", segmented),
+    "hopper_bfloat16": functools.partial(hopper, dtype="bfloat16"),
+    "hopper_float16": functools.partial(hopper, dtype="float16"),
+    "hopper_float32": functools.partial(on_hopper(hopper), dtype="float32", implementation="sm90"),
+    "gathered_bfloat16": functools.partial(on_hopper(gathered), dtype="bfloat16"),
+    "gathered_float16": functools.partial(on_hopper(gathered), dtype="float16"),
+    "many_tiles_bfloat16": functools.partial(on_hopper(many_tiles), dtype="bfloat16"),
+    "many_tiles_float16": functools.partial(on_hopper(many_tiles), dtype="float16"),
     **{
         "_".join(map(str, filter(None, ("quantized", *which)))): functools.partial(
             quantized, which=which

@@ -106,6 +106,20 @@ def test_affine_values_are_rounded_once(rng, implementation, bits, transpose_w, 
     np.testing.assert_array_equal(oracle.f64(out), want.T if transpose_w else want)
 
 
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+@pytest.mark.parametrize("k", [64, 192, 704, 1024])
+@pytest.mark.parametrize("mode", range(len(MODES)))
+def test_few_rows(rng, kernel, mode, k):
+    """At most 8 rows a group on average, of which one has 16: lines of any whole 64 codes."""
+    mode, bits, group_size, _ = MODES[mode]
+    group_size = min(group_size, 64)
+    q = oracle.random_quantized(rng, (5, 140, k), mode, bits, group_size, "bfloat16")
+    x = oracle.random(rng, (32, k), "bfloat16")
+    sizes = np.array([3, 0, 16, 9, 1])
+    f = jax.jit(functools.partial(jgg.grouped_qmm, implementation=needs(kernel)))
+    oracle.assert_close(f(x, q, sizes), oracle.grouped_qmm(x, q, sizes), k=k)
+
+
 def test_nan_stays_in_its_expert(rng, implementation):
     """A NaN scale, or weights of an empty group, or rows of the tail: forward and backward."""
     q = oracle.random_quantized(

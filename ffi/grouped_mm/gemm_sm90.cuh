@@ -63,9 +63,10 @@ int64_t MostTilesSm90(const GemmSm90& gemm) {
 }
 
 // Launch a kernel on as many clusters as the device holds at a time, which share out the tiles.
-template <typename Config, auto kernel, typename Parameters>
-cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
-                            const Parameters& parameters) {
+// `prepare(tiles, clusters)` comes before that.
+template <typename Config, auto kernel, typename Parameters, typename Prepare>
+cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm, const Parameters& parameters,
+                            Prepare prepare) {
   constexpr int kBytes = sizeof(typename Config::SharedMemory);
   static_assert(kBytes <= 227 * 1024);
   cudaLaunchAttribute cluster{};
@@ -100,8 +101,15 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   const int64_t tiles = MostTilesSm90<Config>(gemm);
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (tiles == 0) return cudaSuccess;
+  prepare(tiles, clusters);
   launch.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters) * blocks);
   return cudaLaunchKernelEx(&launch, kernel, parameters);
+}
+
+template <typename Config, auto kernel, typename Parameters>
+cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
+                            const Parameters& parameters) {
+  return LaunchTilesSm90<Config, kernel>(stream, gemm, parameters, [](int64_t, int) {});
 }
 
 template <typename Config>
@@ -122,10 +130,13 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
     }
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
-  // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in L2.
-  gemm.ranks =
-      gemm.matrices && gemm.groups <= kMostRankedMatrices && MostTilesSm90<Config>(gemm) <= 2048;
-  return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(stream, gemm, gemm);
+  return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(
+      stream, gemm, gemm, [&gemm](int64_t tiles, int clusters) {
+        // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in
+        // L2.
+        gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
+                     tiles <= 2048;
+      });
 }
 
 // Rows of the result that a tile may have, going by what segments have on average.

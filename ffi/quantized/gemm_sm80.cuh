@@ -60,7 +60,7 @@ template <typename Config>
 cudaError_t LaunchQuantizedConfig(cudaStream_t stream, QuantizedGemmSm80 gemm) {
   gemm.slice = MakePackedSlice<Config>(gemm);
   const int slices = Config::kRing + Config::kStages * gemm.slice.bytes +
-                     (device::SumsApart(gemm) ? 4 * Config::Ops::kSums : 0);
+                     (SumsApart(gemm) ? 4 * Config::Ops::kSums : 0);
   static KnownBlocks known{};
   return LaunchTiles<Config>(stream, device::QuantizedGemmSm80Kernel<Config>, gemm, gemm.gemm,
                              std::max<int>(slices, sizeof(typename Config::SharedMemory)), known);
@@ -136,13 +136,11 @@ template <typename Element, bool kBKMajor>
 cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   using Configs = QuantizedConfigsSm80<Element, kBKMajor>;
   constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
-  // Of a segment, on average.
-  const int64_t rows = gemm.gemm.rows_y / std::max<int64_t>(gemm.gemm.metadata.count, 1);
+  const int64_t rows = AverageRows(gemm);
   const bool aligned = gemm.gemm.a_width * sizeof(Element) == 16;
-  // Low tiles decode a weight once for every 16 rows, and some segments are longer than others.
-  if (rows <= 8 || gemm.gemm.rows_y <= 16 || device::SumsApart(gemm)) {
+  if (HasLowTiles(gemm)) {
     if constexpr (kBKMajor && std::is_same_v<Element, cutlass::bfloat16_t>) {
-      if (TakesFewRowsSm80(gemm)) return LaunchFewRowsSm80(stream, gemm);
+      if (HasFewRowsSm80(gemm)) return LaunchFewRowsSm80(stream, gemm);
     } else if constexpr (kBKMajor && std::is_same_v<Element, cutlass::half_t>) {
       const bool wide = MakePackedSlice<typename Configs::Low>(gemm).shape.width == 16;
       if (wide && aligned) {

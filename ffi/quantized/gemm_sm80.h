@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "grouped_mm/gemm_sm80.h"
 #include "quantized/quantized.h"
 
@@ -58,13 +60,29 @@ struct QuantizedGemmSm80 {
   PackedSlice slice;
 };
 
+// Rows of a segment, on average.
+inline int64_t AverageRows(const QuantizedGemmSm80& gemm) {
+  return gemm.gemm.rows_y / std::max<int64_t>(gemm.gemm.metadata.count, 1);
+}
+
+// Whether a tile may be a sum over segments that differ in their global scale.
+constexpr bool SumsApart(const QuantizedGemmSm80& gemm) {
+  return gemm.w.global_scale.data != nullptr && gemm.w.global_scale.group != 0 &&
+         gemm.gemm.order != GemmSm80::Order::kSegments;
+}
+
+// Low tiles decode a weight once for every 16 rows, and some segments are longer than others.
+inline bool HasLowTiles(const QuantizedGemmSm80& gemm) {
+  return AverageRows(gemm) <= 8 || gemm.gemm.rows_y <= 16 || SumsApart(gemm);
+}
+
 // K-major: lines of w are columns of the product.
 cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm, DType dtype,
                                     bool tf32, bool b_k_major);
 
-// few_rows_sm80.cu: K-major weights, decoded in registers, for bfloat16 rows. Taken: whole 32s of
-// k, copies where they should begin.
-bool TakesFewRowsSm80(const QuantizedGemmSm80& gemm);
+// few_rows_sm80.cu: K-major weights, decoded in registers, for few bfloat16 rows. Whether there are
+// few, whole 64s of k (of 8 bits 32s), and copies where they should begin.
+bool HasFewRowsSm80(const QuantizedGemmSm80& gemm);
 cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm);
 
 // One instance per translation unit: gemm_sm80_instance.cu.

@@ -11,7 +11,7 @@ std::optional<std::string> qmm_sm80_unsupported(const QmmArgs& args, int compute
   return NeedsComputeCapability(80, compute_capability);
 }
 
-cudaError_t qmm_sm80(cudaStream_t stream, const QmmArgs& args) {
+static QuantizedGemmSm80 Gemm(const QmmArgs& args) {
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   QuantizedGemmSm80 quantized{};
   quantized.w = args.w;
@@ -33,7 +33,15 @@ cudaError_t qmm_sm80(cudaStream_t stream, const QmmArgs& args) {
   gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
   gemm.metadata = args.metadata;
   gemm.epilogue = args.epilogue;
-  return LaunchQuantizedGemmSm80(stream, quantized, args.dtype, args.tf32, args.transpose_w);
+  return quantized;
+}
+
+bool QmmHasFewRowsSm80(const QmmArgs& args) {
+  return args.dtype == DType::kBF16 && args.transpose_w && HasFewRowsSm80(Gemm(args));
+}
+
+cudaError_t qmm_sm80(cudaStream_t stream, const QmmArgs& args) {
+  return LaunchQuantizedGemmSm80(stream, Gemm(args), args.dtype, args.tf32, args.transpose_w);
 }
 
 }  // namespace jgg

@@ -3,6 +3,7 @@
 
 #include "common/alignment.h"
 #include "quantized/gemm_sm90.h"
+#include "quantized/qmm_sm80.h"
 
 namespace jgg {
 
@@ -41,6 +42,8 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
 }
 
 cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
+  // Faster for few rows of all but mxfp8, whose codes take few instructions.
+  if (args.w.coding.mode != Mode::kMxfp8 && QmmHasFewRowsSm80(args)) return qmm_sm80(stream, args);
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   QuantizedGemmSm90 quantized{};
   quantized.scales = args.w.scales;

@@ -54,6 +54,17 @@ class EpilogueSm90 {
     StorePlain<kChunks>(work, column, chunk_sums);
   }
 
+  // wgrad: those of a matrix without a segment.
+  __device__ void StoreZeros(const Work& work, int column) const {
+    const int four = column + Thread() % 16 * 4;
+    if (four >= work.columns) return;
+#pragma unroll 1
+    for (int row = Thread() / 16; row < work.rows; row += 8) {
+      const float zeros[4] = {};
+      WriteFour(work.out + row * gemm_.out_line + four, work.columns - four, zeros);
+    }
+  }
+
   // `blocks` times 8 rows of 64 columns, rounded to T, to where they are stored from: pieces of 16
   // bytes are swizzled by the row.
   template <typename T>

@@ -62,14 +62,22 @@ struct GemmSm90Config {
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kWide = kWide_;
   static constexpr bool kStoreWarp = kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered;
-  static constexpr int kStoreBuffers = kWide ? 4 : 2;
+  // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
+  // registers before; tiles without slices go another way. With a K-major operand, whose addresses
+  // take more registers, or many loops, ptxas serializes the products then (C7511).
+  static constexpr bool kNeedsSlices =
+      !kLKMajor && !kRKMajor && kRows == 256 && kPlanes == 1 && !kWide;
+  // Rows of the result that the store warp takes at a time (in boxes of Epilogue::kChunk rows), and
+  // the buffers for as many that each warpgroup has.
+  static constexpr int kStoreChunk = kWide ? 32 : kRows == 256 ? 128 : kChunkL;
+  static constexpr int kStoreBuffers = kWide ? 4 : kRows == 256 ? 1 : 2;
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
-  static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? 2 : 0;
+  static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? (kWide ? 2 : 1) : 0;
   // What rows by list take of shared memory, smaller chunks of the result give.
   using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered>;
   static constexpr int kStagedBytes =
-      kStoreWarp ? kStoreBuffers * Epilogue::kChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
+      kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
@@ -79,6 +87,7 @@ struct GemmSm90Config {
     uint64_t full[kStages], empty[kStages], cleared[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
     StoreBarriers<kStoreBuffers> stores;
+    std::conditional_t<kRaggedK, RankedMatrices, Nothing> ranked;
     TileRows<kGathered ? kRows : 0> rows[kWorks];
   };
 };
@@ -236,6 +245,7 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   Place<Config::kStoreBuffers> store;
   std::conditional_t<(Config::kLateChunks > 0), LateChunks<Config>, NoLateChunks> late;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
+    if (Config::kNeedsSlices && work.slices == 0) return epilogue.StoreZeros(work, 64 * group);
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
@@ -286,7 +296,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
-  if (threadIdx.x == 0) {
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 32) {
     for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
     memory.stores.Init();
     InitRings<Config>(memory, 1, 1 + gemm.wgrad + gemm.store_warp);
@@ -294,10 +305,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     Prefetch(&gemm.r_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
+  if constexpr (Config::kRaggedK) {
+    if (gemm.ranks) RankMatrices(gemm, memory.ranked);
+  }
   SyncRings<Config>();
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     GiveRegisters<Config::kFeedRegisters>();
-    const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
     } else if (warp == 1) {
@@ -310,7 +323,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyWarpgroup<Config>(gemm, memory, static_cast<int>(threadIdx.x) / 128 - 1);
+    MultiplyWarpgroup<Config>(gemm, memory, warp / 4 - 1);
   }
   // A block may be copied into, and its barriers arrived at, until the other has ended too.
   if (Config::kCluster == 2) ClusterSync();

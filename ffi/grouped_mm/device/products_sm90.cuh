@@ -68,7 +68,7 @@ struct Products {
   template <typename Stage, typename Meanwhile = Nothing>
   __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
                              Stage& cleared, Sums& sums, Meanwhile meanwhile = {}) {
-    if (work.slices == 0) {
+    if (!Config::kNeedsSlices && work.slices == 0) {
 #pragma unroll
       for (int b = 0; b < kBlocks * kHalves; ++b) {
 #pragma unroll
@@ -155,7 +155,7 @@ struct Products {
     const bool cut_last = cut && last < kSliceSm90, cut_first = cut && Uniform(work.first) > 0;
     Stage here{Uniform(at.index), Uniform(at.parity)};
     // Of the last slice, which comes first, only the k that there are.
-    const bool tail = last <= kSliceSm90 - 16;
+    const bool stepwise = Config::kNeedsSlices || last <= kSliceSm90 - 16;
     uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {
       Wait(&memory.full[here.index], here.parity);
@@ -185,22 +185,31 @@ struct Products {
       Release<Config>(memory, here.index);
       here.Next();
     };
-    if (tail) {
+    if (stepwise) {
       begin(0);
-#pragma unroll 1
-      for (int step = 0; step * 16 < last; ++step) {
+      int step = 0;
+      if constexpr (Config::kNeedsSlices) {
         WarpgroupArrive();
-        multiply(step, step > 0);
+        multiply(step++, false);
         WarpgroupCommit();
       }
+#pragma unroll 1
+      for (; step * 16 < last; ++step) {
+        WarpgroupArrive();
+        multiply(step, Config::kNeedsSlices || step > 0);
+        WarpgroupCommit();
+      }
+      if constexpr (Config::kNeedsSlices) meanwhile();
       end();
     }
 #pragma unroll 1
-    for (int turn = tail; turn < slices; ++turn) {
+    for (int turn = stepwise; turn < slices; ++turn) {
       begin(turn);
       WarpgroupArrive();
 #pragma unroll
-      for (int step = 0; step < kSliceSm90 / 16; ++step) multiply(step, turn > 0 || step > 0);
+      for (int step = 0; step < kSliceSm90 / 16; ++step) {
+        multiply(step, Config::kNeedsSlices || turn > 0 || step > 0);
+      }
       WarpgroupCommit();
       meanwhile();
       end();

@@ -111,8 +111,10 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
                              Function add = {}) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int columns = gated ? 128 : 128 * Config::kBlocks;
+  const RankedMatrices* ranked = nullptr;
+  if constexpr (Config::kRaggedK) ranked = &memory.ranked;
   ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
-      gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1);
+      gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
   Place<Config::kWorks> at;
   while (true) {
     Work work = schedule.Next();

@@ -45,31 +45,72 @@ struct Work {
   }
 };
 
+// wgrad of few tiles: the matrices' segments, and the matrices in the order of their length, the
+// longest first.
+struct RankedMatrices {
+  alignas(16) Segment segments[kMostRankedMatrices];
+  uint8_t order[kMostRankedMatrices];
+};
+
+// By all threads of a block. A warp takes every so many-th matrix and compares it with all others,
+// of which each lane has a few.
+__device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
+  constexpr int kPerLane = kMostRankedMatrices / 32;
+  const int lane = threadIdx.x % 32, groups = gemm.groups;
+  for (int i = threadIdx.x; i < groups; i += blockDim.x) {
+    ranked.segments[i] = ReadSegment(gemm.metadata, gemm.rows_x, groups, i);
+  }
+  __syncthreads();
+  int others[kPerLane];
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int i = 32 * j + lane;
+    others[j] = i < groups ? ranked.segments[i].length : -1;
+  }
+  for (int i = threadIdx.x / 32; i < groups; i += blockDim.x / 32) {
+    const int length = ranked.segments[i].length;
+    int rank = 0;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const bool earlier = 32 * j + lane < i;  // and first of those that are as long
+      rank += __popc(__ballot_sync(0xffffffffu, others[j] > length - earlier));
+    }
+    if (lane == 0) ranked.order[rank] = static_cast<uint8_t>(i);
+  }
+  __syncthreads();
+}
+
 // kRaggedK: also of wgrad.
 template <int kRows, int kCluster, bool kRaggedK>
 class ScheduleSm90 {
  public:
   // `columns` of the result in a tile; `block` of the cluster. `parts` blocks have the same tiles.
-  __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block, int parts = 1)
-      : gemm_(gemm), lane_(threadIdx.x % 32), block_(block), tile_columns_(columns) {
+  // `ranked`: what RankMatrices made, if gemm.ranks.
+  __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block, int parts,
+                          const RankedMatrices* ranked)
+      : gemm_(gemm),
+        lane_(threadIdx.x % 32),
+        block_(block),
+        tile_columns_(columns),
+        ranked_(ranked) {
     next_ = blockIdx.x / (kCluster * parts);
     stride_ = gridDim.x / (kCluster * parts);
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
-    band_ = Wgrad() ? 8 : 4;
     columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
     columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
     matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
-    ranks_ = kRaggedK && gemm.ranks && matrix_tiles_ * gemm.groups > stride_;
-    if (ranks_) RankMatrices();
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
-    if (ranks_) return NextRanked();
+    if (kRaggedK && gemm_.ranks) return NextRanked();
     Work work{};
     if (Wgrad() && gemm_.matrices) {
       const int weight = next_ / matrix_tiles_;
-      if (weight < gemm_.groups) SetMatrix(work, next_ - weight * matrix_tiles_, weight);
+      if (weight < gemm_.groups) {
+        SetMatrix(work, next_ - weight * matrix_tiles_, weight,
+                  ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight));
+      }
       next_ += stride_;
       return work;
     }
@@ -101,7 +142,6 @@ class ScheduleSm90 {
  private:
   static constexpr unsigned kAll = 0xffffffffu;
   static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
-  static_assert(kWindow == kMostRankedMatrices);
 
   __device__ bool Wgrad() const { return kRaggedK && gemm_.wgrad; }
 
@@ -117,11 +157,13 @@ class ScheduleSm90 {
   // Tiles in bands of rows: down a band, then on to the next columns, so that tiles that run at one
   // time share both operands in L2.
   __device__ void Place(int number, int row_tiles, int& row_tile, int& column_tile) const {
-    const int per_band = band_ * columns_tiles_;
-    const int band = number / per_band, within = number - band * per_band;
-    const int rows = min(band_, row_tiles - band * band_);
-    row_tile = band * band_ + within % rows;
-    column_tile = within / rows * kCluster + block_;
+    const int log_band = Wgrad() ? 3 : 2, most = 1 << log_band;
+    const int per_band = columns_tiles_ << log_band;
+    const int band = Divide(number, per_band), within = number - band * per_band;
+    const int rows = min(most, row_tiles - band * most);
+    const int column = rows == most ? within >> log_band : Divide(within, rows);
+    row_tile = band * most + within - column * rows;
+    column_tile = column * kCluster + block_;
   }
 
   __device__ void SetColumns(Work& work, int column_tile) const {
@@ -129,14 +171,21 @@ class ScheduleSm90 {
     work.columns = min(tile_columns_, columns_ - work.out_column);
   }
 
+  // Integer division, of non-negative numbers, takes 100 cycles or more, and mostly none is needed:
+  // quotients are 0, or divisors 1. A kernel of few tiles waits for its first one.
+  __device__ static int Divide(int number, int by) {
+    if (number < by) return 0;
+    return by == 1 ? number : static_cast<int>(static_cast<unsigned>(number) / by);
+  }
+
   // mm: a segment's rows are shared out evenly.
   __device__ static int TileRows(int length) {
     const int tiles = (length + kRows - 1) / kRows;
-    return ((length + tiles - 1) / max(tiles, 1) + 7) / 8 * 8;
+    return (Divide(length + tiles - 1, max(tiles, 1)) + 7) / 8 * 8;
   }
 
   __device__ static int RowTiles(int length) {
-    return length == 0 ? 0 : (length - 1) / TileRows(length) + 1;
+    return length == 0 ? 0 : Divide(length - 1, TileRows(length)) + 1;
   }
 
   __device__ void SetK(Work& work, int k) const {
@@ -144,10 +193,9 @@ class ScheduleSm90 {
     work.last = k - (work.slices - 1) * kSliceSm90;
   }
 
-  // wgrad: tile `number` of a matrix that has the segment of the same index.
-  __device__ void SetMatrix(Work& work, int number, int weight) const {
-    const Segment s = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight);
-    SetMatrixTile(work, number, weight, s.x_start, s.y_start, s.length);
+  // wgrad: tile `number` of a matrix.
+  __device__ void SetMatrix(Work& work, int number, int weight, const Segment& segment) const {
+    SetMatrixTile(work, number, weight, segment.x_start, segment.y_start, segment.length);
   }
 
   __device__ void SetMatrixTile(Work& work, int number, int weight, int x_start, int y_start,
@@ -206,35 +254,6 @@ class ScheduleSm90 {
     return lane_ == 0 ? identity : before;
   }
 
-  // wgrad of few tiles: tiles_[i] becomes the place of this lane's matrix 32 * i + lane among all,
-  // the longest first.
-  __device__ void RankMatrices() {
-    const int slots = (gemm_.groups + 31) / 32;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int index = 32 * i + lane_;
-      lengths_[i] = -1;
-      tiles_[i] = 0;
-      if (index >= gemm_.groups) continue;
-      lengths_[i] = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index).length;
-    }
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      if (j >= slots) break;
-      const int lanes = min(gemm_.groups - 32 * j, 32);
-#pragma unroll 4
-      for (int lane = 0; lane < lanes; ++lane) {
-        const int other = __shfl_sync(kAll, lengths_[j], lane);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          if (i >= slots) break;
-          const bool earlier = 32 * j + lane < 32 * i + lane_;
-          tiles_[i] += earlier ? other >= lengths_[i] : other > lengths_[i];
-        }
-      }
-    }
-  }
-
   // The next tile of the ranked matrices, of which clusters take turns there and back again.
   // Lengths may differ much, and so each gets about as much to do.
   __device__ Work NextRanked() {
@@ -242,13 +261,8 @@ class ScheduleSm90 {
     const int round = turn_++, cluster = round % 2 == 0 ? next_ : stride_ - 1 - next_;
     const int tile = round * stride_ + cluster, rank = tile / matrix_tiles_;
     if (rank >= gemm_.groups) return work;
-    int weight = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const unsigned has = __ballot_sync(kAll, lengths_[i] >= 0 && tiles_[i] == rank);
-      if (has != 0) weight = 32 * i + __ffs(has) - 1;
-    }
-    SetMatrix(work, tile - rank * matrix_tiles_, weight);
+    const int weight = ranked_->order[rank];
+    SetMatrix(work, tile - rank * matrix_tiles_, weight, ranked_->segments[weight]);
     return work;
   }
 
@@ -343,9 +357,8 @@ class ScheduleSm90 {
 
   const GemmSm90& gemm_;
   const int lane_, block_, tile_columns_;
+  const RankedMatrices* const ranked_;
   int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
-  bool ranks_;
-  int band_;                  // tiles of rows that take turns with tiles of columns
   int turn_ = 0;              // of ranked matrices: rounds until now
   int window_ = -1;           // its first segment
   int window_tiles_ = 0;      // one past its last tile

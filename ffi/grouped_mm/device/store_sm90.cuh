@@ -1,14 +1,14 @@
 // Results that are only rounded leave through a warp of their own. Each warpgroup that multiplies
-// has two buffers in shared memory, for a chunk of rows each (or four, for half as many rows of
-// float32): it fills them in turns, and that warp stores them by TMA, or adds them to what is there
-// (wgrad, float32). So a warpgroup waits for no store but that of the chunk that had its buffer,
-// and its warps do not wait for each other.
+// has a buffer in shared memory for a chunk of rows, or several: it fills them in turns, and that
+// warp stores them by TMA, or adds them to what is there (wgrad, float32). So a warpgroup waits for
+// no store but that of the chunk that had its buffer, and its warps do not wait for each other.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "grouped_mm/device/activation.cuh"
+#include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "grouped_mm/device/schedule_sm90.cuh"
@@ -47,21 +47,32 @@ template <typename Config>
 __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* staged, int column,
                            int first, int rows) {
   constexpr int kPiece = Config::kWide ? 4 : 8;  // elements of 16 bytes
+  constexpr int kBox = Config::Epilogue::kChunk;
+  static_assert(Config::kStoreChunk == kBox || Config::kStoreChunk == 2 * kBox);
   const int lane = threadIdx.x % 32, out_column = work.out_column + column;
-  if (gemm.wgrad || rows == Config::Epilogue::kChunk) {  // wgrad: TMA knows where a matrix ends
-    if (lane != 0) return;
-    const int matrix = gemm.wgrad ? work.weight : 0;
+  const int matrix = gemm.wgrad ? work.weight : 0;
+  auto store = [&](int row) {
     if (Config::kWide && gemm.epilogue.accumulate) {
-      AddBox(&gemm.out_map, staged, out_column, work.out_row + first, matrix);
+      AddBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
     } else {
-      StoreBox(&gemm.out_map, staged, out_column, work.out_row + first, matrix);
+      StoreBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
     }
+  };
+  if (gemm.wgrad || rows == Config::kStoreChunk) {  // wgrad: TMA knows where a matrix ends
+    if (lane != 0) return;
+#pragma unroll
+    for (int row = 0; row < Config::kStoreChunk; row += kBox) store(row);
     return;
   }
   // The last rows of a tile of mm, behind which are those of others: 8 at a time, then one by one.
   const int whole = rows / 8 * 8;
   if (lane == 0) {
-    for (int row = 0; row < whole; row += 8) {
+    int row = 0;
+    if (Config::kStoreChunk > kBox && rows >= kBox) {
+      store(0);
+      row = kBox;
+    }
+    for (; row < whole; row += 8) {
       StoreBox(&gemm.out_rest, staged + row * 128, out_column, work.out_row + first + row, 0);
     }
   }
@@ -77,9 +88,10 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
 // The warp that stores.
 template <typename Config>
 __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
-  constexpr int kChunk = Config::Epilogue::kChunk;
+  constexpr int kChunk = Config::kStoreChunk;
   Place<Config::kStoreBuffers> places[2];
   ForEachWork<Config>(memory, [&](const Work& work) {
+    if (Config::kNeedsSlices && work.slices == 0) return;
     uint64_t* before = nullptr;  // of the buffer that is being stored
     const int half_rows = HalfRows<Config>(work.rows);
 #pragma unroll 1
@@ -90,6 +102,15 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
       for (int group = 0; group < 2; ++group) {
         if (64 * group >= work.columns) continue;
         Place<Config::kStoreBuffers>& at = places[group];
+        uint64_t* empty = &memory.stores.empty[group][at.index];
+        // The only buffer, and no other warpgroup stores: nobody fills it before it is free.
+        if (before == empty) {
+          if (threadIdx.x % 32 == 0) {
+            WaitStored<0>();
+            Arrive(before);
+          }
+          before = nullptr;
+        }
         Wait(&memory.stores.full[group][at.index], at.parity);
         const char* staged = Buffer<Config>(memory, group, at.index);
 #pragma unroll
@@ -104,7 +125,7 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
           WaitStored<1>();
           if (before != nullptr) Arrive(before);
         }
-        before = &memory.stores.empty[group][at.index];
+        before = empty;
         at.Next();
       }
       first += rows;
@@ -167,7 +188,7 @@ class LateChunks {
   }
 
  private:
-  static constexpr int kCount = Config::kLateChunks, kChunk = Config::Epilogue::kChunk;
+  static constexpr int kCount = Config::kLateChunks, kChunk = Config::kStoreChunk;
   static constexpr int kChunkWords = kChunk / (Config::kWide ? 2 : 4);
 
   __device__ void StageFirst(typename Config::SharedMemory& memory, int group,
@@ -177,9 +198,9 @@ class LateChunks {
         float values[kChunkWords];
 #pragma unroll
         for (int j = 0; j < kChunkWords; ++j) values[j] = __uint_as_float(words_[0][j]);
-        Config::Epilogue::template StageFloats<kChunk>(values, staged, kChunk / 8);
+        EpilogueSm90<kChunk>::template StageFloats<kChunk>(values, staged, kChunk / 8);
       } else {
-        Config::Epilogue::StageWords(words_[0], staged, kChunk / 8);
+        EpilogueSm90<kChunk>::StageWords(words_[0], staged, kChunk / 8);
       }
     });
     --kept_;
@@ -201,14 +222,13 @@ struct NoLateChunks {
   __device__ void StageAll(Memory&, int, Place&) {}
 };
 
-// A warpgroup's sums of a tile, to that warp, but for those that come late: none of two bytes in
-// wgrad of a K-major L, which was no faster with them, and slower where segments are short. float32
-// sums are multiplied by `scale`.
+// A warpgroup's sums of a tile, to that warp, but for those that come late. float32 sums are
+// multiplied by `scale`.
 template <typename Config, typename T, int kSums, typename Late>
 __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                           const Work& work, int group, Place<Config::kStoreBuffers>& at,
                           float (&sums)[Config::kHalves][kSums], Late& late, float scale = 1.0f) {
-  using Epilogue = typename Config::Epilogue;
+  using Epilogue = EpilogueSm90<Config::kStoreChunk>;
   constexpr int kChunk = Epilogue::kChunk, kChunks = (2 * kSums + kChunk - 1) / kChunk;
   constexpr int kEarly = kChunks - Config::kLateChunks;
   const int half_rows = HalfRows<Config>(work.rows);
@@ -220,7 +240,7 @@ __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& m
       if (chunk * kChunk >= rows) break;
       const float* from = sums[half] + chunk * (kChunk / 2);
       if constexpr (Config::kLateChunks > 0) {
-        if (chunk >= kEarly && (Config::kWide || !Config::kLKMajor || !gemm.wgrad)) {
+        if (chunk >= kEarly) {
           late.template Keep<T>(chunk - kEarly, from, scale);
           continue;
         }

@@ -3,9 +3,9 @@
 // memory.
 //
 // mma.sync has columns of the result on its M side. Thread 4 * g + j of a warp has columns g and
-// g + 8 of the warp's 16, and of every 128 k the 32 from 32 * j on: which k an instruction
-// multiplies does not matter, as long as both operands agree, so a thread takes its codes as they
-// come, in the pairs of streams.cuh.
+// g + 8 of the warp's 16, and of every step of 256 k the 64 from 64 * j on (of 8 bits: of 128 k the
+// 32 from 32 * j on): which k an instruction multiplies does not matter, as long as both operands
+// agree, so a thread takes its codes as they come, 32 at a time in the pairs of streams.cuh.
 #pragma once
 
 #include <cstdint>
@@ -18,43 +18,61 @@ namespace jgg::device {
 // What 32 codes of a line need beside themselves, in bfloat16, in both halves (nvfp4: of codes 0-15
 // and 16-31).
 struct LineScales {
-  uint32_t scale, bias;
+  uint32_t scale;
+  uint32_t bias;  // mxfp4, mxfp8: the scale times what E2M1Of, E4M3Of leave out
 };
 
-template <Mode kMode_, int kBits_>
+template <Mode kMode_, int kBits_, int kCopy_ = 16>
 struct FewRowsWeights {
   static constexpr Mode kMode = kMode_;
   static constexpr int kBits = kBits_;
   static constexpr bool kAffine = kMode == Mode::kAffine;
-  // Bytes of a copy, and copies of 32 codes.
-  static constexpr int kPiece = kBits % 4 == 0 ? 16 : kBits % 2 == 0 ? 8 : 4;
-  static constexpr int kPieces = 4 * kBits / kPiece;
+  // Blocks of 32 codes that a thread takes in a step, the bytes of a copy, and copies of them.
+  static constexpr int kBlocks = kBits == 8 ? 1 : 2;
+  static constexpr int kCopy = kCopy_;
+  static constexpr int kPiece = kBits % 2 == 0 ? 16 : 8;
+  static constexpr int kPieces = 4 * kBits * kBlocks / kPiece;
+  // What a value is larger by than what it is multiplied as. An e4m3 scale 2^126 times as large,
+  // which would spare a product of every pair of codes, has no room in bfloat16.
+  static constexpr float kUnit = kMode == Mode::kNvfp4 ? 0x1p9f : 1.0f;
+  // Bytes of their scales (biases) where a group is 32 codes, or 16 of nvfp4.
+  static constexpr int kScaleBytes =
+      (kMode == Mode::kMxfp4 || kMode == Mode::kMxfp8 ? 1 : 2) * kBlocks;
 
-  // From the bits of scale and bias as they are stored.
-  __device__ static LineScales Scales(uint32_t scale, uint32_t bias) {
+  // Of block `b`, from the bits of all blocks' scales and biases; those of a group that all are of
+  // are in the lower half.
+  __device__ static LineScales Scales(uint32_t scale, uint32_t bias, int b, bool one_group) {
     if constexpr (kAffine) {
-      return {scale * 0x10001, bias * 0x10001};
+      const uint32_t both = b == 0 || one_group ? 0x1010 : 0x3232;
+      return {Permute(scale, 0, both), Permute(bias, 0, both)};
     } else if constexpr (kMode == Mode::kNvfp4) {
-      const uint32_t magnitudes = Permute(scale, 0, 0x4140) & 0x007f007f;
-      uint32_t scales = MultiplyAdd2<DType::kBF16>(magnitudes << 4, 0x7b807b80, 0x80008000);
-      if ((magnitudes & 0xffff) == 0x7f) scales = (scales & 0xffff0000) | 0x7fc0;
-      if (magnitudes >> 16 == 0x7f) scales = (scales & 0xffff) | 0x7fc00000;
-      return {scales, 0};
+      const uint32_t magnitudes = Permute(scale, 0, b == 0 ? 0x4140 : 0x4342) & 0x007f007f;
+      // Added to what the bits stand for: -0, or NaN where all are set.
+      const uint32_t zeros = ((magnitudes + 0x10001) >> 1 & 0x400040) * 511 + 0x80008000;
+      scale = MultiplyAdd2<DType::kBF16>(magnitudes << 4, kTwo120, zeros);
+      return {Times(scale, kTwo126 - 9 * kTwice), 0};  // 9: kUnit
     } else {
+      scale = scale >> 8 * b & 0xff;
       const uint32_t bits = scale == 0 ? 0x40 : scale == 255 ? 0x7fc0 : scale << 7;
-      return {bits * 0x10001, 0};
+      return {bits * 0x10001,
+              scale * 0x800080 + (kMode == Mode::kMxfp8 ? kTwo120 : kTwo126) - kOne};
     }
   }
 
   // Whether values are those of `dequantize` by a fused multiply-add: see FitsPairs. NumbersOf are
   // whole numbers of 8 bits at most, which bfloat16 holds, so 8 bits may, too.
   __device__ static bool Fits(const LineScales& line) {
-    if constexpr (!kAffine) return true;
-    constexpr int kMostBelow = 14 - kBits, kMostAbove = 14;
-    const float scale = AsFloat(line.scale << 16), bias = AsFloat(line.bias << 16);
-    const uint32_t above = AsBits(fabsf(bias)) - AsBits(fabsf(scale)) + (kMostBelow << 23);
-    return fabsf(scale) < 0x1p105f &&
-           (above <= static_cast<uint32_t>(kMostBelow + kMostAbove) << 23 || bias == 0.0f);
+    if constexpr (kMode == Mode::kNvfp4) {
+      return true;
+    } else if constexpr (kAffine) {
+      constexpr int kMostBelow = 14 - kBits, kMostAbove = 14;
+      const float scale = AsFloat(line.scale << 16), bias = AsFloat(line.bias << 16);
+      const uint32_t above = AsBits(fabsf(bias)) - AsBits(fabsf(scale)) + (kMostBelow << 23);
+      return fabsf(scale) < 0x1p105f &&
+             (above <= static_cast<uint32_t>(kMostBelow + kMostAbove) << 23 || bias == 0.0f);
+    } else {  // line.bias is finite
+      return line.scale <= (kMode == Mode::kMxfp8 ? 0x43004300 : 0x40004000);
+    }
   }
 
   // A NaN among e4m3 codes makes its column of the product one, so its scale may be.
@@ -80,17 +98,25 @@ struct FewRowsWeights {
       }
       return Round2<DType::kBF16>(values[0], values[1]);
     } else {
-      constexpr uint32_t kMinusZero = 0x80008000;
-      uint32_t small, power = 0x7e807e80;
+      uint32_t small, power = kTwo126;
       if constexpr (kMode == Mode::kMxfp8) {
         small = E4M3Of(streams, p);
-        power = 0x7b807b80;
+        power = kTwo120;
       } else {
         small = E2M1Of(streams, p);
       }
-      small = MultiplyAdd2<DType::kBF16>(small, power, kMinusZero);
-      return MultiplyAdd2<DType::kBF16>(small, line.scale, kMinusZero);
+      if constexpr (kMode == Mode::kNvfp4) return Times(small, line.scale);
+      return kFits ? Times(small, line.bias) : Times(Times(small, power), line.scale);
     }
+  }
+
+ private:
+  // In bfloat16, twice.
+  static constexpr uint32_t kTwice = 0x800080, kOne = 0x3f803f80;
+  static constexpr uint32_t kTwo120 = kOne + 120 * kTwice, kTwo126 = kOne + 126 * kTwice;
+
+  __device__ static uint32_t Times(uint32_t a, uint32_t b) {
+    return MultiplyAdd2<DType::kBF16>(a, b, 0x80008000);
   }
 };
 
@@ -114,6 +140,14 @@ class FewRowsOps {
     float (&c)[4] = sums_[block];
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0,
                                               b1, c[0], c[1], c[2], c[3]);
+  }
+
+  __device__ void Scale(float factor) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums_[b][i] *= factor;
+    }
   }
 
   // Of one block of rows there are two sums, so that products wait less for each other.
@@ -161,19 +195,26 @@ struct FewRowsConfig {
   using Ops = FewRowsOps<2>;
   static constexpr int kM = 16, kN = 64, kThreads = Ops::kThreads, kBlocksPerSm = 4;
   static constexpr bool kSumsApart = true;
-  // A step is 128 k; rows of x come in chunks of two.
-  static constexpr int kStep = 128, kChunk = 256;
-  static constexpr int kStepBytes = 8 * Weights::kBits * kThreads;  // of codes, of all threads
-  static constexpr int kStages = Weights::kBits > 4 ? 4 : 6;
+  // k of a step, and of a chunk of x.
+  static constexpr int kStep = 128 * Weights::kBlocks, kChunk = 256;
+  // Of codes, of all threads.
+  static constexpr int kStepBytes = 8 * Weights::kBits * Weights::kBlocks * kThreads;
+  static constexpr int kStages = 24 * 1024 / kStepBytes;
   using Work = Schedule<kM, kN, kThreads, true, true>;
   using Result = ResultTile<kM, kN, kThreads, true>;
-  // Words of a row of x in a chunk: reads of 8 lanes meet no bank twice.
+  // Words of a row of x in a chunk.
   static constexpr int kRowWords = kChunk / 2 + 16;
+
+  // Where the four words are that thread j of a column multiplies in turn i of a chunk: the reads,
+  // and the writes, of 8 lanes meet no bank twice.
+  __device__ static constexpr int RowWord(int i, int j) {
+    return (i ^ i / 2 % 2) * 16 + (j ^ i / 4 * 2) * 4;
+  }
 
   struct SharedMemory {
     typename Work::Memory schedule;
     union {
-      alignas(128) uint32_t x[kM][kRowWords];
+      alignas(128) uint32_t x[2][kM][kRowWords];
       alignas(128) float result[Result::kFloats];
     };
     alignas(128) unsigned char ring[kStages][kStepBytes];
@@ -194,6 +235,8 @@ class CodeReader {
   using Weights = typename Config::Weights;
   static constexpr int kBits = Weights::kBits, kPiece = Weights::kPiece;
   static constexpr int kPieces = Weights::kPieces;
+  static constexpr int kCodes = 32 * Weights::kBlocks;          // of a thread in a step
+  static constexpr int kStepBytes = Config::kStep / 8 * kBits;  // of a column in a step
 
  public:
   // Columns of a tile from tile.n0 on, tile.n_count of them in either half.
@@ -204,86 +247,115 @@ class CodeReader {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      const int in_half = column % half;
-      const bool exists = in_half < tile.n_count;
-      const int64_t line = weight * gemm.w.lines +
-                           (exists ? tile.n0 + in_half + (column < half ? 0 : gemm.gemm.n / 2) : 0);
-      const int64_t scales = line * gemm.slice.scale_line + Group(gemm, 32 * j);
+      // A column that is not there has the codes of one that is.
+      const int in_half = min(column % half, tile.n_count - 1);
+      const int64_t line =
+          weight * gemm.w.lines + tile.n0 + in_half + (column < half ? 0 : gemm.gemm.n / 2);
+      const int64_t scales = line * gemm.slice.scale_line + Group(gemm, kCodes * j);
       const auto at = [](const void* data, int64_t bytes) {
         return Kept(static_cast<const char*>(data) + bytes);
       };
-      codes_[r] = at(gemm.w.packed, line * line_bytes + 4 * kBits * j);
+      codes_[r] = at(gemm.w.packed, line * line_bytes + Weights::kCopy * j);
       scales_[r] = at(gemm.w.scales, scales);
-      if (Weights::kAffine) biases_[r] = at(gemm.w.biases, scales);
-      left_[r] = exists ? static_cast<int>(gemm.w.elements) - 32 * j : 0;
     }
+    elements_ = static_cast<int>(gemm.w.elements);
+    line_bytes_ = static_cast<int>(line_bytes);
+    to_bias_ =
+        reinterpret_cast<intptr_t>(gemm.w.biases) - reinterpret_cast<intptr_t>(gemm.w.scales);
     scale_step_ = Group(gemm, Config::kStep);
     asm volatile("" : "+r"(scale_step_));
+    one_group_ = Weights::kAffine && (1 << gemm.slice.group_bits) >= kCodes;
   }
 
-  // Start copying this thread's codes of step `step`.
+  // Start copying this warp's codes of step `step`: the four threads of a column copy it together.
   __device__ void Start(unsigned char* place, int step) const {
+    constexpr int kCopy = Weights::kCopy, kCopies = kStepBytes / kCopy;  // of a column
+    const int lane = threadIdx.x % 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool take = Config::kStep * step < left_[r];  // otherwise nothing is read
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        unsigned char* to = place + ((r * kPieces + i) * Config::kThreads + threadIdx.x) * kPiece;
-        const char* piece = codes_[r] + 16 * kBits * step + i * kPiece;
-        if constexpr (kPiece == 16) {
-          cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-              *reinterpret_cast<const cute::uint128_t*>(piece),
-              *reinterpret_cast<cute::uint128_t*>(to), take);
-        } else {
-          using Word = cute::conditional_t<kPiece == 8, uint64_t, uint32_t>;
-          cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<Word>::copy(*reinterpret_cast<const Word*>(piece),
-                                                            *reinterpret_cast<Word*>(to), take);
-        }
-      }
-    }
-  }
-
-  __device__ void Read(const unsigned char* place, int r, uint32_t (&words)[kBits]) const {
-    using Wide =
-        cute::conditional_t<kPiece == 16, uint4, cute::conditional_t<kPiece == 8, uint2, uint32_t>>;
-    Wide pieces[kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      pieces[i] =
-          reinterpret_cast<const Wide*>(place)[(r * kPieces + i) * Config::kThreads + threadIdx.x];
-    }
-#pragma unroll
-    for (int i = 0; i < kBits; ++i) words[i] = reinterpret_cast<const uint32_t*>(pieces)[i];
-  }
-
-  // The bits of the scale and bias of step `step`, zeros past the end. Steps come in order.
-  __device__ uint2 NextScales(int r, int step) {
-    uint32_t scale = 0, bias = 0;
-    if (Config::kStep * step < left_[r]) {
-      if constexpr (Weights::kAffine) {
-        scale = __ldg(reinterpret_cast<const uint16_t*>(scales_[r]));
-        bias = __ldg(reinterpret_cast<const uint16_t*>(biases_[r]));
-      } else if constexpr (Weights::kMode == Mode::kNvfp4) {
-        scale = __ldg(reinterpret_cast<const uint16_t*>(scales_[r]));
+    for (int i = 0; i < kCopies / 2; ++i) {
+      // Of both columns' copies number 4 * i + lane.
+      const bool second = 4 * i >= kCopies || (4 * i + 3 >= kCopies && 4 * i + lane >= kCopies);
+      const int at = 4 * i + lane - (second ? kCopies : 0);
+      const bool take = kStepBytes * step + kCopy * at < line_bytes_;  // or nothing is read
+      unsigned char* to = place + Of(second, threadIdx.x / 4, at * (kCopy / kPiece));
+      const char* from = (second ? codes_[1] : codes_[0]) + kStepBytes * step + (at - lane) * kCopy;
+      if constexpr (kCopy == 16) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+            *reinterpret_cast<const cute::uint128_t*>(from),
+            *reinterpret_cast<cute::uint128_t*>(to), take);
       } else {
-        scale = __ldg(reinterpret_cast<const uint8_t*>(scales_[r]));
+        cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<uint64_t>::copy(
+            *reinterpret_cast<const uint64_t*>(from), *reinterpret_cast<uint64_t*>(to), take);
       }
+    }
+  }
+
+  // This thread's codes of column `r`: of block `first` and the `kBlocks - 1` after it.
+  template <int kBlocks>
+  __device__ void Read(const unsigned char* place, int r, int first,
+                       uint32_t (&words)[kBlocks][kBits]) const {
+    constexpr int kBytes = 4 * kBits * kBlocks, kWide = kBytes % 16 == 0 ? 16 : 8;
+    using Wide = cute::conditional_t<kWide == 16, uint4, uint2>;
+    Wide pieces[kBytes / kWide];
+#pragma unroll
+    for (int i = 0; i < kBytes / kWide; ++i) {
+      const int byte = 4 * kBits * first + i * kWide;
+      const unsigned char* from =
+          place + Of(r, threadIdx.x / 4, threadIdx.x % 4 * kPieces + byte / kPiece);
+      pieces[i] = *reinterpret_cast<const Wide*>(from + byte % kPiece);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlocks * kBits; ++i) {
+      words[i / kBits][i % kBits] = reinterpret_cast<const uint32_t*>(pieces)[i];
+    }
+  }
+
+  // The bits of the scales and biases of step `step`, zeros past the end. Steps come in order.
+  __device__ uint2 NextScales(int r, int step) {
+    uint2 bits = make_uint2(0, 0);
+    if (Config::kStep * step + kCodes * static_cast<int>(threadIdx.x % 4) < elements_) {
+      bits.x = Bits(scales_[r]);
+      if (Weights::kAffine) bits.y = Bits(scales_[r] + to_bias_);
     }
     scales_[r] += scale_step_;
-    if (Weights::kAffine) biases_[r] += scale_step_;
-    return make_uint2(scale, bias);
+    return bits;
   }
 
+  // Whether all of a thread's codes of a step are of one group.
+  __device__ bool OneGroup() const { return one_group_; }
+
  private:
+  // Where piece `piece` of a column's step is: pieces that are read, or copied, at a time are in
+  // different banks.
+  __device__ static int Of(int r, int column, int piece) {
+    if (kStepBytes == 128) piece ^= column % 2 * 5;
+    return (r * 32 + column) * kStepBytes + piece * kPiece;
+  }
+
   // Bytes of the scales of so many k, a multiple of a group or a part of one.
   __device__ static int Group(const QuantizedGemmSm80& gemm, int k) {
     return (k >> gemm.slice.group_bits) * (Weights::kAffine ? 2 : 1);
   }
 
-  const char* codes_[2];                // of each column, this thread's first
-  const char *scales_[2], *biases_[2];  // those of the next step
-  int left_[2];                         // codes from there to the line's end
-  int scale_step_;                      // bytes of scales from a step to the next
+  __device__ uint32_t Bits(const char* scales) const {
+    if constexpr (Weights::kAffine && Weights::kBlocks == 2) {
+      if (one_group_) return __ldg(reinterpret_cast<const uint16_t*>(scales));
+    }
+    if constexpr (Weights::kScaleBytes == 4) {
+      return __ldg(reinterpret_cast<const uint32_t*>(scales));
+    } else if constexpr (Weights::kScaleBytes == 2) {
+      return __ldg(reinterpret_cast<const uint16_t*>(scales));
+    } else {
+      return __ldg(reinterpret_cast<const uint8_t*>(scales));
+    }
+  }
+
+  const char *codes_[2],
+      *scales_[2];   // of each column: this thread's first, those of the next step
+  int64_t to_bias_;  // bytes from a scale to its bias
+  int line_bytes_, elements_;
+  int scale_step_;  // bytes of scales from a step to the next
+  bool one_group_;
 };
 
 // Rows of x, a chunk at a time: of every 32 values numbers p and 16 + p are a word.
@@ -304,9 +376,12 @@ class RowReader {
     }
   }
 
-  __device__ void Load(int k0) {
+  // Without two blocks the second half of the rows is neither loaded nor stored.
+  __device__ void Load(int k0, bool two_blocks) {
+    static_assert(kItems == 2 && kRows == 8);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
+      if (i == 1 && !two_blocks) break;
       low_[i] = high_[i] = make_uint4(0, 0, 0, 0);
       if (k0 >= left_[i]) continue;
       low_[i] = __ldg(reinterpret_cast<const uint4*>(x_[i] + k0));
@@ -314,9 +389,10 @@ class RowReader {
     }
   }
 
-  __device__ void Store(uint32_t (&x)[Config::kM][Config::kRowWords]) const {
+  __device__ void Store(uint32_t (&x)[Config::kM][Config::kRowWords], bool two_blocks) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
+      if (i == 1 && !two_blocks) break;
       const uint32_t low[4] = {low_[i].x, low_[i].y, low_[i].z, low_[i].w};
       const uint32_t high[4] = {high_[i].x, high_[i].y, high_[i].z, high_[i].w};
 #pragma unroll
@@ -325,7 +401,9 @@ class RowReader {
                                       Permute(low[2 * h], high[2 * h], 0x7632),
                                       Permute(low[2 * h + 1], high[2 * h + 1], 0x5410),
                                       Permute(low[2 * h + 1], high[2 * h + 1], 0x7632));
-        uint32_t* to = &x[Row(i)][Part() / 4 * 64 + (2 * Eight() + h) * 16 + Part() % 4 * 4];
+        constexpr int kBlocks = Config::Weights::kBlocks;
+        const int turn = Part() / (4 * kBlocks) * 4 + Part() % kBlocks * 4 + 2 * Eight() + h;
+        uint32_t* to = &x[Row(i)][Config::RowWord(turn, Part() / kBlocks % 4)];
         *reinterpret_cast<uint4*>(to) = four;
       }
     }
@@ -349,11 +427,14 @@ template <typename Config>
 __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, const Segment& segment,
                            typename Config::SharedMemory& shared, typename Config::Ops& ops) {
   using Weights = typename Config::Weights;
-  constexpr int kStages = Config::kStages, kBits = Weights::kBits;
+  constexpr int kStages = Config::kStages, kBits = Weights::kBits, kBlocks = Weights::kBlocks;
+  // Both blocks' codes at a time, where there are registers for them.
+  constexpr bool kLate = kBits == 6;
   const int k = static_cast<int>(gemm.gemm.k), steps = (k + Config::kStep - 1) / Config::kStep;
   CodeReader<Config> codes(gemm, tile, segment.weight);
   RowReader<Config> rows(gemm, tile, segment);
   const bool two_blocks = tile.m_hi > 8;
+  if (Weights::kUnit != 1) ops.Scale(1 / Weights::kUnit);
   int write = 0;
   const auto start = [&](int step) {
     if (step < steps) codes.Start(shared.ring[write], step);
@@ -362,49 +443,64 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
   };
 #pragma unroll 1
   for (int step = 0; step < kStages - 1; ++step) start(step);
-  rows.Load(0);
+  rows.Load(0, two_blocks);
   uint2 next[2] = {codes.NextScales(0, 0), codes.NextScales(1, 0)};
-  int read = 0;
+  int read = 0, chunk = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if (step % (Config::kChunk / Config::kStep) == 0) {
-      __syncthreads();  // nobody reads the chunk before
-      rows.Store(shared.x);
+      chunk ^= 1;
+      rows.Store(shared.x[chunk], two_blocks);
       __syncthreads();
-      rows.Load((step + Config::kChunk / Config::kStep) * Config::kStep);
+      rows.Load((step + Config::kChunk / Config::kStep) * Config::kStep, two_blocks);
     }
-    cute::cp_async_wait<kStages - 2>();  // what this thread reads it has copied itself
-    uint32_t streams[2][kBits];
-    LineScales lines[2];
+    cute::cp_async_wait<kStages - 2>();
+    __syncwarp();
+    const unsigned char* ring = shared.ring[read];
+    uint32_t streams[2][kBlocks][kBits];
+    LineScales lines[2][kBlocks];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint32_t words[kBits];
-      codes.Read(shared.ring[read], r, words);
-      lines[r] = Weights::Scales(next[r].x, next[r].y);
-      Weights::Check(words, lines[r]);
-      ToStreams<kBits>(words, streams[r]);
+      uint32_t words[kBlocks][kBits];
+      if (!kLate) codes.template Read<kBlocks>(ring, r, 0, words);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        lines[r][b] = Weights::Scales(next[r].x, next[r].y, b, codes.OneGroup());
+        if (kLate) continue;
+        Weights::Check(words[b], lines[r][b]);
+        ToStreams<kBits>(words[b], streams[r][b]);
+      }
     }
     start(step + kStages - 1);
     next[0] = codes.NextScales(0, step + 1);
     next[1] = codes.NextScales(1, step + 1);
     read = read + 1 == kStages ? 0 : read + 1;
-    const uint32_t* x =
-        &shared.x[threadIdx.x % 32 / 4]
-                 [step % (Config::kChunk / Config::kStep) * 64 + threadIdx.x % 4 * 4];
+    const uint32_t* x = shared.x[chunk][threadIdx.x % 32 / 4];
+    const int first_turn = step % (Config::kChunk / Config::kStep) * 4;
     const auto multiply = [&](auto fits, auto two) {
       constexpr bool kFits = decltype(fits)::value, kTwo = decltype(two)::value;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4 first = *reinterpret_cast<const uint4*>(x + 16 * i);
+      for (int i = 0; i < 4 * kBlocks; ++i) {
+        const int b = i / 4;
+        if (kLate && i % 4 == 0) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            uint32_t words[1][kBits];
+            codes.template Read<1>(ring, r, b, words);
+            ToStreams<kBits>(words[0], streams[r][b]);
+          }
+        }
+        const uint32_t* from = x + Config::RowWord(first_turn + i, threadIdx.x % 4);
+        const uint4 first = *reinterpret_cast<const uint4*>(from);
         uint4 second = first;
-        if (kTwo) second = *reinterpret_cast<const uint4*>(x + 16 * i + 8 * Config::kRowWords);
+        if (kTwo) second = *reinterpret_cast<const uint4*>(from + 8 * Config::kRowWords);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          const int p = 4 * i + 2 * m;
-          const uint32_t a[4] = {Weights::template Pair<kFits>(streams[0], p, lines[0]),
-                                 Weights::template Pair<kFits>(streams[1], p, lines[1]),
-                                 Weights::template Pair<kFits>(streams[0], p + 1, lines[0]),
-                                 Weights::template Pair<kFits>(streams[1], p + 1, lines[1])};
+          const int p = i % 4 * 4 + 2 * m;
+          const uint32_t a[4] = {Weights::template Pair<kFits>(streams[0][b], p, lines[0][b]),
+                                 Weights::template Pair<kFits>(streams[1][b], p, lines[1][b]),
+                                 Weights::template Pair<kFits>(streams[0][b], p + 1, lines[0][b]),
+                                 Weights::template Pair<kFits>(streams[1][b], p + 1, lines[1][b])};
           ops.Add(kTwo ? 0 : m, a, m == 0 ? first.x : first.z, m == 0 ? first.y : first.w);
           if (kTwo) ops.Add(1, a, m == 0 ? second.x : second.z, m == 0 ? second.y : second.w);
         }
@@ -417,13 +513,18 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
         multiply(fits, std::false_type{});
       }
     };
-    if (AnyLane(!Weights::Fits(lines[0]) || !Weights::Fits(lines[1]))) {
+    bool all_fit = Weights::Fits(lines[0][0]) && Weights::Fits(lines[1][0]);
+    if (kBlocks > 1 && !codes.OneGroup()) {
+      all_fit &= Weights::Fits(lines[0][kBlocks - 1]) && Weights::Fits(lines[1][kBlocks - 1]);
+    }
+    if (AnyLane(!all_fit)) {
       multiply_all(std::false_type{});
     } else {
       multiply_all(std::true_type{});
     }
   }
   if (!two_blocks) ops.AddUp();
+  if (Weights::kUnit != 1) ops.Scale(Weights::kUnit);
   cute::cp_async_wait<0>();
   __syncthreads();
 }

@@ -49,12 +49,6 @@ struct QuantizedGemmConfig {
       offsetof(SharedMemory, slices) + sizeof(typename SharedMemory::Slices);
 };
 
-// Whether a tile may be a sum over segments that differ in their global scale.
-__host__ __device__ inline bool SumsApart(const QuantizedGemmSm80& gemm) {
-  return gemm.w.global_scale.data != nullptr && gemm.w.global_scale.group != 0 &&
-         gemm.gemm.order != GemmSm80::Order::kSegments;
-}
-
 // Add the products of one segment to a tile.
 template <typename Config>
 __device__ void AddQuantizedSegment(const QuantizedGemmSm80& gemm, const Tile& tile,
