@@ -150,6 +150,10 @@ def version(package: str) -> str | None:
         return None
 
 
+def commit() -> str:
+    return command_output("git", "describe", "--always", "--dirty") or jgg.__version__
+
+
 def header(args, flops: dict[str, float], bytes_: float) -> dict:
     command = ["python -m benchmarks", "--ops", *args.ops, "--peers", *args.peers]
     command += [f"--{args.level}"] if args.level != "default" else []
@@ -160,8 +164,7 @@ def header(args, flops: dict[str, float], bytes_: float) -> dict:
     driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": args.commit or command_output("git", "describe", "--always", "--dirty")
-        or jgg.__version__,
+        "commit": args.commit or commit(),
         "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
         "jax": jax.__version__,
         "versions": {p: version(p) for p in VERSIONS},

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 import jax_groupgemm as jgg
 
+from .gpu import commit
 from .quantized_shapes import NVFP4 as SHAPES
 
 TOP_K = 2
@@ -127,12 +128,13 @@ def main(argv=None) -> list[dict]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json")
+    parser.add_argument("--commit", help="recorded; by default what git says")
     args = parser.parse_args(argv)
     shapes = [tuple(args.shape)] if args.shape else [SHAPES[i] for i in args.shapes]
     records = []
     about = {
         "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
     }  # fmt: skip
     print("experts tokens width hidden  precision  captured ms  eager ms  losses agree")
     for shape in shapes:
