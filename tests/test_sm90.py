@@ -127,6 +127,37 @@ def test_longest_first(rng, transpose_a, count, m, n):
     oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=136)
 
 
+@pytest.mark.parametrize("offset", [0, 20])
+@pytest.mark.parametrize("full", [range(8), range(28, 36), range(56, 64)])
+@pytest.mark.parametrize("ranked", [False, True])
+def test_many_matrices_without_rows(rng, ranked, full, offset):
+    """More tiles without slices, one after the other, than there are places for works: what is late
+    of the tile before must not wait for another tile."""
+    sizes = np.zeros(64, np.int32)
+    sizes[list(full)] = 80
+    a, b = oracle.random(rng, (640, 1032), "bfloat16"), oracle.random(rng, (640, 1032), "bfloat16")
+    ends = np.cumsum(sizes)
+    spans = np.stack([ends - sizes, ends], 1)
+    if ranked:
+        if offset:
+            pytest.skip("spans have no offset")
+        f = lambda a, b: jgg.segmented_mm(
+            a, b, jnp.asarray(spans), transpose_a=True, implementation="sm90"
+        )
+    else:
+        product = lambda a, w: jgg.grouped_mm(
+            a, w, jnp.asarray(sizes), group_offset=offset, implementation="sm90"
+        )
+        zeros = jnp.zeros((64 - offset, 1032, 1032), "bfloat16")
+        f = lambda a, b: jax.vjp(lambda w: product(a, w), zeros)[1](b)[0]
+    with _tuned.forced(256):
+        out = oracle.f64(jax.jit(f)(a, b))
+    x, y = oracle.f64(a), oracle.f64(b)
+    want = np.stack([x[i:j].T @ y[i:j] for i, j in spans[offset:]])
+    oracle.assert_close(out, want, tolerance=oracle.TOLERANCE["bfloat16"])
+    assert not out[sizes[offset:] == 0].any()
+
+
 @pytest.mark.parametrize("columns", [200, 198])
 def test_many_scaled_and_accumulated_tiles(rng, columns):
     """float32 results, which TMA adds to what is there, or warps where it cannot. A matrix without

@@ -63,7 +63,7 @@ int64_t MostTilesSm90(const GemmSm90& gemm) {
 }
 
 // Launch a kernel on as many clusters as the device holds at a time, which share out the tiles.
-// `prepare(tiles, clusters)` comes before that.
+// `prepare(tiles, clusters)` comes before that, and may change what `parameters` refers to.
 template <typename Config, auto kernel, typename Parameters, typename Prepare>
 cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm, const Parameters& parameters,
                             Prepare prepare) {

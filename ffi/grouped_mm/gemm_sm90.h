@@ -26,7 +26,7 @@ struct GemmSm90 {
   CUtensorMap out_rest;              // mm: boxes of 8 rows
   bool wgrad;                        // which product
   bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned
-  bool ranks;                        // ... and tiles are few, so the longest come first
+  bool ranks;                        // ... and tiles are few, but not all at a time: longest first
   bool l_k_major, r_k_major;
   int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;

@@ -26,7 +26,7 @@ static cudaError_t LaunchFewRowsConfig(cudaStream_t stream, QuantizedGemmSm80 ge
                              sizeof(typename Config::SharedMemory), known);
 }
 
-// Lines of 3 or 5 bits may begin at every other 8 bytes.
+// Lines of 3 or 5 bits may begin at odd multiples of 8 bytes.
 template <int kBits>
 static cudaError_t LaunchOddBits(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   return gemm.w.elements % 128 == 0 ? LaunchFewRowsConfig<Mode::kAffine, kBits>(stream, gemm)

@@ -42,7 +42,7 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
 }
 
 cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
-  // Faster for few rows of all but mxfp8, whose codes take few instructions.
+  // As fast or faster, but for mxfp8 (docs/kernel_log.md).
   if (args.w.coding.mode != Mode::kMxfp8 && QmmHasFewRowsSm80(args)) return qmm_sm80(stream, args);
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   QuantizedGemmSm90 quantized{};

@@ -245,7 +245,12 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   Place<Config::kStoreBuffers> store;
   std::conditional_t<(Config::kLateChunks > 0), LateChunks<Config>, NoLateChunks> late;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
-    if (Config::kNeedsSlices && work.slices == 0) return epilogue.StoreZeros(work, 64 * group);
+    if (Config::kNeedsSlices && work.slices == 0) {
+      // The store warp waits for what is late, and is behind by no more works than there are
+      // places.
+      late.StageAll(memory, group, store);
+      return epilogue.StoreZeros(work, 64 * group);
+    }
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
     const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
@@ -297,7 +302,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x == 32) {
+  if (threadIdx.x == 32) {  // not of the warp whose schedule comes first
     for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
     memory.stores.Init();
     InitRings<Config>(memory, 1, 1 + gemm.wgrad + gemm.store_warp);

@@ -1,4 +1,5 @@
-// From segments to tiles of work, by one warp of each thread block (or pair of blocks).
+// From segments to tiles of work, by one warp of each thread block (or pair of blocks), once all
+// threads have ranked the matrices of a wgrad of few tiles.
 //
 // The warp scans the metadata, a window of segments at a time, for the number of tiles that each
 // segment has, and takes every so many-th. Rows of the result between segments are tiles too: of

@@ -19,7 +19,7 @@ namespace jgg::device {
 // and 16-31).
 struct LineScales {
   uint32_t scale;
-  uint32_t bias;  // mxfp4, mxfp8: the scale times what E2M1Of, E4M3Of leave out
+  uint32_t bias;  // mxfp4, mxfp8, where it Fits: the scale times what E2M1Of, E4M3Of leave out
 };
 
 template <Mode kMode_, int kBits_, int kCopy_ = 16>
@@ -27,20 +27,21 @@ struct FewRowsWeights {
   static constexpr Mode kMode = kMode_;
   static constexpr int kBits = kBits_;
   static constexpr bool kAffine = kMode == Mode::kAffine;
-  // Blocks of 32 codes that a thread takes in a step, the bytes of a copy, and copies of them.
+  // Blocks of 32 codes that a thread takes in a step; bytes of a copy; bytes that are placed, and
+  // read, together, and how many times a thread reads so many.
   static constexpr int kBlocks = kBits == 8 ? 1 : 2;
   static constexpr int kCopy = kCopy_;
   static constexpr int kPiece = kBits % 2 == 0 ? 16 : 8;
   static constexpr int kPieces = 4 * kBits * kBlocks / kPiece;
-  // What a value is larger by than what it is multiplied as. An e4m3 scale 2^126 times as large,
-  // which would spare a product of every pair of codes, has no room in bfloat16.
+  // Sums are of values divided by this. An e4m3 scale times 2^126, as which it would be the only
+  // factor of E2M1Of, exceeds bfloat16; times 2^117 it fits.
   static constexpr float kUnit = kMode == Mode::kNvfp4 ? 0x1p9f : 1.0f;
   // Bytes of their scales (biases) where a group is 32 codes, or 16 of nvfp4.
   static constexpr int kScaleBytes =
       (kMode == Mode::kMxfp4 || kMode == Mode::kMxfp8 ? 1 : 2) * kBlocks;
 
-  // Of block `b`, from the bits of all blocks' scales and biases; those of a group that all are of
-  // are in the lower half.
+  // Of block `b`, from the bits of all blocks' scales and biases. If one group has all blocks, its
+  // scale and bias are the lower halves.
   __device__ static LineScales Scales(uint32_t scale, uint32_t bias, int b, bool one_group) {
     if constexpr (kAffine) {
       const uint32_t both = b == 0 || one_group ? 0x1010 : 0x3232;
@@ -229,7 +230,7 @@ __device__ T* Kept(T* pointer) {
   return pointer;
 }
 
-// Copies this thread's codes into its places of the ring, and reads them and their scales.
+// Copies codes of a tile's columns to the ring; reads those of this thread, and their scales.
 template <typename Config>
 class CodeReader {
   using Weights = typename Config::Weights;
