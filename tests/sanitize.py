@@ -237,7 +237,12 @@ def every_dtype(part, f):
 
 
 def on_hopper(f):
-    return lambda rng, **kw: f(rng, **kw) if 90 in _call.live_capabilities() else None
+    def run(rng, **kw):
+        if 90 not in _call.live_capabilities():
+            return "needs a Hopper GPU"
+        return f(rng, **kw)
+
+    return run
 
 
 PARTS = {
@@ -269,8 +274,8 @@ def main():
     for part in PARTS:
         if not part.startswith(tuple(wanted)):
             continue
-        PARTS[part](np.random.default_rng(0))
-        print(f"sanitize: {part} right", flush=True)
+        said = PARTS[part](np.random.default_rng(0))
+        print(f"sanitize: {part} {said or 'right'}", flush=True)
 
 
 if __name__ == "__main__":
