@@ -49,6 +49,8 @@ IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
 PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
 # The one compute capability whose instructions a kernel is made of.
 _CAPABILITY = {"sm100": 100, "sm90": 90}
+# And the code that a build must have for it: no other architecture's will do.
+_CODE = {"sm100": "100a", "sm90": "90a"}
 
 _KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -186,10 +188,13 @@ def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | 
             return (
                 f"it needs compute capability {needed / 10:.1f}, this GPU has {capability / 10:.1f}"
             )
+        has = ", ".join(BUILD.architectures)
+        own = _CODE.get(implementation)
+        if own is not None and own not in BUILD.architectures:
+            return f"this build has code for {has}, not for {own}"
         if not any(_has_code(arch, capability) for arch in BUILD.architectures):
             return (
-                f"this build has code for {', '.join(BUILD.architectures)}, "
-                f"not for compute capability {capability / 10:.1f}"
+                f"this build has code for {has}, not for compute capability {capability / 10:.1f}"
             )
     return None
 

@@ -175,6 +175,26 @@ def test_devices_that_the_build_has_no_code_for(monkeypatch, architectures, capa
         assert f"not for compute capability {capability / 10:.1f}" in problem
 
 
+@pytest.mark.parametrize(
+    ("kernel", "capability", "code"), [("sm90", 90, "90a"), ("sm100", 100, "100a")]
+)
+def test_kernels_for_one_architecture_need_its_code(monkeypatch, rng, kernel, capability, code):
+    """PTX for all newer devices, which every build has, is not enough."""
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4, 64, 64), jnp.bfloat16)
+    monkeypatch.setattr(_call, "live_capabilities", lambda: (capability,))
+    for architectures in (("80", "80-virtual"), ("80", code, "80-virtual")):
+        monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=architectures))
+        has = code in architectures
+        why = None if has else f"this build has code for 80, 80-virtual, not for {code}"
+        assert _call.unavailable(kernel, (capability,)) == why
+        assert _call.unavailable("sm80", (capability,)) is None
+        assert _call.takes_sm100("cuda", None, "jgg_nvfp4_grouped_mm") == (
+            has and kernel == "sm100"
+        )
+        assert _call.takes_lists("cuda", x, w, jnp.bfloat16, None) == (has and kernel == "sm90")
+
+
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_export_for_cpu_and_cuda(rng, with_gradient):
     x, w = oracle.random(rng, (16, 8)), oracle.random(rng, (3, 8, 4))

@@ -271,8 +271,8 @@ BUILDS = [
     ((80,), _call.Build(cuda="13.0", architectures=("80",)),
      "it needs compute capability 9.0, this GPU has 8.0"),
     ((90,), _call.Build(), "this build has no CUDA kernels"),
-    ((90,), _call.Build(cuda="13.0", architectures=("80", "100a")),
-     "this build has code for 80, 100a, not for compute capability 9.0"),
+    ((90,), _call.Build(cuda="13.0", architectures=("80", "100a", "80-virtual")),
+     "this build has code for 80, 100a, 80-virtual, not for 90a"),
 ]  # fmt: skip
 
 

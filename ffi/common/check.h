@@ -46,6 +46,18 @@ inline xla::ffi::Error CheckDtype(const char* op, const char* name, const xla::f
                          ", expected ", expected);
 }
 
+// Axes that a kernel counts in int32, with room for a tile.
+inline xla::ffi::Error CheckSmall(const char* op, std::initializer_list<int64_t> sizes,
+                                  int64_t least = 1) {
+  for (int64_t size : sizes) {
+    if (size < least || size > INT32_MAX - 1024) {
+      return InvalidArgument(op, "an axis has length ", size, ", expected ", least,
+                             " to 2^31 - 1025");
+    }
+  }
+  return xla::ffi::Error::Success();
+}
+
 // One number per group.
 inline xla::ffi::Error CheckPerGroup(const char* op, const char* name, const xla::ffi::AnyBuffer& a,
                                      int64_t groups, xla::ffi::DataType dtype,

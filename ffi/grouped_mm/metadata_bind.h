@@ -45,6 +45,21 @@ inline xla::ffi::Error BindMetadata(const char* op, std::string_view kind,
   return xla::ffi::Error::Success();
 }
 
+// Of mm: what kernels count in int32, and metadata that can name no row or weight that is not
+// there. (Segments are made by _segments.py, which sees to that.)
+inline xla::ffi::Error CheckMm(const char* op, const Metadata& metadata, int64_t rows_x,
+                               int64_t rows, int64_t groups, int64_t n, int64_t k) {
+  JGG_RETURN_IF_ERROR(CheckSmall(op, {rows_x, rows, groups, n, k, metadata.count}, 0));
+  if (metadata.kind == MetadataKind::kSegments) return xla::ffi::Error::Success();
+  if (rows_x > rows) {
+    return InvalidArgument(op, "groups are of ", rows_x, " rows, the result has ", rows);
+  }
+  if (metadata.kind == MetadataKind::kSpans && metadata.count > groups) {
+    return InvalidArgument(op, "there are ", metadata.count, " spans, but ", groups, " matrices");
+  }
+  return xla::ffi::Error::Success();
+}
+
 // The optional operands at the end of a call, in order.
 class Operands {
  public:

@@ -77,6 +77,8 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   args.in_order = in_order;
   const MmOptions has{group_offset, x_rows, y_rows, bias, row_scale, existing_out};
   JGG_RETURN_IF_ERROR(BindOptions(rest, has, &args));
+  JGG_RETURN_IF_ERROR(
+      CheckMm("mm", args.metadata, args.rows_x, args.rows, args.groups, args.n, args.k));
   const int capability = ComputeCapability();
   const auto no_sm90 = mm_sm90_unsupported(args, capability);
   if (kernel != "sm80" && !no_sm90) return FromCuda("mm", mm_sm90(stream, args));

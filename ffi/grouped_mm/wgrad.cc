@@ -23,6 +23,8 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
   JGG_RETURN_IF_ERROR(BindWgrad({x, planes}, {y, planes}, *out, transpose_x, transpose_y, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
+  JGG_RETURN_IF_ERROR(CheckSmall(
+      op, {args.rows_x, args.rows_y, args.a, args.b, args.groups, args.metadata.count}, 0));
   args.tf32 = tf32;
   args.planes = planes;
   args.tile = tile;

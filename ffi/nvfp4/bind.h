@@ -19,14 +19,4 @@ inline xla::ffi::Error CheckCodes(const char* op, const char* name,
                          " with a multiple of 16 codes to a line");
 }
 
-// Dimensions that the kernel counts in int32, with room for a tile.
-inline xla::ffi::Error CheckSmall(const char* op, std::initializer_list<int64_t> sizes) {
-  for (int64_t size : sizes) {
-    if (size < 1 || size > INT32_MAX - 1024) {
-      return InvalidArgument(op, "an axis has length ", size, ", expected 1 to 2^31 - 1025");
-    }
-  }
-  return xla::ffi::Error::Success();
-}
-
 }  // namespace jgg

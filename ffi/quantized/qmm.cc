@@ -28,6 +28,8 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
       BindCoding(op, {mode, bits, group_size, layout, biases, global_scale}, &args.w));
   JGG_RETURN_IF_ERROR(BindQmm(x, weight, scales, *out, transpose_w, *known_activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
+  JGG_RETURN_IF_ERROR(
+      CheckMm(op, args.metadata, args.rows_x, args.rows, args.w.groups, args.n, args.k));
   args.tf32 = tf32;
   args.in_order = in_order;
 

@@ -35,6 +35,12 @@ static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, Mode 
   }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64, 64 * words)", scales,
                                  {shape[0], shape[1], shape[2], -1}));
+  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {shape[0], 64 * shape[1], 64 * shape[2]}));
+  for (const auto& buffer : {weight, scales}) {
+    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
+      return Unimplemented(kOp, "weight and scales must be 16-byte aligned");
+    }
+  }
   quantized->scale_words = static_cast<int>(scales.dimensions()[3] / 64);
   if (scales.dimensions()[3] % 64 != 0 || quantized->scale_words < 1 ||
       quantized->scale_words > (mode == Mode::kAffine ? 2 : 1)) {
@@ -87,6 +93,8 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, columns}));
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, kind, metadata, swapped, &gemm.metadata));
+  JGG_RETURN_IF_ERROR(CheckMm(kOp, gemm.metadata, x.dimensions()[0], out->dimensions()[0],
+                              gemm.groups, gemm.n, gemm.k));
   gemm.rows_x = static_cast<int>(x.dimensions()[0]);
   gemm.rows_y = static_cast<int>(out->dimensions()[0]);
   gemm.epilogue.activation = *known_activation;

@@ -182,7 +182,7 @@ class ScheduleSm90 {
   // mm: a segment's rows are shared out evenly.
   __device__ static int TileRows(int length) {
     const int tiles = (length + kRows - 1) / kRows;
-    return (Divide(length + tiles - 1, max(tiles, 1)) + 7) / 8 * 8;
+    return (Divide(length - 1, max(tiles, 1)) + 8) / 8 * 8;
   }
 
   __device__ static int RowTiles(int length) {
@@ -270,11 +270,15 @@ class ScheduleSm90 {
   // wgrad: whether entry `index` stands for a matrix of the result. Entries after the last group
   // stand for the matrices that have none.
   __device__ bool HasMatrix(int index) const {
-    if (index >= Count()) {
-      const int group = index - Count() + offset_;
-      return group < 0 || group >= Count();
-    }
-    return index >= offset_ && index - offset_ < gemm_.groups;
+    const auto count = static_cast<uint32_t>(Count()), at = static_cast<uint32_t>(index);
+    if (at >= count) return at - count + static_cast<uint32_t>(offset_) >= count;
+    return IsMatrix(index);
+  }
+
+  // Whether the group is one of this shard's; any offset will do.
+  __device__ bool IsMatrix(int group) const {
+    return static_cast<uint32_t>(group) - static_cast<uint32_t>(offset_) <
+           static_cast<uint32_t>(gemm_.groups);
   }
 
   // Number the tiles of the next window of segments; false when there are no more segments. mm: one
@@ -300,8 +304,7 @@ class ScheduleSm90 {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         const uint32_t end = add(row, lengths_[i]);
-        const int weight = begin + i - offset_;
-        const bool here = begin + i < Count() && weight >= 0 && weight < gemm_.groups;
+        const bool here = begin + i < Count() && IsMatrix(begin + i);
         starts_[i] = row;
         lengths_[i] = here ? static_cast<int>(end - row) : 0;
         row = end;
