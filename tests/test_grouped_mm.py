@@ -13,13 +13,14 @@ from jax.test_util import check_grads
 
 import jax_groupgemm as jgg
 
-SHAPES = [  # T, K, N, G
+SHAPES = [  # T, K, N, G; those of which K and N are multiples of 8 TMA can take
     (64, 32, 48, 4),
     (1, 1, 1, 1),
     (7, 3, 5, 2),
     (129, 33, 65, 3),
     (300, 128, 96, 16),
     (515, 70, 130, 7),
+    (700, 512, 96, 5),
 ]
 
 
@@ -41,8 +42,10 @@ def test_values(rng, implementation, shape, dtype, transpose_w):
     ("left", "right", "preferred"),
     [
         ("bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "bfloat16", "float16"),
         ("float16", "float16", "float32"),
         ("float32", "float32", "bfloat16"),
+        ("float32", "float32", "float16"),
         ("float16", "float16", "bfloat16"),
     ],
 )
@@ -170,7 +173,7 @@ def test_second_order(rng, options):
         check_grads(f, args, order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
 
 
-def _epilogue(x, w, sizes, bias, activation, scale, old):
+def epilogue_oracle(x, w, sizes, bias, activation, scale, old):
     y = oracle.grouped_mm(x, w, sizes)
     for g, (start, end) in enumerate(oracle.bounds(sizes, y.shape[0])):
         y[start:end] += oracle.f64(bias)[g]
@@ -207,7 +210,7 @@ def test_epilogue(rng, implementation, activation, dtype):
             implementation=implementation,
         )  # fmt: skip
     assert out.dtype == dtype
-    oracle.assert_close(out, _epilogue(x, w, sizes, bias, activation, scale, old))
+    oracle.assert_close(out, epilogue_oracle(x, w, sizes, bias, activation, scale, old))
     np.testing.assert_array_equal(np.asarray(out)[53:], np.asarray(old)[53:])
 
 
@@ -221,7 +224,7 @@ def test_epilogue_without_anything_to_contract(rng, implementation):
         x, w, sizes, bias=bias, activation="silu", row_scale=scale, existing_out=old,
         implementation=implementation,
     )  # fmt: skip
-    oracle.assert_close(out, _epilogue(x, w, sizes, bias, "silu", scale, old))
+    oracle.assert_close(out, epilogue_oracle(x, w, sizes, bias, "silu", scale, old))
 
 
 def test_epilogue_keeps_nan_of_the_tail_out(rng, implementation):

@@ -9,7 +9,13 @@ import numpy as np
 import oracle
 import pytest
 from conftest import GPU_KERNELS
-from qmm_problems import needs
+from qmm_problems import (
+    BYTE_SCALES,
+    assert_values,
+    every_scale_and_code,
+    every_scale_and_code_along_n,
+    needs,
+)
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _qmm_reference
@@ -62,33 +68,34 @@ def test_grouped_qmm(rng, kernel, case, transpose_w, dtype):
         assert not np.asarray(out)[sum(max(s, 0) for s in sizes) :].any()
 
 
-@pytest.mark.parametrize(("k", "dtype"), [(128, "bfloat16"), (2048, "float32")])
-@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("k", "dtype"), [(320, "bfloat16"), (320, "float16"), (2048, "float32")])
+@pytest.mark.parametrize("mode", BYTE_SCALES)
 @pytest.mark.parametrize("rows", [256, 16, 8])
 def test_every_scale_and_code(implementation, mode, k, dtype, rows):
     """Row n has scale byte n and every code: rows of a unit matrix give the values themselves, all
     at once or a few at a time, for which there are other kernels."""
-    bits, group = (8, 32) if mode == "mxfp8" else (4, 16 if mode == "nvfp4" else 32)
-    codes = np.arange(k) % 2**bits
-    if mode == "mxfp8":
-        codes = np.where(codes % 128 == 127, 5, codes)  # NaN would fill its row
-    bytes_ = codes if bits == 8 else codes[::2] | codes[1::2] << 4
-    weight = np.broadcast_to(bytes_.astype(np.uint8).view(np.uint32), (256, k * bits // 32))
-    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], k // group, 1)
-    q = jgg.Quantized(weight, scales, mode=mode, bits=bits, group_size=group)
+    q = every_scale_and_code(mode, k)
     x = np.eye(256, k).astype(jnp.dtype(dtype))
     f = jax.jit(functools.partial(jgg.quantized_matmul, implementation=implementation))
     out = np.concatenate([f(part, q) for part in np.split(x, 256 // rows)])
-    want = oracle.dequantize(q, dtype)
-    finite = np.isfinite(want).all(1)
-    assert finite.sum() > 30
-    seen = min(k, 256)  # units there are
-    got, want = oracle.f64(out).T[:, :seen], want[:, :seen]
-    assert not np.isfinite(got[~finite]).any()
-    tiny = abs(want) < 2.0**-126  # products may be flushed
-    got, want, tiny = got[finite], want[finite], tiny[finite]
-    np.testing.assert_array_equal(got[~tiny], want[~tiny])
-    assert (abs(got[tiny]) < 2.0**-126).all()
+    assert_values(out.T, oracle.dequantize(q, dtype))
+
+
+# There is no other kernel for these.
+@pytest.mark.parametrize("kernel", ["reference", GPU_KERNELS[0]])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", BYTE_SCALES)
+def test_every_scale_and_code_along_n(kernel, mode, dtype):
+    """Likewise of weights that are quantized along N; with each unit once, or more often, for tiles
+    of every height."""
+    q = every_scale_and_code_along_n(mode)
+    want = oracle.dequantize(q, dtype).T
+    f = functools.partial(jgg.quantized_matmul, transpose_w=False, implementation=kernel)
+    for times in (1, 16) if kernel == "reference" else (1, 16, 144):
+        x = np.tile(np.eye(16), (times, 1)).astype(jnp.dtype(dtype))
+        out = np.asarray(jax.jit(f)(x, q)).reshape(times, 16, -1)
+        for part in out[:: max(times - 1, 1)]:  # the first and the last
+            assert_values(part.T, want)
 
 
 @pytest.mark.parametrize("parts", [1, 4, 8])

@@ -266,6 +266,47 @@ def test_pytree(rng, mode):
     np.testing.assert_array_equal(jgg.dequantize(donated(q)), value)
 
 
+SIZES = np.array([20, 0, 31])
+LAYOUTS = {
+    "linear": lambda w: jgg.quantize(w, bits=3),
+    "sm90": lambda w: jgg.prepack(jgg.quantize(w, mode="nvfp4", global_scale=np.ones(2, F32) / 9)),
+    "grouped": lambda w: jgg.nvfp4_quantize(w[0], axis=-2, group_sizes=SIZES),
+    "swizzled": lambda w: jgg.nvfp4_quantize(w[0], group_sizes=SIZES, layout="swizzled"),
+}
+
+
+def in_every_layout(rng):
+    w = jnp.asarray(rng.standard_normal((2, 64, 128)), jnp.bfloat16)
+    made = {layout: make(w) for layout, make in LAYOUTS.items()}
+    assert all(q.layout == layout for layout, q in made.items())
+    assert made["grouped"].positions is not None
+    assert made["swizzled"].positions is not None
+    return made
+
+
+def test_layouts_survive_pickle(rng):
+    made = in_every_layout(rng)
+    back = pickle.loads(pickle.dumps(made))
+    leaves_equal(back, made)
+    for layout, q in made.items():
+        assert repr(back[layout]) == repr(q)
+        same(jgg.dequantize(back[layout]), jgg.dequantize(q))
+
+
+def test_checkpoint(rng, tmp_path):
+    """Orbax stores the leaves; what is static comes from the tree that is to be restored."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tree = {"layers": in_every_layout(rng), "norm": jnp.arange(5.0)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+        checkpointer.wait_until_finished()
+        for target in (jax.tree.map(ocp.utils.to_shape_dtype_struct, tree), tree):
+            back = checkpointer.restore(tmp_path / "saved", target)
+            leaves_equal(back, tree)
+            for layout, q in tree["layers"].items():
+                same(jgg.dequantize(back["layers"][layout]), jgg.dequantize(q))
+
+
 def test_gradients(rng):
     _, q = make(rng, "affine")
     ct = rng.standard_normal((3, 8, 128)).astype(F32)

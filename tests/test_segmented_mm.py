@@ -16,6 +16,18 @@ SEGMENTS = np.array(
     [[0, 40], [30, 70], [30, 70], [90, 100], [13, 17], [50, 20], [60, 60], [95, 130], [-20, 5],
      [0, 100], [-9, -2], [100, 100], [200, 300], [99, 100]], np.int32,
 )  # fmt: skip
+SHAPES = [  # M, N, K; those that are multiples of 8 TMA can take
+    (24, 40, 96),
+    (1, 1, 100),
+    (65, 33, 100),
+    (130, 7, 100),
+    (136, 64, 512),
+]
+
+
+def spans(k) -> np.ndarray:
+    """The same, over another K."""
+    return SEGMENTS * k // 100
 
 
 def stored(a, transpose):
@@ -25,16 +37,16 @@ def stored(a, transpose):
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(24, 40), (1, 1), (65, 33), (130, 7)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_values(rng, implementation, shape, dtype, transpose_a, transpose_b):
-    m, n = shape
-    a, b = oracle.random(rng, (m, 100), dtype), oracle.random(rng, (100, n), dtype)
+    m, n, k = shape
+    a, b, segments = oracle.random(rng, (m, k), dtype), oracle.random(rng, (k, n), dtype), spans(k)
     out = jgg.segmented_mm(
-        stored(a, transpose_a), stored(b, transpose_b), SEGMENTS,
+        stored(a, transpose_a), stored(b, transpose_b), segments,
         transpose_a=transpose_a, transpose_b=transpose_b, implementation=implementation,
     )  # fmt: skip
     assert out.dtype == dtype
-    oracle.assert_close(out, oracle.segmented_mm(a, b, SEGMENTS))
+    oracle.assert_close(out, oracle.segmented_mm(a, b, segments))
 
 
 @pytest.mark.parametrize("transpose_b", [False, True])

@@ -1,13 +1,16 @@
 """The Hopper kernel's own shapes: every tile, rests of every length, cuts at every residue."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import test_segmented_mm
 from nvfp4_grouped_problems import along_t, wgrad_oracle
+from test_grouped_mm import SHAPES, epilogue_oracle
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call, _custom_calls, _timing, _tuned
@@ -24,13 +27,29 @@ def product(x, w, sizes, **options):
     )
 
 
-def names(f, *args) -> set[str]:
-    """The kernels that run in a call of f."""
-    f = jax.jit(f)
+def host_random(rng, shape, dtype) -> np.ndarray:
+    """Made on the host: nothing has to be compiled for casts and transposes of it."""
+    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+
+def run(f, *args):
+    """What f, which is compiled or jitted, returns, and the kernels that run in a call of it."""
     jax.block_until_ready(f(*args))
     with _timing.kernels() as found:
-        jax.block_until_ready(f(*args))
-    return {name for name, _ in found}
+        out = jax.block_until_ready(f(*args))
+    return out, [name for name, _ in found]
+
+
+def names(f, *args) -> set[str]:
+    """The kernels that run in a call of f."""
+    return set(run(jax.jit(f), *args)[1])
+
+
+def assert_on_sm90(kernels, count: int) -> None:
+    """So many products ran, all of them in this kernel."""
+    ran = [name for name in kernels if "GemmSm" in name]
+    assert len(ran) == count, kernels
+    assert all("GemmSm90Kernel" in name for name in ran), ran
 
 
 @pytest.mark.parametrize("implementation", [None, "sm90"])
@@ -49,6 +68,37 @@ def test_this_kernel_runs(rng, monkeypatch, dtype, implementation):
         ran = names(f, *args)
         assert any("GemmSm90Kernel" in name for name in ran), ran
         assert not any("GemmSm80" in name for name in ran), ran
+
+
+def test_this_kernel_runs_shapes_of_the_value_tests(rng):
+    """In either dtype and all layouts, by name and by itself."""
+    shapes = [(t, k, n, g) for t, k, n, g in SHAPES if k % 8 == n % 8 == 0]
+    cuts = [shape for shape in test_segmented_mm.SHAPES if not any(size % 8 for size in shape)]
+    assert len(shapes) >= 3
+    assert len(cuts) >= 2
+    products, wants = [], []
+    for dtype, transpose in itertools.product(("bfloat16", "float16"), (False, True)):
+        for t, k, n, g in shapes:
+            x, w = (host_random(rng, shape, dtype) for shape in ((t, k), (g, k, n)))
+            sizes = oracle.random_sizes(rng, g, t)
+            f = functools.partial(jgg.grouped_mm, transpose_w=transpose)
+            products.append((f, x, w.swapaxes(1, 2) if transpose else w, sizes))
+            wants.append(oracle.grouped_mm(x, w, sizes))
+        for (m, n, k), transpose_b in itertools.product(cuts, (False, True)):
+            a, b = host_random(rng, (m, k), dtype), host_random(rng, (k, n), dtype)
+            spans = test_segmented_mm.spans(k)
+            f = functools.partial(jgg.segmented_mm, transpose_a=transpose, transpose_b=transpose_b)
+            products.append((f, a.T if transpose else a, b.T if transpose_b else b, spans))
+            wants.append(oracle.segmented_mm(a, b, spans))
+    functions, operands = [p[0] for p in products], [p[1:] for p in products]
+    for implementation in (None, "sm90"):
+        f = lambda operands, i=implementation: [
+            f(*args, implementation=i) for f, args in zip(functions, operands, strict=True)
+        ]
+        out, kernels = run(jax.jit(f), operands)
+        assert_on_sm90(kernels, len(wants))
+        for got, want in zip(out, wants, strict=True):
+            oracle.assert_close(got, want, k=512)
 
 
 # Sums of tensor cores are truncated.
@@ -155,6 +205,30 @@ def test_many_matrices_without_rows(rng, form, offset, full):
     assert not out[sizes[offset:] == 0].any()
 
 
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+def test_offsets_of_no_group(rng, result):
+    """The first group that there is none of is as far away as int32 goes."""
+    x, y = oracle.random(rng, (640, 256), "bfloat16"), oracle.random(rng, (640, 264), "bfloat16")
+    sizes = jnp.full(8, 80)
+
+    def gradients(w, offset):
+        product = lambda w: jgg.grouped_mm(
+            x, w, sizes, group_offset=offset, implementation="sm90", preferred_element_type=result
+        )
+        out, pullback = jax.vjp(product, w)
+        return out, pullback(y.astype(result))[0]
+
+    f = jax.jit(gradients)
+    w = jnp.ones((5, 256, 264), "bfloat16")
+    with _tuned.forced(256):
+        for offset in (-(2**31), -(2**31) + 3, -(2**31) + 8, -5, 8, 2**31 - 1):
+            for got in f(w, jnp.int32(offset)):
+                assert not np.asarray(got).any()
+        out, dw = f(w, jnp.int32(-4))  # one of them, the last, is the first group
+    assert np.asarray(out)[:80].any() and not np.asarray(out)[80:].any()
+    assert np.asarray(dw)[4].any() and not np.asarray(dw)[:4].any()
+
+
 @pytest.mark.parametrize("columns", [200, 198])
 def test_many_scaled_and_accumulated_tiles(rng, columns):
     """float32 results, which TMA adds to what is there, or warps where it cannot. A matrix without
@@ -222,6 +296,61 @@ def test_cuts_at_every_residue(rng, dtype, transpose_a, m, n):
         oracle.assert_close(got, want, tolerance=SUMS)
 
 
+def segments_of_all_residues(rng) -> tuple[np.ndarray, int]:
+    """256 segments, of all residues of start and end mod 16, with rows before, between and behind
+    them, and K, a multiple of 8. Many are shorter than 16 rows, some longer than two slices."""
+    spans, end = [], 0
+    for first, last in rng.permutation(list(itertools.product(range(16), repeat=2))):
+        start = end + 1 + (first - end - 1) % 16
+        length = (last - first) % 16 + 16 * rng.choice([0, 0, 1, 4, 8])
+        end = start + (length or 16)
+        spans.append((start, end))
+    return np.array(spans, np.int32), int(end) // 8 * 8 + 8
+
+
+# M, N, and in how many calls: tiles of 32 rows, 64, 128 and 256; of float32 of 64 and 128, in pairs
+# and alone.
+AROUND_NAN = [(16, 72, 1), (40, 72, 4), (104, 120, 1), (264, 136, 1)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", SUMS), ("float32", 1.5e-6)])
+def test_nan_around_cuts_at_all_residues(rng, dtype, tolerance):
+    """NaN in every row that is in no segment, of both operands, in every layout."""
+    spans, k = segments_of_all_residues(rng)
+    assert len({(start, end) for start, end in (spans % 16).tolist()}) == 256
+    assert (np.diff([0, *spans.ravel(), k]) > 0).all()
+    assert (np.diff(spans) < 16).sum() > 64
+    a, b = (host_random(rng, (k, size), dtype) for size in (264, 136))
+    want = oracle.segmented_mm(a.T, b, spans)
+    outside = np.ones(k, bool)
+    for start, end in spans:
+        outside[start:end] = False
+    a[outside] = b[outside] = np.nan
+    cases = list(itertools.product(AROUND_NAN, (False, True), (False, True)))
+    operands = [
+        (a[:, :m] if transpose_a else a[:, :m].T, b[:, :n].T if transpose_b else b[:, :n])
+        for (m, n, _), transpose_a, transpose_b in cases
+    ]
+
+    def f(operands, spans):
+        return [
+            jgg.segmented_mm(
+                left, right, spans[i::calls], transpose_a=transpose_a, transpose_b=transpose_b,
+                preferred_element_type="float32", implementation="sm90",
+            )
+            for (left, right), ((_, _, calls), transpose_a, transpose_b) in zip(
+                operands, cases, strict=True
+            )
+            for i in range(calls)
+        ]  # fmt: skip
+
+    out, kernels = run(jax.jit(f), operands, spans)
+    assert_on_sm90(kernels, len(out))
+    wants = [want[i::calls, :m, :n] for (m, n, calls), _, _ in cases for i in range(calls)]
+    for got, expected in zip(out, wants, strict=True):
+        oracle.assert_close(got, expected, tolerance=tolerance)
+
+
 FLOAT32 = [("highest", 1e-6), ("tensorfloat32", 5e-5)]
 
 
@@ -265,6 +394,44 @@ def test_float32_cuts(rng, precision, tolerance, transpose_a, transpose_b):
         oracle.assert_close(got, oracle.segmented_mm(a, b, here), tolerance=1.5 * tolerance)
 
 
+def test_float32_of_long_k(rng):
+    """Sums over K = 7168, and over a segment of 65 536 rows: taken whole, and in parts."""
+    k, rows = 7168, 65_536
+    sizes = [170, 0, 100]
+    shapes = (300, k), (3, k, 264), (rows, 136), (rows, 264)
+    x, w, a, b = (host_random(rng, shape, "float32") for shape in shapes)
+    one = np.array([[0, rows]], np.int32)
+    many = np.concatenate([one, 100 * np.arange(11)[:, None] + [[3, 70]]]).astype(np.int32)
+
+    # Sizes are operands: of constants XLA would see that some products are the same.
+    def f(x, w, w_t, a, a_t, b, sizes, all_rows, one, many, precision):
+        same = {"precision": precision, "implementation": "sm90"}
+        product = functools.partial(jgg.grouped_mm, x, group_sizes=sizes, **same)
+        of_rows = lambda w: jgg.grouped_mm(a, w, all_rows, **same)
+        segmented = functools.partial(jgg.segmented_mm, **same)
+        return [
+            product(w),
+            product(w_t, transpose_w=True),
+            jax.vjp(of_rows, jnp.zeros((1, 136, 264)))[1](b)[0],
+            segmented(a, b, one, transpose_a=True),
+            segmented(a_t, b, one),
+            segmented(a, b, many, transpose_a=True),
+            segmented(a_t, b, many),
+        ]
+
+    operands = x, w, w.swapaxes(1, 2), a, a.T, b, np.array(sizes), np.array([rows]), one, many
+    exact, sums = oracle.grouped_mm(x, w, sizes), oracle.segmented_mm(a.T, b, many)
+    for precision, tolerance in FLOAT32:
+        out, kernels = run(jax.jit(functools.partial(f, precision=precision)), *operands)
+        assert_on_sm90(kernels, 7)
+        for got in out[:2]:
+            oracle.assert_close(got, exact, tolerance=tolerance * (k / 512) ** 0.5)
+        for got in out[2:]:
+            oracle.assert_close(got[0], sums[0], tolerance=tolerance * (rows / 512) ** 0.5)
+            oracle.assert_close(got[1:], sums[1 : len(got)], tolerance=1.5 * tolerance)
+        assert [len(got) for got in out[2:]] == [1, 1, 1, 12, 12]
+
+
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu", "geglu"])
 @pytest.mark.parametrize("mean", [12, 200])
 def test_epilogue(rng, activation, mean):
@@ -287,6 +454,84 @@ def test_epilogue(rng, activation, mean):
         for i in ("sm90", "reference")
     )  # fmt: skip
     oracle.assert_close(got, want, tolerance=SUMS)
+
+
+OPTIONS = ("bias", "row_scale", "existing_out")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("bfloat16", None), ("float16", None), ("float32", 2e-6)]
+)
+def test_every_epilogue(rng, dtype, tolerance):
+    """Every activation with all options, in the operands' dtype, and every option alone, in
+    float32; either layout of w, few rows and many. Of planes there is no gated activation."""
+    activations = [None, "silu", "gelu", "relu", "tanh"]
+    activations += [] if dtype == "float32" else ["swiglu", "geglu"]
+    cases = [(activation, OPTIONS, dtype) for activation in activations]
+    cases += [(None, (option,), "float32") for option in OPTIONS]
+    functions, operands, wants = [], [], []
+    many = 700 if dtype == "float32" else 200
+    for mean in (12, many):
+        sizes = np.append(rng.integers(0, 2 * mean, 7), 0).astype(np.int32)
+        t, k, n = int(sizes.sum()) + 5, 72, 272
+        x, w = host_random(rng, (t, k), dtype), host_random(rng, (8, k, n), dtype)
+        w = w / w.dtype.type(8)
+        for transpose_w, (activation, given, result) in itertools.product((False, True), cases):
+            shape = (t, n // 2 if activation in ("swiglu", "geglu") else n)
+            every = {
+                "bias": host_random(rng, (8, n), dtype),
+                "row_scale": host_random(rng, (t,), "float32"),
+                "existing_out": host_random(rng, shape, result),
+            }
+            options = {name: every[name] for name in given}
+            nothing = {"bias": np.zeros((8, n)), "row_scale": np.ones(t), "existing_out": 0}
+            bias, scale, old = (nothing | options).values()
+            wants.append(epilogue_oracle(x, w, sizes, bias, activation, scale, old))
+            functions.append(functools.partial(
+                jgg.grouped_mm, transpose_w=transpose_w, activation=activation,
+                preferred_element_type=result, implementation="sm90",
+            ))  # fmt: skip
+            stored = w.swapaxes(1, 2) if transpose_w else w
+            operands.append(((x, stored, sizes), options))
+    f = lambda operands: [
+        f(*args, **options) for f, (args, options) in zip(functions, operands, strict=True)
+    ]
+    out, kernels = run(jax.jit(f), operands)
+    assert_on_sm90(kernels, len(wants))
+    for got, want, (_, options) in zip(out, wants, operands, strict=True):
+        wide = got.dtype == "float32" and dtype != "float32"
+        oracle.assert_close(got, want, tolerance=SUMS if wide else tolerance)
+        tail = options.get("existing_out", np.zeros(got.shape))[-5:]
+        np.testing.assert_array_equal(oracle.f64(got)[-5:], oracle.f64(tail))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_float16_results(rng, dtype):
+    """Of other operands, from tiles of every size, of rows and along k."""
+    same = {"preferred_element_type": "float16", "implementation": "sm90"}
+    problems, wants = [], []
+    for mean in (8, 30, 90, 150, 260):
+        sizes = rng.multinomial(9 * mean, [0, *np.ones(8) / 8])
+        x, w = (host_random(rng, shape, dtype) for shape in ((9 * mean + 5, 72), (9, 72, 264)))
+        problems.append((x, w, sizes))
+        wants.append(oracle.grouped_mm(x, w, sizes))
+    sizes = ragged_k(rng)
+    ends = np.cumsum(sizes)
+    spans = np.stack([ends - sizes, ends], 1).astype(np.int32)
+    rows = -(-int(ends[-1]) // 8) * 8
+    a, b = host_random(rng, (rows, 136), dtype), host_random(rng, (rows, 200), dtype)
+
+    def f(problems, a, b, spans):
+        return [jgg.grouped_mm(*problem, **same) for problem in problems] + [
+            jgg.segmented_mm(a, b, part, transpose_a=True, **same) for part in (spans[:9], spans)
+        ]
+
+    out, kernels = run(jax.jit(f), problems, a, b, spans)
+    assert_on_sm90(kernels, len(out))
+    sums = oracle.segmented_mm(a.T, b, spans)
+    for got, want in zip(out, [*wants, sums[:9], sums], strict=True):
+        assert got.dtype == "float16"
+        oracle.assert_close(got, want)
 
 
 def test_same_bits(rng):
