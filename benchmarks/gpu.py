@@ -1,13 +1,14 @@
 """Grouped products on one GPU: device time, share of the floor, ratio to peers.
 
-python -m benchmarks [--ops forward ...] [--peers torch quack ...] [--cases Qwen3] [--json FILE]
+python -m benchmarks [--ops forward ...] [--peers torch quack ...] [--cases Qwen3] [--plots FOLDER]
 
 The floor of a case is max(bytes / B, flops / C): each operand read once, as it is stored, only
 weights of groups that have rows, the result written once; B (a copy, bytes read plus written) and
 C (a dense product of the case's precision) are measured in the same run. Operands are random, and
 the result of every arm is checked. The arms of a case take turns; medians of repetitions. Segmented
 cases are warm, as in MLX's benchmark; all others find nothing in the L2 cache. An arm that fails is
-reported, and is never fatal.
+reported, and is never fatal. With --plots one command measures, prints the tables, writes JSON and
+CSV and draws the plots.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import csv
 import datetime
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
@@ -31,6 +33,7 @@ import jax_groupgemm as jgg
 
 from . import (
     nvfp4,
+    nvfp4_quantize,
     peers,
     products,
     quantized,
@@ -39,6 +42,7 @@ from . import (
     shapes,
     timing,
 )
+from .report import draw, load, show
 from .summary import line, ours, totals
 
 
@@ -55,6 +59,7 @@ FAMILIES: dict[type, Family] = {
     quantized_shapes.Qmm: Family(quantized, quantized_peers),
     quantized_shapes.Gather: Family(quantized, quantized_peers),
     quantized_shapes.Convert: Family(quantized, quantized_peers),
+    quantized_shapes.Nvfp4Quantize: Family(nvfp4_quantize, nvfp4_quantize),
     quantized_shapes.Nvfp4: Family(nvfp4, nvfp4),
 }
 OPS = (*shapes.OPS, *quantized_shapes.OPS)
@@ -106,17 +111,27 @@ def run_case(case, args, c: float, b: float) -> dict:
     times, failed = timing.interleaved(arms, args.repetitions, args.turns)
     notes |= {name: f"failed: {why}" for name, why in failed.items()}
     error = family.module.checker(case, v)
+
+    def wrong(name: str, value: float) -> str | None:
+        limit = case.tolerance if name.startswith("ours") else case.peer_tolerance
+        return None if value <= limit else f"WRONG: relative error {value:.1e}"
+
     for name in list(times):
         try:
             errors[name] = error(arms[name].result())
-        except Exception as why:
-            errors[name] = float("nan")
-            notes[name] = f"failed: {timing.reason(why)}"
-        mine = name.startswith("ours")
-        if not errors[name] <= (case.tolerance if mine else case.peer_tolerance):
-            notes.setdefault(name, f"WRONG: relative error {errors[name]:.1e}")
-            if not mine:
+            why = wrong(name, errors[name])
+        except Exception as raised:
+            errors[name], why = float("nan"), f"failed: {timing.reason(raised)}"
+        if why:
+            notes[name] = why
+            if not name.startswith("ours"):
                 del times[name]
+    chained = None
+    if args.in_situ:
+        right = {name: arms[name] for name in times if name not in notes}
+        last = lambda name, result: wrong(name, error(result))
+        chained, failed = timing.in_situ(right, args.turns, last)
+        notes |= failed
     for arm in arms.values():
         arm.close()
     us = {name: statistics.median(t) for name, t in times.items()}
@@ -133,6 +148,7 @@ def run_case(case, args, c: float, b: float) -> dict:
             "tbytes": case.bytes / us[mine] / 1e6, "error": errors[mine],
             "spread": (max(times[mine]) - min(times[mine])) / us[mine],
         }  # fmt: skip
+    record |= {} if chained is None else {"in_situ_us": chained}
     return record | ({"mlx_us": case.mlx} if case.mlx else {})
 
 
@@ -159,6 +175,7 @@ def header(args, flops: dict[str, float], bytes_: float) -> dict:
     command += [f"--{args.level}"] if args.level != "default" else []
     command += ["--cases", *args.cases] if args.cases else []
     command += ["--skew"] if args.skew else []
+    command += ["--in-situ"] if args.in_situ else []
     if args.implementation != [None]:
         command += ["--implementation", *map(str, args.implementation)]
     driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -185,13 +202,14 @@ def save(args, head: dict, records: list[dict], needed: Iterable[str]) -> None:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         with args.csv.open("w", newline="") as file:
             write = csv.writer(file, lineterminator="\n").writerow
-            write(["op", "case", "rows/group", "L2", "arm", "us", "floor_us", "error"])
+            columns = ["op", "case", "rows/group", "L2", "arm", "us", "floor_us", "error"]
+            write([*columns, "in_situ_us"])
             for r in records:
                 for arm, us in r["us"].items():
                     floor, error = f"{r['floor_us']:.3f}", f"{r['errors'].get(arm, np.nan):.2e}"
-                    write(
-                        [r["op"], r["case"], r["regime"], r["l2"], arm, f"{us:.3f}", floor, error]
-                    )
+                    chained = r.get("in_situ_us", {}).get(arm)
+                    cells = [r["op"], r["case"], r["regime"], r["l2"], arm, f"{us:.3f}"]
+                    write([*cells, floor, error, "" if chained is None else f"{chained:.3f}"])
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -206,17 +224,25 @@ def arguments(argv=None) -> argparse.Namespace:
     size.add_argument("--quick", dest="level", action="store_const", const="quick")
     size.add_argument("--full", dest="level", action="store_const", const="full")
     add("--implementation", nargs="+", default=["None"], help="each is an arm; None: the default")
-    add("--skew", action="store_true", help="a few groups hold most rows")
+    add("--skew", action="store_true", help="a few groups hold most rows, or one segment 90%%")
+    add("--in-situ", action="store_true", help="also time chained calls, gaps between them too")
     add("--repetitions", type=int, default=20)
     add("--turns", type=int, default=4, help="the arms' repetitions are cut into so many")
     add("--json", type=Path, help="the record, rewritten after every case")
     add("--csv", type=Path, help="one line per case and arm")
+    drawn = "where plots go, and record.json and record.csv unless named; prints all tables too"
+    add("--plots", type=Path, metavar="FOLDER", help=drawn)
     add("--commit", help="recorded; by default what git says")
     add("--list", action="store_true", help="print the cases and stop")
     args = parser.parse_args(argv)
     args.level = args.level or "default"
     args.peers = list(PEERS) if "all" in args.peers else args.peers
     args.implementation = [None if i == "None" else i for i in args.implementation]
+    if args.plots:
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--plots needs matplotlib")
+        args.json = args.json or args.plots / "record.json"
+        args.csv = args.csv or args.plots / "record.csv"
     return args
 
 
@@ -246,7 +272,7 @@ def main(argv=None) -> int:
     asked = [p for p in args.peers if any(p in family.peers.PEERS for family in families)]
     without = {name: why for name in asked if (why := unavailable(name))}
     args.peers = [name for name in asked if name not in without]
-    needed = dict.fromkeys(p for family in families for p in family.peers.COMPLETE)
+    needed = dict.fromkeys(p for c in todo for p in FAMILIES[type(c)].peers.complete(c))
     for name, why in without.items():
         print(f"without {name}: {why}")
     kinds = dict.fromkeys(["bfloat16", *(c.kind for c in todo if c.kind != "float16")])
@@ -271,6 +297,10 @@ def main(argv=None) -> int:
         records.append(record)
         save(args, head, records, needed)
     print(totals(records))
+    if args.plots and records:
+        heads, shown = load([args.json])
+        show(heads, shown)
+        draw(shown, args.plots)
     return 1 if bad else 0
 
 

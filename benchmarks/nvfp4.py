@@ -1,8 +1,9 @@
 """Products of two NVFP4 operands, as training has them: operands, our arms, peers, checks.
 
 Arms of ours: nvfp4_grouped_mm and nvfp4_grouped_wgrad on operands as nvfp4_quantize gives them;
-``[prepacked]`` with prepacked weights; ``[qmm]``: grouped_qmm, rows in bfloat16; ``[bfloat16]``:
-both in bfloat16. Quantizing is not timed, dequantizing by a peer is.
+``[prepacked]`` with prepacked weights, which decode has by default, ``[linear]`` being as they are;
+``[qmm]``: grouped_qmm, rows in bfloat16; ``[bfloat16]``: both in bfloat16. Quantizing is not timed,
+dequantizing by a peer is.
 """
 
 import dataclasses
@@ -23,8 +24,6 @@ from .quantized import matrix
 from .quantized_peers import tensor_of
 from .quantized_shapes import Nvfp4
 from .timing import JaxArm, SumArm, TorchArm, torch
-
-COMPLETE = ("dequantize", "torch")
 
 
 class Operands:
@@ -70,9 +69,13 @@ def arms(case: Nvfp4, v: Operands, args) -> dict[str, Callable]:
     out = {}
     for i in args.implementation:
         f = functools.partial(op, implementation=i)
-        out[ours_name(i)] = arm(f, v.a, v.b)
+        layouts: dict[str | None, jgg.Quantized] = {None: v.b}
         if not v.wgrad and v.packed.layout != v.b.layout:
-            out[ours_name(i, "prepacked")] = arm(f, v.a, v.packed)
+            layouts["prepacked"] = v.packed
+            if case.decode:
+                layouts = {None: v.packed, "linear": v.b}
+        for layout, b in layouts.items():
+            out[ours_name(i, layout)] = arm(f, v.a, b)
     if not v.wgrad:
         out["ours[qmm]"] = lambda: arm(jgg.grouped_qmm, v.dense[0], v.packed)()
     out["ours[bfloat16]"] = lambda: arm(functools.partial(dense, case), *v.dense)()
@@ -102,6 +105,12 @@ def torch_arm(case: Nvfp4, v: Operands) -> SumArm:
 
 
 PEERS = {"dequantize": dequantize_arm, "torch": torch_arm}
+
+
+def complete(case: Nvfp4) -> tuple[str, ...]:
+    """Peers without which a record of such cases is partial."""
+    del case
+    return tuple(PEERS)
 
 
 def peer_arms(case: Nvfp4, v: Operands, args) -> dict[str, Callable]:

@@ -40,6 +40,8 @@ def speedup(records: list[dict], path: Path) -> None:
             others["MLX, published"] = r["mlx_us"] / mine
         if others:
             bars.append((f"{r['op']} {r['case']}", others))
+    if not bars:
+        return
     peers = list(dict.fromkeys(name for _, others in bars for name in others))
     colours = dict(zip(peers, COLOURS * len(peers), strict=False))
     with matplotlib.rc_context(STYLE):

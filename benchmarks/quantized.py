@@ -5,6 +5,7 @@ within a factor of 2 to 8 of each other. Affine ones are symmetric (bias = -scal
 and no code 0 of 4 bits), because that is the integer format that other libraries are fast at.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,28 +83,39 @@ class Weights:
 
 @dataclass
 class Operands:
-    """x of a product, or what is quantized; rows of each group, or the matrix of each product."""
+    """x of a product, or what is converted; rows of each group, or the matrix of each product."""
 
     x: Any
     route: Any
     weights: Any
+    global_scale: Any = None  # of quantize
 
 
 def operands(case: Case) -> Operands:
     if isinstance(case, Convert) and case.op == "quantize":
         timing.forget()
-        return Operands(timing.random(0, (case.groups, case.n, case.k)), None, None)
+        x = timing.random(0, (case.groups, case.n, case.k), case.dtype)
+        scale = whole_range(x) if case.global_scale else None
+        return Operands(x, None, None, scale)
     key = case.format, case.groups, case.n, case.k
     weights = timing.kept(key, lambda: Weights(*key))
     if isinstance(case, Convert):
-        return Operands(None, None, weights)
+        scale = jnp.linspace(0.1, 3, case.groups) if case.global_scale else None
+        return Operands(dataclasses.replace(weights.linear, global_scale=scale), None, weights)
     if isinstance(case, Gather):
         return Operands(timing.random(0, (case.pairs, 1, case.k)), case.indices(), weights)
     return Operands(timing.random(0, (case.rows, case.k)), case.sizes(), weights)
 
 
+@jax.jit
+def whole_range(x) -> jax.Array:
+    """The global scale of each matrix that uses all of nvfp4's range."""
+    return jnp.max(jnp.abs(x), axis=(1, 2)).astype("float32") / 2688
+
+
 def arms(case: Case, v: Operands, args) -> dict[str, Callable]:
-    """Of a product, with prepacked weights; and with those as they are, if that differs."""
+    """Of a product, with prepacked weights; and with those as they are, if that differs.
+    The kernel of "sm80" reads weights only as they are: that is ``ours[sm80, linear]``."""
     if isinstance(case, Convert):
         return {"ours": functools.partial(convert_arm, case, v)}
     w = v.weights
@@ -111,16 +123,18 @@ def arms(case: Case, v: Operands, args) -> dict[str, Callable]:
     return {
         ours_name(i, layout): functools.partial(product_arm, case, v, weights, i)
         for i in args.implementation
-        for layout, weights in layouts.items()
+        for layout, weights in ({"linear": w.linear} if i == "sm80" else layouts).items()
     }
 
 
 def convert_arm(case: Convert, v: Operands) -> timing.JaxArm:
     if case.op == "dequantize":
-        return timing.JaxArm(to_bfloat16, (v.weights.linear,), case.cold)
+        f = functools.partial(jgg.dequantize, dtype=case.dtype)
+        return timing.JaxArm(f, (v.x,), case.cold)
     form = case.format
     options = {"mode": form.mode, "bits": form.bits, "group_size": form.group_size}
-    return timing.JaxArm(lambda w: jgg.quantize(w, **options), (v.x,), case.cold)
+    f = lambda w, scale: jgg.quantize(w, **options, global_scale=scale)
+    return timing.JaxArm(f, (v.x, v.global_scale), case.cold)
 
 
 def product_arm(case: Qmm | Gather, v: Operands, w, implementation) -> timing.JaxArm:
@@ -177,9 +191,11 @@ def _converted(case: Convert, v: Operands, g: int) -> np.ndarray:
     """Matrix g as the CPU, which computes the same bits, gives it."""
     with jax.default_device(jax.devices("cpu")[0]):
         if case.op == "dequantize":
-            one = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf[g])), v.weights.linear)
+            one = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf[g])), v.x)
         else:
             form = case.format
             options = {"mode": form.mode, "bits": form.bits, "group_size": form.group_size}
+            if v.global_scale is not None:
+                options["global_scale"] = jnp.asarray(np.asarray(v.global_scale[g]))
             one = jgg.quantize(jnp.asarray(np.asarray(v.x[g])), **options)
         return np.asarray(jgg.dequantize(one, "float32"))

@@ -132,6 +132,8 @@ def mlx_arm(case: Case, v: Operands) -> MlxArm:
     mx, form = mlx(), case.format
     if form.bytes(case.groups * case.n * case.k) > MLX_BYTES:
         raise Unsupported("its weights would pass through the host")
+    if isinstance(case, Convert) and case.global_scale:
+        raise Unsupported("no global scale per matrix")
     static = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
     if isinstance(case, Convert) and case.op == "quantize":
         w = to_mlx(v.x)
@@ -143,7 +145,7 @@ def mlx_arm(case: Case, v: Operands) -> MlxArm:
         v.weights.peers["mlx"] = [to_mlx(leaf) for leaf in leaves]
     leaves = v.weights.peers["mlx"]
     if isinstance(case, Convert):
-        f = lambda: mx.dequantize(*leaves, dtype=mx.bfloat16, **static)
+        f = lambda: mx.dequantize(*leaves, dtype=getattr(mx, case.dtype), **static)
         return MlxArm(f, from_mlx, case.cold)
     route = np.repeat(np.arange(case.groups), v.route) if isinstance(case, Qmm) else v.route
     options = static | {
@@ -167,12 +169,16 @@ PEERS = {
     "mlx": mlx_arm,
     "loop": loop_arm,
 }
-COMPLETE = ("dequantize", "torch", "humming")  # a record without one of these is partial
 KNOWN = {
     Qmm: ("dequantize", "torch", "humming", "mlx"),
     Gather: ("loop", "mlx"),
     Convert: ("mlx",),
 }
+
+
+def complete(case: Case) -> tuple[str, ...]:
+    """Peers without which a record of such cases is partial."""
+    return ("dequantize", "torch", "humming") if isinstance(case, Qmm) else ()
 
 
 def peer_arms(case: Case, v: Operands, args) -> dict[str, Callable]:

@@ -3,25 +3,20 @@
 qmm         (R, K) x a quantized (G, N, K): the experts of benchmarks.shapes.MODELS
 gather_qmm  one row per product with a quantized matrix that an index names
 quantize    a stack of matrices to codes and scales; dequantize: back
+nvfp4_quantize
+            NVFP4 with two-level scales, as training quantizes activations, gradients and weights
 nvfp4       both operands quantized: fprop (T, K) x (G, N, K), dgrad (T, N) x (G, N, K), and
             wgrad (T, N) x (T, K) over the rows of each group
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from .shapes import MODELS, TOLERANCE
+from .shapes import MODELS, SKEWED, TOKENS, TOLERANCE, TOP_K
 
-TOP_K = {
-    "Mixtral-8x7B": 2,
-    "Qwen3-30B": 8,
-    "Qwen3-235B": 8,
-    "DeepSeek-V3": 8,
-    "gpt-oss-120b": 4,
-}
-TOKENS = (1, 8, 64, 512, 4096)
 # N, K, experts, pairs of a row and an expert: MLX's cases of gather_qmm
 GATHER = ((4096, 4096, 8, 2), (4096, 4096, 8, 8), (4096, 4096, 8, 32), (11008, 4096, 8, 32))
 # Experts, tokens, hidden width, width out: Transformer Engine's cases of NVFP4
@@ -32,8 +27,11 @@ NVFP4 = (
     (32, 16384, 2048, 2048),
     (8, 65536, 7168, 2048),
 )
+# Experts, width, width out: of 1 to 16 rows each
+NVFP4_DECODE = ((128, 2048, 1536), (16, 4096, 4096))
 STACK = (64, 1024, 2048)  # G, N, K of quantize: 256 MiB of bfloat16
-OPS = ("qmm", "gather_qmm", "quantize", "nvfp4")
+ROWS, WIDTH, GROUPS = 65536, 2048, 8  # of nvfp4_quantize: as many
+OPS = ("qmm", "gather_qmm", "quantize", "nvfp4_quantize", "nvfp4")
 SMALL = 64 * 2**20  # bytes of weights that are read
 
 
@@ -44,10 +42,10 @@ class Format:
     bits: int
     group_size: int
 
-    def bytes(self, elements: int) -> int:
-        """Codes, scales and biases (bfloat16) of so many elements."""
+    def bytes(self, elements: int, itemsize: int = 2) -> int:
+        """Codes, scales and biases (affine ones of so many bytes) of so many elements."""
         scales = elements // self.group_size
-        return elements * self.bits // 8 + scales * (4 if self.mode == "affine" else 1)
+        return elements * self.bits // 8 + scales * (2 * itemsize if self.mode == "affine" else 1)
 
 
 FORMATS = {
@@ -75,6 +73,15 @@ class Case:
     regime = ""
 
 
+@functools.cache
+def routed(tokens: int, groups: int, top_k: int, skew: bool) -> np.ndarray:
+    rng = np.random.default_rng(tokens)
+    likely = np.log(rng.pareto(1.0, groups)) if skew else np.zeros(groups)
+    scores = likely + rng.gumbel(size=(tokens, groups))
+    chosen = np.argpartition(scores, -top_k, axis=1)[:, -top_k:]
+    return np.bincount(chosen.ravel(), minlength=groups).astype(np.int32)
+
+
 @dataclass(frozen=True)
 class Qmm(Case):
     format: Format
@@ -97,7 +104,7 @@ class Qmm(Case):
     @property
     def label(self) -> str:
         name = f"{self.model} G{self.groups} K{self.k} N{self.n} R{self.rows}".strip()
-        return name + (" skewed" if self.skew else "")
+        return name + (SKEWED if self.skew else "")
 
     @property
     def regime(self) -> str:
@@ -107,11 +114,7 @@ class Qmm(Case):
 
     def sizes(self) -> np.ndarray:
         """Rows of each group: every token goes to ``top_k`` different ones."""
-        rng = np.random.default_rng(self.tokens)
-        likely = np.log(rng.pareto(1.0, self.groups)) if self.skew else np.zeros(self.groups)
-        scores = likely + rng.gumbel(size=(self.tokens, self.groups))
-        chosen = np.argpartition(scores, -self.top_k, axis=1)[:, -self.top_k :]
-        return np.bincount(chosen.ravel(), minlength=self.groups).astype(np.int32)
+        return routed(self.tokens, self.groups, self.top_k, self.skew).copy()
 
     @property
     def weight_bytes(self) -> int:
@@ -161,22 +164,101 @@ class Convert(Case):
     groups: int
     n: int
     k: int
+    dtype: str = "bfloat16"  # of what is quantized, or made
+    global_scale: bool = False  # one per matrix
 
     flops = 0
 
     @property
     def tolerance(self) -> float:
-        """Codes have the same bits everywhere; values are rounded to bfloat16."""
-        return 1e-3 if self.op == "quantize" else TOLERANCE[self.kind]
+        """Codes have the same bits everywhere; values are rounded."""
+        return 1e-3 if self.op == "quantize" else TOLERANCE[self.dtype]
 
     @property
     def label(self) -> str:
-        return f"{self.format.name} G{self.groups} N{self.n} K{self.k}"
+        name = self.format.name + (" global scale" if self.global_scale else "")
+        size = f"G{self.groups} N{self.n} K{self.k}"
+        return f"{name} {size}" + ("" if self.dtype == "bfloat16" else f" {self.dtype}")
 
     @property
     def bytes(self) -> int:
-        elements = self.groups * self.n * self.k
-        return 2 * elements + self.format.bytes(elements)
+        elements, itemsize = self.groups * self.n * self.k, 4 if self.dtype == "float32" else 2
+        # Weights that are drawn have bfloat16 scales, whatever they become.
+        packed = self.format.bytes(elements, itemsize if self.op == "quantize" else 2)
+        return itemsize * elements + packed + (4 * self.groups if self.global_scale else 0)
+
+
+@dataclass(frozen=True)
+class Nvfp4Quantize(Case):
+    """Of x (T, K) in groups of rows, or of weights (G, N, K).
+
+    The largest magnitude has to be known before anything can be scaled, so what is larger than the
+    L2 cache is read twice; the floor has one read, as every floor does.
+    """
+
+    what: str  # a key of NVFP4_QUANTIZE
+    groups: int
+    n: int  # rows in all, or of one matrix of weights
+    k: int
+
+    op = "nvfp4_quantize"
+    flops = 0
+    tolerance = 0.0  # the bytes are those of the CPU
+
+    @property
+    def label(self) -> str:
+        rows = "N" if self.is_weights else "T"
+        return f"{self.what} G{self.groups} {rows}{self.n} K{self.k}"
+
+    @property
+    def calls(self) -> tuple[dict, ...]:
+        """The options of each call; together they are one program."""
+        return NVFP4_QUANTIZE[self.what]
+
+    @property
+    def is_weights(self) -> bool:
+        return any("scale_2d" in options for options in self.calls)
+
+    def sizes(self) -> np.ndarray:
+        """Rows of each group, random: they are multiples of nothing. Every row is in one."""
+        likely = np.full(self.groups, 1 / self.groups)
+        return np.random.default_rng(self.n).multinomial(self.n, likely).astype(np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.groups, self.n, self.k) if self.is_weights else (self.n, self.k)
+
+    @property
+    def bytes(self) -> int:
+        """x once, and each result, with the rows that groups are padded with."""
+        elements = int(np.prod(self.shape))
+        padded = (self.n + 63 * min(self.groups, self.n)) // 64 * 64 * self.k
+        sizes = [
+            padded if options.get("grouped") and options.get("axis") == 0 else elements
+            for options in self.calls
+        ]
+        return 2 * elements + sum(map(FORMATS["nvfp4"].bytes, sizes))
+
+
+# Options of nvfp4_quantize. "grouped": with group_sizes; "stochastic": with a key. Training's are
+# rows of x and dy, columns for weight gradients, and weights along either axis.
+_COLUMNS = {"axis": 0, "grouped": True, "hadamard": True}
+NVFP4_QUANTIZE: dict[str, tuple[dict, ...]] = {
+    "rows": ({},),
+    "rows grouped": ({"grouped": True},),
+    "rows stochastic": ({"stochastic": True},),
+    "columns grouped hadamard": (_COLUMNS,),
+    "columns grouped hadamard stochastic": (_COLUMNS | {"stochastic": True},),
+    "rows + columns grouped hadamard": ({"grouped": True}, _COLUMNS),
+    "weights 2D": ({"scale_2d": True},),
+    "weights 2D columns": ({"scale_2d": True, "axis": -2},),
+}
+QUICK_NVFP4_QUANTIZE = (
+    "rows",
+    "rows stochastic",
+    "rows + columns grouped hadamard",
+    "weights 2D",
+)
 
 
 @dataclass(frozen=True)
@@ -187,6 +269,7 @@ class Nvfp4(Case):
     k: int
     n: int
     balanced: bool
+    decode: bool = False  # few rows, weights prepacked
 
     @property
     def op(self) -> str:
@@ -194,16 +277,19 @@ class Nvfp4(Case):
 
     @property
     def regime(self) -> str:
-        return "balanced" if self.balanced else "imbalanced"
+        return "decode" if self.decode else "balanced" if self.balanced else "imbalanced"
 
     @property
     def label(self) -> str:
         size = f"G{self.groups} T{self.tokens} K{self.k} N{self.n}"
-        return size if self.balanced else f"{size} imbalanced"
+        return size if self.balanced else f"{size} {self.regime}"
 
     def sizes(self) -> np.ndarray:
-        """Equal, or 0.25 to 1.75 times the mean; then they are odd numbers."""
+        """Equal, or 0.25 to 1.75 times the mean; then they are odd numbers. 1 to 16 of decode."""
         mean = self.tokens // self.groups
+        if self.decode:
+            few = np.arange(self.groups, dtype=np.int32) % 16 + 1
+            return np.random.default_rng(self.tokens).permutation(few)
         if self.balanced:
             return np.full(self.groups, mean, np.int32)
         rng = np.random.default_rng(self.tokens)
@@ -234,15 +320,35 @@ def cases(op: str, level: str = "default", skew: bool = False) -> list[Case]:
     if op == "gather_qmm":
         return [Gather(*shape) for shape in (GATHER[1:3] if level == "quick" else GATHER)]
     if op == "quantize":
-        names = ("nvfp4", "affine4", "mxfp8") if level == "quick" else FORMATS
-        return [Convert(o, FORMATS[f], *STACK) for f in names for o in ("quantize", "dequantize")]
+        return list(convert_cases(level))
+    if op == "nvfp4_quantize":
+        names = QUICK_NVFP4_QUANTIZE if level == "quick" else NVFP4_QUANTIZE
+        return [
+            Nvfp4Quantize(name, *(STACK if "weights" in name else (GROUPS, ROWS, WIDTH)))
+            for name in names
+        ]
     shapes = NVFP4[2:3] if level == "quick" else NVFP4
-    return [
+    few = NVFP4_DECODE[:1] if level == "quick" else NVFP4_DECODE
+    found: list[Case] = [
         Nvfp4(direction, *shape, balanced=balanced)
         for shape in shapes
         for balanced in ((False,) if level == "quick" else (True, False))
         for direction in ("fprop", "dgrad", "wgrad")
     ]
+    decode = functools.partial(Nvfp4, "fprop", balanced=False, decode=True)
+    return found + [decode(groups, groups // 16 * 136, k, n) for groups, k, n in few]
+
+
+def convert_cases(level: str) -> Iterable[Convert]:
+    """Of bfloat16; by default one format of each mode from the other types too, at "full" all."""
+    names = ("nvfp4", "affine4", "affine4 g128", "mxfp8") if level == "quick" else FORMATS
+    for name in names:
+        others = level == "full" or (level == "default" and name in (*MAIN[:3], "mxfp8"))
+        for global_scale in (False, True) if name == "nvfp4" and level != "quick" else (False,):
+            for dtype in ("bfloat16", "float32", "float16") if others else ("bfloat16",):
+                for op in ("quantize", "dequantize"):
+                    if dtype == "bfloat16" or op == "quantize" or level == "full":
+                        yield Convert(op, FORMATS[name], *STACK, dtype, global_scale)
 
 
 def qmm_cases(level: str, skew: bool) -> Iterable[Qmm]:
@@ -259,7 +365,7 @@ def qmm_cases(level: str, skew: bool) -> Iterable[Qmm]:
 def qmm_tokens(level: str, name: str, weights: str) -> tuple[int, ...]:
     first = name == "Qwen3-30B up"  # which has every format
     if level == "full":
-        return TOKENS if weights in MAIN else (64, 4096) if first else ()
+        return TOKENS if first or weights in MAIN else ()
     if level == "quick":
         quick = {
             ("Qwen3-30B up", "nvfp4"): (1, 64, 4096),
@@ -268,7 +374,7 @@ def qmm_tokens(level: str, name: str, weights: str) -> tuple[int, ...]:
         }
         return quick.get((name, weights), ())
     if first:
-        return TOKENS if weights == "nvfp4" else (64, 4096)
+        return TOKENS[:-1] if weights == "nvfp4" else (8, 64, 4096)
     if weights == ("mxfp4" if name == "gpt-oss-120b up" else "nvfp4"):
         if name.endswith("up"):
             return (8, 64, 4096)

@@ -18,6 +18,7 @@ QUANTIZED = {
     "gather_qmm": "products",
     "quantize": "conversions",
     "dequantize": "conversions",
+    "nvfp4_quantize": "conversions",
     "nvfp4": "nvfp4",
 }
 
@@ -40,19 +41,26 @@ def ratio(record, peer: str) -> str:
     return f"**{value:.2f}x**" if value < LIMIT else f"{value:.2f}x"
 
 
+def in_situ(record, decimals: int) -> str:
+    """Microseconds of ours in a chain of calls."""
+    us = record.get("in_situ_us", {}).get(ours(record))
+    return "" if us is None else f"{us:.{decimals}f}"
+
+
 def grouped(records, decimals: int = 0) -> str:
-    others = peers(records)
+    others, chained = peers(records), any("in_situ_us" in r for r in records)
     rows = [
         [
             f"{r['op']} {r['case']}", f"{r['us'][ours(r)]:.{decimals}f}",
+            *([in_situ(r, decimals)] if chained else []),
             f"{r['floor_us']:.{decimals}f}", f"{r['floor_share']:.0%}",
             f"{r['tflops']:.0f}" if r["tflops"] else "", f"{r['tbytes']:.2f}",
             *(ratio(r, peer) for peer in others),
         ]
         for r in records
     ]  # fmt: skip
-    header = ["case", "us", "floor", "of floor", "TFLOP/s", "TB/s"]
-    return table([*header, *(f"{peer} / ours" for peer in others)], rows)
+    header = ["case", "us", *(["in situ"] if chained else []), "floor", "of floor"]
+    return table([*header, "TFLOP/s", "TB/s", *(f"{peer} / ours" for peer in others)], rows)
 
 
 def segmented(records) -> str:
@@ -74,6 +82,9 @@ def segmented(records) -> str:
         if "cut" not in case
     ]
     text = table(["us", *kinds], times) + "\n\n" + table(["relative error", *kinds], errors)
+    if any("in_situ_us" in r for r in records):
+        rows = [[case, *(cell(case, k, lambda r: in_situ(r, 1)) for k in kinds)] for case in cases]
+        text += "\n\n" + table(["us in situ", *kinds], rows)
     if others := peers(records):
         rows = [
             [f"{kind} {case}", *(ratio(by[case, kind], peer) for peer in others)]
@@ -136,6 +147,27 @@ def load(paths) -> tuple[list[dict], list[dict]]:
     return heads, records
 
 
+def show(heads, records) -> None:
+    """Print what was measured on, the tables and the means."""
+    for head in heads:
+        partial = f" Partial: without {', '.join(head['missing'])}." if head.get("missing") else ""
+        print(
+            f"{head['gpu']}, jax {head['jax']}, commit {head['commit']}, {head['date']}: "
+            f"C = {head['C_tflops']:.0f} TFLOP/s, B = {head['B_tbytes']:.2f} TB/s.{partial}"
+        )
+    print("", *tables(records), means(records), sep="\n")
+
+
+def draw(records, folder: Path) -> None:
+    from . import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for end, some in (("", False), ("_quantized", True)):
+        if shown := [r for r in records if (family(r) in QUANTIZED.values()) == some]:
+            plots.speedup(shown, folder / f"speedup{end}.svg")
+            plots.roofline(shown, folder / f"roofline{end}.svg")
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0]
@@ -144,21 +176,9 @@ def main(argv=None) -> None:
     parser.add_argument("--plots", type=Path, metavar="FOLDER")
     args = parser.parse_args(argv)
     heads, records = load(args.records)
-    for head in heads:
-        partial = f" Partial: without {', '.join(head['missing'])}." if head.get("missing") else ""
-        print(
-            f"{head['gpu']}, jax {head['jax']}, commit {head['commit']}, {head['date']}: "
-            f"C = {head['C_tflops']:.0f} TFLOP/s, B = {head['B_tbytes']:.2f} TB/s.{partial}"
-        )
-    print("", *tables(records), means(records), sep="\n")
+    show(heads, records)
     if args.plots:
-        from . import plots
-
-        args.plots.mkdir(parents=True, exist_ok=True)
-        for end, some in (("", False), ("_quantized", True)):
-            if shown := [r for r in records if (family(r) in QUANTIZED.values()) == some]:
-                plots.speedup(shown, args.plots / f"speedup{end}.svg")
-                plots.roofline(shown, args.plots / f"roofline{end}.svg")
+        draw(records, args.plots)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ forward is (R, K) x (G, K, N), dgrad is (R, N) x (G, K, N) transposed, wgrad is 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,16 @@ MODELS = {
     "DeepSeek-V3": (256, 7168, 2048),
     "gpt-oss-120b": (128, 2880, 2880),
 }
+# Experts of each token.
+TOP_K = {
+    "Mixtral-8x7B": 2,
+    "Qwen3-30B": 8,
+    "Qwen3-235B": 8,
+    "DeepSeek-V3": 8,
+    "gpt-oss-120b": 4,
+}
+TOKENS = (1, 8, 64, 512, 4096, 16384)
+# Of every model, besides what so many tokens give it.
 ROWS = (16, 128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
 # M, N, K, segments: the cases of MLX's benchmark of segmented_mm
 SEGMENTED = (
@@ -34,7 +44,13 @@ MLX = {
     "tf32": (11.1, 11.3, 13.1, 48.3, 177, 310),
 }
 OPS = ("forward", "dgrad", "wgrad", "segmented", "scan")
-REGIMES = ("<= 32", "64-512", ">= 1024", "small", "large", "")
+ROWS_PER_GROUP = ("<= 32", "64-512", ">= 1024")
+SKEWED = " skewed"
+REGIMES = (
+    *ROWS_PER_GROUP,
+    *(name + SKEWED for name in ROWS_PER_GROUP),
+    *("small", "large", "one of 90%", ""),
+)
 KINDS = ("bfloat16", "float16", "float32", "tf32")
 # Of a result, relative, against float32 or float64.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "tf32": 2e-3}
@@ -60,14 +76,16 @@ class Grouped:
     @property
     def label(self) -> str:
         name = f"{self.model} G{self.groups} K{self.k} N{self.n} R{self.rows}".strip()
-        return name + (" NK" if self.transposed else "") + (" skewed" if self.skew else "")
+        name += f" live {self.active}" if self.active else ""
+        return name + (" NK" if self.transposed else "") + (SKEWED if self.skew else "")
 
     @property
     def regime(self) -> str:
         if self.op == "scan":
             return ""
         mean = self.rows / self.groups
-        return REGIMES[0] if mean <= 32 else REGIMES[1] if mean <= 512 else REGIMES[2]
+        which = 0 if mean <= 32 else 1 if mean <= 512 else 2
+        return ROWS_PER_GROUP[which] + (SKEWED if self.skew else "")
 
     def sizes(self) -> np.ndarray:
         """Rows of each group, random: they are multiples of nothing."""
@@ -101,6 +119,7 @@ class Segmented:
     kind: str  # bfloat16, float16, float32 (true float32) or tf32
     unit: int  # cuts are multiples of it; with 1 a segment may be empty
     transpose_a: bool = False
+    dominant: bool = False  # one segment holds 90 % of K
 
     cold = False  # as MLX measures
 
@@ -124,21 +143,34 @@ class Segmented:
 
     @property
     def label(self) -> str:
-        cut = " cut at 16s" if self.unit == 16 else ""
-        return f"{self.m}x{self.n}x{self.k}x{self.count}{cut}{' KM' if self.transpose_a else ''}"
+        name = f"{self.m}x{self.n}x{self.k}x{self.count}"
+        name += " one of 90%" if self.dominant else ""
+        name += " cut at 16s" if self.unit == 16 else ""
+        return name + (" KM" if self.transpose_a else "")
 
     @property
     def regime(self) -> str:
+        if self.dominant:
+            return "one of 90%"
         return "small" if (self.m, self.n, self.k, self.count) in SEGMENTED[:3] else "large"
 
     @property
     def mlx(self) -> float | None:
         published = dict(zip(SEGMENTED, MLX.get(self.kind, ()), strict=False))
-        return None if self.transpose_a else published.get((self.m, self.n, self.k, self.count))
+        other = self.transpose_a or self.dominant
+        return None if other else published.get((self.m, self.n, self.k, self.count))
 
     def bounds(self) -> np.ndarray:
         """Where segments begin, and K."""
         rng = np.random.default_rng(self.k)
+        if self.dominant:  # the others share the rest, and some are empty
+            rest = self.k // 10 // self.unit
+            cuts = rng.integers(0, rest + 1, self.count - 2)
+            cuts[0] = cuts[1]
+            cuts = self.unit * np.concatenate([[0], np.sort(cuts), [rest]])
+            at = rng.integers(self.count)
+            cuts = np.concatenate([cuts[: at + 1], cuts[at:] + self.k - cuts[-1]])
+            return cuts.astype(np.int32)
         if self.unit > 1:
             cuts = self.unit * rng.choice(self.k // self.unit, self.count - 1, replace=False)
         else:
@@ -174,39 +206,61 @@ def projections() -> list[tuple[str, int, int, int]]:
 def cases(op: str, level: str = "default", skew: bool = False) -> list[Case]:
     """``level`` is "quick", "default" or "full"."""
     if op == "segmented":
-        return list(segmented_cases(level))
+        return list(dict.fromkeys(segmented_cases(level, skew)))
     if op == "scan":
-        if level == "quick":
-            return []
         return [Grouped(op, "", g, 2048, 1536, 1024, active=8) for g in (8, 4096)]
     return list(dict.fromkeys(grouped_cases(op, level, skew)))
 
 
 def grouped_cases(op: str, level: str, skew: bool) -> Iterable[Grouped]:
     for name, groups, k, n in projections():
-        small, middle, large = (128, 1024, 8192) if groups == 8 else (4096, 32768, 131072)
-        quick = (small, middle, large) if name == "Qwen3-30B up" else ()
-        quick = (middle, large) if name == "Mixtral-8x7B up" else quick
-        if op != "forward":
-            quick = quick[1:]
-        default = (small, middle, large)
-        if op != "forward":
-            default = default[1:] if name.endswith("up") else ()
-        elif name.endswith("down"):
-            default = default if name.startswith(("Qwen3-30B", "Mixtral")) else (large,)
-        if op == "forward":
-            default += {"Qwen3-30B up": (512, 2048), "Mixtral-8x7B up": (16,)}.get(name, ())
-        for rows in {"quick": quick, "default": default, "full": ROWS}[level]:
+        for rows in rows_of(op, name, groups, level):
             yield Grouped(op, name, groups, k, n, rows, skew=skew)
+        small, middle, large = common_rows(groups)
         other = {"Qwen3-30B up": (middle, large), "Mixtral-8x7B up": (small, large)}.get(name, ())
         if op == "forward" and level != "quick":
-            for rows in ROWS if level == "full" else other:
+            for rows in every_rows(name) if level == "full" else other:
                 yield Grouped(op, name, groups, k, n, rows, transposed=True, skew=skew)
     if op == "wgrad" and level != "quick":
         yield Grouped(op, "", 256, 2048, 1536, 4096, skew=skew)
+        yield Grouped(op, "Qwen3-30B up", 128, 2048, 1536, 32768, skew=True)
 
 
-def segmented_cases(level: str) -> Iterable[Segmented]:
+def common_rows(groups: int) -> tuple[int, int, int]:
+    return (128, 1024, 8192) if groups == 8 else (4096, 32768, 131072)
+
+
+def every_rows(name: str) -> list[int]:
+    """Of a projection at level "full"."""
+    top_k = TOP_K[name.split()[0]]
+    return sorted({*ROWS, *(tokens * top_k for tokens in TOKENS)})
+
+
+def rows_of(op: str, name: str, groups: int, level: str) -> Iterable[int]:
+    small, middle, large = common_rows(groups)
+    if level == "full":
+        return every_rows(name)
+    few = {"Qwen3-30B up": (512, 2048), "Mixtral-8x7B up": (16,)}.get(name, ())
+    if op == "forward" and level == "quick":
+        return {
+            "Qwen3-30B up": (small, middle, large, *few),
+            "Mixtral-8x7B up": (middle, large, *few),
+        }.get(name, ())
+    if op == "forward":
+        every = name.endswith("up") or name.startswith(("Qwen3-30B", "Mixtral"))
+        return ((small, middle, large) if every else (large,)) + few
+    first = (small,) if op == "dgrad" else ()
+    if level == "quick":
+        quick = {"Qwen3-30B up": (middle, large), "Mixtral-8x7B up": (large,)}
+        return first + quick[name] if name in quick else ()
+    return (*first, middle, large) if name.endswith("up") else ()
+
+
+def segmented_cases(level: str, skew: bool) -> Iterable[Segmented]:
+    if skew:
+        for case in segmented_cases(level, False):
+            yield replace(case, dominant=True)
+        return
     for kind in KINDS:
         for shape in SEGMENTED:
             anywhere, at_16s, transposed = (
@@ -214,8 +268,9 @@ def segmented_cases(level: str) -> Iterable[Segmented]:
                 Segmented(*shape, kind=kind, unit=16),
                 Segmented(*shape, kind=kind, unit=1, transpose_a=True),
             )
+            dominant = replace(anywhere, dominant=True), replace(at_16s, dominant=True)
             if level == "full":
-                yield from (anywhere, at_16s, transposed)
+                yield from (anywhere, at_16s, transposed, *dominant)
                 yield Segmented(*shape, kind=kind, unit=16, transpose_a=True)
             elif level == "default":
                 yield anywhere
@@ -223,8 +278,12 @@ def segmented_cases(level: str) -> Iterable[Segmented]:
                     yield at_16s
                 if kind == "bfloat16":
                     yield transposed
+                if kind == "bfloat16" and shape in SEGMENTED[3:]:
+                    yield from dominant
             elif kind != "float16" and (kind == "bfloat16" or shape == SEGMENTED[-1]):
                 yield at_16s
+                if (kind, shape) == ("bfloat16", SEGMENTED[-1]):
+                    yield dominant[1]
 
 
 def floor_us(flops: float, bytes_: float, flops_per_s: float, bytes_per_s: float) -> float:

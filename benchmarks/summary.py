@@ -65,6 +65,8 @@ def line(record: dict) -> str:
     for name, value in us.items():
         if name != mine:
             text += f" {name} {value:.1f}" + (f" ({value / compared:.2f}x)" if compared else "")
+    if chained := record.get("in_situ_us"):
+        text += "  in situ" + "".join(f" {name} {value:.1f}" for name, value in chained.items())
     if record.get("mlx_us"):
         text += f" MLX {record['mlx_us']}" + (
             f" ({record['mlx_us'] / compared:.2f}x)" if compared else ""
@@ -76,13 +78,13 @@ def line(record: dict) -> str:
 
 def totals(records: list[dict]) -> str:
     """Geometric means by op and regime, then the cases that a peer wins."""
-    text = f"\n{'op':18} {'rows/group':13} cases  of floor  peer / ours (worst; cases)\n"
+    text = f"\n{'op':18} {'rows/group':14} cases  of floor  peer / ours (worst; cases)\n"
     for row in summary(records):
         peers = "".join(
             f"  {name} {r['ratio']:.2f}x ({r['worst']:.2f}; {r['cases']})"
             for name, r in row["peers"].items()
         )
-        text += f"{row['op']:18} {row['regime']:13} {row['cases']:5} {row['share']:8.0%}{peers}\n"
+        text += f"{row['op']:18} {row['regime']:14} {row['cases']:5} {row['share']:8.0%}{peers}\n"
     slow = [r for r in records if is_slow(r)]
     text += f"\n{len(slow)} of {len(records)} cases below {LIMIT} of the best peer's speed\n"
     for r in slow:

@@ -1,11 +1,15 @@
 """How long a call takes on the device.
 
-Every arm has ``time(n)``, microseconds of n calls, and ``result()``. Before every timed call
+Every arm has ``time(n)``, microseconds of n calls, and ``result()``, which is written over NaN
+(not MLX's), so that what writes nothing is noticed. Before every timed call
 128 MiB are read and 128 MiB written, so that it finds nothing in the L2 cache; warm arms skip that,
 and find there what their own last call left. Both kinds first run once untimed.
 
 JAX: the time of every kernel of the call, helpers included (CUPTI). Torch: a CUDA graph of the call
 between two events, replayed; the events are nodes of the graph, so launching it is not counted.
+
+In situ, of JAX arms only: chained calls in one program, from outside, so that what lies between
+kernels counts too.
 """
 
 import functools
@@ -13,6 +17,7 @@ import importlib
 import statistics
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,25 +53,139 @@ def mean_us(run, n: int, cold: bool) -> float:
     return 1e3 * sum(ms for name, ms in found if name not in marks) / n
 
 
+IN_SITU = 10  # calls in one program
+
+
 class JaxArm:
+    """``f(*args)``. The result of each call is donated to the next, so that we choose where a call
+    writes: one program, whose buffer ``result`` fills with NaN first."""
+
     def __init__(self, f, args, cold: bool):
-        self.f, self.args, self.cold = jax.jit(f), args, cold
+        self.f, self.args, self.cold = f, args, cold
+        into = lambda out, *args: f(*args)
+        self.call = jax.jit(into, donate_argnums=0, keep_unused=True)
+        self.kind = jax.eval_shape(f, *args)
         self.result()
 
     def result(self) -> Any:
-        return jax.block_until_ready(self.f(*self.args))
+        return jax.block_until_ready(self.call(poison(self.kind), *self.args))
 
     def time(self, n: int) -> list[float]:
         cleared, marks = scratch(self.cold), mark_names()
-        self.result()
+        out = self.result()
         with kernels() as found:
             for _ in range(n):
                 mark(cleared)
-                self.result()
+                out = jax.block_until_ready(self.call(out, *self.args))
         return split(found, marks, n)
+
+    @functools.cached_property
+    def chain(self) -> Any:
+        return Chain(self.f, self.args)
+
+    def in_situ(self) -> float:
+        """Microseconds of a call among others like it."""
+        return self.chain.time()
+
+    def in_situ_result(self) -> Any:
+        """Of the last call of a chain; raises where it is not the calls that run."""
+        one, _ = count(self.call, self.result(), *self.args)
+        ran, out = count(self.chain.run)
+        if ran < IN_SITU * one:
+            raise RuntimeError(f"{IN_SITU} calls of {one} kernels became {ran} kernels")
+        return out
 
     def close(self) -> None:
         self.args = ()
+        vars(self).pop("chain", None)
+
+
+class Chain:
+    """A program of ``IN_SITU`` calls of ``f(*args)``, each of which waits for the one before.
+
+    What its result decides is whether one element, of the smallest operand, stays as it is: it
+    does, but XLA cannot know, so there is one small kernel more. The barrier holds the others."""
+
+    def __init__(self, f, args):
+        leaves, self.tree = jax.tree.flatten(args)
+        self.place = min(range(len(leaves)), key=lambda i: leaves[i].nbytes)
+        leaves[self.place] = jnp.array(leaves[self.place], copy=True)
+        self.f, self.leaves = f, leaves
+        self.program = jax.jit(self._calls, donate_argnums=0)
+        jax.block_until_ready(self.run())
+
+    def _calls(self, own, others):
+        out: Any = None
+        for _ in range(IN_SITU):
+            leaves = [*others[: self.place], own, *others[self.place :]]
+            out = self.f(*self.tree.unflatten(leaves))
+            own, others = self._after(out, own, others)
+        return out, own
+
+    def _after(self, out, own, others):
+        """The operands; never is any of them changed."""
+        probe = jax.tree.leaves(out)[0]
+        probe, at = probe[(0,) * probe.ndim], (0,) * own.ndim
+        never = jnp.inf if jnp.issubdtype(probe.dtype, jnp.inexact) else jnp.iinfo(probe.dtype).max
+        hit = probe == jnp.asarray(never, probe.dtype)
+        own = own.at[at].set(jnp.where(hit, jnp.zeros_like(own[at]), own[at]))
+        own, others, _ = jax.lax.optimization_barrier((own, others, probe))
+        return own, others
+
+    def run(self) -> Any:
+        """The last result."""
+        others = self.leaves[: self.place] + self.leaves[self.place + 1 :]
+        out, self.leaves[self.place] = self.program(self.leaves[self.place], others)
+        return out
+
+    def time(self, programs: int = 4) -> float:
+        """Microseconds of a call. Programs follow each other, so that the host is ahead."""
+        out = jax.block_until_ready(self.run())
+        begin = time.perf_counter()
+        for _ in range(programs):
+            out = self.run()
+        jax.block_until_ready(out)
+        return 1e6 * (time.perf_counter() - begin) / (programs * IN_SITU)
+
+
+def count(run, *args) -> tuple[int, Any]:
+    """How many kernels ``run(*args)`` runs, and its result."""
+    with kernels() as found:
+        out = jax.block_until_ready(run(*args))
+    return len(found), out
+
+
+def in_situ(arms: dict, turns: int, wrong: Callable[[str, Any], str | None]):
+    """Microseconds of a call in a chain, of the arms that JAX runs, in turns; and notes on those
+    that failed. ``wrong(name, result)`` says what is."""
+    times: dict[str, list[float]] = {n: [] for n, arm in arms.items() if isinstance(arm, JaxArm)}
+    notes = {}
+    for turn in range(turns):
+        for name in [n for n in times if f"in situ {n}" not in notes]:
+            try:
+                if turn == 0 and (why := wrong(name, arms[name].in_situ_result())):
+                    raise RuntimeError(why)
+                times[name].append(arms[name].in_situ())
+            except Exception as why:
+                notes[f"in situ {name}"] = reason(why)
+    good = {n: statistics.median(t) for n, t in times.items() if f"in situ {n}" not in notes}
+    return good, notes
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _filled(kind):
+    return [jnp.full(shape, _nonsense(dtype), dtype) for shape, dtype in kind]
+
+
+def _nonsense(dtype):
+    """NaN; of integers the largest, which is NaN as a scale and nothing else."""
+    return jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
+def poison(kind) -> Any:
+    """Arrays of such shapes and dtypes that no call should leave as they are."""
+    leaves, tree = jax.tree.flatten(kind)
+    return tree.unflatten(_filled(tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""What grouped products cost: ``jgg.cost.of(function, *arguments)`` in FLOPs and bytes.
+"""What this package's calls cost: ``jgg.cost.of(function, *arguments)`` in FLOPs and bytes.
 
 XLA's cost analysis cannot see into a custom call (it counts -1 for each). Add what is counted here
-to what it says of the rest; with ``implementation="reference"`` XLA sees the products itself.
+to what it says of the rest. Where there is no kernel, and with ``implementation="reference"``, XLA
+sees the operations that a call stands for.
 """
 
 from __future__ import annotations
@@ -19,14 +20,24 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from . import _composed, _epilogue, _gathered, _primitives, _qmm, _segments
+from . import (
+    _epilogue,
+    _gathered,
+    _nvfp4_grouped_mm,
+    _nvfp4_grouped_wgrad,
+    _nvfp4_quantize,
+    _prepack,
+    _primitives,
+    _qmm,
+    _quantized,
+    _segments,
+)
 from ._gather_mm import gather_mm as _gather_mm
 from ._gather_qmm import gather_qmm as _gather_qmm
 from ._grouped_mm import grouped_mm as _grouped_mm
 from ._grouped_qmm import grouped_qmm as _grouped_qmm
 from ._nvfp4_grouped_linear import nvfp4_grouped_linear as _nvfp4_grouped_linear
-from ._nvfp4_grouped_mm import nvfp4_grouped_mm as _nvfp4_grouped_mm
-from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad as _nvfp4_grouped_wgrad
+from ._nvfp4_layouts import padded_sizes as _padded_sizes
 from ._quantized_matmul import quantized_matmul as _quantized_matmul
 from ._ragged_dot import ragged_dot as _ragged_dot
 from ._ragged_dot import ragged_dot_general as _ragged_dot_general
@@ -35,15 +46,16 @@ from ._segmented_mm import segmented_mm as _segmented_mm
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The least that grouped products take, whatever computes them.
+    """The least that products and conversions take, whatever computes them.
 
     Attributes:
       flops: ``2 * rows * K * N`` per product (2 per multiply-add), where ``rows`` are those that
         meet a matrix; a bias counts as a product with K = 1. Activations, scales and additions
-        are not counted.
-      bytes_accessed: per product, each operand read once and the result written once. Read are
-        the rows that meet a matrix, the matrices that meet a row, metadata, bias, row scale and
-        an existing result; written is all of the result, its zeros too.
+        are not counted, and conversions (quantize, dequantize, prepack) have none.
+      bytes_accessed: per product, each operand read once, as it is stored, and the result written
+        once. Read are the rows that meet a matrix, the matrices that meet a row, metadata, bias,
+        scales and an existing result; written is all of the result, its zeros too. Per conversion,
+        all of its operands and results, once.
     """
 
     flops: int = 0
@@ -57,11 +69,12 @@ class Cost:
 
 
 def of(function: Callable, *args, **kwargs) -> Cost:
-    """The cost of all grouped products in ``function(*args, **kwargs)``, which does not run.
+    """The cost of this package's calls in ``function(*args, **kwargs)``, which does not run.
 
     Gradients are functions like others: ``of(jax.grad(loss), params)``. Only this package's
-    products count, not other operations such as ``dot_general`` (which ``ragged_dot_general`` is
-    where its ragged axis is a batch axis). Sharded, it is the sum over all devices.
+    products and conversions count, not other operations such as ``dot_general`` (which
+    ``ragged_dot_general`` is where its ragged axis is a batch axis), and not what is always left
+    to XLA: transposing, ``positions`` and swizzled scales. Sharded, it is the sum over all devices.
 
     Args:
       function: anything that JAX can trace.
@@ -108,9 +121,13 @@ ragged_dot_general = functools.partial(of, _ragged_dot_general)
 quantized_matmul = functools.partial(of, _quantized_matmul)
 gather_qmm = functools.partial(of, _gather_qmm)
 grouped_qmm = functools.partial(of, _grouped_qmm)
-nvfp4_grouped_mm = functools.partial(of, _nvfp4_grouped_mm)
-nvfp4_grouped_wgrad = functools.partial(of, _nvfp4_grouped_wgrad)
+nvfp4_grouped_mm = functools.partial(of, _nvfp4_grouped_mm.nvfp4_grouped_mm)
+nvfp4_grouped_wgrad = functools.partial(of, _nvfp4_grouped_wgrad.nvfp4_grouped_wgrad)
 nvfp4_grouped_linear = functools.partial(of, _nvfp4_grouped_linear)
+quantize = functools.partial(of, _quantized.quantize)
+dequantize = functools.partial(of, _quantized.dequantize)
+prepack = functools.partial(of, _prepack.prepack)
+nvfp4_quantize = functools.partial(of, _nvfp4_quantize.nvfp4_quantize)
 
 
 # ---- jaxprs ----------------------------------------------------------------------------------
@@ -145,12 +162,11 @@ def _walk(jaxpr: Jaxpr, given: Sequence[_Value] | None) -> tuple[Cost, list[_Val
     total = Cost()
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
-        if eqn.primitive in _PRODUCTS:
-            total += _PRODUCTS[eqn.primitive](eqn, values)
+        if eqn.primitive in _COSTS:
+            total += _COSTS[eqn.primitive](eqn, values)
             continue
         inner, name = list(jaxprs_in_params(eqn.params)), eqn.primitive.name
-        calls = name in _CALLS or eqn.primitive in _composed.PRIMITIVES
-        if calls and given is not None:
+        if name in _CALLS and given is not None:
             cost, results = _walk(inner[0], values)
         else:
             cost, results = _inner_cost(name, eqn.params, inner), []
@@ -183,7 +199,7 @@ def _results(eqn, values: Sequence[Any]) -> list[_Value]:
     return [lambda i=i: run()[i] for i in range(len(eqn.outvars))]
 
 
-# ---- products --------------------------------------------------------------------------------
+# ---- products and conversions ----------------------------------------------------------------
 
 
 def _mm(eqn, values: Sequence[_Value]) -> Cost:
@@ -197,10 +213,7 @@ def _epilogue_mm(eqn, values: Sequence[_Value]) -> Cost:
         x, w, meta, meta_values, eqn.outvars[0].aval, form=_segments.SIZES, rows=x.shape[0],
         transpose_x=False, transpose_w=static["transpose_w"],
     )  # fmt: skip
-    if bias is not None:
-        n = bias.shape[1]
-        cost += Cost(2 * rows * n, weights * n * bias.dtype.itemsize)
-    return cost + Cost(0, sum(_bytes(a) for a in (row_scale, existing_out) if a is not None))
+    return cost + _bias_cost(bias, rows, weights) + Cost(0, _bytes((row_scale, existing_out)))
 
 
 def _gathered_mm(eqn, values: Sequence[_Value]) -> Cost:
@@ -212,7 +225,31 @@ def _gathered_mm(eqn, values: Sequence[_Value]) -> Cost:
         rows, w, meta, meta_values, out, form=_segments.SIZES, rows=pairs * m, transpose_x=False,
         transpose_w=static["transpose_w"],
     )  # fmt: skip
-    return cost + Cost(0, sum(_bytes(a) for a in indices if a is not None))
+    return cost + Cost(0, _bytes(indices))
+
+
+def _nvfp4_mm(eqn, values: Sequence[_Value]) -> Cost:
+    (x, w, sizes, scale, bias), value, _ = _operands(eqn, values)
+    cost, rows, weights = _mm_cost(
+        x, w, [sizes], [value], eqn.outvars[0].aval, form=_segments.SIZES, rows=x.shape[0],
+        transpose_x=False, transpose_w=True,
+    )  # fmt: skip
+    return cost + _bias_cost(bias, rows, weights) + Cost(0, _bytes(scale))
+
+
+def _nvfp4_wgrad(eqn, values: Sequence[_Value]) -> Cost:
+    """Rows are those of the operands, padded group by group."""
+    (x, dy, sizes, *rest), value, _ = _operands(eqn, values)
+    (k, stored), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
+    padded = None if value is None else lambda: _padded_sizes(value(), rows)
+    count, read, *_ = _counts(_segments.SIZES, [padded], stored, stored, sizes.shape[0])
+    packed = _bytes((x.weight, x.scales, dy.weight, dy.scales)) // max(stored, 1) * read
+    return Cost(2 * count * k * n, packed + _bytes((sizes, rest, eqn.outvars[0].aval)))
+
+
+def _conversion(eqn, values: Sequence[_Value]) -> Cost:
+    del values
+    return Cost(0, _bytes([atom.aval for atom in (*eqn.invars, *eqn.outvars)]))
 
 
 def _operands(eqn, values: Sequence[_Value]):
@@ -236,9 +273,16 @@ def _mm_cost(x, w, meta, values, out, *, form, rows, transpose_x, transpose_w, *
     count, in_x, _, weights = _counts(form, values, rows_x, rows, groups)
     # Of a quantized weight, every leaf; one global scale belongs to all.
     leaves = jax.tree.leaves(w)
-    read = in_x * k * x.dtype.itemsize
+    read = _bytes(x) // max(rows_x, 1) * in_x
     read += sum(_bytes(a) // max(groups, 1) * weights if a.ndim else _bytes(a) for a in leaves)
-    return Cost(2 * count * k * n, read + sum(map(_bytes, (*meta, out)))), count, weights
+    return Cost(2 * count * k * n, read + _bytes((meta, out))), count, weights
+
+
+def _bias_cost(bias, rows: int, weights: int) -> Cost:
+    if bias is None:
+        return Cost()
+    n = bias.shape[1]
+    return Cost(2 * rows * n, weights * n * bias.dtype.itemsize)
 
 
 def _wgrad(eqn, values: Sequence[_Value]) -> Cost:
@@ -249,11 +293,12 @@ def _wgrad(eqn, values: Sequence[_Value]) -> Cost:
     rows_y = y.shape[1 if params["transpose_y"] else 0]
     count, in_x, in_y, _ = _counts(params["form"], values[2:], rows_x, rows_y, groups)
     read = in_x * a * x.dtype.itemsize + in_y * b * y.dtype.itemsize
-    return Cost(2 * count * a * b, read + sum(map(_bytes, (*meta, out))))
+    return Cost(2 * count * a * b, read + _bytes((meta, out)))
 
 
-def _bytes(aval) -> int:
-    return aval.size * aval.dtype.itemsize
+def _bytes(avals) -> int:
+    """Of all leaves of a tree."""
+    return sum(aval.size * aval.dtype.itemsize for aval in jax.tree.leaves(avals))
 
 
 def _counts(form, values: Sequence[Any], rows_x: int, rows_y: int, groups: int):
@@ -279,10 +324,17 @@ def _covered(start: np.ndarray, length: np.ndarray) -> int:
     return int(np.maximum(end - np.maximum(start, before), 0).sum())
 
 
-_PRODUCTS = {
+# Every primitive of the package that may be one call.
+_COSTS = {
     **dict.fromkeys((_primitives.INNER["mm"], _primitives.OUTER["mm"]), _mm),
     **dict.fromkeys((_primitives.INNER["wgrad"], _primitives.OUTER["wgrad"]), _wgrad),
     **dict.fromkeys((_primitives.INNER["qmm"], _primitives.OUTER["qmm"]), _qmm_cost),
     _epilogue.MM.primitive: _epilogue_mm,
     _gathered.MM.primitive: _gathered_mm,
+    _nvfp4_grouped_mm._MM.primitive: _nvfp4_mm,
+    _nvfp4_grouped_wgrad._WGRAD.primitive: _nvfp4_wgrad,
+    _quantized._QUANTIZE.primitive: _conversion,
+    _quantized._DEQUANTIZE.primitive: _conversion,
+    _prepack._PREPACK.primitive: _conversion,
+    _nvfp4_quantize._QUANTIZE.primitive: _conversion,
 }

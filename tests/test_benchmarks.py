@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.shapes import Grouped, Segmented  # noqa: E402
 
 # No device times here: any time will do, and nothing is compared with another.
 ARGS = SimpleNamespace(
-    level="default", peers=["lax"], implementation=[None], repetitions=2, turns=2
+    level="default", peers=["lax"], implementation=[None], repetitions=2, turns=2, in_situ=False
 )
 
 
@@ -71,6 +72,32 @@ def test_every_model_and_regime_is_in_the_default_list():
     assert {(128, 768, 2048, 4096), (8, 14336, 4096, 8192), (256, 7168, 4096, 16)} <= full
 
 
+def test_quick_has_what_is_claimed():
+    """Few rows, both directions; the scan; one long segment; skewed weight gradients elsewhere."""
+    quick = [c for op in shapes.OPS for c in shapes.cases(op, "quick")]
+    grouped = [c for c in quick if isinstance(c, Grouped)]
+    least = {
+        op: min(c.rows / c.groups for c in grouped if c.op == op) for op in ("forward", "dgrad")
+    }
+    assert least["forward"] <= 4
+    assert least["dgrad"] <= 32
+    assert [(c.groups, c.active) for c in grouped if c.op == "scan"] == [(8, 8), (4096, 8)]
+    assert [c.label for c in quick if isinstance(c, Segmented) and c.dominant] == [
+        "1024x1024x8192x64 one of 90% cut at 16s"
+    ]
+    assert [c.regime for c in shapes.cases("wgrad") if c.skew] == ["64-512 skewed"]
+    args = gpu.arguments(["--quick", "--cases", "scan G4096", "--implementation", "sm90"])
+    assert [c.label for c in gpu.selected(args)] == ["G4096 K2048 N1536 R1024 live 8"]
+
+
+@pytest.mark.parametrize("model", shapes.MODELS)
+def test_every_number_of_tokens_is_in_the_full_list(model):
+    full = shapes.cases("forward", "full")
+    rows = {c.rows for c in full if isinstance(c, Grouped) and c.model == f"{model} down"}
+    assert rows >= {tokens * shapes.TOP_K[model] for tokens in (1, 8, 64, 512, 4096, 16384)}
+    assert rows >= set(shapes.ROWS)
+
+
 @pytest.mark.parametrize("skew", [False, True])
 def test_sizes(skew):
     for case in (c for op in ("forward", "wgrad", "scan") for c in shapes.cases(op, skew=skew)):
@@ -91,14 +118,19 @@ def test_cuts():
         sizes = case.sizes()
         assert len(sizes) == case.count
         assert sizes.sum() == case.k
+        assert (sizes.max() >= 0.9 * case.k) == case.dominant
         if case.unit == 16:
             assert not (sizes % 16).any()
-            assert sizes.all()
+            assert sizes.all() or case.dominant
         else:
             assert (sizes == 0).any()
             assert (sizes % 16).any()
     assert Segmented(*shapes.SEGMENTED[2], kind="tf32", unit=16).mlx == 13.1
     assert Segmented(*shapes.SEGMENTED[2], kind="float16", unit=16).mlx is None
+    assert Segmented(*shapes.SEGMENTED[2], kind="tf32", unit=16, dominant=True).mlx is None
+    skewed = shapes.cases("segmented", "quick", skew=True)
+    assert len(skewed) == 8
+    assert all(isinstance(c, Segmented) and c.dominant for c in skewed)
 
 
 def test_floors():
@@ -169,6 +201,21 @@ def test_report(tmp_path, capsys):
     assert "| forward <= 32 | 2 | 100% | 1.00x | 0.90x |" in text
 
 
+def test_report_of_times_in_situ(tmp_path, capsys):
+    """A column of its own, where any case has them."""
+    chained = {**RECORD["records"][0], "in_situ_us": {"ours": 12.5}}
+    cut = {**RECORD["records"][3], "in_situ_us": {"ours": 6.25}}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(RECORD | {"records": [chained, RECORD["records"][1], cut]}))
+    report.main([str(path)])
+    text = capsys.readouterr().out
+    assert "| case | us | in situ | floor | of floor |" in text
+    assert "| forward a | 10 | 12 | 5 | 50% |" in text
+    assert "| forward b | 10 |  | 20 | 200% |" in text
+    assert "| us in situ | bfloat16 |\n| --- | --: |\n| 8x8x8x2 cut at 16s | 6.2 |" in text
+    assert summary.line(chained).endswith("in situ ours 12.5  SLOWER than quack")
+
+
 def test_plots_do_not_change(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "record.json"
@@ -196,6 +243,7 @@ SMALL = [
     Grouped("wgrad", "", 4, 32, 48, 70),
     Grouped("scan", "", 64, 32, 48, 70, active=8),
     *(Segmented(8, 16, 64, 4, kind=kind, unit=1) for kind in shapes.KINDS),
+    Segmented(8, 16, 640, 4, kind="bfloat16", unit=16, dominant=True),
     Segmented(8, 16, 64, 3, kind="bfloat16", unit=16, transpose_a=True),
 ]
 
@@ -231,6 +279,65 @@ def test_wrong_and_failing_arms_are_reported(monkeypatch):
     assert record["notes"]["torch"] == "WRONG: relative error 1.0e+00"
     assert record["notes"]["lax"] == "failed: ImportError: no such peer"
     assert record["notes"]["mosaic"].startswith("failed: ")
+
+
+def test_results_are_written_over_nan():
+    """Into the buffer that is given, whatever the result is a tree of."""
+    f = lambda x: (x * 2, {"codes": x.astype("uint32"), "scales": x.astype("uint8")})
+    arm = timing.JaxArm(f, (jnp.ones((3, 5)),), True)
+    nonsense = timing.poison(arm.kind)
+    assert np.isnan(nonsense[0]).all()
+    assert set(np.asarray(nonsense[1]["codes"]).ravel()) == {2**32 - 1}
+    assert set(np.asarray(nonsense[1]["scales"]).ravel()) == {255}
+    place = lambda tree: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+    before = place(nonsense)
+    assert place(arm.call(nonsense, *arm.args)) == before
+    np.testing.assert_array_equal(arm.result()[0], np.full((3, 5), 2))
+
+
+def test_what_writes_nothing_is_wrong(monkeypatch):
+    class Lazy(timing.JaxArm):
+        def result(self):
+            return timing.poison(self.kind)
+
+    monkeypatch.setattr(timing.JaxArm, "time", lambda self, n: [2.0] * n)
+    monkeypatch.setitem(
+        peers.PEERS, "lax", lambda case, v: Lazy(lambda x: x @ v.b[0], (v.a,), True)
+    )
+    record = gpu.run_case(SMALL[0], ARGS, 1e12, 1e12)
+    assert record["notes"] == {"lax": "WRONG: relative error nan"}
+
+
+def counted(monkeypatch, chain: int):
+    """Kernels as if a call had two, and a chain of calls so many."""
+    monkeypatch.setattr(timing.JaxArm, "time", lambda self, n: [2.0] * n)
+    monkeypatch.setattr(timing, "count", lambda run, *args: (2 if args else chain, run(*args)))
+
+
+def test_in_situ(monkeypatch):
+    """Every call of a chain is there, though all have equal operands, and the last one is right."""
+    chains = []
+    run = timing.Chain.run
+    monkeypatch.setattr(timing.Chain, "run", lambda self: chains.append(self) or run(self))
+    counted(monkeypatch, 20)
+    record = gpu.run_case(SMALL[0], SimpleNamespace(**vars(ARGS) | {"in_situ": True}), 1e12, 1e12)
+    assert record["notes"] == {}
+    assert set(record["in_situ_us"]) == {"ours", "lax"}
+    assert min(record["in_situ_us"].values()) > 0
+    chain = chains[0]
+    assert chain.leaves[chain.place].dtype == jnp.int32  # the sizes are what each call changes
+    others = [leaf for i, leaf in enumerate(chain.leaves) if i != chain.place]
+    text = chain.program.lower(chain.leaves[chain.place], others).compile().as_text()
+    assert text.count('custom_call_target="jgg_mm"') == timing.IN_SITU
+
+
+def test_merged_calls_are_not_reported_in_situ(monkeypatch):
+    counted(monkeypatch, 19)
+    record = gpu.run_case(SMALL[0], SimpleNamespace(**vars(ARGS) | {"in_situ": True}), 1e12, 1e12)
+    assert record["in_situ_us"] == {}
+    why = "RuntimeError: 10 calls of 2 kernels became 19 kernels"
+    assert record["notes"] == {"in situ ours": why, "in situ lax": why}
+    assert set(record["us"]) == {"ours", "lax"}
 
 
 def test_training_steps(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The benchmark of quantized products without a GPU: its lists, floors, weights and arms."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,14 +16,31 @@ import jax_groupgemm as jgg
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import gpu, quantized, quantized_peers, report, summary, timing  # noqa: E402
+from benchmarks import (  # noqa: E402
+    gpu,
+    nvfp4,
+    nvfp4_quantize,
+    quantized,
+    quantized_peers,
+    report,
+    summary,
+    timing,
+)
 from benchmarks import quantized_shapes as shapes  # noqa: E402
-from benchmarks.quantized_shapes import FORMATS, Convert, Gather, Nvfp4, Qmm  # noqa: E402
+from benchmarks.quantized_shapes import (  # noqa: E402
+    FORMATS,
+    Convert,
+    Gather,
+    Nvfp4,
+    Nvfp4Quantize,
+    Qmm,
+)
 
 # No device times here: any time will do, and nothing is compared with another.
 ARGS = SimpleNamespace(
-    level="default", peers=["dequantize", "loop"], implementation=[None], repetitions=2, turns=2
-)
+    level="default", peers=["dequantize", "loop"], implementation=[None], repetitions=2, turns=2,
+    in_situ=False,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +70,36 @@ def test_every_model_format_and_number_of_tokens_is_listed():
     weights = [(c.format, c.groups, c.n, c.k) for c in full]
     runs = [w for w, before in zip(weights, [None, *weights], strict=False) if w != before]
     assert len(runs) == len(set(runs))
+
+
+def test_default_lists():
+    """Every width in decode, of quantize every format, balanced NVFP4 beside imbalanced."""
+    decode = {c.format.name for c in shapes.cases("qmm") if "decode" in c.regime}
+    assert decode == set(FORMATS)
+    convert = {
+        op: {
+            (c.format.name, c.global_scale, c.dtype) for c in shapes.cases("quantize") if c.op == op
+        }
+        for op in ("quantize", "dequantize")
+    }
+    bfloat16 = {(name, False, "bfloat16") for name in FORMATS} | {("nvfp4", True, "bfloat16")}
+    assert convert["dequantize"] == bfloat16
+    assert convert["quantize"] >= bfloat16 | {
+        (name, scaled, dtype)
+        for name, scaled in (
+            ("nvfp4", False), ("nvfp4", True), ("mxfp4", False), ("mxfp8", False),
+            ("affine4", False),
+        )
+        for dtype in ("float32", "float16")
+    }  # fmt: skip
+    quick = {c.format.name for c in shapes.cases("quantize", "quick")}
+    assert quick == {"nvfp4", "affine4", "affine4 g128", "mxfp8"}
+    products = shapes.cases("nvfp4")
+    assert [c.regime for c in products[:6]] == ["balanced"] * 3 + ["imbalanced"] * 3
+    assert {c.regime for c in products} == {"balanced", "imbalanced", "decode"}
+    of_weights = [c.is_weights for c in shapes.cases("nvfp4_quantize")]
+    assert (of_weights.count(True), of_weights.count(False)) == (2, 6)
+    assert {len(c.shape) for c in shapes.cases("nvfp4_quantize", "quick")} == {2, 3}
 
 
 def test_arguments():
@@ -85,6 +133,15 @@ def test_floors():
     assert gather.bytes == 2 * 9 * (k + n) + active * weight
     convert = Convert("quantize", FORMATS["mxfp4"], 2, n, k)
     assert convert.bytes == 2 * n * k * 2 + n * k + 2 * n * k // 32
+    scaled = Convert("quantize", FORMATS["nvfp4"], 2, n, k, "float32", global_scale=True)
+    assert scaled.bytes == 2 * n * k * 4 + 2 * n * k * 9 // 16 + 2 * 4
+    own = Convert("quantize", FORMATS["affine4"], 2, n, k, "float32")
+    assert own.bytes == 2 * n * k * 4 + n * k + 2 * n * (k // 64) * 8
+    rows = Nvfp4Quantize("rows", 3, 256, k)
+    assert rows.bytes == 256 * k * 2 + 256 * k * 9 // 16
+    both = Nvfp4Quantize("rows + columns grouped hadamard", 3, 256, k)  # x is read once
+    assert both.bytes == rows.bytes + (256 + 3 * 63) // 64 * 64 * k * 9 // 16
+    assert Nvfp4Quantize("weights 2D", 3, n, k).bytes == 3 * n * k * 41 // 16
     fprop, dgrad, wgrad = (Nvfp4(d, 4, 128, k, n, True) for d in ("fprop", "dgrad", "wgrad"))
     packed = lambda elements: elements // 2 + elements // 16
     assert fprop.bytes == packed(128 * k + 4 * n * k) + 2 * 128 * n
@@ -97,7 +154,9 @@ def test_sizes_of_nvfp4():
         sizes, mean = case.sizes(), case.tokens // case.groups
         assert sizes.dtype == np.int32
         assert sizes.sum() == case.tokens
-        if case.balanced:
+        if case.decode:
+            assert set(sizes) == set(range(1, 17))
+        elif case.balanced:
             assert set(sizes) == {mean}
         else:
             assert (sizes % 2 == 1).all()
@@ -137,6 +196,8 @@ SMALL = [
         ("quantize", "nvfp4"), ("dequantize", "nvfp4"), ("quantize", "affine3"),
         ("dequantize", "affine3"),
     )),
+    Convert("quantize", FORMATS["nvfp4"], 3, 16, 128, "float32", global_scale=True),
+    Convert("dequantize", FORMATS["nvfp4"], 3, 16, 128, "float16", global_scale=True),
 ]  # fmt: skip
 
 
@@ -157,10 +218,57 @@ def test_cases_run_and_are_checked(case):
     assert "of floor" in summary.totals([record])
 
 
+def test_arms_of_sm80_have_weights_as_they_are():
+    args = SimpleNamespace(**vars(ARGS) | {"implementation": [None, "sm80"]})
+    names = quantized.arms(SMALL[0], quantized.operands(SMALL[0]), args)
+    assert list(names) == ["ours", "ours[linear]", "ours[sm80, linear]"]
+
+
+QUANTIZED = [
+    Nvfp4Quantize("rows stochastic", 3, 96, 64),
+    Nvfp4Quantize("rows + columns grouped hadamard", 3, 1999, 32),
+    Nvfp4Quantize("columns grouped hadamard stochastic", 3, 1999, 32),
+    Nvfp4Quantize("weights 2D columns", 3, 32, 64),
+]
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=lambda c: c.what)
+def test_nvfp4_quantize_runs_and_is_checked(case, monkeypatch):
+    """And what is only nearly right is noticed: in a part that is compared, or that is not."""
+    monkeypatch.setattr(nvfp4_quantize, "LINES", {-1: 16, -2: 4})
+    monkeypatch.setattr(nvfp4_quantize, "NORM", 0.25)  # lines are short
+    v = nvfp4_quantize.operands(case)
+    assert sum(case.sizes()) == case.n
+    assert v.x.shape == case.shape
+    (arm,) = nvfp4_quantize.arms(case, v, ARGS).values()
+    error, out = nvfp4_quantize.checker(case, v), arm().result()
+    assert error(out) == 0
+    q, *others = out
+    assert q.global_scale.shape == ((3,) if case.is_weights else ())
+    in_middle = tuple(size // 2 for size in q.weight.shape[:-1])
+    bit = dataclasses.replace(q, weight=q.weight.at[(0,) * len(in_middle)].add(1 << 24))
+    assert 0 < error([bit, *others]) < 0.1
+    missing = dataclasses.replace(q, scales=q.scales.at[in_middle].set(0))
+    assert error([missing, *others]) == 1
+    scale = dataclasses.replace(q, global_scale=jnp.nextafter(q.global_scale, jnp.float32(9)))
+    assert 0 < error([scale, *others]) <= 1
+    unwritten = jax.tree.map(lambda leaf: timing.poison(leaf), out)
+    assert error(unwritten) == 1
+
+
+def test_nvfp4_quantize_is_reported():
+    record = gpu.run_case(Nvfp4Quantize("rows", 3, 96, 512), ARGS, 1e12, 1e12)
+    assert record["notes"] == {}
+    assert (record["op"], record["case"]) == ("nvfp4_quantize", "rows G3 T96 K512")
+    assert record["error"] == 0
+    records = [record | {"C": 1.0, "B": 1.0}]
+    assert "| nvfp4_quantize rows G3 T96 K512 | 2.0 |" in report.tables(records)[0]
+
+
 def test_main_writes_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "ceilings", lambda kinds: (dict.fromkeys(kinds, 1e12), 1e12))
-    monkeypatch.setattr(shapes, "cases", lambda op, *_: [SMALL[2], SMALL[-1]])
+    monkeypatch.setattr(shapes, "cases", lambda op, *_: [SMALL[2], SMALL[8]])
     monkeypatch.setattr(gpu, "unavailable", lambda p: None if p == "dequantize" else "not here")
     paths = [tmp_path / "gpu" / name for name in ("record.json", "record.csv")]
     options = ["--ops", "qmm", "--json", str(paths[0]), "--csv", str(paths[1])]
@@ -178,6 +286,36 @@ def test_main_writes_records(tmp_path, monkeypatch, capsys):
     assert len(lines) == 5
     assert lines[1].startswith("qmm mxfp8,G4 K128 N192 R18,")
     report.main([str(paths[0])])
+
+
+def test_one_command_draws_too(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "ceilings", lambda kinds: (dict.fromkeys(kinds, 1e12), 1e12))
+    monkeypatch.setattr(shapes, "cases", lambda op, *_: [SMALL[2]])
+    monkeypatch.setattr(gpu, "unavailable", lambda p: None)
+    options = ["--ops", "qmm", "--peers", "dequantize", "--repetitions", "2", "--turns", "1"]
+    assert gpu.main([*options, "--plots", str(tmp_path / "plots")]) == 0
+    names = ["record.csv", "record.json", "roofline_quantized.svg", "speedup_quantized.svg"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == names
+    out = capsys.readouterr().out
+    assert "| qmm mxfp8 G4 K128 N192 R18 | 2.0 |" in out
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--plots", "here"])
+    assert "--plots needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_nvfp4_decode_has_prepacked_weights():
+    case = Nvfp4("fprop", 16, 136, 128, 64, balanced=False, decode=True)
+    alone = SimpleNamespace(**vars(ARGS) | {"peers": []})
+    record = gpu.run_case(case, alone, 1e12, 1e12)
+    assert record["notes"] == {}
+    assert list(record["us"]) == ["ours", "ours[linear]", "ours[qmm]", "ours[bfloat16]"]
+    v = nvfp4.operands(case)
+    made = {name: make().args[1] for name, make in nvfp4.arms(case, v, alone).items()}
+    assert (made["ours"].layout, made["ours[linear]"].layout) == ("sm90", "linear")
 
 
 @pytest.mark.slow
@@ -241,7 +379,7 @@ def test_means_count_kernels_in_any_order(monkeypatch):
 
 def test_peers_know_their_cases():
     ask = SimpleNamespace(peers=list(quantized_peers.PEERS))
-    for case in (SMALL[0], Gather(64, 128, 3, 4), SMALL[-1]):
+    for case in (SMALL[0], Gather(64, 128, 3, 4), SMALL[8]):
         asked = quantized_peers.peer_arms(case, None, ask)
         assert set(asked) == set(quantized_peers.KNOWN[type(case)])
     assert not quantized_peers.peer_arms(SMALL[0], None, SimpleNamespace(peers=["quack", "lax"]))

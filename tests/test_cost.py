@@ -1,5 +1,6 @@
 """``jgg.cost``: numbers worked out by hand, for operations and for what is made of them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm.cost import Cost
+from jax_groupgemm import _composed
+from jax_groupgemm.cost import _COSTS, Cost
 
 T, K, N, G = 16, 8, 6, 3
 SIZES = np.array([4, 0, 9], np.int32)  # 13 rows, 2 matrices
@@ -133,6 +135,116 @@ def test_sizes_that_are_computed():
     assert jgg.cost.of(by_values, X0, W).flops == FULL
     inside = lambda x, w: jgg.cost.grouped_mm(x, w, SIZES).flops * jnp.ones(())
     assert jax.jit(inside)(X0, jnp.ones(W.shape)) == PART
+
+
+def test_conversions():
+    """No FLOPs; every byte of operands and results once."""
+    w, half = shape(G, 32, 128), shape(G, 32, 128, dtype="bfloat16")
+    count = G * 32 * 128
+    groups = count // 64
+    assert jgg.cost.quantize(w) == Cost(0, 4 * count + count // 2 + 2 * 4 * groups)
+    assert jgg.cost.quantize(half, bits=3) == Cost(0, 2 * count + count * 3 // 8 + 2 * 2 * groups)
+    assert jgg.cost.quantize(half, mode="mxfp8") == Cost(0, 2 * count + count + count // 32)
+    packed = count // 2 + count // 16
+    scaled = functools.partial(jgg.cost.quantize, half, mode="nvfp4")
+    assert scaled() == Cost(0, 2 * count + packed)
+    assert scaled(global_scale=shape(G)) == Cost(0, 2 * count + packed + 4 * G)
+    q = jax.eval_shape(functools.partial(jgg.quantize, mode="nvfp4"), half)
+    assert jgg.cost.dequantize(q) == Cost(0, packed + 2 * count)
+    assert jgg.cost.dequantize(q, "float32") == Cost(0, packed + 4 * count)
+    # Scales and biases of bfloat16 become one word; there is a tile of 64 x 64 in each matrix.
+    tiles = jax.eval_shape(jgg.quantize, shape(G, 64, 128, dtype="bfloat16"))
+    assert jgg.cost.prepack(tiles) == Cost(0, 2 * (G * 64 * 128 // 2 + 2 * 2 * G * 64 * 2))
+    assert jgg.cost.prepack(q) == Cost()  # 32 rows stay as they are
+    # One batch is one call; what XLA does itself does not count.
+    assert jgg.cost.of(jax.vmap(jgg.quantize), w) == jgg.cost.quantize(w)
+    assert jgg.cost.of(lambda w: jgg.dequantize(jgg.quantize(w)), w) == Cost(
+        0, 2 * (4 * count + count // 2 + 2 * 4 * groups)
+    )
+
+
+def test_nvfp4_quantize():
+    x = shape(128, 48, dtype="bfloat16")
+    packed = 128 * 48 // 2 + 128 * 48 // 16
+    plain = Cost(0, 2 * 128 * 48 + packed + 4)
+    for options in ({}, {"axis": 0}, {"scale_2d": True}, {"hadamard": True}):
+        assert jgg.cost.nvfp4_quantize(x, **options) == plain
+    # Two words of random bits, sizes, and three groups padded to 64 rows.
+    key = jax.random.key(0)
+    assert jgg.cost.nvfp4_quantize(x, stochastic_rounding_key=key) == plain + Cost(0, 8)
+    assert jgg.cost.nvfp4_quantize(x, group_sizes=ANY_SIZES) == plain + Cost(0, 4 * G)
+    stored = (128 + 3 * 63) // 64 * 64
+    grouped = jgg.cost.nvfp4_quantize(x, axis=0, group_sizes=ANY_SIZES, hadamard=True)
+    assert grouped == Cost(0, 2 * 128 * 48 + 48 * stored * 9 // 16 + 4 + 4 * G)
+
+
+def nvfp4(*sizes, **options):
+    """A quantized array of that shape, of shapes only."""
+    x = shape(*sizes, dtype="bfloat16")
+    return jax.eval_shape(functools.partial(jgg.nvfp4_quantize, **options), x)
+
+
+def test_nvfp4_products():
+    """Packed operands, not what their definition dequantizes them to."""
+    t, k, n, g = 128, 512, 256, 4
+    x, w, sizes = nvfp4(t, k), nvfp4(g, n, k), shape(g, dtype="int32")
+    packed = lambda elements: elements // 2 + elements // 16
+    cost = jgg.cost.nvfp4_grouped_mm(x, w, sizes)
+    small = 4 * g + 4 * g  # sizes, and the product of global scales
+    assert cost == Cost(2 * t * k * n, packed(t * k) + packed(g * n * k) + 2 * t * n + small)
+    assert cost.bytes_accessed == 397312 + small
+    # 100 rows of two groups; a bias of theirs, one scale per row, float32.
+    some, of_rows = np.array([60, 0, 40, 0]), dataclasses.replace(x, global_scale=shape(t))
+    cost = jgg.cost.nvfp4_grouped_mm(
+        of_rows, w, some, bias=shape(g, n), preferred_element_type=jnp.float32
+    )
+    read = packed(100 * k) + 4 * 100 + 2 * (packed(n * k) + 4 * n)
+    assert cost == Cost(2 * 100 * (k + 1) * n, read + 4 * t * n + small)
+    # Prepacked weights have as many bytes.
+    assert jgg.cost.nvfp4_grouped_mm(x, jax.eval_shape(jgg.prepack, w), some) == (
+        jgg.cost.nvfp4_grouped_mm(x, w, some)
+    )
+
+
+def test_nvfp4_wgrad():
+    t, k, n, g = 128, 48, 32, 4
+    stored = (t + 63 * g) // 64 * 64
+    x, dy = (nvfp4(t, c, axis=0, group_sizes=np.zeros(g, np.int32)) for c in (k, n))
+    packed = lambda rows: (k + n) * rows * 9 // 16
+    rest = 4 * g * n * k + 4 * g + 4  # the result, sizes, global scales
+    cost = jgg.cost.nvfp4_grouped_wgrad(x, dy, shape(g, dtype="int32"))
+    assert cost == Cost(2 * stored * k * n, packed(stored) + rest)
+    sizes = np.array([60, 0, 65, 1])  # padded to 64, 0, 128 and 64
+    cost = jgg.cost.nvfp4_grouped_wgrad(x, dy, sizes)
+    assert cost == Cost(2 * 256 * k * n, packed(256) + rest)
+    old = shape(g, n, k)
+    assert jgg.cost.nvfp4_grouped_wgrad(
+        x, dy, sizes, alpha=shape(g), beta=shape(g), existing_out=old
+    ) == cost + Cost(0, 4 * g * n * k + 4 * g + 4 * g - 4)
+
+
+def test_nvfp4_linear():
+    """Conversions and products of a training step are each counted once."""
+    t, k, n = 128, 64, 32
+    x, w, sizes = shape(t, k), shape(G, n, k), np.array([60, 0, 65])
+    q = lambda *v, **options: jgg.cost.nvfp4_quantize(*v, **options)
+    mm = lambda *s: jgg.cost.nvfp4_grouped_mm(*s, sizes, preferred_element_type=jnp.float32)
+    forward = q(x, group_sizes=sizes) + q(w, scale_2d=True) + mm(nvfp4(t, k), nvfp4(G, n, k))
+    assert jgg.cost.nvfp4_grouped_linear(x, w, sizes) == forward
+    assert forward.flops == 2 * 125 * k * n
+    grad = jax.grad(lambda x, w: jgg.nvfp4_grouped_linear(x, w, sizes).sum(), (0, 1))
+    dy = shape(t, n)
+    along = {"axis": 0, "group_sizes": sizes}
+    backward = (
+        q(dy, group_sizes=sizes) + q(w, axis=-2) + mm(nvfp4(t, n), nvfp4(G, k, n))
+        + q(x, **along) + q(dy, **along)
+        + jgg.cost.nvfp4_grouped_wgrad(nvfp4(t, k, **along), nvfp4(t, n, **along), sizes)
+    )  # fmt: skip
+    assert jgg.cost.of(grad, x, w) == backward
+
+
+def test_every_call_has_its_cost():
+    assert set(_COSTS) >= _composed.PRIMITIVES
 
 
 def test_vmap():
