@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
+from jax_groupgemm import _timing
 
 T, G, N, K = 1024, 8, 24, 48
 # Balanced, imbalanced, most in few, nothing, everything in one, odd ones, a tail, too many rows.
@@ -19,9 +21,38 @@ SIZES = {
     "odd": [1, 15, 17, 127, 0, 0, 63, 65],
     "too many": [900, -5, 100, 300, 7, 0, 2, 1],
 }
+# Splits that users name, as they are.
+SPLITS = {
+    "3 of 256": [256] * 3,
+    "8 of 256": [256] * 8,
+    "128 to 384": [128 * (i % 3 + 1) for i in range(8)],
+    "uneven": [256, 128, 384],
+    "nothing": [0] * 8,
+    "one": [0, 0, 0, 0, 0, 2048, 0, 0],
+    "odd": [1, 15, 17, 127],
+}
 ODD = [20, 0, 33, -1, 7]
 ROWS = 70
 FEW = np.array([[9, 0, 8], [0, 20, 0]], np.int32)
+
+
+def splits(one_shape: bool):
+    """Each of SPLITS as sizes and a number of rows. In one shape they are one program: groups
+    without rows and rows without groups follow."""
+    for sizes in SPLITS.values():
+        rows = sum(sizes) or 2048
+        if one_shape:
+            sizes, rows = [*sizes, *[0] * (8 - len(sizes))], 2048
+        yield np.array(sizes, np.int32), rows
+
+
+def profiled(f, *args, **options):
+    """What f returns, and the names of the kernels that ran, in order."""
+    f = jax.jit(f)
+    jax.block_until_ready(f(*args, **options))
+    with _timing.kernels() as found:
+        out = jax.block_until_ready(f(*args, **options))
+    return out, [name for name, _ in found]
 
 
 def random(rng, *shape, scale=None):
@@ -30,6 +61,28 @@ def random(rng, *shape, scale=None):
 
 def positive(rng, *shape):
     return jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32)
+
+
+def extreme(rng, q, *, nan, faint):
+    """q with signs on scales, which do not count; blocks of scale 0 whose codes are 6 and -6;
+    subnormal scales in the line ``faint``; and a NaN scale at each index of ``nan``."""
+    scales, codes = np.array(q.scales), np.array(q.weight)
+    scales[faint] = rng.integers(1, 8, scales[faint].shape)
+    dead = rng.random(scales.shape) < 0.05
+    scales[dead] = 0
+    codes.reshape(*scales.shape, 2)[dead] = 0xF7F7F7F7
+    for index in nan:
+        scales[index] = 0x7F
+    scales[rng.random(scales.shape) < 0.3] |= 0x80
+    return dataclasses.replace(q, scales=jnp.asarray(scales), weight=jnp.asarray(codes))
+
+
+def assert_close_but_nan(got, want, tolerance) -> None:
+    """NaN where it should be, and close elsewhere."""
+    got, want = oracle.f64(got), oracle.f64(want)
+    nan = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    oracle.assert_close(np.where(nan, 0, got), np.where(nan, 0, want), tolerance=tolerance)
 
 
 def padded(sizes, rows, unit=64):

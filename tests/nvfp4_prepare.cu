@@ -1,5 +1,9 @@
 // The kernels that run before NVFP4 products on Blackwell, on any GPU, against the same steps on
-// the host; test_nvfp4_layout.py compares those with brute force, and builds and runs this.
+// the host; test_nvfp4_layout.py compares those with brute force, and builds and runs this. For a
+// machine without nvcc, whose JGG_NVFP4_PREPARE then names it, from the root of the repository:
+//
+//   nvcc -std=c++17 -arch=sm_90 -cudart static --expt-relaxed-constexpr \
+//     -isystem CUTLASS/include -I ffi tests/nvfp4_prepare.cu -o prepare
 #include <cstdio>
 #include <cstdlib>
 #include <random>

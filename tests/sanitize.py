@@ -161,8 +161,10 @@ QUANTIZED = (
 
 
 def quantized(rng, which):
-    """Both layouts of weights, along K and along N, tiles of few and of many rows, parts of k."""
+    """Both layouts of weights, along K and along N, tiles of few and of many rows, parts of k; and
+    what else a product may have."""
     mode, bits, group_size = which
+    quantize = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size)
     for k, sizes in (
         (256, [5, 0, 9]),
         (256, [64, 1, 40]),
@@ -171,14 +173,37 @@ def quantized(rng, which):
     ):
         x = oracle.random(rng, (sum(sizes) + 3, k), "bfloat16")
         for shape, transpose_w in (((3, 192, k), True), ((3, k, 128), False)):
-            w = oracle.random(rng, shape, "bfloat16")
-            q = jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
+            q = quantize(oracle.random(rng, shape, "bfloat16"))
             want = jgg.dequantize(q, jnp.bfloat16)
             want = want.swapaxes(1, 2) if transpose_w else want
             for weight in (q, jgg.prepack(q)):
                 f = lambda x, w, s, t=transpose_w: jgg.grouped_qmm(x, w, s, transpose_w=t)
                 out = jax.jit(f)(x, weight, jnp.array(sizes))
                 oracle.assert_close(out, oracle.grouped_mm(x, want, sizes))
+    more_of_quantized(rng, quantize(oracle.random(rng, (3, 192, 256), "bfloat16")))
+
+
+def more_of_quantized(rng, q):
+    """Other dtypes, rows by index, an epilogue, groups of which w has some."""
+    sizes, given = [5, 0, 40], jnp.array([5, 0, 40])
+    x = oracle.random(rng, (50, 256))
+    for dtype in ("float32", "float16"):
+        rows = (x / 16).astype(dtype)
+        want = oracle.f64(jgg.dequantize(q, dtype)).swapaxes(1, 2)
+        out = jax.jit(jgg.grouped_qmm)(rows, q, given)
+        oracle.assert_close(out, oracle.grouped_mm(rows, want, sizes))
+    rows, want = x.astype("bfloat16"), oracle.f64(jgg.dequantize(q, "bfloat16")).swapaxes(1, 2)
+    lhs, rhs = rng.integers(-1, 51, 12), rng.integers(-1, 4, 12)
+    out = jax.jit(jgg.gather_qmm)(rows[:, None], q, jnp.array(lhs), jnp.array(rhs))
+    oracle.assert_close(out, oracle.gather_mm(rows[:, None], want, lhs, rhs))
+    bias, scale = oracle.random(rng, (3, 192), "bfloat16"), oracle.random(rng, (50,))
+    fused = lambda x, q, s, b, r: jgg.grouped_qmm(x, q, s, bias=b, row_scale=r, activation="swiglu")
+    assert np.isfinite(oracle.f64(jax.jit(fused)(rows, q, given, bias, scale))).all()
+    of_some = lambda x, q, s, offset: jgg.grouped_qmm(x, q, s, group_offset=offset)
+    more = [7, *sizes, 2]
+    for weight in (q, jgg.prepack(q)):
+        out = jax.jit(of_some)(rows, weight, jnp.array(more), jnp.int32(1))
+        oracle.assert_close(out, oracle.grouped_mm(rows, want, more, offset=1))
 
 
 def conversions(rng):
@@ -207,7 +232,8 @@ def converted(w, **options):
 
 
 def nvfp4(rng):
-    """nvfp4_quantize along both axes, with each of its options; a step of the linear layer."""
+    """nvfp4_quantize along both axes, with each of its options; a step of the linear layer, and its
+    products, which are large enough for the Hopper kernels."""
     sizes = np.array([0, 1, 17, 33, 0, 16, 5])
     x = oracle.random(rng, (int(sizes.sum()), 80), "bfloat16")
     given = jnp.array(sizes)
@@ -216,14 +242,32 @@ def nvfp4(rng):
         columns = lambda x, s, o=options: jgg.nvfp4_quantize(x, axis=-2, group_sizes=s, **o)
         rows = lambda x, o=options: jgg.nvfp4_quantize(x, **o)
         jax.block_until_ready((jax.jit(columns)(x, given), jax.jit(rows)(x)))
+    swizzled = lambda x, s: jgg.nvfp4_quantize(x, group_sizes=s, layout="swizzled")
+    q, linear = jax.jit(swizzled)(x, given), jax.jit(jgg.nvfp4_quantize)(x)
+    np.testing.assert_array_equal(jgg.dequantize(q), jgg.dequantize(linear))
     w = oracle.random(rng, (len(sizes), 48, 80), "bfloat16")
     for axis in (-1, -2):
         f = lambda w, axis=axis: jgg.nvfp4_quantize(w, axis=axis, scale_2d=True)
         jax.block_until_ready(jax.jit(f)(w))
-    linear = lambda x, w, s: jgg.nvfp4_grouped_linear(x, w, s, key=key)
-    loss = lambda x, w, s: jnp.sum(jnp.square(linear(x, w, s).astype(jnp.float32)))
+    x, w = oracle.random(rng, (len(x) + 9, 128), "bfloat16"), oracle.random(rng, (7, 192, 128))
+    layer = lambda x, w, s: jgg.nvfp4_grouped_linear(x, w, s, key=key)
+    loss = lambda x, w, s: jnp.sum(jnp.square(layer(x, w, s).astype(jnp.float32)))
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w, given)
     assert all(np.isfinite(oracle.f64(g)).all() for g in gradients)
+    # Weights as they are stored, prepacked, and, where rows are many, repacked.
+    f = functools.partial(jgg.nvfp4_grouped_mm, preferred_element_type="float32")
+    w = oracle.random_quantized(rng, (2, 64, 64), "nvfp4", scale=jnp.array([2, 0.5], "float32"))
+    bias = oracle.random(rng, (2, 64))
+    want = oracle.dequantize(w).swapaxes(1, 2) * np.array([2, 0.5])[:, None, None]
+    for sizes in ([3, 9], [60, 1], [700, 330]):
+        x = oracle.random_quantized(rng, (sum(sizes) + 5, 64), "nvfp4")
+        for weight in (w, jgg.prepack(w)):
+            out = np.array(jax.jit(f)(x, weight, jnp.array(sizes), bias=bias))
+            for g, (first, last) in enumerate(oracle.bounds(sizes, len(out))):
+                out[first:last] -= np.asarray(bias[g])
+            oracle.assert_close(
+                out, oracle.grouped_mm(oracle.dequantize(x), want, sizes), tolerance=1e-5
+            )
 
 
 def every_dtype(part, f):

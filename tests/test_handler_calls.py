@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import nvfp4_grouped_problems as nvfp4
 import oracle
 import pytest
 from handler_watch import CALLS, Watch, cuda_library, needs_compiler, watched
@@ -116,6 +117,10 @@ def with_gradients(function):
     return run
 
 
+MODES = [("affine", 4), ("mxfp8", 8), ("nvfp4", 4), ("mxfp4", 4)]
+MODES += [("affine", bits) for bits in (2, 3, 5, 6, 8)]
+
+
 def operations() -> dict[str, tuple]:
     """Public operations: a function, its operands, and the handlers that it calls on a GPU."""
     rng, key = np.random.default_rng(0), jax.random.key(0)
@@ -124,10 +129,10 @@ def operations() -> dict[str, tuple]:
     random = functools.partial(oracle.random, rng)
     x, w, v = random((100, 64)), random((4, 64, 128)), random((4, 128, 64))
     half = lambda *arrays: tuple(a.astype(jnp.bfloat16) for a in arrays)
-    q = {
-        mode: oracle.random_quantized(rng, (4, 128, 64), mode, dtype="bfloat16")
-        for mode in ("affine", "mxfp8", "nvfp4")
-    }
+    # In every mode; those of 4 and 8 bits, and the others, whose many rows Hopper multiplies with
+    # a repacked weight.
+    q = {of: oracle.random_quantized(rng, (4, 128, 64), *of, dtype="bfloat16") for of in MODES}
+    as_stored, repacked = ([q[of] for of in MODES if (of[1] in (4, 8)) == a] for a in (True, False))
     products, mm = {"jgg_mm", "jgg_wgrad"}, functools.partial(jgg.grouped_mm, group_sizes=sizes)
     fused = lambda x, w, b, s, old: mm(
         x, w, bias=b, activation="swiglu", row_scale=s, existing_out=old
@@ -135,16 +140,32 @@ def operations() -> dict[str, tuple]:
     fused_operands = half(x, w, w[:, 0], x[:, 0], x)
     segmented = functools.partial(jgg.segmented_mm, segments=segments)
     gathered = lambda x, w, **options: jgg.gather_mm(x[:, None], w, lhs, rhs, **options)
-    qmm = lambda x, q: jgg.grouped_qmm(x, q, sizes)
+    each = lambda function, **options: lambda x, qs: [function(x, q, **options) for q in qs]
+    qmm = lambda x, q, **options: jgg.grouped_qmm(x, q, sizes, **options)
+    gather_qmm = lambda x, q: jgg.gather_qmm(x[:, None], q, lhs, rhs)
+    matmul = lambda x, q: jgg.quantized_matmul(x, jax.tree.map(lambda a: a[0], q))
     quantize = functools.partial(jgg.nvfp4_quantize, stochastic_rounding_key=key)
     along_t = functools.partial(quantize, axis=0, group_sizes=sizes, hadamard=True)
     linear = lambda x, w: jgg.nvfp4_grouped_linear(x, w, sizes, key=key)
-    on_sm90 = {"implementation": "sm90"}
+    # Of NVFP4 operands; and of one matrix and many rows, in parts that are added up.
+    rows, weight = nvfp4.random(rng, 100, 64, scale=jnp.float32(0.5)), nvfp4.random(rng, 4, 128, 64)
+    factors, bias, old = random((4,)), random((4, 128)), random((4, 64, 64))
+    nvfp4_mm = lambda x, w: jgg.nvfp4_grouped_mm(x, w, sizes, bias=bias, alpha=factors)
+    columns = nvfp4.along_t(rng, 64, sizes, 100)
+    accumulate = lambda q, old, factors, **options: jgg.nvfp4_grouped_wgrad(
+        q, q, sizes, existing_out=old, alpha=factors, **options
+    )
+    tall, all_rows = random((2600, 64)), jnp.array([2600])
+    tall_columns = nvfp4.along_t(rng, 64, all_rows, 2600)
+    in_parts = lambda x, w: jax.vjp(lambda w: jgg.grouped_mm(x, w, all_rows), w)[1](x)
+    nvfp4_in_parts = lambda q: jgg.nvfp4_grouped_wgrad(q, q, all_rows)
+    wgrad = {"jgg_dequantize", "jgg_wgrad"}
+    on_sm80, on_sm90 = {"implementation": "sm80"}, {"implementation": "sm90"}
     return {
         "grouped_mm, float32": (with_gradients(mm), (x, w), products),
         "grouped_mm, bfloat16": (with_gradients(mm), half(x, w), products),
         "grouped_mm on sm80": (
-            with_gradients(functools.partial(mm, implementation="sm80")), half(x, w), products,
+            with_gradients(functools.partial(mm, **on_sm80)), half(x, w), products,
         ),
         "grouped_mm, float32 on sm90": (
             with_gradients(functools.partial(mm, **on_sm90)), (x, w), products | {"jgg_planes"},
@@ -158,27 +179,50 @@ def operations() -> dict[str, tuple]:
         "gather_mm on sm90": (
             functools.partial(gathered, **on_sm90), half(x, w), {"jgg_mm"},
         ),
-        **{f"grouped_qmm, {mode}": (qmm, (*half(x), q[mode]), {"jgg_qmm"}) for mode in q},
-        "grouped_qmm, prepacked": (
-            lambda x, q: qmm(x, jgg.prepack(q)), (*half(x), q["nvfp4"]), {"jgg_qmm_packed"},
+        "gradient in parts": (in_parts, half(tall, v[:1, :64]), {"jgg_wgrad"}),
+        "grouped_qmm": (each(qmm), (*half(x), as_stored), {"jgg_qmm"}),
+        "grouped_qmm, few rows": (each(qmm), (*half(x[:32]), [*q.values()]), {"jgg_qmm"}),
+        "grouped_qmm on sm80": (
+            each(qmm, **on_sm80), (*half(x), [*q.values()]), {"jgg_qmm"},
         ),
-        "prepack": (jgg.prepack, (q["nvfp4"],), {"jgg_prepack"}),
+        "grouped_qmm, repacked on sm90": (
+            each(qmm, **on_sm90), (*half(x), repacked), {"jgg_prepack", "jgg_qmm_packed"},
+        ),
+        "grouped_qmm, prepacked on sm90": (
+            each(lambda x, q: qmm(x, jgg.prepack(q))), (*half(x), [*q.values()]),
+            {"jgg_prepack", "jgg_qmm_packed"},
+        ),
+        "gather_qmm": (each(gather_qmm), (*half(x), as_stored), {"jgg_qmm"}),
+        "quantized_matmul": (each(matmul), (*half(x[:8]), as_stored), {"jgg_qmm"}),
+        "prepack": (
+            lambda qs: [*map(jgg.prepack, qs)],
+            ([weight for of, weight in q.items() if of != ("mxfp8", 8)],), {"jgg_prepack"},
+        ),
+        "quantize": (
+            lambda w: [jgg.quantize(w, mode=mode, bits=bits) for mode, bits in MODES], (w,),
+            {"jgg_quantize"},
+        ),
+        "dequantize": (
+            lambda qs: [*map(jgg.dequantize, qs)], ([*q.values()],), {"jgg_dequantize"},
+        ),
         "nvfp4_quantize": (quantize, half(x), {"jgg_nvfp4_quantize"}),
         "nvfp4_quantize, along T": (along_t, half(x), {"jgg_nvfp4_quantize"}),
         "nvfp4_quantize, 2-D": (
             functools.partial(quantize, scale_2d=True), half(w), {"jgg_nvfp4_quantize"},
         ),
+        "nvfp4_grouped_mm": (nvfp4_mm, (rows, weight), {"jgg_dequantize", "jgg_qmm"}),
+        "nvfp4_grouped_mm, prepacked on sm90": (
+            lambda x, w: nvfp4_mm(x, jgg.prepack(w)), (rows, weight),
+            {"jgg_dequantize", "jgg_prepack", "jgg_qmm_packed"},
+        ),
+        "nvfp4_grouped_wgrad": (accumulate, (columns, old, factors), wgrad),
+        "nvfp4_grouped_wgrad, fused on sm90": (
+            functools.partial(accumulate, **on_sm90), (columns, old, factors), wgrad,
+        ),
+        "nvfp4_grouped_wgrad in parts": (nvfp4_in_parts, (tall_columns,), wgrad),
         "nvfp4_grouped_linear": (
             with_gradients(linear), half(x, v), {"jgg_nvfp4_quantize"},
         ),
-        **{
-            f"{name}, {mode}": (function, (operand,), {f"jgg_{name}"})
-            for mode in q
-            for name, function, operand in (
-                ("quantize", functools.partial(jgg.quantize, mode=mode), w),
-                ("dequantize", jgg.dequantize, q[mode]),
-            )
-        },
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import GPU_KERNELS
-from nvfp4_grouped_problems import SIZES, G, K, N, T, mm_oracle, positive, random
+from nvfp4_grouped_problems import SIZES, G, K, N, T, mm_oracle, positive, random, splits
 from qmm_problems import needs
 
 import jax_groupgemm as jgg
@@ -42,6 +42,27 @@ def test_mm_of_three_groups(rng):
         out = jax.jit(jgg.nvfp4_grouped_mm)(x, w, np.array(sizes))
         assert out.dtype == "bfloat16"
         oracle.assert_close(out, mm_oracle(x, w, sizes))
+
+
+BEST = pytest.param(None, marks=pytest.mark.gpu, id="best")
+
+
+@pytest.mark.parametrize("choice", ["reference", *GPU_KERNELS, BEST])
+def test_mm_of_named_splits(rng, choice):
+    """One program of each kernel; of the best one on a GPU each split's own, and prepacked too."""
+    needs(choice)
+    f = functools.partial(
+        jgg.nvfp4_grouped_mm, preferred_element_type="float32", implementation=choice
+    )
+    f = jax.jit(f)
+    for sizes, rows in splits(one_shape=choice is not None):
+        x, w = random(rng, rows, 64), random(rng, len(sizes), 64, 64)
+        want = mm_oracle(x, w, sizes)
+        assert want.any() == sizes.any()
+        for weight in (w,) if choice else (w, jgg.prepack(w)):
+            out = f(x, weight, sizes)
+            oracle.assert_close(out, want, tolerance=1e-5)
+            assert not np.asarray(out)[sizes.sum() :].any()
 
 
 SCALES = [(None, None), (None, (3,)), ((), ()), ((40,), None), ((40,), (3,))]

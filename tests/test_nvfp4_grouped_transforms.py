@@ -49,6 +49,59 @@ def test_vmap_of_value_and_grad(rng, case):
         oracle.assert_close(g, w, tolerance=1e-5)
 
 
+@pytest.mark.gpu
+def test_with_the_quantizer_on_a_gpu(rng):
+    """In a size that matters there, values and gradients of one example are numpy's; those of a
+    batch, and of a scan over checkpointed steps, are those of one after the other."""
+    t, g, n, k = 300, 3, 192, 128
+    x, dy, w = (oracle.random(rng, (2, *shape)) for shape in ((t, k), (t, n), (g, n, k)))
+    old, ct_out, ct_dw = (oracle.random(rng, s) for s in ((2, g, n, k), (t, n), (g, n, k)))
+    sizes, alpha = jnp.array([[127, 1, 160], [0, 200, 17]]), positive(rng, 2, g)
+    q = jgg.nvfp4_quantize
+
+    def step(x, dy, w, sizes, alpha, old):
+        by_row, along_t = (
+            functools.partial(q, group_sizes=sizes),
+            functools.partial(q, axis=0, group_sizes=sizes),
+        )
+        operands = by_row(x), q(w), along_t(x), along_t(dy)
+
+        def products(alpha, old):
+            rows, weight, columns, dy_columns = operands
+            out = jgg.nvfp4_grouped_mm(
+                rows, weight, sizes, alpha=alpha, preferred_element_type="float32"
+            )
+            dw = jgg.nvfp4_grouped_wgrad(columns, dy_columns, sizes, alpha=alpha, existing_out=old)
+            return out, dw
+
+        values, vjp = jax.vjp(products, alpha, old)
+        return operands, values, vjp((ct_out, ct_dw))
+
+    args = x, dy, w, sizes, alpha, old
+    one = jax.jit(step)
+    alone = [one(*(a[i] for a in args)) for i in range(2)]
+    for i, (operands, (out, dw), (dalpha, dold)) in enumerate(alone):
+        rows, weight, columns, dy_columns = operands
+        want_out = mm_oracle(rows, weight, sizes[i], alpha[i])
+        product = wgrad_oracle(columns, dy_columns, sizes[i])
+        oracle.assert_close(out, want_out, tolerance=1e-5)
+        factors = oracle.f64(alpha[i])
+        added = product * factors[:, None, None] + oracle.f64(old[i])
+        oracle.assert_close(dw, added, tolerance=1e-5)
+        terms = want_out * oracle.f64(ct_out)
+        sums = [terms[a:b].sum() for a, b in oracle.bounds(sizes[i], t)] / factors
+        sums += (product * oracle.f64(ct_dw)).sum((1, 2))
+        oracle.assert_close(dalpha, sums, tolerance=1e-4)
+        np.testing.assert_array_equal(dold, ct_dw)
+    want = stack(*alone)
+    scanned = lambda *a: jax.lax.scan(lambda c, a: (c, jax.checkpoint(step)(*a)), None, a)[1]
+    for got in (jax.jit(jax.vmap(step))(*args), jax.jit(scanned)(*args)):
+        for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want[0]), strict=True):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(got[1:]), jax.tree.leaves(want[1:]), strict=True):
+            oracle.assert_close(a, b, tolerance=1e-4 if b.ndim == 2 else 3e-5)
+
+
 @functools.cache
 def mesh_of(kind) -> jax.sharding.Mesh:
     if len(jax.devices()) < 2:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import GPU_KERNELS
 from nvfp4_grouped_problems import (
     ODD,
     ROWS,
@@ -18,13 +19,16 @@ from nvfp4_grouped_problems import (
     T,
     along_t,
     positive,
+    splits,
     wgrad_oracle,
     wgrad_problem,
 )
+from qmm_problems import needs
 from test_prepack_call import live
 from test_quantize_call import calls, lowered
 
 import jax_groupgemm as jgg
+from jax_groupgemm import _call, _timing
 
 
 def test_wgrad(rng, implementation):
@@ -44,6 +48,21 @@ def test_wgrad_of_three_groups(rng):
         x, dy = along_t(rng, K, sizes, 768), along_t(rng, N, sizes, 768)
         out = jax.jit(jgg.nvfp4_grouped_wgrad)(x, dy, np.array(sizes))
         oracle.assert_close(out, wgrad_oracle(x, dy, sizes))
+
+
+BEST = pytest.param(None, marks=pytest.mark.gpu, id="best")
+
+
+@pytest.mark.parametrize("choice", ["reference", "cpu", *GPU_KERNELS, BEST])
+def test_wgrad_of_named_splits(rng, choice):
+    """One program of each kernel; of the best one on a GPU each split's own."""
+    f = jax.jit(functools.partial(jgg.nvfp4_grouped_wgrad, implementation=needs(choice)))
+    for sizes, rows in splits(one_shape=choice is not None):
+        x, dy = along_t(rng, 24, sizes, rows), along_t(rng, 40, sizes, rows)
+        want, out = wgrad_oracle(x, dy, sizes), f(x, dy, sizes)
+        assert want.any() == sizes.any()
+        oracle.assert_close(out, want, tolerance=1e-5)
+        assert not np.asarray(out)[sizes == 0].any()
 
 
 ALPHA = np.array([1, np.inf, 3, np.nan, 0.5], np.float32)
@@ -86,6 +105,48 @@ def test_wgrad_in_place(rng):
     want = oracle.f64(old) + wgrad_oracle(x, dy, ODD)
     oracle.assert_close(f(old, x, dy), want)
     assert old.is_deleted()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beta", [None, 0.5])
+def test_wgrad_in_place_on_a_gpu(rng, beta):
+    """At the address of what is donated, without a copy of it; matrices of groups without rows keep
+    every byte. On Hopper one kernel does all."""
+    sizes = np.array([0, 15, 127, 0, 1, 200, 17, 0], np.int32)
+    x, dy = along_t(rng, 512, sizes, 400, positive(rng)), along_t(rng, 1024, sizes, 400)
+    alpha = positive(rng, 8)
+    values = np.array(oracle.random(rng, (8, 1024, 512)))
+    scaled = (1 if beta is None else beta) * oracle.f64(values)
+    want = wgrad_oracle(x, dy, sizes) * oracle.f64(alpha)[:, None, None] + scaled
+    if beta is None:
+        values[0] = rng.integers(0, 2**32, values[0].shape, np.uint32).view(np.float32)
+        values[3], values[7] = -0.0, np.nan
+
+    def accumulate(old, x, dy, sizes, alpha):
+        return jgg.nvfp4_grouped_wgrad(x, dy, sizes, alpha=alpha, beta=beta, existing_out=old)
+
+    old, given = jnp.asarray(values), (x, dy, jnp.asarray(sizes), alpha)
+    compiled = jax.jit(accumulate, donate_argnums=0).lower(old, *given).compile()
+    hopper = 90 in _call.live_capabilities()
+    if hopper and beta is None:
+        assert compiled.memory_analysis().temp_size_in_bytes < old.nbytes // 2
+    address = old.unsafe_buffer_pointer()
+    out = compiled(old, *given)
+    assert out.unsafe_buffer_pointer() == address
+    assert old.is_deleted()
+    assert out.dtype == "float32"
+    again = jnp.asarray(values)
+    with _timing.kernels() as found:
+        jax.block_until_ready(compiled(again, *given))
+    products = [name for name, _ in found if "GemmSm" in name]
+    assert len(products) == 1, found
+    assert "GemmSm90Kernel" in products[0] or not hopper, found
+    got, empty = np.asarray(out), sizes == 0
+    oracle.assert_close(got[~empty], want[~empty], tolerance=1e-5)
+    if beta is None:
+        np.testing.assert_array_equal(got[empty].view(np.int32), values[empty].view(np.int32))
+    else:
+        np.testing.assert_array_equal(got[empty], beta * values[empty])
 
 
 def test_wgrad_of_other_sizes_is_nan(rng):

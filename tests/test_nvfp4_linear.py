@@ -49,8 +49,9 @@ def values(q) -> np.ndarray:
 
 def composition(x, w, bias, ct, sizes):
     """What :func:`run` means, of the quantized operands in float64."""
+    (_, n, k), rows = w.shape, len(x)
     wide = lambda a, *pad: jnp.pad(a, [(0, 0), *[(0, -size % 16) for size in pad]])
-    x, w, wide_ct = wide(x, K), wide(w, N, K), wide(ct, N)
+    x, w, wide_ct = wide(x, k), wide(w, n, k), wide(ct, n)
     device_sizes = jnp.array(sizes)
     by_row = lambda a: values(jgg.nvfp4_quantize(a, group_sizes=device_sizes))
     by_column = lambda a: values(
@@ -59,16 +60,16 @@ def composition(x, w, bias, ct, sizes):
     along_k, along_n = (
         values(jgg.nvfp4_quantize(w, axis=axis, scale_2d=True)) for axis in (-1, -2)
     )
-    out = oracle.grouped_mm(by_row(x), along_k, sizes, transpose_w=True)[:, :N]
-    dx = oracle.grouped_mm(by_row(wide_ct), along_n, sizes, transpose_w=True)[:, :K]
+    out = oracle.grouped_mm(by_row(x), along_k, sizes, transpose_w=True)[:, :n]
+    dx = oracle.grouped_mm(by_row(wide_ct), along_n, sizes, transpose_w=True)[:, :k]
     columns, ct_columns = by_column(x), by_column(wide_ct)
     dw, dbias, start = np.zeros(w.shape), np.zeros(bias.shape), 0
-    for g, (first, last) in enumerate(oracle.bounds(sizes, T)):
+    for g, (first, last) in enumerate(oracle.bounds(sizes, rows)):
         out[first:last] += oracle.f64(bias)[g]
         dbias[g] = oracle.f64(ct)[first:last].sum(0)
         rows = slice(start, start := start + -(-(last - first) // 64) * 64)
         dw[g] = ct_columns[:, rows] @ columns[:, rows].T
-    return out, dx, dw[:, :N, :K], dbias
+    return out, dx, dw[:, :n, :k], dbias
 
 
 MORE_SIZES = [SIZES, [1, 15, 17], [0, 0, 0], [0, 96, 0], [60, -3, 99]]
@@ -87,6 +88,80 @@ def test_against_float64(problem, sizes):
     for g, (first, last) in enumerate(oracle.bounds(sizes, T)):
         assert first < last or not (oracle.f64(got[2])[g].any() or oracle.f64(got[3])[g].any())
 
+
+# ---- on a GPU --------------------------------------------------------------------------------
+
+
+def random_problem(rng, t, g, n, k, w_dtype="bfloat16"):
+    x, ct = oracle.random(rng, (t, k)), oracle.random(rng, (t, n))
+    return x, oracle.random(rng, (g, n, k), w_dtype), oracle.random(rng, (g, n)), ct
+
+
+# That of the tests above; on Hopper, whose kernels need longer lines, weights as they are stored,
+# and repacked.
+SHAPES = {
+    (T, G, N, K): MORE_SIZES,
+    (300, 4, 192, 128): [[127, 1, 15, 17], [0, 0, 0, 0], [0, 300, 0, 0], [100, -3, 150, 99]],
+    (2100, 4, 192, 128): [[256, 128, 384, 0], [0, 0, 2048, 0], [700, 1, 900, 499]],
+}
+
+
+@pytest.mark.gpu
+def test_against_float64_on_a_gpu(rng):
+    """As above: every kernel that quantizes, multiplies and packs; one program of each shape."""
+    f = jax.jit(run)
+    for shape, splits in SHAPES.items():
+        problem = random_problem(rng, *shape)
+        for sizes in splits:
+            got = f(*problem, jnp.array(sizes))
+            for value, want in zip(got, composition(*problem, sizes), strict=True):
+                oracle.assert_close(
+                    value, want, tolerance=1e-5 if value.dtype == "float32" else None
+                )
+            covered = max(last for _, last in oracle.bounds(sizes, shape[0]))
+            assert not np.asarray(got[0])[covered:].any()
+            assert not np.asarray(got[1])[covered:].any()
+            for g, (first, last) in enumerate(oracle.bounds(sizes, shape[0])):
+                assert first < last or not (oracle.f64(got[2])[g].any() or got[3][g].any())
+
+
+@pytest.mark.gpu
+def test_transforms_on_a_gpu(rng):
+    """Of vmap, where XLA compiles the quantizer's definition, of scan and of checkpoint: what is
+    quantized is the same, so that results are but for the order of sums."""
+    problems = [random_problem(rng, 300, 4, 128, 128, "float32") for _ in range(2)]
+    x, w, bias, ct = (jnp.stack(pair) for pair in zip(*problems, strict=True))
+    sizes = jnp.array([[127, 1, 15, 17], [0, 200, -3, 99]])
+    keys = jax.random.split(jax.random.key(5))
+
+    def step(x, w, bias, ct, sizes, key):
+        return run(x, w, bias, ct, sizes, key=key)
+
+    def same(got, want):
+        for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            oracle.assert_close(g, e, tolerance=3e-5)
+
+    one, args = jax.jit(step), (x, w, bias, ct, sizes, keys)
+    alone = [one(*(a[i] for a in args)) for i in range(2)]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *alone)
+    same(jax.jit(jax.vmap(step))(*args), stacked)
+    kept = jax.checkpoint(step)
+    same(jax.jit(lambda *a: jax.lax.scan(lambda c, a: (c, kept(*a)), None, a)[1])(*args), stacked)
+
+    def layer(x, w_key):
+        return jgg.nvfp4_grouped_linear(x, w_key[0], sizes[1], key=w_key[1]), None
+
+    def loss(x, w, body):
+        return (jax.lax.scan(body, x, (w, keys))[0] * ct[0]).sum()
+
+    def unrolled(x, w):
+        return (layer(layer(x, (w[0], keys[0]))[0], (w[1], keys[1]))[0] * ct[0]).sum()
+
+    saved = jax.grad(lambda x, w: loss(x, w, jax.checkpoint(layer)), (0, 1))
+    same(jax.jit(saved)(x[0], w), jax.jit(jax.grad(unrolled, (0, 1)))(x[0], w))
+
+
+# ---- recipe ----------------------------------------------------------------------------------
 
 # What a switch changes, of out, dx and dw.
 SWITCHES = {
@@ -143,7 +218,7 @@ def test_what_is_kept(problem):
     assert large == {((G, 48, 48), "bfloat16"), ((48, 32), "uint32"), ((48, 16), "uint8")}
 
 
-# ---- recipe and errors -----------------------------------------------------------------------
+# ---- the recipe as a value, and errors -------------------------------------------------------
 
 
 def test_recipe_is_a_value():

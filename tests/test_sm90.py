@@ -225,8 +225,10 @@ def test_offsets_of_no_group(rng, result):
             for got in f(w, jnp.int32(offset)):
                 assert not np.asarray(got).any()
         out, dw = f(w, jnp.int32(-4))  # one of them, the last, is the first group
-    assert np.asarray(out)[:80].any() and not np.asarray(out)[80:].any()
-    assert np.asarray(dw)[4].any() and not np.asarray(dw)[:4].any()
+    assert np.asarray(out)[:80].any()
+    assert not np.asarray(out)[80:].any()
+    assert np.asarray(dw)[4].any()
+    assert not np.asarray(dw)[:4].any()
 
 
 @pytest.mark.parametrize("columns", [200, 198])
