@@ -36,6 +36,7 @@ MODES = {
     "affine2": {"mode": "affine", "bits": 2},
     "affine3": {"mode": "affine", "bits": 3},
     "affine4": {"mode": "affine", "bits": 4},
+    "affine5": {"mode": "affine", "bits": 5},
     "affine6": {"mode": "affine", "bits": 6},
     "affine8": {"mode": "affine", "bits": 8},
     "mxfp4": {"mode": "mxfp4"},
@@ -140,18 +141,22 @@ def main(argv=None) -> dict:
 def compare(args: argparse.Namespace) -> dict:
     config, params, training, held_out = load(args.run, args.text, args.dtype)
     print(
-        f"experts in {config.dtype} on {jax.devices()[0].device_kind}, {held_out.size:,} bytes "
-        f"held out\n"
+        f"computed in {config.dtype}, but for bfloat16, on {jax.devices()[0].device_kind}, "
+        f"{held_out.size:,} bytes held out\n"
     )
     print(f"{'mode':9} {'bits/byte':>9} {'expert kB':>10} {'tokens/s':>10} {'sampled/s':>10}")
     results = {}
-    for mode in (config.dtype, *args.modes):
+    for mode in dict.fromkeys((config.dtype, "bfloat16", *args.modes)):
+        computed, experts_fn = config, quantized_experts
         if mode in MODES:
-            experts_fn = quantized_experts
             weights = map_experts(lambda _, w, mode=mode: quantize(w, mode), params)
         else:
-            experts_fn, weights = train_moe.jgg_experts, params
-        results[mode] = r = measure(config, experts_fn, weights, training, held_out)
+            computed, experts_fn = (
+                dataclasses.replace(config, precision=mode),
+                train_moe.jgg_experts,
+            )
+            weights = map_experts(lambda _, w, mode=mode: w.astype(mode), params)
+        results[mode] = r = measure(computed, experts_fn, weights, training, held_out)
         print(
             f"{mode:9} {r['held_out']:9.3f} {r['expert_bytes'] / 1e3:10,.0f} "
             f"{r['tokens_per_second']:10,.0f} {r['sampled_per_second']:10,.0f}"

@@ -179,13 +179,15 @@ def test_quantized_moe_measures_the_model_of_dequantized_weights(
     train_moe, quantized_moe, text, untrained, mode, capsys
 ):
     results = quantized_moe.main(["--run", str(untrained), *text, "--modes", mode])
-    assert list(results) == ["float32", mode]
+    assert list(results) == ["float32", "bfloat16", mode]
     assert json.loads((untrained / "quantized.json").read_text()) == results
     assert f"{mode} writes" in capsys.readouterr().out
     assert len(results[mode]["sample"]) > 100
     count = 4 * (64 * 128 + 64 * 64)
     scales = {"affine4": 2 * 4 * count // 64, "nvfp4": count // 16 + 2 * 4 * 4}
     assert results["float32"]["expert_bytes"] == 4 * count
+    assert results["bfloat16"]["expert_bytes"] == 2 * count
+    assert 0 < abs(results["bfloat16"]["held_out"] - results["float32"]["held_out"]) < 0.05
     assert results[mode]["expert_bytes"] == count // 2 + scales[mode]
 
     config, params, _, held_out = quantized_moe.load(untrained, text[1], None)
