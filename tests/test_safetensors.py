@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -107,6 +109,50 @@ def test_larger_than_memory(tmp_path):
     assert not maps.exists() or path.name in maps.read_text()
     del x
     assert not maps.exists() or path.name not in maps.read_text()
+
+
+LAYERS = """
+import resource, sys
+import numpy as np
+from jax_groupgemm import checkpoints as ck
+peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tensors, before = ck.open(sys.argv[1]), peak()
+for layer in sys.argv[2:]:
+    w = ck.experts(tensors, [f"{layer}.{i}" for i in range(4)], format="modelopt")
+    assert w.shape == (4, 8192, 8192) and not w.weight.any() and w.global_scale[3] == 0.5
+    del w
+print(peak() - before)
+"""
+
+
+def test_layers_of_a_file_larger_than_memory(tmp_path):
+    """Of 72 GiB, memory holds the four experts of a layer and the tensors of one."""
+    path, size, n = tmp_path / "huge.safetensors", 8192, 512
+    leaves = {
+        "weight": ("U8", [size, size // 2], size * size // 2),
+        "weight_scale": ("F8_E4M3", [size, size // 16], size * size // 16),
+        "weight_scale_2": ("F32", [], 4),
+    }
+    one = sum(length for *_, length in leaves.values())
+    header, end = {}, 0
+    for layer in range(n):
+        for i in range(4):
+            for leaf, (dtype, shape, length) in leaves.items():
+                offsets = [end, end + length]
+                end += length
+                header[f"{layer}.{i}.{leaf}"] = {
+                    "dtype": dtype, "shape": shape, "data_offsets": offsets
+                }  # fmt: skip
+    text = json.dumps(header).encode()
+    with path.open("wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for expert in range(1, 4 * n + 1):
+            f.seek(8 + len(text) + expert * one - 4)
+            f.write(struct.pack("<f", 0.5))
+    assert path.stat().st_size > 72 * 2**30
+    command = [sys.executable, "-c", LAYERS, str(path), "0", str(n // 2), str(n - 1)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 4 * one < int(done.stdout) < 5.5 * one
 
 
 def raw(path, header, data=b""):
