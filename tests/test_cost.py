@@ -244,7 +244,8 @@ def test_nvfp4_linear():
 
 
 def test_every_call_has_its_cost():
-    assert set(_COSTS) >= _composed.PRIMITIVES
+    ours = {p for p in _composed.PRIMITIVES if p.name != "jgg_test"}  # test_composed.py's
+    assert set(_COSTS) >= ours
 
 
 def test_vmap():
