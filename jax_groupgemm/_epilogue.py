@@ -42,14 +42,16 @@ def mm(x, w, meta, bias, row_scale, existing_out, *, activation, transpose_w, dt
     }  # fmt: skip
     if activation is None and all(v is None for v in (bias, row_scale, existing_out)):
         return product(x, w, meta, form=SIZES, rows=x.shape[0], out_dtype=dtype, **same)
-    return MM(
+    scales = w.global_scale if isinstance(w, Quantized) else None
+    fused = composed if scales is not None and scales.ndim > 1 else MM
+    return fused(
         x, w, meta, bias, row_scale, existing_out, activation=activation, dtype=jnp.dtype(dtype),
         **same,
     )  # fmt: skip
 
 
 def product(x, w, meta, **params):
-    return (_qmm.qmm if isinstance(w, Quantized) else _primitives.mm)(x, w, meta, **params)
+    return (_qmm.product if isinstance(w, Quantized) else _primitives.mm)(x, w, meta, **params)
 
 
 def composed(x, w, meta, bias, row_scale, existing, *, activation, transpose_w, dtype, precision,

@@ -37,7 +37,8 @@ def gather_qmm(
     Args:
       x: ``(A..., M, K)``, float32, bfloat16 or float16.
       w: ``(B..., N, K)``, quantized along K; with ``transpose_w=False`` ``(B..., K, N)``, quantized
-        along N. A ``global_scale`` is a scalar or has the leading axes of ``B...``.
+        along N. A ``global_scale`` is a scalar, or has leading axes of ``B...``, or is
+        ``(B..., N)`` (not with ``transpose_w=False``).
       lhs_indices: integers, into the flattened ``A...``.
       rhs_indices: integers, into the flattened ``B...``.
       sorted_indices: a promise that ``rhs_indices``, as given, are in ascending order: a speed
@@ -76,7 +77,7 @@ def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementati
     precision = _check.precision(op, None)
 
     def product(x, meta, **params):
-        return _qmm.qmm(
+        return _qmm.product(
             x, flat, meta, out_dtype=dtype, transpose_w=transpose_w, precision=precision,
             implementation=implementation, **params,
         )  # fmt: skip
@@ -94,7 +95,7 @@ def _flatten(w: Quantized, batch, count: int) -> Quantized:
     def fold(leaf):
         if leaf is None or (leaf is w.global_scale and leaf.ndim == 0):
             return leaf
-        if leaf is w.global_scale:
+        if leaf is w.global_scale and leaf.ndim <= len(batch):
             missing = (1,) * (len(batch) - leaf.ndim)
             return jnp.broadcast_to(leaf.reshape(*leaf.shape, *missing), batch).reshape(count)
         return leaf.reshape(count, *leaf.shape[len(batch) :])

@@ -36,7 +36,8 @@ def grouped_qmm(
       x: ``(T, K)``, float32, bfloat16 or float16. float32 products follow
         ``jax.default_matmul_precision`` and are true float32 where that is unset.
       w: ``(G, N, K)``, quantized along K; with ``transpose_w=False`` ``(G, K, N)``, quantized
-        along N. A ``global_scale`` is a scalar or ``(G,)``.
+        along N. A ``global_scale`` is a scalar or ``(G,)``, or ``(G, N)`` as of fused layers (not
+        with ``transpose_w=False``), which is not fused with the product.
       group_sizes, group_offset: as in :func:`grouped_mm`.
       bias: ``(G, N)``, added to the rows of its group.
       activation: as in :func:`grouped_mm`; gated forms have ``N/2`` columns.

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad
 
 from . import (
@@ -83,12 +84,25 @@ def check(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
             f"{x.shape}{bits}. Pass transpose_w={not transpose_w} if w is {other}."
         )
     scale, batch = w.global_scale, shape[:-2]
-    if scale is not None and scale.shape not in ((), *(batch[:i] for i in range(1, len(shape)))):
-        raise ValueError(
+    if scale is not None and scale.ndim > len(batch) and not transpose_w:
+        raise ValueError(  # it would be along K
             f"jgg.{op}: w.global_scale has shape {scale.shape}, expected () or leading axes of "
-            f"{batch}"
+            f"{batch} with transpose_w=False"
         )
     return w, x.dtype if preferred is None else jnp.dtype(preferred)
+
+
+def product(x, q: Quantized, meta, *, out_dtype, **params):
+    """:func:`qmm`, also with a global scale for every column, ``(G, N)``: column_scale[group(t)] is
+    itself a grouped product, with K = 1. No row of the result is of two segments."""
+    if q.global_scale is None or q.global_scale.ndim < 2:
+        return qmm(x, q, meta, out_dtype=out_dtype, **params)
+    codes_and_scales = dataclasses.replace(q, global_scale=None)
+    out = qmm(x, codes_and_scales, meta, out_dtype=jnp.dtype("float32"), **params)
+    params |= {"transpose_w": False, "precision": lax.Precision.HIGHEST}
+    ones, columns = jnp.ones((x.shape[0], 1), jnp.float32), q.global_scale[:, None, :]
+    scale = _primitives.mm(ones, columns, meta, out_dtype=jnp.dtype("float32"), **params)
+    return (out * scale).astype(out_dtype)
 
 
 def split(tree, operands) -> tuple:

@@ -29,8 +29,8 @@ def quantized_matmul(
     Args:
       x: ``(..., K)``, or ``(A..., M, K)`` where w has batch axes; float32, bfloat16 or float16.
       w: ``(N, K)``, quantized along K; with ``transpose_w=False`` ``(K, N)``, quantized along N.
-        Or ``(B..., N, K)``, ``(B..., K, N)``. A ``global_scale`` is a scalar or has the leading
-        axes of ``B...``.
+        Or ``(B..., N, K)``, ``(B..., K, N)``. A ``global_scale`` is a scalar or has leading axes
+        of ``B...``, or is ``(B..., N)`` (as of fused layers; not with ``transpose_w=False``).
       preferred_element_type: float32, bfloat16 or float16; by default the dtype of x.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
@@ -57,7 +57,7 @@ def quantized_matmul(
     rows = math.prod(batch)
     _check.rows(op, "x", rows)
     one = jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, w)
-    out = _qmm.qmm(
+    out = _qmm.product(
         x.reshape(rows, k), one, (jnp.full((1,), rows, jnp.int32),), form=SIZES, rows=rows,
         out_dtype=dtype, transpose_w=transpose_w, precision=_check.precision(op, None),
         implementation=implementation,

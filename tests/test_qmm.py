@@ -154,6 +154,65 @@ def test_nan_stays_in_its_expert(rng, implementation):
     assert np.asarray(dscale)[1] == 0
 
 
+def test_a_global_scale_for_every_column(rng, implementation):
+    """As of gate and up in one: forward, backward, in a batch and with an epilogue; NaN of an expert
+    that has no rows stays there."""
+    scale = rng.uniform(0.1, 3, (4, 128)).astype("float32")
+    scale[2] = np.nan
+    q = oracle.random_quantized(rng, (4, 128, 64), "nvfp4", scale=jnp.asarray(scale))
+    x, sizes = oracle.random(rng, (20, 64)), jnp.array([5, 3, 0, 8])
+    row_scale, bias = oracle.random(rng, (20,)), oracle.random(rng, (4, 128))
+    same = {"implementation": implementation}
+    f = lambda x, scale: jgg.grouped_qmm(
+        x, dataclasses.replace(q, global_scale=scale), sizes, **same
+    )
+    indices = jnp.array([0, 3, -1, 1, 0, 4])
+    one, whole = jax.tree.map(lambda leaf: leaf[3], q), jgg.prepack(q)
+
+    @jax.jit
+    def products(x, scale):
+        out, pullback = jax.vjp(f, x, scale)
+        return {
+            "out": out,
+            "gradients": pullback(out),
+            "of a batch": jax.vmap(f, (0, None))(jnp.stack([x, 2 * x]), scale),
+            "prepacked": jgg.grouped_qmm(x, whole, sizes, **same),
+            "epilogue": jgg.grouped_qmm(
+                x, whole, sizes, bias=bias, activation="swiglu", row_scale=row_scale, **same
+            ),
+            "gathered": jgg.gather_qmm(x[:6, None], q, None, indices, **same),
+            "one": jgg.quantized_matmul(x, one, **same),
+            "batched": jgg.quantized_matmul(x, jax.tree.map(lambda leaf: leaf[:2], q), **same),
+        }
+
+    got = products(x, q.global_scale)
+    want = oracle.grouped_qmm(x, q, sizes)
+    w, rows, group = oracle.scaled(q, "float32"), oracle.f64(x), np.repeat(np.arange(4), sizes)
+    dx, dscale = np.zeros((20, 64)), np.zeros((4, 128))
+    dx[:16] = np.einsum("tn,tnk->tk", want[:16], w[group])
+    np.add.at(dscale, group, want[:16] ** 2 / scale[group])
+    picked = np.array([0, 3, 0, 1, 0, 0])
+    gathered = np.einsum("tk,tnk->tn", rows[:6], w[picked])
+    gathered[np.asarray(indices) != picked] = 0
+    before = want + np.concatenate([oracle.f64(bias)[group], np.zeros((4, 128))])
+    gate, up = before[:, :64], before[:, 64:]
+    wants = {
+        "out": want,
+        "gradients": (dx, dscale),
+        "of a batch": np.stack([want, 2 * want]),
+        "prepacked": want,
+        "epilogue": gate / (1 + np.exp(-gate)) * up * oracle.f64(row_scale)[:, None],
+        "gathered": gathered[:, None],
+        "one": rows @ w[3].T,
+        "batched": rows @ w[:2].swapaxes(1, 2),
+    }
+    for name, value in wants.items():
+        jax.tree.map(oracle.assert_close, got[name], value)
+    assert not np.asarray(got["out"])[16:].any()
+    with pytest.raises(ValueError, match=r"or leading axes of .* with transpose_w=False"):
+        jgg.grouped_qmm(jnp.ones((20, 128)), q, sizes, transpose_w=False)
+
+
 ACTIVATIONS = {
     "relu": lambda y: np.maximum(y, 0),
     "swiglu": lambda y: y[:, :35] / (1 + np.exp(-y[:, :35])) * y[:, 35:],

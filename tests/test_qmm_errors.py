@@ -92,10 +92,21 @@ ERRORS = [
     ),
     (
         lambda: jgg.grouped_qmm(
-            X, dataclasses.replace(like(3, 8, 64, mode="nvfp4"), global_scale=jnp.ones((3, 8))), S
+            X, dataclasses.replace(like(3, 8, 64, mode="nvfp4"), global_scale=jnp.ones((3, 7))), S
         ),
         ValueError,
-        "jgg.grouped_qmm: w.global_scale has shape (3, 8), expected () or leading axes of (3,)",
+        "jgg.grouped_qmm: w.global_scale has shape (3, 7), expected () or the leading axes of "
+        "(3, 8, 64)",
+    ),
+    (
+        lambda: jgg.grouped_qmm(
+            jnp.ones((20, 8)),
+            dataclasses.replace(like(3, 8, 64, mode="nvfp4"), global_scale=jnp.ones((3, 8))), S,
+            transpose_w=False,
+        ),
+        ValueError,
+        "jgg.grouped_qmm: w.global_scale has shape (3, 8), expected () or leading axes of (3,) "
+        "with transpose_w=False",
     ),
     (
         lambda: jgg.grouped_qmm(X, W, S[:2]), ValueError,
