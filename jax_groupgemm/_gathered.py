@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _composed, _custom_calls, _primitives
+from . import _call, _composed, _custom_calls, _primitives, _reference
 from ._segments import SIZES
 
 # Rows per matrix up to which the kernel that takes lists is faster than a permuted copy of x and
@@ -41,8 +41,9 @@ def gather(x, meta, x_index, y_index, place, product: Callable):
     count, m, k = x.shape
     pairs = x_index.shape[0]
     valid = (x_index >= 0) & (x_index < count)
-    zero = jnp.zeros((), x.dtype)
-    rows = jnp.where(valid[:, None, None], x[jnp.where(valid, x_index, 0)], zero)
+    # In the dtype of sums, for the sake of the derivative: rows may be gathered more than once.
+    wide = x.astype(_reference.accumulator_dtype(x.dtype))[jnp.where(valid, x_index, 0)]
+    rows = jnp.where(valid[:, None, None], wide.astype(x.dtype), jnp.zeros((), x.dtype))
     y = product(rows.reshape(pairs * m, k), meta, form=SIZES, rows=pairs * m)
     y = y.reshape(pairs, m, y.shape[1])
     # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.

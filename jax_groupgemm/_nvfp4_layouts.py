@@ -50,12 +50,21 @@ def padding(group_sizes, rows: int, unit: int) -> Padding:
         return Padding(jnp.full_like(row, -1), nowhere)
     starts, sizes, padded = _bounds(group_sizes, rows, unit)
     shift = _prefix_sum(padded) - padded - starts
-    # Unrolled: a loop would have to be told over which axes of a mesh its carry varies.
-    group = jnp.searchsorted(starts + sizes, row, side="right", method="scan_unrolled")
+    group = group_of(starts + sizes, row)
     inside = group < groups
     positions = jnp.where(inside, row + shift[jnp.where(inside, group, 0)], -1)
     at = nowhere.at[positions]
     return Padding(positions, at.set(row, mode="drop", wrap_negative_indices=False))
+
+
+def group_of(ends, row) -> jax.Array:
+    """The first group that ends after each row."""
+    # Unrolled: a loop would have to be told over which axes of a mesh its carry varies. In a
+    # shard_map over some axes only, everything but a sort fails in jnp.searchsorted itself.
+    mesh = jax.sharding.get_abstract_mesh()
+    partial = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+    method = "sort" if partial else "scan_unrolled"
+    return jnp.searchsorted(ends, row, side="right", method=method)
 
 
 def _bounds(group_sizes, rows: int, unit: int):

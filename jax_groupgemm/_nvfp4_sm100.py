@@ -14,6 +14,7 @@ from jax import lax
 
 from . import _call, _custom_calls, _prepack
 from ._composed import Composed
+from ._nvfp4_layouts import group_of
 from ._segments import LENGTH, SIZES, X_START, decode
 
 
@@ -82,7 +83,7 @@ def _mm_call(x, w, group_sizes, alpha, bias, *, dtype):
     # XLA does the rest in one loop, but for the group of each row.
     table = decode(SIZES, (group_sizes,), rows, rows, groups)
     ends = table[:, X_START] + table[:, LENGTH]
-    group = jnp.searchsorted(ends, lax.iota(jnp.int32, rows), side="right", method="scan_unrolled")
+    group = group_of(ends, lax.iota(jnp.int32, rows))
     inside = (group < groups)[:, None]
     if x.global_scale is not None:
         out = jnp.where(inside, out * x.global_scale[:, None], jnp.float32(0))

@@ -252,6 +252,20 @@ def explicit_mesh(operands: Sequence):
     return None
 
 
+def maps_explicit_axes() -> bool:
+    """Whether this is the function of a ``vmap`` over an axis that is explicitly sharded: shard_map
+    may not name that mesh axis there, only where the batching rule has the whole operands.
+
+    There is no public way to know; where the private one is gone, shard_map says what it misses.
+    """
+    try:
+        from jax._src import core
+
+        return bool(core.get_axis_env().explicit_mesh_axis_names)
+    except (ImportError, AttributeError):  # pragma: no cover
+        return False
+
+
 def explicit(name: str, mesh, operands, params: dict, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
     count = len(_axes(name, params, operands)) - 1

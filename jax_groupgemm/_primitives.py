@@ -59,7 +59,7 @@ def wgrad(x, y, meta, *, form: Form, groups: int, out_dtype, transpose_x=False, 
 
 def bind(name, *operands, **params):
     explicit = _partition.explicit_mesh(operands)
-    if explicit is not None:
+    if explicit is not None and not _partition.maps_explicit_axes():
         return _partition.explicit(name, explicit, operands, params, bind)
     manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
     primitive = (INNER if manual else OUTER)[name]

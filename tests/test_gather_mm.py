@@ -52,6 +52,22 @@ def test_out_of_range_indices_give_zeros(rng, implementation, m):
     assert not db[1:].any()
 
 
+def test_gradients_of_many_uses_are_summed_in_float32(rng):
+    """A thousand positive terms, of which bfloat16 would lose half; also of quantized weights."""
+    a = jnp.asarray(rng.random((2, 1, 32)), "bfloat16")
+    b = jnp.asarray(rng.random((4, 32, 8)), "bfloat16")
+    lhs, rhs = np.arange(2000) % 2, rng.integers(0, 4, 2000)
+    ct = jnp.asarray(rng.random((2000, 1, 8)), "bfloat16")
+    q = jgg.quantize(b.swapaxes(1, 2), group_size=32)
+    for f, w in (
+        (lambda a: jgg.gather_mm(a, b, lhs, rhs), b.swapaxes(1, 2)),
+        (lambda a: jgg.gather_qmm(a, q, lhs, rhs), jgg.dequantize(q)),
+    ):
+        terms = np.einsum("imn,ink->imk", oracle.f64(ct), oracle.f64(w)[rhs])
+        want = np.stack([terms[lhs == i].sum(0) for i in range(2)])
+        oracle.assert_close(jax.vjp(f, a)[1](ct)[0], want)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64"])
 def test_wide_and_unsigned_indices(rng, dtype):
     with jax.enable_x64(True):

@@ -98,15 +98,20 @@ def mesh_of(kind):
     return jax.make_mesh((2, len(jax.devices()) // 2), ("a", "b"), axis_types=(kind,) * 2)
 
 
-def test_shard_map(rng):
-    """Each device has rows and sizes of its own."""
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("partial", [False, True])
+def test_shard_map(rng, partial):
+    """Each device has rows and sizes of its own; ``partial``: another mesh axis is Auto."""
+    shape, names = ((2, 2), ("d", "e")) if partial else ((2,), ("d",))
+    if len(jax.devices()) < 2 ** len(shape):
+        pytest.skip("needs more devices")
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
     x, sizes = rng.standard_normal((64, 64)).astype(F32), jnp.array([[5, 20, 0], [1, 2, 29]])
 
     def run(x, sizes):
         return jax.tree.map(lambda a: a[None], both_axes(x, sizes[0]))
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"))
+    specs = {"in_specs": (P("d"), P("d")), "out_specs": P("d"), "axis_names": {"d"}}
+    mapped = jax.shard_map(run, mesh=mesh, **specs)
     got = jax.jit(mapped)(x, sizes)
     for i in range(2):
         want = both_axes_in_numpy(x[32 * i : 32 * i + 32], sizes[i])

@@ -155,8 +155,8 @@ def test_nan_stays_in_its_expert(rng, implementation):
 
 
 def test_a_global_scale_for_every_column(rng, implementation):
-    """As of gate and up in one: forward, backward, in a batch and with an epilogue; NaN of an expert
-    that has no rows stays there."""
+    """As of gate and up in one: forward, backward, in a batch and with an epilogue; NaN of an
+    expert that has no rows stays there."""
     scale = rng.uniform(0.1, 3, (4, 128)).astype("float32")
     scale[2] = np.nan
     q = oracle.random_quantized(rng, (4, 128, 64), "nvfp4", scale=jnp.asarray(scale))

@@ -302,6 +302,45 @@ def test_vmap(problem, kind, axes):
         oracle.assert_close(out[i], oracle.grouped_mm(*one))
 
 
+@pytest.mark.parametrize("rows", [None, "e"])
+def test_vmap_over_a_sharded_axis(rng, rows):
+    """The axis that is mapped is Explicit; of two mesh axes another may have the rows."""
+    mesh = mesh_of((2, DEVICES // 2), ("d", "e"), AxisType.Explicit)
+    xs, w = oracle.random(rng, (4, T, K)), oracle.random(rng, (G, K, N))
+    q = oracle.random_quantized(rng, (G, N, 32), "mxfp4")
+    x_q, row_scale = oracle.random(rng, (4, T, 32)), oracle.random(rng, (T,))
+    with jax.set_mesh(mesh):
+        put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+        xs, x_q = put(xs, "d", rows), put(x_q, "d", rows)
+        sizes = jnp.asarray(SIZES)
+        fused = lambda x: jgg.grouped_mm(x, w, sizes, activation="silu", row_scale=row_scale)
+        f = {
+            "product": (lambda x: jgg.grouped_mm(x, w, sizes), xs),
+            "fused": (fused, xs),
+            "quantized": (lambda x: jgg.grouped_qmm(x, q, sizes), x_q),
+        }
+        out = {name: jax.jit(jax.vmap(g))(x) for name, (g, x) in f.items()}
+        eager = jax.vmap(f["product"][0])(xs)
+        dw = jax.jit(jax.grad(lambda w: jax.vmap(lambda x: jgg.grouped_mm(x, w, sizes))(xs).sum()))(
+            put(w)
+        )
+        if rows is None:
+            dx = jax.jit(jax.vmap(jax.grad(lambda x: loss(x, w, sizes))))(xs)
+            oracle.assert_close(dx, np.stack([want_grads(x, w, SIZES)[0] for x in xs]))
+            assert jax.typeof(dx).sharding.spec[0] == "d"
+    for value in (*out.values(), eager):
+        assert jax.typeof(value).sharding.spec[0] in ("d", ("d", rows))
+    want = np.stack([oracle.grouped_mm(x, w, SIZES) for x in xs])
+    oracle.assert_close(out["product"], want)
+    oracle.assert_close(eager, want)
+    silu = want / (1 + np.exp(-want)) * oracle.f64(row_scale)[:, None]
+    oracle.assert_close(out["fused"], silu)
+    quantized = np.stack([oracle.grouped_qmm(x, q, SIZES) for x in x_q])
+    oracle.assert_close(out["quantized"], quantized)
+    ones = np.ones((T, N))
+    oracle.assert_close(dw, sum(oracle.grouped_mm_grads(x, w, SIZES, ones)[1] for x in xs))
+
+
 def test_explicit_epilogue(problem):
     """Bias, activation, scale and accumulation follow the product's sharding."""
     mesh = mesh_of((2, DEVICES // 2), ("d", "m"), AxisType.Explicit)
