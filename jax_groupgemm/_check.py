@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import _call
 from ._segments import MAX_ROWS
@@ -50,6 +51,25 @@ def describe(value) -> str:
     return repr(value)
 
 
+def integers(op: str, name: str, value) -> jax.Array:
+    """Sizes, indices or bounds. JAX wraps the host's 64-bit numbers around where x64 is off; they
+    are clamped, which changes nothing that they mean."""
+    known = (int, np.integer, np.ndarray)
+    if not isinstance(value, jax.Array) and all(
+        isinstance(v, known) for v in jax.tree.leaves(value)
+    ):
+        host = np.asarray(value)
+        if isinstance(value, (list, tuple)) and host.size == 0:
+            host = host.astype(np.int32)
+        if host.dtype.kind in "iu" and host.dtype.itemsize == 8 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            low = 0 if host.dtype.kind == "u" else -(2**31)
+            host = np.clip(host, low, 2**31 - 1).astype(np.int32)
+        value = host
+    value = array(op, name, value)
+    integer(op, name, value)
+    return value
+
+
 def integer(op: str, name: str, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"jgg.{op}: {name} must hold integers, got dtype {value.dtype.name}")
@@ -60,6 +80,17 @@ def numeric(op: str, name: str, value) -> None:
         raise TypeError(f"jgg.{op}: {name} must hold numbers, got dtype {value.dtype.name}")
 
 
+def holds(op: str, name: str, value, dtype) -> None:
+    """Whether ``value``, which is added to or multiplied with ``dtype``, fits in it."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    kind = lambda dtype: next((i for i, k in enumerate(kinds) if jnp.issubdtype(dtype, k)), 0)
+    if kind(value.dtype) > kind(dtype):
+        raise TypeError(
+            f"jgg.{op}: {name} has dtype {value.dtype.name}, which the result, "
+            f"{jnp.dtype(dtype).name}, cannot hold"
+        )
+
+
 def rows(op: str, name: str, count: int) -> None:
     if count > MAX_ROWS:
         raise ValueError(
@@ -68,8 +99,7 @@ def rows(op: str, name: str, count: int) -> None:
 
 
 def group_sizes(op: str, value, groups: int | None = None, why: str = "") -> jax.Array:
-    value = array(op, "group_sizes", value)
-    integer(op, "group_sizes", value)
+    value = integers(op, "group_sizes", value)
     shape(op, "group_sizes", value, (groups,), "G", why)
     return value
 

@@ -52,7 +52,7 @@ class Composed:
         self._compiled = functools.cache(
             lambda **params: jax.jit(functools.partial(primitive.bind, **params))
         )
-        primitive.def_impl(lambda *leaves, **params: self._compiled(**params)(*leaves))
+        primitive.def_impl(_primitives.jitted(self._compiled))
         primitive.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
         ad.primitive_jvps[primitive] = self._jvp
         batching.primitive_batchers[primitive] = self._batch

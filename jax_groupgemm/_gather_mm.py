@@ -118,6 +118,8 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     matrices, pairs = math.prod(batch_w), math.prod(batch)
     _check.rows(op, "the result", pairs * m)
     _check.rows(op, name, math.prod(a.shape[:-1]))
+    # Integers have no NaN to say that the promise was broken.
+    sorted_indices = sorted_indices and jnp.issubdtype(dtype, jnp.inexact)
     in_order = rhs_indices is None or sorted_indices
     ordered = in_order and rhs.shape == batch
     if 0 in (pairs, matrices, n, *a.shape):
@@ -133,9 +135,8 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     if sorted_indices and rhs_indices is not None and rhs.size > 1:
         given = rhs.reshape(-1)
         kept = jnp.all(given[1:] >= given[:-1])
-        if jnp.issubdtype(dtype, jnp.inexact):
-            # A product and not a selection, so that the gradients are NaN too.
-            out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
+        # A product and not a selection, so that the gradients are NaN too.
+        out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
     return out.reshape(*batch, m, n)
 
 
@@ -177,12 +178,19 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     return by_index(x, (sizes, jnp.int32(1)), lhs, order, place)
 
 
+def _replicated(indices) -> jax.Array:
+    """Every device needs all indices, as all other metadata."""
+    spec = jax.typeof(indices).sharding.spec
+    if all(entry is None for entry in spec):
+        return indices
+    return jax.sharding.reshard(indices, jax.sharding.PartitionSpec(*[None] * indices.ndim))
+
+
 def _indices(op: str, name: str, indices, batch) -> jax.Array:
     count = math.prod(batch)
     if indices is None:
         return lax.iota(jnp.int32, count).reshape(batch)
-    indices = _check.array(op, name, indices)
-    _check.integer(op, name, indices)
+    indices = _replicated(_check.integers(op, name, indices))
     if jnp.iinfo(indices.dtype).bits > 32 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         # Clamp before narrowing: an index that is too large must stay out of range.
         low = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else None

@@ -89,8 +89,7 @@ def metadata(op: str, group_sizes, group_offset, w) -> tuple:
         why = f"because w is {w.shape}. Pass group_offset if w holds only some of the groups."
         return (_check.group_sizes(op, group_sizes, w.shape[0], why),)
     group_sizes = _check.group_sizes(op, group_sizes)
-    group_offset = _check.array(op, "group_offset", group_offset)
-    _check.integer(op, "group_offset", group_offset)
+    group_offset = _check.integers(op, "group_offset", group_offset)
     if group_offset.shape not in ((), (1,)):
         raise ValueError(
             f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
@@ -106,14 +105,17 @@ def with_epilogue(op, x, w, meta, bias, activation, row_scale, existing_out=None
     if bias is not None:
         bias = _check.array(op, "bias", bias)
         _check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
+        _check.holds(op, "bias", bias, dtype)
     if row_scale is not None:
         row_scale = _check.array(op, "row_scale", row_scale)
         _check.shape(op, "row_scale", row_scale, (t,), "T", f"because x is {x.shape}")
+        _check.holds(op, "row_scale", row_scale, dtype)
     if existing_out is not None:
         existing_out = _check.array(op, "existing_out", existing_out)
         _check.shape(
             op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
         )  # fmt: skip
+        _check.holds(op, "existing_out", existing_out, dtype)
     return _epilogue.mm(
         x, w, meta, bias, row_scale, existing_out, activation=activation, transpose_w=transpose_w,
         dtype=dtype, precision=precision, implementation=implementation,

@@ -73,7 +73,7 @@ def nvfp4_grouped_mm(
             f"jgg.{op}: w.global_scale has shape {w.global_scale.shape}, expected () or (G,) = "
             f"({groups},) {why}"
         )
-    dtype = jnp.dtype(preferred_element_type)
+    dtype = jnp.dtype(jnp.bfloat16 if preferred_element_type is None else preferred_element_type)
     _check.dtype(op, "preferred_element_type", dtype, _formats.FLOATS)
     _check.rows(op, "x", t)
     _check.implementation(op, implementation)

@@ -318,6 +318,17 @@ def _outer_lowering(name, ctx, *operands, **params):
     return mlir.lower_fun(per_device, multiple_results=False)(ctx, *operands)
 
 
+def jitted(compiled):
+    """What a primitive does outside of any program: one, also where the user has disabled ``jit``,
+    which must not bind the primitive again."""
+
+    def run(*operands, **params):
+        with jax.disable_jit(False):
+            return compiled(**params)(*operands)
+
+    return run
+
+
 def _make(name, level, abstract, jvp, transpose, batch, lowering):
     primitive = Primitive(f"jgg_{name}" + ("" if level == "inner" else "_outer"))
     primitive.def_abstract_eval(abstract)
@@ -326,7 +337,7 @@ def _make(name, level, abstract, jvp, transpose, batch, lowering):
     def compiled(**params):
         return jax.jit(functools.partial(primitive.bind, **params))
 
-    primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
+    primitive.def_impl(jitted(compiled))
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch

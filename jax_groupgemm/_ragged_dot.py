@@ -83,21 +83,17 @@ def ragged_dot_general(
       ValueError, TypeError: shapes, dtypes or dimension numbers do not fit.
     """
     op = "ragged_dot_general"
-    lhs, rhs, group_sizes = (
-        _check.array(op, n, v)
-        for n, v in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
-    )
+    lhs, rhs = (_check.array(op, n, v) for n, v in (("lhs", lhs), ("rhs", rhs)))
+    group_sizes = _check.integers(op, "group_sizes", group_sizes)
     for name, value in (("lhs", lhs), ("rhs", rhs)):
         _check.numeric(op, name, value)
-    _check.integer(op, "group_sizes", group_sizes)
     dn = _Dimensions(op, lhs, rhs, ragged_dot_dimension_numbers)
     same = {
         "out_dtype": _check.result_dtype(op, preferred_element_type, lhs, rhs),
         "precision": _check.precision(op, precision),
     }
     if group_offset is not None:
-        group_offset = _check.array(op, "group_offset", group_offset)
-        _check.integer(op, "group_offset", group_offset)
+        group_offset = _check.integers(op, "group_offset", group_offset)
         group_offset = group_offset.reshape(())
     if dn.mode == "batch":
         # Sizes have no effect here: every batch is multiplied by its own partner.

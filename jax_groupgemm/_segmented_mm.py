@@ -49,12 +49,10 @@ def segmented_mm(
     under ``vmap`` over any operand. The operation of MLX's ``segmented_mm``.
     """
     op = "segmented_mm"
-    a, b, segments = (
-        _check.array(op, n, v) for n, v in (("a", a), ("b", b), ("segments", segments))
-    )
+    a, b = (_check.array(op, n, v) for n, v in (("a", a), ("b", b)))
+    segments = _check.integers(op, "segments", segments)
     for name, value in (("a", a), ("b", b)):
         _check.numeric(op, name, value)
-    _check.integer(op, "segments", segments)
     _check.shape(op, "a", a, (None, None), "K, M" if transpose_a else "M, K")
     k = a.shape[0 if transpose_a else 1]
     _check.shape(

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import oracle
 import pytest
 
@@ -133,3 +134,36 @@ def test_batch_of_too_many_rows():
     with pytest.raises(ValueError, match=r"4294967296 rows; row indices are int32"):
         jax.eval_shape(jax.vmap(lambda x: jgg.grouped_mm(x, w, s)), shapes)
     assert jax.vmap(lambda x: jgg.grouped_mm(x, w, s))(x).shape == (3, 2, 1)
+
+
+@pytest.mark.parametrize("name", ["bias", "row_scale", "existing_out"])
+@pytest.mark.parametrize(
+    ("operands", "dtype"),
+    [("int32", "float32"), ("float32", "complex64"), ("bfloat16", "complex64")],
+)
+def test_what_the_result_cannot_hold(name, operands, dtype):
+    x, w = jnp.ones((6, 4), operands), jnp.ones((3, 4, 5), operands)
+    shape = {"bias": (3, 5), "row_scale": (6,), "existing_out": (6, 5)}[name]
+    oracle.assert_raises(
+        lambda: jgg.grouped_mm(x, w, [1, 2, 3], **{name: jnp.ones(shape, dtype)}), TypeError,
+        f"jgg.grouped_mm: {name} has dtype {dtype}, which the result, {operands}, cannot hold",
+    )  # fmt: skip
+
+
+def test_sizes_of_the_host_do_not_wrap():
+    x, w, most = jnp.ones((6, 4)), jnp.ones((3, 4, 5)), np.iinfo(np.int64).max
+    for sizes in (np.array([most, 1, 1]), [2**40, 1, 1], np.array([2**63, 1, 1], np.uint64)):
+        np.testing.assert_array_equal(jgg.grouped_mm(x, w, sizes), 4)
+    np.testing.assert_array_equal(jgg.segmented_mm(x.T, x, np.array([[0, most]])), 6)
+    assert not np.asarray(jgg.segmented_mm(x.T, x, np.array([[2**32, most]]))).any()
+    assert jgg.grouped_mm(x, w[:0], []).shape == (6, 5)
+
+
+def test_disable_jit():
+    x, w, sizes = jnp.ones((6, 64)), jnp.ones((3, 64, 5)), jnp.array([1, 2, 3])
+    f = lambda x: jgg.grouped_mm(x, w, sizes, activation="silu").sum()
+    want = jax.value_and_grad(f)(x)
+    q = jgg.quantize(w.swapaxes(1, 2))
+    with jax.disable_jit():
+        jax.tree.map(np.testing.assert_allclose, jax.value_and_grad(f)(x), want)
+        np.testing.assert_allclose(jgg.grouped_qmm(x, q, sizes), 64, rtol=1e-2)

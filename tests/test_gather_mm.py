@@ -68,6 +68,20 @@ def test_gradients_of_many_uses_are_summed_in_float32(rng):
         oracle.assert_close(jax.vjp(f, a)[1](ct)[0], want)
 
 
+def test_integers_have_no_nan_for_a_broken_promise(rng):
+    a, b = rng.integers(-9, 9, (6, 1, 4), np.int32), rng.integers(-9, 9, (3, 4, 5), np.int32)
+    rhs = np.array([2, 0, 1, 1, 0, 2])
+    out = jgg.gather_mm(a, b, None, rhs, sorted_indices=True)
+    np.testing.assert_array_equal(out, a @ b[rhs])
+
+
+@pytest.mark.parametrize("index", [2**32, 2**32 + 1, -(2**32), np.iinfo(np.int64).min])
+def test_indices_of_the_host_do_not_wrap(rng, index):
+    a, b = oracle.random(rng, (2, 1, 8)), oracle.random(rng, (3, 8, 6))
+    assert not np.asarray(jgg.gather_mm(a, b, None, np.array([index, index]))).any()
+    assert not np.asarray(jgg.gather_mm(a, b, [index, index], [0, 1])).any()
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64"])
 def test_wide_and_unsigned_indices(rng, dtype):
     with jax.enable_x64(True):

@@ -302,6 +302,17 @@ def test_vmap(problem, kind, axes):
         oracle.assert_close(out[i], oracle.grouped_mm(*one))
 
 
+def test_sharded_indices(rng):
+    """A router's, which are sharded as its tokens."""
+    mesh = mesh_of((DEVICES,), ("d",), AxisType.Explicit)
+    x, w = oracle.random(rng, (16, K)), oracle.random(rng, (G, K, N))
+    with jax.set_mesh(mesh):
+        args = jax.device_put(x, NamedSharding(mesh, P("d"))), w
+        out = jax.jit(lambda x, w: jgg.gather_mm(x[:, None], w, None, jnp.argmax(x, 1) % G))(*args)
+    want = oracle.gather_mm(x[:, None], w, None, np.asarray(jnp.argmax(x, 1)) % G)
+    oracle.assert_close(out, want)
+
+
 @pytest.mark.parametrize("rows", [None, "e"])
 def test_vmap_over_a_sharded_axis(rng, rows):
     """The axis that is mapped is Explicit; of two mesh axes another may have the rows."""
