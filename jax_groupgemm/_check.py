@@ -66,13 +66,9 @@ def integers(op: str, name: str, value) -> jax.Array:
             host = np.clip(host, low, 2**31 - 1).astype(np.int32)
         value = host
     value = array(op, name, value)
-    integer(op, name, value)
-    return value
-
-
-def integer(op: str, name: str, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"jgg.{op}: {name} must hold integers, got dtype {value.dtype.name}")
+    return value
 
 
 def numeric(op: str, name: str, value) -> None:

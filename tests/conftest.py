@@ -12,7 +12,9 @@ import pytest
 
 from jax_groupgemm import _call
 
-pytest.register_assert_rewrite("checkpoint_writers", "fuzz", "host_program", "nvfp4_quantize_cases")
+pytest.register_assert_rewrite(
+    "checkpoint_writers", "device_runs", "fuzz", "host_program", "nvfp4_quantize_cases"
+)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

@@ -93,6 +93,11 @@ def gather_mm(a, b, lhs=None, rhs=None) -> np.ndarray:
     return out.reshape(*lhs.shape, *out.shape[1:])
 
 
+def host_random(rng, shape, dtype) -> np.ndarray:
+    """Made on the host: nothing has to be compiled for casts and transposes of it."""
+    return rng.standard_normal(shape, np.float32).astype(jax.numpy.dtype(dtype))
+
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 

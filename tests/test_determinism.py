@@ -2,23 +2,17 @@
 others on a second stream, and replayed from a command buffer while sizes change."""
 
 import functools
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import assert_on_sm90, assert_overlap, kernel_runs, profile_on_two_streams, run
 from jax import lax
 from jax.experimental.compute_on import compute_on
-from test_gpu import kernel_runs, overlapping
 from test_graph_safety import CAPTURED, EAGER
 from test_quantize_call import calls
-from test_sm90 import assert_on_sm90, host_random, run
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -36,8 +30,8 @@ def problem():
     rng = np.random.default_rng(0)
     rows, weights = (ROWS, WIDTH), (GROUPS, WIDTH, WIDTH)
     shapes = [rows, weights, rows, rows[::-1], (64, LONG), (2, LONG, 64), (TOKENS, 3, WIDTH)]
-    halves = [host_random(rng, shape, "bfloat16") for shape in shapes]
-    singles = [host_random(rng, shape, "float32") for shape in (rows, weights, rows)]
+    halves = [oracle.host_random(rng, shape, "bfloat16") for shape in shapes]
+    singles = [oracle.host_random(rng, shape, "float32") for shape in (rows, weights, rows)]
 
     def metadata():
         starts, lengths = rng.integers(0, ROWS, 40), rng.integers(-50, 1200, 40)
@@ -223,17 +217,7 @@ test_determinism.two_streams(sys.argv[2])
 
 @hopper
 def test_beside_others_on_a_second_stream(tmp_path):
-    """In a process of its own, as streams are XLA's flags."""
-    flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
-    flags += " --xla_gpu_enable_command_buffer="
-    profile = tmp_path / "profile"
-    command = [sys.executable, "-c", TWO_STREAMS, str(Path(__file__).parent), str(profile)]
-    subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
-    (dump,) = tmp_path.glob("*jit_beside*gpu_after_optimizations.txt")
-    streams = re.findall(r'"?_xla_stream_annotation"?="(\d)"', dump.read_text())
-    assert set(streams) == {"1", "2"}
-    (file,) = profile.rglob("*.xplane.pb")
-    data = jax.profiler.ProfileData.from_file(str(file))
-    runs = kernel_runs(data.planes, "GemmSm90Kernel")
-    assert len(runs) == 3 * 2 * COUNT == len(kernel_runs(data.planes, "GemmSm"))
-    assert overlapping(runs), f"no two of these runs on two streams overlap: {sorted(runs)}"
+    planes = profile_on_two_streams(tmp_path, TWO_STREAMS, "beside", 1)
+    runs = kernel_runs(planes, "GemmSm90Kernel")
+    assert len(runs) == 3 * 2 * COUNT == len(kernel_runs(planes, "GemmSm"))
+    assert_overlap(runs)

@@ -1,8 +1,6 @@
 """What only a GPU can show: command buffers, recycled memory, determinism, sizes beyond 32 bits."""
 
-import itertools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import assert_overlap, kernel_runs, profile_on_two_streams
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -251,40 +250,9 @@ for result in results:
 """
 
 
-def kernel_runs(planes, kernel: str) -> list[tuple[str, float, float]]:
-    """Stream, start and end (ns) of a kernel's runs in a profile of one GPU."""
-    return [
-        (line.name, event.start_ns, event.end_ns)
-        for plane in planes
-        if plane.name.startswith("/device:GPU:")
-        for line in plane.lines
-        if line.name.startswith("Stream #")
-        for event in line.events
-        if kernel in event.name
-    ]
-
-
-def overlapping(runs) -> list:
-    """Pairs of runs on different streams that were under way at the same time."""
-    pairs = itertools.combinations(runs, 2)
-    return [(a, b) for a, b in pairs if a[0] != b[0] and a[1] < b[2] and b[1] < a[2]]
-
-
 def test_two_streams(tmp_path):
     """Calls that run at the same time, on two streams, give the bits that they give alone."""
-    flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
-    flags += " --xla_gpu_enable_command_buffer="
-    profile = tmp_path / "profile"
-    command = [sys.executable, "-c", TWO_STREAMS, str(Path(__file__).parent), str(profile)]
-    subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
-    dumps = list(tmp_path.glob("*jit_two_streams*gpu_after_optimizations.txt"))
-    assert len(dumps) == 2
-    for dump in dumps:
-        streams = set(re.findall(r'"?_xla_stream_annotation"?="(\d)"', dump.read_text()))
-        assert streams == {"1", "2"}
-    (file,) = profile.rglob("*.xplane.pb")
-    runs = kernel_runs(jax.profiler.ProfileData.from_file(str(file)).planes, "GemmSm")
+    planes = profile_on_two_streams(tmp_path, TWO_STREAMS, "two_streams", 2)
+    runs = kernel_runs(planes, "GemmSm")
     assert runs, "the profile has no run of our kernels: CUPTI recorded nothing"
-    streams = {stream for stream, _, _ in runs}
-    assert len(streams) > 1, f"all {len(runs)} runs were on {streams}"
-    assert overlapping(runs), f"no two of these runs on two streams overlap: {sorted(runs)}"
+    assert_overlap(runs)

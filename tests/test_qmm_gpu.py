@@ -2,10 +2,7 @@
 determinism, sizes beyond 16 and 32 bits."""
 
 import collections
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import assert_overlap, kernel_runs, profile_on_two_streams, run
 from handler_watch import CALLS, Watch, needs_compiler, watched
 from qmm_problems import BYTE_SCALES, assert_values, every_scale_and_code
-from test_gpu import kernel_runs, overlapping
 from test_graph_safety import CAPTURED, EAGER, SETTLED, same_bits
-from test_sm90 import run
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -288,24 +284,12 @@ test_qmm_gpu.on_two_streams(sys.argv[2])
 
 def test_two_streams(tmp_path):
     """As in test_gpu.py: on two streams products give the bits that they give alone."""
-    flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
-    flags += " --xla_gpu_enable_command_buffer="
-    profile = tmp_path / "profile"
-    command = [sys.executable, "-c", STREAMS, str(Path(__file__).parent), str(profile)]
-    subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
-    dumps = list(tmp_path.glob("*jit_two_streams*gpu_after_optimizations.txt"))
-    assert len(dumps) == 3
-    for dump in dumps:
-        streams = set(re.findall(r'"?_xla_stream_annotation"?="(\d)"', dump.read_text()))
-        assert streams == {"1", "2"}
-    (file,) = profile.rglob("*.xplane.pb")
-    planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    planes = profile_on_two_streams(tmp_path, STREAMS, "two_streams", 3)
     kinds = (FEW, "QuantizedGemmSm90Kernel" if HOPPER else ANY)
     few, more = (kernel_runs(planes, kind) for kind in kinds)
     assert few, "the profile has no run of few rows"
     assert more, "the profile has no run of more rows"
-    runs = few + more
-    assert overlapping(runs), f"no two of these runs on two streams overlap: {sorted(runs)}"
+    assert_overlap(few + more)
 
 
 # ---- sizes beyond 16 and 32 bits -------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_sm90 import assert_on_sm90, host_random, run
+from device_runs import assert_on_sm90, run
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _call
@@ -64,7 +64,7 @@ def test_seed_cases(rng, shape, dtypes):
     lengths = np.diff(spans)[:, 0]
     assert (lengths == 0).sum() == 2
     assert lengths.sum() == k
-    a, b = (host_random(rng, size, dtypes[0]) for size in ((m, k), (k, n)))
+    a, b = (oracle.host_random(rng, size, dtypes[0]) for size in ((m, k), (k, n)))
     for dtype in dtypes:  # numbers that all of them have
         a, b = (v.astype("float32").astype(jnp.dtype(dtype)) for v in (a, b))
     stored = jax.device_put(

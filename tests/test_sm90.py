@@ -9,11 +9,12 @@ import numpy as np
 import oracle
 import pytest
 import test_segmented_mm
+from device_runs import assert_on_sm90, names, run
 from nvfp4_grouped_problems import along_t, wgrad_oracle
 from test_grouped_mm import SHAPES, epilogue_oracle
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _custom_calls, _timing, _tuned
+from jax_groupgemm import _call, _custom_calls, _tuned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,31 +26,6 @@ def product(x, w, sizes, **options):
     return jax.jit(lambda x, w, s: jgg.grouped_mm(x, w, s, implementation="sm90", **options))(
         x, w, jnp.asarray(sizes, jnp.int32)
     )
-
-
-def host_random(rng, shape, dtype) -> np.ndarray:
-    """Made on the host: nothing has to be compiled for casts and transposes of it."""
-    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
-
-
-def run(f, *args):
-    """What f, which is compiled or jitted, returns, and the kernels that run in a call of it."""
-    jax.block_until_ready(f(*args))
-    with _timing.kernels() as found:
-        out = jax.block_until_ready(f(*args))
-    return out, [name for name, _ in found]
-
-
-def names(f, *args) -> set[str]:
-    """The kernels that run in a call of f."""
-    return set(run(jax.jit(f), *args)[1])
-
-
-def assert_on_sm90(kernels, count: int) -> None:
-    """So many products ran, all of them in this kernel."""
-    ran = [name for name in kernels if "GemmSm" in name]
-    assert len(ran) == count, kernels
-    assert all("GemmSm90Kernel" in name for name in ran), ran
 
 
 @pytest.mark.parametrize("implementation", [None, "sm90"])
@@ -79,13 +55,13 @@ def test_this_kernel_runs_shapes_of_the_value_tests(rng):
     products, wants = [], []
     for dtype, transpose in itertools.product(("bfloat16", "float16"), (False, True)):
         for t, k, n, g in shapes:
-            x, w = (host_random(rng, shape, dtype) for shape in ((t, k), (g, k, n)))
+            x, w = (oracle.host_random(rng, shape, dtype) for shape in ((t, k), (g, k, n)))
             sizes = oracle.random_sizes(rng, g, t)
             f = functools.partial(jgg.grouped_mm, transpose_w=transpose)
             products.append((f, x, w.swapaxes(1, 2) if transpose else w, sizes))
             wants.append(oracle.grouped_mm(x, w, sizes))
         for (m, n, k), transpose_b in itertools.product(cuts, (False, True)):
-            a, b = host_random(rng, (m, k), dtype), host_random(rng, (k, n), dtype)
+            a, b = oracle.host_random(rng, (m, k), dtype), oracle.host_random(rng, (k, n), dtype)
             spans = test_segmented_mm.spans(k)
             f = functools.partial(jgg.segmented_mm, transpose_a=transpose, transpose_b=transpose_b)
             products.append((f, a.T if transpose else a, b.T if transpose_b else b, spans))
@@ -322,7 +298,7 @@ def test_nan_around_cuts_at_all_residues(rng, dtype, tolerance):
     assert len({(start, end) for start, end in (spans % 16).tolist()}) == 256
     assert (np.diff([0, *spans.ravel(), k]) > 0).all()
     assert (np.diff(spans) < 16).sum() > 64
-    a, b = (host_random(rng, (k, size), dtype) for size in (264, 136))
+    a, b = (oracle.host_random(rng, (k, size), dtype) for size in (264, 136))
     want = oracle.segmented_mm(a.T, b, spans)
     outside = np.ones(k, bool)
     for start, end in spans:
@@ -401,7 +377,7 @@ def test_float32_of_long_k(rng):
     k, rows = 7168, 65_536
     sizes = [170, 0, 100]
     shapes = (300, k), (3, k, 264), (rows, 136), (rows, 264)
-    x, w, a, b = (host_random(rng, shape, "float32") for shape in shapes)
+    x, w, a, b = (oracle.host_random(rng, shape, "float32") for shape in shapes)
     one = np.array([[0, rows]], np.int32)
     many = np.concatenate([one, 100 * np.arange(11)[:, None] + [[3, 70]]]).astype(np.int32)
 
@@ -476,14 +452,14 @@ def test_every_epilogue(rng, dtype, tolerance):
     for mean in (12, many):
         sizes = np.append(rng.integers(0, 2 * mean, 7), 0).astype(np.int32)
         t, k, n = int(sizes.sum()) + 5, 72, 272
-        x, w = host_random(rng, (t, k), dtype), host_random(rng, (8, k, n), dtype)
+        x, w = oracle.host_random(rng, (t, k), dtype), oracle.host_random(rng, (8, k, n), dtype)
         w = w / w.dtype.type(8)
         for transpose_w, (activation, given, result) in itertools.product((False, True), cases):
             shape = (t, n // 2 if activation in ("swiglu", "geglu") else n)
             every = {
-                "bias": host_random(rng, (8, n), dtype),
-                "row_scale": host_random(rng, (t,), "float32"),
-                "existing_out": host_random(rng, shape, result),
+                "bias": oracle.host_random(rng, (8, n), dtype),
+                "row_scale": oracle.host_random(rng, (t,), "float32"),
+                "existing_out": oracle.host_random(rng, shape, result),
             }
             options = {name: every[name] for name in given}
             nothing = {"bias": np.zeros((8, n)), "row_scale": np.ones(t), "existing_out": 0}
@@ -514,14 +490,16 @@ def test_float16_results(rng, dtype):
     problems, wants = [], []
     for mean in (8, 30, 90, 150, 260):
         sizes = rng.multinomial(9 * mean, [0, *np.ones(8) / 8])
-        x, w = (host_random(rng, shape, dtype) for shape in ((9 * mean + 5, 72), (9, 72, 264)))
+        x, w = (
+            oracle.host_random(rng, shape, dtype) for shape in ((9 * mean + 5, 72), (9, 72, 264))
+        )
         problems.append((x, w, sizes))
         wants.append(oracle.grouped_mm(x, w, sizes))
     sizes = ragged_k(rng)
     ends = np.cumsum(sizes)
     spans = np.stack([ends - sizes, ends], 1).astype(np.int32)
     rows = -(-int(ends[-1]) // 8) * 8
-    a, b = host_random(rng, (rows, 136), dtype), host_random(rng, (rows, 200), dtype)
+    a, b = oracle.host_random(rng, (rows, 136), dtype), oracle.host_random(rng, (rows, 200), dtype)
 
     def f(problems, a, b, spans):
         return [jgg.grouped_mm(*problem, **same) for problem in problems] + [
