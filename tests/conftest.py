@@ -30,8 +30,12 @@ def has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU its tests do not exist: they are deselected, not skipped."""
+    """Without a GPU its tests do not exist: they are deselected, not skipped. With one, those of
+    what JAX runs on by default are tests for it."""
     if has_gpu():
+        for item in items:
+            if item.get_closest_marker("default_device"):
+                item.add_marker("gpu")
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:

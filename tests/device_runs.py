@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 
 import jax
+from jax.experimental.compute_on import compute_on
+from jaxlib.mlir import ir
 
 from jax_groupgemm import _timing
+
+ATTRIBUTES = "mhlo.frontend_attributes"
+OF_STREAMS = ("_xla_stream_annotation", "inlineable")
 
 
 def run(f, *args):
@@ -30,6 +35,32 @@ def assert_on_sm90(kernels, count: int) -> None:
     ran = [name for name in kernels if "GemmSm" in name]
     assert len(ran) == count, kernels
     assert all("GemmSm90Kernel" in name for name in ran), ran
+
+
+def on_stream(index: int, f):
+    where = jax.memory.Space.Device
+    return compute_on(f, compute_type=f"gpu_stream:{index}", out_memory_spaces=where)
+
+
+def compiled_with_streams(jitted, *args):
+    """Of a function with parts on streams of their own. JAX says of everything within a part that
+    it is on the stream, and XLA (of jaxlib 0.11.2) fails where that is a call, as of most functions
+    of jnp; here only the part as a whole says it."""
+    lowered = jitted.lower(*args)
+
+    def visit(op):
+        part = op.name == "func.call" and str(op.attributes["callee"]).startswith("@compute_on")
+        if not part and ATTRIBUTES in op.attributes:
+            kept = {a.name: a.attr for a in op.attributes[ATTRIBUTES] if a.name not in OF_STREAMS}
+            del op.attributes[ATTRIBUTES]
+            if kept:
+                op.attributes[ATTRIBUTES] = ir.DictAttr.get(kept)
+        return ir.WalkResult.ADVANCE
+
+    module = lowered.compiler_ir()
+    with module.context:
+        module.operation.walk(visit)
+    return lowered.compile()
 
 
 def profile_on_two_streams(tmp_path, program: str, jitted: str, count: int):

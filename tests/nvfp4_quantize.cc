@@ -1,4 +1,6 @@
 // ffi/nvfp4/device/quantize_block.cuh on the host, for test_nvfp4_quantize_host.py.
+#include <algorithm>
+
 #include "nvfp4/device/quantize_block.cuh"
 
 using namespace jgg;
@@ -26,8 +28,11 @@ void Quantize(const Arrays& arrays) {
   };
   uint32_t amax = 0;
   for (long i = 0; i < arrays.blocks; ++i) {
-    const uint32_t bits = arrays.hadamard ? LargestFinite(block(i)) : LargestFinite(x[i]);
-    if (bits > amax) amax = bits;
+    if (arrays.hadamard) {
+      RaiseToRotated(Widen(x[i]), &amax);
+    } else {
+      amax = std::max(amax, LargestFinite(x[i]));
+    }
   }
   *arrays.global_scale = GlobalScale(amax);
   const MatrixScales matrix = MakeMatrixScales(amax);
@@ -64,4 +69,14 @@ extern "C" void random_bits(uint64_t block, uint32_t key0, uint32_t key1, uint32
 // The code of y for each of the 2^16 random numbers.
 extern "C" void stochastic_codes(float y, uint8_t* codes) {
   for (uint32_t i = 0; i < 1u << 16; ++i) codes[i] = StochasticCode(y, AsFloat(0x4b000000 | i));
+}
+
+// Of each of `count` blocks of float32, the largest magnitude once they are rotated, as amax finds
+// it where `least` was found before; 0 where that is not exceeded.
+extern "C" void raised(const Values* x, long count, const uint32_t* least, uint32_t* largest) {
+  for (long i = 0; i < count; ++i) {
+    uint32_t bits = least[i];
+    RaiseToRotated(x[i], &bits);
+    largest[i] = bits == least[i] ? 0 : bits;
+  }
 }

@@ -11,6 +11,8 @@ import jax_groupgemm as jgg
 from jax_groupgemm import _composed
 from jax_groupgemm._primitives import INNER, OUTER
 
+pytestmark = pytest.mark.default_device
+
 SIZES = jnp.array([3, 0, 5], jnp.int32)
 
 

@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from device_runs import assert_on_sm90, assert_overlap, kernel_runs, profile_on_two_streams, run
+from device_runs import (
+    assert_on_sm90,
+    assert_overlap,
+    compiled_with_streams,
+    kernel_runs,
+    on_stream,
+    profile_on_two_streams,
+    run,
+)
 from jax import lax
-from jax.experimental.compute_on import compute_on
 from test_graph_safety import CAPTURED, EAGER
 from test_quantize_call import calls
 from thunks import custom_calls
@@ -191,8 +198,7 @@ def flat(operands, metadata):
 
 def two_streams(profile):
     operands, sets = problem()
-    on_stream = functools.partial(compute_on, flat, out_memory_spaces=jax.memory.Space.Device)
-    first, second = (on_stream(compute_type=f"gpu_stream:{index}") for index in (1, 2))
+    first, second = on_stream(1, flat), on_stream(2, flat)
 
     @jax.jit
     def beside(operands, a, b):
@@ -200,11 +206,12 @@ def two_streams(profile):
 
     with _tuned.forced(256):
         wants = tuple(jax.jit(flat)(operands, metadata) for metadata in sets)
-        for _ in range(RUNS):
-            assert_same_bytes(beside(operands, *sets), wants)
+        both = compiled_with_streams(beside, operands, *sets)
+    for _ in range(RUNS):
+        assert_same_bytes(both(operands, *sets), wants)
     with jax.profiler.trace(profile):
         for _ in range(3):
-            jax.block_until_ready(beside(operands, *sets))
+            jax.block_until_ready(both(operands, *sets))
 
 
 TWO_STREAMS = """

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jax_groupgemm as jgg
 from jax_groupgemm import _call, _gathered
 
+pytestmark = pytest.mark.default_device
+
 A, G, K, N = 9, 4, 16, 24
 LHS = np.array([0, 8, 8, -1, 9, 3, 5, 2**31 - 1, 1, 8], np.int32)
 RHS = np.array([3, 0, 0, 1, 3, -2, 4, 0, 1, 3], np.int32)

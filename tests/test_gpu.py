@@ -211,19 +211,32 @@ def test_existing_out_is_accumulated_in_place(rng):
     np.testing.assert_array_equal(keep, before)
 
 
+def test_existing_out_of_a_scan(rng):
+    """XLA has the calls read and write slices of what is scanned: the result's memory is then not
+    that of existing_out, whatever the call asks for."""
+    x, w = oracle.random(rng, (5, 64, 24), "bfloat16"), oracle.random(rng, (3, 24, 40), "bfloat16")
+    old, sizes = (
+        oracle.random(rng, (5, 64, 40), "bfloat16"),
+        [[20, 0, 30], [64, 0, 0]] * 2 + [[0] * 3],
+    )
+    step = lambda _, a: (None, jgg.grouped_mm(a[0], w, a[2], existing_out=a[1]))
+    scanned = jax.jit(lambda *a: jax.lax.scan(step, None, a)[1])
+    for dtype in ("bfloat16", "float32"):
+        w = w.astype(dtype)
+        operands = x.astype(dtype), old.astype(dtype), jnp.array(sizes)
+        for got, rows, before, of in zip(scanned(*operands), *operands, strict=True):
+            oracle.assert_close(got, oracle.f64(before) + oracle.grouped_mm(rows, w, of))
+
+
 TWO_STREAMS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np, oracle
-from jax.experimental.compute_on import compute_on
+from device_runs import on_stream
 import jax_groupgemm as jgg
 rng = np.random.default_rng(0)
 x, w = oracle.random(rng, (3000, 512), "bfloat16"), oracle.random(rng, (8, 512, 768), "bfloat16")
 sizes = [jnp.asarray(oracle.random_sizes(rng, 8, 3000)) for _ in range(2)]
-
-def on_stream(index, f):
-    where = jax.memory.Space.Device
-    return compute_on(f, compute_type=f"gpu_stream:{index}", out_memory_spaces=where)
 
 product = lambda x, w, s: jnp.tanh(jgg.grouped_mm(jgg.grouped_mm(x, w, s), w, s, transpose_w=True))
 first, second = on_stream(1, product), on_stream(2, product)

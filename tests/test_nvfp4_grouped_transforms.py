@@ -25,6 +25,8 @@ from nvfp4_grouped_problems import (
 
 import jax_groupgemm as jgg
 
+pytestmark = pytest.mark.default_device
+
 stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
 MM_AXES = [(0, None, None, None), (None, 0, 0, None), (0, 0, 0, 0)]
 VMAP = [

@@ -10,6 +10,8 @@ import pytest
 
 import jax_groupgemm as jgg
 
+pytestmark = pytest.mark.default_device
+
 # K and N are not multiples of 16. Padded they are alike, so that quantizers are compiled once.
 T, G, N, K = 96, 3, 44, 40
 SIZES = [40, 0, 50]

@@ -72,6 +72,27 @@ def test_any_bits(rng, same, options, dtype):
         same(one.astype(x.dtype), **OPTIONS[options])
 
 
+def test_what_amax_leaves_out(rng, library):
+    """A rotated block whose largest value is a quarter of the sum of all magnitudes, or nearly so,
+    is not left out where what was found before is any less than that value."""
+
+    def largest_of(x, least):
+        found = np.zeros(len(x), np.uint32)
+        library.raised(pointer(x), ctypes.c_long(len(x)), pointer(least), pointer(found))
+        return found
+
+    signs = np.sign(nvfp4_oracle.rotate(np.eye(16, dtype=F32))).T  # of each value's terms
+    magnitudes = np.concatenate([np.ones((400, 16)), rng.uniform(0, 1, (400, 16)),
+                                 10.0 ** rng.integers(-9, 9, (400, 16))])  # fmt: skip
+    x = magnitudes * signs[rng.integers(0, 16, len(magnitudes))]
+    for exponent in range(-140, 90, 3):
+        blocks = np.ldexp(x, exponent).astype(F32)
+        largest = largest_of(blocks, np.zeros(len(x), np.uint32))
+        some = largest > 0
+        assert some.mean() > (0.3 if exponent < -100 else 0.999)
+        np.testing.assert_array_equal(largest_of(blocks, largest - some), largest)
+
+
 @pytest.mark.parametrize("amax", [2688, 1, 0.37, 3e38, 1e-30])
 def test_around_thresholds(rng, same, amax):
     """Products of scales with the middles between codes, and float32 neighbours of those."""

@@ -14,6 +14,8 @@ from nvfp4_quantize_cases import F32, leaves_equal
 import jax_groupgemm as jgg
 from jax_groupgemm import _nvfp4_layouts as layouts
 
+pytestmark = pytest.mark.default_device
+
 
 def both_axes(x, sizes):
     """Grouped, and swizzled groups."""
@@ -95,6 +97,8 @@ def test_pytree(batch):
 
 
 def mesh_of(kind):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
     return jax.make_mesh((2, len(jax.devices()) // 2), ("a", "b"), axis_types=(kind,) * 2)
 
 

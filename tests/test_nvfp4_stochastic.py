@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import nvfp4_oracle
 import oracle
+import pytest
 from nvfp4_quantize_cases import F32, SHAPE
 
 import jax_groupgemm as jgg
 from jax_groupgemm import _philox
+
+pytestmark = pytest.mark.default_device
 
 
 def test_philox():

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jax_groupgemm as jgg
 from jax_groupgemm import _formats, _nvfp4_layouts, _nvfp4_quantize
 
+pytestmark = pytest.mark.default_device
+
 G = 3
 
 

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from device_runs import assert_overlap, kernel_runs, profile_on_two_streams, run
+from device_runs import (
+    assert_overlap,
+    compiled_with_streams,
+    kernel_runs,
+    on_stream,
+    profile_on_two_streams,
+    run,
+)
 from handler_watch import CALLS, Watch, needs_compiler, watched
 from qmm_problems import BYTE_SCALES, assert_values, every_scale_and_code
 from test_graph_safety import CAPTURED, EAGER, SETTLED, same_bits
@@ -231,7 +238,6 @@ def test_same_bits_every_time(rng):
 
 def on_two_streams(profile: str) -> None:
     """Products at the same time as others, against the same ones alone."""
-    from jax.experimental.compute_on import compute_on
 
     def product(x, w, packed, sizes):
         y = jgg.grouped_qmm(x, w, sizes)
@@ -240,11 +246,7 @@ def on_two_streams(profile: str) -> None:
         back = jgg.grouped_qmm(y, w, sizes, transpose_w=False)
         return jnp.concatenate([jgg.grouped_qmm(back, packed, sizes), pairs[:, 0]])
 
-    def on_stream(index):
-        where = jax.memory.Space.Device
-        return compute_on(product, compute_type=f"gpu_stream:{index}", out_memory_spaces=where)
-
-    first, second = on_stream(1), on_stream(2)
+    first, second = on_stream(1, product), on_stream(2, product)
 
     @jax.jit
     def two_streams(x, w, packed, a, b):
@@ -257,11 +259,12 @@ def on_two_streams(profile: str) -> None:
         sizes = [jnp.asarray(oracle.random_sizes(rng, groups, rows, empty=0)) for _ in range(2)]
         wants = [jax.device_get(jax.jit(product)(x, q, packed, s)) for s in sizes]
         assert all(np.isfinite(oracle.f64(want)).all() and want.any() for want in wants)
-        jax.block_until_ready(two_streams(x, q, packed, *sizes))
+        both = compiled_with_streams(two_streams, x, q, packed, *sizes)
+        jax.block_until_ready(both(x, q, packed, *sizes))
 
         def together():
             for _ in range(times):
-                assert same_bits(two_streams(x, q, packed, *sizes), wants)
+                assert same_bits(both(x, q, packed, *sizes), wants)
 
         return together
 

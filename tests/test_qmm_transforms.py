@@ -14,6 +14,8 @@ from test_qmm_lowering import results
 import jax_groupgemm as jgg
 from jax_groupgemm._formats import MODES
 
+pytestmark = pytest.mark.default_device
+
 
 def dense(w, dtype, transpose_w):
     """The (..., K, N) that activations of a dtype are multiplied with."""

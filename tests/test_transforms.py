@@ -12,6 +12,8 @@ import pytest
 
 import jax_groupgemm as jgg
 
+pytestmark = pytest.mark.default_device
+
 B = 3
 SIZES = np.array([[4, 0, 9], [0, 0, 0], [20, 1, 1]], np.int32)
 SPANS = np.array(

@@ -96,12 +96,4 @@ inline xla::ffi::Error BindGroupOffset(const char* op, Operands* operands, Metad
   return xla::ffi::Error::Success();
 }
 
-// Take the next operand, whose memory must be the result's.
-inline xla::ffi::Error BindExistingOut(const char* op, Operands* operands, const void* out) {
-  const auto existing_out = operands->Take("existing_out");
-  if (!existing_out) return existing_out.error();
-  if (existing_out->untyped_data() == out) return xla::ffi::Error::Success();
-  return InvalidArgument(op, "existing_out must be aliased to the result");
-}
-
 }  // namespace jgg

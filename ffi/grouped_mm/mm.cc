@@ -4,6 +4,7 @@
 
 #include "common/arch.h"
 #include "common/cuda_error.h"
+#include "grouped_mm/existing_out.h"
 #include "grouped_mm/mm_bind.h"
 #include "grouped_mm/mm_sm80.h"
 #include "grouped_mm/mm_sm90.h"
@@ -32,7 +33,8 @@ static ffi::Error BindRows(const char* name, Operands* operands, RowList* rows, 
   return ffi::Error::Success();
 }
 
-static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, MmArgs* args) {
+static ffi::Error BindOptions(cudaStream_t stream, ffi::RemainingArgs rest, const MmOptions& has,
+                              ffi::AnyBuffer out, MmArgs* args) {
   constexpr const char* op = "mm";
   Operands operands(op, rest);
   if (has.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
@@ -47,7 +49,7 @@ static ffi::Error BindOptions(ffi::RemainingArgs rest, const MmOptions& has, MmA
   if (has.bias) JGG_RETURN_IF_ERROR(BindBias(op, &operands, args->groups, args->n, &epilogue));
   if (has.row_scale) JGG_RETURN_IF_ERROR(BindRowScale(op, &operands, args->rows, &epilogue));
   if (has.existing_out) {
-    JGG_RETURN_IF_ERROR(BindExistingOut(op, &operands, args->out));
+    JGG_RETURN_IF_ERROR(BindExistingOut(op, stream, &operands, out));
     epilogue.accumulate = true;
   }
   if (!args->in_order &&
@@ -76,7 +78,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   args.tile = tile;
   args.in_order = in_order;
   const MmOptions has{group_offset, x_rows, y_rows, bias, row_scale, existing_out};
-  JGG_RETURN_IF_ERROR(BindOptions(rest, has, &args));
+  JGG_RETURN_IF_ERROR(BindOptions(stream, rest, has, *out, &args));
   JGG_RETURN_IF_ERROR(
       CheckMm("mm", args.metadata, args.rows_x, args.rows, args.groups, args.n, args.k));
   const int capability = ComputeCapability();

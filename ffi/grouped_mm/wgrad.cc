@@ -4,6 +4,7 @@
 
 #include "common/arch.h"
 #include "common/cuda_error.h"
+#include "grouped_mm/existing_out.h"
 #include "grouped_mm/wgrad_bind.h"
 #include "grouped_mm/wgrad_sm80.h"
 #include "grouped_mm/wgrad_sm90.h"
@@ -43,7 +44,7 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
     args.scale = static_cast<const float*>(buffer->untyped_data());
   }
   if (existing_out) {
-    JGG_RETURN_IF_ERROR(BindExistingOut(op, &operands, args.out));
+    JGG_RETURN_IF_ERROR(BindExistingOut(op, stream, &operands, *out));
     args.accumulate = true;
   }
   JGG_RETURN_IF_ERROR(operands.End());

@@ -2,7 +2,7 @@
 
 #include "common/arch.h"
 #include "common/cuda_error.h"
-#include "grouped_mm/metadata_bind.h"
+#include "grouped_mm/existing_out.h"
 #include "handlers.h"
 #include "nvfp4/bind.h"
 #include "nvfp4/grouped_wgrad_sm100.h"
@@ -36,14 +36,15 @@ static ffi::Error BindMatrices(ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::A
 }
 
 // beta, and the matrices that it multiplies: the result, before it is one.
-static ffi::Error BindExisting(ffi::RemainingArgs rest, Nvfp4GroupedWgradArgs* args) {
+static ffi::Error BindExisting(cudaStream_t stream, ffi::RemainingArgs rest, ffi::AnyBuffer out,
+                               Nvfp4GroupedWgradArgs* args) {
   if (rest.size() == 0) return ffi::Error::Success();
   Operands operands(kOp, rest);
   const auto beta = operands.Take("beta");
   if (!beta) return beta.error();
   JGG_RETURN_IF_ERROR(CheckPerGroup(kOp, "beta", *beta, args->groups, ffi::F32, "float32"));
   args->beta = static_cast<const float*>(beta->untyped_data());
-  JGG_RETURN_IF_ERROR(BindExistingOut(kOp, &operands, args->out));
+  JGG_RETURN_IF_ERROR(BindExistingOut(kOp, stream, &operands, out));
   return operands.End();
 }
 
@@ -64,7 +65,7 @@ static ffi::Error Nvfp4GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   args.sizes = static_cast<const int32_t*>(sizes.untyped_data());
   args.alpha = static_cast<const float*>(alpha.untyped_data());
   args.out = out->untyped_data();
-  JGG_RETURN_IF_ERROR(BindExisting(rest, &args));
+  JGG_RETURN_IF_ERROR(BindExisting(stream, rest, *out, &args));
   args.workspace = workspace->untyped_data();
   args.workspace_bytes = workspace->dimensions()[0];
   if (auto reason = nvfp4_grouped_wgrad_sm100_unsupported(args, ComputeCapability())) {

@@ -8,10 +8,11 @@
 
 namespace jgg {
 
-// For `count` elements from `begin` on, by this many blocks.
+// For `count` elements from `begin` on, of which blocks take a tile after the other: each the next
+// of all (`run` 1), or runs of their own.
 template <typename Coder>
 device::QuantizeParams MakeQuantizeParams(const QuantizeArgs& args, int64_t begin, int64_t count,
-                                          int64_t blocks) {
+                                          int64_t blocks, int64_t run) {
   using Traits = device::QuantizeKernelTraits<Coder>;
   constexpr int kScale = sizeof(typename Traits::Scale) / Traits::kGroups;
   const QuantizedArray& q = args.q;
@@ -22,7 +23,9 @@ device::QuantizeParams MakeQuantizeParams(const QuantizeArgs& args, int64_t begi
   p.biases = static_cast<uint8_t*>(q.biases) + begin / q.group_size * kScale;
   p.pieces = static_cast<int32_t>(count * device::kUnitBytes / Traits::kElements / 16);
   while (Traits::kElements << p.lane_bits < q.group_size) ++p.lane_bits;
-  const int64_t step = blocks * device::kQuantizeThreads;
+  const int64_t step = (run == 1 ? blocks : 1) * device::kQuantizeThreads;
+  p.block_units = static_cast<int32_t>(run * device::kQuantizeThreads);
+  p.reach = run == 1 ? p.pieces : 4 * p.block_units;
   p.step = static_cast<int32_t>(4 * step);
   p.w_step = step * device::kUnitBytes;
   p.weight_step = step * Traits::kBytes;
@@ -43,9 +46,14 @@ auto LaunchQuantize(const QuantizeArgs& args, int processors, Launch launch,
     decltype(launch(coder, 0, device::QuantizeParams{})) error{};
     for (int64_t begin = 0; begin < args.q.elements && !error; begin += most) {
       const int64_t count = std::min(most, args.q.elements - begin);
-      const int64_t blocks =
-          std::min((count + kTile - 1) / kTile, int64_t{processors} * Traits::kBlocks);
-      const auto p = MakeQuantizeParams<decltype(coder)>(args, begin, count, blocks);
+      const int64_t tiles = (count + kTile - 1) / kTile;
+      int64_t blocks = std::min(tiles, int64_t{processors} * Traits::kBlocks), run = 1;
+      if constexpr (decltype(coder)::kGlobal) {
+        // What a thread has to find out for a global scale it should not need for every tile.
+        run = (tiles + blocks - 1) / blocks;
+        blocks = (tiles + run - 1) / run;
+      }
+      const auto p = MakeQuantizeParams<decltype(coder)>(args, begin, count, blocks, run);
       error = launch(coder, static_cast<int>(blocks), p);
     }
     return error;

@@ -178,16 +178,21 @@ __global__ void __launch_bounds__(kQuantizeThreads)
     }
     uint32_t amax = 0;
     MatrixScales matrix{};
-    if constexpr (!kAmax) matrix = p.matrix_scales[m];
+    if constexpr (kAmax) {
+      amax = __ldcg(p.amax + m);  // what others have found so far
+    } else {
+      matrix = p.matrix_scales[m];
+    }
     JGG_UNROLL
     for (int i = 0; i < kRowUnits; ++i) {
       const int64_t block = first + i * kQuantizeThreads;
       if (!kAmax && block >= count) break;
       Values values = Widen(x[i]);
-      if constexpr (kHadamard) Rotate(&values);
       if constexpr (kAmax) {
-        amax = max(amax, LargestFinite(values));
+        static_assert(kHadamard);
+        RaiseToRotated(values, &amax);
       } else {
+        if constexpr (kHadamard) Rotate(&values);
         const float largest = kHadamard ? LargestMagnitude(values) : LargestMagnitude(x[i]);
         QuantizeBlock<kStochastic>(p, values, MakeBlockScale(largest, matrix), m * count + block);
       }

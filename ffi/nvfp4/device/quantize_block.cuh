@@ -112,6 +112,25 @@ JGG_HOST_DEVICE void Rotate(Values* x) {
   for (int i = 0; i < kBlock; ++i) x->words[i] = AsBits(AddFlushed(Multiply(y[i], 0.25f), 0.0f));
 }
 
+// Whether a value of the rotated block may be larger than `largest`: none is larger than a quarter
+// of the sum of all magnitudes, but for rounding.
+JGG_HOST_DEVICE bool MayExceed(const Values& x, float largest) {
+  float sum = fabsf(x[0]);
+  JGG_UNROLL
+  for (int i = 1; i < kBlock; ++i) sum = Add(sum, fabsf(x[i]));
+  return !(Multiply(sum, 0.25f * (1 + 0x1p-16f)) <= largest);
+}
+
+// Raise `bits`, of a finite magnitude, to that of the rotated block's largest finite value, if that
+// is larger. Where a warp has seen larger ones, as it has after a while, it rotates nothing. All
+// lanes ask.
+JGG_HOST_DEVICE void RaiseToRotated(Values values, uint32_t* bits) {
+  if (!jgg::device::AnyLane(MayExceed(values, AsFloat(*bits)))) return;
+  Rotate(&values);
+  const uint32_t largest = LargestFinite(values);
+  if (largest > *bits) *bits = largest;
+}
+
 // ---- codes ----
 
 // code(i, |x[i]| * inverse) with the signs of x.
@@ -170,20 +189,28 @@ struct RandomBits {
   }
 };
 
-// The code at or below y + u * step, where u is (a number of 16 bits + 0.5) / 2^16 and step what is
-// between the codes around y; y >= 0, saturating.
+// Codes grow by y * 2 up to y = 2, then by y up to 4 and by y / 2 up to 6, as E2M1Code of
+// encode.cuh has them. The code at or below that plus u, where u is (a number of 16 bits + 0.5) /
+// 2^16, in the last bits. The definition rounds y + u * step to nearest, which is only inexact for
+// y < 1: so is the first sum here. The others must not reach the next code by rounding.
 JGG_HOST_DEVICE uint32_t StochasticCode(float y, float biased) {
-  y = fminf(y, 6.0f);
-  const float step2 = fmaxf(AsFloat(AsBits(y) & kInfinity), 1.0f);         // twice the step
-  const float u2 = MultiplyAdd(biased, 0x1p-17f, -8388607.5f * 0x1p-17f);  // u / 2, exact
-  const float t = MultiplyAdd(u2, step2, y);
-  // From 1 on, the leading bits of float32 are the code.
-  return t >= 1.0f ? (AsBits(t) >> 22) - 252 : t >= 0.5f;
+  using jgg::device::MultiplyAddSaturate;
+  using jgg::device::MultiplyAddTruncate;
+  const float u = MultiplyAdd(biased, 0x1p-16f, -8388607.5f * 0x1p-16f);  // exact
+  const float to2 = MultiplyAddSaturate(y, 0.5f, 0.0f);
+  const float to4 = MultiplyAddSaturate(y, 0.5f, -1.0f);
+  const float to6 = MultiplyAddSaturate(y, 0.5f, -2.0f);
+  float code = MultiplyAdd(to2, 4.0f, u);
+  code = MultiplyAddTruncate(to4, 2.0f, code);
+  code = MultiplyAddTruncate(to6, 1.0f, code);
+  return AsBits(MultiplyAddTruncate(code, 1.0f, 0x1p23f));
 }
 
 JGG_HOST_DEVICE void EncodeStochastic(const Values& x, const BlockScale& scale,
                                       const RandomBits& random, uint32_t* words) {
-  const auto code = [&](int i, float y) { return StochasticCode(y, random.Biased(i)); };
+  const auto code = [&](int i, float y) {
+    return StochasticCode(y, random.Biased(i)) - AsBits(0x1p23f);
+  };
   Encode(x, scale, code, words);
 }
 

@@ -151,9 +151,13 @@ __global__ void __launch_bounds__(kQuantizeThreads, kResident<kOf, kBlocks, kSto
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     const uint8_t* x = p.x + (m * p.rows + rows.first) * pitch + column * kElementBytes<kOf>;
     const int64_t line = m * p.columns + column;  // of the result
-    MatrixScales matrix{};
-    if constexpr (!kAmax) matrix = p.matrix_scales[m];
     uint32_t amax = 0, scales[kPer] = {};
+    MatrixScales matrix{};
+    if constexpr (kAmax) {
+      amax = __ldcg(p.amax + m);  // what others have found so far
+    } else {
+      matrix = p.matrix_scales[m];
+    }
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       uint32_t words[2][kBlock], codes[kPer][4];
@@ -171,13 +175,14 @@ __global__ void __launch_bounds__(kQuantizeThreads, kResident<kOf, kBlocks, kSto
         JGG_UNROLL
         for (int j = 0; j < kPer; ++j) {
           Values values = ColumnOf<kOf>(words[b], j);
-          if constexpr (kBlocks == Blocks::kHadamard) {
-            Rotate(&values);
-            largest[j] = LargestMagnitude(values);
-          }
           if constexpr (kAmax) {
-            amax = max(amax, LargestFinite(values));
+            static_assert(kBlocks == Blocks::kHadamard);
+            RaiseToRotated(values, &amax);
           } else {
+            if constexpr (kBlocks == Blocks::kHadamard) {
+              Rotate(&values);
+              largest[j] = LargestMagnitude(values);
+            }
             const BlockScale scale = MakeBlockScale(largest[j], matrix);
             EncodeBlock<kStochastic>(p, values, scale, (line + j) * p.blocks + at + b,
                                      codes[j] + 2 * b);

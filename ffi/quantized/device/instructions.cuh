@@ -138,6 +138,17 @@ JGG_HOST_DEVICE float MultiplyAdd(float a, float b, float c) {  // a * b + c, ro
 #endif
 }
 
+// The same toward zero, for operands of which double holds a * b + c.
+JGG_HOST_DEVICE float MultiplyAddTruncate(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rz(a, b, c);
+#else
+  const double exact = double{a} * b + c;
+  const auto nearest = static_cast<float>(exact);
+  return std::fabs(nearest) > std::fabs(exact) ? std::nextafterf(nearest, 0.0f) : nearest;
+#endif
+}
+
 JGG_HOST_DEVICE float Divide(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdiv_rn(a, b);

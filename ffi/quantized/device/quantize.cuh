@@ -18,7 +18,9 @@ inline constexpr int kUnitBytes = 64;
 struct QuantizeParams {
   const uint8_t* w;
   uint8_t *weight, *scales, *biases;
-  int32_t pieces;     // of 16 bytes, in w: 4 are a unit; the last may be half of one
+  int32_t pieces;  // of 16 bytes, in w: 4 are a unit; the last may be half of one
+  // From a block's first unit to the next block's, and to behind its own last piece.
+  int32_t block_units, reach;
   int32_t lane_bits;  // 2^lane_bits lanes share a group: at most 8
   // To a thread's next unit, in pieces and in bytes.
   int32_t step;
@@ -173,8 +175,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, QuantizeKernelTraits<Coder>:
   __shared__ uint4 out_stages[Traits::kStaged ? kWarps : 1][Traits::kStaged ? 2 * kBytes : 1];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   UnitStages stage(stages[warp], lane);
-  const int64_t unit = int64_t{blockIdx.x} * kQuantizeThreads + thread;
-  int left = p.pieces - 4 * static_cast<int>(unit - lane);  // from the warp's first unit on
+  const int64_t before = int64_t{blockIdx.x} * p.block_units, unit = before + thread;
+  const auto end = static_cast<int>(min(int64_t{p.pieces}, 4 * before + p.reach));
+  int left = end - 4 * static_cast<int>(unit - lane);  // from the warp's first unit on
   if (left <= 0) return;
   const uint8_t* w_at = p.w + (unit - lane) * kUnitBytes + 16 * lane;
   uint8_t* weight_at = p.weight + (Traits::kStaged ? unit - lane : unit) * kBytes;
