@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -245,8 +246,12 @@ def needs_devices(primitive) -> None:
 
 def explicit_mesh(operands: Sequence):
     """The mesh of the operands, where it has Explicit axes; else None."""
-    for a in operands:
-        mesh = jax.typeof(a).sharding.mesh
+    return explicit_mesh_of([jax.typeof(a) for a in operands])
+
+
+def explicit_mesh_of(types: Sequence):
+    for of in types:
+        mesh = of.sharding.mesh
         if not mesh.empty and mesh.explicit_axes:
             return mesh
     return None
@@ -268,25 +273,70 @@ def maps_explicit_axes() -> bool:
 
 def explicit(name: str, mesh, operands, params: dict, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
-    count = len(_axes(name, params, operands)) - 1
-    specs = [jax.typeof(v).sharding.spec for v in operands[:count]]
-    shapes = [*(v.shape for v in operands[:count]), _out_shape(name, operands, params)]
-    allowed = set(mesh.explicit_axes)
-    plan = _plan(name, params, dict(mesh.shape), [*specs, P()], shapes, operands, allowed)
-    _check_explicit(plan, specs, operands)
-    wanted = plan.in_specs(operands)
+    types = [jax.typeof(v) for v in operands]
+    plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
+    return _mapped(
+        functools.partial(plan.per_device, bind), mesh, operands, plan.in_specs(operands),
+        plan.out_spec(),
+    )  # fmt: skip
+
+
+def explicit_type(name: str, mesh, types, params: dict, out: ShapedArray) -> ShapedArray:
+    """The result's type, sharded as :func:`explicit` shards it."""
+    plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
+    return out.update(sharding=NamedSharding(mesh, plan.out_spec()))
+
+
+def explicit_batch(name: str, mesh, operands, dims, params: dict, bind: Callable):
+    """The same of a batch: where that is sharded, each device has the problems of its own. The
+    batch is the first axis of the result."""
+    types = [jax.typeof(v) for v in operands]
+    first = next(i for i, dim in enumerate(dims) if dim is not None)
+    axes = _entries(types[first].sharding.spec, types[first].ndim)[dims[first]]
+    ones = [
+        of if dim is None else _without(of, dim, mesh) for of, dim in zip(types, dims, strict=True)
+    ]
+    plan = _explicit_plan(name, mesh, ones, params, set(mesh.explicit_axes) - set(axes))
+    batched = P(axes or None)
+    in_specs = [
+        spec if dim is None else P(*batched, *spec)
+        for spec, dim in zip(plan.in_specs(ones), dims, strict=True)
+    ]
+    in_axes = tuple(None if dim is None else 0 for dim in dims)
+    return _mapped(
+        jax.vmap(functools.partial(plan.per_device, bind), in_axes),
+        mesh,
+        [jnp.moveaxis(v, dim, 0) if dim else v for v, dim in zip(operands, dims, strict=True)],
+        in_specs,
+        P(*batched, *plan.out_spec()),
+    )
+
+
+def _without(of, dim: int, mesh) -> ShapedArray:
+    """The type of one of a batch."""
+    entries = _entries(of.sharding.spec, of.ndim)
+    spec = P(*(entry or None for i, entry in enumerate(entries) if i != dim))
+    shape = (*of.shape[:dim], *of.shape[dim + 1 :])
+    return ShapedArray(shape, of.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _explicit_plan(name, mesh, types, params, allowed) -> _Plan:
+    count = len(_axes(name, params, types)) - 1
+    specs = [of.sharding.spec for of in types[:count]]
+    shapes = [*(of.shape for of in types[:count]), _out_shape(name, types, params)]
+    plan = _plan(name, params, dict(mesh.shape), [*specs, P()], shapes, types, allowed)
+    _check_explicit(plan, specs, types)
+    return plan
+
+
+def _mapped(function, mesh, operands, in_specs, out_spec):
     operands = [
         v if _same(jax.typeof(v).sharding.spec, spec, v.ndim) else jax.sharding.reshard(v, spec)
-        for v, spec in zip(operands, wanted, strict=True)
+        for v, spec in zip(operands, in_specs, strict=True)
     ]
-    per_device = jax.shard_map(
-        functools.partial(plan.per_device, bind),
-        mesh=mesh,
-        in_specs=tuple(wanted),
-        out_specs=plan.out_spec(),
-        axis_names=allowed,
-    )
-    return per_device(*operands)
+    axes = set(mesh.explicit_axes)
+    specs = {"in_specs": tuple(in_specs), "out_specs": out_spec}
+    return jax.shard_map(function, mesh=mesh, axis_names=axes, **specs)(*operands)
 
 
 def _out_shape(name, operands, params):
@@ -309,12 +359,10 @@ def _same(spec, wanted, rank) -> bool:
     return _entries(spec, rank) == _entries(wanted, rank)
 
 
-def _check_explicit(plan: _Plan, specs, operands) -> None:
+def _check_explicit(plan: _Plan, specs, types) -> None:
     """Every sharding the user wrote must be one the plan keeps: nothing is gathered silently."""
-    for operand, (word, spec, value) in enumerate(
-        zip(plan.letters[:-1], specs, operands, strict=False)
-    ):
-        for letter, entry in zip(word, _entries(spec, value.ndim), strict=True):
+    for operand, (word, spec, of) in enumerate(zip(plan.letters[:-1], specs, types, strict=False)):
+        for letter, entry in zip(word, _entries(spec, of.ndim), strict=True):
             kept = plan.mesh_axes.get(letter)
             if not entry or kept == entry:
                 continue
@@ -326,6 +374,6 @@ def _check_explicit(plan: _Plan, specs, operands) -> None:
             else:
                 why = "that mesh axis already shards another axis of this product"
             raise ValueError(
-                f"jgg {plan.name}: operand {operand} {jax.typeof(value)} shards axis "
+                f"jgg {plan.name}: operand {operand} {of} shards axis "
                 f"{letter.upper()} over {entry}, but {why}. Use jax.sharding.reshard first."
             )

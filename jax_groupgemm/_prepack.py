@@ -15,12 +15,14 @@ threads' next.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from . import _call, _custom_calls, _formats, _quantize_call, _quantized
+from . import _call, _custom_calls, _formats, _partition, _quantize_call, _quantized
 from ._float_bits import u32
 from ._quantized import Quantized
 from ._segments import Form
@@ -77,8 +79,31 @@ def _packable(w: Quantized) -> bool:
 
 
 def unpacked(w: Quantized) -> Quantized:
-    """``w`` in layout "linear"."""
-    return w if w.layout == "linear" else _unpack(w)
+    """``w`` in layout "linear". Where it is explicitly sharded, each device unpacks its tiles."""
+    if w.layout == "linear":
+        return w
+    mesh = _partition.explicit_mesh((w.weight, w.scales))
+    if mesh is None or _partition.maps_explicit_axes():
+        return _unpack(w)
+    spec = jax.typeof(w.weight).sharding.spec
+    tiles = PartitionSpec(*spec[:-1], None)
+    if spec[-2] is not None and w.group_size > _TILE:
+        axes = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if w.shape[-1] % (parts * w.group_size):
+            raise ValueError(
+                f"jgg: a prepacked weight {w.shape} shards axis K over {axes}, but its "
+                f"{w.shape[-1] // w.group_size} quantization groups do not divide into {parts}. "
+                "Use jax.sharding.reshard first."
+            )
+    arrays = dataclasses.replace(w, global_scale=None)
+    out = jax.jit(
+        jax.shard_map(
+            _unpack, mesh=mesh, in_specs=tiles, out_specs=PartitionSpec(*spec[:-1]),
+            axis_names=set(mesh.explicit_axes),
+        )
+    )(jax.sharding.reshard(arrays, jax.tree.map(lambda _: tiles, arrays)))  # fmt: skip
+    return dataclasses.replace(out, global_scale=w.global_scale)
 
 
 def readable(w: Quantized, platform: str, implementation, dtype, form: Form, transpose_w, gated,

@@ -312,8 +312,15 @@ def _outer_lowering(name, ctx, *operands, **params):
         shardable, known = SHARDABLE.get(name, lambda *a: a)(operands, params)
         return _partition.auto(name, known, INNER[name].bind)(*shardable)
 
+    def of_no_batch(*operands):
+        return _partition.explicit(name, explicit, operands, params, bind)
+
     per_device = functools.partial(INNER[name].bind, **params)
-    if _partition.may_be_partitioned(ctx):
+    # Of a vmap over an explicitly sharded axis, the product of operands that are not mapped.
+    explicit = _partition.explicit_mesh_of(ctx.avals_in)
+    if explicit is not None:
+        per_device = of_no_batch
+    elif _partition.may_be_partitioned(ctx):
         per_device = partitioned
     return mlir.lower_fun(per_device, multiple_results=False)(ctx, *operands)
 
@@ -329,9 +336,21 @@ def jitted(compiled):
     return run
 
 
+def _batching(name, rule, args, dims, **params):
+    mesh = _partition.explicit_mesh(args)
+    if mesh is None:
+        return rule(args, dims, **params)
+    return _partition.explicit_batch(name, mesh, args, dims, params, bind), 0
+
+
 def _make(name, level, abstract, jvp, transpose, batch, lowering):
     primitive = Primitive(f"jgg_{name}" + ("" if level == "inner" else "_outer"))
-    primitive.def_abstract_eval(abstract)
+
+    def out_type(*types, **params):
+        out, mesh = abstract(*types, **params), _partition.explicit_mesh_of(types)
+        return out if mesh is None else _partition.explicit_type(name, mesh, types, params, out)
+
+    primitive.def_abstract_eval(out_type)
 
     @functools.cache
     def compiled(**params):
@@ -340,7 +359,7 @@ def _make(name, level, abstract, jvp, transpose, batch, lowering):
     primitive.def_impl(jitted(compiled))
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
+    batching.primitive_batchers[primitive] = functools.partial(_batching, name, batch)
     if level == "inner":
         for platform in ("cpu", "cuda", None):
             rule = functools.partial(lowering, platform or "other")

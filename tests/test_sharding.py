@@ -1,7 +1,6 @@
 """Sharding on four devices (virtual ones on CPU), or two: user shard_map, Auto and Explicit.
 Collectives are read from the compiled HLO."""
 
-import dataclasses
 import functools
 import re
 
@@ -12,11 +11,11 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, collectives, mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
 
-DEVICES = 4 if len(jax.devices()) >= 4 else 2
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+pytestmark = needs_two_devices
 
 T, K, N, G = 32, 16, 24, 4
 SIZES = np.array([9, 0, 11, 7], np.int32)
@@ -25,12 +24,6 @@ SIZES = np.array([9, 0, 11, 7], np.int32)
 @pytest.fixture
 def problem(rng):
     return oracle.random(rng, (T, K)), oracle.random(rng, (G, K, N)), jnp.asarray(SIZES)
-
-
-def collectives(function, *args) -> list[str]:
-    text = function.lower(*args).compile().as_text()
-    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return sorted(re.findall(rf" ({names})(?:-start)?\(", text))
 
 
 def loss(x, w, sizes):
@@ -43,11 +36,6 @@ def want_grads(x, w, sizes):
 
 
 # ---- user shard_map --------------------------------------------------------------------------
-
-
-@functools.cache
-def mesh_of(shape, names, kind) -> jax.sharding.Mesh:
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
 
 
 # Expert parallel, each device a shard of the experts; data parallel; columns; contracted.
@@ -313,45 +301,6 @@ def test_sharded_indices(rng):
     oracle.assert_close(out, want)
 
 
-@pytest.mark.parametrize("rows", [None, "e"])
-def test_vmap_over_a_sharded_axis(rng, rows):
-    """The axis that is mapped is Explicit; of two mesh axes another may have the rows."""
-    mesh = mesh_of((2, DEVICES // 2), ("d", "e"), AxisType.Explicit)
-    xs, w = oracle.random(rng, (4, T, K)), oracle.random(rng, (G, K, N))
-    q = oracle.random_quantized(rng, (G, N, 32), "mxfp4")
-    x_q, row_scale = oracle.random(rng, (4, T, 32)), oracle.random(rng, (T,))
-    with jax.set_mesh(mesh):
-        put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
-        xs, x_q = put(xs, "d", rows), put(x_q, "d", rows)
-        sizes = jnp.asarray(SIZES)
-        fused = lambda x: jgg.grouped_mm(x, w, sizes, activation="silu", row_scale=row_scale)
-        f = {
-            "product": (lambda x: jgg.grouped_mm(x, w, sizes), xs),
-            "fused": (fused, xs),
-            "quantized": (lambda x: jgg.grouped_qmm(x, q, sizes), x_q),
-        }
-        out = {name: jax.jit(jax.vmap(g))(x) for name, (g, x) in f.items()}
-        eager = jax.vmap(f["product"][0])(xs)
-        dw = jax.jit(jax.grad(lambda w: jax.vmap(lambda x: jgg.grouped_mm(x, w, sizes))(xs).sum()))(
-            put(w)
-        )
-        if rows is None:
-            dx = jax.jit(jax.vmap(jax.grad(lambda x: loss(x, w, sizes))))(xs)
-            oracle.assert_close(dx, np.stack([want_grads(x, w, SIZES)[0] for x in xs]))
-            assert jax.typeof(dx).sharding.spec[0] == "d"
-    for value in (*out.values(), eager):
-        assert jax.typeof(value).sharding.spec[0] in ("d", ("d", rows))
-    want = np.stack([oracle.grouped_mm(x, w, SIZES) for x in xs])
-    oracle.assert_close(out["product"], want)
-    oracle.assert_close(eager, want)
-    silu = want / (1 + np.exp(-want)) * oracle.f64(row_scale)[:, None]
-    oracle.assert_close(out["fused"], silu)
-    quantized = np.stack([oracle.grouped_qmm(x, q, SIZES) for x in x_q])
-    oracle.assert_close(out["quantized"], quantized)
-    ones = np.ones((T, N))
-    oracle.assert_close(dw, sum(oracle.grouped_mm_grads(x, w, SIZES, ones)[1] for x in xs))
-
-
 def test_explicit_epilogue(problem):
     """Bias, activation, scale and accumulation follow the product's sharding."""
     mesh = mesh_of((2, DEVICES // 2), ("d", "m"), AxisType.Explicit)
@@ -394,119 +343,3 @@ def test_explicit_one_sided_contraction(problem):
     with jax.set_mesh(mesh):
         assert collectives(f, *args) == ["all-reduce"]
         oracle.assert_close(f(*args), oracle.grouped_mm(*problem))
-
-
-# ---- quantized weights -----------------------------------------------------------------------
-
-# transpose_w, the axis of the weight that is sharded, the spec of x and of the result; collectives
-# of value and gradients in one program (a sum over T is one of dW, whatever is made of it).
-QUANTIZED = {
-    "N": (True, 1, P(), P(None, "d"), 1),
-    "K, quantized": (True, 2, P(None, "d"), P(), 1),
-    "N, quantized": (False, 2, P(), P(None, "d"), 1),
-    "K": (False, 1, P(None, "d"), P(), 1),
-    "T": (True, None, P("d"), P("d"), 1),
-    "G": (True, 0, P(), P(), 2),
-}
-
-
-def quantized_problem(rng, transpose_w, quantized=256):
-    other = 16
-    q = oracle.random_quantized(rng, (G, other, quantized), "affine", 4, 32)
-    x = oracle.random(rng, (T, quantized if transpose_w else other)) / 4
-
-    def step(x, scales, biases, q, sizes):
-        q = dataclasses.replace(q, scales=scales, biases=biases)
-        out = jgg.grouped_qmm(x, q, sizes, transpose_w=transpose_w)
-        return jnp.sin(out).sum(), out
-
-    return x, q, jax.jit(jax.grad(step, (0, 1, 2), has_aux=True))
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_quantized_collectives(rng, kind, name):
-    transpose_w, axis, x_spec, out_spec, all_reduces = QUANTIZED[name]
-    x, q, step = quantized_problem(rng, transpose_w)
-    want = step(x, q.scales, q.biases, q, SIZES)
-    oracle.assert_close(want[1], oracle.grouped_qmm(x, q, SIZES, transpose_w=transpose_w))
-    mesh = mesh_of((DEVICES,), ("d",), kind)
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    w_spec = P(*("d" if i == axis else None for i in range(3)))
-    sharded = jax.tree.map(lambda leaf: put(leaf, w_spec), q)
-    args = put(x, x_spec), sharded.scales, sharded.biases, sharded, put(jnp.asarray(SIZES), P())
-    with jax.set_mesh(mesh):
-        got = step(*args)
-        assert collectives(step, *args) == ["all-reduce"] * all_reduces
-    assert got[1].sharding.is_equivalent_to(NamedSharding(mesh, out_spec), 2)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        oracle.assert_close(g, w, tolerance=5e-6)
-    for g, given in zip(got[0], args, strict=False):
-        assert g.sharding.is_equivalent_to(given.sharding, g.ndim)
-
-
-@pytest.mark.parametrize("transpose_w", [True, False])
-def test_quantization_groups_stay_whole(rng, transpose_w):
-    """Six groups do not divide among the devices, though their words do: replicated, or refused."""
-    if DEVICES != 4:
-        pytest.skip("needs four devices")
-    x, q, _ = quantized_problem(rng, transpose_w, 192)
-    f = jax.jit(functools.partial(jgg.grouped_qmm, transpose_w=transpose_w))
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = mesh_of((4,), ("d",), kind)
-        put = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
-        leaves = jax.tree.map(lambda leaf, put=put: put(leaf, P()), q)
-        sharded = dataclasses.replace(leaves, weight=put(q.weight, P(None, None, "d")))
-        args = put(x, P()), sharded, put(jnp.asarray(SIZES), P())
-        with jax.set_mesh(mesh):
-            if kind == AxisType.Auto:
-                want = oracle.grouped_qmm(x, q, SIZES, transpose_w=transpose_w)
-                oracle.assert_close(f(*args), want)
-            else:
-                match = "its 6 quantization groups do not divide into 4. Use jax.sharding.reshard"
-                with pytest.raises(ValueError, match=match):
-                    f(*args)
-
-
-@pytest.mark.parametrize("name", ["experts", "contracted"])
-def test_quantized_shard_map(rng, name):
-    """With check_vma; gradients of what is replicated are summed."""
-    x, q, step = quantized_problem(rng, True)
-    if name == "experts":
-        specs, out = (P(), P("d")), P()
-        offset = lambda q: {"group_offset": jax.lax.axis_index("d") * q.weight.shape[0]}
-    else:
-        specs, out = (P(None, "d"), P(None, None, "d")), P()
-        offset = lambda q: {}
-    mapped = jax.shard_map(
-        lambda x, q: jax.lax.psum(jgg.grouped_qmm(x, q, SIZES, **offset(q)), "d"),
-        mesh=mesh_of((DEVICES,), ("d",), AxisType.Auto), in_specs=specs, out_specs=out,
-        check_vma=True,
-    )  # fmt: skip
-
-    def loss(x, scales, biases):
-        out = mapped(x, dataclasses.replace(q, scales=scales, biases=biases))
-        return jnp.sin(out).sum(), out
-
-    got = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(x, q.scales, q.biases)
-    want = step(x, q.scales, q.biases, q, SIZES)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        oracle.assert_close(g, w, tolerance=5e-6)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_gather_qmm(rng, kind):
-    """Experts of any batch rank, their columns sharded: no communication."""
-    mesh = mesh_of((DEVICES,), ("d",), kind)
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    q = oracle.random_quantized(rng, (2, 2, 8, 64), "mxfp4")
-    x, index = oracle.random(rng, (6, 1, 64)), np.array([3, 0, 9, 1, 1, 2])
-    sharded = jax.tree.map(lambda leaf: put(leaf, P(None, None, "d")), q)
-    f = jax.jit(jgg.gather_qmm)
-    with jax.set_mesh(mesh):
-        args = put(x, P()), sharded, None, put(index, P())
-        assert collectives(f, *args) == []
-        out = f(*args)
-    w = oracle.dequantize(q).swapaxes(-1, -2)
-    oracle.assert_close(out, oracle.gather_mm(x, w, None, index))
-    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, None, "d")), 3)

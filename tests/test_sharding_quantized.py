@@ -1,0 +1,171 @@
+"""Sharding of quantized weights, as test_sharding.py has that of others."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, collectives, mesh_of, needs_two_devices, put
+
+import jax_groupgemm as jgg
+
+pytestmark = needs_two_devices
+
+T, G = 32, 4
+SIZES = np.array([9, 0, 11, 7], np.int32)
+
+# transpose_w, the axis of the weight that is sharded, the spec of x and of the result; collectives
+# of value and gradients in one program (a sum over T is one of dW, whatever is made of it).
+QUANTIZED = {
+    "N": (True, 1, P(), P(None, "d"), 1),
+    "K, quantized": (True, 2, P(None, "d"), P(), 1),
+    "N, quantized": (False, 2, P(), P(None, "d"), 1),
+    "K": (False, 1, P(None, "d"), P(), 1),
+    "T": (True, None, P("d"), P("d"), 1),
+    "G": (True, 0, P(), P(), 2),
+}
+
+
+def quantized_problem(rng, transpose_w, quantized=256):
+    other = 16
+    q = oracle.random_quantized(rng, (G, other, quantized), "affine", 4, 32)
+    x = oracle.random(rng, (T, quantized if transpose_w else other)) / 4
+
+    def step(x, scales, biases, q, sizes):
+        q = dataclasses.replace(q, scales=scales, biases=biases)
+        out = jgg.grouped_qmm(x, q, sizes, transpose_w=transpose_w)
+        return jnp.sin(out).sum(), out
+
+    return x, q, jax.jit(jax.grad(step, (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_quantized_collectives(rng, kind, name):
+    transpose_w, axis, x_spec, out_spec, all_reduces = QUANTIZED[name]
+    x, q, step = quantized_problem(rng, transpose_w)
+    want = step(x, q.scales, q.biases, q, SIZES)
+    oracle.assert_close(want[1], oracle.grouped_qmm(x, q, SIZES, transpose_w=transpose_w))
+    mesh = mesh_of((DEVICES,), ("d",), kind)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    w_spec = P(*("d" if i == axis else None for i in range(3)))
+    sharded = jax.tree.map(lambda leaf: put(leaf, w_spec), q)
+    args = put(x, x_spec), sharded.scales, sharded.biases, sharded, put(jnp.asarray(SIZES), P())
+    with jax.set_mesh(mesh):
+        got = step(*args)
+        assert collectives(step, *args) == ["all-reduce"] * all_reduces
+    assert got[1].sharding.is_equivalent_to(NamedSharding(mesh, out_spec), 2)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        oracle.assert_close(g, w, tolerance=5e-6)
+    for g, given in zip(got[0], args, strict=False):
+        assert g.sharding.is_equivalent_to(given.sharding, g.ndim)
+
+
+@pytest.mark.parametrize("transpose_w", [True, False])
+def test_quantization_groups_stay_whole(rng, transpose_w):
+    """Six groups do not divide among the devices, though their words do: replicated, or refused."""
+    if DEVICES != 4:
+        pytest.skip("needs four devices")
+    x, q, _ = quantized_problem(rng, transpose_w, 192)
+    f = jax.jit(functools.partial(jgg.grouped_qmm, transpose_w=transpose_w))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of((4,), ("d",), kind)
+        put = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
+        leaves = jax.tree.map(lambda leaf, put=put: put(leaf, P()), q)
+        sharded = dataclasses.replace(leaves, weight=put(q.weight, P(None, None, "d")))
+        args = put(x, P()), sharded, put(jnp.asarray(SIZES), P())
+        with jax.set_mesh(mesh):
+            if kind == AxisType.Auto:
+                want = oracle.grouped_qmm(x, q, SIZES, transpose_w=transpose_w)
+                oracle.assert_close(f(*args), want)
+            else:
+                match = "its 6 quantization groups do not divide into 4. Use jax.sharding.reshard"
+                with pytest.raises(ValueError, match=match):
+                    f(*args)
+
+
+@pytest.mark.parametrize("name", ["experts", "contracted"])
+def test_quantized_shard_map(rng, name):
+    """With check_vma; gradients of what is replicated are summed."""
+    x, q, step = quantized_problem(rng, True)
+    if name == "experts":
+        specs, out = (P(), P("d")), P()
+        offset = lambda q: {"group_offset": jax.lax.axis_index("d") * q.weight.shape[0]}
+    else:
+        specs, out = (P(None, "d"), P(None, None, "d")), P()
+        offset = lambda q: {}
+    mapped = jax.shard_map(
+        lambda x, q: jax.lax.psum(jgg.grouped_qmm(x, q, SIZES, **offset(q)), "d"),
+        mesh=mesh_of((DEVICES,), ("d",), AxisType.Auto), in_specs=specs, out_specs=out,
+        check_vma=True,
+    )  # fmt: skip
+
+    def loss(x, scales, biases):
+        out = mapped(x, dataclasses.replace(q, scales=scales, biases=biases))
+        return jnp.sin(out).sum(), out
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(x, q.scales, q.biases)
+    want = step(x, q.scales, q.biases, q, SIZES)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        oracle.assert_close(g, w, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_gather_qmm(rng, kind):
+    """Experts of any batch rank, their columns sharded: no communication."""
+    mesh = mesh_of((DEVICES,), ("d",), kind)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    q = oracle.random_quantized(rng, (2, 2, 8, 64), "mxfp4")
+    x, index = oracle.random(rng, (6, 1, 64)), np.array([3, 0, 9, 1, 1, 2])
+    sharded = jax.tree.map(lambda leaf: put(leaf, P(None, None, "d")), q)
+    f = jax.jit(jgg.gather_qmm)
+    with jax.set_mesh(mesh):
+        args = put(x, P()), sharded, None, put(index, P())
+        assert collectives(f, *args) == []
+        out = f(*args)
+    w = oracle.dequantize(q).swapaxes(-1, -2)
+    oracle.assert_close(out, oracle.gather_mm(x, w, None, index))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, None, "d")), 3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "spec", [(None, "a"), ("a",), ("a", "b"), (None, None, "b"), ("a", None, "b")]
+)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "affine 4 128", "affine 3 32"])
+def test_explicit_prepacked(rng, name, spec, compiled):
+    """Tiles of N, of K and experts stay where they are."""
+    mode, *numbers = name.split()
+    bits, group_size = map(int, numbers) if numbers else (None, None)
+    q = oracle.random_quantized(rng, (G, 128, 512), mode, bits, group_size, "bfloat16")
+    x, packed = oracle.random(rng, (T, 512), "bfloat16"), jgg.prepack(q)
+    assert packed.layout == "sm90"
+    mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
+    f = lambda x, q, s: jgg.grouped_qmm(x, q, s, preferred_element_type="float32")
+    args = put(mesh, x, None, *spec[2:]), put(mesh, packed, *spec), put(mesh, jnp.asarray(SIZES))
+    with jax.set_mesh(mesh):
+        f = jax.jit(f) if compiled else f
+        out = f(*args)
+        values = jgg.dequantize(args[1])
+        if compiled:
+            assert "all-gather" not in collectives(f, *args)
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, SIZES))
+    np.testing.assert_array_equal(values, jgg.dequantize(q))
+
+
+def test_explicit_prepacked_groups_stay_whole(rng):
+    """Three groups do not divide among two devices, though their six tiles do."""
+    q = oracle.random_quantized(rng, (G, 64, 384), "affine", 4, 128, "bfloat16")
+    mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
+    sharded = put(mesh, jgg.prepack(q), None, None, "a")
+    message = (
+        "jgg: a prepacked weight (4, 64, 384) shards axis K over ('a',), but its 3 quantization "
+    )
+    message += "groups do not divide into 2. Use jax.sharding.reshard first."
+    with jax.set_mesh(mesh):
+        oracle.assert_raises(lambda: jgg.dequantize(sharded), ValueError, message)
