@@ -15,9 +15,15 @@ from ._segments import MAX_ROWS
 
 def array(op: str, name: str, value) -> jax.Array:
     try:
-        return jnp.asarray(value)
+        value = jnp.asarray(value)
     except TypeError as error:
         raise TypeError(f"jgg.{op}: {name} must be an array, got {type(value).__name__}") from error
+    if not all(isinstance(size, int) for size in value.shape):
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected numbers: a function is exported "
+            "for shapes that are known. Pad rows to the most there are; sizes are data"
+        )
+    return value
 
 
 def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str = "") -> None:

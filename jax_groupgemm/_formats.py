@@ -198,8 +198,10 @@ def codes_in_groups(weight, bits: int, group_size: int):
     """
     count, words = 32 // gcd(bits, 32), bits // gcd(bits, 32)
     chunk, code = blocks(weight, words), u32(0)
+    along_last = (1,) * (chunk.ndim - 1) + (count,)
     for word in range(words):
-        offset = np.arange(count) * bits - 32 * word  # of each code's first bit in this word
+        # Of each code's first bit in this word.
+        offset = (np.arange(count) * bits - 32 * word).reshape(along_last)
         part = chunk[..., word, None] >> np.clip(offset, 0, 31).astype(np.uint32)
         if word:
             part = part << np.clip(-offset, 0, bits).astype(np.uint32)

@@ -171,7 +171,7 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
     if rhs.size * matrices <= _gathered.FEW**2:  # a sum is less than the launches of a scatter
         group = lax.iota(jnp.int32, matrices + 1) - 1
-        counts = (rhs == group[:, None]).sum(1, dtype=jnp.int32)
+        counts = (rhs[None] == group[:, None]).sum(1, dtype=jnp.int32)
     else:
         counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
     sizes = counts * m

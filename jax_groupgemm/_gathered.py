@@ -63,8 +63,8 @@ def order(values) -> tuple[jax.Array, jax.Array | None]:
     if values.size > FEW:
         return jnp.argsort(values, stable=True), None
     i = lax.iota(jnp.int32, values.size)
-    before = values < values[:, None]
-    same = (values == values[:, None]) & (i < i[:, None])
+    before = values[None] < values[:, None]
+    same = (values[None] == values[:, None]) & (i[None] < i[:, None])
     place = (before | same).sum(1, dtype=jnp.int32)
     return inverse(place), place
 
@@ -74,7 +74,7 @@ def inverse(permutation) -> jax.Array:
     if permutation.size > FEW:
         return jnp.argsort(permutation)
     i = lax.iota(jnp.int32, permutation.size)
-    return jnp.where(permutation == i[:, None], i, 0).sum(1, dtype=jnp.int32)
+    return jnp.where(permutation[None] == i[:, None], i[None], 0).sum(1, dtype=jnp.int32)
 
 
 def composed(x, w, meta, x_index, y_index, **params):
@@ -105,7 +105,7 @@ def _rows(index, m: int):
     """The rows of blocks; -1 stays outside."""
     if m == 1:
         return index
-    rows = index[:, None] * m + lax.iota(jnp.int32, m)
+    rows = index[:, None] * m + lax.iota(jnp.int32, m)[None]
     return jnp.where(index[:, None] < 0, -1, rows).reshape(-1)
 
 

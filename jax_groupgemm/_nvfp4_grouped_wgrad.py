@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import _call, _check, _custom_calls, _nvfp4_sm100, _primitives
 from . import _nvfp4_layouts as layouts
@@ -178,7 +179,7 @@ def _as_promised(group_sizes, *operands: Quantized):
     rows = operands[0].positions.shape[0]
     positions = layouts.padding(group_sizes, rows, layouts.GROUPED).positions
     same = [jnp.all(q.positions == positions) for q in operands]
-    return jnp.where(jnp.stack(same).all(), jnp.float32(1), jnp.float32(jnp.nan))
+    return jnp.where(jnp.stack(same).all(), np.float32(1), np.float32(np.nan))
 
 
 def _times(beta, existing_out):

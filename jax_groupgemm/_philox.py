@@ -51,8 +51,8 @@ def sixteen_bits(shape, key):
     column, half = (lax.broadcasted_iota(jnp.uint32, (rows, columns, 2), i) for i in (1, 2))
     low, high = number(row, columns, column)
     words = lax.optimization_barrier(philox((low, high, half, jnp.zeros_like(half)), key))
-    words = jnp.stack(words, axis=-1)[..., None]
-    return ((words >> jnp.array([0, 16], jnp.uint32)) & u32(0xFFFF)).reshape(*shape, 16)
+    words = jnp.stack(words, axis=-1)
+    return jnp.stack([words & u32(0xFFFF), words >> 16], axis=-1).reshape(*shape, 16)
 
 
 def number(row, columns: int, column):

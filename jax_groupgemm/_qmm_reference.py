@@ -69,7 +69,7 @@ def _add_segment(x, parts, global_scale, segment, out, *, dot, dtype, accumulate
             new = (new if scale is None else new * scale).astype(dtype)
             at = (y_start + done, column)
             old = _reference.load(lax.dynamic_slice(out, at, new.shape), dtype)
-            mine = (lax.iota(jnp.int32, tile) < length - done)[:, None] & fresh
+            mine = (lax.iota(jnp.int32, tile) < length - done)[:, None] & fresh[None]
             new = jnp.where(mine, old + new if accumulate else new, old)
             return lax.dynamic_update_slice(out, _reference.storage(new), at)
 

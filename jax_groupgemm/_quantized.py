@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _check, _custom_calls, _formats, _quantize_call
@@ -344,6 +345,8 @@ def _global_scale(op: str, mode: str, value, shape: tuple[int, ...], prefix: str
     name = f"{prefix}global_scale"
     if mode != "nvfp4":
         raise ValueError(f"jgg.{op}: {name} is for mode 'nvfp4', not {mode!r}")
+    if isinstance(value, (int, float)):
+        value = np.float32(value)
     value = _check.array(op, name, value)
     _check.dtype(op, name, value.dtype, ("float32",))
     if value.ndim >= len(shape) or value.shape != shape[: value.ndim]:

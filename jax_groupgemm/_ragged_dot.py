@@ -122,6 +122,8 @@ class _Dimensions:
         if not 0 <= self.ragged < lhs.ndim:
             raise TypeError(f"jgg.{op}: lhs ragged dimension {self.ragged} is not an axis of lhs")
         group = tuple(numbers.rhs_group_dimensions)
+        _check_axes(op, "lhs", lhs, (*self.lhs_contracting, *self.lhs_batch))
+        _check_axes(op, "rhs", rhs, (*self.rhs_contracting, *self.rhs_batch, *group))
         if self.ragged in self.lhs_batch:
             self.mode = "batch"
         else:
@@ -137,8 +139,6 @@ class _Dimensions:
         self.lhs_kept = tuple(i for i in range(lhs.ndim) if i not in used)
         used = {*self.rhs_contracting, *self.rhs_batch, *group}
         self.rhs_kept = tuple(i for i in range(rhs.ndim) if i not in used)
-        if len(used) != len(self.rhs_contracting) + len(self.rhs_batch) + len(group):
-            raise TypeError(f"jgg.{op}: rhs dimension numbers are not distinct: {numbers}")
         for kind, left, right in (
             ("contracting", self.lhs_contracting, self.rhs_contracting),
             ("batch", self.lhs_batch, self.rhs_batch),
@@ -148,6 +148,16 @@ class _Dimensions:
                     f"jgg.{op}: {kind} axes differ: lhs {lhs.shape} at {left}, "
                     f"rhs {rhs.shape} at {right}"
                 )
+
+
+def _check_axes(op: str, name: str, operand, axes: tuple[int, ...]) -> None:
+    for axis in axes:
+        if not 0 <= axis < operand.ndim:
+            raise TypeError(
+                f"jgg.{op}: dimension number {axis} is not an axis of {name}, {operand.shape}"
+            )
+    if len(set(axes)) != len(axes):
+        raise TypeError(f"jgg.{op}: {name} dimension numbers are not distinct: {axes}")
 
 
 def _sizes_per_problem(op, group_sizes, prefix: tuple[int, ...]):

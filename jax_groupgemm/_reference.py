@@ -25,9 +25,16 @@ _TILES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 def promoted(*dtypes):
     """The dtype that holds all of these, whatever ``jax_numpy_dtype_promotion`` says of users'
-    own expressions: operands' dtypes have been accepted by then."""
+    own expressions: operands' dtypes have been accepted by then. JAX has no such dtype for floats
+    of 8 bits and others; bfloat16 holds each of them."""
+    if len({jnp.dtype(dtype) for dtype in dtypes}) > 1:
+        dtypes = [jnp.bfloat16 if _is_float8(dtype) else dtype for dtype in dtypes]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+def _is_float8(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
 def accumulator_dtype(*dtypes):

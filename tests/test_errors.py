@@ -1,6 +1,7 @@
 """Messages for bad input, word for word."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -121,6 +122,17 @@ CASES = [
 @pytest.mark.parametrize(("call", "kind", "message"), CASES)
 def test_message(call, kind, message):
     oracle.assert_raises(call, kind, message)
+
+
+def test_symbolic_shapes():
+    """What is exported is for shapes that are known."""
+    (rows,) = jax.export.symbolic_shape("T")
+    types = [jax.ShapeDtypeStruct((rows, *X.shape[1:]), X.dtype), *map(jax.typeof, (W, S))]
+    oracle.assert_raises(
+        lambda: jax.export.export(jax.jit(jgg.grouped_mm))(*types), ValueError,
+        f"jgg.grouped_mm: x has shape (T, {X.shape[1]}), expected numbers: a function is exported "
+        "for shapes that are known. Pad rows to the most there are; sizes are data",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), CASES[:3])

@@ -165,6 +165,21 @@ def test_bad_dimension_numbers():
         run((([1], [1]), ([], [])), [0], [])
     with pytest.raises(TypeError, match="contracting axes differ"):
         run((([1], [2]), ([], [])), [0], [0])
+    for numbers, message in (
+        (
+            ((([1], [5]), ([], [])), [0], [0]),
+            r"dimension number 5 is not an axis of rhs, \(3, 5, 4\)",
+        ),
+        (((([-1], [1]), ([], [])), [0], [0]), "dimension number -1 is not an axis of lhs"),
+        (((([1], [1]), ([], [])), [0], [7]), "dimension number 7 is not an axis of rhs"),
+        (
+            ((([1, 1], [1, 2]), ([], [])), [0], [0]),
+            r"lhs dimension numbers are not distinct: \(1, 1",
+        ),
+        (((([1], [1]), ([], [])), [0], [1]), r"rhs dimension numbers are not distinct: \(1, 1"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            run(*numbers)
     with pytest.raises(TypeError, match=r"has 3 groups at axis 0, group_sizes has 4"):
         run((([1], [1]), ([], [])), [0], [0], s=jnp.ones((4,), jnp.int32))
     with pytest.raises(TypeError, match=r"expected \(g,\) or"):

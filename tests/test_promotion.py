@@ -1,0 +1,122 @@
+"""With JAX's strictest rules for users' own expressions, of dtypes (tests/conftest.py has that for
+all tests) and of ranks; with floats of eight bits; where JAX looks for NaN."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_groupgemm as jgg
+
+SIZES = jnp.array([3, 5])
+X, W = jnp.ones((8, 64)), jnp.ones((2, 64, 32))
+KEY = jax.random.key(0)
+HALVES = jnp.array([0.5, 2.0])
+
+
+def total(f, argnums=0):
+    return lambda *args: jax.grad(lambda *args: f(*args).sum(), argnums)(*args)
+
+
+def formats():
+    for bits, group_size in ((2, 32), (3, 32), (4, 64), (8, 32)):
+        yield {"mode": "affine", "bits": bits, "group_size": group_size}
+    for mode in ("nvfp4", "mxfp4", "mxfp8"):
+        yield {"mode": mode}
+
+
+def full_precision():
+    fused = lambda x, w: jgg.grouped_mm(
+        x, w, SIZES, bias=jnp.ones((2, 32)), activation="swiglu", row_scale=jnp.ones(8),
+        existing_out=jnp.ones((8, 16)),
+    )  # fmt: skip
+    yield total(fused, (0, 1))(X, W)
+    yield jax.vmap(lambda x, w: jgg.grouped_mm(x, w, SIZES))(jnp.stack([X] * 3), jnp.stack([W] * 3))
+    yield total(lambda x: jgg.segmented_mm(x.T, x, jnp.array([[0, 3], [3, 8]])))(X)
+    for count in (2, 100):
+        index = jnp.arange(count)
+        yield total(lambda x, i=index: jgg.gather_mm(x[:, None], W, i % 8, i % 2))(X)
+    yield jgg.ragged_dot(X, W, SIZES)
+
+
+def quantized(given):
+    w = jnp.ones((2, 64, 64), jnp.bfloat16)
+    q = jgg.quantize(w, **given)
+    yield jgg.dequantize(q)
+    x = jnp.ones((8, 64), jnp.bfloat16)
+    for weight in (q, jgg.prepack(q)):
+        yield total(lambda x, weight=weight: jgg.grouped_qmm(x, weight, SIZES))(x)
+    yield jgg.grouped_qmm(x, q, SIZES, transpose_w=False)
+    yield jgg.gather_qmm(x[:, None], q, None, jnp.arange(8) % 2)
+    yield jgg.quantized_matmul(x, jax.tree.map(lambda leaf: leaf[0], q))
+    if q.mode == "affine":
+        of = lambda scales: jgg.grouped_qmm(x, dataclasses.replace(q, scales=scales), SIZES)
+        yield total(of)(q.scales)
+    if q.mode == "nvfp4":
+        for scale in (2.0, HALVES, jnp.ones((2, 64))):
+            yield jgg.grouped_qmm(x, jgg.quantize(w, **given, global_scale=scale), SIZES)
+
+
+def nvfp4():
+    x = jnp.ones((16, 64))
+    for options in ({}, {"hadamard": True}, {"stochastic_rounding_key": KEY}):
+        yield jgg.dequantize(jgg.nvfp4_quantize(x, group_sizes=SIZES, **options))
+        q = jgg.nvfp4_quantize(x, group_sizes=SIZES, axis=0, **options)
+        old = jnp.ones((2, 64, 64))
+        yield jgg.nvfp4_grouped_wgrad(q, q, SIZES, alpha=HALVES, beta=2.0, existing_out=old)
+    yield jgg.dequantize(jgg.nvfp4_quantize(x, layout="swizzled"))
+    w = jgg.nvfp4_quantize(W.swapaxes(1, 2), scale_2d=True)
+    yield jgg.nvfp4_grouped_mm(
+        jgg.nvfp4_quantize(x), w, SIZES, alpha=HALVES, bias=jnp.ones((2, 32))
+    )
+    layer = lambda x, w: jgg.nvfp4_grouped_linear(x, w, SIZES, key=KEY, bias=jnp.ones((2, 32)))
+    yield total(layer, (0, 1))(X, W.swapaxes(1, 2))
+
+
+CASES = [full_precision, *formats(), nvfp4]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", None))
+def test_no_promotion_of_ranks(case):
+    with jax.numpy_rank_promotion("raise"):
+        for out in case() if callable(case) else quantized(case):
+            assert all(np.isfinite(oracle.f64(leaf)).all() for leaf in jax.tree.leaves(out))
+
+
+@pytest.mark.parametrize("case", [full_precision, nvfp4])
+def test_debug_nans(case):
+    """None arises on the way to a result that has none."""
+    with jax.debug_nans(True):
+        assert list(case())
+
+
+@pytest.mark.parametrize("preferred", ["float32", "bfloat16", None])
+def test_float8(rng, preferred):
+    """Operands of eight bits, a result that is wider, or not."""
+    x = oracle.random(rng, (8, 16)).astype("float8_e4m3fn")
+    w = oracle.random(rng, (2, 16, 4)).astype("float8_e4m3fn")
+    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, preferred_element_type=preferred)
+    want = oracle.grouped_mm(x, w, SIZES)
+    out = f(x, w)
+    assert out.dtype == (preferred or x.dtype)
+    if preferred is None:
+        np.testing.assert_array_equal(out, want.astype(np.float32).astype(x.dtype))
+    else:
+        oracle.assert_close(out, want)
+        dx, dw = jax.vjp(f, x, w)[1](jnp.ones_like(out))
+        assert dx.dtype == dw.dtype == x.dtype
+        ct = np.ones((8, 4))
+        for got, expected in zip((dx, dw), oracle.grouped_mm_grads(x, w, SIZES, ct), strict=True):
+            oracle.assert_close(got.astype("float32"), expected, tolerance=0.04)
+
+
+def test_numbers_with_64_bits():
+    """Those of Python are float64 then."""
+    with jax.enable_x64(True):
+        w = jnp.full((2, 64, 64), 6, jnp.float32)
+        q = jgg.quantize(w, mode="nvfp4", global_scale=2.0)
+        assert q.global_scale.dtype == jnp.float32
+        np.testing.assert_array_equal(jgg.dequantize(q, jnp.float32), w)
