@@ -139,13 +139,15 @@ _FLOAT32 = {"default", "highest", "float32"}
 
 
 def precision(op: str, value) -> jax.lax.Precision:
-    """HIGHEST (true float32) or HIGH (tensorfloat-32 where the device has it)."""
+    """HIGHEST (true float32) or HIGH (tensorfloat-32 where the device has it). Of one for each
+    operand, the more precise."""
     if value is None:
         value = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         if value is None:
             return jax.lax.Precision.HIGHEST
-    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == value[1]:
-        value = value[0]
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        each = {precision(op, one) for one in value}
+        return each.pop() if len(each) == 1 else jax.lax.Precision.HIGHEST
     if isinstance(value, jax.lax.Precision):
         high = value == jax.lax.Precision.HIGH
         return jax.lax.Precision.HIGH if high else jax.lax.Precision.HIGHEST

@@ -423,6 +423,12 @@ def test_default_matmul_precision_is_followed():
     with jax.default_matmul_precision("tensorfloat32"):
         assert precision_of() == jax.lax.Precision.HIGH
         assert precision_of(precision="highest") == jax.lax.Precision.HIGHEST
+    assert precision_of(precision=("high", "tensorfloat32")) == jax.lax.Precision.HIGH
+    assert precision_of(precision=("high", "default")) == jax.lax.Precision.HIGHEST
+    message = (
+        "jgg.grouped_mm: precision='best' is not a jax.lax.Precision, its name, or 'tensorfloat32'"
+    )
+    oracle.assert_raises(lambda: precision_of(precision=("high", "best")), ValueError, message)
 
 
 def test_jit_does_not_retrace_for_other_sizes(rng, implementation):
