@@ -1,8 +1,10 @@
-// Enough of CUDA to run a kernel whose threads meet only within warps: one warp at a time, a thread
-// for each lane. Include it before the kernel. Reads by __ldg must be of memory in `readable`.
+// Enough of CUDA to run a kernel, a thread for each thread of a block: of one warp after the other
+// where they meet only within warps, of a whole block where it has barriers. Include it before the
+// kernel. Reads by __ldg must be of memory in `readable`.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -31,23 +33,47 @@ using std::max;
 using std::min;
 
 struct Index {
-  unsigned x;
+  unsigned x, y;
+};
+struct Warp {
+  std::barrier<> barrier{32};
+  uint64_t exchanged[32];
 };
 inline thread_local Index threadIdx, blockIdx;
-inline std::barrier<>* warp = nullptr;
-inline uint64_t exchanged[32];
+inline Index gridDim;
+inline thread_local Warp* warp = nullptr;
+inline std::barrier<>* block = nullptr;
 inline std::vector<std::pair<const char*, size_t>> readable;
 
-inline void __syncwarp() { warp->arrive_and_wait(); }
+inline void __syncwarp() { warp->barrier.arrive_and_wait(); }
+inline void __syncthreads() { block->arrive_and_wait(); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   const unsigned lane = threadIdx.x % 32;
-  std::memcpy(&exchanged[lane], &value, sizeof(T));
+  std::memcpy(&warp->exchanged[lane], &value, sizeof(T));
   __syncwarp();
-  std::memcpy(&value, &exchanged[lane ^ mask], sizeof(T));
+  std::memcpy(&value, &warp->exchanged[lane ^ mask], sizeof(T));
   __syncwarp();
   return value;
+}
+
+inline uint32_t __reduce_max_sync(unsigned all, uint32_t value) {
+  for (int mask = 1; mask < 32; mask *= 2) value = max(value, __shfl_xor_sync(all, value, mask));
+  return value;
+}
+
+inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
+  std::atomic_ref<uint32_t> shared(*at);
+  uint32_t old = shared;
+  while (old < value && !shared.compare_exchange_weak(old, value)) {
+  }
+  return old;
+}
+
+template <typename T>
+T __ldcg(const T* from) {
+  return std::atomic_ref<T>(*const_cast<T*>(from));
 }
 
 template <typename T>
@@ -63,22 +89,38 @@ T __ldg(const T* from) {
   return *from;
 }
 
+// Warps first, last - 1 of one block.
+template <typename Kernel>
+void RunWarps(unsigned first, unsigned last, Index at, Kernel kernel) {
+  std::vector<Warp> warps(last - first);
+  std::barrier<> all(32 * (last - first));
+  block = &all;
+  std::vector<std::thread> threads;
+  for (unsigned i = 32 * first; i < 32 * last; ++i) {
+    threads.emplace_back([&, i] {
+      blockIdx = at;
+      threadIdx.x = i;
+      warp = &warps[i / 32 - first];
+      kernel();
+      warp->barrier.arrive_and_drop();
+      all.arrive_and_drop();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 template <typename Kernel>
 void Run(unsigned blocks, unsigned threads, Kernel kernel) {
-  for (unsigned block = 0; block < blocks; ++block) {
-    for (unsigned first = 0; first < threads; first += 32) {
-      std::barrier<> barrier(32);
-      warp = &barrier;
-      std::vector<std::thread> lanes;
-      for (unsigned lane = 0; lane < 32; ++lane) {
-        lanes.emplace_back([&, lane] {
-          blockIdx.x = block;
-          threadIdx.x = first + lane;
-          kernel();
-          barrier.arrive_and_drop();
-        });
-      }
-      for (auto& lane : lanes) lane.join();
-    }
+  for (unsigned i = 0; i < blocks; ++i) {
+    for (unsigned one = 0; one < threads / 32; ++one) RunWarps(one, one + 1, {i, 0}, kernel);
+  }
+}
+
+// Of a kernel with barriers.
+template <typename Kernel>
+void RunBlocks(Index grid, unsigned threads, Kernel kernel) {
+  gridDim = grid;
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; ++x) RunWarps(0, threads / 32, {x, y}, kernel);
   }
 }

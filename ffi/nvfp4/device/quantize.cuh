@@ -82,7 +82,6 @@ template <DType kOf>
 __global__ void __launch_bounds__(kQuantizeThreads)
     AmaxKernel(const __grid_constant__ QuantizeParams p) {
   constexpr int kCount = 16 / kElementBytes<kOf>, kAtOnce = 4;
-  using Vector = Elements<kOf, kCount>;
   const int64_t step = int64_t{gridDim.x} * kQuantizeThreads;
   const int64_t thread = int64_t{blockIdx.x} * kQuantizeThreads + threadIdx.x;
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {

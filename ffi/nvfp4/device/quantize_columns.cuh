@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kResident<kOf, kBlocks, kSto
     } else {
       matrix = p.matrix_scales[m];
     }
-#pragma unroll 1
+    JGG_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       uint32_t words[2][kBlock], codes[kPer][4];
       const int64_t at = 4 * tile + 2 * half;
