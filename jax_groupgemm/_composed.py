@@ -55,6 +55,7 @@ class Composed:
         primitive.def_impl(_primitives.jitted(self._compiled))
         primitive.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
         ad.primitive_jvps[primitive] = self._jvp
+        ad.primitive_transposes[primitive] = self._transpose
         batching.primitive_batchers[primitive] = self._batch
         _partition.needs_devices(primitive)
         for platform in ("cpu", "cuda", None):
@@ -97,6 +98,19 @@ class Composed:
         if self._keeps_call:  # then what only the composition's value needs is dead code
             outs = self.primitive.bind(*primals, **params)
         return outs, dots
+
+    def _transpose(self, cts, *leaves, **params):
+        """Of a call that was not differentiated, as ``jax.linear_transpose`` has it."""
+        wanted = [i for i, leaf in enumerate(leaves) if ad.is_undefined_primal(leaf)]
+
+        def of_wanted(*values):
+            given = dict(zip(wanted, values, strict=True))
+            return _meaning(*(given.get(i, leaf) for i, leaf in enumerate(leaves)), **params)
+
+        cts = [ad.instantiate_zeros(ct) for ct in cts]
+        found = jax.linear_transpose(of_wanted, *(leaves[i].aval for i in wanted))(cts)
+        by_place = dict(zip(wanted, found, strict=True))
+        return [by_place.get(i) for i in range(len(leaves))]
 
     def _batch(self, leaves, dims, *, tree, static, **params):
         if self._batched is None:

@@ -51,7 +51,7 @@ class Quantized:
         index of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
       positions: int32 ``(T,)``, where :func:`nvfp4_quantize` has padded rows per group: the padded
         row of each row, -1 of rows of no group. Otherwise None.
-      mode, bits, group_size: static, as in the table.
+      mode, bits, group_size: static, as in the table; None: the first of the mode.
       axis: static; the axis along which blocks run: -1, or -2 of an array that is stored with its
         last two axes exchanged, as the leaves here describe it.
       layout: static; ``"linear"`` is the layout described here; :func:`prepack` makes ``"sm90"``,
@@ -77,7 +77,9 @@ class Quantized:
     layout: str = "linear"
 
     def __post_init__(self):
-        _static("Quantized", self.mode, self.bits, self.group_size)
+        bits, group_size = _static("Quantized", self.mode, self.bits, self.group_size)
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "group_size", group_size)
         if self.axis not in (-1, -2):
             raise ValueError(f"jgg.Quantized: axis={self.axis} is not -1 or -2")
         if self.layout not in LAYOUTS:

@@ -82,3 +82,23 @@ def test_compiled_once_for_each_shape(rng):
     assert traced == [(8, 32)]
     op(x[:4], w)
     assert traced == [(8, 32), (4, 32)]
+
+
+def test_linear_transpose(rng):
+    """Of what is linear in an operand, without differentiating it first."""
+    x, w = oracle.random(rng, (8, 32)), oracle.random(rng, (3, 32, 16))
+    scale, ct = oracle.random(rng, (8,)), oracle.random(rng, (8, 16))
+    f = lambda x, w: jgg.grouped_mm(x, w, SIZES, row_scale=scale)
+    scaled = ct * scale[:, None]
+    for i, want in enumerate(oracle.grouped_mm_grads(x, w, SIZES, scaled)):
+        of_one = (lambda x: f(x, w)) if i == 0 else (lambda w: f(x, w))
+        (got,) = jax.jit(jax.linear_transpose(of_one, (x, w)[i]))(ct)
+        oracle.assert_close(got, want)
+    index = jnp.array([2, 0, 2, 5])
+    gathered = lambda x: jgg.gather_mm(x[:, None], w, None, index[jnp.arange(8) % 4])[:, 0]
+    (got,) = jax.linear_transpose(gathered, x)(ct)
+    (want,) = jax.vjp(gathered, x)[1](ct)
+    oracle.assert_close(got, want)
+    relu = lambda x: jgg.grouped_mm(x, w, SIZES, activation="relu")
+    with pytest.raises(NotImplementedError):
+        jax.linear_transpose(relu, x)(ct)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm import _formats
 
 FP = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -429,3 +430,15 @@ def test_errors(call, kind, message):
     with pytest.raises(kind) as error:
         call()
     assert str(error.value) == message
+
+
+def test_numbers_by_default():
+    """None stands for the first of the mode, as where it is quantized."""
+    for mode in _formats.MODES:
+        q = jgg.quantize(jnp.ones((4, 128)), mode=mode)
+        leaves = dict(
+            zip(("weight", "scales", "biases"), (q.weight, q.scales, q.biases), strict=True)
+        )
+        made = jgg.Quantized(**leaves, mode=mode, bits=None, group_size=None)
+        assert (made.bits, made.group_size, made.shape) == (q.bits, q.group_size, (4, 128))
+        np.testing.assert_array_equal(jgg.dequantize(made), jgg.dequantize(q))
