@@ -85,12 +85,8 @@ class Composed:
             outs = self.primitive.bind(*primals, **params)
             return outs, [_primitives.zero_tangent(out) for out in outs]
 
-        def of_moving(*values):
-            given = dict(zip(moving, values, strict=True))
-            return _meaning(*(given.get(i, p) for i, p in enumerate(primals)), **params)
-
         points, rates = ([v[i] for i in moving] for v in (primals, tangents))
-        outs, dots = jax.jvp(of_moving, points, rates)
+        outs, dots = jax.jvp(_meaning_of(moving, primals, params), points, rates)
         dots = [
             _primitives.zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot
             for out, dot in zip(outs, dots, strict=True)
@@ -102,12 +98,8 @@ class Composed:
     def _transpose(self, cts, *leaves, **params):
         """Of a call that was not differentiated, as ``jax.linear_transpose`` has it."""
         wanted = [i for i, leaf in enumerate(leaves) if ad.is_undefined_primal(leaf)]
-
-        def of_wanted(*values):
-            given = dict(zip(wanted, values, strict=True))
-            return _meaning(*(given.get(i, leaf) for i, leaf in enumerate(leaves)), **params)
-
         cts = [ad.instantiate_zeros(ct) for ct in cts]
+        of_wanted = _meaning_of(wanted, leaves, params)
         found = jax.linear_transpose(of_wanted, *(leaves[i].aval for i in wanted))(cts)
         by_place = dict(zip(wanted, found, strict=True))
         return [by_place.get(i) for i in range(len(leaves))]
@@ -137,3 +129,13 @@ class Composed:
 
 def _meaning(*leaves, jaxpr: Jaxpr, **_):
     return jaxpr_as_fun(jaxpr)(*leaves)
+
+
+def _meaning_of(places: list[int], leaves, params: dict) -> Callable:
+    """As a function of the operands at some places."""
+
+    def of_some(*values):
+        given = dict(zip(places, values, strict=True))
+        return _meaning(*(given.get(i, leaf) for i, leaf in enumerate(leaves)), **params)
+
+    return of_some

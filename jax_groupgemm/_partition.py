@@ -275,7 +275,7 @@ def explicit(name: str, mesh, operands, params: dict, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
     types = [jax.typeof(v) for v in operands]
     plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
-    return _mapped(
+    return _by_device(
         functools.partial(plan.per_device, bind), mesh, operands, plan.in_specs(operands),
         plan.out_spec(),
     )  # fmt: skip
@@ -293,17 +293,17 @@ def explicit_batch(name: str, mesh, operands, dims, params: dict, bind: Callable
     types = [jax.typeof(v) for v in operands]
     first = next(i for i, dim in enumerate(dims) if dim is not None)
     axes = _entries(types[first].sharding.spec, types[first].ndim)[dims[first]]
-    ones = [
+    singles = [
         of if dim is None else _without(of, dim, mesh) for of, dim in zip(types, dims, strict=True)
     ]
-    plan = _explicit_plan(name, mesh, ones, params, set(mesh.explicit_axes) - set(axes))
+    plan = _explicit_plan(name, mesh, singles, params, set(mesh.explicit_axes) - set(axes))
     batched = P(axes or None)
     in_specs = [
         spec if dim is None else P(*batched, *spec)
-        for spec, dim in zip(plan.in_specs(ones), dims, strict=True)
+        for spec, dim in zip(plan.in_specs(singles), dims, strict=True)
     ]
     in_axes = tuple(None if dim is None else 0 for dim in dims)
-    return _mapped(
+    return _by_device(
         jax.vmap(functools.partial(plan.per_device, bind), in_axes),
         mesh,
         [jnp.moveaxis(v, dim, 0) if dim else v for v, dim in zip(operands, dims, strict=True)],
@@ -329,7 +329,7 @@ def _explicit_plan(name, mesh, types, params, allowed) -> _Plan:
     return plan
 
 
-def _mapped(function, mesh, operands, in_specs, out_spec):
+def _by_device(function, mesh, operands, in_specs, out_spec):
     operands = [
         v if _same(jax.typeof(v).sharding.spec, spec, v.ndim) else jax.sharding.reshard(v, spec)
         for v, spec in zip(operands, in_specs, strict=True)

@@ -41,6 +41,14 @@ def build(name: str, *options: str, standard: str = "c++17") -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
+def build_kernels(name: str) -> ctypes.CDLL:
+    """A program with cuda_on_host.h, which needs the barriers of C++20."""
+    command = [COMPILER, "-std=c++20", "-E", "-include", "barrier", "-xc++", "-"]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
+        pytest.skip("needs a C++20 library")
+    return build(name, "-pthread", standard="c++20")
+
+
 def mode_number(mode: str) -> int:
     return MODES.index(mode)
 

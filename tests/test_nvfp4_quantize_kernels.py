@@ -2,7 +2,6 @@
 where they read and write, edges, groups, and what threads tell each other."""
 
 import ctypes
-import subprocess
 
 import host_program
 import jax
@@ -31,10 +30,7 @@ class Operands(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels():
-    command = [host_program.COMPILER, "-std=c++20", "-E", "-include", "barrier", "-xc++", "-"]
-    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
-        pytest.skip("needs a C++20 library")
-    return host_program.build("nvfp4_quantize_kernels", "-pthread", standard="c++20")
+    return host_program.build_kernels("nvfp4_quantize_kernels")
 
 
 SIZES = np.array([0, 70, 1, 0, 129, 16, 3], np.int32)

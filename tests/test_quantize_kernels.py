@@ -3,7 +3,6 @@ write, tails, and what lanes tell each other. Their arithmetic is compared with 
 test_quantize_host.py and test_dequantize_host.py; here with itself."""
 
 import ctypes
-import subprocess
 
 import host_program
 import numpy as np
@@ -39,10 +38,7 @@ class Operands(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels():
-    command = [host_program.COMPILER, "-std=c++20", "-E", "-include", "barrier", "-xc++", "-"]
-    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
-        pytest.skip("needs a C++20 library")
-    return host_program.build("quantize_kernels", "-pthread", standard="c++20")
+    return host_program.build_kernels("quantize_kernels")
 
 
 def aligned(nbytes, guard=0):
