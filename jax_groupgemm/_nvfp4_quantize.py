@@ -260,24 +260,27 @@ def _scales(block, amax, scale_2d: bool):
 
 
 def _stochastic(q, r):
-    """Codes of magnitudes of float32 bits: floor to the grid of ``|q| + u * step``."""
+    """Codes of magnitudes of float32 bits: floor to the grid of ``|q| + u * step``, which is not
+    rounded: ``v - u * step`` is exact for every v of the grid."""
     t = jnp.minimum(fb.value(fb.magnitude(q)), _SIX)
     step = jnp.where(t < 2, np.float32(0.5), jnp.where(t < 4, np.float32(1), np.float32(2)))
     u = (i32(r).astype(jnp.float32) + np.float32(0.5)) * np.float32(2**-16)
-    t = t + u * step  # the product is exact, so that a fused multiply-add is the same
-    return sum(u32(t >= np.float32(value)) for value in (0.5, 1, 1.5, 2, 3, 4, 6))
+    values = (0.5, 1, 1.5, 2, 3, 4, 6)
+    return sum(u32(t >= np.float32(value) - u * step) for value in values)
 
 
 def _rotated(b):
     """Bits of ``x @ diag(signs) @ H / 4`` of blocks of float32 bits: butterflies of strides 1, 2,
-    4 and 8, then the quarter. Everything below the least normal number, here and between, is zero:
-    backends differ in whether they flush it."""
+    4 and 8, then the quarter. Everything below the least normal number, here and between, is +0, and
+    at the end a zero of its sign: backends differ in whether they flush it."""
     y = _flushed(fb.value(b)) * _SIGNS.reshape((1,) * (b.ndim - 1) + (-1,))
     for stride in (1, 2, 4, 8):
         pairs = y.reshape(*y.shape[:-1], _BLOCK // (2 * stride), 2, stride)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = _flushed(jnp.stack([low + high, low - high], axis=-2)).reshape(y.shape)
-    return fb.bits(_flushed(y * np.float32(0.25)))
+    small = fb.magnitude(fb.bits(y)) < u32(0x01800000)  # 4 * 2**-126
+    zero = jnp.where(y < 0, u32(0x80000000), u32(0))
+    return jnp.where(small, zero, fb.bits(y * np.float32(0.25)))
 
 
 def _flushed(y):

@@ -26,11 +26,12 @@ extern "C" void groups(const int32_t* p, const int32_t* sizes, int32_t* starts, 
   std::vector<int64_t> tokens(kScanThreads), own_tiles(kScanThreads);
   for (int t = 0; t < kScanThreads; ++t) tokens[t] = SumSizes(scan, t);
   for (int t = 0; t < kScanThreads; ++t) {
-    own_tiles[t] = SumTiles(scan, t, SumBefore(tokens.data(), t));
+    own_tiles[t] = SumTiles(scan, t, SumBefore(scan, tokens.data(), t));
   }
   for (int t = 0; t < kScanThreads; ++t) {
-    WriteGroups(product, scan, t, SumBefore(tokens.data(), t), SumBefore(own_tiles.data(), t),
-                starts, tiles, [&](int g, const GroupProblem& group) {
+    WriteGroups(product, scan, t, SumBefore(scan, tokens.data(), t),
+                SumBefore(scan, own_tiles.data(), t), starts, tiles,
+                [&](int g, const GroupProblem& group) {
                   const int64_t members[] = {group.m, group.n,        group.k,        group.a,
                                              group.b, group.scales_a, group.scales_b, group.out};
                   std::memcpy(problems + 8 * g, members, sizeof(members));

@@ -35,13 +35,14 @@ def rotate(blocks):
             a, b = y[..., i & ~stride], y[..., i | stride]
             new[..., i] = flush(a - b if i & stride else a + b)
         y = new
-    return flush(y * F32(0.25))
+    zero = np.where(y < 0, F32(-0.0), F32(0))
+    return np.where(abs(y) < F32(2**-124), zero, y * F32(0.25))
 
 
 def philox(counter, key):
     """Python integers of any size, cut to words."""
     c, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(7):
         p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [q >> 32 ^ c[1] ^ k[0], q & 0xFFFFFFFF, p >> 32 ^ c[3] ^ k[1], p & 0xFFFFFFFF]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
@@ -61,8 +62,7 @@ def stochastic(t, key):
     u = (np.array(bits).reshape(t.shape) + 0.5) / 65536
     step = np.where(t < 2, 0.5, np.where(t < 4, 1.0, 2.0))
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    y = (t + u * step).astype(F32)
-    return grid[np.searchsorted(grid, y, side="right") - 1]
+    return grid[np.searchsorted(grid, t + u * step, side="right") - 1]
 
 
 def quantize(x, *, axis=-1, sizes=None, scale_2d=False, key=None, hadamard=False):

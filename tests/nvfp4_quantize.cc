@@ -68,7 +68,9 @@ extern "C" void random_bits(uint64_t block, uint32_t key0, uint32_t key1, uint32
 
 // The code of y for each of the 2^16 random numbers.
 extern "C" void stochastic_codes(float y, uint8_t* codes) {
-  for (uint32_t i = 0; i < 1u << 16; ++i) codes[i] = StochasticCode(y, AsFloat(0x4b000000 | i));
+  for (uint32_t i = 0; i < 1u << 16; ++i) {
+    codes[i] = StochasticCode(y, AsFloat(0x43000000 | i)) >> 16;
+  }
 }
 
 // Of each of `count` blocks of float32, the largest magnitude once they are rotated, as amax finds

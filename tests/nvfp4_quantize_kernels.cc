@@ -26,21 +26,13 @@ struct Kernels {
   int64_t blocks;
   int threads = kQuantizeThreads;
 
-  static int64_t Columns(const Operands& o) {
-    return CeilDiv(CeilDiv(o.blocks, 4), kQuantizeThreads / 32) *
-           CeilDiv(o.columns, 32 * kLaneColumns<kOf>);
-  }
-  static int64_t Rows(const Operands& o) {
-    return CeilDiv(o.rows * o.blocks, kRowUnits * kQuantizeThreads);
-  }
-
-  static Kernels Amax(const Operands& o) {
+  static Kernels Amax(const Operands& o, const QuantizeParams& p) {
     if (!o.hadamard) return {AmaxKernel<kOf>, 2};
-    if (o.along_rows) return {ColumnsKernel<kOf, Blocks::kHadamard, false, true>, Columns(o)};
-    return {RowsKernel<kOf, true, false, true>, Rows(o)};
+    if (o.along_rows) return {ColumnsAmaxKernel<kOf>, ColumnsBlocks<kOf>(p), kColumnsThreads};
+    return {RowsKernel<kOf, true, false, true>, RowsBlocks(p)};
   }
 
-  static Kernels Encode(const Operands& o) {
+  static Kernels Encode(const Operands& o, const QuantizeParams& p) {
     if (!o.along_rows && o.scale_2d) {
       return {SquaresKernel<kOf, kStochastic>, CeilDiv(o.rows, kBlock) * CeilDiv(o.blocks, 32),
               kSquareThreads};
@@ -48,12 +40,15 @@ struct Kernels {
     if (!o.along_rows) {
       return {o.hadamard ? RowsKernel<kOf, true, kStochastic, false>
                          : RowsKernel<kOf, false, kStochastic, false>,
-              Rows(o)};
+              RowsBlocks(p)};
     }
-    if (o.scale_2d) return {ColumnsKernel<kOf, Blocks::kSquare, kStochastic, false>, Columns(o)};
-    return {o.hadamard ? ColumnsKernel<kOf, Blocks::kHadamard, kStochastic, false>
-                       : ColumnsKernel<kOf, Blocks::kOwn, kStochastic, false>,
-            Columns(o)};
+    const int64_t blocks = ColumnsBlocks<kOf>(p);
+    if (o.scale_2d) {
+      return {ColumnsKernel<kOf, Blocks::kSquare, kStochastic>, blocks, kColumnsThreads};
+    }
+    return {o.hadamard ? ColumnsKernel<kOf, Blocks::kHadamard, kStochastic>
+                       : ColumnsKernel<kOf, Blocks::kOwn, kStochastic>,
+            blocks, kColumnsThreads};
   }
 
   void Run(const QuantizeParams& p) const {
@@ -86,14 +81,15 @@ void Quantize(const Operands& o) {
   p.scales = static_cast<uint8_t*>(o.scales);
   if (o.sizes) {
     RunBlocks({1, 1}, kScanThreads, [&] {
-      StartsKernel(o.sizes, p.groups, static_cast<int32_t>(o.rows), starts.data(), tiles.data());
+      StartsKernel(o.sizes, p.groups, static_cast<int32_t>(o.rows), starts.data(), tiles.data(),
+                   amax.data());
     });
   }
-  Kernels<kOf, kStochastic>::Amax(o).Run(p);
+  Kernels<kOf, kStochastic>::Amax(o, p).Run(p);
   RunBlocks({1, 1}, kQuantizeThreads, [&] {
     MatrixScalesKernel(amax.data(), o.matrices, matrix_scales.data(), o.global_scale);
   });
-  Kernels<kOf, kStochastic>::Encode(o).Run(p);
+  Kernels<kOf, kStochastic>::Encode(o, p).Run(p);
 }
 
 template <DType kOf>

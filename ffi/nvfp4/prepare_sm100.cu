@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(device::kScanThreads)
                                product.most_tiles()};
   tokens[thread] = device::SumSizes(scan, thread);
   __syncthreads();
-  const int64_t tokens_before = device::SumBefore(tokens, thread);
+  const int64_t tokens_before = device::SumBefore(scan, tokens, thread);
   tiles[thread] = device::SumTiles(scan, thread, tokens_before);
   __syncthreads();
-  const int64_t tiles_before = device::SumBefore(tiles, thread);
+  const int64_t tiles_before = device::SumBefore(scan, tiles, thread);
   device::WriteGroups(product, scan, thread, tokens_before, tiles_before, groups.starts,
                       groups.tiles, [&](int g, const GroupProblem& group) {
                         groups.shapes[g] = cute::make_shape(group.m, group.n, group.k);

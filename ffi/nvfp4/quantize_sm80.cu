@@ -25,22 +25,11 @@ static cudaError_t Launch(cudaStream_t stream, const QuantizeParams& p, Kernel k
   return cudaGetLastError();
 }
 
-static int64_t RowsBlocks(const QuantizeParams& p) {
-  return CeilDiv(p.rows * p.blocks, kRowUnits * kQuantizeThreads);
-}
-
-template <DType kOf>
-static int64_t ColumnsBlocks(const QuantizeParams& p) {
-  return CeilDiv(CeilDiv(p.blocks, 4), kQuantizeThreads / 32) *
-         CeilDiv(p.columns, 32 * kLaneColumns<kOf>);
-}
-
 template <DType kOf>
 static cudaError_t LaunchAmax(cudaStream_t stream, const QuantizeParams& p,
                               const Nvfp4QuantizeSm80& args) {
   if (args.hadamard && args.along_rows) {
-    return Launch(stream, p, ColumnsKernel<kOf, Blocks::kHadamard, false, true>,
-                  ColumnsBlocks<kOf>(p));
+    return Launch(stream, p, ColumnsAmaxKernel<kOf>, ColumnsBlocks<kOf>(p), kColumnsThreads);
   }
   if (args.hadamard) return Launch(stream, p, RowsKernel<kOf, true, false, true>, RowsBlocks(p));
   const int64_t vectors = p.rows * p.columns * kElementBytes<kOf> / 16;
@@ -63,12 +52,14 @@ static cudaError_t LaunchBlocks(cudaStream_t stream, const QuantizeParams& p,
   }
   const int64_t blocks = ColumnsBlocks<kOf>(p);
   if (args.scale_2d) {
-    return Launch(stream, p, ColumnsKernel<kOf, Blocks::kSquare, kStochastic, false>, blocks);
+    return Launch(stream, p, ColumnsKernel<kOf, Blocks::kSquare, kStochastic>, blocks,
+                  kColumnsThreads);
   }
   if (args.hadamard) {
-    return Launch(stream, p, ColumnsKernel<kOf, Blocks::kHadamard, kStochastic, false>, blocks);
+    return Launch(stream, p, ColumnsKernel<kOf, Blocks::kHadamard, kStochastic>, blocks,
+                  kColumnsThreads);
   }
-  return Launch(stream, p, ColumnsKernel<kOf, Blocks::kOwn, kStochastic, false>, blocks);
+  return Launch(stream, p, ColumnsKernel<kOf, Blocks::kOwn, kStochastic>, blocks, kColumnsThreads);
 }
 
 template <DType kOf>
@@ -93,12 +84,13 @@ cudaError_t LaunchNvfp4QuantizeSm80Instance(cudaStream_t stream, const Nvfp4Quan
   p.weight = static_cast<uint8_t*>(args.weight);
   p.scales = static_cast<uint8_t*>(args.scales);
 
-  const size_t bytes = sizeof(uint32_t) * args.matrices;
-  if (cudaError_t error = cudaMemsetAsync(amax, 0, bytes, stream)) return error;
-  if (grouped) {
+  if (grouped) {  // one matrix
     StartsKernel<<<1, kScanThreads, 0, stream>>>(args.sizes, p.groups, static_cast<int32_t>(p.rows),
-                                                 starts, tiles);
+                                                 starts, tiles, amax);
     if (cudaError_t error = cudaGetLastError()) return error;
+  } else {
+    const size_t bytes = sizeof(uint32_t) * args.matrices;
+    if (cudaError_t error = cudaMemsetAsync(amax, 0, bytes, stream)) return error;
   }
   if (cudaError_t error = LaunchAmax<kOf>(stream, p, args)) return error;
   const int64_t blocks = CeilDiv(p.matrices, kQuantizeThreads);

@@ -23,6 +23,9 @@ struct QuantizeParams {
   uint8_t *weight, *scales;
 
   __device__ int64_t rows_inside() const { return groups == 0 ? rows : starts[groups]; }
+
+  // What comes second begins where amax has ended, which is still in the L2 cache.
+  __device__ static int64_t from_last(int64_t at, int64_t count) { return count - 1 - at; }
 };
 
 template <DType kOf>
@@ -30,19 +33,20 @@ inline constexpr int kElementBytes = kOf == DType::kF32 ? 4 : 2;
 
 // ---- once per call ----
 
-// From group sizes to starts and tiles: one block.
+// From group sizes to starts and tiles, and amax to 0: one block.
 static __global__ void __launch_bounds__(kScanThreads)
     StartsKernel(const int32_t* sizes, int32_t groups, int32_t rows, int32_t* starts,
-                 int32_t* tiles) {
+                 int32_t* tiles, uint32_t* amax) {
   __shared__ int64_t row_sums[kScanThreads], tile_sums[kScanThreads];
   const int thread = threadIdx.x;
   const GroupScan scan{sizes, groups, rows, kTileLines, 0};
+  if (thread == 0) *amax = 0;
   row_sums[thread] = SumSizes(scan, thread);
   __syncthreads();
-  const int64_t before = SumBefore(row_sums, thread);
+  const int64_t before = SumBefore(scan, row_sums, thread);
   tile_sums[thread] = SumTiles(scan, thread, before);
   __syncthreads();
-  int64_t tile = SumBefore(tile_sums, thread);
+  int64_t tile = SumBefore(scan, tile_sums, thread);
   VisitGroups(scan, thread, before, [&](int g, int32_t start, int32_t, int64_t count) {
     starts[g] = start;
     tiles[g] = static_cast<int32_t>(tile);
@@ -161,19 +165,25 @@ __device__ void QuantizeBlock(const QuantizeParams& p, const Values& values,
 
 inline constexpr int kRowUnits = 2;  // blocks of a thread
 
+inline int64_t RowsBlocks(const QuantizeParams& p) {
+  return CeilDiv(p.rows * p.blocks, kRowUnits * kQuantizeThreads);
+}
+
 // A thread per block; neighbouring lanes have neighbouring blocks. kAmax: only their magnitudes.
 template <DType kOf, bool kHadamard, bool kStochastic, bool kAmax>
 __global__ void __launch_bounds__(kQuantizeThreads)
     RowsKernel(const __grid_constant__ QuantizeParams p) {
   constexpr int kBytes = kBlock * kElementBytes<kOf>;
   const int64_t count = p.rows * p.blocks, inside = p.rows_inside() * p.blocks;
-  const int64_t first = int64_t{blockIdx.x} * (kRowUnits * kQuantizeThreads) + threadIdx.x;
-  for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
+  const int64_t at = kAmax ? blockIdx.x : p.from_last(blockIdx.x, gridDim.x);
+  const int64_t first = at * (kRowUnits * kQuantizeThreads) + threadIdx.x;
+  for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
+    const int64_t m = kAmax ? i : p.from_last(i, p.matrices);
     Elements<kOf, kBlock> x[kRowUnits];
     JGG_UNROLL
-    for (int i = 0; i < kRowUnits; ++i) {
-      const int64_t block = first + i * kQuantizeThreads;
-      x[i] = LoadBlock<kOf>(p.x + (m * count + block) * kBytes, block < inside);
+    for (int j = 0; j < kRowUnits; ++j) {
+      const int64_t block = first + j * kQuantizeThreads;
+      x[j] = LoadBlock<kOf>(p.x + (m * count + block) * kBytes, block < inside);
     }
     uint32_t amax = 0;
     MatrixScales matrix{};
@@ -183,16 +193,16 @@ __global__ void __launch_bounds__(kQuantizeThreads)
       matrix = p.matrix_scales[m];
     }
     JGG_UNROLL
-    for (int i = 0; i < kRowUnits; ++i) {
-      const int64_t block = first + i * kQuantizeThreads;
+    for (int j = 0; j < kRowUnits; ++j) {
+      const int64_t block = first + j * kQuantizeThreads;
       if (!kAmax && block >= count) break;
-      Values values = Widen(x[i]);
+      Values values = Widen(x[j]);
       if constexpr (kAmax) {
         static_assert(kHadamard);
         RaiseToRotated(values, &amax);
       } else {
         if constexpr (kHadamard) Rotate(&values);
-        const float largest = kHadamard ? LargestMagnitude(values) : LargestMagnitude(x[i]);
+        const float largest = kHadamard ? LargestMagnitude(values) : LargestMagnitude(x[j]);
         QuantizeBlock<kStochastic>(p, values, MakeBlockScale(largest, matrix), m * count + block);
       }
     }
@@ -210,10 +220,11 @@ __global__ void __launch_bounds__(kSquareThreads)
   __shared__ uint32_t largest[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t across = CeilDiv(p.blocks, 32);
-  const int64_t row = blockIdx.x / across * kBlock + warp;
-  const int64_t column = blockIdx.x % across * 32 + lane;
+  const int64_t at = p.from_last(blockIdx.x, gridDim.x);
+  const int64_t row = at / across * kBlock + warp, column = at % across * 32 + lane;
   const bool inside = row < p.rows && column < p.blocks;
-  for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
+  for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
+    const int64_t m = p.from_last(i, p.matrices);
     const int64_t block = (m * p.rows + row) * p.blocks + column;
     const auto x = LoadBlock<kOf>(p.x + block * kBytes, inside);
     if (warp == 0) largest[lane] = 0;

@@ -21,6 +21,7 @@ using jgg::device::MultiplyAdd;
 
 inline constexpr int kBlock = 16;
 inline constexpr float kLargest = 0x1.fffffep127f;
+inline constexpr uint32_t kLeastNormalE4M3 = 8;
 
 // The elements of a block, widened: exact.
 using Values = Elements<DType::kF32, kBlock>;
@@ -67,6 +68,7 @@ struct BlockScale {
   uint32_t byte;
   float inverse;  // what elements are multiplied by
   bool dead;      // codes are zeros
+  bool beyond;    // an element may be 7 or more by it: only where a scale has lost its precision
 };
 
 JGG_HOST_DEVICE BlockScale MakeBlockScale(float largest, const MatrixScales& matrix) {
@@ -74,7 +76,8 @@ JGG_HOST_DEVICE BlockScale MakeBlockScale(float largest, const MatrixScales& mat
   const float raw = fminf(Multiply(largest, matrix.sixth), 448.0f);
   const float scale = jgg::device::RoundToE4M3(raw);
   const uint32_t byte = dead ? 0x7f : jgg::device::E4M3Code(scale) >> 24;
-  return {byte, fminf(Divide(1.0f, Multiply(scale, matrix.decode)), kLargest), dead};
+  const float inverse = fminf(Divide(1.0f, Multiply(scale, matrix.decode)), kLargest);
+  return {byte, inverse, dead, byte < kLeastNormalE4M3 && Multiply(largest, inverse) >= 7.0f};
 }
 
 // ---- Hadamard transform ----
@@ -91,8 +94,21 @@ JGG_HOST_DEVICE float AddFlushed(float a, float b) {
 #endif
 }
 
-// x @ diag(signs) @ H / 4 by butterflies of strides 1, 2, 4 and 8. Zeros have the sign +: it is the
-// last sum that gives it to them, so that their signs before are of no interest.
+// y / 4, a zero where that is below the least normal number: of the sign of y, but + where y is a
+// zero.
+JGG_HOST_DEVICE float QuarterFlushed(float y) {
+#ifdef __CUDA_ARCH__
+  float quarter;
+  asm("fma.rn.ftz.f32 %0, %1, 0f3e800000, 0f00000000;" : "=f"(quarter) : "f"(y));
+  return quarter;
+#else
+  if (std::fabs(y) < 0x1p-124f) return y < 0 ? -0.0f : 0.0f;
+  return y * 0.25f;
+#endif
+}
+
+// x @ diag(signs) @ H / 4 by butterflies of strides 1, 2, 4 and 8. The signs that zeros have before
+// the quarter are of no interest.
 JGG_HOST_DEVICE void Rotate(Values* x) {
   constexpr uint32_t kNegative = 0xd7e8;  // bit i: of element i
   float y[kBlock];
@@ -109,7 +125,7 @@ JGG_HOST_DEVICE void Rotate(Values* x) {
     }
   }
   JGG_UNROLL
-  for (int i = 0; i < kBlock; ++i) x->words[i] = AsBits(AddFlushed(Multiply(y[i], 0.25f), 0.0f));
+  for (int i = 0; i < kBlock; ++i) x->words[i] = AsBits(QuarterFlushed(y[i]));
 }
 
 // Whether a value of the rotated block may be larger than `largest`: none is larger than a quarter
@@ -133,29 +149,43 @@ JGG_HOST_DEVICE void RaiseToRotated(Values values, uint32_t* bits) {
 
 // ---- codes ----
 
-// code(i, |x[i]| * inverse) with the signs of x.
-template <typename Code>
-JGG_HOST_DEVICE void Encode(const Values& x, const BlockScale& scale, const Code& code,
-                            uint32_t* words) {
+// Eight codes with the signs of elements first .. first + 7.
+JGG_HOST_DEVICE uint32_t PackSigned(const Values& x, int first, uint32_t codes) {
+  uint32_t signs = 0;
+  JGG_UNROLL
+  for (int i = 7; i >= 0; --i) signs = jgg::device::FunnelLeft(x.words[first + i], signs, 4);
+  return jgg::device::MaskOr(signs, 0x88888888, codes);
+}
+
+// The nearest code of y < 7, ties to even, in the last bits: y * 2, y + 2 or y / 2 + 4, whichever
+// is least, each rounded where the last place is 1.
+JGG_HOST_DEVICE uint32_t NearestCode(float y) {
+  const uint32_t to2 = AsBits(MultiplyAdd(y, 2.0f, 0x1p23f));
+  const uint32_t to4 = AsBits(Add(y, 0x1p23f + 2.0f));
+  const uint32_t to6 = AsBits(MultiplyAdd(y, 0.5f, 0x1p23f + 4.0f));
+  return jgg::device::Least(to2, to4, to6);
+}
+
+JGG_HOST_DEVICE void EncodeNearest(Values x, const BlockScale& scale, uint32_t* words) {
+  if (scale.beyond) {
+    const float six = Divide(6.0f, scale.inverse);
+    JGG_UNROLL
+    for (int i = 0; i < kBlock; ++i) x.words[i] = AsBits(copysignf(fminf(fabsf(x[i]), six), x[i]));
+  }
   JGG_UNROLL
   for (int word = 0; word < 2; ++word) {
-    uint32_t codes = 0, signs = 0;
+    uint32_t codes = 0;
     JGG_UNROLL
-    for (int j = 7; j >= 0; --j) {
-      const int i = 8 * word + j;
-      codes = codes * 16 + code(i, Multiply(fabsf(x[i]), scale.inverse));
-      signs = jgg::device::FunnelLeft(x.words[i], signs, 4);
+    for (int i = 8 * word + 7; i >= 8 * word; --i) {
+      const uint32_t code = NearestCode(Multiply(fabsf(x[i]), scale.inverse));
+      codes = codes * 16 + (code - AsBits(0x1p23f));
     }
-    words[word] = scale.dead ? 0 : jgg::device::MaskOr(signs, 0x88888888, codes);
+    const uint32_t packed = PackSigned(x, 8 * word, codes);
+    words[word] = scale.dead ? 0 : packed;
   }
 }
 
-JGG_HOST_DEVICE void EncodeNearest(const Values& x, const BlockScale& scale, uint32_t* words) {
-  const auto code = [](int, float y) { return jgg::device::E2M1Code(y) - AsBits(0x1p23f); };
-  Encode(x, scale, code, words);
-}
-
-// 16 numbers of 16 bits: Philox4x32-10 of the counters (block, 0) and (block, 1).
+// 16 numbers of 16 bits: Philox4x32-7 of the counters (block, 0) and (block, 1).
 struct RandomBits {
   uint32_t words[8];
 
@@ -168,7 +198,7 @@ struct RandomBits {
       words[4 * half + 3] = 0;
     }
     JGG_UNROLL
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < 7; ++round) {
       JGG_UNROLL
       for (int half = 0; half < 2; ++half) {
         uint32_t* c = words + 4 * half;
@@ -183,35 +213,46 @@ struct RandomBits {
     }
   }
 
-  // 2^23 + number i.
+  // 128 + number i / 2^16.
   JGG_HOST_DEVICE float Biased(int i) const {
-    return AsFloat(jgg::device::Permute(words[i / 2], 0x4b00, i % 2 ? 0x5432 : 0x5410));
+    return AsFloat(jgg::device::Permute(words[i / 2], 0x4300, i % 2 ? 0x5432 : 0x5410));
   }
 };
 
-// Codes grow by y * 2 up to y = 2, then by y up to 4 and by y / 2 up to 6, as E2M1Code of
-// encode.cuh has them. The code at or below that plus u, where u is (a number of 16 bits + 0.5) /
-// 2^16, in the last bits. The definition rounds y + u * step to nearest, which is only inexact for
-// y < 1: so is the first sum here. The others must not reach the next code by rounding.
+// The code at or below code + u, where codes grow by y * 2 up to y = 2, then by y up to 4 and by
+// y / 2 up to 6, as E2M1Code of encode.cuh has them, and u is (number + 0.5) / 2^16. It is byte 2.
+// Only the first sum that has a part of y in it is inexact. Its last place is 2^-16, and the half
+// that `biased` lacks is in its rounding: a whole number is even, so that it is reached from half a
+// place below it on.
 JGG_HOST_DEVICE uint32_t StochasticCode(float y, float biased) {
   using jgg::device::MultiplyAddSaturate;
-  using jgg::device::MultiplyAddTruncate;
-  const float u = MultiplyAdd(biased, 0x1p-16f, -8388607.5f * 0x1p-16f);  // exact
   const float to2 = MultiplyAddSaturate(y, 0.5f, 0.0f);
   const float to4 = MultiplyAddSaturate(y, 0.5f, -1.0f);
   const float to6 = MultiplyAddSaturate(y, 0.5f, -2.0f);
-  float code = MultiplyAdd(to2, 4.0f, u);
-  code = MultiplyAddTruncate(to4, 2.0f, code);
-  code = MultiplyAddTruncate(to6, 1.0f, code);
-  return AsBits(MultiplyAddTruncate(code, 1.0f, 0x1p23f));
+  const float code = MultiplyAdd(to4, 2.0f, MultiplyAdd(to2, 4.0f, biased));
+  return AsBits(MultiplyAdd(to6, 1.0f, code));
 }
 
 JGG_HOST_DEVICE void EncodeStochastic(const Values& x, const BlockScale& scale,
                                       const RandomBits& random, uint32_t* words) {
-  const auto code = [&](int i, float y) {
-    return StochasticCode(y, random.Biased(i)) - AsBits(0x1p23f);
-  };
-  Encode(x, scale, code, words);
+  using jgg::device::Permute;
+  JGG_UNROLL
+  for (int word = 0; word < 2; ++word) {
+    uint32_t fours[2];  // codes 0, 2, 4 and 6, and the others, a byte each
+    JGG_UNROLL
+    for (int odd = 0; odd < 2; ++odd) {
+      uint32_t codes[4];
+      JGG_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        const int i = 8 * word + 2 * j + odd;
+        codes[j] = StochasticCode(Multiply(fabsf(x[i]), scale.inverse), random.Biased(i));
+      }
+      fours[odd] =
+          Permute(Permute(codes[0], codes[1], 0x0062), Permute(codes[2], codes[3], 0x0062), 0x5410);
+    }
+    const uint32_t packed = PackSigned(x, 8 * word, fours[0] + fours[1] * 16);
+    words[word] = scale.dead ? 0 : packed;
+  }
 }
 
 }  // namespace jgg::nvfp4::device

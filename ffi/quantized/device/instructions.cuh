@@ -138,17 +138,6 @@ JGG_HOST_DEVICE float MultiplyAdd(float a, float b, float c) {  // a * b + c, ro
 #endif
 }
 
-// The same toward zero, for operands of which double holds a * b + c.
-JGG_HOST_DEVICE float MultiplyAddTruncate(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-  return __fmaf_rz(a, b, c);
-#else
-  const double exact = double{a} * b + c;
-  const auto nearest = static_cast<float>(exact);
-  return std::fabs(nearest) > std::fabs(exact) ? std::nextafterf(nearest, 0.0f) : nearest;
-#endif
-}
-
 JGG_HOST_DEVICE float Divide(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdiv_rn(a, b);
@@ -192,6 +181,15 @@ JGG_HOST_DEVICE float MultiplyAddSaturate(float a, float b, float c) {
   return result;
 #else
   return Saturate(std::fma(a, b, c));
+#endif
+}
+
+JGG_HOST_DEVICE int32_t Least(int32_t a, int32_t b, int32_t c) {  // one instruction on Hopper
+#ifdef __CUDA_ARCH__
+  return __vimin3_s32(a, b, c);
+#else
+  const int32_t two = a < b ? a : b;
+  return two < c ? two : c;
 #endif
 }
 
