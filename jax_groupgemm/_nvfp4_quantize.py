@@ -271,8 +271,8 @@ def _stochastic(q, r):
 
 def _rotated(b):
     """Bits of ``x @ diag(signs) @ H / 4`` of blocks of float32 bits: butterflies of strides 1, 2,
-    4 and 8, then the quarter. Everything below the least normal number, here and between, is +0, and
-    at the end a zero of its sign: backends differ in whether they flush it."""
+    4 and 8, then the quarter. Everything below the least normal number, here and between, is +0,
+    and at the end a zero of its sign: backends differ in whether they flush it."""
     y = _flushed(fb.value(b)) * _SIGNS.reshape((1,) * (b.ndim - 1) + (-1,))
     for stride in (1, 2, 4, 8):
         pairs = y.reshape(*y.shape[:-1], _BLOCK // (2 * stride), 2, stride)

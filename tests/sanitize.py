@@ -242,6 +242,16 @@ def nvfp4(rng):
         columns = lambda x, s, o=options: jgg.nvfp4_quantize(x, axis=-2, group_sizes=s, **o)
         rows = lambda x, o=options: jgg.nvfp4_quantize(x, **o)
         jax.block_until_ready((jax.jit(columns)(x, given), jax.jit(rows)(x)))
+    # Several spans and matrices; columns at their edge, and read one by one.
+    for shape, dtype in (
+        ((3, 192, 264), "bfloat16"),
+        ((2, 80, 131), "float16"),
+        ((96, 33), "float32"),
+    ):
+        some = oracle.random(rng, shape, dtype)
+        for options in ({}, {"hadamard": True, "stochastic_rounding_key": key}):
+            columns = lambda x, o=options: jgg.nvfp4_quantize(x, axis=-2, **o)
+            jax.block_until_ready(jax.jit(columns)(some))
     swizzled = lambda x, s: jgg.nvfp4_quantize(x, group_sizes=s, layout="swizzled")
     q, linear = jax.jit(swizzled)(x, given), jax.jit(jgg.nvfp4_quantize)(x)
     np.testing.assert_array_equal(jgg.dequantize(q), jgg.dequantize(linear))
