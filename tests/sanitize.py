@@ -242,7 +242,7 @@ def nvfp4(rng):
         columns = lambda x, s, o=options: jgg.nvfp4_quantize(x, axis=-2, group_sizes=s, **o)
         rows = lambda x, o=options: jgg.nvfp4_quantize(x, **o)
         jax.block_until_ready((jax.jit(columns)(x, given), jax.jit(rows)(x)))
-    # Several spans and matrices; columns at their edge, and read one by one.
+    # Several spans; columns at their edge, and read one by one.
     for shape, dtype in (
         ((3, 192, 264), "bfloat16"),
         ((2, 80, 131), "float16"),

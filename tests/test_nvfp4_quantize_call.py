@@ -130,12 +130,22 @@ def test_bytes(rng, dtype, options, axis):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("shape", [(16, 16), (208, 1), (32, 81), (3, 2, 560, 95), (1024, 1030)])
+@pytest.mark.parametrize(
+    "shape", [(16, 16), (208, 1), (32, 81), (3, 2, 560, 95), (1024, 1030), (320, 264)]
+)
 def test_bytes_of_shapes(rng, shape, options):
     """Odd columns, tails of tiles, many matrices; along the last axis those exchanged."""
     x = oracle.random(rng, shape).astype(jnp.bfloat16)
     same_as_cpu(x, axis=-2, **OPTIONS[options])
     same_as_cpu(x.swapaxes(-1, -2), axis=-1, **OPTIONS[options])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["plain", "hadamard"])
+def test_bytes_of_many_matrices(rng, options):
+    """More than a grid has along y, so that thread blocks take several."""
+    x = oracle.random(rng, (70000, 16, 16)).astype(jnp.bfloat16)
+    same_as_cpu(x, axis=-2, **OPTIONS[options])
 
 
 @pytest.mark.gpu

@@ -46,8 +46,8 @@ OPTIONS = {
     "rows of groups": {"grouped": True},
     "rows of groups, Hadamard": {"grouped": True, "hadamard": True},
 }
-# Matrices, rows, columns: more than a thread block has; edges of warps and of words.
-SHAPES = {"wide": (1, 240, 176), "batch": (3, 32, 48), "odd": (1, 240, 33)}
+# Matrices, rows, columns: edges of warps, of words and of pieces; more than a thread block has.
+SHAPES = {"wide": (1, 240, 176), "batch": (3, 32, 48), "odd": (1, 240, 33), "tall": (1, 336, 136)}
 
 
 def cases():
