@@ -19,10 +19,10 @@ struct GroupScan {
     return static_cast<int>(run * thread < groups ? run * thread : groups);
   }
   // How many of the threads before it have groups.
-  JGG_HOST_DEVICE int before(int thread) const {
+  JGG_HOST_DEVICE int owners_before(int thread) const {
     if (groups == 0) return 0;
-    const auto some = static_cast<int>(CeilDiv(groups, CeilDiv(groups, kScanThreads)));
-    return thread < some ? thread : some;
+    const auto owners = static_cast<int>(CeilDiv(groups, CeilDiv(groups, kScanThreads)));
+    return thread < owners ? thread : owners;
   }
   // A negative size counts as 0, and none needs to be larger than all tokens.
   JGG_HOST_DEVICE int64_t size(int group) const {
@@ -33,7 +33,7 @@ struct GroupScan {
 
 JGG_HOST_DEVICE int64_t SumBefore(const GroupScan& scan, const int64_t* sums, int thread) {
   int64_t sum = 0;
-  for (int before = 0; before < scan.before(thread); ++before) sum += sums[before];
+  for (int before = 0; before < scan.owners_before(thread); ++before) sum += sums[before];
   return sum;
 }
 

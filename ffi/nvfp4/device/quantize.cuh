@@ -23,10 +23,10 @@ struct QuantizeParams {
   uint8_t *weight, *scales;
 
   __device__ int64_t rows_inside() const { return groups == 0 ? rows : starts[groups]; }
-
-  // What comes second begins where amax has ended, which is still in the L2 cache.
-  __device__ static int64_t from_last(int64_t at, int64_t count) { return count - 1 - at; }
 };
+
+// What reads x a second time begins at its end, which the first may have left in the L2 cache.
+__device__ inline int64_t FromLast(int64_t at, int64_t count) { return count - 1 - at; }
 
 template <DType kOf>
 inline constexpr int kElementBytes = kOf == DType::kF32 ? 4 : 2;
@@ -175,10 +175,10 @@ __global__ void __launch_bounds__(kQuantizeThreads)
     RowsKernel(const __grid_constant__ QuantizeParams p) {
   constexpr int kBytes = kBlock * kElementBytes<kOf>;
   const int64_t count = p.rows * p.blocks, inside = p.rows_inside() * p.blocks;
-  const int64_t at = kAmax ? blockIdx.x : p.from_last(blockIdx.x, gridDim.x);
+  const int64_t at = kAmax ? blockIdx.x : FromLast(blockIdx.x, gridDim.x);
   const int64_t first = at * (kRowUnits * kQuantizeThreads) + threadIdx.x;
   for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
-    const int64_t m = kAmax ? i : p.from_last(i, p.matrices);
+    const int64_t m = kAmax ? i : FromLast(i, p.matrices);
     Elements<kOf, kBlock> x[kRowUnits];
     JGG_UNROLL
     for (int j = 0; j < kRowUnits; ++j) {
@@ -220,11 +220,11 @@ __global__ void __launch_bounds__(kSquareThreads)
   __shared__ uint32_t largest[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t across = CeilDiv(p.blocks, 32);
-  const int64_t at = p.from_last(blockIdx.x, gridDim.x);
+  const int64_t at = FromLast(blockIdx.x, gridDim.x);
   const int64_t row = at / across * kBlock + warp, column = at % across * 32 + lane;
   const bool inside = row < p.rows && column < p.blocks;
   for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
-    const int64_t m = p.from_last(i, p.matrices);
+    const int64_t m = FromLast(i, p.matrices);
     const int64_t block = (m * p.rows + row) * p.blocks + column;
     const auto x = LoadBlock<kOf>(p.x + block * kBytes, inside);
     if (warp == 0) largest[lane] = 0;

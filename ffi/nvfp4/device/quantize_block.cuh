@@ -66,9 +66,9 @@ JGG_HOST_DEVICE MatrixScales MakeMatrixScales(uint32_t amax) {
 
 struct BlockScale {
   uint32_t byte;
-  float inverse;  // what elements are multiplied by
-  bool dead;      // codes are zeros
-  bool beyond;    // an element may be 7 or more by it: only where a scale has lost its precision
+  float inverse;   // what elements are multiplied by
+  bool dead;       // codes are zeros
+  bool saturates;  // elements times it may be 7 or more: only where the scale is subnormal
 };
 
 JGG_HOST_DEVICE BlockScale MakeBlockScale(float largest, const MatrixScales& matrix) {
@@ -167,7 +167,7 @@ JGG_HOST_DEVICE uint32_t NearestCode(float y) {
 }
 
 JGG_HOST_DEVICE void EncodeNearest(Values x, const BlockScale& scale, uint32_t* words) {
-  if (scale.beyond) {
+  if (scale.saturates) {
     const float six = Divide(6.0f, scale.inverse);
     JGG_UNROLL
     for (int i = 0; i < kBlock; ++i) x.words[i] = AsBits(copysignf(fminf(fabsf(x[i]), six), x[i]));
@@ -187,6 +187,7 @@ JGG_HOST_DEVICE void EncodeNearest(Values x, const BlockScale& scale, uint32_t* 
 
 // 16 numbers of 16 bits: Philox4x32-7 of the counters (block, 0) and (block, 1).
 struct RandomBits {
+  static constexpr int kRounds = 7;
   uint32_t words[8];
 
   JGG_HOST_DEVICE RandomBits(uint64_t block, uint32_t key0, uint32_t key1) {
@@ -198,7 +199,7 @@ struct RandomBits {
       words[4 * half + 3] = 0;
     }
     JGG_UNROLL
-    for (int round = 0; round < 7; ++round) {
+    for (int round = 0; round < kRounds; ++round) {
       JGG_UNROLL
       for (int half = 0; half < 2; ++half) {
         uint32_t* c = words + 4 * half;

@@ -327,11 +327,11 @@ __global__ void __launch_bounds__(kColumnsThreads, kResident<kOf, kStochastic>)
   constexpr int kPer = kLaneColumns<kOf>;
   __shared__ ColumnsResult<kOf> result;
   __shared__ typename ColumnsReader<kOf>::Stages stages[kColumnsThreads / 32];
-  const ColumnsPlace<kOf> at(p, p.from_last(blockIdx.x, gridDim.x));
+  const ColumnsPlace<kOf> at(p, FromLast(blockIdx.x, gridDim.x));
   if (kTileLines / kBlock * at.first_tile >= p.blocks) return;
   const int spans = at.spans();
   for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
-    const int64_t m = p.from_last(i, p.matrices);
+    const int64_t m = FromLast(i, p.matrices);
     const MatrixScales matrix = p.matrix_scales[m];
     ColumnsReader<kOf> reader(p, at, m, stages[threadIdx.x / 32]);
     JGG_NO_UNROLL
