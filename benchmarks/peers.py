@@ -87,7 +87,7 @@ def loop_arm(case: Case, v: Operands) -> TorchArm:
     return TorchArm(f, case.cold)
 
 
-def quack_arm(case: Case, v: Operands, everything: bool = True) -> TorchArm:
+def quack_arm(case: Case, v: Operands) -> TorchArm:
     """QuACK, at the fastest of its default configuration and a few others."""
     only_half(case)
     if ragged_k(case) and not k_first(case):
@@ -108,14 +108,13 @@ def quack_arm(case: Case, v: Operands, everything: bool = True) -> TorchArm:
         return out
 
     fixed = functools.partial(config, is_dynamic_persistent=False)
-    candidates = [None]
-    if everything:
-        candidates += [
-            fixed(tile_m=128, tile_n=192, pingpong=True, cluster_m=1, cluster_n=2),
-            fixed(tile_m=128, tile_n=128, pingpong=True, cluster_m=1, cluster_n=2),
-            fixed(tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1),
-            fixed(tile_m=256, tile_n=128, pingpong=False, cluster_m=2, cluster_n=1),
-        ]
+    candidates = [
+        None,
+        fixed(tile_m=128, tile_n=192, pingpong=True, cluster_m=1, cluster_n=2),
+        fixed(tile_m=128, tile_n=128, pingpong=True, cluster_m=1, cluster_n=2),
+        fixed(tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1),
+        fixed(tile_m=256, tile_n=128, pingpong=False, cluster_m=2, cluster_n=1),
+    ]
     best, best_us, first_error = None, float("inf"), None
     for chosen in candidates:
         try:
@@ -212,5 +211,4 @@ def peer_arms(case: Case, v: Operands, args) -> dict[str, Callable]:
     names = [name for name in args.peers if name in PEERS]
     if not isinstance(case, Segmented):
         names = [name for name in names if name not in ("loop", "mlx")]
-    options = {"quack": {"everything": args.level != "quick"}}
-    return {n: functools.partial(PEERS[n], case, v, **options.get(n, {})) for n in names}
+    return {n: functools.partial(PEERS[n], case, v) for n in names}

@@ -34,11 +34,14 @@ def peers(records) -> list[str]:
 
 
 def ratio(record, peer: str) -> str:
-    """How many times as long the peer takes; bold where that is clearly less than one."""
+    """How many times as long the peer takes (in parentheses in situ); bold where clearly less."""
     if peer not in record["us"]:
         return ""
-    value = record["us"][peer] / record["us"][ours(record)]
-    return f"**{value:.2f}x**" if value < LIMIT else f"{value:.2f}x"
+    times = lambda us: us[peer] / us[ours(record)]
+    text = lambda value: f"**{value:.2f}x**" if value < LIMIT else f"{value:.2f}x"
+    chained = record.get("in_situ_us", {})
+    more = f" ({text(times(chained))})" if {peer, ours(record)} <= set(chained) else ""
+    return text(times(record["us"])) + more
 
 
 def in_situ(record, decimals: int) -> str:

@@ -8,8 +8,11 @@ and find there what their own last call left. Both kinds first run once untimed.
 JAX: the time of every kernel of the call, helpers included (CUPTI). Torch: a CUDA graph of the call
 between two events, replayed; the events are nodes of the graph, so launching it is not counted.
 
-In situ, of JAX arms only: chained calls in one program, from outside, so that what lies between
-kernels counts too.
+In situ: chained calls in one program, or as many in one CUDA graph, from outside, so that what lies
+between kernels counts too, and the clock is that of a GPU that never rests.
+
+A GPU that multiplies for some hundredths of a second reaches its limit of power and slows down by
+up to a sixth, for whoever comes next. So arms rest before their turn.
 """
 
 import functools
@@ -54,6 +57,7 @@ def mean_us(run, n: int, cold: bool) -> float:
 
 
 IN_SITU = 10  # calls in one program
+REST = 3  # times as long as the turn before
 
 
 class JaxArm:
@@ -156,9 +160,10 @@ def count(run, *args) -> tuple[int, Any]:
 
 
 def in_situ(arms: dict, turns: int, wrong: Callable[[str, Any], str | None]):
-    """Microseconds of a call in a chain, of the arms that JAX runs, in turns; and notes on those
-    that failed. ``wrong(name, result)`` says what is."""
-    times: dict[str, list[float]] = {n: [] for n, arm in arms.items() if isinstance(arm, JaxArm)}
+    """Microseconds of a call in a chain, of the arms that can be chained, in turns; and notes on
+    those that failed. ``wrong(name, result)`` says what is."""
+    chained = (JaxArm, TorchArm)
+    times: dict[str, list[float]] = {n: [] for n, arm in arms.items() if isinstance(arm, chained)}
     notes = {}
     for turn in range(turns):
         for name in [n for n in times if f"in situ {n}" not in notes]:
@@ -232,6 +237,29 @@ class TorchArm:
             if inside:
                 self.end.record()
 
+    @functools.cached_property
+    def chain(self) -> Any:
+        """A graph of ``IN_SITU`` calls."""
+        graph = torch().cuda.CUDAGraph()
+        with torch().cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(IN_SITU):
+                self.f()
+        graph.replay()
+        return graph
+
+    def in_situ(self, programs: int = 4) -> float:
+        """As JaxArm's."""
+        self.chain  # noqa: B018
+        torch().cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(programs):
+            self.chain.replay()
+        torch().cuda.synchronize()
+        return 1e6 * (time.perf_counter() - begin) / (programs * IN_SITU)
+
+    def in_situ_result(self) -> jax.Array:
+        return self.result()
+
     def _replay(self) -> float:
         if self.inside:
             self.graph.replay()
@@ -258,6 +286,8 @@ class TorchArm:
 
     def close(self) -> None:
         self.graph.reset()
+        if "chain" in vars(self):
+            vars(self).pop("chain").reset()
         self.out = self.f = None
         torch().cuda.empty_cache()
 
@@ -283,13 +313,18 @@ def interleaved(arms: dict, repetitions: int, turns: int = 4) -> tuple[dict, dic
     """Microseconds by arm, the arms taking turns, and why an arm that failed did."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     failed: dict[str, str] = {}
+    before = 0.0  # seconds
     for turn in range(turns):
         count = (repetitions + turn) // turns
         for name, arm in arms.items():
             if name in failed or not count:
                 continue
             try:
-                times[name] += arm.time(count)
+                time.sleep(min(REST * before, 0.5))
+                before = 0.0
+                taken = arm.time(count)
+                before = 1e-6 * sum(taken)
+                times[name] += taken
             except Exception as error:
                 failed[name] = reason(error)
     return {name: t for name, t in times.items() if name not in failed}, failed

@@ -113,6 +113,43 @@ def test_many_tiles(rng, tile, transpose_w):
         oracle.assert_close(out, oracle.grouped_mm(x, w, sizes), k=k)
 
 
+@pytest.mark.parametrize("tile", [128, 256, 288])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bands_of_rows(rng, tile, dtype):
+    """Groups of one to thirteen tiles of rows, and a rest of zeros of as many. Of an odd number of
+    columns of tiles the last one's are a pair's, one above the other; of an odd number of rows the
+    last has no other."""
+    sizes = np.array([3300, 0, 300, 1, 1500, 700, 2050, 256])
+    for n in (264, 384, 520):
+        x = oracle.random(rng, (int(sizes.sum()) + 1800, 72), dtype)
+        w = oracle.random(rng, (len(sizes), 72, n), dtype)
+        with _tuned.forced(tile):
+            out = product(x, w, sizes)
+        oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+        assert not np.asarray(out[-1800:]).any()
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(2888, 264), (1032, 384), (320, 520), (456, 136)])
+def test_rows_of_matrices_shared_out(rng, transpose_a, m, n):
+    """Not a multiple of 256 of them, so that tiles have 64 less, here and there; bands of twelve
+    tiles, pairs as above."""
+    cuts = np.array([0, 70, 70, 200, 201, 400])
+    spans = np.stack([cuts[:-1], cuts[1:]], 1).astype(np.int32)
+    a, b = oracle.random(rng, (m, 400), "bfloat16"), oracle.random(rng, (400, n), "bfloat16")
+    for result in ("bfloat16", "float32"):
+        f = functools.partial(
+            jgg.segmented_mm,
+            transpose_a=transpose_a,
+            preferred_element_type=result,
+            implementation="sm90",
+        )
+        with _tuned.forced(256):
+            out = jax.jit(f)(a.T if transpose_a else a, b, spans)
+        tolerance = SUMS if result == "float32" else None
+        oracle.assert_close(out, oracle.segmented_mm(a, b, spans), tolerance=tolerance, k=200)
+
+
 def ragged_k(rng):
     """Sizes of none to 200, so of up to four slices, of enough matrices for large tiles."""
     sizes = rng.integers(0, 200, 330)

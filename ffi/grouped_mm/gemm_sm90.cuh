@@ -166,9 +166,6 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
       gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) * static_cast<int64_t>(gemm.groups)
                  : INT64_MAX;
   if (tiles < 132) return 64;
-  // Of short sums storing is most; float32 results leave by TMA from tiles of 256 only.
-  const bool short_sums = gemm.wgrad && gemm.rows_x <= 64 * static_cast<int64_t>(gemm.groups);
-  if (short_sums && gemm.out_dtype != DType::kF32) return 128;
   if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
   const bool about_256 = rows > 240 && rows <= 288;
   return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && about_256 ? 288 : 256;

@@ -11,9 +11,6 @@ namespace jgg {
 using nvfp4::CeilDiv;
 using namespace nvfp4::device;
 
-// Blocks that read everything: eight for each multiprocessor of the largest GPUs.
-static constexpr int64_t kMostAmaxBlocks = 8 * 160;
-
 using Kernel = void (*)(QuantizeParams);
 
 static cudaError_t Launch(cudaStream_t stream, const QuantizeParams& p, Kernel kernel,
@@ -34,8 +31,19 @@ static cudaError_t LaunchAmax(cudaStream_t stream, const QuantizeParams& p,
   if (args.hadamard) return Launch(stream, p, RowsKernel<kOf, true, false, true>, RowsBlocks(p));
   const int64_t vectors = p.rows * p.columns * kElementBytes<kOf> / 16;
   const int64_t blocks = CeilDiv(vectors + 1, 4 * kQuantizeThreads);
-  const int64_t most = std::max<int64_t>(1, kMostAmaxBlocks / std::min<int64_t>(p.matrices, 65535));
-  return Launch(stream, p, AmaxKernel<kOf>, std::min(blocks, most));
+  // No more than run at one time, so that the end of x is read last.
+  int device = 0, processors = 0, each = 0;
+  if (cudaError_t error = cudaGetDevice(&device)) return error;
+  if (cudaError_t error =
+          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) {
+    return error;
+  }
+  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, AmaxKernel<kOf>,
+                                                                        kQuantizeThreads, 0)) {
+    return error;
+  }
+  const int64_t together = int64_t{processors} * each / std::min<int64_t>(p.matrices, 65535);
+  return Launch(stream, p, AmaxKernel<kOf>, std::min(blocks, std::max<int64_t>(1, together)));
 }
 
 template <DType kOf, bool kStochastic>

@@ -102,9 +102,11 @@ __device__ int MultipliedK(int last) {
 template <typename Config>
 __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
   const bool gated = IsGated(gemm.epilogue.activation);
+  const int shared_columns = SharedColumns<Config>(gemm);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = Config::kGathered ? 0 : (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    const bool shares = work.out_column < shared_columns;
 #pragma unroll 1
     for (int turn = 0; turn < work.slices; ++turn) {
       const int slice = work.Slice(turn);
@@ -126,7 +128,8 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
         const int l_plane = plane * gemm.l_plane, r_plane = plane * gemm.r_plane;
 #pragma unroll
         for (int i = 0; i < Config::kChunksR; ++i) {
-          const int column = work.r_row + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
+          const int column =
+              work.out_column + i % 2 * 64 + (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
           char* to = memory.r[at.index][plane] + i * Config::kChunkBytesR;
           const int weight = gemm.wgrad ? 0 : work.weight;
           if constexpr (Config::kRKMajor) {
@@ -135,16 +138,22 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
             CopyBox(r_map, full, to, r_plane + column, r_k, weight);
           }
         }
-#pragma unroll 1
-        for (int i = 0; i < chunks; ++i) {
-          if (Config::kCluster == 2 && i % 2 != block) continue;
+        // Two loops, since the thread that copies is what small chunks wait for.
+        auto copy_l = [&](int i, auto multicast) {
           const int row = work.l_row + i * Config::kChunkL;
           char* to = memory.l[at.index][plane] + i * Config::kChunkBytesL;
           if constexpr (Config::kLKMajor) {
-            CopyBox<Config::kCluster == 2>(l_map, full, to, l_plane + l_k, row, 0);
+            CopyBox<multicast.value>(l_map, full, to, l_plane + l_k, row, 0);
           } else {
-            CopyBox<Config::kCluster == 2>(l_map, full, to, l_plane + row, l_k, 0);
+            CopyBox<multicast.value>(l_map, full, to, l_plane + row, l_k, 0);
           }
+        };
+        if (shares) {
+#pragma unroll 1
+          for (int i = block; i < chunks; i += 2) copy_l(i, Constant < Config::kCluster == 2 > {});
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < chunks; ++i) copy_l(i, Constant<0>{});
         }
       }
       at.Next();

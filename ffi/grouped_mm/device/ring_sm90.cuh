@@ -104,17 +104,24 @@ struct Nothing {
   __device__ void operator()(const Arguments&...) const {}
 };
 
+// Tiles that begin before this column share L with the other block of the cluster: each copies half
+// of it for both. Of others each copies its own.
+template <typename Config>
+__device__ int SharedColumns(const GemmSm90& gemm) {
+  if (Config::kCluster == 1) return 0;
+  return TileColumns<Config::kBlocks>(gemm) *
+         OrderTiles<Config::kCluster, Config::kBlocks>(gemm).SharedColumns();
+}
+
 // The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile, by
 // all its lanes, each of which then says so.
 template <typename Config, typename Function = Nothing>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
-  const bool gated = IsGated(gemm.epilogue.activation);
-  const int columns = gated ? 128 : 128 * Config::kBlocks;
   const RankedMatrices* ranked = nullptr;
   if constexpr (Config::kRaggedK) ranked = &memory.ranked;
-  ScheduleSm90<Config::kRows, Config::kCluster, Config::kRaggedK> schedule(
-      gemm, columns, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
+  ScheduleSm90<Config::kRows, Config::kBlocks, Config::kCluster, Config::kRaggedK> schedule(
+      gemm, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
   Place<Config::kWorks> at;
   while (true) {
     Work work = schedule.Next();

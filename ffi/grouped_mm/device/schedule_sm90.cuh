@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/segments.cuh"
+#include "grouped_mm/device/tile_order_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
 
 namespace jgg::device {
@@ -18,13 +19,12 @@ constexpr int kSliceSm90 = 64;  // values of k in a stage
 
 // A tile of work.
 struct Work {
-  int l_row, l_k;  // where its operands begin: coordinates of L, R and R's group
-  int r_row, r_k;
-  int weight;         // -1: zeros, whose segments do not exist
-  int slices;         // of k
-  int first;          // values of k before the segment in the first slice
-  int last;           // values of k up to the segment's end in the last one
-  int rows, columns;  // of the result, for this block; 0 rows: there is no more work
+  int l_row, l_k, r_k;  // where its operands begin; R's row is the result's column
+  int weight;           // -1: zeros, whose segments do not exist
+  int slices;           // of k
+  int first;            // values of k before the segment in the first slice
+  int last;             // values of k up to the segment's end in the last one
+  int rows, columns;    // of the result, for this block; 0 rows: there is no more work
   int out_row, out_column;
   int64_t out;  // element of the result at the tile's (0, 0)
 
@@ -45,6 +45,24 @@ struct Work {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
   }
 };
+
+// Columns of the result, and of a tile of it. kBlocks: of 128 columns of w; two may be the halves
+// of a gated product.
+template <int kBlocks>
+__device__ int ResultColumns(const GemmSm90& gemm) {
+  return kBlocks == 2 && IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+}
+
+template <int kBlocks>
+__device__ int TileColumns(const GemmSm90& gemm) {
+  return kBlocks == 2 && IsGated(gemm.epilogue.activation) ? 128 : 128 * kBlocks;
+}
+
+template <int kCluster, int kBlocks>
+__device__ TileOrder<kCluster> OrderTiles(const GemmSm90& gemm) {
+  const int columns = TileColumns<kBlocks>(gemm);
+  return {(ResultColumns<kBlocks>(gemm) + columns - 1) / columns};
+}
 
 // wgrad of few tiles: the matrices' segments, and the matrices in the order of their length, the
 // longest first.
@@ -82,24 +100,16 @@ __device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked
 }
 
 // kRaggedK: also of wgrad.
-template <int kRows, int kCluster, bool kRaggedK>
+template <int kRows, int kBlocks, int kCluster, bool kRaggedK>
 class ScheduleSm90 {
  public:
-  // `columns` of the result in a tile; `block` of the cluster. `parts` blocks have the same tiles.
-  // `ranked`: what RankMatrices made, if gemm.ranks.
-  __device__ ScheduleSm90(const GemmSm90& gemm, int columns, int block, int parts,
-                          const RankedMatrices* ranked)
-      : gemm_(gemm),
-        lane_(threadIdx.x % 32),
-        block_(block),
-        tile_columns_(columns),
-        ranked_(ranked) {
+  // `block` of the cluster. `parts` blocks have the same tiles. `ranked`: what RankMatrices made,
+  // if gemm.ranks.
+  __device__ ScheduleSm90(const GemmSm90& gemm, int block, int parts, const RankedMatrices* ranked)
+      : gemm_(gemm), lane_(threadIdx.x % 32), block_(block), ranked_(ranked) {
     next_ = blockIdx.x / (kCluster * parts);
     stride_ = gridDim.x / (kCluster * parts);
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
-    columns_ = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
-    columns_tiles_ = (columns_ + columns * kCluster - 1) / (columns * kCluster);
-    matrix_tiles_ = (gemm.m + kRows - 1) / kRows * columns_tiles_;
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
@@ -107,9 +117,9 @@ class ScheduleSm90 {
     if (kRaggedK && gemm_.ranks) return NextRanked();
     Work work{};
     if (Wgrad() && gemm_.matrices) {
-      const int weight = next_ / matrix_tiles_;
+      const int weight = next_ / MatrixTiles();
       if (weight < gemm_.groups) {
-        SetMatrix(work, next_ - weight * matrix_tiles_, weight,
+        SetMatrix(work, next_ - weight * MatrixTiles(), weight,
                   ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight));
       }
       next_ += stride_;
@@ -155,28 +165,18 @@ class ScheduleSm90 {
     return __shfl_sync(kAll, value, owner);
   }
 
-  // Tiles in bands of rows: down a band, then on to the next columns, so that tiles that run at one
-  // time share both operands in L2.
-  __device__ void Place(int number, int row_tiles, int& row_tile, int& column_tile) const {
-    const int log_band = Wgrad() ? 3 : 2, most = 1 << log_band;
-    const int per_band = columns_tiles_ << log_band;
-    const int band = Divide(number, per_band), within = number - band * per_band;
-    const int rows = min(most, row_tiles - band * most);
-    const int column = rows == most ? within >> log_band : Divide(within, rows);
-    row_tile = band * most + within - column * rows;
-    column_tile = column * kCluster + block_;
-  }
+  __device__ TileOrder<kCluster> Order() const { return OrderTiles<kCluster, kBlocks>(gemm_); }
 
-  __device__ void SetColumns(Work& work, int column_tile) const {
-    work.out_column = work.r_row = column_tile * tile_columns_;
-    work.columns = min(tile_columns_, columns_ - work.out_column);
-  }
+  // wgrad: of a cluster, for a matrix.
+  __device__ int MatrixTiles() const { return Order().Count(RowShares<kRows>{gemm_.m}.Tiles()); }
 
-  // Integer division, of non-negative numbers, takes 100 cycles or more, and mostly none is needed:
-  // quotients are 0, or divisors 1. A kernel of few tiles waits for its first one.
-  __device__ static int Divide(int number, int by) {
-    if (number < by) return 0;
-    return by == 1 ? number : static_cast<int>(static_cast<unsigned>(number) / by);
+  // Sets the tile's columns and returns its row of tiles.
+  __device__ int SetColumns(Work& work, int number, int row_tiles) const {
+    const TilePlace place = Order().At(number, row_tiles, block_, Wgrad() ? 3 : 2);
+    const int columns = TileColumns<kBlocks>(gemm_);
+    work.out_column = place.column * columns;
+    work.columns = place.exists ? min(columns, ResultColumns<kBlocks>(gemm_) - work.out_column) : 0;
+    return place.row;
   }
 
   // mm: a segment's rows are shared out evenly.
@@ -201,17 +201,16 @@ class ScheduleSm90 {
 
   __device__ void SetMatrixTile(Work& work, int number, int weight, int x_start, int y_start,
                                 int length) const {
-    int row_tile, column_tile;
-    Place(number, (gemm_.m + kRows - 1) / kRows, row_tile, column_tile);
-    SetColumns(work, column_tile);
+    const RowShares<kRows> shares{gemm_.m};
+    const int row_tile = SetColumns(work, number, shares.Tiles());
     // Along k, copies begin at multiples of 16 bytes.
     if (length > 0) work.first = (gemm_.l_k_major ? x_start : gemm_.r_k_major ? y_start : 0) % 8;
     SetK(work, length + work.first);
-    work.l_row = work.out_row = row_tile * kRows;
+    work.l_row = work.out_row = shares.FirstRow(row_tile);
     work.l_k = x_start - work.first;
     work.r_k = y_start - work.first;
     work.weight = weight;
-    work.rows = min(kRows, gemm_.m - work.l_row);
+    work.rows = min(shares.FirstRow(row_tile + 1), gemm_.m) - work.l_row;
     work.out = weight * gemm_.out_group + work.l_row * gemm_.out_line + work.out_column;
     // Nothing is added to this matrix. (A tile without rows would be the last one.)
     if (length == 0 && gemm_.epilogue.accumulate) work.columns = 0;
@@ -220,9 +219,9 @@ class ScheduleSm90 {
   __device__ void SetRowsTile(Work& work, int number, int index, int start, int length,
                               int gap) const {
     const int gap_tiles = (start - gap + kRows - 1) / kRows;
-    int row_tile, column_tile;
-    if (number < gap_tiles * columns_tiles_) {
-      Place(number, gap_tiles, row_tile, column_tile);
+    const int zeros = Order().Count(gap_tiles);
+    if (number < zeros) {
+      const int row_tile = SetColumns(work, number, gap_tiles);
       work.weight = -1;
       work.out_row = gap + row_tile * kRows;
       work.rows = min(kRows, start - work.out_row);
@@ -231,7 +230,7 @@ class ScheduleSm90 {
       if (gemm_.metadata.kind != MetadataKind::kSizes) {
         segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
       }
-      Place(number - gap_tiles * columns_tiles_, RowTiles(length), row_tile, column_tile);
+      const int row_tile = SetColumns(work, number - zeros, RowTiles(length));
       const int rows = TileRows(length);
       SetK(work, gemm_.k);
       work.weight = segment.weight;
@@ -239,7 +238,6 @@ class ScheduleSm90 {
       work.out_row = start + row_tile * rows;
       work.rows = min(rows, length - row_tile * rows);
     }
-    SetColumns(work, column_tile);
     work.out = work.out_row * gemm_.out_line + work.out_column;
   }
 
@@ -260,10 +258,10 @@ class ScheduleSm90 {
   __device__ Work NextRanked() {
     Work work{};
     const int round = turn_++, cluster = round % 2 == 0 ? next_ : stride_ - 1 - next_;
-    const int tile = round * stride_ + cluster, rank = tile / matrix_tiles_;
+    const int tile = round * stride_ + cluster, rank = tile / MatrixTiles();
     if (rank >= gemm_.groups) return work;
     const int weight = ranked_->order[rank];
-    SetMatrix(work, tile - rank * matrix_tiles_, weight, ranked_->segments[weight]);
+    SetMatrix(work, tile - rank * MatrixTiles(), weight, ranked_->segments[weight]);
     return work;
   }
 
@@ -325,7 +323,7 @@ class ScheduleSm90 {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         gaps_[i] = 0;
-        tiles_[i] = begin + i < total && HasMatrix(begin + i) ? matrix_tiles_ : 0;
+        tiles_[i] = begin + i < total && HasMatrix(begin + i) ? MatrixTiles() : 0;
         sum += tiles_[i];
       }
     } else {
@@ -348,8 +346,8 @@ class ScheduleSm90 {
         if ((lengths_[i] > 0 || last) && !gemm_.epilogue.accumulate) {
           gaps_[i] = min(before, starts_[i]);
         }
-        tiles_[i] =
-            ((starts_[i] - gaps_[i] + kRows - 1) / kRows + RowTiles(lengths_[i])) * columns_tiles_;
+        tiles_[i] = Order().Count((starts_[i] - gaps_[i] + kRows - 1) / kRows) +
+                    Order().Count(RowTiles(lengths_[i]));
         if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
         sum += tiles_[i];
       }
@@ -360,9 +358,9 @@ class ScheduleSm90 {
   }
 
   const GemmSm90& gemm_;
-  const int lane_, block_, tile_columns_;
+  const int lane_, block_;
   const RankedMatrices* const ranked_;
-  int next_, stride_, offset_, columns_, columns_tiles_, matrix_tiles_;
+  int next_, stride_, offset_;
   int turn_ = 0;              // of ranked matrices: rounds until now
   int window_ = -1;           // its first segment
   int window_tiles_ = 0;      // one past its last tile

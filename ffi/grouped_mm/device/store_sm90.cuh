@@ -58,10 +58,13 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
       StoreBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
     }
   };
-  if (gemm.wgrad || rows == Config::kStoreChunk) {  // wgrad: TMA knows where a matrix ends
+  // wgrad: tiles end with a box, or where the matrix does, which TMA knows.
+  if (gemm.wgrad || rows == Config::kStoreChunk) {
     if (lane != 0) return;
 #pragma unroll
-    for (int row = 0; row < Config::kStoreChunk; row += kBox) store(row);
+    for (int row = 0; row < Config::kStoreChunk; row += kBox) {
+      if (row < rows) store(row);
+    }
     return;
   }
   // The last rows of a tile of mm, behind which are those of others: 8 at a time, then one by one.

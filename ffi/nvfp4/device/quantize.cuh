@@ -210,29 +210,42 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   }
 }
 
-inline constexpr int kSquareThreads = 32 * kBlock;
+inline constexpr int kSquareRows = 2;  // of a thread
+inline constexpr int kSquareThreads = 32 * kBlock / kSquareRows;
 
-// One scale for 16 x 16 elements: a warp per row, a lane per block.
+// One scale for 16 x 16 elements: a warp for two rows, a lane for their blocks.
 template <DType kOf, bool kStochastic>
 __global__ void __launch_bounds__(kSquareThreads)
     SquaresKernel(const __grid_constant__ QuantizeParams p) {
-  constexpr int kBytes = kBlock * kElementBytes<kOf>;
+  constexpr int kBytes = kBlock * kElementBytes<kOf>, kStep = kBlock / kSquareRows;
   __shared__ uint32_t largest[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t across = CeilDiv(p.blocks, 32);
-  const int64_t at = FromLast(blockIdx.x, gridDim.x);
-  const int64_t row = at / across * kBlock + warp, column = at % across * 32 + lane;
-  const bool inside = row < p.rows && column < p.blocks;
+  const auto across = static_cast<uint32_t>(CeilDiv(p.blocks, 32));
+  const uint32_t at = gridDim.x - 1 - blockIdx.x;
+  const int64_t row = int64_t{at / across} * kBlock + warp;
+  const int64_t column = int64_t{at % across} * 32 + lane;
   for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
     const int64_t m = FromLast(i, p.matrices);
     const int64_t block = (m * p.rows + row) * p.blocks + column;
-    const auto x = LoadBlock<kOf>(p.x + block * kBytes, inside);
+    Elements<kOf, kBlock> x[kSquareRows];
+    JGG_UNROLL
+    for (int j = 0; j < kSquareRows; ++j) {
+      const bool inside = row + j * kStep < p.rows && column < p.blocks;
+      x[j] = LoadBlock<kOf>(p.x + (block + j * kStep * p.blocks) * kBytes, inside);
+    }
     if (warp == 0) largest[lane] = 0;
     __syncthreads();
-    atomicMax(&largest[lane], AsBits(LargestMagnitude(x)));  // NaN is larger than all others
+    uint32_t own = AsBits(LargestMagnitude(x[0]));
+    JGG_UNROLL
+    for (int j = 1; j < kSquareRows; ++j) own = max(own, AsBits(LargestMagnitude(x[j])));
+    atomicMax(&largest[lane], own);  // NaN is larger than all others
     __syncthreads();
     const BlockScale scale = MakeBlockScale(AsFloat(largest[lane]), p.matrix_scales[m]);
-    if (inside) QuantizeBlock<kStochastic>(p, Widen(x), scale, block);
+    JGG_UNROLL
+    for (int j = 0; j < kSquareRows; ++j) {
+      if (row + j * kStep >= p.rows || column >= p.blocks) break;
+      QuantizeBlock<kStochastic>(p, Widen(x[j]), scale, block + j * kStep * p.blocks);
+    }
     __syncthreads();
   }
 }

@@ -116,7 +116,7 @@ struct ColumnsPlace {
 };
 
 // A warp's tile of x, 16 rows of 128 bytes after 16 rows, span after span, through three stages of
-// shared memory: one is read, and two are on their way where rows begin at multiples of 16 bytes.
+// shared memory: one is read, and two are on their way where rows begin at multiples of 4 bytes.
 template <DType kOf>
 class ColumnsReader {
  public:
@@ -156,7 +156,13 @@ class ColumnsReader {
 
   __device__ void Begin() {
     if (spans_ > 0) {
-      pitch_ % 16 == 0 ? CopyPieces() : CopyElements();
+      if (pitch_ % 16 == 0) {
+        CopyPieces();
+      } else if (pitch_ % 4 == 0) {
+        CopyWords();
+      } else {
+        CopyElements();
+      }
       begins_ = After(begins_);
       from_ += kBlock * pitch_;
       row_ += kBlock;
@@ -180,25 +186,45 @@ class ColumnsReader {
     uint8_t* const to = base_ + begins_ + 16 * lane;
     JGG_UNROLL
     for (int i = 0; i < kBlock / 4; ++i) {
-      CopyPiece(to + 4 * kRowBytes * i, from, row + 4 * i < rows && column < left_);
+      Copy<uint4>(to + 4 * kRowBytes * i, from, row + 4 * i < rows && column < left_);
       from += 4 * pitch_;
     }
   }
 
-  // Or zeros.
-  __device__ static void CopyPiece(uint8_t* to, const uint8_t* from, bool some) {
+  // Where rows begin at multiples of 4 bytes only: each lane what it will read.
+  __device__ void CopyWords() {
+    const int lane = threadIdx.x % 32;
+    const uint8_t* from = from_ + 4 * lane;
+    uint8_t* const to = base_ + begins_ + 4 * lane;
+    JGG_UNROLL
+    for (int i = 0; i < kBlock; ++i) {
+      Copy<uint32_t>(to + kRowBytes * i, from, row_ + i < rows_ && 4 * lane < left_);
+      from += pitch_;
+    }
+  }
+
+  // 16 bytes or 4, or zeros.
+  template <typename T>
+  __device__ static void Copy(uint8_t* to, const uint8_t* from, bool some) {
 #ifdef __CUDA_ARCH__
     const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
-                 "r"(some ? 16 : 0)
-                 : "memory");
+    const int bytes = some ? sizeof(T) : 0;
+    if constexpr (sizeof(T) == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from),
+                   "r"(bytes)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from),
+                   "r"(bytes)
+                   : "memory");
+    }
 #else  // tests/cuda_on_host.h
-    const uint4 piece = some ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{};
-    std::memcpy(to, &piece, 16);
+    const T piece = some ? __ldg(reinterpret_cast<const T*>(from)) : T{};
+    std::memcpy(to, &piece, sizeof(T));
 #endif
   }
 
-  // Where rows do not begin at 16 bytes: each lane what it will read.
+  // And where they begin at single elements, each lane waits for it.
   __device__ void CopyElements() {
     const int lane = threadIdx.x % 32;
     JGG_NO_UNROLL
@@ -232,16 +258,17 @@ __global__ void __launch_bounds__(kColumnsThreads)
     ColumnsAmaxKernel(const __grid_constant__ QuantizeParams p) {
   __shared__ typename ColumnsReader<kOf>::Stages stages[kColumnsThreads / 32];
   const ColumnsPlace<kOf> at(p, blockIdx.x);
-  const int reads = at.rows.count > 0 ? at.spans() * (kTileLines / kBlock) : 0;
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     uint32_t amax = __ldcg(p.amax + m);  // what others have found so far
-    ColumnsReader<kOf> reader(p, at, m, stages[threadIdx.x / 32]);
-    JGG_NO_UNROLL
-    for (int i = 0; i < reads; ++i) {
-      uint32_t words[kBlock];
-      reader.Read(words);
-      JGG_UNROLL
-      for (int j = 0; j < kLaneColumns<kOf>; ++j) RaiseToRotated(ColumnOf<kOf>(words, j), &amax);
+    if (at.rows.count > 0) {
+      ColumnsReader<kOf> reader(p, at, m, stages[threadIdx.x / 32]);
+      JGG_NO_UNROLL
+      for (int i = 0; i < at.spans() * (kTileLines / kBlock); ++i) {
+        uint32_t words[kBlock];
+        reader.Read(words);
+        JGG_UNROLL
+        for (int j = 0; j < kLaneColumns<kOf>; ++j) RaiseToRotated(ColumnOf<kOf>(words, j), &amax);
+      }
     }
     JoinAmax(amax, p.amax + m);
   }
@@ -328,7 +355,6 @@ __global__ void __launch_bounds__(kColumnsThreads, kResident<kOf, kStochastic>)
   __shared__ ColumnsResult<kOf> result;
   __shared__ typename ColumnsReader<kOf>::Stages stages[kColumnsThreads / 32];
   const ColumnsPlace<kOf> at(p, FromLast(blockIdx.x, gridDim.x));
-  if (kTileLines / kBlock * at.first_tile >= p.blocks) return;
   const int spans = at.spans();
   for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
     const int64_t m = FromLast(i, p.matrices);

@@ -86,9 +86,11 @@ struct QuantizedGemmSm90Config {
 template <typename Config>
 __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                int block) {
+  const int shared_columns = SharedColumns<Config>(gemm);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     const int chunks = (work.rows + Config::kChunkL - 1) / Config::kChunkL;
+    const bool shares = work.out_column < shared_columns;
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
       uint64_t* full = &memory.full[at.index];
@@ -96,13 +98,20 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
       ArriveExpecting(full, Config::kSlices * chunks * Config::kChunkBytesL);
 #pragma unroll 1
       for (int s = 0; s < Config::kSlices; ++s) {
-#pragma unroll 1
-        for (int i = 0; i < chunks; ++i) {
-          if (Config::kCluster > 1 && (i + s) % Config::kCluster != block) continue;
-          CopyBox<Config::kCluster == 2>(
+        auto copy = [&](int i, auto multicast) {
+          CopyBox<multicast.value>(
               &gemm.l_map, full,
               memory.l[at.index] + s * Config::kRowsBytes / 2 + i * Config::kChunkBytesL,
               (slice + s) * kSliceSm90, work.l_row + i * Config::kChunkL, 0);
+        };
+        if (shares) {
+#pragma unroll 1
+          for (int i = (block + s) % 2; i < chunks; i += 2) {
+            copy(i, Constant < Config::kCluster == 2 > {});
+          }
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < chunks; ++i) copy(i, Constant<0>{});
         }
       }
       at.Next();

@@ -1,0 +1,75 @@
+// Which tiles of a matrix a cluster of thread blocks takes, and in which order. Tested on the host,
+// tests/tile_order.cc.
+#pragma once
+
+namespace jgg::device {
+
+// Integer division, of non-negative numbers, takes 100 cycles or more, and mostly none is needed:
+// quotients are 0, or divisors 1. A kernel of few tiles waits for its first one.
+__device__ inline int Divide(int number, int by) {
+  if (number < by) return 0;
+  return by == 1 ? number : static_cast<int>(static_cast<unsigned>(number) / by);
+}
+
+// A block's tile. Without columns where it does not exist: the other block of the cluster has one.
+struct TilePlace {
+  int row, column;  // in tiles
+  bool exists;
+};
+
+// The blocks of a cluster have tiles side by side, which share L. If the number of columns of tiles
+// is odd, they have tiles of the last one above the other.
+template <int kCluster>
+struct TileOrder {
+  int columns;  // of tiles
+
+  // Both blocks have the same row of these.
+  __device__ int SharedColumns() const { return columns / kCluster * kCluster; }
+
+  // How many times a cluster has tiles, of so many rows of them.
+  __device__ int Count(int rows) const {
+    return rows * (columns / kCluster) + (columns % kCluster != 0 ? (rows + 1) / 2 : 0);
+  }
+
+  // Tiles come in bands of 2^log_band rows: down a band, then on to the next columns, so that tiles
+  // that run at one time share both operands in L2. One row or two that are left make no band of
+  // their own, for which all columns would be read again.
+  __device__ TilePlace At(int number, int rows, int block, int log_band) const {
+    const int across = columns / kCluster, shared = rows * across;
+    if (kCluster > 1 && number >= shared) {
+      const int row = (number - shared) * kCluster + block;
+      const bool exists = row < rows;
+      return {exists ? row : rows - 1, columns - 1, exists};
+    }
+    const int most = 1 << log_band;
+    int first = 0, band_rows = rows;
+    if (rows > most + 2) {
+      const int last = (rows - 3) >> log_band, at = Divide(number, across << log_band);
+      first = (at < last ? at : last) << log_band;
+      band_rows = at < last ? most : rows - first;
+    }
+    const int within = number - first * across;
+    const int column = band_rows == most ? within >> log_band : Divide(within, band_rows);
+    return {first + within - column * band_rows, column * kCluster + block, true};
+  }
+};
+
+// The rows of a matrix, shared out to tiles of at most kRows in units of which only the last may be
+// incomplete: where they do not fill all tiles, the last tiles have a unit less, in place of one
+// that has few rows.
+template <int kRows>
+struct RowShares {
+  static constexpr int kUnit = kRows < 64 ? kRows : 64, kUnits = kRows / kUnit;
+  int rows;
+
+  __device__ int Tiles() const { return (rows + kRows - 1) / kRows; }
+
+  // Of tile Tiles(): at or behind the end.
+  __device__ int FirstRow(int tile) const {
+    const int missing = kUnits * Tiles() - (rows + kUnit - 1) / kUnit;  // fewer than kUnits
+    const int before = tile - Tiles() + missing;  // from tiles before this one
+    return tile == 0 ? 0 : kUnit * (kUnits * tile - (before > 0 ? before : 0));
+  }
+};
+
+}  // namespace jgg::device
