@@ -38,8 +38,8 @@ struct QuantizedGemmSm90Config {
   static constexpr bool kWholeStages = kWarps && Weights::kWholeStages;  // one thread copies all
   static constexpr bool kSharesK = kWholeStages && kBlocks == 1;         // gemm.parts may be 2
   // Of a thread that feeds, and one that multiplies: together what all begin with.
-  static constexpr int kFeedRegisters = 56;
-  static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 88;
+  static constexpr int kFeedRegisters = kBlocksPerSm == 1 ? 56 : 48;
+  static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 96;
   static constexpr int kThreads = 384, kWorks = 4;
   // The most slices of a stage: two, or, where warps multiply at most 16 rows, more.
   static constexpr int kSlices = kWarps ? Weights::kFewRowsSlices : 2;
