@@ -212,7 +212,7 @@ class TorchArm:
     def __init__(self, f, cold: bool):
         self.cold = cold
         self.out: Any = None
-        self.f = f  # and with it what the graph reads
+        self.f: Any = f  # and with it what the graph reads
         f()  # compiles, and takes workspace
         torch().cuda.synchronize()
         try:

@@ -102,6 +102,7 @@ __device__ int MultipliedK(int last) {
 template <typename Config>
 __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
   const bool gated = IsGated(gemm.epilogue.activation);
+  constexpr bool kPair = Config::kCluster == 2;
   const int shared_columns = SharedColumns<Config>(gemm);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
@@ -150,7 +151,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
         };
         if (shares) {
 #pragma unroll 1
-          for (int i = block; i < chunks; i += 2) copy_l(i, Constant < Config::kCluster == 2 > {});
+          for (int i = block; i < chunks; i += 2) copy_l(i, Constant<kPair>{});
         } else {
 #pragma unroll 1
           for (int i = 0; i < chunks; ++i) copy_l(i, Constant<0>{});

@@ -86,6 +86,7 @@ struct QuantizedGemmSm90Config {
 template <typename Config>
 __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                int block) {
+  constexpr bool kPair = Config::kCluster == 2;
   const int shared_columns = SharedColumns<Config>(gemm);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
@@ -106,9 +107,7 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
         };
         if (shares) {
 #pragma unroll 1
-          for (int i = (block + s) % 2; i < chunks; i += 2) {
-            copy(i, Constant < Config::kCluster == 2 > {});
-          }
+          for (int i = (block + s) % 2; i < chunks; i += 2) copy(i, Constant<kPair>{});
         } else {
 #pragma unroll 1
           for (int i = 0; i < chunks; ++i) copy(i, Constant<0>{});
