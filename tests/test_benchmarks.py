@@ -314,6 +314,28 @@ def counted(monkeypatch, chain: int):
     monkeypatch.setattr(timing, "count", lambda run, *args: (2 if args else chain, run(*args)))
 
 
+def test_arms_rest(monkeypatch):
+    """Before a turn, as the turn before it asks for, whoever had it; not after a failure."""
+    log = []
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: log.append(round(seconds, 6)))
+
+    class Arm:
+        def __init__(self, us):
+            self.us = us
+
+        def time(self, n):
+            if self.us is None:
+                raise RuntimeError("no")
+            return [self.us] * n
+
+    arms = {"a": Arm(1e3), "b": Arm(2e3), "bad": Arm(None), "long": Arm(1e6)}
+    times, failed = timing.interleaved(arms, repetitions=4, turns=2)
+    assert times == {"a": [1e3] * 4, "b": [2e3] * 4, "long": [1e6] * 4}
+    assert failed == {"bad": "RuntimeError: no"}
+    rests = [timing.REST * 1e-6 * us for us in (2e3, 4e3)]
+    assert log == [0.0, rests[0], rests[1], 0.0, 0.5, rests[0], rests[1]]
+
+
 def test_in_situ(monkeypatch):
     """Every call of a chain is there, though all have equal operands, and the last one is right."""
     chains = []
