@@ -112,6 +112,17 @@ def many_tiles(rng, dtype):
     got = jax.jit(gradient)(a, jnp.array(sizes))
     groups = oracle.f64(a).reshape(264, 80, 136)
     oracle.assert_close(got, groups.swapaxes(1, 2) @ groups)
+    # Clusters share out matrices by what they have had to do.
+    some = np.array([0, 130, 3, 0, 65, 64, 1, 90, 0])
+    wide = oracle.random(rng, (int(some.sum()), 1032), dtype)
+    gradient = lambda a, s: jax.vjp(
+        lambda w: jgg.grouped_mm(a, w, s, implementation="sm90"),
+        jnp.zeros((len(some), 1032, 1032), dtype),
+    )[1](a)[0]
+    got = jax.jit(gradient)(wide, jnp.array(some))
+    ends = np.cumsum(some)
+    parts = [oracle.f64(wide[i:j]) for i, j in zip(ends - some, ends, strict=True)]
+    oracle.assert_close(got, np.stack([part.T @ part for part in parts]))
     # Matrices are put in order.
     b = oracle.random(rng, (len(a), 264), dtype)
     spans = np.stack([np.arange(40) * 90, np.arange(40) * 91], 1)

@@ -190,6 +190,50 @@ def test_longest_first(rng, transpose_a, count, m, n):
     oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=136)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("n", [1032, 776])
+def test_balanced(rng, dtype, n):
+    """Matrices of so many tiles that clusters share out each by what they have had to do."""
+    sizes = np.array([0, 700, 3, 90, 0, 64, 65, 300, 1, 129, 0, 17, 0])
+    x = oracle.random(rng, (int(sizes.sum()) + 50, 1032), dtype)
+    y = oracle.random(rng, (len(x), n), dtype)
+    ends = np.cumsum(sizes)
+    wide_x, wide_y = oracle.f64(x), oracle.f64(y)
+    want = np.stack([wide_x[i:j].T @ wide_y[i:j] for i, j in zip(ends - sizes, ends, strict=True)])
+    gradient = lambda x, y, s: jax.vjp(
+        lambda w: jgg.grouped_mm(x, w, s, implementation="sm90"), jnp.zeros(want.shape, dtype)
+    )[1](y)[0]
+    with _tuned.forced(256):
+        out = jax.jit(gradient)(x, y, jnp.array(sizes))
+    oracle.assert_close(out, want, k=700)
+    assert not np.asarray(out)[sizes == 0].any()
+    if dtype == "float16":
+        return
+    old = oracle.random(rng, want.shape)
+    quantized = lambda v, s: jgg.nvfp4_quantize(v, axis=0, group_sizes=s)
+    wgrad = lambda x, y, s, **old: jgg.nvfp4_grouped_wgrad(
+        quantized(x, s), quantized(y, s), s, implementation="sm90", **old
+    )
+    inside = lambda v: v[: ends[-1]]
+    args = inside(x), inside(y), jnp.array(sizes)
+    added = jax.jit(lambda *args: wgrad(*args, existing_out=old))(*args)
+    oracle.assert_close(added, oracle.f64(jax.jit(wgrad)(*args)) + old, tolerance=1e-6)
+    np.testing.assert_array_equal(np.asarray(added)[sizes == 0], old[sizes == 0])
+
+
+def test_large_result(rng):
+    """Several times what L2 holds, of short sums; matrices too many to be put in order."""
+    lengths = rng.integers(0, 40, 129)
+    starts = rng.integers(0, 160, 129)
+    spans = np.stack([starts, starts + lengths], 1).astype(np.int32)
+    a, b = oracle.random(rng, (200, 1032), "bfloat16"), oracle.random(rng, (200, 776), "bfloat16")
+    f = functools.partial(jgg.segmented_mm, transpose_a=True, implementation="sm90")
+    out = np.asarray(jax.jit(f)(a, b, spans))
+    assert out.size > 1 << 26
+    for one, (i, j) in zip(out, spans, strict=True):
+        oracle.assert_close(one, oracle.f64(a)[i:j].T @ oracle.f64(b)[i:j], k=40)
+
+
 @pytest.mark.parametrize("full", [range(20, 28), range(36, 44), range(56, 64)])
 @pytest.mark.parametrize(("form", "offset"), [("spans", 0), ("sizes", 0), ("sizes", 20)])
 def test_many_matrices_without_rows(rng, form, offset, full):

@@ -2,49 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
+#include "common/blocks_that_fit.h"
 #include "grouped_mm/device/gemm_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
 namespace jgg {
-
-// Of one kernel, for each device: bytes of shared memory, and blocks that fit, as one number.
-using KnownBlocks = std::array<std::atomic<uint64_t>, 64>;
-
-// Blocks of a kernel that the device holds at a time; asked once, or whenever `bytes` changes.
-inline cudaError_t BlocksThatFit(const void* kernel, int threads, int bytes, KnownBlocks& known,
-                                 int* blocks) {
-  int device = 0;
-  if (cudaError_t error = cudaGetDevice(&device)) return error;
-  const uint64_t last = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
-  if (last >> 32 == static_cast<uint64_t>(bytes)) {
-    *blocks = static_cast<int>(last & 0xffffffff);
-    return cudaSuccess;
-  }
-  int processors = 0, per_processor = 0, most_bytes = 0;
-  if (cudaError_t error =
-          cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
-    return error;
-  }
-  if (cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes)) {
-    return error;
-  }
-  if (cudaError_t error =
-          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) {
-    return error;
-  }
-  if (cudaError_t error =
-          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, threads, bytes)) {
-    return error;
-  }
-  *blocks = processors * std::max(per_processor, 1);
-  const uint64_t asked = static_cast<uint64_t>(bytes) << 32 | static_cast<uint32_t>(*blocks);
-  if (device < 64) known[device].store(asked, std::memory_order_relaxed);
-  return cudaSuccess;
-}
 
 // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
 // have a gap before it.

@@ -112,6 +112,14 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   return LaunchTilesSm90<Config, kernel>(stream, gemm, parameters, [](int64_t, int) {});
 }
 
+// wgrad of short sums, of which the result, several times what L2 holds, is most of the traffic.
+// What leaves L2 first should be that, in about the order in which it lies in memory. Longer sums
+// have more use of L2 for both operands.
+inline bool StoresMostly(const GemmSm90& gemm) {
+  const int64_t groups = gemm.groups;
+  return gemm.wgrad && groups * gemm.out_group > (1 << 26) && gemm.rows_x <= 128 * groups;
+}
+
 template <typename Config>
 cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
   TensorMapSpec l = operands.l, r = operands.r;
@@ -130,12 +138,18 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
     }
   }
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  if (StoresMostly(gemm)) gemm.store_policy = kEvictFirst;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(
       stream, gemm, gemm, [&gemm](int64_t tiles, int clusters) {
         // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in
         // L2.
         gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
                      tiles <= 2048;
+        // Of few tiles a matrix, finding the clusters would take longer than the tiles.
+        const bool all = gemm.metadata.offset == nullptr && gemm.metadata.count == gemm.groups;
+        gemm.balances = gemm.wgrad && all && !gemm.ranks && tiles > 2 * clusters &&
+                        tiles >= 16 * static_cast<int64_t>(gemm.groups) && Config::kBalances &&
+                        clusters <= kMostBalancedClusters;
       });
 }
 

@@ -18,6 +18,9 @@
 namespace jgg {
 
 constexpr int kMostRankedMatrices = 128;
+constexpr int kMostBalancedClusters = 72;  // pairs of a GPU's multiprocessors
+// As cute::TMA::CacheHintSm90 has them.
+constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000;
 constexpr int kMostParts = 2;  // of a tile's k
 
 struct GemmSm90 {
@@ -27,6 +30,7 @@ struct GemmSm90 {
   bool wgrad;                        // which product
   bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned
   bool ranks;                        // ... and tiles are few, but not all at a time: longest first
+  bool balances;  // ... or of many tiles clusters share out each matrix by what they have had to do
   bool l_k_major, r_k_major;
   int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;
@@ -34,8 +38,9 @@ struct GemmSm90 {
   const float* matrix_scale = nullptr;  // wgrad: of each matrix's sums, or null: 1
   void* out;
   DType out_dtype;
-  bool stores_boxes;   // whether TMA can write the result
-  bool store_warp;     // ... and a warp of its own does: see device/store_sm90.cuh
+  bool stores_boxes;  // whether TMA can write the result
+  bool store_warp;    // ... and a warp of its own does: see device/store_sm90.cuh
+  uint64_t store_policy = kEvictNormal;  // of L2, for stores by TMA
   int out_width;       // elements per store that alignment allows: those of 16 bytes, or 1
   int64_t out_line;    // elements from one row of the result to the next
   int64_t out_group;   // wgrad: elements from one matrix of the result to the next

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/blocks_that_fit.h"
 #include "common/dispatch.h"
 #include "nvfp4/device/quantize_columns.cuh"
 
@@ -32,17 +33,13 @@ static cudaError_t LaunchAmax(cudaStream_t stream, const QuantizeParams& p,
   const int64_t vectors = p.rows * p.columns * kElementBytes<kOf> / 16;
   const int64_t blocks = CeilDiv(vectors + 1, 4 * kQuantizeThreads);
   // No more than run at one time, so that the end of x is read last.
-  int device = 0, processors = 0, each = 0;
-  if (cudaError_t error = cudaGetDevice(&device)) return error;
-  if (cudaError_t error =
-          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) {
+  static KnownBlocks known{};
+  int fit = 0;
+  if (cudaError_t error = BlocksThatFit(reinterpret_cast<const void*>(AmaxKernel<kOf>),
+                                        kQuantizeThreads, 0, known, &fit)) {
     return error;
   }
-  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, AmaxKernel<kOf>,
-                                                                        kQuantizeThreads, 0)) {
-    return error;
-  }
-  const int64_t together = int64_t{processors} * each / std::min<int64_t>(p.matrices, 65535);
+  const int64_t together = fit / std::min<int64_t>(p.matrices, 65535);
   return Launch(stream, p, AmaxKernel<kOf>, std::min(blocks, std::max<int64_t>(1, together)));
 }
 

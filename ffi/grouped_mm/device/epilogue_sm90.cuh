@@ -194,7 +194,7 @@ class EpilogueSm90 {
   // By TMA, from row `first` of a tile on. One thread.
   __device__ void StoreRows(const Work& work, int column, int first, const char* staged) const {
     StoreBox(&gemm_.out_map, staged, work.out_column + column, work.out_row + first,
-             gemm_.wgrad ? work.weight : 0);
+             gemm_.wgrad ? work.weight : 0, gemm_.store_policy);
   }
 
   // The element of the result from which Line counts, for rows of a tile from `first` on.

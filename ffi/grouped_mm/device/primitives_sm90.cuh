@@ -144,12 +144,14 @@ __device__ inline void ArriveCopied(uint64_t* barrier) {
 // Waits until this thread's words and pieces are there.
 __device__ inline void WaitCopied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// One box from shared memory; what is outside the tensor is left out. One thread, which waits for
-// the box to be read before it is written again.
-__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x, int y, int z) {
+// One box from shared memory; what is outside the tensor is left out. `policy`: of L2, for the
+// lines written. One thread, which waits for the box to be read before it is written again.
+__device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x, int y, int z,
+                                uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-      "r"(SharedAddress(from)), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], "
+      "[%1], %5;" ::"l"(map),
+      "r"(SharedAddress(from)), "r"(x), "r"(y), "r"(z), "l"(policy)
       : "memory");
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "grouped_mm/device/balanced_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/schedule_sm90.cuh"
 
@@ -113,15 +114,11 @@ __device__ int SharedColumns(const GemmSm90& gemm) {
          OrderTiles<Config::kCluster, Config::kBlocks>(gemm).SharedColumns();
 }
 
-// The warp that fills the ring of work; add(work, place) puts there what else belongs to a tile, by
-// all its lanes, each of which then says so.
-template <typename Config, typename Function = Nothing>
-__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
-                             Function add = {}) {
-  const RankedMatrices* ranked = nullptr;
-  if constexpr (Config::kRaggedK) ranked = &memory.ranked;
-  ScheduleSm90<Config::kRows, Config::kBlocks, Config::kCluster, Config::kRaggedK> schedule(
-      gemm, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
+// Fills the ring of work, a warp; add(work, place) puts there what else belongs to a tile, by all
+// its lanes, each of which then says so.
+template <typename Config, typename Schedule, typename Function>
+__device__ void FillWorks(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
+                          Schedule& schedule, Function add) {
   Place<Config::kWorks> at;
   while (true) {
     Work work = schedule.Next();
@@ -139,6 +136,25 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
     at.Next();
     if (work.rows == 0) return;
   }
+}
+
+template <typename Config, typename Function = Nothing>
+__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
+                             Function add = {}) {
+  constexpr int kRows = Config::kRows, kBlocks = Config::kBlocks, kCluster = Config::kCluster;
+  RankedMatrices* ranked = nullptr;
+  if constexpr (Config::kRaggedK) {
+    ranked = &memory.ranked;
+    if constexpr (Config::kBalances) {
+      if (gemm.balances) {
+        BalancedSm90<kRows, kBlocks, kCluster> schedule(gemm, block, ranked->Orders());
+        return FillWorks<Config>(gemm, memory, block, schedule, add);
+      }
+    }
+  }
+  ScheduleSm90<kRows, kBlocks, kCluster, Config::kRaggedK> schedule(
+      gemm, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
+  FillWorks<Config>(gemm, memory, block, schedule, add);
 }
 
 }  // namespace jgg::device

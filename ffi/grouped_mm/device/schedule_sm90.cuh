@@ -11,6 +11,7 @@
 
 #include "grouped_mm/device/segments.cuh"
 #include "grouped_mm/device/tile_order_sm90.cuh"
+#include "grouped_mm/device/turns_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
 
 namespace jgg::device {
@@ -69,7 +70,11 @@ __device__ TileOrder<kCluster> OrderTiles(const GemmSm90& gemm) {
 struct RankedMatrices {
   alignas(16) Segment segments[kMostRankedMatrices];
   uint8_t order[kMostRankedMatrices];
+  // In place of these, of ClusterTurns.
+  __device__ int* Orders() { return reinterpret_cast<int*>(segments); }
 };
+static_assert(2 * ClusterTurns<kMostBalancedClusters>::kMost * sizeof(int) <=
+              sizeof(RankedMatrices::segments));
 
 // By all threads of a block. A warp takes every so many-th matrix and compares it with all others,
 // of which each lane has a few.
@@ -99,71 +104,17 @@ __device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked
   __syncthreads();
 }
 
-// kRaggedK: also of wgrad.
+// Tiles of work as a cluster of blocks sees them.
 template <int kRows, int kBlocks, int kCluster, bool kRaggedK>
-class ScheduleSm90 {
+class TilesSm90 {
  public:
-  // `block` of the cluster. `parts` blocks have the same tiles. `ranked`: what RankMatrices made,
-  // if gemm.ranks.
-  __device__ ScheduleSm90(const GemmSm90& gemm, int block, int parts, const RankedMatrices* ranked)
-      : gemm_(gemm), lane_(threadIdx.x % 32), block_(block), ranked_(ranked) {
-    next_ = blockIdx.x / (kCluster * parts);
-    stride_ = gridDim.x / (kCluster * parts);
-    offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
-  }
+  __device__ TilesSm90(const GemmSm90& gemm, int block)
+      : gemm_(gemm), lane_(threadIdx.x % 32), block_(block) {}
 
-  // The whole warp; every lane gets the same tile. Without rows when there are no more.
-  __device__ Work Next() {
-    if (kRaggedK && gemm_.ranks) return NextRanked();
-    Work work{};
-    if (Wgrad() && gemm_.matrices) {
-      const int weight = next_ / MatrixTiles();
-      if (weight < gemm_.groups) {
-        SetMatrix(work, next_ - weight * MatrixTiles(), weight,
-                  ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight));
-      }
-      next_ += stride_;
-      return work;
-    }
-    while (next_ >= window_tiles_) {
-      if (!LoadWindow()) return work;
-    }
-    // The last lane, then its last segment, that does not begin after this tile.
-    const unsigned begun = __ballot_sync(kAll, first_ <= next_);
-    const int owner = 31 - __clz(begun);
-    int number = next_ - first_, which = 0;
-    if (lane_ == owner) {
-      while (which < kPerLane - 1 && number >= tiles_[which]) number -= tiles_[which++];
-    }
-    which = __shfl_sync(kAll, which, owner);
-    number = __shfl_sync(kAll, number, owner);
-    const int start = Take(starts_, which, owner), length = Take(lengths_, which, owner);
-    const int gap = Take(gaps_, which, owner);
-    const int index = window_ + owner * kPerLane + which;
-    next_ += stride_;
-    if (Wgrad()) {
-      SetMatrixTile(work, number, index < Count() ? index - offset_ : index - Count(), start, start,
-                    length);
-    } else {
-      SetRowsTile(work, number, index, start, length, gap);
-    }
-    return work;
-  }
-
- private:
+ protected:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
 
   __device__ bool Wgrad() const { return kRaggedK && gemm_.wgrad; }
-
-  __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
-
-  __device__ int Take(const int (&values)[kPerLane], int which, int owner) const {
-    int value = values[0];
-#pragma unroll
-    for (int i = 1; i < kPerLane; ++i) value = which == i ? values[i] : value;
-    return __shfl_sync(kAll, value, owner);
-  }
 
   __device__ TileOrder<kCluster> Order() const { return OrderTiles<kCluster, kBlocks>(gemm_); }
 
@@ -214,6 +165,78 @@ class ScheduleSm90 {
     work.out = weight * gemm_.out_group + work.l_row * gemm_.out_line + work.out_column;
     // Nothing is added to this matrix. (A tile without rows would be the last one.)
     if (length == 0 && gemm_.epilogue.accumulate) work.columns = 0;
+  }
+
+  const GemmSm90& gemm_;
+  const int lane_, block_;
+};
+
+// kRaggedK: also of wgrad.
+template <int kRows, int kBlocks, int kCluster, bool kRaggedK>
+class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
+  using Tiles = TilesSm90<kRows, kBlocks, kCluster, kRaggedK>;
+  using Tiles::gemm_, Tiles::lane_, Tiles::kAll, Tiles::Wgrad, Tiles::Order, Tiles::MatrixTiles;
+  using Tiles::RowTiles;
+  using Tiles::SetColumns, Tiles::SetK, Tiles::SetMatrix, Tiles::SetMatrixTile, Tiles::TileRows;
+
+ public:
+  // `block` of the cluster. `parts` blocks have the same tiles. `ranked`: what RankMatrices made,
+  // if gemm.ranks.
+  __device__ ScheduleSm90(const GemmSm90& gemm, int block, int parts, const RankedMatrices* ranked)
+      : Tiles(gemm, block), ranked_(ranked) {
+    next_ = blockIdx.x / (kCluster * parts);
+    stride_ = gridDim.x / (kCluster * parts);
+    offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
+  }
+
+  // The whole warp; every lane gets the same tile. Without rows when there are no more.
+  __device__ Work Next() {
+    if (kRaggedK && gemm_.ranks) return NextRanked();
+    Work work{};
+    if (Wgrad() && gemm_.matrices) {
+      const int weight = next_ / MatrixTiles();
+      if (weight < gemm_.groups) {
+        SetMatrix(work, next_ - weight * MatrixTiles(), weight,
+                  ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight));
+      }
+      next_ += stride_;
+      return work;
+    }
+    while (next_ >= window_tiles_) {
+      if (!LoadWindow()) return work;
+    }
+    // The last lane, then its last segment, that does not begin after this tile.
+    const unsigned begun = __ballot_sync(kAll, first_ <= next_);
+    const int owner = 31 - __clz(begun);
+    int number = next_ - first_, which = 0;
+    if (lane_ == owner) {
+      while (which < kPerLane - 1 && number >= tiles_[which]) number -= tiles_[which++];
+    }
+    which = __shfl_sync(kAll, which, owner);
+    number = __shfl_sync(kAll, number, owner);
+    const int start = Take(starts_, which, owner), length = Take(lengths_, which, owner);
+    const int gap = Take(gaps_, which, owner);
+    const int index = window_ + owner * kPerLane + which;
+    next_ += stride_;
+    if (Wgrad()) {
+      SetMatrixTile(work, number, index < Count() ? index - offset_ : index - Count(), start, start,
+                    length);
+    } else {
+      SetRowsTile(work, number, index, start, length, gap);
+    }
+    return work;
+  }
+
+ private:
+  static constexpr int kPerLane = 4, kWindow = 32 * kPerLane;
+
+  __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
+
+  __device__ int Take(const int (&values)[kPerLane], int which, int owner) const {
+    int value = values[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) value = which == i ? values[i] : value;
+    return __shfl_sync(kAll, value, owner);
   }
 
   __device__ void SetRowsTile(Work& work, int number, int index, int start, int length,
@@ -357,8 +380,6 @@ class ScheduleSm90 {
     return true;
   }
 
-  const GemmSm90& gemm_;
-  const int lane_, block_;
   const RankedMatrices* const ranked_;
   int next_, stride_, offset_;
   int turn_ = 0;              // of ranked matrices: rounds until now

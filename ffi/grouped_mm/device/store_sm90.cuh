@@ -55,7 +55,8 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
     if (Config::kWide && gemm.epilogue.accumulate) {
       AddBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
     } else {
-      StoreBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
+      StoreBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix,
+               gemm.store_policy);
     }
   };
   // wgrad: tiles end with a box, or where the matrix does, which TMA knows.
@@ -76,7 +77,8 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
       row = kBox;
     }
     for (; row < whole; row += 8) {
-      StoreBox(&gemm.out_rest, staged + row * 128, out_column, work.out_row + first + row, 0);
+      StoreBox(&gemm.out_rest, staged + row * 128, out_column, work.out_row + first + row, 0,
+               gemm.store_policy);
     }
   }
   const int piece = lane % 8;

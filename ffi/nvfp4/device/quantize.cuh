@@ -26,7 +26,10 @@ struct QuantizeParams {
 };
 
 // What reads x a second time begins at its end, which the first may have left in the L2 cache.
-__device__ inline int64_t FromLast(int64_t at, int64_t count) { return count - 1 - at; }
+template <typename Integer>
+__device__ Integer FromLast(Integer at, Integer count) {
+  return count - 1 - at;
+}
 
 template <DType kOf>
 inline constexpr int kElementBytes = kOf == DType::kF32 ? 4 : 2;
@@ -221,7 +224,7 @@ __global__ void __launch_bounds__(kSquareThreads)
   __shared__ uint32_t largest[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto across = static_cast<uint32_t>(CeilDiv(p.blocks, 32));
-  const uint32_t at = gridDim.x - 1 - blockIdx.x;
+  const uint32_t at = FromLast(blockIdx.x, gridDim.x);
   const int64_t row = int64_t{at / across} * kBlock + warp;
   const int64_t column = int64_t{at % across} * 32 + lane;
   for (int64_t i = blockIdx.y; i < p.matrices; i += gridDim.y) {
