@@ -212,7 +212,7 @@ def test_balanced(rng, dtype, n):
     old = oracle.random(rng, want.shape)
     quantized = lambda v, s: jgg.nvfp4_quantize(v, axis=0, group_sizes=s)
     wgrad = lambda x, y, s, **old: jgg.nvfp4_grouped_wgrad(
-        quantized(x, s), quantized(y, s), s, implementation="sm90", **old
+        quantized(y, s), quantized(x, s), s, implementation="sm90", **old
     )
     inside = lambda v: v[: ends[-1]]
     args = inside(x), inside(y), jnp.array(sizes)

@@ -167,9 +167,10 @@ inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
 }
 
 // The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
-// 256 where there are many, or 288, shared out evenly, where segments have about 256, so that no
-// small rest is left over (not for float32 results, which only tiles of 256 store by TMA); 128
-// between, and where larger tiles are too few. Chosen from static shapes only.
+// 256 where there are many; 288, shared out evenly, where segments have about 256, so that no small
+// rest is left over, or many more and sums are long, which takes 4-9% less then (of short ones up
+// to 10% more). Not for float32 results, which only tiles of 256 store by TMA. 128 between, and
+// where larger tiles are too few. Chosen from static shapes only.
 inline int RuleTileSm90(const GemmSm90& gemm) {
   const int64_t rows = TypicalRowsSm90(gemm);
   if (IsGated(gemm.epilogue.activation)) return rows <= 16 ? 32 : 128;
@@ -181,8 +182,8 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
                  : INT64_MAX;
   if (tiles < 132) return 64;
   if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
-  const bool about_256 = rows > 240 && rows <= 288;
-  return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && about_256 ? 288 : 256;
+  const bool higher = rows > 240 && (rows <= 288 || (rows > 448 && gemm.k >= 5120));
+  return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && higher ? 288 : 256;
 }
 
 // Large tiles come in pairs that share L.
