@@ -43,10 +43,10 @@ struct GemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_, kSharesK = false;
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated ones are of mm alone
+  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;   // gated ones are of mm alone
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
-  static constexpr int kCluster = kCluster_;                    // blocks that share L: 1 or 2
-  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
+  static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
+  static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
   static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide_ ? 72 : 56;
