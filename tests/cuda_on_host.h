@@ -63,6 +63,11 @@ inline uint32_t __reduce_max_sync(unsigned all, uint32_t value) {
   return value;
 }
 
+inline uint32_t __reduce_add_sync(unsigned all, uint32_t value) {
+  for (int mask = 1; mask < 32; mask *= 2) value += __shfl_xor_sync(all, value, mask);
+  return value;
+}
+
 inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
   std::atomic_ref<uint32_t> shared(*at);
   uint32_t old = shared;

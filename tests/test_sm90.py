@@ -190,6 +190,56 @@ def test_longest_first(rng, transpose_a, count, m, n):
     oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=136)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize(
+    ("count", "m", "n"),
+    # In halves; of 64 rows; too many halves; more tiles than half of the clusters have.
+    [(64, 1032, 1032), (40, 520, 520), (40, 1032, 1544), (8, 1032, 4104)],
+)
+@pytest.mark.parametrize("longer", [[1300], [700, 0, 650], []])
+def test_few_much_longer(rng, transpose_a, count, m, n, longer, dtype):
+    """Of the longest matrices tiles are halved, and who has one sits out some rounds."""
+    lengths = rng.integers(0, 70, count)
+    lengths[5 : 5 + len(longer)] = longer
+    ends = np.cumsum(lengths)
+    spans = np.stack([ends - lengths, ends], 1)
+    a = oracle.random(rng, (m, int(ends[-1])), dtype)
+    b = oracle.random(rng, (int(ends[-1]), n), dtype)
+    precision = "highest" if dtype == "float32" else None
+    f = functools.partial(jgg.segmented_mm, transpose_a=transpose_a, precision=precision)
+    out = jax.jit(f)(a.T if transpose_a else a, b, jnp.asarray(spans, jnp.int32))
+    oracle.assert_close(out, oracle.segmented_mm(a, b, spans), k=1300)
+
+
+@pytest.mark.parametrize("groups", [256, 257, 512, 1000, 4096, 5001])
+@pytest.mark.parametrize("full", ["first", "last", "some", "none"])
+@pytest.mark.parametrize("offset", [None, 120])
+def test_few_groups_with_rows(rng, groups, full, offset):
+    """Of many; windows of empty ones are passed over."""
+    sizes = np.zeros(groups, np.int32)
+    where = {"first": [0, 1], "last": [groups - 1], "none": []}.get(full)
+    if where is None:
+        where = rng.choice(groups, 8, replace=False)
+    sizes[where] = rng.integers(1, 90, len(where))
+    local = groups if offset is None else 136
+    x = oracle.random(rng, (int(sizes.sum()) + 37, 72), "bfloat16")
+    w = oracle.random(rng, (local, 72, 40), "bfloat16")
+    here = np.arange(groups) if offset is None else np.arange(offset, offset + local)
+    options = {} if offset is None else {"group_offset": jnp.array(offset, jnp.int32)}
+    out = product(x, w, sizes, **options)
+    ends = np.cumsum(sizes)
+    want = np.zeros((len(x), 40))
+    for i, g in enumerate(here):
+        rows = slice(ends[g] - sizes[g], ends[g])
+        want[rows] = oracle.f64(x[rows]) @ oracle.f64(w[i])
+    oracle.assert_close(out, want)
+    inside = (np.arange(len(x)) < ends[-1]) & np.isin(
+        np.searchsorted(ends, np.arange(len(x)), "right"), here
+    )
+    assert not np.asarray(out)[~inside].any()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("n", [1032, 776])
 def test_balanced(rng, dtype, n):

@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if constexpr (Config::kRaggedK) {
-    if (gemm.ranks) RankMatrices(gemm, memory.ranked);
+    if (gemm.ranks) RankMatrices<Config>(gemm, memory.ranked);
   }
   SyncRings<Config>();
   if (warp < 4) {

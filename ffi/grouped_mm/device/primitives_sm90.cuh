@@ -92,6 +92,11 @@ __device__ inline void Prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// A line of global memory.
+__device__ inline void PrefetchLine(const void* line) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(line) : "memory");
+}
+
 // One box, into this block's shared memory, or (kMulticast) into the same place of every block of a
 // cluster of two.
 template <bool kMulticast = false>

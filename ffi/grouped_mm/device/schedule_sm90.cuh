@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/segments.cuh"
 #include "grouped_mm/device/tile_order_sm90.cuh"
 #include "grouped_mm/device/turns_sm90.cuh"
@@ -65,11 +66,16 @@ __device__ TileOrder<kCluster> OrderTiles(const GemmSm90& gemm) {
   return {(ResultColumns<kBlocks>(gemm) + columns - 1) / columns};
 }
 
+// Rows of tiles that are halved where that is possible.
+template <int kRows>
+constexpr int kHalfRows = kRows % 128 == 0 ? kRows / 2 : kRows;
+
 // wgrad of few tiles: the matrices' segments, and the matrices in the order of their length, the
 // longest first.
 struct RankedMatrices {
   alignas(16) Segment segments[kMostRankedMatrices];
   uint8_t order[kMostRankedMatrices];
+  RankedTurns turns;
   // In place of these, of ClusterTurns.
   __device__ int* Orders() { return reinterpret_cast<int*>(segments); }
 };
@@ -78,7 +84,8 @@ static_assert(2 * ClusterTurns<kMostBalancedClusters>::kMost * sizeof(int) <=
 
 // By all threads of a block. A warp takes every so many-th matrix and compares it with all others,
 // of which each lane has a few.
-__device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
+template <typename Config>
+__device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
   constexpr int kPerLane = kMostRankedMatrices / 32;
   const int lane = threadIdx.x % 32, groups = gemm.groups;
   for (int i = threadIdx.x; i < groups; i += blockDim.x) {
@@ -102,6 +109,19 @@ __device__ inline void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked
     if (lane == 0) ranked.order[rank] = static_cast<uint8_t>(i);
   }
   __syncthreads();
+  if (threadIdx.x < 32) {  // the warp that schedules
+    const auto slices = [&](int rank) {
+      return (ranked.segments[ranked.order[rank]].length + kSliceSm90 - 1) / kSliceSm90;
+    };
+    constexpr int kRows = Config::kRows;
+    const auto order = OrderTiles<Config::kCluster, Config::kBlocks>(gemm);
+    const RankedTurns turns =
+        TakeTurns<kRows>(slices, groups, order.Count(RowShares<kRows>{gemm.m}.Tiles()),
+                         order.Count(RowShares<kHalfRows<kRows>>{gemm.m}.Tiles()),
+                         Config::kPlanes * (Config::kPlanes + 1) / 2, gridDim.x / Config::kCluster);
+    if (lane == 0) ranked.turns = turns;
+    __syncwarp();
+  }
 }
 
 // Tiles of work as a cluster of blocks sees them.
@@ -119,7 +139,10 @@ class TilesSm90 {
   __device__ TileOrder<kCluster> Order() const { return OrderTiles<kCluster, kBlocks>(gemm_); }
 
   // wgrad: of a cluster, for a matrix.
-  __device__ int MatrixTiles() const { return Order().Count(RowShares<kRows>{gemm_.m}.Tiles()); }
+  template <int kMost = kRows>
+  __device__ int MatrixTiles() const {
+    return Order().Count(RowShares<kMost>{gemm_.m}.Tiles());
+  }
 
   // Sets the tile's columns and returns its row of tiles.
   __device__ int SetColumns(Work& work, int number, int row_tiles) const {
@@ -145,14 +168,16 @@ class TilesSm90 {
     work.last = k - (work.slices - 1) * kSliceSm90;
   }
 
-  // wgrad: tile `number` of a matrix.
+  // wgrad: tile `number` of a matrix, in tiles of at most kMost rows.
+  template <int kMost = kRows>
   __device__ void SetMatrix(Work& work, int number, int weight, const Segment& segment) const {
-    SetMatrixTile(work, number, weight, segment.x_start, segment.y_start, segment.length);
+    SetMatrixTile<kMost>(work, number, weight, segment.x_start, segment.y_start, segment.length);
   }
 
+  template <int kMost = kRows>
   __device__ void SetMatrixTile(Work& work, int number, int weight, int x_start, int y_start,
                                 int length) const {
-    const RowShares<kRows> shares{gemm_.m};
+    const RowShares<kMost> shares{gemm_.m};
     const int row_tile = SetColumns(work, number, shares.Tiles());
     // Along k, copies begin at multiples of 16 bytes.
     if (length > 0) work.first = (gemm_.l_k_major ? x_start : gemm_.r_k_major ? y_start : 0) % 8;
@@ -187,6 +212,12 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
     next_ = blockIdx.x / (kCluster * parts);
     stride_ = gridDim.x / (kCluster * parts);
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
+    if (!Wgrad() && gemm.metadata.kind == MetadataKind::kSizes) {
+      // Windows would wait for memory one after the other, and of many few may have rows.
+      constexpr int kLine = 128 / sizeof(int32_t);
+      for (int i = lane_ * kLine; i < Count(); i += 32 * kLine)
+        PrefetchLine(gemm.metadata.data + i);
+    }
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
@@ -276,15 +307,24 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
     return lane_ == 0 ? identity : before;
   }
 
-  // The next tile of the ranked matrices, of which clusters take turns there and back again.
-  // Lengths may differ much, and so each gets about as much to do.
+  // The next tile of the ranked matrices.
   __device__ Work NextRanked() {
     Work work{};
-    const int round = turn_++, cluster = round % 2 == 0 ? next_ : stride_ - 1 - next_;
-    const int tile = round * stride_ + cluster, rank = tile / MatrixTiles();
+    const RankedTurns& turns = ranked_->turns;
+    int tile = turns.Next(turn_, next_, stride_), before = 0;
+    const bool held = tile < turns.held;
+    if (!held) tile -= turns.held, before = turns.matrices;
+    const bool halved = held && turns.halved;
+    const int tiles = halved ? Tiles::template MatrixTiles<kHalfRows<kRows>>() : MatrixTiles();
+    const int matrix = Divide(tile, tiles), rank = before + matrix;
     if (rank >= gemm_.groups) return work;
-    const int weight = ranked_->order[rank];
-    SetMatrix(work, tile - rank * MatrixTiles(), weight, ranked_->segments[weight]);
+    const int weight = ranked_->order[rank], number = tile - matrix * tiles;
+    const Segment& segment = ranked_->segments[weight];
+    if (halved) {
+      Tiles::template SetMatrix<kHalfRows<kRows>>(work, number, weight, segment);
+    } else {
+      SetMatrix(work, number, weight, segment);
+    }
     return work;
   }
 
@@ -320,6 +360,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
         lengths_[i] = min(static_cast<uint32_t>(max(size, 0)), rows);
         sum = add(sum, lengths_[i]);
       }
+      if (!Wgrad() && window_ + kWindow <= Count() && !__any_sync(kAll, sum > 0)) return true;
       uint32_t row = add(rows_before_, ExclusiveScan(sum, 0u, add, all));
       rows_before_ = add(rows_before_, all);
 #pragma unroll

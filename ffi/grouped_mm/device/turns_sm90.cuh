@@ -1,11 +1,65 @@
-// In which order clusters of thread blocks take the tiles of a matrix: those that have had least to
-// do first. Tested on the host, tests/turns.cc.
+// In which order clusters of thread blocks take tiles. Tested on the host, tests/turns.cc.
 #pragma once
 
 #include <cstdint>
 
 namespace jgg::device {
 
+// Who takes which tiles of matrices in order, the longest first. Clusters take turns, there and
+// back again: lengths may differ much, and so each gets about as much to do. But if very few
+// matrices are much longer than all others, their tiles have half as many rows, if those can be
+// halved, and clusters that begin with one of these tiles sit out the next rounds.
+struct RankedTurns {
+  int matrices;  // those that are much longer
+  int held;      // their tiles; at most half of the clusters have one
+  bool halved;
+  int skipped;  // rounds
+
+  // The tile of a cluster in a round, and in `round` the next one in which it takes part.
+  __device__ int Next(int& round, int cluster, int clusters) const {
+    int first = 0, before = round * clusters;
+    if (skipped > 0) {
+      if (round == 1 && cluster < held) round += skipped;
+      first = round > 0 && round <= skipped ? held : 0;
+      before = round * clusters - held * min(max(round - 1, 0), skipped);
+    }
+    const int tile = before + (round % 2 == 0 ? cluster - first : clusters - 1 - cluster);
+    ++round;
+    return tile;
+  }
+};
+
+// By a warp. slices(rank): of k, of the matrices in order. A matrix has so many tiles of kRows
+// rows, and so many halves.
+template <int kRows, typename Slices>
+__device__ RankedTurns TakeTurns(Slices slices, int count, int tiles, int halves, int products,
+                                 int clusters) {
+  constexpr unsigned kAll = 0xffffffffu;
+  // In units of 128 cycles: a slice is multiplied in kRows / 32, a tile stored in 10. Half a slice
+  // takes more than half the time, for its copies.
+  auto work = [&](int rank, int slice) {
+    return static_cast<unsigned>(min(slices(rank), 1 << 18) * slice + 10);
+  };
+  const int whole = kRows / 32 * products, half = kRows / 64 * products + 1;
+  const unsigned most = work(0, whole);
+  unsigned sum = 0, of_long = 0, much_longer = 0;
+  for (int i = threadIdx.x % 32; i < count; i += 32) {
+    const unsigned one = work(i, whole);
+    sum += one;
+    if (2 * one >= most) of_long += one, ++much_longer;
+  }
+  sum = __reduce_add_sync(kAll, sum);
+  of_long = __reduce_add_sync(kAll, of_long);
+  const int matrices = __reduce_add_sync(kAll, much_longer), others = count - matrices;
+  const bool halved = 2 * matrices * halves <= clusters;
+  const int held = matrices * (halved ? halves : tiles);
+  if (2 * held > clusters || others == 0) return RankedTurns{};
+  const int other = (sum - of_long) / others, mean = of_long / matrices;
+  return {matrices, held, halved, max((halved ? mean / whole * half : mean) / other - 1, 0)};
+}
+
+// Of the tiles of a matrix, those clusters first that have had least to do.
+//
 // By one warp of every cluster, each for itself. Clusters stay in the order of what they have had
 // to do until now; of a matrix, the first ones get one tile more than the others, and that merges
 // them with the others anew. A tile's time is a few thousand cycles, and this must take less.
