@@ -125,11 +125,13 @@ def many_tiles(rng, dtype):
     oracle.assert_close(got, np.stack([part.T @ part for part in parts]))
     # Matrices are put in order.
     b = oracle.random(rng, (len(a), 264), dtype)
+    f = jax.jit(lambda a, b, s: jgg.segmented_mm(a.T, b, s, implementation="sm90"))
     spans = np.stack([np.arange(40) * 90, np.arange(40) * 91], 1)
-    out = jax.jit(lambda a, b, s: jgg.segmented_mm(a.T, b, s, implementation="sm90"))(
-        a, b, jnp.asarray(spans, jnp.int32)
-    )
-    oracle.assert_close(out, oracle.segmented_mm(a.T, b, spans))
+    one_long = spans.copy()
+    one_long[7] = 3, 2000
+    for given in (spans, one_long):  # whose tiles are halved
+        out = f(a, b, jnp.asarray(given, jnp.int32))
+        oracle.assert_close(out, oracle.segmented_mm(a.T, b, given), k=2000)
     # float32 results, added to what is there.
     old = oracle.random(rng, (264, 136, 136))
 
