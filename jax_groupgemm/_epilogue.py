@@ -61,6 +61,7 @@ def composed(x, w, meta, bias, row_scale, existing, *, activation, transpose_w, 
     sum_dtype = _reference.accumulator_dtype(dtype)
     same: dict[str, Any] = {
         "form": SIZES, "rows": rows, "out_dtype": sum_dtype, "implementation": implementation,
+        "cotangent_dtype": _reference.cotangent_dtype(dtype),
     }  # fmt: skip
     y = product(x, w, meta, transpose_w=transpose_w, precision=precision, **same)
     if bias is not None:

@@ -27,6 +27,7 @@ from . import (
     _primitives,
     _qmm_reference,
     _quantized,
+    _reference,
 )
 from ._quantized import Quantized
 from ._segments import Form
@@ -98,8 +99,9 @@ def product(x, q: Quantized, meta, *, out_dtype, **params):
     if q.global_scale is None or q.global_scale.ndim < 2:
         return qmm(x, q, meta, out_dtype=out_dtype, **params)
     codes_and_scales = dataclasses.replace(q, global_scale=None)
+    params = {"cotangent_dtype": _reference.cotangent_dtype(out_dtype)} | params
     out = qmm(x, codes_and_scales, meta, out_dtype=jnp.dtype("float32"), **params)
-    params |= {"transpose_w": False, "precision": lax.Precision.HIGHEST}
+    params |= {"transpose_w": False, "precision": lax.Precision.HIGHEST, "cotangent_dtype": None}
     ones, columns = jnp.ones((x.shape[0], 1), jnp.float32), q.global_scale[:, None, :]
     scale = _primitives.mm(ones, columns, meta, out_dtype=jnp.dtype("float32"), **params)
     return (out * scale).astype(out_dtype)

@@ -45,6 +45,16 @@ def accumulator_dtype(*dtypes):
     return jnp.dtype(dtype)
 
 
+def cotangent_dtype(dtype):
+    """What the cotangent of a product is rounded to whose sums stay float32 while more is done to
+    them, before the result is rounded to ``dtype``: that, if it has 16 bits, else None, nothing.
+
+    It is what the cotangent would come in if nothing more were done. A float32 one would make
+    float32 products of both gradients."""
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
+    return jnp.dtype(dtype) if half else None
+
+
 def mm(x, w, *meta, transpose_x, transpose_w, transpose_out, rows, form, out_dtype, precision):
     """See the module's docstring. x (T, K), w (G, K, N), out (rows, N), or their transposes."""
     x = x.T if transpose_x else x

@@ -83,6 +83,32 @@ def test_epilogue_is_fused_for_cuda():
     assert 'activation = "swiglu"' not in empty
 
 
+OPTIONS = [{"activation": "silu"}, {"activation": "swiglu"}, {"bias"}, {"row_scale"}, {"existing_out"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_epilogues_are_half_precision_products(dtype, options):
+    """Sums stay float32 up to the result, but what flows back to a product is rounded as if there
+    were no epilogue: no operand of any product is float32."""
+    x, w = operands(dtype)
+    columns = 2 if options == {"activation": "swiglu"} else 4
+    given = {"bias": (3, columns), "row_scale": (16,), "existing_out": (16, columns)}
+    arrays = [jnp.ones(given[name], dtype) for name in options if name in given]
+    static = options if isinstance(options, dict) else {}
+
+    def loss(x, w, *arrays):
+        named = dict(zip(options, arrays, strict=True)) if arrays else static
+        return jnp.sin(jgg.grouped_mm(x, w, SIZES, **named)).sum()
+
+    text = cuda_text(jax.grad(loss, tuple(range(2 + len(arrays)))), x, w, *arrays)
+    calls = re.findall(r"custom_call @jgg_\w+\(.*?\) .*?: \((.*?)\) ->", text)
+    assert len(calls) >= 3  # forward and two gradients
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    for types in calls:
+        assert re.findall(r"x([a-z]\w+)>", types)[:2] == [short, short], types
+
+
 def test_transposed_operands_are_not_copied_for_cuda():
     """transpose_* reach the handler as attributes: no transpose is lowered, forward or backward."""
     x, w = jnp.ones((16, 8)), jnp.ones((3, 4, 8))

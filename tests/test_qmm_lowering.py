@@ -1,5 +1,6 @@
 """What products with quantized weights become: custom calls, exports, memory, cost."""
 
+import dataclasses
 import re
 
 import jax
@@ -131,3 +132,18 @@ def test_cost():
     read = 2 * (6 * 64 + 6 * 8) + 4
     cost = jgg.cost.grouped_qmm(x, scaled, sizes)
     assert cost.bytes_accessed == 2 * (13 * 128 + 16 * 6) + read + 3 * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "swiglu"}, {"bias": jnp.ones((3, 128))}],
+                         ids=["column scales", "activation", "bias"])  # fmt: skip
+def test_gradients_of_epilogues_are_half_precision_products(options):
+    """As of grouped_mm: a float32 cotangent would take the generic kernel's float32 products."""
+    x = jnp.ones((16, 64), jnp.bfloat16)
+    columns = None if options else jnp.ones((3, 128))
+    q = jgg.quantize(jnp.ones((3, 128, 64), jnp.bfloat16), mode="nvfp4", global_scale=None)
+    q = dataclasses.replace(q, global_scale=columns)
+    loss = lambda x: jnp.sin(jgg.grouped_qmm(x, q, SIZES, **options)).sum()
+    text = cuda_text(jax.grad(loss), x)
+    calls = re.findall(r"custom_call @jgg_qmm\w*\(.*?\) .*?: \(tensor<[\dx]*x(\w+)>", text)
+    assert len(calls) == 2
+    assert set(calls) == {"bf16"}
