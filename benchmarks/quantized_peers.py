@@ -128,12 +128,19 @@ def joined(parts: list):
 MLX_BYTES = 2**31  # of weights: they pass through the host
 
 
-def mlx_arm(case: Case, v: Operands) -> MlxArm:
-    mx, form = mlx(), case.format
-    if form.bytes(case.groups * case.n * case.k) > MLX_BYTES:
-        raise Unsupported("its weights would pass through the host")
+def mlx_lacks(case: Case) -> str | None:
+    """Why MLX does not run a case."""
+    if case.format.bytes(case.groups * case.n * case.k) > MLX_BYTES:
+        return "its weights would pass through the host"
     if isinstance(case, Convert) and case.global_scale:
-        raise Unsupported("no global scale per matrix")
+        return "no global scale per matrix"
+    return None
+
+
+def mlx_arm(case: Case, v: Operands) -> MlxArm:
+    if why := mlx_lacks(case):
+        raise Unsupported(why)
+    mx, form = mlx(), case.format
     static = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
     if isinstance(case, Convert) and case.op == "quantize":
         w = to_mlx(v.x)
@@ -178,7 +185,9 @@ KNOWN = {
 
 def complete(case: Case) -> tuple[str, ...]:
     """Peers without which a record of such cases is partial."""
-    return ("dequantize", "torch", "humming") if isinstance(case, Qmm) else ()
+    if isinstance(case, Qmm):
+        return ("dequantize", "torch", "humming")
+    return tuple(name for name in KNOWN[type(case)] if name != "mlx" or mlx_lacks(case) is None)
 
 
 def peer_arms(case: Case, v: Operands, args) -> dict[str, Callable]:

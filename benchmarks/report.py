@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .summary import LIMIT, is_slow, ours, summary
+from .summary import LIMIT, best_peer, is_slow, ours, summary
 
 # Families of quantized cases, by the first word of an op.
 QUANTIZED = {
@@ -110,14 +110,14 @@ def means(records) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    slow = sum(map(is_slow, records))
-    return (
-        table(
-            ["op, rows per group", "cases", "of floor", *(f"{peer} / ours" for peer in others)],
-            body,
-        )
-        + f"\n\n{slow} of {len(records)} cases run below {LIMIT} of the best peer's speed."
+    text = table(
+        ["op, rows per group", "cases", "of floor", *(f"{peer} / ours" for peer in others)], body
     )
+    if compared := sum(best_peer(r) is not None for r in records):
+        slow = sum(map(is_slow, records))
+        count = f"{slow} of {compared} cases with a peer"
+        text += f"\n\n{count} run below {LIMIT} of the best peer's speed."
+    return text
 
 
 def family(record) -> str:

@@ -86,7 +86,10 @@ def totals(records: list[dict]) -> str:
         )
         text += f"{row['op']:18} {row['regime']:14} {row['cases']:5} {row['share']:8.0%}{peers}\n"
     slow = [r for r in records if is_slow(r)]
-    text += f"\n{len(slow)} of {len(records)} cases below {LIMIT} of the best peer's speed\n"
+    compared = sum(ours(r) is not None and best_peer(r) is not None for r in records)
+    text += (
+        f"\n{len(slow)} of {compared} cases with a peer below {LIMIT} of the best peer's speed\n"
+    )
     for r in slow:
         peer, mine = best_peer(r), ours(r)
         text += f"  {r['op']} {r['case']}: {r['us'][peer] / r['us'][mine]:.2f}x of {peer}\n"

@@ -3,21 +3,27 @@ letters), what was given, and what to do."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _call
+from . import _call, _reference
 from ._segments import MAX_ROWS
 
 
 def array(op: str, name: str, value) -> jax.Array:
     try:
         value = jnp.asarray(value)
-    except TypeError as error:
-        raise TypeError(f"jgg.{op}: {name} must be an array, got {type(value).__name__}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        what = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            what += " of parts that differ in shape, are not numbers or are too large"
+        elif hasattr(value, "dtype"):
+            what += f" of dtype {value.dtype}"
+        raise TypeError(f"jgg.{op}: {name} must be an array, got {what}") from error
     if not all(isinstance(size, int) for size in value.shape):
         raise ValueError(
             f"jgg.{op}: {name} has shape {value.shape}, expected numbers: a function is exported "
@@ -61,10 +67,13 @@ def integers(op: str, name: str, value) -> jax.Array:
     """Sizes, indices or bounds. JAX wraps the host's 64-bit numbers around where x64 is off; they
     are clamped, which changes nothing that they mean."""
     known = (int, np.integer, np.ndarray)
+    host = None
     if not isinstance(value, jax.Array) and all(
         isinstance(v, known) for v in jax.tree.leaves(value)
     ):
-        host = np.asarray(value)
+        with contextlib.suppress(ValueError):  # of parts that differ in shape
+            host = np.asarray(value)
+    if host is not None and host.dtype != object:
         if isinstance(value, (list, tuple)) and host.size == 0:
             host = host.astype(np.int32)
         if host.dtype.kind in "iu" and host.dtype.itemsize == 8 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,9 +109,11 @@ def rows(op: str, name: str, count: int) -> None:
         )
 
 
-def group_sizes(op: str, value, groups: int | None = None, why: str = "") -> jax.Array:
+def group_sizes(
+    op: str, value, groups: int | None = None, why: str = "", letter: str = "G"
+) -> jax.Array:
     value = integers(op, "group_sizes", value)
-    shape(op, "group_sizes", value, (groups,), "G", why)
+    shape(op, "group_sizes", value, (groups,), letter, why)
     return value
 
 
@@ -112,9 +123,26 @@ def implementation(op: str, name: str | None) -> None:
         raise ValueError(f"jgg.{op}: implementation={name!r} is not one of None, {known}")
 
 
+def _promoted(op: str, *operands):
+    """By the user's rules; of floats of 8 bits and others, for which JAX has none, by ours."""
+    try:
+        return jnp.dtype(jnp.result_type(*operands))
+    except ValueError as error:
+        strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportAttributeAccessIssue]
+        dtypes = [a.dtype for a in operands]
+        with contextlib.suppress(ValueError):
+            if not strict:
+                return _reference.promoted(*dtypes)
+        names = " and ".join(dtype.name for dtype in dtypes)
+        why = " where jax_numpy_dtype_promotion is 'strict'" if strict else ""
+        raise TypeError(
+            f"jgg.{op}: operands of dtypes {names} have no common dtype{why}. Convert one of them"
+        ) from error
+
+
 def result_dtype(op: str, preferred, *operands):
     """``preferred_element_type``, or the operands' promoted dtype."""
-    promoted = jnp.dtype(jnp.result_type(*operands))
+    promoted = _promoted(op, *operands)
     if preferred is None:
         return promoted
     preferred = jnp.dtype(jax.dtypes.canonicalize_dtype(preferred))

@@ -6,7 +6,8 @@ A new format is a function here and a line in ``FORMATS``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -73,6 +74,45 @@ class Layer(NamedTuple):
                 raise self.error(f"config contradicts itself: {said}")
         return out if known is None or out is None else known[known.index(out)]  # 4, not 4.0
 
+    def mapping(self, said: str, value) -> Mapping[str, Any]:
+        """A part of config, which must be a dict."""
+        if not isinstance(value, Mapping):
+            raise self.error(f"config says {said}={value!r}, expected a dict")
+        return value
+
+    def parts(self, key: str) -> Mapping[str, Any]:
+        value = self.config.get(key)
+        return {} if value is None else self.mapping(key, value)
+
+    def match(self, key: str, entry: str, marks: tuple[str, ...]) -> bool:
+        """Whether the layer's name begins as the regular expression after a mark says."""
+        pattern = entry[len(marks[0]) * entry.startswith(marks) :]
+        try:
+            return re.match(pattern, self.prefix) is not None
+        except re.error as error:
+            raise self.error(f"config's {key} pattern {entry!r}: {error}") from error
+
+    def names(self, key: str) -> Sequence[str]:
+        """A list of names, or of patterns of them."""
+        value = self.config.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise self.error(f"config says {key}={value!r}, expected a list of names")
+        return value
+
+    def refuse(self, key: str, names: Callable[[str], bool]) -> None:
+        """Raise where ``key`` lists what is not quantized, and an entry names this layer."""
+        for entry in self.names(key):
+            if names(entry):
+                raise self.error(f"config says it is not quantized: {key} {entry!r}")
+
+    def and_outer(self) -> Iterator[str]:
+        """The layer's name, and those of the modules that it is in, from the inside out."""
+        name = self.prefix
+        while name:
+            yield name
+            name = name.rpartition(".")[0]
+
     def group_size(self, k: int, groups: int) -> int:
         said = self.option(("group_size", "q_group_size"))
         size = k // groups
@@ -130,7 +170,8 @@ def _mlx(t: Layer) -> Read:
     own = t.config.get(t.prefix)
     if own is False:
         raise t.error("config says it is not quantized")
-    t = t._replace(config=own if isinstance(own, Mapping) else t.config)
+    if own is not None and own is not True:
+        t = t._replace(config=t.mapping(t.prefix, own))
     mode = t.option("mode", tuple(MODES)) or "affine"
     bits = t.option("bits", MODES[mode].bits) or MODES[mode].bits[0]
     size = t.option("group_size", MODES[mode].group_sizes) or MODES[mode].group_sizes[0]
@@ -169,6 +210,9 @@ def _awq_codes(words) -> np.ndarray:
 
 
 def _awq(t: Layer) -> Read:
+    # Names of layers, or of modules at any depth: "mlp.gate" is not in "mlp.gate_proj".
+    inside = lambda entry: f".{entry.strip('.')}." in f".{t.prefix}."
+    t.refuse("modules_to_not_convert", inside)
     t.option(("bits", "w_bit"), (4,))
     t.option("zero_point", (True,))
     t.option(("version", "format", "checkpoint_format"), ("gemm", "GEMM"))
@@ -187,14 +231,12 @@ def _awq(t: Layer) -> Read:
 
 
 def _gptq(t: Layer) -> Read:
-    for pattern, override in (t.config.get("dynamic") or {}).items():
-        try:
-            match = re.match(pattern[2 * pattern.startswith(("+:", "-:")) :], t.prefix)
-        except re.error as error:
-            raise t.error(f"config's dynamic pattern {pattern!r}: {error}") from error
+    for pattern, override in t.parts("dynamic").items():
+        match = t.match("dynamic", pattern, ("+:", "-:"))
         if match and pattern.startswith("-:"):
             raise t.error(f"config says it is not quantized: dynamic pattern {pattern!r}")
         if match:
+            override = t.mapping(f"dynamic[{pattern!r}]", override)
             t = t._replace(config={**t.config, **override})
             break
     bits = t.option("bits", (2, 3, 4, 8))
@@ -213,6 +255,13 @@ def _gptq(t: Layer) -> Read:
     size = t.group_size(k, groups)
     if rest or size % 32:
         raise t.error(f"group_size={size} of K={k} is not a multiple of 32")
+    # Static groups are those of K as it is stored.
+    ordered = t.option("desc_act", (True, False)) and not t.option("static_groups", (True, False))
+    if ordered and groups > 1 and not t.has(".g_idx"):
+        raise t.error(
+            f"config says desc_act=True, but there is no tensor {t.prefix + '.g_idx'!r} that gives "
+            "each channel its group"
+        )
     words, order = _words(words.T), np.arange(k, dtype=np.int32)
     if t.has(".g_idx"):
         g_idx = t.get(".g_idx", ("int32",), "K", (k,))
@@ -294,14 +343,36 @@ def _nvfp4(t: Layer, weight: str, global_leaf: str, global_scale) -> Read:
     return q, None
 
 
+def _targets(t: Layer, key: str, entry: str) -> bool:
+    """Whether an entry is the layer's name or a pattern of it."""
+    return t.match(key, entry, ("re:",)) if entry.startswith("re:") else entry == t.prefix
+
+
+def _groups_of(t: Layer, groups: list[Layer]) -> list[Layer]:
+    """The groups that name a layer; if none does, those of all linear layers, or of all."""
+    targets = [group.names("targets") for group in groups]
+    named = [any(_targets(t, "targets", entry) for entry in entries) for entries in targets]
+    linear = ["Linear" in entries for entries in targets]
+    of_all = [not entries for entries in targets]
+    chosen = next((kind for kind in (named, linear, of_all) if any(kind)), [])
+    return [group for group, mine in zip(groups, chosen, strict=False) if mine]
+
+
 def _compressed_tensors(t: Layer) -> Read:
     packed = "nvfp4-pack-quantized"
-    if t.option("format", (packed, "mixed-precision")) == packed:
-        for group in (t.config.get("config_groups") or {}).values():
-            weights = t._replace(config=group.get("weights") or {})
-            weights.option("num_bits", (4,))
-            weights.option("type", ("float",))
-            weights.option("group_size", (16,))
+    t.refuse("ignore", lambda entry: _targets(t, "ignore", entry))
+    groups = [
+        t._replace(config=t.mapping(f"config_groups[{key!r}]", group))
+        for key, group in t.parts("config_groups").items()
+    ]
+    if t.option("format", (packed, "mixed-precision")) != packed:  # then those of this layer
+        groups = _groups_of(t, groups)
+    for group in groups:
+        group.option("format", (packed,))
+        weights = group._replace(config=group.parts("weights"))
+        weights.option("num_bits", (4,))
+        weights.option("type", ("float",))
+        weights.option("group_size", (16,))
     value = t.scalar(".weight_global_scale")
     with np.errstate(divide="ignore", over="ignore"):
         inverse = F32(1) / value if value > 0 else F32(np.nan)
@@ -310,11 +381,14 @@ def _compressed_tensors(t: Layer) -> Read:
 
 def _modelopt(t: Layer) -> Read:
     known = ("NVFP4", "W4A16_NVFP4")
+    for key in ("exclude_modules", "ignore"):  # of layers, or of the modules that they are in
+        t.refuse(key, lambda entry: any(fnmatchcase(name, entry) for name in t.and_outer()))
     if t.option("quant_algo", (*known, "MIXED_PRECISION")) == "MIXED_PRECISION":
-        layers, name = t.config.get("quantized_layers") or {}, t.prefix
-        while name and name not in layers:  # a module may stand for those in it
-            name = name.rpartition(".")[0]
-        t = t._replace(config=layers.get(name, {}))
+        layers = t.parts("quantized_layers")
+        name = next((name for name in t.and_outer() if name in layers), None)
+        if name is None:
+            raise t.error("config says it is not quantized: quantized_layers do not name it")
+        t = t._replace(config=t.mapping(f"quantized_layers[{name!r}]", layers[name]))
         t.option("quant_algo", known)
     t.option("group_size", (16,))
     return _nvfp4(t, ".weight", ".weight_scale_2", t.scalar(".weight_scale_2"))

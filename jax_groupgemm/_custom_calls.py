@@ -71,18 +71,22 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     shape = (columns, rows) if transpose_out else (rows, columns)
     mean_rows = rows / max(rest[0].shape[0], 1)
     tile = 0 if lists else _tuned.mm(x, w, mean_rows, out_dtype, transpose_w, gated)
-    planes = _planes(
-        implementation, x, w, precision,
-        runs=form.ordered_y and not (transpose_x or transpose_out or gated)
-        and (transpose_w or n % 8 == 0),
-        pays=_splitting_pays(rows * math.prod(w.shape[1:]), x.size + w.size),
-    )  # fmt: skip
+    whole = gated or transpose_x or transpose_out
+    planes = 1 if whole else mm_planes(implementation, x, w, form, rows, transpose_w, precision)
     if planes > 1:
         x, w = in_planes(planes, 64, (x, -1), (w, -1 if transpose_w else -2))
     flags |= {"planes": planes, "tile": tile}
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _product("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
+
+
+def mm_planes(implementation, x, w, form, rows: int, transpose_w: bool, precision) -> int:
+    """The bfloat16 planes in which a CUDA kernel takes float32 operands of ``mm``; 1: as they are.
+    A gated activation is then left to XLA (``_epilogue``)."""
+    runs = form.ordered_y and (transpose_w or w.shape[2] % 8 == 0)
+    pays = _splitting_pays(rows * math.prod(w.shape[1:]), x.size + w.size)
+    return _planes(implementation, x, w, precision, runs=runs, pays=pays)
 
 
 def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,

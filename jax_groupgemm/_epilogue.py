@@ -87,10 +87,9 @@ def composed(x, w, meta, bias, row_scale, existing, *, activation, transpose_w, 
 
 def _call_of(platform, x, w, meta, bias, row_scale, existing, *, activation, transpose_w, dtype,
              precision, implementation):  # fmt: skip
-    quantized = isinstance(w, Quantized)
+    quantized, gated = isinstance(w, Quantized), activation in GATED_ACTIVATIONS
     known, target = (x, w), "jgg_mm"
     if quantized:
-        gated = activation in GATED_ACTIVATIONS
         w = _prepack.readable(
             w, platform, implementation, x.dtype, SIZES, transpose_w, gated, x.shape[0], meta
         )
@@ -105,6 +104,10 @@ def _call_of(platform, x, w, meta, bias, row_scale, existing, *, activation, tra
     )
     if not fusable:
         return None
+    if gated and not quantized:
+        planes = _custom_calls.mm_planes(runs, x, w, SIZES, x.shape[0], transpose_w, precision)
+        if planes > 1:  # much faster than a kernel that takes float32 as it is, and the activation
+            return None
     same: dict[str, Any] = {
         "form": SIZES, "rows": x.shape[0], "out_dtype": dtype, "transpose_w": transpose_w,
         "precision": precision,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _check, _gathered, _primitives, _segments
+from . import _call, _check, _gathered, _partition, _primitives, _segments
 from ._segments import Form
 
 # Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
@@ -70,7 +70,7 @@ def gather_mm(
     _check.implementation(op, implementation)
     dtype = _check.result_dtype(op, preferred_element_type, a, b)
     batch, n = b.shape[:-2], b.shape[-1]
-    w = b.reshape(math.prod(batch), k, n)
+    w = _partition.merge(b, (len(batch), 1, 1))
     precision = _check.precision(op, precision)
 
     def product(x, meta, **params):
@@ -106,7 +106,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     """
     by_index = by_index or functools.partial(_gathered.gather, product=product)
     *batch_w, n = batch_n
-    m, k = a.shape[-2:]
+    m = a.shape[-2]
     lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
     rhs = _indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
     try:
@@ -124,7 +124,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     ordered = in_order and rhs.shape == batch
     if 0 in (pairs, matrices, n, *a.shape):
         return jnp.zeros((*batch, m, n), dtype)
-    x = a.reshape(-1, m, k)
+    x = _partition.merge(a, (a.ndim - 2, 1, 1))
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
@@ -137,12 +137,12 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
         kept = jnp.all(given[1:] >= given[:-1])
         # A product and not a selection, so that the gradients are NaN too.
         out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
-    return out.reshape(*batch, m, n)
+    return _partition.split(out, (batch, (m,), (n,)))
 
 
 def _as_given(x, lhs, rhs, matrices, product):
     """One segment per product: no operand is gathered, no index sorted."""
-    count, m, k = x.shape
+    count, m, _ = x.shape
     pairs = lhs.shape[0]
     valid = (lhs >= 0) & (lhs < count)
     table = _segments.table(
@@ -155,7 +155,8 @@ def _as_given(x, lhs, rhs, matrices, product):
         groups=matrices,
     )
     form = Form("segments", ordered_y=True, aligned=False)
-    return product(x.reshape(count * m, k), (table,), form=form, rows=pairs * m)
+    out = product(_partition.merge(x, (2, 1)), (table,), form=form, rows=pairs * m)
+    return _partition.split(out, ((pairs, m), (out.shape[1],)))
 
 
 def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
@@ -178,19 +179,11 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
     return by_index(x, (sizes, jnp.int32(1)), lhs, order, place)
 
 
-def _replicated(indices) -> jax.Array:
-    """Every device needs all indices, as all other metadata."""
-    spec = jax.typeof(indices).sharding.spec
-    if all(entry is None for entry in spec):
-        return indices
-    return jax.sharding.reshard(indices, jax.sharding.PartitionSpec(*[None] * indices.ndim))
-
-
 def _indices(op: str, name: str, indices, batch) -> jax.Array:
     count = math.prod(batch)
     if indices is None:
         return lax.iota(jnp.int32, count).reshape(batch)
-    indices = _replicated(_check.integers(op, name, indices))
+    indices = _partition.replicated(_check.integers(op, name, indices))
     if jnp.iinfo(indices.dtype).bits > 32 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         # Clamp before narrowing: an index that is too large must stay out of range.
         low = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else None

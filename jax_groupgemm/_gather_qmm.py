@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from . import _check, _qmm
+from . import _check, _partition, _qmm
 from ._gather_mm import gathered
 from ._quantized import Quantized
 
@@ -72,8 +70,7 @@ def gather_qmm(
 def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementation):
     """``gather_qmm`` of checked operands."""
     *batch, first, second = w.shape
-    count = math.prod(batch)
-    flat = _flatten(w, batch, count)
+    flat = _flatten(w, batch)
     precision = _check.precision(op, None)
 
     def product(x, meta, **params):
@@ -89,7 +86,7 @@ def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementati
     )  # fmt: skip
 
 
-def _flatten(w: Quantized, batch, count: int) -> Quantized:
+def _flatten(w: Quantized, batch) -> Quantized:
     """The batch axes of w as one; a global scale of some of them as one of all."""
 
     def fold(leaf):
@@ -97,7 +94,7 @@ def _flatten(w: Quantized, batch, count: int) -> Quantized:
             return leaf
         if leaf is w.global_scale and leaf.ndim <= len(batch):
             missing = (1,) * (len(batch) - leaf.ndim)
-            return jnp.broadcast_to(leaf.reshape(*leaf.shape, *missing), batch).reshape(count)
-        return leaf.reshape(count, *leaf.shape[len(batch) :])
+            leaf = jnp.broadcast_to(leaf.reshape(*leaf.shape, *missing), batch)
+        return _partition.merge(leaf, (len(batch), *[1] * (leaf.ndim - len(batch))))
 
     return jax.tree.map(fold, w)

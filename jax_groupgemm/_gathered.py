@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _call, _composed, _custom_calls, _primitives, _reference
+from . import _call, _composed, _custom_calls, _partition, _primitives, _reference
 from ._segments import SIZES
 
 # Rows per matrix up to which the kernel that takes lists is faster than a permuted copy of x and
@@ -38,14 +38,14 @@ def mm(x, w, meta, x_index, y_index, *, out_dtype, transpose_w=False, precision=
 def gather(x, meta, x_index, y_index, place, product: Callable):
     """The same with ``product(a, meta, form=, rows=)`` of a, the rows that have been gathered.
     ``place`` is the inverse of y_index, where it is known, or None."""
-    count, m, k = x.shape
+    count, m, _ = x.shape
     pairs = x_index.shape[0]
     valid = (x_index >= 0) & (x_index < count)
     # In the dtype of sums, for the sake of the derivative: rows may be gathered more than once.
     wide = x.astype(_reference.accumulator_dtype(x.dtype))[jnp.where(valid, x_index, 0)]
     rows = jnp.where(valid[:, None, None], wide.astype(x.dtype), jnp.zeros((), x.dtype))
-    y = product(rows.reshape(pairs * m, k), meta, form=SIZES, rows=pairs * m)
-    y = y.reshape(pairs, m, y.shape[1])
+    y = product(_partition.merge(rows, (2, 1)), meta, form=SIZES, rows=pairs * m)
+    y = _partition.split(y, ((pairs, m), y.shape[1:]))
     # Rows that were not gathered are zeros, but zeros times an infinite matrix are not.
     y = jnp.where(valid[:, None, None], y, jnp.zeros((), y.dtype))
     if y_index is None:

@@ -83,12 +83,15 @@ def grouped_mm(
     )  # fmt: skip
 
 
-def metadata(op: str, group_sizes, group_offset, w) -> tuple:
+def metadata(op: str, group_sizes, group_offset, w, name: str = "w", letter: str = "G") -> tuple:
     """``(group_sizes[, group_offset])``, checked."""
     if group_offset is None:
-        why = f"because w is {w.shape}. Pass group_offset if w holds only some of the groups."
-        return (_check.group_sizes(op, group_sizes, w.shape[0], why),)
-    group_sizes = _check.group_sizes(op, group_sizes)
+        why = (
+            f"because {name} is {w.shape}. Pass group_offset if {name} holds only some of the "
+            "groups."
+        )
+        return (_check.group_sizes(op, group_sizes, w.shape[0], why, letter),)
+    group_sizes = _check.group_sizes(op, group_sizes, letter=letter)
     group_offset = _check.integers(op, "group_offset", group_offset)
     if group_offset.shape not in ((), (1,)):
         raise ValueError(

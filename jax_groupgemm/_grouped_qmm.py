@@ -53,8 +53,9 @@ def grouped_qmm(
       TypeError: w is not a :class:`Quantized`, or a dtype is none of these.
 
     Differentiable to any order in x, bias, row_scale, in affine scales and biases (``dbias`` is the
-    sum of dW over a quantization group, ``dscale`` that of ``dW * code``) and in the global scale.
-    Closed under ``vmap``. Shards like :func:`grouped_mm`, in whole quantization groups.
+    sum of dW over a quantization group, ``dscale`` that of ``dW * code``) and in the global scale;
+    of a prepacked weight, in the global scale alone. Closed under ``vmap``. Shards like
+    :func:`grouped_mm`, in whole quantization groups.
     """
     op = "grouped_qmm"
     x = _check.array(op, "x", x)

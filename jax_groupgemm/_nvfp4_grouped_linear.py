@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from . import _check, _formats, _partition, _primitives
+from . import _nvfp4_layouts as layouts
 from ._grouped_mm import grouped_mm
-from ._nvfp4_grouped_mm import nvfp4_grouped_mm
+from ._nvfp4_grouped_mm import nvfp4_grouped_mm, one_owner
 from ._nvfp4_grouped_wgrad import grouped_wgrad
-from ._nvfp4_quantize import nvfp4_quantize
+from ._nvfp4_quantize import hadamard, nvfp4_quantize
+from ._quantized import Quantized, dequantize
 from ._segments import SIZES
 
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -34,7 +38,7 @@ class NVFP4Recipe:
 
     Raises:
       ValueError: high_precision names another product.
-      TypeError: a switch is not a bool.
+      TypeError: a switch is not a bool, or high_precision is no tuple.
     """
 
     scale_2d: bool = True
@@ -47,11 +51,15 @@ class NVFP4Recipe:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"jgg.NVFP4Recipe: {name}={value!r} is not a bool")
-        given = self.high_precision
+        given, known = self.high_precision, ", ".join(map(repr, _PRODUCTS))
+        if not isinstance(given, Iterable):
+            raise TypeError(
+                f"jgg.NVFP4Recipe: high_precision={given!r} is not a tuple of names, some of "
+                f"{known}"
+            )
         names = [given] if isinstance(given, str) else list(given)
         for name in names:
             if name not in _PRODUCTS:
-                known = ", ".join(map(repr, _PRODUCTS))
                 raise ValueError(
                     f"jgg.NVFP4Recipe: high_precision has {name!r}, expected some of {known}"
                 )
@@ -74,8 +82,9 @@ def nvfp4_grouped_linear(
         dx  = nvfp4_grouped_mm(q(dy), q(w along N), group_sizes)
         dw  = nvfp4_grouped_wgrad(q(x along T), q(dy along T), group_sizes)
 
-    Between forward and backward the 4-bit copy of x along T is kept, not x. Rows of no group are
-    exact zeros and get zero gradient, whatever they hold.
+    Each has the other two as its derivatives, so gradients of any order are products of these three
+    kinds. Between forward and backward the 4-bit copy of x along T is kept, not x. Rows of no group
+    are exact zeros and get zero gradient, whatever they hold.
 
     Args:
       x: bfloat16 or float32 ``(T, K)``.
@@ -90,13 +99,16 @@ def nvfp4_grouped_linear(
       ``(T, N)`` in x's dtype.
 
     Raises:
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit, or shardings over an Explicit mesh.
       TypeError: a dtype is none of these, or recipe or key is not one.
+      NotImplementedError: dw is differentiated in x, and x was kept in four bits.
 
-    Gradients have the dtypes of x, w and bias; that of bias is a float32 sum. Reverse mode, first
-    order: the gradient is the recipe's, not the derivative of rounding. K and N may be any numbers;
-    those that are not multiples of 16 cost a padded copy. Closed under ``vmap``. What Transformer
-    Engine's ``GroupedLinear`` does under ``NVFP4BlockScaling``.
+    Gradients have the dtypes of x, w and bias; that of bias is a float32 sum. They are the
+    recipe's, not the derivative of rounding. Reverse mode, of any order; but dw cannot be
+    differentiated in x where x is kept in four bits, which is an error and needs a recipe with
+    ``"wgrad"`` in high precision. K and N may be any numbers; those that are not multiples of 16
+    cost a padded copy. Closed under ``vmap``. What Transformer Engine's ``GroupedLinear`` does
+    under ``NVFP4BlockScaling``.
     """
     op = "nvfp4_grouped_linear"
     x, w = _check.array(op, "x", x), _check.array(op, "w", w)
@@ -113,19 +125,23 @@ def nvfp4_grouped_linear(
         _check.dtype(op, "bias", bias.dtype, _formats.FLOATS)
     if not isinstance(recipe, NVFP4Recipe):
         raise TypeError(f"jgg.{op}: recipe must be a jgg.NVFP4Recipe, got {type(recipe).__name__}")
-    keys = None if key is None or not recipe.stochastic_rounding else _split(op, key)
+    key = key if recipe.stochastic_rounding else None
+    if key is not None:
+        _check_key(op, key)
+    sharded = [("x", x, "TK"), ("w", w, "GNK")]
+    one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     x, w = _blocks(x, 0, k), _blocks(w, n, k)
     bias = None if bias is None else _blocks(bias, n)
     # A gradient varies over the mesh axes that any operand varies over, so each operand has to.
-    operands, tree = jax.tree.flatten((x, w, bias, group_sizes, keys))
+    operands, tree = jax.tree.flatten((x, w, bias, group_sizes, key))
     operands = tree.unflatten(_primitives.vary_alike(*operands))
-    return _linear(*operands, recipe, _specs(operands[:3]))[:, :n]
+    how = _How(packs=True, specs=_specs(operands[:3]))
+    return _out(*operands, recipe, how)[:, :n]
 
 
-def _split(op: str, key) -> jax.Array:
-    """Of dx, of dw."""
+def _check_key(op: str, key) -> None:
     try:
-        return jax.random.split(key)
+        jax.eval_shape(jax.random.split, key)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"jgg.{op}: key must be one key of jax.random, got {_check.describe(key)}"
@@ -145,61 +161,187 @@ def _specs(operands) -> tuple | None:
     return tuple(None if a is None else jax.typeof(a).sharding.spec for a in operands)
 
 
+# Result, dx and dw are the derivatives of one trilinear form, so each has the other two as its
+# derivatives, and quantizing is passed straight through: gradients of any order are products of
+# these three kinds. ``random`` says which of the two operands is a gradient, and so rounded at
+# random where there is a key.
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """Of :func:`_out`: what is static.
+
+    ``packs``: x is kept in four bits. ``specs``: how operands are sharded over an Explicit mesh.
+    """
+
+    random: tuple[bool, bool] = (False, False)
+    packs: bool = False
+    specs: tuple | None = None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _linear(x, w, bias, group_sizes, keys, recipe, specs):
-    del keys, specs
+def _out(x, w, bias, group_sizes, key, recipe, how):
     if "fprop" in recipe.high_precision:
         return grouped_mm(
             x, w.astype(x.dtype), group_sizes, transpose_w=True, bias=bias,
             preferred_element_type=x.dtype,
         )  # fmt: skip
-    return nvfp4_grouped_mm(
-        nvfp4_quantize(x, group_sizes=group_sizes), nvfp4_quantize(w, scale_2d=recipe.scale_2d),
-        group_sizes, bias=bias, preferred_element_type=x.dtype,
-    )  # fmt: skip
+    x_key, w_key = _rounding(key, how.random)
+    q = nvfp4_quantize(x, group_sizes=group_sizes, stochastic_rounding_key=x_key)
+    along_k = nvfp4_quantize(w, scale_2d=recipe.scale_2d, stochastic_rounding_key=w_key)
+    return nvfp4_grouped_mm(q, along_k, group_sizes, bias=bias, preferred_element_type=x.dtype)
 
 
-def _forward(x, w, bias, group_sizes, keys, recipe, specs):
-    kept = x
-    if "wgrad" not in recipe.high_precision:
-        kept = _along_t(x, group_sizes, recipe, None)
-    out = _linear(x, w, bias, group_sizes, keys, recipe, specs)
-    return out, (kept, w, bias, group_sizes, keys)
+def _out_forward(x, w, bias, group_sizes, key, recipe, how):
+    moves = w.perturbed  # otherwise there is no dw, and nothing is kept for it
+    x, w, bias, group_sizes, key = jax.tree.map(
+        lambda a: a.value, (x, w, bias, group_sizes, key), is_leaf=lambda a: hasattr(a, "perturbed")
+    )
+    kept = x if moves else None
+    if moves and how.packs and "wgrad" not in recipe.high_precision:
+        kept = _packed(x, group_sizes, recipe)
+    return _out(x, w, bias, group_sizes, key, recipe, how), (kept, w, bias, group_sizes, key)
 
 
-def _backward(recipe, specs, kept, dy):
-    x, w, bias, group_sizes, keys = kept
-    dx_key, dw_key = (None, None) if keys is None else keys
+def _out_backward(recipe, how, kept, dy):
+    if isinstance(dy, SymbolicZero):
+        return (None,) * 5
+    x, w, bias, group_sizes, key = kept
+    dx_key, dw_key = _split(key)
     grads = (
-        _dx(dy, w, group_sizes, recipe, dx_key),
-        _dw(dy, x, w, group_sizes, recipe, dw_key),
+        _dx(dy, w, group_sizes, dx_key, recipe, (True, how.random[1])),
+        None if x is None else _dw(dy, x, w, group_sizes, dw_key, recipe, (True, how.random[0])),
         None if bias is None else _dbias(dy, bias, group_sizes),
     )
-    if specs is not None:
+    if how.specs is not None:
         grads = (
             None if grad is None else jax.sharding.reshard(grad, spec)
-            for grad, spec in zip(grads, specs, strict=True)
+            for grad, spec in zip(grads, how.specs, strict=True)
         )
     return *grads, None, None
 
 
-_linear.defvjp(_forward, _backward)
+_out.defvjp(_out_forward, _out_backward, symbolic_zeros=True)
 
 
-def _dx(dy, w, group_sizes, recipe, key):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _dx(dy, w, group_sizes, key, recipe, random):
     if "dgrad" in recipe.high_precision:
         return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
-    q = nvfp4_quantize(dy, group_sizes=group_sizes, stochastic_rounding_key=key)
-    along_n = nvfp4_quantize(w, axis=-2, scale_2d=recipe.scale_2d)
+    dy_key, w_key = _rounding(key, random)
+    q = nvfp4_quantize(dy, group_sizes=group_sizes, stochastic_rounding_key=dy_key)
+    along_n = nvfp4_quantize(w, axis=-2, scale_2d=recipe.scale_2d, stochastic_rounding_key=w_key)
     stored = dataclasses.replace(along_n, axis=-1)  # (G, K, N)
     return nvfp4_grouped_mm(q, stored, group_sizes, preferred_element_type=dy.dtype)
 
 
-def _dw(dy, x, w, group_sizes, recipe, key):
+def _dx_forward(dy, w, group_sizes, key, recipe, random):
+    return _dx(dy, w, group_sizes, key, recipe, random), (dy, w, group_sizes, key)
+
+
+def _dx_backward(recipe, random, kept, ct):
+    dy, w, group_sizes, key = kept
+    dy_key, w_key = _split(key)
+    how = _How((True, random[1]), specs=_specs((ct, w, None)))
+    ddy = _out(ct, w, None, group_sizes, dy_key, recipe, how)
+    dw = _dw(dy, ct, w, group_sizes, w_key, recipe, (random[0], True))
+    return _sharded_as(dy, ddy), _sharded_as(w, dw), None, None
+
+
+_dx.defvjp(_dx_forward, _dx_backward)
+
+
+def _dw(dy, x, w, group_sizes, key, recipe, random):
+    """``x`` may be what :func:`_packed` makes of it."""
+    shape = w.shape[0], jnp.dtype(w.dtype)
+    return _sums_of_products(dy, x, group_sizes, key, recipe, random, shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _sums_of_products(dy, x, group_sizes, key, recipe, random, shape):
+    groups, dtype = shape
     if "wgrad" in recipe.high_precision:
-        return _sums(dy, x, group_sizes, w.shape[0], w.dtype)
-    q = _along_t(dy, group_sizes, recipe, key)
-    return grouped_wgrad(x, q, group_sizes, dtype=w.dtype)
+        return _sums(dy, x, group_sizes, groups, dtype)
+    dy_key, x_key = _rounding(key, random)
+    if not isinstance(x, Quantized):
+        x = _along_t(x, group_sizes, recipe, x_key)
+    return grouped_wgrad(x, _along_t(dy, group_sizes, recipe, dy_key), group_sizes, dtype=dtype)
+
+
+def _dw_forward(dy, x, group_sizes, key, recipe, random, shape):
+    out = _sums_of_products(dy, x, group_sizes, key, recipe, random, shape)
+    return out, (dy, x, group_sizes, key)
+
+
+def _dw_backward(recipe, random, shape, kept, ct):
+    del shape
+    dy, x, group_sizes, key = kept
+    dy_key, x_key = _split(key)
+    packed = isinstance(x, Quantized)
+    rows = _unpacked(x, recipe, dy.dtype) if packed else x
+    how = _How((random[1], True), specs=_specs((rows, ct, None)))
+    ddy = _out(rows, ct, None, group_sizes, dy_key, recipe, how)
+    dx = None
+    if not packed:
+        dx = _sharded_as(x, _dx(dy, ct, group_sizes, x_key, recipe, (random[0], True)))
+    return _sharded_as(dy, ddy), dx, None, None
+
+
+_sums_of_products.defvjp(_dw_forward, _dw_backward)
+
+
+def _split(key):
+    """Of either derivative."""
+    return (None, None) if key is None else tuple(jax.random.split(key))
+
+
+def _rounding(key, random: tuple[bool, bool]):
+    """Of either operand; None rounds to nearest."""
+    if key is None:
+        return None, None
+    first, second = random
+    return key if first else None, jax.random.fold_in(key, 2) if second else None
+
+
+def _sharded_as(a, grad):
+    """A gradient, as the operand is sharded over an Explicit mesh."""
+    specs = _specs((a,))
+    return grad if specs is None else jax.sharding.reshard(grad, specs[0])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _packed(x, group_sizes, recipe):
+    """What is kept of x for dw: codes, through which no derivative of dw would find x."""
+    return _along_t(x, group_sizes, recipe, None)
+
+
+@_packed.defjvp
+def _(recipe, primals, tangents):
+    del recipe, primals, tangents
+    raise NotImplementedError(
+        "jgg.nvfp4_grouped_linear: the gradient of w keeps x in four bits, so it cannot be "
+        "differentiated in x. recipe=jgg.NVFP4Recipe(high_precision=('wgrad',)) keeps x, for "
+        "gradients of any order"
+    )
+
+
+def _unpacked(q, recipe, dtype):
+    """Rows of x again, from what :func:`_packed` made of it."""
+
+    def rows(q):
+        values = dequantize(dataclasses.replace(q, axis=-1, layout="linear", positions=None))
+        if recipe.hadamard:
+            blocks = values.reshape(*values.shape[:-1], -1, _BLOCK)
+            back = jnp.matmul(blocks, hadamard().T, precision=jax.lax.Precision.HIGHEST)
+            values = back.reshape(values.shape)
+        return layouts.take_rows(values.T, q.positions).astype(dtype)
+
+    run: Callable = rows
+    mesh = _partition.explicit_mesh(jax.tree.leaves(q))
+    if mesh is not None:
+        spec = jax.sharding.PartitionSpec(None, jax.typeof(q.weight).sharding.spec[0])
+        run = jax.sharding.auto_axes(rows, axes=mesh.explicit_axes, out_sharding=spec)
+    return run(q)
 
 
 def _along_t(a, group_sizes, recipe, key):

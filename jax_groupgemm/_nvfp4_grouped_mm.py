@@ -7,8 +7,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from . import _check, _epilogue, _formats, _nvfp4_sm100, _prepack, _quantized
+from . import _check, _epilogue, _formats, _nvfp4_sm100, _partition, _prepack, _quantized
+from . import _float_bits as fb
+from ._nvfp4_sm100 import folded
 from ._quantized import Quantized
 
 
@@ -25,8 +28,8 @@ def nvfp4_grouped_mm(
     """``out[t] = alpha[g] * x[t] @ w[g].T + bias[g]``, ``g = group(t)``; **T (rows) is grouped**.
 
     Codes times block scales are exact in bfloat16. Their products are summed in float32; the sums
-    are multiplied by ``alpha[g] * x.global_scale * w.global_scale[g]``, also float32, get the bias
-    and are rounded once. Rows of no group are exact zeros.
+    are multiplied by ``alpha[g] * w.global_scale[g] * x.global_scale``, also float32 (a GPU needs a
+    normal number), get the bias and are rounded once. Rows of no group are exact zeros.
 
     Args:
       x: mode ``"nvfp4"``, ``(T, K)``, blocks along K. Its ``global_scale`` is a scalar, ``(T,)`` or
@@ -43,7 +46,8 @@ def nvfp4_grouped_mm(
       ``(T, N)``.
 
     Raises:
-      ValueError: a mode, axis or shape does not fit, or ``implementation`` cannot run.
+      ValueError: a mode, axis or shape does not fit, or a sharding over an Explicit mesh, or
+        ``implementation`` cannot run.
       TypeError: x or w is not a :class:`Quantized`, or a dtype is none of these.
 
     The gradient of x in ``x @ w[g].T`` is this operation too: of dy and of w quantized along N.
@@ -77,25 +81,26 @@ def nvfp4_grouped_mm(
     _check.dtype(op, "preferred_element_type", dtype, _formats.FLOATS)
     _check.rows(op, "x", t)
     _check.implementation(op, implementation)
-    per_row = x.global_scale is not None and x.global_scale.ndim == 1
-    scale = folded(alpha, None if per_row else x.global_scale, w.global_scale)
-    x = dataclasses.replace(x, global_scale=x.global_scale if per_row else None)
-    w = dataclasses.replace(w, global_scale=None)
+    one_owner(op, (("x", x.weight, "TK"), ("w", w.weight, "GNK")))
+    scale, w = folded(alpha, w.global_scale), dataclasses.replace(w, global_scale=None)
     return _MM(x, w, group_sizes, scale, bias, dtype=dtype, implementation=implementation)
 
 
 def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
-    """In terms of other products. ``scale`` has every global scale but one per row of x."""
+    """In terms of other products. ``scale`` has w's global scale."""
     product = functools.partial(
         _epilogue.mm, activation=None, transpose_w=True, precision=jax.lax.Precision.HIGHEST,
         implementation=implementation,
     )  # fmt: skip
-    rows, meta = exact(x, implementation), (group_sizes,)
+    rows, meta, row_scale = exact(x, implementation), (group_sizes,), x.global_scale
+    if row_scale is not None and row_scale.ndim == 0:
+        rest, power = apart(row_scale)
+        rows, scale, row_scale = rows * power, folded(scale, rest), None
     w = dataclasses.replace(w, global_scale=scale)
-    if x.global_scale is None or bias is None:
-        return product(rows, w, meta, bias, x.global_scale, None, dtype=dtype)
+    if row_scale is None or bias is None:
+        return product(rows, w, meta, bias, row_scale, None, dtype=dtype)
     # An epilogue scales rows after it has added a bias, which here is a product of its own.
-    out = product(rows, w, meta, None, x.global_scale, None, dtype=jnp.float32)
+    out = product(rows, w, meta, None, row_scale, None, dtype=jnp.float32)
     ones = jnp.ones((rows.shape[0], 1), bias.dtype)
     return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
 
@@ -140,10 +145,45 @@ def factor(op: str, name: str, value, groups: int, why: str) -> jax.Array | None
     return value.astype(jnp.float32)
 
 
-def folded(*factors) -> jax.Array | None:
-    """The product of those that are there."""
-    present = [value for value in factors if value is not None]
-    return functools.reduce(jnp.multiply, present) if present else None
+def apart(scale) -> tuple[jax.Array, jax.Array]:
+    """``(rest, power)``: their product is ``scale``, and power, a bfloat16, is a power of two.
+
+    It multiplies values before they are summed, which is exact; then what is left of small scales
+    is a normal number, and their product is not flushed before it meets the sums.
+    """
+    exponent = fb.i32(fb.magnitude(fb.bits(lax.stop_gradient(scale))) >> 23)
+    exponent = jnp.clip(exponent, 127 - 64, 127 + 64)
+    of = lambda exponent: fb.value(fb.u32(exponent) << 23)
+    return scale * of(254 - exponent), of(exponent).astype(jnp.bfloat16)
+
+
+def one_owner(op: str, operands) -> None:
+    """Under Explicit sharding a mesh axis divides one axis of a product, in every operand alike.
+
+    ``operands``: names, arrays and the letters of their axes.
+    """
+    if _partition.explicit_mesh([a for _, a, _ in operands]) is None:
+        return
+    owners: dict[str, tuple[str, str]] = {}
+    divided: dict[str, tuple[str, tuple]] = {}
+    for name, a, letters in operands:
+        entries = _partition._entries(jax.typeof(a).sharding.spec, a.ndim)
+        for letter, axes in zip(letters, entries, strict=False):
+            if not axes:
+                continue
+            other, others = divided.setdefault(letter, (name, axes))
+            first = [owners.setdefault(axis, (name, letter)) for axis in axes]
+            clash = next((owner for owner in first if owner[1] != letter), None)
+            if clash is not None:
+                why = f"{clash[0]} shards {clash[1]} over it"
+            elif axes != others:
+                why = f"{other} shards it over {others}"
+            else:
+                continue
+            raise ValueError(
+                f"jgg.{op}: {name} shards {letter} over {axes}, but {why}. Under Explicit sharding "
+                "nothing is gathered silently: use jax.sharding.reshard first"
+            )
 
 
 def exact(q: Quantized, implementation) -> jax.Array:

@@ -11,7 +11,8 @@ import numpy as np
 
 from . import _call, _check, _custom_calls, _nvfp4_sm100, _primitives
 from . import _nvfp4_layouts as layouts
-from ._nvfp4_grouped_mm import exact, factor, folded, operand
+from ._nvfp4_grouped_mm import apart, exact, factor, operand
+from ._nvfp4_sm100 import folded
 from ._quantized import Quantized
 from ._segments import SIZES
 
@@ -30,8 +31,8 @@ def nvfp4_grouped_wgrad(
     **T (contracted) is grouped**.
 
     Codes times block scales are exact in bfloat16. Their products are summed in float32, and so is
-    everything else: the sums are multiplied by ``alpha[g] * x.global_scale * dy.global_scale`` and
-    added to ``beta[g] * existing_out[g]``.
+    everything else: the sums are multiplied by ``alpha[g] * dy.global_scale * x.global_scale`` (a
+    GPU needs a normal number) and added to ``beta[g] * existing_out[g]``.
 
     An empty group gives exact zeros, or ``beta[g] * existing_out[g]``: the bits of the latter
     without beta. Where beta is 0, what is not finite in ``existing_out`` does not count.
@@ -83,10 +84,8 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, alpha=None, beta=None, existing_
     elif beta is not None:
         raise ValueError(f"jgg.{op}: beta needs existing_out, which it multiplies")
     _check.implementation(op, implementation)
-    scale = folded(alpha, x.global_scale, dy.global_scale)
-    promised = _as_promised(group_sizes, x, dy)
-    scale = promised if scale is None else promised * scale
-    x, dy = (dataclasses.replace(q, global_scale=None) for q in (x, dy))
+    scale = folded(_as_promised(group_sizes, x, dy), alpha, dy.global_scale)
+    dy = dataclasses.replace(dy, global_scale=None)
     return _WGRAD(
         x, dy, group_sizes, scale, beta, existing_out, dtype=jnp.dtype(dtype),
         implementation=implementation,
@@ -94,9 +93,13 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, alpha=None, beta=None, existing_
 
 
 def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
-    """In terms of other products. ``scale`` has every global scale."""
+    """In terms of other products. ``scale`` has that of dy."""
     padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
+    of_x = x.global_scale
     dy, x = (exact(_stored(q), implementation) for q in (dy, x))
+    if of_x is not None:
+        rest, power = apart(of_x)
+        x, scale = x * power, scale * rest
     out = _primitives.wgrad(
         dy, x, (padded,), **_product(group_sizes), out_dtype=jnp.float32,
         implementation=implementation,
@@ -110,7 +113,8 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implement
 
 
 def _fused(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
-    """The same where one kernel multiplies, scales and accumulates; None where there is none."""
+    """The same where one kernel multiplies, scales and accumulates; None where there is none.
+    ``scale`` has every global scale."""
     if not _call.takes_sm90(platform, implementation):
         return None
     product = _product(group_sizes)

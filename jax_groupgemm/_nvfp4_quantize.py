@@ -61,7 +61,7 @@ def nvfp4_quantize(
       scale_2d: one scale for 16 x 16 elements, repeated for each of the 16 rows, so that either
         axis gives the same values. The axis that is not ``axis`` may end in a part of a block.
       stochastic_rounding_key: a key of ``jax.random``. Then q is one of the two neighbours of
-        ``x * ...`` with probabilities that make it right in expectation.
+        ``x * ...`` with probabilities that make it right in expectation, up to saturation at 6.
       hadamard: multiply each block by ``diag(signs) @ H / 4`` first, orthogonal, H being the
         Walsh-Hadamard matrix in Sylvester's order. It cancels in the product of two operands
         contracted along ``axis``.
@@ -281,6 +281,14 @@ def _rotated(b):
     small = fb.magnitude(fb.bits(y)) < u32(0x01800000)  # 4 * 2**-126
     zero = jnp.where(y < 0, u32(0x80000000), u32(0))
     return jnp.where(small, zero, fb.bits(y * np.float32(0.25)))
+
+
+def hadamard() -> np.ndarray:
+    """``diag(signs) @ H / 4``, ``(16, 16)``: orthogonal."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < _BLOCK:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return _SIGNS[:, None] * matrix / np.float32(4)
 
 
 def _flushed(y):

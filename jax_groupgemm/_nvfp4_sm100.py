@@ -7,8 +7,11 @@ a product that another kernel does at once, or the composition of others that sa
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,14 +24,14 @@ from ._segments import LENGTH, SIZES, X_START, decode
 def grouped_mm(composed: Callable) -> Composed:
     """``composed(x, w, group_sizes, alpha, bias, *, dtype, implementation)``, of Quantized x and w.
 
-    ``alpha`` has w's global scale, and x's where that is a scalar; x's is one per row, or None.
+    ``alpha`` has w's global scale.
     """
     return _either("nvfp4_grouped_mm", composed, _mm_call, _mm_problem)
 
 
 def grouped_wgrad(composed: Callable, fused: Callable) -> Composed:
     """``composed(x, dy, group_sizes, alpha, beta, existing_out, *, dtype, implementation)``, of
-    Quantized x and dy in layout "grouped"; ``alpha`` has their global scales.
+    Quantized x and dy in layout "grouped"; ``alpha`` has that of dy.
     ``fused(platform, ...)`` is the same, or None where no other kernel takes them either."""
     return _either("nvfp4_grouped_wgrad", composed, _wgrad_call, _wgrad_problem, fused)
 
@@ -36,11 +39,22 @@ def grouped_wgrad(composed: Callable, fused: Callable) -> Composed:
 def _either(name: str, composed: Callable, call: Callable, problem: Callable,
             fused: Callable = lambda *_, **__: None) -> Composed:  # fmt: skip
     """``problem(*operands, **static)`` says why ``call`` of the same, the custom call
-    ``jgg_<name>``, cannot be: ffi/nvfp4/layout.h has the reasons."""
+    ``jgg_<name>``, cannot be: ffi/nvfp4/layout.h has the reasons.
+
+    Kernels on a GPU take one factor of each group, so there x's global scale, too, becomes part of
+    ``alpha`` where it is a scalar.
+    """
 
     def where_possible(platform, *operands, implementation, **static):
         if any(0 in a.shape for a in operands[:3]):
             return None
+        one = _one_factor(*operands)
+        out = in_one_call(platform, *one, implementation=implementation, **static)
+        if out is None and platform == "cuda":
+            return of_others(*one, implementation=implementation, **static)
+        return out
+
+    def in_one_call(platform, *operands, implementation, **static):
         own = implementation in (None, _OWN)
         if not (own and _call.takes_sm100(platform, implementation, f"jgg_{name}")):
             return fused(platform, *operands, **static, implementation=implementation)
@@ -64,6 +78,18 @@ def _either(name: str, composed: Callable, call: Callable, problem: Callable,
 
 
 _OWN = "sm100"
+
+
+def folded(*factors) -> jax.Array | None:
+    """The product of those that are there."""
+    present = [value for value in factors if value is not None]
+    return functools.reduce(jnp.multiply, present) if present else None
+
+
+def _one_factor(x, w, group_sizes, alpha, *rest):
+    if x.global_scale is not None and x.global_scale.ndim == 0:
+        alpha, x = folded(alpha, x.global_scale), dataclasses.replace(x, global_scale=None)
+    return x, w, group_sizes, alpha, *rest
 
 
 def _cannot_run(why: str) -> str:

@@ -185,10 +185,15 @@ def _entries(spec, rank: int) -> list[tuple[str, ...]]:
 
 
 def may_be_partitioned(ctx) -> bool:
-    """Whether XLA's partitioner will see this module (and the module can carry our callback)."""
+    """Whether XLA's partitioner will see this module (and the module can carry our callback).
+
+    Where a mesh with Explicit axes is set, operands of no mesh are whole on every device. JAX would
+    trace the callback under that mesh, and XLA refuses the shardings that what it makes then has.
+    """
     context = ctx.module_context.axis_context
     exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
-    return getattr(context, "num_devices", 1) > 1 and not exported
+    whole = jax.sharding.get_abstract_mesh().explicit_axes and not explicit_mesh_of(ctx.avals_in)
+    return getattr(context, "num_devices", 1) > 1 and not exported and not whole
 
 
 def auto(name: str, params: dict, bind: Callable) -> Callable:
@@ -337,6 +342,75 @@ def _by_device(function, mesh, operands, in_specs, out_spec):
     axes = set(mesh.explicit_axes)
     specs = {"in_specs": tuple(in_specs), "out_specs": out_spec}
     return jax.shard_map(function, mesh=mesh, axis_names=axes, **specs)(*operands)
+
+
+def replicated(a) -> jax.Array:
+    """On every device, as metadata is."""
+    return resharded(a, [()] * a.ndim)
+
+
+def merge(a, counts: Sequence[int]) -> jax.Array:
+    """``a`` with so many consecutive axes each as one. That is sharded as the first of them, and as
+    those within one that is sharded to single indices; what shards others is gathered."""
+    given = entries_of(a)
+    shape, kept, merged = [], [], []
+    begin = 0
+    for count in counts:
+        run = slice(begin, begin + count)
+        begin += count
+        entries = _divided(a, a.shape[run], [*given[run]])
+        shape.append(math.prod(a.shape[run]))
+        kept += entries
+        merged.append(tuple(axis for entry in entries for axis in entry))
+    return _reshaped(resharded(a, kept), shape, merged)
+
+
+def split(a, shapes: Sequence[Sequence[int]]) -> jax.Array:
+    """The inverse: every axis of ``a`` in the axes of a shape."""
+    given = entries_of(a)
+    kept, parts = [], []
+    for entry, shape in zip(given, shapes, strict=True):
+        entries = _divided(a, shape, [entry] * len(shape))
+        parts += entries
+        kept.append(tuple(axis for of in entries for axis in of))
+    return _reshaped(resharded(a, kept), [size for shape in shapes for size in shape], parts)
+
+
+def _divided(a, shape, entries) -> list[tuple[str, ...]]:
+    """Of the mesh axes that may divide each axis of a run, those that divide the run as a whole
+    into consecutive parts."""
+    out, used = [], set()
+    mesh = jax.typeof(a).sharding.mesh
+    for i, (size, entry) in enumerate(zip(shape, entries, strict=True)):
+        taken, parts = (), 1
+        for axis in entry:
+            if axis in used:
+                continue
+            if size % (parts * mesh.shape[axis]):
+                break
+            taken, parts = (*taken, axis), parts * mesh.shape[axis]
+        out.append(taken)
+        used |= set(taken)
+        if parts != size:
+            return out + [()] * (len(shape) - i - 1)
+    return out
+
+
+def entries_of(a) -> list[tuple[str, ...]]:
+    """The mesh axes that explicitly shard each axis of an array."""
+    return _entries(jax.typeof(a).sharding.spec, a.ndim)
+
+
+def resharded(a, wanted) -> jax.Array:
+    """``a`` with these entries."""
+    if entries_of(a) == wanted:
+        return a
+    return jax.sharding.reshard(a, P(*(entry or None for entry in wanted)))
+
+
+def _reshaped(a, shape, entries) -> jax.Array:
+    sharded = any(entries)
+    return lax.reshape(a, shape, out_sharding=P(*(e or None for e in entries)) if sharded else None)
 
 
 def _out_shape(name, operands, params):

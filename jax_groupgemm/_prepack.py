@@ -20,7 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _call, _custom_calls, _formats, _partition, _quantize_call, _quantized
 from ._float_bits import u32
@@ -54,15 +54,34 @@ def prepack(w: Quantized) -> Quantized:
     Returns:
       A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
       scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN becomes all NaN). Its
-      scales are constants: gradients flow to activations only.
+      global scale has a gradient, its other scales none. Under Explicit sharding it is sharded as
+      ``w.weight`` is.
 
     Raises:
-      ValueError, TypeError: as :func:`dequantize`.
+      ValueError, TypeError: as :func:`dequantize`; or w is explicitly sharded in parts of N or K
+        that are not whole tiles of 64 (and quantization groups).
     """
     w = _quantized.check("prepack", "w", w)
     if w.layout != "linear" or 0 in w.shape or not _packable(w):
         return w
-    return _packed(w, _PREPACK)
+    mesh = _partition.explicit_mesh(jax.tree.leaves((w.weight, w.scales, w.biases)))
+    if mesh is None:
+        return _packed(w, _PREPACK)
+    if _partition.maps_explicit_axes():
+        raise ValueError(
+            "jgg.prepack: within a vmap over an axis that is explicitly sharded. Call it outside: "
+            "w may have any leading axes."
+        )
+    spec = _spec(w)
+    for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
+        axes, parts = _axes(mesh, spec[axis])
+        if w.shape[axis] % (parts * unit):
+            raise ValueError(
+                f"jgg.prepack: w {w.shape} shards axis {name} over {axes}, in {parts} parts that "
+                f"are not multiples of {unit}. Use jax.sharding.reshard first."
+            )
+    pack = lambda w: _packed(w, _PREPACK)
+    return _on_each_device(pack, w, mesh, spec, PartitionSpec(*spec, None))
 
 
 def _packed(w: Quantized, pack) -> Quantized:
@@ -85,24 +104,38 @@ def unpacked(w: Quantized) -> Quantized:
     mesh = _partition.explicit_mesh((w.weight, w.scales))
     if mesh is None or _partition.maps_explicit_axes():
         return _unpack(w)
-    spec = jax.typeof(w.weight).sharding.spec
+    spec = _spec(w)
+    axes, parts = _axes(mesh, spec[-2])
+    if w.group_size > _TILE and w.shape[-1] % (parts * w.group_size):
+        raise ValueError(
+            f"jgg: a prepacked weight {w.shape} shards axis K over {axes}, but its "
+            f"{w.shape[-1] // w.group_size} quantization groups do not divide into {parts}. "
+            "Use jax.sharding.reshard first."
+        )
     tiles = PartitionSpec(*spec[:-1], None)
-    if spec[-2] is not None and w.group_size > _TILE:
-        axes = spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if w.shape[-1] % (parts * w.group_size):
-            raise ValueError(
-                f"jgg: a prepacked weight {w.shape} shards axis K over {axes}, but its "
-                f"{w.shape[-1] // w.group_size} quantization groups do not divide into {parts}. "
-                "Use jax.sharding.reshard first."
-            )
+    return _on_each_device(_unpack, w, mesh, tiles, PartitionSpec(*spec[:-1]))
+
+
+def _spec(w: Quantized) -> PartitionSpec:
+    """How the weight is sharded; its other leaves follow."""
+    return jax.typeof(w.weight).sharding.spec
+
+
+def _axes(mesh, entry) -> tuple[tuple[str, ...], int]:
+    """The mesh axes of an entry of a spec, and into how many parts they divide."""
+    axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    return axes, math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _on_each_device(function, w: Quantized, mesh, spec, out_spec) -> Quantized:
+    """``function`` of each device's part of ``w``. A global scale stays as it is."""
     arrays = dataclasses.replace(w, global_scale=None)
     out = jax.jit(
         jax.shard_map(
-            _unpack, mesh=mesh, in_specs=tiles, out_specs=PartitionSpec(*spec[:-1]),
+            function, mesh=mesh, in_specs=spec, out_specs=out_spec,
             axis_names=set(mesh.explicit_axes),
         )
-    )(jax.sharding.reshard(arrays, jax.tree.map(lambda _: tiles, arrays)))  # fmt: skip
+    )(jax.sharding.reshard(arrays, NamedSharding(mesh, spec)))  # fmt: skip
     return dataclasses.replace(out, global_scale=w.global_scale)
 
 
@@ -141,11 +174,10 @@ def target(w: Quantized) -> str:
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
     *lead, n, k = w.shape
-    codes = _formats.codes_in_groups(w.weight, w.bits, w.group_size).reshape(w.shape)
-    scales = w.scales
+    codes, scales = _formats.codes_in_groups(w.weight, w.bits, w.group_size), w.scales
     if w.mode == "nvfp4":
         scales = _wide_e4m3(u32(scales) & u32(0x7F))
-        codes = jnp.where(jnp.repeat(scales == 0, w.group_size, axis=-1), u32(0), codes)
+        codes = jnp.where((scales == 0)[..., None, None], u32(0), codes)
         words = _words(scales, 8)
     elif w.mode == "mxfp4":
         words = _words(_bf16_of_e8m0(u32(scales)), 16)

@@ -192,8 +192,8 @@ def _mm_batch(args, dims, *, form, rows, transpose_x, transpose_w, transpose_out
         transpose_w=transpose_w, transpose_out=transpose_out, **same,
     )  # fmt: skip
     if transpose_out:
-        return out.reshape(out.shape[0], size, rows), 1
-    return out.reshape(size, rows, out.shape[1]), 0
+        return _partition.split(out, ((out.shape[0],), (size, rows))), 1
+    return _partition.split(out, ((size, rows), (out.shape[1],))), 0
 
 
 def fold_product(name, size, x, x_dim, meta, meta_dims, *, form, rows, groups, own_weights,
@@ -225,13 +225,13 @@ def _wgrad_batch(args, dims, *, form, groups, transpose_x, transpose_y, **same):
         out = wgrad(
             x, y, meta, form=form, groups=groups, transpose_x=True, transpose_y=transpose_y, **same
         )
-        return out.reshape(groups, size, columns, out.shape[2]), 1
+        return _partition.split(out, ((groups,), (size, columns), (out.shape[2],))), 1
     if shared_meta and x_dim is None and transpose_y:
         y, columns = fold_leading(y, y_dim), y.shape[0 if y_dim else 1]
         out = wgrad(
             x, y, meta, form=form, groups=groups, transpose_x=transpose_x, transpose_y=True, **same
         )
-        return out.reshape(groups, out.shape[1], size, columns), 2
+        return _partition.split(out, ((groups,), (out.shape[1],), (size, columns))), 2
     rows_x = extent(x, x_dim, 1 if transpose_x else 0)
     rows_y = extent(y, y_dim, 1 if transpose_y else 0)
     table = _batched_table(form, meta, meta_dims, rows_x, rows_y, groups)
@@ -250,7 +250,7 @@ def _wgrad_batch(args, dims, *, form, groups, transpose_x, transpose_y, **same):
         x, y, (folded,), form=form, groups=size * groups, transpose_x=transpose_x,
         transpose_y=transpose_y, **same,
     )  # fmt: skip
-    return out.reshape(size, groups, *out.shape[1:]), 0
+    return _partition.split(out, ((size, groups), (out.shape[1],), (out.shape[2],))), 0
 
 
 def batch_size(args, dims):
@@ -267,6 +267,7 @@ def _batched_table(form, meta, dims, rows_x, rows_y, groups):
     decode = functools.partial(_segments.decode, form, rows_x=rows_x, rows_y=rows_y, groups=groups)
     if all(d is None for d in dims):
         return decode(meta)
+    meta = map(_partition.replicated, meta)
     return jax.vmap(lambda *m: decode(m), in_axes=tuple(dims))(*meta)
 
 
@@ -276,8 +277,8 @@ def _fold_rows(a, dim, transposed, rows):
         return a, 0
     a = jnp.moveaxis(a, dim, 1 if transposed else 0)
     if transposed:
-        return a.reshape(a.shape[0], a.shape[1] * rows), rows
-    return a.reshape(a.shape[0] * rows, a.shape[2]), rows
+        return _partition.merge(a, (1, 2)), rows
+    return _partition.merge(a, (2, 1)), rows
 
 
 def fold_leading(a, dim):
@@ -285,7 +286,7 @@ def fold_leading(a, dim):
     if dim is None:
         return a
     a = jnp.moveaxis(a, dim, 0)
-    return a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])
+    return _partition.merge(a, (2, *[1] * (a.ndim - 2)))
 
 
 def _check_rows(name, size, rows):
@@ -338,7 +339,8 @@ def jitted(compiled):
 
 def _batching(name, rule, args, dims, **params):
     mesh = _partition.explicit_mesh(args)
-    if mesh is None:
+    # Within a vmap over an explicitly sharded axis, only that one has the whole operands.
+    if mesh is None or _partition.maps_explicit_axes():
         return rule(args, dims, **params)
     return _partition.explicit_batch(name, mesh, args, dims, params, bind), 0
 

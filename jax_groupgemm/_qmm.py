@@ -99,7 +99,7 @@ def product(x, q: Quantized, meta, *, out_dtype, **params):
     if q.global_scale is None or q.global_scale.ndim < 2:
         return qmm(x, q, meta, out_dtype=out_dtype, **params)
     codes_and_scales = dataclasses.replace(q, global_scale=None)
-    params = {"cotangent_dtype": _reference.cotangent_dtype(out_dtype)} | params
+    params.setdefault("cotangent_dtype", _reference.cotangent_dtype(out_dtype))
     out = qmm(x, codes_and_scales, meta, out_dtype=jnp.dtype("float32"), **params)
     params |= {"transpose_w": False, "precision": lax.Precision.HIGHEST, "cotangent_dtype": None}
     ones, columns = jnp.ones((x.shape[0], 1), jnp.float32), q.global_scale[:, None, :]
@@ -167,7 +167,7 @@ def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
             grads["biases"] = in_groups.sum((-2, -1)).astype(q.biases.aval.dtype)
     if ad.is_undefined_primal(q.global_scale):
         codes_and_scales = dataclasses.replace(q, global_scale=None)
-        w = _quantized._dequantize(codes_and_scales, dtype, implementation)
+        w = _quantized._dequantize(_prepack.unpacked(codes_and_scales), dtype, implementation)
         # A weight that no row met does not count, NaN or not.
         terms = jnp.where(dw == 0, jnp.float32(0), dw * w.astype(jnp.float32))
         grads["global_scale"] = terms.sum(tuple(range(q.global_scale.aval.ndim, 3)))

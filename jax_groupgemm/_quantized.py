@@ -128,7 +128,7 @@ jax.export.register_pytree_node_serialization(
 
 def _static(op: str, mode: str, bits: int | None, group_size: int | None) -> tuple[int, int]:
     """bits and group_size, checked; by default the mode's first."""
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         known = ", ".join(map(repr, MODES))
         raise ValueError(f"jgg.{op}: mode={mode!r} is not one of {known}")
     out = []
@@ -223,8 +223,9 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
       ValueError: the shapes in ``q`` do not fit each other.
       TypeError: a dtype does not fit the mode, or ``q`` is not a :class:`Quantized`.
 
-    The same bits on every backend (NaN has one pattern). Differentiable in affine scales and biases
-    and in global_scale. MLX's ``dequantize``.
+    The same bits on every backend (NaN has one pattern), but that on CPUs an affine scale, bias or
+    value that is subnormal in float32 counts as zero. Differentiable in affine scales and biases
+    (not of a prepacked weight) and in global_scale. MLX's ``dequantize``.
     """
     op = "dequantize"
     q = check(op, "q", q)

@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from . import _check, _primitives, _segments
-from ._grouped_mm import grouped_mm
+from . import _check, _partition, _primitives, _segments
+from ._grouped_mm import metadata
 from ._segments import SIZES, Form
 
 
@@ -39,11 +39,19 @@ def ragged_dot(
       ``(m, n)``.
 
     Raises:
-      ValueError, TypeError: as :func:`grouped_mm`.
+      ValueError, TypeError: shapes or dtypes do not fit.
     """
-    out = grouped_mm(
-        lhs, rhs, group_sizes, group_offset=group_offset, precision=precision,
-        preferred_element_type=preferred_element_type,
+    op = "ragged_dot"
+    lhs, rhs = _operands(op, lhs, rhs)
+    _check.shape(op, "lhs", lhs, (None, None), "m, k")
+    why = f"because lhs is {lhs.shape}"
+    _check.shape(op, "rhs", rhs, (None, lhs.shape[1], None), "g, k, n", why)
+    meta = metadata(op, group_sizes, group_offset, rhs, name="rhs", letter="g")
+    _check.rows(op, "lhs", lhs.shape[0])
+    out = _primitives.mm(
+        lhs, rhs, meta, form=SIZES, rows=lhs.shape[0],
+        out_dtype=_check.result_dtype(op, preferred_element_type, lhs, rhs),
+        precision=_check.precision(op, precision),
     )  # fmt: skip
     return _placed(out, out_sharding)
 
@@ -83,10 +91,8 @@ def ragged_dot_general(
       ValueError, TypeError: shapes, dtypes or dimension numbers do not fit.
     """
     op = "ragged_dot_general"
-    lhs, rhs = (_check.array(op, n, v) for n, v in (("lhs", lhs), ("rhs", rhs)))
-    group_sizes = _check.integers(op, "group_sizes", group_sizes)
-    for name, value in (("lhs", lhs), ("rhs", rhs)):
-        _check.numeric(op, name, value)
+    lhs, rhs = _operands(op, lhs, rhs)
+    group_sizes = _partition.replicated(_check.integers(op, "group_sizes", group_sizes))
     dn = _Dimensions(op, lhs, rhs, ragged_dot_dimension_numbers)
     same = {
         "out_dtype": _check.result_dtype(op, preferred_element_type, lhs, rhs),
@@ -97,15 +103,28 @@ def ragged_dot_general(
         group_offset = group_offset.reshape(())
     if dn.mode == "batch":
         # Sizes have no effect here: every batch is multiplied by its own partner.
+        x, y = lhs, rhs
+        for i, j in zip(dn.lhs_batch, dn.rhs_batch, strict=True):
+            entry = _common_entry(op, lhs, rhs, x, y, i, j)
+            x, y = _with_entry(x, i, entry), _with_entry(y, j, entry)
+        explicit = _partition.explicit_mesh((x, y)) is not None
         out = jax.lax.dot_general(
-            lhs, rhs, dn.dot_dimension_numbers, precision=same["precision"],
+            x, y, dn.dot_dimension_numbers, precision=same["precision"],
             preferred_element_type=same["out_dtype"],
+            out_sharding=out_sharding if explicit else None,
         )  # fmt: skip
     elif dn.mode == "kept":
         out = _kept(op, dn, lhs, rhs, group_sizes, group_offset, same)
     else:
         out = _contracted(op, dn, lhs, rhs, group_sizes, group_offset, same)
     return _placed(out, out_sharding)
+
+
+def _operands(op: str, lhs, rhs) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs = _check.array(op, "lhs", lhs), _check.array(op, "rhs", rhs)
+    for name, value in (("lhs", lhs), ("rhs", rhs)):
+        _check.numeric(op, name, value)
+    return lhs, rhs
 
 
 class _Dimensions:
@@ -173,17 +192,17 @@ def _sizes_per_problem(op, group_sizes, prefix: tuple[int, ...]):
 def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     outer = tuple(i for i in dn.lhs_kept if i < dn.ragged)
     inner = tuple(i for i in dn.lhs_kept if i > dn.ragged)
-    size = lambda axes: math.prod(lhs.shape[i] for i in axes)
-    batches, outers, inners = size(dn.lhs_batch), size(outer), size(inner)
-    t, k = lhs.shape[dn.ragged], size(dn.lhs_contracting)
+    sizes_of = lambda axes: tuple(lhs.shape[i] for i in axes)
+    rows = sizes_of((dn.ragged, *inner))
+    t, inners = rows[0], math.prod(rows[1:])
     x = lhs.transpose(*dn.lhs_batch, *outer, dn.ragged, *inner, *dn.lhs_contracting)
-    x = x.reshape(batches, outers, t * inners, k)
+    x = _partition.merge(x, tuple(map(len, (dn.lhs_batch, outer, rows, dn.lhs_contracting))))
     (group,) = dn.group
     w = rhs.transpose(*dn.rhs_batch, group, *dn.rhs_contracting, *dn.rhs_kept)
-    groups, columns = rhs.shape[group], [rhs.shape[i] for i in dn.rhs_kept]
-    w = w.reshape(batches, groups, k, math.prod(columns))
-    prefix = tuple(lhs.shape[i] for i in (*dn.lhs_batch, *outer))
-    sizes = _sizes_per_problem(op, group_sizes, prefix)
+    w = _partition.merge(w, (len(dn.rhs_batch), 1, len(dn.rhs_contracting), len(dn.rhs_kept)))
+    groups, columns = rhs.shape[group], tuple(rhs.shape[i] for i in dn.rhs_kept)
+    batches, outers = x.shape[:2]
+    sizes = _sizes_per_problem(op, group_sizes, sizes_of((*dn.lhs_batch, *outer)))
     if group_offset is None and sizes.shape[1] != groups:
         raise TypeError(
             f"jgg.{op}: rhs {rhs.shape} has {groups} groups at axis {group}, group_sizes has "
@@ -191,6 +210,10 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
         )
     _check.rows(op, "lhs", t * inners)
     sizes = _scaled(sizes, t, inners).reshape(batches, outers, -1)
+    x, w, sizes = _batched_alike(op, lhs, rhs, x, w, sizes)
+    # An outer axis of one is not mapped.
+    over = _partition.entries_of(x)[1] if outers > 1 else ()
+    x, sizes = _with_entry(x, 1, over), _with_entry(sizes, 1, over)
 
     def product(x, w, sizes):
         meta = (sizes,) if group_offset is None else (sizes, group_offset)
@@ -199,32 +222,30 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     over_outer = _vmap(product, outers, (0, None, 0))
     out = _vmap(over_outer, batches, (0, 0, 0))(x, w, sizes)
     # The result's axes: batch, then lhs's kept axes in lhs's order, which is this one.
-    kept = (*dn.lhs_batch, *outer, dn.ragged, *inner)
-    return out.reshape(*(lhs.shape[i] for i in kept), *columns)
+    return _partition.split(out, (sizes_of(dn.lhs_batch), sizes_of(outer), rows, columns))
 
 
 def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     ragged = dn.lhs_contracting.index(dn.ragged)
     # Outer and inner are told by the order in which the contracted axes are listed.
-    places = range(len(dn.lhs_contracting))
-    outer, inner = places[:ragged], places[ragged + 1 :]
-    size = lambda axes: math.prod(lhs.shape[dn.lhs_contracting[i]] for i in axes)
-    outers, inners, t = size(outer), size(inner), lhs.shape[dn.ragged]
-    batches = math.prod(lhs.shape[i] for i in dn.lhs_batch)
-    left = [lhs.shape[i] for i in dn.lhs_kept]
-    right = [rhs.shape[i] for i in dn.rhs_kept]
-    x = lhs.transpose(*dn.lhs_batch, *(dn.lhs_contracting[i] for i in places), *dn.lhs_kept)
-    y = rhs.transpose(*dn.rhs_batch, *(dn.rhs_contracting[i] for i in places), *dn.rhs_kept)
-    rows = outers * t * inners
+    contracting = tuple(lhs.shape[i] for i in dn.lhs_contracting)
+    outer, t = contracting[:ragged], contracting[ragged]
+    outers, inners = math.prod(outer), math.prod(contracting[ragged + 1 :])
+    batch = tuple(lhs.shape[i] for i in dn.lhs_batch)
+    left = tuple(lhs.shape[i] for i in dn.lhs_kept)
+    right = tuple(rhs.shape[i] for i in dn.rhs_kept)
+    rows = math.prod(contracting)
     _check.rows(op, "the contracted axes", rows)
-    x = x.reshape(batches, rows, math.prod(left))
-    y = y.reshape(batches, rows, math.prod(right))
-    prefix = tuple(lhs.shape[i] for i in dn.lhs_batch) + tuple(
-        lhs.shape[dn.lhs_contracting[i]] for i in outer
-    )
-    sizes = _sizes_per_problem(op, group_sizes, prefix)
+    counts = len(batch), len(contracting)
+    x = lhs.transpose(*dn.lhs_batch, *dn.lhs_contracting, *dn.lhs_kept)
+    x = _partition.merge(x, (*counts, len(left)))
+    y = rhs.transpose(*dn.rhs_batch, *dn.rhs_contracting, *dn.rhs_kept)
+    y = _partition.merge(y, (*counts, len(right)))
+    batches = x.shape[0]
+    sizes = _sizes_per_problem(op, group_sizes, (*batch, *outer))
     groups = sizes.shape[1]
     sizes = _scaled(sizes, t, inners).reshape(batches, outers, groups)
+    x, y, sizes = _batched_alike(op, lhs, rhs, x, y, sizes)
 
     def product(x, y, sizes):
         if outers == 1:
@@ -241,8 +262,43 @@ def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
         return _primitives.wgrad(x, y, (table,), form=form, groups=groups, **same)
 
     out = _vmap(product, batches, (0, 0, 0), out_axes=1)(x, y, sizes)
-    batch = [lhs.shape[i] for i in dn.lhs_batch]
-    return out.reshape(groups, *batch, *left, *right)
+    return _partition.split(out, ((groups,), batch, left, right))
+
+
+def _batched_alike(op, lhs, rhs, x, y, sizes):
+    """x, y (made of lhs and rhs) and sizes with one sharding of their first axis, the batch."""
+    # A batch of one is not mapped.
+    batch = _common_entry(op, lhs, rhs, x, y, 0, 0) if x.shape[0] > 1 else ()
+    return _with_entry(x, 0, batch), _with_entry(y, 0, batch), _with_entry(sizes, 0, batch)
+
+
+def _common_entry(op, lhs, rhs, x, y, x_axis: int, y_axis: int):
+    """The mesh axes that shard a batch axis of x or of y: to cut the other to match costs
+    nothing."""
+    entries = {"lhs": _partition.entries_of(x), "rhs": _partition.entries_of(y)}
+    owns = {"lhs": entries["lhs"].pop(x_axis), "rhs": entries["rhs"].pop(y_axis)}
+    common = owns["lhs"] or owns["rhs"]
+    for name, own in owns.items():
+        if own == common:
+            continue
+        if own:
+            why = f"{name} shards it over {own}"
+        elif any(set(common) & set(other) for other in entries[name]):
+            why = f"that mesh axis already shards another axis of {name}"
+        else:
+            continue
+        raise ValueError(
+            f"jgg.{op}: the batch of lhs {jax.typeof(lhs)} and rhs {jax.typeof(rhs)} is sharded "
+            f"over {common}, but {why}. Use jax.sharding.reshard first."
+        )
+    return common
+
+
+def _with_entry(a, axis: int, entry):
+    """``a`` with one axis sharded over these mesh axes."""
+    entries = _partition.entries_of(a)
+    entries[axis] = entry
+    return _partition.resharded(a, entries)
 
 
 def _scaled(sizes, limit: int, factor: int):
@@ -256,7 +312,8 @@ def _vmap(function, size: int, in_axes: tuple, out_axes: int = 0):
         return jax.vmap(function, in_axes, out_axes)
 
     def wrapped(*args):
-        return function(*(a if d is None else a[0] for a, d in zip(args, in_axes, strict=True)))
+        out = function(*(a if d is None else a[0] for a, d in zip(args, in_axes, strict=True)))
+        return jnp.expand_dims(out, out_axes)
 
     return wrapped
 

@@ -27,6 +27,7 @@ Decoding upholds, for whatever it was given: ``0 <= start``, ``start + length <=
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -174,7 +175,15 @@ def covered_rows(group_sizes, group_offset, rows: int, groups: int) -> tuple:
 
 
 def _table(*columns) -> jax.Array:
-    return jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)
+    # Selected, not concatenated: of operands of which a vmap over an explicitly sharded axis maps
+    # some, JAX does not concatenate.
+    first, *others = (jnp.asarray(c).astype(jnp.int32)[:, None] for c in columns)
+    index = lax.iota(jnp.int32, len(columns))[None]
+    return functools.reduce(
+        lambda table, i: jnp.where(index == i, others[i - 1], table),
+        range(1, len(columns)),
+        jnp.broadcast_to(first, (first.shape[0], len(columns))),
+    )
 
 
 def _int32(values, limit: int) -> jax.Array:
@@ -207,7 +216,7 @@ def _group_bounds(group_sizes, rows: int) -> tuple[jax.Array, jax.Array]:
         rough = _prefix_sum(sizes.astype(jnp.float32))
         ends = jnp.where(rough > 3e9, jnp.uint32(rows), ends)
     ends = jnp.minimum(ends, jnp.uint32(rows)).astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]]) if ends.size else ends
+    starts = lax.pad(ends[:-1], jnp.int32(0), ((1, 0, 0),)) if ends.size else ends
     return starts, ends
 
 

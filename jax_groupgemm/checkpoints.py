@@ -25,7 +25,7 @@ of ``tensors`` where the layouts agree. ``jax.device_put``, with a sharding if n
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -69,10 +69,10 @@ def linear(
 
     Raises:
       ValueError: a tensor is missing, unknown, or of the wrong shape; config contradicts the
-        tensors or names what is not supported; float32 scales too long for exact products; zero
-        points that other libraries read differently (v1, stored all ones); a "gptq" layer in act
-        order, which :func:`act_order` reads.
-      TypeError: a tensor's dtype is not the format's.
+        tensors, says that the layer is not quantized, or names what is not supported; float32
+        scales too long for exact products; zero points that other libraries read differently (v1,
+        stored all ones); a "gptq" layer in act order, which :func:`act_order` reads.
+      TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
     """
     return _rows(_Source("linear", tensors, format, config), prefix)[0]
 
@@ -163,9 +163,14 @@ class _Source:
     """What a call was given; the names are sorted once for all its prefixes."""
 
     def __init__(self, op: str, tensors, format: str, config, reorder: bool = False):
-        if format not in FORMATS:
+        if not isinstance(format, str) or format not in FORMATS:
             known = ", ".join(map(repr, FORMATS))
             raise ValueError(f"jgg.checkpoints.{op}: format={format!r} is not one of {known}")
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"jgg.checkpoints.{op}: tensors must be a mapping of names to arrays, got "
+                f"{type(tensors).__name__}"
+            )
         self.op, self.tensors, self.reorder = op, tensors, reorder
         self.name, self.format = format, FORMATS[format]
         self.names = sorted(tensors)
@@ -183,7 +188,21 @@ class _Source:
                 break
         self.config = config
 
+    def several(self, prefixes) -> list:
+        """Of one or more prefixes."""
+        if not isinstance(prefixes, Iterable):
+            raise TypeError(
+                f"jgg.checkpoints.{self.op}: a prefix must be a name or a sequence of names, got "
+                f"{prefixes!r}"
+            )
+        out = [*prefixes]
+        if not out:
+            raise ValueError(f"jgg.checkpoints.{self.op}: no prefixes")
+        return out
+
     def read(self, prefix: str, stacked: bool = False) -> Read:
+        if not isinstance(prefix, str):
+            raise TypeError(f"jgg.checkpoints.{self.op}: a prefix must be a name, got {prefix!r}")
         layer = Layer(self.op, prefix, self.tensors, self.config, stacked, self.reorder)
         form = self.format
         if stacked not in form.stacked:
@@ -210,8 +229,7 @@ def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
     """One layer, or several, row after row."""
     if isinstance(prefix, str):
         return source.read(prefix)
-    if not prefix:
-        raise ValueError(f"jgg.checkpoints.{source.op}: no prefixes")
+    prefix = source.several(prefix)
     parts = [source.read(name) for name in prefix]
     first, order = parts[0]
     for name, part in zip(prefix, parts, strict=True):
@@ -229,9 +247,7 @@ def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
 
 def _stack(source: _Source, prefixes: Sequence[str | Sequence[str]]) -> Any:
     """One layer per prefix, each read into its place."""
-    prefixes = list(prefixes)
-    if not prefixes:
-        raise ValueError(f"jgg.checkpoints.{source.op}: no prefixes")
+    prefixes = source.several(prefixes)
     first = _rows(source, prefixes[0])
     out = jax.tree.map(lambda x: np.empty((len(prefixes), *x.shape), x.dtype), first)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)

@@ -24,8 +24,30 @@ _DTYPES = {
     "jgg_mm": ("float32", "bfloat16", "float16", "float64"),
     "jgg_qmm": ("float32", "bfloat16", "float16"),
 }
+# Operations that are one custom call on "sm100", the custom call that multiplies where they are
+# composed, what comes before it, and dtypes of results.
+_NVFP4 = {
+    "nvfp4_grouped_mm": ("jgg_qmm", "x is decoded to bfloat16, then", _DTYPES["jgg_qmm"]),
+    "nvfp4_grouped_wgrad": ("jgg_wgrad", "both are decoded to bfloat16, then", ("float32",)),
+}
+# What that call needs; otherwise it is composed there, too.
+_SM100_LIMITS = {
+    "nvfp4_grouped_mm": "K % 32 == 0 and N % 8 == 0 (but N % 4 of float32 and float16)",
+    "nvfp4_grouped_wgrad": "K % 4 == 0",
+}
+# Operations that a kernel of any GPU runs, and no other; what they convert.
+_CONVERSIONS = {
+    "quantize": _DTYPES["jgg_qmm"],
+    "dequantize": _DTYPES["jgg_qmm"],
+    "nvfp4_quantize": _DTYPES["jgg_qmm"],
+    "prepack": ("codes",),
+}
 # Those that "sm90" takes at any size where it is not named (large float32 products, too).
-_SM90_DTYPES = {"jgg_mm": ("bfloat16", "float16"), "jgg_qmm": ("bfloat16",)}
+_SM90_DTYPES = {
+    "jgg_mm": ("bfloat16", "float16"),
+    "jgg_wgrad": ("bfloat16", "float16"),
+    "jgg_qmm": ("bfloat16",),
+}
 
 
 def _version(package: str) -> str | None:
@@ -92,6 +114,44 @@ def _why_not(implementation: str, target: str, dtype: str) -> str | None:
     )
 
 
+def _answer(reasons: dict[str, str | None]) -> dict[str, Any]:
+    """The first that nothing keeps from running, and why not the others."""
+    runs = next(name for name, reason in reasons.items() if reason is None)
+    others = {
+        name: reason or f"only on request, implementation={name!r}"
+        for name, reason in reasons.items()
+        if name != runs
+    }
+    return {"runs": runs, "others": others, "how": None}
+
+
+def _nvfp4_answer(op: str, dtype: str) -> dict[str, Any]:
+    from . import _call
+
+    target, before, _ = _NVFP4[op]
+    reasons = {name: _why_not(name, target, "bfloat16") for name in _call.IMPLEMENTATIONS}
+    reasons["sm100"] = _why_not("sm100", f"jgg_{op}", dtype)
+    composed = f"composed: {before} {target}"
+    answer = _answer(reasons)
+    answer["how"] = composed
+    if answer["runs"] == "sm100":
+        answer["how"] = f"jgg_{op} where {_SM100_LIMITS[op]}, on one device; otherwise {composed}"
+    return answer
+
+
+def _conversion_answer(op: str) -> dict[str, Any]:
+    from . import _call
+
+    target = f"jgg_{op}"
+    reasons = {name: _why_not(name, target, "float32") for name in ("sm80", "reference")}
+    kernel = reasons["sm80"] is None
+    for name in ("sm100", "sm90", "cpu"):
+        reasons[name] = f"there is no {target} for {name}"
+    if kernel:
+        reasons["reference"] = "only where the kernel cannot run"
+    return _answer({name: reasons[name] for name in _call.IMPLEMENTATIONS})
+
+
 def collect() -> dict[str, Any]:
     """Everything that ``python -m jax_groupgemm.info`` prints, as plain data."""
     with warnings.catch_warnings():
@@ -113,13 +173,11 @@ def collect() -> dict[str, Any]:
         ops[op] = {}
         for dtype in _DTYPES[target]:
             reasons = {name: _why_not(name, target, dtype) for name in _call.IMPLEMENTATIONS}
-            runs = next(name for name, reason in reasons.items() if reason is None)
-            others = {
-                name: reason or f"only on request, implementation={name!r}"
-                for name, reason in reasons.items()
-                if name != runs
-            }
-            ops[op][dtype] = {"runs": runs, "others": others}
+            ops[op][dtype] = _answer(reasons)
+    for op, (*_, dtypes) in _NVFP4.items():
+        ops[op] = {dtype: _nvfp4_answer(op, dtype) for dtype in dtypes}
+    for op, dtypes in _CONVERSIONS.items():
+        ops[op] = {dtype: _conversion_answer(op) for dtype in dtypes}
     return {
         "jax_groupgemm": _version("jax_groupgemm"),
         "versions": versions,
@@ -170,6 +228,7 @@ def _text(info: dict[str, Any]) -> str:
         for answer in {json.dumps(a): a for a in dtypes.values()}.values():
             names = ", ".join(d for d, a in dtypes.items() if a == answer)
             why = "; ".join(f"{name}: {reason}" for name, reason in answer["others"].items())
+            names += f"; {answer['how']}" if answer["how"] else ""
             lines.append(f"  {op:19} {answer['runs']:10} {names}" + (f"  ({why})" if why else ""))
     return "\n".join(lines)
 

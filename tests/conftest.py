@@ -50,11 +50,12 @@ def rng(request) -> np.random.Generator:
 
 
 GPU_KERNELS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("sm80", "sm90")]
+BEST = pytest.param(None, marks=pytest.mark.gpu, id="best")
 
 
-@pytest.fixture(params=["reference", "cpu", *GPU_KERNELS])
-def implementation(request) -> str:
-    """Every implementation that value tests run through."""
+@pytest.fixture(params=["reference", "cpu", *GPU_KERNELS, BEST])
+def implementation(request) -> str | None:
+    """Every implementation that value tests run through, and whatever is chosen on a GPU."""
     if request.param == "sm90" and 90 not in _call.live_capabilities():
         pytest.skip("needs a Hopper GPU")
     return request.param

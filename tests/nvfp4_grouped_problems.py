@@ -33,6 +33,7 @@ SPLITS = {
 }
 ODD = [20, 0, 33, -1, 7]
 ROWS = 70
+FAR = [(-70, -66), (-100, -36), (-36, -100), (50, 50)]  # exponents of global scales
 FEW = np.array([[9, 0, 8], [0, 20, 0]], np.int32)
 
 
@@ -57,6 +58,11 @@ def profiled(f, *args, **options):
 
 def random(rng, *shape, scale=None):
     return oracle.random_quantized(rng, shape, "nvfp4", scale=scale)
+
+
+def large(q):
+    """q with the largest scale in every block."""
+    return dataclasses.replace(q, scales=jnp.full_like(q.scales, 0x7E))
 
 
 def positive(rng, *shape):

@@ -72,7 +72,7 @@ def segmented(rng, dtype, precision):
 
 
 def hopper(rng, dtype, implementation=None):
-    """Every tile of the Hopper kernel: rests of 1 to 129 rows, cuts at every residue of 16."""
+    """Tiles of 32 to 256 rows of the Hopper kernel, by its rule; cuts at every residue of 16."""
     for mean in (8, 30, 70, 130, 300):
         sizes = np.array([0, 1, mean, 0, 2 * mean - 1, 129, 0])
         x = oracle.random(rng, (int(sizes.sum()) + 9, 72), dtype)
@@ -93,6 +93,54 @@ def hopper(rng, dtype, implementation=None):
         )
         out = f(a.T if transpose_a else a, b, spans)
         oracle.assert_close(out, oracle.segmented_mm(a, b, spans))
+
+
+def tails(rng, dtype):
+    """Every tile of the Hopper kernel with every number of rows from 1 to 129 as a group's last
+    ones; tiles of 288 rows by its own rule, and those of gated activations."""
+    sizes = np.arange(1, 130)
+    x = oracle.random(rng, (int(sizes.sum()), 24), dtype)
+    w = oracle.random(rng, (len(sizes), 24, 40), dtype)
+    ct = oracle.random(rng, (len(x), 40), dtype)
+    want, (dx, dw) = oracle.grouped_mm(x, w, sizes), oracle.grouped_mm_grads(x, w, sizes, ct)
+    for tile in _tuned.TILES:
+
+        def step(x, w, s, ct):  # one of its own for every tile: what is compiled stays as it is
+            out, vjp = jax.vjp(lambda x, w: jgg.grouped_mm(x, w, s), x, w)
+            return out, *vjp(ct)
+
+        with _tuned.forced(tile):
+            got = jax.jit(step)(x, w, jnp.array(sizes), ct)
+        for value, exact in zip(got, (want, dx, dw), strict=True):
+            oracle.assert_close(value, exact)
+    sizes = np.array([288, 0, 577, 1, 454])  # 264 on average
+    x, w = oracle.random(rng, (1325, 72), dtype), oracle.random(rng, (len(sizes), 72, 136), dtype)
+    for transpose_w in (False, True):
+        f = functools.partial(jgg.grouped_mm, transpose_w=transpose_w)
+        out = jax.jit(f)(x, w.swapaxes(1, 2) if transpose_w else w, jnp.array(sizes))
+        oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
+    for mean in (8, 130):
+        gated(rng, dtype, np.array([0, 1, mean, 0, 2 * mean - 1, 3 * mean]))
+
+
+def gated(rng, dtype, sizes):
+    """A gated epilogue; both halves of w's 144 columns begin at whole 16 bytes."""
+    x = oracle.random(rng, (int(sizes.sum()) + 5, 72), dtype)
+    w = oracle.random(rng, (len(sizes), 72, 144), dtype) / 8
+    bias, scale = oracle.random(rng, (len(sizes), 144), dtype), oracle.random(rng, (len(x),), dtype)
+    old = oracle.random(rng, (len(x), 72), dtype)
+    want = oracle.grouped_mm(x, w, sizes)
+    for g, (first, last) in enumerate(oracle.bounds(sizes, len(x))):
+        want[first:last] += oracle.f64(bias)[g]
+    gate, up = np.split(want, 2, axis=1)
+    want = oracle.f64(scale)[:, None] * (gate / (1 + np.exp(-gate))) * up
+    for transpose_w in (False, True):
+        f = lambda x, w, s, b, r, old, t=transpose_w: jgg.grouped_mm(
+            x, w, s, bias=b, row_scale=r, existing_out=old, activation="swiglu", transpose_w=t
+        )
+        stored = w.swapaxes(1, 2) if transpose_w else w
+        out = jax.jit(f)(x, stored, jnp.array(sizes), bias, scale, old)
+        oracle.assert_close(out, want + oracle.f64(old))
 
 
 def many_tiles(rng, dtype):
@@ -318,6 +366,8 @@ PARTS = {
     "hopper_bfloat16": functools.partial(hopper, dtype="bfloat16"),
     "hopper_float16": functools.partial(hopper, dtype="float16"),
     "hopper_float32": functools.partial(on_hopper(hopper), dtype="float32", implementation="sm90"),
+    "tails_bfloat16": functools.partial(on_hopper(tails), dtype="bfloat16"),
+    "tails_float16": functools.partial(on_hopper(tails), dtype="float16"),
     "gathered_bfloat16": functools.partial(on_hopper(gathered), dtype="bfloat16"),
     "gathered_float16": functools.partial(on_hopper(gathered), dtype="float16"),
     "many_tiles_bfloat16": functools.partial(on_hopper(many_tiles), dtype="bfloat16"),

@@ -184,7 +184,7 @@ def test_summary():
     assert forward["peers"]["quack"]["cases"] == 1
     assert segmented["peers"]["torch"]["ratio"] == pytest.approx(2.0)
     text = summary.totals(records)
-    assert "2 of 4 cases below 0.95" in text
+    assert "2 of 3 cases with a peer below 0.95" in text
     assert "forward a: 0.90x of quack" in text
     assert "SLOWER than torch" in summary.line(records[1])
     assert "failed" in summary.line(records[2])
@@ -199,6 +199,7 @@ def test_report(tmp_path, capsys):
     assert "| forward a | 10 | 5 | 50% | 100 | 1.00 | 2.00x | **0.90x** |" in text
     assert "| 8x8x8x2 cut at 16s | 4.0 (12) |" in text
     assert "| forward <= 32 | 2 | 100% | 1.00x | 0.90x |" in text
+    assert text.endswith("\n\n2 of 3 cases with a peer run below 0.95 of the best peer's speed.\n")
 
 
 def test_report_of_times_in_situ(tmp_path, capsys):
@@ -374,3 +375,25 @@ def test_training_steps(tmp_path, capsys):
     first, second = (r["losses"]["captured"] for r in records)
     assert first != second
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_training_steps_take_turns(monkeypatch):
+    """Captured and eager ones, from either side; times are medians."""
+    order = []
+
+    class Arm:
+        def __init__(self, precision, graph_size, state, data):
+            del precision, state, data
+            self.name = {size: name for name, size in step.CAPTURE.items()}[graph_size]
+            self.losses = []
+
+        def run(self, steps):
+            order.append((self.name, steps))
+            return float(len(order))
+
+    monkeypatch.setattr(step, "Arm", Arm)
+    record = step.measure((2, 16, 16, 16), "nvfp4", 5, 3)
+    one, other = ("captured", 5), ("eager", 5)
+    assert order == [("captured", 3), ("eager", 3), one, other, other, one, one, other]
+    assert record["ms"] == {"captured": 6, "eager": 5}
+    assert (8, 256, 512, 512) in step.SHAPES

@@ -1,6 +1,7 @@
 """The benchmark of quantized products without a GPU: its lists, floors, weights and arms."""
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -265,6 +266,18 @@ def test_nvfp4_quantize_is_reported():
     assert "| nvfp4_quantize rows G3 T96 K512 | 2.0 |" in report.tables(records)[0]
 
 
+def test_complete():
+    """Every peer that a case could have, but MLX where it has no such operation."""
+    gathered, converted = (
+        Gather(8, 8, 4, 2),
+        functools.partial(Convert, "quantize", FORMATS["nvfp4"]),
+    )
+    assert quantized_peers.complete(gathered) == ("loop", "mlx")
+    assert quantized_peers.complete(dataclasses.replace(gathered, groups=2**26)) == ("loop",)
+    assert quantized_peers.complete(converted(4, 64, 64)) == ("mlx",)
+    assert quantized_peers.complete(converted(4, 64, 64, global_scale=True)) == ()
+
+
 def test_main_writes_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "ceilings", lambda kinds: (dict.fromkeys(kinds, 1e12), 1e12))
@@ -277,7 +290,7 @@ def test_main_writes_records(tmp_path, monkeypatch, capsys):
     assert "without humming: not here" in out
     assert "quack" not in out  # which no case could run
     record = json.loads(paths[0].read_text())
-    assert record["missing"] == ["torch", "humming"]
+    assert record["missing"] == ["torch", "humming", "mlx"]
     assert [(r["op"], list(r["us"])) for r in record["records"]] == [
         ("qmm mxfp8", ["ours", "ours[linear]", "dequantize"]),
         ("dequantize", ["ours"]),
@@ -411,6 +424,7 @@ def test_report_of_quantized_cases(tmp_path, capsys):
     assert "| qmm nvfp4 a | 10.0 | 5.0 | 50% | 200 | 2.00 | 1.20x | **0.90x** |" in text
     assert "| quantize nvfp4 | 10.0 | 5.0 | 50% |  | 2.00 |\n" in text
     assert "| qmm nvfp4 decode | 1 | 50% | 1.20x | 0.90x |" in text
+    assert text.endswith("\n\n1 of 1 cases with a peer run below 0.95 of the best peer's speed.\n")
 
 
 def test_plots_of_quantized_cases(tmp_path):

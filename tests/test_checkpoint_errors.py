@@ -132,6 +132,67 @@ ERRORS = [
     ("compressed-tensors", {},
      {"format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
      "a: config says num_bits=8, expected 4"),
+    # Configs that contradict the layer.
+    ("gptq", {}, {**FOUR, "desc_act": True},
+     "a: config says desc_act=True, but there is no tensor 'a.g_idx' that gives each channel its "
+     "group"),
+    ("gptq", {}, {**FOUR, "dynamic": {"+:a": {"desc_act": True, "static_groups": False}}},
+     "a: config says desc_act=True, but there is no tensor 'a.g_idx' that gives each channel its "
+     "group"),
+    ("gptq", {}, {**FOUR, "desc_act": "yes"},
+     "a: config says desc_act='yes', expected True or False"),
+    ("compressed-tensors", {}, {"config_groups": {"g": {
+        "weights": {"num_bits": 8, "type": "int", "group_size": 128}}}},
+     "a: config says num_bits=8, expected 4"),
+    ("compressed-tensors", {}, {"config_groups": {"g": {"targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int"}}}},
+     "a: config says type='int', expected 'float'"),
+    ("compressed-tensors", {}, {"format": "mixed-precision", "config_groups": {
+        "g": {"targets": ["Linear"], "weights": {"num_bits": 4}},
+        "h": {"targets": ["re:.*a$"], "weights": {"num_bits": 4, "group_size": 32}}}},
+     "a: config says group_size=32, expected 16"),
+    ("compressed-tensors", {}, {"format": "mixed-precision", "config_groups": {
+        "g": {"targets": ["Linear"], "format": "float-quantized"}}},
+     "a: config says format='float-quantized', expected 'nvfp4-pack-quantized'"),
+    ("compressed-tensors", {}, {"ignore": ["lm_head", "a"]},
+     "a: config says it is not quantized: ignore 'a'"),
+    ("compressed-tensors", {}, {"ignore": ["re:[a-z]$"]},
+     "a: config says it is not quantized: ignore 're:[a-z]$'"),
+    ("modelopt", {}, {"quant_algo": "NVFP4", "exclude_modules": ["lm_head", "a"]},
+     "a: config says it is not quantized: exclude_modules 'a'"),
+    ("modelopt", {}, {"quant_algo": "NVFP4", "ignore": ["a*"]},
+     "a: config says it is not quantized: ignore 'a*'"),
+    ("modelopt", {}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"b": {}}},
+     "a: config says it is not quantized: quantized_layers do not name it"),
+    ("awq", {}, {"modules_to_not_convert": ["gate", "a"]},
+     "a: config says it is not quantized: modules_to_not_convert 'a'"),
+    # Configs that are malformed.
+    ("gptq", {}, {**FOUR, "dynamic": [1]},
+     "a: config says dynamic=[1], expected a dict"),
+    ("gptq", {}, {**FOUR, "dynamic": {"+:a": None}},
+     "a: config says dynamic['+:a']=None, expected a dict"),
+    ("compressed-tensors", {}, {"config_groups": [3]},
+     "a: config says config_groups=[3], expected a dict"),
+    ("compressed-tensors", {}, {"config_groups": {"g": 3}},
+     "a: config says config_groups['g']=3, expected a dict"),
+    ("compressed-tensors", {}, {"config_groups": {"g": {"weights": [4]}}},
+     "a: config says weights=[4], expected a dict"),
+    ("compressed-tensors", {}, {"config_groups": {"g": {"targets": "Linear"}}},
+     "a: config says targets='Linear', expected a list of names"),
+    ("compressed-tensors", {}, {"ignore": "a"},
+     "a: config says ignore='a', expected a list of names"),
+    ("compressed-tensors", {}, {"ignore": ["re:("]},
+     "a: config's ignore pattern 're:(': missing ), unterminated subpattern at position 0"),
+    ("modelopt", {}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": ["a"]},
+     "a: config says quantized_layers=['a'], expected a dict"),
+    ("modelopt", {}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": None}},
+     "a: config says quantized_layers['a']=None, expected a dict"),
+    ("modelopt", {}, {"exclude_modules": [3]},
+     "a: config says exclude_modules=[3], expected a list of names"),
+    ("awq", {}, {"modules_to_not_convert": {"a": True}},
+     "a: config says modules_to_not_convert={'a': True}, expected a list of names"),
+    ("mlx", {}, {"a": 3},
+     "a: config says a=3, expected a dict"),
 ]  # fmt: skip
 
 
@@ -151,6 +212,19 @@ CALLS = [
      "'gpt-oss'"),
     (lambda: ck.linear(AWQ, "a", format="awq", config="gemm"),  # pyright: ignore
      "linear: config must be a dict, got 'gemm'"),
+    (lambda: ck.linear(AWQ, "a", format=["awq"]),  # pyright: ignore
+     "linear: format=['awq'] is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
+     "'gpt-oss'"),
+    (lambda: ck.linear([AWQ], "a", format="awq"),  # pyright: ignore
+     "linear: tensors must be a mapping of names to arrays, got list"),
+    (lambda: ck.linear(AWQ, 3, format="awq"),  # pyright: ignore
+     "linear: a prefix must be a name or a sequence of names, got 3"),
+    (lambda: ck.linear(AWQ, [1], format="awq"),  # pyright: ignore
+     "linear: a prefix must be a name, got 1"),
+    (lambda: ck.experts(AWQ, [None], format="awq"),  # pyright: ignore
+     "experts: a prefix must be a name or a sequence of names, got None"),
+    (lambda: ck.act_order(GPTQ, 3, config=FOUR),  # pyright: ignore
+     "act_order: a prefix must be a name or a sequence of names, got 3"),
     (lambda: ck.linear(OSS, "gate_up_proj", format="gpt-oss"),
      "linear: gate_up_proj: format 'gpt-oss' stacks experts in one tensor: use "
      "jgg.checkpoints.experts(tensors, prefix)"),

@@ -142,6 +142,29 @@ def test_gptq_act_order(rng, bits):
         ck.act_order(tensors, "a", config=config)
 
 
+def test_gptq_static_groups(rng):
+    """In act order too, groups that are static, or only one, are those of K as it is stored."""
+    for groups, config in ((4, {"static_groups": True, "group_size": 64}), (1, {"group_size": -1})):
+        q, z, s, value = integers(rng, 4, groups)
+        tensors = named("a", write_gptq(q, z, s, 4, v2=False))
+        config |= {"bits": 4, "desc_act": True}
+        check(ck.linear(tensors, "a", format="gptq", config=config), value)
+        assert np.array_equal(ck.act_order(tensors, "a", config=config)[1], np.arange(K))
+
+
+def test_awq_modules_to_not_convert(rng):
+    """Whole names of modules: a router's is not that of the gate projections."""
+    q, z, s, value = integers(rng, 4, K // 64, low=0)
+    tensors = named("l.0.mlp.gate_proj", write_awq(q, z, s))
+    read = lambda *names: ck.linear(
+        tensors, "l.0.mlp.gate_proj", format="awq", config={"modules_to_not_convert": [*names]}
+    )
+    check(read("gate", "mlp.gate.", "l.0.mlp.up_proj"), value)
+    for name in ("gate_proj", "mlp", "l.0.", "l.0.mlp.gate_proj"):
+        with pytest.raises(ValueError, match="config says it is not quantized: modules_to_not"):
+            read(name)
+
+
 def test_gptq_dynamic(rng):
     """Bits, and whether it is quantized, by patterns of names."""
     q, z, s, value = integers(rng, 8, K // 64)
@@ -160,6 +183,7 @@ NVFP4_CONFIGS = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         {"quantization": {"quant_algo": "NVFP4", "group_size": 16}},
         {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
+        {"quant_algo": "NVFP4", "exclude_modules": ["b", "a.c", "a.b.*", "lm_head"]},
     ],
     "compressed-tensors": [
         {
@@ -167,6 +191,14 @@ NVFP4_CONFIGS = {
             "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
         },
         {"format": "mixed-precision"},
+        {"ignore": ["a", "a.b.c", "lm_head", "re:.*c$"]},
+        {
+            "format": "mixed-precision",
+            "config_groups": {
+                "g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}},
+                "h": {"targets": ["re:.*[.]b"], "weights": {"num_bits": 4, "type": "float"}},
+            },
+        },
     ],
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from device_runs import (
 )
 from jax import lax
 from test_graph_safety import CAPTURED, EAGER
+from test_grouped_mm import epilogue_oracle
 from test_quantize_call import calls
 from thunks import custom_calls
 
@@ -29,6 +30,8 @@ RUNS = 50
 ROWS, GROUPS, WIDTH = 16_384, 96, 264
 LONG = 2**16  # K of a product of few tiles, beside which others find room
 TOKENS = 80
+GATED = 240  # columns of a gated product: both halves begin at whole 16 bytes
+TF32 = "forward, tensorfloat32"
 
 
 @functools.cache
@@ -37,6 +40,7 @@ def problem():
     rng = np.random.default_rng(0)
     rows, weights = (ROWS, WIDTH), (GROUPS, WIDTH, WIDTH)
     shapes = [rows, weights, rows, rows[::-1], (64, LONG), (2, LONG, 64), (TOKENS, 3, WIDTH)]
+    shapes += [(GROUPS, WIDTH), (ROWS,)]
     halves = [oracle.host_random(rng, shape, "bfloat16") for shape in shapes]
     singles = [oracle.host_random(rng, shape, "float32") for shape in (rows, weights, rows)]
 
@@ -59,13 +63,15 @@ def problem():
 
 def products(operands, metadata) -> dict[str, jax.Array]:
     """One of every kind."""
-    x, w, dy, a, long_x, long_w, tokens, x32, w32, dy32 = operands
+    x, w, dy, a, long_x, long_w, tokens, bias, scale, x32, w32, dy32 = operands
     sizes, spans, long_spans, long_sizes, lhs, rhs = metadata
     sm90 = {"implementation": "sm90"}
     grouped = lambda x, w: jgg.grouped_mm(x, w, sizes, **sm90)
     forward, vjp = jax.vjp(grouped, x, w)
     dgrad, wgrad = vjp(dy)
     forward32, vjp32 = jax.vjp(functools.partial(grouped, x32), w32)
+    epilogue = {"row_scale": scale, **sm90}
+    gated = {"activation": "swiglu", "bias": bias[:, :GATED], "existing_out": dy[:, : GATED // 2]}
     return {
         "forward": forward,
         "dgrad": dgrad,
@@ -74,16 +80,21 @@ def products(operands, metadata) -> dict[str, jax.Array]:
         "in parts": jgg.segmented_mm(x, dy, long_spans, transpose_a=True, **sm90),
         "long": jgg.grouped_mm(long_x, long_w, long_sizes, **sm90),
         "gathered": jgg.gather_mm(tokens, w, lhs, rhs, **sm90),
+        "epilogue": jgg.grouped_mm(
+            x, w, sizes, activation="gelu", bias=bias, existing_out=dy, **epilogue
+        ),
+        "gated epilogue": jgg.grouped_mm(x, w[..., :GATED], sizes, **gated, **epilogue),
         "forward, float32": forward32,
         "wgrad, float32": vjp32(dy32)[0],
+        TF32: jgg.grouped_mm(x32, w32, sizes, precision="tensorfloat32", **sm90),
     }
 
 
-COUNT = 9
+COUNT, IN_PLANES = 12, 3
 
 
 def expected(operands, metadata) -> dict[str, np.ndarray]:
-    x, w, dy, a, long_x, long_w, tokens, x32, w32, dy32 = map(oracle.f64, operands)
+    x, w, dy, a, long_x, long_w, tokens, bias, scale, x32, w32, dy32 = map(oracle.f64, operands)
     sizes, spans, long_spans, long_sizes, lhs, rhs = metadata
     dgrad, wgrad = oracle.grouped_mm_grads(x, w, sizes, dy)
     return {
@@ -94,8 +105,13 @@ def expected(operands, metadata) -> dict[str, np.ndarray]:
         "in parts": oracle.segmented_mm(x.T, dy, long_spans),
         "long": oracle.grouped_mm(long_x, long_w, long_sizes),
         "gathered": oracle.gather_mm(tokens, w, lhs, rhs),
+        "epilogue": epilogue_oracle(x, w, sizes, bias, "gelu", scale, dy),
+        "gated epilogue": epilogue_oracle(
+            x, w[..., :GATED], sizes, bias[:, :GATED], "swiglu", scale, dy[:, : GATED // 2]
+        ),
         "forward, float32": oracle.grouped_mm(x32, w32, sizes),
         "wgrad, float32": oracle.grouped_mm_grads(x32, w32, sizes, dy32)[1],
+        TF32: oracle.grouped_mm(x32, w32, sizes),
     }
 
 
@@ -127,9 +143,10 @@ def eager():
 
 
 def test_what_the_kernel_is_asked_for():
-    """One weight gradient in tiles of 256 rows, one in parts, float32 in planes, rows by list."""
+    """One weight gradient in tiles of 256 rows, one in parts, float32 in planes, rows by list, two
+    products with an epilogue."""
     found = calls(lowered(lowering_platforms=("cuda",)).as_text())
-    assert len(found) == COUNT + 2
+    assert len(found) == COUNT + IN_PLANES
     wgrads = {results[0]: flags for name, _, results, flags in found if name == "jgg_wgrad"}
     matrix = f"{WIDTH}x{WIDTH}"
     assert wgrads.keys() == {
@@ -138,9 +155,13 @@ def test_what_the_kernel_is_asked_for():
     assert "tile = 256" in wgrads[f"{GROUPS}x{matrix}xbf16"]
     assert "planes = 3" in wgrads[f"{GROUPS}x{matrix}xf32"]
     mms = [flags for name, *_, flags in found if name == "jgg_mm"]
-    assert len(mms) == 5
-    for flag in ("planes = 3", "x_rows = true", "transpose_w = true"):
+    assert len(mms) == 8
+    kinds = ("planes = 3", "planes = 2", "x_rows = true", "transpose_w = true")
+    epilogues = ('activation = "gelu"', 'activation = "swiglu"')
+    for flag in (*kinds, *epilogues):
         assert sum(flag in flags for flags in mms) == 1
+    for flag in ("bias = true", "row_scale = true", "existing_out = true"):
+        assert sum(flag in flags for flags in mms) == 2
 
 
 def hopper(test):
@@ -159,7 +180,7 @@ def test_one_after_the_other():
         first, kernels = run(eager(), operands, metadata)
         assert_on_sm90(kernels, COUNT)
         for name, want in expected(operands, metadata).items():
-            tolerance = {"float32": 2e-6}.get(first[name].dtype.name)
+            tolerance = 5e-5 if name == TF32 else {"float32": 2e-6}.get(first[name].dtype.name)
             oracle.assert_close(first[name], want, tolerance=tolerance)
         for _ in range(RUNS):
             assert_same_bytes(eager()(operands, metadata), first)
@@ -182,7 +203,7 @@ def test_replays(tmp_path):
     dump = {"xla_dump_to": str(tmp_path)}
     captured = lowered().compile(compiler_options=CAPTURED | dump)
     inside, outside = custom_calls(tmp_path, "jit_products")
-    assert len(inside) >= COUNT + 2
+    assert len(inside) >= COUNT + IN_PLANES
     assert not outside
     held = jax.tree.map(jnp.copy, sets[0])
     for i in range(RUNS):

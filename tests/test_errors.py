@@ -12,6 +12,14 @@ import jax_groupgemm as jgg
 X, W, S = jnp.ones((16, 8)), jnp.ones((3, 8, 4)), jnp.array([4, 0, 9])
 A, B = jnp.ones((5, 20)), jnp.ones((20, 4))
 
+LISTED = "list of parts that differ in shape, are not numbers or are too large"
+
+
+def standard(f, *args):
+    with jax.numpy_dtype_promotion("standard"):
+        return f(*args)
+
+
 CASES = [
     (
         lambda: jgg.grouped_mm(X, W.swapaxes(1, 2), S), ValueError,
@@ -79,6 +87,60 @@ CASES = [
     (
         lambda: jgg.grouped_mm("x", W, S), TypeError,
         "jgg.grouped_mm: x must be an array, got str",
+    ),
+    *(
+        (call, TypeError, f"jgg.{argument} must be an array, got {what}")
+        for what, value in (
+            ("NoneType", None),
+            ("dict", {"a": 1}),
+            ("ndarray of dtype object", np.array([None])),
+            (LISTED, [[0, 1], [2]]),
+            (LISTED, [np.arange(2), np.arange(3)]),
+            (LISTED, [jnp.arange(2), 3]),
+            (LISTED, [4, None, 9]),
+            (LISTED, [[0, 2**70]]),
+        )
+        for argument, call in (
+            ("grouped_mm: x", lambda value=value: jgg.grouped_mm(value, W, S)),
+            ("grouped_mm: group_sizes", lambda value=value: jgg.grouped_mm(X, W, value)),
+            ("segmented_mm: segments", lambda value=value: jgg.segmented_mm(A, B, value)),
+            ("gather_mm: rhs_indices", lambda value=value: jgg.gather_mm(A, B, None, value)),
+            ("ragged_dot: rhs", lambda value=value: jgg.ragged_dot(X, value, S)),
+            ("quantize: w", lambda value=value: jgg.quantize(value)),
+        )
+        if value is not None or argument != "gather_mm: rhs_indices"
+    ),
+    (
+        lambda: jgg.grouped_mm(X.astype("bfloat16"), W, S), TypeError,
+        "jgg.grouped_mm: operands of dtypes bfloat16 and float32 have no common dtype where "
+        "jax_numpy_dtype_promotion is 'strict'. Convert one of them",
+    ),
+    (
+        lambda: standard(jgg.segmented_mm, A.astype("int4"), B, [[0, 3]]), TypeError,
+        "jgg.segmented_mm: operands of dtypes int4 and float32 have no common dtype. Convert one "
+        "of them",
+    ),
+    (
+        lambda: jgg.ragged_dot(X[None], W, S), ValueError,
+        "jgg.ragged_dot: lhs has shape (1, 16, 8), expected 2 axes (m, k)",
+    ),
+    (
+        lambda: jgg.ragged_dot(X, W.swapaxes(1, 2), S), ValueError,
+        "jgg.ragged_dot: rhs has shape (3, 4, 8), expected (g, k, n) = (3, 8, 8) because lhs is "
+        "(16, 8)",
+    ),
+    (
+        lambda: jgg.ragged_dot(X, W, S[:2]), ValueError,
+        "jgg.ragged_dot: group_sizes has shape (2,), expected (g,) = (3,) because rhs is "
+        "(3, 8, 4). Pass group_offset if rhs holds only some of the groups.",
+    ),
+    (
+        lambda: jgg.ragged_dot(X, W > 0, S), TypeError,
+        "jgg.ragged_dot: rhs must hold numbers, got dtype bool",
+    ),
+    (
+        lambda: jgg.ragged_dot(X, W, S, group_offset=jnp.zeros((2,), jnp.int32)), ValueError,
+        "jgg.ragged_dot: group_offset has shape (2,), expected () or (1,)",
     ),
     (
         lambda: jgg.grouped_mm(X > 0, W, S), TypeError,

@@ -83,7 +83,13 @@ def test_epilogue_is_fused_for_cuda():
     assert 'activation = "swiglu"' not in empty
 
 
-OPTIONS = [{"activation": "silu"}, {"activation": "swiglu"}, {"bias"}, {"row_scale"}, {"existing_out"}]
+OPTIONS = [
+    {"activation": "silu"},
+    {"activation": "swiglu"},
+    {"bias"},
+    {"row_scale"},
+    {"existing_out"},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -107,6 +113,18 @@ def test_gradients_of_epilogues_are_half_precision_products(dtype, options):
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     for types in calls:
         assert re.findall(r"x([a-z]\w+)>", types)[:2] == [short, short], types
+
+
+def test_gated_products_of_split_operands():
+    """No kernel does both; the split counts for more."""
+    x, w = jnp.ones((16, 8)), jnp.ones((3, 8, 16))
+    f = functools.partial(jgg.grouped_mm, activation="swiglu", implementation="sm90")
+    text = cuda_text(lambda x, w: f(x, w, SIZES), x, w)
+    assert re.findall(r"custom_call @(jgg_\w+)", text) == ["jgg_planes", "jgg_mm"]
+    assert "planes = 3" in text
+    assert 'activation = ""' in text
+    half = cuda_text(lambda x, w: f(x, w, SIZES), x.astype("bfloat16"), w.astype("bfloat16"))
+    assert 'activation = "swiglu"' in half
 
 
 def test_transposed_operands_are_not_copied_for_cuda():

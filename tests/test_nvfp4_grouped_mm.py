@@ -8,8 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import GPU_KERNELS
-from nvfp4_grouped_problems import SIZES, G, K, N, T, mm_oracle, positive, random, splits
+from conftest import BEST, GPU_KERNELS
+from nvfp4_grouped_problems import (
+    FAR,
+    SIZES,
+    G,
+    K,
+    N,
+    T,
+    large,
+    mm_oracle,
+    positive,
+    random,
+    splits,
+)
 from qmm_problems import needs
 
 import jax_groupgemm as jgg
@@ -42,9 +54,6 @@ def test_mm_of_three_groups(rng):
         out = jax.jit(jgg.nvfp4_grouped_mm)(x, w, np.array(sizes))
         assert out.dtype == "bfloat16"
         oracle.assert_close(out, mm_oracle(x, w, sizes))
-
-
-BEST = pytest.param(None, marks=pytest.mark.gpu, id="best")
 
 
 @pytest.mark.parametrize("choice", ["reference", *GPU_KERNELS, BEST])
@@ -162,3 +171,34 @@ def test_mm_gradients(rng):
     oracle.assert_close(dbias, np.stack(rows))
     for leaf in (dx.weight, dx.scales, dw.weight, dw.scales, dsizes):
         assert leaf.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("exponents", FAR)
+def test_mm_of_far_scales(rng, exponents):
+    """The product of scales is no normal number; what it multiplies makes it one."""
+    of_x, of_w = exponents
+    x, w = (
+        large(random(rng, 20, 64, scale=positive(rng) * 2.0**of_x)),
+        large(random(rng, 3, 16, 64, scale=positive(rng, 3) * 2.0**of_w)),
+    )
+    f = functools.partial(jgg.nvfp4_grouped_mm, preferred_element_type="float32")
+    sizes = np.array([9, 0, 8])
+    oracle.assert_close(jax.jit(f)(x, w, sizes), mm_oracle(x, w, sizes))
+
+
+def test_gradients_of_far_scales(rng):
+    x = large(random(rng, 20, 64, scale=positive(rng) * 2.0**-66))
+    w = large(random(rng, 3, 16, 64, scale=positive(rng, 3) * 2.0**-66))
+    sizes, ct = np.array([9, 0, 8]), oracle.random(rng, (20, 16))
+
+    def f(of_x, of_w):
+        a = dataclasses.replace(x, global_scale=of_x)
+        b = dataclasses.replace(w, global_scale=of_w)
+        out = jgg.nvfp4_grouped_mm(a, b, sizes, preferred_element_type="float32")
+        return jnp.vdot(out, ct)
+
+    dx, dw = jax.jit(jax.grad(f, (0, 1)))(x.global_scale, w.global_scale)
+    terms = mm_oracle(x, w, sizes) * oracle.f64(ct)
+    sums = np.array([terms[a:b].sum() for a, b in oracle.bounds(sizes, 20)])
+    oracle.assert_close(dx, sums.sum() / oracle.f64(x.global_scale), tolerance=1e-5)
+    oracle.assert_close(dw, sums / oracle.f64(w.global_scale), tolerance=1e-5)

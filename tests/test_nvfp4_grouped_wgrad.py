@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import GPU_KERNELS
+from conftest import BEST, GPU_KERNELS
 from nvfp4_grouped_problems import (
+    FAR,
     ODD,
     ROWS,
     SIZES,
@@ -18,6 +19,7 @@ from nvfp4_grouped_problems import (
     N,
     T,
     along_t,
+    large,
     positive,
     splits,
     wgrad_oracle,
@@ -48,9 +50,6 @@ def test_wgrad_of_three_groups(rng):
         x, dy = along_t(rng, K, sizes, 768), along_t(rng, N, sizes, 768)
         out = jax.jit(jgg.nvfp4_grouped_wgrad)(x, dy, np.array(sizes))
         oracle.assert_close(out, wgrad_oracle(x, dy, sizes))
-
-
-BEST = pytest.param(None, marks=pytest.mark.gpu, id="best")
 
 
 @pytest.mark.parametrize("choice", ["reference", "cpu", *GPU_KERNELS, BEST])
@@ -248,3 +247,14 @@ def test_linear_layer_rounds_once(monkeypatch):
     loss = lambda w: jgg.nvfp4_grouped_linear(x, w, sizes).astype(jnp.float32).sum()
     (out,) = (call[2] for call in calls(lowered(jax.grad(loss), w)) if call[0] == "jgg_wgrad")
     assert out == ["3x48x32xbf16"]
+
+
+@pytest.mark.parametrize("exponents", FAR)
+def test_wgrad_of_far_scales(rng, exponents):
+    """The product of scales is no normal number; what it multiplies makes it one."""
+    x, dy = (
+        large(along_t(rng, columns, ODD, ROWS, positive(rng) * 2.0**e))
+        for columns, e in zip((8, 6), exponents, strict=True)
+    )
+    out = jax.jit(jgg.nvfp4_grouped_wgrad)(x, dy, jnp.array(ODD))
+    oracle.assert_close(out, wgrad_oracle(x, dy, ODD))

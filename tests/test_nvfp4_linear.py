@@ -211,6 +211,17 @@ def test_tails(problem):
         np.testing.assert_array_equal(oracle.f64(value), oracle.f64(want))
 
 
+def test_small_numbers(problem):
+    """Products of global scales are below the least normal number, results are not."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("kernels on a GPU take one factor")
+    x, w, bias, ct = problem
+    small = x * 1e-17, w.astype("float32") * 1e-17, bias * 0, ct * 1e-17
+    got, want = run(*small), exact(*small)
+    for value, expected in zip(got[:3], want, strict=False):
+        assert 0.1 < oracle.error(value, expected) < 0.17
+
+
 def test_what_is_kept(problem):
     """Between forward and backward: the weight, and x in four bits along T."""
     x, w, _, _ = problem
@@ -218,6 +229,126 @@ def test_what_is_kept(problem):
     kept = jax.tree.leaves(jax.vjp(f, x, w)[1])
     large = {(a.shape, a.dtype.name) for a in kept if a.size > 300}
     assert large == {((G, 48, 48), "bfloat16"), ((48, 32), "uint32"), ((48, 16), "uint8")}
+
+
+def test_nothing_is_kept_of_x_where_w_is_given(problem):
+    x, w, _, _ = problem
+    kept = jax.tree.leaves(jax.vjp(lambda x: jgg.nvfp4_grouped_linear(x, w, jnp.array(SIZES)), x))
+    assert {a.shape for a in kept[1:] if a.size > 300} == {(G, 48, 48)}
+
+
+# ---- higher orders ---------------------------------------------------------------------------
+
+
+def grads(x, w, ct, **options):
+    """dx and dw, at the cotangent ``ct``."""
+    f = lambda x, w: jgg.nvfp4_grouped_linear(x, w, jnp.array(SIZES), **options)
+    return jax.vjp(f, x, w)[1](ct)
+
+
+def test_derivatives_of_dx(problem, rng):
+    """In dy and w: the product with w, and the weight gradient, of what comes back."""
+    x, w, bias, ct = problem
+    back = oracle.random(rng, x.shape)
+
+    def dx(ct, w):
+        f = lambda x: jgg.nvfp4_grouped_linear(x, w, jnp.array(SIZES))
+        return jax.vjp(f, x)[1](ct)[0]
+
+    dct, dw = jax.vjp(dx, ct, w)[1](back)
+    want, _, want_dw, _ = composition(back, w, jnp.zeros_like(bias), ct, SIZES)
+    assert (dct.dtype, dw.dtype) == (ct.dtype, w.dtype)
+    oracle.assert_close(dct, want)
+    oracle.assert_close(dw, want_dw)
+
+
+def test_derivatives_of_dw(problem, rng):
+    """In dy and x: products with what comes back as weights. Where x was kept in four bits they are
+    of what is left of it, and not in x."""
+    x, _, bias, ct = problem
+    w, back = oracle.random(rng, (G, N, K)), oracle.random(rng, (G, N, K))
+    recipe = jgg.NVFP4Recipe(high_precision=("wgrad",))
+    dct, dx = jax.vjp(lambda ct, x: grads(x, w, ct, recipe=recipe)[1], ct, x)[1](back)
+    want, want_dx, _, _ = composition(x, back, jnp.zeros_like(bias), ct, SIZES)
+    oracle.assert_close(dct, want)
+    oracle.assert_close(dx, want_dx)
+    for hadamard in (True, False):
+        recipe = jgg.NVFP4Recipe(hadamard=hadamard)
+        (dct,) = jax.vjp(lambda ct, recipe=recipe: grads(x, w, ct, recipe=recipe)[1], ct)[1](back)
+        exact = oracle.grouped_mm(oracle.f64(x), oracle.f64(back), SIZES, transpose_w=True)
+        assert 0.1 < oracle.error(dct, exact) < 0.2
+
+
+HIGH = jgg.NVFP4Recipe(high_precision=("fprop", "dgrad", "wgrad"))
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_orders_of_exact_products(problem, rng, order):
+    """With products of high precision, those of grouped_mm."""
+    x, _, _, ct = problem
+    w = oracle.random(rng, (G, N, K)) / 7
+    sides = [(oracle.random(rng, x.shape), oracle.random(rng, w.shape)) for _ in range(order - 1)]
+
+    def gradient(product):
+        f = lambda x, w: (jnp.sin(product(x, w)) * ct).sum()
+        for side in sides:
+            g = jax.grad(f, (0, 1))
+            f = lambda x, w, g=g, s=side: sum(
+                jnp.vdot(a, b) for a, b in zip(g(x, w), s, strict=True)
+            )
+        return jax.jit(jax.grad(f, (0, 1)))(x, w)
+
+    sizes = jnp.array(SIZES)
+    got = gradient(lambda x, w: jgg.nvfp4_grouped_linear(x, w, sizes, recipe=HIGH))
+    want = gradient(lambda x, w: jgg.grouped_mm(x, w, sizes, transpose_w=True))
+    for value, expected in zip(got, want, strict=True):
+        assert oracle.f64(expected).any()
+        oracle.assert_close(value, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(3)])
+def test_gradient_of_a_gradient(problem, rng, key):
+    """Of a square: within the error of its products, of which there are four or so, one after the
+    other. It was 0 once."""
+    x, _, _, _ = problem
+    w, sizes = oracle.random(rng, (G, N, K)), jnp.array(SIZES)
+
+    def second(product):
+        first = jax.grad(lambda x: (product(x, w) ** 2).sum())
+        return jax.grad(lambda x: (first(x) ** 2).sum())(x)
+
+    got = second(lambda x, w: jgg.nvfp4_grouped_linear(x, w, sizes, key=key))
+    want = second(lambda x, w: jgg.grouped_mm(x, w, sizes, transpose_w=True))
+    assert 0.1 < oracle.error(got, want) < 0.45
+
+
+def test_keys_of_a_second_order(problem, rng):
+    x, w, _, ct = problem
+    back = oracle.random(rng, x.shape)
+
+    def twice(key):
+        dx = lambda ct: jax.vjp(
+            lambda x: jgg.nvfp4_grouped_linear(x, w, jnp.array(SIZES), key=key), x
+        )[1](ct)[0]
+        return oracle.f64(jax.vjp(dx, ct)[1](back)[0])
+
+    first, again, other = (twice(jax.random.key(i)) for i in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).mean() > 0.3
+
+
+def test_what_has_no_second_order(problem):
+    """x kept in four bits; and forward mode."""
+    x, w, _, ct = problem
+    with pytest.raises(NotImplementedError) as error:
+        jax.grad(lambda x: (grads(x, w, ct)[1] ** 2).sum())(x)
+    assert str(error.value) == (
+        "jgg.nvfp4_grouped_linear: the gradient of w keeps x in four bits, so it cannot be "
+        "differentiated in x. recipe=jgg.NVFP4Recipe(high_precision=('wgrad',)) keeps x, for "
+        "gradients of any order"
+    )
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda ct: grads(x, w, ct)[0], (ct,), (ct,))
 
 
 # ---- the recipe as a value, and errors -------------------------------------------------------
@@ -287,6 +418,11 @@ ERRORS = [
     (
         lambda: jgg.NVFP4Recipe(high_precision="backward"), ValueError,  # pyright: ignore
         "jgg.NVFP4Recipe: high_precision has 'backward', expected some of 'fprop', 'dgrad', "
+        "'wgrad'",
+    ),
+    (
+        lambda: jgg.NVFP4Recipe(high_precision=None), TypeError,  # pyright: ignore
+        "jgg.NVFP4Recipe: high_precision=None is not a tuple of names, some of 'fprop', 'dgrad', "
         "'wgrad'",
     ),
     (

@@ -74,6 +74,21 @@ def step(x, w, bias, ct, sizes, key, **options):
 one = jit(step)
 
 
+def second(x, w, bias, ct, sizes, key):
+    """The derivatives of dx and of dw: of the latter in x too, which is kept."""
+    recipe = jgg.NVFP4Recipe(high_precision=("wgrad",))
+
+    def dx(ct, w):
+        f = lambda x: jgg.nvfp4_grouped_linear(x, w, sizes, bias=bias, key=key)
+        return jax.vjp(f, x)[1](ct)[0]
+
+    def dw(ct, x):
+        f = lambda w: jgg.nvfp4_grouped_linear(x, w, sizes, bias=bias, key=key, recipe=recipe)
+        return jax.vjp(f, w)[1](ct)[0]
+
+    return *jax.vjp(dx, ct, w)[1](x), *jax.vjp(dw, ct, x)[1](w)
+
+
 def pick(args, i):
     return [a[i] for a in args]
 
@@ -91,11 +106,12 @@ VMAP = [
 
 
 @pytest.mark.parametrize("axes", VMAP)
-def test_vmap_of_vjp(examples, axes):
+@pytest.mark.parametrize("of", [step, second])
+def test_vmap_of_vjp(examples, axes, of):
     args = [a if d == 0 else a[0] for a, d in zip(examples, axes, strict=True)]
-    got = jit(jax.vmap(step, axes))(*args)
+    got = jit(jax.vmap(of, axes))(*args)
     singles = [
-        one(*(a[i] if d == 0 else a[0] for a, d in zip(examples, axes, strict=True)))
+        jit(of)(*(a[i] if d == 0 else a[0] for a, d in zip(examples, axes, strict=True)))
         for i in range(2)
     ]
     assert_trees_close(got, jax.tree.map(lambda *v: jnp.stack(v), *singles))
@@ -166,6 +182,23 @@ def test_shard_map(examples):
     assert_trees_close(got, (*joined, *summed))
 
 
+def test_second_order_in_shard_map(examples):
+    x, w, bias, ct, sizes, keys = examples
+    w, bias, key = w[0], bias[0], keys[0]
+    mine = lambda x, w, b, ct, s, k: second(x, w, b, ct, s[0], k)
+    mapped = jax.shard_map(
+        lambda *a: tuple(v[None] for v in mine(*a)),
+        mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P(), P(), P("d"), P("d"), P()),
+        out_specs=P("d"), check_vma=True,
+    )  # fmt: skip
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+    got = jit(mapped)(rows(x), w, bias, rows(ct), sizes, key)
+    singles = [jit(second)(x[i], w, bias, ct[i], sizes[i], key) for i in range(2)]
+    want = [jnp.stack(pair) for pair in zip(*singles, strict=True)]
+    want[1] = jnp.broadcast_to(want[1].sum(0), want[1].shape)  # of w, which is replicated
+    assert_trees_close(got, tuple(want))
+
+
 # Specs of x, of w and bias, and of the result.
 SHARDED = {
     "T": (P("d"), P(), P("d")),
@@ -194,6 +227,47 @@ def test_sharded(rng, kind, name):
     if kind == AxisType.Explicit:
         for grad, spec in zip(got[1:], specs, strict=False):
             assert grad.sharding.is_equivalent_to(NamedSharding(mesh_of(kind), spec), grad.ndim)
+
+
+CLASHES = {
+    ("T", "G"): "w shards G over ('d',), but x shards T over it",
+    ("T", "N"): "w shards N over ('d',), but x shards T over it",
+    ("K of x", "N"): "w shards N over ('d',), but x shards K over it",
+}
+
+
+@pytest.mark.parametrize(("of_x", "of_w"), CLASHES)
+def test_one_mesh_axis_divides_one_axis(rng, of_x, of_w):
+    """Under Explicit sharding; Auto sharding gathers."""
+    x, w = oracle.random(rng, (20, 32)), oracle.random(rng, (4, 32, 32))
+    sizes = jnp.array([9, 0, 3, 6])
+    quantized = lambda x, w, sizes: jgg.nvfp4_grouped_mm(
+        jgg.nvfp4_quantize(x), jgg.nvfp4_quantize(w), sizes
+    )
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        put = lambda a, spec: jax.device_put(a, NamedSharding(mesh_of(AxisType.Explicit), spec))
+        x, w = put(x, SHARDED[of_x][0]), put(w, SHARDED[of_w][1])
+        for name, f in (
+            ("nvfp4_grouped_linear", jgg.nvfp4_grouped_linear), ("nvfp4_grouped_mm", quantized)
+        ):  # fmt: skip
+            oracle.assert_raises(
+                lambda f=f: jit(f)(x, w, sizes), ValueError,
+                f"jgg.{name}: {CLASHES[of_x, of_w]}. Under Explicit sharding nothing is gathered "
+                "silently: use jax.sharding.reshard first",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", SHARDED)
+def test_second_order_sharded(rng, kind, name):
+    x_spec, w_spec, out_spec = SHARDED[name]
+    a = [oracle.random(rng, s) for s in ((20, 32), (4, 32, 32), (4, 32), (20, 32))]
+    args = *a, jnp.array([9, 0, 3, 6]), KEYS[0]
+    specs = x_spec, w_spec, P(*w_spec[:2]), out_spec, P(), P()
+    with jax.set_mesh(mesh_of(kind)):
+        put = lambda a, spec: jax.device_put(a, NamedSharding(mesh_of(kind), spec))
+        got = jit(second)(*map(put, args, specs))
+    assert_trees_close(got, jit(second)(*args))
 
 
 def test_export(examples):

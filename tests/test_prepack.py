@@ -237,6 +237,59 @@ def test_transformations(rng, implementation):
         oracle.assert_close(jax.jit(transformed)(x, packed), expected)
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_gradient_of_global_scale(rng, implementation, shape):
+    """That of the weight as it was."""
+    sizes = jnp.array([5, 0, 9])
+    w = ordinary(rng, "nvfp4", 4, 16, (3, 64, 128))
+    packed = jgg.prepack(w)
+    x = oracle.random(rng, (20, 128), jnp.bfloat16)
+    scale = jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32)
+
+    def loss(scale, w, **options):
+        w = dataclasses.replace(w, global_scale=scale)
+        out = jgg.grouped_qmm(
+            x, w, sizes, preferred_element_type="float32", implementation=implementation, **options
+        )
+        return jnp.sin(out).sum()
+
+    fused = functools.partial(loss, activation="gelu")
+    for f, of in (
+        (jax.grad(loss), scale),
+        (jax.jit(jax.value_and_grad(fused)), scale),
+        (jax.vmap(jax.grad(loss), (0, None)), jnp.stack([scale, 2 * scale])),
+    ):
+        got, want = (jax.tree.leaves(f(of, weight)) for weight in (packed, w))
+        for g, e in zip(got, want, strict=True):
+            oracle.assert_close(g, oracle.f64(e))
+
+
+def test_gradient_of_leaves(rng):
+    """Of a weight among parameters, whose other leaves are integers; exported likewise."""
+    w = ordinary(rng, "nvfp4", 4, 16, (3, 64, 128))
+    w = dataclasses.replace(w, global_scale=jnp.array([0.5, 2.0, 3.0], jnp.float32))
+    packed = jgg.prepack(w)
+    x, index = oracle.random(rng, (6, 128), jnp.bfloat16), jnp.array([2, 0, 2, 1, 7, 0])
+    first = lambda w: jax.tree.map(lambda leaf: leaf[0], w)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(f"jgg_{name}") for name in ("mm", "wgrad")]
+    products = (
+        lambda w: jgg.grouped_qmm(x, w, jnp.array([2, 0, 4])),
+        lambda w: jgg.gather_qmm(x[:, None], w, rhs_indices=index),
+        lambda w: jgg.quantized_matmul(x, first(w)),
+    )
+    for product in products:
+        loss = lambda w, f=product: f(w).astype("float32").sum()
+        gradient = jax.grad(loss, allow_int=True)
+        want = gradient(w).global_scale
+        got = gradient(packed)
+        assert {got.weight.dtype, got.scales.dtype} == {jax.dtypes.float0}
+        oracle.assert_close(got.global_scale, oracle.f64(want))
+        exported = jax.export.export(jax.jit(loss), disabled_checks=checks)(packed)
+        loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+        got = jax.grad(loaded.call, allow_int=True)(packed)
+        oracle.assert_close(got.global_scale, oracle.f64(want))
+
+
 def test_other_products(rng):
     w = ordinary(rng, "mxfp4", 4, 32, (3, 64, 128))
     packed = jgg.prepack(w)

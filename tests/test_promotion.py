@@ -113,6 +113,35 @@ def test_float8(rng, preferred):
             oracle.assert_close(got.astype("float32"), expected, tolerance=0.04)
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "dtype"),
+    [
+        ("float8_e4m3fn", "bfloat16", "bfloat16"),
+        ("float32", "float8_e5m2", "float32"),
+        ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
+    ],
+)
+def test_float8_with_others(rng, left, right, dtype):
+    """JAX has no common dtype of these; eight bits count as bfloat16."""
+    x, w = oracle.random(rng, (8, 16)).astype(left), oracle.random(rng, (2, 16, 4)).astype(right)
+    ct = np.ones((8, 4))
+    with jax.numpy_dtype_promotion("standard"):
+        out, vjp = jax.vjp(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w)
+        grads = vjp(jnp.ones_like(out))
+        segmented = jgg.segmented_mm(x[:3, :8], w[0, :8], [[0, 8]])
+        general = jgg.ragged_dot(x, w, SIZES)
+    assert out.dtype == segmented.dtype == general.dtype == dtype
+    oracle.assert_close(out, oracle.grouped_mm(x, w, SIZES))
+    oracle.assert_close(general, oracle.grouped_mm(x, w, SIZES))
+    oracle.assert_close(segmented, oracle.segmented_mm(x[:3, :8], w[0, :8], [[0, 8]]))
+    wants = oracle.grouped_mm_grads(x, w, SIZES, ct)
+    for got, want, of in zip(grads, wants, (x, w), strict=True):
+        assert got.dtype == of.dtype
+        tolerance = {"float8_e4m3fn": 0.04, "float8_e5m2": 0.08}.get(of.dtype.name)
+        got = got if tolerance is None else got.astype("float32")
+        oracle.assert_close(got, want, tolerance=tolerance)
+
+
 def test_numbers_with_64_bits():
     """Those of Python are float64 then."""
     with jax.enable_x64(True):

@@ -354,6 +354,10 @@ ERRORS = [
         "jgg.quantize: mode='int4' is not one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4'",
     ),
     (
+        lambda: jgg.quantize(W, mode=["affine"]), ValueError,  # pyright: ignore
+        "jgg.quantize: mode=['affine'] is not one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4'",
+    ),
+    (
         lambda: jgg.quantize(W, bits=7), ValueError,
         "jgg.quantize: bits=7, expected 2 or 3 or 4 or 5 or 6 or 8 in mode 'affine'",
     ),

@@ -1,5 +1,6 @@
 """Sharding of quantized weights, as test_sharding.py has that of others."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -169,3 +170,102 @@ def test_explicit_prepacked_groups_stay_whole(rng):
     message += "groups do not divide into 2. Use jax.sharding.reshard first."
     with jax.set_mesh(mesh):
         oracle.assert_raises(lambda: jgg.dequantize(sharded), ValueError, message)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("spec", [("a",), (None, "a"), (None, None, "a"), ("a", "b", None), ()])
+@pytest.mark.parametrize("name", ["nvfp4", "affine 4 128"])
+def test_prepack_explicitly_sharded(rng, name, spec, compiled):
+    """Each device packs its part, whether a mesh is set or not: no communication."""
+    mode, *numbers = name.split()
+    bits, group_size = map(int, numbers) if numbers else (None, None)
+    q = oracle.random_quantized(rng, (G, 128, 512), mode, bits, group_size, "bfloat16")
+    if mode == "nvfp4":
+        q = dataclasses.replace(q, global_scale=jnp.arange(1.0, G + 1))
+    want = jgg.prepack(q)
+    mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
+    f = jax.jit(jgg.prepack) if compiled else jgg.prepack
+    sharded = put(mesh, q, *spec)
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with context:
+            got = f(sharded)
+            if compiled:
+                assert collectives(f, sharded) == []
+        expected = (want, want.global_scale)
+        for g, w in zip(
+            jax.tree.leaves((got, got.global_scale)), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_array_equal(g, w)
+            assert g.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[: g.ndim])), g.ndim)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "axis", "message"),
+    [
+        (64, 1, "shards axis N over ('a',), in 2 parts that are not multiples of 64"),
+        (128, 2, "shards axis K over ('a',), in 2 parts that are not multiples of 128"),
+        (64, 0, None),
+    ],
+)
+def test_prepack_of_parts_of_tiles(rng, group_size, axis, message):
+    """Three tiles of N, three groups of K; and a vmap, within which parts cannot be named."""
+    q = oracle.random_quantized(rng, (G, 192, 384), "affine", 4, group_size, "bfloat16")
+    mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
+    spec = P(*("a" if i == axis else None for i in range(3)))
+    weight = jax.device_put(q.weight, NamedSharding(mesh, spec))
+    sharded = dataclasses.replace(put(mesh, q), weight=weight)
+    f, text = jgg.prepack, f"w (4, 192, 384) {message}. Use jax.sharding.reshard first."
+    if message is None:
+        f, sharded = jax.vmap(jgg.prepack), put(mesh, q, "a")
+        text = "within a vmap over an axis that is explicitly sharded. Call it outside: w may "
+        text += "have any leading axes."
+    with jax.set_mesh(mesh):
+        oracle.assert_raises(lambda: f(sharded), ValueError, f"jgg.prepack: {text}")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_prepacked_global_scale(rng, kind):
+    """Its gradient, of packed weights of which each device has some experts."""
+    q = oracle.random_quantized(rng, (G, 64, 128), "nvfp4")
+    scale, x = jnp.arange(1.0, G + 1), oracle.random(rng, (T, 128), "bfloat16")
+
+    def loss(scale, x, q, sizes):
+        q = dataclasses.replace(q, global_scale=scale)
+        return jgg.grouped_qmm(x, q, sizes, preferred_element_type="float32").sum()
+
+    step = jax.jit(jax.grad(loss))
+    want = step(scale, x, q, jnp.asarray(SIZES))
+    mesh = mesh_of((DEVICES,), ("d",), kind)
+    args = put(mesh, scale, "d"), put(mesh, x), put(mesh, jgg.prepack(q), "d")
+    with jax.set_mesh(mesh):
+        oracle.assert_close(step(*args, put(mesh, jnp.asarray(SIZES))), oracle.f64(want))
+
+
+@pytest.mark.parametrize(
+    "shape", [{"d": AxisType.Explicit}, {"a": AxisType.Auto, "e": AxisType.Explicit}]
+)
+def test_operands_of_no_mesh(rng, shape):
+    """Of one device, made before a mesh with Explicit axes is set: whole, as those of ``x @ w``."""
+    sizes = (DEVICES,) if len(shape) == 1 else (2, DEVICES // 2)
+    mesh = jax.make_mesh(sizes, tuple(shape), axis_types=tuple(shape.values()))
+    q = oracle.random_quantized(rng, (G, 64, 128), "nvfp4")
+    x, w = oracle.random(rng, (T, 128), "bfloat16"), oracle.random(rng, (G, 128, 64), "bfloat16")
+    packed, sizes = jgg.prepack(q), jnp.asarray(SIZES)
+
+    def all_products(x, w, q, packed, sizes):
+        return (
+            jgg.grouped_mm(x, w, sizes),
+            jgg.grouped_qmm(x, q, sizes),
+            jgg.grouped_qmm(x, packed, sizes),
+            jgg.grouped_qmm(x, q, sizes, activation="silu"),
+            jgg.dequantize(q),
+            jax.grad(lambda x: jgg.grouped_mm(x, w, sizes).astype("float32").sum())(x),
+        )
+
+    f = jax.jit(all_products)
+    want = f(x, w, q, packed, sizes)
+    with jax.set_mesh(mesh):
+        for got in (f(x, w, q, packed, sizes), all_products(x, w, q, packed, sizes)):
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert collectives(f, x, w, q, packed, sizes) == []
+    jax.tree.map(np.testing.assert_array_equal, f(x, w, q, packed, sizes), want)

@@ -70,8 +70,9 @@ def ranked(library, rows, clusters, slices, tiles, halves, rounds=60):
     slices = np.asarray(slices, np.int32)
     assert (np.diff(slices) <= 0).all()
     turns, found = np.zeros(4, np.int32), np.full((rounds, clusters), -1, np.int32)
+    in_any_order = np.random.default_rng(0).permutation(slices)
     library.ranked_tiles(
-        rows, clusters, len(slices), pointer(slices), tiles, halves, rounds, pointer(turns),
+        rows, clusters, len(slices), pointer(in_any_order), tiles, halves, rounds, pointer(turns),
         pointer(found),
     )  # fmt: skip
     return turns.tolist(), found

@@ -50,15 +50,20 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
 }
 
 // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
-// have a gap before it.
+// have a gap before it; of sizes of all groups, only those that have rows, and the rows behind all.
 template <typename Config>
 int64_t MostTilesSm90(const GemmSm90& gemm) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
+  const Metadata& metadata = gemm.metadata;
+  const bool sizes = metadata.kind == MetadataKind::kSizes && metadata.offset == nullptr &&
+                     metadata.count == gemm.groups;
+  const int64_t more =
+      sizes ? std::min<int64_t>(metadata.count, gemm.rows_y) + 1 : 3 * (metadata.count + 1);
   const int64_t m_tiles =
       gemm.wgrad ? (gemm.m + Config::kRows - 1) / Config::kRows * static_cast<int64_t>(gemm.groups)
-                 : gemm.rows_y / Config::kRows + 3 * (gemm.metadata.count + 1);
+                 : gemm.rows_y / Config::kRows + more;
   return m_tiles * ((columns + tile_columns - 1) / tile_columns);
 }
 

@@ -123,8 +123,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     InitRings<Config>(memory, 1 + 32 * kGatherWarps, 1 + kGatherWarps, 32);
     Prefetch(&gemm.r_map);
   }
-  SyncRings<Config>();
   const int warp = threadIdx.x / 32;
+  if (warp == 3) PrefetchSizes(gemm);
+  SyncRings<Config>();
   if (warp < 4) {
     GiveRegisters<Config::kFeedRegisters>();
     if (warp == 0) {

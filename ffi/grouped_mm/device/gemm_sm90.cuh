@@ -321,6 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     Prefetch(&gemm.r_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
+  if (warp == 3) PrefetchSizes(gemm);
   if constexpr (Config::kRaggedK) {
     if (gemm.ranks) RankMatrices<Config>(gemm, memory.ranked);
   }

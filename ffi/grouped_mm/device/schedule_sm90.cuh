@@ -82,8 +82,8 @@ struct RankedMatrices {
 static_assert(2 * ClusterTurns<kMostBalancedClusters>::kMost * sizeof(int) <=
               sizeof(RankedMatrices::segments));
 
-// By all threads of a block. A warp takes every so many-th matrix and compares it with all others,
-// of which each lane has a few.
+// By all threads of a block, which then have to meet. A warp takes every so many-th matrix and
+// compares it with all others, of which each lane has a few.
 template <typename Config>
 __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
   constexpr int kPerLane = kMostRankedMatrices / 32;
@@ -92,26 +92,10 @@ __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
     ranked.segments[i] = ReadSegment(gemm.metadata, gemm.rows_x, groups, i);
   }
   __syncthreads();
-  int others[kPerLane];
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    const int i = 32 * j + lane;
-    others[j] = i < groups ? ranked.segments[i].length : -1;
-  }
-  for (int i = threadIdx.x / 32; i < groups; i += blockDim.x / 32) {
-    const int length = ranked.segments[i].length;
-    int rank = 0;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const bool earlier = 32 * j + lane < i;  // and first of those that are as long
-      rank += __popc(__ballot_sync(0xffffffffu, others[j] > length - earlier));
-    }
-    if (lane == 0) ranked.order[rank] = static_cast<uint8_t>(i);
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {  // the warp that schedules
-    const auto slices = [&](int rank) {
-      return (ranked.segments[ranked.order[rank]].length + kSliceSm90 - 1) / kSliceSm90;
+  // The warp that schedules looks for lengths that stand out, while the others rank.
+  if (threadIdx.x < 32) {
+    const auto slices = [&](int i) {
+      return (ranked.segments[i].length + kSliceSm90 - 1) / kSliceSm90;
     };
     constexpr int kRows = Config::kRows;
     const auto order = OrderTiles<Config::kCluster, Config::kBlocks>(gemm);
@@ -121,7 +105,25 @@ __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
                          Config::kPlanes * (Config::kPlanes + 1) / 2, gridDim.x / Config::kCluster);
     if (lane == 0) ranked.turns = turns;
     __syncwarp();
+    return;
   }
+  int others[kPerLane];
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int i = 32 * j + lane;
+    others[j] = i < groups ? ranked.segments[i].length : -1;
+  }
+  for (int i = threadIdx.x / 32 - 1; i < groups; i += blockDim.x / 32 - 1) {
+    const int length = ranked.segments[i].length;
+    int rank = 0;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const bool earlier = 32 * j + lane < i;  // and first of those that are as long
+      rank += __popc(__ballot_sync(0xffffffffu, others[j] > length - earlier));
+    }
+    if (lane == 0) ranked.order[rank] = static_cast<uint8_t>(i);
+  }
+  __syncwarp();
 }
 
 // Tiles of work as a cluster of blocks sees them.
@@ -196,6 +198,16 @@ class TilesSm90 {
   const int lane_, block_;
 };
 
+// mm: by one warp, as early as there is one. The first tile waits for sizes, and where there are
+// many, windows of them would wait for memory one after the other.
+__device__ inline void PrefetchSizes(const GemmSm90& gemm) {
+  if (gemm.wgrad || gemm.metadata.kind != MetadataKind::kSizes) return;
+  constexpr int kLine = 128 / sizeof(int32_t);
+  for (int64_t i = threadIdx.x % 32 * kLine; i < gemm.metadata.count; i += 32 * kLine) {
+    PrefetchLine(gemm.metadata.data + i);
+  }
+}
+
 // kRaggedK: also of wgrad.
 template <int kRows, int kBlocks, int kCluster, bool kRaggedK>
 class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
@@ -209,15 +221,9 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
   // if gemm.ranks.
   __device__ ScheduleSm90(const GemmSm90& gemm, int block, int parts, const RankedMatrices* ranked)
       : Tiles(gemm, block), ranked_(ranked) {
-    next_ = blockIdx.x / (kCluster * parts);
-    stride_ = gridDim.x / (kCluster * parts);
+    next_ = Divide(blockIdx.x / kCluster, parts);
+    stride_ = Divide(gridDim.x / kCluster, parts);
     offset_ = gemm.metadata.offset == nullptr ? 0 : *gemm.metadata.offset;
-    if (!Wgrad() && gemm.metadata.kind == MetadataKind::kSizes) {
-      // Windows would wait for memory one after the other, and of many few may have rows.
-      constexpr int kLine = 128 / sizeof(int32_t);
-      for (int i = lane_ * kLine; i < Count(); i += 32 * kLine)
-        PrefetchLine(gemm.metadata.data + i);
-    }
   }
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
@@ -284,8 +290,9 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
       if (gemm_.metadata.kind != MetadataKind::kSizes) {
         segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
       }
-      const int row_tile = SetColumns(work, number - zeros, RowTiles(length));
-      const int rows = TileRows(length);
+      // Where groups have few rows, nothing but a tile is waited for: no divisions then.
+      const int rows = length <= kRows ? length : TileRows(length);
+      const int row_tile = SetColumns(work, number - zeros, length <= kRows ? 1 : RowTiles(length));
       SetK(work, gemm_.k);
       work.weight = segment.weight;
       work.l_row = segment.x_start + row_tile * rows;
@@ -342,6 +349,28 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
            static_cast<uint32_t>(gemm_.groups);
   }
 
+  // mm: where the rows before each segment begin that are of none before it. Sizes of all groups,
+  // behind which alone there are such rows, do without.
+  __device__ void FindGaps(int begin) {
+    auto later = [](int a, int b) { return max(a, b); };
+    int end = 0, all;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (lengths_[i] > 0) end = max(end, starts_[i] + lengths_[i]);
+    }
+    int before = max(covered_, ExclusiveScan(end, 0, later, all));
+    covered_ = max(covered_, all);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const bool last = begin + i == Count();
+      gaps_[i] = starts_[i];
+      if ((lengths_[i] > 0 || last) && !gemm_.epilogue.accumulate) {
+        gaps_[i] = min(before, starts_[i]);
+      }
+      if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
+    }
+  }
+
   // Number the tiles of the next window of segments; false when there are no more segments. mm: one
   // more, empty segment has the rows after the last one.
   __device__ bool LoadWindow() {
@@ -391,29 +420,33 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
         sum += tiles_[i];
       }
     } else {
-      // Where the gap before each segment begins: behind all segments before it.
-      auto later = [](int a, int b) { return max(a, b); };
-      int end = 0;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (begin + i == Count()) starts_[i] = gemm_.rows_y;
-        if (lengths_[i] > 0) end = max(end, starts_[i] + lengths_[i]);
-      }
-      int before = max(covered_, ExclusiveScan(end, 0, later, all));
-      covered_ = max(covered_, all);
+      bool low = true;  // one row of tiles a segment, or none
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         gaps_[i] = starts_[i];
-        tiles_[i] = 0;
-        if (begin + i > Count()) continue;
-        const bool last = begin + i == Count();
-        if ((lengths_[i] > 0 || last) && !gemm_.epilogue.accumulate) {
-          gaps_[i] = min(before, starts_[i]);
+        if (begin + i == Count()) starts_[i] = gemm_.rows_y;
+        if (gemm_.epilogue.accumulate) gaps_[i] = starts_[i];
+        low = low && lengths_[i] <= kRows && gaps_[i] == starts_[i];
+      }
+      const bool contiguous =
+          gemm_.metadata.kind == MetadataKind::kSizes && !partial && Count() == gemm_.groups;
+      if (contiguous && __all_sync(kAll, low)) {
+        const int row = Order().Count(1);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          tiles_[i] = lengths_[i] > 0 ? row : 0;
+          sum += tiles_[i];
         }
-        tiles_[i] = Order().Count((starts_[i] - gaps_[i] + kRows - 1) / kRows) +
-                    Order().Count(RowTiles(lengths_[i]));
-        if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
-        sum += tiles_[i];
+      } else {
+        if (!contiguous) FindGaps(begin);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          tiles_[i] = 0;
+          if (begin + i > Count()) continue;
+          tiles_[i] = Order().Count((starts_[i] - gaps_[i] + kRows - 1) / kRows) +
+                      Order().Count(RowTiles(lengths_[i]));
+          sum += tiles_[i];
+        }
       }
     }
     first_ = window_tiles_ + ExclusiveScan(sum, 0, [](int a, int b) { return a + b; }, all);

@@ -29,7 +29,7 @@ struct RankedTurns {
   }
 };
 
-// By a warp. slices(rank): of k, of the matrices in order. A matrix has so many tiles of kRows
+// By a warp. slices(i): of k, of the matrices in any order. A matrix has so many tiles of kRows
 // rows, and so many halves.
 template <int kRows, typename Slices>
 __device__ RankedTurns TakeTurns(Slices slices, int count, int tiles, int halves, int products,
@@ -37,14 +37,13 @@ __device__ RankedTurns TakeTurns(Slices slices, int count, int tiles, int halves
   constexpr unsigned kAll = 0xffffffffu;
   // In units of 128 cycles: a slice is multiplied in kRows / 32, a tile stored in 10. Half a slice
   // takes more than half the time, for its copies.
-  auto work = [&](int rank, int slice) {
-    return static_cast<unsigned>(min(slices(rank), 1 << 18) * slice + 10);
-  };
   const int whole = kRows / 32 * products, half = kRows / 64 * products + 1;
-  const unsigned most = work(0, whole);
-  unsigned sum = 0, of_long = 0, much_longer = 0;
+  auto work = [&](int i) { return static_cast<unsigned>(min(slices(i), 1 << 18) * whole + 10); };
+  unsigned most = 0, sum = 0, of_long = 0, much_longer = 0;
+  for (int i = threadIdx.x % 32; i < count; i += 32) most = max(most, work(i));
+  most = __reduce_max_sync(kAll, most);
   for (int i = threadIdx.x % 32; i < count; i += 32) {
-    const unsigned one = work(i, whole);
+    const unsigned one = work(i);
     sum += one;
     if (2 * one >= most) of_long += one, ++much_longer;
   }

@@ -321,6 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     Prefetch(Config::kWholeStages ? &gemm.l_rest[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
+  if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
   Config::Weights::Fill(memory.table);
   SyncRings<Config>(gemm.parts);
   if (threadIdx.x < 128) {
