@@ -261,7 +261,7 @@ def test_gradient_of_global_scale(rng, implementation, shape):
     ):
         got, want = (jax.tree.leaves(f(of, weight)) for weight in (packed, w))
         for g, e in zip(got, want, strict=True):
-            oracle.assert_close(g, oracle.f64(e))
+            oracle.assert_close(g, oracle.f64(e), tolerance=1e-5)  # other orders of sums
 
 
 def test_gradient_of_leaves(rng):
