@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import gpu, peers, report, shapes, step, summary, timing  # noqa: E402
+from benchmarks import gpu, layer, peers, report, shapes, step, summary, timing  # noqa: E402
 from benchmarks.shapes import Grouped, Segmented  # noqa: E402
 
 # No device times here: any time will do, and nothing is compared with another.
@@ -361,6 +362,13 @@ def test_merged_calls_are_not_reported_in_situ(monkeypatch):
     why = "RuntimeError: 10 calls of 2 kernels became 19 kernels"
     assert record["notes"] == {"in situ ours": why, "in situ lax": why}
     assert set(record["us"]) == {"ours", "lax"}
+
+
+def test_layer():
+    (result,) = layer.main(["--shape", "4", "48", "64", "32", "--repetitions", "2"])
+    assert set(result["ms"]) == {"options", "by hand"}
+    for g, e in zip(result["grads"]["by hand"], result["grads"]["options"], strict=True):
+        assert 0 < oracle.error(g, oracle.f64(e)) < 3e-2  # one rounds more often
 
 
 def test_training_steps(tmp_path, capsys):
