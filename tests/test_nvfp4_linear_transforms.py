@@ -11,6 +11,7 @@ from test_nvfp4_transforms import (
     KEYS,
     SHARDED,
     assert_trees_close,
+    check_shard_map,
     jit,
     mesh_of,
     step,
@@ -50,24 +51,7 @@ def test_checkpoint_in_scan(examples):
 
 
 def test_shard_map(examples):
-    """Rows and sizes of each device's own; of gradients of what is replicated, sums."""
-    x, w, bias, ct, sizes, keys = examples
-    mapped = jax.shard_map(
-        lambda x, w, b, s, k: jgg.nvfp4_grouped_linear(x, w, s[0], bias=b, key=k),
-        mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P(), P(), P("d"), P()), out_specs=P("d"),
-        check_vma=True,
-    )  # fmt: skip
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-
-    def f(x, w, bias, ct):
-        out, vjp = jax.vjp(lambda x, w, b: mapped(x, w, b, sizes, keys[0]), x, w, bias)
-        return out, *vjp(ct)
-
-    got = jit(f)(rows(x), w[0], bias[0], rows(ct))
-    a, b = (step(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
-    joined = [jnp.concatenate(pair) for pair in zip(a[:2], b[:2], strict=True)]
-    summed = [p + q for p, q in zip(a[2:], b[2:], strict=True)]
-    assert_trees_close(got, (*joined, *summed))
+    check_shard_map(examples, step)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

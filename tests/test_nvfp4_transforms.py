@@ -160,9 +160,9 @@ def mesh_of(kind) -> jax.sharding.Mesh:
     return jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
 
 
-def test_shard_map(examples):
+def check_shard_map(examples, single):
     """Each device has rows and sizes of its own; gradients of what is replicated are summed, with
-    check_vma."""
+    check_vma. ``single``: of one example, without any transformation."""
     x, w, bias, ct, sizes, keys = examples
     mapped = jax.shard_map(
         lambda x, w, b, s, k: jgg.nvfp4_grouped_linear(x, w, s[0], bias=b, key=k),
@@ -176,10 +176,14 @@ def test_shard_map(examples):
         return out, *vjp(ct)
 
     got = jit(f)(rows(x), w[0], bias[0], rows(ct))
-    a, b = (one(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
+    a, b = (single(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
     joined = [jnp.concatenate(pair) for pair in zip(a[:2], b[:2], strict=True)]
     summed = [p + q for p, q in zip(a[2:], b[2:], strict=True)]
     assert_trees_close(got, (*joined, *summed))
+
+
+def test_shard_map(examples):
+    check_shard_map(examples, one)
 
 
 def test_second_order_in_shard_map(examples):
