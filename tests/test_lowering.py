@@ -306,7 +306,7 @@ def test_float32_is_split_for_hopper(rng):
     assert "tensor<70x3x64xbf16>, tensor<3x64x3x24xbf16>" in split
     assert "planes = 2 : i32" in text(implementation="sm90", precision="tensorfloat32")
     assert "planes = 1 : i32" in text(implementation="sm80")
-    assert "planes = 1 : i32" in text(implementation="sm90", activation="swiglu")
+    assert "planes = 3 : i32" in text(implementation="sm90", activation="swiglu")
     odd = jnp.ones((3, 40, 20))
     assert "planes = 1 : i32" in cuda_text(
         lambda x: jgg.grouped_mm(x, odd, SIZES, implementation="sm90"), x
