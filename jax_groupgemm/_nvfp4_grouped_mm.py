@@ -167,8 +167,7 @@ def one_owner(op: str, operands) -> None:
     owners: dict[str, tuple[str, str]] = {}
     divided: dict[str, tuple[str, tuple]] = {}
     for name, a, letters in operands:
-        entries = _partition._entries(jax.typeof(a).sharding.spec, a.ndim)
-        for letter, axes in zip(letters, entries, strict=False):
+        for letter, axes in zip(letters, _partition.entries_of(a), strict=False):
             if not axes:
                 continue
             other, others = divided.setdefault(letter, (name, axes))

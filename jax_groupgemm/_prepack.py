@@ -74,7 +74,7 @@ def prepack(w: Quantized) -> Quantized:
         )
     spec = _spec(w)
     for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
-        axes, parts = _axes(mesh, spec[axis])
+        axes, parts = _axes(w, axis)
         if w.shape[axis] % (parts * unit):
             raise ValueError(
                 f"jgg.prepack: w {w.shape} shards axis {name} over {axes}, in {parts} parts that "
@@ -105,7 +105,7 @@ def unpacked(w: Quantized) -> Quantized:
     if mesh is None or _partition.maps_explicit_axes():
         return _unpack(w)
     spec = _spec(w)
-    axes, parts = _axes(mesh, spec[-2])
+    axes, parts = _axes(w, -2)
     if w.group_size > _TILE and w.shape[-1] % (parts * w.group_size):
         raise ValueError(
             f"jgg: a prepacked weight {w.shape} shards axis K over {axes}, but its "
@@ -121,10 +121,11 @@ def _spec(w: Quantized) -> PartitionSpec:
     return jax.typeof(w.weight).sharding.spec
 
 
-def _axes(mesh, entry) -> tuple[tuple[str, ...], int]:
-    """The mesh axes of an entry of a spec, and into how many parts they divide."""
-    axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    return axes, math.prod(mesh.shape[axis] for axis in axes)
+def _axes(w: Quantized, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that shard an axis of the weight, and into how many parts they divide it."""
+    axes = _partition.entries_of(w.weight)[axis]
+    mesh = jax.typeof(w.weight).sharding.mesh
+    return axes, math.prod(mesh.shape[name] for name in axes)
 
 
 def _on_each_device(function, w: Quantized, mesh, spec, out_spec) -> Quantized:
