@@ -20,6 +20,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, help="random cases of each of tests/test_fuzz*.py")
+    parser.addoption("--few", action="store_true", help="first and last parameters of each test")
 
 
 def has_gpu() -> bool:
@@ -32,15 +33,27 @@ def has_gpu() -> bool:
 def pytest_collection_modifyitems(config, items):
     """Without a GPU its tests do not exist: they are deselected, not skipped. With one, those of
     what JAX runs on by default are tests for it."""
+    left_out = set()
     if has_gpu():
         for item in items:
             if item.get_closest_marker("default_device"):
                 item.add_marker("gpu")
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in set(gpu)]
+    else:
+        left_out = {item for item in items if item.get_closest_marker("gpu")}
+    if config.getoption("--few"):
+        left_out |= set(items) - first_and_last([i for i in items if i not in left_out])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def first_and_last(items):
+    """Of the parameters of every test: mostly the reference with the first of them, and a kernel
+    with the last."""
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for of_one in tests.values() for item in (of_one[0], of_one[-1])}
 
 
 @pytest.fixture

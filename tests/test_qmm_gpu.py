@@ -102,6 +102,41 @@ def test_affine_as_stored(rng, bits, group_size):
         assert not np.asarray(out)[sizes.sum() :].any()
 
 
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [
+        *((m, *of) for m, of in BYTE_SCALES.items()),
+        *(("affine", b, 32) for b in (2, 3, 4, 5, 6, 8)),
+    ],
+)
+def test_many_tiles_of_few_rows(rng, mode, bits, group_size):
+    """Several for every thread block, which begins one while it ends another: of 1 to 9 steps of k;
+    experts without rows, experts of others, rows that are zeros."""
+    groups, n = 400, 264
+    sizes = rng.integers(0, 11, groups)
+    sizes[rng.integers(0, groups, 40)] = 0
+    sizes[7], sizes[301] = 45, 17
+    x = oracle.random(rng, (int(sizes.sum()) + 90, 2112), "bfloat16")
+    with_offset = {"group_offset": jnp.int32(60)}
+    same = {"preferred_element_type": "float32", "implementation": "sm80"}
+    for k in (64, 256, 768, 832, 2112):
+        q = oracle.random_quantized(rng, (groups, n, k), mode, bits, group_size, "bfloat16")
+        some = jax.tree.map(lambda leaf: leaf[60:-90], q)
+        products = lambda x, q, some, s: (
+            jgg.grouped_qmm(x, q, s, **same), jgg.grouped_qmm(x, some, s, **with_offset, **same)
+        )  # fmt: skip
+        found, kernels = run(jax.jit(products), x[:, :k], q, some, jnp.asarray(sizes))
+        assert sum(FEW in name for name in kernels) == 2, kernels
+        for out, w, options in zip(found, (q, some), ({}, with_offset), strict=True):
+            w = jgg.dequantize(w, "bfloat16").astype("float32")
+            want = jgg.grouped_mm(
+                x[:, :k].astype("float32"), w, jnp.asarray(sizes), transpose_w=True,
+                precision="highest", **options,
+            )  # fmt: skip
+            oracle.assert_close(out, want, tolerance=1e-5)
+            assert not np.asarray(out)[np.asarray(want == 0).all(1)].any()
+
+
 # ---- every product, again and again ----------------------------------------------------------
 
 FORMATS = {"nvfp4": ("nvfp4", 4, 16), "affine": ("affine", 4, 64)}
