@@ -58,8 +58,7 @@ __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
   return ReadSegment(gemm.metadata, static_cast<int>(gemm.rows_x), gemm.groups, index);
 }
 
-// kMm: for mm alone.
-template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor, bool kMm = false>
+template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor>
 class Schedule {
  public:
   using Memory = ScheduleMemory<kThreads>;
@@ -114,7 +113,7 @@ class Schedule {
   using State = typename Memory::State;
   static constexpr int kBand = 16;  // rows of tiles
 
-  __device__ bool IsMm() const { return kMm || gemm_.product == GemmSm80::Product::kMm; }
+  __device__ bool IsMm() const { return gemm_.product == GemmSm80::Product::kMm; }
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 

@@ -90,14 +90,12 @@ struct FewRowsConfig {
   using Ops = FewRowsOps<2>;
   static constexpr int kM = 16, kN = 64, kThreads = Ops::kThreads, kBlocksPerSm = 4;
   static constexpr bool kSumsApart = true;
-  // Into the next tile, where there are registers for it.
-  static constexpr bool kLooksAhead = Weights::kBits != 6;
   // k of a step, and of a chunk of x.
   static constexpr int kStep = 128 * Weights::kBlocks, kChunk = 256;
   // Of codes, of all threads.
   static constexpr int kStepBytes = 8 * Weights::kBits * Weights::kBlocks * kThreads;
   static constexpr int kStages = 24 * 1024 / kStepBytes;
-  using Work = Schedule<kM, kN, kThreads, true, true, true>;
+  using Work = Schedule<kM, kN, kThreads, true, true>;
   using Result = ResultTile<kM, kN, kThreads, true>;
   // Words of a row of x in a chunk.
   static constexpr int kRowWords = kChunk / 2 + 16;
@@ -110,7 +108,6 @@ struct FewRowsConfig {
 
   struct SharedMemory {
     typename Work::Memory schedule;
-    Tile tiles[2];  // looking ahead: the one that is computed is in one of them
     union {
       alignas(128) uint32_t x[2][kM][kRowWords];
       alignas(128) float result[Result::kFloats];
@@ -137,7 +134,27 @@ class CodeReader {
   static constexpr int kStepBytes = Config::kStep / 8 * kBits;  // of a column in a step
 
  public:
-  __device__ explicit CodeReader(const QuantizedGemmSm80& gemm) : gemm_(gemm) {
+  // Columns of a tile from tile.n0 on, tile.n_count of them in either half.
+  __device__ CodeReader(const QuantizedGemmSm80& gemm, const Tile& tile, int64_t weight) {
+    const int half = IsGated(gemm.gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
+    const int64_t line_bytes = gemm.w.elements / 8 * kBits;
+    const int j = threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      // A column that is not there has the codes of one that is.
+      const int in_half = min(column % half, tile.n_count - 1);
+      const int64_t line =
+          weight * gemm.w.lines + tile.n0 + in_half + (column < half ? 0 : gemm.gemm.n / 2);
+      const int64_t scales = line * gemm.slice.scale_line + Group(gemm, kCodes * j);
+      const auto at = [](const void* data, int64_t bytes) {
+        return Kept(static_cast<const char*>(data) + bytes);
+      };
+      codes_[r] = at(gemm.w.packed, line * line_bytes + Weights::kCopy * j);
+      scales_[r] = at(gemm.w.scales, scales);
+    }
+    elements_ = static_cast<int>(gemm.w.elements);
+    line_bytes_ = static_cast<int>(line_bytes);
     to_bias_ =
         reinterpret_cast<intptr_t>(gemm.w.biases) - reinterpret_cast<intptr_t>(gemm.w.scales);
     scale_step_ = Group(gemm, Config::kStep);
@@ -145,38 +162,17 @@ class CodeReader {
     one_group_ = Weights::kAffine && (1 << gemm.slice.group_bits) >= kCodes;
   }
 
-  __device__ void SetThread(int thread) { thread_ = thread; }
-
-  // From now on codes are those of this weight.
-  __device__ void SetCodes(const Tile& tile, int weight) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t line = Line(tile, weight, r);
-      codes_[r] = At(gemm_.w.packed, line * LineBytes() + Weights::kCopy * (thread_ % 4));
-    }
-  }
-
-  // ... and scales.
-  __device__ void SetScales(const Tile& tile, int weight) {
-    const int first = Group(gemm_, kCodes * (thread_ % 4));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t line = Line(tile, weight, r);
-      scales_[r] = At(gemm_.w.scales, line * gemm_.slice.scale_line + first);
-    }
-  }
-
   // Start copying this warp's codes of step `step`: the four threads of a column copy it together.
   __device__ void Start(unsigned char* place, int step) const {
     constexpr int kCopy = Weights::kCopy, kCopies = kStepBytes / kCopy;  // of a column
-    const int lane = thread_ % 4, left = LineBytes() - kStepBytes * step;
+    const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kCopies / 2; ++i) {
       // Of both columns' copies number 4 * i + lane.
       const bool second = 4 * i >= kCopies || (4 * i + 3 >= kCopies && 4 * i + lane >= kCopies);
       const int at = 4 * i + lane - (second ? kCopies : 0);
-      const bool take = kCopy * at < left;  // or nothing is read
-      unsigned char* to = place + Of(second, thread_ / 4, at * (kCopy / kPiece));
+      const bool take = kStepBytes * step + kCopy * at < line_bytes_;  // or nothing is read
+      unsigned char* to = place + Of(second, threadIdx.x / 4, at * (kCopy / kPiece));
       const char* from = (second ? codes_[1] : codes_[0]) + kStepBytes * step + (at - lane) * kCopy;
       if constexpr (kCopy == 16) {
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
@@ -199,7 +195,8 @@ class CodeReader {
 #pragma unroll
     for (int i = 0; i < kBytes / kWide; ++i) {
       const int byte = 4 * kBits * first + i * kWide;
-      const unsigned char* from = place + Of(r, thread_ / 4, thread_ % 4 * kPieces + byte / kPiece);
+      const unsigned char* from =
+          place + Of(r, threadIdx.x / 4, threadIdx.x % 4 * kPieces + byte / kPiece);
       pieces[i] = *reinterpret_cast<const Wide*>(from + byte % kPiece);
     }
 #pragma unroll
@@ -211,7 +208,7 @@ class CodeReader {
   // The bits of the scales and biases of step `step`, zeros past the end. Steps come in order.
   __device__ uint2 NextScales(int r, int step) {
     uint2 bits = make_uint2(0, 0);
-    if (Config::kStep * step + kCodes * (thread_ % 4) < Elements()) {
+    if (Config::kStep * step + kCodes * static_cast<int>(threadIdx.x % 4) < elements_) {
       bits.x = Bits(scales_[r]);
       if (Weights::kAffine) bits.y = Bits(scales_[r] + to_bias_);
     }
@@ -228,23 +225,6 @@ class CodeReader {
   __device__ static int Of(int r, int column, int piece) {
     if (kStepBytes == 128) piece ^= column % 2 * 5;
     return (r * 32 + column) * kStepBytes + piece * kPiece;
-  }
-
-  // Of a line.
-  __device__ int Elements() const { return static_cast<int>(gemm_.w.elements); }
-  __device__ int LineBytes() const { return Elements() / 8 * kBits; }
-
-  // This thread's line `r`. Columns of a tile are those from tile.n0 on, tile.n_count of them in
-  // either half; one that is not there has the codes of one that is.
-  __device__ int64_t Line(const Tile& tile, int64_t weight, int r) const {
-    const int half = IsGated(gemm_.gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
-    const int column = thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
-    const int in_half = min(column % half, tile.n_count - 1);
-    return weight * gemm_.w.lines + tile.n0 + in_half + (column < half ? 0 : gemm_.gemm.n / 2);
-  }
-
-  __device__ static const char* At(const void* data, int64_t bytes) {
-    return Kept(static_cast<const char*>(data) + bytes);
   }
 
   // Bytes of the scales of so many k, a multiple of a group or a part of one.
@@ -265,12 +245,11 @@ class CodeReader {
     }
   }
 
-  const QuantizedGemmSm80& gemm_;
-  int thread_;
   const char *codes_[2],
       *scales_[2];   // of each column: this thread's first, those of the next step
   int64_t to_bias_;  // bytes from a scale to its bias
-  int scale_step_;   // bytes of scales from a step to the next
+  int line_bytes_, elements_;
+  int scale_step_;  // bytes of scales from a step to the next
   bool one_group_;
 };
 
@@ -280,10 +259,7 @@ class RowReader {
   static constexpr int kItems = Config::kM * Config::kChunk / 16 / Config::kThreads;
 
  public:
-  __device__ void SetThread(int thread) { thread_ = thread; }
-
-  // From now on rows are those of this segment.
-  __device__ void Set(const QuantizedGemmSm80& gemm, const Tile& tile, const Segment& segment) {
+  __device__ RowReader(const QuantizedGemmSm80& gemm, const Tile& tile, const Segment& segment) {
     const int64_t row = segment.x_start + (tile.row0 - segment.y_start);
     const auto* x = static_cast<const uint16_t*>(gemm.gemm.a) + row * gemm.gemm.a_line;
     const int k = 32 * Part() + 8 * Eight();
@@ -332,135 +308,70 @@ class RowReader {
   static constexpr int kParts = Config::kChunk / 32, kRows = Config::kThreads / (2 * kParts);
 
   // A thread has the same 8 k, and the 8 that are 16 further on, of every so many-th row.
-  __device__ int Part() const { return thread_ / 2 % kParts; }  // of 32 k
-  __device__ int Eight() const { return thread_ % 2; }
-  __device__ int Row(int i) const { return thread_ / (2 * kParts) + kRows * i; }
+  __device__ static int Part() { return threadIdx.x / 2 % kParts; }  // of 32 k
+  __device__ static int Eight() { return threadIdx.x % 2; }
+  __device__ static int Row(int i) { return threadIdx.x / (2 * kParts) + kRows * i; }
 
-  int thread_;
   const uint16_t* x_[kItems];  // this thread's first k of its rows
   int left_[kItems];           // and how many there are from there on
   uint4 low_[kItems], high_[kItems];
 };
 
-// Wait until at most `pending` groups of copies, of kMost, are under way.
-template <int kMost>
-__device__ void WaitForCopies(int pending) {
-  if constexpr (kMost == 0) {
-    cute::cp_async_wait<0>();
-  } else if (pending >= kMost) {
-    cute::cp_async_wait<kMost>();
-  } else {
-    WaitForCopies<kMost - 1>(pending);
-  }
-}
-
-// What a block has under way: codes in the ring, and in registers rows of x and scales. Codes and
-// scales run ahead of what is multiplied, into the next tile if that is known, so that its weights
-// arrive while this one ends. (x as well would take 16 registers more.)
+// Add the products of one segment to a tile.
 template <typename Config>
-class FewRows {
+__device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, const Segment& segment,
+                           typename Config::SharedMemory& shared, typename Config::Ops& ops) {
   using Weights = typename Config::Weights;
-  using SharedMemory = typename Config::SharedMemory;
-  using Ops = typename Config::Ops;
-  static constexpr int kStages = Config::kStages, kBits = Weights::kBits;
-  static constexpr int kBlocks = Weights::kBlocks, kChunkSteps = Config::kChunk / Config::kStep;
+  constexpr int kStages = Config::kStages, kBits = Weights::kBits, kBlocks = Weights::kBlocks;
   // Both blocks' codes at a time, where there are registers for them.
-  static constexpr bool kLate = kBits == 5 || kBits == 6;
-
- public:
-  __device__ FewRows(const QuantizedGemmSm80& gemm, SharedMemory& shared)
-      : gemm_(gemm), shared_(shared), codes_(gemm) {}
-
-  // Add the products of one segment to a tile; `ahead`: begin with the schedule's, for which the
-  // next call has to be.
-  __device__ void Add(const Tile& tile, const Segment& segment, bool ahead, Ops& ops);
-
- private:
-  // Of a tile.
-  __device__ int Steps() const {
-    return (static_cast<int>(gemm_.gemm.k) + Config::kStep - 1) / Config::kStep;
-  }
-
-  // Steps by which codes are ahead.
-  __device__ int Lead() const { return min(Steps(), kStages - 1); }
-
-  // Copies of one more step, if it exists, are a group, `places` after that which is read.
-  __device__ void Start(int places, int step, bool exists) {
-    const int place = read_ + places;
-    if (exists) codes_.Start(shared_.ring[place < kStages ? place : place - kStages], step);
-    cute::cp_async_fence();
-  }
-
-  __device__ void NextScales(int step) {
-    scales_[0] = codes_.NextScales(0, step);
-    scales_[1] = codes_.NextScales(1, step);
-  }
-
-  const QuantizedGemmSm80& gemm_;
-  SharedMemory& shared_;
-  CodeReader<Config> codes_;
-  RowReader<Config> rows_;
-  int read_ = 0;        // place of the ring
-  int chunk_ = 0;       // of the two of x
-  uint2 scales_[2];     // of the next step
-  bool begun_ = false;  // whether the next call's are under way
-};
-
-template <typename Config>
-__device__ __forceinline__ void FewRows<Config>::Add(const Tile& tile, const Segment& segment,
-                                                     bool ahead, Ops& ops) {
-  const Tile& next = shared_.schedule.tile;
+  constexpr bool kLate = kBits == 6;
+  const int k = static_cast<int>(gemm.gemm.k), steps = (k + Config::kStep - 1) / Config::kStep;
+  CodeReader<Config> codes(gemm, tile, segment.weight);
+  RowReader<Config> rows(gemm, tile, segment);
   const bool two_blocks = tile.m_hi > 8;
-  // What depends on it is computed again in every tile: ptxas would keep all of it between them.
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));
-  codes_.SetThread(thread);
-  rows_.SetThread(thread);
-  if (!begun_) {
-    codes_.SetCodes(tile, segment.weight);
-    codes_.SetScales(tile, segment.weight);
-#pragma unroll 1
-    for (int step = 0; step < Lead(); ++step) Start(step, step, true);
-    NextScales(0);
-  }
-  rows_.Set(gemm_, tile, segment);
-  rows_.Load(0, two_blocks);
-  begun_ = ahead;
   if (Weights::kUnit != 1) ops.Scale(1 / Weights::kUnit);
+  int write = 0;
+  const auto start = [&](int step) {
+    if (step < steps) codes.Start(shared.ring[write], step);
+    cute::cp_async_fence();  // an empty group too, so that there is one per step
+    write = write + 1 == kStages ? 0 : write + 1;
+  };
 #pragma unroll 1
-  for (int step = 0; step < Steps(); ++step) {
-    if (step % kChunkSteps == 0) {
-      chunk_ ^= 1;
-      rows_.Store(shared_.x[chunk_], two_blocks);
+  for (int step = 0; step < kStages - 1; ++step) start(step);
+  rows.Load(0, two_blocks);
+  uint2 next[2] = {codes.NextScales(0, 0), codes.NextScales(1, 0)};
+  int read = 0, chunk = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    if (step % (Config::kChunk / Config::kStep) == 0) {
+      chunk ^= 1;
+      rows.Store(shared.x[chunk], two_blocks);
       __syncthreads();
-      rows_.Load((step + kChunkSteps) * Config::kStep, two_blocks);
+      rows.Load((step + Config::kChunk / Config::kStep) * Config::kStep, two_blocks);
     }
-    WaitForCopies<kStages - 2>(Lead() - 1);
+    cute::cp_async_wait<kStages - 2>();
     __syncwarp();
-    const unsigned char* ring = shared_.ring[read_];
+    const unsigned char* ring = shared.ring[read];
     uint32_t streams[2][kBlocks][kBits];
     LineScales lines[2][kBlocks];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint32_t words[kBlocks][kBits];
-      if (!kLate) codes_.template Read<kBlocks>(ring, r, 0, words);
+      if (!kLate) codes.template Read<kBlocks>(ring, r, 0, words);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        lines[r][b] = Weights::Scales(scales_[r].x, scales_[r].y, b, codes_.OneGroup());
+        lines[r][b] = Weights::Scales(next[r].x, next[r].y, b, codes.OneGroup());
         if (kLate) continue;
         Weights::Check(words[b], lines[r][b]);
         ToStreams<kBits>(words[b], streams[r][b]);
       }
     }
-    const int later = step + Lead() - Steps();  // than the tile
-    if (later == 0 && ahead) codes_.SetCodes(next, next.weight);
-    Start(Lead(), later < 0 ? step + Lead() : later, later < 0 || ahead);
-    const bool last = step + 1 == Steps();
-    if (last && ahead) codes_.SetScales(next, next.weight);
-    NextScales(last && ahead ? 0 : step + 1);
-    read_ = read_ + 1 == kStages ? 0 : read_ + 1;
-    const uint32_t* x = shared_.x[chunk_][thread % 32 / 4];
-    const int first_turn = step % kChunkSteps * 4;
+    start(step + kStages - 1);
+    next[0] = codes.NextScales(0, step + 1);
+    next[1] = codes.NextScales(1, step + 1);
+    read = read + 1 == kStages ? 0 : read + 1;
+    const uint32_t* x = shared.x[chunk][threadIdx.x % 32 / 4];
+    const int first_turn = step % (Config::kChunk / Config::kStep) * 4;
     const auto multiply = [&](auto fits, auto two) {
       constexpr bool kFits = decltype(fits)::value, kTwo = decltype(two)::value;
 #pragma unroll
@@ -470,11 +381,11 @@ __device__ __forceinline__ void FewRows<Config>::Add(const Tile& tile, const Seg
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             uint32_t words[1][kBits];
-            codes_.template Read<1>(ring, r, b, words);
+            codes.template Read<1>(ring, r, b, words);
             ToStreams<kBits>(words[0], streams[r][b]);
           }
         }
-        const uint32_t* from = x + Config::RowWord(first_turn + i, thread % 4);
+        const uint32_t* from = x + Config::RowWord(first_turn + i, threadIdx.x % 4);
         const uint4 first = *reinterpret_cast<const uint4*>(from);
         uint4 second = first;
         if (kTwo) second = *reinterpret_cast<const uint4*>(from + 8 * Config::kRowWords);
@@ -498,7 +409,7 @@ __device__ __forceinline__ void FewRows<Config>::Add(const Tile& tile, const Seg
       }
     };
     bool all_fit = Weights::Fits(lines[0][0]) && Weights::Fits(lines[1][0]);
-    if (kBlocks > 1 && !codes_.OneGroup()) {
+    if (kBlocks > 1 && !codes.OneGroup()) {
       all_fit &= Weights::Fits(lines[0][kBlocks - 1]) && Weights::Fits(lines[1][kBlocks - 1]);
     }
     if (AnyLane(!all_fit)) {
@@ -509,7 +420,8 @@ __device__ __forceinline__ void FewRows<Config>::Add(const Tile& tile, const Seg
   }
   if (!two_blocks) ops.AddUp();
   if (Weights::kUnit != 1) ops.Scale(Weights::kUnit);
-  __syncthreads();  // the result takes the place of x
+  cute::cp_async_wait<0>();
+  __syncthreads();
 }
 
 template <typename Config>
@@ -518,11 +430,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   __builtin_assume(threadIdx.x < Config::kThreads);
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedMemory*>(memory);
-  FewRows<Config> products(gemm, shared);
   ForEachTile<Config>(
       gemm, shared,
-      [&](const Tile& tile, const Segment& segment, bool ahead, typename Config::Ops& ops) {
-        products.Add(tile, segment, ahead, ops);
+      [&](const Tile& tile, const Segment& segment, typename Config::Ops& ops) {
+        AddFewRows<Config>(gemm, tile, segment, shared, ops);
       },
       [&] { return shared.kept; });
 }

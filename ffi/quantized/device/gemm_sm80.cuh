@@ -24,8 +24,7 @@ struct QuantizedGemmConfig {
   static constexpr int kM = kM_, kN = kN_, kK = kK_, kStages = kStages_;
   static constexpr int kThreads = Ops::kThreads, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kSumsApart = kM == 16;  // only the lowest tiles know how
-  static constexpr bool kLooksAhead = false;
-  using Work = Schedule<kM, kN, kThreads, true, kBKMajor, true>;
+  using Work = Schedule<kM, kN, kThreads, true, kBKMajor>;
   using CopyA =
       cute::conditional_t<Ops::ATile::kTransposed,
                           TransposingCopy<Element, kM, kK, kThreads, typename Ops::ATile>,
@@ -106,68 +105,38 @@ __device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64
   __syncthreads();
 }
 
-// Of a tile that one segment alone contributes to: whether it does.
-__device__ inline bool HasProducts(const Tile& tile) {
-  return tile.weight >= 0 && tile.segment.length > 0;
-}
-
-// The tiles of a thread block: add(tile, segment, ahead, ops) adds the products of one segment to
-// the sums `ops`. Where it is `ahead`, the tile has no others, and the schedule's is already the
-// tile after it, which has products of one segment, too. Where segments are scaled apart, sums wait
-// at kept(), a float for each of them.
+// The tiles of a thread block: add(tile, segment, ops) adds the products of one segment to the sums
+// `ops`. Where segments are scaled apart, sums wait at kept(), a float for each of them.
 template <typename Config, typename Add, typename Kept>
 __device__ __forceinline__ void ForEachTile(const QuantizedGemmSm80& gemm,
                                             typename Config::SharedMemory& shared, Add add,
                                             Kept kept) {
   typename Config::Work work(gemm.gemm, shared.schedule);
   typename Config::Ops ops;
-  const bool ahead = Config::kLooksAhead && !shared.schedule.state.by_result;
-  bool waits = false;  // ahead: whether a tile does, in tiles[place]
-  int place = 0;
-  for (;;) {
-    const bool more = work.Next();
-    const Tile* tile = &shared.schedule.tile;
-    if constexpr (Config::kLooksAhead) {
-      if (ahead) {
-        if (!more) __syncthreads();  // that tile is there
-        tile = &shared.tiles[place];
+  const Tile& tile = shared.schedule.tile;
+  while (work.Next()) {
+    ops.Clear();
+    int index = -1, weight = -1;
+    Segment segment;
+    while (work.NextSegment(index, segment)) {
+      const bool apart = Config::kSumsApart && SumsApart(gemm);
+      if (apart) ops.Clear();
+      add(tile, segment, ops);
+      if (apart) {
+        ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
+        float* at = kept() + threadIdx.x;
+        ops.ForEach([&](int, float& sum) {
+          if (weight >= 0) sum += *at;
+          *at = sum;
+          at += Config::kThreads;
+        });
       }
+      weight = segment.weight;
     }
-    if (ahead ? waits : more) {
-      ops.Clear();
-      int index = -1, weight = -1;
-      Segment segment;
-      const auto next_segment = [&] {
-        if (!ahead) return work.NextSegment(index, segment);
-        segment = tile->segment;
-        return ++index == 0 && HasProducts(*tile);
-      };
-      while (next_segment()) {
-        const bool apart = Config::kSumsApart && SumsApart(gemm);
-        if (apart) ops.Clear();
-        add(*tile, segment, ahead && more && HasProducts(shared.schedule.tile), ops);
-        if (apart) {
-          ScaleSums<Config>(gemm, *tile, segment.weight, shared.result, ops);
-          float* at = kept() + threadIdx.x;
-          ops.ForEach([&](int, float& sum) {
-            if (weight >= 0) sum += *at;
-            *at = sum;
-            at += Config::kThreads;
-          });
-        }
-        weight = segment.weight;
-      }
-      if (gemm.w.global_scale.data != nullptr && weight >= 0 && !SumsApart(gemm)) {
-        ScaleSums<Config>(gemm, *tile, weight, shared.result, ops);
-      }
-      Config::Result::Store(gemm.gemm, *tile, ops, shared.result);
+    if (gemm.w.global_scale.data != nullptr && weight >= 0 && !SumsApart(gemm)) {
+      ScaleSums<Config>(gemm, tile, weight, shared.result, ops);
     }
-    if (!more) return;
-    if constexpr (Config::kLooksAhead) {
-      place ^= 1;
-      if (threadIdx.x == 0) shared.tiles[place] = shared.schedule.tile;
-      waits = true;
-    }
+    Config::Result::Store(gemm.gemm, tile, ops, shared.result);
   }
 }
 
@@ -180,7 +149,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   unsigned char* ring = memory + Config::kRing;
   ForEachTile<Config>(
       gemm, shared,
-      [&](const Tile& tile, const Segment& segment, bool, typename Config::Ops& ops) {
+      [&](const Tile& tile, const Segment& segment, typename Config::Ops& ops) {
         AddQuantizedSegment<Config>(gemm, tile, segment, shared.slices, ring, ops);
       },
       [&] { return reinterpret_cast<float*>(ring + Config::kStages * gemm.slice.bytes); });
