@@ -68,7 +68,7 @@ def test_products_and_gradients(rng, axes, rest):
         out, grads = jax.jit(f)(*given)
         eager = jax.vmap(jgg.grouped_mm, axes)(*given)
         found = collectives(jax.jit(jax.vmap(jgg.grouped_mm, axes)), *given)
-    assert found == (["all-reduce"] if rest == "K" else [])
+    assert found == (["all-reduce"] if rest == "K" and mesh.shape["e"] > 1 else [])
     for value in (out, eager, *grads):
         assert jax.typeof(value).sharding.spec[0] in ("d", ("d",))
     want = of_batch(oracle.grouped_mm, args, axes)
