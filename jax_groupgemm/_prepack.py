@@ -15,6 +15,7 @@ threads' next.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -103,7 +104,7 @@ def unpacked(w: Quantized) -> Quantized:
         return w
     mesh = _partition.explicit_mesh((w.weight, w.scales))
     if mesh is None or _partition.maps_explicit_axes():
-        return _unpack(w)
+        return _unpack(w, mapped=mesh is not None)
     spec = _spec(w)
     axes, parts = _axes(w, -2)
     if w.group_size > _TILE and w.shape[-1] % (parts * w.group_size):
@@ -226,15 +227,25 @@ def _in_batch(size: int, operands, axes):
 _PREPACK = _quantize_call.composed("jgg_prepack", _leaves, _kernel, batch=_in_batch)
 
 
-@jax.jit
-def _unpack(w: Quantized) -> Quantized:
+@functools.partial(jax.jit, static_argnames="mapped")
+def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
+    """``mapped``: by a vmap over an axis that is explicitly sharded. JAX does not see that several
+    splits at once leave that axis alone, unless it is told that no other one is sharded."""
+
+    def reshape(a, *shape):
+        return lax.reshape(
+            a, shape, out_sharding=PartitionSpec(*[None] * len(shape)) if mapped else None
+        )
+
     *lead, n, k = w.shape
     words = _from_pieces(w.weight, w.bits)
     codes = _separate(words, w.mode, w.bits)
-    codes = codes.reshape(*lead, n // _TILE, k // _TILE, 4, 8, 4, 4, 2, 2, 2)
-    codes = _permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)).reshape(*lead, n, k)
-    words = w.scales.reshape(*lead, n // _TILE, k // _TILE, -1, 4, 8, 2)
-    words = _permute(words, (0, 3, 5, 4, 1, 2)).reshape(*lead, n, -1)
+    tiles = (*lead, n // _TILE, k // _TILE)
+    codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
+    codes = reshape(_permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)), *lead, n, k)
+    count = w.scales.shape[-1] // _TILE  # of a line in a tile
+    words = reshape(w.scales, *tiles, count, 4, 8, 2)
+    words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, k // _TILE * count)
     biases = None
     if w.mode == "nvfp4":
         scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)

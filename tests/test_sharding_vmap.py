@@ -88,7 +88,12 @@ def test_other_operations(rng, compiled):
         xs[0, :, 0],
     )
     q = oracle.random_quantized(rng, (B, G, N, 32), "mxfp4")
-    x_q = oracle.random(rng, (B, T, 32))
+    x_q, x_packed = oracle.random(rng, (B, T, 32)), oracle.random(rng, (B, T, 128))
+    packed = [
+        jgg.prepack(oracle.random_quantized(rng, (B, G, 64, 128), mode, bits, dtype="bfloat16"))
+        for mode, bits in (("nvfp4", 4), ("mxfp8", 8), ("affine", 3))
+    ]
+    assert all(w.layout == "sm90" for w in packed)
     segments = jnp.array([[0, 9], [9, 9], [5, 32]])
     fused = lambda x, w, s: jgg.grouped_mm(
         x, w, s, bias=bias, activation="silu", row_scale=row_scale
@@ -98,6 +103,7 @@ def test_other_operations(rng, compiled):
         "fused": (fused, (xs, ws, SIZES)),
         "fused, gradient": (gradient, (xs, ws, SIZES)),
         "quantized": (jgg.grouped_qmm, (x_q, q, SIZES)),
+        **{f"packed {w.mode}": (jgg.grouped_qmm, (x_packed, w, SIZES)) for w in packed},
         "segmented": (lambda x: jgg.segmented_mm(x.T, x, segments), (xs,)),
         "gathered": (
             lambda x, w, i: jgg.gather_mm(x[:, None], w, None, i),
