@@ -46,7 +46,7 @@ struct GemmSm80 {
 cudaError_t LaunchGemmSm80(cudaStream_t stream, const GemmSm80& gemm, DType dtype, bool tf32,
                            bool a_k_major, bool b_k_major);
 
-// One instance per translation unit: gemm_sm80_instance.cu.
+// Instances: gemm_sm80_instance.cu.
 template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm);
 

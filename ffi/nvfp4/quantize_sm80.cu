@@ -1,4 +1,3 @@
-// Compiled once for each JGG_DTYPE, see CMakeLists.txt.
 #include "nvfp4/quantize_sm80.h"
 
 #include <algorithm>
@@ -108,7 +107,11 @@ cudaError_t LaunchNvfp4QuantizeSm80Instance(cudaStream_t stream, const Nvfp4Quan
   });
 }
 
-template cudaError_t LaunchNvfp4QuantizeSm80Instance<JGG_DTYPE>(cudaStream_t stream,
-                                                                const Nvfp4QuantizeSm80& args);
+template cudaError_t LaunchNvfp4QuantizeSm80Instance<DType::kF32>(cudaStream_t,
+                                                                  const Nvfp4QuantizeSm80&);
+template cudaError_t LaunchNvfp4QuantizeSm80Instance<DType::kBF16>(cudaStream_t,
+                                                                   const Nvfp4QuantizeSm80&);
+template cudaError_t LaunchNvfp4QuantizeSm80Instance<DType::kF16>(cudaStream_t,
+                                                                  const Nvfp4QuantizeSm80&);
 
 }  // namespace jgg

@@ -1,4 +1,3 @@
-// Compiled once for each JGG_DTYPE, see CMakeLists.txt.
 #include "quantized/dequantize_sm80.h"
 
 #include "common/arch.h"
@@ -6,8 +5,8 @@
 
 namespace jgg {
 
-template <>
-cudaError_t DequantizeSm80Instance<JGG_DTYPE>(cudaStream_t stream, const DequantizeArgs& args) {
+template <DType kOf>
+cudaError_t DequantizeSm80Instance(cudaStream_t stream, const DequantizeArgs& args) {
   const int processors = Processors();
   if (processors == 0) return cudaErrorInvalidDevice;
   const auto launch = [&](auto decoder, int blocks, const device::DequantizeParams& p) {
@@ -15,7 +14,11 @@ cudaError_t DequantizeSm80Instance<JGG_DTYPE>(cudaStream_t stream, const Dequant
     device::DequantizeKernel<Decoder><<<blocks, device::kDequantizeThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
-  return LaunchDequantize<JGG_DTYPE>(args, processors, launch);
+  return LaunchDequantize<kOf>(args, processors, launch);
 }
+
+template cudaError_t DequantizeSm80Instance<DType::kF32>(cudaStream_t, const DequantizeArgs&);
+template cudaError_t DequantizeSm80Instance<DType::kBF16>(cudaStream_t, const DequantizeArgs&);
+template cudaError_t DequantizeSm80Instance<DType::kF16>(cudaStream_t, const DequantizeArgs&);
 
 }  // namespace jgg

@@ -14,7 +14,7 @@ std::optional<std::string> dequantize_sm80_unsupported(const DequantizeArgs& arg
                                                        int compute_capability);
 cudaError_t dequantize_sm80(cudaStream_t stream, const DequantizeArgs& args);
 
-// One instance per translation unit: dequantize_sm80.cu.
+// Instances: dequantize_sm80.cu.
 template <DType kTo>
 cudaError_t DequantizeSm80Instance(cudaStream_t stream, const DequantizeArgs& args);
 

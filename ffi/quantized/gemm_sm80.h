@@ -85,7 +85,7 @@ cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80
 bool HasFewRowsSm80(const QuantizedGemmSm80& gemm);
 cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm);
 
-// One instance per translation unit: gemm_sm80_instance.cu.
+// Instances: gemm_sm80_instance.cu.
 template <typename Element, bool kBKMajor>
 cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm);
 

@@ -42,7 +42,7 @@ cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                  const Coding& coding, const OperandsSm90& operands);
 
-// Instances, one per translation unit: gemm_sm90_instance.cu.
+// Instances: gemm_sm90_instance.cu.
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands);

@@ -1,4 +1,3 @@
-// Compiled once for each JGG_DTYPE, see CMakeLists.txt.
 #include "quantized/quantize_sm80.h"
 
 #include "common/arch.h"
@@ -6,15 +5,19 @@
 
 namespace jgg {
 
-template <>
-cudaError_t QuantizeSm80Instance<JGG_DTYPE>(cudaStream_t stream, const QuantizeArgs& args) {
+template <DType kOf>
+cudaError_t QuantizeSm80Instance(cudaStream_t stream, const QuantizeArgs& args) {
   const int processors = Processors();
   if (processors == 0) return cudaErrorInvalidDevice;
   const auto launch = [&](auto coder, int blocks, const device::QuantizeParams& p) {
     device::QuantizeKernel<decltype(coder)><<<blocks, device::kQuantizeThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
-  return LaunchQuantize<JGG_DTYPE>(args, processors, launch);
+  return LaunchQuantize<kOf>(args, processors, launch);
 }
+
+template cudaError_t QuantizeSm80Instance<DType::kF32>(cudaStream_t, const QuantizeArgs&);
+template cudaError_t QuantizeSm80Instance<DType::kBF16>(cudaStream_t, const QuantizeArgs&);
+template cudaError_t QuantizeSm80Instance<DType::kF16>(cudaStream_t, const QuantizeArgs&);
 
 }  // namespace jgg

@@ -14,7 +14,7 @@ std::optional<std::string> quantize_sm80_unsupported(const QuantizeArgs& args,
                                                      int compute_capability);
 cudaError_t quantize_sm80(cudaStream_t stream, const QuantizeArgs& args);
 
-// One instance per translation unit: quantize_sm80.cu.
+// Instances: quantize_sm80.cu.
 template <DType kOf>
 cudaError_t QuantizeSm80Instance(cudaStream_t stream, const QuantizeArgs& args);
 
