@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _call, _reference, _segments, _split, _tuned
+from . import _call, _ordered, _reference, _segments, _split, _tuned
 from . import _nvfp4_layouts as layouts
 
 
@@ -230,8 +230,12 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
     }
     if q.layout == "linear":
         target = "jgg_qmm"
+        x_ordered = _ordered.takes(implementation, x, q, form, transpose_w)
+        if x_ordered:
+            x = _ordered.ordered(x, q.bits)
         flags |= {
             "transpose_w": transpose_w,
+            "x_ordered": x_ordered,
             "layout": q.layout,
             "bits": q.bits,
             "group_size": q.group_size,

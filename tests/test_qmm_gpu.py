@@ -77,8 +77,7 @@ def test_every_scale_and_code(mode):
         return found
 
     found, kernels = run(jax.jit(products), q, jgg.prepack(q))
-    few = 0 if mode == "mxfp8" else 1
-    assert_ran(kernels, {PACKED: 5, LINEAR: 5 - few, FEW: few, ANY: 3})
+    assert_ran(kernels, {PACKED: 5, LINEAR: 5, ANY: 3})
     assert len(found) == 16
     for out in found.values():
         assert_values(out.T, oracle.dequantize(q, out.dtype))
@@ -103,13 +102,20 @@ def test_affine_as_stored(rng, bits, group_size):
 
 
 @pytest.mark.parametrize(
-    ("mode", "bits", "group_size"),
+    ("mode", "bits", "group_size", "kernel"),
     [
-        *((m, *of) for m, of in BYTE_SCALES.items()),
-        *(("affine", b, 32) for b in (2, 3, 4, 5, 6, 8)),
+        *((m, *of, "sm80") for m, of in BYTE_SCALES.items()),
+        *(("affine", b, 32, "sm80") for b in (2, 3, 4, 5, 6, 8)),
+        *(
+            pytest.param(*of, "sm90", marks=needs_hopper)
+            for of in (
+                *((m, *of) for m, of in BYTE_SCALES.items()),
+                *(("affine", b, g) for b in (4, 8) for g in (32, 64, 128)),
+            )
+        ),
     ],
 )
-def test_many_tiles_of_few_rows(rng, mode, bits, group_size):
+def test_many_tiles_of_few_rows(rng, mode, bits, group_size, kernel):
     """Several for every thread block, which begins one while it ends another: of 1 to 9 steps of k;
     experts without rows, experts of others, rows that are zeros."""
     groups, n = 400, 264
@@ -118,15 +124,15 @@ def test_many_tiles_of_few_rows(rng, mode, bits, group_size):
     sizes[7], sizes[301] = 45, 17
     x = oracle.random(rng, (int(sizes.sum()) + 90, 2112), "bfloat16")
     with_offset = {"group_offset": jnp.int32(60)}
-    same = {"preferred_element_type": "float32", "implementation": "sm80"}
-    for k in (64, 256, 768, 832, 2112):
+    same = {"preferred_element_type": "float32", "implementation": kernel}
+    for k in (128, 256, 768, 896, 2048) if group_size == 128 else (64, 256, 768, 832, 2112):
         q = oracle.random_quantized(rng, (groups, n, k), mode, bits, group_size, "bfloat16")
         some = jax.tree.map(lambda leaf: leaf[60:-90], q)
         products = lambda x, q, some, s: (
             jgg.grouped_qmm(x, q, s, **same), jgg.grouped_qmm(x, some, s, **with_offset, **same)
         )  # fmt: skip
         found, kernels = run(jax.jit(products), x[:, :k], q, some, jnp.asarray(sizes))
-        assert sum(FEW in name for name in kernels) == 2, kernels
+        assert sum((FEW if kernel == "sm80" else LINEAR) in n for n in kernels) == 2, kernels
         for out, w, options in zip(found, (q, some), ({}, with_offset), strict=True):
             w = jgg.dequantize(w, "bfloat16").astype("float32")
             want = jgg.grouped_mm(
@@ -187,6 +193,9 @@ def products(x, weights, batch):
             if w.layout == "linear":
                 back = jgg.grouped_qmm(x[:rows, :N], w, s, transpose_w=False)
                 found[f"{name} {rows} along N"] = back
+        if w.layout == "linear":  # which "sm90" has another kernel for
+            few = x[: ROWS[0]], w, sizes[0]
+            found[f"{name} few rows"] = jgg.grouped_qmm(*few, implementation="sm80")
         gather = lambda x, pairs, w=w: jgg.gather_qmm(x[:, None], w, *pairs)[:, 0]
         for which, indices in pairs.items():
             found[f"{name} {which}"] = gather(x[:BLOCKS], indices)
@@ -204,6 +213,7 @@ def assert_right(found, x, weights, batch) -> None:
         for rows, s in zip(ROWS, sizes, strict=True):
             wants[name, f"{rows}"] = oracle.grouped_mm(a[:rows], w, s, transpose_w=True)
             wants[name, f"{rows} along N"] = oracle.grouped_mm(a[:rows, :N], w, s)
+        wants[name, "few rows"] = wants[name, f"{ROWS[0]}"]
         for which, (lhs, rhs) in pairs.items():
             wants[name, which] = out = np.zeros((len(lhs), N))
             dx = np.zeros((BLOCKS, K))
@@ -323,11 +333,9 @@ test_qmm_gpu.on_two_streams(sys.argv[2])
 def test_two_streams(tmp_path):
     """As in test_gpu.py: on two streams products give the bits that they give alone."""
     planes = profile_on_two_streams(tmp_path, STREAMS, "two_streams", 3)
-    kinds = (FEW, "QuantizedGemmSm90Kernel" if HOPPER else ANY)
-    few, more = (kernel_runs(planes, kind) for kind in kinds)
-    assert few, "the profile has no run of few rows"
-    assert more, "the profile has no run of more rows"
-    assert_overlap(few + more)
+    found = [kernel_runs(planes, kind) for kind in ((LINEAR, PACKED) if HOPPER else (FEW, ANY))]
+    assert all(found), "the profile has no run of a kernel"
+    assert_overlap(sum(found, start=type(found[0])()))
 
 
 # ---- sizes beyond 16 and 32 bits -------------------------------------------------------------
@@ -407,7 +415,7 @@ def test_packed_weights_over_four_gib(mode):
 
     matrix = np.array([groups - 1, middle, 0], np.int32)
     (found, pairs), kernels = run(jax.jit(products), x, w, packed, sizes, matrix)
-    assert_ran(kernels, {FEW: 2, LINEAR: 1, PACKED: 3, ANY: 2})
+    assert_ran(kernels, {LINEAR: 3, PACKED: 3, ANY: 2})
     values = [jgg.dequantize(q, dtype) for q in (usual, other, last)]
     dot = lambda a, v: jnp.dot(a, v, preferred_element_type=jnp.float32)
     for name, out in found.items():

@@ -11,7 +11,7 @@ import pytest
 from qmm_problems import SIZES, problem
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm import _call, _ordered
 
 
 def cuda_text(function, *args) -> str:
@@ -72,6 +72,46 @@ def test_cuda_lowering_is_one_custom_call(rng):
     )
     assert re.findall(r"custom_call @(jgg_\w+)", grad) == ["jgg_qmm"] * 2
     assert len(re.findall("transpose_w = false", grad)) == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("k", [32, 128, 160, 384])
+def test_columns_in_order(rng, bits, k):
+    """As ffi/quantized/gemm_sm90.h says which columns of 128 follow each other."""
+    x = rng.standard_normal((3, k)).astype(np.float32)
+    d, whole = 16 // bits, np.zeros((3, -(-k // 128) * 128), np.float32)
+    whole[:, :k] = x
+    order = [
+        128 * block + 32 * j + 2 * d * a + d * e + b
+        for block in range(whole.shape[1] // 128)
+        for a in range(16 // d)
+        for b in range(d)
+        for j in range(4)
+        for e in range(2)
+    ]
+    np.testing.assert_array_equal(_ordered.ordered(jnp.asarray(x), bits), whole[:, order])
+
+
+def test_columns_are_in_order_for_hopper(rng):
+    """Where "sm90" is named; not for what it has no kernel for."""
+
+    def x_ordered(x, q, implementation="sm90", **options):
+        f = lambda x, q: jgg.grouped_qmm(x, q, SIZES, implementation=implementation, **options)
+        (found,) = re.findall(r"custom_call @jgg_qmm\(.*x_ordered = (\w+)", cuda_text(f, x, q))
+        return found == "true"
+
+    def weight(k, bits=4, dtype="bfloat16", mode="affine"):
+        return oracle.random_quantized(rng, (3, 64, k), mode, bits, 32, dtype)
+
+    x = jnp.ones((16, 160), "bfloat16")
+    for q in (weight(160), weight(160, 8), weight(160, mode="mxfp4"), weight(160, 8, mode="mxfp8")):
+        assert x_ordered(x, q)
+    assert not x_ordered(x, weight(160), implementation="sm80")
+    assert not x_ordered(x, weight(160), implementation=None)  # of a GPU that is not known
+    assert not x_ordered(x.astype("float16"), weight(160))
+    assert not x_ordered(x, weight(160, dtype="float16"))
+    assert not x_ordered(x, weight(160, 6))
+    assert not x_ordered(jnp.ones((16, 64), "bfloat16"), weight(160), transpose_w=False)
 
 
 def test_export_round_trip():

@@ -16,7 +16,8 @@ namespace ffi = xla::ffi;
 static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                       ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view mode, int32_t bits,
-                      int32_t group_size, std::string_view layout, bool transpose_w, bool tf32,
+                      int32_t group_size, std::string_view layout, bool transpose_w,
+                      bool x_ordered, bool tf32,
                       std::string_view kind, bool swapped, bool in_order, bool biases,
                       bool global_scale, bool group_offset, bool bias, bool row_scale,
                       std::string_view activation, std::string_view kernel) {
@@ -26,7 +27,7 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   QmmArgs args{};
   JGG_RETURN_IF_ERROR(
       BindCoding(op, {mode, bits, group_size, layout, biases, global_scale}, &args.w));
-  JGG_RETURN_IF_ERROR(BindQmm(x, weight, scales, *out, transpose_w, *known_activation, &args));
+  JGG_RETURN_IF_ERROR(BindQmm(x, weight, scales, *out, transpose_w, x_ordered, *known_activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
   JGG_RETURN_IF_ERROR(
       CheckMm(op, args.metadata, args.rows_x, args.rows, args.w.groups, args.n, args.k));
@@ -48,7 +49,8 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   }
 
   const int capability = ComputeCapability();
-  if (kernel != "sm80" && !qmm_sm90_unsupported(args, capability)) {
+  if (x_ordered) {
+    if (auto reason = qmm_sm90_unsupported(args, capability)) return Unimplemented(op, *reason);
     return FromCuda(op, qmm_sm90(stream, args));
   }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
@@ -69,6 +71,7 @@ XLA_FFI_DEFINE_HANDLER(kQmm, Qmm,
                            .Attr<int32_t>("group_size")
                            .Attr<std::string_view>("layout")
                            .Attr<bool>("transpose_w")
+                           .Attr<bool>("x_ordered")
                            .Attr<bool>("tf32")
                            .Attr<std::string_view>("kind")
                            .Attr<bool>("swapped")

@@ -11,7 +11,8 @@
 namespace jgg {
 
 struct QmmArgs {
-  const void* x;  // (T, K)
+  const void* x;   // (T, K)
+  bool x_ordered;  // x is (T, K in whole 128), for the Hopper kernel: see gemm_sm90.h
   QuantizedWeight w;
   bool transpose_w;  // w's lines are the columns of W, not its rows
   void* out;         // (T, N)

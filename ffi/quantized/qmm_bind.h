@@ -67,17 +67,23 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& att
 // Check x, the weight and its scales, and the result, and describe them. `args->w` has its coding.
 inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight,
                                xla::ffi::AnyBuffer scales, xla::ffi::AnyBuffer out,
-                               bool transpose_w, Activation activation, QmmArgs* args) {
+                               bool transpose_w, bool x_ordered, Activation activation,
+                               QmmArgs* args) {
   constexpr const char* op = "qmm";
   QuantizedWeight& w = args->w;
   const int64_t bits = w.coding.bits, group_size = w.group_size;
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K)", x, {-1, -1}));
-  const int64_t k = x.dimensions()[1];
+  int64_t k = x.dimensions()[1];
   if (weight.element_type() != xla::ffi::U32) {
     return InvalidArgument(op, "weight has XLA dtype ", static_cast<int>(weight.element_type()),
                            ", expected uint32");
+  }
+  if (x_ordered) {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, N, K*bits/32)", weight, {-1, -1, -1}));
+    k = weight.dimensions()[2] * 32 / bits;
+    JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K in whole 128)", x, {-1, (k + 127) / 128 * 128}));
   }
   if (transpose_w) {
     if (k % group_size != 0) {
@@ -114,6 +120,7 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   w.packed = weight.untyped_data();
   w.scales = scales.untyped_data();
   args->x = x.untyped_data();
+  args->x_ordered = x_ordered;
   args->transpose_w = transpose_w;
   args->out = out.untyped_data();
   args->dtype = *ToDType(x.element_type());

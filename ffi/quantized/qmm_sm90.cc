@@ -13,7 +13,8 @@ static OperandsSm90 Operands(const QmmArgs& args) {
   operands.dtype = args.dtype;
   operands.planes = 1;
   operands.l_k_major = operands.r_k_major = true;
-  operands.l = {args.x, args.dtype, args.k, args.rows_x, 1, args.k, args.k};
+  const int64_t columns = (args.k + 127) / 128 * 128;
+  operands.l = {args.x, args.dtype, columns, args.rows_x, 1, columns, columns};
   const int64_t line = args.k * w.coding.bits / 16;
   operands.r = {w.packed, DType::kBF16, line, args.n, w.groups, line, line * args.n};
   operands.r.box_lines = 64;
@@ -42,14 +43,13 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
 }
 
 cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
-  // As fast or faster, but for mxfp8 (docs/kernel_log.md).
-  if (args.w.coding.mode != Mode::kMxfp8 && QmmHasFewRowsSm80(args)) return qmm_sm80(stream, args);
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   QuantizedGemmSm90 quantized{};
   quantized.scales = args.w.scales;
   quantized.biases = args.w.biases;
   quantized.global_scale = args.w.global_scale;
   while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
+  quantized.elements = static_cast<int>(args.w.elements);
   quantized.scale_line =
       static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
   GemmSm90& gemm = quantized.gemm;

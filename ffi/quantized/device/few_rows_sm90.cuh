@@ -59,8 +59,8 @@ struct FewRowsProducts {
                               int group, Stage& at, Sums& sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
     const int column = work.out_column + 64 * group;
-    const Reader first_block(quantized, memory.table, work.weight, column);
-    const Reader second_block(quantized, memory.table, work.weight, column + quantized.gemm.n / 2);
+    Reader first_block(quantized, memory.table, work, column);
+    Reader second_block(quantized, memory.table, work, column + quantized.gemm.n / 2);
     // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
     const int lane = threadIdx.x % 32;
     const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
@@ -69,35 +69,46 @@ struct FewRowsProducts {
       Wait(&memory.full[at.index], at.parity);
       const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
       typename Reader::Words words[kBlocks];
+      uint32_t read = 0;  // some of what each of the last loads brings
 #pragma unroll
       for (int half = 0; half < 2 * kSlices; ++half) {  // 32 k
         const int s = half / 2;
         uint32_t x[kEights][4];
-#pragma unroll
-        for (int i = 0; i < kEights; ++i) {
+        const auto load = [&](int i) {
           const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
           LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
+        };
+        constexpr bool kLate = kEights > 2;  // there are registers for some of x only
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+          if (!kLate) load(i);
         }
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          const char* codes = memory.codes[at.index][b][group];
-          const char* scales = memory.scales[at.index][b][group];
-          const Reader& reader = b == 0 ? first_block : second_block;
-          if (half % 2 == 0) words[b] = reader.Load(codes, scales, s);
+          Reader& reader = b == 0 ? first_block : second_block;
+          if (half % 2 == 0) {
+            words[b] =
+                reader.Load(memory.codes[at.index][b][group], memory.scales[at.index][b][group], s);
+          }
           uint32_t a[8];
-          reader.template Read<2, true>(words[b], codes, scales, slice * kSliceSm90, s,
-                                        half % 2 * 2, a);
+          reader.template Read<2, true>(words[b], s, half % 2 * 2, a);
 #pragma unroll
-          for (int step = 0; step < 2; ++step) {
+          for (int i = 0; i < kEights; ++i) {
+            if (kLate) load(i);
 #pragma unroll
-            for (int i = 0; i < kEights; ++i) {
+            for (int step = 0; step < 2; ++step) {
               MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1], sums[b] + 4 * i);
             }
+            if (half == 2 * kSlices - 1) read |= x[i][0];
           }
+          if (half == 2 * kSlices - 2) read |= words[b].OfEachLoad();
         }
       }
-      __syncwarp();  // all lanes have read the stage
-      Release<Config>(memory, at.index);
+      // An arrival does not wait for loads before it that are still on their way, which may take
+      // longer than the next copy to this stage where others' loads from global memory are in front
+      // of them. So it needs what they bring, times a zero that the compiler does not know.
+      __syncwarp();
+      Release<Config>(memory, at.index + static_cast<int>(read & (gridDim.z - 1)));
       at.Next();
     }
   }

@@ -197,15 +197,15 @@ struct QuantizedProducts {
   static constexpr int kSteps = kBlocks * kRows > 128 || Config::kBlocksPerSm > 1 ? 2 : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
   // Of a stage not all codes at once: with two blocks per SM registers are few.
-  static constexpr bool kLoadsLate = Config::kBlocksPerSm > 1 && Config::Weights::kLoadsLate;
+  static constexpr bool kLoadsLate = Config::kBlocksPerSm >= Config::Weights::kLoadsLateFrom;
 
   // Units of a stage, in order: slice, block of columns, part of the slice.
   template <int kN, typename Stage>
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
     const int column = work.out_column + 64 * group;
-    const Reader first_block(quantized, memory.table, work.weight, column);
-    const Reader second_block(quantized, memory.table, work.weight, column + quantized.gemm.n / 2);
+    Reader first_block(quantized, memory.table, work, column);
+    Reader second_block(quantized, memory.table, work, column + quantized.gemm.n / 2);
     uint32_t a[2][4 * kSteps];
 #pragma unroll
     for (int i = 0; i < kBlocks * kN / 2; ++i) sums[i / (kN / 2)][i % (kN / 2)] = 0.0f;
@@ -234,9 +234,7 @@ struct QuantizedProducts {
         const int first = unit % kUnits * kSteps;
         if (kLoadsLate && first == 0) load(s, b);
         (b == 0 ? first_block : second_block)
-            .template Read<kSteps, (kBlocks * kRows <= 64)>(
-                words[s][b], memory.codes[here.index][b][group],
-                memory.scales[here.index][b][group], slice * kSliceSm90, s, first, a[unit % 2]);
+            .template Read<kSteps, (kBlocks * kRows <= 64)>(words[s][b], s, first, a[unit % 2]);
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -277,7 +275,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       AddParts<Config>(gemm, memory, work, block, parts_parity, sums[0]);
       if (block > 0) return;
     }
-    if (Config::Weights::kFactor != 1 || quantized.global_scale.data != nullptr) {
+    if (quantized.unit != 1 || quantized.global_scale.data != nullptr) {
       const int column =
           work.out_column + 64 * group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -286,7 +284,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int c = column + 8 * i + b * (gemm.n / 2);
-          factor[i] = Config::Weights::kFactor;
+          factor[i] = quantized.unit;
           if (quantized.global_scale.data != nullptr && work.weight >= 0 && c < gemm.n) {
             factor[i] *= quantized.global_scale.At(work.weight, c);
           }

@@ -129,8 +129,8 @@ struct PackedWeights {
   static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
   // With few rows WGMMA would spill.
   static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
-  static constexpr bool kLoadsLate = kMode != Mode::kNvfp4;  // likewise
-  static constexpr bool kWholeStages = true;                 // few rows: CopyStages
+  static constexpr int kLoadsLateFrom = kMode != Mode::kNvfp4 ? 2 : 3;  // blocks per SM: likewise
+  static constexpr bool kWholeStages = true;                            // few rows: CopyStages
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   // Bytes of 64 columns: codes and a word of scales of 64 k; codes and scales of 128 k.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
@@ -210,15 +210,19 @@ struct PackedWeights {
   // What a thread reads of a tile's columns.
   class Reader {
    public:
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Table&, int /*weight*/,
-                      int /*column*/)
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Table&, const Work&, int /*column*/)
         : scales_more_(TileScales(quantized) - kWordScales) {}
 
     // All that the thread decodes of a slice.
     struct Words {
       uint32_t codes[kBits], scales[kMostScaleWords][2];
+
+      __device__ uint32_t OfEachLoad() const {
+        return codes[0] | codes[kBits - 1] | scales[kMostScaleWords - 1][0];
+      }
     };
 
+    // From slice `slice` of a stage on.
     __device__ Words Load(const char* codes, const char* scales, int slice) const {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
       Words words;
@@ -231,10 +235,9 @@ struct PackedWeights {
       return words;
     }
 
-    // kSteps x 16 k from step `first` of one slice of the stage at k.
+    // kSteps x 16 k from step `first` of a slice on.
     template <int kSteps, bool kFewRows>
-    __device__ void Read(const Words& words, const char* /*codes*/, const char* /*scales*/,
-                         int /*k*/, int /*slice*/, int first, uint32_t* a) const {
+    __device__ void Read(const Words& words, int /*slice*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         Codes::template Decode<kFewRows>(words.codes, first + i, words.scales, a + 4 * i);

@@ -21,7 +21,7 @@ JGG_HOST_DEVICE void ToStreams(const uint32_t (&words)[kBits], uint32_t (&stream
 
 // Codes p and 16 + p as whole numbers in bfloat16.
 template <int kBits>
-JGG_HOST_DEVICE uint32_t NumbersOf(const uint32_t (&streams)[kBits], int p) {
+JGG_HOST_DEVICE uint32_t NumbersOf(const uint32_t* streams, int p) {
   constexpr uint32_t k128 = 0x43004300, kTwice = 0x10001, kMask = (1u << kBits) - 1;
   const int word = kBits * p / 16, at = kBits * p % 16;
   if constexpr (kBits == 8) {
@@ -50,7 +50,7 @@ JGG_HOST_DEVICE uint32_t NumbersOf(const uint32_t (&streams)[kBits], int p) {
 }
 
 // e2m1 codes p and 16 + p, 2^-126 times their values, in bfloat16.
-JGG_HOST_DEVICE uint32_t E2M1Of(const uint32_t (&streams)[4], int p) {
+JGG_HOST_DEVICE uint32_t E2M1Of(const uint32_t* streams, int p) {
   constexpr uint32_t kSign = 0x80008000, kRest = 0x01c001c0;
   const uint32_t stream = streams[p / 4];
   switch (p % 4) {
@@ -62,7 +62,7 @@ JGG_HOST_DEVICE uint32_t E2M1Of(const uint32_t (&streams)[4], int p) {
 }
 
 // e4m3 codes p and 16 + p, 2^-120 times their values.
-JGG_HOST_DEVICE uint32_t E4M3Of(const uint32_t (&streams)[8], int p) {
+JGG_HOST_DEVICE uint32_t E4M3Of(const uint32_t* streams, int p) {
   constexpr uint32_t kSign = 0x80008000, kRest = 0x07f007f0;
   const uint32_t stream = streams[p / 2];
   return p % 2 == 0 ? MaskOr(stream << 8, kSign, stream << 4 & kRest)
