@@ -36,7 +36,7 @@ N, K = 320, 192
 # rows chooses a tile; from 512 on weights are repacked first.
 STORED, PACKED = "LinearWeights", "PackedWeights"
 CASES = {
-    "few": ([0, 1, 15, 17, 0, 2, 0, 3], 6, "FewRowsSm80Kernel"),
+    "few": ([0, 1, 15, 17, 0, 2, 0, 3], 6, STORED),
     "32": ([0, 1, 15, 17, 127, 0, 0, 5], 7, STORED),
     "64": ([0, 1, 15, 17, 127, 0, 90, 20], 10, STORED),
     "128": ([0, 1, 15, 17, 127, 0, 300, 90], 10, STORED),

@@ -1,10 +1,10 @@
 // The Hopper kernel of qmm: the tiles, schedule and epilogue of grouped_mm/gemm_sm90.h. Weights are
 // decoded in the tensor cores' registers; they come in one of two layouts.
 //
-// Layout "linear" is that of QuantizedWeight, with lines along k. Its kernel takes x with columns in
-// another order, and as many as make whole 128: of every 128, with d = 16 / bits, the columns
-// 32 * j + 2 * d * a + d * e + b are, last index fastest, in the order a, b, j, e (j < 4, e < 2,
-// b < d); jax_groupgemm/_ordered.py does it.
+// Layout "linear" is that of QuantizedWeight, with lines along k. Its kernel takes x with columns
+// in another order (jax_groupgemm/_ordered.py), as many as make whole 128. Of every 128, with
+// d = 16 / bits, this column comes after that by a, b, j, e, the last of which runs fastest:
+//   32 * j + 2 * d * a + d * e + b,   a < 16 / d, b < d, j < 4, e < 2.
 //
 // Layout "sm90": tiles of 64 columns (of the result) x 64 k, tiles of k fastest. Thread t of a
 // warpgroup has row t / 32 * 16 + t % 32 / 4 of a tile and the one 8 below, and of every 16 k the
