@@ -17,8 +17,8 @@ _BLOCK = 128
 
 
 def takes(implementation: str, x, q, form: Form, transpose_w: bool) -> bool:
-    """Whether that kernel is what runs a product with the Quantized ``q``: where "sm90" is named, or
-    where every GPU of this process is a Hopper one. ``implementation``: as of
+    """Whether that kernel is what runs a product with the Quantized ``q``: where "sm90" is named,
+    or where every GPU of this process is a Hopper one. ``implementation``: as of
     :func:`_call.chosen`."""
     known = implementation in ("sm90", "cuda") and _call.takes_sm90(
         "cuda", "sm90" if implementation == "sm90" else None
