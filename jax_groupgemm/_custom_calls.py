@@ -244,7 +244,8 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
         }
     else:
         target = "jgg_qmm_packed"
-        flags = {name: flag for name, flag in flags.items() if name not in ("tf32", "kernel")}
+        del flags["tf32"]
+    del flags["kernel"]  # which its operands name
     options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
     given = [value for value in options if value is not None]
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows, columns), out_dtype))

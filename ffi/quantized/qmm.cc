@@ -16,18 +16,18 @@ namespace ffi = xla::ffi;
 static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                       ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view mode, int32_t bits,
-                      int32_t group_size, std::string_view layout, bool transpose_w,
-                      bool x_ordered, bool tf32,
-                      std::string_view kind, bool swapped, bool in_order, bool biases,
+                      int32_t group_size, std::string_view layout, bool transpose_w, bool x_ordered,
+                      bool tf32, std::string_view kind, bool swapped, bool in_order, bool biases,
                       bool global_scale, bool group_offset, bool bias, bool row_scale,
-                      std::string_view activation, std::string_view kernel) {
+                      std::string_view activation) {
   constexpr const char* op = "qmm";
   const auto known_activation = ToActivation(activation);
   if (!known_activation) return InvalidArgument(op, "unknown activation '", activation, "'");
   QmmArgs args{};
   JGG_RETURN_IF_ERROR(
       BindCoding(op, {mode, bits, group_size, layout, biases, global_scale}, &args.w));
-  JGG_RETURN_IF_ERROR(BindQmm(x, weight, scales, *out, transpose_w, x_ordered, *known_activation, &args));
+  JGG_RETURN_IF_ERROR(
+      BindQmm(x, weight, scales, *out, transpose_w, x_ordered, *known_activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
   JGG_RETURN_IF_ERROR(
       CheckMm(op, args.metadata, args.rows_x, args.rows, args.w.groups, args.n, args.k));
@@ -81,8 +81,7 @@ XLA_FFI_DEFINE_HANDLER(kQmm, Qmm,
                            .Attr<bool>("group_offset")
                            .Attr<bool>("bias")
                            .Attr<bool>("row_scale")
-                           .Attr<std::string_view>("activation")
-                           .Attr<std::string_view>("kernel"),
+                           .Attr<std::string_view>("activation"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmm(XLA_FFI_CallFrame* call_frame) { return kQmm(call_frame); }

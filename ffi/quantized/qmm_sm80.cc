@@ -36,10 +36,6 @@ static QuantizedGemmSm80 Gemm(const QmmArgs& args) {
   return quantized;
 }
 
-bool QmmHasFewRowsSm80(const QmmArgs& args) {
-  return args.dtype == DType::kBF16 && args.transpose_w && HasFewRowsSm80(Gemm(args));
-}
-
 cudaError_t qmm_sm80(cudaStream_t stream, const QmmArgs& args) {
   return LaunchQuantizedGemmSm80(stream, Gemm(args), args.dtype, args.tf32, args.transpose_w);
 }

@@ -13,7 +13,4 @@ namespace jgg {
 std::optional<std::string> qmm_sm80_unsupported(const QmmArgs& args, int compute_capability);
 cudaError_t qmm_sm80(cudaStream_t stream, const QmmArgs& args);
 
-// Whether that is the kernel for few rows (few_rows_sm80.cu).
-bool QmmHasFewRowsSm80(const QmmArgs& args);
-
 }  // namespace jgg
