@@ -126,13 +126,6 @@ __device__ inline void CopyBytes(const void* from, uint64_t* barrier, void* to, 
       : "memory");
 }
 
-// A word, of which only the first bytes are read; the others become zeros.
-__device__ inline void CopyWord(const void* from, void* to, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(to)), "l"(from),
-               "r"(bytes)
-               : "memory");
-}
-
 // 16 bytes, past the L1 cache; or, of 0 bytes that are read, zeros.
 __device__ inline void CopyPiece(const void* from, void* to, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)), "l"(from),

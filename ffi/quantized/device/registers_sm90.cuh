@@ -36,11 +36,4 @@ __device__ uint32_t PowerOfTwo(int exponent) {
   return (kHidden ? gridDim.z : 1u) << exponent;
 }
 
-// Two codes of four bits, in the lowest bits of each half, times scale plus bias, rounded once.
-__device__ inline uint32_t AffinePair(uint32_t codes, uint32_t scale, uint32_t bias) {
-  constexpr uint32_t k128 = 0x43004300, kOne = 0x3f803f80;  // 128, whose last place is 1; 1
-  const uint32_t q = MultiplyAdd2<DType::kBF16>(MaskOr(codes, 0x000f000f, k128), kOne, 0xc300c300);
-  return MultiplyAdd2<DType::kBF16>(q, scale, bias);
-}
-
 }  // namespace jgg::device
