@@ -211,7 +211,7 @@ def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> b
 
 
 def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
-        epilogue: Epilogue | None = None):  # fmt: skip
+        epilogue: Epilogue | None = None, x_is_ordered=False):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
     [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight."""
     groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
@@ -231,8 +231,9 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
     if q.layout == "linear":
         target = "jgg_qmm"
         x_ordered = _ordered.takes(implementation, x, q, form, transpose_w)
-        if x_ordered:
+        if x_ordered and not x_is_ordered:
             x = _ordered.ordered(x, q.bits)
+        assert x_ordered or not x_is_ordered
         flags |= {
             "transpose_w": transpose_w,
             "x_ordered": x_ordered,
@@ -328,9 +329,10 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     return tuple(a.reshape(*lead, a.shape[1]) for a in out)
 
 
-def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype):
+def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype,
+               ordered=False):  # fmt: skip
     """Custom call ``jgg_dequantize``: weight, scales[, biases], all (R, ...)[, global_scale (L,)]
-    -> w."""
+    -> w. ``ordered``: with columns as :func:`_ordered.ordered` puts them."""
     *lead, words = weight.shape
     rows, k = math.prod(lead), words * 32 // bits
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
@@ -338,6 +340,7 @@ def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, 
         operands.append(global_scale.reshape(-1))
     flags = {"mode": mode, "bits": bits, "group_size": group_size}
     flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
+    flags |= {"ordered": ordered}
     call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
     return call(*operands, **_attributes(flags)).reshape(*lead, k)
 

@@ -9,10 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _epilogue, _formats, _nvfp4_sm100, _partition, _prepack, _quantized
+from . import (
+    _call,
+    _check,
+    _custom_calls,
+    _epilogue,
+    _formats,
+    _nvfp4_sm100,
+    _ordered,
+    _partition,
+    _prepack,
+    _quantized,
+)
 from . import _float_bits as fb
 from ._nvfp4_sm100 import folded
 from ._quantized import Quantized
+from ._segments import SIZES
 
 
 def nvfp4_grouped_mm(
@@ -105,7 +117,33 @@ def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
     return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
 
 
-_MM = _nvfp4_sm100.grouped_mm(_composed)
+def _fused(platform, x, w, group_sizes, scale, bias, *, dtype, implementation):
+    """The same where a kernel decodes x to what Hopper's takes beside w as it is stored; None where
+    it does not."""
+    linear = x.layout == w.layout == "linear"
+    if x.shape[1] % 128 or not linear or x.global_scale is not None:
+        return None
+    if not _call.takes_sm90(platform, implementation):
+        return None
+    rows = jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16))
+    runs = _call.chosen(platform, (rows,), implementation, dtype, "jgg_qmm")
+    others = [] if bias is None else [bias.dtype]
+    if _call.unsupported(runs, others, dtype) is not None:
+        return None
+    if not _ordered.takes(runs, rows, w, SIZES, transpose_w=True):
+        return None
+    rows = _custom_calls.dequantize(
+        x.weight, x.scales, None, None, mode=x.mode, bits=x.bits, group_size=x.group_size,
+        dtype=rows.dtype, ordered=True,
+    )  # fmt: skip
+    return _custom_calls.qmm(
+        runs, rows, dataclasses.replace(w, global_scale=scale), (group_sizes,), form=SIZES,
+        rows=x.shape[0], out_dtype=dtype, transpose_w=True, precision=lax.Precision.HIGHEST,
+        epilogue=_custom_calls.Epilogue(bias), x_is_ordered=True,
+    )  # fmt: skip
+
+
+_MM = _nvfp4_sm100.grouped_mm(_composed, _fused)
 
 
 def operand(op: str, name: str, q) -> Quantized:

@@ -21,23 +21,21 @@ from ._nvfp4_layouts import group_of
 from ._segments import LENGTH, SIZES, X_START, decode
 
 
-def grouped_mm(composed: Callable) -> Composed:
-    """``composed(x, w, group_sizes, alpha, bias, *, dtype, implementation)``, of Quantized x and w.
-
-    ``alpha`` has w's global scale.
-    """
-    return _either("nvfp4_grouped_mm", composed, _mm_call, _mm_problem)
+def grouped_mm(composed: Callable, fused: Callable) -> Composed:
+    """``composed(x, w, group_sizes, alpha, bias, *, dtype, implementation)``, of Quantized x and w;
+    ``alpha`` has that of w.
+    ``fused(platform, ...)`` is the same, or None where no other kernel takes them either."""
+    return _either("nvfp4_grouped_mm", composed, _mm_call, _mm_problem, fused)
 
 
 def grouped_wgrad(composed: Callable, fused: Callable) -> Composed:
     """``composed(x, dy, group_sizes, alpha, beta, existing_out, *, dtype, implementation)``, of
-    Quantized x and dy in layout "grouped"; ``alpha`` has that of dy.
-    ``fused(platform, ...)`` is the same, or None where no other kernel takes them either."""
+    Quantized x and dy in layout "grouped"; ``alpha`` has that of dy. ``fused`` likewise."""
     return _either("nvfp4_grouped_wgrad", composed, _wgrad_call, _wgrad_problem, fused)
 
 
 def _either(name: str, composed: Callable, call: Callable, problem: Callable,
-            fused: Callable = lambda *_, **__: None) -> Composed:  # fmt: skip
+            fused: Callable) -> Composed:  # fmt: skip
     """``problem(*operands, **static)`` says why ``call`` of the same, the custom call
     ``jgg_<name>``, cannot be: ffi/nvfp4/layout.h has the reasons.
 

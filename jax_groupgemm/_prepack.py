@@ -31,11 +31,10 @@ from ._segments import Form
 _TILE = 64
 
 # From so many rows per matrix on, a product of weights as they are stored repacks them first: that
-# costs the same for any number of rows, and each row gains. On an H200, nvfp4, 16 x 4096 x 4096:
-# with 256 rows per matrix a product takes 317 us as stored, 241 + 75 repacked; with 1024 rows
-# nvfp4_grouped_mm takes 1121 and 928. Codes of 2, 3, 5 and 6 bits have no Hopper kernel that reads
-# them as they are stored, so there it pays as soon as rows are not few.
-_REPACKED_ROWS, _REPACKED_ROWS_ODD = 512, 9
+# costs the same for any number of rows, and each row gains what putting its columns in order costs.
+# On an H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with
+# 1024 870 and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
+_REPACKED_ROWS, _REPACKED_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 
 
 def prepack(w: Quantized) -> Quantized:
@@ -44,10 +43,10 @@ def prepack(w: Quantized) -> Quantized:
     For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
     bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
     is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
-    (not the values) back in order first. On Hopper products of many rows (512 per matrix, or
-    9 where codes have 2, 3, 5 or 6 bits) pack weights that are not packed, each time anew (mxfp8
-    excepted; not with ``implementation="sm80"``). The layout may change with this package's
-    version: store the weight as it was.
+    (not the values) back in order first. On Hopper products of many rows (1024 per matrix, 2048
+    with 6 and 8 bits) pack weights that are not packed, each time anew (mxfp8 and
+    ``nvfp4_grouped_mm`` excepted; not with ``implementation="sm80"``). The layout may change with
+    this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -150,7 +149,7 @@ def readable(w: Quantized, platform: str, implementation, dtype, form: Form, tra
     if hopper and transpose_w and form.ordered_y and whole and dtype == jnp.bfloat16:
         # With an offset, rows may be of other groups than w's.
         groups = meta[0].shape[0] if len(meta) == 2 else w.shape[0]
-        least = _REPACKED_ROWS if w.bits in (4, 8) else _REPACKED_ROWS_ODD
+        least = _REPACKED_ROWS if w.bits < 6 else _REPACKED_ROWS_WIDE
         many = rows >= least * groups and 0 not in w.shape
         if (
             w.layout == "linear"

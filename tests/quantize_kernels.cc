@@ -26,7 +26,7 @@ struct Operands {
   void *weight, *scales, *biases, *out;
   int64_t sizes[6];
   int64_t elements, global_scales, most;
-  int32_t mode, bits, group_size, scale_dtype, dtype, processors;
+  int32_t mode, bits, group_size, scale_dtype, dtype, processors, ordered;
 };
 
 static QuantizedArray Array(const Operands& o) {
@@ -52,7 +52,7 @@ extern "C" int quantize_kernel(const Operands* o) {
 }
 
 extern "C" int dequantize_kernel(const Operands* o) {
-  const DequantizeArgs args{Array(*o), o->out, static_cast<DType>(o->dtype)};
+  const DequantizeArgs args{Array(*o), o->out, static_cast<DType>(o->dtype), o->ordered != 0};
   const auto launch = [](auto decoder, int blocks, const device::DequantizeParams& p) {
     Run(blocks, device::kDequantizeThreads,
         [&] { device::DequantizeKernel<decltype(decoder)>(p); });

@@ -82,19 +82,19 @@ def test_products_of_many_rows_repack(monkeypatch, mode, bits, group_size):
     live(monkeypatch, 90)
     x = lambda t: jnp.ones((t, 384), jnp.bfloat16)
     w = spec(mode, group_size, 3, 128, 384, bits=bits)
-    least = MANY if bits in (4, 8) else 3 * _prepack._REPACKED_ROWS_ODD
-    assert names(grouped_qmm, x(least), w) == PACKED
-    assert names(grouped_qmm, x(least), w, activation="swiglu") == PACKED
-    assert names(grouped_qmm, x(least - 1), w) == ["jgg_qmm"]
+    many = MANY if bits < 6 else 3 * _prepack._REPACKED_ROWS_WIDE
+    assert names(grouped_qmm, x(many), w) == PACKED
+    assert names(grouped_qmm, x(many), w, activation="swiglu") == PACKED
+    assert names(grouped_qmm, x(many - 1), w) == ["jgg_qmm"]
     # What the kernel of packed weights does not take, and who asks for another.
-    assert names(grouped_qmm, x(MANY).astype("float32"), w) == ["jgg_qmm"]
-    assert names(grouped_qmm, x(MANY), w, implementation="sm80") == ["jgg_qmm"]
-    assert names(grouped_qmm, x(MANY), w, implementation="sm90") == PACKED
-    assert names(grouped_qmm, x(MANY), w, implementation="reference") == []
+    assert names(grouped_qmm, x(many).astype("float32"), w) == ["jgg_qmm"]
+    assert names(grouped_qmm, x(many), w, implementation="sm80") == ["jgg_qmm"]
+    assert names(grouped_qmm, x(many), w, implementation="sm90") == PACKED
+    assert names(grouped_qmm, x(many), w, implementation="reference") == []
     wide = spec(mode, group_size, 3, 192, 384, bits=bits)  # a gate of 96 columns
-    assert names(grouped_qmm, x(MANY), wide, activation="swiglu") == ["jgg_qmm"]
+    assert names(grouped_qmm, x(many), wide, activation="swiglu") == ["jgg_qmm"]
     narrow = spec(mode, group_size, 3, 96, 384, bits=bits)
-    assert names(grouped_qmm, x(MANY), narrow) == ["jgg_qmm"]
+    assert names(grouped_qmm, x(many), narrow) == ["jgg_qmm"]
 
 
 def test_rows_that_count(monkeypatch):
@@ -127,11 +127,20 @@ def test_nvfp4_grouped_mm(monkeypatch, bias):
     options = {} if bias is None else {"bias": jnp.ones(bias)}
     x, w = (lambda t: spec("nvfp4", 16, t, 128)), spec("nvfp4", 16, 3, 64, 128)
     found = lambda x, **more: sorted(names(nvfp4_product, x, w, **options, **more))
-    assert found(x(MANY)) == ["jgg_dequantize", *PACKED]
-    assert found(x(MANY), implementation="sm90") == ["jgg_dequantize", *PACKED]
-    assert found(x(MANY - 1)) == ["jgg_dequantize", "jgg_qmm"]
+    ordered = lambda x, **options: (
+        " ordered = true" in lowered(lambda x, w: nvfp4_product(x, w, **options), x, w)
+    )
+    assert found(x(MANY)) == ["jgg_dequantize", "jgg_qmm"]
     assert found(x(MANY), implementation="sm80") == ["jgg_dequantize", "jgg_qmm"]
     assert found(x(MANY), implementation="reference") == []
+    # The columns of x are put in order as they are decoded, if they are whole 128.
+    assert ordered(x(9))
+    assert ordered(x(9), implementation="sm90")
+    assert not ordered(x(9), implementation="sm80")
+    x, w = (lambda t: spec("nvfp4", 16, t, 192)), spec("nvfp4", 16, 3, 64, 192)
+    assert not ordered(x(9))
+    assert found(x(MANY)) == ["jgg_dequantize", *PACKED]
+    assert found(x(MANY - 1)) == ["jgg_dequantize", "jgg_qmm"]
 
 
 def test_gradients_of_repacked_weights(monkeypatch):

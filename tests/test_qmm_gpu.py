@@ -84,7 +84,10 @@ def test_every_scale_and_code(mode):
 
 
 @needs_hopper
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (8, 64)])
+@pytest.mark.parametrize(
+    ("bits", "group_size"),
+    [(2, 64), (3, 128), (4, 32), (4, 64), (4, 128), (5, 128), (6, 64), (8, 64)],
+)
 def test_affine_as_stored(rng, bits, group_size):
     """With more than 32 rows per matrix, in tiles of 64 rows and more; K not of whole 64s, too."""
     shape = 4, 200, 9 * group_size
@@ -110,7 +113,7 @@ def test_affine_as_stored(rng, bits, group_size):
             pytest.param(*of, "sm90", marks=needs_hopper)
             for of in (
                 *((m, *of) for m, of in BYTE_SCALES.items()),
-                *(("affine", b, g) for b in (4, 8) for g in (32, 64, 128)),
+                *(("affine", b, g) for b in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)),
             )
         ),
     ],
@@ -125,7 +128,8 @@ def test_many_tiles_of_few_rows(rng, mode, bits, group_size, kernel):
     x = oracle.random(rng, (int(sizes.sum()) + 90, 2112), "bfloat16")
     with_offset = {"group_offset": jnp.int32(60)}
     same = {"preferred_element_type": "float32", "implementation": kernel}
-    for k in (128, 256, 768, 896, 2048) if group_size == 128 else (64, 256, 768, 832, 2112):
+    whole = group_size == 128 or bits in (3, 5)  # lines of whole 16 bytes
+    for k in (128, 256, 768, 896, 2048) if whole else (64, 256, 768, 832, 2112):
         q = oracle.random_quantized(rng, (groups, n, k), mode, bits, group_size, "bfloat16")
         some = jax.tree.map(lambda leaf: leaf[60:-90], q)
         products = lambda x, q, some, s: (

@@ -74,12 +74,12 @@ def test_cuda_lowering_is_one_custom_call(rng):
     assert len(re.findall("transpose_w = false", grad)) == 1
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("k", [32, 128, 160, 384])
 def test_columns_in_order(rng, bits, k):
     """As ffi/quantized/gemm_sm90.h says which columns of 128 follow each other."""
     x = rng.standard_normal((3, k)).astype(np.float32)
-    d, whole = 16 // bits, np.zeros((3, -(-k // 128) * 128), np.float32)
+    d, whole = {2: 8, 4: 4, 8: 2}.get(bits, 16), np.zeros((3, -(-k // 128) * 128), np.float32)
     whole[:, :k] = x
     order = [
         128 * block + 32 * j + 2 * d * a + d * e + b
@@ -104,13 +104,16 @@ def test_columns_are_in_order_for_hopper(rng):
         return oracle.random_quantized(rng, (3, 64, k), mode, bits, 32, dtype)
 
     x = jnp.ones((16, 160), "bfloat16")
-    for q in (weight(160), weight(160, 8), weight(160, mode="mxfp4"), weight(160, 8, mode="mxfp8")):
+    for bits in (2, 3, 4, 5, 6, 8):
+        assert x_ordered(jnp.ones((16, 384), "bfloat16"), weight(384, bits))
+        # Lines of whole 16 bytes.
+        assert x_ordered(x, weight(160, bits)) == (bits in (4, 8))
+    for q in (weight(160, mode="mxfp4"), weight(160, 8, mode="mxfp8")):
         assert x_ordered(x, q)
     assert not x_ordered(x, weight(160), implementation="sm80")
     assert not x_ordered(x, weight(160), implementation=None)  # of a GPU that is not known
     assert not x_ordered(x.astype("float16"), weight(160))
     assert not x_ordered(x, weight(160, dtype="float16"))
-    assert not x_ordered(x, weight(160, 6))
     assert not x_ordered(jnp.ones((16, 64), "bfloat16"), weight(160), transpose_w=False)
 
 

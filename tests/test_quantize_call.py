@@ -59,7 +59,7 @@ def test_affine():
     operands = ["12x16xui32", "12x2xbf16", "12x2xbf16"]
     static = (
         "biases = true, bits = 4 : i32, global_scale = false, group_size = 64 : i32, "
-        'mode = "affine"'
+        'mode = "affine", ordered = false'
     )
     assert call == ("jgg_dequantize", operands, ["12x128xf32"], static)
 

@@ -10,6 +10,8 @@ import pytest
 from host_program import dtype_number, mode_number, pointer
 from test_quantized import BITS, FP, GROUPS
 
+from jax_groupgemm import _ordered
+
 F32 = np.float32
 DTYPES = {name: host_program.DTYPES[name] for name in ("float32", "bfloat16")}
 GUARD = 64  # bytes after a result that must stay as they are
@@ -24,7 +26,15 @@ class Operands(ctypes.Structure):
         *[(n, ctypes.c_int64) for n in ("elements", "global_scales", "most")],
         *[
             (n, ctypes.c_int32)
-            for n in ("mode", "bits", "group_size", "scale_dtype", "dtype", "processors")
+            for n in (
+                "mode",
+                "bits",
+                "group_size",
+                "scale_dtype",
+                "dtype",
+                "processors",
+                "ordered",
+            )
         ],
     ]
 
@@ -123,3 +133,26 @@ def test_any_number_of_groups(kernels, rng, mode, bits, group, dtype):
         scales = int(rng.choice(divisors)) if mode == "nvfp4" and rng.random() < 0.7 else None
         most = int(rng.choice([2**13, 2**32]))
         check(kernels, rng, mode, bits, group, dtype, groups, scales, 1, most)
+
+
+def test_columns_in_order(kernels, rng):
+    """Every code and scale, where the Hopper kernel wants it."""
+    codes = np.arange(37 * 256).astype(np.uint8) * 16 + rng.integers(0, 16, 37 * 256).astype(
+        np.uint8
+    )
+    n = 2 * codes.size
+    scales = np.arange(n // 16).astype(np.uint8)
+    weight, out = copied(codes), aligned(2 * n, GUARD)
+    o = Operands(
+        elements=n, most=2**13, mode=mode_number("nvfp4"), bits=4, group_size=16,
+        dtype=dtype_number("bfloat16"), processors=1,
+    )  # fmt: skip
+    o.set(weight=weight, scales=copied(scales), out=out)
+    assert kernels.dequantize_kernel(ctypes.byref(o)) == 0
+    values = out[: 2 * n].view(DTYPES["bfloat16"]).reshape(-1, 256).copy()
+    o.ordered = 1
+    assert kernels.dequantize_kernel(ctypes.byref(o)) == 0
+    want = np.asarray(_ordered.ordered(values, 4))
+    got = out[: 2 * n].view(DTYPES["bfloat16"]).reshape(want.shape)
+    np.testing.assert_array_equal(got.astype(F32), want.astype(F32))
+    assert (out[2 * n :] == 0xAB).all()

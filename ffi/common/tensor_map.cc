@@ -29,13 +29,16 @@ cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) {
                              static_cast<cuuint32_t>(spec.box_lines),
                              static_cast<cuuint32_t>(spec.box_groups)};
   const cuuint32_t steps[3] = {1, 1, 1};
+  const int box_bytes = spec.box_inner * width;
   const CUresult result = encode(
       map,
       spec.dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
       : spec.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       3, const_cast<void*>(spec.data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      spec.box_inner * width == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      box_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+      : box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                        : CU_TENSOR_MAP_SWIZZLE_NONE,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -11,8 +11,9 @@
 namespace jgg {
 
 // Matrices contiguous along one axis: `inner` elements to a line, `lines` lines `line` elements
-// apart, `groups` matrices `group` elements apart; copied in boxes of box_inner (128 or 64 bytes) x
-// box_lines x box_groups, in shared memory swizzled by line. Zeros are copied from outside.
+// apart, `groups` matrices `group` elements apart; copied in boxes of box_inner x
+// box_lines x box_groups, in shared memory swizzled by line where box_inner is 128 or 64 bytes.
+// Zeros are copied from outside.
 struct TensorMapSpec {
   const void* data;
   DType dtype;

@@ -14,11 +14,11 @@ namespace ffi = xla::ffi;
 static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
                              ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                              std::string_view mode, int32_t bits, int32_t group_size, bool biases,
-                             bool global_scale) {
+                             bool global_scale, bool ordered) {
   constexpr const char* op = "dequantize";
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out->element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(R, K)", *out, {-1, -1}));
-  DequantizeArgs args{{}, out->untyped_data(), *ToDType(out->element_type())};
+  DequantizeArgs args{{}, out->untyped_data(), *ToDType(out->element_type()), ordered};
 
   QuantizedBuffers buffers{weight, scales, {}, {}};
   Operands operands(op, rest);
@@ -36,6 +36,12 @@ static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::An
   const QuantizedAttributes attributes{mode, bits, group_size, "linear", biases, global_scale};
   JGG_RETURN_IF_ERROR(BindQuantizedArray(op, attributes, buffers, out->dimensions()[0],
                                          out->dimensions()[1], &args.q));
+  if (ordered && (args.q.coding.mode != Mode::kNvfp4 || args.dtype != DType::kBF16 ||
+                  global_scale || out->dimensions()[1] % 128 != 0)) {
+    return InvalidArgument(op,
+                           "ordered needs mode nvfp4 without global_scale, bfloat16 results, "
+                           "and K in whole 128");
+  }
   if (auto reason = dequantize_sm80_unsupported(args, ComputeCapability())) {
     return Unimplemented(op, *reason);
   }
@@ -53,7 +59,8 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
                            .Attr<int32_t>("bits")
                            .Attr<int32_t>("group_size")
                            .Attr<bool>("biases")
-                           .Attr<bool>("global_scale"),
+                           .Attr<bool>("global_scale")
+                           .Attr<bool>("ordered"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggDequantize(XLA_FFI_CallFrame* call_frame) { return kDequantize(call_frame); }

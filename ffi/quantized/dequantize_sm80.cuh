@@ -48,6 +48,9 @@ auto LaunchDequantize(const DequantizeArgs& args, int processors, Launch launch,
     }
     return error;
   };
+  if constexpr (kTo == DType::kBF16) {
+    if (args.ordered) return parts(device::OrderedDecoder{});
+  }
   return device::DispatchDecoder<kTo>(args.q.coding, args.q.global_scale != nullptr, parts);
 }
 

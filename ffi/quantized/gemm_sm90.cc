@@ -39,9 +39,14 @@ cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
     case Mode::kMxfp8:
       return LaunchLinearInstanceSm90<Mode::kMxfp8, 8>(stream, quantized, operands);
     case Mode::kAffine:
-      return coding.bits == 4
-                 ? LaunchLinearInstanceSm90<Mode::kAffine, 4>(stream, quantized, operands)
-                 : LaunchLinearInstanceSm90<Mode::kAffine, 8>(stream, quantized, operands);
+      switch (coding.bits) {
+        case 2: return LaunchLinearInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
+        case 3: return LaunchLinearInstanceSm90<Mode::kAffine, 3>(stream, quantized, operands);
+        case 4: return LaunchLinearInstanceSm90<Mode::kAffine, 4>(stream, quantized, operands);
+        case 5: return LaunchLinearInstanceSm90<Mode::kAffine, 5>(stream, quantized, operands);
+        case 6: return LaunchLinearInstanceSm90<Mode::kAffine, 6>(stream, quantized, operands);
+        case 8: return LaunchLinearInstanceSm90<Mode::kAffine, 8>(stream, quantized, operands);
+      }
   }
 #endif
   return cudaErrorNoKernelImageForDevice;

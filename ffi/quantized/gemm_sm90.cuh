@@ -28,7 +28,7 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   gemm.l_k_major = true;
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
-  if (Config::kWholeStages) {  // slices of k are matrices, so that a stage's are a box
+  if (Config::kWarps) {  // slices of k are matrices, so that a stage's are a box
     l.groups = l.inner / 64;
     l.inner = l.group = 64;
     for (int i = 0; i < 2; ++i) {

@@ -28,7 +28,6 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   if (args.dtype != DType::kBF16) return "x is not bfloat16";
   if (!args.in_order) return "segments may overlap or come in any order";
   if (!args.transpose_w) return "w is quantized along N";
-  if (coding.bits != 4 && coding.bits != 8) return "codes have neither 4 nor 8 bits";
   if (coding.mode == Mode::kAffine && coding.scale_dtype != DType::kBF16) {
     return "scales are not bfloat16";
   }

@@ -28,7 +28,8 @@ struct QuantizeArgs {
 struct DequantizeArgs {
   QuantizedArray q;
   void* out;
-  DType dtype;  // of out
+  DType dtype;   // of out
+  bool ordered;  // nvfp4: columns of out as device/dequantize.cuh says
 };
 
 // A matrix (rows, k) in layout "linear", both multiples of 64, to layout "sm90".

@@ -85,6 +85,11 @@ __device__ void Release(typename Config::SharedMemory& memory, int index) {
   }
 }
 
+// 0, as the compiler does not know. An arrival does not wait for loads before it, which may take
+// longer than what then overwrites the place where others' loads from global memory are in front of
+// them. So its address has to need what they bring: some of each load's bits.
+__device__ inline int ZeroAfter(uint32_t bits) { return static_cast<int>(bits & (gridDim.z - 1)); }
+
 // What a warp, or one thread of it, sees of the ring of work: calls f(work) for every tile.
 template <typename Config, bool kWarp = true, typename Function>
 __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
@@ -93,7 +98,7 @@ __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
     Wait(&memory.work_full[at.index], at.parity);
     const Work work = memory.works[at.index];
     if (kWarp) __syncwarp();
-    ArriveFor<kWarp>(&memory.work_empty[at.index]);
+    ArriveFor<kWarp>(&memory.work_empty[at.index + ZeroAfter(work.OfEachLoad())]);
     at.Next();
     if (work.rows == 0) return;
     f(work);

@@ -30,6 +30,12 @@ struct Work {
   int out_row, out_column;
   int64_t out;  // element of the result at the tile's (0, 0)
 
+  // For ZeroAfter.
+  __device__ uint32_t OfEachLoad() const {
+    return l_row | l_k | r_k | weight | slices | first | last | rows | columns | out_row |
+           out_column | static_cast<uint32_t>(out) | static_cast<uint32_t>(out >> 32);
+  }
+
   // qmm: leave of the slices one of `parts` parts, which are equal, and a multiple of four, but for
   // the last one. l_k says where it begins.
   __device__ void TakePart(int part, int parts) {

@@ -120,6 +120,73 @@ class ValueStage {
   int lane_;
 };
 
+// nvfp4 to bfloat16, with columns in the order in which the Hopper kernel takes x beside linear
+// weights of 4 bits (quantized/gemm_sm90.h). Lines are whole 128 k.
+struct OrderedDecoder {
+  static constexpr DType kTo = DType::kBF16;
+  static constexpr Mode kMode = Mode::kNvfp4;
+  static constexpr int kBits = 4;
+  static constexpr bool kGlobal = false;
+
+  // Of the 16 words of 128 codes lane a of four has, instead of its own, every fourth from a on:
+  // their pairs of codes that are four apart are what it stores.
+  static __device__ void Decode(const DequantizeParams& p, const uint8_t* weight, int64_t unit,
+                                const ValueStage<kTo>& stage) {
+    const int a = static_cast<int>(unit % 4);
+    uint32_t words[4];
+    JGG_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      words[j] = __ldg(reinterpret_cast<const uint32_t*>(weight - 12 * a + 16 * j));
+    }
+    const uint2 scales = __ldg(reinterpret_cast<const uint2*>(p.scales + 2 * (unit - a)));
+    Eight<kTo> eights[4];
+    JGG_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      uint32_t pairs[4];
+      PairsOfE2M1(words[j], pairs);
+      const uint32_t scale = (j < 2 ? scales.x : scales.y) >> (16 * (j % 2) + 8 * (a / 2));
+      const Eight<kTo> values = Scale8<kTo>(pairs, ScaleOfE4M3(scale));
+      JGG_UNROLL
+      for (int b = 0; b < 4; ++b) {
+        eights[b].words[j] =
+            Permute(values.words[b / 2], values.words[b / 2 + 2], b % 2 == 0 ? 0x5410 : 0x7632);
+      }
+    }
+    JGG_UNROLL
+    for (int b = 0; b < 4; ++b) stage.Write(b, eights[b]);
+  }
+};
+
+// 32 values of a lane, of which there are `halves` times 16.
+template <typename Decoder>
+__device__ void DecodeUnit(const DequantizeParams& p, const uint8_t* weight, int64_t unit,
+                           int halves, float low, float high,
+                           const ValueStage<Decoder::kTo>& stage) {
+  constexpr int kBits = Decoder::kBits;
+  uint32_t words[kBits] = {};
+  UnitScales scales{};
+  if (halves > 0) {
+    LoadCodes(weight, halves > 1, words);
+    scales = LoadScales<Decoder::kMode>(p, unit, halves > 1);
+  }
+  scales.low = low, scales.high = high;
+  const auto store = [&](int i, const Eight<Decoder::kTo>& eight) { stage.Write(i, eight); };
+  if (Decoder::Decode(p.scale_dtype, words, scales, store)) return;
+  const auto* codes = reinterpret_cast<const uint32_t*>(weight);
+  JGG_NO_UNROLL
+  for (int i = 0; i < min(16 * halves, 32); ++i) {
+    const uint32_t code = CodeAt<kBits>(codes, i);
+    stage.Write(i, Decoder::Value(p.scale_dtype, code, scales, i >= 16));
+  }
+}
+
+template <>
+__device__ inline void DecodeUnit<OrderedDecoder>(const DequantizeParams& p, const uint8_t* weight,
+                                                  int64_t unit, int halves, float, float,
+                                                  const ValueStage<DType::kBF16>& stage) {
+  if (halves > 0) OrderedDecoder::Decode(p, weight, unit, stage);
+}
+
 template <typename Decoder>
 __global__ void __launch_bounds__(kDequantizeThreads, kDequantizeBlocks<Decoder::kTo>)
     DequantizeKernel(const __grid_constant__ DequantizeParams p) {
@@ -138,25 +205,12 @@ __global__ void __launch_bounds__(kDequantizeThreads, kDequantizeBlocks<Decoder:
 
   while (left > 0) {
     const int here = left - 2 * lane;  // from this lane's unit on
-    uint32_t words[kBits] = {};
-    UnitScales scales{};
-    if (here > 0) {
-      LoadCodes(weight_at, here > 1, words);
-      scales = LoadScales<Decoder::kMode>(p, unit, here > 1);
-    }
+    float low = 0.0f, high = 0.0f;
     if (Decoder::kGlobal) {
-      scales.low = globals.Get();
-      scales.high = globals.Next(p.global_scales, here > 1);
+      low = globals.Get();
+      high = globals.Next(p.global_scales, here > 1);
     }
-    const auto store = [&](int i, const Eight<kTo>& eight) { stage.Write(i, eight); };
-    if (!Decoder::Decode(p.scale_dtype, words, scales, store)) {
-      const auto* codes = reinterpret_cast<const uint32_t*>(weight_at);
-      JGG_NO_UNROLL
-      for (int i = 0; i < min(16 * here, 32); ++i) {
-        const uint32_t code = CodeAt<kBits>(codes, i);
-        stage.Write(i, Decoder::Value(p.scale_dtype, code, scales, i >= 16));
-      }
-    }
+    DecodeUnit<Decoder>(p, weight_at, unit, here, low, high, stage);
     stage.Store(out_at, min(left, 64) * (kPieces / 2));
     unit += p.step / 2;
     left -= p.step;

@@ -13,6 +13,13 @@
 
 namespace jgg::device {
 
+constexpr int kSharedBytes = 228 * 1024;  // of an SM
+
+// Of x: one thread copies all of a stage, by as few copies as there can be.
+__device__ inline const CUtensorMap* StageRows(const GemmSm90& gemm, int rows) {
+  return rows <= 8 ? &gemm.l_rest[0] : rows <= 16 ? &gemm.l_rest[1] : &gemm.l_map;
+}
+
 // Four 8 x 8 matrices of bfloat16: lane l names a row of matrix l / 8.
 __device__ inline void LoadMatrices(uint32_t address, uint32_t (&to)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -59,8 +66,8 @@ struct FewRowsProducts {
                               int group, Stage& at, Sums& sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
     const int column = work.out_column + 64 * group;
-    Reader first_block(quantized, memory.table, work, column);
-    Reader second_block(quantized, memory.table, work, column + quantized.gemm.n / 2);
+    Reader first_block(quantized, work, column);
+    Reader second_block(quantized, work, column + quantized.gemm.n / 2);
     // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
     const int lane = threadIdx.x % 32;
     const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
@@ -104,11 +111,8 @@ struct FewRowsProducts {
           if (half == 2 * kSlices - 2) read |= words[b].OfEachLoad();
         }
       }
-      // An arrival does not wait for loads before it that are still on their way, which may take
-      // longer than the next copy to this stage where others' loads from global memory are in front
-      // of them. So it needs what they bring, times a zero that the compiler does not know.
       __syncwarp();
-      Release<Config>(memory, at.index + static_cast<int>(read & (gridDim.z - 1)));
+      Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
   }
@@ -164,7 +168,10 @@ __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& me
         four[3] += part.w;
       }
       __syncwarp();  // all lanes have read them
-      if (lane < others) ArriveAt(&parts.empty[warp], 1 + lane);
+      uint32_t read = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) read |= __float_as_uint(four[j]);
+      if (lane < others) ArriveAt(&parts.empty[warp], 1 + lane + ZeroAfter(read));
     }
     parity ^= 1;
   }

@@ -35,8 +35,7 @@ struct QuantizedGemmSm90Config {
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
   static constexpr bool kRaggedK = false, kStoreWarp = false, kWide = false;
-  static constexpr bool kWholeStages = kWarps && Weights::kWholeStages;  // one thread copies all
-  static constexpr bool kSharesK = kWholeStages && kBlocks == 1;         // gemm.parts may be 2
+  static constexpr bool kSharesK = kWarps && kBlocks == 1;  // gemm.parts may be 2
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = kBlocksPerSm == 1 ? 56 : 48;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 96;
@@ -50,8 +49,8 @@ struct QuantizedGemmSm90Config {
       kRowsBytes +
       kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
   using PartialSums = std::conditional_t<kSharesK, SharedPartialSums, NoPartialSums>;
-  static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - sizeof(PartialSums) -
-                               sizeof(typename Weights::Table) - 1024;
+  static constexpr int kFree =
+      Weights::SharedBytes(kRows) / kBlocksPerSm - 1024 - sizeof(PartialSums) - 1024;
   // As many stages as fit. In large tiles smaller chunks of the result may leave room for one more.
   static constexpr int kStagesBesideSmall =
       StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages_);
@@ -65,7 +64,7 @@ struct QuantizedGemmSm90Config {
   // Slices of a stage of a tile with so many rows, and bytes of x in each.
   __device__ static constexpr int StageSlices(int rows) { return rows <= 16 ? kSlices : 2; }
   __device__ static constexpr int SliceBytes(int rows) {
-    return !kWholeStages ? kRowsBytes / 2 : (rows <= 8 ? 8 : rows <= 16 ? 16 : 32) * 128;
+    return !kWarps ? kRowsBytes / 2 : (rows <= 8 ? 8 : rows <= 16 ? 16 : 32) * 128;
   }
 
   struct SharedMemory {
@@ -75,14 +74,13 @@ struct QuantizedGemmSm90Config {
     alignas(1024) char staged[2][Epilogue::kBytes];
     PartialSums parts;
     alignas(16) Work works[kWorks];
-    typename Weights::Table table;
     uint64_t full[kStages], empty[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
   };
 };
 
-// One thread copies x, and another warp each warpgroup's columns: copies are small, and a thread
-// begins one in a few dozen cycles.
+// One thread copies x, and others each warpgroup's columns: copies are small, and a thread begins
+// one in a few dozen cycles.
 template <typename Config>
 __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                int block) {
@@ -204,8 +202,8 @@ struct QuantizedProducts {
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
     const int column = work.out_column + 64 * group;
-    Reader first_block(quantized, memory.table, work, column);
-    Reader second_block(quantized, memory.table, work, column + quantized.gemm.n / 2);
+    Reader first_block(quantized, work, column);
+    Reader second_block(quantized, work, column + quantized.gemm.n / 2);
     uint32_t a[2][4 * kSteps];
 #pragma unroll
     for (int i = 0; i < kBlocks * kN / 2; ++i) sums[i / (kN / 2)][i % (kN / 2)] = 0.0f;
@@ -314,28 +312,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int block = Config::kCluster == 1 && !Config::kSharesK ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
     memory.parts.Init();
-    InitRings<Config>(memory, Config::kWholeStages ? 1 : 1 + 2 * Config::Weights::kCopiers,
-                      Config::kWholeStages ? 1 : 3);
-    Prefetch(Config::kWholeStages ? &gemm.l_rest[0] : &gemm.l_map);
+    constexpr int kCopiers = Config::kWarps ? 1 : 3;
+    InitRings<Config>(memory, kCopiers, kCopiers);
+    Prefetch(Config::kWarps ? &gemm.l_rest[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
-  Config::Weights::Fill(memory.table);
   SyncRings<Config>(gemm.parts);
   if (threadIdx.x < 128) {
     GiveRegisters<Config::kFeedRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
-    } else if constexpr (Config::kWholeStages) {
-      if (threadIdx.x == 32) Config::Weights::template CopyStages<Config>(quantized, memory);
-      __syncwarp();
-    } else if (warp == 1) {
-      if (threadIdx.x % 32 == 0) CopyRowsThread<Config>(gemm, memory, block);
-      __syncwarp();
-    } else {
-      Config::Weights::template Copy<Config>(quantized, memory, warp - 2);
+    } else if (threadIdx.x % 32 == 0) {
+      if constexpr (Config::kWarps) {
+        if (warp == 1) Config::Weights::template CopyStages<Config>(quantized, memory);
+      } else if (warp == 1) {
+        CopyRowsThread<Config>(gemm, memory, block);
+      } else {
+        Config::Weights::template CopyColumns<Config>(quantized, memory, warp - 2);
+      }
     }
+    __syncwarp();
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
     MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1,

@@ -1,15 +1,20 @@
 // Weights in layout "linear", as checkpoints have them: lines of codes, contiguous along k. A stage
-// has 128 k of 64 columns: their codes by TMA, swizzled. Threads load the scales that they need by
+// has 128 k of 64 columns: their codes by TMA. Threads load the scales that they need by
 // themselves, since nothing aligns these, a stage before they use them.
 //
 // Which k an instruction multiplies does not matter, as long as both operands agree. Of 128 k
 // thread j of four takes the 32 from 32 * j on as they come, in whole words, and their few scales;
 // so x comes with its columns in that order (quantized/gemm_sm90.h), not the codes.
+//
+// Codes of 4 and 8 bits are read by slices, half of a thread's words each, from lines that TMA
+// swizzles. Of others a thread reads its 32 at once: lines of 32, 48, 80 and 96 bytes, as they are,
+// meet no bank twice.
 #pragma once
 
 #include <cstdint>
 
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/device/few_rows_weights.cuh"
 #include "quantized/device/packed_codes.cuh"
 #include "quantized/device/registers_sm90.cuh"
@@ -22,25 +27,48 @@ struct LinearWeights {
   using Codes = FewRowsWeights<kMode, kBits>;
   static constexpr float kFactor = Codes::kUnit;
   static constexpr bool kAffine = kMode == Mode::kAffine;
+  static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;                               // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
-  static constexpr bool kAlwaysWarps = kBits == 8;           // with few rows: faster than WGMMA
-  static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
-  static constexpr bool kWholeStages = true;                 // few rows: CopyStages
-  static constexpr int kFewRowsSlices = kBits == 4 ? 4 : 2;  // of a stage where warps multiply
+  static constexpr bool kAlwaysWarps = kBits != 4;  // with few rows: faster than WGMMA
+  static constexpr int kLoadsLateFrom = 1;          // blocks per SM: registers are few
+  static constexpr int kFewRowsSlices =
+      kBits % 2 == 0 && kBits <= 4 ? 4 : 2;  // where warps multiply
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
   static constexpr int kScaleBytes = 0;  // they do not come with a stage
-  static constexpr int kCopiers = 1;     // arrivals at a stage of each warp that copies
-  struct Table {};
 
-  __device__ static void Fill(Table&) {}
+  // Of an SM, for tiles of so many rows. The L1 cache has the rest: where rows are few, and time
+  // short, what threads load of scales must not drive each other out of it, so there may be fewer
+  // stages, but three.
+  __device__ static constexpr int SharedBytes(int rows) {
+    if (rows > 64) return kSharedBytes;
+    return 1024 * (rows == 32 && (kBits <= 3 || kBits == 5) ? 164 : 196);
+  }
 
-  // One warp, for one warpgroup's columns.
+  // One thread, for one warpgroup's columns.
   template <typename Config>
-  __device__ static void Copy(const QuantizedGemmSm90& quantized,
-                              typename Config::SharedMemory& memory, int group) {
-    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group);
-    __syncwarp();
+  __device__ static void CopyColumns(const QuantizedGemmSm90& quantized,
+                                     typename Config::SharedMemory& memory, int group) {
+    const GemmSm90& gemm = quantized.gemm;
+    const int columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
+    Place<Config::kStages> at;
+    ForEachWork<Config, false>(memory, [&](const Work& work) {
+      const int first = work.out_column + 64 * group;
+      const bool exists = first < columns;
+#pragma unroll 1
+      for (int slice = 0; slice < work.slices; slice += 2) {
+        uint64_t* full = &memory.full[at.index];
+        Wait(&memory.empty[at.index], at.parity ^ 1);
+        ArriveExpecting(full, exists ? Config::kBlocks * kCodeBytes : 0);
+#pragma unroll
+        for (int b = 0; b < Config::kBlocks; ++b) {
+          if (!exists) break;
+          CopyBox<false>(&quantized.codes_map, full, memory.codes[at.index][b][group],
+                         slice * kSliceSm90 * kBits / 16, first + b * columns, work.weight);
+        }
+        at.Next();
+      }
+    });
   }
 
   // Few rows: one thread copies all of a stage, as of PackedWeights.
@@ -52,9 +80,7 @@ struct LinearWeights {
     Place<Config::kStages> at;
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int groups = work.out_column + 64 < columns ? 2 : 1;
-      const CUtensorMap* l_map = work.rows <= 8    ? &gemm.l_rest[0]
-                                 : work.rows <= 16 ? &gemm.l_rest[1]
-                                                   : &gemm.l_map;
+      const CUtensorMap* l_map = StageRows(gemm, work.rows);
       const int slices = Config::StageSlices(work.rows);
       const int bytes = slices * Config::SliceBytes(work.rows) +
                         slices / 2 * groups * Config::kBlocks * kCodeBytes;
@@ -86,8 +112,7 @@ struct LinearWeights {
   // What a thread reads of a tile's columns: of its own and the one 8 further on.
   class Reader {
    public:
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Table&, const Work& work,
-                      int column)
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int column)
         : quantized_(quantized) {
       column += Row();
       const int k = work.l_k + threadIdx.x % 4 * 32, n = quantized.gemm.n;
@@ -101,13 +126,19 @@ struct LinearWeights {
       LoadScales();
     }
 
-    // As of PackedWeights: the 16 codes of a thread's 32 that one slice multiplies, of both
-    // columns.
+    // As of PackedWeights: of both columns a thread's 32 codes, or by slices the 16 that one
+    // multiplies.
     struct Words {
-      uint32_t codes[2][kBits / 2];
+      static constexpr int kCodes = kBySlices ? kBits / 2 : kBits;
+      uint32_t codes[2][kCodes];
       uint32_t scales[2];  // affine: scale and bias
 
-      __device__ uint32_t OfEachLoad() const { return codes[0][0] | codes[1][0]; }
+      __device__ uint32_t OfEachLoad() const {
+        uint32_t each = 0;
+#pragma unroll
+        for (int i = 0; i < (kBySlices ? 1 : kCodes); ++i) each |= codes[0][i] | codes[1][i];
+        return each;
+      }
     };
 
     __device__ Words Load(const char* codes, const char*, int slice) {
@@ -122,7 +153,14 @@ struct LinearWeights {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        LoadWords<kBits / 2>(Piece(codes + slice / 2 * kCodeBytes, r, slice % 2), words.codes[r]);
+        const char* stage = codes + slice / 2 * kCodeBytes;
+        if constexpr (kBySlices) {
+          LoadWords<kBits / 2>(Piece(stage, r, slice % 2), words.codes[r]);
+        } else {
+          if (slice % 2 == 0) LoadLine(stage, r);
+#pragma unroll
+          for (int i = 0; i < kBits; ++i) words.codes[r][i] = line_[r][i];
+        }
         words.scales[r] = now_[r];
         if constexpr (kMode == Mode::kNvfp4) words.scales[r] = Twice(now_[r], slice % 2);
         if constexpr (kMode == Mode::kMxfp8) {  // a NaN among codes makes its column one
@@ -137,12 +175,12 @@ struct LinearWeights {
 
     // kSteps x 16 k from step `first` of a slice on.
     template <int kSteps, bool kFewRows>
-    __device__ void Read(const Words& words, int /*slice*/, int first, uint32_t* a) const {
+    __device__ void Read(const Words& words, int slice, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {  // column, and pair of codes
-          const int r = e % 2, p = 2 * (first + i) + e / 2;
+          const int r = e % 2, p = 2 * (first + i) + e / 2 + (kBySlices ? 0 : slice % 2 * 8);
           a[4 * i + e] = Pair(words.codes[r], p, words.scales[r]);
         }
       }
@@ -153,7 +191,8 @@ struct LinearWeights {
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
-    __device__ static uint32_t Pair(const uint32_t (&codes)[kBits / 2], int p, uint32_t scales) {
+    __device__ static uint32_t Pair(const uint32_t (&codes)[Words::kCodes], int p,
+                                    uint32_t scales) {
       if constexpr (kAffine) {
         const uint32_t scale = Twice(scales, 0), bias = Twice(scales, 1);
         return MultiplyAdd2<DType::kBF16>(NumbersOf<kBits>(codes, p), scale, bias);
@@ -171,6 +210,20 @@ struct LinearWeights {
       const int j = threadIdx.x % 4;
       const int at = kBits == 4 ? (j ^ Row() / 2 % 4) * 16 + 8 * i : (2 * j + i ^ Row() % 8) * 16;
       return codes + (Row() + 8 * r) * kLineBytes + at;
+    }
+
+    // Column `r`'s codes of 128 k.
+    __device__ void LoadLine(const char* codes, int r) {
+      const char* from = codes + (Row() + 8 * r) * kLineBytes + threadIdx.x % 4 * 4 * kBits;
+      constexpr int kTogether = kBits % 2 == 0 ? 2 : 1;
+      uint32_t words[kBits];
+#pragma unroll
+      for (int i = 0; i < kBits; i += kTogether) LoadWords<kTogether>(from + 4 * i, words + i);
+      if constexpr (kBits == 2) {
+        line_[r][0] = words[0], line_[r][1] = words[1];
+      } else {
+        ToStreams(words, line_[r]);
+      }
     }
 
     // Those of the next 128 k; zeros past the end.
@@ -198,33 +251,8 @@ struct LinearWeights {
     int second_;          // bytes to those of the second
     int left_;            // k from this thread's next on
     uint32_t next_[2][kAffine ? 2 : 1], now_[2];
+    uint32_t line_[2][kBySlices ? 1 : kBits];
   };
-
- private:
-  template <typename Config>
-  __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
-                                    typename Config::SharedMemory& memory, int group) {
-    const GemmSm90& gemm = quantized.gemm;
-    const int columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
-    Place<Config::kStages> at;
-    ForEachWork<Config, false>(memory, [&](const Work& work) {
-      const int first = work.out_column + 64 * group;
-      const bool exists = first < columns;
-#pragma unroll 1
-      for (int slice = 0; slice < work.slices; slice += 2) {
-        uint64_t* full = &memory.full[at.index];
-        Wait(&memory.empty[at.index], at.parity ^ 1);
-        ArriveExpecting(full, exists ? Config::kBlocks * kCodeBytes : 0);
-#pragma unroll
-        for (int b = 0; b < Config::kBlocks; ++b) {
-          if (!exists) break;
-          CopyBox<false>(&quantized.codes_map, full, memory.codes[at.index][b][group],
-                         slice * kSliceSm90 * kBits / 16, first + b * columns, work.weight);
-        }
-        at.Next();
-      }
-    });
-  }
 };
 
 }  // namespace jgg::device

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/device/packed_codes.cuh"
 #include "quantized/device/registers_sm90.cuh"
 #include "quantized/gemm_sm90.h"
@@ -130,23 +131,51 @@ struct PackedWeights {
   // With few rows WGMMA would spill.
   static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
   static constexpr int kLoadsLateFrom = kMode != Mode::kNvfp4 ? 2 : 3;  // blocks per SM: likewise
-  static constexpr bool kWholeStages = true;                            // few rows: CopyStages
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   // Bytes of 64 columns: codes and a word of scales of 64 k; codes and scales of 128 k.
   static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
   static constexpr int kCodeBytes = 2 * kTileCodes;
   static constexpr int kScaleBytes = 2 * kMostScaleWords * kWordScales;
-  static constexpr int kCopiers = 1;  // arrivals at a stage of each warp that copies
-  struct Table {};
 
-  __device__ static void Fill(Table&) {}
+  __device__ static constexpr int SharedBytes(int /*rows*/) { return kSharedBytes; }
 
-  // One warp, for one warpgroup's columns.
+  // One thread, for one warpgroup's columns.
   template <typename Config>
-  __device__ static void Copy(const QuantizedGemmSm90& quantized,
-                              typename Config::SharedMemory& memory, int group) {
-    if (threadIdx.x % 32 == 0) CopyThread<Config>(quantized, memory, group);
-    __syncwarp();
+  __device__ static void CopyColumns(const QuantizedGemmSm90& quantized,
+                                     typename Config::SharedMemory& memory, int group) {
+    const bool gated = IsGated(quantized.gemm.epilogue.activation);
+    const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
+    const int tiles = gated ? half : quantized.column_tiles;
+    const int tile_scales = TileScales(quantized);
+    Place<Config::kStages> at;
+    ForEachWork<Config, false>(memory, [&](const Work& work) {
+      const int column = work.out_column / 64 + group;
+      const bool exists = column < tiles;  // of the last 128 columns there may be only 64
+      const int64_t first =
+          (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
+      const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
+      const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
+      const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
+#pragma unroll 1
+      for (int slice = 0; slice < work.slices; slice += 2) {
+        uint64_t* full = &memory.full[at.index];
+        Wait(&memory.empty[at.index], at.parity ^ 1);
+        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + 2 * tile_scales) : 0);
+        // Half a stage is filled up with the same weights again, which meet zeros of x.
+        const int copies = slice + 1 < work.slices ? 1 : 2, tiles_each = 2 / copies;
+        for (int i = 0; i < (exists ? copies : 0); ++i) {
+#pragma unroll
+          for (int b = 0; b < Config::kBlocks; ++b) {
+            CopyTiles(codes + b * block * kTileCodes, scales + b * block * tile_scales, full,
+                      memory.codes[at.index][b][group] + i * kTileCodes,
+                      memory.scales[at.index][b][group] + i * tile_scales, tiles_each, tile_scales);
+          }
+        }
+        codes += kCodeBytes;
+        scales += 2 * tile_scales;
+        at.Next();
+      }
+    });
   }
 
   // Few rows: one thread copies all of a stage, x too, by as few copies as there can be, because
@@ -170,9 +199,7 @@ struct PackedWeights {
                             k_tile;
       const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-      const CUtensorMap* l_map = work.rows <= 8    ? &gemm.l_rest[0]
-                                 : work.rows <= 16 ? &gemm.l_rest[1]
-                                                   : &gemm.l_map;
+      const CUtensorMap* l_map = StageRows(gemm, work.rows);
       const int most_slices = Config::StageSlices(work.rows);
       const int rows_bytes = most_slices * Config::SliceBytes(work.rows);
 #pragma unroll 1
@@ -210,7 +237,7 @@ struct PackedWeights {
   // What a thread reads of a tile's columns.
   class Reader {
    public:
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Table&, const Work&, int /*column*/)
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work&, int /*column*/)
         : scales_more_(TileScales(quantized) - kWordScales) {}
 
     // All that the thread decodes of a slice.
@@ -258,44 +285,6 @@ struct PackedWeights {
 
   __device__ static int TileScales(const QuantizedGemmSm90& quantized) {
     return kWordScales * (kMostScaleWords == 1 ? 1 : quantized.scale_words);
-  }
-
-  template <typename Config>
-  __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
-                                    typename Config::SharedMemory& memory, int group) {
-    const bool gated = IsGated(quantized.gemm.epilogue.activation);
-    const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
-    const int tiles = gated ? half : quantized.column_tiles;
-    const int tile_scales = TileScales(quantized);
-    Place<Config::kStages> at;
-    ForEachWork<Config, false>(memory, [&](const Work& work) {
-      const int column = work.out_column / 64 + group;
-      const bool exists = column < tiles;  // of the last 128 columns there may be only 64
-      const int64_t first =
-          (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
-      const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
-      const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-      const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
-#pragma unroll 1
-      for (int slice = 0; slice < work.slices; slice += 2) {
-        uint64_t* full = &memory.full[at.index];
-        Wait(&memory.empty[at.index], at.parity ^ 1);
-        ArriveExpecting(full, exists ? Config::kBlocks * (kCodeBytes + 2 * tile_scales) : 0);
-        // Half a stage is filled up with the same weights again, which meet zeros of x.
-        const int copies = slice + 1 < work.slices ? 1 : 2, tiles_each = 2 / copies;
-        for (int i = 0; i < (exists ? copies : 0); ++i) {
-#pragma unroll
-          for (int b = 0; b < Config::kBlocks; ++b) {
-            CopyTiles(codes + b * block * kTileCodes, scales + b * block * tile_scales, full,
-                      memory.codes[at.index][b][group] + i * kTileCodes,
-                      memory.scales[at.index][b][group] + i * tile_scales, tiles_each, tile_scales);
-          }
-        }
-        codes += kCodeBytes;
-        scales += 2 * tile_scales;
-        at.Next();
-      }
-    });
   }
 };
 
