@@ -327,11 +327,17 @@ def nvfp4(rng):
     assert all(np.isfinite(oracle.f64(g)).all() for g in gradients)
     # Weights as they are stored, prepacked, and, where rows are many, repacked.
     f = functools.partial(jgg.nvfp4_grouped_mm, preferred_element_type="float32")
-    w = oracle.random_quantized(rng, (2, 64, 64), "nvfp4", scale=jnp.array([2, 0.5], "float32"))
-    bias = oracle.random(rng, (2, 64))
-    want = oracle.dequantize(w).swapaxes(1, 2) * np.array([2, 0.5])[:, None, None]
-    for sizes in ([3, 9], [60, 1], [700, 330]):
-        x = oracle.random_quantized(rng, (sum(sizes) + 5, 64), "nvfp4")
+    scales, bias = np.array([2, 0.5], "float32"), oracle.random(rng, (2, 64))
+    for k, sizes in (
+        (64, [3, 9]),
+        (64, [60, 1]),
+        (64, [1400, 660]),
+        (256, [3, 9]),
+        (256, [70, 33]),
+    ):
+        w = oracle.random_quantized(rng, (2, 64, k), "nvfp4", scale=jnp.asarray(scales))
+        want = oracle.dequantize(w).swapaxes(1, 2) * scales[:, None, None]
+        x = oracle.random_quantized(rng, (sum(sizes) + 5, k), "nvfp4")
         for weight in (w, jgg.prepack(w)):
             out = np.array(jax.jit(f)(x, weight, jnp.array(sizes), bias=bias))
             for g, (first, last) in enumerate(oracle.bounds(sizes, len(out))):

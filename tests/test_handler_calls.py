@@ -129,10 +129,10 @@ def operations() -> dict[str, tuple]:
     random = functools.partial(oracle.random, rng)
     x, w, v = random((100, 64)), random((4, 64, 128)), random((4, 128, 64))
     half = lambda *arrays: tuple(a.astype(jnp.bfloat16) for a in arrays)
-    # In every mode; those of 4 and 8 bits, and the others, whose many rows Hopper multiplies with
-    # a repacked weight.
+    # In every mode; and those of which Hopper multiplies many rows with a repacked weight.
     q = {of: oracle.random_quantized(rng, (4, 128, 64), *of, dtype="bfloat16") for of in MODES}
-    as_stored, repacked = ([q[of] for of in MODES if (of[1] in (4, 8)) == a] for a in (True, False))
+    as_stored, many = [*q.values()], random((4 * 2048, 64))
+    repacked = [weight for of, weight in q.items() if of != ("mxfp8", 8)]
     products, mm = {"jgg_mm", "jgg_wgrad"}, functools.partial(jgg.grouped_mm, group_sizes=sizes)
     fused = lambda x, w, b, s, old: mm(
         x, w, bias=b, activation="swiglu", row_scale=s, existing_out=old
@@ -181,29 +181,26 @@ def operations() -> dict[str, tuple]:
         ),
         "gradient in parts": (in_parts, half(tall, v[:1, :64]), {"jgg_wgrad"}),
         "grouped_qmm": (each(qmm), (*half(x), as_stored), {"jgg_qmm"}),
-        "grouped_qmm, few rows": (each(qmm), (*half(x[:32]), [*q.values()]), {"jgg_qmm"}),
+        "grouped_qmm, few rows": (each(qmm), (*half(x[:32]), as_stored), {"jgg_qmm"}),
         "grouped_qmm on sm80": (
-            each(qmm, **on_sm80), (*half(x), [*q.values()]), {"jgg_qmm"},
+            each(qmm, **on_sm80), (*half(x), as_stored), {"jgg_qmm"},
         ),
         "grouped_qmm, repacked on sm90": (
-            each(qmm, **on_sm90), (*half(x), repacked), {"jgg_prepack", "jgg_qmm_packed"},
+            each(qmm, **on_sm90), (*half(many), repacked), {"jgg_prepack", "jgg_qmm_packed"},
         ),
         "grouped_qmm, prepacked on sm90": (
-            each(lambda x, q: qmm(x, jgg.prepack(q))), (*half(x), [*q.values()]),
+            each(lambda x, q: qmm(x, jgg.prepack(q))), (*half(x), as_stored),
             {"jgg_prepack", "jgg_qmm_packed"},
         ),
         "gather_qmm": (each(gather_qmm), (*half(x), as_stored), {"jgg_qmm"}),
         "quantized_matmul": (each(matmul), (*half(x[:8]), as_stored), {"jgg_qmm"}),
-        "prepack": (
-            lambda qs: [*map(jgg.prepack, qs)],
-            ([weight for of, weight in q.items() if of != ("mxfp8", 8)],), {"jgg_prepack"},
-        ),
+        "prepack": (lambda qs: [*map(jgg.prepack, qs)], (repacked,), {"jgg_prepack"}),
         "quantize": (
             lambda w: [jgg.quantize(w, mode=mode, bits=bits) for mode, bits in MODES], (w,),
             {"jgg_quantize"},
         ),
         "dequantize": (
-            lambda qs: [*map(jgg.dequantize, qs)], ([*q.values()],), {"jgg_dequantize"},
+            lambda qs: [*map(jgg.dequantize, qs)], (as_stored,), {"jgg_dequantize"},
         ),
         "nvfp4_quantize": (quantize, half(x), {"jgg_nvfp4_quantize"}),
         "nvfp4_quantize, along T": (along_t, half(x), {"jgg_nvfp4_quantize"}),
@@ -211,6 +208,11 @@ def operations() -> dict[str, tuple]:
             functools.partial(quantize, scale_2d=True), half(w), {"jgg_nvfp4_quantize"},
         ),
         "nvfp4_grouped_mm": (nvfp4_mm, (rows, weight), {"jgg_dequantize", "jgg_qmm"}),
+        "nvfp4_grouped_mm on sm90": (
+            lambda x, w: jgg.nvfp4_grouped_mm(x, w, sizes, bias=bias, **on_sm90),
+            (nvfp4.random(rng, 100, 128), nvfp4.random(rng, 4, 128, 128)),
+            {"jgg_dequantize", "jgg_qmm"},
+        ),
         "nvfp4_grouped_mm, prepacked on sm90": (
             lambda x, w: nvfp4_mm(x, jgg.prepack(w)), (rows, weight),
             {"jgg_dequantize", "jgg_prepack", "jgg_qmm_packed"},

@@ -183,9 +183,9 @@ def test_over_four_gib_of_elements(rng):
 def test_repacked_products(rng, mode, bits, group_size):
     if 90 not in _call.live_capabilities():
         pytest.skip("needs a Hopper GPU")
-    sizes = jnp.array([700, 3, 900])
+    sizes = jnp.array([2700, 3, 3400])
     w = ordinary(rng, mode, bits, group_size, (3, 192, 384))
-    x = oracle.random(rng, (1700, 384), jnp.bfloat16)
+    x = oracle.random(rng, (6200, 384), jnp.bfloat16)
     f = lambda x, w: jgg.grouped_qmm(x, w, sizes)
     assert names(f, x, w) == PACKED
     out = jax.jit(f)(x, w)

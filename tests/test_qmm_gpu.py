@@ -153,7 +153,7 @@ FORMATS = {"nvfp4": ("nvfp4", 4, 16), "affine": ("affine", 4, 64)}
 # An odd number of slices of 64 k, so many that thread blocks share out the k of few rows. Of rows:
 # few, some, many, and so many that weights are prepacked first.
 GROUPS, N, K = 4, 192, 4160
-ROWS = (20, 80, 800, 2048)
+ROWS = (20, 80, 800, 4096)
 PAIRS = {"few": 7, "many": 40}  # not sorted by matrix, and sorted
 BLOCKS = 5  # of x, that pairs name: several name the same one
 
