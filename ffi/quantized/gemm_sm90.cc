@@ -3,26 +3,41 @@
 
 namespace jgg {
 
+#ifdef JGG_SM90
+template <Mode kMode_, int kBits_>
+struct Instance {
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kBits = kBits_;
+};
+
+// launch(Instance), of the one for a mode.
+template <typename Launch>
+static cudaError_t LaunchInstance(Mode mode, int bits, Launch launch) {
+  switch (mode) {
+    case Mode::kNvfp4: return launch(Instance<Mode::kNvfp4, 4>{});
+    case Mode::kMxfp4: return launch(Instance<Mode::kMxfp4, 4>{});
+    case Mode::kMxfp8: return launch(Instance<Mode::kMxfp8, 8>{});
+    case Mode::kAffine: break;
+  }
+  switch (bits) {
+    case 2: return launch(Instance<Mode::kAffine, 2>{});
+    case 3: return launch(Instance<Mode::kAffine, 3>{});
+    case 4: return launch(Instance<Mode::kAffine, 4>{});
+    case 5: return launch(Instance<Mode::kAffine, 5>{});
+    case 6: return launch(Instance<Mode::kAffine, 6>{});
+    case 8: return launch(Instance<Mode::kAffine, 8>{});
+  }
+  return cudaErrorInvalidValue;
+}
+#endif
+
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
                                  int bits, const OperandsSm90& operands) {
 #ifdef JGG_SM90
-  if (mode == Mode::kNvfp4) {
-    return LaunchPackedInstanceSm90<Mode::kNvfp4, 4>(stream, quantized, operands);
-  }
-  if (mode == Mode::kMxfp4) {
-    return LaunchPackedInstanceSm90<Mode::kMxfp4, 4>(stream, quantized, operands);
-  }
-  if (mode == Mode::kMxfp8) {
-    return LaunchPackedInstanceSm90<Mode::kMxfp8, 8>(stream, quantized, operands);
-  }
-  switch (bits) {
-    case 2: return LaunchPackedInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
-    case 3: return LaunchPackedInstanceSm90<Mode::kAffine, 3>(stream, quantized, operands);
-    case 4: return LaunchPackedInstanceSm90<Mode::kAffine, 4>(stream, quantized, operands);
-    case 5: return LaunchPackedInstanceSm90<Mode::kAffine, 5>(stream, quantized, operands);
-    case 6: return LaunchPackedInstanceSm90<Mode::kAffine, 6>(stream, quantized, operands);
-    case 8: return LaunchPackedInstanceSm90<Mode::kAffine, 8>(stream, quantized, operands);
-  }
+  return LaunchInstance(mode, bits, [&](auto of) {
+    using Of = decltype(of);
+    return LaunchPackedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, operands);
+  });
 #endif
   return cudaErrorNoKernelImageForDevice;
 }
@@ -31,23 +46,10 @@ cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
                                  const Coding& coding, const OperandsSm90& operands) {
 #ifdef JGG_SM90
   if (cudaError_t error = EncodeTensorMap(operands.r, &quantized.codes_map)) return error;
-  switch (coding.mode) {
-    case Mode::kNvfp4:
-      return LaunchLinearInstanceSm90<Mode::kNvfp4, 4>(stream, quantized, operands);
-    case Mode::kMxfp4:
-      return LaunchLinearInstanceSm90<Mode::kMxfp4, 4>(stream, quantized, operands);
-    case Mode::kMxfp8:
-      return LaunchLinearInstanceSm90<Mode::kMxfp8, 8>(stream, quantized, operands);
-    case Mode::kAffine:
-      switch (coding.bits) {
-        case 2: return LaunchLinearInstanceSm90<Mode::kAffine, 2>(stream, quantized, operands);
-        case 3: return LaunchLinearInstanceSm90<Mode::kAffine, 3>(stream, quantized, operands);
-        case 4: return LaunchLinearInstanceSm90<Mode::kAffine, 4>(stream, quantized, operands);
-        case 5: return LaunchLinearInstanceSm90<Mode::kAffine, 5>(stream, quantized, operands);
-        case 6: return LaunchLinearInstanceSm90<Mode::kAffine, 6>(stream, quantized, operands);
-        case 8: return LaunchLinearInstanceSm90<Mode::kAffine, 8>(stream, quantized, operands);
-      }
-  }
+  return LaunchInstance(coding.mode, coding.bits, [&](auto of) {
+    using Of = decltype(of);
+    return LaunchLinearInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, operands);
+  });
 #endif
   return cudaErrorNoKernelImageForDevice;
 }

@@ -1,6 +1,6 @@
 // Weights in layout "linear", as checkpoints have them: lines of codes, contiguous along k. A stage
 // has 128 k of 64 columns: their codes by TMA. Threads load the scales that they need by
-// themselves, since nothing aligns these, a stage before they use them.
+// themselves, since nothing aligns these, 128 k before they use them.
 //
 // Which k an instruction multiplies does not matter, as long as both operands agree. Of 128 k
 // thread j of four takes the 32 from 32 * j on as they come, in whole words, and their few scales;
@@ -32,8 +32,8 @@ struct LinearWeights {
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
   static constexpr bool kAlwaysWarps = kBits != 4;  // with few rows: faster than WGMMA
   static constexpr int kLoadsLateFrom = 1;          // blocks per SM: registers are few
-  static constexpr int kFewRowsSlices =
-      kBits % 2 == 0 && kBits <= 4 ? 4 : 2;  // where warps multiply
+  // Of a stage where warps multiply: with four, 3 bits would spill.
+  static constexpr int kFewRowsSlices = kBits == 2 || kBits == 4 ? 4 : 2;
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
   static constexpr int kScaleBytes = 0;  // they do not come with a stage
 
