@@ -44,9 +44,9 @@ def prepack(w: Quantized) -> Quantized:
     bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
     is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
     (not the values) back in order first. On Hopper products of many rows (1024 per matrix, 2048
-    with 6 and 8 bits) pack weights that are not packed, each time anew (mxfp8 and
-    ``nvfp4_grouped_mm`` excepted; not with ``implementation="sm80"``). The layout may change with
-    this package's version: store the weight as it was.
+    with 6 and 8 bits) pack weights that are not packed, each time anew (but mxfp8,
+    ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``). The
+    layout may change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
