@@ -39,7 +39,6 @@ __device__ inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1,
 template <typename Config>
 struct FewRowsProducts {
   using Memory = typename Config::SharedMemory;
-  using Reader = typename Config::Weights::Reader;
   static constexpr int kBlocks = Config::kBlocks, kBlockSums = Config::kRows / 2;
   static_assert(Config::kRows == 32);
   using Sums = float[kBlocks][kBlockSums];
@@ -65,6 +64,7 @@ struct FewRowsProducts {
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
+    using Reader = typename Config::Weights::template Reader<kSlices>;
     const int column = work.out_column + 64 * group;
     Reader first_block(quantized, work, column);
     Reader second_block(quantized, work, column + quantized.gemm.n / 2);

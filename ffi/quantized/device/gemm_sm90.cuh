@@ -148,7 +148,7 @@ __device__ void MultiplyRegisters(const uint32_t* a, uint64_t b, float* sums, bo
 template <typename Config>
 struct QuantizedProducts {
   using Memory = typename Config::SharedMemory;
-  using Reader = typename Config::Weights::Reader;
+  using Reader = typename Config::Weights::template Reader<Config::kSlices>;
   static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
   static constexpr int kBlockSums = kRows / 2;
   using Sums = float[kBlocks][kBlockSums];

@@ -1,6 +1,6 @@
 // Weights in layout "linear", as checkpoints have them: lines of codes, contiguous along k. A stage
-// has 128 k of 64 columns: their codes by TMA. Threads load the scales that they need by
-// themselves, since nothing aligns these, 128 k before they use them.
+// has the codes of 64 columns, by TMA. Threads load the scales that they need by themselves, since
+// nothing aligns these, half a stage or a whole one before they use them.
 //
 // Which k an instruction multiplies does not matter, as long as both operands agree. Of 128 k
 // thread j of four takes the 32 from 32 * j on as they come, in whole words, and their few scales;
@@ -109,7 +109,9 @@ struct LinearWeights {
     });
   }
 
-  // What a thread reads of a tile's columns: of its own and the one 8 further on.
+  // What a thread reads of a tile's columns: of its own and the one 8 further on, from stages of so
+  // many slices.
+  template <int kStageSlices>
   class Reader {
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int column)
@@ -123,7 +125,8 @@ struct LinearWeights {
       scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line +
                 (k >> quantized.scale_shift) * kSize;
       second_ = (second - first) * quantized.scale_line;
-      LoadScales();
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) LoadScales(i);
     }
 
     // As of PackedWeights: of both columns a thread's 32 codes, or by slices the 16 that one
@@ -144,12 +147,13 @@ struct LinearWeights {
     __device__ Words Load(const char* codes, const char*, int slice) {
       Words words;
       if (slice % 2 == 0) {
+        const auto& next = next_[slice / 2 % kAhead];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          now_[r] = kAffine ? next_[r][0] | next_[r][kAffine] << 16
-                            : Codes::Scales(next_[r][0], 0, 0, true).scale;
+          now_[r] = kAffine ? next[r][0] | next[r][kAffine] << 16
+                            : Codes::Scales(next[r][0], 0, 0, true).scale;
         }
-        LoadScales();
+        LoadScales(slice / 2 % kAhead);
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -188,6 +192,9 @@ struct LinearWeights {
 
    private:
     static constexpr int kSize = kAffine ? 2 : 1;  // bytes of a scale
+    // 128s of k. A stage of nvfp4: half of one is too late for its many scales; to others a whole
+    // one is no help.
+    static constexpr int kAhead = kMode == Mode::kNvfp4 ? kStageSlices / 2 : 1;
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
@@ -226,20 +233,20 @@ struct LinearWeights {
       }
     }
 
-    // Those of the next 128 k; zeros past the end.
-    __device__ void LoadScales() {
+    // Of the next 128 k, to next_[at]; zeros past the end.
+    __device__ void LoadScales(int at) {
       const int64_t to_bias =
           static_cast<const char*>(quantized_.biases) - static_cast<const char*>(quantized_.scales);
 #pragma unroll
       for (int i = 0; i < 2 * (kAffine ? 2 : 1); ++i) {
         const int r = i % 2;
-        next_[r][i / 2] = 0;
+        next_[at][r][i / 2] = 0;
         if (left_ <= 0) continue;
         const char* from = scales_ + (r == 0 ? 0 : second_) + (i < 2 ? 0 : to_bias);
         if constexpr (kAffine || kMode == Mode::kNvfp4) {
-          next_[r][i / 2] = __ldg(reinterpret_cast<const uint16_t*>(from));
+          next_[at][r][i / 2] = __ldg(reinterpret_cast<const uint16_t*>(from));
         } else {
-          next_[r][i / 2] = __ldg(reinterpret_cast<const uint8_t*>(from));
+          next_[at][r][i / 2] = __ldg(reinterpret_cast<const uint8_t*>(from));
         }
       }
       scales_ += (128 >> quantized_.scale_shift) * kSize;
@@ -250,7 +257,7 @@ struct LinearWeights {
     const char* scales_;  // of the next 128 k of the first column
     int second_;          // bytes to those of the second
     int left_;            // k from this thread's next on
-    uint32_t next_[2][kAffine ? 2 : 1], now_[2];
+    uint32_t next_[kAhead][2][kAffine ? 2 : 1], now_[2];
     uint32_t line_[2][kBySlices ? 1 : kBits];
   };
 };

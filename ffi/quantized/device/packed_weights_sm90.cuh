@@ -235,6 +235,7 @@ struct PackedWeights {
   }
 
   // What a thread reads of a tile's columns.
+  template <int>
   class Reader {
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work&, int /*column*/)
