@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _call, _ordered, _reference, _segments, _split, _tuned
+from . import _call, _ordered, _quantized, _reference, _segments, _split, _tuned
 from . import _nvfp4_layouts as layouts
 
 
@@ -351,10 +351,10 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     *lead, n, words = weight.shape
     rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
-    scale_words = 2 if (mode, group_size) == ("affine", 32) else 1
+    scale_tiles, scale_words = _quantized.packed_scales(mode, group_size, k_tiles)
     results = [
-        jax.ShapeDtypeStruct((rows // 64, k_tiles, size), jnp.uint32)
-        for size in (128 * bits, 64 * scale_words)
+        jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
+        for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))
     ]
     flags = {"mode": mode, "bits": bits, "group_size": group_size, "biases": biases is not None}
     out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **_attributes(flags))

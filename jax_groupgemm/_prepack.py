@@ -8,8 +8,9 @@ and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. S
     scales  (words, 32 pairs (warp, g), 2 rows)  what decodes the row's codes
 
 of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words).
-Of a weight's words all threads' first four (or two, or one, as `_pieces` says) come before all
-threads' next.
+Of mxfp4 the scales of two rows are one word, and two tiles share affine scales of 128 k. Of a
+weight's words all threads' first four (or two, or one, as `_pieces` says) come before all threads'
+next.
 """
 
 from __future__ import annotations
@@ -181,26 +182,27 @@ def _prepack(w: Quantized) -> Quantized:
         codes = jnp.where((scales == 0)[..., None, None], u32(0), codes)
         words = _words(scales, 8)
     elif w.mode == "mxfp4":
-        words = _words(_bf16_of_e8m0(u32(scales)), 16)
+        words = u32(scales)[..., ::2] | u32(scales)[..., 1::2] << 8
     elif w.mode == "mxfp8":
         codes, scales = _marked_nan(codes, u32(scales))
         words = _words(scales, 16)
     else:
         scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (scales, w.biases))
         words = scale | bias << 16
-        if w.group_size > _TILE:
-            words = jnp.repeat(words, w.group_size // _TILE, axis=-1)
     # (..., tile of n, warp, h, g, tile of k, step, i, j, e), see the module's docstring.
     codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
     codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
-    words = words.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, -1)
+    scale_tiles, count = _quantized.packed_scales(w.mode, w.group_size, k // _TILE)
+    words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1)
     words = _permute(words, (0, 4, 5, 1, 3, 2))
+    if w.mode == "mxfp4":
+        words = words[..., 0] | words[..., 1] << 16
     weight = _interleave(codes, w.mode, w.bits)
     return dataclasses.replace(
         w,
         weight=_in_pieces(weight),
-        scales=words.reshape(*lead, n // _TILE, k // _TILE, -1),
+        scales=words.reshape(*lead, n // _TILE, scale_tiles, count),
         biases=None,
         layout="sm90",
     )
@@ -242,18 +244,22 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
     tiles = (*lead, n // _TILE, k // _TILE)
     codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
     codes = reshape(_permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)), *lead, n, k)
-    count = w.scales.shape[-1] // _TILE  # of a line in a tile
-    words = reshape(w.scales, *tiles, count, 4, 8, 2)
-    words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, k // _TILE * count)
+    words = w.scales
+    if w.mode == "mxfp4":
+        words = jnp.stack([words & u32(0xFFFF), words >> 16], axis=-1)
+    *tiles, count = w.scales.shape
+    count = max(count // _TILE, 1)  # of a line
+    words = reshape(words, *tiles, count, 4, 8, 2)
+    words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, tiles[-1] * count)
     biases = None
     if w.mode == "nvfp4":
         scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
     elif w.mode == "mxfp4":
-        scales = _e8m0_of_bf16(_parts(words, 16)).astype(jnp.uint8)
+        both = jnp.stack([words & u32(0xFF), words >> 8], axis=-1)
+        scales = reshape(both, *lead, n, k // w.group_size).astype(jnp.uint8)
     elif w.mode == "mxfp8":
         scales = _unmarked(codes, _parts(words, 16)).astype(jnp.uint8)
     else:
-        words = words[..., :: max(w.group_size // _TILE, 1)]
         scales, biases = (
             lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
             for v in (words & u32(0xFFFF), words >> 16)

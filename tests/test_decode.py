@@ -86,7 +86,8 @@ def test_prepacked(rng, bits, group_size):
     decode_tile = host_program.build("decode").decode_tile
     got = np.empty((2, 64, 4, 64), DTYPES["bfloat16"])
     for n, k in np.ndindex(2, 4):
-        leaves = [np.ascontiguousarray(leaf[n, k]) for leaf in (packed.weight, packed.scales)]
+        scales = packed.scales[n, k * packed.scales.shape[1] // 4]
+        leaves = [np.ascontiguousarray(leaf) for leaf in (packed.weight[n, k], scales)]
         tile = np.empty((64, 64), got.dtype)
         decode_tile(bits, *map(pointer, leaves), leaves[1].size // 64, pointer(tile))
         got[n, :, k] = tile

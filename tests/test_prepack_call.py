@@ -46,7 +46,9 @@ def test_operands_and_results():
     )  # fmt: skip
     assert "biases = true" in call[3]
     (call,) = calls(lowered(jgg.prepack, spec("affine", 128, 64, 128, bits=5)))
-    assert call[2] == ["1x2x640xui32", "1x2x64xui32"]
+    assert call[2] == ["1x2x640xui32", "1x1x64xui32"]
+    (call,) = calls(lowered(jgg.prepack, spec("mxfp4", 32, 64, 128)))
+    assert call[2] == ["1x2x512xui32", "1x2x32xui32"]
 
 
 def test_batch(rng):

@@ -12,8 +12,9 @@
 // four k, k + 1, k + 8, k + 9, k = t % 4 * 2. Its 32 codes are as many words as a code has bits, in
 // pieces of 16, 8 and 4 bytes that lie beside those of the other threads; how words hold pairs of
 // codes is in device/packed_weights_sm90.cuh (e2m1, e4m3) and device/packed_codes.cuh (affine). The
-// scales of its two rows lie beside each other, a word each; where there are two words for a row,
-// all rows' second words follow all first ones.
+// scales of its two rows lie beside each other, a word each (mxfp4: half a word); where there are
+// two words for a row, all rows' second words follow all first ones; affine scales of 128 k are
+// those of two tiles.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,7 +32,7 @@ struct QuantizedGemmSm90 {
   // Layout "sm90".
   const void* codes;
   int column_tiles, k_tiles;  // of a weight
-  int scale_words;            // of a row of a tile
+  int tile_scales;            // affine: bytes of scales and biases of a tile
   // Layout "linear".
   CUtensorMap codes_map;
   const void* biases;

@@ -31,8 +31,8 @@ static ffi::Error Prepack(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBu
       {}, 64 * row_tiles, 64 * k_tiles, out->untyped_data(), out_scales->untyped_data()};
   const QuantizedAttributes attributes{mode, bits, group_size, "linear", biases, false};
   JGG_RETURN_IF_ERROR(BindQuantizedArray(op, attributes, buffers, args.rows, args.k, &args.q));
-  JGG_RETURN_IF_ERROR(CheckShape(op, "the packed scales", "(R/64, K/64, 64 * words)", *out_scales,
-                                 {row_tiles, k_tiles, 64 * args.ScaleWords()}));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "the packed scales", "(R/64, K/64 or 128, words)", *out_scales,
+                                 {row_tiles, args.k / args.ScaleK(), args.ScaleWords()}));
   for (const auto& buffer : {*out, *out_scales}) {
     if (buffer.element_type() != ffi::U32) return InvalidArgument(op, "results must be uint32");
   }

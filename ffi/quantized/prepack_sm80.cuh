@@ -38,7 +38,7 @@ auto LaunchPrepack(const PrepackArgs& args, Launch launch) {
   }
   const auto affine = [&](auto bits) {
     const std::integral_constant<Mode, Mode::kAffine> mode;
-    if (args.ScaleWords() == 1) return launch(mode, bits, One{}, blocks, p);
+    if (args.q.group_size > 32) return launch(mode, bits, One{}, blocks, p);
     return launch(mode, bits, std::integral_constant<int, 2>{}, blocks, p);
   };
   switch (args.q.coding.bits) {

@@ -33,19 +33,21 @@ static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, Mode 
   if (shape[3] % 128 != 0 || !known) {
     return InvalidArgument(kOp, "weight has shape ", ShapeText(weight));
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64, 64 * words)", scales,
-                                 {shape[0], shape[1], shape[2], -1}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64 or 128, words)", scales,
+                                 {shape[0], shape[1], -1, -1}));
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {shape[0], 64 * shape[1], 64 * shape[2]}));
   for (const auto& buffer : {weight, scales}) {
     if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
       return Unimplemented(kOp, "weight and scales must be 16-byte aligned");
     }
   }
-  quantized->scale_words = static_cast<int>(scales.dimensions()[3] / 64);
-  if (scales.dimensions()[3] % 64 != 0 || quantized->scale_words < 1 ||
-      quantized->scale_words > (mode == Mode::kAffine ? 2 : 1)) {
-    return InvalidArgument(kOp, "scales has shape ", ShapeText(scales));
-  }
+  const int64_t tiles = scales.dimensions()[2], words = scales.dimensions()[3];
+  const bool one_tile = tiles == shape[2], two_tiles = 2 * tiles == shape[2];
+  const bool fits = mode == Mode::kAffine
+                        ? (one_tile && (words == 64 || words == 128)) || (two_tiles && words == 64)
+                        : one_tile && words == (mode == Mode::kMxfp4 ? 32 : 64);
+  if (!fits) return InvalidArgument(kOp, "scales has shape ", ShapeText(scales));
+  quantized->tile_scales = static_cast<int>(4 * words / (one_tile ? 1 : 2));
   quantized->codes = weight.untyped_data();
   quantized->scales = scales.untyped_data();
   quantized->column_tiles = static_cast<int>(shape[1]);

@@ -5,15 +5,15 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/registers_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
 namespace jgg::device {
-
-constexpr int kSharedBytes = 228 * 1024;  // of an SM
 
 // Of x: one thread copies all of a stage, by as few copies as there can be.
 __device__ inline const CUtensorMap* StageRows(const GemmSm90& gemm, int rows) {
@@ -74,47 +74,67 @@ struct FewRowsProducts {
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += kSlices) {
       Wait(&memory.full[at.index], at.parity);
-      const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
-      typename Reader::Words words[kBlocks];
       uint32_t read = 0;  // some of what each of the last loads brings
-#pragma unroll
-      for (int half = 0; half < 2 * kSlices; ++half) {  // 32 k
-        const int s = half / 2;
-        uint32_t x[kEights][4];
-        const auto load = [&](int i) {
-          const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
-          LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
-        };
-        constexpr bool kLate = kEights > 2;  // there are registers for some of x only
-#pragma unroll
-        for (int i = 0; i < kEights; ++i) {
-          if (!kLate) load(i);
-        }
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          Reader& reader = b == 0 ? first_block : second_block;
-          if (half % 2 == 0) {
-            words[b] =
-                reader.Load(memory.codes[at.index][b][group], memory.scales[at.index][b][group], s);
-          }
-          uint32_t a[8];
-          reader.template Read<2, true>(words[b], s, half % 2 * 2, a);
-#pragma unroll
-          for (int i = 0; i < kEights; ++i) {
-            if (kLate) load(i);
-#pragma unroll
-            for (int step = 0; step < 2; ++step) {
-              MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1], sums[b] + 4 * i);
-            }
-            if (half == 2 * kSlices - 1) read |= x[i][0];
-          }
-          if (half == 2 * kSlices - 2) read |= words[b].OfEachLoad();
-        }
+      const auto multiply = [&](auto scales) {
+        read = MultiplyStage<kEights, kSlices, scales.value>(memory, group, at.index, x_first,
+                                                             first_block, second_block, sums);
+      };
+      bool small = first_block.AllSmall(memory.scales[at.index][0][group]);
+      if constexpr (kBlocks > 1) {
+        small = second_block.AllSmall(memory.scales[at.index][1][group]) && small;
+      }
+      if (small) {
+        multiply(std::integral_constant<Scales, Scales::kSmall>{});
+      } else {
+        multiply(std::integral_constant<Scales, Scales::kAny>{});
       }
       __syncwarp();
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
+  }
+
+  template <int kEights, int kSlices, Scales kScales, typename Reader>
+  __device__ static uint32_t MultiplyStage(Memory& memory, int group, int index, uint32_t x_first,
+                                           Reader& first_block, Reader& second_block, Sums& sums) {
+    const uint32_t x_stage = x_first + index * sizeof(memory.l[0]);
+    typename Reader::Words words[kBlocks];
+    uint32_t read = 0;
+#pragma unroll
+    for (int half = 0; half < 2 * kSlices; ++half) {  // 32 k
+      const int s = half / 2;
+      uint32_t x[kEights][4];
+      const auto load = [&](int i) {
+        const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
+        LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
+      };
+      constexpr bool kLate = kEights > 2;  // there are registers for some of x only
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        if (!kLate) load(i);
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        Reader& reader = b == 0 ? first_block : second_block;
+        if (half % 2 == 0) {
+          words[b] = reader.template Load<true, kScales>(memory.codes[index][b][group],
+                                                         memory.scales[index][b][group], s);
+        }
+        uint32_t a[8];
+        reader.template Read<2, true, kScales>(words[b], s, half % 2 * 2, a);
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+          if (kLate) load(i);
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+            MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1], sums[b] + 4 * i);
+          }
+          if (half == 2 * kSlices - 1) read |= x[i][0];
+        }
+        if (half == 2 * kSlices - 2) read |= words[b].OfEachLoad();
+      }
+    }
+    return read;
   }
 };
 

@@ -47,8 +47,7 @@ struct FewRowsWeights {
       return {Times(scale, kTwo126 - 9 * kTwice), 0};  // 9: kUnit
     } else {
       scale = scale >> 8 * b & 0xff;
-      const uint32_t bits = scale == 0 ? 0x40 : scale == 255 ? 0x7fc0 : scale << 7;
-      return {bits * 0x10001,
+      return {Bf16OfE8M0(scale) * 0x10001,
               scale * 0x800080 + (kMode == Mode::kMxfp8 ? kTwo120 : kTwo126) - kOne};
     }
   }

@@ -49,8 +49,17 @@ struct QuantizedGemmSm90Config {
       kRowsBytes +
       kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
   using PartialSums = std::conditional_t<kSharesK, SharedPartialSums, NoPartialSums>;
-  static constexpr int kFree =
-      Weights::SharedBytes(kRows) / kBlocksPerSm - 1024 - sizeof(PartialSums) - 1024;
+  // For stages and the epilogue, of so much shared memory of an SM.
+  __device__ static constexpr int FreeOf(int kib) {
+    return kib * 1024 / kBlocksPerSm - 1024 - static_cast<int>(sizeof(PartialSums)) - 1024;
+  }
+  // The L1 cache has the rest.
+  static constexpr bool kLeavesMost =
+      kWarps && StagesThatFit<EpilogueSm90<32, false, true>>(FreeOf(Weights::kFewRowsKib),
+                                                             kStageBytes, kMostStages_) >= 3;
+  static constexpr int kFree = FreeOf(kRows > 64    ? 228
+                                      : kLeavesMost ? Weights::kFewRowsKib
+                                                    : Weights::kSmallTilesKib);
   // As many stages as fit. In large tiles smaller chunks of the result may leave room for one more.
   static constexpr int kStagesBesideSmall =
       StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages_);
@@ -194,6 +203,7 @@ struct QuantizedProducts {
   // Values of k, in 16s, that are decoded at a time: fewer where sums take most registers.
   static constexpr int kSteps = kBlocks * kRows > 128 || Config::kBlocksPerSm > 1 ? 2 : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
+  static constexpr bool kFewRows = kBlocks * kRows <= 64;
   // Of a stage not all codes at once: with two blocks per SM registers are few.
   static constexpr bool kLoadsLate = Config::kBlocksPerSm >= Config::Weights::kLoadsLateFrom;
 
@@ -220,7 +230,8 @@ struct QuantizedProducts {
       const auto load = [&](int s, int b) {
         words[s][b] =
             (b == 0 ? first_block : second_block)
-                .Load(memory.codes[here.index][b][group], memory.scales[here.index][b][group], s);
+                .template Load<kFewRows, Scales::kAny>(memory.codes[here.index][b][group],
+                                                       memory.scales[here.index][b][group], s);
       };
 #pragma unroll
       for (int i = 0; i < Config::kSlices * kBlocks; ++i) {
@@ -232,7 +243,7 @@ struct QuantizedProducts {
         const int first = unit % kUnits * kSteps;
         if (kLoadsLate && first == 0) load(s, b);
         (b == 0 ? first_block : second_block)
-            .template Read<kSteps, (kBlocks * kRows <= 64)>(words[s][b], s, first, a[unit % 2]);
+            .template Read<kSteps, kFewRows, Scales::kAny>(words[s][b], s, first, a[unit % 2]);
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {

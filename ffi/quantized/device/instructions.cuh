@@ -346,4 +346,9 @@ JGG_HOST_DEVICE uint32_t Magnitudes2(uint32_t pair) {
 #endif
 }
 
+// The bfloat16 of an e8m0 byte.
+JGG_HOST_DEVICE uint32_t Bf16OfE8M0(uint32_t byte) {
+  return byte == 0 ? 0x40 : byte == 255 ? 0x7fc0 : byte << 7;
+}
+
 }  // namespace jgg::device

@@ -27,6 +27,7 @@ struct LinearWeights {
   using Codes = FewRowsWeights<kMode, kBits>;
   static constexpr float kFactor = Codes::kUnit;
   static constexpr bool kAffine = kMode == Mode::kAffine;
+  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;                               // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
@@ -36,14 +37,10 @@ struct LinearWeights {
   static constexpr int kFewRowsSlices = kBits == 2 || kBits == 4 ? 4 : 2;
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
   static constexpr int kScaleBytes = 0;  // they do not come with a stage
-
-  // Of an SM, for tiles of so many rows. The L1 cache has the rest: where rows are few, and time
-  // short, what threads load of scales must not drive each other out of it, so there may be fewer
-  // stages, but three.
-  __device__ static constexpr int SharedBytes(int rows) {
-    if (rows > 64) return kSharedBytes;
-    return 1024 * (rows == 32 && (kBits <= 3 || kBits == 5) ? 164 : 196);
-  }
+  // Of shared memory, for tiles of at most 64 rows, and, where three stages fit, for those that
+  // warps multiply: what threads load of scales must not drive each other out of the L1 cache,
+  // which has the rest. Beside codes of 8 bits they are few.
+  static constexpr int kSmallTilesKib = 196, kFewRowsKib = kBits < 8 ? 164 : 196;
 
   // One thread, for one warpgroup's columns.
   template <typename Config>
@@ -144,14 +141,28 @@ struct LinearWeights {
       }
     };
 
+    __device__ bool AllSmall(const char*) const {
+      if constexpr (!kMxfp4) return true;
+      uint32_t bytes = 0;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) bytes |= next_[i][0][0] | next_[i][1][0];
+      return device::AllSmall(bytes);
+    }
+
+    template <bool, Scales kScales>
     __device__ Words Load(const char* codes, const char*, int slice) {
       Words words;
       if (slice % 2 == 0) {
         const auto& next = next_[slice / 2 % kAhead];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          now_[r] = kAffine ? next[r][0] | next[r][kAffine] << 16
-                            : Codes::Scales(next[r][0], 0, 0, true).scale;
+          if constexpr (kAffine) {
+            now_[r] = next[r][0] | next[r][1] << 16;
+          } else if constexpr (kMxfp4 && kScales == Scales::kSmall) {
+            now_[r] = (next[r][0] + 126) * 0x800080;
+          } else {
+            now_[r] = Codes::Scales(next[r][0], 0, 0, true).scale;
+          }
         }
         LoadScales(slice / 2 % kAhead);
       }
@@ -178,26 +189,24 @@ struct LinearWeights {
     }
 
     // kSteps x 16 k from step `first` of a slice on.
-    template <int kSteps, bool kFewRows>
+    template <int kSteps, bool, Scales kScales>
     __device__ void Read(const Words& words, int slice, int first, uint32_t* a) const {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {  // column, and pair of codes
-          const int r = e % 2, p = 2 * (first + i) + e / 2 + (kBySlices ? 0 : slice % 2 * 8);
-          a[4 * i + e] = Pair(words.codes[r], p, words.scales[r]);
-        }
+      for (int i = 0; i < 4 * kSteps; ++i) {  // step, pair of codes, and column
+        const int p = 2 * first + i / 2 + (kBySlices ? 0 : slice % 2 * 8);
+        a[i] = Pair<kScales>(words.codes[i % 2], p, words.scales[i % 2]);
       }
     }
 
    private:
     static constexpr int kSize = kAffine ? 2 : 1;  // bytes of a scale
-    // 128s of k. A stage of nvfp4: half of one is too late for its many scales; to others a whole
-    // one is no help.
-    static constexpr int kAhead = kMode == Mode::kNvfp4 ? kStageSlices / 2 : 1;
+    // 128s of k. Of nvfp4 a whole stage: half of one is too late for its many scales, of mxfp4 so
+    // that all are known when it begins; to others it is no help.
+    static constexpr int kAhead = kMode == Mode::kNvfp4 || kMxfp4 ? kStageSlices / 2 : 1;
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
+    template <Scales kScales>
     __device__ static uint32_t Pair(const uint32_t (&codes)[Words::kCodes], int p,
                                     uint32_t scales) {
       if constexpr (kAffine) {
@@ -205,8 +214,8 @@ struct LinearWeights {
         return MultiplyAdd2<DType::kBF16>(NumbersOf<kBits>(codes, p), scale, bias);
       } else if constexpr (kMode == Mode::kNvfp4) {
         return Multiply2(E2M1Of(codes, p), scales);
-      } else if constexpr (kMode == Mode::kMxfp4) {
-        return Multiply2(Multiply2(E2M1Of(codes, p), k2To126), scales);
+      } else if constexpr (kMxfp4) {
+        return MultiplyMxfp4<kScales>(E2M1Of(codes, p), scales);
       } else {
         return Multiply2(Multiply2(E4M3Of(codes, p), k2To120), scales);
       }

@@ -17,7 +17,7 @@ namespace jgg::device {
 // subnormals included. How four codes share 16 bits was searched for: no other way takes fewer
 // operations than these nine. One after another, sign and others are in bits 15 8-6, 9 2-0, 3 12-10
 // (of the other half) and 13 14 5-4.
-__device__ inline void E2M1Pairs(uint32_t codes, uint32_t (&pairs)[4]) {
+__device__ inline void E2M1Pairs(uint32_t codes, uint32_t* pairs) {
   constexpr uint32_t kBoth = 0x81c081c0;
   pairs[0] = codes & kBoth;
   pairs[1] = codes << 6 & kBoth;
@@ -50,7 +50,7 @@ struct PackedCodes<Mode::kNvfp4, 4> {
   static constexpr float kFactor = 0x1p19f;
   static constexpr int kMostScaleWords = 1;
 
-  template <bool kFewRows>
+  template <bool kFewRows, Scales>
   __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
@@ -72,44 +72,59 @@ struct PackedCodes<Mode::kNvfp4, 4> {
   }
 };
 
-// Scales are bfloat16, one for every 32 k. Code 127 of mxfp8 would be 480: of a group that has it
-// the scale is NaN.
-template <int kBits>
-struct PackedMxCodes {
+// Of both rows the scales are one word, e8m0: of a row's 32 k and the 32 after.
+template <>
+struct PackedCodes<Mode::kMxfp4, 4> {
   static constexpr float kFactor = 1;
   static constexpr int kMostScaleWords = 1;
 
-  template <bool kFewRows>
-  __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
+  // As bfloat16, those of row `r`.
+  template <bool kFewRows, Scales kScales>
+  __device__ static uint32_t Scale(uint32_t bytes, int r) {
+    const uint32_t two = __byte_perm(bytes, 0, r == 0 ? 0x4140 : 0x4342);
+    const uint32_t power = PowerOfTwo<kFewRows>(7);
+    if constexpr (kScales == Scales::kSmall) return two * power + 126 * 0x800080;
+    const uint32_t normal = two * power;  // but 0, and 255
+    return Max2<DType::kBF16>(normal, 0x400040) | ((normal + 0x800080) >> 9 & 0x400040);
+  }
+
+  template <bool kFewRows, Scales kScales>
+  __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
-    constexpr uint32_t kPower = kBits == 4 ? k2To126 : k2To120;
-    uint32_t pairs[4];
-    if constexpr (kBits == 4) {
-      E2M1Pairs(codes[step], pairs);
-    } else {
-      E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
+    E2M1Pairs(codes[step], a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = MultiplyMxfp4<kScales>(a[i], Twice(scales[0][i % 2], step / 2));
     }
-    const uint32_t s = Twice(scales[0][0], step / 2), s8 = Twice(scales[0][1], step / 2);
-    a[0] = Multiply2(Multiply2(pairs[0], kPower), s);
-    a[1] = Multiply2(Multiply2(pairs[1], kPower), s8);
-    a[2] = Multiply2(Multiply2(pairs[2], kPower), s);
-    a[3] = Multiply2(Multiply2(pairs[3], kPower), s8);
   }
 };
 
+// Scales are bfloat16, one for every 32 k. Code 127 would be 480: of a group that has it the scale
+// is NaN.
 template <>
-struct PackedCodes<Mode::kMxfp4, 4> : PackedMxCodes<4> {};
+struct PackedCodes<Mode::kMxfp8, 8> {
+  static constexpr float kFactor = 1;
+  static constexpr int kMostScaleWords = 1;
 
-template <>
-struct PackedCodes<Mode::kMxfp8, 8> : PackedMxCodes<8> {};
+  template <bool kFewRows, Scales>
+  __device__ static void Decode(const uint32_t (&codes)[8], int step,
+                                const uint32_t (&scales)[1][2], uint32_t* a) {
+    uint32_t pairs[4];
+    E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = Multiply2(Multiply2(pairs[i], k2To120), Twice(scales[0][i % 2], step / 2));
+    }
+  }
+};
 
-// A word of scales is scale and bias, bfloat16, of 64 k, or of 32 where there are two.
+// A word of scales is scale and bias, bfloat16, of 64 or 128 k, or of 32 where there are two.
 template <int kBits>
 struct PackedCodes<Mode::kAffine, kBits> {
   static constexpr float kFactor = 1;
   static constexpr int kMostScaleWords = 2;
 
-  template <bool kFewRows>
+  template <bool kFewRows, Scales>
   __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
                                 const uint32_t (&scales)[2][2], uint32_t* a) {
 #pragma unroll
@@ -125,19 +140,19 @@ template <Mode kMode, int kBits>
 struct PackedWeights {
   using Codes = PackedCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor;
-  static constexpr int kMostScaleWords = Codes::kMostScaleWords;
   static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
   static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
   // With few rows WGMMA would spill.
   static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
   static constexpr int kLoadsLateFrom = kMode != Mode::kNvfp4 ? 2 : 3;  // blocks per SM: likewise
-  static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
-  // Bytes of 64 columns: codes and a word of scales of 64 k; codes and scales of 128 k.
-  static constexpr int kTileCodes = 512 * kBits, kWordScales = 256;
+  static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;      // of a stage where warps multiply
+  static constexpr int kSmallTilesKib = 228, kFewRowsKib = 228;  // of shared memory: all
+  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4;
+  // Bytes of 64 columns: codes and one word of scales of 64 k (or half a word); codes and scales of
+  // 128 k.
+  static constexpr int kTileCodes = 512 * kBits, kTileScales = kMxfp4 ? 128 : 256;
   static constexpr int kCodeBytes = 2 * kTileCodes;
-  static constexpr int kScaleBytes = 2 * kMostScaleWords * kWordScales;
-
-  __device__ static constexpr int SharedBytes(int /*rows*/) { return kSharedBytes; }
+  static constexpr int kScaleBytes = 2 * Codes::kMostScaleWords * kTileScales;
 
   // One thread, for one warpgroup's columns.
   template <typename Config>
@@ -219,11 +234,13 @@ struct PackedWeights {
           char* scales_to = memory.scales[at.index][b][group];
           CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full, to, scales_to,
                     slices, tile_scales);
-          // What is left of the last stage has the same weights again, which meet zeros of x.
+          // What is left of the last stage has the same weights again, which meet zeros of x: as
+          // many tiles as share scales.
+          const int together = kTileScales <= tile_scales ? 1 : 2;
 #pragma unroll 1
-          for (int s = slices; s < most_slices; ++s) {
+          for (int s = slices; s < most_slices; s += together) {
             CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full,
-                      to + s * kTileCodes, scales_to + s * tile_scales, 1, tile_scales);
+                      to + s * kTileCodes, scales_to + s * tile_scales, together, tile_scales);
           }
         }
         codes += most_slices * kTileCodes;
@@ -234,46 +251,65 @@ struct PackedWeights {
     });
   }
 
-  // What a thread reads of a tile's columns.
-  template <int>
+  // What a thread reads of a tile's columns, from stages of so many slices.
+  template <int kStageSlices>
   class Reader {
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work&, int /*column*/)
-        : scales_more_(TileScales(quantized) - kWordScales) {}
+        : tile_scales_(TileScales(quantized)) {}
 
     // All that the thread decodes of a slice.
     struct Words {
-      uint32_t codes[kBits], scales[kMostScaleWords][2];
+      uint32_t codes[kBits], scales[Codes::kMostScaleWords][2];
 
       __device__ uint32_t OfEachLoad() const {
-        return codes[0] | codes[kBits - 1] | scales[kMostScaleWords - 1][0];
+        return codes[0] | codes[kBits - 1] | scales[Codes::kMostScaleWords - 1][0];
       }
     };
 
+    // Of a warp, for a stage.
+    __device__ bool AllSmall(const char* scales) const {
+      if constexpr (!kMxfp4) return true;
+      const int lane = threadIdx.x % 32, slice = lane / 8 % kStageSlices;
+      const char* word = scales + slice * kTileScales + 4 * (threadIdx.x % 128 / 32 * 8 + lane % 8);
+      return device::AllSmall(*reinterpret_cast<const uint32_t*>(word));
+    }
+
     // From slice `slice` of a stage on.
+    template <bool kFewRows, Scales kScales>
     __device__ Words Load(const char* codes, const char* scales, int slice) const {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
       Words words;
       LoadCodes(codes + slice * kTileCodes, thread, words.codes);
-      scales += slice * (kWordScales + scales_more_) + 8 * pair;
+      scales += slice * tile_scales_ + kTileScales / 32 * pair;
+      if constexpr (kMxfp4) {
+        const uint32_t bytes = *reinterpret_cast<const uint32_t*>(scales);
 #pragma unroll
-      for (int i = 0; i < kMostScaleWords; ++i) {  // the first again where there is no second
-        LoadWords<2>(scales + i * scales_more_, words.scales[i]);
+        for (int r = 0; r < 2; ++r) {
+          words.scales[0][r] = Codes::template Scale<kFewRows, kScales>(bytes, r);
+        }
+        return words;
+      }
+      if (slice % 2 == 1) scales -= max(kTileScales - tile_scales_, 0);  // those of two tiles
+#pragma unroll
+      for (int i = 0; i < Codes::kMostScaleWords;
+           ++i) {  // the first again where there is no second
+        LoadWords<2>(scales + i * max(tile_scales_ - kTileScales, 0), words.scales[i]);
       }
       return words;
     }
 
     // kSteps x 16 k from step `first` of a slice on.
-    template <int kSteps, bool kFewRows>
+    template <int kSteps, bool kFewRows, Scales kScales>
     __device__ void Read(const Words& words, int /*slice*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Codes::template Decode<kFewRows>(words.codes, first + i, words.scales, a + 4 * i);
+        Codes::template Decode<kFewRows, kScales>(words.codes, first + i, words.scales, a + 4 * i);
       }
     }
 
    private:
-    const int scales_more_;  // bytes from a row's first word of scales to the second
+    const int tile_scales_;
   };
 
  private:
@@ -284,8 +320,9 @@ struct PackedWeights {
     CopyBytes(scales, full, scales_to, count * tile_scales);
   }
 
+  // Bytes of a tile's scales, or of half of two tiles' that share them.
   __device__ static int TileScales(const QuantizedGemmSm90& quantized) {
-    return kWordScales * (kMostScaleWords == 1 ? 1 : quantized.scale_words);
+    return Codes::kMostScaleWords == 1 ? kTileScales : quantized.tile_scales;
   }
 };
 

@@ -62,10 +62,6 @@ JGG_HOST_DEVICE uint32_t WideE4M3(uint32_t bytes) {
   return ((bytes + 0x18181818) & normal) | (small & ~normal) | nan;
 }
 
-JGG_HOST_DEVICE uint32_t Bf16OfE8M0(uint32_t byte) {
-  return byte == 0 ? 0x40 : byte == 255 ? 0x7fc0 : byte << 7;
-}
-
 // What decodes a row of a tile, as words.
 template <Mode kMode, int kWords>
 struct RowScales;
@@ -92,8 +88,7 @@ struct RowScales<Mode::kMxfp4, 1> {
 
   __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
     const uint16_t* at = reinterpret_cast<const uint16_t*>(p.scales) + row * p.k_tiles + tile;
-    const uint32_t two = __ldg(at);
-    words[0] = Bf16OfE8M0(two & 255) | Bf16OfE8M0(two >> 8) << 16;
+    words[0] = __ldg(at);
   }
 
   __device__ uint32_t Codes(int) const { return ~0u; }
@@ -150,10 +145,17 @@ __device__ void Rearrange(const uint4 (&rows)[2][2], const Scales (&scales)[2],
   }
 }
 
-// Those of this lane's two rows of a tile.
+// Those of this lane's two rows of a tile. Where two tiles share scales, they are the first's.
 template <Mode kMode, int kWords>
 __device__ void StoreScales(const PrepackParams& p, int64_t tile,
                             const RowScales<kMode, kWords> (&scales)[2]) {
+  if constexpr (kMode == Mode::kMxfp4) {
+    auto* to = reinterpret_cast<uint32_t*>(p.out_scales) + tile * 32 + threadIdx.x / 4;
+    *to = scales[0].words[0] | scales[1].words[0] << 16;
+    return;
+  }
+  if (tile & ((1 << p.group_bits) - 1)) return;
+  tile >>= p.group_bits;
   auto* to = reinterpret_cast<uint2*>(p.out_scales) + tile * 32 * kWords + threadIdx.x / 4;
   JGG_UNROLL
   for (int i = 0; i < kWords; ++i) {

@@ -18,6 +18,20 @@ __device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
   return out;
 }
 
+// Scales of mxfp4, whose codes come as 2^-126 times their values: kSmall are times 2^126 and all
+// there is to multiply by; kAny are not.
+enum class Scales { kAny, kSmall };
+
+// Whether no e8m0 byte of any lane is 128 or more, so that 2^126 times each is a bfloat16.
+__device__ inline bool AllSmall(uint32_t bytes) {
+  return !__any_sync(~0u, (bytes & 0x80808080) != 0);
+}
+
+template <Scales kScales>
+__device__ uint32_t MultiplyMxfp4(uint32_t pair, uint32_t scale) {
+  return Multiply2(kScales == Scales::kSmall ? pair : Multiply2(pair, k2To126), scale);
+}
+
 // The lower or upper half of a word, twice: for products an operand's modifier, no instruction.
 __device__ inline uint32_t Twice(uint32_t word, int half) {
   uint32_t out;
