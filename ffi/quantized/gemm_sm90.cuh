@@ -42,7 +42,9 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   gemm.parts = PartsSm90<Config>(gemm);
-  quantized.unit = Config::Weights::kFactor;
+  using Weights = typename Config::Weights;
+  quantized.unit = Config::kWarps ? Weights::kSmallFactor : Weights::kFactor;
+  quantized.asks_for_small = Weights::AsksForSmall(quantized);
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 

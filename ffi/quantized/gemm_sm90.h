@@ -28,7 +28,8 @@ struct QuantizedGemmSm90 {
   GemmSm90 gemm;  // L (x) and the result; R is not used
   const void* scales;
   GlobalScale global_scale;
-  float unit;  // that sums are of: set where the tile is chosen
+  float unit;           // that sums are of: set where the tile is chosen, as is the next
+  bool asks_for_small;  // device/registers_sm90.cuh
   // Layout "sm90".
   const void* codes;
   int column_tiles, k_tiles;  // of a weight

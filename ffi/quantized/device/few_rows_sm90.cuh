@@ -39,9 +39,13 @@ __device__ inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1,
 template <typename Config>
 struct FewRowsProducts {
   using Memory = typename Config::SharedMemory;
+  using Weights = typename Config::Weights;
   static constexpr int kBlocks = Config::kBlocks, kBlockSums = Config::kRows / 2;
   static_assert(Config::kRows == 32);
+  static constexpr float kUnit = Weights::kFactor / Weights::kSmallFactor;
   using Sums = float[kBlocks][kBlockSums];
+  using AnyScales = std::integral_constant<Scales, Scales::kAny>;
+  using SmallScales = std::integral_constant<Scales, Scales::kSmall>;
 
   // As of QuantizedProducts.
   template <typename Stage>
@@ -49,18 +53,25 @@ struct FewRowsProducts {
                               int group, Stage& at, Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlockSums; ++i) sums[i / kBlockSums][i % kBlockSums] = 0.0f;
-    if (work.rows <= 8) {
-      Loop<1>(quantized, memory, work, group, at, sums);
-    } else if (work.rows <= 16) {
-      Loop<2>(quantized, memory, work, group, at, sums);
-    } else {
-      Loop<4>(quantized, memory, work, group, at, sums);
+    const auto loops = [&](auto asks) {
+      if (work.rows <= 8) {
+        Loop<1, asks.value>(quantized, memory, work, group, at, sums);
+      } else if (work.rows <= 16) {
+        Loop<2, asks.value>(quantized, memory, work, group, at, sums);
+      } else {
+        Loop<4, asks.value>(quantized, memory, work, group, at, sums);
+      }
+    };
+    if constexpr (Weights::kHasSmall && Weights::kSmallFromK > 0) {
+      if (quantized.asks_for_small) return loops(std::true_type{});
+      return loops(std::false_type{});
     }
+    loops(std::bool_constant<Weights::kHasSmall>{});
   }
 
  private:
-  // kEights of rows.
-  template <int kEights, typename Stage>
+  // kEights of rows. kAsks: sums are in kSmall's unit; otherwise they are in the end.
+  template <int kEights, bool kAsks, typename Stage>
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
@@ -79,18 +90,37 @@ struct FewRowsProducts {
         read = MultiplyStage<kEights, kSlices, scales.value>(memory, group, at.index, x_first,
                                                              first_block, second_block, sums);
       };
-      bool small = first_block.AllSmall(memory.scales[at.index][0][group]);
-      if constexpr (kBlocks > 1) {
-        small = second_block.AllSmall(memory.scales[at.index][1][group]) && small;
-      }
-      if (small) {
-        multiply(std::integral_constant<Scales, Scales::kSmall>{});
+      if constexpr (!kAsks) {
+        multiply(AnyScales{});
+      } else if (AllSmall(memory, group, at.index, first_block, second_block)) {
+        multiply(SmallScales{});
       } else {
-        multiply(std::integral_constant<Scales, Scales::kAny>{});
+        Multiply<kEights>(sums, 1 / kUnit);
+        multiply(AnyScales{});
+        Multiply<kEights>(sums, kUnit);
       }
       __syncwarp();
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
+    }
+    if (!kAsks) Multiply<kEights>(sums, kUnit);
+  }
+
+  // Whether Scales::kSmall does for a stage.
+  template <typename Reader>
+  __device__ static bool AllSmall(const Memory& memory, int group, int stage,
+                                  const Reader& first_block, const Reader& second_block) {
+    const bool first = first_block.AllSmall(memory.scales[stage][0][group]);
+    if constexpr (kBlocks == 1) return first;
+    return second_block.AllSmall(memory.scales[stage][kBlocks - 1][group]) && first;
+  }
+
+  template <int kEights>
+  __device__ static void Multiply(Sums& sums, float factor) {
+    if (kUnit == 1) return;
+#pragma unroll
+    for (int i = 0; i < 4 * kEights * kBlocks; ++i) {
+      sums[i / (4 * kEights)][i % (4 * kEights)] *= factor;
     }
   }
 

@@ -25,9 +25,10 @@ namespace jgg::device {
 template <Mode kMode, int kBits>
 struct LinearWeights {
   using Codes = FewRowsWeights<kMode, kBits>;
-  static constexpr float kFactor = Codes::kUnit;
+  static constexpr float kFactor = Codes::kUnit, kSmallFactor = kFactor;
   static constexpr bool kAffine = kMode == Mode::kAffine;
-  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4;
+  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4, kHasSmall = kMxfp4;
+  static constexpr int kSmallFromK = 0;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;                               // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
@@ -106,6 +107,8 @@ struct LinearWeights {
     });
   }
 
+  static bool AsksForSmall(const QuantizedGemmSm90&) { return kHasSmall; }
+
   // What a thread reads of a tile's columns: of its own and the one 8 further on, from stages of so
   // many slices.
   template <int kStageSlices>
@@ -142,11 +145,10 @@ struct LinearWeights {
     };
 
     __device__ bool AllSmall(const char*) const {
-      if constexpr (!kMxfp4) return true;
       uint32_t bytes = 0;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) bytes |= next_[i][0][0] | next_[i][1][0];
-      return device::AllSmall(bytes);
+      return __all_sync(~0u, IsSmallE8M0(bytes));
     }
 
     template <bool, Scales kScales>

@@ -125,17 +125,22 @@ JGG_HOST_DEVICE uint32_t CodesInPlace(uint32_t pair, int place) {
   return MultiplyAdd2<DType::kBF16>(pair, unit * 0x10001, offset * 0x10001);
 }
 
-// Of 16 pairs of codes number `pair`, as whole numbers: the first of it is in words' lower halves,
-// the second in the upper ones. After one shift seven bits of a half can be taken, so pairs share
-// shifts where they can.
+// Of 16 pairs of codes number `pair`: the first of it is in words' lower halves, the second in the
+// upper ones. After one shift seven bits of a half can be taken, so pairs share shifts where they
+// can.
+struct PackedPair {
+  uint32_t bits;  // codes from bit `place` of each half on, or-ed with what was asked for
+  int place;
+};
+
 template <int kBits>
-JGG_HOST_DEVICE uint32_t PackedCodePair(const uint32_t (&words)[kBits], int pair) {
+JGG_HOST_DEVICE PackedPair PackedPairOf(const uint32_t (&words)[kBits], int pair, uint32_t more) {
   constexpr uint32_t kMask = ((1u << kBits) - 1) * 0x10001;
   constexpr int kEach = 16 / kBits;  // whole pairs of a word
   const int word = pair / kEach, at = kBits * (pair % kEach);
-  const auto code = [&](int shift) {
+  const auto code = [&](int shift) -> PackedPair {
     const int place = at - shift;
-    return CodesInPlace(MaskOr(words[word] >> shift, kMask << place, k128Twice), place);
+    return {MaskOr(words[word] >> shift, kMask << place, more), place};
   };
   if constexpr (kBits == 2) {
     return code(at / 6 * 6);
@@ -149,27 +154,33 @@ JGG_HOST_DEVICE uint32_t PackedCodePair(const uint32_t (&words)[kBits], int pair
       const int shift = 15 - kFirst - word;  // of the word's bit 15, for the last pair
       return code(shift < at ? shift : at);
     }
-    uint32_t codes = k128Twice;
     JGG_UNROLL
     for (int i = 0; i < kBits; ++i) {
-      codes = MaskOr(words[i] >> (15 - kFirst - i), 0x10001u << (kFirst + i), codes);
+      more = MaskOr(words[i] >> (15 - kFirst - i), 0x10001u << (kFirst + i), more);
     }
-    return CodesInPlace(codes, kFirst);
+    return {more, kFirst};
   }
 }
 
 // Of every 8 pairs in 3 words two are in each, the others in what is left: the four bits of a word
 // and two of the middle one.
 template <>
-JGG_HOST_DEVICE uint32_t PackedCodePair<6>(const uint32_t (&words)[6], int pair) {
+JGG_HOST_DEVICE PackedPair PackedPairOf<6>(const uint32_t (&words)[6], int pair, uint32_t more) {
   const int first = 3 * (pair / 8), number = pair % 8;
   if (number < 6) {
     const uint32_t word = words[first + number / 2] >> (number % 2 == 0 ? 0 : 6);
-    return CodesInPlace(MaskOr(word, 0x003f003f, k128Twice), 0);
+    return {MaskOr(word, 0x003f003f, more), 0};
   }
   const uint32_t low = words[number == 6 ? first : first + 2] >> 12;
   const uint32_t high = words[first + 1] >> (number == 6 ? 10 : 8);
-  return CodesInPlace(MaskOr(high, 0x00300030, MaskOr(low, 0x000f000f, k128Twice)), 0);
+  return {MaskOr(high, 0x00300030, MaskOr(low, 0x000f000f, more)), 0};
+}
+
+// As whole numbers.
+template <int kBits>
+JGG_HOST_DEVICE uint32_t PackedCodePair(const uint32_t (&words)[kBits], int pair) {
+  const PackedPair codes = PackedPairOf(words, pair, k128Twice);
+  return CodesInPlace(codes.bits, codes.place);
 }
 
 // Two pairs in a word: in bits 0 to 6 and 14, and 7 to 13 and 15. A code without its highest bit is

@@ -47,7 +47,9 @@ struct PackedCodes;
 // mantissa, and 255 for NaN; where one is 0, so are codes. Values are 2^-19 of what they stand for.
 template <>
 struct PackedCodes<Mode::kNvfp4, 4> {
-  static constexpr float kFactor = 0x1p19f;
+  static constexpr float kFactor = 0x1p19f, kSmallFactor = kFactor;
+  static constexpr bool kHasSmall = false;
+  static constexpr int kSmallFromK = 0;
   static constexpr int kMostScaleWords = 1;
 
   template <bool kFewRows, Scales>
@@ -75,7 +77,9 @@ struct PackedCodes<Mode::kNvfp4, 4> {
 // Of both rows the scales are one word, e8m0: of a row's 32 k and the 32 after.
 template <>
 struct PackedCodes<Mode::kMxfp4, 4> {
-  static constexpr float kFactor = 1;
+  static constexpr float kFactor = 1, kSmallFactor = 1;
+  static constexpr bool kHasSmall = true;
+  static constexpr int kSmallFromK = 0;
   static constexpr int kMostScaleWords = 1;
 
   // As bfloat16, those of row `r`.
@@ -103,7 +107,9 @@ struct PackedCodes<Mode::kMxfp4, 4> {
 // is NaN.
 template <>
 struct PackedCodes<Mode::kMxfp8, 8> {
-  static constexpr float kFactor = 1;
+  static constexpr float kFactor = 1, kSmallFactor = 1;
+  static constexpr bool kHasSmall = false;
+  static constexpr int kSmallFromK = 0;
   static constexpr int kMostScaleWords = 1;
 
   template <bool kFewRows, Scales>
@@ -118,20 +124,33 @@ struct PackedCodes<Mode::kMxfp8, 8> {
   }
 };
 
-// A word of scales is scale and bias, bfloat16, of 64 or 128 k, or of 32 where there are two.
+// A word of scales is scale and bias, bfloat16, of 64 or 128 k, or of 32 where there are two: then
+// they are not small.
 template <int kBits>
 struct PackedCodes<Mode::kAffine, kBits> {
-  static constexpr float kFactor = 1;
+  // Codes of 5 and 6 bits gain nothing by asking, those of 4 where k is long.
+  static constexpr bool kHasSmall = kBits <= 4;
+  static constexpr int kSmallFromK = kBits < 4 ? 0 : 4096;
+  static constexpr float kFactor = 1, kSmallFactor = kHasSmall ? 0x1p8f : 1;
   static constexpr int kMostScaleWords = 2;
 
-  template <bool kFewRows, Scales>
+  template <bool kFewRows, Scales kScales>
   __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
                                 const uint32_t (&scales)[2][2], uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t both = scales[step / 2][i % 2];
-      a[i] = MultiplyAdd2<DType::kBF16>(PackedCodePair(codes, 4 * step + i), Twice(both, 0),
-                                        Twice(both, 1));
+      const int pair = 4 * step + i;
+      if constexpr (kScales == Scales::kSmall) {
+        const PackedPair small = PackedPairOf(codes, pair, 0);
+        const uint32_t power = static_cast<uint32_t>(127 - small.place) << 7;
+        uint32_t both = scales[0][i % 2];
+        if (small.place > 0) both = Multiply2(both, 0x3f800000 | power);
+        a[i] = MultiplyAdd2<DType::kBF16>(small.bits, Twice(both, 0), Twice(both, 1));
+      } else {
+        const uint32_t both = scales[step / 2][i % 2];
+        a[i] =
+            MultiplyAdd2<DType::kBF16>(PackedCodePair(codes, pair), Twice(both, 0), Twice(both, 1));
+      }
     }
   }
 };
@@ -139,7 +158,9 @@ struct PackedCodes<Mode::kAffine, kBits> {
 template <Mode kMode, int kBits>
 struct PackedWeights {
   using Codes = PackedCodes<kMode, kBits>;
-  static constexpr float kFactor = Codes::kFactor;
+  static constexpr float kFactor = Codes::kFactor, kSmallFactor = Codes::kSmallFactor;
+  static constexpr bool kHasSmall = Codes::kHasSmall;
+  static constexpr int kSmallFromK = Codes::kSmallFromK;
   static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
   static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
   // With few rows WGMMA would spill.
@@ -251,6 +272,11 @@ struct PackedWeights {
     });
   }
 
+  // Whether stages may do with Scales::kSmall.
+  static bool AsksForSmall(const QuantizedGemmSm90& quantized) {
+    return kHasSmall && quantized.gemm.k >= kSmallFromK && quantized.tile_scales <= kTileScales;
+  }
+
   // What a thread reads of a tile's columns, from stages of so many slices.
   template <int kStageSlices>
   class Reader {
@@ -267,12 +293,17 @@ struct PackedWeights {
       }
     };
 
-    // Of a warp, for a stage.
+    // Of the warp's columns, for a stage.
     __device__ bool AllSmall(const char* scales) const {
-      if constexpr (!kMxfp4) return true;
-      const int lane = threadIdx.x % 32, slice = lane / 8 % kStageSlices;
-      const char* word = scales + slice * kTileScales + 4 * (threadIdx.x % 128 / 32 * 8 + lane % 8);
-      return device::AllSmall(*reinterpret_cast<const uint32_t*>(word));
+      const int lane = threadIdx.x % 32, pair = threadIdx.x % 128 / 32 * 8 + lane % 8;
+      scales = At(scales, lane / 8 % kStageSlices, pair);
+      if constexpr (kMxfp4) {
+        return __all_sync(~0u, IsSmallE8M0(*reinterpret_cast<const uint32_t*>(scales)));
+      } else {
+        if (tile_scales_ > kTileScales) return false;
+        const uint2 two = *reinterpret_cast<const uint2*>(scales);
+        return __all_sync(~0u, IsSmallAffine(two.x) && IsSmallAffine(two.y));
+      }
     }
 
     // From slice `slice` of a stage on.
@@ -281,20 +312,23 @@ struct PackedWeights {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
       Words words;
       LoadCodes(codes + slice * kTileCodes, thread, words.codes);
-      scales += slice * tile_scales_ + kTileScales / 32 * pair;
+      scales = At(scales, slice, pair);
       if constexpr (kMxfp4) {
         const uint32_t bytes = *reinterpret_cast<const uint32_t*>(scales);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           words.scales[0][r] = Codes::template Scale<kFewRows, kScales>(bytes, r);
         }
-        return words;
-      }
-      if (slice % 2 == 1) scales -= max(kTileScales - tile_scales_, 0);  // those of two tiles
+      } else {
+        LoadWords<2>(scales, words.scales[0]);
+        if constexpr (kMode == Mode::kAffine && kScales == Scales::kSmall) {
 #pragma unroll
-      for (int i = 0; i < Codes::kMostScaleWords;
-           ++i) {  // the first again where there is no second
-        LoadWords<2>(scales + i * max(tile_scales_ - kTileScales, 0), words.scales[i]);
+          for (int r = 0; r < 2; ++r) {
+            words.scales[0][r] = words.scales[1][r] = Multiply2(words.scales[0][r], 0x3b807e00);
+          }
+        } else if constexpr (kMode == Mode::kAffine) {  // the first again where there is no second
+          LoadWords<2>(scales + max(tile_scales_ - kTileScales, 0), words.scales[1]);
+        }
       }
       return words;
     }
@@ -309,6 +343,13 @@ struct PackedWeights {
     }
 
    private:
+    // Where those of a pair of rows are.
+    __device__ const char* At(const char* scales, int slice, int pair) const {
+      scales += slice * tile_scales_ + kTileScales / 32 * pair;
+      // Two tiles may share them.
+      return slice % 2 == 0 ? scales : scales - max(kTileScales - tile_scales_, 0);
+    }
+
     const int tile_scales_;
   };
 

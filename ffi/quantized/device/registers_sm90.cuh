@@ -18,13 +18,21 @@ __device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
   return out;
 }
 
-// Scales of mxfp4, whose codes come as 2^-126 times their values: kSmall are times 2^126 and all
-// there is to multiply by; kAny are not.
+// Codes come to their places as tiny numbers, subnormal ones mostly. What they are too small by is
+// one factor with their scales (and the sum's unit) where that is a bfloat16, kSmall, as usual;
+// kAny takes one instruction more for every pair.
 enum class Scales { kAny, kSmall };
 
-// Whether no e8m0 byte of any lane is 128 or more, so that 2^126 times each is a bfloat16.
-__device__ inline bool AllSmall(uint32_t bytes) {
-  return !__any_sync(~0u, (bytes & 0x80808080) != 0);
+// Of e8m0, times 2^126: not from 128 on.
+__device__ inline bool IsSmallE8M0(uint32_t bytes) { return (bytes & 0x80808080) == 0; }
+
+// Of scale and bias of affine codes: sums are in units of 2^8, and a code of 4 bits is 2^-133 times
+// itself, so scales are times 2^125, biases times 2^-8. All normal, and so is what becomes of them:
+// from 2^-100 on, to 2^3 and 2^100.
+__device__ inline bool IsSmallAffine(uint32_t both) {
+  constexpr uint32_t kMost = 0x71804100, kLeast = 0x0d800d80;
+  const uint32_t size = both & 0x7fff7fff;
+  return (((size + (0x80008000 - kMost)) | ~(size + (0x80008000 - kLeast))) & 0x80008000) == 0;
 }
 
 template <Scales kScales>
