@@ -117,10 +117,11 @@ struct FewRowsProducts {
 
   template <int kEights>
   __device__ static void Multiply(Sums& sums, float factor) {
-    if (kUnit == 1) return;
+    if constexpr (kUnit != 1) {
 #pragma unroll
-    for (int i = 0; i < 4 * kEights * kBlocks; ++i) {
-      sums[i / (4 * kEights)][i % (4 * kEights)] *= factor;
+      for (int i = 0; i < 4 * kEights * kBlocks; ++i) {
+        sums[i / (4 * kEights)][i % (4 * kEights)] *= factor;
+      }
     }
   }
 
