@@ -42,7 +42,7 @@ struct FewRowsProducts {
   using Weights = typename Config::Weights;
   static constexpr int kBlocks = Config::kBlocks, kBlockSums = Config::kRows / 2;
   static_assert(Config::kRows == 32);
-  static constexpr float kUnit = Weights::kFactor / Weights::kSmallFactor;
+  static constexpr float kUnit = Weights::kFactor / Config::kFactor;
   using Sums = float[kBlocks][kBlockSums];
   using AnyScales = std::integral_constant<Scales, Scales::kAny>;
   using SmallScales = std::integral_constant<Scales, Scales::kSmall>;
@@ -54,19 +54,19 @@ struct FewRowsProducts {
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlockSums; ++i) sums[i / kBlockSums][i % kBlockSums] = 0.0f;
     const auto loops = [&](auto asks) {
+      constexpr bool kAsks = Config::kHasSmall && asks.value;
       if (work.rows <= 8) {
-        Loop<1, asks.value>(quantized, memory, work, group, at, sums);
+        Loop<1, kAsks>(quantized, memory, work, group, at, sums);
       } else if (work.rows <= 16) {
-        Loop<2, asks.value>(quantized, memory, work, group, at, sums);
-      } else {
-        Loop<4, asks.value>(quantized, memory, work, group, at, sums);
+        Loop<2, kAsks>(quantized, memory, work, group, at, sums);
+      } else {  // affine codes would spill
+        Loop<4, kAsks && kUnit == 1>(quantized, memory, work, group, at, sums);
       }
     };
-    if constexpr (Weights::kHasSmall && Weights::kSmallFromK > 0) {
-      if (quantized.asks_for_small) return loops(std::true_type{});
-      return loops(std::false_type{});
+    if constexpr (kUnit != 1) {
+      if (!quantized.asks_for_small) return loops(std::false_type{});
     }
-    loops(std::bool_constant<Weights::kHasSmall>{});
+    loops(std::true_type{});
   }
 
  private:

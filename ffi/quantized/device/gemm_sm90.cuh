@@ -35,6 +35,10 @@ struct QuantizedGemmSm90Config {
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
   static constexpr bool kRaggedK = false, kStoreWarp = false, kWide = false;
+  // Whether stages may do with Scales::kSmall: gated columns where the unit of sums stays the same.
+  static constexpr bool kHasSmall =
+      kWarps && Weights::kHasSmall && (kBlocks == 1 || Weights::kSmallFactor == Weights::kFactor);
+  static constexpr float kFactor = kHasSmall ? Weights::kSmallFactor : Weights::kFactor;  // unit
   static constexpr bool kSharesK = kWarps && kBlocks == 1;  // gemm.parts may be 2
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = kBlocksPerSm == 1 ? 56 : 48;

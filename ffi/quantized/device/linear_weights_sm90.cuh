@@ -28,7 +28,6 @@ struct LinearWeights {
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = kFactor;
   static constexpr bool kAffine = kMode == Mode::kAffine;
   static constexpr bool kMxfp4 = kMode == Mode::kMxfp4, kHasSmall = kMxfp4;
-  static constexpr int kSmallFromK = 0;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;                               // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows

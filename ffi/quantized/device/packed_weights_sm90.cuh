@@ -160,7 +160,6 @@ struct PackedWeights {
   using Codes = PackedCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kHasSmall = Codes::kHasSmall;
-  static constexpr int kSmallFromK = Codes::kSmallFromK;
   static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
   static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
   // With few rows WGMMA would spill.
@@ -274,7 +273,8 @@ struct PackedWeights {
 
   // Whether stages may do with Scales::kSmall.
   static bool AsksForSmall(const QuantizedGemmSm90& quantized) {
-    return kHasSmall && quantized.gemm.k >= kSmallFromK && quantized.tile_scales <= kTileScales;
+    return kHasSmall && quantized.gemm.k >= Codes::kSmallFromK &&
+           quantized.tile_scales <= kTileScales;
   }
 
   // What a thread reads of a tile's columns, from stages of so many slices.
@@ -300,7 +300,6 @@ struct PackedWeights {
       if constexpr (kMxfp4) {
         return __all_sync(~0u, IsSmallE8M0(*reinterpret_cast<const uint32_t*>(scales)));
       } else {
-        if (tile_scales_ > kTileScales) return false;
         const uint2 two = *reinterpret_cast<const uint2*>(scales);
         return __all_sync(~0u, IsSmallAffine(two.x) && IsSmallAffine(two.y));
       }
