@@ -104,6 +104,41 @@ def test_affine_as_stored(rng, bits, group_size):
         assert not np.asarray(out)[sizes.sum() :].any()
 
 
+@needs_hopper
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [(2, 32), (2, 64), (3, 64), (3, 128), (4, 64), (4, 128), (5, 64)]
+)
+def test_affine_scales_of_any_size(rng, bits, group_size):
+    """Ordinary in the first 16 rows, of any size in the next, by turns along k in the others: few
+    rows of x take a shorter way where all of a part are ordinary, to the same values."""
+    n, k = 64, 4096
+    groups = n, k // group_size
+    ordinary = np.arange(n) < 16
+    turns = np.arange(groups[1]) * group_size // 256 % 2 == 0
+    ordinary = ordinary[:, None] | (np.arange(n) >= 32)[:, None] & turns
+    exponent = np.where(ordinary, rng.integers(-9, 2, groups), rng.integers(-118, 98, groups))
+    scale = 2.0**exponent * rng.choice([-1.5, -1, 1, 1.25], groups)
+    bias = scale * 2.0 ** rng.integers(-4, 7, groups) * rng.choice([-1.75, -1, 1], groups)
+    zero = ~ordinary & (rng.random((2, *groups)) < 0.2)
+    zero[0] &= zero[1]
+    scale, bias = (
+        jnp.asarray(np.where(z, 0, v), "bfloat16") for z, v in zip(zero, (scale, bias), strict=True)
+    )
+    codes = rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32)
+    q = jgg.Quantized(
+        jnp.asarray(codes), scale, bias, mode="affine", bits=bits, group_size=group_size
+    )
+    columns = rng.choice(k, 29, replace=False)
+    x = jnp.asarray(np.eye(k)[columns], "bfloat16")
+    f = jax.jit(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray([8, 16, 5])))
+    want = oracle.dequantize(q, jnp.bfloat16)[:, columns].T
+    for w in (q, jgg.prepack(q)):
+        out = oracle.f64(f(x, repeated(w, 3)))
+        tiny = abs(want) < 2.0**-126
+        np.testing.assert_array_equal(out[~tiny], want[~tiny])
+        assert (abs(out[tiny]) < 2.0**-126).all()
+
+
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "kernel"),
     [
