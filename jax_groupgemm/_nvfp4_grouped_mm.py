@@ -123,8 +123,6 @@ def _fused(platform, x, w, group_sizes, scale, bias, *, dtype, implementation):
     linear = x.layout == w.layout == "linear"
     if x.shape[1] % 128 or not linear or x.global_scale is not None:
         return None
-    if not _call.takes_sm90(platform, implementation):
-        return None
     rows = jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16))
     runs = _call.chosen(platform, (rows,), implementation, dtype, "jgg_qmm")
     others = [] if bias is None else [bias.dtype]

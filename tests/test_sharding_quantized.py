@@ -162,10 +162,12 @@ def test_explicit_prepacked(rng, name, spec, compiled):
 
 
 def test_explicit_prepacked_groups_stay_whole(rng):
-    """Three groups do not divide among two devices, though their six tiles do."""
+    """Three groups do not divide among two devices, though their six tiles of codes do."""
     q = oracle.random_quantized(rng, (G, 64, 384), "affine", 4, 128, "bfloat16")
     mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
-    sharded = put(mesh, jgg.prepack(q), None, None, "a")
+    packed = jgg.prepack(q)
+    weight, scales = put(mesh, packed.weight, None, None, "a"), put(mesh, packed.scales)
+    sharded = dataclasses.replace(packed, weight=weight, scales=scales)
     message = (
         "jgg: a prepacked weight (4, 64, 384) shards axis K over ('a',), but its 3 quantization "
     )
