@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _call, _ordered, _quantized, _reference, _segments, _split, _tuned
+from . import _call, _formats, _ordered, _reference, _segments, _split, _tuned
 from . import _nvfp4_layouts as layouts
 
 
@@ -351,7 +351,7 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     *lead, n, words = weight.shape
     rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
-    scale_tiles, scale_words = _quantized.packed_scales(mode, group_size, k_tiles)
+    scale_tiles, scale_words = _formats.packed_scales(mode, group_size, k_tiles)
     results = [
         jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
         for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))

@@ -238,3 +238,11 @@ def e4m3(code):
 def exact(m, e):
     """float32 of ``m * 2**e``, m below 2**24, where nothing is subnormal."""
     return i32(m).astype(jnp.float32) * fb.value(u32(e + 127) << 23)
+
+
+def packed_scales(mode: str, group_size: int, k_tiles: int) -> tuple[int, int]:
+    """Of layout "sm90" the last two axes of scales, K / 64 (of affine groups of 128 K / 128) and
+    words."""
+    if mode == "affine":
+        return (k_tiles // 2, 64) if group_size == 128 else (k_tiles, 4096 // group_size)
+    return k_tiles, 32 if mode == "mxfp4" else 64

@@ -7,10 +7,10 @@ and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. S
     weight  (128 threads, bits)  a thread's 32 codes
     scales  (words, 32 pairs (warp, g), 2 rows)  what decodes the row's codes
 
-of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words).
-Of mxfp4 the scales of two rows are one word, and two tiles share affine scales of 128 k. Of a
-weight's words all threads' first four (or two, or one, as `_pieces` says) come before all threads'
-next.
+of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words);
+but of mxfp4 the scales of two rows are one word, (..., N/64, K/64, 32), and two tiles share affine
+scales of 128 k, (..., N/64, K/128, 64). Of a weight's words all threads' first four (or two, or
+one, as `_pieces` says) come before all threads' next.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _prepack(w: Quantized) -> Quantized:
     codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
     codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
-    scale_tiles, count = _quantized.packed_scales(w.mode, w.group_size, k // _TILE)
+    scale_tiles, count = _formats.packed_scales(w.mode, w.group_size, k // _TILE)
     words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1)
     words = _permute(words, (0, 4, 5, 1, 3, 2))
     if w.mode == "mxfp4":

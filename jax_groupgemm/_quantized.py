@@ -294,7 +294,7 @@ def check(op: str, name: str, q) -> Quantized:
 
 def _check_packed(op: str, name: str, q: Quantized) -> Quantized:
     *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
-    scales = packed_scales(q.mode, q.group_size, columns)
+    scales = _formats.packed_scales(q.mode, q.group_size, columns)
     expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, *scales)
     if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
         raise ValueError(
@@ -306,14 +306,6 @@ def _check_packed(op: str, name: str, q: Quantized) -> Quantized:
             raise TypeError(f"jgg.{op}: {name} in layout {q.layout!r} is uint32, got {leaf.dtype}")
     global_scale = _global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
     return dataclasses.replace(q, global_scale=global_scale)
-
-
-def packed_scales(mode: str, group_size: int, k_tiles: int) -> tuple[int, int]:
-    """Of layout "sm90" the last two axes of scales, K / 64 (of affine groups of 128 K / 128) and
-    words."""
-    if mode == "affine":
-        return (k_tiles // 2, 64) if group_size == 128 else (k_tiles, 4096 // group_size)
-    return k_tiles, 32 if mode == "mxfp4" else 64
 
 
 def _check_positions(op: str, name: str, q: Quantized):

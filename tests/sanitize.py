@@ -216,7 +216,7 @@ def gathered(rng, dtype):
 
 QUANTIZED = (
     ("nvfp4", None, None), ("mxfp4", None, None), ("mxfp8", None, None), ("affine", 4, 32),
-    ("affine", 4, 128), ("affine", 8, 64), ("affine", 3, 64), ("affine", 2, 32), ("affine", 5, 128),
+    ("affine", 4, 128), ("affine", 8, 64), ("affine", 3, 64), ("affine", 2, 64), ("affine", 5, 128),
     ("affine", 6, 32),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ __device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
 // kAny takes one instruction more for every pair.
 enum class Scales { kAny, kSmall };
 
-// Of e8m0, times 2^126: not from 128 on.
+// Of e8m0, times 2^126: below 128, which is nearly all that fit.
 __device__ inline bool IsSmallE8M0(uint32_t bytes) { return (bytes & 0x80808080) == 0; }
 
 // Of scale and bias of affine codes: sums are in units of 2^8, and a code of 4 bits is 2^-133 times
