@@ -50,10 +50,15 @@ extern "C" long decode(int mode, int bits, int scale_dtype, int to, const uint32
   return Decode<DType::kF16>(coding, packed, first, second, units, fast, out);
 }
 
+static uint32_t Scaled(uint32_t pair, uint32_t both) {
+  return MultiplyAdd2<DType::kBF16>(pair, (both & 0xffff) * 0x10001, (both >> 16) * 0x10001);
+}
+
 // A tile of layout "sm90", affine, as (64, 64) bfloat16: what each thread of a warpgroup decodes
-// goes where WGMMA has its A operand's registers.
+// goes where WGMMA has its A operand's registers. Alone: by codes that are, 2^-8 times the values.
 template <int kBits>
-static void DecodeTile(const char* codes, const uint32_t* scales, int scale_words, uint16_t* out) {
+static void DecodeTile(const char* codes, const uint32_t* scales, int scale_words, int alone,
+                       uint16_t* out) {
   for (int thread = 0; thread < 128; ++thread) {
     uint32_t words[kBits];
     LoadCodes(codes, thread, words);
@@ -61,8 +66,12 @@ static void DecodeTile(const char* codes, const uint32_t* scales, int scale_word
       const int step = pair / 4, i = pair % 4, row8 = i % 2;
       const int place = thread / 32 * 8 + thread % 32 / 4;
       const uint32_t both = scales[(scale_words - 1) * (step / 2) * 64 + 2 * place + row8];
-      const uint32_t values = MultiplyAdd2<DType::kBF16>(
-          PackedCodePair(words, pair), (both & 0xffff) * 0x10001, (both >> 16) * 0x10001);
+      uint32_t values;
+      if constexpr (kBits < 8) {
+        const CodePair small = PackedPairOf<kBits, kEndAlone>(words, pair, 0);
+        values = Scaled(small.bits, SmallScales(both, small.place));
+      }
+      if (!alone) values = Scaled(PackedCodePair(words, pair), both);
       const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * row8;
       std::memcpy(out + 64 * row + 16 * step + 8 * (i / 2) + 2 * (thread % 4), &values, 4);
     }
@@ -70,21 +79,21 @@ static void DecodeTile(const char* codes, const uint32_t* scales, int scale_word
 }
 
 extern "C" void decode_tile(int bits, const char* codes, const uint32_t* scales, int scale_words,
-                            uint16_t* out) {
+                            int alone, uint16_t* out) {
   switch (bits) {
-    case 2: return DecodeTile<2>(codes, scales, scale_words, out);
-    case 3: return DecodeTile<3>(codes, scales, scale_words, out);
-    case 4: return DecodeTile<4>(codes, scales, scale_words, out);
-    case 5: return DecodeTile<5>(codes, scales, scale_words, out);
-    case 6: return DecodeTile<6>(codes, scales, scale_words, out);
-    case 8: return DecodeTile<8>(codes, scales, scale_words, out);
+    case 2: return DecodeTile<2>(codes, scales, scale_words, alone, out);
+    case 3: return DecodeTile<3>(codes, scales, scale_words, alone, out);
+    case 4: return DecodeTile<4>(codes, scales, scale_words, alone, out);
+    case 5: return DecodeTile<5>(codes, scales, scale_words, alone, out);
+    case 6: return DecodeTile<6>(codes, scales, scale_words, alone, out);
+    case 8: return DecodeTile<8>(codes, scales, scale_words, alone, out);
   }
 }
 
 // Pairs of 32 codes as two bfloat16 each: affine ones as whole numbers, others times the power of
-// two that streams.cuh names.
+// two that streams.cuh names. Alone: 2^-8 times the numbers.
 template <Mode kMode, int kBits>
-static void DecodeStreams(const uint32_t* packed, long units, uint32_t* out) {
+static void DecodeStreams(const uint32_t* packed, long units, int alone, uint32_t* out) {
   for (long unit = 0; unit < units; ++unit) {
     uint32_t words[kBits], streams[kBits];
     std::memcpy(words, packed + unit * kBits, sizeof(words));
@@ -93,6 +102,10 @@ static void DecodeStreams(const uint32_t* packed, long units, uint32_t* out) {
       uint32_t& pair = out[16 * unit + p];
       if constexpr (kMode == Mode::kAffine) {
         pair = NumbersOf<kBits>(streams, p);
+        if constexpr (kBits < 8) {
+          const CodePair small = CodesOf<kBits, kEndAlone>(streams, p, 0);
+          if (alone) pair = Scaled(small.bits, SmallScales(0x3f80, small.place));
+        }
       } else if constexpr (kBits == 4) {
         pair = E2M1Of(streams, p);
       } else {
@@ -102,19 +115,24 @@ static void DecodeStreams(const uint32_t* packed, long units, uint32_t* out) {
   }
 }
 
-extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long units,
+extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long units, int alone,
                                uint32_t* out) {
   switch (static_cast<Mode>(mode)) {
     case Mode::kAffine: break;
-    case Mode::kMxfp8: return DecodeStreams<Mode::kMxfp8, 8>(packed, units, out);
-    default: return DecodeStreams<Mode::kMxfp4, 4>(packed, units, out);
+    case Mode::kMxfp8: return DecodeStreams<Mode::kMxfp8, 8>(packed, units, 0, out);
+    default: return DecodeStreams<Mode::kMxfp4, 4>(packed, units, 0, out);
   }
   switch (bits) {
-    case 2: return DecodeStreams<Mode::kAffine, 2>(packed, units, out);
-    case 3: return DecodeStreams<Mode::kAffine, 3>(packed, units, out);
-    case 4: return DecodeStreams<Mode::kAffine, 4>(packed, units, out);
-    case 5: return DecodeStreams<Mode::kAffine, 5>(packed, units, out);
-    case 6: return DecodeStreams<Mode::kAffine, 6>(packed, units, out);
-    case 8: return DecodeStreams<Mode::kAffine, 8>(packed, units, out);
+    case 2: return DecodeStreams<Mode::kAffine, 2>(packed, units, alone, out);
+    case 3: return DecodeStreams<Mode::kAffine, 3>(packed, units, alone, out);
+    case 4: return DecodeStreams<Mode::kAffine, 4>(packed, units, alone, out);
+    case 5: return DecodeStreams<Mode::kAffine, 5>(packed, units, alone, out);
+    case 6: return DecodeStreams<Mode::kAffine, 6>(packed, units, alone, out);
+    case 8: return DecodeStreams<Mode::kAffine, 8>(packed, units, alone, out);
   }
+}
+
+// Of words of scale and bias.
+extern "C" void are_small(const uint32_t* words, long count, uint8_t* out) {
+  for (long i = 0; i < count; ++i) out[i] = (NotSmall(words[i]) & kHighest) == 0;
 }

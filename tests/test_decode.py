@@ -14,6 +14,8 @@ import jax_groupgemm as jgg
 from jax_groupgemm import _formats
 
 pytestmark = host_program.needs_compiler
+# Bits of affine codes, and whether codes are numbers as they are, with scales that are small.
+AFFINE = [*((bits, 0) for bits in (2, 3, 4, 5, 6, 8)), *((bits, 1) for bits in (2, 3, 4, 5, 6))]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,8 @@ def test_affine(decode, rng, bits, scale_dtype):
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_prepacked(rng, bits, group_size):
+@pytest.mark.parametrize(("bits", "alone"), AFFINE)
+def test_prepacked(rng, bits, alone, group_size):
     """Tile by tile, what threads read of a prepacked weight: the values of ``dequantize``."""
     w = jgg.quantize(oracle.random(rng, (128, 256), jnp.bfloat16), bits=bits, group_size=group_size)
     codes = rng.integers(0, 2**32, w.weight.shape, dtype=np.uint32)
@@ -89,15 +91,16 @@ def test_prepacked(rng, bits, group_size):
         scales = packed.scales[n, k * packed.scales.shape[1] // 4]
         leaves = [np.ascontiguousarray(leaf) for leaf in (packed.weight[n, k], scales)]
         tile = np.empty((64, 64), got.dtype)
-        decode_tile(bits, *map(pointer, leaves), leaves[1].size // 64, pointer(tile))
-        got[n, :, k] = tile
+        decode_tile(bits, *map(pointer, leaves), leaves[1].size // 64, alone, pointer(tile))
+        got[n, :, k] = tile * (256 if alone else 1)
     np.testing.assert_array_equal(got.reshape(want.shape).astype(np.float32), want)
 
 
-@pytest.mark.parametrize(("mode", "bits", "power"), [
-    *(("affine", bits, 0) for bits in (2, 3, 4, 5, 6, 8)), ("mxfp4", 4, -126), ("mxfp8", 8, -120),
+@pytest.mark.parametrize(("mode", "bits", "alone", "power"), [
+    *(("affine", *case, -8 * case[1]) for case in AFFINE),
+    ("mxfp4", 4, 0, -126), ("mxfp8", 8, 0, -120),
 ])  # fmt: skip
-def test_streams(rng, mode, bits, power):
+def test_streams(rng, mode, bits, alone, power):
     """Codes as they are stored, two by two: every code in every place. NaN codes of e4m3 are left
     to the caller."""
     each = (np.arange(256)[:, None] + np.arange(32)) % 2**bits
@@ -107,7 +110,7 @@ def test_streams(rng, mode, bits, power):
     packed = np.ascontiguousarray(_formats.pack(jnp.asarray(codes), bits), np.uint32)
     out = np.empty((len(codes), 16, 2), DTYPES["bfloat16"])
     host_program.build("decode").decode_streams(
-        mode_number(mode), bits, pointer(packed), ctypes.c_long(len(codes)), pointer(out)
+        mode_number(mode), bits, pointer(packed), ctypes.c_long(len(codes)), alone, pointer(out)
     )
     values = codes.astype(np.float64)
     if mode != "affine":
@@ -116,3 +119,17 @@ def test_streams(rng, mode, bits, power):
         values = np.asarray(jgg.dequantize(q, "float32"), np.float64)
     want = values.reshape(-1, 2, 16).swapaxes(1, 2) * 2.0**power
     np.testing.assert_array_equal(out.astype(np.float64), want)
+
+
+def test_small_affine_scales():
+    """Which scales and biases stay numbers, and sums with them, in the unit of codes alone."""
+    word = np.arange(2**16, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):
+        size = np.abs(word.astype(np.uint16).view(DTYPES["bfloat16"]).astype(np.float64))
+    function = host_program.build("decode").are_small
+    for shift, most, other in ((0, 2.0**3, 0x3F80 << 16), (16, 2.0**100, 0x3C80)):
+        words = np.ascontiguousarray(word << shift | other)
+        out = np.empty(words.size, np.uint8)
+        function(pointer(words), ctypes.c_long(words.size), pointer(out))
+        want = (2.0**-100 <= size) & (size < most)
+        np.testing.assert_array_equal(out, want)

@@ -42,8 +42,9 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   gemm.parts = PartsSm90<Config>(gemm);
-  quantized.unit = Config::kFactor;
-  quantized.asks_for_small = Config::kHasSmall && Config::Weights::AsksForSmall(quantized);
+  using Weights = typename Config::Weights;
+  quantized.asks_for_small = Config::kHasSmall && Weights::AsksForSmall(quantized);
+  quantized.unit = quantized.asks_for_small ? Weights::kSmallFactor : Weights::kFactor;
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 

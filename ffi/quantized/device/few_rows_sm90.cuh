@@ -42,10 +42,11 @@ struct FewRowsProducts {
   using Weights = typename Config::Weights;
   static constexpr int kBlocks = Config::kBlocks, kBlockSums = Config::kRows / 2;
   static_assert(Config::kRows == 32);
-  static constexpr float kUnit = Weights::kFactor / Config::kFactor;
+  // Units of sums, those of kAny in those of kSmall.
+  static constexpr float kUnit = Config::kHasSmall ? Weights::kFactor / Weights::kSmallFactor : 1;
   using Sums = float[kBlocks][kBlockSums];
-  using AnyScales = std::integral_constant<Scales, Scales::kAny>;
-  using SmallScales = std::integral_constant<Scales, Scales::kSmall>;
+  using AnyScales = std::integral_constant<ScaleRange, ScaleRange::kAny>;
+  using SmallScales = std::integral_constant<ScaleRange, ScaleRange::kSmall>;
 
   // As of QuantizedProducts.
   template <typename Stage>
@@ -61,6 +62,7 @@ struct FewRowsProducts {
         Loop<2, kAsks>(quantized, memory, work, group, at, sums);
       } else {  // affine codes would spill
         Loop<4, kAsks && kUnit == 1>(quantized, memory, work, group, at, sums);
+        if (kAsks) Multiply<4>(sums, kUnit);
       }
     };
     if constexpr (kUnit != 1) {
@@ -70,7 +72,7 @@ struct FewRowsProducts {
   }
 
  private:
-  // kEights of rows. kAsks: sums are in kSmall's unit; otherwise they are in the end.
+  // kEights of rows. kAsks: sums are in kSmall's unit.
   template <int kEights, bool kAsks, typename Stage>
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
                               int group, Stage& at, Sums& sums) {
@@ -103,13 +105,12 @@ struct FewRowsProducts {
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
-    if (!kAsks) Multiply<kEights>(sums, kUnit);
   }
 
-  // Whether Scales::kSmall does for a stage.
+  // Whether ScaleRange::kSmall does for a stage.
   template <typename Reader>
-  __device__ static bool AllSmall(const Memory& memory, int group, int stage,
-                                  const Reader& first_block, const Reader& second_block) {
+  __device__ static bool AllSmall(const Memory& memory, int group, int stage, Reader& first_block,
+                                  Reader& second_block) {
     const bool first = first_block.AllSmall(memory.scales[stage][0][group]);
     if constexpr (kBlocks == 1) return first;
     return second_block.AllSmall(memory.scales[stage][kBlocks - 1][group]) && first;
@@ -125,7 +126,7 @@ struct FewRowsProducts {
     }
   }
 
-  template <int kEights, int kSlices, Scales kScales, typename Reader>
+  template <int kEights, int kSlices, ScaleRange kRange, typename Reader>
   __device__ static uint32_t MultiplyStage(Memory& memory, int group, int index, uint32_t x_first,
                                            Reader& first_block, Reader& second_block, Sums& sums) {
     const uint32_t x_stage = x_first + index * sizeof(memory.l[0]);
@@ -148,11 +149,11 @@ struct FewRowsProducts {
       for (int b = 0; b < kBlocks; ++b) {
         Reader& reader = b == 0 ? first_block : second_block;
         if (half % 2 == 0) {
-          words[b] = reader.template Load<true, kScales>(memory.codes[index][b][group],
-                                                         memory.scales[index][b][group], s);
+          words[b] = reader.template Load<true, kRange>(memory.codes[index][b][group],
+                                                        memory.scales[index][b][group], s);
         }
         uint32_t a[8];
-        reader.template Read<2, true, kScales>(words[b], s, half % 2 * 2, a);
+        reader.template Read<2, true, kRange>(words[b], s, half % 2 * 2, a);
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
           if (kLate) load(i);
@@ -175,12 +176,14 @@ struct FewRowsProducts {
 struct SharedPartialSums {
   float4 sums[kMostParts - 1][kMultiplyWarps][32];
   uint64_t full[kMultiplyWarps], empty[kMultiplyWarps];
+  uint32_t parity[kMultiplyWarps];  // of both; registers are few
 
   // One thread.
   __device__ void Init() {
     for (int i = 0; i < kMultiplyWarps; ++i) {
       device::Init(&full[i], 1);
       device::Init(&empty[i], 1);
+      parity[i] = 0;
     }
   }
 };
@@ -192,11 +195,12 @@ struct NoPartialSums {
 // The first block's sums become those of all, added in the order of blocks.
 template <typename Config>
 __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                         const Work& work, int block, uint32_t& parity,
-                         float (&sums)[Config::kRows / 2]) {
+                         const Work& work, float (&sums)[Config::kRows / 2]) {
   if (gemm.parts == 1 || work.weight < 0) return;
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, others = gemm.parts - 1;
   SharedPartialSums& parts = memory.parts;
+  const int block = BlockInCluster();
+  uint32_t parity = parts.parity[warp];
 #pragma unroll
   for (int i = 0; i < Config::kRows / 8; ++i) {
     if (8 * i >= work.rows) break;
@@ -226,6 +230,8 @@ __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& me
     }
     parity ^= 1;
   }
+  __syncwarp();  // all lanes have read it
+  if (lane == 0) parts.parity[warp] = parity;
 }
 
 // A tile's 64 columns from `column` on, only rounded, by each thread's own stores: they are few,

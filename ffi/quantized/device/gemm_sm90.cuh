@@ -35,10 +35,10 @@ struct QuantizedGemmSm90Config {
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
   static constexpr bool kRaggedK = false, kStoreWarp = false, kWide = false;
-  // Whether stages may do with Scales::kSmall: gated columns where the unit of sums stays the same.
+  // Whether stages may do with ScaleRange::kSmall: gated columns where the unit of sums stays the
+  // same.
   static constexpr bool kHasSmall =
       kWarps && Weights::kHasSmall && (kBlocks == 1 || Weights::kSmallFactor == Weights::kFactor);
-  static constexpr float kFactor = kHasSmall ? Weights::kSmallFactor : Weights::kFactor;  // unit
   static constexpr bool kSharesK = kWarps && kBlocks == 1;  // gemm.parts may be 2
   // Of a thread that feeds, and one that multiplies: together what all begin with.
   static constexpr int kFeedRegisters = kBlocksPerSm == 1 ? 56 : 48;
@@ -234,8 +234,8 @@ struct QuantizedProducts {
       const auto load = [&](int s, int b) {
         words[s][b] =
             (b == 0 ? first_block : second_block)
-                .template Load<kFewRows, Scales::kAny>(memory.codes[here.index][b][group],
-                                                       memory.scales[here.index][b][group], s);
+                .template Load<kFewRows, ScaleRange::kAny>(memory.codes[here.index][b][group],
+                                                           memory.scales[here.index][b][group], s);
       };
 #pragma unroll
       for (int i = 0; i < Config::kSlices * kBlocks; ++i) {
@@ -247,7 +247,7 @@ struct QuantizedProducts {
         const int first = unit % kUnits * kSteps;
         if (kLoadsLate && first == 0) load(s, b);
         (b == 0 ? first_block : second_block)
-            .template Read<kSteps, kFewRows, Scales::kAny>(words[s][b], s, first, a[unit % 2]);
+            .template Read<kSteps, kFewRows, ScaleRange::kAny>(words[s][b], s, first, a[unit % 2]);
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -274,19 +274,17 @@ struct QuantizedProducts {
 // One of the two warpgroups that multiply.
 template <typename Config>
 __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
-                                           typename Config::SharedMemory& memory, int group,
-                                           int block) {
+                                           typename Config::SharedMemory& memory, int group) {
   using P = std::conditional_t<Config::kWarps, FewRowsProducts<Config>, QuantizedProducts<Config>>;
   const GemmSm90& gemm = quantized.gemm;
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at;
-  uint32_t parts_parity = 0;
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename P::Sums sums;
     P::Tile(quantized, memory, work, group, at, sums);
     if constexpr (Config::kSharesK) {
-      AddParts<Config>(gemm, memory, work, block, parts_parity, sums[0]);
-      if (block > 0) return;
+      AddParts<Config>(gemm, memory, work, sums[0]);
+      if (gemm.parts > 1 && BlockInCluster() > 0) return;
     }
     if (quantized.unit != 1 || quantized.global_scale.data != nullptr) {
       const int column =
@@ -351,8 +349,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncwarp();
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1,
-                                       block);
+    MultiplyQuantizedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1);
   }
   if (Config::kCluster > 1 || (Config::kSharesK && gemm.parts > 1)) ClusterSync();
 }

@@ -284,6 +284,17 @@ JGG_HOST_DEVICE uint32_t MultiplyAdd2(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+// Products of pairs of bfloat16, by an instruction of sm90; subnormals count.
+JGG_HOST_DEVICE uint32_t Multiply2(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  return MultiplyAdd2<DType::kBF16>(a, b, 0x80008000);
+#endif
+}
+
 // As MultiplyAdd2 of float16, then to [0, 1]; NaN becomes 0.
 JGG_HOST_DEVICE uint32_t MultiplyAddSaturate2(uint32_t a, uint32_t b, uint32_t c) {
 #ifdef __CUDA_ARCH__

@@ -25,16 +25,15 @@ namespace jgg::device {
 template <Mode kMode, int kBits>
 struct LinearWeights {
   using Codes = FewRowsWeights<kMode, kBits>;
-  static constexpr float kFactor = Codes::kUnit, kSmallFactor = kFactor;
-  static constexpr bool kAffine = kMode == Mode::kAffine;
-  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4, kHasSmall = kMxfp4;
+  static constexpr bool kAffine = kMode == Mode::kAffine, kMxfp4 = kMode == Mode::kMxfp4;
+  static constexpr bool kHasSmall = kMxfp4 || (kAffine && kBits <= 4);
+  static constexpr float kFactor = Codes::kUnit, kSmallFactor = kAffine ? 0x1p8f : kFactor;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;                               // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
-  static constexpr bool kAlwaysWarps = kBits != 4;  // with few rows: faster than WGMMA
-  static constexpr int kLoadsLateFrom = 1;          // blocks per SM: registers are few
-  // Of a stage where warps multiply: with four, 3 bits would spill.
-  static constexpr int kFewRowsSlices = kBits == 2 || kBits == 4 ? 4 : 2;
+  static constexpr bool kAlwaysWarps = kBits != 4;           // with few rows: faster than WGMMA
+  static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
+  static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
   static constexpr int kScaleBytes = 0;  // they do not come with a stage
   // Of shared memory, for tiles of at most 64 rows, and, where three stages fit, for those that
@@ -143,14 +142,23 @@ struct LinearWeights {
       }
     };
 
-    __device__ bool AllSmall(const char*) const {
-      uint32_t bytes = 0;
+    __device__ bool AllSmall(const char*) {
+      uint32_t bits = 0;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) bytes |= next_[i][0][0] | next_[i][1][0];
-      return __all_sync(~0u, IsSmallE8M0(bytes));
+      for (int i = 0; i < 2 * kAhead; ++i) {
+        auto& next = next_[i / 2][i % 2];
+        if constexpr (kAffine) {  // together they take fewer registers
+          next[0] |= next[1] << 16;
+          next[1] = 0;
+          bits |= NotSmall(next[0]);
+        } else {
+          bits |= next[0];
+        }
+      }
+      return __all_sync(~0u, (bits & (kAffine ? kHighest : kHighestOfBytes)) == 0);
     }
 
-    template <bool, Scales kScales>
+    template <bool, ScaleRange kRange>
     __device__ Words Load(const char* codes, const char*, int slice) {
       Words words;
       if (slice % 2 == 0) {
@@ -159,7 +167,7 @@ struct LinearWeights {
         for (int r = 0; r < 2; ++r) {
           if constexpr (kAffine) {
             now_[r] = next[r][0] | next[r][1] << 16;
-          } else if constexpr (kMxfp4 && kScales == Scales::kSmall) {
+          } else if constexpr (kMxfp4 && kRange == ScaleRange::kSmall) {
             now_[r] = (next[r][0] + 126) * 0x800080;
           } else {
             now_[r] = Codes::Scales(next[r][0], 0, 0, true).scale;
@@ -190,33 +198,40 @@ struct LinearWeights {
     }
 
     // kSteps x 16 k from step `first` of a slice on.
-    template <int kSteps, bool, Scales kScales>
+    template <int kSteps, bool, ScaleRange kRange>
     __device__ void Read(const Words& words, int slice, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i) {  // step, pair of codes, and column
         const int p = 2 * first + i / 2 + (kBySlices ? 0 : slice % 2 * 8);
-        a[i] = Pair<kScales>(words.codes[i % 2], p, words.scales[i % 2]);
+        a[i] = Pair<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
       }
     }
 
    private:
     static constexpr int kSize = kAffine ? 2 : 1;  // bytes of a scale
-    // 128s of k. Of nvfp4 a whole stage: half of one is too late for its many scales, of mxfp4 so
-    // that all are known when it begins; to others it is no help.
-    static constexpr int kAhead = kMode == Mode::kNvfp4 || kMxfp4 ? kStageSlices / 2 : 1;
+    // 128s of k. Of nvfp4 a whole stage: half of one is too late for its many scales; likewise so
+    // that all are known when a stage begins that may ask; to others it is no help.
+    static constexpr int kAhead = kMode == Mode::kNvfp4 || kHasSmall ? kStageSlices / 2 : 1;
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
-    template <Scales kScales>
+    template <ScaleRange kRange>
     __device__ static uint32_t Pair(const uint32_t (&codes)[Words::kCodes], int p,
                                     uint32_t scales) {
       if constexpr (kAffine) {
-        const uint32_t scale = Twice(scales, 0), bias = Twice(scales, 1);
-        return MultiplyAdd2<DType::kBF16>(NumbersOf<kBits>(codes, p), scale, bias);
+        uint32_t numbers;
+        if constexpr (kRange == ScaleRange::kSmall) {
+          const CodePair alone = CodesOf<kBits, kEndAlone>(codes, p, 0);
+          numbers = alone.bits;
+          scales = SmallScales(scales, alone.place);
+        } else {
+          numbers = NumbersOf<kBits>(codes, p);
+        }
+        return MultiplyAdd2<DType::kBF16>(numbers, Twice(scales, 0), Twice(scales, 1));
       } else if constexpr (kMode == Mode::kNvfp4) {
         return Multiply2(E2M1Of(codes, p), scales);
       } else if constexpr (kMxfp4) {
-        return MultiplyMxfp4<kScales>(E2M1Of(codes, p), scales);
+        return MultiplyMxfp4<kRange>(E2M1Of(codes, p), scales);
       } else {
         return Multiply2(Multiply2(E4M3Of(codes, p), k2To120), scales);
       }
@@ -243,14 +258,14 @@ struct LinearWeights {
       }
     }
 
-    // Of the next 128 k, to next_[at]; zeros past the end.
+    // Of the next 128 k, to next_[at]. Past the end, where x has zeros, any number.
     __device__ void LoadScales(int at) {
       const int64_t to_bias =
           static_cast<const char*>(quantized_.biases) - static_cast<const char*>(quantized_.scales);
 #pragma unroll
       for (int i = 0; i < 2 * (kAffine ? 2 : 1); ++i) {
         const int r = i % 2;
-        next_[at][r][i / 2] = 0;
+        next_[at][r][i / 2] = kAffine ? 0x3f80 : 0;
         if (left_ <= 0) continue;
         const char* from = scales_ + (r == 0 ? 0 : second_) + (i < 2 ? 0 : to_bias);
         if constexpr (kAffine || kMode == Mode::kNvfp4) {

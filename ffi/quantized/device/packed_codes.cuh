@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "quantized/device/instructions.cuh"
+#include "quantized/device/code_pairs.cuh"
 
 namespace jgg::device {
 
@@ -115,72 +115,53 @@ JGG_HOST_DEVICE void PackPairs(const uint32_t (&pairs)[16], uint32_t (&words)[kB
   }
 }
 
-constexpr uint32_t k128Twice = 0x43004300;  // whose last place is 1
-
-// Codes in bits `place` and up of each half, 128 otherwise: the numbers 128 + code * 2^place. Exact
-// as long as a code ends before bit 7.
-JGG_HOST_DEVICE uint32_t CodesInPlace(uint32_t pair, int place) {
-  const uint32_t unit = static_cast<uint32_t>(127 - place) << 7;
-  const uint32_t offset = 0x8000 | static_cast<uint32_t>(134 - place) << 7;
-  return MultiplyAdd2<DType::kBF16>(pair, unit * 0x10001, offset * 0x10001);
-}
-
-// Of 16 pairs of codes number `pair`: the first of it is in words' lower halves, the second in the
-// upper ones. After one shift seven bits of a half can be taken, so pairs share shifts where they
-// can.
-struct PackedPair {
-  uint32_t bits;  // codes from bit `place` of each half on, or-ed with what was asked for
-  int place;
-};
-
-template <int kBits>
-JGG_HOST_DEVICE PackedPair PackedPairOf(const uint32_t (&words)[kBits], int pair, uint32_t more) {
+// Of 16 pairs of codes number `pair`, which ends before bit kEnd: the first of it is in words'
+// lower halves, the second in the upper ones.
+template <int kBits, int kEnd>
+JGG_HOST_DEVICE CodePair PackedPairOf(const uint32_t (&words)[kBits], int pair, uint32_t more) {
   constexpr uint32_t kMask = ((1u << kBits) - 1) * 0x10001;
   constexpr int kEach = 16 / kBits;  // whole pairs of a word
-  const int word = pair / kEach, at = kBits * (pair % kEach);
-  const auto code = [&](int shift) -> PackedPair {
-    const int place = at - shift;
-    return {MaskOr(words[word] >> shift, kMask << place, more), place};
-  };
-  if constexpr (kBits == 2) {
-    return code(at / 6 * 6);
-  } else if constexpr (kBits == 4) {
-    return code(at);
+  if constexpr (kBits == 6) {
+    // Of every 8 pairs in 3 words two are in each, the others in what is left: the four bits of a
+    // word and two of the middle one.
+    const int first = 3 * (pair / 8), number = pair % 8;
+    if (number < 6) {
+      const uint32_t word = words[first + number / 2] >> (number % 2 == 0 ? 0 : 6);
+      return {MaskOr(word, kMask, more), 0};
+    }
+    const uint32_t low = words[number == 6 ? first : first + 2] >> 12;
+    const uint32_t high = words[first + 1] >> (number == 6 ? 10 : 8);
+    return {MaskOr(high, 0x00300030, MaskOr(low, 0x000f000f, more)), 0};
   } else {
-    static_assert(kBits == 3 || kBits == 5);
-    constexpr int kFirst = kBits == 3 ? 3 : 2;  // where the last pair is gathered, of bits 15
-    if (pair < 15) {
-      if (pair % kEach < kEach - 1) return code(kBits == 3 ? at / 6 * 6 : at);
-      const int shift = 15 - kFirst - word;  // of the word's bit 15, for the last pair
-      return code(shift < at ? shift : at);
+    constexpr int kTogether = kEnd / kBits * kBits;  // bits that share a shift
+    const int word = pair / kEach, at = kBits * (pair % kEach);
+    const auto code = [&](int shift) -> CodePair {
+      const int place = at - shift;
+      return {MaskOr(words[word] >> shift, kMask << place, more), place};
+    };
+    if constexpr (kBits == 2 || kBits == 4) {
+      return code(at / kTogether * kTogether);
+    } else {
+      static_assert(kBits == 3 || kBits == 5);
+      constexpr int kFirst = kBits == 3 ? 3 : 2;  // where the last pair is gathered, of bits 15
+      if (pair < 15) {
+        if (pair % kEach < kEach - 1) return code(at / kTogether * kTogether);
+        const int shift = 15 - kFirst - word;  // of the word's bit 15, for the last pair
+        return code(shift < at ? shift : at);
+      }
+      JGG_UNROLL
+      for (int i = 0; i < kBits; ++i) {
+        more = MaskOr(words[i] >> (15 - kFirst - i), 0x10001u << (kFirst + i), more);
+      }
+      return {more, kFirst};
     }
-    JGG_UNROLL
-    for (int i = 0; i < kBits; ++i) {
-      more = MaskOr(words[i] >> (15 - kFirst - i), 0x10001u << (kFirst + i), more);
-    }
-    return {more, kFirst};
   }
-}
-
-// Of every 8 pairs in 3 words two are in each, the others in what is left: the four bits of a word
-// and two of the middle one.
-template <>
-JGG_HOST_DEVICE PackedPair PackedPairOf<6>(const uint32_t (&words)[6], int pair, uint32_t more) {
-  const int first = 3 * (pair / 8), number = pair % 8;
-  if (number < 6) {
-    const uint32_t word = words[first + number / 2] >> (number % 2 == 0 ? 0 : 6);
-    return {MaskOr(word, 0x003f003f, more), 0};
-  }
-  const uint32_t low = words[number == 6 ? first : first + 2] >> 12;
-  const uint32_t high = words[first + 1] >> (number == 6 ? 10 : 8);
-  return {MaskOr(high, 0x00300030, MaskOr(low, 0x000f000f, more)), 0};
 }
 
 // As whole numbers.
 template <int kBits>
 JGG_HOST_DEVICE uint32_t PackedCodePair(const uint32_t (&words)[kBits], int pair) {
-  const PackedPair codes = PackedPairOf(words, pair, k128Twice);
-  return CodesInPlace(codes.bits, codes.place);
+  return NumbersBeside128(PackedPairOf<kBits, kEndBeside128>(words, pair, k128Twice));
 }
 
 // Two pairs in a word: in bits 0 to 6 and 14, and 7 to 13 and 15. A code without its highest bit is

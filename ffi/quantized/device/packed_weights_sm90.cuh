@@ -43,16 +43,20 @@ __device__ inline void E4M3Pairs(uint32_t first, uint32_t second, uint32_t (&pai
 template <Mode kMode, int kBits>
 struct PackedCodes;
 
+// What most of them are.
+struct PackedCodesBase {
+  static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
+  static constexpr bool kHasSmall = false;
+  static constexpr int kMostScaleWords = 1;
+};
+
 // Scales are e4m3 with one more bit of exponent, so that all are normal: (exponent + 10) * 8 +
 // mantissa, and 255 for NaN; where one is 0, so are codes. Values are 2^-19 of what they stand for.
 template <>
-struct PackedCodes<Mode::kNvfp4, 4> {
-  static constexpr float kFactor = 0x1p19f, kSmallFactor = kFactor;
-  static constexpr bool kHasSmall = false;
-  static constexpr int kSmallFromK = 0;
-  static constexpr int kMostScaleWords = 1;
+struct PackedCodes<Mode::kNvfp4, 4> : PackedCodesBase {
+  static constexpr float kFactor = 0x1p19f;
 
-  template <bool kFewRows, Scales>
+  template <bool kFewRows, ScaleRange>
   __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
@@ -76,29 +80,27 @@ struct PackedCodes<Mode::kNvfp4, 4> {
 
 // Of both rows the scales are one word, e8m0: of a row's 32 k and the 32 after.
 template <>
-struct PackedCodes<Mode::kMxfp4, 4> {
-  static constexpr float kFactor = 1, kSmallFactor = 1;
+struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase {
   static constexpr bool kHasSmall = true;
-  static constexpr int kSmallFromK = 0;
-  static constexpr int kMostScaleWords = 1;
 
   // As bfloat16, those of row `r`.
-  template <bool kFewRows, Scales kScales>
+  template <bool kFewRows, ScaleRange kRange>
   __device__ static uint32_t Scale(uint32_t bytes, int r) {
     const uint32_t two = __byte_perm(bytes, 0, r == 0 ? 0x4140 : 0x4342);
     const uint32_t power = PowerOfTwo<kFewRows>(7);
-    if constexpr (kScales == Scales::kSmall) return two * power + 126 * 0x800080;
-    const uint32_t normal = two * power;  // but 0, and 255
-    return Max2<DType::kBF16>(normal, 0x400040) | ((normal + 0x800080) >> 9 & 0x400040);
+    if constexpr (kRange == ScaleRange::kSmall) return two * power + 126 * 0x800080;
+    // 0, of 2^-127, is subnormal; 255 is infinite so far, which times 0 is NaN.
+    const uint32_t normal = two * power;
+    return MultiplyAdd2<DType::kBF16>(normal, 0, Max2<DType::kBF16>(normal, 0x400040));
   }
 
-  template <bool kFewRows, Scales kScales>
+  template <bool kFewRows, ScaleRange kRange>
   __device__ static void Decode(const uint32_t (&codes)[4], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     E2M1Pairs(codes[step], a);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = MultiplyMxfp4<kScales>(a[i], Twice(scales[0][i % 2], step / 2));
+      a[i] = MultiplyMxfp4<kRange>(a[i], Twice(scales[0][i % 2], step / 2));
     }
   }
 };
@@ -106,13 +108,8 @@ struct PackedCodes<Mode::kMxfp4, 4> {
 // Scales are bfloat16, one for every 32 k. Code 127 would be 480: of a group that has it the scale
 // is NaN.
 template <>
-struct PackedCodes<Mode::kMxfp8, 8> {
-  static constexpr float kFactor = 1, kSmallFactor = 1;
-  static constexpr bool kHasSmall = false;
-  static constexpr int kSmallFromK = 0;
-  static constexpr int kMostScaleWords = 1;
-
-  template <bool kFewRows, Scales>
+struct PackedCodes<Mode::kMxfp8, 8> : PackedCodesBase {
+  template <bool kFewRows, ScaleRange>
   __device__ static void Decode(const uint32_t (&codes)[8], int step,
                                 const uint32_t (&scales)[1][2], uint32_t* a) {
     uint32_t pairs[4];
@@ -127,25 +124,21 @@ struct PackedCodes<Mode::kMxfp8, 8> {
 // A word of scales is scale and bias, bfloat16, of 64 or 128 k, or of 32 where there are two: then
 // they are not small.
 template <int kBits>
-struct PackedCodes<Mode::kAffine, kBits> {
-  // Codes of 5 and 6 bits gain nothing by asking, those of 4 where k is long.
-  static constexpr bool kHasSmall = kBits <= 4;
-  static constexpr int kSmallFromK = kBits < 4 ? 0 : 4096;
-  static constexpr float kFactor = 1, kSmallFactor = kHasSmall ? 0x1p8f : 1;
+struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase {
+  static constexpr bool kHasSmall = kBits <= 4;  // codes of 5 and 6 bits gain nothing by asking
+  static constexpr float kSmallFactor = 0x1p8f;
   static constexpr int kMostScaleWords = 2;
 
-  template <bool kFewRows, Scales kScales>
+  template <bool kFewRows, ScaleRange kRange>
   __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
                                 const uint32_t (&scales)[2][2], uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int pair = 4 * step + i;
-      if constexpr (kScales == Scales::kSmall) {
-        const PackedPair small = PackedPairOf(codes, pair, 0);
-        const uint32_t power = static_cast<uint32_t>(127 - small.place) << 7;
-        uint32_t both = scales[0][i % 2];
-        if (small.place > 0) both = Multiply2(both, 0x3f800000 | power);
-        a[i] = MultiplyAdd2<DType::kBF16>(small.bits, Twice(both, 0), Twice(both, 1));
+      if constexpr (kRange == ScaleRange::kSmall) {
+        const CodePair alone = PackedPairOf<kBits, kEndAlone>(codes, pair, 0);
+        const uint32_t both = SmallScales(scales[0][i % 2], alone.place);
+        a[i] = MultiplyAdd2<DType::kBF16>(alone.bits, Twice(both, 0), Twice(both, 1));
       } else {
         const uint32_t both = scales[step / 2][i % 2];
         a[i] =
@@ -271,10 +264,9 @@ struct PackedWeights {
     });
   }
 
-  // Whether stages may do with Scales::kSmall.
+  // Whether stages may do with ScaleRange::kSmall.
   static bool AsksForSmall(const QuantizedGemmSm90& quantized) {
-    return kHasSmall && quantized.gemm.k >= Codes::kSmallFromK &&
-           quantized.tile_scales <= kTileScales;
+    return kHasSmall && quantized.tile_scales <= kTileScales;
   }
 
   // What a thread reads of a tile's columns, from stages of so many slices.
@@ -297,16 +289,18 @@ struct PackedWeights {
     __device__ bool AllSmall(const char* scales) const {
       const int lane = threadIdx.x % 32, pair = threadIdx.x % 128 / 32 * 8 + lane % 8;
       scales = At(scales, lane / 8 % kStageSlices, pair);
+      uint32_t bits;
       if constexpr (kMxfp4) {
-        return __all_sync(~0u, IsSmallE8M0(*reinterpret_cast<const uint32_t*>(scales)));
+        bits = *reinterpret_cast<const uint32_t*>(scales) & kHighestOfBytes;
       } else {
         const uint2 two = *reinterpret_cast<const uint2*>(scales);
-        return __all_sync(~0u, IsSmallAffine(two.x) && IsSmallAffine(two.y));
+        bits = (NotSmall(two.x) | NotSmall(two.y)) & kHighest;
       }
+      return __all_sync(~0u, bits == 0);
     }
 
     // From slice `slice` of a stage on.
-    template <bool kFewRows, Scales kScales>
+    template <bool kFewRows, ScaleRange kRange>
     __device__ Words Load(const char* codes, const char* scales, int slice) const {
       const int thread = threadIdx.x % 128, pair = thread / 32 * 8 + thread % 32 / 4;
       Words words;
@@ -316,28 +310,27 @@ struct PackedWeights {
         const uint32_t bytes = *reinterpret_cast<const uint32_t*>(scales);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          words.scales[0][r] = Codes::template Scale<kFewRows, kScales>(bytes, r);
+          words.scales[0][r] = Codes::template Scale<kFewRows, kRange>(bytes, r);
         }
       } else {
         LoadWords<2>(scales, words.scales[0]);
-        if constexpr (kMode == Mode::kAffine && kScales == Scales::kSmall) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            words.scales[0][r] = words.scales[1][r] = Multiply2(words.scales[0][r], 0x3b807e00);
+        if constexpr (kMode == Mode::kAffine) {
+          if constexpr (kRange == ScaleRange::kSmall) {
+            words.scales[1][0] = words.scales[0][0];
+          } else {  // the first again where there is no second
+            LoadWords<2>(scales + max(tile_scales_ - kTileScales, 0), words.scales[1]);
           }
-        } else if constexpr (kMode == Mode::kAffine) {  // the first again where there is no second
-          LoadWords<2>(scales + max(tile_scales_ - kTileScales, 0), words.scales[1]);
         }
       }
       return words;
     }
 
     // kSteps x 16 k from step `first` of a slice on.
-    template <int kSteps, bool kFewRows, Scales kScales>
+    template <int kSteps, bool kFewRows, ScaleRange kRange>
     __device__ void Read(const Words& words, int /*slice*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Codes::template Decode<kFewRows, kScales>(words.codes, first + i, words.scales, a + 4 * i);
+        Codes::template Decode<kFewRows, kRange>(words.codes, first + i, words.scales, a + 4 * i);
       }
     }
 

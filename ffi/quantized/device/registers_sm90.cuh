@@ -11,33 +11,17 @@ namespace jgg::device {
 
 constexpr uint32_t k2To120 = 0x7b807b80, k2To126 = 0x7e807e80;  // pairs of 2^120 and 2^126
 
-// Products of pairs of bfloat16, rounded once; subnormals count.
-__device__ inline uint32_t Multiply2(uint32_t a, uint32_t b) {
-  uint32_t out;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
 // Codes come to their places as tiny numbers, subnormal ones mostly. What they are too small by is
 // one factor with their scales (and the sum's unit) where that is a bfloat16, kSmall, as usual;
 // kAny takes one instruction more for every pair.
-enum class Scales { kAny, kSmall };
+enum class ScaleRange { kAny, kSmall };
 
-// Of e8m0, times 2^126: below 128, which is nearly all that fit.
-__device__ inline bool IsSmallE8M0(uint32_t bytes) { return (bytes & 0x80808080) == 0; }
+// Of e8m0, times 2^126: those below 128, which are nearly all that fit.
+constexpr uint32_t kHighestOfBytes = 0x80808080;
 
-// Of scale and bias of affine codes: sums are in units of 2^8, and a code of 4 bits is 2^-133 times
-// itself, so scales are times 2^125, biases times 2^-8. All normal, and so is what becomes of them:
-// from 2^-100 on, to 2^3 and 2^100.
-__device__ inline bool IsSmallAffine(uint32_t both) {
-  constexpr uint32_t kMost = 0x71804100, kLeast = 0x0d800d80;
-  const uint32_t size = both & 0x7fff7fff;
-  return (((size + (0x80008000 - kMost)) | ~(size + (0x80008000 - kLeast))) & 0x80008000) == 0;
-}
-
-template <Scales kScales>
+template <ScaleRange kRange>
 __device__ uint32_t MultiplyMxfp4(uint32_t pair, uint32_t scale) {
-  return Multiply2(kScales == Scales::kSmall ? pair : Multiply2(pair, k2To126), scale);
+  return Multiply2(kRange == ScaleRange::kSmall ? pair : Multiply2(pair, k2To126), scale);
 }
 
 // The lower or upper half of a word, twice: for products an operand's modifier, no instruction.

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "quantized/device/instructions.cuh"
+#include "quantized/device/code_pairs.cuh"
 
 namespace jgg::device {
 
@@ -19,33 +19,34 @@ JGG_HOST_DEVICE void ToStreams(const uint32_t (&words)[kBits], uint32_t (&stream
   }
 }
 
-// Codes p and 16 + p as whole numbers in bfloat16.
+// Codes p and 16 + p, which end before bit kEnd.
+template <int kBits, int kEnd>
+JGG_HOST_DEVICE CodePair CodesOf(const uint32_t* streams, int p, uint32_t more) {
+  constexpr uint32_t kTwice = 0x10001, kMask = (1u << kBits) - 1;
+  const int word = kBits * p / 16, at = kBits * p % 16;
+  if (at + kBits > 16) {
+    const uint32_t low = (1u << (16 - at)) - 1;
+    more = MaskOr(streams[word] >> at, low * kTwice, more);
+    return {MaskOr(streams[word + 1] << (16 - at), (kMask & ~low) * kTwice, more), 0};
+  }
+  // Several codes share a shift. Alone they are in few places, each of which needs scales.
+  int place = kEnd == kEndAlone ? at / kBits * kBits % (kEnd / kBits * kBits) : at % 6;
+  if (place + kBits > kEnd) place = 0;
+  return {MaskOr(streams[word] >> (at - place), (kMask << place) * kTwice, more), place};
+}
+
+// The same as whole numbers in bfloat16.
 template <int kBits>
 JGG_HOST_DEVICE uint32_t NumbersOf(const uint32_t* streams, int p) {
-  constexpr uint32_t k128 = 0x43004300, kTwice = 0x10001, kMask = (1u << kBits) - 1;
-  const int word = kBits * p / 16, at = kBits * p % 16;
   if constexpr (kBits == 8) {
     // 128 and the lower seven bits; less 128 (two times 64) where the highest is not set.
-    const uint32_t stream = streams[word];
+    const uint32_t stream = streams[p / 2];
+    const int at = p % 2 * 8;
     const uint32_t highest = ~(at == 0 ? stream << 7 : stream >> 1) & 0x40004000;
     return MultiplyAdd2<DType::kBF16>(highest, 0xc280c280,
-                                      MaskOr(stream >> at, 0x7f * kTwice, k128));
+                                      MaskOr(stream >> at, 0x007f007f, k128Twice));
   } else {
-    // Bit `place` of a half is worth one: several codes share a shift.
-    int place = at % 6;
-    if (place + kBits > 7) place = 0;
-    uint32_t wide;
-    if (at + kBits > 16) {
-      const uint32_t low = (1u << (16 - at)) - 1;
-      place = 0;
-      wide = MaskOr(streams[word] >> at, low * kTwice, k128);
-      wide = MaskOr(streams[word + 1] << (16 - at), (kMask & ~low) * kTwice, wide);
-    } else {
-      wide = MaskOr(streams[word] >> (at - place), (kMask << place) * kTwice, k128);
-    }
-    const uint32_t unit = static_cast<uint32_t>(127 - place) << 7;
-    const uint32_t offset = 0x8000 | static_cast<uint32_t>(134 - place) << 7;
-    return MultiplyAdd2<DType::kBF16>(wide, unit * kTwice, offset * kTwice);
+    return NumbersBeside128(CodesOf<kBits, kEndBeside128>(streams, p, k128Twice));
   }
 }
 
