@@ -72,6 +72,9 @@ struct FewRowsProducts {
   }
 
  private:
+  // With 8 rows products alternate between two sums, since each waits for the one before.
+  static constexpr int Chains(int eights) { return eights == 1 ? 2 : 1; }
+
   // kEights of rows. kAsks: sums are in kSmall's unit.
   template <int kEights, bool kAsks, typename Stage>
   __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
@@ -97,13 +100,22 @@ struct FewRowsProducts {
       } else if (AllSmall(memory, group, at.index, first_block, second_block)) {
         multiply(SmallScales{});
       } else {
-        Multiply<kEights>(sums, 1 / kUnit);
+        Multiply<kEights * Chains(kEights)>(sums, 1 / kUnit);
         multiply(AnyScales{});
-        Multiply<kEights>(sums, kUnit);
+        Multiply<kEights * Chains(kEights)>(sums, kUnit);
       }
       __syncwarp();
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
+    }
+    if constexpr (Chains(kEights) == 2) {
+      constexpr int kHalf = 4 * kEights;
+#pragma unroll
+      for (int i = 0; i < kHalf * kBlocks; ++i) {
+        float& other = sums[i / kHalf][kHalf + i % kHalf];
+        sums[i / kHalf][i % kHalf] += other;
+        other = 0.0f;
+      }
     }
   }
 
@@ -159,7 +171,8 @@ struct FewRowsProducts {
           if (kLate) load(i);
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
-            MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1], sums[b] + 4 * i);
+            MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1],
+                         sums[b] + 4 * (i + step % Chains(kEights) * kEights));
           }
           if (half == 2 * kSlices - 1) read |= x[i][0];
         }
