@@ -125,7 +125,7 @@ struct PackedCodes<Mode::kMxfp8, 8> : PackedCodesBase {
 // they are not small.
 template <int kBits>
 struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase {
-  static constexpr bool kHasSmall = kBits <= 4;  // codes of 5 and 6 bits gain nothing by asking
+  static constexpr bool kHasSmall = kBits < 8;
   static constexpr float kSmallFactor = 0x1p8f;
   static constexpr int kMostScaleWords = 2;
 
@@ -158,7 +158,7 @@ struct PackedWeights {
   // With few rows WGMMA would spill.
   static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
   static constexpr int kLoadsLateFrom = kMode != Mode::kNvfp4 ? 2 : 3;  // blocks per SM: likewise
-  static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;      // of a stage where warps multiply
+  static constexpr int kFewRowsSlices = kBits < 8 ? 4 : 2;       // of a stage where warps multiply
   static constexpr int kSmallTilesKib = 228, kFewRowsKib = 228;  // of shared memory: all
   static constexpr bool kMxfp4 = kMode == Mode::kMxfp4;
   // Bytes of 64 columns: codes and one word of scales of 64 k (or half a word); codes and scales of
