@@ -2,8 +2,9 @@
 
 python -m benchmarks.report benchmarks/results/h200/sm80.json [MORE ...] [--plots docs]
 
-Prints the tables; with --plots draws speedup.svg and roofline.svg there (needs matplotlib), and of
-quantized cases speedup_quantized.svg and roofline_quantized.svg.
+Prints the tables, a case that several records have from the last; with --plots draws speedup.svg
+and roofline.svg there (needs matplotlib), and of quantized cases speedup_quantized.svg and
+roofline_quantized.svg.
 """
 
 import argparse
@@ -136,8 +137,9 @@ def tables(records) -> list[str]:
 
 
 def load(paths) -> tuple[list[dict], list[dict]]:
-    """The records' headers, and all cases that we ran, each with its run's ceilings."""
-    heads, records = [], []
+    """The records' headers, and all cases that we ran, each with its run's ceilings. Where records
+    have a case in common, the last one's counts."""
+    heads, cases = [], {}
     for path in paths:
         head = json.loads(Path(path).read_text())
         for r in head.pop("records"):
@@ -145,9 +147,9 @@ def load(paths) -> tuple[list[dict], list[dict]]:
                 kind = r["op"].removeprefix("segmented ")
                 known = head.get("ceilings_tflops", {})
                 c = known.get(kind, head["C_tflops"])
-                records.append(r | {"C": c, "B": head["B_tbytes"]})
+                cases[r["op"], r["case"]] = r | {"C": c, "B": head["B_tbytes"]}
         heads.append(head)
-    return heads, records
+    return heads, list(cases.values())
 
 
 def show(heads, records) -> None:

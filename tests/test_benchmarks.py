@@ -203,6 +203,18 @@ def test_report(tmp_path, capsys):
     assert text.endswith("\n\n2 of 3 cases with a peer run below 0.95 of the best peer's speed.\n")
 
 
+def test_report_of_a_case_measured_again(tmp_path, capsys):
+    first = RECORD["records"][0]
+    paths = [tmp_path / name for name in ("record.json", "again.json")]
+    paths[0].write_text(json.dumps(RECORD))
+    again = {**first, "us": {**first["us"], "ours": 2 * first["us"]["ours"]}}
+    paths[1].write_text(json.dumps(RECORD | {"records": [again]}))
+    report.main([str(path) for path in paths])
+    text = capsys.readouterr().out
+    assert text.count("| forward a | ") == 1
+    assert "| forward a | 20 | " in text
+
+
 def test_report_of_times_in_situ(tmp_path, capsys):
     """A column of its own, where any case has them."""
     chained = {**RECORD["records"][0], "in_situ_us": {"ours": 12.5}}

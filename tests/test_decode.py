@@ -131,5 +131,5 @@ def test_small_affine_scales():
         words = np.ascontiguousarray(word << shift | other)
         out = np.empty(words.size, np.uint8)
         function(pointer(words), ctypes.c_long(words.size), pointer(out))
-        want = (2.0**-100 <= size) & (size < most)
+        want = (size >= 2.0**-100) & (size < most)
         np.testing.assert_array_equal(out, want)
