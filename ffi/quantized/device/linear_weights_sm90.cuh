@@ -1,6 +1,6 @@
 // Weights in layout "linear", as checkpoints have them: lines of codes, contiguous along k. A stage
 // has the codes of 64 columns, by TMA. Threads load the scales that they need by themselves, since
-// nothing aligns these, half a stage or a whole one before they use them.
+// nothing aligns these, a stage before they use them.
 //
 // Which k an instruction multiplies does not matter, as long as both operands agree. Of 128 k
 // thread j of four takes the 32 from 32 * j on as they come, in whole words, and their few scales;
@@ -209,9 +209,9 @@ struct LinearWeights {
 
    private:
     static constexpr int kSize = kAffine ? 2 : 1;  // bytes of a scale
-    // 128s of k. Of nvfp4 a whole stage: half of one is too late for its many scales; likewise so
-    // that all are known when a stage begins that may ask; to others it is no help.
-    static constexpr int kAhead = kMode == Mode::kNvfp4 || kHasSmall ? kStageSlices / 2 : 1;
+    // 128s of k: a whole stage, so that all are known when one begins that may ask. Half of one is
+    // too late for the many of nvfp4.
+    static constexpr int kAhead = kStageSlices / 2;
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
