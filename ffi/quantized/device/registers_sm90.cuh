@@ -16,7 +16,7 @@ constexpr uint32_t k2To120 = 0x7b807b80, k2To126 = 0x7e807e80;  // pairs of 2^12
 // kAny takes one instruction more for every pair.
 enum class ScaleRange { kAny, kSmall };
 
-// Of e8m0, times 2^126: those below 128, which are nearly all that fit.
+// Bytes of e8m0 without these bits are small: times 2^126 they still are a bfloat16.
 constexpr uint32_t kHighestOfBytes = 0x80808080;
 
 template <ScaleRange kRange>
