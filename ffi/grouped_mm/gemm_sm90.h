@@ -25,7 +25,7 @@ constexpr int kMostParts = 2;  // of a tile's k
 
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
-  CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k; qmm: 8 and 16 rows
+  CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k; qmm: of fewer rows
   CUtensorMap out_rest;              // mm: boxes of 8 rows
   bool wgrad;                        // which product
   bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned

@@ -28,16 +28,16 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   gemm.l_k_major = true;
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
-  if (Config::kWarps) {  // slices of k are matrices, so that a stage's are a box
+  if constexpr (Config::kCopiesStages) {  // slices of k are matrices, so that a stage's are a box
     l.groups = l.inner / 64;
     l.inner = l.group = 64;
     for (int i = 0; i < 2; ++i) {
-      l.box_lines = 8 << i;
-      l.box_groups = Config::kSlices;
+      l.box_lines = (Config::kRows / 4) << i;
+      l.box_groups = Config::StageSlices(l.box_lines);
       if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
     }
-    l.box_lines = 32;
-    l.box_groups = 2;
+    l.box_lines = Config::kRows;
+    l.box_groups = Config::StageSlices(l.box_lines);
   }
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
@@ -82,8 +82,9 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
     return LaunchFewRowsSm90<Weights, 1, 8, Weights::kBlocksPerSm>(stream, quantized, operands);
   }
   if (rows <= 52) {
-    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 64, 1, 7, 1>>(
-        stream, quantized, operands);
+    return LaunchQuantizedConfigSm90<
+        QuantizedGemmSm90Config<Weights, 64, 1, 7, 1, Weights::kBlocksOf64>>(stream, quantized,
+                                                                             operands);
   }
   if (rows <= 104) {
     return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 128, 1, 4, 2>>(

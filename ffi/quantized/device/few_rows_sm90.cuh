@@ -15,11 +15,6 @@
 
 namespace jgg::device {
 
-// Of x: one thread copies all of a stage, by as few copies as there can be.
-__device__ inline const CUtensorMap* StageRows(const GemmSm90& gemm, int rows) {
-  return rows <= 8 ? &gemm.l_rest[0] : rows <= 16 ? &gemm.l_rest[1] : &gemm.l_map;
-}
-
 // Four 8 x 8 matrices of bfloat16: lane l names a row of matrix l / 8.
 __device__ inline void LoadMatrices(uint32_t address, uint32_t (&to)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

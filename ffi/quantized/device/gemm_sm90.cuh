@@ -34,6 +34,11 @@ struct QuantizedGemmSm90Config {
   static constexpr int kRows = kRows_, kBlocks = kBlocks_;
   static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kWarps = kWarps_;
+  // One thread copies all of a stage, and of x no more than a half or a quarter of the tile's rows
+  // where there are no more. The pieces of prepacked weights are too many for it where WGMMA
+  // multiplies and an SM has no other.
+  static constexpr bool kCopiesStages =
+      kWarps || (kRows <= 64 && (kBlocksPerSm > 1 || Weights::kScaleBytes == 0));
   static constexpr bool kRaggedK = false, kStoreWarp = false, kWide = false;
   // Whether stages may do with ScaleRange::kSmall: gated columns where the unit of sums stays the
   // same.
@@ -74,10 +79,19 @@ struct QuantizedGemmSm90Config {
   using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, true>;
   static_assert(kStages >= 2);
 
-  // Slices of a stage of a tile with so many rows, and bytes of x in each.
-  __device__ static constexpr int StageSlices(int rows) { return rows <= 16 ? kSlices : 2; }
+  // Of a tile of so many rows, those of x that are copied, and by which map.
+  __device__ static constexpr int BoxRows(int rows) {
+    return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
+  }
+  __device__ static const CUtensorMap* BoxMap(const GemmSm90& gemm, int rows) {
+    return rows > kRows / 2 ? &gemm.l_map : &gemm.l_rest[rows > kRows / 4];
+  }
+  // Slices of a stage of such a tile, and bytes of x in each.
+  __host__ __device__ static constexpr int StageSlices(int rows) {
+    return rows <= 16 ? kSlices : 2;
+  }
   __device__ static constexpr int SliceBytes(int rows) {
-    return !kWarps ? kRowsBytes / 2 : (rows <= 8 ? 8 : rows <= 16 ? 16 : 32) * 128;
+    return (!kCopiesStages ? kRows : BoxRows(rows)) * 128;
   }
 
   struct SharedMemory {
@@ -92,8 +106,7 @@ struct QuantizedGemmSm90Config {
   };
 };
 
-// One thread copies x, and others each warpgroup's columns: copies are small, and a thread begins
-// one in a few dozen cycles.
+// Of tiles of more rows, one thread copies x, and others each warpgroup's columns.
 template <typename Config>
 __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                int block) {
@@ -205,7 +218,9 @@ struct QuantizedProducts {
 
  private:
   // Values of k, in 16s, that are decoded at a time: fewer where sums take most registers.
-  static constexpr int kSteps = kBlocks * kRows > 128 || Config::kBlocksPerSm > 1 ? 2 : 4;
+  static constexpr int kSteps = Config::kBlocksPerSm > 1 ? (kRows > 32 ? 1 : 2)
+                                : kBlocks* kRows > 128   ? 2
+                                                         : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
   static constexpr bool kFewRows = kBlocks * kRows <= 64;
   // Of a stage not all codes at once: with two blocks per SM registers are few.
@@ -252,7 +267,7 @@ struct QuantizedProducts {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           MultiplyRegisters<kN>(a[unit % 2] + 4 * i,
-                                l_stage + ((s * Config::kRowsBytes / 2 + (first + i) * 32) >> 4),
+                                l_stage + ((s * Config::SliceBytes(kN) + (first + i) * 32) >> 4),
                                 sums[b], true, std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
@@ -325,9 +340,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int block = Config::kCluster == 1 && !Config::kSharesK ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
     memory.parts.Init();
-    constexpr int kCopiers = Config::kWarps ? 1 : 3;
+    constexpr int kCopiers = Config::kCopiesStages ? 1 : 3;
     InitRings<Config>(memory, kCopiers, kCopiers);
-    Prefetch(Config::kWarps ? &gemm.l_rest[0] : &gemm.l_map);
+    Prefetch(Config::kCopiesStages ? &gemm.l_rest[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
@@ -338,7 +353,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
     } else if (threadIdx.x % 32 == 0) {
-      if constexpr (Config::kWarps) {
+      if constexpr (Config::kCopiesStages) {
         if (warp == 1) Config::Weights::template CopyStages<Config>(quantized, memory);
       } else if (warp == 1) {
         CopyRowsThread<Config>(gemm, memory, block);

@@ -31,6 +31,7 @@ struct LinearWeights {
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;                               // that registers allow
   static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
+  static constexpr int kBlocksOf64 = 1;                               // of up to 64
   static constexpr bool kAlwaysWarps = kBits != 4;           // with few rows: faster than WGMMA
   static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
@@ -76,7 +77,7 @@ struct LinearWeights {
     Place<Config::kStages> at;
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int groups = work.out_column + 64 < columns ? 2 : 1;
-      const CUtensorMap* l_map = StageRows(gemm, work.rows);
+      const CUtensorMap* l_map = Config::BoxMap(gemm, work.rows);
       const int slices = Config::StageSlices(work.rows);
       const int bytes = slices * Config::SliceBytes(work.rows) +
                         slices / 2 * groups * Config::kBlocks * kCodeBytes;

@@ -155,6 +155,7 @@ struct PackedWeights {
   static constexpr bool kHasSmall = Codes::kHasSmall;
   static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
   static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
+  static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
   // With few rows WGMMA would spill.
   static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
   static constexpr int kLoadsLateFrom = kMode != Mode::kNvfp4 ? 2 : 3;  // blocks per SM: likewise
@@ -227,7 +228,7 @@ struct PackedWeights {
                             k_tile;
       const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-      const CUtensorMap* l_map = StageRows(gemm, work.rows);
+      const CUtensorMap* l_map = Config::BoxMap(gemm, work.rows);
       const int most_slices = Config::StageSlices(work.rows);
       const int rows_bytes = most_slices * Config::SliceBytes(work.rows);
 #pragma unroll 1
