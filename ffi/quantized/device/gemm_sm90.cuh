@@ -84,7 +84,7 @@ struct QuantizedGemmSm90Config {
     return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
   __device__ static const CUtensorMap* BoxMap(const GemmSm90& gemm, int rows) {
-    return rows > kRows / 2 ? &gemm.l_map : &gemm.l_rest[rows > kRows / 4];
+    return rows <= kRows / 4 ? &gemm.l_rest[0] : rows <= kRows / 2 ? &gemm.l_rest[1] : &gemm.l_map;
   }
   // Slices of a stage of such a tile, and bytes of x in each.
   __host__ __device__ static constexpr int StageSlices(int rows) {
