@@ -228,7 +228,7 @@ def quantized(rng, which):
     quantize = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size)
     for k, sizes in (
         (256, [5, 0, 9]),
-        (256, [64, 1, 40]),
+        (256, [64, 1, 24]),
         (256, [0, 200, 130]),
         (4224, [2, 0, 17]),
     ):

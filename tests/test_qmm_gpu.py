@@ -85,6 +85,45 @@ def test_every_scale_and_code(mode):
 
 @needs_hopper
 @pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [
+        *((m, *of) for m, of in BYTE_SCALES.items()),
+        *(("affine", b, 64) for b in (2, 3, 4, 5, 6, 8)),
+    ],
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 4, 7, 8, 9, 0, 16, 17, 1, 25, 3, 0),  # 8 rows on average: warps multiply
+        (1, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 0),  # 18: tiles of 32 rows
+        (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 0),  # 35: of 64 rows
+    ],
+    ids=("warps", "32", "64"),
+)
+def test_rows_of_a_tile(rng, mode, bits, group_size, sizes):
+    """Of few rows no more are copied than a half or a quarter of a tile has. Also gated; and of K
+    there are nine slices, or eighteen, so that lines are whole 16 bytes."""
+    sizes = np.array(sizes)
+    n, k = 384, 9 * (128 if bits in (3, 5) else 64)
+    q = oracle.random_quantized(rng, (len(sizes), n, k), mode, bits, group_size, "bfloat16")
+    x = oracle.random(rng, (sizes.sum(), k), "bfloat16")
+
+    def products(x, *weights):
+        same = {"preferred_element_type": "float32", "implementation": "sm90"}
+        f = lambda w, **more: jgg.grouped_qmm(x, w, jnp.asarray(sizes), **same, **more)
+        return [(f(w), f(w, activation="swiglu")) for w in weights]
+
+    found, kernels = run(jax.jit(products), x, q, jgg.prepack(q))
+    assert_ran(kernels, {LINEAR: 2, PACKED: 2})
+    want = oracle.grouped_qmm(x, q, sizes)
+    gate, value = np.split(want, 2, axis=1)
+    for out, gated in found:
+        oracle.assert_close(out, want, k=k)
+        oracle.assert_close(gated, gate / (1 + np.exp(-gate)) * value, tolerance=1e-5)
+
+
+@needs_hopper
+@pytest.mark.parametrize(
     ("bits", "group_size"),
     [(2, 64), (3, 128), (4, 32), (4, 64), (4, 128), (5, 128), (6, 64), (8, 64)],
 )
