@@ -106,7 +106,7 @@ struct QuantizedGemmSm90Config {
   };
 };
 
-// Of tiles of more rows, one thread copies x, and others each warpgroup's columns.
+// Where one thread does not copy all, it copies x, and others each warpgroup's columns.
 template <typename Config>
 __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                                int block) {
