@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_groupgemm._timing import SCRATCH, kernels, mark, mark_names, random, scratch, split
+from jax_groupgemm.tune.timing import SCRATCH, kernels, mark, mark_names, random, scratch, split
 
 _kept: dict[Any, Any] = {}
 

@@ -4,23 +4,23 @@ from importlib.metadata import version as _version
 
 from . import checkpoints as checkpoints
 from . import cost as cost
-from ._call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
-from ._gather_mm import gather_mm as gather_mm
-from ._gather_qmm import gather_qmm as gather_qmm
-from ._grouped_mm import grouped_mm as grouped_mm
-from ._grouped_qmm import grouped_qmm as grouped_qmm
-from ._nvfp4_grouped_linear import NVFP4Recipe as NVFP4Recipe
-from ._nvfp4_grouped_linear import nvfp4_grouped_linear as nvfp4_grouped_linear
-from ._nvfp4_grouped_mm import nvfp4_grouped_mm as nvfp4_grouped_mm
-from ._nvfp4_grouped_wgrad import nvfp4_grouped_wgrad as nvfp4_grouped_wgrad
-from ._nvfp4_quantize import nvfp4_quantize as nvfp4_quantize
-from ._prepack import prepack as prepack
-from ._quantized import Quantized as Quantized
-from ._quantized import dequantize as dequantize
-from ._quantized import quantize as quantize
-from ._quantized_matmul import quantized_matmul as quantized_matmul
-from ._ragged_dot import ragged_dot as ragged_dot
-from ._ragged_dot import ragged_dot_general as ragged_dot_general
-from ._segmented_mm import segmented_mm as segmented_mm
+from ._grouped.gather_mm import gather_mm as gather_mm
+from ._grouped.grouped_mm import grouped_mm as grouped_mm
+from ._grouped.ragged_dot import ragged_dot as ragged_dot
+from ._grouped.ragged_dot import ragged_dot_general as ragged_dot_general
+from ._grouped.segmented_mm import segmented_mm as segmented_mm
+from ._kernels.extension import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+from ._nvfp4.grouped_linear import NVFP4Recipe as NVFP4Recipe
+from ._nvfp4.grouped_linear import nvfp4_grouped_linear as nvfp4_grouped_linear
+from ._nvfp4.grouped_mm import nvfp4_grouped_mm as nvfp4_grouped_mm
+from ._nvfp4.grouped_wgrad import nvfp4_grouped_wgrad as nvfp4_grouped_wgrad
+from ._nvfp4.quantize import nvfp4_quantize as nvfp4_quantize
+from ._quantized.array import Quantized as Quantized
+from ._quantized.convert import dequantize as dequantize
+from ._quantized.convert import quantize as quantize
+from ._quantized.gather_qmm import gather_qmm as gather_qmm
+from ._quantized.grouped_qmm import grouped_qmm as grouped_qmm
+from ._quantized.prepack import prepack as prepack
+from ._quantized.quantized_matmul import quantized_matmul as quantized_matmul
 
 __version__ = _version("jax_groupgemm")

@@ -80,37 +80,37 @@ def _devices() -> dict[str, Any]:
 
 def _tiles() -> dict[str, Any]:
     """The table of measured tiles that this machine's GPU takes, and how many products it has."""
-    from . import _tuned
+    from ._kernels import tuned
 
-    kind = _tuned.device_kind()
-    table = None if kind is None else _tuned.path(kind)
+    kind = tuned.device_kind()
+    table = None if kind is None else tuned.path(kind)
     if kind is None or table is None:
         return {"table": None, "products": 0, "problem": None}
     with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("always")
-        products = len(_tuned.entries(kind))
+        products = len(tuned.entries(kind))
     problem = str(problems[0].message) if problems else None
     return {"table": str(table), "products": products, "problem": problem}
 
 
 def _why_not(implementation: str, target: str, dtype: str) -> str | None:
     """Why an implementation would not run here; None where it would."""
-    from . import _call
+    from ._kernels import choose, extension
 
     if implementation == "reference":
         return None
-    capabilities = _call.live_capabilities()
-    if _call.PLATFORMS[implementation] == "cpu":
+    capabilities = extension.live_capabilities()
+    if choose.PLATFORMS[implementation] == "cpu":
         reason = "JAX runs on another device" if capabilities else None
     else:
         reason = None if capabilities else "no CUDA device"
     if implementation == "sm90" and dtype not in _SM90_DTYPES[target]:
         reason = reason or f"its products are of {' and '.join(_SM90_DTYPES[target])}, not {dtype}"
     return (
-        _call.unavailable(implementation, capabilities)
-        or _call.missing(implementation, target)
+        choose.unavailable(implementation, capabilities)
+        or choose.missing(implementation, target)
         or reason
-        or _call.unsupported(implementation, [dtype], dtype)
+        or choose.unsupported(implementation, [dtype], dtype)
     )
 
 
@@ -126,10 +126,10 @@ def _answer(reasons: dict[str, str | None]) -> dict[str, Any]:
 
 
 def _nvfp4_answer(op: str, dtype: str) -> dict[str, Any]:
-    from . import _call
+    from ._kernels import choose
 
     target, before, _ = _NVFP4[op]
-    reasons = {name: _why_not(name, target, "bfloat16") for name in _call.IMPLEMENTATIONS}
+    reasons = {name: _why_not(name, target, "bfloat16") for name in choose.IMPLEMENTATIONS}
     reasons["sm100"] = _why_not("sm100", f"jgg_{op}", dtype)
     composed = f"composed: {before} {target}"
     answer = _answer(reasons)
@@ -140,7 +140,7 @@ def _nvfp4_answer(op: str, dtype: str) -> dict[str, Any]:
 
 
 def _conversion_answer(op: str) -> dict[str, Any]:
-    from . import _call
+    from ._kernels import choose
 
     target = f"jgg_{op}"
     reasons = {name: _why_not(name, target, "float32") for name in ("sm80", "reference")}
@@ -149,15 +149,15 @@ def _conversion_answer(op: str) -> dict[str, Any]:
         reasons[name] = f"there is no {target} for {name}"
     if kernel:
         reasons["reference"] = "only where the kernel cannot run"
-    return _answer({name: reasons[name] for name in _call.IMPLEMENTATIONS})
+    return _answer({name: reasons[name] for name in choose.IMPLEMENTATIONS})
 
 
 def collect() -> dict[str, Any]:
     """Everything that ``python -m jax_groupgemm.info`` prints, as plain data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they would say is part of the answer
-        from . import _call
-    build, devices = _call.BUILD, _devices()
+        from ._kernels import choose, extension
+    build, devices = extension.BUILD, _devices()
     versions = {}
     for package, floor in FLOOR.items():
         have = _version(package)
@@ -172,7 +172,7 @@ def collect() -> dict[str, Any]:
     for target, op in ((target, op) for target, names in _OPS.items() for op in names):
         ops[op] = {}
         for dtype in _DTYPES[target]:
-            reasons = {name: _why_not(name, target, dtype) for name in _call.IMPLEMENTATIONS}
+            reasons = {name: _why_not(name, target, dtype) for name in choose.IMPLEMENTATIONS}
             ops[op][dtype] = _answer(reasons)
     for op, (*_, dtypes) in _NVFP4.items():
         ops[op] = {dtype: _nvfp4_answer(op, dtype) for dtype in dtypes}

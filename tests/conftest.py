@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 pytest.register_assert_rewrite(
     "checkpoint_writers", "device_runs", "fuzz", "host_program", "nvfp4_quantize_cases"
@@ -69,6 +69,6 @@ BEST = pytest.param(None, marks=pytest.mark.gpu, id="best")
 @pytest.fixture(params=["reference", "cpu", *GPU_KERNELS, BEST])
 def implementation(request) -> str | None:
     """Every implementation that value tests run through, and whatever is chosen on a GPU."""
-    if request.param == "sm90" and 90 not in _call.live_capabilities():
+    if request.param == "sm90" and 90 not in extension.live_capabilities():
         pytest.skip("needs a Hopper GPU")
     return request.param

@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compute_on import compute_on
 from jaxlib.mlir import ir
 
-from jax_groupgemm import _timing
+from jax_groupgemm.tune import timing
 
 ATTRIBUTES = "mhlo.frontend_attributes"
 OF_STREAMS = ("_xla_stream_annotation", "inlineable")
@@ -20,7 +20,7 @@ OF_STREAMS = ("_xla_stream_annotation", "inlineable")
 def run(f, *args):
     """What f, which is compiled or jitted, returns, and the kernels that run in a call of it."""
     jax.block_until_ready(f(*args))
-    with _timing.kernels() as found:
+    with timing.kernels() as found:
         out = jax.block_until_ready(f(*args))
     return out, [name for name, _ in found]
 

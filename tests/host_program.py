@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _formats
+from jax_groupgemm._quantized import formats
 
 ROOT = Path(__file__).parent.parent
 COMPILER = shutil.which("c++")
@@ -89,5 +89,5 @@ def every_code_and_scale(rng, mode: str) -> jgg.Quantized:
     scales[:] = np.arange(256, dtype=np.uint8)[:, None, None]
     if mode == "nvfp4":  # two for 32 codes
         scales[..., 1::2] = rng.integers(0, 256, scales[..., 1::2].shape)
-    packed = np.asarray(_formats.pack(jnp.asarray(codes), bits))
+    packed = np.asarray(formats.pack(jnp.asarray(codes), bits))
     return jgg.Quantized(packed, scales, mode=mode, bits=bits, group_size=group)

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _timing
+from jax_groupgemm.tune import timing
 
 T, G, N, K = 1024, 8, 24, 48
 # Balanced, imbalanced, most in few, nothing, everything in one, odd ones, a tail, too many rows.
@@ -51,7 +51,7 @@ def profiled(f, *args, **options):
     """What f returns, and the names of the kernels that ran, in order."""
     f = jax.jit(f)
     jax.block_until_ready(f(*args, **options))
-    with _timing.kernels() as found:
+    with timing.kernels() as found:
         out = jax.block_until_ready(f(*args, **options))
     return out, [name for name, _ in found]
 

@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 SIZES = np.array([9, 0, 8], np.int32)
 # What is differentiated beside x.
@@ -27,7 +27,7 @@ BYTE_SCALES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
 def needs(kernel: str) -> str:
     """The kernel, where the device has it."""
-    if kernel == "sm90" and 90 not in _call.live_capabilities():
+    if kernel == "sm90" and 90 not in extension.live_capabilities():
         pytest.skip("needs a Hopper GPU")
     return kernel
 

@@ -19,7 +19,8 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _gathered, _tuned
+from jax_groupgemm._grouped import gathered as by_list
+from jax_groupgemm._kernels import extension, tuned
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
 GROUPED = (
@@ -103,13 +104,13 @@ def tails(rng, dtype):
     w = oracle.random(rng, (len(sizes), 24, 40), dtype)
     ct = oracle.random(rng, (len(x), 40), dtype)
     want, (dx, dw) = oracle.grouped_mm(x, w, sizes), oracle.grouped_mm_grads(x, w, sizes, ct)
-    for tile in _tuned.TILES:
+    for tile in tuned.TILES:
 
         def step(x, w, s, ct):  # one of its own for every tile: what is compiled stays as it is
             out, vjp = jax.vjp(lambda x, w: jgg.grouped_mm(x, w, s), x, w)
             return out, *vjp(ct)
 
-        with _tuned.forced(tile):
+        with tuned.forced(tile):
             got = jax.jit(step)(x, w, jnp.array(sizes), ct)
         for value, exact in zip(got, (want, dx, dw), strict=True):
             oracle.assert_close(value, exact)
@@ -150,7 +151,7 @@ def many_tiles(rng, dtype):
     x = oracle.random(rng, (int(sizes.sum()), 72), dtype)
     w = oracle.random(rng, (len(sizes), 72, 136), dtype)
     f = lambda x, w, s: jgg.grouped_mm(x, w, s, implementation="sm90")
-    with _tuned.forced(256):
+    with tuned.forced(256):
         out = jax.jit(f)(x, w, jnp.array(sizes))
     oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
     a, sizes = oracle.random(rng, (264 * 80, 136), dtype), np.full(264, 80)
@@ -205,7 +206,7 @@ def gathered(rng, dtype):
         want = np.zeros((count, 1, 136))
         want[to, 0] = oracle.grouped_mm(rows, w, sizes)
         for transpose_w in (False, True):
-            f = lambda x, w, s, i, j, t=transpose_w: _gathered.mm(
+            f = lambda x, w, s, i, j, t=transpose_w: by_list.mm(
                 x, w, (s, jnp.int32(0)), i, j, out_dtype=x.dtype, transpose_w=t,
                 implementation="sm90",
             )  # fmt: skip
@@ -359,7 +360,7 @@ def every_dtype(part, f):
 
 def on_hopper(f):
     def run(rng, **kw):
-        if 90 not in _call.live_capabilities():
+        if 90 not in extension.live_capabilities():
             return "needs a Hopper GPU"
         return f(rng, **kw)
 

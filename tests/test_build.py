@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, info
+from jax_groupgemm import info
+from jax_groupgemm._kernels import choose, extension
 
 
 def run(code: str, **env) -> str:
@@ -33,7 +34,7 @@ def test_version():
 
 
 def test_build_info():
-    build = _call.BUILD
+    build = extension.BUILD
     assert build.ffi_api == (0, 3), "handlers must be built against jaxlib 0.11.0's headers"
     assert build.runtime_ffi_api is not None
     assert build.runtime_ffi_api >= build.ffi_api
@@ -51,17 +52,16 @@ def test_import_touches_no_backend():
 
 
 def test_targets_match_the_handlers():
-    extension = _call._extension()
-    registered = extension.registrations()
-    assert set(registered) == ({"cpu", "CUDA"} if _call.BUILD.cuda else {"cpu"})
+    registered = extension._extension().registrations()
+    assert set(registered) == ({"cpu", "CUDA"} if extension.BUILD.cuda else {"cpu"})
     for platform, handlers in registered.items():
-        targets = {name for name, on in _call.TARGETS.items() if platform.lower() in on}
+        targets = {name for name, on in extension.TARGETS.items() if platform.lower() in on}
         assert set(handlers) == targets
 
 
 @pytest.mark.parametrize("runtime", [(0, 2), (0, 1), (1, 3), None])
 def test_incompatible_runtimes(runtime):
-    problem = _call._incompatible((0, 3), runtime)
+    problem = extension._incompatible((0, 3), runtime)
     assert problem is not None
     assert "need XLA FFI API 0.3 (jaxlib >= 0.11.0)" in problem
     assert ("unknown" if runtime is None else f"has {runtime[0]}.{runtime[1]}") in problem
@@ -69,7 +69,7 @@ def test_incompatible_runtimes(runtime):
 
 @pytest.mark.parametrize("runtime", [(0, 3), (0, 4), (0, 17)])
 def test_compatible_runtimes(runtime):
-    assert _call._incompatible((0, 3), runtime) is None
+    assert extension._incompatible((0, 3), runtime) is None
 
 
 class FakeExtension:
@@ -88,17 +88,17 @@ class FakeExtension:
 
 
 def test_old_runtime_warns_and_registers_nothing(monkeypatch):
-    monkeypatch.setattr(_call, "_extension", lambda: FakeExtension)
-    monkeypatch.setattr(_call, "_runtime_ffi_api", lambda: (0, 2))
+    monkeypatch.setattr(extension, "_extension", lambda: FakeExtension)
+    monkeypatch.setattr(extension, "_runtime_ffi_api", lambda: (0, 2))
     FakeExtension.offered = 0
     with pytest.warns(
         UserWarning, match=r"need XLA FFI API 0\.3 \(jaxlib >= 0\.11\.0\).* has 0\.2"
     ):
-        build = _call.load()
+        build = extension.load()
     assert not build.registered
     assert FakeExtension.offered == 0
-    monkeypatch.setattr(_call, "_runtime_ffi_api", lambda: (0, 3))
-    assert _call.load().registered
+    monkeypatch.setattr(extension, "_runtime_ffi_api", lambda: (0, 3))
+    assert extension.load().registered
     assert FakeExtension.offered == 1
 
 
@@ -106,12 +106,12 @@ def test_missing_extension_warns_and_falls_back(monkeypatch):
     def missing():
         raise ImportError("no such file")
 
-    monkeypatch.setattr(_call, "_extension", missing)
+    monkeypatch.setattr(extension, "_extension", missing)
     with pytest.warns(UserWarning, match="cannot be imported.*reference lowering"):
-        build = _call.load()
+        build = extension.load()
     assert not build.registered
-    monkeypatch.setattr(_call, "BUILD", build)
-    monkeypatch.setattr(_call, "live_capabilities", lambda: ())
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         product = jax.jit(lambda x, w: jgg.grouped_mm(x, w, jnp.array([2, 1])))
         x, w = jnp.ones((4, 4)), jnp.ones((2, 4, 4))
@@ -147,15 +147,15 @@ def test_info_as_json():
         assert hasattr(jgg, op)
         for answer in dtypes.values():
             names = {answer["runs"], *answer["others"]}
-            assert names == set(_call.IMPLEMENTATIONS)
+            assert names == set(choose.IMPLEMENTATIONS)
             assert all(answer["others"].values())
     assert data["ops"]["grouped_mm"]["float64"]["runs"] == "reference"
 
 
 def test_info_of_a_hopper_gpu(monkeypatch):
-    build = _call.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(_call, "BUILD", build)
-    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
+    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
     ops = info.collect()["ops"]
     runs = lambda op: {dtype: answer["runs"] for dtype, answer in ops[op].items()}
     half = {"float32": "sm80", "bfloat16": "sm90", "float16": "sm90"}
@@ -168,8 +168,8 @@ def test_info_of_a_hopper_gpu(monkeypatch):
 
 
 def test_info_survives_a_broken_installation(monkeypatch):
-    build = _call.Build(problem="the extension module cannot be imported")
-    monkeypatch.setattr(_call, "BUILD", build)
+    build = extension.Build(problem="the extension module cannot be imported")
+    monkeypatch.setattr(extension, "BUILD", build)
     data = info.collect()
     assert data["ops"]["grouped_mm"]["float32"]["runs"] == "reference"
     assert "cannot be imported" in data["ops"]["grouped_mm"]["float32"]["others"]["sm80"]

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _composed
-from jax_groupgemm.cost import _COSTS, Cost
+from jax_groupgemm._core import composed
+from jax_groupgemm._core.costs import COSTS, Cost
 
 T, K, N, G = 16, 8, 6, 3
 SIZES = np.array([4, 0, 9], np.int32)  # 13 rows, 2 matrices
@@ -244,8 +244,8 @@ def test_nvfp4_linear():
 
 
 def test_every_call_has_its_cost():
-    ours = {p for p in _composed.PRIMITIVES if p.name != "jgg_test"}  # test_composed.py's
-    assert set(_COSTS) >= ours
+    ours = {p for p in composed.PRIMITIVES if p.name != "jgg_test"}  # test_composed.py's
+    assert set(COSTS) >= ours
 
 
 def test_vmap():

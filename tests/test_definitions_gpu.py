@@ -25,7 +25,7 @@ from test_quantize_call import calls, lowered, on_cpu, same_bytes
 from test_quantized import BITS, DTYPES, FP, inputs
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _formats
+from jax_groupgemm._quantized import formats
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def test_nvfp4_quantize_of_groups(rng):
             leaves_equal(of_batch, jax.device_get(kernel(x[i], sizes[i])))
 
 
-def formats(dtype):
+def formats_of(dtype):
     """Static parameters and a global scale: every mode, and two widths of affine."""
     for i, bits in enumerate(BITS):
         if DTYPES[(i + i // 3) % 3] == dtype:
@@ -90,7 +90,7 @@ def test_quantize_and_dequantize(rng, dtype):
     plain = np.where(abs(w.astype(np.float32)) < 2.0**-90, w.dtype.type(0), w)
 
     def run(quantize, dequantize, w, plain):
-        for static, factor in formats(dtype):
+        for static, factor in formats_of(dtype):
             array = plain if static["mode"] == "affine" else w
             factor = None if factor is None else jnp.asarray(factor)
             weight, scales, *biases = quantize(array, factor, **static)
@@ -111,12 +111,12 @@ def test_quantize_and_dequantize(rng, dtype):
         return jgg.dequantize(jgg.Quantized(*leaves, **static), dtype)
 
     kernels = lambda *ws: list(run(quantized, dequantized, *ws))
-    definitions = lambda *ws: list(run(_formats.quantize, _formats.dequantize, *ws))
+    definitions = lambda *ws: list(run(formats.quantize, formats.dequantize, *ws))
     count = 6 * (2 if dtype == "float32" else 3)
     assert len(calls(lowered(kernels, w, plain))) == count
     assert not calls(lowered(definitions, w, plain))
     want, got = jax.device_get((jax.jit(kernels)(w, plain), jax.jit(definitions)(w, plain)))
-    for (static, _), one, other in zip(formats(dtype), got, want, strict=True):
+    for (static, _), one, other in zip(formats_of(dtype), got, want, strict=True):
         assert oracle.f64(other[1][0]).any(), static
         same_bytes(one, other)
 

@@ -24,7 +24,7 @@ from test_quantize_call import calls
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _tuned
+from jax_groupgemm._kernels import extension, tuned
 
 RUNS = 50
 ROWS, GROUPS, WIDTH = 16_384, 96, 264
@@ -133,7 +133,7 @@ def assert_same_bytes(got, want) -> None:
 def lowered(**platforms):
     """With tiles of 256 rows, whatever the rule."""
     operands, sets = problem()
-    with _tuned.forced(256):
+    with tuned.forced(256):
         return jax.jit(products).trace(operands, sets[0]).lower(**platforms)
 
 
@@ -167,7 +167,7 @@ def test_what_the_kernel_is_asked_for():
 def hopper(test):
     reason = "needs a Hopper GPU"
     return pytest.mark.gpu(
-        pytest.mark.skipif(90 not in _call.live_capabilities(), reason=reason)(test)
+        pytest.mark.skipif(90 not in extension.live_capabilities(), reason=reason)(test)
     )
 
 
@@ -225,7 +225,7 @@ def two_streams(profile):
     def beside(operands, a, b):
         return first(operands, a), second(operands, b)
 
-    with _tuned.forced(256):
+    with tuned.forced(256):
         wants = tuple(jax.jit(flat)(operands, metadata) for metadata in sets)
         both = compiled_with_streams(beside, operands, *sets)
     for _ in range(RUNS):

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _gathered
+from jax_groupgemm._grouped import gathered
+from jax_groupgemm._kernels import choose, extension
 
 pytestmark = pytest.mark.default_device
 
@@ -21,17 +22,17 @@ LHS = np.array([0, 8, 8, -1, 9, 3, 5, 2**31 - 1, 1, 8], np.int32)
 RHS = np.array([3, 0, 0, 1, 3, -2, 4, 0, 1, 3], np.int32)
 
 
-@pytest.mark.parametrize("count", [1, 9, _gathered.FEW, _gathered.FEW + 1])
+@pytest.mark.parametrize("count", [1, 9, gathered.FEW, gathered.FEW + 1])
 def test_order(rng, count):
     """Few numbers are put in order by comparing, many by sorting: with the same result."""
     values = rng.integers(-1, 7, count).astype(np.int32)
     order = np.argsort(values, kind="stable")
-    got, place = jax.jit(_gathered.order)(values)
+    got, place = jax.jit(gathered.order)(values)
     np.testing.assert_array_equal(got, order)
-    assert (place is None) == (count > _gathered.FEW)
+    assert (place is None) == (count > gathered.FEW)
     if place is not None:
         np.testing.assert_array_equal(place, np.argsort(order))
-    np.testing.assert_array_equal(jax.jit(_gathered.inverse)(order), np.argsort(order))
+    np.testing.assert_array_equal(jax.jit(gathered.inverse)(order), np.argsort(order))
 
 
 def operands(rng, m=1, dtype="bfloat16"):
@@ -71,16 +72,20 @@ def test_indices_reach_the_kernel_where_it_is_named(rng, dtype, m):
 
 @pytest.mark.parametrize("capabilities", [(90,), (80,), (80, 90), ()])
 def test_the_default_needs_hopper_alone(rng, monkeypatch, capabilities):
-    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "90a")))
-    monkeypatch.setattr(_call, "live_capabilities", lambda: capabilities)
+    monkeypatch.setattr(
+        extension, "BUILD", extension.Build(cuda="13.0", architectures=("80", "90a"))
+    )
+    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
     text, _ = cuda_call(lambda a, b: jgg.gather_mm(a, b, LHS, RHS), *operands(rng))
     assert ("x_rows = true" in text) == (capabilities == (90,))
 
 
 def test_many_rows_are_composed_where_it_is_not_named(rng, monkeypatch):
-    monkeypatch.setattr(_gathered, "_LISTS_PAY_ROWS", 2)
-    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "90a")))
-    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
+    monkeypatch.setattr(gathered, "_LISTS_PAY_ROWS", 2)
+    monkeypatch.setattr(
+        extension, "BUILD", extension.Build(cuda="13.0", architectures=("80", "90a"))
+    )
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
     f = lambda rhs, **o: lambda a, b: jgg.gather_mm(a, b, LHS[: len(rhs)], rhs, **o)
     few, many = RHS[: 2 * G], RHS[: 2 * G + 1]
     text, given = cuda_call(f(many), *operands(rng))
@@ -155,7 +160,7 @@ def test_the_primitive_scatters(rng, transpose_w):
     want = np.zeros((6, 2, N))
     want[to] = oracle.grouped_mm(rows.reshape(12, K), w, sizes, offset=1).reshape(6, 2, N)
     for y_index in (to, None):
-        out = _gathered.mm(
+        out = gathered.mm(
             x, w.swapaxes(1, 2) if transpose_w else w, (sizes, jnp.int32(1)), jnp.asarray(index),
             y_index, out_dtype="float32", transpose_w=transpose_w,
         )  # fmt: skip
@@ -213,7 +218,7 @@ def test_sharded_columns(rng, kind):
 def test_cost(rng, monkeypatch):
     a, b = operands(rng)
     cost = jgg.cost.gather_mm(a, b, LHS, RHS)
-    monkeypatch.setattr(_call, "may_take_lists", lambda *_: False)
+    monkeypatch.setattr(choose, "may_take_lists", lambda *_: False)
     composed = jgg.cost.gather_mm(a, b, LHS, RHS)
     assert cost.flops == composed.flops > 0
     lists = 4 * 2 * len(RHS)

@@ -9,12 +9,14 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _custom_calls, _timing
-from jax_groupgemm._segments import SIZES
+from jax_groupgemm._core.segments import SIZES
+from jax_groupgemm._grouped import call as grouped_call
+from jax_groupgemm._kernels import extension
+from jax_groupgemm.tune import timing
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
 ]
 
 # Sums of tensor cores are truncated.
@@ -25,11 +27,11 @@ SUMS = 1e-5
 def product(x, w, sizes, x_rows=None, y_rows=None, offset=None, *, transpose_w=False, dtype=None,
             activation=None, **options):  # fmt: skip
     rows = next(len(v) for v in (x_rows, y_rows, x) if v is not None)
-    return _custom_calls.mm(
+    return grouped_call.mm(
         "sm90", x, w, sizes, *(() if offset is None else (offset,)), form=SIZES, rows=rows,
         out_dtype=dtype or x.dtype, transpose_x=False, transpose_w=transpose_w,
         transpose_out=False, precision=None,
-        epilogue=_custom_calls.Epilogue(activation=activation, **options),
+        epilogue=grouped_call.Epilogue(activation=activation, **options),
         x_rows=x_rows, y_rows=y_rows,
     )  # fmt: skip
 
@@ -93,7 +95,7 @@ def test_this_kernel_runs(rng):
     lhs = jnp.asarray(rng.integers(0, 300, 1000), jnp.int32)
     f = jax.jit(lambda a, b, i, j: jgg.gather_mm(a, b, i, j, implementation="sm90"))
     jax.block_until_ready(f(a, b, lhs, rhs))
-    with _timing.kernels() as found:
+    with timing.kernels() as found:
         jax.block_until_ready(f(a, b, lhs, rhs))
     ran = {name for name, _ in found}
     assert any("GatheredGemmSm90Kernel" in name for name in ran), ran
@@ -294,7 +296,7 @@ def test_rows_beyond_four_gib(rng):
 def test_errors(dtype, kernel, rows, message):
     x, w = jnp.ones((4, 64), dtype), jnp.ones((2, 64, 72), dtype)
     x_rows, sizes = jnp.zeros((6,), "int32"), jnp.array([1, 2])
-    f = lambda x, w: _custom_calls.mm(
+    f = lambda x, w: grouped_call.mm(
         kernel, x, w, sizes, form=SIZES, rows=rows, out_dtype=dtype, transpose_x=False,
         transpose_w=False, transpose_out=False, precision=None, x_rows=x_rows,
     )  # fmt: skip

@@ -27,7 +27,7 @@ import pytest
 from handler_watch import CALLS, Watch, cuda_library, needs_compiler, watched
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 # What may wait for the device or change its memory behind XLA's back, of the runtime and the driver
 # alike; what may not be captured; and resources that one call would have to leave to the next.
@@ -267,7 +267,7 @@ def api_calls(watch: Watch):
     watch.subscribe()
     found = {"careless": {"handlers": [], "calls": careless(watch)}}
     for name, (function, operands, handlers) in operations().items():
-        if "on sm90" not in name or 90 in _call.live_capabilities():
+        if "on sm90" not in name or 90 in extension.live_capabilities():
             found[name] = calls_of(watch, function, operands, handlers)
     return found
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jax_groupgemm import _call, info
+from jax_groupgemm import info
+from jax_groupgemm._kernels import choose, extension
 
 PRODUCTS = ("nvfp4_grouped_mm", "nvfp4_grouped_wgrad")
 CONVERSIONS = ("quantize", "dequantize", "nvfp4_quantize", "prepack")
@@ -10,9 +11,9 @@ CONVERSIONS = ("quantize", "dequantize", "nvfp4_quantize", "prepack")
 
 def ops_of(monkeypatch, capability: int | None) -> dict:
     """On a machine with such a GPU and code for it, or without one."""
-    build = _call.Build(cuda="13.0", architectures=("80", "90a", "100a"))
-    monkeypatch.setattr(_call, "BUILD", build)
-    monkeypatch.setattr(_call, "live_capabilities", lambda: (capability,) if capability else ())
+    build = extension.Build(cuda="13.0", architectures=("80", "90a", "100a"))
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,) if capability else ())
     return info.collect()["ops"]
 
 
@@ -33,7 +34,7 @@ def test_what_runs(monkeypatch, capability, mm, wgrad, conversion):
     assert runs(ops, CONVERSIONS) == {name: {conversion} for name in CONVERSIONS}
     for name in (*PRODUCTS, *CONVERSIONS):
         for answer in ops[name].values():
-            assert {answer["runs"], *answer["others"]} == set(_call.IMPLEMENTATIONS)
+            assert {answer["runs"], *answer["others"]} == set(choose.IMPLEMENTATIONS)
             assert all(answer["others"].values())
 
 

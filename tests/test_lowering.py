@@ -11,7 +11,8 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _split
+from jax_groupgemm._grouped import planes
+from jax_groupgemm._kernels import choose, extension
 
 SIZES = np.array([4, 0, 9], np.int32)
 
@@ -190,9 +191,9 @@ def test_named_kernel_with_an_unsupported_dtype_says_why():
 
 
 def test_live_gpu_without_kernels_warns_once(monkeypatch):
-    monkeypatch.setattr(_call, "BUILD", _call.Build())
-    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
-    _call._warn_once.cache_clear()
+    monkeypatch.setattr(extension, "BUILD", extension.Build())
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+    choose._warn_once.cache_clear()
     x, w = operands()
     with pytest.warns(UserWarning, match="reference lowering on this GPU.*no CUDA kernels"):
         assert cuda_calls(lambda x, w: jgg.grouped_mm(x, w, SIZES), x, w) == []
@@ -212,8 +213,10 @@ def test_live_gpu_without_kernels_warns_once(monkeypatch):
     ],
 )  # fmt: skip
 def test_devices_that_the_build_has_no_code_for(monkeypatch, architectures, capability, runs):
-    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=architectures))
-    problem = _call.unavailable("sm80", (capability,))
+    monkeypatch.setattr(
+        extension, "BUILD", extension.Build(cuda="13.0", architectures=architectures)
+    )
+    problem = choose.unavailable("sm80", (capability,))
     assert (problem is None) == runs
     if problem:
         assert f"not for compute capability {capability / 10:.1f}" in problem
@@ -226,17 +229,19 @@ def test_kernels_for_one_architecture_need_its_code(monkeypatch, rng, kernel, ca
     """PTX for all newer devices, which every build has, is not enough."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((4, 64, 64), jnp.bfloat16)
-    monkeypatch.setattr(_call, "live_capabilities", lambda: (capability,))
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,))
     for architectures in (("80", "80-virtual"), ("80", code, "80-virtual")):
-        monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=architectures))
+        monkeypatch.setattr(
+            extension, "BUILD", extension.Build(cuda="13.0", architectures=architectures)
+        )
         has = code in architectures
         why = None if has else f"this build has code for 80, 80-virtual, not for {code}"
-        assert _call.unavailable(kernel, (capability,)) == why
-        assert _call.unavailable("sm80", (capability,)) is None
-        assert _call.takes_sm100("cuda", None, "jgg_nvfp4_grouped_mm") == (
+        assert choose.unavailable(kernel, (capability,)) == why
+        assert choose.unavailable("sm80", (capability,)) is None
+        assert choose.takes_sm100("cuda", None, "jgg_nvfp4_grouped_mm") == (
             has and kernel == "sm100"
         )
-        assert _call.takes_lists("cuda", x, w, jnp.bfloat16, None) == (has and kernel == "sm90")
+        assert choose.takes_lists("cuda", x, w, jnp.bfloat16, None) == (has and kernel == "sm90")
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -345,7 +350,7 @@ def test_planes(rng, count):
         oracle.random(rng, (2000,)) * np.exp2(rng.integers(-100, 100, 2000)),
         [0, -0.0, np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1 + 2**-23, -1 + 2**-24],
     ]).astype(np.float32)  # fmt: skip
-    got = np.asarray(_split.planes(jnp.asarray(a)[None], count, 8, -1)).astype(np.float64)
+    got = np.asarray(planes.planes(jnp.asarray(a)[None], count, 8, -1)).astype(np.float64)
     assert got.shape == (1, count, 2008)
     error = np.abs(got[0].sum(0)[: len(a)] - a)
     assert (error <= np.abs(a) * 2.0 ** (-58 if count == 3 else -15)).all()
@@ -354,5 +359,5 @@ def test_planes(rng, count):
     assert (got[0, :, : len(a)] * np.sign(a) > 0)[:, large].all()
     bad = np.array([np.inf, -np.inf, 0], np.float32)
     bad.view(np.uint32)[2] = 0x7F800001  # NaN in the lower half alone
-    got = np.asarray(_split.planes(jnp.asarray(bad), count)).astype(np.float64)
+    got = np.asarray(planes.planes(jnp.asarray(bad), count)).astype(np.float64)
     np.testing.assert_array_equal(got, [[np.inf, -np.inf, np.nan]] * count)

@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import choose
 
 
 def like(*shape, mode="nvfp4", group=16, **static):
@@ -93,7 +93,7 @@ ERRORS = [
     (
         lambda: jgg.nvfp4_grouped_mm(X, W, S, implementation="triton"), ValueError,
         "jgg.nvfp4_grouped_mm: implementation='triton' is not one of None, "
-        + ", ".join(map(repr, _call.IMPLEMENTATIONS)),
+        + ", ".join(map(repr, choose.IMPLEMENTATIONS)),
     ),
     (
         lambda: jgg.nvfp4_grouped_wgrad(like(8, 192), B, S), ValueError,
@@ -140,7 +140,7 @@ ERRORS = [
     (
         lambda: jgg.nvfp4_grouped_wgrad(A, B, S, implementation="triton"), ValueError,
         "jgg.nvfp4_grouped_wgrad: implementation='triton' is not one of None, "
-        + ", ".join(map(repr, _call.IMPLEMENTATIONS)),
+        + ", ".join(map(repr, choose.IMPLEMENTATIONS)),
     ),
 ]  # fmt: skip
 

@@ -30,7 +30,8 @@ from test_prepack_call import live
 from test_quantize_call import calls, lowered
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _timing
+from jax_groupgemm._kernels import extension
+from jax_groupgemm.tune import timing
 
 
 def test_wgrad(rng, implementation):
@@ -126,7 +127,7 @@ def test_wgrad_in_place_on_a_gpu(rng, beta):
 
     old, given = jnp.asarray(values), (x, dy, jnp.asarray(sizes), alpha)
     compiled = jax.jit(accumulate, donate_argnums=0).lower(old, *given).compile()
-    hopper = 90 in _call.live_capabilities()
+    hopper = 90 in extension.live_capabilities()
     if hopper and beta is None:
         assert compiled.memory_analysis().temp_size_in_bytes < old.nbytes // 2
     address = old.unsafe_buffer_pointer()
@@ -135,7 +136,7 @@ def test_wgrad_in_place_on_a_gpu(rng, beta):
     assert old.is_deleted()
     assert out.dtype == "float32"
     again = jnp.asarray(values)
-    with _timing.kernels() as found:
+    with timing.kernels() as found:
         jax.block_until_ready(compiled(again, *given))
     products = [name for name, _ in found if "GemmSm" in name]
     assert len(products) == 1, found

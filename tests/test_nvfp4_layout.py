@@ -18,7 +18,7 @@ import pytest
 from host_program import ROOT, pointer
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _custom_calls
+from jax_groupgemm._nvfp4 import call as nvfp4_call
 
 TILE = 512
 
@@ -258,11 +258,11 @@ def test_workspace_of_a_call(library, shape):
     def mm(x, w, sizes):
         x, w = jgg.nvfp4_quantize(x), jgg.nvfp4_quantize(w)
         alpha = sizes.astype(jnp.float32)
-        return _custom_calls.nvfp4_grouped_mm(x, w, sizes, alpha, out_dtype=jnp.float32)
+        return nvfp4_call.nvfp4_grouped_mm(x, w, sizes, alpha, out_dtype=jnp.float32)
 
     def wgrad(x, dy, sizes):
         x, dy = along_t(x, sizes), along_t(dy, sizes)
-        return _custom_calls.nvfp4_grouped_wgrad(x, dy, sizes, sizes.astype(jnp.float32))
+        return nvfp4_call.nvfp4_grouped_wgrad(x, dy, sizes, sizes.astype(jnp.float32))
 
     padded = (tokens + 63 * min(groups, tokens)) // 64 * 64
     for function, operands, product in (

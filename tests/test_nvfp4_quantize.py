@@ -23,7 +23,7 @@ from nvfp4_quantize_cases import (
 )
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _nvfp4_layouts as layouts
+from jax_groupgemm._nvfp4 import layouts
 
 
 @pytest.mark.parametrize(

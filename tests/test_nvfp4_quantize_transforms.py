@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from nvfp4_quantize_cases import F32, leaves_equal
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _nvfp4_layouts as layouts
+from jax_groupgemm._nvfp4 import layouts
 
 pytestmark = pytest.mark.default_device
 

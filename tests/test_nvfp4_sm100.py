@@ -11,7 +11,8 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _custom_calls
+from jax_groupgemm._kernels import choose, extension
+from jax_groupgemm._nvfp4 import call as nvfp4_call
 
 SIZES = np.array([5, 0, 9, 64], np.int32)
 T, N, K, G = 100, 48, 96, 4
@@ -42,8 +43,10 @@ def lowered(function, *args, platform="cuda", **kwargs) -> str:
 
 
 def live(monkeypatch, *capabilities):
-    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("80", "100a")))
-    monkeypatch.setattr(_call, "live_capabilities", lambda: capabilities)
+    monkeypatch.setattr(
+        extension, "BUILD", extension.Build(cuda="13.0", architectures=("80", "100a"))
+    )
+    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
 
 
 def signature(text: str, target: str) -> tuple[list[str], list[str]]:
@@ -121,8 +124,8 @@ def pretend(*_, out_dtype):
 
 def test_bias_and_scale_per_row_meet_their_rows(rng, monkeypatch):
     """What surrounds the custom call, by running something else in its place."""
-    monkeypatch.setattr(_call, "takes_sm100", lambda *_: True)
-    monkeypatch.setattr(_custom_calls, "nvfp4_grouped_mm", pretend)
+    monkeypatch.setattr(choose, "takes_sm100", lambda *_: True)
+    monkeypatch.setattr(nvfp4_call, "nvfp4_grouped_mm", pretend)
     x, w = x_and_w(rng)
     scale = np.arange(T).astype(np.float32)
     scale[-1] = np.nan  # a row of no group
@@ -142,8 +145,8 @@ def test_bias_and_scale_per_row_meet_their_rows(rng, monkeypatch):
 @pytest.mark.parametrize("capabilities", [(), (90,), (90, 100), (103,), (120,)])
 def test_no_other_gpu_takes_it(rng, monkeypatch, capabilities):
     live(monkeypatch, *capabilities)
-    _call._warn_once.cache_clear()
-    monkeypatch.setattr(_call, "_warn_once", lambda message: None)
+    choose._warn_once.cache_clear()
+    monkeypatch.setattr(choose, "_warn_once", lambda message: None)
     for function, args in ((mm, x_and_w(rng)), (wgrad, dy_and_x(rng))):
         assert "nvfp4" not in " ".join(re.findall(CALL, lowered(function, *args)))
         if capabilities:
@@ -260,9 +263,9 @@ def test_each_device_of_shard_map_calls_it(rng):
 
 @pytest.mark.gpu
 def test_the_handlers_refuse_another_gpu(rng, monkeypatch):
-    if 100 in _call.live_capabilities():
+    if 100 in extension.live_capabilities():
         pytest.skip("needs a GPU that is not Blackwell")
-    monkeypatch.setattr(_call, "takes_sm100", lambda *_: True)
+    monkeypatch.setattr(choose, "takes_sm100", lambda *_: True)
     dy, x = dy_and_x(rng)
     old = oracle.random(rng, (G, N, K))
     accumulate = lambda dy, x, old: wgrad(dy, x, existing_out=old)

@@ -22,11 +22,11 @@ from nvfp4_grouped_problems import (
 from test_quantize_call import lowered
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
 ]
 
 # Sums of tensor cores are truncated. Rounded to bfloat16, numbers change by at most 2^-9.

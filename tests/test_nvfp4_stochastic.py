@@ -9,7 +9,7 @@ import pytest
 from nvfp4_quantize_cases import F32, SHAPE
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _philox
+from jax_groupgemm._nvfp4 import philox
 
 pytestmark = pytest.mark.default_device
 
@@ -25,18 +25,18 @@ def test_philox():
             (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ):  # fmt: skip
-        got = _philox.philox(*(tuple(map(np.uint32, v)) for v in (counter, key)))
+        got = philox.philox(*(tuple(map(np.uint32, v)) for v in (counter, key)))
         assert tuple(map(int, got)) == tuple(nvfp4_oracle.philox(counter, key)) == want
 
 
 def test_random_bits_and_block_numbers(rng):
     key = rng.integers(0, 2**32, 2, np.uint32)
-    got = np.asarray(jax.jit(_philox.sixteen_bits, static_argnums=0)((5, 3, 7), tuple(key)))
+    got = np.asarray(jax.jit(philox.sixteen_bits, static_argnums=0)((5, 3, 7), tuple(key)))
     want = [nvfp4_oracle.sixteen_bits(b, key.tolist()) for b in range(105)]
     np.testing.assert_array_equal(got.reshape(105, 16), want)
     row, column = rng.integers(0, 2**32, (2, 99), np.uint32)
     for columns in (1, 7, 2**20 + 3, 2**32 - 1):
-        low, high = _philox.number(row, columns, column)
+        low, high = philox.number(row, columns, column)
         got = [int(a) << 32 | int(b) for a, b in zip(high, low, strict=True)]
         assert got == [int(r) * columns + int(c) for r, c in zip(row, column, strict=True)]
 

@@ -11,7 +11,7 @@ import pytest
 from nvfp4_quantize_cases import F32, SIZES, G, T, grouped_rows, same, values
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _nvfp4_layouts as layouts
+from jax_groupgemm._nvfp4 import layouts
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (128, 4), (200, 9), (384, 8)])

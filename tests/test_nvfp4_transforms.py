@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _formats, _nvfp4_layouts, _nvfp4_quantize
+from jax_groupgemm._nvfp4 import layouts, quantize
+from jax_groupgemm._quantized import formats
 
 pytestmark = pytest.mark.default_device
 
@@ -27,10 +28,10 @@ def crude(x, group_sizes, seed, *, axis, scale_2d, hadamard, layout):
     del scale_2d, hadamard, layout
     x, padding, rows = x.astype(jnp.float32), None, x.shape[0]
     if group_sizes is not None and axis == -1:
-        x = jnp.where(_nvfp4_layouts.covered(group_sizes, rows)[:, None], x, jnp.float32(0))
+        x = jnp.where(layouts.covered(group_sizes, rows)[:, None], x, jnp.float32(0))
     elif group_sizes is not None:
-        padding = _nvfp4_layouts.padding(group_sizes, rows, _nvfp4_layouts.GROUPED)
-        x = _nvfp4_layouts.take_rows(x, padding.source)
+        padding = layouts.padding(group_sizes, rows, layouts.GROUPED)
+        x = layouts.take_rows(x, padding.source)
     x = x.swapaxes(-1, -2) if axis == -2 else x
     if seed is not None:
         x = x * jax.random.uniform(jax.random.wrap_key_data(seed), x.shape)
@@ -38,14 +39,14 @@ def crude(x, group_sizes, seed, *, axis, scale_2d, hadamard, layout):
     magnitude = jnp.round(jnp.abs(x) / jnp.maximum(amax, 1e-9)[..., None, None] * 7)
     codes = magnitude.astype(jnp.uint32) | (x < 0).astype(jnp.uint32) << 3
     scales = jnp.full((*x.shape[:-1], x.shape[-1] // 16), 0x38, jnp.uint8)
-    return _formats.pack(codes, 4), scales, amax / 6, padding and padding.positions
+    return formats.pack(codes, 4), scales, amax / 6, padding and padding.positions
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_nvfp4_quantize, "_quantize", crude)
+        patch.setattr(quantize, "_quantize", crude)
         yield
     jax.clear_caches()
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_groupgemm import _custom_calls, _split
+from jax_groupgemm._grouped import call as grouped_call
+from jax_groupgemm._grouped import planes
 
 AXES = [(-1, -1), (-1, -2), (None, None), (-1, None)]
 
@@ -29,13 +30,11 @@ def test_planes(rng, count, axes):
         shapes[1] = (3, 30, 37)
     operands = [special(rng, shape) for shape in shapes]
     multiple = 64
-    call = jax.jit(
-        lambda a, b: _custom_calls.in_planes(count, multiple, (a, axes[0]), (b, axes[1]))
-    )
+    call = jax.jit(lambda a, b: grouped_call.in_planes(count, multiple, (a, axes[0]), (b, axes[1])))
     got = call(*operands)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = [
-            _split.planes(jnp.asarray(a), count, multiple, axis)
+            planes.planes(jnp.asarray(a), count, multiple, axis)
             for a, axis in zip(operands, axes, strict=True)
         ]
     for g, w in zip(got, want, strict=True):

@@ -13,7 +13,7 @@ from conftest import GPU_KERNELS
 from qmm_problems import needs
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _prepack
+from jax_groupgemm._quantized import prepack
 
 # Mode, bits, group size.
 AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
@@ -69,7 +69,7 @@ def test_nan_of_mxfp8(rng):
     w = dataclasses.replace(
         w, weight=jnp.asarray(codes.reshape(1, 256, 64).view(np.uint32)), scales=scales[None]
     )
-    got = _prepack.unpacked(jgg.prepack(w))
+    got = prepack.unpacked(jgg.prepack(w))
     want = np.where(scales == 254, 255, scales)
     np.testing.assert_array_equal(np.asarray(got.scales)[0], want)
     whole = np.asarray(got.weight).view(np.uint8).reshape(256, 2, 32)
@@ -104,7 +104,7 @@ def test_round_trip(rng, mode, bits, group_size):
     any_scales = rng.integers(0, 2**16, (2, *w.scales.shape), dtype=np.uint16)
     scales, biases = jax.lax.bitcast_convert_type(jnp.asarray(any_scales), jnp.bfloat16)
     w = dataclasses.replace(w, weight=jnp.asarray(any_words), scales=scales, biases=biases)
-    got = _prepack.unpacked(jgg.prepack(w))
+    got = prepack.unpacked(jgg.prepack(w))
     for leaf in ("weight", "scales", "biases"):
         bits_of = lambda q, name=leaf: np.asarray(getattr(q, name)).view(np.uint8)
         np.testing.assert_array_equal(bits_of(got), bits_of(w), leaf)

@@ -15,7 +15,8 @@ from test_prepack_host import any_bits
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _prepack
+from jax_groupgemm._kernels import extension
+from jax_groupgemm._quantized import prepack
 
 
 def spec(mode, group_size, *shape, bits=None):
@@ -31,8 +32,8 @@ BUILT = ("80", "90a", "100a")
 
 
 def live(monkeypatch, *capabilities):
-    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=BUILT))
-    monkeypatch.setattr(_call, "live_capabilities", lambda: capabilities)
+    monkeypatch.setattr(extension, "BUILD", extension.Build(cuda="13.0", architectures=BUILT))
+    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
 
 
 def test_operands_and_results():
@@ -72,7 +73,7 @@ def test_not_taken():
     same_bytes(jax.device_get(jax.jit(jgg.prepack)(sharded)), jax.device_get(jgg.prepack(q)))
 
 
-MANY, PACKED = 3 * _prepack._REPACKED_ROWS, ["jgg_prepack", "jgg_qmm_packed"]
+MANY, PACKED = 3 * prepack._REPACKED_ROWS, ["jgg_prepack", "jgg_qmm_packed"]
 
 
 def grouped_qmm(x, w, **options):
@@ -84,7 +85,7 @@ def test_products_of_many_rows_repack(monkeypatch, mode, bits, group_size):
     live(monkeypatch, 90)
     x = lambda t: jnp.ones((t, 384), jnp.bfloat16)
     w = spec(mode, group_size, 3, 128, 384, bits=bits)
-    many = MANY if bits < 6 else 3 * _prepack._REPACKED_ROWS_WIDE
+    many = MANY if bits < 6 else 3 * prepack._REPACKED_ROWS_WIDE
     assert names(grouped_qmm, x(many), w) == PACKED
     assert names(grouped_qmm, x(many), w, activation="swiglu") == PACKED
     assert names(grouped_qmm, x(many - 1), w) == ["jgg_qmm"]
@@ -183,7 +184,7 @@ def test_over_four_gib_of_elements(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "bits", "group_size"), KERNELS)
 def test_repacked_products(rng, mode, bits, group_size):
-    if 90 not in _call.live_capabilities():
+    if 90 not in extension.live_capabilities():
         pytest.skip("needs a Hopper GPU")
     sizes = jnp.array([2700, 3, 3400])
     w = ordinary(rng, mode, bits, group_size, (3, 192, 384))

@@ -18,7 +18,7 @@ from qmm_problems import (
 )
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _qmm_reference
+from jax_groupgemm._quantized import reference as qmm_reference
 
 # Mode, bits and group size; with K or N, whichever is quantized, of every remainder.
 MODES = [
@@ -241,7 +241,7 @@ def test_epilogue(rng, implementation, activation):
 def test_weights_in_parts(rng, monkeypatch, transpose_w):
     """A few columns are dequantized at a time; the last part overlaps the one before, also where
     sums are accumulated (the gradient of rows that a batch shares)."""
-    monkeypatch.setattr(_qmm_reference, "_PART", 3000)
+    monkeypatch.setattr(qmm_reference, "_PART", 3000)
     q = oracle.random_quantized(rng, (3, 65, 224), "affine", 5, 32)
     x = oracle.random(rng, (30, 224 if transpose_w else 65))
     sizes = np.array([[11, 0, 9], [0, 30, 0]])

@@ -25,10 +25,10 @@ from test_graph_safety import CAPTURED, EAGER, SETTLED, same_bits
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 pytestmark = pytest.mark.gpu
-HOPPER = 90 in _call.live_capabilities()
+HOPPER = 90 in extension.live_capabilities()
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 # Parts of names: the Hopper kernel with weights as they are stored and with prepacked ones, the

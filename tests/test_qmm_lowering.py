@@ -11,7 +11,8 @@ import pytest
 from qmm_problems import SIZES, problem
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _ordered
+from jax_groupgemm._kernels import extension
+from jax_groupgemm._quantized import ordered
 
 
 def cuda_text(function, *args) -> str:
@@ -21,7 +22,7 @@ def cuda_text(function, *args) -> str:
 def test_lowering_without_a_kernel(monkeypatch):
     x, _, _, q = problem("nvfp4")
     with monkeypatch.context() as patch:
-        patch.delitem(_call.TARGETS, "jgg_qmm")
+        patch.delitem(extension.TARGETS, "jgg_qmm")
         assert "custom_call @jgg" not in cuda_text(lambda x, q: jgg.grouped_qmm(x, q, SIZES), x, q)
         reason = "'sm80' cannot run: there is no jgg_qmm for cuda"
         with pytest.raises(ValueError, match=reason):
@@ -89,7 +90,7 @@ def test_columns_in_order(rng, bits, k):
         for j in range(4)
         for e in range(2)
     ]
-    np.testing.assert_array_equal(_ordered.ordered(jnp.asarray(x), bits), whole[:, order])
+    np.testing.assert_array_equal(ordered.ordered(jnp.asarray(x), bits), whole[:, order])
 
 
 def test_columns_are_in_order_for_hopper(rng):

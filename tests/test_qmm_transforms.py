@@ -12,7 +12,7 @@ from qmm_problems import SIZES, problem
 from test_qmm_lowering import results
 
 import jax_groupgemm as jgg
-from jax_groupgemm._formats import MODES
+from jax_groupgemm._quantized.formats import MODES
 
 pytestmark = pytest.mark.default_device
 

@@ -19,7 +19,7 @@ from test_quantized import AFFINE, DTYPES, FP, bits_of, leaves_equal
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 TARGETS = ("jgg_quantize", "jgg_dequantize")
 
@@ -179,7 +179,7 @@ def test_elsewhere_as_defined(rng, monkeypatch):
     round_trip = lambda w: jgg.dequantize(jgg.quantize(w))
     with monkeypatch.context() as patch:
         for target in TARGETS:
-            patch.delitem(_call.TARGETS, target)
+            patch.delitem(extension.TARGETS, target)
         jax.clear_caches()  # lowered with the calls
         assert not calls(lowered(round_trip, w))
         want = results()

@@ -10,7 +10,7 @@ import pytest
 from host_program import dtype_number, mode_number, pointer
 from test_quantized import BITS, FP, GROUPS
 
-from jax_groupgemm import _ordered
+from jax_groupgemm._quantized import ordered
 
 F32 = np.float32
 DTYPES = {name: host_program.DTYPES[name] for name in ("float32", "bfloat16")}
@@ -144,7 +144,7 @@ def test_columns_in_order(kernels, rng):
     values = out[: 2 * n].view(DTYPES["bfloat16"]).reshape(-1, 256).copy()
     o.ordered = 1
     assert kernels.dequantize_kernel(ctypes.byref(o)) == 0
-    want = np.asarray(_ordered.ordered(values, 4))
+    want = np.asarray(ordered.ordered(values, 4))
     got = out[: 2 * n].view(DTYPES["bfloat16"]).reshape(want.shape)
     np.testing.assert_array_equal(got.astype(F32), want.astype(F32))
     assert (out[2 * n :] == 0xAB).all()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _formats
+from jax_groupgemm._quantized import formats
 
 FP = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -438,7 +438,7 @@ def test_errors(call, kind, message):
 
 def test_numbers_by_default():
     """None stands for the first of the mode, as where it is quantized."""
-    for mode in _formats.MODES:
+    for mode in formats.MODES:
         q = jgg.quantize(jnp.ones((4, 128)), mode=mode)
         leaves = dict(
             zip(("weight", "scales", "biases"), (q.weight, q.scales, q.biases), strict=True)

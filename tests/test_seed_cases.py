@@ -12,7 +12,7 @@ import pytest
 from device_runs import assert_on_sm90, run
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: an installed jax_groupgemm comes first
 
@@ -32,7 +32,7 @@ def cut_anywhere(rng, k, count) -> np.ndarray:
 
 def cases(dtypes) -> list:
     """Dtype, whether a is transposed, implementation."""
-    implementations = (None, "sm90") if 90 in _call.live_capabilities() else (None,)
+    implementations = (None, "sm90") if 90 in extension.live_capabilities() else (None,)
     return list(itertools.product(dtypes, (False, True), implementations))
 
 
@@ -71,7 +71,7 @@ def test_seed_cases(rng, shape, dtypes):
         {dtype: [v.astype(jnp.dtype(dtype)) for v in (a, a.T, b)] for dtype in dtypes}
     )
     results, kernels = run(products, stored, spans)
-    if 90 in _call.live_capabilities():
+    if 90 in extension.live_capabilities():
         if dtypes == HALVES:
             assert_on_sm90(kernels, len(results))
         else:  # the two by name, at least

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_groupgemm import _segments
-from jax_groupgemm._segments import LENGTH, SIZES, SPANS, WEIGHT, X_START, Y_START, Form
+from jax_groupgemm._core import segments
+from jax_groupgemm._core.segments import LENGTH, SIZES, SPANS, WEIGHT, X_START, Y_START, Form
 
 sizes_lists = st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 30), max_size=8)
 
@@ -32,7 +32,7 @@ def check_invariants(table, rows_x, rows_y, groups):
 @settings(max_examples=150, deadline=None)
 @given(sizes=sizes_lists, rows=st.integers(0, 60))
 def test_sizes(sizes, rows):
-    table = _segments.decode(SIZES, (jnp.array(sizes, jnp.int32),), rows, rows, len(sizes))
+    table = segments.decode(SIZES, (jnp.array(sizes, jnp.int32),), rows, rows, len(sizes))
     check_invariants(table, rows, rows, len(sizes))
     row, want = 0, []
     for group, size in enumerate(sizes):
@@ -49,10 +49,10 @@ def test_sizes(sizes, rows):
 )  # fmt: skip
 def test_sizes_with_offset(sizes, rows, offset, groups):
     meta = jnp.array(sizes, jnp.int32), jnp.int32(offset)
-    table = _segments.decode(SIZES, meta, rows, rows, groups)
+    table = segments.decode(SIZES, meta, rows, rows, groups)
     assert table.shape == (groups, 4)
     check_invariants(table, rows, rows, groups)
-    whole = triples(_segments.decode(SIZES, meta[:1], rows, rows, len(sizes)))
+    whole = triples(segments.decode(SIZES, meta[:1], rows, rows, len(sizes)))
     want = [(x, y, g - offset) for x, y, g in whole if 0 <= g - offset < groups]
     assert triples(table) == want
 
@@ -64,7 +64,7 @@ def test_sizes_with_offset(sizes, rows, offset, groups):
 )
 def test_spans(spans, rows):
     meta = (jnp.array(spans, jnp.int32).reshape(-1, 2),)
-    table = _segments.decode(SPANS, meta, rows, rows, len(spans))
+    table = segments.decode(SPANS, meta, rows, rows, len(spans))
     check_invariants(table, rows, rows, len(spans))
     want = [(r, r, s) for s, (a, b) in enumerate(spans) for r in range(max(a, 0), min(b, rows))]
     assert triples(table) == want
@@ -75,7 +75,7 @@ def random_table(rng, count, rows_x, rows_y, groups):
         rng.integers(-5, rows_x + 5, count), rng.integers(-5, rows_y + 5, count),
         rng.integers(-3, 12, count), rng.integers(-2, groups + 2, count),
     )  # fmt: skip
-    return columns, _segments.table(
+    return columns, segments.table(
         *(jnp.asarray(c, jnp.int32) for c in columns), rows_x=rows_x, rows_y=rows_y, groups=groups
     )
 
@@ -98,7 +98,7 @@ def test_fold(steps, shared):
     rng = np.random.default_rng(0)
     tables = [random_table(rng, 6, 20, 25, 4)[1] for _ in range(3)]
     tables = [tables[0]] * 3 if shared else tables
-    folded = _segments.fold(tables[0] if shared else jnp.stack(tables), 3, *steps)
+    folded = segments.fold(tables[0] if shared else jnp.stack(tables), 3, *steps)
     want = []
     for b, table in enumerate(tables):
         want += [
@@ -119,7 +119,7 @@ def test_restrict_cuts_without_losing_or_repeating(seed, column):
     bounds = [rows_x, rows_y, groups]
     bounds[{X_START: 0, Y_START: 1, WEIGHT: 2}[column]] = size
     for shard in range(3):
-        part = _segments.restrict(table, column, shard * size, size, aligned=False)
+        part = segments.restrict(table, column, shard * size, size, aligned=False)
         check_invariants(part, *bounds)
         shift = {X_START: (1, 0, 0), Y_START: (0, 1, 0), WEIGHT: (0, 0, 1)}[column]
         parts += [
@@ -130,9 +130,9 @@ def test_restrict_cuts_without_losing_or_repeating(seed, column):
 
 
 def test_restrict_keeps_order():
-    table = _segments.decode(SIZES, (jnp.array([3, 0, 9, 4, 0, 5]),), 24, 24, 6)
+    table = segments.decode(SIZES, (jnp.array([3, 0, 9, 4, 0, 5]),), 24, 24, 6)
     for shard in range(4):
-        part = np.asarray(_segments.restrict(table, Y_START, 6 * shard, 6, aligned=True))
+        part = np.asarray(segments.restrict(table, Y_START, 6 * shard, 6, aligned=True))
         ends = part[:, Y_START] + part[:, LENGTH]
         assert (part[1:, Y_START] >= ends[:-1]).all()
         assert (part[:, X_START] == part[:, Y_START]).all()
@@ -142,8 +142,8 @@ def test_restrict_keeps_order():
 def test_pieces(count):
     rows = 2**31 - 1 - 2**10
     spans = np.array([[0, 0], [3, 3 + 64 * 7], [500, 1001], [5, 2000], [2, rows], [0, rows]])
-    table = _segments.decode(SPANS, (jnp.asarray(spans),), rows, rows, len(spans))
-    got = np.asarray(_segments.pieces(table, count), np.int64).reshape(len(spans), count, 2)
+    table = segments.decode(SPANS, (jnp.asarray(spans),), rows, rows, len(spans))
+    got = np.asarray(segments.pieces(table, count), np.int64).reshape(len(spans), count, 2)
     np.testing.assert_array_equal(got[:, 0, 0], spans[:, 0])
     np.testing.assert_array_equal(got[:, -1, 1], spans[:, 1])
     np.testing.assert_array_equal(got[:, 1:, 0], got[:, :-1, 1])  # each begins where one ends
@@ -157,12 +157,12 @@ def test_sums_that_would_wrap():
     """Many groups of many rows: the sum exceeds 2**32, the answer is the last row."""
     rows, groups = 2**21, 4096
     sizes = jnp.full((groups,), 2**31 - 1, jnp.int32).at[0].set(7)
-    table = np.asarray(jax.jit(lambda s: _segments.decode(SIZES, (s,), rows, rows, groups))(sizes))
+    table = np.asarray(jax.jit(lambda s: segments.decode(SIZES, (s,), rows, rows, groups))(sizes))
     assert table[0].tolist() == [0, 0, 7, 0]
     assert table[1].tolist() == [7, 7, rows - 7, 1]
     assert not table[2:, LENGTH].any()
     small = jnp.ones((groups,), jnp.int32)
-    table = np.asarray(_segments.decode(SIZES, (small,), rows, rows, groups))
+    table = np.asarray(segments.decode(SIZES, (small,), rows, rows, groups))
     assert (table[:, X_START] == np.arange(groups)).all()
 
 
@@ -171,6 +171,6 @@ def test_swap_exchanges_the_roles():
     table = jnp.array([[1, 2, 3, 4]], jnp.int32)
     assert form.swap().ordered_y
     assert not form.swap().ordered_x
-    assert _segments.decode(form.swap(), (table,), 9, 9, 9).tolist() == [[2, 1, 3, 4]]
+    assert segments.decode(form.swap(), (table,), 9, 9, 9).tolist() == [[2, 1, 3, 4]]
     assert form.swap().swap() == form
     assert SIZES.swap() == SIZES

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, collectives, mesh_of, needs_two_devices, put
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _partition
+from jax_groupgemm._core import partition
 
 pytestmark = needs_two_devices
 
@@ -249,8 +249,8 @@ def test_merge_and_split(rng, shape, counts, given, kept, merged):
     ends = np.cumsum(counts)
     shapes = [shape[end - count : end] for end, count in zip(ends, counts, strict=True)]
     with jax.set_mesh(mesh):
-        one = jax.jit(lambda a: _partition.merge(a, counts))(put(mesh, a, *spec(given)))
-        back = jax.jit(lambda a: _partition.split(a, shapes))
+        one = jax.jit(lambda a: partition.merge(a, counts))(put(mesh, a, *spec(given)))
+        back = jax.jit(lambda a: partition.split(a, shapes))
         assert collectives(back, one) == []
         again = back(one)
     np.testing.assert_array_equal(one, np.reshape(a, [np.prod(s, dtype=int) for s in shapes]))

@@ -14,11 +14,12 @@ from nvfp4_grouped_problems import along_t, wgrad_oracle
 from test_grouped_mm import SHAPES
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _custom_calls, _tuned
+from jax_groupgemm._grouped import call as grouped_call
+from jax_groupgemm._kernels import extension, tuned
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
 ]
 
 
@@ -32,7 +33,7 @@ def product(x, w, sizes, **options):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_this_kernel_runs(rng, monkeypatch, dtype, implementation):
     """What it cannot do would run on sm80, and be as right."""
-    monkeypatch.setattr(_custom_calls, "_splitting_pays", lambda *_, **__: True)
+    monkeypatch.setattr(grouped_call, "_splitting_pays", lambda *_, **__: True)
     x, w = oracle.random(rng, (1024, 128), dtype), oracle.random(rng, (4, 128, 256), dtype)
     sizes = jnp.array([300, 0, 500, 200])
     spans = jnp.array([[0, 77], [77, 1000]])
@@ -108,7 +109,7 @@ def test_many_tiles(rng, tile, transpose_w):
     for k, n in ((40, 264), (136, 136)):
         x = oracle.random(rng, (int(sizes.sum()) + 5, k), "bfloat16")
         w = oracle.random(rng, (len(sizes), k, n), "bfloat16")
-        with _tuned.forced(tile):
+        with tuned.forced(tile):
             out = product(x, w.swapaxes(1, 2) if transpose_w else w, sizes, transpose_w=transpose_w)
         oracle.assert_close(out, oracle.grouped_mm(x, w, sizes), k=k)
 
@@ -123,7 +124,7 @@ def test_bands_of_rows(rng, tile, dtype):
     for n in (264, 384, 520):
         x = oracle.random(rng, (int(sizes.sum()) + 1800, 72), dtype)
         w = oracle.random(rng, (len(sizes), 72, n), dtype)
-        with _tuned.forced(tile):
+        with tuned.forced(tile):
             out = product(x, w, sizes)
         oracle.assert_close(out, oracle.grouped_mm(x, w, sizes))
         assert not np.asarray(out[-1800:]).any()
@@ -144,7 +145,7 @@ def test_rows_of_matrices_shared_out(rng, transpose_a, m, n):
             preferred_element_type=result,
             implementation="sm90",
         )
-        with _tuned.forced(256):
+        with tuned.forced(256):
             out = jax.jit(f)(a.T if transpose_a else a, b, spans)
         tolerance = SUMS if result == "float32" else None
         oracle.assert_close(out, oracle.segmented_mm(a, b, spans), tolerance=tolerance, k=200)

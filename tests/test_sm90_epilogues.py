@@ -13,11 +13,11 @@ from test_grouped_mm import epilogue_oracle
 from test_sm90 import SUMS, ragged_k
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call
+from jax_groupgemm._kernels import extension
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
 ]
 
 

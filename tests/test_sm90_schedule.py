@@ -11,11 +11,11 @@ import pytest
 from test_sm90 import product
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _tuned
+from jax_groupgemm._kernels import extension, tuned
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
 ]
 
 
@@ -96,7 +96,7 @@ def test_balanced(rng, dtype, n):
     gradient = lambda x, y, s: jax.vjp(
         lambda w: jgg.grouped_mm(x, w, s, implementation="sm90"), jnp.zeros(want.shape, dtype)
     )[1](y)[0]
-    with _tuned.forced(256):
+    with tuned.forced(256):
         out = jax.jit(gradient)(x, y, jnp.array(sizes))
     oracle.assert_close(out, want, k=700)
     assert not np.asarray(out)[sizes == 0].any()
@@ -147,7 +147,7 @@ def test_many_matrices_without_rows(rng, form, offset, full):
         )
         zeros = jnp.zeros((64 - offset, 1032, 1032), "bfloat16")
         f = lambda a, b: jax.vjp(lambda w: product(a, w), zeros)[1](b)[0]
-    with _tuned.forced(256):
+    with tuned.forced(256):
         out = oracle.f64(jax.jit(f)(a, b))
     x, y = oracle.f64(a), oracle.f64(b)
     want = np.stack([x[i:j].T @ y[i:j] for i, j in spans[offset:]])
@@ -170,7 +170,7 @@ def test_offsets_of_no_group(rng, result):
 
     f = jax.jit(gradients)
     w = jnp.ones((5, 256, 264), "bfloat16")
-    with _tuned.forced(256):
+    with tuned.forced(256):
         for offset in (-(2**31), -(2**31) + 3, -(2**31) + 8, -5, 8, 2**31 - 1):
             for got in f(w, jnp.int32(offset)):
                 assert not np.asarray(got).any()

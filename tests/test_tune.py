@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _timing, _tune_cases, _tuned, tune
-from jax_groupgemm._tune_cases import Case, Layer
+from jax_groupgemm._kernels import extension, tuned
+from jax_groupgemm.tune import cases, timing
+from jax_groupgemm.tune import command as tune
+from jax_groupgemm.tune.cases import Case, Layer
 
 ROOT = Path(__file__).parents[1]
 LAYER = Layer("", 4, 32, 48, 2, gated=True)
-TOKENS = dict.fromkeys(_tune_cases.OPS, (32,))
+TOKENS = dict.fromkeys(cases.OPS, (32,))
 
 
 class FakeGpu:
@@ -45,7 +47,7 @@ class FakeGpu:
 
 
 def cases(layer=LAYER, tokens=TOKENS):
-    return list(_tune_cases.cases([layer], tokens, ["bfloat16"]))
+    return list(cases.cases([layer], tokens, ["bfloat16"]))
 
 
 def run(gpu, path, todo=None, minutes=None):
@@ -56,7 +58,7 @@ def run(gpu, path, todo=None, minutes=None):
 def without_a_gpu(request, monkeypatch):
     """Nothing depends on this machine's GPU, but for the tests that need one."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(_call, "live_capabilities", lambda: ())
+        monkeypatch.setattr(extension, "live_capabilities", lambda: ())
 
 
 @pytest.fixture
@@ -64,12 +66,12 @@ def live(monkeypatch):
     """Products are lowered as if on the made-up device, with this table."""
 
     def use(path):
-        monkeypatch.setattr(_tuned, "device_kind", lambda: FakeGpu.kind)
+        monkeypatch.setattr(tuned, "device_kind", lambda: FakeGpu.kind)
         monkeypatch.setenv("JGG_TUNED", str(path))
-        _tuned._entries.cache_clear()
+        tuned._entries.cache_clear()
 
     yield use
-    _tuned._entries.cache_clear()
+    tuned._entries.cache_clear()
 
 
 def test_from_measurement_to_the_lowered_call(tmp_path, live, capsys):
@@ -88,11 +90,11 @@ def test_from_measurement_to_the_lowered_call(tmp_path, live, capsys):
     assert "rule     10.0  32: 10.0 (1.00)  64: 10.0 (1.00)  128: 5.0 (0.50)" in text
     assert "-> 128" in text
     assert "4 of 4 products have a tile that is at least 3% faster" in text
-    table = _tuned.read(path)
+    table = tuned.read(path)
     assert table["device"] == "Fake GPU"
     assert [r["products"] for r in table["runs"]] == [4]
     assert table["runs"][0]["jax"] == jax.__version__
-    assert set(table["entries"].values()) == {_tuned.Entry(128, 5, 10), _tuned.Entry(64, 5, 10)}
+    assert set(table["entries"].values()) == {tuned.Entry(128, 5, 10), tuned.Entry(64, 5, 10)}
 
     # The table is keyed as ordinary code asks.
     live(path)
@@ -111,7 +113,7 @@ def test_from_measurement_to_the_lowered_call(tmp_path, live, capsys):
 def test_weights_stored_the_other_way(tmp_path):
     gpu = FakeGpu(lambda op, tile, _: 10.0 - (tile == 64))
     assert run(gpu, tmp_path / "t.json", cases(Layer("", 4, 32, 48, 2, transpose_w=True))) == 0
-    found = _tuned.read(tmp_path / "t.json")["entries"]
+    found = tuned.read(tmp_path / "t.json")["entries"]
     key = lambda op, k, n, transposed: (op, "bfloat16", 4, k, n, transposed, False, 16)
     assert set(found) == {
         key("mm", 32, 48, "w"), key("mm", 48, 32, ""), key("wgrad", 48, 32, "")
@@ -127,11 +129,11 @@ def test_small_gains_and_lucky_ones_are_no_entries(tmp_path):
         lambda op, tile, measurement: 9.0 if tile == 64 and measurement == 1 else 10.0,
     ):
         assert run(FakeGpu(us), path, forward) == 0
-        assert _tuned.read(path)["entries"] == {}
+        assert tuned.read(path)["entries"] == {}
     second = FakeGpu(lambda op, tile, measurement: 10.0 - measurement * (tile == 64))
     assert run(second, path, forward) == 0
-    (entry,) = _tuned.read(path)["entries"].values()
-    assert entry == _tuned.Entry(64, 8.0, 10.0)  # as measured for it alone
+    (entry,) = tuned.read(path)["entries"].values()
+    assert entry == tuned.Entry(64, 8.0, 10.0)  # as measured for it alone
 
 
 def test_tiles_with_another_result_are_no_entries(tmp_path, capsys):
@@ -139,7 +141,7 @@ def test_tiles_with_another_result_are_no_entries(tmp_path, capsys):
     path = tmp_path / "table.json"
     assert run(gpu, path, cases(tokens={"forward": [32]})[:1]) == 1
     assert "64: WRONG" in capsys.readouterr().out
-    assert _tuned.read(path)["entries"] == {}
+    assert tuned.read(path)["entries"] == {}
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (3, 40, 24)])
@@ -166,7 +168,7 @@ def test_a_failing_product_is_not_fatal(tmp_path, capsys):
     path = tmp_path / "table.json"
     assert run(Broken(lambda op, tile, _: 10.0), path) == 1
     assert "failed: RuntimeError: out of memory\n" in capsys.readouterr().out
-    assert _tuned.read(path)["runs"][0]["products"] == 3
+    assert tuned.read(path)["runs"][0]["products"] == 3
 
 
 def test_a_second_run_adds_to_the_table(tmp_path):
@@ -176,9 +178,9 @@ def test_a_second_run_adds_to_the_table(tmp_path):
     slow = FakeGpu(lambda op, tile, _: 10.0)
     run(fast, path, forward)
     run(fast, path, other)
-    assert len(_tuned.read(path)["entries"]) == 2
+    assert len(tuned.read(path)["entries"]) == 2
     run(slow, path, forward)  # measured again, and the rule's is the fastest now
-    table = _tuned.read(path)
+    table = tuned.read(path)
     assert [(p.k, p.n) for p in table["entries"]] == [(48, 32)]
     assert len(table["runs"]) == 3
     slow.kind = "Another GPU"
@@ -199,10 +201,10 @@ def test_time_limit(tmp_path, capsys):
 
 def test_calls_in_turns(monkeypatch):
     """Times go to the run that they are of; what happens before the first mark has no name."""
-    monkeypatch.setattr(_timing, "scratch", lambda: None)
-    monkeypatch.setattr(_timing, "mark_names", lambda: {"mark"})
+    monkeypatch.setattr(timing, "scratch", lambda: None)
+    monkeypatch.setattr(timing, "mark_names", lambda: {"mark"})
     now, ran = [], []
-    monkeypatch.setattr(_timing, "mark", lambda _: now.append(("mark", 9.0)))
+    monkeypatch.setattr(timing, "mark", lambda _: now.append(("mark", 9.0)))
 
     class Cupti:
         def _cupti_init(self):
@@ -211,7 +213,7 @@ def test_calls_in_turns(monkeypatch):
         def _cupti_get_timings(self, finalize):
             return now
 
-    monkeypatch.setattr(_timing, "extension", Cupti)
+    monkeypatch.setattr(timing, "extension", Cupti)
 
     def runner(tile):
         def run():
@@ -220,7 +222,7 @@ def test_calls_in_turns(monkeypatch):
 
         return run
 
-    times = _timing.in_turns({tile: runner(tile) for tile in (32, 64)}, 2)
+    times = timing.in_turns({tile: runner(tile) for tile in (32, 64)}, 2)
     assert ran == [32, 64] * 3
     assert times == {32: [35.0, 37.0], 64: [68.0, 70.0]}
 
@@ -235,12 +237,12 @@ def test_lists():
     assert quick.minutes is not None
     seconds = sum(case.seconds(quick.repetitions) for case in tune.selected(quick))
     assert seconds < 60 * quick.minutes
-    for model, (groups, hidden, inter, top_k) in _tune_cases.MODELS.items():
+    for model, (groups, hidden, inter, top_k) in cases.MODELS.items():
         shapes = {(c.layer.k, c.layer.n) for c in full if c.layer.name.startswith(model)}
         assert shapes == {(hidden, 2 * inter), (inter, hidden)}
         for case in (c for c in full if c.layer.name.startswith(model)):
             mean = case.rows / groups
-            assert _tuned.nearest_power_of_two(mean) == mean  # nothing is rounded away
+            assert tuned.nearest_power_of_two(mean) == mean  # nothing is rounded away
             assert case.sizes().sum() == case.rows
             assert case.rows % top_k == 0
     some = tune.selected(tune.arguments(["--models", "Qwen3", "--ops", "wgrad", "--tokens", "64"]))
@@ -267,19 +269,19 @@ def test_dry_run(capsys):
 
 
 BUILDS = [
-    ((), _call.Build(), "it needs a Hopper GPU, and jax sees only ["),
-    ((80,), _call.Build(cuda="13.0", architectures=("80",)),
+    ((), extension.Build(), "it needs a Hopper GPU, and jax sees only ["),
+    ((80,), extension.Build(cuda="13.0", architectures=("80",)),
      "it needs compute capability 9.0, this GPU has 8.0"),
-    ((90,), _call.Build(), "this build has no CUDA kernels"),
-    ((90,), _call.Build(cuda="13.0", architectures=("80", "100a", "80-virtual")),
+    ((90,), extension.Build(), "this build has no CUDA kernels"),
+    ((90,), extension.Build(cuda="13.0", architectures=("80", "100a", "80-virtual")),
      "this build has code for 80, 100a, 80-virtual, not for 90a"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("capabilities", "build", "why"), BUILDS)
 def test_why_it_cannot_run(monkeypatch, capabilities, build, why):
-    monkeypatch.setattr(_call, "live_capabilities", lambda: capabilities)
-    monkeypatch.setattr(_call, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
+    monkeypatch.setattr(extension, "BUILD", build)
     with pytest.raises(SystemExit, match=re.escape(f"tune cannot run: {why}")):
         tune.main(["--quick"])
 
@@ -288,13 +290,13 @@ def test_without_cupti(monkeypatch):
     def missing():
         raise RuntimeError("this jaxlib has no CUPTI bindings")
 
-    monkeypatch.setattr(_call, "live_capabilities", lambda: (90,))
-    monkeypatch.setattr(_call, "BUILD", _call.Build(cuda="13.0", architectures=("90a",)))
-    monkeypatch.setattr(_timing, "extension", missing)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+    monkeypatch.setattr(extension, "BUILD", extension.Build(cuda="13.0", architectures=("90a",)))
+    monkeypatch.setattr(timing, "extension", missing)
     assert tune.problem() == "this jaxlib has no CUPTI bindings"
 
 
-@pytest.mark.skipif(bool(_call.live_capabilities()), reason="a GPU may run it")
+@pytest.mark.skipif(bool(extension.live_capabilities()), reason="a GPU may run it")
 def test_command_without_a_gpu():
     done = subprocess.run(
         [sys.executable, "-m", "jax_groupgemm.tune", "--quick"], capture_output=True, text=True
@@ -317,16 +319,16 @@ def test_tiles_are_those_of_the_kernel():
         "return tile == 64 || tile == 128 || tile == 256;",
     ]
     tiles = lambda op, gated=False: Case(op, LAYER, 64, "bfloat16", gated).tiles
-    assert tiles("forward") == tiles("dgrad") == _tuned.TILES
+    assert tiles("forward") == tiles("dgrad") == tuned.TILES
     assert tiles("forward", gated=True) == (32, 128)
     assert tiles("wgrad") == (64, 128, 256)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU")
+@pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU")
 def test_measures_on_a_gpu(tmp_path, capsys):
     path = tmp_path / "table.json"
     shape = ["--shapes", "8,256,512", "--gated", "--tokens", "64", "2048", "--repetitions", "3"]
     assert tune.main([*shape, "--out", str(path)]) == 0
     assert " of 8 products have a tile" in capsys.readouterr().out
-    assert _tuned.read(path)["runs"][0]["products"] == 8
+    assert tuned.read(path)["runs"][0]["products"] == 8

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm import _call, _tuned, info
+from jax_groupgemm import info
+from jax_groupgemm._kernels import extension, tuned
 
 KIND = "Fast GPU/2"
 SHAPE = {"groups": 4, "k": 32, "n": 48}
@@ -20,22 +21,22 @@ SHAPE = {"groups": 4, "k": 32, "n": 48}
 def table(tmp_path, monkeypatch):
     """Write a table of these entries for the one kind of device that there seems to be."""
     path = tmp_path / "table.json"
-    monkeypatch.setattr(_tuned, "device_kind", lambda: KIND)
+    monkeypatch.setattr(tuned, "device_kind", lambda: KIND)
     monkeypatch.setenv("JGG_TUNED", str(path))
-    _tuned._entries.cache_clear()
+    tuned._entries.cache_clear()
 
     def write(*fields, device=KIND):
         base = {"op": "mm", "dtype": "bfloat16", "transposed": "", "gated": False}
         found = {}
         for given in fields:
             both = base | SHAPE | given
-            product = _tuned.Product(**{name: both[name] for name in _tuned.Product._fields})
-            found[product] = _tuned.Entry(both["tile"], 9.0, 10.0)
-        _tuned.write(path, device, [], found)
+            product = tuned.Product(**{name: both[name] for name in tuned.Product._fields})
+            found[product] = tuned.Entry(both["tile"], 9.0, 10.0)
+        tuned.write(path, device, [], found)
         return path
 
     yield write
-    _tuned._entries.cache_clear()
+    tuned._entries.cache_clear()
 
 
 def tiles(f, *args) -> list[int]:
@@ -55,7 +56,7 @@ def product(rows, dtype="bfloat16", groups=4, **options):
 def test_nearest_power_of_two():
     values = [1, 2, 3, 5, 6, 1000, 90, 91, 0.25, 1 / 3, 0.4]
     want = [1, 2, 4, 4, 8, 1024, 64, 128, 0.25, 0.25, 0.5]
-    assert [_tuned.nearest_power_of_two(value) for value in values] == want
+    assert [tuned.nearest_power_of_two(value) for value in values] == want
 
 
 def test_an_entry_reaches_the_custom_call(table):
@@ -108,7 +109,7 @@ def test_gradients_look_up_their_own_products(table):
     assert tiles(segmented, x, jnp.ones((64, 48), "bfloat16"), spans) == [256]
     assert tiles(jgg.segmented_mm, x.T, jnp.ones((64, 48), "bfloat16"), spans) == [0]
     table({"rows": 16, "tile": 32, "op": "wgrad", "transposed": "x"})
-    _tuned._entries.cache_clear()
+    tuned._entries.cache_clear()
     assert tiles(jgg.segmented_mm, x.T, jnp.ones((64, 48), "bfloat16"), spans) == [32]
 
 
@@ -124,8 +125,8 @@ def test_without_a_table(monkeypatch):
     """No device, no table, no entry: the rule, and not a word."""
     monkeypatch.delenv("JGG_TUNED", raising=False)
     assert product(64) == [0]
-    monkeypatch.setattr(_tuned, "device_kind", lambda: KIND)
-    assert _tuned.path(KIND) is None
+    monkeypatch.setattr(tuned, "device_kind", lambda: KIND)
+    assert tuned.path(KIND) is None
     assert product(64) == [0]
     monkeypatch.setenv("JGG_TUNED", "")
     assert product(64) == [0]
@@ -133,16 +134,16 @@ def test_without_a_table(monkeypatch):
 
 def test_nothing_is_read_for_other_dtypes(table, monkeypatch):
     table()
-    monkeypatch.setattr(_tuned, "device_kind", lambda: pytest.fail("asked for the device"))
+    monkeypatch.setattr(tuned, "device_kind", lambda: pytest.fail("asked for the device"))
     assert product(64, "float32") == [0]
 
 
 def test_the_packaged_table(table, tmp_path, monkeypatch):
     path = table({"rows": 16, "tile": 256})
     monkeypatch.delenv("JGG_TUNED")
-    monkeypatch.setattr(_tuned, "_PACKAGED", tmp_path)
-    assert _tuned.file_name(KIND) == "fast-gpu-2.json"
-    assert _tuned.file_name("NVIDIA H200") == "nvidia-h200.json"
+    monkeypatch.setattr(tuned, "_PACKAGED", tmp_path)
+    assert tuned.file_name(KIND) == "fast-gpu-2.json"
+    assert tuned.file_name("NVIDIA H200") == "nvidia-h200.json"
     assert product(64) == [0]
     path.rename(tmp_path / "fast-gpu-2.json")
     assert product(64) == [256]
@@ -174,7 +175,7 @@ def test_other_tables_that_cannot_be_used(table, monkeypatch):
     with pytest.warns(UserWarning, match="tile 48 is not one of 32, 64, 128, 256, 288"):
         assert product(64) == [0]
     table({"rows": 16, "tile": 64}, device="Slow GPU")
-    _tuned._entries.cache_clear()
+    tuned._entries.cache_clear()
     with pytest.warns(UserWarning, match="measured on Slow GPU, this GPU is Fast GPU/2"):
         assert product(64) == [0]
     monkeypatch.setenv("JGG_TUNED", str(path) + ".absent")
@@ -188,33 +189,33 @@ def test_devices_of_several_kinds(monkeypatch):
             self.device_kind = kind
 
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Device("a"), Device("a")])
-    assert _tuned.device_kind() == "a"
+    assert tuned.device_kind() == "a"
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Device("a"), Device("b")])
-    assert _tuned.device_kind() is None
+    assert tuned.device_kind() is None
 
 
 def test_written_tables_are_read_back(tmp_path):
     products = [
-        _tuned.Product("wgrad", "bfloat16", 4, 32, 48, "xy", False, 0.25),
-        _tuned.Product("mm", "float16", 4, 32, 48, "w", True, 128),
+        tuned.Product("wgrad", "bfloat16", 4, 32, 48, "xy", False, 0.25),
+        tuned.Product("mm", "float16", 4, 32, 48, "w", True, 128),
     ]
-    found = {p: _tuned.Entry(tile, 1.5, 2.25) for p, tile in zip(products, (64, 32), strict=True)}
+    found = {p: tuned.Entry(tile, 1.5, 2.25) for p, tile in zip(products, (64, 32), strict=True)}
     path = tmp_path / "new" / "table.json"
-    _tuned.write(path, KIND, [{"date": "2026-01-01"}], found)
+    tuned.write(path, KIND, [{"date": "2026-01-01"}], found)
     table = {"device": KIND, "runs": [{"date": "2026-01-01"}], "entries": found}
-    assert _tuned.read(path) == table
+    assert tuned.read(path) == table
     assert [e["op"] for e in json.loads(path.read_text())["entries"]] == ["mm", "wgrad"]
     assert [p.name for p in path.parent.iterdir()] == ["table.json"]
-    _tuned.write(path, KIND, [], {})
-    assert _tuned.read(path)["entries"] == {}
+    tuned.write(path, KIND, [], {})
+    assert tuned.read(path)["entries"] == {}
 
 
 def test_forced(table):
     table({"rows": 16, "tile": 256})
-    with _tuned.forced(64) as seen:
+    with tuned.forced(64) as seen:
         assert product(64) == [64]
-    assert seen == [_tuned.Product("mm", "bfloat16", 4, 32, 48, "", False, 16)]
-    with _tuned.forced(0):  # the rule's, whatever the table says
+    assert seen == [tuned.Product("mm", "bfloat16", 4, 32, 48, "", False, 16)]
+    with tuned.forced(0):  # the rule's, whatever the table says
         assert product(64) == [0]
     assert product(64) == [256]
 
@@ -225,20 +226,20 @@ def test_info_names_the_table(table):
     assert found["tiles"] == {"table": str(path), "products": 1, "problem": None}
     assert f"Measured tiles\n  {path}: 1 products" in info._text(found)
     path.write_text("{")
-    _tuned._entries.cache_clear()
+    tuned._entries.cache_clear()
     assert f"cannot use the table of tiles {path}: Expecting" in info._text(info.collect())
 
 
 def test_packaged_tables_are_valid():
-    for path in sorted(_tuned._PACKAGED.glob("*")):
-        table = _tuned.read(path)
-        assert path.name == _tuned.file_name(table["device"])
+    for path in sorted(tuned._PACKAGED.glob("*")):
+        table = tuned.read(path)
+        assert path.name == tuned.file_name(table["device"])
         for entry in table["entries"].values():
             assert entry.us <= 0.97 * entry.rule_us
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(90 not in _call.live_capabilities(), reason="needs a Hopper GPU")
+@pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("mean", [20, 300])
 def test_every_tile_gives_the_same(rng, mean):
     sizes = np.append(rng.integers(0, 2 * mean, 7), 0)
@@ -254,8 +255,8 @@ def test_every_tile_gives_the_same(rng, mean):
     }
     for name, f in forms.items():
         results = []
-        for tile in (0, *_tuned.TILES):
-            with _tuned.forced(tile):
+        for tile in (0, *tuned.TILES):
+            with tuned.forced(tile):
                 results.append(np.asarray(jax.jit(lambda *v, f=f: f(*v))(x, y, w), np.float32))
         for got in results[1:]:
             np.testing.assert_allclose(got, results[0], rtol=1e-2, atol=1e-3, err_msg=name)

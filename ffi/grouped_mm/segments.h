@@ -12,7 +12,7 @@ struct alignas(16) Segment {
   int32_t x_start, y_start, length, weight;
 };
 
-// The raw forms, all int32 on the device; jax_groupgemm/_segments.py is their definition.
+// The raw forms, all int32 on the device; jax_groupgemm/_core/segments.py is their definition.
 enum class MetadataKind {
   kSizes,     // (count,) rows of consecutive groups; with `offset`, weights are some of them only
   kSpans,     // (count, 2) half-open row ranges; range s has weight s

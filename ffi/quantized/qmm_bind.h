@@ -11,7 +11,7 @@
 
 namespace jgg {
 
-// The attributes that say what a quantized weight is, as jax_groupgemm/_quantized.py has them.
+// The attributes that say what a quantized weight is, as jax_groupgemm/_quantized/array.py has them.
 struct QuantizedAttributes {
   std::string_view mode;
   int32_t bits, group_size;

@@ -1,4 +1,4 @@
-// Quantized weights as handlers and kernels see them; jax_groupgemm/_quantized.py is their
+// Quantized weights as handlers and kernels see them; jax_groupgemm/_quantized/array.py is their
 // definition.
 #pragma once
 

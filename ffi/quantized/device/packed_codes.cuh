@@ -1,5 +1,5 @@
 // A thread's codes of a tile in layout "sm90" (quantized/gemm_sm90.h): loads and stores, affine
-// codes to pairs of bfloat16, and pairs of affine codes to words. jax_groupgemm/_prepack.py says
+// codes to pairs of bfloat16, and pairs of affine codes to words. jax_groupgemm/_quantized/prepack.py says
 // where each is: `_pieces`, `_fields`. Plain C++ on the host, where tests/test_decode.py and
 // test_prepack_host.py try every width.
 #pragma once

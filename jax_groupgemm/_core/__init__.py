@@ -1,0 +1,1 @@
+"""What every family is made of: grouping metadata, checks, sharding, primitives."""

@@ -1,0 +1,192 @@
+"""Argument checks. Every message names the op, the argument, what was expected (with axis
+letters), what was given, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._kernels import choose
+from .dtypes import promoted
+from .segments import MAX_ROWS
+
+
+def array(op: str, name: str, value) -> jax.Array:
+    try:
+        value = jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        what = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            what += " of parts that differ in shape, are not numbers or are too large"
+        elif hasattr(value, "dtype"):
+            what += f" of dtype {value.dtype}"
+        raise TypeError(f"jgg.{op}: {name} must be an array, got {what}") from error
+    if not all(isinstance(size, int) for size in value.shape):
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected numbers: a function is exported "
+            "for shapes that are known. Pad rows to the most there are; sizes are data"
+        )
+    return value
+
+
+def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str = "") -> None:
+    """``expected`` holds a size, or None where any will do, per axis of ``letters``."""
+    letters = f"({letters})" if "," in letters or len(letters) > 1 else f"({letters},)"
+    if value.ndim != len(expected):
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected {len(expected)} axes {letters}"
+            + (f". {why}" if why else "")
+        )
+    if any(e is not None and e != got for e, got in zip(expected, value.shape, strict=True)):
+        sizes = tuple(got if e is None else e for e, got in zip(expected, value.shape, strict=True))
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected {letters} = {sizes}"
+            + (f" {why}" if why else "")
+        )
+
+
+def dtype(op: str, name: str, given, allowed: Sequence[str], why: str = "") -> None:
+    if given.name not in allowed:
+        raise TypeError(f"jgg.{op}: {name} must be {either(allowed)}{why}, got dtype {given.name}")
+
+
+def either(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+
+
+def describe(value) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return repr(value)
+
+
+def integers(op: str, name: str, value) -> jax.Array:
+    """Sizes, indices or bounds. JAX wraps the host's 64-bit numbers around where x64 is off; they
+    are clamped, which changes nothing that they mean."""
+    known = (int, np.integer, np.ndarray)
+    host = None
+    if not isinstance(value, jax.Array) and all(
+        isinstance(v, known) for v in jax.tree.leaves(value)
+    ):
+        with contextlib.suppress(ValueError):  # of parts that differ in shape
+            host = np.asarray(value)
+    if host is not None and host.dtype != object:
+        if isinstance(value, (list, tuple)) and host.size == 0:
+            host = host.astype(np.int32)
+        if host.dtype.kind in "iu" and host.dtype.itemsize == 8 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            low = 0 if host.dtype.kind == "u" else -(2**31)
+            host = np.clip(host, low, 2**31 - 1).astype(np.int32)
+        value = host
+    value = array(op, name, value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"jgg.{op}: {name} must hold integers, got dtype {value.dtype.name}")
+    return value
+
+
+def numeric(op: str, name: str, value) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"jgg.{op}: {name} must hold numbers, got dtype {value.dtype.name}")
+
+
+def holds(op: str, name: str, value, dtype) -> None:
+    """Whether ``value``, which is added to or multiplied with ``dtype``, fits in it."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    kind = lambda dtype: next((i for i, k in enumerate(kinds) if jnp.issubdtype(dtype, k)), 0)
+    if kind(value.dtype) > kind(dtype):
+        raise TypeError(
+            f"jgg.{op}: {name} has dtype {value.dtype.name}, which the result, "
+            f"{jnp.dtype(dtype).name}, cannot hold"
+        )
+
+
+def rows(op: str, name: str, count: int) -> None:
+    if count > MAX_ROWS:
+        raise ValueError(
+            f"jgg.{op}: {name} has {count} rows; row indices are int32, at most {MAX_ROWS}"
+        )
+
+
+def group_sizes(
+    op: str, value, groups: int | None = None, why: str = "", letter: str = "G"
+) -> jax.Array:
+    value = integers(op, "group_sizes", value)
+    shape(op, "group_sizes", value, (groups,), letter, why)
+    return value
+
+
+def implementation(op: str, name: str | None) -> None:
+    if name is not None and name not in choose.IMPLEMENTATIONS:
+        known = ", ".join(repr(n) for n in choose.IMPLEMENTATIONS)
+        raise ValueError(f"jgg.{op}: implementation={name!r} is not one of None, {known}")
+
+
+def _promoted_dtype(op: str, *operands):
+    """By the user's rules; of floats of 8 bits and others, for which JAX has none, by ours."""
+    try:
+        return jnp.dtype(jnp.result_type(*operands))
+    except ValueError as error:
+        strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportAttributeAccessIssue]
+        dtypes = [a.dtype for a in operands]
+        with contextlib.suppress(ValueError):
+            if not strict:
+                return promoted(*dtypes)
+        names = " and ".join(dtype.name for dtype in dtypes)
+        why = " where jax_numpy_dtype_promotion is 'strict'" if strict else ""
+        raise TypeError(
+            f"jgg.{op}: operands of dtypes {names} have no common dtype{why}. Convert one of them"
+        ) from error
+
+
+def result_dtype(op: str, preferred, *operands):
+    """``preferred_element_type``, or the operands' promoted dtype."""
+    common = _promoted_dtype(op, *operands)
+    if preferred is None:
+        return common
+    preferred = jnp.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    if jnp.issubdtype(common, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
+        raise TypeError(
+            f"jgg.{op}: preferred_element_type={preferred.name} cannot hold a product of "
+            f"{common.name} operands"
+        )
+    if jnp.issubdtype(common, jnp.complexfloating) and not jnp.issubdtype(
+        preferred, jnp.complexfloating
+    ):
+        raise TypeError(
+            f"jgg.{op}: preferred_element_type={preferred.name} would drop the imaginary part of "
+            f"{common.name} operands"
+        )
+    return preferred
+
+
+# What may ask for TensorFloat-32. JAX calls the same setting by each of these names.
+_TF32 = {"high", "tensorfloat32", "bfloat16_3x", "fastest", "bfloat16"}
+_FLOAT32 = {"default", "highest", "float32"}
+
+
+def precision(op: str, value) -> jax.lax.Precision:
+    """HIGHEST (true float32) or HIGH (tensorfloat-32 where the device has it). Of one for each
+    operand, the more precise."""
+    if value is None:
+        value = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        if value is None:
+            return jax.lax.Precision.HIGHEST
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        each = {precision(op, one) for one in value}
+        return each.pop() if len(each) == 1 else jax.lax.Precision.HIGHEST
+    if isinstance(value, jax.lax.Precision):
+        high = value == jax.lax.Precision.HIGH
+        return jax.lax.Precision.HIGH if high else jax.lax.Precision.HIGHEST
+    if isinstance(value, jax.lax.DotAlgorithmPreset):
+        value = value.name
+    if isinstance(value, str):
+        if value.lower() in _TF32 or value == "TF32_TF32_F32":
+            return jax.lax.Precision.HIGH
+        if value.lower() in _FLOAT32 or value in jax.lax.DotAlgorithmPreset.__members__:
+            return jax.lax.Precision.HIGHEST
+    raise ValueError(
+        f"jgg.{op}: precision={value!r} is not a jax.lax.Precision, its name, or 'tensorfloat32'"
+    )

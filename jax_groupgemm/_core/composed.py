@@ -1,0 +1,149 @@
+"""Operations that mean a composition of others, and that a kernel may run as one call.
+
+One has no derivative of its own: differentiating or batching it goes back to the composition, whose
+parts have theirs. Operands that XLA is to divide among devices (Auto, Explicit) are composed too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, mlir
+from jax.interpreters import batching as jax_batching
+
+from . import batching, partition
+from .costs import COSTS
+from .primitive import jitted, vary_alike, zero_tangent
+
+#: What one stands for is its parameter ``jaxpr``.
+PRIMITIVES: set[Primitive] = set()
+
+
+class Composed:
+    """``composed(*operands, **static)``, where operands are trees of arrays, the result is one
+    array or a tuple, and static parameters are hashable.
+
+    Args:
+      name: of the primitive.
+      composed: what it means.
+      call: ``call(platform, *operands, **static)`` is the same as custom calls of one device, or
+        None where no kernel takes the operands; ``platform`` is "cpu", "cuda" or "other".
+      batch: ``batch(size, operands, axes)`` returns the operands of a batch as those of one call,
+        whose results have the batch as their first axis. ``axes`` are trees as the operands, with
+        None where one is not batched. Without it a batch is composed.
+      keeps_call: whether the value of a differentiated call remains one call. Otherwise it is the
+        composition's, which shares what the derivative needs.
+      sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
+      cost: ``cost(operands, values, outs, **static)``, as in ``costs.COSTS``, of trees of operands.
+    """
+
+    def __init__(self, name: str, composed: Callable, call: Callable, *,
+                 batch: Callable | None = None, keeps_call: bool = False,
+                 sharded: Callable | None = None, cost: Callable | None = None):  # fmt: skip
+        self._composed, self._call, self._batched = composed, call, batch
+        self._keeps_call, self._sharded = keeps_call, sharded
+        self._traceable = functools.cache(
+            lambda **static: jax.jit(functools.partial(composed, **static))
+        )
+        primitive = self.primitive = Primitive(name)
+        PRIMITIVES.add(primitive)
+        if cost is not None:
+            COSTS[primitive] = lambda operands, values, outs, *, tree, static, **_: cost(
+                tree.unflatten(operands), tree.unflatten(values), outs, **dict(static)
+            )
+        primitive.multiple_results = True
+        # Whatever its jaxpr holds, which only says what it means.
+        primitive.is_high = lambda *_, **__: False
+        self._compiled = functools.cache(
+            lambda **params: jax.jit(functools.partial(primitive.bind, **params))
+        )
+        primitive.def_impl(jitted(self._compiled))
+        primitive.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
+        ad.primitive_jvps[primitive] = self._jvp
+        ad.primitive_transposes[primitive] = self._transpose
+        jax_batching.primitive_batchers[primitive] = self._batch
+        partition.needs_devices(primitive)
+        for platform in ("cpu", "cuda", None):
+            rule = functools.partial(self._lowering, platform or "other")
+            mlir.register_lowering(primitive, rule, platform=platform)
+
+    def __call__(self, *operands, **static):
+        leaves, tree = jax.tree.flatten(operands)
+        if partition.explicit_mesh(leaves) is not None:
+            self._is_sharded(static)
+            return self._composed(*operands, **static)
+        leaves = vary_alike(*leaves)
+        traced = self._traceable(**static).trace(*tree.unflatten(leaves))
+        outs = self.primitive.bind(
+            *leaves, tree=tree, jaxpr=traced.jaxpr, static=tuple(sorted(static.items())),
+            manual=bool(jax.sharding.get_abstract_mesh().manual_axes),
+        )  # fmt: skip
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), outs)
+
+    def _is_sharded(self, static: dict) -> None:
+        if self._sharded is not None:
+            self._sharded(**static)
+
+    def _jvp(self, primals, tangents, **params):
+        moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+        if not moving:
+            outs = self.primitive.bind(*primals, **params)
+            return outs, [zero_tangent(out) for out in outs]
+
+        points, rates = ([v[i] for i in moving] for v in (primals, tangents))
+        outs, dots = jax.jvp(_meaning_of(moving, primals, params), points, rates)
+        dots = [
+            zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot
+            for out, dot in zip(outs, dots, strict=True)
+        ]
+        if self._keeps_call:  # then what only the composition's value needs is dead code
+            outs = self.primitive.bind(*primals, **params)
+        return outs, dots
+
+    def _transpose(self, cts, *leaves, **params):
+        """Of a call that was not differentiated, as ``jax.linear_transpose`` has it."""
+        wanted = [i for i, leaf in enumerate(leaves) if ad.is_undefined_primal(leaf)]
+        cts = [ad.instantiate_zeros(ct) for ct in cts]
+        of_wanted = _meaning_of(wanted, leaves, params)
+        found = jax.linear_transpose(of_wanted, *(leaves[i].aval for i in wanted))(cts)
+        by_place = dict(zip(wanted, found, strict=True))
+        return [by_place.get(i) for i in range(len(leaves))]
+
+    def _batch(self, leaves, dims, *, tree, static, **params):
+        if self._batched is None:
+            outs = jax.vmap(functools.partial(_meaning, **params), in_axes=tuple(dims))(*leaves)
+        else:
+            size = batching.batch_size(leaves, dims)
+            operands = self._batched(size, tree.unflatten(leaves), tree.unflatten(dims))
+            outs = jax.tree.leaves(self(*operands, **dict(static)))
+        return outs, [0] * len(outs)
+
+    def _lowering(self, platform: str, ctx, *leaves, tree, static, manual, jaxpr):
+        divided = not manual and partition.may_be_partitioned(ctx)
+        if divided:
+            self._is_sharded(dict(static))
+
+        def one_device(*leaves):
+            out = None
+            if not divided:
+                out = self._call(platform, *tree.unflatten(leaves), **dict(static))
+            return _meaning(*leaves, jaxpr=jaxpr) if out is None else jax.tree.leaves(out)
+
+        return mlir.lower_fun(one_device, multiple_results=True)(ctx, *leaves)
+
+
+def _meaning(*leaves, jaxpr: Jaxpr, **_):
+    return jaxpr_as_fun(jaxpr)(*leaves)
+
+
+def _meaning_of(places: list[int], leaves, params: dict) -> Callable:
+    """As a function of the operands at some places."""
+
+    def of_some(*values):
+        given = dict(zip(places, values, strict=True))
+        return _meaning(*(given.get(i, leaf) for i, leaf in enumerate(leaves)), **params)
+
+    return of_some

@@ -1,0 +1,48 @@
+"""``quantize`` and ``dequantize`` of leaves, as one custom call each.
+
+    weight (..., K*bits/32), scales, biases (..., K/group_size)  <->  w (..., K)
+
+A global scale has the shape of leading axes, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from .._kernels import choose
+from . import costs
+from .composed import Composed
+
+
+def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None):
+    """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``."""
+
+    def on_cuda(platform, *operands, **static):
+        if platform != "cuda" or any(0 in a.shape for a in jax.tree.leaves(operands)):
+            return None
+        if choose.chosen(platform, (), None, jnp.float32, target) == "reference":
+            return None
+        return call(*operands, **static)
+
+    return Composed(
+        target, definition, on_cuda, batch=batch, keeps_call=True, cost=costs.conversion
+    )
+
+
+def in_batch(size: int, operands, axes):
+    """A batch becomes the first leading axis. One global scale for all may stay as it is."""
+
+    def first(a, axis):
+        if axis is not None:
+            return jnp.moveaxis(a, axis, 0)
+        return jnp.broadcast_to(a, (size, *a.shape))
+
+    *arrays, scale = operands
+    *axes, scale_axis = axes
+    arrays = [None if a is None else first(a, d) for a, d in zip(arrays, axes, strict=True)]
+    if scale is not None and not (scale_axis is None and scale.ndim == 0):
+        scale = first(scale, scale_axis)
+    return *arrays, scale

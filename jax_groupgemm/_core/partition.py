@@ -1,0 +1,453 @@
+"""How one grouped product is divided among devices: one plan, for every sharding mode.
+
+Every axis of every operand may be sharded, because segments are data:
+
+=================  ======================================================================
+sharded axis       each device
+=================  ======================================================================
+N (of mm)          computes its own columns; no communication
+K (contracted)     computes a partial product; one all-reduce
+T (rows)           keeps the part of each segment that lies in its rows; mm needs no
+                   communication, wgrad one all-reduce
+G (weights)        skips the segments of other devices' weights; mm needs one all-reduce,
+                   wgrad none
+=================  ======================================================================
+
+A quantized weight is sharded in whole quantization groups: every operand of ``qmm`` that has the
+axis along which they run has it in its own unit (elements, uint32 words, groups).
+
+Under Auto sharding the plan answers XLA's partitioner (``auto``); under Explicit sharding it
+becomes a ``shard_map`` around the operation (``explicit``). Metadata is always replicated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import segments
+from .segments import WEIGHT, X_START, Y_START, Form
+
+
+def _axes(name: str, params, operands: Sequence) -> tuple[str, ...]:
+    """Axis letters of each operand that is not metadata, and of the result.
+
+    mm, qmm: t rows, k contracted, n columns, g weights; wgrad: t rows, a and b columns. Where the
+    rows of x and y are not the same rows, those of x (of y in wgrad) get a letter of their own, u.
+    """
+    other = "t" if params["form"].aligned else "u"
+    if name == "wgrad":
+        x = "at" if params["transpose_x"] else "ta"
+        y = f"b{other}" if params["transpose_y"] else f"{other}b"
+        return x, y, "gab"
+    w = "gnk" if params["transpose_w"] else "gkn"
+    if name == "qmm":  # the leaves of the weight; a global scale has the leading axis, or none
+        leaves = operands[1 : 1 + params["tree"].num_leaves]
+        return f"{other}k", *(w[: len(leaf.shape)] for leaf in leaves), "tn"
+    x = f"k{other}" if params["transpose_x"] else f"{other}k"
+    return x, w, "nt" if params["transpose_out"] else "tn"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which mesh axes divide which axis letter."""
+
+    name: str
+    params: dict
+    letters: tuple[str, ...]  # of the operands and the result
+    mesh_axes: dict[str, tuple[str, ...]]
+    mesh_shape: dict[str, int]
+    units: dict[str, int]  # of each axis letter: its size, or quantization groups where it has some
+
+    def in_specs(self, operands) -> list[P]:
+        """Of every operand; metadata is replicated."""
+        meta = operands[len(self.letters) - 1 :]
+        return [*map(self._spec, self.letters[:-1]), *(P(*[None] * len(m.shape)) for m in meta)]
+
+    def out_spec(self) -> P:
+        return self._spec(self.letters[-1])
+
+    def _spec(self, letters: str) -> P:
+        return P(*(self.mesh_axes.get(letter) or None for letter in letters))
+
+    def per_device(self, bind: Callable, *operands):
+        """The operation on one device's shards, including its communication."""
+        params = dict(self.params)
+        *in_letters, out_letters = self.letters
+        tensors, meta = operands[: len(in_letters)], operands[len(in_letters) :]
+        rows = {
+            letter: size
+            for letters, tensor in zip(in_letters, tensors, strict=True)
+            for letter, size in zip(letters, tensor.shape, strict=True)
+        }
+        if self.name == "wgrad":
+            params["groups"] = rows["g"] = self._shard(params["groups"], "g")
+        else:
+            params["rows"] = rows["t"] = self._shard(params["rows"], "t")
+        meta, params["form"] = self._local_segments(meta, rows)
+        summed = [
+            axis
+            for letter, axes in self.mesh_axes.items()
+            if letter not in out_letters
+            for axis in axes
+        ]
+        if not summed:
+            return bind(self.name, *tensors, *meta, **params)
+        # Partial sums travel as float32 and are rounded once. What flows back through that
+        # rounding is exact in the result's own dtype, so the gradient may stay in it.
+        dtype = params["out_dtype"]
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+            params |= {"out_dtype": jnp.dtype(jnp.float32), "cotangent_dtype": dtype}
+        return lax.psum(bind(self.name, *tensors, *meta, **params), tuple(summed)).astype(dtype)
+
+    def _local_segments(self, meta, rows: dict[str, int]):
+        """Metadata of this device's part: segments cut to its rows and weights."""
+        form: Form = self.params["form"]
+        cut = [letter for letter in "tug" if self.mesh_axes.get(letter)]
+        if not cut:
+            return meta, form
+        groups = rows["g"] * self._count("g")
+        rows_t, rows_u = (rows.get(c, 0) * self._count(c) for c in "tu")
+        rows_u = rows_t if form.aligned else rows_u
+        # wgrad: x has rows t, y rows u; the others: x has rows u, the result (y) rows t.
+        at_t, at_u = (X_START, Y_START) if self.name == "wgrad" else (Y_START, X_START)
+        rows_x, rows_y = (rows_t, rows_u) if self.name == "wgrad" else (rows_u, rows_t)
+        table = segments.decode(form, meta, rows_x, rows_y, groups)
+        for letter, column in (("t", at_t), ("u", at_u), ("g", WEIGHT)):
+            if letter in cut:
+                start = self._index(letter) * rows[letter]
+                table = segments.restrict(table, column, start, rows[letter], aligned=form.aligned)
+        own_weight = form.own_weight and "g" not in cut
+        return (table,), dataclasses.replace(
+            form, kind="segments", own_weight=own_weight, swapped=False
+        )
+
+    def _count(self, letter: str) -> int:
+        count = 1
+        for axis in self.mesh_axes.get(letter, ()):
+            count *= self.mesh_shape[axis]
+        return count
+
+    def _shard(self, size: int, letter: str) -> int:
+        return size // self._count(letter)
+
+    def _index(self, letter: str):
+        return lax.axis_index(self.mesh_axes[letter]).astype(jnp.int32)
+
+
+def _plan(name, params, mesh_shape, specs, shapes, operands, allowed=None) -> _Plan:
+    """Give each axis letter the mesh axes of the first operand that shards it.
+
+    ``specs``, ``shapes``: of the operands that are not metadata, and of the result. A mesh axis
+    divides one letter only, and only where it divides evenly; ``allowed`` restricts to some mesh
+    axes.
+    """
+    words = _axes(name, params, operands)
+    units: dict[str, int] = {}
+    for letters, shape in zip(words, shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            units[letter] = min(units.setdefault(letter, size), size)
+    mesh_axes: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for letters, spec in zip(words, specs, strict=True):
+        for letter, entry in zip(letters, _entries(spec, len(letters)), strict=True):
+            axes = tuple(a for a in entry if allowed is None or a in allowed)
+            parts = math.prod(mesh_shape[axis] for axis in axes)
+            if letter in mesh_axes or not axes or used & set(axes) or units[letter] % parts:
+                continue
+            mesh_axes[letter] = axes
+            used |= set(axes)
+    return _Plan(name, params, words, mesh_axes, mesh_shape, units)
+
+
+def _entries(spec, rank: int) -> list[tuple[str, ...]]:
+    """A PartitionSpec as one tuple of mesh axis names per dimension."""
+    entries = []
+    for entry in (*spec, *[None] * (rank - len(spec))):
+        if entry is None or entry is P.UNCONSTRAINED:
+            entries.append(())
+        else:
+            entries.append((entry,) if isinstance(entry, str) else tuple(entry))
+    return entries
+
+
+# ---- Auto sharding ---------------------------------------------------------------------------
+
+
+def may_be_partitioned(ctx) -> bool:
+    """Whether XLA's partitioner will see this module (and the module can carry our callback).
+
+    Where a mesh with Explicit axes is set, operands of no mesh are whole on every device. JAX would
+    trace the callback under that mesh, and XLA refuses the shardings that what it makes then has.
+    """
+    context = ctx.module_context.axis_context
+    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
+    whole = jax.sharding.get_abstract_mesh().explicit_axes and not explicit_mesh_of(ctx.avals_in)
+    return getattr(context, "num_devices", 1) > 1 and not exported and not whole
+
+
+def auto(name: str, params: dict, bind: Callable) -> Callable:
+    """The operation as the partitioner's custom call."""
+
+    def bind_named(_, *operands, **params):
+        return bind(*operands, **params)
+
+    def partition(mesh, args, result):
+        tensors = [*args[: len(_axes(name, params, args)) - 1], result]
+        # Constants have a sharding that knows no mesh axes: they may be cut at will.
+        specs = [getattr(v.sharding, "spec", P()) for v in tensors]
+        shapes = [v.shape for v in tensors]
+        plan = _plan(name, params, dict(mesh.shape), specs, shapes, args)
+        sharded = functools.partial(NamedSharding, mesh)
+        per_device = functools.partial(plan.per_device, bind_named)
+        return mesh, per_device, sharded(plan.out_spec()), tuple(map(sharded, plan.in_specs(args)))
+
+    def rule(_, operand_types, result_types):
+        del result_types
+        *operands, out = _axes(name, params, operand_types)
+        metas = [
+            [f"m{i}_{j}" for j in range(len(t.shape))]
+            for i, t in enumerate(operand_types[len(operands) :])
+        ]
+        text = ", ".join(map(" ".join, [*operands, *metas])) + " -> " + " ".join(out)
+        # In order of appearance, as the partitioner wants them. A letter of several sizes is a
+        # factor of the smallest: of an axis in quantization groups, that is their number.
+        reduced = tuple(letter for letter in dict.fromkeys("".join(operands)) if letter not in out)
+        replicated = tuple(name for names in metas for name in names)
+        return text, {"reduction_factors": reduced, "need_replication_factors": replicated}
+
+    wrapped = custom_partitioning(lambda *operands: bind(*operands, **params))
+    wrapped.def_partition(partition=partition, sharding_rule=rule)
+    return wrapped
+
+
+def needs_devices(primitive) -> None:
+    """Tell JAX to keep the device assignment while it lowers ``primitive``.
+
+    custom_partitioning needs it, and JAX looks for it among the primitives of the outermost
+    jaxpr only, where it sees ours. There is no public way to say so; where the private one is
+    gone, operands that are not in shard_map are gathered instead.
+    """
+    try:
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+    except (ImportError, AttributeError):  # pragma: no cover
+        pass
+
+
+# ---- Explicit sharding -----------------------------------------------------------------------
+
+
+def explicit_mesh(operands: Sequence):
+    """The mesh of the operands, where it has Explicit axes; else None."""
+    return explicit_mesh_of([jax.typeof(a) for a in operands])
+
+
+def explicit_mesh_of(types: Sequence):
+    for of in types:
+        mesh = of.sharding.mesh
+        if not mesh.empty and mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def maps_explicit_axes() -> bool:
+    """Whether this is the function of a ``vmap`` over an axis that is explicitly sharded: shard_map
+    may not name that mesh axis there, only where the batching rule has the whole operands.
+
+    There is no public way to know; where the private one is gone, shard_map says what it misses.
+    """
+    try:
+        from jax._src import core
+
+        return bool(core.get_axis_env().explicit_mesh_axis_names)
+    except (ImportError, AttributeError):  # pragma: no cover
+        return False
+
+
+def explicit(name: str, mesh, operands, params: dict, bind: Callable):
+    """The operation under ``shard_map`` over every Explicit axis of the mesh."""
+    types = [jax.typeof(v) for v in operands]
+    plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
+    return _by_device(
+        functools.partial(plan.per_device, bind), mesh, operands, plan.in_specs(operands),
+        plan.out_spec(),
+    )  # fmt: skip
+
+
+def explicit_type(name: str, mesh, types, params: dict, out: ShapedArray) -> ShapedArray:
+    """The result's type, sharded as :func:`explicit` shards it."""
+    plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
+    return out.update(sharding=NamedSharding(mesh, plan.out_spec()))
+
+
+def explicit_batch(name: str, mesh, operands, dims, params: dict, bind: Callable):
+    """The same of a batch: where that is sharded, each device has the problems of its own. The
+    batch is the first axis of the result."""
+    types = [jax.typeof(v) for v in operands]
+    first = next(i for i, dim in enumerate(dims) if dim is not None)
+    axes = _entries(types[first].sharding.spec, types[first].ndim)[dims[first]]
+    singles = [
+        of if dim is None else _without(of, dim, mesh) for of, dim in zip(types, dims, strict=True)
+    ]
+    plan = _explicit_plan(name, mesh, singles, params, set(mesh.explicit_axes) - set(axes))
+    batched = P(axes or None)
+    in_specs = [
+        spec if dim is None else P(*batched, *spec)
+        for spec, dim in zip(plan.in_specs(singles), dims, strict=True)
+    ]
+    in_axes = tuple(None if dim is None else 0 for dim in dims)
+    return _by_device(
+        jax.vmap(functools.partial(plan.per_device, bind), in_axes),
+        mesh,
+        [jnp.moveaxis(v, dim, 0) if dim else v for v, dim in zip(operands, dims, strict=True)],
+        in_specs,
+        P(*batched, *plan.out_spec()),
+    )
+
+
+def _without(of, dim: int, mesh) -> ShapedArray:
+    """The type of one of a batch."""
+    entries = _entries(of.sharding.spec, of.ndim)
+    spec = P(*(entry or None for i, entry in enumerate(entries) if i != dim))
+    shape = (*of.shape[:dim], *of.shape[dim + 1 :])
+    return ShapedArray(shape, of.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _explicit_plan(name, mesh, types, params, allowed) -> _Plan:
+    count = len(_axes(name, params, types)) - 1
+    specs = [of.sharding.spec for of in types[:count]]
+    shapes = [*(of.shape for of in types[:count]), _out_shape(name, types, params)]
+    plan = _plan(name, params, dict(mesh.shape), [*specs, P()], shapes, types, allowed)
+    _check_explicit(plan, specs, types)
+    return plan
+
+
+def _by_device(function, mesh, operands, in_specs, out_spec):
+    operands = [
+        v if _same(jax.typeof(v).sharding.spec, spec, v.ndim) else jax.sharding.reshard(v, spec)
+        for v, spec in zip(operands, in_specs, strict=True)
+    ]
+    axes = set(mesh.explicit_axes)
+    specs = {"in_specs": tuple(in_specs), "out_specs": out_spec}
+    return jax.shard_map(function, mesh=mesh, axis_names=axes, **specs)(*operands)
+
+
+def replicated(a) -> jax.Array:
+    """On every device, as metadata is."""
+    return resharded(a, [()] * a.ndim)
+
+
+def merge(a, counts: Sequence[int]) -> jax.Array:
+    """``a`` with so many consecutive axes each as one. That is sharded as the first of them, and as
+    those within one that is sharded to single indices; what shards others is gathered."""
+    given = entries_of(a)
+    shape, kept, merged = [], [], []
+    begin = 0
+    for count in counts:
+        run = slice(begin, begin + count)
+        begin += count
+        entries = _divided(a, a.shape[run], [*given[run]])
+        shape.append(math.prod(a.shape[run]))
+        kept += entries
+        merged.append(tuple(axis for entry in entries for axis in entry))
+    return _reshaped(resharded(a, kept), shape, merged)
+
+
+def split(a, shapes: Sequence[Sequence[int]]) -> jax.Array:
+    """The inverse: every axis of ``a`` in the axes of a shape."""
+    given = entries_of(a)
+    kept, parts = [], []
+    for entry, shape in zip(given, shapes, strict=True):
+        entries = _divided(a, shape, [entry] * len(shape))
+        parts += entries
+        kept.append(tuple(axis for of in entries for axis in of))
+    return _reshaped(resharded(a, kept), [size for shape in shapes for size in shape], parts)
+
+
+def _divided(a, shape, entries) -> list[tuple[str, ...]]:
+    """Of the mesh axes that may divide each axis of a run, those that divide the run as a whole
+    into consecutive parts."""
+    out, used = [], set()
+    mesh = jax.typeof(a).sharding.mesh
+    for i, (size, entry) in enumerate(zip(shape, entries, strict=True)):
+        taken, parts = (), 1
+        for axis in entry:
+            if axis in used:
+                continue
+            if size % (parts * mesh.shape[axis]):
+                break
+            taken, parts = (*taken, axis), parts * mesh.shape[axis]
+        out.append(taken)
+        used |= set(taken)
+        if parts != size:
+            return out + [()] * (len(shape) - i - 1)
+    return out
+
+
+def entries_of(a) -> list[tuple[str, ...]]:
+    """The mesh axes that explicitly shard each axis of an array."""
+    return _entries(jax.typeof(a).sharding.spec, a.ndim)
+
+
+def resharded(a, wanted) -> jax.Array:
+    """``a`` with these entries."""
+    if entries_of(a) == wanted:
+        return a
+    return jax.sharding.reshard(a, P(*(entry or None for entry in wanted)))
+
+
+def _reshaped(a, shape, entries) -> jax.Array:
+    sharded = any(entries)
+    return lax.reshape(a, shape, out_sharding=P(*(e or None for e in entries)) if sharded else None)
+
+
+def _out_shape(name, operands, params):
+    a, b = operands[:2]
+    if name == "wgrad":
+        return (
+            params["groups"],
+            a.shape[0 if params["transpose_x"] else 1],
+            b.shape[0 if params["transpose_y"] else 1],
+        )
+    rows = params["rows"]
+    if name == "qmm":
+        leaves = operands[1 : 1 + params["tree"].num_leaves]
+        b = params["tree"].unflatten(leaves)
+    n = b.shape[1 if params["transpose_w"] else 2]
+    return (n, rows) if params.get("transpose_out") else (rows, n)
+
+
+def _same(spec, wanted, rank) -> bool:
+    return _entries(spec, rank) == _entries(wanted, rank)
+
+
+def _check_explicit(plan: _Plan, specs, types) -> None:
+    """Every sharding the user wrote must be one the plan keeps: nothing is gathered silently."""
+    for operand, (word, spec, of) in enumerate(zip(plan.letters[:-1], specs, types, strict=False)):
+        for letter, entry in zip(word, _entries(spec, of.ndim), strict=True):
+            kept = plan.mesh_axes.get(letter)
+            if not entry or kept == entry:
+                continue
+            parts = math.prod(plan.mesh_shape[axis] for axis in entry)
+            if kept:
+                why = f"the other operand shards it over {kept}"
+            elif plan.units[letter] % parts:
+                why = f"its {plan.units[letter]} quantization groups do not divide into {parts}"
+            else:
+                why = "that mesh axis already shards another axis of this product"
+            raise ValueError(
+                f"jgg {plan.name}: operand {operand} {of} shards axis "
+                f"{letter.upper()} over {entry}, but {why}. Use jax.sharding.reshard first."
+            )

@@ -1,0 +1,1 @@
+"""Products of arrays: ``grouped_mm``, ``segmented_mm``, ``gather_mm``, ``ragged_dot``."""

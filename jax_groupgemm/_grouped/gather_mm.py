@@ -1,0 +1,197 @@
+"""``gather_mm``: a batch of products whose operands are named by index."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core import check, partition, segments
+from .._core.operations import operation
+from .._core.segments import Form
+from .._kernels import choose
+from . import gathered as by_list
+from . import primitives
+
+# Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
+# read once; taller ones run as they come.
+_SORT_BELOW_ROWS = 32
+
+
+@operation
+def gather_mm(
+    a,
+    b,
+    lhs_indices=None,
+    rhs_indices=None,
+    *,
+    sorted_indices: bool = False,
+    precision=None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[i] = a[lhs_indices[i]] @ b[rhs_indices[i]]``; **the batch of b is grouped**.
+
+    Indices are flat over the batch axes of their operand; a missing one is ``arange`` in that
+    batch shape. Only the two index arrays broadcast against each other. An index outside its
+    range gives zeros and contributes to no gradient.
+
+    Args:
+      a: ``(A..., M, K)``.
+      b: ``(B..., K, N)``.
+      lhs_indices: integers, into the flattened ``A...``.
+      rhs_indices: integers, into the flattened ``B...``.
+      sorted_indices: a promise that ``rhs_indices``, as given, are in ascending order: a speed
+        hint that changes no value. A broken promise is detected on the device, and the result
+        (and gradients) are NaN.
+      precision, preferred_element_type, implementation: as in :func:`grouped_mm`.
+
+    Returns:
+      ``broadcast(lhs_indices, rhs_indices).shape + (M, N)``.
+
+    Raises:
+      ValueError: shapes do not fit, or ``implementation`` is unknown or cannot run.
+      TypeError: indices are not integers, or the dtypes cannot be multiplied.
+
+    Differentiable to any order in ``a`` and ``b``, closed under ``vmap`` over any operand. The
+    operation of MLX's ``gather_mm``. A mixture of experts' tokens, whose experts differ, are
+    ``gather_mm(x[:, None], w, token_of_pair, expert_of_pair)[:, 0]``.
+    """
+    op = "gather_mm"
+    a, b = (check.array(op, n, v) for n, v in (("a", a), ("b", b)))
+    for name, value, letters in (("a", a, "(A..., M, K)"), ("b", b, "(B..., K, N)")):
+        check.numeric(op, name, value)
+        if value.ndim < 2:
+            raise ValueError(f"jgg.{op}: {name} has shape {value.shape}, expected {letters}")
+    k = a.shape[-1]
+    if b.shape[-2] != k:
+        raise ValueError(
+            f"jgg.{op}: b has shape {b.shape}, expected (B..., K, N) with K = {k} because a is "
+            f"{a.shape}"
+        )
+    check.implementation(op, implementation)
+    dtype = check.result_dtype(op, preferred_element_type, a, b)
+    batch, n = b.shape[:-2], b.shape[-1]
+    w = partition.merge(b, (len(batch), 1, 1))
+    precision = check.precision(op, precision)
+
+    def product(x, meta, **params):
+        return primitives.mm(
+            x, w, meta, out_dtype=dtype, precision=precision, implementation=implementation,
+            **params,
+        )  # fmt: skip
+
+    def by_index(x, meta, x_index, y_index, place):
+        """Indices are left to the kernel where one may take them."""
+        if not choose.may_take_lists(x, w, implementation):
+            return by_list.gather(x, meta, x_index, y_index, place, product)
+        return by_list.mm(
+            x, w, meta, x_index, y_index, out_dtype=dtype, precision=precision,
+            implementation=implementation,
+        )  # fmt: skip
+
+    return gathered(
+        op, "a", a, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, dtype,
+        _SORT_BELOW_ROWS, by_index,
+    )  # fmt: skip
+
+
+def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
+             sort_below_rows, by_index=None, sort_above_total=0):  # fmt: skip
+    """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
+    (B..., N) = ``batch_n``.
+
+    ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
+    of fewer than ``sort_below_rows`` rows, if all have more than ``sort_above_total``, are sorted
+    by weight first, and then multiplied by ``by_index(x, meta, x_index, y_index, place)``:
+    ``_gathered.mm``, of these weights.
+    """
+    by_index = by_index or functools.partial(by_list.gather, product=product)
+    *batch_w, n = batch_n
+    m = a.shape[-2]
+    lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
+    rhs = _indices(op, "rhs_indices", rhs_indices, tuple(batch_w))
+    try:
+        batch = jnp.broadcast_shapes(lhs.shape, rhs.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"jgg.{op}: lhs_indices {lhs.shape} and rhs_indices {rhs.shape} do not broadcast"
+        ) from error
+    matrices, pairs = math.prod(batch_w), math.prod(batch)
+    check.rows(op, "the result", pairs * m)
+    check.rows(op, name, math.prod(a.shape[:-1]))
+    # Integers have no NaN to say that the promise was broken.
+    sorted_indices = sorted_indices and jnp.issubdtype(dtype, jnp.inexact)
+    in_order = rhs_indices is None or sorted_indices
+    ordered = in_order and rhs.shape == batch
+    if 0 in (pairs, matrices, n, *a.shape):
+        return jnp.zeros((*batch, m, n), dtype)
+    x = partition.merge(a, (a.ndim - 2, 1, 1))
+    lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
+    # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
+    sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
+    if m < sort_below_rows and pairs > 1 and pairs * m > sort_above_total and not sharded:
+        out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
+    else:
+        out = _as_given(x, lhs, rhs_flat, matrices, product)
+    if sorted_indices and rhs_indices is not None and rhs.size > 1:
+        given = rhs.reshape(-1)
+        kept = jnp.all(given[1:] >= given[:-1])
+        # A product and not a selection, so that the gradients are NaN too.
+        out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
+    return partition.split(out, (batch, (m,), (n,)))
+
+
+def _as_given(x, lhs, rhs, matrices, product):
+    """One segment per product: no operand is gathered, no index sorted."""
+    count, m, _ = x.shape
+    pairs = lhs.shape[0]
+    valid = (lhs >= 0) & (lhs < count)
+    table = segments.table(
+        jnp.where(valid, lhs, -1).astype(jnp.int32) * m,
+        lax.iota(jnp.int32, pairs) * m,
+        jnp.full((pairs,), m, jnp.int32),
+        rhs,
+        rows_x=count * m,
+        rows_y=pairs * m,
+        groups=matrices,
+    )
+    form = Form("segments", ordered_y=True, aligned=False)
+    out = product(partition.merge(x, (2, 1)), (table,), form=form, rows=pairs * m)
+    return partition.split(out, ((pairs, m), (out.shape[1],)))
+
+
+def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
+    """Rows sorted by matrix, one group each; each matrix is read once for all its products."""
+    count, m, _ = x.shape
+    valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
+    lhs = jnp.where(valid, lhs, -1)
+    rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
+    order = place = None
+    if not ordered:
+        order, place = by_list.order(rhs)
+        lhs = lhs[order]
+    # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
+    if rhs.size * matrices <= by_list.FEW**2:  # a sum is less than the launches of a scatter
+        group = lax.iota(jnp.int32, matrices + 1) - 1
+        counts = (rhs[None] == group[:, None]).sum(1, dtype=jnp.int32)
+    else:
+        counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
+    sizes = counts * m
+    return by_index(x, (sizes, jnp.int32(1)), lhs, order, place)
+
+
+def _indices(op: str, name: str, indices, batch) -> jax.Array:
+    count = math.prod(batch)
+    if indices is None:
+        return lax.iota(jnp.int32, count).reshape(batch)
+    indices = partition.replicated(check.integers(op, name, indices))
+    if jnp.iinfo(indices.dtype).bits > 32 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+        # Clamp before narrowing: an index that is too large must stay out of range.
+        low = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else None
+        high = count if jnp.iinfo(indices.dtype).max > count else None
+        indices = jnp.clip(indices, low, high)
+    return indices.astype(jnp.int32)

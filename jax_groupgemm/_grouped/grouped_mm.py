@@ -1,0 +1,143 @@
+"""``grouped_mm``: every group of rows times its own matrix, with the usual epilogues."""
+
+from __future__ import annotations
+
+import jax
+
+from .._core import check
+from .._core.operations import operation
+from . import epilogue
+from .epilogue import ACTIVATIONS, GATED_ACTIVATIONS
+
+
+@operation
+def grouped_mm(
+    x,
+    w,
+    group_sizes,
+    *,
+    group_offset=None,
+    transpose_w: bool = False,
+    bias=None,
+    activation: str | None = None,
+    row_scale=None,
+    existing_out=None,
+    precision=None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[t] = x[t] @ w[group(t)]``; **T (rows) is grouped**.
+
+    Rows of one group are consecutive, in group order. With every option::
+
+        out = existing_out + row_scale * activation(x @ w + bias)
+
+    computed in float32 and rounded once. Rows past ``sum(group_sizes)``, and rows of groups that
+    are not computed here, are exact zeros (or keep ``existing_out``) and get zero gradient,
+    whatever they hold. Group sizes are data: any sizes, no alignment, nothing is read by the host.
+
+    Args:
+      x: ``(T, K)``.
+      w: ``(G, K, N)``, or ``(G, N, K)`` with ``transpose_w=True``. Neither costs a copy.
+      group_sizes: integers ``(G,)`` of any integer dtype. Negative sizes count as 0; where the sum
+        exceeds T, later groups are cut off at the last row.
+      group_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``w`` then holds groups
+        ``[group_offset, group_offset + G)`` of the longer ``group_sizes`` (expert parallelism).
+      bias: ``(G, N)``, added to the rows of its group.
+      activation: ``"silu"``, ``"gelu"`` (tanh form), ``"relu"``, ``"tanh"``, or a gated form,
+        ``"swiglu"`` or ``"geglu"``: ``silu(y[:, :N/2]) * y[:, N/2:]``, a result of ``N/2`` columns.
+      row_scale: ``(T,)``.
+      existing_out: the result's shape, accumulated into (in place where it is donated).
+      precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
+        ``jax.default_matmul_precision`` and means true float32 where that is unset.
+      preferred_element_type: dtype of the result; by default the promoted dtype of x and w.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``(T, N)``, or ``(T, N/2)`` with a gated activation.
+
+    Raises:
+      ValueError: shapes do not fit, or a name is unknown, or ``implementation`` cannot run.
+      TypeError: sizes are not integers, or the dtypes cannot be multiplied.
+
+    Differentiable to any order in every floating operand, closed under ``vmap`` over any operand.
+    Under Explicit sharding an N-sharded ``w`` gives an N-sharded result without communication, a
+    K-sharded one an all-reduce. The operation of ``jax.lax.ragged_dot`` with the epilogues of
+    CUTLASS's grouped GEMM.
+    """
+    op = "grouped_mm"
+    x, w = (check.array(op, n, v) for n, v in (("x", x), ("w", w)))
+    for name, value in (("x", x), ("w", w)):
+        check.numeric(op, name, value)
+    check.shape(op, "x", x, (None, None), "T, K")
+    t, k = x.shape
+    letters, other = ("G, N, K", "(G, K, N)") if transpose_w else ("G, K, N", "(G, N, K)")
+    check.shape(
+        op, "w", w, (None, None, k) if transpose_w else (None, k, None), letters,
+        f"because x is {x.shape}. Pass transpose_w={not transpose_w} if w is {other}.",
+    )  # fmt: skip
+    meta = metadata(op, group_sizes, group_offset, w)
+    check.rows(op, "x", t)
+    check.implementation(op, implementation)
+    return with_epilogue(
+        op, x, w, meta, bias, activation, row_scale, existing_out, transpose_w=transpose_w,
+        dtype=check.result_dtype(op, preferred_element_type, x, w),
+        precision=check.precision(op, precision), implementation=implementation,
+    )  # fmt: skip
+
+
+def metadata(op: str, group_sizes, group_offset, w, name: str = "w", letter: str = "G") -> tuple:
+    """``(group_sizes[, group_offset])``, checked."""
+    if group_offset is None:
+        why = (
+            f"because {name} is {w.shape}. Pass group_offset if {name} holds only some of the "
+            "groups."
+        )
+        return (check.group_sizes(op, group_sizes, w.shape[0], why, letter),)
+    group_sizes = check.group_sizes(op, group_sizes, letter=letter)
+    group_offset = check.integers(op, "group_offset", group_offset)
+    if group_offset.shape not in ((), (1,)):
+        raise ValueError(
+            f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
+        )
+    return group_sizes, group_offset.reshape(())
+
+
+def with_epilogue(op, x, w, meta, bias, activation, row_scale, existing_out=None, *, transpose_w,
+                  dtype, precision, implementation):  # fmt: skip
+    """The product with its options, which are checked here."""
+    t, groups, n = x.shape[0], w.shape[0], w.shape[1 if transpose_w else 2]
+    columns = _columns(op, activation, n)
+    if bias is not None:
+        bias = check.array(op, "bias", bias)
+        check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
+        check.holds(op, "bias", bias, dtype)
+    if row_scale is not None:
+        row_scale = check.array(op, "row_scale", row_scale)
+        check.shape(op, "row_scale", row_scale, (t,), "T", f"because x is {x.shape}")
+        check.holds(op, "row_scale", row_scale, dtype)
+    if existing_out is not None:
+        existing_out = check.array(op, "existing_out", existing_out)
+        check.shape(
+            op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
+        )  # fmt: skip
+        check.holds(op, "existing_out", existing_out, dtype)
+    return epilogue.mm(
+        x, w, meta, bias, row_scale, existing_out, activation=activation, transpose_w=transpose_w,
+        dtype=dtype, precision=precision, implementation=implementation,
+    )  # fmt: skip
+
+
+def _columns(op: str, activation: str | None, n: int) -> int:
+    """The columns of the result."""
+    if activation is None or activation in ACTIVATIONS:
+        return n
+    if activation not in GATED_ACTIVATIONS:
+        known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
+        raise ValueError(f"jgg.{op}: activation={activation!r} is not one of None, {known}")
+    if n % 2:
+        raise ValueError(
+            f"jgg.{op}: activation={activation!r} takes gate and up as the two halves of N, "
+            f"but N is {n}"
+        )
+    return n // 2

@@ -1,0 +1,80 @@
+"""``segmented_mm``: products over ranges of the contracted axis."""
+
+from __future__ import annotations
+
+import jax
+
+from .._core import check
+from .._core.operations import operation
+from .._core.segments import SPANS
+from . import primitives
+
+
+@operation
+def segmented_mm(
+    a,
+    b,
+    segments,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision=None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[s] = a[:, start_s:end_s] @ b[start_s:end_s, :]``; **K (contracted) is grouped**.
+
+    Segments are independent of each other: they may overlap, repeat, come in any order and leave
+    gaps. Bounds are clamped to ``[0, K]``; an empty or reversed segment gives exact zeros. NaN
+    and Inf outside a segment do not reach it. Everything is decided on the device: ``segments``
+    may be traced, and the cost follows the rows that the segments hold.
+
+    Weight gradients of ``grouped_mm`` are ``segmented_mm(x, dy, bounds, transpose_a=True)``.
+
+    Args:
+      a: ``(M, K)``, or ``(K, M)`` with ``transpose_a=True``. Neither costs a copy.
+      b: ``(K, N)``, or ``(N, K)`` with ``transpose_b=True``.
+      segments: integers ``(..., 2)``, half-open ``[start, end)`` along K.
+      precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
+        ``jax.default_matmul_precision`` and means true float32 where that is unset.
+      preferred_element_type: dtype of the result; by default the operands' promoted dtype.
+        Sums are kept in float32 (float64 for float64) whatever it is.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``segments.shape[:-1] + (M, N)``.
+
+    Raises:
+      ValueError: shapes do not fit, or ``implementation`` is unknown or cannot run.
+      TypeError: ``segments`` are not integers, or the dtypes cannot be multiplied.
+
+    Differentiable to any order in ``a`` and ``b`` (overlaps accumulate, gaps get zeros), closed
+    under ``vmap`` over any operand. The operation of MLX's ``segmented_mm``.
+    """
+    op = "segmented_mm"
+    a, b = (check.array(op, n, v) for n, v in (("a", a), ("b", b)))
+    segments = check.integers(op, "segments", segments)
+    for name, value in (("a", a), ("b", b)):
+        check.numeric(op, name, value)
+    check.shape(op, "a", a, (None, None), "K, M" if transpose_a else "M, K")
+    k = a.shape[0 if transpose_a else 1]
+    check.shape(
+        op, "b", b, (None, k) if transpose_b else (k, None), "N, K" if transpose_b else "K, N",
+        f"because a is {a.shape}. Pass transpose_{'b=False' if transpose_b else 'b=True'} if b is "
+        f"{'(K, N)' if transpose_b else '(N, K)'}.",
+    )  # fmt: skip
+    if segments.ndim < 1 or segments.shape[-1] != 2:
+        raise ValueError(
+            f"jgg.{op}: segments has shape {segments.shape}, expected (..., 2): "
+            "half-open [start, end) along K"
+        )
+    check.rows(op, "K", k)
+    check.implementation(op, implementation)
+    dtype = check.result_dtype(op, preferred_element_type, a, b)
+    spans = segments.reshape(-1, 2)
+    out = primitives.wgrad(
+        a, b, (spans,), form=SPANS, groups=spans.shape[0], out_dtype=dtype,
+        transpose_x=not transpose_a, transpose_y=transpose_b,
+        precision=check.precision(op, precision), implementation=implementation,
+    )  # fmt: skip
+    return out.reshape(*segments.shape[:-1], *out.shape[1:])

@@ -1,0 +1,1 @@
+"""The compiled kernels: loading them, and which one runs."""

@@ -1,0 +1,146 @@
+"""The compiled handlers: loading, version check, choice of implementation.
+
+This is the only file that talks to the extension module; ``_custom_calls.py`` has the calls.
+Importing it touches no device and starts no backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+#: Custom calls, and the platforms that there is a handler for.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "jgg_mm": ("cpu", "cuda"),
+    "jgg_wgrad": ("cpu", "cuda"),
+    "jgg_planes": ("cuda",),
+    "jgg_qmm": ("cuda",),
+    "jgg_qmm_packed": ("cuda",),
+    "jgg_quantize": ("cuda",),
+    "jgg_dequantize": ("cuda",),
+    "jgg_prepack": ("cuda",),
+    "jgg_nvfp4_quantize": ("cuda",),
+    "jgg_nvfp4_grouped_mm": ("cuda",),
+    "jgg_nvfp4_grouped_wgrad": ("cuda",),
+}
+
+#: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
+EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What the extension module was built with, and whether its handlers are registered."""
+
+    cuda: str | None = None  # toolkit version, None without CUDA handlers
+    architectures: tuple[str, ...] = ()
+    cutlass: str | None = None
+    ffi_api: tuple[int, int] | None = None
+    runtime_ffi_api: tuple[int, int] | None = None
+    problem: str | None = None  # why no handler is registered
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The platforms whose handlers are registered."""
+        if self.problem is not None:
+            return ()
+        return ("cpu",) if self.cuda is None else ("cpu", "cuda")
+
+
+def _runtime_ffi_api() -> tuple[int, int] | None:
+    """The XLA FFI API version of the installed jaxlib, from the header that it ships."""
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    found = re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text)
+    version = {name: int(number) for name, number in found}
+    return (version["MAJOR"], version["MINOR"]) if len(version) == 2 else None
+
+
+def _incompatible(built: tuple[int, int], runtime: tuple[int, int] | None) -> str | None:
+    """Why a handler of one FFI API version must not be registered with a runtime of another.
+
+    XLA takes handlers of its own version or an older one. A handler that it refuses would keep
+    the whole backend from starting, so it must not even be offered.
+    """
+    jaxlib = importlib.metadata.version("jaxlib")
+    needed = f"jax_groupgemm's handlers need XLA FFI API {built[0]}.{built[1]} (jaxlib >= 0.11.0)"
+    if runtime is None:
+        return f"{needed}; the FFI API version of jaxlib {jaxlib} is unknown"
+    if runtime[0] != built[0] or runtime[1] < built[1]:
+        return f"{needed}; the installed jaxlib {jaxlib} has {runtime[0]}.{runtime[1]}"
+    return None
+
+
+def _extension() -> Any:
+    """The extension module: beside this file, or, in a source checkout, the installed one."""
+    name = "jax_groupgemm._ffi"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        try:
+            files = importlib.metadata.files("jax_groupgemm") or []
+        except importlib.metadata.PackageNotFoundError:
+            files = []
+        found = next((f for f in files if f.match("jax_groupgemm/_ffi.*.so")), None)
+        if found is None:
+            raise
+        spec = importlib.util.spec_from_file_location(name, found.locate())
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+        return module
+
+
+def load() -> Build:
+    """Import the extension and register its handlers."""
+    try:
+        _ffi = _extension()
+    except ImportError as error:
+        problem = f"the extension module cannot be imported ({error})"
+        warnings.warn(f"jax_groupgemm: {problem}; using the reference lowering", stacklevel=2)
+        return Build(problem=problem)
+    info: dict[str, Any] = _ffi.build_info()
+    build = Build(
+        cuda=info["cuda"],
+        architectures=tuple(info["architectures"]),
+        cutlass=info["cutlass"],
+        ffi_api=tuple(info["ffi_api"]),
+        runtime_ffi_api=_runtime_ffi_api(),
+    )
+    assert build.ffi_api is not None
+    problem = _incompatible(build.ffi_api, build.runtime_ffi_api)
+    if problem:
+        warnings.warn(
+            f"jax_groupgemm: {problem}. Using the reference lowering; upgrade jax and jaxlib.",
+            stacklevel=2,
+        )
+        return dataclasses.replace(build, problem=problem)
+    for platform, handlers in _ffi.registrations().items():
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+    return build
+
+
+BUILD = load()
+
+
+def live_capabilities() -> tuple[int, ...]:
+    """Compute capabilities of this process's CUDA devices, as 80, 90, ...; empty without one."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return ()
+    return tuple(sorted({round(10 * float(d.compute_capability)) for d in devices}))

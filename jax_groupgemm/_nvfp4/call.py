@@ -1,0 +1,83 @@
+"""The custom calls of NVFP4: operands, results, attributes and aliases."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from .._core import segments
+from .._grouped.call import attributes
+from . import layouts
+
+
+def nvfp4_grouped_mm(x, w, group_sizes, alpha, *, out_dtype):
+    """Custom call ``jgg_nvfp4_grouped_mm``: x, its scales, w, its scales, sizes, alpha -> out,
+    workspace."""
+    (rows, k), (groups, n, _) = x.shape, w.shape
+    sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
+    columns, scale_rows = _up(k // 16, 4), layouts.padded_rows(rows, groups, layouts.SWIZZLED)
+    workspace = _nvfp4_workspace(groups, scale_rows * columns, groups * _up(n, 128) * columns)
+    out = jax.ShapeDtypeStruct((rows, n), out_dtype)
+    call = jax.ffi.ffi_call("jgg_nvfp4_grouped_mm", (out, workspace))
+    return call(x.weight, x.scales, w.weight, w.scales, sizes, alpha)[0]
+
+
+def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None):
+    """Custom call ``jgg_nvfp4_grouped_wgrad``: x, its scales, dy, its scales, sizes, alpha
+    [, beta, existing_out] -> out, workspace."""
+    (k, padded), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
+    (groups,) = group_sizes.shape
+    sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
+    workspace = _nvfp4_workspace(groups, _up(n, 128) * padded // 16, _up(k, 128) * padded // 16)
+    out = jax.ShapeDtypeStruct((groups, n, k), jnp.float32)
+    existing = () if existing_out is None else (beta, existing_out)
+    call = jax.ffi.ffi_call(
+        "jgg_nvfp4_grouped_wgrad",
+        (out, workspace),
+        input_output_aliases={7: 0} if existing else None,
+    )
+    operands = (x.weight, x.scales, dy.weight, dy.scales, sizes, alpha, *existing)
+    return call(*operands, **attributes({"tokens": rows}))[0]
+
+
+def nvfp4_quantize(x, group_sizes, seed, *, axis, scale_2d, hadamard):
+    """Custom call ``jgg_nvfp4_quantize``: x (M, R, C), sizes, seed -> weight, scales, global_scale,
+    workspace. Sizes and seed may be empty."""
+    *lead, rows, columns = (1, *x.shape)[-max(x.ndim, 2) :]
+    matrices = math.prod(lead)
+    lines, along = (rows, columns) if axis == -1 else (columns, rows)
+    sizes, words = jnp.zeros((0,), jnp.int32), 3 * matrices
+    if group_sizes is not None:
+        (groups,) = group_sizes.shape
+        sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
+        words += 2 * (groups + 1)
+        if axis == -2:
+            along = layouts.padded_rows(rows, groups, layouts.GROUPED)
+    results = (
+        jax.ShapeDtypeStruct((matrices, lines, along // 8), jnp.uint32),
+        jax.ShapeDtypeStruct((matrices, lines, along // 16), jnp.uint8),
+        jax.ShapeDtypeStruct((matrices,), jnp.float32),
+        jax.ShapeDtypeStruct((words,), jnp.uint32),
+    )
+    call = jax.ffi.ffi_call("jgg_nvfp4_quantize", results)
+    flags = {"along_rows": axis == -2, "scale_2d": scale_2d, "hadamard": hadamard}
+    seed = jnp.zeros((0,), jnp.uint32) if seed is None else seed
+    operands = x.reshape(matrices, rows, columns), sizes, seed
+    weight, scales, global_scale, _ = call(*operands, **attributes(flags))
+    lead = x.shape[:-2] if x.ndim == 1 else (*x.shape[:-2], lines)
+    weight, scales = (a.reshape(*lead, a.shape[-1]) for a in (weight, scales))
+    return weight, scales, global_scale.reshape(x.shape[:-2])
+
+
+def _nvfp4_workspace(groups: int, *scales: int):
+    """As ffi/nvfp4/layout.h has it: arrays of shapes, addresses, strides and layouts, two prefix
+    sums, tensor maps for 160 multiprocessors, and swizzled scales."""
+    arrays = [groups * size for size in (12, *[8] * 8, 20, 20)]
+    parts = [*arrays, *[4 * (groups + 1)] * 2, 160 * 6 * 128, *scales]
+    return jax.ShapeDtypeStruct((256 + sum(_up(part, 256) for part in parts),), jnp.uint8)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,224 @@
+"""``nvfp4_grouped_mm``: every group of rows times its own matrix, both in NVFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core import check, partition
+from .._core import float_bits as fb
+from .._core.operations import operation
+from .._core.segments import SIZES
+from .._grouped import call as grouped_call
+from .._grouped import epilogue
+from .._kernels import choose
+from .._quantized import array, convert, formats, ordered, prepack
+from .._quantized import call as quantized_call
+from .._quantized.array import Quantized
+from . import sm100
+from .sm100 import folded
+
+
+@operation
+def nvfp4_grouped_mm(
+    x: Quantized,
+    w: Quantized,
+    group_sizes,
+    *,
+    alpha=None,
+    bias=None,
+    preferred_element_type=jnp.bfloat16,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[t] = alpha[g] * x[t] @ w[g].T + bias[g]``, ``g = group(t)``; **T (rows) is grouped**.
+
+    Codes times block scales are exact in bfloat16. Their products are summed in float32; the sums
+    are multiplied by ``alpha[g] * w.global_scale[g] * x.global_scale``, also float32 (a GPU needs a
+    normal number), get the bias and are rounded once. Rows of no group are exact zeros.
+
+    Args:
+      x: mode ``"nvfp4"``, ``(T, K)``, blocks along K. Its ``global_scale`` is a scalar, ``(T,)`` or
+        None, which means 1.
+      w: mode ``"nvfp4"``, ``(G, N, K)``, blocks along K; :func:`prepack` may have laid it out.
+        Its ``global_scale`` is a scalar, ``(G,)`` or None.
+      group_sizes: as in :func:`grouped_mm`.
+      alpha: a scalar or ``(G,)``; None means 1.
+      bias: ``(G, N)``, added to the rows of its group.
+      preferred_element_type: bfloat16, float16 or float32.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``(T, N)``.
+
+    Raises:
+      ValueError: a mode, axis or shape does not fit, or a sharding over an Explicit mesh, or
+        ``implementation`` cannot run.
+      TypeError: x or w is not a :class:`Quantized`, or a dtype is none of these.
+
+    The gradient of x in ``x @ w[g].T`` is this operation too: of dy and of w quantized along N.
+    ``nvfp4_quantize(w, axis=-2)`` stores that as the array ``(G, K, N)``, which is what
+    ``dataclasses.replace(q, axis=-1)`` stands for.
+
+    Differentiable in alpha, bias and global scales; codes and block scales are integers. Closed
+    under ``vmap``. Shards like :func:`grouped_qmm`. The grouped NVFP4 product of Transformer Engine
+    with its two-level scales, ``global_scale`` in the form that multiplies.
+    """
+    op = "nvfp4_grouped_mm"
+    x, w = _along_k(op, "x", x, "T, K"), _along_k(op, "w", w, "G, N, K")
+    (t, k), (groups, n, _) = x.shape, w.shape
+    if w.shape[2] != k:
+        raise ValueError(
+            f"jgg.{op}: w has shape {w.shape}, expected (G, N, K) = {(groups, n, k)} because x is "
+            f"{x.shape}"
+        )
+    why = f"because w is {w.shape}"
+    group_sizes = check.group_sizes(op, group_sizes, groups, why)
+    alpha = factor(op, "alpha", alpha, groups, why)
+    if bias is not None:
+        bias = check.array(op, "bias", bias)
+        check.shape(op, "bias", bias, (groups, n), "G, N", why)
+    if w.global_scale is not None and w.global_scale.ndim > 1:
+        raise ValueError(
+            f"jgg.{op}: w.global_scale has shape {w.global_scale.shape}, expected () or (G,) = "
+            f"({groups},) {why}"
+        )
+    dtype = jnp.dtype(jnp.bfloat16 if preferred_element_type is None else preferred_element_type)
+    check.dtype(op, "preferred_element_type", dtype, formats.FLOATS)
+    check.rows(op, "x", t)
+    check.implementation(op, implementation)
+    one_owner(op, (("x", x.weight, "TK"), ("w", w.weight, "GNK")))
+    scale, w = folded(alpha, w.global_scale), dataclasses.replace(w, global_scale=None)
+    return _MM(x, w, group_sizes, scale, bias, dtype=dtype, implementation=implementation)
+
+
+def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
+    """In terms of other products. ``scale`` has w's global scale."""
+    product = functools.partial(
+        epilogue.mm, activation=None, transpose_w=True, precision=jax.lax.Precision.HIGHEST,
+        implementation=implementation,
+    )  # fmt: skip
+    rows, meta, row_scale = exact(x, implementation), (group_sizes,), x.global_scale
+    if row_scale is not None and row_scale.ndim == 0:
+        rest, power = apart(row_scale)
+        rows, scale, row_scale = rows * power, folded(scale, rest), None
+    w = dataclasses.replace(w, global_scale=scale)
+    if row_scale is None or bias is None:
+        return product(rows, w, meta, bias, row_scale, None, dtype=dtype)
+    # An epilogue scales rows after it has added a bias, which here is a product of its own.
+    out = product(rows, w, meta, None, row_scale, None, dtype=jnp.float32)
+    ones = jnp.ones((rows.shape[0], 1), bias.dtype)
+    return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
+
+
+def _fused(platform, x, w, group_sizes, scale, bias, *, dtype, implementation):
+    """The same where a kernel decodes x to what Hopper's takes beside w as it is stored; None where
+    it does not."""
+    linear = x.layout == w.layout == "linear"
+    if x.shape[1] % 128 or not linear or x.global_scale is not None:
+        return None
+    rows = jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16))
+    runs = choose.chosen(platform, (rows,), implementation, dtype, "jgg_qmm")
+    others = [] if bias is None else [bias.dtype]
+    if choose.unsupported(runs, others, dtype) is not None:
+        return None
+    if not ordered.takes(runs, rows, w, SIZES, transpose_w=True):
+        return None
+    rows = quantized_call.dequantize(
+        x.weight, x.scales, None, None, mode=x.mode, bits=x.bits, group_size=x.group_size,
+        dtype=rows.dtype, ordered=True,
+    )  # fmt: skip
+    return quantized_call.qmm(
+        runs, rows, dataclasses.replace(w, global_scale=scale), (group_sizes,), form=SIZES,
+        rows=x.shape[0], out_dtype=dtype, transpose_w=True, precision=lax.Precision.HIGHEST,
+        epilogue=grouped_call.Epilogue(bias), x_is_ordered=True,
+    )  # fmt: skip
+
+
+_MM = sm100.grouped_mm(_composed, _fused)
+
+
+def operand(op: str, name: str, q) -> Quantized:
+    """``q``, checked: in mode nvfp4."""
+    q = array.checked(op, name, q)
+    if q.mode != "nvfp4":
+        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'nvfp4'")
+    return q
+
+
+def _along_k(op: str, name: str, q, letters: str) -> Quantized:
+    """``q``, checked: its blocks run along its last axis, and it has an axis for each letter."""
+    q = operand(op, name, q)
+    if q.axis != -1:
+        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
+        raise ValueError(
+            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
+            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
+        )
+    axes = [None] * len(letters.split(", "))
+    check.shape(op, name, jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), axes, letters)
+    return q
+
+
+def factor(op: str, name: str, value, groups: int, why: str) -> jax.Array | None:
+    """A scalar or one number per group, as float32."""
+    if value is None:
+        return None
+    value = check.array(op, name, value)
+    real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if not real:
+        raise TypeError(f"jgg.{op}: {name} must hold real numbers, got dtype {value.dtype.name}")
+    if value.shape not in ((), (groups,)):
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {value.shape}, expected () or (G,) = ({groups},) {why}"
+        )
+    return value.astype(jnp.float32)
+
+
+def apart(scale) -> tuple[jax.Array, jax.Array]:
+    """``(rest, power)``: their product is ``scale``, and power, a bfloat16, is a power of two.
+
+    It multiplies values before they are summed, which is exact; then what is left of small scales
+    is a normal number, and their product is not flushed before it meets the sums.
+    """
+    exponent = fb.i32(fb.magnitude(fb.bits(lax.stop_gradient(scale))) >> 23)
+    exponent = jnp.clip(exponent, 127 - 64, 127 + 64)
+    of = lambda exponent: fb.value(fb.u32(exponent) << 23)
+    return scale * of(254 - exponent), of(exponent).astype(jnp.bfloat16)
+
+
+def one_owner(op: str, operands) -> None:
+    """Under Explicit sharding a mesh axis divides one axis of a product, in every operand alike.
+
+    ``operands``: names, arrays and the letters of their axes.
+    """
+    if partition.explicit_mesh([a for _, a, _ in operands]) is None:
+        return
+    owners: dict[str, tuple[str, str]] = {}
+    divided: dict[str, tuple[str, tuple]] = {}
+    for name, a, letters in operands:
+        for letter, axes in zip(letters, partition.entries_of(a), strict=False):
+            if not axes:
+                continue
+            other, others = divided.setdefault(letter, (name, axes))
+            first = [owners.setdefault(axis, (name, letter)) for axis in axes]
+            clash = next((owner for owner in first if owner[1] != letter), None)
+            if clash is not None:
+                why = f"{clash[0]} shards {clash[1]} over it"
+            elif axes != others:
+                why = f"{other} shards it over {others}"
+            else:
+                continue
+            raise ValueError(
+                f"jgg.{op}: {name} shards {letter} over {axes}, but {why}. Under Explicit sharding "
+                "nothing is gathered silently: use jax.sharding.reshard first"
+            )
+
+
+def exact(q: Quantized, implementation) -> jax.Array:
+    """Codes times block scales, which bfloat16 holds."""
+    q = prepack.unpacked(dataclasses.replace(q, global_scale=None))
+    return convert._dequantize(q, jnp.bfloat16, implementation)

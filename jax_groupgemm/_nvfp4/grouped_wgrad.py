@@ -1,0 +1,197 @@
+"""``nvfp4_grouped_wgrad``: weight gradients of a grouped product, both operands in NVFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import check
+from .._core.operations import operation
+from .._core.segments import SIZES
+from .._grouped import call as grouped_call
+from .._grouped import primitives
+from .._kernels import choose
+from .._quantized.array import Quantized
+from . import layouts, sm100
+from .grouped_mm import apart, exact, factor, operand
+from .sm100 import folded
+
+
+@operation
+def nvfp4_grouped_wgrad(
+    x: Quantized,
+    dy: Quantized,
+    group_sizes,
+    *,
+    alpha=None,
+    beta=None,
+    existing_out=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[g] = alpha[g] * dy[rows g].T @ x[rows g] + beta[g] * existing_out[g]``;
+    **T (contracted) is grouped**.
+
+    Codes times block scales are exact in bfloat16. Their products are summed in float32, and so is
+    everything else: the sums are multiplied by ``alpha[g] * dy.global_scale * x.global_scale`` (a
+    GPU needs a normal number) and added to ``beta[g] * existing_out[g]``.
+
+    An empty group gives exact zeros, or ``beta[g] * existing_out[g]``: the bits of the latter
+    without beta. Where beta is 0, what is not finite in ``existing_out`` does not count.
+
+    Args:
+      x: ``nvfp4_quantize(x, axis=0, group_sizes=group_sizes)`` of ``(T, K)``.
+      dy: ``nvfp4_quantize(dy, axis=0, group_sizes=group_sizes)`` of ``(T, N)``. Both with
+        ``hadamard=True``, or neither: the transformation cancels in the product.
+      group_sizes: ``(G,)``, those that x and dy were quantized with; the result is NaN otherwise.
+      alpha: a scalar or ``(G,)``; None means 1.
+      beta: a scalar or ``(G,)``, with existing_out only; None means 1.
+      existing_out: float32 ``(G, N, K)``, accumulated into (in place where it is donated).
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      float32 ``(G, N, K)``.
+
+    Raises:
+      ValueError: a mode, layout, axis or shape does not fit, beta is given without existing_out, or
+        ``implementation`` cannot run.
+      TypeError: x or dy is not a :class:`Quantized`, or a dtype is none of these.
+
+    Differentiable in alpha, beta, existing_out and global scales. Closed under ``vmap``. Shards
+    along N and K. The weight gradient of Transformer Engine's NVFP4 recipe.
+    """
+    return grouped_wgrad(
+        x, dy, group_sizes, alpha=alpha, beta=beta, existing_out=existing_out, dtype=jnp.float32,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def grouped_wgrad(x, dy, group_sizes, *, dtype, alpha=None, beta=None, existing_out=None,
+                  implementation=None) -> jax.Array:  # fmt: skip
+    """The same, rounded to ``dtype``."""
+    assert existing_out is None or dtype == jnp.float32
+    op = "nvfp4_grouped_wgrad"
+    x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
+    (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
+    if dy.positions.shape != (t,):
+        raise ValueError(f"jgg.{op}: dy has {dy.positions.shape[0]} rows, expected T = {t} as x")
+    group_sizes = check.group_sizes(op, group_sizes)
+    groups = group_sizes.shape[0]
+    _padded(op, "x", x, t, groups)
+    _padded(op, "dy", dy, t, groups)
+    why = f"because group_sizes is {group_sizes.shape}"
+    alpha, beta = factor(op, "alpha", alpha, groups, why), factor(op, "beta", beta, groups, why)
+    if existing_out is not None:
+        existing_out = _existing(op, existing_out, (groups, n, k))
+    elif beta is not None:
+        raise ValueError(f"jgg.{op}: beta needs existing_out, which it multiplies")
+    check.implementation(op, implementation)
+    scale = folded(_as_promised(group_sizes, x, dy), alpha, dy.global_scale)
+    dy = dataclasses.replace(dy, global_scale=None)
+    return _WGRAD(
+        x, dy, group_sizes, scale, beta, existing_out, dtype=jnp.dtype(dtype),
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
+    """In terms of other products. ``scale`` has that of dy."""
+    padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
+    of_x = x.global_scale
+    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
+    if of_x is not None:
+        rest, power = apart(of_x)
+        x, scale = x * power, scale * rest
+    out = primitives.wgrad(
+        dy, x, (padded,), **_product(group_sizes), out_dtype=jnp.float32,
+        implementation=implementation,
+    )  # fmt: skip
+    live = padded > 0
+    out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]
+    if existing_out is not None:
+        old = existing_out if beta is None else _times(beta, existing_out)
+        out = jnp.where(live[:, None, None], out + old, old)
+    return out.astype(dtype)
+
+
+def _fused(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
+    """The same where one kernel multiplies, scales and accumulates; None where there is none.
+    ``scale`` has every global scale."""
+    if not choose.takes_sm90(platform, implementation):
+        return None
+    product = _product(group_sizes)
+    padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
+    if grouped_call.wgrad_parts(dy, x, (padded,), **product) > 1:
+        return None
+    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
+    if existing_out is not None and beta is not None:
+        existing_out = _times(beta, existing_out)
+    runs = choose.chosen(platform, (x, dy), implementation, dtype, "jgg_wgrad")
+    return grouped_call.wgrad(
+        runs, dy, x, padded, **product, out_dtype=dtype, existing_out=existing_out,
+        scale=jnp.where(padded > 0, scale, jnp.float32(0)),
+    )  # fmt: skip
+
+
+def _product(group_sizes) -> dict[str, Any]:
+    """Of operands whose grouped axis is their last."""
+    return {
+        "form": SIZES, "groups": group_sizes.shape[0], "transpose_x": True, "transpose_y": True,
+        "precision": jax.lax.Precision.HIGHEST,
+    }  # fmt: skip
+
+
+_WGRAD = sm100.grouped_wgrad(_composed, _fused)
+
+
+def _along_t(op: str, name: str, q) -> Quantized:
+    """``q``, checked: in blocks along grouped rows."""
+    q = operand(op, name, q)
+    if q.layout != "grouped":
+        raise ValueError(
+            f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "
+            f"nvfp4_quantize({name}, axis=0, group_sizes=group_sizes)"
+        )
+    if q.global_scale is not None and q.global_scale.ndim:
+        raise ValueError(
+            f"jgg.{op}: {name}.global_scale has shape {q.global_scale.shape}, expected ()"
+        )
+    return q
+
+
+def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
+    expected = (q.shape[0], layouts.padded_rows(rows, groups, layouts.GROUPED))
+    if q.shape != expected:
+        raise ValueError(
+            f"jgg.{op}: {name} is stored as {q.shape}, expected {expected} because it has {rows} "
+            f"rows and group_sizes is ({groups},)"
+        )
+
+
+def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
+    value = check.array(op, "existing_out", value)
+    check.shape(op, "existing_out", value, shape, "G, N, K", "the result's shape")
+    check.dtype(op, "existing_out", value.dtype, ("float32",))
+    return value
+
+
+def _stored(q: Quantized) -> Quantized:
+    """What the leaves hold, rows last and padded."""
+    return dataclasses.replace(q, axis=-1, layout="linear", positions=None)
+
+
+def _as_promised(group_sizes, *operands: Quantized):
+    """1, or NaN where operands were not padded for these sizes."""
+    rows = operands[0].positions.shape[0]
+    positions = layouts.padding(group_sizes, rows, layouts.GROUPED).positions
+    same = [jnp.all(q.positions == positions) for q in operands]
+    return jnp.where(jnp.stack(same).all(), np.float32(1), np.float32(np.nan))
+
+
+def _times(beta, existing_out):
+    beta = jnp.broadcast_to(beta, existing_out.shape[:1])[:, None, None]
+    unread = (beta == 0) & ~jnp.isfinite(existing_out)
+    return beta * jnp.where(unread, jnp.float32(0), existing_out)

@@ -1,0 +1,1 @@
+"""Quantized weights, their formats and layouts, and products with them."""

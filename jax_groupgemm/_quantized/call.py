@@ -1,0 +1,104 @@
+"""The custom calls of quantized weights: operands, results and attributes."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from .._core import segments
+from .._grouped.call import Epilogue, attributes, metadata_flags
+from . import formats, ordered
+
+
+def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
+        epilogue: Epilogue | None = None, x_is_ordered=False):  # fmt: skip
+    """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
+    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight."""
+    groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
+    epilogue = epilogue or Epilogue()
+    assert epilogue.existing_out is None
+    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
+    metadata, *offset = segments.narrow(form, meta, x.shape[0], groups)
+    if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
+        return jnp.zeros((rows, columns), out_dtype)
+    flags = metadata_flags(implementation, form, meta, precision) | {
+        "mode": q.mode,
+        "global_scale": q.global_scale is not None,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+    }
+    if q.layout == "linear":
+        target = "jgg_qmm"
+        x_ordered = ordered.takes(implementation, x, q, form, transpose_w)
+        if x_ordered and not x_is_ordered:
+            x = ordered.ordered(x, q.bits)
+        assert x_ordered or not x_is_ordered
+        flags |= {
+            "transpose_w": transpose_w,
+            "x_ordered": x_ordered,
+            "layout": q.layout,
+            "bits": q.bits,
+            "group_size": q.group_size,
+            "biases": q.biases is not None,
+            "in_order": form.ordered_y,
+        }
+    else:
+        target = "jgg_qmm_packed"
+        del flags["tf32"]
+    del flags["kernel"]  # which its operands name
+    options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
+    given = [value for value in options if value is not None]
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
+    return call(x, q.weight, q.scales, metadata, *given, **attributes(flags))
+
+
+def quantize(w, global_scale, *, mode, bits, group_size):
+    """Custom call ``jgg_quantize``: w (R, K)[, global_scale (L,)] -> weight, scales[, biases]."""
+    *lead, k = w.shape
+    rows = math.prod(lead)
+    scales = jax.ShapeDtypeStruct(
+        (rows, k // group_size), w.dtype if mode == "affine" else jnp.uint8
+    )
+    results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
+    results += (scales,) if mode == "affine" else ()
+    flags = {"mode": mode, "bits": bits, "group_size": group_size}
+    flags |= {"global_scale": global_scale is not None}
+    more = [] if global_scale is None else [global_scale.reshape(-1)]
+    call = jax.ffi.ffi_call("jgg_quantize", results)
+    out = call(w.reshape(rows, k), *more, **attributes(flags))
+    return tuple(a.reshape(*lead, a.shape[1]) for a in out)
+
+
+def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype,
+               ordered=False):  # fmt: skip
+    """Custom call ``jgg_dequantize``: weight, scales[, biases], all (R, ...)[, global_scale (L,)]
+    -> w. ``ordered``: with columns as :func:`ordered.ordered` puts them."""
+    *lead, words = weight.shape
+    rows, k = math.prod(lead), words * 32 // bits
+    operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
+    if global_scale is not None:
+        operands.append(global_scale.reshape(-1))
+    flags = {"mode": mode, "bits": bits, "group_size": group_size}
+    flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
+    flags |= {"ordered": ordered}
+    call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
+    return call(*operands, **attributes(flags)).reshape(*lead, k)
+
+
+def prepack(weight, scales, biases, *, mode, bits, group_size):
+    """Custom call ``jgg_prepack``: weight, scales[, biases], all (R, ...) -> weight, scales, in
+    tiles of 64 rows x 64 k."""
+    *lead, n, words = weight.shape
+    rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
+    operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
+    scale_tiles, scale_words = formats.packed_scales(mode, group_size, k_tiles)
+    results = [
+        jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
+        for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))
+    ]
+    flags = {"mode": mode, "bits": bits, "group_size": group_size, "biases": biases is not None}
+    out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **attributes(flags))
+    return tuple(a.reshape(*lead, n // 64, *a.shape[1:]) for a in out)

@@ -1,0 +1,151 @@
+"""``quantize`` and ``dequantize``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core import check, conversion
+from .._core.check import either
+from .._core.operations import operation
+from .._nvfp4 import layouts
+from . import call, formats
+from .array import Quantized, checked, checked_global_scale, static
+from .formats import FLOATS
+
+
+@operation
+def quantize(
+    w,
+    *,
+    mode: str = "affine",
+    bits: int | None = None,
+    group_size: int | None = None,
+    global_scale=None,
+) -> Quantized:
+    """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
+
+    Affine, in float32, every operation rounded to nearest even::
+
+        s = max((wmax - wmin) / (2**bits - 1), 1e-7), negated where |wmax| >= |wmin|
+        edge = whichever of wmax and wmin is larger in magnitude (wmax if equal)
+        q0 = round(edge / s);  s, bias = (edge / q0, edge) if q0 != 0 else (s, 0)
+        q = clip(round((w - bias) / s), 0, 2**bits - 1)
+
+    then s and bias are rounded to w's dtype. Of the others, with ``amax = max |w|``::
+
+        mxfp4, mxfp8:  scale = 2**ceil(log2(amax / 6)), amax / 448 for mxfp8;  q = round(w / scale)
+        nvfp4:         scale = e4m3(amax / 6 * S);  q = e2m1(w * S / scale)
+
+    with ``S = 1 / global_scale``, at most the largest float32, or 1 without a global scale;
+    products and quotients are rounded to float32, one after another. Roundings saturate. Exponents
+    of mx scales are clamped to [-127, 127]; where amax is 0 the scale is 1. Where an nvfp4 scale is
+    0, so are codes.
+
+    Args:
+      w: float32, bfloat16 or float16 ``(..., K)``.
+      mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+      bits, group_size: by default 4 and 64 in mode ``"affine"``; fixed in the others.
+      global_scale: float32, mode ``"nvfp4"`` only: a multiplier, ``amax_of_w / 2688`` to use the
+        whole range. A scalar, or one per index of the leading axes, as ``(G,)``.
+
+    Returns:
+      A :class:`Quantized`; affine scales and biases have w's dtype.
+
+    Raises:
+      ValueError: K is not a multiple of ``group_size``, or a name or number is not known.
+      TypeError: w is not floating, or global_scale not float32.
+
+    A non-finite element turns its own group into NaN (affine: into NaN or Inf), and no other. The
+    same bits on every backend. Not differentiable: gradients are zero. MLX's ``quantize``.
+    """
+    op = "quantize"
+    bits, group_size = static(op, mode, bits, group_size)
+    w = check.array(op, "w", w)
+    check.dtype(op, "w", w.dtype, FLOATS)
+    if w.ndim == 0 or w.shape[-1] % group_size:
+        raise ValueError(
+            f"jgg.{op}: w has shape {w.shape}, expected (..., K) with K a multiple of "
+            f"group_size={group_size}"
+        )
+    global_scale = checked_global_scale(op, mode, global_scale, w.shape)
+    weight, scales, biases = _quantize(
+        lax.stop_gradient(w), lax.stop_gradient(global_scale), mode, bits, group_size
+    )
+    return Quantized(
+        weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
+    )
+
+
+@operation
+def dequantize(q: Quantized, dtype=None) -> jax.Array:
+    """``w[..., k] = value(q[..., k])``; **K, the last axis, is grouped**.
+
+    Affine: the float32 product ``q * scale`` plus bias, in float32, rounded once to ``dtype``.
+    mxfp4, mxfp8, nvfp4: the exact product, subnormals included, rounded once to ``dtype``; with a
+    ``global_scale``, ``(element * scale) * global_scale`` is rounded to float32 first.
+
+    Args:
+      q: a :class:`Quantized`.
+      dtype: float32, bfloat16 or float16; by default the dtype of affine scales, bfloat16 for the
+        other modes (which holds nvfp4 without a global scale exactly), float32 with a global scale.
+
+    Returns:
+      ``(..., K)``. Where ``q.axis`` is -2 and where rows were padded, the array that was quantized,
+      not what is stored; its rows of no group are zeros.
+
+    Raises:
+      ValueError: the shapes in ``q`` do not fit each other.
+      TypeError: a dtype does not fit the mode, or ``q`` is not a :class:`Quantized`.
+
+    The same bits on every backend (NaN has one pattern), but that on CPUs an affine scale, bias or
+    value that is subnormal in float32 counts as zero. Differentiable in affine scales and biases
+    (not of a prepacked weight) and in global_scale. MLX's ``dequantize``.
+    """
+    op = "dequantize"
+    q = checked(op, "q", q)
+    if q.layout == "sm90":
+        from .prepack import unpacked
+
+        q = unpacked(q)
+    if dtype is None:
+        if q.mode == "affine":
+            dtype = q.scales.dtype
+        else:
+            dtype = jnp.bfloat16 if q.global_scale is None else jnp.float32
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in FLOATS:
+        raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {either(FLOATS)}")
+    return _dequantize(q, dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
+    """``(weight, scales, biases)``."""
+    static = {"mode": mode, "bits": bits, "group_size": group_size}
+    weight, scales, *biases = _QUANTIZE(w, global_scale, **static)
+    return weight, scales, biases[0] if biases else None
+
+
+_QUANTIZE = conversion.composed(
+    "jgg_quantize", formats.quantize, call.quantize, batch=conversion.in_batch
+)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _dequantize(q: Quantized, dtype, implementation: str | None = None):
+    values = (formats.dequantize if implementation == "reference" else _DEQUANTIZE)(
+        q.weight, q.scales, q.biases, q.global_scale,
+        mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
+    )  # fmt: skip
+    if q.axis == -2:
+        values = values.swapaxes(-1, -2)
+    return values if q.positions is None else layouts.take_rows(values, q.positions)
+
+
+_DEQUANTIZE = conversion.composed(
+    "jgg_dequantize", formats.dequantize, call.dequantize, batch=conversion.in_batch
+)

@@ -1,0 +1,73 @@
+"""``grouped_qmm``: every group of rows times its own quantized matrix."""
+
+from __future__ import annotations
+
+import jax
+
+from .._core import check
+from .._core.operations import operation
+from .._grouped.grouped_mm import metadata, with_epilogue
+from . import product as quantized_product
+from .array import Quantized
+
+
+@operation
+def grouped_qmm(
+    x,
+    w: Quantized,
+    group_sizes,
+    *,
+    group_offset=None,
+    transpose_w: bool = True,
+    bias=None,
+    activation: str | None = None,
+    row_scale=None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``out[t] = x[t] @ w[group(t)].T``; **T (rows) is grouped**, and w is quantized.
+
+    :func:`grouped_mm` with a :class:`Quantized` weight, which is never dequantized as a whole::
+
+        out = row_scale * activation(x @ w + bias)
+
+    The weight is dequantized exactly and rounded once to x's dtype; products are summed in float32,
+    and there multiplied by a ``global_scale``. Rows of no group are exact zeros and get zero
+    gradient.
+
+    Args:
+      x: ``(T, K)``, float32, bfloat16 or float16. float32 products follow
+        ``jax.default_matmul_precision`` and are true float32 where that is unset.
+      w: ``(G, N, K)``, quantized along K; with ``transpose_w=False`` ``(G, K, N)``, quantized
+        along N. A ``global_scale`` is a scalar or ``(G,)``, or ``(G, N)`` as of fused layers (not
+        with ``transpose_w=False``), which is not fused with the product.
+      group_sizes, group_offset: as in :func:`grouped_mm`.
+      bias: ``(G, N)``, added to the rows of its group.
+      activation: as in :func:`grouped_mm`; gated forms have ``N/2`` columns.
+      row_scale: ``(T,)``.
+      preferred_element_type: float32, bfloat16 or float16; by default the dtype of x.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``(T, N)``, or ``(T, N/2)`` with a gated activation.
+
+    Raises:
+      ValueError: shapes do not fit, or a name is unknown, or ``implementation`` cannot run.
+      TypeError: w is not a :class:`Quantized`, or a dtype is none of these.
+
+    Differentiable to any order in x, bias, row_scale, in affine scales and biases (``dbias`` is the
+    sum of dW over a quantization group, ``dscale`` that of ``dW * code``) and in the global scale;
+    of a prepacked weight, in the global scale alone. Closed under ``vmap``. Shards like
+    :func:`grouped_mm`, in whole quantization groups.
+    """
+    op = "grouped_qmm"
+    x = check.array(op, "x", x)
+    check.shape(op, "x", x, (None, None), "T, K")
+    w, dtype = quantized_product.checked(op, x, w, transpose_w, preferred_element_type, rank=3)
+    meta = metadata(op, group_sizes, group_offset, w)
+    check.rows(op, "x", x.shape[0])
+    check.implementation(op, implementation)
+    return with_epilogue(
+        op, x, w, meta, bias, activation, row_scale, transpose_w=transpose_w, dtype=dtype,
+        precision=check.precision(op, None), implementation=implementation,
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""x for the Hopper kernel of weights as they are stored.
+
+Which k a tensor core multiplies does not matter, as long as both operands agree. So a thread of
+four takes 32 codes of 128 that are neighbours, in whole words, and x comes with its columns in the
+order of the pairs that it makes of them: two that have the same place in the halves of a word, or,
+where words have no whole number of codes, in the halves of the 32 (ffi/quantized/gemm_sm90.h).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from .._core.segments import Form
+from .._kernels import choose
+
+_BLOCK = 128
+
+
+def takes(implementation: str, x, q, form: Form, transpose_w: bool) -> bool:
+    """Whether that kernel is what runs a product with the Quantized ``q``: where "sm90" is named,
+    or where every GPU of this process is a Hopper one. ``implementation``: as of
+    :func:`_call.chosen`."""
+    known = implementation in ("sm90", "cuda") and choose.takes_sm90(
+        "cuda", "sm90" if implementation == "sm90" else None
+    )
+    return (
+        known
+        and transpose_w
+        and form.ordered_y
+        and x.dtype == jnp.bfloat16
+        and q.layout == "linear"
+        and x.shape[1] * q.bits % 128 == 0  # lines of whole 16 bytes
+        and (q.mode != "affine" or q.scales.dtype == jnp.bfloat16)
+    )
+
+
+def ordered(x: jax.Array, bits: int) -> jax.Array:
+    """``x``, (T, K), with its columns in that order, as many as make whole 128: more are zeros.
+
+    By XLA, which does it in one kernel with what makes x.
+    """
+    rows, k = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -k % _BLOCK)))
+    apart = 16 if 16 % bits else 16 // bits
+    x = x.reshape(rows, -(-k // _BLOCK), 4, 16 // apart, 2, apart)
+    return x.transpose(0, 1, 3, 5, 2, 4).reshape(rows, -1)

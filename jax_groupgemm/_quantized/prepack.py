@@ -1,0 +1,459 @@
+"""``prepack``: a quantized weight in the order in which a kernel reads it, once, when it is loaded.
+
+Layout "sm90" is for Hopper's tensor cores, which take a tile of 64 rows (N) x 64 k of a weight
+from registers. Thread ``t = 32 * warp + 4 * g + j`` of 128 has rows ``16 * warp + g`` and ``+ 8``,
+and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. So a tile is
+
+    weight  (128 threads, bits)  a thread's 32 codes
+    scales  (words, 32 pairs (warp, g), 2 rows)  what decodes the row's codes
+
+of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words);
+but of mxfp4 the scales of two rows are one word, (..., N/64, K/64, 32), and two tiles share affine
+scales of 128 k, (..., N/64, K/128, 64). Of a weight's words all threads' first four (or two, or
+one, as `_pieces` says) come before all threads' next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._core import conversion, partition
+from .._core.float_bits import u32
+from .._core.operations import operation
+from .._core.segments import Form
+from .._kernels import choose, extension
+from . import array, call, formats
+from .array import Quantized
+
+_TILE = 64
+
+# From so many rows per matrix on, a product of weights as they are stored repacks them first: that
+# costs the same for any number of rows, and each row gains what putting its columns in order costs.
+# On an H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with
+# 1024 870 and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
+_REPACKED_ROWS, _REPACKED_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
+
+
+@operation
+def prepack(w: Quantized) -> Quantized:
+    """The same values in the layout that the fast kernels read; **K, the last axis, is grouped**.
+
+    For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
+    bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
+    is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
+    (not the values) back in order first. On Hopper products of many rows (1024 per matrix, 2048
+    with 6 and 8 bits) pack weights that are not packed, each time anew (but mxfp8,
+    ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``). The
+    layout may change with this package's version: store the weight as it was.
+
+    Args:
+      w: a :class:`Quantized` ``(..., N, K)``.
+
+    Returns:
+      A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
+      scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN becomes all NaN). Its
+      global scale has a gradient, its other scales none. Under Explicit sharding it is sharded as
+      ``w.weight`` is.
+
+    Raises:
+      ValueError, TypeError: as :func:`dequantize`; or w is explicitly sharded in parts of N or K
+        that are not whole tiles of 64 (and quantization groups).
+    """
+    w = array.checked("prepack", "w", w)
+    if w.layout != "linear" or 0 in w.shape or not _packable(w):
+        return w
+    mesh = partition.explicit_mesh(jax.tree.leaves((w.weight, w.scales, w.biases)))
+    if mesh is None:
+        return _packed(w, _PREPACK)
+    if partition.maps_explicit_axes():
+        raise ValueError(
+            "jgg.prepack: within a vmap over an axis that is explicitly sharded. Call it outside: "
+            "w may have any leading axes."
+        )
+    spec = _spec(w)
+    for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
+        axes, parts = _axes(w, axis)
+        if w.shape[axis] % (parts * unit):
+            raise ValueError(
+                f"jgg.prepack: w {w.shape} shards axis {name} over {axes}, in {parts} parts that "
+                f"are not multiples of {unit}. Use jax.sharding.reshard first."
+            )
+    pack = lambda w: _packed(w, _PREPACK)
+    return _on_each_device(pack, w, mesh, spec, PartitionSpec(*spec, None))
+
+
+def _packed(w: Quantized, pack) -> Quantized:
+    weight, scales = pack(
+        w.weight, w.scales, w.biases, mode=w.mode, bits=w.bits, group_size=w.group_size
+    )
+    return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
+
+
+def _packable(w: Quantized) -> bool:
+    if len(w.shape) < 2 or w.axis != -1 or any(size % _TILE for size in w.shape[-2:]):
+        return False
+    return w.mode != "affine" or w.scales.dtype == jnp.bfloat16
+
+
+def unpacked(w: Quantized) -> Quantized:
+    """``w`` in layout "linear". Where it is explicitly sharded, each device unpacks its tiles."""
+    if w.layout == "linear":
+        return w
+    mesh = partition.explicit_mesh((w.weight, w.scales))
+    if mesh is None or partition.maps_explicit_axes():
+        return _unpack(w, mapped=mesh is not None)
+    spec = _spec(w)
+    axes, parts = _axes(w, -2)
+    if w.group_size > _TILE and w.shape[-1] % (parts * w.group_size):
+        raise ValueError(
+            f"jgg: a prepacked weight {w.shape} shards axis K over {axes}, but its "
+            f"{w.shape[-1] // w.group_size} quantization groups do not divide into {parts}. "
+            "Use jax.sharding.reshard first."
+        )
+    tiles = PartitionSpec(*spec[:-1], None)
+    return _on_each_device(_unpack, w, mesh, tiles, PartitionSpec(*spec[:-1]))
+
+
+def _spec(w: Quantized) -> PartitionSpec:
+    """How the weight is sharded; its other leaves follow."""
+    return jax.typeof(w.weight).sharding.spec
+
+
+def _axes(w: Quantized, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that shard an axis of the weight, and into how many parts they divide it."""
+    axes = partition.entries_of(w.weight)[axis]
+    mesh = jax.typeof(w.weight).sharding.mesh
+    return axes, math.prod(mesh.shape[name] for name in axes)
+
+
+def _on_each_device(function, w: Quantized, mesh, spec, out_spec) -> Quantized:
+    """``function`` of each device's part of ``w``. A global scale stays as it is."""
+    arrays = dataclasses.replace(w, global_scale=None)
+    out = jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=spec, out_specs=out_spec,
+            axis_names=set(mesh.explicit_axes),
+        )
+    )(jax.sharding.reshard(arrays, NamedSharding(mesh, spec)))  # fmt: skip
+    return dataclasses.replace(out, global_scale=w.global_scale)
+
+
+def readable(w: Quantized, platform: str, implementation, dtype, form: Form, transpose_w, gated,
+             rows: int, meta):  # fmt: skip
+    """``w`` in the layout that the kernels of a platform had best read for this product."""
+    hopper = platform == "cuda" and implementation in (None, "sm90")
+    hopper = hopper and all(capability == 90 for capability in extension.live_capabilities())
+    whole = not gated or w.shape[-2] // 2 % _TILE == 0
+    if hopper and transpose_w and form.ordered_y and whole and dtype == jnp.bfloat16:
+        # With an offset, rows may be of other groups than w's.
+        groups = meta[0].shape[0] if len(meta) == 2 else w.shape[0]
+        least = _REPACKED_ROWS if w.bits < 6 else _REPACKED_ROWS_WIDE
+        many = rows >= least * groups and 0 not in w.shape
+        if (
+            w.layout == "linear"
+            and many
+            and choose.takes_sm90(platform, implementation)
+            and _has_kernel(w)
+        ):
+            return _packed(w, call.prepack)
+        return w
+    return unpacked(w)
+
+
+def _has_kernel(w: Quantized) -> bool:
+    """Whether ``jgg_prepack`` takes it."""
+    return w.mode != "mxfp8" and _packable(w)
+
+
+def target(w: Quantized) -> str:
+    """The custom call for a layout."""
+    return "jgg_qmm" if w.layout == "linear" else "jgg_qmm_packed"
+
+
+@jax.jit
+def _prepack(w: Quantized) -> Quantized:
+    *lead, n, k = w.shape
+    codes, scales = formats.codes_in_groups(w.weight, w.bits, w.group_size), w.scales
+    if w.mode == "nvfp4":
+        scales = _wide_e4m3(u32(scales) & u32(0x7F))
+        codes = jnp.where((scales == 0)[..., None, None], u32(0), codes)
+        words = _words(scales, 8)
+    elif w.mode == "mxfp4":
+        words = u32(scales)[..., ::2] | u32(scales)[..., 1::2] << 8
+    elif w.mode == "mxfp8":
+        codes, scales = _marked_nan(codes, u32(scales))
+        words = _words(scales, 16)
+    else:
+        scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (scales, w.biases))
+        words = scale | bias << 16
+    # (..., tile of n, warp, h, g, tile of k, step, i, j, e), see the module's docstring.
+    codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
+    codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
+    codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
+    scale_tiles, count = formats.packed_scales(w.mode, w.group_size, k // _TILE)
+    words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1)
+    words = _permute(words, (0, 4, 5, 1, 3, 2))
+    if w.mode == "mxfp4":
+        words = words[..., 0] | words[..., 1] << 16
+    weight = _interleave(codes, w.mode, w.bits)
+    return dataclasses.replace(
+        w,
+        weight=_in_pieces(weight),
+        scales=words.reshape(*lead, n // _TILE, scale_tiles, count),
+        biases=None,
+        layout="sm90",
+    )
+
+
+def _leaves(weight, scales, biases, **static):
+    """``(weight, scales)``, by definition."""
+    w = _prepack(Quantized(weight, scales, biases, **static))
+    return w.weight, w.scales
+
+
+def _kernel(weight, scales, biases, **static):
+    if not _has_kernel(Quantized(weight, scales, biases, **static)):
+        return None
+    return call.prepack(weight, scales, biases, **static)
+
+
+def _in_batch(size: int, operands, axes):
+    *arrays, _ = conversion.in_batch(size, (*operands, None), (*axes, None))
+    return arrays
+
+
+_PREPACK = conversion.composed("jgg_prepack", _leaves, _kernel, batch=_in_batch)
+
+
+@functools.partial(jax.jit, static_argnames="mapped")
+def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
+    """``mapped``: by a vmap over an axis that is explicitly sharded. JAX does not see that several
+    splits at once leave that axis alone, unless it is told that no other one is sharded."""
+
+    def reshape(a, *shape):
+        return lax.reshape(
+            a, shape, out_sharding=PartitionSpec(*[None] * len(shape)) if mapped else None
+        )
+
+    *lead, n, k = w.shape
+    words = _from_pieces(w.weight, w.bits)
+    codes = _separate(words, w.mode, w.bits)
+    tiles = (*lead, n // _TILE, k // _TILE)
+    codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
+    codes = reshape(_permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)), *lead, n, k)
+    words = w.scales
+    if w.mode == "mxfp4":
+        words = jnp.stack([words & u32(0xFFFF), words >> 16], axis=-1)
+    *tiles, count = w.scales.shape
+    count = max(count // _TILE, 1)  # of a line
+    words = reshape(words, *tiles, count, 4, 8, 2)
+    words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, tiles[-1] * count)
+    biases = None
+    if w.mode == "nvfp4":
+        scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
+    elif w.mode == "mxfp4":
+        both = jnp.stack([words & u32(0xFF), words >> 8], axis=-1)
+        scales = reshape(both, *lead, n, k // w.group_size).astype(jnp.uint8)
+    elif w.mode == "mxfp8":
+        scales = _unmarked(codes, _parts(words, 16)).astype(jnp.uint8)
+    else:
+        scales, biases = (
+            lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
+            for v in (words & u32(0xFFFF), words >> 16)
+        )
+    weight = formats.pack(codes, w.bits)
+    return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
+
+
+def _permute(a, last):
+    """Transpose the last axes only."""
+    lead = a.ndim - len(last)
+    return a.transpose(*range(lead), *(lead + i for i in last))
+
+
+def _words(parts, bits: int):
+    """Numbers of 8 or 16 bits, the first lowest, as words."""
+    count = 32 // bits
+    parts = parts.reshape(*parts.shape[:-1], -1, count)
+    return sum(parts[..., i] << (bits * i) for i in range(1, count)) | parts[..., 0]
+
+
+def _parts(words, bits: int):
+    parts = [words >> (bits * i) & u32((1 << bits) - 1) for i in range(32 // bits)]
+    return jnp.stack(parts, axis=-1).reshape(*words.shape[:-1], -1)
+
+
+def _pieces(bits: int) -> list[int]:
+    """How many words of a thread lie together: a load of 16, 8 or 4 bytes each."""
+    return [4] * (bits // 4) + [size for size in (2, 1) if bits & size]
+
+
+def _in_pieces(words):
+    """(..., 128 threads, bits) as (..., 128 * bits)."""
+    lead, first, out = words.shape[:-2], 0, []
+    for size in _pieces(words.shape[-1]):
+        out.append(words[..., first : first + size].reshape(*lead, -1))
+        first += size
+    return jnp.concatenate(out, axis=-1)
+
+
+def _from_pieces(words, bits: int):
+    lead, first, out = words.shape[:-1], 0, []
+    for size in _pieces(bits):
+        out.append(words[..., first : first + 128 * size].reshape(*lead, 128, size))
+        first += 128 * size
+    return jnp.concatenate(out, axis=-1)
+
+
+def _fields(bits: int, pair: int) -> list[tuple[int, int, int, int]]:
+    """Where the affine codes of a thread's pair are, the first in the words' lower halves and the
+    second in the upper: (a field's first bit, its bits, word, place). Seven bits are what a number
+    of bfloat16 takes from a word as they are, so that is how far parts of a code may be apart."""
+    if bits in (3, 5):  # a bit is left over of each word: the last pair
+        each = 16 // bits
+        if pair == 15:
+            return [(i, 1, i, 15) for i in range(bits)]
+        return [(0, bits, pair // each, bits * (pair % each))]
+    if bits == 6:  # of 8 pairs in 3 words: two in each, two in what is left over
+        word, pair = 3 * (pair // 8), pair % 8
+        if pair < 6:
+            return [(0, 6, word + pair // 2, 6 * (pair % 2))]
+        first = pair == 6
+        return [(0, 4, word if first else word + 2, 12), (4, 2, word + 1, 14 if first else 12)]
+    if bits == 8:  # the last bits lie apart
+        return [(0, 7, pair // 2, 7 * (pair % 2)), (7, 1, pair // 2, 14 + pair % 2)]
+    each = 16 // bits
+    return [(0, bits, pair // each, bits * (pair % each))]
+
+
+def _interleave(codes, mode: str, bits: int):
+    """(..., 16 pairs, 2) codes as (..., bits) words."""
+    if mode == "mxfp8":
+        return _interleave_e4m3(codes)
+    if mode != "affine":
+        return _interleave_e2m1(codes)
+    words = [u32(0)] * bits
+    for pair in range(16):
+        both = codes[..., pair, 0] | codes[..., pair, 1] << 16
+        for bit, size, word, place in _fields(bits, pair):
+            field = both >> bit & u32(0x10001 * ((1 << size) - 1))
+            words[word] = words[word] | field << place
+    return jnp.stack(words, axis=-1)
+
+
+def _separate(words, mode: str, bits: int):
+    """The inverse."""
+    if mode == "mxfp8":
+        return _separate_e4m3(words)
+    if mode != "affine":
+        return _separate_e2m1(words)
+    codes = []
+    for pair in range(16):
+        both = u32(0)
+        for bit, size, word, place in _fields(bits, pair):
+            field = words[..., word] >> place & u32(0x10001 * ((1 << size) - 1))
+            both = both | field << bit
+        codes += [both & u32(0xFFFF), both >> 16]
+    return jnp.stack(codes, axis=-1)
+
+
+def _interleave_e2m1(codes):
+    """(..., 16 pairs, 2) codes as (..., 4) words of four pairs: so that the sign and the other bits
+    come to lie where bfloat16 has them."""
+    pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
+    a, b, c, d = (pairs[..., i::4] for i in range(4))
+    return a | b >> 6 | c >> 12 | c << 20 | (d & u32(0x80C080C0)) >> 2 | (d & u32(0x01000100)) << 6
+
+
+def _separate_e2m1(words):
+    """The inverse: as a kernel does it, with few operations."""
+    both = u32(0x81C081C0)
+    last = words << 2 & u32(0x80C080C0) | words >> 6 & u32(0x01000100)
+    pairs = [words & both, words << 6 & both, (words << 12 | words >> 20) & both, last]
+    halves = [p >> (16 * e) for p in pairs for e in range(2)]
+    codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
+    return jnp.stack(codes, axis=-1)
+
+
+# Of e4m3 in a half of a word: the sign and the other bits where bfloat16 has them; of two words'
+# third pair the sign and the next four bits; and the last three.
+_E4M3, _HIGH, _LAST = 0x87F087F0, 0x87808780, 0x00700070
+
+
+def _interleave_e4m3(codes):
+    """(..., 16 pairs, 2) codes as (..., 8) words, two of four pairs. The first two pairs are as
+    bfloat16 has them, the others in what is left of both words."""
+    pairs = ((codes & u32(0x7F)) << 4) | ((codes & u32(0x80)) << 8)
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
+    a, b, c, d = (pairs[..., i::4] for i in range(4))
+    high = lambda pair: _rotate(pair & u32(_HIGH), 4)
+    last = lambda pair: (pair & u32(_LAST)) >> 4
+    words = jnp.stack([a | high(c) | last(d), b | high(d) | last(c)], axis=-1)
+    return words.reshape(*words.shape[:-2], 8)
+
+
+def _separate_e4m3(words):
+    """The inverse: as a kernel does it, with few operations."""
+    first, second = words[..., ::2], words[..., 1::2]
+    rest = lambda a, b: (_rotate(a, 28) & u32(_HIGH)) | (_rotate(b, 4) & u32(_LAST))
+    pairs = [first & u32(_E4M3), second & u32(_E4M3), rest(first, second), rest(second, first)]
+    halves = jnp.stack([p >> (16 * e) & u32(0xFFFF) for p in pairs for e in range(2)], axis=-1)
+    return (halves >> 4 & u32(0x7F)) | (halves >> 8 & u32(0x80))
+
+
+def _rotate(words, left: int):
+    return words << left | words >> (32 - left)
+
+
+def _marked_nan(codes, scales):
+    """mxfp8: e4m3 codes, and E8M0 scales as bfloat16. Kernels take code 127 for 480, so the scale
+    of a group that has a NaN is one: of the 254 that bfloat16 has, the scale's own."""
+    groups = codes.reshape(*scales.shape, -1)
+    nan = (groups & u32(0x7F)) == 0x7F
+    marked = nan.any(-1)
+    # There is none for 2^127: where that meets a NaN the whole group is NaN.
+    all_nan = marked & (scales >= 254)
+    mark = u32(0x7F80) | (scales // 127) << 15 | (1 + scales % 127)
+    codes = jnp.where(all_nan[..., None] & nan, u32(0), groups).reshape(codes.shape)
+    bits = _bf16_of_e8m0(jnp.where(all_nan, u32(255), scales))
+    return codes, jnp.where(marked & ~all_nan, mark, bits)
+
+
+def _unmarked(codes, bits):
+    """The E8M0 scales."""
+    marked = ((codes.reshape(*bits.shape, -1) & u32(0x7F)) == 0x7F).any(-1)
+    mark = 127 * (bits >> 15) + (bits & u32(0x7F)) - 1
+    return jnp.where(marked, mark, _e8m0_of_bf16(bits))
+
+
+def _wide_e4m3(byte):
+    """e4m3 as (exponent + 10) * 8 + mantissa, without subnormals; NaN is 255."""
+    mantissa, exponent = byte & u32(7), byte >> 3
+    shift = jnp.where(mantissa >= 4, u32(1), jnp.where(mantissa >= 2, u32(2), u32(3)))
+    small = ((u32(4) - shift) << 3) | ((mantissa << shift) & u32(7))
+    wide = jnp.where(exponent == 0, jnp.where(mantissa == 0, u32(0), small), byte + u32(24))
+    return jnp.where(byte == 0x7F, u32(255), wide)
+
+
+def _e4m3_of_wide(wide):
+    exponent, mantissa = wide >> 3, wide & u32(7)
+    small = (mantissa | u32(8)) >> (u32(4) - jnp.minimum(exponent, u32(3)))
+    byte = jnp.where(exponent > 3, wide - u32(24), jnp.where(wide == 0, u32(0), small))
+    return jnp.where(wide == 255, u32(0x7F), byte)
+
+
+def _bf16_of_e8m0(byte):
+    bits = jnp.where(byte == 0, u32(0x40), byte << 7)
+    return jnp.where(byte == 255, u32(0x7FC0), bits)
+
+
+def _e8m0_of_bf16(bits):
+    return jnp.where(bits == 0x7FC0, u32(255), bits >> 7)

@@ -1,0 +1,270 @@
+"""Quantized checkpoints of other libraries as ``Quantized`` weights: ``jgg.checkpoints``.
+
+Formats, by the name that ``format`` takes; ``w`` is one value, ``q`` its code, ``s`` its scale:
+
+====================  ============================================  =============================
+format                tensors under a prefix                        value
+====================  ============================================  =============================
+"mlx"                 weight, scales, biases                        ``q * s + bias``, or fp
+"awq"                 qweight, qzeros, scales (AutoAWQ, gemm)       ``(q - z) * s``
+"gptq"                qweight, qzeros, scales, g_idx (v1, v2)       ``(q - z) * s``
+"compressed-tensors"  weight_packed, weight_scale,                  ``e2m1 * s / global``
+                      weight_global_scale (nvfp4-pack-quantized)
+"modelopt"            weight, weight_scale, weight_scale_2 (NVFP4)  ``e2m1 * s * scale_2``
+"gpt-oss"             _blocks, _scales (MXFP4)                      ``e2m1 * 2**(s - 127)``
+====================  ============================================  =============================
+
+``dequantize`` gives the value of the formula as a float32, rounded once, and rounds that to other
+dtypes. Rounded to float32 before that are ``q * s`` of "mlx" (exact with 16-bit scales) and
+``1 / global`` of "compressed-tensors", by which the exact ``e2m1 * s`` is multiplied.
+
+Arrays are read one tensor at a time and stay on the host: a result's leaves are numpy arrays, views
+of ``tensors`` where the layouts agree. ``jax.device_put``, with a sharding if need be, moves them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._quantized.array import Quantized
+from . import safetensors
+from .formats import FORMATS, Layer, Read
+
+
+def linear(
+    tensors: Mapping[str, Any],
+    prefix: str | Sequence[str],
+    *,
+    format: str,
+    config: Mapping[str, Any] | None = None,
+) -> Quantized:
+    """One linear layer's weight ``(N, K)``, used as ``x @ w.T``; **K is cut into groups**.
+
+    Args:
+      tensors: name to array, as of :func:`open`; numpy or JAX arrays.
+      prefix: the layer's name; its tensors are ``prefix + ".weight"`` and so on. A sequence of
+        names gives their rows one after another, as of gate and up projections: N is the sum.
+      format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"`` or ``"modelopt"``.
+      config: the checkpoint's ``config.json`` as a dict, or its ``quantization_config``. It is
+        compared with the tensors. Formats "mlx" (bits, group size, mode, layer by layer) and
+        "gptq" (bits; ``checkpoint_format`` "gptq_v2", otherwise v1) cannot be read without it.
+
+    Returns:
+      A :class:`Quantized` of numpy arrays:
+
+      - "mlx": as stored; a ``global_scale`` tensor, MLX's amax, is divided by 2688.
+      - "awq", "gptq": affine with float32 scales and biases ``-z * s``, both exact; where a "gptq"
+        config says ``sym``, of the stored dtype, in which ``-z * s`` is exact. Groups longer than
+        128 become several with the same scale.
+      - "compressed-tensors", "modelopt": nvfp4 with a scalar ``global_scale``, float32
+        ``1 / weight_global_scale`` or ``weight_scale_2``; ``(N,)`` for a sequence of names.
+
+      A layer's own ``bias`` and the scales of its input and of the cache are not part of it.
+
+    Raises:
+      ValueError: a tensor is missing, unknown, or of the wrong shape; config contradicts the
+        tensors, says that the layer is not quantized, or names what is not supported; float32
+        scales too long for exact products; zero points that other libraries read differently (v1,
+        stored all ones); a "gptq" layer in act order, which :func:`act_order` reads.
+      TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
+    """
+    return _rows(_Source("linear", tensors, format, config), prefix)[0]
+
+
+def experts(
+    tensors: Mapping[str, Any],
+    prefixes: str | Sequence[str | Sequence[str]],
+    *,
+    format: str,
+    config: Mapping[str, Any] | None = None,
+) -> Quantized:
+    """Weights ``(G, N, K)`` of G experts, for ``grouped_qmm``; **K is cut into groups**.
+
+    Args:
+      tensors, format, config: as of :func:`linear`.
+      prefixes: one prefix of :func:`linear` per expert, in the experts' order; each may be a
+        sequence, as of gate and up. Or one string, for tensors that hold all experts: formats
+        "mlx" (``switch_mlp.gate_proj``) and "gpt-oss" (``experts.gate_up_proj``).
+
+    Returns:
+      A :class:`Quantized` of numpy arrays. Rows of a "gpt-oss" ``gate_up_proj``, stored gate and
+      up by turns, are gate's and then up's, as ``"swiglu"`` takes them; its bias is to be
+      reordered alike, ``concatenate([bias[:, ::2], bias[:, 1::2]], 1)``. ``global_scale`` is
+      ``(G,)``, or ``(G, N)`` where prefixes are sequences.
+
+    Raises:
+      ValueError: as of :func:`linear`; or experts differ in shape or dtype.
+      TypeError: as of :func:`linear`.
+
+    Besides the result, memory holds the tensors of one expert at a time.
+    """
+    source = _Source("experts", tensors, format, config)
+    if isinstance(prefixes, str):
+        return source.read(prefixes, stacked=True)[0]
+    return _stack(source, prefixes)[0]
+
+
+def act_order(
+    tensors: Mapping[str, Any],
+    prefix: str | Sequence[str | Sequence[str]],
+    *,
+    config: Mapping[str, Any],
+) -> tuple[Quantized, np.ndarray]:
+    """A "gptq" weight in act order (``desc_act``), and the order of its K: ``x[..., order] @ w.T``.
+
+    There ``g_idx`` assigns channels to groups in any order. Groups of a ``Quantized`` are
+    contiguous, so its channels are sorted by group: channel k of the result is channel
+    ``order[k]`` of the layer, and the values are the layer's.
+
+    Args:
+      tensors, config: as of :func:`linear`.
+      prefix: one string for one layer ``(N, K)``, or prefixes of :func:`experts` for ``(G, N, K)``.
+
+    Returns:
+      A :class:`Quantized`, and ``order``, int32 ``(K,)`` or ``(G, K)``.
+
+    Raises:
+      ValueError: as of :func:`linear`; or groups are not of ``group_size`` channels each; or rows
+        to be joined differ in order.
+    """
+    source = _Source("act_order", tensors, "gptq", config, reorder=True)
+    return _rows(source, prefix) if isinstance(prefix, str) else _stack(source, prefix)
+
+
+def open(path: str | PathLike[str]) -> Mapping[str, np.ndarray]:
+    """The tensors of a safetensors checkpoint, by name, each read when it is asked for.
+
+    Args:
+      path: a ``.safetensors`` file; an index (``model.safetensors.index.json``); or a directory
+        with an index or, without one, any number of files.
+
+    Returns:
+      A mapping to read-only numpy arrays. Each access maps the tensor from its file, so a
+      checkpoint larger than memory can be read tensor by tensor; only headers are read here.
+      bfloat16 and float8 arrays have JAX's dtypes.
+
+    Raises:
+      ValueError: a file is malformed (truncated, overlapping tensors, unknown dtype), a tensor is
+        in two files, or files and index disagree.
+      FileNotFoundError: there is no such file.
+
+    https://github.com/huggingface/safetensors
+    """
+    return safetensors.read(path)
+
+
+class _Source:
+    """What a call was given; the names are sorted once for all its prefixes."""
+
+    def __init__(self, op: str, tensors, format: str, config, reorder: bool = False):
+        if not isinstance(format, str) or format not in FORMATS:
+            known = ", ".join(map(repr, FORMATS))
+            raise ValueError(f"jgg.checkpoints.{op}: format={format!r} is not one of {known}")
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"jgg.checkpoints.{op}: tensors must be a mapping of names to arrays, got "
+                f"{type(tensors).__name__}"
+            )
+        self.op, self.tensors, self.reorder = op, tensors, reorder
+        self.name, self.format = format, FORMATS[format]
+        self.names = sorted(tensors)
+        if config is None:
+            if self.format.needs:
+                raise ValueError(
+                    f"jgg.checkpoints.{op}: format {format!r} needs config for {self.format.needs}"
+                )
+            config = {}
+        if not isinstance(config, Mapping):
+            raise TypeError(f"jgg.checkpoints.{op}: config must be a dict, got {config!r}")
+        for key in ("quantization_config", "quantization"):
+            if isinstance(config.get(key), Mapping):
+                config = config[key]
+                break
+        self.config = config
+
+    def several(self, prefixes) -> list:
+        """Of one or more prefixes."""
+        if not isinstance(prefixes, Iterable):
+            raise TypeError(
+                f"jgg.checkpoints.{self.op}: a prefix must be a name or a sequence of names, got "
+                f"{prefixes!r}"
+            )
+        out = [*prefixes]
+        if not out:
+            raise ValueError(f"jgg.checkpoints.{self.op}: no prefixes")
+        return out
+
+    def read(self, prefix: str, stacked: bool = False) -> Read:
+        if not isinstance(prefix, str):
+            raise TypeError(f"jgg.checkpoints.{self.op}: a prefix must be a name, got {prefix!r}")
+        layer = Layer(self.op, prefix, self.tensors, self.config, stacked, self.reorder)
+        form = self.format
+        if stacked not in form.stacked:
+            what = "has tensors of its own for each expert: prefixes must be a sequence"
+            if not stacked:
+                what = "stacks experts in one tensor: use jgg.checkpoints.experts(tensors, prefix)"
+            raise layer.error(f"format {self.name!r} {what}")
+        missing = [leaf for leaf in form.needed if not layer.has(leaf)]
+        if missing:
+            names = ", ".join(repr(prefix + leaf) for leaf in missing)
+            raise layer.error(f"no tensor {names}, which format {self.name!r} needs")
+        known = {prefix + leaf for leaf in form.needed + form.optional}
+        start = prefix + form.needed[0][0]
+        for name in self.names[bisect_left(self.names, start) :]:
+            if not name.startswith(start):
+                break
+            if name not in known:
+                raise layer.error(f"tensor {name!r} is not known to format {self.name!r}")
+        layer.option("quant_method", form.methods)
+        return form.read(layer)
+
+
+def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
+    """One layer, or several, row after row."""
+    if isinstance(prefix, str):
+        return source.read(prefix)
+    prefix = source.several(prefix)
+    parts = [source.read(name) for name in prefix]
+    first, order = parts[0]
+    for name, part in zip(prefix, parts, strict=True):
+        _same_kind(source.op, prefix[0], parts[0], name, part, slice(-1, None))
+        if order is not None and np.any(order != part[1]):
+            raise ValueError(f"jgg.checkpoints.{source.op}: {prefix[0]} and {name} differ in order")
+
+    def join(*leaves):
+        if leaves[0].ndim == 0:  # a global scale
+            return np.repeat(np.stack(leaves), [q.shape[0] for q, _ in parts])
+        return np.concatenate(leaves)
+
+    return jax.tree.map(join, first, *(q for q, _ in parts[1:])), order
+
+
+def _stack(source: _Source, prefixes: Sequence[str | Sequence[str]]) -> Any:
+    """One layer per prefix, each read into its place."""
+    prefixes = source.several(prefixes)
+    first = _rows(source, prefixes[0])
+    out = jax.tree.map(lambda x: np.empty((len(prefixes), *x.shape), x.dtype), first)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
+    del first
+    for g, prefix in enumerate(prefixes):
+        layer = _rows(source, prefix)
+        _same_kind(source.op, prefixes[0], like, prefix, layer, slice(None))
+        for whole, leaf in zip(jax.tree.leaves(out), jax.tree.leaves(layer), strict=True):
+            whole[g] = leaf
+        layer = leaf = None  # freed before the next is read
+    return out
+
+
+def _same_kind(op: str, name_a, a, name_b, b, axes: slice) -> None:
+    def kind(x):
+        shapes = [(leaf.shape[axes], leaf.dtype) for leaf in jax.tree.leaves(x)]
+        return jax.tree.structure(x), shapes
+
+    if kind(a) != kind(b):
+        raise ValueError(f"jgg.checkpoints.{op}: {name_a} is {a[0]}, but {name_b} is {b[0]}")

@@ -1,0 +1,1 @@
+"""``python -m jax_groupgemm.tune``: measure which tile of the Hopper kernel is fastest."""
