@@ -1,7 +1,7 @@
-"""What is installed, what this build can do, and which implementation each op would run.
+"""What is installed, what this build can do, and which kernel runs each operation here.
 
-``python -m jax_groupgemm.info`` prints it; ``--json`` prints it for programs. It always exits
-with 0: a machine without a GPU, or without a compiled extension, is not an error.
+``python -m jax_groupgemm.info`` prints it; ``--json`` also says why the others do not run. It
+always exits with 0: a machine without a GPU, or without a compiled extension, is not an error.
 """
 
 from __future__ import annotations
@@ -15,39 +15,6 @@ from typing import Any
 # Lowest versions that work, and what for.
 FLOOR = {"jax": "0.11.0", "jaxlib": "0.11.0"}
 _OPTIONAL = ("jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy")
-# Public operations by the custom calls they need, and the dtypes whose answers may differ.
-_OPS = {
-    "jgg_mm": ("segmented_mm", "grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general"),
-    "jgg_qmm": ("grouped_qmm", "gather_qmm", "quantized_matmul"),
-}
-_DTYPES = {
-    "jgg_mm": ("float32", "bfloat16", "float16", "float64"),
-    "jgg_qmm": ("float32", "bfloat16", "float16"),
-}
-# Operations that are one custom call on "sm100", the custom call that multiplies where they are
-# composed, what comes before it, and dtypes of results.
-_NVFP4 = {
-    "nvfp4_grouped_mm": ("jgg_qmm", "x is decoded to bfloat16, then", _DTYPES["jgg_qmm"]),
-    "nvfp4_grouped_wgrad": ("jgg_wgrad", "both are decoded to bfloat16, then", ("float32",)),
-}
-# What that call needs; otherwise it is composed there, too.
-_SM100_LIMITS = {
-    "nvfp4_grouped_mm": "K % 32 == 0 and N % 8 == 0 (but N % 4 of float32 and float16)",
-    "nvfp4_grouped_wgrad": "K % 4 == 0",
-}
-# Operations that a kernel of any GPU runs, and no other; what they convert.
-_CONVERSIONS = {
-    "quantize": _DTYPES["jgg_qmm"],
-    "dequantize": _DTYPES["jgg_qmm"],
-    "nvfp4_quantize": _DTYPES["jgg_qmm"],
-    "prepack": ("codes",),
-}
-# Those that "sm90" takes at any size where it is not named (large float32 products, too).
-_SM90_DTYPES = {
-    "jgg_mm": ("bfloat16", "float16"),
-    "jgg_wgrad": ("bfloat16", "float16"),
-    "jgg_qmm": ("bfloat16",),
-}
 
 
 def _version(package: str) -> str | None:
@@ -93,70 +60,53 @@ def _tiles() -> dict[str, Any]:
     return {"table": str(table), "products": products, "problem": problem}
 
 
-def _why_not(implementation: str, target: str, dtype: str) -> str | None:
-    """Why an implementation would not run here; None where it would."""
+def _operations() -> dict[str, dict[str, Any]]:
+    """Per operation and dtype what runs here, and why the other kernels do not."""
     from ._kernels import choose, extension
 
-    if implementation == "reference":
-        return None
-    capabilities = extension.live_capabilities()
-    if choose.PLATFORMS[implementation] == "cpu":
-        reason = "JAX runs on another device" if capabilities else None
-    else:
-        reason = None if capabilities else "no CUDA device"
-    if implementation == "sm90" and dtype not in _SM90_DTYPES[target]:
-        reason = reason or f"its products are of {' and '.join(_SM90_DTYPES[target])}, not {dtype}"
-    return (
-        choose.unavailable(implementation, capabilities)
-        or choose.missing(implementation, target)
-        or reason
-        or choose.unsupported(implementation, [dtype], dtype)
-    )
+    platform = "cuda" if extension.live_capabilities() else "cpu"
+    table: dict[str, dict[str, Any]] = {}
+    for op, sample in choose.SAMPLES.items():
+        table[op] = {}
+        for dtype in sample.dtypes:
+            choice = sample.choice(platform, dtype)
+            table[op][dtype] = {
+                "runs": sample.otherwise if choice is None else choice.kernel.name,
+                "call": None if choice is None else choice.target,
+                "others": sample.others(platform, dtype),
+            }
+    return table
 
 
-def _answer(reasons: dict[str, str | None]) -> dict[str, Any]:
-    """The first that nothing keeps from running, and why not the others."""
-    runs = next(name for name, reason in reasons.items() if reason is None)
-    others = {
-        name: reason or f"only on request, implementation={name!r}"
-        for name, reason in reasons.items()
-        if name != runs
-    }
-    return {"runs": runs, "others": others, "how": None}
-
-
-def _nvfp4_answer(op: str, dtype: str) -> dict[str, Any]:
-    from ._kernels import choose
-
-    target, before, _ = _NVFP4[op]
-    reasons = {name: _why_not(name, target, "bfloat16") for name in choose.IMPLEMENTATIONS}
-    reasons["sm100"] = _why_not("sm100", f"jgg_{op}", dtype)
-    composed = f"composed: {before} {target}"
-    answer = _answer(reasons)
-    answer["how"] = composed
-    if answer["runs"] == "sm100":
-        answer["how"] = f"jgg_{op} where {_SM100_LIMITS[op]}, on one device; otherwise {composed}"
-    return answer
-
-
-def _conversion_answer(op: str) -> dict[str, Any]:
-    from ._kernels import choose
-
-    target = f"jgg_{op}"
-    reasons = {name: _why_not(name, target, "float32") for name in ("sm80", "reference")}
-    kernel = reasons["sm80"] is None
-    for name in ("sm100", "sm90", "cpu"):
-        reasons[name] = f"there is no {target} for {name}"
-    if kernel:
-        reasons["reference"] = "only where the kernel cannot run"
-    return _answer({name: reasons[name] for name in choose.IMPLEMENTATIONS})
+def _next_steps(info: dict[str, Any]) -> list[str]:
+    """What to do where something is missing."""
+    build, devices = info["build"], info["devices"]
+    gpus = [d for d in devices["found"] if d["compute_capability"]]
+    too_old = [name for name, v in info["versions"].items() if not v["ok"]]
+    steps = []
+    if too_old:
+        needs = ", ".join(f"{name} >= {info['versions'][name]['needs']}" for name in too_old)
+        steps.append(f"pip install --upgrade {' '.join(too_old)} (needs {needs}).")
+    if build["problem"]:
+        steps.append(f"Install the package again: {build['problem']}.")
+    elif gpus and not build["cuda"]:
+        steps.append("Install with JGG_CUDA=ON in the environment: this build has no GPU kernels.")
+    elif build["cuda"] and not gpus:
+        steps.append('pip install "jax[cuda13]", where there is an NVIDIA GPU: JAX sees none.')
+    if devices["problem"]:
+        steps.append(f"JAX found no device: {devices['problem']}.")
+    runs = {answer["runs"] for dtypes in info["ops"].values() for answer in dtypes.values()}
+    if gpus and build["cuda"] and "sm80" not in runs and "sm90" not in runs:
+        reason = next(iter(info["ops"]["grouped_mm"].values()))["others"]["sm80"]
+        steps.append(f"This build does not serve this GPU: {reason}.")
+    return steps
 
 
 def collect() -> dict[str, Any]:
     """Everything that ``python -m jax_groupgemm.info`` prints, as plain data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they would say is part of the answer
-        from ._kernels import choose, extension
+        from ._kernels import extension
     build, devices = extension.BUILD, _devices()
     versions = {}
     for package, floor in FLOOR.items():
@@ -168,16 +118,9 @@ def collect() -> dict[str, Any]:
         }
     for package in _OPTIONAL:
         versions[package] = {"version": _version(package), "needs": None, "ok": True}
-    ops: dict[str, Any] = {}
-    for target, op in ((target, op) for target, names in _OPS.items() for op in names):
-        ops[op] = {}
-        for dtype in _DTYPES[target]:
-            reasons = {name: _why_not(name, target, dtype) for name in choose.IMPLEMENTATIONS}
-            ops[op][dtype] = _answer(reasons)
-    for op, (*_, dtypes) in _NVFP4.items():
-        ops[op] = {dtype: _nvfp4_answer(op, dtype) for dtype in dtypes}
-    for op, dtypes in _CONVERSIONS.items():
-        ops[op] = {dtype: _conversion_answer(op) for dtype in dtypes}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ops = _operations()
     return {
         "jax_groupgemm": _version("jax_groupgemm"),
         "versions": versions,
@@ -223,14 +166,25 @@ def _text(info: dict[str, Any]) -> str:
     if tiles["table"]:
         lines += ["", "Measured tiles"]
         lines.append("  " + (tiles["problem"] or f"{tiles['table']}: {tiles['products']} products"))
-    lines += ["", "Implementation that runs (the others, and why not)"]
-    for op, dtypes in info["ops"].items():
-        for answer in {json.dumps(a): a for a in dtypes.values()}.values():
-            names = ", ".join(d for d, a in dtypes.items() if a == answer)
-            why = "; ".join(f"{name}: {reason}" for name, reason in answer["others"].items())
-            names += f"; {answer['how']}" if answer["how"] else ""
-            lines.append(f"  {op:19} {answer['runs']:10} {names}" + (f"  ({why})" if why else ""))
+    lines += ["", *_table(info["ops"])]
+    lines += [
+        "  reference: a tiled XLA program; composed: decoded, then multiplied as the others are"
+    ]
+    if steps := _next_steps(info):
+        lines += ["", "Next steps", *(f"  {step}" for step in steps)]
     return "\n".join(lines)
+
+
+def _table(ops: dict[str, Any]) -> list[str]:
+    """The kernel of each operation and dtype, a line each."""
+    dtypes = list(dict.fromkeys(dtype for row in ops.values() for dtype in row))
+    width = max(len(op) for op in ops)
+    head = "  ".join(f"{dtype:9}" for dtype in dtypes)
+    lines = ["What runs", f"  {'':{width}}  {head}".rstrip()]
+    for op, row in ops.items():
+        cells = (row[dtype]["runs"] if dtype in row else "" for dtype in dtypes)
+        lines.append(f"  {op:{width}}  {'  '.join(f'{cell:9}' for cell in cells)}".rstrip())
+    return lines
 
 
 def main(argv=None) -> None:

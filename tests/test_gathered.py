@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm._grouped import gathered
+from jax_groupgemm._grouped import call, gathered
 from jax_groupgemm._kernels import choose, extension
 
 pytestmark = pytest.mark.default_device
@@ -22,14 +22,14 @@ LHS = np.array([0, 8, 8, -1, 9, 3, 5, 2**31 - 1, 1, 8], np.int32)
 RHS = np.array([3, 0, 0, 1, 3, -2, 4, 0, 1, 3], np.int32)
 
 
-@pytest.mark.parametrize("count", [1, 9, gathered.FEW, gathered.FEW + 1])
+@pytest.mark.parametrize("count", [1, 9, choose.COMPARE_UP_TO, choose.COMPARE_UP_TO + 1])
 def test_order(rng, count):
     """Few numbers are put in order by comparing, many by sorting: with the same result."""
     values = rng.integers(-1, 7, count).astype(np.int32)
     order = np.argsort(values, kind="stable")
     got, place = jax.jit(gathered.order)(values)
     np.testing.assert_array_equal(got, order)
-    assert (place is None) == (count > gathered.FEW)
+    assert (place is None) == (count > choose.COMPARE_UP_TO)
     if place is not None:
         np.testing.assert_array_equal(place, np.argsort(order))
     np.testing.assert_array_equal(jax.jit(gathered.inverse)(order), np.argsort(order))
@@ -81,7 +81,7 @@ def test_the_default_needs_hopper_alone(rng, monkeypatch, capabilities):
 
 
 def test_many_rows_are_composed_where_it_is_not_named(rng, monkeypatch):
-    monkeypatch.setattr(gathered, "_LISTS_PAY_ROWS", 2)
+    monkeypatch.setattr(choose, "_LISTS_UP_TO_ROWS", 2)
     monkeypatch.setattr(
         extension, "BUILD", extension.Build(cuda="13.0", architectures=("80", "90a"))
     )
@@ -218,7 +218,7 @@ def test_sharded_columns(rng, kind):
 def test_cost(rng, monkeypatch):
     a, b = operands(rng)
     cost = jgg.cost.gather_mm(a, b, LHS, RHS)
-    monkeypatch.setattr(choose, "may_take_lists", lambda *_: False)
+    monkeypatch.setattr(call, "may_take_lists", lambda *_: False)
     composed = jgg.cost.gather_mm(a, b, LHS, RHS)
     assert cost.flops == composed.flops > 0
     lists = 4 * 2 * len(RHS)

@@ -1,63 +1,71 @@
-"""What jax_groupgemm.info says of NVFP4 operations and conversions."""
+"""What jax_groupgemm.info says: which kernel runs each operation here, and what to do next."""
 
 import pytest
 
 from jax_groupgemm import info
+from jax_groupgemm._core.operations import OPERATIONS
 from jax_groupgemm._kernels import choose, extension
 
-PRODUCTS = ("nvfp4_grouped_mm", "nvfp4_grouped_wgrad")
 CONVERSIONS = ("quantize", "dequantize", "nvfp4_quantize", "prepack")
 
 
-def ops_of(monkeypatch, capability: int | None) -> dict:
+def collect(monkeypatch, capability: int | None, cuda: str | None = "13.0") -> dict:
     """On a machine with such a GPU and code for it, or without one."""
-    build = extension.Build(cuda="13.0", architectures=("80", "90a", "100a"))
+    build = extension.Build(cuda=cuda, architectures=("80", "90a", "100a") if cuda else ())
     monkeypatch.setattr(extension, "BUILD", build)
     monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,) if capability else ())
-    return info.collect()["ops"]
-
-
-def runs(ops, names) -> dict[str, set[str]]:
-    return {name: {answer["runs"] for answer in ops[name].values()} for name in names}
+    data = info.collect()
+    if capability:
+        gpu = {"platform": "gpu", "kind": "a GPU", "compute_capability": str(capability / 10)}
+        data["devices"] = {"found": [gpu], "problem": None}
+    return data
 
 
 @pytest.mark.parametrize(
-    ("capability", "mm", "wgrad", "conversion"),
+    ("capability", "product", "quantized", "nvfp4", "conversion"),
     [
-        (80, "sm80", "sm80", "sm80"), (90, "sm90", "sm90", "sm80"), (100, "sm100", "sm100", "sm80"),
-        (None, "reference", "cpu", "reference"),
+        (80, "sm80", "sm80", "composed", "sm80"), (90, "sm90", "sm90", "sm90", "sm80"),
+        (100, "sm80", "sm80", "sm100", "sm80"), (None, "cpu", "reference", "composed", "reference"),
     ],
 )  # fmt: skip
-def test_what_runs(monkeypatch, capability, mm, wgrad, conversion):
-    ops = ops_of(monkeypatch, capability)
-    assert runs(ops, PRODUCTS) == dict(zip(PRODUCTS, ({mm}, {wgrad}), strict=True))
-    assert runs(ops, CONVERSIONS) == {name: {conversion} for name in CONVERSIONS}
-    for name in (*PRODUCTS, *CONVERSIONS):
-        for answer in ops[name].values():
-            assert {answer["runs"], *answer["others"]} == set(choose.IMPLEMENTATIONS)
+def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversion):
+    ops = collect(monkeypatch, capability)["ops"]
+    want = {
+        "grouped_mm": product, "segmented_mm": product, "grouped_qmm": quantized,
+        "nvfp4_grouped_mm": nvfp4, **dict.fromkeys(CONVERSIONS, conversion),
+    }  # fmt: skip
+    assert {op: ops[op]["bfloat16"]["runs"] for op in want} == want
+    assert ops["nvfp4_grouped_wgrad"]["float32"]["runs"] == nvfp4
+    for answers in ops.values():
+        for answer in answers.values():
+            assert {answer["runs"], *answer["others"]} >= set(choose.PLATFORMS)
             assert all(answer["others"].values())
 
 
-def test_how(monkeypatch):
-    how = lambda op: next(iter(ops[op].values()))["how"]
-    ops = ops_of(monkeypatch, 90)
-    decoded = "composed: x is decoded to bfloat16, then jgg_qmm"
-    assert how("nvfp4_grouped_mm") == decoded
-    assert how("nvfp4_grouped_wgrad") == "composed: both are decoded to bfloat16, then jgg_wgrad"
-    assert how("nvfp4_quantize") is None
+def test_every_operation_has_a_line(monkeypatch):
+    assert set(choose.SAMPLES) == set(OPERATIONS)
+    text = info._text(collect(monkeypatch, 90))
+    for op in OPERATIONS:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  {op} ")]
+        assert set(line.split()[1:]) <= {"sm90", "sm80", "reference", "composed"}
+    assert len(text) < 3000
+
+
+def test_next_steps(monkeypatch):
+    steps = lambda *a, **k: info._next_steps(collect(monkeypatch, *a, **k))
+    assert steps(90) == []
+    (step,) = steps(90, cuda=None)
+    assert step.startswith("Install with JGG_CUDA=ON")
+    (step,) = steps(None)
+    assert 'pip install "jax[cuda13]"' in step
+    (step,) = steps(75)
+    assert step.startswith("This build does not serve this GPU: this build has code for 80, 90a")
+
+
+def test_reasons(monkeypatch):
+    ops = collect(monkeypatch, 90)["ops"]
     others = ops["nvfp4_grouped_mm"]["bfloat16"]["others"]
     assert others["sm100"] == "it needs compute capability 10.0, this GPU has 9.0"
-    ops = ops_of(monkeypatch, 100)
-    assert how("nvfp4_grouped_mm") == (
-        "jgg_nvfp4_grouped_mm where K % 32 == 0 and N % 8 == 0 (but N % 4 of float32 and float16), "
-        f"on one device; otherwise {decoded}"
-    )
-
-
-def test_text(monkeypatch):
-    ops_of(monkeypatch, 90)
-    lines = info._text(info.collect()).splitlines()
-    for name in (*PRODUCTS, *CONVERSIONS):
-        assert any(line.startswith(f"  {name} ") for line in lines)
-    line = next(line for line in lines if "nvfp4_grouped_wgrad" in line)
-    assert "sm90       float32; composed: both are decoded to bfloat16, then jgg_wgrad" in line
+    assert others["sm80"] == "there is no jgg_nvfp4_grouped_mm for sm80"
+    assert others["cpu"] == "there is no jgg_nvfp4_grouped_mm for cpu"
+    assert ops["grouped_mm"]["float32"]["others"]["sm80"].startswith("only on request")

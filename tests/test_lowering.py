@@ -216,7 +216,7 @@ def test_devices_that_the_build_has_no_code_for(monkeypatch, architectures, capa
     monkeypatch.setattr(
         extension, "BUILD", extension.Build(cuda="13.0", architectures=architectures)
     )
-    problem = choose.unavailable("sm80", (capability,))
+    problem = extension.unavailable("sm80", (capability,))
     assert (problem is None) == runs
     if problem:
         assert f"not for compute capability {capability / 10:.1f}" in problem
@@ -227,8 +227,16 @@ def test_devices_that_the_build_has_no_code_for(monkeypatch, architectures, capa
 )
 def test_kernels_for_one_architecture_need_its_code(monkeypatch, rng, kernel, capability, code):
     """PTX for all newer devices, which every build has, is not enough."""
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((4, 64, 64), jnp.bfloat16)
+    half = {"platform": "cuda", "dtypes": ("bfloat16",) * 2, "out_dtype": "bfloat16"}
+    shape = {"rows": 64, "groups": 4, "k": 64, "n": 64}
+    lists = choose.Mm(
+        op="mm", **half, **shape, segments=4, operand_dtype="bfloat16", lists=True
+    )  # fmt: skip
+    inner = choose.Qmm(
+        op="qmm", **half, **shape, all_groups=4, mode="nvfp4", bits=4, layout="linear",
+        scales_dtype="uint8", packable=True,
+    )  # fmt: skip
+    nvfp4 = choose.Nvfp4(op="nvfp4_grouped_mm", platform="cuda", k=64, n=64, inner=inner)
     monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,))
     for architectures in (("80", "80-virtual"), ("80", code, "80-virtual")):
         monkeypatch.setattr(
@@ -236,12 +244,12 @@ def test_kernels_for_one_architecture_need_its_code(monkeypatch, rng, kernel, ca
         )
         has = code in architectures
         why = None if has else f"this build has code for 80, 80-virtual, not for {code}"
-        assert choose.unavailable(kernel, (capability,)) == why
-        assert choose.unavailable("sm80", (capability,)) is None
-        assert choose.takes_sm100("cuda", None, "jgg_nvfp4_grouped_mm") == (
-            has and kernel == "sm100"
-        )
-        assert choose.takes_lists("cuda", x, w, jnp.bfloat16, None) == (has and kernel == "sm90")
+        assert extension.unavailable(kernel, (capability,)) == why
+        assert extension.unavailable("sm80", (capability,)) is None
+        found = choose.fused(lists)
+        assert (found is not None) == (has and kernel == "sm90")
+        found = choose.fused(nvfp4)
+        assert (found is not None and found.kernel.name == "sm100") == (has and kernel == "sm100")
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -350,7 +358,7 @@ def test_planes(rng, count):
         oracle.random(rng, (2000,)) * np.exp2(rng.integers(-100, 100, 2000)),
         [0, -0.0, np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1 + 2**-23, -1 + 2**-24],
     ]).astype(np.float32)  # fmt: skip
-    got = np.asarray(planes.planes(jnp.asarray(a)[None], count, 8, -1)).astype(np.float64)
+    got = np.asarray(planes.as_planes(jnp.asarray(a)[None], count, 8, -1)).astype(np.float64)
     assert got.shape == (1, count, 2008)
     error = np.abs(got[0].sum(0)[: len(a)] - a)
     assert (error <= np.abs(a) * 2.0 ** (-58 if count == 3 else -15)).all()
@@ -359,5 +367,5 @@ def test_planes(rng, count):
     assert (got[0, :, : len(a)] * np.sign(a) > 0)[:, large].all()
     bad = np.array([np.inf, -np.inf, 0], np.float32)
     bad.view(np.uint32)[2] = 0x7F800001  # NaN in the lower half alone
-    got = np.asarray(planes.planes(jnp.asarray(bad), count)).astype(np.float64)
+    got = np.asarray(planes.as_planes(jnp.asarray(bad), count)).astype(np.float64)
     np.testing.assert_array_equal(got, [[np.inf, -np.inf, np.nan]] * count)

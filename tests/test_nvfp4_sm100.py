@@ -116,6 +116,11 @@ def test_a_bias_or_a_scale_per_row_is_added_to_float32(rng):
         assert signature(text, "jgg_nvfp4_grouped_mm")[1][0] == f"{T}x{N}xf32"
 
 
+def blackwell(problem):
+    """The choice on a GPU that this machine does not have."""
+    return choose.configured(choose.KERNELS[problem.op][0], problem)
+
+
 def pretend(*_, out_dtype):
     """A kernel whose every sum is 2, of rows in groups."""
     rows = jnp.arange(T)[:, None] < SIZES.sum()
@@ -124,7 +129,7 @@ def pretend(*_, out_dtype):
 
 def test_bias_and_scale_per_row_meet_their_rows(rng, monkeypatch):
     """What surrounds the custom call, by running something else in its place."""
-    monkeypatch.setattr(choose, "takes_sm100", lambda *_: True)
+    monkeypatch.setattr(choose, "fused", blackwell)
     monkeypatch.setattr(nvfp4_call, "nvfp4_grouped_mm", pretend)
     x, w = x_and_w(rng)
     scale = np.arange(T).astype(np.float32)
@@ -265,7 +270,7 @@ def test_each_device_of_shard_map_calls_it(rng):
 def test_the_handlers_refuse_another_gpu(rng, monkeypatch):
     if 100 in extension.live_capabilities():
         pytest.skip("needs a GPU that is not Blackwell")
-    monkeypatch.setattr(choose, "takes_sm100", lambda *_: True)
+    monkeypatch.setattr(choose, "fused", blackwell)
     dy, x = dy_and_x(rng)
     old = oracle.random(rng, (G, N, K))
     accumulate = lambda dy, x, old: wgrad(dy, x, existing_out=old)

@@ -34,7 +34,7 @@ def test_planes(rng, count, axes):
     got = call(*operands)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = [
-            planes.planes(jnp.asarray(a), count, multiple, axis)
+            planes.as_planes(jnp.asarray(a), count, multiple, axis)
             for a, axis in zip(operands, axes, strict=True)
         ]
     for g, w in zip(got, want, strict=True):

@@ -15,8 +15,7 @@ from test_prepack_host import any_bits
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
-from jax_groupgemm._quantized import prepack
+from jax_groupgemm._kernels import choose, extension
 
 
 def spec(mode, group_size, *shape, bits=None):
@@ -73,7 +72,7 @@ def test_not_taken():
     same_bytes(jax.device_get(jax.jit(jgg.prepack)(sharded)), jax.device_get(jgg.prepack(q)))
 
 
-MANY, PACKED = 3 * prepack._REPACKED_ROWS, ["jgg_prepack", "jgg_qmm_packed"]
+MANY, PACKED = 3 * choose._REPACK_FROM_ROWS, ["jgg_prepack", "jgg_qmm_packed"]
 
 
 def grouped_qmm(x, w, **options):
@@ -85,7 +84,7 @@ def test_products_of_many_rows_repack(monkeypatch, mode, bits, group_size):
     live(monkeypatch, 90)
     x = lambda t: jnp.ones((t, 384), jnp.bfloat16)
     w = spec(mode, group_size, 3, 128, 384, bits=bits)
-    many = MANY if bits < 6 else 3 * prepack._REPACKED_ROWS_WIDE
+    many = MANY if bits < 6 else 3 * choose._REPACK_FROM_ROWS_WIDE
     assert names(grouped_qmm, x(many), w) == PACKED
     assert names(grouped_qmm, x(many), w, activation="swiglu") == PACKED
     assert names(grouped_qmm, x(many - 1), w) == ["jgg_qmm"]

@@ -11,7 +11,7 @@ import pytest
 from qmm_problems import SIZES, problem
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
+from jax_groupgemm._kernels import choose
 from jax_groupgemm._quantized import ordered
 
 
@@ -22,7 +22,7 @@ def cuda_text(function, *args) -> str:
 def test_lowering_without_a_kernel(monkeypatch):
     x, _, _, q = problem("nvfp4")
     with monkeypatch.context() as patch:
-        patch.delitem(extension.TARGETS, "jgg_qmm")
+        patch.setitem(choose.KERNELS, "qmm", ())
         assert "custom_call @jgg" not in cuda_text(lambda x, q: jgg.grouped_qmm(x, q, SIZES), x, q)
         reason = "'sm80' cannot run: there is no jgg_qmm for cuda"
         with pytest.raises(ValueError, match=reason):

@@ -12,13 +12,14 @@ import pytest
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import extension, tuned
-from jax_groupgemm.tune import cases, timing
+from jax_groupgemm.tune import cases as tune_cases
 from jax_groupgemm.tune import command as tune
+from jax_groupgemm.tune import timing
 from jax_groupgemm.tune.cases import Case, Layer
 
 ROOT = Path(__file__).parents[1]
 LAYER = Layer("", 4, 32, 48, 2, gated=True)
-TOKENS = dict.fromkeys(cases.OPS, (32,))
+TOKENS = dict.fromkeys(tune_cases.OPS, (32,))
 
 
 class FakeGpu:
@@ -47,7 +48,7 @@ class FakeGpu:
 
 
 def cases(layer=LAYER, tokens=TOKENS):
-    return list(cases.cases([layer], tokens, ["bfloat16"]))
+    return list(tune_cases.cases([layer], tokens, ["bfloat16"]))
 
 
 def run(gpu, path, todo=None, minutes=None):
@@ -237,7 +238,7 @@ def test_lists():
     assert quick.minutes is not None
     seconds = sum(case.seconds(quick.repetitions) for case in tune.selected(quick))
     assert seconds < 60 * quick.minutes
-    for model, (groups, hidden, inter, top_k) in cases.MODELS.items():
+    for model, (groups, hidden, inter, top_k) in tune_cases.MODELS.items():
         shapes = {(c.layer.k, c.layer.n) for c in full if c.layer.name.startswith(model)}
         assert shapes == {(hidden, 2 * inter), (inter, hidden)}
         for case in (c for c in full if c.layer.name.startswith(model)):

@@ -21,11 +21,11 @@ def composed(target: str, definition: Callable, call: Callable, batch: Callable 
     """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``."""
 
     def on_cuda(platform, *operands, **static):
-        if platform != "cuda" or any(0 in a.shape for a in jax.tree.leaves(operands)):
-            return None
-        if choose.chosen(platform, (), None, jnp.float32, target) == "reference":
-            return None
-        return call(*operands, **static)
+        problem = choose.Conversion(
+            op=target.removeprefix("jgg_"), platform=platform, mode=static.get("mode", ""),
+            empty=any(0 in a.shape for a in jax.tree.leaves(operands)),
+        )  # fmt: skip
+        return None if choose.choose(problem) is None else call(*operands, **static)
 
     return Composed(
         target, definition, on_cuda, batch=batch, keeps_call=True, cost=costs.conversion

@@ -1,9 +1,8 @@
-"""The custom calls: operands, results, attributes and aliases of each handler."""
+"""The custom calls of ``mm`` and ``wgrad``: operands, results, attributes and aliases."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import dtypes, segments
-from .._kernels import choose, extension, tuned
+from .._kernels import choose
 from .planes import as_planes
 
 
@@ -30,7 +29,38 @@ class Epilogue:
     existing_out: Any = None
 
 
-def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w,
+def mm_problem(platform, x, w, meta, *, form, rows, out_dtype, transpose_x=False, transpose_w=False,
+               transpose_out=False, precision=None, implementation=None, epilogue=None,
+               lists=False) -> choose.Mm:  # fmt: skip
+    """``mm`` of these operands, as kernels see it; with an ``epilogue``, or lists of rows."""
+    groups, k, n = (w.shape[i] for i in ((0, 2, 1) if transpose_w else (0, 1, 2)))
+    epilogue = epilogue or Epilogue()
+    options = [v for v in (epilogue.bias, epilogue.row_scale) if v is not None]
+    existing = epilogue.existing_out
+    return choose.Mm(
+        op="mm", platform=platform, implementation=implementation,
+        dtypes=(x.dtype.name, w.dtype.name), out_dtype=jnp.dtype(out_dtype).name,
+        operand_dtype=dtypes.promoted(x.dtype, w.dtype).name, empty=0 in (*x.shape, *w.shape),
+        rows=rows, groups=groups, k=k, n=n, segments=meta[0].shape[0], elements=x.size + w.size,
+        ordered=form.ordered_y, transpose_x=transpose_x, transpose_w=transpose_w,
+        transpose_out=transpose_out, tf32=precision == jax.lax.Precision.HIGH, lists=lists,
+        gated=epilogue.activation in choose.GATED,
+        option_dtypes=tuple(v.dtype.name for v in options),
+        existing_dtype=None if existing is None else existing.dtype.name,
+    )  # fmt: skip
+
+
+def may_take_lists(x, w, implementation) -> bool:
+    """Whether a kernel may be what runs ``mm`` with lists of rows of x, (A, M, K)."""
+    rows = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], x.shape[2]), x.dtype)
+    problem = mm_problem(
+        "cuda", rows, w, (jax.ShapeDtypeStruct(w.shape[:1], jnp.int32),), form=segments.SIZES,
+        rows=rows.shape[0], out_dtype=x.dtype, lists=True,
+    )  # fmt: skip
+    return implementation in (None, "sm90") and choose.lists_sm90(problem) is None
+
+
+def mm(choice: choose.Choice, x, w, *meta, form, rows, out_dtype, transpose_x, transpose_w,
        transpose_out, precision, epilogue: Epilogue | None = None, x_rows=None,
        y_rows=None):  # fmt: skip
     """Custom call ``jgg_mm``: x, w, metadata[, options] -> out.
@@ -46,7 +76,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         "transpose_w": transpose_w,
         "transpose_out": transpose_out,
     }
-    if implementation == "cpu":
+    if choice.kernel.name == "cpu":
         assert epilogue is None
         assert not lists
         table = segments.decode(form, meta, rows_x, rows, w.shape[0])
@@ -55,7 +85,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
             "jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y}
         )
     epilogue = epilogue or Epilogue()
-    flags |= metadata_flags(implementation, form, meta, precision) | {
+    flags |= metadata_flags(choice, form, meta, precision) | {
         "in_order": form.ordered_y,
         "bias": epilogue.bias is not None,
         "activation": epilogue.activation or "",
@@ -63,84 +93,76 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
         "existing_out": epilogue.existing_out is not None,
         "x_rows": x_rows is not None,
         "y_rows": y_rows is not None,
+        **choice.config,
     }
     rest = [*segments.narrow(form, meta, rows_x, w.shape[0]), *lists]
     options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
     rest += [value for value in options if value is not None]
-    gated = epilogue.activation in ("swiglu", "geglu")
-    columns = n // 2 if gated else n
+    columns = n // 2 if epilogue.activation in choose.GATED else n
     shape = (columns, rows) if transpose_out else (rows, columns)
-    mean_rows = rows / max(rest[0].shape[0], 1)
-    tile = 0 if lists else tuned.mm(x, w, mean_rows, out_dtype, transpose_w, gated)
-    whole = gated or transpose_x or transpose_out
-    planes = 1 if whole else mm_planes(implementation, x, w, form, rows, transpose_w, precision)
+    planes = choice.config["planes"]
     if planes > 1:
         x, w = in_planes(planes, 64, (x, -1), (w, -1 if transpose_w else -2))
-    flags |= {"planes": planes, "tile": tile}
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _product("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
 
 
-def mm_planes(implementation, x, w, form, rows: int, transpose_w: bool, precision) -> int:
-    """The bfloat16 planes in which a CUDA kernel takes float32 operands of ``mm``; 1: as they are.
-    A gated activation is then left to XLA (``_epilogue``)."""
-    runs = form.ordered_y and (transpose_w or w.shape[2] % 8 == 0)
-    pays = _splitting_pays(rows * math.prod(w.shape[1:]), x.size + w.size)
-    return _planes(implementation, x, w, precision, runs=runs, pays=pays)
+def wgrad_problem(
+    platform, x, y, meta, *, form, groups, out_dtype, transpose_x=False, transpose_y=False,
+    precision=None, implementation=None,
+) -> choose.Wgrad:  # fmt: skip
+    """``wgrad`` of these operands, as kernels see it."""
+    (_, a, b), (rows, _) = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
+    return choose.Wgrad(
+        op="wgrad", platform=platform, implementation=implementation,
+        dtypes=(x.dtype.name, y.dtype.name), out_dtype=jnp.dtype(out_dtype).name,
+        operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=rows, groups=groups, a=a, b=b,
+        kind=form.kind, segments=meta[0].shape[0], elements=x.size + y.size,
+        own_weight=form.own_weight, whole=len(meta) > 1, transpose_x=transpose_x,
+        transpose_y=transpose_y, tf32=precision == jax.lax.Precision.HIGH,
+    )  # fmt: skip
 
 
-def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,
+def wgrad(choice: choose.Choice, x, y, *meta, form, groups, out_dtype, transpose_x, transpose_y,
           precision, scale=None, existing_out=None):  # fmt: skip
     """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, scale][, existing_out] -> out.
 
     "sm90" also does ``out[g] = scale[g] * sums[g] + existing_out[g]``, of matrices that it takes
-    whole (``wgrad_parts``); one whose segment is empty keeps existing_out.
+    whole; one whose segment is empty keeps existing_out.
     """
     shape, rows = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
     flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
     options = [value for value in (scale, existing_out) if value is not None]
-    parts = 1 if implementation == "cpu" else _parts(form, meta, groups, rows[0], shape)
+    if choice.kernel.name == "cpu":
+        assert not options
+        rest = [segments.decode(form, meta, *rows, groups)]
+        return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags)
+    parts = choice.config["parts"]
     if parts > 1:
         assert not options
         spans = segments.pieces(segments.decode(form, meta, *rows, groups), parts)
-        out = wgrad(implementation, x, y, spans, form=segments.SPANS, groups=groups * parts,
-                    out_dtype=jnp.float32, transpose_x=transpose_x, transpose_y=transpose_y,
-                    precision=precision)  # fmt: skip
+        same: dict[str, Any] = {
+            "form": segments.SPANS, "groups": groups * parts, "out_dtype": jnp.float32,
+            "transpose_x": transpose_x, "transpose_y": transpose_y, "precision": precision,
+        }  # fmt: skip
+        problem = wgrad_problem("cuda", x, y, (spans,), **same, implementation=choice.named)
+        out = wgrad(choose.configured(choice.kernel, problem), x, y, spans, **same)
         return out.reshape(groups, parts, *shape[1:]).sum(1).astype(out_dtype)
-    if implementation == "cpu":
-        assert not options
-        rest = [segments.decode(form, meta, *rows, groups)]
-    else:
-        rest = segments.narrow(form, meta, rows[0], groups)
-        flags |= metadata_flags(implementation, form, meta, precision) | {
-            "own_weight": form.own_weight,
-            "scale": scale is not None,
-            "existing_out": existing_out is not None,
-        }
-        mean_rows = rows[0] / max(rest[0].shape[0], 1)
-        tile = tuned.wgrad(x, y, mean_rows, out_dtype, shape, transpose_x, transpose_y)
-        contiguous = transpose_x and transpose_y  # along the contracted axis, both
-        a, b = shape[1:]
-        planes = _planes(
-            implementation, x, y, precision,
-            runs=form.own_weight and not (contiguous and form.kind == "segments")
-            and (transpose_x or a % 8 == 0) and (transpose_y or b % 8 == 0),
-            pays=_splitting_pays(rows[0] * a * b, x.size + y.size, few=_tiles(shape) <= 264),
-        )  # fmt: skip
-        if planes > 1:
-            axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
-            x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
-        flags |= {"planes": planes, "tile": tile}
-    rest += options
+    planes, tile = choice.config["planes"], choice.config["tile"]
+    flags |= metadata_flags(choice, form, meta, precision) | {
+        "own_weight": form.own_weight,
+        "scale": scale is not None,
+        "existing_out": existing_out is not None,
+        "planes": planes,
+        "tile": tile,
+    }
+    rest = [*segments.narrow(form, meta, rows[0], groups), *options]
+    if planes > 1:
+        axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
+        x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
     aliases = None if existing_out is None else {1 + len(rest): 0}
     return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags, aliases)
-
-
-def wgrad_parts(x, y, meta, *, form, groups, transpose_x, transpose_y, **_) -> int:
-    """In how many parts ``wgrad`` of a CUDA kernel takes each matrix."""
-    shape, rows = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
-    return _parts(form, meta, groups, rows[0], shape)
 
 
 def _wgrad_shape(x, y, groups: int, transpose_x: bool, transpose_y: bool):
@@ -152,42 +174,8 @@ def _wgrad_shape(x, y, groups: int, transpose_x: bool, transpose_y: bool):
     return (groups, a, b), (x_rows, y_rows)
 
 
-def _parts(form, meta, groups: int, rows: int, shape) -> int:
-    """In how many parts a kernel takes each segment, so that few and small results keep an H200's
-    132 processors busy: a tile of 128 x 128 for each, of 512 rows or more on average. 1: whole,
-    also where it would be less than 4, since adding the parts up takes time, too."""
-    if form.kind == "segments" or len(meta) > 1 or 0 in shape:
-        return 1
-    parts = min(132 // _tiles(shape), rows // (512 * groups))
-    return parts if parts >= 4 else 1
-
-
-def _tiles(shape) -> int:
-    """Of 128 x 128, in a stack of matrices."""
-    return shape[0] * math.prod(-(-size // 128) for size in shape[1:])
-
-
-def _planes(implementation, a, b, precision, *, runs: bool, pays: bool) -> int:
-    """The bfloat16 planes in which a CUDA kernel takes each operand; 1: as they are.
-
-    ``runs`` where there is a kernel for them, ``pays`` where making three is worth it.
-    """
-    if dtypes.promoted(a.dtype, b.dtype) != jnp.float32 or not runs:
-        return 1
-    capabilities = extension.live_capabilities()
-    two = precision == jax.lax.Precision.HIGH
-    if implementation != "sm90":
-        hopper = bool(capabilities) and all(capability == 90 for capability in capabilities)
-        # Two planes are no faster than tf32 on "sm80".
-        if implementation == "sm80" or two or not (hopper and pays):
-            return 1
-    if capabilities and "90a" not in extension.BUILD.architectures:
-        return 1
-    return 2 if two else 3
-
-
 def in_planes(count: int, multiple: int, first, second):
-    """Custom call ``jgg_planes``: ``_split.planes`` of two (operand, axis) at once."""
+    """Custom call ``jgg_planes``: ``as_planes`` of two (operand, axis) at once."""
     planes = lambda: [as_planes(a, count, multiple, axis) for a, axis in (first, second)]
     arrays = first[0], second[0]
     if any(0 in a.shape for a in arrays):
@@ -202,19 +190,10 @@ def in_planes(count: int, multiple: int, first, second):
     return [p.reshape(shape) for p, shape in zip(out, shapes, strict=True)]
 
 
-def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> bool:
-    """Whether three planes are faster than float32 arithmetic. An H200 does 21e12 multiplications a
-    second in float32, or 10e12 where tiles are few; 40e12 in planes, 2.5 ps to make those of an
-    element, and 5 us are a fit that chooses the faster in the cases measured
-    (docs/kernel_log.md)."""
-    planes = multiplications / 40e12 + 2.5e-12 * elements + 5e-6
-    return planes < multiplications / (10e12 if few else 21e12)
-
-
-def metadata_flags(kernel, form, meta, precision) -> dict[str, Any]:
+def metadata_flags(choice: choose.Choice, form, meta, precision) -> dict[str, Any]:
     return {
         "tf32": precision == jax.lax.Precision.HIGH,
-        "kernel": kernel if kernel in choose.PLATFORMS else "",
+        "kernel": choice.named or "",
         "kind": form.kind,
         "swapped": form.swapped,
         "group_offset": len(meta) == 2,

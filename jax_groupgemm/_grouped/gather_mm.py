@@ -13,12 +13,8 @@ from .._core import check, partition, segments
 from .._core.operations import operation
 from .._core.segments import Form
 from .._kernels import choose
+from . import call, primitives
 from . import gathered as by_list
-from . import primitives
-
-# Products of fewer rows than this are sorted by matrix and run as groups, so that one matrix is
-# read once; taller ones run as they come.
-_SORT_BELOW_ROWS = 32
 
 
 @operation
@@ -86,7 +82,7 @@ def gather_mm(
 
     def by_index(x, meta, x_index, y_index, place):
         """Indices are left to the kernel where one may take them."""
-        if not choose.may_take_lists(x, w, implementation):
+        if not call.may_take_lists(x, w, implementation):
             return by_list.gather(x, meta, x_index, y_index, place, product)
         return by_list.mm(
             x, w, meta, x_index, y_index, out_dtype=dtype, precision=precision,
@@ -95,19 +91,18 @@ def gather_mm(
 
     return gathered(
         op, "a", a, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, dtype,
-        _SORT_BELOW_ROWS, by_index,
+        by_index,
     )  # fmt: skip
 
 
 def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
-             sort_below_rows, by_index=None, sort_above_total=0):  # fmt: skip
+             by_index=None, kind="mm"):  # fmt: skip
     """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
     (B..., N) = ``batch_n``.
 
-    ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Products
-    of fewer than ``sort_below_rows`` rows, if all have more than ``sort_above_total``, are sorted
-    by weight first, and then multiplied by ``by_index(x, meta, x_index, y_index, place)``:
-    ``_gathered.mm``, of these weights.
+    ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Where it
+    pays for a product of this ``kind`` ("mm" or "qmm"), pairs are sorted by weight first, and then
+    multiplied by ``by_index(x, meta, x_index, y_index, place)``: ``gathered.mm`` of these weights.
     """
     by_index = by_index or functools.partial(by_list.gather, product=product)
     *batch_w, n = batch_n
@@ -133,7 +128,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    if m < sort_below_rows and pairs > 1 and pairs * m > sort_above_total and not sharded:
+    if choose.sorting_pays(kind, pairs, m) and not sharded:
         out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
     else:
         out = _as_given(x, lhs, rhs_flat, matrices, product)
@@ -175,7 +170,9 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
         order, place = by_list.order(rhs)
         lhs = lhs[order]
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
-    if rhs.size * matrices <= by_list.FEW**2:  # a sum is less than the launches of a scatter
+    if (
+        rhs.size * matrices <= choose.COMPARE_UP_TO**2
+    ):  # a sum is less than the launches of a scatter
         group = lax.iota(jnp.int32, matrices + 1) - 1
         counts = (rhs[None] == group[:, None]).sum(1, dtype=jnp.int32)
     else:

@@ -7,6 +7,7 @@ itself where there is one; otherwise it is the composition that ``gather`` spell
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,6 @@ from .._core.costs import Cost
 from .._core.segments import SIZES
 from .._kernels import choose
 from . import call, primitives
-
-# Rows per matrix up to which the kernel that takes lists is faster than a permuted copy of x and
-# the kernel that takes boxes of rows. Measured on an H200, 128 matrices of 2048 x 1536: 4 rows each
-# 208 and 214 us, 32 rows 249 and 278, 256 rows 581 and 576; 8 of 4096 x 4096: 16 rows 80 and 86,
-# 128 rows 124 and 118, 1024 rows 654 and 552.
-_LISTS_PAY_ROWS = 64
 
 
 def mm(x, w, meta, x_index, y_index, *, out_dtype, transpose_w=False, precision=None,
@@ -57,14 +52,10 @@ def gather(x, meta, x_index, y_index, place, product: Callable):
     return y[inverse(y_index) if place is None else place]
 
 
-# Up to so many numbers are put in order by comparing each with each.
-FEW = 512
-
-
 def order(values) -> tuple[jax.Array, jax.Array | None]:
     """``argsort(values, stable=True)``, and its inverse where that comes with it: of few values,
     where both are sums, which is faster than sorting."""
-    if values.size > FEW:
+    if values.size > choose.COMPARE_UP_TO:
         return jnp.argsort(values, stable=True), None
     i = lax.iota(jnp.int32, values.size)
     before = values[None] < values[:, None]
@@ -75,7 +66,7 @@ def order(values) -> tuple[jax.Array, jax.Array | None]:
 
 def inverse(permutation) -> jax.Array:
     """``argsort`` of a permutation."""
-    if permutation.size > FEW:
+    if permutation.size > choose.COMPARE_UP_TO:
         return jnp.argsort(permutation)
     i = lax.iota(jnp.int32, permutation.size)
     return jnp.where(permutation[None] == i[:, None], i[None], 0).sum(1, dtype=jnp.int32)
@@ -91,15 +82,20 @@ def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, 
              implementation):  # fmt: skip
     count, m, k = x.shape
     pairs = x_index.shape[0]
-    if implementation is None and pairs * m > _LISTS_PAY_ROWS * w.shape[0]:
-        return None
-    if not choose.takes_lists(platform, x, w, out_dtype, implementation, transpose_w):
+    same: dict[str, Any] = {
+        "form": SIZES, "rows": pairs * m, "out_dtype": out_dtype, "transpose_x": False,
+        "transpose_w": transpose_w, "transpose_out": False, "precision": precision,
+    }  # fmt: skip
+    rows = x.reshape(count * m, k)
+    problem = call.mm_problem(
+        platform, rows, w, meta, lists=True, implementation=implementation, **same
+    )
+    choice = choose.fused(problem)
+    if choice is None:
         return None
     valid = (x_index >= 0) & (x_index < count)
     out = call.mm(
-        "sm90", x.reshape(count * m, k), w, *meta, form=SIZES, rows=pairs * m, out_dtype=out_dtype,
-        transpose_x=False, transpose_w=transpose_w, transpose_out=False, precision=precision,
-        x_rows=_rows(jnp.where(valid, x_index, -1), m),
+        choice, rows, w, *meta, **same, x_rows=_rows(jnp.where(valid, x_index, -1), m),
         y_rows=None if y_index is None else _rows(y_index, m),
     )  # fmt: skip
     return out.reshape(pairs, m, out.shape[1])

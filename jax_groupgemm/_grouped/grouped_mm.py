@@ -79,8 +79,9 @@ def grouped_mm(
     meta = metadata(op, group_sizes, group_offset, w)
     check.rows(op, "x", t)
     check.implementation(op, implementation)
-    return with_epilogue(
-        op, x, w, meta, bias, activation, row_scale, existing_out, transpose_w=transpose_w,
+    return with_options(
+        op, epilogue.MM, x, w, meta, bias, activation, row_scale, existing_out,
+        transpose_w=transpose_w,
         dtype=check.result_dtype(op, preferred_element_type, x, w),
         precision=check.precision(op, precision), implementation=implementation,
     )  # fmt: skip
@@ -103,8 +104,9 @@ def metadata(op: str, group_sizes, group_offset, w, name: str = "w", letter: str
     return group_sizes, group_offset.reshape(())
 
 
-def with_epilogue(op, x, w, meta, bias, activation, row_scale, existing_out=None, *, transpose_w,
-                  dtype, precision, implementation):  # fmt: skip
+def with_options(op, product: epilogue.Options, x, w, meta, bias, activation, row_scale,
+                 existing_out=None, *, transpose_w, dtype, precision, implementation,
+                 fused=True):  # fmt: skip
     """The product with its options, which are checked here."""
     t, groups, n = x.shape[0], w.shape[0], w.shape[1 if transpose_w else 2]
     columns = _columns(op, activation, n)
@@ -122,9 +124,9 @@ def with_epilogue(op, x, w, meta, bias, activation, row_scale, existing_out=None
             op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
         )  # fmt: skip
         check.holds(op, "existing_out", existing_out, dtype)
-    return epilogue.mm(
+    return product(
         x, w, meta, bias, row_scale, existing_out, activation=activation, transpose_w=transpose_w,
-        dtype=dtype, precision=precision, implementation=implementation,
+        dtype=dtype, precision=precision, implementation=implementation, fused=fused,
     )  # fmt: skip
 
 

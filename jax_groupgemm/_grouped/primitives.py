@@ -190,12 +190,22 @@ def _wgrad_batch(args, dims, *, form, groups, transpose_x, transpose_y, **same):
 # ---- lowering --------------------------------------------------------------------------------
 
 
-def _lowering(name, platform, *operands, cotangent_dtype, implementation, **params):
+def _mm_lowering(platform, x, w, *meta, cotangent_dtype, implementation, **params):
     del cotangent_dtype
-    runs = choose.chosen(platform, operands[:2], implementation, params["out_dtype"])
-    if runs == "reference":
-        return getattr(reference, name)(*operands, **params)
-    return getattr(call, name)(runs, *operands, **params)
+    problem = call.mm_problem(platform, x, w, meta, implementation=implementation, **params)
+    choice = choose.choose(problem)
+    if choice is None:
+        return reference.mm(x, w, *meta, **params)
+    return call.mm(choice, x, w, *meta, **params)
+
+
+def _wgrad_lowering(platform, x, y, *meta, cotangent_dtype, implementation, **params):
+    del cotangent_dtype
+    problem = call.wgrad_problem(platform, x, y, meta, implementation=implementation, **params)
+    choice = choose.choose(problem)
+    if choice is None:
+        return reference.wgrad(x, y, *meta, **params)
+    return call.wgrad(choice, x, y, *meta, **params)
 
 
 # ---- cost ------------------------------------------------------------------------------------
@@ -215,11 +225,11 @@ def _wgrad_cost(operands, values, outs, *, form, transpose_x, transpose_y, **_) 
     return Cost(2 * count * a * b, read + costs.bytes_of((meta, out)))
 
 
-for _name, _abstract, _transpose, _batch, _cost in (
-    ("mm", _mm_abstract, _mm_transpose, _mm_batch, _mm_cost),
-    ("wgrad", _wgrad_abstract, _wgrad_transpose, _wgrad_batch, _wgrad_cost),
-):
-    primitive.register(
-        _name, _abstract, functools.partial(_bilinear_jvp, _name), _transpose, _batch,
-        functools.partial(_lowering, _name), _cost,
-    )  # fmt: skip
+primitive.register(
+    "mm", _mm_abstract, functools.partial(_bilinear_jvp, "mm"), _mm_transpose, _mm_batch,
+    _mm_lowering, _mm_cost,
+)  # fmt: skip
+primitive.register(
+    "wgrad", _wgrad_abstract, functools.partial(_bilinear_jvp, "wgrad"), _wgrad_transpose,
+    _wgrad_batch, _wgrad_lowering, _wgrad_cost,
+)  # fmt: skip

@@ -1,172 +1,692 @@
-"""Which kernel runs."""
+"""Which kernel runs: the only place that decides.
+
+A *problem* is what is known of a call before it runs: operation, platform, shapes, dtypes. A
+*kernel* says why it cannot run one (``can``), whether it is faster than those behind it (``pays``)
+and how it runs it (``config``). ``KERNELS`` lists the kernels of each operation, the best first.
+Lowering, ``implementation=``, error messages, ``info`` and the documentation's table use it.
+
+A kernel for one architecture is chosen where it is named, or where every GPU of this process can
+run it. A process without a GPU lowers for somebody else's: it chooses the generic kernel, "sm80",
+and the handler takes Hopper's instead where it meets a Hopper GPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import re
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import jax.numpy as jnp
-
-from . import extension
-
-# Those that "sm100" has kernels for; it has no others, and no other kernel has these.
-_SM100_TARGETS = ("jgg_nvfp4_grouped_mm", "jgg_nvfp4_grouped_wgrad")
+from . import extension, tuned
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
-
-# Kernels, and the platform that each runs on. On CUDA the handler takes the first that can do the
-# call, unless one is named; what "sm90" cannot do (lines that are not a multiple of 16 bytes,
-# segments out of order, transposed results) runs on "sm80".
+#: Kernels, and the platform that each runs on.
 PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
-# The one compute capability whose instructions a kernel is made of.
-_CAPABILITY = {"sm100": 100, "sm90": 90}
-# And the code that a build must have for it: no other architecture's will do.
-_CODE = {"sm100": "100a", "sm90": "90a"}
+#: Activations whose two operands are the halves of N.
+GATED = ("swiglu", "geglu")
 
-_KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16")
+_HALVES = ("bfloat16", "float16")
+
+# ---- thresholds, measured (docs/lab has the tables) --------------------------------------------
+
+# gather_mm and gather_qmm: products of fewer rows than the first, if all together have more than
+# the second, are sorted by matrix, so that a matrix is read once. The others come as they are.
+# A quantized matrix is dequantized anew for each product that comes as it is.
+SORT_BELOW_ROWS = {"mm": (32, 0), "qmm": (128, 8)}
+# So many numbers, or fewer, are put in order by comparing each with each.
+COMPARE_UP_TO = 512
+# Rows per matrix up to which the kernel that takes lists of rows is faster than a permuted copy of
+# x and the kernel that takes boxes of rows. On an H200, 128 matrices of 2048 x 1536: 4 rows each
+# 208 and 214 us, 32 rows 249 and 278, 256 rows 581 and 576; 8 of 4096 x 4096: 16 rows 80 and 86,
+# 128 rows 124 and 118, 1024 rows 654 and 552.
+_LISTS_UP_TO_ROWS = 64
+# Rows per matrix from which a product of weights as they are stored repacks them first: that costs
+# the same for any number of rows, and each row gains what putting its columns in order costs. On an
+# H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
+# and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
+_REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
+# An H200's multiprocessors, and two waves of tiles on them.
+_PROCESSORS, _FEW_TILES = 132, 264
 
 
-def unsupported(implementation: str, dtypes, out_dtype) -> str | None:
-    """Why an implementation cannot run a product of these dtypes; None where it can."""
-    if implementation == "reference":
+# ---- problems ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is known of a call before it runs.
+
+    Attributes:
+      op: the name of the operation in ``KERNELS``.
+      platform: what the computation is lowered for, "cpu", "cuda" or another.
+      implementation: the kernel that the user named, or None.
+      dtypes: names of the dtypes of operands that a kernel must know.
+      out_dtype: name of the result's.
+      empty: whether an operand has no elements.
+    """
+
+    op: str
+    platform: str
+    implementation: str | None = None
+    dtypes: tuple[str, ...] = ()
+    out_dtype: str = "float32"
+    empty: bool = False
+
+    @property
+    def named(self) -> bool:
+        return self.implementation is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mm(Problem):
+    """``(rows, k) x (groups, k, n)``; ``segments`` of rows, ``elements`` of both operands."""
+
+    rows: int
+    groups: int
+    k: int
+    n: int
+    segments: int
+    elements: int = 0
+    operand_dtype: str  # what both operands are converted to
+    ordered: bool = True  # the result's rows are in the order of segments, which do not overlap
+    transpose_x: bool = False
+    transpose_w: bool = False
+    transpose_out: bool = False
+    tf32: bool = False
+    # Options of a fused call.
+    lists: bool = False  # rows are named by index
+    gated: bool = False
+    option_dtypes: tuple[str, ...] = ()
+    existing_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wgrad(Problem):
+    """``groups`` of ``(a, rows) x (rows, b)``."""
+
+    rows: int
+    groups: int
+    a: int
+    b: int
+    kind: str
+    segments: int
+    elements: int = 0
+    operand_dtype: str
+    own_weight: bool = True  # segment s is matrix s of the result
+    whole: bool = False  # segments may not be cut into parts
+    transpose_x: bool = False
+    transpose_y: bool = False
+    tf32: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qmm(Problem):
+    """``(rows, k) x (groups, n, k)``, quantized; ``all_groups`` share the rows."""
+
+    rows: int
+    groups: int
+    all_groups: int
+    k: int
+    n: int
+    mode: str
+    bits: int
+    layout: str
+    scales_dtype: str
+    packable: bool  # ``prepack`` has a layout for the weight
+    ordered: bool = True
+    transpose_w: bool = True
+    gated: bool = False
+    option_dtypes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion(Problem):
+    """``quantize``, ``dequantize``, ``prepack`` or ``nvfp4_quantize``."""
+
+    mode: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nvfp4(Problem):
+    """A product of two NVFP4 operands; ``inner`` is what multiplies them once they are decoded."""
+
+    k: int
+    n: int
+    inner: Qmm | Wgrad
+    linear: bool = True  # both operands are stored in layout "linear"
+    row_scales: bool = False  # x has a global scale that is not part of the result's factor
+
+
+# ---- kernels -----------------------------------------------------------------------------------
+
+
+def _always(problem) -> bool:
+    return True
+
+
+def _nothing(problem) -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of one operation.
+
+    Attributes:
+      name: as ``implementation=`` takes it.
+      target: its custom call.
+      can: ``can(problem)`` says why it cannot run the product, or None.
+      fuses: ``fuses(problem)`` says why it cannot run the product and its options in one call.
+      pays: ``pays(problem)`` tells whether it is faster than the kernels behind it.
+      fusing_pays: likewise of options in one call.
+      config: ``config(problem)`` has attributes of the call.
+      unseen: whether it is also chosen for GPUs that this process does not have.
+      only_named: whether it runs only where it is named.
+      needs: what ``can`` asks for, for tables.
+    """
+
+    name: str
+    target: str
+    can: Callable[[Any], str | None] = _nothing
+    fuses: Callable[[Any], str | None] = _nothing
+    pays: Callable[[Any], bool] = _always
+    fusing_pays: Callable[[Any], bool] = _always
+    config: Callable[[Any], Mapping[str, Any]] = lambda problem: {}
+    unseen: bool = False
+    only_named: bool = False
+    needs: str = ""
+
+    @property
+    def platform(self) -> str:
+        return PLATFORMS[self.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The kernel that runs a problem, and how. ``named`` is what the user asked for, or None: then
+    a CUDA handler takes the best kernel of the GPU it runs on."""
+
+    kernel: Kernel
+    named: str | None
+    config: Mapping[str, Any]
+
+    @property
+    def target(self) -> str:
+        return self.kernel.target
+
+
+def choose(problem: Problem) -> Choice | None:
+    """The kernel that runs a product or a conversion; None for the reference.
+
+    Raises ValueError where a kernel was named that cannot run.
+    """
+    if problem.implementation == "reference":
         return None
-    for role, dtype in [*(("operand", d) for d in dtypes), ("result", out_dtype)]:
-        if jnp.dtype(dtype).name not in _KERNEL_DTYPES:
-            return f"{role} dtype {jnp.dtype(dtype).name} is not one of {', '.join(_KERNEL_DTYPES)}"
+    if problem.named:
+        return _named(problem)
+    for kernel in KERNELS[problem.op]:
+        if kernel.only_named or kernel.platform != problem.platform:
+            continue
+        if unsupported(kernel, problem) or _out_of_reach(kernel):
+            continue
+        if kernel.can(problem) is None and kernel.pays(problem):
+            return configured(kernel, problem)
     return None
 
 
-def missing(implementation: str, target: str) -> str | None:
-    """Why an implementation has no kernel for a custom call."""
-    platform = PLATFORMS[implementation]
-    if platform not in extension.TARGETS.get(target, ()):
-        return f"there is no {target} for {platform}"
-    if (implementation == "sm100") != (target in _SM100_TARGETS):
-        return f"there is no {target} for {implementation}"
-    return None
+def fused(problem: Problem) -> Choice | None:
+    """The kernel that runs a product and its options as one call; None for the composition.
 
-
-def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | None:
-    """Why this process cannot run a kernel, on CUDA devices of these compute capabilities."""
-    if extension.BUILD.problem is not None:
-        return extension.BUILD.problem
-    if PLATFORMS[implementation] not in extension.BUILD.registered:
-        return "this build has no CUDA kernels"
-    for capability in capabilities:
-        needed = _CAPABILITY.get(implementation, capability)
-        if capability != needed:
-            return (
-                f"it needs compute capability {needed / 10:.1f}, this GPU has {capability / 10:.1f}"
-            )
-        has = ", ".join(extension.BUILD.architectures)
-        own = _CODE.get(implementation)
-        if own is not None and own not in extension.BUILD.architectures:
-            return f"this build has code for {has}, not for {own}"
-        if not any(_has_code(arch, capability) for arch in extension.BUILD.architectures):
-            return (
-                f"this build has code for {has}, not for compute capability {capability / 10:.1f}"
-            )
-    return None
-
-
-def _has_code(architecture: str, capability: int) -> bool:
-    number = int(re.sub(r"\D", "", architecture))
-    if architecture.endswith("-virtual"):  # PTX: compiled by the driver, for anything newer
-        return capability >= number
-    if "a" in architecture:  # architecture-specific code runs there only
-        return capability == number
-    return capability // 10 == number // 10 and capability >= number
-
-
-def chosen(
-    platform: str, operands, implementation: str | None, out_dtype, target: str = "jgg_mm"
-) -> str:
-    """The implementation that a computation lowered for a platform takes.
-
-    ``operands`` are those whose dtype a kernel of ``target`` must know.
-    Raises ValueError where one was named that cannot run. A process without a GPU lowers for
-    somebody else's, whose build is taken to be complete.
+    Raises ValueError where a kernel was named that cannot run the product itself. A name that this
+    operation has no kernel of is left to the composition's products.
     """
-    if implementation == "reference":
-        return implementation
-    kernels = [name for name, where in PLATFORMS.items() if where == platform]
-    kernel = implementation or (kernels[-1] if kernels else None)  # the last needs least
-    if implementation is not None and implementation not in kernels:
-        where = PLATFORMS[implementation]
+    names = {kernel.name for kernel in KERNELS[problem.op]}
+    if problem.implementation not in (None, *names):
+        return None
+    choice = choose(problem)
+    if choice is None or choice.kernel.fuses(problem) is not None:
+        return None
+    return choice if problem.named or choice.kernel.fusing_pays(problem) else None
+
+
+def _named(problem: Problem) -> Choice:
+    name = str(problem.implementation)
+    kernels = [k for k in KERNELS[problem.op] if k.name == name]
+    reason = None
+    if PLATFORMS[name] != problem.platform:
+        where = PLATFORMS[name]
         reason = f"it runs on {where}, but this computation is lowered for another platform"
-    elif kernel is None:
-        return "reference"
-    else:
-        reason = missing(kernel, target)
-        reason = reason or unsupported(kernel, [a.dtype for a in operands], out_dtype)
-        if reason is None and platform == "cpu":
-            reason = unavailable(kernel)
-        elif reason is None and (capabilities := extension.live_capabilities()):
-            reason = unavailable(kernel, capabilities)
-            if reason is not None and implementation is None:
-                _warn_once(
-                    "jax_groupgemm runs its reference lowering on this GPU, which is slow: "
-                    f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
-                )
-        if reason is None:
-            return implementation or platform
-    if implementation is not None:
-        raise ValueError(
-            f"jgg: implementation={implementation!r} cannot run: {reason}. "
-            "Use implementation=None, or 'reference'."
-        )
-    return "reference"
+    elif not kernels:
+        reason = missing(name, problem.op)
+    for kernel in kernels if reason is None else ():
+        why = unsupported(kernel, problem)
+        if why is None and (name == "cpu" or extension.live_capabilities()):
+            why = extension.unavailable(name, extension.live_capabilities())
+        why = why or kernel.can(problem)
+        if why is None:
+            return configured(kernel, problem)
+        reason = reason or why
+    raise ValueError(cannot_run(name, str(reason)))
 
 
-def takes_sm100(platform: str, implementation: str | None, target: str) -> bool:
-    """Whether a computation lowered for a platform takes "sm100", which has this custom call alone.
-
-    As :func:`chosen`, but unless it is named only where every GPU of this process can run it.
-    """
-    if implementation == "sm100":
-        return chosen(platform, (), implementation, jnp.float32, target) == "sm100"
-    if implementation is not None or platform != "cuda" or missing("sm100", target):
-        return False
-    capabilities = extension.live_capabilities()
-    return bool(capabilities) and unavailable("sm100", capabilities) is None
+def configured(kernel: Kernel, problem: Problem) -> Choice:
+    return Choice(kernel, problem.implementation, kernel.config(problem))
 
 
-def takes_sm90(platform: str, implementation: str | None) -> bool:
-    """Whether what a computation lowered for a platform takes is known to be "sm90": where it is
-    named, or where every GPU of this process can run it."""
-    if platform != "cuda" or implementation not in (None, "sm90"):
-        return False
-    capabilities = extension.live_capabilities()
-    named = implementation is not None
-    return named or (bool(capabilities) and unavailable("sm90", capabilities) is None)
-
-
-def may_take_lists(x, w, implementation, transpose_w=False) -> bool:
-    """Whether "sm90" may be what runs ``mm`` with lists of rows, of operands of these shapes."""
-    k, n = x.shape[-1], w.shape[1 if transpose_w else 2]
+def cannot_run(name: str, reason: str) -> str:
     return (
-        implementation in ("sm90", None)
-        and x.dtype == w.dtype
-        and x.dtype in (jnp.bfloat16, jnp.float16)
-        and 0 not in (*x.shape, *w.shape)
-        and k % 8 == 0  # lines of whole 16 bytes
-        and (n % 8 == 0 or transpose_w)
+        f"jgg: implementation={name!r} cannot run: {reason}. "
+        "Use implementation=None, or 'reference'."
     )
 
 
-def takes_lists(platform: str, x, w, out_dtype, implementation, transpose_w=False) -> bool:
-    """Whether it is what runs it in a computation lowered for a platform: where it is named, or
-    where every GPU of this process can. No other kernel takes lists of rows."""
-    if not may_take_lists(x, w, implementation, transpose_w):
-        return False
-    if implementation is not None:
-        return chosen(platform, (x, w), implementation, out_dtype) == "sm90"
-    return takes_sm90(platform, None) and unsupported("sm90", (), out_dtype) is None
+def unsupported(kernel: Kernel, problem: Problem) -> str | None:
+    """Why a kernel does not know the dtypes of a problem."""
+    for role, names in (("operand", problem.dtypes), ("result", (problem.out_dtype,))):
+        for name in names:
+            if name not in _FLOATS:
+                return f"{role} dtype {name} is not one of {', '.join(_FLOATS)}"
+    return None
+
+
+def missing(name: str, op: str) -> str | None:
+    """Why an implementation has no kernel for an operation."""
+    if any(kernel.name == name for kernel in KERNELS[op]):
+        return None
+    platform = PLATFORMS[name]
+    targets = {kernel.target for kernel in KERNELS[op] if kernel.platform == platform}
+    return f"there is no jgg_{op} for {name if targets else platform}"
+
+
+def _out_of_reach(kernel: Kernel) -> bool:
+    """Whether a kernel that nobody named must not be chosen in this process."""
+    if kernel.platform == "cpu":
+        return extension.unavailable(kernel.name) is not None
+    capabilities = extension.live_capabilities()
+    if not capabilities:
+        return not kernel.unseen
+    reason = extension.unavailable(kernel.name, capabilities)
+    if reason is not None and kernel.name == "sm80":
+        _warn_once(
+            "jax_groupgemm runs its reference lowering on this GPU, which is slow: "
+            f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
+        )
+    return reason is not None
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
+
+
+def _multiple(name: str, size: int, unit: int) -> str | None:
+    return f"needs {name} % {unit} == 0, got {name}={size}" if size % unit else None
+
+
+# ---- mm ----------------------------------------------------------------------------------------
+
+
+def lists_sm90(p: Mm) -> str | None:
+    """Why Hopper's kernel does not take lists of rows: lines of 16-bit floats, whole 16 bytes."""
+    if len(set(p.dtypes)) != 1 or p.dtypes[0] not in _HALVES:
+        return f"operands must be {' or '.join(_HALVES)} alike"
+    if p.empty:
+        return "an operand is empty"
+    return _multiple("K", p.k, 8) or (None if p.transpose_w else _multiple("N", p.n, 8))
+
+
+def _mm_fuses(p: Mm) -> str | None:
+    if p.lists:
+        return lists_sm90(p) if p.implementation != "sm80" else "it takes no lists of rows"
+    for name in p.option_dtypes:
+        if name not in _FLOATS:
+            return f"option dtype {name} is not one of {', '.join(_FLOATS)}"
+    if p.existing_dtype not in (None, p.out_dtype):
+        return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"
+    if p.empty:
+        return "an operand is empty"  # K = 0 still has a bias
+    if p.gated and mm_planes(dataclasses.replace(p, gated=False)) > 1:
+        return "it does not split float32 operands of a gated activation"
+    return None
+
+
+def _mm_fuses_generic(p: Mm) -> str | None:
+    return "it takes no lists of rows" if p.lists else _mm_fuses(p)
+
+
+def _mm_pays(p: Mm) -> bool:
+    """float32 operands run on "sm80" where they are not split."""
+    return p.operand_dtype != "float32" or mm_planes(p) > 1
+
+
+def _lists_pay(p: Mm) -> bool:
+    return not p.lists or p.rows <= _LISTS_UP_TO_ROWS * p.groups
+
+
+def _mm_config(p: Mm) -> dict[str, Any]:
+    tile = 0
+    if not p.lists and p.segments:
+        dtypes = (*p.dtypes, p.out_dtype)
+        mean = p.rows / p.segments
+        tile = tuned.mm(dtypes, p.groups, p.k, p.n, mean, p.transpose_w, p.gated)
+    return {"planes": mm_planes(p), "tile": tile}
+
+
+def mm_planes(p: Mm) -> int:
+    """The bfloat16 planes in which a kernel takes float32 operands; 1: as they are."""
+    whole = p.gated or p.transpose_x or p.transpose_out
+    runs = not whole and p.ordered and (p.transpose_w or p.n % 8 == 0)
+    return _planes(p, runs, _splitting_pays(p.rows * p.k * p.n, p.elements))
+
+
+def _planes(p: Mm | Wgrad, runs: bool, pays: bool) -> int:
+    """``runs`` where there is a kernel for them, ``pays`` where making three is worth it. Two are
+    no faster than tf32 on "sm80"."""
+    if p.operand_dtype != "float32" or not runs or p.implementation == "sm80":
+        return 1
+    if p.implementation != "sm90" and (p.tf32 or not pays or not _hopper()):
+        return 1
+    if extension.live_capabilities() and "90a" not in extension.BUILD.architectures:
+        return 1
+    return 2 if p.tf32 else 3
+
+
+def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> bool:
+    """Whether three planes are faster than float32 arithmetic. An H200 does 21e12 multiplications a
+    second in float32, or 10e12 where tiles are few; 40e12 in planes, 2.5 ps to make those of an
+    element, and 5 us are a fit that chooses the faster in the cases measured."""
+    planes = multiplications / 40e12 + 2.5e-12 * elements + 5e-6
+    return planes < multiplications / (10e12 if few else 21e12)
+
+
+def _hopper() -> bool:
+    """Whether every GPU of this process is a Hopper one."""
+    return set(extension.live_capabilities()) == {90}
+
+
+def sorting_pays(kind: str, pairs: int, rows: int) -> bool:
+    """Whether ``pairs`` products of so many rows, named by index, are sorted by matrix first."""
+    below, above_total = SORT_BELOW_ROWS[kind]
+    return rows < below and pairs > 1 and pairs * rows > above_total
+
+
+# ---- wgrad -------------------------------------------------------------------------------------
+
+
+def _wgrad_config(p: Wgrad) -> dict[str, Any]:
+    parts = wgrad_parts(p)
+    if parts > 1:  # each part is a problem of its own
+        return {"parts": parts}
+    contiguous = p.transpose_x and p.transpose_y  # both along the contracted axis
+    runs = p.own_weight and not (contiguous and p.kind == "segments")
+    runs = runs and (p.transpose_x or p.a % 8 == 0) and (p.transpose_y or p.b % 8 == 0)
+    pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few=_tiles(p) <= _FEW_TILES)
+    mean = p.rows / max(p.segments, 1)
+    tile = tuned.wgrad(
+        (*p.dtypes, p.out_dtype), p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y
+    )
+    return {"parts": 1, "planes": _planes(p, runs, pays), "tile": tile}
+
+
+def _wgrad_pays(p: Wgrad) -> bool:
+    return p.operand_dtype != "float32" or _wgrad_config(p).get("planes", 1) > 1
+
+
+def wgrad_parts(p: Wgrad) -> int:
+    """In how many parts a kernel takes each segment, so that few and small results keep an H200
+    busy: a tile of 128 x 128 for each processor, of 512 rows or more on average. 1: whole, also
+    where it would be less than 4, since adding the parts up takes time, too."""
+    if p.kind == "segments" or p.whole or 0 in (p.groups, p.a, p.b):
+        return 1
+    parts = min(_PROCESSORS // _tiles(p), p.rows // (512 * p.groups))
+    return parts if parts >= 4 else 1
+
+
+def _tiles(p: Wgrad) -> int:
+    """Tiles of 128 x 128 in a stack of matrices."""
+    return p.groups * math.prod(-(-size // 128) for size in (p.a, p.b))
+
+
+# ---- qmm ---------------------------------------------------------------------------------------
+
+
+def _hopper_qmm(p: Qmm) -> str | None:
+    """What both of Hopper's kernels need."""
+    if p.dtypes[0] != "bfloat16":
+        return f"needs bfloat16 x, got {p.dtypes[0]}"
+    if not p.transpose_w:
+        return "needs transpose_w=True"
+    return None if p.ordered else "needs segments in order"
+
+
+def _packed(p: Qmm) -> str | None:
+    if any(capability != 90 for capability in extension.live_capabilities()):
+        return "needs a Hopper GPU"
+    if p.layout != "sm90":
+        if p.empty or not p.packable or p.mode == "mxfp8":
+            return "prepack has no kernel for this weight"
+        if p.rows < p.all_groups * _repack_from(p.bits):
+            return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
+        if not p.named and not extension.live_capabilities():
+            return "repacks for a GPU that this process has"
+    if p.gated and p.n // 2 % 64:
+        return f"needs N / 2 % 64 == 0 with a gated activation, got N={p.n}"
+    return _hopper_qmm(p)
+
+
+def _repack_from(bits: int) -> int:
+    return _REPACK_FROM_ROWS if bits < 6 else _REPACK_FROM_ROWS_WIDE
+
+
+def as_stored_sm90(p: Qmm) -> str | None:
+    """Why Hopper's kernel does not take a weight as it is stored."""
+    if p.layout != "linear":
+        return f"needs layout 'linear', got {p.layout!r}"
+    if p.mode == "affine" and p.scales_dtype != "bfloat16":
+        return f"needs bfloat16 scales, got {p.scales_dtype}"
+    if p.k * p.bits % 128:
+        return f"needs K * bits % 128 == 0, lines of whole 16 bytes, got K={p.k}, bits={p.bits}"
+    return _hopper_qmm(p)
+
+
+def _qmm_fuses(p: Qmm) -> str | None:
+    for name in p.option_dtypes:
+        if name not in _FLOATS:
+            return f"option dtype {name} is not one of {', '.join(_FLOATS)}"
+    return "an operand is empty" if p.empty else None
+
+
+# ---- NVFP4 -------------------------------------------------------------------------------------
+
+
+def _nvfp4_mm_sm100(p: Nvfp4) -> str | None:
+    columns = 8 if p.out_dtype == "bfloat16" else 4
+    return _multiple("K", p.k, 32) or _multiple("N", p.n, columns)
+
+
+def _nvfp4_wgrad_sm100(p: Nvfp4) -> str | None:
+    return _multiple("K", p.k, 4)  # lines of the result, four columns of float32 to 16 bytes
+
+
+def _nvfp4_mm_sm90(p: Nvfp4) -> str | None:
+    """x is decoded to the order of columns that the kernel takes, and w is read as it is."""
+    assert isinstance(p.inner, Qmm)
+    if not p.linear or p.row_scales:
+        return "needs layout 'linear' and no scale for each row"
+    return _multiple("K", p.k, 128) or as_stored_sm90(p.inner) or _qmm_fuses(p.inner)
+
+
+def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
+    assert isinstance(p.inner, Wgrad)
+    return "its segments are cut into parts" if wgrad_parts(p.inner) > 1 else None
+
+
+# ---- the kernels of each operation ---------------------------------------------------------------
+
+
+def _converts(p: Conversion) -> str | None:
+    if p.op == "prepack" and p.mode == "mxfp8":
+        return "there is none for mxfp8"
+    return "an operand is empty" if p.empty else None
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "mm": (
+        Kernel(
+            "sm90", "jgg_mm", fuses=_mm_fuses, pays=_mm_pays, fusing_pays=_lists_pay,
+            config=_mm_config,
+            needs="bfloat16, float16; float32 in bfloat16 planes",
+        ),
+        Kernel("sm80", "jgg_mm", fuses=_mm_fuses_generic, config=_mm_config, unseen=True),
+        Kernel("cpu", "jgg_mm", fuses=lambda p: "it has no options", unseen=True),
+    ),
+    "wgrad": (
+        Kernel(
+            "sm90", "jgg_wgrad", pays=_wgrad_pays, config=_wgrad_config,
+            needs="bfloat16, float16; float32 in bfloat16 planes",
+        ),
+        Kernel("sm80", "jgg_wgrad", config=_wgrad_config, unseen=True),
+        Kernel("cpu", "jgg_wgrad", unseen=True),
+    ),
+    "qmm": (
+        Kernel(
+            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses, unseen=True,
+            needs="bfloat16 x, transpose_w; prepacked weights, or many rows",
+        ),
+        Kernel(
+            "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses, config=lambda p: {"x_ordered": True},
+            needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
+        ),
+        # Named, "sm90" also takes what only the generic kernel runs.
+        Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, only_named=True),
+        Kernel("sm80", "jgg_qmm", fuses=_qmm_fuses, unseen=True),
+    ),
+    "nvfp4_grouped_mm": (
+        Kernel(
+            "sm100", "jgg_nvfp4_grouped_mm", _nvfp4_mm_sm100,
+            needs="K % 32 == 0, N % 8 == 0 (N % 4 with float32 and float16)",
+        ),
+        Kernel(
+            "sm90", "jgg_qmm", fuses=_nvfp4_mm_sm90, config=lambda p: {"x_ordered": True},
+            needs="K % 128 == 0, w as stored",
+        ),
+    ),
+    "nvfp4_grouped_wgrad": (
+        Kernel("sm100", "jgg_nvfp4_grouped_wgrad", _nvfp4_wgrad_sm100, needs="K % 4 == 0"),
+        Kernel(
+            "sm90", "jgg_wgrad", fuses=_nvfp4_wgrad_sm90,
+            config=lambda p: _wgrad_config(p.inner),
+        ),
+    ),
+    **{
+        op: (Kernel("sm80", f"jgg_{op}", _converts, unseen=True),)
+        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
+    },
+}  # fmt: skip
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A call of an operation that has no awkward shape, for tables of what runs.
+
+    ``otherwise`` names what runs without a kernel: the reference, or a composition of others.
+    """
+
+    make: Callable[[str, str], Problem]
+    dtypes: tuple[str, ...] = _FLOATS
+    otherwise: str = "reference"
+
+    def choice(self, platform: str, dtype: str) -> Choice | None:
+        problem = self.make(platform, dtype)
+        return (fused if isinstance(problem, Nvfp4) else choose)(problem)
+
+    def others(self, platform: str, dtype: str) -> dict[str, str]:
+        """Why each implementation that does not run the call does not."""
+        problem, choice = self.make(platform, dtype), self.choice(platform, dtype)
+        runs = None if choice is None else choice.kernel.name
+        return {
+            name: _reasons(problem, name) or f"only on request, implementation={name!r}"
+            for name in IMPLEMENTATIONS[:-1]
+            if name != runs
+        }
+
+
+def _sample_mm(platform: str, dtype: str) -> Mm:
+    return Mm(
+        op="mm", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
+        rows=4096, groups=8, k=2048, n=2048, segments=8, elements=2**25,
+    )  # fmt: skip
+
+
+def _sample_wgrad(platform: str, dtype: str) -> Wgrad:
+    return Wgrad(
+        op="wgrad", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
+        rows=4096, groups=8, a=2048, b=2048, kind="sizes", segments=8, elements=2**24,
+    )  # fmt: skip
+
+
+def _sample_qmm(platform: str, dtype: str) -> Qmm:
+    return Qmm(
+        op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, groups=8,
+        all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
+        scales_dtype="bfloat16", packable=True,
+    )  # fmt: skip
+
+
+def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, str], Nvfp4]:
+    def make(platform: str, dtype: str) -> Nvfp4:
+        decoded = dataclasses.replace(inner(platform, "bfloat16"), out_dtype=dtype)
+        return Nvfp4(op=op, platform=platform, out_dtype=dtype, k=2048, n=2048, inner=decoded)
+
+    return make
+
+
+def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
+    return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
+
+
+_NVFP4_MM = _sample_nvfp4("nvfp4_grouped_mm", _sample_qmm)
+#: Every public operation, by a call of it.
+SAMPLES: dict[str, Sample] = {
+    **dict.fromkeys(
+        ("grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general"),
+        Sample(_sample_mm, (*_FLOATS, "float64")),
+    ),
+    "segmented_mm": Sample(_sample_wgrad, (*_FLOATS, "float64")),
+    **dict.fromkeys(("grouped_qmm", "gather_qmm", "quantized_matmul"), Sample(_sample_qmm)),
+    "nvfp4_grouped_mm": Sample(_NVFP4_MM, otherwise="composed"),
+    "nvfp4_grouped_wgrad": Sample(
+        _sample_nvfp4("nvfp4_grouped_wgrad", _sample_wgrad), ("float32",), "composed"
+    ),
+    "nvfp4_grouped_linear": Sample(_NVFP4_MM, ("float32", "bfloat16"), "composed"),
+    **{
+        op: Sample(_sample_conversion(op))
+        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
+    },
+}
+
+
+def _reasons(problem: Problem, name: str) -> str | None:
+    kernels = [k for k in KERNELS[problem.op] if k.name == name and not k.only_named]
+    why = [_reason(kernel, problem) for kernel in kernels] or [missing(name, problem.op)]
+    return next(filter(None, why), None)
+
+
+def _reason(kernel: Kernel, problem: Problem) -> str | None:
+    if kernel.platform != problem.platform:
+        there = "no CUDA device" if kernel.platform == "cuda" else "JAX runs on another device"
+        return extension.unavailable(kernel.name) or there
+    capabilities = extension.live_capabilities() if kernel.platform == "cuda" else ()
+    return (
+        extension.unavailable(kernel.name, capabilities)
+        or unsupported(kernel, problem)
+        or kernel.can(problem)
+        or (kernel.fuses(problem) if isinstance(problem, Nvfp4) else None)
+    )

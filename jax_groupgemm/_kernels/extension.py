@@ -1,7 +1,7 @@
-"""The compiled handlers: loading, version check, choice of implementation.
+"""The compiled handlers: loading them, what they were built for, and the GPUs of this process.
 
-This is the only file that talks to the extension module; ``_custom_calls.py`` has the calls.
-Importing it touches no device and starts no backend.
+This is the only file that talks to the extension module. Importing it touches no device and starts
+no backend.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,43 @@ def load() -> Build:
 
 
 BUILD = load()
+
+# The one compute capability whose instructions a kernel is made of, and the code that a build must
+# have for it: no other architecture's will do.
+_CAPABILITY = {"sm100": 100, "sm90": 90}
+_CODE = {"sm100": "100a", "sm90": "90a"}
+
+
+def unavailable(implementation: str, capabilities: Sequence[int] = ()) -> str | None:
+    """Why this process cannot run a kernel, on CUDA devices of these compute capabilities."""
+    if BUILD.problem is not None:
+        return BUILD.problem
+    if ("cpu" if implementation == "cpu" else "cuda") not in BUILD.registered:
+        return "this build has no CUDA kernels"
+    for capability in capabilities:
+        needed = _CAPABILITY.get(implementation, capability)
+        if capability != needed:
+            return (
+                f"it needs compute capability {needed / 10:.1f}, this GPU has {capability / 10:.1f}"
+            )
+        has = ", ".join(BUILD.architectures)
+        own = _CODE.get(implementation)
+        if own is not None and own not in BUILD.architectures:
+            return f"this build has code for {has}, not for {own}"
+        if not any(_has_code(arch, capability) for arch in BUILD.architectures):
+            return (
+                f"this build has code for {has}, not for compute capability {capability / 10:.1f}"
+            )
+    return None
+
+
+def _has_code(architecture: str, capability: int) -> bool:
+    number = int(re.sub(r"\D", "", architecture))
+    if architecture.endswith("-virtual"):  # PTX: compiled by the driver, for anything newer
+        return capability >= number
+    if "a" in architecture:  # architecture-specific code runs there only
+        return capability == number
+    return capability // 10 == number // 10 and capability >= number
 
 
 def live_capabilities() -> tuple[int, ...]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 FORMAT = 1
 #: Rows of a tile; which of them a product can have is HasTileSm90's (ffi/grouped_mm/gemm_sm90.cuh).
@@ -57,27 +56,25 @@ class Entry(NamedTuple):
 # ---- choice ----------------------------------------------------------------------------------
 
 
-def mm(x, w, mean_rows: float, out_dtype, transpose_w: bool, gated: bool) -> int:
-    """The measured tile of ``x @ w[group]``, or 0."""
-    groups, *last = w.shape
-    k, n = reversed(last) if transpose_w else last
-    transposed = "w" * transpose_w
-    return _tile("mm", x, w, out_dtype, groups, k, n, transposed, gated, mean_rows)
+def mm(
+    dtypes, groups: int, k: int, n: int, mean_rows: float, transpose_w: bool, gated: bool
+) -> int:
+    """The measured tile of ``x @ w[group]``, or 0. ``dtypes``: of operands and result."""
+    return _tile("mm", dtypes, groups, k, n, "w" * transpose_w, gated, mean_rows)
 
 
-def wgrad(x, y, mean_rows: float, out_dtype, shape, transpose_x: bool, transpose_y: bool) -> int:
-    """The measured tile of ``x_s^T @ y_s``, a result of ``shape`` (groups, k, n), or 0."""
-    groups, k, n = shape
+def wgrad(dtypes, groups: int, k: int, n: int, mean_rows: float, transpose_x: bool,
+          transpose_y: bool) -> int:  # fmt: skip
+    """The measured tile of ``x_s^T @ y_s``, a result of shape (groups, k, n), or 0."""
     transposed = "x" * transpose_x + "y" * transpose_y
-    return _tile("wgrad", x, y, out_dtype, groups, k, n, transposed, False, mean_rows)
+    return _tile("wgrad", dtypes, groups, k, n, transposed, False, mean_rows)
 
 
-def _tile(op, a, b, out_dtype, groups, k, n, transposed, gated, mean_rows) -> int:
-    dtypes = {jnp.dtype(dtype).name for dtype in (a.dtype, b.dtype, out_dtype)}
-    if len(dtypes) > 1 or not dtypes <= set(_DTYPES) or mean_rows <= 0:
+def _tile(op, dtypes, groups, k, n, transposed, gated, mean_rows) -> int:
+    if len(set(dtypes)) > 1 or dtypes[0] not in _DTYPES or mean_rows <= 0:
         return 0
     rows = nearest_power_of_two(mean_rows)
-    product = Product(op, dtypes.pop(), groups, k, n, transposed, gated, rows)
+    product = Product(op, dtypes[0], groups, k, n, transposed, gated, rows)
     if (forced_now := _forced.get()) is not None:
         tile, seen = forced_now
         seen.append(product)

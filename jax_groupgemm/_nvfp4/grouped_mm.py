@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from .._core.segments import SIZES
 from .._grouped import call as grouped_call
 from .._grouped import epilogue
 from .._kernels import choose
-from .._quantized import array, convert, formats, ordered, prepack
+from .._quantized import array, convert, formats, prepack
 from .._quantized import call as quantized_call
+from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from . import sm100
 from .sm100 import folded
@@ -97,10 +99,11 @@ def nvfp4_grouped_mm(
 
 def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
     """In terms of other products. ``scale`` has w's global scale."""
-    product = functools.partial(
-        epilogue.mm, activation=None, transpose_w=True, precision=jax.lax.Precision.HIGHEST,
-        implementation=implementation,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "activation": None, "transpose_w": True, "precision": jax.lax.Precision.HIGHEST,
+        "implementation": implementation,
+    }  # fmt: skip
+    product = functools.partial(quantized_product.OPTIONS, **options)
     rows, meta, row_scale = exact(x, implementation), (group_sizes,), x.global_scale
     if row_scale is not None and row_scale.ndim == 0:
         rest, power = apart(row_scale)
@@ -111,34 +114,41 @@ def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
     # An epilogue scales rows after it has added a bias, which here is a product of its own.
     out = product(rows, w, meta, None, row_scale, None, dtype=jnp.float32)
     ones = jnp.ones((rows.shape[0], 1), bias.dtype)
-    return product(ones, bias[:, :, None], meta, None, None, out, dtype=dtype)
+    return epilogue.MM(ones, bias[:, :, None], meta, None, None, out, dtype=dtype, **options)
 
 
-def _fused(platform, x, w, group_sizes, scale, bias, *, dtype, implementation):
-    """The same where a kernel decodes x to what Hopper's takes beside w as it is stored; None where
-    it does not."""
-    linear = x.layout == w.layout == "linear"
-    if x.shape[1] % 128 or not linear or x.global_scale is not None:
-        return None
-    rows = jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16))
-    runs = choose.chosen(platform, (rows,), implementation, dtype, "jgg_qmm")
-    others = [] if bias is None else [bias.dtype]
-    if choose.unsupported(runs, others, dtype) is not None:
-        return None
-    if not ordered.takes(runs, rows, w, SIZES, transpose_w=True):
-        return None
+def _problem(platform, x, w, group_sizes, scale, bias, *, dtype, implementation) -> choose.Nvfp4:
+    del scale
+    (rows, k), n = x.shape, w.shape[1]
+    decoded = quantized_call.qmm_problem(
+        platform, _decoded(x), w, (group_sizes,), form=SIZES, rows=rows, out_dtype=dtype,
+        transpose_w=True, implementation=implementation, epilogue=grouped_call.Epilogue(bias),
+    )  # fmt: skip
+    return choose.Nvfp4(
+        op="nvfp4_grouped_mm", platform=platform, implementation=implementation,
+        out_dtype=jnp.dtype(dtype).name, k=k, n=n, inner=decoded,
+        linear=x.layout == w.layout == "linear", row_scales=x.global_scale is not None,
+    )  # fmt: skip
+
+
+def _decoded(x: Quantized) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16))
+
+
+def _sm90(choice, x, w, group_sizes, scale, bias, *, dtype):
+    """x is decoded to the columns' order that the kernel takes beside w as it is stored."""
     rows = quantized_call.dequantize(
         x.weight, x.scales, None, None, mode=x.mode, bits=x.bits, group_size=x.group_size,
-        dtype=rows.dtype, ordered=True,
+        dtype=_decoded(x).dtype, ordered=True,
     )  # fmt: skip
     return quantized_call.qmm(
-        runs, rows, dataclasses.replace(w, global_scale=scale), (group_sizes,), form=SIZES,
-        rows=x.shape[0], out_dtype=dtype, transpose_w=True, precision=lax.Precision.HIGHEST,
-        epilogue=grouped_call.Epilogue(bias), x_is_ordered=True,
+        choice, rows, dataclasses.replace(w, global_scale=scale), (group_sizes,),
+        form=SIZES, rows=x.shape[0], out_dtype=dtype, transpose_w=True,
+        precision=lax.Precision.HIGHEST, epilogue=grouped_call.Epilogue(bias), x_is_ordered=True,
     )  # fmt: skip
 
 
-_MM = sm100.grouped_mm(_composed, _fused)
+_MM = sm100.grouped_mm(_composed, _problem, _sm90)
 
 
 def operand(op: str, name: str, q) -> Quantized:

@@ -117,21 +117,30 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implement
     return out.astype(dtype)
 
 
-def _fused(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype, implementation):
-    """The same where one kernel multiplies, scales and accumulates; None where there is none.
-    ``scale`` has every global scale."""
-    if not choose.takes_sm90(platform, implementation):
-        return None
-    product = _product(group_sizes)
+def _problem(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype,
+             implementation) -> choose.Nvfp4:  # fmt: skip
+    decoded = grouped_call.wgrad_problem(
+        platform, _decoded(dy), _decoded(x), (group_sizes,), **_product(group_sizes),
+        out_dtype=dtype, implementation=implementation,
+    )  # fmt: skip
+    return choose.Nvfp4(
+        op="nvfp4_grouped_wgrad", platform=platform, implementation=implementation,
+        out_dtype=jnp.dtype(dtype).name, k=x.shape[0], n=dy.shape[0], inner=decoded,
+    )  # fmt: skip
+
+
+def _decoded(q: Quantized) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(q.shape, jnp.dtype(jnp.bfloat16))
+
+
+def _sm90(choice, x, dy, group_sizes, scale, beta, existing_out, *, dtype):
+    """One kernel multiplies, scales and accumulates. ``scale`` has every global scale."""
     padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
-    if grouped_call.wgrad_parts(dy, x, (padded,), **product) > 1:
-        return None
-    dy, x = (exact(_stored(q), implementation) for q in (dy, x))
+    dy, x = (exact(_stored(q), None) for q in (dy, x))
     if existing_out is not None and beta is not None:
         existing_out = _times(beta, existing_out)
-    runs = choose.chosen(platform, (x, dy), implementation, dtype, "jgg_wgrad")
     return grouped_call.wgrad(
-        runs, dy, x, padded, **product, out_dtype=dtype, existing_out=existing_out,
+        choice, dy, x, padded, **_product(group_sizes), out_dtype=dtype, existing_out=existing_out,
         scale=jnp.where(padded > 0, scale, jnp.float32(0)),
     )  # fmt: skip
 
@@ -144,7 +153,7 @@ def _product(group_sizes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_WGRAD = sm100.grouped_wgrad(_composed, _fused)
+_WGRAD = sm100.grouped_wgrad(_composed, _problem, _sm90)
 
 
 def _along_t(op: str, name: str, q) -> Quantized:

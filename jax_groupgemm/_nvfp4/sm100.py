@@ -25,23 +25,23 @@ from . import call
 from .layouts import group_of, padded_sizes
 
 
-def grouped_mm(composed: Callable, fused: Callable) -> Composed:
+def grouped_mm(composed: Callable, problem: Callable, sm90: Callable) -> Composed:
     """``composed(x, w, group_sizes, alpha, bias, *, dtype, implementation)``, of Quantized x and w;
-    ``alpha`` has that of w.
-    ``fused(platform, ...)`` is the same, or None where no other kernel takes them either."""
-    return _either("nvfp4_grouped_mm", composed, _mm_call, _mm_problem, fused, _mm_cost)
+    ``alpha`` has that of w. ``problem(platform, ...)`` of the same says what kernels see, and
+    ``sm90(choice, ...)`` runs it on Hopper."""
+    return _either("nvfp4_grouped_mm", composed, problem, {"sm100": _mm, "sm90": sm90}, _mm_cost)
 
 
-def grouped_wgrad(composed: Callable, fused: Callable) -> Composed:
+def grouped_wgrad(composed: Callable, problem: Callable, sm90: Callable) -> Composed:
     """``composed(x, dy, group_sizes, alpha, beta, existing_out, *, dtype, implementation)``, of
-    Quantized x and dy in layout "grouped"; ``alpha`` has that of dy. ``fused`` likewise."""
-    return _either("nvfp4_grouped_wgrad", composed, _wgrad_call, _wgrad_problem, fused, _wgrad_cost)
+    Quantized x and dy in layout "grouped"; ``alpha`` has that of dy. The others likewise."""
+    calls = {"sm100": _wgrad, "sm90": sm90}
+    return _either("nvfp4_grouped_wgrad", composed, problem, calls, _wgrad_cost)
 
 
-def _either(name: str, composed: Callable, call: Callable, problem: Callable,
-            fused: Callable, cost: Callable) -> Composed:  # fmt: skip
-    """``problem(*operands, **static)`` says why ``call`` of the same, the custom call
-    ``jgg_<name>``, cannot be: ffi/nvfp4/layout.h has the reasons.
+def _either(name: str, composed: Callable, problem: Callable, calls: dict[str, Callable],
+            cost: Callable) -> Composed:  # fmt: skip
+    """One of ``calls``, or the composition.
 
     Kernels on a GPU take one factor of each group, so there x's global scale, too, becomes part of
     ``alpha`` where it is a scalar.
@@ -51,37 +51,27 @@ def _either(name: str, composed: Callable, call: Callable, problem: Callable,
         if any(0 in a.shape for a in operands[:3]):
             return None
         one = _one_factor(*operands)
-        out = in_one_call(platform, *one, implementation=implementation, **static)
-        if out is None and platform == "cuda":
+        seen = problem(platform, *one, implementation=implementation, **static)
+        if (choice := choose.fused(seen)) is not None:
+            return calls[choice.kernel.name](choice, *one, **static)
+        if platform == "cuda":
             return of_others(*one, implementation=implementation, **static)
-        return out
-
-    def in_one_call(platform, *operands, implementation, **static):
-        own = implementation in (None, _OWN)
-        if not (own and choose.takes_sm100(platform, implementation, f"jgg_{name}")):
-            return fused(platform, *operands, **static, implementation=implementation)
-        why = problem(*operands, **static)
-        if why is None:
-            return call(*operands, **static)
-        if implementation is not None:
-            raise ValueError(_cannot_run(why + ". Use implementation=None, or 'reference'"))
         return None
 
     def of_others(*operands, implementation, **static):
-        implementation = None if implementation == _OWN else implementation
+        implementation = None if implementation == "sm100" else implementation
         return composed(*operands, **static, implementation=implementation)
 
     def sharded(*, implementation, **_):
-        if implementation == _OWN:
-            why = "its operands are sharded. Use implementation=None, or jax.shard_map"
-            raise ValueError(_cannot_run(why))
+        if implementation == "sm100":
+            raise ValueError(
+                "jgg: implementation='sm100' cannot run: its operands are sharded. "
+                "Use implementation=None, or jax.shard_map."
+            )
 
     return Composed(
         f"jgg_{name}", of_others, where_possible, keeps_call=True, sharded=sharded, cost=cost
     )
-
-
-_OWN = "sm100"
 
 
 def folded(*factors) -> jax.Array | None:
@@ -96,11 +86,7 @@ def _one_factor(x, w, group_sizes, alpha, *rest):
     return x, w, group_sizes, alpha, *rest
 
 
-def _cannot_run(why: str) -> str:
-    return f"jgg: implementation={_OWN!r} cannot run: {why}."
-
-
-def _mm_call(x, w, group_sizes, alpha, bias, *, dtype):
+def _mm(choice, x, w, group_sizes, alpha, bias, *, dtype):
     (rows, _), groups = x.shape, w.shape[0]
     dtype = jnp.dtype(dtype)
     whole = bias is None and x.global_scale is None and dtype.name in ("bfloat16", "float32")
@@ -123,12 +109,7 @@ def _mm_call(x, w, group_sizes, alpha, bias, *, dtype):
     return out.astype(dtype)
 
 
-def _mm_problem(x, w, *_, dtype) -> str | None:
-    columns = 8 if dtype == jnp.bfloat16 else 4
-    return _multiple("K", x.shape[1], 32) or _multiple("N", w.shape[1], columns)
-
-
-def _wgrad_call(x, dy, group_sizes, alpha, beta, existing_out, *, dtype):
+def _wgrad(choice, x, dy, group_sizes, alpha, beta, existing_out, *, dtype):
     groups = group_sizes.shape[0]
     beta = None if existing_out is None else _per_group(beta, groups)
     out = call.nvfp4_grouped_wgrad(
@@ -137,17 +118,9 @@ def _wgrad_call(x, dy, group_sizes, alpha, beta, existing_out, *, dtype):
     return out.astype(dtype)
 
 
-def _wgrad_problem(x, *_, **__) -> str | None:
-    return _multiple("K", x.shape[0], 4)  # lines of the result, four columns of float32 to 16 bytes
-
-
 def _per_group(factor, groups: int):
     """float32 (G,) of a scalar, (G,) or None."""
     return jnp.broadcast_to(jnp.float32(1) if factor is None else factor, (groups,))
-
-
-def _multiple(name: str, size: int, unit: int) -> str | None:
-    return f"needs {name} % {unit} == 0, got {name}={size}" if size % unit else None
 
 
 def _mm_cost(operands, values, outs, **_) -> Cost:

@@ -9,30 +9,53 @@ import jax.numpy as jnp
 
 from .._core import segments
 from .._grouped.call import Epilogue, attributes, metadata_flags
+from .._kernels import choose
 from . import formats, ordered
 
 
-def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
+def qmm_problem(
+    platform, x, q, meta, *, form, rows, out_dtype, transpose_w, implementation,
+    epilogue: Epilogue | None = None, packable: bool = False, **_,
+) -> choose.Qmm:  # fmt: skip
+    """``qmm`` of these operands, as kernels see it; ``packable``: ``prepack`` takes the weight."""
+    groups, (n, k) = q.shape[0], q.shape[1:] if transpose_w else q.shape[:0:-1]
+    epilogue = epilogue or Epilogue()
+    options = [v for v in (epilogue.bias, epilogue.row_scale) if v is not None]
+    return choose.Qmm(
+        op="qmm", platform=platform, implementation=implementation, dtypes=(x.dtype.name,),
+        out_dtype=jnp.dtype(out_dtype).name, empty=0 in (*x.shape, *q.shape), rows=rows,
+        groups=groups,
+        all_groups=meta[0].shape[0] if len(meta) == 2 else groups,  # rows may be of other groups
+        k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, scales_dtype=q.scales.dtype.name,
+        packable=packable, ordered=form.ordered_y, transpose_w=transpose_w,
+        gated=epilogue.activation in choose.GATED,
+        option_dtypes=tuple(v.dtype.name for v in options),
+    )  # fmt: skip
+
+
+def qmm(choice: choose.Choice, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
         epilogue: Epilogue | None = None, x_is_ordered=False):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
-    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight."""
+    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight.
+
+    ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this choice.
+    """
     groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
     epilogue = epilogue or Epilogue()
     assert epilogue.existing_out is None
-    columns = n // 2 if epilogue.activation in ("swiglu", "geglu") else n
+    columns = n // 2 if epilogue.activation in choose.GATED else n
     metadata, *offset = segments.narrow(form, meta, x.shape[0], groups)
     if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
         return jnp.zeros((rows, columns), out_dtype)
-    flags = metadata_flags(implementation, form, meta, precision) | {
+    flags = metadata_flags(choice, form, meta, precision) | {
         "mode": q.mode,
         "global_scale": q.global_scale is not None,
         "bias": epilogue.bias is not None,
         "activation": epilogue.activation or "",
         "row_scale": epilogue.row_scale is not None,
     }
-    if q.layout == "linear":
-        target = "jgg_qmm"
-        x_ordered = ordered.takes(implementation, x, q, form, transpose_w)
+    if choice.target == "jgg_qmm":
+        x_ordered = choice.config.get("x_ordered", False)
         if x_ordered and not x_is_ordered:
             x = ordered.ordered(x, q.bits)
         assert x_ordered or not x_is_ordered
@@ -46,12 +69,11 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
             "in_order": form.ordered_y,
         }
     else:
-        target = "jgg_qmm_packed"
         del flags["tf32"]
     del flags["kernel"]  # which its operands name
     options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
     given = [value for value in options if value is not None]
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
+    call = jax.ffi.ffi_call(choice.target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
     return call(x, q.weight, q.scales, metadata, *given, **attributes(flags))
 
 

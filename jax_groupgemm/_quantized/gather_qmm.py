@@ -11,10 +11,6 @@ from .._grouped.gather_mm import gathered
 from . import product as quantized_product
 from .array import Quantized
 
-# As in gather_mm, but every product that comes as it is dequantizes its matrix anew, and no kernel
-# takes rows by index: so few rows in all that sorting would take longer come as they are.
-_SORT_BELOW_ROWS, _SORT_ABOVE_TOTAL = 128, 8
-
 
 @operation
 def gather_qmm(
@@ -83,10 +79,7 @@ def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementati
         )  # fmt: skip
 
     shape = (*batch, first if transpose_w else second)
-    return gathered(
-        op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, _SORT_BELOW_ROWS,
-        sort_above_total=_SORT_ABOVE_TOTAL,
-    )  # fmt: skip
+    return gathered(op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, kind="qmm")
 
 
 def _flatten(w: Quantized, batch) -> Quantized:

@@ -6,7 +6,7 @@ import jax
 
 from .._core import check
 from .._core.operations import operation
-from .._grouped.grouped_mm import metadata, with_epilogue
+from .._grouped.grouped_mm import metadata, with_options
 from . import product as quantized_product
 from .array import Quantized
 
@@ -67,7 +67,8 @@ def grouped_qmm(
     meta = metadata(op, group_sizes, group_offset, w)
     check.rows(op, "x", x.shape[0])
     check.implementation(op, implementation)
-    return with_epilogue(
-        op, x, w, meta, bias, activation, row_scale, transpose_w=transpose_w, dtype=dtype,
-        precision=check.precision(op, None), implementation=implementation,
+    return with_options(
+        op, quantized_product.OPTIONS, x, w, meta, bias, activation, row_scale,
+        transpose_w=transpose_w, dtype=dtype, precision=check.precision(op, None),
+        implementation=implementation, fused=w.global_scale is None or w.global_scale.ndim < 2,
     )  # fmt: skip

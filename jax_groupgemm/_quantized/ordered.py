@@ -11,28 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .._core.segments import Form
-from .._kernels import choose
-
 _BLOCK = 128
-
-
-def takes(implementation: str, x, q, form: Form, transpose_w: bool) -> bool:
-    """Whether that kernel is what runs a product with the Quantized ``q``: where "sm90" is named,
-    or where every GPU of this process is a Hopper one. ``implementation``: as of
-    :func:`_call.chosen`."""
-    known = implementation in ("sm90", "cuda") and choose.takes_sm90(
-        "cuda", "sm90" if implementation == "sm90" else None
-    )
-    return (
-        known
-        and transpose_w
-        and form.ordered_y
-        and x.dtype == jnp.bfloat16
-        and q.layout == "linear"
-        and x.shape[1] * q.bits % 128 == 0  # lines of whole 16 bytes
-        and (q.mode != "affine" or q.scales.dtype == jnp.bfloat16)
-    )
 
 
 def ordered(x: jax.Array, bits: int) -> jax.Array:

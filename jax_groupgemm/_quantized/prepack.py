@@ -27,18 +27,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._core import conversion, partition
 from .._core.float_bits import u32
 from .._core.operations import operation
-from .._core.segments import Form
-from .._kernels import choose, extension
 from . import array, call, formats
 from .array import Quantized
 
 _TILE = 64
-
-# From so many rows per matrix on, a product of weights as they are stored repacks them first: that
-# costs the same for any number of rows, and each row gains what putting its columns in order costs.
-# On an H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with
-# 1024 870 and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
-_REPACKED_ROWS, _REPACKED_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 
 
 @operation
@@ -67,7 +59,7 @@ def prepack(w: Quantized) -> Quantized:
         that are not whole tiles of 64 (and quantization groups).
     """
     w = array.checked("prepack", "w", w)
-    if w.layout != "linear" or 0 in w.shape or not _packable(w):
+    if w.layout != "linear" or 0 in w.shape or not packable(w):
         return w
     mesh = partition.explicit_mesh(jax.tree.leaves((w.weight, w.scales, w.biases)))
     if mesh is None:
@@ -96,7 +88,8 @@ def _packed(w: Quantized, pack) -> Quantized:
     return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
 
 
-def _packable(w: Quantized) -> bool:
+def packable(w: Quantized) -> bool:
+    """Whether there is a packed layout for it."""
     if len(w.shape) < 2 or w.axis != -1 or any(size % _TILE for size in w.shape[-2:]):
         return False
     return w.mode != "affine" or w.scales.dtype == jnp.bfloat16
@@ -145,36 +138,9 @@ def _on_each_device(function, w: Quantized, mesh, spec, out_spec) -> Quantized:
     return dataclasses.replace(out, global_scale=w.global_scale)
 
 
-def readable(w: Quantized, platform: str, implementation, dtype, form: Form, transpose_w, gated,
-             rows: int, meta):  # fmt: skip
-    """``w`` in the layout that the kernels of a platform had best read for this product."""
-    hopper = platform == "cuda" and implementation in (None, "sm90")
-    hopper = hopper and all(capability == 90 for capability in extension.live_capabilities())
-    whole = not gated or w.shape[-2] // 2 % _TILE == 0
-    if hopper and transpose_w and form.ordered_y and whole and dtype == jnp.bfloat16:
-        # With an offset, rows may be of other groups than w's.
-        groups = meta[0].shape[0] if len(meta) == 2 else w.shape[0]
-        least = _REPACKED_ROWS if w.bits < 6 else _REPACKED_ROWS_WIDE
-        many = rows >= least * groups and 0 not in w.shape
-        if (
-            w.layout == "linear"
-            and many
-            and choose.takes_sm90(platform, implementation)
-            and _has_kernel(w)
-        ):
-            return _packed(w, call.prepack)
-        return w
-    return unpacked(w)
-
-
-def _has_kernel(w: Quantized) -> bool:
-    """Whether ``jgg_prepack`` takes it."""
-    return w.mode != "mxfp8" and _packable(w)
-
-
-def target(w: Quantized) -> str:
-    """The custom call for a layout."""
-    return "jgg_qmm" if w.layout == "linear" else "jgg_qmm_packed"
+def packed_for(w: Quantized) -> Quantized:
+    """``w`` as "sm90" reads it, by the kernel of the GPU."""
+    return w if w.layout == "sm90" else _packed(w, call.prepack)
 
 
 @jax.jit
@@ -218,18 +184,12 @@ def _leaves(weight, scales, biases, **static):
     return w.weight, w.scales
 
 
-def _kernel(weight, scales, biases, **static):
-    if not _has_kernel(Quantized(weight, scales, biases, **static)):
-        return None
-    return call.prepack(weight, scales, biases, **static)
-
-
 def _in_batch(size: int, operands, axes):
     *arrays, _ = conversion.in_batch(size, (*operands, None), (*axes, None))
     return arrays
 
 
-_PREPACK = conversion.composed("jgg_prepack", _leaves, _kernel, batch=_in_batch)
+_PREPACK = conversion.composed("jgg_prepack", _leaves, call.prepack, batch=_in_batch)
 
 
 @functools.partial(jax.jit, static_argnames="mapped")

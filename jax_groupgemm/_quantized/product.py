@@ -20,6 +20,7 @@ from jax.interpreters import ad
 from .._core import batching, check, costs, dtypes, partition, primitive
 from .._core.segments import Form
 from .._grouped import primitives
+from .._grouped.epilogue import Options
 from .._kernels import choose
 from . import call, convert, formats, prepack, reference
 from .array import Quantized
@@ -199,17 +200,26 @@ def _fold(leaf, dim, size: int, groups: int):
     return batching.fold_leading(leaf, dim)
 
 
+def called(platform, x, q: Quantized, meta, *, implementation, epilogue=None, **params):
+    """One custom call, with an ``epilogue`` or without; None where there is no kernel for it."""
+    packable = prepack.packable(q)
+    problem = call.qmm_problem(
+        platform, x, q, meta, implementation=implementation, epilogue=epilogue, packable=packable,
+        **params,
+    )  # fmt: skip
+    choice = choose.choose(problem) if epilogue is None else choose.fused(problem)
+    if choice is None:
+        return None
+    packed = choice.target == "jgg_qmm_packed"
+    q = prepack.packed_for(q) if packed else prepack.unpacked(q)
+    return call.qmm(choice, x, q, meta, epilogue=epilogue, **params)
+
+
 def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **params):
     del cotangent_dtype
     x, q, meta = split(tree, operands)
-    q = prepack.readable(
-        q, platform, implementation, x.dtype, params["form"], params["transpose_w"], gated=False,
-        rows=params["rows"], meta=meta,
-    )  # fmt: skip
-    runs = choose.chosen(platform, (x,), implementation, params["out_dtype"], prepack.target(q))
-    if runs == "reference":
-        return reference.qmm(x, prepack.unpacked(q), meta, **params)
-    return call.qmm(runs, x, q, meta, **params)
+    out = called(platform, x, q, meta, implementation=implementation, **params)
+    return reference.qmm(x, prepack.unpacked(q), meta, **params) if out is None else out
 
 
 def _shardable(operands, params):
@@ -229,3 +239,15 @@ def _cost(operands, values, outs, *, tree, **params) -> costs.Cost:
 
 
 primitive.register(_NAME, _abstract, _jvp, _transpose, _batch, _lowering, _cost)
+
+
+def _fused(platform, x, q: Quantized, meta, *, epilogue, **params):
+    return (
+        None
+        if epilogue.existing_out is not None
+        else called(platform, x, q, meta, epilogue=epilogue, **params)
+    )
+
+
+#: The product with options.
+OPTIONS = Options("jgg_qmm_epilogue", product, _fused)
