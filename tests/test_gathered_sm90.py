@@ -11,7 +11,7 @@ import pytest
 import jax_groupgemm as jgg
 from jax_groupgemm._core.segments import SIZES
 from jax_groupgemm._grouped import call as grouped_call
-from jax_groupgemm._kernels import extension
+from jax_groupgemm._kernels import choose, extension
 from jax_groupgemm.tune import timing
 
 pytestmark = [
@@ -27,13 +27,22 @@ SUMS = 1e-5
 def product(x, w, sizes, x_rows=None, y_rows=None, offset=None, *, transpose_w=False, dtype=None,
             activation=None, **options):  # fmt: skip
     rows = next(len(v) for v in (x_rows, y_rows, x) if v is not None)
-    return grouped_call.mm(
-        "sm90", x, w, sizes, *(() if offset is None else (offset,)), form=SIZES, rows=rows,
-        out_dtype=dtype or x.dtype, transpose_x=False, transpose_w=transpose_w,
-        transpose_out=False, precision=None,
+    return call(
+        "sm90", x, w, (sizes,) if offset is None else (sizes, offset), rows=rows,
+        out_dtype=dtype or x.dtype, transpose_w=transpose_w,
         epilogue=grouped_call.Epilogue(activation=activation, **options),
         x_rows=x_rows, y_rows=y_rows,
     )  # fmt: skip
+
+
+def call(kernel, x, w, meta, *, x_rows=None, y_rows=None, **params):
+    params |= {"form": SIZES, "transpose_x": False, "transpose_out": False, "precision": None}
+    lists = x_rows is not None or y_rows is not None
+    problem = grouped_call.mm_problem(
+        "cuda", x, w, meta, lists=lists, implementation=kernel, **params
+    )
+    choice = choose.choose(problem)
+    return grouped_call.mm(choice, x, w, *meta, x_rows=x_rows, y_rows=y_rows, **params)
 
 
 def silu(a):
@@ -296,9 +305,8 @@ def test_rows_beyond_four_gib(rng):
 def test_errors(dtype, kernel, rows, message):
     x, w = jnp.ones((4, 64), dtype), jnp.ones((2, 64, 72), dtype)
     x_rows, sizes = jnp.zeros((6,), "int32"), jnp.array([1, 2])
-    f = lambda x, w: grouped_call.mm(
-        kernel, x, w, sizes, form=SIZES, rows=rows, out_dtype=dtype, transpose_x=False,
-        transpose_w=False, transpose_out=False, precision=None, x_rows=x_rows,
-    )  # fmt: skip
+    f = lambda x, w: call(
+        kernel, x, w, (sizes,), rows=rows, out_dtype=dtype, transpose_w=False, x_rows=x_rows
+    )
     with pytest.raises((RuntimeError, ValueError), match=f"jgg.mm: {message}"):
         jax.block_until_ready(jax.jit(f)(x, w))

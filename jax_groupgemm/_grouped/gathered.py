@@ -86,7 +86,7 @@ def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, 
         "form": SIZES, "rows": pairs * m, "out_dtype": out_dtype, "transpose_x": False,
         "transpose_w": transpose_w, "transpose_out": False, "precision": precision,
     }  # fmt: skip
-    rows = x.reshape(count * m, k)
+    rows = jax.ShapeDtypeStruct((count * m, k), x.dtype)
     problem = call.mm_problem(
         platform, rows, w, meta, lists=True, implementation=implementation, **same
     )
@@ -95,7 +95,7 @@ def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, 
         return None
     valid = (x_index >= 0) & (x_index < count)
     out = call.mm(
-        choice, rows, w, *meta, **same, x_rows=_rows(jnp.where(valid, x_index, -1), m),
+        choice, x.reshape(rows.shape), w, *meta, **same, x_rows=_rows(jnp.where(valid, x_index, -1), m),
         y_rows=None if y_index is None else _rows(y_index, m),
     )  # fmt: skip
     return out.reshape(pairs, m, out.shape[1])
