@@ -19,7 +19,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", type=int, help="random cases of each of tests/test_fuzz*.py")
+    parser.addoption("--fuzz", type=int, help="random cases of each of tests/*/test_fuzz*.py")
     parser.addoption("--few", action="store_true", help="first and last parameters of each test")
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,7 @@ def test_command_buffer_replay_with_other_sizes(rng, tmp_path):
 CAPTURED = """
 import sys
 import jax, numpy as np
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1].split(':')
 import test_gpu
 x, w, sizes, spans = test_gpu.chain_operands(np.random.default_rng(0))
 for s, p in zip(sizes, spans):
@@ -70,7 +69,7 @@ for s, p in zip(sizes, spans):
 def test_custom_calls_are_captured(tmp_path):
     """XLA puts our calls into a command buffer: its own list of thunks says so."""
     flags = f"--xla_dump_to={tmp_path} --xla_gpu_graph_min_graph_size=1"
-    command = [sys.executable, "-c", CAPTURED, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", CAPTURED, ":".join(sys.path)]
     subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
     inside, outside = custom_calls(tmp_path, "jit_chain")
     assert len(inside) >= 8
@@ -230,7 +229,7 @@ def test_existing_out_of_a_scan(rng):
 
 TWO_STREAMS = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1].split(':')
 import jax, jax.numpy as jnp, numpy as np, oracle
 from device_runs import on_stream
 import jax_groupgemm as jgg

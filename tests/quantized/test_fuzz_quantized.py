@@ -1,5 +1,5 @@
 """Random modes, shapes, groupings and options of products with quantized weights against float64,
-through whatever implementation ``None`` picks. ``pytest tests/test_fuzz_quantized.py --fuzz N``
+through whatever implementation ``None`` picks. ``pytest tests/quantized/test_fuzz_quantized.py --fuzz N``
 runs N cases."""
 
 import dataclasses

@@ -1,7 +1,7 @@
 """What random cases share: sizes, options, the error measure, the driver.
 
 A case is ``case(rng, dtype, out_dtype, precision, tf32)``: one compiled program, which it tries
-with ``PATTERNS`` groupings. ``pytest --fuzz N`` runs N groupings of each of tests/test_fuzz*.py.
+with ``PATTERNS`` groupings. ``pytest --fuzz N`` runs N groupings of each of tests/*/test_fuzz*.py.
 """
 
 import jax

@@ -14,7 +14,7 @@ from device_runs import assert_on_sm90, run
 import jax_groupgemm as jgg
 from jax_groupgemm import _call
 
-sys.path.append(str(Path(__file__).parents[1]))  # last: an installed jax_groupgemm comes first
+sys.path.append(str(Path(__file__).parents[2]))  # last: an installed jax_groupgemm comes first
 
 from benchmarks.shapes import SEGMENTED
 

@@ -29,7 +29,7 @@ Address = ctypes.c_void_p
 
 WATCHED = """
 import importlib, json, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1].split(':')
 import handler_watch
 watch = handler_watch.Watch()
 watch.handlers(sys.argv[2])
@@ -39,9 +39,8 @@ print(json.dumps(getattr(importlib.import_module(sys.argv[3]), sys.argv[4])(watc
 
 def watched(platform: str, function: Callable[["Watch"], Any]) -> Any:
     """``function(watch)`` in a process that watches the package's handlers of a platform."""
-    folder = str(Path(__file__).parent)
     names = function.__module__, function.__name__
-    command = [sys.executable, "-c", WATCHED, folder, platform, *names]
+    command = [sys.executable, "-c", WATCHED, ":".join(sys.path), platform, *names]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,5 +1,5 @@
 """Random shapes, groupings, layouts and dtypes against float64, through whatever implementation
-``None`` picks. ``pytest tests/test_fuzz.py --fuzz N`` runs N cases."""
+``None`` picks. ``pytest tests/grouped/test_fuzz.py --fuzz N`` runs N cases."""
 
 import fuzz
 import jax

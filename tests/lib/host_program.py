@@ -15,7 +15,7 @@ import pytest
 import jax_groupgemm as jgg
 from jax_groupgemm import _formats
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("c++")
 # Not optimized: compiling takes longer than running.
 FLAGS = ("-O0", "-ffp-contract=off", "-shared", "-fPIC")
@@ -31,11 +31,11 @@ needs_compiler = pytest.mark.skipif(
 
 @functools.cache
 def build(name: str, *options: str, standard: str = "c++17") -> ctypes.CDLL:
-    """tests/``name``.cc, once in a process."""
+    """tests/lib/``name``.cc, once in a process."""
     assert COMPILER is not None
     with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is not needed
         path = Path(folder) / f"{name}.so"
-        paths = [f"tests/{name}.cc", "-I", "ffi", "-I", "tests", "-o", str(path)]
+        paths = [f"tests/lib/{name}.cc", "-I", "ffi", "-o", str(path)]
         command = [COMPILER, f"-std={standard}", *FLAGS, *options, *paths]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         assert done.returncode == 0, done.stderr

@@ -337,7 +337,7 @@ PREPARE = "JGG_NVFP4_PREPARE"
 @pytest.mark.gpu
 def test_kernels_that_prepare(tmp_path):
     """JGG_NVFP4_PREPARE may name a program that was built of this tree where there is nvcc: see
-    tests/nvfp4_prepare.cu for the command."""
+    tests/lib/nvfp4_prepare.cu for the command."""
     program, nvcc, found = os.environ.get(PREPARE), shutil.which("nvcc"), headers()
     if program is None:
         if nvcc is None or found is None:
@@ -345,7 +345,7 @@ def test_kernels_that_prepare(tmp_path):
         program = tmp_path / "prepare"
         flags = ["-std=c++17", "-arch=native", "--expt-relaxed-constexpr", *found[:2], "-I", "ffi"]
         subprocess.run(
-            [nvcc, *flags, "tests/nvfp4_prepare.cu", "-o", program], check=True, cwd=ROOT
+            [nvcc, *flags, "tests/lib/nvfp4_prepare.cu", "-o", program], check=True, cwd=ROOT
         )
     done = subprocess.run([program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "300 cases\n"), done.stdout + done.stderr

@@ -14,7 +14,7 @@ import jax_groupgemm as jgg
 from jax_groupgemm import _call, _timing, _tune_cases, _tuned, tune
 from jax_groupgemm._tune_cases import Case, Layer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAYER = Layer("", 4, 32, 48, 2, gated=True)
 TOKENS = dict.fromkeys(_tune_cases.OPS, (32,))
 

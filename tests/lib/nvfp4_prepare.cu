@@ -3,12 +3,12 @@
 // machine without nvcc, whose JGG_NVFP4_PREPARE then names it, from the root of the repository:
 //
 //   nvcc -std=c++17 -arch=sm_90 -cudart static --expt-relaxed-constexpr \
-//     -isystem CUTLASS/include -I ffi tests/nvfp4_prepare.cu -o prepare
+//     -isystem CUTLASS/include -I ffi tests/lib/nvfp4_prepare.cu -o prepare
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
-#include "../ffi/nvfp4/prepare_sm100.cu"
+#include "../../ffi/nvfp4/prepare_sm100.cu"
 #include "nvfp4_layout.cc"
 
 static void Require(bool ok, const char* what) {

@@ -1,6 +1,6 @@
 """A small set of cases for compute-sanitizer, through every tile and operand layout of the kernels:
 
-compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/sanitize.py [PART ...]
+compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/lib/sanitize.py [PART ...]
 
 PART is the beginning of a part's name, such as ``quantized`` or ``quantized_nvfp4``.
 

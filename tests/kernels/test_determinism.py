@@ -237,7 +237,7 @@ def two_streams(profile):
 
 TWO_STREAMS = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1].split(':')
 import test_determinism
 test_determinism.two_streams(sys.argv[2])
 """

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -325,7 +324,7 @@ def test_command_buffer_replay(rng):
 CAPTURED = """
 import sys
 import jax, jax.numpy as jnp
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1].split(':')
 import test_quantize_call
 w = jnp.ones((33, 96), jnp.bfloat16)
 jax.block_until_ready(jax.jit(test_quantize_call.chain)(w, jnp.float32(0.01)))
@@ -335,7 +334,7 @@ jax.block_until_ready(jax.jit(test_quantize_call.chain)(w, jnp.float32(0.01)))
 @pytest.mark.gpu
 def test_custom_calls_are_captured(tmp_path):
     flags = f"--xla_dump_to={tmp_path} --xla_gpu_graph_min_graph_size=1"
-    command = [sys.executable, "-c", CAPTURED, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", CAPTURED, ":".join(sys.path)]
     subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
     inside, outside = custom_calls(tmp_path, "jit_chain")
     assert len(inside) == 4

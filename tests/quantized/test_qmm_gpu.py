@@ -404,7 +404,7 @@ def on_two_streams(profile: str) -> None:
 
 STREAMS = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1].split(':')
 import test_qmm_gpu
 test_qmm_gpu.on_two_streams(sys.argv[2])
 """

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 from jax.experimental.compute_on import compute_on
@@ -65,12 +64,12 @@ def compiled_with_streams(jitted, *args):
 
 def profile_on_two_streams(tmp_path, program: str, jitted: str, count: int):
     """The profile that a program writes, in a process of its own, as streams are XLA's flags. It is
-    given the folder of the tests, and that of the profile; so many compilations of ``jitted`` have
+    given where Python looks for modules, and the folder of the profile; so many compilations of ``jitted`` have
     both streams."""
     flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
     flags += " --xla_gpu_enable_command_buffer="
     profile = tmp_path / "profile"
-    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(profile)]
+    command = [sys.executable, "-c", program, ":".join(sys.path), str(profile)]
     subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, check=True)
     dumps = list(tmp_path.glob(f"*jit_{jitted}*gpu_after_optimizations.txt"))
     assert len(dumps) == count
