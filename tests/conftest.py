@@ -1,6 +1,8 @@
-"""Test configuration: four virtual CPU devices, strict dtype promotion, GPU tests by marker."""
+"""Test configuration: four virtual CPU devices, strict dtype promotion, tests by marker."""
 
 import os
+import shutil
+import tempfile
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -16,11 +18,34 @@ pytest.register_assert_rewrite(
     "checkpoint_writers", "device_runs", "fuzz", "host_program", "nvfp4_quantize_cases"
 )
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, help="random cases of each of tests/*/test_fuzz*.py")
-    parser.addoption("--few", action="store_true", help="first and last parameters of each test")
+    parser.addoption("--weekly", action="store_true", help="also tests that are marked weekly")
+
+
+def pytest_configure(config):
+    """A folder for what processes share in this run: host_program.py."""
+    if not hasattr(config, "workerinput"):
+        config.stash[FOLDER] = os.environ["JGG_TESTS_FOLDER"] = tempfile.mkdtemp(prefix="jgg-tests-")
+
+
+def pytest_unconfigure(config):
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbours run in one process, where what they have in common is compiled once; a process
+    that has nothing left takes tests from the end of another's list."""
+    if config.getvalue("dist") == "load":
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+    return None
 
 
 def has_gpu() -> bool:
@@ -32,28 +57,22 @@ def has_gpu() -> bool:
 
 def pytest_collection_modifyitems(config, items):
     """Without a GPU its tests do not exist: they are deselected, not skipped. With one, those of
-    what JAX runs on by default are tests for it."""
-    left_out = set()
-    if has_gpu():
+    what JAX runs on by default are tests for it, and all of a GPU's are selected."""
+    gpu = has_gpu()
+    if gpu:
         for item in items:
             if item.get_closest_marker("default_device"):
                 item.add_marker("gpu")
-    else:
-        left_out = {item for item in items if item.get_closest_marker("gpu")}
-    if config.getoption("--few"):
-        left_out |= set(items) - first_and_last([i for i in items if i not in left_out])
+
+    def is_left_out(item) -> bool:
+        if item.get_closest_marker("gpu"):
+            return not gpu
+        return bool(item.get_closest_marker("weekly")) and not config.getoption("--weekly")
+
+    left_out = [item for item in items if is_left_out(item)]
     if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
-
-
-def first_and_last(items):
-    """Of the parameters of every test: mostly the reference with the first of them, and a kernel
-    with the last."""
-    tests = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {item for of_one in tests.values() for item in (of_one[0], of_one[-1])}
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_left_out(item)]
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 """The kernels' C++ with the host's compiler: a program of this folder as a library of ctypes."""
 
 import ctypes
+import fcntl
 import functools
+import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -31,15 +32,24 @@ needs_compiler = pytest.mark.skipif(
 
 @functools.cache
 def build(name: str, *options: str, standard: str = "c++17") -> ctypes.CDLL:
-    """tests/lib/``name``.cc, once in a process."""
+    """tests/lib/``name``.cc, once in a run of pytest: whichever process asks first compiles it."""
     assert COMPILER is not None
-    with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is not needed
-        path = Path(folder) / f"{name}.so"
-        paths = [f"tests/lib/{name}.cc", "-I", "ffi", "-o", str(path)]
-        command = [COMPILER, f"-std={standard}", *FLAGS, *options, *paths]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(path))
+    file = "".join([name, *options]).replace("/", "_") + ".so"
+    path = Path(os.environ["JGG_TESTS_FOLDER"]) / file  # conftest.py
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compile_to(path, name, f"-std={standard}", *options)
+    return ctypes.CDLL(str(path))
+
+
+def compile_to(path: Path, name: str, *options: str) -> None:
+    unfinished = path.with_suffix(".part")
+    paths = [f"tests/lib/{name}.cc", "-I", "ffi", "-o", str(unfinished)]
+    command = [COMPILER, *FLAGS, *options, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    unfinished.rename(path)
 
 
 def build_kernels(name: str) -> ctypes.CDLL:
