@@ -1,13 +1,16 @@
 """Test configuration: four virtual CPU devices, strict dtype promotion, tests by marker."""
 
+import collections
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -28,6 +31,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """A folder for what processes share in this run: host_program.py."""
+    hypothesis.settings.register_profile("weekly", max_examples=150)
+    hypothesis.settings.register_profile("daily", max_examples=20)
+    hypothesis.settings.load_profile("weekly" if config.getoption("--weekly") else "daily")
     if not hasattr(config, "workerinput"):
         config.stash[FOLDER] = os.environ["JGG_TESTS_FOLDER"] = tempfile.mkdtemp(prefix="jgg-tests-")
 
@@ -55,9 +61,12 @@ def has_gpu() -> bool:
         return False
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m asks for markers
 def pytest_collection_modifyitems(config, items):
     """Without a GPU its tests do not exist: they are deselected, not skipped. With one, those of
     what JAX runs on by default are tests for it, and all of a GPU's are selected."""
+    mark_smoke(items, strict="smoke" in config.getoption("-m"))
+    mark_weekly(items)
     gpu = has_gpu()
     if gpu:
         for item in items:
@@ -73,6 +82,31 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not is_left_out(item)]
+
+
+def mark_smoke(items, strict: bool) -> None:
+    """Those of smoke.txt: tests with their parameters, or with all of them."""
+    lines = (Path(__file__).parent / "smoke.txt").read_text().splitlines()
+    missing = {f"tests/{line}" for line in lines if line and not line.startswith("#")}
+    names = frozenset(missing)
+    for item in items:
+        for name in {item.nodeid, item.nodeid.partition("[")[0]} & names:
+            item.add_marker("smoke")
+            missing.discard(name)
+    if strict and missing:
+        raise pytest.UsageError(f"tests/smoke.txt names no tests: {sorted(missing)}")
+
+
+def mark_weekly(items) -> None:
+    """What one_in leaves out. A GPU's parameters do not count: it runs all of them."""
+    places = collections.Counter()
+    for item in items:
+        one_in = item.get_closest_marker("one_in")
+        if one_in is not None and not item.get_closest_marker("gpu"):
+            test = item.nodeid.partition("[")[0]
+            if places[test] % one_in.args[0] and not item.get_closest_marker("smoke"):
+                item.add_marker("weekly")
+            places[test] += 1
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def check_invariants(table, rows_x, rows_y, groups):
         assert length == 0 or 0 <= weight < groups
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(sizes=sizes_lists, rows=st.integers(0, 60))
 def test_sizes(sizes, rows):
     table = _segments.decode(SIZES, (jnp.array(sizes, jnp.int32),), rows, rows, len(sizes))
@@ -42,7 +42,7 @@ def test_sizes(sizes, rows):
     assert triples(table) == want
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), rows=st.integers(0, 40),
     offset=st.integers(-9, 12), groups=st.integers(0, 5),
@@ -57,7 +57,7 @@ def test_sizes_with_offset(sizes, rows, offset, groups):
     assert triples(table) == want
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(-50, 90), st.integers(-50, 90)), max_size=8),
     rows=st.integers(0, 60),

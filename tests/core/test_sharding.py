@@ -58,6 +58,7 @@ SHARD_MAPS = {
 
 @pytest.mark.parametrize("name", SHARD_MAPS)
 @pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.one_in(3)
 def test_shard_map(problem, name, partial):
     """With check_vma: right specs pass, and gradients of replicated operands are summed."""
     body, in_specs, out_specs = SHARD_MAPS[name]
@@ -245,6 +246,7 @@ def test_segmented_mm(rng, kind, spec):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("name", ["A", "K", "N", "G", "replicated"])
+@pytest.mark.one_in(3)
 def test_gather_mm(rng, kind, m, name):
     mesh = mesh_of((DEVICES,), ("d",), kind)
     a_spec, b_spec = {
@@ -270,6 +272,7 @@ def test_gather_mm(rng, kind, m, name):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [(0, None, 0), (0, None, None), (None, 0, None), (None, None, 0)])
+@pytest.mark.one_in(3)
 def test_vmap(problem, kind, axes):
     """A batch over operands that are sharded along their columns."""
     mesh = mesh_of((DEVICES,), ("d",), kind)

@@ -27,6 +27,7 @@ SHAPES = [  # T, K, N, G; those of which K and N are multiples of 8 TMA can take
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.one_in(5)
 def test_values(rng, implementation, shape, dtype, transpose_w):
     t, k, n, g = shape
     x = oracle.random(rng, (t, k), dtype)
@@ -94,6 +95,7 @@ def test_integers_and_complex(rng):
 
 
 @pytest.mark.parametrize("pattern", range(256))
+@pytest.mark.one_in(9)
 def test_empty_group_patterns(implementation, pattern):
     """Every pattern of empty groups among eight, forward and backward."""
     rng = np.random.default_rng(pattern)
@@ -112,10 +114,10 @@ def test_empty_group_patterns(implementation, pattern):
 def _vjp_of(implementation, x, w, sizes, ct):
     # The number of rows differs between patterns; padding to one shape compiles once.
     pad = 72 - x.shape[0]
-    x, ct = (jnp.pad(a, ((0, pad), (0, 0))) for a in (x, ct))
-    out, (dx, dw) = _compiled_vjp(implementation)(x, w, sizes, ct)
+    x, ct = (np.pad(a, ((0, pad), (0, 0))) for a in (x, ct))
+    out, (dx, dw) = jax.tree.map(np.asarray, _compiled_vjp(implementation)(x, w, sizes, ct))
     rows = 72 - pad
-    assert not np.asarray(out)[rows:].any()
+    assert not out[rows:].any()
     return out[:rows], (dx[:rows], dw)
 
 
@@ -198,6 +200,7 @@ def epilogue_oracle(x, w, sizes, bias, activation, scale, old):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "relu", "tanh", "swiglu", "geglu"])
+@pytest.mark.one_in(3)
 def test_epilogue(rng, implementation, activation, dtype):
     t, k, n, g = 60, 24, 32, 4
     x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (g, k, n), dtype)
@@ -311,6 +314,7 @@ def test_negative_and_excessive_sizes(rng, implementation, sizes):
 
 @pytest.mark.parametrize("offset", [-5, -1, 0, 1, 3, 6, 7, 100, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.one_in(3)
 def test_group_offset(rng, implementation, offset, traced):
     x, w = oracle.random(rng, (40, 8)), oracle.random(rng, (3, 8, 6))
     sizes = np.array([4, 0, 7, 5, 9, 3, 2], np.int32)
@@ -345,6 +349,7 @@ def test_shards_of_experts_add_up(rng, implementation):
 
 @pytest.mark.parametrize("zero", ["T", "K", "N", "G"])
 @pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.one_in(3)
 def test_zero_sized(implementation, zero, transpose_w):
     t, k, n, g = (0 if letter == zero else 5 for letter in "TKNG")
     x, w = jnp.ones((t, k)), jnp.ones((g, n, k) if transpose_w else (g, k, n))
@@ -385,7 +390,7 @@ def test_many_groups(rng, implementation):
         oracle.assert_close(got, want)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(-2, 40), min_size=1, max_size=6),
     t=st.integers(0, 90),

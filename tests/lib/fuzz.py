@@ -14,11 +14,14 @@ PATTERNS = 5  # groupings that one compiled program is tried with
 
 
 def parametrize(metafunc, default: int) -> None:
-    """``seed`` and ``where`` of as many tests as ``--fuzz`` cases take."""
+    """``seed`` and ``where`` of as many tests as ``--fuzz`` cases take. By default all but the first
+    are weekly."""
     count = metafunc.config.getoption("--fuzz")
     tests = -(-(default if count is None else count) // PER_TEST)
+    marks = [] if count is not None else [pytest.mark.weekly]
+    seeds = [pytest.param(seed, marks=marks if seed else []) for seed in range(tests)]
     metafunc.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-    metafunc.parametrize("seed", range(tests))
+    metafunc.parametrize("seed", seeds)
 
 
 def run(cases, seed: int, where: str) -> None:

@@ -79,6 +79,7 @@ SCALES = [(None, None), (None, (3,)), ((), ()), ((40,), None), ((40,), (3,))]
 
 @pytest.mark.parametrize(("x_shape", "w_shape"), SCALES)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.one_in(3)
 def test_mm_scales(rng, x_shape, w_shape, bias):
     """Absent ones are 1; alpha may be a number; rows may have their own."""
     scale = lambda shape: None if shape is None else positive(rng, *shape)

@@ -107,6 +107,7 @@ VMAP = [
 
 @pytest.mark.parametrize("axes", VMAP)
 @pytest.mark.parametrize("of", [step, second])
+@pytest.mark.one_in(3)
 def test_vmap_of_vjp(examples, axes, of):
     args = [a if d == 0 else a[0] for a, d in zip(examples, axes, strict=True)]
     got = jit(jax.vmap(of, axes))(*args)
@@ -263,6 +264,7 @@ def test_one_mesh_axis_divides_one_axis(rng, of_x, of_w):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.one_in(3)
 def test_second_order_sharded(rng, kind, name):
     x_spec, w_spec, out_spec = SHARDED[name]
     a = [oracle.random(rng, s) for s in ((20, 32), (4, 32, 32), (4, 32), (20, 32))]

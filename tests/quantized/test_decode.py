@@ -40,6 +40,7 @@ def decode():
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.one_in(5)
 def test_every_code_and_scale(decode, rng, mode, to, fast):
     q = host_program.every_code_and_scale(rng, mode)
     packed, scales = np.asarray(q.weight), np.asarray(q.scales)
@@ -57,6 +58,7 @@ def test_every_code_and_scale(decode, rng, mode, to, fast):
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.one_in(5)
 def test_affine(decode, rng, bits, scale_dtype):
     dtype = np.dtype(DTYPES[scale_dtype])
     count, word = 16384, {2: np.uint16, 4: np.uint32}[dtype.itemsize]
@@ -79,6 +81,7 @@ def test_affine(decode, rng, bits, scale_dtype):
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("bits", "alone"), AFFINE)
+@pytest.mark.one_in(5)
 def test_prepacked(rng, bits, alone, group_size):
     """Tile by tile, what threads read of a prepacked weight: the values of ``dequantize``."""
     w = jgg.quantize(oracle.random(rng, (128, 256), jnp.bfloat16), bits=bits, group_size=group_size)
@@ -100,6 +103,7 @@ def test_prepacked(rng, bits, alone, group_size):
     *(("affine", *case, -8 * case[1]) for case in AFFINE),
     ("mxfp4", 4, 0, -126), ("mxfp8", 8, 0, -120),
 ])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_streams(rng, mode, bits, alone, power):
     """Codes as they are stored, two by two: every code in every place. NaN codes of e4m3 are left
     to the caller."""

@@ -55,6 +55,7 @@ def dequantize():
 
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.one_in(4)
 def test_every_code_and_scale(dequantize, rng, mode, to):
     q = host_program.every_code_and_scale(rng, mode)
     assert dequantize(q, to) > (0.4 if mode == "mxfp8" else 0.95)
@@ -67,6 +68,7 @@ def test_every_code_and_scale(dequantize, rng, mode, to):
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.one_in(5)
 def test_affine(dequantize, rng, bits, scale_dtype):
     dtype = np.dtype(DTYPES[scale_dtype])
     count = 16384

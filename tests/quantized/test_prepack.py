@@ -49,6 +49,7 @@ def ordinary(rng, mode, bits, group_size, shape):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.one_in(5)
 def test_same_values(rng, mode, bits, group_size):
     w = weight(rng, mode, bits, group_size)
     packed = jgg.prepack(w)
@@ -97,6 +98,7 @@ def test_nan_spreads(rng, implementation, which):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), AFFINE)
+@pytest.mark.one_in(5)
 def test_round_trip(rng, mode, bits, group_size):
     """Words, not only values: any codes, scales of any bits, NaN included."""
     w = weight(rng, mode, bits, group_size)
@@ -192,6 +194,7 @@ def test_parts_of_k(rng, mode, bits, group_size, fused):
         *(pytest.param("sm90", *form, marks=pytest.mark.gpu) for form in FORMATS),
     ],
 )
+@pytest.mark.one_in(3)
 def test_decoded_values(rng, implementation, mode, bits, group_size, rows):
     """Rows of the identity: the weight's values, bit for bit."""
     needs(implementation)

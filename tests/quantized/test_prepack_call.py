@@ -80,6 +80,7 @@ def grouped_qmm(x, w, **options):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), KERNELS)
+@pytest.mark.one_in(7)
 def test_products_of_many_rows_repack(monkeypatch, mode, bits, group_size):
     live(monkeypatch, 90)
     x = lambda t: jnp.ones((t, 384), jnp.bfloat16)

@@ -76,6 +76,7 @@ def test_cuda_lowering_is_one_custom_call(rng):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("k", [32, 128, 160, 384])
+@pytest.mark.one_in(5)
 def test_columns_in_order(rng, bits, k):
     """As ffi/quantized/gemm_sm90.h says which columns of 128 follow each other."""
     x = rng.standard_normal((3, k)).astype(np.float32)

@@ -76,6 +76,7 @@ def inputs(rng, dtype, k=1024):
 
 
 @pytest.mark.parametrize(("bits", "group", "dtype"), AFFINE)
+@pytest.mark.one_in(5)
 def test_affine(rng, same, bits, group, dtype):
     assert same(inputs(rng, dtype), "affine", bits, group) < 0.25
 
@@ -93,6 +94,7 @@ def test_affine_ties(rng, same):
 
 @pytest.mark.parametrize("mode", FP)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_in(4)
 def test_fp(rng, same, mode, dtype):
     assert same(inputs(rng, dtype), mode) == 0
 

@@ -136,6 +136,7 @@ def test_packing_is_one_bit_stream(rng, bits):
 
 
 @pytest.mark.parametrize(("bits", "group", "dtype"), AFFINE)
+@pytest.mark.one_in(5)
 def test_affine(rng, bits, group, dtype):
     w = inputs(rng, dtype)
     codes, scales, biases = numpy_affine(w, bits, group)
@@ -154,6 +155,7 @@ def test_affine(rng, bits, group, dtype):
 
 @pytest.mark.parametrize("mode", FP)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_in(4)
 def test_fp(rng, mode, dtype):
     w = inputs(rng, dtype)
     codes, scales = numpy_fp(w, mode)
@@ -218,6 +220,7 @@ def test_every_scale_and_code(mode):
 
 @pytest.mark.parametrize("mode", ["affine", *FP])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.one_in(5)
 def test_non_finite_stays_in_its_group(rng, mode, bad):
     w = rng.standard_normal((4, 256)).astype(F32)
     clean = jgg.quantize(w, mode=mode)

@@ -47,6 +47,7 @@ def quantized_problem(rng, transpose_w, quantized=256):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(5)
 def test_quantized_collectives(rng, kind, name):
     transpose_w, axis, x_spec, out_spec, all_reduces = QUANTIZED[name]
     x, q, step = quantized_problem(rng, transpose_w)
@@ -141,6 +142,7 @@ def test_gather_qmm(rng, kind):
     ("name", "compiled"),
     [(n, True) for n in ("nvfp4", "mxfp8", "affine 4 128", "affine 3 32")] + [("nvfp4", False)],
 )
+@pytest.mark.one_in(7)
 def test_explicit_prepacked(rng, name, spec, compiled):
     """Tiles of N, of K and experts stay where they are."""
     mode, *numbers = name.split()
@@ -179,6 +181,7 @@ def test_explicit_prepacked_groups_stay_whole(rng):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("spec", [("a",), (None, "a"), (None, None, "a"), ("a", "b", None), ()])
 @pytest.mark.parametrize("name", ["nvfp4", "affine 4 128"])
+@pytest.mark.one_in(7)
 def test_prepack_explicitly_sharded(rng, name, spec, compiled):
     """Each device packs its part, whether a mesh is set or not: no communication."""
     mode, *numbers = name.split()
