@@ -35,7 +35,8 @@ def pytest_configure(config):
     hypothesis.settings.register_profile("daily", max_examples=20)
     hypothesis.settings.load_profile("weekly" if config.getoption("--weekly") else "daily")
     if not hasattr(config, "workerinput"):
-        config.stash[FOLDER] = os.environ["JGG_TESTS_FOLDER"] = tempfile.mkdtemp(prefix="jgg-tests-")
+        config.stash[FOLDER] = tempfile.mkdtemp(prefix="jgg-tests-")
+        os.environ["JGG_TESTS_FOLDER"] = config.stash[FOLDER]
 
 
 def pytest_unconfigure(config):

@@ -64,8 +64,8 @@ def compiled_with_streams(jitted, *args):
 
 def profile_on_two_streams(tmp_path, program: str, jitted: str, count: int):
     """The profile that a program writes, in a process of its own, as streams are XLA's flags. It is
-    given where Python looks for modules, and the folder of the profile; so many compilations of ``jitted`` have
-    both streams."""
+    given where Python looks for modules, and the folder of the profile; so many compilations of
+    ``jitted`` have both streams."""
     flags = f"--xla_dump_to={tmp_path} --xla_gpu_experimental_stream_annotation=true"
     flags += " --xla_gpu_enable_command_buffer="
     profile = tmp_path / "profile"

@@ -14,8 +14,8 @@ PATTERNS = 5  # groupings that one compiled program is tried with
 
 
 def parametrize(metafunc, default: int) -> None:
-    """``seed`` and ``where`` of as many tests as ``--fuzz`` cases take. By default all but the first
-    are weekly."""
+    """``seed`` and ``where`` of as many tests as ``--fuzz`` cases take. Without it all but the
+    first are weekly."""
     count = metafunc.config.getoption("--fuzz")
     tests = -(-(default if count is None else count) // PER_TEST)
     marks = [] if count is not None else [pytest.mark.weekly]

@@ -1,8 +1,9 @@
 """A small set of cases for compute-sanitizer, through every tile and operand layout of the kernels:
 
-compute-sanitizer --tool memcheck|racecheck|initcheck|synccheck python tests/lib/sanitize.py [PART ...]
+compute-sanitizer --tool TOOL python tests/lib/sanitize.py [PART ...]
 
-PART is the beginning of a part's name, such as ``quantized`` or ``quantized_nvfp4``.
+TOOL is memcheck, racecheck, initcheck or synccheck. PART is the beginning of a part's name, such as
+``quantized`` or ``quantized_nvfp4``.
 
 racecheck reports the rings of the Hopper kernels, presumably since one lane of a warp arrives at
 their barriers for all. For builds in which every lane does:

@@ -19,7 +19,7 @@ from test_nvfp4_transforms import (
 
 import jax_groupgemm as jgg
 
-pytestmark = [pytest.mark.default_device, pytest.mark.slow]
+pytestmark = [pytest.mark.default_device, pytest.mark.slow, pytest.mark.weekly]
 
 G, SIZES = 4, [[9, 0, 3, 6], [0, 20, 0, 0]]
 

@@ -58,7 +58,7 @@ def test_quantize(rng, on, options):
         same(f(x, group_sizes=sizes), want_of(x, sizes=sizes, **options))
 
 
-@pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.slow), ON_GPU])
+@pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.weekly), ON_GPU])
 def test_linear(rng, on):
     k = 32 if on == "gpu" else 16
     x, ct = oracle.random(rng, (T, k)), oracle.random(rng, (T, 32))

@@ -218,6 +218,7 @@ SHARDED = {
     ("kind", "name"),
     [(AxisType.Auto, "T"), (AxisType.Auto, "N"), *((AxisType.Explicit, name) for name in SHARDED)],
 )
+@pytest.mark.one_in(2)
 def test_sharded(rng, kind, name):
     x_spec, w_spec, out_spec = SHARDED[name]
     a = [oracle.random(rng, s) for s in ((20, 32), (4, 32, 32), (4, 32), (20, 32))]
@@ -264,7 +265,7 @@ def test_one_mesh_axis_divides_one_axis(rng, of_x, of_w):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_second_order_sharded(rng, kind, name):
     x_spec, w_spec, out_spec = SHARDED[name]
     a = [oracle.random(rng, s) for s in ((20, 32), (4, 32, 32), (4, 32), (20, 32))]

@@ -1,6 +1,6 @@
 """Random modes, shapes, groupings and options of products with quantized weights against float64,
-through whatever implementation ``None`` picks. ``pytest tests/quantized/test_fuzz_quantized.py --fuzz N``
-runs N cases."""
+through whatever implementation ``None`` picks. ``pytest tests/quantized/test_fuzz_quantized.py
+--fuzz N`` runs N cases."""
 
 import dataclasses
 import math

@@ -140,6 +140,7 @@ def test_derivatives_of_every_order(rng, name):
     ("mode", "transpose_w"),
     [("mxfp4", True), ("mxfp8", True), *((mode, False) for mode in MODES)],
 )
+@pytest.mark.one_in(5)
 def test_experts_are_not_dequantized_as_a_whole(rng, mode, transpose_w):
     """As in test_qmm_lowering.py, of the other modes and of weights that are quantized along N."""
     g, n = 4, 2048
@@ -195,6 +196,7 @@ def value_and_grad(name):
 
 
 @pytest.mark.parametrize(("name", "axes"), AXES)
+@pytest.mark.one_in(3)
 def test_vmap_of_value_and_grad(name, axes):
     """Over each operand, against one example at a time."""
     x, p, _, q = problem(name)
@@ -277,6 +279,7 @@ def value_and_gradients(which, name, means=False):
 
 
 @pytest.mark.parametrize(("which", "name"), OTHER_CASES)
+@pytest.mark.one_in(2)
 def test_derivatives_of_other_products(rng, which, name):
     """Value, gradients and the tangents of both: as of the dequantized product."""
     x, p, *_ = problem(name)
@@ -299,6 +302,7 @@ OTHER_AXES = [
 
 
 @pytest.mark.parametrize(("which", "name", "axes"), OTHER_AXES)
+@pytest.mark.one_in(3)
 def test_vmap_of_other_products(which, name, axes):
     """Of value and gradients, against the dequantized product of one example at a time."""
     x, p, *_ = problem(name)
@@ -319,6 +323,7 @@ def test_vmap_of_other_products(which, name, axes):
 
 
 @pytest.mark.parametrize(("which", "name"), OTHER_CASES[:4:3])
+@pytest.mark.one_in(2)
 def test_export_of_other_products(which, name):
     """For two platforms, with a Quantized argument and a gradient."""
     x, _, _, q = problem(name)
