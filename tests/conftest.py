@@ -1,11 +1,16 @@
-"""Test configuration: four virtual CPU devices, strict dtype promotion, GPU tests by marker."""
+"""Test configuration: four virtual CPU devices, strict dtype promotion, tests by marker."""
 
+import collections
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -16,11 +21,38 @@ pytest.register_assert_rewrite(
     "checkpoint_writers", "device_runs", "fuzz", "host_program", "nvfp4_quantize_cases"
 )
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", type=int, help="random cases of each of tests/test_fuzz*.py")
-    parser.addoption("--few", action="store_true", help="first and last parameters of each test")
+    parser.addoption("--fuzz", type=int, help="random cases of each of tests/*/test_fuzz*.py")
+    parser.addoption("--weekly", action="store_true", help="also tests that are marked weekly")
+
+
+def pytest_configure(config):
+    """A folder for what processes share in this run: host_program.py."""
+    hypothesis.settings.register_profile("weekly", max_examples=150)
+    hypothesis.settings.register_profile("daily", max_examples=20)
+    hypothesis.settings.load_profile("weekly" if config.getoption("--weekly") else "daily")
+    if not hasattr(config, "workerinput"):
+        config.stash[FOLDER] = tempfile.mkdtemp(prefix="jgg-tests-")
+        os.environ["JGG_TESTS_FOLDER"] = config.stash[FOLDER]
+
+
+def pytest_unconfigure(config):
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbours run in one process, where what they have in common is compiled once; a process
+    that has nothing left takes tests from the end of another's list."""
+    if config.getvalue("dist") == "load":
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+    return None
 
 
 def has_gpu() -> bool:
@@ -30,30 +62,52 @@ def has_gpu() -> bool:
         return False
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m asks for markers
 def pytest_collection_modifyitems(config, items):
     """Without a GPU its tests do not exist: they are deselected, not skipped. With one, those of
-    what JAX runs on by default are tests for it."""
-    left_out = set()
-    if has_gpu():
+    what JAX runs on by default are tests for it, and all of a GPU's are selected."""
+    mark_smoke(items, strict="smoke" in config.getoption("-m"))
+    mark_weekly(items)
+    gpu = has_gpu()
+    if gpu:
         for item in items:
             if item.get_closest_marker("default_device"):
                 item.add_marker("gpu")
-    else:
-        left_out = {item for item in items if item.get_closest_marker("gpu")}
-    if config.getoption("--few"):
-        left_out |= set(items) - first_and_last([i for i in items if i not in left_out])
+
+    def is_left_out(item) -> bool:
+        if item.get_closest_marker("gpu"):
+            return not gpu
+        return bool(item.get_closest_marker("weekly")) and not config.getoption("--weekly")
+
+    left_out = [item for item in items if is_left_out(item)]
     if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_left_out(item)]
 
 
-def first_and_last(items):
-    """Of the parameters of every test: mostly the reference with the first of them, and a kernel
-    with the last."""
-    tests = {}
+def mark_smoke(items, strict: bool) -> None:
+    """Those of smoke.txt: tests with their parameters, or with all of them."""
+    lines = (Path(__file__).parent / "smoke.txt").read_text().splitlines()
+    missing = {f"tests/{line}" for line in lines if line and not line.startswith("#")}
+    names = frozenset(missing)
     for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {item for of_one in tests.values() for item in (of_one[0], of_one[-1])}
+        for name in {item.nodeid, item.nodeid.partition("[")[0]} & names:
+            item.add_marker("smoke")
+            missing.discard(name)
+    if strict and missing:
+        raise pytest.UsageError(f"tests/smoke.txt names no tests: {sorted(missing)}")
+
+
+def mark_weekly(items) -> None:
+    """What one_in leaves out. A GPU's parameters do not count: it runs all of them."""
+    places = collections.Counter()
+    for item in items:
+        one_in = item.get_closest_marker("one_in")
+        if one_in is not None and not item.get_closest_marker("gpu"):
+            test = item.nodeid.partition("[")[0]
+            if places[test] % one_in.args[0] and not item.get_closest_marker("smoke"):
+                item.add_marker("weekly")
+            places[test] += 1
 
 
 @pytest.fixture

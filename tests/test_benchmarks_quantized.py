@@ -203,6 +203,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.op} {c.label}")
+@pytest.mark.one_in(2)
 def test_cases_run_and_are_checked(case):
     record = gpu.run_case(case, ARGS, 1e12, 1e12)
     assert record["notes"] == {}
@@ -234,6 +235,7 @@ QUANTIZED = [
 
 
 @pytest.mark.parametrize("case", QUANTIZED, ids=lambda c: c.what)
+@pytest.mark.one_in(4)
 def test_nvfp4_quantize_runs_and_is_checked(case, monkeypatch):
     """And what is only nearly right is noticed: in a part that is compared, or that is not."""
     monkeypatch.setattr(nvfp4_quantize, "LINES", {-1: 16, -2: 4})
@@ -320,6 +322,7 @@ def test_one_command_draws_too(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_nvfp4_decode_has_prepacked_weights():
     case = Nvfp4("fprop", 16, 136, 128, 64, balanced=False, decode=True)
     alone = SimpleNamespace(**vars(ARGS) | {"peers": []})
@@ -333,6 +336,7 @@ def test_nvfp4_decode_has_prepacked_weights():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.one_in(3)
 def test_nvfp4_runs_and_is_checked(direction):
     case = Nvfp4(direction, 4, 128, 96, 64, balanced=False)
     record = gpu.run_case(case, ARGS, 1e12, 1e12)

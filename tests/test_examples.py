@@ -123,6 +123,7 @@ def test_train_moe_resumes_as_if_never_interrupted(train_moe, text, finished, tm
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_train_moe_in_nvfp4(train_moe, text, finished, tmp_path):
     """Learns like float32, with an error that is NVFP4's."""
     out, results = finished
@@ -174,7 +175,7 @@ def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["affine4", "nvfp4"])
+@pytest.mark.parametrize("mode", ["affine4", pytest.param("nvfp4", marks=pytest.mark.weekly)])
 def test_quantized_moe_measures_the_model_of_dequantized_weights(
     train_moe, quantized_moe, text, untrained, mode, capsys
 ):

@@ -1,5 +1,5 @@
 // What the Blackwell kernels of NVFP4 products read, and where it lies: shapes, swizzled scales,
-// workspace. Plain C++, which tests/nvfp4_layout.cc tries on the host.
+// workspace. Plain C++, which tests/lib/nvfp4_layout.cc tries on the host.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ constexpr int kMultiplyWarps = 8;
 
 // Of a warp that has read a stage or a tile of work, the lanes that say so: one, after __syncwarp.
 // That this orders what the others have read is what compute-sanitizer's racecheck seems not to
-// follow, so for it each may say so itself (tests/sanitize.py).
+// follow, so for it each may say so itself (tests/lib/sanitize.py).
 #ifdef JGG_EVERY_LANE_ARRIVES
 constexpr int kArrivingLanes = 32;
 #else

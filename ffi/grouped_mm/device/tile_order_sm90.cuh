@@ -1,5 +1,5 @@
 // Which tiles of a matrix a cluster of thread blocks takes, and in which order. Tested on the host,
-// tests/tile_order.cc.
+// tests/lib/tile_order.cc.
 #pragma once
 
 namespace jgg::device {

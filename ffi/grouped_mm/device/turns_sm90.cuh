@@ -1,4 +1,4 @@
-// In which order clusters of thread blocks take tiles. Tested on the host, tests/turns.cc.
+// In which order clusters of thread blocks take tiles. Tested on the host, tests/lib/turns.cc.
 #pragma once
 
 #include <cstdint>

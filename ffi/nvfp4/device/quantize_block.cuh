@@ -1,6 +1,6 @@
 // nvfp4_quantize of one block: the scale of 16 elements and their codes, exactly as
 // jax_groupgemm's _nvfp4_quantize.py and _philox.py define them. Also compiled for the host, where
-// tests/test_nvfp4_quantize_host.py compares it with that definition.
+// tests/nvfp4/test_nvfp4_quantize_host.py compares it with that definition.
 #pragma once
 
 #include <cstdint>

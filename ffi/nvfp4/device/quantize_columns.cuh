@@ -218,7 +218,7 @@ class ColumnsReader {
                    "r"(bytes)
                    : "memory");
     }
-#else  // tests/cuda_on_host.h
+#else  // tests/lib/cuda_on_host.h
     const T piece = some ? __ldg(reinterpret_cast<const T*>(from)) : T{};
     std::memcpy(to, &piece, sizeof(T));
 #endif

@@ -1,5 +1,5 @@
 // Two affine codes in the halves of a word, and how they become a pair of bfloat16. Plain C++ on
-// the host, for tests/test_decode.py.
+// the host, for tests/quantized/test_decode.py.
 #pragma once
 
 #include <cstdint>

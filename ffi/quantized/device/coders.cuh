@@ -10,7 +10,7 @@
 //   Finish     what is left to do with words
 //   Scale      the bits of the scale that is stored; and Bias
 //
-// Also compiled for the host, for tests/test_quantize_host.py.
+// Also compiled for the host, for tests/quantized/test_quantize_host.py.
 #pragma once
 
 #include "quantized/device/encode.cuh"

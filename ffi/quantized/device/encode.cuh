@@ -1,5 +1,5 @@
 // Values to codes: scales and codes exactly as jax_groupgemm.quantize defines them. Also compiled
-// for the host, where tests/test_quantize_host.py compares it with that definition.
+// for the host, where tests/quantized/test_quantize_host.py compares it with that definition.
 //
 // `x` are the elements of a lane; its group's largest magnitude, or range, is found among all lanes
 // that share it.

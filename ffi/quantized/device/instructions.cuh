@@ -147,7 +147,8 @@ JGG_HOST_DEVICE float Divide(float a, float b) {
 }
 
 // By a constant; a / kDivisor must be normal, 0, or its exact value of no interest. One correction
-// of a product with the rounded reciprocal is right for every a: tests/test_quantize_host.py.
+// of a product with the rounded reciprocal is right for every a:
+// tests/quantized/test_quantize_host.py.
 template <int kDivisor>
 JGG_HOST_DEVICE float DivideBy(float a) {
   constexpr float kReciprocal = 1.0f / kDivisor;

@@ -1,7 +1,7 @@
 // A thread's codes of a tile in layout "sm90" (quantized/gemm_sm90.h): loads and stores, affine
-// codes to pairs of bfloat16, and pairs of affine codes to words. jax_groupgemm/_quantized/prepack.py says
-// where each is: `_pieces`, `_fields`. Plain C++ on the host, where tests/test_decode.py and
-// test_prepack_host.py try every width.
+// codes to pairs of bfloat16, and pairs of affine codes to words. The layout's definition,
+// jax_groupgemm/_quantized/prepack.py, says where each is: `_pieces`, `_fields`. Plain C++ on the
+// host, where tests of tests/quantized (test_decode.py, test_prepack_host.py) try every width.
 #pragma once
 
 #include <cstdint>

@@ -69,7 +69,7 @@ class UnitStages {
         "}" ::"r"(to),
         "r"(to ^ 64), "l"(from), "r"(left - lane_)
         : "memory");
-#else  // tests/cuda_on_host.h
+#else  // tests/lib/cuda_on_host.h
     for (int i = 0; i < 4 && left - lane_ > 32 * i; ++i) {
       const uint4 piece = __ldg(reinterpret_cast<const uint4*>(from + 512 * i));
       std::memcpy(stage + (to_ ^ i % 2 * 64) + 512 * i, &piece, 16);

@@ -1,5 +1,5 @@
 // 32 codes of a line as they are stored, as 16 pairs of bfloat16: numbers p and 16 + p are a pair.
-// Plain C++ on the host, where tests/test_decode.py tries every code.
+// Plain C++ on the host, where tests/quantized/test_decode.py tries every code.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Codes to values exactly as jax_groupgemm.dequantize gives them, signs of zeros and patterns of
 // NaN included: by decode.cuh where that agrees, else one by one. Also compiled for the host, where
-// tests/test_dequantize_host.py compares it with that definition.
+// tests/quantized/test_dequantize_host.py compares it with that definition.
 #pragma once
 
 #include "quantized/device/decode.cuh"
