@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
-from .summary import ours
+from .summary import ours, summary
 
 STYLE: Any = {
     "svg.hashsalt": "jax_groupgemm",  # of identifiers, otherwise random
@@ -64,6 +64,33 @@ def speedup(records: list[dict], path: Path) -> None:
         axes.set_xlabel("time of the peer / ours")
         handles = [Patch(color=colours[p]) for p in peers]
         axes.legend(handles, peers, frameon=True)
+        save(figure, path)
+
+
+def means(records: list[dict], path: Path) -> None:
+    """Geometric means of how many times as long each peer takes, by operation and rows per group."""
+    rows = [row for row in summary(records) if row["peers"]]
+    if not rows:
+        return
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    with matplotlib.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.5, 0.8 + 0.28 * len(rows)))
+        for i, peer in enumerate(peers):
+            points = [
+                (row["peers"][peer]["ratio"], at) for at, row in enumerate(rows) if peer in row["peers"]
+            ]
+            axes.scatter(*zip(*points, strict=True), s=28, color=COLOURS[i], marker=MARKERS[i],
+                         label=peer, zorder=3)  # fmt: skip
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        labels = [f"{row['op']}, {row['regime'] or 'all'} rows per group" for row in rows]
+        axes.set_yticks(range(len(rows)), labels)
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_xlabel("time of the other library / ours (right of the line: ours is faster)")
+        axes.legend(frameon=True)
         save(figure, path)
 
 
