@@ -1,5 +1,6 @@
 """Speed-ups and a roofline, as SVG files that are the same in every run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ STYLE: Any = {
 }
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222222")
 MARKERS = "os^Dvx+*"
+# As readers know them who have not seen the benchmark.
+PRODUCTS = {
+    "forward": "product",
+    "dgrad": "gradient of rows",
+    "wgrad": "gradient of weights",
+}
+PEERS = {"quack": "QuACK", "lax": "jax.lax.ragged_dot", "mosaic": "JAX's Pallas kernel"}
 
 
 def save(figure, path: Path) -> None:
@@ -67,30 +75,49 @@ def speedup(records: list[dict], path: Path) -> None:
         save(figure, path)
 
 
+def _place(row: dict) -> tuple[int, int]:
+    """Where a row of means stands: by operation, then by rows per group."""
+    if row["op"] not in PRODUCTS:
+        return len(PRODUCTS), 0
+    first = re.search(r"\d+", row["regime"])
+    return [*PRODUCTS].index(row["op"]), int(first[0]) if first else 0
+
+
+def _label(row: dict) -> str:
+    op, regime = PRODUCTS.get(row["op"], row["op"]), row["regime"]
+    if row["op"] not in PRODUCTS:
+        return f"{op} {regime}".strip()
+    rows, skewed, _ = regime.partition(" skewed")
+    return f"{op}, {rows} rows per group" + (", skewed" if skewed else "")
+
+
 def means(records: list[dict], path: Path) -> None:
-    """Geometric means of how many times as long each peer takes, by operation and rows per group."""
-    rows = [row for row in summary(records) if row["peers"]]
+    """How many times as long other libraries take: geometric means, by rows per group."""
+    rows = []
+    for row in summary(records):
+        others = {name: p for name, p in row["peers"].items() if not name.startswith("ours")}
+        if others:
+            rows.append(row | {"peers": others})
     if not rows:
         return
+    rows.sort(key=_place)
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     with matplotlib.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.5, 0.8 + 0.28 * len(rows)))
+        figure, axes = plt.subplots(figsize=(6.5, 1 + 0.24 * len(rows)), layout="constrained")
         for i, peer in enumerate(peers):
-            points = [
-                (row["peers"][peer]["ratio"], at) for at, row in enumerate(rows) if peer in row["peers"]
-            ]
-            axes.scatter(*zip(*points, strict=True), s=28, color=COLOURS[i], marker=MARKERS[i],
-                         label=peer, zorder=3)  # fmt: skip
+            at = [(row["peers"][peer]["ratio"], y) for y, row in enumerate(rows)
+                  if peer in row["peers"]]  # fmt: skip
+            axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
+                         marker=MARKERS[i % len(MARKERS)], label=PEERS.get(peer, peer))  # fmt: skip
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        labels = [f"{row['op']}, {row['regime'] or 'all'} rows per group" for row in rows]
-        axes.set_yticks(range(len(rows)), labels)
+        axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_xlabel("time of the other library / ours (right of the line: ours is faster)")
-        axes.legend(frameon=True)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
         save(figure, path)
 
 
