@@ -85,7 +85,7 @@ def _place(row: dict) -> tuple[int, int]:
 
 def _label(row: dict) -> str:
     op, regime = PRODUCTS.get(row["op"], row["op"]), row["regime"]
-    if row["op"] not in PRODUCTS:
+    if row["op"] not in PRODUCTS or not regime:
         return f"{op} {regime}".strip()
     rows, skewed, _ = regime.partition(" skewed")
     return f"{op}, {rows} rows per group" + (", skewed" if skewed else "")
