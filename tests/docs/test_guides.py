@@ -33,7 +33,7 @@ def pages():
             yield pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", list(pages()))
 def test_blocks_run_one_after_the_other(page, tmp_path):
     code = blocks(page)
     assert code
