@@ -1,5 +1,6 @@
 """Speed-ups and a roofline, as SVG files that are the same in every run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
-from .summary import ours
+from .summary import ours, summary
 
 STYLE: Any = {
     "svg.hashsalt": "jax_groupgemm",  # of identifiers, otherwise random
@@ -20,6 +21,13 @@ STYLE: Any = {
 }
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222222")
 MARKERS = "os^Dvx+*"
+# As readers know them who have not seen the benchmark.
+PRODUCTS = {
+    "forward": "product",
+    "dgrad": "gradient of rows",
+    "wgrad": "gradient of weights",
+}
+PEERS = {"quack": "QuACK", "lax": "jax.lax.ragged_dot", "mosaic": "JAX's Pallas kernel"}
 
 
 def save(figure, path: Path) -> None:
@@ -64,6 +72,52 @@ def speedup(records: list[dict], path: Path) -> None:
         axes.set_xlabel("time of the peer / ours")
         handles = [Patch(color=colours[p]) for p in peers]
         axes.legend(handles, peers, frameon=True)
+        save(figure, path)
+
+
+def _place(row: dict) -> tuple[int, int]:
+    """Where a row of means stands: by operation, then by rows per group."""
+    if row["op"] not in PRODUCTS:
+        return len(PRODUCTS), 0
+    first = re.search(r"\d+", row["regime"])
+    return [*PRODUCTS].index(row["op"]), int(first[0]) if first else 0
+
+
+def _label(row: dict) -> str:
+    op, regime = PRODUCTS.get(row["op"], row["op"]), row["regime"]
+    if row["op"] not in PRODUCTS or not regime:
+        return f"{op} {regime}".strip()
+    rows, skewed, _ = regime.partition(" skewed")
+    return f"{op}, {rows} rows per group" + (", skewed" if skewed else "")
+
+
+def means(records: list[dict], path: Path) -> None:
+    """How many times as long other libraries take: geometric means, by rows per group."""
+    rows = []
+    for row in summary(records):
+        others = {name: p for name, p in row["peers"].items() if not name.startswith("ours")}
+        if others:
+            rows.append(row | {"peers": others})
+    if not rows:
+        return
+    rows.sort(key=_place)
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    with matplotlib.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.5, 1 + 0.24 * len(rows)), layout="constrained")
+        for i, peer in enumerate(peers):
+            at = [(row["peers"][peer]["ratio"], y) for y, row in enumerate(rows)
+                  if peer in row["peers"]]  # fmt: skip
+            axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
+                         marker=MARKERS[i % len(MARKERS)], label=PEERS.get(peer, peer))  # fmt: skip
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_xlabel("time of the other library / ours (right of the line: ours is faster)")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
         save(figure, path)
 
 

@@ -1,10 +1,10 @@
-"""The tables and plots of docs/performance.md, from records of benchmarks.gpu.
+"""The tables beside the records, and the plots of docs/plots, from records of benchmarks.gpu.
 
-python -m benchmarks.report benchmarks/results/h200/sm80.json [MORE ...] [--plots docs]
+python -m benchmarks.report RECORD [MORE ...] [--tables FILE] [--plots docs/plots]
 
-Prints the tables, a case that several records have from the last; with --plots draws speedup.svg
-and roofline.svg there (needs matplotlib), and of quantized cases speedup_quantized.svg and
-roofline_quantized.svg.
+Prints the tables, a case that several records have from the last; with --tables writes them to a
+file, whose first line is the command that made it. With --plots draws speedup.svg, means.svg and
+roofline.svg there (needs matplotlib); those of quantized cases end in _quantized.svg.
 """
 
 import argparse
@@ -152,15 +152,20 @@ def load(paths) -> tuple[list[dict], list[dict]]:
     return heads, list(cases.values())
 
 
-def show(heads, records) -> None:
-    """Print what was measured on, the tables and the means."""
+def text(heads, records) -> str:
+    """What was measured on, the tables and the means."""
+    lines = []
     for head in heads:
         partial = f" Partial: without {', '.join(head['missing'])}." if head.get("missing") else ""
-        print(
+        lines.append(
             f"{head['gpu']}, jax {head['jax']}, commit {head['commit']}, {head['date']}: "
             f"C = {head['C_tflops']:.0f} TFLOP/s, B = {head['B_tbytes']:.2f} TB/s.{partial}"
         )
-    print("", *tables(records), means(records), sep="\n")
+    return "\n".join([*lines, "", *tables(records), means(records)])
+
+
+def show(heads, records) -> None:
+    print(text(heads, records))
 
 
 def draw(records, folder: Path) -> None:
@@ -170,6 +175,7 @@ def draw(records, folder: Path) -> None:
     for end, some in (("", False), ("_quantized", True)):
         if shown := [r for r in records if (family(r) in QUANTIZED.values()) == some]:
             plots.speedup(shown, folder / f"speedup{end}.svg")
+            plots.means(shown, folder / f"means{end}.svg")
             plots.roofline(shown, folder / f"roofline{end}.svg")
 
 
@@ -178,10 +184,15 @@ def main(argv=None) -> None:
         prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("records", nargs="+", type=Path)
+    parser.add_argument("--tables", type=Path, metavar="FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER")
     args = parser.parse_args(argv)
     heads, records = load(args.records)
     show(heads, records)
+    if args.tables:
+        names = " ".join(path.as_posix() for path in [*args.records, Path("--tables"), args.tables])
+        made_by = f"<!-- python -m benchmarks.report {names} -->"
+        args.tables.write_text(f"{made_by}\n\n{text(heads, records)}\n")
     if args.plots:
         draw(records, args.plots)
 
