@@ -114,7 +114,7 @@ def identity_problems(tag: str | None, repository: str | None) -> list[str]:
 def sdist_problems(names: set[str], tracked: set[str]) -> list[str]:
     """What differs between an sdist's files and the tracked ones that belong in it."""
     wanted = {name for name in tracked if not name.startswith(".")} | {"PKG-INFO"}
-    return [f"{name} is not tracked" for name in sorted(names - wanted)] + [
+    return [f"{name} is not tracked or not wanted" for name in sorted(names - wanted)] + [
         f"{name} is missing" for name in sorted(wanted - names)
     ]
 
@@ -124,10 +124,13 @@ def symbol_problems(readelf: str) -> list[str]:
     passes over symbols that have none. ``readelf`` is the output of ``readelf -W --dyn-syms``."""
     problems = []
     for line in readelf.splitlines():
+        # Number, value, size, type, binding, visibility, section, name.
         fields = line.split()
-        if len(fields) >= 8 and fields[4] == "GLOBAL" and fields[6] == "UND":
-            if "@" not in fields[7] and not fields[7].startswith(("Py", "_Py")):
-                problems.append(f"{fields[7]} is undefined and has no version")
+        if len(fields) < 8 or fields[4] != "GLOBAL" or fields[6] != "UND":
+            continue
+        name = fields[7]
+        if "@" not in name and not name.startswith(("Py", "_Py")):
+            problems.append(f"{name} is undefined and has no version")
     return problems
 
 
@@ -169,7 +172,8 @@ class Steps:
         log = (self.work / f"{name}.log").read_text()
         begin = re.search(r"^ *([\d.]+) \*\*\* Building project", log, re.M)
         end = re.search(r"^ *([\d.]+) \*\*\* (Installing|Making)", log, re.M)
-        assert begin and end, "scikit-build-core's log has other headings"
+        if begin is None or end is None:
+            raise Failed(f"the log of {name} has other headings than scikit-build-core's")
         return float(end[1]) - float(begin[1])
 
 
@@ -312,10 +316,8 @@ def build_from_source(steps: Steps, python: Path, sdist: Path) -> None:
     """A user's build without CUDA, with nothing cached."""
     (source,) = (steps.work / "source").iterdir()
     shutil.rmtree(source / "build", ignore_errors=True)
-    out = steps.work / "plain"
     env = {"JGG_CUDA": "OFF", "CCACHE_DISABLE": "1"}
-    steps.run("plain", python, "-m", "build", "--wheel", "-o", out, source, **env)
-    (wheel,) = out.glob("*.whl")
+    steps.run("plain", python, "-m", "build", "--wheel", "-o", steps.work / "plain", source, **env)
     seconds = steps.compile_seconds("plain")
     steps.say(
         f"{sdist.name} without CUDA: compiled in {seconds:.0f} s, {os.cpu_count()} processors"
