@@ -125,6 +125,23 @@ Symbol table '.dynsym' contains 6 entries:
     ]
 
 
+def test_a_wheel_is_built_as_the_sources_say(release):
+    series, architectures = release.cuda_build()
+    assert re.fullmatch(r"\d+\.\d+", series)
+    assert {"80", "90a", "100a", "80-virtual"} <= set(architectures)
+    build = {"cuda": f"{series}.88", "architectures": architectures, "problem": None}
+    assert release.build_problems(build, cuda=True) == []
+    assert release.build_problems(build, cuda=False) == ["it has CUDA kernels"]
+    without = {"cuda": None, "architectures": [], "problem": None}
+    assert release.build_problems(without, cuda=False) == []
+    assert release.build_problems(without | {"problem": "no file"}, cuda=False) == ["no file"]
+    other = build | {"cuda": "99.0.1", "architectures": ["80"]}
+    assert release.build_problems(other, cuda=True) == [
+        f"its CUDA is 99.0.1, not {series}",
+        f"it is for ['80'], not {architectures}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "program"),
     [

