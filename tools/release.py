@@ -70,7 +70,7 @@ np.testing.assert_allclose(gradient, np.repeat(sums[:, :, None], 24, 2), rtol=1e
 print("jax", jax.__version__, "| grouped_mm and its gradient on the native CPU kernel: correct")
 """
 
-# g++, but for links of shared objects.
+# Stands for g++, and links shared objects for the older glibc.
 COMPILER_SCRIPT = """#!/bin/sh
 shared=
 for argument; do [ "$argument" = -shared ] && shared=1; done
@@ -214,11 +214,12 @@ def compiler(folder: Path, zig: Path) -> dict[str, str]:
     return {"CXX": str(script), "CUDAHOSTCXX": str(script)}
 
 
-def tracked_files() -> set[str]:
+def git(*arguments: str) -> list[str]:
+    """What git says, which ends each part with a zero byte."""
     # A container's user is not the checkout's owner.
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    command = ["git", "-c", f"safe.directory={ROOT}", *arguments, "-z"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {name for name in done.stdout.split("\0") if name}
+    return done.stdout.split("\0")[:-1]
 
 
 def make_sdist(steps: Steps, python: Path, out: Path) -> Path:
@@ -228,7 +229,7 @@ def make_sdist(steps: Steps, python: Path, out: Path) -> Path:
         members = [member for member in archive.getmembers() if not member.isdir()]
         archive.extractall(steps.work / "source", filter="data")
     names = {member.name.partition("/")[2] for member in members}
-    if problems := sdist_problems(names, tracked_files()):
+    if problems := sdist_problems(names, set(git("ls-files"))):
         raise Failed(f"{sdist.name}: " + "; ".join(problems))
     if sdist.stat().st_size > SDIST_LIMIT:
         raise Failed(f"{sdist.name} has {sdist.stat().st_size} bytes")
@@ -387,12 +388,17 @@ def main() -> None:
     options = parser.parse_args()
     if sys.version_info < (3, 12) or sysconfig.get_platform() != "linux-x86_64":
         parser.error("Python 3.12 or newer on x86_64 Linux is needed")
+    if options.logs and options.logs.resolve().is_relative_to(ROOT):
+        parser.error("--logs must be outside the checkout: the sdist would have them")
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="jgg-release-", dir=options.logs)).resolve()
     try:
         steps = Steps(work)
-        if problems := identity_problems(options.tag, options.repository):
+        problems = identity_problems(options.tag, options.repository)
+        if options.tag and (changed := git("status", "--porcelain")):
+            problems.append(f"the checkout is not what was tagged: {changed}")
+        if problems:
             raise Failed("; ".join(problems))
         if options.check:
             install(steps, options.check.resolve(), None)
