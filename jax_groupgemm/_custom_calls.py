@@ -41,27 +41,24 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     lists = [rows for rows in (x_rows, y_rows) if rows is not None]
     rows_x = x.shape[1 if transpose_x else 0] if x_rows is None else x_rows.shape[0]
     flags: dict[str, Any] = {
-        "transpose_x": transpose_x,
-        "transpose_w": transpose_w,
-        "transpose_out": transpose_out,
+        "mm": {
+            "transpose_x": transpose_x,
+            "transpose_w": transpose_w,
+            "transpose_out": transpose_out,
+            "in_order": form.ordered_y,
+        }
     }
     if implementation == "cpu":
         assert epilogue is None
         assert not lists
         table = _segments.decode(form, meta, rows_x, rows, w.shape[0])
         shape = (n, rows) if transpose_out else (rows, n)
-        return _product(
-            "jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y}
-        )
+        return _product("jgg_mm", x, w, [table], shape, out_dtype, flags)
     epilogue = epilogue or Epilogue()
-    flags |= _metadata_flags(implementation, form, meta, precision) | {
-        "in_order": form.ordered_y,
-        "bias": epilogue.bias is not None,
-        "activation": epilogue.activation or "",
-        "row_scale": epilogue.row_scale is not None,
-        "existing_out": epilogue.existing_out is not None,
-        "x_rows": x_rows is not None,
-        "y_rows": y_rows is not None,
+    flags |= {
+        "metadata": _metadata_flags(form, meta),
+        "rows": {"x_rows": x_rows is not None, "y_rows": y_rows is not None},
+        "epilogue": _epilogue_flags(epilogue),
     }
     rest = [*_segments.narrow(form, meta, rows_x, w.shape[0]), *lists]
     options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
@@ -75,7 +72,7 @@ def mm(implementation, x, w, *meta, form, rows, out_dtype, transpose_x, transpos
     planes = 1 if whole else mm_planes(implementation, x, w, form, rows, transpose_w, precision)
     if planes > 1:
         x, w = in_planes(planes, 64, (x, -1), (w, -1 if transpose_w else -2))
-    flags |= {"planes": planes, "tile": tile}
+    flags["choice"] = _choice_flags(implementation, precision, planes, tile)
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _product("jgg_mm", x, w, rest, shape, out_dtype, flags, aliases)
@@ -97,7 +94,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
     whole (``wgrad_parts``); one whose segment is empty keeps existing_out.
     """
     shape, rows = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
-    flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    flags: dict[str, Any] = {"wgrad": {"transpose_x": transpose_x, "transpose_y": transpose_y}}
     options = [value for value in (scale, existing_out) if value is not None]
     parts = 1 if implementation == "cpu" else _parts(form, meta, groups, rows[0], shape)
     if parts > 1:
@@ -112,10 +109,10 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         rest = [_segments.decode(form, meta, *rows, groups)]
     else:
         rest = _segments.narrow(form, meta, rows[0], groups)
-        flags |= _metadata_flags(implementation, form, meta, precision) | {
+        flags |= {
+            "metadata": _metadata_flags(form, meta),
             "own_weight": form.own_weight,
-            "scale": scale is not None,
-            "existing_out": existing_out is not None,
+            "epilogue": {"scale": scale is not None, "existing_out": existing_out is not None},
         }
         mean_rows = rows[0] / max(rest[0].shape[0], 1)
         tile = _tuned.wgrad(x, y, mean_rows, out_dtype, shape, transpose_x, transpose_y)
@@ -130,7 +127,7 @@ def wgrad(implementation, x, y, *meta, form, groups, out_dtype, transpose_x, tra
         if planes > 1:
             axes = (-1 if transpose else None for transpose in (transpose_x, transpose_y))
             x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
-        flags |= {"planes": planes, "tile": tile}
+        flags["choice"] = _choice_flags(implementation, precision, planes, tile)
     rest += options
     aliases = None if existing_out is None else {1 + len(rest): 0}
     return _product("jgg_wgrad", x, y, rest, shape, out_dtype, flags, aliases)
@@ -221,12 +218,11 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
     metadata, *offset = _segments.narrow(form, meta, x.shape[0], groups)
     if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
         return jnp.zeros((rows, columns), out_dtype)
-    flags = _metadata_flags(implementation, form, meta, precision) | {
-        "mode": q.mode,
-        "global_scale": q.global_scale is not None,
-        "bias": epilogue.bias is not None,
-        "activation": epilogue.activation or "",
-        "row_scale": epilogue.row_scale is not None,
+    flags: dict[str, Any] = {
+        "quantized": _quantized_flags(q.mode, q.bits, q.group_size, q.biases, q.global_scale)
+        | {"layout": q.layout},
+        "metadata": _metadata_flags(form, meta),
+        "epilogue": _epilogue_flags(epilogue),
     }
     if q.layout == "linear":
         target = "jgg_qmm"
@@ -234,19 +230,14 @@ def qmm(implementation, x, q, meta, *, form, rows, out_dtype, transpose_w, preci
         if x_ordered and not x_is_ordered:
             x = _ordered.ordered(x, q.bits)
         assert x_ordered or not x_is_ordered
-        flags |= {
+        flags["qmm"] = {
             "transpose_w": transpose_w,
             "x_ordered": x_ordered,
-            "layout": q.layout,
-            "bits": q.bits,
-            "group_size": q.group_size,
-            "biases": q.biases is not None,
             "in_order": form.ordered_y,
+            "tf32": _tf32(precision),
         }
     else:
         target = "jgg_qmm_packed"
-        del flags["tf32"]
-    del flags["kernel"]  # which its operands name
     options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
     given = [value for value in options if value is not None]
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
@@ -321,8 +312,8 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     )
     results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
     results += (scales,) if mode == "affine" else ()
-    flags = {"mode": mode, "bits": bits, "group_size": group_size}
-    flags |= {"global_scale": global_scale is not None}
+    biases = True if mode == "affine" else None  # a result
+    flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, global_scale)}
     more = [] if global_scale is None else [global_scale.reshape(-1)]
     call = jax.ffi.ffi_call("jgg_quantize", results)
     out = call(w.reshape(rows, k), *more, **_attributes(flags))
@@ -338,9 +329,10 @@ def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, 
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
     if global_scale is not None:
         operands.append(global_scale.reshape(-1))
-    flags = {"mode": mode, "bits": bits, "group_size": group_size}
-    flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
-    flags |= {"ordered": ordered}
+    flags: dict[str, Any] = {
+        "quantized": _quantized_flags(mode, bits, group_size, biases, global_scale),
+        "ordered": ordered,
+    }
     call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
     return call(*operands, **_attributes(flags)).reshape(*lead, k)
 
@@ -356,7 +348,7 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
         jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
         for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))
     ]
-    flags = {"mode": mode, "bits": bits, "group_size": group_size, "biases": biases is not None}
+    flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, None)}
     out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **_attributes(flags))
     return tuple(a.reshape(*lead, n // 64, *a.shape[1:]) for a in out)
 
@@ -373,14 +365,45 @@ def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _metadata_flags(kernel, form, meta, precision) -> dict[str, Any]:
+# Dictionaries of attributes that handlers share: ffi/grouped_mm/attributes.h and
+# ffi/quantized/attributes.h.
+
+
+def _metadata_flags(form, meta) -> dict[str, Any]:
+    return {"kind": form.kind, "swapped": form.swapped, "group_offset": len(meta) == 2}
+
+
+def _epilogue_flags(epilogue: Epilogue) -> dict[str, Any]:
     return {
-        "tf32": precision == jax.lax.Precision.HIGH,
-        "kernel": kernel if kernel in _call.PLATFORMS else "",
-        "kind": form.kind,
-        "swapped": form.swapped,
-        "group_offset": len(meta) == 2,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+        "existing_out": epilogue.existing_out is not None,
     }
+
+
+def _choice_flags(kernel, precision, planes: int, tile: int) -> dict[str, Any]:
+    return {
+        "kernel": kernel if kernel in _call.PLATFORMS else "",
+        "tile": tile,
+        "planes": planes,
+        "tf32": _tf32(precision),
+    }
+
+
+def _quantized_flags(mode, bits, group_size, biases, global_scale) -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "bits": bits,
+        "group_size": group_size,
+        "layout": "linear",
+        "biases": biases is not None,
+        "global_scale": global_scale is not None,
+    }
+
+
+def _tf32(precision) -> bool:
+    return precision == jax.lax.Precision.HIGH
 
 
 def _product(target, a, b, rest, shape, out_dtype, flags: dict[str, Any], aliases=None):
@@ -396,6 +419,8 @@ def _attributes(flags: dict[str, Any]) -> dict[str, Any]:
     """Attributes are hashed by value: one type per attribute, always."""
 
     def typed(value):
+        if isinstance(value, dict):
+            return _attributes(value)
         if isinstance(value, str):  # numpy's strings too
             return str(value)
         return np.bool_(value) if isinstance(value, bool) else np.int32(value)

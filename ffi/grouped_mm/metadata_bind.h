@@ -5,6 +5,7 @@
 
 #include "common/buffer.h"
 #include "common/check.h"
+#include "grouped_mm/attributes.h"
 #include "grouped_mm/segments.h"
 
 namespace jgg {
@@ -20,8 +21,9 @@ inline xla::ffi::Error BindTable(const char* op, xla::ffi::BufferR2<xla::ffi::S3
 }
 
 // Any form, by name: "sizes" (G',), "spans" (S, 2) or "segments" (S, 4), all int32.
-inline xla::ffi::Error BindMetadata(const char* op, std::string_view kind,
-                                    xla::ffi::AnyBuffer buffer, bool swapped, Metadata* metadata) {
+inline xla::ffi::Error BindMetadata(const char* op, const MetadataAttrs& attrs,
+                                    xla::ffi::AnyBuffer buffer, Metadata* metadata) {
+  const std::string_view kind = attrs.kind;
   *metadata = Metadata{};
   if (buffer.element_type() != xla::ffi::S32) {
     return InvalidArgument(op, "metadata has XLA dtype ", static_cast<int>(buffer.element_type()),
@@ -41,7 +43,7 @@ inline xla::ffi::Error BindMetadata(const char* op, std::string_view kind,
   }
   metadata->data = static_cast<const int32_t*>(buffer.untyped_data());
   metadata->count = buffer.dimensions()[0];
-  metadata->swapped = swapped;
+  metadata->swapped = attrs.swapped;
   return xla::ffi::Error::Success();
 }
 

@@ -36,7 +36,7 @@ bool HasRows(const MmArgs& args, const Segment& s) {
 }
 
 // Disjoint ascending rows: every element is written once, those of no segment with zeros.
-void RunOrdered(ffi::ThreadPool& pool, const MmArgs& args) {
+void RunInOrder(ffi::ThreadPool& pool, const MmArgs& args) {
   std::vector<Part> parts;
   int64_t end = 0;  // rows before this are dealt with
   const auto cut = [&](const Segment* segment, int64_t length) {
@@ -106,13 +106,11 @@ void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
 }
 
 ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                 ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
-                 bool transpose_x, bool transpose_w, bool transpose_out, bool ordered) {
+                 ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out, MmAttrs attrs) {
   MmArgs args;
-  JGG_RETURN_IF_ERROR(
-      BindMm(x, w, *out, transpose_x, transpose_w, transpose_out, Activation::kNone, &args));
+  JGG_RETURN_IF_ERROR(BindMm(x, w, *out, attrs, Activation::kNone, &args));
   JGG_RETURN_IF_ERROR(BindTable("mm", segments, &args.metadata));
-  (ordered ? RunOrdered : RunOverlapping)(pool, args);
+  (args.in_order ? RunInOrder : RunOverlapping)(pool, args);
   return ffi::Error::Success();
 }
 
@@ -123,10 +121,7 @@ XLA_FFI_DEFINE_HANDLER(kMmCpu, MmCpu,
                            .Arg<ffi::AnyBuffer>()           // w
                            .Arg<ffi::BufferR2<ffi::S32>>()  // segments
                            .Ret<ffi::AnyBuffer>()           // out
-                           .Attr<bool>("transpose_x")
-                           .Attr<bool>("transpose_w")
-                           .Attr<bool>("transpose_out")
-                           .Attr<bool>("ordered"));
+                           .Attr<MmAttrs>("mm"));
 
 }  // namespace
 

@@ -31,10 +31,10 @@ static cudaError_t LaunchInstance(Mode mode, int bits, Launch launch) {
 }
 #endif
 
-cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                 int bits, const OperandsSm90& operands) {
+cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                 const Coding& coding, const OperandsSm90& operands) {
 #ifdef JGG_SM90
-  return LaunchInstance(mode, bits, [&](auto of) {
+  return LaunchInstance(coding.mode, coding.bits, [&](auto of) {
     using Of = decltype(of);
     return LaunchPackedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, operands);
   });

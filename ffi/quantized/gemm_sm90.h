@@ -43,8 +43,8 @@ struct QuantizedGemmSm90 {
 };
 
 // Choose a tile, encode the tensor maps, launch. Layout "sm90".
-cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                 int bits, const OperandsSm90& operands);
+cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                 const Coding& coding, const OperandsSm90& operands);
 
 // Layout "linear"; operands.r are the codes, in units of two bytes.
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
