@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/blocks_that_fit.h"
+#include "common/processors.h"
 #include "grouped_mm/device/gemm_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
@@ -78,7 +79,7 @@ struct ConfigsSm80 {
                                     Config<32, 64, 2 * kLine, 3, 2, 1, 2, 4>>;
   using Medium = Config<64, kTf32 ? 64 : 128, kLine, 3, 2, 2, 2>;
   using Large = Config<128, 128, kLine / 2, 4, 2, 2, 2>;
-  static constexpr int64_t kSmallBelow = kTf32 ? 528 : 128;  // tiles of 64 x 64
+  static constexpr int64_t kSmallBelow = kTf32 ? 4 * kH200Processors : 128;  // tiles of 64 x 64
 };
 
 template <bool kA, bool kB>
@@ -92,7 +93,7 @@ struct ConfigsSm80<float, kA, kB> {
   using Small = Config<32, 64, 32, 4, 2, 8, 8, 4>;
   using Medium = Config<64, 64, 16, 4, 3, 16, 8>;
   using Large = Config<128, 64, 16, 4, 2, 16, 8>;
-  static constexpr int64_t kSmallBelow = 528;
+  static constexpr int64_t kSmallBelow = 4 * kH200Processors;
 };
 
 // Tiles of m x n that a result of evenly long segments has.
@@ -117,7 +118,7 @@ template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
   constexpr int64_t kLow = Configs::Low::kM, kMedium = Configs::Medium::kM;
-  constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
+  constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
   const int64_t rows = TypicalRows<Element>(gemm, kLow);
   if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
   if (Tiles(gemm, 64, 64) < Configs::kSmallBelow) {

@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "common/dispatch.h"
+#include "common/processors.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
 
@@ -183,8 +184,8 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
   const int64_t tiles =
       gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) * static_cast<int64_t>(gemm.groups)
                  : INT64_MAX;
-  if (tiles < 132) return 64;
-  if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
+  if (tiles < kH200Processors) return 64;
+  if (tiles < 4 * kH200Processors || rows <= 96 || gemm.n <= 128) return 128;
   const bool higher = rows > 240 && (rows <= 288 || (rows > 448 && gemm.k >= 5120));
   return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && higher ? 288 : 256;
 }
@@ -222,7 +223,7 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
 }
 
 // Tiles of 128 rows, in pairs that share L where there are enough of them, or of 64 where they
-// would be fewer than two thirds of an H200's 132 multiprocessors.
+// would be fewer than two thirds of an H200's multiprocessors.
 template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands) {
@@ -237,8 +238,8 @@ cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
     const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
     const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
-    if (tiles < 88) return launch(Constant<64>{}, Constant<1>{});
-    if (tiles < 528 || gemm.n <= 128) return launch(Constant<128>{}, Constant<1>{});
+    if (tiles < 2 * kH200Processors / 3) return launch(Constant<64>{}, Constant<1>{});
+    if (tiles < 4 * kH200Processors || gemm.n <= 128) return launch(Constant<128>{}, Constant<1>{});
     return launch(Constant<128>{}, Constant<2>{});
   });
 }

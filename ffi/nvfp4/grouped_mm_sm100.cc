@@ -10,7 +10,7 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
   gemm.product.tokens = static_cast<int32_t>(args.tokens);
   gemm.product.n = static_cast<int32_t>(args.n);
   gemm.product.k = static_cast<int32_t>(args.k);
-  gemm.product.out_size = args.out_dtype == DType::kF32 ? 4 : 2;
+  gemm.product.out_size = Size(args.out_dtype);
   gemm.out_dtype = args.out_dtype;
   gemm.sizes = args.sizes;
   gemm.a = args.x;

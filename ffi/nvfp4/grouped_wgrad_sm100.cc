@@ -11,7 +11,7 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedWgradArgs& args) {
   gemm.product.m = static_cast<int32_t>(args.n);
   gemm.product.n = static_cast<int32_t>(args.k);
   gemm.product.k = static_cast<int32_t>(args.padded_tokens);
-  gemm.product.out_size = 4;
+  gemm.product.out_size = Size(DType::kF32);
   gemm.out_dtype = DType::kF32;
   gemm.sizes = args.sizes;
   gemm.a = args.dy;

@@ -1,6 +1,7 @@
 // Host side of the quantized sm80 kernel: tile shapes, choice between them, launch.
 #pragma once
 
+#include "common/processors.h"
 #include "grouped_mm/gemm_sm80.cuh"
 #include "quantized/device/gemm_sm80.cuh"
 #include "quantized/gemm_sm80.h"
@@ -135,7 +136,7 @@ cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm)
 template <typename Element, bool kBKMajor>
 cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   using Configs = QuantizedConfigsSm80<Element, kBKMajor>;
-  constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
+  constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
   const int64_t rows = AverageRows(gemm);
   const bool aligned = gemm.gemm.a_width * sizeof(Element) == 16;
   if (HasLowTiles(gemm)) {

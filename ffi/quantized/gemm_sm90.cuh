@@ -16,7 +16,7 @@ int PartsSm90(const GemmSm90& gemm) {
   if constexpr (!Config::kSharesK) return 1;
   const int64_t segments = std::min<int64_t>(gemm.metadata.count, gemm.rows_y);
   const int64_t tiles = segments * ((gemm.n + 127) / 128), slices = (gemm.k + 63) / 64;
-  constexpr int64_t kAtATime = 132 * Config::kBlocksPerSm;
+  constexpr int64_t kAtATime = kH200Processors * Config::kBlocksPerSm;
   static_assert(kMostParts == 2);
   return 2 * tiles <= kAtATime && slices >= 64 ? 2 : 1;
 }

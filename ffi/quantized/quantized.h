@@ -16,10 +16,7 @@ struct Coding {
   int bits;
   DType scale_dtype;  // kAffine: of scales and biases; the other modes have bytes
 
-  constexpr int ScaleBytes() const {
-    if (mode != Mode::kAffine) return 1;
-    return scale_dtype == DType::kF32 ? 4 : 2;
-  }
+  constexpr int ScaleBytes() const { return mode == Mode::kAffine ? Size(scale_dtype) : 1; }
 };
 
 // Scales (and biases) of layout "sm90": those of 64 rows and `k` values of k are `words` uint32.

@@ -32,7 +32,7 @@ __device__ Integer FromLast(Integer at, Integer count) {
 }
 
 template <DType kOf>
-inline constexpr int kElementBytes = kOf == DType::kF32 ? 4 : 2;
+inline constexpr int kElementBytes = Size(kOf);
 
 // ---- once per call ----
 

@@ -151,7 +151,7 @@ __device__ void StoreWarp(const uint32_t* words, uint8_t* at, int lane, int coun
 
 template <typename Coder>
 struct QuantizeKernelTraits {
-  static constexpr int kElements = kUnitBytes / (Coder::kOf == DType::kF32 ? 4 : 2);
+  static constexpr int kElements = kUnitBytes / Size(Coder::kOf);
   static constexpr int kGroups = kElements / Coder::kCount;
   static constexpr int kBytes = kElements * Coder::kBits / 8;  // of their codes
   static constexpr int kBlocks = kElements == 32 && (Coder::kBias || Coder::kGlobal) ? 3 : 4;
