@@ -58,7 +58,7 @@ int64_t MostTilesSm90(const GemmSm90& gemm) {
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
   const Metadata& metadata = gemm.metadata;
-  const int64_t more = metadata.SizesForEach(gemm.groups)
+  const int64_t more = metadata.HasSizeOfEach(gemm.groups)
                            ? std::min<int64_t>(metadata.count, gemm.rows_y) + 1
                            : 3 * (metadata.count + 1);
   const int64_t m_tiles =
@@ -151,7 +151,7 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
         gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
                      tiles <= 2048;
         // Of few tiles a matrix, finding the clusters would take longer than the tiles.
-        gemm.balances = gemm.wgrad && gemm.metadata.ForEach(gemm.groups) && !gemm.ranks &&
+        gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
                         tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
                         Config::kBalances && clusters <= kMostBalancedClusters;
       });

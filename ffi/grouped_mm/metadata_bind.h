@@ -50,11 +50,11 @@ inline xla::ffi::Error BindMetadata(const char* op, const MetadataAttrs& attrs,
 // Of mm: what kernels count in int32, and metadata that can name no row or weight that is not
 // there. (Segments are made by _segments.py, which sees to that.)
 inline xla::ffi::Error CheckMm(const char* op, const Metadata& metadata, int64_t rows_x,
-                               int64_t rows, int64_t groups, int64_t n, int64_t k) {
-  JGG_RETURN_IF_ERROR(CheckSmall(op, {rows_x, rows, groups, n, k, metadata.count}, 0));
+                               int64_t rows_y, int64_t groups, int64_t n, int64_t k) {
+  JGG_RETURN_IF_ERROR(CheckSmall(op, {rows_x, rows_y, groups, n, k, metadata.count}, 0));
   if (metadata.kind == MetadataKind::kSegments) return xla::ffi::Error::Success();
-  if (rows_x > rows) {
-    return InvalidArgument(op, "groups are of ", rows_x, " rows, the result has ", rows);
+  if (rows_x > rows_y) {
+    return InvalidArgument(op, "groups are of ", rows_x, " rows, the result has ", rows_y);
   }
   if (metadata.kind == MetadataKind::kSpans && metadata.count > groups) {
     return InvalidArgument(op, "there are ", metadata.count, " spans, but ", groups, " matrices");

@@ -35,16 +35,16 @@ static ffi::Error BindOptions(cudaStream_t stream, ffi::RemainingArgs rest,
   constexpr const char* op = "mm";
   Operands operands(op, rest);
   if (metadata.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
-  if (rows.x_rows) JGG_RETURN_IF_ERROR(BindRows("x_rows", &operands, &args->x_rows, &args->rows_x));
-  if (rows.y_rows) JGG_RETURN_IF_ERROR(BindRows("y_rows", &operands, &args->y_rows, &args->rows));
+  if (rows.x_rows) JGG_RETURN_IF_ERROR(BindRows("x_rows", &operands, &args->x_list, &args->rows_x));
+  if (rows.y_rows) JGG_RETURN_IF_ERROR(BindRows("y_rows", &operands, &args->y_list, &args->rows_y));
   if (args->ByList() && args->metadata.kind != MetadataKind::kSegments &&
-      args->rows_x != args->rows) {
-    return InvalidArgument(op, "groups are of ", args->rows_x, " rows of x and ", args->rows,
+      args->rows_x != args->rows_y) {
+    return InvalidArgument(op, "groups are of ", args->rows_x, " rows of x and ", args->rows_y,
                            " of the result, expected as many");
   }
   Epilogue& epilogue = args->epilogue;
   JGG_RETURN_IF_ERROR(
-      BindEpilogue(op, has, args->groups, args->n, args->rows, &operands, &epilogue));
+      BindEpilogue(op, has, args->groups, args->n, args->rows_y, &operands, &epilogue));
   if (has.existing_out) {
     JGG_RETURN_IF_ERROR(BindExistingOut(op, stream, &operands, out));
     epilogue.accumulate = true;
@@ -73,7 +73,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   JGG_RETURN_IF_ERROR(
       BindOptions(stream, rest, metadata_attrs, rows_attrs, epilogue_attrs, *out, &args));
   JGG_RETURN_IF_ERROR(
-      CheckMm("mm", args.metadata, args.rows_x, args.rows, args.groups, args.n, args.k));
+      CheckMm("mm", args.metadata, args.rows_x, args.rows_y, args.groups, args.n, args.k));
   const int capability = ComputeCapability();
   const auto no_sm90 = mm_sm90_unsupported(args, capability);
   if (choice.kernel != "sm80" && !no_sm90) return FromCuda("mm", mm_sm90(stream, args));

@@ -6,16 +6,16 @@
 
 namespace jgg {
 
-static OperandsSm90 Operands(const MmArgs& args) {
+static OperandsSm90 DescribeOperands(const MmArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
   operands.planes = args.planes;
   operands.tile = args.tile;
   operands.l_k_major = true;
-  operands.r_k_major = args.w_k == 1;
+  operands.r_k_major = args.strides.w_k == 1;
   const int64_t k = args.planes * args.k, n = args.planes * args.n;
-  const int64_t group = args.planes * args.w_group;
-  operands.l = {args.x, args.dtype, k, args.x_rows.count, 1, k, k};
+  const int64_t group = args.planes * args.strides.w_group;
+  operands.l = {args.x, args.dtype, k, args.x_list.count, 1, k, k};
   operands.r = operands.r_k_major
                    ? TensorMapSpec{args.w, args.dtype, k, args.n, args.groups, k, group}
                    : TensorMapSpec{args.w, args.dtype, n, args.k, args.groups, n, group};
@@ -25,9 +25,9 @@ static OperandsSm90 Operands(const MmArgs& args) {
 std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   if (!args.in_order) return "segments may overlap or come in any order";
-  if (args.x_k != 1) return "x is transposed";
-  if (args.out_n != 1) return "the result is transposed";
-  if (IsGated(args.epilogue.activation) && args.w_n == 1 && args.n / 2 % 8 != 0) {
+  if (args.strides.x_k != 1) return "x is transposed";
+  if (args.strides.out_n != 1) return "the result is transposed";
+  if (IsGated(args.epilogue.activation) && args.strides.w_n == 1 && args.n / 2 % 8 != 0) {
     return "the gated half of w begins inside 16 bytes";
   }
   if (args.planes > 1) {
@@ -35,9 +35,10 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
     if (IsGated(args.epilogue.activation)) return "a gated activation of split operands";
     // Behind the k of one plane comes the next.
     if (args.k % 64 != 0) return "K of split operands is not a multiple of 64";
-    if (args.w_n == 1 && args.n % 8 != 0) return "N of split operands is not a multiple of 8";
+    if (args.strides.w_n == 1 && args.n % 8 != 0)
+      return "N of split operands is not a multiple of 8";
   }
-  const OperandsSm90 operands = Operands(args);
+  const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }
@@ -52,15 +53,15 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   gemm.out = args.out;
   gemm.out_dtype = args.out_dtype;
   gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
-  gemm.out_line = args.out_row;
+  gemm.out_line = args.strides.out_row;
   gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows);
+  gemm.rows_y = static_cast<int>(args.rows_y);
   gemm.n = static_cast<int>(args.n);
   gemm.k = static_cast<int>(args.k);
   gemm.groups = static_cast<int>(args.groups);
-  if (!args.ByList()) return LaunchGemmSm90(stream, gemm, Operands(args));
-  GatheredGemmSm90 gathered{gemm, args.x, args.x_rows, args.y_rows};
-  return LaunchGatheredGemmSm90(stream, gathered, Operands(args));
+  if (!args.ByList()) return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
+  GatheredGemmSm90 gathered{gemm, args.x, args.x_list, args.y_list};
+  return LaunchGatheredGemmSm90(stream, gathered, DescribeOperands(args));
 }
 
 }  // namespace jgg

@@ -37,10 +37,10 @@ inline xla::ffi::Error BindWgrad(const PlanesBuffer& x, const PlanesBuffer& y,
   args->a = a;
   args->b = b;
   args->groups = out.dimensions()[0];
-  args->x_row = transpose_x ? 1 : a;
-  args->x_a = transpose_x ? args->rows_x : 1;
-  args->y_row = transpose_y ? 1 : b;
-  args->y_b = transpose_y ? args->rows_y : 1;
+  args->strides.x_row = transpose_x ? 1 : a;
+  args->strides.x_a = transpose_x ? args->rows_x : 1;
+  args->strides.y_row = transpose_y ? 1 : b;
+  args->strides.y_b = transpose_y ? args->rows_y : 1;
 
   return xla::ffi::Error::Success();
 }

@@ -56,9 +56,10 @@ void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64
   }
   for (int64_t i = begin; i < end; ++i) {
     const Segment& s = args.metadata.table()[sorted.order[i]];
-    const Matrix x =
-        At(args.x, s.x_start * args.x_row + first * args.x_a, args.x_a, args.x_row, args.dtype);
-    const Matrix y = At(args.y, s.y_start * args.y_row, args.y_row, args.y_b, args.dtype);
+    const Matrix x = At(args.x, s.x_start * args.strides.x_row + first * args.strides.x_a,
+                        args.strides.x_a, args.strides.x_row, args.dtype);
+    const Matrix y = At(args.y, s.y_start * args.strides.y_row, args.strides.y_row,
+                        args.strides.y_b, args.dtype);
     cpu::BestGemm()(rows, args.b, s.length, x, y, target, i > begin, cpu::ThreadScratch());
   }
   if (!sums.empty()) {

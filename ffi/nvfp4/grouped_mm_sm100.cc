@@ -3,7 +3,7 @@
 
 namespace jgg {
 
-static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
+static nvfp4::GemmSm100 MakeGemm(const Nvfp4GroupedMmArgs& args) {
   nvfp4::GemmSm100 gemm{};
   gemm.product.ragged_k = false;
   gemm.product.groups = static_cast<int32_t>(args.groups);
@@ -24,11 +24,11 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
 
 std::optional<std::string> nvfp4_grouped_mm_sm100_unsupported(const Nvfp4GroupedMmArgs& args,
                                                               int compute_capability) {
-  return nvfp4::GemmSm100Problem(Gemm(args), compute_capability);
+  return nvfp4::GemmSm100Problem(MakeGemm(args), compute_capability);
 }
 
 cudaError_t nvfp4_grouped_mm_sm100(cudaStream_t stream, const Nvfp4GroupedMmArgs& args) {
-  return nvfp4::LaunchGemmSm100(stream, Gemm(args));
+  return nvfp4::LaunchGemmSm100(stream, MakeGemm(args));
 }
 
 }  // namespace jgg

@@ -3,7 +3,7 @@
 
 namespace jgg {
 
-static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedWgradArgs& args) {
+static nvfp4::GemmSm100 MakeGemm(const Nvfp4GroupedWgradArgs& args) {
   nvfp4::GemmSm100 gemm{};
   gemm.product.ragged_k = true;
   gemm.product.groups = static_cast<int32_t>(args.groups);
@@ -26,11 +26,11 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedWgradArgs& args) {
 
 std::optional<std::string> nvfp4_grouped_wgrad_sm100_unsupported(const Nvfp4GroupedWgradArgs& args,
                                                                  int compute_capability) {
-  return nvfp4::GemmSm100Problem(Gemm(args), compute_capability);
+  return nvfp4::GemmSm100Problem(MakeGemm(args), compute_capability);
 }
 
 cudaError_t nvfp4_grouped_wgrad_sm100(cudaStream_t stream, const Nvfp4GroupedWgradArgs& args) {
-  return nvfp4::LaunchGemmSm100(stream, Gemm(args));
+  return nvfp4::LaunchGemmSm100(stream, MakeGemm(args));
 }
 
 }  // namespace jgg

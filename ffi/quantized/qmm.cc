@@ -24,7 +24,7 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   JGG_RETURN_IF_ERROR(BindQmm(x, weight, scales, *out, qmm, activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, metadata_attrs, metadata, &args.metadata));
   JGG_RETURN_IF_ERROR(
-      CheckMm(op, args.metadata, args.rows_x, args.rows, args.w.groups, args.n, args.k));
+      CheckMm(op, args.metadata, args.rows_x, args.rows_y, args.w.groups, args.n, args.k));
 
   Operands operands(op, rest);
   if (quantized.biases) JGG_RETURN_IF_ERROR(BindBiases(op, scales, &operands, &args.w));
@@ -35,7 +35,7 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   if (metadata_attrs.group_offset)
     JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args.metadata));
   JGG_RETURN_IF_ERROR(
-      BindEpilogue(op, epilogue, args.w.groups, args.n, args.rows, &operands, &args.epilogue));
+      BindEpilogue(op, epilogue, args.w.groups, args.n, args.rows_y, &operands, &args.epilogue));
   JGG_RETURN_IF_ERROR(operands.End());
   if (!args.in_order && args.epilogue.Any()) {
     return InvalidArgument(op, "an epilogue needs segments in order");

@@ -118,7 +118,7 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   args->dtype = *ToDType(x.element_type());
   args->out_dtype = *ToDType(out.element_type());
   args->rows_x = x.dimensions()[0];
-  args->rows = out.dimensions()[0];
+  args->rows_y = out.dimensions()[0];
   args->k = k;
   args->n = n;
   args->in_order = in_order;

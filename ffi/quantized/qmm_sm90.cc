@@ -7,7 +7,7 @@
 
 namespace jgg {
 
-static OperandsSm90 Operands(const QmmArgs& args) {
+static OperandsSm90 DescribeOperands(const QmmArgs& args) {
   const QuantizedWeight& w = args.w;
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
@@ -34,7 +34,7 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   for (const void* scales : {args.w.scales, args.w.biases}) {
     if (reinterpret_cast<uintptr_t>(scales) % 4 != 0) return "scales are not 4-byte aligned";
   }
-  const OperandsSm90 operands = Operands(args);
+  const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }
@@ -59,11 +59,11 @@ cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
   gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
   gemm.out_line = columns;
   gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows);
+  gemm.rows_y = static_cast<int>(args.rows_y);
   gemm.n = static_cast<int>(args.n);
   gemm.k = static_cast<int>(args.k);
   gemm.groups = static_cast<int>(args.w.groups);
-  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, Operands(args));
+  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, DescribeOperands(args));
 }
 
 }  // namespace jgg

@@ -264,8 +264,8 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
     }
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
-    const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
-                             [&] { late.TryStageFirst(memory, group, store); });
+    const int rows = P::MultiplyTile(memory, work, gemm.wgrad, group, at, cleared, sums,
+                                     [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
     if (64 * group >= work.columns) return;
     if constexpr (Config::kWide) {

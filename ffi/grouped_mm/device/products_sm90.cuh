@@ -66,8 +66,9 @@ struct Products {
   // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
   // Returns the rows whose sums are in one half. `meanwhile` is called while a slice is multiplied.
   template <typename Stage, typename Meanwhile = Nothing>
-  __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                             Stage& cleared, Sums& sums, Meanwhile meanwhile = {}) {
+  __device__ static int MultiplyTile(Memory& memory, const Work& work, bool cut, int group,
+                                     Stage& at, Stage& cleared, Sums& sums,
+                                     Meanwhile meanwhile = {}) {
     if (!Config::kNeedsSlices && work.slices == 0) {
 #pragma unroll
       for (int b = 0; b < kBlocks * kHalves; ++b) {
@@ -78,7 +79,7 @@ struct Products {
     }
     // The narrowest product that holds the tile's rows.
     auto loop = [&](auto n, auto halves) {
-      Loop<n.value, halves.value>(memory, work, cut, group, at, cleared, sums, meanwhile);
+      MultiplySlices<n.value, halves.value>(memory, work, cut, group, at, cleared, sums, meanwhile);
       return n.value;
     };
     using One = Constant<1>;
@@ -137,8 +138,9 @@ struct Products {
 
  private:
   template <int kN, int kHalvesUsed, typename Stage, typename Meanwhile>
-  __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                              Stage& cleared, Sums& sums, Meanwhile meanwhile) {
+  __device__ static void MultiplySlices(Memory& memory, const Work& work, bool cut, int group,
+                                        Stage& at, Stage& cleared, Sums& sums,
+                                        Meanwhile meanwhile) {
     using cute::SM90::GMMA::Major;
     using Instruction =
         WarpgroupProduct<typename Config::Element, kN, Config::kRKMajor ? Major::K : Major::MN,

@@ -57,7 +57,7 @@ class FewRowsOps {
 
   // As of TensorOps.
   template <typename Function>
-  __device__ void ForEach(Function function) {
+  __device__ void ForEachSum(Function function) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll

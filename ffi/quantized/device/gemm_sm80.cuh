@@ -101,7 +101,7 @@ __device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64
     factors[n] = in_half < tile.n_count ? gemm.w.global_scale.At(weight, column) : 0.0f;
   }
   __syncthreads();
-  ops.ForEach([&](int n, float& sum) { sum *= factors[n]; });
+  ops.ForEachSum([&](int n, float& sum) { sum *= factors[n]; });
   __syncthreads();
 }
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void ForEachTile(const QuantizedGemmSm80& gemm,
       if (apart) {
         ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
         float* at = kept() + threadIdx.x;
-        ops.ForEach([&](int, float& sum) {
+        ops.ForEachSum([&](int, float& sum) {
           if (weight >= 0) sum += *at;
           *at = sum;
           at += Config::kThreads;

@@ -181,8 +181,8 @@ struct QuantizedProducts {
 
   // All k of a tile. Leaves the ring behind the tile.
   template <typename Stage>
-  __device__ static void Tile(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
-                              int group, Stage& at, Sums& sums) {
+  __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
+                                      const Work& work, int group, Stage& at, Sums& sums) {
     if (work.slices == 0) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -191,7 +191,7 @@ struct QuantizedProducts {
       }
       return;
     }
-    auto loop = [&](auto n) { Loop<n.value>(quantized, memory, work, group, at, sums); };
+    auto loop = [&](auto n) { MultiplySlices<n.value>(quantized, memory, work, group, at, sums); };
     if constexpr (kRows > 160) {
       if (work.rows > 176) return loop(Constant<192>{});
       if (work.rows > 160) return loop(Constant<176>{});
@@ -228,8 +228,8 @@ struct QuantizedProducts {
 
   // Units of a stage, in order: slice, block of columns, part of the slice.
   template <int kN, typename Stage>
-  __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
-                              int group, Stage& at, Sums& sums) {
+  __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
+                                        const Work& work, int group, Stage& at, Sums& sums) {
     const int column = work.out_column + 64 * group;
     Reader first_block(quantized, work, column);
     Reader second_block(quantized, work, column + quantized.gemm.n / 2);
@@ -296,7 +296,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
   Place<Config::kStages> at;
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename P::Sums sums;
-    P::Tile(quantized, memory, work, group, at, sums);
+    P::MultiplyTile(quantized, memory, work, group, at, sums);
     if constexpr (Config::kSharesK) {
       AddParts<Config>(gemm, memory, work, sums[0]);
       if (gemm.parts > 1 && BlockInCluster() > 0) return;
