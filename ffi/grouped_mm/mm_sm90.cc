@@ -1,7 +1,6 @@
 // mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
 #include "grouped_mm/mm_sm90.h"
 
-#include "common/alignment.h"
 #include "grouped_mm/gathered_gemm_sm90.h"
 
 namespace jgg {
@@ -46,19 +45,18 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
 }
 
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
-  const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
-  GemmSm90 gemm{};
-  gemm.metadata = args.metadata;
-  gemm.epilogue = args.epilogue;
-  gemm.out = args.out;
-  gemm.out_dtype = args.out_dtype;
-  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
-  gemm.out_line = args.strides.out_row;
-  gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows_y);
-  gemm.n = static_cast<int>(args.n);
-  gemm.k = static_cast<int>(args.k);
-  gemm.groups = static_cast<int>(args.groups);
+  MmSm90 mm{};
+  mm.product.metadata = args.metadata;
+  mm.product.epilogue = args.epilogue;
+  mm.product.out = args.out;
+  mm.product.out_dtype = args.out_dtype;
+  mm.product.out_line = args.strides.out_row;
+  mm.product.rows_x = args.rows_x;
+  mm.product.rows_y = args.rows_y;
+  mm.product.n = args.n;
+  mm.product.groups = args.groups;
+  mm.k = args.k;
+  GemmSm90 gemm = MakeGemmSm90(mm);
   if (!args.ByList()) return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
   GatheredGemmSm90 gathered{gemm, args.x, args.x_list, args.y_list};
   return LaunchGatheredGemmSm90(stream, gathered, DescribeOperands(args));

@@ -1,7 +1,6 @@
 // wgrad: out[weight_s] += x_s^T @ y_s over the rows of segment s; T (contracted) is grouped.
 #include "grouped_mm/wgrad_sm90.h"
 
-#include "common/alignment.h"
 #include "grouped_mm/gemm_sm90.h"
 
 namespace jgg {
@@ -46,22 +45,21 @@ std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int com
 }
 
 cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {
-  GemmSm90 gemm{};
-  gemm.wgrad = true;
-  gemm.matrices = args.metadata.kind != MetadataKind::kSizes;
-  gemm.metadata = args.metadata;
-  gemm.out = args.out;
-  gemm.out_dtype = args.out_dtype;
-  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {args.b});
-  gemm.out_line = args.b;
-  gemm.out_group = args.a * args.b;
-  gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows_y);
-  gemm.m = static_cast<int>(args.a);
-  gemm.n = static_cast<int>(args.b);
-  gemm.groups = static_cast<int>(args.groups);
-  gemm.matrix_scale = args.scale;
-  gemm.epilogue.accumulate = args.accumulate;
+  WgradSm90 wgrad{};
+  wgrad.product.metadata = args.metadata;
+  wgrad.product.epilogue.accumulate = args.accumulate;
+  wgrad.product.out = args.out;
+  wgrad.product.out_dtype = args.out_dtype;
+  wgrad.product.out_line = args.b;
+  wgrad.product.rows_x = args.rows_x;
+  wgrad.product.rows_y = args.rows_y;
+  wgrad.product.n = args.b;
+  wgrad.product.groups = args.groups;
+  wgrad.m = args.a;
+  wgrad.out_group = args.a * args.b;
+  wgrad.matrices = args.metadata.kind != MetadataKind::kSizes;
+  wgrad.matrix_scale = args.scale;
+  GemmSm90 gemm = MakeGemmSm90(wgrad);
   return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
 }
 

@@ -3,6 +3,14 @@
 
 namespace jgg {
 
+QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm) {
+  QuantizedGemmSm90 quantized{};
+  quantized.gemm = MakeGemmSm90(qmm.mm);
+  quantized.scales = qmm.scales;
+  quantized.global_scale = qmm.global_scale;
+  return quantized;
+}
+
 #ifdef JGG_SM90
 template <Mode kMode_, int kBits_>
 struct Instance {

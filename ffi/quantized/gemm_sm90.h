@@ -24,23 +24,38 @@
 
 namespace jgg {
 
+// What a handler says of a product with a quantized weight, beside what its layout needs.
+struct QmmSm90 {
+  MmSm90 mm;
+  const void* scales;
+  GlobalScale global_scale;
+};
+
+// A weight in layout "sm90".
+struct PackedCodesSm90 {
+  const void* codes;
+  int column_tiles, k_tiles;  // of a weight
+  int tile_scales;            // affine: bytes of scales and biases of a tile
+};
+
+// What the kernel is launched with; a launch uses one of the layouts.
 struct QuantizedGemmSm90 {
   GemmSm90 gemm;  // L (x) and the result; R is not used
   const void* scales;
   GlobalScale global_scale;
   float unit;           // that sums are of: set where the tile is chosen, as is the next
   bool asks_for_small;  // device/registers_sm90.cuh
-  // Layout "sm90".
-  const void* codes;
-  int column_tiles, k_tiles;  // of a weight
-  int tile_scales;            // affine: bytes of scales and biases of a tile
-  // Layout "linear".
+  PackedCodesSm90 packed;
+  // Layout "linear". Its members are no struct of their own: a kernel reads some of them together,
+  // which the compiler does not do across a struct's beginning.
   CUtensorMap codes_map;
   const void* biases;
   int scale_line;   // bytes of a line's scales
   int elements;     // of a line
   int scale_shift;  // a scale is of 2^shift k
 };
+
+QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
 
 // Choose a tile, encode the tensor maps, launch. Layout "sm90".
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,

@@ -1,6 +1,5 @@
 // CUDA handler of qmm with weights in layout "sm90": bind, launch. Hopper only.
 
-#include "common/alignment.h"
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/metadata_bind.h"
@@ -16,7 +15,7 @@ static constexpr const char* kOp = "qmm_packed";
 
 // The weight: tiles of 64 columns x 64 k.
 static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, const QuantizedWeight& w,
-                             QuantizedGemmSm90* quantized) {
+                             QmmSm90* qmm, PackedCodesSm90* packed) {
   for (const auto& buffer : {weight, scales}) {
     if (buffer.element_type() != ffi::U32) {
       return InvalidArgument(kOp, "weight and scales must be uint32");
@@ -25,11 +24,11 @@ static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, const
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(G, N/64, K/64, 128 * bits)", weight,
                                  {-1, -1, -1, 128 * w.coding.bits}));
   const auto shape = weight.dimensions();
-  const PackedScales packed = PackedScalesOf(w.coding.mode, w.group_size);
+  const PackedScales tile = PackedScalesOf(w.coding.mode, w.group_size);
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64 or 128, words)", scales,
-                                 {shape[0], shape[1], 64 * shape[2] / packed.k, packed.words}));
-  if (64 * shape[2] % packed.k != 0) {
-    return InvalidArgument(kOp, "weight has shape ", ShapeText(weight), ", expected K % ", packed.k,
+                                 {shape[0], shape[1], 64 * shape[2] / tile.k, tile.words}));
+  if (64 * shape[2] % tile.k != 0) {
+    return InvalidArgument(kOp, "weight has shape ", ShapeText(weight), ", expected K % ", tile.k,
                            " == 0");
   }
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {shape[0], 64 * shape[1], 64 * shape[2]}));
@@ -38,28 +37,28 @@ static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, const
       return Unimplemented(kOp, "weight and scales must be 16-byte aligned");
     }
   }
-  quantized->tile_scales = 4 * packed.words * 64 / packed.k;
-  quantized->codes = weight.untyped_data();
-  quantized->scales = scales.untyped_data();
-  quantized->column_tiles = static_cast<int>(shape[1]);
-  quantized->k_tiles = static_cast<int>(shape[2]);
-  quantized->gemm.groups = static_cast<int>(shape[0]);
-  quantized->gemm.n = static_cast<int>(64 * shape[1]);
-  quantized->gemm.k = static_cast<int>(64 * shape[2]);
+  packed->tile_scales = 4 * tile.words * 64 / tile.k;
+  packed->codes = weight.untyped_data();
+  packed->column_tiles = static_cast<int>(shape[1]);
+  packed->k_tiles = static_cast<int>(shape[2]);
+  qmm->scales = scales.untyped_data();
+  qmm->mm.product.groups = shape[0];
+  qmm->mm.product.n = 64 * shape[1];
+  qmm->mm.k = 64 * shape[2];
   return ffi::Error::Success();
 }
 
 static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, bool group_offset,
-                                    const EpilogueAttrs& epilogue, QuantizedGemmSm90* quantized) {
-  GemmSm90& gemm = quantized->gemm;
+                                    const EpilogueAttrs& epilogue, QmmSm90* qmm) {
+  ProductSm90& product = qmm->mm.product;
   Operands operands(kOp, rest);
   if (global_scale) {
     JGG_RETURN_IF_ERROR(
-        BindGlobalScale(kOp, gemm.groups, gemm.n, &operands, &quantized->global_scale));
+        BindGlobalScale(kOp, product.groups, product.n, &operands, &qmm->global_scale));
   }
-  if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &gemm.metadata));
-  JGG_RETURN_IF_ERROR(
-      BindEpilogue(kOp, epilogue, gemm.groups, gemm.n, gemm.rows_y, &operands, &gemm.epilogue));
+  if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
+  JGG_RETURN_IF_ERROR(BindEpilogue(kOp, epilogue, product.groups, product.n, product.rows_y,
+                                   &operands, &product.epilogue));
   return operands.End();
 }
 
@@ -72,27 +71,28 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &activation));
   QuantizedWeight w{};
   JGG_RETURN_IF_ERROR(BindCoding(kOp, quantized_attrs, "sm90", &w));
-  QuantizedGemmSm90 quantized{};
-  GemmSm90& gemm = quantized.gemm;
-  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, w, &quantized));
+  QmmSm90 qmm{};
+  PackedCodesSm90 packed{};
+  ProductSm90& product = qmm.mm.product;
+  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, w, &qmm, &packed));
+  const int64_t k = qmm.mm.k;
   if (x.element_type() != ffi::BF16) return InvalidArgument(kOp, "x must be bfloat16");
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, gemm.k}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, k}));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));
   const bool gated = IsGated(activation);
-  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
+  const int64_t columns = gated ? product.n / 2 : product.n;
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, columns}));
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &gemm.metadata));
-  JGG_RETURN_IF_ERROR(CheckMm(kOp, gemm.metadata, x.dimensions()[0], out->dimensions()[0],
-                              gemm.groups, gemm.n, gemm.k));
-  gemm.rows_x = static_cast<int>(x.dimensions()[0]);
-  gemm.rows_y = static_cast<int>(out->dimensions()[0]);
-  gemm.epilogue.activation = activation;
-  gemm.out = out->untyped_data();
-  gemm.out_dtype = *ToDType(out->element_type());
-  gemm.out_width = WholeAlignedElements(gemm.out_dtype, gemm.out, {columns});
-  gemm.out_line = columns;
+  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
+  product.rows_x = x.dimensions()[0];
+  product.rows_y = out->dimensions()[0];
+  JGG_RETURN_IF_ERROR(
+      CheckMm(kOp, product.metadata, product.rows_x, product.rows_y, product.groups, product.n, k));
+  product.epilogue.activation = activation;
+  product.out = out->untyped_data();
+  product.out_dtype = *ToDType(out->element_type());
+  product.out_line = columns;
   JGG_RETURN_IF_ERROR(BindPackedOptions(rest, quantized_attrs.global_scale,
-                                        metadata_attrs.group_offset, epilogue, &quantized));
+                                        metadata_attrs.group_offset, epilogue, &qmm));
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
@@ -102,8 +102,10 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   OperandsSm90 operands{};
   operands.dtype = DType::kBF16;
   operands.l_k_major = true;
-  operands.l = {x.untyped_data(), DType::kBF16, gemm.k, gemm.rows_x, 1, gemm.k, gemm.k};
+  operands.l = {x.untyped_data(), DType::kBF16, k, product.rows_x, 1, k, k};
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
+  QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
+  quantized.packed = packed;
   return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, w.coding, operands));
 }
 

@@ -1,7 +1,6 @@
 // qmm: out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]; T (rows) is grouped.
 #include "quantized/qmm_sm90.h"
 
-#include "common/alignment.h"
 #include "quantized/gemm_sm90.h"
 #include "quantized/qmm_sm80.h"
 
@@ -43,26 +42,26 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
 
 cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
-  QuantizedGemmSm90 quantized{};
-  quantized.scales = args.w.scales;
+  QmmSm90 qmm{};
+  ProductSm90& product = qmm.mm.product;
+  product.metadata = args.metadata;
+  product.epilogue = args.epilogue;
+  product.out = args.out;
+  product.out_dtype = args.out_dtype;
+  product.out_line = columns;
+  product.rows_x = args.rows_x;
+  product.rows_y = args.rows_y;
+  product.n = args.n;
+  product.groups = args.w.groups;
+  qmm.mm.k = args.k;
+  qmm.scales = args.w.scales;
+  qmm.global_scale = args.w.global_scale;
+  QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.biases = args.w.biases;
-  quantized.global_scale = args.w.global_scale;
   while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
   quantized.elements = static_cast<int>(args.w.elements);
   quantized.scale_line =
       static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
-  GemmSm90& gemm = quantized.gemm;
-  gemm.metadata = args.metadata;
-  gemm.epilogue = args.epilogue;
-  gemm.out = args.out;
-  gemm.out_dtype = args.out_dtype;
-  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
-  gemm.out_line = columns;
-  gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows_y);
-  gemm.n = static_cast<int>(args.n);
-  gemm.k = static_cast<int>(args.k);
-  gemm.groups = static_cast<int>(args.w.groups);
   return LaunchLinearGemmSm90(stream, quantized, args.w.coding, DescribeOperands(args));
 }
 

@@ -23,17 +23,27 @@ constexpr int StagesThatFit(int bytes, int stage_bytes, int most) {
   return stages < most ? stages : most;
 }
 
-// A tile is kRows rows (of x) x kBlocks * 128 columns. Gated: block 0 has 128 gates, block 1 the
-// values that they let through. Weights: packed_weights_sm90.cuh or linear_weights_sm90.cuh.
-// kWarps: few_rows_sm90.cuh.
-template <typename Weights_, int kRows_, int kBlocks_, int kMostStages_, int kCluster_,
-          int kBlocksPerSm_ = 1, bool kWarps_ = false>
+// The weights of a tile, and what most tiles have in common. Traits of a tile derive from this;
+// they say kRows and kMostStages, and what they have instead (../gemm_sm90.cuh).
+template <typename Weights_>
+struct QuantizedTraitsSm90 {
+  using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
+  static constexpr int kBlocks = 1;       // of 128 columns
+  static constexpr int kCluster = 1;      // thread blocks that share x: 1 or 2
+  static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
+  static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
+};
+
+// A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
+// in block 1 the values that they let through.
+template <typename Traits>
 struct QuantizedGemmSm90Config {
   using Element = cutlass::bfloat16_t;
-  using Weights = Weights_;
-  static constexpr int kRows = kRows_, kBlocks = kBlocks_;
-  static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kWarps = kWarps_;
+  using Weights = typename Traits::Weights;
+  static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
+  static constexpr int kMostStages = Traits::kMostStages;
+  static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
+  static constexpr bool kWarps = Traits::kWarps;
   // One thread copies all of a stage, and of x no more than a half or a quarter of the tile's rows
   // where there are no more. The pieces of prepacked weights are too many for it where WGMMA
   // multiplies and an SM has no other.
@@ -65,15 +75,15 @@ struct QuantizedGemmSm90Config {
   // The L1 cache has the rest.
   static constexpr bool kLeavesMost =
       kWarps && StagesThatFit<EpilogueSm90<32, false, true>>(FreeOf(Weights::kFewRowsKib),
-                                                             kStageBytes, kMostStages_) >= 3;
+                                                             kStageBytes, kMostStages) >= 3;
   static constexpr int kFree = FreeOf(kRows > 64    ? 228
                                       : kLeavesMost ? Weights::kFewRowsKib
                                                     : Weights::kSmallTilesKib);
   // As many stages as fit. In large tiles smaller chunks of the result may leave room for one more.
   static constexpr int kStagesBesideSmall =
-      StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages_);
+      StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages);
   static constexpr int kStagesBesideLarge =
-      StagesThatFit<EpilogueSm90<kChunkL, false, true>>(kFree, kStageBytes, kMostStages_);
+      StagesThatFit<EpilogueSm90<kChunkL, false, true>>(kFree, kStageBytes, kMostStages);
   static constexpr bool kSmallChunks = kRows >= 128 && kStagesBesideSmall > kStagesBesideLarge;
   static constexpr int kStages = kSmallChunks ? kStagesBesideSmall : kStagesBesideLarge;
   using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, true>;
