@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import jax_groupgemm as jgg
 from jax_groupgemm import _call, _timing, _tune_cases, _tuned, tune
 from jax_groupgemm._tune_cases import Case, Layer
 
-ROOT = Path(__file__).parents[1]
 LAYER = Layer("", 4, 32, 48, 2, gated=True)
 TOKENS = dict.fromkeys(_tune_cases.OPS, (32,))
 
@@ -306,16 +304,12 @@ def test_command_without_a_gpu():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(not (ROOT / "ffi").exists(), reason="needs the sources")
 def test_tiles_are_those_of_the_kernel():
     """Case.tiles says the same: x of mm is contiguous along k, x of this wgrad is not."""
-    text = (ROOT / "ffi/grouped_mm/gemm_sm90.cuh").read_text()
-    body = text[text.index("inline bool HasTileSm90(") :].split("\n}\n")[0].splitlines()[1:]
-    assert [line.strip() for line in body] == [
-        "if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;",
-        "if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);",
-        "return tile == 64 || tile == 128 || tile == 256;",
-    ]
+    kernel = lambda **product: tuple(_call._extension().tiles_sm90(**product))
+    assert _tuned.TILES == kernel()
+    assert kernel(gated=True) == (32, 128)
+    assert kernel(wgrad=True) == (64, 128, 256)
     tiles = lambda op, gated=False: Case(op, LAYER, 64, "bfloat16", gated).tiles
     assert tiles("forward") == tiles("dgrad") == _tuned.TILES
     assert tiles("forward", gated=True) == (32, 128)

@@ -2,6 +2,7 @@
 #include "grouped_mm/mm_sm90.h"
 
 #include "grouped_mm/gathered_gemm_sm90.h"
+#include "grouped_mm/rules.h"
 
 namespace jgg {
 
@@ -23,20 +24,16 @@ static OperandsSm90 DescribeOperands(const MmArgs& args) {
 
 std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
-  if (!args.in_order) return "segments may overlap or come in any order";
-  if (args.strides.x_k != 1) return "x is transposed";
-  if (args.strides.out_n != 1) return "the result is transposed";
-  if (IsGated(args.epilogue.activation) && args.strides.w_n == 1 && args.n / 2 % 8 != 0) {
-    return "the gated half of w begins inside 16 bytes";
-  }
-  if (args.planes > 1) {
-    if (args.ByList()) return "rows by list of split operands";
-    if (IsGated(args.epilogue.activation)) return "a gated activation of split operands";
-    // Behind the k of one plane comes the next.
-    if (args.k % 64 != 0) return "K of split operands is not a multiple of 64";
-    if (args.strides.w_n == 1 && args.n % 8 != 0)
-      return "N of split operands is not a multiple of 8";
-  }
+  rules::MmShape shape{args.k, args.n};
+  shape.element_bytes = Size(args.dtype);
+  shape.planes = args.planes;
+  shape.transpose_x = args.strides.x_k != 1;
+  shape.transpose_w = args.strides.w_n != 1;
+  shape.transpose_out = args.strides.out_n != 1;
+  shape.in_order = args.in_order;
+  shape.gated = IsGated(args.epilogue.activation);
+  shape.by_list = args.ByList();
+  if (auto reason = rules::MmSm90Problem(shape)) return reason;
   const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;

@@ -2,6 +2,7 @@
 #include "grouped_mm/wgrad_sm90.h"
 
 #include "grouped_mm/gemm_sm90.h"
+#include "grouped_mm/rules.h"
 
 namespace jgg {
 
@@ -28,16 +29,14 @@ static OperandsSm90 DescribeOperands(const WgradArgs& args) {
 
 std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
-  if (!args.own_weight) return "weights may have several segments";
   const OperandsSm90 operands = DescribeOperands(args);
-  if (args.planes > 1 && ((operands.l_k_major ? args.rows_x : args.a) % 8 != 0 ||
-                          (operands.r_k_major ? args.rows_y : args.b) % 8 != 0)) {
-    return "planes of split operands are not a multiple of 16 bytes";
-  }
-  if (operands.l_k_major && operands.r_k_major && args.metadata.kind == MetadataKind::kSegments) {
-    return "both operands are contiguous along k, and segments may begin at different places in "
-           "them";
-  }
+  rules::WgradShape shape{args.rows_x, args.rows_y, args.a, args.b};
+  shape.element_bytes = Size(args.dtype);
+  shape.transpose_x = operands.l_k_major;
+  shape.transpose_y = operands.r_k_major;
+  shape.own_weight = args.own_weight;
+  shape.segments = args.metadata.kind == MetadataKind::kSegments;
+  if (auto reason = rules::WgradSm90Problem(shape)) return reason;
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }

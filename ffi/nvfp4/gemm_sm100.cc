@@ -3,6 +3,8 @@
 
 #include <initializer_list>
 
+#include "nvfp4/rules.h"
+
 namespace jgg::nvfp4 {
 
 std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_capability) {

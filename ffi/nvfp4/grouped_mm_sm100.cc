@@ -1,16 +1,13 @@
 // nvfp4_grouped_mm: A is x, whose rows are grouped; B is w.
 #include "nvfp4/grouped_mm_sm100.h"
 
+#include "nvfp4/rules.h"
+
 namespace jgg {
 
 static nvfp4::GemmSm100 MakeGemm(const Nvfp4GroupedMmArgs& args) {
   nvfp4::GemmSm100 gemm{};
-  gemm.product.ragged_k = false;
-  gemm.product.groups = static_cast<int32_t>(args.groups);
-  gemm.product.tokens = static_cast<int32_t>(args.tokens);
-  gemm.product.n = static_cast<int32_t>(args.n);
-  gemm.product.k = static_cast<int32_t>(args.k);
-  gemm.product.out_size = Size(args.out_dtype);
+  gemm.product = nvfp4::GroupedMm(args.tokens, args.groups, args.n, args.k, Size(args.out_dtype));
   gemm.out_dtype = args.out_dtype;
   gemm.sizes = args.sizes;
   gemm.a = args.x;

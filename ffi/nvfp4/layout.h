@@ -3,8 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
-#include <string>
 
 #include "quantized/device/instructions.cuh"
 
@@ -94,7 +92,6 @@ inline constexpr int kMostMultiprocessors = 160;
 inline constexpr int64_t kTensorMapBytes = 6 * 128 * kMostMultiprocessors;
 
 // Where things are in the workspace, in bytes from its first multiple of 256.
-// jax_groupgemm/_custom_calls.py computes the same size.
 struct Workspace {
   static constexpr int64_t kAlignment = 256;
   int64_t shapes, a, b, scales_a, scales_b, out;  // (G,)
@@ -126,18 +123,5 @@ struct Workspace {
     return offset;
   }
 };
-
-// Why no shape of this kind can be multiplied; nothing where it can. TMA's lines are multiples of
-// 16 bytes. jax_groupgemm/_nvfp4_sm100.py asks the same before it chooses this kernel.
-inline std::optional<std::string> ShapeProblem(const Product& p) {
-  const auto needs = [](const char* name, int multiple, int64_t got) {
-    return std::string("needs ") + name + " % " + std::to_string(multiple) + " == 0, got " + name +
-           "=" + std::to_string(got);
-  };
-  const int columns = 16 / p.out_size;
-  if (!p.ragged_k && p.k % 32 != 0) return needs("K", 32, p.k);
-  if (p.n % columns != 0) return needs(p.ragged_k ? "K" : "N", columns, p.n);
-  return std::nullopt;
-}
 
 }  // namespace jgg::nvfp4

@@ -9,16 +9,9 @@
 #include "grouped_mm/metadata_bind.h"
 #include "quantized/attributes.h"
 #include "quantized/qmm.h"
+#include "quantized/rules.h"
 
 namespace jgg {
-
-inline std::optional<Mode> ToMode(std::string_view name) {
-  if (name == "affine") return Mode::kAffine;
-  if (name == "mxfp4") return Mode::kMxfp4;
-  if (name == "mxfp8") return Mode::kMxfp8;
-  if (name == "nvfp4") return Mode::kNvfp4;
-  return std::nullopt;
-}
 
 // Check that there is such a coding, in this layout. Layout "sm90" has biases among the scales.
 inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
@@ -27,10 +20,8 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
   if (its_layout != layout) {
     return InvalidArgument(op, "layout '", its_layout, "' is not '", layout, "'");
   }
-  const auto known_mode = ToMode(mode);
-  if (!known_mode) {
-    return InvalidArgument(op, "mode '", mode, "' is not one of affine, mxfp4, mxfp8, nvfp4");
-  }
+  const auto known_mode = rules::ToMode(mode);
+  if (!known_mode) return InvalidArgument(op, rules::UnknownMode(mode));
   w->coding.mode = *known_mode;
   bool known = false;
   switch (*known_mode) {

@@ -3,6 +3,7 @@
 
 #include "quantized/gemm_sm90.h"
 #include "quantized/qmm_sm80.h"
+#include "quantized/rules.h"
 
 namespace jgg {
 
@@ -24,12 +25,12 @@ static OperandsSm90 DescribeOperands(const QmmArgs& args) {
 std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   const Coding& coding = args.w.coding;
-  if (args.dtype != DType::kBF16) return "x is not bfloat16";
-  if (!args.in_order) return "segments may overlap or come in any order";
-  if (!args.transpose_w) return "w is quantized along N";
-  if (coding.mode == Mode::kAffine && coding.scale_dtype != DType::kBF16) {
-    return "scales are not bfloat16";
-  }
+  rules::QmmShape shape{args.k, coding.bits};
+  shape.bfloat16_x = args.dtype == DType::kBF16;
+  shape.bfloat16_scales = coding.mode != Mode::kAffine || coding.scale_dtype == DType::kBF16;
+  shape.transpose_w = args.transpose_w;
+  shape.in_order = args.in_order;
+  if (auto reason = rules::QmmSm90Problem(shape)) return reason;
   for (const void* scales : {args.w.scales, args.w.biases}) {
     if (reinterpret_cast<uintptr_t>(scales) % 4 != 0) return "scales are not 4-byte aligned";
   }
