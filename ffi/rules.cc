@@ -1,7 +1,7 @@
-// What Python asks before it chooses a kernel: the rules that handlers have, by name.
+// The rules that handlers have, by name: Python asks them before it chooses a kernel.
 //
 // A function whose name ends in "_problem" returns why a kernel cannot take a call, in one
-// sentence, or None where it can. What depends on a device or on addresses only a handler can tell.
+// sentence, or None where it can. Only a handler can tell what depends on a device or on addresses.
 
 #include "rules.h"
 

@@ -12,7 +12,7 @@
 
 namespace jgg {
 
-// Of one kernel, for each device: bytes of shared memory plus 1, and blocks that fit, as one
+// The answers for one kernel, by device: bytes of shared memory plus 1, and blocks that fit, as one
 // number; 0 until asked.
 using KnownBlocks = std::array<std::atomic<uint64_t>, 64>;
 

@@ -1,4 +1,4 @@
-// What rules about static shapes are made of. A rule says in one sentence why a kernel cannot take
+// The parts of rules about static shapes. A rule says in one sentence why a kernel cannot take
 // a call. It is host code that needs neither CUDA nor XLA: handlers ask it, and Python does through
 // _ffi, in every build.
 #pragma once

@@ -1,4 +1,4 @@
-// What the CPU handlers share about their operands.
+// Operands, as the CPU handlers share them.
 #pragma once
 
 #include "common/dtype.h"

@@ -174,9 +174,9 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   return LaunchTilesSm90<Config, kernel>(stream, gemm, parameters, [](int64_t, int) {});
 }
 
-// wgrad of short sums, of which the result, several times what L2 holds, is most of the traffic.
-// What leaves L2 first should be that, in about the order in which it lies in memory. Longer sums
-// have more use of L2 for both operands.
+// A wgrad of short sums, whose result is most of the traffic and several times what L2 holds. The
+// result should leave L2 first, in about the order in which it lies in memory. Longer sums have
+// more use of L2 for both operands.
 inline bool StoresMostly(const GemmSm90& gemm) {
   const int64_t groups = gemm.groups;
   return gemm.wgrad && groups * gemm.out_group > (1 << 26) && gemm.rows_x <= 128 * groups;
@@ -203,11 +203,11 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   if (StoresMostly(gemm)) gemm.store_policy = kEvictFirst;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(
       stream, gemm, gemm, [&gemm](int64_t tiles, int clusters) {
-        // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in
-        // L2.
+        // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours
+        // in L2.
         gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
                      tiles <= 2048;
-        // Of few tiles a matrix, finding the clusters would take longer than the tiles.
+        // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
         gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
                         tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
                         Config::kBalances && clusters <= kMostBalancedClusters;

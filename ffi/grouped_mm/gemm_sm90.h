@@ -23,8 +23,8 @@ constexpr int kMostBalancedClusters = 72;  // pairs of a GPU's multiprocessors
 constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000;
 constexpr int kMostParts = 2;  // of a tile's k
 
-// What a handler says of a product. The launch makes a GemmSm90 of it, and adds what depends on the
-// tile: tensor maps, and how results are stored.
+// A product, as a handler describes it. The launch makes a GemmSm90 of it, and adds what depends on
+// the tile: tensor maps, and how results are stored.
 struct ProductSm90 {
   Metadata metadata;
   Epilogue epilogue;
@@ -48,7 +48,7 @@ struct WgradSm90 {
   const float* matrix_scale;  // of each matrix's sums, or null: 1
 };
 
-// What the kernel is launched with, for either product.
+// The kernel's argument, for either product.
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
   CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k; qmm: of fewer rows
@@ -76,8 +76,8 @@ struct GemmSm90 {
   int parts = 1;       // qmm of few rows: blocks that share out a tile's k
 };
 
-// What L and R are in memory; box_lines is set when the tile is known. Planes follow each other
-// within a line.
+// L and R in memory. box_lines is set when the tile is known. Planes follow each other within a
+// line.
 struct OperandsSm90 {
   DType dtype;
   int planes;

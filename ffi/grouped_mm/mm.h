@@ -13,7 +13,7 @@ enum class Activation { kNone, kSilu, kGelu, kRelu, kTanh, kSwiglu, kGeglu };
 
 inline constexpr bool IsGated(Activation activation) { return activation >= Activation::kSwiglu; }
 
-// What happens to a row's float32 sums y before they are rounded:
+// A row's float32 sums y become, before they are rounded:
 //   existing_out + row_scale * activation(y + bias[weight])
 // Rows that no segment reaches keep existing_out, or are zeros.
 struct Epilogue {

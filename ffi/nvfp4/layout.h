@@ -1,5 +1,5 @@
-// What the Blackwell kernels of NVFP4 products read, and where it lies: shapes, swizzled scales,
-// workspace. Plain C++, which tests/nvfp4_layout.cc tries on the host.
+// The Blackwell kernels of NVFP4 products read shapes, swizzled scales and a workspace: this says
+// where they lie. It is plain C++, which tests/nvfp4_layout.cc tries on the host.
 #pragma once
 
 #include <cstdint>
@@ -53,14 +53,15 @@ struct Product {
   }
 };
 
-// What one group's product is: its shape, zeros where it has none, and where in A, B, their
-// swizzled scales and out it begins, in bytes.
+// The product of one group: its shape, zeros where it has none, and the bytes at which it begins in
+// A, B, their swizzled scales and out.
 struct GroupProblem {
   int32_t m, n, k;
   int64_t a, b, scales_a, scales_b, out;
 };
 
-// Of group g, which has `size` tokens from `start` on, and `tiles` tiles from `tile` on.
+// The product of group g, which has `size` tokens from `start` on, and `tiles` tiles from `tile`
+// on.
 JGG_HOST_DEVICE GroupProblem MakeGroupProblem(const Product& p, int g, int start, int size,
                                               int64_t tile, int64_t tiles) {
   GroupProblem group{};

@@ -61,7 +61,7 @@ static ffi::Error BindResults(const char* op, const ffi::AnyBuffer& weight,
       CheckShape(op, "scales", "(M, lines, blocks)", scales, {args->matrices, lines, -1}));
   args->blocks = scales.dimensions()[2];
   if (args->along_rows && args->sizes != nullptr) {
-    // What StartsKernel counts fits, and so does the most that it can count.
+    // The numbers that StartsKernel counts fit an int32: the largest of them is `padded`.
     const int64_t padded = args->rows + 63 * std::min(args->groups, args->rows);
     if (args->blocks != padded / 64 * 4 || padded > INT32_MAX) {
       return InvalidArgument(op, "scales have ", args->blocks, " blocks to a line, expected ",

@@ -8,7 +8,7 @@
 
 namespace jgg {
 
-// What the kernel needs to know of W for this tile.
+// The numbers that the kernel needs for W and this tile.
 template <typename Config>
 PackedSlice MakePackedSlice(const QuantizedGemmSm80& gemm) {
   using Copy = typename Config::CopyB;

@@ -24,7 +24,7 @@
 
 namespace jgg {
 
-// What a handler says of a product with a quantized weight, beside what its layout needs.
+// A product with a quantized weight, as a handler describes it in either layout.
 struct QmmSm90 {
   MmSm90 mm;
   const void* scales;
@@ -38,7 +38,7 @@ struct PackedCodesSm90 {
   int tile_scales;            // affine: bytes of scales and biases of a tile
 };
 
-// What the kernel is launched with; a launch uses one of the layouts.
+// The kernel's argument; a launch uses one of the layouts.
 struct QuantizedGemmSm90 {
   GemmSm90 gemm;  // L (x) and the result; R is not used
   const void* scales;

@@ -1,5 +1,5 @@
-// What quantized arrays there are, and why the Hopper kernel cannot take a product with one as it
-// is stored: see common/rules.h.
+// The modes of quantized arrays, and why the Hopper kernel cannot take a product with one as it is
+// stored: see common/rules.h.
 #pragma once
 
 #include <string_view>

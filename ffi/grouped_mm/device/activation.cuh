@@ -1,4 +1,4 @@
-// What epilogues do to float32 values, and how those are loaded and stored.
+// Activations of float32 values, and how epilogues load and store them.
 #pragma once
 
 #include <cstdint>

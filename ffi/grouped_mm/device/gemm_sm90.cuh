@@ -85,7 +85,7 @@ struct GemmSm90Config {
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? (kWide ? 2 : 1) : 0;
-  // What rows by list take of shared memory, smaller chunks of the result give.
+  // Rows by list take shared memory; smaller chunks of the result give it.
   using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered>;
   static constexpr int kStagedBytes =
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
@@ -103,7 +103,7 @@ struct GemmSm90Config {
   };
 };
 
-// Of a last slice: its values of k that are multiplied.
+// The values of k of a last slice that are multiplied.
 template <typename Config>
 __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
@@ -124,7 +124,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
       const int slice = work.Slice(turn);
       Wait(&memory.empty[at.index], at.parity ^ 1);
       uint64_t* full = &memory.full[at.index];
-      // Of an MN-major operand's last slice only as many lines of k as are multiplied.
+      // An MN-major operand's last slice is copied by lines of k: only as many as are multiplied.
       const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
       const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
       const CUtensorMap* l_map = &gemm.l_map;

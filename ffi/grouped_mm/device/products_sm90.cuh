@@ -48,7 +48,7 @@ JGG_WARPGROUP_PRODUCT(240)
 JGG_WARPGROUP_PRODUCT(256)
 #undef JGG_WARPGROUP_PRODUCT
 
-// What all lanes have, as the compiler cannot know.
+// A value that is the same in all lanes, which the compiler cannot know.
 template <typename T>
 __device__ T Uniform(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
@@ -156,7 +156,7 @@ struct Products {
     const int slices = Uniform(work.slices), last = Uniform(work.last);
     const bool cut_last = cut && last < kSliceSm90, cut_first = cut && Uniform(work.first) > 0;
     Stage here{Uniform(at.index), Uniform(at.parity)};
-    // Of the last slice, which comes first, only the k that there are.
+    // The last slice comes first; only the k that it has are multiplied.
     const bool stepwise = Config::kNeedsSlices || last <= kSliceSm90 - 16;
     uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {

@@ -55,7 +55,8 @@ struct QuantizedGemmSm90Config {
   static constexpr bool kHasSmall =
       kWarps && Weights::kHasSmall && (kBlocks == 1 || Weights::kSmallFactor == Weights::kFactor);
   static constexpr bool kSharesK = kWarps && kBlocks == 1;  // gemm.parts may be 2
-  // Of a thread that feeds, and one that multiplies: together what all begin with.
+  // Registers of a thread that feeds, and of one that multiplies: together as many as all begin
+  // with.
   static constexpr int kFeedRegisters = kBlocksPerSm == 1 ? 56 : 48;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 96;
   static constexpr int kThreads = 384, kWorks = 4;
@@ -89,7 +90,7 @@ struct QuantizedGemmSm90Config {
   using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, true>;
   static_assert(kStages >= 2);
 
-  // Of a tile of so many rows, those of x that are copied, and by which map.
+  // The rows of x that are copied for a tile of so many rows, and the map that copies them.
   __device__ static constexpr int BoxRows(int rows) {
     return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
@@ -233,7 +234,7 @@ struct QuantizedProducts {
                                                          : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
   static constexpr bool kFewRows = kBlocks * kRows <= 64;
-  // Of a stage not all codes at once: with two blocks per SM registers are few.
+  // Codes of a stage are not loaded all at once: with two blocks per SM registers are few.
   static constexpr bool kLoadsLate = Config::kBlocksPerSm >= Config::Weights::kLoadsLateFrom;
 
   // Units of a stage, in order: slice, block of columns, part of the slice.

@@ -43,7 +43,7 @@ __device__ inline void E4M3Pairs(uint32_t first, uint32_t second, uint32_t (&pai
 template <Mode kMode, int kBits>
 struct PackedCodes;
 
-// What most of them are.
+// The members that most of these decoders share.
 struct PackedCodesBase {
   static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
   static constexpr bool kHasSmall = false;
@@ -78,7 +78,7 @@ struct PackedCodes<Mode::kNvfp4, 4> : PackedCodesBase {
   }
 };
 
-// Of both rows the scales are one word, e8m0: of a row's 32 k and the 32 after.
+// The scales of both rows are one word of e8m0: a row's first 32 k, and the 32 after.
 template <>
 struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase {
   static constexpr bool kHasSmall = true;
@@ -250,8 +250,8 @@ struct PackedWeights {
           char* scales_to = memory.scales[at.index][b][group];
           CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full, to, scales_to,
                     slices, tile_scales);
-          // What is left of the last stage has the same weights again, which meet zeros of x: as
-          // many tiles as share scales.
+          // The rest of the last stage has the same weights again, which meet zeros of x: as many
+          // tiles as share scales.
           const int together = kTileScales <= tile_scales ? 1 : 2;
 #pragma unroll 1
           for (int s = slices; s < most_slices; s += together) {
@@ -272,7 +272,7 @@ struct PackedWeights {
     return kHasSmall && quantized.packed.tile_scales <= kTileScales;
   }
 
-  // What a thread reads of a tile's columns, from stages of so many slices.
+  // A thread's reader of a tile's columns, from stages of so many slices.
   template <int kStageSlices>
   class Reader {
    public:
@@ -288,7 +288,7 @@ struct PackedWeights {
       }
     };
 
-    // Of the warp's columns, for a stage.
+    // Whether all scales of the warp's columns are small, in a stage.
     __device__ bool AllSmall(const char* scales) const {
       const int lane = threadIdx.x % 32, pair = threadIdx.x % 128 / 32 * 8 + lane % 8;
       scales = At(scales, lane / 8 % kStageSlices, pair);

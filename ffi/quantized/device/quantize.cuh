@@ -157,7 +157,7 @@ struct QuantizeKernelTraits {
   static constexpr int kBlocks = kElements == 32 && (Coder::kBias || Coder::kGlobal) ? 3 : 4;
   static constexpr bool kStaged = kBytes != 4 && kBytes != 8 && kBytes != 16;
   static constexpr int kWords = (kBytes + 3) / 4;
-  // Of the scales of a unit.
+  // The scales of a unit.
   using Scale =
       std::conditional_t<Coder::kBias,
                          std::conditional_t<Coder::kOf == DType::kF32, uint32_t, uint16_t>,
