@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "handlers.h"
+#include "rules.h"
 #include "xla/ffi/api/c_api.h"
 #ifdef JGG_WITH_CUDA
 #include "cutlass/version.h"
@@ -50,4 +51,5 @@ NB_MODULE(_ffi, m) {
   m.def("registrations", &Registrations, "XLA FFI handlers by platform and target name.");
   m.def("build_info", &BuildInfo,
         "CUDA toolkit, architectures, CUTLASS and XLA FFI API of this build.");
+  jgg::DefineRules(m);
 }

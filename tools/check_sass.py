@@ -19,7 +19,7 @@ EXPECTED = {
     "sm_90a": (
         "Sm90",
         # Whose warps multiply by themselves: see kWarps.
-        {"QuantizedGemmSm90Config.*Lb1EEEEEv": ("HMMA",), "": ("HGMMA",)},
+        {"QuantizedGemmSm90Config.*ByWarpsSm90": ("HMMA",), "": ("HGMMA",)},
     ),
     # Block-scaled products of 4-bit floats, and scales on their way to tensor memory.
     "sm_100a": ("Sm100", {"": ("UTCOMMA", "UTCCP")}),

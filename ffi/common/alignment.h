@@ -12,7 +12,7 @@ namespace jgg {
 // base and whose every distance allow it.
 inline int AlignedElements(DType dtype, const void* base,
                            std::initializer_list<int64_t> distances) {
-  const int size = dtype == DType::kF32 ? 4 : 2;
+  const int size = Size(dtype);
   int width = 16 / size;
   while (reinterpret_cast<uintptr_t>(base) % (width * size) != 0) width /= 2;
   for (int64_t distance : distances) {
@@ -25,7 +25,7 @@ inline int AlignedElements(DType dtype, const void* base,
 inline int WholeAlignedElements(DType dtype, const void* base,
                                 std::initializer_list<int64_t> distances) {
   const int width = AlignedElements(dtype, base, distances);
-  return width * (dtype == DType::kF32 ? 4 : 2) == 16 ? width : 1;
+  return width * Size(dtype) == 16 ? width : 1;
 }
 
 }  // namespace jgg

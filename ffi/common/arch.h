@@ -1,4 +1,4 @@
-// What the current device is, asked once per device, and what needs one that is newer.
+// The current device, asked once per device, and the sentence for calls that need a newer one.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -8,9 +8,11 @@
 #include <atomic>
 #include <cstdint>
 
+#include "common/arch.h"
+
 namespace jgg {
 
-// Of one kernel, for each device: bytes of shared memory plus 1, and blocks that fit, as one
+// The answers for one kernel, by device: bytes of shared memory plus 1, and blocks that fit, as one
 // number; 0 until asked.
 using KnownBlocks = std::array<std::atomic<uint64_t>, 64>;
 
@@ -25,7 +27,7 @@ inline cudaError_t BlocksThatFit(const void* kernel, int threads, int bytes, Kno
     *blocks = static_cast<int>(last & 0xffffffff);
     return cudaSuccess;
   }
-  int processors = 0, per_processor = 0, most_bytes = 0;
+  int per_processor = 0, most_bytes = 0;
   if (bytes > 0) {
     if (cudaError_t error =
             cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
@@ -36,10 +38,8 @@ inline cudaError_t BlocksThatFit(const void* kernel, int threads, int bytes, Kno
       return error;
     }
   }
-  if (cudaError_t error =
-          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) {
-    return error;
-  }
+  const int processors = Processors();
+  if (processors == 0) return cudaErrorInvalidDevice;
   if (cudaError_t error =
           cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, threads, bytes)) {
     return error;

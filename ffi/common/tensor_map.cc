@@ -22,7 +22,7 @@ cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map) {
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(spec.inner),
                                static_cast<cuuint64_t>(spec.lines),
                                static_cast<cuuint64_t>(spec.groups)};
-  const int width = spec.Width();
+  const int width = Size(spec.dtype);
   const cuuint64_t bytes[2] = {static_cast<cuuint64_t>(spec.line) * width,
                                static_cast<cuuint64_t>(spec.group) * width};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(spec.box_inner),

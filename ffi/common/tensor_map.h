@@ -20,8 +20,6 @@ struct TensorMapSpec {
   int64_t inner, lines, groups;
   int64_t line, group;
   int box_lines = 0, box_inner = 64, box_groups = 1;
-
-  int Width() const { return dtype == DType::kF32 ? 4 : 2; }  // bytes of an element
 };
 
 // cudaErrorNotSupported where TMA cannot describe the operand: see TensorMapProblem.
@@ -30,7 +28,7 @@ cudaError_t EncodeTensorMap(const TensorMapSpec& spec, CUtensorMap* map);
 // Why TMA cannot describe the operand, or null.
 inline const char* TensorMapProblem(const TensorMapSpec& spec) {
   if (reinterpret_cast<uintptr_t>(spec.data) % 16 != 0) return "an operand is not 16-byte aligned";
-  const int width = spec.Width();
+  const int width = Size(spec.dtype);
   if (spec.line * width % 16 != 0 || spec.group * width % 16 != 0) {
     return "an operand's lines are not a multiple of 16 bytes long";
   }

@@ -1,4 +1,4 @@
-// What the CPU handlers share about their operands.
+// Operands, as the CPU handlers share them.
 #pragma once
 
 #include "common/dtype.h"
@@ -12,7 +12,7 @@ constexpr int64_t kTaskRows = 2 * kBlockM;
 // A view into a buffer; `offset`, `row` and `column` are in elements.
 inline Matrix At(const void* data, int64_t offset, int64_t row, int64_t column, DType dtype) {
   char* bytes = const_cast<char*>(static_cast<const char*>(data));
-  return Matrix{bytes + offset * (dtype == DType::kF32 ? 4 : 2), row, column, dtype};
+  return Matrix{bytes + offset * Size(dtype), row, column, dtype};
 }
 
 }  // namespace jgg::cpu

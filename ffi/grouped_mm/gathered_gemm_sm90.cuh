@@ -7,6 +7,18 @@
 
 namespace jgg {
 
+// The operands of a product with rows by list.
+template <typename Element, bool kRKMajor>
+struct GatheredSm90 : device::TraitsSm90<Element, true, kRKMajor> {
+  static constexpr bool kGathered = true;
+};
+
+// Tiles as without a list, but no pairs of blocks: one that gathers L shares none.
+template <typename Traits>
+struct AloneSm90 : Traits {
+  static constexpr int kCluster = 1;
+};
+
 template <typename Config>
 cudaError_t LaunchGatheredConfigSm90(cudaStream_t stream, GatheredGemmSm90& gathered,
                                      const OperandsSm90& operands) {
@@ -22,24 +34,21 @@ cudaError_t LaunchGatheredConfigSm90(cudaStream_t stream, GatheredGemmSm90& gath
 template <typename Element, bool kRKMajor>
 cudaError_t LaunchGatheredGemmSm90Instance(cudaStream_t stream, GatheredGemmSm90& gathered,
                                            const OperandsSm90& operands) {
-  auto launch = [&](auto rows, auto blocks, auto stages) {
-    return LaunchGatheredConfigSm90<device::GemmSm90Config<Element, true, kRKMajor, rows.value,
-                                                           blocks.value, stages.value, 1, 1, true>>(
-        stream, gathered, operands);
+  using Operands = GatheredSm90<Element, kRKMajor>;
+  auto launch = [&](auto traits) {
+    return LaunchGatheredConfigSm90<device::GemmSm90Config<decltype(traits)>>(stream, gathered,
+                                                                              operands);
   };
-  using device::Constant;
-  using One = device::Constant<1>;
-  using Two = device::Constant<2>;
   const int64_t rows = TypicalRowsSm90(gathered.gemm);
   if (IsGated(gathered.gemm.epilogue.activation)) {
-    if (rows <= 32) return launch(Constant<32>{}, Two{}, Constant<5>{});
-    return launch(Constant<128>{}, Two{}, Constant<4>{});
+    if (rows <= 32) return launch(GatedRows32Sm90<Operands>{});
+    return launch(AloneSm90<GatedRows128Sm90<Operands>>{});
   }
-  if (rows <= 16) return launch(Constant<32>{}, One{}, Constant<10>{});
+  if (rows <= 16) return launch(Rows32Sm90<Operands>{});
   if (rows <= 96 || gathered.gemm.n <= 128) {
-    return launch(Constant<128>{}, One{}, Constant<6>{});
+    return launch(Rows128Sm90<Operands>{});
   }
-  return launch(Constant<256>{}, One{}, Constant<4>{});
+  return launch(AloneSm90<Rows256Sm90<Operands>>{});
 }
 
 }  // namespace jgg

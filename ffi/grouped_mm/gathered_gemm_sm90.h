@@ -11,7 +11,7 @@ namespace jgg {
 struct GatheredGemmSm90 {
   GemmSm90 gemm;  // without a tensor map of x or the result; rows as segments count them
   const void* x;
-  RowList x_rows, y_rows;
+  RowList x_list, y_list;
 };
 
 cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gathered,

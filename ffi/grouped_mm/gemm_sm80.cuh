@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/blocks_that_fit.h"
+#include "common/processors.h"
 #include "grouped_mm/device/gemm_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
@@ -67,32 +68,62 @@ cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
 template <typename Element, bool kA, bool kB>
 struct ConfigsSm80 {
   static constexpr int kLine = 128 / sizeof(Element);  // elements of a cache line
-  template <int kM, int kN, int kK, int kStages, int kBlocks, int kWarpsM, int kWarpsN,
-            int kWarpsK = 1>
-  using Config =
-      device::GemmConfig<Element, kA, kB, kM, kN, kK, kStages, kBlocks,
-                         device::TensorOps<Element, kA, kB, kM, kN, kK, kWarpsM, kWarpsN, kWarpsK>>;
   static constexpr bool kTf32 = sizeof(Element) == 4;
-  using Low = Config<16, 128, kLine, 3, 3, 1, 4>;
-  using Small = cute::conditional_t<kTf32, Config<64, 64, 2 * kLine, 3, 2, 2, 2, 2>,
-                                    Config<32, 64, 2 * kLine, 3, 2, 1, 2, 4>>;
-  using Medium = Config<64, kTf32 ? 64 : 128, kLine, 3, 2, 2, 2>;
-  using Large = Config<128, 128, kLine / 2, 4, 2, 2, 2>;
-  static constexpr int64_t kSmallBelow = kTf32 ? 528 : 128;  // tiles of 64 x 64
+  using Operands = device::TraitsSm80<Element, kA, kB>;
+  struct LowTraits : Operands {
+    static constexpr int kM = 16, kN = 128, kK = kLine, kStages = 3, kBlocksPerSm = 3;
+    static constexpr int kWarpsM = 1, kWarpsN = 4, kWarpsK = 1;
+  };
+  struct SmallTraits : Operands {
+    static constexpr int kM = kTf32 ? 64 : 32, kN = 64, kK = 2 * kLine;
+    static constexpr int kStages = 3, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = kTf32 ? 2 : 1, kWarpsN = 2, kWarpsK = kTf32 ? 2 : 4;
+  };
+  struct MediumTraits : Operands {
+    static constexpr int kM = 64, kN = kTf32 ? 64 : 128, kK = kLine, kStages = 3, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = 2, kWarpsN = 2, kWarpsK = 1;
+  };
+  struct LargeTraits : Operands {
+    static constexpr int kM = 128, kN = 128, kK = kLine / 2, kStages = 4, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = 2, kWarpsN = 2, kWarpsK = 1;
+  };
+  template <typename T>
+  using Config = device::GemmConfig<T, device::TensorOps<Element, kA, kB, T::kM, T::kN, T::kK,
+                                                         T::kWarpsM, T::kWarpsN, T::kWarpsK>>;
+  using Low = Config<LowTraits>;
+  using Small = Config<SmallTraits>;
+  using Medium = Config<MediumTraits>;
+  using Large = Config<LargeTraits>;
+  static constexpr int64_t kSmallBelow = kTf32 ? 4 * kH200Processors : 128;  // tiles of 64 x 64
 };
 
 template <bool kA, bool kB>
 struct ConfigsSm80<float, kA, kB> {
-  template <int kM, int kN, int kK, int kStages, int kBlocks, int kThreadsM, int kThreadsN,
-            int kThreadsK = 1>
-  using Config =
-      device::GemmConfig<float, kA, kB, kM, kN, kK, kStages, kBlocks,
-                         device::FloatOps<kA, kB, kM, kN, kK, kThreadsM, kThreadsN, kThreadsK>>;
-  using Low = Config<16, 128, 32, 3, 3, 4, 32>;
-  using Small = Config<32, 64, 32, 4, 2, 8, 8, 4>;
-  using Medium = Config<64, 64, 16, 4, 3, 16, 8>;
-  using Large = Config<128, 64, 16, 4, 2, 16, 8>;
-  static constexpr int64_t kSmallBelow = 528;
+  using Operands = device::TraitsSm80<float, kA, kB>;
+  struct LowTraits : Operands {
+    static constexpr int kM = 16, kN = 128, kK = 32, kStages = 3, kBlocksPerSm = 3;
+    static constexpr int kThreadsM = 4, kThreadsN = 32, kThreadsK = 1;
+  };
+  struct SmallTraits : Operands {
+    static constexpr int kM = 32, kN = 64, kK = 32, kStages = 4, kBlocksPerSm = 2;
+    static constexpr int kThreadsM = 8, kThreadsN = 8, kThreadsK = 4;
+  };
+  struct MediumTraits : Operands {
+    static constexpr int kM = 64, kN = 64, kK = 16, kStages = 4, kBlocksPerSm = 3;
+    static constexpr int kThreadsM = 16, kThreadsN = 8, kThreadsK = 1;
+  };
+  struct LargeTraits : Operands {
+    static constexpr int kM = 128, kN = 64, kK = 16, kStages = 4, kBlocksPerSm = 2;
+    static constexpr int kThreadsM = 16, kThreadsN = 8, kThreadsK = 1;
+  };
+  template <typename T>
+  using Config = device::GemmConfig<
+      T, device::FloatOps<kA, kB, T::kM, T::kN, T::kK, T::kThreadsM, T::kThreadsN, T::kThreadsK>>;
+  using Low = Config<LowTraits>;
+  using Small = Config<SmallTraits>;
+  using Medium = Config<MediumTraits>;
+  using Large = Config<LargeTraits>;
+  static constexpr int64_t kSmallBelow = 4 * kH200Processors;
 };
 
 // Tiles of m x n that a result of evenly long segments has.
@@ -117,7 +148,7 @@ template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
   constexpr int64_t kLow = Configs::Low::kM, kMedium = Configs::Medium::kM;
-  constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
+  constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
   const int64_t rows = TypicalRows<Element>(gemm, kLow);
   if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
   if (Tiles(gemm, 64, 64) < Configs::kSmallBelow) {

@@ -13,7 +13,7 @@
 
 namespace jgg {
 
-// What the kernel is launched with. A "line" is a run of elements that are contiguous in memory:
+// The kernel's argument. A "line" is a run of elements that are contiguous in memory:
 // a row of a K-major operand, a k of an MN-major one.
 struct GemmSm80 {
   enum class Product { kMm, kWgrad };

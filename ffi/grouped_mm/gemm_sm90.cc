@@ -1,11 +1,46 @@
 // From run-time types to one of the instances of gemm_sm90_instance.cu and its kin.
 #include "grouped_mm/gemm_sm90.h"
 
+#include "common/alignment.h"
 #include "common/dispatch.h"
 #include "cutlass/numeric_types.h"
 #include "grouped_mm/gathered_gemm_sm90.h"
 
 namespace jgg {
+
+// CheckMm, or the handler of wgrad, has seen to it that axes fit an int.
+static GemmSm90 MakeCommon(const ProductSm90& product) {
+  const bool gated = IsGated(product.epilogue.activation);
+  GemmSm90 gemm{};
+  gemm.metadata = product.metadata;
+  gemm.epilogue = product.epilogue;
+  gemm.out = product.out;
+  gemm.out_dtype = product.out_dtype;
+  gemm.out_width =
+      WholeAlignedElements(product.out_dtype, product.out, {gated ? product.n / 2 : product.n});
+  gemm.out_line = product.out_line;
+  gemm.rows_x = static_cast<int>(product.rows_x);
+  gemm.rows_y = static_cast<int>(product.rows_y);
+  gemm.n = static_cast<int>(product.n);
+  gemm.groups = static_cast<int>(product.groups);
+  return gemm;
+}
+
+GemmSm90 MakeGemmSm90(const MmSm90& mm) {
+  GemmSm90 gemm = MakeCommon(mm.product);
+  gemm.k = static_cast<int>(mm.k);
+  return gemm;
+}
+
+GemmSm90 MakeGemmSm90(const WgradSm90& wgrad) {
+  GemmSm90 gemm = MakeCommon(wgrad.product);
+  gemm.wgrad = true;
+  gemm.m = static_cast<int>(wgrad.m);
+  gemm.out_group = wgrad.out_group;
+  gemm.matrices = wgrad.matrices;
+  gemm.matrix_scale = wgrad.matrix_scale;
+  return gemm;
+}
 
 cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
 #ifdef JGG_SM90

@@ -6,14 +6,72 @@
 #include <atomic>
 
 #include "common/dispatch.h"
+#include "common/processors.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
+#include "grouped_mm/tiles_sm90.h"
 
 namespace jgg {
 
+// Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
+template <typename Operands>
+struct Rows32Sm90 : Operands {
+  static constexpr int kRows = 32, kStages = 10;
+};
+template <typename Operands>
+struct Rows64Sm90 : Operands {
+  static constexpr int kRows = 64, kStages = 8;
+};
+template <typename Operands>
+struct Rows128Sm90 : Operands {
+  static constexpr int kRows = 128, kStages = 6;
+};
+template <typename Operands>
+struct Rows256Sm90 : Operands {
+  static constexpr int kRows = 256, kStages = 4, kCluster = 2;
+};
+template <typename Operands>
+struct Rows288Sm90 : Operands {
+  static constexpr int kRows = 288, kStages = 4, kCluster = 2;
+};
+
+// float32 results take the room of a stage.
+template <typename Operands>
+struct WideRows256Sm90 : Operands {
+  static constexpr int kRows = 256, kStages = 3, kCluster = 2;
+  static constexpr bool kWide = true;
+};
+
+template <typename Operands>
+struct GatedRows32Sm90 : Operands {
+  static constexpr int kRows = 32, kBlocks = 2, kStages = 5;
+};
+template <typename Operands>
+struct GatedRows128Sm90 : Operands {
+  static constexpr int kRows = 128, kBlocks = 2, kStages = 4, kCluster = 2;
+};
+
+// float32 operands in planes.
+template <bool kLKMajor, bool kRKMajor, int kPlanes_>
+struct PlanesSm90 : device::TraitsSm90<cutlass::bfloat16_t, kLKMajor, kRKMajor> {
+  static constexpr int kPlanes = kPlanes_, kStages = kPlanes == 3 ? 2 : 3;
+};
+template <typename Operands>
+struct PlanesRows64Sm90 : Operands {
+  static constexpr int kRows = 64;
+};
+template <typename Operands>
+struct PlanesRows128Sm90 : Operands {
+  static constexpr int kRows = 128;
+};
+template <typename Operands>
+struct PlanesPairsOf128Sm90 : Operands {
+  static constexpr int kRows = 128, kCluster = 2;
+};
+
 // The result as TMA writes it.
 template <typename Config>
-TensorMapSpec OutSm90(const GemmSm90& gemm) {
+TensorMapSpec DescribeOutSm90(const GemmSm90& gemm) {
   const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
   return {gemm.out,
           gemm.out_dtype,
@@ -33,13 +91,13 @@ bool HasStoreWarpSm90(const GemmSm90& gemm) {
   const bool wide = gemm.out_dtype == DType::kF32;
   const bool adds = wide && gemm.wgrad && gemm.epilogue.accumulate;
   return Config::kStoreWarp && wide == Config::kWide && (adds || !gemm.epilogue.Any()) &&
-         TensorMapProblem(OutSm90<Config>(gemm)) == nullptr;
+         TensorMapProblem(DescribeOutSm90<Config>(gemm)) == nullptr;
 }
 
 // The tensor map of the result, where it can have one.
 template <typename Config>
 cudaError_t EncodeOutSm90(GemmSm90& gemm) {
-  TensorMapSpec out = OutSm90<Config>(gemm);
+  TensorMapSpec out = DescribeOutSm90<Config>(gemm);
   gemm.stores_boxes =
       (gemm.out_dtype == DType::kF32) == Config::kWide && TensorMapProblem(out) == nullptr;
   gemm.store_warp = HasStoreWarpSm90<Config>(gemm);
@@ -57,7 +115,7 @@ int64_t MostTilesSm90(const GemmSm90& gemm) {
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
   const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
   const Metadata& metadata = gemm.metadata;
-  const int64_t more = metadata.SizesForEach(gemm.groups)
+  const int64_t more = metadata.HasSizeOfEach(gemm.groups)
                            ? std::min<int64_t>(metadata.count, gemm.rows_y) + 1
                            : 3 * (metadata.count + 1);
   const int64_t m_tiles =
@@ -116,9 +174,9 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
   return LaunchTilesSm90<Config, kernel>(stream, gemm, parameters, [](int64_t, int) {});
 }
 
-// wgrad of short sums, of which the result, several times what L2 holds, is most of the traffic.
-// What leaves L2 first should be that, in about the order in which it lies in memory. Longer sums
-// have more use of L2 for both operands.
+// A wgrad of short sums, whose result is most of the traffic and several times what L2 holds. The
+// result should leave L2 first, in about the order in which it lies in memory. Longer sums have
+// more use of L2 for both operands.
 inline bool StoresMostly(const GemmSm90& gemm) {
   const int64_t groups = gemm.groups;
   return gemm.wgrad && groups * gemm.out_group > (1 << 26) && gemm.rows_x <= 128 * groups;
@@ -145,12 +203,12 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
   if (StoresMostly(gemm)) gemm.store_policy = kEvictFirst;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(
       stream, gemm, gemm, [&gemm](int64_t tiles, int clusters) {
-        // Of many tiles everyone gets enough, and then neighbours in time should be neighbours in
-        // L2.
+        // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours
+        // in L2.
         gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
                      tiles <= 2048;
-        // Of few tiles a matrix, finding the clusters would take longer than the tiles.
-        gemm.balances = gemm.wgrad && gemm.metadata.ForEach(gemm.groups) && !gemm.ranks &&
+        // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
+        gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
                         tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
                         Config::kBalances && clusters <= kMostBalancedClusters;
       });
@@ -162,11 +220,8 @@ inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
   return (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
 }
 
-// Whether there is a kernel with tiles of so many rows.
 inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
-  if (IsGated(gemm.epilogue.activation)) return tile == 32 || tile == 128;
-  if (tile == 32 || tile == 288) return gemm.l_k_major && !(gemm.wgrad && tile == 288);
-  return tile == 64 || tile == 128 || tile == 256;
+  return rules::HasTileSm90(gemm.wgrad, IsGated(gemm.epilogue.activation), gemm.l_k_major, tile);
 }
 
 // The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
@@ -174,7 +229,7 @@ inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
 // rest is left over, or many more and sums are long, which takes 4-9% less then (of short ones up
 // to 10% more). Not for float32 results, which only tiles of 256 store by TMA. 128 between, and
 // where larger tiles are too few. Chosen from static shapes only.
-inline int RuleTileSm90(const GemmSm90& gemm) {
+inline int ChooseTileSm90(const GemmSm90& gemm) {
   const int64_t rows = TypicalRowsSm90(gemm);
   if (IsGated(gemm.epilogue.activation)) return rows <= 16 ? 32 : 128;
   if (gemm.l_k_major && rows <= 16) return 32;
@@ -183,8 +238,8 @@ inline int RuleTileSm90(const GemmSm90& gemm) {
   const int64_t tiles =
       gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) * static_cast<int64_t>(gemm.groups)
                  : INT64_MAX;
-  if (tiles < 132) return 64;
-  if (tiles < 528 || rows <= 96 || gemm.n <= 128) return 128;
+  if (tiles < kH200Processors) return 64;
+  if (tiles < 4 * kH200Processors || rows <= 96 || gemm.n <= 128) return 128;
   const bool higher = rows > 240 && (rows <= 288 || (rows > 448 && gemm.k >= 5120));
   return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && higher ? 288 : 256;
 }
@@ -194,52 +249,43 @@ template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    constexpr bool kR = decltype(r)::value;
-    auto launch = [&](auto rows, auto blocks, auto stages, auto cluster) {
-      return LaunchConfigSm90<device::GemmSm90Config<Element, kLKMajor, kR, rows.value,
-                                                     blocks.value, stages.value, cluster.value>>(
-          stream, gemm, operands);
+    using Operands = device::TraitsSm90<Element, kLKMajor, decltype(r)::value>;
+    auto launch = [&](auto traits) {
+      return LaunchConfigSm90<device::GemmSm90Config<decltype(traits)>>(stream, gemm, operands);
     };
-    using device::Constant;
-    using One = device::Constant<1>;
-    using Two = device::Constant<2>;
-    const int tile = HasTileSm90(gemm, operands.tile) ? operands.tile : RuleTileSm90(gemm);
+    const int tile = HasTileSm90(gemm, operands.tile) ? operands.tile : ChooseTileSm90(gemm);
     if constexpr (kLKMajor) {
       if (IsGated(gemm.epilogue.activation)) {
-        if (tile == 32) return launch(Constant<32>{}, Two{}, Constant<5>{}, One{});
-        return launch(Constant<128>{}, Two{}, Constant<4>{}, Two{});
+        if (tile == 32) return launch(GatedRows32Sm90<Operands>{});
+        return launch(GatedRows128Sm90<Operands>{});
       }
-      if (tile == 32) return launch(Constant<32>{}, One{}, Constant<10>{}, One{});
-      if (tile == 288) return launch(Constant<288>{}, One{}, Constant<4>{}, Two{});
+      if (tile == 32) return launch(Rows32Sm90<Operands>{});
+      if (tile == 288) return launch(Rows288Sm90<Operands>{});
     }
-    if (tile == 64) return launch(Constant<64>{}, One{}, Constant<8>{}, One{});
-    if (tile == 128) return launch(Constant<128>{}, One{}, Constant<6>{}, One{});
-    // float32 results take the room of a stage.
-    using Wide = device::GemmSm90Config<Element, kLKMajor, kR, 256, 1, 3, 2, 1, false, true>;
-    if (HasStoreWarpSm90<Wide>(gemm)) return LaunchConfigSm90<Wide>(stream, gemm, operands);
-    return launch(Constant<256>{}, One{}, Constant<4>{}, Two{});
+    if (tile == 64) return launch(Rows64Sm90<Operands>{});
+    if (tile == 128) return launch(Rows128Sm90<Operands>{});
+    using Wide = WideRows256Sm90<Operands>;
+    if (HasStoreWarpSm90<device::GemmSm90Config<Wide>>(gemm)) return launch(Wide{});
+    return launch(Rows256Sm90<Operands>{});
   });
 }
 
 // Tiles of 128 rows, in pairs that share L where there are enough of them, or of 64 where they
-// would be fewer than two thirds of an H200's 132 multiprocessors.
+// would be fewer than two thirds of an H200's multiprocessors.
 template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    auto launch = [&](auto rows, auto cluster) {
-      return LaunchConfigSm90<
-          device::GemmSm90Config<cutlass::bfloat16_t, kLKMajor, decltype(r)::value, rows.value, 1,
-                                 kPlanes == 3 ? 2 : 3, cluster.value, kPlanes>>(stream, gemm,
-                                                                                operands);
+    using Operands = PlanesSm90<kLKMajor, decltype(r)::value, kPlanes>;
+    auto launch = [&](auto traits) {
+      return LaunchConfigSm90<device::GemmSm90Config<decltype(traits)>>(stream, gemm, operands);
     };
-    using device::Constant;
     const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
     const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
     const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
-    if (tiles < 88) return launch(Constant<64>{}, Constant<1>{});
-    if (tiles < 528 || gemm.n <= 128) return launch(Constant<128>{}, Constant<1>{});
-    return launch(Constant<128>{}, Constant<2>{});
+    if (tiles < 2 * kH200Processors / 3) return launch(PlanesRows64Sm90<Operands>{});
+    if (tiles < 4 * kH200Processors || gemm.n <= 128) return launch(PlanesRows128Sm90<Operands>{});
+    return launch(PlanesPairsOf128Sm90<Operands>{});
   });
 }
 

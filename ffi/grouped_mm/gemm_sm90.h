@@ -23,6 +23,32 @@ constexpr int kMostBalancedClusters = 72;  // pairs of a GPU's multiprocessors
 constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000;
 constexpr int kMostParts = 2;  // of a tile's k
 
+// A product, as a handler describes it. The launch makes a GemmSm90 of it, and adds what depends on
+// the tile: tensor maps, and how results are stored.
+struct ProductSm90 {
+  Metadata metadata;
+  Epilogue epilogue;
+  void* out;
+  DType out_dtype;
+  int64_t out_line;        // elements from one row of the result to the next
+  int64_t rows_x, rows_y;  // mm: of x and the result; wgrad: of x and y
+  int64_t n, groups;       // columns of w, or of y; weights, or matrices of the result
+};
+
+struct MmSm90 {
+  ProductSm90 product;
+  int64_t k;
+};
+
+struct WgradSm90 {
+  ProductSm90 product;
+  int64_t m;                  // columns of x: rows of a matrix of the result
+  int64_t out_group;          // elements from one matrix of the result to the next
+  bool matrices;              // matrix g has segment g, so nothing has to be scanned
+  const float* matrix_scale;  // of each matrix's sums, or null: 1
+};
+
+// The kernel's argument, for either product.
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
   CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k; qmm: of fewer rows
@@ -50,8 +76,8 @@ struct GemmSm90 {
   int parts = 1;       // qmm of few rows: blocks that share out a tile's k
 };
 
-// What L and R are in memory; box_lines is set when the tile is known. Planes follow each other
-// within a line.
+// L and R in memory. box_lines is set when the tile is known. Planes follow each other within a
+// line.
 struct OperandsSm90 {
   DType dtype;
   int planes;
@@ -69,6 +95,9 @@ inline const char* GemmSm90Problem(DType dtype, int compute_capability) {
   if (dtype == DType::kF32) return "operands are float32";
   return nullptr;
 }
+
+GemmSm90 MakeGemmSm90(const MmSm90& mm);
+GemmSm90 MakeGemmSm90(const WgradSm90& wgrad);
 
 // Choose a tile, encode the tensor maps, launch.
 cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands);

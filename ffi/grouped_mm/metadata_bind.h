@@ -5,6 +5,7 @@
 
 #include "common/buffer.h"
 #include "common/check.h"
+#include "grouped_mm/attributes.h"
 #include "grouped_mm/segments.h"
 
 namespace jgg {
@@ -20,8 +21,9 @@ inline xla::ffi::Error BindTable(const char* op, xla::ffi::BufferR2<xla::ffi::S3
 }
 
 // Any form, by name: "sizes" (G',), "spans" (S, 2) or "segments" (S, 4), all int32.
-inline xla::ffi::Error BindMetadata(const char* op, std::string_view kind,
-                                    xla::ffi::AnyBuffer buffer, bool swapped, Metadata* metadata) {
+inline xla::ffi::Error BindMetadata(const char* op, const MetadataAttrs& attrs,
+                                    xla::ffi::AnyBuffer buffer, Metadata* metadata) {
+  const std::string_view kind = attrs.kind;
   *metadata = Metadata{};
   if (buffer.element_type() != xla::ffi::S32) {
     return InvalidArgument(op, "metadata has XLA dtype ", static_cast<int>(buffer.element_type()),
@@ -41,18 +43,18 @@ inline xla::ffi::Error BindMetadata(const char* op, std::string_view kind,
   }
   metadata->data = static_cast<const int32_t*>(buffer.untyped_data());
   metadata->count = buffer.dimensions()[0];
-  metadata->swapped = swapped;
+  metadata->swapped = attrs.swapped;
   return xla::ffi::Error::Success();
 }
 
-// Of mm: what kernels count in int32, and metadata that can name no row or weight that is not
-// there. (Segments are made by _segments.py, which sees to that.)
+// Check an mm: axes fit an int32, and metadata can name no row or weight that is not there.
+// (Segments are made in Python, which sees to that.)
 inline xla::ffi::Error CheckMm(const char* op, const Metadata& metadata, int64_t rows_x,
-                               int64_t rows, int64_t groups, int64_t n, int64_t k) {
-  JGG_RETURN_IF_ERROR(CheckSmall(op, {rows_x, rows, groups, n, k, metadata.count}, 0));
+                               int64_t rows_y, int64_t groups, int64_t n, int64_t k) {
+  JGG_RETURN_IF_ERROR(CheckSmall(op, {rows_x, rows_y, groups, n, k, metadata.count}, 0));
   if (metadata.kind == MetadataKind::kSegments) return xla::ffi::Error::Success();
-  if (rows_x > rows) {
-    return InvalidArgument(op, "groups are of ", rows_x, " rows, the result has ", rows);
+  if (rows_x > rows_y) {
+    return InvalidArgument(op, "groups are of ", rows_x, " rows, the result has ", rows_y);
   }
   if (metadata.kind == MetadataKind::kSpans && metadata.count > groups) {
     return InvalidArgument(op, "there are ", metadata.count, " spans, but ", groups, " matrices");

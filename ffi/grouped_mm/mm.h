@@ -13,7 +13,7 @@ enum class Activation { kNone, kSilu, kGelu, kRelu, kTanh, kSwiglu, kGeglu };
 
 inline constexpr bool IsGated(Activation activation) { return activation >= Activation::kSwiglu; }
 
-// What happens to a row's float32 sums y before they are rounded:
+// A row's float32 sums y become, before they are rounded:
 //   existing_out + row_scale * activation(y + bias[weight])
 // Rows that no segment reaches keep existing_out, or are zeros.
 struct Epilogue {
@@ -41,20 +41,23 @@ struct MmArgs {
   const void* x;
   const void* w;
   void* out;
-  DType dtype;      // of x and w
-  DType out_dtype;  // of out
-  bool tf32;        // float32 operands may be rounded to TensorFloat-32
-  int tile = 0;     // rows of a tile of sm90, or 0 for its rule
-  int planes = 1;   // float32 operands may come as bf16 planes, one after another in a line
-  int64_t rows_x, rows, k, n, groups;  // rows as segments count them: those of a list, if any
+  DType dtype;             // of x and w
+  DType out_dtype;         // of out
+  bool tf32;               // float32 operands may be rounded to TensorFloat-32
+  int tile = 0;            // rows of a tile of sm90, or 0 for its rule
+  int planes = 1;          // float32 operands may come as bf16 planes, one after another in a line
+  int64_t rows_x, rows_y;  // of x and the result, as segments count them: those of a list, if any
+  int64_t k, n, groups;
   // Elements from one index to the next; this is how transposed operands are told apart.
-  int64_t x_row, x_k, w_group, w_k, w_n, out_row, out_n;
+  struct Strides {
+    int64_t x_row, x_k, w_group, w_k, w_n, out_row, out_n;
+  } strides;
   Metadata metadata;
   bool in_order;  // the segments' rows in the result are ascending and disjoint
-  RowList x_rows, y_rows;
+  RowList x_list, y_list;
   Epilogue epilogue;
 
-  bool ByList() const { return x_rows.list != nullptr || y_rows.list != nullptr; }
+  bool ByList() const { return x_list.list != nullptr || y_list.list != nullptr; }
 };
 
 }  // namespace jgg

@@ -6,6 +6,7 @@
 
 #include "common/buffer.h"
 #include "common/check.h"
+#include "grouped_mm/attributes.h"
 #include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/mm.h"
 
@@ -13,9 +14,9 @@ namespace jgg {
 
 // Check a call's matrices and describe them.
 inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla::ffi::AnyBuffer out,
-                              bool transpose_x, bool transpose_w, bool transpose_out,
-                              Activation activation, MmArgs* args) {
+                              const MmAttrs& attrs, Activation activation, MmArgs* args) {
   constexpr const char* op = "mm";
+  const auto [transpose_x, transpose_w, transpose_out, in_order] = attrs;
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));
   if (w.element_type() != x.element_type()) {
@@ -39,19 +40,20 @@ inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla:
   args->dtype = *ToDType(x.element_type());
   args->out_dtype = *ToDType(out.element_type());
   args->rows_x = rows_x;
-  args->rows = rows;
-  args->x_rows.count = rows_x;
-  args->y_rows.count = rows;
+  args->rows_y = rows;
+  args->x_list.count = rows_x;
+  args->y_list.count = rows;
   args->k = k;
   args->n = n;
   args->groups = w.dimensions()[0];
-  args->x_row = transpose_x ? 1 : k;
-  args->x_k = transpose_x ? rows_x : 1;
-  args->w_group = k * n;
-  args->w_k = transpose_w ? 1 : n;
-  args->w_n = transpose_w ? k : 1;
-  args->out_row = transpose_out ? 1 : columns;
-  args->out_n = transpose_out ? rows : 1;
+  args->strides.x_row = transpose_x ? 1 : k;
+  args->strides.x_k = transpose_x ? rows_x : 1;
+  args->strides.w_group = k * n;
+  args->strides.w_k = transpose_w ? 1 : n;
+  args->strides.w_n = transpose_w ? k : 1;
+  args->strides.out_row = transpose_out ? 1 : columns;
+  args->strides.out_n = transpose_out ? rows : 1;
+  args->in_order = in_order;
   args->epilogue.activation = activation;
   return xla::ffi::Error::Success();
 }
@@ -65,6 +67,14 @@ inline std::optional<Activation> ToActivation(std::string_view name) {
   if (name == "swiglu") return Activation::kSwiglu;
   if (name == "geglu") return Activation::kGeglu;
   return std::nullopt;
+}
+
+inline xla::ffi::Error BindActivation(const char* op, const EpilogueAttrs& attrs,
+                                      Activation* activation) {
+  const auto known = ToActivation(attrs.activation);
+  if (!known) return InvalidArgument(op, "unknown activation '", attrs.activation, "'");
+  *activation = *known;
+  return xla::ffi::Error::Success();
 }
 
 // The next operand as an epilogue's bias, or row scale.
@@ -87,6 +97,15 @@ inline xla::ffi::Error BindRowScale(const char* op, Operands* operands, int64_t 
   JGG_RETURN_IF_ERROR(CheckFloat(op, "row_scale", row_scale->element_type()));
   epilogue->row_scale = row_scale->untyped_data();
   epilogue->row_scale_dtype = *ToDType(row_scale->element_type());
+  return xla::ffi::Error::Success();
+}
+
+// The next operands as the bias and the row scale that an epilogue has.
+inline xla::ffi::Error BindEpilogue(const char* op, const EpilogueAttrs& has, int64_t groups,
+                                    int64_t n, int64_t rows, Operands* operands,
+                                    Epilogue* epilogue) {
+  if (has.bias) JGG_RETURN_IF_ERROR(BindBias(op, operands, groups, n, epilogue));
+  if (has.row_scale) JGG_RETURN_IF_ERROR(BindRowScale(op, operands, rows, epilogue));
   return xla::ffi::Error::Success();
 }
 

@@ -24,10 +24,10 @@ struct Part {
 void Add(const MmArgs& args, const Part& part, int64_t column, int64_t columns, const Matrix& out,
          bool accumulate) {
   const Segment& s = *part.segment;
-  const Matrix x =
-      At(args.x, (s.x_start + part.first) * args.x_row, args.x_row, args.x_k, args.dtype);
-  const Matrix w =
-      At(args.w, s.weight * args.w_group + column * args.w_n, args.w_k, args.w_n, args.dtype);
+  const Matrix x = At(args.x, (s.x_start + part.first) * args.strides.x_row, args.strides.x_row,
+                      args.strides.x_k, args.dtype);
+  const Matrix w = At(args.w, s.weight * args.strides.w_group + column * args.strides.w_n,
+                      args.strides.w_k, args.strides.w_n, args.dtype);
   cpu::BestGemm()(part.rows, columns, args.k, x, w, out, accumulate, cpu::ThreadScratch());
 }
 
@@ -36,7 +36,7 @@ bool HasRows(const MmArgs& args, const Segment& s) {
 }
 
 // Disjoint ascending rows: every element is written once, those of no segment with zeros.
-void RunOrdered(ffi::ThreadPool& pool, const MmArgs& args) {
+void RunInOrder(ffi::ThreadPool& pool, const MmArgs& args) {
   std::vector<Part> parts;
   int64_t end = 0;  // rows before this are dealt with
   const auto cut = [&](const Segment* segment, int64_t length) {
@@ -58,15 +58,15 @@ void RunOrdered(ffi::ThreadPool& pool, const MmArgs& args) {
     cut(&s, s.length);
     end = s.y_start + s.length;
   }
-  gap(args.rows);
+  gap(args.rows_y);
   const int64_t column_tasks = (args.n + cpu::kBlockN - 1) / cpu::kBlockN;
   cpu::ParallelFor(pool, static_cast<int64_t>(parts.size()) * column_tasks, [&](int64_t task) {
     const Part& part = parts[task / column_tasks];
     const int64_t column = task % column_tasks * cpu::kBlockN;
     const int64_t columns = std::min(cpu::kBlockN, args.n - column);
     const int64_t row = part.segment->y_start + part.first;
-    const Matrix out = At(args.out, row * args.out_row + column * args.out_n, args.out_row,
-                          args.out_n, args.out_dtype);
+    const Matrix out = At(args.out, row * args.strides.out_row + column * args.strides.out_n,
+                          args.strides.out_row, args.strides.out_n, args.out_dtype);
     if (part.segment->weight >= 0) {
       Add(args, part, column, columns, out, false);
     } else {
@@ -84,17 +84,17 @@ void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
   cpu::ParallelFor(pool, (args.n + width - 1) / width, [&](int64_t task) {
     const int64_t column = task * width;
     const int64_t columns = std::min(width, args.n - column);
-    std::vector<float> sums(args.rows * columns);
+    std::vector<float> sums(args.rows_y * columns);
     for (int64_t i = 0; i < args.metadata.count; ++i) {
       const Segment& s = args.metadata.table()[i];
       if (!HasRows(args, s)) continue;
       const Matrix rows{sums.data() + s.y_start * columns, columns, 1, DType::kF32};
       Add(args, {&s, 0, s.length}, column, columns, rows, true);
     }
-    for (int64_t row = 0; row < args.rows; ++row) {
+    for (int64_t row = 0; row < args.rows_y; ++row) {
       const float* from = sums.data() + row * columns;
       for (int64_t j = 0; j < columns; ++j) {
-        const int64_t to = row * args.out_row + (column + j) * args.out_n;
+        const int64_t to = row * args.strides.out_row + (column + j) * args.strides.out_n;
         if (args.out_dtype != DType::kF32) {
           cpu::Round(from + j, 1, args.out_dtype, static_cast<uint16_t*>(args.out) + to);
         } else {
@@ -106,13 +106,11 @@ void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
 }
 
 ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                 ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
-                 bool transpose_x, bool transpose_w, bool transpose_out, bool ordered) {
+                 ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out, MmAttrs attrs) {
   MmArgs args;
-  JGG_RETURN_IF_ERROR(
-      BindMm(x, w, *out, transpose_x, transpose_w, transpose_out, Activation::kNone, &args));
+  JGG_RETURN_IF_ERROR(BindMm(x, w, *out, attrs, Activation::kNone, &args));
   JGG_RETURN_IF_ERROR(BindTable("mm", segments, &args.metadata));
-  (ordered ? RunOrdered : RunOverlapping)(pool, args);
+  (args.in_order ? RunInOrder : RunOverlapping)(pool, args);
   return ffi::Error::Success();
 }
 
@@ -123,10 +121,7 @@ XLA_FFI_DEFINE_HANDLER(kMmCpu, MmCpu,
                            .Arg<ffi::AnyBuffer>()           // w
                            .Arg<ffi::BufferR2<ffi::S32>>()  // segments
                            .Ret<ffi::AnyBuffer>()           // out
-                           .Attr<bool>("transpose_x")
-                           .Attr<bool>("transpose_w")
-                           .Attr<bool>("transpose_out")
-                           .Attr<bool>("ordered"));
+                           .Attr<MmAttrs>("mm"));
 
 }  // namespace
 

@@ -12,7 +12,7 @@ std::optional<std::string> mm_sm80_unsupported(const MmArgs& args, int compute_c
 }
 
 cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args) {
-  const bool x_k_major = args.x_k == 1, w_k_major = args.w_k == 1;
+  const bool x_k_major = args.strides.x_k == 1, w_k_major = args.strides.w_k == 1;
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   GemmSm80 gemm{};
   gemm.product = GemmSm80::Product::kMm;
@@ -21,9 +21,9 @@ cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args) {
   gemm.b = args.w;
   gemm.out = args.out;
   gemm.out_dtype = args.out_dtype;
-  gemm.a_line = x_k_major ? args.x_row : args.x_k;
-  gemm.b_line = w_k_major ? args.w_n : args.w_k;
-  gemm.b_group = args.w_group;
+  gemm.a_line = x_k_major ? args.strides.x_row : args.strides.x_k;
+  gemm.b_line = w_k_major ? args.strides.w_n : args.strides.w_k;
+  gemm.b_group = args.strides.w_group;
   gemm.a_width = AlignedElements(args.dtype, args.x, {gemm.a_line});
   // The second half of a gated N begins in the middle of a line.
   gemm.b_width = AlignedElements(args.dtype, args.w,
@@ -32,12 +32,12 @@ cudaError_t mm_sm80(cudaStream_t stream, const MmArgs& args) {
                                   : columns == args.n ? 0
                                                       : columns});
   gemm.rows_x = args.rows_x;
-  gemm.rows_y = args.rows;
+  gemm.rows_y = args.rows_y;
   gemm.n = args.n;
   gemm.k = args.k;
   gemm.groups = args.groups;
-  gemm.out_m = args.out_row;
-  gemm.out_n = args.out_n;
+  gemm.out_m = args.strides.out_row;
+  gemm.out_n = args.strides.out_n;
   gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {gemm.out_m, columns});
   gemm.metadata = args.metadata;
   gemm.epilogue = args.epilogue;

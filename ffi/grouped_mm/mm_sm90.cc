@@ -1,21 +1,21 @@
 // mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
 #include "grouped_mm/mm_sm90.h"
 
-#include "common/alignment.h"
 #include "grouped_mm/gathered_gemm_sm90.h"
+#include "grouped_mm/rules.h"
 
 namespace jgg {
 
-static OperandsSm90 Operands(const MmArgs& args) {
+static OperandsSm90 DescribeOperands(const MmArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
   operands.planes = args.planes;
   operands.tile = args.tile;
   operands.l_k_major = true;
-  operands.r_k_major = args.w_k == 1;
+  operands.r_k_major = args.strides.w_k == 1;
   const int64_t k = args.planes * args.k, n = args.planes * args.n;
-  const int64_t group = args.planes * args.w_group;
-  operands.l = {args.x, args.dtype, k, args.x_rows.count, 1, k, k};
+  const int64_t group = args.planes * args.strides.w_group;
+  operands.l = {args.x, args.dtype, k, args.x_list.count, 1, k, k};
   operands.r = operands.r_k_major
                    ? TensorMapSpec{args.w, args.dtype, k, args.n, args.groups, k, group}
                    : TensorMapSpec{args.w, args.dtype, n, args.k, args.groups, n, group};
@@ -24,20 +24,17 @@ static OperandsSm90 Operands(const MmArgs& args) {
 
 std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
-  if (!args.in_order) return "segments may overlap or come in any order";
-  if (args.x_k != 1) return "x is transposed";
-  if (args.out_n != 1) return "the result is transposed";
-  if (IsGated(args.epilogue.activation) && args.w_n == 1 && args.n / 2 % 8 != 0) {
-    return "the gated half of w begins inside 16 bytes";
-  }
-  if (args.planes > 1) {
-    if (args.ByList()) return "rows by list of split operands";
-    if (IsGated(args.epilogue.activation)) return "a gated activation of split operands";
-    // Behind the k of one plane comes the next.
-    if (args.k % 64 != 0) return "K of split operands is not a multiple of 64";
-    if (args.w_n == 1 && args.n % 8 != 0) return "N of split operands is not a multiple of 8";
-  }
-  const OperandsSm90 operands = Operands(args);
+  rules::MmShape shape{args.k, args.n};
+  shape.element_bytes = Size(args.dtype);
+  shape.planes = args.planes;
+  shape.transpose_x = args.strides.x_k != 1;
+  shape.transpose_w = args.strides.w_n != 1;
+  shape.transpose_out = args.strides.out_n != 1;
+  shape.in_order = args.in_order;
+  shape.gated = IsGated(args.epilogue.activation);
+  shape.by_list = args.ByList();
+  if (auto reason = rules::MmSm90Problem(shape)) return reason;
+  const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }
@@ -45,22 +42,21 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
 }
 
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
-  const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
-  GemmSm90 gemm{};
-  gemm.metadata = args.metadata;
-  gemm.epilogue = args.epilogue;
-  gemm.out = args.out;
-  gemm.out_dtype = args.out_dtype;
-  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
-  gemm.out_line = args.out_row;
-  gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows);
-  gemm.n = static_cast<int>(args.n);
-  gemm.k = static_cast<int>(args.k);
-  gemm.groups = static_cast<int>(args.groups);
-  if (!args.ByList()) return LaunchGemmSm90(stream, gemm, Operands(args));
-  GatheredGemmSm90 gathered{gemm, args.x, args.x_rows, args.y_rows};
-  return LaunchGatheredGemmSm90(stream, gathered, Operands(args));
+  MmSm90 mm{};
+  mm.product.metadata = args.metadata;
+  mm.product.epilogue = args.epilogue;
+  mm.product.out = args.out;
+  mm.product.out_dtype = args.out_dtype;
+  mm.product.out_line = args.strides.out_row;
+  mm.product.rows_x = args.rows_x;
+  mm.product.rows_y = args.rows_y;
+  mm.product.n = args.n;
+  mm.product.groups = args.groups;
+  mm.k = args.k;
+  GemmSm90 gemm = MakeGemmSm90(mm);
+  if (!args.ByList()) return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
+  GatheredGemmSm90 gathered{gemm, args.x, args.x_list, args.y_list};
+  return LaunchGatheredGemmSm90(stream, gathered, DescribeOperands(args));
 }
 
 }  // namespace jgg

@@ -2,6 +2,7 @@
 // neighbouring values of the result: 32 bytes in, 16 bytes out to each plane.
 #include <algorithm>
 
+#include "common/processors.h"
 #include "grouped_mm/planes.h"
 
 namespace jgg {
@@ -94,8 +95,8 @@ cudaError_t MakePlanes(cudaStream_t stream, const PlanesArgs& a, const PlanesArg
   const int64_t pieces_a = pieces(a), all = pieces_a + pieces(b);
   if (all == 0) return cudaSuccess;
   constexpr int64_t kThreads = device::kPlanesThreads;
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>((all + kThreads - 1) / kThreads, 132 * 32));
+  const auto blocks = static_cast<unsigned>(
+      std::min<int64_t>((all + kThreads - 1) / kThreads, 32 * kH200Processors));
   if (planes == 2) {
     device::PlanesKernel<2><<<blocks, kThreads, 0, stream>>>(a, b, pieces_a, all);
   } else {

@@ -27,10 +27,12 @@ struct Metadata {
   bool swapped = false;  // kSegments: the first two columns are (y_start, x_start)
 
   // Whether entry i is for weight i, of so many.
-  constexpr bool ForEach(int64_t weights) const { return offset == nullptr && count == weights; }
-  // ... and rows follow each other, so that only those behind the last group are of none.
-  constexpr bool SizesForEach(int64_t weights) const {
-    return kind == MetadataKind::kSizes && ForEach(weights);
+  constexpr bool HasEntryOfEach(int64_t weights) const {
+    return offset == nullptr && count == weights;
+  }
+  // ... and rows follow each other, so that only those behind the last group belong to none.
+  constexpr bool HasSizeOfEach(int64_t weights) const {
+    return kind == MetadataKind::kSizes && HasEntryOfEach(weights);
   }
   const Segment* table() const { return reinterpret_cast<const Segment*>(data); }
 };

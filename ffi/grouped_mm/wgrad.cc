@@ -1,9 +1,8 @@
 // CUDA handler of wgrad: bind, choose, launch.
 
-#include <string_view>
-
 #include "common/arch.h"
 #include "common/cuda_error.h"
+#include "grouped_mm/attributes.h"
 #include "grouped_mm/existing_out.h"
 #include "grouped_mm/wgrad_bind.h"
 #include "grouped_mm/wgrad_sm80.h"
@@ -15,42 +14,42 @@ namespace ffi = xla::ffi;
 
 static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
-                        ffi::Result<ffi::AnyBuffer> out, bool transpose_x, bool transpose_y,
-                        bool tf32, std::string_view kind, bool swapped, bool own_weight,
-                        bool group_offset, bool scale, bool existing_out, std::string_view kernel,
-                        int32_t planes, int32_t tile) {
+                        ffi::Result<ffi::AnyBuffer> out, MetadataAttrs metadata_attrs,
+                        WgradAttrs wgrad_attrs, bool own_weight, WgradEpilogueAttrs epilogue,
+                        ChoiceAttrs choice) {
   constexpr const char* op = "wgrad";
+  const int planes = choice.planes;
   WgradArgs args;
   JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
-  JGG_RETURN_IF_ERROR(BindWgrad({x, planes}, {y, planes}, *out, transpose_x, transpose_y, &args));
-  JGG_RETURN_IF_ERROR(BindMetadata(op, kind, metadata, swapped, &args.metadata));
+  JGG_RETURN_IF_ERROR(BindWgrad({x, planes}, {y, planes}, *out, wgrad_attrs, &args));
+  JGG_RETURN_IF_ERROR(BindMetadata(op, metadata_attrs, metadata, &args.metadata));
   JGG_RETURN_IF_ERROR(CheckSmall(
       op, {args.rows_x, args.rows_y, args.a, args.b, args.groups, args.metadata.count}, 0));
-  args.tf32 = tf32;
+  args.tf32 = choice.tf32;
   args.planes = planes;
-  args.tile = tile;
+  args.tile = choice.tile;
   args.own_weight = own_weight;
   Operands operands(op, rest);
-  if (group_offset) {
+  if (metadata_attrs.group_offset) {
     JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args.metadata));
   } else if (own_weight && args.metadata.count != args.groups) {
     return InvalidArgument(op, "own_weight needs as many segments as weights, got ",
                            args.metadata.count, " and ", args.groups);
   }
-  if (scale) {
+  if (epilogue.scale) {
     const auto buffer = operands.Take("scale");
     if (!buffer) return buffer.error();
     JGG_RETURN_IF_ERROR(CheckPerGroup(op, "scale", *buffer, args.groups, ffi::F32, "float32"));
     args.scale = static_cast<const float*>(buffer->untyped_data());
   }
-  if (existing_out) {
+  if (epilogue.existing_out) {
     JGG_RETURN_IF_ERROR(BindExistingOut(op, stream, &operands, *out));
     args.accumulate = true;
   }
   JGG_RETURN_IF_ERROR(operands.End());
   const int capability = ComputeCapability();
   const auto no_sm90 = wgrad_sm90_unsupported(args, capability);
-  if (kernel != "sm80" && !no_sm90) return FromCuda(op, wgrad_sm90(stream, args));
+  if (choice.kernel != "sm80" && !no_sm90) return FromCuda(op, wgrad_sm90(stream, args));
   if (planes > 1 || args.HasEpilogue()) {
     const char* why = planes > 1 ? "split operands need sm90" : "an epilogue needs sm90";
     return Unimplemented(op, no_sm90.value_or(why));
@@ -67,18 +66,11 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Arg<ffi::AnyBuffer>()  // metadata
                            .RemainingArgs()        // group_offset, scale, existing_out
                            .Ret<ffi::AnyBuffer>()  // out
-                           .Attr<bool>("transpose_x")
-                           .Attr<bool>("transpose_y")
-                           .Attr<bool>("tf32")
-                           .Attr<std::string_view>("kind")
-                           .Attr<bool>("swapped")
-                           .Attr<bool>("own_weight")
-                           .Attr<bool>("group_offset")
-                           .Attr<bool>("scale")
-                           .Attr<bool>("existing_out")
-                           .Attr<std::string_view>("kernel")
-                           .Attr<int32_t>("planes")
-                           .Attr<int32_t>("tile"),
+                           .Attr<MetadataAttrs>("metadata")
+                           .Attr<WgradAttrs>("wgrad")
+                           .Attr<bool>("own_weight")  // segment s is for weight s, and no other
+                           .Attr<WgradEpilogueAttrs>("epilogue")
+                           .Attr<ChoiceAttrs>("choice"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggWgrad(XLA_FFI_CallFrame* call_frame) { return kWgrad(call_frame); }

@@ -23,7 +23,9 @@ struct WgradArgs {
   int planes = 1;   // float32 operands may come as bf16 planes, one after another in a line
   int64_t rows_x, rows_y, a, b, groups;
   // Elements from one index to the next; this is how transposed operands are told apart.
-  int64_t x_row, x_a, y_row, y_b;
+  struct Strides {
+    int64_t x_row, x_a, y_row, y_b;
+  } strides;
   Metadata metadata;
   bool own_weight;  // segment s names weight s, and there are as many segments as weights
   const float* scale = nullptr;  // (G,), or null: 1

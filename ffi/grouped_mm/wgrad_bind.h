@@ -3,6 +3,7 @@
 
 #include "common/buffer.h"
 #include "common/check.h"
+#include "grouped_mm/attributes.h"
 #include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/wgrad.h"
 
@@ -10,9 +11,10 @@ namespace jgg {
 
 // Check a call's matrices and describe them.
 inline xla::ffi::Error BindWgrad(const PlanesBuffer& x, const PlanesBuffer& y,
-                                 xla::ffi::AnyBuffer out, bool transpose_x, bool transpose_y,
+                                 xla::ffi::AnyBuffer out, const WgradAttrs& attrs,
                                  WgradArgs* args) {
   constexpr const char* op = "wgrad";
+  const auto [transpose_x, transpose_y] = attrs;
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));
   if (y.element_type() != x.element_type()) {
@@ -35,10 +37,10 @@ inline xla::ffi::Error BindWgrad(const PlanesBuffer& x, const PlanesBuffer& y,
   args->a = a;
   args->b = b;
   args->groups = out.dimensions()[0];
-  args->x_row = transpose_x ? 1 : a;
-  args->x_a = transpose_x ? args->rows_x : 1;
-  args->y_row = transpose_y ? 1 : b;
-  args->y_b = transpose_y ? args->rows_y : 1;
+  args->strides.x_row = transpose_x ? 1 : a;
+  args->strides.x_a = transpose_x ? args->rows_x : 1;
+  args->strides.y_row = transpose_y ? 1 : b;
+  args->strides.y_b = transpose_y ? args->rows_y : 1;
 
   return xla::ffi::Error::Success();
 }

@@ -56,9 +56,10 @@ void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64
   }
   for (int64_t i = begin; i < end; ++i) {
     const Segment& s = args.metadata.table()[sorted.order[i]];
-    const Matrix x =
-        At(args.x, s.x_start * args.x_row + first * args.x_a, args.x_a, args.x_row, args.dtype);
-    const Matrix y = At(args.y, s.y_start * args.y_row, args.y_row, args.y_b, args.dtype);
+    const Matrix x = At(args.x, s.x_start * args.strides.x_row + first * args.strides.x_a,
+                        args.strides.x_a, args.strides.x_row, args.dtype);
+    const Matrix y = At(args.y, s.y_start * args.strides.y_row, args.strides.y_row,
+                        args.strides.y_b, args.dtype);
     cpu::BestGemm()(rows, args.b, s.length, x, y, target, i > begin, cpu::ThreadScratch());
   }
   if (!sums.empty()) {
@@ -68,9 +69,9 @@ void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64
 
 ffi::Error WgradCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
                     ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out,
-                    bool transpose_x, bool transpose_y) {
+                    WgradAttrs attrs) {
   WgradArgs args;
-  JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, transpose_x, transpose_y, &args));
+  JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, attrs, &args));
   JGG_RETURN_IF_ERROR(BindTable("wgrad", segments, &args.metadata));
   const ByWeight sorted = Sort(args);
   const int64_t tasks = (args.a + cpu::kTaskRows - 1) / cpu::kTaskRows;
@@ -88,8 +89,7 @@ XLA_FFI_DEFINE_HANDLER(kWgradCpu, WgradCpu,
                            .Arg<ffi::AnyBuffer>()           // y
                            .Arg<ffi::BufferR2<ffi::S32>>()  // segments
                            .Ret<ffi::AnyBuffer>()           // out
-                           .Attr<bool>("transpose_x")
-                           .Attr<bool>("transpose_y"));
+                           .Attr<WgradAttrs>("wgrad"));
 
 }  // namespace
 

@@ -12,7 +12,7 @@ std::optional<std::string> wgrad_sm80_unsupported(const WgradArgs& args, int com
 }
 
 cudaError_t wgrad_sm80(cudaStream_t stream, const WgradArgs& args) {
-  const bool x_k_major = args.x_row == 1, y_k_major = args.y_row == 1;
+  const bool x_k_major = args.strides.x_row == 1, y_k_major = args.strides.y_row == 1;
   GemmSm80 gemm{};
   gemm.product = GemmSm80::Product::kWgrad;
   gemm.order = !args.own_weight                             ? GemmSm80::Order::kResult
@@ -22,8 +22,8 @@ cudaError_t wgrad_sm80(cudaStream_t stream, const WgradArgs& args) {
   gemm.b = args.y;
   gemm.out = args.out;
   gemm.out_dtype = args.out_dtype;
-  gemm.a_line = x_k_major ? args.x_a : args.x_row;
-  gemm.b_line = y_k_major ? args.y_b : args.y_row;
+  gemm.a_line = x_k_major ? args.strides.x_a : args.strides.x_row;
+  gemm.b_line = y_k_major ? args.strides.y_b : args.strides.y_row;
   gemm.a_width = AlignedElements(args.dtype, args.x, {gemm.a_line});
   gemm.b_width = AlignedElements(args.dtype, args.y, {gemm.b_line});
   gemm.rows_x = args.rows_x;

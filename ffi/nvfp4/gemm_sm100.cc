@@ -1,7 +1,9 @@
-// What must hold for a call; its launches.
+// The conditions of a call, and its launches.
 #include "nvfp4/gemm_sm100.h"
 
 #include <initializer_list>
+
+#include "nvfp4/rules.h"
 
 namespace jgg::nvfp4 {
 

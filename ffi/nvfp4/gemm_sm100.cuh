@@ -2,10 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <type_traits>
 
+#include "common/arch.h"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -47,22 +46,6 @@ struct GemmSm100Types {
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<
       cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue>>;
 };
-
-// Multiprocessors of a device, as many as the workspace has room for; asked once per device.
-inline cudaError_t Multiprocessors(int* device, int* count) {
-  static std::array<std::atomic<int>, 64> known{};
-  if (cudaError_t error = cudaGetDevice(device)) return error;
-  *count = *device < 64 ? known[*device].load(std::memory_order_relaxed) : 0;
-  if (*count == 0) {
-    if (cudaError_t error =
-            cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, *device)) {
-      return error;
-    }
-    *count = std::min(*count, kMostMultiprocessors);
-    if (*device < 64) known[*device].store(*count, std::memory_order_relaxed);
-  }
-  return cudaSuccess;
-}
 
 template <DType kOut>
 cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Workspace& at,
@@ -112,10 +95,9 @@ cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Wor
   }
 
   // NOTE: with no count CUTLASS asks for no workspace, and writes it all the same.
-  if (cudaError_t error =
-          Multiprocessors(&arguments.hw_info.device_id, &arguments.hw_info.sm_count)) {
-    return error;
-  }
+  if (cudaError_t error = cudaGetDevice(&arguments.hw_info.device_id)) return error;
+  arguments.hw_info.sm_count = std::min(Processors(), kMostMultiprocessors);
+  if (arguments.hw_info.sm_count == 0) return cudaErrorInvalidDevice;
   if (static_cast<int64_t>(Gemm::get_workspace_size(arguments)) > kTensorMapBytes) {
     return cudaErrorInvalidValue;
   }

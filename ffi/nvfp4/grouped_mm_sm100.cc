@@ -1,16 +1,13 @@
 // nvfp4_grouped_mm: A is x, whose rows are grouped; B is w.
 #include "nvfp4/grouped_mm_sm100.h"
 
+#include "nvfp4/rules.h"
+
 namespace jgg {
 
-static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
+static nvfp4::GemmSm100 MakeGemm(const Nvfp4GroupedMmArgs& args) {
   nvfp4::GemmSm100 gemm{};
-  gemm.product.ragged_k = false;
-  gemm.product.groups = static_cast<int32_t>(args.groups);
-  gemm.product.tokens = static_cast<int32_t>(args.tokens);
-  gemm.product.n = static_cast<int32_t>(args.n);
-  gemm.product.k = static_cast<int32_t>(args.k);
-  gemm.product.out_size = args.out_dtype == DType::kF32 ? 4 : 2;
+  gemm.product = nvfp4::GroupedMm(args.tokens, args.groups, args.n, args.k, Size(args.out_dtype));
   gemm.out_dtype = args.out_dtype;
   gemm.sizes = args.sizes;
   gemm.a = args.x;
@@ -24,11 +21,11 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedMmArgs& args) {
 
 std::optional<std::string> nvfp4_grouped_mm_sm100_unsupported(const Nvfp4GroupedMmArgs& args,
                                                               int compute_capability) {
-  return nvfp4::GemmSm100Problem(Gemm(args), compute_capability);
+  return nvfp4::GemmSm100Problem(MakeGemm(args), compute_capability);
 }
 
 cudaError_t nvfp4_grouped_mm_sm100(cudaStream_t stream, const Nvfp4GroupedMmArgs& args) {
-  return nvfp4::LaunchGemmSm100(stream, Gemm(args));
+  return nvfp4::LaunchGemmSm100(stream, MakeGemm(args));
 }
 
 }  // namespace jgg

@@ -1,17 +1,13 @@
 // nvfp4_grouped_wgrad: A is dy, B is x, and a group is some of the columns of both.
 #include "nvfp4/grouped_wgrad_sm100.h"
 
+#include "nvfp4/rules.h"
+
 namespace jgg {
 
-static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedWgradArgs& args) {
+static nvfp4::GemmSm100 MakeGemm(const Nvfp4GroupedWgradArgs& args) {
   nvfp4::GemmSm100 gemm{};
-  gemm.product.ragged_k = true;
-  gemm.product.groups = static_cast<int32_t>(args.groups);
-  gemm.product.tokens = static_cast<int32_t>(args.tokens);
-  gemm.product.m = static_cast<int32_t>(args.n);
-  gemm.product.n = static_cast<int32_t>(args.k);
-  gemm.product.k = static_cast<int32_t>(args.padded_tokens);
-  gemm.product.out_size = 4;
+  gemm.product = nvfp4::GroupedWgrad(args.tokens, args.padded_tokens, args.groups, args.n, args.k);
   gemm.out_dtype = DType::kF32;
   gemm.sizes = args.sizes;
   gemm.a = args.dy;
@@ -26,11 +22,11 @@ static nvfp4::GemmSm100 Gemm(const Nvfp4GroupedWgradArgs& args) {
 
 std::optional<std::string> nvfp4_grouped_wgrad_sm100_unsupported(const Nvfp4GroupedWgradArgs& args,
                                                                  int compute_capability) {
-  return nvfp4::GemmSm100Problem(Gemm(args), compute_capability);
+  return nvfp4::GemmSm100Problem(MakeGemm(args), compute_capability);
 }
 
 cudaError_t nvfp4_grouped_wgrad_sm100(cudaStream_t stream, const Nvfp4GroupedWgradArgs& args) {
-  return nvfp4::LaunchGemmSm100(stream, Gemm(args));
+  return nvfp4::LaunchGemmSm100(stream, MakeGemm(args));
 }
 
 }  // namespace jgg

@@ -1,10 +1,8 @@
-// What the Blackwell kernels of NVFP4 products read, and where it lies: shapes, swizzled scales,
-// workspace. Plain C++, which tests/lib/nvfp4_layout.cc tries on the host.
+// The Blackwell kernels of NVFP4 products read shapes, swizzled scales and a workspace: this says
+// where they lie. It is plain C++, which tests/lib/nvfp4_layout.cc tries on the host.
 #pragma once
 
 #include <cstdint>
-#include <optional>
-#include <string>
 
 #include "quantized/device/instructions.cuh"
 
@@ -55,14 +53,15 @@ struct Product {
   }
 };
 
-// What one group's product is: its shape, zeros where it has none, and where in A, B, their
-// swizzled scales and out it begins, in bytes.
+// The product of one group: its shape, zeros where it has none, and the bytes at which it begins in
+// A, B, their swizzled scales and out.
 struct GroupProblem {
   int32_t m, n, k;
   int64_t a, b, scales_a, scales_b, out;
 };
 
-// Of group g, which has `size` tokens from `start` on, and `tiles` tiles from `tile` on.
+// The product of group g, which has `size` tokens from `start` on, and `tiles` tiles from `tile`
+// on.
 JGG_HOST_DEVICE GroupProblem MakeGroupProblem(const Product& p, int g, int start, int size,
                                               int64_t tile, int64_t tiles) {
   GroupProblem group{};
@@ -94,7 +93,6 @@ inline constexpr int kMostMultiprocessors = 160;
 inline constexpr int64_t kTensorMapBytes = 6 * 128 * kMostMultiprocessors;
 
 // Where things are in the workspace, in bytes from its first multiple of 256.
-// jax_groupgemm/_nvfp4/call.py computes the same size.
 struct Workspace {
   static constexpr int64_t kAlignment = 256;
   int64_t shapes, a, b, scales_a, scales_b, out;  // (G,)
@@ -126,18 +124,5 @@ struct Workspace {
     return offset;
   }
 };
-
-// Why no shape of this kind can be multiplied; nothing where it can. TMA's lines are multiples of
-// 16 bytes. jax_groupgemm/_nvfp4/sm100.py asks the same before it chooses this kernel.
-inline std::optional<std::string> ShapeProblem(const Product& p) {
-  const auto needs = [](const char* name, int multiple, int64_t got) {
-    return std::string("needs ") + name + " % " + std::to_string(multiple) + " == 0, got " + name +
-           "=" + std::to_string(got);
-  };
-  const int columns = 16 / p.out_size;
-  if (!p.ragged_k && p.k % 32 != 0) return needs("K", 32, p.k);
-  if (p.n % columns != 0) return needs(p.ragged_k ? "K" : "N", columns, p.n);
-  return std::nullopt;
-}
 
 }  // namespace jgg::nvfp4

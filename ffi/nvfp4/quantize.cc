@@ -4,6 +4,7 @@
 
 #include "common/cuda_error.h"
 #include "handlers.h"
+#include "nvfp4/attributes.h"
 #include "nvfp4/bind.h"
 #include "nvfp4/quantize_sm80.h"
 
@@ -60,7 +61,7 @@ static ffi::Error BindResults(const char* op, const ffi::AnyBuffer& weight,
       CheckShape(op, "scales", "(M, lines, blocks)", scales, {args->matrices, lines, -1}));
   args->blocks = scales.dimensions()[2];
   if (args->along_rows && args->sizes != nullptr) {
-    // What StartsKernel counts fits, and so does the most that it can count.
+    // The numbers that StartsKernel counts fit an int32: the largest of them is `padded`.
     const int64_t padded = args->rows + 63 * std::min(args->groups, args->rows);
     if (args->blocks != padded / 64 * 4 || padded > INT32_MAX) {
       return InvalidArgument(op, "scales have ", args->blocks, " blocks to a line, expected ",
@@ -97,13 +98,12 @@ static ffi::Error Nvfp4Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
                                 ffi::AnyBuffer seed, ffi::Result<ffi::AnyBuffer> weight,
                                 ffi::Result<ffi::AnyBuffer> scales,
                                 ffi::Result<ffi::AnyBuffer> global_scale,
-                                ffi::Result<ffi::AnyBuffer> workspace, bool along_rows,
-                                bool scale_2d, bool hadamard) {
+                                ffi::Result<ffi::AnyBuffer> workspace, Nvfp4QuantizeAttrs attrs) {
   constexpr const char* op = "nvfp4_quantize";
   Nvfp4QuantizeSm80 args{};
-  args.along_rows = along_rows;
-  args.scale_2d = scale_2d;
-  args.hadamard = hadamard;
+  args.along_rows = attrs.along_rows;
+  args.scale_2d = attrs.scale_2d;
+  args.hadamard = attrs.hadamard;
   JGG_RETURN_IF_ERROR(BindX(op, x, &args));
   JGG_RETURN_IF_ERROR(BindOptions(op, sizes, seed, &args));
   JGG_RETURN_IF_ERROR(BindResults(op, *weight, *scales, *global_scale, *workspace, &args));
@@ -120,9 +120,7 @@ XLA_FFI_DEFINE_HANDLER(kNvfp4Quantize, Nvfp4Quantize,
                            .Ret<ffi::AnyBuffer>()  // scales
                            .Ret<ffi::AnyBuffer>()  // global_scale
                            .Ret<ffi::AnyBuffer>()  // workspace
-                           .Attr<bool>("along_rows")
-                           .Attr<bool>("scale_2d")
-                           .Attr<bool>("hadamard"),
+                           .Attrs<Nvfp4QuantizeAttrs>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggNvfp4Quantize(XLA_FFI_CallFrame* call_frame) {

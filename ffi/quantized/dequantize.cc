@@ -1,7 +1,5 @@
 // CUDA handler of dequantize: bind, check, launch.
 
-#include <string_view>
-
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "handlers.h"
@@ -13,8 +11,7 @@ namespace ffi = xla::ffi;
 
 static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
                              ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                             std::string_view mode, int32_t bits, int32_t group_size, bool biases,
-                             bool global_scale, bool ordered) {
+                             QuantizedAttrs quantized, bool ordered) {
   constexpr const char* op = "dequantize";
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out->element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(R, K)", *out, {-1, -1}));
@@ -22,22 +19,21 @@ static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::An
 
   QuantizedBuffers buffers{weight, scales, {}, {}};
   Operands operands(op, rest);
-  if (biases) {
+  if (quantized.biases) {
     const auto buffer = operands.Take("biases");
     if (!buffer) return buffer.error();
     buffers.biases = *buffer;
   }
-  if (global_scale) {
+  if (quantized.global_scale) {
     const auto buffer = operands.Take("global_scale");
     if (!buffer) return buffer.error();
     buffers.global_scale = *buffer;
   }
   JGG_RETURN_IF_ERROR(operands.End());
-  const QuantizedAttributes attributes{mode, bits, group_size, "linear", biases, global_scale};
-  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, attributes, buffers, out->dimensions()[0],
+  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, quantized, buffers, out->dimensions()[0],
                                          out->dimensions()[1], &args.q));
   if (ordered && (args.q.coding.mode != Mode::kNvfp4 || args.dtype != DType::kBF16 ||
-                  global_scale || out->dimensions()[1] % 128 != 0)) {
+                  quantized.global_scale || out->dimensions()[1] % 128 != 0)) {
     return InvalidArgument(op,
                            "ordered needs mode nvfp4 without global_scale, bfloat16 results, "
                            "and K in whole 128");
@@ -55,12 +51,8 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
                            .Arg<ffi::AnyBuffer>()  // scales
                            .RemainingArgs()        // biases, global_scale
                            .Ret<ffi::AnyBuffer>()  // out
-                           .Attr<std::string_view>("mode")
-                           .Attr<int32_t>("bits")
-                           .Attr<int32_t>("group_size")
-                           .Attr<bool>("biases")
-                           .Attr<bool>("global_scale")
-                           .Attr<bool>("ordered"),
+                           .Attr<QuantizedAttrs>("quantized")
+                           .Attr<bool>("ordered"),  // see DequantizeArgs
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggDequantize(XLA_FFI_CallFrame* call_frame) { return kDequantize(call_frame); }

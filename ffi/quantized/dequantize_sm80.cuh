@@ -12,7 +12,7 @@ namespace jgg {
 template <typename Decoder>
 device::DequantizeParams MakeDequantizeParams(const DequantizeArgs& args, int64_t begin,
                                               int64_t count, int64_t blocks) {
-  constexpr int kSize = Decoder::kTo == DType::kF32 ? 4 : 2;
+  constexpr int kSize = Size(Decoder::kTo);
   const QuantizedArray& q = args.q;
   const int64_t scales = begin / q.group_size * q.coding.ScaleBytes();
   device::DequantizeParams p{};

@@ -1,13 +1,14 @@
 // Host side of the quantized sm80 kernel: tile shapes, choice between them, launch.
 #pragma once
 
+#include "common/processors.h"
 #include "grouped_mm/gemm_sm80.cuh"
 #include "quantized/device/gemm_sm80.cuh"
 #include "quantized/gemm_sm80.h"
 
 namespace jgg {
 
-// What the kernel needs to know of W for this tile.
+// The numbers that the kernel needs for W and this tile.
 template <typename Config>
 PackedSlice MakePackedSlice(const QuantizedGemmSm80& gemm) {
   using Copy = typename Config::CopyB;
@@ -70,41 +71,89 @@ cudaError_t LaunchQuantizedConfig(cudaStream_t stream, QuantizedGemmSm80 gemm) {
 // what it has decoded. Medium: where large tiles would be half empty, or too few.
 template <typename Element, bool kB>
 struct QuantizedConfigsSm80 {
-  template <int kM, int kN, int kK, int kStages, int kBlocks, bool kAligned, int kWarpsM,
-            int kWarpsN, int kWarpsK = 1, typename Format = device::AnyCoding>
-  using Config = device::QuantizedGemmConfig<
-      Element, kB, kM, kN, kK, kStages, kBlocks, kAligned,
-      device::TensorOps<Element, true, kB, kM, kN, kK, kWarpsM, kWarpsN, kWarpsK>, Format>;
+  using Operands = device::QuantizedTraitsSm80<Element, kB>;
   // Slices as long along the lines of W as there is room for: that divides all but the decoding by
   // more, and reads whole sectors.
-  template <int kStages, bool kAligned, typename Format>
-  using Long = Config<16, 128, 128, kStages, 3, kAligned, 1, 2, 2, Format>;
-  using Low = cute::conditional_t<kB, Long<2, false, device::AnyCoding>,
-                                  Config<16, 128, 64, 4, 3, false, 1, 4>>;
-  using Medium = Config<64, 128, 64, 3, 2, false, 2, 2>;
-  using Large = Config<128, 128, 64, 2, 2, true, 2, 2>;
+  struct LongTraits : Operands {
+    static constexpr int kM = 16, kN = 128, kK = 128, kStages = 2, kBlocksPerSm = 3;
+    static constexpr int kWarpsM = 1, kWarpsN = 2, kWarpsK = 2;
+  };
+  template <int kStages_, typename Format_>
+  struct AlignedLongTraits : LongTraits {
+    using Format = Format_;
+    static constexpr int kStages = kStages_;
+    static constexpr bool kAligned = true;
+  };
+  struct ShortTraits : Operands {
+    static constexpr int kM = 16, kN = 128, kK = 64, kStages = 4, kBlocksPerSm = 3;
+    static constexpr int kWarpsM = 1, kWarpsN = 4, kWarpsK = 1;
+  };
+  struct MediumTraits : Operands {
+    static constexpr int kM = 64, kN = 128, kK = 64, kStages = 3, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = 2, kWarpsN = 2, kWarpsK = 1;
+  };
+  struct LargeTraits : Operands {
+    static constexpr int kM = 128, kN = 128, kK = 64, kStages = 2, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = 2, kWarpsN = 2, kWarpsK = 1;
+    static constexpr bool kAligned = true;
+  };
+  template <typename T>
+  using Config =
+      device::QuantizedGemmConfig<T, device::TensorOps<Element, true, kB, T::kM, T::kN, T::kK,
+                                                       T::kWarpsM, T::kWarpsN, T::kWarpsK>>;
+  template <int kStages, typename Format>
+  using Long = Config<AlignedLongTraits<kStages, Format>>;
+  using Low = Config<cute::conditional_t<kB, LongTraits, ShortTraits>>;
+  using Medium = Config<MediumTraits>;
+  using Large = Config<LargeTraits>;
 };
 
 template <bool kB>
 struct QuantizedConfigsSm80<cutlass::tfloat32_t, kB> {
-  template <int kM, int kN, int kK, int kBlocks, int kWarpsM, int kWarpsN, int kWarpsK = 1>
-  using Config = device::QuantizedGemmConfig<
-      cutlass::tfloat32_t, kB, kM, kN, kK, 4, kBlocks, false,
-      device::TensorOps<cutlass::tfloat32_t, true, kB, kM, kN, kK, kWarpsM, kWarpsN, kWarpsK>>;
-  using Low = cute::conditional_t<kB, Config<16, 64, 64, 3, 1, 2, 2>, Config<16, 128, 32, 3, 1, 4>>;
-  using Medium = Config<64, 64, 32, 2, 2, 2>;
-  using Large = Config<128, 64, 32, 2, 2, 2>;
+  using Operands = device::QuantizedTraitsSm80<cutlass::tfloat32_t, kB>;
+  struct LowTraits : Operands {
+    static constexpr int kM = 16, kN = kB ? 64 : 128, kK = kB ? 64 : 32;
+    static constexpr int kStages = 4, kBlocksPerSm = 3;
+    static constexpr int kWarpsM = 1, kWarpsN = kB ? 2 : 4, kWarpsK = kB ? 2 : 1;
+  };
+  struct MediumTraits : Operands {
+    static constexpr int kM = 64, kN = 64, kK = 32, kStages = 4, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = 2, kWarpsN = 2, kWarpsK = 1;
+  };
+  struct LargeTraits : Operands {
+    static constexpr int kM = 128, kN = 64, kK = 32, kStages = 4, kBlocksPerSm = 2;
+    static constexpr int kWarpsM = 2, kWarpsN = 2, kWarpsK = 1;
+  };
+  template <typename T>
+  using Config =
+      device::QuantizedGemmConfig<T, device::TensorOps<cutlass::tfloat32_t, true, kB, T::kM, T::kN,
+                                                       T::kK, T::kWarpsM, T::kWarpsN, T::kWarpsK>>;
+  using Low = Config<LowTraits>;
+  using Medium = Config<MediumTraits>;
+  using Large = Config<LargeTraits>;
 };
 
 template <bool kB>
 struct QuantizedConfigsSm80<float, kB> {
-  template <int kM, int kN, int kStages, int kBlocks, int kThreadsM, int kThreadsN>
-  using Config =
-      device::QuantizedGemmConfig<float, kB, kM, kN, 32, kStages, kBlocks, false,
-                                  device::FloatOps<true, kB, kM, kN, 32, kThreadsM, kThreadsN>>;
-  using Low = Config<16, 128, 4, 3, 4, 32>;
-  using Medium = Config<64, 64, 3, 3, 16, 8>;
-  using Large = Config<128, 64, 3, 2, 16, 8>;
+  using Operands = device::QuantizedTraitsSm80<float, kB>;
+  struct LowTraits : Operands {
+    static constexpr int kM = 16, kN = 128, kK = 32, kStages = 4, kBlocksPerSm = 3;
+    static constexpr int kThreadsM = 4, kThreadsN = 32;
+  };
+  struct MediumTraits : Operands {
+    static constexpr int kM = 64, kN = 64, kK = 32, kStages = 3, kBlocksPerSm = 3;
+    static constexpr int kThreadsM = 16, kThreadsN = 8;
+  };
+  struct LargeTraits : Operands {
+    static constexpr int kM = 128, kN = 64, kK = 32, kStages = 3, kBlocksPerSm = 2;
+    static constexpr int kThreadsM = 16, kThreadsN = 8;
+  };
+  template <typename T>
+  using Config = device::QuantizedGemmConfig<
+      T, device::FloatOps<true, kB, T::kM, T::kN, T::kK, T::kThreadsM, T::kThreadsN>>;
+  using Low = Config<LowTraits>;
+  using Medium = Config<MediumTraits>;
+  using Large = Config<LargeTraits>;
 };
 
 template <auto kValue>
@@ -118,7 +167,7 @@ cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm)
     using Format = device::OneCoding<decltype(mode)::value, decltype(bits)::value, kScales>;
     // Slices of few bits leave room for a third, and need it to keep memory busy.
     constexpr int kStages = decltype(bits)::value <= 3 ? 3 : 2;
-    using Config = typename Configs::template Long<kStages, true, Format>;
+    using Config = typename Configs::template Long<kStages, Format>;
     return LaunchQuantizedConfig<Config>(stream, gemm);
   };
   const Coding& coding = gemm.w.coding;
@@ -135,7 +184,7 @@ cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm)
 template <typename Element, bool kBKMajor>
 cudaError_t LaunchQuantizedGemmSm80Instance(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   using Configs = QuantizedConfigsSm80<Element, kBKMajor>;
-  constexpr int64_t kMediumBelow = 528;  // tiles of 128 x 128: four for every processor of an H200
+  constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
   const int64_t rows = AverageRows(gemm);
   const bool aligned = gemm.gemm.a_width * sizeof(Element) == 16;
   if (HasLowTiles(gemm)) {

@@ -32,7 +32,7 @@ struct SliceShape {
   }
 };
 
-// What else the launch knows of W, for its tile.
+// Numbers that a launch works out for W and its tile.
 struct PackedSlice {
   SliceShape shape;
   int bytes;           // of a slice and its scales in the ring

@@ -3,6 +3,14 @@
 
 namespace jgg {
 
+QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm) {
+  QuantizedGemmSm90 quantized{};
+  quantized.gemm = MakeGemmSm90(qmm.mm);
+  quantized.scales = qmm.scales;
+  quantized.global_scale = qmm.global_scale;
+  return quantized;
+}
+
 #ifdef JGG_SM90
 template <Mode kMode_, int kBits_>
 struct Instance {
@@ -31,10 +39,10 @@ static cudaError_t LaunchInstance(Mode mode, int bits, Launch launch) {
 }
 #endif
 
-cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                 int bits, const OperandsSm90& operands) {
+cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                 const Coding& coding, const OperandsSm90& operands) {
 #ifdef JGG_SM90
-  return LaunchInstance(mode, bits, [&](auto of) {
+  return LaunchInstance(coding.mode, coding.bits, [&](auto of) {
     using Of = decltype(of);
     return LaunchPackedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, operands);
   });

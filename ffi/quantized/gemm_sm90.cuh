@@ -9,14 +9,47 @@
 
 namespace jgg {
 
+// Tiles, by their rows. Weights are PackedWeights or LinearWeights.
+template <typename Weights>
+struct QuantizedRows32Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 32, kMostStages = 8, kBlocksPerSm = Weights::kBlocksPerSm;
+};
+template <typename Weights>
+struct QuantizedRows64Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 64, kMostStages = 7, kBlocksPerSm = Weights::kBlocksOf64;
+};
+template <typename Weights>
+struct QuantizedRows128Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 128, kMostStages = 4, kCluster = 2;
+};
+template <typename Weights>
+struct QuantizedMostRowsSm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = Weights::kMostRows, kMostStages = 4, kCluster = 2;
+};
+
+template <typename Weights>
+struct QuantizedGatedRows32Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 32, kBlocks = 2, kMostStages = 7;
+};
+template <typename Weights>
+struct QuantizedGatedRows96Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 96, kBlocks = 2, kMostStages = 4;
+};
+
+// A tile of few rows that warps multiply by themselves. tools/check_sass.py knows it by this name.
+template <typename Traits>
+struct ByWarpsSm90 : Traits {
+  static constexpr bool kWarps = true;
+};
+
 // In how many parts to take a tile's k: two where all blocks would run at a time on an H200 and
 // each has enough to do. Handing sums over took about as long as 15 slices.
 template <typename Config>
-int PartsSm90(const GemmSm90& gemm) {
+int ChoosePartsSm90(const GemmSm90& gemm) {
   if constexpr (!Config::kSharesK) return 1;
   const int64_t segments = std::min<int64_t>(gemm.metadata.count, gemm.rows_y);
   const int64_t tiles = segments * ((gemm.n + 127) / 128), slices = (gemm.k + 63) / 64;
-  constexpr int64_t kAtATime = 132 * Config::kBlocksPerSm;
+  constexpr int64_t kAtATime = kH200Processors * Config::kBlocksPerSm;
   static_assert(kMostParts == 2);
   return 2 * tiles <= kAtATime && slices >= 64 ? 2 : 1;
 }
@@ -41,7 +74,7 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   }
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
-  gemm.parts = PartsSm90<Config>(gemm);
+  gemm.parts = ChoosePartsSm90<Config>(gemm);
   using Weights = typename Config::Weights;
   quantized.asks_for_small = Config::kHasSmall && Weights::AsksForSmall(quantized);
   quantized.unit = quantized.asks_for_small ? Weights::kSmallFactor : Weights::kFactor;
@@ -49,20 +82,18 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
 }
 
 // Tiles of 32 rows. Up to 8 rows warps multiply by themselves.
-template <typename Weights, int kBlocks, int kMostStages, int kBlocksPerSm>
+template <typename Traits>
 cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                               const OperandsSm90& operands) {
   using device::QuantizedGemmSm90Config;
-  if constexpr (!Weights::kAlwaysWarps) {
+  if constexpr (!Traits::Weights::kAlwaysWarps) {
     if (TypicalRowsSm90(quantized.gemm) > 8) {
-      return LaunchQuantizedConfigSm90<
-          QuantizedGemmSm90Config<Weights, 32, kBlocks, kMostStages, 1, kBlocksPerSm>>(
-          stream, quantized, operands);
+      return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Traits>>(stream, quantized,
+                                                                        operands);
     }
   }
-  return LaunchQuantizedConfigSm90<
-      QuantizedGemmSm90Config<Weights, 32, kBlocks, kMostStages, 1, kBlocksPerSm, true>>(
-      stream, quantized, operands);
+  return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<ByWarpsSm90<Traits>>>(stream, quantized,
+                                                                                 operands);
 }
 
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
@@ -71,27 +102,21 @@ cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
 template <typename Weights>
 cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands) {
-  using device::QuantizedGemmSm90Config;
+  const auto launch = [&](auto traits) {
+    using Config = device::QuantizedGemmSm90Config<decltype(traits)>;
+    return LaunchQuantizedConfigSm90<Config>(stream, quantized, operands);
+  };
   const int64_t rows = TypicalRowsSm90(quantized.gemm);
   if (IsGated(quantized.gemm.epilogue.activation)) {
-    if (rows <= 24) return LaunchFewRowsSm90<Weights, 2, 7, 1>(stream, quantized, operands);
-    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 96, 2, 4, 1>>(
-        stream, quantized, operands);
+    using FewRows = QuantizedGatedRows32Sm90<Weights>;
+    if (rows <= 24) return LaunchFewRowsSm90<FewRows>(stream, quantized, operands);
+    return launch(QuantizedGatedRows96Sm90<Weights>{});
   }
-  if (rows <= 24) {
-    return LaunchFewRowsSm90<Weights, 1, 8, Weights::kBlocksPerSm>(stream, quantized, operands);
-  }
-  if (rows <= 52) {
-    return LaunchQuantizedConfigSm90<
-        QuantizedGemmSm90Config<Weights, 64, 1, 7, 1, Weights::kBlocksOf64>>(stream, quantized,
-                                                                             operands);
-  }
-  if (rows <= 104) {
-    return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, 128, 1, 4, 2>>(
-        stream, quantized, operands);
-  }
-  return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Weights, Weights::kMostRows, 1, 4, 2>>(
-      stream, quantized, operands);
+  using FewRows = QuantizedRows32Sm90<Weights>;
+  if (rows <= 24) return LaunchFewRowsSm90<FewRows>(stream, quantized, operands);
+  if (rows <= 52) return launch(QuantizedRows64Sm90<Weights>{});
+  if (rows <= 104) return launch(QuantizedRows128Sm90<Weights>{});
+  return launch(QuantizedMostRowsSm90<Weights>{});
 }
 
 template <Mode kMode, int kBits>

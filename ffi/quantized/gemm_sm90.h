@@ -24,17 +24,30 @@
 
 namespace jgg {
 
+// A product with a quantized weight, as a handler describes it in either layout.
+struct QmmSm90 {
+  MmSm90 mm;
+  const void* scales;
+  GlobalScale global_scale;
+};
+
+// A weight in layout "sm90".
+struct PackedCodesSm90 {
+  const void* codes;
+  int column_tiles, k_tiles;  // of a weight
+  int tile_scales;            // affine: bytes of scales and biases of a tile
+};
+
+// The kernel's argument; a launch uses one of the layouts.
 struct QuantizedGemmSm90 {
   GemmSm90 gemm;  // L (x) and the result; R is not used
   const void* scales;
   GlobalScale global_scale;
   float unit;           // that sums are of: set where the tile is chosen, as is the next
   bool asks_for_small;  // device/registers_sm90.cuh
-  // Layout "sm90".
-  const void* codes;
-  int column_tiles, k_tiles;  // of a weight
-  int tile_scales;            // affine: bytes of scales and biases of a tile
-  // Layout "linear".
+  PackedCodesSm90 packed;
+  // Layout "linear". Its members are no struct of their own: a kernel reads some of them together,
+  // which the compiler does not do across a struct's beginning.
   CUtensorMap codes_map;
   const void* biases;
   int scale_line;   // bytes of a line's scales
@@ -42,9 +55,11 @@ struct QuantizedGemmSm90 {
   int scale_shift;  // a scale is of 2^shift k
 };
 
+QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
+
 // Choose a tile, encode the tensor maps, launch. Layout "sm90".
-cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized, Mode mode,
-                                 int bits, const OperandsSm90& operands);
+cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                 const Coding& coding, const OperandsSm90& operands);
 
 // Layout "linear"; operands.r are the codes, in units of two bytes.
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,

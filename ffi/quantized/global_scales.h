@@ -11,8 +11,8 @@ namespace jgg {
 // From a thread's group to its next is a fixed number of groups.
 struct GlobalScaleSteps {
   const float* data;  // null where there is none
-  // Of how many groups the first is, and each of the others; how often these fit into a step, and
-  // what is left of it.
+  // Groups that share the first scale, and each of the others; how often the latter fit into a
+  // step, and the groups that are left of it.
   int32_t first, per_scale, index_step, rest_step;
 };
 

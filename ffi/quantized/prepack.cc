@@ -1,7 +1,5 @@
 // CUDA handler of prepack: bind, check, launch.
 
-#include <string_view>
-
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "handlers.h"
@@ -13,26 +11,26 @@ namespace ffi = xla::ffi;
 
 static ffi::Error Prepack(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
                           ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                          ffi::Result<ffi::AnyBuffer> out_scales, std::string_view mode,
-                          int32_t bits, int32_t group_size, bool biases) {
+                          ffi::Result<ffi::AnyBuffer> out_scales, QuantizedAttrs quantized) {
   constexpr const char* op = "prepack";
   QuantizedBuffers buffers{weight, scales, {}, {}};
   Operands operands(op, rest);
-  if (biases) {
+  if (quantized.biases) {
     const auto buffer = operands.Take("biases");
     if (!buffer) return buffer.error();
     buffers.biases = *buffer;
   }
   JGG_RETURN_IF_ERROR(operands.End());
-  JGG_RETURN_IF_ERROR(
-      CheckShape(op, "the packed weight", "(R/64, K/64, 128 * bits)", *out, {-1, -1, 128 * bits}));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "the packed weight", "(R/64, K/64, 128 * bits)", *out,
+                                 {-1, -1, 128 * int64_t{quantized.bits}}));
   const int64_t row_tiles = out->dimensions()[0], k_tiles = out->dimensions()[1];
   PrepackArgs args{
       {}, 64 * row_tiles, 64 * k_tiles, out->untyped_data(), out_scales->untyped_data()};
-  const QuantizedAttributes attributes{mode, bits, group_size, "linear", biases, false};
-  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, attributes, buffers, args.rows, args.k, &args.q));
+  if (quantized.global_scale) return InvalidArgument(op, "global_scale is not an operand of it");
+  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, quantized, buffers, args.rows, args.k, &args.q));
+  const PackedScales packed = PackedScalesOf(args.q.coding.mode, args.q.group_size);
   JGG_RETURN_IF_ERROR(CheckShape(op, "the packed scales", "(R/64, K/64 or 128, words)", *out_scales,
-                                 {row_tiles, args.k / args.ScaleK(), args.ScaleWords()}));
+                                 {row_tiles, args.k / packed.k, packed.words}));
   for (const auto& buffer : {*out, *out_scales}) {
     if (buffer.element_type() != ffi::U32) return InvalidArgument(op, "results must be uint32");
   }
@@ -50,10 +48,7 @@ XLA_FFI_DEFINE_HANDLER(kPrepack, Prepack,
                            .RemainingArgs()        // biases
                            .Ret<ffi::AnyBuffer>()  // packed weight
                            .Ret<ffi::AnyBuffer>()  // packed scales
-                           .Attr<std::string_view>("mode")
-                           .Attr<int32_t>("bits")
-                           .Attr<int32_t>("group_size")
-                           .Attr<bool>("biases"),
+                           .Attr<QuantizedAttrs>("quantized"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggPrepack(XLA_FFI_CallFrame* call_frame) { return kPrepack(call_frame); }

@@ -18,8 +18,9 @@ struct QmmArgs {
   void* out;         // (T, N)
   DType dtype;       // of x
   DType out_dtype;
-  bool tf32;  // float32 operands may be rounded to TensorFloat-32
-  int64_t rows_x, rows, k, n;
+  bool tf32;               // float32 operands may be rounded to TensorFloat-32
+  int64_t rows_x, rows_y;  // of x and the result
+  int64_t k, n;
   Metadata metadata;
   bool in_order;      // the segments' rows in the result are ascending and disjoint
   Epilogue epilogue;  // of the sums times w's global scale

@@ -7,38 +7,21 @@
 #include "common/buffer.h"
 #include "common/check.h"
 #include "grouped_mm/metadata_bind.h"
+#include "quantized/attributes.h"
 #include "quantized/qmm.h"
+#include "quantized/rules.h"
 
 namespace jgg {
 
-// The attributes that say what a quantized weight is, as jax_groupgemm/_quantized/array.py has them.
-struct QuantizedAttributes {
-  std::string_view mode;
-  int32_t bits, group_size;
-  std::string_view layout;
-  bool biases, global_scale;
-};
-
-inline std::optional<Mode> ToMode(std::string_view name) {
-  if (name == "affine") return Mode::kAffine;
-  if (name == "mxfp4") return Mode::kMxfp4;
-  if (name == "mxfp8") return Mode::kMxfp8;
-  if (name == "nvfp4") return Mode::kNvfp4;
-  return std::nullopt;
-}
-
-inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& attributes,
-                                  QuantizedWeight* w) {
-  const std::string_view mode = attributes.mode;
-  const int32_t bits = attributes.bits, group_size = attributes.group_size;
-  const bool biases = attributes.biases;
-  if (attributes.layout != "linear") {
-    return InvalidArgument(op, "layout '", attributes.layout, "' is not 'linear'");
+// Check that there is such a coding, in this layout. Layout "sm90" has biases among the scales.
+inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
+                                  std::string_view layout, QuantizedWeight* w) {
+  const auto [mode, bits, group_size, its_layout, biases, global_scale] = attrs;
+  if (its_layout != layout) {
+    return InvalidArgument(op, "layout '", its_layout, "' is not '", layout, "'");
   }
-  const auto known_mode = ToMode(mode);
-  if (!known_mode) {
-    return InvalidArgument(op, "mode '", mode, "' is not one of affine, mxfp4, mxfp8, nvfp4");
-  }
+  const auto known_mode = rules::ToMode(mode);
+  if (!known_mode) return InvalidArgument(op, rules::UnknownMode(mode));
   w->coding.mode = *known_mode;
   bool known = false;
   switch (*known_mode) {
@@ -53,10 +36,10 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& att
   if (!known) {
     return InvalidArgument(op, "mode '", mode, "' has no bits=", bits, ", group_size=", group_size);
   }
-  if (biases != (mode == "affine")) {
+  if (biases != (mode == "affine" && layout == "linear")) {
     return InvalidArgument(op, "mode '", mode, "' ", biases ? "has no biases" : "needs biases");
   }
-  if (attributes.global_scale && mode != "nvfp4") {
+  if (global_scale && mode != "nvfp4") {
     return InvalidArgument(op, "global_scale is for mode 'nvfp4', not '", mode, "'");
   }
   w->coding.bits = bits;
@@ -67,9 +50,9 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttributes& att
 // Check x, the weight and its scales, and the result, and describe them. `args->w` has its coding.
 inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight,
                                xla::ffi::AnyBuffer scales, xla::ffi::AnyBuffer out,
-                               bool transpose_w, bool x_ordered, Activation activation,
-                               QmmArgs* args) {
+                               const QmmAttrs& attrs, Activation activation, QmmArgs* args) {
   constexpr const char* op = "qmm";
+  const auto [transpose_w, x_ordered, in_order, tf32] = attrs;
   QuantizedWeight& w = args->w;
   const int64_t bits = w.coding.bits, group_size = w.group_size;
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
@@ -126,9 +109,11 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   args->dtype = *ToDType(x.element_type());
   args->out_dtype = *ToDType(out.element_type());
   args->rows_x = x.dimensions()[0];
-  args->rows = out.dimensions()[0];
+  args->rows_y = out.dimensions()[0];
   args->k = k;
   args->n = n;
+  args->in_order = in_order;
+  args->tf32 = tf32;
   args->epilogue.activation = activation;
   return xla::ffi::Error::Success();
 }

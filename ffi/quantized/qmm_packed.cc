@@ -1,8 +1,5 @@
 // CUDA handler of qmm with weights in layout "sm90": bind, launch. Hopper only.
 
-#include <string_view>
-
-#include "common/alignment.h"
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/metadata_bind.h"
@@ -17,95 +14,85 @@ namespace ffi = xla::ffi;
 static constexpr const char* kOp = "qmm_packed";
 
 // The weight: tiles of 64 columns x 64 k.
-static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, Mode mode,
-                             QuantizedGemmSm90* quantized, int* bits) {
+static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, const QuantizedWeight& w,
+                             QmmSm90* qmm, PackedCodesSm90* packed) {
   for (const auto& buffer : {weight, scales}) {
     if (buffer.element_type() != ffi::U32) {
       return InvalidArgument(kOp, "weight and scales must be uint32");
     }
   }
-  JGG_RETURN_IF_ERROR(
-      CheckShape(kOp, "weight", "(G, N/64, K/64, 128 * bits)", weight, {-1, -1, -1, -1}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(G, N/64, K/64, 128 * bits)", weight,
+                                 {-1, -1, -1, 128 * w.coding.bits}));
   const auto shape = weight.dimensions();
-  *bits = static_cast<int>(shape[3] / 128);
-  const bool known = mode == Mode::kAffine ? *bits >= 2 && *bits <= 8 && *bits != 7
-                                           : *bits == (mode == Mode::kMxfp8 ? 8 : 4);
-  if (shape[3] % 128 != 0 || !known) {
-    return InvalidArgument(kOp, "weight has shape ", ShapeText(weight));
-  }
+  const PackedScales tile = PackedScalesOf(w.coding.mode, w.group_size);
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64 or 128, words)", scales,
-                                 {shape[0], shape[1], -1, -1}));
+                                 {shape[0], shape[1], 64 * shape[2] / tile.k, tile.words}));
+  if (64 * shape[2] % tile.k != 0) {
+    return InvalidArgument(kOp, "weight has shape ", ShapeText(weight), ", expected K % ", tile.k,
+                           " == 0");
+  }
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {shape[0], 64 * shape[1], 64 * shape[2]}));
   for (const auto& buffer : {weight, scales}) {
     if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
       return Unimplemented(kOp, "weight and scales must be 16-byte aligned");
     }
   }
-  const int64_t tiles = scales.dimensions()[2], words = scales.dimensions()[3];
-  const bool one_tile = tiles == shape[2], two_tiles = 2 * tiles == shape[2];
-  const bool fits = mode == Mode::kAffine
-                        ? (one_tile && (words == 64 || words == 128)) || (two_tiles && words == 64)
-                        : one_tile && words == (mode == Mode::kMxfp4 ? 32 : 64);
-  if (!fits) return InvalidArgument(kOp, "scales has shape ", ShapeText(scales));
-  quantized->tile_scales = static_cast<int>(4 * words / (one_tile ? 1 : 2));
-  quantized->codes = weight.untyped_data();
-  quantized->scales = scales.untyped_data();
-  quantized->column_tiles = static_cast<int>(shape[1]);
-  quantized->k_tiles = static_cast<int>(shape[2]);
-  quantized->gemm.groups = static_cast<int>(shape[0]);
-  quantized->gemm.n = static_cast<int>(64 * shape[1]);
-  quantized->gemm.k = static_cast<int>(64 * shape[2]);
+  packed->tile_scales = 4 * tile.words * 64 / tile.k;
+  packed->codes = weight.untyped_data();
+  packed->column_tiles = static_cast<int>(shape[1]);
+  packed->k_tiles = static_cast<int>(shape[2]);
+  qmm->scales = scales.untyped_data();
+  qmm->mm.product.groups = shape[0];
+  qmm->mm.product.n = 64 * shape[1];
+  qmm->mm.k = 64 * shape[2];
   return ffi::Error::Success();
 }
 
 static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, bool group_offset,
-                                    bool bias, bool row_scale, QuantizedGemmSm90* quantized) {
-  GemmSm90& gemm = quantized->gemm;
+                                    const EpilogueAttrs& epilogue, QmmSm90* qmm) {
+  ProductSm90& product = qmm->mm.product;
   Operands operands(kOp, rest);
   if (global_scale) {
     JGG_RETURN_IF_ERROR(
-        BindGlobalScale(kOp, gemm.groups, gemm.n, &operands, &quantized->global_scale));
+        BindGlobalScale(kOp, product.groups, product.n, &operands, &qmm->global_scale));
   }
-  if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &gemm.metadata));
-  if (bias) JGG_RETURN_IF_ERROR(BindBias(kOp, &operands, gemm.groups, gemm.n, &gemm.epilogue));
-  if (row_scale) JGG_RETURN_IF_ERROR(BindRowScale(kOp, &operands, gemm.rows_y, &gemm.epilogue));
+  if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
+  JGG_RETURN_IF_ERROR(BindEpilogue(kOp, epilogue, product.groups, product.n, product.rows_y,
+                                   &operands, &product.epilogue));
   return operands.End();
 }
 
 static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                             ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
-                            ffi::Result<ffi::AnyBuffer> out, std::string_view mode,
-                            std::string_view kind, bool swapped, bool global_scale,
-                            bool group_offset, bool bias, std::string_view activation,
-                            bool row_scale) {
-  const auto known_mode = ToMode(mode);
-  if (!known_mode) {
-    return InvalidArgument(kOp, "mode '", mode, "' is not one of affine, mxfp4, mxfp8, nvfp4");
-  }
-  const auto known_activation = ToActivation(activation);
-  if (!known_activation) return InvalidArgument(kOp, "unknown activation '", activation, "'");
-  QuantizedGemmSm90 quantized{};
-  GemmSm90& gemm = quantized.gemm;
-  int bits = 0;
-  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, *known_mode, &quantized, &bits));
+                            ffi::Result<ffi::AnyBuffer> out, QuantizedAttrs quantized_attrs,
+                            MetadataAttrs metadata_attrs, EpilogueAttrs epilogue) {
+  if (epilogue.existing_out) return InvalidArgument(kOp, "existing_out is not an operand of it");
+  Activation activation = Activation::kNone;
+  JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &activation));
+  QuantizedWeight w{};
+  JGG_RETURN_IF_ERROR(BindCoding(kOp, quantized_attrs, "sm90", &w));
+  QmmSm90 qmm{};
+  PackedCodesSm90 packed{};
+  ProductSm90& product = qmm.mm.product;
+  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, w, &qmm, &packed));
+  const int64_t k = qmm.mm.k;
   if (x.element_type() != ffi::BF16) return InvalidArgument(kOp, "x must be bfloat16");
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, gemm.k}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, k}));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));
-  const bool gated = IsGated(*known_activation);
-  const int64_t columns = gated ? gemm.n / 2 : gemm.n;
+  const bool gated = IsGated(activation);
+  const int64_t columns = gated ? product.n / 2 : product.n;
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, columns}));
-  JGG_RETURN_IF_ERROR(BindMetadata(kOp, kind, metadata, swapped, &gemm.metadata));
-  JGG_RETURN_IF_ERROR(CheckMm(kOp, gemm.metadata, x.dimensions()[0], out->dimensions()[0],
-                              gemm.groups, gemm.n, gemm.k));
-  gemm.rows_x = static_cast<int>(x.dimensions()[0]);
-  gemm.rows_y = static_cast<int>(out->dimensions()[0]);
-  gemm.epilogue.activation = *known_activation;
-  gemm.out = out->untyped_data();
-  gemm.out_dtype = *ToDType(out->element_type());
-  gemm.out_width = WholeAlignedElements(gemm.out_dtype, gemm.out, {columns});
-  gemm.out_line = columns;
+  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
+  product.rows_x = x.dimensions()[0];
+  product.rows_y = out->dimensions()[0];
   JGG_RETURN_IF_ERROR(
-      BindPackedOptions(rest, global_scale, group_offset, bias, row_scale, &quantized));
+      CheckMm(kOp, product.metadata, product.rows_x, product.rows_y, product.groups, product.n, k));
+  product.epilogue.activation = activation;
+  product.out = out->untyped_data();
+  product.out_dtype = *ToDType(out->element_type());
+  product.out_line = columns;
+  JGG_RETURN_IF_ERROR(BindPackedOptions(rest, quantized_attrs.global_scale,
+                                        metadata_attrs.group_offset, epilogue, &qmm));
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
@@ -115,9 +102,11 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   OperandsSm90 operands{};
   operands.dtype = DType::kBF16;
   operands.l_k_major = true;
-  operands.l = {x.untyped_data(), DType::kBF16, gemm.k, gemm.rows_x, 1, gemm.k, gemm.k};
+  operands.l = {x.untyped_data(), DType::kBF16, k, product.rows_x, 1, k, k};
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
-  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, *known_mode, bits, operands));
+  QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
+  quantized.packed = packed;
+  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, w.coding, operands));
 }
 
 XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,
@@ -129,14 +118,9 @@ XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,
                            .Arg<ffi::AnyBuffer>()  // metadata
                            .RemainingArgs()        // global_scale, group_offset, bias, row_scale
                            .Ret<ffi::AnyBuffer>()  // out
-                           .Attr<std::string_view>("mode")
-                           .Attr<std::string_view>("kind")
-                           .Attr<bool>("swapped")
-                           .Attr<bool>("global_scale")
-                           .Attr<bool>("group_offset")
-                           .Attr<bool>("bias")
-                           .Attr<std::string_view>("activation")
-                           .Attr<bool>("row_scale"),
+                           .Attr<QuantizedAttrs>("quantized")
+                           .Attr<MetadataAttrs>("metadata")
+                           .Attr<EpilogueAttrs>("epilogue"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmmPacked(XLA_FFI_CallFrame* call_frame) { return kQmmPacked(call_frame); }

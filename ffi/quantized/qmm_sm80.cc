@@ -11,7 +11,7 @@ std::optional<std::string> qmm_sm80_unsupported(const QmmArgs& args, int compute
   return NeedsComputeCapability(80, compute_capability);
 }
 
-static QuantizedGemmSm80 Gemm(const QmmArgs& args) {
+static QuantizedGemmSm80 MakeGemm(const QmmArgs& args) {
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   QuantizedGemmSm80 quantized{};
   quantized.w = args.w;
@@ -24,7 +24,7 @@ static QuantizedGemmSm80 Gemm(const QmmArgs& args) {
   gemm.a_line = args.k;
   gemm.a_width = AlignedElements(args.dtype, args.x, {gemm.a_line});
   gemm.rows_x = args.rows_x;
-  gemm.rows_y = args.rows;
+  gemm.rows_y = args.rows_y;
   gemm.n = args.n;
   gemm.k = args.k;
   gemm.groups = args.w.groups;
@@ -37,7 +37,7 @@ static QuantizedGemmSm80 Gemm(const QmmArgs& args) {
 }
 
 cudaError_t qmm_sm80(cudaStream_t stream, const QmmArgs& args) {
-  return LaunchQuantizedGemmSm80(stream, Gemm(args), args.dtype, args.tf32, args.transpose_w);
+  return LaunchQuantizedGemmSm80(stream, MakeGemm(args), args.dtype, args.tf32, args.transpose_w);
 }
 
 }  // namespace jgg

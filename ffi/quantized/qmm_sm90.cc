@@ -1,13 +1,13 @@
 // qmm: out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]; T (rows) is grouped.
 #include "quantized/qmm_sm90.h"
 
-#include "common/alignment.h"
 #include "quantized/gemm_sm90.h"
 #include "quantized/qmm_sm80.h"
+#include "quantized/rules.h"
 
 namespace jgg {
 
-static OperandsSm90 Operands(const QmmArgs& args) {
+static OperandsSm90 DescribeOperands(const QmmArgs& args) {
   const QuantizedWeight& w = args.w;
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
@@ -25,16 +25,16 @@ static OperandsSm90 Operands(const QmmArgs& args) {
 std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   const Coding& coding = args.w.coding;
-  if (args.dtype != DType::kBF16) return "x is not bfloat16";
-  if (!args.in_order) return "segments may overlap or come in any order";
-  if (!args.transpose_w) return "w is quantized along N";
-  if (coding.mode == Mode::kAffine && coding.scale_dtype != DType::kBF16) {
-    return "scales are not bfloat16";
-  }
+  rules::QmmShape shape{args.k, coding.bits};
+  shape.bfloat16_x = args.dtype == DType::kBF16;
+  shape.bfloat16_scales = coding.mode != Mode::kAffine || coding.scale_dtype == DType::kBF16;
+  shape.transpose_w = args.transpose_w;
+  shape.in_order = args.in_order;
+  if (auto reason = rules::QmmSm90Problem(shape)) return reason;
   for (const void* scales : {args.w.scales, args.w.biases}) {
     if (reinterpret_cast<uintptr_t>(scales) % 4 != 0) return "scales are not 4-byte aligned";
   }
-  const OperandsSm90 operands = Operands(args);
+  const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }
@@ -43,27 +43,27 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
 
 cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
-  QuantizedGemmSm90 quantized{};
-  quantized.scales = args.w.scales;
+  QmmSm90 qmm{};
+  ProductSm90& product = qmm.mm.product;
+  product.metadata = args.metadata;
+  product.epilogue = args.epilogue;
+  product.out = args.out;
+  product.out_dtype = args.out_dtype;
+  product.out_line = columns;
+  product.rows_x = args.rows_x;
+  product.rows_y = args.rows_y;
+  product.n = args.n;
+  product.groups = args.w.groups;
+  qmm.mm.k = args.k;
+  qmm.scales = args.w.scales;
+  qmm.global_scale = args.w.global_scale;
+  QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.biases = args.w.biases;
-  quantized.global_scale = args.w.global_scale;
   while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
   quantized.elements = static_cast<int>(args.w.elements);
   quantized.scale_line =
       static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
-  GemmSm90& gemm = quantized.gemm;
-  gemm.metadata = args.metadata;
-  gemm.epilogue = args.epilogue;
-  gemm.out = args.out;
-  gemm.out_dtype = args.out_dtype;
-  gemm.out_width = WholeAlignedElements(args.out_dtype, args.out, {columns});
-  gemm.out_line = columns;
-  gemm.rows_x = static_cast<int>(args.rows_x);
-  gemm.rows_y = static_cast<int>(args.rows);
-  gemm.n = static_cast<int>(args.n);
-  gemm.k = static_cast<int>(args.k);
-  gemm.groups = static_cast<int>(args.w.groups);
-  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, Operands(args));
+  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, DescribeOperands(args));
 }
 
 }  // namespace jgg

@@ -1,7 +1,5 @@
 // CUDA handler of quantize: bind, check, launch.
 
-#include <string_view>
-
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "handlers.h"
@@ -13,8 +11,7 @@ namespace ffi = xla::ffi;
 
 static ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::RemainingArgs rest,
                            ffi::Result<ffi::AnyBuffer> weight, ffi::Result<ffi::AnyBuffer> scales,
-                           ffi::RemainingRets more, std::string_view mode, int32_t bits,
-                           int32_t group_size, bool global_scale) {
+                           ffi::RemainingRets more, QuantizedAttrs quantized) {
   constexpr const char* op = "quantize";
   JGG_RETURN_IF_ERROR(CheckFloat(op, "w", w.element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(op, "w", "(R, K)", w, {-1, -1}));
@@ -22,22 +19,23 @@ static ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Remaining
 
   QuantizedBuffers buffers{*weight, *scales, {}, {}};
   Operands operands(op, rest);
-  if (global_scale) {
+  if (quantized.global_scale) {
     const auto scale = operands.Take("global_scale");
     if (!scale) return scale.error();
     buffers.global_scale = *scale;
   }
   JGG_RETURN_IF_ERROR(operands.End());
-  if (more.size() > 1) return InvalidArgument(op, "more than three results");
-  if (more.size() == 1) {
+  if (more.size() != quantized.biases) {
+    return InvalidArgument(op, "has ", 2 + more.size(), " results, expected ",
+                           2 + quantized.biases);
+  }
+  if (quantized.biases) {
     auto biases = more.get<ffi::AnyBuffer>(0);
     if (!biases) return biases.error();
     buffers.biases = **biases;
   }
-  const QuantizedAttributes attributes{mode,        bits, group_size, "linear", more.size() == 1,
-                                       global_scale};
   JGG_RETURN_IF_ERROR(
-      BindQuantizedArray(op, attributes, buffers, w.dimensions()[0], w.dimensions()[1], &args.q));
+      BindQuantizedArray(op, quantized, buffers, w.dimensions()[0], w.dimensions()[1], &args.q));
   if (args.q.coding.mode == Mode::kAffine && args.q.coding.scale_dtype != args.dtype) {
     return InvalidArgument(op, "scales and w must have one dtype");
   }
@@ -55,10 +53,7 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                            .Ret<ffi::AnyBuffer>()  // weight
                            .Ret<ffi::AnyBuffer>()  // scales
                            .RemainingRets()        // biases
-                           .Attr<std::string_view>("mode")
-                           .Attr<int32_t>("bits")
-                           .Attr<int32_t>("group_size")
-                           .Attr<bool>("global_scale"),
+                           .Attr<QuantizedAttrs>("quantized"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQuantize(XLA_FFI_CallFrame* call_frame) { return kQuantize(call_frame); }

@@ -36,14 +36,7 @@ struct DequantizeArgs {
 struct PrepackArgs {
   QuantizedArray q;
   int64_t rows, k;
-  void *weight, *scales;  // tiles of 64 x 64 in 128 * bits words, of 64 x ScaleK() in ScaleWords()
-
-  // What shares scales, or 64, and its words.
-  int ScaleK() const { return q.coding.mode == Mode::kAffine && q.group_size == 128 ? 128 : 64; }
-  int ScaleWords() const {
-    if (q.coding.mode == Mode::kMxfp4) return 32;
-    return q.coding.mode == Mode::kAffine && q.group_size == 32 ? 128 : 64;
-  }
+  void *weight, *scales;  // tiles of 64 x 64 in 128 * bits words; see PackedScales
 };
 
 }  // namespace jgg

@@ -12,11 +12,11 @@ struct QuantizedBuffers {
   std::optional<xla::ffi::AnyBuffer> biases, global_scale;
 };
 
-inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttributes& attributes,
+inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttrs& attrs,
                                           const QuantizedBuffers& buffers, int64_t rows, int64_t k,
                                           QuantizedArray* q) {
   QuantizedWeight w{};
-  JGG_RETURN_IF_ERROR(BindCoding(op, attributes, &w));
+  JGG_RETURN_IF_ERROR(BindCoding(op, attrs, "linear", &w));
   q->coding = w.coding;
   q->group_size = w.group_size;
   q->elements = rows * k;

@@ -49,7 +49,7 @@ auto LaunchQuantize(const QuantizeArgs& args, int processors, Launch launch,
       const int64_t tiles = (count + kTile - 1) / kTile;
       int64_t blocks = std::min(tiles, int64_t{processors} * Traits::kBlocks), run = 1;
       if constexpr (decltype(coder)::kGlobal) {
-        // What a thread has to find out for a global scale it should not need for every tile.
+        // A thread finds its global scale by divisions, which it should not do for every tile.
         run = (tiles + blocks - 1) / blocks;
         blocks = (tiles + run - 1) / run;
       }

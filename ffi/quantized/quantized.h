@@ -16,11 +16,19 @@ struct Coding {
   int bits;
   DType scale_dtype;  // kAffine: of scales and biases; the other modes have bytes
 
-  constexpr int ScaleBytes() const {
-    if (mode != Mode::kAffine) return 1;
-    return scale_dtype == DType::kF32 ? 4 : 2;
-  }
+  constexpr int ScaleBytes() const { return mode == Mode::kAffine ? Size(scale_dtype) : 1; }
 };
+
+// Scales (and biases) of layout "sm90": those of 64 rows and `k` values of k are `words` uint32.
+struct PackedScales {
+  int k, words;
+};
+
+constexpr PackedScales PackedScalesOf(Mode mode, int group_size) {
+  if (mode == Mode::kMxfp4) return {64, 32};
+  if (mode != Mode::kAffine) return {64, 64};
+  return group_size == 128 ? PackedScales{128, 64} : PackedScales{64, 64 * 64 / group_size};
+}
 
 // Float32: one, one per group, or one per group and column of W.
 struct GlobalScale {

@@ -72,28 +72,25 @@ def mm(choice: choose.Choice, x, w, *meta, form, rows, out_dtype, transpose_x, t
     lists = [rows for rows in (x_rows, y_rows) if rows is not None]
     rows_x = x.shape[1 if transpose_x else 0] if x_rows is None else x_rows.shape[0]
     flags: dict[str, Any] = {
-        "transpose_x": transpose_x,
-        "transpose_w": transpose_w,
-        "transpose_out": transpose_out,
+        "mm": {
+            "transpose_x": transpose_x,
+            "transpose_w": transpose_w,
+            "transpose_out": transpose_out,
+            "in_order": form.ordered_y,
+        }
     }
     if choice.kernel.name == "cpu":
         assert epilogue is None
         assert not lists
         table = segments.decode(form, meta, rows_x, rows, w.shape[0])
         shape = (n, rows) if transpose_out else (rows, n)
-        return _product(
-            "jgg_mm", x, w, [table], shape, out_dtype, flags | {"ordered": form.ordered_y}
-        )
+        return _product("jgg_mm", x, w, [table], shape, out_dtype, flags)
     epilogue = epilogue or Epilogue()
-    flags |= metadata_flags(choice, form, meta, precision) | {
-        "in_order": form.ordered_y,
-        "bias": epilogue.bias is not None,
-        "activation": epilogue.activation or "",
-        "row_scale": epilogue.row_scale is not None,
-        "existing_out": epilogue.existing_out is not None,
-        "x_rows": x_rows is not None,
-        "y_rows": y_rows is not None,
-        **choice.config,
+    flags |= {
+        "metadata": metadata_flags(form, meta),
+        "rows": {"x_rows": x_rows is not None, "y_rows": y_rows is not None},
+        "epilogue": epilogue_flags(epilogue),
+        "choice": _choice_flags(choice, precision),
     }
     rest = [*segments.narrow(form, meta, rows_x, w.shape[0]), *lists]
     options = (epilogue.bias, epilogue.row_scale, epilogue.existing_out)
@@ -132,7 +129,7 @@ def wgrad(choice: choose.Choice, x, y, *meta, form, groups, out_dtype, transpose
     whole; one whose segment is empty keeps existing_out.
     """
     shape, rows = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
-    flags: dict[str, Any] = {"transpose_x": transpose_x, "transpose_y": transpose_y}
+    flags: dict[str, Any] = {"wgrad": {"transpose_x": transpose_x, "transpose_y": transpose_y}}
     options = [value for value in (scale, existing_out) if value is not None]
     if choice.kernel.name == "cpu":
         assert not options
@@ -149,13 +146,12 @@ def wgrad(choice: choose.Choice, x, y, *meta, form, groups, out_dtype, transpose
         problem = wgrad_problem("cuda", x, y, (spans,), **same, implementation=choice.named)
         out = wgrad(choose.configured(choice.kernel, problem), x, y, spans, **same)
         return out.reshape(groups, parts, *shape[1:]).sum(1).astype(out_dtype)
-    planes, tile = choice.config["planes"], choice.config["tile"]
-    flags |= metadata_flags(choice, form, meta, precision) | {
+    planes = choice.config["planes"]
+    flags |= {
+        "metadata": metadata_flags(form, meta),
         "own_weight": form.own_weight,
-        "scale": scale is not None,
-        "existing_out": existing_out is not None,
-        "planes": planes,
-        "tile": tile,
+        "epilogue": {"scale": scale is not None, "existing_out": existing_out is not None},
+        "choice": _choice_flags(choice, precision),
     }
     rest = [*segments.narrow(form, meta, rows[0], groups), *options]
     if planes > 1:
@@ -190,14 +186,33 @@ def in_planes(count: int, multiple: int, first, second):
     return [p.reshape(shape) for p, shape in zip(out, shapes, strict=True)]
 
 
-def metadata_flags(choice: choose.Choice, form, meta, precision) -> dict[str, Any]:
+# Dictionaries of attributes that handlers share: ffi/grouped_mm/attributes.h.
+
+
+def metadata_flags(form, meta) -> dict[str, Any]:
+    return {"kind": form.kind, "swapped": form.swapped, "group_offset": len(meta) == 2}
+
+
+def epilogue_flags(epilogue: Epilogue) -> dict[str, Any]:
     return {
-        "tf32": precision == jax.lax.Precision.HIGH,
-        "kernel": choice.named or "",
-        "kind": form.kind,
-        "swapped": form.swapped,
-        "group_offset": len(meta) == 2,
+        "bias": epilogue.bias is not None,
+        "activation": epilogue.activation or "",
+        "row_scale": epilogue.row_scale is not None,
+        "existing_out": epilogue.existing_out is not None,
     }
+
+
+def _choice_flags(choice: choose.Choice, precision) -> dict[str, Any]:
+    return {
+        "kernel": choice.named or "",
+        "tile": choice.config["tile"],
+        "planes": choice.config["planes"],
+        "tf32": tf32(precision),
+    }
+
+
+def tf32(precision) -> bool:
+    return precision == jax.lax.Precision.HIGH
 
 
 def _product(target, a, b, rest, shape, out_dtype, flags: dict[str, Any], aliases=None):
@@ -213,6 +228,8 @@ def attributes(flags: dict[str, Any]) -> dict[str, Any]:
     """Attributes are hashed by value: one type per attribute, always."""
 
     def typed(value):
+        if isinstance(value, dict):
+            return attributes(value)
         if isinstance(value, str):  # numpy's strings too
             return str(value)
         return np.bool_(value) if isinstance(value, bool) else np.int32(value)

@@ -49,8 +49,6 @@ _LISTS_UP_TO_ROWS = 64
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# An H200's multiprocessors, and two waves of tiles on them.
-_PROCESSORS, _FEW_TILES = 132, 264
 
 
 # ---- problems ----------------------------------------------------------------------------------
@@ -228,6 +226,8 @@ def choose(problem: Problem) -> Choice | None:
         return None
     if problem.named:
         return _named(problem)
+    if extension.BUILD.problem is not None:
+        return None
     for kernel in KERNELS[problem.op]:
         if kernel.only_named or kernel.platform != problem.platform:
             continue
@@ -264,8 +264,9 @@ def _named(problem: Problem) -> Choice:
         reason = missing(name, problem.op)
     for kernel in kernels if reason is None else ():
         why = unsupported(kernel, problem)
-        if why is None and (name == "cpu" or extension.live_capabilities()):
-            why = extension.unavailable(name, extension.live_capabilities())
+        capabilities = extension.live_capabilities()
+        if why is None and (name == "cpu" or capabilities or extension.BUILD.problem):
+            why = extension.unavailable(name, capabilities)
         why = why or kernel.can(problem)
         if why is None:
             return configured(kernel, problem)
@@ -323,20 +324,27 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _multiple(name: str, size: int, unit: int) -> str | None:
-    return f"needs {name} % {unit} == 0, got {name}={size}" if size % unit else None
-
-
 # ---- mm ----------------------------------------------------------------------------------------
 
 
 def lists_sm90(p: Mm) -> str | None:
-    """Why Hopper's kernel does not take lists of rows: lines of 16-bit floats, whole 16 bytes."""
+    """Why Hopper's kernel does not take lists of rows."""
+    if extension.BUILD.problem is not None:
+        return extension.BUILD.problem
     if len(set(p.dtypes)) != 1 or p.dtypes[0] not in _HALVES:
         return f"operands must be {' or '.join(_HALVES)} alike"
     if p.empty:
         return "an operand is empty"
-    return _multiple("K", p.k, 8) or (None if p.transpose_w else _multiple("N", p.n, 8))
+    return _mm_sm90(p)
+
+
+def _mm_sm90(p: Mm, **more) -> str | None:
+    """Why the handler would leave the call to the generic kernel."""
+    return extension.rules().mm_sm90_problem(
+        **({"k": p.k, "n": p.n, "gated": p.gated, "by_list": p.lists} | more),
+        transpose_x=p.transpose_x, transpose_w=p.transpose_w, transpose_out=p.transpose_out,
+        in_order=p.ordered,
+    )  # fmt: skip
 
 
 def _mm_fuses(p: Mm) -> str | None:
@@ -359,8 +367,9 @@ def _mm_fuses_generic(p: Mm) -> str | None:
 
 
 def _mm_pays(p: Mm) -> bool:
-    """float32 operands run on "sm80" where they are not split."""
-    return p.operand_dtype != "float32" or mm_planes(p) > 1
+    """float32 operands run on "sm80" where they are not split, and so do lines that are not whole
+    16 bytes."""
+    return mm_planes(p) > 1 if p.operand_dtype == "float32" else _mm_sm90(p) is None
 
 
 def _lists_pay(p: Mm) -> bool:
@@ -378,9 +387,12 @@ def _mm_config(p: Mm) -> dict[str, Any]:
 
 def mm_planes(p: Mm) -> int:
     """The bfloat16 planes in which a kernel takes float32 operands; 1: as they are."""
-    whole = p.gated or p.transpose_x or p.transpose_out
-    runs = not whole and p.ordered and (p.transpose_w or p.n % 8 == 0)
+    runs = not p.gated and _mm_sm90(p, k=_up(p.k, 64), planes=3, by_list=False) is None
     return _planes(p, runs, _splitting_pays(p.rows * p.k * p.n, p.elements))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _planes(p: Mm | Wgrad, runs: bool, pays: bool) -> int:
@@ -421,10 +433,9 @@ def _wgrad_config(p: Wgrad) -> dict[str, Any]:
     parts = wgrad_parts(p)
     if parts > 1:  # each part is a problem of its own
         return {"parts": parts}
-    contiguous = p.transpose_x and p.transpose_y  # both along the contracted axis
-    runs = p.own_weight and not (contiguous and p.kind == "segments")
-    runs = runs and (p.transpose_x or p.a % 8 == 0) and (p.transpose_y or p.b % 8 == 0)
-    pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few=_tiles(p) <= _FEW_TILES)
+    few = _tiles(p) <= 2 * extension.rules().H200_PROCESSORS
+    pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few)
+    runs = _wgrad_sm90(p, rows=_up(p.rows, 8)) is None
     mean = p.rows / max(p.segments, 1)
     tile = tuned.wgrad(
         (*p.dtypes, p.out_dtype), p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y
@@ -433,7 +444,18 @@ def _wgrad_config(p: Wgrad) -> dict[str, Any]:
 
 
 def _wgrad_pays(p: Wgrad) -> bool:
-    return p.operand_dtype != "float32" or _wgrad_config(p).get("planes", 1) > 1
+    if p.operand_dtype == "float32":
+        return _wgrad_config(p).get("planes", 1) > 1
+    return _wgrad_sm90(p) is None
+
+
+def _wgrad_sm90(p: Wgrad, rows: int | None = None) -> str | None:
+    """Why the handler would leave the call to the generic kernel."""
+    rows = p.rows if rows is None else rows
+    return extension.rules().wgrad_sm90_problem(
+        rows_x=rows, rows_y=rows, a=p.a, b=p.b, transpose_x=p.transpose_x,
+        transpose_y=p.transpose_y, own_weight=p.own_weight, segments=p.kind == "segments",
+    )  # fmt: skip
 
 
 def wgrad_parts(p: Wgrad) -> int:
@@ -442,7 +464,7 @@ def wgrad_parts(p: Wgrad) -> int:
     where it would be less than 4, since adding the parts up takes time, too."""
     if p.kind == "segments" or p.whole or 0 in (p.groups, p.a, p.b):
         return 1
-    parts = min(_PROCESSORS // _tiles(p), p.rows // (512 * p.groups))
+    parts = min(extension.rules().H200_PROCESSORS // _tiles(p), p.rows // (512 * p.groups))
     return parts if parts >= 4 else 1
 
 
@@ -454,8 +476,7 @@ def _tiles(p: Wgrad) -> int:
 # ---- qmm ---------------------------------------------------------------------------------------
 
 
-def _hopper_qmm(p: Qmm) -> str | None:
-    """What both of Hopper's kernels need."""
+def _packed_operands(p: Qmm) -> str | None:
     if p.dtypes[0] != "bfloat16":
         return f"needs bfloat16 x, got {p.dtypes[0]}"
     if not p.transpose_w:
@@ -475,7 +496,7 @@ def _packed(p: Qmm) -> str | None:
             return "repacks for a GPU that this process has"
     if p.gated and p.n // 2 % 64:
         return f"needs N / 2 % 64 == 0 with a gated activation, got N={p.n}"
-    return _hopper_qmm(p)
+    return _packed_operands(p)
 
 
 def _repack_from(bits: int) -> int:
@@ -486,11 +507,11 @@ def as_stored_sm90(p: Qmm) -> str | None:
     """Why Hopper's kernel does not take a weight as it is stored."""
     if p.layout != "linear":
         return f"needs layout 'linear', got {p.layout!r}"
-    if p.mode == "affine" and p.scales_dtype != "bfloat16":
-        return f"needs bfloat16 scales, got {p.scales_dtype}"
-    if p.k * p.bits % 128:
-        return f"needs K * bits % 128 == 0, lines of whole 16 bytes, got K={p.k}, bits={p.bits}"
-    return _hopper_qmm(p)
+    return extension.rules().qmm_sm90_problem(
+        k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
+        bfloat16_scales=p.mode != "affine" or p.scales_dtype == "bfloat16",
+        transpose_w=p.transpose_w, in_order=p.ordered,
+    )  # fmt: skip
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
@@ -504,12 +525,12 @@ def _qmm_fuses(p: Qmm) -> str | None:
 
 
 def _nvfp4_mm_sm100(p: Nvfp4) -> str | None:
-    columns = 8 if p.out_dtype == "bfloat16" else 4
-    return _multiple("K", p.k, 32) or _multiple("N", p.n, columns)
+    out_bytes = 2 if p.out_dtype == "bfloat16" else 4  # float16 is rounded from float32
+    return extension.rules().nvfp4_mm_sm100_problem(k=p.k, n=p.n, out_bytes=out_bytes)
 
 
 def _nvfp4_wgrad_sm100(p: Nvfp4) -> str | None:
-    return _multiple("K", p.k, 4)  # lines of the result, four columns of float32 to 16 bytes
+    return extension.rules().nvfp4_wgrad_sm100_problem(k=p.k)
 
 
 def _nvfp4_mm_sm90(p: Nvfp4) -> str | None:
@@ -517,7 +538,9 @@ def _nvfp4_mm_sm90(p: Nvfp4) -> str | None:
     assert isinstance(p.inner, Qmm)
     if not p.linear or p.row_scales:
         return "needs layout 'linear' and no scale for each row"
-    return _multiple("K", p.k, 128) or as_stored_sm90(p.inner) or _qmm_fuses(p.inner)
+    if p.k % 128:
+        return f"needs K % 128 == 0, got K={p.k}"
+    return as_stored_sm90(p.inner) or _qmm_fuses(p.inner)
 
 
 def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:

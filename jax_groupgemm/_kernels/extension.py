@@ -105,6 +105,12 @@ def _extension() -> Any:
         return module
 
 
+def rules() -> Any:
+    """What the handlers ask of static shapes, as functions that say why a kernel cannot take a
+    call: ffi/rules.cc. Only where ``BUILD.problem`` is None."""
+    return _extension()
+
+
 def load() -> Build:
     """Import the extension and register its handlers."""
     try:

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from . import extension
+
 FORMAT = 1
-#: Rows of a tile; which of them a product can have is HasTileSm90's (ffi/grouped_mm/gemm_sm90.cuh).
-TILES = (32, 64, 128, 256, 288)
 VARIABLE = "JGG_TUNED"
 
 _DTYPES = ("bfloat16", "float16")  # float32 has one tile
@@ -51,6 +51,11 @@ class Entry(NamedTuple):
     tile: int
     us: float
     rule_us: float
+
+
+def tiles(op: str, gated: bool = False) -> tuple[int, ...]:
+    """Rows of the tiles that the kernel has for a product; x of wgrad is (T, K)."""
+    return tuple(extension.rules().tiles_sm90(wgrad=op == "wgrad", gated=gated))
 
 
 # ---- choice ----------------------------------------------------------------------------------
@@ -167,8 +172,8 @@ def read(path: Path) -> dict[str, Any]:
 def _entry(fields: dict[str, Any]) -> tuple[Product, Entry]:
     product = Product(**{name: fields[name] for name in Product._fields})
     entry = Entry(**{name: fields[name] for name in Entry._fields})
-    if entry.tile not in TILES:
-        raise ValueError(f"tile {entry.tile} is not one of {', '.join(map(str, TILES))}")
+    if entry.tile not in (known := tiles(product.op, product.gated)):
+        raise ValueError(f"tile {entry.tile} is not one of {', '.join(map(str, known))}")
     return product, entry
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .._core import segments
 from .._grouped.call import attributes
+from .._kernels import extension
 from . import layouts
 
 
@@ -17,8 +18,8 @@ def nvfp4_grouped_mm(x, w, group_sizes, alpha, *, out_dtype):
     workspace."""
     (rows, k), (groups, n, _) = x.shape, w.shape
     sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
-    columns, scale_rows = _up(k // 16, 4), layouts.padded_rows(rows, groups, layouts.SWIZZLED)
-    workspace = _nvfp4_workspace(groups, scale_rows * columns, groups * _up(n, 128) * columns)
+    size = extension.rules().nvfp4_mm_workspace(tokens=rows, groups=groups, n=n, k=k)
+    workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
     call = jax.ffi.ffi_call("jgg_nvfp4_grouped_mm", (out, workspace))
     return call(x.weight, x.scales, w.weight, w.scales, sizes, alpha)[0]
@@ -30,7 +31,8 @@ def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None)
     (k, padded), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
     (groups,) = group_sizes.shape
     sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
-    workspace = _nvfp4_workspace(groups, _up(n, 128) * padded // 16, _up(k, 128) * padded // 16)
+    size = extension.rules().nvfp4_wgrad_workspace(padded_tokens=padded, groups=groups, n=n, k=k)
+    workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     out = jax.ShapeDtypeStruct((groups, n, k), jnp.float32)
     existing = () if existing_out is None else (beta, existing_out)
     call = jax.ffi.ffi_call(
@@ -69,15 +71,3 @@ def nvfp4_quantize(x, group_sizes, seed, *, axis, scale_2d, hadamard):
     lead = x.shape[:-2] if x.ndim == 1 else (*x.shape[:-2], lines)
     weight, scales = (a.reshape(*lead, a.shape[-1]) for a in (weight, scales))
     return weight, scales, global_scale.reshape(x.shape[:-2])
-
-
-def _nvfp4_workspace(groups: int, *scales: int):
-    """As ffi/nvfp4/layout.h has it: arrays of shapes, addresses, strides and layouts, two prefix
-    sums, tensor maps for 160 multiprocessors, and swizzled scales."""
-    arrays = [groups * size for size in (12, *[8] * 8, 20, 20)]
-    parts = [*arrays, *[4 * (groups + 1)] * 2, 160 * 6 * 128, *scales]
-    return jax.ShapeDtypeStruct((256 + sum(_up(part, 256) for part in parts),), jnp.uint8)
-
-
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core import segments
-from .._grouped.call import Epilogue, attributes, metadata_flags
+from .._grouped.call import Epilogue, attributes, epilogue_flags, metadata_flags, tf32
 from .._kernels import choose
 from . import formats, ordered
 
@@ -47,30 +48,23 @@ def qmm(choice: choose.Choice, x, q, meta, *, form, rows, out_dtype, transpose_w
     metadata, *offset = segments.narrow(form, meta, x.shape[0], groups)
     if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
         return jnp.zeros((rows, columns), out_dtype)
-    flags = metadata_flags(choice, form, meta, precision) | {
-        "mode": q.mode,
-        "global_scale": q.global_scale is not None,
-        "bias": epilogue.bias is not None,
-        "activation": epilogue.activation or "",
-        "row_scale": epilogue.row_scale is not None,
+    flags: dict[str, Any] = {
+        "quantized": _quantized_flags(q.mode, q.bits, q.group_size, q.biases, q.global_scale)
+        | {"layout": q.layout},
+        "metadata": metadata_flags(form, meta),
+        "epilogue": epilogue_flags(epilogue),
     }
     if choice.target == "jgg_qmm":
         x_ordered = choice.config.get("x_ordered", False)
         if x_ordered and not x_is_ordered:
             x = ordered.ordered(x, q.bits)
         assert x_ordered or not x_is_ordered
-        flags |= {
+        flags["qmm"] = {
             "transpose_w": transpose_w,
             "x_ordered": x_ordered,
-            "layout": q.layout,
-            "bits": q.bits,
-            "group_size": q.group_size,
-            "biases": q.biases is not None,
             "in_order": form.ordered_y,
+            "tf32": tf32(precision),
         }
-    else:
-        del flags["tf32"]
-    del flags["kernel"]  # which its operands name
     options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
     given = [value for value in options if value is not None]
     call = jax.ffi.ffi_call(choice.target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
@@ -86,8 +80,8 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     )
     results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
     results += (scales,) if mode == "affine" else ()
-    flags = {"mode": mode, "bits": bits, "group_size": group_size}
-    flags |= {"global_scale": global_scale is not None}
+    biases = True if mode == "affine" else None  # a result
+    flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, global_scale)}
     more = [] if global_scale is None else [global_scale.reshape(-1)]
     call = jax.ffi.ffi_call("jgg_quantize", results)
     out = call(w.reshape(rows, k), *more, **attributes(flags))
@@ -103,9 +97,10 @@ def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, 
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
     if global_scale is not None:
         operands.append(global_scale.reshape(-1))
-    flags = {"mode": mode, "bits": bits, "group_size": group_size}
-    flags |= {"biases": biases is not None, "global_scale": global_scale is not None}
-    flags |= {"ordered": ordered}
+    flags: dict[str, Any] = {
+        "quantized": _quantized_flags(mode, bits, group_size, biases, global_scale),
+        "ordered": ordered,
+    }
     call = jax.ffi.ffi_call("jgg_dequantize", jax.ShapeDtypeStruct((rows, k), dtype))
     return call(*operands, **attributes(flags)).reshape(*lead, k)
 
@@ -121,6 +116,18 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
         jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
         for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))
     ]
-    flags = {"mode": mode, "bits": bits, "group_size": group_size, "biases": biases is not None}
+    flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, None)}
     out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **attributes(flags))
     return tuple(a.reshape(*lead, n // 64, *a.shape[1:]) for a in out)
+
+
+def _quantized_flags(mode, bits, group_size, biases, global_scale) -> dict[str, Any]:
+    """A dictionary of attributes that handlers share: ffi/quantized/attributes.h."""
+    return {
+        "mode": mode,
+        "bits": bits,
+        "group_size": group_size,
+        "layout": "linear",
+        "biases": biases is not None,
+        "global_scale": global_scale is not None,
+    }

@@ -12,6 +12,7 @@ import numpy as np
 from .._core.segments import SIZES
 from .._grouped import primitives
 from .._grouped.grouped_mm import grouped_mm
+from .._kernels import tuned
 from . import timing
 
 #: Experts, hidden width, width of one expert, experts per token.
@@ -73,10 +74,7 @@ class Case:
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Those there are: HasTileSm90 of ffi/grouped_mm/gemm_sm90.cuh."""
-        if self.gated:
-            return 32, 128
-        return (64, 128, 256) if self.op == "wgrad" else (32, 64, 128, 256, 288)
+        return tuned.tiles("wgrad" if self.op == "wgrad" else "mm", self.gated)
 
     def sizes(self) -> np.ndarray:
         """Rows of each group under uniform routing: multiples of nothing."""

@@ -129,14 +129,13 @@ def test_operand_over_four_gib(rng):
 def test_errors_of_a_handler_reach_python():
     """A handler called with shapes that do not fit says so in one line."""
     x, w, table = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros((2, 4), jnp.int32)
-    names = ("transpose_x", "transpose_w", "transpose_out", "tf32", "swapped", "in_order",
-             "group_offset", "bias", "row_scale", "existing_out", "x_rows", "y_rows")  # fmt: skip
-    flags = dict.fromkeys(names, np.bool_(False)) | {
-        "kind": "segments",
-        "activation": "",
-        "kernel": "",
-        "planes": np.int32(1),
-        "tile": np.int32(0),
+    no = lambda *names: dict.fromkeys(names, np.bool_(False))
+    flags = {
+        "metadata": {"kind": "segments"} | no("swapped", "group_offset"),
+        "mm": no("transpose_x", "transpose_w", "transpose_out", "in_order"),
+        "rows": no("x_rows", "y_rows"),
+        "epilogue": {"activation": ""} | no("bias", "row_scale", "existing_out"),
+        "choice": {"kernel": "", "planes": np.int32(1), "tile": np.int32(0)} | no("tf32"),
     }
     call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
     with pytest.raises(

@@ -5,6 +5,7 @@
 #include "nvfp4/device/groups.cuh"
 #include "nvfp4/device/swizzle.cuh"
 #include "nvfp4/layout.h"
+#include "nvfp4/rules.h"
 #ifdef JGG_CUTE
 #include "cute/tensor.hpp"
 #include "cutlass/detail/sm100_blockscaled_layout.hpp"

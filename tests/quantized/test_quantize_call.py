@@ -34,7 +34,8 @@ def calls(text: str) -> list[tuple[str, list[str], list[str], str]]:
         if name := re.search(r"custom_call @(jgg_\w+)\(", line):
             operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
             types = (re.findall(r"tensor<([^>]*)>", part) for part in (operands, results))
-            attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)
+            # Some of them are dictionaries.
+            attributes = re.search(r"mhlo.backend_config = \{((?:[^{}]|\{[^{}]*\})*)\}", line)
             assert attributes is not None
             found.append((name[1], *types, attributes[1]))
     return found

@@ -1,4 +1,4 @@
-// What epilogues do to float32 values, and how those are loaded and stored.
+// Activations of float32 values, and how epilogues load and store them.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ __device__ inline float Gelu(float x) {  // the tanh form
 }
 
 template <int kWidth, typename Function>
-__device__ void ForEach(float (&values)[kWidth], Function function) {
+__device__ void ApplyToEach(float (&values)[kWidth], Function function) {
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] = function(values[j]);
 }
@@ -47,12 +47,12 @@ __device__ void Activate(Activation activation, float (&values)[kWidth]) {
   switch (activation) {
     case Activation::kNone: return;
     case Activation::kSilu:
-    case Activation::kSwiglu: return ForEach(values, Silu);
+    case Activation::kSwiglu: return ApplyToEach(values, Silu);
     case Activation::kGelu:
-    case Activation::kGeglu: return ForEach(values, Gelu);
+    case Activation::kGeglu: return ApplyToEach(values, Gelu);
     case Activation::kRelu:  // keeps NaN
-      return ForEach(values, [](float x) { return x < 0.0f ? 0.0f : x; });
-    case Activation::kTanh: return ForEach(values, [](float x) { return tanhf(x); });
+      return ApplyToEach(values, [](float x) { return x < 0.0f ? 0.0f : x; });
+    case Activation::kTanh: return ApplyToEach(values, [](float x) { return tanhf(x); });
   }
 }
 

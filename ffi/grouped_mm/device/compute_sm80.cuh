@@ -141,7 +141,7 @@ class TensorOps {
 
   // function(n, sum) for each of this thread's sums, in an order that is always the same.
   template <typename Function>
-  __device__ void ForEach(Function function) {
+  __device__ void ForEachSum(Function function) {
     const int column = WarpN() + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kAtomsM; ++i) {
@@ -301,7 +301,7 @@ class FloatOps {
 
   // As of TensorOps.
   template <typename Function>
-  __device__ void ForEach(Function function) {
+  __device__ void ForEachSum(Function function) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll

@@ -8,7 +8,7 @@
 
 namespace jgg::device {
 
-// What is the same for every tile of an operand, and so is not kept in registers.
+// Numbers that are the same for every tile of an operand, and so are not kept in registers.
 struct Lines {
   int64_t distance;  // elements from one line to the next
   int64_t upper;  // extra distance to the tile's second half, where the two halves of N are apart

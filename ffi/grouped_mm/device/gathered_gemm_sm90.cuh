@@ -6,11 +6,11 @@
 // The pieces are written by `cp.async`, through the generic proxy, and read by WGMMA, through the
 // async proxy. What makes them visible: when a thread's pieces have been written, and not before,
 // it arrives at the stage's "full" barrier (`cp.async.mbarrier.arrive.noinc`); a thread that has
-// waited there comes after all of them; its proxy fence (Products::Loop) then orders them before
-// the products that it begins. The fence has to lie between the completed write and the read, so in
-// the thread that reads: one that gathers would have to wait for its pieces before it fences, and
-// hold up those after them. The other way round needs no fence: products whose end was waited for
-// have read the stage.
+// waited there comes after all of them; its proxy fence (Products::MultiplySlices) then orders them
+// before the products that it begins. The fence has to lie between the completed write and the
+// read, so in the thread that reads: one that gathers would have to wait for its pieces before it
+// fences, and hold up those after them. The other way round needs no fence: products whose end was
+// waited for have read the stage.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ __device__ void FillRows(const GatheredGemmSm90& gathered, const Work& work, Til
 #pragma unroll 4
   for (int i = threadIdx.x % 32; i < (work.rows + 31) / 32 * 32; i += 32) {
     const bool real = i < work.rows;
-    to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(gathered.x_rows, work.l_row + i);
-    to.y[i] = real ? RowAt(gathered.y_rows, work.out_row + i) : -1;
+    to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(gathered.x_list, work.l_row + i);
+    to.y[i] = real ? RowAt(gathered.y_list, work.out_row + i) : -1;
   }
 }
 
@@ -103,7 +103,7 @@ __device__ void MultiplyRowsWarpgroup(const GemmSm90& gemm, typename Config::Sha
   Place<Config::kStages> at, cleared;
   ForEachRows<Config>(memory, [&](const Work& work, const TileRows<Config::kRows>& rows) {
     typename P::Sums sums;
-    P::Tile(memory, work, false, group, at, cleared, sums);
+    P::MultiplyTile(memory, work, false, group, at, cleared, sums);
     epilogue.SetRows(rows.x, rows.y);
     if constexpr (Config::kBlocks == 1) {
       epilogue.Store(work, 64 * group, sums[0]);

@@ -11,14 +11,22 @@
 
 namespace jgg::device {
 
-template <typename Element_, bool kAKMajor_, bool kBKMajor_, int kM_, int kN_, int kK_,
-          int kStages_, int kBlocksPerSm_, typename Ops_>
-struct GemmConfig {
+// The operands of a tile. Traits of a tile derive from this; they say kM, kN, kK (of a slice),
+// kStages, kBlocksPerSm and how Ops shares the tile out (../gemm_sm80.cuh).
+template <typename Element_, bool kAKMajor_, bool kBKMajor_>
+struct TraitsSm80 {
   using Element = Element_;
-  using Ops = Ops_;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_;
-  static constexpr int kM = kM_, kN = kN_, kK = kK_, kStages = kStages_;
-  static constexpr int kThreads = Ops::kThreads, kBlocksPerSm = kBlocksPerSm_;
+};
+
+template <typename Traits, typename Ops_>
+struct GemmConfig {
+  using Element = typename Traits::Element;
+  using Ops = Ops_;
+  static constexpr bool kAKMajor = Traits::kAKMajor, kBKMajor = Traits::kBKMajor;
+  static constexpr int kM = Traits::kM, kN = Traits::kN, kK = Traits::kK;
+  static constexpr int kStages = Traits::kStages, kBlocksPerSm = Traits::kBlocksPerSm;
+  static constexpr int kThreads = Ops::kThreads;
   using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor>;
   template <bool kKMajor, int kMn, typename Tile>
   using Copy =

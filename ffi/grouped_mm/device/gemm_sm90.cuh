@@ -31,26 +31,37 @@ struct TileRows {
 template <>
 struct TileRows<0> {};
 
-// A tile is kRows rows (of L) x kBlocks * 128 columns (of R). Gated: block 0 has 128 gates, block 1
-// the values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
-// columns, each a swizzled tile of its own. Of float32 operands there are kPlanes of each. Rows by
-// list (kGathered): gathered_gemm_sm90.cuh. kWide: for float32 results that the store warp takes.
-template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false>
-struct GemmSm90Config {
+// The operands of a tile, and what most tiles have in common. Traits of a tile derive from this;
+// they say kRows and kStages, and what they have instead (../gemm_sm90.cuh).
+template <typename Element_, bool kLKMajor_, bool kRKMajor_>
+struct TraitsSm90 {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
-  static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
-  static constexpr int kPlanes = kPlanes_;
-  static constexpr bool kGathered = kGathered_, kSharesK = false;
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;   // gated ones are of mm alone
-  static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
-  static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
-  static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
-  // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
-  // thread begins with. More would wait for ever.
-  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide_ ? 72 : 56;
-  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered || kWide_ ? 216 : 224;
+  static constexpr int kBlocks = 1;         // of 128 columns
+  static constexpr int kCluster = 1;        // thread blocks that share L: 1 or 2
+  static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
+  static constexpr bool kGathered = false;  // rows by list: gathered_gemm_sm90.cuh
+  static constexpr bool kWide = false;      // float32 results, which the store warp takes
+};
+
+// A tile is kRows rows (of L) x kBlocks * 128 columns (of R). A gated tile has 128 gates in block
+// 0, and in block 1 the values that they let through. In shared memory both operands are chunks of
+// (up to) 64 rows or columns, each a swizzled tile of its own.
+template <typename Traits>
+struct GemmSm90Config {
+  using Element = typename Traits::Element;
+  static constexpr bool kLKMajor = Traits::kLKMajor, kRKMajor = Traits::kRKMajor;
+  static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
+  static constexpr int kStages = Traits::kStages, kCluster = Traits::kCluster;
+  static constexpr int kPlanes = Traits::kPlanes;
+  static constexpr bool kGathered = Traits::kGathered, kWide = Traits::kWide, kSharesK = false;
+  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated tiles belong to mm alone
+  static constexpr bool kBalances = kRaggedK && kCluster == 2;  // otherwise tiles are few
+  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
+  // Registers of a thread that feeds, and of one that multiplies: one and two of three times the
+  // 168 that every thread begins with. A kernel that asks for more waits for ever.
+  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide ? 72 : 56;
+  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered || kWide ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
@@ -61,7 +72,6 @@ struct GemmSm90Config {
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
-  static constexpr bool kWide = kWide_;
   static constexpr bool kStoreWarp = kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered;
   // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
   // registers before; tiles without slices go another way. With a K-major operand, whose addresses
@@ -75,7 +85,7 @@ struct GemmSm90Config {
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? (kWide ? 2 : 1) : 0;
-  // What rows by list take of shared memory, smaller chunks of the result give.
+  // Rows by list take shared memory; smaller chunks of the result give it.
   using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered>;
   static constexpr int kStagedBytes =
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
@@ -93,7 +103,7 @@ struct GemmSm90Config {
   };
 };
 
-// Of a last slice: its values of k that are multiplied.
+// The values of k of a last slice that are multiplied.
 template <typename Config>
 __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
@@ -114,7 +124,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
       const int slice = work.Slice(turn);
       Wait(&memory.empty[at.index], at.parity ^ 1);
       uint64_t* full = &memory.full[at.index];
-      // Of an MN-major operand's last slice only as many lines of k as are multiplied.
+      // An MN-major operand's last slice is copied by lines of k: only as many as are multiplied.
       const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
       const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
       const CUtensorMap* l_map = &gemm.l_map;
@@ -264,8 +274,8 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
     }
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
     typename P::Sums sums;
-    const int rows = P::Tile(memory, work, gemm.wgrad, group, at, cleared, sums,
-                             [&] { late.TryStageFirst(memory, group, store); });
+    const int rows = P::MultiplyTile(memory, work, gemm.wgrad, group, at, cleared, sums,
+                                     [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
     if (64 * group >= work.columns) return;
     if constexpr (Config::kWide) {

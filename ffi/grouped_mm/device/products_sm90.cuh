@@ -48,7 +48,7 @@ JGG_WARPGROUP_PRODUCT(240)
 JGG_WARPGROUP_PRODUCT(256)
 #undef JGG_WARPGROUP_PRODUCT
 
-// What all lanes have, as the compiler cannot know.
+// A value that is the same in all lanes, which the compiler cannot know.
 template <typename T>
 __device__ T Uniform(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
@@ -66,8 +66,9 @@ struct Products {
   // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
   // Returns the rows whose sums are in one half. `meanwhile` is called while a slice is multiplied.
   template <typename Stage, typename Meanwhile = Nothing>
-  __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                             Stage& cleared, Sums& sums, Meanwhile meanwhile = {}) {
+  __device__ static int MultiplyTile(Memory& memory, const Work& work, bool cut, int group,
+                                     Stage& at, Stage& cleared, Sums& sums,
+                                     Meanwhile meanwhile = {}) {
     if (!Config::kNeedsSlices && work.slices == 0) {
 #pragma unroll
       for (int b = 0; b < kBlocks * kHalves; ++b) {
@@ -78,7 +79,7 @@ struct Products {
     }
     // The narrowest product that holds the tile's rows.
     auto loop = [&](auto n, auto halves) {
-      Loop<n.value, halves.value>(memory, work, cut, group, at, cleared, sums, meanwhile);
+      MultiplySlices<n.value, halves.value>(memory, work, cut, group, at, cleared, sums, meanwhile);
       return n.value;
     };
     using One = Constant<1>;
@@ -137,8 +138,9 @@ struct Products {
 
  private:
   template <int kN, int kHalvesUsed, typename Stage, typename Meanwhile>
-  __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                              Stage& cleared, Sums& sums, Meanwhile meanwhile) {
+  __device__ static void MultiplySlices(Memory& memory, const Work& work, bool cut, int group,
+                                        Stage& at, Stage& cleared, Sums& sums,
+                                        Meanwhile meanwhile) {
     using cute::SM90::GMMA::Major;
     using Instruction =
         WarpgroupProduct<typename Config::Element, kN, Config::kRKMajor ? Major::K : Major::MN,
@@ -154,7 +156,7 @@ struct Products {
     const int slices = Uniform(work.slices), last = Uniform(work.last);
     const bool cut_last = cut && last < kSliceSm90, cut_first = cut && Uniform(work.first) > 0;
     Stage here{Uniform(at.index), Uniform(at.parity)};
-    // Of the last slice, which comes first, only the k that there are.
+    // The last slice comes first; only the k that it has are multiplied.
     const bool stepwise = Config::kNeedsSlices || last <= kSliceSm90 - 16;
     uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {

@@ -13,9 +13,9 @@ namespace jgg::device {
 
 constexpr int kMultiplyWarps = 8;
 
-// Of a warp that has read a stage or a tile of work, the lanes that say so: one, after __syncwarp.
-// That this orders what the others have read is what compute-sanitizer's racecheck seems not to
-// follow, so for it each may say so itself (tests/lib/sanitize.py).
+// The lanes of a warp that say that it has read a stage or a tile of work: one, after __syncwarp,
+// which orders what the others have read. compute-sanitizer's racecheck seems not to follow that,
+// so for it each lane may say so itself (tests/lib/sanitize.py).
 #ifdef JGG_EVERY_LANE_ARRIVES
 constexpr int kArrivingLanes = 32;
 #else
@@ -90,7 +90,7 @@ __device__ void Release(typename Config::SharedMemory& memory, int index) {
 // them. So its address has to need what they bring: some of each load's bits.
 __device__ inline int ZeroAfter(uint32_t bits) { return static_cast<int>(bits & (gridDim.z - 1)); }
 
-// What a warp, or one thread of it, sees of the ring of work: calls f(work) for every tile.
+// Call f(work) for every tile in the ring of work, by a warp, or by one thread of it.
 template <typename Config, bool kWarp = true, typename Function>
 __device__ void ForEachWork(typename Config::SharedMemory& memory, Function f) {
   Place<Config::kWorks> at;

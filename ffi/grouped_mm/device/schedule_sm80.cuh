@@ -28,7 +28,7 @@ struct Tile {
   int shift;        // rows (mm) or k (wgrad) that the origin precedes the segment by
 };
 
-// What the schedule keeps in shared memory, so that it costs the main loop no registers.
+// The schedule's state. It lies in shared memory, so that it costs the main loop no registers.
 template <int kThreads>
 struct ScheduleMemory {
   static constexpr int kPerThread = 4;
@@ -355,7 +355,7 @@ class Schedule {
     return __syncthreads_and(ok);
   }
 
-  // Of up to 32 matrices, that one before which `rank` others come in order of length.
+  // The matrix, of up to 32, before which `rank` others come in order of length.
   __device__ int Longest(int rank) const {
     constexpr unsigned kAll = 0xffffffffu;
     const int lane = threadIdx.x % 32, matrices = static_cast<int>(gemm_.groups);

@@ -434,7 +434,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
         if (gemm_.epilogue.accumulate) gaps_[i] = starts_[i];
         low = low && lengths_[i] <= kRows && gaps_[i] == starts_[i];
       }
-      const bool contiguous = gemm_.metadata.SizesForEach(gemm_.groups);
+      const bool contiguous = gemm_.metadata.HasSizeOfEach(gemm_.groups);
       if (contiguous && __all_sync(kAll, low)) {
         const int row = Order().Count(1);
 #pragma unroll

@@ -19,12 +19,12 @@ struct SplitProducts {
 
   // As of Products.
   template <typename Stage, typename Meanwhile = Nothing>
-  __device__ static int Tile(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                             Stage& cleared, Sums& sums, Meanwhile = {}) {
+  __device__ static int MultiplyTile(Memory& memory, const Work& work, bool cut, int group,
+                                     Stage& at, Stage& cleared, Sums& sums, Meanwhile = {}) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) sums[0][i] = 0.0f;
     auto loop = [&](auto n) {
-      Loop<n.value>(memory, work, cut, group, at, cleared, sums[0]);
+      MultiplySlices<n.value>(memory, work, cut, group, at, cleared, sums[0]);
       return n.value;
     };
     if constexpr (kRows > 64) {
@@ -40,8 +40,8 @@ struct SplitProducts {
   // Tensor cores cut their sums off where float32 arithmetic rounds them, so they add up one slice
   // only, and in it the largest products last.
   template <int kN, typename Stage>
-  __device__ static void Loop(Memory& memory, const Work& work, bool cut, int group, Stage& at,
-                              Stage& cleared, float* totals) {
+  __device__ static void MultiplySlices(Memory& memory, const Work& work, bool cut, int group,
+                                        Stage& at, Stage& cleared, float* totals) {
     using cute::SM90::GMMA::Major;
     using Instruction =
         WarpgroupProduct<typename Config::Element, kN, Config::kRKMajor ? Major::K : Major::MN,

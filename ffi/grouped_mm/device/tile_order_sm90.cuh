@@ -64,7 +64,7 @@ struct RowShares {
 
   __device__ int Tiles() const { return (rows + kRows - 1) / kRows; }
 
-  // Of tile Tiles(): at or behind the end.
+  // The first row of a tile; that of tile Tiles() is at or behind the end.
   __device__ int FirstRow(int tile) const {
     const int missing = kUnits * Tiles() - (rows + kUnit - 1) / kUnit;  // fewer than kUnits
     const int before = tile - Tiles() + missing;  // from tiles before this one

@@ -57,11 +57,11 @@ __device__ RankedTurns TakeTurns(Slices slices, int count, int tiles, int halves
   return {matrices, held, halved, max((halved ? mean / whole * half : mean) / other - 1, 0)};
 }
 
-// Of the tiles of a matrix, those clusters first that have had least to do.
+// Clusters that have had least to do take the tiles of a matrix first.
 //
 // By one warp of every cluster, each for itself. Clusters stay in the order of what they have had
-// to do until now; of a matrix, the first ones get one tile more than the others, and that merges
-// them with the others anew. A tile's time is a few thousand cycles, and this must take less.
+// to do until now. The first ones get one tile of a matrix more than the others, which merges them
+// with the others anew. A tile's time is a few thousand cycles, and this must take less.
 template <int kMostClusters>
 class ClusterTurns {
  public:

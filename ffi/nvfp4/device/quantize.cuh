@@ -25,14 +25,14 @@ struct QuantizeParams {
   __device__ int64_t rows_inside() const { return groups == 0 ? rows : starts[groups]; }
 };
 
-// What reads x a second time begins at its end, which the first may have left in the L2 cache.
+// A second reading of x begins at its end, which the first may have left in the L2 cache.
 template <typename Integer>
 __device__ Integer FromLast(Integer at, Integer count) {
   return count - 1 - at;
 }
 
 template <DType kOf>
-inline constexpr int kElementBytes = kOf == DType::kF32 ? 4 : 2;
+inline constexpr int kElementBytes = Size(kOf);
 
 // ---- once per call ----
 

@@ -50,7 +50,8 @@ JGG_HOST_DEVICE uint32_t LargestFinite(const Elements<kOf, kCount>& x) {
 
 // ---- scales ----
 
-// What the scales of all blocks are made with, of the bits of a matrix's largest finite magnitude.
+// The factors from which the scales of all blocks are made. They come from the bits of the matrix's
+// largest finite magnitude.
 struct MatrixScales {
   float sixth;   // encoding scale / 6
   float decode;  // 1 / encoding scale

@@ -40,7 +40,7 @@ __device__ Values ColumnOf(const uint32_t (&words)[kBlock], int which) {
   return values;
 }
 
-// Of each of a lane's columns; NaN where there is one.
+// The largest magnitude of each of a lane's columns; NaN where there is one.
 template <DType kOf>
 __device__ void LargestOfColumns(const uint32_t (&words)[kBlock],
                                  float (&largest)[kLaneColumns<kOf>]) {
@@ -76,9 +76,9 @@ enum class Blocks { kOwn, kSquare, kHadamard };
 inline constexpr int kColumnsThreads = 128;
 inline constexpr int kSpans = 2;  // of a warp's columns, one after the other
 
-// Of ColumnsKernel, to a multiprocessor: as many as do not spill registers. Shared memory, 35 KB of
-// each, allows six on Hopper and Blackwell, four where there are 164 KB and two where there are
-// 100.
+// Thread blocks of ColumnsKernel to a multiprocessor: as many as do not spill registers. Each takes
+// 35 KB of shared memory, which allows six on Hopper and Blackwell, four where there are 164 KB and
+// two where there are 100.
 template <DType kOf, bool kStochastic>
 inline constexpr int kResident = !kStochastic         ? 6
                                  : kOf == DType::kF16 ? 4
@@ -99,7 +99,7 @@ struct ColumnsPlace {
   int64_t tile, columns, pitch;
   TileRows rows{0, 0};
 
-  // Of thread block `at`.
+  // The place of thread block `at`.
   __device__ ColumnsPlace(const QuantizeParams& p, uint32_t at) {
     const auto across = static_cast<uint32_t>(CeilDiv(p.columns, kSpans * kLines));
     first_tile = int64_t{at / across} * (kColumnsThreads / 32);
@@ -274,8 +274,8 @@ __global__ void __launch_bounds__(kColumnsThreads)
   }
 }
 
-// What a thread block writes: neighbours in memory, of each of its columns, are those of all warps.
-// Line 32 * j + lane is column kLaneColumns * lane + j.
+// The result of a thread block. In each of its columns, the blocks of all warps are neighbours in
+// memory. Line 32 * j + lane is column kLaneColumns * lane + j.
 template <DType kOf>
 struct ColumnsResult {
   using Place = ColumnsPlace<kOf>;
@@ -284,7 +284,7 @@ struct ColumnsResult {
   uint4 codes[Place::kLines][kPairs + 1];
   uint32_t scales[Place::kLines][kWarps + 1];
 
-  // Of block `b` of the warp's tile.
+  // Put the codes of block `b` of the warp's tile.
   __device__ void Put(int j, int b, const uint32_t (&words)[2]) {
     auto* blocks = reinterpret_cast<uint2*>(codes[32 * j + threadIdx.x % 32]);
     blocks[threadIdx.x / 32 * (kTileLines / kBlock) + b] = make_uint2(words[0], words[1]);

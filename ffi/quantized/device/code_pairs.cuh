@@ -40,7 +40,7 @@ JGG_HOST_DEVICE uint32_t NotSmall(uint32_t both) {
   return (size + (kHighest - kMost)) | ~(size + (kHighest - kLeast));
 }
 
-// What codes alone at a place meet: of `both`, in its places.
+// The scales that codes meet which are alone at a place: those of `both`, in its places.
 JGG_HOST_DEVICE uint32_t SmallScales(uint32_t both, int place) {
   return Multiply2(both, 0x3b800000 | static_cast<uint32_t>(252 - place) << 7);
 }

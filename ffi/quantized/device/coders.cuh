@@ -1,5 +1,4 @@
-// What is done in each mode of quantize with the elements of a lane that are in one group. A coder
-// has
+// A coder is a mode of quantize: it encodes the elements of a lane that are in one group. It has
 //
 //   kCount     how many: 32, or 16 where that is 64 bytes or a group
 //   Part       what the group needs to know of a lane's elements; Of(x), and Join of two lanes'

@@ -53,7 +53,7 @@ JGG_HOST_DEVICE float ScaleOfE4M3(uint32_t byte) {
   return byte == 0x7f ? AsFloat(0x7fc00000) : Multiply(AsFloat(byte << 20), 0x1p120f);
 }
 
-// What 32 codes need beside themselves.
+// The scales of 32 codes, and what belongs to them.
 struct Scales {
   float first, second;  // affine: scale and bias; else: of the lower and the upper 16 codes
   // The way of decoding, by which Decode32 branches: one of these, or kFloats or kPairs plus the

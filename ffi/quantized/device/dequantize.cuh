@@ -128,8 +128,8 @@ struct OrderedDecoder {
   static constexpr int kBits = 4;
   static constexpr bool kGlobal = false;
 
-  // Of the 16 words of 128 codes lane a of four has, instead of its own, every fourth from a on:
-  // their pairs of codes that are four apart are what it stores.
+  // 128 codes are 16 words, which four lanes share. Lane a takes every fourth word from a on,
+  // instead of neighbours: it stores their pairs of codes that are four apart.
   static __device__ void Decode(const DequantizeParams& p, const uint8_t* weight, int64_t unit,
                                 const ValueStage<kTo>& stage) {
     const int a = static_cast<int>(unit % 4);

@@ -109,7 +109,7 @@ JGG_HOST_DEVICE uint32_t FirstBytes(const uint32_t (&words)[4]) {
   return Permute(Permute(words[0], words[1], 0x73), Permute(words[2], words[3], 0x73), 0x5410);
 }
 
-// Of elements times `factor`, a power of two: products that are not exact are 0.
+// Encode elements times `factor`, a power of two. Products that are not exact are 0.
 template <DType kOf, int kCount>
 JGG_HOST_DEVICE void EncodeE4M3(const Elements<kOf, kCount>& x, float factor, uint32_t* words) {
   const auto code = [&](int i) { return E4M3Code(RoundToE4M3(Multiply(fabsf(x[i]), factor))); };
@@ -179,7 +179,7 @@ JGG_HOST_DEVICE void EncodeE2M1Pairs(const Elements<kOf, kCount>& x, float recip
   }
 }
 
-// Of elements of which y(i) is what is rounded.
+// Encode elements: y(i) is rounded, and has the sign of element i.
 template <DType kOf, int kCount, typename Value>
 JGG_HOST_DEVICE void EncodeE2M1(const Elements<kOf, kCount>& x, Value y, uint32_t* words) {
   JGG_UNROLL
@@ -220,7 +220,7 @@ JGG_HOST_DEVICE MxGroup MakeMxGroup(float largest) {
 
 // ---- nvfp4 ----
 
-// Of a global scale.
+// The reciprocal of a global scale.
 struct Inverse {
   float value;     // 1 / global_scale, at most the largest float32
   uint32_t table;  // see RoundsUp
@@ -288,8 +288,8 @@ JGG_HOST_DEVICE float Nvfp4Quotient(float value, const Nvfp4Group& group) {
   return Quotient(value, group.scale, group.reciprocal);
 }
 
-// What EncodeNvfp4 multiplies by. If the compiler knew it there, it would make shifts and
-// additions, for a busier pipe, of multiplications.
+// EncodeNvfp4 multiplies by this. If the compiler knew it there, it would turn multiplications into
+// shifts and additions, for a busier pipe.
 inline constexpr uint32_t kNvfp4Times = 4;
 
 // With a global scale: quotients by one multiplication, which are off by less than 7 units in their
@@ -300,8 +300,8 @@ JGG_HOST_DEVICE bool EncodeNvfp4(const Elements<kOf, kCount>& x, float largest,
   static_assert(kOf != DType::kF32);
   constexpr uint32_t kHalf = 1 << 21, kUnits = 8;
   const float factor = Multiply(group.inverse, group.reciprocal);
-  // What is added to values next to the middle above code i to round them up, as byte i of (upper,
-  // lower). The middles above codes 0 to 6 are 1, 3, 5, 7, 5, 7 and 5 times a power of two.
+  // Byte i of (upper, lower) is added to values next to the middle above code i, to round them up.
+  // The middles above codes 0 to 6 are 1, 3, 5, 7, 5, 7 and 5 times a power of two.
   const uint32_t row = group.table >> (AsBits(group.scale) >> 18 & 28) & 15;
   const uint32_t lower = row * (2 * kUnits * 0x00204081) & (2 * kUnits * 0x01010101);
   const uint32_t upper = Permute(lower, 0, 0x2232);
@@ -322,7 +322,7 @@ JGG_HOST_DEVICE bool EncodeNvfp4(const Elements<kOf, kCount>& x, float largest,
   return Multiply(largest, factor) < 6.99f && factor > 0x1p-100f;
 }
 
-// Of any group.
+// Encode any group.
 template <bool kGlobal, DType kOf, int kCount>
 JGG_HOST_DEVICE void EncodeAnyNvfp4(const Elements<kOf, kCount>& x, const Nvfp4Group& group,
                                     uint32_t* words) {
@@ -374,7 +374,7 @@ JGG_HOST_DEVICE void PackStream(Code code, uint32_t* words) {
   if constexpr (kRest != 0) words[kBits * kCount / 32] = stream >> (32 - kRest);
 }
 
-// Of a usual group.
+// Encode a usual group.
 template <int kBits, DType kOf, int kCount>
 JGG_HOST_DEVICE void EncodeAffine(const Elements<kOf, kCount>& x, const AffineGroup<kBits>& group,
                                   uint32_t* words) {
@@ -385,7 +385,7 @@ JGG_HOST_DEVICE void EncodeAffine(const Elements<kOf, kCount>& x, const AffineGr
   PackStream<kBits, kCount>(code, words);
 }
 
-// Of any.
+// Encode any group.
 template <int kBits, DType kOf, int kCount>
 JGG_HOST_DEVICE void EncodeAnyAffine(const Elements<kOf, kCount>& x,
                                      const AffineGroup<kBits>& group, uint32_t* words) {

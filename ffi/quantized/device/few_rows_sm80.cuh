@@ -30,7 +30,7 @@ class FewRowsOps {
     }
   }
 
-  // Of 16 k: A in registers, B a row's two words.
+  // Add the products of 16 k. A is in registers; B is the two words of a row.
   __device__ void Add(int block, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     float (&c)[4] = sums_[block];
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0,
@@ -45,7 +45,7 @@ class FewRowsOps {
     }
   }
 
-  // Of one block of rows there are two sums, so that products wait less for each other.
+  // One block of rows has two sums, so that products wait less for each other. Add them up.
   __device__ void AddUp() {
     static_assert(kBlocks == 2);
 #pragma unroll
@@ -57,7 +57,7 @@ class FewRowsOps {
 
   // As of TensorOps.
   template <typename Function>
-  __device__ void ForEach(Function function) {
+  __device__ void ForEachSum(Function function) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -92,7 +92,7 @@ struct FewRowsConfig {
   static constexpr bool kSumsApart = true;
   // k of a step, and of a chunk of x.
   static constexpr int kStep = 128 * Weights::kBlocks, kChunk = 256;
-  // Of codes, of all threads.
+  // Bytes of codes in a step, of all threads.
   static constexpr int kStepBytes = 8 * Weights::kBits * Weights::kBlocks * kThreads;
   static constexpr int kStages = 24 * 1024 / kStepBytes;
   using Work = Schedule<kM, kN, kThreads, true, true>;
@@ -168,7 +168,7 @@ class CodeReader {
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kCopies / 2; ++i) {
-      // Of both columns' copies number 4 * i + lane.
+      // The copies of both columns are numbered; this is number 4 * i + lane.
       const bool second = 4 * i >= kCopies || (4 * i + 3 >= kCopies && 4 * i + lane >= kCopies);
       const int at = 4 * i + lane - (second ? kCopies : 0);
       const bool take = kStepBytes * step + kCopy * at < line_bytes_;  // or nothing is read

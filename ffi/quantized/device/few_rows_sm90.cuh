@@ -45,18 +45,18 @@ struct FewRowsProducts {
 
   // As of QuantizedProducts.
   template <typename Stage>
-  __device__ static void Tile(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
-                              int group, Stage& at, Sums& sums) {
+  __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
+                                      const Work& work, int group, Stage& at, Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kBlocks * kBlockSums; ++i) sums[i / kBlockSums][i % kBlockSums] = 0.0f;
     const auto loops = [&](auto asks) {
       constexpr bool kAsks = Config::kHasSmall && asks.value;
       if (work.rows <= 8) {
-        Loop<1, kAsks>(quantized, memory, work, group, at, sums);
+        MultiplySlices<1, kAsks>(quantized, memory, work, group, at, sums);
       } else if (work.rows <= 16) {
-        Loop<2, kAsks>(quantized, memory, work, group, at, sums);
+        MultiplySlices<2, kAsks>(quantized, memory, work, group, at, sums);
       } else {  // affine codes would spill
-        Loop<4, kAsks && kUnit == 1>(quantized, memory, work, group, at, sums);
+        MultiplySlices<4, kAsks && kUnit == 1>(quantized, memory, work, group, at, sums);
         if (kAsks) Multiply<4>(sums, kUnit);
       }
     };
@@ -72,8 +72,8 @@ struct FewRowsProducts {
 
   // kEights of rows. kAsks: sums are in kSmall's unit.
   template <int kEights, bool kAsks, typename Stage>
-  __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
-                              int group, Stage& at, Sums& sums) {
+  __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
+                                        const Work& work, int group, Stage& at, Sums& sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
     using Reader = typename Config::Weights::template Reader<kSlices>;
     const int column = work.out_column + 64 * group;

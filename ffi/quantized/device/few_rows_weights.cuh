@@ -8,8 +8,8 @@
 
 namespace jgg::device {
 
-// What 32 codes of a line need beside themselves, in bfloat16, in both halves (nvfp4: of codes 0-15
-// and 16-31).
+// The scales of 32 codes of a line, and what belongs to them: bfloat16, the same in both halves
+// (nvfp4: those of codes 0-15 and 16-31).
 struct LineScales {
   uint32_t scale;
   uint32_t bias;  // mxfp4, mxfp8, where it Fits: the scale times what E2M1Of, E4M3Of leave out
@@ -33,8 +33,8 @@ struct FewRowsWeights {
   static constexpr int kScaleBytes =
       (kMode == Mode::kMxfp4 || kMode == Mode::kMxfp8 ? 1 : 2) * kBlocks;
 
-  // Of block `b`, from the bits of all blocks' scales and biases. If one group has all blocks, its
-  // scale and bias are the lower halves.
+  // The scales of block `b`, from the bits of all blocks' scales and biases. If one group has all
+  // blocks, its scale and bias are the lower halves.
   __device__ static LineScales Scales(uint32_t scale, uint32_t bias, int b, bool one_group) {
     if constexpr (kAffine) {
       const uint32_t both = b == 0 || one_group ? 0x1010 : 0x3232;

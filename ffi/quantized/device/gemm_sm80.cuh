@@ -13,16 +13,26 @@
 
 namespace jgg::device {
 
-// kAligned_: rows of A begin at multiples of 16 bytes.
-template <typename Element_, bool kBKMajor_, int kM_, int kN_, int kK_, int kStages_,
-          int kBlocksPerSm_, bool kAligned_, typename Ops_, typename Format_ = AnyCoding>
-struct QuantizedGemmConfig {
+// The operands of a tile, and what most tiles have in common. Traits of a tile derive from this;
+// they say kM, kN, kK (of a slice), kStages, kBlocksPerSm and how Ops shares the tile out
+// (../gemm_sm80.cuh).
+template <typename Element_, bool kBKMajor_>
+struct QuantizedTraitsSm80 {
   using Element = Element_;
+  using Format = AnyCoding;
+  static constexpr bool kBKMajor = kBKMajor_;
+  static constexpr bool kAligned = false;  // rows of A begin at multiples of 16 bytes
+};
+
+template <typename Traits, typename Ops_>
+struct QuantizedGemmConfig {
+  using Element = typename Traits::Element;
   using Ops = Ops_;
-  using Format = Format_;
-  static constexpr bool kBKMajor = kBKMajor_, kAligned = kAligned_;
-  static constexpr int kM = kM_, kN = kN_, kK = kK_, kStages = kStages_;
-  static constexpr int kThreads = Ops::kThreads, kBlocksPerSm = kBlocksPerSm_;
+  using Format = typename Traits::Format;
+  static constexpr bool kBKMajor = Traits::kBKMajor, kAligned = Traits::kAligned;
+  static constexpr int kM = Traits::kM, kN = Traits::kN, kK = Traits::kK;
+  static constexpr int kStages = Traits::kStages, kBlocksPerSm = Traits::kBlocksPerSm;
+  static constexpr int kThreads = Ops::kThreads;
   static constexpr bool kSumsApart = kM == 16;  // only the lowest tiles know how
   using Work = Schedule<kM, kN, kThreads, true, kBKMajor>;
   using CopyA =
@@ -101,7 +111,7 @@ __device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64
     factors[n] = in_half < tile.n_count ? gemm.w.global_scale.At(weight, column) : 0.0f;
   }
   __syncthreads();
-  ops.ForEach([&](int n, float& sum) { sum *= factors[n]; });
+  ops.ForEachSum([&](int n, float& sum) { sum *= factors[n]; });
   __syncthreads();
 }
 
@@ -125,7 +135,7 @@ __device__ __forceinline__ void ForEachTile(const QuantizedGemmSm80& gemm,
       if (apart) {
         ScaleSums<Config>(gemm, tile, segment.weight, shared.result, ops);
         float* at = kept() + threadIdx.x;
-        ops.ForEach([&](int, float& sum) {
+        ops.ForEachSum([&](int, float& sum) {
           if (weight >= 0) sum += *at;
           *at = sum;
           at += Config::kThreads;

@@ -23,17 +23,27 @@ constexpr int StagesThatFit(int bytes, int stage_bytes, int most) {
   return stages < most ? stages : most;
 }
 
-// A tile is kRows rows (of x) x kBlocks * 128 columns. Gated: block 0 has 128 gates, block 1 the
-// values that they let through. Weights: packed_weights_sm90.cuh or linear_weights_sm90.cuh.
-// kWarps: few_rows_sm90.cuh.
-template <typename Weights_, int kRows_, int kBlocks_, int kMostStages_, int kCluster_,
-          int kBlocksPerSm_ = 1, bool kWarps_ = false>
+// The weights of a tile, and what most tiles have in common. Traits of a tile derive from this;
+// they say kRows and kMostStages, and what they have instead (../gemm_sm90.cuh).
+template <typename Weights_>
+struct QuantizedTraitsSm90 {
+  using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
+  static constexpr int kBlocks = 1;       // of 128 columns
+  static constexpr int kCluster = 1;      // thread blocks that share x: 1 or 2
+  static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
+  static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
+};
+
+// A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
+// in block 1 the values that they let through.
+template <typename Traits>
 struct QuantizedGemmSm90Config {
   using Element = cutlass::bfloat16_t;
-  using Weights = Weights_;
-  static constexpr int kRows = kRows_, kBlocks = kBlocks_;
-  static constexpr int kCluster = kCluster_, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kWarps = kWarps_;
+  using Weights = typename Traits::Weights;
+  static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
+  static constexpr int kMostStages = Traits::kMostStages;
+  static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
+  static constexpr bool kWarps = Traits::kWarps;
   // One thread copies all of a stage, and of x no more than a half or a quarter of the tile's rows
   // where there are no more. The pieces of prepacked weights are too many for it where WGMMA
   // multiplies and an SM has no other.
@@ -45,7 +55,8 @@ struct QuantizedGemmSm90Config {
   static constexpr bool kHasSmall =
       kWarps && Weights::kHasSmall && (kBlocks == 1 || Weights::kSmallFactor == Weights::kFactor);
   static constexpr bool kSharesK = kWarps && kBlocks == 1;  // gemm.parts may be 2
-  // Of a thread that feeds, and one that multiplies: together what all begin with.
+  // Registers of a thread that feeds, and of one that multiplies: together as many as all begin
+  // with.
   static constexpr int kFeedRegisters = kBlocksPerSm == 1 ? 56 : 48;
   static constexpr int kMultiplyRegisters = kBlocksPerSm == 1 ? 224 : 96;
   static constexpr int kThreads = 384, kWorks = 4;
@@ -65,21 +76,21 @@ struct QuantizedGemmSm90Config {
   // The L1 cache has the rest.
   static constexpr bool kLeavesMost =
       kWarps && StagesThatFit<EpilogueSm90<32, false, true>>(FreeOf(Weights::kFewRowsKib),
-                                                             kStageBytes, kMostStages_) >= 3;
+                                                             kStageBytes, kMostStages) >= 3;
   static constexpr int kFree = FreeOf(kRows > 64    ? 228
                                       : kLeavesMost ? Weights::kFewRowsKib
                                                     : Weights::kSmallTilesKib);
   // As many stages as fit. In large tiles smaller chunks of the result may leave room for one more.
   static constexpr int kStagesBesideSmall =
-      StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages_);
+      StagesThatFit<EpilogueSm90<32, false, true>>(kFree, kStageBytes, kMostStages);
   static constexpr int kStagesBesideLarge =
-      StagesThatFit<EpilogueSm90<kChunkL, false, true>>(kFree, kStageBytes, kMostStages_);
+      StagesThatFit<EpilogueSm90<kChunkL, false, true>>(kFree, kStageBytes, kMostStages);
   static constexpr bool kSmallChunks = kRows >= 128 && kStagesBesideSmall > kStagesBesideLarge;
   static constexpr int kStages = kSmallChunks ? kStagesBesideSmall : kStagesBesideLarge;
   using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, true>;
   static_assert(kStages >= 2);
 
-  // Of a tile of so many rows, those of x that are copied, and by which map.
+  // The rows of x that are copied for a tile of so many rows, and the map that copies them.
   __device__ static constexpr int BoxRows(int rows) {
     return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
@@ -181,8 +192,8 @@ struct QuantizedProducts {
 
   // All k of a tile. Leaves the ring behind the tile.
   template <typename Stage>
-  __device__ static void Tile(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
-                              int group, Stage& at, Sums& sums) {
+  __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
+                                      const Work& work, int group, Stage& at, Sums& sums) {
     if (work.slices == 0) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -191,7 +202,7 @@ struct QuantizedProducts {
       }
       return;
     }
-    auto loop = [&](auto n) { Loop<n.value>(quantized, memory, work, group, at, sums); };
+    auto loop = [&](auto n) { MultiplySlices<n.value>(quantized, memory, work, group, at, sums); };
     if constexpr (kRows > 160) {
       if (work.rows > 176) return loop(Constant<192>{});
       if (work.rows > 160) return loop(Constant<176>{});
@@ -223,13 +234,13 @@ struct QuantizedProducts {
                                                          : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
   static constexpr bool kFewRows = kBlocks * kRows <= 64;
-  // Of a stage not all codes at once: with two blocks per SM registers are few.
+  // Codes of a stage are not loaded all at once: with two blocks per SM registers are few.
   static constexpr bool kLoadsLate = Config::kBlocksPerSm >= Config::Weights::kLoadsLateFrom;
 
   // Units of a stage, in order: slice, block of columns, part of the slice.
   template <int kN, typename Stage>
-  __device__ static void Loop(const QuantizedGemmSm90& quantized, Memory& memory, const Work& work,
-                              int group, Stage& at, Sums& sums) {
+  __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
+                                        const Work& work, int group, Stage& at, Sums& sums) {
     const int column = work.out_column + 64 * group;
     Reader first_block(quantized, work, column);
     Reader second_block(quantized, work, column + quantized.gemm.n / 2);
@@ -296,7 +307,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
   Place<Config::kStages> at;
   ForEachWork<Config>(memory, [&](const Work& work) {
     typename P::Sums sums;
-    P::Tile(quantized, memory, work, group, at, sums);
+    P::MultiplyTile(quantized, memory, work, group, at, sums);
     if constexpr (Config::kSharesK) {
       AddParts<Config>(gemm, memory, work, sums[0]);
       if (gemm.parts > 1 && BlockInCluster() > 0) return;

@@ -21,7 +21,7 @@ class GlobalScales {
 
   __device__ Value Get() const { return value_; }
 
-  // Of the group after this one.
+  // The value of the group after this one.
   __device__ Value Next(const GlobalScaleSteps& steps, bool inside) const {
     return left_ > 1 || !inside ? value_ : Make{}(steps.data[index_ + 1]);
   }

@@ -309,7 +309,7 @@ JGG_HOST_DEVICE uint32_t MultiplyAddSaturate2(uint32_t a, uint32_t b, uint32_t c
 #endif
 }
 
-// Of pairs; NaN where either is NaN.
+// The larger of each pair; NaN where either is NaN.
 template <DType kOf>
 JGG_HOST_DEVICE uint32_t Max2(uint32_t a, uint32_t b) {
   static_assert(kOf != DType::kF32);

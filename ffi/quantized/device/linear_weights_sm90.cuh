@@ -37,9 +37,9 @@ struct LinearWeights {
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
   static constexpr int kScaleBytes = 0;  // they do not come with a stage
-  // Of shared memory, for tiles of at most 64 rows, and, where three stages fit, for those that
-  // warps multiply: what threads load of scales must not drive each other out of the L1 cache,
-  // which has the rest. Beside codes of 8 bits they are few.
+  // KiB of shared memory for tiles of at most 64 rows, and, where three stages fit, for those that
+  // warps multiply. The L1 cache has the rest: scales that threads load must not drive each other
+  // out of it. Beside codes of 8 bits scales are few.
   static constexpr int kSmallTilesKib = 196, kFewRowsKib = kBits < 8 ? 164 : 196;
 
   // One thread, for one warpgroup's columns.
@@ -108,8 +108,8 @@ struct LinearWeights {
 
   static bool AsksForSmall(const QuantizedGemmSm90&) { return kHasSmall; }
 
-  // What a thread reads of a tile's columns: of its own and the one 8 further on, from stages of so
-  // many slices.
+  // A thread's reader of a tile's columns: its own and the one 8 further on, from stages of so many
+  // slices.
   template <int kStageSlices>
   class Reader {
    public:
@@ -259,7 +259,8 @@ struct LinearWeights {
       }
     }
 
-    // Of the next 128 k, to next_[at]. Past the end, where x has zeros, any number.
+    // Load the scales of the next 128 k to next_[at]. Past the end x has zeros, and scales are any
+    // number.
     __device__ void LoadScales(int at) {
       const int64_t to_bias =
           static_cast<const char*>(quantized_.biases) - static_cast<const char*>(quantized_.scales);

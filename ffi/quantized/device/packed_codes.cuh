@@ -115,15 +115,15 @@ JGG_HOST_DEVICE void PackPairs(const uint32_t (&pairs)[16], uint32_t (&words)[kB
   }
 }
 
-// Of 16 pairs of codes number `pair`, which ends before bit kEnd: the first of it is in words'
-// lower halves, the second in the upper ones.
+// Pair number `pair` of 16 pairs of codes, which ends before bit kEnd. Its first code is in words'
+// lower halves, its second in the upper ones.
 template <int kBits, int kEnd>
 JGG_HOST_DEVICE CodePair PackedPairOf(const uint32_t (&words)[kBits], int pair, uint32_t more) {
   constexpr uint32_t kMask = ((1u << kBits) - 1) * 0x10001;
   constexpr int kEach = 16 / kBits;  // whole pairs of a word
   if constexpr (kBits == 6) {
-    // Of every 8 pairs in 3 words two are in each, the others in what is left: the four bits of a
-    // word and two of the middle one.
+    // Every 8 pairs are 3 words. Each word has two of them; the two others are in the bits that are
+    // left: four of a word, and two of the middle one.
     const int first = 3 * (pair / 8), number = pair % 8;
     if (number < 6) {
       const uint32_t word = words[first + number / 2] >> (number % 2 == 0 ? 0 : 6);

@@ -43,7 +43,7 @@ __device__ inline void E4M3Pairs(uint32_t first, uint32_t second, uint32_t (&pai
 template <Mode kMode, int kBits>
 struct PackedCodes;
 
-// What most of them are.
+// The members that most of these decoders share.
 struct PackedCodesBase {
   static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
   static constexpr bool kHasSmall = false;
@@ -78,7 +78,7 @@ struct PackedCodes<Mode::kNvfp4, 4> : PackedCodesBase {
   }
 };
 
-// Of both rows the scales are one word, e8m0: of a row's 32 k and the 32 after.
+// The scales of both rows are one word of e8m0: a row's first 32 k, and the 32 after.
 template <>
 struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase {
   static constexpr bool kHasSmall = true;
@@ -174,17 +174,18 @@ struct PackedWeights {
                                      typename Config::SharedMemory& memory, int group) {
     const bool gated = IsGated(quantized.gemm.epilogue.activation);
     const int half = quantized.gemm.n / 128;  // tiles from a gate to what it lets through
-    const int tiles = gated ? half : quantized.column_tiles;
+    const int tiles = gated ? half : quantized.packed.column_tiles;
     const int tile_scales = TileScales(quantized);
     Place<Config::kStages> at;
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int column = work.out_column / 64 + group;
       const bool exists = column < tiles;  // of the last 128 columns there may be only 64
       const int64_t first =
-          (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) * quantized.k_tiles;
-      const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
+          (static_cast<int64_t>(work.weight) * quantized.packed.column_tiles + column) *
+          quantized.packed.k_tiles;
+      const char* codes = static_cast<const char*>(quantized.packed.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-      const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
+      const int64_t block = static_cast<int64_t>(half) * quantized.packed.k_tiles;
 #pragma unroll 1
       for (int slice = 0; slice < work.slices; slice += 2) {
         uint64_t* full = &memory.full[at.index];
@@ -215,18 +216,19 @@ struct PackedWeights {
     const GemmSm90& gemm = quantized.gemm;
     const bool gated = IsGated(gemm.epilogue.activation);
     const int half = gemm.n / 128;  // tiles from a gate to what it lets through
-    const int tiles = gated ? half : quantized.column_tiles;
+    const int tiles = gated ? half : quantized.packed.column_tiles;
     const int tile_scales = TileScales(quantized);
-    const int64_t block = static_cast<int64_t>(half) * quantized.k_tiles;
+    const int64_t block = static_cast<int64_t>(half) * quantized.packed.k_tiles;
     Place<Config::kStages> at;
     ForEachWork<Config, false>(memory, [&](const Work& work) {
       const int column = work.out_column / 64;
       const int groups = min(2, tiles - column);  // of the last 128 columns there may be only 64
       int k_tile = work.l_k / kSliceSm90;
-      const int64_t first = (static_cast<int64_t>(work.weight) * quantized.column_tiles + column) *
-                                quantized.k_tiles +
-                            k_tile;
-      const char* codes = static_cast<const char*>(quantized.codes) + first * kTileCodes;
+      const int64_t first =
+          (static_cast<int64_t>(work.weight) * quantized.packed.column_tiles + column) *
+              quantized.packed.k_tiles +
+          k_tile;
+      const char* codes = static_cast<const char*>(quantized.packed.codes) + first * kTileCodes;
       const char* scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
       const CUtensorMap* l_map = Config::BoxMap(gemm, work.rows);
       const int most_slices = Config::StageSlices(work.rows);
@@ -243,13 +245,13 @@ struct PackedWeights {
         for (int i = 0; i < 2 * Config::kBlocks; ++i) {
           const int group = i % 2, b = i / 2;
           if (group >= groups) continue;
-          const int64_t tile = b * block + group * quantized.k_tiles;
+          const int64_t tile = b * block + group * quantized.packed.k_tiles;
           char* to = memory.codes[at.index][b][group];
           char* scales_to = memory.scales[at.index][b][group];
           CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full, to, scales_to,
                     slices, tile_scales);
-          // What is left of the last stage has the same weights again, which meet zeros of x: as
-          // many tiles as share scales.
+          // The rest of the last stage has the same weights again, which meet zeros of x: as many
+          // tiles as share scales.
           const int together = kTileScales <= tile_scales ? 1 : 2;
 #pragma unroll 1
           for (int s = slices; s < most_slices; s += together) {
@@ -267,10 +269,10 @@ struct PackedWeights {
 
   // Whether stages may do with ScaleRange::kSmall.
   static bool AsksForSmall(const QuantizedGemmSm90& quantized) {
-    return kHasSmall && quantized.tile_scales <= kTileScales;
+    return kHasSmall && quantized.packed.tile_scales <= kTileScales;
   }
 
-  // What a thread reads of a tile's columns, from stages of so many slices.
+  // A thread's reader of a tile's columns, from stages of so many slices.
   template <int kStageSlices>
   class Reader {
    public:
@@ -286,7 +288,7 @@ struct PackedWeights {
       }
     };
 
-    // Of the warp's columns, for a stage.
+    // Whether all scales of the warp's columns are small, in a stage.
     __device__ bool AllSmall(const char* scales) const {
       const int lane = threadIdx.x % 32, pair = threadIdx.x % 128 / 32 * 8 + lane % 8;
       scales = At(scales, lane / 8 % kStageSlices, pair);
@@ -356,7 +358,7 @@ struct PackedWeights {
 
   // Bytes of a tile's scales, or of half of two tiles' that share them.
   __device__ static int TileScales(const QuantizedGemmSm90& quantized) {
-    return Codes::kMostScaleWords == 1 ? kTileScales : quantized.tile_scales;
+    return Codes::kMostScaleWords == 1 ? kTileScales : quantized.packed.tile_scales;
   }
 };
 

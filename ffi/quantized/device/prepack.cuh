@@ -49,7 +49,7 @@ JGG_HOST_DEVICE void ToThreads(const uint32_t (&from)[4], uint32_t (&threads)[4]
   }
 }
 
-// Of each byte its highest bit, eight times.
+// The highest bit of each byte, eight times.
 JGG_HOST_DEVICE uint32_t SignBytes(uint32_t word) { return Permute(word, 0, 0xba98); }
 
 // Four e4m3 magnitudes as (exponent + 10) * 8 + mantissa, without subnormals; NaN is 255.
@@ -62,7 +62,7 @@ JGG_HOST_DEVICE uint32_t WideE4M3(uint32_t bytes) {
   return ((bytes + 0x18181818) & normal) | (small & ~normal) | nan;
 }
 
-// What decodes a row of a tile, as words.
+// The scales of a row of a tile, as words.
 template <Mode kMode, int kWords>
 struct RowScales;
 
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kPrepackThreads)
     StoreScales(p, row_tile * p.k_tiles + tile, scales);
   }
   __syncwarp();
-  // Of every 8 codes of a row a thread has a pair: the first of its 32 begins at this bit.
+  // A thread has a pair of every 8 codes of a row; the first of its 32 begins at this bit.
   const int ahead = 2 * kBits * (lane % 4), shift = ahead % 32;
   char* out = reinterpret_cast<char*>(p.out) + (row_tile * p.k_tiles + first) * 512 * kBits;
   JGG_NO_UNROLL

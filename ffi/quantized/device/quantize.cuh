@@ -151,13 +151,13 @@ __device__ void StoreWarp(const uint32_t* words, uint8_t* at, int lane, int coun
 
 template <typename Coder>
 struct QuantizeKernelTraits {
-  static constexpr int kElements = kUnitBytes / (Coder::kOf == DType::kF32 ? 4 : 2);
+  static constexpr int kElements = kUnitBytes / Size(Coder::kOf);
   static constexpr int kGroups = kElements / Coder::kCount;
   static constexpr int kBytes = kElements * Coder::kBits / 8;  // of their codes
   static constexpr int kBlocks = kElements == 32 && (Coder::kBias || Coder::kGlobal) ? 3 : 4;
   static constexpr bool kStaged = kBytes != 4 && kBytes != 8 && kBytes != 16;
   static constexpr int kWords = (kBytes + 3) / 4;
-  // Of the scales of a unit.
+  // The scales of a unit.
   using Scale =
       std::conditional_t<Coder::kBias,
                          std::conditional_t<Coder::kOf == DType::kF32, uint32_t, uint16_t>,

@@ -53,7 +53,8 @@ class QuantizedCopy {
  public:
   static constexpr int kLines = kKMajor ? kN : kK;
   static constexpr int kCont = kKMajor ? kK : kN;  // elements of a line in a slice
-  // What one thread decodes: neighbouring threads neighbouring lines, which lie in different banks.
+  // Codes that one thread decodes. Neighbouring threads have neighbouring lines, which lie in
+  // different banks.
   static constexpr int kUnit = kLines * kCont / kThreads < 32 ? 32 : kLines * kCont / kThreads;
   static constexpr int kUnits = kLines * kCont / kUnit;
   static_assert(kUnits <= kThreads && kUnit % 32 == 0 && kCont % kUnit == 0);
@@ -130,8 +131,8 @@ class QuantizedCopy {
     return Format::template Shape<kLines, kCont, kThreads>(gemm);
   }
 
-  // What this thread copies: from which byte of a line on, and every shape.step-th line from which
-  // on.
+  // The part that this thread copies: it begins at this byte of a line, and has every shape.step-th
+  // line from its first one on.
   __device__ int CopyByte(const SliceShape& shape) const {
     return (threadIdx.x & ((1 << shape.column_bits) - 1)) * shape.width;
   }
@@ -139,7 +140,7 @@ class QuantizedCopy {
     return threadIdx.x >> shape.column_bits;
   }
 
-  // What this thread decodes: its place in the slice ...
+  // The part that this thread decodes: its place in the slice ...
   __device__ int Line() const { return threadIdx.x % kLines; }
   __device__ int Cont() const { return threadIdx.x / kLines * kUnit; }
 
@@ -231,7 +232,8 @@ class QuantizedCopy {
     return static_cast<int>(reinterpret_cast<uintptr_t>(from)) & 3;
   }
 
-  // What MakeScales takes, of 32 codes. Zeros past the end of a line, whose codes are zeros too.
+  // Read the scales of 32 codes, as MakeScales takes them: zeros past the end of a line, whose
+  // codes are zeros too.
   __device__ uint2 ReadScales(const QuantizedGemmSm80& gemm, const unsigned char* ring, int k0,
                               int sub) const {
     const PackedSlice& slice = gemm.slice;

@@ -8,7 +8,7 @@
 
 namespace jgg::device {
 
-// What a lane knows of its 32 codes beside themselves.
+// The scales of a lane's 32 codes, and what belongs to them.
 struct UnitScales {
   uint32_t first, second;  // bits of scale and bias; of two scales (nvfp4); of the scale
   float low, high;         // global scales of the first 16 and the last

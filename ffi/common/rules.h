@@ -1,0 +1,27 @@
+// The parts of rules about static shapes. A rule says in one sentence why a kernel cannot take
+// a call. It is host code that needs neither CUDA nor XLA: handlers ask it, and Python does through
+// _ffi, in every build.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace jgg::rules {
+
+// Why not; nothing where the kernel can.
+using Reason = std::optional<std::string>;
+
+// Why an axis of `got` elements is not whole multiples of `unit`.
+inline Reason NeedsMultiple(const char* name, int64_t unit, int64_t got) {
+  if (got % unit == 0) return std::nullopt;
+  return std::string("needs ") + name + " % " + std::to_string(unit) + " == 0, got " + name + "=" +
+         std::to_string(got);
+}
+
+// TMA copies lines of whole 16 bytes.
+inline Reason NeedsWholeLines(const char* name, int element_bytes, int64_t got) {
+  return NeedsMultiple(name, 16 / element_bytes, got);
+}
+
+}  // namespace jgg::rules

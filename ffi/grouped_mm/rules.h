@@ -1,0 +1,63 @@
+// Why the Hopper kernel cannot take an mm or a wgrad, from static shapes: see common/rules.h.
+#pragma once
+
+#include "common/rules.h"
+
+namespace jgg::rules {
+
+// An mm: x (T, K) @ w (G, K, N).
+struct MmShape {
+  int64_t k, n;
+  int element_bytes = 2;
+  int planes = 1;  // of float32 operands; then k has been filled up to whole 64
+  bool transpose_x = false, transpose_w = false, transpose_out = false;
+  bool in_order = true;  // the segments' rows in the result are ascending and disjoint
+  bool gated = false;    // N has two halves
+  bool by_list = false;  // rows of x or the result come by list
+};
+
+inline Reason MmSm90Problem(const MmShape& mm) {
+  if (!mm.in_order) return "segments may overlap or come in any order";
+  if (mm.transpose_x) return "x is transposed";
+  if (mm.transpose_out) return "the result is transposed";
+  if (mm.planes > 1) {
+    if (mm.by_list) return "rows by list of split operands";
+    if (mm.gated) return "a gated activation of split operands";
+    // Behind the k of one plane comes the next.
+    if (auto reason = NeedsMultiple("K", 64, mm.k)) return reason;
+    return mm.transpose_w ? std::nullopt : NeedsWholeLines("N", mm.element_bytes, mm.n);
+  }
+  if (auto reason = NeedsWholeLines("K", mm.element_bytes, mm.k)) return reason;
+  if (mm.transpose_w) return std::nullopt;
+  // The second half of a gated N begins in the middle of a line.
+  if (mm.gated && NeedsWholeLines("N", mm.element_bytes, mm.n / 2)) {
+    return NeedsMultiple("N", 2 * 16 / mm.element_bytes, mm.n);
+  }
+  // One column is contiguous along K, too.
+  return mm.n == 1 ? std::nullopt : NeedsWholeLines("N", mm.element_bytes, mm.n);
+}
+
+// A wgrad: out (G, A, B) of x (T, A) and y (T, B).
+struct WgradShape {
+  int64_t rows_x, rows_y, a, b;
+  int element_bytes = 2;
+  int planes = 1;                                 // of float32 operands
+  bool transpose_x = false, transpose_y = false;  // contiguous along T, which is contracted
+  bool own_weight = true;                         // segment s is for weight s, and no other
+  bool segments = false;                          // metadata is a table of segments
+};
+
+inline Reason WgradSm90Problem(const WgradShape& wgrad) {
+  if (!wgrad.own_weight) return "weights may have several segments";
+  if (wgrad.transpose_x && wgrad.transpose_y && wgrad.segments) {
+    return "both operands are contiguous along k, and segments may begin at different places in "
+           "them";
+  }
+  auto reason = wgrad.transpose_x ? NeedsWholeLines("T", wgrad.element_bytes, wgrad.rows_x)
+                                  : NeedsWholeLines("A", wgrad.element_bytes, wgrad.a);
+  if (reason) return reason;
+  return wgrad.transpose_y ? NeedsWholeLines("T", wgrad.element_bytes, wgrad.rows_y)
+                           : NeedsWholeLines("B", wgrad.element_bytes, wgrad.b);
+}
+
+}  // namespace jgg::rules

@@ -1,0 +1,21 @@
+// Attributes that the handlers of quantized arrays share: dictionaries of a call, by name.
+#pragma once
+
+#include "common/attributes.h"
+
+// "quantized": what a quantized array is, as jax_groupgemm's class Quantized has it, and which of
+// its optional leaves there are.
+JGG_ATTRIBUTES(QuantizedAttrs,              //
+               (std::string_view, mode),    // "affine", "mxfp4", "mxfp8" or "nvfp4"
+               (int32_t, bits),             // of a code
+               (int32_t, group_size),       // codes that share a scale
+               (std::string_view, layout),  // "linear" or "sm90"
+               (bool, biases),              //
+               (bool, global_scale));
+
+// "qmm": how the matrices lie, the segments' rows in the result, and the arithmetic.
+JGG_ATTRIBUTES(QmmAttrs,             //
+               (bool, transpose_w),  // lines of w are columns of W
+               (bool, x_ordered),    // columns of x are in the order that gemm_sm90.h says
+               (bool, in_order),     // rows in the result are ascending and disjoint
+               (bool, tf32));        // float32 operands may be rounded to TensorFloat-32

@@ -1,0 +1,43 @@
+// The modes of quantized arrays, and why the Hopper kernel cannot take a product with one as it is
+// stored: see common/rules.h.
+#pragma once
+
+#include <string_view>
+
+#include "common/rules.h"
+#include "quantized/quantized.h"
+
+namespace jgg::rules {
+
+inline std::optional<Mode> ToMode(std::string_view name) {
+  if (name == "affine") return Mode::kAffine;
+  if (name == "mxfp4") return Mode::kMxfp4;
+  if (name == "mxfp8") return Mode::kMxfp8;
+  if (name == "nvfp4") return Mode::kNvfp4;
+  return std::nullopt;
+}
+
+inline std::string UnknownMode(std::string_view name) {
+  return "mode '" + std::string(name) + "' is not one of affine, mxfp4, mxfp8, nvfp4";
+}
+
+// A qmm: x (T, K) @ W, a weight in layout "linear".
+struct QmmShape {
+  int64_t k;
+  int bits;  // of a code
+  bool bfloat16_x = true;
+  bool bfloat16_scales = true;  // or scales are bytes
+  bool transpose_w = true;      // w is quantized along K
+  bool in_order = true;         // the segments' rows in the result are ascending and disjoint
+};
+
+inline Reason QmmSm90Problem(const QmmShape& qmm) {
+  if (!qmm.bfloat16_x) return "x is not bfloat16";
+  if (!qmm.in_order) return "segments may overlap or come in any order";
+  if (!qmm.transpose_w) return "w is quantized along N";
+  if (!qmm.bfloat16_scales) return "scales are not bfloat16";
+  // Lines of codes are whole 16 bytes.
+  return NeedsMultiple("K * bits", 128, qmm.k * qmm.bits);
+}
+
+}  // namespace jgg::rules

@@ -1,0 +1,149 @@
+// The rules that handlers have, by name: Python asks them before it chooses a kernel.
+//
+// A function whose name ends in "_problem" returns why a kernel cannot take a call, in one
+// sentence, or None where it can. Only a handler can tell what depends on a device or on addresses.
+
+#include "rules.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "common/processors.h"
+#include "grouped_mm/rules.h"
+#include "grouped_mm/tiles_sm90.h"
+#include "nvfp4/rules.h"
+#include "quantized/rules.h"
+
+namespace nb = nanobind;
+
+namespace jgg {
+namespace {
+
+using namespace nb::literals;
+using rules::Reason;
+
+std::vector<int> TilesSm90(bool wgrad, bool gated, bool transpose_x) {
+  std::vector<int> tiles;
+  for (int tile : rules::kTilesSm90) {
+    if (rules::HasTileSm90(wgrad, gated, !wgrad || transpose_x, tile)) tiles.push_back(tile);
+  }
+  return tiles;
+}
+
+Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool transpose_x,
+                     bool transpose_w, bool transpose_out, bool in_order, bool gated,
+                     bool by_list) {
+  rules::MmShape mm{k, n};
+  mm.element_bytes = element_bytes;
+  mm.planes = planes;
+  mm.transpose_x = transpose_x;
+  mm.transpose_w = transpose_w;
+  mm.transpose_out = transpose_out;
+  mm.in_order = in_order;
+  mm.gated = gated;
+  mm.by_list = by_list;
+  return rules::MmSm90Problem(mm);
+}
+
+Reason WgradSm90Problem(int64_t rows_x, int64_t rows_y, int64_t a, int64_t b, int element_bytes,
+                        bool transpose_x, bool transpose_y, bool own_weight, bool segments) {
+  rules::WgradShape wgrad{rows_x, rows_y, a, b};
+  wgrad.element_bytes = element_bytes;
+  wgrad.transpose_x = transpose_x;
+  wgrad.transpose_y = transpose_y;
+  wgrad.own_weight = own_weight;
+  wgrad.segments = segments;
+  return rules::WgradSm90Problem(wgrad);
+}
+
+Reason QmmSm90Problem(int64_t k, int bits, bool bfloat16_x, bool bfloat16_scales, bool transpose_w,
+                      bool in_order) {
+  rules::QmmShape qmm{k, bits};
+  qmm.bfloat16_x = bfloat16_x;
+  qmm.bfloat16_scales = bfloat16_scales;
+  qmm.transpose_w = transpose_w;
+  qmm.in_order = in_order;
+  return rules::QmmSm90Problem(qmm);
+}
+
+// The axes of a Product are int32.
+void CheckAxes(std::initializer_list<int64_t> axes) {
+  for (int64_t axis : axes) {
+    if (axis < 0 || axis > INT32_MAX) {
+      throw nb::value_error("an axis is negative, or longer than 2^31 - 1");
+    }
+  }
+}
+
+Reason Nvfp4MmSm100Problem(int64_t k, int64_t n, int out_bytes) {
+  CheckAxes({k, n});
+  return nvfp4::ShapeProblem(nvfp4::GroupedMm(1, 1, n, k, out_bytes));
+}
+
+Reason Nvfp4WgradSm100Problem(int64_t k) {
+  CheckAxes({k});
+  return nvfp4::ShapeProblem(nvfp4::GroupedWgrad(1, nvfp4::kTileK, 1, 1, k));
+}
+
+int64_t Nvfp4MmWorkspace(int64_t tokens, int64_t groups, int64_t n, int64_t k) {
+  CheckAxes({tokens, groups, n, k});
+  return nvfp4::Workspace(nvfp4::GroupedMm(tokens, groups, n, k, Size(DType::kF32))).bytes;
+}
+
+int64_t Nvfp4WgradWorkspace(int64_t padded_tokens, int64_t groups, int64_t n, int64_t k) {
+  CheckAxes({padded_tokens, groups, n, k});
+  return nvfp4::Workspace(nvfp4::GroupedWgrad(padded_tokens, padded_tokens, groups, n, k)).bytes;
+}
+
+std::pair<int64_t, int> PackedScaleShape(const std::string& mode, int group_size, int64_t k_tiles) {
+  const auto known = rules::ToMode(mode);
+  if (!known) throw nb::value_error(rules::UnknownMode(mode).c_str());
+  if (group_size < 1) throw nb::value_error("group_size is not positive");
+  const PackedScales scales = PackedScalesOf(*known, group_size);
+  return {64 * k_tiles / scales.k, scales.words};
+}
+
+}  // namespace
+
+void DefineRules(nb::module_& m) {
+  m.attr("H200_PROCESSORS") = kH200Processors;
+  m.def("tiles_sm90", &TilesSm90, nb::kw_only(), "wgrad"_a = false, "gated"_a = false,
+        "transpose_x"_a = false,
+        "Rows of the tiles that the Hopper kernel has for mm, or for wgrad, where transpose_x says "
+        "that x is contiguous along the axis that is contracted.");
+  m.def("mm_sm90_problem", &MmSm90Problem, nb::kw_only(), "k"_a, "n"_a, "element_bytes"_a = 2,
+        "planes"_a = 1, "transpose_x"_a = false, "transpose_w"_a = false, "transpose_out"_a = false,
+        "in_order"_a = true, "gated"_a = false, "by_list"_a = false,
+        "Why the Hopper kernel cannot take an mm: x (T, K) @ w (G, K, N). With planes, k is the "
+        "one that has been filled up, and element_bytes 2.");
+  m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,
+        "b"_a, "element_bytes"_a = 2, "transpose_x"_a = false, "transpose_y"_a = false,
+        "own_weight"_a = true, "segments"_a = false,
+        "Why the Hopper kernel cannot take a wgrad: out (G, A, B) of x (T, A) and y (T, B). "
+        "segments says that the metadata is a table of segments. With planes, rows of transposed "
+        "operands are those that have been filled up, and element_bytes 2.");
+  m.def("qmm_sm90_problem", &QmmSm90Problem, nb::kw_only(), "k"_a, "bits"_a, "bfloat16_x"_a = true,
+        "bfloat16_scales"_a = true, "transpose_w"_a = true, "in_order"_a = true,
+        "Why the Hopper kernel cannot take a product with a weight in layout 'linear'. "
+        "bfloat16_scales is also true of modes whose scales are bytes.");
+  m.def("nvfp4_mm_sm100_problem", &Nvfp4MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "out_bytes"_a,
+        "Why the Blackwell kernel cannot take an nvfp4_grouped_mm: out (T, N), of elements of "
+        "out_bytes, of x (T, K) and w (G, N, K).");
+  m.def("nvfp4_wgrad_sm100_problem", &Nvfp4WgradSm100Problem, nb::kw_only(), "k"_a,
+        "Why the Blackwell kernel cannot take an nvfp4_grouped_wgrad: out (G, N, K) float32.");
+  m.def("nvfp4_mm_workspace", &Nvfp4MmWorkspace, nb::kw_only(), "tokens"_a, "groups"_a, "n"_a,
+        "k"_a, "Bytes of the workspace of an nvfp4_grouped_mm.");
+  m.def("nvfp4_wgrad_workspace", &Nvfp4WgradWorkspace, nb::kw_only(), "padded_tokens"_a, "groups"_a,
+        "n"_a, "k"_a, "Bytes of the workspace of an nvfp4_grouped_wgrad; k columns of x.");
+  m.def("packed_scales", &PackedScaleShape, nb::kw_only(), "mode"_a, "group_size"_a, "k_tiles"_a,
+        "The last two axes of the scales of layout 'sm90': tiles along K, and words of a tile, for "
+        "a weight of so many tiles of 64 k.");
+}
+
+}  // namespace jgg
