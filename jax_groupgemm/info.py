@@ -62,11 +62,11 @@ def _tiles() -> dict[str, Any]:
 
 def _operations() -> dict[str, dict[str, Any]]:
     """Per operation and dtype what runs here, and why the other kernels do not."""
-    from ._kernels import choose, extension
+    from ._kernels import extension, samples
 
     platform = "cuda" if extension.live_capabilities() else "cpu"
     table: dict[str, dict[str, Any]] = {}
-    for op, sample in choose.SAMPLES.items():
+    for op, sample in samples.SAMPLES.items():
         table[op] = {}
         for dtype in sample.dtypes:
             choice = sample.choice(platform, dtype)

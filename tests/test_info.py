@@ -4,7 +4,7 @@ import pytest
 
 from jax_groupgemm import info
 from jax_groupgemm._core.operations import OPERATIONS
-from jax_groupgemm._kernels import choose, extension
+from jax_groupgemm._kernels import choose, extension, samples
 
 CONVERSIONS = ("quantize", "dequantize", "nvfp4_quantize", "prepack")
 
@@ -43,7 +43,7 @@ def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversio
 
 
 def test_every_operation_has_a_line(monkeypatch):
-    assert set(choose.SAMPLES) == set(OPERATIONS)
+    assert set(samples.SAMPLES) == set(OPERATIONS)
     text = info._text(collect(monkeypatch, 90))
     for op in OPERATIONS:
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {op} ")]

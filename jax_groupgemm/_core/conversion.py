@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from .._kernels import choose
+from .._kernels import choose, problems
 from . import costs
 from .composed import Composed
 
@@ -21,7 +21,7 @@ def composed(target: str, definition: Callable, call: Callable, batch: Callable 
     """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``."""
 
     def on_cuda(platform, *operands, **static):
-        problem = choose.Conversion(
+        problem = problems.Conversion(
             op=target.removeprefix("jgg_"), platform=platform, mode=static.get("mode", ""),
             empty=any(0 in a.shape for a in jax.tree.leaves(operands)),
         )  # fmt: skip

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import dtypes, segments
-from .._kernels import choose
+from .._kernels import choose, problems
 from .planes import as_planes
 
 
@@ -31,13 +31,13 @@ class Epilogue:
 
 def mm_problem(platform, x, w, meta, *, form, rows, out_dtype, transpose_x=False, transpose_w=False,
                transpose_out=False, precision=None, implementation=None, epilogue=None,
-               lists=False) -> choose.Mm:  # fmt: skip
+               lists=False) -> problems.Mm:  # fmt: skip
     """``mm`` of these operands, as kernels see it; with an ``epilogue``, or lists of rows."""
     groups, k, n = (w.shape[i] for i in ((0, 2, 1) if transpose_w else (0, 1, 2)))
     epilogue = epilogue or Epilogue()
     options = [v for v in (epilogue.bias, epilogue.row_scale) if v is not None]
     existing = epilogue.existing_out
-    return choose.Mm(
+    return problems.Mm(
         op="mm", platform=platform, implementation=implementation,
         dtypes=(x.dtype.name, w.dtype.name), out_dtype=jnp.dtype(out_dtype).name,
         operand_dtype=dtypes.promoted(x.dtype, w.dtype).name, empty=0 in (*x.shape, *w.shape),
@@ -108,10 +108,10 @@ def mm(choice: choose.Choice, x, w, *meta, form, rows, out_dtype, transpose_x, t
 def wgrad_problem(
     platform, x, y, meta, *, form, groups, out_dtype, transpose_x=False, transpose_y=False,
     precision=None, implementation=None,
-) -> choose.Wgrad:  # fmt: skip
+) -> problems.Wgrad:  # fmt: skip
     """``wgrad`` of these operands, as kernels see it."""
     (_, a, b), (rows, _) = _wgrad_shape(x, y, groups, transpose_x, transpose_y)
-    return choose.Wgrad(
+    return problems.Wgrad(
         op="wgrad", platform=platform, implementation=implementation,
         dtypes=(x.dtype.name, y.dtype.name), out_dtype=jnp.dtype(out_dtype).name,
         operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=rows, groups=groups, a=a, b=b,

@@ -95,7 +95,8 @@ def _call_of(platform, x, w, meta, x_index, y_index, *, out_dtype, transpose_w, 
         return None
     valid = (x_index >= 0) & (x_index < count)
     out = call.mm(
-        choice, x.reshape(rows.shape), w, *meta, **same, x_rows=_rows(jnp.where(valid, x_index, -1), m),
+        choice, x.reshape(rows.shape), w, *meta, **same,
+        x_rows=_rows(jnp.where(valid, x_index, -1), m),
         y_rows=None if y_index is None else _rows(y_index, m),
     )  # fmt: skip
     return out.reshape(pairs, m, out.shape[1])

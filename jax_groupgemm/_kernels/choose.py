@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import extension, tuned
+from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
@@ -28,10 +29,11 @@ PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
 #: Activations whose two operands are the halves of N.
 GATED = ("swiglu", "geglu")
 
-_FLOATS = ("float32", "bfloat16", "float16")
+#: Dtypes that kernels know.
+FLOATS = ("float32", "bfloat16", "float16")
 _HALVES = ("bfloat16", "float16")
 
-# ---- thresholds, measured (docs/lab has the tables) --------------------------------------------
+# Thresholds, measured: docs/lab has the tables.
 
 # gather_mm and gather_qmm: products of fewer rows than the first, if all together have more than
 # the second, are sorted by matrix, so that a matrix is read once. The others come as they are.
@@ -51,123 +53,11 @@ _LISTS_UP_TO_ROWS = 64
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 
 
-# ---- problems ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What is known of a call before it runs.
-
-    Attributes:
-      op: the name of the operation in ``KERNELS``.
-      platform: what the computation is lowered for, "cpu", "cuda" or another.
-      implementation: the kernel that the user named, or None.
-      dtypes: names of the dtypes of operands that a kernel must know.
-      out_dtype: name of the result's.
-      empty: whether an operand has no elements.
-    """
-
-    op: str
-    platform: str
-    implementation: str | None = None
-    dtypes: tuple[str, ...] = ()
-    out_dtype: str = "float32"
-    empty: bool = False
-
-    @property
-    def named(self) -> bool:
-        return self.implementation is not None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mm(Problem):
-    """``(rows, k) x (groups, k, n)``; ``segments`` of rows, ``elements`` of both operands."""
-
-    rows: int
-    groups: int
-    k: int
-    n: int
-    segments: int
-    elements: int = 0
-    operand_dtype: str  # what both operands are converted to
-    ordered: bool = True  # the result's rows are in the order of segments, which do not overlap
-    transpose_x: bool = False
-    transpose_w: bool = False
-    transpose_out: bool = False
-    tf32: bool = False
-    # Options of a fused call.
-    lists: bool = False  # rows are named by index
-    gated: bool = False
-    option_dtypes: tuple[str, ...] = ()
-    existing_dtype: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wgrad(Problem):
-    """``groups`` of ``(a, rows) x (rows, b)``."""
-
-    rows: int
-    groups: int
-    a: int
-    b: int
-    kind: str
-    segments: int
-    elements: int = 0
-    operand_dtype: str
-    own_weight: bool = True  # segment s is matrix s of the result
-    whole: bool = False  # segments may not be cut into parts
-    transpose_x: bool = False
-    transpose_y: bool = False
-    tf32: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Qmm(Problem):
-    """``(rows, k) x (groups, n, k)``, quantized; ``all_groups`` share the rows."""
-
-    rows: int
-    groups: int
-    all_groups: int
-    k: int
-    n: int
-    mode: str
-    bits: int
-    layout: str
-    scales_dtype: str
-    packable: bool  # ``prepack`` has a layout for the weight
-    ordered: bool = True
-    transpose_w: bool = True
-    gated: bool = False
-    option_dtypes: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Conversion(Problem):
-    """``quantize``, ``dequantize``, ``prepack`` or ``nvfp4_quantize``."""
-
-    mode: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Nvfp4(Problem):
-    """A product of two NVFP4 operands; ``inner`` is what multiplies them once they are decoded."""
-
-    k: int
-    n: int
-    inner: Qmm | Wgrad
-    linear: bool = True  # both operands are stored in layout "linear"
-    row_scales: bool = False  # x has a global scale that is not part of the result's factor
-
-
 # ---- kernels -----------------------------------------------------------------------------------
 
 
-def _always(problem) -> bool:
-    return True
-
-
-def _nothing(problem) -> str | None:
-    return None
+_always = lambda problem: True
+_nothing = lambda problem: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,8 +179,8 @@ def unsupported(kernel: Kernel, problem: Problem) -> str | None:
     """Why a kernel does not know the dtypes of a problem."""
     for role, names in (("operand", problem.dtypes), ("result", (problem.out_dtype,))):
         for name in names:
-            if name not in _FLOATS:
-                return f"{role} dtype {name} is not one of {', '.join(_FLOATS)}"
+            if name not in FLOATS:
+                return f"{role} dtype {name} is not one of {', '.join(FLOATS)}"
     return None
 
 
@@ -350,9 +240,8 @@ def _mm_sm90(p: Mm, **more) -> str | None:
 def _mm_fuses(p: Mm) -> str | None:
     if p.lists:
         return lists_sm90(p) if p.implementation != "sm80" else "it takes no lists of rows"
-    for name in p.option_dtypes:
-        if name not in _FLOATS:
-            return f"option dtype {name} is not one of {', '.join(_FLOATS)}"
+    if why := _option_dtypes(p):
+        return why
     if p.existing_dtype not in (None, p.out_dtype):
         return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"
     if p.empty:
@@ -360,6 +249,11 @@ def _mm_fuses(p: Mm) -> str | None:
     if p.gated and mm_planes(dataclasses.replace(p, gated=False)) > 1:
         return "it does not split float32 operands of a gated activation"
     return None
+
+
+def _option_dtypes(p: Mm | Qmm) -> str | None:
+    unknown = [name for name in p.option_dtypes if name not in FLOATS]
+    return f"option dtype {unknown[0]} is not one of {', '.join(FLOATS)}" if unknown else None
 
 
 def _mm_fuses_generic(p: Mm) -> str | None:
@@ -515,10 +409,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
-    for name in p.option_dtypes:
-        if name not in _FLOATS:
-            return f"option dtype {name} is not one of {', '.join(_FLOATS)}"
-    return "an operand is empty" if p.empty else None
+    return _option_dtypes(p) or ("an operand is empty" if p.empty else None)
 
 
 # ---- NVFP4 -------------------------------------------------------------------------------------
@@ -610,106 +501,3 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
     },
 }  # fmt: skip
-
-
-# ---- tables --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """A call of an operation that has no awkward shape, for tables of what runs.
-
-    ``otherwise`` names what runs without a kernel: the reference, or a composition of others.
-    """
-
-    make: Callable[[str, str], Problem]
-    dtypes: tuple[str, ...] = _FLOATS
-    otherwise: str = "reference"
-
-    def choice(self, platform: str, dtype: str) -> Choice | None:
-        problem = self.make(platform, dtype)
-        return (fused if isinstance(problem, Nvfp4) else choose)(problem)
-
-    def others(self, platform: str, dtype: str) -> dict[str, str]:
-        """Why each implementation that does not run the call does not."""
-        problem, choice = self.make(platform, dtype), self.choice(platform, dtype)
-        runs = None if choice is None else choice.kernel.name
-        return {
-            name: _reasons(problem, name) or f"only on request, implementation={name!r}"
-            for name in IMPLEMENTATIONS[:-1]
-            if name != runs
-        }
-
-
-def _sample_mm(platform: str, dtype: str) -> Mm:
-    return Mm(
-        op="mm", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
-        rows=4096, groups=8, k=2048, n=2048, segments=8, elements=2**25,
-    )  # fmt: skip
-
-
-def _sample_wgrad(platform: str, dtype: str) -> Wgrad:
-    return Wgrad(
-        op="wgrad", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
-        rows=4096, groups=8, a=2048, b=2048, kind="sizes", segments=8, elements=2**24,
-    )  # fmt: skip
-
-
-def _sample_qmm(platform: str, dtype: str) -> Qmm:
-    return Qmm(
-        op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, groups=8,
-        all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
-        scales_dtype="bfloat16", packable=True,
-    )  # fmt: skip
-
-
-def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, str], Nvfp4]:
-    def make(platform: str, dtype: str) -> Nvfp4:
-        decoded = dataclasses.replace(inner(platform, "bfloat16"), out_dtype=dtype)
-        return Nvfp4(op=op, platform=platform, out_dtype=dtype, k=2048, n=2048, inner=decoded)
-
-    return make
-
-
-def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
-    return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
-
-
-_NVFP4_MM = _sample_nvfp4("nvfp4_grouped_mm", _sample_qmm)
-#: Every public operation, by a call of it.
-SAMPLES: dict[str, Sample] = {
-    **dict.fromkeys(
-        ("grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general"),
-        Sample(_sample_mm, (*_FLOATS, "float64")),
-    ),
-    "segmented_mm": Sample(_sample_wgrad, (*_FLOATS, "float64")),
-    **dict.fromkeys(("grouped_qmm", "gather_qmm", "quantized_matmul"), Sample(_sample_qmm)),
-    "nvfp4_grouped_mm": Sample(_NVFP4_MM, otherwise="composed"),
-    "nvfp4_grouped_wgrad": Sample(
-        _sample_nvfp4("nvfp4_grouped_wgrad", _sample_wgrad), ("float32",), "composed"
-    ),
-    "nvfp4_grouped_linear": Sample(_NVFP4_MM, ("float32", "bfloat16"), "composed"),
-    **{
-        op: Sample(_sample_conversion(op))
-        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
-    },
-}
-
-
-def _reasons(problem: Problem, name: str) -> str | None:
-    kernels = [k for k in KERNELS[problem.op] if k.name == name and not k.only_named]
-    why = [_reason(kernel, problem) for kernel in kernels] or [missing(name, problem.op)]
-    return next(filter(None, why), None)
-
-
-def _reason(kernel: Kernel, problem: Problem) -> str | None:
-    if kernel.platform != problem.platform:
-        there = "no CUDA device" if kernel.platform == "cuda" else "JAX runs on another device"
-        return extension.unavailable(kernel.name) or there
-    capabilities = extension.live_capabilities() if kernel.platform == "cuda" else ()
-    return (
-        extension.unavailable(kernel.name, capabilities)
-        or unsupported(kernel, problem)
-        or kernel.can(problem)
-        or (kernel.fuses(problem) if isinstance(problem, Nvfp4) else None)
-    )

@@ -53,9 +53,13 @@ class Entry(NamedTuple):
     rule_us: float
 
 
-def tiles(op: str, gated: bool = False) -> tuple[int, ...]:
-    """Rows of the tiles that the kernel has for a product; x of wgrad is (T, K)."""
-    return tuple(extension.rules().tiles_sm90(wgrad=op == "wgrad", gated=gated))
+def tiles(op: str, gated: bool = False, transposed: str = "") -> tuple[int, ...]:
+    """Rows of the tiles that the kernel has for a product, as ``Product`` describes it."""
+    return tuple(
+        extension.rules().tiles_sm90(
+            wgrad=op == "wgrad", gated=gated, transpose_x=op == "wgrad" and "x" in transposed
+        )
+    )
 
 
 # ---- choice ----------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ def read(path: Path) -> dict[str, Any]:
 def _entry(fields: dict[str, Any]) -> tuple[Product, Entry]:
     product = Product(**{name: fields[name] for name in Product._fields})
     entry = Entry(**{name: fields[name] for name in Entry._fields})
-    if entry.tile not in (known := tiles(product.op, product.gated)):
+    if entry.tile not in (known := tiles(product.op, product.gated, product.transposed)):
         raise ValueError(f"tile {entry.tile} is not one of {', '.join(map(str, known))}")
     return product, entry
 

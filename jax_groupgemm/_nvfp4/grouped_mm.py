@@ -16,7 +16,7 @@ from .._core.operations import operation
 from .._core.segments import SIZES
 from .._grouped import call as grouped_call
 from .._grouped import epilogue
-from .._kernels import choose
+from .._kernels import problems
 from .._quantized import array, convert, formats, prepack
 from .._quantized import call as quantized_call
 from .._quantized import product as quantized_product
@@ -117,14 +117,14 @@ def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
     return epilogue.MM(ones, bias[:, :, None], meta, None, None, out, dtype=dtype, **options)
 
 
-def _problem(platform, x, w, group_sizes, scale, bias, *, dtype, implementation) -> choose.Nvfp4:
+def _problem(platform, x, w, group_sizes, scale, bias, *, dtype, implementation) -> problems.Nvfp4:
     del scale
     (rows, k), n = x.shape, w.shape[1]
     decoded = quantized_call.qmm_problem(
         platform, _decoded(x), w, (group_sizes,), form=SIZES, rows=rows, out_dtype=dtype,
         transpose_w=True, implementation=implementation, epilogue=grouped_call.Epilogue(bias),
     )  # fmt: skip
-    return choose.Nvfp4(
+    return problems.Nvfp4(
         op="nvfp4_grouped_mm", platform=platform, implementation=implementation,
         out_dtype=jnp.dtype(dtype).name, k=k, n=n, inner=decoded,
         linear=x.layout == w.layout == "linear", row_scales=x.global_scale is not None,

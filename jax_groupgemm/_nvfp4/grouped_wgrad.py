@@ -14,7 +14,7 @@ from .._core.operations import operation
 from .._core.segments import SIZES
 from .._grouped import call as grouped_call
 from .._grouped import primitives
-from .._kernels import choose
+from .._kernels import problems
 from .._quantized.array import Quantized
 from . import layouts, sm100
 from .grouped_mm import apart, exact, factor, operand
@@ -118,12 +118,12 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implement
 
 
 def _problem(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype,
-             implementation) -> choose.Nvfp4:  # fmt: skip
+             implementation) -> problems.Nvfp4:  # fmt: skip
     decoded = grouped_call.wgrad_problem(
         platform, _decoded(dy), _decoded(x), (group_sizes,), **_product(group_sizes),
         out_dtype=dtype, implementation=implementation,
     )  # fmt: skip
-    return choose.Nvfp4(
+    return problems.Nvfp4(
         op="nvfp4_grouped_wgrad", platform=platform, implementation=implementation,
         out_dtype=jnp.dtype(dtype).name, k=x.shape[0], n=dy.shape[0], inner=decoded,
     )  # fmt: skip

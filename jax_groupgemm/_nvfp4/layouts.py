@@ -8,13 +8,16 @@ swizzled  scales in the order of Blackwell's block-scaled instructions: tiles of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core import check
 from .._core.segments import LENGTH, SIZES, X_START, _prefix_sum, decode
+from .._quantized.layouts import Layout, register
 
 # Rows to which each group is padded.
 GROUPED, SWIZZLED = 64, 128
@@ -102,3 +105,56 @@ def unswizzle(scales, rows: int, columns: int):
     split = scales.reshape(*lead, r, s, 32, 4, 4)
     split = split.transpose(*range(n), n, n + 3, n + 2, n + 1, n + 4)
     return split.reshape(*lead, 128 * r, 4 * s)[..., :rows, :columns]
+
+
+class _Padded(Layout):
+    """A layout with rows that are padded group by group."""
+
+    modes = ("nvfp4",)
+
+    def takes_positions(self, value) -> bool:
+        return value is not None and value.ndim == 1 and value.dtype == jnp.int32
+
+
+class _Grouped(_Padded):
+    """Blocks run along grouped rows, which are padded group by group."""
+
+    name, axes, positions = "grouped", (-2,), "int32 (T,)"
+
+    def checked(self, op: str, name: str, q) -> Any:
+        check.shape(op, f"{name}.weight", q.weight, (None, None), "C, P/8", "layout 'grouped'")
+        return super().checked(op, name, q)
+
+    def restored(self, values, q) -> Any:
+        return take_rows(values, q.positions)
+
+
+class _Swizzled(_Padded):
+    """Scales are in the order of Blackwell's instructions."""
+
+    name, positions = "swizzled", "int32 (T,) or None"
+
+    def takes_positions(self, value) -> bool:
+        return value is None or super().takes_positions(value)
+
+    def in_order(self, op: str, name: str, q) -> Any:
+        every_axis = (1, *q.shape[:-1], q.shape[-1] // q.group_size)
+        *lead, rows, columns = every_axis[-max(q.weight.ndim, 2) :]
+        scales, expected = q.scales, (*lead, *tiles(rows, columns))
+        if q.positions is not None:
+            expected = (scales.shape[0] if scales.ndim else 0, *expected[-2:])
+        if scales.shape != expected:
+            raise ValueError(
+                f"jgg.{op}: {name}.scales has shape {scales.shape}, expected {expected} in layout "
+                f"'swizzled' because {name}.weight is {q.weight.shape}"
+            )
+        if q.positions is None:
+            scales = unswizzle(scales, rows, columns)
+        else:
+            scales = unswizzle(scales, 128 * scales.shape[0], columns)
+            scales = take_rows(scales, q.positions)
+        return dataclasses.replace(q, scales=scales, positions=None, layout="linear")
+
+
+register(_Grouped())
+register(_Swizzled())

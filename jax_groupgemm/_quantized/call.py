@@ -10,19 +10,19 @@ import jax.numpy as jnp
 
 from .._core import segments
 from .._grouped.call import Epilogue, attributes, epilogue_flags, metadata_flags, tf32
-from .._kernels import choose
+from .._kernels import choose, problems
 from . import formats, ordered
 
 
 def qmm_problem(
     platform, x, q, meta, *, form, rows, out_dtype, transpose_w, implementation,
     epilogue: Epilogue | None = None, packable: bool = False, **_,
-) -> choose.Qmm:  # fmt: skip
+) -> problems.Qmm:  # fmt: skip
     """``qmm`` of these operands, as kernels see it; ``packable``: ``prepack`` takes the weight."""
     groups, (n, k) = q.shape[0], q.shape[1:] if transpose_w else q.shape[:0:-1]
     epilogue = epilogue or Epilogue()
     options = [v for v in (epilogue.bias, epilogue.row_scale) if v is not None]
-    return choose.Qmm(
+    return problems.Qmm(
         op="qmm", platform=platform, implementation=implementation, dtypes=(x.dtype.name,),
         out_dtype=jnp.dtype(out_dtype).name, empty=0 in (*x.shape, *q.shape), rows=rows,
         groups=groups,

@@ -11,10 +11,10 @@ from jax import lax
 from .._core import check, conversion
 from .._core.check import either
 from .._core.operations import operation
-from .._nvfp4 import layouts
 from . import call, formats
-from .array import Quantized, checked, checked_global_scale, static
+from .array import Quantized, checked, static
 from .formats import FLOATS
+from .layouts import LAYOUTS, checked_global_scale
 
 
 @operation
@@ -107,10 +107,7 @@ def dequantize(q: Quantized, dtype=None) -> jax.Array:
     """
     op = "dequantize"
     q = checked(op, "q", q)
-    if q.layout == "sm90":
-        from .prepack import unpacked
-
-        q = unpacked(q)
+    q = LAYOUTS[q.layout].to_linear(q)
     if dtype is None:
         if q.mode == "affine":
             dtype = q.scales.dtype
@@ -143,7 +140,7 @@ def _dequantize(q: Quantized, dtype, implementation: str | None = None):
     )  # fmt: skip
     if q.axis == -2:
         values = values.swapaxes(-1, -2)
-    return values if q.positions is None else layouts.take_rows(values, q.positions)
+    return LAYOUTS[q.layout].restored(values, q)
 
 
 _DEQUANTIZE = conversion.composed(

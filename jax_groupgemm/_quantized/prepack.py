@@ -25,10 +25,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import conversion, partition
+from .._core.check import describe
 from .._core.float_bits import u32
 from .._core.operations import operation
 from . import array, call, formats
 from .array import Quantized
+from .layouts import Layout, checked_global_scale, register
 
 _TILE = 64
 
@@ -417,3 +419,38 @@ def _bf16_of_e8m0(byte):
 
 def _e8m0_of_bf16(bits):
     return jnp.where(bits == 0x7FC0, u32(255), bits >> 7)
+
+
+class _Sm90(Layout):
+    """Tiles of 64 x 64, as this file's docstring describes them."""
+
+    name = "sm90"
+    axes = (-1,)
+
+    def shape(self, q) -> tuple[int, ...]:
+        *lead, rows, columns, _ = q.weight.shape
+        return (*lead, _TILE * rows, _TILE * columns)
+
+    def checked(self, op: str, name: str, q: Quantized) -> Quantized:
+        *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
+        scales = formats.packed_scales(q.mode, q.group_size, columns)
+        expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, *scales)
+        if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
+            raise ValueError(
+                f"jgg.{op}: {name} has weight {describe(q.weight)} and scales "
+                f"{describe(q.scales)}, which jgg.prepack did not make: layout {q.layout!r} has "
+                f"shapes {expected}"
+            )
+        for leaf in (q.weight, q.scales):
+            if leaf.dtype != jnp.uint32:
+                raise TypeError(
+                    f"jgg.{op}: {name} in layout {q.layout!r} is uint32, got {leaf.dtype}"
+                )
+        global_scale = checked_global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
+        return dataclasses.replace(q, global_scale=global_scale)
+
+    def to_linear(self, q: Quantized) -> Quantized:
+        return unpacked(q)
+
+
+register(_Sm90())

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._kernels import choose, extension, tuned
+from .._kernels import extension, tuned
 from . import timing
 from .cases import MODELS, OPS, QUICK, TOKENS, Case, Layer, Operands, cases, model_layers
 
@@ -52,7 +52,7 @@ def problem() -> str | None:
     capabilities = extension.live_capabilities()
     if not capabilities:
         return f"it needs a Hopper GPU, and jax sees only {jax.local_devices()}"
-    if why := choose.unavailable("sm90", capabilities):
+    if why := extension.unavailable("sm90", capabilities):
         return why
     try:
         timing.extension()

@@ -12,7 +12,7 @@ import pytest
 
 import jax_groupgemm as jgg
 from jax_groupgemm._grouped import planes
-from jax_groupgemm._kernels import choose, extension
+from jax_groupgemm._kernels import choose, extension, problems
 
 SIZES = np.array([4, 0, 9], np.int32)
 
@@ -229,14 +229,14 @@ def test_kernels_for_one_architecture_need_its_code(monkeypatch, rng, kernel, ca
     """PTX for all newer devices, which every build has, is not enough."""
     half = {"platform": "cuda", "dtypes": ("bfloat16",) * 2, "out_dtype": "bfloat16"}
     shape = {"rows": 64, "groups": 4, "k": 64, "n": 64}
-    lists = choose.Mm(
+    lists = problems.Mm(
         op="mm", **half, **shape, segments=4, operand_dtype="bfloat16", lists=True
     )  # fmt: skip
-    inner = choose.Qmm(
+    inner = problems.Qmm(
         op="qmm", **half, **shape, all_groups=4, mode="nvfp4", bits=4, layout="linear",
         scales_dtype="uint8", packable=True,
     )  # fmt: skip
-    nvfp4 = choose.Nvfp4(op="nvfp4_grouped_mm", platform="cuda", k=64, n=64, inner=inner)
+    nvfp4 = problems.Nvfp4(op="nvfp4_grouped_mm", platform="cuda", k=64, n=64, inner=inner)
     monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,))
     for architectures in (("80", "80-virtual"), ("80", code, "80-virtual")):
         monkeypatch.setattr(

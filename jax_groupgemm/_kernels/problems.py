@@ -1,0 +1,110 @@
+"""Problems: what is known of a call before it runs, as ``choose`` sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is known of a call before it runs.
+
+    Attributes:
+      op: the name of the operation in ``KERNELS``.
+      platform: what the computation is lowered for, "cpu", "cuda" or another.
+      implementation: the kernel that the user named, or None.
+      dtypes: names of the dtypes of operands that a kernel must know.
+      out_dtype: name of the result's.
+      empty: whether an operand has no elements.
+    """
+
+    op: str
+    platform: str
+    implementation: str | None = None
+    dtypes: tuple[str, ...] = ()
+    out_dtype: str = "float32"
+    empty: bool = False
+
+    @property
+    def named(self) -> bool:
+        return self.implementation is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mm(Problem):
+    """``(rows, k) x (groups, k, n)``; ``segments`` of rows, ``elements`` of both operands."""
+
+    rows: int
+    groups: int
+    k: int
+    n: int
+    segments: int
+    elements: int = 0
+    operand_dtype: str  # what both operands are converted to
+    ordered: bool = True  # the result's rows are in the order of segments, which do not overlap
+    transpose_x: bool = False
+    transpose_w: bool = False
+    transpose_out: bool = False
+    tf32: bool = False
+    # Options of a fused call.
+    lists: bool = False  # rows are named by index
+    gated: bool = False
+    option_dtypes: tuple[str, ...] = ()
+    existing_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wgrad(Problem):
+    """``groups`` of ``(a, rows) x (rows, b)``."""
+
+    rows: int
+    groups: int
+    a: int
+    b: int
+    kind: str
+    segments: int
+    elements: int = 0
+    operand_dtype: str
+    own_weight: bool = True  # segment s is matrix s of the result
+    whole: bool = False  # segments may not be cut into parts
+    transpose_x: bool = False
+    transpose_y: bool = False
+    tf32: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qmm(Problem):
+    """``(rows, k) x (groups, n, k)``, quantized; ``all_groups`` share the rows."""
+
+    rows: int
+    groups: int
+    all_groups: int
+    k: int
+    n: int
+    mode: str
+    bits: int
+    layout: str
+    scales_dtype: str
+    packable: bool  # ``prepack`` has a layout for the weight
+    ordered: bool = True
+    transpose_w: bool = True
+    gated: bool = False
+    option_dtypes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion(Problem):
+    """``quantize``, ``dequantize``, ``prepack`` or ``nvfp4_quantize``."""
+
+    mode: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nvfp4(Problem):
+    """A product of two NVFP4 operands; ``inner`` is what multiplies them once they are decoded."""
+
+    k: int
+    n: int
+    inner: Qmm | Wgrad
+    linear: bool = True  # both operands are stored in layout "linear"
+    row_scales: bool = False  # x has a global scale that is not part of the result's factor

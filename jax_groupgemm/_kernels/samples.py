@@ -1,0 +1,110 @@
+"""A call of each public operation, for tables of what runs and why the rest does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from . import choose, extension
+from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Wgrad
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A call of an operation that has no awkward shape, for tables of what runs.
+
+    ``otherwise`` names what runs without a kernel: the reference, or a composition of others.
+    """
+
+    make: Callable[[str, str], Problem]
+    dtypes: tuple[str, ...] = choose.FLOATS
+    otherwise: str = "reference"
+
+    def choice(self, platform: str, dtype: str) -> choose.Choice | None:
+        problem = self.make(platform, dtype)
+        return (choose.fused if isinstance(problem, Nvfp4) else choose.choose)(problem)
+
+    def others(self, platform: str, dtype: str) -> dict[str, str]:
+        """Why each implementation that does not run the call does not."""
+        problem, choice = self.make(platform, dtype), self.choice(platform, dtype)
+        runs = None if choice is None else choice.kernel.name
+        return {
+            name: _reasons(problem, name) or f"only on request, implementation={name!r}"
+            for name in choose.IMPLEMENTATIONS[:-1]
+            if name != runs
+        }
+
+
+def _sample_mm(platform: str, dtype: str) -> Mm:
+    return Mm(
+        op="mm", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
+        rows=4096, groups=8, k=2048, n=2048, segments=8, elements=2**25,
+    )  # fmt: skip
+
+
+def _sample_wgrad(platform: str, dtype: str) -> Wgrad:
+    return Wgrad(
+        op="wgrad", platform=platform, dtypes=(dtype, dtype), out_dtype=dtype, operand_dtype=dtype,
+        rows=4096, groups=8, a=2048, b=2048, kind="sizes", segments=8, elements=2**24,
+    )  # fmt: skip
+
+
+def _sample_qmm(platform: str, dtype: str) -> Qmm:
+    return Qmm(
+        op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, groups=8,
+        all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
+        scales_dtype="bfloat16", packable=True,
+    )  # fmt: skip
+
+
+def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, str], Nvfp4]:
+    def make(platform: str, dtype: str) -> Nvfp4:
+        decoded = dataclasses.replace(inner(platform, "bfloat16"), out_dtype=dtype)
+        return Nvfp4(op=op, platform=platform, out_dtype=dtype, k=2048, n=2048, inner=decoded)
+
+    return make
+
+
+def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
+    return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
+
+
+_NVFP4_MM = _sample_nvfp4("nvfp4_grouped_mm", _sample_qmm)
+#: Every public operation, by a call of it.
+SAMPLES: dict[str, Sample] = {
+    **dict.fromkeys(
+        ("grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general"),
+        Sample(_sample_mm, (*choose.FLOATS, "float64")),
+    ),
+    "segmented_mm": Sample(_sample_wgrad, (*choose.FLOATS, "float64")),
+    **dict.fromkeys(("grouped_qmm", "gather_qmm", "quantized_matmul"), Sample(_sample_qmm)),
+    "nvfp4_grouped_mm": Sample(_NVFP4_MM, otherwise="composed"),
+    "nvfp4_grouped_wgrad": Sample(
+        _sample_nvfp4("nvfp4_grouped_wgrad", _sample_wgrad), ("float32",), "composed"
+    ),
+    "nvfp4_grouped_linear": Sample(_NVFP4_MM, ("float32", "bfloat16"), "composed"),
+    **{
+        op: Sample(_sample_conversion(op))
+        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
+    },
+}
+
+
+def _reasons(problem: Problem, name: str) -> str | None:
+    kernels = [k for k in choose.KERNELS[problem.op] if k.name == name and not k.only_named]
+    why = [_reason(kernel, problem) for kernel in kernels] or [choose.missing(name, problem.op)]
+    return next(filter(None, why), None)
+
+
+def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
+    if kernel.platform != problem.platform:
+        there = "no CUDA device" if kernel.platform == "cuda" else "JAX runs on another device"
+        return extension.unavailable(kernel.name) or there
+    capabilities = extension.live_capabilities() if kernel.platform == "cuda" else ()
+    return (
+        extension.unavailable(kernel.name, capabilities)
+        or choose.unsupported(kernel, problem)
+        or kernel.can(problem)
+        or (kernel.fuses(problem) if isinstance(problem, Nvfp4) else None)
+    )
