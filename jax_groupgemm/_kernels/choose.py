@@ -294,7 +294,9 @@ def _planes(p: Mm | Wgrad, runs: bool, pays: bool) -> int:
     no faster than tf32 on "sm80"."""
     if p.operand_dtype != "float32" or not runs or p.implementation == "sm80":
         return 1
-    if p.implementation != "sm90" and (p.tf32 or not pays or not _hopper()):
+    if p.implementation != "sm90" and (
+        p.tf32 or not pays or set(extension.live_capabilities()) != {90}
+    ):
         return 1
     if extension.live_capabilities() and "90a" not in extension.BUILD.architectures:
         return 1
@@ -307,11 +309,6 @@ def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> b
     element, and 5 us are a fit that chooses the faster in the cases measured."""
     planes = multiplications / 40e12 + 2.5e-12 * elements + 5e-6
     return planes < multiplications / (10e12 if few else 21e12)
-
-
-def _hopper() -> bool:
-    """Whether every GPU of this process is a Hopper one."""
-    return set(extension.live_capabilities()) == {90}
 
 
 def sorting_pays(kind: str, pairs: int, rows: int) -> bool:
