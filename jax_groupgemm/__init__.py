@@ -23,4 +23,28 @@ from ._quantized.grouped_qmm import grouped_qmm as grouped_qmm
 from ._quantized.prepack import prepack as prepack
 from ._quantized.quantized_matmul import quantized_matmul as quantized_matmul
 
+__all__ = [
+    "EXPORT_DISABLED_CHECKS",
+    "NVFP4Recipe",
+    "Quantized",
+    "__version__",
+    "checkpoints",
+    "cost",
+    "dequantize",
+    "gather_mm",
+    "gather_qmm",
+    "grouped_mm",
+    "grouped_qmm",
+    "nvfp4_grouped_linear",
+    "nvfp4_grouped_mm",
+    "nvfp4_grouped_wgrad",
+    "nvfp4_quantize",
+    "prepack",
+    "quantize",
+    "quantized_matmul",
+    "ragged_dot",
+    "ragged_dot_general",
+    "segmented_mm",
+]
+
 __version__ = _version("jax_groupgemm")

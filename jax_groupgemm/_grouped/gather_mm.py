@@ -8,10 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition, segments
 from .._core.operations import operation
 from .._core.segments import Form
+from .._core.types import Implementation, Integers
 from .._kernels import choose
 from . import call, primitives
 from . import gathered as by_list
@@ -19,15 +22,15 @@ from . import gathered as by_list
 
 @operation
 def gather_mm(
-    a,
-    b,
-    lhs_indices=None,
-    rhs_indices=None,
+    a: ArrayLike,
+    b: ArrayLike,
+    lhs_indices: Integers | None = None,
+    rhs_indices: Integers | None = None,
     *,
     sorted_indices: bool = False,
-    precision=None,
-    preferred_element_type=None,
-    implementation: str | None = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[i] = a[lhs_indices[i]] @ b[rhs_indices[i]]``; **the batch of b is grouped**.
 

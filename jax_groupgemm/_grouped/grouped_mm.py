@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import jax
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
+from .._core.types import Activation, Implementation, Integers
 from . import epilogue
 from .epilogue import ACTIVATIONS, GATED_ACTIVATIONS
 
 
 @operation
 def grouped_mm(
-    x,
-    w,
-    group_sizes,
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: Integers,
     *,
-    group_offset=None,
+    group_offset: ArrayLike | None = None,
     transpose_w: bool = False,
-    bias=None,
-    activation: str | None = None,
-    row_scale=None,
-    existing_out=None,
-    precision=None,
-    preferred_element_type=None,
-    implementation: str | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    row_scale: ArrayLike | None = None,
+    existing_out: ArrayLike | None = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[t] = x[t] @ w[group(t)]``; **T (rows) is grouped**.
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition, segments
 from .._core.operations import operation
 from .._core.segments import SIZES, Form
+from .._core.types import Integers
 from . import primitives
 from .grouped_mm import metadata
 
 
 @operation
 def ragged_dot(
-    lhs,
-    rhs,
-    group_sizes,
-    precision=None,
-    preferred_element_type=None,
-    group_offset=None,
-    out_sharding=None,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: Integers,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """``out[m] = lhs[m] @ rhs[group(m)]``; **rows of lhs are grouped**. Drop-in for JAX's.
 
@@ -61,14 +65,14 @@ def ragged_dot(
 
 @operation
 def ragged_dot_general(
-    lhs,
-    rhs,
-    group_sizes,
-    ragged_dot_dimension_numbers,
-    precision=None,
-    preferred_element_type=None,
-    group_offset=None,
-    out_sharding=None,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: Integers,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """:func:`jax.lax.ragged_dot_general`; **one axis of lhs is grouped**, in any of its modes.
 

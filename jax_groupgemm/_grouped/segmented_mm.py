@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import jax
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
 from .._core.segments import SPANS
+from .._core.types import Implementation, Integers
 from . import primitives
 
 
 @operation
 def segmented_mm(
-    a,
-    b,
-    segments,
+    a: ArrayLike,
+    b: ArrayLike,
+    segments: Integers,
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
-    precision=None,
-    preferred_element_type=None,
-    implementation: str | None = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[s] = a[:, start_s:end_s] @ b[start_s:end_s, :]``; **K (contracted) is grouped**.
 

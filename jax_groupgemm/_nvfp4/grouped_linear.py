@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from .._core import check, partition, primitive
 from .._core.operations import operation
 from .._core.segments import SIZES
+from .._core.types import Integers
 from .._grouped import primitives
 from .._grouped.grouped_mm import grouped_mm
 from .._quantized import formats
@@ -76,7 +78,13 @@ _DEFAULT = NVFP4Recipe()
 
 @operation
 def nvfp4_grouped_linear(
-    x, w, group_sizes, *, bias=None, recipe: NVFP4Recipe = _DEFAULT, key=None
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: Integers,
+    *,
+    bias: ArrayLike | None = None,
+    recipe: NVFP4Recipe = _DEFAULT,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """``out[t] = x[t] @ w[group(t)].T + bias[group(t)]``; **T (rows) is grouped**; trains in NVFP4.
 

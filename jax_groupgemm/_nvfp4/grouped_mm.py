@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition
 from .._core import float_bits as fb
 from .._core.operations import operation
 from .._core.segments import SIZES
+from .._core.types import Implementation, Integers
 from .._grouped import call as grouped_call
 from .._grouped import epilogue
 from .._kernels import problems
@@ -29,12 +31,12 @@ from .sm100 import folded
 def nvfp4_grouped_mm(
     x: Quantized,
     w: Quantized,
-    group_sizes,
+    group_sizes: Integers,
     *,
-    alpha=None,
-    bias=None,
-    preferred_element_type=jnp.bfloat16,
-    implementation: str | None = None,
+    alpha: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = jnp.bfloat16,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[t] = alpha[g] * x[t] @ w[g].T + bias[g]``, ``g = group(t)``; **T (rows) is grouped**.
 

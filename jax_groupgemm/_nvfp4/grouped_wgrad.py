@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._core import check
 from .._core.operations import operation
 from .._core.segments import SIZES
+from .._core.types import Implementation, Integers
 from .._grouped import call as grouped_call
 from .._grouped import primitives
 from .._kernels import problems
@@ -25,12 +27,12 @@ from .sm100 import folded
 def nvfp4_grouped_wgrad(
     x: Quantized,
     dy: Quantized,
-    group_sizes,
+    group_sizes: Integers,
     *,
-    alpha=None,
-    beta=None,
-    existing_out=None,
-    implementation: str | None = None,
+    alpha: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    existing_out: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[g] = alpha[g] * dy[rows g].T @ x[rows g] + beta[g] * existing_out[g]``;
     **T (contracted) is grouped**.

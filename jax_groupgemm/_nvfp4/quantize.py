@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from .._core import check, conversion, dtypes, partition
 from .._core import float_bits as fb
 from .._core.float_bits import i32, u32
 from .._core.operations import operation
+from .._core.types import Integers
 from .._quantized import formats
 from .._quantized.array import Quantized
 from . import call, layouts
@@ -33,14 +36,14 @@ _SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np
 
 @operation
 def nvfp4_quantize(
-    x,
+    x: ArrayLike,
     *,
     axis: int = -1,
-    group_sizes=None,
+    group_sizes: Integers | None = None,
     scale_2d: bool = False,
-    stochastic_rounding_key=None,
+    stochastic_rounding_key: jax.Array | None = None,
     hadamard: bool = False,
-    layout: str = "linear",
+    layout: Literal["linear", "swizzled"] = "linear",
 ) -> Quantized:
     """``x ≈ e2m1 * e4m3 * global_scale``; **blocks of 16 run along ``axis``; T may be grouped**.
 

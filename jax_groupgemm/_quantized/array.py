@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._core import check
 from .._core.check import describe
@@ -91,6 +92,31 @@ class Quantized:
         """The shape of the array it stands for, ``(..., K)``, as stored: the last two axes are
         exchanged where ``axis`` is -2, K is padded in layout "grouped"."""
         return LAYOUTS[self.layout].shape(self)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the array it stands for."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all leaves together, as they are stored."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def __getitem__(self, index) -> Quantized:
+        """Some of the matrices: ``index`` is of the leading axes, all but the last two.
+
+        Raises:
+          IndexError: there are fewer leading axes, or a number is out of range.
+        """
+        lead = self.shape[:-2]
+        at = index if isinstance(index, tuple) else (index,)
+        if len(at) > len(lead) or any(i is None or i is Ellipsis for i in at):
+            raise IndexError(f"jgg.Quantized: {index!r} is no index of the leading axes {lead}")
+        for i, size in zip(at, lead, strict=False):
+            if isinstance(i, (int, np.integer)) and not -size <= i < size:
+                raise IndexError(f"jgg.Quantized: index {i} is out of range for an axis of {size}")
+        return jax.tree.map(lambda leaf: leaf[at[: leaf.ndim]], self)
 
     def __repr__(self) -> str:
         static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"

@@ -7,10 +7,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, conversion
 from .._core.check import either
 from .._core.operations import operation
+from .._core.types import Mode
 from . import call, formats
 from .array import Quantized, checked, static
 from .formats import FLOATS
@@ -19,12 +21,12 @@ from .layouts import LAYOUTS, checked_global_scale
 
 @operation
 def quantize(
-    w,
+    w: ArrayLike,
     *,
-    mode: str = "affine",
+    mode: Mode = "affine",
     bits: int | None = None,
     group_size: int | None = None,
-    global_scale=None,
+    global_scale: ArrayLike | None = None,
 ) -> Quantized:
     """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
 
@@ -81,7 +83,7 @@ def quantize(
 
 
 @operation
-def dequantize(q: Quantized, dtype=None) -> jax.Array:
+def dequantize(q: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
     """``w[..., k] = value(q[..., k])``; **K, the last axis, is grouped**.
 
     Affine: the float32 product ``q * scale`` plus bias, in float32, rounded once to ``dtype``.

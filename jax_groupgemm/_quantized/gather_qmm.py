@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition
 from .._core.operations import operation
+from .._core.types import Implementation, Integers
 from .._grouped.gather_mm import gathered
 from . import product as quantized_product
 from .array import Quantized
@@ -14,15 +16,15 @@ from .array import Quantized
 
 @operation
 def gather_qmm(
-    x,
+    x: ArrayLike,
     w: Quantized,
-    lhs_indices=None,
-    rhs_indices=None,
+    lhs_indices: Integers | None = None,
+    rhs_indices: Integers | None = None,
     *,
     transpose_w: bool = True,
     sorted_indices: bool = False,
-    preferred_element_type=None,
-    implementation: str | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[i] = x[lhs_indices[i]] @ w[rhs_indices[i]].T``; **the batch of w is grouped**.
 

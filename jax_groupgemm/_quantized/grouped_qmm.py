@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import jax
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
+from .._core.types import Activation, Implementation, Integers
 from .._grouped.grouped_mm import metadata, with_options
 from . import product as quantized_product
 from .array import Quantized
@@ -13,17 +15,17 @@ from .array import Quantized
 
 @operation
 def grouped_qmm(
-    x,
+    x: ArrayLike,
     w: Quantized,
-    group_sizes,
+    group_sizes: Integers,
     *,
-    group_offset=None,
+    group_offset: ArrayLike | None = None,
     transpose_w: bool = True,
-    bias=None,
-    activation: str | None = None,
-    row_scale=None,
-    preferred_element_type=None,
-    implementation: str | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    row_scale: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[t] = x[t] @ w[group(t)].T``; **T (rows) is grouped**, and w is quantized.
 

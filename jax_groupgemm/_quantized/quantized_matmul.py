@@ -6,10 +6,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
 from .._core.segments import SIZES
+from .._core.types import Implementation
 from . import product as quantized_product
 from .array import Quantized
 from .gather_qmm import batched
@@ -17,12 +19,12 @@ from .gather_qmm import batched
 
 @operation
 def quantized_matmul(
-    x,
+    x: ArrayLike,
     w: Quantized,
     *,
     transpose_w: bool = True,
-    preferred_element_type=None,
-    implementation: str | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """``out[...] = x[...] @ w.T``; **nothing is grouped**: one :class:`Quantized` matrix.
 

@@ -32,16 +32,23 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._core.types import CheckpointFormat
 from .._quantized.array import Quantized
 from . import safetensors
 from .formats import FORMATS, Layer, Read
+
+__all__ = ["act_order", "experts", "linear", "open"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def linear(
     tensors: Mapping[str, Any],
     prefix: str | Sequence[str],
     *,
-    format: str,
+    format: CheckpointFormat,
     config: Mapping[str, Any] | None = None,
 ) -> Quantized:
     """One linear layer's weight ``(N, K)``, used as ``x @ w.T``; **K is cut into groups**.
@@ -81,7 +88,7 @@ def experts(
     tensors: Mapping[str, Any],
     prefixes: str | Sequence[str | Sequence[str]],
     *,
-    format: str,
+    format: CheckpointFormat,
     config: Mapping[str, Any] | None = None,
 ) -> Quantized:
     """Weights ``(G, N, K)`` of G experts, for ``grouped_qmm``; **K is cut into groups**.

@@ -1,0 +1,19 @@
+"""Types of public arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jax.typing import ArrayLike
+
+#: A kernel by name, or the plain JAX program.
+Implementation = Literal["reference", "cpu", "sm80", "sm90", "sm100"]
+#: What a fused activation is called; the last two are gated.
+Activation = Literal["silu", "gelu", "relu", "tanh", "swiglu", "geglu"]
+#: Formats of quantized weights.
+Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
+#: Sizes, indices and bounds: an array, or numbers that become one.
+Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+#: Libraries whose quantized checkpoints are read.
+CheckpointFormat = Literal["mlx", "awq", "gptq", "compressed-tensors", "modelopt", "gpt-oss"]
