@@ -9,7 +9,7 @@ namespace jgg {
 
 // The operands of a product with rows by list.
 template <typename Element, bool kRKMajor>
-struct GatheredSm90 : device::TraitsSm90<Element, true, kRKMajor> {
+struct GatheredSm90 : TraitsSm90<Element, true, kRKMajor> {
   static constexpr bool kGathered = true;
 };
 
@@ -36,8 +36,7 @@ cudaError_t LaunchGatheredGemmSm90Instance(cudaStream_t stream, GatheredGemmSm90
                                            const OperandsSm90& operands) {
   using Operands = GatheredSm90<Element, kRKMajor>;
   auto launch = [&](auto traits) {
-    return LaunchGatheredConfigSm90<device::GemmSm90Config<decltype(traits)>>(stream, gathered,
-                                                                              operands);
+    return LaunchGatheredConfigSm90<ConfigSm90<decltype(traits)>>(stream, gathered, operands);
   };
   const int64_t rows = TypicalRowsSm90(gathered.gemm);
   if (IsGated(gathered.gemm.epilogue.activation)) {

@@ -13,6 +13,26 @@
 
 namespace jgg {
 
+// The operands of a tile, and what most tiles have in common. Traits of a tile derive from this;
+// they say kRows and kStages, and what they have instead.
+template <typename Element_, bool kLKMajor_, bool kRKMajor_>
+struct TraitsSm90 {
+  using Element = Element_;
+  static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
+  static constexpr int kBlocks = 1;         // of 128 columns
+  static constexpr int kCluster = 1;        // thread blocks that share L: 1 or 2
+  static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
+  static constexpr bool kGathered = false;  // rows by list: device/gathered_gemm_sm90.cuh
+  static constexpr bool kWide = false;      // float32 results, which the store warp takes
+};
+
+// The configuration with these traits. The kernel's own type has none: with traits in its name the
+// compiler makes other code of split operands.
+template <typename T>
+using ConfigSm90 =
+    device::GemmSm90Config<typename T::Element, T::kLKMajor, T::kRKMajor, T::kRows, T::kBlocks,
+                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide>;
+
 // Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
 template <typename Operands>
 struct Rows32Sm90 : Operands {
@@ -53,7 +73,7 @@ struct GatedRows128Sm90 : Operands {
 
 // float32 operands in planes.
 template <bool kLKMajor, bool kRKMajor, int kPlanes_>
-struct PlanesSm90 : device::TraitsSm90<cutlass::bfloat16_t, kLKMajor, kRKMajor> {
+struct PlanesSm90 : TraitsSm90<cutlass::bfloat16_t, kLKMajor, kRKMajor> {
   static constexpr int kPlanes = kPlanes_, kStages = kPlanes == 3 ? 2 : 3;
 };
 template <typename Operands>
@@ -249,9 +269,9 @@ template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    using Operands = device::TraitsSm90<Element, kLKMajor, decltype(r)::value>;
+    using Operands = TraitsSm90<Element, kLKMajor, decltype(r)::value>;
     auto launch = [&](auto traits) {
-      return LaunchConfigSm90<device::GemmSm90Config<decltype(traits)>>(stream, gemm, operands);
+      return LaunchConfigSm90<ConfigSm90<decltype(traits)>>(stream, gemm, operands);
     };
     const int tile = HasTileSm90(gemm, operands.tile) ? operands.tile : ChooseTileSm90(gemm);
     if constexpr (kLKMajor) {
@@ -265,7 +285,7 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     if (tile == 64) return launch(Rows64Sm90<Operands>{});
     if (tile == 128) return launch(Rows128Sm90<Operands>{});
     using Wide = WideRows256Sm90<Operands>;
-    if (HasStoreWarpSm90<device::GemmSm90Config<Wide>>(gemm)) return launch(Wide{});
+    if (HasStoreWarpSm90<ConfigSm90<Wide>>(gemm)) return launch(Wide{});
     return launch(Rows256Sm90<Operands>{});
   });
 }
@@ -278,7 +298,7 @@ cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
   return DispatchBool(operands.r_k_major, [&](auto r) {
     using Operands = PlanesSm90<kLKMajor, decltype(r)::value, kPlanes>;
     auto launch = [&](auto traits) {
-      return LaunchConfigSm90<device::GemmSm90Config<decltype(traits)>>(stream, gemm, operands);
+      return LaunchConfigSm90<ConfigSm90<decltype(traits)>>(stream, gemm, operands);
     };
     const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
     const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);

@@ -31,37 +31,27 @@ struct TileRows {
 template <>
 struct TileRows<0> {};
 
-// The operands of a tile, and what most tiles have in common. Traits of a tile derive from this;
-// they say kRows and kStages, and what they have instead (../gemm_sm90.cuh).
-template <typename Element_, bool kLKMajor_, bool kRKMajor_>
-struct TraitsSm90 {
-  using Element = Element_;
-  static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
-  static constexpr int kBlocks = 1;         // of 128 columns
-  static constexpr int kCluster = 1;        // thread blocks that share L: 1 or 2
-  static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
-  static constexpr bool kGathered = false;  // rows by list: gathered_gemm_sm90.cuh
-  static constexpr bool kWide = false;      // float32 results, which the store warp takes
-};
-
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). A gated tile has 128 gates in block
 // 0, and in block 1 the values that they let through. In shared memory both operands are chunks of
-// (up to) 64 rows or columns, each a swizzled tile of its own.
-template <typename Traits>
+// (up to) 64 rows or columns, each a swizzled tile of its own. float32 operands have kPlanes of
+// each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
+// store warp takes. ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
+template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
+          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false>
 struct GemmSm90Config {
-  using Element = typename Traits::Element;
-  static constexpr bool kLKMajor = Traits::kLKMajor, kRKMajor = Traits::kRKMajor;
-  static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
-  static constexpr int kStages = Traits::kStages, kCluster = Traits::kCluster;
-  static constexpr int kPlanes = Traits::kPlanes;
-  static constexpr bool kGathered = Traits::kGathered, kWide = Traits::kWide, kSharesK = false;
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;  // gated tiles belong to mm alone
-  static constexpr bool kBalances = kRaggedK && kCluster == 2;  // otherwise tiles are few
-  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
-  // Registers of a thread that feeds, and of one that multiplies: one and two of three times the
-  // 168 that every thread begins with. A kernel that asks for more waits for ever.
-  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide ? 72 : 56;
-  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered || kWide ? 216 : 224;
+  using Element = Element_;
+  static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
+  static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
+  static constexpr int kPlanes = kPlanes_;
+  static constexpr bool kGathered = kGathered_, kSharesK = false;
+  static constexpr bool kRaggedK = !kGathered && kBlocks == 1;   // gated ones are of mm alone
+  static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
+  static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
+  static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
+  // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
+  // thread begins with. More would wait for ever.
+  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kGathered || kWide_ ? 72 : 56;
+  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kGathered || kWide_ ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
@@ -72,6 +62,7 @@ struct GemmSm90Config {
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
+  static constexpr bool kWide = kWide_;
   static constexpr bool kStoreWarp = kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered;
   // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
   // registers before; tiles without slices go another way. With a K-major operand, whose addresses
