@@ -76,7 +76,13 @@ def nvfp4():
     yield total(layer, (0, 1))(X, W.swapaxes(1, 2))
 
 
-CASES = [full_precision, *formats(), nvfp4]
+# By default one affine format and one other.
+FEW = {"affine": 4, "nvfp4": None}
+FORMATS = [
+    f if FEW.get(f["mode"], 0) == f.get("bits") else pytest.param(f, marks=pytest.mark.weekly)
+    for f in formats()
+]
+CASES = [full_precision, *FORMATS, nvfp4]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", None))

@@ -27,7 +27,7 @@ SHAPES = [  # T, K, N, G; those of which K and N are multiples of 8 TMA can take
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_values(rng, implementation, shape, dtype, transpose_w):
     t, k, n, g = shape
     x = oracle.random(rng, (t, k), dtype)
@@ -50,6 +50,7 @@ def test_values(rng, implementation, shape, dtype, transpose_w):
         ("float16", "float16", "bfloat16"),
     ],
 )
+@pytest.mark.one_in(5)
 def test_preferred_element_type(rng, implementation, left, right, preferred):
     x, w = oracle.random(rng, (50, 40), left), oracle.random(rng, (3, 40, 24), right)
     sizes = jnp.array([20, 0, 25])
@@ -135,6 +136,7 @@ def _compiled_vjp(implementation):
 
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.one_in(3)
 def test_gradients(rng, implementation, dtype, transpose_w):
     t, k, n, g = 130, 40, 36, 5
     x, ct = oracle.random(rng, (t, k), dtype), oracle.random(rng, (t, n), dtype)
@@ -287,6 +289,7 @@ def test_nan_stays_in_its_group(rng, implementation, bad):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "uint32", "int32"])
+@pytest.mark.one_in(5)
 def test_size_dtypes(rng, implementation, dtype):
     x, w = oracle.random(rng, (700, 8)), oracle.random(rng, (6, 8, 4))
     sizes = np.array([120, 127, 0, 100, 90, 120], dtype)
@@ -314,7 +317,7 @@ def test_negative_and_excessive_sizes(rng, implementation, sizes):
 
 @pytest.mark.parametrize("offset", [-5, -1, 0, 1, 3, 6, 7, 100, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_group_offset(rng, implementation, offset, traced):
     x, w = oracle.random(rng, (40, 8)), oracle.random(rng, (3, 8, 6))
     sizes = np.array([4, 0, 7, 5, 9, 3, 2], np.int32)

@@ -36,6 +36,7 @@ VMAP = [
 
 
 @pytest.mark.parametrize("case", range(len(VMAP)))
+@pytest.mark.one_in(2)
 def test_vmap_of_value_and_grad(rng, case):
     make, axes = VMAP[case]
     f, examples = make(rng)
@@ -133,6 +134,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(3)
 def test_mm_sharded(rng, kind, name):
     x_spec, w_spec, out_spec, all_reduces = SHARDED[name]
     x, w = random(rng, 20, 64, scale=positive(rng)), random(rng, 4, 16, 64, scale=positive(rng, 4))
@@ -153,6 +155,7 @@ def test_mm_sharded(rng, kind, name):
 
 @pytest.mark.parametrize("name", ["N", "K"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(3)
 def test_wgrad_sharded(rng, kind, name):
     """Columns of either operand: no communication."""
     x, dy, old = wgrad_problem(rng)

@@ -103,6 +103,7 @@ def mesh_of(kind):
 
 
 @pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.one_in(2)
 def test_shard_map(rng, partial):
     """Each device has rows and sizes of its own; ``partial``: another mesh axis is Auto."""
     shape, names = ((2, 2), ("d", "e")) if partial else ((2,), ("d",))

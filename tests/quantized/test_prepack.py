@@ -153,6 +153,7 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(("implementation", "mode", "bits", "group_size", "mean"), PRODUCTS)
+@pytest.mark.one_in(3)
 def test_products(rng, implementation, mode, bits, group_size, mean):
     needs(implementation)
     sizes = np.array([0, mean, 2 * mean - 1, 1, 0])

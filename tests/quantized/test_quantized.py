@@ -120,6 +120,7 @@ def inputs(rng, dtype, k=256):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.one_in(2)
 def test_packing_is_one_bit_stream(rng, bits):
     codes = rng.integers(0, 2**bits, (3, 5, 128)).astype(np.uint32)
     q = jgg.Quantized(
@@ -166,6 +167,7 @@ def test_fp(rng, mode, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (4, 6)])
+@pytest.mark.one_in(2)
 def test_nvfp4_global_scale(rng, shape):
     w = inputs(rng, "float32").reshape(4, 6, 256)
     amax = abs(w).max(axis=tuple(range(len(shape), 3)))
@@ -249,6 +251,7 @@ def leaves_equal(a, b):
 
 
 @pytest.mark.parametrize("mode", ["affine", *FP])
+@pytest.mark.one_in(3)
 def test_pytree(rng, mode):
     w, q = make(rng, mode)
     value = jgg.dequantize(q)
