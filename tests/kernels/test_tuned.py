@@ -255,7 +255,7 @@ def test_every_tile_gives_the_same(rng, mean):
     }
     for name, f in forms.items():
         results = []
-        for tile in (0, *tuned.TILES):
+        for tile in (0, *tuned.tiles("mm")):
             with tuned.forced(tile):
                 results.append(np.asarray(jax.jit(lambda *v, f=f: f(*v))(x, y, w), np.float32))
         for got in results[1:]:
