@@ -78,7 +78,7 @@ class Quantized:
         if self.axis not in (-1, -2):
             raise ValueError(f"jgg.Quantized: axis={self.axis} is not -1 or -2")
         if self.layout not in LAYOUTS:
-            known = ", ".join(map(repr, LAYOUTS))
+            known = ", ".join(map(repr, sorted(LAYOUTS)))
             raise ValueError(f"jgg.Quantized: layout={self.layout!r} is not one of {known}")
         layout = LAYOUTS[self.layout]
         if self.axis not in layout.axes or self.mode not in (layout.modes or MODES):

@@ -8,7 +8,7 @@ import pytest
 from jax.interpreters import ad
 
 import jax_groupgemm as jgg
-from jax_groupgemm._core import composed
+from jax_groupgemm._core.composed import PRIMITIVES, Composed
 from jax_groupgemm._core.primitive import INNER, OUTER
 
 pytestmark = pytest.mark.default_device
@@ -33,7 +33,7 @@ def problem(rng, name):
 
 
 def equations(jaxpr):
-    ours = {*composed.PRIMITIVES, *INNER.values(), *OUTER.values()}
+    ours = {*PRIMITIVES, *INNER.values(), *OUTER.values()}
     for eqn in jaxpr.eqns:
         if eqn.primitive in ours:
             yield eqn
@@ -76,7 +76,7 @@ def test_compiled_once_for_each_shape(rng):
         traced.append(x.shape)
         return (x @ w[0]).astype(jnp.float32)
 
-    op = composed.Composed("jgg_test", composed, lambda *_: None)
+    op = Composed("jgg_test", composed, lambda *_: None)
     for _ in range(3):
         np.testing.assert_allclose(op(x, w), x @ w[0], rtol=1e-6)
     assert traced == [(8, 32)]

@@ -37,7 +37,10 @@ def live(monkeypatch, *capabilities):
 
 def test_operands_and_results():
     (call,) = calls(lowered(jgg.prepack, spec("nvfp4", 16, 2, 3, 128, 192)))
-    static = 'biases = false, bits = 4 : i32, group_size = 16 : i32, mode = "nvfp4"'
+    static = (
+        "quantized = {biases = false, bits = 4 : i32, global_scale = false, "
+        'group_size = 16 : i32, layout = "linear", mode = "nvfp4"}'
+    )
     results = ["12x3x512xui32", "12x3x64xui32"]
     assert call == ("jgg_prepack", ["768x24xui32", "768x12xui8"], results, static)
     (call,) = calls(lowered(jgg.prepack, spec("affine", 32, 64, 64)))
@@ -131,7 +134,7 @@ def test_nvfp4_grouped_mm(monkeypatch, bias):
     x, w = (lambda t: spec("nvfp4", 16, t, 128)), spec("nvfp4", 16, 3, 64, 128)
     found = lambda x, **more: sorted(names(nvfp4_product, x, w, **options, **more))
     ordered = lambda x, **options: (
-        " ordered = true" in lowered(lambda x, w: nvfp4_product(x, w, **options), x, w)
+        "{ordered = true" in lowered(lambda x, w: nvfp4_product(x, w, **options), x, w)
     )
     assert found(x(MANY)) == ["jgg_dequantize", "jgg_qmm"]
     assert found(x(MANY), implementation="sm80") == ["jgg_dequantize", "jgg_qmm"]

@@ -18,7 +18,7 @@ from test_quantized import AFFINE, DTYPES, FP, bits_of, leaves_equal
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
+from jax_groupgemm._kernels import choose
 
 TARGETS = ("jgg_quantize", "jgg_dequantize")
 
@@ -52,16 +52,16 @@ def test_affine():
     w = jnp.zeros((2, 6, 128), jnp.bfloat16)
     (call,) = calls(lowered(lambda w: jgg.quantize(w, bits=3), w))
     results = ["12x12xui32", "12x2xbf16", "12x2xbf16"]
-    static = 'bits = 3 : i32, global_scale = false, group_size = 64 : i32, mode = "affine"'
-    assert call == ("jgg_quantize", ["12x128xbf16"], results, static)
+    static = (
+        "quantized = {{biases = true, bits = {} : i32, global_scale = false, "
+        'group_size = 64 : i32, layout = "linear", mode = "affine"}}'
+    ).format
+    assert call == ("jgg_quantize", ["12x128xbf16"], results, static(3))
     q = make((2, 6, 128), "affine", "bfloat16")
     (call,) = calls(lowered(lambda q: jgg.dequantize(q, "float32"), q))
     operands = ["12x16xui32", "12x2xbf16", "12x2xbf16"]
-    static = (
-        "biases = true, bits = 4 : i32, global_scale = false, group_size = 64 : i32, "
-        'mode = "affine", ordered = false'
-    )
-    assert call == ("jgg_dequantize", operands, ["12x128xf32"], static)
+    attributes = f"ordered = false, {static(4)}"
+    assert call == ("jgg_dequantize", operands, ["12x128xf32"], attributes)
 
 
 @pytest.mark.parametrize("shape", [None, (), (2,), (2, 6)])
@@ -179,7 +179,7 @@ def test_elsewhere_as_defined(rng, monkeypatch):
     round_trip = lambda w: jgg.dequantize(jgg.quantize(w))
     with monkeypatch.context() as patch:
         for target in TARGETS:
-            patch.delitem(extension.TARGETS, target)
+            patch.setitem(choose.KERNELS, target.removeprefix("jgg_"), ())
         jax.clear_caches()  # lowered with the calls
         assert not calls(lowered(round_trip, w))
         want = results()
@@ -345,6 +345,7 @@ def test_custom_calls_are_captured(tmp_path):
 @pytest.mark.gpu
 def test_errors_of_a_handler_reach_python():
     static = {"mode": "affine", "bits": np.int32(4), "group_size": np.int32(64)}
+    static |= {"layout": "linear", "biases": np.bool_(True), "global_scale": np.bool_(False)}
     results = (
         jax.ShapeDtypeStruct((4, 9), jnp.uint32),
         *[jax.ShapeDtypeStruct((4, 1), jnp.float32)] * 2,
@@ -352,6 +353,4 @@ def test_errors_of_a_handler_reach_python():
     call = jax.ffi.ffi_call("jgg_quantize", results)
     message = r"jgg.quantize: weight has shape \(4, 9\), expected \(R, K\*bits/32\) = \(4, 8\)"
     with pytest.raises((RuntimeError, ValueError), match=message):
-        jax.block_until_ready(
-            jax.jit(lambda: call(jnp.ones((4, 64)), **static, global_scale=np.bool_(False)))()
-        )
+        jax.block_until_ready(jax.jit(lambda: call(jnp.ones((4, 64)), quantized=static))())

@@ -393,7 +393,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.Quantized(PACKED, SCALES, SCALES, layout="tiled", **STATIC), ValueError,
-        "jgg.Quantized: layout='tiled' is not one of 'linear', 'sm90', 'grouped', "
+        "jgg.Quantized: layout='tiled' is not one of 'grouped', 'linear', 'sm90', "
         "'swizzled'",
     ),
     (
