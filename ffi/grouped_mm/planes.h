@@ -1,4 +1,5 @@
-// Two float32 operands of a product as bfloat16 planes: jax_groupgemm/_grouped/planes.py is the definition.
+// Two float32 operands of a product as bfloat16 planes: jax_groupgemm/_grouped/planes.py is the
+// definition.
 #pragma once
 
 #include <cuda_runtime_api.h>

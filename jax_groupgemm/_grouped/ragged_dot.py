@@ -74,7 +74,9 @@ def ragged_dot_general(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """:func:`jax.lax.ragged_dot_general`; **one axis of lhs is grouped**, in any of its modes.
+    """``out = lhs · rhs``, group by group; **one axis of lhs is grouped**. Drop-in for JAX's.
+
+    The three modes of :func:`jax.lax.ragged_dot_general`.
 
     ==================  =========================================================  ==========
     ragged axis of lhs  shapes                                                     result
@@ -94,6 +96,9 @@ def ragged_dot_general(
         first of the groups to compute is ``group_offset`` and all later ones follow, as zeros
         where there are none.
       out_sharding: where the result goes, under Explicit sharding.
+
+    Returns:
+      The axes of the table above.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or dimension numbers do not fit.

@@ -31,7 +31,7 @@ GATED = ("swiglu", "geglu")
 
 #: Dtypes that kernels know.
 FLOATS = ("float32", "bfloat16", "float16")
-_HALVES = ("bfloat16", "float16")
+_FLOATS, _HALVES = ", ".join(FLOATS), ("bfloat16", "float16")
 
 # Thresholds, measured: docs/lab has the tables.
 
@@ -180,7 +180,7 @@ def unsupported(kernel: Kernel, problem: Problem) -> str | None:
     for role, names in (("operand", problem.dtypes), ("result", (problem.out_dtype,))):
         for name in names:
             if name not in FLOATS:
-                return f"{role} dtype {name} is not one of {', '.join(FLOATS)}"
+                return f"{role} dtype {name} is not one of {_FLOATS}"
     return None
 
 
@@ -253,7 +253,7 @@ def _mm_fuses(p: Mm) -> str | None:
 
 def _option_dtypes(p: Mm | Qmm) -> str | None:
     unknown = [name for name in p.option_dtypes if name not in FLOATS]
-    return f"option dtype {unknown[0]} is not one of {', '.join(FLOATS)}" if unknown else None
+    return f"option dtype {unknown[0]} is not one of {_FLOATS}" if unknown else None
 
 
 def _mm_fuses_generic(p: Mm) -> str | None:
@@ -453,7 +453,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
         Kernel("sm80", "jgg_mm", fuses=_mm_fuses_generic, config=_mm_config, unseen=True),
-        Kernel("cpu", "jgg_mm", fuses=lambda p: "it has no options", unseen=True),
+        Kernel("cpu", "jgg_mm", fuses=lambda p: "it has no options", unseen=True, needs=_FLOATS),
     ),
     "wgrad": (
         Kernel(
@@ -461,7 +461,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
         Kernel("sm80", "jgg_wgrad", config=_wgrad_config, unseen=True),
-        Kernel("cpu", "jgg_wgrad", unseen=True),
+        Kernel("cpu", "jgg_wgrad", unseen=True, needs=_FLOATS),
     ),
     "qmm": (
         Kernel(
@@ -490,7 +490,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel("sm100", "jgg_nvfp4_grouped_wgrad", _nvfp4_wgrad_sm100, needs="K % 4 == 0"),
         Kernel(
             "sm90", "jgg_wgrad", fuses=_nvfp4_wgrad_sm90,
-            config=lambda p: _wgrad_config(p.inner),
+            config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
         ),
     ),
     **{

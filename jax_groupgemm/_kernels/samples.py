@@ -108,3 +108,18 @@ def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
         or kernel.can(problem)
         or (kernel.fuses(problem) if isinstance(problem, Nvfp4) else None)
     )
+
+
+def table() -> str:
+    """The kernels of every custom call, best first, as Markdown."""
+    lines = ["| call | kernel | custom call | needs |", "|---|---|---|---|"]
+    for op, kernels in choose.KERNELS.items():
+        for kernel in kernels:
+            if not kernel.only_named:
+                needs = kernel.needs or "anything else"
+                lines.append(f"| `{op}` | {kernel.name} | `{kernel.target}` | {needs} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -110,11 +110,10 @@ def nvfp4_quantize(
         specs = _specs(x, mesh, axis, group_sizes is not None, layout)
         run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)
     weight, scales, global_scale, positions = run(x, group_sizes, seed)
-    if group_sizes is not None and axis == -2:
-        layout = "grouped"
     return Quantized(
-        weight, scales, None, global_scale, positions=positions,
-        mode="nvfp4", bits=4, group_size=_BLOCK, axis=axis, layout=layout,
+        weight, scales, None, global_scale, positions=positions, mode="nvfp4", bits=4,
+        group_size=_BLOCK, axis=axis,
+        layout="grouped" if group_sizes is not None and axis == -2 else layout,
     )  # fmt: skip
 
 

@@ -37,7 +37,9 @@ _TILE = 64
 
 @operation
 def prepack(w: Quantized) -> Quantized:
-    """The same values in the layout that the fast kernels read; **K, the last axis, is grouped**.
+    """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
+
+    The same values in the layout that the fast kernels read.
 
     For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
     bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other

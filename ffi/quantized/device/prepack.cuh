@@ -1,4 +1,5 @@
-// prepack: layout "linear" to layout "sm90", tiles of 64 rows x 64 k (jax_groupgemm/_quantized/prepack.py).
+// prepack: layout "linear" to layout "sm90", tiles of 64 rows x 64 k
+// (jax_groupgemm/_quantized/prepack.py).
 #pragma once
 
 #include "quantized/device/instructions.cuh"

@@ -1,0 +1,64 @@
+"""CONTRIBUTING's checklist: an operation that is missing somewhere fails here."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm._core.operations import OPERATIONS
+from jax_groupgemm._kernels import choose, extension, samples
+
+ROOT = Path(__file__).parents[1]
+
+
+def text(*parts: str) -> str:
+    return ROOT.joinpath(*parts).read_text()
+
+
+def test_operations_are_found():
+    assert len(OPERATIONS) >= 15
+    assert {"grouped_mm", "segmented_mm", "quantize", "prepack"} <= set(OPERATIONS)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_operation_is_everywhere(op):
+    assert op in jgg.__all__
+    assert op in samples.SAMPLES, "info has no line for it"
+    assert op in dir(jgg.cost)
+    reference = "".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))
+    assert re.search(rf"^::: jax_groupgemm\.{op}$", reference, re.M), "docs/reference"
+    assert f"`{op}" in text("docs", "semantics.md"), "docs/semantics.md"
+    assert re.search(rf"^\|.*`{op}\(.*\|", text("README.md"), re.M), "README"
+    smoke = text("tests", "smoke.txt")
+    files = {p for p in (ROOT / "tests").rglob("test_*.py") if f"jgg.{op}(" in p.read_text()}
+    assert any(f"{p.relative_to(ROOT / 'tests')}::" in smoke for p in files), "tests/smoke.txt"
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_docstrings_state_the_equation_and_what_they_need(op):
+    doc = OPERATIONS[op].__doc__
+    assert doc
+    assert "``" in doc.splitlines()[0]
+    for part in ("Args:", "Returns:", "Raises:"):
+        assert part in doc, part
+
+
+def test_every_kernel_has_a_target_that_may_be_exported():
+    targets = {kernel.target for kernels in choose.KERNELS.values() for kernel in kernels}
+    assert targets | {"jgg_planes"} == set(extension.TARGETS)
+    assert len(jgg.EXPORT_DISABLED_CHECKS) == len(extension.TARGETS)
+    handlers = text("ffi", "handlers.inc") if (ROOT / "ffi").exists() else None
+    for target in targets if handlers else ():
+        name = "".join(part.capitalize() for part in target.split("_"))
+        assert name in handlers, target
+    for kernels in choose.KERNELS.values():
+        for kernel in kernels:
+            assert kernel.platform in extension.TARGETS[kernel.target]
+
+
+def test_the_table_of_kernels_is_current():
+    page = text("docs", "internals", "kernels", "index.md")
+    found = re.search(r"kernels\.samples -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
+    assert found, "the table is missing"
+    assert found[1] == samples.table(), "run python -m jax_groupgemm._kernels.samples"
