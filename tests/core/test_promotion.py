@@ -92,7 +92,7 @@ def test_no_promotion_of_ranks(case):
             assert all(np.isfinite(oracle.f64(leaf)).all() for leaf in jax.tree.leaves(out))
 
 
-@pytest.mark.parametrize("case", [full_precision, nvfp4])
+@pytest.mark.parametrize("case", [full_precision, pytest.param(nvfp4, marks=pytest.mark.weekly)])
 def test_debug_nans(case):
     """None arises on the way to a result that has none."""
     with jax.debug_nans(True):

@@ -79,7 +79,7 @@ def test_products_and_gradients(rng, axes, rest):
         oracle.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_other_operations(rng, compiled):
     mesh = sharded_mesh()
     xs, w = oracle.random(rng, (B, T, K)), oracle.random(rng, (G, K, N))
