@@ -1,7 +1,8 @@
 """Operations that mean a composition of others, and that a kernel may run as one call.
 
-One has no derivative of its own: differentiating or batching it goes back to the composition, whose
-parts have theirs. Operands that XLA is to divide among devices (Auto, Explicit) are composed too.
+Differentiating or batching one goes back to the composition, whose parts have their derivatives; it
+may have a backward pass of its own. Operands that XLA is to divide among devices (Auto, Explicit)
+are composed, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax.interpreters import batching as jax_batching
 
 from . import batching, partition
 from .costs import COSTS
+from .own_backward import OwnBackward
 from .primitive import jitted, vary_alike, zero_tangent
 
 #: What one stands for is its parameter ``jaxpr``.
@@ -38,13 +40,17 @@ class Composed:
         composition's, which shares what the derivative needs.
       sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
       cost: ``cost(operands, values, outs, **static)``, as in ``costs.COSTS``, of trees of operands.
+      vjp: ``(forward, backward)`` as of :class:`OwnBackward`: reverse mode then runs those. Every
+        other derivative is the composition's.
     """
 
     def __init__(self, name: str, composed: Callable, call: Callable, *,
                  batch: Callable | None = None, keeps_call: bool = False,
-                 sharded: Callable | None = None, cost: Callable | None = None):  # fmt: skip
+                 sharded: Callable | None = None, cost: Callable | None = None,
+                 vjp: tuple[Callable, Callable] | None = None):  # fmt: skip
         self._composed, self._call, self._batched = composed, call, batch
         self._keeps_call, self._sharded = keeps_call, sharded
+        self._own_backward = None if vjp is None else OwnBackward(name, *vjp, _meaning_of)
         self._traceable = functools.cache(
             lambda **static: jax.jit(functools.partial(composed, **static))
         )
@@ -94,6 +100,8 @@ class Composed:
             return outs, [zero_tangent(out) for out in outs]
 
         points, rates = ([v[i] for i in moving] for v in (primals, tangents))
+        if self._own_backward is not None:
+            return self._own_backward.differentiate(moving, primals, rates, **params)
         outs, dots = jax.jvp(_meaning_of(moving, primals, params), points, rates)
         dots = [
             zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot

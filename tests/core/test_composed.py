@@ -102,3 +102,81 @@ def test_linear_transpose(rng):
     relu = lambda x: jgg.grouped_mm(x, w, SIZES, activation="relu")
     with pytest.raises(NotImplementedError):
         jax.linear_transpose(relu, x)(ct)
+
+
+SQUARES = jnp.arange(1.0, 7).reshape(2, 3)
+
+
+def squares_with_own_backward():
+    """``a * x**2``, whose backward pass doubles what it returns for x, so that it can be told."""
+    runs = []
+
+    def forward(x, a, *, power):
+        runs.append("forward")
+        return a * x**power, {"x": x * 1.0}
+
+    def backward(saved, operands, cts, *, power):
+        runs.append("backward")
+        (ct,), (_, a) = cts, operands
+        return 2 * ct * a * power * saved["x"] ** (power - 1), ct * saved["x"] ** power
+
+    op = Composed(
+        "jgg_test", lambda x, a, *, power: a * x**power, lambda *_, **__: None,
+        vjp=(forward, backward),
+    )  # fmt: skip
+    return lambda x, a: op(x, a, power=2), runs
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "ck"])
+def test_own_backward(wrap):
+    f, runs = squares_with_own_backward()
+    a = SQUARES + 1
+    loss = wrap(lambda x, a: f(x, a).sum())
+    assert not runs
+    da, dx = jax.grad(loss, 1)(SQUARES, a), jax.grad(loss)(SQUARES, a)
+    np.testing.assert_allclose(da, SQUARES**2)
+    np.testing.assert_allclose(dx, 2 * 2 * a * SQUARES)
+    assert {"forward", "backward"} == set(runs)
+    got = jax.value_and_grad(loss, (0, 1))(SQUARES, a)
+    np.testing.assert_allclose(got[0], (a * SQUARES**2).sum())
+    np.testing.assert_allclose(got[1][0], dx)
+
+
+def test_derivatives_that_are_the_compositions():
+    """Forward mode, batches, and what is differentiated again."""
+    f, runs = squares_with_own_backward()
+    a = SQUARES + 1
+    out, dot = jax.jvp(f, (SQUARES, a), (jnp.ones_like(a), jnp.zeros_like(a)))
+    np.testing.assert_allclose(out, a * SQUARES**2)
+    np.testing.assert_allclose(dot, 2 * a * SQUARES)
+    assert "backward" not in runs
+    batch = jnp.stack([SQUARES, -SQUARES])
+    np.testing.assert_allclose(jax.vmap(f, (0, None))(batch, a), a * batch**2)
+    of_batch = jax.vmap(jax.grad(lambda x: f(x, a).sum()))(batch)
+    np.testing.assert_allclose(of_batch, 2 * 2 * a * batch)
+    by_batch = jax.grad(lambda x: jax.vmap(f, (0, None))(x, a).sum())(batch)
+    np.testing.assert_allclose(by_batch, 2 * a * batch)
+    # The own backward pass is differentiated as the function that it is.
+    twice = jax.grad(lambda x: jax.grad(lambda x: f(x, a).sum())(x).sum())(SQUARES)
+    np.testing.assert_allclose(twice, 2 * 2 * a)
+    forward_twice = jax.jvp(lambda x: jax.jvp(lambda x: f(x, a), (x,), (jnp.ones_like(x),))[1],
+                            (SQUARES,), (jnp.ones_like(SQUARES),))[1]  # fmt: skip
+    np.testing.assert_allclose(forward_twice, 2 * a)
+
+
+def test_own_backward_in_loops_and_maps():
+    f, _ = squares_with_own_backward()
+    a = SQUARES + 1
+
+    def scanned(x):
+        step = lambda carry, x: (carry + f(x, a).sum(), None)
+        return jax.lax.scan(step, jnp.float32(0), x)[0]
+
+    batch = jnp.stack([SQUARES, -SQUARES])
+    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(batch), 2 * 2 * a * batch)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda x: mapped(x, a).sum()))(SQUARES), 2 * 2 * a * SQUARES
+    )

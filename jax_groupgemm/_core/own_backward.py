@@ -1,0 +1,90 @@
+"""A backward pass of one's own, for an operation that means a composition of others.
+
+The derivative of such an operation is one more primitive, linear in the tangents. Forward mode,
+batches and second derivatives take it for what it means, the derivative of the composition.
+Reverse mode transposes it, and that is the operation's own backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.interpreters import batching as jax_batching
+
+from .primitive import jitted, zero_tangent
+
+
+class OwnBackward:
+    """The derivative of ``primitive`` in leaves that move.
+
+    Args:
+      name: of the primitive that is differentiated.
+      forward: ``forward(*operands, **static)`` returns the result and what the backward pass needs.
+      backward: ``backward(saved, operands, cts, **static)`` returns a cotangent, or None, for every
+        operand; ``cts`` are those of the results.
+      meaning: ``meaning(moving, leaves, params)`` is the composition as a function of the leaves at
+        some places.
+    """
+
+    def __init__(self, name: str, forward: Callable, backward: Callable, meaning: Callable):
+        self._forward, self._backward, self._meaning = forward, backward, meaning
+        tangent = self._tangent = Primitive(f"{name}_tangent")
+        tangent.multiple_results = True
+        tangent.is_high = lambda *_, **__: False
+        compiled = functools.cache(
+            lambda **params: jax.jit(functools.partial(tangent.bind, **params))
+        )
+        tangent.def_impl(jitted(compiled))
+        tangent.def_abstract_eval(
+            lambda *_, jaxpr, **__: [out.to_tangent_aval() for out in jaxpr.out_avals]
+        )
+        ad.primitive_jvps[tangent] = self._jvp
+        ad.primitive_transposes[tangent] = self._transpose
+        jax_batching.primitive_batchers[tangent] = self._batch
+        mlir.register_lowering(tangent, mlir.lower_fun(self._means, multiple_results=True))
+
+    def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
+        """Results and their tangents, of the tangents of leaves at some places."""
+        out, saved = self._forward(*tree.unflatten(leaves), **dict(static))
+        saved, saved_tree = jax.tree.flatten(saved)
+        dots = self._tangent.bind(
+            *leaves, *saved, *rates, moving=tuple(moving), saved_tree=saved_tree, tree=tree,
+            static=static, **params,
+        )  # fmt: skip
+        outs = jax.tree.leaves(out)
+        return outs, [
+            zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot
+            for out, dot in zip(outs, dots, strict=True)
+        ]
+
+    def _means(self, *operands, moving, tree, saved_tree, **params):
+        leaves, rates = operands[: tree.num_leaves], operands[len(operands) - len(moving) :]
+        points = [leaves[i] for i in moving]
+        return jax.jvp(self._meaning(list(moving), leaves, params), points, list(rates))[1]
+
+    def _jvp(self, primals, tangents, **params):
+        places = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+        def of_some(*values):
+            given = dict(zip(places, values, strict=True))
+            return self._means(*(given.get(i, p) for i, p in enumerate(primals)), **params)
+
+        return jax.jvp(of_some, [primals[i] for i in places], [tangents[i] for i in places])
+
+    def _transpose(self, cts, *operands, moving, tree, saved_tree, static, **_):
+        first = len(operands) - len(moving)
+        leaves, saved = operands[: tree.num_leaves], operands[tree.num_leaves : first]
+        grads = self._backward(
+            saved_tree.unflatten(saved), tree.unflatten(leaves),
+            [ad.instantiate_zeros(ct) for ct in cts], **dict(static),
+        )  # fmt: skip
+        grads = tree.flatten_up_to(tuple(grads))
+        return [*[None] * first, *(grads[i] for i in moving)]
+
+    def _batch(self, operands, dims, **params):
+        outs = jax.vmap(functools.partial(self._means, **params), in_axes=tuple(dims))(*operands)
+        return outs, [0] * len(outs)
