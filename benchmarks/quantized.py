@@ -114,7 +114,7 @@ def whole_range(x) -> jax.Array:
 
 
 def arms(case: Case, v: Operands, args) -> dict[str, Callable]:
-    """Of a product, with prepacked weights; and with those as they are, if that differs.
+    """Arms of a product with prepacked weights, and with those as they are, if that differs.
     The kernel of "sm80" reads weights only as they are: that is ``ours[sm80, linear]``."""
     if isinstance(case, Convert):
         return {"ours": functools.partial(convert_arm, case, v)}

@@ -190,7 +190,7 @@ class Convert(Case):
 
 @dataclass(frozen=True)
 class Nvfp4Quantize(Case):
-    """Of x (T, K) in groups of rows, or of weights (G, N, K).
+    """``nvfp4_quantize`` of x (T, K) in groups of rows, or of weights (G, N, K).
 
     The largest magnitude has to be known before anything can be scaled, so what is larger than the
     L2 cache is read twice; the floor has one read, as every floor does.
@@ -340,7 +340,7 @@ def cases(op: str, level: str = "default", skew: bool = False) -> list[Case]:
 
 
 def convert_cases(level: str) -> Iterable[Convert]:
-    """Of bfloat16; by default one format of each mode from the other types too, at "full" all."""
+    """Conversions of bfloat16, and of other types in one format of each mode, at "full" in all."""
     names = ("nvfp4", "affine4", "affine4 g128", "mxfp8") if level == "quick" else FORMATS
     for name in names:
         others = level == "full" or (level == "default" and name in (*MAIN[:3], "mxfp8"))

@@ -153,7 +153,7 @@ def load(paths) -> tuple[list[dict], list[dict]]:
 
 
 def text(heads, records) -> str:
-    """What was measured on, the tables and the means."""
+    """The machines, the tables and the means."""
     lines = []
     for head in heads:
         partial = f" Partial: without {', '.join(head['missing'])}." if head.get("missing") else ""

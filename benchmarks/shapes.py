@@ -26,7 +26,7 @@ TOP_K = {
     "gpt-oss-120b": 4,
 }
 TOKENS = (1, 8, 64, 512, 4096, 16384)
-# Of every model, besides what so many tokens give it.
+# Rows for every model, besides those that so many tokens give it.
 ROWS = (16, 128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
 # M, N, K, segments: the cases of MLX's benchmark of segmented_mm
 SEGMENTED = (
@@ -52,7 +52,7 @@ REGIMES = (
     *("small", "large", "one of 90%", ""),
 )
 KINDS = ("bfloat16", "float16", "float32", "tf32")
-# Of a result, relative, against float32 or float64.
+# Relative errors of results against float32 or float64.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "tf32": 2e-3}
 
 
@@ -231,7 +231,7 @@ def common_rows(groups: int) -> tuple[int, int, int]:
 
 
 def every_rows(name: str) -> list[int]:
-    """Of a projection at level "full"."""
+    """Rows of a projection at level "full"."""
     top_k = TOP_K[name.split()[0]]
     return sorted({*ROWS, *(tokens * top_k for tokens in TOKENS)})
 

@@ -92,7 +92,7 @@ class JaxArm:
         return self.chain.time()
 
     def in_situ_result(self) -> Any:
-        """Of the last call of a chain; raises where it is not the calls that run."""
+        """The result of a chain's last call; raises where it is not the calls that run."""
         one, _ = count(self.call, self.result(), *self.args)
         ran, out = count(self.chain.run)
         if ran < IN_SITU * one:
@@ -277,7 +277,7 @@ class TorchArm:
         return [self._replay() for _ in range(n + 1)][1:]
 
     def result(self) -> jax.Array:
-        """Of a replay into a result full of NaN."""
+        """The result of a replay into an array full of NaN."""
         self.out.fill_(float("nan"))
         self._replay()
         out = jnp.from_dlpack(self.out.contiguous())

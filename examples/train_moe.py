@@ -60,7 +60,7 @@ class Config:
 
     @property
     def dtype(self) -> str:
-        """Of everything but the products of experts in NVFP4."""
+        """The dtype of everything but the products of experts in NVFP4."""
         return "bfloat16" if self.precision == "nvfp4" else self.precision
 
 

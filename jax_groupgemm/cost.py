@@ -85,7 +85,8 @@ def of(function: Callable, *args, **kwargs) -> Cost:
 
 # ---- jaxprs ----------------------------------------------------------------------------------
 
-# What calls its one jaxpr with its own operands, and what cannot be run from its parameters.
+# Primitives that call their one jaxpr with their own operands, and those that cannot be run from
+# their parameters.
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 _OPAQUE = ("core_call", "shard_map")
 

@@ -1,1 +1,1 @@
-"""What every family is made of: grouping metadata, checks, sharding, primitives."""
+"""The parts of every family: grouping metadata, checks, sharding, primitives."""

@@ -162,7 +162,7 @@ def result_dtype(op: str, preferred, *operands):
     return preferred
 
 
-# What may ask for TensorFloat-32. JAX calls the same setting by each of these names.
+# Settings that ask for TensorFloat-32. JAX calls the same setting by each of these names.
 _TF32 = {"high", "tensorfloat32", "bfloat16_3x", "fastest", "bfloat16"}
 _FLOAT32 = {"default", "highest", "float32"}
 

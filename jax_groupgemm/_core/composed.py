@@ -112,7 +112,7 @@ class Composed:
         return outs, dots
 
     def _transpose(self, cts, *leaves, **params):
-        """Of a call that was not differentiated, as ``jax.linear_transpose`` has it."""
+        """The transpose of a call that was not differentiated (``jax.linear_transpose``)."""
         wanted = [i for i, leaf in enumerate(leaves) if ad.is_undefined_primal(leaf)]
         cts = [ad.instantiate_zeros(ct) for ct in cts]
         of_wanted = _meaning_of(wanted, leaves, params)

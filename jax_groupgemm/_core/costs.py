@@ -59,7 +59,7 @@ def product(x, w, meta, values, out, *, form, rows, transpose_x, transpose_w, **
     rows_x, k = x.shape[::-1] if transpose_x else x.shape
     groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
     count, in_x, _, weights = counts(form, values, rows_x, rows, groups)
-    # Of a quantized weight, every leaf; one global scale belongs to all.
+    # Every leaf of a quantized weight is read; one global scale belongs to all.
     leaves = jax.tree.leaves(w)
     read = bytes_of(x) // max(rows_x, 1) * in_x
     read += sum(bytes_of(a) // max(groups, 1) * weights if a.ndim else bytes_of(a) for a in leaves)
@@ -74,7 +74,7 @@ def bias_cost(bias, rows: int, weights: int) -> Cost:
 
 
 def bytes_of(avals) -> int:
-    """Of all leaves of a tree."""
+    """The bytes of all leaves of a tree."""
     return sum(aval.size * aval.dtype.itemsize for aval in jax.tree.leaves(avals))
 
 

@@ -32,11 +32,11 @@ def accumulator_dtype(*dtypes):
 
 
 def cotangent_dtype(dtype):
-    """What the cotangent of a product is rounded to whose sums stay float32 while more is done to
-    them, before the result is rounded to ``dtype``: that, if it has 16 bits, else None, nothing.
+    """The dtype to which a product's cotangent is rounded; None for no rounding.
 
-    It is what the cotangent would come in if nothing more were done. A float32 one would make
-    float32 products of both gradients."""
+    The product's sums stay float32 while more is done to them, and then the result is rounded to
+    ``dtype``. Its cotangent is rounded to that dtype where it has 16 bits, as if nothing more were
+    done. A float32 cotangent would make float32 products of both gradients."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
     return jnp.dtype(dtype) if half else None
 

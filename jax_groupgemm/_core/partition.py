@@ -70,7 +70,7 @@ class _Plan:
     units: dict[str, int]  # of each axis letter: its size, or quantization groups where it has some
 
     def in_specs(self, operands) -> list[P]:
-        """Of every operand; metadata is replicated."""
+        """A spec for every operand; metadata is replicated."""
         meta = operands[len(self.letters) - 1 :]
         return [*map(self._spec, self.letters[:-1]), *(P(*[None] * len(m.shape)) for m in meta)]
 
@@ -377,7 +377,7 @@ def split(a, shapes: Sequence[Sequence[int]]) -> jax.Array:
 
 
 def _divided(a, shape, entries) -> list[tuple[str, ...]]:
-    """Of the mesh axes that may divide each axis of a run, those that divide the run as a whole
+    """The mesh axes, among those that may divide each axis of a run, that divide the run as a whole
     into consecutive parts."""
     out, used = [], set()
     mesh = jax.typeof(a).sharding.mesh

@@ -69,7 +69,7 @@ def _outer_lowering(name, ctx, *operands, **params):
         return partition.explicit(name, explicit, operands, params, bind)
 
     per_device = functools.partial(INNER[name].bind, **params)
-    # Of a vmap over an explicitly sharded axis, the product of operands that are not mapped.
+    # A vmap over an explicitly sharded axis leaves the product of operands that are not mapped.
     explicit = partition.explicit_mesh_of(ctx.avals_in)
     if explicit is not None:
         per_device = of_no_batch
@@ -79,7 +79,7 @@ def _outer_lowering(name, ctx, *operands, **params):
 
 
 def jitted(compiled):
-    """What a primitive does outside of any program: one, also where the user has disabled ``jit``,
+    """A primitive outside of any program: it becomes one, also where the user has disabled ``jit``,
     which must not bind the primitive again."""
 
     def run(*operands, **params):

@@ -16,7 +16,7 @@ from .planes import as_planes
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What a kernel of ``mm`` does to its float32 sums ``y`` before it rounds them::
+    """Steps that a kernel of ``mm`` does to its float32 sums ``y`` before it rounds them::
 
         existing_out + row_scale * activation(y + bias[weight])
 

@@ -68,7 +68,7 @@ class Options:
 
     def composed(self, x, w, meta, bias, row_scale, existing, *, activation, transpose_w, dtype,
                  precision, implementation):  # fmt: skip
-        """What it means, in terms of grouped products and elementwise operations."""
+        """Its meaning in terms of grouped products and elementwise operations."""
         rows, groups = x.shape[0], w.shape[0]
         sum_dtype = dtypes.accumulator_dtype(dtype)
         same: dict[str, Any] = {

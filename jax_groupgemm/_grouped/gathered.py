@@ -73,7 +73,7 @@ def inverse(permutation) -> jax.Array:
 
 
 def composed(x, w, meta, x_index, y_index, **params):
-    """What the primitive means."""
+    """The meaning of the primitive."""
     product = lambda a, meta, **same: primitives.mm(a, w, meta, **params, **same)
     return gather(x, meta, x_index, y_index, None, product)
 

@@ -39,7 +39,7 @@ EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for n
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What the extension module was built with, and whether its handlers are registered."""
+    """Versions that the extension module was built with; whether its handlers are registered."""
 
     cuda: str | None = None  # toolkit version, None without CUDA handlers
     architectures: tuple[str, ...] = ()
@@ -106,8 +106,8 @@ def _extension() -> Any:
 
 
 def rules() -> Any:
-    """What the handlers ask of static shapes, as functions that say why a kernel cannot take a
-    call: ffi/rules.cc. Only where ``BUILD.problem`` is None."""
+    """The handlers' rules about static shapes: functions that say why a kernel cannot take a call
+    (ffi/rules.cc). There are none where ``BUILD.problem`` is not None."""
     return _extension()
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is known of a call before it runs.
+    """Facts about a call that are known before it runs.
 
     Attributes:
       op: the name of the operation in ``KERNELS``.

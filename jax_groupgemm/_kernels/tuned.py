@@ -33,7 +33,7 @@ _PACKAGED = Path(__file__).parent / "tuned"
 
 
 class Product(NamedTuple):
-    """What a tile is chosen by."""
+    """The product that a tile is chosen for."""
 
     op: str  # "mm": (T, k) x (groups, k, n); "wgrad": groups of (k, T) x (T, n)
     dtype: str  # of operands and result

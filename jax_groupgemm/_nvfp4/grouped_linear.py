@@ -182,7 +182,7 @@ def _specs(operands) -> tuple | None:
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """Of :func:`_out`: what is static.
+    """Static arguments of :func:`_out`.
 
     ``packs``: x is kept in four bits. ``specs``: how operands are sharded over an Explicit mesh.
     """
@@ -304,12 +304,12 @@ _sums_of_products.defvjp(_dw_forward, _dw_backward)
 
 
 def _split(key):
-    """Of either derivative."""
+    """A key for each of the two derivatives."""
     return (None, None) if key is None else tuple(jax.random.split(key))
 
 
 def _rounding(key, random: tuple[bool, bool]):
-    """Of either operand; None rounds to nearest."""
+    """A key for each of the two operands; None rounds to nearest."""
     if key is None:
         return None, None
     first, second = random
@@ -324,7 +324,7 @@ def _sharded_as(a, grad):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _packed(x, group_sizes, recipe):
-    """What is kept of x for dw: codes, through which no derivative of dw would find x."""
+    """Codes of x, kept for dw; no derivative of dw finds x through them."""
     return _along_t(x, group_sizes, recipe, None)
 
 

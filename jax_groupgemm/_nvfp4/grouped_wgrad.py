@@ -148,7 +148,7 @@ def _sm90(choice, x, dy, group_sizes, scale, beta, existing_out, *, dtype):
 
 
 def _product(group_sizes) -> dict[str, Any]:
-    """Of operands whose grouped axis is their last."""
+    """Arguments of ``wgrad`` for operands whose grouped axis is their last."""
     return {
         "form": SIZES, "groups": group_sizes.shape[0], "transpose_x": True, "transpose_y": True,
         "precision": jax.lax.Precision.HIGHEST,
@@ -190,7 +190,7 @@ def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _stored(q: Quantized) -> Quantized:
-    """What the leaves hold, rows last and padded."""
+    """The array that the leaves hold, rows last and padded."""
     return dataclasses.replace(q, axis=-1, layout="linear", positions=None)
 
 

@@ -172,7 +172,7 @@ def _seed(op: str, key):
 
 
 def _specs(x, mesh, axis: int, grouped: bool, layout: str):
-    """Of the results on a mesh with Explicit axes: those of x, but blocks are not cut, and padded
+    """How results are sharded on a mesh with Explicit axes: as x is. Blocks are not cut, and padded
     axes and swizzled scales are replicated."""
     entries = [entry or None for entry in partition._entries(jax.typeof(x).sharding.spec, x.ndim)]
     lead, blocked = entries[:-2], entries[axis]

@@ -32,7 +32,7 @@ MODES = {
     "nvfp4": _Mode((4,), (16,)),
 }
 FLOATS = ("float32", "bfloat16", "float16")
-# Of an element: mantissa bits, least normal exponent, last finite code.
+# Element formats: mantissa bits, least normal exponent, last finite code.
 E2M1 = {"mantissa": 1, "emin": 0, "limit": 7}
 E4M3 = {"mantissa": 3, "emin": -6, "limit": 0x7E}
 
@@ -66,7 +66,7 @@ def _affine_codes(w, bits: int, dtype):
 
 
 def _ordered(i):
-    """Of int32 patterns, integers that order as the floats do; and the patterns of those."""
+    """Integers that order as the floats of int32 patterns do; and, again, the patterns of those."""
     return jnp.where(i < 0, i ^ i32(0x7FFFFFFF), i)
 
 
@@ -200,7 +200,7 @@ def codes_in_groups(weight, bits: int, group_size: int):
     chunk, code = blocks(weight, words), u32(0)
     along_last = (1,) * (chunk.ndim - 1) + (count,)
     for word in range(words):
-        # Of each code's first bit in this word.
+        # The place of each code's first bit in this word.
         offset = (np.arange(count) * bits - 32 * word).reshape(along_last)
         part = chunk[..., word, None] >> np.clip(offset, 0, 31).astype(np.uint32)
         if word:
@@ -241,8 +241,8 @@ def exact(m, e):
 
 
 def packed_scales(mode: str, group_size: int, k_tiles: int) -> tuple[int, int]:
-    """Of layout "sm90" the last two axes of scales, K / 64 (of affine groups of 128 K / 128) and
-    words."""
+    """The last two axes of the scales of layout "sm90": K / 64 (K / 128 with affine groups of 128),
+    and words."""
     if mode == "affine":
         return (k_tiles // 2, 64) if group_size == 128 else (k_tiles, 4096 // group_size)
     return k_tiles, 32 if mode == "mxfp4" else 64

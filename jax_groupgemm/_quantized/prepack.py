@@ -347,8 +347,8 @@ def _separate_e2m1(words):
     return jnp.stack(codes, axis=-1)
 
 
-# Of e4m3 in a half of a word: the sign and the other bits where bfloat16 has them; of two words'
-# third pair the sign and the next four bits; and the last three.
+# Masks of e4m3 in a half of a word: the sign and the other bits where bfloat16 has them; the sign
+# and the next four bits of two words' third pair; and its last three.
 _E4M3, _HIGH, _LAST = 0x87F087F0, 0x87808780, 0x00700070
 
 

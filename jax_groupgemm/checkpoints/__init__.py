@@ -167,7 +167,7 @@ def open(path: str | PathLike[str]) -> Mapping[str, np.ndarray]:
 
 
 class _Source:
-    """What a call was given; the names are sorted once for all its prefixes."""
+    """The arguments of a call; the names are sorted once for all its prefixes."""
 
     def __init__(self, op: str, tensors, format: str, config, reorder: bool = False):
         if not isinstance(format, str) or format not in FORMATS:
@@ -196,7 +196,7 @@ class _Source:
         self.config = config
 
     def several(self, prefixes) -> list:
-        """Of one or more prefixes."""
+        """The layers of one or more prefixes."""
         if not isinstance(prefixes, Iterable):
             raise TypeError(
                 f"jgg.checkpoints.{self.op}: a prefix must be a name or a sequence of names, got "

@@ -34,7 +34,7 @@ def random(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Ar
     return jax.block_until_ready(_draw(seed, shape, dtype))
 
 
-# What clears the cache before a call, or, on few elements, only marks where one begins. Nothing
+# This clears the cache before a call, or, on few elements, only marks where one begins. Nothing
 # that is timed has a kernel of this name.
 mark = jax.jit(jnp.tan)
 
