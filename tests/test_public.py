@@ -77,6 +77,7 @@ def test_a_type_checker_finds_mistakes(tmp_path):
     head = ["import jax.numpy as jnp", "import numpy as np", "import jax_groupgemm as jgg"]
     lines = [*head, "x = jnp.ones((4, 4))", *MISTAKES, *RIGHT]
     (tmp_path / "use.py").write_text("\n".join(lines) + "\n")
+    (tmp_path / "pyrightconfig.json").write_text("{}")  # none of a folder above
     command = [pyright, "--pythonpath", sys.executable, "use.py"]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     found = {int(line.split(":")[1]) for line in out.splitlines() if " error: " in line}

@@ -121,7 +121,7 @@ def choose(problem: Problem) -> Choice | None:
     for kernel in KERNELS[problem.op]:
         if kernel.only_named or kernel.platform != problem.platform:
             continue
-        if unsupported(kernel, problem) or _out_of_reach(kernel):
+        if unsupported(problem) or _out_of_reach(kernel):
             continue
         if kernel.can(problem) is None and kernel.pays(problem):
             return configured(kernel, problem)
@@ -153,7 +153,7 @@ def _named(problem: Problem) -> Choice:
     elif not kernels:
         reason = missing(name, problem.op)
     for kernel in kernels if reason is None else ():
-        why = unsupported(kernel, problem)
+        why = unsupported(problem)
         capabilities = extension.live_capabilities()
         if why is None and (name == "cpu" or capabilities or extension.BUILD.problem):
             why = extension.unavailable(name, capabilities)
@@ -175,8 +175,8 @@ def cannot_run(name: str, reason: str) -> str:
     )
 
 
-def unsupported(kernel: Kernel, problem: Problem) -> str | None:
-    """Why a kernel does not know the dtypes of a problem."""
+def unsupported(problem: Problem) -> str | None:
+    """Why no kernel knows the dtypes of a problem."""
     for role, names in (("operand", problem.dtypes), ("result", (problem.out_dtype,))):
         for name in names:
             if name not in FLOATS:

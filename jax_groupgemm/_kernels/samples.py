@@ -104,7 +104,7 @@ def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
     capabilities = extension.live_capabilities() if kernel.platform == "cuda" else ()
     return (
         extension.unavailable(kernel.name, capabilities)
-        or choose.unsupported(kernel, problem)
+        or choose.unsupported(problem)
         or kernel.can(problem)
         or (kernel.fuses(problem) if isinstance(problem, Nvfp4) else None)
     )
