@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from . import partition, segments
-from .segments import MAX_ROWS, Form
+from .segments import MAX_ROWS, Form, Metadata
 
 
-def fold_product(name, size, x, x_dim, meta, meta_dims, *, form, rows, groups, own_weights,
+def fold_product(name, size, x, x_dim, metadata, meta_dims, *, rows, groups, own_weights,
                  transpose_x=False):  # fmt: skip
-    """x, table and form of a batch of products as one; every problem has weights of its own, or
-    all have the same."""
+    """x and metadata of a batch of products as one; every problem has weights of its own, or all
+    have the same."""
+    form = metadata.form
     rows_x = extent(x, x_dim, 1 if transpose_x else 0)
-    table = batched_table(form, meta, meta_dims, rows_x, rows, groups)
+    table = batched_table(metadata, meta_dims, rows_x, rows, groups)
     x, x_step = fold_rows(x, x_dim, transpose_x, rows_x)
     check_rows(name, size, max(rows_x, rows))
     folded = segments.fold(table, size, x_step, rows, groups if own_weights else 0)
@@ -27,7 +28,7 @@ def fold_product(name, size, x, x_dim, meta, meta_dims, *, form, rows, groups, o
         own_weight=form.own_weight and own_weights,
         aligned=form.aligned and x_dim is not None and rows_x == rows,
     )
-    return x, folded, form
+    return x, Metadata(form, folded)
 
 
 def batch_size(args, dims):
@@ -39,13 +40,15 @@ def extent(a, dim, axis):
     return a.shape[axis + (dim is not None and dim <= axis)]
 
 
-def batched_table(form, meta, dims, rows_x, rows_y, groups):
+def batched_table(metadata: Metadata, dims: Metadata, rows_x, rows_y, groups):
     """The canonical table: (S, 4), or (size, S, 4) where any metadata is batched."""
-    decode = functools.partial(segments.decode, form, rows_x=rows_x, rows_y=rows_y, groups=groups)
-    if all(d is None for d in dims):
-        return decode(meta)
-    meta = map(partition.replicated, meta)
-    return jax.vmap(lambda *m: decode(m), in_axes=tuple(dims))(*meta)
+    decode = functools.partial(Metadata.decode, rows_x=rows_x, rows_y=rows_y, groups=groups)
+    if dims.values is None and dims.group_offset is None:
+        return decode(metadata)
+    metadata = jax.tree.map(partition.replicated, metadata)
+    leaves, tree = jax.tree.flatten(metadata)
+    in_axes = (dims.values, dims.group_offset)[: len(leaves)]
+    return jax.vmap(lambda *m: decode(tree.unflatten(m)), in_axes=in_axes)(*leaves)
 
 
 def fold_rows(a, dim, transposed, rows):

@@ -18,7 +18,7 @@ from jax.interpreters import batching as jax_batching
 from . import batching, partition
 from .costs import COSTS
 from .own_backward import OwnBackward
-from .primitive import jitted, vary_alike, zero_tangent
+from .primitive import runs_alone, vary_alike, zero_tangent
 
 #: What one stands for is its parameter ``jaxpr``.
 PRIMITIVES: set[Primitive] = set()
@@ -63,10 +63,7 @@ class Composed:
         primitive.multiple_results = True
         # Whatever its jaxpr holds, which only says what it means.
         primitive.is_high = lambda *_, **__: False
-        self._compiled = functools.cache(
-            lambda **params: jax.jit(functools.partial(primitive.bind, **params))
-        )
-        primitive.def_impl(jitted(self._compiled))
+        runs_alone(primitive)
         primitive.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
         ad.primitive_jvps[primitive] = self._jvp
         ad.primitive_transposes[primitive] = self._transpose

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from . import segments
+from .products import Mm
 
 #: How to compute the value of an operand, or None where it is not known.
 Value = Callable[[], Any] | None
@@ -54,16 +55,17 @@ def conversion(operands, values, outs, **_) -> Cost:
     return Cost(0, bytes_of((operands, outs)))
 
 
-def product(x, w, meta, values, out, *, form, rows, transpose_x, transpose_w, **_):
-    """The cost, the rows that meet a matrix, and the matrices that meet a row."""
-    rows_x, k = x.shape[::-1] if transpose_x else x.shape
-    groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
-    count, in_x, _, weights = counts(form, values, rows_x, rows, groups)
+def product(x, w, metadata, values, out, product: Mm):
+    """The cost, the rows that meet a matrix, and the matrices that meet a row. ``values`` are those
+    of metadata."""
+    rows_x, groups = product.rows_x(x), w.shape[0]
+    _, k, n = product.sizes(w)
+    count, in_x, _, weights = counts(metadata, values, rows_x, product.rows, groups)
     # Every leaf of a quantized weight is read; one global scale belongs to all.
     leaves = jax.tree.leaves(w)
     read = bytes_of(x) // max(rows_x, 1) * in_x
     read += sum(bytes_of(a) // max(groups, 1) * weights if a.ndim else bytes_of(a) for a in leaves)
-    return Cost(2 * count * k * n, read + bytes_of((meta, out))), count, weights
+    return Cost(2 * count * k * n, read + bytes_of((metadata, out))), count, weights
 
 
 def bias_cost(bias, rows: int, weights: int) -> Cost:
@@ -78,16 +80,17 @@ def bytes_of(avals) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in jax.tree.leaves(avals))
 
 
-def counts(form, values: Sequence[Any], rows_x: int, rows_y: int, groups: int):
+def counts(metadata, values: Sequence[Any], rows_x: int, rows_y: int, groups: int):
     """Pairs of rows that meet; the different rows of x, rows of y and weights among them."""
+    form = metadata.form
     if None in values:
         once = [rows for rows, ordered in ((rows_x, form.ordered_x), (rows_y, form.ordered_y))
                 if ordered]  # fmt: skip
         count = min(once, default=max(rows_x, rows_y))
         return count, *(min(count, size) for size in (rows_x, rows_y, groups))
     with jax.ensure_compile_time_eval():
-        meta = [value() for value in values]
-        table = np.asarray(segments.decode(form, meta, rows_x, rows_y, groups), np.int64)
+        known = segments.Metadata(form, *(value() for value in values))
+        table = np.asarray(known.decode(rows_x, rows_y, groups), np.int64)
     x_start, y_start, length, weight = table[table[:, segments.LENGTH] > 0].T
     rows = int(length.sum()), _covered(x_start, length), _covered(y_start, length)
     return *rows, len(np.unique(weight))

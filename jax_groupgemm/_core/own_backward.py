@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
-from .primitive import jitted, zero_tangent
+from .primitive import runs_alone, zero_tangent
 
 
 class OwnBackward:
@@ -35,10 +35,7 @@ class OwnBackward:
         tangent = self._tangent = Primitive(f"{name}_tangent")
         tangent.multiple_results = True
         tangent.is_high = lambda *_, **__: False
-        compiled = functools.cache(
-            lambda **params: jax.jit(functools.partial(tangent.bind, **params))
-        )
-        tangent.def_impl(jitted(compiled))
+        runs_alone(tangent)
         tangent.def_abstract_eval(
             lambda *_, jaxpr, **__: [out.to_tangent_aval() for out in jaxpr.out_avals]
         )

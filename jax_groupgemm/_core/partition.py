@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,34 +37,33 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import segments
-from .segments import WEIGHT, X_START, Y_START, Form
+from .products import Product, Wgrad
+from .segments import WEIGHT, X_START, Y_START, Metadata
 
 
-def _axes(name: str, params, operands: Sequence) -> tuple[str, ...]:
-    """Axis letters of each operand that is not metadata, and of the result.
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A grouped product that is to be divided; ``tree`` makes (a, b, metadata) of its operands."""
 
-    mm, qmm: t rows, k contracted, n columns, g weights; wgrad: t rows, a and b columns. Where the
-    rows of x and y are not the same rows, those of x (of y in wgrad) get a letter of their own, u.
-    """
-    other = "t" if params["form"].aligned else "u"
-    if name == "wgrad":
-        x = "at" if params["transpose_x"] else "ta"
-        y = f"b{other}" if params["transpose_y"] else f"{other}b"
-        return x, y, "gab"
-    w = "gnk" if params["transpose_w"] else "gkn"
-    if name == "qmm":  # the leaves of the weight; a global scale has the leading axis, or none
-        leaves = operands[1 : 1 + params["tree"].num_leaves]
-        return f"{other}k", *(w[: len(leaf.shape)] for leaf in leaves), "tn"
-    x = f"k{other}" if params["transpose_x"] else f"{other}k"
-    return x, w, "nt" if params["transpose_out"] else "tn"
+    name: str
+    tree: Any
+    product: Product
+
+    def letters(self, operands: Sequence) -> tuple[str, ...]:
+        """Axis letters of each operand that is not metadata, and of the result."""
+        _, b, metadata = self.tree.unflatten(operands)
+        return self.product.letters(jax.tree.leaves(b), metadata.form.aligned)
+
+    def out_shape(self, operands: Sequence) -> tuple[int, ...]:
+        a, b, _ = self.tree.unflatten(operands)
+        return self.product.out_shape(a, b)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Which mesh axes divide which axis letter."""
 
-    name: str
-    params: dict
+    call: Call
     letters: tuple[str, ...]  # of the operands and the result
     mesh_axes: dict[str, tuple[str, ...]]
     mesh_shape: dict[str, int]
@@ -81,20 +81,23 @@ class _Plan:
         return P(*(self.mesh_axes.get(letter) or None for letter in letters))
 
     def per_device(self, bind: Callable, *operands):
-        """The operation on one device's shards, including its communication."""
-        params = dict(self.params)
+        """The operation on one device's shards, including its communication; ``bind(a, b, metadata,
+        product)`` is that of one device."""
         *in_letters, out_letters = self.letters
-        tensors, meta = operands[: len(in_letters)], operands[len(in_letters) :]
         rows = {
             letter: size
-            for letters, tensor in zip(in_letters, tensors, strict=True)
+            for letters, tensor in zip(in_letters, operands, strict=False)
             for letter, size in zip(letters, tensor.shape, strict=True)
         }
-        if self.name == "wgrad":
-            params["groups"] = rows["g"] = self._shard(params["groups"], "g")
+        a, b, metadata = self.call.tree.unflatten(operands)
+        product = self.call.product
+        if isinstance(product, Wgrad):
+            rows["g"] = self._shard(product.groups, "g")
+            product = product.replace(groups=rows["g"])
         else:
-            params["rows"] = rows["t"] = self._shard(params["rows"], "t")
-        meta, params["form"] = self._local_segments(meta, rows)
+            rows["t"] = self._shard(product.rows, "t")
+            product = product.replace(rows=rows["t"])
+        metadata = self._local_segments(metadata, rows)
         summed = [
             axis
             for letter, axes in self.mesh_axes.items()
@@ -102,35 +105,35 @@ class _Plan:
             for axis in axes
         ]
         if not summed:
-            return bind(self.name, *tensors, *meta, **params)
+            return bind(a, b, metadata, product)
         # Partial sums travel as float32 and are rounded once. What flows back through that
         # rounding is exact in the result's own dtype, so the gradient may stay in it.
-        dtype = params["out_dtype"]
+        dtype = product.out_dtype
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-            params |= {"out_dtype": jnp.dtype(jnp.float32), "cotangent_dtype": dtype}
-        return lax.psum(bind(self.name, *tensors, *meta, **params), tuple(summed)).astype(dtype)
+            product = product.replace(out_dtype=jnp.float32, cotangent_dtype=dtype)
+        return lax.psum(bind(a, b, metadata, product), tuple(summed)).astype(dtype)
 
-    def _local_segments(self, meta, rows: dict[str, int]):
+    def _local_segments(self, metadata: Metadata, rows: dict[str, int]) -> Metadata:
         """Metadata of this device's part: segments cut to its rows and weights."""
-        form: Form = self.params["form"]
+        form = metadata.form
         cut = [letter for letter in "tug" if self.mesh_axes.get(letter)]
         if not cut:
-            return meta, form
+            return metadata
         groups = rows["g"] * self._count("g")
         rows_t, rows_u = (rows.get(c, 0) * self._count(c) for c in "tu")
         rows_u = rows_t if form.aligned else rows_u
         # wgrad: x has rows t, y rows u; the others: x has rows u, the result (y) rows t.
-        at_t, at_u = (X_START, Y_START) if self.name == "wgrad" else (Y_START, X_START)
-        rows_x, rows_y = (rows_t, rows_u) if self.name == "wgrad" else (rows_u, rows_t)
-        table = segments.decode(form, meta, rows_x, rows_y, groups)
+        contracted = isinstance(self.call.product, Wgrad)
+        at_t, at_u = (X_START, Y_START) if contracted else (Y_START, X_START)
+        rows_x, rows_y = (rows_t, rows_u) if contracted else (rows_u, rows_t)
+        table = metadata.decode(rows_x, rows_y, groups)
         for letter, column in (("t", at_t), ("u", at_u), ("g", WEIGHT)):
             if letter in cut:
                 start = self._index(letter) * rows[letter]
                 table = segments.restrict(table, column, start, rows[letter], aligned=form.aligned)
         own_weight = form.own_weight and "g" not in cut
-        return (table,), dataclasses.replace(
-            form, kind="segments", own_weight=own_weight, swapped=False
-        )
+        form = dataclasses.replace(form, kind="segments", own_weight=own_weight, swapped=False)
+        return Metadata(form, table)
 
     def _count(self, letter: str) -> int:
         count = 1
@@ -145,14 +148,14 @@ class _Plan:
         return lax.axis_index(self.mesh_axes[letter]).astype(jnp.int32)
 
 
-def _plan(name, params, mesh_shape, specs, shapes, operands, allowed=None) -> _Plan:
+def _plan(call: Call, mesh_shape, specs, shapes, operands, allowed=None) -> _Plan:
     """Give each axis letter the mesh axes of the first operand that shards it.
 
     ``specs``, ``shapes``: of the operands that are not metadata, and of the result. A mesh axis
     divides one letter only, and only where it divides evenly; ``allowed`` restricts to some mesh
     axes.
     """
-    words = _axes(name, params, operands)
+    words = call.letters(operands)
     units: dict[str, int] = {}
     for letters, shape in zip(words, shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
@@ -167,7 +170,7 @@ def _plan(name, params, mesh_shape, specs, shapes, operands, allowed=None) -> _P
                 continue
             mesh_axes[letter] = axes
             used |= set(axes)
-    return _Plan(name, params, words, mesh_axes, mesh_shape, units)
+    return _Plan(call, words, mesh_axes, mesh_shape, units)
 
 
 def _entries(spec, rank: int) -> list[tuple[str, ...]]:
@@ -196,25 +199,22 @@ def may_be_partitioned(ctx) -> bool:
     return getattr(context, "num_devices", 1) > 1 and not exported and not whole
 
 
-def auto(name: str, params: dict, bind: Callable) -> Callable:
-    """The operation as the partitioner's custom call."""
-
-    def bind_named(_, *operands, **params):
-        return bind(*operands, **params)
+def auto(call: Call, bind: Callable) -> Callable:
+    """The operation, of operands as they are flat, as the partitioner's custom call."""
 
     def partition(mesh, args, result):
-        tensors = [*args[: len(_axes(name, params, args)) - 1], result]
+        tensors = [*args[: len(call.letters(args)) - 1], result]
         # Constants have a sharding that knows no mesh axes: they may be cut at will.
         specs = [getattr(v.sharding, "spec", P()) for v in tensors]
         shapes = [v.shape for v in tensors]
-        plan = _plan(name, params, dict(mesh.shape), specs, shapes, args)
+        plan = _plan(call, dict(mesh.shape), specs, shapes, args)
         sharded = functools.partial(NamedSharding, mesh)
-        per_device = functools.partial(plan.per_device, bind_named)
+        per_device = functools.partial(plan.per_device, bind)
         return mesh, per_device, sharded(plan.out_spec()), tuple(map(sharded, plan.in_specs(args)))
 
     def rule(_, operand_types, result_types):
         del result_types
-        *operands, out = _axes(name, params, operand_types)
+        *operands, out = call.letters(operand_types)
         metas = [
             [f"m{i}_{j}" for j in range(len(t.shape))]
             for i, t in enumerate(operand_types[len(operands) :])
@@ -226,7 +226,9 @@ def auto(name: str, params: dict, bind: Callable) -> Callable:
         replicated = tuple(name for names in metas for name in names)
         return text, {"reduction_factors": reduced, "need_replication_factors": replicated}
 
-    wrapped = custom_partitioning(lambda *operands: bind(*operands, **params))
+    wrapped = custom_partitioning(
+        lambda *operands: bind(*call.tree.unflatten(operands), call.product)
+    )
     wrapped.def_partition(partition=partition, sharding_rule=rule)
     return wrapped
 
@@ -276,23 +278,23 @@ def maps_explicit_axes() -> bool:
         return False
 
 
-def explicit(name: str, mesh, operands, params: dict, bind: Callable):
+def explicit(call: Call, mesh, operands, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
     types = [jax.typeof(v) for v in operands]
-    plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
+    plan = _explicit_plan(call, mesh, types, set(mesh.explicit_axes))
     return _by_device(
         functools.partial(plan.per_device, bind), mesh, operands, plan.in_specs(operands),
         plan.out_spec(),
     )  # fmt: skip
 
 
-def explicit_type(name: str, mesh, types, params: dict, out: ShapedArray) -> ShapedArray:
+def explicit_type(call: Call, mesh, types, out: ShapedArray) -> ShapedArray:
     """The result's type, sharded as :func:`explicit` shards it."""
-    plan = _explicit_plan(name, mesh, types, params, set(mesh.explicit_axes))
+    plan = _explicit_plan(call, mesh, types, set(mesh.explicit_axes))
     return out.update(sharding=NamedSharding(mesh, plan.out_spec()))
 
 
-def explicit_batch(name: str, mesh, operands, dims, params: dict, bind: Callable):
+def explicit_batch(call: Call, mesh, operands, dims, bind: Callable):
     """The same of a batch: where that is sharded, each device has the problems of its own. The
     batch is the first axis of the result."""
     types = [jax.typeof(v) for v in operands]
@@ -301,7 +303,7 @@ def explicit_batch(name: str, mesh, operands, dims, params: dict, bind: Callable
     singles = [
         of if dim is None else _without(of, dim, mesh) for of, dim in zip(types, dims, strict=True)
     ]
-    plan = _explicit_plan(name, mesh, singles, params, set(mesh.explicit_axes) - set(axes))
+    plan = _explicit_plan(call, mesh, singles, set(mesh.explicit_axes) - set(axes))
     batched = P(axes or None)
     in_specs = [
         spec if dim is None else P(*batched, *spec)
@@ -325,11 +327,11 @@ def _without(of, dim: int, mesh) -> ShapedArray:
     return ShapedArray(shape, of.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _explicit_plan(name, mesh, types, params, allowed) -> _Plan:
-    count = len(_axes(name, params, types)) - 1
+def _explicit_plan(call: Call, mesh, types, allowed) -> _Plan:
+    count = len(call.letters(types)) - 1
     specs = [of.sharding.spec for of in types[:count]]
-    shapes = [*(of.shape for of in types[:count]), _out_shape(name, types, params)]
-    plan = _plan(name, params, dict(mesh.shape), [*specs, P()], shapes, types, allowed)
+    shapes = [*(of.shape for of in types[:count]), call.out_shape(types)]
+    plan = _plan(call, dict(mesh.shape), [*specs, P()], shapes, types, allowed)
     _check_explicit(plan, specs, types)
     return plan
 
@@ -413,22 +415,6 @@ def _reshaped(a, shape, entries) -> jax.Array:
     return lax.reshape(a, shape, out_sharding=P(*(e or None for e in entries)) if sharded else None)
 
 
-def _out_shape(name, operands, params):
-    a, b = operands[:2]
-    if name == "wgrad":
-        return (
-            params["groups"],
-            a.shape[0 if params["transpose_x"] else 1],
-            b.shape[0 if params["transpose_y"] else 1],
-        )
-    rows = params["rows"]
-    if name == "qmm":
-        leaves = operands[1 : 1 + params["tree"].num_leaves]
-        b = params["tree"].unflatten(leaves)
-    n = b.shape[1 if params["transpose_w"] else 2]
-    return (n, rows) if params.get("transpose_out") else (rows, n)
-
-
 def _same(spec, wanted, rank) -> bool:
     return _entries(spec, rank) == _entries(wanted, rank)
 
@@ -448,6 +434,6 @@ def _check_explicit(plan: _Plan, specs, types) -> None:
             else:
                 why = "that mesh axis already shards another axis of this product"
             raise ValueError(
-                f"jgg {plan.name}: operand {operand} {of} shards axis "
+                f"jgg {plan.call.name}: operand {operand} {of} shards axis "
                 f"{letter.upper()} over {entry}, but {why}. Use jax.sharding.reshard first."
             )

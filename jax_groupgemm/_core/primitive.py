@@ -9,20 +9,33 @@ import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
+from jax.interpreters import batching as jax_batching
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from . import partition
+from . import batching, partition
 from .costs import COSTS
+from .products import Product
+from .segments import Metadata
 
 
-def bind(name, *operands, **params):
-    explicit = partition.explicit_mesh(operands)
+def bind(name: str, a, b, metadata: Metadata, product: Product):
+    """The product of that name."""
+    explicit = partition.explicit_mesh(jax.tree.leaves((a, b, metadata)))
+    if explicit is not None:
+        a, b, metadata = SHARDABLE[name](a, b, metadata)
+    leaves, tree = jax.tree.flatten((a, b, metadata))
     if explicit is not None and not partition.maps_explicit_axes():
-        return partition.explicit(name, explicit, operands, params, bind)
+        call = partition.Call(name, tree, product)
+        return partition.explicit(call, explicit, leaves, functools.partial(bind, name))
     manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
     primitive = (INNER if manual else OUTER)[name]
-    return primitive.bind(*vary_alike(*operands), **params)
+    return primitive.bind(*vary_alike(*leaves), tree=tree, product=product)
+
+
+def _bind_inner(name: str, a, b, metadata: Metadata, product: Product):
+    leaves, tree = jax.tree.flatten((a, b, metadata))
+    return INNER[name].bind(*leaves, tree=tree, product=product)
 
 
 def vary_alike(*operands):
@@ -50,91 +63,132 @@ def out_aval(shape, dtype, operands):
     )
 
 
-def sum_of_tangents(out, terms):
-    if not terms:
-        return zero_tangent(out)
-    return functools.reduce(lax.add, terms)
-
-
 def zero_tangent(out):
     return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _outer_lowering(name, ctx, *operands, **params):
-    def partitioned(*operands):
-        shardable, known = SHARDABLE.get(name, lambda *a: a)(operands, params)
-        return partition.auto(name, known, INNER[name].bind)(*shardable)
+def _outer_lowering(name, ctx, *leaves, tree, product):
+    def partitioned(*leaves):
+        leaves, own = jax.tree.flatten(SHARDABLE[name](*tree.unflatten(leaves)))
+        call = partition.Call(name, own, product)
+        return partition.auto(call, functools.partial(_bind_inner, name))(*leaves)
 
-    def of_no_batch(*operands):
-        return partition.explicit(name, explicit, operands, params, bind)
+    def of_no_batch(*leaves):
+        call = partition.Call(name, tree, product)
+        return partition.explicit(call, explicit, leaves, functools.partial(bind, name))
 
-    per_device = functools.partial(INNER[name].bind, **params)
+    per_device = functools.partial(INNER[name].bind, tree=tree, product=product)
     # A vmap over an explicitly sharded axis leaves the product of operands that are not mapped.
     explicit = partition.explicit_mesh_of(ctx.avals_in)
     if explicit is not None:
         per_device = of_no_batch
     elif partition.may_be_partitioned(ctx):
         per_device = partitioned
-    return mlir.lower_fun(per_device, multiple_results=False)(ctx, *operands)
+    return mlir.lower_fun(per_device, multiple_results=False)(ctx, *leaves)
 
 
-def jitted(compiled):
+def runs_alone(primitive: Primitive) -> None:
     """A primitive outside of any program: it becomes one, also where the user has disabled ``jit``,
     which must not bind the primitive again."""
-
-    def run(*operands, **params):
-        with jax.disable_jit(False):
-            return compiled(**params)(*operands)
-
-    return run
-
-
-def _batching(name, rule, args, dims, **params):
-    mesh = partition.explicit_mesh(args)
-    # Within a vmap over an explicitly sharded axis, only that one has the whole operands.
-    if mesh is None or partition.maps_explicit_axes():
-        return rule(args, dims, **params)
-    return partition.explicit_batch(name, mesh, args, dims, params, bind), 0
-
-
-def _make(name, level, abstract, jvp, transpose, batch, lowering):
-    primitive = Primitive(f"jgg_{name}" + ("" if level == "inner" else "_outer"))
-
-    def out_type(*types, **params):
-        out, mesh = abstract(*types, **params), partition.explicit_mesh_of(types)
-        return out if mesh is None else partition.explicit_type(name, mesh, types, params, out)
-
-    primitive.def_abstract_eval(out_type)
 
     @functools.cache
     def compiled(**params):
         return jax.jit(functools.partial(primitive.bind, **params))
 
-    primitive.def_impl(jitted(compiled))
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = functools.partial(_batching, name, batch)
-    if level == "inner":
-        for platform in ("cpu", "cuda", None):
-            rule = functools.partial(lowering, platform or "other")
-            mlir.register_lowering(
-                primitive, mlir.lower_fun(rule, multiple_results=False), platform=platform
-            )
-    else:
-        partition.needs_devices(primitive)
-        mlir.register_lowering(primitive, functools.partial(_outer_lowering, name))
-    return primitive
+    def run(*operands, **params):
+        with jax.disable_jit(False):
+            return compiled(**params)(*operands)
+
+    primitive.def_impl(run)
+
+
+def _abstract(name, *types, tree, product):
+    a, b, _ = tree.unflatten(types)
+    out = out_aval(product.out_shape(a, b), product.out_dtype, types)
+    mesh = partition.explicit_mesh_of(types)
+    if mesh is None:
+        return out
+    return partition.explicit_type(partition.Call(name, tree, product), mesh, types, out)
+
+
+def _jvp(name, rule, primals, tangents, *, tree, product):
+    operands = tree.unflatten(primals)
+    terms = rule(operands, tree.unflatten(tangents), product)
+    out = bind(name, *operands, product)
+    if not terms:
+        return out, zero_tangent(out)
+    return out, functools.reduce(lax.add, [bind(name, *term, product) for term in terms])
+
+
+def _transpose(rule, ct, *leaves, tree, product):
+    none = [None] * len(leaves)
+    if type(ct) is ad.Zero:
+        return none
+    if product.cotangent_dtype is not None:
+        ct = ct.astype(product.cotangent_dtype)
+    cts = rule(ct, tree.unflatten(leaves), product)
+    skeleton = tree.unflatten(none)
+    return tree.flatten_up_to(
+        tuple(s if c is None else c for s, c in zip(skeleton, (*cts, None), strict=True))
+    )
+
+
+def _batching(name, rule, leaves, dims, *, tree, product):
+    mesh = partition.explicit_mesh(leaves)
+    # Within a vmap over an explicitly sharded axis, only that one has the whole operands.
+    if mesh is None or partition.maps_explicit_axes():
+        size = batching.batch_size(leaves, dims)
+        return rule(size, tree.unflatten(leaves), tree.unflatten(dims), product)
+    call = partition.Call(name, tree, product)
+    return partition.explicit_batch(call, mesh, leaves, dims, functools.partial(bind, name)), 0
+
+
+def _cost(rule, operands, values, outs, *, tree, product):
+    a, b, metadata = tree.unflatten(operands)
+    values = values[len(values) - len(metadata.arrays) :]
+    return rule(a, b, metadata, values, outs[0], product)
 
 
 INNER: dict[str, Primitive] = {}
 OUTER: dict[str, Primitive] = {}
-# (operands, params) as others that can be divided among devices.
+#: ``shardable`` of :func:`register`.
 SHARDABLE: dict[str, Callable] = {}
 
 
-def register(name, abstract, jvp, transpose, batch, lowering, cost) -> None:
-    """Make both levels of a primitive, by its rules; ``lowering(platform, *operands, **params)``
-    is what one device runs, ``cost`` an entry of ``COSTS``."""
-    rules = abstract, jvp, transpose, batch, lowering
-    INNER[name], OUTER[name] = (_make(name, level, *rules) for level in ("inner", "outer"))
-    COSTS[INNER[name]] = COSTS[OUTER[name]] = cost
+def register(name: str, *, jvp: Callable, transpose: Callable, batch: Callable, lowering: Callable,
+             cost: Callable, shardable: Callable = lambda *operands: operands) -> None:  # fmt: skip
+    """Make both levels of a primitive, by its rules. ``operands`` are (a, b, metadata).
+
+    Args:
+      name: of the primitive; without "jgg_".
+      jvp: ``jvp(operands, tangents, product)`` lists operands of products whose sum is the tangent;
+        a tangent that is zero is an ``ad.Zero``.
+      transpose: ``transpose(ct, operands, product)`` returns cotangents of a and b, None where one
+        is not asked for.
+      batch: ``batch(size, operands, dims, product)`` returns the result and its batch axis.
+      lowering: ``lowering(platform, a, b, metadata, product)`` is what one device runs; platform is
+        "cpu", "cuda" or "other".
+      cost: ``cost(a, b, metadata, values, out, product)``; ``values`` are those of metadata, as in
+        ``COSTS``.
+      shardable: ``shardable(a, b, metadata)`` returns operands that can be divided among devices.
+    """
+    SHARDABLE[name] = shardable
+    for level, primitives in (("inner", INNER), ("outer", OUTER)):
+        primitive = primitives[name] = Primitive(f"jgg_{name}" + "_outer" * (level == "outer"))
+        primitive.def_abstract_eval(functools.partial(_abstract, name))
+        runs_alone(primitive)
+        ad.primitive_jvps[primitive] = functools.partial(_jvp, name, jvp)
+        ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
+        jax_batching.primitive_batchers[primitive] = functools.partial(_batching, name, batch)
+        COSTS[primitive] = functools.partial(_cost, cost)
+
+    def inner_lowering(platform, *leaves, tree, product):
+        return lowering(platform, *tree.unflatten(leaves), product)
+
+    for platform in ("cpu", "cuda", None):
+        rule = functools.partial(inner_lowering, platform or "other")
+        mlir.register_lowering(
+            INNER[name], mlir.lower_fun(rule, multiple_results=False), platform=platform
+        )
+    partition.needs_devices(OUTER[name])
+    mlir.register_lowering(OUTER[name], functools.partial(_outer_lowering, name))

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,24 +66,80 @@ SIZES = Form("sizes", ordered_x=True, ordered_y=True, own_weight=True)
 SPANS = Form("spans", own_weight=True)
 
 
-def decode(form: Form, meta, rows_x: int, rows_y: int, groups: int) -> jax.Array:
-    """The canonical (S, 4) int32 table of any form."""
-    if form.kind == "sizes":
-        starts, ends = _group_bounds(meta[0], rows_x)
-        if len(meta) == 2:
-            starts, ends = _local_groups(starts, ends, meta[1], groups)
-        return _table(starts, starts, ends - starts, lax.iota(jnp.int32, groups))
-    if form.kind == "spans":
-        bounds = _saturate(meta[0], rows_x)
-        starts, ends = bounds[:, 0], bounds[:, 1]
-        lengths = jnp.maximum(ends - starts, 0)
-        return _table(starts, starts, lengths, lax.iota(jnp.int32, starts.shape[0]))
-    (table,) = meta
-    if form.swapped:
-        table = jnp.stack(
-            [table[:, Y_START], table[:, X_START], table[:, LENGTH], table[:, WEIGHT]], axis=1
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "group_offset"),
+    meta_fields=("form",),
+)
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Which rows meet which weights, in the form its user gave it.
+
+    Attributes:
+      form: what is known of it before it runs.
+      values: integers; group sizes, spans or a table, as ``form.kind`` says.
+      group_offset: of sizes, ``()``: the group that the first weight belongs to; None for 0.
+    """
+
+    form: Form
+    values: Any
+    group_offset: Any = None
+
+    @property
+    def arrays(self) -> list:
+        return [self.values] if self.group_offset is None else [self.values, self.group_offset]
+
+    @property
+    def count(self) -> int:
+        """How many groups, spans or segments it has."""
+        return self.values.shape[0]
+
+    def swap(self) -> Metadata:
+        return dataclasses.replace(self, form=self.form.swap())
+
+    def decode(self, rows_x: int, rows_y: int, groups: int) -> jax.Array:
+        """The canonical (S, 4) int32 table of any form."""
+        form, values = self.form, self.values
+        if form.kind == "sizes":
+            starts, ends = _group_bounds(values, rows_x)
+            if self.group_offset is not None:
+                starts, ends = _local_groups(starts, ends, self.group_offset, groups)
+            return _table(starts, starts, ends - starts, lax.iota(jnp.int32, groups))
+        if form.kind == "spans":
+            bounds = _saturate(values, rows_x)
+            starts, ends = bounds[:, 0], bounds[:, 1]
+            lengths = jnp.maximum(ends - starts, 0)
+            return _table(starts, starts, lengths, lax.iota(jnp.int32, starts.shape[0]))
+        if not form.swapped:
+            return values
+        return jnp.stack(
+            [values[:, Y_START], values[:, X_START], values[:, LENGTH], values[:, WEIGHT]], axis=1
         )
-    return table
+
+    def narrow(self, rows: int, groups: int) -> list[jax.Array]:
+        """As int32, for kernels that decode it themselves.
+
+        They clamp on their own; here a wide integer must only not wrap while it is narrowed.
+        """
+        if self.form.kind == "segments":
+            return [self.values]
+        limits = rows, self.count + groups
+        return [_int32(v, limit) for v, limit in zip(self.arrays, limits, strict=False)]
+
+    def covered_rows(self, rows: int, groups: int) -> tuple:
+        """First and one-past-last row that groups, given by sizes, cover, as int32."""
+        starts, ends = _group_bounds(self.values, rows)
+        if self.group_offset is not None:
+            starts, ends = _local_groups(starts, ends, self.group_offset, groups)
+        if groups == 0:
+            return jnp.int32(0), jnp.int32(0)
+        live = ends > starts
+        return jnp.min(jnp.where(live, starts, rows)), jnp.max(jnp.where(live, ends, 0))
+
+
+def sizes(group_sizes, group_offset=None) -> Metadata:
+    """Consecutive groups of so many rows."""
+    return Metadata(SIZES, group_sizes, group_offset)
 
 
 def pieces(table: jax.Array, count: int) -> jax.Array:
@@ -97,19 +153,6 @@ def pieces(table: jax.Array, count: int) -> jax.Array:
     cut = jnp.minimum(step * lax.iota(jnp.int32, count + 1), units)
     cuts = start + jnp.minimum(64 * cut, length)
     return jnp.stack([cuts[:, :-1], cuts[:, 1:]], axis=2).reshape(-1, 2)
-
-
-def narrow(form: Form, meta, rows: int, groups: int) -> list[jax.Array]:
-    """The metadata of any form as int32, for kernels that decode it themselves.
-
-    They clamp on their own; here a wide integer must only not wrap while it is narrowed.
-    """
-    if form.kind == "segments":
-        return list(meta)
-    values = [_int32(meta[0], rows)]
-    if len(meta) == 2:
-        values.append(_int32(meta[1], meta[0].shape[0] + groups))
-    return values
 
 
 def table(x_start, y_start, length, weight, *, rows_x: int, rows_y: int, groups: int):
@@ -161,17 +204,6 @@ def restrict(table: jax.Array, column: int, start, size: int, *, aligned: bool) 
     if aligned or column == Y_START:
         y_start = jnp.clip(y_start - start, 0, size)
     return _table(x_start, y_start, length, weight)
-
-
-def covered_rows(group_sizes, group_offset, rows: int, groups: int) -> tuple:
-    """First and one-past-last row that the groups of a grouped product cover, as int32."""
-    starts, ends = _group_bounds(group_sizes, rows)
-    if group_offset is not None:
-        starts, ends = _local_groups(starts, ends, group_offset, groups)
-    if groups == 0:
-        return jnp.int32(0), jnp.int32(0)
-    live = ends > starts
-    return jnp.min(jnp.where(live, starts, rows)), jnp.max(jnp.where(live, ends, 0))
 
 
 def _table(*columns) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -13,11 +12,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition, segments
 from .._core.operations import operation
-from .._core.segments import Form
+from .._core.products import Mm
+from .._core.segments import Form, Metadata
 from .._core.types import Implementation, Integers
 from .._kernels import choose
-from . import call, primitives
-from . import gathered as by_list
+from . import fused
 
 
 @operation
@@ -75,39 +74,24 @@ def gather_mm(
     dtype = check.result_dtype(op, preferred_element_type, a, b)
     batch, n = b.shape[:-2], b.shape[-1]
     w = partition.merge(b, (len(batch), 1, 1))
-    precision = check.precision(op, precision)
-
-    def product(x, meta, **params):
-        return primitives.mm(
-            x, w, meta, out_dtype=dtype, precision=precision, implementation=implementation,
-            **params,
-        )  # fmt: skip
-
-    def by_index(x, meta, x_index, y_index, place):
-        """Indices are left to the kernel where one may take them."""
-        if not call.may_take_lists(x, w, implementation):
-            return by_list.gather(x, meta, x_index, y_index, place, product)
-        return by_list.mm(
-            x, w, meta, x_index, y_index, out_dtype=dtype, precision=precision,
-            implementation=implementation,
-        )  # fmt: skip
-
+    product = Mm(
+        rows=0, out_dtype=dtype, precision=check.precision(op, precision),
+        implementation=implementation,
+    )  # fmt: skip
     return gathered(
-        op, "a", a, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, dtype,
-        by_index,
+        op, "a", a, w, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, fused.MM,
+        kind="mm",
     )  # fmt: skip
 
 
-def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, product, dtype,
-             by_index=None, kind="mm"):  # fmt: skip
+def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, product: Mm,
+             of: fused.Fused, *, kind: str):  # fmt: skip
     """``out[i] = a[lhs_indices[i]] @ w[rhs_indices[i]]``, for weights of shape (B..., K, N) with
-    (B..., N) = ``batch_n``.
+    (B..., N) = ``batch_n``, which are flat here: (B, K, N).
 
-    ``product(x, meta, form=, rows=)`` multiplies rows and the weights, flat: (B, K, N). Where it
-    pays for a product of this ``kind`` ("mm" or "qmm"), pairs are sorted by weight first, and then
-    multiplied by ``by_index(x, meta, x_index, y_index, place)``: ``gathered.mm`` of these weights.
+    Where it pays for a product of this ``kind`` ("mm" or "qmm"), pairs are sorted by weight first.
+    ``product`` has no rows yet.
     """
-    by_index = by_index or functools.partial(by_list.gather, product=product)
     *batch_w, n = batch_n
     m = a.shape[-2]
     lhs = _indices(op, "lhs_indices", lhs_indices, a.shape[:-2])
@@ -122,6 +106,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     check.rows(op, "the result", pairs * m)
     check.rows(op, name, math.prod(a.shape[:-1]))
     # Integers have no NaN to say that the promise was broken.
+    dtype = product.out_dtype
     sorted_indices = sorted_indices and jnp.issubdtype(dtype, jnp.inexact)
     in_order = rhs_indices is None or sorted_indices
     ordered = in_order and rhs.shape == batch
@@ -129,12 +114,13 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
         return jnp.zeros((*batch, m, n), dtype)
     x = partition.merge(a, (a.ndim - 2, 1, 1))
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
+    product = product.replace(rows=pairs * m)
     # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
     sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
     if choose.sorting_pays(kind, pairs, m) and not sharded:
-        out = _by_matrix(x, lhs, rhs_flat, matrices, by_index, ordered=ordered)
+        out = _by_matrix(x, w, lhs, rhs_flat, product, of, ordered=ordered)
     else:
-        out = _as_given(x, lhs, rhs_flat, matrices, product)
+        out = _as_given(x, w, lhs, rhs_flat, product, of)
     if sorted_indices and rhs_indices is not None and rhs.size > 1:
         given = rhs.reshape(-1)
         kept = jnp.all(given[1:] >= given[:-1])
@@ -143,7 +129,7 @@ def gathered(op, name, a, batch_n, lhs_indices, rhs_indices, sorted_indices, pro
     return partition.split(out, (batch, (m,), (n,)))
 
 
-def _as_given(x, lhs, rhs, matrices, product):
+def _as_given(x, w, lhs, rhs, product: Mm, of: fused.Fused):
     """One segment per product: no operand is gathered, no index sorted."""
     count, m, _ = x.shape
     pairs = lhs.shape[0]
@@ -155,22 +141,23 @@ def _as_given(x, lhs, rhs, matrices, product):
         rhs,
         rows_x=count * m,
         rows_y=pairs * m,
-        groups=matrices,
+        groups=w.shape[0],
     )
-    form = Form("segments", ordered_y=True, aligned=False)
-    out = product(partition.merge(x, (2, 1)), (table,), form=form, rows=pairs * m)
+    metadata = Metadata(Form("segments", ordered_y=True, aligned=False), table)
+    out = of(partition.merge(x, (2, 1)), w, metadata, product)
     return partition.split(out, ((pairs, m), (out.shape[1],)))
 
 
-def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
-    """Rows sorted by matrix, one group each; each matrix is read once for all its products."""
-    count, m, _ = x.shape
+def _by_matrix(x, w, lhs, rhs, product: Mm, of: fused.Fused, *, ordered: bool):
+    """Rows sorted by matrix, one group each; each matrix is read once for all its products. Indices
+    are left to the kernel where one may take them."""
+    (count, m, _), matrices = x.shape, w.shape[0]
     valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
     lhs = jnp.where(valid, lhs, -1)
     rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
     order = place = None
     if not ordered:
-        order, place = by_list.order(rhs)
+        order, place = fused.order(rhs)
         lhs = lhs[order]
     # Sentinels sort to both ends and have no matrix: group 0 holds the negative ones.
     if (
@@ -180,8 +167,9 @@ def _by_matrix(x, lhs, rhs, matrices, by_index, *, ordered):
         counts = (rhs[None] == group[:, None]).sum(1, dtype=jnp.int32)
     else:
         counts = jnp.zeros((matrices + 2,), jnp.int32).at[rhs + 1].add(1)[:-1]
-    sizes = counts * m
-    return by_index(x, (sizes, jnp.int32(1)), lhs, order, place)
+    metadata = segments.sizes(counts * m, jnp.int32(1))
+    lists = fused.Lists(lhs, order, place)
+    return of(x, w, metadata, product, lists=lists, fused=of.takes_lists(x, w, product))
 
 
 def _indices(op: str, name: str, indices, batch) -> jax.Array:

@@ -6,11 +6,14 @@ import jax
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check
+from .._core import check, segments
 from .._core.operations import operation
+from .._core.products import Mm
+from .._core.segments import Metadata
 from .._core.types import Activation, Implementation, Integers
-from . import epilogue
-from .epilogue import ACTIVATIONS, GATED_ACTIVATIONS
+from . import fused
+from .call import Epilogue
+from .fused import ACTIVATIONS, GATED_ACTIVATIONS
 
 
 @operation
@@ -79,39 +82,40 @@ def grouped_mm(
         op, "w", w, (None, None, k) if transpose_w else (None, k, None), letters,
         f"because x is {x.shape}. Pass transpose_w={not transpose_w} if w is {other}.",
     )  # fmt: skip
-    meta = metadata(op, group_sizes, group_offset, w)
+    groups = metadata(op, group_sizes, group_offset, w)
     check.rows(op, "x", t)
     check.implementation(op, implementation)
-    return with_options(
-        op, epilogue.MM, x, w, meta, bias, activation, row_scale, existing_out,
-        transpose_w=transpose_w,
-        dtype=check.result_dtype(op, preferred_element_type, x, w),
-        precision=check.precision(op, precision), implementation=implementation,
+    product = Mm(
+        rows=t, transpose_w=transpose_w, precision=check.precision(op, precision),
+        out_dtype=check.result_dtype(op, preferred_element_type, x, w),
+        implementation=implementation,
     )  # fmt: skip
+    options = epilogue(op, product, x, w, bias, activation, row_scale, existing_out)
+    return fused.MM(x, w, groups, product, options)
 
 
-def metadata(op: str, group_sizes, group_offset, w, name: str = "w", letter: str = "G") -> tuple:
-    """``(group_sizes[, group_offset])``, checked."""
+def metadata(op: str, group_sizes, group_offset, w, name: str = "w",
+             letter: str = "G") -> Metadata:  # fmt: skip
+    """Sizes and offset, checked."""
     if group_offset is None:
         why = (
             f"because {name} is {w.shape}. Pass group_offset if {name} holds only some of the "
             "groups."
         )
-        return (check.group_sizes(op, group_sizes, w.shape[0], why, letter),)
+        return segments.sizes(check.group_sizes(op, group_sizes, w.shape[0], why, letter))
     group_sizes = check.group_sizes(op, group_sizes, letter=letter)
     group_offset = check.integers(op, "group_offset", group_offset)
     if group_offset.shape not in ((), (1,)):
         raise ValueError(
             f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
         )
-    return group_sizes, group_offset.reshape(())
+    return segments.sizes(group_sizes, group_offset.reshape(()))
 
 
-def with_options(op, product: epilogue.Options, x, w, meta, bias, activation, row_scale,
-                 existing_out=None, *, transpose_w, dtype, precision, implementation,
-                 fused=True):  # fmt: skip
-    """The product with its options, which are checked here."""
-    t, groups, n = x.shape[0], w.shape[0], w.shape[1 if transpose_w else 2]
+def epilogue(op: str, product: Mm, x, w, bias, activation, row_scale,
+             existing_out=None) -> Epilogue:  # fmt: skip
+    """The options of a product, checked."""
+    t, dtype, (groups, _, n) = x.shape[0], product.out_dtype, product.sizes(w)
     columns = _columns(op, activation, n)
     if bias is not None:
         bias = check.array(op, "bias", bias)
@@ -127,10 +131,7 @@ def with_options(op, product: epilogue.Options, x, w, meta, bias, activation, ro
             op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
         )  # fmt: skip
         check.holds(op, "existing_out", existing_out, dtype)
-    return product(
-        x, w, meta, bias, row_scale, existing_out, activation=activation, transpose_w=transpose_w,
-        dtype=dtype, precision=precision, implementation=implementation, fused=fused,
-    )  # fmt: skip
+    return Epilogue(bias, activation, row_scale, existing_out)
 
 
 def _columns(op: str, activation: str | None, n: int) -> int:

@@ -12,7 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition, segments
 from .._core.operations import operation
-from .._core.segments import SIZES, Form
+from .._core.products import Mm, Wgrad
+from .._core.segments import Form, Metadata
 from .._core.types import Integers
 from . import primitives
 from .grouped_mm import metadata
@@ -53,14 +54,13 @@ def ragged_dot(
     check.shape(op, "lhs", lhs, (None, None), "m, k")
     why = f"because lhs is {lhs.shape}"
     check.shape(op, "rhs", rhs, (None, lhs.shape[1], None), "g, k, n", why)
-    meta = metadata(op, group_sizes, group_offset, rhs, name="rhs", letter="g")
+    groups = metadata(op, group_sizes, group_offset, rhs, name="rhs", letter="g")
     check.rows(op, "lhs", lhs.shape[0])
-    out = primitives.mm(
-        lhs, rhs, meta, form=SIZES, rows=lhs.shape[0],
-        out_dtype=check.result_dtype(op, preferred_element_type, lhs, rhs),
+    product = Mm(
+        rows=lhs.shape[0], out_dtype=check.result_dtype(op, preferred_element_type, lhs, rhs),
         precision=check.precision(op, precision),
     )  # fmt: skip
-    return _placed(out, out_sharding)
+    return _placed(primitives.mm(lhs, rhs, groups, product), out_sharding)
 
 
 @operation
@@ -229,8 +229,8 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     x, sizes = _with_entry(x, 1, over), _with_entry(sizes, 1, over)
 
     def product(x, w, sizes):
-        meta = (sizes,) if group_offset is None else (sizes, group_offset)
-        return primitives.mm(x, w, meta, form=SIZES, rows=t * inners, **same)
+        metadata = segments.sizes(sizes, group_offset)
+        return primitives.mm(x, w, metadata, Mm(rows=t * inners, **same))
 
     over_outer = _vmap(product, outers, (0, None, 0))
     out = _vmap(over_outer, batches, (0, 0, 0))(x, w, sizes)
@@ -261,18 +261,17 @@ def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     x, y, sizes = _batched_alike(op, lhs, rhs, x, y, sizes)
 
     def product(x, y, sizes):
+        wgrad = Wgrad(groups=groups, **same)
         if outers == 1:
-            meta = (sizes[0],) if group_offset is None else (sizes[0], group_offset)
-            return primitives.wgrad(x, y, meta, form=SIZES, groups=groups, **same)
+            return primitives.wgrad(x, y, segments.sizes(sizes[0], group_offset), wgrad)
 
         # Every outer index adds to the same groups: several segments name one weight.
         def decode(s):
-            meta = (s,) if group_offset is None else (s, group_offset)
-            return segments.decode(SIZES, meta, t * inners, t * inners, groups)
+            return segments.sizes(s, group_offset).decode(t * inners, t * inners, groups)
 
         table = segments.fold(jax.vmap(decode)(sizes), outers, t * inners, t * inners, 0)
         form = Form("segments", ordered_x=True, ordered_y=True)
-        return primitives.wgrad(x, y, (table,), form=form, groups=groups, **same)
+        return primitives.wgrad(x, y, Metadata(form, table), wgrad)
 
     out = _vmap(product, batches, (0, 0, 0), out_axes=1)(x, y, sizes)
     return partition.split(out, ((groups,), batch, left, right))

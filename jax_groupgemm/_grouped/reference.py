@@ -1,11 +1,8 @@
-"""The two primitives in plain JAX: their definition, and what runs on every backend.
+"""The two primitives (``_core/products.py``) in plain JAX: what runs on every backend.
 
-mm     out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]                    T (rows) is grouped
-wgrad  out[weight_s]      += x[x_start_s + i]^T y[y_start_s + i]  (outer)      T is contracted
-
-for every segment s and 0 <= i < length_s; whatever no segment reaches is zero.  Sizes are data:
-loops run over the tiles that exist, so the cost follows the rows, not rows x groups, and a tile
-reads no weight but its own, so a NaN stays in its group.
+Whatever no segment reaches is zero.  Sizes are data: loops run over the tiles that exist, so the
+cost follows the rows, not rows x groups, and a tile reads no weight but its own, so a NaN stays in
+its group.
 """
 
 from __future__ import annotations
@@ -17,21 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.dtypes import accumulator_dtype, is_half, load, promoted, storage
-from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, decode
+from .._core.products import Mm, Product, Wgrad
+from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, Metadata
 
 # Rows per tile. A segment is cut into tiles of the largest size and one last, smaller tile; every
 # size costs compile time, so sizes are picked around the mean length of a segment.
 _TILES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def mm(x, w, *meta, transpose_x, transpose_w, transpose_out, rows, form, out_dtype, precision):
-    """See the module's docstring. x (T, K), w (G, K, N), out (rows, N), or their transposes."""
-    x = x.T if transpose_x else x
-    groups, n = w.shape[0], w.shape[1 if transpose_w else 2]
-    segments = decode(form, meta, x.shape[0], rows, groups)
-    dot = Dot(x, w, out_dtype, precision, (((1,), (1 if transpose_w else 0,)), ((), ())))
+def mm(x, w, metadata: Metadata, product: Mm) -> jax.Array:
+    x = x.T if product.transpose_x else x
+    (groups, _, n), rows, form = product.sizes(w), product.rows, metadata.form
+    segments = metadata.decode(x.shape[0], rows, groups)
+    dot = Dot(x, w, product, (((1,), (1 if product.transpose_w else 0,)), ((), ())))
     # Where segments may meet in one row, their sum is kept in the accumulator's dtype.
-    sum_dtype = out_dtype if form.ordered_y else dot.dtype
+    sum_dtype = product.out_dtype if form.ordered_y else dot.dtype
     tiles = _tile_sizes(rows, segments.shape[0], form.ordered_y)
     pad = 0 if form.aligned and tiles[-1] <= rows else tiles[-1]
     x = storage(jnp.pad(x, ((0, pad), (0, 0))) if pad else x)
@@ -43,8 +40,8 @@ def mm(x, w, *meta, transpose_x, transpose_w, transpose_out, rows, form, out_dty
             limit=None if pad else rows,
         )  # fmt: skip
         out = _for_each_tile(segments, tiles, add, out)
-    out = load(out, sum_dtype).astype(out_dtype)[:rows]
-    return out.T if transpose_out else out
+    out = load(out, sum_dtype).astype(product.out_dtype)[:rows]
+    return out.T if product.transpose_out else out
 
 
 def _mm_tile(x, w, segment, done, out, *, tile, dot, dtype, accumulate, limit):
@@ -98,23 +95,23 @@ def _for_each_tile(segments, tiles, visit, out):
     return out
 
 
-def wgrad(x, y, *meta, transpose_x, transpose_y, groups, form, out_dtype, precision):
-    """See the module's docstring. x (T, A), y (T, B), or their transposes; out (G, A, B)."""
-    x = x.T if transpose_x else x
-    y = y.T if transpose_y else y
-    segments = decode(form, meta, x.shape[0], y.shape[0], groups)
-    dot = Dot(x, y, out_dtype, precision, (((0,), (0,)), ((), ())))
+def wgrad(x, y, metadata: Metadata, product: Wgrad) -> jax.Array:
+    x = x.T if product.transpose_x else x
+    y = y.T if product.transpose_y else y
+    groups, form, out_dtype = product.groups, metadata.form, product.out_dtype
+    segments = metadata.decode(x.shape[0], y.shape[0], groups)
+    dot = Dot(x, y, product, (((0,), (0,)), ((), ())))
     shape = (groups, x.shape[1], y.shape[1])
     if not (x.size and y.size and groups and segments.shape[0]):
         return zeros_like_varying(shape, out_dtype, x, y, segments, stored=False)
     rows = min(x.shape[0], y.shape[0])
     tiles = _tile_sizes(rows, segments.shape[0], form.ordered_x)
     x, y = (storage(jnp.pad(v, ((0, tiles[-1]), (0, 0)))) for v in (x, y))
-    product = functools.partial(_segment_product, x, y, tiles=tiles, dot=dot)
+    of_segment = functools.partial(_segment_product, x, y, tiles=tiles, dot=dot)
     if form.own_weight:
         # One segment per weight: each product is finished in one place and written once.
         def write(s, out):
-            new = product(segments[s]).astype(out_dtype)
+            new = of_segment(segments[s]).astype(out_dtype)
             return lax.dynamic_update_index_in_dim(out, storage(new), s, 0)
 
         out = zeros_like_varying(shape, out_dtype, x, y, segments)
@@ -122,7 +119,7 @@ def wgrad(x, y, *meta, transpose_x, transpose_y, groups, form, out_dtype, precis
 
     def add(s, out):
         weight = segments[s, WEIGHT]
-        new = product(segments[s]) + lax.dynamic_index_in_dim(out, weight, keepdims=False)
+        new = of_segment(segments[s]) + lax.dynamic_index_in_dim(out, weight, keepdims=False)
         return lax.dynamic_update_index_in_dim(out, new, weight, 0)
 
     out = zeros_like_varying(shape, dot.dtype, x, y, segments, stored=False)
@@ -171,13 +168,13 @@ def _smallest_tile(tiles, rows):
 class Dot:
     """One tile's product: operands as stored in, accumulator out."""
 
-    def __init__(self, a, b, out_dtype, precision, dimension_numbers):
+    def __init__(self, a, b, product: Product, dimension_numbers):
         self.a, self.b = a.dtype, b.dtype
         self.operand = promoted(a.dtype, b.dtype)
-        self.dtype = accumulator_dtype(self.operand, out_dtype)
+        self.dtype = accumulator_dtype(self.operand, product.out_dtype)
         if not jnp.issubdtype(self.operand, jnp.inexact):
-            self.dtype = jnp.dtype(out_dtype)
-        self.precision = precision
+            self.dtype = product.out_dtype
+        self.precision = product.precision
         self.dimension_numbers = dimension_numbers
 
     def __call__(self, a, b):

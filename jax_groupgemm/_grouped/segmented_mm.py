@@ -8,7 +8,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
-from .._core.segments import SPANS
+from .._core.products import Wgrad
+from .._core.segments import SPANS, Metadata
 from .._core.types import Implementation, Integers
 from . import primitives
 
@@ -75,9 +76,10 @@ def segmented_mm(
     check.implementation(op, implementation)
     dtype = check.result_dtype(op, preferred_element_type, a, b)
     spans = segments.reshape(-1, 2)
-    out = primitives.wgrad(
-        a, b, (spans,), form=SPANS, groups=spans.shape[0], out_dtype=dtype,
-        transpose_x=not transpose_a, transpose_y=transpose_b,
-        precision=check.precision(op, precision), implementation=implementation,
+    product = Wgrad(
+        groups=spans.shape[0], out_dtype=dtype, transpose_x=not transpose_a,
+        transpose_y=transpose_b, precision=check.precision(op, precision),
+        implementation=implementation,
     )  # fmt: skip
+    out = primitives.wgrad(a, b, Metadata(SPANS, spans), product)
     return out.reshape(*segments.shape[:-1], *out.shape[1:])

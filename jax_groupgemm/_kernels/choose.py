@@ -238,9 +238,9 @@ def _mm_sm90(p: Mm, **more) -> str | None:
 
 
 def _mm_fuses(p: Mm) -> str | None:
-    if p.lists:
-        return lists_sm90(p) if p.implementation != "sm80" else "it takes no lists of rows"
-    if why := _option_dtypes(p):
+    if p.lists and p.implementation == "sm80":
+        return "it takes no lists of rows"
+    if why := (lists_sm90(p) if p.lists else None) or _option_dtypes(p):
         return why
     if p.existing_dtype not in (None, p.out_dtype):
         return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"

@@ -17,7 +17,7 @@ def nvfp4_grouped_mm(x, w, group_sizes, alpha, *, out_dtype):
     """Custom call ``jgg_nvfp4_grouped_mm``: x, its scales, w, its scales, sizes, alpha -> out,
     workspace."""
     (rows, k), (groups, n, _) = x.shape, w.shape
-    sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
+    sizes, *_ = segments.sizes(group_sizes).narrow(rows, groups)
     size = extension.rules().nvfp4_mm_workspace(tokens=rows, groups=groups, n=n, k=k)
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
@@ -30,7 +30,7 @@ def nvfp4_grouped_wgrad(x, dy, group_sizes, alpha, beta=None, existing_out=None)
     [, beta, existing_out] -> out, workspace."""
     (k, padded), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
     (groups,) = group_sizes.shape
-    sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
+    sizes, *_ = segments.sizes(group_sizes).narrow(rows, groups)
     size = extension.rules().nvfp4_wgrad_workspace(padded_tokens=padded, groups=groups, n=n, k=k)
     workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     out = jax.ShapeDtypeStruct((groups, n, k), jnp.float32)
@@ -53,7 +53,7 @@ def nvfp4_quantize(x, group_sizes, seed, *, axis, scale_2d, hadamard):
     sizes, words = jnp.zeros((0,), jnp.int32), 3 * matrices
     if group_sizes is not None:
         (groups,) = group_sizes.shape
-        sizes, *_ = segments.narrow(segments.SIZES, (group_sizes,), rows, groups)
+        sizes, *_ = segments.sizes(group_sizes).narrow(rows, groups)
         words += 2 * (groups + 1)
         if axis == -2:
             along = layouts.padded_rows(rows, groups, layouts.GROUPED)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from .._core import check, partition, primitive
+from .._core import check, partition, primitive, segments
 from .._core.operations import operation
-from .._core.segments import SIZES
+from .._core.products import Wgrad
 from .._core.types import Integers
 from .._grouped import primitives
 from .._grouped.grouped_mm import grouped_mm
@@ -371,6 +371,5 @@ def _dbias(dy, bias, group_sizes):
 def _sums(a, b, group_sizes, groups: int, dtype):
     """``a[rows g].T @ b[rows g]``, summed in float32."""
     precision = check.precision("nvfp4_grouped_linear", None)
-    return primitives.wgrad(
-        a, b, (group_sizes,), form=SIZES, groups=groups, out_dtype=dtype, precision=precision
-    )
+    product = Wgrad(groups=groups, out_dtype=dtype, precision=precision)
+    return primitives.wgrad(a, b, segments.sizes(group_sizes), product)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, partition
+from .._core import check, partition, segments
 from .._core import float_bits as fb
 from .._core.operations import operation
-from .._core.segments import SIZES
+from .._core.products import Mm
 from .._core.types import Implementation, Integers
-from .._grouped import call as grouped_call
-from .._grouped import epilogue
+from .._grouped import fused
+from .._grouped.call import Epilogue
 from .._kernels import problems
 from .._quantized import array, convert, formats, prepack
 from .._quantized import call as quantized_call
@@ -101,30 +100,36 @@ def nvfp4_grouped_mm(
 
 def _composed(x, w, group_sizes, scale, bias, *, dtype, implementation):
     """In terms of other products. ``scale`` has w's global scale."""
-    options: dict[str, Any] = {
-        "activation": None, "transpose_w": True, "precision": jax.lax.Precision.HIGHEST,
-        "implementation": implementation,
-    }  # fmt: skip
-    product = functools.partial(quantized_product.OPTIONS, **options)
-    rows, meta, row_scale = exact(x, implementation), (group_sizes,), x.global_scale
+    product = _product(x, dtype, implementation)
+    groups = segments.sizes(group_sizes)
+    rows, row_scale = exact(x, implementation), x.global_scale
     if row_scale is not None and row_scale.ndim == 0:
         rest, power = apart(row_scale)
         rows, scale, row_scale = rows * power, folded(scale, rest), None
     w = dataclasses.replace(w, global_scale=scale)
+    multiplied = functools.partial(quantized_product.FUSED, rows, w, groups)
     if row_scale is None or bias is None:
-        return product(rows, w, meta, bias, row_scale, None, dtype=dtype)
+        return multiplied(product, Epilogue(bias, row_scale=row_scale))
     # An epilogue scales rows after it has added a bias, which here is a product of its own.
-    out = product(rows, w, meta, None, row_scale, None, dtype=jnp.float32)
+    out = multiplied(product.replace(out_dtype=jnp.float32), Epilogue(row_scale=row_scale))
     ones = jnp.ones((rows.shape[0], 1), bias.dtype)
-    return epilogue.MM(ones, bias[:, :, None], meta, None, None, out, dtype=dtype, **options)
+    return fused.MM(ones, bias[:, :, None], groups, product, Epilogue(existing_out=out))
+
+
+def _product(x: Quantized, dtype, implementation=None) -> Mm:
+    """Rows of x times weights (G, N, K)."""
+    return Mm(
+        rows=x.shape[0], out_dtype=dtype, transpose_w=True, precision=lax.Precision.HIGHEST,
+        implementation=implementation,
+    )  # fmt: skip
 
 
 def _problem(platform, x, w, group_sizes, scale, bias, *, dtype, implementation) -> problems.Nvfp4:
     del scale
-    (rows, k), n = x.shape, w.shape[1]
+    k, n = x.shape[1], w.shape[1]
     decoded = quantized_call.qmm_problem(
-        platform, _decoded(x), w, (group_sizes,), form=SIZES, rows=rows, out_dtype=dtype,
-        transpose_w=True, implementation=implementation, epilogue=grouped_call.Epilogue(bias),
+        platform, _decoded(x), w, segments.sizes(group_sizes), _product(x, dtype, implementation),
+        Epilogue(bias),
     )  # fmt: skip
     return problems.Nvfp4(
         op="nvfp4_grouped_mm", platform=platform, implementation=implementation,
@@ -144,9 +149,8 @@ def _sm90(choice, x, w, group_sizes, scale, bias, *, dtype):
         dtype=_decoded(x).dtype, ordered=True,
     )  # fmt: skip
     return quantized_call.qmm(
-        choice, rows, dataclasses.replace(w, global_scale=scale), (group_sizes,),
-        form=SIZES, rows=x.shape[0], out_dtype=dtype, transpose_w=True,
-        precision=lax.Precision.HIGHEST, epilogue=grouped_call.Epilogue(bias), x_is_ordered=True,
+        choice, rows, dataclasses.replace(w, global_scale=scale), segments.sizes(group_sizes),
+        _product(x, dtype, choice.named), Epilogue(bias), x_is_ordered=True,
     )  # fmt: skip
 
 

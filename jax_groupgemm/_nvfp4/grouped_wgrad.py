@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import check
+from .._core import check, segments
 from .._core.operations import operation
-from .._core.segments import SIZES
+from .._core.products import Wgrad
 from .._core.types import Implementation, Integers
 from .._grouped import call as grouped_call
 from .._grouped import primitives
@@ -107,10 +106,8 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implement
     if of_x is not None:
         rest, power = apart(of_x)
         x, scale = x * power, scale * rest
-    out = primitives.wgrad(
-        dy, x, (padded,), **_product(group_sizes), out_dtype=jnp.float32,
-        implementation=implementation,
-    )  # fmt: skip
+    product = _product(group_sizes, jnp.float32, implementation)
+    out = primitives.wgrad(dy, x, segments.sizes(padded), product)
     live = padded > 0
     out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]
     if existing_out is not None:
@@ -122,8 +119,8 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implement
 def _problem(platform, x, dy, group_sizes, scale, beta, existing_out, *, dtype,
              implementation) -> problems.Nvfp4:  # fmt: skip
     decoded = grouped_call.wgrad_problem(
-        platform, _decoded(dy), _decoded(x), (group_sizes,), **_product(group_sizes),
-        out_dtype=dtype, implementation=implementation,
+        platform, _decoded(dy), _decoded(x), segments.sizes(group_sizes),
+        _product(group_sizes, dtype, implementation),
     )  # fmt: skip
     return problems.Nvfp4(
         op="nvfp4_grouped_wgrad", platform=platform, implementation=implementation,
@@ -142,17 +139,17 @@ def _sm90(choice, x, dy, group_sizes, scale, beta, existing_out, *, dtype):
     if existing_out is not None and beta is not None:
         existing_out = _times(beta, existing_out)
     return grouped_call.wgrad(
-        choice, dy, x, padded, **_product(group_sizes), out_dtype=dtype, existing_out=existing_out,
-        scale=jnp.where(padded > 0, scale, jnp.float32(0)),
+        choice, dy, x, segments.sizes(padded), _product(group_sizes, dtype, choice.named),
+        scale=jnp.where(padded > 0, scale, jnp.float32(0)), existing_out=existing_out,
     )  # fmt: skip
 
 
-def _product(group_sizes) -> dict[str, Any]:
-    """Arguments of ``wgrad`` for operands whose grouped axis is their last."""
-    return {
-        "form": SIZES, "groups": group_sizes.shape[0], "transpose_x": True, "transpose_y": True,
-        "precision": jax.lax.Precision.HIGHEST,
-    }  # fmt: skip
+def _product(group_sizes, dtype, implementation) -> Wgrad:
+    """Operands whose grouped axis is their last."""
+    return Wgrad(
+        groups=group_sizes.shape[0], out_dtype=dtype, transpose_x=True, transpose_y=True,
+        precision=jax.lax.Precision.HIGHEST, implementation=implementation,
+    )  # fmt: skip
 
 
 _WGRAD = sm100.grouped_wgrad(_composed, _problem, _sm90)

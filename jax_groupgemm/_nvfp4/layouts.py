@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import check
-from .._core.segments import LENGTH, SIZES, X_START, _prefix_sum, decode
+from .._core import check, segments
+from .._core.segments import LENGTH, X_START, _prefix_sum
 from .._quantized.layouts import Layout, register
 
 # Rows to which each group is padded.
@@ -71,7 +71,7 @@ def group_of(ends, row) -> jax.Array:
 
 
 def _bounds(group_sizes, rows: int, unit: int):
-    table = decode(SIZES, (group_sizes,), rows, rows, group_sizes.shape[0])
+    table = segments.sizes(group_sizes).decode(rows, rows, group_sizes.shape[0])
     sizes = table[:, LENGTH]
     return table[:, X_START], sizes, (sizes + (unit - 1)) // unit * unit
 

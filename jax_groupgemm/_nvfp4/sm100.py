@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import costs
+from .._core import costs, segments
 from .._core.composed import Composed
 from .._core.costs import Cost
-from .._core.segments import LENGTH, SIZES, X_START, decode
+from .._core.products import Mm
+from .._core.segments import LENGTH, X_START
 from .._kernels import choose
 from .._quantized import prepack
 from . import call
@@ -97,7 +98,7 @@ def _mm(choice, x, w, group_sizes, alpha, bias, *, dtype):
     if whole:
         return out
     # XLA does the rest in one loop, but for the group of each row.
-    table = decode(SIZES, (group_sizes,), rows, rows, groups)
+    table = segments.sizes(group_sizes).decode(rows, rows, groups)
     ends = table[:, X_START] + table[:, LENGTH]
     group = group_of(ends, lax.iota(jnp.int32, rows))
     inside = (group < groups)[:, None]
@@ -125,9 +126,9 @@ def _per_group(factor, groups: int):
 
 def _mm_cost(operands, values, outs, **_) -> Cost:
     x, w, sizes, scale, bias = operands
+    product = Mm(rows=x.shape[0], out_dtype=outs[0].dtype, transpose_w=True)
     cost, rows, weights = costs.product(
-        x, w, [sizes], [values[2]], outs[0], form=SIZES, rows=x.shape[0], transpose_x=False,
-        transpose_w=True,
+        x, w, segments.sizes(sizes), [values[2]], outs[0], product
     )  # fmt: skip
     return cost + costs.bias_cost(bias, rows, weights) + Cost(0, costs.bytes_of(scale))
 
@@ -137,6 +138,6 @@ def _wgrad_cost(operands, values, outs, **_) -> Cost:
     (x, dy, sizes, *rest), value = operands, values[2]
     (k, stored), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
     padded = None if value is None else lambda: padded_sizes(value(), rows)
-    count, read, *_ = costs.counts(SIZES, [padded], stored, stored, sizes.shape[0])
+    count, read, *_ = costs.counts(segments.sizes(sizes), [padded], stored, stored, sizes.shape[0])
     packed = costs.bytes_of((x.weight, x.scales, dy.weight, dy.scales)) // max(stored, 1) * read
     return Cost(2 * count * k * n, packed + costs.bytes_of((sizes, rest, outs)))

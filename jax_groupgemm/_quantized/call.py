@@ -8,50 +8,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core import segments
-from .._grouped.call import Epilogue, attributes, epilogue_flags, metadata_flags, tf32
+from .._core.products import Mm
+from .._core.segments import Metadata
+from .._grouped.call import NO_EPILOGUE, Epilogue, attributes, epilogue_flags, metadata_flags
 from .._kernels import choose, problems
 from . import formats, ordered
 
 
 def qmm_problem(
-    platform, x, q, meta, *, form, rows, out_dtype, transpose_w, implementation,
-    epilogue: Epilogue | None = None, packable: bool = False, **_,
+    platform, x, q, metadata: Metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE, *,
+    packable: bool = False,
 ) -> problems.Qmm:  # fmt: skip
     """``qmm`` of these operands, as kernels see it; ``packable``: ``prepack`` takes the weight."""
-    groups, (n, k) = q.shape[0], q.shape[1:] if transpose_w else q.shape[:0:-1]
-    epilogue = epilogue or Epilogue()
-    options = [v for v in (epilogue.bias, epilogue.row_scale) if v is not None]
+    groups, k, n = product.sizes(q)
     return problems.Qmm(
-        op="qmm", platform=platform, implementation=implementation, dtypes=(x.dtype.name,),
-        out_dtype=jnp.dtype(out_dtype).name, empty=0 in (*x.shape, *q.shape), rows=rows,
+        op="qmm", platform=platform, implementation=product.implementation, dtypes=(x.dtype.name,),
+        out_dtype=product.out_dtype.name, empty=0 in (*x.shape, *q.shape), rows=product.rows,
         groups=groups,
-        all_groups=meta[0].shape[0] if len(meta) == 2 else groups,  # rows may be of other groups
+        # Rows may be of groups that are not here.
+        all_groups=groups if metadata.group_offset is None else metadata.count,
         k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, scales_dtype=q.scales.dtype.name,
-        packable=packable, ordered=form.ordered_y, transpose_w=transpose_w,
-        gated=epilogue.activation in choose.GATED,
-        option_dtypes=tuple(v.dtype.name for v in options),
+        packable=packable, ordered=metadata.form.ordered_y, transpose_w=product.transpose_w,
+        **epilogue.facts(),
     )  # fmt: skip
 
 
-def qmm(choice: choose.Choice, x, q, meta, *, form, rows, out_dtype, transpose_w, precision,
-        epilogue: Epilogue | None = None, x_is_ordered=False):  # fmt: skip
+def qmm(choice: choose.Choice, x, q, metadata: Metadata, product: Mm,
+        epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
     [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight.
 
     ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this choice.
     """
-    groups, n = q.shape[0], q.shape[1 if transpose_w else 2]
-    epilogue = epilogue or Epilogue()
+    rows, (groups, _, n) = product.rows, product.sizes(q)
     assert epilogue.existing_out is None
-    columns = n // 2 if epilogue.activation in choose.GATED else n
-    metadata, *offset = segments.narrow(form, meta, x.shape[0], groups)
-    if 0 in (rows, columns, *x.shape, *q.weight.shape, *metadata.shape):
-        return jnp.zeros((rows, columns), out_dtype)
+    columns = n // 2 if epilogue.gated else n
+    groups_of_rows, *offset = metadata.narrow(x.shape[0], groups)
+    if 0 in (rows, columns, *x.shape, *q.weight.shape, *groups_of_rows.shape):
+        return jnp.zeros((rows, columns), product.out_dtype)
     flags: dict[str, Any] = {
         "quantized": _quantized_flags(q.mode, q.bits, q.group_size, q.biases, q.global_scale)
         | {"layout": q.layout},
-        "metadata": metadata_flags(form, meta),
+        "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue),
     }
     if choice.target == "jgg_qmm":
@@ -60,15 +58,16 @@ def qmm(choice: choose.Choice, x, q, meta, *, form, rows, out_dtype, transpose_w
             x = ordered.ordered(x, q.bits)
         assert x_ordered or not x_is_ordered
         flags["qmm"] = {
-            "transpose_w": transpose_w,
+            "transpose_w": product.transpose_w,
             "x_ordered": x_ordered,
-            "in_order": form.ordered_y,
-            "tf32": tf32(precision),
+            "in_order": metadata.form.ordered_y,
+            "tf32": product.tf32,
         }
-    options = (q.biases, q.global_scale, *offset, epilogue.bias, epilogue.row_scale)
-    given = [value for value in options if value is not None]
-    call = jax.ffi.ffi_call(choice.target, jax.ShapeDtypeStruct((rows, columns), out_dtype))
-    return call(x, q.weight, q.scales, metadata, *given, **attributes(flags))
+    options = [value for value in (q.biases, q.global_scale, *offset) if value is not None]
+    call = jax.ffi.ffi_call(choice.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
+    return call(
+        x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
+    )
 
 
 def quantize(w, global_scale, *, mode, bits, group_size):

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition
 from .._core.operations import operation
+from .._core.products import Mm
 from .._core.types import Implementation, Integers
 from .._grouped.gather_mm import gathered
 from . import product as quantized_product
@@ -71,17 +72,14 @@ def gather_qmm(
 def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementation):
     """``gather_qmm`` of checked operands."""
     *batch, first, second = w.shape
-    flat = _flatten(w, batch)
-    precision = check.precision(op, None)
-
-    def product(x, meta, **params):
-        return quantized_product.product(
-            x, flat, meta, out_dtype=dtype, transpose_w=transpose_w, precision=precision,
-            implementation=implementation, **params,
-        )  # fmt: skip
-
-    shape = (*batch, first if transpose_w else second)
-    return gathered(op, "x", x, shape, lhs, rhs, sorted_indices, product, dtype, kind="qmm")
+    product = Mm(
+        rows=0, out_dtype=dtype, transpose_w=transpose_w, precision=check.precision(op, None),
+        implementation=implementation,
+    )  # fmt: skip
+    return gathered(
+        op, "x", x, _flatten(w, batch), (*batch, first if transpose_w else second), lhs, rhs,
+        sorted_indices, product, quantized_product.FUSED, kind="qmm",
+    )  # fmt: skip
 
 
 def _flatten(w: Quantized, batch) -> Quantized:

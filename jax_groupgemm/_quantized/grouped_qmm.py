@@ -7,8 +7,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
+from .._core.products import Mm
 from .._core.types import Activation, Implementation, Integers
-from .._grouped.grouped_mm import metadata, with_options
+from .._grouped.grouped_mm import epilogue, metadata
 from . import product as quantized_product
 from .array import Quantized
 
@@ -66,11 +67,13 @@ def grouped_qmm(
     x = check.array(op, "x", x)
     check.shape(op, "x", x, (None, None), "T, K")
     w, dtype = quantized_product.checked(op, x, w, transpose_w, preferred_element_type, rank=3)
-    meta = metadata(op, group_sizes, group_offset, w)
+    groups = metadata(op, group_sizes, group_offset, w)
     check.rows(op, "x", x.shape[0])
     check.implementation(op, implementation)
-    return with_options(
-        op, quantized_product.OPTIONS, x, w, meta, bias, activation, row_scale,
-        transpose_w=transpose_w, dtype=dtype, precision=check.precision(op, None),
-        implementation=implementation, fused=w.global_scale is None or w.global_scale.ndim < 2,
+    product = Mm(
+        rows=x.shape[0], transpose_w=transpose_w, out_dtype=dtype,
+        precision=check.precision(op, None), implementation=implementation,
     )  # fmt: skip
+    options = epilogue(op, product, x, w, bias, activation, row_scale)
+    whole = w.global_scale is None or w.global_scale.ndim < 2
+    return quantized_product.FUSED(x, w, groups, product, options, fused=whole)

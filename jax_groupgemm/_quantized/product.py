@@ -10,6 +10,7 @@ affine weight too, in scales and biases together. Its derivatives in all but x g
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,32 +18,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from .._core import batching, check, costs, dtypes, partition, primitive
-from .._core.segments import Form
+from .._core import batching, check, costs, dtypes, primitive
+from .._core.products import Mm, Wgrad
+from .._core.segments import Metadata
 from .._grouped import primitives
-from .._grouped.epilogue import Options
+from .._grouped.call import NO_EPILOGUE, Epilogue
+from .._grouped.fused import Fused
 from .._kernels import choose
 from . import call, convert, formats, prepack, reference
 from .array import Quantized
 from .array import checked as checked_array
 
-_NAME = "qmm"
-
-
-def qmm(x, q: Quantized, meta, *, form: Form, rows: int, out_dtype, transpose_w: bool,
-        precision=None, implementation=None, cotangent_dtype=None):  # fmt: skip
-    """x is (T, K), q stands for (G, N, K) with ``transpose_w``, else (G, K, N); out is (rows, N).
-
-    A global scale is a scalar or (G,).
-    """
-    if partition.explicit_mesh((x, q.weight)) is not None:
-        q = prepack.unpacked(q)
-    leaves, tree = jax.tree.flatten(q)
-    return primitive.bind(
-        _NAME, x, *leaves, *meta, tree=tree, form=form, rows=rows, out_dtype=jnp.dtype(out_dtype),
-        transpose_w=transpose_w, precision=precision, implementation=implementation,
-        cotangent_dtype=cotangent_dtype,
-    )  # fmt: skip
+#: x is (T, K), q stands for (G, N, K) with ``transpose_w``, else (G, K, N); out is (rows, N). A
+#: global scale is a scalar or (G,).
+qmm = functools.partial(primitive.bind, "qmm")
 
 
 def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
@@ -87,64 +76,48 @@ def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None
     return w, x.dtype if preferred is None else jnp.dtype(preferred)
 
 
-def product(x, q: Quantized, meta, *, out_dtype, **params):
+def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
     """:func:`qmm`, also with a global scale for every column, ``(G, N)``: column_scale[group(t)] is
     itself a grouped product, with K = 1. No row of the result is of two segments."""
     if q.global_scale is None or q.global_scale.ndim < 2:
-        return qmm(x, q, meta, out_dtype=out_dtype, **params)
+        return qmm(x, q, metadata, product)
     codes_and_scales = dataclasses.replace(q, global_scale=None)
-    params.setdefault("cotangent_dtype", dtypes.cotangent_dtype(out_dtype))
-    out = qmm(x, codes_and_scales, meta, out_dtype=jnp.dtype("float32"), **params)
-    params |= {"transpose_w": False, "precision": lax.Precision.HIGHEST, "cotangent_dtype": None}
+    cotangent_dtype = product.cotangent_dtype or dtypes.cotangent_dtype(product.out_dtype)
+    summed = product.replace(out_dtype=jnp.float32, cotangent_dtype=cotangent_dtype)
+    out = qmm(x, codes_and_scales, metadata, summed)
     ones, columns = jnp.ones((x.shape[0], 1), jnp.float32), q.global_scale[:, None, :]
-    scale = primitives.mm(ones, columns, meta, out_dtype=jnp.dtype("float32"), **params)
-    return (out * scale).astype(out_dtype)
+    exact = Mm(
+        rows=product.rows, out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
+        implementation=product.implementation,
+    )  # fmt: skip
+    return (out * primitives.mm(ones, columns, metadata, exact)).astype(product.out_dtype)
 
 
-def split(tree, operands) -> tuple:
-    """x, the Quantized and the metadata among the primitive's operands."""
-    x, *rest = operands
-    return x, tree.unflatten(rest[: tree.num_leaves]), rest[tree.num_leaves :]
-
-
-def _abstract(*operands, tree, rows, out_dtype, transpose_w, **_):
-    _, q, _ = split(tree, operands)
-    n = q.shape[1 if transpose_w else 2]
-    return primitive.out_aval((rows, n), out_dtype, operands)
-
-
-def _jvp(primals, tangents, *, tree, **params):
-    x, q, meta = split(tree, primals)
-    dx, dq, _ = split(tree, tangents)
-    out = qmm(x, q, meta, **params)
+def _jvp(operands, tangents, _):
+    (x, q, metadata), (dx, dq, _) = operands, tangents
     zero = lambda tangent: tangent is None or type(tangent) is ad.Zero
     terms = []
     if not zero(dx):
-        terms.append(qmm(dx, q, meta, **params))
+        terms.append((dx, q, metadata))
     if not (zero(dq.scales) and zero(dq.biases)):
         ds, db = map(ad.instantiate_zeros, (dq.scales, dq.biases))
-        terms.append(qmm(x, dataclasses.replace(q, scales=ds, biases=db), meta, **params))
+        terms.append((x, dataclasses.replace(q, scales=ds, biases=db), metadata))
     if not zero(dq.global_scale):
-        dq = dataclasses.replace(q, global_scale=dq.global_scale)
-        terms.append(qmm(x, dq, meta, **params))
-    return out, primitive.sum_of_tangents(out, terms)
+        terms.append((x, dataclasses.replace(q, global_scale=dq.global_scale), metadata))
+    return terms
 
 
-def _transpose(ct, *operands, tree, form, rows, out_dtype, transpose_w, cotangent_dtype, **same):
-    x, q, meta = split(tree, operands)
-    if type(ct) is ad.Zero:
-        return [None] * len(operands)
-    ct = ct if cotangent_dtype is None else ct.astype(cotangent_dtype)
+def _transpose(ct, operands, product: Mm):
+    x, q, metadata = operands
     if ad.is_undefined_primal(x):
-        dx = qmm(
-            ct, q, meta, form=form.swap(), rows=x.aval.shape[0], out_dtype=x.aval.dtype,
-            transpose_w=not transpose_w, **same,
-        )  # fmt: skip
-        return [dx, *[None] * (len(operands) - 1)]
-    a, b, form = (ct, x, form.swap()) if transpose_w else (x, ct, form)
-    dw = primitives.wgrad(a, b, meta, form=form, groups=q.shape[0], out_dtype=jnp.float32, **same)
-    grads = tree.flatten_up_to(_weight_cotangent(q, dw, x.dtype, same["implementation"]))
-    return [None, *grads, *[None] * len(meta)]
+        of_x = product.derived(
+            Mm, rows=x.aval.shape[0], out_dtype=x.aval.dtype, transpose_w=not product.transpose_w
+        )
+        return qmm(ct, q, metadata.swap(), of_x), None
+    a, b = (ct, x) if product.transpose_w else (x, ct)
+    of_w = product.derived(Wgrad, groups=q.shape[0], out_dtype=jnp.float32)
+    dw = primitives.wgrad(a, b, metadata.swap() if product.transpose_w else metadata, of_w)
+    return None, _weight_cotangent(q, dw, x.dtype, product.implementation)
 
 
 def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
@@ -168,25 +141,23 @@ def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
     return dataclasses.replace(q, **grads)
 
 
-def _batch(args, dims, *, tree, form, rows, **same):
-    x, q, meta = split(tree, args)
-    x_dim, *dims = dims
-    leaf_dims, meta_dims = dims[: tree.num_leaves], dims[tree.num_leaves :]
-    size = batching.batch_size(args, (x_dim, *dims))
-    groups = batching.extent(q.weight, leaf_dims[0], 0)
+def _batch(size, operands, dims, product: Mm):
+    (x, q, metadata), (x_dim, q_dims, meta_dims) = operands, dims
+    leaves, tree = jax.tree.flatten(q)
+    leaf_dims = tree.flatten_up_to(q_dims)
+    groups = batching.extent(q.weight, q_dims.weight, 0)
     own_weights = any(d is not None for d in leaf_dims)
     if own_weights:
-        leaves = [
-            _fold(leaf, dim, size, groups)
-            for leaf, dim in zip(jax.tree.leaves(q), leaf_dims, strict=True)
+        folded = [
+            _fold(leaf, dim, size, groups) for leaf, dim in zip(leaves, leaf_dims, strict=True)
         ]
-        q = tree.unflatten(leaves)
-    x, table, form = batching.fold_product(
-        _NAME, size, x, x_dim, meta, meta_dims, form=form, rows=rows, groups=groups,
+        q = tree.unflatten(folded)
+    x, metadata = batching.fold_product(
+        "qmm", size, x, x_dim, metadata, meta_dims, rows=product.rows, groups=groups,
         own_weights=own_weights,
     )  # fmt: skip
-    out = qmm(x, q, (table,), form=form, rows=size * rows, **same)
-    return out.reshape(size, rows, out.shape[1]), 0
+    out = qmm(x, q, metadata, product.replace(rows=size * product.rows))
+    return out.reshape(size, product.rows, out.shape[1]), 0
 
 
 def _fold(leaf, dim, size: int, groups: int):
@@ -200,54 +171,44 @@ def _fold(leaf, dim, size: int, groups: int):
     return batching.fold_leading(leaf, dim)
 
 
-def called(platform, x, q: Quantized, meta, *, implementation, epilogue=None, **params):
-    """One custom call, with an ``epilogue`` or without; None where there is no kernel for it."""
-    packable = prepack.packable(q)
+def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE):
+    """One custom call; None where there is no kernel for it."""
     problem = call.qmm_problem(
-        platform, x, q, meta, implementation=implementation, epilogue=epilogue, packable=packable,
-        **params,
-    )  # fmt: skip
-    choice = choose.choose(problem) if epilogue is None else choose.fused(problem)
+        platform, x, q, metadata, product, epilogue, packable=prepack.packable(q)
+    )
+    choice = choose.choose(problem) if epilogue.nothing else choose.fused(problem)
     if choice is None:
         return None
     packed = choice.target == "jgg_qmm_packed"
     q = prepack.packed_for(q) if packed else prepack.unpacked(q)
-    return call.qmm(choice, x, q, meta, epilogue=epilogue, **params)
+    return call.qmm(choice, x, q, metadata, product, epilogue)
 
 
-def _lowering(platform, *operands, tree, cotangent_dtype, implementation, **params):
-    del cotangent_dtype
-    x, q, meta = split(tree, operands)
-    out = called(platform, x, q, meta, implementation=implementation, **params)
-    return reference.qmm(x, prepack.unpacked(q), meta, **params) if out is None else out
+def _lowering(platform, x, q: Quantized, metadata, product: Mm):
+    out = called(platform, x, q, metadata, product)
+    return reference.qmm(x, prepack.unpacked(q), metadata, product) if out is None else out
 
 
-def _shardable(operands, params):
+def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
-    x, q, meta = split(params["tree"], operands)
-    leaves, tree = jax.tree.flatten(prepack.unpacked(q))
-    return (x, *leaves, *meta), params | {"tree": tree}
+    return x, prepack.unpacked(q), metadata
 
 
-primitive.SHARDABLE[_NAME] = _shardable
+def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:
+    return costs.product(x, q, metadata, values, out, product)[0]
 
 
-def _cost(operands, values, outs, *, tree, **params) -> costs.Cost:
-    x, q, meta = split(tree, operands)
-    values = values[len(values) - len(meta) :]
-    return costs.product(x, q, meta, values, outs[0], transpose_x=False, **params)[0]
+primitive.register(
+    "qmm", jvp=_jvp, transpose=_transpose, batch=_batch, lowering=_lowering, cost=_cost,
+    shardable=_shardable,
+)  # fmt: skip
 
 
-primitive.register(_NAME, _abstract, _jvp, _transpose, _batch, _lowering, _cost)
+def _fused(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue, lists):
+    if lists is not None or epilogue.existing_out is not None:
+        return None
+    return called(platform, x, q, metadata, product, epilogue)
 
 
-def _fused(platform, x, q: Quantized, meta, *, epilogue, **params):
-    return (
-        None
-        if epilogue.existing_out is not None
-        else called(platform, x, q, meta, epilogue=epilogue, **params)
-    )
-
-
-#: The product with options.
-OPTIONS = Options("jgg_qmm_epilogue", product, _fused)
+#: The product and what a kernel may do beside it.
+FUSED = Fused("jgg_fused_qmm", product, _fused)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check
+from .._core import check, segments
 from .._core.operations import operation
-from .._core.segments import SIZES
+from .._core.products import Mm
 from .._core.types import Implementation
 from . import product as quantized_product
 from .array import Quantized
@@ -62,11 +62,12 @@ def quantized_matmul(
     rows = math.prod(batch)
     check.rows(op, "x", rows)
     one = jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, w)
-    out = quantized_product.product(
-        x.reshape(rows, k), one, (jnp.full((1,), rows, jnp.int32),), form=SIZES, rows=rows,
-        out_dtype=dtype, transpose_w=transpose_w, precision=check.precision(op, None),
+    product = Mm(
+        rows=rows, out_dtype=dtype, transpose_w=transpose_w, precision=check.precision(op, None),
         implementation=implementation,
     )  # fmt: skip
+    all_rows = segments.sizes(jnp.full((1,), rows, jnp.int32))
+    out = quantized_product.product(x.reshape(rows, k), one, all_rows, product)
     return out.reshape(*batch, out.shape[1])
 
 

@@ -18,7 +18,8 @@ from jax import lax
 
 from .._core import dtypes
 from .._core.float_bits import u32
-from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, decode
+from .._core.products import Mm
+from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, Metadata
 from .._grouped import reference as grouped_reference
 from . import formats
 from .array import Quantized
@@ -30,22 +31,22 @@ _TILES = (8, 32, 128)
 _PART = 2**20
 
 
-def qmm(x, q: Quantized, meta, *, form, rows, out_dtype, transpose_w, precision):
+def qmm(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
     """See the module's docstring. x (T, K); out (rows, N); q stands for (G, N, K) with
     ``transpose_w``, else (G, K, N)."""
-    groups, k, n = q.shape[0], x.shape[1], q.shape[1 if transpose_w else 2]
-    segments = decode(form, meta, x.shape[0], rows, groups)
+    (groups, k, n), rows, form = product.sizes(q), product.rows, metadata.form
+    segments = metadata.decode(x.shape[0], rows, groups)
     leaves = jax.tree.leaves(q)
     # Where segments may meet in one row, their sum is kept as float32.
-    sum_dtype = out_dtype if form.ordered_y else jnp.dtype(jnp.float32)
+    sum_dtype = product.out_dtype if form.ordered_y else jnp.dtype(jnp.float32)
     out = grouped_reference.zeros_like_varying(
         (rows + _TILES[0], n), sum_dtype, x, *leaves, segments
     )
     if rows and k and n and groups and segments.shape[0]:
         x_padded = dtypes.storage(jnp.pad(x, ((0, _TILES[0]), (0, 0))))
-        contracted = 1 if transpose_w else 0
-        dot = grouped_reference.Dot(x, x, out_dtype, precision, (((1,), (contracted,)), ((), ())))
-        parts = _Parts(q, x.dtype, k, n, transpose_w)
+        contracted = 1 if product.transpose_w else 0
+        dot = grouped_reference.Dot(x, x, product, (((1,), (contracted,)), ((), ())))
+        parts = _Parts(q, x.dtype, k, n, product.transpose_w)
         longest = min(rows, x.shape[0])
         add = functools.partial(
             _add_segment, x_padded, parts, q.global_scale, dot=dot, dtype=sum_dtype,
@@ -55,7 +56,7 @@ def qmm(x, q: Quantized, meta, *, form, rows, out_dtype, transpose_w, precision)
         order = jnp.argsort(length == 0, stable=True)
         count = jnp.sum(length > 0, dtype=jnp.int32)
         out = lax.fori_loop(0, count, lambda i, out: add(segments[order[i]], out), out)
-    return dtypes.load(out, sum_dtype).astype(out_dtype)[:rows]
+    return dtypes.load(out, sum_dtype).astype(product.out_dtype)[:rows]
 
 
 def _add_segment(x, parts, global_scale, segment, out, *, dot, dtype, accumulate, tiles):

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.segments import SIZES
+from .._core import segments
+from .._core.products import Wgrad
 from .._grouped import primitives
 from .._grouped.grouped_mm import grouped_mm
 from .._kernels import tuned
@@ -86,9 +87,8 @@ class Case:
         """A new function of the operands: one that was traced before keeps its tile."""
         v = self.layer
         if self.op == "wgrad":
-            return lambda x, y, sizes: primitives.wgrad(
-                x, y, (sizes,), form=SIZES, groups=v.groups, out_dtype=self.dtype
-            )
+            product = Wgrad(groups=v.groups, out_dtype=self.dtype)
+            return lambda x, y, sizes: primitives.wgrad(x, y, segments.sizes(sizes), product)
         transposed = v.transpose_w != (self.op == "dgrad")
         activation = "swiglu" if self.gated else None
         return lambda x, w, sizes: grouped_mm(

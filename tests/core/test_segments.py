@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_groupgemm._core import segments
-from jax_groupgemm._core.segments import LENGTH, SIZES, SPANS, WEIGHT, X_START, Y_START, Form
+from jax_groupgemm._core.segments import (
+    LENGTH,
+    SIZES,
+    SPANS,
+    WEIGHT,
+    X_START,
+    Y_START,
+    Form,
+    Metadata,
+)
 
 sizes_lists = st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 30), max_size=8)
 
@@ -32,7 +41,7 @@ def check_invariants(table, rows_x, rows_y, groups):
 @settings(deadline=None)
 @given(sizes=sizes_lists, rows=st.integers(0, 60))
 def test_sizes(sizes, rows):
-    table = segments.decode(SIZES, (jnp.array(sizes, jnp.int32),), rows, rows, len(sizes))
+    table = segments.sizes(jnp.array(sizes, jnp.int32)).decode(rows, rows, len(sizes))
     check_invariants(table, rows, rows, len(sizes))
     row, want = 0, []
     for group, size in enumerate(sizes):
@@ -48,11 +57,11 @@ def test_sizes(sizes, rows):
     offset=st.integers(-9, 12), groups=st.integers(0, 5),
 )  # fmt: skip
 def test_sizes_with_offset(sizes, rows, offset, groups):
-    meta = jnp.array(sizes, jnp.int32), jnp.int32(offset)
-    table = segments.decode(SIZES, meta, rows, rows, groups)
+    group_sizes = jnp.array(sizes, jnp.int32)
+    table = segments.sizes(group_sizes, jnp.int32(offset)).decode(rows, rows, groups)
     assert table.shape == (groups, 4)
     check_invariants(table, rows, rows, groups)
-    whole = triples(segments.decode(SIZES, meta[:1], rows, rows, len(sizes)))
+    whole = triples(segments.sizes(group_sizes).decode(rows, rows, len(sizes)))
     want = [(x, y, g - offset) for x, y, g in whole if 0 <= g - offset < groups]
     assert triples(table) == want
 
@@ -63,8 +72,8 @@ def test_sizes_with_offset(sizes, rows, offset, groups):
     rows=st.integers(0, 60),
 )
 def test_spans(spans, rows):
-    meta = (jnp.array(spans, jnp.int32).reshape(-1, 2),)
-    table = segments.decode(SPANS, meta, rows, rows, len(spans))
+    metadata = Metadata(SPANS, jnp.array(spans, jnp.int32).reshape(-1, 2))
+    table = metadata.decode(rows, rows, len(spans))
     check_invariants(table, rows, rows, len(spans))
     want = [(r, r, s) for s, (a, b) in enumerate(spans) for r in range(max(a, 0), min(b, rows))]
     assert triples(table) == want
@@ -130,7 +139,7 @@ def test_restrict_cuts_without_losing_or_repeating(seed, column):
 
 
 def test_restrict_keeps_order():
-    table = segments.decode(SIZES, (jnp.array([3, 0, 9, 4, 0, 5]),), 24, 24, 6)
+    table = segments.sizes(jnp.array([3, 0, 9, 4, 0, 5])).decode(24, 24, 6)
     for shard in range(4):
         part = np.asarray(segments.restrict(table, Y_START, 6 * shard, 6, aligned=True))
         ends = part[:, Y_START] + part[:, LENGTH]
@@ -142,7 +151,7 @@ def test_restrict_keeps_order():
 def test_pieces(count):
     rows = 2**31 - 1 - 2**10
     spans = np.array([[0, 0], [3, 3 + 64 * 7], [500, 1001], [5, 2000], [2, rows], [0, rows]])
-    table = segments.decode(SPANS, (jnp.asarray(spans),), rows, rows, len(spans))
+    table = Metadata(SPANS, jnp.asarray(spans)).decode(rows, rows, len(spans))
     got = np.asarray(segments.pieces(table, count), np.int64).reshape(len(spans), count, 2)
     np.testing.assert_array_equal(got[:, 0, 0], spans[:, 0])
     np.testing.assert_array_equal(got[:, -1, 1], spans[:, 1])
@@ -157,12 +166,12 @@ def test_sums_that_would_wrap():
     """Many groups of many rows: the sum exceeds 2**32, the answer is the last row."""
     rows, groups = 2**21, 4096
     sizes = jnp.full((groups,), 2**31 - 1, jnp.int32).at[0].set(7)
-    table = np.asarray(jax.jit(lambda s: segments.decode(SIZES, (s,), rows, rows, groups))(sizes))
+    table = np.asarray(jax.jit(lambda s: segments.sizes(s).decode(rows, rows, groups))(sizes))
     assert table[0].tolist() == [0, 0, 7, 0]
     assert table[1].tolist() == [7, 7, rows - 7, 1]
     assert not table[2:, LENGTH].any()
     small = jnp.ones((groups,), jnp.int32)
-    table = np.asarray(segments.decode(SIZES, (small,), rows, rows, groups))
+    table = np.asarray(segments.sizes(small).decode(rows, rows, groups))
     assert (table[:, X_START] == np.arange(groups)).all()
 
 
@@ -171,6 +180,6 @@ def test_swap_exchanges_the_roles():
     table = jnp.array([[1, 2, 3, 4]], jnp.int32)
     assert form.swap().ordered_y
     assert not form.swap().ordered_x
-    assert segments.decode(form.swap(), (table,), 9, 9, 9).tolist() == [[2, 1, 3, 4]]
+    assert Metadata(form.swap(), table).decode(9, 9, 9).tolist() == [[2, 1, 3, 4]]
     assert form.swap().swap() == form
     assert SIZES.swap() == SIZES

@@ -12,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm._grouped import call, gathered
+from jax_groupgemm._core import segments
+from jax_groupgemm._core.products import Mm
+from jax_groupgemm._grouped import fused
 from jax_groupgemm._kernels import choose, extension
 
 pytestmark = pytest.mark.default_device
@@ -27,12 +29,12 @@ def test_order(rng, count):
     """Few numbers are put in order by comparing, many by sorting: with the same result."""
     values = rng.integers(-1, 7, count).astype(np.int32)
     order = np.argsort(values, kind="stable")
-    got, place = jax.jit(gathered.order)(values)
+    got, place = jax.jit(fused.order)(values)
     np.testing.assert_array_equal(got, order)
     assert (place is None) == (count > choose.COMPARE_UP_TO)
     if place is not None:
         np.testing.assert_array_equal(place, np.argsort(order))
-    np.testing.assert_array_equal(jax.jit(gathered.inverse)(order), np.argsort(order))
+    np.testing.assert_array_equal(jax.jit(fused.inverse)(order), np.argsort(order))
 
 
 def operands(rng, m=1, dtype="bfloat16"):
@@ -160,9 +162,10 @@ def test_the_primitive_scatters(rng, transpose_w):
     want = np.zeros((6, 2, N))
     want[to] = oracle.grouped_mm(rows.reshape(12, K), w, sizes, offset=1).reshape(6, 2, N)
     for y_index in (to, None):
-        out = gathered.mm(
-            x, w.swapaxes(1, 2) if transpose_w else w, (sizes, jnp.int32(1)), jnp.asarray(index),
-            y_index, out_dtype="float32", transpose_w=transpose_w,
+        out = fused.MM(
+            x, w.swapaxes(1, 2) if transpose_w else w, segments.sizes(sizes, jnp.int32(1)),
+            Mm(rows=12, out_dtype="float32", transpose_w=transpose_w),
+            lists=fused.Lists(jnp.asarray(index), y_index),
         )  # fmt: skip
         oracle.assert_close(out, want if y_index is not None else want[to])
 
@@ -218,7 +221,7 @@ def test_sharded_columns(rng, kind):
 def test_cost(rng, monkeypatch):
     a, b = operands(rng)
     cost = jgg.cost.gather_mm(a, b, LHS, RHS)
-    monkeypatch.setattr(call, "may_take_lists", lambda *_: False)
+    monkeypatch.setattr(fused.MM, "takes_lists", lambda *_: False)
     composed = jgg.cost.gather_mm(a, b, LHS, RHS)
     assert cost.flops == composed.flops > 0
     lists = 4 * 2 * len(RHS)

@@ -9,7 +9,8 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._core.segments import SIZES
+from jax_groupgemm._core import segments
+from jax_groupgemm._core.products import Mm
 from jax_groupgemm._grouped import call as grouped_call
 from jax_groupgemm._kernels import choose, extension
 from jax_groupgemm.tune import timing
@@ -27,22 +28,16 @@ SUMS = 1e-5
 def product(x, w, sizes, x_rows=None, y_rows=None, offset=None, *, transpose_w=False, dtype=None,
             activation=None, **options):  # fmt: skip
     rows = next(len(v) for v in (x_rows, y_rows, x) if v is not None)
-    return call(
-        "sm90", x, w, (sizes,) if offset is None else (sizes, offset), rows=rows,
-        out_dtype=dtype or x.dtype, transpose_w=transpose_w,
-        epilogue=grouped_call.Epilogue(activation=activation, **options),
-        x_rows=x_rows, y_rows=y_rows,
-    )  # fmt: skip
+    mm = Mm(rows=rows, out_dtype=dtype or x.dtype, transpose_w=transpose_w, implementation="sm90")
+    epilogue = grouped_call.Epilogue(activation=activation, **options)
+    return call(x, w, segments.sizes(sizes, offset), mm, epilogue, x_rows=x_rows, y_rows=y_rows)
 
 
-def call(kernel, x, w, meta, *, x_rows=None, y_rows=None, **params):
-    params |= {"form": SIZES, "transpose_x": False, "transpose_out": False, "precision": None}
-    lists = x_rows is not None or y_rows is not None
-    problem = grouped_call.mm_problem(
-        "cuda", x, w, meta, lists=lists, implementation=kernel, **params
-    )
+def call(x, w, metadata, mm, epilogue=grouped_call.NO_EPILOGUE, **lists):
+    by_list = any(rows is not None for rows in lists.values())
+    problem = grouped_call.mm_problem("cuda", x, w, metadata, mm, epilogue, lists=by_list)
     choice = choose.choose(problem)
-    return grouped_call.mm(choice, x, w, *meta, x_rows=x_rows, y_rows=y_rows, **params)
+    return grouped_call.mm(choice, x, w, metadata, mm, epilogue, **lists)
 
 
 def silu(a):
@@ -305,8 +300,7 @@ def test_rows_beyond_four_gib(rng):
 def test_errors(dtype, kernel, rows, message):
     x, w = jnp.ones((4, 64), dtype), jnp.ones((2, 64, 72), dtype)
     x_rows, sizes = jnp.zeros((6,), "int32"), jnp.array([1, 2])
-    f = lambda x, w: call(
-        kernel, x, w, (sizes,), rows=rows, out_dtype=dtype, transpose_w=False, x_rows=x_rows
-    )
+    mm = Mm(rows=rows, out_dtype=dtype, implementation=kernel)
+    f = lambda x, w: call(x, w, segments.sizes(sizes), mm, x_rows=x_rows)
     with pytest.raises((RuntimeError, ValueError), match=f"jgg.mm: {message}"):
         jax.block_until_ready(jax.jit(f)(x, w))

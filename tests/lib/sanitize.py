@@ -20,7 +20,9 @@ import numpy as np
 import oracle
 
 import jax_groupgemm as jgg
-from jax_groupgemm._grouped import gathered as by_list
+from jax_groupgemm._core import segments
+from jax_groupgemm._core.products import Mm
+from jax_groupgemm._grouped import fused
 from jax_groupgemm._kernels import extension, tuned
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
@@ -207,10 +209,12 @@ def gathered(rng, dtype):
         want = np.zeros((count, 1, 136))
         want[to, 0] = oracle.grouped_mm(rows, w, sizes)
         for transpose_w in (False, True):
-            f = lambda x, w, s, i, j, t=transpose_w: by_list.mm(
-                x, w, (s, jnp.int32(0)), i, j, out_dtype=x.dtype, transpose_w=t,
-                implementation="sm90",
-            )  # fmt: skip
+            product = Mm(
+                rows=count, out_dtype=x.dtype, transpose_w=transpose_w, implementation="sm90"
+            )
+            f = lambda x, w, s, i, j, product=product: fused.MM(
+                x, w, segments.sizes(s), product, lists=fused.Lists(i, j)
+            )
             stored = w.swapaxes(1, 2) if transpose_w else w
             given = (jnp.asarray(v, jnp.int32) for v in (sizes, index, to))
             oracle.assert_close(jax.jit(f)(x, stored, *given), want)

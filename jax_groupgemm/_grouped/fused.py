@@ -1,0 +1,237 @@
+"""A grouped product with all that a kernel may do beside it, as one primitive: rows named by index,
+bias, activation, row scale and an existing result.
+
+    out[j] = existing_out[j] + row_scale[t] * activation(x[i] @ w[group(t)] + bias[group(t)])
+
+for every row t of the product, where i = x_index[t] and j = y_index[t]. It means the composition
+that ``Fused.composed`` spells out (``_core/composed.py``). Sharded operands (Auto, Explicit) are
+composed because a sum over devices has to come before an activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core import costs, dtypes, partition
+from .._core.composed import Composed
+from .._core.costs import Cost
+from .._core.products import Mm
+from .._core.segments import Metadata
+from .._kernels import choose
+from . import call, primitives
+from .call import NO_EPILOGUE, Epilogue
+
+#: All map 0 to 0, so a row of zeros stays one.
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+}
+
+#: Gated forms: the halves of N are gate and up; ``activation(gate) * up``.
+GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x_index", "y_index", "place"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Rows that are named by index, in blocks of M: x is (A, M, K) and the result (T, M, N).
+
+    Attributes:
+      x_index: int32 (T,), the block of x. Where it is outside of [0, A) the products are zeros,
+        whatever w holds.
+      y_index: int32 (T,), a permutation: the block of the result. None for the same order.
+      place: its inverse, where that is known.
+    """
+
+    x_index: Any
+    y_index: Any = None
+    place: Any = None
+
+    @property
+    def count(self) -> int:
+        return self.x_index.shape[0]
+
+    def valid(self, x) -> jax.Array:
+        return (self.x_index >= 0) & (self.x_index < x.shape[0])
+
+    def take(self, x) -> jax.Array:
+        """The rows that are multiplied, (T * M, K)."""
+        valid = self.valid(x)
+        # In the dtype of sums, for the sake of the derivative: rows may be gathered more than once.
+        wide = x.astype(dtypes.accumulator_dtype(x.dtype))[jnp.where(valid, self.x_index, 0)]
+        rows = jnp.where(valid[:, None, None], wide.astype(x.dtype), jnp.zeros((), x.dtype))
+        return partition.merge(rows, (2, 1))
+
+    def put(self, y) -> jax.Array:
+        """``y``, (T, M, N), in the order of the result."""
+        if self.y_index is None:
+            return y
+        return y[inverse(self.y_index) if self.place is None else self.place]
+
+    def rows(self, x) -> dict[str, Any]:
+        """As lists of rows; -1 for those that x has not."""
+        x_index = jnp.where(self.valid(x), self.x_index, -1)
+        lists = {"x_rows": x_index, "y_rows": self.y_index}
+        return {name: _rows(index, x.shape[1]) for name, index in lists.items()}
+
+
+def _rows(index, m: int):
+    if m == 1 or index is None:
+        return index
+    rows = index[:, None] * m + lax.iota(jnp.int32, m)[None]
+    return jnp.where(index[:, None] < 0, -1, rows).reshape(-1)
+
+
+class Fused:
+    """A grouped product and what a kernel may do beside it.
+
+    Args:
+      name: of the primitive.
+      product: ``product(x, w, metadata, product)``.
+      call: ``call(platform, x, w, metadata, product, epilogue, lists)`` is all of it as one custom
+        call, or None where no kernel takes it.
+      takes_lists: ``takes_lists(x, w, product)``, whether a kernel may take lists.
+    """
+
+    def __init__(self, name: str, product: Callable, call: Callable,
+                 takes_lists: Callable = lambda *_: False):  # fmt: skip
+        self.product, self.takes_lists = product, takes_lists
+        self._call = call
+        self._as_one = Composed(name, self.composed, self._one_call, cost=_cost)
+
+    def __call__(self, x, w, metadata: Metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE,
+                 lists: Lists | None = None, *, fused: bool = True):  # fmt: skip
+        """The result is rounded once. Rows of no group keep existing_out, or are zeros. Without
+        ``fused`` it is composed."""
+        if lists is None and epilogue.nothing:
+            return self.product(x, w, metadata, product)
+        run = self._as_one if fused else self.composed
+        return run(x, w, metadata, epilogue, lists, product=product)
+
+    def composed(self, x, w, metadata: Metadata, epilogue: Epilogue, lists: Lists | None, *,
+                 product: Mm):  # fmt: skip
+        """Its meaning in terms of grouped products and elementwise operations."""
+        if lists is None:
+            return self._with_options(
+                lambda p: self.product(x, w, metadata, p), metadata, w, epilogue, product
+            )
+
+        def blocks(p: Mm):
+            y = self.product(lists.take(x), w, metadata, p)
+            y = partition.split(y, ((lists.count, x.shape[1]), y.shape[1:]))
+            # Rows that x has not are zeros, but zeros times an infinite matrix are not.
+            return jnp.where(lists.valid(x)[:, None, None], y, jnp.zeros((), y.dtype))
+
+        if epilogue.nothing:
+            return lists.put(blocks(product))
+        return self._with_options(
+            lambda p: partition.merge(blocks(p), (2, 1)), metadata, w, epilogue, product,
+            lambda y: lists.put(partition.split(y, ((lists.count, x.shape[1]), y.shape[1:]))),
+        )  # fmt: skip
+
+    def _with_options(self, run: Callable, metadata, w, epilogue: Epilogue, product: Mm,
+                      put: Callable = lambda y: y):  # fmt: skip
+        """``run(product)``, (rows, N), with its options; ``put`` gives them the result's order."""
+        rows = product.rows
+        sum_dtype = dtypes.accumulator_dtype(product.out_dtype)
+        summed = product.replace(
+            out_dtype=sum_dtype, cotangent_dtype=dtypes.cotangent_dtype(product.out_dtype)
+        )
+        y = run(summed)
+        if epilogue.bias is not None:
+            # bias[group(t)] is itself a grouped product, with K = 1.
+            ones = jnp.ones((rows, 1), epilogue.bias.dtype)
+            exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
+            y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
+        activation = epilogue.activation
+        if activation in ACTIVATIONS:
+            y = ACTIVATIONS[activation](y)
+        elif activation is not None:
+            half = y.shape[1] // 2
+            y = GATED_ACTIVATIONS[activation](y[:, :half]) * y[:, half:]
+        if epilogue.row_scale is not None:
+            # Rows of no group are zeros whatever their scale.
+            first, last = metadata.covered_rows(rows, w.shape[0])
+            row = lax.iota(jnp.int32, rows)
+            covered = (row >= first) & (row < last)
+            scale = jnp.where(covered, epilogue.row_scale.astype(sum_dtype), 0)
+            y = y * scale[:, None]
+        y = put(y)
+        if epilogue.existing_out is not None:
+            y = y + epilogue.existing_out.astype(sum_dtype)
+        return y.astype(product.out_dtype)
+
+    def _one_call(self, platform, x, w, metadata, epilogue, lists, *, product):
+        return self._call(platform, x, w, metadata, product, epilogue, lists)
+
+
+def _mm_call(platform, x, w, metadata, product: Mm, epilogue: Epilogue, lists: Lists | None):
+    flat = x
+    if lists is not None:
+        flat = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], x.shape[2]), x.dtype)
+    problem = call.mm_problem(
+        platform, flat, w, metadata, product, epilogue, lists=lists is not None
+    )
+    choice = choose.fused(problem)
+    if choice is None:
+        return None
+    if lists is None:
+        return call.mm(choice, x, w, metadata, product, epilogue)
+    out = call.mm(
+        choice, x.reshape(flat.shape), w, metadata, product, _flat(epilogue), **lists.rows(x)
+    )
+    return out.reshape(lists.count, x.shape[1], out.shape[1])
+
+
+def _flat(epilogue: Epilogue) -> Epilogue:
+    old = epilogue.existing_out
+    if old is None:
+        return epilogue
+    return dataclasses.replace(epilogue, existing_out=old.reshape(-1, old.shape[2]))
+
+
+def _cost(operands, values, outs, *, product: Mm) -> Cost:
+    x, w, metadata, epilogue, lists = operands
+    known = [values[2].values, values[2].group_offset][: len(metadata.arrays)]
+    if lists is not None:
+        x = jax.ShapeDtypeStruct((product.rows, x.shape[2]), x.dtype)
+    cost, rows, weights = costs.product(x, w, metadata, known, outs[0], product)
+    indices = () if lists is None else (lists.x_index, lists.y_index)
+    more = Cost(0, costs.bytes_of((epilogue.row_scale, epilogue.existing_out, indices)))
+    return cost + costs.bias_cost(epilogue.bias, rows, weights) + more
+
+
+def order(values) -> tuple[jax.Array, jax.Array | None]:
+    """``argsort(values, stable=True)``, and its inverse where that comes with it: of few values,
+    where both are sums, which is faster than sorting."""
+    if values.size > choose.COMPARE_UP_TO:
+        return jnp.argsort(values, stable=True), None
+    i = lax.iota(jnp.int32, values.size)
+    before = values[None] < values[:, None]
+    same = (values[None] == values[:, None]) & (i[None] < i[:, None])
+    place = (before | same).sum(1, dtype=jnp.int32)
+    return inverse(place), place
+
+
+def inverse(permutation) -> jax.Array:
+    """``argsort`` of a permutation."""
+    if permutation.size > choose.COMPARE_UP_TO:
+        return jnp.argsort(permutation)
+    i = lax.iota(jnp.int32, permutation.size)
+    return jnp.where(permutation[None] == i[:, None], i[None], 0).sum(1, dtype=jnp.int32)
+
+
+MM = Fused("jgg_fused_mm", primitives.mm, _mm_call, call.may_take_lists)
