@@ -37,7 +37,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import segments
-from .products import Product, Wgrad
+from .products import Mm, Product, Wgrad
 from .segments import WEIGHT, X_START, Y_START, Metadata
 
 
@@ -94,7 +94,7 @@ class _Plan:
         if isinstance(product, Wgrad):
             rows["g"] = self._shard(product.groups, "g")
             product = product.replace(groups=rows["g"])
-        else:
+        elif isinstance(product, Mm):
             rows["t"] = self._shard(product.rows, "t")
             product = product.replace(rows=rows["t"])
         metadata = self._local_segments(metadata, rows)

@@ -112,12 +112,13 @@ def _abstract(name, *types, tree, product):
 
 
 def _jvp(name, rule, primals, tangents, *, tree, product):
-    operands = tree.unflatten(primals)
-    terms = rule(operands, tree.unflatten(tangents), product)
-    out = bind(name, *operands, product)
+    a, b, metadata = tree.unflatten(primals)
+    terms = rule((a, b, metadata), tree.unflatten(tangents), product)
+    out = bind(name, a, b, metadata, product)
     if not terms:
         return out, zero_tangent(out)
-    return out, functools.reduce(lax.add, [bind(name, *term, product) for term in terms])
+    dots = [bind(name, a, b, metadata, product) for a, b, metadata in terms]
+    return out, functools.reduce(lax.add, dots)
 
 
 def _transpose(rule, ct, *leaves, tree, product):

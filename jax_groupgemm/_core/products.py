@@ -42,6 +42,13 @@ class Product:
     def replace(self, **given) -> Any:
         return dataclasses.replace(self, **given)
 
+    def out_shape(self, a, b) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def letters(self, leaves: Sequence, aligned: bool) -> tuple[str, ...]:
+        """The axes of a, of each leaf of b, and of the result; ``aligned`` as in the form."""
+        raise NotImplementedError
+
     def derived[P: Product](self, kind: type[P], **given) -> P:
         """Another product, with this one's precision and kernel."""
         return kind(precision=self.precision, implementation=self.implementation, **given)
@@ -67,15 +74,13 @@ class Mm(Product):
     def rows_x(self, x) -> int:
         return x.shape[1 if self.transpose_x else 0]
 
-    def out_shape(self, x, w) -> tuple[int, ...]:
-        del x
-        n = self.sizes(w)[2]
+    def out_shape(self, a, b) -> tuple[int, ...]:
+        n = self.sizes(b)[2]
         return (n, self.rows) if self.transpose_out else (self.rows, n)
 
     def letters(self, leaves: Sequence, aligned: bool) -> tuple[str, ...]:
-        """The axes of a, of each leaf of b, and of the result: t rows, k contracted, n columns, g
-        weights. Rows of a that are not those of the result are u. A global scale of b has its
-        leading axis, or none."""
+        """t rows, k contracted, n columns, g weights. Rows of a that are not those of the result
+        are u. A global scale of b has its leading axis, or none."""
         rows = "t" if aligned else "u"
         w = "gnk" if self.transpose_w else "gkn"
         return (
@@ -100,14 +105,12 @@ class Wgrad(Product):
         """T of either operand."""
         return x.shape[1 if self.transpose_x else 0], y.shape[1 if self.transpose_y else 0]
 
-    def out_shape(self, x, y) -> tuple[int, ...]:
-        columns = x.shape[0 if self.transpose_x else 1], y.shape[0 if self.transpose_y else 1]
+    def out_shape(self, a, b) -> tuple[int, ...]:
+        columns = a.shape[0 if self.transpose_x else 1], b.shape[0 if self.transpose_y else 1]
         return (self.groups, *columns)
 
     def letters(self, leaves: Sequence, aligned: bool) -> tuple[str, ...]:
-        """The axes of a, b and the result: t rows, a and b columns, g weights. Rows of b that are
-        not those of a are u."""
-        del leaves
+        """t rows, a and b columns, g weights. Rows of b that are not those of a are u."""
         rows = "t" if aligned else "u"
         x = "at" if self.transpose_x else "ta"
         return x, f"b{rows}" if self.transpose_y else f"{rows}b", "gab"

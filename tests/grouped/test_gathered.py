@@ -15,6 +15,7 @@ import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Mm
 from jax_groupgemm._grouped import fused
+from jax_groupgemm._grouped.call import Epilogue
 from jax_groupgemm._kernels import choose, extension
 
 pytestmark = pytest.mark.default_device
@@ -168,6 +169,44 @@ def test_the_primitive_scatters(rng, transpose_w):
             lists=fused.Lists(jnp.asarray(index), y_index),
         )  # fmt: skip
         oracle.assert_close(out, want if y_index is not None else want[to])
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+@np.errstate(all="ignore")
+def test_lists_and_options_are_one_product(rng, m, activation):
+    """Bias by group, scale by the row of the product, the existing result by the row it goes to; a
+    row that x has not meets no matrix, and has the other options."""
+    x, w = operands(rng, m, "float32")
+    w = w.at[2].set(jnp.inf)
+    sizes = np.array([2 * m, m, 2 * m, 0], np.int32)
+    index, to = np.array([3, 8, -1, 5, A, 0], np.int32), np.array([2, 5, 0, 1, 4, 3], np.int32)
+    bias, scale = oracle.random(rng, (G, N)), oracle.random(rng, (6 * m,))
+    columns = N // 2 if activation == "swiglu" else N
+    old = oracle.random(rng, (6, m, columns))
+    there = ((index >= 0) & (index < A)).repeat(m)
+    rows = oracle.f64(x)[np.clip(index, 0, A - 1)].reshape(6 * m, K)
+    y = np.zeros((6 * m, N))
+    for g, (start, end) in enumerate(oracle.bounds(sizes, 6 * m)):
+        part = np.arange(start, end)
+        y[part[there[part]]] = rows[part[there[part]]] @ oracle.f64(w)[g]
+        y[part] += oracle.f64(bias)[g]
+    silu = lambda a: a / (1 + np.exp(-a))
+    if activation == "silu":
+        y = silu(y)
+    elif activation == "swiglu":
+        y = silu(y[:, :columns]) * y[:, columns:]
+    y *= oracle.f64(scale)[:, None] * (np.arange(6 * m) < sizes.sum())[:, None]
+    want = oracle.f64(old).copy()
+    want[to] += y.reshape(6, m, columns)
+    got = fused.MM(
+        x, w, segments.sizes(jnp.asarray(sizes)), Mm(rows=6 * m, out_dtype="float32"),
+        Epilogue(bias, activation, scale, old), fused.Lists(jnp.asarray(index), jnp.asarray(to)),
+    )  # fmt: skip
+    finite = np.isfinite(want)
+    assert not finite.all()
+    np.testing.assert_array_equal(np.isfinite(np.asarray(got)), finite)
+    oracle.assert_close(jnp.where(finite, got, 0), np.where(finite, want, 0))
 
 
 @pytest.mark.slow
