@@ -17,7 +17,7 @@ struct GatheredGemmSm90 {
 cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gathered,
                                    const OperandsSm90& operands);
 
-// Instances: gathered_gemm_sm90_instance.cu.
+// Instantiated in gathered_gemm_sm90.cu.
 template <typename Element, bool kRKMajor>
 cudaError_t LaunchGatheredGemmSm90Instance(cudaStream_t stream, GatheredGemmSm90& gathered,
                                            const OperandsSm90& operands);

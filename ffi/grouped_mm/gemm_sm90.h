@@ -107,7 +107,7 @@ template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands);
 
-// Likewise: gemm_sm90_split_instance.cu.
+// Instantiated in gemm_sm90_split.cu.
 template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands);

@@ -41,7 +41,7 @@ cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm);
 cudaError_t PrepareGroups(cudaStream_t stream, const GemmSm100& gemm, const Workspace& at,
                           uint8_t* base);
 
-// One instance per translation unit: gemm_sm100_instance.cu.
+// Instantiated in gemm_sm100.cu.
 template <DType kOut>
 cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Workspace& at,
                            uint8_t* base);

@@ -23,7 +23,8 @@ class OwnBackward:
 
     Args:
       name: of the primitive that is differentiated.
-      forward: ``forward(*operands, **static)`` returns the result and what the backward pass needs.
+      forward: ``forward(*operands, **static)`` returns the result and what the backward pass needs,
+        or None where there is no pass of one's own for these operands.
       backward: ``backward(saved, operands, cts, **static)`` returns a cotangent, or None, for every
         operand; ``cts`` are those of the results.
       meaning: ``meaning(moving, leaves, params)`` is the composition as a function of the leaves at
@@ -36,6 +37,7 @@ class OwnBackward:
         tangent.multiple_results = True
         tangent.is_high = lambda *_, **__: False
         runs_alone(tangent)
+        self._wanted = functools.cache(self._compiled)
         tangent.def_abstract_eval(
             lambda *_, jaxpr, **__: [out.to_tangent_aval() for out in jaxpr.out_avals]
         )
@@ -45,8 +47,11 @@ class OwnBackward:
         mlir.register_lowering(tangent, mlir.lower_fun(self._means, multiple_results=True))
 
     def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
-        """Results and their tangents, of the tangents of leaves at some places."""
-        out, saved = self._forward(*tree.unflatten(leaves), **dict(static))
+        """Results and their tangents, of the tangents of leaves at some places; or None."""
+        found = self._forward(*tree.unflatten(leaves), **dict(static))
+        if found is None:
+            return None
+        out, saved = found
         saved, saved_tree = jax.tree.flatten(saved)
         dots = self._tangent.bind(
             *leaves, *saved, *rates, moving=tuple(moving), saved_tree=saved_tree, tree=tree,
@@ -74,14 +79,30 @@ class OwnBackward:
 
     def _transpose(self, cts, *operands, moving, tree, saved_tree, static, **_):
         first = len(operands) - len(moving)
-        leaves, saved = operands[: tree.num_leaves], operands[tree.num_leaves : first]
-        grads = self._backward(
-            saved_tree.unflatten(saved), tree.unflatten(leaves),
-            [ad.instantiate_zeros(ct) for ct in cts], **dict(static),
-        )  # fmt: skip
-        grads = tree.flatten_up_to(tuple(grads))
-        return [*[None] * first, *(grads[i] for i in moving)]
+        cts = [ad.instantiate_zeros(ct) for ct in cts]
+        run = self._wanted(moving, tree, saved_tree, static)
+        return [*[None] * first, *run(operands[:first], cts)]
+
+    def _compiled(self, moving, tree, saved_tree, static):
+        """The cotangents of the leaves at some places, as one program, also where the user's code
+        is none, so that nothing is computed for the others."""
+
+        def run(operands, cts):
+            leaves, saved = operands[: tree.num_leaves], operands[tree.num_leaves :]
+            grads = self._backward(
+                saved_tree.unflatten(saved), tree.unflatten(leaves), cts, **dict(static)
+            )
+            grads = tree.flatten_up_to(_of_structure(tree, grads))
+            return [grads[i] for i in moving]
+
+        return jax.jit(run)
 
     def _batch(self, operands, dims, **params):
         outs = jax.vmap(functools.partial(self._means, **params), in_axes=tuple(dims))(*operands)
         return outs, [0] * len(outs)
+
+
+def _of_structure(tree, grads):
+    """``grads``, where None stands for no cotangent of a whole operand."""
+    none = tree.unflatten([None] * tree.num_leaves)
+    return tuple(n if g is None else g for n, g in zip(none, grads, strict=True))

@@ -1,0 +1,14 @@
+#include "grouped_mm/gathered_gemm_sm90.cuh"
+
+namespace jgg {
+
+#define JGG_INSTANCE(Element, kRKMajor)                                   \
+  template cudaError_t LaunchGatheredGemmSm90Instance<Element, kRKMajor>( \
+      cudaStream_t stream, GatheredGemmSm90 & gathered, const OperandsSm90& operands)
+
+JGG_INSTANCE(cutlass::bfloat16_t, true);
+JGG_INSTANCE(cutlass::bfloat16_t, false);
+JGG_INSTANCE(cutlass::half_t, true);
+JGG_INSTANCE(cutlass::half_t, false);
+
+}  // namespace jgg
