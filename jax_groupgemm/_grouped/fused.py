@@ -110,9 +110,7 @@ class Fused:
                  takes_lists: Callable = lambda *_: False):  # fmt: skip
         self.product, self.takes_lists = product, takes_lists
         self._call = call
-        self._as_one = Composed(
-            name, self.composed, self._one_call, cost=_cost, vjp=(self._forward, self._backward)
-        )
+        self._as_one = Composed(name, self.composed, self._one_call, cost=_cost)
 
     def __call__(self, x, w, metadata: Metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE,
                  lists: Lists | None = None, *, fused: bool = True):  # fmt: skip
@@ -147,11 +145,17 @@ class Fused:
     def _with_options(self, run: Callable, metadata, w, epilogue: Epilogue, product: Mm,
                       put: Callable = lambda y: y):  # fmt: skip
         """``run(product)``, (rows, N), with its options; ``put`` gives them the result's order."""
-        summed = _summed(product)
-        sum_dtype = summed.out_dtype
+        rows = product.rows
+        sum_dtype = dtypes.accumulator_dtype(product.out_dtype)
+        summed = product.replace(
+            out_dtype=sum_dtype, cotangent_dtype=dtypes.cotangent_dtype(product.out_dtype)
+        )
         y = run(summed)
         if epilogue.bias is not None:
-            y = y + _rows_of_bias(epilogue.bias, metadata, summed)
+            # bias[group(t)] is itself a grouped product, with K = 1.
+            ones = jnp.ones((rows, 1), epilogue.bias.dtype)
+            exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
+            y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
         activation = epilogue.activation
         if activation in ACTIVATIONS:
             y = ACTIVATIONS[activation](y)
@@ -160,7 +164,9 @@ class Fused:
             y = GATED_ACTIVATIONS[activation](y[:, :half]) * y[:, half:]
         if epilogue.row_scale is not None:
             # Rows of no group are zeros whatever their scale.
-            covered = _covered(metadata, product.rows, w.shape[0])
+            first, last = metadata.covered_rows(rows, w.shape[0])
+            row = lax.iota(jnp.int32, rows)
+            covered = (row >= first) & (row < last)
             scale = jnp.where(covered, epilogue.row_scale.astype(sum_dtype), 0)
             y = y * scale[:, None]
         y = put(y)
@@ -168,74 +174,8 @@ class Fused:
             y = y + epilogue.existing_out.astype(sum_dtype)
         return y.astype(product.out_dtype)
 
-    def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm):
-        """One call, where every gradient can be made of its operands."""
-        if epilogue.activation is not None or lists is not None:
-            return None
-        # A cotangent that is not scaled yet may exceed float16.
-        scaled = epilogue.row_scale is not None
-        if scaled and (x.dtype == jnp.float16 or not jnp.issubdtype(x.dtype, jnp.floating)):
-            return None
-        return self._as_one(x, w, metadata, epilogue, lists, product=product), ()
-
-    def _backward(self, _, operands, cts, *, product: Mm):
-        """Of ``existing_out + row_scale * (x @ w + bias)``, with ``d = ct @ w.T``: x's cotangent is
-        ``row_scale * d`` and that of row_scale ``d . x``, so no product is kept or made again."""
-        (x, w, metadata, epilogue, _), (ct,) = operands, cts
-        summed = _summed(product)
-        of_x = jax.linear_transpose(lambda x: self.product(x, w, metadata, summed), x)
-        wide = ct.astype(summed.out_dtype)
-        (d,), rows, scaled, dscale = of_x(wide), x, wide, None
-        if epilogue.row_scale is not None:
-            covered = _covered(metadata, product.rows, w.shape[0])[:, None]
-            live = lambda a: jnp.where(covered, a.astype(wide.dtype), 0)
-            scale = live(epilogue.row_scale[:, None])
-            dscale = (d.astype(wide.dtype) * live(x)).sum(1)
-            d = (scale * d.astype(wide.dtype)).astype(x.dtype)
-            if epilogue.bias is not None:
-                exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
-                dscale += primitives.mm(ct, epilogue.bias[:, :, None], metadata, exact)[:, 0]
-            dscale = dscale.astype(epilogue.row_scale.dtype)
-            # One of the operands of w's gradient is scaled, the narrower one.
-            if epilogue.bias is None and x.shape[1] <= ct.shape[1]:
-                rows = (scale * live(x)).astype(x.dtype)
-            else:
-                scaled = scale * live(ct)
-        (dw,) = jax.vjp(lambda w: self.product(rows, w, metadata, summed), w)[1](scaled)
-        dbias = None
-        if epilogue.bias is not None:
-            of_bias = jax.linear_transpose(
-                lambda bias: _rows_of_bias(bias, metadata, summed), epilogue.bias
-            )
-            (dbias,) = of_bias(scaled)
-        existing = epilogue.existing_out
-        d_existing = None if existing is None else ct.astype(existing.dtype)
-        return d, dw, None, Epilogue(dbias, None, dscale, d_existing), None
-
     def _one_call(self, platform, x, w, metadata, epilogue, lists, *, product):
         return self._call(platform, x, w, metadata, product, epilogue, lists)
-
-
-def _summed(product: Mm) -> Mm:
-    """The product before it is rounded."""
-    return product.replace(
-        out_dtype=dtypes.accumulator_dtype(product.out_dtype),
-        cotangent_dtype=dtypes.cotangent_dtype(product.out_dtype),
-    )
-
-
-def _rows_of_bias(bias, metadata: Metadata, summed: Mm) -> jax.Array:
-    """bias[group(t)], itself a grouped product, with K = 1."""
-    ones = jnp.ones((summed.rows, 1), bias.dtype)
-    exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
-    return primitives.mm(ones, bias[:, None, :], metadata, exact)
-
-
-def _covered(metadata: Metadata, rows: int, groups: int) -> jax.Array:
-    """Whether a row is in a group."""
-    first, last = metadata.covered_rows(rows, groups)
-    row = lax.iota(jnp.int32, rows)
-    return (row >= first) & (row < last)
 
 
 def _mm_call(platform, x, w, metadata, product: Mm, epilogue: Epilogue, lists: Lists | None):

@@ -425,7 +425,9 @@ def test_default_matmul_precision_is_followed():
 
     def precision_of(**kwargs):
         jaxpr = jax.make_jaxpr(lambda: jgg.grouped_mm(x, w, sizes, **kwargs))()
-        return next(e.params["precision"] for e in jaxpr.eqns if e.primitive.name.startswith("jgg"))
+        return next(
+            e.params["product"].precision for e in jaxpr.eqns if e.primitive.name.startswith("jgg")
+        )
 
     assert precision_of() == jax.lax.Precision.HIGHEST
     with jax.default_matmul_precision("tensorfloat32"):
