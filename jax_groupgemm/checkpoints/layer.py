@@ -65,6 +65,7 @@ class Layer(NamedTuple):
     reorder: bool
 
     def error(self, text: str) -> ValueError:
+        text = cut(text, 1500)
         return ValueError(f"jgg.checkpoints.{self.op}: {cut(self.prefix)}: {text}")
 
     def has(self, leaf: str) -> bool:
@@ -109,7 +110,7 @@ class Layer(NamedTuple):
             if known is not None and value not in known:
                 expected = " or ".join(map(repr, known)) or "nothing"
                 raise self.error(f"config says {key}={brief(value)}, expected {expected}")
-            if value != out:
+            if value is not out and value != out:
                 said = ", ".join(f"{k}={brief(v)}" for k, v in found.items())
                 raise self.error(f"config contradicts itself: {said}")
         return out if known is None or out is None else known[known.index(out)]  # 4, not 4.0
@@ -117,7 +118,7 @@ class Layer(NamedTuple):
     def mapping(self, said: str, value) -> Mapping[str, Any]:
         """A part of config, which must be a dict."""
         if not isinstance(value, Mapping):
-            raise self.error(f"config says {said}={brief(value)}, expected a dict")
+            raise self.error(f"config says {cut(said)}={brief(value)}, expected a dict")
         return value
 
     def parts(self, key: str) -> Mapping[str, Any]:

@@ -14,5 +14,5 @@ def brief(value) -> str:
     return cut(text)
 
 
-def cut(text: str) -> str:
-    return text if len(text) <= LIMIT else f"{text[:LIMIT]}... ({len(text)} characters)"
+def cut(text: str, limit: int = LIMIT) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
