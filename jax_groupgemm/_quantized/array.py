@@ -178,7 +178,7 @@ def _fields(op: str, q: Quantized) -> tuple[int, int]:
     bits, group_size = static(op, q.mode, q.bits, q.group_size)
     if q.axis not in (-1, -2):
         raise ValueError(f"jgg.{op}: axis={q.axis} is not -1 or -2")
-    if q.layout not in LAYOUTS:
+    if not isinstance(q.layout, str) or q.layout not in LAYOUTS:
         known = ", ".join(map(repr, sorted(LAYOUTS)))
         raise ValueError(f"jgg.{op}: layout={q.layout!r} is not one of {known}")
     layout = LAYOUTS[q.layout]
