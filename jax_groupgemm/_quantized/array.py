@@ -126,7 +126,6 @@ class Quantized:
         return f"Quantized({static}, {', '.join(leaves)})"
 
 
-
 class _Absent:
     """What stands for a field that an object does not have, and says so."""
 
@@ -190,9 +189,9 @@ def _fields(op: str, q: Quantized) -> tuple[int, int]:
 
 
 def checked(op: str, name: str, q) -> Quantized:
-    """``q`` with its leaves as arrays; raises where it lacks a part, as one may that its constructor
-    did not make, or where they do not fit each other. Swizzled scales are put in order: layout
-    "swizzled" becomes "linear"."""
+    """``q`` with its leaves as arrays; raises where it lacks a part, as one may that its
+    constructor did not make, or where they do not fit each other. Swizzled scales are put in order:
+    layout "swizzled" becomes "linear"."""
     if not isinstance(q, Quantized):
         raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {type(q).__name__}")
     missing = [field for field in _NEEDED if getattr(q, field, None) is None]

@@ -73,7 +73,7 @@ def linear(
         several groups and no ``g_idx``; ``checkpoint_format`` "gptq_v2", otherwise v1) and the
         integers of "compressed-tensors" (``num_bits``, ``group_size``) cannot be read without it.
         It may name layers as other releases of the model do: ``model.``, ``language_model.`` and
-        ``text_model.`` in front of a name do not count.
+        ``text_model.`` in front of ``layers.`` do not count.
 
     Returns:
       A :class:`Quantized` of numpy arrays:
@@ -145,9 +145,9 @@ def act_order(
 ) -> tuple[Quantized, np.ndarray]:
     """A weight in act order (``desc_act``), and the order of its K: ``x[..., order] @ w.T``.
 
-    There ``g_idx`` (``weight_g_idx``) assigns channels to groups in any order. Groups of a ``Quantized`` are
-    contiguous, so its channels are sorted by group: channel k of the result is channel
-    ``order[k]`` of the layer, and the values are the layer's.
+    There ``g_idx`` (``weight_g_idx``) assigns channels to groups in any order. Groups of a
+    ``Quantized`` are contiguous, so its channels are sorted by group: channel k of the result is
+    channel ``order[k]`` of the layer, and the values are the layer's.
 
     Args:
       tensors, config: as of :func:`linear`.
@@ -211,15 +211,18 @@ class _Source:
     def __init__(self, op: str, tensors, format: str, config, reorder: bool = False):
         if not isinstance(format, str) or format not in FORMATS:
             known = ", ".join(map(repr, FORMATS))
-            raise ValueError(
-                f"jgg.checkpoints.{op}: format={brief(format)} is not one of {known}"
-            )
+            raise ValueError(f"jgg.checkpoints.{op}: format={brief(format)} is not one of {known}")
         if not isinstance(tensors, Mapping):
             raise TypeError(
                 f"jgg.checkpoints.{op}: tensors must be a mapping of names to arrays, got "
                 f"{type(tensors).__name__}"
             )
         self.op, self.tensors, self.reorder, self.format = op, tensors, reorder, format
+        other = next((name for name in tensors if not isinstance(name, str)), None)
+        if other is not None:
+            raise TypeError(
+                f"jgg.checkpoints.{op}: names of tensors must be str, got {brief(other)}"
+            )
         self.names = sorted(tensors)
         form = FORMATS[format]
         if config is None:
@@ -253,9 +256,7 @@ class _Source:
             raise TypeError(
                 f"jgg.checkpoints.{self.op}: a prefix must be a name, got {brief(prefix)}"
             )
-        layer = Layer(
-            self.op, prefix, self.tensors, self.config, self.model, stacked, self.reorder
-        )
+        layer = Layer(self.op, prefix, self.tensors, self.config, self.model, stacked, self.reorder)
         return read(layer, self.format, self.names)
 
 

@@ -21,7 +21,9 @@ BY_GROUP = ("group", "dynamic", True)  # values of actorder that give each chann
 
 
 def _is_named(t: Layer, key: str, entry: str) -> bool:
-    return t.match(key, entry, ("re:",)) if entry.startswith("re:") else entry in spellings(t.prefix)
+    return (
+        t.match(key, entry, ("re:",)) if entry.startswith("re:") else entry in spellings(t.prefix)
+    )
 
 
 def _group(t: Layer) -> Layer | None:

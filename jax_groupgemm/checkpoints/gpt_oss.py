@@ -1,4 +1,7 @@
-"""MXFP4 experts of OpenAI's gpt-oss: https://github.com/openai/gpt-oss (gpt_oss/torch/weights.py)."""
+"""MXFP4 experts of OpenAI's gpt-oss.
+
+https://github.com/openai/gpt-oss (gpt_oss/torch/weights.py).
+"""
 
 from __future__ import annotations
 

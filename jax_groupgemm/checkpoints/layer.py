@@ -14,8 +14,9 @@ from .._quantized.array import Quantized
 from .._quantized.formats import MODES
 from .messages import brief, cut
 
-#: Modules that hold the same layers in some releases of a model, and not in others.
+#: Modules that hold a language model's layers in some releases of it, and not in others.
 WRAPPERS = ("model", "language_model", "text_model")
+WRAPPED = ("layers", "lm_head", "embed_tokens")
 AROUND = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 SECTIONS = ("quantization_config", "quantization")  # of config.json
 
@@ -25,6 +26,8 @@ def spellings(name: str) -> tuple[str, ...]:
     bare = name
     while (head := bare.partition("."))[0] in WRAPPERS and head[2]:
         bare = head[2]
+    if bare.partition(".")[0] not in WRAPPED:  # of a vision tower, say
+        return (name,)
     return tuple(dict.fromkeys([name, *(around + bare for around in AROUND)]))
 
 
@@ -75,10 +78,17 @@ class Layer(NamedTuple):
         """A tensor's dtype; files are not read for it."""
         name = self.prefix + leaf
         known = getattr(self.tensors, "dtype", None)
-        return known(name) if callable(known) else np.asarray(self.tensors[name]).dtype.name
+        return str(known(name)) if callable(known) else np.asarray(self.tensors[name]).dtype.name
 
     def array(self, leaf: str, dtypes: Sequence[str]) -> np.ndarray:
-        value = np.asarray(self.tensors[self.prefix + leaf])
+        value = self.tensors[self.prefix + leaf]
+        try:
+            value = np.asarray(value)
+        except (TypeError, ValueError) as error:  # ragged, or of a dtype that numpy has not
+            raise TypeError(
+                f"jgg.checkpoints.{self.op}: {cut(self.prefix)}{leaf} must be an array, got "
+                f"{type(value).__name__}: {cut(str(error))}"
+            ) from error
         if value.dtype.name not in dtypes:
             raise TypeError(
                 f"jgg.checkpoints.{self.op}: {cut(self.prefix)}{leaf} must be "
@@ -123,7 +133,10 @@ class Layer(NamedTuple):
 
     def parts(self, key: str) -> Mapping[str, Any]:
         value = self.config.get(key)
-        return {} if value is None else self.mapping(key, value)
+        value = {} if value is None else self.mapping(key, value)
+        if not all(isinstance(name, str) for name in value):
+            raise self.error(f"config says {key}={brief(value)}, expected names")
+        return value
 
     def own(self, parts: Mapping[str, Any]) -> str | None:
         """The name under which a dict of layers has this one."""
@@ -132,8 +145,11 @@ class Layer(NamedTuple):
     def match(self, key: str, entry: str, marks: tuple[str, ...] = (), find=re.match) -> bool:
         """Whether the layer's name begins as the regular expression after a mark says."""
         pattern = entry[len(marks[0]) * entry.startswith(marks) :] if marks else entry
+        # What a pattern must not find, another release's name may not have.
+        own = "(?!" in pattern or "(?<!" in pattern
+        names = (self.prefix,) if own else spellings(self.prefix)
         try:
-            return any(find(pattern, name) is not None for name in spellings(self.prefix))
+            return any(find(pattern, name) is not None for name in names)
         except re.error as error:
             raise self.error(f"config's {key} pattern {brief(entry)}: {error}") from error
 

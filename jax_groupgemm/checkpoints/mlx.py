@@ -83,11 +83,13 @@ def _is_of_the_model(t: Layer, words: int, bits: int, size: int) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key not in SECTIONS:
-            yield from _numbers(value)
-        elif isinstance(value, int):
-            yield key, value
+    parts = [config]
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, Mapping) and key not in SECTIONS:
+                parts.append(value)
+            elif isinstance(value, int):
+                yield key, value
 
 
 FORMAT = Format(

@@ -230,6 +230,14 @@ CALLS = [
      "'gpt-oss'"),
     (lambda: ck.linear([AWQ], "a", format="awq"),  # pyright: ignore
      "linear: tensors must be a mapping of names to arrays, got list"),
+    (lambda: ck.linear({**AWQ, 3: 1}, "a", format="awq"),  # pyright: ignore
+     "linear: names of tensors must be str, got 3"),
+    (lambda: ck.linear({**AWQ, "a.scales": [[1], [2, 3]]}, "a", format="awq"),
+     "linear: a.scales must be an array, got list: setting an array element with a sequence. The "
+     "requested array has an inhomogeneous shape after 1 dimensions. The detected shape was (2,) + "
+     "inhomogeneous part."),
+    (lambda: ck.linear(GPTQ, "a", format="gptq", config={"dynamic": {3: {}}}),
+     "linear: a: config says dynamic={3: {}}, expected names"),
     (lambda: ck.linear(AWQ, 3, format="awq"),  # pyright: ignore
      "linear: a prefix must be a name or a sequence of names, got 3"),
     (lambda: ck.linear(AWQ, [1], format="awq"),  # pyright: ignore

@@ -137,7 +137,7 @@ def test_act_order(rng):
         check(w, value)
         same(order, np.arange(K, dtype=np.int32))
     del tensors["a.weight_g_idx"]
-    with pytest.raises(ValueError, match="config says actorder, but there is no .weight_g_idx"):
+    with pytest.raises(ValueError, match=r"says actorder, but there is no \.weight_g_idx"):
         ck.linear(tensors, "a", format=FORMAT, config=about)
     with pytest.raises(ValueError, match=r"format='awq' is not one of 'gptq', 'compressed-tens"):
         ck.act_order(tensors, "a", config=about, format="awq")
@@ -229,11 +229,13 @@ ERRORS = [
     ("pack-quantized", PACKED, {}, {"num_bits": 7},
      "config says num_bits=7, expected 2 or 3 or 4 or 5 or 6 or 8"),
     ("pack-quantized", PACKED, {}, {"num_bits": 8},
-     ".weight_packed has shape (32, 32), but .weight_shape is (32, 256) and config says num_bits=8"),
+     ".weight_packed has shape (32, 32), but .weight_shape is (32, 256) and config says "
+     "num_bits=8"),
     ("pack-quantized", PACKED, {"weight_shape": np.array([32, 255])}, {},
      ".weight_shape has K = 255, not a multiple of 32"),
     ("pack-quantized", PACKED, {"weight_shape": np.array([31, 256])}, {},
-     ".weight_packed has shape (32, 32), but .weight_shape is (31, 256) and config says num_bits=4"),
+     ".weight_packed has shape (32, 32), but .weight_shape is (31, 256) and config says "
+     "num_bits=4"),
     ("pack-quantized", PACKED, {}, {"group_size": 64},
      "scales have 2 groups, but K is 256 and config says group_size=64"),
     ("pack-quantized", PACKED, {}, {"group_size": None},

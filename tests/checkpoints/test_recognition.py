@@ -98,9 +98,21 @@ def test_names_of_other_releases(rng, name):
         assert "config says it is not quant" in refused(leaves, LAYER, "compressed-tensors", config)
 
 
+def test_patterns_of_what_a_name_has_not(rng):
+    """They are of the layer's own name."""
+    name = "model.language_model.layers.0.up"
+    leaves = named(name, nvfp4(rng, "compressed-tensors", 1.0)[0])
+    config = {"ignore": ["re:^(?!.*language_model).*$"]}
+    assert ck.linear(leaves, name, format="compressed-tensors", config=config).shape == (N, K)
+    leaves = named("visual.blocks.0.up", nvfp4(rng, "compressed-tensors", 1.0)[0])
+    config = {"ignore": ["re:.*language_model.*", "model.visual.blocks.0.up"]}
+    w = ck.linear(leaves, "visual.blocks.0.up", format="compressed-tensors", config=config)
+    assert w.shape == (N, K)
+
+
 def test_own_name_goes_first(rng):
     """And what is not the same layer does not count."""
-    q, z, s, _ = integers(rng, 4, K // 64)
+    q, _, s, _ = integers(rng, 4, K // 64)
     tensors = named("model.layers.0.up", write_mlx(q, 4, s, s))
     four, other = {"bits": 4, "group_size": 64}, {"bits": 2, "group_size": 32}
     config = {
@@ -153,13 +165,13 @@ def test_gptq_short_last_group(rng, k):
             f"scales have {groups} groups, but K is {k} and config says group_size=64"
         )
     with_index = named("l", leaves | {"g_idx": group_of.astype(np.int32)})
-    for config in ({"bits": 4}, config):
-        check(ck.linear(with_index, "l", format="gptq", config=config), value)
+    for about in ({"bits": 4}, config):
+        check(ck.linear(with_index, "l", format="gptq", config=about), value)
     order = rng.permutation(k)
     shuffled = named("l", write_gptq(q[:, order], z, s, 4, v2=False, g_idx=group_of[order].astype(
         np.int32)))  # fmt: skip
-    for config in ({"bits": 4}, config):
-        w, found = ck.act_order(shuffled, "l", config=config)
+    for about in ({"bits": 4}, config):
+        w, found = ck.act_order(shuffled, "l", config=about)
         check(w, value[:, order][:, found])
     if groups > 1:
         bad = with_index["l.g_idx"].copy()

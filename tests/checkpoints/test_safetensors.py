@@ -247,5 +247,3 @@ def test_malformed_at_random(rng, tmp_path):
             taken += sum(sizes(opened)) < len(data)
     assert refused + taken == 300
     assert refused > 200
-
-

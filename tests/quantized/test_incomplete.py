@@ -86,7 +86,9 @@ def test_elsewhere(name):
     """Where JAX takes it apart before an operation could look at it, and where it is printed."""
     q = without(whole(), name)
     for call in (jax.jit(jgg.dequantize), jax.tree.leaves, lambda q: q.nbytes, lambda q: q[0]):
-        assert refused(call, q, AttributeError) == f"jgg.Quantized: a Quantized without {name}: {WHY}"
+        assert (
+            refused(call, q, AttributeError) == f"jgg.Quantized: a Quantized without {name}: {WHY}"
+        )
     assert repr(q) == f"Quantized(without {name})"
     assert not hasattr(q, name)
     assert not hasattr(jgg.Quantized, name)
