@@ -14,8 +14,14 @@ from .bits import F32
 from .layer import SECTIONS, Format, Kind, Layer, Read, spellings
 from .nvfp4 import multiplier
 
+#: The K of layers, by the last part of their names: what a model's config calls it.
 HIDDEN = ("hidden_size", "dim", "d_model", "n_embd", "model_dim")
-FROM_HIDDEN = ("gate_proj", "up_proj", "gate_up_proj", "q_proj", "k_proj", "v_proj", "qkv_proj")
+INNER = ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp", "ffn_dim")
+SIZES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), HIDDEN),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), HIDDEN),
+    "down_proj": INNER,
+}
 
 
 def _own(t: Layer) -> Layer:
@@ -61,24 +67,25 @@ def _is_of_the_model(t: Layer, words: int, bits: int, size: int) -> None:
     """Raise where other bits would give the K that the model has, and these do not.
 
     The shapes of 8 bits by 32 are those of 4 bits by 64 and twice the K, so the tensors alone do
-    not say. Of layers that take the hidden state, whole configs do.
+    not say. Of the usual layers, whole configs do.
     """
-    if t.prefix.rpartition(".")[2] not in FROM_HIDDEN:
+    keys = SIZES.get(t.prefix.rpartition(".")[2], ())
+    if "shared" in t.prefix:  # of several experts as one
         return
-    hidden, all_sizes = set(), set()
+    own, all_sizes = {}, set()
     for key, value in _numbers(t.model):
         all_sizes.add(value)
-        if key in HIDDEN:
-            hidden.add(value)
+        if key in keys:
+            own[value] = key
     k = words * 32 // bits
     for other in MODES["affine"].bits:
         by, rest = divmod(bits * size, other)
         if by in MODES["affine"].group_sizes and not rest and other != bits:
             its = words * 32 // other
-            if its in hidden and k not in all_sizes:
+            if its in own and k not in all_sizes:
                 raise t.error(
-                    f"config says bits={bits}, group_size={size}, by which K is {k}, but the "
-                    f"hidden size is {its}, as of bits={other}, group_size={by}"
+                    f"config says bits={bits}, group_size={size}, by which K is {k}, but "
+                    f"{own[its]} is {its}, as of bits={other}, group_size={by}"
                 )
 
 

@@ -130,13 +130,19 @@ def test_own_name_goes_first(rng):
 def test_mlx_hidden_size(rng):
     """The shapes of 8 bits by 32 are those of 4 bits by 64 and twice the K."""
     q, _, s, _ = integers(rng, 8, K // 32)
-    tensors = named("l.up_proj", write_mlx(q, 8, s, s)) | named("l.o_proj", write_mlx(q, 8, s, s))
+    names = ("up_proj", "o_proj", "down_proj", "shared_experts.down_proj")
+    tensors = {k: v for n in names for k, v in named(f"l.{n}", write_mlx(q, 8, s, s)).items()}
     four, eight = {"bits": 4, "group_size": 64}, {"bits": 8, "group_size": 32}
     read = lambda name, **config: ck.linear(tensors, name, format="mlx", config=config)
     said = (
-        "config says bits=4, group_size=64, by which K is 512, but the hidden size is 256, as of "
-        "bits=8, group_size=32"
+        "config says bits=4, group_size=64, by which K is 512, but {} is 256, as of bits=8, "
+        "group_size=32"
     )
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        config = {"quantization": four, key: K, "hidden_size": 3}
+        assert refused(tensors, "l.down_proj", "mlx", config) == said.format(key)
+        assert read("l.shared_experts.down_proj", **config).shape == (N, 2 * K)
+    said = said.format("hidden_size")
     for sizes in ({"hidden_size": K}, {"text_config": {"hidden_size": K, "heads": 3}}):
         assert refused(tensors, "l.up_proj", "mlx", {"quantization": four, **sizes}) == said
         assert read("l.up_proj", quantization=eight, **sizes).shape == (N, K)
