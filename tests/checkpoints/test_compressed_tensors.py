@@ -231,6 +231,10 @@ ERRORS = [
     ("pack-quantized", PACKED, {}, {"num_bits": 8},
      ".weight_packed has shape (32, 32), but .weight_shape is (32, 256) and config says "
      "num_bits=8"),
+    # Versions before packed 10 codes of 3 bits into a word, and left 2 bits of it.
+    ("pack-quantized", PACKED, {"weight_packed": np.zeros((32, 26), np.int32)}, {"num_bits": 3},
+     ".weight_packed has shape (32, 26), but .weight_shape is (32, 256) and config says "
+     "num_bits=3"),
     ("pack-quantized", PACKED, {"weight_shape": np.array([32, 255])}, {},
      ".weight_shape has K = 255, not a multiple of 32"),
     ("pack-quantized", PACKED, {"weight_shape": np.array([31, 256])}, {},
