@@ -6,7 +6,7 @@ A new format is a file with its ``FORMAT``, and a line here. A new kind is one m
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from . import awq, compressed_tensors, gpt_oss, gptq, mlx, modelopt, unread
 from .layer import Format, Layer, Read
@@ -43,6 +43,31 @@ def _method(t: Layer, known: tuple[str, ...]) -> None:
     t.option(("quant_method", "method"), known)
 
 
+#: Of AutoRound, AutoRound and GPTQModel: inputs of layers are rotated while a model runs.
+ROTATIONS = ("rotation_config", "spinquant_config", "rotation")
+
+
+def _alone(t: Layer) -> None:
+    """Raise where a weight is one only together with a transformation of its layer's input."""
+    for key in ROTATIONS:
+        if t.config.get(key):
+            raise t.error(
+                f"config says {key}={brief(t.config[key])}: inputs of layers are rotated, which is "
+                "not read"
+            )
+    # compressed-tensors': those of weights have been applied (transform/transform_args.py).
+    transforms = t._replace(config=t.parts("transform_config")).parts("config_groups")
+    for scheme in transforms.values():
+        applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        for part in applied if isinstance(applied, list) else [None]:
+            where = part.get("location") if isinstance(part, Mapping) else None
+            if where not in ("weight_input", "weight_output", "q_attn", "k_cache"):
+                raise t.error(
+                    f"config says transform_config with location={brief(where)}: inputs or outputs "
+                    "of layers are transformed, which is not read"
+                )
+
+
 def read(t: Layer, name: str, names: Sequence[str]) -> Read:
     """The layer, in a format; ``names``: of all tensors, in order."""
     form = FORMATS[name]
@@ -52,6 +77,7 @@ def read(t: Layer, name: str, names: Sequence[str]) -> Read:
         if not t.stacked:
             what = "stacks experts in one tensor: use jgg.checkpoints.experts(tensors, prefix)"
         raise t.error(f"format {name!r} {what}")
+    _alone(t)
     other = unread.found(t)
     if other is not None:
         raise t.error(f"{other} is not read. Formats that are read: {that_are_read()}")

@@ -48,7 +48,8 @@ DTYPES = {
 }
 INDEX = ".safetensors.index.json"
 LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
-CLOCK = 20_000_000  # ns; the clock of file times ticks at least as often
+SECOND = 1_000_000_000  # ns
+CLOCK = SECOND // 50  # the clock of file times ticks at least as often
 
 
 class _File(NamedTuple):
@@ -189,9 +190,11 @@ def _same(file: _File, stamp: tuple[int, ...]) -> None:
 
 def _settle(stamp: tuple[int, ...]) -> None:
     """Until a change of the file would give it another time than it has."""
-    age = time.time_ns() - max(stamp[3:])
-    if 0 <= age < CLOCK:
-        time.sleep((CLOCK - age) / 1e9)
+    last = max(stamp[3:])
+    tick = CLOCK if last % SECOND else 2 * SECOND  # some file systems know even seconds only
+    age = time.time_ns() - last
+    if 0 <= age < tick:
+        time.sleep((tick - age) / SECOND)
 
 
 def _indexed(path: Path, limit: int) -> dict[str, _Entry]:

@@ -376,6 +376,37 @@ def test_unread_methods():
         )
 
 
+def test_rotated_inputs(rng):
+    """A weight that is one only together with a rotation of x is refused."""
+    q, z, s, value = integers(rng, 4, K // 128)
+    tensors = named("l", write_gptq(q, z, s, 4, v2=False))
+    base = {"bits": 4, "group_size": 128}
+    for key, said in (("rotation", "hadamard"), ("rotation_config", {"block_size": 32})):
+        assert refused(tensors, "l", "gptq", {**base, key: said}) == (
+            f"config says {key}={said!r}: inputs of layers are rotated, which is not read"
+        )
+        check(ck.linear(tensors, "l", format="gptq", config={**base, key: None}), value)
+    tensors = named("l", nvfp4(rng, "compressed-tensors", 1.0)[0])
+
+    def config(*places):
+        apply = [{"targets": ["Linear"], "location": place} for place in places]
+        groups = {"R": {"type": "hadamard", "apply": apply}}
+        return {"format": "nvfp4-pack-quantized", "transform_config": {"config_groups": groups}}
+
+    read = lambda about: ck.linear(tensors, "l", format="compressed-tensors", config=about)
+    assert read(config("weight_input", "weight_output", "q_attn", "k_cache")).shape == (N, K)
+    assert read({"transform_config": {"config_groups": {}}}).shape == (N, K)
+    for place in ("input", "output", 3):
+        said = refused(tensors, "l", "compressed-tensors", config("weight_input", place))
+        assert said == (
+            f"config says transform_config with location={place!r}: inputs or outputs of layers "
+            "are transformed, which is not read"
+        )
+    for groups in ({"R": 3}, {"R": {"apply": 3}}, {"R": {"apply": [3]}}):
+        config = {"transform_config": {"config_groups": groups}}
+        assert "location=None" in refused(tensors, "l", "compressed-tensors", config)
+
+
 def test_another_format_that_is_read(rng):
     """It is named."""
     leaves, _ = nvfp4(rng, "modelopt", 1.0)
