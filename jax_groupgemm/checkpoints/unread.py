@@ -1,7 +1,11 @@
 """Formats that are known and not read, by what their layers look like, so that refusals name them.
 
-Names of tensors: https://github.com/huggingface/transformers (src/transformers/integrations),
-https://github.com/turboderp-org/exllamav2 and exllamav3, https://github.com/mobiusml/hqq.
+Names of tensors: https://github.com/vllm-project/compressed-tensors (fp8block_dequantizer.py,
+marlin_24.py), https://github.com/bitsandbytes-foundation/bitsandbytes (``quant_state``),
+https://github.com/mobiusml/hqq (hqq/core/quantize.py), https://github.com/Vahe1994/AQLM
+(inference.py), https://github.com/IST-DASLab/marlin (marlin/__init__.py),
+https://github.com/turboderp-org/exllamav2 and exllamav3, https://github.com/ModelCloud/GPTQModel
+(qqq.py).
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ UNREAD = (
     Unread("EXL2", (".q_weight", ".q_scale")),
     Unread("EXL3", (".trellis", ".suh")),
     Unread("Marlin", (".B", ".s")),
+    Unread("QQQ", (".B", ".s_channel")),
 )
 #: Values of ``quant_method``, which otherwise name their format.
 METHODS = {"fp8": "fine-grained FP8 (weight_scale_inv)", "fbgemm_fp8": "FBGEMM FP8"}

@@ -354,6 +354,8 @@ UNREAD = {
     "EXL3": {".trellis": FP8, ".suh": FP8, ".svh": FP8},
     "marlin-24": {".weight_packed": FP8, ".meta": FP8, ".scale_packed": FP8},
     "AQLM": {".codes": FP8, ".codebooks": FP8, ".scales": FP8},
+    "Marlin": {".B": FP8, ".s": FP8},
+    "QQQ": {".B": FP8, ".s_channel": FP8, ".s_group": FP8},
 }  # fmt: skip
 
 
