@@ -8,6 +8,7 @@ dequantizing by a peer is.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,8 @@ class Operands:
 
     @functools.cached_property
     def packed(self) -> jgg.Quantized:
-        return jax.jit(jgg.prepack)(self.b)
+        with warnings.catch_warnings(action="ignore"):  # what has no layout is timed as it is
+            return jax.jit(jgg.prepack)(self.b)
 
     @functools.cached_property
     def dense(self) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ and no code 0 of 4 bits), because that is the integer format that other librarie
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,8 @@ class Weights:
 
     @functools.cached_property
     def packed(self) -> jgg.Quantized:
-        one = jax.eval_shape(jgg.prepack, jax.tree.map(lambda leaf: leaf[0], self.linear))
+        with warnings.catch_warnings(action="ignore"):  # what has no layout is timed as it is
+            one = jax.eval_shape(jgg.prepack, jax.tree.map(lambda leaf: leaf[0], self.linear))
         if one.layout == "linear":
             return self.linear
         return jax.block_until_ready(each(jgg.prepack, self.linear))

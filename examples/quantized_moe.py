@@ -59,7 +59,9 @@ def quantize(w, mode: str) -> jgg.Quantized:
     global_scale = None
     if mode == "nvfp4":  # one for each expert, so that its scales use the whole range of e4m3
         global_scale = jnp.abs(w).max(axis=(1, 2)).astype(jnp.float32) / NVFP4_RANGE
-    return jgg.prepack(jgg.quantize(w, **MODES[mode], global_scale=global_scale))
+    q = jgg.quantize(w, **MODES[mode], global_scale=global_scale)
+    # Products in float32 read weights as they are stored.
+    return jgg.prepack(q) if w.dtype == jnp.bfloat16 else q
 
 
 def map_experts(change, params):

@@ -72,25 +72,16 @@ class Quantized:
     layout: str = "linear"
 
     def __post_init__(self):
-        bits, group_size = static("Quantized", self.mode, self.bits, self.group_size)
+        bits, group_size = _fields("Quantized", self)
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "group_size", group_size)
-        if self.axis not in (-1, -2):
-            raise ValueError(f"jgg.Quantized: axis={self.axis} is not -1 or -2")
-        if self.layout not in LAYOUTS:
-            known = ", ".join(map(repr, sorted(LAYOUTS)))
-            raise ValueError(f"jgg.Quantized: layout={self.layout!r} is not one of {known}")
-        layout = LAYOUTS[self.layout]
-        if self.axis not in layout.axes or self.mode not in (layout.modes or MODES):
-            raise ValueError(
-                f"jgg.Quantized: layout={self.layout!r} does not exist in mode {self.mode!r} with "
-                f"axis={self.axis}"
-            )
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array it stands for, ``(..., K)``, as stored: the last two axes are
         exchanged where ``axis`` is -2, K is padded in layout "grouped"."""
+        if self.weight is None:
+            raise AttributeError(f"jgg.Quantized: {_without(['weight'])}")
         return LAYOUTS[self.layout].shape(self)
 
     @property
@@ -119,6 +110,9 @@ class Quantized:
         return jax.tree.map(lambda leaf: leaf[at[: leaf.ndim]], self)
 
     def __repr__(self) -> str:
+        absent = [name for name in _NEEDED if not hasattr(self, name)]
+        if absent:
+            return f"Quantized(without {', '.join(absent)})"
         static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"
         leaves = (
             f"{name}={describe(value)}"
@@ -131,6 +125,21 @@ class Quantized:
             static += f", layout={self.layout!r}"
         return f"Quantized({static}, {', '.join(leaves)})"
 
+
+class _Absent:
+    """What stands for a field that an object does not have, and says so."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, q, owner):
+        raise AttributeError(f"jgg.Quantized: {_without([self.name])}")
+
+
+_NEEDED = ("weight", "scales", "mode", "bits", "group_size", "axis", "layout")
+for _name in _NEEDED:
+    if not hasattr(Quantized, _name):  # a class has the defaults of the others
+        setattr(Quantized, _name, _Absent(_name))
 
 # So that exported functions may take one.
 jax.export.register_pytree_node_serialization(
@@ -156,11 +165,39 @@ def static(op: str, mode: str, bits: int | None, group_size: int | None) -> tupl
     return out[0], out[1]
 
 
+def _without(missing: list[str]) -> str:
+    return (
+        f"a Quantized without {', '.join(missing)}: it was unpickled from another version, made "
+        "without its constructor, or lost leaves in a tree"
+    )
+
+
+def _fields(op: str, q: Quantized) -> tuple[int, int]:
+    """bits and group_size; raises where static fields are not those of any format."""
+    bits, group_size = static(op, q.mode, q.bits, q.group_size)
+    if q.axis not in (-1, -2):
+        raise ValueError(f"jgg.{op}: axis={q.axis} is not -1 or -2")
+    if not isinstance(q.layout, str) or q.layout not in LAYOUTS:
+        known = ", ".join(map(repr, sorted(LAYOUTS)))
+        raise ValueError(f"jgg.{op}: layout={q.layout!r} is not one of {known}")
+    layout = LAYOUTS[q.layout]
+    if q.axis not in layout.axes or q.mode not in (layout.modes or MODES):
+        raise ValueError(
+            f"jgg.{op}: layout={q.layout!r} does not exist in mode {q.mode!r} with axis={q.axis}"
+        )
+    return bits, group_size
+
+
 def checked(op: str, name: str, q) -> Quantized:
-    """``q`` with its leaves as arrays; raises where they do not fit each other. Swizzled scales are
-    put in order: layout "swizzled" becomes "linear"."""
+    """``q`` with its leaves as arrays; raises where it lacks a part, as one may that its
+    constructor did not make, or where they do not fit each other. Swizzled scales are put in order:
+    layout "swizzled" becomes "linear"."""
     if not isinstance(q, Quantized):
         raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {type(q).__name__}")
+    missing = [field for field in _NEEDED if getattr(q, field, None) is None]
+    if missing:
+        raise ValueError(f"jgg.{op}: {name} is {_without(missing)}")
+    _fields(op, q)
     weight = check.array(op, f"{name}.weight", q.weight)
     scales = check.array(op, f"{name}.scales", q.scales)
     q = dataclasses.replace(q, weight=weight, scales=scales)

@@ -18,11 +18,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._core import conversion, partition
 from .._core.check import describe
@@ -36,34 +38,58 @@ _TILE = 64
 
 
 @operation
-def prepack(w: Quantized) -> Quantized:
+def prepack(
+    w: Quantized, *, scales_dtype: DTypeLike | None = None, strict: bool = False
+) -> Quantized:
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
     The same values in the layout that the fast kernels read.
 
     For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
     bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
-    is returned as it is. Everything accepts both: what has no kernel for a layout puts the codes
-    (not the values) back in order first. On Hopper products of many rows (1024 per matrix, 2048
-    with 6 and 8 bits) pack weights that are not packed, each time anew (but mxfp8,
-    ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``). The
-    layout may change with this package's version: store the weight as it was.
+    is returned as it is, with a warning that says why. Everything accepts both: what has no kernel
+    for a layout puts the codes (not the values) back in order first. On Hopper products of many
+    rows (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not packed, each time anew
+    (but mxfp8, ``nvfp4_grouped_mm`` where K is a multiple of 128, and with
+    ``implementation="sm80"``). The layout may change with this package's version: store the weight
+    as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
+      scales_dtype: bfloat16 rounds the scales and biases of mode ``"affine"`` to it first, which
+        changes values: those of AWQ and GPTQ checkpoints, and of weights that were quantized from
+        float32, are float32. None leaves them. Other modes have no such scales.
+      strict: raise, instead of a warning, where ``w`` has no such layout.
 
     Returns:
       A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
-      scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN becomes all NaN). Its
-      global scale has a gradient, its other scales none. Under Explicit sharding it is sharded as
-      ``w.weight`` is.
+      scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN becomes all NaN), but
+      for ``scales_dtype``. Its global scale has a gradient, its other scales none. Under Explicit
+      sharding it is sharded as ``w.weight`` is.
 
     Raises:
-      ValueError, TypeError: as :func:`dequantize`; or w is explicitly sharded in parts of N or K
-        that are not whole tiles of 64 (and quantization groups).
+      ValueError, TypeError: as :func:`dequantize`; ``scales_dtype`` is neither None nor bfloat16;
+        with ``strict``, w has no such layout; or w is explicitly sharded in parts of N or K that
+        are not whole tiles of 64 (and quantization groups).
+
+    Warns:
+      UserWarning: w is returned as it is.
     """
     w = array.checked("prepack", "w", w)
-    if w.layout != "linear" or 0 in w.shape or not packable(w):
+    if scales_dtype is not None and jnp.dtype(scales_dtype) != jnp.bfloat16:
+        name = jnp.dtype(scales_dtype).name
+        raise ValueError(f"jgg.prepack: scales_dtype={name} is not None or bfloat16")
+    if w.layout == "linear" and w.mode == "affine" and scales_dtype is not None:
+        scales, biases = (leaf.astype(scales_dtype) for leaf in (w.scales, w.biases))
+        w = dataclasses.replace(w, scales=scales, biases=biases)
+    if w.layout == "sm90" or 0 in w.shape:
+        return w
+    linear = w.layout == "linear"
+    why = _unpackable(w) if linear else f"its layout is {w.layout!r}, not 'linear'"
+    if why is not None:
+        if strict:
+            raise ValueError(f"jgg.prepack: w has no layout for the fast kernels: {why}")
+        warnings.warn(f"jgg.prepack: w is returned as it is: {why}", stacklevel=2)
         return w
     mesh = partition.explicit_mesh(jax.tree.leaves((w.weight, w.scales, w.biases)))
     if mesh is None:
@@ -94,9 +120,21 @@ def _packed(w: Quantized, pack) -> Quantized:
 
 def packable(w: Quantized) -> bool:
     """Whether there is a packed layout for it."""
-    if len(w.shape) < 2 or w.axis != -1 or any(size % _TILE for size in w.shape[-2:]):
-        return False
-    return w.mode != "affine" or w.scales.dtype == jnp.bfloat16
+    return _unpackable(w) is None
+
+
+def _unpackable(w: Quantized) -> str | None:
+    """Why there is no packed layout for it."""
+    if len(w.shape) < 2 or w.axis != -1:
+        return f"its shape is {w.shape} with axis={w.axis}, not (..., N, K) with axis=-1"
+    if any(size % _TILE for size in w.shape[-2:]):
+        return f"its shape is {w.shape}, in which N and K are not multiples of {_TILE}"
+    if w.mode == "affine" and w.scales.dtype != jnp.bfloat16:
+        return (
+            f"its scales are {w.scales.dtype.name}, not bfloat16. scales_dtype=jnp.bfloat16 rounds "
+            "them"
+        )
+    return None
 
 
 def unpacked(w: Quantized) -> Quantized:

@@ -8,15 +8,23 @@ format                tensors under a prefix                        value
 "mlx"                 weight, scales, biases                        ``q * s + bias``, or fp
 "awq"                 qweight, qzeros, scales (AutoAWQ, gemm)       ``(q - z) * s``
 "gptq"                qweight, qzeros, scales, g_idx (v1, v2)       ``(q - z) * s``
-"compressed-tensors"  weight_packed, weight_scale,                  ``e2m1 * s / global``
-                      weight_global_scale (nvfp4-pack-quantized)
+"compressed-tensors"  by its config's ``format``, or the tensors:
+nvfp4-pack-quantized  weight_packed, _scale, _global_scale          ``e2m1 * s / global``
+mxfp4-pack-quantized  weight_packed, _scale                         ``e2m1 * 2**(s - 127)``
+mxfp8-quantized       weight, weight_scale                          ``e4m3 * 2**(s - 127)``
+pack-quantized        weight_packed, _scale, _shape, _zero_point    ``(q - z) * s``
+int-quantized         weight, weight_scale, weight_zero_point       ``(q - z) * s``
 "modelopt"            weight, weight_scale, weight_scale_2 (NVFP4)  ``e2m1 * s * scale_2``
+stacked experts       gate_up_proj, _weight_scale, _weight_scale_2  ``e2m1 * s * scale_2``
 "gpt-oss"             _blocks, _scales (MXFP4)                      ``e2m1 * 2**(s - 127)``
 ====================  ============================================  =============================
 
 ``dequantize`` gives the value of the formula as a float32, rounded once, and rounds that to other
-dtypes. Rounded to float32 before that are ``q * s`` of "mlx" (exact with 16-bit scales) and
-``1 / global`` of "compressed-tensors", by which the exact ``e2m1 * s`` is multiplied.
+dtypes. Rounded to float32 before that are ``q * s`` of "mlx" and ``q * s`` and ``z * s`` of
+"compressed-tensors" (both exact with 16-bit scales), and ``1 / global``, by which the exact
+``e2m1 * s`` is multiplied.
+
+Layers of other formats are refused by their format's name, with a list of those that are read.
 
 Arrays are read one tensor at a time and stay on the host: a result's leaves are numpy arrays, views
 of ``tensors`` where the layouts agree. ``jax.device_put``, with a sharding if need be, moves them.
@@ -24,7 +32,6 @@ of ``tensors`` where the layouts agree. ``jax.device_put``, with a sharding if n
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -35,7 +42,9 @@ import numpy as np
 from .._core.types import CheckpointFormat
 from .._quantized.array import Quantized
 from . import safetensors
-from .formats import FORMATS, Layer, Read
+from .formats import FORMATS, read
+from .layer import Layer, Read, section
+from .messages import brief, cut
 
 __all__ = ["act_order", "experts", "linear", "open"]
 
@@ -58,9 +67,13 @@ def linear(
       prefix: the layer's name; its tensors are ``prefix + ".weight"`` and so on. A sequence of
         names gives their rows one after another, as of gate and up projections: N is the sum.
       format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"`` or ``"modelopt"``.
-      config: the checkpoint's ``config.json`` as a dict, or its ``quantization_config``. It is
-        compared with the tensors. Formats "mlx" (bits, group size, mode, layer by layer) and
-        "gptq" (bits; ``checkpoint_format`` "gptq_v2", otherwise v1) cannot be read without it.
+      config: the checkpoint's ``config.json`` as a dict, or its ``quantization_config``, which may
+        stand in a part such as ``text_config``. It is compared with the tensors. Formats "mlx"
+        (bits, group size, mode, layer by layer), "gptq" (bits; the group size, where there are
+        several groups and no ``g_idx``; ``checkpoint_format`` "gptq_v2", otherwise v1) and the
+        integers of "compressed-tensors" (``num_bits``, ``group_size``) cannot be read without it.
+        It may name layers as other releases of the model do: ``model.``, ``language_model.`` and
+        ``text_model.`` in front of ``layers.`` do not count.
 
     Returns:
       A :class:`Quantized` of numpy arrays:
@@ -68,17 +81,21 @@ def linear(
       - "mlx": as stored; a ``global_scale`` tensor, MLX's amax, is divided by 2688.
       - "awq", "gptq": affine with float32 scales and biases ``-z * s``, both exact; where a "gptq"
         config says ``sym``, of the stored dtype, in which ``-z * s`` is exact. Groups longer than
-        128 become several with the same scale.
-      - "compressed-tensors", "modelopt": nvfp4 with a scalar ``global_scale``, float32
-        ``1 / weight_global_scale`` or ``weight_scale_2``; ``(N,)`` for a sequence of names.
+        128 become several with the same scale; the last group of K may be shorter.
+      - "compressed-tensors": nvfp4 with a scalar ``global_scale``, float32
+        ``1 / weight_global_scale``, ``(N,)`` for a sequence of names; mxfp4; mxfp8; or affine, as
+        of "gptq", symmetric where there are no zero points. Float32 scales are taken, and
+        ``(q - z) * s`` is then within ``2**(bits - 23) * abs(s)``.
+      - "modelopt": nvfp4 with ``weight_scale_2`` likewise.
 
       A layer's own ``bias`` and the scales of its input and of the cache are not part of it.
 
     Raises:
       ValueError: a tensor is missing, unknown, or of the wrong shape; config contradicts the
-        tensors, says that the layer is not quantized, or names what is not supported; float32
-        scales too long for exact products; zero points that other libraries read differently (v1,
-        stored all ones); a "gptq" layer in act order, which :func:`act_order` reads.
+        tensors, says that the layer is not quantized, or names what is not supported; the layer is
+        of a format that is not read; float32 scales too long for exact products ("awq", "gptq");
+        zero points that other libraries read differently (v1, stored all ones); a layer in act
+        order, which :func:`act_order` reads.
       TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
     """
     return _rows(_Source("linear", tensors, format, config), prefix)[0]
@@ -97,13 +114,15 @@ def experts(
       tensors, format, config: as of :func:`linear`.
       prefixes: one prefix of :func:`linear` per expert, in the experts' order; each may be a
         sequence, as of gate and up. Or one string, for tensors that hold all experts: formats
-        "mlx" (``switch_mlp.gate_proj``) and "gpt-oss" (``experts.gate_up_proj``).
+        "mlx" (``switch_mlp.gate_proj``), "gpt-oss" and "modelopt" (``experts.gate_up_proj``).
 
     Returns:
-      A :class:`Quantized` of numpy arrays. Rows of a "gpt-oss" ``gate_up_proj``, stored gate and
-      up by turns, are gate's and then up's, as ``"swiglu"`` takes them; its bias is to be
-      reordered alike, ``concatenate([bias[:, ::2], bias[:, 1::2]], 1)``. ``global_scale`` is
-      ``(G,)``, or ``(G, N)`` where prefixes are sequences.
+      A :class:`Quantized` of numpy arrays. Rows of gpt-oss' ``gate_up_proj``, stored gate and up
+      by turns, are gate's and then up's, as ``"swiglu"`` takes them, in format "gpt-oss" and in
+      format "modelopt" where config has ``model_type`` "gpt_oss"; its bias is to be reordered
+      alike, ``concatenate([bias[:, ::2], bias[:, 1::2]], 1)``. Other rows are as stored.
+      ``global_scale`` is ``(G,)``, or ``(G, N)`` where prefixes are sequences; of stacked experts
+      ``()``, or as ``weight_scale_2`` is.
 
     Raises:
       ValueError: as of :func:`linear`; or experts differ in shape or dtype.
@@ -122,16 +141,18 @@ def act_order(
     prefix: str | Sequence[str | Sequence[str]],
     *,
     config: Mapping[str, Any],
+    format: CheckpointFormat = "gptq",
 ) -> tuple[Quantized, np.ndarray]:
-    """A "gptq" weight in act order (``desc_act``), and the order of its K: ``x[..., order] @ w.T``.
+    """A weight in act order (``desc_act``), and the order of its K: ``x[..., order] @ w.T``.
 
-    There ``g_idx`` assigns channels to groups in any order. Groups of a ``Quantized`` are
-    contiguous, so its channels are sorted by group: channel k of the result is channel
-    ``order[k]`` of the layer, and the values are the layer's.
+    There ``g_idx`` (``weight_g_idx``) assigns channels to groups in any order. Groups of a
+    ``Quantized`` are contiguous, so its channels are sorted by group: channel k of the result is
+    channel ``order[k]`` of the layer, and the values are the layer's.
 
     Args:
       tensors, config: as of :func:`linear`.
       prefix: one string for one layer ``(N, K)``, or prefixes of :func:`experts` for ``(G, N, K)``.
+      format: ``"gptq"`` or ``"compressed-tensors"``.
 
     Returns:
       A :class:`Quantized`, and ``order``, int32 ``(K,)`` or ``(G, K)``.
@@ -140,30 +161,48 @@ def act_order(
       ValueError: as of :func:`linear`; or groups are not of ``group_size`` channels each; or rows
         to be joined differ in order.
     """
-    source = _Source("act_order", tensors, "gptq", config, reorder=True)
+    if format not in ("gptq", "compressed-tensors"):
+        raise ValueError(
+            f"jgg.checkpoints.act_order: format={brief(format)} is not one of 'gptq', "
+            "'compressed-tensors'"
+        )
+    source = _Source("act_order", tensors, format, config, reorder=True)
     return _rows(source, prefix) if isinstance(prefix, str) else _stack(source, prefix)
 
 
-def open(path: str | PathLike[str]) -> Mapping[str, np.ndarray]:
+def open(
+    path: str | PathLike[str], *, header_limit: int = safetensors.HEADER_LIMIT
+) -> Mapping[str, np.ndarray]:
     """The tensors of a safetensors checkpoint, by name, each read when it is asked for.
 
     Args:
       path: a ``.safetensors`` file; an index (``model.safetensors.index.json``); or a directory
-        with an index or, without one, any number of files.
+        with an index or, without one, any number of files. ``~`` is the home directory. Symbolic
+        links are followed.
+      header_limit: bytes; a longer header, or index, is refused. The default is the format's own
+        limit, of 100 MB.
 
     Returns:
-      A mapping to read-only numpy arrays. Each access maps the tensor from its file, so a
-      checkpoint larger than memory can be read tensor by tensor; only headers are read here.
-      bfloat16 and float8 arrays have JAX's dtypes.
+      A mapping to read-only numpy arrays. Each access reads the tensor from its file, so a
+      checkpoint larger than memory can be read tensor by tensor; only headers are read here, and
+      no file stays open. With an index, the tensors are those that it names. bfloat16 and float8
+      arrays have JAX's dtypes. An access raises ValueError where the tensor's dtype is not known,
+      or where its file has changed (device, inode, size or times) since it was opened.
 
     Raises:
-      ValueError: a file is malformed (truncated, overlapping tensors, unknown dtype), a tensor is
-        in two files, or files and index disagree.
-      FileNotFoundError: there is no such file.
+      ValueError: a file is malformed (truncated, overlapping tensors), no regular file, or a Git
+        LFS pointer; a tensor is in two files, and no index says in which; a tensor of the index is
+        not in its file; the header is too long.
+      FileNotFoundError: there is no such file, or one that the index names is missing.
+      OSError: as the system says.
 
     https://github.com/huggingface/safetensors
     """
-    return safetensors.read(path)
+    if not isinstance(header_limit, int) or isinstance(header_limit, bool) or header_limit < 0:
+        raise ValueError(
+            f"jgg.checkpoints.open: header_limit={brief(header_limit)} is not a number of bytes"
+        )
+    return safetensors.read(path, header_limit)
 
 
 class _Source:
@@ -172,35 +211,40 @@ class _Source:
     def __init__(self, op: str, tensors, format: str, config, reorder: bool = False):
         if not isinstance(format, str) or format not in FORMATS:
             known = ", ".join(map(repr, FORMATS))
-            raise ValueError(f"jgg.checkpoints.{op}: format={format!r} is not one of {known}")
+            raise ValueError(f"jgg.checkpoints.{op}: format={brief(format)} is not one of {known}")
         if not isinstance(tensors, Mapping):
             raise TypeError(
                 f"jgg.checkpoints.{op}: tensors must be a mapping of names to arrays, got "
                 f"{type(tensors).__name__}"
             )
-        self.op, self.tensors, self.reorder = op, tensors, reorder
-        self.name, self.format = format, FORMATS[format]
+        self.op, self.tensors, self.reorder, self.format = op, tensors, reorder, format
+        other = next((name for name in tensors if not isinstance(name, str)), None)
+        if other is not None:
+            raise TypeError(
+                f"jgg.checkpoints.{op}: names of tensors must be str, got {brief(other)}"
+            )
         self.names = sorted(tensors)
+        form = FORMATS[format]
         if config is None:
-            if self.format.needs:
+            if form.needs:
                 raise ValueError(
-                    f"jgg.checkpoints.{op}: format {format!r} needs config for {self.format.needs}"
+                    f"jgg.checkpoints.{op}: format {format!r} needs config for {form.needs}"
                 )
             config = {}
         if not isinstance(config, Mapping):
-            raise TypeError(f"jgg.checkpoints.{op}: config must be a dict, got {config!r}")
-        for key in ("quantization_config", "quantization"):
-            if isinstance(config.get(key), Mapping):
-                config = config[key]
-                break
-        self.config = config
+            raise TypeError(f"jgg.checkpoints.{op}: config must be a dict, got {brief(config)}")
+        self.model = config
+        try:
+            self.config = section(config, form.sections)
+        except ValueError as error:
+            raise ValueError(f"jgg.checkpoints.{op}: {error}") from error
 
     def several(self, prefixes) -> list:
         """The layers of one or more prefixes."""
         if not isinstance(prefixes, Iterable):
             raise TypeError(
                 f"jgg.checkpoints.{self.op}: a prefix must be a name or a sequence of names, got "
-                f"{prefixes!r}"
+                f"{brief(prefixes)}"
             )
         out = [*prefixes]
         if not out:
@@ -209,27 +253,11 @@ class _Source:
 
     def read(self, prefix: str, stacked: bool = False) -> Read:
         if not isinstance(prefix, str):
-            raise TypeError(f"jgg.checkpoints.{self.op}: a prefix must be a name, got {prefix!r}")
-        layer = Layer(self.op, prefix, self.tensors, self.config, stacked, self.reorder)
-        form = self.format
-        if stacked not in form.stacked:
-            what = "has tensors of its own for each expert: prefixes must be a sequence"
-            if not stacked:
-                what = "stacks experts in one tensor: use jgg.checkpoints.experts(tensors, prefix)"
-            raise layer.error(f"format {self.name!r} {what}")
-        missing = [leaf for leaf in form.needed if not layer.has(leaf)]
-        if missing:
-            names = ", ".join(repr(prefix + leaf) for leaf in missing)
-            raise layer.error(f"no tensor {names}, which format {self.name!r} needs")
-        known = {prefix + leaf for leaf in form.needed + form.optional}
-        start = prefix + form.needed[0][0]
-        for name in self.names[bisect_left(self.names, start) :]:
-            if not name.startswith(start):
-                break
-            if name not in known:
-                raise layer.error(f"tensor {name!r} is not known to format {self.name!r}")
-        layer.option("quant_method", form.methods)
-        return form.read(layer)
+            raise TypeError(
+                f"jgg.checkpoints.{self.op}: a prefix must be a name, got {brief(prefix)}"
+            )
+        layer = Layer(self.op, prefix, self.tensors, self.config, self.model, stacked, self.reorder)
+        return read(layer, self.format, self.names)
 
 
 def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
@@ -242,7 +270,8 @@ def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
     for name, part in zip(prefix, parts, strict=True):
         _same_kind(source.op, prefix[0], parts[0], name, part, slice(-1, None))
         if order is not None and np.any(order != part[1]):
-            raise ValueError(f"jgg.checkpoints.{source.op}: {prefix[0]} and {name} differ in order")
+            names = f"{cut(prefix[0])} and {cut(name)}"
+            raise ValueError(f"jgg.checkpoints.{source.op}: {names} differ in order")
 
     def join(*leaves):
         if leaves[0].ndim == 0:  # a global scale
@@ -274,4 +303,5 @@ def _same_kind(op: str, name_a, a, name_b, b, axes: slice) -> None:
         return jax.tree.structure(x), shapes
 
     if kind(a) != kind(b):
+        name_a, name_b = cut(str(name_a)), cut(str(name_b))
         raise ValueError(f"jgg.checkpoints.{op}: {name_a} is {a[0]}, but {name_b} is {b[0]}")

@@ -26,6 +26,17 @@ OSS = named("gate_up_proj", {
 }, "_")  # fmt: skip
 TENSORS = {"awq": AWQ, "gptq": GPTQ, "mlx": MLX, "modelopt": MODELOPT, "compressed-tensors": PACKED}
 FOUR = {"bits": 4}
+FOURS = {"bits": 4, "group_size": 64}
+READ = (
+    "'mlx' (affine, mxfp4, mxfp8, nvfp4); 'awq' (gemm, 4 bits); 'gptq' (2, 3, 4, 8 bits, v1 and "
+    "v2); 'compressed-tensors' (nvfp4-pack-quantized, pack-quantized, int-quantized, "
+    "mxfp4-pack-quantized, mxfp8-quantized); 'modelopt' (NVFP4, NVFP4 experts, stacked); "
+    "'gpt-oss' (MXFP4)"
+)
+KINDS = (
+    "'nvfp4-pack-quantized' or 'pack-quantized' or 'int-quantized' or 'mxfp4-pack-quantized' or "
+    "'mxfp8-quantized'"
+)
 
 # Format, changed tensors (None: removed), config, and the error.
 ERRORS = [
@@ -50,7 +61,7 @@ ERRORS = [
     ("awq", {}, {"version": "gemv"},
      "a: config says version='gemv', expected 'gemm' or 'GEMM'"),
     ("awq", {}, {"quant_method": "gptq"},
-     "a: config says quant_method='gptq', expected 'awq'"),
+     "a: config says quant_method='gptq', expected 'awq' or 'auto-round' or 'intel/auto-round'"),
     ("awq", {}, {"quantization_config": {"zero_point": False}},
      "a: config says zero_point=False, expected True"),
     ("awq", {"scales": ONES.astype(F32) / 3}, None,
@@ -60,7 +71,7 @@ ERRORS = [
     ("awq", {"scales": ONES.astype(BF16) * BF16(1e-38)}, None,
      "a: .scales hold values whose products with 4-bit codes are not exact in float32"),
     ("gptq", {}, None,
-     "format 'gptq' needs config for its bits and checkpoint_format"),
+     "format 'gptq' needs config for its bits, group_size and checkpoint_format"),
     ("gptq", {}, {},
      "a: config says no bits"),
     ("gptq", {}, {"bits": 5},
@@ -75,15 +86,15 @@ ERRORS = [
      "a: config says is_marlin_format=True, expected False"),
     ("gptq", {}, {**FOUR, "dynamic": {"+:(": {}}},
      "a: config's dynamic pattern '+:(': missing ), unterminated subpattern at position 0"),
-    ("gptq", {"qzeros": WORDS[:2] - 1}, FOUR,
+    ("gptq", {"qzeros": WORDS[:2] - 1}, FOURS,
      "a: .qzeros of format v1 holds 15, which libraries read as a zero point of 0, of 16, or as a "
      "borrow from its neighbour: convert it to gptq_v2"),
     ("gptq", {"qzeros": np.full((2, 4), 0x77777777, np.int32)},
-     {**FOUR, "sym": True, "checkpoint_format": "gptq_v2"},
+     {**FOURS, "sym": True, "checkpoint_format": "gptq_v2"},
      "a: config says sym=True, but .qzeros gives zero points other than 8: is checkpoint_format "
      "right?"),
     ("gptq", {"qzeros": np.full((2, 4), 0x77777777, np.int32), "scales": ONES * F16(9000)},
-     {**FOUR, "sym": True},
+     {**FOURS, "sym": True},
      "a: .scales hold values too large for zero points in float16"),
     ("mlx", {}, None,
      "format 'mlx' needs config for its bits, group_size and mode"),
@@ -126,9 +137,11 @@ ERRORS = [
      "a: config says quant_algo='FP8', expected 'NVFP4' or 'W4A16_NVFP4'"),
     ("compressed-tensors", {"weight_global_scale": np.zeros(1, F32)}, None,
      "a: .weight_global_scale = 0.0 gives no finite scale"),
+    ("compressed-tensors", {}, {"format": "float-quantized"},
+     f"a: config says format='float-quantized', expected {KINDS} or 'mixed-precision'"),
     ("compressed-tensors", {}, {"format": "pack-quantized"},
-     "a: config says format='pack-quantized', expected 'nvfp4-pack-quantized' or "
-     "'mixed-precision'"),
+     "a: no tensor 'a.weight_shape', which format 'compressed-tensors' (pack-quantized) needs: its "
+     "tensors are those of 'compressed-tensors' (nvfp4-pack-quantized)"),
     ("compressed-tensors", {},
      {"format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
      "a: config says num_bits=8, expected 4"),
@@ -153,7 +166,7 @@ ERRORS = [
      "a: config says group_size=32, expected 16"),
     ("compressed-tensors", {}, {"format": "mixed-precision", "config_groups": {
         "g": {"targets": ["Linear"], "format": "float-quantized"}}},
-     "a: config says format='float-quantized', expected 'nvfp4-pack-quantized'"),
+     f"a: config says format='float-quantized', expected {KINDS}"),
     ("compressed-tensors", {}, {"ignore": ["lm_head", "a"]},
      "a: config says it is not quantized: ignore 'a'"),
     ("compressed-tensors", {}, {"ignore": ["re:[a-z]$"]},
@@ -217,6 +230,14 @@ CALLS = [
      "'gpt-oss'"),
     (lambda: ck.linear([AWQ], "a", format="awq"),  # pyright: ignore
      "linear: tensors must be a mapping of names to arrays, got list"),
+    (lambda: ck.linear({**AWQ, 3: 1}, "a", format="awq"),  # pyright: ignore
+     "linear: names of tensors must be str, got 3"),
+    (lambda: ck.linear({**AWQ, "a.scales": [[1], [2, 3]]}, "a", format="awq"),
+     "linear: a.scales must be an array, got list: setting an array element with a sequence. The "
+     "requested array has an inhomogeneous shape after 1 dimensions. The detected shape was (2,) + "
+     "inhomogeneous part."),
+    (lambda: ck.linear(GPTQ, "a", format="gptq", config={"dynamic": {3: {}}}),
+     "linear: a: config says dynamic={3: {}}, expected names"),
     (lambda: ck.linear(AWQ, 3, format="awq"),  # pyright: ignore
      "linear: a prefix must be a name or a sequence of names, got 3"),
     (lambda: ck.linear(AWQ, [1], format="awq"),  # pyright: ignore

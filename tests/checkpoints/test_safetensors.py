@@ -80,7 +80,7 @@ def test_weights_of_a_file(rng, tmp_path, align):
     path = save(tmp_path / "m.safetensors", {"odd": np.ones(align, np.int8)} | tensors, align=align)
     config = {"bits": 4, "group_size": 64}
     opened = ck.open(path)
-    assert any(not x.flags.aligned for x in opened.values()) == (align == 1)
+    assert all(x.flags.aligned and not x.flags.writeable for x in opened.values())
     for format in ("gptq", "awq", "mlx", "modelopt"):
         w = ck.linear(opened, format, format=format, config=config | {"group_size": 16}
                       if format == "modelopt" else config)  # fmt: skip
@@ -91,8 +91,8 @@ def test_weights_of_a_file(rng, tmp_path, align):
     check(ck.linear(jaxes, "modelopt", format="modelopt"), fp4)
 
 
-def test_larger_than_memory(tmp_path):
-    """One tensor of 64 GiB, in a sparse file, is mapped, not read; nothing stays mapped."""
+def test_beside_one_larger_than_memory(tmp_path):
+    """Beside a tensor of 64 GiB, in a sparse file, another is read; nothing is mapped or open."""
     path, size = tmp_path / "huge.safetensors", 2**36
     big = {"dtype": "U8", "shape": [2**18, 2**18], "data_offsets": [0, size]}
     last = {"dtype": "I32", "shape": [2], "data_offsets": [size, size + 8]}
@@ -102,13 +102,18 @@ def test_larger_than_memory(tmp_path):
         f.seek(size, 1)
         f.write(struct.pack("<ii", 5, -7))
     tensors = ck.open(path)
-    np.testing.assert_array_equal(tensors["last"], [5, -7])
-    x = tensors["big"]
-    assert x[2**17, 2**17] == 0
-    maps = Path("/proc/self/maps")
-    assert not maps.exists() or path.name in maps.read_text()
-    del x
-    assert not maps.exists() or path.name not in maps.read_text()
+    held = tensors["last"]
+    np.testing.assert_array_equal(held, [5, -7])
+    assert not opened_here(path)
+
+
+def opened_here(path) -> list[str]:
+    """Where this process has a file mapped or open."""
+    maps, descriptors = Path("/proc/self/maps"), Path("/proc/self/fd")
+    if not maps.exists():
+        return []
+    found = [line for line in maps.read_text().splitlines() if path.name in line]
+    return found + [d.name for d in descriptors.iterdir() if d.resolve() == path.resolve()]
 
 
 LAYERS = """
@@ -180,13 +185,12 @@ MALFORMED = [
     ({"a": entry(0, 8, [-8])}, "tensor 'a': shape [-8] is not a list of sizes"),
     ({"a": entry(0, 8, [True, 8])}, "tensor 'a': shape [True, 8] is not a list of sizes"),
     ({"a": entry(0, 8, 8)}, "tensor 'a': shape 8 is not a list of sizes"),
-    ({"a": entry(0, 8, dtype="F4")}, "tensor 'a': dtype 'F4' is not one of BOOL, U8, "),
     ({"a": entry(0, 8, dtype=[])}, "tensor 'a': dtype [] is not one of BOOL, U8, "),
     ({"a": 3}, "tensor 'a': expected dtype, shape and data_offsets, got 3"),
     (b'{"a": 1, "a": 2}', "malformed JSON: 'a' appears twice"),
     (b"[]", "malformed JSON: not an object"),
     (b"{", "malformed JSON: Expecting property name"),
-    (b"\xff", "malformed JSON: 'utf-8' codec can't decode"),
+    (b"\xff", "malformed JSON: byte 0 is not UTF-8"),
     (b"[" * 100_000, "malformed JSON: "),
 ]
 
@@ -205,6 +209,15 @@ def test_no_safetensors_file(tmp_path, size):
     path.write_bytes(b"\x80" * size)
     with pytest.raises(ValueError, match=f"not a safetensors file: a header of .* in {size}"):
         ck.open(path)
+
+
+def sizes(opened):
+    """The bytes of each tensor, but of those whose dtype is not known."""
+    for name in opened:
+        try:
+            yield opened[name].nbytes
+        except ValueError as error:
+            assert "is not one of BOOL, U8, " in str(error)  # noqa: PT017
 
 
 def test_malformed_at_random(rng, tmp_path):
@@ -231,43 +244,6 @@ def test_malformed_at_random(rng, tmp_path):
         except ValueError as error:
             refused += str(error).startswith(f"jgg.checkpoints.open: {path}: ")
         else:
-            taken += sum(x.nbytes for x in opened.values()) < len(data)
+            taken += sum(sizes(opened)) < len(data)
     assert refused + taken == 300
     assert refused > 200
-
-
-def test_shards_disagree(tmp_path):
-    def index(where):
-        path = tmp_path / "m.safetensors.index.json"
-        path.write_text(json.dumps(where))
-        return path
-
-    def message(path):
-        with pytest.raises(ValueError, match=r"^jgg\.checkpoints\.open: ") as error:
-            ck.open(path)
-        return str(error.value).removeprefix(f"jgg.checkpoints.open: {path}: ")
-
-    with pytest.raises(FileNotFoundError, match=r"no \.safetensors files"):
-        ck.open(tmp_path)
-    save(tmp_path / "1.safetensors", {"a": np.ones(2), "b": np.ones(2)})
-    save(tmp_path / "2.safetensors", {"b": np.ones(2)})
-    one, two = "1.safetensors", "2.safetensors"
-    assert message(tmp_path) == f"tensor 'b' is in {one} and {two}"
-    path = index({"weight_map": {"a": one, "b": two}})
-    assert message(path) == f"tensor 'b' is in {one} and {two}"
-    assert message(index({"weight_map": {"a": one}})) == (
-        f"tensor 'b' is in {one}, by the index nowhere"
-    )
-    assert message(index({"weight_map": {"a": one, "b": one, "c": one}})) == (
-        f"tensor 'c' is not in {one}"
-    )
-    assert message(index({"weight_map": {"a": two, "b": two, "c": one}})) == (
-        f"tensor 'b' is in {one} and {two}"
-    )
-    assert message(index({"weight_map": {"a": "../1"}})) == "file '../1' is not beside the index"
-    assert message(index({"weights": {}})) == "no 'weight_map' from tensor names to files"
-    with pytest.raises(FileNotFoundError):
-        ck.open(index({"weight_map": {"a": "3.safetensors"}}))
-    index({}).rename(tmp_path / "n.safetensors.index.json")
-    index({})
-    assert message(tmp_path).startswith("several indices, m.safetensors.index.json and n.")

@@ -19,7 +19,7 @@ N, K = 32, 256
 
 def stream(codes, bits):
     """uint32 words in which bit b of code i is bit ``i*bits + b``."""
-    words = [0] * (len(codes) * bits // 32)
+    words = [0] * -(-len(codes) * bits // 32)
     for i, code in enumerate(codes):
         for b in range(bits):
             word, bit = divmod(i * bits + b, 32)
@@ -54,6 +54,24 @@ def write_gptq(q, z, s, bits, *, v2, g_idx=None):
         "scales": s.T.copy(),
     }
     return out if g_idx is None else {**out, "g_idx": g_idx}
+
+
+def write_pack_quantized(q, z, s, bits, g_idx=None):
+    """Codes and zero points (None: there are none) are those of unsigned integers."""
+    out = {
+        "weight_packed": np.stack([stream(row, bits) for row in q]).view(np.int32),
+        "weight_scale": s,
+        "weight_shape": np.array(q.shape, np.int64),
+    }
+    if z is not None:  # along N
+        out["weight_zero_point"] = np.stack([stream(c, bits) for c in z.T], 1).view(np.int32)
+    return out if g_idx is None else {**out, "weight_g_idx": g_idx}
+
+
+def write_int_quantized(q, z, s, bits):
+    half = 2 ** (bits - 1)
+    out = {"weight": (q - half).astype(np.int8), "weight_scale": s}
+    return out if z is None else {**out, "weight_zero_point": (z - half).astype(np.int8)}
 
 
 def named(prefix, leaves, separator="."):

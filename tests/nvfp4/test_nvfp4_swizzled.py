@@ -71,6 +71,7 @@ def test_products_and_prepack(rng):
     assert jgg.prepack(q).layout == "sm90"
     np.testing.assert_array_equal(jgg.dequantize(jgg.prepack(q)), jgg.dequantize(linear))
     stored = jgg.nvfp4_quantize(w, axis=1)
-    assert jgg.prepack(stored).layout == "linear"
+    with pytest.warns(UserWarning, match="with axis=-2, not"):
+        assert jgg.prepack(stored).layout == "linear"
     stored_order = jgg.dequantize(dataclasses.replace(stored, axis=-1))
     np.testing.assert_allclose(stored_order, values(stored), rtol=1e-6)

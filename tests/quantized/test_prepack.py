@@ -113,17 +113,80 @@ def test_round_trip(rng, mode, bits, group_size):
     assert (got.layout, got.bits, got.group_size) == ("linear", bits, group_size)
 
 
-def test_others_stay(rng):
-    x = lambda *shape: oracle.random(rng, shape, jnp.bfloat16)
-    for w in (
-        jgg.quantize(x(2, 60, 64), mode="mxfp8"),
-        jgg.quantize(x(2, 60, 64)),
-        jgg.quantize(x(2, 60, 64), bits=3),
-        jgg.quantize(x(2, 64, 96), mode="mxfp4"),
-        jgg.quantize(x(2, 64, 64).astype(jnp.float32)),
-        jgg.quantize(x(64), mode="nvfp4"),
-    ):
-        assert jgg.prepack(w).layout == "linear"
+OTHERS = [
+    ((2, 60, 64), "bfloat16", {"mode": "mxfp8"},
+     "its shape is (2, 60, 64), in which N and K are not multiples of 64"),
+    ((2, 60, 64), "bfloat16", {},
+     "its shape is (2, 60, 64), in which N and K are not multiples of 64"),
+    ((2, 64, 96), "bfloat16", {"mode": "mxfp4"},
+     "its shape is (2, 64, 96), in which N and K are not multiples of 64"),
+    ((2, 64, 64), "float32", {},
+     "its scales are float32, not bfloat16. scales_dtype=jnp.bfloat16 rounds them"),
+    ((2, 64, 64), "float16", {"bits": 3},
+     "its scales are float16, not bfloat16. scales_dtype=jnp.bfloat16 rounds them"),
+    ((64,), "bfloat16", {"mode": "nvfp4"},
+     "its shape is (64,) with axis=-1, not (..., N, K) with axis=-1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dtype", "form", "why"), OTHERS)
+def test_others_stay(rng, shape, dtype, form, why):
+    """And it says why."""
+    w = jgg.quantize(oracle.random(rng, shape, dtype), **form)
+    with pytest.warns(UserWarning, match=re.escape(f"jgg.prepack: w is returned as it is: {why}")):
+        same = jgg.prepack(w)
+    assert same.layout == "linear"
+    jax.tree.map(np.testing.assert_array_equal, same, w)
+    with pytest.raises(ValueError, match=re.escape(f"has no layout for the fast kernels: {why}")):
+        jgg.prepack(w, strict=True)
+
+
+def test_other_layouts_stay(rng):
+    x = oracle.random(rng, (64, 64), "bfloat16")
+    grouped = jgg.nvfp4_quantize(x, axis=0, group_sizes=jnp.array([40, 24]))
+    with pytest.warns(UserWarning, match="its layout is 'grouped', not 'linear'"):
+        assert jgg.prepack(grouped).layout == "grouped"
+    rows = dataclasses.replace(jgg.quantize(x, mode="nvfp4"), axis=-2)
+    with pytest.warns(UserWarning, match=r"with axis=-2, not \(\.\.\., N, K\) with axis=-1"):
+        assert jgg.prepack(rows) is not None
+    # There is nothing to lay out.
+    for w in (jgg.quantize(x[:0]), jgg.prepack(jgg.quantize(x))):
+        assert jgg.prepack(w, strict=True).layout == w.layout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("scales_dtype", [jnp.bfloat16, "bfloat16"])
+def test_scales_dtype(rng, dtype, scales_dtype):
+    """Scales and biases are rounded once, codes are the same."""
+    w = jgg.quantize(oracle.random(rng, (2, 64, 128), dtype))
+    packed = jgg.prepack(w, scales_dtype=scales_dtype, strict=True)
+    rounded = dataclasses.replace(
+        w, scales=w.scales.astype(jnp.bfloat16), biases=w.biases.astype(jnp.bfloat16)
+    )
+    assert packed.layout == "sm90"
+    jax.tree.map(np.testing.assert_array_equal, packed, jgg.prepack(rounded))
+    np.testing.assert_array_equal(
+        jgg.dequantize(packed, "float32"), jgg.dequantize(rounded, "float32")
+    )
+    # It says nothing of other modes, nor of what is packed.
+    for other in (packed, jgg.quantize(oracle.random(rng, (64, 64)), mode="mxfp4")):
+        again = jgg.prepack(other, scales_dtype=scales_dtype)
+        jax.tree.map(np.testing.assert_array_equal, again, jgg.prepack(other))
+    for bad in ("float32", jnp.float16):
+        name = jnp.dtype(bad).name
+        with pytest.raises(ValueError, match=f"scales_dtype={name} is not None or bfloat16"):
+            jgg.prepack(w, scales_dtype=bad)
+
+
+def test_scales_dtype_of_a_checkpoint():
+    """AWQ's scales, numpy arrays of float32."""
+    ones = np.ones((2, 64), np.float16)
+    words = np.zeros((128, 8), np.int32)
+    tensors = {"a.qweight": words, "a.qzeros": words[:2], "a.scales": ones}
+    w = jgg.checkpoints.linear(tensors, "a", format="awq")
+    with pytest.warns(UserWarning, match="its scales are float32, not bfloat16"):
+        jgg.prepack(w)
+    assert jgg.prepack(w, scales_dtype=jnp.bfloat16, strict=True).layout == "sm90"
 
 
 def test_damage_is_noticed(rng):

@@ -1,0 +1,115 @@
+"""MLX's quantized layers, as ``mlx.nn.QuantizedLinear`` and ``QuantizedSwitchLinear`` store them.
+
+https://github.com/ml-explore/mlx-lm (mlx_lm/utils.py: ``config["quantization"]``, in which a layer
+of other bits has an entry of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .._quantized.formats import FLOATS, MODES
+from .bits import F32
+from .layer import SECTIONS, Format, Kind, Layer, Read, spellings
+from .nvfp4 import multiplier
+
+#: The K of layers, by the last part of their names: what a model's config calls it.
+HIDDEN = ("hidden_size", "dim", "d_model", "n_embd", "model_dim")
+INNER = ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp", "ffn_dim")
+SIZES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), HIDDEN),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), HIDDEN),
+    "down_proj": INNER,
+}
+
+
+def _own(t: Layer) -> Layer:
+    """With what config says of this layer, which also stands under the names of other releases."""
+    found = [(name, t.config[name]) for name in spellings(t.prefix) if name in t.config]
+    if not found:
+        return t
+    name, own = found[0]
+    if own is False:
+        raise t.error("config says it is not quantized")
+    return t if own is None or own is True else t._replace(config=t.mapping(name, own))
+
+
+def _read(t: Layer) -> Read:
+    t = _own(t)
+    mode = t.option("mode", tuple(MODES)) or "affine"
+    bits = t.option("bits", MODES[mode].bits) or MODES[mode].bits[0]
+    size = t.option("group_size", MODES[mode].group_sizes) or MODES[mode].group_sizes[0]
+    lead = (None,) * t.stacked
+    weight = t.get(".weight", ("uint32",), "N, K*bits/32", (*lead, None, None))
+    *lead, words = weight.shape
+    if words * 32 % (bits * size):
+        raise t.error(f".weight has {words} words a row, not a multiple of {bits} bits by {size}")
+    expected = (*lead, words * 32 // bits // size)
+    dtypes = FLOATS if mode == "affine" else ("uint8",)
+    scales = t.get(".scales", dtypes, "N, K/group_size", expected)
+    if t.has(".biases") != (mode == "affine"):
+        has = "has" if t.has(".biases") else "has no"
+        raise t.error(f"{has} .biases, but its mode is {mode!r}")
+    biases = global_scale = None
+    if mode == "affine":
+        biases = t.get(".biases", (scales.dtype.name,), "N, K/group_size", expected)
+        _is_of_the_model(t, words, bits, size)
+    if t.has(".global_scale"):
+        if mode != "nvfp4":
+            raise t.error(f"has .global_scale, but its mode is {mode!r}")
+        global_scale = multiplier(t, ".global_scale", t.scalar(".global_scale") / F32(2688))
+    q = t.quantized(weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=size)
+    return q, None
+
+
+def _is_of_the_model(t: Layer, words: int, bits: int, size: int) -> None:
+    """Raise where other bits would give the K that the model has, and these do not.
+
+    The shapes of 8 bits by 32 are those of 4 bits by 64 and twice the K, so the tensors alone do
+    not say. Of the usual layers, whole configs do.
+    """
+    keys = SIZES.get(t.prefix.rpartition(".")[2], ())
+    if "shared" in t.prefix:  # of several experts as one
+        return
+    own, all_sizes = {}, set()
+    for key, value in _numbers(t.model):
+        all_sizes.add(value)
+        if key in keys:
+            own[value] = key
+    k = words * 32 // bits
+    for other in MODES["affine"].bits:
+        by, rest = divmod(bits * size, other)
+        if by in MODES["affine"].group_sizes and not rest and other != bits:
+            its = words * 32 // other
+            if its in own and k not in all_sizes:
+                raise t.error(
+                    f"config says bits={bits}, group_size={size}, by which K is {k}, but "
+                    f"{own[its]} is {its}, as of bits={other}, group_size={by}"
+                )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    parts = [config]
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, Mapping) and key not in SECTIONS:
+                parts.append(value)
+            elif isinstance(value, int):
+                yield key, value
+
+
+FORMAT = Format(
+    kinds=(
+        Kind(
+            "affine, mxfp4, mxfp8, nvfp4",
+            (".weight", ".scales"),
+            (".biases", ".global_scale", ".bias"),
+            _read,
+            stacked=(False, True),
+        ),
+    ),
+    methods=(),
+    needs="its bits, group_size and mode",
+    sections=("quantization", "quantization_config"),
+)
