@@ -113,6 +113,7 @@ void Kernel(int64_t k, const float* a, const float* b, float* sum, bool accumula
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (int j = 0; j < kParts; ++j) acc[i][j] = Vector{};
+    __builtin_prefetch(sum + i * kBlockN, 1);  // a line, which is needed at the end
   }
   for (int64_t p = 0; p < k; ++p) {
     const Vector* right = reinterpret_cast<const Vector*>(b + p * kColumns);

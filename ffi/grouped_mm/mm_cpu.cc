@@ -35,38 +35,35 @@ void RunTask(const MmArgs& args, int64_t row, int64_t rows, int64_t column, int6
   cpu::BestGemm()(rows, columns, cpu::ProductsOf(count, product), out, cpu::ThreadScratch());
 }
 
-// Whether segments' rows in the result are ascending and disjoint, as the call says.
-bool AreInOrder(const MmArgs& args) {
-  int64_t end = 0;
-  for (int64_t i = 0; i < args.metadata.count; ++i) {
-    const Segment& s = args.metadata.table()[i];
-    if (!HasRows(s, args.groups)) continue;
-    if (s.y_start < end) return false;
-    end = int64_t{s.y_start} + s.length;
-  }
-  return true;
-}
+// Part of one segment, or of the rows between two: those have no weight.
+struct Part {
+  int64_t row, rows, x_row, weight;
+};
 
-// Disjoint ascending rows: every element is written once, those of no segment with zeros.
-void RunInOrder(ffi::ThreadPool& pool, const MmArgs& args) {
-  struct Part {  // of one segment, or of the rows between two: those have no weight
-    int64_t row, rows, x_row, weight;
-  };
-  std::vector<Part> parts;
+// All rows of the result in parts of one task each; false where segments' rows there are not
+// ascending and disjoint, whatever the call says.
+bool CutInOrder(const MmArgs& args, std::vector<Part>* parts) {
   const auto cut = [&](int64_t row, int64_t rows, int64_t x_row, int64_t weight) {
     for (int64_t first = 0; first < rows; first += cpu::kTaskRows) {
-      parts.push_back({row + first, std::min(cpu::kTaskRows, rows - first), x_row + first, weight});
+      parts->push_back(
+          {row + first, std::min(cpu::kTaskRows, rows - first), x_row + first, weight});
     }
   };
   int64_t end = 0;  // rows before this are dealt with
   for (int64_t i = 0; i < args.metadata.count; ++i) {
     const Segment& s = args.metadata.table()[i];
     if (!HasRows(s, args.groups)) continue;
+    if (s.y_start < end) return false;
     cut(end, s.y_start - end, 0, -1);
     cut(s.y_start, s.length, s.x_start, s.weight);
     end = int64_t{s.y_start} + s.length;
   }
   cut(end, args.rows_y - end, 0, -1);
+  return true;
+}
+
+// Every element is written once, those of no segment with zeros.
+void RunInOrder(ffi::ThreadPool& pool, const MmArgs& args, const std::vector<Part>& parts) {
   const int64_t column_tasks = (args.n + cpu::kBlockN - 1) / cpu::kBlockN;
   cpu::ParallelFor(pool, static_cast<int64_t>(parts.size()) * column_tasks, [&](int64_t task) {
     const Part& part = parts[task / column_tasks];
@@ -121,7 +118,12 @@ ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   JGG_RETURN_IF_ERROR(BindMm(x, w, *out, attrs, Activation::kNone, &args));
   JGG_RETURN_IF_ERROR(
       BindTable("mm", segments, args.rows_x, args.rows_y, args.groups, &args.metadata));
-  (args.in_order && AreInOrder(args) ? RunInOrder : RunOverlapping)(pool, args);
+  std::vector<Part> parts;
+  if (args.in_order && CutInOrder(args, &parts)) {
+    RunInOrder(pool, args, parts);
+  } else {
+    RunOverlapping(pool, args);
+  }
   return ffi::Error::Success();
 }
 
