@@ -94,11 +94,13 @@ void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
   std::vector<int32_t> order(begin[row_tasks]);
   std::vector<int64_t> next(begin.begin(), begin.end() - 1);
   for_each_reached([&](int64_t task, int64_t i) { order[next[task]++] = static_cast<int32_t>(i); });
-  // Few rows are shared by columns. An element's sum does not depend on how.
+  // Few rows are shared out by columns: four tasks for a thread, or all columns for all threads. An
+  // element's sum does not depend on how.
   constexpr int64_t kLeast = 16;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t share = args.n * std::min(row_tasks, threads) / threads;
-  const int64_t width = std::min(share / kLeast * kLeast + kLeast, cpu::kBlockN);
+  const int64_t share =
+      std::max((args.n + threads - 1) / threads, args.n * row_tasks / (4 * threads));
+  const int64_t width = std::clamp((share + kLeast - 1) / kLeast * kLeast, kLeast, cpu::kBlockN);
   const int64_t column_tasks = (args.n + width - 1) / width;
   cpu::ParallelFor(pool, row_tasks * column_tasks, [&](int64_t task) {
     const int64_t row_task = task / column_tasks, first = row_task * cpu::kTaskRows;
