@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "cpu/gemm.h"
 
@@ -62,7 +63,10 @@ void ParallelFor(Pool& pool, int64_t count, const Body& body) {
   work();
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->all_finished.wait(lock, [&] { return shared->finished == count; });
-  if (shared->error) std::rethrow_exception(shared->error);
+  // The exception goes with the caller: threads that come late still hold `shared`.
+  const std::exception_ptr error = std::move(shared->error);
+  lock.unlock();
+  if (error) std::rethrow_exception(error);
 }
 
 // This thread's scratch for Gemm, kept for its next call.
