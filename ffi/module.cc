@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "common/frame.h"
 #include "handlers.h"
 #include "rules.h"
 #include "xla/ffi/api/c_api.h"
@@ -15,9 +16,13 @@ namespace {
 
 nb::dict Registrations() {
   nb::dict platforms;
-#define JGG_HANDLER(platform, target, symbol)                          \
-  if (!platforms.contains(platform)) platforms[platform] = nb::dict(); \
-  platforms[platform][target] = nb::capsule(reinterpret_cast<void*>(jgg::symbol));
+#define JGG_HANDLER(platform, target, symbol)                                               \
+  if (!platforms.contains(platform)) platforms[platform] = nb::dict();                      \
+  platforms[platform][target] =                                                             \
+      nb::capsule(reinterpret_cast<void*>(+[](XLA_FFI_CallFrame* frame) noexcept {          \
+        return jgg::CallInFrame(target, target ": out of memory on the host", &jgg::symbol, \
+                                frame);                                                     \
+      }));
 #ifdef JGG_WITH_CUDA
 #define JGG_CUDA_HANDLER JGG_HANDLER
 #else

@@ -1,5 +1,6 @@
 // Shape checks of handler arguments. Python has checked the user's arguments before; these keep
-// a handler from reading out of bounds whoever calls it.
+// a handler from reading out of bounds whoever calls it. Tables on the host are checked in
+// grouped_mm/metadata_bind.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// C (+)= A B on one thread: strided operands of any handled dtype, float32 sums.
+// C = A_1 B_1 + A_2 B_2 + ... on one thread: strided operands of any handled dtype.
 // The one building block of the CPU handlers; compiled once per instruction set.
 #pragma once
 
@@ -15,21 +15,42 @@ struct Matrix {
   DType dtype;
 };
 
-// Scratch that one thread's calls share; kScratchFloats floats, 64-byte aligned.
+// A (rows, k) times B (k, n), in the rows of C from `row` on.
+struct Product {
+  int64_t row, rows, k;
+  Matrix a, b;
+};
+
+// The products of one C: number `index` of them, below `count`, as at(context, index) tells.
+struct Products {
+  int64_t count;
+  Product (*at)(const void* context, int64_t index);
+  const void* context;
+};
+
+// One tile of C is computed at a time, and kBlockK of its k.
 constexpr int64_t kBlockM = 96, kBlockN = 512, kBlockK = 128;
-constexpr int64_t kScratchFloats = kBlockM * kBlockK + kBlockK * kBlockN + kBlockM * kBlockN;
 
-// C[m, n] = A[m, k] B[k, n], or += with `accumulate`. k == 0 gives zeros.
-using Gemm = void (*)(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b,
-                      const Matrix& c, bool accumulate, float* scratch);
+// How a sum of any length stays right: kBlockK products are summed from zero, as float32; up to
+// kBlocksOfSum such blocks are summed as float32; those sums, and those of products that have other
+// rows of C, are summed as float64. So 2^-16 * sum |a| |b| bounds the error, before C is rounded.
+constexpr int64_t kBlocksOfSum = 128;
 
-void GemmBaseline(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b,
-                  const Matrix& c, bool accumulate, float* scratch);
+// One thread's memory for its calls, 64-byte aligned.
+struct Scratch {
+  float a[kBlockM * kBlockK], b[kBlockK * kBlockN], sum[kBlockM * kBlockN];
+  double total[kBlockM * kBlockN];
+};
+
+// C (m, n) is the sum of the products, in their order. Rows of no product are zeros.
+using Gemm = void (*)(int64_t m, int64_t n, const Products& products, const Matrix& c,
+                      Scratch* scratch);
+
+void GemmBaseline(int64_t m, int64_t n, const Products& products, const Matrix& c,
+                  Scratch* scratch);
 #ifdef JGG_X86_LEVELS
-void GemmV3(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b, const Matrix& c,
-            bool accumulate, float* scratch);
-void GemmV4(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b, const Matrix& c,
-            bool accumulate, float* scratch);
+void GemmV3(int64_t m, int64_t n, const Products& products, const Matrix& c, Scratch* scratch);
+void GemmV4(int64_t m, int64_t n, const Products& products, const Matrix& c, Scratch* scratch);
 #endif
 
 // The best of these on this processor.

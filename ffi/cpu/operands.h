@@ -15,4 +15,13 @@ inline Matrix At(const void* data, int64_t offset, int64_t row, int64_t column, 
   return Matrix{bytes + offset * Size(dtype), row, column, dtype};
 }
 
+// Products number 0 to count, as at(index) makes them; it must outlive them.
+template <typename At>
+Products ProductsOf(int64_t count, const At& at) {
+  const auto call = [](const void* context, int64_t index) {
+    return (*static_cast<const At*>(context))(index);
+  };
+  return Products{count, call, &at};
+}
+
 }  // namespace jgg::cpu

@@ -10,13 +10,33 @@
 
 namespace jgg {
 
-// The canonical form.
+// Whether a segment of the canonical form contributes anything.
+inline bool HasRows(const Segment& segment, int64_t groups) {
+  return segment.length > 0 && segment.weight >= 0 && segment.weight < groups;
+}
+
+// The canonical form, on the host. Every segment that contributes is checked: a table that was not
+// made by the package may hold anything.
 inline xla::ffi::Error BindTable(const char* op, xla::ffi::BufferR2<xla::ffi::S32> segments,
+                                 int64_t rows_x, int64_t rows_y, int64_t groups,
                                  Metadata* metadata) {
   JGG_RETURN_IF_ERROR(CheckShape(op, "segments", "(S, 4)", segments, {-1, 4}));
   *metadata = Metadata{};
   metadata->data = segments.typed_data();
   metadata->count = segments.dimensions()[0];
+  JGG_RETURN_IF_ERROR(CheckSmall(op, {metadata->count}, 0));
+  for (int64_t i = 0; i < metadata->count; ++i) {
+    const Segment& s = metadata->table()[i];
+    if (!HasRows(s, groups)) continue;
+    const auto outside = [&](int64_t start, int64_t rows) {
+      return start < 0 || start + s.length > rows;
+    };
+    const bool of_x = outside(s.x_start, rows_x);
+    if (!of_x && !outside(s.y_start, rows_y)) continue;
+    const int64_t start = of_x ? s.x_start : s.y_start;
+    return InvalidArgument(op, "segment ", i, " is rows [", start, ", ", start + s.length, ") of ",
+                           of_x ? "x" : "y", ", which has ", of_x ? rows_x : rows_y);
+  }
   return xla::ffi::Error::Success();
 }
 

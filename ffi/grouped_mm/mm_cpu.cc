@@ -15,93 +15,102 @@ namespace {
 using cpu::At;
 using cpu::Matrix;
 
-// Part of one segment: `rows` rows from `first`.
+// Rows of the product of one segment: row `row` of the result is row x_row of x times w[weight].
+cpu::Product ProductOf(const MmArgs& args, int64_t row, int64_t rows, int64_t x_row, int64_t weight,
+                       int64_t column) {
+  const Matrix x =
+      At(args.x, x_row * args.strides.x_row, args.strides.x_row, args.strides.x_k, args.dtype);
+  const Matrix w = At(args.w, weight * args.strides.w_group + column * args.strides.w_n,
+                      args.strides.w_k, args.strides.w_n, args.dtype);
+  return cpu::Product{row, rows, args.k, x, w};
+}
+
+// Rows [row, row + rows) of the result, and `columns` columns at most: the sum of so many products.
+template <typename MakeProduct>
+void RunTask(const MmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t columns,
+             int64_t count, const MakeProduct& product) {
+  columns = std::min(columns, args.n - column);
+  const Matrix out = At(args.out, row * args.strides.out_row + column * args.strides.out_n,
+                        args.strides.out_row, args.strides.out_n, args.out_dtype);
+  cpu::BestGemm()(rows, columns, cpu::ProductsOf(count, product), out, cpu::ThreadScratch());
+}
+
+// Part of one segment, or of the rows between two: those have no weight.
 struct Part {
-  const Segment* segment;
-  int64_t first, rows;
+  int64_t row, rows, x_row, weight;
 };
 
-void Add(const MmArgs& args, const Part& part, int64_t column, int64_t columns, const Matrix& out,
-         bool accumulate) {
-  const Segment& s = *part.segment;
-  const Matrix x = At(args.x, (s.x_start + part.first) * args.strides.x_row, args.strides.x_row,
-                      args.strides.x_k, args.dtype);
-  const Matrix w = At(args.w, s.weight * args.strides.w_group + column * args.strides.w_n,
-                      args.strides.w_k, args.strides.w_n, args.dtype);
-  cpu::BestGemm()(part.rows, columns, args.k, x, w, out, accumulate, cpu::ThreadScratch());
-}
-
-bool HasRows(const MmArgs& args, const Segment& s) {
-  return s.length > 0 && s.weight >= 0 && s.weight < args.groups;
-}
-
-// Disjoint ascending rows: every element is written once, those of no segment with zeros.
-void RunInOrder(ffi::ThreadPool& pool, const MmArgs& args) {
-  std::vector<Part> parts;
-  int64_t end = 0;  // rows before this are dealt with
-  const auto cut = [&](const Segment* segment, int64_t length) {
-    for (int64_t first = 0; first < length; first += cpu::kTaskRows) {
-      parts.push_back({segment, first, std::min(cpu::kTaskRows, length - first)});
+// All rows of the result in parts of one task each; false where segments' rows there are not
+// ascending and disjoint, whatever the call says.
+bool CutInOrder(const MmArgs& args, std::vector<Part>* parts) {
+  const auto cut = [&](int64_t row, int64_t rows, int64_t x_row, int64_t weight) {
+    for (int64_t first = 0; first < rows; first += cpu::kTaskRows) {
+      parts->push_back(
+          {row + first, std::min(cpu::kTaskRows, rows - first), x_row + first, weight});
     }
   };
-  std::vector<Segment> gaps;
-  gaps.reserve(args.metadata.count + 1);  // parts point into it
-  const auto gap = [&](int64_t until) {
-    if (until <= end) return;
-    gaps.push_back({0, static_cast<int32_t>(end), static_cast<int32_t>(until - end), -1});
-    cut(&gaps.back(), until - end);
-  };
+  int64_t end = 0;  // rows before this are dealt with
   for (int64_t i = 0; i < args.metadata.count; ++i) {
     const Segment& s = args.metadata.table()[i];
-    if (!HasRows(args, s)) continue;
-    gap(s.y_start);
-    cut(&s, s.length);
-    end = s.y_start + s.length;
+    if (!HasRows(s, args.groups)) continue;
+    if (s.y_start < end) return false;
+    cut(end, s.y_start - end, 0, -1);
+    cut(s.y_start, s.length, s.x_start, s.weight);
+    end = int64_t{s.y_start} + s.length;
   }
-  gap(args.rows_y);
+  cut(end, args.rows_y - end, 0, -1);
+  return true;
+}
+
+// Every element is written once, those of no segment with zeros.
+void RunInOrder(ffi::ThreadPool& pool, const MmArgs& args, const std::vector<Part>& parts) {
   const int64_t column_tasks = (args.n + cpu::kBlockN - 1) / cpu::kBlockN;
   cpu::ParallelFor(pool, static_cast<int64_t>(parts.size()) * column_tasks, [&](int64_t task) {
     const Part& part = parts[task / column_tasks];
     const int64_t column = task % column_tasks * cpu::kBlockN;
-    const int64_t columns = std::min(cpu::kBlockN, args.n - column);
-    const int64_t row = part.segment->y_start + part.first;
-    const Matrix out = At(args.out, row * args.strides.out_row + column * args.strides.out_n,
-                          args.strides.out_row, args.strides.out_n, args.out_dtype);
-    if (part.segment->weight >= 0) {
-      Add(args, part, column, columns, out, false);
-    } else {
-      cpu::BestGemm()(part.rows, columns, 0, Matrix{}, Matrix{}, out, false, cpu::ThreadScratch());
-    }
+    const int64_t count = part.weight < 0 ? 0 : 1;
+    RunTask(args, part.row, part.rows, column, cpu::kBlockN, count, [&](int64_t) {
+      return ProductOf(args, 0, part.rows, part.x_row, part.weight, column);
+    });
   });
 }
 
-// Rows that may meet: each task owns some columns of every row and adds segments in order, as
-// float32, to be rounded once.
+// Rows that may meet: a task owns rows and columns of the result, and adds the segments that reach
+// them, in order, to be rounded once.
 void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
-  constexpr int64_t kLeast = 16;
-  const int64_t share = (args.n + pool.num_threads() - 1) / pool.num_threads();
-  const int64_t width = (share + kLeast - 1) / kLeast * kLeast;
-  cpu::ParallelFor(pool, (args.n + width - 1) / width, [&](int64_t task) {
-    const int64_t column = task * width;
-    const int64_t columns = std::min(width, args.n - column);
-    std::vector<float> sums(args.rows_y * columns);
+  const int64_t row_tasks = (args.rows_y + cpu::kTaskRows - 1) / cpu::kTaskRows;
+  const auto for_each_reached = [&](auto body) {
     for (int64_t i = 0; i < args.metadata.count; ++i) {
       const Segment& s = args.metadata.table()[i];
-      if (!HasRows(args, s)) continue;
-      const Matrix rows{sums.data() + s.y_start * columns, columns, 1, DType::kF32};
-      Add(args, {&s, 0, s.length}, column, columns, rows, true);
+      if (!HasRows(s, args.groups)) continue;
+      const int64_t last = (int64_t{s.y_start} + s.length - 1) / cpu::kTaskRows;
+      for (int64_t task = s.y_start / cpu::kTaskRows; task <= last; ++task) body(task, i);
     }
-    for (int64_t row = 0; row < args.rows_y; ++row) {
-      const float* from = sums.data() + row * columns;
-      for (int64_t j = 0; j < columns; ++j) {
-        const int64_t to = row * args.strides.out_row + (column + j) * args.strides.out_n;
-        if (args.out_dtype != DType::kF32) {
-          cpu::Round(from + j, 1, args.out_dtype, static_cast<uint16_t*>(args.out) + to);
-        } else {
-          static_cast<float*>(args.out)[to] = from[j];
-        }
-      }
-    }
+  };
+  // Segments by the task that they reach: those of task r are order[begin[r] .. begin[r + 1]).
+  std::vector<int64_t> begin(row_tasks + 1, 0);
+  for_each_reached([&](int64_t task, int64_t) { ++begin[task + 1]; });
+  for (int64_t task = 0; task < row_tasks; ++task) begin[task + 1] += begin[task];
+  std::vector<int32_t> order(begin[row_tasks]);
+  std::vector<int64_t> next(begin.begin(), begin.end() - 1);
+  for_each_reached([&](int64_t task, int64_t i) { order[next[task]++] = static_cast<int32_t>(i); });
+  // Few rows are shared out by columns: four tasks for a thread, or all columns for all threads. An
+  // element's sum does not depend on how.
+  constexpr int64_t kLeast = 16;
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t share =
+      std::max((args.n + threads - 1) / threads, args.n * row_tasks / (4 * threads));
+  const int64_t width = std::clamp((share + kLeast - 1) / kLeast * kLeast, kLeast, cpu::kBlockN);
+  const int64_t column_tasks = (args.n + width - 1) / width;
+  cpu::ParallelFor(pool, row_tasks * column_tasks, [&](int64_t task) {
+    const int64_t row_task = task / column_tasks, first = row_task * cpu::kTaskRows;
+    const int64_t column = task % column_tasks * width;
+    const int64_t count = begin[row_task + 1] - begin[row_task];
+    RunTask(args, first, std::min(cpu::kTaskRows, args.rows_y - first), column, width, count,
+            [&](int64_t i) {
+              const Segment& s = args.metadata.table()[order[begin[row_task] + i]];
+              return ProductOf(args, s.y_start - first, s.length, s.x_start, s.weight, column);
+            });
   });
 }
 
@@ -109,8 +118,14 @@ ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                  ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out, MmAttrs attrs) {
   MmArgs args;
   JGG_RETURN_IF_ERROR(BindMm(x, w, *out, attrs, Activation::kNone, &args));
-  JGG_RETURN_IF_ERROR(BindTable("mm", segments, &args.metadata));
-  (args.in_order ? RunInOrder : RunOverlapping)(pool, args);
+  JGG_RETURN_IF_ERROR(
+      BindTable("mm", segments, args.rows_x, args.rows_y, args.groups, &args.metadata));
+  std::vector<Part> parts;
+  if (args.in_order && CutInOrder(args, &parts)) {
+    RunInOrder(pool, args, parts);
+  } else {
+    RunOverlapping(pool, args);
+  }
   return ffi::Error::Success();
 }
 

@@ -25,6 +25,11 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   JGG_RETURN_IF_ERROR(BindMetadata(op, metadata_attrs, metadata, &args.metadata));
   JGG_RETURN_IF_ERROR(CheckSmall(
       op, {args.rows_x, args.rows_y, args.a, args.b, args.groups, args.metadata.count}, 0));
+  // Kernels clamp sizes and spans to the rows of x. (Lines of planes are filled up, and are copied
+  // by what knows where an operand ends.)
+  if (args.metadata.kind != MetadataKind::kSegments && planes == 1 && args.rows_x > args.rows_y) {
+    return InvalidArgument(op, "groups are of ", args.rows_x, " rows of x, y has ", args.rows_y);
+  }
   args.tf32 = choice.tf32;
   args.planes = planes;
   args.tile = choice.tile;

@@ -23,48 +23,33 @@ struct ByWeight {
 ByWeight Sort(const WgradArgs& args) {
   ByWeight sorted;
   sorted.begin.assign(args.groups + 1, 0);
-  const auto weight = [&](int64_t i) -> int64_t {
-    const Segment& s = args.metadata.table()[i];
-    return s.length > 0 && s.weight >= 0 && s.weight < args.groups ? s.weight : -1;
-  };
+  const Segment* table = args.metadata.table();
   for (int64_t i = 0; i < args.metadata.count; ++i) {
-    if (weight(i) >= 0) ++sorted.begin[weight(i) + 1];
+    if (HasRows(table[i], args.groups)) ++sorted.begin[table[i].weight + 1];
   }
   for (int64_t g = 0; g < args.groups; ++g) sorted.begin[g + 1] += sorted.begin[g];
   sorted.order.resize(sorted.begin[args.groups]);
   std::vector<int64_t> next(sorted.begin.begin(), sorted.begin.end() - 1);
   for (int64_t i = 0; i < args.metadata.count; ++i) {
-    if (weight(i) >= 0) sorted.order[next[weight(i)]++] = i;
+    if (HasRows(table[i], args.groups)) sorted.order[next[table[i].weight]++] = i;
   }
   return sorted;
 }
 
-// Rows [first, first + rows) of one matrix of the result.
+// Rows [first, first + rows) of one matrix of the result: one sum over its segments.
 void RunTask(const WgradArgs& args, const ByWeight& sorted, int64_t group, int64_t first,
              int64_t rows) {
-  const int64_t begin = sorted.begin[group], end = sorted.begin[group + 1];
-  const Matrix out = At(args.out, (group * args.a + first) * args.b, args.b, 1, args.out_dtype);
-  // Several segments are summed as float32 and rounded once.
-  std::vector<float> sums;
-  Matrix target = out;
-  if (end - begin > 1 && out.dtype != DType::kF32) {
-    sums.resize(rows * args.b);
-    target = Matrix{sums.data(), args.b, 1, DType::kF32};
-  }
-  if (begin == end) {
-    cpu::BestGemm()(rows, args.b, 0, Matrix{}, Matrix{}, out, false, cpu::ThreadScratch());
-  }
-  for (int64_t i = begin; i < end; ++i) {
-    const Segment& s = args.metadata.table()[sorted.order[i]];
+  const int64_t begin = sorted.begin[group], count = sorted.begin[group + 1] - begin;
+  const auto product = [&](int64_t i) {
+    const Segment& s = args.metadata.table()[sorted.order[begin + i]];
     const Matrix x = At(args.x, s.x_start * args.strides.x_row + first * args.strides.x_a,
                         args.strides.x_a, args.strides.x_row, args.dtype);
     const Matrix y = At(args.y, s.y_start * args.strides.y_row, args.strides.y_row,
                         args.strides.y_b, args.dtype);
-    cpu::BestGemm()(rows, args.b, s.length, x, y, target, i > begin, cpu::ThreadScratch());
-  }
-  if (!sums.empty()) {
-    cpu::Round(sums.data(), rows * args.b, out.dtype, static_cast<uint16_t*>(out.data));
-  }
+    return cpu::Product{0, rows, s.length, x, y};
+  };
+  const Matrix out = At(args.out, (group * args.a + first) * args.b, args.b, 1, args.out_dtype);
+  cpu::BestGemm()(rows, args.b, cpu::ProductsOf(count, product), out, cpu::ThreadScratch());
 }
 
 ffi::Error WgradCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
@@ -72,7 +57,8 @@ ffi::Error WgradCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y,
                     WgradAttrs attrs) {
   WgradArgs args;
   JGG_RETURN_IF_ERROR(BindWgrad(x, y, *out, attrs, &args));
-  JGG_RETURN_IF_ERROR(BindTable("wgrad", segments, &args.metadata));
+  JGG_RETURN_IF_ERROR(
+      BindTable("wgrad", segments, args.rows_x, args.rows_y, args.groups, &args.metadata));
   const ByWeight sorted = Sort(args);
   const int64_t tasks = (args.a + cpu::kTaskRows - 1) / cpu::kTaskRows;
   cpu::ParallelFor(pool, args.groups * tasks, [&](int64_t task) {

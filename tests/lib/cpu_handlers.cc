@@ -1,0 +1,647 @@
+// The CPU handlers called as XLA calls them, without XLA: random calls, forged tables, allocations
+// and bodies that fail. A program, for the sanitizers: test_cpu_handlers.py.
+//
+// cpu_handlers SEED CASES: says what is wrong, and returns how much.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/frame.h"
+#include "cpu/gemm.h"
+#include "cpu/parallel.h"
+#include "handlers.h"
+#include "xla/ffi/api/c_api.h"
+
+// ---- allocations that fail -------------------------------------------------------------------
+
+namespace {
+
+// How many allocations of the code under test succeed before all fail; negative: all succeed.
+std::atomic<int64_t> allocations_left{-1};
+std::atomic<int64_t> allocations_failed{0};
+thread_local bool is_harness = false;  // which allocates on the same threads
+
+bool Fails() {
+  if (is_harness || allocations_left.load() < 0) return false;
+  if (allocations_left.fetch_sub(1) > 0) return false;
+  allocations_left.store(0);
+  allocations_failed.fetch_add(1);
+  return true;
+}
+
+}  // namespace
+
+void* operator new(size_t size) {
+  void* memory = Fails() ? nullptr : std::malloc(size == 0 ? 1 : size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void* operator new[](size_t size) { return operator new(size); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
+
+// ---- XLA -------------------------------------------------------------------------------------
+
+struct XLA_FFI_Error {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+namespace {
+
+struct Harness {
+  Harness() : before(is_harness) { is_harness = true; }
+  ~Harness() { is_harness = before; }
+  bool before;
+};
+
+// The pool's threads; it may say that it has none.
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    any_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int64_t num_threads() const { return static_cast<int64_t>(threads_.size()); }
+  void Schedule(std::function<void()> task) {
+    Harness harness;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    any_.notify_one();
+  }
+
+ private:
+  void Run() {
+    for (;;) {
+      std::unique_ptr<std::function<void()>> task;
+      {
+        Harness harness;
+        std::unique_lock<std::mutex> lock(mutex_);
+        any_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+        if (tasks_.empty()) return;
+        task.reset(new std::function<void()>(std::move(tasks_.front())));
+        tasks_.pop_front();
+      }
+      (*task)();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable any_;
+  std::deque<std::function<void()>> tasks_;
+  std::vector<std::thread> threads_;
+  bool stop_ = false;
+};
+
+Pool* pool = nullptr;  // of the call
+
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
+  Harness harness;
+  return new XLA_FFI_Error{args->errc, args->message};
+}
+
+void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+
+XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  Harness harness;
+  pool->Schedule([task = args->task, data = args->data] { task(data); });
+  return nullptr;
+}
+
+XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  if (pool->num_threads() == 0) {
+    Harness harness;
+    return new XLA_FFI_Error{XLA_FFI_Error_Code_UNIMPLEMENTED, "no pool"};
+  }
+  *args->num_threads = pool->num_threads();
+  return nullptr;
+}
+
+XLA_FFI_Api MakeApi() {
+  XLA_FFI_Api api{};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                     XLA_FFI_API_MINOR};
+  api.XLA_FFI_Error_Create = CreateError;
+  api.XLA_FFI_Error_Destroy = DestroyError;
+  api.XLA_FFI_ThreadPool_Schedule = Schedule;
+  api.XLA_FFI_ThreadPool_NumThreads = NumThreads;
+  return api;
+}
+
+const XLA_FFI_Api api = MakeApi();
+
+struct Result {
+  bool ok;
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+Result Take(XLA_FFI_Error* error) {
+  if (error == nullptr) return {true, XLA_FFI_Error_Code_OK, ""};
+  Result result{false, error->code, error->message};
+  delete error;
+  return result;
+}
+
+// An array whose memory ends where its elements do.
+struct Array {
+  XLA_FFI_DataType dtype;
+  std::vector<int64_t> shape;
+  std::unique_ptr<char[]> data;
+  int64_t count;
+
+  Array(XLA_FFI_DataType type, std::vector<int64_t> of)
+      : dtype(type), shape(std::move(of)), count(1) {
+    for (int64_t size : shape) count *= size;
+    data.reset(new char[count * Bytes()]);
+  }
+  int Bytes() const {
+    return dtype == XLA_FFI_DataType_F32 || dtype == XLA_FFI_DataType_S32 ? 4 : 2;
+  }
+  double Get(int64_t at) const {
+    if (dtype == XLA_FFI_DataType_F32) return reinterpret_cast<const float*>(data.get())[at];
+    const uint16_t bits = reinterpret_cast<const uint16_t*>(data.get())[at];
+    if (dtype == XLA_FFI_DataType_BF16) {
+      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+      float value;
+      std::memcpy(&value, &wide, sizeof value);
+      return value;
+    }
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const double value =
+        exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+    return bits & 0x8000 ? -value : value;
+  }
+  void Set(int64_t at, float value) {
+    if (dtype == XLA_FFI_DataType_F32) {
+      reinterpret_cast<float*>(data.get())[at] = value;
+    } else {
+      const auto type = dtype == XLA_FFI_DataType_BF16 ? jgg::DType::kBF16 : jgg::DType::kF16;
+      jgg::cpu::Round(&value, 1, type, reinterpret_cast<uint16_t*>(data.get()) + at);
+    }
+  }
+};
+
+XLA_FFI_Buffer BufferOf(Array& array) {
+  return {XLA_FFI_Buffer_STRUCT_SIZE,
+          nullptr,
+          array.dtype,
+          array.data.get(),
+          static_cast<int64_t>(array.shape.size()),
+          array.shape.data()};
+}
+
+// One dictionary of booleans, sorted by name.
+struct Flags {
+  std::string name;
+  std::vector<std::pair<std::string, bool>> values;
+};
+
+Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out, Flags flags) {
+  std::vector<XLA_FFI_Buffer> buffers;
+  for (Array* operand : operands) buffers.push_back(BufferOf(*operand));
+  std::vector<void*> args;
+  for (XLA_FFI_Buffer& buffer : buffers) args.push_back(&buffer);
+  std::vector<XLA_FFI_ArgType> types(args.size(), XLA_FFI_ArgType_BUFFER);
+  XLA_FFI_Buffer out_buffer = BufferOf(out);
+  void* rets[] = {&out_buffer};
+  XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER};
+
+  std::vector<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan> names;
+  for (auto& [name, value] : flags.values) {
+    scalars.push_back({XLA_FFI_DataType_PRED, &value});
+    names.push_back({name.data(), name.size()});
+  }
+  std::vector<void*> attrs;
+  std::vector<XLA_FFI_ByteSpan*> attr_names;
+  for (size_t i = 0; i < scalars.size(); ++i) {
+    attrs.push_back(&scalars[i]);
+    attr_names.push_back(&names[i]);
+  }
+  std::vector<XLA_FFI_AttrType> attr_types(attrs.size(), XLA_FFI_AttrType_SCALAR);
+  XLA_FFI_Attrs dictionary{
+      XLA_FFI_Attrs_STRUCT_SIZE, nullptr,           static_cast<int64_t>(attrs.size()),
+      attr_types.data(),         attr_names.data(), attrs.data()};
+  XLA_FFI_ByteSpan name{flags.name.data(), flags.name.size()};
+  XLA_FFI_ByteSpan* outer_names[] = {&name};
+  void* outer[] = {&dictionary};
+  XLA_FFI_AttrType outer_types[] = {XLA_FFI_AttrType_DICTIONARY};
+
+  XLA_FFI_CallFrame frame{};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = &api;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), types.data(),
+                args.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 1, ret_types, rets};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 1, outer_types, outer_names, outer};
+  is_harness = false;
+  XLA_FFI_Error* error = jgg::CallInFrame("jgg", "jgg: out of memory", handler, &frame);
+  is_harness = true;
+  return Take(error);
+}
+
+// ---- random calls ----------------------------------------------------------------------------
+
+std::mt19937_64 random_bits;
+int problems = 0;
+
+int64_t Below(int64_t count) { return static_cast<int64_t>(random_bits() % count); }
+
+void Problem(const std::string& what) {
+  ++problems;
+  std::fprintf(stderr, "%s\n", what.c_str());
+}
+
+XLA_FFI_DataType SomeDtype() {
+  constexpr XLA_FFI_DataType kAll[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
+                                       XLA_FFI_DataType_F16};
+  return kAll[Below(3)];
+}
+
+// Often small, sometimes next to a whole block, or several.
+int64_t SomeSize() {
+  switch (Below(8)) {
+    case 0: return 0;
+    case 1: return 1;
+    case 2: return 94 + Below(5);
+    case 3: return 126 + Below(200);
+    case 4: return 190 + Below(5);
+    default: return 1 + Below(24);
+  }
+}
+
+void Fill(Array& array) {
+  for (int64_t i = 0; i < array.count; ++i) array.Set(i, (Below(2001) - 1000) / 512.0f);
+}
+
+struct Row {
+  int32_t x_start, y_start, length, weight;
+};
+
+// Legal, in the order of rows of y or not; or with anything in some places.
+std::vector<Row> SomeTable(int64_t rows_x, int64_t rows_y, int64_t groups, bool in_order,
+                           bool forged) {
+  std::vector<Row> table(Below(12));
+  int64_t end = 0;
+  for (Row& row : table) {
+    const int64_t y_start =
+        in_order ? end + Below(std::max<int64_t>(rows_y - end, 1)) : Below(rows_y + 1);
+    const int64_t start = std::min(y_start, rows_y), x_start = Below(rows_x + 1);
+    const int64_t most = std::min(rows_x - x_start, rows_y - start);
+    const int64_t length = Below(3) == 0 ? most : Below(most + 1);
+    row = {static_cast<int32_t>(x_start), static_cast<int32_t>(start), static_cast<int32_t>(length),
+           static_cast<int32_t>(Below(groups + 2)) - 1};
+    if (length > 0 && row.weight >= 0 && row.weight < groups) end = start + length;
+    int32_t* const values = &row.x_start;
+    constexpr int32_t kOdd[] = {INT32_MIN, INT32_MIN + 1, -1, 1, 1 << 30, INT32_MAX - 1, INT32_MAX};
+    while (forged && Below(2) == 0) {
+      values[Below(4)] = Below(2) == 0 ? kOdd[Below(7)] : static_cast<int32_t>(random_bits());
+    }
+  }
+  return table;
+}
+
+bool Counts(const Row& row, int64_t groups) {
+  return row.length > 0 && row.weight >= 0 && row.weight < groups;
+}
+
+bool IsLegal(const std::vector<Row>& table, int64_t rows_x, int64_t rows_y, int64_t groups) {
+  return std::all_of(table.begin(), table.end(), [&](const Row& row) {
+    if (!Counts(row, groups)) return true;
+    return row.x_start >= 0 && row.y_start >= 0 && int64_t{row.x_start} + row.length <= rows_x &&
+           int64_t{row.y_start} + row.length <= rows_y;
+  });
+}
+
+struct Case {
+  XLA_FFI_Handler* handler;
+  std::vector<std::unique_ptr<Array>> operands;
+  std::unique_ptr<Array> out;
+  Flags flags;
+  bool legal;
+  std::vector<double> want, size;  // sums of products, and of their absolute values
+
+  Result Run() {
+    std::memset(out->data.get(), 0xff, out->count * out->Bytes());  // NaN
+    std::vector<Array*> all;
+    for (auto& operand : operands) all.push_back(operand.get());
+    return Call(handler, all, *out, flags);
+  }
+
+  bool IsRight() const {
+    const double unit = out->dtype == XLA_FFI_DataType_F32    ? 0x1p-24
+                        : out->dtype == XLA_FFI_DataType_BF16 ? 0x1p-8
+                                                              : 0x1p-11;
+    for (int64_t i = 0; i < out->count; ++i) {
+      const double allowed = 0x1p-16 * size[i] + unit * std::abs(want[i]) + 0x1p-25;
+      if (!(std::abs(out->Get(i) - want[i]) <= allowed)) return false;
+    }
+    return true;
+  }
+};
+
+std::unique_ptr<Array> TableOf(const std::vector<Row>& table) {
+  auto array = std::make_unique<Array>(XLA_FFI_DataType_S32,
+                                       std::vector<int64_t>{static_cast<int64_t>(table.size()), 4});
+  if (!table.empty()) std::memcpy(array->data.get(), table.data(), table.size() * sizeof(Row));
+  return array;
+}
+
+std::unique_ptr<Array> MatrixOf(XLA_FFI_DataType dtype, std::vector<int64_t> shape,
+                                bool transpose) {
+  if (transpose) std::swap(shape[shape.size() - 2], shape[shape.size() - 1]);
+  return std::make_unique<Array>(dtype, std::move(shape));
+}
+
+int64_t Index(int64_t row, int64_t column, int64_t rows, int64_t columns, bool transpose) {
+  return transpose ? column * rows + row : row * columns + column;
+}
+
+Case MmCase(bool forged) {
+  const int64_t rows_x = SomeSize(), rows_y = SomeSize(), k = SomeSize(), n = SomeSize();
+  const int64_t groups = Below(5);
+  const bool tx = Below(2), tw = Below(2), to = Below(2);
+  bool in_order = Below(2);
+  const XLA_FFI_DataType dtype = SomeDtype();
+  const auto table = SomeTable(rows_x, rows_y, groups, in_order, forged);
+  if (Below(3) == 0) in_order = true;  // which may not be so
+  Case c{jgg::JggMmCpu, {}, MatrixOf(SomeDtype(), {rows_y, n}, to), {}, true, {}, {}};
+  c.operands.push_back(MatrixOf(dtype, {rows_x, k}, tx));
+  c.operands.push_back(MatrixOf(dtype, {groups, k, n}, tw));
+  const Array &x = *c.operands[0], &w = *c.operands[1];
+  Fill(*c.operands[0]);
+  Fill(*c.operands[1]);
+  c.operands.push_back(TableOf(table));
+  c.flags = {
+      "mm",
+      {{"in_order", in_order}, {"transpose_out", to}, {"transpose_w", tw}, {"transpose_x", tx}}};
+  c.legal = IsLegal(table, rows_x, rows_y, groups);
+  if (!c.legal) return c;
+  c.want.assign(c.out->count, 0);
+  c.size.assign(c.out->count, 0);
+  for (const Row& row : table) {
+    if (!Counts(row, groups)) continue;
+    for (int64_t i = 0; i < row.length; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        const int64_t at = Index(row.y_start + i, j, rows_y, n, to);
+        for (int64_t p = 0; p < k; ++p) {
+          const double product = x.Get(Index(row.x_start + i, p, rows_x, k, tx)) *
+                                 w.Get(row.weight * k * n + Index(p, j, k, n, tw));
+          c.want[at] += product;
+          c.size[at] += std::abs(product);
+        }
+      }
+    }
+  }
+  return c;
+}
+
+Case WgradCase(bool forged) {
+  const int64_t rows_x = SomeSize(), rows_y = SomeSize(), a = SomeSize(), b = SomeSize();
+  const int64_t groups = Below(5);
+  const bool tx = Below(2), ty = Below(2);
+  const XLA_FFI_DataType dtype = SomeDtype();
+  const auto table = SomeTable(rows_x, rows_y, groups, Below(2), forged);
+  Case c{jgg::JggWgradCpu, {}, MatrixOf(SomeDtype(), {groups, a, b}, false), {}, true, {}, {}};
+  c.operands.push_back(MatrixOf(dtype, {rows_x, a}, tx));
+  c.operands.push_back(MatrixOf(dtype, {rows_y, b}, ty));
+  const Array &x = *c.operands[0], &y = *c.operands[1];
+  Fill(*c.operands[0]);
+  Fill(*c.operands[1]);
+  c.operands.push_back(TableOf(table));
+  c.flags = {"wgrad", {{"transpose_x", tx}, {"transpose_y", ty}}};
+  c.legal = IsLegal(table, rows_x, rows_y, groups);
+  if (!c.legal) return c;
+  c.want.assign(c.out->count, 0);
+  c.size.assign(c.out->count, 0);
+  for (const Row& row : table) {
+    if (!Counts(row, groups)) continue;
+    for (int64_t i = 0; i < a; ++i) {
+      for (int64_t j = 0; j < b; ++j) {
+        const int64_t at = (row.weight * a + i) * b + j;
+        for (int64_t p = 0; p < row.length; ++p) {
+          const double product = x.Get(Index(row.x_start + p, i, rows_x, a, tx)) *
+                                 y.Get(Index(row.y_start + p, j, rows_y, b, ty));
+          c.want[at] += product;
+          c.size[at] += std::abs(product);
+        }
+      }
+    }
+  }
+  return c;
+}
+
+void TryCase(int number) {
+  const bool forged = number % 3 == 0;
+  Case c = Below(2) == 0 ? MmCase(forged) : WgradCase(forged);
+  const std::string what = c.flags.name + " case " + std::to_string(number) + ": ";
+  std::vector<char> before;
+  for (const int threads : {0, 1, 4}) {  // the same bytes with any number
+    Pool some(threads);
+    pool = &some;
+    const Result result = c.Run();
+    if (!c.legal) {
+      const bool says = result.message.find(" is rows [") != std::string::npos;
+      if (result.ok || result.code != XLA_FFI_Error_Code_INVALID_ARGUMENT || !says) {
+        Problem(what + "a forged table was taken: " + result.message);
+      }
+      continue;
+    }
+    if (!result.ok) Problem(what + result.message);
+    if (result.ok && !c.IsRight()) Problem(what + "wrong values");
+    const std::vector<char> bytes(c.out->data.get(),
+                                  c.out->data.get() + c.out->count * c.out->Bytes());
+    if (threads == 0) before = bytes;
+    if (bytes != before) Problem(what + "threads make a difference");
+  }
+  // One allocation after the other fails, and all that follow it.
+  for (int64_t fails = 0; number % 7 == 0 && fails < 1000; ++fails) {
+    Pool some(3);
+    pool = &some;
+    allocations_failed = 0;
+    allocations_left = fails;
+    const Result result = c.Run();
+    allocations_left = -1;
+    if (result.ok && c.legal && !c.IsRight()) Problem(what + "wrong values without memory");
+    if (!result.ok && result.code != XLA_FFI_Error_Code_RESOURCE_EXHAUSTED && c.legal) {
+      Problem(what + "without memory: " + result.message);
+    }
+    if (allocations_failed == 0) break;
+  }
+}
+
+// ---- a loop whose body fails -----------------------------------------------------------------
+
+void TryThrowing(int threads, int64_t count, int64_t bad) {
+  Pool some(threads);
+  const std::string what =
+      "ParallelFor of " + std::to_string(count) + ", " + std::to_string(threads) + " threads: ";
+  std::atomic<int64_t> inside{0}, done{0};
+  const auto caller = std::this_thread::get_id();
+  std::string said;
+  {
+    // Memory of this scope: a body that is not waited for would use it later.
+    const auto begun = std::make_unique<std::atomic<int64_t>>(0);
+    try {
+      jgg::cpu::ParallelFor(some, count, [&](int64_t i) {
+        ++inside;
+        ++*begun;
+        if (std::this_thread::get_id() != caller)
+          std::this_thread::sleep_for(std::chrono::microseconds(200));
+        --inside;
+        if (i == bad) throw std::runtime_error("body " + std::to_string(i));
+        ++done;
+      });
+    } catch (const std::runtime_error& error) {
+      said = error.what();
+    }
+    if (inside != 0) Problem(what + "a body still runs");
+  }
+  const std::string want = bad < 0 ? "" : "body " + std::to_string(bad);
+  if (said != want) Problem(what + "'" + said + "' is not '" + want + "'");
+  if (bad < 0 && done != count) Problem(what + "not all indices");
+}
+
+void TryFrame() {
+  XLA_FFI_CallFrame frame{};
+  frame.api = &api;
+  const auto call = [&](auto handler) {
+    return Take(jgg::CallInFrame("jgg_op", "jgg_op: out of memory", handler, &frame));
+  };
+  using Frame = XLA_FFI_CallFrame*;
+  using Error = XLA_FFI_Error*;
+  const Result good = call([](Frame) -> Error { return nullptr; });
+  if (!good.ok) Problem("a handler that succeeds");
+  const Result memory = call([](Frame) -> Error { throw std::bad_alloc(); });
+  if (memory.code != XLA_FFI_Error_Code_RESOURCE_EXHAUSTED ||
+      memory.message != "jgg_op: out of memory") {
+    Problem("bad_alloc: " + memory.message);
+  }
+  const Result other = call([](Frame) -> Error { throw std::out_of_range("far"); });
+  if (other.code != XLA_FFI_Error_Code_INTERNAL || other.message != "jgg_op: far") {
+    Problem("an exception: " + other.message);
+  }
+  const Result number = call([](Frame) -> Error { throw 3; });
+  if (number.code != XLA_FFI_Error_Code_INTERNAL) Problem("a number: " + number.message);
+}
+
+// ---- one GEMM --------------------------------------------------------------------------------
+
+std::vector<jgg::cpu::Gemm> Gemms() {
+  std::vector<jgg::cpu::Gemm> all = {jgg::cpu::GemmBaseline, jgg::cpu::BestGemm()};
+#ifdef JGG_X86_LEVELS
+  if (jgg::cpu::BestGemm() == jgg::cpu::GemmV4) all.push_back(jgg::cpu::GemmV3);
+#endif
+  return all;
+}
+
+// The sum of count products of `each` numbers of k: one is 2^30, all others
+// are 1/4, of which a float32 sum of blocks loses whole blocks.
+void TryLongSum(jgg::cpu::Gemm gemm, int64_t count, int64_t each, jgg::DType dtype) {
+  const int bytes = jgg::Size(dtype);
+  std::vector<char> a(count * each * bytes);
+  for (int64_t i = 0; i < count * each; ++i) {
+    const float value = i == 0 ? 0x1p15f : 0.5f;
+    if (dtype == jgg::DType::kF32) {
+      std::memcpy(a.data() + i * bytes, &value, bytes);
+    } else {
+      jgg::cpu::Round(&value, 1, dtype, reinterpret_cast<uint16_t*>(a.data()) + i);
+    }
+  }
+  const auto at = [&](int64_t i) {
+    // The second of two rows of C.
+    const jgg::cpu::Matrix matrix{a.data() + i * each * bytes, each, 1, dtype};
+    const jgg::cpu::Matrix column{a.data() + i * each * bytes, 1, each, dtype};
+    return jgg::cpu::Product{1, 1, each, matrix, column};
+  };
+  using At = decltype(at);
+  const auto call = [](const void* context, int64_t i) {
+    return (*static_cast<const At*>(context))(i);
+  };
+  float out[2] = {-1, -1};
+  gemm(2, 1, {count, call, &at}, {out, 1, 1, jgg::DType::kF32}, jgg::cpu::ThreadScratch());
+  const double want = 0x1p30 + static_cast<double>(count * each - 1) / 4;
+  if (out[0] != 0 || !(std::abs(out[1] - want) <= 0x1p-16 * want)) {
+    Problem("a sum of " + std::to_string(count) + " times " + std::to_string(each) + ": " +
+            std::to_string(out[1]) + " is not " + std::to_string(want));
+  }
+}
+
+// How many bytes of scratch a product of 1 x 1 matrices writes, and one of none.
+void TrySmall(jgg::cpu::Gemm gemm) {
+  jgg::cpu::Scratch* scratch = jgg::cpu::ThreadScratch();
+  char* const bytes = reinterpret_cast<char*>(scratch);
+  float one = 1, out = -1;
+  const jgg::cpu::Matrix matrix{&one, 1, 1, jgg::DType::kF32};
+  const jgg::cpu::Product product{0, 1, 1, matrix, matrix};
+  const auto call = [](const void* context, int64_t) {
+    return *static_cast<const jgg::cpu::Product*>(context);
+  };
+  for (const int64_t count : {0, 1}) {
+    std::memset(bytes, 0x5a, sizeof *scratch);
+    gemm(1, 1, {count, call, &product}, {&out, 1, 1, jgg::DType::kF32}, scratch);
+    const auto written =
+        std::count_if(bytes, bytes + sizeof *scratch, [](char byte) { return byte != 0x5a; });
+    if (out != static_cast<float>(count) || written > count * 4096) {
+      Problem("a small product writes " + std::to_string(written) + " bytes of scratch");
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  is_harness = true;
+  if (argc != 3) return 100;
+  random_bits.seed(std::strtoull(argv[1], nullptr, 10));
+  TryFrame();
+  for (const int threads : {0, 1, 2, 4}) {
+    for (const int64_t count : {1, 2, 50}) {
+      for (const int64_t bad : {int64_t{-1}, int64_t{0}, count / 2, count - 1}) {
+        TryThrowing(threads, count, bad);
+      }
+    }
+  }
+  for (const jgg::cpu::Gemm gemm : Gemms()) {
+    TrySmall(gemm);
+    for (const auto dtype : {jgg::DType::kF32, jgg::DType::kBF16, jgg::DType::kF16}) {
+      TryLongSum(gemm, 1, 1 << 18, dtype);
+      TryLongSum(gemm, 1 << 16, 3, dtype);
+    }
+  }
+  const int cases = std::atoi(argv[2]);
+  for (int number = 0; number < cases; ++number) TryCase(number);
+  std::printf("%d cases, %d problems\n", cases, problems);
+  return problems == 0 ? 0 : 1;
+}
