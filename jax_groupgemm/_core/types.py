@@ -9,8 +9,11 @@ from jax.typing import ArrayLike
 
 #: A kernel by name, or the plain JAX program.
 Implementation = Literal["reference", "cpu", "sm80", "sm90", "sm100"]
-#: What a fused activation is called; the last two are gated.
-Activation = Literal["silu", "gelu", "relu", "tanh", "swiglu", "geglu"]
+#: What an activation is called; those of the second line are gated.
+Activation = Literal[
+    "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh",
+    "swiglu", "geglu", "reglu", "swiglu_oai",
+]  # fmt: skip
 #: Formats of quantized weights.
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
 #: Sizes, indices and bounds: an array, or numbers that become one.

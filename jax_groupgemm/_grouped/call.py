@@ -15,6 +15,7 @@ from .._core import dtypes, segments
 from .._core.products import Mm, Product, Wgrad
 from .._core.segments import Metadata
 from .._kernels import choose, problems
+from .activations import GATED_ACTIVATIONS
 from .planes import as_planes
 
 
@@ -39,7 +40,7 @@ class Epilogue:
 
     @property
     def gated(self) -> bool:
-        return self.activation in choose.GATED
+        return self.activation in GATED_ACTIVATIONS
 
     @property
     def arrays(self) -> list:
@@ -53,7 +54,11 @@ class Epilogue:
     def facts(self) -> dict[str, Any]:
         """Fields of a problem."""
         options = [v for v in (self.bias, self.row_scale) if v is not None]
-        return {"gated": self.gated, "option_dtypes": tuple(v.dtype.name for v in options)}
+        return {
+            "gated": self.gated,
+            "activation": self.activation,
+            "option_dtypes": tuple(v.dtype.name for v in options),
+        }
 
 
 NO_EPILOGUE = Epilogue()

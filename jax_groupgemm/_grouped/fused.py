@@ -26,18 +26,8 @@ from .._core.products import Mm
 from .._core.segments import Metadata
 from .._kernels import choose
 from . import call, primitives
+from .activations import activate
 from .call import NO_EPILOGUE, Epilogue
-
-#: All map 0 to 0, so a row of zeros stays one.
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "tanh": jnp.tanh,
-}
-
-#: Gated forms: the halves of N are gate and up; ``activation(gate) * up``.
-GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
 @functools.partial(
@@ -156,12 +146,7 @@ class Fused:
             ones = jnp.ones((rows, 1), epilogue.bias.dtype)
             exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
             y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
-        activation = epilogue.activation
-        if activation in ACTIVATIONS:
-            y = ACTIVATIONS[activation](y)
-        elif activation is not None:
-            half = y.shape[1] // 2
-            y = GATED_ACTIVATIONS[activation](y[:, :half]) * y[:, half:]
+        y = activate(y, epilogue.activation)
         if epilogue.row_scale is not None:
             # Rows of no group are zeros whatever their scale.
             first, last = metadata.covered_rows(rows, w.shape[0])

@@ -11,9 +11,8 @@ from .._core.operations import operation
 from .._core.products import Mm
 from .._core.segments import Metadata
 from .._core.types import Activation, Implementation, Integers
-from . import fused
+from . import activations, fused
 from .call import Epilogue
-from .fused import ACTIVATIONS, GATED_ACTIVATIONS
 
 
 @operation
@@ -50,8 +49,10 @@ def grouped_mm(
       group_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``w`` then holds groups
         ``[group_offset, group_offset + G)`` of the longer ``group_sizes`` (expert parallelism).
       bias: ``(G, N)``, added to the rows of its group.
-      activation: ``"silu"``, ``"gelu"`` (tanh form), ``"relu"``, ``"tanh"``, or a gated form,
-        ``"swiglu"`` or ``"geglu"``: ``silu(y[:, :N/2]) * y[:, N/2:]``, a result of ``N/2`` columns.
+      activation: ``"silu"``, ``"gelu"`` (tanh form), ``"gelu_erf"``, ``"relu"``, ``"relu2"`` (its
+        square), ``"tanh"``, or a gated form, a result of ``N/2`` columns: ``"swiglu"``, which is
+        ``silu(y[:, :N/2]) * y[:, N/2:]``, ``"geglu"``, ``"reglu"``, or gpt-oss's ``"swiglu_oai"``,
+        ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 * g)`` with ``g = min(gate, 7)``.
       row_scale: ``(T,)``.
       existing_out: the result's shape, accumulated into (in place where it is donated).
       precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
@@ -116,7 +117,7 @@ def epilogue(op: str, product: Mm, x, w, bias, activation, row_scale,
              existing_out=None) -> Epilogue:  # fmt: skip
     """The options of a product, checked."""
     t, dtype, (groups, _, n) = x.shape[0], product.out_dtype, product.sizes(w)
-    columns = _columns(op, activation, n)
+    columns = activations.columns(op, activation, n)
     if bias is not None:
         bias = check.array(op, "bias", bias)
         check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
@@ -132,18 +133,3 @@ def epilogue(op: str, product: Mm, x, w, bias, activation, row_scale,
         )  # fmt: skip
         check.holds(op, "existing_out", existing_out, dtype)
     return Epilogue(bias, activation, row_scale, existing_out)
-
-
-def _columns(op: str, activation: str | None, n: int) -> int:
-    """The columns of the result."""
-    if activation is None or activation in ACTIVATIONS:
-        return n
-    if activation not in GATED_ACTIVATIONS:
-        known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
-        raise ValueError(f"jgg.{op}: activation={activation!r} is not one of None, {known}")
-    if n % 2:
-        raise ValueError(
-            f"jgg.{op}: activation={activation!r} takes gate and up as the two halves of N, "
-            f"but N is {n}"
-        )
-    return n // 2

@@ -25,8 +25,8 @@ from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
-#: Activations whose two operands are the halves of N.
-GATED = ("swiglu", "geglu")
+#: Activations that kernels have.
+ACTIVATIONS = (None, "silu", "gelu", "relu", "tanh", "swiglu", "geglu")
 
 #: Dtypes that kernels know.
 FLOATS = ("float32", "bfloat16", "float16")
@@ -214,6 +214,8 @@ def _mm_fuses(p: Mm) -> str | None:
 
 
 def _option_dtypes(p: Mm | Qmm) -> str | None:
+    if p.activation not in ACTIVATIONS:
+        return f"it has no activation {p.activation!r}"
     unknown = [name for name in p.option_dtypes if name not in FLOATS]
     return f"option dtype {unknown[0]} is not one of {_FLOATS}" if unknown else None
 

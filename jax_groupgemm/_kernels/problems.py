@@ -49,6 +49,7 @@ class Mm(Problem):
     # Options of a fused call.
     lists: bool = False  # rows are named by index
     gated: bool = False
+    activation: str | None = None
     option_dtypes: tuple[str, ...] = ()
     existing_dtype: str | None = None
 
@@ -89,6 +90,7 @@ class Qmm(Problem):
     ordered: bool = True
     transpose_w: bool = True
     gated: bool = False
+    activation: str | None = None
     option_dtypes: tuple[str, ...] = ()
 
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import check, dtypes
 from .._core.operations import operation
 from .._core.types import Activation, Integers
-from .._grouped.fused import ACTIVATIONS, GATED_ACTIVATIONS
+from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
 from .._quantized.array import Quantized
@@ -119,13 +119,9 @@ def moe_mlp(
     return out.reshape(*lead, out.shape[-1])
 
 
-def activate(h, activation: str) -> jax.Array:
+def _rounded(h, activation: str) -> jax.Array:
     """The activation of a rounded ``h``, made in float32 and rounded once."""
-    wide = h.astype(dtypes.accumulator_dtype(h.dtype))
-    if activation in ACTIVATIONS:
-        return ACTIVATIONS[activation](wide).astype(h.dtype)
-    half = h.shape[1] // 2
-    return (GATED_ACTIVATIONS[activation](wide[:, :half]) * wide[:, half:]).astype(h.dtype)
+    return activate(h.astype(dtypes.accumulator_dtype(h.dtype)), activation).astype(h.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +185,7 @@ class _Layer:
         run = functools.partial(self._product, sizes, precision, implementation)
         keys = (None, None) if key is None else jax.random.split(key)
         h = run(rows.astype(self.dtype), self.up, self.up_bias, keys[0])
-        return run(activate(h, self.activation), self.down, self.down_bias, keys[1])
+        return run(_rounded(h, self.activation), self.down, self.down_bias, keys[1])
 
     def _product(self, sizes, precision, implementation, rows, w, bias, key):
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": self.dtype}

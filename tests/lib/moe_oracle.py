@@ -1,5 +1,7 @@
 """The layer of ``moe_mlp`` in float64 numpy, pair by pair, with all of its gradients."""
 
+import math
+
 import numpy as np
 from oracle import f64
 
@@ -16,8 +18,33 @@ def relu(a):
     return a * (a.real > 0)
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu, "tanh": np.tanh}
-GATED = {"swiglu": silu, "geglu": gelu}
+def gelu_erf(a):
+    """Its imaginary part is that of the derivative, at a step that is tiny."""
+    erf = np.array([math.erf(v / math.sqrt(2)) for v in a.real])
+    slope = 0.5 * (1 + erf) + a.real * np.exp(-(a.real**2) / 2) / np.sqrt(2 * np.pi)
+    return (
+        0.5 * a.real * (1 + erf) + 1j * a.imag * slope
+        if np.iscomplexobj(a)
+        else 0.5 * a * (1 + erf)
+    )
+
+
+def swiglu_oai(gate, up):
+    gate = np.where(gate.real > 7, 7, gate)
+    up = np.where(abs(up.real) > 7, 7 * np.sign(up.real), up)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+
+
+ACTIVATIONS = {
+    "silu": silu, "gelu": gelu, "gelu_erf": gelu_erf, "relu": relu, "relu2": lambda a: relu(a) ** 2,
+    "tanh": np.tanh,
+}  # fmt: skip
+GATED = {
+    "swiglu": lambda g, u: silu(g) * u,
+    "geglu": lambda g, u: gelu(g) * u,
+    "reglu": lambda g, u: relu(g) * u,
+    "swiglu_oai": swiglu_oai,
+}
 
 
 def derivative(function, a):
@@ -46,7 +73,7 @@ def moe_mlp(x, up, down, index, weight, ct=None, *, activation="swiglu", up_bias
             h = x[t] @ up[e] + b_up[e]
             if activation in GATED:
                 gate, value = np.split(h, 2)
-                a = GATED[activation](gate) * value
+                a = GATED[activation](gate, value)
             else:
                 a = ACTIVATIONS[activation](h)
             out = a @ down[e] + b_down[e]
@@ -60,7 +87,9 @@ def moe_mlp(x, up, down, index, weight, ct=None, *, activation="swiglu", up_bias
             da = down[e] @ dout
             if activation in GATED:
                 of = GATED[activation]
-                dh = np.concatenate([derivative(of, gate) * value * da, of(gate) * da])
+                dgate = derivative(lambda g, v=value, of=of: of(g, v), gate)
+                dvalue = derivative(lambda v, g=gate, of=of: of(g, v), value)
+                dh = np.concatenate([dgate * da, dvalue * da])
             else:
                 dh = derivative(ACTIVATIONS[activation], h) * da
             db_up[e] += dh
