@@ -10,6 +10,11 @@ from ._grouped.ragged_dot import ragged_dot as ragged_dot
 from ._grouped.ragged_dot import ragged_dot_general as ragged_dot_general
 from ._grouped.segmented_mm import segmented_mm as segmented_mm
 from ._kernels.extension import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+from ._moe.moe_mlp import moe_mlp as moe_mlp
+from ._moe.permute import combine as combine
+from ._moe.permute import dispatch as dispatch
+from ._moe.routing import Routing as Routing
+from ._moe.routing import route as route
 from ._nvfp4.grouped_linear import NVFP4Recipe as NVFP4Recipe
 from ._nvfp4.grouped_linear import nvfp4_grouped_linear as nvfp4_grouped_linear
 from ._nvfp4.grouped_mm import nvfp4_grouped_mm as nvfp4_grouped_mm
@@ -27,14 +32,18 @@ __all__ = [
     "EXPORT_DISABLED_CHECKS",
     "NVFP4Recipe",
     "Quantized",
+    "Routing",
     "__version__",
     "checkpoints",
+    "combine",
     "cost",
     "dequantize",
+    "dispatch",
     "gather_mm",
     "gather_qmm",
     "grouped_mm",
     "grouped_qmm",
+    "moe_mlp",
     "nvfp4_grouped_linear",
     "nvfp4_grouped_mm",
     "nvfp4_grouped_wgrad",
@@ -44,6 +53,7 @@ __all__ = [
     "quantized_matmul",
     "ragged_dot",
     "ragged_dot_general",
+    "route",
     "segmented_mm",
 ]
 

@@ -68,7 +68,7 @@ inline xla::ffi::Error BindMetadata(const char* op, const MetadataAttrs& attrs,
 }
 
 // Check an mm: axes fit an int32, and metadata can name no row or weight that is not there.
-// (Segments are made in Python, which sees to that.)
+// Kernels look at segments themselves: ReadSegment.
 inline xla::ffi::Error CheckMm(const char* op, const Metadata& metadata, int64_t rows_x,
                                int64_t rows_y, int64_t groups, int64_t n, int64_t k) {
   JGG_RETURN_IF_ERROR(CheckSmall(op, {rows_x, rows_y, groups, n, k, metadata.count}, 0));

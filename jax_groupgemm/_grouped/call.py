@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._core import dtypes, segments
 from .._core.products import Mm, Product, Wgrad
@@ -103,6 +104,10 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
             "in_order": metadata.form.ordered_y,
         }
     }
+    if choice.config.get("sum_parts", 1) > 1:
+        assert epilogue.nothing
+        assert not lists
+        return _mm_in_parts(choice, x, w, metadata, product)
     if choice.kernel.name == "cpu":
         assert epilogue.nothing
         assert not lists
@@ -123,6 +128,26 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
     return _call("jgg_mm", x, w, rest, shape, product, flags, aliases)
+
+
+def _mm_in_parts(choice: choose.Choice, x, w, metadata: Metadata, product: Mm):
+    axis_x, axis_w = 0 if product.transpose_x else 1, 2 if product.transpose_w else 1
+
+    def run(begin: int, end: int):
+        a, b = (lax.slice_in_dim(v, begin, end, axis=i) for v, i in ((x, axis_x), (w, axis_w)))
+        problem = mm_problem("cuda", a, b, metadata, summed)
+        return mm(choose.configured(choice.kernel, problem), a, b, metadata, summed)
+
+    summed = product.replace(out_dtype=jnp.float32)
+    return sum_of_parts(run, x.shape[axis_x], choice, product)
+
+
+def sum_of_parts(run, k: int, choice: choose.Choice, product: Mm) -> jax.Array:
+    """Sums over parts of K, added up in float32: ``run(begin, end)`` is a product of some of it."""
+    step = -(-k // choice.config["sum_parts"])
+    step += -step % 512  # whole lines of 16 bytes, words and quantization groups
+    sums = [run(begin, min(begin + step, k)) for begin in range(0, k, step)]
+    return functools.reduce(jnp.add, sums).astype(product.out_dtype)
 
 
 def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad) -> problems.Wgrad:

@@ -16,16 +16,15 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import extension, tuned
+from .kernel import PLATFORMS, Choice, Kernel
 from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
-#: Kernels, and the platform that each runs on.
-PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
 #: Activations whose two operands are the halves of N.
 GATED = ("swiglu", "geglu")
 
@@ -51,60 +50,10 @@ _LISTS_UP_TO_ROWS = 64
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-
-
-# ---- kernels -----------------------------------------------------------------------------------
-
-
-_always = lambda problem: True
-_nothing = lambda problem: None
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A kernel of one operation.
-
-    Attributes:
-      name: as ``implementation=`` takes it.
-      target: its custom call.
-      can: ``can(problem)`` says why it cannot run the product, or None.
-      fuses: ``fuses(problem)`` says why it cannot run the product and its options in one call.
-      pays: ``pays(problem)`` tells whether it is faster than the kernels behind it.
-      fusing_pays: likewise of options in one call.
-      config: ``config(problem)`` has attributes of the call.
-      unseen: whether it is also chosen for GPUs that this process does not have.
-      only_named: whether it runs only where it is named.
-      needs: what ``can`` asks for, for tables.
-    """
-
-    name: str
-    target: str
-    can: Callable[[Any], str | None] = _nothing
-    fuses: Callable[[Any], str | None] = _nothing
-    pays: Callable[[Any], bool] = _always
-    fusing_pays: Callable[[Any], bool] = _always
-    config: Callable[[Any], Mapping[str, Any]] = lambda problem: {}
-    unseen: bool = False
-    only_named: bool = False
-    needs: str = ""
-
-    @property
-    def platform(self) -> str:
-        return PLATFORMS[self.name]
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The kernel that runs a problem, and how. ``named`` is what the user asked for, or None: then
-    a CUDA handler takes the best kernel of the GPU it runs on."""
-
-    kernel: Kernel
-    named: str | None
-    config: Mapping[str, Any]
-
-    @property
-    def target(self) -> str:
-        return self.kernel.target
+# K up to which one sum is as good as a result of this dtype deserves. Tensor cores cut sums off, by
+# 4.3e-9 of the products' absolute sum for each k; sums by FMA are rounded to nearest.
+_LONGEST_SUM = {"float32": 2**14, "float16": 2**15, "bfloat16": 2**17}
+_LONGEST_FMA_SUM = 2**16
 
 
 def choose(problem: Problem) -> Choice | None:
@@ -237,10 +186,23 @@ def _mm_sm90(p: Mm, **more) -> str | None:
     )  # fmt: skip
 
 
+def sum_parts(p: Mm | Qmm) -> int:
+    """In how many float32 parts a CUDA kernel makes the sums over K."""
+    if p.dtypes[0] == "float32" and not (isinstance(p, Mm) and p.tf32):
+        if isinstance(p, Mm) and mm_planes(p) > 1:  # those are summed apart, and promoted
+            return 1
+        return -(-p.k // _LONGEST_FMA_SUM)
+    return -(-p.k // _LONGEST_SUM[p.out_dtype])
+
+
+def _in_parts(p: Mm | Qmm) -> str | None:
+    return f"sums over K={p.k} are made in parts" if sum_parts(p) > 1 else None
+
+
 def _mm_fuses(p: Mm) -> str | None:
     if p.lists and p.implementation == "sm80":
         return "it takes no lists of rows"
-    if why := (lists_sm90(p) if p.lists else None) or _option_dtypes(p):
+    if why := (lists_sm90(p) if p.lists else None) or _option_dtypes(p) or _in_parts(p):
         return why
     if p.existing_dtype not in (None, p.out_dtype):
         return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"
@@ -276,7 +238,7 @@ def _mm_config(p: Mm) -> dict[str, Any]:
         dtypes = (*p.dtypes, p.out_dtype)
         mean = p.rows / p.segments
         tile = tuned.mm(dtypes, p.groups, p.k, p.n, mean, p.transpose_w, p.gated)
-    return {"planes": mm_planes(p), "tile": tile}
+    return {"planes": mm_planes(p), "tile": tile, "sum_parts": sum_parts(p)}
 
 
 def mm_planes(p: Mm) -> int:
@@ -405,8 +367,12 @@ def as_stored_sm90(p: Qmm) -> str | None:
     )  # fmt: skip
 
 
+def _qmm_config(p: Qmm, **more) -> dict[str, Any]:
+    return {"sum_parts": sum_parts(p)} | more
+
+
 def _qmm_fuses(p: Qmm) -> str | None:
-    return _option_dtypes(p) or ("an operand is empty" if p.empty else None)
+    return _option_dtypes(p) or ("an operand is empty" if p.empty else None) or _in_parts(p)
 
 
 # ---- NVFP4 -------------------------------------------------------------------------------------
@@ -465,16 +431,17 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "qmm": (
         Kernel(
-            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses, unseen=True,
+            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses, config=_qmm_config, unseen=True,
             needs="bfloat16 x, transpose_w; prepacked weights, or many rows",
         ),
         Kernel(
-            "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses, config=lambda p: {"x_ordered": True},
+            "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses,
+            config=functools.partial(_qmm_config, x_ordered=True),
             needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
-        Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, only_named=True),
-        Kernel("sm80", "jgg_qmm", fuses=_qmm_fuses, unseen=True),
+        Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),
+        Kernel("sm80", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, unseen=True),
     ),
     "nvfp4_grouped_mm": (
         Kernel(

@@ -22,7 +22,7 @@ from .._core import batching, check, costs, dtypes, primitive
 from .._core.products import Mm, Wgrad
 from .._core.segments import Metadata
 from .._grouped import primitives
-from .._grouped.call import NO_EPILOGUE, Epilogue
+from .._grouped.call import NO_EPILOGUE, Epilogue, sum_of_parts
 from .._grouped.fused import Fused
 from .._kernels import choose
 from . import call, convert, formats, prepack, reference
@@ -171,9 +171,32 @@ def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue 
     choice = choose.choose(problem) if epilogue.nothing else choose.fused(problem)
     if choice is None:
         return None
+    if choice.config.get("sum_parts", 1) > 1:
+        return _in_parts(choice, platform, x, prepack.unpacked(q), metadata, product)
     packed = choice.target == "jgg_qmm_packed"
     q = prepack.packed_for(q) if packed else prepack.unpacked(q)
     return call.qmm(choice, x, q, metadata, product, epilogue)
+
+
+def _in_parts(choice, platform, x, q: Quantized, metadata, product: Mm):
+    """:func:`called` with sums over parts of K, which are added up in float32."""
+    k, axis = x.shape[1], 2 if product.transpose_w else 1
+
+    def cut(leaf, begin: int, end: int):
+        """Some of K; a leaf has it in words or groups."""
+        size = leaf.shape[axis]
+        return lax.slice_in_dim(leaf, begin * size // k, end * size // k, axis=axis)
+
+    def run(begin: int, end: int):
+        leaves = {
+            name: cut(leaf, begin, end)
+            for name in ("weight", "scales", "biases")
+            if (leaf := getattr(q, name)) is not None
+        }
+        summed = product.replace(out_dtype=jnp.float32)
+        return called(platform, x[:, begin:end], dataclasses.replace(q, **leaves), metadata, summed)
+
+    return sum_of_parts(run, k, choice, product)
 
 
 def _lowering(platform, x, q: Quantized, metadata, product: Mm):

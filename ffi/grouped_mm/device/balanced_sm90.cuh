@@ -41,7 +41,7 @@ class BalancedSm90 : TilesSm90<kRows, kBlocks, kCluster, true> {
   __device__ void Read(int matrix) {
     if (matrix == gemm_.groups) return;
     if (gemm_.matrices) {
-      ahead_ = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, matrix);
+      ahead_ = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, matrix);
     } else {
       ahead_.length = gemm_.metadata.data[matrix];
     }

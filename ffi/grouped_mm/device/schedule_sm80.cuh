@@ -55,7 +55,8 @@ struct ScheduleMemory {
 };
 
 __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
-  return ReadSegment(gemm.metadata, static_cast<int>(gemm.rows_x), gemm.groups, index);
+  return ReadSegment(gemm.metadata, static_cast<int>(gemm.rows_x), static_cast<int>(gemm.rows_y),
+                     gemm.groups, index);
 }
 
 template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor>

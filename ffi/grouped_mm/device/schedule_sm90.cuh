@@ -95,7 +95,7 @@ __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
   constexpr int kPerLane = kMostRankedMatrices / 32;
   const int lane = threadIdx.x % 32, groups = gemm.groups;
   for (int i = threadIdx.x; i < groups; i += blockDim.x) {
-    ranked.segments[i] = ReadSegment(gemm.metadata, gemm.rows_x, groups, i);
+    ranked.segments[i] = ReadSegment(gemm.metadata, gemm.rows_x, gemm.rows_y, groups, i);
   }
   __syncthreads();
   // The warp that schedules looks for lengths that stand out, while the others rank.
@@ -240,7 +240,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
       const int weight = next_ / MatrixTiles();
       if (weight < gemm_.groups) {
         SetMatrix(work, next_ - weight * MatrixTiles(), weight,
-                  ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, weight));
+                  ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, weight));
       }
       next_ += stride_;
       return work;
@@ -294,7 +294,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
     } else {
       Segment segment{start, start, length, index - offset_};
       if (gemm_.metadata.kind != MetadataKind::kSizes) {
-        segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, index);
+        segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, index);
       }
       // Where groups have few rows, nothing but a tile is waited for: no divisions then.
       const int rows = length <= kRows ? length : TileRows(length);
@@ -411,7 +411,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
       for (int i = 0; i < kPerLane; ++i) {
         Segment segment{0, 0, 0, 0};
         if (begin + i < Count()) {
-          segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.groups, begin + i);
+          segment =
+              ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, begin + i);
         }
         starts_[i] = segment.y_start;
         lengths_[i] = segment.length;

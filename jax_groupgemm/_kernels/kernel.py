@@ -1,0 +1,60 @@
+"""A kernel of an operation, as ``choose`` weighs it, and the choice of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: Kernels, and the platform that each runs on.
+PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
+
+_always = lambda problem: True
+_nothing = lambda problem: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of one operation.
+
+    Attributes:
+      name: as ``implementation=`` takes it.
+      target: its custom call.
+      can: ``can(problem)`` says why it cannot run the product, or None.
+      fuses: ``fuses(problem)`` says why it cannot run the product and its options in one call.
+      pays: ``pays(problem)`` tells whether it is faster than the kernels behind it.
+      fusing_pays: likewise of options in one call.
+      config: ``config(problem)`` has attributes of the call.
+      unseen: whether it is also chosen for GPUs that this process does not have.
+      only_named: whether it runs only where it is named.
+      needs: what ``can`` asks for, for tables.
+    """
+
+    name: str
+    target: str
+    can: Callable[[Any], str | None] = _nothing
+    fuses: Callable[[Any], str | None] = _nothing
+    pays: Callable[[Any], bool] = _always
+    fusing_pays: Callable[[Any], bool] = _always
+    config: Callable[[Any], Mapping[str, Any]] = lambda problem: {}
+    unseen: bool = False
+    only_named: bool = False
+    needs: str = ""
+
+    @property
+    def platform(self) -> str:
+        return PLATFORMS[self.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The kernel that runs a problem, and how. ``named`` is what the user asked for, or None: then
+    a CUDA handler takes the best kernel of the GPU it runs on."""
+
+    kernel: Kernel
+    named: str | None
+    config: Mapping[str, Any]
+
+    @property
+    def target(self) -> str:
+        return self.kernel.target

@@ -1,0 +1,161 @@
+"""``dispatch`` and ``combine``: rows to their experts, and back. Each is the other's transpose.
+
+A permutation's transpose is a gather, so neither they nor their reverse mode scatter rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import check, dtypes
+from .._core.composed import Composed
+from .._core.operations import operation
+from .routing import Routing
+
+
+@operation
+def dispatch(x: ArrayLike, routing: Routing) -> jax.Array:
+    """``out[r] = x[order[r] // k]``; **rows are grouped** by expert.
+
+    Rows behind the last are zeros.
+
+    Args:
+      x: ``(T, D)``, a token each.
+      routing: of those tokens, from :func:`route`.
+
+    Returns:
+      ``(R, D)``, in x's dtype.
+
+    Raises:
+      ValueError: shapes do not fit.
+
+    Differentiable to any order in x; reverse mode adds each token's rows up in float32, as
+    :func:`combine` does.
+    """
+    op = "dispatch"
+    x = check.array(op, "x", x)
+    tokens = _checked(op, routing).place.shape[0]
+    check.shape(op, "x", x, (tokens, None), "T, D", f"because routing is of {tokens} tokens")
+    return _DISPATCH(x, routing)
+
+
+@operation
+def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None = None) -> jax.Array:
+    """``out[t] = sum_j expert_weight[t, j] * rows[place[t, j]]``; **rows are grouped** by expert.
+
+    Sums are float32 (float64 for float64), in the order of j, and rounded once. A pair that does
+    not exist adds nothing. Without weights, rows are added as they are.
+
+    Args:
+      rows: ``(R, D)``, sorted by expert.
+      routing: from :func:`route`.
+      expert_weight: ``(T, k)``, floats of any dtype.
+
+    Returns:
+      ``(T, D)``, in the dtype of rows.
+
+    Raises:
+      ValueError: shapes do not fit.
+
+    Differentiable to any order in rows and ``expert_weight``; reverse mode gathers.
+    """
+    op = "combine"
+    rows = check.array(op, "rows", rows)
+    place = _checked(op, routing).place
+    count = routing.order.shape[0]
+    check.shape(op, "rows", rows, (count, None), "R, D", f"because routing has {count} rows")
+    if expert_weight is not None:
+        expert_weight = check.array(op, "expert_weight", expert_weight)
+        why = f"because routing.place is {place.shape}"
+        check.shape(op, "expert_weight", expert_weight, place.shape, "T, k", why)
+    return combined(rows, routing, expert_weight)
+
+
+def combined(rows, routing: Routing, weight, dtype: DTypeLike | None = None) -> jax.Array:
+    """:func:`combine` of checked operands, with a result of another dtype."""
+    return _COMBINE(rows, routing, weight, dtype=jnp.dtype(rows.dtype if dtype is None else dtype))
+
+
+def _checked(op: str, routing) -> Routing:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"jgg.{op}: routing must be a jgg.Routing, got {check.describe(routing)}")
+    return routing
+
+
+# ---- what they mean --------------------------------------------------------------------------
+
+
+def _tokens_of(routing: Routing):
+    """The token of each row, 0 where it has none, and whether it has one."""
+    valid = routing.order >= 0
+    return jnp.where(valid, routing.order // routing.place.shape[1], 0), valid[:, None]
+
+
+def _dispatched(x, routing: Routing):
+    token, valid = _tokens_of(routing)
+    return jnp.where(valid, x[token], jnp.zeros((), x.dtype))
+
+
+def _sum_of_rows(rows, routing: Routing, weight, dtype):
+    """One gather for each j, so that the order of the sum is that of j, and no array has all."""
+    wide = dtypes.accumulator_dtype(rows.dtype)
+    tokens, k = routing.place.shape
+    out = jnp.zeros((tokens, rows.shape[1]), wide)
+    for j in range(k):
+        place = routing.place[:, j]
+        valid = (place >= 0)[:, None]
+        row = rows[jnp.where(valid[:, 0], place, 0)].astype(wide)
+        if weight is not None:
+            row = row * weight[:, j, None].astype(wide)
+        out = out + jnp.where(valid, row, 0)
+    return out.astype(dtype)
+
+
+# ---- reverse mode ------------------------------------------------------------------------------
+
+
+def _dispatch_forward(x, routing: Routing):
+    return _DISPATCH(x, routing), ()
+
+
+def _dispatch_backward(_, operands, cts):
+    (x, routing), (ct,) = operands, cts
+    return _sum_of_rows(ct, routing, None, x.dtype), None
+
+
+def _combine_forward(rows, routing: Routing, weight, *, dtype):
+    return _COMBINE(rows, routing, weight, dtype=dtype), ()
+
+
+def _combine_backward(_, operands, cts, *, dtype):
+    """All of a row's cotangent is its token's, and a weight's is a row's product with it."""
+    del dtype
+    (rows, routing, weight), (ct,) = operands, cts
+    token, valid = _tokens_of(routing)
+    ct = jnp.where(valid, ct[token], jnp.zeros((), ct.dtype))
+    if weight is None:
+        return ct.astype(rows.dtype), None, None
+    wide = dtypes.accumulator_dtype(rows.dtype)
+    of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)].astype(wide)[:, None]
+    ct = ct.astype(wide)
+    # A row that no token has may hold anything.
+    products = jnp.where(valid, ct * rows.astype(wide), 0).sum(1)
+    there = routing.place >= 0
+    dweight = jnp.where(there, products[jnp.where(there, routing.place, 0)], 0)
+    return (
+        jnp.where(valid, ct * of_row, 0).astype(rows.dtype), None, dweight.astype(weight.dtype),
+    )  # fmt: skip
+
+
+_no_kernel = lambda *_, **__: None
+_DISPATCH = Composed(
+    "jgg_dispatch", _dispatched, _no_kernel, vjp=(_dispatch_forward, _dispatch_backward)
+)
+_COMBINE = Composed(
+    "jgg_combine",
+    lambda rows, routing, weight, *, dtype: _sum_of_rows(rows, routing, weight, dtype),
+    _no_kernel,
+    vjp=(_combine_forward, _combine_backward),
+)
