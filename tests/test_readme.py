@@ -39,7 +39,7 @@ def test_every_operation_is_listed():
     for name in (
         "segmented_mm", "grouped_mm", "gather_mm", "ragged_dot", "ragged_dot_general",
         "grouped_qmm", "gather_qmm", "quantized_matmul",
-        "nvfp4_grouped_linear", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad",
+        "nvfp4_grouped_linear", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "moe_mlp", "route",
     ):  # fmt: skip
         assert f"| `{name}(" in README
         assert hasattr(jgg, name)

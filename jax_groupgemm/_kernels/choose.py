@@ -460,6 +460,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
         ),
     ),
+    "route": (), "dispatch": (), "combine": (),
     **{
         op: (Kernel("sm80", f"jgg_{op}", _converts, unseen=True),)
         for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")

@@ -84,6 +84,11 @@ SAMPLES: dict[str, Sample] = {
         _sample_nvfp4("nvfp4_grouped_wgrad", _sample_wgrad), ("float32",), "composed"
     ),
     "nvfp4_grouped_linear": Sample(_NVFP4_MM, ("float32", "bfloat16"), "composed"),
+    "moe_mlp": Sample(_sample_mm, (*choose.FLOATS, "float64"), "composed"),
+    **{
+        op: Sample(_sample_conversion(op), otherwise="composed")
+        for op in ("route", "dispatch", "combine")
+    },
     **{
         op: Sample(_sample_conversion(op))
         for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")

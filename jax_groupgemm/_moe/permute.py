@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, dtypes
+from .._core import check, costs, dtypes
 from .._core.composed import Composed
 from .._core.operations import operation
 from .routing import Routing
@@ -151,11 +151,13 @@ def _combine_backward(_, operands, cts, *, dtype):
 
 _no_kernel = lambda *_, **__: None
 _DISPATCH = Composed(
-    "jgg_dispatch", _dispatched, _no_kernel, vjp=(_dispatch_forward, _dispatch_backward)
-)
+    "jgg_dispatch", _dispatched, _no_kernel, cost=costs.conversion,
+    vjp=(_dispatch_forward, _dispatch_backward),
+)  # fmt: skip
 _COMBINE = Composed(
     "jgg_combine",
     lambda rows, routing, weight, *, dtype: _sum_of_rows(rows, routing, weight, dtype),
     _no_kernel,
+    cost=costs.conversion,
     vjp=(_combine_forward, _combine_backward),
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import check
+from .._core import check, segments
 from .._core.operations import operation
 from .._core.types import Integers
 from .._grouped import fused
@@ -93,17 +93,14 @@ def route(
 
 def _local(op: str, index, offset, experts: int) -> jax.Array:
     """The experts as int32 in [0, E), and E for those that are not here."""
-    if offset is not None:
-        offset = check.integers(op, "expert_offset", offset)
-        if offset.shape not in ((), (1,)):
-            raise ValueError(
-                f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)"
-            )
-        offset = offset.reshape(())
-        # Compared before it is subtracted, which might wrap.
-        wide = jnp.promote_types(jnp.promote_types(index.dtype, offset.dtype), jnp.int32)
-        index, offset = index.astype(wide), offset.astype(wide)
-        here = (index >= offset) & (index - jnp.where(index >= offset, offset, index) < experts)
-        return jnp.where(here, index - offset, experts).astype(jnp.int32)
-    here = (index >= 0) & (index < experts)
-    return jnp.where(here, index, 0).astype(jnp.int32) + jnp.where(here, 0, jnp.int32(experts))
+    if offset is None:
+        offset = jnp.int32(0)
+    offset = check.integers(op, "expert_offset", offset)
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)")
+    narrow = lambda a: segments._int32(a, 2**31 - 1)
+    first, expert = narrow(offset.reshape(())), narrow(index)
+    # Their difference may be as large as a uint32. What an int32 does not hold is no expert's.
+    local = expert.astype(jnp.uint32) - first.astype(jnp.uint32)
+    here = (expert >= first) & (local < experts) & (expert.astype(index.dtype) == index)
+    return jnp.where(here, local.astype(jnp.int32), experts)

@@ -1,0 +1,270 @@
+"""``moe_mlp`` against float64 numpy: values, every gradient, every transformation."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import oracle
+import pytest
+
+import jax_groupgemm as jgg
+
+pytestmark = pytest.mark.default_device
+
+T, K, E, D, F = 19, 2, 4, 13, 11
+
+
+def problem(rng, *, tokens=T, k=K, experts=E, d=D, f=F, gated=True, dtype="float32"):
+    x = oracle.random(rng, (tokens, d), dtype)
+    up = oracle.random(rng, (experts, d, f * (2 if gated else 1)), dtype) / d**0.5
+    down = oracle.random(rng, (experts, f, d), dtype) / f**0.5
+    index = jnp.asarray(rng.integers(-1, experts + 1, (tokens, k)), jnp.int32)
+    return x, up.astype(dtype), down.astype(dtype), index, oracle.random(rng, (tokens, k))
+
+
+def check(args, rng, tolerance=None, **options):
+    """Values and gradients."""
+    x, up, down, index, weight = args
+    names = [n for n in ("up_bias", "down_bias") if n in options]
+    biases = [options.pop(n) for n in names]
+    transposed = options.get("transpose_w", False)
+
+    def f(x, up, down, weight, *biases):
+        given = dict(zip(names, biases, strict=True))
+        return jgg.moe_mlp(x, up, down, index, weight, **given, **options)
+
+    ct = oracle.random(rng, x.shape, x.dtype)
+    given = (x, up, down, weight, *biases)
+    got, pull = jax.vjp(jax.jit(f), *given)
+    swapped = (lambda w: w.swapaxes(1, 2)) if transposed else (lambda w: w)
+    y, grads = moe_oracle.moe_mlp(
+        x, swapped(up), swapped(down), index, weight, oracle.f64(ct),
+        activation=options.get("activation", "swiglu"), **dict(zip(names, biases, strict=True)),
+        offset=options.get("expert_offset", 0),
+    )  # fmt: skip
+    assert got.dtype == x.dtype
+    oracle.assert_close(got, y, tolerance=tolerance)
+    wanted = [
+        *grads[:4],
+        *(grads[4 + i] for i, n in enumerate(("up_bias", "down_bias")) if n in names),
+    ]
+    wanted[1], wanted[2] = swapped(wanted[1]), swapped(wanted[2])
+    for value, grad, want in zip(given, pull(ct), wanted, strict=True):
+        assert grad.dtype == value.dtype
+        oracle.assert_close(grad, want, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("activation", [*moe_oracle.ACTIVATIONS, *moe_oracle.GATED])
+def test_activations(rng, activation):
+    check(problem(rng, gated=activation in moe_oracle.GATED), rng, activation=activation)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("experts", [1, E])
+def test_top_k(rng, experts, k):
+    check(problem(rng, experts=experts, k=k), rng)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_biases_and_layouts(rng, transpose_w):
+    x, up, down, *rest = problem(rng)
+    biases = {
+        "up_bias": oracle.random(rng, (E, 2 * F)), "down_bias": oracle.random(rng, (E, D))
+    }  # fmt: skip
+    if transpose_w:
+        up, down = up.swapaxes(1, 2), down.swapaxes(1, 2)
+    check((x, up, down, *rest), rng, transpose_w=transpose_w, **biases)
+
+
+def test_halves(rng):
+    """Every rounding is of 2^-8: of h, the activation, y's rows and the result."""
+    check(problem(rng, dtype="bfloat16"), rng, tolerance=0.03)
+
+
+def test_every_pattern_of_experts(rng):
+    """Experts with and without tokens; one with all of them."""
+    x, up, down, _, weight = problem(rng, experts=5, tokens=6)
+    run = jax.jit(jgg.moe_mlp)
+    for used in itertools.chain.from_iterable(
+        itertools.combinations(range(5), count) for count in range(6)
+    ):
+        choices = np.array(used or (-1,))
+        index = choices[rng.integers(0, len(choices), (6, K))].astype(np.int32)
+        got = run(x, up, down, index, weight)
+        oracle.assert_close(got, moe_oracle.moe_mlp(x, up, down, index, weight))
+
+
+def test_offset(rng):
+    x, up, down, index, weight = problem(rng)
+    check((x, up, down, index + 7, weight), rng, expert_offset=7)
+
+
+def test_leading_axes_and_dtypes(rng):
+    x, up, down, index, weight = problem(rng, tokens=12, dtype="bfloat16")
+    split = lambda a: a.reshape(3, 4, *a.shape[1:])
+    got = jgg.moe_mlp(split(x), up, down, split(index), split(weight))
+    np.testing.assert_array_equal(got.reshape(12, D), jgg.moe_mlp(x, up, down, index, weight))
+    assert got.dtype == jnp.bfloat16  # a float32 weight widens nothing
+    wide = jgg.moe_mlp(x, up, down, index, weight, preferred_element_type="float32")
+    assert wide.dtype == jnp.float32
+    one = jgg.moe_mlp(x[0], up, down, index[0], weight[0])
+    np.testing.assert_array_equal(one, got[0, 0])
+
+
+def test_nothing_to_do(rng):
+    x, up, down, index, weight = problem(rng)
+    assert jgg.moe_mlp(x[:0], up, down, index[:0], weight[:0]).shape == (0, D)
+    nothing = jgg.moe_mlp(x, up, down, jnp.full_like(index, -1), weight)
+    assert not np.asarray(nothing).any()
+
+
+def test_nan_stays_in_the_tokens_that_meet_it(rng):
+    x, up, down, index, weight = problem(rng)
+    index = index.at[4].set(E)  # a token that meets no expert
+    met = (np.asarray(index) == 2).any(1) | (np.arange(T) == 7)
+    assert met.any()
+    assert not met.all()
+    up, x = up.at[2].set(jnp.nan), x.at[jnp.array([4, 7])].set(jnp.nan)
+    met[7] = ((index[7] >= 0) & (index[7] < E)).any()
+    got = jax.jit(jgg.moe_mlp)(x, up, down, index, weight)
+    np.testing.assert_array_equal(np.isnan(np.asarray(got)).any(1), met)
+
+
+def test_max_rows(rng):
+    """Where there is room, nothing changes; where there is none, everything says so."""
+    args = problem(rng)
+    x, up, down, index, weight = args
+    pairs = int(((index >= 0) & (index < E)).sum())
+    f = jax.jit(jgg.moe_mlp, static_argnames="max_rows")
+    np.testing.assert_array_equal(f(*args, max_rows=pairs), f(*args))
+    assert np.isnan(f(*args, max_rows=pairs - 1)).all()
+    grad = jax.grad(lambda x: jgg.moe_mlp(x, up, down, index, weight, max_rows=pairs - 1).sum())(x)
+    assert np.isnan(grad).any()
+    assert jgg.route(index, E, max_rows=pairs - 1).overflow == 1
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "affine"])
+def test_quantized(rng, mode):
+    x, up, down, index, weight = problem(rng, d=64, f=32, dtype="bfloat16")
+    size = 16 if mode == "nvfp4" else 32
+    q_up, q_down = (jgg.quantize(w.swapaxes(1, 2), mode=mode, group_size=size) for w in (up, down))
+    plain = [jgg.dequantize(q, dtype="bfloat16").swapaxes(1, 2) for q in (q_up, q_down)]
+    f = lambda x, up, down: jgg.moe_mlp(x, up, down, index, weight).astype("float32")
+    oracle.assert_close(f(x, q_up, q_down), f(x, *plain), tolerance=0.02)
+    loss = lambda x, up, down: (f(x, up, down) ** 2).sum()
+    oracle.assert_close(jax.grad(loss)(x, q_up, q_down), jax.grad(loss)(x, *plain), tolerance=0.03)
+
+
+def test_recipe(rng):
+    x, up, down, index, weight = problem(rng, tokens=64, d=64, f=32, dtype="bfloat16")
+    recipe = jgg.NVFP4Recipe(stochastic_rounding=False, hadamard=False)
+    f = lambda x, **options: jgg.moe_mlp(x, up, down, index, weight, **options).astype("float32")
+    plain, got = f(x), f(x, recipe=recipe)
+    error = np.linalg.norm(got - plain) / np.linalg.norm(plain)
+    assert 1e-3 < error < 0.3
+    assert np.isfinite(
+        jax.grad(lambda x: f(x, recipe=recipe, key=jax.random.key(0)).sum())(x)
+    ).all()
+
+
+def loss(args, index):
+    x, up, down, weight = args
+    return jnp.sin(jgg.moe_mlp(x, up, down, index, weight)).sum()
+
+
+def dense(args, index):
+    """The same of every expert and token, for JAX to differentiate as often as it likes."""
+    x, up, down, weight = args
+    h = jnp.einsum("td,edf->etf", x, up, precision="highest")
+    a = jax.nn.silu(h[..., :F]) * h[..., F:]
+    y = jnp.einsum("etf,efd->etd", a, down, precision="highest")
+    share = (jax.nn.one_hot(index, E) * weight[..., None]).sum(1)
+    return jnp.sin(jnp.einsum("te,etd->td", share, y, precision="highest")).sum()
+
+
+def test_forward_mode_and_second_order(rng):
+    x, up, down, index, weight = problem(rng)
+    args = (x, up, down, weight)
+    tangents = jax.tree.map(lambda a: oracle.random(rng, a.shape), args)
+    for f in (loss, jax.grad(loss)):
+        reference = dense if f is loss else jax.grad(dense)
+        got = jax.jit(lambda a, f=f: jax.jvp(lambda a: f(a, index), (a,), (tangents,)))(args)
+        want = jax.jvp(lambda a, r=reference: r(a, index), (args,), (tangents,))
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("mapped", [(0,), (3,), (1, 2), (0, 1, 2, 3)])
+def test_vmap(rng, mapped):
+    x, up, down, index, weight = problem(rng)
+    args = [x, up, down, weight]
+    batch = [jnp.stack([a, a[::-1] / 2]) if i in mapped else a for i, a in enumerate(args)]
+    axes = [0 if i in mapped else None for i in range(4)]
+    f = lambda *args: loss(args, index)
+    got = jax.jit(jax.vmap(jax.value_and_grad(f, mapped), axes))(*batch)
+    for b in range(2):
+        one = [a[b] if i in mapped else a for i, a in enumerate(batch)]
+        want = jax.value_and_grad(f, mapped)(*one)
+        for have, value in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(have[b], value, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_in_a_scan_with_checkpoints(rng):
+    x, up, down, index, weight = problem(rng)
+    layers = jnp.arange(3.0)
+
+    @jax.checkpoint
+    def layer(x, scale):
+        return x + scale * jgg.moe_mlp(x, up, down, index, weight), None
+
+    def scanned(x):
+        return jnp.sin(jax.lax.scan(layer, x, layers)[0]).sum()
+
+    def unrolled(x):
+        for scale in layers:
+            x = x + scale * jgg.moe_mlp(x, up, down, index, weight)
+        return jnp.sin(x).sum()
+
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(scanned))(x), jax.grad(unrolled)(x), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_export(rng):
+    args = problem(rng)
+    f = jax.jit(jgg.moe_mlp)
+    exported = jax.export.export(f, disabled_checks=jgg.EXPORT_DISABLED_CHECKS)(*args)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(*args), f(*args))
+
+
+def test_no_rows_are_scattered(rng):
+    x, up, down, index, weight = problem(rng)
+    text = jax.jit(jax.grad(loss)).lower((x, up, down, weight), index).as_text()
+    scattered = [line for line in text.splitlines() if "stablehlo.scatter" in line]
+    assert all(f"x{D}xf32" not in line and f"x{F}xf32" not in line for line in scattered)
+
+
+def test_errors(rng):
+    x, up, down, index, weight = problem(rng)
+    run = functools.partial(jgg.moe_mlp, x)
+    q = jgg.quantize(jnp.zeros((E, D, 64)))
+    cases = [
+        (lambda: run(up, down, index[1:], weight), "expert_index has shape (18, 2)"),
+        (lambda: run(up, down, index, weight[:, :1]), "because expert_index is (19, 2)"),
+        (lambda: run(up.swapaxes(1, 2), down, index, weight), "Pass transpose_w=True"),
+        (lambda: run(up, down[:, 1:], index, weight), "because up is (4, 13, 22)"),
+        (lambda: run(up[..., 1:], down, index, weight), "two halves"),
+        (lambda: run(up, down, index, weight, activation="swish"), "is not one of 'silu'"),
+        (lambda: run(up, down, index, weight, up_bias=weight), "up_bias has shape"),
+        (lambda: run(up, q, index, weight), "up and down must both be a jgg.Quantized"),
+        (lambda: run(up, down, index, index), "expert_weight must hold floats"),
+    ]
+    for call, message in cases:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        assert message in str(caught.value), str(caught.value)
+        assert str(caught.value).startswith("jgg.moe_mlp: ")
