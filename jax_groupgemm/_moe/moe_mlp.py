@@ -163,7 +163,7 @@ class _Layer:
         names = {False: ("E, D, 2F", "E, F, D"), True: ("E, 2F, D", "E, D, F")}[transpose_w]
         remedy = f"Pass transpose_w={not transpose_w} if they are stored the other way."
         axis_d, axis_f = (2, 1) if transpose_w else (1, 2)
-        expected = [None, None, None]
+        expected: list[int | None] = [None, None, None]
         expected[axis_d] = d
         why = f"because x is {x.shape}. {remedy}"
         check.shape(
@@ -177,16 +177,13 @@ class _Layer:
             )
         shape = (up.shape[0], d, f) if transpose_w else (up.shape[0], f, d)
         check.shape(op, "down", down, shape, names[1], f"because up is {up.shape}. {remedy}")
-        biases = []
-        for name, bias, n in (("up_bias", up_bias, f * parts), ("down_bias", down_bias, d)):
-            if bias is not None:
-                bias = check.array(op, name, bias)
-                check.shape(op, name, bias, (up.shape[0], n), "E, N", f"because up is {up.shape}")
-            biases.append(bias)
-        dtype = x.dtype if quantized else dtypes.promoted(x.dtype, up.dtype)
+        up_bias = _bias(op, "up_bias", up_bias, up, f * parts)
+        down_bias = _bias(op, "down_bias", down_bias, up, d)
+        dtype = x.dtype if isinstance(up, Quantized) else dtypes.promoted(x.dtype, up.dtype)
         return cls(
-            up.shape[0], up, down, *biases, activation, jnp.dtype(dtype), transpose_w, recipe
-        )
+            up.shape[0], up, down, up_bias, down_bias, activation, jnp.dtype(dtype), transpose_w,
+            recipe,
+        )  # fmt: skip
 
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
@@ -207,3 +204,11 @@ class _Layer:
         return product(
             rows, w, sizes, transpose_w=self.transpose_w, implementation=implementation, **same
         )
+
+
+def _bias(op: str, name: str, bias, up, n: int):
+    if bias is None:
+        return None
+    bias = check.array(op, name, bias)
+    check.shape(op, name, bias, (up.shape[0], n), "E, N", f"because up is {up.shape}")
+    return bias
