@@ -163,8 +163,8 @@ def test_info_of_a_hopper_gpu(monkeypatch):
     assert runs("grouped_qmm") == {"float32": "sm80", "bfloat16": "sm90", "float16": "sm80"}
     others = ops["grouped_qmm"]["float16"]["others"]
     assert others["sm90"].startswith("repacks a weight from 1024 rows per matrix on")
-    assert others["sm100"] == "there is no jgg_qmm for sm100"
-    assert others["cpu"] == "there is no jgg_qmm for cpu"
+    assert others["sm100"] == "there is no kernel jgg_qmm for sm100"
+    assert others["cpu"] == "there is no kernel jgg_qmm for cpu"
 
 
 def test_info_survives_a_broken_installation(monkeypatch):

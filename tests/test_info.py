@@ -66,6 +66,6 @@ def test_reasons(monkeypatch):
     ops = collect(monkeypatch, 90)["ops"]
     others = ops["nvfp4_grouped_mm"]["bfloat16"]["others"]
     assert others["sm100"] == "it needs compute capability 10.0, this GPU has 9.0"
-    assert others["sm80"] == "there is no jgg_nvfp4_grouped_mm for sm80"
-    assert others["cpu"] == "there is no jgg_nvfp4_grouped_mm for cpu"
+    assert others["sm80"] == "there is no kernel jgg_nvfp4_grouped_mm for sm80"
+    assert others["cpu"] == "there is no kernel jgg_nvfp4_grouped_mm for cpu"
     assert ops["grouped_mm"]["float32"]["others"]["sm80"].startswith("only on request")

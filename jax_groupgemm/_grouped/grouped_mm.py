@@ -129,7 +129,8 @@ def epilogue(op: str, product: Mm, x, w, bias, activation, row_scale,
     if existing_out is not None:
         existing_out = check.array(op, "existing_out", existing_out)
         check.shape(
-            op, "existing_out", existing_out, (t, columns), "T, N", "the result's shape"
+            op, "existing_out", existing_out, (t, columns), "T, N",
+            "because the result has this shape",
         )  # fmt: skip
         check.holds(op, "existing_out", existing_out, dtype)
     return Epilogue(bias, activation, row_scale, existing_out)

@@ -139,7 +139,7 @@ def missing(name: str, op: str) -> str | None:
         return None
     platform = PLATFORMS[name]
     targets = {kernel.target for kernel in KERNELS[op] if kernel.platform == platform}
-    return f"there is no jgg_{op} for {name if targets else platform}"
+    return f"there is no kernel jgg_{op} for {name if targets else platform}"
 
 
 def _out_of_reach(kernel: Kernel) -> bool:

@@ -44,7 +44,7 @@ class NVFP4Recipe:
 
     Raises:
       ValueError: high_precision names another product.
-      TypeError: a switch is not a bool, or high_precision is no tuple.
+      TypeError: a switch is not a bool, or high_precision holds no names.
     """
 
     scale_2d: bool = True

@@ -181,7 +181,8 @@ def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
 
 def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
     value = check.array(op, "existing_out", value)
-    check.shape(op, "existing_out", value, shape, "G, N, K", "the result's shape")
+    why = "because the result has this shape"
+    check.shape(op, "existing_out", value, shape, "G, N, K", why)
     check.dtype(op, "existing_out", value.dtype, ("float32",))
     return value
 

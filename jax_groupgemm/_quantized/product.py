@@ -47,25 +47,17 @@ def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None
     for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
         if dtype is not None:
             check.dtype(op, name, jnp.dtype(dtype), formats.FLOATS)
-    shape, k = w.weight.shape, x.shape[-1]
-    if w.layout != "linear":  # as if it were
-        shape = (*w.shape[:-1], w.shape[-1] * w.bits // 32)
+    shape, k = w.shape, x.shape[-1]
     lead = {2: "", 3: "G, "}.get(rank or len(shape), "B..., ")
-    letters = f"({lead}N, K*bits/32)" if transpose_w else f"({lead}K, N*bits/32)"
+    letters = f"({lead}N, K)" if transpose_w else f"({lead}K, N)"
     if len(shape) < 2 or len(shape) != (rank or len(shape)):
         raise ValueError(f"jgg.{op}: w has shape {shape}, expected {letters}")
-    if transpose_w and k % w.group_size:
-        raise ValueError(
-            f"jgg.{op}: x has shape {x.shape}, expected K, its last axis, to be a multiple of "
-            f"w.group_size={w.group_size}"
-        )
-    expected = (*shape[:-1], k * w.bits // 32) if transpose_w else (*shape[:-2], k, shape[-1])
+    expected = (*shape[:-1], k) if transpose_w else (*shape[:-2], k, shape[-1])
     if shape != expected:
-        bits = f" and bits={w.bits}" if transpose_w else ""
         other = f"({lead}K, N)" if transpose_w else f"({lead}N, K)"
         raise ValueError(
             f"jgg.{op}: w has shape {shape}, expected {letters} = {expected} because x is "
-            f"{x.shape}{bits}. Pass transpose_w={not transpose_w} if w is {other}."
+            f"{x.shape}. Pass transpose_w={not transpose_w} if w is {other}."
         )
     scale, batch = w.global_scale, shape[:-2]
     if scale is not None and scale.ndim > len(batch) and not transpose_w:

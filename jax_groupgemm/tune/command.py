@@ -126,9 +126,12 @@ def line(case: Case, result: Result) -> str:
 
 def layer(text: str) -> Layer:
     """``G,K,N[,TOP_K]``"""
-    numbers = [int(part) for part in text.split(",")]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
     if len(numbers) not in (3, 4) or min(numbers) < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not G,K,N[,TOP_K], whole numbers from 1 on")
     groups, k, n, top_k = [*numbers, 1][:4]
     return Layer("", groups, k, n, top_k)
 

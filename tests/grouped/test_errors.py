@@ -50,8 +50,8 @@ CASES = [
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, activation="selu"), ValueError,
-        "jgg.grouped_mm: activation='selu' is not one of None, 'silu', 'gelu', 'relu', 'tanh', "
-        "'swiglu', 'geglu'",
+        "jgg.grouped_mm: activation='selu' is not one of None, 'silu', 'gelu', 'gelu_erf', 'relu', "
+        "'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', 'swiglu_oai'",
     ),
     (
         lambda: jgg.grouped_mm(X, W[..., :3], S, activation="swiglu"), ValueError,

@@ -178,7 +178,7 @@ def test_a_blackwell_gpu_takes_it(rng, monkeypatch):
 def test_other_operations_have_no_such_kernel(monkeypatch):
     x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 16), jnp.bfloat16)
     f = lambda x, w: jgg.grouped_mm(x, w, np.array([3, 4]), implementation="sm100")
-    with pytest.raises(ValueError, match="'sm100' cannot run: there is no jgg_mm for sm100"):
+    with pytest.raises(ValueError, match="'sm100' cannot run: there is no kernel jgg_mm for sm100"):
         lowered(f, x, w)
     live(monkeypatch, 100)
     f = lambda x, w: jgg.grouped_mm(x, w, np.array([3, 4]))

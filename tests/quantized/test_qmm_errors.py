@@ -29,32 +29,32 @@ W = like(3, 8, 64)
 ERRORS = [
     (
         lambda: jgg.gather_qmm(jnp.ones((32, 512)), like(8, 512, 480)), ValueError,
-        "jgg.gather_qmm: w has shape (8, 512, 60), expected (G, N, K*bits/32) = (8, 512, 64) "
-        "because x is (32, 512) and bits=4. Pass transpose_w=False if w is (G, K, N).",
+        "jgg.gather_qmm: w has shape (8, 512, 480), expected (G, N, K) = (8, 512, 512) "
+        "because x is (32, 512). Pass transpose_w=False if w is (G, K, N).",
     ),
     (
         lambda: jgg.grouped_qmm(X, W, S, transpose_w=False), ValueError,
-        "jgg.grouped_qmm: w has shape (3, 8, 8), expected (G, K, N*bits/32) = (3, 64, 8) because "
+        "jgg.grouped_qmm: w has shape (3, 8, 64), expected (G, K, N) = (3, 64, 64) because "
         "x is (16, 64). Pass transpose_w=True if w is (G, N, K).",
     ),
     (
         lambda: jgg.quantized_matmul(X, like(8, 32)), ValueError,
-        "jgg.quantized_matmul: w has shape (8, 4), expected (N, K*bits/32) = (8, 8) because x is "
-        "(16, 64) and bits=4. Pass transpose_w=False if w is (K, N).",
+        "jgg.quantized_matmul: w has shape (8, 32), expected (N, K) = (8, 64) because x is "
+        "(16, 64). Pass transpose_w=False if w is (K, N).",
     ),
     (
         lambda: jgg.gather_qmm(X, like(2, 3, 8, 32)), ValueError,
-        "jgg.gather_qmm: w has shape (2, 3, 8, 4), expected (B..., N, K*bits/32) = (2, 3, 8, 8) "
-        "because x is (16, 64) and bits=4. Pass transpose_w=False if w is (B..., K, N).",
+        "jgg.gather_qmm: w has shape (2, 3, 8, 32), expected (B..., N, K) = (2, 3, 8, 64) "
+        "because x is (16, 64). Pass transpose_w=False if w is (B..., K, N).",
     ),
     (
         lambda: jgg.grouped_qmm(X[:, :50], W, S), ValueError,
-        "jgg.grouped_qmm: x has shape (16, 50), expected K, its last axis, to be a multiple of "
-        "w.group_size=32",
+        "jgg.grouped_qmm: w has shape (3, 8, 64), expected (G, N, K) = (3, 8, 50) because x is "
+        "(16, 50). Pass transpose_w=False if w is (G, K, N).",
     ),
     (
         lambda: jgg.grouped_qmm(X, like(8, 64), S), ValueError,
-        "jgg.grouped_qmm: w has shape (8, 8), expected (G, N, K*bits/32)",
+        "jgg.grouped_qmm: w has shape (8, 64), expected (G, N, K)",
     ),
     (
         lambda: jgg.grouped_qmm(X[0], W, S), ValueError,

@@ -24,10 +24,10 @@ def test_lowering_without_a_kernel(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(choose.KERNELS, "qmm", ())
         assert "custom_call @jgg" not in cuda_text(lambda x, q: jgg.grouped_qmm(x, q, SIZES), x, q)
-        reason = "'sm80' cannot run: there is no jgg_qmm for cuda"
+        reason = "'sm80' cannot run: there is no kernel jgg_qmm for cuda"
         with pytest.raises(ValueError, match=reason):
             cuda_text(lambda x: jgg.grouped_qmm(x, q, SIZES, implementation="sm80"), x)
-    with pytest.raises(ValueError, match="'cpu' cannot run: there is no jgg_qmm for cpu"):
+    with pytest.raises(ValueError, match="'cpu' cannot run: there is no kernel jgg_qmm for cpu"):
         jax.jit(lambda x: jgg.grouped_qmm(x, q, SIZES, implementation="cpu")).trace(x).lower(
             lowering_platforms=("cpu",)
         )

@@ -255,7 +255,7 @@ def test_lists():
 def test_shapes_that_are_none(shape, capsys):
     with pytest.raises(SystemExit):
         tune.arguments(["--shapes", shape])
-    assert f"invalid layer value: '{shape}'" in capsys.readouterr().err
+    assert f"'{shape}' is not G,K,N[,TOP_K], whole numbers from 1 on" in capsys.readouterr().err
 
 
 def test_dry_run(capsys):
