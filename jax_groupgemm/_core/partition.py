@@ -289,10 +289,13 @@ def _explicit_plan(call: Call, mesh, types, allowed) -> _Plan:
 
 
 def _by_device(function, mesh, operands, in_specs, out_spec):
+    # Outside of any program, an operand of no mesh goes to devices, which a type's mesh has none of.
+    placed = [a.sharding for a in operands if not isinstance(a, jax.core.Tracer)]
+    devices = next((of.mesh for of in placed if isinstance(of, NamedSharding)), mesh)
     operands = [
         v
         if _same(jax.typeof(v).sharding.spec, spec, v.ndim)
-        else jax.sharding.reshard(v, NamedSharding(mesh, spec))
+        else jax.sharding.reshard(v, NamedSharding(devices, spec))
         for v, spec in zip(operands, in_specs, strict=True)
     ]
     axes = set(mesh.explicit_axes)

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding
@@ -258,8 +259,7 @@ def _planned(config: bytes, shapes, shardings, result_sharding=None):
     call, given = _read(config)
     operands = [jax.ShapeDtypeStruct(s.dimensions(), s.numpy_dtype()) for s in shapes]
     devices = _devices(given, shardings[-1])
-    if given["mesh"] is not None:
-        operands = operands[:-1]
+    operands = _own(call, operands)
     words = call.letters(operands)
     out = call.out_shape(operands)
     all_shapes = [*(v.shape for v in operands[: len(words) - 1]), out]
@@ -279,8 +279,7 @@ def _partition(shapes, shardings, result, result_sharding, config: bytes):
         wanted.append(shardings[-1])
 
     def run(*operands):
-        operands = operands[: plan.call.tree.num_leaves]
-        return plan.per_device(PER_DEVICE[plan.call.name], *operands)
+        return plan.per_device(PER_DEVICE[plan.call.name], *_own(plan.call, operands))
 
     parts = [
         jax.ShapeDtypeStruct(sharding.tile(s).dimensions(), s.numpy_dtype())
@@ -355,11 +354,9 @@ def may_be_partitioned(ctx) -> bool:
 
 def _divisible(context) -> int:
     """Among how many devices XLA may divide operands."""
-    if not isinstance(context, mlir.SPMDAxisContext):
-        return getattr(context, "num_devices", 1)
-    if not jax.config.jax_use_shardy_partitioner:
-        return 1  # what GSPMD asks us to infer would have to say what is mapped
-    return math.prod(size for _, size in _left(context))
+    if isinstance(context, mlir.SPMDAxisContext):
+        return math.prod(size for _, size in _left(context))
+    return getattr(context, "num_devices", 1)
 
 
 def _left(context) -> list[tuple[str, int]]:
@@ -369,12 +366,12 @@ def _left(context) -> list[tuple[str, int]]:
 
 
 def _whole(*operands, call: Call, **_):
-    leaves = operands[: call.tree.num_leaves]
-    return PER_DEVICE[call.name](*call.tree.unflatten(leaves), call.product)
+    return PER_DEVICE[call.name](*call.tree.unflatten(_own(call, operands)), call.product)
 
 
-def _abstract(*types, call: Call, out_aval: Callable, **_):
-    return out_aval(call.out_shape(types), call.product.out_dtype, types)
+def _own(call: Call, operands):
+    """Those of the product, without the one that shows the order of devices."""
+    return operands[: call.tree.num_leaves]
 
 
 def _call_lowering(platform: str, ctx, *values, call: Call, devices: int, mesh, **_):
@@ -391,33 +388,36 @@ def _call_lowering(platform: str, ctx, *values, call: Call, devices: int, mesh, 
 def _rule(call: Call, types) -> str:
     """Which axes of operands and result are the same factor, as Shardy writes it. A letter of
     several sizes is a factor of the smallest: of an axis in quantization groups, their number."""
-    *operands, out = map(list, call.letters(types))
-    others = [
-        [f"m{i}_{j}" for j in range(t.ndim)] for i, t in enumerate(types[len(operands) :])
+    own = _own(call, types)
+    *operands, out = map(list, call.letters(own))
+    metadata = [
+        [f"m{i}_{j}" for j in range(t.ndim)] for i, t in enumerate(own[len(operands) :])
     ]
+    anchor = [["anchor"]] * (len(types) - len(own))
+    given = [*operands, *metadata, *anchor]
     sizes: dict[str, int] = {}
-    for names, t in zip([*operands, *others], types, strict=True):
-        for name, size in zip(names, t.shape, strict=True):
+    for names, shape in zip(
+        [*given, out], [*(t.shape for t in types), call.out_shape(own)], strict=True
+    ):
+        for name, size in zip(names, shape, strict=True):
             sizes[name] = min(sizes.get(name, size), size)
-    for name, size in zip(out, call.out_shape(types), strict=True):
-        sizes.setdefault(name, size)
     written = {
         name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)
     }
     listed = lambda names: ", ".join(written[name] for name in names)
-    mapped = ", ".join(f"[{listed(names)}]" for names in (*operands, *others))
+    mapped = ", ".join(f"[{listed(names)}]" for names in given)
     factors = ", ".join(f"{written[name]}={size}" for name, size in sizes.items())
     summed = [name for name in sizes if len(name) == 1 and name not in out]
     kinds = ""
     if summed:
         kinds += f" reduction={{{listed(summed)}}}"
-    if any(others):
-        kinds += f" need_replication={{{listed(sum(others, []))}}}"
+    if any(metadata):
+        kinds += f" need_replication={{{listed(sum(metadata, []))}}}"
     return f"#sdy.op_sharding_rule<({mapped})->([{listed(out)}]) {{{factors}}}{kinds}, custom>"
 
 
 _PRODUCT = Primitive(extension.DIVIDED)
-_PRODUCT.def_abstract_eval(_abstract)
+_PRODUCT.def_abstract_eval(lambda *_, out, **__: out)
 mlir.register_lowering(_PRODUCT, mlir.lower_fun(_whole, multiple_results=False))
 for _platform in _PLATFORMS:
     mlir.register_lowering(
@@ -425,19 +425,31 @@ for _platform in _PLATFORMS:
     )
 
 
-def divided(call: Call, context, leaves: Sequence, out_aval: Callable, alike: Callable):
-    """A product of operands that XLA may divide, in a module that is lowered in that context."""
+def anchored(context, leaves: Sequence) -> list:
+    """Operands of a product, with the one that shows the order of devices where it is needed."""
     if not isinstance(context, mlir.SPMDAxisContext):
-        return _PRODUCT.bind(
-            *leaves, call=call, devices=context.num_devices, mesh=None, out_aval=out_aval
-        )
+        return [*leaves]
     left = _left(context)
-    # In the manual context's own mesh, which knows what is mapped.
+    # In the mesh of the context, which knows what is mapped.
     over_all = NamedSharding(jax.sharding.get_abstract_mesh(), P(tuple(name for name, _ in left)))
     anchor = lax.iota(jnp.int32, math.prod(size for _, size in left))
-    anchor = lax.with_sharding_constraint(anchor, over_all)
+    return [*leaves, lax.with_sharding_constraint(anchor, over_all)]
+
+
+def divided(call: Call, context, operands: Sequence, out: ShapedArray):
+    """A product of operands that XLA may divide, in a module that is lowered in that context;
+    ``operands`` are :func:`anchored`."""
+    if not isinstance(context, mlir.SPMDAxisContext):
+        return _PRODUCT.bind(*operands, call=call, out=out, devices=context.num_devices, mesh=None)
+    if not jax.config.jax_use_shardy_partitioner:
+        # GSPMD would have us say what is mapped, and ends the process at any other custom call.
+        if call.product.implementation == "reference":
+            return _whole(*operands, call=call)
+        raise NotImplementedError(
+            f"jgg {call.name}: shard_map over {sorted(context.manual_axes)} leaves other mesh axes "
+            "automatic, which needs Shardy. Set jax_use_shardy_partitioner=True (JAX's default), "
+            "map every mesh axis, or name implementation='reference'."
+        )
     names, sizes = zip(*context.mesh.shape.items(), strict=True)
-    return _PRODUCT.bind(
-        *alike(*leaves, anchor), call=call, devices=context.mesh.size, out_aval=out_aval,
-        mesh=(names, sizes, tuple(sorted(context.manual_axes))),
-    )  # fmt: skip
+    mesh = names, sizes, tuple(sorted(context.manual_axes))
+    return _PRODUCT.bind(*operands, call=call, out=out, devices=context.mesh.size, mesh=mesh)

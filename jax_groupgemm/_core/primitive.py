@@ -67,11 +67,15 @@ def zero_tangent(out):
 
 
 def _outer_lowering(name, ctx, *leaves, tree, product):
+    context = ctx.module_context.axis_context
+
     def partitioned(*leaves):
         leaves, own = jax.tree.flatten(SHARDABLE[name](*tree.unflatten(leaves)))
         call = partition.Call(name, own, product)
+        operands = vary_alike(*partitioner.anchored(context, leaves))
+        shape, types = call.out_shape(leaves), [*map(jax.typeof, operands)]
         return partitioner.divided(
-            call, ctx.module_context.axis_context, leaves, out_aval, vary_alike
+            call, context, operands, out_aval(shape, product.out_dtype, types)
         )
 
     def of_no_batch(*leaves):
