@@ -6,7 +6,7 @@ transpose and batching: every rule below is a call of one of the two. A product 
 adds itself with ``primitive.register``, as ``_quantized/product.py`` does.
 
 Each exists twice. The *outer* primitive is what user code binds: under Auto sharding its lowering
-asks the partitioner how its operands are sharded (``_core/partition.py``). The *inner* one is what
+asks the partitioner how its operands are sharded (``_core/partitioner.py``). The *inner* one is what
 one device runs; it is bound directly where the code is already per-device (inside ``shard_map``).
 """
 
