@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -289,8 +289,8 @@ def _explicit_plan(call: Call, mesh, types, allowed) -> _Plan:
 
 
 def _by_device(function, mesh, operands, in_specs, out_spec):
-    # Outside of any program, an operand of no mesh goes to devices, which a type's mesh has none of.
-    placed = [a.sharding for a in operands if not isinstance(a, jax.core.Tracer)]
+    # Outside of any program, an operand of no mesh goes to devices; the mesh of a type has none.
+    placed = [a.sharding for a in operands if not isinstance(a, Tracer)]
     devices = next((of.mesh for of in placed if isinstance(of, NamedSharding)), mesh)
     operands = [
         v

@@ -112,7 +112,9 @@ class Devices:
         dims = [1 if name is None else self.shape[name] for name in names]
         copies = self.count // math.prod(dims)
         if copies == 1:
-            return xc.HloSharding.subgroup_with_device_ordering(order.reshape(dims).astype(np.int64))
+            return xc.HloSharding.subgroup_with_device_ordering(
+                order.reshape(dims).astype(np.int64)
+            )
         return xc.HloSharding.subgroup_with_device_ordering(
             order.reshape(*dims, copies).astype(np.int64),
             subgroup_types=[xc.OpSharding.Type.REPLICATED],
@@ -200,7 +202,7 @@ def _encoded(value):
     return value
 
 
-def _decoded(value):
+def _decoded(value) -> Any:
     if isinstance(value, list):
         return tuple(map(_decoded, value))
     if not isinstance(value, dict):
@@ -238,6 +240,7 @@ def _written(call: Call, platform: str, devices: int, mesh) -> str:
 
 
 def _read(config: bytes) -> tuple[Call, dict[str, Any]]:
+    """What :func:`_written` wrote."""
     given = json.loads(config)
     if given["format"] != FORMAT:
         raise ValueError(
@@ -257,22 +260,22 @@ PER_DEVICE: dict[str, Callable] = {}
 def _planned(config: bytes, shapes, shardings, result_sharding=None):
     """The plan of a call; its devices and operands, and what its configuration says."""
     call, given = _read(config)
-    operands = [jax.ShapeDtypeStruct(s.dimensions(), s.numpy_dtype()) for s in shapes]
     devices = _devices(given, shardings[-1])
-    operands = _own(call, operands)
+    operands = [jax.ShapeDtypeStruct(s.dimensions(), s.numpy_dtype()) for s in _own(call, shapes)]
     words = call.letters(operands)
     out = call.out_shape(operands)
     all_shapes = [*(v.shape for v in operands[: len(words) - 1]), out]
+    given_shardings = [*shardings[: len(words) - 1], result_sharding]
     specs = [
         devices.entries(sharding, len(shape))
-        for sharding, shape in zip([*shardings[: len(words) - 1], result_sharding], all_shapes,
-                                   strict=True)
-    ]  # fmt: skip
+        for sharding, shape in zip(given_shardings, all_shapes, strict=True)
+    ]
     return plan_by(call, devices, specs, all_shapes, operands), devices, operands, given
 
 
 def _partition(shapes, shardings, result, result_sharding, config: bytes):
     """What one device runs, as a module, and the shardings of its operands and its result."""
+    del result
     plan, devices, operands, given = _planned(config, shapes, shardings, result_sharding)
     wanted = [devices.sharding(spec) for spec in plan.in_specs(operands)]
     if given["mesh"] is not None:
@@ -293,7 +296,7 @@ def _partition(shapes, shardings, result, result_sharding, config: bytes):
 
 
 def _module(jaxpr, platform: str, devices: int) -> bytes:
-    mesh = AbstractMesh((devices,), (_DEVICES,))
+    mesh: Any = AbstractMesh((devices,), (_DEVICES,))
     lowered = mlir.lower_jaxpr_to_module(
         "jgg_product", jaxpr, num_const_args=0, in_avals=jaxpr.in_avals,
         out_avals=jaxpr.out_avals, ordered_effects=[], platforms=(platform,), backend=None,
@@ -326,8 +329,8 @@ def _registered() -> bool:
         from jax._src import xla_bridge
 
         offer = functools.partial(
-            xc.register_custom_call_partitioner, name=extension.DIVIDED, prop_user_sharding=_propagate,
-            partition=_partition, infer_sharding_from_operands=_infer,
+            xc.register_custom_call_partitioner, name=extension.DIVIDED, partition=_partition,
+            prop_user_sharding=_propagate, infer_sharding_from_operands=_infer,
             can_side_effecting_have_replicated_sharding=True,
         )  # fmt: skip
         offer()
@@ -379,8 +382,8 @@ def _call_lowering(platform: str, ctx, *values, call: Call, devices: int, mesh, 
     if jax.config.jax_use_shardy_partitioner:
         attributes["sdy.sharding_rule"] = mlir.ir.Attribute.parse(_rule(call, ctx.avals_in))
     emit = jax.ffi.ffi_lowering(
-        extension.DIVIDED, skip_ffi_layout_processing=True, api_version=2, extra_attributes=attributes,
-        backend_config=_written(call, platform, devices, mesh),
+        extension.DIVIDED, api_version=2, extra_attributes=attributes,
+        skip_ffi_layout_processing=True, backend_config=_written(call, platform, devices, mesh),
     )  # fmt: skip
     return emit(ctx, *values)
 
@@ -390,9 +393,7 @@ def _rule(call: Call, types) -> str:
     several sizes is a factor of the smallest: of an axis in quantization groups, their number."""
     own = _own(call, types)
     *operands, out = map(list, call.letters(own))
-    metadata = [
-        [f"m{i}_{j}" for j in range(t.ndim)] for i, t in enumerate(own[len(operands) :])
-    ]
+    metadata = [[f"m{i}_{j}" for j in range(t.ndim)] for i, t in enumerate(own[len(operands) :])]
     anchor = [["anchor"]] * (len(types) - len(own))
     given = [*operands, *metadata, *anchor]
     sizes: dict[str, int] = {}
@@ -401,9 +402,7 @@ def _rule(call: Call, types) -> str:
     ):
         for name, size in zip(names, shape, strict=True):
             sizes[name] = min(sizes.get(name, size), size)
-    written = {
-        name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)
-    }
+    written = {name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)}
     listed = lambda names: ", ".join(written[name] for name in names)
     mapped = ", ".join(f"[{listed(names)}]" for names in given)
     factors = ", ".join(f"{written[name]}={size}" for name, size in sizes.items())
@@ -412,7 +411,7 @@ def _rule(call: Call, types) -> str:
     if summed:
         kinds += f" reduction={{{listed(summed)}}}"
     if any(metadata):
-        kinds += f" need_replication={{{listed(sum(metadata, []))}}}"
+        kinds += f" need_replication={{{listed(name for names in metadata for name in names)}}}"
     return f"#sdy.op_sharding_rule<({mapped})->([{listed(out)}]) {{{factors}}}{kinds}, custom>"
 
 

@@ -37,7 +37,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
 DIVIDED = "jgg_product"
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
-EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (*TARGETS, DIVIDED)]
+EXPORT_DISABLED_CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(name) for name in (*TARGETS, DIVIDED)
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ def auto_mesh(**shape) -> Mesh:
 
 # ---- shard_map over some mesh axes -----------------------------------------------------------
 
-# What is left to XLA, of the axes of x within one device of "a" and of w; the result's; collectives.
+# What is left to XLA, of the axes of x, within each part of "a", and of w; the result; collectives.
 LEFT = {
     "N": ((), (None, None, "b"), (None, "b"), []),
     "N twice": ((), (None, None, ("c", "b")), (None, ("c", "b")), []),
@@ -179,6 +179,7 @@ def test_a_description_names_its_product(rng):
             call = partition.Call(name, jax.tree.structure((x, b, metadata)), product)
             text = partitioner._written(call, "cpu", 4, None)
             assert partitioner._read(text.encode())[0] == call
+    text = partitioner._written(call, "cpu", 4, None)
     with pytest.raises(ValueError, match=r"described in format 7, expected 1\. Export it again"):
         partitioner._read(text.replace('"format": 1', '"format": 7').encode())
 
@@ -248,7 +249,7 @@ def test_another_process_finds_what_was_compiled(tmp_path):
 
 
 def test_a_call_says_which_kernels_it_is_divided_for(problem, monkeypatch):
-    """A program that was compiled for other kernels, or other measured tiles, is another program."""
+    """A program that was compiled for other kernels, or measured tiles, is another program."""
     mesh = auto_mesh(a=4)
     args = put(mesh, problem[0]), put(mesh, problem[1], None, None, "a"), put(mesh, problem[2])
     lowered = lambda: jax.jit(lambda *a: jgg.grouped_mm(*a)).lower(*args).as_text()
@@ -310,9 +311,7 @@ def test_gspmd(problem, name):
         assert collectives(f, *args) == forward
     want = oracle.grouped_mm(*problem)
     oracle.assert_close(out, want)
-    for got, expected in zip(
-        grads, oracle.grouped_mm_grads(*problem, np.cos(want)), strict=False
-    ):
+    for got, expected in zip(grads, oracle.grouped_mm_grads(*problem, np.cos(want)), strict=False):
         oracle.assert_close(got, expected)
 
 
