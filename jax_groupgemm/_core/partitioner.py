@@ -136,7 +136,7 @@ class Devices:
         alike = self._group * self._product(others) + self._combined(others)[self._local]
         part = self._combined(names)[self._local]
         order = np.lexsort((np.arange(len(part)), part, alike))
-        # Of devices that are alike, those of each part stand together, as many of each.
+        # Devices that are alike stand together, by their parts, as many of each.
         copies = self.count // self._product(self._used)
         groups = order.reshape(-1, self._product(names), copies).swapaxes(1, 2)
         groups = groups.reshape(-1, self._product(names)).tolist()
@@ -163,7 +163,16 @@ def _devices(config: dict[str, Any], anchor) -> Devices:
     mapped = [i for i, name in enumerate(names) if name in manual]
     left = [i for i, name in enumerate(names) if name not in manual]
     groups = numbers.transpose(*mapped, *left).reshape(-1, math.prod(sizes[i] for i in left))
-    order = np.ravel(anchor.tile_assignment_devices())
+    if (
+        anchor is None
+        or not anchor.is_tiled()
+        or len(anchor.tile_assignment_devices()) != groups.shape[1]
+    ):
+        raise ValueError(
+            "jgg: XLA's partitioner does not show the order of the devices that shard_map over "
+            f"{[*manual]} leaves. Map every mesh axis, or use Explicit sharding."
+        )
+    order = anchor.tile_assignment_devices()
     local, group = np.empty(count, np.int64), np.empty(count, np.int64)
     local[groups], group[groups] = order, np.arange(len(groups))[:, None]
     return Devices(local, group)
@@ -171,7 +180,7 @@ def _devices(config: dict[str, Any], anchor) -> Devices:
 
 # ---- a product in writing --------------------------------------------------------------------
 
-#: What may be a part of a product's description, by name.
+#: The classes that may be a part of a product's description, by name.
 _CLASSES: dict[str, type] = {
     cls.__name__: cls for cls in (Mm, Wgrad, Metadata, Form, lax.Precision, lax.DotAlgorithmPreset)
 }
@@ -253,7 +262,7 @@ def _read(config: bytes) -> tuple[Call, dict[str, Any]]:
 
 # ---- what XLA asks ---------------------------------------------------------------------------
 
-#: What one device runs, by a product's name: ``bind(a, b, metadata, product)``.
+#: The product of one device, by its name: ``bind(a, b, metadata, product)``.
 PER_DEVICE: dict[str, Callable] = {}
 
 
@@ -274,7 +283,7 @@ def _planned(config: bytes, shapes, shardings, result_sharding=None):
 
 
 def _partition(shapes, shardings, result, result_sharding, config: bytes):
-    """What one device runs, as a module, and the shardings of its operands and its result."""
+    """The program of one device, and the shardings of its operands and its result."""
     del result
     plan, devices, operands, given = _planned(config, shapes, shardings, result_sharding)
     wanted = [devices.sharding(spec) for spec in plan.in_specs(operands)]
@@ -321,8 +330,8 @@ def _infer(shapes, shardings, result, config: bytes):
 def _registered() -> bool:
     """Whether XLA can ask us.
 
-    There is no public way to offer it that; where the private one is gone, XLA divides what it can
-    see, as on other platforms.
+    There is no public way to offer it that; where the private one is gone, operands that are not in
+    a ``shard_map`` over every mesh axis are gathered for a kernel.
     """
     try:
         import jaxlib.xla_client as xc

@@ -33,7 +33,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
 }
 
-#: What a product is where XLA divides its operands among devices (``_core/partitioner.py``).
+#: A product where XLA divides its operands among devices (``_core/partitioner.py``).
 DIVIDED = "jgg_product"
 
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.

@@ -164,8 +164,8 @@ def _entries(path: Path, kind: str) -> dict[Product, Entry]:
 
 
 def fingerprint(platform: str) -> str:
-    """Of all that kernels are chosen by, beside the product: two processes that have the same one
-    choose alike."""
+    """A digest of all that kernels are chosen by, beside the product: two processes with the same
+    one choose alike."""
     kind = device_kind() if platform == "cuda" else None
     return _fingerprint(kind, kind and path(kind), extension.live_capabilities() if kind else ())
 
