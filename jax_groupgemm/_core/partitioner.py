@@ -237,7 +237,9 @@ def _written(call: Call, platform: str, devices: int, mesh) -> str:
             "product": _encoded(call.product),
             "operands": [_encoded(a), _encoded(b), _encoded(metadata)],
             "platform": platform,
+            # Settings of JAX that are in force where it is lowered.
             "x64": jax.config.jax_enable_x64,
+            "precision": jax.config.jax_default_matmul_precision,
             "devices": devices,
             "mesh": mesh,
             # What one device runs depends on this, and so does whether a compiled program that is
@@ -297,8 +299,12 @@ def _partition(shapes, shardings, result, result_sharding, config: bytes):
         jax.ShapeDtypeStruct(sharding.tile(s).dimensions(), s.numpy_dtype())
         for sharding, s in zip(wanted, shapes, strict=True)
     ]
-    # No mesh that the user has set: this is one device's part.
-    with jax.enable_x64(given["x64"]), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with (
+        jax.enable_x64(given["x64"]),
+        jax.default_matmul_precision(given["precision"]),
+        # No mesh that the user has set: this is one device's part.
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+    ):
         jaxpr = jax.make_jaxpr(run, axis_env=[(_DEVICES, given["devices"])])(*parts)
         module = _module(jaxpr, given["platform"], given["devices"])
     return module, wanted, devices.sharding(plan.out_spec())
