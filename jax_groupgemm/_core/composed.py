@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
-from . import batching, partition
+from . import batching, partition, partitioner
 from .costs import COSTS
 from .own_backward import OwnBackward
 from .primitive import runs_alone, vary_alike, zero_tangent
@@ -68,7 +68,6 @@ class Composed:
         ad.primitive_jvps[primitive] = self._jvp
         ad.primitive_transposes[primitive] = self._transpose
         jax_batching.primitive_batchers[primitive] = self._batch
-        partition.needs_devices(primitive)
         for platform in ("cpu", "cuda", None):
             rule = functools.partial(self._lowering, platform or "other")
             mlir.register_lowering(primitive, rule, platform=platform)
@@ -82,7 +81,7 @@ class Composed:
         traced = self._traceable(**static).trace(*tree.unflatten(leaves))
         outs = self.primitive.bind(
             *leaves, tree=tree, jaxpr=traced.jaxpr, static=tuple(sorted(static.items())),
-            manual=bool(jax.sharding.get_abstract_mesh().manual_axes),
+            local=partition.is_local(),
         )  # fmt: skip
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), outs)
 
@@ -128,8 +127,8 @@ class Composed:
             outs = jax.tree.leaves(self(*operands, **dict(static)))
         return outs, [0] * len(outs)
 
-    def _lowering(self, platform: str, ctx, *leaves, tree, static, manual, jaxpr):
-        divided = not manual and partition.may_be_partitioned(ctx)
+    def _lowering(self, platform: str, ctx, *leaves, tree, static, local, jaxpr):
+        divided = not local and partitioner.may_be_partitioned(ctx)
         if divided:
             self._is_sharded(dict(static))
 

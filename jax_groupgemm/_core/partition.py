@@ -16,8 +16,8 @@ G (weights)        skips the segments of other devices' weights; mm needs one al
 A quantized weight is sharded in whole quantization groups: every operand of ``qmm`` that has the
 axis along which they run has it in its own unit (elements, uint32 words, groups).
 
-Under Auto sharding the plan answers XLA's partitioner (``auto``); under Explicit sharding it
-becomes a ``shard_map`` around the operation (``explicit``). Metadata is always replicated.
+Under Auto sharding the plan answers XLA's partitioner (``partitioner.py``); under Explicit sharding
+it becomes a ``shard_map`` around the operation (``explicit``). Metadata is always replicated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.core import ShapedArray, Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -66,7 +65,7 @@ class _Plan:
     call: Call
     letters: tuple[str, ...]  # of the operands and the result
     mesh_axes: dict[str, tuple[str, ...]]
-    mesh_shape: dict[str, int]
+    mesh: Any  # what those axes are, as ``_Named``
     units: dict[str, int]  # of each axis letter: its size, or quantization groups where it has some
 
     def in_specs(self, operands) -> list[P]:
@@ -111,7 +110,7 @@ class _Plan:
         dtype = product.out_dtype
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
             product = product.replace(out_dtype=jnp.float32, cotangent_dtype=dtype)
-        return lax.psum(bind(a, b, metadata, product), tuple(summed)).astype(dtype)
+        return self.mesh.total(bind(a, b, metadata, product), tuple(summed)).astype(dtype)
 
     def _local_segments(self, metadata: Metadata, rows: dict[str, int]) -> Metadata:
         """Metadata of this device's part: segments cut to its rows and weights."""
@@ -136,19 +135,35 @@ class _Plan:
         return Metadata(form, table)
 
     def _count(self, letter: str) -> int:
-        count = 1
-        for axis in self.mesh_axes.get(letter, ()):
-            count *= self.mesh_shape[axis]
-        return count
+        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes.get(letter, ()))
 
     def _shard(self, size: int, letter: str) -> int:
         return size // self._count(letter)
 
     def _index(self, letter: str):
-        return lax.axis_index(self.mesh_axes[letter]).astype(jnp.int32)
+        return self.mesh.index(self.mesh_axes[letter]).astype(jnp.int32)
 
 
-def _plan(call: Call, mesh_shape, specs, shapes, operands, allowed=None) -> _Plan:
+class _Named:
+    """Mesh axes by their names, as ``shard_map`` knows them."""
+
+    def __init__(self, shape: dict[str, int]):
+        self.shape = shape
+
+    def independent(self, axes: Sequence[str]) -> bool:
+        """Whether these may divide one product: each divides one letter."""
+        return len(set(axes)) == len(axes)
+
+    def index(self, axes: tuple[str, ...]):
+        """Which part this device has of what they divide."""
+        return lax.axis_index(axes)
+
+    def total(self, a, axes: tuple[str, ...]):
+        """The sum over them."""
+        return lax.psum(a, axes)
+
+
+def plan_by(call: Call, mesh, specs, shapes, operands, allowed=None) -> _Plan:
     """Give each axis letter the mesh axes of the first operand that shards it.
 
     ``specs``, ``shapes``: of the operands that are not metadata, and of the result. A mesh axis
@@ -161,16 +176,17 @@ def _plan(call: Call, mesh_shape, specs, shapes, operands, allowed=None) -> _Pla
         for letter, size in zip(letters, shape, strict=True):
             units[letter] = min(units.setdefault(letter, size), size)
     mesh_axes: dict[str, tuple[str, ...]] = {}
-    used: set[str] = set()
+    used: list[str] = []
     for letters, spec in zip(words, specs, strict=True):
         for letter, entry in zip(letters, _entries(spec, len(letters)), strict=True):
             axes = tuple(a for a in entry if allowed is None or a in allowed)
-            parts = math.prod(mesh_shape[axis] for axis in axes)
-            if letter in mesh_axes or not axes or used & set(axes) or units[letter] % parts:
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if letter in mesh_axes or not axes or units[letter] % parts:
                 continue
-            mesh_axes[letter] = axes
-            used |= set(axes)
-    return _Plan(call, words, mesh_axes, mesh_shape, units)
+            if mesh.independent([*used, *axes]):
+                mesh_axes[letter] = axes
+                used += axes
+    return _Plan(call, words, mesh_axes, mesh, units)
 
 
 def _entries(spec, rank: int) -> list[tuple[str, ...]]:
@@ -182,70 +198,6 @@ def _entries(spec, rank: int) -> list[tuple[str, ...]]:
         else:
             entries.append((entry,) if isinstance(entry, str) else tuple(entry))
     return entries
-
-
-# ---- Auto sharding ---------------------------------------------------------------------------
-
-
-def may_be_partitioned(ctx) -> bool:
-    """Whether XLA's partitioner will see this module (and the module can carry our callback).
-
-    Where a mesh with Explicit axes is set, operands of no mesh are whole on every device. JAX would
-    trace the callback under that mesh, and XLA refuses the shardings that what it makes then has.
-    """
-    context = ctx.module_context.axis_context
-    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
-    whole = jax.sharding.get_abstract_mesh().explicit_axes and not explicit_mesh_of(ctx.avals_in)
-    return getattr(context, "num_devices", 1) > 1 and not exported and not whole
-
-
-def auto(call: Call, bind: Callable) -> Callable:
-    """The operation, of operands as they are flat, as the partitioner's custom call."""
-
-    def partition(mesh, args, result):
-        tensors = [*args[: len(call.letters(args)) - 1], result]
-        # Constants have a sharding that knows no mesh axes: they may be cut at will.
-        specs = [getattr(v.sharding, "spec", P()) for v in tensors]
-        shapes = [v.shape for v in tensors]
-        plan = _plan(call, dict(mesh.shape), specs, shapes, args)
-        sharded = functools.partial(NamedSharding, mesh)
-        per_device = functools.partial(plan.per_device, bind)
-        return mesh, per_device, sharded(plan.out_spec()), tuple(map(sharded, plan.in_specs(args)))
-
-    def rule(_, operand_types, result_types):
-        del result_types
-        *operands, out = call.letters(operand_types)
-        metas = [
-            [f"m{i}_{j}" for j in range(len(t.shape))]
-            for i, t in enumerate(operand_types[len(operands) :])
-        ]
-        text = ", ".join(map(" ".join, [*operands, *metas])) + " -> " + " ".join(out)
-        # In order of appearance, as the partitioner wants them. A letter of several sizes is a
-        # factor of the smallest: of an axis in quantization groups, that is their number.
-        reduced = tuple(letter for letter in dict.fromkeys("".join(operands)) if letter not in out)
-        replicated = tuple(name for names in metas for name in names)
-        return text, {"reduction_factors": reduced, "need_replication_factors": replicated}
-
-    wrapped = custom_partitioning(
-        lambda *operands: bind(*call.tree.unflatten(operands), call.product)
-    )
-    wrapped.def_partition(partition=partition, sharding_rule=rule)
-    return wrapped
-
-
-def needs_devices(primitive) -> None:
-    """Tell JAX to keep the device assignment while it lowers ``primitive``.
-
-    custom_partitioning needs it, and JAX looks for it among the primitives of the outermost
-    jaxpr only, where it sees ours. There is no public way to say so; where the private one is
-    gone, operands that are not in shard_map are gathered instead.
-    """
-    try:
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
-    except (ImportError, AttributeError):  # pragma: no cover
-        pass
 
 
 # ---- Explicit sharding -----------------------------------------------------------------------
@@ -331,14 +283,19 @@ def _explicit_plan(call: Call, mesh, types, allowed) -> _Plan:
     count = len(call.letters(types)) - 1
     specs = [of.sharding.spec for of in types[:count]]
     shapes = [*(of.shape for of in types[:count]), call.out_shape(types)]
-    plan = _plan(call, dict(mesh.shape), [*specs, P()], shapes, types, allowed)
+    plan = plan_by(call, _Named(dict(mesh.shape)), [*specs, P()], shapes, types, allowed)
     _check_explicit(plan, specs, types)
     return plan
 
 
 def _by_device(function, mesh, operands, in_specs, out_spec):
+    # Outside of any program, an operand of no mesh goes to devices; the mesh of a type has none.
+    placed = [a.sharding for a in operands if not isinstance(a, Tracer)]
+    devices = next((of.mesh for of in placed if isinstance(of, NamedSharding)), mesh)
     operands = [
-        v if _same(jax.typeof(v).sharding.spec, spec, v.ndim) else jax.sharding.reshard(v, spec)
+        v
+        if _same(jax.typeof(v).sharding.spec, spec, v.ndim)
+        else jax.sharding.reshard(v, NamedSharding(devices, spec))
         for v, spec in zip(operands, in_specs, strict=True)
     ]
     axes = set(mesh.explicit_axes)
@@ -407,12 +364,23 @@ def resharded(a, wanted) -> jax.Array:
     """``a`` with these entries."""
     if entries_of(a) == wanted:
         return a
-    return jax.sharding.reshard(a, P(*(entry or None for entry in wanted)))
+    return jax.sharding.reshard(a, _in_own_mesh(a, wanted))
 
 
 def _reshaped(a, shape, entries) -> jax.Array:
-    sharded = any(entries)
-    return lax.reshape(a, shape, out_sharding=P(*(e or None for e in entries)) if sharded else None)
+    return lax.reshape(a, shape, out_sharding=_in_own_mesh(a, entries) if any(entries) else None)
+
+
+def _in_own_mesh(a, entries) -> NamedSharding:
+    """Entries as a sharding over the mesh that the array has, whether or not the user set one."""
+    return NamedSharding(jax.typeof(a).sharding.mesh, P(*(entry or None for entry in entries)))
+
+
+def is_local() -> bool:
+    """Whether this is one device's part: a ``shard_map`` maps all that could divide operands."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes]
+    return bool(mesh.manual_axes) and math.prod(left) == 1
 
 
 def _same(spec, wanted, rank) -> bool:
@@ -426,7 +394,7 @@ def _check_explicit(plan: _Plan, specs, types) -> None:
             kept = plan.mesh_axes.get(letter)
             if not entry or kept == entry:
                 continue
-            parts = math.prod(plan.mesh_shape[axis] for axis in entry)
+            parts = math.prod(plan.mesh.shape[axis] for axis in entry)
             if kept:
                 why = f"the other operand shards it over {kept}"
             elif plan.units[letter] % parts:

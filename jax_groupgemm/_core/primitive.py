@@ -13,7 +13,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from . import batching, partition
+from . import batching, partition, partitioner
 from .costs import COSTS
 from .products import Product
 from .segments import Metadata
@@ -28,8 +28,7 @@ def bind(name: str, a, b, metadata: Metadata, product: Product):
     if explicit is not None and not partition.maps_explicit_axes():
         call = partition.Call(name, tree, product)
         return partition.explicit(call, explicit, leaves, functools.partial(bind, name))
-    manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    primitive = (INNER if manual else OUTER)[name]
+    primitive = (INNER if partition.is_local() else OUTER)[name]
     return primitive.bind(*vary_alike(*leaves), tree=tree, product=product)
 
 
@@ -68,10 +67,16 @@ def zero_tangent(out):
 
 
 def _outer_lowering(name, ctx, *leaves, tree, product):
+    context = ctx.module_context.axis_context
+
     def partitioned(*leaves):
         leaves, own = jax.tree.flatten(SHARDABLE[name](*tree.unflatten(leaves)))
         call = partition.Call(name, own, product)
-        return partition.auto(call, functools.partial(_bind_inner, name))(*leaves)
+        operands = vary_alike(*partitioner.anchored(context, leaves))
+        shape, types = call.out_shape(leaves), [*map(jax.typeof, operands)]
+        return partitioner.divided(
+            call, context, operands, out_aval(shape, product.out_dtype, types)
+        )
 
     def of_no_batch(*leaves):
         call = partition.Call(name, tree, product)
@@ -82,7 +87,7 @@ def _outer_lowering(name, ctx, *leaves, tree, product):
     explicit = partition.explicit_mesh_of(ctx.avals_in)
     if explicit is not None:
         per_device = of_no_batch
-    elif partition.may_be_partitioned(ctx):
+    elif partitioner.may_be_partitioned(ctx):
         per_device = partitioned
     return mlir.lower_fun(per_device, multiple_results=False)(ctx, *leaves)
 
@@ -174,6 +179,7 @@ def register(name: str, *, jvp: Callable, transpose: Callable, batch: Callable, 
       shardable: ``shardable(a, b, metadata)`` returns operands that can be divided among devices.
     """
     SHARDABLE[name] = shardable
+    partitioner.PER_DEVICE[name] = functools.partial(_bind_inner, name)
     for level, primitives in (("inner", INNER), ("outer", OUTER)):
         primitive = primitives[name] = Primitive(f"jgg_{name}" + "_outer" * (level == "outer"))
         primitive.def_abstract_eval(functools.partial(_abstract, name))
@@ -191,5 +197,4 @@ def register(name: str, *, jvp: Callable, transpose: Callable, batch: Callable, 
         mlir.register_lowering(
             INNER[name], mlir.lower_fun(rule, multiple_results=False), platform=platform
         )
-    partition.needs_devices(OUTER[name])
     mlir.register_lowering(OUTER[name], functools.partial(_outer_lowering, name))

@@ -5,9 +5,10 @@ metadata) are the three derivatives of one trilinear form, so together they are 
 transpose and batching: every rule below is a call of one of the two. A product of another kind
 adds itself with ``primitive.register``, as ``_quantized/product.py`` does.
 
-Each exists twice. The *outer* primitive is what user code binds: under Auto sharding its lowering
-asks the partitioner how its operands are sharded (``_core/partition.py``). The *inner* one is what
-one device runs; it is bound directly where the code is already per-device (inside ``shard_map``).
+Each exists twice. The *outer* primitive is what user code binds: under Auto sharding it becomes
+what XLA's partitioner can divide (``_core/partitioner.py``). The *inner* one is what one device
+runs; it is bound directly where the code is already per-device (inside ``shard_map`` over every
+mesh axis).
 """
 
 from __future__ import annotations

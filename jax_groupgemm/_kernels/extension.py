@@ -33,8 +33,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
 }
 
+#: A product where XLA divides its operands among devices (``_core/partitioner.py``).
+DIVIDED = "jgg_product"
+
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
-EXPORT_DISABLED_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+EXPORT_DISABLED_CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(name) for name in (*TARGETS, DIVIDED)
+]
 
 
 @dataclasses.dataclass(frozen=True)

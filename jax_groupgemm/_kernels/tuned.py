@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -159,6 +161,24 @@ def _entries(path: Path, kind: str) -> dict[Product, Entry]:
             stacklevel=2,
         )
         return {}
+
+
+def fingerprint(platform: str) -> str:
+    """A digest of all that kernels are chosen by, beside the product: two processes with the same
+    one choose alike."""
+    kind = device_kind() if platform == "cuda" else None
+    return _fingerprint(kind, kind and path(kind), extension.live_capabilities() if kind else ())
+
+
+@functools.cache
+def _fingerprint(kind: str | None, table: Path | None, capabilities: tuple[int, ...]) -> str:
+    measured = _entries(table, kind) if kind and table else {}
+    try:
+        version = importlib.metadata.version("jax_groupgemm")
+    except importlib.metadata.PackageNotFoundError:  # it runs without having been installed
+        version = None
+    chosen_by = version, extension.BUILD, kind, capabilities, sorted(measured.items())
+    return hashlib.sha256(repr(chosen_by).encode()).hexdigest()[:16]
 
 
 def read(path: Path) -> dict[str, Any]:

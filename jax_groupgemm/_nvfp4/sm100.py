@@ -67,7 +67,7 @@ def _either(name: str, composed: Callable, problem: Callable, calls: dict[str, C
         if implementation == "sm100":
             raise ValueError(
                 "jgg: implementation='sm100' cannot run: its operands are sharded. "
-                "Use implementation=None, or jax.shard_map."
+                "Use implementation=None, or jax.shard_map over every mesh axis."
             )
 
     return Composed(

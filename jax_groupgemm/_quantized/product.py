@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from .._core import batching, check, costs, dtypes, primitive
+from .._core import batching, check, costs, dtypes, partitioner, primitive
 from .._core.products import Mm, Wgrad
 from .._core.segments import Metadata
 from .._grouped import primitives
@@ -213,6 +213,7 @@ def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:
     return costs.product(x, q, metadata, values, out, product)[0]
 
 
+partitioner.describe(Quantized)
 primitive.register(
     "qmm", jvp=_jvp, transpose=_transpose, batch=_batch, lowering=_lowering, cost=_cost,
     shardable=_shardable,

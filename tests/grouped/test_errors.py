@@ -67,8 +67,8 @@ CASES = [
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, existing_out=jnp.ones((16, 5))), ValueError,
-        "jgg.grouped_mm: existing_out has shape (16, 5), expected (T, N) = (16, 4) the result's "
-        "shape",
+        "jgg.grouped_mm: existing_out has shape (16, 5), expected (T, N) = (16, 4) because the "
+        "result has this shape",
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, implementation="sm70"), ValueError,
