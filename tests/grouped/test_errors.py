@@ -80,6 +80,16 @@ CASES = [
         "jgg.grouped_mm: precision='best' is not a jax.lax.Precision, its name, or "
         "'tensorfloat32'",
     ),
+    *(
+        (
+            lambda p=p: jgg.grouped_mm(X, W, S, precision=p), ValueError,
+            "jgg.grouped_mm: precision=F64_F64_F64 is not done for float32 and float32; algorithms "
+            "that are done, at least as exactly: DEFAULT, F32_F32_F32, TF32_TF32_F32_X3, "
+            "BF16_BF16_F32_X3, BF16_BF16_F32_X6, BF16_BF16_F32_X9, TF32_TF32_F32, BF16_BF16_F32, "
+            "BF16_BF16_BF16. Convert operands to float64",
+        )
+        for p in ("F64_F64_F64", jax.lax.DotAlgorithmPreset.F64_F64_F64)
+    ),
     (
         lambda: jgg.grouped_mm(X, W, S, preferred_element_type=jnp.int32), TypeError,
         "jgg.grouped_mm: preferred_element_type=int32 cannot hold a product of float32 operands",
@@ -133,10 +143,6 @@ CASES = [
         lambda: jgg.ragged_dot(X, W, S[:2]), ValueError,
         "jgg.ragged_dot: group_sizes has shape (2,), expected (g,) = (3,) because rhs is "
         "(3, 8, 4). Pass group_offset if rhs holds only some of the groups.",
-    ),
-    (
-        lambda: jgg.ragged_dot(X, W > 0, S), TypeError,
-        "jgg.ragged_dot: rhs must hold numbers, got dtype bool",
     ),
     (
         lambda: jgg.ragged_dot(X, W, S, group_offset=jnp.zeros((2,), jnp.int32)), ValueError,
