@@ -24,7 +24,7 @@ def array(op: str, name: str, value) -> jax.Array:
         if isinstance(value, (list, tuple)):
             what += " of parts that differ in shape, are not numbers or are too large"
         elif hasattr(value, "dtype"):
-            what += f" of dtype {value.dtype}"
+            what += f" of dtype {value.dtype}, {_instead(value.dtype)}"
         raise TypeError(f"jgg.{op}: {name} must be an array, got {what}") from error
     if not all(isinstance(size, int) for size in value.shape):
         raise ValueError(
@@ -34,19 +34,27 @@ def array(op: str, name: str, value) -> jax.Array:
     return value
 
 
+def _instead(dtype) -> str:
+    """What to do with a numpy dtype that JAX does not have."""
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        return "in another byte order. Convert it: a.astype(a.dtype.newbyteorder('='))"
+    return "which JAX does not have. Convert it to numbers"
+
+
 def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str = "") -> None:
     """``expected`` holds a size, or None where any will do, per axis of ``letters``."""
     letters = f"({letters})" if "," in letters or len(letters) > 1 else f"({letters},)"
+    if why:
+        why = f" {why}" if why.startswith("because") else f": {why}"
     if value.ndim != len(expected):
+        axes = "1 axis" if len(expected) == 1 else f"{len(expected)} axes"
         raise ValueError(
-            f"jgg.{op}: {name} has shape {value.shape}, expected {len(expected)} axes {letters}"
-            + (f". {why}" if why else "")
+            f"jgg.{op}: {name} has shape {value.shape}, expected {axes} {letters}{why}"
         )
     if any(e is not None and e != got for e, got in zip(expected, value.shape, strict=True)):
         sizes = tuple(got if e is None else e for e, got in zip(expected, value.shape, strict=True))
         raise ValueError(
-            f"jgg.{op}: {name} has shape {value.shape}, expected {letters} = {sizes}"
-            + (f" {why}" if why else "")
+            f"jgg.{op}: {name} has shape {value.shape}, expected {letters} = {sizes}{why}"
         )
 
 

@@ -32,7 +32,7 @@ def multiplied(dtype):
     dtype = jnp.dtype(dtype)
     if dtype.name in _SCALES_AND_CODES:
         return jnp.dtype(jnp.bfloat16)
-    if dtype == bool:
+    if dtype.kind == "b":
         return jnp.dtype(jnp.uint8)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         return jnp.dtype(jnp.int8 if jnp.iinfo(dtype).min < 0 else jnp.uint8)

@@ -42,7 +42,8 @@ def segmented_mm(
       precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
         ``jax.default_matmul_precision`` and means true float32 where that is unset.
       preferred_element_type: dtype of the result; by default the operands' promoted dtype, or
-        bfloat16 where that is a float of 8 bits or fewer. Sums are kept in float32 (float64 for float64) whatever it is.
+        bfloat16 where that is a float of 8 bits or fewer. Sums are kept in
+        float32 (float64 for float64) whatever it is.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
     Returns:

@@ -41,6 +41,16 @@ CASES = [
         "Pass group_offset if w holds only some of the groups.",
     ),
     (
+        lambda: jgg.grouped_mm(X, W, S[None]), ValueError,
+        "jgg.grouped_mm: group_sizes has shape (1, 3), expected 1 axis (G,) because w is "
+        "(3, 8, 4). Pass group_offset if w holds only some of the groups.",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W[0], S), ValueError,
+        "jgg.grouped_mm: w has shape (8, 4), expected 3 axes (G, K, N) because x is (16, 8). Pass "
+        "transpose_w=True if w is (G, N, K).",
+    ),
+    (
         lambda: jgg.grouped_mm(X, W, S.astype(jnp.float32)), TypeError,
         "jgg.grouped_mm: group_sizes must hold integers, got dtype float32",
     ),
@@ -67,8 +77,8 @@ CASES = [
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, existing_out=jnp.ones((16, 5))), ValueError,
-        "jgg.grouped_mm: existing_out has shape (16, 5), expected (T, N) = (16, 4) the result's "
-        "shape",
+        "jgg.grouped_mm: existing_out has shape (16, 5), expected (T, N) = (16, 4): the "
+        "result's shape",
     ),
     (
         lambda: jgg.grouped_mm(X, W, S, implementation="sm70"), ValueError,
@@ -103,7 +113,15 @@ CASES = [
         for what, value in (
             ("NoneType", None),
             ("dict", {"a": 1}),
-            ("ndarray of dtype object", np.array([None])),
+            (
+                "ndarray of dtype object, which JAX does not have. Convert it to numbers",
+                np.array([None]),
+            ),
+            (
+                "ndarray of dtype >f4, in another byte order. Convert it: "
+                "a.astype(a.dtype.newbyteorder('='))",
+                np.ones((2, 2), ">f4"),
+            ),
             (LISTED, [[0, 1], [2]]),
             (LISTED, [np.arange(2), np.arange(3)]),
             (LISTED, [jnp.arange(2), 3]),
