@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost
 from ._grouped.gather_mm import gather_mm as gather_mm
@@ -28,6 +29,7 @@ __all__ = [
     "NVFP4Recipe",
     "Quantized",
     "__version__",
+    "checkpoint_policies",
     "checkpoints",
     "cost",
     "dequantize",

@@ -14,6 +14,10 @@ import numpy as np
 #: For whoever lists them: ``jgg.cost``, ``info`` and the tests.
 OPERATIONS: dict[str, Callable] = {}
 
+#: Within another program there is none of our own. jax 0.12 has several ways to put one into
+#: another, and takes True for one that keeps it until it is lowered.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
 #: Arguments that are numbers and no operands.
 _NUMBERS = ("axis", "bits", "group_size", "contract")
 
@@ -90,4 +94,4 @@ def _program(function: Callable, static: frozenset) -> Callable:
         return function(**arrays, **dict(static))
 
     program.__name__ = function.__name__
-    return jax.jit(program, inline=True)
+    return jax.jit(program, inline=INLINE)

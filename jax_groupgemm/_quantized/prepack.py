@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from .._core import conversion, partition
 from .._core.check import describe
 from .._core.float_bits import u32
-from .._core.operations import listed
+from .._core.operations import INLINE, listed
 from . import array, call, formats
 from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
@@ -119,7 +119,7 @@ def _packed(w: Quantized, pack) -> Quantized:
 
 
 # One program, also where the user's code is none: see ``operations.operation``.
-_packed_alone = jax.jit(lambda w: _packed(w, _PREPACK), inline=True)
+_packed_alone = jax.jit(lambda w: _packed(w, _PREPACK), inline=INLINE)
 
 
 def packable(w: Quantized) -> bool:

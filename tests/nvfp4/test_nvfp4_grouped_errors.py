@@ -130,8 +130,8 @@ ERRORS = [
     ),
     (
         lambda: jgg.nvfp4_grouped_wgrad(A, B, S, existing_out=OLD[:2]), ValueError,
-        "jgg.nvfp4_grouped_wgrad: existing_out has shape (2, 6, 8), expected (G, N, K) = (3, 6, 8): "
-        "the result's shape",
+        "jgg.nvfp4_grouped_wgrad: existing_out has shape (2, 6, 8), expected (G, N, K) = "
+        "(3, 6, 8): the result's shape",
     ),
     (
         lambda: jgg.nvfp4_grouped_wgrad(A, B, S, existing_out=OLD.astype("bfloat16")), TypeError,

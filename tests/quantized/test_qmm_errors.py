@@ -30,7 +30,8 @@ ERRORS = [
     (
         lambda: jgg.gather_qmm(jnp.ones((32, 512)), like(8, 512, 480)), ValueError,
         "jgg.gather_qmm: w has shape (8, 512, 60), expected (G, N, K*bits/32) = (8, 512, 64) "
-        "because x is (32, 512) and bits=4. Pass transpose_w=False if w is (G, K, N).",
+        "because x is (32, 512) and bits=4. Of (G, K, N), jgg.quantize(w, contract=-2) makes "
+        "one.",
     ),
     (
         lambda: jgg.grouped_qmm(X, W, S, transpose_w=False), ValueError,
@@ -40,12 +41,13 @@ ERRORS = [
     (
         lambda: jgg.quantized_matmul(X, like(8, 32)), ValueError,
         "jgg.quantized_matmul: w has shape (8, 4), expected (N, K*bits/32) = (8, 8) because x is "
-        "(16, 64) and bits=4. Pass transpose_w=False if w is (K, N).",
+        "(16, 64) and bits=4. Of (K, N), jgg.quantize(w, contract=-2) makes one.",
     ),
     (
         lambda: jgg.gather_qmm(X, like(2, 3, 8, 32)), ValueError,
         "jgg.gather_qmm: w has shape (2, 3, 8, 4), expected (B..., N, K*bits/32) = (2, 3, 8, 8) "
-        "because x is (16, 64) and bits=4. Pass transpose_w=False if w is (B..., K, N).",
+        "because x is (16, 64) and bits=4. Of (B..., K, N), jgg.quantize(w, contract=-2) "
+        "makes one.",
     ),
     (
         lambda: jgg.grouped_qmm(X[:, :50], W, S), ValueError,
