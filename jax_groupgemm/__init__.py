@@ -1,7 +1,5 @@
 """Grouped matrix products for JAX: segmented, gathered, ragged; on any backend, fast on CUDA."""
 
-from importlib.metadata import version as _version
-
 from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost
@@ -11,6 +9,7 @@ from ._grouped.ragged_dot import ragged_dot as ragged_dot
 from ._grouped.ragged_dot import ragged_dot_general as ragged_dot_general
 from ._grouped.segmented_mm import segmented_mm as segmented_mm
 from ._kernels.extension import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+from ._kernels.extension import VERSION as __version__
 from ._nvfp4.grouped_linear import NVFP4Recipe as NVFP4Recipe
 from ._nvfp4.grouped_linear import nvfp4_grouped_linear as nvfp4_grouped_linear
 from ._nvfp4.grouped_mm import nvfp4_grouped_mm as nvfp4_grouped_mm
@@ -48,5 +47,3 @@ __all__ = [
     "ragged_dot_general",
     "segmented_mm",
 ]
-
-__version__ = _version("jax_groupgemm")

@@ -77,9 +77,7 @@ def test_with_a_policy_of_jax():
         ("jgg_qmm", lambda x: jnp.sin(jgg.grouped_qmm(x, QUANTIZED, SIZES)).sum()),
         (
             "jgg_mm",
-            lambda x: jnp.sin(
-                jgg.gather_mm(x[:, None], WEIGHTS[0], None, jnp.arange(8) % 2)
-            ).sum(),
+            lambda x: jnp.sin(jgg.gather_mm(x[:, None], WEIGHTS[0], None, jnp.arange(8) % 2)).sum(),
         ),
         ("jgg_mm", lambda x: jnp.sin(jgg.ragged_dot(x, WEIGHTS[0], SIZES)).sum()),
         ("jgg_wgrad", lambda x: jnp.sin(jgg.segmented_mm(x.T, x, [[0, 8]])).sum()),
