@@ -11,7 +11,7 @@ import pytest
 import jax_groupgemm as jgg
 from jax_groupgemm._core import types
 from jax_groupgemm._core.operations import OPERATIONS
-from jax_groupgemm._grouped.epilogue import ACTIVATIONS, GATED_ACTIVATIONS
+from jax_groupgemm._grouped.fused import ACTIVATIONS, GATED_ACTIVATIONS
 from jax_groupgemm._kernels import choose
 from jax_groupgemm._quantized.formats import MODES
 from jax_groupgemm.checkpoints import formats

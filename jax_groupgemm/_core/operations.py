@@ -68,7 +68,9 @@ def _parts(signature: inspect.Signature, args, kwargs):
     arrays, static = {}, {}
     try:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
-            leaves = jax.tree.leaves(value)
+            leaves, tree = jax.tree.flatten(value)
+            if not isinstance(value, jax.Array):
+                tree.unflatten(leaves)  # raises of one that its constructor did not make
             if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
                 arrays[name] = value
             elif name not in _NUMBERS and any(map(_is_number, leaves)):
