@@ -69,8 +69,8 @@ def _parts(signature: inspect.Signature, args, kwargs):
     try:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             leaves, tree = jax.tree.flatten(value)
-            if not isinstance(value, jax.Array):
-                tree.unflatten(leaves)  # raises of one that its constructor did not make
+            if jax.tree.structure(tree.unflatten(leaves)) != tree:
+                return None  # a record that its constructor did not make
             if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
                 arrays[name] = value
             elif name not in _NUMBERS and any(map(_is_number, leaves)):
