@@ -232,8 +232,9 @@ def _preset(op: str, name: str, operands) -> None:
     if name == "F64_F64_F64" and jnp.float64 in [a.dtype for a in operands]:
         return
     done = ", ".join([*_FLOAT32_PRESETS[:6], *_TF32_PRESETS])
-    wide = ". Convert operands to float64" if name == "F64_F64_F64" else ""
+    of = f" for {' and '.join(a.dtype.name for a in operands)}" if operands else ""
+    wide = ". Convert operands to float64" if operands and name == "F64_F64_F64" else ""
     raise ValueError(
-        f"jgg.{op}: precision={name} is not done for {' and '.join(a.dtype.name for a in operands)}"
-        f"; algorithms that are done, at least as exactly: {done}{wide}"
+        f"jgg.{op}: precision={name} is not done{of}; algorithms that are done, at least as "
+        f"exactly: {done}{wide}"
     )
