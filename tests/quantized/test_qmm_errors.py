@@ -76,7 +76,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.grouped_qmm(X, X, S), TypeError,  # pyright: ignore
-        "jgg.grouped_qmm: w must be a jgg.Quantized, got ArrayImpl",
+        "jgg.grouped_qmm: w must be a jgg.Quantized, got array float32[16,64]",
     ),
     (
         lambda: jgg.grouped_qmm(X.astype(jnp.int8), W, S), TypeError,

@@ -399,7 +399,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.dequantize(W), TypeError,  # pyright: ignore
-        "jgg.dequantize: q must be a jgg.Quantized, got ArrayImpl",
+        "jgg.dequantize: q must be a jgg.Quantized, got array float32[4,128]",
     ),
     (
         lambda: jgg.dequantize(jgg.Quantized(PACKED, SCALES, **STATIC)), ValueError,
