@@ -55,11 +55,10 @@ def quantized_experts(rows, w_up, w_down, sizes, scale, key=None):
 
 def quantize(w, mode: str) -> jgg.Quantized:
     """(E, K, N) weights as (E, N, K), the layout of grouped_qmm, in blocks along K."""
-    w = w.swapaxes(1, 2)
     global_scale = None
     if mode == "nvfp4":  # one for each expert, so that its scales use the whole range of e4m3
         global_scale = jnp.abs(w).max(axis=(1, 2)).astype(jnp.float32) / NVFP4_RANGE
-    q = jgg.quantize(w, **MODES[mode], global_scale=global_scale)
+    q = jgg.quantize(w, **MODES[mode], global_scale=global_scale, contract=-2)
     # Products in float32 read weights as they are stored.
     return jgg.prepack(q) if w.dtype == jnp.bfloat16 else q
 

@@ -1,7 +1,6 @@
 """Grouped matrix products for JAX: segmented, gathered, ragged; on any backend, fast on CUDA."""
 
-from importlib.metadata import version as _version
-
+from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost
 from ._grouped.gather_mm import gather_mm as gather_mm
@@ -10,6 +9,7 @@ from ._grouped.ragged_dot import ragged_dot as ragged_dot
 from ._grouped.ragged_dot import ragged_dot_general as ragged_dot_general
 from ._grouped.segmented_mm import segmented_mm as segmented_mm
 from ._kernels.extension import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+from ._kernels.extension import VERSION as __version__
 from ._moe.moe_mlp import moe_mlp as moe_mlp
 from ._moe.permute import combine as combine
 from ._moe.permute import dispatch as dispatch
@@ -34,6 +34,7 @@ __all__ = [
     "Quantized",
     "Routing",
     "__version__",
+    "checkpoint_policies",
     "checkpoints",
     "combine",
     "cost",
@@ -56,5 +57,3 @@ __all__ = [
     "route",
     "segmented_mm",
 ]
-
-__version__ = _version("jax_groupgemm")

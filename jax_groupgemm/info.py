@@ -29,20 +29,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _devices() -> dict[str, Any]:
-    import jax
+    from ._kernels import extension
 
-    try:
-        found = [
-            {
-                "platform": d.platform,
-                "kind": d.device_kind,
-                "compute_capability": getattr(d, "compute_capability", None),
-            }
-            for d in jax.local_devices()
-        ]
-    except RuntimeError as error:
-        return {"found": [], "problem": str(error).splitlines()[0]}
-    return {"found": found, "problem": None}
+    devices, problem = extension.devices()
+    found = [
+        {
+            "platform": d.platform,
+            "kind": d.device_kind,
+            "compute_capability": getattr(d, "compute_capability", None),
+        }
+        for d in devices
+    ]
+    return {"found": found, "problem": problem}
 
 
 def _tiles() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The extension module, its version check, and jax_groupgemm.info."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +18,6 @@ from jax_groupgemm._kernels import choose, extension
 
 
 def run(code: str, **env) -> str:
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | env,
@@ -118,6 +117,59 @@ def test_missing_extension_warns_and_falls_back(monkeypatch):
         text = product.trace(x, w).lower(lowering_platforms=("cpu",)).as_text()
         assert "custom_call @jgg" not in text
         np.testing.assert_array_equal(product(x, w).sum(1), [16, 16, 16, 0])
+
+
+class NoKeys(FakeExtension):
+    @staticmethod
+    def build_info():
+        return {"cuda": None, "architectures": (), "cutlass": "4.2.0"}
+
+
+class NoRegistrations(FakeExtension):
+    @classmethod
+    def registrations(cls):
+        raise RuntimeError("no handlers")
+
+
+@pytest.mark.parametrize("module", [NoKeys, NoRegistrations, object()])
+def test_an_extension_of_another_version_falls_back(monkeypatch, module):
+    monkeypatch.setattr(extension, "_extension", lambda: module)
+    monkeypatch.setattr(extension, "_runtime_ffi_api", lambda: (0, 3))
+    with pytest.warns(UserWarning, match=r"not of this version \(.*Install the package again"):
+        build = extension.load()
+    assert build.problem
+    assert not build.registered
+
+
+def test_import_where_warnings_are_errors_and_metadata_is_missing():
+    """The reference needs neither the extension nor the package's metadata."""
+    code = """
+import importlib.metadata as metadata, sys, warnings
+import jax
+def missing(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = metadata.files = missing
+sys.modules["jax_groupgemm._ffi"] = None  # an ImportError
+warnings.simplefilter("error")
+import jax_groupgemm as jgg
+import jax.numpy as jnp
+print(jgg.__version__, jgg.grouped_mm(jnp.ones((2, 3)), jnp.ones((1, 3, 1)), jnp.array([1])).sum())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0+unknown", "3.0"]
+    assert "the extension module cannot be imported" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["info", "tune"])
+def test_commands_without_the_plugin_that_was_named(command):
+    done = subprocess.run(
+        [sys.executable, "-m", f"jax_groupgemm.{command}"], capture_output=True, text=True,
+        check=False, env=os.environ | {"JAX_PLATFORMS": "rocm"},
+    )  # fmt: skip
+    assert done.returncode == (0 if command == "info" else 1), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "rocm" in done.stdout + done.stderr
 
 
 def test_backend_starts_with_the_handlers_registered():

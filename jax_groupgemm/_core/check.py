@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._kernels import choose
+from . import dtypes
 from .dtypes import promoted
 from .segments import MAX_ROWS
 
@@ -23,7 +24,7 @@ def array(op: str, name: str, value) -> jax.Array:
         if isinstance(value, (list, tuple)):
             what += " of parts that differ in shape, are not numbers or are too large"
         elif hasattr(value, "dtype"):
-            what += f" of dtype {value.dtype}"
+            what += f" of dtype {value.dtype}, {_instead(value.dtype)}"
         raise TypeError(f"jgg.{op}: {name} must be an array, got {what}") from error
     if not all(isinstance(size, int) for size in value.shape):
         raise ValueError(
@@ -33,19 +34,27 @@ def array(op: str, name: str, value) -> jax.Array:
     return value
 
 
+def _instead(dtype) -> str:
+    """What to do with a numpy dtype that JAX does not have."""
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        return "in another byte order. Convert it: a.astype(a.dtype.newbyteorder('='))"
+    return "which JAX does not have. Convert it to numbers"
+
+
 def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str = "") -> None:
     """``expected`` holds a size, or None where any will do, per axis of ``letters``."""
     letters = f"({letters})" if "," in letters or len(letters) > 1 else f"({letters},)"
+    if why:
+        why = f" {why}" if why.startswith("because") else f": {why}"
     if value.ndim != len(expected):
+        axes = "1 axis" if len(expected) == 1 else f"{len(expected)} axes"
         raise ValueError(
-            f"jgg.{op}: {name} has shape {value.shape}, expected {len(expected)} axes {letters}"
-            + (f". {why}" if why else "")
+            f"jgg.{op}: {name} has shape {value.shape}, expected {axes} {letters}{why}"
         )
     if any(e is not None and e != got for e, got in zip(expected, value.shape, strict=True)):
         sizes = tuple(got if e is None else e for e, got in zip(expected, value.shape, strict=True))
         raise ValueError(
-            f"jgg.{op}: {name} has shape {value.shape}, expected {letters} = {sizes}"
-            + (f" {why}" if why else "")
+            f"jgg.{op}: {name} has shape {value.shape}, expected {letters} = {sizes}{why}"
         )
 
 
@@ -90,6 +99,11 @@ def integers(op: str, name: str, value) -> jax.Array:
 def numeric(op: str, name: str, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.number):
         raise TypeError(f"jgg.{op}: {name} must hold numbers, got dtype {value.dtype.name}")
+
+
+def multiplied(*operands) -> list[jax.Array]:
+    """Operands as kernels and XLA take them (``dtypes.multiplied``)."""
+    return [a.astype(dtypes.multiplied(a.dtype)) for a in operands]
 
 
 def holds(op: str, name: str, value, dtype) -> None:
@@ -141,12 +155,14 @@ def _promoted_dtype(op: str, *operands):
         ) from error
 
 
-def result_dtype(op: str, preferred, *operands):
-    """``preferred_element_type``, or the operands' promoted dtype."""
-    common = _promoted_dtype(op, *operands)
+def result_dtype(op: str, preferred, *operands, common=None):
+    """``preferred_element_type``, or ``common``; by default the operands' promoted dtype, or
+    bfloat16 where that has 8 bits or fewer."""
+    if common is None:
+        common = dtypes.default_result(_promoted_dtype(op, *operands))
     if preferred is None:
-        return common
-    preferred = jnp.dtype(jax.dtypes.canonicalize_dtype(preferred))
+        return _with_zero(op, common)
+    preferred = _with_zero(op, jnp.dtype(jax.dtypes.canonicalize_dtype(preferred)))
     if jnp.issubdtype(common, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
         raise TypeError(
             f"jgg.{op}: preferred_element_type={preferred.name} cannot hold a product of "
@@ -162,12 +178,28 @@ def result_dtype(op: str, preferred, *operands):
     return preferred
 
 
+def _with_zero(op: str, dtype):
+    if dtype.name == "float8_e8m0fnu":
+        raise TypeError(
+            f"jgg.{op}: a result of dtype float8_e8m0fnu has no zeros for rows of no group. Pass "
+            "preferred_element_type=jnp.bfloat16"
+        )
+    return dtype
+
+
 # Settings that ask for TensorFloat-32. JAX calls the same setting by each of these names.
 _TF32 = {"high", "tensorfloat32", "bfloat16_3x", "fastest", "bfloat16"}
 _FLOAT32 = {"default", "highest", "float32"}
+# Algorithms, by name: they are taken for the least precision that is asked for.
+_TF32_PRESETS = ("TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_BF16")
+_FLOAT32_PRESETS = (
+    "DEFAULT", "F32_F32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6",
+    "BF16_BF16_F32_X9", "F16_F16_F32", "F16_F16_F16", "ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_ANY",
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM", "ANY_F8_ANY_F8_ANY_FAST_ACCUM",
+)  # fmt: skip
 
 
-def precision(op: str, value) -> jax.lax.Precision:
+def precision(op: str, value, *operands) -> jax.lax.Precision:
     """HIGHEST (true float32) or HIGH (tensorfloat-32 where the device has it). Of one for each
     operand, the more precise."""
     if value is None:
@@ -175,7 +207,7 @@ def precision(op: str, value) -> jax.lax.Precision:
         if value is None:
             return jax.lax.Precision.HIGHEST
     if isinstance(value, (tuple, list)) and len(value) == 2:
-        each = {precision(op, one) for one in value}
+        each = {precision(op, one, *operands) for one in value}
         return each.pop() if len(each) == 1 else jax.lax.Precision.HIGHEST
     if isinstance(value, jax.lax.Precision):
         high = value == jax.lax.Precision.HIGH
@@ -183,10 +215,26 @@ def precision(op: str, value) -> jax.lax.Precision:
     if isinstance(value, jax.lax.DotAlgorithmPreset):
         value = value.name
     if isinstance(value, str):
-        if value.lower() in _TF32 or value == "TF32_TF32_F32":
+        if value.lower() in _TF32 or value in _TF32_PRESETS:
             return jax.lax.Precision.HIGH
-        if value.lower() in _FLOAT32 or value in jax.lax.DotAlgorithmPreset.__members__:
+        if value.lower() in _FLOAT32 or value in _FLOAT32_PRESETS:
+            return jax.lax.Precision.HIGHEST
+        if value in jax.lax.DotAlgorithmPreset.__members__:
+            _preset(op, value, operands)
             return jax.lax.Precision.HIGHEST
     raise ValueError(
         f"jgg.{op}: precision={value!r} is not a jax.lax.Precision, its name, or 'tensorfloat32'"
+    )
+
+
+def _preset(op: str, name: str, operands) -> None:
+    """Raises where sums are less precise than this algorithm's."""
+    if name == "F64_F64_F64" and jnp.float64 in [a.dtype for a in operands]:
+        return
+    done = ", ".join([*_FLOAT32_PRESETS[:6], *_TF32_PRESETS])
+    of = f" for {' and '.join(a.dtype.name for a in operands)}" if operands else ""
+    wide = ". Convert operands to float64" if operands and name == "F64_F64_F64" else ""
+    raise ValueError(
+        f"jgg.{op}: precision={name} is not done{of}; algorithms that are done, at least as "
+        f"exactly: {done}{wide}"
     )

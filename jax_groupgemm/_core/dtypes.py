@@ -23,6 +23,39 @@ def _is_float8(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
+#: float8_e8m0fnu has no zero for masks and padding, and XLA has no arithmetic of float4_e2m1fn.
+_SCALES_AND_CODES = ("float8_e8m0fnu", "float4_e2m1fn")
+
+
+def multiplied(dtype):
+    """The dtype as which operands of this one are multiplied, which holds all of their numbers."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name in _SCALES_AND_CODES:
+        return jnp.dtype(jnp.bfloat16)
+    if dtype.kind == "b":
+        return jnp.dtype(jnp.uint8)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.dtype(jnp.int8 if jnp.iinfo(dtype).min < 0 else jnp.uint8)
+    return dtype
+
+
+def computed(dtype):
+    """The dtype in which a result of this one is computed, before it is converted."""
+    if multiplied(dtype) == dtype:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32)
+
+
+def default_result(common):
+    """A product's dtype where none was asked for, of operands with this one in common. Floats of
+    8 bits and fewer hold no product that was not scaled for it."""
+    return jnp.dtype(jnp.bfloat16) if _is_float8(common) else jnp.dtype(common)
+
+
+def has_nan(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).name != "float4_e2m1fn"
+
+
 def accumulator_dtype(*dtypes):
     """float32 for anything narrower, else the operands' own (float64, integers, complex)."""
     dtype = promoted(*dtypes)

@@ -1,13 +1,99 @@
-"""The public operations by name, for whoever lists them: ``jgg.cost``, ``info`` and the tests."""
+"""The public operations by name, and how one is called."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable
+from typing import Any
 
+import jax
+import numpy as np
+
+#: For whoever lists them: ``jgg.cost``, ``info`` and the tests.
 OPERATIONS: dict[str, Callable] = {}
+
+#: Within another program there is none of our own. jax 0.12 has several ways to put one into
+#: another, and takes True for one that keeps it until it is lowered.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
+#: Arguments that are numbers and no operands.
+_NUMBERS = ("axis", "bits", "group_size", "contract")
+
+
+def listed[F: Callable](function: F) -> F:
+    """A public operation that is not one program: it warns, or returns an operand."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*map(_value, args), **{name: _value(a) for name, a in kwargs.items()})
+
+    OPERATIONS[function.__name__] = call
+    return call  # pyright: ignore[reportReturnType]
 
 
 def operation[F: Callable](function: F) -> F:
-    """A public operation."""
-    OPERATIONS[function.__name__] = function
-    return function
+    """A public operation. Outside of any program it is one of its own: operations of JAX that run
+    alone bring each constant to the device, which ``jax.transfer_guard`` counts as a transfer."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        parts = None if _directly() else _parts(signature, args, kwargs)
+        if parts is None:
+            return function(*args, **kwargs)
+        arrays, static = parts
+        return _program(function, static)(arrays)
+
+    return listed(call)  # pyright: ignore[reportReturnType]
+
+
+def _value(a):
+    """What a variable of flax's nnx holds."""
+    nnx = sys.modules.get("flax.nnx")
+    return a.get_value() if nnx is not None and isinstance(a, nnx.Variable) else a
+
+
+def _directly() -> bool:
+    """Where the parts of an operation look at the mesh that they run in, or where the user wants no
+    programs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty or jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _parts(signature: inspect.Signature, args, kwargs):
+    """Operands that are arrays, by name, and the other arguments; None where others than arrays, as
+    lists and numbers, are operands, or where something is wrong: the operation says what."""
+    arrays, static = {}, {}
+    try:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            leaves, tree = jax.tree.flatten(value)
+            if jax.tree.structure(tree.unflatten(leaves)) != tree:
+                return None  # a record that its constructor did not make
+            if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
+                arrays[name] = value
+            elif name not in _NUMBERS and any(map(_is_number, leaves)):
+                return None
+            else:
+                static[name] = value
+        hash(frozenset(static.items()))
+    except (AttributeError, TypeError, ValueError):
+        return None
+    if any(jax.typeof(leaf).sharding.mesh.explicit_axes for leaf in jax.tree.leaves(arrays)):
+        return None
+    return arrays, frozenset(static.items())
+
+
+def _is_number(leaf: Any) -> bool:
+    known = (int, float, complex, np.generic, np.ndarray, jax.Array)
+    return isinstance(leaf, known) and not isinstance(leaf, bool)
+
+
+@functools.lru_cache(4096)
+def _program(function: Callable, static: frozenset) -> Callable:
+    def program(arrays: dict):
+        return function(**arrays, **dict(static))
+
+    program.__name__ = function.__name__
+    return jax.jit(program, inline=INLINE)

@@ -401,7 +401,15 @@ def _check_explicit(plan: _Plan, specs, types) -> None:
                 why = f"its {plan.units[letter]} quantization groups do not divide into {parts}"
             else:
                 why = "that mesh axis already shards another axis of this product"
+            instead = "Use jax.sharding.reshard first."
+            if letter == "g" and any(set(entry) & set(plan.mesh_axes.get(r, ())) for r in "tu"):
+                instead = (
+                    "Expert parallelism is a jax.shard_map: gather the rows, pass group_offset, "
+                    "and scatter the sum, or exchange rows with jax.lax.all_to_all; the guide "
+                    "'Several GPUs' has an example. With jax.sharding.reshard every device gets "
+                    "all rows, or all groups."
+                )
             raise ValueError(
                 f"jgg {plan.call.name}: operand {operand} {of} shards axis "
-                f"{letter.upper()} over {entry}, but {why}. Use jax.sharding.reshard first."
+                f"{letter.upper()} over {entry}, but {why}. {instead}"
             )

@@ -6,11 +6,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, partition, segments
+from .._core import check, dtypes, partition, segments
 from .._core.operations import operation
 from .._core.products import Mm
 from .._core.segments import Form, Metadata
@@ -72,16 +73,21 @@ def gather_mm(
         )
     check.implementation(op, implementation)
     dtype = check.result_dtype(op, preferred_element_type, a, b)
+    precision = check.precision(op, precision, a, b)
+    a, b = check.multiplied(a, b)
     batch, n = b.shape[:-2], b.shape[-1]
     w = partition.merge(b, (len(batch), 1, 1))
     product = Mm(
-        rows=0, out_dtype=dtype, precision=check.precision(op, precision),
+        rows=0, out_dtype=dtypes.computed(dtype), precision=precision,
         implementation=implementation,
     )  # fmt: skip
-    return gathered(
+    # What has no NaN cannot say that the promise was broken.
+    sorted_indices = sorted_indices and dtypes.has_nan(dtype)
+    out = gathered(
         op, "a", a, w, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, fused.MM,
         kind="mm",
     )  # fmt: skip
+    return out.astype(dtype)
 
 
 def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, product: Mm,
@@ -105,13 +111,11 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
     matrices, pairs = math.prod(batch_w), math.prod(batch)
     check.rows(op, "the result", pairs * m)
     check.rows(op, name, math.prod(a.shape[:-1]))
-    # Integers have no NaN to say that the promise was broken.
-    dtype = product.out_dtype
-    sorted_indices = sorted_indices and jnp.issubdtype(dtype, jnp.inexact)
     in_order = rhs_indices is None or sorted_indices
     ordered = in_order and rhs.shape == batch
     if 0 in (pairs, matrices, n, *a.shape):
-        return jnp.zeros((*batch, m, n), dtype)
+        out = jnp.zeros((*batch, m, n), product.out_dtype)
+        return _kept(out, rhs) if sorted_indices and rhs_indices is not None else out
     x = partition.merge(a, (a.ndim - 2, 1, 1))
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
     product = product.replace(rows=pairs * m)
@@ -121,12 +125,22 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
         out = _by_matrix(x, w, lhs, rhs_flat, product, of, ordered=ordered)
     else:
         out = _as_given(x, w, lhs, rhs_flat, product, of)
-    if sorted_indices and rhs_indices is not None and rhs.size > 1:
-        given = rhs.reshape(-1)
-        kept = jnp.all(given[1:] >= given[:-1])
-        # A product and not a selection, so that the gradients are NaN too.
-        out = out * jnp.where(kept, 1.0, jnp.nan).astype(dtype)
+    if sorted_indices and rhs_indices is not None:
+        out = _kept(out, rhs)
     return partition.split(out, (batch, (m,), (n,)))
+
+
+def _kept(out, rhs):
+    """``out``, or NaN where ``rhs`` do not ascend."""
+    if rhs.size < 2:
+        return out
+    given = rhs.reshape(-1)
+    kept = jnp.all(given[1:] >= given[:-1])
+    # Chosen by its bits: jax.debug_nans takes any NaN for a mistake. A product and not a
+    # selection, so that gradients are NaN too.
+    one, nan = (jnp.uint32(v) for v in np.array([1, np.nan], np.float32).view(np.uint32))
+    factor = lax.bitcast_convert_type(jnp.where(kept, one, nan), jnp.float32)
+    return out * factor.astype(out.dtype)
 
 
 def _as_given(x, w, lhs, rhs, product: Mm, of: fused.Fused):

@@ -6,7 +6,7 @@ import jax
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, segments
+from .._core import check, dtypes, segments
 from .._core.operations import operation
 from .._core.products import Mm
 from .._core.segments import Metadata
@@ -57,14 +57,16 @@ def grouped_mm(
       existing_out: the result's shape, accumulated into (in place where it is donated).
       precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
         ``jax.default_matmul_precision`` and means true float32 where that is unset.
-      preferred_element_type: dtype of the result; by default the promoted dtype of x and w.
+      preferred_element_type: dtype of the result; by default the promoted dtype of x and w, or
+        bfloat16 where that is a float of 8 bits or fewer.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
     Returns:
       ``(T, N)``, or ``(T, N/2)`` with a gated activation.
 
     Raises:
-      ValueError: shapes do not fit, or a name is unknown, or ``implementation`` cannot run.
+      ValueError: shapes do not fit, or a name is unknown, or ``implementation`` cannot run, or
+        ``precision`` is more than float32 of operands that are not float64.
       TypeError: sizes are not integers, or the dtypes cannot be multiplied.
 
     Differentiable to any order in every floating operand, closed under ``vmap`` over any operand.
@@ -86,13 +88,14 @@ def grouped_mm(
     groups = metadata(op, group_sizes, group_offset, w)
     check.rows(op, "x", t)
     check.implementation(op, implementation)
+    dtype = check.result_dtype(op, preferred_element_type, x, w)
     product = Mm(
-        rows=t, transpose_w=transpose_w, precision=check.precision(op, precision),
-        out_dtype=check.result_dtype(op, preferred_element_type, x, w),
-        implementation=implementation,
+        rows=t, transpose_w=transpose_w, precision=check.precision(op, precision, x, w),
+        out_dtype=dtypes.computed(dtype), implementation=implementation,
     )  # fmt: skip
+    x, w = check.multiplied(x, w)
     options = epilogue(op, product, x, w, bias, activation, row_scale, existing_out)
-    return fused.MM(x, w, groups, product, options)
+    return fused.MM(x, w, groups, product, options).astype(dtype)
 
 
 def metadata(op: str, group_sizes, group_offset, w, name: str = "w",
@@ -122,6 +125,7 @@ def epilogue(op: str, product: Mm, x, w, bias, activation, row_scale,
         bias = check.array(op, "bias", bias)
         check.shape(op, "bias", bias, (groups, n), "G, N", f"because w is {w.shape}")
         check.holds(op, "bias", bias, dtype)
+        (bias,) = check.multiplied(bias)
     if row_scale is not None:
         row_scale = check.array(op, "row_scale", row_scale)
         check.shape(op, "row_scale", row_scale, (t,), "T", f"because x is {x.shape}")

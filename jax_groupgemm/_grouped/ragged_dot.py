@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, partition, segments
+from .._core import check, dtypes, partition, segments
 from .._core.operations import operation
 from .._core.products import Mm, Wgrad
 from .._core.segments import Form, Metadata
@@ -38,7 +39,8 @@ def ragged_dot(
       lhs: ``(m, k)``.
       rhs: ``(g, k, n)``.
       group_sizes: integers ``(g,)``.
-      precision, preferred_element_type: as in :func:`grouped_mm`.
+      precision: as in :func:`grouped_mm`.
+      preferred_element_type: dtype of the result; by default that of JAX's own.
       group_offset: integer of shape ``()`` or ``(1,)``: the first of the ``g`` groups that rhs
         holds, of a longer ``group_sizes``.
       out_sharding: where the result goes, under Explicit sharding.
@@ -56,11 +58,13 @@ def ragged_dot(
     check.shape(op, "rhs", rhs, (None, lhs.shape[1], None), "g, k, n", why)
     groups = metadata(op, group_sizes, group_offset, rhs, name="rhs", letter="g")
     check.rows(op, "lhs", lhs.shape[0])
+    dtype = _result_dtype(op, preferred_element_type, lhs, rhs)
     product = Mm(
-        rows=lhs.shape[0], out_dtype=check.result_dtype(op, preferred_element_type, lhs, rhs),
-        precision=check.precision(op, precision),
+        rows=lhs.shape[0], out_dtype=dtypes.computed(dtype),
+        precision=check.precision(op, precision, lhs, rhs),
     )  # fmt: skip
-    return _placed(primitives.mm(lhs, rhs, groups, product), out_sharding)
+    lhs, rhs = check.multiplied(lhs, rhs)
+    return _placed(primitives.mm(lhs, rhs, groups, product).astype(dtype), out_sharding)
 
 
 @operation
@@ -91,7 +95,7 @@ def ragged_dot_general(
     Args:
       lhs, rhs, group_sizes: as above.
       ragged_dot_dimension_numbers: a :class:`jax.lax.RaggedDotDimensionNumbers`.
-      precision, preferred_element_type: as in :func:`grouped_mm`.
+      precision, preferred_element_type: as in :func:`ragged_dot`.
       group_offset: in the first mode, the first of the groups that rhs holds; in the second, the
         first of the groups to compute is ``group_offset`` and all later ones follow, as zeros
         where there are none.
@@ -107,10 +111,12 @@ def ragged_dot_general(
     lhs, rhs = _operands(op, lhs, rhs)
     group_sizes = partition.replicated(check.integers(op, "group_sizes", group_sizes))
     dn = _Dimensions(op, lhs, rhs, ragged_dot_dimension_numbers)
+    dtype = _result_dtype(op, preferred_element_type, lhs, rhs)
     same = {
-        "out_dtype": check.result_dtype(op, preferred_element_type, lhs, rhs),
-        "precision": check.precision(op, precision),
+        "out_dtype": dtypes.computed(dtype),
+        "precision": check.precision(op, precision, lhs, rhs),
     }
+    lhs, rhs = check.multiplied(lhs, rhs)
     if group_offset is not None:
         group_offset = check.integers(op, "group_offset", group_offset)
         group_offset = group_offset.reshape(())
@@ -130,14 +136,29 @@ def ragged_dot_general(
         out = _kept(op, dn, lhs, rhs, group_sizes, group_offset, same)
     else:
         out = _contracted(op, dn, lhs, rhs, group_sizes, group_offset, same)
-    return _placed(out, out_sharding)
+    return _placed(out.astype(dtype), out_sharding)
 
 
 def _operands(op: str, lhs, rhs) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = check.array(op, "lhs", lhs), check.array(op, "rhs", rhs)
     for name, value in (("lhs", lhs), ("rhs", rhs)):
-        check.numeric(op, name, value)
+        if value.dtype != bool:  # which JAX's take, too
+            check.numeric(op, name, value)
     return lhs, rhs
+
+
+def _result_dtype(op: str, preferred, lhs, rhs):
+    """That of JAX's own; by our rules of operands that JAX's refuse."""
+    return check.result_dtype(op, preferred, lhs, rhs, common=_of_jax(lhs.dtype, rhs.dtype))
+
+
+@functools.cache
+def _of_jax(*dtypes):
+    vectors = (jax.ShapeDtypeStruct((1,), dtype) for dtype in dtypes)
+    try:
+        return jax.eval_shape(lambda a, b: jax.lax.dot(a, b), *vectors).dtype
+    except TypeError:
+        return None
 
 
 class _Dimensions:
@@ -215,6 +236,7 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     w = partition.merge(w, (len(dn.rhs_batch), 1, len(dn.rhs_contracting), len(dn.rhs_kept)))
     groups, columns = rhs.shape[group], tuple(rhs.shape[i] for i in dn.rhs_kept)
     batches, outers = x.shape[:2]
+    result = sizes_of(dn.lhs_batch), sizes_of(outer), rows, columns
     sizes = _sizes_per_problem(op, group_sizes, sizes_of((*dn.lhs_batch, *outer)))
     if group_offset is None and sizes.shape[1] != groups:
         raise TypeError(
@@ -222,6 +244,8 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
             f"{sizes.shape[1]}"
         )
     check.rows(op, "lhs", t * inners)
+    if 0 in (batches, outers):  # there is nothing to map
+        return jnp.zeros(sum(result, ()), same["out_dtype"])
     sizes = _scaled(sizes, t, inners).reshape(batches, outers, -1)
     x, w, sizes = _batched_alike(op, lhs, rhs, x, w, sizes)
     # An outer axis of one is not mapped.
@@ -235,7 +259,7 @@ def _kept(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     over_outer = _vmap(product, outers, (0, None, 0))
     out = _vmap(over_outer, batches, (0, 0, 0))(x, w, sizes)
     # The result's axes: batch, then lhs's kept axes in lhs's order, which is this one.
-    return partition.split(out, (sizes_of(dn.lhs_batch), sizes_of(outer), rows, columns))
+    return partition.split(out, result)
 
 
 def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):

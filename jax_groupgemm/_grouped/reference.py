@@ -173,7 +173,7 @@ class Dot:
         self.operand = promoted(a.dtype, b.dtype)
         self.dtype = accumulator_dtype(self.operand, product.out_dtype)
         if not jnp.issubdtype(self.operand, jnp.inexact):
-            self.dtype = product.out_dtype
+            self.dtype = promoted(self.operand, product.out_dtype)
         self.precision = product.precision
         self.dimension_numbers = dimension_numbers
 

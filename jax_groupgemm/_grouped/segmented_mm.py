@@ -6,7 +6,7 @@ import jax
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check
+from .._core import check, dtypes
 from .._core.operations import operation
 from .._core.products import Wgrad
 from .._core.segments import SPANS, Metadata
@@ -41,8 +41,9 @@ def segmented_mm(
       segments: integers ``(..., 2)``, half-open ``[start, end)`` along K.
       precision: for float32 operands, as in :func:`jax.lax.dot`; ``None`` follows
         ``jax.default_matmul_precision`` and means true float32 where that is unset.
-      preferred_element_type: dtype of the result; by default the operands' promoted dtype.
-        Sums are kept in float32 (float64 for float64) whatever it is.
+      preferred_element_type: dtype of the result; by default the operands' promoted dtype, or
+        bfloat16 where that is a float of 8 bits or fewer. Sums are kept in
+        float32 (float64 for float64) whatever it is.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
     Returns:
@@ -77,9 +78,10 @@ def segmented_mm(
     dtype = check.result_dtype(op, preferred_element_type, a, b)
     spans = segments.reshape(-1, 2)
     product = Wgrad(
-        groups=spans.shape[0], out_dtype=dtype, transpose_x=not transpose_a,
-        transpose_y=transpose_b, precision=check.precision(op, precision),
+        groups=spans.shape[0], out_dtype=dtypes.computed(dtype), transpose_x=not transpose_a,
+        transpose_y=transpose_b, precision=check.precision(op, precision, a, b),
         implementation=implementation,
     )  # fmt: skip
-    out = primitives.wgrad(a, b, Metadata(SPANS, spans), product)
+    a, b = check.multiplied(a, b)
+    out = primitives.wgrad(a, b, Metadata(SPANS, spans), product).astype(dtype)
     return out.reshape(*segments.shape[:-1], *out.shape[1:])

@@ -36,6 +36,18 @@ TARGETS: dict[str, tuple[str, ...]] = {
 #: A product where XLA divides its operands among devices (``_core/partitioner.py``).
 DIVIDED = "jgg_product"
 
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where its metadata is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+#: This package's. A copy of the files alone, without metadata, has none.
+VERSION = version("jax_groupgemm") or "0+unknown"
+
 #: Pass as ``disabled_checks`` to ``jax.export.export``: our custom calls are stable by name.
 EXPORT_DISABLED_CHECKS = [
     jax.export.DisabledSafetyCheck.custom_call(name) for name in (*TARGETS, DIVIDED)
@@ -66,7 +78,7 @@ def _runtime_ffi_api() -> tuple[int, int] | None:
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     try:
         text = header.read_text()
-    except OSError:
+    except (OSError, ValueError):
         return None
     found = re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text)
     version = {name: int(number) for name, number in found}
@@ -79,7 +91,7 @@ def _incompatible(built: tuple[int, int], runtime: tuple[int, int] | None) -> st
     XLA takes handlers of its own version or an older one. A handler that it refuses would keep
     the whole backend from starting, so it must not even be offered.
     """
-    jaxlib = importlib.metadata.version("jaxlib")
+    jaxlib = version("jaxlib")
     needed = f"jax_groupgemm's handlers need XLA FFI API {built[0]}.{built[1]} (jaxlib >= 0.11.0)"
     if runtime is None:
         return f"{needed}; the FFI API version of jaxlib {jaxlib} is unknown"
@@ -117,33 +129,45 @@ def rules() -> Any:
 
 
 def load() -> Build:
-    """Import the extension and register its handlers."""
+    """Import the extension and register its handlers. It never raises: without handlers there is
+    the reference, and ``Build.problem`` says why."""
+    build = Build()
     try:
         _ffi = _extension()
+        build = _described(_ffi.build_info())
+        problem = _incompatible(build.ffi_api or (0, 0), build.runtime_ffi_api)
+        if problem is None:
+            for platform, handlers in _ffi.registrations().items():
+                for name, handler in handlers.items():
+                    jax.ffi.register_ffi_target(name, handler, platform=platform)
+            return build
+        says = f"{problem}. Using the reference lowering; upgrade jax and jaxlib."
     except ImportError as error:
         problem = f"the extension module cannot be imported ({error})"
-        warnings.warn(f"jax_groupgemm: {problem}; using the reference lowering", stacklevel=2)
-        return Build(problem=problem)
-    info: dict[str, Any] = _ffi.build_info()
-    build = Build(
+        says = f"{problem}; using the reference lowering"
+    except Exception as error:
+        problem = f"the extension module is not of this version ({error!r})"
+        says = f"{problem}; using the reference lowering. Install the package again."
+    _say(f"jax_groupgemm: {says}")
+    return dataclasses.replace(build, problem=problem)
+
+
+def _described(info: dict[str, Any]) -> Build:
+    return Build(
         cuda=info["cuda"],
         architectures=tuple(info["architectures"]),
         cutlass=info["cutlass"],
         ffi_api=tuple(info["ffi_api"]),
         runtime_ffi_api=_runtime_ffi_api(),
     )
-    assert build.ffi_api is not None
-    problem = _incompatible(build.ffi_api, build.runtime_ffi_api)
-    if problem:
-        warnings.warn(
-            f"jax_groupgemm: {problem}. Using the reference lowering; upgrade jax and jaxlib.",
-            stacklevel=2,
-        )
-        return dataclasses.replace(build, problem=problem)
-    for platform, handlers in _ffi.registrations().items():
-        for name, handler in handlers.items():
-            jax.ffi.register_ffi_target(name, handler, platform=platform)
-    return build
+
+
+def _say(message: str) -> None:
+    """A warning; on stderr where warnings are errors, which would stop the import."""
+    try:
+        warnings.warn(message, stacklevel=3)
+    except Warning:
+        print(message, file=sys.stderr)
 
 
 BUILD = load()
@@ -186,10 +210,18 @@ def _has_code(architecture: str, capability: int) -> bool:
     return capability // 10 == number // 10 and capability >= number
 
 
+def devices(backend: str | None = None) -> tuple[list[Any], str | None]:
+    """This process's devices; or none, and why. JAX asserts that it has some, which it has not
+    where ``JAX_PLATFORMS`` names a plugin that is not installed."""
+    try:
+        return jax.local_devices(backend=backend), None
+    except (RuntimeError, AssertionError) as error:
+        lines = str(error).strip().splitlines()
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        return [], lines[0] if lines else f"no backend of JAX_PLATFORMS={platforms} is installed"
+
+
 def live_capabilities() -> tuple[int, ...]:
     """Compute capabilities of this process's CUDA devices, as 80, 90, ...; empty without one."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return ()
-    return tuple(sorted({round(10 * float(d.compute_capability)) for d in devices}))
+    found, _ = devices("cuda")
+    return tuple(sorted({round(10 * float(d.compute_capability)) for d in found}))

@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from . import extension
 
 FORMAT = 1
@@ -121,10 +119,8 @@ def forced(tile: int) -> Iterator[list[Product]]:
 
 def device_kind() -> str | None:
     """The kind of this process's CUDA devices, such as "NVIDIA H200"; None for none, or several."""
-    try:
-        kinds = {device.device_kind for device in jax.local_devices(backend="cuda")}
-    except RuntimeError:
-        return None
+    found, _ = extension.devices("cuda")
+    kinds = {device.device_kind for device in found}
     return kinds.pop() if len(kinds) == 1 else None
 
 
@@ -183,13 +179,16 @@ def _fingerprint(kind: str | None, table: Path | None, capabilities: tuple[int, 
 
 def read(path: Path) -> dict[str, Any]:
     """A table: "device", "runs", and "entries" by product. ValueError where it is none."""
+    # Whatever else there is under that name may have no end.
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file")
     try:
         document = json.loads(path.read_text())
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']}, expected {FORMAT}")
         found = dict(_entry(fields) for fields in document["entries"])
         return {"device": document["device"], "runs": document["runs"], "entries": found}
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"it is not a table of tiles ({error!r})") from error
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
@@ -149,7 +150,8 @@ def nvfp4_grouped_linear(
     operands, tree = jax.tree.flatten((x, w, bias, group_sizes, key))
     operands = tree.unflatten(primitive.vary_alike(*operands))
     how = _How(packs=True, specs=_specs(operands[:3]))
-    return _out(*operands, recipe, how)[:, :n]
+    # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
+    return checkpoint_name(_out(*operands, recipe, how), "jgg_nvfp4_grouped_linear")[:, :n]
 
 
 def _check_key(op: str, key) -> None:

@@ -193,7 +193,8 @@ def checked(op: str, name: str, q) -> Quantized:
     constructor did not make, or where they do not fit each other. Swizzled scales are put in order:
     layout "swizzled" becomes "linear"."""
     if not isinstance(q, Quantized):
-        raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {type(q).__name__}")
+        what = f"array {describe(q)}" if isinstance(q, jax.Array) else type(q).__name__
+        raise TypeError(f"jgg.{op}: {name} must be a jgg.Quantized, got {what}")
     missing = [field for field in _NEEDED if getattr(q, field, None) is None]
     if missing:
         raise ValueError(f"jgg.{op}: {name} is {_without(missing)}")

@@ -27,8 +27,13 @@ def quantize(
     bits: int | None = None,
     group_size: int | None = None,
     global_scale: ArrayLike | None = None,
+    contract: int = -1,
 ) -> Quantized:
     """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
+
+    K is the axis that products sum over. Say where it is: a square weight fits either way, and is
+    another one. ``contract=-2`` takes ``(G, K, N)``, the weight of ``grouped_mm``, for
+    :func:`grouped_qmm`.
 
     Affine, in float32, every operation rounded to nearest even::
 
@@ -48,14 +53,16 @@ def quantize(
     0, so are codes.
 
     Args:
-      w: float32, bfloat16 or float16 ``(..., K)``.
+      w: float32, bfloat16 or float16 ``(..., K)``, or ``(..., K, N)`` with ``contract=-2``.
       mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
       bits, group_size: by default 4 and 64 in mode ``"affine"``; fixed in the others.
       global_scale: float32, mode ``"nvfp4"`` only: a multiplier, ``amax_of_w / 2688`` to use the
         whole range. A scalar, or one per index of the leading axes, as ``(G,)``.
+      contract: -1, or -2: w is stored with its last two axes exchanged.
 
     Returns:
-      A :class:`Quantized`; affine scales and biases have w's dtype.
+      A :class:`Quantized`, of ``w.swapaxes(-1, -2)`` with ``contract=-2``; affine scales and biases
+      have w's dtype.
 
     Raises:
       ValueError: K is not a multiple of ``group_size``, or a name or number is not known.
@@ -68,11 +75,20 @@ def quantize(
     bits, group_size = static(op, mode, bits, group_size)
     w = check.array(op, "w", w)
     check.dtype(op, "w", w.dtype, FLOATS)
-    if w.ndim == 0 or w.shape[-1] % group_size:
+    if contract not in (-1, -2):
+        raise ValueError(f"jgg.{op}: contract={contract!r} is not -1 or -2")
+    if w.ndim < -contract or w.shape[contract] % group_size:
+        letters = "(..., K)" if contract == -1 else "(..., K, N)"
+        other = 2 if contract == -1 else 1
+        hint = ""
+        if w.ndim >= 2 and w.shape[-other] % group_size == 0:
+            hint = f". Pass contract={-other} if K is axis {-other}"
         raise ValueError(
-            f"jgg.{op}: w has shape {w.shape}, expected (..., K) with K a multiple of "
-            f"group_size={group_size}"
+            f"jgg.{op}: w has shape {w.shape}, expected {letters} with K a multiple of "
+            f"group_size={group_size}{hint}"
         )
+    if contract == -2:
+        w = w.swapaxes(-1, -2)
     global_scale = checked_global_scale(op, mode, global_scale, w.shape)
     weight, scales, biases = _quantize(
         lax.stop_gradient(w), lax.stop_gradient(global_scale), mode, bits, group_size

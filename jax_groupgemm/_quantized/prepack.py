@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from .._core import conversion, partition
 from .._core.check import describe
 from .._core.float_bits import u32
-from .._core.operations import operation
+from .._core.operations import INLINE, listed
 from . import array, call, formats
 from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
@@ -37,7 +37,7 @@ from .layouts import Layout, checked_global_scale, register
 _TILE = 64
 
 
-@operation
+@listed
 def prepack(
     w: Quantized, *, scales_dtype: DTypeLike | None = None, strict: bool = False
 ) -> Quantized:
@@ -89,11 +89,11 @@ def prepack(
     if why is not None:
         if strict:
             raise ValueError(f"jgg.prepack: w has no layout for the fast kernels: {why}")
-        warnings.warn(f"jgg.prepack: w is returned as it is: {why}", stacklevel=2)
+        warnings.warn(f"jgg.prepack: w is returned as it is: {why}", stacklevel=3)
         return w
     mesh = partition.explicit_mesh(jax.tree.leaves((w.weight, w.scales, w.biases)))
     if mesh is None:
-        return _packed(w, _PREPACK)
+        return _packed_alone(w)
     if partition.maps_explicit_axes():
         raise ValueError(
             "jgg.prepack: within a vmap over an axis that is explicitly sharded. Call it outside: "
@@ -116,6 +116,10 @@ def _packed(w: Quantized, pack) -> Quantized:
         w.weight, w.scales, w.biases, mode=w.mode, bits=w.bits, group_size=w.group_size
     )
     return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
+
+
+# One program, also where the user's code is none: see ``operations.operation``.
+_packed_alone = jax.jit(lambda w: _packed(w, _PREPACK), inline=INLINE)
 
 
 def packable(w: Quantized) -> bool:

@@ -54,10 +54,12 @@ def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None
         raise ValueError(f"jgg.{op}: w has shape {shape}, expected {letters}")
     expected = (*shape[:-1], k) if transpose_w else (*shape[:-2], k, shape[-1])
     if shape != expected:
-        other = f"({lead}K, N)" if transpose_w else f"({lead}N, K)"
+        hint = f"Pass transpose_w=True if w is ({lead}N, K)"
+        if transpose_w:
+            hint = f"Of ({lead}K, N), jgg.quantize(w, contract=-2) makes one"
         raise ValueError(
             f"jgg.{op}: w has shape {shape}, expected {letters} = {expected} because x is "
-            f"{x.shape}. Pass transpose_w={not transpose_w} if w is {other}."
+            f"{x.shape}. {hint}."
         )
     scale, batch = w.global_scale, shape[:-2]
     if scale is not None and scale.ndim > len(batch) and not transpose_w:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import statistics
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ class Gpu:
     """The device, as far as measuring needs it."""
 
     def __init__(self):
-        self.kind = jax.local_devices(backend="cuda")[0].device_kind
+        self.kind = extension.devices("cuda")[0][0].device_kind
 
     def compiled(self, f, args):
         return jax.jit(f).lower(*args).compile()
@@ -51,7 +50,8 @@ def problem() -> str | None:
     """Why nothing can be measured here."""
     capabilities = extension.live_capabilities()
     if not capabilities:
-        return f"it needs a Hopper GPU, and jax sees only {jax.local_devices()}"
+        found, why = extension.devices()
+        return f"it needs a Hopper GPU, and jax sees {f'only {found}' if found else f'none: {why}'}"
     if why := extension.unavailable("sm90", capabilities):
         return why
     try:
@@ -195,7 +195,7 @@ def provenance(repetitions: int, products: int) -> dict[str, Any]:
     packages = ("jax_groupgemm", "jax", "jaxlib")
     return {
         "date": datetime.date.today().isoformat(),
-        **{package: importlib.metadata.version(package) for package in packages},
+        **{package: extension.version(package) for package in packages},
         "cuda": extension.BUILD.cuda,
         "repetitions": repetitions,
         "products": products,

@@ -335,6 +335,12 @@ def test_explicit_conflicts_are_errors(problem):
             jgg.grouped_mm(put(x, P(None, "a")), put(w, P(None, "b")), put(sizes, P()))
         with pytest.raises(ValueError, match=r"shards axis N .* already shards another axis"):
             jgg.grouped_mm(put(x, P("a")), put(w, P(None, None, "a")), put(sizes, P()))
+        says = (
+            r"shards axis G over \('a',\), but that mesh axis already shards another axis of this "
+            r"product\. Expert parallelism is a jax\.shard_map: .*; the guide 'Several GPUs'"
+        )
+        with pytest.raises(ValueError, match=says):
+            jgg.grouped_mm(put(x, P("a")), put(w, P("a")), put(sizes, P()))
 
 
 def test_explicit_one_sided_contraction(problem):

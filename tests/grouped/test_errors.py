@@ -41,6 +41,16 @@ CASES = [
         "Pass group_offset if w holds only some of the groups.",
     ),
     (
+        lambda: jgg.grouped_mm(X, W, S[None]), ValueError,
+        "jgg.grouped_mm: group_sizes has shape (1, 3), expected 1 axis (G,) because w is "
+        "(3, 8, 4). Pass group_offset if w holds only some of the groups.",
+    ),
+    (
+        lambda: jgg.grouped_mm(X, W[0], S), ValueError,
+        "jgg.grouped_mm: w has shape (8, 4), expected 3 axes (G, K, N) because x is (16, 8). Pass "
+        "transpose_w=True if w is (G, N, K).",
+    ),
+    (
         lambda: jgg.grouped_mm(X, W, S.astype(jnp.float32)), TypeError,
         "jgg.grouped_mm: group_sizes must hold integers, got dtype float32",
     ),
@@ -80,6 +90,16 @@ CASES = [
         "jgg.grouped_mm: precision='best' is not a jax.lax.Precision, its name, or "
         "'tensorfloat32'",
     ),
+    *(
+        (
+            lambda p=p: jgg.grouped_mm(X, W, S, precision=p), ValueError,
+            "jgg.grouped_mm: precision=F64_F64_F64 is not done for float32 and float32; algorithms "
+            "that are done, at least as exactly: DEFAULT, F32_F32_F32, TF32_TF32_F32_X3, "
+            "BF16_BF16_F32_X3, BF16_BF16_F32_X6, BF16_BF16_F32_X9, TF32_TF32_F32, BF16_BF16_F32, "
+            "BF16_BF16_BF16. Convert operands to float64",
+        )
+        for p in ("F64_F64_F64", jax.lax.DotAlgorithmPreset.F64_F64_F64)
+    ),
     (
         lambda: jgg.grouped_mm(X, W, S, preferred_element_type=jnp.int32), TypeError,
         "jgg.grouped_mm: preferred_element_type=int32 cannot hold a product of float32 operands",
@@ -93,7 +113,15 @@ CASES = [
         for what, value in (
             ("NoneType", None),
             ("dict", {"a": 1}),
-            ("ndarray of dtype object", np.array([None])),
+            (
+                "ndarray of dtype object, which JAX does not have. Convert it to numbers",
+                np.array([None]),
+            ),
+            (
+                "ndarray of dtype >f4, in another byte order. Convert it: "
+                "a.astype(a.dtype.newbyteorder('='))",
+                np.ones((2, 2), ">f4"),
+            ),
             (LISTED, [[0, 1], [2]]),
             (LISTED, [np.arange(2), np.arange(3)]),
             (LISTED, [jnp.arange(2), 3]),
@@ -133,10 +161,6 @@ CASES = [
         lambda: jgg.ragged_dot(X, W, S[:2]), ValueError,
         "jgg.ragged_dot: group_sizes has shape (2,), expected (g,) = (3,) because rhs is "
         "(3, 8, 4). Pass group_offset if rhs holds only some of the groups.",
-    ),
-    (
-        lambda: jgg.ragged_dot(X, W > 0, S), TypeError,
-        "jgg.ragged_dot: rhs must hold numbers, got dtype bool",
     ),
     (
         lambda: jgg.ragged_dot(X, W, S, group_offset=jnp.zeros((2,), jnp.int32)), ValueError,

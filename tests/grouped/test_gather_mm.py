@@ -167,3 +167,13 @@ def test_many_pairs(rng, implementation):
     rhs = rng.integers(-2, 70, 70_000)
     out = jgg.gather_mm(a, b, None, rhs, implementation=implementation)
     oracle.assert_close(out, oracle.gather_mm(a, b, None, rhs))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_broken_promise_of_nothing(k):
+    """Sums over no K are zeros, and NaN where the promise was broken."""
+    a, b = jnp.ones((2, 1, k)), jnp.ones((2, k, 4))
+    for given, broken in (([0, 1], False), ([1, 0], True)):
+        out = jgg.gather_mm(a, b, None, jnp.array(given), sorted_indices=True)
+        assert np.isnan(out).all() == broken
+        assert np.isnan(out).any() == broken

@@ -186,3 +186,57 @@ def test_bad_dimension_numbers():
         run((([1], [1]), ([], [])), [0], [0], s=jnp.ones((4,), jnp.int32))
     with pytest.raises(TypeError, match=r"expected \(g,\) or"):
         run((([1], [1]), ([], [])), [0], [0], s=jnp.ones((2, 3), jnp.int32))
+
+
+NARROW = [
+    ("int4", "int4"), ("bfloat16", "int4"), ("float4_e2m1fn", "float4_e2m1fn"),
+    ("float8_e4m3fn", "int4"), ("int8", "uint8"), ("bool", "float32"), ("bool", "bool"),
+    ("float16", "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), NARROW)
+def test_operands_that_jax_takes(rng, left, right):
+    """Of few bits, and of two dtypes: its values, and its result's dtype."""
+    lhs = jnp.asarray(rng.integers(-6, 6, (5, 4))).astype(left)
+    rhs = jnp.asarray(rng.integers(-6, 6, (2, 4, 3))).astype(right)
+    sizes = jnp.array([2, 1])
+    for preferred in (None, "float32"):
+        args = lhs, rhs, sizes, None, preferred
+        got, want = jgg.ragged_dot(*args), lax.ragged_dot(*args)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(*(v.astype("float32") for v in (got, want)))
+    batch = Numbers((([1], [1]), ([0], [0])), [0], [])
+    args = lhs[:2], rhs[:, :, 0], sizes, batch
+    got, want = jgg.ragged_dot_general(*args), lax.ragged_dot_general(*args)
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(*(v.astype("float32") for v in (got, want)))
+
+
+def test_gradient_beside_integers(rng):
+    lhs = oracle.random(rng, (5, 4), "bfloat16")
+    rhs = jnp.asarray(rng.integers(-6, 6, (2, 4, 3))).astype("int4")
+    dx = jax.grad(lambda x: jgg.ragged_dot(x, rhs, [2, 1]).astype("float32").sum())(lhs)
+    want = oracle.grouped_mm(np.ones((5, 3)), np.asarray(rhs, np.float64).swapaxes(1, 2), [2, 1])
+    oracle.assert_close(dx, want)
+
+
+@pytest.mark.parametrize(("batches", "outers"), [(0, 2), (2, 0), (1, 0), (0, 1)])
+def test_empty_batches(batches, outers):
+    """In every mode, an axis that is mapped may have no index; gradients too."""
+    lhs, rhs = jnp.ones((batches, outers, 4, 3)), jnp.ones((2, batches, 3, 5))
+    sizes = jnp.ones((batches, outers, 2), jnp.int32)
+    kept = Numbers((([3], [2]), ([0], [1])), [2], [0])
+    contracted = Numbers((([1, 2], [1, 2]), ([0], [0])), [2], [])
+    batch = Numbers((([3], [3]), ([0, 1], [0, 1])), [0], [])
+    for args in (
+        (lhs, rhs, sizes, kept),
+        (lhs, lhs, jnp.ones((batches, outers, 2), jnp.int32), contracted),
+        (lhs, lhs, jnp.ones((2,), jnp.int32), batch),
+    ):
+        got, want = jgg.ragged_dot_general(*args), lax.ragged_dot_general(*args)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert not np.asarray(got).any()
+        f = lambda a, b, rest=args[2:]: jgg.ragged_dot_general(a, b, *rest).sum()
+        grads = jax.grad(f, (0, 1))(*args[:2])
+        assert [g.shape for g in grads] == [a.shape for a in args[:2]]

@@ -1,6 +1,7 @@
 """Tables of measured tiles: what a product looks up, what reaches the custom call, bad tables."""
 
 import json
+import os
 import re
 import warnings
 
@@ -260,3 +261,20 @@ def test_every_tile_gives_the_same(rng, mean):
                 results.append(np.asarray(jax.jit(lambda *v, f=f: f(*v))(x, y, w), np.float32))
         for got in results[1:]:
             np.testing.assert_allclose(got, results[0], rtol=1e-2, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.write_text("[" * 10**5), "it is not a table of tiles"),
+        (os.mkfifo, "it is not a file"),
+        (lambda path: path.mkdir(), "it is not a file"),
+    ],
+)
+def test_what_is_no_table(table, tmp_path, monkeypatch, make, says):
+    """None of them raises, or hangs, in the user's lowering."""
+    path = tmp_path / "other.json"
+    make(path)
+    monkeypatch.setenv("JGG_TUNED", str(path))
+    with pytest.warns(UserWarning, match=f"cannot use the table of tiles .*: {says}"):
+        assert product(64) == [0]

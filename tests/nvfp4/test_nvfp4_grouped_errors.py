@@ -29,7 +29,7 @@ A, B, OLD = like_grouped(8), like_grouped(6), jnp.ones((3, 6, 8))
 ERRORS = [
     (
         lambda: jgg.nvfp4_grouped_mm(jnp.ones((20, 32)), W, S), TypeError,  # pyright: ignore
-        "jgg.nvfp4_grouped_mm: x must be a jgg.Quantized, got ArrayImpl",
+        "jgg.nvfp4_grouped_mm: x must be a jgg.Quantized, got array float32[20,32]",
     ),
     (
         lambda: jgg.nvfp4_grouped_mm(like(20, 32, mode="mxfp4", group=32), W, S), ValueError,

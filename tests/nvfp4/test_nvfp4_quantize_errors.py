@@ -51,7 +51,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.nvfp4_quantize(W, group_sizes=jnp.array([3])), ValueError,
-        "jgg.nvfp4_quantize: x has shape (2, 32, 32), expected 2 axes (T, K). group_sizes are of "
+        "jgg.nvfp4_quantize: x has shape (2, 32, 32), expected 2 axes (T, K): group_sizes are of "
         "its rows",
     ),
     (
@@ -60,7 +60,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.nvfp4_quantize(X, group_sizes=jnp.ones((1, 3), jnp.int32)), ValueError,
-        "jgg.nvfp4_quantize: group_sizes has shape (1, 3), expected 1 axes (G,)",
+        "jgg.nvfp4_quantize: group_sizes has shape (1, 3), expected 1 axis (G,)",
     ),
     (
         lambda: jgg.nvfp4_quantize(X, group_sizes=jnp.array([3]), scale_2d=True), ValueError,
@@ -132,7 +132,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.dequantize(zeros(Q, weight=jnp.zeros((2, 64, 12), jnp.uint32))), ValueError,
-        "jgg.dequantize: q.weight has shape (2, 64, 12), expected 2 axes (C, P/8). layout "
+        "jgg.dequantize: q.weight has shape (2, 64, 12), expected 2 axes (C, P/8): layout "
         "'grouped'",
     ),
     (

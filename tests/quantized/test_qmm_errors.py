@@ -30,7 +30,8 @@ ERRORS = [
     (
         lambda: jgg.gather_qmm(jnp.ones((32, 512)), like(8, 512, 480)), ValueError,
         "jgg.gather_qmm: w has shape (8, 512, 480), expected (G, N, K) = (8, 512, 512) "
-        "because x is (32, 512). Pass transpose_w=False if w is (G, K, N).",
+        "because x is (32, 512). Of (G, K, N), "
+        "jgg.quantize(w, contract=-2) makes one.",
     ),
     (
         lambda: jgg.grouped_qmm(X, W, S, transpose_w=False), ValueError,
@@ -40,12 +41,14 @@ ERRORS = [
     (
         lambda: jgg.quantized_matmul(X, like(8, 32)), ValueError,
         "jgg.quantized_matmul: w has shape (8, 32), expected (N, K) = (8, 64) because x is "
-        "(16, 64). Pass transpose_w=False if w is (K, N).",
+        "(16, 64). Of (K, N), "
+        "jgg.quantize(w, contract=-2) makes one.",
     ),
     (
         lambda: jgg.gather_qmm(X, like(2, 3, 8, 32)), ValueError,
         "jgg.gather_qmm: w has shape (2, 3, 8, 32), expected (B..., N, K) = (2, 3, 8, 64) "
-        "because x is (16, 64). Pass transpose_w=False if w is (B..., K, N).",
+        "because x is (16, 64). Of (B..., K, N), "
+        "jgg.quantize(w, contract=-2) makes one.",
     ),
     (
         lambda: jgg.grouped_qmm(X[:, :50], W, S), ValueError,
@@ -74,7 +77,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.grouped_qmm(X, X, S), TypeError,  # pyright: ignore
-        "jgg.grouped_qmm: w must be a jgg.Quantized, got ArrayImpl",
+        "jgg.grouped_qmm: w must be a jgg.Quantized, got array float32[16,64]",
     ),
     (
         lambda: jgg.grouped_qmm(X.astype(jnp.int8), W, S), TypeError,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 
 import jax_groupgemm as jgg
@@ -398,7 +399,7 @@ ERRORS = [
     ),
     (
         lambda: jgg.dequantize(W), TypeError,  # pyright: ignore
-        "jgg.dequantize: q must be a jgg.Quantized, got ArrayImpl",
+        "jgg.dequantize: q must be a jgg.Quantized, got array float32[4,128]",
     ),
     (
         lambda: jgg.dequantize(jgg.Quantized(PACKED, SCALES, **STATIC)), ValueError,
@@ -452,3 +453,34 @@ def test_numbers_by_default():
         made = jgg.Quantized(**leaves, mode=mode, bits=None, group_size=None)
         assert (made.bits, made.group_size, made.shape) == (q.bits, q.group_size, (4, 128))
         np.testing.assert_array_equal(jgg.dequantize(made), jgg.dequantize(q))
+
+
+@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+def test_contract(rng, mode):
+    """Of (G, K, N), square or not: the Quantized of (G, N, K), which grouped_qmm multiplies by."""
+    for n in (64, 32):
+        w = oracle.random(rng, (2, 64, n))
+        q, want = jgg.quantize(w, mode=mode, contract=-2), jgg.quantize(w.swapaxes(1, 2), mode=mode)
+        assert q.shape == (2, n, 64)
+        jax.tree.map(np.testing.assert_array_equal, q, want)
+        x = oracle.random(rng, (5, 64))
+        dense = jgg.grouped_mm(x, jgg.dequantize(q, "float32").swapaxes(1, 2), [2, 3])
+        oracle.assert_close(jgg.grouped_qmm(x, q, [2, 3]), dense)
+
+
+@pytest.mark.parametrize(
+    ("shape", "contract", "message"),
+    [
+        ((2, 64, 48), -1, "w has shape (2, 64, 48), expected (..., K) with K a multiple of "
+         "group_size=64. Pass contract=-2 if K is axis -2"),
+        ((2, 48, 64), -2, "w has shape (2, 48, 64), expected (..., K, N) with K a multiple of "
+         "group_size=64. Pass contract=-1 if K is axis -1"),
+        ((64,), -2, "w has shape (64,), expected (..., K, N) with K a multiple of group_size=64"),
+        ((64, 64), 0, "contract=0 is not -1 or -2"),
+    ],
+)  # fmt: skip
+def test_contract_is_checked(shape, contract, message):
+    oracle.assert_raises(
+        lambda: jgg.quantize(jnp.ones(shape), contract=contract), ValueError,
+        f"jgg.quantize: {message}",
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""What ``jax.checkpoint`` keeps for the backward pass: policies that know this package's products.
+
+JAX's ``dots_saveable`` knows JAX's own products only: with it, and with no policy, every product of
+this package is computed once more. Combine policies with
+``jax.checkpoint_policies.save_from_both_policies``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["grouped_products_saveable"]
+
+# Of ours, all primitives but these are products.
+_CONVERSIONS = ("jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize")
+
+
+def grouped_products_saveable(prim: Any, *_: Any, **params: Any) -> bool:
+    """Keep the results of this package's products, and compute everything else once more.
+
+    For ``jax.checkpoint(f, policy=jgg.checkpoint_policies.grouped_products_saveable)``. A product
+    is kept before its bias, activation and row scale, as float32 where it has any, because the
+    backward pass starts from there. Quantizing is no product.
+
+    Args:
+      prim: a primitive of JAX.
+      params: its parameters.
+
+    Returns:
+      Whether its result is kept.
+    """
+    if prim.name == "name":  # of what hides its products
+        return params["name"].startswith("jgg_")
+    return prim.name.startswith("jgg_") and prim.name not in _CONVERSIONS
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

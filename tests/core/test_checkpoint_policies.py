@@ -1,0 +1,105 @@
+"""What ``jax.checkpoint`` keeps of products, counted in the program of the gradient."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import oracle
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import jax_groupgemm as jgg
+from jax_groupgemm._core import composed, primitive
+
+POLICY = jgg.checkpoint_policies.grouped_products_saveable
+SIZES = jnp.array([3, 5])
+X = jnp.ones((8, 64))
+WEIGHTS = jnp.ones((2, 64, 64)), jnp.ones((2, 64, 64))
+QUANTIZED = jgg.quantize(jnp.ones((2, 64, 64)))
+
+
+def counts(f, *args) -> collections.Counter:
+    """How often each of our products is in the program of a gradient."""
+    found: collections.Counter = collections.Counter()
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name.startswith("jgg_"):
+                found[name.removesuffix("_outer")] += 1
+            else:
+                for inner in jaxprs_in_params(eqn.params):
+                    visit(inner)
+
+    visit(jax.make_jaxpr(jax.grad(f))(*args).jaxpr)
+    return found
+
+
+def two_products(weights, x):
+    up, down = weights
+    h = jgg.grouped_mm(x, up, SIZES, activation="silu")
+    return jnp.sin(jgg.grouped_mm(h, down, SIZES)).sum()
+
+
+def test_products_are_not_computed_again():
+    """Forward two, and one for the gradient of h; each weight has one."""
+    plain = counts(two_products, WEIGHTS, X)
+    assert plain == {"jgg_mm": 3, "jgg_wgrad": 2}
+    again = counts(jax.checkpoint(two_products), WEIGHTS, X)
+    assert again["jgg_mm"] == 3 + 2
+    dots = jax.checkpoint(two_products, policy=jax.checkpoint_policies.dots_saveable)
+    assert counts(dots, WEIGHTS, X) == again
+    kept = jax.checkpoint(two_products, policy=POLICY)
+    assert counts(kept, WEIGHTS, X) == plain
+    for got, want in zip(
+        jax.grad(kept)(WEIGHTS, X), jax.grad(two_products)(WEIGHTS, X), strict=True
+    ):
+        oracle.assert_close(got, want)
+
+
+def test_with_a_policy_of_jax():
+    def f(weights, x):
+        return two_products(weights, jnp.sin(x @ weights[0][0]))
+
+    both = jax.checkpoint_policies.save_from_both_policies(
+        POLICY, jax.checkpoint_policies.dots_saveable
+    )
+    dots = lambda policy: str(
+        jax.make_jaxpr(jax.grad(jax.checkpoint(f, policy=policy)))(WEIGHTS, X)
+    ).count("dot_general[")
+    assert counts(jax.checkpoint(f, policy=both), WEIGHTS, X)["jgg_mm"] == 4
+    assert dots(POLICY) == dots(both) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("jgg_qmm", lambda x: jnp.sin(jgg.grouped_qmm(x, QUANTIZED, SIZES)).sum()),
+        (
+            "jgg_mm",
+            lambda x: jnp.sin(jgg.gather_mm(x[:, None], WEIGHTS[0], None, jnp.arange(8) % 2)).sum(),
+        ),
+        ("jgg_mm", lambda x: jnp.sin(jgg.ragged_dot(x, WEIGHTS[0], SIZES)).sum()),
+        ("jgg_wgrad", lambda x: jnp.sin(jgg.segmented_mm(x.T, x, [[0, 8]])).sum()),
+        (
+            "jgg_nvfp4_grouped_mm",
+            lambda x: jnp.sin(jgg.nvfp4_grouped_linear(x, WEIGHTS[0], SIZES)).sum(),
+        ),
+    ],
+)
+def test_other_operations(name, f):
+    plain, kept = counts(f, X)[name], counts(jax.checkpoint(f, policy=POLICY), X)[name]
+    assert kept == plain
+    assert counts(jax.checkpoint(f), X)[name] == plain + 1
+
+
+def test_every_primitive_is_a_product_or_a_conversion():
+    products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm"}
+    products |= {f"nvfp4_grouped_{name}" for name in ("mm", "wgrad", "linear")}
+    ours = {*composed.PRIMITIVES, *primitive.INNER.values(), *primitive.OUTER.values()}
+    saved = {p.name.removeprefix("jgg_").removesuffix("_outer") for p in ours if POLICY(p)}
+    assert saved <= products
+    assert {"mm", "wgrad", "qmm", "fused_mm", "nvfp4_grouped_mm"} <= saved
+    assert {p.name for p in ours if not POLICY(p)} == {
+        "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize",
+    }  # fmt: skip

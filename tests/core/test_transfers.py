@@ -1,0 +1,111 @@
+"""No operation brings anything to the device, or back, that its user did not: forward, gradients
+and batches, also outside of any program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_groupgemm as jgg
+
+RNG = np.random.default_rng(0)
+
+
+def floats(*shape):
+    return jnp.asarray(RNG.standard_normal(shape, np.float32))
+
+
+SIZES, INDEX, SORTED = jnp.array([3, 4]), jnp.array([1, 0, 0, 1]), jnp.array([0, 0, 1, 1])
+SEGMENTS, KEY = jnp.array([[0, 3], [2, 8]]), jax.random.key(0)
+X, W = floats(8, 64), floats(2, 64, 32)
+QUANTIZED = jgg.quantize(floats(2, 48, 64))
+NVFP4 = jgg.nvfp4_quantize(floats(8, 64)), jgg.nvfp4_quantize(floats(2, 32, 64))
+ALONG_T = jgg.nvfp4_quantize(floats(8, 64), axis=0, group_sizes=SIZES)
+NUMBERS = jax.lax.RaggedDotDimensionNumbers((([1, 2], [1, 2]), ([0], [0])), [2], [])
+
+CASES = {
+    "grouped_mm": (lambda x, w: jgg.grouped_mm(x, w, SIZES), X, W),
+    "options": (
+        lambda x, w, b, s, o: jgg.grouped_mm(
+            x, w, SIZES, bias=b, activation="swiglu", row_scale=s, existing_out=o
+        ), X, W, floats(2, 32), floats(8), floats(8, 16),
+    ),
+    "segmented_mm": (lambda a, b: jgg.segmented_mm(a, b, SEGMENTS), floats(3, 8), floats(8, 4)),
+    "gather_mm": (lambda x, w: jgg.gather_mm(x, w, INDEX, INDEX), X[:, None], W),
+    "sorted": (
+        lambda x, w: jgg.gather_mm(x, w, INDEX, SORTED, sorted_indices=True), X[:, None], W
+    ),
+    "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, SIZES), X, W),
+    "ragged_dot_general": (
+        lambda x, y: jgg.ragged_dot_general(x, y, SIZES, NUMBERS), floats(2, 3, 4, 5),
+        floats(2, 3, 4, 6),
+    ),
+    "grouped_qmm": (lambda x, q: jgg.grouped_qmm(x, q, SIZES, activation="silu"), X, QUANTIZED),
+    "gather_qmm": (lambda x, q: jgg.gather_qmm(x, q, INDEX, INDEX), X[:, None], QUANTIZED),
+    "quantized_matmul": (jgg.quantized_matmul, X, QUANTIZED[0]),
+    "dequantize": (jgg.dequantize, QUANTIZED),
+    "quantize": (lambda w: jgg.quantize(w).scales, floats(2, 48, 64)),
+    "prepack": (lambda q: jgg.dequantize(jgg.prepack(q)), jgg.quantize(
+        floats(2, 64, 64).astype("bfloat16")
+    )),
+    "nvfp4_quantize": (lambda x: jgg.nvfp4_quantize(x, group_sizes=SIZES).global_scale, X),
+    "nvfp4_grouped_mm": (lambda x, w: jgg.nvfp4_grouped_mm(x, w, SIZES), *NVFP4),
+    "nvfp4_grouped_wgrad": (
+        lambda x, a: jgg.nvfp4_grouped_wgrad(x, x, SIZES, alpha=a), ALONG_T, floats(2)
+    ),
+    "nvfp4_grouped_linear": (
+        lambda x, w: jgg.nvfp4_grouped_linear(x, w, SIZES, key=KEY), floats(8, 24),
+        floats(2, 20, 24),
+    ),
+}  # fmt: skip
+
+
+def differentiated(f, args):
+    """The value and the transpose of ones, in every leaf that is floating."""
+    leaves, tree = jax.tree.flatten(args)
+    moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    def of_moving(*values):
+        given = dict(zip(moving, values, strict=True))
+        return f(*tree.unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+    return of_moving, [leaves[i] for i in moving]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_transfers(name):
+    f, *args = CASES[name]
+    f, values = differentiated(f, args)
+    ones = jnp.ones_like(f(*values))
+    if name in ("quantize", "nvfp4_quantize", "prepack"):
+        # A gradient that is zero is made by JAX, with a transfer.
+        with jax.transfer_guard("disallow"):
+            assert f(*values).shape == ones.shape
+        return
+    with jax.transfer_guard("disallow"):
+        out, vjp = jax.vjp(f, *values)
+        grads = vjp(ones)
+    assert out.shape == ones.shape
+    assert [g.shape for g in grads] == [v.shape for v in values]
+
+
+def test_no_transfers_of_a_batch():
+    batch = jnp.stack([X, X])
+    f = jax.vmap(lambda x: jgg.grouped_mm(x, W, SIZES, activation="silu"))
+    g = jax.vmap(lambda x: jgg.gather_mm(x[:, None], W, INDEX, INDEX))
+    with jax.transfer_guard("disallow"):
+        assert f(batch).shape == (2, 8, 32)
+        assert g(batch).shape == (2, 4, 1, 32)
+
+
+def test_numbers_are_no_programs():
+    """Each list and each number of Python would be a program of its own."""
+    from jax_groupgemm._core import operations
+
+    before = operations._program.cache_info().currsize
+    for size in range(3):
+        jgg.grouped_mm(X, W, [size, 1])
+        jgg.grouped_mm(X, W, np.array([size, 1]))
+        jgg.grouped_mm(X, W, SIZES, group_offset=size)
+        jgg.nvfp4_grouped_wgrad(ALONG_T, ALONG_T, SIZES, alpha=float(size))
+    assert operations._program.cache_info().currsize == before
