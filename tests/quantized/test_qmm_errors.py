@@ -122,8 +122,8 @@ ERRORS = [
     ),
     (
         lambda: jgg.grouped_qmm(X, W, S, activation="selu"), ValueError,
-        "jgg.grouped_qmm: activation='selu' is not one of None, 'silu', 'gelu', 'relu', 'tanh', "
-        "'swiglu', 'geglu'",
+        "jgg.grouped_qmm: activation='selu' is not one of None, 'silu', 'gelu', 'gelu_erf', "
+        "'relu', 'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', 'swiglu_oai'",
     ),
     (
         lambda: jgg.gather_qmm(X, W, jnp.zeros(2, int), jnp.zeros(3, int)), ValueError,
