@@ -53,7 +53,7 @@ ERRORS = [
     (
         lambda: jgg.grouped_qmm(X[:, :50], W, S), ValueError,
         "jgg.grouped_qmm: w has shape (3, 8, 64), expected (G, N, K) = (3, 8, 50) because x is "
-        "(16, 50). Pass transpose_w=False if w is (G, K, N).",
+        "(16, 50). Of (G, K, N), jgg.quantize(w, contract=-2) makes one.",
     ),
     (
         lambda: jgg.grouped_qmm(X, like(8, 64), S), ValueError,
