@@ -19,7 +19,7 @@ OPERATIONS: dict[str, Callable] = {}
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 #: Arguments that are numbers and no operands.
-_NUMBERS = ("axis", "bits", "group_size", "contract")
+_NUMBERS = ("axis", "bits", "group_size", "contract", "num_experts", "max_rows")
 
 
 def listed[F: Callable](function: F) -> F:
