@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 #: For whoever lists them: ``jgg.cost``, ``info`` and the tests.
 OPERATIONS: dict[str, Callable] = {}
@@ -36,12 +37,24 @@ def listed[F: Callable](function: F) -> F:
 def operation[F: Callable](function: F) -> F:
     """A public operation. Outside of any program it is one of its own: operations of JAX that run
     alone bring each constant to the device, which ``jax.transfer_guard`` counts as a transfer."""
+    return _one_program(function, lambda arrays: True)
+
+
+def operation_of_its_own_gradient[F: Callable](function: F) -> F:
+    """The same of an operation whose gradient is a ``custom_vjp``: JAX transforms one in a program
+    otherwise, without zeros that are symbolic, and not under ``vmap``. So it is one where nothing
+    is transformed."""
+    traced = lambda a: isinstance(a, Tracer)
+    return _one_program(function, lambda arrays: not any(map(traced, jax.tree.leaves(arrays))))
+
+
+def _one_program[F: Callable](function: F, may: Callable[[dict], bool]) -> F:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         parts = None if _directly() else _parts(signature, args, kwargs)
-        if parts is None:
+        if parts is None or not may(parts[0]):
             return function(*args, **kwargs)
         arrays, static = parts
         return _program(function, static)(arrays)

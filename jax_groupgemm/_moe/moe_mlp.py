@@ -14,7 +14,7 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes
-from .._core.operations import operation
+from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Activation, Integers
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
 from .._grouped.grouped_mm import grouped_mm
@@ -25,7 +25,7 @@ from .permute import combined, dispatch
 from .routing import route
 
 
-@operation
+@operation_of_its_own_gradient
 def moe_mlp(
     x: ArrayLike,
     up: ArrayLike | Quantized,

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from .._core import check, partition, primitive, segments
-from .._core.operations import operation
+from .._core.operations import operation_of_its_own_gradient
 from .._core.products import Wgrad
 from .._core.types import Integers
 from .._grouped import primitives
@@ -77,7 +77,7 @@ class NVFP4Recipe:
 _DEFAULT = NVFP4Recipe()
 
 
-@operation
+@operation_of_its_own_gradient
 def nvfp4_grouped_linear(
     x: ArrayLike,
     w: ArrayLike,

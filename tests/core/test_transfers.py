@@ -77,8 +77,9 @@ def test_no_transfers(name):
     f, *args = CASES[name]
     f, values = differentiated(f, args)
     ones = jnp.ones_like(f(*values))
-    if name in ("quantize", "nvfp4_quantize", "prepack"):
-        # A gradient that is zero is made by JAX, with a transfer.
+    if name in ("quantize", "nvfp4_quantize", "prepack", "nvfp4_grouped_linear"):
+        # A gradient that is zero is made by JAX, with a transfer. The last is no program while it
+        # is differentiated.
         with jax.transfer_guard("disallow"):
             assert f(*values).shape == ones.shape
         return
