@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["grouped_products_saveable"]
 
-# Of ours, all primitives but these are products.
+# All of our primitives but these are products.
 _CONVERSIONS = (
     "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_dispatch",
     "jgg_combine",

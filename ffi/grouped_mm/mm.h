@@ -27,8 +27,6 @@ struct Epilogue {
   constexpr bool Any() const {
     return bias != nullptr || row_scale != nullptr || accumulate || activation != Activation::kNone;
   }
-  // Whether it has a bias and scales at most.
-  constexpr bool Linear() const { return !accumulate && activation == Activation::kNone; }
 };
 
 // Rows by list: row t of the product is row list[t] of an operand that has `count` rows. Outside of

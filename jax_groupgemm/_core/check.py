@@ -35,7 +35,7 @@ def array(op: str, name: str, value) -> jax.Array:
 
 
 def _instead(dtype) -> str:
-    """What to do with a numpy dtype that JAX does not have."""
+    """Advice about a numpy dtype that JAX does not have."""
     if isinstance(dtype, np.dtype) and not dtype.isnative:
         return "in another byte order. Convert it: a.astype(a.dtype.newbyteorder('='))"
     return "which JAX does not have. Convert it to numbers"

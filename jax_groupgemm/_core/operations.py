@@ -63,7 +63,7 @@ def _one_program[F: Callable](function: F, may: Callable[[dict], bool]) -> F:
 
 
 def _value(a):
-    """What a variable of flax's nnx holds."""
+    """The value of a variable of flax's nnx; anything else as it is."""
     nnx = sys.modules.get("flax.nnx")
     return a.get_value() if nnx is not None and isinstance(a, nnx.Variable) else a
 

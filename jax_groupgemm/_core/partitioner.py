@@ -251,7 +251,7 @@ def _written(call: Call, platform: str, devices: int, mesh) -> str:
 
 
 def _read(config: bytes) -> tuple[Call, dict[str, Any]]:
-    """What :func:`_written` wrote."""
+    """The inverse of :func:`_written`."""
     given = json.loads(config)
     if given["format"] != FORMAT:
         raise ValueError(

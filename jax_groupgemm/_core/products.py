@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """What is known of a grouped product beside its operands.
+    """Facts of a grouped product beside its operands.
 
     Attributes:
       out_dtype: the result's; sums are kept in float32 (float64 for float64) whatever it is.

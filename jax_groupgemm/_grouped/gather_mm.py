@@ -81,7 +81,7 @@ def gather_mm(
         rows=0, out_dtype=dtypes.computed(dtype), precision=precision,
         implementation=implementation,
     )  # fmt: skip
-    # What has no NaN cannot say that the promise was broken.
+    # A dtype without NaN cannot say that the promise was broken.
     sorted_indices = sorted_indices and dtypes.has_nan(dtype)
     out = gathered(
         op, "a", a, w, (*batch, n), lhs_indices, rhs_indices, sorted_indices, product, fused.MM,

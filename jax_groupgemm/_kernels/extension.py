@@ -38,7 +38,7 @@ DIVIDED = "jgg_product"
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where its metadata is missing."""
+    """The version of an installed package; None where its metadata is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -99,7 +99,7 @@ def read(t: Layer, name: str, names: Sequence[str]) -> Read:
 
 
 def _instead(t: Layer, name: str) -> str:
-    """What the tensors are, where that is another format or kind."""
+    """The format or kind that the tensors are of, where it is another one."""
     for other, form in FORMATS.items():
         for kind in form.kinds:
             if kind.fits(t):

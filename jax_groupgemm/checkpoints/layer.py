@@ -112,7 +112,7 @@ class Layer(NamedTuple):
         return value.reshape(())[()]
 
     def option(self, keys: str | tuple[str, ...], known: tuple | None = None):
-        """What config says under any of ``keys``; None where it says nothing."""
+        """The value that config has under any of ``keys``; None where it has none."""
         keys = (keys,) if isinstance(keys, str) else keys
         found = {key: self.config[key] for key in keys if self.config.get(key) is not None}
         out = next(iter(found.values()), None)

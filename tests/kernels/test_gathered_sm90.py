@@ -157,6 +157,9 @@ def test_epilogue(rng, activation, mean, dtype):
         )
         want = expected(x, w / 8, sizes, x_rows, y_rows, activation=activation, **options)
         oracle.assert_close(got, want, tolerance=SUMS if dtype == "float32" else None)
+    alone = product(x, w / 8, sizes, x_rows, y_rows, activation=activation, dtype=dtype)
+    want = expected(x, w / 8, sizes, x_rows, y_rows, activation=activation)
+    oracle.assert_close(alone, want, tolerance=SUMS if dtype == "float32" else None)
 
 
 @pytest.mark.parametrize("mean", [10, 200])

@@ -21,9 +21,11 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("given", [(), ("bias",), ("bias", "row_scale"), ("existing_out",)])
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu", "geglu"])
 @pytest.mark.parametrize("mean", [12, 200])
-def test_epilogue(rng, activation, mean):
+def test_epilogue(rng, activation, mean, given):
+    """A kernel may go another way without an existing result, or without a scale."""
     sizes = np.append(rng.integers(0, 2 * mean, 7), 0)
     t, k, n = int(sizes.sum()) + 5, 72, 272
     x, w = oracle.random(rng, (t, k), "bfloat16"), oracle.random(rng, (8, k, n), "bfloat16") / 8
@@ -33,6 +35,7 @@ def test_epilogue(rng, activation, mean):
         "row_scale": oracle.random(rng, (t,)),
         "existing_out": oracle.random(rng, (t, columns)),
     }
+    options = {name: options[name] for name in given}
     got, want = (
         jax.jit(
             lambda x, w, s, o, i=i: jgg.grouped_mm(
@@ -57,6 +60,7 @@ def test_every_epilogue(rng, dtype, tolerance):
     activations = [None, "silu", "gelu", "relu", "tanh"]
     activations += [] if dtype == "float32" else ["swiglu", "geglu"]
     cases = [(activation, OPTIONS, dtype) for activation in activations]
+    cases += [(activation, OPTIONS[:2], dtype) for activation in activations]
     cases += [(None, (option,), "float32") for option in OPTIONS]
     functions, operands, wants = [], [], []
     many = 700 if dtype == "float32" else 200

@@ -36,16 +36,6 @@ __device__ inline float Gelu(float x) {  // the tanh form
   return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-// x times the logistic function of y, in six instructions: the error is that of 2^y's argument,
-// |y| * 2^-24 of the result.
-__device__ inline float Sigmoid(float x, float y) { return __fdividef(x, 1.0f + __expf(-y)); }
-
-__device__ inline float FastSilu(float x) { return Sigmoid(x, x); }
-
-__device__ inline float FastGelu(float x) {  // the tanh form
-  return Sigmoid(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
-}
-
 template <int kWidth, typename Function>
 __device__ void ApplyToEach(float (&values)[kWidth], Function function) {
 #pragma unroll

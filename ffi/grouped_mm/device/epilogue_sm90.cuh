@@ -17,12 +17,8 @@
 
 namespace jgg::device {
 
-// What of an epilogue a thread does to its own sums; the rest goes through shared memory, row by
-// row. A kernel does as much as it has registers for.
-enum class Own { kNothing, kBias, kBiasAndScales };
-
 // Shared memory for two chunks of two-byte results, or one of float32.
-template <int kChunk_, bool kScattered = false, bool kUnrolled = false, Own kOwn = Own::kNothing>
+template <int kChunk_, bool kScattered = false, bool kUnrolled = false>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
@@ -54,53 +50,8 @@ class EpilogueSm90 {
         if (chunk == i) stage(sums + i * (kChunk / 2), min(kChunk, 2 * kSums - i * kChunk) / 8);
       }
     };
-    if constexpr (kOwn == Own::kNothing) {
-      if (gemm_.epilogue.Any()) return StoreFused<kChunks>(work, column, chunk_sums);
-    } else if (gemm_.epilogue.Linear() && InRegisters()) {
-      AddBias(work, column, sums);
-    } else if (gemm_.epilogue.Any()) {
-      return StoreFused<kChunks>(work, column, chunk_sums);
-    }
+    if (gemm_.epilogue.Any()) return StoreFused<kChunks>(work, column, chunk_sums);
     StorePlain<kChunks>(work, column, chunk_sums);
-  }
-
-  // A thread's sum 4 * b + i is in row 8 * b + Lane() % 4 * 2 + i % 2 of the tile, and in column
-  // Column() + i / 2 * 8 of the 64.
-  template <int kSums>
-  __device__ void AddBias(const Work& work, int column, float (&sums)[kSums]) const {
-    if (gemm_.epilogue.bias == nullptr || work.weight < 0) return;  // rows of no segment are zeros
-    float bias[2];
-    LoadBias(work, column, bias);
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[j] += bias[j / 2 % 2];
-  }
-
-  // `blocks` times 8 rows of a tile from `first` on, times their scales. Each lane loads one of 32
-  // rows: by chunks, since ptxas begins all loads at once, and has no registers for them.
-  template <int kRows>
-  __device__ static void ScaleRows(const GemmSm90& gemm, const Work& work, int first, float* sums,
-                                   int blocks) {
-    if (gemm.epilogue.row_scale == nullptr || work.weight < 0) return;
-#pragma unroll
-    for (int begin = 0; begin < kRows / 8; begin += 4) {
-      if (begin >= blocks) break;
-      const int mine = first + 8 * begin + Lane();
-      float scale = 0.0f;
-      if (mine < work.rows) {
-        scale =
-            LoadFloat(gemm.epilogue.row_scale, work.out_row + mine, gemm.epilogue.row_scale_dtype);
-      }
-#pragma unroll
-      for (int block = begin; block < begin + 4; ++block) {
-        if (block >= blocks) break;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float its = __shfl_sync(~0u, scale, (block - begin) * 8 + Lane() % 4 * 2 + i);
-          sums[4 * block + i] *= its;
-          sums[4 * block + i + 2] *= its;
-        }
-      }
-    }
   }
 
   // wgrad: those of a matrix without a segment.
@@ -148,19 +99,8 @@ class EpilogueSm90 {
   template <int kSums>
   __device__ void StoreGated(const Work& work, int column, float (&gates)[kSums],
                              float (&up)[kSums]) {
-    if (column >= work.columns) return;
-    if (InRegisters()) {
-      Gate(work, column, gates, up);
-      return StorePlain<(2 * kSums + kChunk - 1) / kChunk>(
-          work, column, [&](int chunk, auto stage) {
-#pragma unroll
-            for (int i = 0; i < (2 * kSums + kChunk - 1) / kChunk; ++i) {
-              if (chunk != i) continue;
-              stage(gates + i * (kChunk / 2), min(kChunk, 2 * kSums - i * kChunk) / 8);
-            }
-          });
-    }
     constexpr int kRows = kChunk / 2;
+    if (column >= work.columns) return;
     constexpr int kChunks = (2 * kSums + kRows - 1) / kRows;
 #pragma unroll(kUnrolled ? kChunks : 1)
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -180,45 +120,6 @@ class EpilogueSm90 {
   }
 
  private:
-  // Whether a thread does all of this epilogue to its own sums. A row by list that x has not is
-  // cleared when it is stored, so it must have no bias.
-  __device__ bool InRegisters() const {
-    return kOwn != Own::kNothing && !gemm_.epilogue.accumulate &&
-           (kOwn == Own::kBiasAndScales || gemm_.epilogue.row_scale == nullptr) &&
-           !(kScattered && gemm_.epilogue.bias != nullptr);
-  }
-
-  __device__ void LoadBias(const Work& work, int column, float (&bias)[2]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = min(column + Column() + 8 * i, work.columns - 1);
-      bias[i] = LoadFloat(gemm_.epilogue.bias,
-                          static_cast<int64_t>(work.weight) * gemm_.n + work.out_column + at,
-                          gemm_.epilogue.bias_dtype);
-    }
-  }
-
-  template <int kSums>
-  __device__ void Gate(const Work& work, int column, float (&gates)[kSums],
-                       float (&up)[kSums]) const {
-    if (gemm_.epilogue.bias != nullptr && work.weight >= 0) {
-      float bias[2], up_bias[2];
-      LoadBias(work, column, bias);
-      LoadBias(work, column + gemm_.n / 2, up_bias);
-#pragma unroll
-      for (int j = 0; j < kSums; ++j) gates[j] += bias[j / 2 % 2];
-#pragma unroll
-      for (int j = 0; j < kSums; ++j) up[j] += up_bias[j / 2 % 2];
-    }
-    if (gemm_.epilogue.activation == Activation::kSwiglu) {
-#pragma unroll
-      for (int j = 0; j < kSums; ++j) gates[j] = FastSilu(gates[j]) * up[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < kSums; ++j) gates[j] = FastGelu(gates[j]) * up[j];
-    }
-  }
-
   template <int kChunks, typename ChunkSums>
   __device__ void StorePlain(const Work& work, int column, ChunkSums chunk_sums) {
     const bool wide = gemm_.out_dtype == DType::kF32;
@@ -234,9 +135,6 @@ class EpilogueSm90 {
       if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
       chunk_sums(chunk, [&](const float* sums, int blocks) {
-        if constexpr (kOwn == Own::kBiasAndScales) {
-          ScaleRows<kChunk>(gemm_, work, chunk * kChunk, const_cast<float*>(sums), blocks);
-        }
         if (wide) {
           StageFloats<kChunk>(sums, staged, blocks);
         } else {
