@@ -38,7 +38,7 @@ std::vector<int> TilesSm90(bool wgrad, bool gated, bool transpose_x) {
 
 Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool transpose_x,
                      bool transpose_w, bool transpose_out, bool in_order, bool gated,
-                     bool by_list) {
+                     bool by_list, bool preactivation, bool more_options, bool same_dtype) {
   rules::MmShape mm{k, n};
   mm.element_bytes = element_bytes;
   mm.planes = planes;
@@ -48,6 +48,9 @@ Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool t
   mm.in_order = in_order;
   mm.gated = gated;
   mm.by_list = by_list;
+  mm.preactivation = preactivation;
+  mm.more_options = more_options;
+  mm.same_dtype = same_dtype;
   return rules::MmSm90Problem(mm);
 }
 
@@ -119,9 +122,11 @@ void DefineRules(nb::module_& m) {
         "that x is contiguous along the axis that is contracted.");
   m.def("mm_sm90_problem", &MmSm90Problem, nb::kw_only(), "k"_a, "n"_a, "element_bytes"_a = 2,
         "planes"_a = 1, "transpose_x"_a = false, "transpose_w"_a = false, "transpose_out"_a = false,
-        "in_order"_a = true, "gated"_a = false, "by_list"_a = false,
+        "in_order"_a = true, "gated"_a = false, "by_list"_a = false, "preactivation"_a = false,
+        "more_options"_a = false, "same_dtype"_a = true,
         "Why the Hopper kernel cannot take an mm: x (T, K) @ w (G, K, N). With planes, k is the "
-        "one that has been filled up, and element_bytes 2.");
+        "one that has been filled up, and element_bytes 2. more_options says that there is a row "
+        "scale or an existing result, or a bias beside rows by list.");
   m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,
         "b"_a, "element_bytes"_a = 2, "transpose_x"_a = false, "transpose_y"_a = false,
         "own_weight"_a = true, "segments"_a = false,

@@ -21,12 +21,15 @@ JGG_ATTRIBUTES(RowsAttrs,       //
                (bool, x_rows),  //
                (bool, y_rows));
 
-// "epilogue": the activation, and which of its operands there are.
+// "epilogue": the activation, which of its operands there are, and what becomes of the sums before
+// it: see Epilogue.
 JGG_ATTRIBUTES(EpilogueAttrs,                   //
                (bool, bias),                    //
                (std::string_view, activation),  // "" for none
                (bool, row_scale),               //
-               (bool, existing_out));
+               (bool, existing_out),            //
+               (bool, preactivation),           //
+               (bool, rounds_preactivation));
 
 // "wgrad": how the matrices lie.
 JGG_ATTRIBUTES(WgradAttrs,            //

@@ -123,6 +123,15 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
   gemm.store_warp = HasStoreWarpSm90<Config>(gemm);
   if (!gemm.stores_boxes) return cudaSuccess;
   if (cudaError_t error = EncodeTensorMap(out, &gemm.out_map)) return error;
+  if (void* data = gemm.epilogue.preactivation) {
+    // Its halves have the shape of the result, so their tiles end where those of the result do.
+    TensorMapSpec halves = out;
+    halves.data = data;
+    halves.groups = 2;
+    halves.line = gemm.n;
+    halves.group = gemm.n / 2;
+    if (cudaError_t error = EncodeTensorMap(halves, &gemm.preactivation_map)) return error;
+  }
   out.box_lines = 8;
   return gemm.store_warp && !gemm.wgrad ? EncodeTensorMap(out, &gemm.out_rest) : cudaSuccess;
 }

@@ -53,6 +53,7 @@ struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
   CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k; qmm: of fewer rows
   CUtensorMap out_rest;              // mm: boxes of 8 rows
+  CUtensorMap preactivation_map;     // of the second result; its halves are matrices
   bool wgrad;                        // which product
   bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned
   bool ranks;                        // ... and tiles are few, but not all at a time: longest first

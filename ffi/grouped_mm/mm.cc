@@ -55,11 +55,33 @@ static ffi::Error BindOptions(cudaStream_t stream, ffi::RemainingArgs rest,
   return operands.End();
 }
 
+// The second result, where there is one.
+static ffi::Error BindPreactivation(const EpilogueAttrs& has, ffi::RemainingRets results,
+                                    MmArgs* args) {
+  constexpr const char* op = "mm";
+  if (results.size() != (has.preactivation ? 1 : 0)) {
+    return InvalidArgument(op, "has ", 1 + results.size(), " results");
+  }
+  Epilogue& epilogue = args->epilogue;
+  epilogue.rounds_preactivation = has.rounds_preactivation;
+  if (!has.preactivation) return ffi::Error::Success();
+  const auto result = results.get<ffi::AnyBuffer>(0);
+  if (!result) return result.error();
+  const ffi::AnyBuffer& buffer = **result;
+  JGG_RETURN_IF_ERROR(CheckShape(op, "preactivation", "(T, N)", buffer, {args->rows_y, args->n}));
+  if (ToDType(buffer.element_type()) != args->dtype) {
+    return InvalidArgument(op, "preactivation has XLA dtype ",
+                           static_cast<int>(buffer.element_type()), ", expected that of x");
+  }
+  epilogue.preactivation = buffer.untyped_data();
+  return ffi::Error::Success();
+}
+
 static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                      ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
-                     ffi::Result<ffi::AnyBuffer> out, MetadataAttrs metadata_attrs,
-                     MmAttrs mm_attrs, RowsAttrs rows_attrs, EpilogueAttrs epilogue_attrs,
-                     ChoiceAttrs choice) {
+                     ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets results,
+                     MetadataAttrs metadata_attrs, MmAttrs mm_attrs, RowsAttrs rows_attrs,
+                     EpilogueAttrs epilogue_attrs, ChoiceAttrs choice) {
   const int planes = choice.planes;
   Activation activation = Activation::kNone;
   JGG_RETURN_IF_ERROR(BindActivation("mm", epilogue_attrs, &activation));
@@ -72,6 +94,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   args.tile = choice.tile;
   JGG_RETURN_IF_ERROR(
       BindOptions(stream, rest, metadata_attrs, rows_attrs, epilogue_attrs, *out, &args));
+  JGG_RETURN_IF_ERROR(BindPreactivation(epilogue_attrs, results, &args));
   JGG_RETURN_IF_ERROR(
       CheckMm("mm", args.metadata, args.rows_x, args.rows_y, args.groups, args.n, args.k));
   const int capability = ComputeCapability();
@@ -82,6 +105,10 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                          "x_rows and y_rows need sm90: ", no_sm90.value_or("kernel is 'sm80'"));
   }
   if (planes > 1) return Unimplemented("mm", no_sm90.value_or("split operands need sm90"));
+  if (args.epilogue.HasPreactivation()) {
+    return Unimplemented("mm",
+                         "a preactivation needs sm90: ", no_sm90.value_or("kernel is 'sm80'"));
+  }
   if (auto reason = mm_sm80_unsupported(args, capability)) return Unimplemented("mm", *reason);
   return FromCuda("mm", mm_sm80(stream, args));
 }
@@ -94,6 +121,7 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Arg<ffi::AnyBuffer>()  // metadata
                            .RemainingArgs()        // BindOptions
                            .Ret<ffi::AnyBuffer>()  // out
+                           .RemainingRets()        // BindPreactivation
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<MmAttrs>("mm")
                            .Attr<RowsAttrs>("rows")

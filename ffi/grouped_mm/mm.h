@@ -9,7 +9,20 @@
 
 namespace jgg {
 
-enum class Activation { kNone, kSilu, kGelu, kRelu, kTanh, kSwiglu, kGeglu };
+enum class Activation {
+  kNone,
+  kSilu,
+  kGelu,
+  kGeluErf,
+  kRelu,
+  kRelu2,
+  kTanh,
+  // Gated.
+  kSwiglu,
+  kGeglu,
+  kReglu,
+  kSwigluOai
+};
 
 inline constexpr bool IsGated(Activation activation) { return activation >= Activation::kSwiglu; }
 
@@ -23,10 +36,19 @@ struct Epilogue {
   DType row_scale_dtype = DType::kF32;
   bool accumulate = false;  // `out` already holds existing_out
   Activation activation = Activation::kNone;
+  // The sums with their bias, (T, N), are a second result, in the operands' dtype; and the
+  // activation may be of those, as they are rounded. sm90 has both for gated activations.
+  void* preactivation = nullptr;
+  bool rounds_preactivation = false;
 
   constexpr bool Any() const {
     return bias != nullptr || row_scale != nullptr || accumulate || activation != Activation::kNone;
   }
+  constexpr bool HasPreactivation() const {
+    return preactivation != nullptr || rounds_preactivation;
+  }
+  // Whether it has a bias and scales at most.
+  constexpr bool Linear() const { return !accumulate && activation == Activation::kNone; }
 };
 
 // Rows by list: row t of the product is row list[t] of an operand that has `count` rows. Outside of

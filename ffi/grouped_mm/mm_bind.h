@@ -62,10 +62,14 @@ inline std::optional<Activation> ToActivation(std::string_view name) {
   if (name == "") return Activation::kNone;
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_erf") return Activation::kGeluErf;
   if (name == "relu") return Activation::kRelu;
+  if (name == "relu2") return Activation::kRelu2;
   if (name == "tanh") return Activation::kTanh;
   if (name == "swiglu") return Activation::kSwiglu;
   if (name == "geglu") return Activation::kGeglu;
+  if (name == "reglu") return Activation::kReglu;
+  if (name == "swiglu_oai") return Activation::kSwigluOai;
   return std::nullopt;
 }
 
@@ -73,6 +77,9 @@ inline xla::ffi::Error BindActivation(const char* op, const EpilogueAttrs& attrs
                                       Activation* activation) {
   const auto known = ToActivation(attrs.activation);
   if (!known) return InvalidArgument(op, "unknown activation '", attrs.activation, "'");
+  if (op != std::string_view("mm") && (attrs.preactivation || attrs.rounds_preactivation)) {
+    return InvalidArgument(op, "has no preactivation");
+  }
   *activation = *known;
   return xla::ffi::Error::Success();
 }

@@ -33,6 +33,11 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
   shape.in_order = args.in_order;
   shape.gated = IsGated(args.epilogue.activation);
   shape.by_list = args.ByList();
+  const Epilogue& epilogue = args.epilogue;
+  shape.preactivation = epilogue.HasPreactivation();
+  shape.more_options = epilogue.row_scale != nullptr || epilogue.accumulate ||
+                       (shape.by_list && epilogue.bias != nullptr);
+  shape.same_dtype = args.out_dtype == args.dtype;
   if (auto reason = rules::MmSm90Problem(shape)) return reason;
   const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {

@@ -14,12 +14,22 @@ struct MmShape {
   bool in_order = true;  // the segments' rows in the result are ascending and disjoint
   bool gated = false;    // N has two halves
   bool by_list = false;  // rows of x or the result come by list
+  // The sums before the activation are rounded, or are a result, too. Then threads do all of the
+  // epilogue in registers.
+  bool preactivation = false;
+  bool more_options = false;  // row_scale or existing_out, or a bias beside rows by list
+  bool same_dtype = true;     // the result has the operands' dtype
 };
 
 inline Reason MmSm90Problem(const MmShape& mm) {
   if (!mm.in_order) return "segments may overlap or come in any order";
   if (mm.transpose_x) return "x is transposed";
   if (mm.transpose_out) return "the result is transposed";
+  if (mm.preactivation) {
+    if (!mm.gated) return "the preactivation of an activation that is not gated";
+    if (mm.more_options) return "options beside a preactivation";
+    if (!mm.same_dtype) return "the result has another dtype than the operands";
+  }
   if (mm.planes > 1) {
     if (mm.by_list) return "rows by list of split operands";
     if (mm.gated) return "a gated activation of split operands";

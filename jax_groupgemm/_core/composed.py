@@ -40,8 +40,8 @@ class Composed:
         composition's, which shares what the derivative needs.
       sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
       cost: ``cost(operands, values, outs, **static)``, as in ``costs.COSTS``, of trees of operands.
-      vjp: ``(forward, backward)`` as of :class:`OwnBackward`: reverse mode then runs those. Every
-        other derivative is the composition's.
+      vjp: ``(forward, backward)`` as of :class:`OwnBackward`: reverse mode then runs those, unless
+        ``forward`` returns None. Every other derivative is the composition's.
     """
 
     def __init__(self, name: str, composed: Callable, call: Callable, *,
@@ -97,7 +97,9 @@ class Composed:
 
         points, rates = ([v[i] for i in moving] for v in (primals, tangents))
         if self._own_backward is not None:
-            return self._own_backward.differentiate(moving, primals, rates, **params)
+            own = self._own_backward.differentiate(moving, primals, rates, **params)
+            if own is not None:
+                return own
         outs, dots = jax.jvp(_meaning_of(moving, primals, params), points, rates)
         dots = [
             zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot

@@ -23,7 +23,8 @@ class OwnBackward:
 
     Args:
       name: of the primitive that is differentiated.
-      forward: ``forward(*operands, **static)`` returns the result and what the backward pass needs.
+      forward: ``forward(*operands, **static)`` returns the result and what the backward pass needs,
+        or None where the derivative of the composition is meant.
       backward: ``backward(saved, operands, cts, **static)`` returns a cotangent, or None, for every
         operand; ``cts`` are those of the results.
       meaning: ``meaning(moving, leaves, params)`` is the composition as a function of the leaves at
@@ -46,8 +47,11 @@ class OwnBackward:
         mlir.register_lowering(tangent, mlir.lower_fun(self._means, multiple_results=True))
 
     def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
-        """Results and their tangents, of the tangents of leaves at some places."""
-        out, saved = self._forward(*tree.unflatten(leaves), **dict(static))
+        """Results and their tangents, of the tangents of leaves at some places; or None."""
+        found = self._forward(*tree.unflatten(leaves), **dict(static))
+        if found is None:
+            return None
+        out, saved = found
         saved, saved_tree = jax.tree.flatten(saved)
         dots = self._tangent.bind(
             *leaves, *saved, *rates, moving=tuple(moving), saved_tree=saved_tree, tree=tree,

@@ -22,7 +22,7 @@ from .planes import as_planes
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("bias", "row_scale", "existing_out"),
-    meta_fields=("activation",),
+    meta_fields=("activation", "rounds"),
 )
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
@@ -30,13 +30,15 @@ class Epilogue:
 
         existing_out + row_scale * activation(y + bias[weight])
 
-    Operands are (G, N), (T,) and the result's shape; None leaves a step out.
+    Operands are (G, N), (T,) and the result's shape; None leaves a step out. With ``rounds`` the
+    activation is of ``y + bias`` rounded to the result's dtype.
     """
 
     bias: Any = None
     activation: str | None = None
     row_scale: Any = None
     existing_out: Any = None
+    rounds: bool = False
 
     @property
     def gated(self) -> bool:
@@ -58,6 +60,8 @@ class Epilogue:
             "gated": self.gated,
             "activation": self.activation,
             "option_dtypes": tuple(v.dtype.name for v in options),
+            "preactivation": self.rounds,
+            "more_options": self.row_scale is not None or self.existing_out is not None,
         }
 
 
@@ -70,7 +74,8 @@ def mm_problem(
 ) -> problems.Mm:  # fmt: skip
     """``mm`` of these operands, as kernels see it; with an ``epilogue``, or lists of rows."""
     groups, k, n = product.sizes(w)
-    existing = epilogue.existing_out
+    existing, facts = epilogue.existing_out, epilogue.facts()
+    facts["more_options"] |= lists and epilogue.bias is not None
     return problems.Mm(
         op="mm", platform=platform, implementation=product.implementation,
         dtypes=(x.dtype.name, w.dtype.name), out_dtype=product.out_dtype.name,
@@ -79,7 +84,7 @@ def mm_problem(
         elements=x.size + w.size, ordered=metadata.form.ordered_y,
         transpose_x=product.transpose_x, transpose_w=product.transpose_w,
         transpose_out=product.transpose_out, tf32=product.tf32, lists=lists,
-        existing_dtype=None if existing is None else existing.dtype.name, **epilogue.facts(),
+        existing_dtype=None if existing is None else existing.dtype.name, **facts,
     )  # fmt: skip
 
 
@@ -92,8 +97,9 @@ def may_take_lists(x, w, product: Mm) -> bool:
 
 
 def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
-       epilogue: Epilogue = NO_EPILOGUE, *, x_rows=None, y_rows=None):  # fmt: skip
-    """Custom call ``jgg_mm``: x, w, metadata[, lists][, options] -> out.
+       epilogue: Epilogue = NO_EPILOGUE, *, x_rows=None, y_rows=None,
+       preactivation: bool = False):  # fmt: skip
+    """Custom call ``jgg_mm``: x, w, metadata[, lists][, options] -> out[, preactivation].
 
     With lists of rows, int32 (T,), row t of x is its row ``x_rows[t]`` (zeros where it has none),
     and row t of the result its row ``y_rows[t]``, a permutation.
@@ -121,7 +127,7 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
     flags |= {
         "metadata": metadata_flags(metadata),
         "rows": {"x_rows": x_rows is not None, "y_rows": y_rows is not None},
-        "epilogue": epilogue_flags(epilogue),
+        "epilogue": epilogue_flags(epilogue, preactivation),
         "choice": _choice_flags(choice, product),
     }
     rest = [*metadata.narrow(rows_x, groups), *lists, *epilogue.arrays]
@@ -132,7 +138,8 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
         x, w = in_planes(planes, 64, (x, -1), (w, -1 if product.transpose_w else -2))
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
-    return _call("jgg_mm", x, w, rest, shape, product, flags, aliases)
+    more = [jax.ShapeDtypeStruct((rows, n), product.out_dtype)] if preactivation else []
+    return _call("jgg_mm", x, w, rest, shape, product, flags, aliases, more)
 
 
 def _mm_in_parts(choice: choose.Choice, x, w, metadata: Metadata, product: Mm):
@@ -235,12 +242,14 @@ def metadata_flags(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def epilogue_flags(epilogue: Epilogue) -> dict[str, Any]:
+def epilogue_flags(epilogue: Epilogue, preactivation: bool = False) -> dict[str, Any]:
     return {
         "bias": epilogue.bias is not None,
         "activation": epilogue.activation or "",
         "row_scale": epilogue.row_scale is not None,
         "existing_out": epilogue.existing_out is not None,
+        "preactivation": preactivation,
+        "rounds_preactivation": epilogue.rounds,
     }
 
 
@@ -253,12 +262,16 @@ def _choice_flags(choice: choose.Choice, product: Product) -> dict[str, Any]:
     }
 
 
-def _call(target, a, b, rest, shape, product: Product, flags: dict[str, Any], aliases=None):
+def _call(target, a, b, rest, shape, product: Product, flags: dict[str, Any], aliases=None,
+          more=()):  # fmt: skip
+    """The result; with ``more`` results all of them."""
     if 0 in (*shape, *a.shape, *b.shape, *rest[0].shape):
+        assert not more
         return jnp.zeros(shape, product.out_dtype) if aliases is None else rest[-1]
     dtype = dtypes.promoted(a.dtype, b.dtype)
     out = jax.ShapeDtypeStruct(shape, product.out_dtype)
-    call = jax.ffi.ffi_call(target, out, input_output_aliases=aliases)
+    results = [out, *more] if more else out
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return call(a.astype(dtype), b.astype(dtype), *rest, **attributes(flags))
 
 

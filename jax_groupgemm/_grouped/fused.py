@@ -26,6 +26,7 @@ from .._core.products import Mm
 from .._core.segments import Metadata
 from .._kernels import choose
 from . import call, primitives
+from .activation_backward import activation_backward
 from .activations import activate
 from .call import NO_EPILOGUE, Epilogue
 
@@ -100,7 +101,12 @@ class Fused:
                  takes_lists: Callable = lambda *_: False):  # fmt: skip
         self.product, self.takes_lists = product, takes_lists
         self._call = call
-        self._as_one = Composed(name, self.composed, self._one_call, cost=_cost)
+        self._as_one = Composed(
+            name, self.composed, self._one_call, cost=_cost, vjp=(self._forward, self._backward)
+        )
+        self._as_two = Composed(
+            f"{name}_preactivation", self._composed_preactivated, self._two_calls, cost=_two_costs
+        )
 
     def __call__(self, x, w, metadata: Metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE,
                  lists: Lists | None = None, *, fused: bool = True):  # fmt: skip
@@ -110,6 +116,36 @@ class Fused:
             return self.product(x, w, metadata, product)
         run = self._as_one if fused else self.composed
         return run(x, w, metadata, epilogue, lists, product=product)
+
+    def preactivated(self, x, w, metadata: Metadata, epilogue: Epilogue, product: Mm):
+        """The result, and what its activation is of, (rows, N), in the result's dtype. The epilogue
+        is an activation and perhaps a bias."""
+        return self._as_two(x, w, metadata, epilogue, product=product)
+
+    def _composed_preactivated(self, x, w, metadata, epilogue: Epilogue, *, product: Mm):
+        y = self._preactivation(
+            lambda p: self.product(x, w, metadata, p), metadata, epilogue, product
+        )
+        wide = y.astype(dtypes.accumulator_dtype(product.out_dtype))
+        out = activate(wide, epilogue.activation).astype(product.out_dtype)
+        return out, y.astype(product.out_dtype)
+
+    # The derivative of an activation is of its rounded operand, which is half the bytes.
+
+    def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm):
+        more = (lists, epilogue.row_scale, epilogue.existing_out)
+        if epilogue.activation is None or any(option is not None for option in more):
+            return None
+        return self.preactivated(x, w, metadata, epilogue, product)
+
+    def _backward(self, h, operands, cts, *, product: Mm):
+        x, w, metadata, epilogue, _ = operands
+        dh = activation_backward(h, cts[0], epilogue.activation)
+        of_sums = product.replace(out_dtype=h.dtype)
+        (dx, dw), dbias = product_cotangents(self.product, x, w, metadata, of_sums, dh), None
+        if epilogue.bias is not None:
+            dbias = bias_cotangent(epilogue.bias, metadata, product, dh)
+        return dx, dw, None, dataclasses.replace(epilogue, bias=dbias), None
 
     def composed(self, x, w, metadata: Metadata, epilogue: Epilogue, lists: Lists | None, *,
                  product: Mm):  # fmt: skip
@@ -137,16 +173,8 @@ class Fused:
         """``run(product)``, (rows, N), with its options; ``put`` gives them the result's order."""
         rows = product.rows
         sum_dtype = dtypes.accumulator_dtype(product.out_dtype)
-        summed = product.replace(
-            out_dtype=sum_dtype, cotangent_dtype=dtypes.cotangent_dtype(product.out_dtype)
-        )
-        y = run(summed)
-        if epilogue.bias is not None:
-            # bias[group(t)] is itself a grouped product, with K = 1.
-            ones = jnp.ones((rows, 1), epilogue.bias.dtype)
-            exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
-            y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
-        y = activate(y, epilogue.activation)
+        y = self._preactivation(run, metadata, epilogue, product)
+        y = activate(y.astype(sum_dtype), epilogue.activation)
         if epilogue.row_scale is not None:
             # Rows of no group are zeros whatever their scale.
             first, last = metadata.covered_rows(rows, w.shape[0])
@@ -159,22 +187,59 @@ class Fused:
             y = y + epilogue.existing_out.astype(sum_dtype)
         return y.astype(product.out_dtype)
 
+    def _preactivation(self, run: Callable, metadata, epilogue: Epilogue, product: Mm):
+        """``run(product)`` with its bias: float32, or rounded."""
+        sum_dtype = dtypes.accumulator_dtype(product.out_dtype)
+        if epilogue.rounds and epilogue.bias is None:
+            return run(product)
+        summed = product.replace(
+            out_dtype=sum_dtype, cotangent_dtype=dtypes.cotangent_dtype(product.out_dtype)
+        )
+        y = run(summed)
+        if epilogue.bias is not None:
+            # bias[group(t)] is itself a grouped product, with K = 1.
+            ones = jnp.ones((product.rows, 1), epilogue.bias.dtype)
+            exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
+            y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
+        return y.astype(product.out_dtype) if epilogue.rounds else y
+
+    def _two_calls(self, platform, x, w, metadata, epilogue, *, product):
+        return self._call(platform, x, w, metadata, product, epilogue, None, preactivation=True)
+
     def _one_call(self, platform, x, w, metadata, epilogue, lists, *, product):
         return self._call(platform, x, w, metadata, product, epilogue, lists)
 
 
-def _mm_call(platform, x, w, metadata, product: Mm, epilogue: Epilogue, lists: Lists | None):
+def product_cotangents(run: Callable, x, w, metadata, product: Mm, ct):
+    """Those of x and w, of ``run(x, w, metadata, product)``."""
+    return jax.vjp(lambda x, w: run(x, w, metadata, product), x, w)[1](ct)
+
+
+def bias_cotangent(bias, metadata, product: Mm, ct):
+    """That of a bias whose rows are added to groups of rows."""
+    ones = jnp.ones((product.rows, 1), ct.dtype)
+    exact = product.replace(
+        transpose_w=False, precision=lax.Precision.HIGHEST, out_dtype=ct.dtype
+    )
+    to = lambda bias: primitives.mm(ones, bias.astype(ct.dtype)[:, None, :], metadata, exact)
+    return jax.vjp(to, bias)[1](ct)[0]
+
+
+def _mm_call(platform, x, w, metadata, product: Mm, epilogue: Epilogue, lists: Lists | None,
+             preactivation: bool = False):  # fmt: skip
     flat = x
     if lists is not None:
         flat = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], x.shape[2]), x.dtype)
     problem = call.mm_problem(
         platform, flat, w, metadata, product, epilogue, lists=lists is not None
     )
+    if preactivation:
+        problem = dataclasses.replace(problem, preactivation=True)
     choice = choose.fused(problem)
     if choice is None:
         return None
     if lists is None:
-        return call.mm(choice, x, w, metadata, product, epilogue)
+        return call.mm(choice, x, w, metadata, product, epilogue, preactivation=preactivation)
     out = call.mm(
         choice, x.reshape(flat.shape), w, metadata, product, _flat(epilogue), **lists.rows(x)
     )
@@ -197,6 +262,11 @@ def _cost(operands, values, outs, *, product: Mm) -> Cost:
     indices = () if lists is None else (lists.x_index, lists.y_index)
     more = Cost(0, costs.bytes_of((epilogue.row_scale, epilogue.existing_out, indices)))
     return cost + costs.bias_cost(epilogue.bias, rows, weights) + more
+
+
+def _two_costs(operands, values, outs, *, product: Mm) -> Cost:
+    cost = _cost((*operands, None), [*values, None], outs, product=product)
+    return cost + Cost(0, costs.bytes_of((outs[1],)))
 
 
 def order(values) -> tuple[jax.Array, jax.Array | None]:

@@ -21,12 +21,15 @@ from typing import Any
 
 from . import extension, tuned
 from .kernel import PLATFORMS, Choice, Kernel
-from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Wgrad
+from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Rows, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
 #: Activations that kernels have.
-ACTIVATIONS = (None, "silu", "gelu", "relu", "tanh", "swiglu", "geglu")
+ACTIVATIONS = (
+    None, "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh",
+    "swiglu", "geglu", "reglu", "swiglu_oai",
+)  # fmt: skip
 
 #: Dtypes that kernels know.
 FLOATS = ("float32", "bfloat16", "float16")
@@ -181,7 +184,8 @@ def _mm_sm90(p: Mm, **more) -> str | None:
     """Why the handler would leave the call to the generic kernel."""
     return extension.rules().mm_sm90_problem(
         **({"k": p.k, "n": p.n, "gated": p.gated, "by_list": p.lists} | more),
-        transpose_x=p.transpose_x, transpose_w=p.transpose_w, transpose_out=p.transpose_out,
+        preactivation=p.preactivation, more_options=p.more_options,
+        same_dtype=p.out_dtype == p.operand_dtype, transpose_x=p.transpose_x, transpose_w=p.transpose_w, transpose_out=p.transpose_out,
         in_order=p.ordered,
     )  # fmt: skip
 
@@ -206,6 +210,8 @@ def _mm_fuses(p: Mm) -> str | None:
         return why
     if p.existing_dtype not in (None, p.out_dtype):
         return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"
+    if p.preactivation and (why := _mm_sm90(p)):
+        return why
     if p.empty:
         return "an operand is empty"  # K = 0 still has a bias
     if p.gated and mm_planes(dataclasses.replace(p, gated=False)) > 1:
@@ -221,6 +227,8 @@ def _option_dtypes(p: Mm | Qmm) -> str | None:
 
 
 def _mm_fuses_generic(p: Mm) -> str | None:
+    if p.preactivation:
+        return "it has no preactivation"
     return "it takes no lists of rows" if p.lists else _mm_fuses(p)
 
 
@@ -374,6 +382,8 @@ def _qmm_config(p: Qmm, **more) -> dict[str, Any]:
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
+    if p.preactivation:
+        return "it has no preactivation"
     return _option_dtypes(p) or ("an operand is empty" if p.empty else None) or _in_parts(p)
 
 
@@ -405,6 +415,14 @@ def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
 
 
 # ---- the kernels of each operation ---------------------------------------------------------------
+
+
+def _differentiates(p: Rows) -> str | None:
+    if p.dtypes[0] not in _HALVES or len(set(p.dtypes)) != 1:
+        return f"needs {' or '.join(_HALVES)} alike"
+    if p.columns % 8:
+        return f"needs columns % 8 == 0, got {p.columns}"
+    return "an operand is empty" if p.empty else None
 
 
 def _converts(p: Conversion) -> str | None:
@@ -461,6 +479,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             "sm90", "jgg_wgrad", fuses=_nvfp4_wgrad_sm90,
             config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
         ),
+    ),
+    "activation_backward": (
+        Kernel("sm80", "jgg_activation_backward", _differentiates, unseen=True),
     ),
     "route": (), "dispatch": (), "combine": (),
     **{

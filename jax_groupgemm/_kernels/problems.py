@@ -52,6 +52,8 @@ class Mm(Problem):
     activation: str | None = None
     option_dtypes: tuple[str, ...] = ()
     existing_dtype: str | None = None
+    preactivation: bool = False  # it is rounded before the activation, or a result, too
+    more_options: bool = False  # a row scale or an existing result, or a bias beside lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,15 @@ class Qmm(Problem):
     gated: bool = False
     activation: str | None = None
     option_dtypes: tuple[str, ...] = ()
+    preactivation: bool = False
+    more_options: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows(Problem):
+    """What is done to each of some rows, of so many ``columns``."""
+
+    columns: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

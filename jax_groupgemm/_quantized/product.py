@@ -222,8 +222,9 @@ primitive.register(
 )  # fmt: skip
 
 
-def _fused(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue, lists):
-    if lists is not None or epilogue.existing_out is not None:
+def _fused(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue, lists,
+           preactivation: bool = False):  # fmt: skip
+    if preactivation or lists is not None or epilogue.existing_out is not None:
         return None
     return called(platform, x, q, metadata, product, epilogue)
 

@@ -30,11 +30,26 @@ __device__ inline void StoreFloat(void* data, int64_t index, DType dtype, float 
   static_cast<float*>(data)[index] = value;
 }
 
-__device__ inline float Silu(float x) { return x / (1.0f + expf(-x)); }
-
-__device__ inline float Gelu(float x) {  // the tanh form
-  return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+// x times the logistic function of y. kFast: in six instructions, whose error is that of the
+// argument of 2^y, |y| * 2^-24 of the result.
+template <bool kFast>
+__device__ float TimesLogistic(float x, float y) {
+  return kFast ? __fdividef(x, 1.0f + __expf(-y)) : x / (1.0f + expf(-y));
 }
+
+template <bool kFast>
+__device__ float Silu(float x) {
+  return TimesLogistic<kFast>(x, x);
+}
+
+template <bool kFast>
+__device__ float Gelu(float x) {  // the tanh form
+  const float y = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  return kFast ? TimesLogistic<true>(x, 2.0f * y) : 0.5f * x * (1.0f + tanhf(y));
+}
+
+// All that are not gated keep NaN.
+__device__ inline float Relu(float x) { return x < 0.0f ? 0.0f : x; }
 
 template <int kWidth, typename Function>
 __device__ void ApplyToEach(float (&values)[kWidth], Function function) {
@@ -45,14 +60,44 @@ __device__ void ApplyToEach(float (&values)[kWidth], Function function) {
 template <int kWidth>
 __device__ void Activate(Activation activation, float (&values)[kWidth]) {
   switch (activation) {
-    case Activation::kNone: return;
-    case Activation::kSilu:
-    case Activation::kSwiglu: return ApplyToEach(values, Silu);
-    case Activation::kGelu:
-    case Activation::kGeglu: return ApplyToEach(values, Gelu);
-    case Activation::kRelu:  // keeps NaN
-      return ApplyToEach(values, [](float x) { return x < 0.0f ? 0.0f : x; });
+    case Activation::kSilu: return ApplyToEach(values, Silu<false>);
+    case Activation::kGelu: return ApplyToEach(values, Gelu<false>);
+    case Activation::kGeluErf:
+      return ApplyToEach(values,
+                         [](float x) { return 0.5f * x * erfcf(-0.7071067811865476f * x); });
+    case Activation::kRelu: return ApplyToEach(values, Relu);
+    case Activation::kRelu2: return ApplyToEach(values, [](float x) { return Relu(x) * Relu(x); });
     case Activation::kTanh: return ApplyToEach(values, [](float x) { return tanhf(x); });
+    default: return;
+  }
+}
+
+// gates = function(gates, up)
+template <int kWidth, typename Function>
+__device__ void GateEach(float* gates, const float* up, Function function) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) gates[j] = function(gates[j], up[j]);
+}
+
+// min and max that keep NaN.
+__device__ inline float AtMost(float x, float most) { return x > most ? most : x; }
+__device__ inline float AtLeast(float x, float least) { return x < least ? least : x; }
+
+template <bool kFast, int kWidth>
+__device__ void Gate(Activation activation, float* gates, const float* up) {
+  switch (activation) {
+    case Activation::kSwiglu:
+      return GateEach<kWidth>(gates, up, [](float x, float y) { return Silu<kFast>(x) * y; });
+    case Activation::kGeglu:
+      return GateEach<kWidth>(gates, up, [](float x, float y) { return Gelu<kFast>(x) * y; });
+    case Activation::kReglu:
+      return GateEach<kWidth>(gates, up, [](float x, float y) { return Relu(x) * y; });
+    case Activation::kSwigluOai:
+      return GateEach<kWidth>(gates, up, [](float x, float y) {
+        x = AtMost(x, 7.0f);
+        return (AtLeast(AtMost(y, 7.0f), -7.0f) + 1.0f) * TimesLogistic<kFast>(x, 1.702f * x);
+      });
+    default: return;
   }
 }
 

@@ -91,12 +91,12 @@ class ResultTile {
       Read<kWidth>(floats + row * kRowStride + column, values);
       if (tile.weight >= 0) {
         if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, 0, values);
-        Activate<kWidth>(epilogue.activation, values);
         if (gated) {
           Read<kWidth>(floats + row * kRowStride + kN / 2 + column, up);
           if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, gemm.n / 2, up);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) values[j] *= up[j];
+          Gate<false, kWidth>(epilogue.activation, values, up);
+        } else {
+          Activate<kWidth>(epilogue.activation, values);
         }
         if (epilogue.row_scale != nullptr) {
           const float scale =

@@ -7,6 +7,7 @@
 // whose places in the result are a list, leave that way too, and float32; but see store_sm90.cuh.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cute/arch/copy_sm90.hpp"
@@ -17,8 +18,12 @@
 
 namespace jgg::device {
 
+// A thread does so much of an epilogue to its own sums, as far as a kernel has registers. The rest
+// goes through shared memory, row by row.
+enum class Own { kNothing, kBias, kBiasAndScales };
+
 // Shared memory for two chunks of two-byte results, or one of float32.
-template <int kChunk_, bool kScattered = false, bool kUnrolled = false>
+template <int kChunk_, bool kScattered = false, bool kUnrolled = false, Own kOwn = Own::kNothing>
 class EpilogueSm90 {
  public:
   static constexpr int kChunk = kChunk_;
@@ -50,8 +55,53 @@ class EpilogueSm90 {
         if (chunk == i) stage(sums + i * (kChunk / 2), min(kChunk, 2 * kSums - i * kChunk) / 8);
       }
     };
-    if (gemm_.epilogue.Any()) return StoreFused<kChunks>(work, column, chunk_sums);
-    StorePlain<kChunks>(work, column, chunk_sums);
+    if constexpr (kOwn == Own::kNothing) {
+      if (gemm_.epilogue.Any()) return StoreFused<kChunks>(work, column, chunk_sums);
+    } else if (gemm_.epilogue.Linear() && InRegisters()) {
+      // Rows of no segment are zeros.
+      if (gemm_.epilogue.bias != nullptr && work.weight >= 0) AddBias(work, column, 0, sums);
+    } else if (gemm_.epilogue.Any()) {
+      return StoreFused<kChunks>(work, column, chunk_sums);
+    }
+    StorePlain<kChunks>(work, column, OutTarget(work), chunk_sums);
+  }
+
+  // The bias of the half of w that begins at `half`. A thread's sum 4 * b + i is in row
+  // 8 * b + Lane() % 4 * 2 + i % 2 of the tile, and in column Column() + i / 2 * 8 of the 64.
+  template <int kSums>
+  __device__ void AddBias(const Work& work, int column, int half, float (&sums)[kSums]) const {
+    float bias[2];
+    LoadBias(work, column, half, bias);
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[j] += bias[j / 2 % 2];
+  }
+
+  // `blocks` times 8 rows of a tile from `first` on, times their scales. Each lane loads one of 32
+  // rows: by chunks, since ptxas begins all loads at once, and has no registers for them.
+  template <int kRows>
+  __device__ static void ScaleRows(const GemmSm90& gemm, const Work& work, int first, float* sums,
+                                   int blocks) {
+    if (gemm.epilogue.row_scale == nullptr || work.weight < 0) return;
+#pragma unroll
+    for (int begin = 0; begin < kRows / 8; begin += 4) {
+      if (begin >= blocks) break;
+      const int mine = first + 8 * begin + Lane();
+      float scale = 0.0f;
+      if (mine < work.rows) {
+        scale =
+            LoadFloat(gemm.epilogue.row_scale, work.out_row + mine, gemm.epilogue.row_scale_dtype);
+      }
+#pragma unroll
+      for (int block = begin; block < begin + 4; ++block) {
+        if (block >= blocks) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float its = __shfl_sync(~0u, scale, (block - begin) * 8 + Lane() % 4 * 2 + i);
+          sums[4 * block + i] *= its;
+          sums[4 * block + i + 2] *= its;
+        }
+      }
+    }
   }
 
   // wgrad: those of a matrix without a segment.
@@ -99,8 +149,11 @@ class EpilogueSm90 {
   template <int kSums>
   __device__ void StoreGated(const Work& work, int column, float (&gates)[kSums],
                              float (&up)[kSums]) {
-    constexpr int kRows = kChunk / 2;
     if (column >= work.columns) return;
+    if constexpr (kOwn != Own::kNothing) {
+      if (!kScattered || InRegisters()) return StoreGatedOwn(work, column, gates, up);
+    }
+    constexpr int kRows = kChunk / 2;
     constexpr int kChunks = (2 * kSums + kRows - 1) / kRows;
 #pragma unroll(kUnrolled ? kChunks : 1)
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -120,14 +173,123 @@ class EpilogueSm90 {
   }
 
  private:
-  template <int kChunks, typename ChunkSums>
-  __device__ void StorePlain(const Work& work, int column, ChunkSums chunk_sums) {
+  // Whether a thread does all of this epilogue to its own sums. A row by list that x has not is
+  // cleared when it is stored, so it must have no bias.
+  __device__ bool InRegisters() const {
+    return kOwn != Own::kNothing && !gemm_.epilogue.accumulate &&
+           (kOwn == Own::kBiasAndScales || gemm_.epilogue.row_scale == nullptr) &&
+           !(kScattered && gemm_.epilogue.bias != nullptr);
+  }
+
+  // Those of this thread's columns, of the half of w that begins at `half`.
+  __device__ void LoadBias(const Work& work, int column, int half, float (&bias)[2]) const {
+    const int64_t first = static_cast<int64_t>(work.weight) * gemm_.n + half + work.out_column;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = min(column + Column() + 8 * i, work.columns - 1);
+      bias[i] = LoadFloat(gemm_.epilogue.bias, first + at, gemm_.epilogue.bias_dtype);
+    }
+  }
+
+  // As StoreGated, in registers. The preactivation's halves are stored first, if it is asked for.
+  template <int kSums>
+  __device__ void StoreGatedOwn(const Work& work, int column, float (&gates)[kSums],
+                                float (&up)[kSums]) {
+    constexpr int kChunks = (2 * kSums + kChunk - 1) / kChunk;
+    const Epilogue& epilogue = gemm_.epilogue;
+    if (epilogue.bias != nullptr && work.weight >= 0) {
+      AddBias(work, column, 0, gates);
+      AddBias(work, column, gemm_.n / 2, up);
+    }
+#pragma unroll 1
+    for (int part = epilogue.preactivation == nullptr ? 2 : 0; part < 3; ++part) {
+      const Target to = part == 2 ? OutTarget(work) : PreactivationTarget(work, part);
+      StorePlain<kChunks, false>(work, column, to, [&](int chunk, auto stage) {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          if (chunk != i) continue;
+          const int blocks = min(kChunk, 2 * kSums - i * kChunk) / 8;
+          constexpr int kWidth = kChunk / 2;
+          if (part == 1) {
+            stage(up + i * kWidth, blocks);
+            continue;
+          }
+          if (part == 2) {
+            GateRows<std::min(kWidth, kSums)>(gates + i * kWidth, up + i * kWidth);
+            ScaleRows<kChunk>(gemm_, work, i * kChunk, gates + i * kWidth, blocks);
+            if (!kScattered && epilogue.accumulate) {
+              AddExistingRows<kChunk>(work, column, i * kChunk, gates + i * kWidth, blocks);
+            }
+          }
+          stage(gates + i * kWidth, blocks);
+        }
+      });
+    }
+  }
+
+  // By chunks, since ptxas begins all at once, and has no registers for that.
+  template <int kWidth>
+  __device__ void GateRows(float* gates, float* up) const {
+    if (gemm_.epilogue.rounds_preactivation) {
+      Round<kWidth>(gates);
+      Round<kWidth>(up);
+    }
+    Gate<true, kWidth>(gemm_.epilogue.activation, gates, up);
+  }
+
+  // What the result holds, added to `blocks` times 8 rows of a tile from `first` on.
+  template <int kRows>
+  __device__ void AddExistingRows(const Work& work, int column, int first, float* sums,
+                                  int blocks) const {
+    const int64_t begin = work.out + column + Column();
+#pragma unroll
+    for (int j = 0; j < kRows / 2; ++j) {
+      if (j / 4 >= blocks) break;
+      const int row = first + j / 4 * 8 + Lane() % 4 * 2 + j % 2, more = j / 2 % 2 * 8;
+      if (row < work.rows && column + Column() + more < work.columns) {
+        sums[j] += LoadFloat(gemm_.out, begin + row * gemm_.out_line + more, gemm_.out_dtype);
+      }
+    }
+  }
+
+  // To the operands' dtype, which a preactivation has.
+  template <int kWidth>
+  __device__ void Round(float* sums) const {
+    const bool bf16 = gemm_.out_dtype == DType::kBF16;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      sums[j] = bf16 ? static_cast<float>(cutlass::bfloat16_t(sums[j]))
+                     : static_cast<float>(cutlass::half_t(sums[j]));
+    }
+  }
+
+  // A result as tiles of it are stored: where the first row of one begins, and its tensor map.
+  struct Target {
+    void* data;
+    int64_t begin, line;  // elements
+    const CUtensorMap* map;
+    int matrix;  // of the map
+  };
+
+  __device__ Target OutTarget(const Work& work) const {
+    return {gemm_.out, kScattered ? work.out_column : work.out, gemm_.out_line, &gemm_.out_map,
+            gemm_.wgrad ? work.weight : 0};
+  }
+
+  __device__ Target PreactivationTarget(const Work& work, int half) const {
+    const int64_t column = work.out_column + half * (gemm_.n / 2);
+    const int64_t row = kScattered ? 0 : static_cast<int64_t>(work.out_row) * gemm_.n;
+    return {gemm_.epilogue.preactivation, row + column, gemm_.n, &gemm_.preactivation_map, half};
+  }
+
+  // kScales: with rows' scales, where a thread multiplies its own sums.
+  template <int kChunks, bool kScales = true, typename ChunkSums>
+  __device__ void StorePlain(const Work& work, int column, const Target& to, ChunkSums chunk_sums) {
     const bool wide = gemm_.out_dtype == DType::kF32;
 #pragma unroll(kUnrolled ? kChunks : 1)
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk * kChunk >= work.rows) break;
       const int rows = min(kChunk, work.rows - chunk * kChunk);
-      const int64_t out = Begin(work, chunk * kChunk) + column;
       const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
       // Chunks take turns with two buffers, or have one.
       turn_ = wide ? 0 : turn_ ^ 1;
@@ -135,6 +297,10 @@ class EpilogueSm90 {
       if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
       chunk_sums(chunk, [&](const float* sums, int blocks) {
+        // Const for the other kernels' sake: without it ptxas serializes wgrad's products (C7510).
+        if constexpr (kScales && kOwn == Own::kBiasAndScales) {
+          ScaleRows<kChunk>(gemm_, work, chunk * kChunk, const_cast<float*>(sums), blocks);
+        }
         if (wide) {
           StageFloats<kChunk>(sums, staged, blocks);
         } else {
@@ -144,11 +310,15 @@ class EpilogueSm90 {
       if (!kScattered) FenceAsyncProxy();
       SyncSome(barrier_, 128);
       if (boxes) {
-        if (Thread() == 0) StoreRows(work, column, chunk * kChunk, staged);
+        // By TMA.
+        if (Thread() == 0) {
+          StoreBox(to.map, staged, work.out_column + column, work.out_row + chunk * kChunk,
+                   to.matrix, gemm_.store_policy);
+        }
       } else if (wide) {
-        WriteFloats(staged, out, chunk * kChunk, rows, work.columns - column);
+        WriteFloats(staged, to, column, chunk * kChunk, rows, work.columns - column);
       } else {
-        WriteHalves(staged, out, chunk * kChunk, rows, work.columns - column);
+        WriteHalves(staged, to, column, chunk * kChunk, rows, work.columns - column);
       }
       if (Thread() == 0) CommitStores();  // one group a chunk, so that waiting can count them
     }
@@ -191,20 +361,10 @@ class EpilogueSm90 {
   // This thread's first column of the 64.
   __device__ static int Column() { return Thread() / 32 * 16 + Lane() / 4; }
 
-  // By TMA, from row `first` of a tile on. One thread.
-  __device__ void StoreRows(const Work& work, int column, int first, const char* staged) const {
-    StoreBox(&gemm_.out_map, staged, work.out_column + column, work.out_row + first,
-             gemm_.wgrad ? work.weight : 0, gemm_.store_policy);
-  }
-
-  // The element of the result from which Line counts, for rows of a tile from `first` on.
-  __device__ int64_t Begin(const Work& work, int first) const {
-    return kScattered ? work.out_column : work.out + first * gemm_.out_line;
-  }
-
-  __device__ int64_t Line(int first, int row) const {
-    if constexpr (kScattered) return y_rows_[first + row] * gemm_.out_line;
-    return row * gemm_.out_line;
+  // Row `row` of a tile, in elements from where its first begins.
+  __device__ int64_t Line(int row, int64_t line) const {
+    if constexpr (kScattered) return y_rows_[row] * line;
+    return row * line;
   }
 
   // Rows of a list that are not stored, and those whose products are zeros.
@@ -219,12 +379,13 @@ class EpilogueSm90 {
     }
   }
 
-  __device__ void WriteHalves(const char* staged, int64_t out, int begin, int rows,
-                              int columns) const {
+  // Rows of a tile from `begin` on, 64 columns from `first_column` on.
+  __device__ void WriteHalves(const char* staged, const Target& target, int first_column, int begin,
+                              int rows, int columns) const {
     const int piece = Thread() % 8, first = Thread() / 8;
     const int column = piece * 8;
     if (column >= columns) return;
-    uint16_t* to = static_cast<uint16_t*>(gemm_.out) + out + column;
+    uint16_t* to = static_cast<uint16_t*>(target.data) + target.begin + first_column + column;
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const int row = first + 16 * i;
@@ -234,13 +395,14 @@ class EpilogueSm90 {
         if (Missing(begin + row)) values = make_uint4(0, 0, 0, 0);
       }
       if (gemm_.out_width == 8) {
-        *reinterpret_cast<uint4*>(to + Line(begin, row)) = values;
+        *reinterpret_cast<uint4*>(to + Line(begin + row, target.line)) = values;
       } else {
         const uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           if (column + j < columns) {
-            to[Line(begin, row) + j] = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+            to[Line(begin + row, target.line) + j] =
+                static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
           }
         }
       }
@@ -272,8 +434,8 @@ class EpilogueSm90 {
     }
   }
 
-  __device__ void WriteFloats(const char* staged, int64_t out, int begin, int rows,
-                              int columns) const {
+  __device__ void WriteFloats(const char* staged, const Target& target, int first_column, int begin,
+                              int rows, int columns) const {
     const int column = Thread() % 16 * 4;
     if (column >= columns) return;
 #pragma unroll 4
@@ -281,7 +443,8 @@ class EpilogueSm90 {
       if (Nowhere(begin + row)) continue;
       float values[4];
       ReadProducts<kChunk>(staged, begin, row, column, values);
-      WriteFour(out + Line(begin, row) + column, columns - column, values);
+      WriteFour(target.begin + Line(begin + row, target.line) + first_column + column,
+                columns - column, values);
     }
   }
 
@@ -345,11 +508,13 @@ class EpilogueSm90 {
       if (real) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) values[j] += bias[j];
-        Activate<4>(epilogue.activation, values);
         if (kGated) {
           ReadProducts<kRows>(staged_ + kRows * 64 * 4, first_row, row, four, up);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) values[j] *= up[j] + up_bias[j];
+          for (int j = 0; j < 4; ++j) up[j] += up_bias[j];
+          Gate<false, 4>(epilogue.activation, values, up);
+        } else {
+          Activate<4>(epilogue.activation, values);
         }
         if (epilogue.row_scale != nullptr) {
           const float scale = LoadFloat(epilogue.row_scale, work.out_row + first_row + row,
@@ -358,7 +523,8 @@ class EpilogueSm90 {
           for (int j = 0; j < 4; ++j) values[j] *= scale;
         }
       }
-      const int64_t at = Begin(work, 0) + Line(0, first_row + row) + column + four;
+      const int64_t at =
+          OutTarget(work).begin + Line(first_row + row, gemm_.out_line) + column + four;
       if (epilogue.accumulate) {
         AddExisting(at, columns, values);
       }

@@ -76,8 +76,13 @@ struct GemmSm90Config {
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? (kWide ? 2 : 1) : 0;
+  // Chunks that come late leave no registers for scales. With a transposed x, or for wgrad, ptxas
+  // serializes products (C7510) where there is a bias.
+  static constexpr Own kOwn = !kLKMajor         ? Own::kNothing
+                              : kLateChunks > 0 ? Own::kBias
+                                                : Own::kBiasAndScales;
   // Rows by list take shared memory; smaller chunks of the result give it.
-  using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered>;
+  using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered, false, kOwn>;
   static constexpr int kStagedBytes =
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
 
