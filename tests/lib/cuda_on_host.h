@@ -73,22 +73,34 @@ T __shfl_up_sync(unsigned all, T value, unsigned distance) {
   return __shfl_sync(all, value, static_cast<int>(lane < distance ? lane : lane - distance));
 }
 
-// The lanes that have this lane's value.
-template <typename T>
-uint32_t __match_any_sync(unsigned all, T value) {
-  uint32_t found = 0;
-  for (int lane = 0; lane < 32; ++lane) {
-    found |= static_cast<uint32_t>(__shfl_sync(all, value, lane) == value) << lane;
-  }
-  return found;
+// function(what every lane has), by lane.
+template <typename T, typename Function>
+auto OfAllLanes(T value, Function function) {
+  std::memcpy(&warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
+  __syncwarp();
+  T values[32];
+  for (int lane = 0; lane < 32; ++lane)
+    std::memcpy(&values[lane], &warp->exchanged[lane], sizeof(T));
+  __syncwarp();
+  return function(values);
 }
 
-inline uint32_t __ballot_sync(unsigned all, bool value) {
-  uint32_t found = 0;
-  for (int lane = 0; lane < 32; ++lane) {
-    found |= static_cast<uint32_t>(__shfl_sync(all, value, lane)) << lane;
-  }
-  return found;
+// The lanes that have this lane's value.
+template <typename T>
+uint32_t __match_any_sync(unsigned, T value) {
+  return OfAllLanes(value, [&](const T* values) {
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= uint32_t{values[lane] == value} << lane;
+    return found;
+  });
+}
+
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  return OfAllLanes(value, [](const bool* values) {
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= uint32_t{values[lane]} << lane;
+    return found;
+  });
 }
 
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }

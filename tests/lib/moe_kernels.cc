@@ -23,6 +23,12 @@ extern "C" int route_kernel(const RouteArgs* args) {
   return 0;
 }
 
+extern "C" void scan_kernel(const RouteArgs* args) {
+  RunBlocks(
+      {static_cast<unsigned>(args->experts + device::kRouteWarps - 1) / device::kRouteWarps, 1},
+      device::kRouteThreads, [&] { device::RouteScan(*args); });
+}
+
 // Sizes are in bytes, of x, rows and ct as far as a kernel reads them.
 struct Operands {
   PairRows pairs;

@@ -1,5 +1,5 @@
-"""The CUDA kernels of ``route``, ``dispatch`` and ``combine``, run on the host lane by lane, against
-numpy: where they read and write, blocks and slices, and lists that nobody should trust."""
+"""The CUDA kernels of ``route``, ``dispatch`` and ``combine``, run on the host lane by lane, are
+compared with numpy: where they read and write, blocks and slices, and lists that nobody trusts."""
 
 import ctypes
 
@@ -82,25 +82,39 @@ def route(kernels, index, experts, offset=None, max_rows=None):
     counts.checked()
     order, place, sizes, overflow = (r.checked() for r in results)
     want = expected(index.astype(np.int64), experts, offset or 0, max_rows)
-    for got, value in zip((order, place.reshape(index.shape), sizes, overflow[0]), want, strict=True):
+    for got, value in zip(
+        (order, place.reshape(index.shape), sizes, overflow[0]), want, strict=True
+    ):
         np.testing.assert_array_equal(got, value)
 
 
-@pytest.mark.parametrize("pairs", [1, 33, 700, 2048, 2049, 5000])
+@pytest.mark.parametrize("pairs", [1, 700, 2048, 2049])
 @pytest.mark.parametrize("experts", [1, 5, 256, 300])
+@pytest.mark.one_in(2)
 def test_route(rng, kernels, pairs, experts):
     route(kernels, rng.integers(-2, experts + 2, (pairs, 1)).astype(np.int32), experts)
 
 
-def test_route_with_many_experts_and_blocks(rng, kernels):
-    route(kernels, rng.integers(0, 1024, (2100, 2)).astype(np.int32), 1024)
-    # More blocks than a warp scans at a time.
-    route(kernels, rng.integers(0, 3, (2048 * 129 + 5, 1)).astype(np.int32), 3)
+def test_route_with_many_experts(rng, kernels):
+    route(kernels, rng.integers(0, 1024, (2048, 1)).astype(np.int32), 1024)
 
 
-@pytest.mark.parametrize("max_rows", [0, 1, 1500, 3000])
+@pytest.mark.parametrize("blocks", [1, 31, 128, 129, 700])
+def test_scan(rng, kernels, blocks):
+    counts, sizes = rng.integers(0, 2049, (9, blocks)).astype(np.int32), Result((9,), np.int32)
+    before = Result(counts.shape, np.int32)
+    before.array[...] = counts
+    args = RouteArgs(
+        None, None, None, None, pointer(sizes.array), None, pointer(before.array), 0, 0, 9, blocks
+    )
+    kernels.scan_kernel(ctypes.byref(args))
+    np.testing.assert_array_equal(sizes.checked(), counts.sum(1))
+    np.testing.assert_array_equal(before.checked(), counts.cumsum(1) - counts)
+
+
+@pytest.mark.parametrize("max_rows", [0, 1500])
 def test_route_with_overflow_and_offset(rng, kernels, max_rows):
-    index = rng.integers(-1, 12, (1500, 2)).astype(np.int32)
+    index = rng.integers(-1, 12, (1030, 2)).astype(np.int32)
     route(kernels, index, 8, None, max_rows)
     route(kernels, index, 8, 2, max_rows)
     index[:3] = [[2**31 - 1, -(2**31)], [0, 1], [-1, 7]]
@@ -115,10 +129,13 @@ def oracles(order, place, x, rows, weight):
     by_pair = oracle.f64(weight).reshape(-1)[pair][:, None]
     there = (order >= 0)[:, None]
     copied = np.where(there, oracle.f64(x)[pair // k], 0)
-    picked = np.where((place >= 0)[..., None], oracle.f64(rows)[np.clip(place, 0, len(rows) - 1)], 0)
+    picked = np.where(
+        (place >= 0)[..., None], oracle.f64(rows)[np.clip(place, 0, len(rows) - 1)], 0
+    )
     return (
         copied, np.where(there, oracle.f64(x)[pair // k] * by_pair, 0), picked.sum(1),
-        (picked * oracle.f64(weight)[..., None]).sum(1), np.einsum("td,tkd->tk", oracle.f64(x), picked),
+        (picked * oracle.f64(weight)[..., None]).sum(1),
+        np.einsum("td,tkd->tk", oracle.f64(x), picked),
     )  # fmt: skip
 
 
@@ -164,6 +181,7 @@ def lists(rng, tokens, k, experts, max_rows=None):
 
 @pytest.mark.parametrize("dtypes", range(4))
 @pytest.mark.parametrize(("k", "at_once"), [(1, 2), (2, 2), (3, 4), (8, 8), (11, 8), (34, 8)])
+@pytest.mark.one_in(3)
 def test_rows(rng, kernels, k, at_once, dtypes):
     check_rows(rng, kernels, *lists(rng, 9, k, 4), 40, dtypes, at_once)
 
@@ -181,7 +199,7 @@ def test_overflow(rng, kernels, max_rows):
     check_rows(rng, kernels, *lists(rng, 20, 4, 3, max_rows), 72, 0, 4)
 
 
-@pytest.mark.parametrize("trial", range(8))
+@pytest.mark.parametrize("trial", range(4))
 def test_forged_lists(rng, kernels, trial):
     """Rows are what ``order`` says, and nothing outside is read or written."""
     tokens, k, count = 12, 4, 40
