@@ -17,6 +17,7 @@
 #include "common/processors.h"
 #include "grouped_mm/rules.h"
 #include "grouped_mm/tiles_sm90.h"
+#include "moe/rules.h"
 #include "nvfp4/rules.h"
 #include "quantized/rules.h"
 
@@ -149,6 +150,13 @@ void DefineRules(nb::module_& m) {
   m.def("packed_scales", &PackedScaleShape, nb::kw_only(), "mode"_a, "group_size"_a, "k_tiles"_a,
         "The last two axes of the scales of layout 'sm90': tiles along K, and words of a tile, for "
         "a weight of so many tiles of 64 k.");
+  m.def("moe_route_problem", &rules::MoeRouteProblem, nb::kw_only(), "pairs"_a, "experts"_a,
+        "Why the kernel of route cannot take so many pairs of token and expert.");
+  m.def("moe_route_blocks", &rules::MoeRouteBlocks, nb::kw_only(), "pairs"_a,
+        "The last axis of the workspace (E, blocks) of route.");
+  m.def("moe_rows_problem", &rules::MoeRowsProblem, nb::kw_only(), "pairs"_a, "d"_a,
+        "element_bytes"_a,
+        "Why the kernels of dispatch and combine cannot take rows of d elements.");
 }
 
 }  // namespace jgg

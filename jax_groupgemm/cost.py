@@ -116,6 +116,8 @@ def _walk(jaxpr: Jaxpr, given: Sequence[Value] | None) -> tuple[Cost, list[Value
         if eqn.primitive in COSTS:
             operands, outs = ([atom.aval for atom in v] for v in (eqn.invars, eqn.outvars))
             total += COSTS[eqn.primitive](operands, values, outs, **eqn.params)
+            if None not in values and given is not None:  # a routing's sizes
+                known.update(zip(eqn.outvars, _results(eqn, values), strict=True))
             continue
         inner, name = list(jaxprs_in_params(eqn.params)), eqn.primitive.name
         if name in _CALLS and given is not None:

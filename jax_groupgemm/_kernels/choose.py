@@ -21,7 +21,7 @@ from typing import Any
 
 from . import extension, tuned
 from .kernel import PLATFORMS, Choice, Kernel
-from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Rows, Wgrad
+from .problems import Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Rows, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
@@ -414,6 +414,26 @@ def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
     return "its segments are cut into parts" if wgrad_parts(p.inner) > 1 else None
 
 
+# ---- mixtures of experts -----------------------------------------------------------------------
+
+
+def _routes(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    return extension.rules().moe_route_problem(pairs=p.pairs, experts=p.experts)
+
+
+def _takes_rows(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    rows = p.dtypes[0]
+    for name in (*p.dtypes[1:], p.out_dtype):
+        if name not in (rows, "float32"):
+            return f"rows are {rows}, what tokens have is {name}"
+    width = 4 if rows == "float32" else 2
+    return extension.rules().moe_rows_problem(pairs=p.pairs, d=p.d, element_bytes=width)
+
+
 # ---- the kernels of each operation ---------------------------------------------------------------
 
 
@@ -483,7 +503,16 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", _differentiates, unseen=True),
     ),
-    "route": (), "dispatch": (), "combine": (),
+    "route": (Kernel("sm80", "jgg_moe_route", _routes, unseen=True, needs="1 to 1024 experts"),),
+    **{
+        op: (
+            Kernel(
+                "sm80", f"jgg_moe_{op}", _takes_rows, unseen=True,
+                needs="rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32)",
+            ),
+        )
+        for op in ("dispatch", "combine", "combine_backward")
+    },
     **{
         op: (Kernel("sm80", f"jgg_{op}", _converts, unseen=True),)
         for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")

@@ -31,6 +31,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_nvfp4_quantize": ("cuda",),
     "jgg_nvfp4_grouped_mm": ("cuda",),
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
+    "jgg_moe_route": ("cuda",),
+    "jgg_moe_dispatch": ("cuda",),
+    "jgg_moe_combine": ("cuda",),
+    "jgg_moe_combine_backward": ("cuda",),
 }
 
 #: A product where XLA divides its operands among devices (``_core/partitioner.py``).

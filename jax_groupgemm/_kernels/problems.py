@@ -113,6 +113,16 @@ class Conversion(Problem):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Moe(Problem):
+    """``route``, ``dispatch``, ``combine`` or ``combine_backward`` of ``pairs`` of token and
+    expert; rows of ``d``. The first dtype is that of rows."""
+
+    pairs: int
+    experts: int = 1
+    d: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Nvfp4(Problem):
     """A product of two NVFP4 operands; ``inner`` is what multiplies them once they are decoded."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import choose, extension
-from .problems import Conversion, Mm, Nvfp4, Problem, Qmm, Wgrad
+from .problems import Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,12 @@ def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
     return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
 
 
+def _sample_moe(op: str) -> Callable[[str, str], Moe]:
+    return lambda platform, dtype: Moe(
+        op=op, platform=platform, dtypes=(dtype,), out_dtype=dtype, pairs=2**15, experts=64, d=2048
+    )
+
+
 _NVFP4_MM = _sample_nvfp4("nvfp4_grouped_mm", _sample_qmm)
 #: Every public operation, by a call of it.
 SAMPLES: dict[str, Sample] = {
@@ -86,8 +92,7 @@ SAMPLES: dict[str, Sample] = {
     "nvfp4_grouped_linear": Sample(_NVFP4_MM, ("float32", "bfloat16"), "composed"),
     "moe_mlp": Sample(_sample_mm, (*choose.FLOATS, "float64"), "composed"),
     **{
-        op: Sample(_sample_conversion(op), otherwise="composed")
-        for op in ("route", "dispatch", "combine")
+        op: Sample(_sample_moe(op), otherwise="composed") for op in ("route", "dispatch", "combine")
     },
     **{
         op: Sample(_sample_conversion(op))

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import check, costs, dtypes
 from .._core.composed import Composed
 from .._core.operations import operation
+from . import call
 from .routing import Routing
 
 
@@ -38,7 +39,7 @@ def dispatch(x: ArrayLike, routing: Routing) -> jax.Array:
     x = check.array(op, "x", x)
     tokens = _checked(op, routing).place.shape[0]
     check.shape(op, "x", x, (tokens, None), "T, D", f"because routing is of {tokens} tokens")
-    return _DISPATCH(x, routing)
+    return dispatched(x, routing)
 
 
 @operation
@@ -73,6 +74,12 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
     return combined(rows, routing, expert_weight)
 
 
+def dispatched(x, routing: Routing, weight=None) -> jax.Array:
+    """:func:`dispatch` of checked operands: ``weight.reshape(-1)[order[r]] * x[order[r] // k]``,
+    rounded once."""
+    return _DISPATCH(x, routing, weight)
+
+
 def combined(rows, routing: Routing, weight, dtype: DTypeLike | None = None) -> jax.Array:
     """:func:`combine` of checked operands, with a result of another dtype."""
     return _COMBINE(rows, routing, weight, dtype=jnp.dtype(rows.dtype if dtype is None else dtype))
@@ -93,9 +100,20 @@ def _tokens_of(routing: Routing):
     return jnp.where(valid, routing.order // routing.place.shape[1], 0), valid[:, None]
 
 
-def _dispatched(x, routing: Routing):
+def _of_rows(weight, routing: Routing, wide):
+    """The weight of each row, (R, 1)."""
+    return weight.reshape(-1)[jnp.maximum(routing.order, 0)].astype(wide)[:, None]
+
+
+def _dispatched(x, routing: Routing, weight, dtype=None):
+    """In another dtype if one is given."""
+    dtype = x.dtype if dtype is None else dtype
     token, valid = _tokens_of(routing)
-    return jnp.where(valid, x[token], jnp.zeros((), x.dtype))
+    rows = x[token]
+    if weight is not None:
+        wide = dtypes.accumulator_dtype(dtype)
+        rows = rows.astype(wide) * _of_rows(weight, routing, wide)
+    return jnp.where(valid, rows, jnp.zeros((), rows.dtype)).astype(dtype)
 
 
 def _sum_of_rows(rows, routing: Routing, weight, dtype):
@@ -113,16 +131,30 @@ def _sum_of_rows(rows, routing: Routing, weight, dtype):
     return out.astype(dtype)
 
 
+def _combine_cotangents(ct, rows, routing: Routing, weight):
+    """All of a row's cotangent is its token's, and a weight's is a row's product with it."""
+    token, valid = _tokens_of(routing)
+    wide = dtypes.accumulator_dtype(rows.dtype)
+    # A row that no token has may hold anything.
+    products = jnp.where(valid, ct[token].astype(wide) * rows.astype(wide), 0).sum(1)
+    there = routing.place >= 0
+    dweight = jnp.where(there, products[jnp.where(there, routing.place, 0)], 0)
+    return _dispatched(ct, routing, weight, rows.dtype), dweight
+
+
 # ---- reverse mode ------------------------------------------------------------------------------
 
 
-def _dispatch_forward(x, routing: Routing):
-    return _DISPATCH(x, routing), ()
+def _dispatch_forward(x, routing: Routing, weight):
+    return _DISPATCH(x, routing, weight), ()
 
 
 def _dispatch_backward(_, operands, cts):
-    (x, routing), (ct,) = operands, cts
-    return _sum_of_rows(ct, routing, None, x.dtype), None
+    (x, routing, weight), (ct,) = operands, cts
+    dx = _COMBINE(ct, routing, weight, dtype=x.dtype)
+    if weight is None:
+        return dx, None, None
+    return dx, None, _COMBINE_BACKWARD(x, ct, routing, weight)[1].astype(weight.dtype)
 
 
 def _combine_forward(rows, routing: Routing, weight, *, dtype):
@@ -130,34 +162,25 @@ def _combine_forward(rows, routing: Routing, weight, *, dtype):
 
 
 def _combine_backward(_, operands, cts, *, dtype):
-    """All of a row's cotangent is its token's, and a weight's is a row's product with it."""
     del dtype
     (rows, routing, weight), (ct,) = operands, cts
-    token, valid = _tokens_of(routing)
-    ct = jnp.where(valid, ct[token], jnp.zeros((), ct.dtype))
     if weight is None:
-        return ct.astype(rows.dtype), None, None
-    wide = dtypes.accumulator_dtype(rows.dtype)
-    of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)].astype(wide)[:, None]
-    ct = ct.astype(wide)
-    # A row that no token has may hold anything.
-    products = jnp.where(valid, ct * rows.astype(wide), 0).sum(1)
-    there = routing.place >= 0
-    dweight = jnp.where(there, products[jnp.where(there, routing.place, 0)], 0)
-    return (
-        jnp.where(valid, ct * of_row, 0).astype(rows.dtype), None, dweight.astype(weight.dtype),
-    )  # fmt: skip
+        return _DISPATCH(ct, routing, None).astype(rows.dtype), None, None
+    drows, dweight = _COMBINE_BACKWARD(ct, rows, routing, weight)
+    return drows, None, dweight.astype(weight.dtype)
 
 
-_no_kernel = lambda *_, **__: None
 _DISPATCH = Composed(
-    "jgg_dispatch", _dispatched, _no_kernel, cost=costs.conversion,
+    "jgg_dispatch", _dispatched, call.dispatch, cost=costs.conversion,
     vjp=(_dispatch_forward, _dispatch_backward),
 )  # fmt: skip
 _COMBINE = Composed(
     "jgg_combine",
     lambda rows, routing, weight, *, dtype: _sum_of_rows(rows, routing, weight, dtype),
-    _no_kernel,
+    call.combine,
     cost=costs.conversion,
     vjp=(_combine_forward, _combine_backward),
+)
+_COMBINE_BACKWARD = Composed(
+    "jgg_combine_backward", _combine_cotangents, call.combine_backward, cost=costs.conversion
 )

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import check, segments
+from .._core import check, costs, segments
+from .._core.composed import Composed
 from .._core.operations import operation
 from .._core.types import Integers
 from .._grouped import fused
+from . import call
 
 
 @functools.partial(
@@ -73,34 +75,52 @@ def route(
     for name, value in (("num_experts", num_experts), ("max_rows", max_rows)):
         if value is not None and value < 0:
             raise ValueError(f"jgg.{op}: {name}={value} is negative")
+    if expert_offset is not None:
+        expert_offset = check.integers(op, "expert_offset", expert_offset)
+        if expert_offset.shape not in ((), (1,)):
+            shape = expert_offset.shape
+            raise ValueError(f"jgg.{op}: expert_offset has shape {shape}, expected () or (1,)")
+        expert_offset = _narrow(expert_offset.reshape(()))
     pairs = index.size
     rows = pairs if max_rows is None else min(max_rows, pairs)
-    expert = _local(op, index, expert_offset, num_experts)
-    key = expert.reshape(-1)
+    return _ROUTE(index, expert_offset, rows=rows, experts=num_experts)
+
+
+def _routed(index, offset, *, rows: int, experts: int) -> Routing:
+    key, pairs = _local(index, offset, experts).reshape(-1), index.size
     order, place = fused.order(key)
     if place is None:
         place = (
             jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, pairs), unique_indices=True)
         )
     order, place = order.astype(jnp.int32), place.astype(jnp.int32)
-    sizes = jnp.zeros((num_experts + 1,), jnp.int32).at[key].add(1)[:num_experts]
+    sizes = jnp.zeros((experts + 1,), jnp.int32).at[key].add(1)[:experts]
     total = sizes.sum(dtype=jnp.int32)
     order = jnp.where(lax.iota(jnp.int32, rows) < total, order[:rows], -1)
-    place = jnp.where((key < num_experts) & (place < rows), place, -1)
+    place = jnp.where((key < experts) & (place < rows), place, -1)
     overflow = jnp.maximum(total - jnp.int32(rows), 0)
     return Routing(order, place.reshape(index.shape), sizes, overflow)
 
 
-def _local(op: str, index, offset, experts: int) -> jax.Array:
+def _routed_by_kernel(platform: str, index, offset, *, rows: int, experts: int) -> Routing | None:
+    if not call.takes_route(platform, index.size, rows, experts):
+        return None
+    if index.dtype != jnp.int32:
+        index, offset = _local(index, offset, experts), None
+    return Routing(*call.route(index, offset, rows=rows, experts=experts))
+
+
+def _narrow(a) -> jax.Array:
+    return segments._int32(a, 2**31 - 1)
+
+
+def _local(index, first, experts: int) -> jax.Array:
     """The experts as int32 in [0, E), and E for those that are not here."""
-    if offset is None:
-        offset = jnp.int32(0)
-    offset = check.integers(op, "expert_offset", offset)
-    if offset.shape not in ((), (1,)):
-        raise ValueError(f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)")
-    narrow = lambda a: segments._int32(a, 2**31 - 1)
-    first, expert = narrow(offset.reshape(())), narrow(index)
+    first, expert = jnp.int32(0) if first is None else first, _narrow(index)
     # Their difference may be as large as a uint32. What an int32 does not hold is no expert's.
     local = expert.astype(jnp.uint32) - first.astype(jnp.uint32)
     here = (expert >= first) & (local < experts) & (expert.astype(index.dtype) == index)
     return jnp.where(here, local.astype(jnp.int32), experts)
+
+
+_ROUTE = Composed("jgg_route", _routed, _routed_by_kernel, cost=costs.conversion)

@@ -101,6 +101,6 @@ def test_every_primitive_is_a_product_or_a_conversion():
     assert saved <= products
     assert {"mm", "wgrad", "qmm", "fused_mm", "nvfp4_grouped_mm"} <= saved
     assert {p.name for p in ours if not POLICY(p)} == {
-        "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_dispatch",
-        "jgg_combine",
+        "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
+        "jgg_dispatch", "jgg_combine", "jgg_combine_backward",
     }  # fmt: skip

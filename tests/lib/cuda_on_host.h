@@ -58,6 +58,54 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return value;
 }
 
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  std::memcpy(&warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
+  __syncwarp();
+  std::memcpy(&value, &warp->exchanged[from % 32], sizeof(T));
+  __syncwarp();
+  return value;
+}
+
+template <typename T>
+T __shfl_up_sync(unsigned all, T value, unsigned distance) {
+  const unsigned lane = threadIdx.x % 32;
+  return __shfl_sync(all, value, static_cast<int>(lane < distance ? lane : lane - distance));
+}
+
+// function(what every lane has), by lane.
+template <typename T, typename Function>
+auto OfAllLanes(T value, Function function) {
+  std::memcpy(&warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
+  __syncwarp();
+  T values[32];
+  for (int lane = 0; lane < 32; ++lane)
+    std::memcpy(&values[lane], &warp->exchanged[lane], sizeof(T));
+  __syncwarp();
+  return function(values);
+}
+
+// The lanes that have this lane's value.
+template <typename T>
+uint32_t __match_any_sync(unsigned, T value) {
+  return OfAllLanes(value, [&](const T* values) {
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= uint32_t{values[lane] == value} << lane;
+    return found;
+  });
+}
+
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  return OfAllLanes(value, [](const bool* values) {
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= uint32_t{values[lane]} << lane;
+    return found;
+  });
+}
+
+inline int __popc(uint32_t value) { return __builtin_popcount(value); }
+inline int __ffs(uint32_t value) { return __builtin_ffs(static_cast<int>(value)); }
+
 inline uint32_t __reduce_max_sync(unsigned all, uint32_t value) {
   for (int mask = 1; mask < 32; mask *= 2) value = max(value, __shfl_xor_sync(all, value, mask));
   return value;
@@ -75,6 +123,8 @@ inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
   }
   return old;
 }
+
+inline int atomicAdd(int* at, int value) { return std::atomic_ref<int>(*at).fetch_add(value); }
 
 template <typename T>
 T __ldcg(const T* from) {

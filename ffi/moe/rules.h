@@ -1,0 +1,29 @@
+// Why the kernels of mixtures of experts cannot take a call, and how they share out pairs: see
+// common/rules.h.
+#pragma once
+
+#include "common/rules.h"
+
+namespace jgg::rules {
+
+// What a block of route has room to count.
+constexpr int kMostExperts = 1024;
+// Pairs of token and expert that a block of route puts in order.
+constexpr int kRoutePairs = 2048;
+
+inline Reason MoeRouteProblem(int64_t pairs, int64_t experts) {
+  if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);
+  if (experts >= 1 && experts <= kMostExperts) return std::nullopt;
+  return "needs 1 to " + std::to_string(kMostExperts) + " experts, got " + std::to_string(experts);
+}
+
+inline int64_t MoeRouteBlocks(int64_t pairs) { return (pairs + kRoutePairs - 1) / kRoutePairs; }
+
+// Rows of d elements, for dispatch, combine and its backward pass.
+inline Reason MoeRowsProblem(int64_t pairs, int64_t d, int element_bytes) {
+  if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);
+  if (d > int64_t{1} << 24) return "rows are longer than 2^24, got D=" + std::to_string(d);
+  return NeedsWholeLines("D", element_bytes, d);
+}
+
+}  // namespace jgg::rules
