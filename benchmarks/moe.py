@@ -7,8 +7,8 @@ Forward, and forward with the gradients of x, router, up and down, in bfloat16, 
 ``products`` are the layer's two (and back four more) products alone, on operands that are ready.
 ``ms``: as in benchmarks.timing, all kernels of a call (JAX) or a CUDA graph (torch), a cold L2
 cache, the arms of a shape in turns after rests. ``wall``: calls in a row, from outside, so that
-gaps and copies count too. Temporaries: what XLA's memory analysis or torch's allocator says, besides
-operands and results. Every arm's result and gradients are compared with those of ``composed``.
+gaps and copies count too. Temporaries: what XLA's memory analysis or torch's allocator says,
+besides operands and results. Each arm's result and gradients are compared with ``composed``'s.
 
 The shape ``decode``: few tokens, ten layers of Qwen3-30B-A3B one after the other in one program,
 each with weights of its own and added to its x; times are those of one layer.
@@ -91,7 +91,7 @@ def _tokens(key, tokens: int, width: int, experts: int):
     first, second = jax.random.split(key)
     place = jnp.argsort(jax.random.uniform(first, (tokens, experts)), axis=1)
     step = 2.0 ** -round(math.log2(max(experts / 4, 1)))
-    logits = ((place - experts // 2) * step).astype(jnp.bfloat16)
+    logits = (place - experts // 2).astype(jnp.bfloat16) * step
     rest = jax.random.normal(second, (tokens, width - experts), jnp.bfloat16)
     return jnp.concatenate([logits, rest], 1)
 

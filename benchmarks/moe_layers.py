@@ -84,9 +84,8 @@ combined.defvjp(_combined_forward, _combined_backward)
 def permutation(x, router, up, down, k, product=jgg.grouped_mm):
     weight, expert = routed(x, router, k)
     order = jnp.argsort(expert.reshape(-1))
-    inverse = jnp.zeros_like(order).at[order].set(
-        jnp.arange(order.size, dtype=order.dtype), unique_indices=True
-    )
+    rows = jnp.arange(order.size, dtype=order.dtype)
+    inverse = jnp.zeros_like(order).at[order].set(rows, unique_indices=True)
     sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1])
     gate, value = jnp.split(product(dispatched(x, order, inverse, k), up, sizes), 2, axis=1)
     return combined(product(jax.nn.silu(gate) * value, down, sizes), weight, order, inverse)

@@ -31,8 +31,9 @@ GIB = 2**30
 class LayerArm:
     """``f()`` returns a tuple of tensors."""
 
-    def __init__(self, f, cold: bool, convert=None):
-        self.f, self.cold = f, cold
+    def __init__(self, f: Any, cold: bool, convert=None):
+        self.f: Any = f
+        self.cold = cold
         self.convert = convert or (lambda parts: parts)
         self.graph: Any = None
         self.temporaries = _temporaries(f)
