@@ -115,6 +115,7 @@ def test_a_wrong_arm_is_reported(programs, no_device_times, monkeypatch, capsys)
     assert moe.text(list(records.values())).count("wrong") == 2
 
 
+@pytest.mark.slow
 def test_decode(no_device_times, monkeypatch):
     del no_device_times
     monkeypatch.setattr(moe, "DECODE_TOKENS", (3,))
