@@ -150,3 +150,35 @@ def roofline(records: list[dict], path: Path) -> None:
         axes.grid(color="#eeeeee", linewidth=0.6)
         axes.legend(fontsize=7, frameon=False)
         save(figure, path)
+
+
+def layers(records: list[dict], path: Path) -> None:
+    """Whole layers: each arm's share of a dense product's rate, by shape, in both directions."""
+    records = [r for r in records if r.get("of_C") and r["right"]]
+    if not records:
+        return
+    directions = list(dict.fromkeys(r["direction"] for r in records))
+    shapes = list(dict.fromkeys(r["shape"] for r in records))
+    arms = list(dict.fromkeys(r["arm"] for r in records))
+    by = {(r["direction"], r["shape"], r["arm"]): r["of_C"] for r in records}
+    with matplotlib.rc_context(STYLE):
+        height = 0.8 + 0.12 * len(shapes) * (len(arms) + 1)
+        figure, panels = plt.subplots(
+            1, len(directions), figsize=(7, height), sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for axes, direction in zip(panels[0], directions, strict=True):
+            for i, arm in enumerate(arms):
+                length = [100 * by.get((direction, shape, arm), np.nan) for shape in shapes]
+                at = np.arange(len(shapes)) * (len(arms) + 1) + i
+                axes.barh(at, length, 0.85, color=COLOURS[i % len(COLOURS)],
+                          label=arm if axes is panels[0][0] else None)  # fmt: skip
+            middle = np.arange(len(shapes)) * (len(arms) + 1) + (len(arms) - 1) / 2
+            axes.set_yticks(middle, shapes)
+            axes.tick_params(axis="y", length=0, labelsize=7)
+            axes.set_ylim(len(shapes) * (len(arms) + 1) - 1, -1)
+            axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+            axes.set_title(direction, fontsize=8)
+            axes.set_xlabel("% of a large dense product's rate")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        save(figure, path)

@@ -1,0 +1,636 @@
+"""The whole mixture-of-experts layer on one GPU, router included: ours and other ways to write it.
+
+python -m benchmarks.moe [--shapes Qwen3 ...] [--arms ours torch ...] [--quick] [--json FILE]
+python -m benchmarks.moe --records A.json B.json --plots docs/plots
+
+Forward, and forward with the gradients of x, router, up and down, in bfloat16, at random routing.
+``products`` are the layer's two (and back four more) products alone, on operands that are ready.
+``ms``: as in benchmarks.timing, all kernels of a call (JAX) or a CUDA graph (torch), a cold L2
+cache, the arms of a shape in turns after rests. ``wall``: calls in a row, from outside, so that
+gaps and copies count too. Temporaries: what XLA's memory analysis or torch's allocator says,
+besides operands and results. Each arm's result and gradients are compared with ``composed``'s.
+
+The shape ``decode``: few tokens, ten layers of Qwen3-30B-A3B one after the other in one program,
+each with weights of its own and added to its x; times are those of one layer.
+
+Each token's logits are distinct numbers that bfloat16 holds, in random order: x begins with them,
+and the router is an identity on them. So no arm finds a tie, and all take the same experts.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import os
+import statistics
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jax_groupgemm as jgg
+
+from . import moe_layers, moe_peers, timing
+from .gpu import command_output, commit, version
+from .report import table
+
+ARMS = (*moe_layers.LAYERS, "products", *moe_peers.PEERS)
+DEFAULT = tuple(name for name in ARMS if name not in moe_peers.PEERS)
+DECODE_ARMS = ("ours", "composed", "readme_old", "permutation")  # of bfloat16; nvfp4: the first two
+DECODE_TOKENS = (1, 8, 64)
+LAYERS = 10
+DIRECTIONS = {"forward": False, "forward+backward": True}
+TOLERANCE = 3e-2  # relative, of bfloat16 against bfloat16
+VERSIONS = ("jaxlib", "torch", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
+GIB = 2**30
+COPIED = 2**33  # elements: more rows than this, copied for each expert, do not fit
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    k: int
+
+    def flops(self, back: bool) -> int:
+        """Of the products."""
+        return 6 * self.tokens * self.k * self.width * self.hidden * (3 if back else 1)
+
+
+SHAPES = (
+    Shape("Qwen3-30B", 32768, 2048, 768, 128, 8),
+    Shape("SonicMoE 7B n256", 24576, 1536, 256, 128, 8),
+    Shape("SonicMoE 30B n1024", 32768, 4096, 1024, 64, 4),
+    Shape("OLMoE", 16384, 2048, 1024, 64, 8),
+    Shape("Mixtral", 8192, 4096, 14336, 8, 2),
+    Shape("DeepSeek-V3", 4096, 7168, 2048, 256, 8),
+    Shape("SonicMoE 30B n256", 32768, 4096, 256, 256, 16),
+    Shape("SonicMoE 7B n1024", 24576, 1536, 1024, 32, 2),
+)
+DECODE = SHAPES[0]
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def _tokens(key, tokens: int, width: int, experts: int):
+    """(T, D), whose first E columns are logits without a tie."""
+    if not experts <= min(width, 256):
+        raise ValueError(f"{experts} experts: logits are distinct for up to {min(width, 256)}")
+    first, second = jax.random.split(key)
+    place = jnp.argsort(jax.random.uniform(first, (tokens, experts)), axis=1)
+    step = 2.0 ** -round(math.log2(max(experts / 4, 1)))
+    logits = (place - experts // 2).astype(jnp.bfloat16) * step
+    rest = jax.random.normal(second, (tokens, width - experts), jnp.bfloat16)
+    return jnp.concatenate([logits, rest], 1)
+
+
+def _matrices(key, count: int, rows: int, columns: int):
+    """(count, rows, columns), matrix by matrix, so that no more memory is needed than theirs."""
+    one = lambda key: jax.random.normal(key, (rows, columns), jnp.bfloat16) * rows**-0.5
+    return lax.map(one, jax.random.split(key, count))
+
+
+def data(shape: Shape):
+    """x, router, up, down and the result's cotangent."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = _tokens(keys[0], shape.tokens, shape.width, shape.experts)
+    router = jnp.eye(shape.width, shape.experts, dtype=jnp.bfloat16)
+    up = _matrices(keys[1], shape.experts, shape.width, 2 * shape.hidden)
+    down = _matrices(keys[2], shape.experts, shape.hidden, shape.width)
+    return x, router, up, down, jax.random.normal(keys[3], x.shape, jnp.bfloat16)
+
+
+# ---- arms ----------------------------------------------------------------------------------------
+
+
+def layer_call(name: str, k: int, back: bool):
+    """Of x, router, up, down and dy: a dictionary of the result and, with ``back``, gradients."""
+    layer = functools.partial(moe_layers.LAYERS[name], k=k)
+
+    def forward(x, router, up, down, dy):
+        del dy
+        return {"y": layer(x, router, up, down)}
+
+    def both(x, router, up, down, dy):
+        y, pull = jax.vjp(layer, x, router, up, down)
+        return {"y": y, **dict(zip(("x", "router", "up", "down"), pull(dy), strict=True))}
+
+    return both if back else forward
+
+
+class Program:
+    """A call that is compiled, before there are operands; see timing.JaxArm."""
+
+    def __init__(self, f, args):
+        self.kind = jax.eval_shape(f, *args)
+        into = lambda out, *args: f(*args)
+        call = jax.jit(into, donate_argnums=0, keep_unused=True)
+        self.lowered = call.lower(self.kind, *args)
+
+    def compile(self) -> "Program":
+        self.call = self.lowered.compile()
+        memory = self.call.memory_analysis()
+        self.temporaries = memory.temp_size_in_bytes / GIB if memory else math.nan
+        del self.lowered
+        return self
+
+
+class Arm(timing.JaxArm):
+    how = "kernels"
+
+    def __init__(self, program: Program, args, cold: bool = True):
+        self.call, self.kind, self.temporaries = program.call, program.kind, program.temporaries
+        self.args, self.cold = args, cold
+
+    def wall(self, n: int) -> float:
+        """Milliseconds of one of n calls in a row, from outside."""
+        out = self.result()
+        begin = time.perf_counter()
+        for _ in range(n):
+            out = self.call(out, *self.args)
+        jax.block_until_ready(out)
+        return 1e3 * (time.perf_counter() - begin) / n
+
+    convert = staticmethod(lambda parts: parts)
+
+
+class Compiler:
+    """Programs by key, compiled beside each other; those that fail say so when asked for."""
+
+    def __init__(self, threads: int = 8):
+        self.pool = concurrent.futures.ThreadPoolExecutor(threads)
+        self.found: dict[Any, Any] = {}
+
+    def add(self, key, f, args) -> None:
+        if key in self.found:
+            return
+        try:
+            self.found[key] = self.pool.submit(Program(f, args).compile)
+        except Exception as why:
+            traceback.print_exc()
+            self.found[key] = why
+
+    def wait(self) -> None:
+        concurrent.futures.wait([v for v in self.found.values() if not isinstance(v, Exception)])
+        self.pool.shutdown()
+
+    def __getitem__(self, key) -> Program:
+        value = self.found[key]
+        if isinstance(value, Exception):
+            raise value
+        return value.result()
+
+
+def unsupported(name: str, shape: Shape) -> str | None:
+    if name == "ragged_dot":
+        largest = shape.experts * shape.tokens * shape.k * max(shape.width, 2 * shape.hidden)
+        if largest > COPIED:
+            return f"copies rows for each expert, {2 * largest / GIB:.0f} GiB"
+    return None
+
+
+def plan(compiler: Compiler, shape: Shape, arms) -> None:
+    """Everything of a shape that JAX compiles."""
+    args = jax.eval_shape(functools.partial(data, shape))
+    compiler.add((shape, "data"), functools.partial(data, shape), ())
+    names = [n for n in moe_layers.LAYERS if n == "composed" or n in arms]
+    for name in names:
+        for direction, back in DIRECTIONS.items():
+            if unsupported(name, shape) is None:
+                compiler.add((shape, direction, name), layer_call(name, shape.k, back), args)
+    if "products" in arms:
+        operands = functools.partial(moe_layers.product_operands, k=shape.k)
+        compiler.add((shape, "operands"), operands, args)
+        read, _ = jax.eval_shape(operands, *args)
+        for direction, back in DIRECTIONS.items():
+            f = moe_layers.all_products if back else moe_layers.forward_products
+            compiler.add((shape, direction, "products"), f, (args[2], args[3], read))
+
+
+def made(program: Program, *args) -> Any:
+    """The result of a program that is run once."""
+    return jax.block_until_ready(program.call(timing.poison(program.kind), *args))
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def _some_experts(w):
+    """Three matrices of a weight's gradient."""
+    return w[jnp.asarray([0, w.shape[0] // 2, w.shape[0] - 1])]
+
+
+@jax.jit
+def sampled(result: dict) -> tuple[dict, jax.Array]:
+    """What is compared, and whether everything is finite."""
+    parts = {n: _some_experts(v) if n in ("up", "down") else v for n, v in result.items()}
+    return parts, jnp.stack([jnp.isfinite(v).all() for v in jax.tree.leaves(result)]).all()
+
+
+@jax.jit
+def relative(parts: dict, wanted: dict) -> dict:
+    wide = lambda v: v.astype(jnp.float32)
+    norm = lambda v: jnp.sqrt(jnp.sum(jnp.square(v)))
+    return {n: norm(wide(v) - wide(wanted[n])) / norm(wide(wanted[n])) for n, v in parts.items()}
+
+
+@jax.jit
+def _combined(products: dict, routing, weight) -> dict:
+    """Of the products' results what a layer has too."""
+    y = jgg.combine(products["y"], routing, weight)
+    return {"y": y} | {n: v for n, v in products.items() if n in ("up", "down")}
+
+
+def errors(arm, wanted: dict, combine=None) -> dict[str, float]:
+    result = arm.result()
+    if not isinstance(result, dict):
+        result = dict(zip(("y", "x", "router", "up", "down"), result, strict=False))
+    everything, finite = sampled(result)
+    if combine is not None:
+        everything, _ = sampled(combine(result))
+    if not finite:
+        return {"not finite": math.nan}
+    return {n: float(e) for n, e in relative(arm.convert(everything), wanted).items()}
+
+
+def reference(program: Program, args) -> dict:
+    return jax.block_until_ready(sampled(made(program, *args))[0])
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def timed(arms: dict, args) -> dict[str, dict]:
+    """Times of arms by name; None where one failed, which is printed."""
+    times, failed = timing.interleaved(arms, args.repetitions, args.turns)
+    for name, why in failed.items():
+        print(f"{name} failed: {why}", flush=True)
+    out = {}
+    for name, us in times.items():
+        try:
+            wall = arms[name].wall(max(args.repetitions // 2, 2))
+        except Exception:
+            traceback.print_exc()
+            wall = math.nan
+        ms = {"min": 1e-3 * min(us), "median": 1e-3 * statistics.median(us)}
+        out[name] = {"ms": ms, "wall_ms": wall}
+    return out
+
+
+def described(record: dict) -> str:
+    ms, worst = record["ms"], max(record["errors"].values(), default=math.nan, key=_nan_last)
+    text = f"{record['shape']:20} {record['direction']:17} {record['arm']:12}"
+    text += f" {ms['median']:9.4f} ms (min {ms['min']:.4f}, wall {record['wall_ms']:.4f})"
+    if record.get("tflops"):
+        text += f" {record['tflops']:6.1f} TFLOP/s"
+    if record.get("of_C"):
+        text += f" {record['of_C']:4.0%} of C"
+    if record.get("of_B"):
+        text += f" {record['of_B']:4.0%} of B"
+    text += f" {record['temporaries_gib']:6.2f} GiB, error {worst:.1e}"
+    return text + ("" if record["right"] else "  WRONG: " + str(record["errors"]))
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def close(arms: dict) -> None:
+    for name, arm in arms.items():
+        try:
+            arm.close()
+        except Exception:
+            traceback.print_exc()
+            print(f"{name} did not close", flush=True)
+
+
+def measure(shape: Shape, compiler: Compiler, args, c: float | None) -> list[dict]:
+    """Records of a shape, of every direction and arm."""
+    records = []
+    given = made(compiler[shape, "data"])
+    up, down = given[2:4]
+    ready = None
+    if "products" in args.arms:
+        try:
+            ready = made(compiler[shape, "operands"], *given)
+        except Exception:
+            traceback.print_exc()
+    for direction, back in DIRECTIONS.items():
+        try:
+            wanted = reference(compiler[shape, direction, "composed"], given)
+        except Exception:
+            traceback.print_exc()
+            print(f"{shape.name} {direction}: composed failed; not compared", flush=True)
+            wanted = None
+        arms, found = {}, {}
+        for name in args.arms:
+            if (why := unsupported(name, shape)) is not None:
+                print(f"{shape.name:20} {direction:17} {name:12} not run: {why}", flush=True)
+                continue
+            combine = None
+            try:
+                if name in moe_peers.PEERS:
+                    arms[name] = moe_peers.PEERS[name](given, shape.k, back)
+                elif name == "products":
+                    if ready is None:
+                        raise RuntimeError("its operands could not be made")
+                    program = compiler[shape, direction, name]
+                    arms[name] = Arm(program, (up, down, ready[0]))
+                    combine = functools.partial(_combined, **ready[1])
+                else:
+                    arms[name] = Arm(compiler[shape, direction, name], given)
+                found[name] = {} if wanted is None else errors(arms[name], wanted, combine)
+            except Exception:
+                traceback.print_exc()
+                print(f"{shape.name} {direction} {name} failed", flush=True)
+                if name in arms:
+                    close({name: arms.pop(name)})
+        for name, times in timed(arms, args).items():
+            flops = shape.flops(back)
+            rate = flops / times["ms"]["median"] / 1e9
+            records.append(
+                {
+                    "shape": shape.name, "tokens": shape.tokens, "width": shape.width,
+                    "hidden": shape.hidden, "experts": shape.experts, "k": shape.k,
+                    "direction": direction, "arm": name, **times, "how": arms[name].how,
+                    "flops": flops, "tflops": rate, "of_C": c and rate * 1e12 / c,
+                    "temporaries_gib": arms[name].temporaries, "errors": found[name],
+                    "right": right(found[name]),
+                }
+            )  # fmt: skip
+            print(described(records[-1]), flush=True)
+        close(arms)
+    return records
+
+
+def right(found: dict[str, float]) -> bool:
+    return bool(found) and all(e <= TOLERANCE for e in found.values())  # NaN is not
+
+
+# ---- decode --------------------------------------------------------------------------------------
+
+
+def decode_weights(shape: Shape, layer):
+    """Router, up and down of a layer. ``down`` leaves the logits in x as they are."""
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(1), layer), 3)
+    router = jnp.eye(shape.width, shape.experts, dtype=jnp.bfloat16)
+    router = router[:, jax.random.permutation(keys[0], shape.experts)]
+    up = _matrices(keys[1], shape.experts, shape.width, 2 * shape.hidden)
+    down = _matrices(keys[2], shape.experts, shape.hidden, shape.width)
+    return router, up, down * (jnp.arange(shape.width) >= shape.experts).astype(down.dtype)
+
+
+def packed(w):
+    """nvfp4, as decode wants it."""
+    return jgg.prepack(jgg.quantize(w, mode="nvfp4", contract=-2))
+
+
+def decode_call(name: str, k: int):
+    """Of x and layers' weights."""
+
+    def f(x, layers):
+        for weights in layers:
+            x = x + moe_layers.LAYERS[name](x, *weights, k).astype(x.dtype)
+        return {"y": x}
+
+    return f
+
+
+def touched(x, layers, k: int) -> float:
+    """Bytes of weights that a layer reads, in the mean."""
+    total = 0.0
+    for router, *weights in layers:
+        chosen = np.unique(np.asarray(moe_layers.routed(x, router, k)[1])).size
+        bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+        total += router.nbytes + bytes_ * chosen / router.shape[1]
+    return total / len(layers)
+
+
+def decode(shape: Shape, args, b: float | None, layers: int = LAYERS) -> list[dict]:
+    records = []
+    make = jax.jit(functools.partial(decode_weights, shape))
+    pack = jax.jit(packed)
+    for weights, names in (("bfloat16", DECODE_ARMS), ("nvfp4", DECODE_ARMS[:2])):
+        names = [n for n in names if n in args.arms]
+        if not names:
+            continue
+        stack = []
+        for i in range(layers):
+            router, up, down = make(i)
+            if weights == "nvfp4":
+                with warnings.catch_warnings(action="ignore"):  # what has no layout stays
+                    up, down = pack(up), pack(down)
+            stack.append(jax.block_until_ready((router, up, down)))
+        compiler = Compiler()
+        xs = {
+            t: jax.jit(functools.partial(_tokens, tokens=t, width=shape.width,
+                                         experts=shape.experts))(jax.random.key(t))
+            for t in DECODE_TOKENS
+        }  # fmt: skip
+        for t, x in xs.items():
+            for name in dict.fromkeys(["composed", *names]):
+                compiler.add((t, name), decode_call(name, shape.k), (x, stack))
+        compiler.wait()
+        for t, x in xs.items():
+            direction = f"decode {weights}"
+            bytes_ = touched(x, stack, shape.k)
+            try:
+                wanted = {"y": made(compiler[t, "composed"], x, stack)["y"] - x}
+            except Exception:
+                traceback.print_exc()
+                wanted = None
+            arms, found = {}, {}
+            for name in names:
+                try:
+                    arms[name] = Arm(compiler[t, name], (x, stack))
+                    added = lambda result, x=x: {"y": result["y"] - x}
+                    found[name] = {} if wanted is None else errors(arms[name], wanted, added)
+                except Exception:
+                    traceback.print_exc()
+                    print(f"{direction} T={t} {name} failed", flush=True)
+                    arms.pop(name, None)
+            for name, times in timed(arms, args).items():
+                ms = {key: value / layers for key, value in times["ms"].items()}
+                records.append(
+                    {
+                        "shape": f"{shape.name} T={t}", "tokens": t, "width": shape.width,
+                        "hidden": shape.hidden, "experts": shape.experts, "k": shape.k,
+                        "direction": direction, "arm": name, "ms": ms, "layers": layers,
+                        "wall_ms": times["wall_ms"] / layers, "how": arms[name].how,
+                        "bytes": bytes_, "of_B": b and bytes_ / (1e-3 * ms["median"]) / b,
+                        "temporaries_gib": arms[name].temporaries, "errors": found[name],
+                        "right": right(found[name]),
+                    }
+                )  # fmt: skip
+                print(described(records[-1]), flush=True)
+            close(arms)
+        del stack
+    return records
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def text(records: list[dict]) -> str:
+    """Medians, a line per shape and direction, a column per arm; decode in us a layer."""
+    out = []
+    for few, unit in ((False, "ms"), (True, "us a layer")):
+        some = [r for r in records if r["direction"].startswith("decode") == few]
+        if not some:
+            continue
+        arms = list(dict.fromkeys(r["arm"] for r in some))
+        by = {(r["shape"], r["direction"], r["arm"]): r for r in some}
+        rows = []
+        for shape, direction in dict.fromkeys((r["shape"], r["direction"]) for r in some):
+            cells = [by.get((shape, direction, arm)) for arm in arms]
+            rows.append([f"{shape}, {direction}", *(_cell(r, few) for r in cells)])
+        out.append(table([unit, *arms], rows))
+    return "\n\n".join(out)
+
+
+def _cell(record: dict | None, few: bool) -> str:
+    """The median; by the wall for decode, and the temporaries in GiB otherwise, in parentheses."""
+    if record is None:
+        return ""
+    median = record["ms"]["median"]
+    if few:
+        value = f"{1e3 * median:.1f} ({1e3 * record['wall_ms']:.1f})"
+    else:
+        value = f"{median:.2f} ({record['temporaries_gib']:.1f})"
+    return value if record["right"] else value + " wrong"
+
+
+def load(paths) -> list[dict]:
+    """Of several records; what they have in common from the last."""
+    found = {}
+    for path in paths:
+        for r in json.loads(Path(path).read_text())["records"]:
+            found[r["shape"], r["direction"], r["arm"]] = r
+    return list(found.values())
+
+
+def draw(records: list[dict], folder: Path) -> None:
+    from . import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plots.layers(records, folder / "moe.svg")
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.moe", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--shapes", nargs="+", help="those whose name holds one of these; 'decode' is one")
+    add("--arms", nargs="+", default=list(DEFAULT), choices=[*ARMS, "all"])
+    add("--quick", action="store_true", help="few repetitions")
+    add("--repetitions", type=int, help="20 by default, 6 with --quick")
+    add("--turns", type=int, help="the arms' repetitions are cut into so many")
+    add("--json", type=Path, help="the record, rewritten after every shape")
+    add("--plots", type=Path, metavar="FOLDER", help="draws moe.svg there")
+    add("--records", nargs="+", type=Path, help="measure nothing: show and draw these")
+    add("--commit", help="recorded; by default what git says")
+    args = parser.parse_args(argv)
+    args.arms = list(ARMS) if "all" in args.arms else list(dict.fromkeys(args.arms))
+    args.repetitions = args.repetitions or (6 if args.quick else 20)
+    args.turns = args.turns or (2 if args.quick else 4)
+    return args
+
+
+def selected(args) -> tuple[list[Shape], bool]:
+    """Shapes, and whether decode is one."""
+    if not args.shapes:
+        return list(SHAPES), True
+    return [s for s in SHAPES if any(p in s.name for p in args.shapes)], "decode" in args.shapes
+
+
+def header(args, c: float, b: float) -> dict:
+    driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    command = ["python -m benchmarks.moe", "--arms", *args.arms]
+    command += ["--shapes", *args.shapes] if args.shapes else []
+    return {
+        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
+        "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],
+        "jax": jax.__version__, "versions": {p: version(p) for p in VERSIONS},
+        "command": " ".join(command), "repetitions": args.repetitions,
+        "C_tflops": c / 1e12, "B_tbytes": b / 1e12,
+    }  # fmt: skip
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    if args.records:
+        records = load(args.records)
+        print(text(records))
+        if args.plots:
+            draw(records, args.plots)
+        return 0
+    shapes, decoding = selected(args)
+    if not shapes and not decoding:
+        raise SystemExit("no such shape: " + ", ".join([*(s.name for s in SHAPES), "decode"]))
+    # Torch takes what JAX leaves, so with torch JAX takes what it needs.
+    if any(name in moe_peers.PEERS for name in args.arms):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if jax.default_backend() != "gpu":
+        raise SystemExit(
+            f"python -m benchmarks.moe needs an NVIDIA GPU, and jax sees only {jax.devices()}."
+        )
+    without = {
+        name: why
+        for name in args.arms
+        if name in moe_peers.PEERS and (why := moe_peers.unavailable(name))
+    }
+    for name, why in without.items():
+        print(f"without {name}: {why}", flush=True)
+    args.arms = [name for name in args.arms if name not in without]
+    if not args.arms:
+        raise SystemExit("no arm is left")
+    began = time.perf_counter()
+    compiler = Compiler()
+    for shape in shapes:
+        plan(compiler, shape, args.arms)
+    compiler.wait()
+    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    flops, b = timing.ceilings(["bfloat16"])
+    c = flops["bfloat16"]
+    head = header(args, c, b) | {"unavailable": without}
+    print(f"{head['gpu']}: C = {c / 1e12:.0f} TFLOP/s, B = {b / 1e12:.2f} TB/s", flush=True)
+    records, bad = [], 0
+
+    def keep(more) -> None:
+        records.extend(more())
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(head | {"records": records}, indent=1) + "\n")
+
+    todo = {s.name: functools.partial(measure, s, compiler, args, c) for s in shapes}
+    if decoding:
+        todo["decode"] = functools.partial(decode, DECODE, args, b)
+    for name, more in todo.items():
+        try:
+            keep(more)
+        except Exception:
+            traceback.print_exc()
+            print(f"{name} failed", flush=True)
+            bad += 1
+    print(f"\n{text(records)}\n\n{time.perf_counter() - began:.0f} s in all")
+    if args.plots:
+        draw(records, args.plots)
+    return 1 if bad or not records or not all(r["right"] for r in records) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
