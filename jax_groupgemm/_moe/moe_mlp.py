@@ -15,12 +15,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
+from .._core.primitive import vary_alike
 from .._core.types import Activation, Integers
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
+from . import sharding
 from .permute import combined, dispatch
 from .routing import route
 
@@ -58,19 +60,21 @@ def moe_mlp(
     Args:
       x: ``(..., D)``, a token each.
       up: ``(E, D, 2F)`` for a gated activation, gate and up as the halves of the last axis, or
-        ``(E, D, F)``; with ``transpose_w=True`` the last two axes are exchanged. An array, or a
-        :class:`Quantized` of any format.
+        ``(E, D, F)``; with ``transpose_w=True`` ``(E, 2F, D)`` or ``(E, F, D)``. An array, or a
+        :class:`Quantized` of any format. An array may have gate and up as an axis of its own,
+        ``(E, D, 2, F)`` or ``(E, 2, F, D)``, and F may be sharded then without an exchange.
       down: ``(E, F, D)``, likewise.
       expert_index: integers ``(..., k)``.
       expert_weight: ``(..., k)``, floats of any dtype; the result's does not depend on it.
       activation: as in :func:`grouped_mm`.
-      up_bias: ``(E, 2F)``, or ``(E, F)``.
+      up_bias: ``(E, 2F)``, which may be ``(E, 2, F)``, or ``(E, F)``.
       down_bias: ``(E, D)``.
       transpose_w: None stands for False where up is an array, and True where it is quantized.
       expert_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``up`` and ``down`` then
         hold experts ``[expert_offset, expert_offset + E)`` of a longer list.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
-        pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many.
+        pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many. Where
+        tokens are sharded it is of each device, and the result of that device.
       recipe: products in NVFP4, forward and backward, as :func:`nvfp4_grouped_linear` has it.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
@@ -105,17 +109,44 @@ def moe_mlp(
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
     if implementation == "composed":
         implementation = None
-    tokens, k = math.prod(lead), index.shape[-1]
+    dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
+    run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
+    operands = {
+        "x": x, "expert_index": index, "expert_weight": weight, "up": layer.up, "down": layer.down,
+        "up_bias": layer.up_bias, "down_bias": layer.down_bias, "expert_offset": expert_offset,
+        "key": key,
+    }  # fmt: skip
+    mesh = sharding.mesh_of(operands)
+    if mesh is None:
+        return run(operands, None)
+    return sharding.explicit(
+        run, mesh, operands, gated=layer.parts == 2, transpose_w=layer.transpose_w
+    )
+
+
+def _one_device(layer, dtype, max_rows, precision, implementation, operands, total):
+    """The layer of one device's operands; ``total`` sums results of several, where they are
+    parts."""
+    index, offset, key = (operands[n] for n in ("expert_index", "expert_offset", "key"))
+    # Whatever is made of them: sums over devices are then of their gradients, not of R rows.
+    names = ("x", "expert_weight", "up", "down", "up_bias", "down_bias")
+    floats, tree = jax.tree.flatten([operands[name] for name in names])
+    x, weight, *weights = tree.unflatten(vary_alike(*floats))
+    layer = layer.of(*weights)
+    lead, k = x.shape[:-1], index.shape[-1]
+    tokens = math.prod(lead)
     routing = route(
-        index.reshape(tokens, k), layer.experts, expert_offset=expert_offset, max_rows=max_rows
+        index.reshape(tokens, k), layer.experts, expert_offset=offset, max_rows=max_rows
     )
     rows = dispatch(x.reshape(tokens, x.shape[-1]), routing)
     y = layer(rows, routing.group_sizes, key, precision, implementation)
-    dtype = jnp.dtype(y.dtype if preferred_element_type is None else preferred_element_type)
-    out = combined(y, routing, weight.reshape(tokens, k), dtype)
+    summed = dtype if total is None else dtypes.accumulator_dtype(dtype)
+    out = combined(y, routing, weight.reshape(tokens, k), summed)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
-        out = out * jnp.where(routing.overflow > 0, jnp.nan, 1.0).astype(dtype)
+        out = out * jnp.where(routing.overflow > 0, jnp.nan, 1.0).astype(summed)
+    if total is not None:
+        out = total(out).astype(dtype)
     return out.reshape(*lead, out.shape[-1])
 
 
@@ -162,10 +193,11 @@ class _Layer:
         expected: list[int | None] = [None, None, None]
         expected[axis_d] = d
         why = f"because x is {x.shape}. {remedy}"
+        flat = _with_flat_columns(op, "up", up, axis_f) if parts == 2 else up
         check.shape(
-            op, "up", up, expected, names[0] if parts == 2 else names[0].replace("2", ""), why
+            op, "up", flat, expected, names[0] if parts == 2 else names[0].replace("2", ""), why
         )
-        f, rest = divmod(up.shape[axis_f], parts)
+        f, rest = divmod(flat.shape[axis_f], parts)
         if rest:
             raise ValueError(
                 f"jgg.{op}: up has shape {up.shape}, but activation={activation!r} takes gate and "
@@ -173,13 +205,30 @@ class _Layer:
             )
         shape = (up.shape[0], d, f) if transpose_w else (up.shape[0], f, d)
         check.shape(op, "down", down, shape, names[1], f"because up is {up.shape}. {remedy}")
-        up_bias = _bias(op, "up_bias", up_bias, up, f * parts)
+        up_bias = _bias(op, "up_bias", up_bias, up, f * parts, parts == 2)
         down_bias = _bias(op, "down_bias", down_bias, up, d)
         dtype = x.dtype if isinstance(up, Quantized) else dtypes.promoted(x.dtype, up.dtype)
         return cls(
             up.shape[0], up, down, up_bias, down_bias, activation, jnp.dtype(dtype), transpose_w,
             recipe,
         )  # fmt: skip
+
+    @property
+    def parts(self) -> int:
+        """Columns of up for each of h's activation."""
+        return 2 if self.activation in GATED_ACTIVATIONS else 1
+
+    def of(self, up, down, up_bias, down_bias) -> _Layer:
+        """The same of a device's part of the weights, with gate and up in one axis."""
+        if not isinstance(up, Quantized) and up.ndim == 4:
+            shape = up.shape
+            kept = (-1, shape[3]) if self.transpose_w else (shape[1], -1)
+            up = up.reshape(shape[0], *kept)
+        if up_bias is not None:
+            up_bias = up_bias.reshape(up_bias.shape[0], -1)
+        return dataclasses.replace(
+            self, experts=down.shape[0], up=up, down=down, up_bias=up_bias, down_bias=down_bias
+        )
 
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
@@ -202,9 +251,20 @@ class _Layer:
         )
 
 
-def _bias(op: str, name: str, bias, up, n: int):
+def _bias(op: str, name: str, bias, up, n: int, gated: bool = False):
     if bias is None:
         return None
     bias = check.array(op, name, bias)
-    check.shape(op, name, bias, (up.shape[0], n), "E, N", f"because up is {up.shape}")
+    flat = _with_flat_columns(op, name, bias, 1) if gated and bias.ndim == 3 else bias
+    check.shape(op, name, flat, (up.shape[0], n), "E, N", f"because up is {up.shape}")
     return bias
+
+
+def _with_flat_columns(op: str, name: str, a, axis: int):
+    """The type of ``a`` with gate and up in one axis, where it has two for them."""
+    if isinstance(a, Quantized) or a.ndim != (4 if name == "up" else 3):
+        return a
+    if a.shape[axis] != 2:
+        raise ValueError(f"jgg.{op}: {name} has shape {a.shape}, expected 2 in axis {axis}")
+    shape = (*a.shape[:axis], 2 * a.shape[axis + 1], *a.shape[axis + 2 :])
+    return jax.ShapeDtypeStruct(shape, a.dtype)
