@@ -128,6 +128,7 @@ def _words(operands: dict[str, Any], gated: bool, transpose_w: bool) -> dict[str
 def _mesh_axes(leaves: Sequence[_Leaf]) -> dict[str, tuple[str, ...]]:
     """The mesh axes that divide each letter; H counts as F."""
     axes: dict[str, tuple[str, ...]] = {}
+    leaves = sorted(leaves, key=lambda leaf: not leaf.word[:1].isdigit())  # tokens decide
     for leaf in leaves:
         for letter, entry in leaf.sharded():
             if not entry:
@@ -195,6 +196,4 @@ def _own_halves(a, axis: int, axes: tuple[str, ...], parts: int):
         to = [(d, (2 * d + (i ^ int(swaps(d)))) % parts) for d in range(parts)]
         got.append(lax.ppermute(block, axes, to))
     even = here % 2 == 0
-    return jnp.concatenate(
-        [jnp.where(even, got[0], got[1]), jnp.where(even, got[1], got[0])], axis
-    )
+    return jnp.concatenate([jnp.where(even, got[0], got[1]), jnp.where(even, got[1], got[0])], axis)
