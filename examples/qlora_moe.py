@@ -4,8 +4,9 @@
     python examples/qlora_moe.py        # teach it Python, minutes on two CPU cores
 
 Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
-``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert; gradients flow through
-the quantized one to activations, and stop at its weights.
+``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert: ``route``, ``dispatch``
+and ``combine`` are the rest of the layer. Gradients flow through the quantized product to
+activations, and stop at its weights.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ def product(x, w: Adapted, sizes):
     return jgg.grouped_mm(jgg.grouped_mm(x, down, sizes), up, sizes, existing_out=frozen)
 
 
-def adapted_experts(rows, w_up, w_down, sizes, scale, key=None):
-    """``train_moe.jgg_experts`` for adapted weights."""
-    gate, up = jnp.split(product(rows, w_up, sizes), 2, axis=1)
-    hidden = jax.nn.silu(gate) * up
-    return product(hidden, w_down, sizes) * scale.astype(rows.dtype)[:, None]
+def adapted_layer(x, w_up: Adapted, w_down: Adapted, expert, weight, key=None):
+    """``train_moe.jgg_layer`` for adapted weights."""
+    routing = jgg.route(expert, w_up.down.shape[0])
+    sizes = routing.group_sizes
+    gate, up = jnp.split(product(jgg.dispatch(x, routing), w_up, sizes), 2, axis=1)
+    rows = product(jax.nn.silu(gate) * up, w_down, sizes)
+    return jgg.combine(rows, routing, weight)
 
 
 def new_adapters(params, rank: int, key) -> dict:
@@ -68,7 +71,7 @@ def new_adapters(params, rank: int, key) -> dict:
 
 
 def adapt(frozen, adapters: dict):
-    """The parameters of the model with ``adapted_experts``."""
+    """The parameters of the model with ``adapted_layer``."""
     return quantized_moe.map_experts(lambda path, w: Adapted(w, **adapters[path]), frozen)
 
 
@@ -135,7 +138,7 @@ def run(args: argparse.Namespace) -> dict:
     frozen = quantized_moe.map_experts(
         lambda _, w: quantized_moe.quantize(w.astype(config.dtype), args.mode), params
     )
-    trainer = train_moe.Trainer(config, adapted_experts)
+    trainer = train_moe.Trainer(config, adapted_layer)
 
     def evaluate():
         return float(trainer.bits_per_byte(adapt(frozen, adapters), held_out))

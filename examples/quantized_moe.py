@@ -5,8 +5,8 @@
     python examples/quantized_moe.py --modes nvfp4 affine4 --dtype bfloat16
 
 A ``jgg.Quantized`` is a pytree, so it takes the place of an expert's weight in the model's
-parameters, and ``grouped_qmm`` that of ``grouped_mm``: nothing else of the model changes. Weights
-are never dequantized as a whole.
+parameters, and ``jgg.moe_mlp`` takes it there: nothing of the model changes. Weights are never
+dequantized as a whole.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NVFP4_RANGE = 2688.0  # 6 * 448: the largest code times the largest scale
 REPEATS = 3
 
 
-def quantized_experts(rows, w_up, w_down, sizes, scale, key=None):
-    """``train_moe.jgg_experts`` for quantized w_up (E, 2F, D) and w_down (E, D, F)."""
-    hidden = jgg.grouped_qmm(rows, w_up, sizes, activation="swiglu")
-    return jgg.grouped_qmm(hidden, w_down, sizes, row_scale=scale)
+def layer(x, w_up, w_down, expert, weight, key=None):
+    """``train_moe.jgg_layer`` for weights as they are: arrays of x's dtype, or quantized w_up
+    (E, 2F, D) and w_down (E, D, F)."""
+    return jgg.moe_mlp(x, w_up, w_down, expert, weight)
 
 
 def quantize(w, mode: str) -> jgg.Quantized:
-    """(E, K, N) weights as (E, N, K), the layout of grouped_qmm, in blocks along K."""
+    """(E, K, N) weights as (E, N, K), the layout of moe_mlp, in blocks along K."""
     global_scale = None
     if mode == "nvfp4":  # one for each expert, so that its scales use the whole range of e4m3
         global_scale = jnp.abs(w).max(axis=(1, 2)).astype(jnp.float32) / NVFP4_RANGE
@@ -90,8 +90,8 @@ def timed(function, *args):
     return result, statistics.median(seconds)
 
 
-def measure(config: train_moe.Config, experts_fn, params, training, held_out) -> dict:
-    trainer = train_moe.Trainer(config, experts_fn)
+def measure(config: train_moe.Config, params, training, held_out) -> dict:
+    trainer = train_moe.Trainer(config, layer)
     bits, reading = timed(trainer.bits_per_byte, params, held_out)
     prompt = training[-config.context :]
     # One program decodes all bytes, in a lax.scan; without a cache, each rereads its context.
@@ -148,16 +148,13 @@ def compare(args: argparse.Namespace) -> dict:
     print(f"{'mode':9} {'bits/byte':>9} {'expert kB':>10} {'tokens/s':>10} {'sampled/s':>10}")
     results = {}
     for mode in dict.fromkeys((config.dtype, "bfloat16", *args.modes)):
-        computed, experts_fn = config, quantized_experts
         if mode in MODES:
+            computed = config
             weights = map_experts(lambda _, w, mode=mode: quantize(w, mode), params)
         else:
-            computed, experts_fn = (
-                dataclasses.replace(config, precision=mode),
-                train_moe.jgg_experts,
-            )
+            computed = dataclasses.replace(config, precision=mode)
             weights = map_experts(lambda _, w, mode=mode: w.astype(mode), params)
-        results[mode] = r = measure(computed, experts_fn, weights, training, held_out)
+        results[mode] = r = measure(computed, weights, training, held_out)
         print(
             f"{mode:9} {r['held_out']:9.3f} {r['expert_bytes'] / 1e3:10,.0f} "
             f"{r['tokens_per_second']:10,.0f} {r['sampled_per_second']:10,.0f}"

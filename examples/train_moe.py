@@ -67,77 +67,62 @@ class Config:
 # ---- model -----------------------------------------------------------------------------------
 
 
-def jgg_experts(rows, w_up, w_down, sizes, scale, key=None):
-    """Every expert's SwiGLU network on its own rows; ``rows`` are sorted by expert.
+def jgg_layer(x, w_up, w_down, expert, weight, key=None):
+    """Every token's sum of the SwiGLU networks of its experts.
 
-    rows (R, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), sizes (E,) rows
-    per expert, scale (R,) router weights; key, for whom it concerns, is another in every training
-    step. Returns (R, D).
+    x (T, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), expert and weight
+    (T, k) from the router; key, for whom it concerns, is another in every training step. Returns
+    (T, D).
     """
-    w_up, w_down = w_up.astype(rows.dtype), w_down.astype(rows.dtype)
-    hidden = jgg.grouped_mm(rows, w_up, sizes, activation="swiglu")
-    return jgg.grouped_mm(hidden, w_down, sizes, row_scale=scale)
+    return jgg.moe_mlp(x, w_up.astype(x.dtype), w_down.astype(x.dtype), expert, weight)
 
 
-def nvfp4_experts(rows, w_up, w_down, sizes, scale, key=None):
+def nvfp4_layer(x, w_up, w_down, expert, weight, key=None):
     """The same with all six products, forward and backward, in NVFP4."""
-    keys = (None, None) if key is None else jax.random.split(key)
-    linear = lambda x, w, key: jgg.nvfp4_grouped_linear(
-        x, w.astype(x.dtype).swapaxes(1, 2), sizes, key=key
-    )
-    gate, up = jnp.split(linear(rows, w_up, keys[0]), 2, axis=1)
-    hidden = jax.nn.silu(gate) * up
-    return linear(hidden, w_down, keys[1]) * scale.astype(rows.dtype)[:, None]
+    w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
+    return jgg.moe_mlp(x, w_up, w_down, expert, weight, recipe=jgg.NVFP4Recipe(), key=key)
 
 
-def ragged_dot_experts(rows, w_up, w_down, sizes, scale, key=None):
+def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None):
     """The same in plain JAX, for ``--compare``."""
-    w_up, w_down = w_up.astype(rows.dtype), w_down.astype(rows.dtype)
-    # grouped_mm multiplies float32 as float32 on every device; ask the same of ragged_dot.
-    precision = "highest" if rows.dtype == jnp.float32 else None
+    order = jnp.argsort(expert.reshape(-1))  # one row for each token and expert, sorted by expert
+    token = order // expert.shape[1]
+    sizes = jnp.bincount(expert.reshape(-1), length=w_up.shape[0])
+    # moe_mlp multiplies float32 as float32 on every device; ask the same of ragged_dot.
+    precision = "highest" if x.dtype == jnp.float32 else None
     ragged_dot = functools.partial(jax.lax.ragged_dot, group_sizes=sizes, precision=precision)
-    gate, up = jnp.split(ragged_dot(rows, w_up), 2, axis=1)
-    return ragged_dot(jax.nn.silu(gate) * up, w_down) * scale.astype(rows.dtype)[:, None]
+    gate, up = jnp.split(ragged_dot(x[token], w_up.astype(x.dtype)), 2, axis=1)
+    rows = ragged_dot(jax.nn.silu(gate) * up, w_down.astype(x.dtype))
+    return jnp.zeros_like(x).at[token].add(rows * weight.reshape(-1)[order, None].astype(x.dtype))
 
 
 class MoE(nnx.Module):
     """Dropless mixture of SwiGLU experts: every token meets all of its ``top_k`` experts.
 
-    ``experts_fn`` is what multiplies: :func:`jgg_experts`, or another of the same signature, which
-    gets whatever pytrees ``w_up`` and ``w_down`` hold.
+    ``layer_fn`` is :func:`jgg_layer`, or another of the same signature, which gets whatever pytrees
+    ``w_up`` and ``w_down`` hold.
     """
 
-    def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
+    def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
         d, e, f = config.width, config.experts, config.expert_width
         init = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
         self.router = nnx.Linear(d, e, use_bias=False, dtype=jnp.float32, rngs=rngs)
         self.w_up = nnx.Param(init(rngs.params(), (e, d, 2 * f), jnp.float32))
         self.w_down = nnx.Param(init(rngs.params(), (e, f, d), jnp.float32))
-        self.experts, self.top_k, self.experts_fn = e, config.top_k, experts_fn
+        self.experts, self.top_k, self.layer_fn = e, config.top_k, layer_fn
 
     def __call__(self, x, key=None):
         """``(tokens, D) -> (tokens, D)``, and the load-balancing loss."""
-        # Route: each token chooses k experts.
+        # Each token chooses k experts.
         probabilities = jax.nn.softmax(self.router(x))
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)
         weights = weights / weights.sum(axis=1, keepdims=True)
 
-        # Dispatch: one row for each (token, choice), sorted by expert.
-        expert = chosen.reshape(-1)
-        order = jnp.argsort(expert)
-        token = order // self.top_k
-        sizes = jnp.bincount(expert, length=self.experts)
-
-        # Compute: each expert on its own rows, however many they are.
-        w_up, w_down = self.w_up.get_value(), self.w_down.get_value()
-        scale = weights.reshape(-1)[order]
-        rows = self.experts_fn(x[token], w_up, w_down, sizes, scale, key)
-
-        # Combine: the sum of each token's rows, which are weighted already.
-        y = jnp.zeros_like(x).at[token].add(rows)
+        # Every expert meets the tokens that chose it, however many they are.
+        y = self.layer_fn(x, self.w_up.get_value(), self.w_down.get_value(), chosen, weights, key)
 
         # Load balancing: 1 where choices and probabilities are spread evenly, larger elsewhere.
-        load = sizes.astype(jnp.float32) / expert.size
+        load = jnp.bincount(chosen.reshape(-1), length=self.experts) / chosen.size
         balance = self.experts * jnp.sum(load * probabilities.mean(axis=0))
         return y, balance
 
@@ -145,10 +130,10 @@ class MoE(nnx.Module):
 class Block(nnx.Module):
     """One transformer block, with a mixture of experts as its feed-forward network."""
 
-    def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
+    def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
         norm = functools.partial(nnx.RMSNorm, config.width, dtype=config.dtype, rngs=rngs)
         self.attention_norm, self.attention = norm(), Attention(config.width, config.dtype, rngs)
-        self.moe_norm, self.moe = norm(), MoE(config, experts_fn, rngs)
+        self.moe_norm, self.moe = norm(), MoE(config, layer_fn, rngs)
 
     def __call__(self, x, key=None):
         x = x + self.attention(self.attention_norm(x))
@@ -159,9 +144,9 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes ``(batch, length)`` to next-byte logits, and the mean load-balancing loss."""
 
-    def __init__(self, config: Config, experts_fn: Callable, rngs: nnx.Rngs):
+    def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
         self.embed = nnx.Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, experts_fn, rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([Block(config, layer_fn, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, texts.VOCABULARY, dtype=config.dtype, rngs=rngs)
 
@@ -180,9 +165,9 @@ class LanguageModel(nnx.Module):
 class Trainer:
     """The compiled functions of one model, and its state: a pytree, to be donated and saved."""
 
-    def __init__(self, config: Config, experts_fn: Callable | None = None):
-        ours = nvfp4_experts if config.precision == "nvfp4" else jgg_experts
-        self.config, self.experts_fn = config, experts_fn or ours
+    def __init__(self, config: Config, layer_fn: Callable | None = None):
+        ours = nvfp4_layer if config.precision == "nvfp4" else jgg_layer
+        self.config, self.layer_fn = config, layer_fn or ours
         self.optimizer = make_optimizer(config)
         self.graph = nnx.graphdef(nnx.eval_shape(self.new_model))
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
@@ -190,7 +175,7 @@ class Trainer:
         self.sample = jax.jit(self._sample)
 
     def new_model(self) -> LanguageModel:
-        return LanguageModel(self.config, self.experts_fn, nnx.Rngs(self.config.seed))
+        return LanguageModel(self.config, self.layer_fn, nnx.Rngs(self.config.seed))
 
     def new_state(self) -> dict:
         params = nnx.state(self.new_model(), nnx.Param)
@@ -352,7 +337,7 @@ def main(argv=None) -> dict:
         if args.compare:
             trainers = {
                 "jax_groupgemm": Trainer(config),
-                "jax.lax.ragged_dot": Trainer(config, ragged_dot_experts),
+                "jax.lax.ragged_dot": Trainer(config, ragged_dot_layer),
             }
             return in_turns(trainers, jnp.asarray(text))
         return run(config, text, args.out, args.eval_every, args.resume, args.beside)

@@ -14,7 +14,8 @@ __all__ = ["grouped_products_saveable"]
 # All of our primitives but these are products.
 _CONVERSIONS = (
     "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
-    "jgg_dispatch", "jgg_combine", "jgg_combine_backward",
+    "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
+    "jgg_activation",
 )  # fmt: skip
 
 

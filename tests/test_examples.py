@@ -222,7 +222,7 @@ def test_qlora_moe_trains_adapters_only(train_moe, quantized_moe, untrained, tmp
     config, params, _ = quantized_moe.trained(untrained)
     frozen = quantized_moe.map_experts(lambda _, w: quantized_moe.quantize(w, "nvfp4"), params)
     _, held_out = train_moe.texts.split(train_moe.texts.read(str(path), config.context))
-    bits_per_byte = train_moe.Trainer(config, quantized_moe.quantized_experts).bits_per_byte
+    bits_per_byte = train_moe.Trainer(config, quantized_moe.layer).bits_per_byte
     np.testing.assert_allclose(results["before"], bits_per_byte(frozen, held_out), rtol=1e-5)
 
     # Afterwards all of them are something, the first product's by way of the second's x.

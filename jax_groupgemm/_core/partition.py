@@ -234,7 +234,7 @@ def explicit(call: Call, mesh, operands, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
     types = [jax.typeof(v) for v in operands]
     plan = _explicit_plan(call, mesh, types, set(mesh.explicit_axes))
-    return _by_device(
+    return by_device(
         functools.partial(plan.per_device, bind), mesh, operands, plan.in_specs(operands),
         plan.out_spec(),
     )  # fmt: skip
@@ -262,7 +262,7 @@ def explicit_batch(call: Call, mesh, operands, dims, bind: Callable):
         for spec, dim in zip(plan.in_specs(singles), dims, strict=True)
     ]
     in_axes = tuple(None if dim is None else 0 for dim in dims)
-    return _by_device(
+    return by_device(
         jax.vmap(functools.partial(plan.per_device, bind), in_axes),
         mesh,
         [jnp.moveaxis(v, dim, 0) if dim else v for v, dim in zip(operands, dims, strict=True)],
@@ -288,7 +288,7 @@ def _explicit_plan(call: Call, mesh, types, allowed) -> _Plan:
     return plan
 
 
-def _by_device(function, mesh, operands, in_specs, out_spec):
+def by_device(function, mesh, operands, in_specs, out_spec):
     # Outside of any program, an operand of no mesh goes to devices; the mesh of a type has none.
     placed = [a.sharding for a in operands if not isinstance(a, Tracer)]
     devices = next((of.mesh for of in placed if isinstance(of, NamedSharding)), mesh)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._core import costs, dtypes
 from .._core.composed import Composed
 from .._kernels import choose, problems
-from .activations import GATED_ACTIVATIONS, activate
+from .activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
 from .call import attributes
 
 
@@ -33,13 +33,19 @@ def scaled_activation_backward(h, d, row_scale, activation: str):
 
 def _composed(h, d, row_scale, *, activation: str):
     wide = dtypes.accumulator_dtype(h.dtype)
-    d = d.astype(wide)
-    a, pull = jax.vjp(lambda h: activate(h, activation), h.astype(wide))
+    d, h_wide = d.astype(wide), h.astype(wide)
+    if activation in GATED_ACTIVATIONS:
+        a, pull = jax.vjp(GATED_ACTIVATIONS[activation], *jnp.split(h_wide, 2, axis=1))
+        # Beside each other, in one pass: neither is filled up with zeros and added.
+        join = lambda halves: jnp.stack([v.astype(h.dtype) for v in halves], 1).reshape(h.shape)
+    else:
+        a, pull = jax.vjp(ACTIVATIONS[activation], h_wide)
+        join = lambda parts: parts[0].astype(h.dtype)
     if row_scale is None:
-        return (pull(d)[0].astype(h.dtype),)
+        return (join(pull(d)),)
     a = a.astype(h.dtype).astype(wide)
     scale = row_scale[:, None]
-    return pull(d * scale)[0].astype(h.dtype), (a * scale).astype(h.dtype), (d * a).sum(1)
+    return join(pull(d * scale)), (a * scale).astype(h.dtype), (d * a).sum(1)
 
 
 def _call(platform, h, d, row_scale, *, activation: str):
@@ -60,3 +66,23 @@ def _call(platform, h, d, row_scale, *, activation: str):
 
 
 _BACKWARD = Composed("jgg_activation_backward", _composed, _call, cost=costs.conversion)
+
+
+def rounded_activation(h, activation: str):
+    """The activation of h, made in float32 and rounded to h's dtype."""
+    return _ROUNDED(h, activation=activation)
+
+
+def _rounded(h, *, activation: str):
+    return activate(h.astype(dtypes.accumulator_dtype(h.dtype)), activation).astype(h.dtype)
+
+
+_ROUNDED = Composed(
+    "jgg_activation", _rounded, lambda *_, **__: None, cost=costs.conversion,
+    vjp=(
+        lambda h, *, activation: (rounded_activation(h, activation), ()),
+        lambda _, operands, cts, *, activation: (
+            activation_backward(operands[0], cts[0], activation),
+        ),
+    ),
+)  # fmt: skip

@@ -218,9 +218,7 @@ def product_cotangents(run: Callable, x, w, metadata, product: Mm, ct):
 def bias_cotangent(bias, metadata, product: Mm, ct):
     """That of a bias whose rows are added to groups of rows."""
     ones = jnp.ones((product.rows, 1), ct.dtype)
-    exact = product.replace(
-        transpose_w=False, precision=lax.Precision.HIGHEST, out_dtype=ct.dtype
-    )
+    exact = product.replace(transpose_w=False, precision=lax.Precision.HIGHEST, out_dtype=ct.dtype)
     to = lambda bias: primitives.mm(ones, bias.astype(ct.dtype)[:, None, :], metadata, exact)
     return jax.vjp(to, bias)[1](ct)[0]
 

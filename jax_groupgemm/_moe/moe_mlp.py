@@ -10,18 +10,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
+from .._core.primitive import vary_alike
 from .._core.types import Activation, Integers
-from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
+from .._grouped.activation_backward import rounded_activation
+from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
+from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
-from .permute import combined, dispatch
+from . import sharding
+from .experts import Options, experts
+from .permute import combined, dispatched
 from .routing import route
 
 
@@ -58,19 +64,21 @@ def moe_mlp(
     Args:
       x: ``(..., D)``, a token each.
       up: ``(E, D, 2F)`` for a gated activation, gate and up as the halves of the last axis, or
-        ``(E, D, F)``; with ``transpose_w=True`` the last two axes are exchanged. An array, or a
-        :class:`Quantized` of any format.
+        ``(E, D, F)``; with ``transpose_w=True`` ``(E, 2F, D)`` or ``(E, F, D)``. An array, or a
+        :class:`Quantized` of any format. An array may have gate and up as an axis of its own,
+        ``(E, D, 2, F)`` or ``(E, 2, F, D)``, and F may be sharded then without an exchange.
       down: ``(E, F, D)``, likewise.
       expert_index: integers ``(..., k)``.
       expert_weight: ``(..., k)``, floats of any dtype; the result's does not depend on it.
       activation: as in :func:`grouped_mm`.
-      up_bias: ``(E, 2F)``, or ``(E, F)``.
+      up_bias: ``(E, 2F)``, which may be ``(E, 2, F)``, or ``(E, F)``.
       down_bias: ``(E, D)``.
       transpose_w: None stands for False where up is an array, and True where it is quantized.
       expert_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``up`` and ``down`` then
         hold experts ``[expert_offset, expert_offset + E)`` of a longer list.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
-        pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many.
+        pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many. Where
+        tokens are sharded it is of each device, and the result of that device.
       recipe: products in NVFP4, forward and backward, as :func:`nvfp4_grouped_linear` has it.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
@@ -85,7 +93,8 @@ def moe_mlp(
       TypeError: ``expert_index`` are not integers, or dtypes cannot be multiplied.
 
     Differentiable to any order in every floating operand, ``expert_weight`` included; with a recipe
-    once, in reverse mode. No derivative scatters rows.
+    once, in reverse mode. No derivative scatters rows. Policies of ``jax.checkpoint`` know h as
+    ``"moe_h"``. Under Explicit sharding tokens, F and E may be sharded.
     """
     op = "moe_mlp"
     layer = _Layer.checked(op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe)
@@ -104,24 +113,49 @@ def moe_mlp(
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
     if implementation == "composed":
-        implementation = None
-    tokens, k = math.prod(lead), index.shape[-1]
-    routing = route(
-        index.reshape(tokens, k), layer.experts, expert_offset=expert_offset, max_rows=max_rows
+        layer, implementation = dataclasses.replace(layer, composed=True), None
+    dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
+    run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
+    operands = {
+        "x": x, "expert_index": index, "expert_weight": weight, "up": layer.up, "down": layer.down,
+        "up_bias": layer.up_bias, "down_bias": layer.down_bias, "expert_offset": expert_offset,
+        "key": key,
+    }  # fmt: skip
+    mesh = sharding.mesh_of(operands)
+    if mesh is None:
+        return run(operands, None)
+    return sharding.explicit(
+        run, mesh, operands, gated=layer.parts == 2, transpose_w=layer.transpose_w
     )
-    rows = dispatch(x.reshape(tokens, x.shape[-1]), routing)
-    y = layer(rows, routing.group_sizes, key, precision, implementation)
-    dtype = jnp.dtype(y.dtype if preferred_element_type is None else preferred_element_type)
-    out = combined(y, routing, weight.reshape(tokens, k), dtype)
+
+
+def _one_device(layer, dtype, max_rows, precision, implementation, operands, total):
+    """The layer of one device's operands; ``total`` sums results of several, where they are
+    parts."""
+    index, offset, key = (operands[n] for n in ("expert_index", "expert_offset", "key"))
+    # Whatever is made of them: sums over devices are then of their gradients, not of R rows.
+    names = ("x", "expert_weight", "up", "down", "up_bias", "down_bias")
+    floats, tree = jax.tree.flatten([operands[name] for name in names])
+    x, weight, *weights = tree.unflatten(vary_alike(*floats))
+    layer = layer.of(*weights)
+    lead, k = x.shape[:-1], index.shape[-1]
+    tokens = math.prod(lead)
+    routing = route(
+        index.reshape(tokens, k), layer.experts, expert_offset=offset, max_rows=max_rows
+    )
+    summed = dtype if total is None else dtypes.accumulator_dtype(dtype)
+    x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
+    if layer.is_one_operation:
+        out = layer.as_one(x, routing, weight, summed, precision, implementation)
+    else:
+        y = layer(dispatched(x, routing), routing.group_sizes, key, precision, implementation)
+        out = combined(y, routing, weight, summed)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
-        out = out * jnp.where(routing.overflow > 0, jnp.nan, 1.0).astype(dtype)
+        out = out * jnp.where(routing.overflow > 0, jnp.nan, 1.0).astype(summed)
+    if total is not None:
+        out = total(out).astype(dtype)
     return out.reshape(*lead, out.shape[-1])
-
-
-def _rounded(h, activation: str) -> jax.Array:
-    """The activation of a rounded ``h``, made in float32 and rounded once."""
-    return activate(h.astype(dtypes.accumulator_dtype(h.dtype)), activation).astype(h.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +171,7 @@ class _Layer:
     dtype: Any
     transpose_w: bool
     recipe: NVFP4Recipe | None
+    composed: bool = False  # of other public operations, with their own backward passes
 
     @classmethod
     def checked(cls, op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe):
@@ -162,10 +197,11 @@ class _Layer:
         expected: list[int | None] = [None, None, None]
         expected[axis_d] = d
         why = f"because x is {x.shape}. {remedy}"
+        flat = _with_flat_columns(op, "up", up, axis_f) if parts == 2 else up
         check.shape(
-            op, "up", up, expected, names[0] if parts == 2 else names[0].replace("2", ""), why
+            op, "up", flat, expected, names[0] if parts == 2 else names[0].replace("2", ""), why
         )
-        f, rest = divmod(up.shape[axis_f], parts)
+        f, rest = divmod(flat.shape[axis_f], parts)
         if rest:
             raise ValueError(
                 f"jgg.{op}: up has shape {up.shape}, but activation={activation!r} takes gate and "
@@ -173,7 +209,7 @@ class _Layer:
             )
         shape = (up.shape[0], d, f) if transpose_w else (up.shape[0], f, d)
         check.shape(op, "down", down, shape, names[1], f"because up is {up.shape}. {remedy}")
-        up_bias = _bias(op, "up_bias", up_bias, up, f * parts)
+        up_bias = _bias(op, "up_bias", up_bias, up, f * parts, parts == 2)
         down_bias = _bias(op, "down_bias", down_bias, up, d)
         dtype = x.dtype if isinstance(up, Quantized) else dtypes.promoted(x.dtype, up.dtype)
         return cls(
@@ -181,11 +217,58 @@ class _Layer:
             recipe,
         )  # fmt: skip
 
+    @property
+    def parts(self) -> int:
+        """Columns of up for each of h's activation."""
+        return 2 if self.activation in GATED_ACTIVATIONS else 1
+
+    def of(self, up, down, up_bias, down_bias) -> _Layer:
+        """The same of a device's part of the weights, with gate and up in one axis."""
+        if not isinstance(up, Quantized) and up.ndim == 4:
+            shape = up.shape
+            kept = (-1, shape[3]) if self.transpose_w else (shape[1], -1)
+            up = up.reshape(shape[0], *kept)
+        if up_bias is not None:
+            up_bias = up_bias.reshape(up_bias.shape[0], -1)
+        return dataclasses.replace(
+            self, experts=down.shape[0], up=up, down=down, up_bias=up_bias, down_bias=down_bias
+        )
+
+    @property
+    def is_one_operation(self) -> bool:
+        """Whether all of it is ``experts``: recipes and unusual dtypes are other operations."""
+        weights = () if isinstance(self.up, Quantized) else (self.up, self.down)
+        dtypes_ = {self.dtype.name, *(w.dtype.name for w in weights)}
+        return (
+            not self.composed
+            and self.recipe is None
+            and dtypes_ <= {"float64", "float32", "bfloat16", "float16"}
+        )
+
+    def as_one(self, x, routing, weight, out_dtype, precision, implementation):
+        op, up, down = "moe_mlp", self.up, self.down
+        operands = ()
+        if isinstance(up, Quantized):
+            of = lambda w: quantized_product.checked(
+                op, jax.ShapeDtypeStruct((1, w.shape[2 if self.transpose_w else 1]), self.dtype), w,
+                self.transpose_w, self.dtype, rank=3,
+            )[0]  # fmt: skip
+            up, down = of(up), of(down)
+        else:
+            operands = (x, up, down)
+        check.implementation(op, implementation)
+        options = Options(
+            self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w,
+            check.precision(op, precision, *operands), implementation,
+        )  # fmt: skip
+        return experts(x, up, down, self.up_bias, self.down_bias, routing, weight, options)
+
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
         keys = (None, None) if key is None else jax.random.split(key)
         h = run(rows.astype(self.dtype), self.up, self.up_bias, keys[0])
-        return run(_rounded(h, self.activation), self.down, self.down_bias, keys[1])
+        h = checkpoint_name(h, "moe_h")
+        return run(rounded_activation(h, self.activation), self.down, self.down_bias, keys[1])
 
     def _product(self, sizes, precision, implementation, rows, w, bias, key):
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": self.dtype}
@@ -202,9 +285,20 @@ class _Layer:
         )
 
 
-def _bias(op: str, name: str, bias, up, n: int):
+def _bias(op: str, name: str, bias, up, n: int, gated: bool = False):
     if bias is None:
         return None
     bias = check.array(op, name, bias)
-    check.shape(op, name, bias, (up.shape[0], n), "E, N", f"because up is {up.shape}")
+    flat = _with_flat_columns(op, name, bias, 1) if gated and bias.ndim == 3 else bias
+    check.shape(op, name, flat, (up.shape[0], n), "E, N", f"because up is {up.shape}")
     return bias
+
+
+def _with_flat_columns(op: str, name: str, a, axis: int):
+    """The type of ``a`` with gate and up in one axis, where it has two for them."""
+    if isinstance(a, Quantized) or a.ndim != (4 if name == "up" else 3):
+        return a
+    if a.shape[axis] != 2:
+        raise ValueError(f"jgg.{op}: {name} has shape {a.shape}, expected 2 in axis {axis}")
+    shape = (*a.shape[:axis], 2 * a.shape[axis + 1], *a.shape[axis + 2 :])
+    return jax.ShapeDtypeStruct(shape, a.dtype)

@@ -75,5 +75,5 @@ def grouped_qmm(
         precision=check.precision(op, None), implementation=implementation,
     )  # fmt: skip
     options = epilogue(op, product, x, w, bias, activation, row_scale)
-    whole = w.global_scale is None or w.global_scale.ndim < 2
+    whole = quantized_product.fusible(w)
     return quantized_product.FUSED(x, w, groups, product, options, fused=whole)

@@ -229,5 +229,10 @@ def _fused(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue,
     return called(platform, x, q, metadata, product, epilogue)
 
 
+def fusible(q: Quantized) -> bool:
+    """Whether a product with q may be one call."""
+    return q.global_scale is None or q.global_scale.ndim < 2
+
+
 #: The product and what a kernel may do beside it.
 FUSED = Fused("jgg_fused_qmm", product, _fused)

@@ -57,6 +57,32 @@ def test_products_are_not_computed_again():
         oracle.assert_close(got, want)
 
 
+def test_the_name_in_a_mixture_of_experts():
+    """What is before h is not computed again; a policy of products keeps both of them."""
+    index = jnp.arange(8).reshape(8, 1) % 2
+    weight = jnp.full((8, 1), 0.5)
+
+    def layer(weights, x, weight):
+        up, down = weights
+        return jnp.sin(jgg.moe_mlp(x, up, down, index, weight, activation="silu")).sum()
+
+    def products(f):
+        found = counts(lambda args: f(*args), (WEIGHTS, X, weight))
+        return found["jgg_mm"], found["jgg_wgrad"]
+
+    names = jax.checkpoint_policies.save_only_these_names("moe_h")
+    plain = products(layer)
+    assert plain == (4, 2)
+    assert products(jax.checkpoint(layer)) == (4 + 2, 2)
+    assert products(jax.checkpoint(layer, policy=names)) == (4 + 1, 2)
+    assert products(jax.checkpoint(layer, policy=POLICY)) == plain
+    kept = jax.checkpoint(layer, policy=names)
+    for got, want in zip(
+        jax.grad(kept)(WEIGHTS, X, weight), jax.grad(layer)(WEIGHTS, X, weight), strict=True
+    ):
+        oracle.assert_close(got, want)
+
+
 def test_with_a_policy_of_jax():
     def f(weights, x):
         return two_products(weights, jnp.sin(x @ weights[0][0]))
@@ -102,5 +128,6 @@ def test_every_primitive_is_a_product_or_a_conversion():
     assert {"mm", "wgrad", "qmm", "fused_mm", "nvfp4_grouped_mm"} <= saved
     assert {p.name for p in ours if not POLICY(p)} == {
         "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
-        "jgg_dispatch", "jgg_combine", "jgg_combine_backward",
+        "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
+        "jgg_activation",
     }  # fmt: skip

@@ -67,7 +67,7 @@ def test_kernel(sizes, k, n, dtype, transpose_w, with_bias, rounds, activation):
     if rounds:  # exactly of what is stored, but for the activation's own rounding
         wide = activations.activate(h.astype(jnp.float32), activation)
         np.testing.assert_allclose(
-            np.float32(out), wide, rtol=2**-7 if dtype == "bfloat16" else 2**-9, atol=1e-6
+            np.float32(out), wide, rtol=2**-7 if dtype == "bfloat16" else 2**-9, atol=4e-6
         )
     alone = jax.jit(lambda x, w: fused.MM(
         x, w, segments.sizes(group_sizes), product(x, w, transpose_w), epilogue))(x, w)  # fmt: skip
@@ -115,7 +115,8 @@ def test_activation_backward(activation, dtype, scaled, columns):
         want = pull(wide[1] * factor)[0], value * factor, (wide[1] * value).sum(1)
     if not scaled:
         got = jax.jit(activation_backward.activation_backward, static_argnums=2)(h, d, activation)
-        return close(got, want[0], dtype)
+        close(got, want[0], dtype)
+        return
     run = jax.jit(activation_backward.scaled_activation_backward, static_argnums=3)
     for one, other in zip(run(h, d, scale, activation), want, strict=True):
         close(one, other, dtype)

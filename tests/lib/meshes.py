@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 DEVICES = 4 if len(jax.devices()) >= 4 else 2
 needs_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+#: In a compiled HLO.
+COLLECTIVES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 
 
 @functools.cache
@@ -25,6 +27,4 @@ def put(mesh, tree, *spec):
 
 def collectives(function, *args) -> list[str]:
     """Of a jitted function, from the compiled HLO."""
-    text = function.lower(*args).compile().as_text()
-    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return sorted(re.findall(rf" ({names})(?:-start)?\(", text))
+    return sorted(re.findall(COLLECTIVES, function.lower(*args).compile().as_text()))
