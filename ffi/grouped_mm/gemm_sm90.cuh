@@ -24,6 +24,7 @@ struct TraitsSm90 {
   static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
   static constexpr bool kGathered = false;  // rows by list: device/gathered_gemm_sm90.cuh
   static constexpr bool kWide = false;      // float32 results, which the store warp takes
+  static constexpr device::Acts kActs = device::Acts::kNone;  // device/act_sm90.cuh
 };
 
 // The configuration with these traits. The kernel's own type has none: with traits in its name the
@@ -31,7 +32,7 @@ struct TraitsSm90 {
 template <typename T>
 using ConfigSm90 =
     device::GemmSm90Config<typename T::Element, T::kLKMajor, T::kRKMajor, T::kRows, T::kBlocks,
-                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide>;
+                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kActs>;
 
 // Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
 template <typename Operands>
@@ -69,6 +70,18 @@ struct GatedRows32Sm90 : Operands {
 template <typename Operands>
 struct GatedRows128Sm90 : Operands {
   static constexpr int kRows = 128, kBlocks = 2, kStages = 4, kCluster = 2;
+};
+
+// A gated activation of rounded sums, of 64 gates and what they let through.
+template <typename Operands>
+struct GateApartRows256Sm90 : Rows256Sm90<Operands> {
+  static constexpr device::Acts kActs = device::Acts::kGate;
+};
+
+// The backward pass of a gated activation, of rounded sums.
+template <typename Operands>
+struct BackwardRows256Sm90 : Rows256Sm90<Operands> {
+  static constexpr device::Acts kActs = device::Acts::kBackward;
 };
 
 // float32 operands in planes.
@@ -117,6 +130,7 @@ bool HasStoreWarpSm90(const GemmSm90& gemm) {
 // The tensor map of the result, where it can have one.
 template <typename Config>
 cudaError_t EncodeOutSm90(GemmSm90& gemm) {
+  if (Config::kActs != device::Acts::kNone) return cudaSuccess;  // its warps use none
   TensorMapSpec out = DescribeOutSm90<Config>(gemm);
   gemm.stores_boxes =
       (gemm.out_dtype == DType::kF32) == Config::kWide && TensorMapProblem(out) == nullptr;
@@ -142,7 +156,10 @@ template <typename Config>
 int64_t MostTilesSm90(const GemmSm90& gemm) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
-  const int64_t tile_columns = (gated ? 128 : 128 * Config::kBlocks) * Config::kCluster;
+  const int64_t tile_columns = (Config::kGates ? 64
+                                : gated        ? 128
+                                               : 128 * Config::kBlocks) *
+                               Config::kCluster;
   const Metadata& metadata = gemm.metadata;
   const int64_t more = metadata.HasSizeOfEach(gemm.groups)
                            ? std::min<int64_t>(metadata.count, gemm.rows_y) + 1
@@ -273,6 +290,13 @@ inline int ChooseTileSm90(const GemmSm90& gemm) {
   return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && higher ? 288 : 256;
 }
 
+// Whether warps beside those that multiply make a gated activation: they have rounded sums only.
+inline bool GatesApart(const GemmSm90& gemm) {
+  const Epilogue& epilogue = gemm.epilogue;
+  return epilogue.rounds_preactivation && epilogue.bias == nullptr && gemm.out_width == 8 &&
+         TypicalRowsSm90(gemm) > 96;
+}
+
 // Large tiles come in pairs that share L.
 template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
@@ -286,8 +310,10 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     if constexpr (kLKMajor) {
       if (IsGated(gemm.epilogue.activation)) {
         if (tile == 32) return launch(GatedRows32Sm90<Operands>{});
+        if (GatesApart(gemm)) return launch(GateApartRows256Sm90<Operands>{});
         return launch(GatedRows128Sm90<Operands>{});
       }
+      if (gemm.backward.h != nullptr) return launch(BackwardRows256Sm90<Operands>{});
       if (tile == 32) return launch(Rows32Sm90<Operands>{});
       if (tile == 288) return launch(Rows288Sm90<Operands>{});
     }

@@ -107,14 +107,7 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
     rows, (groups, _, n) = product.rows, product.sizes(w)
     lists = [rows for rows in (x_rows, y_rows) if rows is not None]
     rows_x = product.rows_x(x) if x_rows is None else x_rows.shape[0]
-    flags: dict[str, Any] = {
-        "mm": {
-            "transpose_x": product.transpose_x,
-            "transpose_w": product.transpose_w,
-            "transpose_out": product.transpose_out,
-            "in_order": metadata.form.ordered_y,
-        }
-    }
+    flags: dict[str, Any] = {"mm": mm_flags(metadata, product)}
     if choice.config.get("sum_parts", 1) > 1:
         assert epilogue.nothing
         assert not lists
@@ -234,6 +227,15 @@ def in_planes(count: int, multiple: int, first, second):
 # Dictionaries of attributes that handlers share: ffi/grouped_mm/attributes.h.
 
 
+def mm_flags(metadata: Metadata, product: Mm) -> dict[str, Any]:
+    return {
+        "transpose_x": product.transpose_x,
+        "transpose_w": product.transpose_w,
+        "transpose_out": product.transpose_out,
+        "in_order": metadata.form.ordered_y,
+    }
+
+
 def metadata_flags(metadata: Metadata) -> dict[str, Any]:
     return {
         "kind": metadata.form.kind,
@@ -263,7 +265,7 @@ def _choice_flags(choice: choose.Choice, product: Product) -> dict[str, Any]:
 
 
 def _call(target, a, b, rest, shape, product: Product, flags: dict[str, Any], aliases=None,
-          more=()):  # fmt: skip
+          more=()) -> Any:  # fmt: skip
     """The result; with ``more`` results all of them."""
     if 0 in (*shape, *a.shape, *b.shape, *rest[0].shape):
         assert not more

@@ -23,6 +23,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_mm": ("cpu", "cuda"),
     "jgg_wgrad": ("cpu", "cuda"),
     "jgg_planes": ("cuda",),
+    "jgg_activation_backward": ("cuda",),
+    "jgg_mm_activation_backward": ("cuda",),
     "jgg_qmm": ("cuda",),
     "jgg_qmm_packed": ("cuda",),
     "jgg_quantize": ("cuda",),

@@ -115,8 +115,8 @@ struct Nothing {
 template <typename Config>
 __device__ int SharedColumns(const GemmSm90& gemm) {
   if (Config::kCluster == 1) return 0;
-  return TileColumns<Config::kBlocks>(gemm) *
-         OrderTiles<Config::kCluster, Config::kBlocks>(gemm).SharedColumns();
+  return TileColumns<Config::kScheduledBlocks>(gemm) *
+         OrderTiles<Config::kCluster, Config::kScheduledBlocks>(gemm).SharedColumns();
 }
 
 // Fills the ring of work, a warp; add(work, place) puts there what else belongs to a tile, by all
@@ -146,7 +146,8 @@ __device__ void FillWorks(const GemmSm90& gemm, typename Config::SharedMemory& m
 template <typename Config, typename Function = Nothing>
 __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                              Function add = {}) {
-  constexpr int kRows = Config::kRows, kBlocks = Config::kBlocks, kCluster = Config::kCluster;
+  constexpr int kRows = Config::kRows, kBlocks = Config::kScheduledBlocks;
+  constexpr int kCluster = Config::kCluster;
   RankedMatrices* ranked = nullptr;
   if constexpr (Config::kRaggedK) {
     ranked = &memory.ranked;

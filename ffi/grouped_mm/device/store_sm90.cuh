@@ -20,11 +20,11 @@ template <int kBuffers>
 struct StoreBarriers {
   uint64_t full[2][kBuffers], empty[2][kBuffers];
 
-  // One thread.
-  __device__ void Init() {
+  // One thread. `warps` store.
+  __device__ void Init(int warps) {
     for (int i = 0; i < 2 * kBuffers; ++i) {
       device::Init(&full[i / kBuffers][i % kBuffers], kMultiplyWarps / 2);
-      device::Init(&empty[i / kBuffers][i % kBuffers], 1);
+      device::Init(&empty[i / kBuffers][i % kBuffers], warps);
     }
   }
 };

@@ -41,6 +41,7 @@ struct QuantizedGemmSm90Config {
   using Element = cutlass::bfloat16_t;
   using Weights = typename Traits::Weights;
   static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
+  static constexpr int kScheduledBlocks = kBlocks;
   static constexpr int kMostStages = Traits::kMostStages;
   static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
   static constexpr bool kWarps = Traits::kWarps;
