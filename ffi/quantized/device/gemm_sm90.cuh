@@ -9,6 +9,7 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
+#include "grouped_mm/device/act_sm90.cuh"
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
@@ -42,6 +43,8 @@ struct QuantizedGemmSm90Config {
   using Weights = typename Traits::Weights;
   static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
   static constexpr int kScheduledBlocks = kBlocks;
+  static constexpr Acts kActs = Acts::kNone;
+  static constexpr bool kGates = false;
   static constexpr int kMostStages = Traits::kMostStages;
   static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
   static constexpr bool kWarps = Traits::kWarps;
