@@ -137,6 +137,7 @@ def test_train_moe_in_nvfp4(train_moe, text, finished, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_train_moe_compares(train_moe, text, capsys):
     results = train_moe.main([*TINY, *text, "--compare"])
     assert results["ratio"] > 0
@@ -208,6 +209,7 @@ def test_quantized_moe_needs_the_trained_model_and_its_text(quantized_moe, untra
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_qlora_moe_trains_adapters_only(train_moe, quantized_moe, untrained, tmp_path, capsys):
     example = load("qlora_moe")
     path, out = tmp_path / "text.txt", tmp_path / "out"
