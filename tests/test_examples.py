@@ -176,7 +176,8 @@ def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["affine4", pytest.param("nvfp4", marks=pytest.mark.weekly)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("mode", ["affine4", "nvfp4"])
 def test_quantized_moe_measures_the_model_of_dequantized_weights(
     train_moe, quantized_moe, text, untrained, mode, capsys
 ):

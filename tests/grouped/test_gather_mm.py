@@ -134,10 +134,11 @@ def test_gradients_of_repeated_operands_accumulate(rng, implementation, m):
 
 
 @pytest.mark.parametrize("m", [1, 40])
+@pytest.mark.one_in(2)
 def test_second_order_and_vmap(rng, m):
     a, b = oracle.random(rng, (3, m, 4)), oracle.random(rng, (4, 4, 3))
     lhs, rhs = np.array([0, 2, 1]), np.array([3, 1, 3])
-    f = lambda a, b: jnp.sin(jgg.gather_mm(a, b, lhs, rhs))
+    f = jax.jit(lambda a, b: jnp.sin(jgg.gather_mm(a, b, lhs, rhs)))
     check_grads(f, (a, b), order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
     batch = np.stack([rhs, rhs[::-1], rhs * 0])
     out = jax.vmap(lambda i: jgg.gather_mm(a, b, lhs, i))(batch)

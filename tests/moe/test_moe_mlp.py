@@ -148,6 +148,7 @@ def test_max_rows(rng):
 
 
 @pytest.mark.parametrize("mode", ["nvfp4", "affine"])
+@pytest.mark.one_in(2)
 def test_quantized(rng, mode):
     x, up, down, index, weight = problem(rng, d=64, f=32, dtype="bfloat16")
     size = 16 if mode == "nvfp4" else 32
@@ -164,11 +165,11 @@ def test_recipe(rng):
     x, up, down, index, weight = problem(rng, tokens=64, d=64, f=32, dtype="bfloat16")
     recipe = jgg.NVFP4Recipe(stochastic_rounding=False, hadamard=False)
     f = lambda x, **options: jgg.moe_mlp(x, up, down, index, weight, **options).astype("float32")
-    plain, got = f(x), f(x, recipe=recipe)
+    plain, got = jax.jit(lambda x: (f(x), f(x, recipe=recipe)))(x)
     error = np.linalg.norm(got - plain) / np.linalg.norm(plain)
     assert 1e-3 < error < 0.3
     assert np.isfinite(
-        jax.grad(lambda x: f(x, recipe=recipe, key=jax.random.key(0)).sum())(x)
+        jax.jit(jax.grad(lambda x: f(x, recipe=recipe, key=jax.random.key(0)).sum()))(x)
     ).all()
 
 
