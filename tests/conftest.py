@@ -1,6 +1,7 @@
 """Test configuration: four virtual CPU devices, strict dtype promotion, tests by marker."""
 
 import collections
+import gc
 import os
 import shutil
 import tempfile
@@ -42,6 +43,13 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def pytest_collection_finish(session):
+    """JAX's traces are many short-lived objects: what is here to stay is looked through no more."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 10, 10)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -166,6 +166,7 @@ def test_sizes_of_nvfp4():
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "affine4", "affine3", "mxfp8"])
+@pytest.mark.one_in(2)
 def test_drawn_weights(name):
     form = FORMATS[name]
     weights = quantized.Weights(form, 3, 128, 128)
@@ -203,7 +204,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.op} {c.label}")
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_cases_run_and_are_checked(case):
     record = gpu.run_case(case, ARGS, 1e12, 1e12)
     assert record["notes"] == {}
@@ -349,6 +350,7 @@ def test_nvfp4_runs_and_is_checked(direction):
 
 
 @pytest.mark.parametrize("case", [SMALL[2], SMALL[4], SMALL[5]], ids=lambda c: c.op)
+@pytest.mark.one_in(2)
 def test_wrong_results_are_noticed(case, monkeypatch):
     """Of another matrix, another row, or other codes."""
     result = timing.JaxArm.result

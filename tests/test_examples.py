@@ -137,6 +137,7 @@ def test_train_moe_in_nvfp4(train_moe, text, finished, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_train_moe_compares(train_moe, text, capsys):
     results = train_moe.main([*TINY, *text, "--compare"])
     assert results["ratio"] > 0
@@ -175,7 +176,8 @@ def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["affine4", pytest.param("nvfp4", marks=pytest.mark.weekly)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("mode", ["affine4", "nvfp4"])
 def test_quantized_moe_measures_the_model_of_dequantized_weights(
     train_moe, quantized_moe, text, untrained, mode, capsys
 ):
@@ -208,6 +210,7 @@ def test_quantized_moe_needs_the_trained_model_and_its_text(quantized_moe, untra
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_qlora_moe_trains_adapters_only(train_moe, quantized_moe, untrained, tmp_path, capsys):
     example = load("qlora_moe")
     path, out = tmp_path / "text.txt", tmp_path / "out"

@@ -53,7 +53,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_axes_that_a_shard_map_leaves(rng, sizes, name):
     """Nothing is gathered, and the result keeps its sharding."""
     x_left, w_left, out_left, wanted = LEFT[name]
@@ -126,7 +126,7 @@ EXPORTED = {
 
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("abstract", [True, False])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_export(problem, name, abstract):
     """A module that is exported without devices, or with, is divided by who loads it."""
     x_spec, w_spec, forward, backward = EXPORTED[name]
@@ -203,7 +203,7 @@ OWN_MESH = {
 
 @pytest.mark.parametrize("name", OWN_MESH)
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_operands_bring_their_mesh(problem, name, compiled):
     """An Explicit mesh that nobody has set."""
     mesh = mesh_of((4,), ("a",), AxisType.Explicit)
@@ -302,6 +302,7 @@ def without_shardy():
 
 
 @pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.one_in(2)
 def test_gspmd(problem, name):
     x_spec, w_spec, forward, _ = EXPORTED[name]
     mesh = auto_mesh(a=4)
@@ -343,6 +344,7 @@ def test_gspmd_in_a_partial_shard_map(problem):
 
 
 @pytest.mark.parametrize("order", [(3, 1, 0, 2), (0, 2, 1, 3)])
+@pytest.mark.one_in(2)
 def test_devices_in_any_order(problem, order):
     mesh = Mesh(
         np.array(jax.devices())[[*order]].reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2

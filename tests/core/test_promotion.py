@@ -87,9 +87,10 @@ CASES = [full_precision, *FORMATS, nvfp4]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", None))
 def test_no_promotion_of_ranks(case):
+    """Neither where operations are traced nor where they are lowered, of which nothing runs."""
+    results = lambda: [*(case() if callable(case) else quantized(case))]
     with jax.numpy_rank_promotion("raise"):
-        for out in case() if callable(case) else quantized(case):
-            assert all(np.isfinite(oracle.f64(leaf)).all() for leaf in jax.tree.leaves(out))
+        assert jax.jit(results).lower().as_text()
 
 
 @pytest.mark.parametrize("case", [full_precision, pytest.param(nvfp4, marks=pytest.mark.weekly)])
@@ -100,6 +101,7 @@ def test_debug_nans(case):
 
 
 @pytest.mark.parametrize("preferred", ["float32", "bfloat16", None])
+@pytest.mark.one_in(2)
 def test_float8(rng, preferred):
     """Operands of eight bits, a result that is wider, or not."""
     x = oracle.random(rng, (8, 16)).astype("float8_e4m3fn")
@@ -117,6 +119,7 @@ def test_float8(rng, preferred):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.one_in(2)
 def test_default_result_of_eight_bits(dtype):
     """Sums of unscaled products do not fit in so few bits: 1600 is more than e4m3 holds."""
     x, w = jnp.full((8, 400), 2, dtype), jnp.full((2, 400, 4), 2, dtype)
@@ -175,6 +178,7 @@ def test_debug_nans_of_a_kept_promise():
         ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_float8_with_others(rng, left, right, dtype):
     """JAX has no common dtype of these; eight bits count as bfloat16."""
     x, w = oracle.random(rng, (8, 16)).astype(left), oracle.random(rng, (2, 16, 4)).astype(right)

@@ -79,7 +79,7 @@ def is_sharded_as(a, letters: str) -> bool:
         ("contracted", "..i", ".ij", "...j"),
     ],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_ragged_dot_general_batch(rng, name, lhs, rhs, out, sizes_spec):
     """Sharded in one operand or both, whatever the sizes are sharded as."""
     lhs_shape, rhs_shape, _, numbers = GENERAL[name]
@@ -105,7 +105,7 @@ def test_ragged_dot_general_batch(rng, name, lhs, rhs, out, sizes_spec):
         ("contracted, outer", ".i", "..j"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_ragged_dot_general_merged(rng, name, lhs, rhs):
     lhs_shape, rhs_shape, prefix, numbers = GENERAL[name]
     sizes = rng.integers(0, 6, (*prefix, 3)).astype(np.int32)
@@ -189,7 +189,7 @@ def test_out_sharding_of_plain_batches(rng):
         ((4, 40, 8), (2, 2, 8, 16), "..j", ".ij"),
     ],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_gather_mm(rng, a_shape, b_shape, a, b):
     index = jnp.array([[0, 3, 9, 2], [1, 1, -1, 0]])
     f = lambda a, b: jgg.gather_mm(a, b, index, index[::-1])

@@ -97,7 +97,7 @@ def assert_trees_close(got, want, tolerance=3e-6):
 
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_vmap(rng, case, axes):
     function, *args = operands(rng, case, axes)
     assert_trees_close(jax.vmap(function, axes)(*args), one_by_one(function, axes, args))
@@ -105,7 +105,7 @@ def test_vmap(rng, case, axes):
 
 @pytest.mark.parametrize("axes", [(1, 2, 1), (2, None, None), (None, 1, 1), (1, 0, None)])
 @pytest.mark.parametrize("case", ["grouped_mm", "grouped_mm transposed", "gather_mm"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 def test_vmap_over_inner_axes(rng, case, axes):
     function, *args = operands(rng, case, axes)
     assert_trees_close(jax.vmap(function, axes)(*args), one_by_one(function, axes, args))
@@ -113,7 +113,7 @@ def test_vmap_over_inner_axes(rng, case, axes):
 
 @pytest.mark.parametrize("axes", [(1, 1, 1), (2, None, None), (None, 1, None), (2, 2, 2)])
 @pytest.mark.parametrize("case", ["segmented_mm", "segmented_mm transposed"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_vmap_over_inner_axes_of_segments(rng, case, axes):
     function, *args = operands(rng, case, axes)
     assert_trees_close(jax.vmap(function, axes)(*args), one_by_one(function, axes, args))
@@ -125,7 +125,7 @@ def gradient(function):
 
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_vmap_of_grad(rng, case, axes):
     function, *args = operands(rng, case, axes)
     grad = gradient(function)
@@ -134,7 +134,7 @@ def test_vmap_of_grad(rng, case, axes):
 
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_grad_of_vmap(rng, case, axes):
     """Shared operands collect the gradients of the whole batch."""
     function, *args = operands(rng, case, axes)
@@ -146,7 +146,7 @@ def test_grad_of_vmap(rng, case, axes):
 @pytest.mark.parametrize("inner", [(0, None, None), (None, 0, 0), (0, 0, None)])
 @pytest.mark.parametrize("outer", [(None, None, 0), (0, 0, 0), (None, 0, None)])
 @pytest.mark.parametrize("case", ["grouped_mm", "segmented_mm"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_nested_vmap(rng, case, inner, outer):
     function, a_shape, b_shape, meta = CASES[case]
     lead = [tuple(B for axes in (outer, inner) if axes[i] is not None) for i in range(3)]

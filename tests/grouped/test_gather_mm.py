@@ -16,7 +16,7 @@ import jax_groupgemm as jgg
     ("lhs_shape", "rhs_shape"),
     [((), (6,)), ((6,), (6,)), ((2, 1), (1, 3)), ((4, 1, 2), (3, 1)), ((1,), ())],
 )
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 def test_values(rng, implementation, m, dtype, lhs_shape, rhs_shape):
     a, b = oracle.random(rng, (2, 3, m, 16), dtype), oracle.random(rng, (5, 16, 12), dtype)
     lhs, rhs = rng.integers(0, 6, lhs_shape), rng.integers(0, 5, rhs_shape)
@@ -134,6 +134,7 @@ def test_gradients_of_repeated_operands_accumulate(rng, implementation, m):
 
 
 @pytest.mark.parametrize("m", [1, 40])
+@pytest.mark.one_in(2)
 def test_second_order_and_vmap(rng, m):
     a, b = oracle.random(rng, (3, m, 4)), oracle.random(rng, (4, 4, 3))
     lhs, rhs = np.array([0, 2, 1]), np.array([3, 1, 3])
@@ -147,7 +148,7 @@ def test_second_order_and_vmap(rng, m):
 
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("zero", ["A", "B", "M", "K", "N", "I"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_zero_sized(implementation, zero, m):
     size = {letter: 0 if letter == zero else 3 for letter in "ABKNI"} | {
         "M": 0 if zero == "M" else m

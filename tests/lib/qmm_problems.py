@@ -11,6 +11,14 @@ import pytest
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import extension
 
+HOPPER = 90 in extension.live_capabilities()
+FORMATS = {"nvfp4": ("nvfp4", 4, 16), "affine": ("affine", 4, 64)}
+# Parts of names: the Hopper kernel with weights as they are stored and with prepacked ones, the
+# kernel of few rows of weights as they are stored, and the one that takes everything.
+LINEAR, PACKED, FEW, ANY = (
+    "LinearWeights", "PackedWeights", "FewRowsSm80Kernel", "QuantizedGemmSm80Kernel",
+)  # fmt: skip
+
 SIZES = np.array([9, 0, 8], np.int32)
 # What is differentiated beside x.
 CASES = {

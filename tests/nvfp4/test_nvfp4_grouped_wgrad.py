@@ -70,6 +70,7 @@ BETA = np.array([1, 1, 0, -2, 0.5], np.float32)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(None, None), (2, BETA), (ALPHA, 3), (ALPHA, None)])
+@pytest.mark.one_in(3)
 def test_wgrad_scales_and_accumulates(rng, alpha, beta):
     """Empty groups keep what there was, -0 and NaN too; with beta 0 NaN does not count."""
     x, dy, old = wgrad_problem(rng)
@@ -251,6 +252,7 @@ def test_linear_layer_rounds_once(monkeypatch):
 
 
 @pytest.mark.parametrize("exponents", FAR)
+@pytest.mark.one_in(2)
 def test_wgrad_of_far_scales(rng, exponents):
     """The product of scales is no normal number; what it multiplies makes it one."""
     x, dy = (

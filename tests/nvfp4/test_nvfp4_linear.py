@@ -78,6 +78,7 @@ MORE_SIZES = [SIZES, [1, 15, 17], [0, 0, 0], [0, 96, 0], [60, -3, 99]]
 
 
 @pytest.mark.parametrize("sizes", MORE_SIZES)
+@pytest.mark.one_in(5)
 def test_against_float64(problem, sizes):
     x, w, bias, ct = problem
     got = run(*problem, sizes)
@@ -178,6 +179,7 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.one_in(2)
 def test_recipe(problem, name):
     """Each switch changes what it should and nothing else; errors are those of four bits."""
     switch, changes = SWITCHES[name]
@@ -283,6 +285,7 @@ HIGH = jgg.NVFP4Recipe(high_precision=("fprop", "dgrad", "wgrad"))
 
 
 @pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.one_in(2)
 def test_orders_of_exact_products(problem, rng, order):
     """With products of high precision, those of grouped_mm."""
     x, _, _, ct = problem
@@ -307,6 +310,7 @@ def test_orders_of_exact_products(problem, rng, order):
 
 
 @pytest.mark.parametrize("key", [None, jax.random.key(3)])
+@pytest.mark.one_in(2)
 def test_gradient_of_a_gradient(problem, rng, key):
     """Of a square: within the error of its products, of which there are four or so, one after the
     other. It was 0 once."""

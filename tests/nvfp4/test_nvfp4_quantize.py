@@ -29,6 +29,7 @@ from jax_groupgemm._nvfp4 import layouts
 @pytest.mark.parametrize(
     ("dtype", "axis"), [("float32", -1), ("float32", -2), ("bfloat16", -1), ("float16", -2)]
 )
+@pytest.mark.one_in(2)
 def test_formula(rng, dtype, axis):
     for x in tensors(rng, dtype):
         q = jgg.nvfp4_quantize(x, axis=axis)
@@ -80,7 +81,13 @@ def test_scale_2d(rng):
     same(jgg.nvfp4_quantize(w[:, :40], **options), want_of(w[:, :40], **options))
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["both"]], ids=["plain", "hadamard stochastic"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.weekly),
+        pytest.param(OPTIONS["both"], id="hadamard stochastic"),
+    ],
+)
 def test_groups_along_rows(rng, options):
     """No block spans two groups, and each starts at a multiple of 64 padded rows."""
     for sizes in SIZES.values():
@@ -123,6 +130,7 @@ def test_wide_and_narrow_sizes(rng):
 
 
 @pytest.mark.parametrize(("t", "groups"), [(0, 3), (40, 0), (5, 9)])  # P is 0, 0 and 320
+@pytest.mark.one_in(2)
 def test_few_rows(t, groups):
     sizes = np.ones(groups, np.int32)
     q = jgg.nvfp4_quantize(np.ones((t, 32), F32), axis=0, group_sizes=sizes)

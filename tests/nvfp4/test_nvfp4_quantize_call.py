@@ -82,16 +82,18 @@ def test_not_taken():
 def test_elsewhere_as_defined(rng, monkeypatch):
     """The primitive means its definition: on this platform, batched, and under grad."""
     x = oracle.random(rng, (3, 48, 64))
-    got = jgg.nvfp4_quantize(x, axis=-2, hadamard=True, stochastic_rounding_key=KEY)
-    batched = jax.vmap(lambda x: jgg.nvfp4_quantize(x, scale_2d=True))(x)
-    grad = jax.grad(lambda x: jgg.dequantize(jgg.nvfp4_quantize(x)).sum())(x[0])
+    whole = functools.partial(
+        jgg.nvfp4_quantize, axis=-2, hadamard=True, stochastic_rounding_key=KEY
+    )
+    square = functools.partial(jgg.nvfp4_quantize, scale_2d=True)
+    got, batched = jax.jit(lambda x: (whole(x), jax.vmap(square)(x)))(x)
+    grad = jax.jit(jax.grad(lambda x: jgg.dequantize(jgg.nvfp4_quantize(x)).sum()))(x[0])
     np.testing.assert_array_equal(grad, np.zeros_like(x[0]))
     with monkeypatch.context() as patch:
         patch.setitem(choose.KERNELS, "nvfp4_quantize", ())
         jax.clear_caches()  # lowered with the call
         assert TARGET not in lowered(x, axis=-2)
-        want = jgg.nvfp4_quantize(x, axis=-2, hadamard=True, stochastic_rounding_key=KEY)
-        want_batched = jgg.nvfp4_quantize(x, scale_2d=True)
+        want, want_batched = jax.jit(lambda x: (whole(x), square(x)))(x)
     jax.clear_caches()
     assert TARGET in lowered(x, axis=-2)
     leaves_equal(got, want)

@@ -124,6 +124,7 @@ def test_shard_map(rng, partial):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(2)
 def test_sharded(batch, kind):
     (x, *_), (sizes, *_), (want, *_) = batch
     mesh = mesh_of(kind)
@@ -139,6 +140,7 @@ def test_sharded(batch, kind):
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, ("a", "b"))])
+@pytest.mark.one_in(2)
 def test_explicit_without_jit(batch, spec):
     (x, *_), (sizes, *_), (want, *_) = batch
     mesh = mesh_of(AxisType.Explicit)

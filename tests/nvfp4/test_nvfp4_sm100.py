@@ -74,6 +74,7 @@ def test_mm_is_one_custom_call(rng, dtype):
 
 
 @pytest.mark.parametrize("beta", [None, 0.5, np.array([1, 0, 2, 0.5])])
+@pytest.mark.one_in(2)
 def test_wgrad_is_one_custom_call(rng, beta):
     dy, x = dy_and_x(rng)
     old = oracle.random(rng, (G, N, K))

@@ -30,6 +30,7 @@ def test_swizzle(rng, shape):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.one_in(2)
 def test_matrices_swizzled_and_not(rng, axis):
     """A global scale per matrix; the layouts differ in the order of the scales only."""
     w = (rng.standard_normal((2, 48, 80)) * np.array([1e-5, 300])[:, None, None]).astype(F32)

@@ -49,7 +49,7 @@ def ordinary(rng, mode, bits, group_size, shape):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_same_values(rng, mode, bits, group_size):
     w = weight(rng, mode, bits, group_size)
     packed = jgg.prepack(w)
@@ -81,6 +81,7 @@ def test_nan_of_mxfp8(rng):
 
 
 @pytest.mark.parametrize("which", ["code", "scale"])
+@pytest.mark.one_in(2)
 def test_nan_spreads(rng, implementation, which):
     """Over its column of the product, and no further."""
     w = ordinary(rng, "mxfp8", 8, 32, (2, 128, 256))
@@ -98,7 +99,7 @@ def test_nan_spreads(rng, implementation, which):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), AFFINE)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_round_trip(rng, mode, bits, group_size):
     """Words, not only values: any codes, scales of any bits, NaN included."""
     w = weight(rng, mode, bits, group_size)
@@ -156,6 +157,7 @@ def test_other_layouts_stay(rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("scales_dtype", [jnp.bfloat16, "bfloat16"])
+@pytest.mark.one_in(4)
 def test_scales_dtype(rng, dtype, scales_dtype):
     """Scales and biases are rounded once, codes are the same."""
     w = jgg.quantize(oracle.random(rng, (2, 64, 128), dtype))
@@ -216,7 +218,7 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(("implementation", "mode", "bits", "group_size", "mean"), PRODUCTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_products(rng, implementation, mode, bits, group_size, mean):
     needs(implementation)
     sizes = np.array([0, mean, 2 * mean - 1, 1, 0])
@@ -258,7 +260,7 @@ def test_parts_of_k(rng, mode, bits, group_size, fused):
         *(pytest.param("sm90", *form, marks=pytest.mark.gpu) for form in FORMATS),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_decoded_values(rng, implementation, mode, bits, group_size, rows):
     """Rows of the identity: the weight's values, bit for bit."""
     needs(implementation)
@@ -269,7 +271,7 @@ def test_decoded_values(rng, implementation, mode, bits, group_size, rows):
     np.testing.assert_array_equal(oracle.f64(f(x, jgg.prepack(w), jnp.array([rows]))), expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+@pytest.mark.parametrize("activation", [pytest.param("silu", marks=pytest.mark.weekly), "swiglu"])
 def test_epilogue(rng, implementation, activation):
     sizes = jnp.array([3, 0, 70, 8])
     w = ordinary(rng, "nvfp4", 4, 16, (4, 256, 128))
@@ -304,7 +306,7 @@ def test_transformations(rng, implementation):
         oracle.assert_close(jax.jit(transformed)(x, packed), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("shape", [pytest.param((), marks=pytest.mark.weekly), (3,)])
 def test_gradient_of_global_scale(rng, implementation, shape):
     """That of the weight as it was."""
     sizes = jnp.array([5, 0, 9])

@@ -49,7 +49,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("kernel", "case", "transpose_w", "dtype"), VALUES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_grouped_qmm(rng, kernel, case, transpose_w, dtype):
     """Groups of 0, 1, some and 129 rows, a tail, and more rows than there are."""
     mode, bits, group_size, length = MODES[case]
@@ -72,7 +72,7 @@ def test_grouped_qmm(rng, kernel, case, transpose_w, dtype):
 @pytest.mark.parametrize(("k", "dtype"), [(320, "bfloat16"), (320, "float16"), (2048, "float32")])
 @pytest.mark.parametrize("mode", BYTE_SCALES)
 @pytest.mark.parametrize("rows", [256, 16, 8])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_every_scale_and_code(implementation, mode, k, dtype, rows):
     """Row n has scale byte n and every code: rows of a unit matrix give the values themselves, all
     at once or a few at a time, for which there are other kernels."""
@@ -87,7 +87,7 @@ def test_every_scale_and_code(implementation, mode, k, dtype, rows):
 @pytest.mark.parametrize("kernel", ["reference", GPU_KERNELS[0]])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", BYTE_SCALES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_every_scale_and_code_along_n(kernel, mode, dtype):
     """Likewise of weights that are quantized along N; with each unit once, or more often, for tiles
     of every height."""
@@ -105,7 +105,7 @@ def test_every_scale_and_code_along_n(kernel, mode, dtype):
 @pytest.mark.parametrize(
     ("bits", "transpose_w"), [(2, True), (3, True), (5, False), (5, True), (6, True), (8, True)]
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_affine_values_are_rounded_once(rng, implementation, bits, transpose_w, parts):
     q = oracle.random_quantized(rng, (32, 64), "affine", bits, 32, "bfloat16")
     x = jnp.eye(64 if transpose_w else 32, dtype="bfloat16")
@@ -273,6 +273,7 @@ def gather_oracle(x, q, lhs=None, rhs=None, transpose_w=True):
 
 @pytest.mark.parametrize("m", [1, 130])
 @pytest.mark.parametrize("transpose_w", [True, False])
+@pytest.mark.one_in(3)
 def test_gather_qmm(rng, implementation, transpose_w, m):
     """Any rank with broadcasting, indices that do not exist, a missing one."""
     q = oracle.random_quantized(rng, (2, 3, 64, 64), "nvfp4", scale=jnp.array([0.5, 2], "float32"))

@@ -91,6 +91,7 @@ def assert_trees_close(got, want, tolerance=3e-6):
 
 
 @pytest.mark.parametrize("name", ["affine", "affine N", "nvfp4 scalar N"])
+@pytest.mark.one_in(2)
 def test_gradients_by_finite_differences(rng, name):
     """The loss is linear in x and in the leaves, so differences are exact but for rounding."""
     x, p, f, _ = problem(name)
@@ -115,6 +116,7 @@ def test_gradients_by_finite_differences(rng, name):
 
 
 @pytest.mark.parametrize("name", ["affine", "affine N", "nvfp4", "mxfp4 N", "mxfp8"])
+@pytest.mark.one_in(2)
 def test_derivatives_of_every_order(rng, name):
     """Gradients, and Hessian-vector products both ways, as of the dequantized product."""
     x, p, f, _ = problem(name)
@@ -196,7 +198,7 @@ def value_and_grad(name):
 
 
 @pytest.mark.parametrize(("name", "axes"), AXES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_vmap_of_value_and_grad(name, axes):
     """Over each operand, against one example at a time."""
     x, p, _, q = problem(name)
@@ -279,7 +281,7 @@ def value_and_gradients(which, name, means=False):
 
 
 @pytest.mark.parametrize(("which", "name"), OTHER_CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_derivatives_of_other_products(rng, which, name):
     """Value, gradients and the tangents of both: as of the dequantized product."""
     x, p, *_ = problem(name)
@@ -302,7 +304,7 @@ OTHER_AXES = [
 
 
 @pytest.mark.parametrize(("which", "name", "axes"), OTHER_AXES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_vmap_of_other_products(which, name, axes):
     """Of value and gradients, against the dequantized product of one example at a time."""
     x, p, *_ = problem(name)

@@ -47,7 +47,7 @@ def quantized_problem(rng, transpose_w, quantized=256):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_quantized_collectives(rng, kind, name):
     transpose_w, axis, x_spec, out_spec, all_reduces = QUANTIZED[name]
     x, q, step = quantized_problem(rng, transpose_w)
@@ -142,7 +142,7 @@ def test_gather_qmm(rng, kind):
     ("name", "compiled"),
     [(n, True) for n in ("nvfp4", "mxfp8", "affine 4 128", "affine 3 32")] + [("nvfp4", False)],
 )
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 def test_explicit_prepacked(rng, name, spec, compiled):
     """Tiles of N, of K and experts stay where they are."""
     mode, *numbers = name.split()
@@ -181,7 +181,7 @@ def test_explicit_prepacked_groups_stay_whole(rng):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("spec", [("a",), (None, "a"), (None, None, "a"), ("a", "b", None), ()])
 @pytest.mark.parametrize("name", ["nvfp4", "affine 4 128"])
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 def test_prepack_explicitly_sharded(rng, name, spec, compiled):
     """Each device packs its part, whether a mesh is set or not: no communication."""
     mode, *numbers = name.split()
@@ -251,6 +251,7 @@ def test_prepacked_global_scale(rng, kind):
 @pytest.mark.parametrize(
     "shape", [{"d": AxisType.Explicit}, {"a": AxisType.Auto, "e": AxisType.Explicit}]
 )
+@pytest.mark.one_in(2)
 def test_operands_of_no_mesh(rng, shape):
     """Of one device, made before a mesh with Explicit axes is set: whole, as those of ``x @ w``."""
     sizes = (DEVICES,) if len(shape) == 1 else (2, DEVICES // 2)
