@@ -73,55 +73,77 @@ __device__ void GateChunk(const GemmSm90& gemm, const Work& work, const char* ga
 }
 
 // The backward pass of a gated activation of rows [first, first + rows) of a tile, 64 columns from
-// `column` on. One warp; all lanes.
-template <typename T, Activation kActivation>
+// `column` on. One warp; all lanes. A lane loads kAhead of its pieces of h ahead, the first ones
+// before it waits for the sums: one warp alone would wait for memory at every step.
+template <typename T, Activation kActivation, typename Wait>
 __device__ void BackwardChunk(const GemmSm90& gemm, const Work& work, const char* staged,
-                              int column, int first, int rows) {
+                              int column, int first, int rows, Wait wait) {
+  constexpr int kAhead = 3;
   const ActivationOfRows& of = gemm.backward;
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const bool exists = column + piece * 8 < work.columns;
-  const int64_t columns = gemm.n, begin = static_cast<int64_t>(work.out_row + first);
-  const int64_t at = work.out_column + column + piece * 8;
-  float* sums = of.row_sums + static_cast<int64_t>((work.out_column + column) / 64) * gemm.rows_y;
-  const auto load = [&](int row, uint4(&h)[2]) {
-    const bool there = exists && row < rows;
-    const int64_t from = (begin + row) * 2 * columns + at;
-    h[0] = there ? __ldcs(PieceAt(const_cast<void*>(of.h), from)) : make_uint4(0, 0, 0, 0);
-    h[1] =
-        there ? __ldcs(PieceAt(const_cast<void*>(of.h), from + columns)) : make_uint4(0, 0, 0, 0);
+  const int begin = work.out_row + first + lane / 8, at = work.out_column + column + piece * 8;
+  const int mine = rows - lane / 8;  // step s is this lane's row where s < mine
+  // Addresses are made anew each time: registers are few.
+  const auto element = [&](int step, int width) {
+    return static_cast<int64_t>(begin + step) * width + at;
   };
-  uint4 next[2];
-  load(lane / 8, next);
+  const uint4 zeros = make_uint4(0, 0, 0, 0);
+  uint4 next[kAhead][2];
+  const auto load = [&](int step, uint4(&to)[2]) {
+    const bool there = exists && step < mine;
+    const uint4* from = PieceAt(const_cast<void*>(of.h), element(step, 2 * gemm.n));
+    to[0] = there ? __ldcs(from) : zeros;
+    to[1] = there ? __ldcs(from + gemm.n / 8) : zeros;
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load(4 * i, next[i]);
+  // Each lane has a row's scale of every so many.
+  const float* scales = of.row_scale + work.out_row + first;
+  const auto load_scale = [&](int from) {
+    const int row = from + lane % (4 * kAhead);
+    return row < rows ? __ldg(scales + row) : 0.0f;
+  };
+  float next_scale = load_scale(0);
+  wait();
 #pragma unroll 1
-  for (int step = 0; step < rows; step += 4) {
-    const int row = step + lane / 8;
-    Piece<T> x(next[0]), up(next[1]);
-    load(row + 4, next);
-    const bool there = exists && row < rows;
-    const Piece<T> d(there ? StagedPiece(staged, row, piece) : make_uint4(0, 0, 0, 0));
-    const float scale = row < rows ? __ldg(of.row_scale + begin + row) : 0.0f;
-    Piece<T> value(make_uint4(0, 0, 0, 0));
-    float sum = 0.0f;
+  for (int from = 0; from < rows; from += 4 * kAhead) {
+    const float scale_of_lane = next_scale;
+    next_scale = load_scale(from + 4 * kAhead);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const Activated f = Differentiate<kActivation>(x.values[i], up.values[i]);
-      // What was multiplied is the rounded activation.
-      const float rounded = static_cast<float>(T(f.value));
-      sum += d.values[i] * rounded;
-      value.values[i] = rounded * scale;
-      const float scaled = d.values[i] * scale;
-      x.values[i] = scaled * f.by_x;
-      up.values[i] = scaled * f.by_up;
-    }
-    if (there) {
-      const int64_t to = (begin + row) * 2 * columns + at;
-      *PieceAt(of.dh, to) = x.Rounded();
-      *PieceAt(of.dh, to + columns) = up.Rounded();
-      *PieceAt(gemm.out, (begin + row) * columns + at) = value.Rounded();
-    }
+    for (int i = 0; i < kAhead; ++i) {
+      const int step = from + 4 * i;
+      const bool real = step < mine, there = exists && real;
+      Piece<T> x(next[i][0]), up(next[i][1]);
+      load(step + 4 * kAhead, next[i]);
+      const Piece<T> d(there ? StagedPiece(staged, step + lane / 8, piece) : zeros);
+      const float scale = __shfl_sync(~0u, scale_of_lane, 4 * i + lane / 8);
+      Piece<T> value(zeros);
+      float sum = 0.0f;
 #pragma unroll
-    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (piece == 0 && row < rows) sums[begin + row] = sum;
+      for (int j = 0; j < 8; ++j) {
+        const Activated f = Differentiate<kActivation>(x.values[j], up.values[j]);
+        // What was multiplied is the rounded activation.
+        const float rounded = static_cast<float>(T(f.value));
+        sum += d.values[j] * rounded;
+        value.values[j] = rounded * scale;
+        const float scaled = d.values[j] * scale;
+        x.values[j] = scaled * f.by_x;
+        up.values[j] = scaled * f.by_up;
+      }
+      if (there) {
+        uint4* dh = PieceAt(of.dh, element(step, 2 * gemm.n));
+        __stcs(dh, x.Rounded());
+        __stcs(dh + gemm.n / 8, up.Rounded());
+        __stcs(PieceAt(gemm.out, element(step, gemm.n)), value.Rounded());
+      }
+#pragma unroll
+      for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      if (piece == 0 && real) {
+        of.row_sums[static_cast<int64_t>((work.out_column + column) / 64) * gemm.rows_y + begin +
+                    step] = sum;
+      }
+    }
   }
 }
 
@@ -160,10 +182,10 @@ __device__ void ActWarp(const GemmSm90& gemm, typename Config::SharedMemory& mem
           Arrive(&memory.stores.empty[1][0]);
         }
       } else {
-        Wait(&memory.stores.full[warp][0], at.parity);
+        const auto wait = [&] { Wait(&memory.stores.full[warp][0], at.parity); };
         const auto run = [&](auto activation) {
           constexpr Activation kActivation = decltype(activation)::value;
-          BackwardChunk<T, kActivation>(gemm, work, memory.staged[warp], column, first, rows);
+          BackwardChunk<T, kActivation>(gemm, work, memory.staged[warp], column, first, rows, wait);
         };
         switch (gemm.backward.activation) {
           case Activation::kSwiglu: run(ActivationConstant<Activation::kSwiglu>{}); break;

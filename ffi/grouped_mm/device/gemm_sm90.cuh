@@ -61,8 +61,12 @@ struct GemmSm90Config {
   // thread begins with. More would wait for ever.
   static constexpr bool kFeedsMore = kGathered || kWide_ || kActs != Acts::kNone;
   static constexpr bool kFeedsMost = kPlanes > 1 || kActs == Acts::kBackward;
-  static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
-  static constexpr int kMultiplyRegisters = kFeedsMost ? 208 : kFeedsMore ? 216 : 224;
+  static constexpr int kFeedRegisters = kFeedsMost   ? (kPlanes > 1 ? 88 : 104)
+                                        : kFeedsMore ? 72
+                                                     : 56;
+  static constexpr int kMultiplyRegisters = kFeedsMost   ? (kPlanes > 1 ? 208 : 200)
+                                            : kFeedsMore ? 216
+                                                         : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
