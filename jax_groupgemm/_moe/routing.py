@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .._core import check, costs, segments
 from .._core.composed import Composed
 from .._core.operations import operation
+from .._core.primitive import vary_alike
 from .._core.types import Integers
 from .._grouped import fused
 from . import call
@@ -88,18 +89,29 @@ def route(
 
 def _routed(index, offset, *, rows: int, experts: int) -> Routing:
     key, pairs = _local(index, offset, experts).reshape(-1), index.size
-    order, place = fused.order(key)
-    if place is None:
-        place = (
-            jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, pairs), unique_indices=True)
-        )
-    order, place = order.astype(jnp.int32), place.astype(jnp.int32)
+    order, place = lax.platform_dependent(key, cpu=_sorted, default=_ordered)
     sizes = jnp.zeros((experts + 1,), jnp.int32).at[key].add(1)[:experts]
     total = sizes.sum(dtype=jnp.int32)
     order = jnp.where(lax.iota(jnp.int32, rows) < total, order[:rows], -1)
     place = jnp.where((key < experts) & (place < rows), place, -1)
     overflow = jnp.maximum(total - jnp.int32(rows), 0)
     return Routing(order, place.reshape(index.shape), sizes, overflow)
+
+
+def _sorted(key) -> tuple[jax.Array, jax.Array]:
+    """The order of pairs, and its inverse."""
+    # Not argsort, whose indices would not vary over the mesh axes that the keys vary over.
+    key, rows = vary_alike(key, lax.iota(jnp.int32, key.size))
+    _, order = lax.sort((key, rows), num_keys=1, is_stable=True)
+    return order, jnp.zeros_like(order).at[order].set(rows, unique_indices=True)
+
+
+def _ordered(key) -> tuple[jax.Array, jax.Array]:
+    """The same; few are compared, which is slower than sorting on CPUs."""
+    order, place = fused.order(key)
+    if place is None:
+        return _sorted(key)
+    return order.astype(jnp.int32), place.astype(jnp.int32)
 
 
 def _routed_by_kernel(platform: str, index, offset, *, rows: int, experts: int) -> Routing | None:
