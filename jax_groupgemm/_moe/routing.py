@@ -76,15 +76,16 @@ def route(
     for name, value in (("num_experts", num_experts), ("max_rows", max_rows)):
         if value is not None and value < 0:
             raise ValueError(f"jgg.{op}: {name}={value} is negative")
-    if expert_offset is not None:
-        expert_offset = check.integers(op, "expert_offset", expert_offset)
-        if expert_offset.shape not in ((), (1,)):
-            shape = expert_offset.shape
-            raise ValueError(f"jgg.{op}: expert_offset has shape {shape}, expected () or (1,)")
-        expert_offset = _narrow(expert_offset.reshape(()))
-    pairs = index.size
-    rows = pairs if max_rows is None else min(max_rows, pairs)
-    return _ROUTE(index, expert_offset, rows=rows, experts=num_experts)
+    rows = index.size if max_rows is None else min(max_rows, index.size)
+    offset = None if expert_offset is None else _first_expert(op, expert_offset)
+    return _ROUTE(index, offset, rows=rows, experts=num_experts)
+
+
+def _first_expert(op: str, offset: ArrayLike) -> jax.Array:
+    offset = check.integers(op, "expert_offset", offset)
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)")
+    return _narrow(offset.reshape(()))
 
 
 def _routed(index, offset, *, rows: int, experts: int) -> Routing:

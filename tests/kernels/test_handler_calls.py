@@ -160,6 +160,13 @@ def operations() -> dict[str, tuple]:
     in_parts = lambda x, w: jax.vjp(lambda w: jgg.grouped_mm(x, w, all_rows), w)[1](x)
     nvfp4_in_parts = lambda q: jgg.nvfp4_grouped_wgrad(q, q, all_rows)
     wgrad = {"jgg_dequantize", "jgg_wgrad"}
+    experts, of_pairs = jnp.asarray(rng.integers(-1, 5, (100, 3)), jnp.int32), random((100, 3))
+
+    def moe(x, weight):
+        routing = jgg.route(experts, 4)
+        return jgg.combine(jgg.dispatch(x, routing), routing, weight)
+
+    of_moe = {f"jgg_moe_{name}" for name in ("route", "dispatch", "combine", "combine_backward")}
     on_sm80, on_sm90 = {"implementation": "sm80"}, {"implementation": "sm90"}
     return {
         "grouped_mm, float32": (with_gradients(mm), (x, w), products),
@@ -225,6 +232,7 @@ def operations() -> dict[str, tuple]:
         "nvfp4_grouped_linear": (
             with_gradients(linear), half(x, v), {"jgg_nvfp4_quantize"},
         ),
+        "route, dispatch, combine": (with_gradients(moe), (*half(x), of_pairs), of_moe),
     }  # fmt: skip
 
 
