@@ -144,7 +144,10 @@ class Fused:
         if epilogue.bias is not None:
             # bias[group(t)] is itself a grouped product, with K = 1.
             ones = jnp.ones((rows, 1), epilogue.bias.dtype)
-            exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
+            caller = dataclasses.replace(product.caller, operands=("x", "bias"))
+            exact = summed.replace(
+                transpose_w=False, precision=lax.Precision.HIGHEST, caller=caller
+            )
             y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
         y = activate(y, epilogue.activation)
         if epilogue.row_scale is not None:

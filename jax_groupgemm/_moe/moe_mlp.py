@@ -105,6 +105,7 @@ def moe_mlp(
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
     if implementation == "composed":
         implementation = None
+    check.implementation(op, implementation)
     tokens, k = math.prod(lead), index.shape[-1]
     routing = route(
         index.reshape(tokens, k), layer.experts, expert_offset=expert_offset, max_rows=max_rows

@@ -83,6 +83,7 @@ def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
     exact = Mm(
         rows=product.rows, out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
         implementation=product.implementation,
+        caller=dataclasses.replace(product.caller, operands=("x", "w.global_scale")),
     )  # fmt: skip
     return (out * primitives.mm(ones, columns, metadata, exact)).astype(product.out_dtype)
 
@@ -147,7 +148,7 @@ def _batch(size, operands, dims, product: Mm):
         ]
         q = tree.unflatten(folded)
     x, metadata = batching.fold_product(
-        "qmm", size, x, x_dim, metadata, meta_dims, rows=product.rows, groups=groups,
+        product, size, x, x_dim, metadata, meta_dims, rows=product.rows, groups=groups,
         own_weights=own_weights,
     )  # fmt: skip
     out = qmm(x, q, metadata, product.replace(rows=size * product.rows))
