@@ -291,7 +291,7 @@ def conversions(rng):
 
 
 def converted(w, **options):
-    round_trip = lambda w, **options: jgg.dequantize(jgg.quantize(w, **options))
+    round_trip = lambda w, **options: jgg.dequantize(jgg.quantize(w, **options, contract=-1))
     out = jax.jit(round_trip, static_argnames=("mode", "bits", "group_size"))(w, **options)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = round_trip(jax.device_get(w), **jax.device_get(options))
