@@ -138,10 +138,35 @@ def group_sizes(
     return value
 
 
+def flag(op: str, name: str, value) -> None:
+    if not isinstance(value, (bool, np.bool_)) and not (type(value) is int and value in (0, 1)):
+        raise TypeError(f"jgg.{op}: {name} must be True or False, got {describe(value)}")
+
+
+def count(op: str, name: str, value) -> None:
+    """A size that is static."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"jgg.{op}: {name} must be an int, got {describe(value)}")
+    if value < 0:
+        raise ValueError(f"jgg.{op}: {name}={value} is negative")
+    if value > MAX_ROWS:
+        raise ValueError(f"jgg.{op}: {name}={value} is more than {MAX_ROWS}")
+
+
+def of_dtype(op: str, name: str, value):
+    """The dtype that a user names."""
+    try:
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            return jnp.dtype(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"jgg.{op}: {name}={describe(value)} is not a dtype")
+
+
 def implementation(op: str, name: str | None) -> None:
-    if name is not None and name not in choose.IMPLEMENTATIONS:
+    if name is not None and not (isinstance(name, str) and name in choose.IMPLEMENTATIONS):
         known = ", ".join(repr(n) for n in choose.IMPLEMENTATIONS)
-        raise ValueError(f"jgg.{op}: implementation={name!r} is not one of None, {known}")
+        raise ValueError(f"jgg.{op}: implementation={describe(name)} is not one of None, {known}")
 
 
 def _promoted_dtype(op: str, operands: Mapping[str, Any]):
@@ -168,6 +193,7 @@ def result_dtype(op: str, preferred, common=None, **operands):
         common = dtypes.default_result(_promoted_dtype(op, operands))
     if preferred is None:
         return _with_zero(op, common)
+    preferred = of_dtype(op, "preferred_element_type", preferred)
     preferred = _with_zero(op, jnp.dtype(jax.dtypes.canonicalize_dtype(preferred)))
     if jnp.issubdtype(common, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
         raise TypeError(

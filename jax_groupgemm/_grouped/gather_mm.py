@@ -75,6 +75,7 @@ def gather_mm(
             f"{a.shape}"
         )
     check.implementation(op, implementation)
+    check.flag(op, "sorted_indices", sorted_indices)
     dtype = check.result_dtype(op, preferred_element_type, a=a, b=b)
     precision = check.precision(op, precision, a, b)
     a, b = check.multiplied(a, b)

@@ -79,6 +79,7 @@ def grouped_mm(
     for name, value in (("x", x), ("w", w)):
         check.numeric(op, name, value)
     check.shape(op, "x", x, (None, None), "T, K")
+    check.flag(op, "transpose_w", transpose_w)
     t, k = x.shape
     letters, other = ("G, N, K", "(G, K, N)") if transpose_w else ("G, K, N", "(G, N, K)")
     check.shape(

@@ -64,6 +64,8 @@ def segmented_mm(
     segments = check.integers(op, "segments", segments)
     for name, value in (("a", a), ("b", b)):
         check.numeric(op, name, value)
+    check.flag(op, "transpose_a", transpose_a)
+    check.flag(op, "transpose_b", transpose_b)
     check.shape(op, "a", a, (None, None), "K, M" if transpose_a else "M, K")
     k = a.shape[0 if transpose_a else 1]
     check.shape(

@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -84,8 +85,8 @@ def quantize(
     w = check.array(op, "w", w)
     check.dtype(op, "w", w.dtype, FLOATS)
     said, contract = contract, -1 if contract is None else contract
-    if contract not in (-1, -2):
-        raise ValueError(f"jgg.{op}: contract={contract!r} is not -1 or -2")
+    if not isinstance(contract, (int, np.integer)) or contract not in (-1, -2):
+        raise ValueError(f"jgg.{op}: contract={check.describe(contract)} is not -1 or -2")
     if w.ndim < -contract or w.shape[contract] % group_size:
         letters = "(..., K)" if contract == -1 else "(..., K, N)"
         other = 2 if contract == -1 else 1
@@ -154,7 +155,7 @@ def dequantize(q: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
             dtype = q.scales.dtype
         else:
             dtype = jnp.bfloat16 if q.global_scale is None else jnp.float32
-    dtype = jnp.dtype(dtype)
+    dtype = check.of_dtype(op, "dtype", dtype)
     if dtype.name not in FLOATS:
         raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {either(FLOATS)}")
     return _dequantize(q, dtype)

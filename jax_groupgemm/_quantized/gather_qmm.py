@@ -64,6 +64,7 @@ def gather_qmm(
         raise ValueError(f"jgg.{op}: x has shape {x.shape}, expected (A..., M, K)")
     w, dtype = quantized_product.checked(op, x, w, transpose_w, preferred_element_type)
     check.implementation(op, implementation)
+    check.flag(op, "sorted_indices", sorted_indices)
     return batched(
         op, x, w, lhs_indices, rhs_indices, sorted_indices, transpose_w, dtype, implementation
     )

@@ -37,6 +37,9 @@ qmm = functools.partial(primitive.bind, "qmm")
 def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
     w = checked_array(op, "w", w)
+    check.flag(op, "transpose_w", transpose_w)
+    if preferred is not None:
+        preferred = check.of_dtype(op, "preferred_element_type", preferred)
     if w.axis != -1:
         raise ValueError(
             f"jgg.{op}: w has axis={w.axis}, expected -1. dataclasses.replace(w, axis=-1) is what "
