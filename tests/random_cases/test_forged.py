@@ -118,7 +118,7 @@ def is_weight(state) -> bool:
     if mode != "nvfp4":
         return False
     if not hasattr(scale, "shape"):
-        return False if not isinstance(scale, (int, float)) else True
+        return isinstance(scale, (int, float))
     return (
         scale.dtype == jnp.float32 and scale.shape == weight.shape[: scale.ndim] and scale.ndim < 3
     )
