@@ -85,7 +85,7 @@ class Layer(NamedTuple):
         for it."""
         if name not in self.tensors:
             return None
-        known = getattr(self.tensors, "shape", None)
+        known: Any = getattr(self.tensors, "shape", None)
         try:
             return tuple(known(name) if callable(known) else np.shape(self.tensors[name]))
         except ValueError:  # ragged

@@ -101,11 +101,12 @@ def _of_other_tensors(t: Layer) -> dict[int, str]:
             if shape is not None and len(shape) >= 2:
                 found[shape[-2]] = f"{where}.{other}.weight has {shape[-2]} rows"
     elif SIZES.get(name) is HIDDEN:
-        block = re.match(r".*\blayers\.\d+\.", t.prefix)
+        match = re.match(r".*\blayers\.\d+\.", t.prefix)
+        block = "" if match is None else match[0]
         for norm in NORMS if block else ():
-            shape = t.shape_of(f"{block[0]}{norm}.weight")
+            shape = t.shape_of(f"{block}{norm}.weight")
             if shape is not None and len(shape) == 1:
-                found[shape[0]] = f"{block[0]}{norm}.weight has {shape[0]} elements"
+                found[shape[0]] = f"{block}{norm}.weight has {shape[0]} elements"
     return found
 
 
