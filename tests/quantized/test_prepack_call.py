@@ -19,7 +19,7 @@ from jax_groupgemm._kernels import choose, extension
 
 
 def spec(mode, group_size, *shape, bits=None):
-    f = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size)
+    f = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size, contract=-1)
     return jax.eval_shape(f, jnp.zeros(shape, jnp.bfloat16))
 
 
