@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from . import partition, segments
+from .products import Product
 from .segments import MAX_ROWS, Form, Metadata
 
 
-def fold_product(name, size, x, x_dim, metadata, meta_dims, *, rows, groups, own_weights,
+def fold_product(product, size, x, x_dim, metadata, meta_dims, *, rows, groups, own_weights,
                  transpose_x=False):  # fmt: skip
     """x and metadata of a batch of products as one; every problem has weights of its own, or all
     have the same."""
@@ -19,7 +20,7 @@ def fold_product(name, size, x, x_dim, metadata, meta_dims, *, rows, groups, own
     rows_x = extent(x, x_dim, 1 if transpose_x else 0)
     table = batched_table(metadata, meta_dims, rows_x, rows, groups)
     x, x_step = fold_rows(x, x_dim, transpose_x, rows_x)
-    check_rows(name, size, max(rows_x, rows))
+    check_rows(product, size, max(rows_x, rows))
     folded = segments.fold(table, size, x_step, rows, groups if own_weights else 0)
     form = Form(
         "segments",
@@ -69,9 +70,10 @@ def fold_leading(a, dim):
     return partition.merge(a, (2, *[1] * (a.ndim - 2)))
 
 
-def check_rows(name, size, rows):
+def check_rows(product: Product, size: int, rows: int) -> None:
     if size * rows > MAX_ROWS:
         raise ValueError(
-            f"jgg {name}: a batch of {size} problems of {rows} rows has {size * rows} rows; "
-            f"row indices are int32, at most {MAX_ROWS}. Use jax.lax.map over part of the batch."
+            f"{product.caller.says}: a batch of {size} problems of {rows} rows has "
+            f"{size * rows} rows; row indices are int32, at most {MAX_ROWS}. Use jax.lax.map over "
+            "part of the batch."
         )

@@ -1,10 +1,11 @@
-"""Argument checks. Every message names the op, the argument, what was expected (with axis
-letters), what was given, and what to do."""
+"""Argument checks. Every message names the op, the argument, what was given, what was expected
+(with axis letters), and what to do."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,9 @@ def array(op: str, name: str, value) -> jax.Array:
         raise TypeError(f"jgg.{op}: {name} must be an array, got {what}") from error
     if not all(isinstance(size, int) for size in value.shape):
         raise ValueError(
-            f"jgg.{op}: {name} has shape {value.shape}, expected numbers: a function is exported "
-            "for shapes that are known. Pad rows to the most there are; sizes are data"
+            f"jgg.{op}: {name} has shape {value.shape}, expected sizes that are numbers: a "
+            "function is exported for shapes that are known. Pad rows to the most there are; sizes "
+            "are data"
         )
     return value
 
@@ -42,12 +44,16 @@ def _instead(dtype) -> str:
 
 
 def shape(op: str, name: str, value, expected: Sequence, letters: str, why: str = "") -> None:
-    """``expected`` holds a size, or None where any will do, per axis of ``letters``."""
+    """``expected`` holds a size, or None where any will do, per axis of ``letters``. A ``why`` that
+    begins with "because" is why sizes are expected, any other is why there are so many axes."""
     letters = f"({letters})" if "," in letters or len(letters) > 1 else f"({letters},)"
+    of_sizes = why.startswith("because")
     if why:
-        why = f" {why}" if why.startswith("because") else f": {why}"
+        why = f" {why}" if of_sizes else f": {why}"
     if value.ndim != len(expected):
         axes = "1 axis" if len(expected) == 1 else f"{len(expected)} axes"
+        if of_sizes:  # which it can only say of sizes that are all known
+            why = "" if None in expected else f" = {tuple(expected)}{why}"
         raise ValueError(
             f"jgg.{op}: {name} has shape {value.shape}, expected {axes} {letters}{why}"
         )
@@ -117,10 +123,10 @@ def holds(op: str, name: str, value, dtype) -> None:
         )
 
 
-def rows(op: str, name: str, count: int) -> None:
+def rows(op: str, name: str, count: int, what: str = "rows") -> None:
     if count > MAX_ROWS:
         raise ValueError(
-            f"jgg.{op}: {name} has {count} rows; row indices are int32, at most {MAX_ROWS}"
+            f"jgg.{op}: {name} has {count} {what}; row indices are int32, at most {MAX_ROWS}"
         )
 
 
@@ -132,36 +138,62 @@ def group_sizes(
     return value
 
 
+def flag(op: str, name: str, value) -> None:
+    if not isinstance(value, (bool, np.bool_)) and not (type(value) is int and value in (0, 1)):
+        raise TypeError(f"jgg.{op}: {name} must be True or False, got {describe(value)}")
+
+
+def count(op: str, name: str, value) -> None:
+    """A size that is static."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"jgg.{op}: {name} must be an int, got {describe(value)}")
+    if value < 0:
+        raise ValueError(f"jgg.{op}: {name}={value} is negative")
+    if value > MAX_ROWS:
+        raise ValueError(f"jgg.{op}: {name}={value} is more than {MAX_ROWS}")
+
+
+def of_dtype(op: str, name: str, value):
+    """The dtype that a user names."""
+    try:
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            return jnp.dtype(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"jgg.{op}: {name}={describe(value)} is not a dtype")
+
+
 def implementation(op: str, name: str | None) -> None:
-    if name is not None and name not in choose.IMPLEMENTATIONS:
+    if name is not None and not (isinstance(name, str) and name in choose.IMPLEMENTATIONS):
         known = ", ".join(repr(n) for n in choose.IMPLEMENTATIONS)
-        raise ValueError(f"jgg.{op}: implementation={name!r} is not one of None, {known}")
+        raise ValueError(f"jgg.{op}: implementation={describe(name)} is not one of None, {known}")
 
 
-def _promoted_dtype(op: str, *operands):
+def _promoted_dtype(op: str, operands: Mapping[str, Any]):
     """By the user's rules; of floats of 8 bits and others, for which JAX has none, by ours."""
     try:
-        return jnp.dtype(jnp.result_type(*operands))
+        return jnp.dtype(jnp.result_type(*operands.values()))
     except ValueError as error:
         strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore[reportAttributeAccessIssue]
-        dtypes = [a.dtype for a in operands]
+        dtypes = [a.dtype for a in operands.values()]
         with contextlib.suppress(ValueError):
             if not strict:
                 return promoted(*dtypes)
-        names = " and ".join(dtype.name for dtype in dtypes)
+        what = " and ".join(f"{name} of dtype {a.dtype.name}" for name, a in operands.items())
         why = " where jax_numpy_dtype_promotion is 'strict'" if strict else ""
         raise TypeError(
-            f"jgg.{op}: operands of dtypes {names} have no common dtype{why}. Convert one of them"
+            f"jgg.{op}: {what} have no common dtype{why}. Convert one of them"
         ) from error
 
 
-def result_dtype(op: str, preferred, *operands, common=None):
+def result_dtype(op: str, preferred, common=None, **operands):
     """``preferred_element_type``, or ``common``; by default the operands' promoted dtype, or
     bfloat16 where that has 8 bits or fewer."""
     if common is None:
-        common = dtypes.default_result(_promoted_dtype(op, *operands))
+        common = dtypes.default_result(_promoted_dtype(op, operands))
     if preferred is None:
         return _with_zero(op, common)
+    preferred = of_dtype(op, "preferred_element_type", preferred)
     preferred = _with_zero(op, jnp.dtype(jax.dtypes.canonicalize_dtype(preferred)))
     if jnp.issubdtype(common, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
         raise TypeError(

@@ -389,14 +389,15 @@ def _same(spec, wanted, rank) -> bool:
 
 def _check_explicit(plan: _Plan, specs, types) -> None:
     """Every sharding the user wrote must be one the plan keeps: nothing is gathered silently."""
-    for operand, (word, spec, of) in enumerate(zip(plan.letters[:-1], specs, types, strict=False)):
+    caller, names = plan.call.product.caller, _names(plan.call)
+    for name, word, spec, of in zip(names, plan.letters[:-1], specs, types, strict=False):
         for letter, entry in zip(word, _entries(spec, of.ndim), strict=True):
             kept = plan.mesh_axes.get(letter)
             if not entry or kept == entry:
                 continue
             parts = math.prod(plan.mesh.shape[axis] for axis in entry)
             if kept:
-                why = f"the other operand shards it over {kept}"
+                why = f"another operand shards it over {kept}"
             elif plan.units[letter] % parts:
                 why = f"its {plan.units[letter]} quantization groups do not divide into {parts}"
             else:
@@ -410,6 +411,16 @@ def _check_explicit(plan: _Plan, specs, types) -> None:
                     "all rows, or all groups."
                 )
             raise ValueError(
-                f"jgg {plan.call.name}: operand {operand} {of} shards axis "
-                f"{letter.upper()} over {entry}, but {why}. {instead}"
+                f"{caller.says}: {name} {of} shards {caller.axis(letter)} over {entry}, but "
+                f"{why}. {instead}"
             )
+
+
+def _names(call: Call) -> list[str]:
+    """What the user calls each operand; parts of a quantized one are ``w.scales`` and so on."""
+    _, b, _ = call.tree.unflatten(range(call.tree.num_leaves))
+    parts = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(b)]
+    if call.product.caller.operands is None:
+        return ["an operand of the gradient"] * (1 + len(parts))
+    of_a, of_b = call.product.caller.operands
+    return [of_a, *(of_b + part for part in parts)]

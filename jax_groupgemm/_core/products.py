@@ -9,11 +9,37 @@ for every segment s of the metadata (``segments.py``) and 0 <= i < length_s.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """The public operation that a product is of, for messages.
+
+    Attributes:
+      op: its name; "" where that is not known.
+      operands: what it calls a and b; of its gradient, where the user wrote neither, None.
+      axes: what it calls axes of other letters than the product's (``Product.letters``).
+    """
+
+    op: str = ""
+    operands: tuple[str, str] | None = None
+    axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def says(self) -> str:
+        """How a message begins."""
+        return f"jgg.{self.op}" if self.op else "jgg"
+
+    def axis(self, letter: str) -> str:
+        """What the user calls an axis; those of the gradient have other letters than the user's."""
+        if self.operands is None:
+            return "an axis"
+        return f"axis {self.axes.get(letter, letter.upper())}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +51,14 @@ class Product:
       precision: a :class:`jax.lax.Precision` or None, for float32 operands.
       implementation: the kernel that the user named, "reference", or None.
       cotangent_dtype: what a cotangent is rounded to before it is multiplied, or None.
+      caller: for messages alone: products that differ in it are the same.
     """
 
     out_dtype: Any
     precision: Any = None
     implementation: str | None = None
     cotangent_dtype: Any = None
+    caller: Caller = dataclasses.field(default=Caller(), compare=False, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
@@ -50,8 +78,11 @@ class Product:
         raise NotImplementedError
 
     def derived[P: Product](self, kind: type[P], **given) -> P:
-        """Another product, with this one's precision and kernel."""
-        return kind(precision=self.precision, implementation=self.implementation, **given)
+        """Another product, with this one's precision and kernel: a part of its gradient."""
+        return kind(
+            precision=self.precision, implementation=self.implementation,
+            caller=Caller(self.caller.op), **given,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

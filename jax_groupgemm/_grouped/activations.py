@@ -49,9 +49,10 @@ def activate(y, activation: str | None) -> jax.Array:
 
 def columns(op: str, activation: str | None, n: int) -> int:
     """The columns that N become. Raises ValueError where there is no such activation."""
-    if activation is None or activation in ACTIVATIONS:
+    named = isinstance(activation, str)
+    if activation is None or (named and activation in ACTIVATIONS):
         return n
-    if activation not in GATED_ACTIVATIONS:
+    if not named or activation not in GATED_ACTIVATIONS:
         known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
         raise ValueError(f"jgg.{op}: activation={activation!r} is not one of None, {known}")
     if n % 2:

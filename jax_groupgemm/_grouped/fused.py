@@ -199,7 +199,10 @@ class Fused:
         if epilogue.bias is not None:
             # bias[group(t)] is itself a grouped product, with K = 1.
             ones = jnp.ones((product.rows, 1), epilogue.bias.dtype)
-            exact = summed.replace(transpose_w=False, precision=lax.Precision.HIGHEST)
+            caller = dataclasses.replace(product.caller, operands=("x", "bias"))
+            exact = summed.replace(
+                transpose_w=False, precision=lax.Precision.HIGHEST, caller=caller
+            )
             y = y + primitives.mm(ones, epilogue.bias[:, None, :], metadata, exact)
         return y.astype(product.out_dtype) if epilogue.rounds else y
 

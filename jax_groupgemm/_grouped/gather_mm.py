@@ -13,11 +13,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes, partition, segments
 from .._core.operations import operation
-from .._core.products import Mm
+from .._core.products import Caller, Mm
 from .._core.segments import Form, Metadata
 from .._core.types import Implementation, Integers
 from .._kernels import choose
 from . import fused
+
+#: What axes are called here, for messages: rows of a, and of the result, and matrices.
+AXES = {"u": "(A..., M)", "t": "(..., M)", "g": "(B...)"}
 
 
 @operation
@@ -72,14 +75,15 @@ def gather_mm(
             f"{a.shape}"
         )
     check.implementation(op, implementation)
-    dtype = check.result_dtype(op, preferred_element_type, a, b)
+    check.flag(op, "sorted_indices", sorted_indices)
+    dtype = check.result_dtype(op, preferred_element_type, a=a, b=b)
     precision = check.precision(op, precision, a, b)
     a, b = check.multiplied(a, b)
     batch, n = b.shape[:-2], b.shape[-1]
     w = partition.merge(b, (len(batch), 1, 1))
     product = Mm(
         rows=0, out_dtype=dtypes.computed(dtype), precision=precision,
-        implementation=implementation,
+        implementation=implementation, caller=Caller(op, ("a", "b"), AXES),
     )  # fmt: skip
     # A dtype without NaN cannot say that the promise was broken.
     sorted_indices = sorted_indices and dtypes.has_nan(dtype)

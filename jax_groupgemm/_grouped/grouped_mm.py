@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes, segments
 from .._core.operations import operation
-from .._core.products import Mm
+from .._core.products import Caller, Mm
 from .._core.segments import Metadata
 from .._core.types import Activation, Implementation, Integers
 from . import activations, fused
@@ -79,6 +79,7 @@ def grouped_mm(
     for name, value in (("x", x), ("w", w)):
         check.numeric(op, name, value)
     check.shape(op, "x", x, (None, None), "T, K")
+    check.flag(op, "transpose_w", transpose_w)
     t, k = x.shape
     letters, other = ("G, N, K", "(G, K, N)") if transpose_w else ("G, K, N", "(G, N, K)")
     check.shape(
@@ -88,10 +89,11 @@ def grouped_mm(
     groups = metadata(op, group_sizes, group_offset, w)
     check.rows(op, "x", t)
     check.implementation(op, implementation)
-    dtype = check.result_dtype(op, preferred_element_type, x, w)
+    dtype = check.result_dtype(op, preferred_element_type, x=x, w=w)
     product = Mm(
         rows=t, transpose_w=transpose_w, precision=check.precision(op, precision, x, w),
         out_dtype=dtypes.computed(dtype), implementation=implementation,
+        caller=Caller(op, ("x", "w")),
     )  # fmt: skip
     x, w = check.multiplied(x, w)
     options = epilogue(op, product, x, w, bias, activation, row_scale, existing_out)

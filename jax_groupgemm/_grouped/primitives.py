@@ -83,7 +83,7 @@ def _wgrad_transpose(ct, operands, product: Wgrad):
 def _mm_batch(size, operands, dims, product: Mm):
     (x, w, metadata), (x_dim, w_dim, meta_dims) = operands, dims
     x, metadata = batching.fold_product(
-        "mm", size, x, x_dim, metadata, meta_dims, rows=product.rows,
+        product, size, x, x_dim, metadata, meta_dims, rows=product.rows,
         transpose_x=product.transpose_x, groups=batching.extent(w, w_dim, 0),
         own_weights=w_dim is not None,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def _wgrad_batch(size, operands, dims, product: Wgrad):
     table = batching.batched_table(metadata, meta_dims, rows_x, rows_y, groups)
     x, x_step = batching.fold_rows(x, x_dim, product.transpose_x, rows_x)
     y, y_step = batching.fold_rows(y, y_dim, product.transpose_y, rows_y)
-    batching.check_rows("wgrad", size, max(rows_x, rows_y))
+    batching.check_rows(product, size, max(rows_x, rows_y))
     form = metadata.form
     form = Form(
         "segments",

@@ -13,11 +13,18 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes, partition, segments
 from .._core.operations import operation
-from .._core.products import Mm, Wgrad
+from .._core.products import Caller, Mm, Wgrad
 from .._core.segments import Form, Metadata
 from .._core.types import Integers
 from . import primitives
 from .grouped_mm import metadata
+
+#: What axes are called here, for messages, where the ragged one is which.
+_AXES = {
+    "kept": {"t": "m", "k": "k", "g": "g", "n": "n"},
+    "contracted": {"t": "k", "a": "m", "b": "n", "g": "g"},
+    "batch": {},
+}
 
 
 @operation
@@ -62,6 +69,7 @@ def ragged_dot(
     product = Mm(
         rows=lhs.shape[0], out_dtype=dtypes.computed(dtype),
         precision=check.precision(op, precision, lhs, rhs),
+        caller=Caller(op, ("lhs", "rhs"), _AXES["kept"]),
     )  # fmt: skip
     lhs, rhs = check.multiplied(lhs, rhs)
     return _placed(primitives.mm(lhs, rhs, groups, product).astype(dtype), out_sharding)
@@ -115,6 +123,7 @@ def ragged_dot_general(
     same = {
         "out_dtype": dtypes.computed(dtype),
         "precision": check.precision(op, precision, lhs, rhs),
+        "caller": Caller(op, ("lhs", "rhs"), _AXES[dn.mode]),
     }
     lhs, rhs = check.multiplied(lhs, rhs)
     if group_offset is not None:
@@ -149,7 +158,7 @@ def _operands(op: str, lhs, rhs) -> tuple[jax.Array, jax.Array]:
 
 def _result_dtype(op: str, preferred, lhs, rhs):
     """That of JAX's own; by our rules of operands that JAX's refuse."""
-    return check.result_dtype(op, preferred, lhs, rhs, common=_of_jax(lhs.dtype, rhs.dtype))
+    return check.result_dtype(op, preferred, _of_jax(lhs.dtype, rhs.dtype), lhs=lhs, rhs=rhs)
 
 
 @functools.cache
@@ -272,7 +281,7 @@ def _contracted(op, dn: _Dimensions, lhs, rhs, group_sizes, group_offset, same):
     left = tuple(lhs.shape[i] for i in dn.lhs_kept)
     right = tuple(rhs.shape[i] for i in dn.rhs_kept)
     rows = math.prod(contracting)
-    check.rows(op, "the contracted axes", rows)
+    check.rows(op, "lhs", rows, "elements in its contracted axes")
     counts = len(batch), len(contracting)
     x = lhs.transpose(*dn.lhs_batch, *dn.lhs_contracting, *dn.lhs_kept)
     x = partition.merge(x, (*counts, len(left)))

@@ -8,10 +8,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes
 from .._core.operations import operation
-from .._core.products import Wgrad
+from .._core.products import Caller, Wgrad
 from .._core.segments import SPANS, Metadata
 from .._core.types import Implementation, Integers
 from . import primitives
+
+#: What axes of the product are called here, for messages.
+_AXES = {"t": "K", "a": "M", "b": "N"}
 
 
 @operation
@@ -61,6 +64,8 @@ def segmented_mm(
     segments = check.integers(op, "segments", segments)
     for name, value in (("a", a), ("b", b)):
         check.numeric(op, name, value)
+    check.flag(op, "transpose_a", transpose_a)
+    check.flag(op, "transpose_b", transpose_b)
     check.shape(op, "a", a, (None, None), "K, M" if transpose_a else "M, K")
     k = a.shape[0 if transpose_a else 1]
     check.shape(
@@ -73,14 +78,14 @@ def segmented_mm(
             f"jgg.{op}: segments has shape {segments.shape}, expected (..., 2): "
             "half-open [start, end) along K"
         )
-    check.rows(op, "K", k)
+    check.rows(op, "a", k, "elements along K")
     check.implementation(op, implementation)
-    dtype = check.result_dtype(op, preferred_element_type, a, b)
+    dtype = check.result_dtype(op, preferred_element_type, a=a, b=b)
     spans = segments.reshape(-1, 2)
     product = Wgrad(
         groups=spans.shape[0], out_dtype=dtypes.computed(dtype), transpose_x=not transpose_a,
         transpose_y=transpose_b, precision=check.precision(op, precision, a, b),
-        implementation=implementation,
+        implementation=implementation, caller=Caller(op, ("a", "b"), _AXES),
     )  # fmt: skip
     a, b = check.multiplied(a, b)
     out = primitives.wgrad(a, b, Metadata(SPANS, spans), product).astype(dtype)

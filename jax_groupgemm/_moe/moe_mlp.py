@@ -114,6 +114,7 @@ def moe_mlp(
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
     if implementation == "composed":
         layer, implementation = dataclasses.replace(layer, composed=True), None
+    check.implementation(op, implementation)
     dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
     run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
     operands = {
@@ -256,7 +257,6 @@ class _Layer:
             up, down = of(up), of(down)
         else:
             operands = (x, up, down)
-        check.implementation(op, implementation)
         options = Options(
             self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w,
             check.precision(op, precision, *operands), implementation,

@@ -74,8 +74,8 @@ def route(
     index = check.integers(op, "expert_index", expert_index)
     check.shape(op, "expert_index", index, (None, None), "T, k")
     for name, value in (("num_experts", num_experts), ("max_rows", max_rows)):
-        if value is not None and value < 0:
-            raise ValueError(f"jgg.{op}: {name}={value} is negative")
+        if value is not None or name == "num_experts":
+            check.count(op, name, value)
     rows = index.size if max_rows is None else min(max_rows, index.size)
     offset = None if expert_offset is None else _first_expert(op, expert_offset)
     return _ROUTE(index, offset, rows=rows, experts=num_experts)

@@ -157,7 +157,7 @@ def nvfp4_grouped_linear(
 def _check_key(op: str, key) -> None:
     try:
         jax.eval_shape(jax.random.split, key)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"jgg.{op}: key must be one key of jax.random, got {check.describe(key)}"
         ) from error

@@ -89,7 +89,8 @@ def nvfp4_grouped_mm(
             f"jgg.{op}: w.global_scale has shape {w.global_scale.shape}, expected () or (G,) = "
             f"({groups},) {why}"
         )
-    dtype = jnp.dtype(jnp.bfloat16 if preferred_element_type is None else preferred_element_type)
+    preferred = jnp.bfloat16 if preferred_element_type is None else preferred_element_type
+    dtype = check.of_dtype(op, "preferred_element_type", preferred)
     check.dtype(op, "preferred_element_type", dtype, formats.FLOATS)
     check.rows(op, "x", t)
     check.implementation(op, implementation)

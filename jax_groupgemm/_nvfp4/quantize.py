@@ -118,6 +118,8 @@ def nvfp4_quantize(
 
 
 def _axis(op: str, x, axis: int) -> int:
+    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+        raise TypeError(f"jgg.{op}: axis must be an int, got {check.describe(axis)}")
     if x.ndim and axis in (-1, x.ndim - 1):
         return -1
     if x.ndim > 1 and axis in (-2, x.ndim - 2):
@@ -130,8 +132,11 @@ def _axis(op: str, x, axis: int) -> int:
 
 def _options(op: str, x, axis, group_sizes, scale_2d, hadamard, layout) -> None:
     """Those that do not go together."""
-    if layout not in ("linear", "swizzled"):
-        raise ValueError(f"jgg.{op}: layout={layout!r} is not one of 'linear', 'swizzled'")
+    check.flag(op, "scale_2d", scale_2d)
+    check.flag(op, "hadamard", hadamard)
+    if not isinstance(layout, str) or layout not in ("linear", "swizzled"):
+        layout = check.describe(layout)
+        raise ValueError(f"jgg.{op}: layout={layout} is not one of 'linear', 'swizzled'")
     if x.ndim < 2 and (scale_2d or layout == "swizzled"):
         what = "scale_2d" if scale_2d else "layout='swizzled'"
         raise ValueError(f"jgg.{op}: {what} needs two axes, and x has shape {x.shape}")
@@ -164,7 +169,7 @@ def _seed(op: str, key):
     """Two words."""
     try:
         return jax.random.bits(key, (2,), jnp.uint32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"jgg.{op}: stochastic_rounding_key must be one key of jax.random, got "
             f"{check.describe(key)}"

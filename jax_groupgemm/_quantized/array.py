@@ -158,9 +158,12 @@ def static(op: str, mode: str, bits: int | None, group_size: int | None) -> tupl
     out = []
     given = (("bits", bits), ("group_size", group_size))
     for (name, value), known in zip(given, MODES[mode], strict=True):
-        if value is not None and value not in known:
+        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        if value is not None and not (is_number and value in known):
             values = " or ".join(map(str, sorted(known)))
-            raise ValueError(f"jgg.{op}: {name}={value!r}, expected {values} in mode {mode!r}")
+            raise ValueError(
+                f"jgg.{op}: {name}={describe(value)}, expected {values} in mode {mode!r}"
+            )
         out.append(known[0] if value is None else int(value))
     return out[0], out[1]
 
@@ -175,8 +178,8 @@ def _without(missing: list[str]) -> str:
 def _fields(op: str, q: Quantized) -> tuple[int, int]:
     """bits and group_size; raises where static fields are not those of any format."""
     bits, group_size = static(op, q.mode, q.bits, q.group_size)
-    if q.axis not in (-1, -2):
-        raise ValueError(f"jgg.{op}: axis={q.axis} is not -1 or -2")
+    if not isinstance(q.axis, (int, np.integer)) or q.axis not in (-1, -2):
+        raise ValueError(f"jgg.{op}: axis={describe(q.axis)} is not -1 or -2")
     if not isinstance(q.layout, str) or q.layout not in LAYOUTS:
         known = ", ".join(map(repr, sorted(LAYOUTS)))
         raise ValueError(f"jgg.{op}: layout={q.layout!r} is not one of {known}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -18,6 +21,11 @@ from .array import Quantized, checked, static
 from .formats import FLOATS
 from .layouts import LAYOUTS, checked_global_scale
 
+#: Folders whose lines a warning is not about: this package, and JAX, which traces it.
+_NOT_THE_CALLERS = tuple(
+    os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), jax.__file__)
+)
+
 
 @operation
 def quantize(
@@ -27,13 +35,13 @@ def quantize(
     bits: int | None = None,
     group_size: int | None = None,
     global_scale: ArrayLike | None = None,
-    contract: int = -1,
+    contract: int | None = None,
 ) -> Quantized:
     """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
 
-    K is the axis that products sum over. Say where it is: a square weight fits either way, and is
-    another one. ``contract=-2`` takes ``(G, K, N)``, the weight of ``grouped_mm``, for
-    :func:`grouped_qmm`.
+    K is the axis that products sum over, and ``contract`` says where it is: a square weight fits
+    either way, and is another one. ``contract=-2`` takes ``(G, K, N)``, the weight of
+    ``grouped_mm``, for :func:`grouped_qmm`.
 
     Affine, in float32, every operation rounded to nearest even::
 
@@ -58,7 +66,8 @@ def quantize(
       bits, group_size: by default 4 and 64 in mode ``"affine"``; fixed in the others.
       global_scale: float32, mode ``"nvfp4"`` only: a multiplier, ``amax_of_w / 2688`` to use the
         whole range. A scalar, or one per index of the leading axes, as ``(G,)``.
-      contract: -1, or -2: w is stored with its last two axes exchanged.
+      contract: -1, or -2: w is stored with its last two axes exchanged. None stands for -1, with a
+        warning where the last two axes are equal.
 
     Returns:
       A :class:`Quantized`, of ``w.swapaxes(-1, -2)`` with ``contract=-2``; affine scales and biases
@@ -75,8 +84,9 @@ def quantize(
     bits, group_size = static(op, mode, bits, group_size)
     w = check.array(op, "w", w)
     check.dtype(op, "w", w.dtype, FLOATS)
-    if contract not in (-1, -2):
-        raise ValueError(f"jgg.{op}: contract={contract!r} is not -1 or -2")
+    said, contract = contract, -1 if contract is None else contract
+    if not isinstance(contract, (int, np.integer)) or contract not in (-1, -2):
+        raise ValueError(f"jgg.{op}: contract={check.describe(contract)} is not -1 or -2")
     if w.ndim < -contract or w.shape[contract] % group_size:
         letters = "(..., K)" if contract == -1 else "(..., K, N)"
         other = 2 if contract == -1 else 1
@@ -87,6 +97,8 @@ def quantize(
             f"jgg.{op}: w has shape {w.shape}, expected {letters} with K a multiple of "
             f"group_size={group_size}{hint}"
         )
+    if said is None:
+        _warn_if_square(op, w)
     if contract == -2:
         w = w.swapaxes(-1, -2)
     global_scale = checked_global_scale(op, mode, global_scale, w.shape)
@@ -95,6 +107,18 @@ def quantize(
     )
     return Quantized(
         weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
+    )
+
+
+def _warn_if_square(op: str, w) -> None:
+    """Of equal sizes no product can tell that the wrong axis was quantized."""
+    if w.ndim < 2 or w.shape[-1] != w.shape[-2] or not w.size:
+        return
+    warnings.warn(
+        f"jgg.{op}: w has shape {w.shape}, whose last two axes are equal, so nothing tells which "
+        "of them products sum over. It is taken for the last one. Pass contract=-1 if that is "
+        "right, w being (..., N, K), or contract=-2 if w is (..., K, N), as grouped_mm takes it",
+        skip_file_prefixes=_NOT_THE_CALLERS,
     )
 
 
@@ -131,7 +155,7 @@ def dequantize(q: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
             dtype = q.scales.dtype
         else:
             dtype = jnp.bfloat16 if q.global_scale is None else jnp.float32
-    dtype = jnp.dtype(dtype)
+    dtype = check.of_dtype(op, "dtype", dtype)
     if dtype.name not in FLOATS:
         raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {either(FLOATS)}")
     return _dequantize(q, dtype)

@@ -8,9 +8,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, partition
 from .._core.operations import operation
-from .._core.products import Mm
+from .._core.products import Caller, Mm
 from .._core.types import Implementation, Integers
-from .._grouped.gather_mm import gathered
+from .._grouped.gather_mm import AXES, gathered
 from . import product as quantized_product
 from .array import Quantized
 
@@ -64,6 +64,7 @@ def gather_qmm(
         raise ValueError(f"jgg.{op}: x has shape {x.shape}, expected (A..., M, K)")
     w, dtype = quantized_product.checked(op, x, w, transpose_w, preferred_element_type)
     check.implementation(op, implementation)
+    check.flag(op, "sorted_indices", sorted_indices)
     return batched(
         op, x, w, lhs_indices, rhs_indices, sorted_indices, transpose_w, dtype, implementation
     )
@@ -74,7 +75,7 @@ def batched(op, x, w, lhs, rhs, sorted_indices, transpose_w, dtype, implementati
     *batch, first, second = w.shape
     product = Mm(
         rows=0, out_dtype=dtype, transpose_w=transpose_w, precision=check.precision(op, None),
-        implementation=implementation,
+        implementation=implementation, caller=Caller(op, ("x", "w"), AXES),
     )  # fmt: skip
     return gathered(
         op, "x", x, _flatten(w, batch), (*batch, first if transpose_w else second), lhs, rhs,

@@ -7,7 +7,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check
 from .._core.operations import operation
-from .._core.products import Mm
+from .._core.products import Caller, Mm
 from .._core.types import Activation, Implementation, Integers
 from .._grouped.grouped_mm import epilogue, metadata
 from . import product as quantized_product
@@ -73,6 +73,7 @@ def grouped_qmm(
     product = Mm(
         rows=x.shape[0], transpose_w=transpose_w, out_dtype=dtype,
         precision=check.precision(op, None), implementation=implementation,
+        caller=Caller(op, ("x", "w")),
     )  # fmt: skip
     options = epilogue(op, product, x, w, bias, activation, row_scale)
     whole = quantized_product.fusible(w)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._core import conversion, partition
+from .._core import check, conversion, partition
 from .._core.check import describe
 from .._core.float_bits import u32
 from .._core.operations import INLINE, listed
@@ -76,9 +76,9 @@ def prepack(
       UserWarning: w is returned as it is.
     """
     w = array.checked("prepack", "w", w)
-    if scales_dtype is not None and jnp.dtype(scales_dtype) != jnp.bfloat16:
-        name = jnp.dtype(scales_dtype).name
-        raise ValueError(f"jgg.prepack: scales_dtype={name} is not None or bfloat16")
+    given = jnp.bfloat16 if scales_dtype is None else scales_dtype
+    if (dtype := check.of_dtype("prepack", "scales_dtype", given)) != jnp.bfloat16:
+        raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None or bfloat16")
     if w.layout == "linear" and w.mode == "affine" and scales_dtype is not None:
         scales, biases = (leaf.astype(scales_dtype) for leaf in (w.scales, w.biases))
         w = dataclasses.replace(w, scales=scales, biases=biases)

@@ -37,6 +37,9 @@ qmm = functools.partial(primitive.bind, "qmm")
 def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
     w = checked_array(op, "w", w)
+    check.flag(op, "transpose_w", transpose_w)
+    if preferred is not None:
+        preferred = check.of_dtype(op, "preferred_element_type", preferred)
     if w.axis != -1:
         raise ValueError(
             f"jgg.{op}: w has axis={w.axis}, expected -1. dataclasses.replace(w, axis=-1) is what "
@@ -83,6 +86,7 @@ def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
     exact = Mm(
         rows=product.rows, out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
         implementation=product.implementation,
+        caller=dataclasses.replace(product.caller, operands=("x", "w.global_scale")),
     )  # fmt: skip
     return (out * primitives.mm(ones, columns, metadata, exact)).astype(product.out_dtype)
 
@@ -147,7 +151,7 @@ def _batch(size, operands, dims, product: Mm):
         ]
         q = tree.unflatten(folded)
     x, metadata = batching.fold_product(
-        "qmm", size, x, x_dim, metadata, meta_dims, rows=product.rows, groups=groups,
+        product, size, x, x_dim, metadata, meta_dims, rows=product.rows, groups=groups,
         own_weights=own_weights,
     )  # fmt: skip
     out = qmm(x, q, metadata, product.replace(rows=size * product.rows))

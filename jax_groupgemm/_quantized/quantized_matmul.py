@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, segments
 from .._core.operations import operation
-from .._core.products import Mm
+from .._core.products import Caller, Mm
 from .._core.types import Implementation
 from . import product as quantized_product
 from .array import Quantized
@@ -64,7 +64,7 @@ def quantized_matmul(
     one = jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, w)
     product = Mm(
         rows=rows, out_dtype=dtype, transpose_w=transpose_w, precision=check.precision(op, None),
-        implementation=implementation,
+        implementation=implementation, caller=Caller(op, ("x", "w")),
     )  # fmt: skip
     all_rows = segments.sizes(jnp.full((1,), rows, jnp.int32))
     out = quantized_product.product(x.reshape(rows, k), one, all_rows, product)

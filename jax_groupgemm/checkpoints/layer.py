@@ -80,6 +80,17 @@ class Layer(NamedTuple):
         known = getattr(self.tensors, "dtype", None)
         return str(known(name)) if callable(known) else np.asarray(self.tensors[name]).dtype.name
 
+    def shape_of(self, name: str) -> Any:
+        """The shape of any tensor of the checkpoint, None where there is none; files are not read
+        for it."""
+        if name not in self.tensors:
+            return None
+        known = getattr(self.tensors, "shape", None)
+        try:
+            return known(name) if callable(known) else np.shape(self.tensors[name])
+        except ValueError:  # ragged
+            return None
+
     def array(self, leaf: str, dtypes: Sequence[str]) -> np.ndarray:
         value = self.tensors[self.prefix + leaf]
         try:

@@ -6,6 +6,7 @@ of other bits has an entry of its own).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,11 @@ from .nvfp4 import multiplier
 #: The K of layers, by the last part of their names: what a model's config calls it.
 HIDDEN = ("hidden_size", "dim", "d_model", "n_embd", "model_dim")
 INNER = ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp", "ffn_dim")
+#: Vectors of a block that are as long as the K of layers that read its residual stream.
+NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "attention_norm",
+    "ffn_norm",
+)  # fmt: skip
 SIZES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), HIDDEN),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), HIDDEN),
@@ -47,6 +53,7 @@ def _read(t: Layer) -> Read:
         raise t.error(f".weight has {words} words a row, not a multiple of {bits} bits by {size}")
     expected = (*lead, words * 32 // bits // size)
     dtypes = FLOATS if mode == "affine" else ("uint8",)
+    _is_of_its_scales(t, words, mode, bits, size)
     scales = t.get(".scales", dtypes, "N, K/group_size", expected)
     if t.has(".biases") != (mode == "affine"):
         has = "has" if t.has(".biases") else "has no"
@@ -63,25 +70,70 @@ def _read(t: Layer) -> Read:
     return q, None
 
 
+def _is_of_its_scales(t: Layer, words: int, mode: str, bits: int, size: int) -> None:
+    """Raise where weight and scales have another number of bits a group than config says."""
+    groups = (t.shape_of(t.prefix + ".scales") or (0,))[-1:]
+    if not groups or not groups[0] or words * 32 % groups[0]:
+        return  # scales are of another shape, whatever config says
+    stored = words * 32 // groups[0]
+    if stored == bits * size:
+        return
+    fits = [
+        f"bits={b}, group_size={s}"
+        for b in sorted(MODES[mode].bits)
+        for s in sorted(MODES[mode].group_sizes)
+        if b * s == stored
+    ]
+    raise t.error(
+        f"config says bits={bits}, group_size={size}, which is {bits * size} bits a group, but "
+        f".weight has {words} words for the {groups[0]} groups of .scales, {stored} bits a group, "
+        f"as of {' or '.join(fits) or f'no format of mode {mode!r}'}"
+    )
+
+
+def _of_other_tensors(t: Layer) -> dict[int, str]:
+    """The K of this layer by tensors that are not quantized along it, and which those are."""
+    where, _, name = t.prefix.rpartition(".")
+    found = {}
+    if name == "down_proj":
+        for other in ("up_proj", "gate_proj"):
+            shape = t.shape_of(f"{where}.{other}.weight")
+            if shape is not None and len(shape) >= 2:
+                found[shape[-2]] = f"{where}.{other}.weight has {shape[-2]} rows"
+    elif SIZES.get(name) is HIDDEN:
+        match = re.match(r".*\blayers\.\d+\.", t.prefix)
+        block = "" if match is None else match[0]
+        for norm in NORMS if block else ():
+            shape = t.shape_of(f"{block}{norm}.weight")
+            if shape is not None and len(shape) == 1:
+                found[shape[0]] = f"{block}{norm}.weight has {shape[0]} elements"
+    return found
+
+
 def _is_of_the_model(t: Layer, words: int, bits: int, size: int) -> None:
     """Raise where other bits would give the K that the model has, and these do not.
 
-    The shapes of 8 bits by 32 are those of 4 bits by 64 and twice the K, so the tensors alone do
-    not say. Of the usual layers, whole configs do.
+    The shapes of 8 bits by 32 are those of 4 bits by 64 and twice the K, so a layer's own tensors
+    do not say. Of the usual layers, whole configs do, and the tensors beside them.
     """
     keys = SIZES.get(t.prefix.rpartition(".")[2], ())
-    if "shared" in t.prefix:  # of several experts as one
-        return
+    of_several = "shared" in t.prefix  # experts as one
     own, all_sizes = {}, set()
     for key, value in _numbers(t.model):
         all_sizes.add(value)
-        if key in keys:
+        if key in keys and not of_several:
             own[value] = key
     k = words * 32 // bits
+    others = _of_other_tensors(t)
     for other in MODES["affine"].bits:
         by, rest = divmod(bits * size, other)
         if by in MODES["affine"].group_sizes and not rest and other != bits:
             its = words * 32 // other
+            if its in others and k not in others:
+                raise t.error(
+                    f"config says bits={bits}, group_size={size}, by which K is {k}, but "
+                    f"{others[its]}, as of bits={other}, group_size={by}"
+                )
             if its in own and k not in all_sizes:
                 raise t.error(
                     f"config says bits={bits}, group_size={size}, by which K is {k}, but "

@@ -101,6 +101,10 @@ class Tensors(Mapping[str, np.ndarray]):
         kind = self._entries[name].kind
         return np.dtype(DTYPES[kind]).name if kind in DTYPES else kind
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, of which nothing is read."""
+        return self._entries[name].shape
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 

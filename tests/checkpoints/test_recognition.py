@@ -17,6 +17,7 @@ from checkpoint_writers import (
     nvfp4,
     pairs,
     same,
+    save,
     write_awq,
     write_gptq,
     write_mlx,
@@ -150,6 +151,35 @@ def test_mlx_hidden_size(rng):
         assert read("l.o_proj", quantization=four, **sizes).shape == (N, 2 * K)
         assert read("l.up_proj", quantization=four, latent=2 * K, **sizes).shape == (N, 2 * K)
     assert read("l.up_proj", **four).shape == (N, 2 * K)
+
+
+def test_mlx_tensors_beside_the_layer(rng, tmp_path):
+    """Without sizes in config: a norm is as long as K, and down_proj takes what up_proj gives."""
+    q, _, s, _ = integers(rng, 8, K // 32)
+    four, eight = {"bits": 4, "group_size": 64}, {"bits": 8, "group_size": 32}
+    block = "model.layers.1"
+    tensors = {f"{block}.input_layernorm.weight": np.ones(K, F16)}
+    for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"):
+        tensors |= named(f"{block}.{name}", write_mlx(q, 8, s, s))
+    said = "config says bits=4, group_size=64, by which K is 512, but {}, as of bits=8, "
+    said += "group_size=32"
+    norm = said.format(f"{block}.input_layernorm.weight has 256 elements")
+    save(tmp_path / "model.safetensors", tensors)
+    for source in (tensors, ck.open(tmp_path / "model.safetensors")):
+        for name in ("mlp.up_proj", "self_attn.q_proj"):
+            assert refused(source, f"{block}.{name}", "mlx", four) == norm
+            assert ck.linear(source, f"{block}.{name}", format="mlx", config=eight).bits == 8
+        # Nothing is known of these.
+        for name in ("mlp.down_proj", "self_attn.o_proj"):
+            w = ck.linear(source, f"{block}.{name}", format="mlx", config=four)
+            assert w.shape == (N, 2 * K)
+    rows = np.zeros((K, 8), np.uint32)
+    tensors[f"{block}.mlp.up_proj.weight"] = rows
+    up = said.format(f"{block}.mlp.up_proj.weight has 256 rows")
+    assert refused(tensors, f"{block}.mlp.down_proj", "mlx", four) == up
+    assert ck.linear(tensors, f"{block}.mlp.down_proj", format="mlx", config=eight).bits == 8
+    tensors[f"{block}.post_attention_layernorm.weight"] = np.ones(2 * K, F16)
+    assert ck.linear(tensors, f"{block}.self_attn.q_proj", format="mlx", config=four).bits == 4
 
 
 @pytest.mark.parametrize("k", [192, 320, 96])

@@ -15,7 +15,7 @@ POLICY = jgg.checkpoint_policies.grouped_products_saveable
 SIZES = jnp.array([3, 5])
 X = jnp.ones((8, 64))
 WEIGHTS = jnp.ones((2, 64, 64)), jnp.ones((2, 64, 64))
-QUANTIZED = jgg.quantize(jnp.ones((2, 64, 64)))
+QUANTIZED = jgg.quantize(jnp.ones((2, 64, 64)), contract=-1)
 
 
 def counts(f, *args) -> collections.Counter:

@@ -44,7 +44,7 @@ def full_precision():
 
 def quantized(given):
     w = jnp.ones((2, 64, 64), jnp.bfloat16)
-    q = jgg.quantize(w, **given)
+    q = jgg.quantize(w, **given, contract=-1)
     yield jgg.dequantize(q)
     x = jnp.ones((8, 64), jnp.bfloat16)
     for weight in (q, jgg.prepack(q)):
@@ -57,7 +57,9 @@ def quantized(given):
         yield total(of)(q.scales)
     if q.mode == "nvfp4":
         for scale in (2.0, HALVES, jnp.ones((2, 64))):
-            yield jgg.grouped_qmm(x, jgg.quantize(w, **given, global_scale=scale), SIZES)
+            yield jgg.grouped_qmm(
+                x, jgg.quantize(w, **given, global_scale=scale, contract=-1), SIZES
+            )
 
 
 def nvfp4():
@@ -208,6 +210,6 @@ def test_numbers_with_64_bits():
     """Those of Python are float64 then."""
     with jax.enable_x64(True):
         w = jnp.full((2, 64, 64), 6, jnp.float32)
-        q = jgg.quantize(w, mode="nvfp4", global_scale=2.0)
+        q = jgg.quantize(w, mode="nvfp4", global_scale=2.0, contract=-1)
         assert q.global_scale.dtype == jnp.float32
         np.testing.assert_array_equal(jgg.dequantize(q, jnp.float32), w)

@@ -333,7 +333,7 @@ def test_explicit_conflicts_are_errors(problem):
     x, w, sizes = problem
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match=r"shards axis K .* the other operand shards it over"):
+        with pytest.raises(ValueError, match=r"shards axis K .* another operand shards it over"):
             jgg.grouped_mm(put(x, P(None, "a")), put(w, P(None, "b")), put(sizes, P()))
         with pytest.raises(ValueError, match=r"shards axis N .* already shards another axis"):
             jgg.grouped_mm(put(x, P("a")), put(w, P(None, None, "a")), put(sizes, P()))
@@ -343,6 +343,35 @@ def test_explicit_conflicts_are_errors(problem):
         )
         with pytest.raises(ValueError, match=says):
             jgg.grouped_mm(put(x, P("a")), put(w, P("a")), put(sizes, P()))
+
+
+def test_explicit_conflicts_name_arguments(problem):
+    """As the operation's signature and docstring call them and their axes."""
+    mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
+    x, w, sizes = problem
+    wide, rows = jnp.ones((T, 128)), jnp.ones((T, N))
+    q = oracle.random_quantized(np.random.default_rng(0), (G, 8, 128), "mxfp4", 4, 32)
+    put = lambda tree, *spec: jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(*spec))), tree
+    )
+    gather = lambda a, b, index: jgg.gather_mm(a, b, index, index)
+    last, middle = (None, "a"), (None, "b")
+    cases = [
+        (jgg.grouped_mm, put(x, *last), put(w, *middle), put(sizes), "grouped_mm: w float", "K"),
+        (jgg.ragged_dot, put(x, *last), put(w, *middle), put(sizes), "ragged_dot: rhs floa", "k"),
+        (jgg.segmented_mm, put(x.T, *last), put(rows, "b"), put(jnp.ones((1, 2), int)),
+         "segmented_mm: b float32", "K"),
+        (gather, put(x[None], None, *last), put(w, *middle), put(sizes), "gather_mm: b float", "K"),
+        (jgg.grouped_qmm, put(wide, *last), put(q, None, *middle), put(sizes),
+         "grouped_qmm: w.weight uint32", "K"),
+    ]  # fmt: skip
+    with jax.set_mesh(mesh):
+        for call, first, second, meta, start, axis in cases:
+            with pytest.raises(ValueError, match="another operand shards it over") as caught:
+                call(first, second, meta)
+            message = str(caught.value)
+            assert message.startswith(f"jgg.{start}"), message
+            assert f"shards axis {axis} over" in message, message
 
 
 def test_explicit_one_sided_contraction(problem):

@@ -14,7 +14,7 @@ SIZES = jnp.array([3, 5])
 
 def test_variables_of_arrays_and_of_quantized(rng):
     x, w = oracle.random(rng, (8, 64)), oracle.random(rng, (2, 64, 64))
-    q = jgg.quantize(w)
+    q = jgg.quantize(w, contract=-1)
     held, bias = nnx.Param(q), nnx.Param(jnp.ones((2, 64)))
     calls = {
         "grouped_mm": lambda w, q, b: jgg.grouped_mm(x, w, SIZES, bias=b),
@@ -23,7 +23,7 @@ def test_variables_of_arrays_and_of_quantized(rng):
         "quantized_matmul": lambda w, q, b: jgg.quantized_matmul(x, w=q),
         "dequantize": lambda w, q, b: jgg.dequantize(q),
         "prepack": lambda w, q, b: jgg.dequantize(jgg.prepack(q, scales_dtype="bfloat16")),
-        "quantize": lambda w, q, b: jgg.quantize(w).scales,
+        "quantize": lambda w, q, b: jgg.quantize(w, contract=-1).scales,
     }
     for f in calls.values():
         want = f(w, q, jnp.ones((2, 64)))

@@ -48,6 +48,13 @@ def test_users_read_no_commits(page):
     assert not [word for word in words if re.search(r"\d", word) and re.search(r"[a-f]", word)]
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *USERS], ids=named)
+def test_quantizing_says_which_axis(page):
+    """A reader copies an example, and the next weight is square."""
+    calls = re.findall(r"jgg\.quantize\((?:[^()]|\([^()]*\))*\)", page.read_text())
+    assert [call for call in calls if "contract=" not in call] == []
+
+
 def test_readme_is_short():
     words = re.findall(r"[A-Za-z0-9_]\S*", "\n".join(prose(ROOT / "README.md")))
     assert len(words) <= 600

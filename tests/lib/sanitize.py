@@ -231,7 +231,9 @@ def quantized(rng, which):
     """Both layouts of weights, along K and along N, tiles of few and of many rows, parts of k; and
     what else a product may have."""
     mode, bits, group_size = which
-    quantize = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size)
+    quantize = functools.partial(
+        jgg.quantize, mode=mode, bits=bits, group_size=group_size, contract=-1
+    )
     for k, sizes in (
         (256, [5, 0, 9]),
         (256, [64, 1, 24]),
@@ -291,7 +293,7 @@ def conversions(rng):
 
 
 def converted(w, **options):
-    round_trip = lambda w, **options: jgg.dequantize(jgg.quantize(w, **options))
+    round_trip = lambda w, **options: jgg.dequantize(jgg.quantize(w, **options, contract=-1))
     out = jax.jit(round_trip, static_argnames=("mode", "bits", "group_size"))(w, **options)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = round_trip(jax.device_get(w), **jax.device_get(options))

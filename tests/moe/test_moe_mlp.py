@@ -257,7 +257,7 @@ def test_no_rows_are_scattered(rng):
 def test_errors(rng):
     x, up, down, index, weight = problem(rng)
     run = functools.partial(jgg.moe_mlp, x)
-    q = jgg.quantize(jnp.zeros((E, D, 64)))
+    q = jgg.quantize(jnp.zeros((E, D, 64)), contract=-1)
     cases = [
         (lambda: run(up, down, index[1:], weight), "expert_index has shape (18, 2)"),
         (lambda: run(up, down, index, weight[:, :1]), "because expert_index is (19, 2)"),
@@ -268,6 +268,7 @@ def test_errors(rng):
         (lambda: run(up, down, index, weight, up_bias=weight), "up_bias has shape"),
         (lambda: run(up, q, index, weight), "up and down must both be a jgg.Quantized"),
         (lambda: run(up, down, index, index), "expert_weight must hold floats"),
+        (lambda: run(up, down, index, weight, implementation="sm70"), "implementation='sm70' is"),
     ]
     for call, message in cases:
         with pytest.raises((ValueError, TypeError)) as caught:

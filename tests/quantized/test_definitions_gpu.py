@@ -104,7 +104,7 @@ def test_quantize_and_dequantize(rng, dtype):
             )
 
     def quantized(w, factor, **static):
-        q = jgg.quantize(w, global_scale=factor, **static)
+        q = jgg.quantize(w, global_scale=factor, **static, contract=-1)
         return q.weight, q.scales, *([] if q.biases is None else [q.biases])
 
     def dequantized(*leaves, dtype, **static):

@@ -45,7 +45,7 @@ def weight(rng, mode, bits, group_size, shape=(3, 128, 256)):
 
 def ordinary(rng, mode, bits, group_size, shape):
     w = oracle.random(rng, shape, jnp.bfloat16)
-    return jgg.quantize(w, mode=mode, bits=bits, group_size=group_size)
+    return jgg.quantize(w, mode=mode, bits=bits, group_size=group_size, contract=-1)
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
@@ -133,7 +133,7 @@ OTHERS = [
 @pytest.mark.parametrize(("shape", "dtype", "form", "why"), OTHERS)
 def test_others_stay(rng, shape, dtype, form, why):
     """And it says why."""
-    w = jgg.quantize(oracle.random(rng, shape, dtype), **form)
+    w = jgg.quantize(oracle.random(rng, shape, dtype), **form, contract=-1)
     with pytest.warns(UserWarning, match=re.escape(f"jgg.prepack: w is returned as it is: {why}")):
         same = jgg.prepack(w)
     assert same.layout == "linear"
@@ -147,11 +147,11 @@ def test_other_layouts_stay(rng):
     grouped = jgg.nvfp4_quantize(x, axis=0, group_sizes=jnp.array([40, 24]))
     with pytest.warns(UserWarning, match="its layout is 'grouped', not 'linear'"):
         assert jgg.prepack(grouped).layout == "grouped"
-    rows = dataclasses.replace(jgg.quantize(x, mode="nvfp4"), axis=-2)
+    rows = dataclasses.replace(jgg.quantize(x, mode="nvfp4", contract=-1), axis=-2)
     with pytest.warns(UserWarning, match=r"with axis=-2, not \(\.\.\., N, K\) with axis=-1"):
         assert jgg.prepack(rows) is not None
     # There is nothing to lay out.
-    for w in (jgg.quantize(x[:0]), jgg.prepack(jgg.quantize(x))):
+    for w in (jgg.quantize(x[:0]), jgg.prepack(jgg.quantize(x, contract=-1))):
         assert jgg.prepack(w, strict=True).layout == w.layout
 
 
@@ -171,7 +171,7 @@ def test_scales_dtype(rng, dtype, scales_dtype):
         jgg.dequantize(packed, "float32"), jgg.dequantize(rounded, "float32")
     )
     # It says nothing of other modes, nor of what is packed.
-    for other in (packed, jgg.quantize(oracle.random(rng, (64, 64)), mode="mxfp4")):
+    for other in (packed, jgg.quantize(oracle.random(rng, (64, 64)), mode="mxfp4", contract=-1)):
         again = jgg.prepack(other, scales_dtype=scales_dtype)
         jax.tree.map(np.testing.assert_array_equal, again, jgg.prepack(other))
     for bad in ("float32", jnp.float16):

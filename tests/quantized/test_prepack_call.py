@@ -19,7 +19,7 @@ from jax_groupgemm._kernels import choose, extension
 
 
 def spec(mode, group_size, *shape, bits=None):
-    f = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size)
+    f = functools.partial(jgg.quantize, mode=mode, bits=bits, group_size=group_size, contract=-1)
     return jax.eval_shape(f, jnp.zeros(shape, jnp.bfloat16))
 
 
@@ -67,7 +67,7 @@ def test_batch(rng):
 def test_not_taken():
     """Elsewhere, of nothing, and where XLA cuts arrays."""
     assert jgg.prepack(jgg.quantize(jnp.ones((0, 64, 64)), mode="nvfp4")).layout == "linear"
-    q = jgg.quantize(jnp.ones((4, 64, 64), jnp.bfloat16), mode="nvfp4")
+    q = jgg.quantize(jnp.ones((4, 64, 64), jnp.bfloat16), mode="nvfp4", contract=-1)
     assert not calls(lowered(jgg.prepack, q, platform="cpu"))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:2])
     sharded = jax.device_put(q, NamedSharding(mesh, P("x")))

@@ -38,7 +38,9 @@ def test_lowering_without_a_kernel(monkeypatch):
 def test_the_reference_has_no_custom_call(mode, shape):
     """Forward and for every gradient, of weights that are small and that are large."""
     scale = jnp.ones(3) if mode == "nvfp4" else None
-    q = jax.eval_shape(lambda: jgg.quantize(jnp.ones(shape), mode=mode, global_scale=scale))
+    q = jax.eval_shape(
+        lambda: jgg.quantize(jnp.ones(shape), mode=mode, global_scale=scale, contract=-1)
+    )
     f = lambda x, q: jgg.grouped_qmm(x, q, SIZES, implementation="reference").sum()
     grad = jax.value_and_grad(f, (0, 1), allow_int=True)
     assert "custom_call @jgg" not in cuda_text(grad, jnp.ones((20, shape[2])), q)

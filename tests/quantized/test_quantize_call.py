@@ -44,7 +44,8 @@ def calls(text: str) -> list[tuple[str, list[str], list[str], str]]:
 def make(shape, mode, dtype="float32", global_scale=None):
     scale = None if global_scale is None else jnp.ones(global_scale)
     return jax.eval_shape(
-        functools.partial(jgg.quantize, mode=mode, global_scale=scale), jnp.zeros(shape, dtype)
+        functools.partial(jgg.quantize, mode=mode, global_scale=scale, contract=-1),
+        jnp.zeros(shape, dtype),
     )
 
 
@@ -81,7 +82,7 @@ def test_batch(rng, scale_axis):
     """One call of one array more, or of the same."""
     w = oracle.random(rng, (3, 5, 64))
     scale = jnp.ones({None: (), 0: (5,), 1: (3, 5)}[scale_axis])
-    f = functools.partial(jgg.quantize, mode="nvfp4")
+    f = functools.partial(jgg.quantize, mode="nvfp4", contract=-1)
     g = jax.vmap(lambda w, s: f(w, global_scale=s), (1, scale_axis))
     ((_, operands, results, _),) = calls(lowered(g, w, scale))
     size = "1" if scale_axis is None else "5" if scale_axis == 0 else "15"
@@ -95,7 +96,7 @@ def test_batch(rng, scale_axis):
 
 def test_other_layouts():
     """A prepacked weight is put in order first; stored exchanged, values are exchanged last."""
-    q = jgg.prepack(jgg.quantize(jnp.ones((64, 64), jnp.bfloat16)))
+    q = jgg.prepack(jgg.quantize(jnp.ones((64, 64), jnp.bfloat16), contract=-1))
     assert q.layout == "sm90"
     assert [c[0] for c in calls(lowered(jgg.dequantize, q))] == ["jgg_dequantize"]
     q = jgg.nvfp4_quantize(jnp.ones((32, 20)), axis=0)
@@ -110,12 +111,12 @@ def two_devices(kind):
 def test_not_taken():
     """Elsewhere, of nothing, and where XLA cuts arrays."""
     w = jnp.zeros((48, 64))
-    assert not calls(lowered(jgg.quantize, w, platform="cpu"))
-    assert not calls(lowered(jgg.quantize, w[:0]))
-    assert not calls(lowered(jgg.quantize, w[:, :0]))
+    assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w, platform="cpu"))
+    assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w[:0]))
+    assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w[:, :0]))
     for kind in (AxisType.Auto, AxisType.Explicit):
         sharded = jax.device_put(w, NamedSharding(two_devices(kind), P("x")))
-        assert not calls(lowered(jgg.quantize, sharded))
+        assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), sharded))
 
 
 def test_sharded(rng):
@@ -204,7 +205,7 @@ def same_bytes(got, want):
 
 
 def same_as_cpu(w, to=DTYPES, **options):
-    w = jnp.asarray(w)
+    w, options = jnp.asarray(w), {**options, "contract": -1}
     assert len(calls(lowered(functools.partial(jgg.quantize, **options), w))) == 1
     q = jgg.quantize(w, **options)
     same_bytes(jax.device_get(q), on_cpu(jgg.quantize, w, **options))

@@ -1,6 +1,7 @@
 """Quantized weights against formulas and bit streams written down again in numpy."""
 
 import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -460,7 +461,8 @@ def test_contract(rng, mode):
     """Of (G, K, N), square or not: the Quantized of (G, N, K), which grouped_qmm multiplies by."""
     for n in (64, 32):
         w = oracle.random(rng, (2, 64, n))
-        q, want = jgg.quantize(w, mode=mode, contract=-2), jgg.quantize(w.swapaxes(1, 2), mode=mode)
+        q = jgg.quantize(w, mode=mode, contract=-2)
+        want = jgg.quantize(w.swapaxes(1, 2), mode=mode, contract=-1)
         assert q.shape == (2, n, 64)
         jax.tree.map(np.testing.assert_array_equal, q, want)
         x = oracle.random(rng, (5, 64))
@@ -484,3 +486,44 @@ def test_contract_is_checked(shape, contract, message):
         lambda: jgg.quantize(jnp.ones(shape), contract=contract), ValueError,
         f"jgg.quantize: {message}",
     )  # fmt: skip
+
+
+SQUARE = (
+    "jgg.quantize: w has shape {}, whose last two axes are equal, so nothing tells which of them "
+    "products sum over. It is taken for the last one. Pass contract=-1 if that is right, w being "
+    "(..., N, K), or contract=-2 if w is (..., K, N), as grouped_mm takes it"
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "shape", "seen"),
+    [
+        (lambda f: f, (3, 192, 192), (3, 192, 192)),  # a program that no other test has traced
+        (jax.jit, (2, 128, 128), (2, 128, 128)),
+        (jax.vmap, (2, 256, 256), (256, 256)),
+    ],
+    ids=["alone", "jit", "vmap"],
+)
+def test_a_square_weight_whose_axis_was_not_said(run, shape, seen):
+    """A warning about the line of the caller, also where JAX traces it."""
+    with pytest.warns(UserWarning, match="last two axes") as caught:
+        run(jgg.quantize)(jnp.ones(shape))
+    assert [str(one.message) for one in caught] == [SQUARE.format(seen)]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 64, 64), {"contract": -1}),
+        ((2, 64, 64), {"contract": -2}),
+        ((2, 64, 128), {}),
+        ((64,), {}),
+        ((0, 64, 64), {}),
+        ((64, 64, 128), {}),
+    ],
+)
+def test_no_warning_where_the_axis_is_known(shape, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jgg.quantize(jnp.ones(shape), **options)
