@@ -14,7 +14,6 @@ static GemmSm90 MakeCommon(const ProductSm90& product) {
   GemmSm90 gemm{};
   gemm.metadata = product.metadata;
   gemm.epilogue = product.epilogue;
-  gemm.backward = product.backward;
   gemm.out = product.out;
   gemm.out_dtype = product.out_dtype;
   gemm.out_width =

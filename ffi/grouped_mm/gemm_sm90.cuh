@@ -24,7 +24,7 @@ struct TraitsSm90 {
   static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
   static constexpr bool kGathered = false;  // rows by list: device/gathered_gemm_sm90.cuh
   static constexpr bool kWide = false;      // float32 results, which the store warp takes
-  static constexpr device::Acts kActs = device::Acts::kNone;  // device/act_sm90.cuh
+  static constexpr bool kGates = false;     // gates apart: device/act_sm90.cuh
 };
 
 // The configuration with these traits. The kernel's own type has none: with traits in its name the
@@ -32,7 +32,7 @@ struct TraitsSm90 {
 template <typename T>
 using ConfigSm90 =
     device::GemmSm90Config<typename T::Element, T::kLKMajor, T::kRKMajor, T::kRows, T::kBlocks,
-                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kActs>;
+                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kGates>;
 
 // Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
 template <typename Operands>
@@ -75,13 +75,7 @@ struct GatedRows128Sm90 : Operands {
 // A gated activation of rounded sums, of 64 gates and what they let through.
 template <typename Operands>
 struct GateApartRows256Sm90 : Rows256Sm90<Operands> {
-  static constexpr device::Acts kActs = device::Acts::kGate;
-};
-
-// The backward pass of a gated activation, of rounded sums.
-template <typename Operands>
-struct BackwardRows256Sm90 : Rows256Sm90<Operands> {
-  static constexpr device::Acts kActs = device::Acts::kBackward;
+  static constexpr bool kGates = true;
 };
 
 // float32 operands in planes.
@@ -130,7 +124,7 @@ bool HasStoreWarpSm90(const GemmSm90& gemm) {
 // The tensor map of the result, where it can have one.
 template <typename Config>
 cudaError_t EncodeOutSm90(GemmSm90& gemm) {
-  if (Config::kActs != device::Acts::kNone) return cudaSuccess;  // its warps use none
+  if (Config::kGates) return cudaSuccess;  // its warps use none
   TensorMapSpec out = DescribeOutSm90<Config>(gemm);
   gemm.stores_boxes =
       (gemm.out_dtype == DType::kF32) == Config::kWide && TensorMapProblem(out) == nullptr;
@@ -313,7 +307,6 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
         if (GatesApart(gemm)) return launch(GateApartRows256Sm90<Operands>{});
         return launch(GatedRows128Sm90<Operands>{});
       }
-      if (gemm.backward.h != nullptr) return launch(BackwardRows256Sm90<Operands>{});
       if (tile == 32) return launch(Rows32Sm90<Operands>{});
       if (tile == 288) return launch(Rows288Sm90<Operands>{});
     }

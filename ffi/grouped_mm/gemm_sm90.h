@@ -28,7 +28,6 @@ constexpr int kMostParts = 2;  // of a tile's k
 struct ProductSm90 {
   Metadata metadata;
   Epilogue epilogue;
-  ActivationOfRows backward;
   void* out;
   DType out_dtype;
   int64_t out_line;        // elements from one row of the result to the next
@@ -63,7 +62,6 @@ struct GemmSm90 {
   int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;
   Epilogue epilogue;
-  ActivationOfRows backward;
   const float* matrix_scale = nullptr;  // wgrad: of each matrix's sums, or null: 1
   void* out;
   DType out_dtype;

@@ -51,17 +51,6 @@ struct Epilogue {
   constexpr bool Linear() const { return !accumulate && activation == Activation::kNone; }
 };
 
-// The product's sums, rounded, are the cotangent of what a gated activation of h gives, and rows
-// are multiplied by row_scale behind it; the call's result is row_scale * activation(h). See
-// activation_backward.h.
-struct ActivationOfRows {
-  Activation activation = Activation::kNone;
-  const void* h = nullptr;           // (T, 2N), in the operands' dtype
-  const float* row_scale = nullptr;  // (T,)
-  void* dh = nullptr;                // (T, 2N)
-  float* row_sums = nullptr;         // (ceil(N / 64), T): of each 64 columns
-};
-
 // Rows by list: row t of the product is row list[t] of an operand that has `count` rows. Outside of
 // [0, count): of x, a row of zeros, whatever the weight holds; of the result, one that is not
 // stored. Rows of the result are named at most once, and those that are not named are not written.
@@ -89,7 +78,6 @@ struct MmArgs {
   bool in_order;  // the segments' rows in the result are ascending and disjoint
   RowList x_list, y_list;
   Epilogue epilogue;
-  ActivationOfRows backward;
 
   bool ByList() const { return x_list.list != nullptr || y_list.list != nullptr; }
 };

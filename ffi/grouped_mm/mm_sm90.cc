@@ -50,7 +50,6 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   MmSm90 mm{};
   mm.product.metadata = args.metadata;
   mm.product.epilogue = args.epilogue;
-  mm.product.backward = args.backward;
   mm.product.out = args.out;
   mm.product.out_dtype = args.out_dtype;
   mm.product.out_line = args.strides.out_row;

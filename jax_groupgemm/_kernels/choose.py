@@ -437,18 +437,6 @@ def _takes_rows(p: Moe) -> str | None:
 # ---- the kernels of each operation ---------------------------------------------------------------
 
 
-def _differentiates_sums(p: Mm) -> str | None:
-    if len(set(p.dtypes)) != 1 or p.dtypes[0] not in _HALVES or p.out_dtype != p.dtypes[0]:
-        return f"operands and result must be {' or '.join(_HALVES)} alike"
-    if p.activation not in _GATED_ACTIVATIONS:
-        return f"it has no backward pass of {p.activation!r}"
-    if p.empty or p.n % 8:
-        return "an operand is empty" if p.empty else f"needs N % 8 == 0, got N={p.n}"
-    if p.rows <= 96 * p.segments:
-        return "needs more than 96 rows per group"
-    return _in_parts(p) or _mm_sm90(p)
-
-
 def _differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in _HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(_HALVES)} alike"
@@ -510,12 +498,6 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_wgrad", fuses=_nvfp4_wgrad_sm90,
             config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
-        ),
-    ),
-    "mm_activation_backward": (
-        Kernel(
-            "sm90", "jgg_mm_activation_backward", _differentiates_sums,
-            needs="bfloat16 or float16; a gated activation; more than 96 rows per group",
         ),
     ),
     "activation_backward": (

@@ -24,7 +24,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_wgrad": ("cpu", "cuda"),
     "jgg_planes": ("cuda",),
     "jgg_activation_backward": ("cuda",),
-    "jgg_mm_activation_backward": ("cuda",),
     "jgg_qmm": ("cuda",),
     "jgg_qmm_packed": ("cuda",),
     "jgg_quantize": ("cuda",),

@@ -25,7 +25,6 @@ from .._core.products import Mm
 from .._grouped import fused
 from .._grouped.activation_backward import scaled_activation_backward
 from .._grouped.call import Epilogue
-from .._grouped.product_backward import product_activation_backward
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .permute import combined, dispatched
@@ -94,17 +93,6 @@ class _Products:
         (rows,) = jax.linear_transpose(lambda rows: self._multiply(rows, w), like)(ct)
         return rows
 
-    def activation_backward(self, h, w, ct, row_weight):
-        """Of the activation of h that w multiplies; ct is that of the product."""
-        activation = self.options.activation
-        if isinstance(w, Quantized):
-            d = self.rows_cotangent(w, ct)
-            return scaled_activation_backward(h, d, row_weight, activation)
-        transposed = self.product.replace(transpose_w=not self.options.transpose_w)
-        return product_activation_backward(
-            ct, w, self.metadata, h, row_weight, transposed, activation
-        )
-
     def weight_cotangent(self, w, rows, ct):
         return jax.vjp(lambda w: self._multiply(rows, w), w)[1](ct)[0]
 
@@ -147,7 +135,9 @@ def _backward(h, operands, cts, *, options: Options):
     x_again, ct = lax.optimization_barrier((x, cts[0]))
     ct = dispatched(ct.astype(options.dtype), routing)
     row_weight = _of_rows(weight, routing)
-    dh, a, dweight = products.activation_backward(h, down, ct, row_weight)
+    dh, a, dweight = scaled_activation_backward(
+        h, products.rows_cotangent(down, ct), row_weight, options.activation
+    )
     ddown = products.weight_cotangent(down, a, ct)
     ddown_bias = None
     if down_bias is not None:

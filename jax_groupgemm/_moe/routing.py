@@ -89,7 +89,7 @@ def _first_expert(op: str, offset: ArrayLike) -> jax.Array:
 
 
 def _routed(index, offset, *, rows: int, experts: int) -> Routing:
-    key, pairs = _local(index, offset, experts).reshape(-1), index.size
+    key = _local(index, offset, experts).reshape(-1)
     order, place = lax.platform_dependent(key, cpu=_sorted, default=_ordered)
     sizes = jnp.zeros((experts + 1,), jnp.int32).at[key].add(1)[:experts]
     total = sizes.sum(dtype=jnp.int32)

@@ -34,8 +34,8 @@ __device__ Activated Differentiate(float x, float up) {
       break;
     }
     case Activation::kGeluErf: {
-      const float half = 0.5f * erfcf(-0.7071067811865476f * x);
-      f = {x * half, half + x * 0.3989422804014327f * __expf(-0.5f * x * x), 0.0f};
+      const float l = Normal(x);
+      f = {x * l, l + x * 0.3989422804014327f * __expf(-0.5f * x * x), 0.0f};
       break;
     }
     case Activation::kRelu:

@@ -37,36 +37,30 @@ struct TileRows<0> {};
 // 0, and in block 1 the values that they let through. In shared memory both operands are chunks of
 // (up to) 64 rows or columns, each a swizzled tile of its own. float32 operands have kPlanes of
 // each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
-// store warp takes. kActs: activations that two warps make of rounded sums, see act_sm90.cuh; of a
-// gated one, one warpgroup has the gates and the other what they let through. ConfigSm90
+// store warp takes. kGates: a gated activation that two warps make of rounded sums, see
+// act_sm90.cuh. ConfigSm90
 // (../gemm_sm90.cuh) makes one from named traits.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
           int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
-          Acts kActs_ = Acts::kNone>
+          bool kGates_ = false>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
   static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_, kSharesK = false;
-  static constexpr Acts kActs = kActs_;
-  static constexpr bool kGates = kActs == Acts::kGate;
+  static constexpr bool kGates = kGates_;
   static constexpr int kScheduledBlocks = kGates ? kGateApart : kBlocks;
   // Those with an activation are of mm alone.
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && kActs == Acts::kNone;
+  static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates;
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
   static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
-  static constexpr bool kFeedsMore = kGathered || kWide_ || kActs != Acts::kNone;
-  static constexpr bool kFeedsMost = kPlanes > 1 || kActs == Acts::kBackward;
-  static constexpr int kFeedRegisters = kFeedsMost   ? (kPlanes > 1 ? 88 : 104)
-                                        : kFeedsMore ? 72
-                                                     : 56;
-  static constexpr int kMultiplyRegisters = kFeedsMost   ? (kPlanes > 1 ? 208 : 200)
-                                            : kFeedsMore ? 216
-                                                         : 224;
+  static constexpr bool kFeedsMore = kGathered || kWide_ || kGates;
+  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kFeedsMore ? 72 : 56;
+  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kFeedsMore ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
@@ -290,7 +284,7 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                      [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
     if (!Config::kGates && 64 * group >= work.columns) return;
-    if constexpr (Config::kActs != Acts::kNone) {
+    if constexpr (Config::kGates) {
       using T = typename Config::Element;
       StageTile<Config, T>(gemm, memory, work, group, store, sums, late);
     } else if constexpr (Config::kWide) {
@@ -340,7 +334,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) {  // not of the warp whose schedule comes first
     for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
-    constexpr int kActing = Config::kActs == Acts::kNone ? 0 : kActWarps;
+    constexpr int kActing = Config::kGates ? kActWarps : 0;
     memory.stores.Init(Config::kGates ? kActWarps : 1);
     InitRings<Config>(memory, 1, 1 + (kActing > 0 ? kActing : gemm.wgrad + gemm.store_warp));
     Prefetch(&gemm.l_map);
@@ -359,7 +353,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
       __syncwarp();
-    } else if constexpr (Config::kActs != Acts::kNone) {
+    } else if constexpr (Config::kGates) {
       ActWarp<Config>(gemm, memory, warp - 2);
     } else if (warp == 2 && gemm.wgrad) {
       ClearWarp<Config>(memory);

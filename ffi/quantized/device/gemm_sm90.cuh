@@ -43,7 +43,6 @@ struct QuantizedGemmSm90Config {
   using Weights = typename Traits::Weights;
   static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
   static constexpr int kScheduledBlocks = kBlocks;
-  static constexpr Acts kActs = Acts::kNone;
   static constexpr bool kGates = false;
   static constexpr int kMostStages = Traits::kMostStages;
   static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
