@@ -19,9 +19,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import extension, tuned
+from . import extension, rows, tuned
 from .kernel import PLATFORMS, Choice, Kernel
-from .problems import Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Rows, Wgrad
+from .problems import FLOATS, HALVES, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
@@ -31,9 +31,7 @@ ACTIVATIONS = (
     None, "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh", *_GATED_ACTIVATIONS,
 )  # fmt: skip
 
-#: Dtypes that kernels know.
-FLOATS = ("float32", "bfloat16", "float16")
-_FLOATS, _HALVES = ", ".join(FLOATS), ("bfloat16", "float16")
+_FLOATS, _HALVES = ", ".join(FLOATS), HALVES
 
 # Thresholds, measured: docs/lab has the tables.
 
@@ -414,42 +412,7 @@ def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
     return "its segments are cut into parts" if wgrad_parts(p.inner) > 1 else None
 
 
-# ---- mixtures of experts -----------------------------------------------------------------------
-
-
-def _routes(p: Moe) -> str | None:
-    if p.empty:
-        return "an operand is empty"
-    return extension.rules().moe_route_problem(pairs=p.pairs, experts=p.experts)
-
-
-def _takes_rows(p: Moe) -> str | None:
-    if p.empty:
-        return "an operand is empty"
-    rows = p.dtypes[0]
-    for name in (*p.dtypes[1:], p.out_dtype):
-        if name not in (rows, "float32"):
-            return f"rows are {rows}, what tokens have is {name}"
-    width = 4 if rows == "float32" else 2
-    return extension.rules().moe_rows_problem(pairs=p.pairs, d=p.d, element_bytes=width)
-
-
 # ---- the kernels of each operation ---------------------------------------------------------------
-
-
-def _differentiates(p: Rows) -> str | None:
-    if p.dtypes[0] not in _HALVES or len(set(p.dtypes)) != 1:
-        return f"needs {' or '.join(_HALVES)} alike"
-    if p.columns % 8:
-        return f"needs columns % 8 == 0, got {p.columns}"
-    return "an operand is empty" if p.empty else None
-
-
-def _converts(p: Conversion) -> str | None:
-    if p.op == "prepack" and p.mode == "mxfp8":
-        return "there is none for mxfp8"
-    return "an operand is empty" if p.empty else None
-
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "mm": (
@@ -501,20 +464,20 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
     ),
     "activation_backward": (
-        Kernel("sm80", "jgg_activation_backward", _differentiates, unseen=True),
+        Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
     ),
-    "route": (Kernel("sm80", "jgg_moe_route", _routes, unseen=True, needs="1 to 1024 experts"),),
+    "route": (Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),),
     **{
         op: (
             Kernel(
-                "sm80", f"jgg_moe_{op}", _takes_rows, unseen=True,
+                "sm80", f"jgg_moe_{op}", rows.takes_rows, unseen=True,
                 needs="rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32)",
             ),
         )
         for op in ("dispatch", "combine", "combine_backward")
     },
     **{
-        op: (Kernel("sm80", f"jgg_{op}", _converts, unseen=True),)
+        op: (Kernel("sm80", f"jgg_{op}", rows.converts, unseen=True),)
         for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
     },
 }  # fmt: skip

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+#: Dtypes that kernels know, and those of two bytes.
+FLOATS = ("float32", "bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:

@@ -1,0 +1,37 @@
+"""Why a kernel cannot do what is done to rows or arrays without a product."""
+
+from __future__ import annotations
+
+from . import extension
+from .problems import HALVES, Conversion, Moe, Rows
+
+
+def routes(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    return extension.rules().moe_route_problem(pairs=p.pairs, experts=p.experts)
+
+
+def takes_rows(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    rows = p.dtypes[0]
+    for name in (*p.dtypes[1:], p.out_dtype):
+        if name not in (rows, "float32"):
+            return f"rows are {rows}, what tokens have is {name}"
+    width = 4 if rows == "float32" else 2
+    return extension.rules().moe_rows_problem(pairs=p.pairs, d=p.d, element_bytes=width)
+
+
+def differentiates(p: Rows) -> str | None:
+    if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
+        return f"needs {' or '.join(HALVES)} alike"
+    if p.columns % 8:
+        return f"needs columns % 8 == 0, got {p.columns}"
+    return "an operand is empty" if p.empty else None
+
+
+def converts(p: Conversion) -> str | None:
+    if p.op == "prepack" and p.mode == "mxfp8":
+        return "there is none for mxfp8"
+    return "an operand is empty" if p.empty else None
