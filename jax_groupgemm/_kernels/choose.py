@@ -466,7 +466,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
     ),
-    "route": (Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),),
+    "route": (
+        Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),
+    ),
     **{
         op: (
             Kernel(

@@ -134,7 +134,8 @@ def test_errors_of_a_handler_reach_python():
         "metadata": {"kind": "segments"} | no("swapped", "group_offset"),
         "mm": no("transpose_x", "transpose_w", "transpose_out", "in_order"),
         "rows": no("x_rows", "y_rows"),
-        "epilogue": {"activation": ""} | no("bias", "row_scale", "existing_out"),
+        "epilogue": {"activation": ""}
+        | no("bias", "row_scale", "existing_out", "preactivation", "rounds_preactivation"),
         "choice": {"kernel": "", "planes": np.int32(1), "tile": np.int32(0)} | no("tf32"),
     }
     call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))

@@ -152,7 +152,9 @@ def test_max_rows(rng):
 def test_quantized(rng, mode):
     x, up, down, index, weight = problem(rng, d=64, f=32, dtype="bfloat16")
     size = 16 if mode == "nvfp4" else 32
-    q_up, q_down = (jgg.quantize(w.swapaxes(1, 2), mode=mode, group_size=size) for w in (up, down))
+    q_up, q_down = (
+        jgg.quantize(w.swapaxes(1, 2), mode=mode, group_size=size, contract=-1) for w in (up, down)
+    )
     plain = [jgg.dequantize(q, dtype="bfloat16").swapaxes(1, 2) for q in (q_up, q_down)]
     f = jax.jit(lambda x, up, down: jgg.moe_mlp(x, up, down, index, weight).astype("float32"))
     oracle.assert_close(f(x, q_up, q_down), f(x, *plain), tolerance=0.02)
