@@ -204,7 +204,9 @@ def _encoded(value):
     if isinstance(value, np.dtype):
         return {"": "dtype", "name": value.name}
     if dataclasses.is_dataclass(value):
-        fields = {f.name: _encoded(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        # What is for messages alone is left out.
+        fields = [f for f in dataclasses.fields(value) if f.compare]
+        fields = {f.name: _encoded(getattr(value, f.name)) for f in fields}
         return {"": type(value).__name__, **fields}
     if isinstance(value, tuple):
         return [*map(_encoded, value)]

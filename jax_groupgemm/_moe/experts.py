@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._core import dtypes, segments
 from .._core.composed import Composed
+from .._core.primitive import vary_alike
 from .._core.products import Mm
 from .._grouped import fused
 from .._grouped.activation_backward import scaled_activation_backward
@@ -89,7 +90,9 @@ class _Products:
     def rows_cotangent(self, w, ct):
         """That of the rows that w multiplies."""
         columns = w.shape[2 if self.options.transpose_w else 1]
-        like = jax.ShapeDtypeStruct((ct.shape[0], columns), self.options.dtype)
+        # Varying over the mesh axes that ct does, or the transpose would be a sum over them.
+        like = jnp.zeros((ct.shape[0], columns), self.options.dtype)
+        like, ct = vary_alike(like, ct)
         (rows,) = jax.linear_transpose(lambda rows: self._multiply(rows, w), like)(ct)
         return rows
 
