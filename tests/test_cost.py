@@ -246,7 +246,8 @@ def test_nvfp4_linear():
 
 
 def test_every_call_has_its_cost():
-    ours = {p for p in composed.PRIMITIVES if p.name != "jgg_test"}  # test_composed.py's
+    # All of what jgg_experts costs is that of its parts; jgg_test is test_composed.py's.
+    ours = {p for p in composed.PRIMITIVES if p.name not in ("jgg_test", "jgg_experts")}
     assert set(COSTS) >= ours
 
 

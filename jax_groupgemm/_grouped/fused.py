@@ -215,7 +215,16 @@ class Fused:
 
 def product_cotangents(run: Callable, x, w, metadata, product: Mm, ct):
     """Those of x and w, of ``run(x, w, metadata, product)``."""
-    return jax.vjp(lambda x, w: run(x, w, metadata, product), x, w)[1](ct)
+    (dx,) = jax.linear_transpose(lambda x: run(x, w, metadata, product), x)(ct)
+    return dx, weight_cotangent(run, x, w, metadata, product, ct)
+
+
+def weight_cotangent(run: Callable, x, w, metadata, product: Mm, ct):
+    """That of w alone, an array or quantized."""
+    of_w = lambda w: run(x, w, metadata, product)
+    if isinstance(w, jax.Array):
+        return jax.linear_transpose(of_w, w)(ct)[0]
+    return jax.vjp(of_w, w)[1](ct)[0]
 
 
 def bias_cotangent(bias, metadata, product: Mm, ct):

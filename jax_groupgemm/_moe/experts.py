@@ -97,7 +97,8 @@ class _Products:
         return rows
 
     def weight_cotangent(self, w, rows, ct):
-        return jax.vjp(lambda w: self._multiply(rows, w), w)[1](ct)[0]
+        run = _fused(w).product
+        return fused.weight_cotangent(run, rows, w, self.metadata, self.product, ct)
 
     def bias_cotangent(self, bias, ct):
         if bias is None:
