@@ -38,8 +38,8 @@ std::vector<int> TilesSm90(bool wgrad, bool gated, bool transpose_x) {
 }
 
 Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool transpose_x,
-                     bool transpose_w, bool transpose_out, bool in_order, bool gated,
-                     bool by_list, bool preactivation, bool more_options, bool same_dtype) {
+                     bool transpose_w, bool transpose_out, bool in_order, bool gated, bool by_list,
+                     bool preactivation, bool more_options, bool same_dtype) {
   rules::MmShape mm{k, n};
   mm.element_bytes = element_bytes;
   mm.planes = planes;

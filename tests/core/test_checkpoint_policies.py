@@ -44,7 +44,7 @@ def two_products(weights, x):
 
 
 def test_products_are_not_computed_again():
-    """Forward two, and one for the gradients of h and (which XLA drops) of x; each weight has one."""
+    """Forward two, one for each of the gradients of h and (XLA drops it) of x; one for a weight."""
     plain = counts(two_products, WEIGHTS, X)
     assert plain == {"jgg_mm": 4, "jgg_wgrad": 2}
     again = counts(jax.checkpoint(two_products), WEIGHTS, X)

@@ -203,12 +203,12 @@ def test_operands_that_jax_takes(rng, left, right):
     sizes = jnp.array([2, 1])
     for preferred in (None, "float32"):
         args = lhs, rhs, sizes, None, preferred
-        got, want = jgg.ragged_dot(*args), lax.ragged_dot(*args)
+        got, want = jgg.ragged_dot(*args), of_jax(lax.ragged_dot, *args)
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(*(v.astype("float32") for v in (got, want)))
     batch = Numbers((([1], [1]), ([0], [0])), [0], [])
     args = lhs[:2], rhs[:, :, 0], sizes, batch
-    got, want = jgg.ragged_dot_general(*args), lax.ragged_dot_general(*args)
+    got, want = jgg.ragged_dot_general(*args), of_jax(lax.ragged_dot_general, *args)
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(*(v.astype("float32") for v in (got, want)))
 
@@ -234,7 +234,7 @@ def test_empty_batches(batches, outers):
         (lhs, lhs, jnp.ones((batches, outers, 2), jnp.int32), contracted),
         (lhs, lhs, jnp.ones((2,), jnp.int32), batch),
     ):
-        got, want = jgg.ragged_dot_general(*args), lax.ragged_dot_general(*args)
+        got, want = jgg.ragged_dot_general(*args), of_jax(lax.ragged_dot_general, *args)
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         assert not np.asarray(got).any()
         f = lambda a, b, rest=args[2:]: jgg.ragged_dot_general(a, b, *rest).sum()
