@@ -93,7 +93,7 @@ def moe_mlp(
       TypeError: ``expert_index`` are not integers, or dtypes cannot be multiplied.
 
     Differentiable to any order in every floating operand, ``expert_weight`` included; with a recipe
-    once, in reverse mode. No derivative scatters rows. Policies of ``jax.checkpoint`` know h as
+    once, in reverse mode. No derivative scatters rows. The backward pass keeps x, h and the routing. Policies of ``jax.checkpoint`` know h as
     ``"moe_h"``. Under Explicit sharding tokens, F and E may be sharded.
     """
     op = "moe_mlp"
