@@ -93,8 +93,9 @@ def moe_mlp(
       TypeError: ``expert_index`` are not integers, or dtypes cannot be multiplied.
 
     Differentiable to any order in every floating operand, ``expert_weight`` included; with a recipe
-    once, in reverse mode. No derivative scatters rows. The backward pass keeps x, h and the routing. Policies of ``jax.checkpoint`` know h as
-    ``"moe_h"``. Under Explicit sharding tokens, F and E may be sharded.
+    once, in reverse mode. No derivative scatters rows; the backward pass keeps x, h and the
+    routing. Policies of ``jax.checkpoint`` know h as ``"moe_h"``. Under Explicit sharding tokens, F
+    and E may be sharded.
     """
     op = "moe_mlp"
     layer = _Layer.checked(op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe)
