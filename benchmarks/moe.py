@@ -64,7 +64,7 @@ class Shape:
     k: int
 
     def flops(self, back: bool) -> int:
-        """Of the products."""
+        """Those of the layer's products."""
         return 6 * self.tokens * self.k * self.width * self.hidden * (3 if back else 1)
 
 
@@ -116,7 +116,7 @@ def data(shape: Shape):
 
 
 def layer_call(name: str, k: int, back: bool):
-    """Of x, router, up, down and dy: a dictionary of the result and, with ``back``, gradients."""
+    """A function of x, router, up, down and dy: the result and, with ``back``, all gradients."""
     layer = functools.partial(moe_layers.LAYERS[name], k=k)
 
     def forward(x, router, up, down, dy):
@@ -234,7 +234,7 @@ def _some_experts(w):
 
 @jax.jit
 def sampled(result: dict) -> tuple[dict, jax.Array]:
-    """What is compared, and whether everything is finite."""
+    """The values that are compared, and whether everything is finite."""
     parts = {n: _some_experts(v) if n in ("up", "down") else v for n, v in result.items()}
     return parts, jnp.stack([jnp.isfinite(v).all() for v in jax.tree.leaves(result)]).all()
 
@@ -248,7 +248,7 @@ def relative(parts: dict, wanted: dict) -> dict:
 
 @jax.jit
 def _combined(products: dict, routing, weight) -> dict:
-    """Of the products' results what a layer has too."""
+    """Those results of the products that a layer has, too."""
     y = jgg.combine(products["y"], routing, weight)
     return {"y": y} | {n: v for n, v in products.items() if n in ("up", "down")}
 
@@ -398,7 +398,7 @@ def packed(w):
 
 
 def decode_call(name: str, k: int):
-    """Of x and layers' weights."""
+    """The program of ten layers, as a function of x and their weights."""
 
     def f(x, layers):
         for weights in layers:
@@ -513,7 +513,7 @@ def _cell(record: dict | None, few: bool) -> str:
 
 
 def load(paths) -> list[dict]:
-    """Of several records; what they have in common from the last."""
+    """Several records as one; the last one's facts stand for all."""
     found = {}
     for path in paths:
         for r in json.loads(Path(path).read_text())["records"]:

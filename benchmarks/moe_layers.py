@@ -113,7 +113,7 @@ def _activated(h):
 
 
 def product_operands(x, router, up, down, dy, k):
-    """What a layer's products read, and what combines their results: a dictionary."""
+    """Two dictionaries: what a layer's products read, and what combines their results."""
     weight, expert = routed(x, router, k)
     routing = jgg.route(expert, router.shape[1])
     rows, sizes = jgg.dispatch(x, routing), routing.group_sizes

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from .timing import TorchArm, _torch_scratch, torch
 
-# Of QuACK's configurations those that SonicMoE's products are tuned over here: rows and columns of
-# a tile, and whether two warpgroups take turns. All of them takes many minutes for each shape.
+# The configurations of QuACK that SonicMoE's products are tuned over here: rows and columns of a
+# tile, and whether two warpgroups take turns. Trying all of them takes many minutes for each shape.
 TILES = (
     (256, 128, False),
     (128, 256, False),

@@ -24,7 +24,7 @@ struct TraitsSm90 {
   static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
   static constexpr bool kGathered = false;  // rows by list: device/gathered_gemm_sm90.cuh
   static constexpr bool kWide = false;      // float32 results, which the store warp takes
-  static constexpr bool kGates = false;     // gates apart: device/act_sm90.cuh
+  static constexpr bool kGates = false;     // gates apart: device/gates_apart_sm90.cuh
 };
 
 // The configuration with these traits. The kernel's own type has none: with traits in its name the

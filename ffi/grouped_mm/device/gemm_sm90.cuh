@@ -14,8 +14,8 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
-#include "grouped_mm/device/act_sm90.cuh"
 #include "grouped_mm/device/epilogue_sm90.cuh"
+#include "grouped_mm/device/gates_apart_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
@@ -38,8 +38,7 @@ struct TileRows<0> {};
 // (up to) 64 rows or columns, each a swizzled tile of its own. float32 operands have kPlanes of
 // each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
 // store warp takes. kGates: a gated activation that two warps make of rounded sums, see
-// act_sm90.cuh. ConfigSm90
-// (../gemm_sm90.cuh) makes one from named traits.
+// gates_apart_sm90.cuh. ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
           int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
           bool kGates_ = false>
@@ -334,9 +333,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) {  // not of the warp whose schedule comes first
     for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
-    constexpr int kActing = Config::kGates ? kActWarps : 0;
-    memory.stores.Init(Config::kGates ? kActWarps : 1);
-    InitRings<Config>(memory, 1, 1 + (kActing > 0 ? kActing : gemm.wgrad + gemm.store_warp));
+    constexpr int kGating = Config::kGates ? kGateWarps : 0;
+    memory.stores.Init(Config::kGates ? kGateWarps : 1);
+    InitRings<Config>(memory, 1, 1 + (kGating > 0 ? kGating : gemm.wgrad + gemm.store_warp));
     Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
@@ -354,7 +353,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
       __syncwarp();
     } else if constexpr (Config::kGates) {
-      ActWarp<Config>(gemm, memory, warp - 2);
+      GateWarp<Config>(gemm, memory, warp - 2);
     } else if (warp == 2 && gemm.wgrad) {
       ClearWarp<Config>(memory);
     } else if (warp == 3 && gemm.store_warp) {

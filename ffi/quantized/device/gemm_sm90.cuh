@@ -9,7 +9,6 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
-#include "grouped_mm/device/act_sm90.cuh"
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"

@@ -11,7 +11,7 @@
 
 namespace jgg::device {
 
-constexpr int kActWarps = 2;
+constexpr int kGateWarps = 2;
 
 // 8 values in 16 bytes.
 template <typename T>
@@ -41,7 +41,7 @@ __device__ inline uint4* PieceAt(void* data, int64_t element) {
   return reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + element);
 }
 
-// The gated activation of rows [first, first + rows) of a tile, one of kActWarps' share of it.
+// The gated activation of rows [first, first + rows) of a tile, one of kGateWarps' share of it.
 template <typename T>
 __device__ void GateChunk(const GemmSm90& gemm, const Work& work, const char* gates,
                           const char* values, int warp, int first, int rows) {
@@ -49,7 +49,7 @@ __device__ void GateChunk(const GemmSm90& gemm, const Work& work, const char* ga
   if (column >= work.columns) return;
   const int half = gemm.n / 2;
 #pragma unroll 2
-  for (int row = warp * 4 + lane / 8; row < rows; row += 4 * kActWarps) {
+  for (int row = warp * 4 + lane / 8; row < rows; row += 4 * kGateWarps) {
     const uint4 gate = StagedPiece(gates, row, piece), value = StagedPiece(values, row, piece);
     if (void* h = gemm.epilogue.preactivation) {
       const int64_t to =
@@ -64,9 +64,9 @@ __device__ void GateChunk(const GemmSm90& gemm, const Work& work, const char* ga
   }
 }
 
-// One of kActWarps, which has every so many-th row.
+// One of kGateWarps, which has every so many-th row.
 template <typename Config>
-__device__ void ActWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int warp) {
+__device__ void GateWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int warp) {
   constexpr int kChunk = Config::kStoreChunk;
   static_assert(Config::kHalves == 1 && Config::kStoreBuffers == 1);
   Place<1> at;
