@@ -20,7 +20,7 @@ static constexpr const char* kOp = "activation_backward";
 // A result of the operation, of h's dtype or float32.
 static ffi::ErrorOr<void*> BindResult(ffi::RemainingRets results, size_t index, const char* name,
                                       ffi::DataType dtype, std::initializer_list<int64_t> shape) {
-  const auto result = results.get<ffi::AnyBuffer>(index);
+  auto result = results.get<ffi::AnyBuffer>(index);
   if (!result) return ffi::Unexpected(result.error());
   const ffi::AnyBuffer& buffer = **result;
   if (ffi::Error error = CheckShape(kOp, name, "its", buffer, shape); error.failure()) {

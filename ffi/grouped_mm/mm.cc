@@ -65,7 +65,7 @@ static ffi::Error BindPreactivation(const EpilogueAttrs& has, ffi::RemainingRets
   Epilogue& epilogue = args->epilogue;
   epilogue.rounds_preactivation = has.rounds_preactivation;
   if (!has.preactivation) return ffi::Error::Success();
-  const auto result = results.get<ffi::AnyBuffer>(0);
+  auto result = results.get<ffi::AnyBuffer>(0);
   if (!result) return result.error();
   const ffi::AnyBuffer& buffer = **result;
   JGG_RETURN_IF_ERROR(CheckShape(op, "preactivation", "(T, N)", buffer, {args->rows_y, args->n}));
