@@ -5,6 +5,7 @@
 #include "common/dispatch.h"
 #include "cutlass/numeric_types.h"
 #include "grouped_mm/gathered_gemm_sm90.h"
+#include "grouped_mm/listed_gemm_sm90.h"
 
 namespace jgg {
 
@@ -74,6 +75,20 @@ cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gather
                ? LaunchGatheredGemmSm90Instance<cutlass::bfloat16_t, kR>(stream, gathered, operands)
                : LaunchGatheredGemmSm90Instance<cutlass::half_t, kR>(stream, gathered, operands);
   });
+#else
+  return cudaErrorNoKernelImageForDevice;
+#endif
+}
+
+cudaError_t LaunchListedGemmSm90(cudaStream_t stream, ListedGemmSm90& listed,
+                                 const OperandsSm90& operands, bool transposed) {
+#ifdef JGG_SM90
+  listed.gemm.l_k_major = operands.l_k_major;
+  listed.gemm.r_k_major = operands.r_k_major;
+  return operands.dtype == DType::kBF16
+             ? LaunchListedGemmSm90Instance<cutlass::bfloat16_t>(stream, listed, operands,
+                                                                 transposed)
+             : LaunchListedGemmSm90Instance<cutlass::half_t>(stream, listed, operands, transposed);
 #else
   return cudaErrorNoKernelImageForDevice;
 #endif

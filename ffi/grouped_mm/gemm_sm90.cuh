@@ -25,6 +25,8 @@ struct TraitsSm90 {
   static constexpr bool kGathered = false;  // rows by list: device/gathered_gemm_sm90.cuh
   static constexpr bool kWide = false;      // float32 results, which the store warp takes
   static constexpr bool kGates = false;     // gates apart: device/gates_apart_sm90.cuh
+  static constexpr device::Listed kListed = device::Listed::kNothing;
+  static constexpr bool kTransposed = false;  // wgrad: the result is (columns, rows)
 };
 
 // The configuration with these traits. The kernel's own type has none: with traits in its name the
@@ -32,7 +34,8 @@ struct TraitsSm90 {
 template <typename T>
 using ConfigSm90 =
     device::GemmSm90Config<typename T::Element, T::kLKMajor, T::kRKMajor, T::kRows, T::kBlocks,
-                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kGates>;
+                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kGates,
+                           T::kListed, T::kTransposed>;
 
 // Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
 template <typename Operands>
@@ -102,8 +105,10 @@ TensorMapSpec DescribeOutSm90(const GemmSm90& gemm) {
   const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
   return {gemm.out,
           gemm.out_dtype,
-          columns,
-          gemm.wgrad ? gemm.m : gemm.rows_y,
+          Config::kTransposed ? gemm.m : columns,
+          Config::kTransposed ? gemm.n
+          : gemm.wgrad        ? gemm.m
+                              : gemm.rows_y,
           gemm.wgrad ? gemm.groups : 1,
           gemm.out_line,
           gemm.wgrad ? gemm.out_group : gemm.out_line,
@@ -153,7 +158,7 @@ int64_t MostTilesSm90(const GemmSm90& gemm) {
   const int64_t tile_columns = (Config::kGates ? 64
                                 : gated        ? 128
                                                : 128 * Config::kBlocks) *
-                               Config::kCluster;
+                               (Config::kStacked ? 1 : Config::kCluster);
   const Metadata& metadata = gemm.metadata;
   const int64_t more = metadata.HasSizeOfEach(gemm.groups)
                            ? std::min<int64_t>(metadata.count, gemm.rows_y) + 1
@@ -222,36 +227,53 @@ inline bool StoresMostly(const GemmSm90& gemm) {
   return gemm.wgrad && groups * gemm.out_group > (1 << 26) && gemm.rows_x <= 128 * groups;
 }
 
+// The tensor maps of the operands that TMA copies.
 template <typename Config>
-cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
   TensorMapSpec l = operands.l, r = operands.r;
   l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
   r.box_lines = 64;
-  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
-  if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
+  constexpr bool kL = Config::kListed != device::Listed::kRowsL;
+  constexpr bool kR = Config::kListed != device::Listed::kLinesR;
+  if (kL) {
+    if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  }
+  if (kR) {
+    if (cudaError_t error = EncodeTensorMap(r, &gemm.r_map)) return error;
+  }
   for (int i = 0; i < (gemm.wgrad ? 2 : 0); ++i) {
-    if (!Config::kLKMajor) {
+    if (kL && !Config::kLKMajor) {
       l.box_lines = 16 << i;
       if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
     }
-    if (!Config::kRKMajor) {
+    if (kR && !Config::kRKMajor) {
       r.box_lines = 16 << i;
       if (cudaError_t error = EncodeTensorMap(r, &gemm.r_rest[i])) return error;
     }
   }
+  return cudaSuccess;
+}
+
+// How clusters share out so many tiles.
+template <typename Config>
+void ShareOutSm90(GemmSm90& gemm, int64_t tiles, int clusters) {
+  // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours in L2.
+  gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
+               tiles <= 2048;
+  // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
+  gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
+                  tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
+                  Config::kBalances && clusters <= kMostBalancedClusters;
+}
+
+template <typename Config>
+cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands) {
+  if (cudaError_t error = EncodeOperandsSm90<Config>(gemm, operands)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
   if (StoresMostly(gemm)) gemm.store_policy = kEvictFirst;
   return LaunchTilesSm90<Config, device::GemmSm90Kernel<Config>>(
-      stream, gemm, gemm, [&gemm](int64_t tiles, int clusters) {
-        // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours
-        // in L2.
-        gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
-                     tiles <= 2048;
-        // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
-        gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
-                        tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
-                        Config::kBalances && clusters <= kMostBalancedClusters;
-      });
+      stream, gemm, gemm,
+      [&gemm](int64_t tiles, int clusters) { ShareOutSm90<Config>(gemm, tiles, clusters); });
 }
 
 // Rows of the result that a tile may have, going by what segments have on average.

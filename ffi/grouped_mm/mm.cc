@@ -4,6 +4,7 @@
 #include "common/cuda_error.h"
 #include "grouped_mm/attributes.h"
 #include "grouped_mm/existing_out.h"
+#include "grouped_mm/lists_bind.h"
 #include "grouped_mm/mm_bind.h"
 #include "grouped_mm/mm_sm80.h"
 #include "grouped_mm/mm_sm90.h"
@@ -11,21 +12,6 @@
 
 namespace jgg {
 namespace ffi = xla::ffi;
-
-// The next operand as the rows of an operand that the rows of the product are, so many.
-static ffi::Error BindRows(const char* name, Operands* operands, RowList* rows, int64_t* count) {
-  constexpr const char* op = "mm";
-  const auto list = operands->Take(name);
-  if (!list) return list.error();
-  JGG_RETURN_IF_ERROR(CheckShape(op, name, "(T,)", *list, {-1}));
-  if (list->element_type() != ffi::S32) {
-    return InvalidArgument(op, name, " has XLA dtype ", static_cast<int>(list->element_type()),
-                           ", expected int32");
-  }
-  rows->list = static_cast<const int32_t*>(list->untyped_data());
-  *count = list->dimensions()[0];
-  return ffi::Error::Success();
-}
 
 // Optional operands after x, w and the metadata: group_offset, x_rows, y_rows, bias, row_scale,
 // existing_out, in this order.
@@ -35,8 +21,8 @@ static ffi::Error BindOptions(cudaStream_t stream, ffi::RemainingArgs rest,
   constexpr const char* op = "mm";
   Operands operands(op, rest);
   if (metadata.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
-  if (rows.x_rows) JGG_RETURN_IF_ERROR(BindRows("x_rows", &operands, &args->x_list, &args->rows_x));
-  if (rows.y_rows) JGG_RETURN_IF_ERROR(BindRows("y_rows", &operands, &args->y_list, &args->rows_y));
+  if (rows.x_rows) JGG_RETURN_IF_ERROR(BindRows(op, "x_rows", &operands, &args->x_list, &args->rows_x));
+  if (rows.y_rows) JGG_RETURN_IF_ERROR(BindRows(op, "y_rows", &operands, &args->y_list, &args->rows_y));
   if (args->ByList() && args->metadata.kind != MetadataKind::kSegments &&
       args->rows_x != args->rows_y) {
     return InvalidArgument(op, "groups are of ", args->rows_x, " rows of x and ", args->rows_y,

@@ -1,7 +1,10 @@
 // mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
 #include "grouped_mm/mm_sm90.h"
 
+#include <algorithm>
+
 #include "grouped_mm/gathered_gemm_sm90.h"
+#include "grouped_mm/listed_gemm_sm90.h"
 #include "grouped_mm/rules.h"
 
 namespace jgg {
@@ -22,8 +25,7 @@ static OperandsSm90 DescribeOperands(const MmArgs& args) {
   return operands;
 }
 
-std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
-  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
+static rules::MmShape DescribeShape(const MmArgs& args) {
   rules::MmShape shape{args.k, args.n};
   shape.element_bytes = Size(args.dtype);
   shape.planes = args.planes;
@@ -38,7 +40,12 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
   shape.more_options = epilogue.row_scale != nullptr || epilogue.accumulate ||
                        (shape.by_list && epilogue.bias != nullptr);
   shape.same_dtype = args.out_dtype == args.dtype;
-  if (auto reason = rules::MmSm90Problem(shape)) return reason;
+  return shape;
+}
+
+std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {
+  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
+  if (auto reason = rules::MmSm90Problem(DescribeShape(args))) return reason;
   const OperandsSm90 operands = DescribeOperands(args);
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
@@ -60,6 +67,14 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   mm.k = args.k;
   GemmSm90 gemm = MakeGemmSm90(mm);
   if (!args.ByList()) return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
+  const rules::MmShape shape = DescribeShape(args);
+  const int64_t rows = args.rows_y / std::max<int64_t>(args.metadata.count, 1);
+  const bool more = args.epilogue.bias != nullptr ||
+                    (!shape.gated && args.epilogue.activation != Activation::kNone);
+  if (rules::ListsManyRowsSm90(shape, args.y_list.list != nullptr, more, rows)) {
+    ListedGemmSm90 listed{gemm, args.x, args.x_list};
+    return LaunchListedGemmSm90(stream, listed, DescribeOperands(args), false);
+  }
   GatheredGemmSm90 gathered{gemm, args.x, args.x_list, args.y_list};
   return LaunchGatheredGemmSm90(stream, gathered, DescribeOperands(args));
 }

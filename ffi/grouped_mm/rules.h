@@ -47,6 +47,15 @@ inline Reason MmSm90Problem(const MmShape& mm) {
   return mm.n == 1 ? std::nullopt : NeedsWholeLines("N", mm.element_bytes, mm.n);
 }
 
+// Whether rows of x by list run on the kernel for many rows, which has pairs of blocks: `rows` of
+// the result to a matrix on average. `more`: a bias, or an activation that is not gated.
+inline bool ListsManyRowsSm90(const MmShape& mm, bool y_by_list, bool more, int64_t rows) {
+  if (y_by_list || more || mm.more_options || !mm.same_dtype || rows <= 96 || mm.planes > 1) {
+    return false;
+  }
+  return mm.gated ? mm.preactivation && mm.n % 16 == 0 && mm.n >= 128 : mm.n % 8 == 0 && mm.n > 128;
+}
+
 // A wgrad: out (G, A, B) of x (T, A) and y (T, B).
 struct WgradShape {
   int64_t rows_x, rows_y, a, b;
@@ -55,6 +64,9 @@ struct WgradShape {
   bool transpose_x = false, transpose_y = false;  // contiguous along T, which is contracted
   bool own_weight = true;                         // segment s is for weight s, and no other
   bool segments = false;                          // metadata is a table of segments
+  bool x_by_list = false, y_by_list = false;
+  bool more_options = false;  // a scale, or an existing result
+  bool same_dtype = true;     // the result has the operands' dtype
 };
 
 inline Reason WgradSm90Problem(const WgradShape& wgrad) {
@@ -62,6 +74,14 @@ inline Reason WgradSm90Problem(const WgradShape& wgrad) {
   if (wgrad.transpose_x && wgrad.transpose_y && wgrad.segments) {
     return "both operands are contiguous along k, and segments may begin at different places in "
            "them";
+  }
+  if (wgrad.x_by_list || wgrad.y_by_list) {
+    if (wgrad.x_by_list && wgrad.y_by_list) return "both operands come by list";
+    if (wgrad.element_bytes != 2 || wgrad.planes > 1) return "rows by list of float32 operands";
+    if (wgrad.transpose_x || wgrad.transpose_y) return "rows by list of transposed operands";
+    if (wgrad.more_options) return "options beside rows by list";
+    if (wgrad.segments) return "segments beside rows by list";
+    if (!wgrad.same_dtype) return "the result has another dtype than the operands";
   }
   auto reason = wgrad.transpose_x ? NeedsWholeLines("T", wgrad.element_bytes, wgrad.rows_x)
                                   : NeedsWholeLines("A", wgrad.element_bytes, wgrad.a);

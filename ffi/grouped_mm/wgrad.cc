@@ -4,6 +4,7 @@
 #include "common/cuda_error.h"
 #include "grouped_mm/attributes.h"
 #include "grouped_mm/existing_out.h"
+#include "grouped_mm/lists_bind.h"
 #include "grouped_mm/wgrad_bind.h"
 #include "grouped_mm/wgrad_sm80.h"
 #include "grouped_mm/wgrad_sm90.h"
@@ -15,21 +16,14 @@ namespace ffi = xla::ffi;
 static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> out, MetadataAttrs metadata_attrs,
-                        WgradAttrs wgrad_attrs, bool own_weight, WgradEpilogueAttrs epilogue,
-                        ChoiceAttrs choice) {
+                        WgradAttrs wgrad_attrs, RowsAttrs rows_attrs, bool own_weight,
+                        WgradEpilogueAttrs epilogue, ChoiceAttrs choice) {
   constexpr const char* op = "wgrad";
   const int planes = choice.planes;
   WgradArgs args;
   JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
   JGG_RETURN_IF_ERROR(BindWgrad({x, planes}, {y, planes}, *out, wgrad_attrs, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, metadata_attrs, metadata, &args.metadata));
-  JGG_RETURN_IF_ERROR(CheckSmall(
-      op, {args.rows_x, args.rows_y, args.a, args.b, args.groups, args.metadata.count}, 0));
-  // Kernels clamp sizes and spans to the rows of x. (Lines of planes are filled up, and are copied
-  // by what knows where an operand ends.)
-  if (args.metadata.kind != MetadataKind::kSegments && planes == 1 && args.rows_x > args.rows_y) {
-    return InvalidArgument(op, "groups are of ", args.rows_x, " rows of x, y has ", args.rows_y);
-  }
   args.tf32 = choice.tf32;
   args.planes = planes;
   args.tile = choice.tile;
@@ -40,6 +34,25 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   } else if (own_weight && args.metadata.count != args.groups) {
     return InvalidArgument(op, "own_weight needs as many segments as weights, got ",
                            args.metadata.count, " and ", args.groups);
+  }
+  const bool segments = args.metadata.kind == MetadataKind::kSegments;
+  if (rows_attrs.x_rows) {
+    JGG_RETURN_IF_ERROR(BindRows(op, "x_rows", &operands, &args.x_list, &args.rows_x));
+  }
+  if (rows_attrs.y_rows) {
+    JGG_RETURN_IF_ERROR(BindRows(op, "y_rows", &operands, &args.y_list, &args.rows_y));
+  }
+  JGG_RETURN_IF_ERROR(CheckSmall(op,
+                                 {args.rows_x, args.rows_y, args.x_list.count, args.y_list.count,
+                                  args.a, args.b, args.groups, args.metadata.count},
+                                 0));
+  // Kernels clamp sizes and spans to the rows of x. (Lines of planes are filled up, and are copied
+  // by what knows where an operand ends.)
+  if (!segments && planes == 1 && args.rows_x > args.rows_y) {
+    return InvalidArgument(op, "groups are of ", args.rows_x, " rows of x, y has ", args.rows_y);
+  }
+  if (args.ByList() && (segments || args.rows_x != args.rows_y)) {
+    return InvalidArgument(op, "rows by list need as many of x as of y, and no segments");
   }
   if (epilogue.scale) {
     const auto buffer = operands.Take("scale");
@@ -55,8 +68,10 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   const int capability = ComputeCapability();
   const auto no_sm90 = wgrad_sm90_unsupported(args, capability);
   if (choice.kernel != "sm80" && !no_sm90) return FromCuda(op, wgrad_sm90(stream, args));
-  if (planes > 1 || args.HasEpilogue()) {
-    const char* why = planes > 1 ? "split operands need sm90" : "an epilogue needs sm90";
+  if (planes > 1 || args.HasEpilogue() || args.ByList()) {
+    const char* why = planes > 1      ? "split operands need sm90"
+                      : args.ByList() ? "rows by list need sm90"
+                                      : "an epilogue needs sm90";
     return Unimplemented(op, no_sm90.value_or(why));
   }
   if (auto reason = wgrad_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
@@ -69,10 +84,11 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // y
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()        // group_offset, scale, existing_out
+                           .RemainingArgs()  // group_offset, x_rows, y_rows, scale, existing_out
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<WgradAttrs>("wgrad")
+                           .Attr<RowsAttrs>("rows")
                            .Attr<bool>("own_weight")  // segment s is for weight s, and no other
                            .Attr<WgradEpilogueAttrs>("epilogue")
                            .Attr<ChoiceAttrs>("choice"),

@@ -34,6 +34,8 @@ inline xla::ffi::Error BindWgrad(const PlanesBuffer& x, const PlanesBuffer& y,
   args->out_dtype = *ToDType(out.element_type());
   args->rows_x = x.dimensions()[transpose_x ? 1 : 0];
   args->rows_y = y.dimensions()[transpose_y ? 1 : 0];
+  args->x_list.count = args->rows_x;
+  args->y_list.count = args->rows_y;
   args->a = a;
   args->b = b;
   args->groups = out.dimensions()[0];

@@ -1,7 +1,10 @@
 // wgrad: out[weight_s] += x_s^T @ y_s over the rows of segment s; T (contracted) is grouped.
 #include "grouped_mm/wgrad_sm90.h"
 
+#include <utility>
+
 #include "grouped_mm/gemm_sm90.h"
+#include "grouped_mm/listed_gemm_sm90.h"
 #include "grouped_mm/rules.h"
 
 namespace jgg {
@@ -20,10 +23,11 @@ static OperandsSm90 DescribeOperands(const WgradArgs& args) {
   operands.tile = args.tile;
   operands.l_k_major = args.strides.x_row == 1 && args.strides.x_a != 1;
   operands.r_k_major = args.strides.y_row == 1 && args.strides.y_b != 1;
-  operands.l =
-      DescribeMatrix(args.x, args.dtype, args.rows_x, args.a, operands.l_k_major, args.planes);
-  operands.r =
-      DescribeMatrix(args.y, args.dtype, args.rows_y, args.b, operands.r_k_major, args.planes);
+  // Those that do not come by list have as many rows as their lists would.
+  operands.l = DescribeMatrix(args.x, args.dtype, args.x_list.count, args.a, operands.l_k_major,
+                              args.planes);
+  operands.r = DescribeMatrix(args.y, args.dtype, args.y_list.count, args.b, operands.r_k_major,
+                              args.planes);
   return operands;
 }
 
@@ -36,6 +40,11 @@ std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int com
   shape.transpose_y = operands.r_k_major;
   shape.own_weight = args.own_weight;
   shape.segments = args.metadata.kind == MetadataKind::kSegments;
+  shape.planes = args.planes;
+  shape.x_by_list = args.x_list.list != nullptr;
+  shape.y_by_list = args.y_list.list != nullptr;
+  shape.more_options = args.HasEpilogue();
+  shape.same_dtype = args.out_dtype == args.dtype;
   if (auto reason = rules::WgradSm90Problem(shape)) return reason;
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
@@ -58,8 +67,21 @@ cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {
   wgrad.out_group = args.a * args.b;
   wgrad.matrices = args.metadata.kind != MetadataKind::kSizes;
   wgrad.matrix_scale = args.scale;
-  GemmSm90 gemm = MakeGemmSm90(wgrad);
-  return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
+  OperandsSm90 operands = DescribeOperands(args);
+  if (!args.ByList()) {
+    GemmSm90 gemm = MakeGemmSm90(wgrad);
+    return LaunchGemmSm90(stream, gemm, operands);
+  }
+  // The operand that comes by list is R, so the result is stored transposed where that is x.
+  const bool transposed = args.x_list.list != nullptr;
+  if (transposed) {
+    wgrad.m = args.b;
+    wgrad.product.n = args.a;
+    std::swap(operands.l, operands.r);
+  }
+  ListedGemmSm90 listed{MakeGemmSm90(wgrad), transposed ? args.x : args.y,
+                        transposed ? args.x_list : args.y_list};
+  return LaunchListedGemmSm90(stream, listed, operands, transposed);
 }
 
 }  // namespace jgg

@@ -33,15 +33,20 @@ struct TileRows {
 template <>
 struct TileRows<0> {};
 
+// Which operand comes by list, and is gathered beside the products: rows of L in mm, lines of k of
+// R in wgrad. See listed_gemm_sm90.cuh.
+enum class Listed { kNothing, kRowsL, kLinesR };
+
 // A tile is kRows rows (of L) x kBlocks * 128 columns (of R). A gated tile has 128 gates in block
 // 0, and in block 1 the values that they let through. In shared memory both operands are chunks of
 // (up to) 64 rows or columns, each a swizzled tile of its own. float32 operands have kPlanes of
 // each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
 // store warp takes. kGates: a gated activation that two warps make of rounded sums, see
-// gates_apart_sm90.cuh. ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
+// gates_apart_sm90.cuh. kListed: warps that feed gather, too. kTransposed: the result of wgrad is
+// stored as (columns, rows). ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
           int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
-          bool kGates_ = false>
+          bool kGates_ = false, Listed kListed_ = Listed::kNothing, bool kTransposed_ = false>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
@@ -49,17 +54,22 @@ struct GemmSm90Config {
   static constexpr int kPlanes = kPlanes_;
   static constexpr bool kGathered = kGathered_, kSharesK = false;
   static constexpr bool kGates = kGates_;
+  static constexpr Listed kListed = kListed_;
+  static constexpr bool kLists = kListed != Listed::kNothing, kTransposed = kTransposed_;
+  // One that gathers L shares R instead, with the tile below.
+  static constexpr bool kStacked = kListed == Listed::kRowsL;
   static constexpr int kScheduledBlocks = kGates ? kGateApart : kBlocks;
   // Those with an activation are of mm alone.
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates;
+  static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates && !kStacked;
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
   static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
   // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
   // thread begins with. More would wait for ever.
-  static constexpr bool kFeedsMore = kGathered || kWide_ || kGates;
-  static constexpr int kFeedRegisters = kPlanes > 1 ? 88 : kFeedsMore ? 72 : 56;
-  static constexpr int kMultiplyRegisters = kPlanes > 1 ? 208 : kFeedsMore ? 216 : 224;
+  static constexpr bool kFeedsMore = kGathered || kWide_ || kGates || kLists;
+  static constexpr bool kFeedsMost = kPlanes > 1 || kListed == Listed::kLinesR;
+  static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
+  static constexpr int kMultiplyRegisters = kFeedsMost ? 208 : kFeedsMore ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
   // More rows than a product takes are done in halves.
   static constexpr int kHalves = kRows > 256 ? 2 : 1;
@@ -95,8 +105,10 @@ struct GemmSm90Config {
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
 
   struct SharedMemory {
-    alignas(1024) char l[kStages][kPlanes][kChunksL * kChunkBytesL];
-    alignas(1024) char r[kStages][kPlanes][kChunksR * kChunkBytesR];
+    using L = char[kPlanes][kChunksL * kChunkBytesL];  // a stage of it
+    using R = char[kPlanes][kChunksR * kChunkBytesR];
+    alignas(1024) L l[kStages];
+    alignas(1024) R r[kStages];
     alignas(1024) char staged[2][kStagedBytes];
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages], cleared[kStages];
@@ -113,58 +125,62 @@ __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
 }
 
-// One thread; rows by list are copied by others.
+// What is the same for all that is copied of a product.
 template <typename Config>
-__device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
+struct Copier {
+  static constexpr bool kPair = Config::kCluster == 2;
+  static constexpr bool kCopiesL = !Config::kGathered && !Config::kStacked;
+  static constexpr int kChunksR = Config::kListed == Listed::kLinesR ? 0 : Config::kChunksR;
+
+  const GemmSm90& gemm;
+  const int block;
   const bool gated = IsGated(gemm.epilogue.activation);
-  constexpr bool kPair = Config::kCluster == 2;
   const int shared_columns = SharedColumns<Config>(gemm);
-  Place<Config::kStages> at;
-  ForEachWork<Config, false>(memory, [&](const Work& work) {
-    const int chunks = Config::kGathered ? 0 : (work.rows + Config::kChunkL - 1) / Config::kChunkL;
-    const bool shares = work.out_column < shared_columns;
+
+  // The slice of this turn into a stage, by one thread.
+  __device__ __forceinline__ void CopySlice(typename Config::SharedMemory& memory, const Work& work,
+                                            int turn, int chunks, bool shares, int stage) const {
+    const int slice = work.Slice(turn);
+    uint64_t* full = &memory.full[stage];
+    // An MN-major operand's last slice is copied by lines of k: only as many as are multiplied.
+    const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
+    const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
+    const CUtensorMap* l_map = &gemm.l_map;
+    const CUtensorMap* r_map = &gemm.r_map;
+    if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.l_rest[lines / 32];
+    if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.r_rest[lines / 32];
+    const int l_bytes = Config::kLKMajor ? Config::kChunkBytesL : lines * 128;
+    const int r_bytes = Config::kRKMajor ? Config::kChunkBytesR : lines * 128;
+    ArriveExpecting(full, Config::kPlanes * (chunks * l_bytes + kChunksR * r_bytes));
+    const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
 #pragma unroll 1
-    for (int turn = 0; turn < work.slices; ++turn) {
-      const int slice = work.Slice(turn);
-      Wait(&memory.empty[at.index], at.parity ^ 1);
-      uint64_t* full = &memory.full[at.index];
-      // An MN-major operand's last slice is copied by lines of k: only as many as are multiplied.
-      const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
-      const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
-      const CUtensorMap* l_map = &gemm.l_map;
-      const CUtensorMap* r_map = &gemm.r_map;
-      if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.l_rest[lines / 32];
-      if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.r_rest[lines / 32];
-      const int l_bytes = Config::kLKMajor ? Config::kChunkBytesL : lines * 128;
-      const int r_bytes = Config::kRKMajor ? Config::kChunkBytesR : lines * 128;
-      ArriveExpecting(full, Config::kPlanes * (chunks * l_bytes + Config::kChunksR * r_bytes));
-      const int l_k = work.l_k + slice * kSliceSm90, r_k = work.r_k + slice * kSliceSm90;
-#pragma unroll 1
-      for (int plane = 0; plane < Config::kPlanes; ++plane) {
-        const int l_plane = plane * gemm.l_plane, r_plane = plane * gemm.r_plane;
+    for (int plane = 0; plane < Config::kPlanes; ++plane) {
+      const int l_plane = plane * gemm.l_plane, r_plane = plane * gemm.r_plane;
 #pragma unroll
-        for (int i = 0; i < Config::kChunksR; ++i) {
-          const int column = Config::kGates ? work.out_column + i * (gemm.n / 2)
-                                            : work.out_column + i % 2 * 64 +
-                                                  (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
-          char* to = memory.r[at.index][plane] + i * Config::kChunkBytesR;
-          const int weight = gemm.wgrad ? 0 : work.weight;
-          if constexpr (Config::kRKMajor) {
-            CopyBox(r_map, full, to, r_plane + r_k, column, weight);
-          } else {
-            CopyBox(r_map, full, to, r_plane + column, r_k, weight);
-          }
+      for (int i = 0; i < kChunksR; ++i) {
+        if (Config::kStacked && i % 2 != block) continue;  // the other block's half
+        const int column = Config::kGates ? work.out_column + i * (gemm.n / 2)
+                                          : work.out_column + i % 2 * 64 +
+                                                (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
+        char* to = memory.r[stage][plane] + i * Config::kChunkBytesR;
+        const int weight = gemm.wgrad ? 0 : work.weight;
+        if constexpr (Config::kRKMajor) {
+          CopyBox<Config::kStacked>(r_map, full, to, r_plane + r_k, column, weight);
+        } else {
+          CopyBox<Config::kStacked>(r_map, full, to, r_plane + column, r_k, weight);
         }
-        // Two loops, since the thread that copies is what small chunks wait for.
-        auto copy_l = [&](int i, auto multicast) {
-          const int row = work.l_row + i * Config::kChunkL;
-          char* to = memory.l[at.index][plane] + i * Config::kChunkBytesL;
-          if constexpr (Config::kLKMajor) {
-            CopyBox<multicast.value>(l_map, full, to, l_plane + l_k, row, 0);
-          } else {
-            CopyBox<multicast.value>(l_map, full, to, l_plane + row, l_k, 0);
-          }
-        };
+      }
+      // Two loops, since the thread that copies is what small chunks wait for.
+      auto copy_l = [&](int i, auto multicast) {
+        const int row = work.l_row + i * Config::kChunkL;
+        char* to = memory.l[stage][plane] + i * Config::kChunkBytesL;
+        if constexpr (Config::kLKMajor) {
+          CopyBox<multicast.value>(l_map, full, to, l_plane + l_k, row, 0);
+        } else {
+          CopyBox<multicast.value>(l_map, full, to, l_plane + row, l_k, 0);
+        }
+      };
+      if constexpr (kCopiesL) {
         if (shares) {
 #pragma unroll 1
           for (int i = block; i < chunks; i += 2) copy_l(i, Constant<kPair>{});
@@ -173,6 +189,27 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
           for (int i = 0; i < chunks; ++i) copy_l(i, Constant<0>{});
         }
       }
+    }
+  }
+
+  __device__ int Chunks(const Work& work) const {
+    return kCopiesL ? (work.rows + Config::kChunkL - 1) / Config::kChunkL : 0;
+  }
+  __device__ bool Shares(const Work& work) const { return work.out_column < shared_columns; }
+};
+
+// One thread; what comes by list is copied by others.
+template <typename Config>
+__device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
+  const Copier<Config> copier{gemm, block};
+  Place<Config::kStages> at;
+  ForEachWork<Config, false>(memory, [&](const Work& work) {
+    const int chunks = copier.Chunks(work);
+    const bool shares = copier.Shares(work);
+#pragma unroll 1
+    for (int turn = 0; turn < work.slices; ++turn) {
+      Wait(&memory.empty[at.index], at.parity ^ 1);
+      copier.CopySlice(memory, work, turn, chunks, shares, at.index);
       at.Next();
     }
   });
@@ -275,6 +312,7 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
       // The store warp waits for what is late, and is behind by no more works than there are
       // places.
       late.StageAll(memory, group, store);
+      if constexpr (Config::kTransposed) return StoreZeroLines(gemm, work, 64 * group);
       return epilogue.StoreZeros(work, 64 * group);
     }
     using P = std::conditional_t<Config::kPlanes == 1, Products<Config>, SplitProducts<Config>>;
@@ -283,7 +321,7 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                      [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
     if (!Config::kGates && 64 * group >= work.columns) return;
-    if constexpr (Config::kGates) {
+    if constexpr (Config::kGates || Config::kLists) {
       using T = typename Config::Element;
       StageTile<Config, T>(gemm, memory, work, group, store, sums, late);
     } else if constexpr (Config::kWide) {
@@ -324,6 +362,33 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   WaitStored<0>();  // shared memory must outlive its last copy
 }
 
+// One thread.
+template <typename Config>
+__device__ void InitGemm(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
+  for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
+  constexpr int kGating = Config::kGates ? kGateWarps : 0;
+  constexpr int kGathering = Config::kLists ? 2 : 0;  // of them, the one that copies counts anyway
+  memory.stores.Init(Config::kGates ? kGateWarps : 1);
+  InitRings<Config>(memory, 1 + 32 * kGathering,
+                    1 + kGathering / 2 + (kGating > 0 ? kGating : gemm.wgrad + gemm.store_warp));
+  if (Config::kListed != Listed::kRowsL) Prefetch(&gemm.l_map);
+  if (Config::kListed != Listed::kLinesR) Prefetch(&gemm.r_map);
+  if (gemm.stores_boxes) Prefetch(&gemm.out_map);
+}
+
+// Those of the four warps that feed that neither schedule nor copy.
+template <typename Config>
+__device__ __forceinline__ void OtherWarp(const GemmSm90& gemm,
+                                          typename Config::SharedMemory& memory, int warp) {
+  if constexpr (Config::kGates) {
+    GateWarp<Config>(gemm, memory, warp - 2);
+  } else if (warp == 2 && gemm.wgrad) {
+    ClearWarp<Config>(memory);
+  } else if (warp == 3 && gemm.store_warp) {
+    if constexpr (Config::kStoreWarp) StoreWarp<Config>(gemm, memory);
+  }
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     GemmSm90Kernel(const __grid_constant__ GemmSm90 gemm) {
@@ -331,15 +396,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x == 32) {  // not of the warp whose schedule comes first
-    for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
-    constexpr int kGating = Config::kGates ? kGateWarps : 0;
-    memory.stores.Init(Config::kGates ? kGateWarps : 1);
-    InitRings<Config>(memory, 1, 1 + (kGating > 0 ? kGating : gemm.wgrad + gemm.store_warp));
-    Prefetch(&gemm.l_map);
-    Prefetch(&gemm.r_map);
-    if (gemm.stores_boxes) Prefetch(&gemm.out_map);
-  }
+  // Not of the warp whose schedule comes first.
+  if (threadIdx.x == 32) InitGemm<Config>(gemm, memory);
   if (warp == 3) PrefetchSizes(gemm);
   if constexpr (Config::kRaggedK) {
     if (gemm.ranks) RankMatrices<Config>(gemm, memory.ranked);
@@ -352,12 +410,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
       __syncwarp();
-    } else if constexpr (Config::kGates) {
-      GateWarp<Config>(gemm, memory, warp - 2);
-    } else if (warp == 2 && gemm.wgrad) {
-      ClearWarp<Config>(memory);
-    } else if (warp == 3 && gemm.store_warp) {
-      if constexpr (Config::kStoreWarp) StoreWarp<Config>(gemm, memory);
+    } else {
+      OtherWarp<Config>(gemm, memory, warp);
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();

@@ -127,10 +127,12 @@ __device__ inline void CopyBytes(const void* from, uint64_t* barrier, void* to, 
 }
 
 // 16 bytes, past the L1 cache; or, of 0 bytes that are read, zeros.
-__device__ inline void CopyPiece(const void* from, void* to, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)), "l"(from),
-               "r"(bytes)
+__device__ inline void CopyPiece(const void* from, uint32_t to, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
+}
+__device__ inline void CopyPiece(const void* from, void* to, int bytes) {
+  CopyPiece(from, SharedAddress(to), bytes);
 }
 
 // Arrives when this thread's words and pieces are there.

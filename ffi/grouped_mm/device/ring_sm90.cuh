@@ -116,7 +116,8 @@ template <typename Config>
 __device__ int SharedColumns(const GemmSm90& gemm) {
   if (Config::kCluster == 1) return 0;
   return TileColumns<Config::kScheduledBlocks>(gemm) *
-         OrderTiles<Config::kCluster, Config::kScheduledBlocks>(gemm).SharedColumns();
+         OrderTiles<Config::kCluster, Config::kScheduledBlocks, Config::kStacked>(gemm)
+             .SharedColumns();
 }
 
 // Fills the ring of work, a warp; add(work, place) puts there what else belongs to a tile, by all
@@ -143,9 +144,11 @@ __device__ void FillWorks(const GemmSm90& gemm, typename Config::SharedMemory& m
   }
 }
 
-template <typename Config, typename Function = Nothing>
-__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
-                             Function add = {}) {
+// Calls f(schedule), by the warp that schedules.
+template <typename Config, typename Function>
+__device__ __forceinline__ void WithSchedule(const GemmSm90& gemm,
+                                             typename Config::SharedMemory& memory, int block,
+                                             Function f) {
   constexpr int kRows = Config::kRows, kBlocks = Config::kScheduledBlocks;
   constexpr int kCluster = Config::kCluster;
   RankedMatrices* ranked = nullptr;
@@ -154,13 +157,21 @@ __device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory
     if constexpr (Config::kBalances) {
       if (gemm.balances) {
         BalancedSm90<kRows, kBlocks, kCluster> schedule(gemm, block, ranked->Orders());
-        return FillWorks<Config>(gemm, memory, block, schedule, add);
+        return f(schedule);
       }
     }
   }
-  ScheduleSm90<kRows, kBlocks, kCluster, Config::kRaggedK> schedule(
+  ScheduleSm90<kRows, kBlocks, kCluster, Config::kRaggedK, Config::kStacked> schedule(
       gemm, Config::kSharesK ? 0 : block, Config::kSharesK ? gemm.parts : 1, ranked);
-  FillWorks<Config>(gemm, memory, block, schedule, add);
+  f(schedule);
+}
+
+template <typename Config, typename Function = Nothing>
+__device__ void ScheduleWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
+                             Function add = {}) {
+  WithSchedule<Config>(gemm, memory, block, [&](auto& schedule) {
+    FillWorks<Config>(gemm, memory, block, schedule, add);
+  });
 }
 
 }  // namespace jgg::device

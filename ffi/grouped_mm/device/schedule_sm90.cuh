@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/segments.cuh"
@@ -71,8 +72,12 @@ __device__ int TileColumns(const GemmSm90& gemm) {
   return kBlocks == 2 && IsGated(gemm.epilogue.activation) ? 128 : 128 * kBlocks;
 }
 
-template <int kCluster, int kBlocks>
-__device__ TileOrder<kCluster> OrderTiles(const GemmSm90& gemm) {
+// kStacked: the tiles of a pair of blocks are one above the other, and share R in place of L.
+template <int kCluster, bool kStacked>
+using OrderOfTiles = std::conditional_t<kStacked, StackedOrder, TileOrder<kCluster>>;
+
+template <int kCluster, int kBlocks, bool kStacked = false>
+__device__ OrderOfTiles<kCluster, kStacked> OrderTiles(const GemmSm90& gemm) {
   const int columns = TileColumns<kBlocks>(gemm);
   return {(ResultColumns<kBlocks>(gemm) + columns - 1) / columns};
 }
@@ -138,7 +143,7 @@ __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
 }
 
 // Tiles of work as a cluster of blocks sees them.
-template <int kRows, int kBlocks, int kCluster, bool kRaggedK>
+template <int kRows, int kBlocks, int kCluster, bool kRaggedK, bool kStacked = false>
 class TilesSm90 {
  public:
   __device__ TilesSm90(const GemmSm90& gemm, int block)
@@ -149,7 +154,9 @@ class TilesSm90 {
 
   __device__ bool Wgrad() const { return kRaggedK && gemm_.wgrad; }
 
-  __device__ TileOrder<kCluster> Order() const { return OrderTiles<kCluster, kBlocks>(gemm_); }
+  __device__ OrderOfTiles<kCluster, kStacked> Order() const {
+    return OrderTiles<kCluster, kBlocks, kStacked>(gemm_);
+  }
 
   // wgrad: of a cluster, for a matrix.
   template <int kMost = kRows>
@@ -166,9 +173,10 @@ class TilesSm90 {
     return place.row;
   }
 
-  // mm: a segment's rows are shared out evenly.
+  // mm: a segment's rows are shared out evenly, and to whole pairs of stacked tiles.
   __device__ static int TileRows(int length) {
-    const int tiles = (length + kRows - 1) / kRows;
+    const int tiles = kStacked ? (length + 2 * kRows - 1) / (2 * kRows) * 2
+                               : (length + kRows - 1) / kRows;
     return (Divide(length - 1, max(tiles, 1)) + 8) / 8 * 8;
   }
 
@@ -220,9 +228,9 @@ __device__ inline void PrefetchSizes(const GemmSm90& gemm) {
 }
 
 // kRaggedK: also of wgrad.
-template <int kRows, int kBlocks, int kCluster, bool kRaggedK>
-class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
-  using Tiles = TilesSm90<kRows, kBlocks, kCluster, kRaggedK>;
+template <int kRows, int kBlocks, int kCluster, bool kRaggedK, bool kStacked = false>
+class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
+  using Tiles = TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked>;
   using Tiles::gemm_, Tiles::lane_, Tiles::kAll, Tiles::Wgrad, Tiles::Order, Tiles::MatrixTiles;
   using Tiles::RowTiles;
   using Tiles::SetColumns, Tiles::SetK, Tiles::SetMatrix, Tiles::SetMatrixTile, Tiles::TileRows;
@@ -302,8 +310,9 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK> {
         segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, index);
       }
       // Where groups have few rows, nothing but a tile is waited for: no divisions then.
-      const int rows = length <= kRows ? length : TileRows(length);
-      const int row_tile = SetColumns(work, number - zeros, length <= kRows ? 1 : RowTiles(length));
+      constexpr int kLow = kStacked ? 0 : kRows;
+      const int rows = length <= kLow ? length : TileRows(length);
+      const int row_tile = SetColumns(work, number - zeros, length <= kLow ? 1 : RowTiles(length));
       SetK(work, gemm_.k);
       work.weight = segment.weight;
       work.l_row = segment.x_start + row_tile * rows;

@@ -41,6 +41,47 @@ __device__ char* Buffer(typename Config::SharedMemory& memory, int group, int in
   return memory.staged[group] + index * kBytes;
 }
 
+// As EpilogueSm90::StageHalvesOf, but lines are columns of the tile: 64 of them for each 64 rows.
+template <int kChunk, typename Words>
+__device__ void StageColumns(char* staged, int blocks, Words words) {
+  // Lane l names a line of matrix l / 8 of the warp's 16 columns x 16 rows.
+  const int lane = threadIdx.x % 32, line = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < kChunk / 16; ++i) {
+    if (2 * i >= blocks) break;
+    const int piece = 2 * i % 8 + lane / 16;
+    char* to = staged + i / 4 * (64 * 128) + line * 128 + (piece ^ (line % 8)) * 16;
+    cute::SM90_U32x4_STSM_N::copy(words(4 * i), words(4 * i + 1), words(4 * i + 2),
+                                  words(4 * i + 3), *reinterpret_cast<cute::uint128_t*>(to));
+  }
+}
+
+// A chunk of a warpgroup's sums, as kTransposed says; see EpilogueSm90::StageHalvesOf.
+template <typename Config, typename T, typename Epilogue>
+__device__ void StageRounded(const float* sums, char* staged, int blocks) {
+  if constexpr (Config::kTransposed) {
+    StageColumns<Epilogue::kChunk>(staged, blocks, [&](int word) {
+      return Pack<T>(sums[2 * word], sums[2 * word + 1]);
+    });
+  } else {
+    Epilogue::template StageHalvesOf<T>(sums, staged, blocks);
+  }
+}
+
+// kTransposed: zeros of a matrix without a segment, of 64 columns from `column` on.
+__device__ inline void StoreZeroLines(const GemmSm90& gemm, const Work& work, int column) {
+  const int thread = threadIdx.x % 128;
+#pragma unroll 1
+  for (int line = column + thread / 32; line < min(column + 64, work.columns); line += 4) {
+    const int64_t from = work.weight * gemm.out_group +
+                         (work.out_column + line) * gemm.out_line + work.out_row;
+    for (int row = thread % 32 * 8; row < work.rows; row += 32 * 8) {
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(gemm.out) + from + row) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
 // Rows [first, first + rows) of a tile, 64 columns from `column` on, from a buffer (of float32 in
 // two calls, for 32 columns each). One warp; what TMA copies is under way afterwards.
 template <typename Config>
@@ -51,6 +92,17 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
   static_assert(Config::kStoreChunk == kBox || Config::kStoreChunk == 2 * kBox);
   const int lane = threadIdx.x % 32, out_column = work.out_column + column;
   const int matrix = gemm.wgrad ? work.weight : 0;
+  if constexpr (Config::kTransposed) {
+    if (lane != 0) return;
+#pragma unroll
+    for (int row = 0; row < Config::kStoreChunk; row += 64) {
+      if (row < rows) {
+        StoreBox(&gemm.out_map, staged + row * 128, work.out_row + first + row, out_column, matrix,
+                 gemm.store_policy);
+      }
+    }
+    return;
+  }
   auto store = [&](int row) {
     if (Config::kWide && gemm.epilogue.accumulate) {
       AddBox(&gemm.out_map, staged + row * 128, out_column, work.out_row + first + row, matrix);
@@ -205,7 +257,11 @@ class LateChunks {
         for (int j = 0; j < kChunkWords; ++j) values[j] = __uint_as_float(words_[0][j]);
         EpilogueSm90<kChunk>::template StageFloats<kChunk>(values, staged, kChunk / 8);
       } else {
-        EpilogueSm90<kChunk>::StageWords(words_[0], staged, kChunk / 8);
+        if constexpr (Config::kTransposed) {
+          StageColumns<kChunk>(staged, kChunk / 8, [&](int word) { return words_[0][word]; });
+        } else {
+          EpilogueSm90<kChunk>::StageWords(words_[0], staged, kChunk / 8);
+        }
       }
     });
     --kept_;
@@ -256,7 +312,7 @@ __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& m
         if constexpr (Config::kWide) {
           Epilogue::template StageFloats<kChunk>(from, staged, blocks, scale);
         } else {
-          Epilogue::template StageHalvesOf<T>(from, staged, blocks);
+          StageRounded<Config, T, Epilogue>(from, staged, blocks);
         }
       });
     }

@@ -54,6 +54,22 @@ struct TileOrder {
   }
 };
 
+// Tiles of a cluster of two that are one above the other, and share R: along a pair of rows of them,
+// then on to the next pair, so that the rows of L, which come one by one, are read again from L2.
+struct StackedOrder {
+  int columns;  // of tiles
+
+  __device__ int SharedColumns() const { return 0; }
+
+  __device__ int Count(int rows) const { return (rows + 1) / 2 * columns; }
+
+  __device__ TilePlace At(int number, int rows, int block, int) const {
+    const int pair = Divide(number, columns), row = 2 * pair + block;
+    const bool exists = row < rows;
+    return {exists ? row : rows - 1, number - pair * columns, exists};
+  }
+};
+
 // The rows of a matrix, shared out to tiles of at most kRows in units of which only the last may be
 // incomplete: where they do not fill all tiles, the last tiles have a unit less, in place of one
 // that has few rows.
