@@ -55,14 +55,26 @@ Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool t
   return rules::MmSm90Problem(mm);
 }
 
+bool ListsManyRowsSm90(int64_t rows, int64_t k, int64_t n, bool gated, bool preactivation) {
+  rules::MmShape mm{k, n};
+  mm.gated = gated;
+  mm.preactivation = preactivation;
+  return rules::ListsManyRowsSm90(mm, false, false, rows);
+}
+
 Reason WgradSm90Problem(int64_t rows_x, int64_t rows_y, int64_t a, int64_t b, int element_bytes,
-                        bool transpose_x, bool transpose_y, bool own_weight, bool segments) {
+                        bool transpose_x, bool transpose_y, bool own_weight, bool segments,
+                        bool x_by_list, bool y_by_list, bool more_options, bool same_dtype) {
   rules::WgradShape wgrad{rows_x, rows_y, a, b};
   wgrad.element_bytes = element_bytes;
   wgrad.transpose_x = transpose_x;
   wgrad.transpose_y = transpose_y;
   wgrad.own_weight = own_weight;
   wgrad.segments = segments;
+  wgrad.x_by_list = x_by_list;
+  wgrad.y_by_list = y_by_list;
+  wgrad.more_options = more_options;
+  wgrad.same_dtype = same_dtype;
   return rules::WgradSm90Problem(wgrad);
 }
 
@@ -128,9 +140,13 @@ void DefineRules(nb::module_& m) {
         "Why the Hopper kernel cannot take an mm: x (T, K) @ w (G, K, N). With planes, k is the "
         "one that has been filled up, and element_bytes 2. more_options says that there is a row "
         "scale or an existing result, or a bias beside rows by list.");
+  m.def("lists_many_rows_sm90", &ListsManyRowsSm90, nb::kw_only(), "rows"_a, "k"_a, "n"_a,
+        "gated"_a = false, "preactivation"_a = false,
+        "Whether rows of x by list, so many to a matrix, run on the Hopper kernel for many rows.");
   m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,
         "b"_a, "element_bytes"_a = 2, "transpose_x"_a = false, "transpose_y"_a = false,
-        "own_weight"_a = true, "segments"_a = false,
+        "own_weight"_a = true, "segments"_a = false, "x_by_list"_a = false,
+        "y_by_list"_a = false, "more_options"_a = false, "same_dtype"_a = true,
         "Why the Hopper kernel cannot take a wgrad: out (G, A, B) of x (T, A) and y (T, B). "
         "segments says that the metadata is a table of segments. With planes, rows of transposed "
         "operands are those that have been filled up, and element_bytes 2.");

@@ -70,7 +70,7 @@ NO_EPILOGUE = Epilogue()
 
 def mm_problem(
     platform, x, w, metadata: Metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE, *,
-    lists: bool = False,
+    lists: bool = False, x_list_alone: bool = False,
 ) -> problems.Mm:  # fmt: skip
     """``mm`` of these operands, as kernels see it; with an ``epilogue``, or lists of rows."""
     groups, k, n = product.sizes(w)
@@ -83,7 +83,7 @@ def mm_problem(
         rows=product.rows, groups=groups, k=k, n=n, segments=metadata.count,
         elements=x.size + w.size, ordered=metadata.form.ordered_y,
         transpose_x=product.transpose_x, transpose_w=product.transpose_w,
-        transpose_out=product.transpose_out, tf32=product.tf32, lists=lists,
+        transpose_out=product.transpose_out, tf32=product.tf32, lists=lists, x_list_alone=x_list_alone,
         existing_dtype=None if existing is None else existing.dtype.name, **facts,
     )  # fmt: skip
 
@@ -155,23 +155,28 @@ def sum_of_parts(run, k: int, choice: choose.Choice, product: Mm) -> jax.Array:
     return functools.reduce(jnp.add, sums).astype(product.out_dtype)
 
 
-def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad) -> problems.Wgrad:
-    """``wgrad`` of these operands, as kernels see it."""
+def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad, *, x_list: bool = False,
+                  y_list: bool = False) -> problems.Wgrad:  # fmt: skip
+    """``wgrad`` of these operands, as kernels see it; rows of one of them may come by list."""
     groups, a, b = product.out_shape(x, y)
+    rows = product.rows(x, y)[1 if x_list else 0]
     return problems.Wgrad(
         op="wgrad", platform=platform, implementation=product.implementation,
         dtypes=(x.dtype.name, y.dtype.name), out_dtype=product.out_dtype.name,
-        operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=product.rows(x, y)[0],
-        groups=groups, a=a, b=b, kind=metadata.form.kind, segments=metadata.count,
+        operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=rows,
+        x_list=x_list, y_list=y_list, groups=groups, a=a, b=b, kind=metadata.form.kind, segments=metadata.count,
         elements=x.size + y.size, own_weight=metadata.form.own_weight,
         whole=metadata.group_offset is not None, transpose_x=product.transpose_x,
         transpose_y=product.transpose_y, tf32=product.tf32,
     )  # fmt: skip
 
 
-def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, scale=None,
-          existing_out=None):  # fmt: skip
-    """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, scale][, existing_out] -> out.
+def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_rows=None,
+          y_rows=None, scale=None, existing_out=None):  # fmt: skip
+    """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, list][, scale][, existing_out] ->
+    out.
+
+    With a list of rows, int32 (T,), row t of that operand is its row ``list[t]``, or zeros.
 
     "sm90" also does ``out[g] = scale[g] * sums[g] + existing_out[g]``, of matrices that it takes
     whole; one whose segment is empty keeps existing_out.
@@ -179,7 +184,9 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, sc
     shape, rows, groups = product.out_shape(x, y), product.rows(x, y), product.groups
     transposes = {"transpose_x": product.transpose_x, "transpose_y": product.transpose_y}
     flags: dict[str, Any] = {"wgrad": transposes}
-    options = [value for value in (scale, existing_out) if value is not None]
+    options = [value for value in (x_rows, y_rows, scale, existing_out) if value is not None]
+    if x_rows is not None or y_rows is not None:
+        rows = 2 * (x_rows if y_rows is None else y_rows).shape
     if choice.kernel.name == "cpu":
         assert not options
         rest = [metadata.decode(*rows, groups)]
@@ -197,6 +204,7 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, sc
     flags |= {
         "metadata": metadata_flags(metadata),
         "own_weight": metadata.form.own_weight,
+        "rows": {"x_rows": x_rows is not None, "y_rows": y_rows is not None},
         "epilogue": {"scale": scale is not None, "existing_out": existing_out is not None},
         "choice": _choice_flags(choice, product),
     }

@@ -52,6 +52,7 @@ class Mm(Problem):
     tf32: bool = False
     # Options of a fused call.
     lists: bool = False  # rows are named by index
+    x_list_alone: bool = False  # only those of x
     gated: bool = False
     activation: str | None = None
     option_dtypes: tuple[str, ...] = ()
@@ -73,6 +74,8 @@ class Wgrad(Problem):
     elements: int = 0
     operand_dtype: str
     own_weight: bool = True  # segment s is matrix s of the result
+    x_list: bool = False  # rows of x, or of y, are named by index
+    y_list: bool = False
     whole: bool = False  # segments may not be cut into parts
     transpose_x: bool = False
     transpose_y: bool = False

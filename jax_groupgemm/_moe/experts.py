@@ -10,107 +10,19 @@ which has what a weight's own cotangent needs, too.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._core import dtypes, segments
+from .._core import dtypes
 from .._core.composed import Composed
-from .._core.primitive import vary_alike
-from .._core.products import Mm
-from .._grouped import fused
 from .._grouped.activation_backward import scaled_activation_backward
-from .._grouped.call import Epilogue
-from .._quantized import product as quantized_product
-from .._quantized.array import Quantized
+from . import listed
 from .permute import combined, dispatched
+from .products import Options, Products
 from .routing import Routing
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is static of the experts.
-
-    Attributes:
-      activation: between the two products.
-      dtype: of the rows that are multiplied, and of both products.
-      out_dtype: the result's.
-      transpose_w: up is (E, 2F, D) and down (E, D, F).
-    """
-
-    activation: str
-    dtype: Any
-    out_dtype: Any
-    transpose_w: bool = False
-    precision: Any = None
-    implementation: str | None = None
-
-    def product(self, rows: int) -> Mm:
-        return Mm(
-            rows=rows, out_dtype=self.dtype, transpose_w=self.transpose_w,
-            precision=self.precision, implementation=self.implementation,
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _Products:
-    """Both products, of rows sorted by expert."""
-
-    routing: Routing
-    options: Options
-
-    @property
-    def product(self) -> Mm:
-        return self.options.product(self.routing.order.shape[0])
-
-    @property
-    def metadata(self):
-        return segments.sizes(self.routing.group_sizes)
-
-    def up(self, rows, w, bias):
-        """The activation, and h."""
-        epilogue = Epilogue(bias, self.options.activation, rounds=True)
-        return _fused(w).preactivated(rows, w, self.metadata, epilogue, self.product)
-
-    def up_alone(self, rows, w, bias):
-        return self._run(rows, w, Epilogue(bias, self.options.activation, rounds=True))
-
-    def down(self, a, w, bias):
-        return self._run(a, w, Epilogue(bias))
-
-    def _run(self, rows, w, epilogue: Epilogue):
-        whole = not isinstance(w, Quantized) or quantized_product.fusible(w)
-        return _fused(w)(rows, w, self.metadata, self.product, epilogue, fused=whole)
-
-    def rows_cotangent(self, w, ct):
-        """That of the rows that w multiplies."""
-        columns = w.shape[2 if self.options.transpose_w else 1]
-        # Varying over the mesh axes that ct does, or the transpose would be a sum over them.
-        like = jnp.zeros((ct.shape[0], columns), self.options.dtype)
-        like, ct = vary_alike(like, ct)
-        (rows,) = jax.linear_transpose(lambda rows: self._multiply(rows, w), like)(ct)
-        return rows
-
-    def weight_cotangent(self, w, rows, ct):
-        run = _fused(w).product
-        return fused.weight_cotangent(run, rows, w, self.metadata, self.product, ct)
-
-    def bias_cotangent(self, bias, ct):
-        if bias is None:
-            return None
-        return fused.bias_cotangent(bias, self.metadata, self.product, ct)
-
-    def _multiply(self, rows, w):
-        return _fused(w).product(rows, w, self.metadata, self.product)
-
-
-def _fused(w) -> fused.Fused:
-    return quantized_product.FUSED if isinstance(w, Quantized) else fused.MM
 
 
 def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, options: Options):
@@ -119,14 +31,14 @@ def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, options: 
 
 
 def _composed(x, up, down, up_bias, down_bias, routing, weight, *, options: Options):
-    products = _Products(routing, options)
-    a = products.up_alone(dispatched(x.astype(options.dtype), routing), up, up_bias)
+    products = Products(routing, options)
+    a = listed.up_alone(x.astype(options.dtype), up, up_bias, routing, options)
     return combined(products.down(a, down, down_bias), routing, weight, options.out_dtype)
 
 
 def _forward(x, up, down, up_bias, down_bias, routing, weight, *, options: Options):
-    products = _Products(routing, options)
-    a, h = products.up(dispatched(x.astype(options.dtype), routing), up, up_bias)
+    products = Products(routing, options)
+    a, h = listed.up(x.astype(options.dtype), up, up_bias, routing, options)
     h = checkpoint_name(h, "moe_h")
     out = combined(products.down(a, down, down_bias), routing, weight, options.out_dtype)
     return out, h
@@ -134,25 +46,26 @@ def _forward(x, up, down, up_bias, down_bias, routing, weight, *, options: Optio
 
 def _backward(h, operands, cts, *, options: Options):
     x, up, down, up_bias, down_bias, routing, weight = operands
-    products = _Products(routing, options)
+    products = Products(routing, options)
     # The rows of x that the forward pass made are not kept for this one.
     x_again, ct = lax.optimization_barrier((x, cts[0]))
-    ct = dispatched(ct.astype(options.dtype), routing)
+    ct = ct.astype(options.dtype)
     row_weight = _of_rows(weight, routing)
     dh, a, dweight = scaled_activation_backward(
-        h, products.rows_cotangent(down, ct), row_weight, options.activation
+        h, listed.rows_cotangent(ct, down, routing, options), row_weight, options.activation
     )
-    ddown = products.weight_cotangent(down, a, ct)
+    ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
     ddown_bias = None
     if down_bias is not None:
+        ct = dispatched(ct, routing)
         wide = dtypes.accumulator_dtype(ct.dtype)
         scaled = ct.astype(wide) * row_weight[:, None].astype(wide)
         ddown_bias = products.bias_cotangent(down_bias, scaled)
         dweight = dweight + (ct.astype(wide) * _of_experts(down_bias, routing).astype(wide)).sum(1)
     there = routing.place >= 0
     dweight = jnp.where(there, dweight[jnp.where(there, routing.place, 0)], 0)
-    rows = dispatched(x_again.astype(options.dtype), routing)
-    dup = products.weight_cotangent(up, rows, dh)
+    x_again = x_again.astype(options.dtype)
+    dup = listed.weight_cotangent(up, x_again, dh, routing, options, first=True)
     dup_bias = products.bias_cotangent(up_bias, dh)
     dx = combined(products.rows_cotangent(up, dh), routing, None, x.dtype)
     return dx, dup, ddown, dup_bias, ddown_bias, None, dweight.astype(weight.dtype)

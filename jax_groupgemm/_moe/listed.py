@@ -1,0 +1,130 @@
+"""What the experts do with tokens that are named by list: Hopper's kernels gather their rows beside
+the products. Elsewhere, and where rows are few, the rows are copied first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from .._core import costs
+from .._core.composed import Composed
+from .._core.products import Wgrad
+from .._grouped import call
+from .._kernels import choose
+from .permute import dispatched
+from .products import Options, Products
+from .routing import Routing
+
+
+def tokens(routing: Routing) -> jax.Array:
+    """The token of each row, -1 where it has none."""
+    k = routing.place.shape[1]
+    return jnp.where(routing.order >= 0, routing.order // k, -1).astype(jnp.int32)
+
+
+def up(x, w, bias, routing: Routing, options: Options):
+    """The activation, and h."""
+    return _UP(x, w, bias, routing, options=options)
+
+
+def up_alone(x, w, bias, routing: Routing, options: Options):
+    """The activation."""
+    return _UP_ALONE(x, w, bias, routing, options=options)
+
+
+def _up_composed(x, w, bias, routing, *, options: Options):
+    return Products(routing, options).up(dispatched(x, routing), w, bias)
+
+
+def _up_alone_composed(x, w, bias, routing, *, options: Options):
+    return Products(routing, options).up_alone(dispatched(x, routing), w, bias)
+
+
+def _up_call(platform, x, w, bias, routing, *, options: Options, preactivation: bool = True):
+    if not isinstance(w, jax.Array):
+        return None
+    products = Products(routing, options)
+    epilogue = products.up_epilogue(bias)
+    choice = _listed_mm(platform, x, w, products, options.product(_rows(routing)), epilogue)
+    if choice is None:
+        return None
+    return call.mm(
+        choice, x, w, products.metadata, products.product, epilogue, x_rows=tokens(routing),
+        preactivation=preactivation,
+    )  # fmt: skip
+
+
+def _rows(routing: Routing) -> int:
+    return routing.order.shape[0]
+
+
+def _listed_mm(platform, x, w, products: Products, product, epilogue=call.NO_EPILOGUE):
+    problem = call.mm_problem(
+        platform, x, w, products.metadata, product, epilogue, lists=True, x_list_alone=True
+    )
+    return choose.listed(problem)
+
+
+def rows_cotangent(ct, w, routing: Routing, options: Options):
+    """That of the rows that ``w`` multiplies, where ``ct``, (T, N), is the tokens'."""
+    return _ROWS(ct, w, routing, options=options)
+
+
+def _rows_composed(ct, w, routing, *, options: Options):
+    return Products(routing, options).rows_cotangent(w, dispatched(ct, routing))
+
+
+def _rows_call(platform, ct, w, routing, *, options: Options):
+    products = Products(routing, options)
+    back = dataclasses.replace(options, transpose_w=not options.transpose_w)
+    product = back.product(_rows(routing))
+    choice = None
+    if isinstance(w, jax.Array):
+        choice = _listed_mm(platform, ct, w, products, product)
+    if choice is None:
+        return None
+    return call.mm(choice, ct, w, products.metadata, product, x_rows=tokens(routing))
+
+
+def weight_cotangent(w, tokens_, rows, routing: Routing, options: Options, *, first: bool):
+    """That of w: of ``rows`` and of the tokens' rows, which w multiplies if they are ``first``, or
+    which are cotangents of what it gives."""
+    return _WEIGHT(w, tokens_, rows, routing, options=options, first=first)
+
+
+def _weight_composed(w, x, rows, routing, *, options: Options, first: bool):
+    of_tokens = dispatched(x, routing)
+    pair = (of_tokens, rows) if first else (rows, of_tokens)
+    return Products(routing, options).weight_cotangent(w, *pair)
+
+
+def _weight_call(platform, w, x, rows, routing, *, options: Options, first: bool):
+    if not isinstance(w, jax.Array):
+        return None
+    x_list = first != options.transpose_w
+    pair = (x, rows) if x_list else (rows, x)
+    metadata = Products(routing, options).metadata
+    product = Wgrad(
+        groups=w.shape[0], out_dtype=w.dtype, precision=options.precision,
+        implementation=options.implementation,
+    )  # fmt: skip
+    problem = call.wgrad_problem(
+        platform, *pair, metadata, product, x_list=x_list, y_list=not x_list
+    )
+    choice = choose.listed_wgrad(problem)
+    if choice is None:
+        return None
+    name = "x_rows" if x_list else "y_rows"
+    return call.wgrad(choice, *pair, metadata, product, **{name: tokens(routing)})
+
+
+_UP = Composed("jgg_experts_up", _up_composed, _up_call, cost=costs.conversion)
+_UP_ALONE = Composed(
+    "jgg_experts_up_alone", _up_alone_composed, functools.partial(_up_call, preactivation=False),
+    cost=costs.conversion,
+)  # fmt: skip
+_ROWS = Composed("jgg_experts_rows", _rows_composed, _rows_call, cost=costs.conversion)
+_WEIGHT = Composed("jgg_experts_weight", _weight_composed, _weight_call, cost=costs.conversion)
