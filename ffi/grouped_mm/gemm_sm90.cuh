@@ -27,6 +27,7 @@ struct TraitsSm90 {
   static constexpr bool kGates = false;     // gates apart: device/gates_apart_sm90.cuh
   static constexpr device::Listed kListed = device::Listed::kNothing;
   static constexpr bool kTransposed = false;  // wgrad: the result is (columns, rows)
+  static constexpr Activation kBackward = Activation::kNone;  // sums are its cotangent
 };
 
 // The configuration with these traits. The kernel's own type has none: with traits in its name the
@@ -35,7 +36,7 @@ template <typename T>
 using ConfigSm90 =
     device::GemmSm90Config<typename T::Element, T::kLKMajor, T::kRKMajor, T::kRows, T::kBlocks,
                            T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kGates,
-                           T::kListed, T::kTransposed>;
+                           T::kListed, T::kTransposed, T::kBackward>;
 
 // Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
 template <typename Operands>

@@ -12,11 +12,30 @@ struct RowsListedSm90 : Traits {
   static constexpr device::Listed kListed = device::Listed::kRowsL;
 };
 
+template <typename Traits>
+struct BackwardOfSwigluSm90 : RowsListedSm90<Traits> {
+  static constexpr Activation kBackward = Activation::kSwiglu;
+};
+
 template <typename Traits, bool kTransposed_>
 struct LinesListedSm90 : Traits {
   static constexpr device::Listed kListed = device::Listed::kLinesR;
   static constexpr bool kTransposed = kTransposed_;
 };
+
+template <typename Config>
+cudaError_t EncodeBackwardSm90(ListedGemmSm90& listed) {
+  if (!Config::kGoesBack) return cudaSuccess;
+  const GemmSm90& gemm = listed.gemm;
+  BackwardSm90& backward = listed.backward;
+  TensorMapSpec spec{backward.h, gemm.out_dtype, gemm.n, gemm.rows_y, 2, 2 * gemm.n, gemm.n};
+  spec.box_lines = device::kBackwardRows;
+  if (cudaError_t error = EncodeTensorMap(spec, &backward.h_map)) return error;
+  spec.data = backward.dh;
+  if (cudaError_t error = EncodeTensorMap(spec, &backward.dh_map)) return error;
+  spec.box_lines = 8;
+  return EncodeTensorMap(spec, &backward.dh_rest);
+}
 
 template <typename Config>
 cudaError_t LaunchListedConfigSm90(cudaStream_t stream, ListedGemmSm90& listed,
@@ -26,6 +45,7 @@ cudaError_t LaunchListedConfigSm90(cudaStream_t stream, ListedGemmSm90& listed,
   if (!Config::kGates && !HasStoreWarpSm90<Config>(gemm)) return cudaErrorNotSupported;
   if (cudaError_t error = EncodeOperandsSm90<Config>(gemm, operands)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  if (cudaError_t error = EncodeBackwardSm90<Config>(listed)) return error;
   return LaunchTilesSm90<Config, device::ListedGemmSm90Kernel<Config>>(
       stream, gemm, listed,
       [&gemm](int64_t tiles, int clusters) { ShareOutSm90<Config>(gemm, tiles, clusters); });
@@ -47,6 +67,7 @@ cudaError_t LaunchListedGemmSm90Instance(cudaStream_t stream, ListedGemmSm90& li
     if (IsGated(listed.gemm.epilogue.activation)) {
       return launch(RowsListedSm90<GateApartRows256Sm90<Operands>>{});
     }
+    if (listed.backward.h != nullptr) return launch(BackwardOfSwigluSm90<Rows256Sm90<Operands>>{});
     return launch(RowsListedSm90<Rows256Sm90<Operands>>{});
   });
 }

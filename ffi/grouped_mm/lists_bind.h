@@ -3,6 +3,7 @@
 
 #include "common/buffer.h"
 #include "common/check.h"
+#include "grouped_mm/metadata_bind.h"
 #include "grouped_mm/mm.h"
 
 namespace jgg {

@@ -53,7 +53,7 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
   return std::nullopt;
 }
 
-cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
+static GemmSm90 MakeGemm(const MmArgs& args) {
   MmSm90 mm{};
   mm.product.metadata = args.metadata;
   mm.product.epilogue = args.epilogue;
@@ -65,7 +65,11 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   mm.product.n = args.n;
   mm.product.groups = args.groups;
   mm.k = args.k;
-  GemmSm90 gemm = MakeGemmSm90(mm);
+  return MakeGemmSm90(mm);
+}
+
+cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
+  GemmSm90 gemm = MakeGemm(args);
   if (!args.ByList()) return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
   const rules::MmShape shape = DescribeShape(args);
   const int64_t rows = args.rows_y / std::max<int64_t>(args.metadata.count, 1);
@@ -77,6 +81,16 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   }
   GatheredGemmSm90 gathered{gemm, args.x, args.x_list, args.y_list};
   return LaunchGatheredGemmSm90(stream, gathered, DescribeOperands(args));
+}
+
+cudaError_t mm_backward_sm90(cudaStream_t stream, const MmArgs& args,
+                             const DownBackwardArgs& backward) {
+  ListedGemmSm90 listed{MakeGemm(args), args.x, args.x_list};
+  listed.backward.h = backward.h;
+  listed.backward.dh = backward.dh;
+  listed.backward.row_scale = backward.row_scale;
+  listed.backward.row_sums = backward.row_sums;
+  return LaunchListedGemmSm90(stream, listed, DescribeOperands(args), false);
 }
 
 }  // namespace jgg

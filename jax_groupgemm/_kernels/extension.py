@@ -36,6 +36,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_moe_dispatch": ("cuda",),
     "jgg_moe_combine": ("cuda",),
     "jgg_moe_combine_backward": ("cuda",),
+    "jgg_moe_down_backward": ("cuda",),
 }
 
 #: A product where XLA divides its operands among devices (``_core/partitioner.py``).

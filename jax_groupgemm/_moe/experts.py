@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._core import dtypes
 from .._core.composed import Composed
-from .._grouped.activation_backward import scaled_activation_backward
 from . import listed
 from .permute import combined, dispatched
 from .products import Options, Products
@@ -51,9 +50,7 @@ def _backward(h, operands, cts, *, options: Options):
     x_again, ct = lax.optimization_barrier((x, cts[0]))
     ct = ct.astype(options.dtype)
     row_weight = _of_rows(weight, routing)
-    dh, a, dweight = scaled_activation_backward(
-        h, listed.rows_cotangent(ct, down, routing, options), row_weight, options.activation
-    )
+    dh, a, dweight = listed.down_backward(ct, h, down, row_weight, routing, options)
     ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
     ddown_bias = None
     if down_bias is not None:

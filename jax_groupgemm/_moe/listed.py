@@ -9,10 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .._core import costs
+from .._core import costs, dtypes
 from .._core.composed import Composed
 from .._core.products import Wgrad
 from .._grouped import call
+from .._grouped.activation_backward import scaled_activation_backward
 from .._kernels import choose
 from .permute import dispatched
 from .products import Options, Products
@@ -68,6 +69,43 @@ def _listed_mm(platform, x, w, products: Products, product, epilogue=call.NO_EPI
     return choose.listed(problem)
 
 
+def down_backward(ct, h, w, row_weight, routing: Routing, options: Options):
+    """What :func:`scaled_activation_backward` gives of the rows' cotangent in front of the down
+    product, where ``ct``, (T, N), is the tokens'."""
+    scale = row_weight.astype(dtypes.accumulator_dtype(h.dtype))
+    return _DOWN(ct, h, w, scale, routing, options=options)
+
+
+def _down_composed(ct, h, w, scale, routing, *, options: Options):
+    d = rows_cotangent(ct, w, routing, options)
+    return scaled_activation_backward(h, d, scale, options.activation)
+
+
+def _down_call(platform, ct, h, w, scale, routing, *, options: Options):
+    products, product = Products(routing, options), _back(options).product(_rows(routing))
+    if options.activation != "swiglu" or not isinstance(w, jax.Array) or h.dtype != ct.dtype:
+        return None
+    if _listed_mm(platform, ct, w, products, product) is None:
+        return None
+    rows, columns = h.shape[0], h.shape[1] // 2
+    flags = {
+        "metadata": call.metadata_flags(products.metadata),
+        "mm": call.mm_flags(products.metadata, product),
+    }
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, h.dtype)
+    sums = jax.ShapeDtypeStruct((-(-columns // 16), rows), jnp.float32)
+    run = jax.ffi.ffi_call(
+        "jgg_moe_down_backward", [like(rows, columns), like(rows, 2 * columns), sums]
+    )
+    (sizes,) = products.metadata.narrow(rows, w.shape[0])
+    a, dh, sums = run(ct, w, sizes, tokens(routing), h, scale, **call.attributes(flags))
+    return dh, a, sums.sum(0)
+
+
+def _back(options: Options) -> Options:
+    return dataclasses.replace(options, transpose_w=not options.transpose_w)
+
+
 def rows_cotangent(ct, w, routing: Routing, options: Options):
     """That of the rows that ``w`` multiplies, where ``ct``, (T, N), is the tokens'."""
     return _ROWS(ct, w, routing, options=options)
@@ -79,8 +117,7 @@ def _rows_composed(ct, w, routing, *, options: Options):
 
 def _rows_call(platform, ct, w, routing, *, options: Options):
     products = Products(routing, options)
-    back = dataclasses.replace(options, transpose_w=not options.transpose_w)
-    product = back.product(_rows(routing))
+    product = _back(options).product(_rows(routing))
     choice = None
     if isinstance(w, jax.Array):
         choice = _listed_mm(platform, ct, w, products, product)
@@ -127,4 +164,5 @@ _UP_ALONE = Composed(
     cost=costs.conversion,
 )  # fmt: skip
 _ROWS = Composed("jgg_experts_rows", _rows_composed, _rows_call, cost=costs.conversion)
+_DOWN = Composed("jgg_experts_down", _down_composed, _down_call, cost=costs.conversion)
 _WEIGHT = Composed("jgg_experts_weight", _weight_composed, _weight_call, cost=costs.conversion)

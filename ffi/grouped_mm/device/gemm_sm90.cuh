@@ -43,10 +43,12 @@ enum class Listed { kNothing, kRowsL, kLinesR };
 // each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
 // store warp takes. kGates: a gated activation that two warps make of rounded sums, see
 // gates_apart_sm90.cuh. kListed: warps that feed gather, too. kTransposed: the result of wgrad is
-// stored as (columns, rows). ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
+// stored as (columns, rows). kBackward: sums are the cotangent of that activation, see
+// listed_backward_sm90.cuh. ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
           int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
-          bool kGates_ = false, Listed kListed_ = Listed::kNothing, bool kTransposed_ = false>
+          bool kGates_ = false, Listed kListed_ = Listed::kNothing, bool kTransposed_ = false,
+          Activation kBackward_ = Activation::kNone>
 struct GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
@@ -56,6 +58,8 @@ struct GemmSm90Config {
   static constexpr bool kGates = kGates_;
   static constexpr Listed kListed = kListed_;
   static constexpr bool kLists = kListed != Listed::kNothing, kTransposed = kTransposed_;
+  static constexpr Activation kBackward = kBackward_;
+  static constexpr bool kGoesBack = kBackward != Activation::kNone;
   // One that gathers L shares R instead, with the tile below.
   static constexpr bool kStacked = kListed == Listed::kRowsL;
   static constexpr int kScheduledBlocks = kGates ? kGateApart : kBlocks;
@@ -89,11 +93,11 @@ struct GemmSm90Config {
       !kLKMajor && !kRKMajor && kRows == 256 && kPlanes == 1 && !kWide;
   // Rows of the result that the store warp takes at a time (in boxes of Epilogue::kChunk rows), and
   // the buffers for as many that each warpgroup has.
-  static constexpr int kStoreChunk = kWide ? 32 : kRows == 256 ? 128 : kChunkL;
-  static constexpr int kStoreBuffers = kWide ? 4 : kRows == 256 ? 1 : 2;
+  static constexpr int kStoreChunk = kWide ? 32 : kRows == 256 && !kGoesBack ? 128 : kChunkL;
+  static constexpr int kStoreBuffers = kWide ? 4 : kRows == 256 && !kGoesBack ? 1 : 2;
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
-  static constexpr int kLateChunks = kStoreWarp && kRows == 256 ? (kWide ? 2 : 1) : 0;
+  static constexpr int kLateChunks = kStoreWarp && kRows == 256 && !kGoesBack ? (kWide ? 2 : 1) : 0;
   // Chunks that come late leave no registers for scales. With a transposed x, or for wgrad, ptxas
   // serializes products (C7510) where there is a bias.
   static constexpr Own kOwn = !kLKMajor         ? Own::kNothing

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/gemm_sm90.cuh"
+#include "grouped_mm/device/listed_backward_sm90.cuh"
 #include "grouped_mm/listed_gemm_sm90.h"
 
 namespace jgg::device {
@@ -130,10 +131,12 @@ class LinesOfR {
 template <typename Config>
 using GathererSm90 = std::conditional_t<Config::kStacked, RowsOfL<Config>, LinesOfR<Config>>;
 
-// The tile's slices, a warp's share of what comes by list; copy(turn, stage) by its first lane.
-template <typename Config, typename Copy>
+// The tile's slices, a warp's share of what comes by list; copy(turn, stage) by its first lane, and
+// copy_more(chunk, stage) for what follows them.
+template <typename Config, typename Copy, typename CopyMore>
 __device__ void GatherTile(GathererSm90<Config>& gatherer, typename Config::SharedMemory& memory,
-                           const Work& work, Place<Config::kStages>& at, Copy copy) {
+                           const Work& work, Place<Config::kStages>& at, Copy copy,
+                           CopyMore copy_more) {
   if (work.slices > 0) gatherer.Begin(work);
 #pragma unroll 1
   for (int turn = 0; turn < work.slices; ++turn) {
@@ -143,6 +146,17 @@ __device__ void GatherTile(GathererSm90<Config>& gatherer, typename Config::Shar
     gatherer.Gather(work, turn, at.index);
     ArriveCopied(&memory.full[at.index]);
     at.Next();
+  }
+  if constexpr (Config::kGoesBack) {
+    if (work.slices == 0) return;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kBackwardStages<Config>; ++chunk) {
+      Wait(&memory.empty[at.index], at.parity ^ 1);
+      if (threadIdx.x % 32 == 0) copy_more(chunk, at.index);
+      __syncwarp();
+      ArriveCopied(&memory.full[at.index]);
+      at.Next();
+    }
   }
 }
 
@@ -156,9 +170,12 @@ __device__ void CopyListedWarp(const ListedGemmSm90& listed,
   ForEachWork<Config>(memory, [&](const Work& work) {
     const int chunks = copier.Chunks(work);
     const bool shares = copier.Shares(work);
-    GatherTile<Config>(gatherer, memory, work, at, [&](int turn, int stage) {
-      copier.CopySlice(memory, work, turn, chunks, shares, stage);
-    });
+    GatherTile<Config>(
+        gatherer, memory, work, at,
+        [&](int turn, int stage) {
+          copier.CopySlice(memory, work, turn, chunks, shares, stage);
+        },
+        [&](int chunk, int stage) { CopyBackward<Config>(listed, memory, work, chunk, stage); });
   });
   WaitCopied();  // nothing says that copies outlive the thread that began them
 }
@@ -191,7 +208,7 @@ __device__ void ScheduleListedWarp(const ListedGemmSm90& listed,
       ArriveFor(&memory.work_empty[read.index + ZeroAfter(work.OfEachLoad())]);
       read.Next();
       if (work.rows == 0) break;
-      GatherTile<Config>(gatherer, memory, work, at, [](int, int) {});
+      GatherTile<Config>(gatherer, memory, work, at, [](int, int) {}, [](int, int) {});
     }
   });
   WaitCopied();
@@ -216,12 +233,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ScheduleListedWarp<Config>(listed, memory, block);
     } else if (warp == 1) {
       CopyListedWarp<Config>(listed, memory, block);
-    } else {
+    } else if constexpr (!Config::kGoesBack) {
       OtherWarp<Config>(gemm, memory, warp);
+    } else if (warp == 3) {
+      StoreBackwardWarp<Config>(listed, memory);
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyWarpgroup<Config>(gemm, memory, warp / 4 - 1);
+    if constexpr (Config::kGoesBack) {
+      MultiplyBackwardWarpgroup<Config>(listed, memory, warp / 4 - 1);
+    } else {
+      MultiplyWarpgroup<Config>(gemm, memory, warp / 4 - 1);
+    }
   }
   ClusterSync();
 }

@@ -34,6 +34,12 @@ struct Place {
       parity ^= 1;
     }
   }
+
+  __device__ void Skip(int places) {
+    const int turns = (index + places) / kPlaces;
+    index += places - turns * kPlaces;
+    parity ^= turns & 1;
+  }
 };
 
 // By one thread: `copiers` threads fill a stage; `feeders` warps read the ring of work beside those
