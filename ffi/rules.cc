@@ -145,8 +145,8 @@ void DefineRules(nb::module_& m) {
         "Whether rows of x by list, so many to a matrix, run on the Hopper kernel for many rows.");
   m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,
         "b"_a, "element_bytes"_a = 2, "transpose_x"_a = false, "transpose_y"_a = false,
-        "own_weight"_a = true, "segments"_a = false, "x_by_list"_a = false,
-        "y_by_list"_a = false, "more_options"_a = false, "same_dtype"_a = true,
+        "own_weight"_a = true, "segments"_a = false, "x_by_list"_a = false, "y_by_list"_a = false,
+        "more_options"_a = false, "same_dtype"_a = true,
         "Why the Hopper kernel cannot take a wgrad: out (G, A, B) of x (T, A) and y (T, B). "
         "segments says that the metadata is a table of segments. With planes, rows of transposed "
         "operands are those that have been filled up, and element_bytes 2.");

@@ -259,8 +259,8 @@ cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
 template <typename Config>
 void ShareOutSm90(GemmSm90& gemm, int64_t tiles, int clusters) {
   // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours in L2.
-  gemm.ranks = gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters &&
-               tiles <= 2048;
+  gemm.ranks =
+      gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters && tiles <= 2048;
   // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
   gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
                   tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&

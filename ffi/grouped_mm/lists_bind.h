@@ -9,8 +9,8 @@
 namespace jgg {
 
 // The next operand as the rows of an operand that the rows of the product are, so many.
-inline xla::ffi::Error BindRows(const char* op, const char* name, Operands* operands,
-                                RowList* rows, int64_t* count) {
+inline xla::ffi::Error BindRows(const char* op, const char* name, Operands* operands, RowList* rows,
+                                int64_t* count) {
   const auto list = operands->Take(name);
   if (!list) return list.error();
   JGG_RETURN_IF_ERROR(CheckShape(op, name, "(T,)", *list, {-1}));

@@ -21,8 +21,10 @@ static ffi::Error BindOptions(cudaStream_t stream, ffi::RemainingArgs rest,
   constexpr const char* op = "mm";
   Operands operands(op, rest);
   if (metadata.group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(op, &operands, &args->metadata));
-  if (rows.x_rows) JGG_RETURN_IF_ERROR(BindRows(op, "x_rows", &operands, &args->x_list, &args->rows_x));
-  if (rows.y_rows) JGG_RETURN_IF_ERROR(BindRows(op, "y_rows", &operands, &args->y_list, &args->rows_y));
+  if (rows.x_rows)
+    JGG_RETURN_IF_ERROR(BindRows(op, "x_rows", &operands, &args->x_list, &args->rows_x));
+  if (rows.y_rows)
+    JGG_RETURN_IF_ERROR(BindRows(op, "y_rows", &operands, &args->y_list, &args->rows_y));
   if (args->ByList() && args->metadata.kind != MetadataKind::kSegments &&
       args->rows_x != args->rows_y) {
     return InvalidArgument(op, "groups are of ", args->rows_x, " rows of x and ", args->rows_y,

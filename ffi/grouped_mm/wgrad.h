@@ -20,11 +20,11 @@ struct WgradArgs {
   const void* x;
   const void* y;
   void* out;
-  DType dtype;      // of x and y
-  DType out_dtype;  // of out
-  bool tf32;        // float32 operands may be rounded to TensorFloat-32
-  int tile = 0;     // rows of a tile of sm90, or 0 for its rule
-  int planes = 1;   // float32 operands may come as bf16 planes, one after another in a line
+  DType dtype;             // of x and y
+  DType out_dtype;         // of out
+  bool tf32;               // float32 operands may be rounded to TensorFloat-32
+  int tile = 0;            // rows of a tile of sm90, or 0 for its rule
+  int planes = 1;          // float32 operands may come as bf16 planes, one after another in a line
   int64_t rows_x, rows_y;  // as segments count them: those of a list, if any
   int64_t a, b, groups;
   // Elements from one index to the next; this is how transposed operands are told apart.

@@ -16,9 +16,8 @@ static constexpr const char* kOp = "moe_down_backward";
 static ffi::Error DownBackward(cudaStream_t stream, ffi::AnyBuffer ct, ffi::AnyBuffer w,
                                ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                                ffi::Result<ffi::AnyBuffer> activated,
-                               ffi::Result<ffi::AnyBuffer> dh,
-                               ffi::Result<ffi::AnyBuffer> row_sums, MetadataAttrs metadata_attrs,
-                               MmAttrs mm_attrs) {
+                               ffi::Result<ffi::AnyBuffer> dh, ffi::Result<ffi::AnyBuffer> row_sums,
+                               MetadataAttrs metadata_attrs, MmAttrs mm_attrs) {
   MmArgs args;
   JGG_RETURN_IF_ERROR(BindMm({ct, 1}, {w, 1}, *activated, mm_attrs, Activation::kNone, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &args.metadata));

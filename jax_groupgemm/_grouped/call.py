@@ -83,7 +83,8 @@ def mm_problem(
         rows=product.rows, groups=groups, k=k, n=n, segments=metadata.count,
         elements=x.size + w.size, ordered=metadata.form.ordered_y,
         transpose_x=product.transpose_x, transpose_w=product.transpose_w,
-        transpose_out=product.transpose_out, tf32=product.tf32, lists=lists, x_list_alone=x_list_alone,
+        transpose_out=product.transpose_out, tf32=product.tf32, lists=lists,
+        x_list_alone=x_list_alone,
         existing_dtype=None if existing is None else existing.dtype.name, **facts,
     )  # fmt: skip
 
@@ -164,7 +165,8 @@ def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad, *, x_list:
         op="wgrad", platform=platform, implementation=product.implementation,
         dtypes=(x.dtype.name, y.dtype.name), out_dtype=product.out_dtype.name,
         operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=rows,
-        x_list=x_list, y_list=y_list, groups=groups, a=a, b=b, kind=metadata.form.kind, segments=metadata.count,
+        x_list=x_list, y_list=y_list,
+        groups=groups, a=a, b=b, kind=metadata.form.kind, segments=metadata.count,
         elements=x.size + y.size, own_weight=metadata.form.own_weight,
         whole=metadata.group_offset is not None, transpose_x=product.transpose_x,
         transpose_y=product.transpose_y, tf32=product.tf32,

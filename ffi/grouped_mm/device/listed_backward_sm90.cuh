@@ -14,8 +14,8 @@
 
 namespace jgg::device {
 
-constexpr int kBackwardRows = 64;                       // of h in a stage
-constexpr int kBackwardBytes = kBackwardRows * 128;     // of 64 columns of them
+constexpr int kBackwardRows = 64;                    // of h in a stage
+constexpr int kBackwardBytes = kBackwardRows * 128;  // of 64 columns of them
 template <typename Config>
 constexpr int kBackwardStages = Config::kRows / kBackwardRows;  // of a tile, whatever its rows
 

@@ -162,8 +162,8 @@ __device__ void GatherTile(GathererSm90<Config>& gatherer, typename Config::Shar
 
 // The warp that copies.
 template <typename Config>
-__device__ void CopyListedWarp(const ListedGemmSm90& listed,
-                               typename Config::SharedMemory& memory, int block) {
+__device__ void CopyListedWarp(const ListedGemmSm90& listed, typename Config::SharedMemory& memory,
+                               int block) {
   const Copier<Config> copier{listed.gemm, block};
   GathererSm90<Config> gatherer(listed, memory, 1);
   Place<Config::kStages> at;
@@ -172,9 +172,7 @@ __device__ void CopyListedWarp(const ListedGemmSm90& listed,
     const bool shares = copier.Shares(work);
     GatherTile<Config>(
         gatherer, memory, work, at,
-        [&](int turn, int stage) {
-          copier.CopySlice(memory, work, turn, chunks, shares, stage);
-        },
+        [&](int turn, int stage) { copier.CopySlice(memory, work, turn, chunks, shares, stage); },
         [&](int chunk, int stage) { CopyBackward<Config>(listed, memory, work, chunk, stage); });
   });
   WaitCopied();  // nothing says that copies outlive the thread that began them

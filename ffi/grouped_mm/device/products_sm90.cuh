@@ -161,7 +161,8 @@ struct Products {
     uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {
       Wait(&memory.full[here.index], here.parity);
-      if constexpr (Config::kGathered || Config::kLists) FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
+      if constexpr (Config::kGathered || Config::kLists)
+        FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
       if (turn == 0 ? cut_last || (cut_first && slices == 1) : cut_first && turn == 1) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();

@@ -175,8 +175,8 @@ class TilesSm90 {
 
   // mm: a segment's rows are shared out evenly, and to whole pairs of stacked tiles.
   __device__ static int TileRows(int length) {
-    const int tiles = kStacked ? (length + 2 * kRows - 1) / (2 * kRows) * 2
-                               : (length + kRows - 1) / kRows;
+    const int tiles =
+        kStacked ? (length + 2 * kRows - 1) / (2 * kRows) * 2 : (length + kRows - 1) / kRows;
     return (Divide(length - 1, max(tiles, 1)) + 8) / 8 * 8;
   }
 

@@ -60,9 +60,8 @@ __device__ void StageColumns(char* staged, int blocks, Words words) {
 template <typename Config, typename T, typename Epilogue>
 __device__ void StageRounded(const float* sums, char* staged, int blocks) {
   if constexpr (Config::kTransposed) {
-    StageColumns<Epilogue::kChunk>(staged, blocks, [&](int word) {
-      return Pack<T>(sums[2 * word], sums[2 * word + 1]);
-    });
+    StageColumns<Epilogue::kChunk>(
+        staged, blocks, [&](int word) { return Pack<T>(sums[2 * word], sums[2 * word + 1]); });
   } else {
     Epilogue::template StageHalvesOf<T>(sums, staged, blocks);
   }
@@ -73,8 +72,8 @@ __device__ inline void StoreZeroLines(const GemmSm90& gemm, const Work& work, in
   const int thread = threadIdx.x % 128;
 #pragma unroll 1
   for (int line = column + thread / 32; line < min(column + 64, work.columns); line += 4) {
-    const int64_t from = work.weight * gemm.out_group +
-                         (work.out_column + line) * gemm.out_line + work.out_row;
+    const int64_t from =
+        work.weight * gemm.out_group + (work.out_column + line) * gemm.out_line + work.out_row;
     for (int row = thread % 32 * 8; row < work.rows; row += 32 * 8) {
       *reinterpret_cast<uint4*>(static_cast<uint16_t*>(gemm.out) + from + row) =
           make_uint4(0, 0, 0, 0);

@@ -54,8 +54,9 @@ struct TileOrder {
   }
 };
 
-// Tiles of a cluster of two that are one above the other, and share R: along a pair of rows of them,
-// then on to the next pair, so that the rows of L, which come one by one, are read again from L2.
+// Tiles of a cluster of two that are one above the other, and share R: along a pair of rows of
+// them, then on to the next pair, so that the rows of L, which come one by one, are read again from
+// L2.
 struct StackedOrder {
   int columns;  // of tiles
 
