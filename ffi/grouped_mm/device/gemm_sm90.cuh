@@ -133,7 +133,7 @@ __device__ int MultipliedK(int last) {
 template <typename Config>
 struct Copier {
   static constexpr bool kPair = Config::kCluster == 2;
-  static constexpr bool kCopiesL = !Config::kGathered && !Config::kStacked;
+  static constexpr bool kCopiesL = !Config::kGathered && Config::kListed != Listed::kRowsL;
   static constexpr int kChunksR = Config::kListed == Listed::kLinesR ? 0 : Config::kChunksR;
 
   const GemmSm90& gemm;

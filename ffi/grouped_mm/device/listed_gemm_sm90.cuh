@@ -39,12 +39,12 @@ __device__ inline uint32_t PlaceOfLane(int warp) {
 // Half of L's rows, in turns of 8: a warp has 4 of each. Where they are stays in registers for all
 // slices of a tile, those of a lane for the others, too. Rows behind the tile's last are not
 // gathered: what they are multiplied to is not stored.
-template <typename Config>
+template <typename Config, typename Argument>
 class RowsOfL {
   static constexpr int kShare = Config::kRows / kListWarps, kEach = kShare / 32;
 
  public:
-  __device__ RowsOfL(const ListedGemmSm90& listed, typename Config::SharedMemory& memory, int warp)
+  __device__ RowsOfL(const Argument& listed, typename Config::SharedMemory& memory, int warp)
       : listed_(listed), to_(SharedAddress(memory.l) + PlaceOfLane(warp)), warp_(warp) {}
 
   __device__ void Begin(const Work& work) {
@@ -76,7 +76,7 @@ class RowsOfL {
   }
 
  private:
-  const ListedGemmSm90& listed_;
+  const Argument& listed_;
   const uint32_t to_;
   const int warp_;
   int rows_[kEach];
@@ -84,13 +84,13 @@ class RowsOfL {
 
 // Half of R's lines of k, in turns of 8, of all its columns. What is outside of the segment is
 // zeros. Where the next slice's lines are is read one slice ahead.
-template <typename Config>
+template <typename Config, typename Argument>
 class LinesOfR {
   static constexpr int kSteps = kSliceSm90 / 8, kChunks = Config::kChunksR;
   static_assert(kSteps * 4 == 32);  // a line for each lane
 
  public:
-  __device__ LinesOfR(const ListedGemmSm90& listed, typename Config::SharedMemory& memory, int warp)
+  __device__ LinesOfR(const Argument& listed, typename Config::SharedMemory& memory, int warp)
       : listed_(listed), to_(SharedAddress(memory.r) + PlaceOfLane(warp)), warp_(warp) {}
 
   __device__ void Begin(const Work& work) { next_ = Line(work, 0); }
@@ -122,19 +122,20 @@ class LinesOfR {
     return t >= work.first && t < end ? ListedRow(listed_.list, work.r_k + t) : -1;
   }
 
-  const ListedGemmSm90& listed_;
+  const Argument& listed_;
   const uint32_t to_;
   const int warp_;
   int next_;
 };
 
-template <typename Config>
-using GathererSm90 = std::conditional_t<Config::kStacked, RowsOfL<Config>, LinesOfR<Config>>;
+template <typename Config, typename Argument>
+using GathererSm90 = std::conditional_t<Config::kListed == Listed::kRowsL,
+                                        RowsOfL<Config, Argument>, LinesOfR<Config, Argument>>;
 
 // The tile's slices, a warp's share of what comes by list; copy(turn, stage) by its first lane, and
 // copy_more(chunk, stage) for what follows them.
-template <typename Config, typename Copy, typename CopyMore>
-__device__ void GatherTile(GathererSm90<Config>& gatherer, typename Config::SharedMemory& memory,
+template <typename Config, typename Gatherer, typename Copy, typename CopyMore>
+__device__ void GatherTile(Gatherer& gatherer, typename Config::SharedMemory& memory,
                            const Work& work, Place<Config::kStages>& at, Copy copy,
                            CopyMore copy_more) {
   if (work.slices > 0) gatherer.Begin(work);
@@ -161,11 +162,11 @@ __device__ void GatherTile(GathererSm90<Config>& gatherer, typename Config::Shar
 }
 
 // The warp that copies.
-template <typename Config>
-__device__ void CopyListedWarp(const ListedGemmSm90& listed, typename Config::SharedMemory& memory,
+template <typename Config, typename Argument>
+__device__ void CopyListedWarp(const Argument& listed, typename Config::SharedMemory& memory,
                                int block) {
   const Copier<Config> copier{listed.gemm, block};
-  GathererSm90<Config> gatherer(listed, memory, 1);
+  GathererSm90<Config, Argument> gatherer(listed, memory, 1);
   Place<Config::kStages> at;
   ForEachWork<Config>(memory, [&](const Work& work) {
     const int chunks = copier.Chunks(work);
@@ -173,16 +174,20 @@ __device__ void CopyListedWarp(const ListedGemmSm90& listed, typename Config::Sh
     GatherTile<Config>(
         gatherer, memory, work, at,
         [&](int turn, int stage) { copier.CopySlice(memory, work, turn, chunks, shares, stage); },
-        [&](int chunk, int stage) { CopyBackward<Config>(listed, memory, work, chunk, stage); });
+        [&](int chunk, int stage) {
+          if constexpr (Config::kGoesBack) {
+            CopyBackward<Config>(listed, memory, work, chunk, stage);
+          }
+        });
   });
   WaitCopied();  // nothing says that copies outlive the thread that began them
 }
 
 // The warp that schedules. It puts a tile into the ring of work before it gathers the one before.
-template <typename Config>
-__device__ void ScheduleListedWarp(const ListedGemmSm90& listed,
-                                   typename Config::SharedMemory& memory, int block) {
-  GathererSm90<Config> gatherer(listed, memory, 0);
+template <typename Config, typename Argument>
+__device__ void ScheduleListedWarp(const Argument& listed, typename Config::SharedMemory& memory,
+                                   int block) {
+  GathererSm90<Config, Argument> gatherer(listed, memory, 0);
   Place<Config::kStages> at;
   Place<Config::kWorks> filled, read;
   WithSchedule<Config>(listed.gemm, memory, block, [&](auto& schedule) {

@@ -54,9 +54,8 @@ struct TileOrder {
   }
 };
 
-// Tiles of a cluster of two that are one above the other, and share R: along a pair of rows of
-// them, then on to the next pair, so that the rows of L, which come one by one, are read again from
-// L2.
+// Tiles of a cluster of two that are one above the other, and share R: in the order of TileOrder,
+// of pairs of rows of tiles.
 struct StackedOrder {
   int columns;  // of tiles
 
@@ -64,10 +63,11 @@ struct StackedOrder {
 
   __device__ int Count(int rows) const { return (rows + 1) / 2 * columns; }
 
-  __device__ TilePlace At(int number, int rows, int block, int) const {
-    const int pair = Divide(number, columns), row = 2 * pair + block;
+  __device__ TilePlace At(int number, int rows, int block, int log_band) const {
+    const TilePlace pair = TileOrder<1>{columns}.At(number, (rows + 1) / 2, 0, log_band);
+    const int row = 2 * pair.row + block;
     const bool exists = row < rows;
-    return {exists ? row : rows - 1, number - pair * columns, exists};
+    return {exists ? row : rows - 1, pair.column, exists};
   }
 };
 

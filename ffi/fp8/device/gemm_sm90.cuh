@@ -1,0 +1,318 @@
+// The kernel of products of two FP8 operands. As grouped_mm's (grouped_mm/device/gemm_sm90.cuh), of
+// tiles of 128 rows and 256 columns, one above the other in a pair of blocks, which share R:
+//   warp 0  schedules
+//   warp 1  copies slices of L and R
+//   warp 2  puts a stage's scales beside it
+//   warp 3  stores
+// Rows of x may come by list; then warps 0 and 1 gather them.
+#pragma once
+
+#include <cstdint>
+
+#include "fp8/device/products_sm90.cuh"
+#include "fp8/gemm_sm90.h"
+#include "grouped_mm/device/gemm_sm90.cuh"
+#include "grouped_mm/device/listed_gemm_sm90.cuh"
+
+namespace jgg::device {
+
+// Element: of the result, and kWide where that is float32. mm may have its rows by list; kRaggedK:
+// wgrad.
+template <typename Element_, bool kRaggedK_, bool kWide_ = false,
+          Listed kListed_ = Listed::kNothing>
+struct Fp8GemmSm90Config {
+  using Element = Element_;
+  static constexpr bool kLKMajor = true, kRKMajor = true;
+  static constexpr bool kRaggedK = kRaggedK_, kScalesColumns = kRaggedK, kWide = kWide_;
+  // float32 results take the room of a stage.
+  static constexpr int kRows = 128, kBlocks = 2, kStages = kWide ? 3 : 4, kCluster = 2, kPlanes = 1;
+  static constexpr Listed kListed = kListed_;
+  static constexpr bool kLists = kListed != Listed::kNothing;
+  static constexpr bool kStacked = true, kGathered = false, kSharesK = false, kGates = false;
+  static constexpr bool kTransposed = false, kBalances = false, kGoesBack = false;
+  static constexpr bool kStoreWarp = true;
+  static constexpr int kScheduledBlocks = kBlocks;
+  static constexpr int kThreads = 384, kWorks = 4, kHalves = 1;
+  static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;
+  static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
+  static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
+  static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = kWide ? 4 : 1;
+  using Epilogue = EpilogueSm90<kStoreChunk>;
+  using Scales = std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>, MmScales<kRows>>;
+  static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
+
+  struct SharedMemory {
+    using L = char[kPlanes][kChunksL * kChunkBytesL];
+    using R = char[kPlanes][kChunksR * kChunkBytesR];
+    alignas(1024) L l[kStages];
+    alignas(1024) R r[kStages];
+    alignas(1024) char staged[2][kStoreBuffers * kStoreChunk * (kWide ? 256 : 128)];
+    alignas(16) Scales scales[kStages];
+    alignas(16) Work works[kWorks];
+    uint64_t full[kStages], empty[kStages];
+    uint64_t work_full[kWorks], work_empty[kWorks];
+    StoreBarriers<kStoreBuffers> stores;
+    std::conditional_t<kRaggedK, RankedMatrices, Nothing> ranked;
+  };
+};
+
+// The scales of every 32nd of kCount lines, a lane's share of them, block by block. Lines that are
+// not there have none.
+template <int kCount>
+class LineScales {
+  static constexpr int kEach = kCount / 32;
+
+ public:
+  // line(i) is the line at place i, or -1.
+  template <typename Line>
+  __device__ LineScales(const RowScales& scales, Line line) : scales_(scales) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) lines_[i] = line(32 * i + threadIdx.x % 32);
+  }
+
+  __device__ void Load(int block) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t at = lines_[i] * scales_.line + block;
+      values_[i] = lines_[i] < 0 ? 0.0f : __ldg(scales_.data + at);
+    }
+  }
+
+  // put(place, value).
+  template <typename Put>
+  __device__ void Each(Put put) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) put(32 * i + threadIdx.x % 32, values_[i]);
+  }
+
+ private:
+  const RowScales& scales_;
+  int lines_[kEach];
+  float values_[kEach];
+};
+
+// A tile's scales, stage by stage: load(slice), then put(stage). What the next slice needs is read
+// before its place is waited for.
+template <typename Config, typename Load, typename Put>
+__device__ void StageScales(typename Config::SharedMemory& memory, const Work& work,
+                            Place<Config::kStages>& at, Load load, Put put) {
+  if (work.slices > 0) load(work.Slice(0));
+#pragma unroll 1
+  for (int turn = 0; turn < work.slices; ++turn) {
+    Wait(&memory.empty[at.index], at.parity ^ 1);
+    put(memory.scales[at.index]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Arrive(&memory.full[at.index]);
+    at.Next();
+    if (turn + 1 < work.slices) load(work.Slice(turn + 1));
+  }
+}
+
+// The warp that has the scales.
+template <typename Config>
+__device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory& memory) {
+  constexpr int kRows = Config::kRows;
+  Place<Config::kStages> at;
+  ForEachWork<Config>(memory, [&](const Work& work) {
+    using Rows = StagedScales<kRows>;
+    LineScales<kRows> rows(fp8.l_scales, [&](int i) {
+      const int row = i < work.rows ? work.l_row + i : -1;
+      return Config::kLists && row >= 0 ? ListedRow(fp8.list, row) : row;
+    });
+    if constexpr (Config::kRaggedK) {
+      LineScales<128 * Config::kBlocks> columns(
+          fp8.r_scales, [&](int i) { return i < work.columns ? work.out_column + i : -1; });
+      const auto load = [&](int slice) {
+        rows.Load(work.l_k / kSliceSm90 + slice);
+        columns.Load(work.r_k / kSliceSm90 + slice);
+      };
+      StageScales<Config>(memory, work, at, load, [&](auto& scales) {
+        rows.Each([&](int i, float value) { scales.rows.values[Rows::Place(i)] = value; });
+        columns.Each([&](int i, float value) { scales.columns[i] = value; });
+      });
+    } else {
+      // Of 128 columns; behind the last, any will do.
+      const int last = fp8.w_scales.columns - 1;
+      const float* of_columns[2];
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        const int64_t column = static_cast<int64_t>(work.weight) * fp8.w_scales.columns +
+                               min(work.out_column / 128 + g, last);
+        of_columns[g] = fp8.w_scales.data + column * fp8.w_scales.blocks;
+      }
+      float w[2];
+      const auto load = [&](int slice) {
+        rows.Load(slice);
+#pragma unroll
+        for (int g = 0; g < 2; ++g) w[g] = __ldg(of_columns[g] + slice);
+      };
+      StageScales<Config>(memory, work, at, load, [&](auto& scales) {
+        rows.Each([&](int i, float value) {
+#pragma unroll
+          for (int g = 0; g < 2; ++g) scales.rows[g].values[Rows::Place(i)] = value * w[g];
+        });
+      });
+    }
+  });
+}
+
+// As EpilogueSm90::StageFloats. What addresses are made of is read anew: kept through the products,
+// there are no registers for it.
+template <int kRows>
+__device__ __forceinline__ void StageFloatsAnew(const float* sums, char* staged) {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const uint32_t lane = thread % 32, line = thread % 128 / 32 * 16 + lane / 4;
+  float* to = reinterpret_cast<float*>(staged);
+#pragma unroll
+  for (int block = 0; block < kRows / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t row = 8 * block + lane % 4 * 2 + i % 2, column = line + i / 2 * 8;
+      to[(column / 32 * kRows + row) * 32 + (column % 32 ^ (row % 8 * 4))] = sums[4 * block + i];
+    }
+  }
+}
+
+// How many chunks a warpgroup has staged: a Place in one register.
+template <int kPlaces>
+struct CountedPlace {
+  static_assert((kPlaces & (kPlaces - 1)) == 0);
+  uint32_t count = 0;
+
+  __device__ Place<kPlaces> Next() {
+    const uint32_t now = count++;
+    return {static_cast<int>(now % kPlaces), now / kPlaces % 2};
+  }
+};
+
+// One of the two warpgroups that multiply.
+template <typename Config>
+__device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemory& memory,
+                                                     int group) {
+  using P = Fp8Products<Config>;
+  using T = typename Config::Element;
+  Place<Config::kStages> at;
+  CountedPlace<Config::kStoreBuffers> staged_chunks;
+  ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
+    typename P::Sums sums;
+    P::MultiplyTile(memory, work, group, at, sums);
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      if (128 * group + 64 * block >= work.columns) break;
+#pragma unroll
+      for (int first = 0; first < Config::kRows; first += Config::kStoreChunk) {
+        if (first >= work.rows) break;
+        Place<Config::kStoreBuffers> store = staged_chunks.Next();
+        StageChunk<Config>(memory, group, store, [&](char* staged) {
+          constexpr int kChunk = Config::kStoreChunk;
+          if constexpr (Config::kWide) {
+            StageFloatsAnew<kChunk>(sums[block] + first / 2, staged);
+          } else {
+            Config::Epilogue::template StageHalvesOf<T>(sums[block] + first / 2, staged,
+                                                        kChunk / 8);
+          }
+        });
+      }
+    }
+  });
+}
+
+// The warp that stores, what both warpgroups have of a tile in turns.
+template <typename Config>
+__device__ void StoreFp8Warp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
+  Place<Config::kStoreBuffers> places[2];
+  uint64_t* before = nullptr;  // of the buffer that is being stored
+  ForEachWork<Config>(memory, [&](const Work& work) {
+#pragma unroll 1
+    for (int block = 0; block < Config::kBlocks; ++block) {
+#pragma unroll 1
+      for (int first = 0; first < work.rows; first += Config::kStoreChunk) {
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+          const int column = 128 * group + 64 * block;
+          if (column >= work.columns) continue;
+          auto& at = places[group];
+          Wait(&memory.stores.full[group][at.index], at.parity);
+          const char* staged = Buffer<Config>(memory, group, at.index);
+          const int rows = min(Config::kStoreChunk, work.rows - first);
+#pragma unroll
+          for (int half = 0; half < (Config::kWide ? 2 : 1); ++half) {
+            if (column + 32 * half >= work.columns) continue;
+            StoreChunk<Config>(gemm, work, staged + half * Config::kStoreChunk * 128,
+                               column + 32 * half, first, rows);
+          }
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) {
+            CommitStores();
+            // All but this one have been read; where there is one buffer, this one, too.
+            if (before != nullptr) {
+              WaitStored<1>();
+              Arrive(before);
+            }
+            before = &memory.stores.empty[group][at.index];
+            if (Config::kStoreBuffers == 1) {
+              WaitStored<0>();
+              Arrive(before);
+              before = nullptr;
+            }
+          }
+          __syncwarp();
+          at.Next();
+        }
+      }
+    }
+    if (before != nullptr) {
+      WaitStored<0>();
+      Arrive(before);
+      before = nullptr;
+    }
+    __syncwarp();
+  });
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    Fp8GemmSm90Kernel(const __grid_constant__ Fp8GemmSm90 fp8) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
+  const GemmSm90& gemm = fp8.gemm;
+  const int block = BlockInCluster(), warp = threadIdx.x / 32;
+  if (threadIdx.x == 32) {
+    memory.stores.Init(1);
+    constexpr int kGathering = Config::kLists ? 2 : 0;
+    // A stage is full when one thread's copies, the scales and the gathered pieces are there; tiles
+    // are read by warps 1, 2 and 3, and by one that schedules and gathers.
+    InitRings<Config>(memory, 2 + 32 * kGathering, 3 + kGathering / 2);
+    if (!Config::kLists) Prefetch(&gemm.l_map);
+    Prefetch(&gemm.r_map);
+    Prefetch(&gemm.out_map);
+  }
+  if (warp == 3) PrefetchSizes(gemm);
+  SyncRings<Config>();
+  if (warp < 4) {
+    GiveRegisters<Config::kFeedRegisters>();
+    if (warp == 2) {
+      ScaleWarp<Config>(fp8, memory);
+    } else if (warp == 3) {
+      StoreFp8Warp<Config>(gemm, memory);
+    } else if constexpr (Config::kLists) {
+      if (warp == 0) {
+        ScheduleListedWarp<Config>(fp8, memory, block);
+      } else {
+        CopyListedWarp<Config>(fp8, memory, block);
+      }
+    } else if (warp == 0) {
+      ScheduleWarp<Config>(gemm, memory, block);
+    } else {
+      if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, block);
+      __syncwarp();
+    }
+  } else {
+    TakeRegisters<Config::kMultiplyRegisters>();
+    MultiplyFp8Warpgroup<Config>(memory, warp / 4 - 1);
+  }
+  ClusterSync();
+}
+
+}  // namespace jgg::device

@@ -1,0 +1,149 @@
+// The sums of a tile of FP8 operands, by one warpgroup. Tensor cores add up one block of 128 k at a
+// time; its sums, times their scales, are added in float32. Hopper's own sums of FP8 products keep
+// about 14 bits.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "grouped_mm/device/primitives_sm90.cuh"
+#include "grouped_mm/device/products_sm90.cuh"
+#include "grouped_mm/device/ring_sm90.cuh"
+
+namespace jgg::device {
+
+// m64nNk32, A (here R) and B (here L) from shared memory.
+template <int kN>
+struct Fp8Product;
+
+#define JGG_FP8_PRODUCT(N) \
+  template <>              \
+  struct Fp8Product<N> : cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<> {};
+JGG_FP8_PRODUCT(32)
+JGG_FP8_PRODUCT(64)
+JGG_FP8_PRODUCT(96)
+JGG_FP8_PRODUCT(128)
+#undef JGG_FP8_PRODUCT
+
+// The scales of rows, as threads read them: lane q of every
+// four has rows 2 q and 2 q + 1 of each 8, next to each other. A quarter is filled up, so that the
+// four lanes' words lie in different banks.
+template <int kRows>
+struct StagedScales {
+  static constexpr int kQuarter = kRows / 4 + 4;
+  float values[4 * kQuarter];
+
+  __device__ static int Place(int row) { return row % 8 / 2 * kQuarter + row / 8 * 2 + row % 2; }
+  // Those of this thread's rows in kCount blocks of 8 from the i-th on.
+  template <int kCount>
+  __device__ void Load(int i, float (&to)[2 * kCount]) const {
+    const float* from = values + threadIdx.x % 4 * kQuarter + 2 * i;
+    if constexpr (kCount == 2) {
+      const float4 four = *reinterpret_cast<const float4*>(from);
+      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+      const float2 two = *reinterpret_cast<const float2*>(from);
+      to[0] = two.x, to[1] = two.y;
+    }
+  }
+};
+
+// A stage's: of rows, times that of each warpgroup's 128 columns of w; or of rows and of columns.
+template <int kRows>
+struct MmScales {
+  StagedScales<kRows> rows[2];
+  __device__ const StagedScales<kRows>& OfRows(int group) const { return rows[group]; }
+};
+
+template <int kRows, int kColumns>
+struct WgradScales {
+  StagedScales<kRows> rows;
+  float columns[kColumns];
+  __device__ const StagedScales<kRows>& OfRows(int) const { return rows; }
+};
+
+template <typename Config>
+struct Fp8Products {
+  using Memory = typename Config::SharedMemory;
+  static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
+  // Of 64 columns each; a warpgroup has kBlocks neighbouring ones.
+  using Sums = float[kBlocks][kRows / 2];
+
+  // All k of a tile. Leaves the ring behind it.
+  __device__ __forceinline__ static void MultiplyTile(Memory& memory, const Work& work, int group,
+                                                      Place<Config::kStages>& at, Sums& sums) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) sums[block][i] = 0.0f;
+    }
+    if (work.rows > 96) return MultiplySlices<128>(memory, work, group, at, sums);
+    if (work.rows > 64) return MultiplySlices<96>(memory, work, group, at, sums);
+    if (work.rows > 32) return MultiplySlices<64>(memory, work, group, at, sums);
+    return MultiplySlices<32>(memory, work, group, at, sums);
+  }
+
+ private:
+  template <int kN>
+  __device__ __forceinline__ static void MultiplySlices(Memory& memory, const Work& work, int group,
+                                                        Place<Config::kStages>& at, Sums& sums) {
+    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
+    const uint32_t r_first =
+        TileDescriptor(Uniform(SharedAddress(memory.r) + group * kBlocks * 64 * 128), 64 * 128);
+    const int slices = Uniform(work.slices);
+    Place<Config::kStages> here{Uniform(at.index), Uniform(at.parity)};
+#pragma unroll 1
+    for (int turn = 0; turn < slices; ++turn) {
+      Wait(&memory.full[here.index], here.parity);
+      if constexpr (Config::kLists) FenceAsyncProxy();
+      const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
+      const auto& scales = memory.scales[here.index].OfRows(group);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        float part[kN / 2];
+        WarpgroupArrive();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          Multiply<Fp8Product<kN>>(r_tile + ((block * 64 * 128 + step * 32) >> 4),
+                                   l_tile + ((step * 32) >> 4), part, step > 0,
+                                   std::make_index_sequence<kN / 2>{});
+        }
+        WarpgroupCommit();
+        WarpgroupWait<0>();
+        float of_columns[2] = {1.0f, 1.0f};
+        if constexpr (Config::kScalesColumns) {
+          const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            of_columns[i] =
+                memory.scales[here.index].columns[64 * (kBlocks * group + block) + first + 8 * i];
+          }
+        }
+        // With scales of columns, there are no registers for four of rows at a time.
+        constexpr int kBlocksAtATime = Config::kScalesColumns ? 1 : 2;
+#pragma unroll
+        for (int i = 0; i < kN / 8; i += kBlocksAtATime) {
+          float of_rows[2 * kBlocksAtATime];
+          scales.template Load<kBlocksAtATime>(i, of_rows);
+#pragma unroll
+          for (int j = 0; j < 4 * kBlocksAtATime; ++j) {
+            float value = part[4 * i + j] * of_rows[j / 4 * 2 + j % 2];
+            if (Config::kScalesColumns) {
+              sums[block][4 * i + j] += value * of_columns[j / 2 % 2];
+            } else {
+              sums[block][4 * i + j] += value;
+            }
+          }
+        }
+      }
+      __syncwarp();
+      Release<Config>(memory, here.index);
+      here.Next();
+    }
+    at = here;
+  }
+};
+
+}  // namespace jgg::device

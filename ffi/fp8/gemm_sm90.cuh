@@ -1,0 +1,30 @@
+// Host side of the Hopper kernel of FP8 products: launch.
+#pragma once
+
+#include "fp8/device/gemm_sm90.cuh"
+#include "fp8/gemm_sm90.h"
+#include "grouped_mm/gemm_sm90.cuh"
+
+namespace jgg {
+
+template <typename Config>
+cudaError_t LaunchFp8ConfigSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
+                                const OperandsSm90& operands) {
+  GemmSm90& gemm = fp8.gemm;
+  if (!HasStoreWarpSm90<Config>(gemm)) return cudaErrorNotSupported;
+  if (cudaError_t error = EncodeOperandsSm90<Config>(gemm, operands)) return error;
+  if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  return LaunchTilesSm90<Config, device::Fp8GemmSm90Kernel<Config>>(stream, gemm, fp8);
+}
+
+template <typename Element>
+cudaError_t LaunchFp8MmSm90Instance(cudaStream_t stream, Fp8GemmSm90& fp8,
+                                    const OperandsSm90& operands) {
+  if (fp8.list.list != nullptr) {
+    using Config = device::Fp8GemmSm90Config<Element, false, false, device::Listed::kRowsL>;
+    return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
+  }
+  return LaunchFp8ConfigSm90<device::Fp8GemmSm90Config<Element, false>>(stream, fp8, operands);
+}
+
+}  // namespace jgg

@@ -1,0 +1,39 @@
+// The Hopper kernel of products of two FP8 operands with scales for blocks of 128 k:
+//   out[r, c] = sum_s a[r, s] b[c, s] sum_{k in block s} L[r, k] R[c, k]
+// In mm L is rows of x, scaled row by row, and R columns of w, of which each block of 128 has one
+// scale. In wgrad both are scaled row by row, and k are rows of a group, whose blocks are its own.
+// It is grouped_mm's kernel with another product: pairs of e4m3 take the place of 16-bit elements,
+// so a slice is 128 k, a block.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "grouped_mm/gemm_sm90.h"
+#include "grouped_mm/mm.h"
+
+namespace jgg {
+
+// Scales of an operand's rows: row r's of block s is data[r * line + s].
+struct RowScales {
+  const float* data;
+  int64_t line;
+};
+
+// Scales of w: (G, ceil(N / 128), ceil(K / 128)).
+struct TileScales {
+  const float* data;
+  int columns, blocks;  // ceil(N / 128), ceil(K / 128)
+};
+
+struct Fp8GemmSm90 {
+  GemmSm90 gemm;  // k and strides along it in pairs of elements
+  RowScales l_scales;
+  TileScales w_scales;  // mm
+  RowScales r_scales;   // wgrad
+  const void* data;     // x, where its rows come by list
+  RowList list;         // list.list is null where they are in order
+};
+
+cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands);
+
+}  // namespace jgg

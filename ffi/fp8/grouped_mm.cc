@@ -1,0 +1,93 @@
+// CUDA handler of fp8_grouped_mm: bind, check, launch.
+#include "common/arch.h"
+#include "common/cuda_error.h"
+#include "fp8/bind.h"
+#include "fp8/gemm_sm90.h"
+#include "fp8/rules.h"
+#include "grouped_mm/attributes.h"
+#include "grouped_mm/lists_bind.h"
+#include "grouped_mm/metadata_bind.h"
+#include "handlers.h"
+
+namespace jgg {
+namespace ffi = xla::ffi;
+
+static constexpr const char* kOp = "fp8_grouped_mm";
+
+static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,
+                               ffi::AnyBuffer w, ffi::AnyBuffer w_scales, ffi::AnyBuffer metadata,
+                               ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                               MetadataAttrs metadata_attrs, RowsAttrs rows_attrs) {
+  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
+  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
+  const int64_t tokens = x.dimensions()[0], k = x.dimensions()[1];
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "w", "(G, N, K)", w, {-1, -1, k}));
+  const int64_t groups = w.dimensions()[0], n = w.dimensions()[1];
+  const int64_t blocks = (k + 127) / 128, columns = (n + 127) / 128;
+  JGG_RETURN_IF_ERROR(
+      CheckScales(kOp, "x_scales", "(T, ceil(K / 128))", x_scales, {tokens, blocks}));
+  JGG_RETURN_IF_ERROR(CheckScales(kOp, "w_scales", "(G, ceil(N / 128), ceil(K / 128))", w_scales,
+                                  {groups, columns, blocks}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, n}));
+  const auto dtype = ToDType(out->element_type());
+  if (!dtype || *dtype == DType::kF32) {
+    return InvalidArgument(kOp, "out must be bfloat16 or float16");
+  }
+  MmSm90 mm{};
+  ProductSm90& product = mm.product;
+  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
+  Operands operands(kOp, rest);
+  if (metadata_attrs.group_offset) {
+    JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
+  }
+  RowList list{nullptr, tokens};
+  product.rows_x = tokens;
+  product.rows_y = out->dimensions()[0];
+  if (rows_attrs.x_rows) {
+    JGG_RETURN_IF_ERROR(BindRows(kOp, "x_rows", &operands, &list, &product.rows_x));
+  }
+  JGG_RETURN_IF_ERROR(operands.End());
+  if (rows_attrs.y_rows) return InvalidArgument(kOp, "takes no y_rows");
+  JGG_RETURN_IF_ERROR(CheckMm(kOp, product.metadata, product.rows_x, product.rows_y, groups, n, k));
+  if (product.metadata.kind == MetadataKind::kSegments || product.rows_x != product.rows_y) {
+    return InvalidArgument(kOp, "needs sizes, and as many rows of x as of the result");
+  }
+  if (auto reason = rules::Fp8MmSm90Problem(k, n)) return Unimplemented(kOp, *reason);
+  if (const char* problem = GemmSm90Problem(*dtype, ComputeCapability())) {
+    return Unimplemented(kOp, problem);
+  }
+  product.out = out->untyped_data();
+  product.out_dtype = *dtype;
+  product.out_line = n;
+  product.n = n;
+  product.groups = groups;
+  mm.k = k / 2;  // pairs
+  Fp8GemmSm90 fp8{};
+  fp8.gemm = MakeGemmSm90(mm);
+  fp8.l_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
+  fp8.w_scales = {static_cast<const float*>(w_scales.untyped_data()), static_cast<int>(columns),
+                  static_cast<int>(blocks)};
+  fp8.data = x.untyped_data();
+  fp8.list = list;
+  return FromCuda(kOp,
+                  LaunchFp8(stream, fp8, DescribePairs(x, tokens, 1), DescribePairs(w, n, groups)));
+}
+
+XLA_FFI_DEFINE_HANDLER(kFp8GroupedMm, Fp8GroupedMm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x, codes
+                           .Arg<ffi::AnyBuffer>()  // x_scales
+                           .Arg<ffi::AnyBuffer>()  // w, codes
+                           .Arg<ffi::AnyBuffer>()  // w_scales
+                           .Arg<ffi::AnyBuffer>()  // metadata
+                           .RemainingArgs()        // group_offset, x_rows
+                           .Ret<ffi::AnyBuffer>()  // out
+                           .Attr<MetadataAttrs>("metadata")
+                           .Attr<RowsAttrs>("rows"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* JggFp8GroupedMm(XLA_FFI_CallFrame* call_frame) { return kFp8GroupedMm(call_frame); }
+
+}  // namespace jgg

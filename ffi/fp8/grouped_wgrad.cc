@@ -1,0 +1,82 @@
+// CUDA handler of fp8_grouped_wgrad: bind, check, launch.
+#include "common/arch.h"
+#include "common/cuda_error.h"
+#include "fp8/bind.h"
+#include "fp8/gemm_sm90.h"
+#include "fp8/rules.h"
+#include "grouped_mm/existing_out.h"
+#include "grouped_mm/metadata_bind.h"
+#include "handlers.h"
+
+namespace jgg {
+namespace ffi = xla::ffi;
+
+static constexpr const char* kOp = "fp8_grouped_wgrad";
+
+// pairs: a group's rows, in blocks of 128, are so many pairs.
+static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer dy_scales,
+                                  ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::AnyBuffer pairs,
+                                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                                  bool existing_out) {
+  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "dy", dy));
+  JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
+  const int64_t n = dy.dimensions()[0], rows = dy.dimensions()[1], blocks = rows / 128;
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, rows}));
+  const int64_t k = x.dimensions()[0];
+  JGG_RETURN_IF_ERROR(CheckScales(kOp, "dy_scales", "(N, T / 128)", dy_scales, {n, blocks}));
+  JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(K, T / 128)", x_scales, {k, blocks}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(G, N, K)", *out, {-1, n, k}));
+  const auto dtype = ToDType(out->element_type());
+  if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
+  WgradSm90 wgrad{};
+  ProductSm90& product = wgrad.product;
+  JGG_RETURN_IF_ERROR(BindMetadata(kOp, {"sizes", false, false}, pairs, &product.metadata));
+  product.groups = out->dimensions()[0];
+  if (product.metadata.count != product.groups) {
+    return InvalidArgument(kOp, "there are ", product.metadata.count, " groups and ",
+                           product.groups, " matrices");
+  }
+  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {n, k, rows, product.groups}, 0));
+  Operands operands(kOp, rest);
+  if (existing_out) {
+    if (*dtype != DType::kF32) return InvalidArgument(kOp, "existing_out needs float32");
+    JGG_RETURN_IF_ERROR(BindExistingOut(kOp, stream, &operands, *out));
+    product.epilogue.accumulate = true;
+  }
+  JGG_RETURN_IF_ERROR(operands.End());
+  if (auto reason = rules::Fp8WgradSm90Problem(rows, k)) return Unimplemented(kOp, *reason);
+  if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
+    return Unimplemented(kOp, problem);
+  }
+  product.out = out->untyped_data();
+  product.out_dtype = *dtype;
+  product.out_line = product.n = k;
+  product.rows_x = product.rows_y = rows / 2;  // pairs
+  wgrad.m = n;
+  wgrad.out_group = n * k;
+  Fp8GemmSm90 fp8{};
+  fp8.gemm = MakeGemmSm90(wgrad);
+  fp8.l_scales = {static_cast<const float*>(dy_scales.untyped_data()), blocks};
+  fp8.r_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
+  return FromCuda(kOp, LaunchFp8(stream, fp8, DescribePairs(dy, n, 1), DescribePairs(x, k, 1)));
+}
+
+XLA_FFI_DEFINE_HANDLER(kFp8GroupedWgrad, Fp8GroupedWgrad,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // dy, codes
+                           .Arg<ffi::AnyBuffer>()  // dy_scales
+                           .Arg<ffi::AnyBuffer>()  // x, codes
+                           .Arg<ffi::AnyBuffer>()  // x_scales
+                           .Arg<ffi::AnyBuffer>()  // pairs
+                           .RemainingArgs()        // existing_out
+                           .Ret<ffi::AnyBuffer>()  // out
+                           .Attr<bool>("existing_out"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* JggFp8GroupedWgrad(XLA_FFI_CallFrame* call_frame) {
+  return kFp8GroupedWgrad(call_frame);
+}
+
+}  // namespace jgg
