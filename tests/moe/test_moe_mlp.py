@@ -58,6 +58,7 @@ def check(args, rng, tolerance=None, **options):
 
 
 @pytest.mark.parametrize("activation", [*moe_oracle.ACTIVATIONS, *moe_oracle.GATED])
+@pytest.mark.one_in(3)
 def test_activations(rng, activation):
     check(problem(rng, gated=activation in moe_oracle.GATED), rng, activation=activation)
 
