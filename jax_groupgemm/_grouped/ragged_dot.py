@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
@@ -183,6 +184,15 @@ class _Dimensions:
                 f"jax.lax.RaggedDotDimensionNumbers, got {check.describe(numbers)}"
             )
         self.dot_dimension_numbers = numbers.dot_dimension_numbers
+        parts = (*numbers.dot_dimension_numbers, (numbers.lhs_ragged_dimensions,),
+                 (numbers.rhs_group_dimensions,))  # fmt: skip
+        axes = [axis for of in parts for one in of for axis in one]
+        is_pair = [len(of) for of in parts] == [2, 2, 1, 1]
+        if not is_pair or not all(isinstance(axis, (int, np.integer)) for axis in axes):
+            raise TypeError(
+                f"jgg.{op}: ragged_dot_dimension_numbers must hold axes, two lists contracted and "
+                f"two of batches, got {numbers}"
+            )
         (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
         self.lhs_contracting, self.rhs_contracting = tuple(lc), tuple(rc)
         self.lhs_batch, self.rhs_batch = tuple(lb), tuple(rb)
