@@ -1,5 +1,6 @@
 """A ``Call``, and what draws of all operations are made of: sizes, dtypes, metadata, NaN."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -37,7 +38,7 @@ class Call:
       transforms: whether it is differentiated and mapped, only mapped, or neither.
       letters: of the axes of floats and data, one word for each: axes of one letter are sharded
         alike, "." and an axis behind the word's end never. None where nothing may be sharded.
-      units: of each letter, what an axis of it is divided into, where that is not single indices.
+      units: of letters, how many parts their axes are cut into at most.
     """
 
     name: str
@@ -140,9 +141,12 @@ def some_operands(rng, of_jax: bool = False) -> Operands:
 
 
 def result_dtype(left: str, right: str, of_jax: bool) -> str:
-    """By default: JAX's promotion, where floats of 8 bits are bfloat16."""
-    if of_jax and left == right:
-        return left
+    """By default: JAX's promotion, where floats of 8 bits are bfloat16; or what JAX's own product
+    has, if it has one."""
+    if of_jax:
+        one = [jax.ShapeDtypeStruct((1,), jnp.dtype(dtype)) for dtype in (left, right)]
+        with contextlib.suppress(TypeError):
+            return jax.eval_shape(jax.lax.dot, *one).dtype.name
     wide = lambda dtype: "bfloat16" if dtype in (*FLOAT8, *NO_GRADIENT) else dtype
     return jnp.promote_types(wide(left), wide(right)).name
 

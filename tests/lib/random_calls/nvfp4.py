@@ -135,6 +135,7 @@ def nvfp4_grouped_mm(rng) -> Call:
     return Call(
         name, run, want, draw, k * t, out or "bfloat16", tolerance=2.0,
         letters=[*(words[name] for name in named), "TK", "TK", "GNK", "GNK"],
+        units={"N": n // 64, "K": k // 64} if packs else {},
     )  # fmt: skip
 
 

@@ -85,6 +85,15 @@ class Weight:
         packed = f" packed {self.packed}" if self.packed else ""
         return f"{self.mode} {self.bits} {self.group} {self.shape} {self.transpose_w}{packed}"
 
+    @property
+    def options(self) -> dict:
+        """Of a ``Call``: arrays of one packed weight belong together, and tiles are not cut."""
+        if not self.packed:
+            return {}
+        outer, inner = self.outer // 64, self.inner // max(64, self.group)
+        letters = ("N", "K") if self.transpose_w else ("K", "N")
+        return {"tied": True, "units": dict(zip(letters, (outer, inner), strict=True))}
+
     def draw(self):
         """Leaves, and the codes (with their scales)."""
         q = oracle.random_quantized(self.rng, self.shape, self.mode, self.bits, self.group,
@@ -183,7 +192,7 @@ def grouped_qmm(rng) -> Call:
     return Call(
         f"grouped_qmm {w} {dtype} {out} {names} {activation}", run, want, draw, w.k, out or dtype,
         tolerance=4.0, smooth=activation not in KINKED,
-        letters=["TK", *leaves, *option_letters(names, activation), *codes],
+        letters=["TK", *leaves, *option_letters(names, activation), *codes], **w.options,
     )  # fmt: skip
 
 
@@ -212,7 +221,7 @@ def gather_qmm(rng) -> Call:
     leaves, codes = w.letters("CD"[: len(batch)])
     return Call(
         f"gather_qmm {w} {dtype} {out} {lead} {batch}", run, want, draw, w.k * 14, out or dtype,
-        tolerance=3.0, letters=["AB"[: len(lead)] + "MK", *leaves, *codes],
+        tolerance=3.0, letters=["AB"[: len(lead)] + "MK", *leaves, *codes], **w.options,
     )  # fmt: skip
 
 
@@ -241,7 +250,7 @@ def quantized_matmul(rng) -> Call:
     rows = "." * max(len(lead) - 1, 0) + "T" * bool(lead)
     return Call(
         f"quantized_matmul {w} {dtype} {out} {lead} {batch}", run, want, draw, w.k * 16,
-        out or dtype, tolerance=3.0, letters=[f"{rows}K", *leaves, *codes],
+        out or dtype, tolerance=3.0, letters=[f"{rows}K", *leaves, *codes], **w.options,
     )  # fmt: skip
 
 
@@ -260,7 +269,7 @@ def dequantize(rng) -> Call:
     leaves, codes = w.letters("AB"[: len(batch)])
     return Call(
         f"dequantize {w} {to} {batch}", run, want, lambda alone: w.draw(), 1, to,
-        letters=[*leaves, *codes],
+        letters=[*leaves, *codes], **w.options,
     )  # fmt: skip
 
 
