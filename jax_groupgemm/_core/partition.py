@@ -308,6 +308,16 @@ def replicated(a) -> jax.Array:
     return resharded(a, [()] * a.ndim)
 
 
+def take(a, index) -> jax.Array:
+    """``a[index]``, blocks of the first axis, of which each device has its own part: JAX finds no
+    sharding for the derivative of those that it takes itself."""
+    mesh, entries = explicit_mesh((a,)), entries_of(a)
+    if mesh is None or entries[0] or not any(entries) or maps_explicit_axes():
+        return a[index]
+    spec = P(*(axes or None for axes in entries))
+    return by_device(lambda a, i: a[i], mesh, [a, index], [spec, P(None)], spec)
+
+
 def merge(a, counts: Sequence[int]) -> jax.Array:
     """``a`` with so many consecutive axes each as one. That is sharded as the first of them, and as
     those within one that is sharded to single indices; what shards others is gathered."""

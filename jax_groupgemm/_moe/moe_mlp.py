@@ -22,13 +22,14 @@ from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
+from .._quantized import array, formats
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
 from . import sharding
 from .experts import Options, experts
 from .permute import combined, dispatched
-from .routing import route
+from .routing import first_expert, route
 
 
 @operation_of_its_own_gradient
@@ -113,10 +114,17 @@ def moe_mlp(
     check.shape(op, "expert_weight", weight, index.shape, "..., k", why)
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
-    if implementation == "composed":
+    if isinstance(implementation, str) and implementation == "composed":
         layer, implementation = dataclasses.replace(layer, composed=True), None
     check.implementation(op, implementation)
-    dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
+    check.precision(op, precision, x)
+    dtype = check.result_dtype(op, preferred_element_type, layer.dtype)
+    if max_rows is not None:
+        check.count(op, "max_rows", max_rows)
+    if expert_offset is not None:
+        expert_offset = first_expert(op, expert_offset)
+    if key is not None:
+        check.key(op, key)
     run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
     operands = {
         "x": x, "expert_index": index, "expert_weight": weight, "up": layer.up, "down": layer.down,
@@ -184,12 +192,17 @@ class _Layer:
         if quantized != isinstance(down, Quantized):
             raise TypeError(f"jgg.{op}: up and down must both be a jgg.Quantized, or neither")
         transpose_w = quantized if transpose_w is None else transpose_w
-        if not quantized:
-            up, down = check.array(op, "up", up), check.array(op, "down", down)
+        check.flag(op, "transpose_w", transpose_w)
+        of = array.checked if quantized else check.array
+        up, down = of(op, "up", up), of(op, "down", down)
+        if not isinstance(recipe, NVFP4Recipe | None):
+            what = type(recipe).__name__
+            raise TypeError(f"jgg.{op}: recipe must be a jgg.NVFP4Recipe or None, got {what}")
         if recipe is not None and quantized:
             raise ValueError(f"jgg.{op}: recipe quantizes weights that are arrays")
-        if activation not in (*ACTIVATIONS, *GATED_ACTIVATIONS):
-            known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
+        names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
+        if not isinstance(activation, str) or activation not in names:
+            known = ", ".join(map(repr, names))
             raise ValueError(f"jgg.{op}: activation={activation!r} is not one of {known}")
         parts = 2 if activation in GATED_ACTIVATIONS else 1
         d = x.shape[-1]
@@ -211,9 +224,18 @@ class _Layer:
             )
         shape = (up.shape[0], d, f) if transpose_w else (up.shape[0], f, d)
         check.shape(op, "down", down, shape, names[1], f"because up is {up.shape}. {remedy}")
+        if quantized:
+            for name, w, k in (("up", up, d), ("down", down, f)):
+                rows = jax.ShapeDtypeStruct((1, k), x.dtype)
+                quantized_product.fitting(op, name, rows, w, transpose_w, None, rank=3)
         up_bias = _bias(op, "up_bias", up_bias, up, f * parts, parts == 2)
         down_bias = _bias(op, "down_bias", down_bias, up, d)
-        dtype = x.dtype if isinstance(up, Quantized) else dtypes.promoted(x.dtype, up.dtype)
+        dtype = _dtype(op, x, up, down, recipe)
+        for name, bias in (("up_bias", up_bias), ("down_bias", down_bias)):
+            if bias is not None:
+                check.holds(op, name, bias, dtype)
+                if recipe is not None:
+                    check.dtype(op, name, bias.dtype, formats.FLOATS, " where there is a recipe")
         return cls(
             up.shape[0], up, down, up_bias, down_bias, activation, jnp.dtype(dtype), transpose_w,
             recipe,
@@ -281,9 +303,32 @@ class _Layer:
         product: Callable = grouped_qmm if isinstance(w, Quantized) else grouped_mm
         if product is grouped_mm:
             same["precision"] = precision
-        return product(
-            rows, w, sizes, transpose_w=self.transpose_w, implementation=implementation, **same
+        with jax.numpy_dtype_promotion("standard"):  # dtypes have been accepted
+            return product(
+                rows, w, sizes, transpose_w=self.transpose_w, implementation=implementation, **same
+            )
+
+
+def _dtype(op: str, x, up, down, recipe):
+    """The operands' common dtype: of rows that are multiplied, and of h."""
+    if isinstance(up, Quantized):
+        return x.dtype
+    for name, value in (("x", x), ("up", up), ("down", down)):
+        check.numeric(op, name, value)
+    try:
+        dtype, _ = dtypes.promoted(x.dtype, up.dtype), dtypes.promoted(x.dtype, down.dtype)
+    except ValueError as error:
+        what = f"x of dtype {x.dtype.name}, up of {up.dtype.name} and down of {down.dtype.name}"
+        raise TypeError(f"jgg.{op}: {what} have no common dtype. Convert them") from error
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    allowed = ("bfloat16", "float32") if recipe is not None else (dtype.name,) if floating else ()
+    if dtype.name not in allowed:
+        want = "bfloat16 or float32 where there is a recipe" if recipe is not None else "floats"
+        raise TypeError(
+            f"jgg.{op}: x and up must be {want}, got {x.dtype.name} and {up.dtype.name}"
         )
+    check.holds(op, "down", down, dtype)
+    return dtype
 
 
 def _bias(op: str, name: str, bias, up, n: int, gated: bool = False):

@@ -77,11 +77,11 @@ def route(
         if value is not None or name == "num_experts":
             check.count(op, name, value)
     rows = index.size if max_rows is None else min(max_rows, index.size)
-    offset = None if expert_offset is None else _first_expert(op, expert_offset)
+    offset = None if expert_offset is None else first_expert(op, expert_offset)
     return _ROUTE(index, offset, rows=rows, experts=num_experts)
 
 
-def _first_expert(op: str, offset: ArrayLike) -> jax.Array:
+def first_expert(op: str, offset: ArrayLike) -> jax.Array:
     offset = check.integers(op, "expert_offset", offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)")

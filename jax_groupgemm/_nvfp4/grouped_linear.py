@@ -141,7 +141,7 @@ def nvfp4_grouped_linear(
         raise TypeError(f"jgg.{op}: recipe must be a jgg.NVFP4Recipe, got {type(recipe).__name__}")
     key = key if recipe.stochastic_rounding else None
     if key is not None:
-        _check_key(op, key)
+        check.key(op, key)
     sharded = [("x", x, "TK"), ("w", w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     x, w = _blocks(x, 0, k), _blocks(w, n, k)
@@ -152,15 +152,6 @@ def nvfp4_grouped_linear(
     how = _How(packs=True, specs=_specs(operands[:3]))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(_out(*operands, recipe, how), "jgg_nvfp4_grouped_linear")[:, :n]
-
-
-def _check_key(op: str, key) -> None:
-    try:
-        jax.eval_shape(jax.random.split, key)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"jgg.{op}: key must be one key of jax.random, got {check.describe(key)}"
-        ) from error
 
 
 def _blocks(a, *sizes: int):

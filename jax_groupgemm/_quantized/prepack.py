@@ -76,6 +76,7 @@ def prepack(
       UserWarning: w is returned as it is.
     """
     w = array.checked("prepack", "w", w)
+    check.flag("prepack", "strict", strict)
     given = jnp.bfloat16 if scales_dtype is None else scales_dtype
     if (dtype := check.of_dtype("prepack", "scales_dtype", given)) != jnp.bfloat16:
         raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None or bfloat16")

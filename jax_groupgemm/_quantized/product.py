@@ -36,41 +36,47 @@ qmm = functools.partial(primitive.bind, "qmm")
 
 def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
-    w = checked_array(op, "w", w)
+    w = fitting(op, "w", x, w, transpose_w, preferred, rank)
+    if not transpose_w:
+        w = prepack.unpacked(w)
+    return w, x.dtype if preferred is None else jnp.dtype(preferred)
+
+
+def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
+    """w, the argument of this name, checked against x."""
+    w = checked_array(op, name, w)
     check.flag(op, "transpose_w", transpose_w)
     if preferred is not None:
         preferred = check.of_dtype(op, "preferred_element_type", preferred)
     if w.axis != -1:
         raise ValueError(
-            f"jgg.{op}: w has axis={w.axis}, expected -1. dataclasses.replace(w, axis=-1) is what "
-            f"it stores, {w.shape}"
+            f"jgg.{op}: {name} has axis={w.axis}, expected -1. dataclasses.replace({name}, "
+            f"axis=-1) is what it stores, {w.shape}"
         )
-    if not transpose_w:
-        w = prepack.unpacked(w)
-    for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
+    for of, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
         if dtype is not None:
-            check.dtype(op, name, jnp.dtype(dtype), formats.FLOATS)
+            check.dtype(op, of, jnp.dtype(dtype), formats.FLOATS)
     shape, k = w.shape, x.shape[-1]
     lead = {2: "", 3: "G, "}.get(rank or len(shape), "B..., ")
     letters = f"({lead}N, K)" if transpose_w else f"({lead}K, N)"
     if len(shape) < 2 or len(shape) != (rank or len(shape)):
-        raise ValueError(f"jgg.{op}: w has shape {shape}, expected {letters}")
+        raise ValueError(f"jgg.{op}: {name} has shape {shape}, expected {letters}")
     expected = (*shape[:-1], k) if transpose_w else (*shape[:-2], k, shape[-1])
     if shape != expected:
-        hint = f"Pass transpose_w=True if w is ({lead}N, K)"
+        hint = f"Pass transpose_w=True if {name} is ({lead}N, K)"
         if transpose_w:
             hint = f"Of ({lead}K, N), jgg.quantize(w, contract=-2) makes one"
         raise ValueError(
-            f"jgg.{op}: w has shape {shape}, expected {letters} = {expected} because x is "
+            f"jgg.{op}: {name} has shape {shape}, expected {letters} = {expected} because x is "
             f"{x.shape}. {hint}."
         )
     scale, batch = w.global_scale, shape[:-2]
     if scale is not None and scale.ndim > len(batch) and not transpose_w:
         raise ValueError(  # it would be along K
-            f"jgg.{op}: w.global_scale has shape {scale.shape}, expected () or leading axes of "
-            f"{batch} with transpose_w=False"
+            f"jgg.{op}: {name}.global_scale has shape {scale.shape}, expected () or leading axes "
+            f"of {batch} with transpose_w=False"
         )
-    return w, x.dtype if preferred is None else jnp.dtype(preferred)
+    return w
 
 
 def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
