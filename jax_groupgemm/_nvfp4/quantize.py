@@ -22,9 +22,9 @@ from .._core.operations import operation
 from .._core.types import Integers
 from .._quantized import formats
 from .._quantized.array import Quantized
+from .._quantized.philox import sixteen_bits
 from . import call, layouts
 from .layouts import padded_sizes as padded_sizes
-from .philox import sixteen_bits
 
 _BLOCK = 16
 _ONE, _SIX = np.float32(1), np.float32(6)
