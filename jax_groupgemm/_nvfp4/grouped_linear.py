@@ -170,9 +170,7 @@ class _Products(Products):
                 preferred_element_type=x.dtype,
             )  # fmt: skip
         rows = nvfp4_quantize(x, group_sizes=group_sizes, stochastic_rounding_key=keys[0])
-        along_k = nvfp4_quantize(
-            w, scale_2d=self.recipe.scale_2d, stochastic_rounding_key=keys[1]
-        )
+        along_k = nvfp4_quantize(w, scale_2d=self.recipe.scale_2d, stochastic_rounding_key=keys[1])
         return nvfp4_grouped_mm(
             rows, along_k, group_sizes, bias=bias, preferred_element_type=x.dtype
         )

@@ -161,7 +161,7 @@ def _(dtype, primals, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def times(b, factor, dtype):
-    """``factor`` times the number of float32 bits, rounded once to float32 and then to ``dtype``."""
+    """``factor`` times numbers given as float32 bits, rounded to float32 and then to ``dtype``."""
     return fb.narrow(fb.multiply(b, fb.bits(factor)), dtype)
 
 

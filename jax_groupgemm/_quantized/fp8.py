@@ -13,7 +13,6 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -113,7 +112,7 @@ def _in_blocks(a, axis: int, size: int):
 
 
 def quantize(x, seed, *, block, scale_format: str, element: str):
-    """``(codes, scales)`` of x ``(..., R, C)``; ``seed``: two words, or None to round to nearest."""
+    """``(codes, scales)`` of x ``(..., R, C)``; without a ``seed`` of two words to nearest."""
     kind = ELEMENTS[element]
     b = fb.bits(x)
     amax = largest_of_blocks(fb.magnitude(b), block)
@@ -125,9 +124,7 @@ def quantize(x, seed, *, block, scale_format: str, element: str):
     scale = lax.optimization_barrier(scale)  # once per block
     q = fb.divide(b, spread(scale, x.shape, block))
     if seed is None:
-        code = fb.encode(
-            *fb.split(q), mantissa=kind.mantissa, emin=kind.emin, limit=kind.limit
-        )
+        code = fb.encode(*fb.split(q), mantissa=kind.mantissa, emin=kind.emin, limit=kind.limit)
     else:
         code = _stochastic(q, _random(x.shape, seed), kind)
     nan = fb.magnitude(q) > u32(fb.INF)

@@ -61,9 +61,7 @@ class Products:
 
     def sums(self, a, b, group_sizes, groups: int, dtype) -> jax.Array:
         """``a[rows g].T @ b[rows g]`` of arrays, summed in float32."""
-        product = Wgrad(
-            groups=groups, out_dtype=dtype, precision=check.precision(self.op, None)
-        )
+        product = Wgrad(groups=groups, out_dtype=dtype, precision=check.precision(self.op, None))
         return primitives.wgrad(a, b, segments.sizes(group_sizes), product)
 
 
