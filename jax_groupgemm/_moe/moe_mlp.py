@@ -18,7 +18,7 @@ from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Integers
-from .._fp8.grouped_linear import FP8Recipe
+from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
