@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import check
+from .._core import check, partition
 from .._core import float_bits as fb
 from .._core.float_bits import i32, u32
 from . import formats
@@ -81,7 +81,7 @@ def spread(scales, shape, block):
     for axis, size in _axes(shape, block):
         n = shape[axis]
         if scales.shape[axis] != 1:
-            scales = jnp.repeat(scales, size, axis=axis)
+            scales = _repeated(scales, size, axis)
             if scales.shape[axis] != n:
                 scales = lax.slice_in_dim(scales, 0, n, axis=axis)
     return jnp.broadcast_to(scales, shape)
@@ -92,6 +92,13 @@ def sums_of_blocks(a, block):
     for axis, size in _axes(a.shape, block):
         a = jnp.moveaxis(_in_blocks(a, axis, size).sum(-1), -1, axis)
     return a
+
+
+def _repeated(a, size: int, axis: int):
+    """``jnp.repeat``, also along an axis that is explicitly sharded."""
+    at = a.ndim + axis
+    a = jnp.broadcast_to(jnp.expand_dims(a, at + 1), (*a.shape[: at + 1], size, *a.shape[at + 1 :]))
+    return partition.merge(a, [2 if i == at else 1 for i in range(a.ndim - 1)])
 
 
 def _axes(shape, block):
