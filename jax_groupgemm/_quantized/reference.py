@@ -159,13 +159,18 @@ class _Parts:
 class _Fp8Parts(_Parts):
     """The same of codes that are not packed, in blocks that may be cut."""
 
+    def __init__(self, q: Quantized, *more):
+        super().__init__(q, *more)
+        # XLA's CPU backend widens floats of 8 bits around slices, in every iteration.
+        self.codes = lax.bitcast_convert_type(q.weight, jnp.uint8)
+
     def _width(self, q: Quantized) -> int:
         return 1
 
     def _part(self, weight, first):
         q, axis = self.q, 0 if self.transpose_w else 1
-        codes = lax.bitcast_convert_type(q.weight, jnp.uint8)
-        codes = lax.bitcast_convert_type(self._cut(codes, weight, first, 1), q.weight.dtype)
+        codes = self._cut(self.codes, weight, first, 1)
+        codes = lax.bitcast_convert_type(codes, q.weight.dtype)
         scales = lax.dynamic_index_in_dim(q.scales, weight, keepdims=False)
         block = (first + lax.iota(jnp.int32, self.width)) // q.block[axis]
         scales = jnp.take(scales, block, axis=axis, mode="clip")

@@ -240,6 +240,21 @@ def test_quantize_sharded(rng, spec):
     np.testing.assert_array_equal(values, jgg.dequantize(want))
 
 
+@pytest.mark.parametrize("transpose_w", [True, False])
+@pytest.mark.one_in(2)
+def test_experts_are_not_dequantized_as_a_whole(transpose_w):
+    g, n = 4, 2048
+    codes = jnp.ones((g, n, n), jnp.float8_e4m3fn)
+    q = jgg.Quantized(codes, jnp.ones((g, 16, 16)), mode="fp8", bits=8, group_size=None,  # pyright: ignore
+                      block=(128, 128))  # fmt: skip
+    x = jnp.ones((16, n), jnp.bfloat16)
+    sizes = np.array([3, 4, 0, 9])
+    loss = lambda x, q: (jgg.grouped_qmm(x, q, sizes, transpose_w=transpose_w) ** 2).sum()
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(x, q).compile()
+    # Less than one expert in float32, and than a copy of all codes.
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * n
+
+
 # ---- what it costs, and nothing to do ------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import random_calls
 PATTERNS = 3  # draws that one compiled program is tried with
 CASES = 10  # programs of one test
 WEEKLY = 60  # programs of each operation
-SLOW = ("nvfp4_grouped_linear", "nvfp4_quantize")
+SLOW = ("nvfp4_grouped_linear", "nvfp4_quantize", "fp8_grouped_linear", "fp8_quantize")
 STEP = 1e-6  # of first differences
 
 
