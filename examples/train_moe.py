@@ -4,6 +4,7 @@
     python examples/train_moe.py --resume    # go on from the latest checkpoint
     python examples/train_moe.py --compare   # time the training step against jax.lax.ragged_dot
     python examples/train_moe.py --precision nvfp4 --out runs/nvfp4 --beside runs/train_moe
+    python examples/train_moe.py --precision fp8 --out runs/fp8 --beside runs/train_moe
 
 The text is the language reference that every CPython carries. The mixture of experts is *dropless*:
 experts take as many tokens as the router sends them, with no capacity limit and no padding. See
@@ -39,6 +40,8 @@ from timing import in_turns
 BALANCE_WEIGHT = 0.01
 SAMPLED_BYTES = 600
 TEMPERATURE = 0.7
+#: Precisions in which the products of experts are quantized.
+RECIPES = {"nvfp4": jgg.NVFP4Recipe(), "fp8": jgg.FP8Recipe()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +58,15 @@ class Config:
     expert_width: int = option(128, "hidden width of one expert", type=count)
     lr: float = option(3e-3, "peak learning rate", type=float)
     seed: int = option(0, "of the initial weights, the batches and the sample", type=int)
-    precision: str = option("float32", "to compute in; nvfp4: the experts' products, else bfloat16",
-                            choices=["float32", "bfloat16", "nvfp4"])  # fmt: skip
+    precision: str = option(
+        "float32", "to compute in; nvfp4 and fp8: the experts' products, else bfloat16",
+        choices=["float32", "bfloat16", "nvfp4", "fp8"],
+    )  # fmt: skip
 
     @property
     def dtype(self) -> str:
-        """The dtype of everything but the products of experts in NVFP4."""
-        return "bfloat16" if self.precision == "nvfp4" else self.precision
+        """The dtype of everything but the products of experts in NVFP4 or FP8."""
+        return "bfloat16" if self.precision in RECIPES else self.precision
 
 
 # ---- model -----------------------------------------------------------------------------------
@@ -77,10 +82,14 @@ def jgg_layer(x, w_up, w_down, expert, weight, key=None):
     return jgg.moe_mlp(x, w_up.astype(x.dtype), w_down.astype(x.dtype), expert, weight)
 
 
-def nvfp4_layer(x, w_up, w_down, expert, weight, key=None):
-    """The same with all six products, forward and backward, in NVFP4."""
-    w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
-    return jgg.moe_mlp(x, w_up, w_down, expert, weight, recipe=jgg.NVFP4Recipe(), key=key)
+def quantized_layer(recipe):
+    """The same with all six products, forward and backward, as a recipe quantizes them."""
+
+    def layer(x, w_up, w_down, expert, weight, key=None):
+        w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
+        return jgg.moe_mlp(x, w_up, w_down, expert, weight, recipe=recipe, key=key)
+
+    return layer
 
 
 def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None):
@@ -166,7 +175,8 @@ class Trainer:
     """The compiled functions of one model, and its state: a pytree, to be donated and saved."""
 
     def __init__(self, config: Config, layer_fn: Callable | None = None):
-        ours = nvfp4_layer if config.precision == "nvfp4" else jgg_layer
+        recipe = RECIPES.get(config.precision)
+        ours = jgg_layer if recipe is None else quantized_layer(recipe)
         self.config, self.layer_fn = config, layer_fn or ours
         self.optimizer = make_optimizer(config)
         self.graph = nnx.graphdef(nnx.eval_shape(self.new_model))

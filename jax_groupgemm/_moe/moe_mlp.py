@@ -18,6 +18,7 @@ from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Integers
+from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
@@ -46,7 +47,7 @@ def moe_mlp(
     transpose_w: bool | None = None,
     expert_offset: ArrayLike | None = None,
     max_rows: int | None = None,
-    recipe: NVFP4Recipe | None = None,
+    recipe: NVFP4Recipe | FP8Recipe | None = None,
     key: jax.Array | None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -80,7 +81,8 @@ def moe_mlp(
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
         pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many. Where
         tokens are sharded it is of each device, and the result of that device.
-      recipe: products in NVFP4, forward and backward, as :func:`nvfp4_grouped_linear` has it.
+      recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
+        :func:`fp8_grouped_linear` have them.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up.
@@ -180,7 +182,7 @@ class _Layer:
     activation: str
     dtype: Any
     transpose_w: bool
-    recipe: NVFP4Recipe | None
+    recipe: NVFP4Recipe | FP8Recipe | None
     composed: bool = False  # of other public operations, with their own backward passes
 
     @classmethod
@@ -297,9 +299,9 @@ class _Layer:
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": self.dtype}
         if self.recipe is not None:
             w = w if self.transpose_w else w.swapaxes(1, 2)
-            return nvfp4_grouped_linear(
-                rows, w.astype(self.dtype), sizes, bias=bias, key=key, recipe=self.recipe
-            )
+            fp8 = isinstance(self.recipe, FP8Recipe)
+            linear: Callable = fp8_grouped_linear if fp8 else nvfp4_grouped_linear
+            return linear(rows, w.astype(self.dtype), sizes, bias=bias, key=key, recipe=self.recipe)
         product: Callable = grouped_qmm if isinstance(w, Quantized) else grouped_mm
         if product is grouped_mm:
             same["precision"] = precision

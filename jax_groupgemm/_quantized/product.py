@@ -2,9 +2,10 @@
 
     out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]                       T (rows) is grouped
 
-W is the weight dequantized and rounded once to x's dtype; a global scale multiplies the float32
-sums. The product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an
-affine weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
+W is the weight dequantized and rounded once to x's dtype (in mode "fp8" it is not rounded: scales
+multiply float32 sums of products with codes); a global scale multiplies the float32 sums. The
+product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an affine
+weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .._grouped import primitives
 from .._grouped.call import NO_EPILOGUE, Epilogue, sum_of_parts
 from .._grouped.fused import Fused
 from .._kernels import choose
-from . import call, convert, formats, prepack, reference
+from . import call, convert, formats, fp8, prepack, reference
 from .array import Quantized
 from .array import checked as checked_array
 
@@ -76,7 +77,7 @@ def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | 
             f"jgg.{op}: {name}.global_scale has shape {scale.shape}, expected () or leading axes "
             f"of {batch} with transpose_w=False"
         )
-    return w
+    return fp8.of_product(w) if w.mode == "fp8" else w
 
 
 def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
@@ -104,7 +105,7 @@ def _jvp(operands, tangents, _):
     if not zero(dx):
         terms.append((dx, q, metadata))
     if not (zero(dq.scales) and zero(dq.biases)):
-        ds, db = map(ad.instantiate_zeros, (dq.scales, dq.biases))
+        ds, db = (None if t is None else ad.instantiate_zeros(t) for t in (dq.scales, dq.biases))
         terms.append((x, dataclasses.replace(q, scales=ds, biases=db), metadata))
     if not zero(dq.global_scale):
         terms.append((x, dataclasses.replace(q, global_scale=dq.global_scale), metadata))
@@ -128,6 +129,10 @@ def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
     """q with the cotangents of its undefined leaves, and None elsewhere; ``dw`` is that of the
     weight it stands for."""
     grads: dict[str, Any] = dict.fromkeys(("weight", "scales", "biases", "global_scale"))
+    if q.mode == "fp8":
+        if ad.is_undefined_primal(q.scales):
+            grads["scales"] = fp8.sums_of_blocks(dw * fp8.decoded(q.weight), q.block)
+        return dataclasses.replace(q, **grads)
     if ad.is_undefined_primal(q.scales) or ad.is_undefined_primal(q.biases):
         codes = formats.codes_in_groups(q.weight, q.bits, q.group_size)
         in_groups = dw.reshape(codes.shape)
@@ -218,7 +223,7 @@ def _lowering(platform, x, q: Quantized, metadata, product: Mm):
 
 def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
-    return x, prepack.unpacked(q), metadata
+    return x, fp8.in_whole_blocks(q) if q.mode == "fp8" else prepack.unpacked(q), metadata
 
 
 def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:

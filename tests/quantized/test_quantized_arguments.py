@@ -111,7 +111,7 @@ def test_numbers_by_default():
         leaves = dict(
             zip(("weight", "scales", "biases"), (q.weight, q.scales, q.biases), strict=True)
         )
-        made = jgg.Quantized(**leaves, mode=mode, bits=None, group_size=None)
+        made = jgg.Quantized(**leaves, mode=mode, bits=None, group_size=None, block=q.block)
         assert (made.bits, made.group_size, made.shape) == (q.bits, q.group_size, (4, 128))
         np.testing.assert_array_equal(jgg.dequantize(made), jgg.dequantize(q))
 

@@ -18,7 +18,7 @@ from random_calls import sharded, transforms
 
 CASES = 10  # programs of one test
 WEEKLY = 60  # programs of each operation
-SLOW = ("nvfp4_grouped_linear", "nvfp4_quantize")
+SLOW = ("nvfp4_grouped_linear", "nvfp4_quantize", "fp8_grouped_linear", "fp8_quantize")
 DAILY_SHARDED = ("grouped_mm", "ragged_dot_general", "grouped_qmm")
 
 

@@ -29,6 +29,8 @@ def calls():
     routing = jgg.route(INDEX, 3)
     along_k, along_t = jgg.nvfp4_quantize(X), jgg.nvfp4_quantize(X, axis=0, group_sizes=S)
     nvfp4_w = jgg.nvfp4_quantize(jnp.ones((3, 8, 64)))
+    fp8, fp8_t = jgg.fp8_quantize(X), jgg.fp8_quantize(X, axis=0, group_sizes=S)
+    fp8_w = jgg.quantize(jnp.ones((3, 8, 64)), mode="fp8")
     return {
         "grouped_mm": {
             "x": X, "w": W, "group_sizes": S, "group_offset": None, "transpose_w": False, **OPTIONS,
@@ -80,6 +82,21 @@ def calls():
         "nvfp4_grouped_linear": {
             "x": X, "w": jnp.ones((3, 8, 64)), "group_sizes": S, "bias": None,
             "recipe": jgg.NVFP4Recipe(), "key": None,
+        },
+        "fp8_quantize": {
+            "x": X, "axis": -1, "group_sizes": None, "scale_format": "float32",
+            "stochastic_rounding_key": None, "format": "e4m3",
+        },
+        "fp8_grouped_mm": {
+            "x": fp8, "w": fp8_w, "group_sizes": S, "group_offset": None, **OPTIONS, **NAMED,
+        },
+        "fp8_grouped_wgrad": {
+            "x": fp8_t, "dy": fp8_t, "group_sizes": S, "existing_out": jnp.ones((3, 64, 64)),
+            "implementation": None,
+        },
+        "fp8_grouped_linear": {
+            "x": X, "w": jnp.ones((3, 8, 64)), "group_sizes": S, "bias": None,
+            "recipe": jgg.FP8Recipe(), "key": None, "quantized": None,
         },
         "route": {
             "expert_index": INDEX, "num_experts": 3, "expert_offset": None, "max_rows": None,
