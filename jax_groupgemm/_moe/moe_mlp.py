@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,14 @@ from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
-from . import sharding
-from .experts import Options, experts
-from .permute import combined, dispatched
+from . import expert_parallel, sharding
+from .expert_parallel import Axis
+from .experts import Options, experts, summed
+from .permute import dispatched
 from .routing import route
+from .transport import send
+
+Transport = Literal["gather", "all_to_all"]
 
 
 @operation_of_its_own_gradient
@@ -44,6 +48,8 @@ def moe_mlp(
     down_bias: ArrayLike | None = None,
     transpose_w: bool | None = None,
     expert_offset: ArrayLike | None = None,
+    axis_name: Hashable | None = None,
+    transport: Transport | None = None,
     max_rows: int | None = None,
     recipe: NVFP4Recipe | None = None,
     key: jax.Array | None = None,
@@ -116,6 +122,9 @@ def moe_mlp(
     if implementation == "composed":
         layer, implementation = dataclasses.replace(layer, composed=True), None
     check.implementation(op, implementation)
+    axis = _axis(op, axis_name, transport, expert_offset)
+    if max_rows is not None:
+        check.count(op, "max_rows", max_rows)
     dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
     run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
     operands = {
@@ -125,36 +134,61 @@ def moe_mlp(
     }  # fmt: skip
     mesh = sharding.mesh_of(operands)
     if mesh is None:
-        return run(operands, None)
+        return run(operands, axis, None)
     return sharding.explicit(
-        run, mesh, operands, gated=layer.parts == 2, transpose_w=layer.transpose_w
-    )
+        run, mesh, operands, axis, gated=layer.parts == 2, transpose_w=layer.transpose_w,
+        transport=transport,
+    )  # fmt: skip
 
 
-def _one_device(layer, dtype, max_rows, precision, implementation, operands, total):
-    """The layer of one device's operands; ``total`` sums results of several, where they are
-    parts."""
+def _axis(op: str, axis_name, transport, expert_offset) -> Axis | None:
+    if transport is not None and transport not in get_args(Transport):
+        known = " or ".join(map(repr, get_args(Transport)))
+        raise ValueError(f"jgg.{op}: transport={transport!r} is not {known}")
+    if axis_name is None:
+        return None
+    if expert_offset is not None:
+        raise ValueError(
+            f"jgg.{op}: with axis_name, expert_index holds experts of all devices and each device "
+            "knows which are its own. Leave out expert_offset."
+        )
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"jgg.{op}: axis_name={axis_name!r} is no axis of a jax.shard_map around this call"
+        ) from error
+    return Axis(axis_name, transport)
+
+
+def _one_device(layer, dtype, max_rows, precision, implementation, operands, axis, total):
+    """The layer of one device's operands. Experts are on several devices along ``axis``; ``total``
+    sums results of several devices, where they are parts."""
     index, offset, key = (operands[n] for n in ("expert_index", "expert_offset", "key"))
     # Whatever is made of them: sums over devices are then of their gradients, not of R rows.
     names = ("x", "expert_weight", "up", "down", "up_bias", "down_bias")
     floats, tree = jax.tree.flatten([operands[name] for name in names])
-    x, weight, *weights = tree.unflatten(vary_alike(*floats))
-    layer = layer.of(*weights)
-    lead, k = x.shape[:-1], index.shape[-1]
-    tokens = math.prod(lead)
+    tokens, k = math.prod(index.shape[:-1]), index.shape[-1]
+    experts_here = jax.tree.leaves(operands["down"])[0].shape[0]
+    come = expert_parallel.arrive(index.reshape(tokens, k), offset, experts_here, axis, max_rows)
+    floats = vary_alike(*floats, come.index)[:-1]
+    x, weight, *weights = tree.unflatten(floats)
+    layer, lead, plan = layer.of(*weights), x.shape[:-1], come.plan
     routing = route(
-        index.reshape(tokens, k), layer.experts, expert_offset=offset, max_rows=max_rows
+        come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows
     )
-    summed = dtype if total is None else dtypes.accumulator_dtype(dtype)
+    wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
     if layer.is_one_operation:
-        out = layer.as_one(x, routing, weight, summed, precision, implementation)
+        out = layer.as_one(x, routing, weight, plan, wide, precision, implementation)
     else:
-        y = layer(dispatched(x, routing), routing.group_sizes, key, precision, implementation)
-        out = combined(y, routing, weight, summed)
+        rows = dispatched(send(x, plan), routing)
+        y = layer(rows, routing.group_sizes, key, precision, implementation)
+        out = summed(y, routing, send(weight, plan), plan, wire=y.dtype, dtype=wide)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
-        out = out * jnp.where(routing.overflow > 0, jnp.nan, 1.0).astype(summed)
+        missing = expert_parallel.overflow(routing, plan, axis)
+        out = out * jnp.where(missing > 0, jnp.nan, 1.0).astype(wide)
     if total is not None:
         out = total(out).astype(dtype)
     return out.reshape(*lead, out.shape[-1])
@@ -247,7 +281,7 @@ class _Layer:
             and dtypes_ <= {"float64", "float32", "bfloat16", "float16"}
         )
 
-    def as_one(self, x, routing, weight, out_dtype, precision, implementation):
+    def as_one(self, x, routing, weight, plan, out_dtype, precision, implementation):
         op, up, down = "moe_mlp", self.up, self.down
         operands = ()
         if isinstance(up, Quantized):
@@ -262,7 +296,7 @@ class _Layer:
             self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w,
             check.precision(op, precision, *operands), implementation,
         )  # fmt: skip
-        return experts(x, up, down, self.up_bias, self.down_bias, routing, weight, options)
+        return experts(x, up, down, self.up_bias, self.down_bias, routing, weight, plan, options)
 
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
