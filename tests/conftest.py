@@ -1,4 +1,4 @@
-"""Test configuration: four virtual CPU devices, strict dtype promotion, tests by marker."""
+"""Test configuration: eight virtual CPU devices, strict dtype promotion, tests by marker."""
 
 import collections
 import gc
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 import hypothesis
