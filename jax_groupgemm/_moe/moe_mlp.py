@@ -82,9 +82,16 @@ def moe_mlp(
       transpose_w: None stands for False where up is an array, and True where it is quantized.
       expert_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``up`` and ``down`` then
         hold experts ``[expert_offset, expert_offset + E)`` of a longer list.
+      axis_name: of the mesh axis, or a tuple of axes, that a ``jax.shard_map`` around this call
+        maps. Each device along it holds E experts, those of the first device first, and tokens of
+        its own: ``expert_index`` counts the experts of all devices, everything else is this
+        device's. There is no ``expert_offset`` then.
+      transport: how tokens travel to experts of other devices, see below; None chooses. It changes
+        no bit of the result, and means nothing where tokens need not travel.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
         pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many. Where
-        tokens are sharded it is of each device, and the result of that device.
+        tokens are sharded it is of each device, and the result of that device; where they travel,
+        of all devices that they travel between.
       recipe: products in NVFP4, forward and backward, as :func:`nvfp4_grouped_linear` has it.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
@@ -102,6 +109,22 @@ def moe_mlp(
     once, in reverse mode. No derivative scatters rows; the backward pass keeps x, h and the
     routing. Policies of ``jax.checkpoint`` know h as ``"moe_h"``. Under Explicit sharding tokens, F
     and E may be sharded.
+
+    **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
+    tokens and E, tokens travel and weights do not. Of N devices with T tokens each,
+
+    - ``"gather"`` brings every token to every device, with its indices and weights, in one
+      all-gather each. One all-to-all brings N partial sums of each token back.
+    - ``"all_to_all"`` brings a token once to each device that has one of its experts, and as many
+      partial sums back. Each pair of devices exchanges a fixed number of tokens in a round, and
+      there are as many rounds as the fullest pair needs: no token is dropped.
+
+    ``"gather"`` is chosen where a token is expected to meet more than half of the devices,
+    ``1 - (1 - 1 / N) ** k`` of them if many experts are on each. Tokens, and backward their
+    gradients, travel in their own dtype. Partial sums are float32 on a device, travel in the
+    promoted dtype of x and up, and are added in float32 in the order of devices: one rounding more
+    for each device that a token meets. The backward pass sends tokens again and keeps h, with room
+    for ``N * T * k`` rows, or ``max_rows``.
     """
     op = "moe_mlp"
     layer = _Layer.checked(op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe)

@@ -110,7 +110,7 @@ def _sorted(key) -> tuple[jax.Array, jax.Array]:
 def _ordered(key) -> tuple[jax.Array, jax.Array]:
     """The same; few are compared, which is slower than sorting on CPUs."""
     order, place = fused.order(key)
-    if place is None:
+    if place is None or not key.size:  # sums of nothing do not vary as the keys do
         return _sorted(key)
     return order.astype(jnp.int32), place.astype(jnp.int32)
 

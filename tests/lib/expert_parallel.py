@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
 
-E, D, F, K = 8, 12, 6, 3
+E, D, F, K = 8, 12, 14, 3
 TOKENS = 5  # of each device
 NAMES = ("x", "up", "down", "weight", "up_bias", "down_bias")
 TRANSPORTS = ("gather", "all_to_all")
