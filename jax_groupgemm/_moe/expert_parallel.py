@@ -13,7 +13,7 @@ from jax import lax
 from .._core.primitive import vary_alike
 from . import transport
 from .routing import first_expert, local_experts
-from .transport import Exchange, Gather, Plan
+from .transport import Gather, Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
 from .._core.primitive import vary_alike
-from .._core.types import Activation, Integers
+from .._core.types import Activation, Integers, Transport
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
@@ -31,8 +31,6 @@ from .experts import Options, experts, summed
 from .permute import dispatched
 from .routing import route
 from .transport import send
-
-Transport = Literal["gather", "all_to_all"]
 
 
 @operation_of_its_own_gradient
@@ -197,9 +195,7 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     floats = vary_alike(*floats, come.index)[:-1]
     x, weight, *weights = tree.unflatten(floats)
     layer, lead, plan = layer.of(*weights), x.shape[:-1], come.plan
-    routing = route(
-        come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows
-    )
+    routing = route(come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows)
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
     if layer.is_one_operation:

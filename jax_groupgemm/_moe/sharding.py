@@ -58,7 +58,7 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *
             f"over {experts}, too. Leave one of them out."
         )
     if _with_tokens(axes):
-        axis, experts = Axis(experts if len(experts) > 1 else experts[0], transport), ()
+        axis, experts = Axis(experts, transport), ()
     parts = math.prod(mesh.shape[axis] for axis in hidden)
     if hidden:
         leaves = [leaf.with_halves() for leaf in leaves]

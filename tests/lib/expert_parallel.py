@@ -116,6 +116,12 @@ ROUTINGS = (
 
 def indices(rng, tokens: int, devices: int, k=K):
     """One of each routing."""
-    return [
-        jnp.asarray(routing(rng, (tokens, k), devices), jnp.int32) for routing in ROUTINGS
-    ]
+    return [jnp.asarray(routing(rng, (tokens, k), devices), jnp.int32) for routing in ROUTINGS]
+
+
+def problem_of_processes():
+    """The same in each of them."""
+    rng = np.random.default_rng(5)
+    tokens = 4 * TOKENS
+    index = jnp.asarray(one_hot_expert(rng, (tokens, K), 4), jnp.int32)
+    return problem(rng, tokens), index, oracle.random(rng, (tokens, D))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from expert_parallel import E, K, TOKENS
+from expert_parallel import TOKENS, K
 from jax.sharding import PartitionSpec as P
 from meshes import COLLECTIVES
 

@@ -72,7 +72,7 @@ class Case:
     transport: str | None
     dtype: str
     activation: str
-    biases: tuple[bool, bool]
+    biases: tuple[str, ...]
     transpose_w: bool
     enough: bool | None  # whether max_rows is; None without it
 
@@ -93,7 +93,7 @@ class Case:
             k=int(rng.integers(1, 6)), each=int(rng.integers(1, 8)),
             transport=pick((None, *ep.TRANSPORTS)), dtype=pick(("float32", "float32", "bfloat16")),
             activation=pick(("swiglu", "geglu", "relu2", "silu")),
-            biases=(bool(rng.integers(2)), bool(rng.integers(2))),
+            biases=tuple(name for name in ("up_bias", "down_bias") if rng.integers(2)),
             transpose_w=bool(rng.integers(2)), enough=pick((None, None, True, False)),
         )  # fmt: skip
 
@@ -118,9 +118,8 @@ def check(rng, case: Case) -> None:
     )
     if not case.gated:
         args["up"], args["up_bias"] = args["up"][..., :f], args["up_bias"][:, :f]
-    for name, has in zip(("up_bias", "down_bias"), case.biases, strict=True):
-        if not has:
-            args[name] = jnp.zeros_like(args[name])
+    for name in {"up_bias", "down_bias"} - {*case.biases}:
+        args[name] = jnp.zeros_like(args[name])
     indices = [routing(rng, case) for _ in range(ROUTINGS)]
     run = program(case, room(case, indices))
     for index in indices:
@@ -202,7 +201,7 @@ def program(case: Case, max_rows: int | None):
     options |= {"transport": case.transport, "max_rows": max_rows}
 
     def layer(args, index, **more):
-        biases = {n: args[n] for n, has in zip(("up_bias", "down_bias"), case.biases) if has}
+        biases = {name: args[name] for name in case.biases}
         return jgg.moe_mlp(
             args["x"], args["up"], args["down"], index, args["weight"], **biases, **options, **more
         )
@@ -234,9 +233,7 @@ def program(case: Case, max_rows: int | None):
         if case.transpose_w:
             grads["up"] = np.moveaxis(grads["up"], -1, 1)
             grads["down"] = grads["down"].swapaxes(1, 2)
-        skipped = [n for n, has in zip(("up_bias", "down_bias"), case.biases) if not has]
-        return y, {name: grad for name, grad in grads.items() if name not in skipped}
+        given = ("x", "up", "down", "weight", *case.biases)
+        return y, {name: grads[name] for name in given}
 
     return placed
-
-
