@@ -13,7 +13,7 @@ from jax import lax
 from .._core.primitive import vary_alike
 from . import transport
 from .routing import first_expert, local_experts
-from .transport import Gather, Plan
+from .transport import Exchange, Gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Arrived:
 
     index: jax.Array
     expert_offset: jax.Array | None
-    plan: Plan | None
+    plan: Gather | Exchange | None
 
 
 def arrive(index, offset, experts: int, axis: Axis | None, max_rows: int | None) -> Arrived:
@@ -58,7 +58,7 @@ def arrive(index, offset, experts: int, axis: Axis | None, max_rows: int | None)
     return Arrived(index, here * experts, plan)
 
 
-def _plan(index, experts: int, devices: int, axis: Axis, max_rows: int | None) -> Plan:
+def _plan(index, experts: int, devices: int, axis: Axis, max_rows: int | None):
     tokens, k = index.shape
     share = share_of_devices(k, experts, devices)
     if (axis.transport or ("gather" if share > 0.5 else "all_to_all")) == "gather":
@@ -83,7 +83,7 @@ def chunk_of(tokens: int, share: float) -> int:
     return min(tokens, max(1, math.ceil(1.25 * share * tokens)))
 
 
-def overflow(routing, plan: Plan | None, axis: Axis | None):
+def overflow(routing, plan: Gather | Exchange | None, axis: Axis | None):
     """How much more than ``max_rows`` the fullest device has, at least; 0 if all have room."""
     if plan is None or axis is None:
         return routing.overflow

@@ -123,7 +123,21 @@ class Exchange:
         )[1]
 
 
-Plan = Gather | Exchange
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("plan",), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of plans, along the first axis of each of its arrays, and of rows."""
+
+    plan: Plan
+
+    def send(self, x):
+        return jax.vmap(lambda x, plan: plan.send(x))(x, self.plan)
+
+    def collect(self, rows, dtype):
+        return jax.vmap(lambda rows, plan: plan.collect(rows, dtype))(rows, self.plan)
+
+
+Plan = Gather | Exchange | Batch
 
 
 def exchange(index, experts: int, axis: Hashable, *, chunk: int, room: int) -> Exchange:
@@ -156,10 +170,21 @@ def collect(rows, plan: Plan | None, dtype):
     return rows.astype(dtype) if plan is None else _COLLECT(rows, plan, dtype=jnp.dtype(dtype))
 
 
+def _batched(size: int, operands, axes):
+    """Still one operation, or a batch could not be transposed."""
+
+    def first(a, axis):
+        return jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
+
+    rows, plan = jax.tree.map(first, operands, axes)
+    return rows, Batch(plan)
+
+
 _SEND = Composed(
     "jgg_send",
     lambda x, plan: plan.send(x),
     lambda *_: None,
+    batch=_batched,
     cost=costs.conversion,
     vjp=(
         lambda x, plan: (_SEND(x, plan), ()),
@@ -170,6 +195,7 @@ _COLLECT = Composed(
     "jgg_collect",
     lambda rows, plan, *, dtype: plan.collect(rows, dtype),
     lambda *_, **__: None,
+    batch=_batched,
     cost=costs.conversion,
     vjp=(
         lambda rows, plan, *, dtype: (_COLLECT(rows, plan, dtype=dtype), ()),

@@ -158,19 +158,19 @@ def test_explicit_recipe(rng):
 
 @pytest.mark.parametrize("transport", [pytest.param(n, marks=weekly) for n in ep.TRANSPORTS])
 def test_shard_map_of_one_axis(rng, transport):
-    """A user's, over the expert axis; tokens are explicitly sharded along another."""
-    args, ct = ep.problem(rng, T), oracle.random(rng, (T, D))
+    """A user's, over the expert axis; tokens are explicitly sharded along another. JAX does not
+    transpose a shard_map in a shard_map, so there is no gradient."""
+    args = ep.problem(rng, T)
     (index, *_) = ep.indices(rng, T, 2)
-    want = ep.one_device()(args, index, ct)
+    want = ep.layer(args, index)
     local = functools.partial(ep.layer, axis_name="e", transport=transport)
     mapped = jax.shard_map(
         local, mesh=mesh(), axis_names={"e"}, in_specs=(P("e"), P("e")), out_specs=P("e")
     )
     with jax.set_mesh(mesh()):
         given = sharded(args, index, (P(("e", "d")), *[EXPERTS] * 4))
-        got = ep.pulled(mapped)(*given, put(ct, P(("e", "d"))))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+        got = jax.jit(mapped)(*given)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("transport", [pytest.param(n, marks=weekly) for n in ep.TRANSPORTS])
@@ -202,7 +202,7 @@ def test_errors(rng):
             "only. Shard tokens over all of them, or over none, with jax.sharding.reshard."
         )
         oracle.assert_raises(lambda: ep.layer(*given), ValueError, message)
-        given = sharded(args, index, (P("d"), *[P("m")] * 4))
+        given = sharded(args, index, (P(("e", "d")), *[P(("e", "m"))] * 4))
         mapped = jax.shard_map(
             functools.partial(ep.layer, axis_name="e"), mesh=mesh(), axis_names={"e"},
             in_specs=(P("e"), P("e")), out_specs=P("e"),
