@@ -54,8 +54,8 @@ def arrive(index, offset, experts: int, axis: Axis | None, max_rows: int | None)
     index, here = vary_alike(index, lax.axis_index(axis.name))
     plan = _plan(index, experts, devices, axis, max_rows)
     # A row that nobody sent is zeros.
-    index = plan.send(index + 1) - 1
-    return Arrived(index, here * experts, plan)
+    (index,) = plan.send((index + 1,))
+    return Arrived(index - 1, here * experts, plan)
 
 
 def _plan(index, experts: int, devices: int, axis: Axis, max_rows: int | None):

@@ -123,30 +123,26 @@ def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, plan: Pla
     return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, plan, options=options)
 
 
-def _rows(x, routing, plan, options: Options):
-    return dispatched(send(x, plan).astype(options.dtype), routing)
-
-
 def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype):
     """The sums of tokens, which travel in the dtype ``wire``."""
     sums = combined(rows, routing, weight, dtype if plan is None else wire)
-    return collect(sums, plan, dtype)
+    return collect(plan, sums, out_dtypes=(dtype,))[0]
 
 
 def _composed(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
     products = _Products(routing, options)
-    a = products.up_alone(_rows(x, routing, plan, options), up, up_bias)
+    x, weight = send(plan, x, weight)
+    a = products.up_alone(dispatched(x.astype(options.dtype), routing), up, up_bias)
     y = products.down(a, down, down_bias)
-    weight = send(weight, plan)
     return summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
 
 
 def _forward(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
     products = _Products(routing, options)
-    a, h = products.up(_rows(x, routing, plan, options), up, up_bias)
+    x, weight = send(plan, x, weight)
+    a, h = products.up(dispatched(x.astype(options.dtype), routing), up, up_bias)
     h = checkpoint_name(h, "moe_h")
     y = products.down(a, down, down_bias)
-    weight = send(weight, plan)
     out = summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
     return out, (h, weight)
 
@@ -157,7 +153,8 @@ def _backward(saved, operands, cts, *, options: Options):
     products = _Products(routing, options)
     # The rows of x that the forward pass made are not kept for this one.
     x_again, ct = lax.optimization_barrier((x, cts[0]))
-    ct = dispatched(send(ct.astype(options.dtype), plan), routing)
+    ct, x_again = send(plan, ct.astype(options.dtype), x_again)
+    ct = dispatched(ct, routing)
     row_weight = _of_rows(sent_weight, routing)
     dh, a, dweight = scaled_activation_backward(
         h, products.rows_cotangent(down, ct), row_weight, options.activation
@@ -171,12 +168,14 @@ def _backward(saved, operands, cts, *, options: Options):
         dweight = dweight + (ct.astype(wide) * _of_experts(down_bias, routing).astype(wide)).sum(1)
     there = routing.place >= 0
     dweight = jnp.where(there, dweight[jnp.where(there, routing.place, 0)], 0)
-    dweight = collect(dweight.astype(weight.dtype), plan, weight.dtype)
-    rows = _rows(x_again, routing, plan, options)
+    rows = dispatched(x_again.astype(options.dtype), routing)
     dup = products.weight_cotangent(up, rows, dh)
     dup_bias = products.bias_cotangent(up_bias, dh)
-    dx = products.rows_cotangent(up, dh)
-    dx = summed(dx, routing, None, plan, wire=x.dtype, dtype=x.dtype)
+    dx = combined(products.rows_cotangent(up, dh), routing, None, x.dtype)
+    # A pair is on one device, so its weight's gradient is not rounded on its way.
+    dx, dweight = collect(
+        plan, dx, dweight.astype(weight.dtype), out_dtypes=(x.dtype, weight.dtype)
+    )
     return dx, dup, ddown, dup_bias, ddown_bias, None, dweight, None
 
 

@@ -201,9 +201,10 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     if layer.is_one_operation:
         out = layer.as_one(x, routing, weight, plan, wide, precision, implementation)
     else:
-        rows = dispatched(send(x, plan), routing)
+        x, weight = send(plan, x, weight)
+        rows = dispatched(x, routing)
         y = layer(rows, routing.group_sizes, key, precision, implementation)
-        out = summed(y, routing, send(weight, plan), plan, wire=y.dtype, dtype=wide)
+        out = summed(y, routing, weight, plan, wire=y.dtype, dtype=wide)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
         missing = expert_parallel.overflow(routing, plan, axis)

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._core import costs, dtypes
 from .._core.composed import Composed
@@ -40,10 +41,13 @@ class Gather:
     axis: Hashable
     devices: int
 
-    def send(self, x):
-        return lax.all_gather(x, self.axis, tiled=True)
+    def send(self, tokens):
+        return tuple(lax.all_gather(x, self.axis, tiled=True) for x in tokens)
 
-    def collect(self, rows, dtype):
+    def collect(self, rows, out_dtypes):
+        return tuple(map(self._sum, rows, out_dtypes))
+
+    def _sum(self, rows, dtype):
         # psum_scatter moves the same bytes, but adds in the dtype of rows.
         parts = rows.reshape(self.devices, rows.shape[0] // self.devices, *rows.shape[1:])
         parts = lax.all_to_all(parts, self.axis, 0, 0)
@@ -82,21 +86,25 @@ class Exchange:
     chunk: int
     room: int
 
-    def send(self, x):
-        return self._move(dispatched(x, self.routing), self.counts, self.room)
+    def send(self, tokens):
+        rows = [dispatched(x, self.routing) for x in tokens]
+        return self._move(rows, self.counts, self.room)
 
-    def collect(self, rows, dtype):
+    def collect(self, rows, out_dtypes):
         back = self._move(rows, self.counts.T, self.routing.order.shape[0])
-        return combined(back, self.routing, None, dtype)
+        return tuple(
+            combined(of, self.routing, None, dtype)
+            for of, dtype in zip(back, out_dtypes, strict=True)
+        )
 
     @property
     def missing(self):
         arriving = self.counts[:, lax.axis_index(self.axis)].sum(dtype=jnp.int32)
         return jnp.maximum(arriving - self.room, 0)
 
-    def _move(self, rows, counts, size: int):
-        """``rows`` that are sorted by destination, as ``size`` rows that are sorted by source.
-        Those that nobody sent are zeros."""
+    def _move(self, arrays, counts, size: int):
+        """``arrays``, whose rows are sorted by destination, as arrays of ``size`` rows that are
+        sorted by source. Rows that nobody sent are zeros."""
         here = lax.axis_index(self.axis)
         leaving, arriving = counts[here], counts[:, here]
         first = lambda of: (jnp.cumsum(of, dtype=jnp.int32) - of)[:, None]
@@ -107,13 +115,17 @@ class Exchange:
 
         def one_round(number, received):
             place = (number * self.chunk + lax.iota(jnp.int32, self.chunk))[None]
-            source = jnp.where(place < leaving[:, None], start + place, rows.shape[0])
-            sent = rows.at[source].get(mode="fill", fill_value=0)
-            got = lax.all_to_all(sent, self.axis, 0, 0)
-            target = jnp.where(place < arriving[:, None], landing + place, behind)
-            return received.at[target].set(got, mode="drop", unique_indices=True)
+            there = jnp.where(place < arriving[:, None], landing + place, behind)
+            moved = []
+            for rows, to in zip(arrays, received, strict=True):
+                source = jnp.where(place < leaving[:, None], start + place, rows.shape[0])
+                block = rows.at[source].get(mode="fill", fill_value=0)
+                block = lax.all_to_all(block, self.axis, 0, 0)
+                moved.append(to.at[there].set(block, mode="drop", unique_indices=True))
+            return tuple(moved)
 
-        received, _ = vary_alike(jnp.zeros((size, *rows.shape[1:]), rows.dtype), rows)
+        empty = [jnp.zeros((size, *rows.shape[1:]), rows.dtype) for rows in arrays]
+        received = vary_alike(*empty, *arrays)[: len(empty)]
         # The first round is no loop, so that XLA may run something else beside it.
         state = jnp.int32(1), one_round(jnp.int32(0), received)
         return lax.while_loop(
@@ -130,11 +142,11 @@ class Batch:
 
     plan: Plan
 
-    def send(self, x):
-        return jax.vmap(lambda x, plan: plan.send(x))(x, self.plan)
+    def send(self, tokens):
+        return jax.vmap(lambda tokens, plan: plan.send(tokens))(tokens, self.plan)
 
-    def collect(self, rows, dtype):
-        return jax.vmap(lambda rows, plan: plan.collect(rows, dtype))(rows, self.plan)
+    def collect(self, rows, out_dtypes):
+        return jax.vmap(lambda rows, plan: plan.collect(rows, out_dtypes))(rows, self.plan)
 
 
 Plan = Gather | Exchange | Batch
@@ -160,14 +172,17 @@ def _once(owner, devices: int):
     return owner
 
 
-def send(x, plan: Plan | None):
-    """The rows of ``x``, one for each token, on the devices that its experts are on."""
-    return x if plan is None else _SEND(x, plan)
+def send(plan: Plan | None, *tokens):
+    """Arrays with a row for each token, on the devices that its experts are on; they travel in one
+    loop."""
+    return tokens if plan is None else _SEND(tokens, plan)
 
 
-def collect(rows, plan: Plan | None, dtype):
+def collect(plan: Plan | None, *rows, out_dtypes: Sequence[DTypeLike]):
     """Rows of tokens that were sent, added up where the tokens are."""
-    return rows.astype(dtype) if plan is None else _COLLECT(rows, plan, dtype=jnp.dtype(dtype))
+    if plan is None:
+        return tuple(of.astype(dtype) for of, dtype in zip(rows, out_dtypes, strict=True))
+    return _COLLECT(rows, plan, out_dtypes=tuple(map(jnp.dtype, out_dtypes)))
 
 
 def _batched(size: int, operands, axes):
@@ -180,27 +195,34 @@ def _batched(size: int, operands, axes):
     return rows, Batch(plan)
 
 
+def _types(arrays) -> tuple:
+    return tuple(a.dtype for a in arrays)
+
+
 _SEND = Composed(
     "jgg_send",
-    lambda x, plan: plan.send(x),
+    lambda tokens, plan: plan.send(tokens),
     lambda *_: None,
     batch=_batched,
     cost=costs.conversion,
     vjp=(
-        lambda x, plan: (_SEND(x, plan), ()),
-        lambda _, operands, cts: (_COLLECT(cts[0], operands[1], dtype=operands[0].dtype), None),
+        lambda tokens, plan: (_SEND(tokens, plan), ()),
+        lambda _, operands, cts: (
+            _COLLECT(tuple(cts), operands[1], out_dtypes=_types(operands[0])), None,
+        ),
     ),
-)
+)  # fmt: skip
 _COLLECT = Composed(
     "jgg_collect",
-    lambda rows, plan, *, dtype: plan.collect(rows, dtype),
+    lambda rows, plan, *, out_dtypes: plan.collect(rows, out_dtypes),
     lambda *_, **__: None,
     batch=_batched,
     cost=costs.conversion,
     vjp=(
-        lambda rows, plan, *, dtype: (_COLLECT(rows, plan, dtype=dtype), ()),
+        lambda rows, plan, *, out_dtypes: (_COLLECT(rows, plan, out_dtypes=out_dtypes), ()),
         lambda _, operands, cts, **__: (
-            _SEND(cts[0].astype(operands[0].dtype), operands[1]), None,
+            _SEND(tuple(map(lax.convert_element_type, cts, _types(operands[0]))), operands[1]),
+            None,
         ),
     ),
-)  # fmt: skip
+)
