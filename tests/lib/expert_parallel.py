@@ -61,6 +61,31 @@ def across(devices: int, **options):
     )  # fmt: skip
 
 
+def assert_quantized(run, args, index, mode) -> None:
+    """``run(args, index, ct)`` returns the value and x's gradient, of quantized up and down."""
+    quantize = lambda w: jgg.quantize(w.swapaxes(1, 2), mode=mode, group_size=32, contract=-1)
+    quantized = {name: quantize(args[name]) for name in ("up", "down")}
+    ct = args["x"] / 2
+    got = run({**args, **quantized}, index, ct)
+    up, down = (np.asarray(jgg.dequantize(q)).swapaxes(1, 2) for q in quantized.values())
+    y, (dx, *_) = moe_oracle.moe_mlp(
+        args["x"], up, down, index, args["weight"], oracle.f64(ct), up_bias=args["up_bias"],
+        down_bias=args["down_bias"],
+    )  # fmt: skip
+    for one, want in zip(got, (y, dx), strict=True):
+        oracle.assert_close(one, want, tolerance=1e-5)
+
+
+def pulled_to_x(f):
+    """``f``'s value and the gradient of x, as one program."""
+
+    def run(args, index, ct):
+        y, pull = jax.vjp(lambda x: f({**args, "x": x}, index), args["x"])
+        return y, pull(ct)[0]
+
+    return jax.jit(run)
+
+
 def assert_like_float64(got, args, index, ct, tolerance=None) -> None:
     y, grads = got
     want, wanted = moe_oracle.moe_mlp(

@@ -73,9 +73,9 @@ def test_many_rounds(rng, monkeypatch):
     monkeypatch.setattr(expert_parallel, "chunk_of", lambda *_: 1)
     tokens = TOKENS * 4
     args = ep.problem(rng, tokens)
-    run = jax.jit(ep.across(4, transport="all_to_all"))
+    run, one = jax.jit(ep.across(4, transport="all_to_all")), jax.jit(ep.layer)
     for index in ep.indices(rng, tokens, 4):
-        np.testing.assert_allclose(run(args, index), ep.layer(args, index), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(run(args, index), one(args, index), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["all_to_all", pytest.param("gather", marks=weekly)])
@@ -168,18 +168,9 @@ def test_no_tokens(rng):
 def test_quantized(rng, mode):
     """Leaves are sharded along the experts; x has its gradient."""
     tokens = TOKENS * 4
-    args = ep.problem(rng, tokens, d=64, f=32)
     (index, *_) = ep.indices(rng, tokens, 4)
-    for name in ("up", "down"):
-        args[name] = jgg.quantize(args[name].swapaxes(1, 2), mode=mode, group_size=32)
-
-    def gradient(f):
-        f_of_x = lambda x: jnp.sin(f({**args, "x": x}, index)).sum()
-        return jax.jit(jax.value_and_grad(f_of_x))(args["x"])
-
-    got, want = gradient(ep.across(4)), gradient(ep.layer)
-    for one, other in zip(got, want, strict=True):
-        oracle.assert_close(one, oracle.f64(other), tolerance=1e-5)
+    args = ep.problem(rng, tokens, d=64, f=32)
+    ep.assert_quantized(ep.pulled_to_x(ep.across(4)), args, index, mode)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=weekly) for n in ep.TRANSPORTS])
