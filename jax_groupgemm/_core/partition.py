@@ -415,10 +415,11 @@ def _check_explicit(plan: _Plan, specs, types) -> None:
             instead = "Use jax.sharding.reshard first."
             if letter == "g" and any(set(entry) & set(plan.mesh_axes.get(r, ())) for r in "tu"):
                 instead = (
-                    "Expert parallelism is a jax.shard_map: gather the rows, pass group_offset, "
-                    "and scatter the sum, or exchange rows with jax.lax.all_to_all; the guide "
-                    "'Several GPUs' has an example. With jax.sharding.reshard every device gets "
-                    "all rows, or all groups."
+                    "jgg.moe_mlp is the layer for that: its tokens and experts may share a mesh "
+                    "axis, and tokens travel to their experts. Products alone take a "
+                    "jax.shard_map, which gathers rows and passes group_offset; the guide "
+                    "'Several GPUs' has both. With jax.sharding.reshard every device gets all "
+                    "rows, or all groups."
                 )
             raise ValueError(
                 f"{caller.says}: {name} {of} shards {caller.axis(letter)} over {entry}, but "

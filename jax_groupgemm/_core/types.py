@@ -14,6 +14,8 @@ Activation = Literal[
     "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh",
     "swiglu", "geglu", "reglu", "swiglu_oai",
 ]  # fmt: skip
+#: How tokens travel to experts of other devices.
+Transport = Literal["gather", "all_to_all"]
 #: Formats of quantized weights.
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "fp8"]
 #: Sizes, indices and bounds: an array, or numbers that become one.

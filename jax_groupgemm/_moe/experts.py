@@ -6,6 +6,9 @@ It means the composition of ``dispatch``, two grouped products and ``combine``. 
 keeps x, h (the preactivation) and the routing, and makes everything else of R rows anew. Rows of
 the cotangent are gathered without their weights: those come in with the activation's derivative,
 which has what a weight's own cotangent needs, too.
+
+With a plan, tokens of several devices are sent here first, and their sums go back. The backward
+pass sends them again, and their cotangents.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .permute import combined, dispatched
 from .routing import Routing
+from .transport import Plan, collect, send
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,32 +117,45 @@ def _fused(w) -> fused.Fused:
     return quantized_product.FUSED if isinstance(w, Quantized) else fused.MM
 
 
-def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, options: Options):
-    """All of it; x is (T, D) and weight (T, k)."""
-    return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, options=options)
+def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, plan: Plan | None,
+            options: Options):  # fmt: skip
+    """All of it; x is (T, D) and weight (T, k), and routing of the tokens that are sent."""
+    return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, plan, options=options)
 
 
-def _composed(x, up, down, up_bias, down_bias, routing, weight, *, options: Options):
+def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype):
+    """The sums of tokens, which travel in the dtype ``wire``."""
+    sums = combined(rows, routing, weight, dtype if plan is None else wire)
+    return collect(plan, sums, out_dtypes=(dtype,))[0]
+
+
+def _composed(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
     products = _Products(routing, options)
+    x, weight = send(plan, x, weight)
     a = products.up_alone(dispatched(x.astype(options.dtype), routing), up, up_bias)
-    return combined(products.down(a, down, down_bias), routing, weight, options.out_dtype)
+    y = products.down(a, down, down_bias)
+    return summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
 
 
-def _forward(x, up, down, up_bias, down_bias, routing, weight, *, options: Options):
+def _forward(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
     products = _Products(routing, options)
+    x, weight = send(plan, x, weight)
     a, h = products.up(dispatched(x.astype(options.dtype), routing), up, up_bias)
     h = checkpoint_name(h, "moe_h")
-    out = combined(products.down(a, down, down_bias), routing, weight, options.out_dtype)
-    return out, h
+    y = products.down(a, down, down_bias)
+    out = summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
+    return out, (h, weight)
 
 
-def _backward(h, operands, cts, *, options: Options):
-    x, up, down, up_bias, down_bias, routing, weight = operands
+def _backward(saved, operands, cts, *, options: Options):
+    x, up, down, up_bias, down_bias, routing, weight, plan = operands
+    h, sent_weight = saved
     products = _Products(routing, options)
     # The rows of x that the forward pass made are not kept for this one.
     x_again, ct = lax.optimization_barrier((x, cts[0]))
-    ct = dispatched(ct.astype(options.dtype), routing)
-    row_weight = _of_rows(weight, routing)
+    ct, x_again = send(plan, ct.astype(options.dtype), x_again)
+    ct = dispatched(ct, routing)
+    row_weight = _of_rows(sent_weight, routing)
     dh, a, dweight = scaled_activation_backward(
         h, products.rows_cotangent(down, ct), row_weight, options.activation
     )
@@ -155,7 +172,11 @@ def _backward(h, operands, cts, *, options: Options):
     dup = products.weight_cotangent(up, rows, dh)
     dup_bias = products.bias_cotangent(up_bias, dh)
     dx = combined(products.rows_cotangent(up, dh), routing, None, x.dtype)
-    return dx, dup, ddown, dup_bias, ddown_bias, None, dweight.astype(weight.dtype)
+    # A pair is on one device, so its weight's gradient is not rounded on its way.
+    dx, dweight = collect(
+        plan, dx, dweight.astype(weight.dtype), out_dtypes=(x.dtype, weight.dtype)
+    )
+    return dx, dup, ddown, dup_bias, ddown_bias, None, dweight, None
 
 
 def _of_rows(weight, routing: Routing):

@@ -16,8 +16,8 @@ CALLS = {
         ragged.ragged_dot_general, quantized.grouped_qmm, quantized.gather_qmm,
         quantized.quantized_matmul, quantized.quantize, quantized.dequantize, nvfp4.nvfp4_quantize,
         nvfp4.nvfp4_grouped_mm, nvfp4.nvfp4_grouped_wgrad, nvfp4.nvfp4_grouped_linear,
-        fp8.fp8_quantize, fp8.fp8_grouped_mm, fp8.fp8_grouped_wgrad, fp8.fp8_grouped_linear, moe.route,
-        moe.dispatch_and_combine, moe.moe_mlp,
+        fp8.fp8_quantize, fp8.fp8_grouped_mm, fp8.fp8_grouped_wgrad, fp8.fp8_grouped_linear,
+        moe.route, moe.dispatch_and_combine, moe.moe_mlp,
     )
 }  # fmt: skip
 
