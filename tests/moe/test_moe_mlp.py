@@ -300,8 +300,10 @@ NAMES = (
         ),
         ({"max_rows": 2.0}, TypeError, "max_rows must be an int, got 2.0"),
         ({"max_rows": -1}, ValueError, "max_rows=-1 is negative"),
-        ({"recipe": "x"}, TypeError, "recipe must be a jgg.NVFP4Recipe, a jgg.FP8Recipe or None, got "
-         "str"),
+        (
+            {"recipe": "x"}, TypeError,
+            "recipe must be a jgg.NVFP4Recipe, a jgg.FP8Recipe or None, got str",
+        ),
         ({"key": "x"}, TypeError, "key must be one key of jax.random, got 'x'"),
         (
             {"preferred_element_type": "x"}, TypeError,
