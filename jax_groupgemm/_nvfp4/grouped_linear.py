@@ -164,7 +164,7 @@ def _specs(operands) -> tuple | None:
     """How operands are sharded over an Explicit mesh, and so their gradients."""
     if partition.explicit_mesh(jax.tree.leaves(operands)) is None:
         return None
-    return tuple(None if a is None else jax.typeof(a).sharding.spec for a in operands)
+    return tuple(None if a is None else tuple(partition.entries_of(a)) for a in operands)
 
 
 # Result, dx and dw are the derivatives of one trilinear form, so each has the other two as its
@@ -221,7 +221,7 @@ def _out_backward(recipe, how, kept, dy):
     )
     if how.specs is not None:
         grads = (
-            None if grad is None else jax.sharding.reshard(grad, spec)
+            None if grad is None else partition.resharded(grad, list(spec))
             for grad, spec in zip(grads, how.specs, strict=True)
         )
     return *grads, None, None
@@ -312,7 +312,7 @@ def _rounding(key, random: tuple[bool, bool]):
 def _sharded_as(a, grad):
     """A gradient, as the operand is sharded over an Explicit mesh."""
     specs = _specs((a,))
-    return grad if specs is None else jax.sharding.reshard(grad, specs[0])
+    return grad if specs is None else partition.resharded(grad, list(specs[0]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
