@@ -64,6 +64,13 @@ def accumulator_dtype(*dtypes):
     return jnp.dtype(dtype)
 
 
+def converted(a, dtype) -> jax.Array:
+    """``a`` in ``dtype``: of complex numbers the real part where that is real, as the gradient of
+    a real operand is."""
+    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (a.real if jnp.iscomplexobj(a) and real else a).astype(dtype)
+
+
 def cotangent_dtype(dtype):
     """The dtype to which a product's cotangent is rounded; None for no rounding.
 

@@ -122,12 +122,13 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
         return _kept(out, rhs) if sorted_indices and rhs_indices is not None else out
     x = partition.merge(a, (a.ndim - 2, 1, 1))
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
-    if partition.maps_explicit_axes():
+    if mapped := partition.maps_explicit_axes():
         # JAX maps no selection by a condition of a mesh from numbers of none.
         lhs, rhs_flat = lhs + 0 * rhs_flat, rhs_flat + 0 * lhs
     product = product.replace(rows=pairs * m)
-    # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
-    sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
+    # JAX refuses to gather from an axis that is explicitly sharded, or by indices of such an axis
+    # that is mapped; segments need no gather.
+    sharded = mapped or jax.typeof(x).sharding.spec[:1] not in ((), (None,))
     if choose.sorting_pays(kind, pairs, m) and not sharded:
         out = _by_matrix(x, w, lhs, rhs_flat, product, of, ordered=ordered)
     else:

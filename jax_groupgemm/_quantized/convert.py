@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, conversion
+from .._core import check, conversion, partition
 from .._core.check import either
 from .._core.operations import operation
 from .._core.types import Mode
@@ -111,9 +115,15 @@ def quantize(
     global_scale = checked_global_scale(op, mode, global_scale, w.shape)
     if mode == "fp8":
         return fp8_convert.quantized(op, w, block=block)
-    weight, scales, biases = _quantize(
-        lax.stop_gradient(w), lax.stop_gradient(global_scale), mode, bits, group_size
-    )
+    run: Callable = lambda w, scale: _quantize(w, scale, mode, bits, group_size)
+    mesh = partition.explicit_mesh([w] if global_scale is None else [w, global_scale])
+    if mesh is not None:  # leaves are sharded as w is, where groups are not cut
+        *lead, last = partition.entries_of(w)
+        parts = math.prod(mesh.shape[name] for name in last)
+        last = () if w.shape[-1] // group_size % parts else last
+        spec = NamedSharding(mesh, P(*(entry or None for entry in (*lead, last))))
+        run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=spec)
+    weight, scales, biases = run(lax.stop_gradient(w), lax.stop_gradient(global_scale))
     return Quantized(
         weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import segments
+from .._core import partition, segments
 from .._core.segments import LENGTH, X_START, _prefix_sum
 
 
@@ -52,7 +52,10 @@ def padding(group_sizes, rows: int, unit: int) -> Padding:
 def group_of(ends, row) -> jax.Array:
     """The first group that ends after each row."""
     # Unrolled: a loop would have to be told over which axes of a mesh its carry varies. In a
-    # shard_map over some axes only, everything but a sort fails in jnp.searchsorted itself.
+    # shard_map over some axes only, everything but a sort fails in jnp.searchsorted itself, and in a
+    # vmap over an axis that is explicitly sharded that does, too.
+    if partition.maps_explicit_axes():
+        return (ends[None] <= row[:, None]).sum(1, dtype=jnp.int32)
     mesh = jax.sharding.get_abstract_mesh()
     partial = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
     method = "sort" if partial else "scan_unrolled"

@@ -78,7 +78,7 @@ def _specs(operands) -> tuple | None:
     """How operands are sharded over an Explicit mesh, and so their gradients."""
     if partition.explicit_mesh(jax.tree.leaves(operands)) is None:
         return None
-    return tuple(None if a is None else jax.typeof(a).sharding.spec for a in operands)
+    return tuple(None if a is None else tuple(partition.entries_of(a)) for a in operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _out_backward(products, how, kept, dy):
     )
     if how.specs is not None:
         dx, dw, dbias = (
-            None if grad is None else jax.sharding.reshard(grad, spec)
+            None if grad is None else partition.resharded(grad, list(spec))
             for grad, spec in zip((dx, dw, dbias), how.specs, strict=True)
         )
     return dx, dw, None, dbias, None, None
@@ -208,7 +208,7 @@ def _rounding(key, random: tuple[bool, bool]):
 def _sharded_as(a, grad):
     """A gradient, as the operand is sharded over an Explicit mesh."""
     specs = _specs((a,))
-    return grad if specs is None else jax.sharding.reshard(grad, specs[0])
+    return grad if specs is None else partition.resharded(grad, list(specs[0]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

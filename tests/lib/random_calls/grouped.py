@@ -67,7 +67,7 @@ def option_letters(names, activation) -> list[str]:
 
 
 def epilogue(y, ranges, options, activation):
-    y = y.copy()
+    y = y.astype(np.result_type(y, *map(num, options.values())))
     if "bias" in options:
         for (start, end), b in zip(ranges, num(options["bias"]), strict=True):
             y[start:end] += b

@@ -332,5 +332,5 @@ def quantize(rng) -> Call:
     letters = ["AB"[: len(lead or (1,) * (contract == -2))] + "K", ""]
     return Call(
         f"quantize {mode} {bits} {group} {dtype} {contract}", run, check, draw,
-        transforms="checked", letters=letters[: 1 + scale],
+        transforms="checked", letters=letters[: 1 + scale], units={"K": k // group},
     )  # fmt: skip
