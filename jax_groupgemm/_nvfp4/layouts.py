@@ -63,7 +63,7 @@ def padding(group_sizes, rows: int, unit: int) -> Padding:
 def group_of(ends, row) -> jax.Array:
     """The first group that ends after each row."""
     # Unrolled: a loop would have to be told over which axes of a mesh its carry varies. In a
-    # shard_map over some axes only, everything but a sort fails in jnp.searchsorted itself, and in a
+    # shard_map over some axes only, everything but a sort fails in jnp.searchsorted itself. In a
     # vmap over an axis that is explicitly sharded that does, too.
     if partition.maps_explicit_axes():
         return (ends[None] <= row[:, None]).sum(1, dtype=jnp.int32)
