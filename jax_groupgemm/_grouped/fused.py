@@ -298,7 +298,8 @@ def inverse(permutation) -> jax.Array:
         return jnp.argsort(permutation)
     i = lax.iota(jnp.int32, permutation.size)
     # A product, which JAX maps over an axis of a mesh, and not a selection of what is of none.
-    return ((permutation[None] == i[:, None]) * i[None]).sum(1, dtype=jnp.int32)
+    here = (permutation[None] == i[:, None]).astype(jnp.int32)
+    return (here * i[None]).sum(1, dtype=jnp.int32)
 
 
 MM = Fused("jgg_fused_mm", primitives.mm, _mm_call, call.may_take_lists)
