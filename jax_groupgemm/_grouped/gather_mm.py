@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
@@ -144,11 +143,8 @@ def _kept(out, rhs):
         return out
     given = rhs.reshape(-1)
     kept = jnp.all(given[1:] >= given[:-1])
-    # Chosen by its bits: jax.debug_nans takes any NaN for a mistake. A product and not a
-    # selection, so that gradients are NaN too.
-    one, nan = (jnp.uint32(v) for v in np.array([1, np.nan], np.float32).view(np.uint32))
-    bits = one + (nan - one) * (~kept).astype(jnp.uint32)
-    factor = lax.bitcast_convert_type(bits, jnp.float32)
+    # A product and not a selection, so that gradients are NaN too.
+    factor = dtypes.one_or_nan(kept)
     return out * factor.astype(out.dtype)
 
 

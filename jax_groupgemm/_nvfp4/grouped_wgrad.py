@@ -6,10 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import check, segments
+from .._core import check, dtypes, segments
 from .._core.operations import operation
 from .._core.products import Wgrad
 from .._core.types import Implementation, Integers
@@ -198,7 +197,7 @@ def as_promised(group_sizes, unit: int, *operands: Quantized):
     rows = operands[0].positions.shape[0]
     positions = layouts.padding(group_sizes, rows, unit).positions
     same = [jnp.all(q.positions == positions) for q in operands]
-    return jnp.where(jnp.stack(same).all(), np.float32(1), np.float32(np.nan))
+    return dtypes.one_or_nan(jnp.stack(same).all())
 
 
 def _times(beta, existing_out):

@@ -12,8 +12,9 @@ import numpy as np
 
 HALVES = ["bfloat16", "float16"]
 FLOATS = ["float32", *HALVES]
-FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4"]
-NO_GRADIENT = ["float8_e8m0fnu", "float4_e2m1fn"]  # has no zero; has no arithmetic
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2"]
+#: They have no zero, have no arithmetic, or are as large as a gradient may be.
+NO_GRADIENT = ["float8_e8m0fnu", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e3m4"]
 INTEGERS = ["int8", "int8", "uint8", "int16", "int32", "uint32", "int4", "uint4"]
 GATED = list(moe_oracle.GATED)
 ACTIVATIONS = [*moe_oracle.ACTIVATIONS, *GATED]
