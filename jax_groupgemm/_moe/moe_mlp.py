@@ -144,6 +144,8 @@ def moe_mlp(
         layer, implementation = dataclasses.replace(layer, composed=True), None
     check.implementation(op, implementation)
     axis = _axis(op, axis_name, transport, expert_offset)
+    if expert_offset is not None:
+        expert_offset = check.integers(op, "expert_offset", expert_offset)
     if max_rows is not None:
         check.count(op, "max_rows", max_rows)
     dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
