@@ -327,7 +327,8 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
     bar.close()
 
     prompt = training[-config.context :]
-    key = everywhere(jax.random.key(config.seed))
+    # Made where it is used: of several processes, none can send another a key.
+    key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=mesh and trainer.whole)()
     sample = trainer.sample(trainer.state["params"], prompt, key)
     results = {
         "held_out": history["held_out"][-1][1],

@@ -85,8 +85,8 @@ def test_explicit(rng, name, transport):
 
 
 def test_sequences(rng):
-    """Tokens of two axes: sequences over data, their positions over experts. A part of the index is
-    cut to match, and what chooses the transport is left out."""
+    """Tokens of two axes: sequences over data, their positions over experts. The index is cut to
+    match, and begins at another expert than the first; the transport is left out."""
     args = ep.problem(rng, T)
     (index, *_) = ep.indices(rng, T, 2)
     want = ep.layer(args, index)
@@ -96,8 +96,8 @@ def test_sequences(rng):
             name: put(split(a), P("d", "e")) if name in ("x", "weight") else put(a, EXPERTS)
             for name, a in args.items()
         }
-        f = jax.jit(ep.layer)
-        index = put(split(index), P("d"))
+        f = jax.jit(functools.partial(ep.layer, expert_offset=7))
+        index = put(split(index + 7), P("d"))
         out, text = f(given, index), f.lower(given, index).compile().as_text()
     assert jax.typeof(out).sharding.spec == P("d", "e", None)
     np.testing.assert_allclose(np.asarray(out).reshape(want.shape), want, rtol=1e-5, atol=1e-5)
