@@ -168,12 +168,14 @@ def _static_fields(written: list) -> tuple:
     return (*others, None if block is None else tuple(block))
 
 
-def static(op: str, mode: str, bits: int | None, group_size: int | None, block=None):
+def static(
+    op: str, mode: str, bits: int | None, group_size: int | None, block=None
+) -> tuple[int, int, Any]:
     """bits, group_size and block, checked; by default the mode's first."""
     if not isinstance(mode, str) or mode not in MODES:
         known = ", ".join(map(repr, MODES))
         raise ValueError(f"jgg.{op}: mode={mode!r} is not one of {known}")
-    out = []
+    out: list[int] = []
     given = (("bits", bits), ("group_size", group_size))
     allowed: tuple = MODES[mode]
     if mode == "fp8":

@@ -172,6 +172,7 @@ class _Fp8Parts(_Parts):
         codes = self._cut(self.codes, weight, first, 1)
         codes = lax.bitcast_convert_type(codes, q.weight.dtype)
         scales = lax.dynamic_index_in_dim(q.scales, weight, keepdims=False)
+        assert q.block is not None
         block = (first + lax.iota(jnp.int32, self.width)) // q.block[axis]
         scales = jnp.take(scales, block, axis=axis, mode="clip")
         own = (1, q.block[1]) if self.transpose_w else (q.block[0], 1)
