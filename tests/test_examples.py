@@ -190,15 +190,16 @@ def test_train_moe_in_two_processes(train_moe, text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.weekly
-def test_train_moe_in_nvfp4(train_moe, text, finished, tmp_path):
-    """Learns like float32, with an error that is NVFP4's."""
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8"])
+def test_train_moe_in_few_bits(train_moe, text, finished, tmp_path, precision):
+    """Learns like float32, with an error that is the precision's."""
     out, results = finished
-    options = ["--precision", "nvfp4", "--out", str(tmp_path), "--beside", str(out)]
+    options = ["--precision", precision, "--out", str(tmp_path), "--beside", str(out)]
     ours = train_moe.main([*TINY, *text, *options])
     losses, want = ours["history"]["training"], results["history"]["training"]
     assert losses[-1] < losses[0] - 1
     assert 1e-3 < abs(losses[-1] - want[-1]) < 0.3
-    assert json.loads((tmp_path / "metrics.json").read_text())["precision"] == "nvfp4"
+    assert json.loads((tmp_path / "metrics.json").read_text())["precision"] == precision
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -133,13 +133,14 @@ def fp8_grouped_linear(
         if quantized is not None:
             raise ValueError(f"jgg.{op}: quantized is of w, an array, and w is a jgg.Quantized")
         values, quantized = None, w
-        shape = _checked(op, "w", quantized, x, None).shape
+        stored = _checked(op, "w", quantized, x, None)
+        shape, of_w = stored.shape, stored.weight
     else:
         values = check.array(op, "w", w)
         check.dtype(op, "w", values.dtype, ("bfloat16", "float32"))
         why = f"because x is {x.shape}"
         check.shape(op, "w", values, (None, None, x.shape[1]), "G, N, K", why)
-        shape = values.shape
+        shape, of_w = values.shape, values
         if quantized is not None:
             _checked(op, "quantized", quantized, x, shape)
     groups, n, _ = shape
@@ -154,7 +155,7 @@ def fp8_grouped_linear(
     key = key if recipe.stochastic_rounding else None
     if key is not None:
         check.key(op, key)
-    sharded = [("x", x, "TK"), ("w", quantized.weight if values is None else values, "GNK")]
+    sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     if values is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
         quantized = fp8_convert.quantized(op, values, block=recipe.weight_block)

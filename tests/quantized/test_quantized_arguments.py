@@ -19,11 +19,11 @@ STATIC = {"mode": "affine", "bits": 4, "group_size": 64}
 ERRORS = [
     (
         lambda: jgg.quantize(W, mode="int4"), ValueError,
-        "jgg.quantize: mode='int4' is not one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4'",
+        "jgg.quantize: mode='int4' is not one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4', 'fp8'",
     ),
     (
         lambda: jgg.quantize(W, mode=["affine"]), ValueError,  # pyright: ignore
-        "jgg.quantize: mode=['affine'] is not one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4'",
+        "jgg.quantize: mode=['affine'] is not one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4', 'fp8'",
     ),
     (
         lambda: jgg.quantize(W, bits=7), ValueError,
