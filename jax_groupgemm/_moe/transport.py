@@ -182,7 +182,7 @@ def collect(plan: Plan | None, *rows, out_dtypes: Sequence[DTypeLike]):
     """Rows of tokens that were sent, added up where the tokens are."""
     if plan is None:
         return tuple(of.astype(dtype) for of, dtype in zip(rows, out_dtypes, strict=True))
-    return _COLLECT(rows, plan, out_dtypes=tuple(jnp.dtype(dtype) for dtype in out_dtypes))
+    return _COLLECT(rows, plan, out_dtypes=tuple(jnp.dtype(d) for d in out_dtypes))
 
 
 def _batched(size: int, operands, axes):
