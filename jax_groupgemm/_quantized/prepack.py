@@ -83,8 +83,7 @@ def prepack(
         w = dataclasses.replace(w, scales=scales, biases=biases)
     if w.layout == "sm90" or 0 in w.shape:
         return w
-    linear = w.layout == "linear"
-    why = _unpackable(w) if linear else f"its layout is {w.layout!r}, not 'linear'"
+    why = _unpackable(w) if w.layout == "linear" else f"its layout is {w.layout!r}, not 'linear'"
     if why is not None:
         if strict:
             raise ValueError(f"jgg.prepack: w has no layout for the fast kernels: {why}")
