@@ -44,10 +44,13 @@ class Checkpoints:
         """``run`` and ``history`` of the latest."""
         return self._restore(about=ocp.args.JsonRestore())["about"]
 
-    def state(self, shapes) -> Any:
-        """The latest, on one device; ``shapes`` as of ``jax.eval_shape``."""
+    def state(self, shapes, shardings=None) -> Any:
+        """The latest, on one device unless there are ``shardings``; ``shapes`` as of
+        ``jax.eval_shape``."""
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        like = jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes)
+        if shardings is None:
+            shardings = jax.tree.map(lambda _: here, shapes)
+        like = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
         return self._restore(state=ocp.args.StandardRestore(like))["state"]
 
     def _restore(self, **args):

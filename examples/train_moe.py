@@ -4,6 +4,12 @@
     python examples/train_moe.py --resume    # go on from the latest checkpoint
     python examples/train_moe.py --compare   # time the training step against jax.lax.ragged_dot
     python examples/train_moe.py --precision nvfp4 --out runs/nvfp4 --beside runs/train_moe
+    python examples/train_moe.py --precision fp8 --out runs/fp8 --beside runs/train_moe
+    python examples/train_moe.py --devices 8 --data 2   # experts on 4 devices, twice
+
+On several machines, or in two processes of one, start each with its --process-id:
+
+    python examples/train_moe.py --devices 4 --processes 2 --coordinator HOST:PORT --process-id 0
 
 The text is the language reference that every CPython carries. The mixture of experts is *dropless*:
 experts take as many tokens as the router sends them, with no capacity limit and no padding. See
@@ -31,6 +37,7 @@ from tqdm import tqdm
 
 import jax_groupgemm as jgg
 import run_folder
+import several_devices
 import texts
 from attention import HEAD_SIZE, Attention
 from options import Parser, count, option, settings
@@ -39,6 +46,8 @@ from timing import in_turns
 BALANCE_WEIGHT = 0.01
 SAMPLED_BYTES = 600
 TEMPERATURE = 0.7
+#: Precisions in which the products of experts are quantized.
+RECIPES = {"nvfp4": jgg.NVFP4Recipe(), "fp8": jgg.FP8Recipe()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,32 +64,40 @@ class Config:
     expert_width: int = option(128, "hidden width of one expert", type=count)
     lr: float = option(3e-3, "peak learning rate", type=float)
     seed: int = option(0, "of the initial weights, the batches and the sample", type=int)
-    precision: str = option("float32", "to compute in; nvfp4: the experts' products, else bfloat16",
-                            choices=["float32", "bfloat16", "nvfp4"])  # fmt: skip
+    precision: str = option(
+        "float32", "to compute in; nvfp4 and fp8: the experts' products, else bfloat16",
+        choices=["float32", "bfloat16", "nvfp4", "fp8"],
+    )  # fmt: skip
 
     @property
     def dtype(self) -> str:
-        """The dtype of everything but the products of experts in NVFP4."""
-        return "bfloat16" if self.precision == "nvfp4" else self.precision
+        """The dtype of everything but the products of experts in NVFP4 or FP8."""
+        return "bfloat16" if self.precision in RECIPES else self.precision
 
 
 # ---- model -----------------------------------------------------------------------------------
 
 
-def jgg_layer(x, w_up, w_down, expert, weight, key=None):
+def jgg_layer(x, w_up, w_down, expert, weight, key=None, axis_name=None):
     """Every token's sum of the SwiGLU networks of its experts.
 
     x (T, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), expert and weight
-    (T, k) from the router; key, for whom it concerns, is another in every training step. Returns
-    (T, D).
+    (T, k) from the router; key, for whom it concerns, is another in every training step. Along
+    ``axis_name`` each device has some of the experts and of the tokens. Returns (T, D).
     """
-    return jgg.moe_mlp(x, w_up.astype(x.dtype), w_down.astype(x.dtype), expert, weight)
-
-
-def nvfp4_layer(x, w_up, w_down, expert, weight, key=None):
-    """The same with all six products, forward and backward, in NVFP4."""
     w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
-    return jgg.moe_mlp(x, w_up, w_down, expert, weight, recipe=jgg.NVFP4Recipe(), key=key)
+    return jgg.moe_mlp(x, w_up, w_down, expert, weight, axis_name=axis_name)
+
+
+def quantized_layer(recipe):
+    """The same with all six products, forward and backward, as a recipe quantizes them."""
+
+    def layer(x, w_up, w_down, expert, weight, key=None, axis_name=None):
+        w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
+        options = {"recipe": recipe, "key": key, "axis_name": axis_name}
+        return jgg.moe_mlp(x, w_up, w_down, expert, weight, **options)
+
+    return layer
 
 
 def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None):
@@ -165,14 +182,21 @@ class LanguageModel(nnx.Module):
 class Trainer:
     """The compiled functions of one model, and its state: a pytree, to be donated and saved."""
 
-    def __init__(self, config: Config, layer_fn: Callable | None = None):
-        ours = nvfp4_layer if config.precision == "nvfp4" else jgg_layer
-        self.config, self.layer_fn = config, layer_fn or ours
+    def __init__(self, config: Config, layer_fn: Callable | None = None,
+                 mesh: jax.sharding.Mesh | None = None):  # fmt: skip
+        recipe = RECIPES.get(config.precision)
+        ours = jgg_layer if recipe is None else quantized_layer(recipe)
+        self.config, self.mesh = config, mesh
+        self.layer_fn = several_devices.across(layer_fn or ours, mesh)
         self.optimizer = make_optimizer(config)
         self.graph = nnx.graphdef(nnx.eval_shape(self.new_model))
-        self.train_step = jax.jit(self._train_step, donate_argnums=0)
-        self.bits_per_byte = jax.jit(self._bits_per_byte)
-        self.sample = jax.jit(self._sample)
+        # Where the state is, and that results are on every device.
+        places, whole = (None, None) if mesh is None else (self.places, self.whole)
+        self.train_step = jax.jit(
+            self._train_step, donate_argnums=0, out_shardings=mesh and (places, whole)
+        )
+        self.bits_per_byte = jax.jit(self._bits_per_byte, out_shardings=whole)
+        self.sample = jax.jit(self._sample, out_shardings=whole)
 
     def new_model(self) -> LanguageModel:
         return LanguageModel(self.config, self.layer_fn, nnx.Rngs(self.config.seed))
@@ -182,8 +206,16 @@ class Trainer:
         return {"step": jnp.int32(0), "params": params, "optimizer": self.optimizer.init(params)}
 
     @functools.cached_property
+    def places(self) -> Any:
+        return several_devices.shardings(self.mesh, jax.eval_shape(self.new_state))
+
+    @property
+    def whole(self) -> Any:
+        return several_devices.shardings(self.mesh, jax.ShapeDtypeStruct((), jnp.float32))
+
+    @functools.cached_property
     def state(self) -> Any:
-        return jax.jit(self.new_state)()
+        return jax.jit(self.new_state, out_shardings=self.mesh and self.places)()
 
     def _train_step(self, state, text):
         """Returns the new state and the batch's mean bits per byte."""
@@ -204,6 +236,7 @@ class Trainer:
 
     def cross_entropy(self, params, tokens, key=None):
         """Nats of every byte of ``(batch, length)`` but the first, and the balancing loss."""
+        tokens = several_devices.divided(self.mesh, tokens)
         logits, balance = nnx.merge(self.graph, params)(tokens[:, :-1], key)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), balance
 
@@ -241,23 +274,27 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bool,
-        beside: list[Path]) -> dict:  # fmt: skip
-    """Train from the start or from the latest checkpoint; files go to ``out``."""
+        beside: list[Path], mesh: jax.sharding.Mesh | None = None) -> dict:  # fmt: skip
+    """Train from the start or from the latest checkpoint; files go to ``out``. A checkpoint may be
+    of another number of devices."""
     checkpoints = run_folder.Checkpoints(out / "checkpoints")
     about = dataclasses.asdict(config) | {"text_crc32": zlib.crc32(text.tobytes())}
     checkpoints.begin(about, resume)
-    trainer = Trainer(config)
+    trainer, first = Trainer(config, mesh=mesh), several_devices.is_first()
+    say = print if first else lambda *_: None
     # Bits per byte: of each step's batch; of the held-out part, as pairs (step, mean).
     history = {"training": [], "held_out": []}
     if resume:
-        trainer.state = checkpoints.state(jax.eval_shape(trainer.new_state))
+        trainer.state = checkpoints.state(jax.eval_shape(trainer.new_state), trainer.places)
         history = checkpoints.about()["history"]
 
     bigram = texts.bigram_bits_per_byte(*texts.split(text))
-    training, held_out = map(jnp.asarray, texts.split(text))
+    everywhere = functools.partial(several_devices.on_every_device, mesh)
+    training, held_out = map(everywhere, texts.split(text))
     parameters = sum(p.size for p in jax.tree.leaves(trainer.state["params"]))
-    print(
-        f"{parameters:,} parameters on {jax.devices()[0].device_kind}; "
+    devices = "" if mesh is None else f"{mesh.size} x "
+    say(
+        f"{parameters:,} parameters on {devices}{jax.devices()[0].device_kind}; "
         f"{training.size:,} bytes to train on, {held_out.size:,} held out"
     )
 
@@ -265,7 +302,8 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
     train_step = trainer.train_step.lower(trainer.state, training).compile()
     tokens = config.batch * config.context
     done, speeds = len(history["training"]), []
-    bar = tqdm(unit="tokens", unit_scale=tokens, total=config.steps, initial=done, disable=None)
+    bar = tqdm(unit="tokens", unit_scale=tokens, total=config.steps, initial=done,
+               disable=None if first else True)  # fmt: skip
     while done < config.steps:
         stop = min(done - done % eval_every + eval_every, config.steps)
         losses, began = [], time.perf_counter()
@@ -282,14 +320,16 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
         history["training"] += losses
         history["held_out"].append((done, mean))
         checkpoints.save(done, trainer.state, history)
-        bar.write(
+        (bar.write if first else say)(
             f"step {done}: loss {losses[-1]:.3f}, held out {mean:.3f}, bigram {bigram:.3f} bits "
             f"per byte; {speeds[-1]:,.0f} tokens/s"
         )
     bar.close()
 
     prompt = training[-config.context :]
-    sample = trainer.sample(trainer.state["params"], prompt, jax.random.key(config.seed))
+    # Made where it is used: of several processes, none can send another a key.
+    key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=mesh and trainer.whole)()
+    sample = trainer.sample(trainer.state["params"], prompt, key)
     results = {
         "held_out": history["held_out"][-1][1],
         "bigram": bigram,
@@ -297,9 +337,10 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
         "sample": texts.as_text(sample),
         "history": history,
     }
-    run_folder.write(out, dataclasses.asdict(config) | results, beside)
-    print(f"\nSampled after {texts.as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
-    print(f"held out {results['held_out']:.3f}, bigram {bigram:.3f} bits per byte; see {out}")
+    if first:
+        run_folder.write(out, dataclasses.asdict(config) | results, beside)
+    say(f"\nSampled after {texts.as_text(prompt)[-50:]!r}:\n\n{results['sample']}\n")
+    say(f"held out {results['held_out']:.3f}, bigram {bigram:.3f} bits per byte; see {out}")
     return results
 
 
@@ -313,6 +354,7 @@ def parse(argv) -> argparse.Namespace:
     parser.options_of(Config)
     parser.option("--eval-every", 100, "steps between evaluations, each with a checkpoint",
                   type=count)  # fmt: skip
+    several_devices.add_options(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
     parser.add_argument("--compare", action="store_true", help="only time the step, see above")
     parser.add_argument("--beside", nargs="*", default=[], type=Path, metavar="OUT",
@@ -323,6 +365,9 @@ def parse(argv) -> argparse.Namespace:
         parser.error(f"--width {args.width} is not a multiple of {HEAD_SIZE}")
     if args.top_k > args.experts:
         parser.error(f"--top-k {args.top_k} is more than --experts {args.experts}")
+    several_devices.check(parser, args)
+    if args.compare and args.devices > 1:
+        parser.error("--compare is of one device")
     for folder in args.beside:
         if not (folder / "metrics.json").is_file():
             parser.error(f"--beside {folder} holds no finished run")
@@ -340,7 +385,8 @@ def main(argv=None) -> dict:
                 "jax.lax.ragged_dot": Trainer(config, ragged_dot_layer),
             }
             return in_turns(trainers, jnp.asarray(text))
-        return run(config, text, args.out, args.eval_every, args.resume, args.beside)
+        mesh = several_devices.start(args)
+        return run(config, text, args.out, args.eval_every, args.resume, args.beside, mesh)
 
 
 if __name__ == "__main__":

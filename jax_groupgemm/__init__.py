@@ -3,6 +3,11 @@
 from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost
+from ._fp8.grouped_linear import FP8Recipe as FP8Recipe
+from ._fp8.grouped_linear import fp8_grouped_linear as fp8_grouped_linear
+from ._fp8.grouped_mm import fp8_grouped_mm as fp8_grouped_mm
+from ._fp8.grouped_wgrad import fp8_grouped_wgrad as fp8_grouped_wgrad
+from ._fp8.quantize import fp8_quantize as fp8_quantize
 from ._grouped.gather_mm import gather_mm as gather_mm
 from ._grouped.grouped_mm import grouped_mm as grouped_mm
 from ._grouped.ragged_dot import ragged_dot as ragged_dot
@@ -30,6 +35,7 @@ from ._quantized.quantized_matmul import quantized_matmul as quantized_matmul
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "FP8Recipe",
     "NVFP4Recipe",
     "Quantized",
     "Routing",
@@ -40,6 +46,10 @@ __all__ = [
     "cost",
     "dequantize",
     "dispatch",
+    "fp8_grouped_linear",
+    "fp8_grouped_mm",
+    "fp8_grouped_wgrad",
+    "fp8_quantize",
     "gather_mm",
     "gather_qmm",
     "grouped_mm",

@@ -1,6 +1,7 @@
-"""Test configuration: four virtual CPU devices, strict dtype promotion, tests by marker."""
+"""Test configuration: eight virtual CPU devices, strict dtype promotion, tests by marker."""
 
 import collections
+import functools
 import gc
 import os
 import shutil
@@ -8,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
 import hypothesis
@@ -19,7 +20,12 @@ import pytest
 from jax_groupgemm._kernels import extension
 
 pytest.register_assert_rewrite(
-    "checkpoint_writers", "device_runs", "fuzz", "host_program", "nvfp4_quantize_cases"
+    "checkpoint_writers",
+    "device_runs",
+    "fuzz",
+    "host_program",
+    "nvfp4_quantize_cases",
+    "random_calls",
 )
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 FOLDER = pytest.StashKey[str]()
@@ -50,6 +56,15 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 10, 10)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """For -m smoke files that smoke.txt does not name are not even imported: half a minute for each
+    process."""
+    if config.getoption("-m") != "smoke" or not collection_path.match("test_*.py"):
+        return None
+    name = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return True if name not in {line.partition("::")[0] for line in smoke_names()} else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,10 +108,15 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not is_left_out(item)]
 
 
+@functools.cache
+def smoke_names() -> list[str]:
+    lines = (Path(__file__).parent / "smoke.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def mark_smoke(items, strict: bool) -> None:
     """Those of smoke.txt: tests with their parameters, or with all of them."""
-    lines = (Path(__file__).parent / "smoke.txt").read_text().splitlines()
-    missing = {f"tests/{line}" for line in lines if line and not line.startswith("#")}
+    missing = {f"tests/{name}" for name in smoke_names()}
     names = frozenset(missing)
     for item in items:
         for name in {item.nodeid, item.nodeid.partition("[")[0]} & names:

@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import moe, moe_layers, moe_peers, timing  # noqa: E402
+from benchmarks import moe, moe_cases, moe_layers, moe_peers, timing  # noqa: E402
 
-TOY = moe.Shape("toy", 48, 32, 16, 4, 2)
+TOY = moe_cases.Shape("toy", 48, 32, 16, 4, 2)
 
 
 BACK = "forward+backward"
@@ -27,15 +27,15 @@ def no_device_times(monkeypatch):
     """Nor does an arm rest. Both directions have one layer, so one is enough."""
     monkeypatch.setattr(timing.JaxArm, "time", lambda self, n: [2.0] * n)
     monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(moe, "DIRECTIONS", {BACK: True})
+    monkeypatch.setattr(moe_cases, "DIRECTIONS", {BACK: True})
 
 
 @pytest.fixture(scope="module")
 def programs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "DIRECTIONS", {BACK: True})
-        compiler = moe.Compiler(2)
-        moe.plan(compiler, TOY, moe.DEFAULT)
+        patch.setattr(moe_cases, "DIRECTIONS", {BACK: True})
+        compiler = moe_cases.Compiler(2)
+        moe_cases.plan(compiler, TOY, moe.DEFAULT)
     compiler.wait()
     return compiler
 
@@ -67,8 +67,8 @@ def test_arms_agree(programs, no_device_times, tmp_path, capsys):
 
 def test_the_reference_is_right(programs):
     """Against float64, written as its definition."""
-    given = moe.made(programs[TOY, "data"])
-    got = moe.made(programs[TOY, BACK, "composed"], *given)["y"]
+    given = moe_cases.made(programs[TOY, "data"])
+    got = moe_cases.made(programs[TOY, BACK, "composed"], *given)["y"]
     x, router, up, down = (oracle.f64(v) for v in given[:4])
     logits = x @ router
     assert all(len(set(row)) == TOY.experts for row in logits)  # no ties
@@ -93,14 +93,14 @@ def test_a_wrong_arm_is_reported(programs, no_device_times, monkeypatch, capsys)
     def broken(x, router, up, down, k):
         raise RuntimeError("no such layer")
 
-    compiler = moe.Compiler(2)
+    compiler = moe_cases.Compiler(2)
     bad = {"ours": wrong_gradient, "readme_old": lambda x, *_, k: x * jnp.nan, "ragged_dot": broken}
     for name, layer in bad.items():
         monkeypatch.setitem(moe_layers.LAYERS, name, layer)
     given = {key: value for key, value in programs.found.items() if key[-1] not in bad}
     compiler.found |= given
     args = moe.arguments(["--quick", "--arms", *bad, "permutation"])
-    moe.plan(compiler, TOY, args.arms)
+    moe_cases.plan(compiler, TOY, args.arms)
     compiler.wait()
     records = {r["arm"]: r for r in moe.measure(TOY, compiler, args, 1e12)}
     assert set(records) == {"ours", "readme_old", "permutation"}
@@ -146,7 +146,7 @@ def test_the_list():
     assert [s.name for s in shapes] == ["Qwen3-30B"]
     assert decoding
     assert moe.selected(moe.arguments([])) == (list(moe.SHAPES), True)
-    assert [s.name for s in moe.SHAPES if moe.unsupported("ragged_dot", s) is None] == [
+    assert [s.name for s in moe.SHAPES if moe_cases.unsupported("ragged_dot", s) is None] == [
         "Mixtral", "SonicMoE 7B n1024",
     ]  # fmt: skip
     with pytest.raises(SystemExit):
@@ -158,7 +158,7 @@ def test_plot(tmp_path):
     records = [
         {"shape": shape, "direction": direction, "arm": arm, "of_C": share, "right": True}
         for shape in ("a", "b")
-        for direction in moe.DIRECTIONS
+        for direction in moe_cases.DIRECTIONS
         for arm, share in (("ours", 0.8), ("torch", 0.5))
     ]
     records[-1]["of_C"] = math.nan

@@ -165,8 +165,8 @@ def test_sizes_of_nvfp4():
             assert 1.7 * mean < sizes.max() < 1.8 * mean
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "affine4", "affine3", "mxfp8"])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["affine4", "mxfp4", "affine3", "nvfp4", "mxfp8"])
+@pytest.mark.one_in(3)
 def test_drawn_weights(name):
     form = FORMATS[name]
     weights = quantized.Weights(form, 3, 128, 128)

@@ -3,7 +3,11 @@
 import dataclasses
 import importlib
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -123,16 +127,79 @@ def test_train_moe_resumes_as_if_never_interrupted(train_moe, text, finished, tm
 
 
 @pytest.mark.slow
-@pytest.mark.weekly
-def test_train_moe_in_nvfp4(train_moe, text, finished, tmp_path):
-    """Learns like float32, with an error that is NVFP4's."""
+def test_train_moe_goes_on_on_two_devices(train_moe, text, finished, tmp_path):
+    """From a checkpoint of one device, which reads what two devices write."""
     out, results = finished
-    options = ["--precision", "nvfp4", "--out", str(tmp_path), "--beside", str(out)]
+    shutil.copytree(out / "checkpoints" / "10", tmp_path / "checkpoints" / "10")
+    options = ["--out", str(tmp_path), "--resume", "--devices", "2"]
+    resumed = train_moe.main([*TINY, *text, *options])
+    losses = resumed["history"]["training"]
+    np.testing.assert_allclose(losses, results["history"]["training"], rtol=1e-4)
+    assert losses[:10] == results["history"]["training"][:10]
+    args = train_moe.parse([*TINY, *text])
+    shapes = jax.eval_shape(train_moe.Trainer(train_moe.settings(train_moe.Config, args)).new_state)
+    states = [train_moe.run_folder.finished(of).state(shapes) for of in (tmp_path, out)]
+    for one, other in zip(*map(jax.tree.leaves, states), strict=True):
+        assert one.devices() == {jax.devices()[0]}
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+@pytest.mark.parametrize("precision", ["float32", "nvfp4"])
+def test_train_moe_on_groups_of_devices(train_moe, text, tmp_path, precision):
+    """Two groups that each have all experts, on two devices."""
+    base = [*TINY, *text, "--batch", "4", "--precision", precision, "--out"]
+    one = train_moe.main([*base, str(tmp_path / "one")])["history"]["training"]
+    options = ["--devices", "4", "--data", "2"]
+    four = train_moe.main([*base, str(tmp_path / "four"), *options])["history"]["training"]
+    tolerance = {"rtol": 1e-4} if precision == "float32" else {"atol": 0.3}
+    np.testing.assert_allclose(four, one, **tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+def test_train_moe_in_two_processes(train_moe, text, tmp_path):
+    """Of two devices each; the first one writes."""
+    base = [*TINY, *text, "--batch", "4", "--out"]
+    one = train_moe.main([*base, str(tmp_path / "one")])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    options = ["--devices", "4", "--processes", "2", "--coordinator", address, "--process-id"]
+    run = [sys.executable, str(EXAMPLES / "train_moe.py"), *base, str(tmp_path / "two"), *options]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    processes = [
+        subprocess.Popen(
+            [*run, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=400)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-4000:]
+    assert "parameters on 4 x cpu" in said[0]
+    assert "held out" not in said[1]
+    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    losses = [of["history"]["training"] for of in (two, one)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8"])
+def test_train_moe_in_few_bits(train_moe, text, finished, tmp_path, precision):
+    """Learns like float32, with an error that is the precision's."""
+    out, results = finished
+    options = ["--precision", precision, "--out", str(tmp_path), "--beside", str(out)]
     ours = train_moe.main([*TINY, *text, *options])
     losses, want = ours["history"]["training"], results["history"]["training"]
     assert losses[-1] < losses[0] - 1
     assert 1e-3 < abs(losses[-1] - want[-1]) < 0.3
-    assert json.loads((tmp_path / "metrics.json").read_text())["precision"] == "nvfp4"
+    assert json.loads((tmp_path / "metrics.json").read_text())["precision"] == precision
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -169,6 +236,13 @@ def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
         (["--width", "40"], "not a multiple of 32"),
         (["--top-k", "9"], "more than --experts 8"),
         (["--steps", "0"], "not positive"),
+        (["--devices", "3"], "do not divide --experts 8"),
+        (["--devices", "4", "--data", "3"], "--devices 4 in 3 groups (--data)"),
+        (["--devices", "4", "--batch", "6"], "--batch 6 is no multiple of --devices 4"),
+        (["--devices", "4", "--processes", "3"], "no multiple of --processes 3"),
+        (["--devices", "4", "--processes", "2"], "--processes and --coordinator go together"),
+        (["--process-id", "1"], "--process-id 1 is none of 1 processes"),
+        (["--devices", "2", "--compare"], "--compare is of one device"),
     ):
         with pytest.raises(SystemExit):
             train_moe.main(arguments)

@@ -140,6 +140,10 @@ def test_a_wheel_is_built_as_the_sources_say(release):
         f"its CUDA is 99.0.1, not {series}",
         f"it is for ['80'], not {architectures}",
     ]
+    sample = build | {"cuda": f"{series}.88 (some kernels)"}  # JGG_SAMPLE
+    assert release.build_problems(sample, cuda=True) == [
+        f"its CUDA is {series}.88 (some kernels), not {series}"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def build_problems(build: dict, cuda: bool) -> list[str]:
     if not cuda:
         return problems + (["it has CUDA kernels"] if build["cuda"] else [])
     series, architectures = cuda_build()
-    if not (build["cuda"] or "").startswith(series + "."):
+    if not re.fullmatch(re.escape(series) + r"\.\d+", build["cuda"] or ""):
         problems.append(f"its CUDA is {build['cuda']}, not {series}")
     if sorted(build["architectures"]) != sorted(architectures):
         problems.append(f"it is for {build['architectures']}, not {architectures}")

@@ -8,7 +8,9 @@ namespace jgg {
 
 JGG_INSTANCE(cutlass::bfloat16_t, true);
 JGG_INSTANCE(cutlass::bfloat16_t, false);
+#ifndef JGG_SAMPLE
 JGG_INSTANCE(cutlass::half_t, true);
 JGG_INSTANCE(cutlass::half_t, false);
+#endif
 
 }  // namespace jgg

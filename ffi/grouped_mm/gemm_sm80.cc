@@ -2,6 +2,7 @@
 #include "grouped_mm/gemm_sm80.h"
 
 #include "common/dispatch.h"
+#include "common/sample.h"
 #include "cutlass/numeric_types.h"
 
 namespace jgg {
@@ -9,11 +10,16 @@ namespace jgg {
 cudaError_t LaunchGemmSm80(cudaStream_t stream, const GemmSm80& gemm, DType dtype, bool tf32,
                            bool a_k_major, bool b_k_major) {
   auto launch = [&](auto element) {
-    return DispatchBool(a_k_major, [&](auto a) {
-      return DispatchBool(b_k_major, [&](auto b) {
-        return LaunchGemmSm80Instance<decltype(element), a.value, b.value>(stream, gemm);
+    using Element = decltype(element);
+    if constexpr (kSample && std::is_same_v<Element, cutlass::half_t>) {
+      return cudaErrorNoKernelImageForDevice;
+    } else {
+      return DispatchBool(a_k_major, [&](auto a) {
+        return DispatchBool(b_k_major, [&](auto b) {
+          return LaunchGemmSm80Instance<Element, a.value, b.value>(stream, gemm);
+        });
       });
-    });
+    }
   };
   if (dtype == DType::kF32 && tf32) return launch(cutlass::tfloat32_t{});
   return DispatchFloat(dtype, launch);

@@ -3,6 +3,7 @@
 
 #include "common/alignment.h"
 #include "common/dispatch.h"
+#include "common/sample.h"
 #include "cutlass/numeric_types.h"
 #include "grouped_mm/gathered_gemm_sm90.h"
 #include "grouped_mm/listed_gemm_sm90.h"
@@ -54,12 +55,16 @@ cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm
     if (operands.planes == 3) {
       return LaunchSplitGemmSm90Instance<kL, 3>(stream, gemm, operands);
     }
-    if (operands.planes == 2) {
-      return LaunchSplitGemmSm90Instance<kL, 2>(stream, gemm, operands);
+    if (operands.planes == 1 && operands.dtype == DType::kBF16) {
+      return LaunchGemmSm90Instance<cutlass::bfloat16_t, kL>(stream, gemm, operands);
     }
-    return operands.dtype == DType::kBF16
-               ? LaunchGemmSm90Instance<cutlass::bfloat16_t, kL>(stream, gemm, operands)
-               : LaunchGemmSm90Instance<cutlass::half_t, kL>(stream, gemm, operands);
+    if constexpr (kSample) {
+      return cudaErrorNoKernelImageForDevice;
+    } else if (operands.planes == 2) {
+      return LaunchSplitGemmSm90Instance<kL, 2>(stream, gemm, operands);
+    } else {
+      return LaunchGemmSm90Instance<cutlass::half_t, kL>(stream, gemm, operands);
+    }
   });
 #else
   return cudaErrorNoKernelImageForDevice;
@@ -71,9 +76,14 @@ cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gather
 #ifdef JGG_SM90
   return DispatchBool(operands.r_k_major, [&](auto r) {
     constexpr bool kR = decltype(r)::value;
-    return operands.dtype == DType::kBF16
-               ? LaunchGatheredGemmSm90Instance<cutlass::bfloat16_t, kR>(stream, gathered, operands)
-               : LaunchGatheredGemmSm90Instance<cutlass::half_t, kR>(stream, gathered, operands);
+    if (operands.dtype == DType::kBF16) {
+      return LaunchGatheredGemmSm90Instance<cutlass::bfloat16_t, kR>(stream, gathered, operands);
+    }
+    if constexpr (kSample) {
+      return cudaErrorNoKernelImageForDevice;
+    } else {
+      return LaunchGatheredGemmSm90Instance<cutlass::half_t, kR>(stream, gathered, operands);
+    }
   });
 #else
   return cudaErrorNoKernelImageForDevice;

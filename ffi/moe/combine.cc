@@ -19,15 +19,7 @@ static ffi::Error Combine(cudaStream_t stream, ffi::AnyBuffer rows, ffi::AnyBuff
   return FromCuda(op, combine_sm80(stream, args));
 }
 
-XLA_FFI_DEFINE_HANDLER(kCombine, Combine,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // rows
-                           .Arg<ffi::AnyBuffer>()   // order
-                           .Arg<ffi::AnyBuffer>()   // place
-                           .RemainingArgs()         // expert_weight
-                           .Ret<ffi::AnyBuffer>(),  // out
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCombine, Combine, RowsBinding(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMoeCombine(XLA_FFI_CallFrame* call_frame) { return kCombine(call_frame); }
 

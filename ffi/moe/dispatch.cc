@@ -21,15 +21,7 @@ static ffi::Error Dispatch(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   return FromCuda(op, dispatch_sm80(stream, args));
 }
 
-XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .Arg<ffi::AnyBuffer>()   // order
-                           .Arg<ffi::AnyBuffer>()   // place
-                           .RemainingArgs()         // expert_weight
-                           .Ret<ffi::AnyBuffer>(),  // out
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch, RowsBinding(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMoeDispatch(XLA_FFI_CallFrame* call_frame) { return kDispatch(call_frame); }
 

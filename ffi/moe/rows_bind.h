@@ -73,6 +73,18 @@ inline xla::ffi::Error BindOptionalWeight(const char* op, const xla::ffi::Remain
   return BindWeight(op, *buffer, pairs, weight);
 }
 
+// Of dispatch and of combine, each the other's transpose: rows, where they stand, weights; rows.
+inline auto RowsBinding() {
+  namespace ffi = xla::ffi;
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()   // x of dispatch, rows of combine
+      .Arg<ffi::AnyBuffer>()   // order
+      .Arg<ffi::AnyBuffer>()   // place
+      .RemainingArgs()         // expert_weight
+      .Ret<ffi::AnyBuffer>();  // out
+}
+
 // `other` is the dtype of what tokens have: that of rows, or float32.
 inline xla::ffi::Error CheckSameOrFloat32(const char* op, const char* name,
                                           const xla::ffi::AnyBuffer& other,

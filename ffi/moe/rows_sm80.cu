@@ -2,6 +2,7 @@
 
 #include <type_traits>
 
+#include "common/sample.h"
 #include "moe/device/rows.cuh"
 
 namespace jgg {
@@ -18,8 +19,12 @@ cudaError_t DispatchDTypes(DType of, DType other, Function function) {
     return other == DType::kF32 ? function(Of<DType::kBF16>{}, Of<DType::kF32>{})
                                 : function(Of<DType::kBF16>{}, Of<DType::kBF16>{});
   }
-  return other == DType::kF32 ? function(Of<DType::kF16>{}, Of<DType::kF32>{})
-                              : function(Of<DType::kF16>{}, Of<DType::kF16>{});
+  if constexpr (kSample) {
+    return cudaErrorNoKernelImageForDevice;
+  } else {
+    return other == DType::kF32 ? function(Of<DType::kF16>{}, Of<DType::kF32>{})
+                                : function(Of<DType::kF16>{}, Of<DType::kF16>{});
+  }
 }
 
 template <typename Params>

@@ -30,11 +30,12 @@ cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm) {
   const auto address = reinterpret_cast<uintptr_t>(gemm.workspace);
   auto* base = static_cast<uint8_t*>(gemm.workspace) + (-address) % Workspace::kAlignment;
   if (cudaError_t error = PrepareGroups(stream, gemm, at, base)) return error;
-  return gemm.out_dtype == DType::kF32 ? MultiplyGroups<DType::kF32>(stream, gemm, at, base)
-                                       : MultiplyGroups<DType::kBF16>(stream, gemm, at, base);
-#else
-  return cudaErrorNoKernelImageForDevice;
+  if (gemm.out_dtype == DType::kBF16) return MultiplyGroups<DType::kBF16>(stream, gemm, at, base);
+#ifndef JGG_SAMPLE
+  return MultiplyGroups<DType::kF32>(stream, gemm, at, base);
 #endif
+#endif
+  return cudaErrorNoKernelImageForDevice;
 }
 
 }  // namespace jgg::nvfp4

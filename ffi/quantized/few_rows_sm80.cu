@@ -41,13 +41,16 @@ cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm
     case Mode::kAffine: break;
   }
   switch (gemm.w.coding.bits) {
-    case 2: return LaunchFewRowsConfig<Mode::kAffine, 2>(stream, gemm);
     case 3: return LaunchOddBits<3>(stream, gemm);
+    case 4: return LaunchFewRowsConfig<Mode::kAffine, 4>(stream, gemm);
+#ifndef JGG_SAMPLE
+    case 2: return LaunchFewRowsConfig<Mode::kAffine, 2>(stream, gemm);
     case 5: return LaunchOddBits<5>(stream, gemm);
     case 6: return LaunchFewRowsConfig<Mode::kAffine, 6>(stream, gemm);
     case 8: return LaunchFewRowsConfig<Mode::kAffine, 8>(stream, gemm);
-    default: return LaunchFewRowsConfig<Mode::kAffine, 4>(stream, gemm);
+#endif
   }
+  return cudaErrorNoKernelImageForDevice;
 }
 
 }  // namespace jgg

@@ -2,6 +2,7 @@
 #include "quantized/gemm_sm80.h"
 
 #include "common/dispatch.h"
+#include "common/sample.h"
 #include "cutlass/numeric_types.h"
 
 namespace jgg {
@@ -9,9 +10,14 @@ namespace jgg {
 cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm, DType dtype,
                                     bool tf32, bool b_k_major) {
   auto launch = [&](auto element) {
-    return DispatchBool(b_k_major, [&](auto b) {
-      return LaunchQuantizedGemmSm80Instance<decltype(element), b.value>(stream, gemm);
-    });
+    using Element = decltype(element);
+    if constexpr (kSample && std::is_same_v<Element, cutlass::bfloat16_t>) {
+      return cudaErrorNoKernelImageForDevice;
+    } else {
+      return DispatchBool(b_k_major, [&](auto b) {
+        return LaunchQuantizedGemmSm80Instance<Element, b.value>(stream, gemm);
+      });
+    }
   };
   if (dtype == DType::kF32 && tf32) return launch(cutlass::tfloat32_t{});
   return DispatchFloat(dtype, launch);

@@ -1,6 +1,8 @@
 // From run-time modes to one of the instances of gemm_sm90_instance.cu.
 #include "quantized/gemm_sm90.h"
 
+#include "common/sample.h"
+
 namespace jgg {
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm) {
@@ -27,15 +29,19 @@ static cudaError_t LaunchInstance(Mode mode, int bits, Launch launch) {
     case Mode::kMxfp8: return launch(Instance<Mode::kMxfp8, 8>{});
     case Mode::kAffine: break;
   }
-  switch (bits) {
-    case 2: return launch(Instance<Mode::kAffine, 2>{});
-    case 3: return launch(Instance<Mode::kAffine, 3>{});
-    case 4: return launch(Instance<Mode::kAffine, 4>{});
-    case 5: return launch(Instance<Mode::kAffine, 5>{});
-    case 6: return launch(Instance<Mode::kAffine, 6>{});
-    case 8: return launch(Instance<Mode::kAffine, 8>{});
+  if (bits == 3) return launch(Instance<Mode::kAffine, 3>{});
+  if (bits == 4) return launch(Instance<Mode::kAffine, 4>{});
+  if constexpr (kSample) {
+    return cudaErrorNoKernelImageForDevice;
+  } else {
+    switch (bits) {
+      case 2: return launch(Instance<Mode::kAffine, 2>{});
+      case 5: return launch(Instance<Mode::kAffine, 5>{});
+      case 6: return launch(Instance<Mode::kAffine, 6>{});
+      case 8: return launch(Instance<Mode::kAffine, 8>{});
+    }
+    return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 #endif
 

@@ -143,6 +143,16 @@ def flag(op: str, name: str, value) -> None:
         raise TypeError(f"jgg.{op}: {name} must be True or False, got {describe(value)}")
 
 
+def key(op: str, value) -> None:
+    """One key of ``jax.random``."""
+    try:
+        jax.eval_shape(jax.random.split, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"jgg.{op}: key must be one key of jax.random, got {describe(value)}"
+        ) from error
+
+
 def count(op: str, name: str, value) -> None:
     """A size that is static."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):

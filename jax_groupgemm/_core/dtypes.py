@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -62,6 +63,21 @@ def accumulator_dtype(*dtypes):
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(dtype)
+
+
+def converted(a, dtype) -> jax.Array:
+    """``a`` in ``dtype``: of complex numbers the real part where that is real, as the gradient of
+    a real operand is."""
+    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (a.real if jnp.iscomplexobj(a) and real else a).astype(dtype)
+
+
+def one_or_nan(right) -> jax.Array:
+    """float32: 1 where ``right``. It is made of bits, since jax.debug_nans takes any NaN for a
+    mistake, and by a product, since JAX maps no selection from numbers of no mesh."""
+    one, nan = (jnp.uint32(v) for v in np.array([1, np.nan], np.float32).view(np.uint32))
+    bits = one + (nan - one) * (~right).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def cotangent_dtype(dtype):

@@ -20,7 +20,7 @@ OPERATIONS: dict[str, Callable] = {}
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 #: Arguments that are numbers and no operands.
-_NUMBERS = ("axis", "bits", "group_size", "contract", "num_experts", "max_rows")
+_NUMBERS = ("axis", "bits", "block", "group_size", "contract", "num_experts", "max_rows")
 
 
 def listed[F: Callable](function: F) -> F:

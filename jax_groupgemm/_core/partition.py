@@ -308,6 +308,16 @@ def replicated(a) -> jax.Array:
     return resharded(a, [()] * a.ndim)
 
 
+def take(a, index) -> jax.Array:
+    """``a[index]``, blocks of the first axis, of which each device has its own part: JAX finds no
+    sharding for the derivative of those that it takes itself."""
+    mesh, entries = explicit_mesh((a,)), entries_of(a)
+    if mesh is None or entries[0] or not any(entries) or maps_explicit_axes():
+        return a[index]
+    spec = P(*(axes or None for axes in entries))
+    return by_device(lambda a, i: a[i], mesh, [a, index], [spec, P(None)], spec)
+
+
 def merge(a, counts: Sequence[int]) -> jax.Array:
     """``a`` with so many consecutive axes each as one. That is sharded as the first of them, and as
     those within one that is sharded to single indices; what shards others is gathered."""
@@ -405,10 +415,11 @@ def _check_explicit(plan: _Plan, specs, types) -> None:
             instead = "Use jax.sharding.reshard first."
             if letter == "g" and any(set(entry) & set(plan.mesh_axes.get(r, ())) for r in "tu"):
                 instead = (
-                    "Expert parallelism is a jax.shard_map: gather the rows, pass group_offset, "
-                    "and scatter the sum, or exchange rows with jax.lax.all_to_all; the guide "
-                    "'Several GPUs' has an example. With jax.sharding.reshard every device gets "
-                    "all rows, or all groups."
+                    "jgg.moe_mlp is the layer for that: its tokens and experts may share a mesh "
+                    "axis, and tokens travel to their experts. Products alone take a "
+                    "jax.shard_map, which gathers rows and passes group_offset; the guide "
+                    "'Several GPUs' has both. With jax.sharding.reshard every device gets all "
+                    "rows, or all groups."
                 )
             raise ValueError(
                 f"{caller.says}: {name} {of} shards {caller.axis(letter)} over {entry}, but "

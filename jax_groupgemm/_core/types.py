@@ -14,9 +14,13 @@ Activation = Literal[
     "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh",
     "swiglu", "geglu", "reglu", "swiglu_oai",
 ]  # fmt: skip
+#: How tokens travel to experts of other devices.
+Transport = Literal["gather", "all_to_all"]
 #: Formats of quantized weights.
-Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
+Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "fp8"]
 #: Sizes, indices and bounds: an array, or numbers that become one.
 Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
 #: Libraries whose quantized checkpoints are read.
-CheckpointFormat = Literal["mlx", "awq", "gptq", "compressed-tensors", "modelopt", "gpt-oss"]
+CheckpointFormat = Literal[
+    "mlx", "awq", "gptq", "compressed-tensors", "modelopt", "gpt-oss", "fp8"
+]  # fmt: skip

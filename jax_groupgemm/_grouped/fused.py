@@ -62,7 +62,8 @@ class Lists:
         """The rows that are multiplied, (T * M, K)."""
         valid = self.valid(x)
         # In the dtype of sums, for the sake of the derivative: rows may be gathered more than once.
-        wide = x.astype(dtypes.accumulator_dtype(x.dtype))[jnp.where(valid, self.x_index, 0)]
+        wide = x.astype(dtypes.accumulator_dtype(x.dtype))
+        wide = partition.take(wide, jnp.where(valid, self.x_index, 0))
         rows = jnp.where(valid[:, None, None], wide.astype(x.dtype), jnp.zeros((), x.dtype))
         return partition.merge(rows, (2, 1))
 
@@ -70,7 +71,7 @@ class Lists:
         """``y``, (T, M, N), in the order of the result."""
         if self.y_index is None:
             return y
-        return y[inverse(self.y_index) if self.place is None else self.place]
+        return partition.take(y, inverse(self.y_index) if self.place is None else self.place)
 
     def rows(self, x) -> dict[str, Any]:
         """As lists of rows; -1 for those that x has not."""
@@ -296,7 +297,9 @@ def inverse(permutation) -> jax.Array:
     if permutation.size > choose.COMPARE_UP_TO:
         return jnp.argsort(permutation)
     i = lax.iota(jnp.int32, permutation.size)
-    return jnp.where(permutation[None] == i[:, None], i[None], 0).sum(1, dtype=jnp.int32)
+    # A product, which JAX maps over an axis of a mesh, and not a selection of what is of none.
+    here = (permutation[None] == i[:, None]).astype(jnp.int32)
+    return (here * i[None]).sum(1, dtype=jnp.int32)
 
 
 MM = Fused("jgg_fused_mm", primitives.mm, _mm_call, call.may_take_lists)

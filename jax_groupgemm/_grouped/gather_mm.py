@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
@@ -122,9 +121,13 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
         return _kept(out, rhs) if sorted_indices and rhs_indices is not None else out
     x = partition.merge(a, (a.ndim - 2, 1, 1))
     lhs, rhs_flat = (jnp.broadcast_to(i, batch).reshape(-1) for i in (lhs, rhs))
+    if mapped := partition.maps_explicit_axes():
+        # JAX maps no selection by a condition of a mesh from numbers of none.
+        lhs, rhs_flat = lhs + 0 * rhs_flat, rhs_flat + 0 * lhs
     product = product.replace(rows=pairs * m)
-    # JAX refuses to gather from an axis that is explicitly sharded; segments need no gather.
-    sharded = jax.typeof(x).sharding.spec[:1] not in ((), (None,))
+    # JAX refuses to gather from an axis that is explicitly sharded, or by indices of such an axis
+    # that is mapped; segments need no gather.
+    sharded = mapped or jax.typeof(x).sharding.spec[:1] not in ((), (None,))
     if choose.sorting_pays(kind, pairs, m) and not sharded:
         out = _by_matrix(x, w, lhs, rhs_flat, product, of, ordered=ordered)
     else:
@@ -140,10 +143,8 @@ def _kept(out, rhs):
         return out
     given = rhs.reshape(-1)
     kept = jnp.all(given[1:] >= given[:-1])
-    # Chosen by its bits: jax.debug_nans takes any NaN for a mistake. A product and not a
-    # selection, so that gradients are NaN too.
-    one, nan = (jnp.uint32(v) for v in np.array([1, np.nan], np.float32).view(np.uint32))
-    factor = lax.bitcast_convert_type(jnp.where(kept, one, nan), jnp.float32)
+    # A product and not a selection, so that gradients are NaN too.
+    factor = dtypes.one_or_nan(kept)
     return out * factor.astype(out.dtype)
 
 
@@ -172,7 +173,7 @@ def _by_matrix(x, w, lhs, rhs, product: Mm, of: fused.Fused, *, ordered: bool):
     (count, m, _), matrices = x.shape, w.shape[0]
     valid = (lhs >= 0) & (lhs < count) & (rhs >= 0) & (rhs < matrices)
     lhs = jnp.where(valid, lhs, -1)
-    rhs = jnp.where((rhs >= 0) & (rhs < matrices), rhs, jnp.where(rhs < 0, -1, matrices))
+    rhs = jnp.clip(rhs, -1, matrices)
     order = place = None
     if not ordered:
         order, place = fused.order(rhs)

@@ -110,12 +110,17 @@ def metadata(op: str, group_sizes, group_offset, w, name: str = "w",
         )
         return segments.sizes(check.group_sizes(op, group_sizes, w.shape[0], why, letter))
     group_sizes = check.group_sizes(op, group_sizes, letter=letter)
+    return segments.sizes(group_sizes, offset(op, group_offset))
+
+
+def offset(op: str, group_offset) -> jax.Array:
+    """The first group that is here, checked."""
     group_offset = check.integers(op, "group_offset", group_offset)
     if group_offset.shape not in ((), (1,)):
         raise ValueError(
             f"jgg.{op}: group_offset has shape {group_offset.shape}, expected () or (1,)"
         )
-    return segments.sizes(group_sizes, group_offset.reshape(()))
+    return group_offset.reshape(())
 
 
 def epilogue(op: str, product: Mm, x, w, bias, activation, row_scale,

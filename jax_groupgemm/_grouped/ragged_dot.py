@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
@@ -17,7 +19,7 @@ from .._core.products import Caller, Mm, Wgrad
 from .._core.segments import Form, Metadata
 from .._core.types import Integers
 from . import primitives
-from .grouped_mm import metadata
+from .grouped_mm import metadata, offset
 
 #: What axes are called here, for messages, where the ragged one is which.
 _AXES = {
@@ -59,6 +61,7 @@ def ragged_dot(
       ValueError, TypeError: shapes or dtypes do not fit.
     """
     op = "ragged_dot"
+    _check_out_sharding(op, out_sharding)
     lhs, rhs = _operands(op, lhs, rhs)
     check.shape(op, "lhs", lhs, (None, None), "m, k")
     why = f"because lhs is {lhs.shape}"
@@ -72,7 +75,7 @@ def ragged_dot(
         caller=Caller(op, ("lhs", "rhs"), _AXES["kept"]),
     )  # fmt: skip
     lhs, rhs = check.multiplied(lhs, rhs)
-    return _placed(primitives.mm(lhs, rhs, groups, product).astype(dtype), out_sharding)
+    return _placed(op, primitives.mm(lhs, rhs, groups, product).astype(dtype), out_sharding)
 
 
 @operation
@@ -116,6 +119,7 @@ def ragged_dot_general(
       ValueError, TypeError: shapes, dtypes or dimension numbers do not fit.
     """
     op = "ragged_dot_general"
+    _check_out_sharding(op, out_sharding)
     lhs, rhs = _operands(op, lhs, rhs)
     group_sizes = partition.replicated(check.integers(op, "group_sizes", group_sizes))
     dn = _Dimensions(op, lhs, rhs, ragged_dot_dimension_numbers)
@@ -127,8 +131,7 @@ def ragged_dot_general(
     }
     lhs, rhs = check.multiplied(lhs, rhs)
     if group_offset is not None:
-        group_offset = check.integers(op, "group_offset", group_offset)
-        group_offset = group_offset.reshape(())
+        group_offset = offset(op, group_offset)
     if dn.mode == "batch":
         # Sizes have no effect here: every batch is multiplied by its own partner.
         x, y = lhs, rhs
@@ -136,16 +139,17 @@ def ragged_dot_general(
             entry = _common_entry(op, lhs, rhs, x, y, i, j)
             x, y = _with_entry(x, i, entry), _with_entry(y, j, entry)
         explicit = partition.explicit_mesh((x, y)) is not None
-        out = jax.lax.dot_general(
-            x, y, dn.dot_dimension_numbers, precision=same["precision"],
-            preferred_element_type=same["out_dtype"],
-            out_sharding=out_sharding if explicit else None,
-        )  # fmt: skip
+        with _naming(op, out_sharding):
+            out = jax.lax.dot_general(
+                x, y, dn.dot_dimension_numbers, precision=same["precision"],
+                preferred_element_type=same["out_dtype"],
+                out_sharding=out_sharding if explicit else None,
+            )  # fmt: skip
     elif dn.mode == "kept":
         out = _kept(op, dn, lhs, rhs, group_sizes, group_offset, same)
     else:
         out = _contracted(op, dn, lhs, rhs, group_sizes, group_offset, same)
-    return _placed(out.astype(dtype), out_sharding)
+    return _placed(op, out.astype(dtype), out_sharding)
 
 
 def _operands(op: str, lhs, rhs) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +178,21 @@ class _Dimensions:
     """Dimension numbers, sorted out: which axes of which operand play which part."""
 
     def __init__(self, op: str, lhs, rhs, numbers):
+        if not isinstance(numbers, jax.lax.RaggedDotDimensionNumbers):
+            raise TypeError(
+                f"jgg.{op}: ragged_dot_dimension_numbers must be a "
+                f"jax.lax.RaggedDotDimensionNumbers, got {check.describe(numbers)}"
+            )
         self.dot_dimension_numbers = numbers.dot_dimension_numbers
+        parts = (*numbers.dot_dimension_numbers, (numbers.lhs_ragged_dimensions,),
+                 (numbers.rhs_group_dimensions,))  # fmt: skip
+        axes = [axis for of in parts for one in of for axis in one]
+        is_pair = [len(of) for of in parts] == [2, 2, 1, 1]
+        if not is_pair or not all(isinstance(axis, (int, np.integer)) for axis in axes):
+            raise TypeError(
+                f"jgg.{op}: ragged_dot_dimension_numbers must hold axes, two lists contracted and "
+                f"two of batches, got {numbers}"
+            )
         (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
         self.lhs_contracting, self.rhs_contracting = tuple(lc), tuple(rc)
         self.lhs_batch, self.rhs_batch = tuple(lb), tuple(rb)
@@ -363,5 +381,30 @@ def _vmap(function, size: int, in_axes: tuple, out_axes: int = 0):
     return wrapped
 
 
-def _placed(out, out_sharding):
-    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+def _check_out_sharding(op: str, out_sharding) -> None:
+    known = jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None
+    if not isinstance(out_sharding, known):
+        raise TypeError(
+            f"jgg.{op}: out_sharding must be a jax.sharding.NamedSharding, a PartitionSpec or "
+            f"None, got {check.describe(out_sharding)}"
+        )
+
+
+@contextlib.contextmanager
+def _naming(op: str, out_sharding):
+    """Whatever JAX finds wrong with ``out_sharding``, as an error of this operation."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if out_sharding is None:
+            raise
+        raise ValueError(
+            f"jgg.{op}: out_sharding={out_sharding} does not fit the result: {error}"
+        ) from error
+
+
+def _placed(op: str, out, out_sharding):
+    if out_sharding is None:
+        return out
+    with _naming(op, out_sharding):
+        return jax.sharding.reshard(out, out_sharding)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.dtypes import accumulator_dtype, is_half, load, promoted, storage
+from .._core.dtypes import accumulator_dtype, converted, is_half, load, promoted, storage
 from .._core.products import Mm, Product, Wgrad
 from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, Metadata
 
@@ -40,7 +40,7 @@ def mm(x, w, metadata: Metadata, product: Mm) -> jax.Array:
             limit=None if pad else rows,
         )  # fmt: skip
         out = _for_each_tile(segments, tiles, add, out)
-    out = load(out, sum_dtype).astype(product.out_dtype)[:rows]
+    out = converted(load(out, sum_dtype), product.out_dtype)[:rows]
     return out.T if product.transpose_out else out
 
 
@@ -54,7 +54,8 @@ def _mm_tile(x, w, segment, done, out, *, tile, dot, dtype, accumulate, limit):
     row = lax.iota(jnp.int32, tile)
     mine = (row >= begin) & (row < begin + segment[LENGTH] - done)
     x_tile = lax.dynamic_slice(x, (x_row, jnp.int32(0)), (tile, x.shape[1]))
-    new = dot(x_tile, lax.dynamic_index_in_dim(w, segment[WEIGHT], keepdims=False)).astype(dtype)
+    new = dot(x_tile, lax.dynamic_index_in_dim(w, segment[WEIGHT], keepdims=False))
+    new = converted(new, dtype)
     at = (y_row, jnp.int32(0))
     old = load(lax.dynamic_slice(out, at, (tile, out.shape[1])), dtype)
     new = jnp.where(mine[:, None], old + new if accumulate else new, old)
@@ -111,7 +112,7 @@ def wgrad(x, y, metadata: Metadata, product: Wgrad) -> jax.Array:
     if form.own_weight:
         # One segment per weight: each product is finished in one place and written once.
         def write(s, out):
-            new = of_segment(segments[s]).astype(out_dtype)
+            new = converted(of_segment(segments[s]), out_dtype)
             return lax.dynamic_update_index_in_dim(out, storage(new), s, 0)
 
         out = zeros_like_varying(shape, out_dtype, x, y, segments)
@@ -123,7 +124,7 @@ def wgrad(x, y, metadata: Metadata, product: Wgrad) -> jax.Array:
         return lax.dynamic_update_index_in_dim(out, new, weight, 0)
 
     out = zeros_like_varying(shape, dot.dtype, x, y, segments, stored=False)
-    return lax.fori_loop(0, segments.shape[0], add, out).astype(out_dtype)
+    return converted(lax.fori_loop(0, segments.shape[0], add, out), out_dtype)
 
 
 def _segment_product(x, y, segment, *, tiles, dot):

@@ -373,7 +373,7 @@ def _packed(p: Qmm) -> str | None:
     if any(capability != 90 for capability in extension.live_capabilities()):
         return "needs a Hopper GPU"
     if p.layout != "sm90":
-        if p.empty or not p.packable or p.mode == "mxfp8":
+        if p.empty or not p.packable or p.mode in ("mxfp8", "fp8"):
             return "prepack has no kernel for this weight"
         if p.rows < p.all_groups * _repack_from(p.bits):
             return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
@@ -384,6 +384,10 @@ def _packed(p: Qmm) -> str | None:
     return _packed_operands(p)
 
 
+def _decodes(p: Qmm) -> str | None:
+    return "it has no codes of mode 'fp8'" if p.mode == "fp8" else None
+
+
 def _repack_from(bits: int) -> int:
     return _REPACK_FROM_ROWS if bits < 6 else _REPACK_FROM_ROWS_WIDE
 
@@ -392,7 +396,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
     """Why Hopper's kernel does not take a weight as it is stored."""
     if p.layout != "linear":
         return f"needs layout 'linear', got {p.layout!r}"
-    return extension.rules().qmm_sm90_problem(
+    return _decodes(p) or extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
         bfloat16_scales=p.mode != "affine" or p.scales_dtype == "bfloat16",
         transpose_w=p.transpose_w, in_order=p.ordered,
@@ -467,8 +471,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
-        Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),
-        Kernel("sm80", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, unseen=True),
+        Kernel("sm90", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, only_named=True),
+        Kernel("sm80", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, unseen=True),
     ),
     "nvfp4_grouped_mm": (
         Kernel(
@@ -487,6 +491,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
         ),
     ),
+    # These have a definition and no kernel yet.
+    **dict.fromkeys(("fp8_grouped_mm", "fp8_grouped_wgrad", "fp8_quantize", "fp8_dequantize"), ()),
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
     ),

@@ -138,3 +138,23 @@ class Nvfp4(Problem):
     inner: Qmm | Wgrad
     linear: bool = True  # both operands are stored in layout "linear"
     row_scales: bool = False  # x has a global scale that is not part of the result's factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8(Problem):
+    """A product of two operands in mode "fp8": ``groups`` of ``rows`` in all, K contracted, or of
+    weight gradients (N, K), rows contracted. Blocks are those of x and of the other operand, None
+    for a whole matrix; ``dtypes`` is empty, because ``elements`` has those of codes."""
+
+    rows: int
+    groups: int
+    k: int
+    n: int
+    elements: tuple[str, str]
+    blocks: tuple[tuple[int, int] | None, tuple[int, int] | None]
+    transpose_w: bool = True
+    gated: bool = False
+    activation: str | None = None
+    option_dtypes: tuple[str, ...] = ()
+    preactivation: bool = False
+    more_options: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import choose, extension
-from .problems import Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
+from .problems import Conversion, Fp8, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sample:
 
     def choice(self, platform: str, dtype: str) -> choose.Choice | None:
         problem = self.make(platform, dtype)
-        return (choose.fused if isinstance(problem, Nvfp4) else choose.choose)(problem)
+        return (choose.fused if isinstance(problem, (Fp8, Nvfp4)) else choose.choose)(problem)
 
     def others(self, platform: str, dtype: str) -> dict[str, str]:
         """Why each implementation that does not run the call does not."""
@@ -66,6 +66,14 @@ def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, s
     return make
 
 
+def _sample_fp8(op: str) -> Callable[[str, str], Fp8]:
+    return lambda platform, dtype: Fp8(
+        op=op, platform=platform, out_dtype=dtype, rows=4096, groups=8, k=2048, n=2048,
+        elements=("e4m3", "e4m3"),
+        blocks=((1, 128), (128, 128) if op == "fp8_grouped_mm" else (1, 128)),
+    )  # fmt: skip
+
+
 def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
     return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
 
@@ -90,13 +98,18 @@ SAMPLES: dict[str, Sample] = {
         _sample_nvfp4("nvfp4_grouped_wgrad", _sample_wgrad), ("float32",), "composed"
     ),
     "nvfp4_grouped_linear": Sample(_NVFP4_MM, ("float32", "bfloat16"), "composed"),
+    "fp8_grouped_mm": Sample(_sample_fp8("fp8_grouped_mm"), otherwise="composed"),
+    "fp8_grouped_wgrad": Sample(_sample_fp8("fp8_grouped_wgrad"), ("float32",), "composed"),
+    "fp8_grouped_linear": Sample(
+        _sample_fp8("fp8_grouped_mm"), ("float32", "bfloat16"), "composed"
+    ),
     "moe_mlp": Sample(_sample_mm, (*choose.FLOATS, "float64"), "composed"),
     **{
         op: Sample(_sample_moe(op), otherwise="composed") for op in ("route", "dispatch", "combine")
     },
     **{
         op: Sample(_sample_conversion(op))
-        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
+        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize", "fp8_quantize")
     },
 }
 
@@ -116,7 +129,7 @@ def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
         extension.unavailable(kernel.name, capabilities)
         or choose.unsupported(problem)
         or kernel.can(problem)
-        or (kernel.fuses(problem) if isinstance(problem, Nvfp4) else None)
+        or (kernel.fuses(problem) if isinstance(problem, (Fp8, Nvfp4)) else None)
     )
 
 

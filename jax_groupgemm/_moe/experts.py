@@ -6,6 +6,9 @@ It means the composition of ``dispatch``, two grouped products and ``combine``. 
 keeps x, h (the preactivation) and the routing, and makes everything else of R rows anew. Rows of
 the cotangent are gathered without their weights: those come in with the activation's derivative,
 which has what a weight's own cotangent needs, too.
+
+With a plan, tokens of several devices are sent here first, and their sums go back. The backward
+pass sends them again, and their cotangents.
 """
 
 from __future__ import annotations
@@ -22,34 +25,47 @@ from . import listed
 from .permute import combined, dispatched
 from .products import Options, Products
 from .routing import Routing
+from .transport import Plan, collect, send
 
 
-def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, options: Options):
-    """All of it; x is (T, D) and weight (T, k)."""
-    return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, options=options)
+def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, plan: Plan | None,
+            options: Options):  # fmt: skip
+    """All of it; x is (T, D) and weight (T, k), and routing of the tokens that are sent."""
+    return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, plan, options=options)
 
 
-def _composed(x, up, down, up_bias, down_bias, routing, weight, *, options: Options):
+def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype):
+    """The sums of tokens, which travel in the dtype ``wire``."""
+    sums = combined(rows, routing, weight, dtype if plan is None else wire)
+    return collect(plan, sums, out_dtypes=(dtype,))[0]
+
+
+def _composed(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
     products = Products(routing, options)
+    x, weight = send(plan, x, weight)
     a = listed.up_alone(x.astype(options.dtype), up, up_bias, routing, options)
-    return combined(products.down(a, down, down_bias), routing, weight, options.out_dtype)
+    y = products.down(a, down, down_bias)
+    return summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
 
 
-def _forward(x, up, down, up_bias, down_bias, routing, weight, *, options: Options):
+def _forward(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
     products = Products(routing, options)
+    x, weight = send(plan, x, weight)
     a, h = listed.up(x.astype(options.dtype), up, up_bias, routing, options)
     h = checkpoint_name(h, "moe_h")
-    out = combined(products.down(a, down, down_bias), routing, weight, options.out_dtype)
-    return out, h
+    y = products.down(a, down, down_bias)
+    out = summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
+    return out, (h, weight)
 
 
-def _backward(h, operands, cts, *, options: Options):
-    x, up, down, up_bias, down_bias, routing, weight = operands
+def _backward(saved, operands, cts, *, options: Options):
+    x, up, down, up_bias, down_bias, routing, weight, plan = operands
+    h, sent_weight = saved
     products = Products(routing, options)
     # The rows of x that the forward pass made are not kept for this one.
     x_again, ct = lax.optimization_barrier((x, cts[0]))
-    ct = ct.astype(options.dtype)
-    row_weight = _of_rows(weight, routing)
+    ct, x_again = send(plan, ct.astype(options.dtype), x_again)
+    row_weight = _of_rows(sent_weight, routing)
     dh, a, dweight = listed.down_backward(ct, h, down, row_weight, routing, options)
     ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
     ddown_bias = None
@@ -65,7 +81,11 @@ def _backward(h, operands, cts, *, options: Options):
     dup = listed.weight_cotangent(up, x_again, dh, routing, options, first=True)
     dup_bias = products.bias_cotangent(up_bias, dh)
     dx = combined(products.rows_cotangent(up, dh), routing, None, x.dtype)
-    return dx, dup, ddown, dup_bias, ddown_bias, None, dweight.astype(weight.dtype)
+    # A pair is on one device, so its weight's gradient is not rounded on its way.
+    dx, dweight = collect(
+        plan, dx, dweight.astype(weight.dtype), out_dtypes=(x.dtype, weight.dtype)
+    )
+    return dx, dup, ddown, dup_bias, ddown_bias, None, dweight, None
 
 
 def _of_rows(weight, routing: Routing):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,22 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
 from .._core.primitive import vary_alike
-from .._core.types import Activation, Integers
+from .._core.types import Activation, Integers, Transport
+from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
+from .._quantized import array, formats
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
-from . import sharding
-from .experts import Options, experts
-from .permute import combined, dispatched
-from .routing import route
+from . import expert_parallel, sharding
+from .expert_parallel import Axis
+from .experts import Options, experts, summed
+from .permute import dispatched
+from .routing import first_expert, route
+from .transport import send
 
 
 @operation_of_its_own_gradient
@@ -44,8 +48,10 @@ def moe_mlp(
     down_bias: ArrayLike | None = None,
     transpose_w: bool | None = None,
     expert_offset: ArrayLike | None = None,
+    axis_name: Hashable | None = None,
+    transport: Transport | None = None,
     max_rows: int | None = None,
-    recipe: NVFP4Recipe | None = None,
+    recipe: NVFP4Recipe | FP8Recipe | None = None,
     key: jax.Array | None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -76,10 +82,18 @@ def moe_mlp(
       transpose_w: None stands for False where up is an array, and True where it is quantized.
       expert_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``up`` and ``down`` then
         hold experts ``[expert_offset, expert_offset + E)`` of a longer list.
+      axis_name: of the mesh axis, or a tuple of axes, that a ``jax.shard_map`` around this call
+        maps. Each device along it holds E experts, those of the first device first, and tokens of
+        its own: ``expert_index`` counts the experts of all devices, everything else is this
+        device's. There is no ``expert_offset`` then.
+      transport: how tokens travel to experts of other devices, see below; None chooses. It changes
+        no bit of the result, and means nothing where tokens need not travel.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
         pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many. Where
-        tokens are sharded it is of each device, and the result of that device.
-      recipe: products in NVFP4, forward and backward, as :func:`nvfp4_grouped_linear` has it.
+        tokens are sharded it is of each device, and the result of that device; where they travel,
+        of all devices that they travel between.
+      recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
+        :func:`fp8_grouped_linear` have them.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up.
@@ -96,6 +110,22 @@ def moe_mlp(
     once, in reverse mode. No derivative scatters rows; the backward pass keeps x, h and the
     routing. Policies of ``jax.checkpoint`` know h as ``"moe_h"``. Under Explicit sharding tokens, F
     and E may be sharded.
+
+    **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
+    tokens and E, tokens travel and weights do not. Of N devices with T tokens each,
+
+    - ``"gather"`` brings every token to every device, with its indices and weights, in one
+      all-gather each. One all-to-all brings N partial sums of each token back.
+    - ``"all_to_all"`` brings a token once to each device that has one of its experts, and as many
+      partial sums back. Each pair of devices exchanges a fixed number of tokens in a round, and
+      there are as many rounds as the fullest pair needs: no token is dropped.
+
+    ``"gather"`` is chosen where a token is expected to meet more than half of the devices,
+    ``1 - (1 - 1 / N) ** k`` of them if many experts are on each. Tokens, and backward their
+    gradients, travel in their own dtype. Partial sums are float32 on a device, travel in the
+    promoted dtype of x and up, and are added in float32 in the order of devices: one rounding more
+    for each device that a token meets. The backward pass sends tokens again and keeps h, with room
+    for ``N * T * k`` rows, or ``max_rows``.
     """
     op = "moe_mlp"
     layer = _Layer.checked(op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe)
@@ -113,10 +143,18 @@ def moe_mlp(
     check.shape(op, "expert_weight", weight, index.shape, "..., k", why)
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
-    if implementation == "composed":
+    if isinstance(implementation, str) and implementation == "composed":
         layer, implementation = dataclasses.replace(layer, composed=True), None
     check.implementation(op, implementation)
-    dtype = jnp.dtype(layer.dtype if preferred_element_type is None else preferred_element_type)
+    check.precision(op, precision, x)
+    dtype = check.result_dtype(op, preferred_element_type, layer.dtype)
+    if max_rows is not None:
+        check.count(op, "max_rows", max_rows)
+    axis = _axis(op, axis_name, transport, expert_offset)
+    if expert_offset is not None:
+        expert_offset = first_expert(op, expert_offset)
+    if key is not None:
+        check.key(op, key)
     run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
     operands = {
         "x": x, "expert_index": index, "expert_weight": weight, "up": layer.up, "down": layer.down,
@@ -125,36 +163,60 @@ def moe_mlp(
     }  # fmt: skip
     mesh = sharding.mesh_of(operands)
     if mesh is None:
-        return run(operands, None)
+        return run(operands, axis, None)
     return sharding.explicit(
-        run, mesh, operands, gated=layer.parts == 2, transpose_w=layer.transpose_w
-    )
+        run, mesh, operands, axis, gated=layer.parts == 2, transpose_w=layer.transpose_w,
+        transport=transport,
+    )  # fmt: skip
 
 
-def _one_device(layer, dtype, max_rows, precision, implementation, operands, total):
-    """The layer of one device's operands; ``total`` sums results of several, where they are
-    parts."""
+def _axis(op: str, axis_name, transport, expert_offset) -> Axis | None:
+    if transport is not None and transport not in get_args(Transport):
+        known = " or ".join(map(repr, get_args(Transport)))
+        raise ValueError(f"jgg.{op}: transport={transport!r} is not {known}")
+    if axis_name is None:
+        return None
+    if expert_offset is not None:
+        raise ValueError(
+            f"jgg.{op}: with axis_name, expert_index holds experts of all devices and each device "
+            "knows which are its own. Leave out expert_offset."
+        )
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"jgg.{op}: axis_name={axis_name!r} is no axis of a jax.shard_map around this call"
+        ) from error
+    return Axis(axis_name, transport)
+
+
+def _one_device(layer, dtype, max_rows, precision, implementation, operands, axis, total):
+    """The layer of one device's operands. Experts are on several devices along ``axis``; ``total``
+    sums results of several devices, where they are parts."""
     index, offset, key = (operands[n] for n in ("expert_index", "expert_offset", "key"))
     # Whatever is made of them: sums over devices are then of their gradients, not of R rows.
     names = ("x", "expert_weight", "up", "down", "up_bias", "down_bias")
     floats, tree = jax.tree.flatten([operands[name] for name in names])
-    x, weight, *weights = tree.unflatten(vary_alike(*floats))
-    layer = layer.of(*weights)
-    lead, k = x.shape[:-1], index.shape[-1]
-    tokens = math.prod(lead)
-    routing = route(
-        index.reshape(tokens, k), layer.experts, expert_offset=offset, max_rows=max_rows
-    )
-    summed = dtype if total is None else dtypes.accumulator_dtype(dtype)
+    tokens, k = math.prod(index.shape[:-1]), index.shape[-1]
+    experts_here = jax.tree.leaves(operands["down"])[0].shape[0]
+    come = expert_parallel.arrive(index.reshape(tokens, k), offset, experts_here, axis, max_rows)
+    floats = vary_alike(*floats, come.index)[:-1]
+    x, weight, *weights = tree.unflatten(floats)
+    layer, lead, plan = layer.of(*weights), x.shape[:-1], come.plan
+    routing = route(come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows)
+    wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
     if layer.is_one_operation:
-        out = layer.as_one(x, routing, weight, summed, precision, implementation)
+        out = layer.as_one(x, routing, weight, plan, wide, precision, implementation)
     else:
-        y = layer(dispatched(x, routing), routing.group_sizes, key, precision, implementation)
-        out = combined(y, routing, weight, summed)
+        x, weight = send(plan, x, weight)
+        rows = dispatched(x, routing)
+        y = layer(rows, routing.group_sizes, key, precision, implementation)
+        out = summed(y, routing, weight, plan, wire=y.dtype, dtype=wide)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
-        out = out * jnp.where(routing.overflow > 0, jnp.nan, 1.0).astype(summed)
+        missing = expert_parallel.overflow(routing, plan, axis)
+        out = out * jnp.where(missing > 0, jnp.nan, 1.0).astype(wide)
     if total is not None:
         out = total(out).astype(dtype)
     return out.reshape(*lead, out.shape[-1])
@@ -172,7 +234,7 @@ class _Layer:
     activation: str
     dtype: Any
     transpose_w: bool
-    recipe: NVFP4Recipe | None
+    recipe: NVFP4Recipe | FP8Recipe | None
     composed: bool = False  # of other public operations, with their own backward passes
 
     @classmethod
@@ -184,12 +246,17 @@ class _Layer:
         if quantized != isinstance(down, Quantized):
             raise TypeError(f"jgg.{op}: up and down must both be a jgg.Quantized, or neither")
         transpose_w = quantized if transpose_w is None else transpose_w
-        if not quantized:
-            up, down = check.array(op, "up", up), check.array(op, "down", down)
+        check.flag(op, "transpose_w", transpose_w)
+        of = array.checked if quantized else check.array
+        up, down = of(op, "up", up), of(op, "down", down)
+        if not isinstance(recipe, NVFP4Recipe | FP8Recipe | None):
+            what, known = type(recipe).__name__, "a jgg.NVFP4Recipe, a jgg.FP8Recipe or None"
+            raise TypeError(f"jgg.{op}: recipe must be {known}, got {what}")
         if recipe is not None and quantized:
             raise ValueError(f"jgg.{op}: recipe quantizes weights that are arrays")
-        if activation not in (*ACTIVATIONS, *GATED_ACTIVATIONS):
-            known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
+        names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
+        if not isinstance(activation, str) or activation not in names:
+            known = ", ".join(map(repr, names))
             raise ValueError(f"jgg.{op}: activation={activation!r} is not one of {known}")
         parts = 2 if activation in GATED_ACTIVATIONS else 1
         d = x.shape[-1]
@@ -211,9 +278,18 @@ class _Layer:
             )
         shape = (up.shape[0], d, f) if transpose_w else (up.shape[0], f, d)
         check.shape(op, "down", down, shape, names[1], f"because up is {up.shape}. {remedy}")
+        if quantized:
+            for name, w, k in (("up", up, d), ("down", down, f)):
+                rows = jax.ShapeDtypeStruct((1, k), x.dtype)
+                quantized_product.fitting(op, name, rows, w, transpose_w, None, rank=3)
         up_bias = _bias(op, "up_bias", up_bias, up, f * parts, parts == 2)
         down_bias = _bias(op, "down_bias", down_bias, up, d)
-        dtype = x.dtype if isinstance(up, Quantized) else dtypes.promoted(x.dtype, up.dtype)
+        dtype = _dtype(op, x, up, down, recipe)
+        for name, bias in (("up_bias", up_bias), ("down_bias", down_bias)):
+            if bias is not None:
+                check.holds(op, name, bias, dtype)
+                if recipe is not None:
+                    check.dtype(op, name, bias.dtype, formats.FLOATS, " where there is a recipe")
         return cls(
             up.shape[0], up, down, up_bias, down_bias, activation, jnp.dtype(dtype), transpose_w,
             recipe,
@@ -247,7 +323,7 @@ class _Layer:
             and dtypes_ <= {"float64", "float32", "bfloat16", "float16"}
         )
 
-    def as_one(self, x, routing, weight, out_dtype, precision, implementation):
+    def as_one(self, x, routing, weight, plan, out_dtype, precision, implementation):
         op, up, down = "moe_mlp", self.up, self.down
         operands = ()
         if isinstance(up, Quantized):
@@ -262,7 +338,7 @@ class _Layer:
             self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w,
             check.precision(op, precision, *operands), implementation,
         )  # fmt: skip
-        return experts(x, up, down, self.up_bias, self.down_bias, routing, weight, options)
+        return experts(x, up, down, self.up_bias, self.down_bias, routing, weight, plan, options)
 
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
@@ -275,15 +351,38 @@ class _Layer:
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": self.dtype}
         if self.recipe is not None:
             w = w if self.transpose_w else w.swapaxes(1, 2)
-            return nvfp4_grouped_linear(
-                rows, w.astype(self.dtype), sizes, bias=bias, key=key, recipe=self.recipe
-            )
+            fp8 = isinstance(self.recipe, FP8Recipe)
+            linear: Callable = fp8_grouped_linear if fp8 else nvfp4_grouped_linear
+            return linear(rows, w.astype(self.dtype), sizes, bias=bias, key=key, recipe=self.recipe)
         product: Callable = grouped_qmm if isinstance(w, Quantized) else grouped_mm
         if product is grouped_mm:
             same["precision"] = precision
-        return product(
-            rows, w, sizes, transpose_w=self.transpose_w, implementation=implementation, **same
+        with jax.numpy_dtype_promotion("standard"):  # dtypes have been accepted
+            return product(
+                rows, w, sizes, transpose_w=self.transpose_w, implementation=implementation, **same
+            )
+
+
+def _dtype(op: str, x, up, down, recipe):
+    """The operands' common dtype: of rows that are multiplied, and of h."""
+    if isinstance(up, Quantized):
+        return x.dtype
+    for name, value in (("x", x), ("up", up), ("down", down)):
+        check.numeric(op, name, value)
+    try:
+        dtype, _ = dtypes.promoted(x.dtype, up.dtype), dtypes.promoted(x.dtype, down.dtype)
+    except ValueError as error:
+        what = f"x of dtype {x.dtype.name}, up of {up.dtype.name} and down of {down.dtype.name}"
+        raise TypeError(f"jgg.{op}: {what} have no common dtype. Convert them") from error
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    allowed = ("bfloat16", "float32") if recipe is not None else (dtype.name,) if floating else ()
+    if dtype.name not in allowed:
+        want = "bfloat16 or float32 where there is a recipe" if recipe is not None else "floats"
+        raise TypeError(
+            f"jgg.{op}: x and up must be {want}, got {x.dtype.name} and {up.dtype.name}"
         )
+    check.holds(op, "down", down, dtype)
+    return dtype
 
 
 def _bias(op: str, name: str, bias, up, n: int, gated: bool = False):

@@ -64,6 +64,7 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
     """
     op = "combine"
     rows = check.array(op, "rows", rows)
+    check.numeric(op, "rows", rows)
     place = _checked(op, routing).place
     count = routing.order.shape[0]
     check.shape(op, "rows", rows, (count, None), "R, D", f"because routing has {count} rows")
@@ -71,6 +72,9 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
         expert_weight = check.array(op, "expert_weight", expert_weight)
         why = f"because routing.place is {place.shape}"
         check.shape(op, "expert_weight", expert_weight, place.shape, "T, k", why)
+        if jnp.iscomplexobj(expert_weight) and not jnp.iscomplexobj(rows):
+            given = expert_weight.dtype.name
+            raise TypeError(f"jgg.{op}: expert_weight must hold floats as rows do, got {given}")
     return combined(rows, routing, expert_weight)
 
 

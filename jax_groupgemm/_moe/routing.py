@@ -77,11 +77,11 @@ def route(
         if value is not None or name == "num_experts":
             check.count(op, name, value)
     rows = index.size if max_rows is None else min(max_rows, index.size)
-    offset = None if expert_offset is None else _first_expert(op, expert_offset)
+    offset = None if expert_offset is None else first_expert(op, expert_offset)
     return _ROUTE(index, offset, rows=rows, experts=num_experts)
 
 
-def _first_expert(op: str, offset: ArrayLike) -> jax.Array:
+def first_expert(op: str, offset: ArrayLike) -> jax.Array:
     offset = check.integers(op, "expert_offset", offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)")
@@ -89,7 +89,7 @@ def _first_expert(op: str, offset: ArrayLike) -> jax.Array:
 
 
 def _routed(index, offset, *, rows: int, experts: int) -> Routing:
-    key = _local(index, offset, experts).reshape(-1)
+    key = local_experts(index, offset, experts).reshape(-1)
     order, place = lax.platform_dependent(key, cpu=_sorted, default=_ordered)
     sizes = jnp.zeros((experts + 1,), jnp.int32).at[key].add(1)[:experts]
     total = sizes.sum(dtype=jnp.int32)
@@ -110,7 +110,7 @@ def _sorted(key) -> tuple[jax.Array, jax.Array]:
 def _ordered(key) -> tuple[jax.Array, jax.Array]:
     """The same; few are compared, which is slower than sorting on CPUs."""
     order, place = fused.order(key)
-    if place is None:
+    if place is None or not key.size:  # sums of nothing do not vary as the keys do
         return _sorted(key)
     return order.astype(jnp.int32), place.astype(jnp.int32)
 
@@ -119,7 +119,7 @@ def _routed_by_kernel(platform: str, index, offset, *, rows: int, experts: int) 
     if not call.takes_route(platform, index.size, rows, experts):
         return None
     if index.dtype != jnp.int32:
-        index, offset = _local(index, offset, experts), None
+        index, offset = local_experts(index, offset, experts), None
     return Routing(*call.route(index, offset, rows=rows, experts=experts))
 
 
@@ -127,7 +127,7 @@ def _narrow(a) -> jax.Array:
     return segments._int32(a, 2**31 - 1)
 
 
-def _local(index, first, experts: int) -> jax.Array:
+def local_experts(index, first, experts: int) -> jax.Array:
     """The experts as int32 in [0, E), and E for those that are not here."""
     first, expert = jnp.int32(0) if first is None else first, _narrow(index)
     # Their difference may be as large as a uint32. What an int32 does not hold is no expert's.

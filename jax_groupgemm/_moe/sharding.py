@@ -7,6 +7,8 @@ tokens             routes its own tokens; the gradient of each weight is one all
 F (hidden)         has its columns of h; one all-reduce of the result, which is (tokens, D),
                    and backward one of x's gradient
 E (experts)        multiplies the pairs of its experts; likewise
+tokens and E       the same mesh axis shards both: tokens travel to the devices of their
+                   experts, and sums back (``transport.py``)
 =================  ======================================================================
 
 Nothing that has a row for each pair travels.
@@ -26,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._core import partition
 from .._quantized.array import Quantized
+from .expert_parallel import Axis
 
 #: What an error calls axes that stay whole, by their letter.
 _WHOLE = {"D": "D", "k": "k", "2": "gate and up", ".": "its only axis"}
@@ -37,9 +40,11 @@ def mesh_of(operands: dict[str, Any]):
     return None if mesh is None or partition.maps_explicit_axes() else mesh
 
 
-def explicit(run: Callable, mesh, operands: dict[str, Any], *, gated: bool, transpose_w: bool):
-    """The layer, where ``run(operands, total)`` is that of one device. ``total`` sums results over
-    the devices that have parts of them; it is None where none has."""
+def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *, gated: bool,
+             transpose_w: bool, transport: str | None):  # fmt: skip
+    """The layer, where ``run(operands, axis, total)`` is that of one device. ``axis`` has experts
+    on several devices, and tokens: given where a ``shard_map`` maps it already. ``total`` sums
+    results over the devices that have parts of them; it is None where none has."""
     given, tree = jax.tree.flatten_with_path(operands)
     words = _words(operands, gated, transpose_w)
     leaves = [_Leaf(path[0].key, words[path[0].key][: a.ndim], a) for path, a in given]
@@ -47,12 +52,19 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], *, gated: bool, tran
         _check_layout(leaf, operands[leaf.name])
     axes = _mesh_axes(leaves)
     hidden, experts = axes.get("F", ()), axes.get("E", ())
+    if axis is not None and experts:
+        raise ValueError(
+            f"jgg.moe_mlp: axis_name={axis.name!r} says where experts are, but they are sharded "
+            f"over {experts}, too. Leave one of them out."
+        )
+    if _with_tokens(axes):
+        axis, experts = Axis(experts, transport), ()
     parts = math.prod(mesh.shape[axis] for axis in hidden)
     if hidden:
         leaves = [leaf.with_halves() for leaf in leaves]
         for leaf in leaves:
             _check_size(leaf, parts)
-    every = tuple(axis for of in axes.values() for axis in of)
+    every = tuple(dict.fromkeys(name for of in axes.values() for name in of))
 
     def one_device(*shards):
         mine = tree.unflatten(
@@ -71,7 +83,7 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], *, gated: bool, tran
         if every and mine["key"] is not None:
             mine["key"] = jax.random.fold_in(mine["key"], lax.axis_index(every))
         summed = (*hidden, *experts)
-        return run(mine, (lambda y: lax.psum(y, summed)) if summed else None)
+        return run(mine, axis, (lambda y: lax.psum(y, summed)) if summed else None)
 
     spec = lambda word: P(*(axes.get("F" if letter == "H" else letter) for letter in word))
     return partition.by_device(
@@ -144,10 +156,24 @@ def _mesh_axes(leaves: Sequence[_Leaf]) -> dict[str, tuple[str, ...]]:
         for letter, entry in leaf.sharded():
             divided = "F" if letter == "H" else letter
             for axis in entry:
-                if by_mesh_axis.setdefault(axis, divided) != divided:
-                    other = f"that mesh axis shards {_named(by_mesh_axis[axis])}, too"
+                first = by_mesh_axis.setdefault(axis, divided)
+                if first != divided and not (divided == "E" and first.isdigit()):
+                    other = f"that mesh axis shards {_named(first)}, too"
                     _refuse(leaf, _named(divided), entry, other)
     return axes
+
+
+def _with_tokens(axes: dict[str, tuple[str, ...]]) -> bool:
+    """Whether what shards experts shards tokens, too."""
+    tokens = {name for letter, of in axes.items() if letter.isdigit() for name in of}
+    experts = axes.get("E", ())
+    both = [name for name in experts if name in tokens]
+    if both and len(both) < len(experts):
+        raise ValueError(
+            f"jgg.moe_mlp: experts are sharded over {experts}, but tokens over {tuple(both)} of "
+            "them only. Shard tokens over all of them, or over none, with jax.sharding.reshard."
+        )
+    return bool(both)
 
 
 def _named(letter: str) -> str:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from .._core import check, partition, primitive, segments
+from .._core import check, partition
 from .._core.operations import operation_of_its_own_gradient
-from .._core.products import Wgrad
 from .._core.types import Integers
-from .._grouped import primitives
 from .._grouped.grouped_mm import grouped_mm
 from .._quantized import formats
 from .._quantized.array import Quantized
 from .._quantized.convert import dequantize
+from .._quantized.trilinear import Products, linear
 from . import layouts
 from .grouped_mm import nvfp4_grouped_mm, one_owner
 from .grouped_wgrad import grouped_wgrad
@@ -141,26 +138,14 @@ def nvfp4_grouped_linear(
         raise TypeError(f"jgg.{op}: recipe must be a jgg.NVFP4Recipe, got {type(recipe).__name__}")
     key = key if recipe.stochastic_rounding else None
     if key is not None:
-        _check_key(op, key)
+        check.key(op, key)
     sharded = [("x", x, "TK"), ("w", w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     x, w = _blocks(x, 0, k), _blocks(w, n, k)
     bias = None if bias is None else _blocks(bias, n)
-    # A gradient varies over the mesh axes that any operand varies over, so each operand has to.
-    operands, tree = jax.tree.flatten((x, w, bias, group_sizes, key))
-    operands = tree.unflatten(primitive.vary_alike(*operands))
-    how = _How(packs=True, specs=_specs(operands[:3]))
+    out = linear(x, w, None, bias, group_sizes, key, _Products(recipe))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
-    return checkpoint_name(_out(*operands, recipe, how), "jgg_nvfp4_grouped_linear")[:, :n]
-
-
-def _check_key(op: str, key) -> None:
-    try:
-        jax.eval_shape(jax.random.split, key)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"jgg.{op}: key must be one key of jax.random, got {check.describe(key)}"
-        ) from error
+    return checkpoint_name(out, "jgg_nvfp4_grouped_linear")[:, :n]
 
 
 def _blocks(a, *sizes: int):
@@ -169,209 +154,69 @@ def _blocks(a, *sizes: int):
     return jnp.pad(a, pad) if any(high for _, high in pad) else a
 
 
-def _specs(operands) -> tuple | None:
-    """How operands are sharded over an Explicit mesh, and so their gradients."""
-    if partition.explicit_mesh(jax.tree.leaves(operands)) is None:
-        return None
-    return tuple(None if a is None else jax.typeof(a).sharding.spec for a in operands)
-
-
-# Result, dx and dw are the derivatives of one trilinear form, so each has the other two as its
-# derivatives, and quantizing is passed straight through: gradients of any order are products of
-# these three kinds. ``random`` says which of the two operands is a gradient, and so rounded at
-# random where there is a key.
-
-
 @dataclasses.dataclass(frozen=True)
-class _How:
-    """Static arguments of :func:`_out`.
+class _Products(Products):
+    """As a recipe has them."""
 
-    ``packs``: x is kept in four bits. ``specs``: how operands are sharded over an Explicit mesh.
-    """
+    recipe: NVFP4Recipe
 
-    random: tuple[bool, bool] = (False, False)
-    packs: bool = False
-    specs: tuple | None = None
+    op, keeps = "nvfp4_grouped_linear", "four bits"
+    exact = "recipe=jgg.NVFP4Recipe(high_precision=('wgrad',))"
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _out(x, w, bias, group_sizes, key, recipe, how):
-    if "fprop" in recipe.high_precision:
-        return grouped_mm(
-            x, w.astype(x.dtype), group_sizes, transpose_w=True, bias=bias,
-            preferred_element_type=x.dtype,
-        )  # fmt: skip
-    x_key, w_key = _rounding(key, how.random)
-    q = nvfp4_quantize(x, group_sizes=group_sizes, stochastic_rounding_key=x_key)
-    along_k = nvfp4_quantize(w, scale_2d=recipe.scale_2d, stochastic_rounding_key=w_key)
-    return nvfp4_grouped_mm(q, along_k, group_sizes, bias=bias, preferred_element_type=x.dtype)
-
-
-def _out_forward(x, w, bias, group_sizes, key, recipe, how):
-    moves = w.perturbed  # otherwise there is no dw, and nothing is kept for it
-    x, w, bias, group_sizes, key = jax.tree.map(
-        lambda a: a.value, (x, w, bias, group_sizes, key), is_leaf=lambda a: hasattr(a, "perturbed")
-    )
-    kept = x if moves else None
-    if moves and how.packs and "wgrad" not in recipe.high_precision:
-        kept = _packed(x, group_sizes, recipe)
-    return _out(x, w, bias, group_sizes, key, recipe, how), (kept, w, bias, group_sizes, key)
-
-
-def _out_backward(recipe, how, kept, dy):
-    if isinstance(dy, SymbolicZero):
-        return (None,) * 5
-    x, w, bias, group_sizes, key = kept
-    dx_key, dw_key = _split(key)
-    grads = (
-        _dx(dy, w, group_sizes, dx_key, recipe, (True, how.random[1])),
-        None if x is None else _dw(dy, x, w, group_sizes, dw_key, recipe, (True, how.random[0])),
-        None if bias is None else _dbias(dy, bias, group_sizes),
-    )
-    if how.specs is not None:
-        grads = (
-            None if grad is None else jax.sharding.reshard(grad, spec)
-            for grad, spec in zip(grads, how.specs, strict=True)
+    def out(self, x, w, q, bias, group_sizes, keys):
+        if "fprop" in self.recipe.high_precision:
+            return grouped_mm(
+                x, w.astype(x.dtype), group_sizes, transpose_w=True, bias=bias,
+                preferred_element_type=x.dtype,
+            )  # fmt: skip
+        rows = nvfp4_quantize(x, group_sizes=group_sizes, stochastic_rounding_key=keys[0])
+        along_k = nvfp4_quantize(w, scale_2d=self.recipe.scale_2d, stochastic_rounding_key=keys[1])
+        return nvfp4_grouped_mm(
+            rows, along_k, group_sizes, bias=bias, preferred_element_type=x.dtype
         )
-    return *grads, None, None
 
+    def dx(self, dy, w, q, group_sizes, keys):
+        if "dgrad" in self.recipe.high_precision:
+            return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
+        rows = nvfp4_quantize(dy, group_sizes=group_sizes, stochastic_rounding_key=keys[0])
+        along_n = nvfp4_quantize(
+            w, axis=-2, scale_2d=self.recipe.scale_2d, stochastic_rounding_key=keys[1]
+        )
+        stored = dataclasses.replace(along_n, axis=-1)  # (G, K, N)
+        return nvfp4_grouped_mm(rows, stored, group_sizes, preferred_element_type=dy.dtype)
 
-_out.defvjp(_out_forward, _out_backward, symbolic_zeros=True)
+    def dw(self, dy, x, group_sizes, keys, groups, dtype):
+        if not self.packs:
+            return self.sums(dy, x, group_sizes, groups, dtype)
+        if not isinstance(x, Quantized):
+            x = self._along_t(x, group_sizes, keys[1])
+        return grouped_wgrad(x, self._along_t(dy, group_sizes, keys[0]), group_sizes, dtype=dtype)
 
+    @property
+    def packs(self):
+        return "wgrad" not in self.recipe.high_precision
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _dx(dy, w, group_sizes, key, recipe, random):
-    if "dgrad" in recipe.high_precision:
-        return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
-    dy_key, w_key = _rounding(key, random)
-    q = nvfp4_quantize(dy, group_sizes=group_sizes, stochastic_rounding_key=dy_key)
-    along_n = nvfp4_quantize(w, axis=-2, scale_2d=recipe.scale_2d, stochastic_rounding_key=w_key)
-    stored = dataclasses.replace(along_n, axis=-1)  # (G, K, N)
-    return nvfp4_grouped_mm(q, stored, group_sizes, preferred_element_type=dy.dtype)
+    def packed(self, x, group_sizes):
+        return self._along_t(x, group_sizes, None)
 
+    def unpacked(self, kept, dtype):
+        def rows(q):
+            values = dequantize(dataclasses.replace(q, axis=-1, layout="linear", positions=None))
+            if self.recipe.hadamard:
+                blocks = values.reshape(*values.shape[:-1], -1, _BLOCK)
+                back = jnp.matmul(blocks, hadamard().T, precision=jax.lax.Precision.HIGHEST)
+                values = back.reshape(values.shape)
+            return layouts.take_rows(values.T, q.positions).astype(dtype)
 
-def _dx_forward(dy, w, group_sizes, key, recipe, random):
-    return _dx(dy, w, group_sizes, key, recipe, random), (dy, w, group_sizes, key)
+        run: Callable = rows
+        mesh = partition.explicit_mesh(jax.tree.leaves(kept))
+        if mesh is not None:
+            spec = jax.sharding.PartitionSpec(None, jax.typeof(kept.weight).sharding.spec[0])
+            run = jax.sharding.auto_axes(rows, axes=mesh.explicit_axes, out_sharding=spec)
+        return run(kept)
 
-
-def _dx_backward(recipe, random, kept, ct):
-    dy, w, group_sizes, key = kept
-    dy_key, w_key = _split(key)
-    how = _How((True, random[1]), specs=_specs((ct, w, None)))
-    ddy = _out(ct, w, None, group_sizes, dy_key, recipe, how)
-    dw = _dw(dy, ct, w, group_sizes, w_key, recipe, (random[0], True))
-    return _sharded_as(dy, ddy), _sharded_as(w, dw), None, None
-
-
-_dx.defvjp(_dx_forward, _dx_backward)
-
-
-def _dw(dy, x, w, group_sizes, key, recipe, random):
-    """``x`` may be what :func:`_packed` makes of it."""
-    shape = w.shape[0], jnp.dtype(w.dtype)
-    return _sums_of_products(dy, x, group_sizes, key, recipe, random, shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _sums_of_products(dy, x, group_sizes, key, recipe, random, shape):
-    groups, dtype = shape
-    if "wgrad" in recipe.high_precision:
-        return _sums(dy, x, group_sizes, groups, dtype)
-    dy_key, x_key = _rounding(key, random)
-    if not isinstance(x, Quantized):
-        x = _along_t(x, group_sizes, recipe, x_key)
-    return grouped_wgrad(x, _along_t(dy, group_sizes, recipe, dy_key), group_sizes, dtype=dtype)
-
-
-def _dw_forward(dy, x, group_sizes, key, recipe, random, shape):
-    out = _sums_of_products(dy, x, group_sizes, key, recipe, random, shape)
-    return out, (dy, x, group_sizes, key)
-
-
-def _dw_backward(recipe, random, shape, kept, ct):
-    del shape
-    dy, x, group_sizes, key = kept
-    dy_key, x_key = _split(key)
-    packed = isinstance(x, Quantized)
-    rows = _unpacked(x, recipe, dy.dtype) if packed else x
-    how = _How((random[1], True), specs=_specs((rows, ct, None)))
-    ddy = _out(rows, ct, None, group_sizes, dy_key, recipe, how)
-    dx = None
-    if not packed:
-        dx = _sharded_as(x, _dx(dy, ct, group_sizes, x_key, recipe, (random[0], True)))
-    return _sharded_as(dy, ddy), dx, None, None
-
-
-_sums_of_products.defvjp(_dw_forward, _dw_backward)
-
-
-def _split(key):
-    """A key for each of the two derivatives."""
-    return (None, None) if key is None else tuple(jax.random.split(key))
-
-
-def _rounding(key, random: tuple[bool, bool]):
-    """A key for each of the two operands; None rounds to nearest."""
-    if key is None:
-        return None, None
-    first, second = random
-    return key if first else None, jax.random.fold_in(key, 2) if second else None
-
-
-def _sharded_as(a, grad):
-    """A gradient, as the operand is sharded over an Explicit mesh."""
-    specs = _specs((a,))
-    return grad if specs is None else jax.sharding.reshard(grad, specs[0])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _packed(x, group_sizes, recipe):
-    """Codes of x, kept for dw; no derivative of dw finds x through them."""
-    return _along_t(x, group_sizes, recipe, None)
-
-
-@_packed.defjvp
-def _(recipe, primals, tangents):
-    del recipe, primals, tangents
-    raise NotImplementedError(
-        "jgg.nvfp4_grouped_linear: the gradient of w keeps x in four bits, so it cannot be "
-        "differentiated in x. recipe=jgg.NVFP4Recipe(high_precision=('wgrad',)) keeps x, for "
-        "gradients of any order"
-    )
-
-
-def _unpacked(q, recipe, dtype):
-    """Rows of x again, from what :func:`_packed` made of it."""
-
-    def rows(q):
-        values = dequantize(dataclasses.replace(q, axis=-1, layout="linear", positions=None))
-        if recipe.hadamard:
-            blocks = values.reshape(*values.shape[:-1], -1, _BLOCK)
-            back = jnp.matmul(blocks, hadamard().T, precision=jax.lax.Precision.HIGHEST)
-            values = back.reshape(values.shape)
-        return layouts.take_rows(values.T, q.positions).astype(dtype)
-
-    run: Callable = rows
-    mesh = partition.explicit_mesh(jax.tree.leaves(q))
-    if mesh is not None:
-        spec = jax.sharding.PartitionSpec(None, jax.typeof(q.weight).sharding.spec[0])
-        run = jax.sharding.auto_axes(rows, axes=mesh.explicit_axes, out_sharding=spec)
-    return run(q)
-
-
-def _along_t(a, group_sizes, recipe, key):
-    return nvfp4_quantize(
-        a, axis=0, group_sizes=group_sizes, hadamard=recipe.hadamard, stochastic_rounding_key=key
-    )
-
-
-def _dbias(dy, bias, group_sizes):
-    ones = jnp.ones((dy.shape[0], 1), dy.dtype)
-    return _sums(ones, dy, group_sizes, bias.shape[0], bias.dtype)[:, 0]
-
-
-def _sums(a, b, group_sizes, groups: int, dtype):
-    """``a[rows g].T @ b[rows g]``, summed in float32."""
-    precision = check.precision("nvfp4_grouped_linear", None)
-    product = Wgrad(groups=groups, out_dtype=dtype, precision=precision)
-    return primitives.wgrad(a, b, segments.sizes(group_sizes), product)
+    def _along_t(self, a, group_sizes, key):
+        return nvfp4_quantize(
+            a, axis=0, group_sizes=group_sizes, hadamard=self.recipe.hadamard,
+            stochastic_rounding_key=key,
+        )  # fmt: skip

@@ -6,10 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import check, segments
+from .._core import check, dtypes, segments
 from .._core.operations import operation
 from .._core.products import Wgrad
 from .._core.types import Implementation, Integers
@@ -81,16 +80,17 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, alpha=None, beta=None, existing_
         raise ValueError(f"jgg.{op}: dy has {dy.positions.shape[0]} rows, expected T = {t} as x")
     group_sizes = check.group_sizes(op, group_sizes)
     groups = group_sizes.shape[0]
-    _padded(op, "x", x, t, groups)
-    _padded(op, "dy", dy, t, groups)
+    check_padded(op, "x", x, t, groups, layouts.GROUPED)
+    check_padded(op, "dy", dy, t, groups, layouts.GROUPED)
     why = f"because group_sizes is {group_sizes.shape}"
     alpha, beta = factor(op, "alpha", alpha, groups, why), factor(op, "beta", beta, groups, why)
     if existing_out is not None:
-        existing_out = _existing(op, existing_out, (groups, n, k))
+        existing_out = existing(op, existing_out, (groups, n, k))
     elif beta is not None:
         raise ValueError(f"jgg.{op}: beta needs existing_out, which it multiplies")
     check.implementation(op, implementation)
-    scale = folded(_as_promised(group_sizes, x, dy), alpha, dy.global_scale)
+    promised = as_promised(group_sizes, layouts.GROUPED, x, dy)
+    scale = folded(promised, alpha, dy.global_scale)
     dy = dataclasses.replace(dy, global_scale=None)
     return _WGRAD(
         x, dy, group_sizes, scale, beta, existing_out, dtype=jnp.dtype(dtype),
@@ -170,8 +170,8 @@ def _along_t(op: str, name: str, q) -> Quantized:
     return q
 
 
-def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
-    expected = (q.shape[0], layouts.padded_rows(rows, groups, layouts.GROUPED))
+def check_padded(op: str, name: str, q: Quantized, rows: int, groups: int, unit: int) -> None:
+    expected = (q.shape[0], layouts.padded_rows(rows, groups, unit))
     if q.shape != expected:
         raise ValueError(
             f"jgg.{op}: {name} is stored as {q.shape}, expected {expected} because it has {rows} "
@@ -179,7 +179,7 @@ def _padded(op: str, name: str, q: Quantized, rows: int, groups: int) -> None:
         )
 
 
-def _existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
+def existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
     value = check.array(op, "existing_out", value)
     why = "because the result has this shape"
     check.shape(op, "existing_out", value, shape, "G, N, K", why)
@@ -192,12 +192,12 @@ def _stored(q: Quantized) -> Quantized:
     return dataclasses.replace(q, axis=-1, layout="linear", positions=None)
 
 
-def _as_promised(group_sizes, *operands: Quantized):
+def as_promised(group_sizes, unit: int, *operands: Quantized):
     """1, or NaN where operands were not padded for these sizes."""
     rows = operands[0].positions.shape[0]
-    positions = layouts.padding(group_sizes, rows, layouts.GROUPED).positions
+    positions = layouts.padding(group_sizes, rows, unit).positions
     same = [jnp.all(q.positions == positions) for q in operands]
-    return jnp.where(jnp.stack(same).all(), np.float32(1), np.float32(np.nan))
+    return dtypes.one_or_nan(jnp.stack(same).all())
 
 
 def _times(beta, existing_out):

@@ -22,9 +22,9 @@ from .._core.operations import operation
 from .._core.types import Integers
 from .._quantized import formats
 from .._quantized.array import Quantized
+from .._quantized.philox import sixteen_bits
 from . import call, layouts
 from .layouts import padded_sizes as padded_sizes
-from .philox import sixteen_bits
 
 _BLOCK = 16
 _ONE, _SIX = np.float32(1), np.float32(6)
@@ -88,7 +88,7 @@ def nvfp4_quantize(
     op = "nvfp4_quantize"
     x = check.array(op, "x", x)
     check.dtype(op, "x", x.dtype, formats.FLOATS)
-    axis = _axis(op, x, axis)
+    axis = blocked_axis(op, x, axis)
     _options(op, x, axis, group_sizes, scale_2d, hadamard, layout)
     if group_sizes is not None:
         group_sizes = check.group_sizes(op, group_sizes)
@@ -100,7 +100,7 @@ def nvfp4_quantize(
             f"jgg.{op}: x has shape {x.shape}, expected a multiple of {_BLOCK} along axis {axis}, "
             f"got {x.shape[axis]}{remedy}"
         )
-    seed = None if stochastic_rounding_key is None else _seed(op, stochastic_rounding_key)
+    seed = None if stochastic_rounding_key is None else seed_of(op, stochastic_rounding_key)
     run: Callable = partial(
         _quantize, axis=axis, scale_2d=bool(scale_2d), hadamard=bool(hadamard), layout=layout
     )
@@ -117,7 +117,7 @@ def nvfp4_quantize(
     )  # fmt: skip
 
 
-def _axis(op: str, x, axis: int) -> int:
+def blocked_axis(op: str, x, axis: int) -> int:
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
         raise TypeError(f"jgg.{op}: axis must be an int, got {check.describe(axis)}")
     if x.ndim and axis in (-1, x.ndim - 1):
@@ -165,7 +165,7 @@ def _padded_rows(x, axis: int, group_sizes, layout: str) -> int:
     return layouts.padded_rows(x.shape[0], group_sizes.shape[0], unit)
 
 
-def _seed(op: str, key):
+def seed_of(op: str, key):
     """Two words."""
     try:
         return jax.random.bits(key, (2,), jnp.uint32)

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._core import check
 from .._core.check import describe
+from . import layouts
 from .formats import MODES
 from .layouts import LAYOUTS
 
@@ -19,7 +20,7 @@ from .layouts import LAYOUTS
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("weight", "scales", "biases", "global_scale", "positions"),
-    meta_fields=("mode", "bits", "group_size", "axis", "layout"),
+    meta_fields=("mode", "bits", "group_size", "axis", "layout", "block"),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Quantized:
@@ -32,15 +33,20 @@ class Quantized:
     mxfp4      32            4                   uint8, E8M0          ``e2m1 * scale``
     mxfp8      32            8                   uint8, E8M0          ``e4m3 * scale``
     nvfp4      16            4                   uint8, E4M3          ``e2m1 * scale * global``
+    fp8        ``block``     8                   float32              ``e4m3 * scale``
     =========  ============  ==================  ===================  =========================
 
     The sign bit of an E4M3 scale is ignored. e2m1 codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6;
-    8 to 15 are their negatives.
+    8 to 15 are their negatives. Mode ``"fp8"`` has one scale for each block of rows and columns,
+    ``block``; the last block of an axis may be cut. ``(1, 128)`` is one for 128 elements of a row,
+    ``(128, 128)`` a square tile, ``(1, K)`` a row, None a matrix.
 
     Args:
       weight: uint32 ``(..., K*bits/32)``: one little-endian bit stream along the last axis, element
-        i in bits ``[i*bits, (i+1)*bits)``.
-      scales: ``(..., K/group_size)``.
+        i in bits ``[i*bits, (i+1)*bits)``. Mode ``"fp8"``: float8_e4m3fn ``(..., K)``, or its bits
+        as uint8, or float8_e5m2.
+      scales: ``(..., K/group_size)``. Mode ``"fp8"``: ``(..., ceil(N/block[0]),
+        ceil(K/block[1]))``, or those of leading axes alone where ``block`` is None.
       biases: the shape and dtype of scales in mode ``"affine"``, otherwise None.
       global_scale: float32, a multiplier; mode ``"nvfp4"`` only, or None. A scalar, or one per
         index of the leading axes: ``(G,)`` for a weight of shape ``(G, ...)``.
@@ -50,13 +56,16 @@ class Quantized:
       axis: static; the axis along which blocks run: -1, or -2 of an array that is stored with its
         last two axes exchanged, as the leaves here describe it.
       layout: static; ``"linear"`` is the layout described here; :func:`prepack` makes ``"sm90"``,
-        :func:`nvfp4_quantize` ``"grouped"`` and ``"swizzled"``.
+        :func:`nvfp4_quantize` ``"grouped"`` and ``"swizzled"``, :func:`fp8_quantize` ``"grouped"``.
+      block: static; mode ``"fp8"`` only: rows and columns of a block, or None. ``group_size`` is
+        then its columns, 0 where it is None.
 
     Raises:
-      ValueError: mode, bits, group_size, axis or layout is not one of those. Shapes are compared
-        where the array is used, so that a tree of anything (shardings, tracers) may be built.
+      ValueError: mode, bits, group_size, axis, layout or block is not one of those. Shapes are
+        compared where the array is used, so that a tree of anything (shardings, tracers) may be
+        built.
 
-    The formats of the same names of MLX, bit for bit.
+    The formats of the same names of MLX, bit for bit; MLX has no fp8 of that kind.
     """
 
     weight: Any
@@ -70,11 +79,12 @@ class Quantized:
     group_size: int
     axis: int = -1
     layout: str = "linear"
+    block: tuple[int, int] | None = None
 
     def __post_init__(self):
-        bits, group_size = _fields("Quantized", self)
-        object.__setattr__(self, "bits", bits)
-        object.__setattr__(self, "group_size", group_size)
+        names = ("bits", "group_size", "block")
+        for name, value in zip(names, _fields("Quantized", self), strict=True):
+            object.__setattr__(self, name, value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +92,7 @@ class Quantized:
         exchanged where ``axis`` is -2, K is padded in layout "grouped"."""
         if self.weight is None:
             raise AttributeError(f"jgg.Quantized: {_without(['weight'])}")
-        return LAYOUTS[self.layout].shape(self)
+        return layouts.of(self).shape(self)
 
     @property
     def ndim(self) -> int:
@@ -114,6 +124,8 @@ class Quantized:
         if absent:
             return f"Quantized(without {', '.join(absent)})"
         static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"
+        if self.mode == "fp8":
+            static = f"mode={self.mode!r}, block={self.block}"
         leaves = (
             f"{name}={describe(value)}"
             for name in ("weight", "scales", "biases", "global_scale", "positions")
@@ -146,18 +158,32 @@ jax.export.register_pytree_node_serialization(
     Quantized,
     serialized_name="jax_groupgemm.Quantized",
     serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+    deserialize_auxdata=lambda data: _static_fields(json.loads(bytes(data))),
 )
 
 
-def static(op: str, mode: str, bits: int | None, group_size: int | None) -> tuple[int, int]:
-    """bits and group_size, checked; by default the mode's first."""
+def _static_fields(written: list) -> tuple:
+    """Modules that were exported before mode "fp8" have no block."""
+    *others, block = written if len(written) == 6 else (*written, None)
+    return (*others, None if block is None else tuple(block))
+
+
+def static(
+    op: str, mode: str, bits: int | None, group_size: int | None, block=None
+) -> tuple[int, int, Any]:
+    """bits, group_size and block, checked; by default the mode's first."""
     if not isinstance(mode, str) or mode not in MODES:
         known = ", ".join(map(repr, MODES))
         raise ValueError(f"jgg.{op}: mode={mode!r} is not one of {known}")
-    out = []
+    out: list[int] = []
     given = (("bits", bits), ("group_size", group_size))
-    for (name, value), known in zip(given, MODES[mode], strict=True):
+    allowed: tuple = MODES[mode]
+    if mode == "fp8":
+        block = _block(op, block)
+        allowed = (allowed[0], (0 if block is None else block[1],))
+    elif block is not None:
+        raise ValueError(f"jgg.{op}: block={describe(block)} is for mode 'fp8', not {mode!r}")
+    for (name, value), known in zip(given, allowed, strict=True):
         is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if value is not None and not (is_number and value in known):
             values = " or ".join(map(str, sorted(known)))
@@ -165,7 +191,21 @@ def static(op: str, mode: str, bits: int | None, group_size: int | None) -> tupl
                 f"jgg.{op}: {name}={describe(value)}, expected {values} in mode {mode!r}"
             )
         out.append(known[0] if value is None else int(value))
-    return out[0], out[1]
+    return out[0], out[1], block
+
+
+def _block(op: str, block) -> tuple[int, int] | None:
+    """Rows and columns."""
+    if block is None:
+        return None
+    if isinstance(block, (tuple, list)) and len(block) == 2:
+        whole = [isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in block]
+        if all(whole) and min(block) > 0:
+            return int(block[0]), int(block[1])
+    raise ValueError(
+        f"jgg.{op}: block={describe(block)}, expected None or two numbers, of rows and of columns, "
+        "as (1, 128)"
+    )
 
 
 def _without(missing: list[str]) -> str:
@@ -175,20 +215,20 @@ def _without(missing: list[str]) -> str:
     )
 
 
-def _fields(op: str, q: Quantized) -> tuple[int, int]:
-    """bits and group_size; raises where static fields are not those of any format."""
-    bits, group_size = static(op, q.mode, q.bits, q.group_size)
+def _fields(op: str, q: Quantized):
+    """bits, group_size and block; raises where static fields are not those of any format."""
+    fields = static(op, q.mode, q.bits, q.group_size, q.block)
     if not isinstance(q.axis, (int, np.integer)) or q.axis not in (-1, -2):
         raise ValueError(f"jgg.{op}: axis={describe(q.axis)} is not -1 or -2")
     if not isinstance(q.layout, str) or q.layout not in LAYOUTS:
         known = ", ".join(map(repr, sorted(LAYOUTS)))
         raise ValueError(f"jgg.{op}: layout={q.layout!r} is not one of {known}")
-    layout = LAYOUTS[q.layout]
+    layout = layouts.of(q)
     if q.axis not in layout.axes or q.mode not in (layout.modes or MODES):
         raise ValueError(
             f"jgg.{op}: layout={q.layout!r} does not exist in mode {q.mode!r} with axis={q.axis}"
         )
-    return bits, group_size
+    return fields
 
 
 def checked(op: str, name: str, q) -> Quantized:
@@ -205,4 +245,4 @@ def checked(op: str, name: str, q) -> Quantized:
     weight = check.array(op, f"{name}.weight", q.weight)
     scales = check.array(op, f"{name}.scales", q.scales)
     q = dataclasses.replace(q, weight=weight, scales=scales)
-    return LAYOUTS[q.layout].checked(op, name, q)
+    return layouts.of(q).checked(op, name, q)

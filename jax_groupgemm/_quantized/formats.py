@@ -30,6 +30,7 @@ MODES = {
     "mxfp4": _Mode((4,), (32,)),
     "mxfp8": _Mode((8,), (32,)),
     "nvfp4": _Mode((4,), (16,)),
+    "fp8": _Mode((8,), ()),  # what is in its blocks: fp8.py
 }
 FLOATS = ("float32", "bfloat16", "float16")
 # Element formats: mantissa bits, least normal exponent, last finite code.
@@ -134,7 +135,7 @@ def values_in_groups(weight, scales, biases, global_scale, *, mode: str, bits: i
     b = jnp.where(nan, u32(fb.NAN), b | ((codes >> (7 if wide else 3)) << 31))
     if global_scale is None:
         return fb.narrow(b, dtype)
-    return _times(b, _of_leading_axes(global_scale, b.shape), dtype)
+    return times(b, _of_leading_axes(global_scale, b.shape), dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -159,13 +160,14 @@ def _(dtype, primals, tangents):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _times(b, factor, dtype):
+def times(b, factor, dtype):
+    """``factor`` times numbers given as float32 bits, rounded to float32 and then to ``dtype``."""
     return fb.narrow(fb.multiply(b, fb.bits(factor)), dtype)
 
 
-@_times.defjvp
+@times.defjvp
 def _(dtype, primals, tangents):
-    return _times(*primals, dtype), (fb.value(primals[0]) * tangents[1]).astype(dtype)
+    return times(*primals, dtype), (fb.value(primals[0]) * tangents[1]).astype(dtype)
 
 
 def _of_leading_axes(a, shape):

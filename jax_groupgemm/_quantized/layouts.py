@@ -17,6 +17,8 @@ from .formats import FLOATS
 
 #: By name, as ``Quantized.layout`` has it.
 LAYOUTS: dict[str, Layout] = {}
+#: Those of one mode, by mode and name, where its leaves are others than the name says elsewhere.
+_OF_MODES: dict[tuple[str, str], Layout] = {}
 
 
 class Layout:
@@ -103,6 +105,15 @@ class Layout:
 
 def register(layout: Layout) -> None:
     LAYOUTS[layout.name] = layout
+
+
+def register_of_mode(mode: str, layout: Layout) -> None:
+    _OF_MODES[mode, layout.name] = layout
+
+
+def of(q) -> Layout:
+    """The layout of a ``Quantized``."""
+    return _OF_MODES.get((q.mode, q.layout)) or LAYOUTS[q.layout]
 
 
 register(Layout())

@@ -43,16 +43,14 @@ def prepack(
 ) -> Quantized:
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
-    The same values in the layout that the fast kernels read.
-
-    For Hopper: all modes, ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with
-    bfloat16 activations and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other
-    is returned as it is, with a warning that says why. Everything accepts both: what has no kernel
-    for a layout puts the codes (not the values) back in order first. On Hopper products of many
-    rows (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not packed, each time anew
-    (but mxfp8, ``nvfp4_grouped_mm`` where K is a multiple of 128, and with
-    ``implementation="sm80"``). The layout may change with this package's version: store the weight
-    as it was.
+    The same values in the layout that the fast kernels read. For Hopper: all modes but ``"fp8"``,
+    ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations
+    and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other is returned as it is,
+    with a warning that says why. Everything accepts both: what has no kernel for a layout puts the
+    codes (not the values) back in order first. On Hopper products of many rows (1024 per matrix,
+    2048 with 6 and 8 bits) pack weights that are not packed, each time anew (but mxfp8,
+    ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``). The
+    layout may change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -76,6 +74,7 @@ def prepack(
       UserWarning: w is returned as it is.
     """
     w = array.checked("prepack", "w", w)
+    check.flag("prepack", "strict", strict)
     given = jnp.bfloat16 if scales_dtype is None else scales_dtype
     if (dtype := check.of_dtype("prepack", "scales_dtype", given)) != jnp.bfloat16:
         raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None or bfloat16")
@@ -84,8 +83,7 @@ def prepack(
         w = dataclasses.replace(w, scales=scales, biases=biases)
     if w.layout == "sm90" or 0 in w.shape:
         return w
-    linear = w.layout == "linear"
-    why = _unpackable(w) if linear else f"its layout is {w.layout!r}, not 'linear'"
+    why = _unpackable(w) if w.layout == "linear" else f"its layout is {w.layout!r}, not 'linear'"
     if why is not None:
         if strict:
             raise ValueError(f"jgg.prepack: w has no layout for the fast kernels: {why}")
@@ -129,6 +127,8 @@ def packable(w: Quantized) -> bool:
 
 def _unpackable(w: Quantized) -> str | None:
     """Why there is no packed layout for it."""
+    if w.mode == "fp8":
+        return "products read mode 'fp8' as it is stored"
     if len(w.shape) < 2 or w.axis != -1:
         return f"its shape is {w.shape} with axis={w.axis}, not (..., N, K) with axis=-1"
     if any(size % _TILE for size in w.shape[-2:]):
@@ -468,8 +468,7 @@ def _e8m0_of_bf16(bits):
 class _Sm90(Layout):
     """Tiles of 64 x 64, as this file's docstring describes them."""
 
-    name = "sm90"
-    axes = (-1,)
+    name, axes, modes = "sm90", (-1,), ("affine", "mxfp4", "mxfp8", "nvfp4")
 
     def shape(self, q) -> tuple[int, ...]:
         *lead, rows, columns, _ = q.weight.shape

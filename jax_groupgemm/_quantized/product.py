@@ -2,9 +2,10 @@
 
     out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]                       T (rows) is grouped
 
-W is the weight dequantized and rounded once to x's dtype; a global scale multiplies the float32
-sums. The product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an
-affine weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
+W is the weight dequantized and rounded once to x's dtype (in mode "fp8" it is not rounded: scales
+multiply float32 sums of products with codes); a global scale multiplies the float32 sums. The
+product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an affine
+weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .._grouped import primitives
 from .._grouped.call import NO_EPILOGUE, Epilogue, sum_of_parts
 from .._grouped.fused import Fused
 from .._kernels import choose
-from . import call, convert, formats, prepack, reference
+from . import call, convert, formats, fp8, prepack, reference
 from .array import Quantized
 from .array import checked as checked_array
 
@@ -36,41 +37,47 @@ qmm = functools.partial(primitive.bind, "qmm")
 
 def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
-    w = checked_array(op, "w", w)
+    w = fitting(op, "w", x, w, transpose_w, preferred, rank)
+    if not transpose_w:
+        w = prepack.unpacked(w)
+    return w, x.dtype if preferred is None else jnp.dtype(preferred)
+
+
+def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
+    """w, the argument of this name, checked against x."""
+    w = checked_array(op, name, w)
     check.flag(op, "transpose_w", transpose_w)
     if preferred is not None:
         preferred = check.of_dtype(op, "preferred_element_type", preferred)
     if w.axis != -1:
         raise ValueError(
-            f"jgg.{op}: w has axis={w.axis}, expected -1. dataclasses.replace(w, axis=-1) is what "
-            f"it stores, {w.shape}"
+            f"jgg.{op}: {name} has axis={w.axis}, expected -1. dataclasses.replace({name}, "
+            f"axis=-1) is what it stores, {w.shape}"
         )
-    if not transpose_w:
-        w = prepack.unpacked(w)
-    for name, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
+    for of, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
         if dtype is not None:
-            check.dtype(op, name, jnp.dtype(dtype), formats.FLOATS)
+            check.dtype(op, of, jnp.dtype(dtype), formats.FLOATS)
     shape, k = w.shape, x.shape[-1]
     lead = {2: "", 3: "G, "}.get(rank or len(shape), "B..., ")
     letters = f"({lead}N, K)" if transpose_w else f"({lead}K, N)"
     if len(shape) < 2 or len(shape) != (rank or len(shape)):
-        raise ValueError(f"jgg.{op}: w has shape {shape}, expected {letters}")
+        raise ValueError(f"jgg.{op}: {name} has shape {shape}, expected {letters}")
     expected = (*shape[:-1], k) if transpose_w else (*shape[:-2], k, shape[-1])
     if shape != expected:
-        hint = f"Pass transpose_w=True if w is ({lead}N, K)"
+        hint = f"Pass transpose_w=True if {name} is ({lead}N, K)"
         if transpose_w:
             hint = f"Of ({lead}K, N), jgg.quantize(w, contract=-2) makes one"
         raise ValueError(
-            f"jgg.{op}: w has shape {shape}, expected {letters} = {expected} because x is "
+            f"jgg.{op}: {name} has shape {shape}, expected {letters} = {expected} because x is "
             f"{x.shape}. {hint}."
         )
     scale, batch = w.global_scale, shape[:-2]
     if scale is not None and scale.ndim > len(batch) and not transpose_w:
         raise ValueError(  # it would be along K
-            f"jgg.{op}: w.global_scale has shape {scale.shape}, expected () or leading axes of "
-            f"{batch} with transpose_w=False"
+            f"jgg.{op}: {name}.global_scale has shape {scale.shape}, expected () or leading axes "
+            f"of {batch} with transpose_w=False"
         )
-    return w, x.dtype if preferred is None else jnp.dtype(preferred)
+    return fp8.of_product(w) if w.mode == "fp8" else w
 
 
 def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
@@ -98,7 +105,7 @@ def _jvp(operands, tangents, _):
     if not zero(dx):
         terms.append((dx, q, metadata))
     if not (zero(dq.scales) and zero(dq.biases)):
-        ds, db = map(ad.instantiate_zeros, (dq.scales, dq.biases))
+        ds, db = (None if t is None else ad.instantiate_zeros(t) for t in (dq.scales, dq.biases))
         terms.append((x, dataclasses.replace(q, scales=ds, biases=db), metadata))
     if not zero(dq.global_scale):
         terms.append((x, dataclasses.replace(q, global_scale=dq.global_scale), metadata))
@@ -122,6 +129,10 @@ def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
     """q with the cotangents of its undefined leaves, and None elsewhere; ``dw`` is that of the
     weight it stands for."""
     grads: dict[str, Any] = dict.fromkeys(("weight", "scales", "biases", "global_scale"))
+    if q.mode == "fp8":
+        if ad.is_undefined_primal(q.scales):
+            grads["scales"] = fp8.sums_of_blocks(dw * fp8.decoded(q.weight), q.block)
+        return dataclasses.replace(q, **grads)
     if ad.is_undefined_primal(q.scales) or ad.is_undefined_primal(q.biases):
         codes = formats.codes_in_groups(q.weight, q.bits, q.group_size)
         in_groups = dw.reshape(codes.shape)
@@ -212,7 +223,7 @@ def _lowering(platform, x, q: Quantized, metadata, product: Mm):
 
 def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
-    return x, prepack.unpacked(q), metadata
+    return x, fp8.in_whole_blocks(q) if q.mode == "fp8" else prepack.unpacked(q), metadata
 
 
 def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:

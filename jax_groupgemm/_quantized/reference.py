@@ -2,9 +2,10 @@
 
     out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]                       T (rows) is grouped
 
-where W is the weight dequantized and rounded once to x's dtype. Sums are float32; a global scale
-multiplies them. One loop over the segments that exist: of each, some columns of its weight are
-dequantized at a time and meet all of its rows, so no more of a weight than that is ever in memory.
+where W is the weight dequantized and rounded once to x's dtype (in mode "fp8" to float32, as which
+x is multiplied, too). Sums are float32; a global scale multiplies them. One loop over the segments
+that exist: of each, some columns of its weight are dequantized at a time and meet all of its rows,
+so no more of a weight than that is ever in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .._core.float_bits import u32
 from .._core.products import Mm
 from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, Metadata
 from .._grouped import reference as grouped_reference
-from . import formats
+from . import formats, fp8
 from .array import Quantized
 
 # Rows per tile. A segment is cut into as many tiles of the largest size as it has, then of the
@@ -37,6 +38,9 @@ def qmm(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
     (groups, k, n), rows, form = product.sizes(q), product.rows, metadata.form
     segments = metadata.decode(x.shape[0], rows, groups)
     leaves = jax.tree.leaves(q)
+    if q.mode == "fp8":  # else scales would have to be rounded
+        x = x.astype(jnp.float32)
+        product = product.replace(precision=lax.Precision.HIGHEST)
     # Where segments may meet in one row, their sum is kept as float32.
     sum_dtype = product.out_dtype if form.ordered_y else jnp.dtype(jnp.float32)
     out = grouped_reference.zeros_like_varying(
@@ -46,7 +50,8 @@ def qmm(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
         x_padded = dtypes.storage(jnp.pad(x, ((0, _TILES[0]), (0, 0))))
         contracted = 1 if product.transpose_w else 0
         dot = grouped_reference.Dot(x, x, product, (((1,), (contracted,)), ((), ())))
-        parts = _Parts(q, x.dtype, k, n, product.transpose_w)
+        of_format = _Fp8Parts if q.mode == "fp8" else _Parts
+        parts = of_format(q, x.dtype, k, n, product.transpose_w)
         longest = min(rows, x.shape[0])
         add = functools.partial(
             _add_segment, x_padded, parts, q.global_scale, dot=dot, dtype=sum_dtype,
@@ -98,17 +103,25 @@ class _Parts:
     def __init__(self, q: Quantized, dtype, k: int, n: int, transpose_w: bool):
         self.q, self.dtype, self.transpose_w = q, dtype, transpose_w
         # Columns are counted in blocks that may be cut apart: quantization groups, or single ones.
-        self.block = 1 if transpose_w else q.group_size
+        self.block = self._width(q)
         self.blocks = n // self.block
         self.count = min(self.blocks, max(1, round(k * n / _PART)))
         self.width = -(-self.blocks // self.count)
         self.table = None
-        if q.mode != "affine" and k * n > 4 * 256 << q.bits:
+        if q.mode not in ("affine", "fp8") and k * n > 4 * 256 << q.bits:
             self.table = dtypes.storage(_value_table(q, dtype))
+
+    def _width(self, q: Quantized) -> int:
+        return 1 if self.transpose_w else q.group_size
 
     def __call__(self, weight, j):
         """Part j of a weight, its first column, and which of its columns no part before had."""
         first = jnp.minimum(j * self.width, self.blocks - self.width)
+        column = lax.iota(jnp.int32, self.width * self.block)
+        fresh = column >= (j * self.width - first) * self.block
+        return self._part(weight, first), first * self.block, fresh
+
+    def _part(self, weight, first):
         q = self.q
         part = dataclasses.replace(
             q,
@@ -117,9 +130,7 @@ class _Parts:
             biases=None if q.biases is None else self._cut(q.biases, weight, first, 1),
             global_scale=None,
         )
-        column = lax.iota(jnp.int32, self.width * self.block)
-        fresh = column >= (j * self.width - first) * self.block
-        return self._values(part), first * self.block, fresh
+        return self._values(part)
 
     def _values(self, part: Quantized):
         if self.table is None:
@@ -143,6 +154,29 @@ class _Parts:
             shape = (1, leaf.shape[1], self.width * per_group)
         part = lax.dynamic_slice(dtypes.storage(leaf), start, shape)[0]
         return dtypes.load(part, leaf.dtype)
+
+
+class _Fp8Parts(_Parts):
+    """The same of codes that are not packed, in blocks that may be cut."""
+
+    def __init__(self, q: Quantized, *more):
+        super().__init__(q, *more)
+        # XLA's CPU backend widens floats of 8 bits around slices, in every iteration.
+        self.codes = lax.bitcast_convert_type(q.weight, jnp.uint8)
+
+    def _width(self, q: Quantized) -> int:
+        return 1
+
+    def _part(self, weight, first):
+        q, axis = self.q, 0 if self.transpose_w else 1
+        codes = self._cut(self.codes, weight, first, 1)
+        codes = lax.bitcast_convert_type(codes, q.weight.dtype)
+        scales = lax.dynamic_index_in_dim(q.scales, weight, keepdims=False)
+        assert q.block is not None
+        block = (first + lax.iota(jnp.int32, self.width)) // q.block[axis]
+        scales = jnp.take(scales, block, axis=axis, mode="clip")
+        own = (1, q.block[1]) if self.transpose_w else (q.block[0], 1)
+        return fp8.decoded(codes) * fp8.spread(scales, codes.shape, own)
 
 
 def _value_table(q: Quantized, dtype):

@@ -14,9 +14,12 @@ mxfp4-pack-quantized  weight_packed, _scale                         ``e2m1 * 2**
 mxfp8-quantized       weight, weight_scale                          ``e4m3 * 2**(s - 127)``
 pack-quantized        weight_packed, _scale, _shape, _zero_point    ``(q - z) * s``
 int-quantized         weight, weight_scale, weight_zero_point       ``(q - z) * s``
+float-quantized       weight, weight_scale                          ``e4m3 * s``
 "modelopt"            weight, weight_scale, weight_scale_2 (NVFP4)  ``e2m1 * s * scale_2``
 stacked experts       gate_up_proj, _weight_scale, _weight_scale_2  ``e2m1 * s * scale_2``
+FP8                   weight, weight_scale                          ``e4m3 * s``
 "gpt-oss"             _blocks, _scales (MXFP4)                      ``e2m1 * 2**(s - 127)``
+"fp8"                 weight, weight_scale_inv (128 x 128 blocks)   ``e4m3 * s``
 ====================  ============================================  =============================
 
 ``dequantize`` gives the value of the formula as a float32, rounded once, and rounds that to other
@@ -41,7 +44,7 @@ import numpy as np
 
 from .._core.types import CheckpointFormat
 from .._quantized.array import Quantized
-from . import safetensors
+from . import fp8, safetensors
 from .formats import FORMATS, read
 from .layer import Layer, Read, section
 from .messages import brief, cut
@@ -66,7 +69,8 @@ def linear(
       tensors: name to array, as of :func:`open`; numpy or JAX arrays.
       prefix: the layer's name; its tensors are ``prefix + ".weight"`` and so on. A sequence of
         names gives their rows one after another, as of gate and up projections: N is the sum.
-      format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"`` or ``"modelopt"``.
+      format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"``, ``"modelopt"`` or
+        ``"fp8"``.
       config: the checkpoint's ``config.json`` as a dict, or its ``quantization_config``, which may
         stand in a part such as ``text_config``. It is compared with the tensors. Formats "mlx"
         (bits, group size, mode, layer by layer), "gptq" (bits; the group size, where there are
@@ -86,7 +90,9 @@ def linear(
         ``1 / weight_global_scale``, ``(N,)`` for a sequence of names; mxfp4; mxfp8; or affine, as
         of "gptq", symmetric where there are no zero points. Float32 scales are taken, and
         ``(q - z) * s`` is then within ``2**(bits - 23) * abs(s)``.
-      - "modelopt": nvfp4 with ``weight_scale_2`` likewise.
+      - "modelopt": nvfp4 with ``weight_scale_2`` likewise; or fp8.
+      - "fp8", float-quantized, "modelopt" FP8: fp8 with the blocks that the layer has, and float32
+        scales; for a sequence of names each layer's own.
 
       A layer's own ``bias`` and the scales of its input and of the cache are not part of it.
 
@@ -95,7 +101,7 @@ def linear(
         tensors, says that the layer is not quantized, or names what is not supported; the layer is
         of a format that is not read; float32 scales too long for exact products ("awq", "gptq");
         zero points that other libraries read differently (v1, stored all ones); a layer in act
-        order, which :func:`act_order` reads.
+        order, which :func:`act_order` reads; fp8 rows to be joined that would begin within a block.
       TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
     """
     return _rows(_Source("linear", tensors, format, config), prefix)[0]
@@ -266,6 +272,9 @@ def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
         return source.read(prefix)
     prefix = source.several(prefix)
     parts = [source.read(name) for name in prefix]
+    if all(q.mode == "fp8" for q, _ in parts) and len(parts) > 1:
+        joined = fp8.rows_to_join(source.op, prefix, [q for q, _ in parts])
+        parts = [(q, None) for q in joined]
     first, order = parts[0]
     for name, part in zip(prefix, parts, strict=True):
         _same_kind(source.op, prefix[0], parts[0], name, part, slice(-1, None))

@@ -2,8 +2,9 @@
 
 https://github.com/vllm-project/compressed-tensors: compressors/pack_quantized (codes ``q +
 2**(bits - 1)`` in one bit stream along K; zero points in one along N), compressors/naive_quantized
-(int8), compressors/nvfp4, mxfp4 and mxfp8, quantization/quant_args.py (``strategy``, ``actorder``),
-quantization/lifecycle/forward.py (``(q - z) * scale``; a ``g_idx`` that holds -1 says nothing).
+(int8, float8), compressors/nvfp4, mxfp4 and mxfp8, quantization/quant_args.py (``strategy``,
+``block_structure``, ``actorder``), quantization/lifecycle/initialize.py (shapes of scales) and
+forward.py (``(q - z) * scale``; a ``g_idx`` that holds -1 says nothing).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from .._quantized.formats import FLOATS
-from . import auto_round, nvfp4
+from . import auto_round, fp8, nvfp4
 from .bits import F32, affine, pack, sorted_groups, unpack, words
 from .layer import Format, Kind, Layer, Read, one, spellings
 
@@ -104,6 +105,23 @@ def _mxfp8(t: Layer) -> Read:
     scales = t.get(".weight_scale", E8M0, "N, K/32", (n, k // 32)).view(np.uint8)
     codes = words(codes.view(np.uint8))
     return t.quantized(codes, scales, mode="mxfp8", bits=8, group_size=32), None
+
+
+def _float_quantized(t: Layer) -> Read:
+    t.option("num_bits", (8,))
+    t.option("type", ("float",))
+    strategy = t.option("strategy", ("tensor", "channel", "group", "block"))
+    if strategy == "block":
+        block = fp8.block_of(t, "block_structure")
+        if block is None:
+            raise t.error("config says strategy='block', and no block_structure")
+        return fp8.in_blocks(t, ".weight_scale", block)
+    if strategy == "group":
+        codes = fp8.codes(t)
+        scales = t.get(".weight_scale", FLOATS, "N, K/group_size", (len(codes), None))
+        size = t.group_size(codes.shape[1], scales.shape[1], needed=True)
+        return fp8.weight(codes, scales, (1, size))
+    return fp8.of_rows_or_all(t, ".weight_scale", strategy)
 
 
 def _bits(t: Layer) -> int:
@@ -232,6 +250,13 @@ FORMAT = Format(
             ACTIVATIONS,
             _mxfp8,
             dtype=(".weight_scale", E8M0),
+        ),
+        Kind(
+            "float-quantized",
+            (".weight", ".weight_scale"),
+            ACTIVATIONS,
+            _float_quantized,
+            dtype=(".weight", fp8.CODES),
         ),
     ),
     methods=("compressed-tensors", *auto_round.METHODS),

@@ -43,7 +43,7 @@ def _own(t: Layer) -> Layer:
 
 def _read(t: Layer) -> Read:
     t = _own(t)
-    mode = t.option("mode", tuple(MODES)) or "affine"
+    mode = t.option("mode", ("affine", "mxfp4", "mxfp8", "nvfp4")) or "affine"
     bits = t.option("bits", MODES[mode].bits) or MODES[mode].bits[0]
     size = t.option("group_size", MODES[mode].group_sizes) or MODES[mode].group_sizes[0]
     lead = (None,) * t.stacked

@@ -1,4 +1,4 @@
-"""NVIDIA Model Optimizer's NVFP4 layers, and stacked experts.
+"""NVIDIA Model Optimizer's NVFP4 layers, stacked experts, and FP8 layers.
 
 https://github.com/NVIDIA/Model-Optimizer: modelopt/torch/export/unified_export_hf.py
 (``_export_quantized_weight``: experts of Llama 4 and gpt-oss are stored ``(G, K/2, N)``, as their
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import nvfp4
+from . import fp8, nvfp4
 from .layer import Format, Kind, Layer, Read, one
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+FP8 = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}  # and what has a scale each
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", *FP8)
 
 
 def _own(t: Layer) -> Layer:
@@ -27,16 +28,26 @@ def _own(t: Layer) -> Layer:
             raise t.error("config says it is not quantized: quantized_layers do not name it")
         t = t._replace(config=t.mapping(f"quantized_layers[{name!r}]", layers[name]))
         t.option("quant_algo", ALGORITHMS)
-    t.option("group_size", (16,))
+    if t.option("quant_algo") not in FP8:
+        t.option("group_size", (16,))
     return t
 
 
 def _choose(t: Layer, kinds) -> tuple[Layer, Kind]:
-    return one(_own(t), kinds)
+    t = _own(t)
+    said = t.option("quant_algo")
+    if said is None:
+        return one(t, kinds)
+    own = [kind for kind in kinds if (kind.read is _fp8) == (said in FP8 and not t.stacked)]
+    return one(t, own)
 
 
 def _linear(t: Layer) -> Read:
     return nvfp4.read(t, ".weight", ".weight_scale_2", t.scalar(".weight_scale_2"))
+
+
+def _fp8(t: Layer) -> Read:
+    return fp8.of_rows_or_all(t, ".weight_scale", FP8.get(t.option("quant_algo") or ""))
 
 
 def _stacked(t: Layer) -> Read:
@@ -87,6 +98,13 @@ FORMAT = Format(
             ("_input_scale", "_bias"),
             _stacked,
             stacked=(True,),
+        ),
+        Kind(
+            "FP8",
+            (".weight", ".weight_scale"),
+            (".input_scale", ".k_scale", ".v_scale", ".bias"),
+            _fp8,
+            dtype=(".weight", fp8.CODES),
         ),
     ),
     methods=("modelopt", "modelopt_fp4"),

@@ -1,7 +1,7 @@
 """Formats that are known and not read, by what their layers look like, so that refusals name them.
 
-Names of tensors: https://github.com/vllm-project/compressed-tensors (fp8block_dequantizer.py,
-marlin_24.py), https://github.com/bitsandbytes-foundation/bitsandbytes (``quant_state``),
+Names of tensors: https://github.com/vllm-project/compressed-tensors (marlin_24.py),
+https://github.com/bitsandbytes-foundation/bitsandbytes (``quant_state``),
 https://github.com/mobiusml/hqq (hqq/core/quantize.py), https://github.com/Vahe1994/AQLM
 (inference.py), https://github.com/IST-DASLab/marlin (marlin/__init__.py),
 https://github.com/turboderp-org/exllamav2 and exllamav3, https://github.com/ModelCloud/GPTQModel
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from .layer import Layer
 
 E4M3 = ("float8_e4m3fn", "float8_e5m2")
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Unread(NamedTuple):
@@ -25,13 +24,7 @@ class Unread(NamedTuple):
 
 
 UNREAD = (
-    Unread("fine-grained FP8 (weight_scale_inv)", (".weight", ".weight_scale_inv")),
     Unread("fine-grained FP8 experts, stacked (_scale_inv)", ("", "_scale_inv")),
-    Unread(
-        "FP8 with weight_scale (float-quantized, ModelOpt FP8)",
-        (".weight", ".weight_scale"),
-        ((".weight_scale", FLOATS), (".weight", E4M3)),
-    ),
     Unread("FP8 experts, stacked (_weight_scale)", ("", "_weight_scale"), (("", E4M3),)),
     Unread("marlin-24", (".weight_packed", ".meta")),
     Unread("bitsandbytes, 4 bits", (".weight", ".weight.absmax")),
@@ -44,7 +37,7 @@ UNREAD = (
     Unread("QQQ", (".B", ".s_channel")),
 )
 #: Values of ``quant_method``, which otherwise name their format.
-METHODS = {"fp8": "fine-grained FP8 (weight_scale_inv)", "fbgemm_fp8": "FBGEMM FP8"}
+METHODS = {"fbgemm_fp8": "FBGEMM FP8"}
 
 
 def found(t: Layer) -> str | None:

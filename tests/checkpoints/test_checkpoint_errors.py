@@ -30,12 +30,12 @@ FOURS = {"bits": 4, "group_size": 64}
 READ = (
     "'mlx' (affine, mxfp4, mxfp8, nvfp4); 'awq' (gemm, 4 bits); 'gptq' (2, 3, 4, 8 bits, v1 and "
     "v2); 'compressed-tensors' (nvfp4-pack-quantized, pack-quantized, int-quantized, "
-    "mxfp4-pack-quantized, mxfp8-quantized); 'modelopt' (NVFP4, NVFP4 experts, stacked); "
-    "'gpt-oss' (MXFP4)"
+    "mxfp4-pack-quantized, mxfp8-quantized, float-quantized); 'modelopt' (NVFP4, NVFP4 experts, "
+    "stacked, FP8); 'gpt-oss' (MXFP4); 'fp8' (fine-grained, a scale for each layer or row)"
 )
 KINDS = (
     "'nvfp4-pack-quantized' or 'pack-quantized' or 'int-quantized' or 'mxfp4-pack-quantized' or "
-    "'mxfp8-quantized'"
+    "'mxfp8-quantized' or 'float-quantized'"
 )
 
 # Format, changed tensors (None: removed), config, and the error.
@@ -141,15 +141,22 @@ ERRORS = [
      "a: .weight_scale holds negative scales"),
     ("modelopt", {"weight": np.zeros((8, 12), np.uint8)}, None,
      "a: .weight has K = 24, not a multiple of 16"),
+    ("modelopt", {}, {"quant_algo": "FP8_PB_WO"},
+     "a: config says quant_algo='FP8_PB_WO', expected 'NVFP4' or 'W4A16_NVFP4' or 'FP8' or "
+     "'FP8_PER_CHANNEL_PER_TOKEN' or 'MIXED_PRECISION'"),
     ("modelopt", {}, {"quant_algo": "FP8"},
-     "a: config says quant_algo='FP8', expected 'NVFP4' or 'W4A16_NVFP4' or 'MIXED_PRECISION'"),
+     "a: tensor 'a.weight_scale_2' is not known to format 'modelopt'"),
     ("modelopt", {},
-     {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
-     "a: config says quant_algo='FP8', expected 'NVFP4' or 'W4A16_NVFP4'"),
+     {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP8"}}},
+     "a: config says quant_algo='MXFP8', expected 'NVFP4' or 'W4A16_NVFP4' or 'FP8' or "
+     "'FP8_PER_CHANNEL_PER_TOKEN'"),
     ("compressed-tensors", {"weight_global_scale": np.zeros(1, F32)}, None,
      "a: .weight_global_scale = 0.0 gives no finite scale"),
+    ("compressed-tensors", {}, {"format": "naive-quantized"},
+     f"a: config says format='naive-quantized', expected {KINDS} or 'mixed-precision'"),
     ("compressed-tensors", {}, {"format": "float-quantized"},
-     f"a: config says format='float-quantized', expected {KINDS} or 'mixed-precision'"),
+     "a: no tensor 'a.weight', which format 'compressed-tensors' (float-quantized) needs: its "
+     "tensors are those of 'compressed-tensors' (nvfp4-pack-quantized)"),
     ("compressed-tensors", {}, {"format": "pack-quantized"},
      "a: no tensor 'a.weight_shape', which format 'compressed-tensors' (pack-quantized) needs: its "
      "tensors are those of 'compressed-tensors' (nvfp4-pack-quantized)"),
@@ -176,8 +183,8 @@ ERRORS = [
         "h": {"targets": ["re:.*a$"], "weights": {"num_bits": 4, "group_size": 32}}}},
      "a: config says group_size=32, expected 16"),
     ("compressed-tensors", {}, {"format": "mixed-precision", "config_groups": {
-        "g": {"targets": ["Linear"], "format": "float-quantized"}}},
-     f"a: config says format='float-quantized', expected {KINDS}"),
+        "g": {"targets": ["Linear"], "format": "naive-quantized"}}},
+     f"a: config says format='naive-quantized', expected {KINDS}"),
     ("compressed-tensors", {}, {"ignore": ["lm_head", "a"]},
      "a: config says it is not quantized: ignore 'a'"),
     ("compressed-tensors", {}, {"ignore": ["re:[a-z]$"]},
@@ -233,12 +240,12 @@ def test_errors(format, changed, config, message):
 CALLS = [
     (lambda: ck.linear(AWQ, "a", format="gguf"),
      "linear: format='gguf' is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
-     "'gpt-oss'"),
+     "'gpt-oss', 'fp8'"),
     (lambda: ck.linear(AWQ, "a", format="awq", config="gemm"),  # pyright: ignore
      "linear: config must be a dict, got 'gemm'"),
     (lambda: ck.linear(AWQ, "a", format=["awq"]),  # pyright: ignore
      "linear: format=['awq'] is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
-     "'gpt-oss'"),
+     "'gpt-oss', 'fp8'"),
     (lambda: ck.linear([AWQ], "a", format="awq"),  # pyright: ignore
      "linear: tensors must be a mapping of names to arrays, got list"),
     (lambda: ck.linear({**AWQ, 3: 1}, "a", format="awq"),  # pyright: ignore

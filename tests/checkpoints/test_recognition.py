@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from checkpoint_writers import (
-    BF16,
     E2M1,
     E4M3,
     F16,
@@ -34,8 +33,9 @@ SPELLINGS = [
 READ = (
     "Formats that are read: 'mlx' (affine, mxfp4, mxfp8, nvfp4); 'awq' (gemm, 4 bits); 'gptq' (2, "
     "3, 4, 8 bits, v1 and v2); 'compressed-tensors' (nvfp4-pack-quantized, pack-quantized, "
-    "int-quantized, mxfp4-pack-quantized, mxfp8-quantized); 'modelopt' (NVFP4, NVFP4 experts, "
-    "stacked); 'gpt-oss' (MXFP4)"
+    "int-quantized, mxfp4-pack-quantized, mxfp8-quantized, float-quantized); 'modelopt' (NVFP4, "
+    "NVFP4 experts, stacked, FP8); 'gpt-oss' (MXFP4); 'fp8' (fine-grained, a scale for each layer "
+    "or row)"
 )
 
 
@@ -373,10 +373,6 @@ def test_stacked_nvfp4_errors(rng):
 
 FP8 = np.ones((8, 32), E4M3)
 UNREAD = {
-    "fine-grained FP8 (weight_scale_inv)": {
-        ".weight": FP8, ".weight_scale_inv": np.ones((1, 1), F32)},
-    "FP8 with weight_scale (float-quantized, ModelOpt FP8)": {
-        ".weight": FP8, ".weight_scale": np.ones((8, 1), BF16), ".input_scale": F32(1)},
     "bitsandbytes, 4 bits": {".weight": FP8, ".weight.absmax": FP8, ".weight.quant_map": FP8},
     "bitsandbytes, 8 bits": {".weight": FP8, ".SCB": FP8},
     "HQQ": {".W_q": FP8, ".meta": FP8},
@@ -397,10 +393,10 @@ def test_unread_tensors(name, format):
 
 
 def test_unread_methods():
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    tensors = named("l", UNREAD["fine-grained FP8 (weight_scale_inv)"], "")
-    assert refused(tensors, "l", "modelopt", {"quantization_config": fp8}) == (
-        f"config says quant_method='fp8': fine-grained FP8 (weight_scale_inv) is not read. {READ}"
+    tensors = named("l", UNREAD["HQQ"], "")
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    assert refused(tensors, "l", "modelopt", config) == (
+        f"config says quant_method='fbgemm_fp8': FBGEMM FP8 is not read. {READ}"
     )
     for method in ("hqq", "bitsandbytes", 3):
         assert refused(tensors, "l", "awq", {"quant_method": method}) == (

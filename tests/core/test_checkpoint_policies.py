@@ -1,6 +1,7 @@
 """What ``jax.checkpoint`` keeps of products, counted in the program of the gradient."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,11 @@ POLICY = jgg.checkpoint_policies.grouped_products_saveable
 SIZES = jnp.array([3, 5])
 X = jnp.ones((8, 64))
 WEIGHTS = jnp.ones((2, 64, 64)), jnp.ones((2, 64, 64))
-QUANTIZED = jgg.quantize(jnp.ones((2, 64, 64)), contract=-1)
+
+
+@functools.cache
+def quantized():
+    return jgg.quantize(jnp.ones((2, 64, 64)), contract=-1)
 
 
 def counts(f, *args) -> collections.Counter:
@@ -103,7 +108,7 @@ def test_with_a_policy_of_jax():
 @pytest.mark.parametrize(
     ("name", "f"),
     [
-        ("jgg_qmm", lambda x: jnp.sin(jgg.grouped_qmm(x, QUANTIZED, SIZES)).sum()),
+        ("jgg_qmm", lambda x: jnp.sin(jgg.grouped_qmm(x, quantized(), SIZES)).sum()),
         (
             "jgg_mm",
             lambda x: jnp.sin(jgg.gather_mm(x[:, None], WEIGHTS[0], None, jnp.arange(8) % 2)).sum(),

@@ -103,7 +103,7 @@ def test_debug_nans(case):
 
 
 @pytest.mark.parametrize("preferred", ["float32", "bfloat16", None])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_float8(rng, preferred):
     """Operands of eight bits, a result that is wider, or not."""
     x = oracle.random(rng, (8, 16)).astype("float8_e4m3fn")
@@ -121,7 +121,7 @@ def test_float8(rng, preferred):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_default_result_of_eight_bits(dtype):
     """Sums of unscaled products do not fit in so few bits: 1600 is more than e4m3 holds."""
     x, w = jnp.full((8, 400), 2, dtype), jnp.full((2, 400, 4), 2, dtype)
@@ -180,7 +180,7 @@ def test_debug_nans_of_a_kept_promise():
         ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_float8_with_others(rng, left, right, dtype):
     """JAX has no common dtype of these; eight bits count as bfloat16."""
     x, w = oracle.random(rng, (8, 16)).astype(left), oracle.random(rng, (2, 16, 4)).astype(right)

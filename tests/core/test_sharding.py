@@ -339,7 +339,7 @@ def test_explicit_conflicts_are_errors(problem):
             jgg.grouped_mm(put(x, P("a")), put(w, P(None, None, "a")), put(sizes, P()))
         says = (
             r"shards axis G over \('a',\), but that mesh axis already shards another axis of this "
-            r"product\. Expert parallelism is a jax\.shard_map: .*; the guide 'Several GPUs'"
+            r"product\. jgg\.moe_mlp is the layer for that: .*; the guide 'Several GPUs'"
         )
         with pytest.raises(ValueError, match=says):
             jgg.grouped_mm(put(x, P("a")), put(w, P("a")), put(sizes, P()))

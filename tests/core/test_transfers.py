@@ -1,6 +1,8 @@
 """No operation brings anything to the device, or back, that its user did not: forward, gradients
 and batches, also outside of any program."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,46 +20,59 @@ def floats(*shape):
 SIZES, INDEX, SORTED = jnp.array([3, 4]), jnp.array([1, 0, 0, 1]), jnp.array([0, 0, 1, 1])
 SEGMENTS, KEY = jnp.array([[0, 3], [2, 8]]), jax.random.key(0)
 X, W = floats(8, 64), floats(2, 64, 32)
-QUANTIZED = jgg.quantize(floats(2, 48, 64))
-NVFP4 = jgg.nvfp4_quantize(floats(8, 64)), jgg.nvfp4_quantize(floats(2, 32, 64))
-ALONG_T = jgg.nvfp4_quantize(floats(8, 64), axis=0, group_sizes=SIZES)
 NUMBERS = jax.lax.RaggedDotDimensionNumbers((([1, 2], [1, 2]), ([0], [0])), [2], [])
+NAMES = (
+    "grouped_mm", "options", "segmented_mm", "gather_mm", "sorted", "ragged_dot",
+    "ragged_dot_general", "grouped_qmm", "gather_qmm", "quantized_matmul", "dequantize", "quantize",
+    "prepack", "nvfp4_quantize", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "nvfp4_grouped_linear",
+)  # fmt: skip
 
-CASES = {
-    "grouped_mm": (lambda x, w: jgg.grouped_mm(x, w, SIZES), X, W),
-    "options": (
-        lambda x, w, b, s, o: jgg.grouped_mm(
-            x, w, SIZES, bias=b, activation="swiglu", row_scale=s, existing_out=o
-        ), X, W, floats(2, 32), floats(8), floats(8, 16),
-    ),
-    "segmented_mm": (lambda a, b: jgg.segmented_mm(a, b, SEGMENTS), floats(3, 8), floats(8, 4)),
-    "gather_mm": (lambda x, w: jgg.gather_mm(x, w, INDEX, INDEX), X[:, None], W),
-    "sorted": (
-        lambda x, w: jgg.gather_mm(x, w, INDEX, SORTED, sorted_indices=True), X[:, None], W
-    ),
-    "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, SIZES), X, W),
-    "ragged_dot_general": (
-        lambda x, y: jgg.ragged_dot_general(x, y, SIZES, NUMBERS), floats(2, 3, 4, 5),
-        floats(2, 3, 4, 6),
-    ),
-    "grouped_qmm": (lambda x, q: jgg.grouped_qmm(x, q, SIZES, activation="silu"), X, QUANTIZED),
-    "gather_qmm": (lambda x, q: jgg.gather_qmm(x, q, INDEX, INDEX), X[:, None], QUANTIZED),
-    "quantized_matmul": (jgg.quantized_matmul, X, QUANTIZED[0]),
-    "dequantize": (jgg.dequantize, QUANTIZED),
-    "quantize": (lambda w: jgg.quantize(w).scales, floats(2, 48, 64)),
-    "prepack": (lambda q: jgg.dequantize(jgg.prepack(q)), jgg.quantize(
-        floats(2, 64, 64).astype("bfloat16"), contract=-1
-    )),
-    "nvfp4_quantize": (lambda x: jgg.nvfp4_quantize(x, group_sizes=SIZES).global_scale, X),
-    "nvfp4_grouped_mm": (lambda x, w: jgg.nvfp4_grouped_mm(x, w, SIZES), *NVFP4),
-    "nvfp4_grouped_wgrad": (
-        lambda x, a: jgg.nvfp4_grouped_wgrad(x, x, SIZES, alpha=a), ALONG_T, floats(2)
-    ),
-    "nvfp4_grouped_linear": (
-        lambda x, w: jgg.nvfp4_grouped_linear(x, w, SIZES, key=KEY), floats(8, 24),
-        floats(2, 20, 24),
-    ),
-}  # fmt: skip
+
+@functools.cache
+def along_t():
+    return jgg.nvfp4_quantize(floats(8, 64), axis=0, group_sizes=SIZES)
+
+
+@functools.cache
+def cases():
+    """A function and its operands by name: made when a test runs, not when tests are listed."""
+    quantized = jgg.quantize(floats(2, 48, 64))
+    nvfp4 = jgg.nvfp4_quantize(floats(8, 64)), jgg.nvfp4_quantize(floats(2, 32, 64))
+    return {
+        "grouped_mm": (lambda x, w: jgg.grouped_mm(x, w, SIZES), X, W),
+        "options": (
+            lambda x, w, b, s, o: jgg.grouped_mm(
+                x, w, SIZES, bias=b, activation="swiglu", row_scale=s, existing_out=o
+            ), X, W, floats(2, 32), floats(8), floats(8, 16),
+        ),
+        "segmented_mm": (lambda a, b: jgg.segmented_mm(a, b, SEGMENTS), floats(3, 8), floats(8, 4)),
+        "gather_mm": (lambda x, w: jgg.gather_mm(x, w, INDEX, INDEX), X[:, None], W),
+        "sorted": (
+            lambda x, w: jgg.gather_mm(x, w, INDEX, SORTED, sorted_indices=True), X[:, None], W
+        ),
+        "ragged_dot": (lambda x, w: jgg.ragged_dot(x, w, SIZES), X, W),
+        "ragged_dot_general": (
+            lambda x, y: jgg.ragged_dot_general(x, y, SIZES, NUMBERS), floats(2, 3, 4, 5),
+            floats(2, 3, 4, 6),
+        ),
+        "grouped_qmm": (lambda x, q: jgg.grouped_qmm(x, q, SIZES, activation="silu"), X, quantized),
+        "gather_qmm": (lambda x, q: jgg.gather_qmm(x, q, INDEX, INDEX), X[:, None], quantized),
+        "quantized_matmul": (jgg.quantized_matmul, X, quantized[0]),
+        "dequantize": (jgg.dequantize, quantized),
+        "quantize": (lambda w: jgg.quantize(w).scales, floats(2, 48, 64)),
+        "prepack": (lambda q: jgg.dequantize(jgg.prepack(q)), jgg.quantize(
+            floats(2, 64, 64).astype("bfloat16"), contract=-1
+        )),
+        "nvfp4_quantize": (lambda x: jgg.nvfp4_quantize(x, group_sizes=SIZES).global_scale, X),
+        "nvfp4_grouped_mm": (lambda x, w: jgg.nvfp4_grouped_mm(x, w, SIZES), *nvfp4),
+        "nvfp4_grouped_wgrad": (
+            lambda x, a: jgg.nvfp4_grouped_wgrad(x, x, SIZES, alpha=a), along_t(), floats(2)
+        ),
+        "nvfp4_grouped_linear": (
+            lambda x, w: jgg.nvfp4_grouped_linear(x, w, SIZES, key=KEY), floats(8, 24),
+            floats(2, 20, 24),
+        ),
+    }  # fmt: skip
 
 
 def differentiated(f, args):
@@ -72,9 +87,10 @@ def differentiated(f, args):
     return of_moving, [leaves[i] for i in moving]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_transfers(name):
-    f, *args = CASES[name]
+    assert tuple(cases()) == NAMES
+    f, *args = cases()[name]
     f, values = differentiated(f, args)
     ones = jnp.ones_like(f(*values))
     if name in ("quantize", "nvfp4_quantize", "prepack", "nvfp4_grouped_linear"):
@@ -108,5 +124,5 @@ def test_numbers_are_no_programs():
         jgg.grouped_mm(X, W, [size, 1])
         jgg.grouped_mm(X, W, np.array([size, 1]))
         jgg.grouped_mm(X, W, SIZES, group_offset=size)
-        jgg.nvfp4_grouped_wgrad(ALONG_T, ALONG_T, SIZES, alpha=float(size))
+        jgg.nvfp4_grouped_wgrad(along_t(), along_t(), SIZES, alpha=float(size))
     assert operations._program.cache_info().currsize == before

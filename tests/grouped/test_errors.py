@@ -11,6 +11,8 @@ import jax_groupgemm as jgg
 
 X, W, S = jnp.ones((16, 8)), jnp.ones((3, 8, 4)), jnp.array([4, 0, 9])
 A, B = jnp.ones((5, 20)), jnp.ones((20, 4))
+Numbers = jax.lax.RaggedDotDimensionNumbers
+KEPT = Numbers((([1], [1]), ([], [])), [0], [0])
 
 LISTED = "list of parts that differ in shape, are not numbers or are too large"
 
@@ -165,6 +167,35 @@ CASES = [
         lambda: jgg.ragged_dot(X, W, S, group_offset=jnp.zeros((2,), jnp.int32)), ValueError,
         "jgg.ragged_dot: group_offset has shape (2,), expected () or (1,)",
     ),
+    *(
+        (
+            lambda f=f, more=more: getattr(jgg, f)(X, W, S, *more, out_sharding="x"), TypeError,
+            f"jgg.{f}: out_sharding must be a jax.sharding.NamedSharding, a PartitionSpec or None, "
+            "got 'x'",
+        )
+        for f, more in (("ragged_dot", ()), ("ragged_dot_general", (KEPT,)))
+    ),
+    (
+        lambda: jgg.ragged_dot_general(X, W, S, KEPT, group_offset=S[:2]), ValueError,
+        "jgg.ragged_dot_general: group_offset has shape (2,), expected () or (1,)",
+    ),
+    (
+        lambda: jgg.ragged_dot_general(X, W, S, 3), TypeError,
+        "jgg.ragged_dot_general: ragged_dot_dimension_numbers must be a "
+        "jax.lax.RaggedDotDimensionNumbers, got 3",
+    ),
+    *(
+        (
+            lambda axes=axes: jgg.ragged_dot_general(X, W, S, Numbers(axes, [0], [0])), TypeError,
+            "jgg.ragged_dot_general: ragged_dot_dimension_numbers must hold axes, two lists "
+            f"contracted and two of batches, got {Numbers(axes, [0], [0])}",
+        )
+        for axes in (((["k"], [1]), ([], [])), (([1],), ([], [])))
+    ),
+    (
+        lambda: jgg.prepack(jgg.quantize(jnp.ones((2, 32)), group_size=32), strict="x"), TypeError,
+        "jgg.prepack: strict must be True or False, got 'x'",
+    ),
     (
         lambda: jgg.grouped_mm(X > 0, W, S), TypeError,
         "jgg.grouped_mm: x must hold numbers, got dtype bool",
@@ -219,6 +250,17 @@ def test_symbolic_shapes():
         "function is exported for shapes that are known. Pad rows to the most there are; sizes "
         "are data",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("f", ["ragged_dot", "ragged_dot_general"])
+def test_a_sharding_that_does_not_fit(f):
+    """What JAX says of it, behind our name."""
+    more = () if f == "ragged_dot" else (KEPT,)
+    spec = jax.sharding.PartitionSpec("x")
+    with pytest.raises(ValueError, match="mesh context") as caught:
+        getattr(jgg, f)(X, W, S, *more, out_sharding=spec)
+    start = f"jgg.{f}: out_sharding={spec} does not fit the result: "
+    assert str(caught.value).startswith(start)
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), CASES[:3])

@@ -101,6 +101,7 @@ def test_options_in_registers(activation, options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("columns", [8, 264])
+@pytest.mark.one_in(7)
 def test_activation_backward(activation, dtype, scaled, columns):
     rng = np.random.default_rng(2)
     n = columns * (2 if activation in GATED else 1)
@@ -124,6 +125,7 @@ def test_activation_backward(activation, dtype, scaled, columns):
 
 @pytest.mark.parametrize("activation", BOTH)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.one_in(3)
 def test_gradient_of_grouped_mm_is_of_its_rounded_preactivation(activation, dtype):
     x, w, bias, sizes = operands((12, 0, 9), 16, 32, dtype, False)
     run = lambda f: jax.jit(

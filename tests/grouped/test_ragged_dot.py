@@ -196,6 +196,7 @@ NARROW = [
 
 
 @pytest.mark.parametrize(("left", "right"), NARROW)
+@pytest.mark.one_in(3)
 def test_operands_that_jax_takes(rng, left, right):
     """Of few bits, and of two dtypes: its values, and its result's dtype."""
     lhs = jnp.asarray(rng.integers(-6, 6, (5, 4))).astype(left)

@@ -90,7 +90,7 @@ def route(kernels, index, experts, offset=None, max_rows=None):
 
 @pytest.mark.parametrize("pairs", [1, 700, 2048, 2049])
 @pytest.mark.parametrize("experts", [1, 5, 256, 300])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_route(rng, kernels, pairs, experts):
     route(kernels, rng.integers(-2, experts + 2, (pairs, 1)).astype(np.int32), experts)
 
@@ -181,7 +181,7 @@ def lists(rng, tokens, k, experts, max_rows=None):
 
 @pytest.mark.parametrize("dtypes", range(4))
 @pytest.mark.parametrize(("k", "at_once"), [(1, 2), (2, 2), (3, 4), (8, 8), (11, 8), (34, 8)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_rows(rng, kernels, k, at_once, dtypes):
     check_rows(rng, kernels, *lists(rng, 9, k, 4), 40, dtypes, at_once)
 
@@ -189,6 +189,7 @@ def test_rows(rng, kernels, k, at_once, dtypes):
 @pytest.mark.parametrize(
     ("d", "at_once"), [(8, 2), (1000, 4), (2048, 8), (2056, 8), (4104, 4), (8200, 2)]
 )
+@pytest.mark.one_in(2)
 def test_widths(rng, kernels, d, at_once):
     """Warps, tokens of a block, slices, and threads with nothing to do."""
     check_rows(rng, kernels, *lists(rng, 3, 2, 4), d, 1, at_once)

@@ -1,5 +1,6 @@
 """``moe_mlp`` against float64 numpy: values, every gradient, every transformation."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -58,6 +59,7 @@ def check(args, rng, tolerance=None, **options):
 
 
 @pytest.mark.parametrize("activation", [*moe_oracle.ACTIVATIONS, *moe_oracle.GATED])
+@pytest.mark.one_in(3)
 def test_activations(rng, activation):
     check(problem(rng, gated=activation in moe_oracle.GATED), rng, activation=activation)
 
@@ -277,3 +279,119 @@ def test_errors(rng):
             call()
         assert message in str(caught.value), str(caught.value)
         assert str(caught.value).startswith("jgg.moe_mlp: ")
+
+
+NAMES = (
+    "'silu', 'gelu', 'gelu_erf', 'relu', 'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', 'swiglu_oai'"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"transpose_w": "x"}, TypeError, "transpose_w must be True or False, got 'x'"),
+        (
+            {"expert_offset": 1.5}, TypeError,
+            "expert_offset must hold integers, got dtype float32",
+        ),
+        (
+            {"expert_offset": jnp.zeros((2,), jnp.int32)}, ValueError,
+            "expert_offset has shape (2,), expected () or (1,)",
+        ),
+        ({"max_rows": 2.0}, TypeError, "max_rows must be an int, got 2.0"),
+        ({"max_rows": -1}, ValueError, "max_rows=-1 is negative"),
+        (
+            {"recipe": "x"}, TypeError,
+            "recipe must be a jgg.NVFP4Recipe, a jgg.FP8Recipe or None, got str",
+        ),
+        ({"key": "x"}, TypeError, "key must be one key of jax.random, got 'x'"),
+        (
+            {"preferred_element_type": "x"}, TypeError,
+            "preferred_element_type='x' is not a dtype",
+        ),
+        (
+            {"preferred_element_type": jnp.int32}, TypeError,
+            "preferred_element_type=int32 cannot hold a product of float32 operands",
+        ),
+        (
+            {"activation": np.array(["x", "y"])}, ValueError,
+            f"activation=array(['x', 'y'], dtype='<U1') is not one of {NAMES}",
+        ),
+        (
+            {"precision": "x"}, ValueError,
+            "precision='x' is not a jax.lax.Precision, its name, or 'tensorfloat32'",
+        ),
+        (
+            {"up_bias": jnp.zeros((E, 2 * F), complex)}, TypeError,
+            "up_bias has dtype complex64, which the result, float32, cannot hold",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("implementation", [None, "composed"])
+def test_messages(rng, given, kind, message, implementation):
+    """The same ones where the layer is made of other operations, which do not speak up."""
+    args = problem(rng)
+    call = lambda: jgg.moe_mlp(*args, implementation=implementation, **given)
+    oracle.assert_raises(call, kind, f"jgg.moe_mlp: {message}")
+
+
+@pytest.mark.parametrize("implementation", [None, "composed"])
+def test_dtypes_without_a_layer(rng, implementation):
+    x, up, down, index, weight = problem(rng)
+    run = lambda x, up, down, **more: (
+        lambda: jgg.moe_mlp(x, up, down, index, weight, implementation=implementation, **more)
+    )
+    for call, message in (
+        (run(x.astype(complex), up, down), "x and up must be floats, got complex64 and float32"),
+        (
+            run(x.astype(int), up.astype(int), down),
+            "x and up must be floats, got int32 and int32",
+        ),
+        (run(x, up > 0, down), "up must hold numbers, got dtype bool"),
+        (
+            run(x, up, down.astype("int4")),
+            "x of dtype float32, up of float32 and down of int4 have no common dtype. Convert them",
+        ),
+        (
+            run(x, up, down.astype(complex)),
+            "down has dtype complex64, which the result, float32, cannot hold",
+        ),
+        (
+            run(x.astype("float16"), up.astype("float16"), down, recipe=jgg.NVFP4Recipe()),
+            "x and up must be bfloat16 or float32 where there is a recipe, got float16 and float16",
+        ),
+        (
+            run(x, up, down, recipe=jgg.NVFP4Recipe(), up_bias=jnp.zeros((E, 2 * F), int)),
+            "up_bias must be float32, bfloat16 or float16 where there is a recipe, got dtype int32",
+        ),
+    ):  # fmt: skip
+        oracle.assert_raises(call, TypeError, f"jgg.moe_mlp: {message}")
+
+
+def test_quantized_weights_are_named(rng):
+    x, _, _, index, weight = problem(rng)
+    x, q = jnp.ones((len(x), 32)), jgg.quantize(jnp.ones((E, 64, 32)), group_size=32, contract=-1)
+    down = jgg.quantize(jnp.ones((E, 32, 32)), group_size=32, contract=-1)
+    other = dataclasses.replace(down, axis=-2)
+    for implementation in (None, "composed"):
+        oracle.assert_raises(
+            lambda which=implementation: jgg.moe_mlp(
+                x, q, other, index, weight, implementation=which
+            ),
+            ValueError,
+            "jgg.moe_mlp: down has axis=-2, expected -1. dataclasses.replace(down, axis=-1) is "
+            "what it stores, (4, 32, 32)",
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int32", "float8_e4m3fn"])
+def test_other_dtypes_of_weights(rng, dtype):
+    """However JAX promotes dtypes, which is strictly in tests."""
+    x, up, down, index, weight = problem(rng)
+    narrow = (4 * down).astype(dtype)
+    got = jgg.moe_mlp(x, up, narrow, index, weight)
+    want = jgg.moe_mlp(x, up, narrow.astype("float32"), index, weight)
+    composed = jgg.moe_mlp(x, up, narrow, index, weight, implementation="composed")
+    for out in (got, composed):
+        assert out.dtype == "float32"
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)

@@ -254,7 +254,10 @@ def test_explicit_conflicts_are_errors(rng):
     mesh = two_axes(AxisType.Explicit)
     cases = [
         ((P(), P(None, "d"), P(), P(), P()), r"up f.* shards D over \('d',\), but this layer has"),
-        ((P("d"), P("d"), P("d"), P(), P()), r"shards E over .* that mesh axis shards tokens, too"),
+        (
+            (P("d"), P(None, None, "d"), P(None, "d"), P(), P()),
+            r"shards F over .* that mesh axis shards tokens, too",
+        ),
         ((P(), P(None, None, "d"), P(None, "m"), P(), P()), r"another operand shards it over"),
         ((P(), P(None, None, "d", None), P(), P(), P()), "shards gate and up over"),
         ((P(None, "m"), P(), P(), P(), P()), "x f.* shards D over"),

@@ -1,6 +1,7 @@
 """What ``nvfp4_quantize`` and the users of its results refuse."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,23 @@ from nvfp4_quantize_cases import KEY
 import jax_groupgemm as jgg
 
 X, W = jnp.ones((48, 64)), jnp.ones((2, 32, 32))
-Q = jax.eval_shape(lambda: jgg.nvfp4_quantize(X, axis=0, group_sizes=jnp.array([48])))
 STATIC = {"mode": "nvfp4", "bits": 4, "group_size": 16}
 
 
 def zeros(q, **leaves):
-    """q of eval_shape as an array, with other leaves."""
-    return dataclasses.replace(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), q), **leaves)
+    """What ``q`` gives of shapes as an array, with other leaves."""
+    return dataclasses.replace(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), q()), **leaves)
 
 
-SWIZZLED = jax.eval_shape(lambda: jgg.nvfp4_quantize(X, layout="swizzled"))
+@functools.cache
+def grouped():
+    return jax.eval_shape(lambda: jgg.nvfp4_quantize(X, axis=0, group_sizes=jnp.array([48])))
+
+
+@functools.cache
+def swizzled():
+    return jax.eval_shape(lambda: jgg.nvfp4_quantize(X, layout="swizzled"))
+
 
 ERRORS = [
     (
@@ -123,25 +131,25 @@ ERRORS = [
         "jgg.Quantized: layout='swizzled' does not exist in mode 'mxfp4' with axis=-1",
     ),
     (
-        lambda: jgg.dequantize(zeros(Q, positions=None)), ValueError,
+        lambda: jgg.dequantize(zeros(grouped, positions=None)), ValueError,
         "jgg.dequantize: q.positions is None, expected int32 (T,) in layout 'grouped'",
     ),
     (
-        lambda: jgg.dequantize(zeros(Q, layout="linear")), ValueError,
+        lambda: jgg.dequantize(zeros(grouped, layout="linear")), ValueError,
         "jgg.dequantize: q.positions is int32[48], expected None in layout 'linear'",
     ),
     (
-        lambda: jgg.dequantize(zeros(Q, weight=jnp.zeros((2, 64, 12), jnp.uint32))), ValueError,
+        lambda: jgg.dequantize(zeros(grouped, weight=jnp.zeros((2, 64, 12), "uint32"))), ValueError,
         "jgg.dequantize: q.weight has shape (2, 64, 12), expected 2 axes (C, P/8): layout "
         "'grouped'",
     ),
     (
-        lambda: jgg.dequantize(zeros(SWIZZLED, scales=jnp.zeros((48, 4), jnp.uint8))), ValueError,
+        lambda: jgg.dequantize(zeros(swizzled, scales=jnp.zeros((48, 4), jnp.uint8))), ValueError,
         "jgg.dequantize: q.scales has shape (48, 4), expected (1, 1, 512) in layout 'swizzled' "
         "because q.weight is (48, 8)",
     ),
     (
-        lambda: jgg.dequantize(zeros(SWIZZLED, positions=jnp.zeros(48))), ValueError,
+        lambda: jgg.dequantize(zeros(swizzled, positions=jnp.zeros(48))), ValueError,
         "jgg.dequantize: q.positions is float32[48], expected int32 (T,) or None in layout "
         "'swizzled'",
     ),

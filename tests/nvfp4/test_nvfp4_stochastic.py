@@ -9,7 +9,7 @@ import pytest
 from nvfp4_quantize_cases import F32, SHAPE
 
 import jax_groupgemm as jgg
-from jax_groupgemm._nvfp4 import philox
+from jax_groupgemm._quantized import philox
 
 pytestmark = pytest.mark.default_device
 

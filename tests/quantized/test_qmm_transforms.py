@@ -140,7 +140,7 @@ def test_derivatives_of_every_order(rng, name):
 
 @pytest.mark.parametrize(
     ("mode", "transpose_w"),
-    [("mxfp4", True), ("mxfp8", True), *((mode, False) for mode in MODES)],
+    [("mxfp4", True), ("mxfp8", True), *((mode, False) for mode in MODES if mode != "fp8")],
 )
 @pytest.mark.one_in(5)
 def test_experts_are_not_dequantized_as_a_whole(rng, mode, transpose_w):

@@ -21,8 +21,14 @@ OPERATIONS = {
     "gather_qmm": ("w", lambda q: jgg.gather_qmm(X[:2, None], q)),
     "quantized_matmul": ("w", lambda q: jgg.quantized_matmul(X[None], q)),
     "prepack": ("w", jgg.prepack),
+    "moe_mlp": (
+        "up", lambda q: jgg.moe_mlp(X, q, DOWN, INDEX, jnp.ones((4, 2)), activation="relu"),
+    ),
     "nvfp4_grouped_mm": ("w", lambda q: jgg.nvfp4_grouped_mm(ROWS, q, SIZES)),
-}
+}  # fmt: skip
+SHAPES = {"moe_mlp": (2, 128, 128)}  # where it is not (2, 8, 128)
+DOWN = oracle.random_quantized(np.random.default_rng(0), (2, 128, 128), "affine")
+INDEX = jnp.array([[0, 1]] * 4)
 ROWS = jgg.nvfp4_quantize(X)
 FIELDS = ("weight", "scales", "biases", "global_scale", "positions", "mode", "bits", "group_size",
           "axis", "layout")  # fmt: skip
@@ -135,8 +141,8 @@ def test_forged_weights(op, count):
         scale = None
         if mode == "nvfp4" and rng.integers(2):
             scale = jnp.asarray(rng.uniform(0.5, 2, pick(rng, [(), (2,)])), jnp.float32)
-        q, state = forge(rng, oracle.random_quantized(rng, (2, 8, 128), mode, bits, group,
-                                                      scale=scale))  # fmt: skip
+        shape = SHAPES.get(op, (2, 8, 128))
+        q, state = forge(rng, oracle.random_quantized(rng, shape, mode, bits, group, scale=scale))
         try:
             out = jax.tree.leaves(call(q))
         except (TypeError, ValueError) as error:

@@ -1,8 +1,10 @@
-"""Every argument of every operation replaced by what it cannot be: an error of ours that names
-both, and never one from inside.
+"""Every argument of every operation replaced by what it cannot be, or by an array of another dtype:
+an error of ours that names both, and never one from inside.
 
 ``--fuzz N`` tries N of them for each operation, otherwise a few daily and all weekly.
 """
+
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,14 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._core import operations as registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:jgg.prepack")  # it returns Q as it is
 X, W, S = jnp.ones((16, 64)), jnp.ones((3, 64, 8)), jnp.array([4, 0, 9])
 Q = oracle.random_quantized(np.random.default_rng(0), (3, 8, 64), "affine")
 INDEX, WEIGHT = jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 2))
 NAMED = {"preferred_element_type": None, "implementation": None}
+NUMBERS = jax.lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 OPTIONS = {"bias": jnp.ones((3, 8)), "activation": None, "row_scale": jnp.ones(16)}
 
 
@@ -25,6 +29,8 @@ def calls():
     routing = jgg.route(INDEX, 3)
     along_k, along_t = jgg.nvfp4_quantize(X), jgg.nvfp4_quantize(X, axis=0, group_sizes=S)
     nvfp4_w = jgg.nvfp4_quantize(jnp.ones((3, 8, 64)))
+    fp8, fp8_t = jgg.fp8_quantize(X), jgg.fp8_quantize(X, axis=0, group_sizes=S)
+    fp8_w = jgg.quantize(jnp.ones((3, 8, 64)), mode="fp8")
     return {
         "grouped_mm": {
             "x": X, "w": W, "group_sizes": S, "group_offset": None, "transpose_w": False, **OPTIONS,
@@ -40,7 +46,12 @@ def calls():
         },
         "ragged_dot": {
             "lhs": X, "rhs": W, "group_sizes": S, "precision": None, "preferred_element_type": None,
-            "group_offset": None,
+            "group_offset": None, "out_sharding": None,
+        },
+        "ragged_dot_general": {
+            "lhs": X, "rhs": W, "group_sizes": S, "ragged_dot_dimension_numbers": NUMBERS,
+            "precision": None, "preferred_element_type": None, "group_offset": None,
+            "out_sharding": None,
         },
         "grouped_qmm": {
             "x": X, "w": Q, "group_sizes": S, "group_offset": None, "transpose_w": True, **OPTIONS,
@@ -56,7 +67,7 @@ def calls():
             "global_scale": None, "contract": -1,
         },
         "dequantize": {"q": Q, "dtype": None},
-        "prepack": {"w": Q, "scales_dtype": None},
+        "prepack": {"w": Q, "scales_dtype": None, "strict": False},
         "nvfp4_quantize": {
             "x": X, "axis": -1, "group_sizes": None, "scale_2d": False,
             "stochastic_rounding_key": None, "hadamard": False, "layout": "linear",
@@ -72,6 +83,21 @@ def calls():
             "x": X, "w": jnp.ones((3, 8, 64)), "group_sizes": S, "bias": None,
             "recipe": jgg.NVFP4Recipe(), "key": None,
         },
+        "fp8_quantize": {
+            "x": X, "axis": -1, "group_sizes": None, "scale_format": "float32",
+            "stochastic_rounding_key": None, "format": "e4m3",
+        },
+        "fp8_grouped_mm": {
+            "x": fp8, "w": fp8_w, "group_sizes": S, "group_offset": None, **OPTIONS, **NAMED,
+        },
+        "fp8_grouped_wgrad": {
+            "x": fp8_t, "dy": fp8_t, "group_sizes": S, "existing_out": jnp.ones((3, 64, 64)),
+            "implementation": None,
+        },
+        "fp8_grouped_linear": {
+            "x": X, "w": jnp.ones((3, 8, 64)), "group_sizes": S, "bias": None,
+            "recipe": jgg.FP8Recipe(), "key": None, "quantized": None,
+        },
         "route": {
             "expert_index": INDEX, "num_experts": 3, "expert_offset": None, "max_rows": None,
         },
@@ -80,6 +106,8 @@ def calls():
         "moe_mlp": {
             "x": X, "up": W, "down": jnp.ones((3, 4, 64)), "expert_index": INDEX,
             "expert_weight": WEIGHT, "activation": "swiglu", "up_bias": None, "down_bias": None,
+            "transpose_w": None, "expert_offset": None, "max_rows": None, "recipe": None,
+            "key": None, "precision": None, **NAMED,
         },
     }  # fmt: skip
 
@@ -92,6 +120,18 @@ JUNK = {
     "of the host": np.ones((16, 64)), "a function": len, "2**70": 2**70, "-1": -1, "True": True,
     "a type": int, "nan": float("nan"),
 }  # fmt: skip
+DTYPES = ["float16", "complex64", "bool", "int32", "uint8", "float8_e4m3fn", "float8_e8m0fnu",
+          "float4_e2m1fn", "int4"]  # fmt: skip
+OFFSET = {"group_offset": jnp.int32(0)}
+MORE = {
+    "grouped_mm": OFFSET, "ragged_dot": OFFSET, "ragged_dot_general": OFFSET, "grouped_qmm": OFFSET,
+    "nvfp4_grouped_mm": {"alpha": jnp.ones(3), "bias": jnp.ones((3, 8))},
+    "nvfp4_grouped_wgrad": {"alpha": jnp.ones(3), "beta": jnp.ones(3)},
+    "nvfp4_grouped_linear": {"bias": jnp.ones((3, 8))},
+    "moe_mlp": {
+        "up_bias": jnp.ones((3, 8)), "down_bias": jnp.ones((3, 64)), "expert_offset": jnp.int32(0),
+    },
+}  # fmt: skip
 OPERATIONS = list(calls())
 
 
@@ -101,31 +141,70 @@ def pytest_generate_tests(metafunc):
     count = metafunc.config.getoption("--fuzz")
     weekly = metafunc.config.getoption("--weekly")
     metafunc.parametrize("op", OPERATIONS)
-    metafunc.parametrize("count", [(10000 if weekly else 6) if count is None else count])
+    daily = 2 if "dtypes" in metafunc.function.__name__ else 6
+    metafunc.parametrize("count", [(10000 if weekly else daily) if count is None else count])
 
 
 def test_wrong_arguments(op, count, rng):
-    arguments, refused = calls()[op], 0
-    pairs = [(name, what) for name in arguments for what in JUNK]
+    arguments = calls()[op]
+    pairs = [
+        (name, what)
+        for name, right in arguments.items()
+        for what in JUNK
+        if not (right is False and what == "True")
+    ]
+    refused = 0
     for i in rng.permutation(len(pairs))[:count]:
         name, what = pairs[i]
-        if name == "activation" and op == "moe_mlp" and what == "of the host":
-            continue  # numpy compares it with a name, element by element
-        if arguments[name] is False and what == "True":
-            continue
-        given = {**arguments, name: JUNK[what]}
-        try:
-            with jax.numpy_dtype_promotion("standard"):
-                jax.eval_shape(lambda given=given: getattr(jgg, op)(**given))
-        except (TypeError, ValueError) as error:
-            message, start = str(error), f"jgg.{op}: "
-            assert message.startswith(start), (name, what, message)
-            assert name in message, (name, what, message)
-            assert len(message) < 700, (name, what, message)
-            assert ".." not in message.replace("...", ""), message
-            assert ". because" not in message, message
-            refused += 1
+        refused += is_refused(op, {**arguments, name: JUNK[what]}, name, what)
     assert refused >= min(count, len(pairs)) // 4
+
+
+def is_refused(op, given, name, what, promotion="standard") -> bool:
+    """Whether there is an error, which is ours and names the argument."""
+    try:
+        with jax.numpy_dtype_promotion(promotion):
+            jax.eval_shape(lambda: getattr(jgg, op)(**given))
+    except (TypeError, ValueError) as error:
+        message, start = str(error), f"jgg.{op}: "
+        assert message.startswith(start), (name, what, message)
+        assert name in message, (name, what, message)
+        assert len(message) < 700, (name, what, message)
+        assert ".." not in message.replace("...", ""), message
+        assert ". because" not in message, message
+        return True
+    return False
+
+
+def dtypes_of(op):
+    """The calls whose arrays get other dtypes: with everything that may be an array."""
+    arguments = calls()[op]
+    more = {name: a for name, a in MORE.get(op, {}).items() if name in arguments}
+    yield {**arguments, **more}
+    if op == "moe_mlp":
+        yield {**arguments, **more, "recipe": jgg.NVFP4Recipe()}
+        yield {**arguments, **more, "implementation": "composed"}
+
+
+def test_other_dtypes(op, count, rng):
+    """An array of another dtype is an operand, or an error of ours, however JAX promotes dtypes."""
+    cases = [
+        (given, name, dtype, promotion)
+        for given in dtypes_of(op)
+        for name, a in given.items()
+        if isinstance(a, jax.Array)
+        for dtype in DTYPES
+        for promotion in ("standard", "strict")
+    ]
+    for i in rng.permutation(len(cases))[:count]:
+        given, name, dtype, promotion = cases[i]
+        other = {**given, name: given[name].astype(dtype)}
+        is_refused(op, other, name, (dtype, promotion), promotion)
+
+
+@pytest.mark.parametrize("op", registry.OPERATIONS)
+def test_every_argument_is_tried(op):
+    assert list(calls()[op]) == list(inspect.signature(registry.OPERATIONS[op]).parameters)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

@@ -37,7 +37,7 @@ struct Fp8GemmSm90Config {
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = kWide ? 4 : 1;
-  using Epilogue = EpilogueSm90<kStoreChunk>;
+  using Epilogue = StagedSm90<kStoreChunk>;
   using Scales = std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>, MmScales<kRows>>;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
 

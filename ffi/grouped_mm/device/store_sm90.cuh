@@ -8,10 +8,10 @@
 #include <cstdint>
 
 #include "grouped_mm/device/activation.cuh"
-#include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "grouped_mm/device/schedule_sm90.cuh"
+#include "grouped_mm/device/staged_sm90.cuh"
 
 namespace jgg::device {
 
@@ -254,12 +254,12 @@ class LateChunks {
         float values[kChunkWords];
 #pragma unroll
         for (int j = 0; j < kChunkWords; ++j) values[j] = __uint_as_float(words_[0][j]);
-        EpilogueSm90<kChunk>::template StageFloats<kChunk>(values, staged, kChunk / 8);
+        StagedSm90<kChunk>::template StageFloats<kChunk>(values, staged, kChunk / 8);
       } else {
         if constexpr (Config::kTransposed) {
           StageColumns<kChunk>(staged, kChunk / 8, [&](int word) { return words_[0][word]; });
         } else {
-          EpilogueSm90<kChunk>::StageWords(words_[0], staged, kChunk / 8);
+          StagedSm90<kChunk>::StageWords(words_[0], staged, kChunk / 8);
         }
       }
     });
@@ -288,8 +288,7 @@ template <typename Config, typename T, int kSums, typename Late>
 __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                           const Work& work, int group, Place<Config::kStoreBuffers>& at,
                           float (&sums)[Config::kHalves][kSums], Late& late, float scale = 1.0f) {
-  using Epilogue = EpilogueSm90<Config::kStoreChunk>;
-  constexpr int kChunk = Epilogue::kChunk, kChunks = (2 * kSums + kChunk - 1) / kChunk;
+  constexpr int kChunk = Config::kStoreChunk, kChunks = (2 * kSums + kChunk - 1) / kChunk;
   constexpr int kEarly = kChunks - Config::kLateChunks;
   const int half_rows = HalfRows<Config>(work.rows);
 #pragma unroll
@@ -309,9 +308,9 @@ __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& m
         // The last chunk may be half full.
         const int blocks = std::min(kChunk, 2 * kSums - chunk * kChunk) / 8;
         if constexpr (Config::kWide) {
-          Epilogue::template StageFloats<kChunk>(from, staged, blocks, scale);
+          StagedSm90<kChunk>::template StageFloats<kChunk>(from, staged, blocks, scale);
         } else {
-          StageRounded<Config, T, Epilogue>(from, staged, blocks);
+          StageRounded<Config, T, StagedSm90<kChunk>>(from, staged, blocks);
         }
       });
     }

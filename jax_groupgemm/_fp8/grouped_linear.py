@@ -1,0 +1,253 @@
+"""``fp8_grouped_linear``: the experts of a mixture, trained in FP8, and its recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from .._core import check, partition, segments
+from .._core.operations import operation_of_its_own_gradient
+from .._core.types import Integers
+from .._grouped.grouped_mm import grouped_mm
+from .._nvfp4.grouped_mm import one_owner
+from .._quantized import array, convert, formats, fp8, fp8_convert, padding
+from .._quantized.array import Quantized
+from .._quantized.grouped_qmm import grouped_qmm
+from .._quantized.trilinear import Products, linear
+from .grouped_mm import fp8_grouped_mm, of_gradient
+from .grouped_wgrad import grouped_wgrad
+from .quantize import fp8_quantize
+
+Precision = Literal["fp8", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Recipe:
+    """How :func:`fp8_grouped_linear` quantizes. Hashable; the defaults are DeepSeek-V3's recipe.
+
+    Args:
+      activation_block: of x and dy along the contracted axis: ``(1, 128)``, or ``(1, n)`` of
+        another n.
+      weight_block: ``(128, 128)``, or another square, whose codes serve the result and dx alike.
+      gradient_format: of dy, ``"e4m3"`` or ``"e5m2"``.
+      stochastic_rounding: gradients are rounded at random where there is a key.
+      forward, dgrad, wgrad: ``"fp8"``, or ``"bfloat16"`` for a product that is done in x's dtype.
+
+    Raises:
+      ValueError: an argument is none of those.
+      TypeError: a switch is not a bool.
+    """
+
+    activation_block: tuple[int, int] = fp8.LINE
+    weight_block: tuple[int, int] = fp8.TILE
+    gradient_format: Literal["e4m3", "e5m2"] = "e4m3"
+    stochastic_rounding: bool = True
+    forward: Precision = "fp8"
+    dgrad: Precision = "fp8"
+    wgrad: Precision = "fp8"
+
+    def __post_init__(self):
+        op = "FP8Recipe"
+        for name, needs in (("activation_block", "one row"), ("weight_block", "a square")):
+            _, _, block = array.static(op, "fp8", 8, None, getattr(self, name))
+            if block is None or block[0] != (1 if name == "activation_block" else block[1]):
+                raise ValueError(f"jgg.{op}: {name}={block}, expected {needs}")
+            object.__setattr__(self, name, block)
+        if not isinstance(self.stochastic_rounding, bool):
+            value = self.stochastic_rounding
+            raise TypeError(f"jgg.{op}: stochastic_rounding={value!r} is not a bool")
+        known = {"gradient_format": tuple(fp8.ELEMENTS)} | dict.fromkeys(
+            ("forward", "dgrad", "wgrad"), ("fp8", "bfloat16")
+        )
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                said = " or ".join(map(repr, values))
+                raise ValueError(f"jgg.{op}: {name}={getattr(self, name)!r}, expected {said}")
+
+
+_DEFAULT = FP8Recipe()
+
+
+@operation_of_its_own_gradient
+def fp8_grouped_linear(
+    x: ArrayLike,
+    w: ArrayLike | Quantized,
+    group_sizes: Integers,
+    *,
+    bias: ArrayLike | None = None,
+    recipe: FP8Recipe = _DEFAULT,
+    key: jax.Array | None = None,
+    quantized: Quantized | None = None,
+) -> jax.Array:
+    """``out[t] = x[t] @ w[group(t)].T + bias[group(t)]``; **T (rows) is grouped**; trains in FP8.
+
+    x and w are quantized here, and so is dy, the cotangent of the result. With ``q`` for
+    :func:`fp8_quantize`::
+
+        out = fp8_grouped_mm(q(x), quantize(w, mode="fp8"), group_sizes, bias=bias)
+        dx  = the product of q(dy) and the same codes of w, contracted along N
+        dw  = fp8_grouped_wgrad(q(x along T), q(dy along T), group_sizes)
+
+    Each has the other two as its derivatives, so gradients of any order are products of these three
+    kinds. Between forward and backward the codes of w, which both products share, and those of x
+    along T are kept, not x. Rows of no group are exact zeros and get zero gradient, whatever they
+    hold.
+
+    Args:
+      x: bfloat16 or float32 ``(T, K)``.
+      w: bfloat16 or float32 ``(G, N, K)``. Or a :class:`Quantized` in mode ``"fp8"``: then it is
+        constant and has no gradient.
+      group_sizes: as in :func:`grouped_mm`.
+      bias: floating ``(G, N)``, added to the rows of its group.
+      recipe: an :class:`FP8Recipe`.
+      key: a key of ``jax.random``, for the stochastic rounding of gradients: another one for each
+        call and step. Without one they are rounded to nearest.
+      quantized: ``jgg.quantize(w, mode="fp8")`` of w, an array, made once per step for several
+        calls. Then w itself is not read, and has its gradient.
+
+    Returns:
+      ``(T, N)`` in x's dtype.
+
+    Raises:
+      ValueError: shapes do not fit, or shardings over an Explicit mesh.
+      TypeError: a dtype is none of these, or recipe or key is not one.
+      NotImplementedError: dw is differentiated in x, and x was kept in eight bits.
+
+    Gradients have the dtypes of x, w and bias; that of bias is a float32 sum. They are the
+    recipe's, not the derivative of rounding. Reverse mode, of any order; but dw cannot be
+    differentiated in x where x is kept in eight bits, which is an error and needs a recipe with
+    ``wgrad="bfloat16"``. T, K and N may be any numbers. Closed under ``vmap``. The linear layer of
+    DeepSeek-V3's training, for groups of any size.
+    """
+    op = "fp8_grouped_linear"
+    x = check.array(op, "x", x)
+    check.dtype(op, "x", x.dtype, ("bfloat16", "float32"))
+    check.shape(op, "x", x, (None, None), "T, K")
+    check.rows(op, "x", x.shape[0])
+    if isinstance(w, Quantized):
+        if quantized is not None:
+            raise ValueError(f"jgg.{op}: quantized is of w, an array, and w is a jgg.Quantized")
+        values, quantized = None, w
+        stored = _checked(op, "w", quantized, x, None)
+        shape, of_w = stored.shape, stored.weight
+    else:
+        values = check.array(op, "w", w)
+        check.dtype(op, "w", values.dtype, ("bfloat16", "float32"))
+        why = f"because x is {x.shape}"
+        check.shape(op, "w", values, (None, None, x.shape[1]), "G, N, K", why)
+        shape, of_w = values.shape, values
+        if quantized is not None:
+            _checked(op, "quantized", quantized, x, shape)
+    groups, n, _ = shape
+    why = f"because w is {shape}"
+    group_sizes = check.group_sizes(op, group_sizes, groups, why)
+    if bias is not None:
+        bias = check.array(op, "bias", bias)
+        check.shape(op, "bias", bias, (groups, n), "G, N", why)
+        check.dtype(op, "bias", bias.dtype, formats.FLOATS)
+    if not isinstance(recipe, FP8Recipe):
+        raise TypeError(f"jgg.{op}: recipe must be a jgg.FP8Recipe, got {type(recipe).__name__}")
+    key = key if recipe.stochastic_rounding else None
+    if key is not None:
+        check.key(op, key)
+    sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
+    one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
+    if values is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
+        quantized = fp8_convert.quantized(op, values, block=recipe.weight_block)
+    if quantized is not None:
+        quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
+    out = linear(x, values, quantized, bias, group_sizes, key, _Products(recipe))
+    # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
+    return checkpoint_name(out, "jgg_fp8_grouped_linear")
+
+
+def _checked(op: str, name: str, q: Quantized, x, shape) -> Quantized:
+    q = array.checked(op, name, q)
+    if q.mode != "fp8" or q.axis != -1:
+        raise ValueError(
+            f"jgg.{op}: {name} has mode {q.mode!r} and axis={q.axis}, expected 'fp8' and -1"
+        )
+    expected = (*q.shape[:-1], x.shape[1]) if shape is None else tuple(shape)
+    if len(q.shape) != 3 or q.shape != expected:
+        why = f"because x is {x.shape}" if shape is None else "as w"
+        raise ValueError(
+            f"jgg.{op}: {name} has shape {q.shape}, expected (G, N, K) = {expected} {why}"
+        )
+    return q
+
+
+@dataclasses.dataclass(frozen=True)
+class _Products(Products):
+    """As a recipe has them."""
+
+    recipe: FP8Recipe
+
+    op, keeps = "fp8_grouped_linear", "eight bits"
+    exact = "recipe=jgg.FP8Recipe(wgrad='bfloat16')"
+
+    def out(self, x, w, q, bias, group_sizes, keys):
+        same: dict[str, Any] = {"bias": bias, "preferred_element_type": x.dtype}
+        if self.recipe.forward != "fp8":
+            if w is None:
+                return grouped_qmm(x, q, group_sizes, **same)
+            return grouped_mm(x, w.astype(x.dtype), group_sizes, transpose_w=True, **same)
+        rows = self._rows(x, group_sizes, keys[0])
+        return fp8_grouped_mm(rows, self._weight(w, q, keys[1]), group_sizes, **same)
+
+    def dx(self, dy, w, q, group_sizes, keys):
+        if self.recipe.dgrad != "fp8":
+            if w is None:
+                w = convert._dequantize(q, dy.dtype)
+            return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
+        rows = self._rows(dy, group_sizes, keys[0], self.recipe.gradient_format)
+        weight = self._weight(w, q, keys[1])
+        return of_gradient(self.op, rows, weight, segments.sizes(group_sizes), dy.dtype)
+
+    def dw(self, dy, x, group_sizes, keys, groups, dtype):
+        if not self.packs:
+            return self.sums(dy, x, group_sizes, groups, dtype)
+        if not isinstance(x, Quantized):
+            x = self._along_t(x, group_sizes, keys[1])
+        dy = self._along_t(dy, group_sizes, keys[0], self.recipe.gradient_format)
+        return grouped_wgrad(x, dy, group_sizes, dtype=dtype)
+
+    @property
+    def packs(self):
+        return self.recipe.wgrad == "fp8"
+
+    def packed(self, x, group_sizes):
+        return self._along_t(x, group_sizes, None)
+
+    def unpacked(self, kept, dtype):
+        def rows(q):
+            stored = dataclasses.replace(q, axis=-1, layout="linear", positions=None)
+            values = convert._dequantize(stored, dtype)
+            return padding.take_rows(values.T, q.positions)
+
+        run: Callable = rows
+        mesh = partition.explicit_mesh(jax.tree.leaves(kept))
+        if mesh is not None:
+            spec = jax.sharding.PartitionSpec(None, jax.typeof(kept.weight).sharding.spec[0])
+            run = jax.sharding.auto_axes(rows, axes=mesh.explicit_axes, out_sharding=spec)
+        return run(kept)
+
+    def _rows(self, a, group_sizes, key, format: Any = "e4m3"):
+        return fp8_quantize(
+            a, block=self.recipe.activation_block, group_sizes=group_sizes,
+            stochastic_rounding_key=key, format=format,
+        )  # fmt: skip
+
+    def _weight(self, w, q, key):
+        if q is not None:
+            return q
+        return fp8_quantize(w, block=self.recipe.weight_block, stochastic_rounding_key=key)
+
+    def _along_t(self, a, group_sizes, key, format: Any = "e4m3"):
+        return fp8_quantize(
+            a, axis=0, group_sizes=group_sizes, stochastic_rounding_key=key, format=format
+        )

@@ -1,0 +1,171 @@
+"""``fp8_grouped_mm``: every group of rows times its own matrix, both in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import check, costs
+from .._core.composed import Composed
+from .._core.costs import Cost
+from .._core.operations import operation
+from .._core.products import Caller, Mm
+from .._core.segments import Metadata
+from .._core.types import Activation, Implementation, Integers
+from .._grouped.call import Epilogue
+from .._grouped.grouped_mm import epilogue, metadata
+from .._kernels import choose, problems
+from .._quantized import array, convert, formats, fp8
+from .._quantized import product as quantized_product
+from .._quantized.array import Quantized
+
+
+@operation
+def fp8_grouped_mm(
+    x: Quantized,
+    w: Quantized,
+    group_sizes: Integers,
+    *,
+    group_offset: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    row_scale: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = jnp.bfloat16,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """``out[t] = x[t] @ w[group(t)].T``; **T (rows) is grouped**, and x and w are in FP8.
+
+    With every option, in float32 and rounded once::
+
+        out = row_scale * activation(x @ w + bias)
+
+    Products of codes are summed over each block of K, and each sum times both scales is added in
+    float32. The result is within 2e-4 (relative Frobenius error, before it is rounded) of the
+    product of what ``dequantize`` gives. Rows of no group are exact zeros, whatever they hold.
+
+    Args:
+      x: mode ``"fp8"``, ``(T, K)``, as :func:`fp8_quantize` makes it: blocks of ``(1, 128)``,
+        ``(1, K)`` or others.
+      w: mode ``"fp8"``, ``(G, N, K)``, blocks of ``(128, 128)``, ``(1, 128)``, ``(1, K)``, None or
+        others.
+      group_sizes, group_offset: as in :func:`grouped_mm`.
+      bias: ``(G, N)``, added to the rows of its group.
+      activation: as in :func:`grouped_mm`; gated forms have ``N/2`` columns.
+      row_scale: ``(T,)``.
+      preferred_element_type: bfloat16, float16 or float32.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      ``(T, N)``, or ``(T, N/2)`` with a gated activation.
+
+    Raises:
+      ValueError: a mode, axis or shape does not fit, or a sharding over an Explicit mesh, or
+        ``implementation`` cannot run.
+      TypeError: x or w is not a :class:`Quantized`, or a dtype is none of these.
+
+    Differentiable in scales, bias and row_scale; codes are constant. Closed under ``vmap``. Shards
+    like :func:`grouped_qmm`, in whole blocks. The product of DeepGEMM's
+    ``m_grouped_fp8_gemm_nt_contiguous``, with groups of any size.
+    """
+    op = "fp8_grouped_mm"
+    x, w = operand(op, "x", x, "T, K"), operand(op, "w", w, "G, N, K")
+    check.rows(op, "x", x.shape[0])
+    if w.shape[2] != x.shape[1]:
+        raise ValueError(
+            f"jgg.{op}: w has shape {w.shape}, expected (G, N, K) = "
+            f"{(*w.shape[:2], x.shape[1])} because x is {x.shape}"
+        )
+    groups = metadata(op, group_sizes, group_offset, w)
+    preferred = jnp.bfloat16 if preferred_element_type is None else preferred_element_type
+    dtype = check.of_dtype(op, "preferred_element_type", preferred)
+    check.dtype(op, "preferred_element_type", dtype, formats.FLOATS)
+    check.implementation(op, implementation)
+    product = _product(op, x, dtype, implementation=implementation)
+    options = epilogue(op, product, x, w, bias, activation, row_scale)
+    return _MM(x, fp8.of_product(w), groups, options, product=product)
+
+
+def of_gradient(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype) -> jax.Array:
+    """``x[t] @ w[group(t)]`` of x ``(T, N)`` and w ``(G, N, K)``, whose blocks are square: the same
+    codes serve both products."""
+    product = _product(op, x, dtype, transpose_w=False)
+    return _MM(x, fp8.of_product(w), groups, Epilogue(), product=product)
+
+
+def _product(op: str, x, dtype, *, transpose_w: bool = True, implementation=None) -> Mm:
+    return Mm(
+        rows=x.shape[0], out_dtype=dtype, transpose_w=transpose_w,
+        precision=lax.Precision.HIGHEST, implementation=implementation,
+        caller=Caller(op, ("x", "w")),
+    )  # fmt: skip
+
+
+def _composed(x, w, groups, options, *, product: Mm):
+    """In terms of another product: rows are dequantized, w is not."""
+    rows = decoded(x, product.implementation)
+    return quantized_product.FUSED(rows, w, groups, product, options)
+
+
+def _call(platform, x, w, groups, options, *, product: Mm):
+    """One custom call; None where there is no kernel for it."""
+    choice = choose.fused(_problem(platform, x, w, options, product))
+    if choice is None:
+        return None
+    return _CALLS[choice.kernel.name](choice, x, w, groups, options, product=product)
+
+
+#: By kernel: ``call(choice, x, w, groups, options, *, product)``.
+_CALLS: dict[str, Callable] = {}
+
+
+def _problem(platform, x, w, options: Epilogue, product: Mm) -> problems.Fp8:
+    count, k, n = product.sizes(w)
+    return problems.Fp8(
+        op="fp8_grouped_mm", platform=platform, implementation=product.implementation,
+        out_dtype=product.out_dtype.name, empty=0 in (*x.shape, *w.shape), rows=product.rows,
+        groups=count, k=k, n=n, elements=elements(x, w), blocks=(x.block, w.block),
+        transpose_w=product.transpose_w, **options.facts(),
+    )  # fmt: skip
+
+
+def elements(a: Quantized, b: Quantized) -> tuple[str, str]:
+    return fp8.DTYPES[a.weight.dtype.name], fp8.DTYPES[b.weight.dtype.name]
+
+
+def _cost(operands, values, outs, *, product: Mm) -> Cost:
+    x, w, groups, options = operands
+    known = [values[2].values, values[2].group_offset][: len(groups.arrays)]
+    cost, rows, weights = costs.product(x.weight, w, groups, known, outs[0], product)
+    scales = costs.bytes_of(x.scales)
+    if x.scales.ndim == 2:
+        scales = scales // max(x.scales.shape[0], 1) * min(rows, x.scales.shape[0])
+    more = Cost(0, scales + costs.bytes_of(options.row_scale))
+    return cost + costs.bias_cost(options.bias, rows, weights) + more
+
+
+_MM = Composed("jgg_fp8_grouped_mm", _composed, _call, keeps_call=True, cost=_cost)
+
+
+def operand(op: str, name: str, q, letters: str) -> Quantized:
+    """``q``, checked: in mode fp8, with blocks along its last axis and an axis for each letter."""
+    q = array.checked(op, name, q)
+    if q.mode != "fp8":
+        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'fp8'")
+    if q.axis != -1:
+        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
+        raise ValueError(
+            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
+            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
+        )
+    axes = [None] * len(letters.split(", "))
+    check.shape(op, name, jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), axes, letters)
+    return q
+
+
+def decoded(q: Quantized, implementation: str | None) -> jax.Array:
+    """Values in float32."""
+    return convert._dequantize(q, jnp.float32, implementation)

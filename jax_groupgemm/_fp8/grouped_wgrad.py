@@ -1,0 +1,152 @@
+"""``fp8_grouped_wgrad``: weight gradients of a grouped product, both operands in FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from .._core import check, costs, segments
+from .._core.composed import Composed
+from .._core.costs import Cost
+from .._core.operations import operation
+from .._core.products import Wgrad
+from .._core.types import Implementation, Integers
+from .._grouped import primitives
+from .._kernels import choose, problems
+from .._nvfp4.grouped_wgrad import as_promised, check_padded, existing
+from .._quantized import array, fp8, padding
+from .._quantized.array import Quantized
+from .grouped_mm import decoded, elements
+
+
+@operation
+def fp8_grouped_wgrad(
+    x: Quantized,
+    dy: Quantized,
+    group_sizes: Integers,
+    *,
+    existing_out: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """``out[g] = dy[rows g].T @ x[rows g]``; **T (contracted) is grouped**, x and dy are in FP8.
+
+    Products of codes are summed over each block of T, and each sum times both scales is added in
+    float32, to ``existing_out`` where there is one. An empty group gives exact zeros, or
+    ``existing_out[g]``, bit for bit. Precision is that of :func:`fp8_grouped_mm`.
+
+    Args:
+      x: ``fp8_quantize(x, axis=0, group_sizes=group_sizes)`` of ``(T, K)``.
+      dy: ``fp8_quantize(dy, axis=0, group_sizes=group_sizes)`` of ``(T, N)``.
+      group_sizes: ``(G,)``, those that x and dy were quantized with; the result is NaN otherwise.
+      existing_out: float32 ``(G, N, K)``, accumulated into.
+      implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
+
+    Returns:
+      float32 ``(G, N, K)``.
+
+    Raises:
+      ValueError: a mode, layout or shape does not fit, or ``implementation`` cannot run.
+      TypeError: x or dy is not a :class:`Quantized`, or a dtype is none of these.
+
+    Differentiable in scales and existing_out. Closed under ``vmap``. Shards along N and K. The
+    weight gradient of DeepSeek-V3's recipe.
+    """
+    return grouped_wgrad(
+        x, dy, group_sizes, dtype=jnp.float32, existing_out=existing_out,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementation=None):
+    """The same, rounded to ``dtype``."""
+    op = "fp8_grouped_wgrad"
+    x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
+    (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
+    if dy.positions.shape != (t,):
+        raise ValueError(f"jgg.{op}: dy has {dy.positions.shape[0]} rows, expected T = {t} as x")
+    group_sizes = check.group_sizes(op, group_sizes)
+    groups = group_sizes.shape[0]
+    for name, q in (("x", x), ("dy", dy)):
+        check_padded(op, name, q, t, groups, fp8.GROUPED)
+    if existing_out is not None:
+        existing_out = existing(op, existing_out, (groups, n, k))
+    check.implementation(op, implementation)
+    return _WGRAD(
+        x, dy, group_sizes, existing_out, dtype=jnp.dtype(dtype), implementation=implementation
+    )
+
+
+def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
+    """In terms of another product."""
+    padded = padding.padded_sizes(group_sizes, x.positions.shape[0], fp8.GROUPED)
+    product = Wgrad(
+        groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
+        precision=lax.Precision.HIGHEST, implementation=implementation,
+    )  # fmt: skip
+    rows_dy, rows_x = (decoded(_stored(q), implementation) for q in (dy, x))
+    out = primitives.wgrad(rows_dy, rows_x, segments.sizes(padded), product)
+    live = (padded > 0)[:, None, None]
+    out = jnp.where(live, out * as_promised(group_sizes, fp8.GROUPED, x, dy), jnp.float32(0))
+    if existing_out is not None:
+        out = jnp.where(live, out + existing_out, existing_out)
+    return out.astype(dtype)
+
+
+def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
+    """One custom call; None where there is no kernel for it."""
+    choice = choose.fused(
+        _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation)
+    )
+    if choice is None:
+        return None
+    return _CALLS[choice.kernel.name](choice, x, dy, group_sizes, existing_out, dtype=dtype)
+
+
+#: By kernel: ``call(choice, x, dy, group_sizes, existing_out, *, dtype)``.
+_CALLS: dict[str, Callable] = {}
+
+
+def _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation) -> problems.Fp8:
+    return problems.Fp8(
+        op="fp8_grouped_wgrad", platform=platform, implementation=implementation,
+        out_dtype=jnp.dtype(dtype).name, empty=0 in (*x.shape, *dy.shape),
+        rows=x.positions.shape[0], groups=group_sizes.shape[0], k=x.shape[0], n=dy.shape[0],
+        elements=elements(x, dy), blocks=(x.block, dy.block),
+        more_options=existing_out is not None,
+    )  # fmt: skip
+
+
+def _cost(operands, values, outs, **_) -> Cost:
+    """Rows are those of the operands, padded group by group."""
+    (x, dy, sizes, existing_out), value = operands, values[2]
+    (k, stored), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
+    padded = None if value is None else lambda: padding.padded_sizes(value(), rows, fp8.GROUPED)
+    count, read, *_ = costs.counts(segments.sizes(sizes), [padded], stored, stored, sizes.shape[0])
+    codes = costs.bytes_of((x.weight, x.scales, dy.weight, dy.scales)) // max(stored, 1) * read
+    return Cost(2 * count * k * n, codes + costs.bytes_of((sizes, existing_out, outs)))
+
+
+_WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, keeps_call=True, cost=_cost)
+
+
+def _along_t(op: str, name: str, q) -> Quantized:
+    """``q``, checked: in blocks along grouped rows."""
+    q = array.checked(op, name, q)
+    if q.mode != "fp8":
+        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'fp8'")
+    if q.layout != "grouped":
+        raise ValueError(
+            f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "
+            f"fp8_quantize({name}, axis=0, group_sizes=group_sizes)"
+        )
+    return q
+
+
+def _stored(q: Quantized) -> Quantized:
+    """The array that the leaves hold, rows last and padded."""
+    return dataclasses.replace(q, axis=-1, layout="linear", positions=None)

@@ -1,0 +1,90 @@
+"""Experts on several devices: how many devices a token meets, and the plan of how it gets there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.primitive import vary_alike
+from . import transport
+from .routing import first_expert, local_experts
+from .transport import Exchange, Gather
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The mesh axis, or axes, along which experts are on several devices.
+
+    Attributes:
+      name: as ``jax.lax`` takes it in ``shard_map``.
+      transport: "gather" or "all_to_all"; None is whichever moves less.
+    """
+
+    name: Hashable
+    transport: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """The tokens that a device multiplies.
+
+    Attributes:
+      index: int32 (N, k), the experts of all devices; -1 where there is none.
+      expert_offset: the first expert of this device.
+      plan: how they came; None where they were here.
+    """
+
+    index: jax.Array
+    expert_offset: jax.Array | None
+    plan: Gather | Exchange | None
+
+
+def arrive(index, offset, experts: int, axis: Axis | None, max_rows: int | None) -> Arrived:
+    """Of ``index``, (T, k), of this device's tokens; ``experts`` are each device's."""
+    devices = 1 if axis is None else lax.axis_size(axis.name)
+    if axis is None or devices == 1 or 0 in (index.size, experts):
+        return Arrived(index, offset, None)
+    offset = None if offset is None else first_expert("moe_mlp", offset)
+    index = local_experts(index, offset, devices * experts)
+    index, here = vary_alike(index, lax.axis_index(axis.name))
+    plan = _plan(index, experts, devices, axis, max_rows)
+    # A row that nobody sent is zeros.
+    (index,) = plan.send((index + 1,))
+    return Arrived(index - 1, here * experts, plan)
+
+
+def _plan(index, experts: int, devices: int, axis: Axis, max_rows: int | None):
+    tokens, k = index.shape
+    share = share_of_devices(k, experts, devices)
+    if (axis.transport or ("gather" if share > 0.5 else "all_to_all")) == "gather":
+        return Gather(axis.name, devices)
+    room = devices * tokens if max_rows is None else min(devices * tokens, max_rows)
+    return transport.exchange(
+        index, experts, axis.name, chunk=chunk_of(tokens, share), room=max(room, 1)
+    )
+
+
+def share_of_devices(k: int, experts: int, devices: int) -> float:
+    """The share of devices that hold one of a token's k experts, if any k are as likely.
+
+    It is about ``1 - (1 - 1 / devices) ** k``, and less where few experts are on a device."""
+    every = experts * devices
+    k = min(k, every)
+    return 1 - math.comb(every - experts, k) / math.comb(every, k)
+
+
+def chunk_of(tokens: int, share: float) -> int:
+    """Tokens of each pair of devices in a round: those of an even routing, and a quarter more."""
+    return min(tokens, max(1, math.ceil(1.25 * share * tokens)))
+
+
+def overflow(routing, plan: Gather | Exchange | None, axis: Axis | None):
+    """How much more than ``max_rows`` the fullest device has, at least; 0 if all have room."""
+    if plan is None or axis is None:
+        return routing.overflow
+    return lax.pmax(jnp.maximum(routing.overflow, plan.missing), axis.name)

@@ -1,0 +1,105 @@
+"""``quantize`` and ``dequantize`` of mode "fp8", and their custom calls.
+
+    codes (..., C), scales  <->  x (..., C)
+
+Blocks may run along the axis before the last: then what is stored is the array with its last two
+axes exchanged. There rows may be grouped, and are padded group by group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._core import conversion, dtypes, partition
+from . import fp8, padding
+from .array import Quantized
+
+_no_kernel: Callable = lambda *_, **__: None
+
+
+def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
+              scale_format: str = "float32", element: str = "e4m3") -> Quantized:  # fmt: skip
+    """``x`` in mode "fp8", of checked arguments."""
+    run: Callable = functools.partial(
+        _quantize, block=block, axis=axis, scale_format=scale_format, element=element
+    )
+    x = lax.stop_gradient(x)
+    mesh = partition.explicit_mesh([x] if group_sizes is None else [x, group_sizes])
+    if mesh is not None:
+        specs = _specs(x, mesh, block, axis, group_sizes is not None)
+        run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)
+    weight, scales, positions = run(x, group_sizes, seed)
+    layout = "linear" if positions is None else "grouped"
+    return Quantized(
+        weight, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=axis,  # pyright: ignore[reportArgumentType]
+        layout=layout, block=block,
+    )  # fmt: skip
+
+
+def _specs(x, mesh, block, axis: int, grouped: bool):
+    """How results are sharded on a mesh with Explicit axes: as x is. Blocks are not cut, and padded
+    axes are replicated."""
+    stored = [entry or None for entry in partition.entries_of(x)]
+    shape = [*x.shape]
+    if axis == -2:
+        stored[-2:], shape[-2:] = stored[:-3:-1], shape[:-3:-1]
+        if grouped:
+            stored[-1] = None
+    lead = stored[:-2]
+    scales: list | tuple = lead
+    if block is not None:
+        scales = [*stored]
+        for at, size in zip((-1, -2)[: len(shape)], block[::-1], strict=False):
+            parts = math.prod(mesh.shape[name] for name in stored[at] or ())
+            if size > 1 and shape[at] % (parts * size):
+                scales[at] = None
+    positions = [None] if grouped and axis == -2 else None
+    return tuple(
+        None if spec is None else NamedSharding(mesh, P(*spec))
+        for spec in (stored, scales, positions)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("block", "axis", "scale_format", "element"))
+def _quantize(x, group_sizes, seed, *, block, axis: int, scale_format: str, element: str):
+    """``(codes, scales, positions)``."""
+    codes, scales = _QUANTIZE(
+        x, group_sizes, seed, block=block, axis=axis, scale_format=scale_format, element=element
+    )
+    positions = None
+    if group_sizes is not None and axis == -2:
+        positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
+    return codes, scales, positions
+
+
+def _definition(x, group_sizes, seed, *, block, axis: int, scale_format: str, element: str):
+    """``(codes, scales)``."""
+    if group_sizes is not None and axis == -2:
+        source = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).source
+        x = dtypes.load(padding.take_rows(dtypes.storage(x), source), x.dtype)
+    elif group_sizes is not None:
+        inside = padding.covered(group_sizes, x.shape[0])
+        x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
+    if axis == -2:
+        x = x.swapaxes(-1, -2)
+    return fp8.quantize(x, seed, block=block, scale_format=scale_format, element=element)
+
+
+_QUANTIZE = conversion.composed("jgg_fp8_quantize", _definition, _no_kernel)
+
+
+def dequantized(q: Quantized, dtype, implementation: str | None = None):
+    """The values that are stored, ``(..., C)``."""
+    run = fp8.dequantize if implementation == "reference" else _DEQUANTIZE
+    return run(q.weight, q.scales, block=q.block, dtype=jnp.dtype(dtype))
+
+
+_DEQUANTIZE = conversion.composed("jgg_fp8_dequantize", fp8.dequantize, _no_kernel)

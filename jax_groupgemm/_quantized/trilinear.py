@@ -1,0 +1,231 @@
+"""The experts' linear layer whose products are quantized, and its gradients.
+
+    out = x @ w.T + bias,  dx = dy @ w,  dw = dy.T @ x                         T (rows) is grouped
+
+Result, dx and dw are the derivatives of one trilinear form, so each has the other two as its
+derivatives, and quantizing is passed straight through: gradients of any order are products of these
+three kinds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .._core import check, partition, primitive, segments
+from .._core.products import Wgrad
+from .._grouped import primitives
+from .array import Quantized
+
+
+class Products:
+    """The three products of a family; static, so instances are hashable.
+
+    ``keys`` has one for each of the two operands that are not group sizes: a key where it is
+    rounded at random, else None. ``q`` is a quantized copy of w, or None.
+
+    Attributes:
+      op: of the public operation, for messages.
+      keeps: what is kept of x between forward and backward, for messages; ``exact`` says how to
+        keep x itself.
+    """
+
+    op = keeps = exact = ""
+
+    def out(self, x, w, q, bias, group_sizes, keys) -> jax.Array:
+        raise NotImplementedError
+
+    def dx(self, dy, w, q, group_sizes, keys) -> jax.Array:
+        raise NotImplementedError
+
+    def dw(self, dy, x, group_sizes, keys, groups: int, dtype) -> jax.Array:
+        """``x`` may be what :meth:`packed` makes of it."""
+        raise NotImplementedError
+
+    @property
+    def packs(self) -> bool:
+        """Whether x is kept quantized, for dw."""
+        raise NotImplementedError
+
+    def packed(self, x, group_sizes) -> Quantized:
+        raise NotImplementedError
+
+    def unpacked(self, kept: Quantized, dtype) -> jax.Array:
+        """Rows of x again."""
+        raise NotImplementedError
+
+    def sums(self, a, b, group_sizes, groups: int, dtype) -> jax.Array:
+        """``a[rows g].T @ b[rows g]`` of arrays, summed in float32."""
+        product = Wgrad(groups=groups, out_dtype=dtype, precision=check.precision(self.op, None))
+        return primitives.wgrad(a, b, segments.sizes(group_sizes), product)
+
+
+def linear(x, w, q, bias, group_sizes, key, products: Products) -> jax.Array:
+    """The result. ``w`` is an array, or None where ``q`` is all there is: then it is constant."""
+    # A gradient varies over the mesh axes that any operand varies over, so each operand has to.
+    operands, tree = jax.tree.flatten((x, w, q, bias, group_sizes, key))
+    operands = tree.unflatten(primitive.vary_alike(*operands))
+    how = _How(packs=True, specs=_specs((operands[0], operands[1], operands[3])))
+    return _out(*operands, products, how)
+
+
+def _specs(operands) -> tuple | None:
+    """How operands are sharded over an Explicit mesh, and so their gradients."""
+    if partition.explicit_mesh(jax.tree.leaves(operands)) is None:
+        return None
+    return tuple(None if a is None else tuple(partition.entries_of(a)) for a in operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """Static arguments of :func:`_out`.
+
+    ``random`` says which of the two operands is a gradient, and so rounded at random where there is
+    a key. ``packs``: x is kept quantized. ``specs``: how operands are sharded over an Explicit
+    mesh.
+    """
+
+    random: tuple[bool, bool] = (False, False)
+    packs: bool = False
+    specs: tuple | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _out(x, w, q, bias, group_sizes, key, products, how):
+    return products.out(x, w, q, bias, group_sizes, _rounding(key, how.random))
+
+
+def _out_forward(x, w, q, bias, group_sizes, key, products, how):
+    moves = w is not None and w.perturbed  # otherwise there is no dw, and nothing is kept for it
+    operands: Any = jax.tree.map(
+        lambda a: a.value, (x, w, q, bias, group_sizes, key),
+        is_leaf=lambda a: hasattr(a, "perturbed"),
+    )  # fmt: skip
+    x, w, q, bias, group_sizes, key = operands
+    kept = x if moves else None
+    if moves and how.packs and products.packs:
+        kept = _packed(x, group_sizes, products)
+    return _out(*operands, products, how), (kept, w, q, bias, group_sizes, key)
+
+
+def _out_backward(products, how, kept, dy):
+    if isinstance(dy, SymbolicZero):
+        return (None,) * 6
+    x, w, q, bias, group_sizes, key = kept
+    dx_key, dw_key = _split(key)
+    dx, dw, dbias = (
+        _dx(dy, w, q, group_sizes, dx_key, products, (True, how.random[1])),
+        None if x is None else _dw(dy, x, w, group_sizes, dw_key, products, (True, how.random[0])),
+        None if bias is None else _dbias(dy, bias, group_sizes, products),
+    )
+    if how.specs is not None:
+        dx, dw, dbias = (
+            None if grad is None else partition.resharded(grad, list(spec))
+            for grad, spec in zip((dx, dw, dbias), how.specs, strict=True)
+        )
+    return dx, dw, None, dbias, None, None
+
+
+_out.defvjp(_out_forward, _out_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _dx(dy, w, q, group_sizes, key, products, random):
+    return products.dx(dy, w, q, group_sizes, _rounding(key, random))
+
+
+def _dx_forward(dy, w, q, group_sizes, key, products, random):
+    out = _dx(dy, w, q, group_sizes, key, products, random)
+    return out, (dy, w, q, group_sizes, key)
+
+
+def _dx_backward(products, random, kept, ct):
+    dy, w, q, group_sizes, key = kept
+    dy_key, w_key = _split(key)
+    how = _How((True, random[1]), specs=_specs((ct, w, None)))
+    ddy = _out(ct, w, q, None, group_sizes, dy_key, products, how)
+    dw = None
+    if w is not None:
+        dw = _sharded_as(w, _dw(dy, ct, w, group_sizes, w_key, products, (random[0], True)))
+    return _sharded_as(dy, ddy), dw, None, None, None
+
+
+_dx.defvjp(_dx_forward, _dx_backward)
+
+
+def _dw(dy, x, w, group_sizes, key, products, random):
+    """``x`` may be what :func:`_packed` makes of it."""
+    shape = w.shape[0], jnp.dtype(w.dtype)
+    return _sums_of_products(dy, x, group_sizes, key, products, random, shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _sums_of_products(dy, x, group_sizes, key, products, random, shape):
+    return products.dw(dy, x, group_sizes, _rounding(key, random), *shape)
+
+
+def _dw_forward(dy, x, group_sizes, key, products, random, shape):
+    out = _sums_of_products(dy, x, group_sizes, key, products, random, shape)
+    return out, (dy, x, group_sizes, key)
+
+
+def _dw_backward(products, random, shape, kept, ct):
+    del shape
+    dy, x, group_sizes, key = kept
+    dy_key, x_key = _split(key)
+    packed = isinstance(x, Quantized)
+    rows = products.unpacked(x, dy.dtype) if packed else x
+    how = _How((random[1], True), specs=_specs((rows, ct, None)))
+    ddy = _out(rows, ct, None, None, group_sizes, dy_key, products, how)
+    dx = None
+    if not packed:
+        dx = _dx(dy, ct, None, group_sizes, x_key, products, (random[0], True))
+        dx = _sharded_as(x, dx)
+    return _sharded_as(dy, ddy), dx, None, None
+
+
+_sums_of_products.defvjp(_dw_forward, _dw_backward)
+
+
+def _split(key):
+    """A key for each of the two derivatives."""
+    return (None, None) if key is None else tuple(jax.random.split(key))
+
+
+def _rounding(key, random: tuple[bool, bool]):
+    """A key for each of the two operands; None rounds to nearest."""
+    if key is None:
+        return None, None
+    first, second = random
+    return key if first else None, jax.random.fold_in(key, 2) if second else None
+
+
+def _sharded_as(a, grad):
+    """A gradient, as the operand is sharded over an Explicit mesh."""
+    specs = _specs((a,))
+    return grad if specs is None else partition.resharded(grad, list(specs[0]))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _packed(x, group_sizes, products):
+    """Codes of x, kept for dw; no derivative of dw finds x through them."""
+    return products.packed(x, group_sizes)
+
+
+@_packed.defjvp
+def _(products, primals, tangents):
+    del primals, tangents
+    raise NotImplementedError(
+        f"jgg.{products.op}: the gradient of w keeps x in {products.keeps}, so it cannot be "
+        f"differentiated in x. {products.exact} keeps x, for gradients of any order"
+    )
+
+
+def _dbias(dy, bias, group_sizes, products):
+    ones = jnp.ones((dy.shape[0], 1), dy.dtype)
+    return products.sums(ones, dy, group_sizes, bias.shape[0], bias.dtype)[:, 0]

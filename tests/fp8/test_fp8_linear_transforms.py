@@ -1,0 +1,168 @@
+"""Every transformation of the FP8 training operation, against one example at a time.
+
+With a quantizer that compiles at once: what the real one does to numbers is test_fp8_quantize's.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from fp8_shardings import KINDS, SHARDED, assert_trees_close, check_sharded
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, needs_two_devices
+
+import jax_groupgemm as jgg
+from jax_groupgemm._quantized import fp8, fp8_convert, padding
+
+pytestmark = pytest.mark.default_device
+
+# One shape for all, two blocks each way, so that few programs are compiled.
+T, G, N, K = 20, 4, 256, 256
+KEYS = jax.random.split(jax.random.key(5))
+# Less work for the compiler.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def crude(x, group_sizes, seed, *, block, axis, scale_format, element):
+    """In place of fp8_quantize's arithmetic: scales of a block's largest number, and codes that are
+    the elements themselves, or random."""
+    del scale_format
+    x, positions = x.astype(jnp.float32), None
+    if group_sizes is not None and axis == -1:
+        x = jnp.where(padding.covered(group_sizes, x.shape[0])[:, None], x, jnp.float32(0))
+    elif group_sizes is not None:
+        positions, source = padding.padding(group_sizes, x.shape[0], fp8.GROUPED)
+        x = padding.take_rows(x, source)
+    x = x.swapaxes(-1, -2) if axis == -2 else x
+    if seed is not None:
+        x = x * jax.random.uniform(jax.random.wrap_key_data(seed), x.shape)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
+    amax = jax.lax.bitcast_convert_type(fp8.largest_of_blocks(bits, block), jnp.float32)
+    codes = (x / jnp.maximum(jnp.abs(x).max(initial=0), 1e-9) * 4).astype(
+        fp8.ELEMENTS[element].dtype
+    )
+    return codes, amax / 4, positions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_convert, "_quantize", crude)
+        yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def examples(rng):
+    """Two of each: x, w, bias, the cotangent, sizes and key."""
+    a = [oracle.random(rng, (2, *s)) for s in ((T, K), (G, N, K), (G, N), (T, N))]
+    return *a, jnp.array([[9, 0, 3, 5], [0, 20, 0, 0]], jnp.int32), KEYS
+
+
+def step(x, w, bias, ct, sizes, key):
+    f = lambda x, w, bias: jgg.fp8_grouped_linear(x, w, sizes, bias=bias, key=key)
+    out, vjp = jax.vjp(f, x, w, bias)
+    return out, *vjp(ct)
+
+
+one = jit(step)
+
+
+def pick(args, i):
+    return [a[i] for a in args]
+
+
+VMAP = [
+    (0, 0, 0, 0, 0, 0), (0, None, None, 0, None, None), (None, 0, 0, None, None, 0),
+    (None, None, None, None, 0, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", VMAP)
+@pytest.mark.one_in(4)
+def test_vmap_of_vjp(examples, axes):
+    args = [a if d == 0 else a[0] for a, d in zip(examples, axes, strict=True)]
+    got = jit(jax.vmap(step, axes))(*args)
+    singles = [
+        one(*(a[i] if d == 0 else a[0] for a, d in zip(examples, axes, strict=True)))
+        for i in range(2)
+    ]
+    assert_trees_close(got, jax.tree.map(lambda *v: jnp.stack(v), *singles))
+
+
+@pytest.mark.weekly
+def test_checkpoint_in_scan(rng):
+    w, x = oracle.random(rng, (2, G, 16, 16)), oracle.random(rng, (20, 16))
+    sizes = jnp.array([9, 0, 8, 1])
+
+    def layer(x, w_key):
+        return jnp.tanh(jgg.fp8_grouped_linear(x, w_key[0], sizes, key=w_key[1])), None
+
+    def loss(x, w, body):
+        return jax.lax.scan(body, x, (w, KEYS))[0].sum()
+
+    def unrolled(x, w):
+        for i in range(2):
+            x, _ = layer(x, (w[i], KEYS[i]))
+        return x.sum()
+
+    got = jit(jax.grad(functools.partial(loss, body=jax.checkpoint(layer)), (0, 1)))(x, w)
+    assert_trees_close(got, jit(jax.grad(unrolled, (0, 1)))(x, w))
+
+
+@needs_two_devices
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(8)
+def test_linear_sharded(rng, kind, name):
+    x_spec, w_spec, out_spec = SHARDED[name]
+    a = [oracle.random(rng, s) for s in ((T, K), (G, N, K), (G, N), (T, N))]
+    args = *a, jnp.array([9, 0, 3, 6], jnp.int32), KEYS[0]
+    specs = x_spec, w_spec, P(*w_spec[:2]), out_spec, P(), P()
+    outs = (out_spec, *specs[:3]) if kind == AxisType.Explicit else (out_spec,)
+    check_sharded(one, args, specs, kind, outs, 1e-5)
+
+
+@needs_two_devices
+def test_shard_map(examples):
+    """Each device has rows and sizes of its own; gradients of what is replicated are summed, with
+    check_vma."""
+    x, w, bias, ct, sizes, keys = examples
+    mapped = jax.shard_map(
+        lambda x, w, b, s, k: jgg.fp8_grouped_linear(x, w, s[0], bias=b, key=k),
+        mesh=mesh_of((2,), ("d",), AxisType.Auto),
+        in_specs=(P("d"), P(), P(), P("d"), P()), out_specs=P("d"), check_vma=True,
+    )  # fmt: skip
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+
+    def f(x, w, bias, ct):
+        out, vjp = jax.vjp(lambda x, w, b: mapped(x, w, b, sizes, keys[0]), x, w, bias)
+        return out, *vjp(ct)
+
+    got = jit(f)(rows(x), w[0], bias[0], rows(ct))
+    a, b = (one(x[i], w[0], bias[0], ct[i], sizes[i], keys[0]) for i in range(2))
+    joined = [jnp.concatenate(pair) for pair in zip(a[:2], b[:2], strict=True)]
+    summed = [p + q for p, q in zip(a[2:], b[2:], strict=True)]
+    assert_trees_close(got, (*joined, *summed))
+
+
+@pytest.mark.parametrize("empty", ["rows", "columns", "groups", "contracted"])
+@pytest.mark.one_in(4)
+def test_nothing_to_multiply(empty):
+    t, g, n, k = (0 if empty == e else size for e, size in
+                  (("rows", 5), ("groups", 2), ("columns", 3), ("contracted", 7)))  # fmt: skip
+    f = lambda x, w: jgg.fp8_grouped_linear(x, w, jnp.full(g, 2))
+
+    @jit
+    def run(x, w):
+        out, vjp = jax.vjp(f, x, w)
+        return out, *vjp(out)
+
+    got = run(jnp.ones((t, k)), jnp.ones((g, n, k)))
+    assert [a.shape for a in got] == [(t, n), (t, k), (g, n, k)]
+    assert not any(np.asarray(a).any() for a in got)

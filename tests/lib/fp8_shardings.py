@@ -1,0 +1,38 @@
+"""Ways to shard the operands of FP8 products, and how results are compared."""
+
+import jax
+import oracle
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+
+
+def assert_trees_close(got, want, tolerance=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        oracle.assert_close(g, w, tolerance=tolerance)
+
+
+def check_sharded(f, args, specs, kind, out_specs, tolerance):
+    want = f(*args)
+    mesh = mesh_of((2,), ("d",), kind)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.tree.map(lambda leaf, spec=spec: put(leaf, P(*spec[: leaf.ndim])), a)
+            for a, spec in zip(args, specs, strict=True)
+        ]
+        got = f(*placed)
+    assert_trees_close(got, want, tolerance)
+    for value, spec in zip(jax.tree.leaves(got), out_specs, strict=False):
+        assert value.sharding.is_equivalent_to(NamedSharding(mesh, spec), value.ndim)
+
+
+# Specs of x, of w and bias, and of the result.
+SHARDED = {
+    "T": (P("d"), P(), P("d")),
+    "N": (P(), P(None, "d"), P(None, "d")),
+    "K": (P(None, "d"), P(None, None, "d"), P()),
+    "G": (P(), P("d"), P()),
+}
+KINDS = (AxisType.Auto, AxisType.Explicit)
