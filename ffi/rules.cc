@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/processors.h"
+#include "fp8/rules.h"
 #include "grouped_mm/rules.h"
 #include "grouped_mm/tiles_sm90.h"
 #include "moe/rules.h"
@@ -154,6 +155,10 @@ void DefineRules(nb::module_& m) {
         "bfloat16_scales"_a = true, "transpose_w"_a = true, "in_order"_a = true,
         "Why the Hopper kernel cannot take a product with a weight in layout 'linear'. "
         "bfloat16_scales is also true of modes whose scales are bytes.");
+  m.def("fp8_mm_sm90_problem", &rules::Fp8MmSm90Problem, nb::kw_only(), "k"_a, "n"_a,
+        "Why the Hopper kernel cannot take an fp8_grouped_mm.");
+  m.def("fp8_wgrad_sm90_problem", &rules::Fp8WgradSm90Problem, nb::kw_only(), "k"_a,
+        "Why the Hopper kernel cannot take an fp8_grouped_wgrad.");
   m.def("nvfp4_mm_sm100_problem", &Nvfp4MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "out_bytes"_a,
         "Why the Blackwell kernel cannot take an nvfp4_grouped_mm: out (T, N), of elements of "
         "out_bytes, of x (T, K) and w (G, N, K).");

@@ -31,9 +31,7 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
                                   {groups, columns, blocks}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, n}));
   const auto dtype = ToDType(out->element_type());
-  if (!dtype || *dtype == DType::kF32) {
-    return InvalidArgument(kOp, "out must be bfloat16 or float16");
-  }
+  if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
   MmSm90 mm{};
   ProductSm90& product = mm.product;
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
@@ -48,13 +46,16 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
     JGG_RETURN_IF_ERROR(BindRows(kOp, "x_rows", &operands, &list, &product.rows_x));
   }
   JGG_RETURN_IF_ERROR(operands.End());
+  if (rows_attrs.x_rows && *dtype == DType::kF32) {
+    return InvalidArgument(kOp, "x_rows needs a result of 16 bits");
+  }
   if (rows_attrs.y_rows) return InvalidArgument(kOp, "takes no y_rows");
   JGG_RETURN_IF_ERROR(CheckMm(kOp, product.metadata, product.rows_x, product.rows_y, groups, n, k));
   if (product.metadata.kind == MetadataKind::kSegments || product.rows_x != product.rows_y) {
     return InvalidArgument(kOp, "needs sizes, and as many rows of x as of the result");
   }
   if (auto reason = rules::Fp8MmSm90Problem(k, n)) return Unimplemented(kOp, *reason);
-  if (const char* problem = GemmSm90Problem(*dtype, ComputeCapability())) {
+  if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, problem);
   }
   product.out = out->untyped_data();

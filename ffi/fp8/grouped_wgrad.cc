@@ -45,7 +45,8 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
     product.epilogue.accumulate = true;
   }
   JGG_RETURN_IF_ERROR(operands.End());
-  if (auto reason = rules::Fp8WgradSm90Problem(rows, k)) return Unimplemented(kOp, *reason);
+  if (rows % 128 != 0) return InvalidArgument(kOp, "rows are padded to 128, got ", rows);
+  if (auto reason = rules::Fp8WgradSm90Problem(k)) return Unimplemented(kOp, *reason);
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, problem);
   }

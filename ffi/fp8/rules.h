@@ -13,9 +13,6 @@ inline Reason Fp8MmSm90Problem(int64_t k, int64_t n) {
 }
 
 // out (G, N, K) of dy (N, T) and x (K, T), of groups in whole blocks of 128 rows.
-inline Reason Fp8WgradSm90Problem(int64_t rows, int64_t k) {
-  if (auto reason = NeedsMultiple("T, padded,", 128, rows)) return reason;
-  return NeedsMultiple("K", 8, k);
-}
+inline Reason Fp8WgradSm90Problem(int64_t k) { return NeedsMultiple("K", 8, k); }
 
 }  // namespace jgg::rules

@@ -22,6 +22,7 @@ from .._kernels import choose, problems
 from .._quantized import array, convert, formats, fp8
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
+from . import call
 
 
 @operation
@@ -119,7 +120,7 @@ def _call(platform, x, w, groups, options, *, product: Mm):
 
 
 #: By kernel: ``call(choice, x, w, groups, options, *, product)``.
-_CALLS: dict[str, Callable] = {}
+_CALLS: dict[str, Callable] = {"sm90": call.grouped_mm}
 
 
 def _problem(platform, x, w, options: Epilogue, product: Mm) -> problems.Fp8:

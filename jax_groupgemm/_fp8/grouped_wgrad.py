@@ -21,6 +21,7 @@ from .._kernels import choose, problems
 from .._nvfp4.grouped_wgrad import as_promised, check_padded, existing
 from .._quantized import array, fp8, padding
 from .._quantized.array import Quantized
+from . import call
 from .grouped_mm import decoded, elements
 
 
@@ -108,7 +109,7 @@ def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
 
 
 #: By kernel: ``call(choice, x, dy, group_sizes, existing_out, *, dtype)``.
-_CALLS: dict[str, Callable] = {}
+_CALLS: dict[str, Callable] = {"sm90": call.grouped_wgrad}
 
 
 def _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation) -> problems.Fp8:

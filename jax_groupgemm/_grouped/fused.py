@@ -152,7 +152,7 @@ class Fused:
                  product: Mm):  # fmt: skip
         """Its meaning in terms of grouped products and elementwise operations."""
         if lists is None:
-            return self._with_options(
+            return self.with_options(
                 lambda p: self.product(x, w, metadata, p), metadata, w, epilogue, product
             )
 
@@ -164,12 +164,12 @@ class Fused:
 
         if epilogue.nothing:
             return lists.put(blocks(product))
-        return self._with_options(
+        return self.with_options(
             lambda p: partition.merge(blocks(p), (2, 1)), metadata, w, epilogue, product,
             lambda y: lists.put(partition.split(y, ((lists.count, x.shape[1]), y.shape[1:]))),
         )  # fmt: skip
 
-    def _with_options(self, run: Callable, metadata, w, epilogue: Epilogue, product: Mm,
+    def with_options(self, run: Callable, metadata, w, epilogue: Epilogue, product: Mm,
                       put: Callable = lambda y: y):  # fmt: skip
         """``run(product)``, (rows, N), with its options; ``put`` gives them the result's order."""
         rows = product.rows

@@ -21,7 +21,7 @@ from typing import Any
 
 from . import extension, rows, tuned
 from .kernel import PLATFORMS, Choice, Kernel
-from .problems import FLOATS, HALVES, Mm, Nvfp4, Problem, Qmm, Wgrad
+from .problems import FLOATS, HALVES, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
@@ -440,6 +440,33 @@ def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
     return "its segments are cut into parts" if wgrad_parts(p.inner) > 1 else None
 
 
+# ---- FP8 ---------------------------------------------------------------------------------------
+
+_TILE, _LINE = (128, 128), (1, 128)
+
+
+def _fp8_mm_sm90(p: Fp8) -> str | None:
+    if why := _fp8_codes(p, (_LINE, _TILE)):
+        return why
+    return extension.rules().fp8_mm_sm90_problem(k=p.k, n=p.n)
+
+
+def _fp8_wgrad_sm90(p: Fp8) -> str | None:
+    if why := _fp8_codes(p, (_LINE, _LINE)):
+        return why
+    if p.more_options and p.out_dtype != "float32":
+        return "existing_out needs a float32 result"
+    return extension.rules().fp8_wgrad_sm90_problem(k=p.k)
+
+
+def _fp8_codes(p: Fp8, blocks) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if p.elements != ("e4m3", "e4m3"):
+        return "needs codes of e4m3"
+    return None if p.blocks == blocks else f"needs blocks of {blocks[0]} and {blocks[1]}"
+
+
 # ---- the kernels of each operation ---------------------------------------------------------------
 
 KERNELS: dict[str, Sequence[Kernel]] = {
@@ -492,7 +519,19 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
     ),
     # These have a definition and no kernel yet.
-    **dict.fromkeys(("fp8_grouped_mm", "fp8_grouped_wgrad", "fp8_quantize", "fp8_dequantize"), ()),
+    "fp8_grouped_mm": (
+        Kernel(
+            "sm90", "jgg_fp8_grouped_mm", _fp8_mm_sm90,
+            needs="e4m3, blocks of 128 along K and of 128 x 128, K % 16 == 0, N % 8 == 0",
+        ),
+    ),
+    "fp8_grouped_wgrad": (
+        Kernel(
+            "sm90", "jgg_fp8_grouped_wgrad", _fp8_wgrad_sm90,
+            needs="e4m3, blocks of 128 rows, K % 8 == 0",
+        ),
+    ),
+    **dict.fromkeys(("fp8_quantize", "fp8_dequantize"), ()),
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
     ),
