@@ -138,5 +138,5 @@ def test_every_primitive_is_a_product_or_a_conversion():
     assert {p.name for p in ours if not POLICY(p)} == {
         "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
         "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
-        "jgg_activation",
+        "jgg_activation", "jgg_send", "jgg_collect",
     }  # fmt: skip
