@@ -129,16 +129,18 @@ def fp8_grouped_linear(
     check.dtype(op, "x", x.dtype, ("bfloat16", "float32"))
     check.shape(op, "x", x, (None, None), "T, K")
     check.rows(op, "x", x.shape[0])
+    array_w: Any = None  # there is none where w is constant
     if isinstance(w, Quantized):
         if quantized is not None:
             raise ValueError(f"jgg.{op}: quantized is of w, an array, and w is a jgg.Quantized")
-        w, quantized = None, w
-        shape = _checked(op, "w", quantized, x, None).shape
+        quantized = w
+        shape = _checked(op, "w", w, x, None).shape
     else:
-        w = check.array(op, "w", w)
-        check.dtype(op, "w", w.dtype, ("bfloat16", "float32"))
-        check.shape(op, "w", w, (None, None, x.shape[1]), "G, N, K", f"because x is {x.shape}")
-        shape = w.shape
+        array_w = check.array(op, "w", w)
+        check.dtype(op, "w", array_w.dtype, ("bfloat16", "float32"))
+        why = f"because x is {x.shape}"
+        check.shape(op, "w", array_w, (None, None, x.shape[1]), "G, N, K", why)
+        shape = array_w.shape
         if quantized is not None:
             _checked(op, "quantized", quantized, x, shape)
     groups, n, _ = shape
@@ -153,13 +155,14 @@ def fp8_grouped_linear(
     key = key if recipe.stochastic_rounding else None
     if key is not None:
         check_key(op, key)
-    sharded = [("x", x, "TK"), ("w", quantized.weight if w is None else w, "GNK")]
+    stored = quantized.weight if array_w is None and quantized is not None else array_w
+    sharded = [("x", x, "TK"), ("w", stored, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
-    if w is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
-        quantized = fp8_convert.quantized(op, w, block=recipe.weight_block)
+    if quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
+        quantized = fp8_convert.quantized(op, array_w, block=recipe.weight_block)
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
-    out = linear(x, w, quantized, bias, group_sizes, key, _Products(recipe))
+    out = linear(x, array_w, quantized, bias, group_sizes, key, _Products(recipe))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")
 

@@ -132,8 +132,8 @@ def _problem(platform, x, w, options: Epilogue, product: Mm) -> problems.Fp8:
     )  # fmt: skip
 
 
-def elements(*operands: Quantized) -> tuple[str, ...]:
-    return tuple(fp8.DTYPES[q.weight.dtype.name] for q in operands)
+def elements(a: Quantized, b: Quantized) -> tuple[str, str]:
+    return fp8.DTYPES[a.weight.dtype.name], fp8.DTYPES[b.weight.dtype.name]
 
 
 def _cost(operands, values, outs, *, product: Mm) -> Cost:
