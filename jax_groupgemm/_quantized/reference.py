@@ -161,7 +161,7 @@ class _Fp8Parts(_Parts):
 
     def __init__(self, q: Quantized, *more):
         super().__init__(q, *more)
-        # XLA's CPU backend widens floats of 8 bits around slices, in every iteration.
+        # XLA's CPU backend widens floats of 8 bits around slices: all of them, to 16 bits.
         self.codes = lax.bitcast_convert_type(q.weight, jnp.uint8)
 
     def _width(self, q: Quantized) -> int:
