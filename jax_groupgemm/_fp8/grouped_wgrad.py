@@ -88,8 +88,8 @@ def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
         precision=lax.Precision.HIGHEST, implementation=implementation,
     )  # fmt: skip
-    rows_dy, rows_x = (decoded(_stored(q), implementation) for q in (dy, x))
-    out = primitives.wgrad(rows_dy, rows_x, segments.sizes(padded), product)
+    lines, columns = (decoded(_stored(q), implementation) for q in (dy, x))
+    out = primitives.wgrad(lines, columns, segments.sizes(padded), product)
     live = (padded > 0)[:, None, None]
     out = jnp.where(live, out * as_promised(group_sizes, fp8.GROUPED, x, dy), jnp.float32(0))
     if existing_out is not None:

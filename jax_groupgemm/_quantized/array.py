@@ -169,7 +169,7 @@ def _static_fields(written: list) -> tuple:
 
 
 def static(
-    op: str, mode: str, bits: int | None, group_size: int | None, block=None
+    op: str, mode: str, bits: int | None, group_size: int | None, block: Any = None
 ) -> tuple[int, int, Any]:
     """bits, group_size and block, checked; by default the mode's first."""
     if not isinstance(mode, str) or mode not in MODES:
@@ -215,7 +215,7 @@ def _without(missing: list[str]) -> str:
     )
 
 
-def _fields(op: str, q: Quantized):
+def _fields(op: str, q: Quantized) -> tuple[int, int, Any]:
     """bits, group_size and block; raises where static fields are not those of any format."""
     fields = static(op, q.mode, q.bits, q.group_size, q.block)
     if not isinstance(q.axis, (int, np.integer)) or q.axis not in (-1, -2):

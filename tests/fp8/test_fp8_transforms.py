@@ -129,8 +129,8 @@ def test_experts_are_not_dequantized_as_a_whole(transpose_w):
     sizes = np.array([3, 4, 0, 9])
     loss = lambda x, q: (jgg.grouped_qmm(x, q, sizes, transpose_w=transpose_w) ** 2).sum()
     compiled = jax.jit(jax.value_and_grad(loss)).lower(x, q).compile()
-    # Less than one expert in float32, and than a copy of all codes.
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * n
+    # The codes as bytes, and a part of one expert in float32.
+    assert compiled.memory_analysis().temp_size_in_bytes < codes.size + 4 * n * n // 2
 
 
 # ---- what it costs, and nothing to do ------------------------------------------------------------
