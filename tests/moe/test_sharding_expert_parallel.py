@@ -141,7 +141,7 @@ def test_explicit_recipe(rng):
     (index, *_) = ep.indices(rng, 64, 2)
 
     def gradient(args, index, key=None, **options):
-        return jax.grad(lambda a: jnp.sin(ep.layer(a, index, key=key, **options)).sum())(args)
+        return jax.grad(lambda a: (ep.layer(a, index, key=key, **options) ** 2).mean())(args)
 
     want = gradient(args, index)
     with jax.set_mesh(mesh()):
@@ -150,7 +150,7 @@ def test_explicit_recipe(rng):
     for operand, of in got.items():
         wanted = oracle.f64(want[operand])
         error = np.linalg.norm(oracle.f64(of) - wanted)
-        assert 1e-3 < error / np.linalg.norm(wanted) < 0.6, operand
+        assert 1e-3 < error / np.linalg.norm(wanted) < 0.8, operand
 
 
 @pytest.mark.parametrize("transport", [pytest.param(n, marks=weekly) for n in ep.TRANSPORTS])
