@@ -88,7 +88,7 @@ def quantize(
     same bits on every backend. Not differentiable: gradients are zero. MLX's ``quantize``.
     """
     op = "quantize"
-    if mode != "fp8" and isinstance(block, tuple) and block == fp8.TILE:
+    if not (isinstance(mode, str) and mode == "fp8") and block is fp8.TILE:
         block = None
     bits, group_size, block = static(op, mode, bits, group_size, block)
     w = check.array(op, "w", w)
