@@ -15,7 +15,7 @@ from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_mm import one_owner
-from .._quantized import array, convert, formats, fp8, fp8_convert, padding
+from .._quantized import array, convert, fp8, fp8_convert, padding, trilinear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
 from .._quantized.trilinear import Products, linear
@@ -144,18 +144,7 @@ def fp8_grouped_linear(
         shape, of_w = array_w.shape, array_w
         if quantized is not None:
             _checked(op, "quantized", quantized, x, shape)
-    groups, n, _ = shape
-    why = f"because w is {shape}"
-    group_sizes = check.group_sizes(op, group_sizes, groups, why)
-    if bias is not None:
-        bias = check.array(op, "bias", bias)
-        check.shape(op, "bias", bias, (groups, n), "G, N", why)
-        check.dtype(op, "bias", bias.dtype, formats.FLOATS)
-    if not isinstance(recipe, FP8Recipe):
-        raise TypeError(f"jgg.{op}: recipe must be a jgg.FP8Recipe, got {type(recipe).__name__}")
-    key = key if recipe.stochastic_rounding else None
-    if key is not None:
-        check.key(op, key)
+    group_sizes, bias, key = trilinear.checked(op, shape, group_sizes, bias, recipe, FP8Recipe, key)
     sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     if array_w is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):

@@ -136,9 +136,7 @@ _WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, keeps_call=True, co
 
 def _along_t(op: str, name: str, q) -> Quantized:
     """``q``, checked: in blocks along grouped rows."""
-    q = array.checked(op, name, q)
-    if q.mode != "fp8":
-        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'fp8'")
+    q = array.of_mode(op, name, q, "fp8")
     if q.layout != "grouped":
         raise ValueError(
             f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._core import partition
-from .._quantized import array, fp8
+from .._quantized import fp8
 from .._quantized.array import Quantized
 from .expert_parallel import Axis
 
@@ -196,7 +196,7 @@ def _in_whole_blocks(w, halves: int | None = None):
     """A weight in mode "fp8" with blocks that no device's part cuts, if it has whole ones."""
     if not isinstance(w, Quantized) or w.mode != "fp8":
         return w
-    return fp8.in_whole_blocks(fp8.of_product(array.checked("moe_mlp", "w", w)), halves)
+    return fp8.in_whole_blocks(fp8.of_product(w), halves)
 
 
 def _check_layout(leaf: _Leaf, operand) -> None:

@@ -231,6 +231,28 @@ def _fields(op: str, q: Quantized) -> tuple[int, int, Any]:
     return fields
 
 
+def along_last(op: str, name: str, q, mode: str, letters: str) -> Quantized:
+    """``q``, checked: in this mode, with blocks along its last axis and an axis for each letter."""
+    q = of_mode(op, name, q, mode)
+    if q.axis != -1:
+        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
+        raise ValueError(
+            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
+            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
+        )
+    axes = [None] * len(letters.split(", "))
+    check.shape(op, name, jax.ShapeDtypeStruct(q.shape, np.float32), axes, letters)
+    return q
+
+
+def of_mode(op: str, name: str, q, mode: str) -> Quantized:
+    """``q``, checked: in this mode."""
+    q = checked(op, name, q)
+    if q.mode != mode:
+        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected {mode!r}")
+    return q
+
+
 def checked(op: str, name: str, q) -> Quantized:
     """``q`` with its leaves as arrays; raises where it lacks a part, as one may that its
     constructor did not make, or where they do not fit each other. Swizzled scales are put in order:
