@@ -39,7 +39,7 @@ MODELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Of a layer on one of several devices, in bfloat16, beside its weights and its own tokens.
+    """A layer's memory on one of several devices, in bfloat16, beside weights and its own tokens.
 
     Attributes:
       tokens: of each device.

@@ -137,7 +137,7 @@ def right(found: dict[str, float]) -> bool:
 
 
 def record(shape: Shape, direction: str, name: str, arm, found: dict, times: dict) -> dict:
-    """What is kept of an arm, which is printed, too."""
+    """An arm's entry in the record, which is printed, too."""
     known = {
         "shape": shape.name, "tokens": shape.tokens, "width": shape.width, "hidden": shape.hidden,
         "experts": shape.experts, "k": shape.k, "direction": direction, "arm": name, **times,

@@ -1,5 +1,5 @@
-"""What benchmarks.moe times: shapes, their operands, and JAX's programs, compiled beside each
-other."""
+"""The cases of benchmarks.moe: shapes, their operands, and JAX's programs, which are compiled
+beside each other."""
 
 import concurrent.futures
 import functools

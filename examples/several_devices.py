@@ -75,7 +75,7 @@ def is_first() -> bool:
 
 
 def shardings(mesh: jax.sharding.Mesh | None, shapes):
-    """Of every leaf of a state: experts, and what the optimizer knows of them, along "expert"."""
+    """Each leaf of a state: experts, and what the optimizer knows of them, along "expert"."""
     if mesh is None:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda _: here, shapes)

@@ -73,7 +73,7 @@ inline xla::ffi::Error BindOptionalWeight(const char* op, const xla::ffi::Remain
   return BindWeight(op, *buffer, pairs, weight);
 }
 
-// Of dispatch and of combine, each the other's transpose: rows, where they stand, weights; rows.
+// The operands and the result of dispatch, and of combine, which is its transpose.
 inline auto RowsBinding() {
   namespace ffi = xla::ffi;
   return ffi::Ffi::Bind()

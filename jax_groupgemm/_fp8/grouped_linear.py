@@ -15,7 +15,7 @@ from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_mm import one_owner
-from .._quantized import array, convert, formats, fp8, fp8_convert, padding
+from .._quantized import array, convert, fp8, fp8_convert, padding, trilinear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
 from .._quantized.trilinear import Products, linear
@@ -129,39 +129,29 @@ def fp8_grouped_linear(
     check.dtype(op, "x", x.dtype, ("bfloat16", "float32"))
     check.shape(op, "x", x, (None, None), "T, K")
     check.rows(op, "x", x.shape[0])
+    array_w: Any = None  # there is none where w is constant
     if isinstance(w, Quantized):
         if quantized is not None:
             raise ValueError(f"jgg.{op}: quantized is of w, an array, and w is a jgg.Quantized")
-        values, quantized = None, w
+        quantized = w
         stored = _checked(op, "w", quantized, x, None)
         shape, of_w = stored.shape, stored.weight
     else:
-        values = check.array(op, "w", w)
-        check.dtype(op, "w", values.dtype, ("bfloat16", "float32"))
+        array_w = check.array(op, "w", w)
+        check.dtype(op, "w", array_w.dtype, ("bfloat16", "float32"))
         why = f"because x is {x.shape}"
-        check.shape(op, "w", values, (None, None, x.shape[1]), "G, N, K", why)
-        shape, of_w = values.shape, values
+        check.shape(op, "w", array_w, (None, None, x.shape[1]), "G, N, K", why)
+        shape, of_w = array_w.shape, array_w
         if quantized is not None:
             _checked(op, "quantized", quantized, x, shape)
-    groups, n, _ = shape
-    why = f"because w is {shape}"
-    group_sizes = check.group_sizes(op, group_sizes, groups, why)
-    if bias is not None:
-        bias = check.array(op, "bias", bias)
-        check.shape(op, "bias", bias, (groups, n), "G, N", why)
-        check.dtype(op, "bias", bias.dtype, formats.FLOATS)
-    if not isinstance(recipe, FP8Recipe):
-        raise TypeError(f"jgg.{op}: recipe must be a jgg.FP8Recipe, got {type(recipe).__name__}")
-    key = key if recipe.stochastic_rounding else None
-    if key is not None:
-        check.key(op, key)
+    group_sizes, bias, key = trilinear.checked(op, shape, group_sizes, bias, recipe, FP8Recipe, key)
     sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
-    if values is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
-        quantized = fp8_convert.quantized(op, values, block=recipe.weight_block)
+    if array_w is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
+        quantized = fp8_convert.quantized(op, array_w, block=recipe.weight_block)
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
-    out = linear(x, values, quantized, bias, group_sizes, key, _Products(recipe))
+    out = linear(x, array_w, quantized, bias, group_sizes, key, _Products(recipe))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")
 

@@ -73,7 +73,8 @@ def fp8_grouped_mm(
     ``m_grouped_fp8_gemm_nt_contiguous``, with groups of any size.
     """
     op = "fp8_grouped_mm"
-    x, w = operand(op, "x", x, "T, K"), operand(op, "w", w, "G, N, K")
+    x = array.along_last(op, "x", x, "fp8", "T, K")
+    w = array.along_last(op, "w", w, "fp8", "G, N, K")
     check.rows(op, "x", x.shape[0])
     if w.shape[2] != x.shape[1]:
         raise ValueError(
@@ -149,22 +150,6 @@ def _cost(operands, values, outs, *, product: Mm) -> Cost:
 
 
 _MM = Composed("jgg_fp8_grouped_mm", _composed, _call, keeps_call=True, cost=_cost)
-
-
-def operand(op: str, name: str, q, letters: str) -> Quantized:
-    """``q``, checked: in mode fp8, with blocks along its last axis and an axis for each letter."""
-    q = array.checked(op, name, q)
-    if q.mode != "fp8":
-        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'fp8'")
-    if q.axis != -1:
-        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
-        raise ValueError(
-            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
-            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
-        )
-    axes = [None] * len(letters.split(", "))
-    check.shape(op, name, jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), axes, letters)
-    return q
 
 
 def decoded(q: Quantized, implementation: str | None) -> jax.Array:

@@ -89,8 +89,8 @@ def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
         precision=lax.Precision.HIGHEST, implementation=implementation,
     )  # fmt: skip
-    rows_dy, rows_x = (decoded(_stored(q), implementation) for q in (dy, x))
-    out = primitives.wgrad(rows_dy, rows_x, segments.sizes(padded), product)
+    lines, columns = (decoded(_stored(q), implementation) for q in (dy, x))
+    out = primitives.wgrad(lines, columns, segments.sizes(padded), product)
     live = (padded > 0)[:, None, None]
     out = jnp.where(live, out * as_promised(group_sizes, fp8.GROUPED, x, dy), jnp.float32(0))
     if existing_out is not None:
@@ -137,9 +137,7 @@ _WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, keeps_call=True, co
 
 def _along_t(op: str, name: str, q) -> Quantized:
     """``q``, checked: in blocks along grouped rows."""
-    q = array.checked(op, name, q)
-    if q.mode != "fp8":
-        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'fp8'")
+    q = array.of_mode(op, name, q, "fp8")
     if q.layout != "grouped":
         raise ValueError(
             f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "

@@ -12,7 +12,7 @@ from jax import lax
 
 from .._core.primitive import vary_alike
 from . import transport
-from .routing import first_expert, local_experts
+from .routing import local_experts
 from .transport import Exchange, Gather
 
 
@@ -49,7 +49,6 @@ def arrive(index, offset, experts: int, axis: Axis | None, max_rows: int | None)
     devices = 1 if axis is None else lax.axis_size(axis.name)
     if axis is None or devices == 1 or 0 in (index.size, experts):
         return Arrived(index, offset, None)
-    offset = None if offset is None else first_expert("moe_mlp", offset)
     index = local_experts(index, offset, devices * experts)
     index, here = vary_alike(index, lax.axis_index(axis.name))
     plan = _plan(index, experts, devices, axis, max_rows)

@@ -171,9 +171,10 @@ def moe_mlp(
 
 
 def _axis(op: str, axis_name, transport, expert_offset) -> Axis | None:
-    if transport is not None and transport not in get_args(Transport):
-        known = " or ".join(map(repr, get_args(Transport)))
-        raise ValueError(f"jgg.{op}: transport={transport!r} is not {known}")
+    known = get_args(Transport)
+    if transport is not None and not (isinstance(transport, str) and transport in known):
+        said = " or ".join(map(repr, known))
+        raise ValueError(f"jgg.{op}: transport={check.describe(transport)} is not {said}")
     if axis_name is None:
         return None
     if expert_offset is not None:
@@ -181,9 +182,15 @@ def _axis(op: str, axis_name, transport, expert_offset) -> Axis | None:
             f"jgg.{op}: with axis_name, expert_index holds experts of all devices and each device "
             "knows which are its own. Leave out expert_offset."
         )
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not all(isinstance(name, Hashable) and not isinstance(name, jax.Array) for name in names):
+        raise TypeError(
+            f"jgg.{op}: axis_name must be the name of a mesh axis, or a tuple of names, got "
+            f"{check.describe(axis_name)}"
+        )
     try:
         jax.lax.axis_size(axis_name)
-    except NameError as error:
+    except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             f"jgg.{op}: axis_name={axis_name!r} is no axis of a jax.shard_map around this call"
         ) from error

@@ -27,6 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._core import partition
+from .._quantized import fp8
 from .._quantized.array import Quantized
 from .expert_parallel import Axis
 
@@ -45,6 +46,11 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *
     """The layer, where ``run(operands, axis, total)`` is that of one device. ``axis`` has experts
     on several devices, and tokens: given where a ``shard_map`` maps it already. ``total`` sums
     results over the devices that have parts of them; it is None where none has."""
+    halves = (-2 if transpose_w else -1) if gated else None
+    operands = operands | {
+        "up": _in_whole_blocks(operands["up"], halves),
+        "down": _in_whole_blocks(operands["down"]),
+    }
     given, tree = jax.tree.flatten_with_path(operands)
     words = _words(operands, gated, transpose_w)
     leaves = [_Leaf(path[0].key, words[path[0].key][: a.ndim], a) for path, a in given]
@@ -184,6 +190,13 @@ def _refuse(leaf: _Leaf, letter: str, entry, why: str) -> None:
     raise ValueError(
         f"{leaf} shards {letter} over {entry}, but {why}. Use jax.sharding.reshard first."
     )
+
+
+def _in_whole_blocks(w, halves: int | None = None):
+    """A weight in mode "fp8" with blocks that no device's part cuts, if it has whole ones."""
+    if not isinstance(w, Quantized) or w.mode != "fp8":
+        return w
+    return fp8.in_whole_blocks(fp8.of_product(w), halves)
 
 
 def _check_layout(leaf: _Leaf, operand) -> None:

@@ -14,7 +14,7 @@ from .._core import check, partition
 from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
-from .._quantized import formats
+from .._quantized import trilinear
 from .._quantized.array import Quantized
 from .._quantized.convert import dequantize
 from .._quantized.trilinear import Products, linear
@@ -127,18 +127,10 @@ def nvfp4_grouped_linear(
         check.dtype(op, name, value.dtype, ("bfloat16", "float32"))
     check.shape(op, "x", x, (None, None), "T, K")
     check.shape(op, "w", w, (None, None, x.shape[1]), "G, N, K", f"because x is {x.shape}")
-    groups, n, k = w.shape
-    why = f"because w is {w.shape}"
-    group_sizes = check.group_sizes(op, group_sizes, groups, why)
-    if bias is not None:
-        bias = check.array(op, "bias", bias)
-        check.shape(op, "bias", bias, (groups, n), "G, N", why)
-        check.dtype(op, "bias", bias.dtype, formats.FLOATS)
-    if not isinstance(recipe, NVFP4Recipe):
-        raise TypeError(f"jgg.{op}: recipe must be a jgg.NVFP4Recipe, got {type(recipe).__name__}")
-    key = key if recipe.stochastic_rounding else None
-    if key is not None:
-        check.key(op, key)
+    _, n, k = w.shape
+    group_sizes, bias, key = trilinear.checked(
+        op, w.shape, group_sizes, bias, recipe, NVFP4Recipe, key
+    )
     sharded = [("x", x, "TK"), ("w", w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     x, w = _blocks(x, 0, k), _blocks(w, n, k)

@@ -71,7 +71,8 @@ def nvfp4_grouped_mm(
     with its two-level scales, ``global_scale`` in the form that multiplies.
     """
     op = "nvfp4_grouped_mm"
-    x, w = _along_k(op, "x", x, "T, K"), _along_k(op, "w", w, "G, N, K")
+    x = array.along_last(op, "x", x, "nvfp4", "T, K")
+    w = array.along_last(op, "w", w, "nvfp4", "G, N, K")
     (t, k), (groups, n, _) = x.shape, w.shape
     if w.shape[2] != k:
         raise ValueError(
@@ -156,28 +157,6 @@ def _sm90(choice, x, w, group_sizes, scale, bias, *, dtype):
 
 
 _MM = sm100.grouped_mm(_composed, _problem, _sm90)
-
-
-def operand(op: str, name: str, q) -> Quantized:
-    """``q``, checked: in mode nvfp4."""
-    q = array.checked(op, name, q)
-    if q.mode != "nvfp4":
-        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected 'nvfp4'")
-    return q
-
-
-def _along_k(op: str, name: str, q, letters: str) -> Quantized:
-    """``q``, checked: its blocks run along its last axis, and it has an axis for each letter."""
-    q = operand(op, name, q)
-    if q.axis != -1:
-        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
-        raise ValueError(
-            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
-            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
-        )
-    axes = [None] * len(letters.split(", "))
-    check.shape(op, name, jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), axes, letters)
-    return q
 
 
 def factor(op: str, name: str, value, groups: int, why: str) -> jax.Array | None:

@@ -15,9 +15,10 @@ from .._core.types import Implementation, Integers
 from .._grouped import call as grouped_call
 from .._grouped import primitives
 from .._kernels import problems
+from .._quantized import array
 from .._quantized.array import Quantized
 from . import layouts, sm100
-from .grouped_mm import apart, exact, factor, operand
+from .grouped_mm import apart, exact, factor
 from .sm100 import folded
 
 
@@ -157,7 +158,7 @@ _WGRAD = sm100.grouped_wgrad(_composed, _problem, _sm90)
 
 def _along_t(op: str, name: str, q) -> Quantized:
     """``q``, checked: in blocks along grouped rows."""
-    q = operand(op, name, q)
+    q = array.of_mode(op, name, q, "nvfp4")
     if q.layout != "grouped":
         raise ValueError(
             f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "

@@ -169,7 +169,7 @@ def _static_fields(written: list) -> tuple:
 
 
 def static(
-    op: str, mode: str, bits: int | None, group_size: int | None, block=None
+    op: str, mode: str, bits: int | None, group_size: int | None, block: Any = None
 ) -> tuple[int, int, Any]:
     """bits, group_size and block, checked; by default the mode's first."""
     if not isinstance(mode, str) or mode not in MODES:
@@ -215,7 +215,7 @@ def _without(missing: list[str]) -> str:
     )
 
 
-def _fields(op: str, q: Quantized):
+def _fields(op: str, q: Quantized) -> tuple[int, int, Any]:
     """bits, group_size and block; raises where static fields are not those of any format."""
     fields = static(op, q.mode, q.bits, q.group_size, q.block)
     if not isinstance(q.axis, (int, np.integer)) or q.axis not in (-1, -2):
@@ -229,6 +229,28 @@ def _fields(op: str, q: Quantized):
             f"jgg.{op}: layout={q.layout!r} does not exist in mode {q.mode!r} with axis={q.axis}"
         )
     return fields
+
+
+def along_last(op: str, name: str, q, mode: str, letters: str) -> Quantized:
+    """``q``, checked: in this mode, with blocks along its last axis and an axis for each letter."""
+    q = of_mode(op, name, q, mode)
+    if q.axis != -1:
+        remedy = f". dataclasses.replace({name}, axis=-1) is what it stores, {q.shape}"
+        raise ValueError(
+            f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
+            f"of ({letters}){remedy if q.layout == 'linear' else ''}"
+        )
+    axes = [None] * len(letters.split(", "))
+    check.shape(op, name, jax.ShapeDtypeStruct(q.shape, np.float32), axes, letters)
+    return q
+
+
+def of_mode(op: str, name: str, q, mode: str) -> Quantized:
+    """``q``, checked: in this mode."""
+    q = checked(op, name, q)
+    if q.mode != mode:
+        raise ValueError(f"jgg.{op}: {name} has mode {q.mode!r}, expected {mode!r}")
+    return q
 
 
 def checked(op: str, name: str, q) -> Quantized:

@@ -88,8 +88,8 @@ def quantize(
     same bits on every backend. Not differentiable: gradients are zero. MLX's ``quantize``.
     """
     op = "quantize"
-    if mode != "fp8":
-        block = None if block == fp8.TILE else block
+    if not (isinstance(mode, str) and mode == "fp8") and block is fp8.TILE:
+        block = None
     bits, group_size, block = static(op, mode, bits, group_size, block)
     w = check.array(op, "w", w)
     check.dtype(op, "w", w.dtype, FLOATS)

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -196,19 +197,33 @@ def of_product(q):
     )
 
 
-def in_whole_blocks(q):
+def in_whole_blocks(q, halves: int | None = None):
     """``q``, of a product, in blocks that divide both axes, so that parts of either have whole
-    blocks. A scale of a block that is cut is repeated for smaller ones."""
+    blocks; of the axis ``halves``, -1 or -2, each half. A scale of a block that is cut is repeated
+    for smaller ones."""
     scales, block = q.scales, [*q.block]
     for axis in (-1, -2):
         n, size = q.shape[axis], q.block[axis]
-        if n % size == 0 and n > size:
+        part = n // 2 if axis == halves else n
+        if part % size == 0 and n > size:
             continue
-        block[axis] = unit = math.gcd(n, min(size, 128)) or 1
+        block[axis] = unit = math.gcd(part, min(size, 128)) or 1
         index = np.arange(n // unit) * unit // size
         if len(index) != scales.shape[axis]:
-            scales = jnp.take(scales, index, axis=axis)
+            scales = _taken(scales, index, axis)
     return dataclasses.replace(q, scales=scales, block=tuple(block), group_size=None)
+
+
+def _taken(scales, index, axis: int):
+    """Some of an axis, which may be explicitly sharded: still, where its parts divide."""
+    given = partition.entries_of(scales)
+    whole = [() if i == scales.ndim + axis else entry for i, entry in enumerate(given)]
+    scales = jnp.take(partition.resharded(scales, whole), index, axis=axis)
+    if not given[axis]:
+        return scales
+    mesh = jax.typeof(scales).sharding.mesh
+    parts = math.prod(mesh.shape[name] for name in given[axis])
+    return scales if len(index) % parts else partition.resharded(scales, given)
 
 
 # ---- layouts ---------------------------------------------------------------------------------

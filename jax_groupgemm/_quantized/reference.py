@@ -161,7 +161,7 @@ class _Fp8Parts(_Parts):
 
     def __init__(self, q: Quantized, *more):
         super().__init__(q, *more)
-        # XLA's CPU backend widens floats of 8 bits around slices, in every iteration.
+        # XLA's CPU backend widens floats of 8 bits around slices: all of them, to 16 bits.
         self.codes = lax.bitcast_convert_type(q.weight, jnp.uint8)
 
     def _width(self, q: Quantized) -> int:
@@ -169,13 +169,13 @@ class _Fp8Parts(_Parts):
 
     def _part(self, weight, first):
         q, axis = self.q, 0 if self.transpose_w else 1
+        rows, columns = q.block or (1, 1)
         codes = self._cut(self.codes, weight, first, 1)
         codes = lax.bitcast_convert_type(codes, q.weight.dtype)
         scales = lax.dynamic_index_in_dim(q.scales, weight, keepdims=False)
-        assert q.block is not None
-        block = (first + lax.iota(jnp.int32, self.width)) // q.block[axis]
+        block = (first + lax.iota(jnp.int32, self.width)) // (rows, columns)[axis]
         scales = jnp.take(scales, block, axis=axis, mode="clip")
-        own = (1, q.block[1]) if self.transpose_w else (q.block[0], 1)
+        own = (1, columns) if self.transpose_w else (rows, 1)
         return fp8.decoded(codes) * fp8.spread(scales, codes.shape, own)
 
 

@@ -20,7 +20,28 @@ from jax.custom_derivatives import SymbolicZero
 from .._core import check, partition, primitive, segments
 from .._core.products import Wgrad
 from .._grouped import primitives
+from . import formats
 from .array import Quantized
+
+
+def checked(op: str, shape, group_sizes, bias, recipe, kind: type, key):
+    """group_sizes, bias and key of a layer whose w has this shape, checked. There is no key where
+    the recipe rounds to nearest."""
+    groups, n, _ = shape
+    why = f"because w is {shape}"
+    group_sizes = check.group_sizes(op, group_sizes, groups, why)
+    if bias is not None:
+        bias = check.array(op, "bias", bias)
+        check.shape(op, "bias", bias, (groups, n), "G, N", why)
+        check.dtype(op, "bias", bias.dtype, formats.FLOATS)
+    if not isinstance(recipe, kind):
+        raise TypeError(
+            f"jgg.{op}: recipe must be a jgg.{kind.__name__}, got {type(recipe).__name__}"
+        )
+    key = key if recipe.stochastic_rounding else None
+    if key is not None:
+        check.key(op, key)
+    return group_sizes, bias, key
 
 
 class Products:

@@ -130,7 +130,7 @@ def test_other_operations(name, f):
 def test_every_primitive_is_a_product_or_a_conversion():
     products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
-    products |= {f"nvfp4_grouped_{name}" for name in ("mm", "wgrad", "linear")}
+    products |= {f"{of}_grouped_{name}" for of in ("nvfp4", "fp8") for name in ("mm", "wgrad")}
     ours = {*composed.PRIMITIVES, *primitive.INNER.values(), *primitive.OUTER.values()}
     saved = {p.name.removeprefix("jgg_").removesuffix("_outer") for p in ours if POLICY(p)}
     assert saved <= products
@@ -138,5 +138,5 @@ def test_every_primitive_is_a_product_or_a_conversion():
     assert {p.name for p in ours if not POLICY(p)} == {
         "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
         "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
-        "jgg_activation",
+        "jgg_activation", "jgg_send", "jgg_collect", "jgg_fp8_quantize", "jgg_fp8_dequantize",
     }  # fmt: skip

@@ -93,8 +93,8 @@ SWITCHES = {
 }
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.one_in(9)
 def test_recipe(problem, name):
     """Each switch changes what it should and nothing else; errors are those of eight bits."""
     switch, changes = SWITCHES[name]

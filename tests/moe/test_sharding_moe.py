@@ -220,6 +220,7 @@ def test_explicit_quantized(rng, mode, name):
     oracle.assert_close(out, oracle.f64(want), tolerance=1e-5)
 
 
+@pytest.mark.weekly
 def test_explicit_recipe(rng):
     """Every device quantizes what it has, with random numbers of its own."""
     args, index = problem(rng, "bfloat16", d=64, f=64)

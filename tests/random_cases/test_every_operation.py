@@ -19,7 +19,7 @@ from random_calls import sharded, transforms
 CASES = 10  # programs of one test
 WEEKLY = 60  # programs of each operation
 SLOW = ("nvfp4_grouped_linear", "nvfp4_quantize", "fp8_grouped_linear", "fp8_quantize")
-DAILY_SHARDED = ("grouped_mm", "ragged_dot_general", "grouped_qmm")
+DAILY_SHARDED = ("grouped_mm", "ragged_dot_general", "gather_mm")
 
 
 def pytest_generate_tests(metafunc):

@@ -64,7 +64,7 @@ def calls():
         "quantized_matmul": {"x": X, "w": Q[0], "transpose_w": True, **NAMED},
         "quantize": {
             "w": jnp.ones((3, 64)), "mode": "affine", "bits": None, "group_size": None,
-            "global_scale": None, "contract": -1,
+            "global_scale": None, "contract": -1, "block": None,
         },
         "dequantize": {"q": Q, "dtype": None},
         "prepack": {"w": Q, "scales_dtype": None, "strict": False},
@@ -84,7 +84,7 @@ def calls():
             "recipe": jgg.NVFP4Recipe(), "key": None,
         },
         "fp8_quantize": {
-            "x": X, "axis": -1, "group_sizes": None, "scale_format": "float32",
+            "x": X, "block": (1, 128), "axis": -1, "group_sizes": None, "scale_format": "float32",
             "stochastic_rounding_key": None, "format": "e4m3",
         },
         "fp8_grouped_mm": {
@@ -106,8 +106,8 @@ def calls():
         "moe_mlp": {
             "x": X, "up": W, "down": jnp.ones((3, 4, 64)), "expert_index": INDEX,
             "expert_weight": WEIGHT, "activation": "swiglu", "up_bias": None, "down_bias": None,
-            "transpose_w": None, "expert_offset": None, "max_rows": None, "recipe": None,
-            "key": None, "precision": None, **NAMED,
+            "transpose_w": None, "expert_offset": None, "axis_name": None, "transport": None,
+            "max_rows": None, "recipe": None, "key": None, "precision": None, **NAMED,
         },
     }  # fmt: skip
 
