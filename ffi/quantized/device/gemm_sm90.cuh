@@ -42,7 +42,7 @@ struct QuantizedGemmSm90Config {
   using Weights = typename Traits::Weights;
   static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
   static constexpr int kScheduledBlocks = kBlocks;
-  static constexpr bool kGates = false, kStacked = false;
+  static constexpr bool kGates = false, kStacked = false, kTransposed = false;
   static constexpr int kMostStages = Traits::kMostStages;
   static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
   static constexpr bool kWarps = Traits::kWarps;
