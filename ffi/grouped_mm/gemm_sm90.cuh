@@ -156,7 +156,7 @@ template <typename Config>
 int64_t MostTilesSm90(const GemmSm90& gemm) {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int64_t columns = gated ? gemm.n / 2 : gemm.n;
-  const int64_t tile_columns = (Config::kGates ? 64
+  const int64_t tile_columns = (Config::kGates ? 64 * Config::kBlocks
                                 : gated        ? 128
                                                : 128 * Config::kBlocks) *
                                (Config::kStacked ? 1 : Config::kCluster);

@@ -7,13 +7,18 @@
 
 namespace jgg {
 
-template <typename Traits>
-struct RowsListedSm90 : Traits {
+// A pair of these takes as much from L2 as one of 256 rows whose blocks share L.
+template <typename Operands>
+struct RowsListedSm90 : Operands {
+  static constexpr int kRows = 128, kBlocks = 2, kStages = 4, kCluster = 2;
   static constexpr device::Listed kListed = device::Listed::kRowsL;
 };
-
-template <typename Traits>
-struct BackwardOfSwigluSm90 : RowsListedSm90<Traits> {
+template <typename Operands>
+struct GateApartRowsListedSm90 : RowsListedSm90<Operands> {
+  static constexpr bool kGates = true;
+};
+template <typename Operands>
+struct BackwardOfSwigluSm90 : RowsListedSm90<Operands> {
   static constexpr Activation kBackward = Activation::kSwiglu;
 };
 
@@ -65,10 +70,10 @@ cudaError_t LaunchListedGemmSm90Instance(cudaStream_t stream, ListedGemmSm90& li
   return DispatchBool(operands.r_k_major, [&](auto r) {
     using Operands = TraitsSm90<Element, true, decltype(r)::value>;
     if (IsGated(listed.gemm.epilogue.activation)) {
-      return launch(RowsListedSm90<GateApartRows256Sm90<Operands>>{});
+      return launch(GateApartRowsListedSm90<Operands>{});
     }
-    if (listed.backward.h != nullptr) return launch(BackwardOfSwigluSm90<Rows256Sm90<Operands>>{});
-    return launch(RowsListedSm90<Rows256Sm90<Operands>>{});
+    if (listed.backward.h != nullptr) return launch(BackwardOfSwigluSm90<Operands>{});
+    return launch(RowsListedSm90<Operands>{});
   });
 }
 

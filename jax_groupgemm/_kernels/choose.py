@@ -242,18 +242,6 @@ def _lists_pay(p: Mm) -> bool:
     return p.x_list_alone
 
 
-def listed(p: Mm) -> Choice | None:
-    """Hopper's kernel for products of which x comes by list, of many rows; None for a copy of the
-    rows that are named."""
-    choice = fused(p)
-    many = choice is not None and choice.kernel.name == "sm90"
-    many = many and extension.rules().lists_many_rows_sm90(
-        rows=p.rows // max(p.segments, 1), k=p.k, n=p.n, gated=p.gated,
-        preactivation=p.preactivation,
-    )  # fmt: skip
-    return choice if many and set(extension.live_capabilities()) in ({90}, set()) else None
-
-
 def _mm_config(p: Mm) -> dict[str, Any]:
     tile = 0
     if not p.lists and p.segments:
@@ -332,15 +320,6 @@ def _wgrad_sm90(p: Wgrad, rows: int | None = None) -> str | None:
         transpose_y=p.transpose_y, own_weight=p.own_weight, segments=p.kind == "segments",
         x_by_list=p.x_list, y_by_list=p.y_list, same_dtype=p.out_dtype == p.operand_dtype,
     )  # fmt: skip
-
-
-def listed_wgrad(p: Wgrad) -> Choice | None:
-    """The same of weight gradients, of which one operand comes by list."""
-    choice = choose(p)
-    if choice is None or choice.kernel.name != "sm90" or choice.config.get("parts") != 1:
-        return None
-    whole = p.operand_dtype in HALVES and min(p.a, p.b) > 128 and p.rows > 64 * p.groups
-    return choice if whole and set(extension.live_capabilities()) in ({90}, set()) else None
 
 
 def wgrad_parts(p: Wgrad) -> int:

@@ -14,7 +14,7 @@ from .._core.composed import Composed
 from .._core.products import Wgrad
 from .._grouped import call
 from .._grouped.activation_backward import scaled_activation_backward
-from .._kernels import choose
+from .._kernels import lists
 from .permute import dispatched
 from .products import Options, Products
 from .routing import Routing
@@ -66,7 +66,7 @@ def _listed_mm(platform, x, w, products: Products, product, epilogue=call.NO_EPI
     problem = call.mm_problem(
         platform, x, w, products.metadata, product, epilogue, lists=True, x_list_alone=True
     )
-    return choose.listed(problem)
+    return lists.mm(problem)
 
 
 def down_backward(ct, h, w, row_weight, routing: Routing, options: Options):
@@ -151,7 +151,7 @@ def _weight_call(platform, w, x, rows, routing, *, options: Options, first: bool
     problem = call.wgrad_problem(
         platform, *pair, metadata, product, x_list=x_list, y_list=not x_list
     )
-    choice = choose.listed_wgrad(problem)
+    choice = lists.wgrad(problem)
     if choice is None:
         return None
     name = "x_rows" if x_list else "y_rows"

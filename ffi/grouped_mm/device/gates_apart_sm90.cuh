@@ -41,11 +41,12 @@ __device__ inline uint4* PieceAt(void* data, int64_t element) {
   return reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + element);
 }
 
-// The gated activation of rows [first, first + rows) of a tile, one of kGateWarps' share of it.
+// The gated activation of rows [first, first + rows) of a tile, of 64 columns from `begin` on: one
+// of kGateWarps' share of it.
 template <typename T>
 __device__ void GateChunk(const GemmSm90& gemm, const Work& work, const char* gates,
-                          const char* values, int warp, int first, int rows) {
-  const int lane = threadIdx.x % 32, piece = lane % 8, column = piece * 8;
+                          const char* values, int warp, int first, int rows, int begin = 0) {
+  const int lane = threadIdx.x % 32, piece = lane % 8, column = begin + piece * 8;
   if (column >= work.columns) return;
   const int half = gemm.n / 2;
 #pragma unroll 2
@@ -70,20 +71,28 @@ __device__ void GateWarp(const GemmSm90& gemm, typename Config::SharedMemory& me
   constexpr int kChunk = Config::kStoreChunk;
   static_assert(Config::kHalves == 1 && Config::kStoreBuffers == 1);
   Place<1> at;
+  const auto gate = [&](const Work& work, int first, int rows, int begin) {
+    Wait(&memory.stores.full[0][0], at.parity);
+    Wait(&memory.stores.full[1][0], at.parity);
+    GateChunk<typename Config::Element>(gemm, work, memory.staged[0], memory.staged[1], warp, first,
+                                        rows, begin);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      Arrive(&memory.stores.empty[0][0]);
+      Arrive(&memory.stores.empty[1][0]);
+    }
+    at.Next();
+  };
   ForEachWork<Config>(memory, [&](const Work& work) {
+    if constexpr (Config::kBlocks == 2) {
+      if (work.rows == 0) return;
 #pragma unroll 1
-    for (int first = 0; first < work.rows; first += kChunk) {
-      const int rows = min(kChunk, work.rows - first);
-      Wait(&memory.stores.full[0][0], at.parity);
-      Wait(&memory.stores.full[1][0], at.parity);
-      GateChunk<typename Config::Element>(gemm, work, memory.staged[0], memory.staged[1], warp,
-                                          first, rows);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        Arrive(&memory.stores.empty[0][0]);
-        Arrive(&memory.stores.empty[1][0]);
+      for (int begin = 0; begin < work.columns; begin += 64) gate(work, 0, work.rows, begin);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < work.rows; first += kChunk) {
+        gate(work, first, min(kChunk, work.rows - first), 0);
       }
-      at.Next();
     }
   });
 }

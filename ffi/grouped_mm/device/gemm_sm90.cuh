@@ -62,7 +62,7 @@ struct GemmSm90Config {
   static constexpr bool kGoesBack = kBackward != Activation::kNone;
   // One that gathers L shares R instead, with the tile below.
   static constexpr bool kStacked = kListed == Listed::kRowsL;
-  static constexpr int kScheduledBlocks = kGates ? kGateApart : kBlocks;
+  static constexpr int kScheduledBlocks = kGates && kBlocks == 1 ? kGateApart : kBlocks;
   // Those with an activation are of mm alone.
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates && !kStacked;
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
@@ -85,7 +85,10 @@ struct GemmSm90Config {
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
   static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kWide = kWide_;
-  static constexpr bool kStoreWarp = kBlocks == 1 && kRows >= 128 && kPlanes == 1 && !kGathered;
+  static constexpr bool kStoreWarp =
+      (kBlocks == 1 || kLists) && kRows >= 128 && kPlanes == 1 && !kGathered;
+  // As many sums as a warpgroup has room for.
+  static constexpr bool kLarge = kRows == 256 || (kBlocks == 2 && kLists);
   // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
   // registers before; tiles without slices go another way. With a K-major operand, whose addresses
   // take more registers, or many loops, ptxas serializes the products then (C7511).
@@ -93,11 +96,11 @@ struct GemmSm90Config {
       !kLKMajor && !kRKMajor && kRows == 256 && kPlanes == 1 && !kWide;
   // Rows of the result that the store warp takes at a time (in boxes of Epilogue::kChunk rows), and
   // the buffers for as many that each warpgroup has.
-  static constexpr int kStoreChunk = kWide ? 32 : kRows == 256 && !kGoesBack ? 128 : kChunkL;
-  static constexpr int kStoreBuffers = kWide ? 4 : kRows == 256 && !kGoesBack ? 1 : 2;
+  static constexpr int kStoreChunk = kWide ? 32 : kLarge && !kGoesBack ? 128 : kChunkL;
+  static constexpr int kStoreBuffers = kWide ? 4 : kLarge && !kGoesBack ? 1 : 2;
   // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
   // tiles leave no registers for any; smaller ones have no more chunks than buffers.
-  static constexpr int kLateChunks = kStoreWarp && kRows == 256 && !kGoesBack ? (kWide ? 2 : 1) : 0;
+  static constexpr int kLateChunks = kStoreWarp && kLarge && !kGoesBack ? (kWide ? 2 : 1) : 0;
   // Chunks that come late leave no registers for scales. With a transposed x, or for wgrad, ptxas
   // serializes products (C7510) where there is a bias.
   static constexpr Own kOwn = !kLKMajor         ? Own::kNothing
@@ -163,7 +166,7 @@ struct Copier {
 #pragma unroll
       for (int i = 0; i < kChunksR; ++i) {
         if (Config::kStacked && i % 2 != block) continue;  // the other block's half
-        const int column = Config::kGates ? work.out_column + i * (gemm.n / 2)
+        const int column = Config::kGates ? work.out_column + i / 2 * 64 + i % 2 * (gemm.n / 2)
                                           : work.out_column + i % 2 * 64 +
                                                 (gated ? i / 2 * (gemm.n / 2) : i / 2 * 128);
         char* to = memory.r[stage][plane] + i * Config::kChunkBytesR;
@@ -389,7 +392,11 @@ __device__ __forceinline__ void OtherWarp(const GemmSm90& gemm,
   } else if (warp == 2 && gemm.wgrad) {
     ClearWarp<Config>(memory);
   } else if (warp == 3 && gemm.store_warp) {
-    if constexpr (Config::kStoreWarp) StoreWarp<Config>(gemm, memory);
+    if constexpr (Config::kStoreWarp && Config::kBlocks == 2) {
+      StoreBlocksWarp<Config>(gemm, memory);
+    } else if constexpr (Config::kStoreWarp) {
+      StoreWarp<Config>(gemm, memory);
+    }
   }
 }
 

@@ -16,26 +16,23 @@ namespace jgg::device {
 
 constexpr int kBackwardRows = 64;                    // of h in a stage
 constexpr int kBackwardBytes = kBackwardRows * 128;  // of 64 columns of them
-template <typename Config>
-constexpr int kBackwardStages = Config::kRows / kBackwardRows;  // of a tile, whatever its rows
+template <typename Config>  // of a tile, whatever its rows and columns
+constexpr int kBackwardStages = Config::kBlocks * Config::kRows / kBackwardRows;
 
-// Whether a warpgroup has something in a stage.
-__device__ inline bool InBackward(const Work& work, int chunk, int group) {
-  return kBackwardRows * chunk < work.rows && 64 * group < work.columns;
-}
 
 // One thread: gates of both warpgroups, then values.
 template <typename Config>
 __device__ void CopyBackward(const ListedGemmSm90& listed, typename Config::SharedMemory& memory,
                              const Work& work, int chunk, int stage) {
   uint64_t* full = &memory.full[stage];
-  const int groups = InBackward(work, chunk, 0) + InBackward(work, chunk, 1);
+  const ChunkPlace place = PlaceOfChunk<Config>(chunk, 0);
+  const int groups = place.In(work) + PlaceOfChunk<Config>(chunk, 1).In(work);
   ArriveExpecting(full, 2 * groups * kBackwardBytes);
 #pragma unroll 1
   for (int i = 0; i < 2 * groups; ++i) {
     const int half = i / groups, group = i - half * groups;
-    CopyBox(&listed.backward.h_map, full, memory.l[stage][0] + (2 * half + group) * kBackwardBytes,
-            work.out_column + 64 * group, work.out_row + kBackwardRows * chunk, half);
+    CopyBox(&listed.backward.h_map, full, memory.r[stage][0] + (2 * half + group) * kBackwardBytes,
+            work.out_column + place.column + 64 * group, work.out_row + place.row, half);
   }
 }
 
@@ -120,14 +117,16 @@ __device__ __forceinline__ void StageBackward(const ListedGemmSm90& listed,
                                               const Work& work, int group,
                                               Place<Config::kStages>& at,
                                               Place<Config::kStoreBuffers>& store,
-                                              const float (&sums)[Config::kRows / 2]) {
+                                              const float (&sums)[Config::kBlocks]
+                                                                 [Config::kRows / 2]) {
   using T = typename Config::Element;
   const BackwardSm90& backward = listed.backward;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int chunk = 0; chunk < kBackwardStages<Config>; ++chunk) {
-    const int first = kBackwardRows * chunk;
-    if (!InBackward(work, chunk, group)) {
+    const ChunkPlace place = PlaceOfChunk<Config>(chunk, group);
+    const int first = place.row;
+    if (!place.In(work)) {
       Wait(&memory.full[at.index], at.parity);
       Release<Config>(memory, at.index);
     } else {
@@ -139,8 +138,9 @@ __device__ __forceinline__ void StageBackward(const ListedGemmSm90& listed,
       }
       Wait(&memory.full[at.index], at.parity);
       Wait(&memory.stores.empty[group][store.index], store.parity ^ 1);
-      char* gates = memory.l[at.index][0] + group * kBackwardBytes;
-      BackwardOfSums<T, Config::kBackward>(sums + first / 2, scale, gates,
+      char* gates = memory.r[at.index][0] + group * kBackwardBytes;
+      constexpr int kEach = kBackwardStages<Config> / Config::kBlocks;
+      BackwardOfSums<T, Config::kBackward>(sums[chunk / kEach] + first / 2, scale, gates,
                                            gates + 2 * kBackwardBytes,
                                            Buffer<Config>(memory, group, store.index), row_sums);
       FenceAsyncProxy();
@@ -148,7 +148,7 @@ __device__ __forceinline__ void StageBackward(const ListedGemmSm90& listed,
       if (lane == 0) Arrive(&memory.stores.full[group][store.index]);
       store.Next();
       // Of the warp's 16 columns.
-      const int part = work.out_column / 16 + 4 * group + threadIdx.x % 128 / 32;
+      const int part = (work.out_column + place.column) / 16 + threadIdx.x % 128 / 32;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = first + lane / 4 * 8 + lane % 4 * 2 + e;
@@ -194,10 +194,16 @@ __device__ __forceinline__ void MultiplyBackwardWarpgroup(const ListedGemmSm90& 
   Place<Config::kStages> at, cleared;
   Place<Config::kStoreBuffers> store;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
-    if (work.slices == 0) return ZeroBackward<Config>(listed, work, 64 * group);
+    if (work.slices == 0) {
+#pragma unroll 1
+      for (int block = 0; block < Config::kBlocks; ++block) {
+        ZeroBackward<Config>(listed, work, 128 * block + 64 * group);
+      }
+      return;
+    }
     typename Products<Config>::Sums sums;
     Products<Config>::MultiplyTile(memory, work, false, group, at, cleared, sums);
-    StageBackward<Config>(listed, memory, work, group, at, store, sums[0]);
+    StageBackward<Config>(listed, memory, work, group, at, store, sums);
   });
 }
 
@@ -248,13 +254,14 @@ __device__ void StoreBackwardWarp(const ListedGemmSm90& listed,
     for (int chunk = 0; chunk < kBackwardStages<Config>; ++chunk) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        if (!InBackward(work, chunk, group)) continue;
+        const ChunkPlace of_tile = PlaceOfChunk<Config>(chunk, group);
+        if (!of_tile.In(work)) continue;
         Place<Config::kStoreBuffers>& place = places[group];
         Wait(&memory.stores.full[group][place.index], place.parity);
-        const int row = work.out_row + kBackwardRows * chunk, column = work.out_column + 64 * group;
-        const int rows = min(kBackwardRows, work.rows - kBackwardRows * chunk);
-        const int columns = work.columns - 64 * group;
-        const char* gates = memory.l[at.index][0] + group * kBackwardBytes;
+        const int row = work.out_row + of_tile.row, column = work.out_column + of_tile.column;
+        const int rows = min(kBackwardRows, work.rows - of_tile.row);
+        const int columns = work.columns - of_tile.column;
+        const char* gates = memory.r[at.index][0] + group * kBackwardBytes;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           StoreRows(&backward.dh_map, &backward.dh_rest, backward.dh,

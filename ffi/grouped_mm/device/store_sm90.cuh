@@ -29,6 +29,21 @@ struct StoreBarriers {
   }
 };
 
+// Where a warpgroup's chunk of sums begins in its tile: chunks go down a block of columns, then on
+// to the next block.
+struct ChunkPlace {
+  int row, column;
+
+  __device__ bool In(const Work& work) const { return row < work.rows && column < work.columns; }
+};
+
+template <typename Config>
+__device__ ChunkPlace PlaceOfChunk(int chunk, int group) {
+  constexpr int kEach = Config::kRows / Config::kStoreChunk;
+  const int block = chunk / kEach;
+  return {chunk % kEach * Config::kStoreChunk, Config::kGates ? 64 * block : 128 * block + 64 * group};
+}
+
 // Rows of a tile whose sums are in the first of its halves; see Products::Tile.
 template <typename Config>
 __device__ int HalfRows(int rows) {
@@ -139,6 +154,33 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
     *reinterpret_cast<uint4*>(static_cast<char*>(gemm.out) + to * (16 / kPiece)) =
         *reinterpret_cast<const uint4*>(staged + row * 128 + (piece ^ (row % 8)) * 16);
   }
+}
+
+// The warp that stores tiles of several blocks of columns, of which each warpgroup has a chunk.
+template <typename Config>
+__device__ void StoreBlocksWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
+  static_assert(Config::kStoreBuffers == 1);
+  Place<1> places[2];
+  ForEachWork<Config>(memory, [&](const Work& work) {
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const ChunkPlace place = PlaceOfChunk<Config>(block, group);
+        if (!place.In(work)) continue;
+        Wait(&memory.stores.full[group][0], places[group].parity);
+        StoreChunk<Config>(gemm, work, memory.staged[group], place.column, 0, work.rows);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+          CommitStores();
+          WaitStored<0>();
+          Arrive(&memory.stores.empty[group][0]);
+        }
+        __syncwarp();
+        places[group].Next();
+      }
+    }
+  });
 }
 
 // The warp that stores.
@@ -287,9 +329,19 @@ struct NoLateChunks {
 template <typename Config, typename T, int kSums, typename Late>
 __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                           const Work& work, int group, Place<Config::kStoreBuffers>& at,
-                          float (&sums)[Config::kHalves][kSums], Late& late, float scale = 1.0f) {
+                          float (&sums)[Config::kBlocks * Config::kHalves][kSums], Late& late,
+                          float scale = 1.0f) {
   constexpr int kChunk = Config::kStoreChunk, kChunks = (2 * kSums + kChunk - 1) / kChunk;
   constexpr int kEarly = kChunks - Config::kLateChunks;
+  if constexpr (Config::kBlocks == 2) {
+    static_assert(kChunks == 1 && Config::kLateChunks == 1);
+    if (!PlaceOfChunk<Config>(0, group).In(work)) return;
+    StageChunk<Config>(memory, group, at, [&](char* staged) {
+      StageRounded<Config, T, StagedSm90<kChunk>>(sums[0], staged, kChunk / 8);
+    });
+    if (PlaceOfChunk<Config>(1, group).In(work)) late.template Keep<T>(0, sums[1], scale);
+    return;
+  }
   const int half_rows = HalfRows<Config>(work.rows);
 #pragma unroll
   for (int half = 0; half < Config::kHalves; ++half) {

@@ -1,0 +1,38 @@
+"""Whether tokens are gathered beside a product on Hopper, or their rows are copied first."""
+
+from __future__ import annotations
+
+from . import choose, extension
+from .problems import HALVES, Mm, Wgrad
+
+# A product whose rows are gathered takes up to 1.5 times as long, a copy as long as the row is:
+# where each row is multiplied by few columns, the copy takes longer (docs/lab, measured on H100s).
+MOST_COLUMNS = 512
+
+
+def mm(p: Mm) -> choose.Choice | None:
+    """Hopper's kernel for products of which x comes by list, of many rows; None for a copy of the
+    rows that are named."""
+    choice = choose.fused(p)
+    takes = choice is not None and choice.kernel.name == "sm90" and p.n <= MOST_COLUMNS
+    takes = takes and extension.rules().lists_many_rows_sm90(
+        rows=p.rows // max(p.segments, 1), k=p.k, n=p.n, gated=p.gated,
+        preactivation=p.preactivation,
+    )  # fmt: skip
+    return choice if takes and _hopper() else None
+
+
+def wgrad(p: Wgrad) -> choose.Choice | None:
+    """The same of weight gradients, of which one operand comes by list."""
+    choice = choose.choose(p)
+    if choice is None or choice.kernel.name != "sm90" or choice.config.get("parts") != 1:
+        return None
+    columns = p.b if p.x_list else p.a  # that multiply a row that is gathered
+    takes = p.operand_dtype in HALVES and min(p.a, p.b) > 128
+    takes = takes and p.rows > 64 * p.groups and columns <= MOST_COLUMNS
+    return choice if takes and _hopper() else None
+
+
+def _hopper() -> bool:
+    """Whether every device is one, or none is there: the call is lowered for another machine."""
+    return set(extension.live_capabilities()) in ({90}, set())
