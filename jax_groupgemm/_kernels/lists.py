@@ -5,16 +5,19 @@ from __future__ import annotations
 from . import choose, extension
 from .problems import HALVES, Mm, Wgrad
 
-# A product whose rows are gathered takes up to 1.5 times as long, a copy as long as the row is:
-# where each row is multiplied by few columns, the copy takes longer (docs/lab, measured on H100s).
-MOST_COLUMNS = 512
+# A product takes longer when it gathers its rows: mm an eighth, and weight gradients a third. A
+# copy of the rows takes as long whatever they are multiplied by. So lists pay where each row is
+# multiplied by no more columns than these. Backward, both products of the rows have to take the
+# list, or the copy is made anyway; docs/lab has what was measured (H100).
+MOST_COLUMNS_FORWARD = 2048
+MOST_COLUMNS_BACK = 1000
 
 
 def mm(p: Mm) -> choose.Choice | None:
     """Hopper's kernel for products of which x comes by list, of many rows; None for a copy of the
     rows that are named."""
     choice = choose.fused(p)
-    takes = choice is not None and choice.kernel.name == "sm90" and p.n <= MOST_COLUMNS
+    takes = choice is not None and choice.kernel.name == "sm90" and _pays(p.n, p.gated)
     takes = takes and extension.rules().lists_many_rows_sm90(
         rows=p.rows // max(p.segments, 1), k=p.k, n=p.n, gated=p.gated,
         preactivation=p.preactivation,
@@ -29,8 +32,12 @@ def wgrad(p: Wgrad) -> choose.Choice | None:
         return None
     columns = p.b if p.x_list else p.a  # that multiply a row that is gathered
     takes = p.operand_dtype in HALVES and min(p.a, p.b) > 128
-    takes = takes and p.rows > 64 * p.groups and columns <= MOST_COLUMNS
+    takes = takes and p.rows > 64 * p.groups and _pays(columns)
     return choice if takes and _hopper() else None
+
+
+def _pays(columns: int, forward: bool = False) -> bool:
+    return columns <= (MOST_COLUMNS_FORWARD if forward else MOST_COLUMNS_BACK)
 
 
 def _hopper() -> bool:
