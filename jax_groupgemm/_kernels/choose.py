@@ -55,6 +55,12 @@ _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 # 4.3e-9 of the products' absolute sum for each k; sums by FMA are rounded to nearest.
 _LONGEST_SUM = {"float32": 2**14, "float16": 2**15, "bfloat16": 2**17}
 _LONGEST_FMA_SUM = 2**16
+# Rows up to which one sum is one matrix of a weight gradient; of more, float32 sums over ranges of
+# rows are added up. How many rows a matrix has is data, so a limit is what all calls of more rows
+# pay for, of many short segments too: a launch, and a matrix cut in two. Beside the products of
+# 2**20 rows that is nothing. Without a limit an error would grow on: by 4.3e-9 a row, or faster
+# where float32 sums are rounded (2e-4 after 2**20, where a number is 2**-20 of the sum).
+_LONGEST_SEGMENT = 2**20
 
 
 def choose(problem: Problem) -> Choice | None:
@@ -304,10 +310,12 @@ def sorting_pays(kind: str, pairs: int, rows: int) -> bool:
 # ---- wgrad -------------------------------------------------------------------------------------
 
 
-def _wgrad_config(p: Wgrad) -> dict[str, Any]:
-    parts = wgrad_parts(p)
+def _wgrad_config(p: Wgrad, *, hopper: bool = False) -> dict[str, Any]:
+    """``ranges`` of rows are summed apart, and so are ``parts`` of each segment in them. Hopper's
+    kernel ``adds`` to what the result holds."""
+    parts, ranges = wgrad_parts(p), wgrad_ranges(p)
     if parts > 1:  # each part is a problem of its own
-        return {"parts": parts}
+        return {"parts": parts, "ranges": ranges}
     few = _tiles(p) <= 2 * extension.rules().H200_PROCESSORS
     pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few)
     runs = _wgrad_sm90(p, rows=_up(p.rows, 8)) is None
@@ -315,7 +323,12 @@ def _wgrad_config(p: Wgrad) -> dict[str, Any]:
     tile = tuned.wgrad(
         (*p.dtypes, p.out_dtype), p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y
     )
-    return {"parts": 1, "planes": _planes(p, runs, pays), "tile": tile}
+    planes = _planes(p, runs, pays)
+    if planes == 1:
+        runs = p.operand_dtype in HALVES and _wgrad_sm90(p) is None
+    return {
+        "parts": 1, "ranges": ranges, "adds": hopper and runs, "planes": planes, "tile": tile,
+    }  # fmt: skip
 
 
 def _wgrad_pays(p: Wgrad) -> bool:
@@ -337,7 +350,9 @@ def _wgrad_sm90(p: Wgrad, rows: int | None = None) -> str | None:
 def listed_wgrad(p: Wgrad) -> Choice | None:
     """The same of weight gradients, of which one operand comes by list."""
     choice = choose(p)
-    if choice is None or choice.kernel.name != "sm90" or choice.config.get("parts") != 1:
+    if choice is None or choice.kernel.name != "sm90":
+        return None
+    if choice.config["parts"] > 1 or choice.config["ranges"] > 1:
         return None
     whole = p.operand_dtype in HALVES and min(p.a, p.b) > 128 and p.rows > 64 * p.groups
     return choice if whole and set(extension.live_capabilities()) in ({90}, set()) else None
@@ -351,6 +366,11 @@ def wgrad_parts(p: Wgrad) -> int:
         return 1
     parts = min(extension.rules().H200_PROCESSORS // _tiles(p), p.rows // (512 * p.groups))
     return parts if parts >= 4 else 1
+
+
+def wgrad_ranges(p: Wgrad) -> int:
+    """In how many ranges of rows a CUDA kernel makes the sums over rows."""
+    return 1 if 0 in (p.groups, p.a, p.b) else max(-(-p.longest // _LONGEST_SEGMENT), 1)
 
 
 def _tiles(p: Wgrad) -> int:
@@ -481,7 +501,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "wgrad": (
         Kernel(
-            "sm90", "jgg_wgrad", pays=_wgrad_pays, config=_wgrad_config,
+            "sm90", "jgg_wgrad", pays=_wgrad_pays,
+            config=functools.partial(_wgrad_config, hopper=True),
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
         Kernel("sm80", "jgg_wgrad", config=_wgrad_config, unseen=True),
@@ -515,7 +536,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel("sm100", "jgg_nvfp4_grouped_wgrad", _nvfp4_wgrad_sm100, needs="K % 4 == 0"),
         Kernel(
             "sm90", "jgg_wgrad", fuses=_nvfp4_wgrad_sm90,
-            config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
+            config=lambda p: _wgrad_config(p.inner, hopper=True),
+            needs="groups that are not cut into parts",
         ),
     ),
     # These have a definition and no kernel yet.
