@@ -16,7 +16,7 @@ import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Wgrad
 from jax_groupgemm._core.segments import SPANS, Form, Metadata
-from jax_groupgemm._grouped import call, reference
+from jax_groupgemm._grouped import call
 from jax_groupgemm._kernels import choose, extension
 
 SIZES = np.array([5, 11], np.int32)
@@ -211,11 +211,12 @@ def test_ranges(out, kernel, rows, count):
 def test_ranges_of_planes(offset):
     """float32 operands are split once."""
     rows = 2**21
+    groups = 2 if offset is None else 4
     f = lambda x, dy, sizes: gradient(x, dy, sizes, offset=offset, groups=2)
-    text = lowered(f, *[((rows, 1024), "float32")] * 2, ((4,), "int32"))
+    text = lowered(f, *[((rows, 1024), "float32")] * 2, ((groups,), "int32"))
     calls = wgrad_calls(text)
     assert text.count("@jgg_planes") == 1
-    assert [f"tensor<{rows}x3072xbf16>" in line for line in calls] == [True, True]
+    assert [f"tensor<{rows}x3x1024xbf16>" in line for line in calls] == [True, True]
     assert ["output_operand_alias<" in line for line in calls] == [False, True]
 
 
@@ -248,8 +249,16 @@ def test_ranges_of_a_quantized_operand():
     assert all("scale = true" in line for line in calls)
 
 
+def in_numpy(x, y, table, groups) -> np.ndarray:
+    x, y = oracle.f64(x), oracle.f64(y)
+    out = np.zeros((groups, x.shape[1], y.shape[1]))
+    for i, j, length, weight in np.asarray(table):
+        out[weight] += x[i : i + length].T @ y[j : j + length]
+    return out
+
+
 class Call:
-    """In the place of one custom call: what the handler promises, by the reference."""
+    """In the place of one custom call: what the handler promises."""
 
     def __init__(self, monkeypatch):
         self.tables = []
@@ -262,7 +271,7 @@ class Call:
         assert choice.kernel.name == "sm90" or (scale is None and existing_out is None)
         table = metadata.decode(*product.rows(x, y), shape[0])
         self.tables.append(np.asarray(table))
-        out = reference.wgrad(x, y, metadata, product)
+        out = jnp.asarray(in_numpy(x, y, table, shape[0]), product.out_dtype)
         live = np.zeros(shape[0], bool)
         live[self.tables[-1][self.tables[-1][:, segments.LENGTH] > 0, segments.WEIGHT]] = True
         live = jnp.asarray(live)[:, None, None]
@@ -279,45 +288,47 @@ def batch_of_shared_rows() -> Metadata:
     x_start = np.array([0, 300, 300, 0, 100, 700], np.int32)
     y_start = np.array([0, 300, 300, 1000, 1100, 1700], np.int32)
     length = np.array([300, 0, 700, 100, 600, 299], np.int32)
+    weights = np.arange(6, dtype=np.int32)
     form = Form("segments", ordered_y=True, own_weight=True, aligned=False)
-    return Metadata(form, jnp.asarray(np.stack([x_start, y_start, length, np.arange(6)], 1), "int32"))
+    return Metadata(form, jnp.asarray(np.stack([x_start, y_start, length, weights], 1)))
 
 
 def several_of_a_weight() -> Metadata:
     """As (y_start, x_start): rows in no order, and five segments of three weights."""
-    columns = [500, 0, 1500, 900, 20], [0, 500, 30, 1100, 1900], [400, 500, 470, 600, 77]
+    columns = [500, 0, 1500, 900, 20], [0, 500, 400, 1100, 1900], [400, 500, 90, 600, 77]
     table = np.stack([*columns, [2, 0, 2, 0, 2]], 1)
     form = Form("segments", aligned=False, swapped=True)
     return Metadata(form, jnp.asarray(table, "int32"))
 
 
+OVERLAPPING = [[900, 999], [0, 1000], [7, 7], [5, 2**30]]
 FORMS = {
     "sizes": (1000, 1000, 5, segments.sizes(jnp.array([3, 0, 250, 500, 2**30]))),
     "offset": (1000, 1000, 4, segments.sizes(jnp.array([100, 300, 0, 590]), jnp.array(1))),
-    "spans": (1000, 1000, 4, Metadata(SPANS, jnp.array([[900, 999], [0, 1000], [7, 7], [5, 2**30]]))),
+    "spans": (1000, 1000, 4, Metadata(SPANS, jnp.array(OVERLAPPING))),
     "shared": (1000, 2000, 6, batch_of_shared_rows()),
     "several": (2000, 2000, 3, several_of_a_weight()),
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-@pytest.mark.parametrize("out", ["float32", "bfloat16"])
-def test_values_of_ranges(rng, monkeypatch, out, kernel, form):
+@pytest.mark.parametrize(
+    ("form", "kernel", "out"),
+    [*((form, "sm80", "float32") for form in FORMS), ("sizes", "sm90", "bfloat16"),
+     ("offset", "sm90", "float32"), ("shared", "sm90", "float32")],
+)  # fmt: skip
+def test_values_of_ranges(rng, monkeypatch, form, kernel, out):
     """All rows of every segment are in one range or another, whatever the metadata is."""
     monkeypatch.setattr(choose, "_LONGEST_SEGMENT", 192)
     rows_x, rows_y, groups, metadata = FORMS[form]
-    if kernel == "sm90" and not metadata.form.own_weight:
-        pytest.skip("is not for Hopper's kernel")
-    x, y = oracle.random(rng, (rows_x, 24), "bfloat16"), oracle.random(rng, (rows_y, 16), "bfloat16")
+    x = oracle.random(rng, (rows_x, 24), "bfloat16")
+    y = oracle.random(rng, (rows_y, 16), "bfloat16")
     product = Wgrad(groups=groups, out_dtype=out, implementation=kernel)
     problem = call.wgrad_problem("cuda", x, y, metadata, product)
     calls = Call(monkeypatch)
     got = call.wgrad(choose.choose(problem), x, y, metadata, product)
-    want = np.asarray(reference.wgrad(x, y, metadata, product.replace(out_dtype="float32")))
-    assert got.dtype == out
-    oracle.assert_close(got, want)
     table = np.asarray(metadata.decode(rows_x, rows_y, groups))
+    assert got.dtype == out
+    oracle.assert_close(got, in_numpy(x, y, table, groups))
     empty = np.setdiff1d(np.arange(groups), table[table[:, segments.LENGTH] > 0, segments.WEIGHT])
     assert not np.asarray(got, "float32")[empty].any()
     assert len(calls.tables) == choose.wgrad_ranges(problem) > 1
@@ -334,10 +345,10 @@ def test_values_of_ranges_in_parts(rng, monkeypatch):
     choice = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
     calls = Call(monkeypatch)
     got = call.wgrad(choice, x, y, metadata, product)
-    oracle.assert_close(got, reference.wgrad(x, y, metadata, product.replace(out_dtype="float32")))
+    oracle.assert_close(got, in_numpy(x, y, metadata.decode(5000, 5000, 2), 2))
     (table,) = calls.tables
     assert len(table) == 2 * choice.config["ranges"] * choice.config["parts"] == 2 * 3 * 4
-    assert table[:, segments.LENGTH].max() <= -(-2**11 // 4) + 64
+    assert table[:, segments.LENGTH].max() <= 2**11 // 4
 
 
 def test_options_of_ranges(rng, monkeypatch):
@@ -351,8 +362,8 @@ def test_options_of_ranges(rng, monkeypatch):
     scale, old = jnp.array([2.0, 3.0, 0.5, jnp.inf]), oracle.random(rng, (4, 24, 16))
     calls = Call(monkeypatch)
     got = call.wgrad(choice, x, y, metadata, product, scale=scale, existing_out=old)
-    sums = reference.wgrad(x, y, metadata, product)
-    oracle.assert_close(got[:3], (sums * scale[:, None, None] + old)[:3])
+    sums = in_numpy(x, y, metadata.decode(1000, 1000, 4), 4)[:3]
+    oracle.assert_close(got[:3], sums * np.asarray(scale)[:3, None, None] + old[:3])
     np.testing.assert_array_equal(got[1], old[1])
     assert np.isinf(np.asarray(got[3])).all()
     assert len(calls.tables) == 6
