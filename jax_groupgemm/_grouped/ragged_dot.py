@@ -404,7 +404,14 @@ def _naming(op: str, out_sharding):
 
 
 def _placed(op: str, out, out_sharding):
+    """``out``, resharded. Where there is no mesh but that of ``out_sharding``, the result is on one
+    device and stays there, as JAX's own does."""
     if out_sharding is None:
         return out
+    to_mesh = lambda out: jax.sharding.reshard(out, out_sharding)
+    nowhere = jax.typeof(out).sharding.mesh.empty
     with _naming(op, out_sharding):
-        return jax.sharding.reshard(out, out_sharding)
+        if nowhere and isinstance(out_sharding, jax.sharding.NamedSharding):
+            jax.eval_shape(to_mesh, out)  # an error where it does not fit
+            return out
+        return to_mesh(out)
