@@ -22,6 +22,7 @@ it becomes a ``shard_map`` around the operation (``explicit``). Metadata is alwa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -230,6 +231,17 @@ def maps_explicit_axes() -> bool:
         return False
 
 
+def mesh_of_mapped(operands):
+    """Within a vmap over an axis that is explicitly sharded: the context in which operands' mesh is
+    set. Without one JAX gives a selection between what is mapped and what is not, or a reshape, a
+    mesh of no axes there."""
+    if maps_explicit_axes() and jax.sharding.get_abstract_mesh().empty:
+        leaves = [a for a in jax.tree.leaves(operands) if isinstance(a, jax.Array)]
+        if (mesh := explicit_mesh(leaves)) is not None:
+            return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    return contextlib.nullcontext()
+
+
 def explicit(call: Call, mesh, operands, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
     types = [jax.typeof(v) for v in operands]
@@ -378,7 +390,9 @@ def resharded(a, wanted) -> jax.Array:
 
 
 def _reshaped(a, shape, entries) -> jax.Array:
-    return lax.reshape(a, shape, out_sharding=_in_own_mesh(a, entries) if any(entries) else None)
+    # Of several axes at once JAX does not see that they leave alone the one that a vmap maps.
+    says = any(entries) or (maps_explicit_axes() and not jax.typeof(a).sharding.mesh.empty)
+    return lax.reshape(a, shape, out_sharding=_in_own_mesh(a, entries) if says else None)
 
 
 def _in_own_mesh(a, entries) -> NamedSharding:

@@ -139,10 +139,15 @@ def ragged_dot_general(
             entry = _common_entry(op, lhs, rhs, x, y, i, j)
             x, y = _with_entry(x, i, entry), _with_entry(y, j, entry)
         explicit = partition.explicit_mesh((x, y)) is not None
+        if explicit and out_sharding is None:
+            out_sharding = _of_whole_sums(dn, x, y)
+        sums, common = same["out_dtype"], dtypes.promoted(x.dtype, y.dtype)
+        if jnp.issubdtype(common, jnp.integer):
+            sums = dtypes.summed(common, sums)
         with _naming(op, out_sharding):
             out = jax.lax.dot_general(
                 x, y, dn.dot_dimension_numbers, precision=same["precision"],
-                preferred_element_type=same["out_dtype"],
+                preferred_element_type=sums,
                 out_sharding=out_sharding if explicit else None,
             )  # fmt: skip
     elif dn.mode == "kept":
@@ -379,6 +384,22 @@ def _vmap(function, size: int, in_axes: tuple, out_axes: int = 0):
         return jnp.expand_dims(out, out_axes)
 
     return wrapped
+
+
+def _of_whole_sums(dn: _Dimensions, x, y):
+    """Where a plain product goes, of operands whose contracted axes are sharded alike: its other
+    axes are sharded as theirs are. None where JAX knows, or nobody does."""
+    left, right = partition.entries_of(x), partition.entries_of(y)
+    contracted = [left[i] for i in dn.lhs_contracting]
+    if not any(contracted) or contracted != [right[i] for i in dn.rhs_contracting]:
+        return None
+    entries = [left[i] for i in (*dn.lhs_batch, *dn.lhs_kept)] + [right[i] for i in dn.rhs_kept]
+    names = [name for entry in entries for name in entry]
+    if len({*names}) < len(names):
+        return None
+    mesh = partition.explicit_mesh((x, y))
+    spec = jax.sharding.PartitionSpec(*(entry or None for entry in entries))
+    return jax.sharding.NamedSharding(mesh, spec)
 
 
 def _check_out_sharding(op: str, out_sharding) -> None:

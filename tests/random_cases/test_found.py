@@ -19,6 +19,25 @@ def put(a, *spec):
     return jax.device_put(a, NamedSharding(mesh, P(*spec)))
 
 
+@pytest.mark.parametrize("out", ["bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
+def test_a_result_narrower_than_integers(rng, dtype, out):
+    """JAX's own products have none. Sums are as wide as operands."""
+    with jax.enable_x64(True):
+        values = lambda *shape: jnp.asarray(rng.integers(-9, 9, shape), dtype)
+        a, b = values(8, 70), values(2, 70, 3)
+        x, w = np.asarray(a), np.asarray(b)
+        got = jgg.grouped_mm(a, b, jnp.array([3, 5]), preferred_element_type=out)
+        numbers = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
+        batch = jgg.ragged_dot_general(
+            a[None], b[:1], jnp.array([1]), numbers, preferred_element_type=out
+        )
+    assert got.dtype == batch.dtype == out
+    want = np.concatenate([x[:3] @ w[0], x[3:] @ w[1]])
+    np.testing.assert_array_equal(got, want.astype(jnp.dtype(out)))
+    np.testing.assert_array_equal(batch[0], (x @ w[0]).astype(jnp.dtype(out)))
+
+
 @needs_two_devices
 @pytest.mark.parametrize("quantized", [False, True])
 def test_gradient_of_sharded_columns(rng, quantized):
