@@ -284,4 +284,13 @@ def _local_groups(starts, ends, offset, groups: int):
         zeros = jnp.zeros((groups,), jnp.int32)
         return zeros, zeros
     index = jnp.where(ok, index, 0)
-    return jnp.where(ok, starts[index], 0), jnp.where(ok, ends[index], 0)
+    return jnp.where(ok, _taken(starts, index), 0), jnp.where(ok, _taken(ends, index), 0)
+
+
+def _taken(values, index) -> jax.Array:
+    """``values[index]``; a sum over all of them where a mesh has Explicit axes: JAX has no gather
+    by an index that a vmap maps over one."""
+    if not jax.typeof(index).sharding.mesh.explicit_axes:
+        return values[index]
+    here = index[:, None] == lax.iota(jnp.int32, values.shape[0])[None]
+    return (here.astype(jnp.int32) * values[None]).sum(1, dtype=jnp.int32)
