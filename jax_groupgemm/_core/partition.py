@@ -234,8 +234,9 @@ def maps_explicit_axes() -> bool:
 def mesh_of_mapped(operands):
     """Within a vmap over an axis that is explicitly sharded: the context in which operands' mesh is
     set. Without one JAX gives a selection between what is mapped and what is not, or a reshape, a
-    mesh of no axes there."""
-    if maps_explicit_axes() and jax.sharding.get_abstract_mesh().empty:
+    mesh of no axes there. Outside of any program it does not, and arrays know their devices."""
+    nowhere = maps_explicit_axes() and jax.sharding.get_abstract_mesh().empty
+    if nowhere and isinstance(lax.iota(jnp.int32, 1), Tracer):
         leaves = [a for a in jax.tree.leaves(operands) if isinstance(a, jax.Array)]
         if (mesh := explicit_mesh(leaves)) is not None:
             return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))

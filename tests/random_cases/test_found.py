@@ -132,18 +132,18 @@ def test_a_mapped_axis_without_a_mesh_in_context(rng, what):
         sizes, lhs, rhs = jnp.array([1, 3]), *(rng.standard_normal((2, *shape)) for _ in range(2))
         f = lambda a, b: jgg.ragged_dot_general(a, b, sizes, numbers)
         given = [a.astype(np.float32) for a in (lhs, rhs)]
-    run = jax.jit(jax.vmap(f))
-    want = run(*map(jnp.asarray, given))
-    got = run(*(put(a, "a") for a in given))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+    want = jax.device_get(jax.jit(jax.vmap(f))(*map(jnp.asarray, given)))
+    for run in (jax.jit(jax.vmap(f)), jax.vmap(f)):  # the latter outside of any program
+        got = jax.device_get(run(*(put(a, "a") for a in given)))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @needs_two_devices
 def test_an_offset_of_a_mapped_axis(rng):
     """The sizes are those of all."""
     x, w, sizes = oracle.random(rng, (9, 4)), oracle.random(rng, (2, 4, 5)), jnp.array([3, 2, 4])
-    bias, offsets = oracle.random(rng, (2, 5)), np.array([-1, 1], np.int32)
-    f = jax.jit(jax.vmap(lambda i: jgg.grouped_mm(x, w, sizes, group_offset=i, bias=bias)))
+    scale, offsets = oracle.random(rng, (9,)), np.array([-1, 1], np.int32)
+    f = jax.jit(jax.vmap(lambda i: jgg.grouped_mm(x, w, sizes, group_offset=i, row_scale=scale)))
     oracle.assert_close(jax.device_get(f(put(offsets, "a"))), f(jnp.asarray(offsets)))
 
 
