@@ -331,6 +331,16 @@ def take(a, index) -> jax.Array:
     return by_device(lambda a, i: a[i], mesh, [a, index], [spec, P(None)], spec)
 
 
+def shared(a, index) -> jax.Array:
+    """``a[index]``, where a vmap may map the index over an axis that is explicitly sharded, and not
+    ``a``: JAX does not know then where the result goes."""
+    mesh = explicit_mesh((index,))
+    if mesh is None or not maps_explicit_axes():
+        return a[index]
+    spec = P(*[None] * (index.ndim + a.ndim - 1))
+    return a.at[index].get(out_sharding=NamedSharding(mesh, spec))
+
+
 def merge(a, counts: Sequence[int]) -> jax.Array:
     """``a`` with so many consecutive axes each as one. That is sharded as the first of them, and as
     those within one that is sharded to single indices; what shards others is gathered."""

@@ -148,6 +148,14 @@ def test_an_offset_of_a_mapped_axis(rng):
 
 
 @needs_two_devices
+def test_tokens_that_a_mapped_routing_shares(rng):
+    x, up, down = (oracle.random(rng, s) for s in ((8, 4), (2, 4, 12), (2, 6, 4)))
+    index, weight = rng.integers(0, 3, (2, 8, 2)).astype(np.int32), oracle.random(rng, (8, 2))
+    f = jax.jit(jax.vmap(lambda i: jgg.moe_mlp(x, up, down, i, weight)))
+    oracle.assert_close(jax.device_get(f(put(index, "a"))), f(jnp.asarray(index)))
+
+
+@needs_two_devices
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_batch_within_a_mapped_axis(rng, quantized):
     """Both are sharded: rows and weights of the inner one cannot both be."""
