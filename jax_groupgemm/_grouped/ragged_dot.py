@@ -142,7 +142,7 @@ def ragged_dot_general(
         if explicit and out_sharding is None:
             out_sharding = _of_whole_sums(dn, x, y)
         sums, common = same["out_dtype"], dtypes.promoted(x.dtype, y.dtype)
-        if jnp.issubdtype(common, jnp.integer):
+        if not jnp.issubdtype(common, jnp.floating):
             sums = dtypes.summed(common, sums)
         with _naming(op, out_sharding):
             out = jax.lax.dot_general(

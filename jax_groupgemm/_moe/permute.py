@@ -140,7 +140,8 @@ def _combine_cotangents(ct, rows, routing: Routing, weight):
     token, valid = _tokens_of(routing)
     wide = dtypes.accumulator_dtype(rows.dtype)
     # A row that no token has may hold anything.
-    products = jnp.where(valid, partition.shared(ct, token).astype(wide) * rows.astype(wide), 0).sum(1)
+    each = partition.shared(ct, token).astype(wide)
+    products = jnp.where(valid, each * rows.astype(wide), 0).sum(1)
     there = routing.place >= 0
     dweight = jnp.where(there, products[jnp.where(there, routing.place, 0)], 0)
     return _dispatched(ct, routing, weight, rows.dtype), dweight
