@@ -277,6 +277,7 @@ def _sum_of_ranges(call, tables, metadata: Metadata, product: Wgrad, adds: bool,
         here = None if scale is None else jnp.where(table[:, segments.LENGTH] > 0, scale, 0)
         sums = call(part, summed, scale=here, existing_out=out if adds else None)
         out = sums if adds or out is None else out + sums
+    assert out is not None
     return out.astype(product.out_dtype)
 
 

@@ -395,9 +395,9 @@ def _of_whole_sums(dn: _Dimensions, x, y):
         return None
     entries = [left[i] for i in (*dn.lhs_batch, *dn.lhs_kept)] + [right[i] for i in dn.rhs_kept]
     names = [name for entry in entries for name in entry]
-    if len({*names}) < len(names):
-        return None
     mesh = partition.explicit_mesh((x, y))
+    if mesh is None or len({*names}) < len(names):
+        return None
     spec = jax.sharding.PartitionSpec(*(entry or None for entry in entries))
     return jax.sharding.NamedSharding(mesh, spec)
 
