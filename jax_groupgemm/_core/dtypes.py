@@ -65,6 +65,15 @@ def accumulator_dtype(*dtypes):
     return jnp.dtype(dtype)
 
 
+def summed(operand, result):
+    """The dtype in which products are added up. JAX wants one at least as wide as integers are."""
+    dtype = accumulator_dtype(operand, result)
+    integers = jnp.issubdtype(operand, jnp.integer) and jnp.issubdtype(dtype, jnp.inexact)
+    if integers and jnp.finfo(dtype).bits < jnp.iinfo(operand).bits:
+        return promoted(dtype, jnp.float64)
+    return dtype
+
+
 def converted(a, dtype) -> jax.Array:
     """``a`` in ``dtype``: of complex numbers the real part where that is real, as the gradient of
     a real operand is."""

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from . import partition
+
 #: For whoever lists them: ``jgg.cost``, ``info`` and the tests.
 OPERATIONS: dict[str, Callable] = {}
 
@@ -28,7 +30,9 @@ def listed[F: Callable](function: F) -> F:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return function(*map(_value, args), **{name: _value(a) for name, a in kwargs.items()})
+        args, kwargs = [*map(_value, args)], {name: _value(a) for name, a in kwargs.items()}
+        with partition.mesh_of_mapped((args, kwargs)):
+            return function(*args, **kwargs)
 
     OPERATIONS[function.__name__] = call
     return call  # pyright: ignore[reportReturnType]

@@ -22,6 +22,7 @@ it becomes a ``shard_map`` around the operation (``explicit``). Metadata is alwa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -230,6 +231,18 @@ def maps_explicit_axes() -> bool:
         return False
 
 
+def mesh_of_mapped(operands):
+    """Within a vmap over an axis that is explicitly sharded: the context in which operands' mesh is
+    set. Without one JAX gives a selection between what is mapped and what is not, or a reshape, a
+    mesh of no axes there. Outside of any program it does not, and arrays know their devices."""
+    nowhere = maps_explicit_axes() and jax.sharding.get_abstract_mesh().empty
+    if nowhere and isinstance(lax.iota(jnp.int32, 1), Tracer):
+        leaves = [a for a in jax.tree.leaves(operands) if isinstance(a, jax.Array)]
+        if (mesh := explicit_mesh(leaves)) is not None:
+            return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    return contextlib.nullcontext()
+
+
 def explicit(call: Call, mesh, operands, bind: Callable):
     """The operation under ``shard_map`` over every Explicit axis of the mesh."""
     types = [jax.typeof(v) for v in operands]
@@ -318,6 +331,16 @@ def take(a, index) -> jax.Array:
     return by_device(lambda a, i: a[i], mesh, [a, index], [spec, P(None)], spec)
 
 
+def shared(a, index) -> jax.Array:
+    """``a[index]``, where a vmap may map the index over an axis that is explicitly sharded, and not
+    ``a``: JAX does not know then where the result goes."""
+    mesh = explicit_mesh((index,))
+    if mesh is None or not maps_explicit_axes():
+        return a[index]
+    spec = P(*[None] * (index.ndim + a.ndim - 1))
+    return a.at[index].get(out_sharding=NamedSharding(mesh, spec))
+
+
 def merge(a, counts: Sequence[int]) -> jax.Array:
     """``a`` with so many consecutive axes each as one. That is sharded as the first of them, and as
     those within one that is sharded to single indices; what shards others is gathered."""
@@ -378,7 +401,9 @@ def resharded(a, wanted) -> jax.Array:
 
 
 def _reshaped(a, shape, entries) -> jax.Array:
-    return lax.reshape(a, shape, out_sharding=_in_own_mesh(a, entries) if any(entries) else None)
+    # Of several axes at once JAX does not see that they leave alone the one that a vmap maps.
+    says = any(entries) or (maps_explicit_axes() and not jax.typeof(a).sharding.mesh.empty)
+    return lax.reshape(a, shape, out_sharding=_in_own_mesh(a, entries) if says else None)
 
 
 def _in_own_mesh(a, entries) -> NamedSharding:

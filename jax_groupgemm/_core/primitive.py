@@ -144,9 +144,28 @@ def _batching(name, rule, leaves, dims, *, tree, product):
     # Within a vmap over an explicitly sharded axis, only that one has the whole operands.
     if mesh is None or partition.maps_explicit_axes():
         size = batching.batch_size(leaves, dims)
+        if mesh is not None and name != "wgrad":
+            leaves = _with_one_sharded_batch(leaves, dims)
         return rule(size, tree.unflatten(leaves), tree.unflatten(dims), product)
     call = partition.Call(name, tree, product)
     return partition.explicit_batch(call, mesh, leaves, dims, functools.partial(bind, name)), 0
+
+
+def _with_one_sharded_batch(leaves, dims):
+    """Where rows of the first operand are sharded, because a batch of it is, weights are not."""
+    first, dim = leaves[0], dims[0]
+    if dim is None or not partition.entries_of(first)[dim]:
+        return leaves
+    return [first, *(_whole(leaf, d) for leaf, d in zip(leaves[1:], dims[1:], strict=True))]
+
+
+def _whole(a, dim):
+    """``a`` with all of an axis on every device."""
+    if dim is None:
+        return a
+    entries = partition.entries_of(a)
+    entries[dim] = ()
+    return partition.resharded(a, entries)
 
 
 def _cost(rule, operands, values, outs, *, tree, product):

@@ -193,17 +193,24 @@ def restrict(table: jax.Array, column: int, start, size: int, *, aligned: bool) 
         weight = weight - start
         ok = (weight >= 0) & (weight < size)
         return _table(x_start, y_start, jnp.where(ok, length, 0), jnp.where(ok, weight, 0))
-    position = table[:, column]
-    skipped = jnp.clip(start - position, 0, length)
-    stop = jnp.minimum(position + length, start + jnp.int32(size))
-    length = jnp.maximum(stop - position - skipped, 0)
+    inside = within(table, column, start, start + jnp.int32(size))
+    x_start, y_start, length, _ = (inside[:, i] for i in range(4))
     # Empty parts keep their place in the order, inside the bounds.
-    x_start, y_start = x_start + skipped, y_start + skipped
     if aligned or column == X_START:
         x_start = jnp.clip(x_start - start, 0, size)
     if aligned or column == Y_START:
         y_start = jnp.clip(y_start - start, 0, size)
     return _table(x_start, y_start, length, weight)
+
+
+def within(table: jax.Array, column: int, start, stop) -> jax.Array:
+    """The part of every segment that lies in rows ``[start, stop)`` of the operand that ``column``
+    says. Positions stay as they are; empty parts keep their place in the order."""
+    position, length = table[:, column], table[:, LENGTH]
+    skipped = jnp.clip(start - position, 0, length)
+    kept = jnp.clip(stop - position, skipped, length) - skipped
+    x_start, y_start = table[:, X_START] + skipped, table[:, Y_START] + skipped
+    return _table(x_start, y_start, kept, table[:, WEIGHT])
 
 
 def _table(*columns) -> jax.Array:
@@ -277,4 +284,13 @@ def _local_groups(starts, ends, offset, groups: int):
         zeros = jnp.zeros((groups,), jnp.int32)
         return zeros, zeros
     index = jnp.where(ok, index, 0)
-    return jnp.where(ok, starts[index], 0), jnp.where(ok, ends[index], 0)
+    return jnp.where(ok, _taken(starts, index), 0), jnp.where(ok, _taken(ends, index), 0)
+
+
+def _taken(values, index) -> jax.Array:
+    """``values[index]``; a sum over all of them where a mesh has Explicit axes: JAX has no gather
+    by an index that a vmap maps over one."""
+    if not jax.typeof(index).sharding.mesh.explicit_axes:
+        return values[index]
+    here = index[:, None] == lax.iota(jnp.int32, values.shape[0])[None]
+    return (here.astype(jnp.int32) * values[None]).sum(1, dtype=jnp.int32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._core import costs, dtypes
 from .._core.composed import Composed
-from .._kernels import choose, problems
+from .._kernels import choose, dense, problems
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
 from .call import attributes
 
@@ -54,7 +54,7 @@ def _call(platform, h, d, row_scale, *, activation: str):
         op="activation_backward", platform=platform, dtypes=(h.dtype.name, d.dtype.name),
         out_dtype=h.dtype.name, empty=0 in (*h.shape, *d.shape), columns=columns,
     )  # fmt: skip
-    if activation not in choose.ACTIVATIONS or choose.choose(problem) is None:
+    if activation not in dense.ACTIVATIONS or choose.choose(problem) is None:
         return None
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     results, operands = [like(h)], [h, d]

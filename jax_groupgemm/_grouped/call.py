@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax import lax
 from .._core import dtypes, segments
 from .._core.products import Mm, Product, Wgrad
 from .._core.segments import Metadata
-from .._kernels import choose, problems
+from .._kernels import choose, dense, problems
 from .activations import GATED_ACTIVATIONS
 from .planes import as_planes
 
@@ -94,7 +95,7 @@ def may_take_lists(x, w, product: Mm) -> bool:
     rows = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], x.shape[2]), x.dtype)
     metadata = segments.sizes(jax.ShapeDtypeStruct(w.shape[:1], jnp.int32))
     problem = mm_problem("cuda", rows, w, metadata, product, lists=True)
-    return product.implementation in (None, "sm90") and choose.lists_sm90(problem) is None
+    return product.implementation in (None, "sm90") and dense.lists_sm90(problem) is None
 
 
 def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
@@ -160,11 +161,13 @@ def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad, *, x_list:
                   y_list: bool = False) -> problems.Wgrad:  # fmt: skip
     """``wgrad`` of these operands, as kernels see it; rows of one of them may come by list."""
     groups, a, b = product.out_shape(x, y)
-    rows = product.rows(x, y)[1 if x_list else 0]
+    all_rows = product.rows(x, y)
+    rows = all_rows[1 if x_list else 0]
+    longest = rows if x_list or y_list else all_rows[_range_column(all_rows, metadata)]
     return problems.Wgrad(
         op="wgrad", platform=platform, implementation=product.implementation,
         dtypes=(x.dtype.name, y.dtype.name), out_dtype=product.out_dtype.name,
-        operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=rows,
+        operand_dtype=dtypes.promoted(x.dtype, y.dtype).name, rows=rows, longest=longest,
         x_list=x_list, y_list=y_list,
         groups=groups, a=a, b=b, kind=metadata.form.kind, segments=metadata.count,
         elements=x.size + y.size, own_weight=metadata.form.own_weight,
@@ -178,44 +181,104 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_
     """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, list][, scale][, existing_out] ->
     out.
 
-    With a list of rows, int32 (T,), row t of that operand is its row ``list[t]``, or zeros.
+    With a list of rows, int32 (T,), row t of that operand is its row ``list[t]``, or zeros. Long
+    sums are several calls, of ranges of rows.
 
     "sm90" also does ``out[g] = scale[g] * sums[g] + existing_out[g]``, of matrices that it takes
     whole; one whose segment is empty keeps existing_out.
     """
     shape, rows, groups = product.out_shape(x, y), product.rows(x, y), product.groups
-    transposes = {"transpose_x": product.transpose_x, "transpose_y": product.transpose_y}
-    flags: dict[str, Any] = {"wgrad": transposes}
-    options = [value for value in (x_rows, y_rows, scale, existing_out) if value is not None]
+    options = {"x_rows": x_rows, "y_rows": y_rows, "scale": scale, "existing_out": existing_out}
+    given = [name for name, value in options.items() if value is not None]
     if x_rows is not None or y_rows is not None:
         rows = 2 * (x_rows if y_rows is None else y_rows).shape
     if choice.kernel.name == "cpu":
-        assert not options
+        assert not given
         rest = [metadata.decode(*rows, groups)]
-        return _call("jgg_wgrad", x, y, rest, shape, product, flags)
-    parts = choice.config["parts"]
-    if parts > 1:
-        assert not options
-        spans = segments.pieces(metadata.decode(*rows, groups), parts)
-        spans = Metadata(segments.SPANS, spans)
-        of_parts = product.replace(groups=groups * parts, out_dtype=jnp.float32)
-        problem = wgrad_problem("cuda", x, y, spans, of_parts)
+        return _call("jgg_wgrad", x, y, rest, shape, product, _wgrad_flags(product))
+    config, tables = choice.config, []
+    if config["ranges"] > 1 or config["parts"] > 1:
+        column, table = _range_column(rows, metadata), metadata.decode(*rows, groups)
+        tables = _tables_of_ranges(table, column, rows[column], config["ranges"])
+    if config["parts"] > 1:
+        assert not given
+        spans = [segments.pieces(table, config["parts"]) for table in tables]
+        spans = Metadata(segments.SPANS, jnp.concatenate(spans))
+        of_parts = product.replace(groups=spans.count, out_dtype=jnp.float32)
+        problem = dataclasses.replace(wgrad_problem("cuda", x, y, spans, of_parts), longest=0)
         out = wgrad(choose.configured(choice.kernel, problem), x, y, spans, of_parts)
-        return out.reshape(groups, parts, *shape[1:]).sum(1).astype(product.out_dtype)
-    planes = choice.config["planes"]
-    flags |= {
+        sums = out.reshape(len(tables), groups, config["parts"], *shape[1:]).sum((0, 2))
+        return sums.astype(product.out_dtype)
+    if config["planes"] > 1:
+        transposes = product.transpose_x, product.transpose_y
+        axes = (-1 if transpose else None for transpose in transposes)
+        x, y = in_planes(config["planes"], 8, *zip((x, y), axes, strict=True))
+    call = functools.partial(_wgrad_call, choice, x, y, shape=shape, rows=rows[0])
+    if not tables:
+        return call(metadata, product, **options)
+    assert not {"x_rows", "y_rows"} & {*given}
+    return _sum_of_ranges(call, tables, metadata, product, config["adds"], scale, existing_out)
+
+
+def _wgrad_call(choice, x, y, metadata: Metadata, product: Wgrad, *, shape, rows: int,
+                **options):  # fmt: skip
+    """One call, of operands in planes if the kernel takes them so; ``shape`` is the result's."""
+    given = {name: value is not None for name, value in options.items()}
+    some = lambda *names: {name: given.get(name, False) for name in names}
+    flags = _wgrad_flags(product) | {
         "metadata": metadata_flags(metadata),
         "own_weight": metadata.form.own_weight,
-        "rows": {"x_rows": x_rows is not None, "y_rows": y_rows is not None},
-        "epilogue": {"scale": scale is not None, "existing_out": existing_out is not None},
+        "rows": some("x_rows", "y_rows"),
+        "epilogue": some("scale", "existing_out"),
         "choice": _choice_flags(choice, product),
     }
-    rest = [*metadata.narrow(rows[0], groups), *options]
-    if planes > 1:
-        axes = (-1 if transpose else None for transpose in transposes.values())
-        x, y = in_planes(planes, 8, *zip((x, y), axes, strict=True))
-    aliases = None if existing_out is None else {1 + len(rest): 0}
+    values = [value for value in options.values() if value is not None]
+    rest = [*metadata.narrow(rows, shape[0]), *values]
+    aliases = {1 + len(rest): 0} if given.get("existing_out") else None
     return _call("jgg_wgrad", x, y, rest, shape, product, flags, aliases)
+
+
+def _wgrad_flags(product: Wgrad) -> dict[str, Any]:
+    return {"wgrad": {"transpose_x": product.transpose_x, "transpose_y": product.transpose_y}}
+
+
+def _range_column(rows: tuple[int, int], metadata: Metadata) -> int:
+    """The operand by whose rows long sums are divided: as many of them as a matrix may sum over.
+    A segment is as long as the shorter operand at most, and several of one matrix, where they do
+    not overlap, as long as the longer one."""
+    return rows.index(min(rows) if metadata.form.own_weight else max(rows))
+
+
+def _tables_of_ranges(table, column: int, rows: int, count: int) -> list[jax.Array]:
+    """The segments of each of ``count`` ranges of an operand's rows. Operands stay whole: a slice
+    in front of a custom call is a copy."""
+    if count == 1:
+        return [table]
+    step = -(-rows // count)
+    step += -step % 64  # whole slices
+    cuts = [min(i * step, rows) for i in range(count + 1)]
+    return [segments.within(table, column, *ends) for ends in itertools.pairwise(cuts)]
+
+
+def _sum_of_ranges(call, tables, metadata: Metadata, product: Wgrad, adds: bool, scale,
+                   existing_out):  # fmt: skip
+    """Sums over ranges of rows, added up in float32; by the kernel, where it can, which passes over
+    matrices that a range has no rows of."""
+    assert adds or (scale is None and existing_out is None)
+    summed = product.replace(out_dtype=jnp.float32)
+    form, out = metadata.form, existing_out
+    for table in tables:
+        if form.kind == "segments":
+            part = Metadata(dataclasses.replace(form, swapped=False), table)
+        else:
+            first, length = table[:, segments.X_START], table[:, segments.LENGTH]
+            part = Metadata(segments.SPANS, jnp.stack([first, first + length], axis=1))
+        # A matrix without rows here may have a scale that is not finite.
+        here = None if scale is None else jnp.where(table[:, segments.LENGTH] > 0, scale, 0)
+        sums = call(part, summed, scale=here, existing_out=out if adds else None)
+        out = sums if adds or out is None else out + sums
+    assert out is not None
+    return out.astype(product.out_dtype)
 
 
 def in_planes(count: int, multiple: int, first, second):

@@ -15,7 +15,7 @@ from .._core.operations import operation
 from .._core.products import Caller, Mm
 from .._core.segments import Form, Metadata
 from .._core.types import Implementation, Integers
-from .._kernels import choose
+from .._kernels import choose, dense
 from . import fused
 
 #: What axes are called here, for messages: rows of a, and of the result, and matrices.
@@ -128,7 +128,7 @@ def gathered(op, name, a, w, batch_n, lhs_indices, rhs_indices, sorted_indices, 
     # JAX refuses to gather from an axis that is explicitly sharded, or by indices of such an axis
     # that is mapped; segments need no gather.
     sharded = mapped or jax.typeof(x).sharding.spec[:1] not in ((), (None,))
-    if choose.sorting_pays(kind, pairs, m) and not sharded:
+    if dense.sorting_pays(kind, pairs, m) and not sharded:
         out = _by_matrix(x, w, lhs, rhs_flat, product, of, ordered=ordered)
     else:
         out = _as_given(x, w, lhs, rhs_flat, product, of)

@@ -139,10 +139,15 @@ def ragged_dot_general(
             entry = _common_entry(op, lhs, rhs, x, y, i, j)
             x, y = _with_entry(x, i, entry), _with_entry(y, j, entry)
         explicit = partition.explicit_mesh((x, y)) is not None
+        if explicit and out_sharding is None:
+            out_sharding = _of_whole_sums(dn, x, y)
+        sums, common = same["out_dtype"], dtypes.promoted(x.dtype, y.dtype)
+        if not jnp.issubdtype(common, jnp.floating):
+            sums = dtypes.summed(common, sums)
         with _naming(op, out_sharding):
             out = jax.lax.dot_general(
                 x, y, dn.dot_dimension_numbers, precision=same["precision"],
-                preferred_element_type=same["out_dtype"],
+                preferred_element_type=sums,
                 out_sharding=out_sharding if explicit else None,
             )  # fmt: skip
     elif dn.mode == "kept":
@@ -381,6 +386,22 @@ def _vmap(function, size: int, in_axes: tuple, out_axes: int = 0):
     return wrapped
 
 
+def _of_whole_sums(dn: _Dimensions, x, y):
+    """Where a plain product goes, of operands whose contracted axes are sharded alike: its other
+    axes are sharded as theirs are. None where JAX knows, or nobody does."""
+    left, right = partition.entries_of(x), partition.entries_of(y)
+    contracted = [left[i] for i in dn.lhs_contracting]
+    if not any(contracted) or contracted != [right[i] for i in dn.rhs_contracting]:
+        return None
+    entries = [left[i] for i in (*dn.lhs_batch, *dn.lhs_kept)] + [right[i] for i in dn.rhs_kept]
+    names = [name for entry in entries for name in entry]
+    mesh = partition.explicit_mesh((x, y))
+    if mesh is None or len({*names}) < len(names):
+        return None
+    spec = jax.sharding.PartitionSpec(*(entry or None for entry in entries))
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
 def _check_out_sharding(op: str, out_sharding) -> None:
     known = jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None
     if not isinstance(out_sharding, known):
@@ -404,7 +425,14 @@ def _naming(op: str, out_sharding):
 
 
 def _placed(op: str, out, out_sharding):
+    """``out``, resharded. Where there is no mesh but that of ``out_sharding``, the result is on one
+    device and stays there, as JAX's own does."""
     if out_sharding is None:
         return out
+    to_mesh = lambda out: jax.sharding.reshard(out, out_sharding)
+    nowhere = jax.typeof(out).sharding.mesh.empty
     with _naming(op, out_sharding):
-        return jax.sharding.reshard(out, out_sharding)
+        if nowhere and isinstance(out_sharding, jax.sharding.NamedSharding):
+            jax.eval_shape(to_mesh, out)  # an error where it does not fit
+            return out
+        return to_mesh(out)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.dtypes import accumulator_dtype, converted, is_half, load, promoted, storage
+from .._core.dtypes import converted, is_half, load, promoted, storage, summed
 from .._core.products import Mm, Product, Wgrad
 from .._core.segments import LENGTH, WEIGHT, X_START, Y_START, Metadata
 
@@ -172,9 +172,7 @@ class Dot:
     def __init__(self, a, b, product: Product, dimension_numbers):
         self.a, self.b = a.dtype, b.dtype
         self.operand = promoted(a.dtype, b.dtype)
-        self.dtype = accumulator_dtype(self.operand, product.out_dtype)
-        if not jnp.issubdtype(self.operand, jnp.inexact):
-            self.dtype = promoted(self.operand, product.out_dtype)
+        self.dtype = summed(self.operand, product.out_dtype)
         self.precision = product.precision
         self.dimension_numbers = dimension_numbers
 

@@ -12,49 +12,28 @@ and the handler takes Hopper's instead where it meets a Hopper GPU.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import extension, rows, tuned
+from . import dense, extension, rows
 from .kernel import PLATFORMS, Choice, Kernel
-from .problems import FLOATS, HALVES, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
+from .problems import FLOATS, Fp8, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
-#: Activations that kernels have.
-_GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu", "swiglu_oai")
-ACTIVATIONS = (
-    None, "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh", *_GATED_ACTIVATIONS,
-)  # fmt: skip
 
-_FLOATS, _HALVES = ", ".join(FLOATS), HALVES
 
 # Thresholds, measured: docs/lab has the tables.
 
-# gather_mm and gather_qmm: products of fewer rows than the first, if all together have more than
-# the second, are sorted by matrix, so that a matrix is read once. The others come as they are.
-# A quantized matrix is dequantized anew for each product that comes as it is.
-SORT_BELOW_ROWS = {"mm": (32, 0), "qmm": (128, 8)}
 # So many numbers, or fewer, are put in order by comparing each with each.
 COMPARE_UP_TO = 512
-# Rows per matrix up to which the kernel that takes lists of rows is faster than a permuted copy of
-# x and the kernel that takes boxes of rows. On an H200, 128 matrices of 2048 x 1536: 4 rows each
-# 208 and 214 us, 32 rows 249 and 278, 256 rows 581 and 576; 8 of 4096 x 4096: 16 rows 80 and 86,
-# 128 rows 124 and 118, 1024 rows 654 and 552.
-_LISTS_UP_TO_ROWS = 64
 # Rows per matrix from which a product of weights as they are stored repacks them first: that costs
 # the same for any number of rows, and each row gains what putting its columns in order costs. On an
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# K up to which one sum is as good as a result of this dtype deserves. Tensor cores cut sums off, by
-# 4.3e-9 of the products' absolute sum for each k; sums by FMA are rounded to nearest.
-_LONGEST_SUM = {"float32": 2**14, "float16": 2**15, "bfloat16": 2**17}
-_LONGEST_FMA_SUM = 2**16
 
 
 def choose(problem: Problem) -> Choice | None:
@@ -130,7 +109,7 @@ def unsupported(problem: Problem) -> str | None:
     for role, names in (("operand", problem.dtypes), ("result", (problem.out_dtype,))):
         for name in names:
             if name not in FLOATS:
-                return f"{role} dtype {name} is not one of {_FLOATS}"
+                return f"{role} dtype {name} is not one of {dense.ALL_FLOATS}"
     return None
 
 
@@ -162,179 +141,6 @@ def _out_of_reach(kernel: Kernel) -> bool:
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
-
-
-# ---- mm ----------------------------------------------------------------------------------------
-
-
-def lists_sm90(p: Mm) -> str | None:
-    """Why Hopper's kernel does not take lists of rows."""
-    if extension.BUILD.problem is not None:
-        return extension.BUILD.problem
-    if len(set(p.dtypes)) != 1 or p.dtypes[0] not in _HALVES:
-        return f"operands must be {' or '.join(_HALVES)} alike"
-    if p.empty:
-        return "an operand is empty"
-    return _mm_sm90(p)
-
-
-def _mm_sm90(p: Mm, **more) -> str | None:
-    """Why the handler would leave the call to the generic kernel."""
-    return extension.rules().mm_sm90_problem(
-        **({"k": p.k, "n": p.n, "gated": p.gated, "by_list": p.lists} | more),
-        preactivation=p.preactivation, more_options=p.more_options,
-        same_dtype=p.out_dtype == p.operand_dtype, transpose_x=p.transpose_x,
-        transpose_w=p.transpose_w, transpose_out=p.transpose_out, in_order=p.ordered,
-    )  # fmt: skip
-
-
-def sum_parts(p: Mm | Qmm) -> int:
-    """In how many float32 parts a CUDA kernel makes the sums over K."""
-    if p.dtypes[0] == "float32" and not (isinstance(p, Mm) and p.tf32):
-        if isinstance(p, Mm) and mm_planes(p) > 1:  # those are summed apart, and promoted
-            return 1
-        return -(-p.k // _LONGEST_FMA_SUM)
-    return -(-p.k // _LONGEST_SUM[p.out_dtype])
-
-
-def _in_parts(p: Mm | Qmm) -> str | None:
-    return f"sums over K={p.k} are made in parts" if sum_parts(p) > 1 else None
-
-
-def _mm_fuses(p: Mm) -> str | None:
-    if p.lists and p.implementation == "sm80":
-        return "it takes no lists of rows"
-    if why := (lists_sm90(p) if p.lists else None) or _option_dtypes(p) or _in_parts(p):
-        return why
-    if p.existing_dtype not in (None, p.out_dtype):
-        return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"
-    if p.preactivation and (why := _mm_sm90(p)):
-        return why
-    if p.empty:
-        return "an operand is empty"  # K = 0 still has a bias
-    if p.gated and mm_planes(dataclasses.replace(p, gated=False)) > 1:
-        return "it does not split float32 operands of a gated activation"
-    return None
-
-
-def _option_dtypes(p: Mm | Qmm) -> str | None:
-    if p.activation not in ACTIVATIONS:
-        return f"it has no activation {p.activation!r}"
-    unknown = [name for name in p.option_dtypes if name not in FLOATS]
-    return f"option dtype {unknown[0]} is not one of {_FLOATS}" if unknown else None
-
-
-def _mm_fuses_generic(p: Mm) -> str | None:
-    if p.preactivation:
-        return "it has no preactivation"
-    return "it takes no lists of rows" if p.lists else _mm_fuses(p)
-
-
-def _mm_pays(p: Mm) -> bool:
-    """float32 operands run on "sm80" where they are not split, and so do lines that are not whole
-    16 bytes."""
-    return mm_planes(p) > 1 if p.operand_dtype == "float32" else _mm_sm90(p) is None
-
-
-def _lists_pay(p: Mm) -> bool:
-    if not p.lists or p.rows <= _LISTS_UP_TO_ROWS * p.groups:
-        return True
-    return p.x_list_alone
-
-
-def _mm_config(p: Mm) -> dict[str, Any]:
-    tile = 0
-    if not p.lists and p.segments:
-        dtypes = (*p.dtypes, p.out_dtype)
-        mean = p.rows / p.segments
-        tile = tuned.mm(dtypes, p.groups, p.k, p.n, mean, p.transpose_w, p.gated)
-    return {"planes": mm_planes(p), "tile": tile, "sum_parts": sum_parts(p)}
-
-
-def mm_planes(p: Mm) -> int:
-    """The bfloat16 planes in which a kernel takes float32 operands; 1: as they are."""
-    runs = not p.gated and _mm_sm90(p, k=_up(p.k, 64), planes=3, by_list=False) is None
-    return _planes(p, runs, _splitting_pays(p.rows * p.k * p.n, p.elements))
-
-
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def _planes(p: Mm | Wgrad, runs: bool, pays: bool) -> int:
-    """``runs`` where there is a kernel for them, ``pays`` where making three is worth it. Two are
-    no faster than tf32 on "sm80"."""
-    if p.operand_dtype != "float32" or not runs or p.implementation == "sm80":
-        return 1
-    if p.implementation != "sm90" and (
-        p.tf32 or not pays or set(extension.live_capabilities()) != {90}
-    ):
-        return 1
-    if extension.live_capabilities() and "90a" not in extension.BUILD.architectures:
-        return 1
-    return 2 if p.tf32 else 3
-
-
-def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> bool:
-    """Whether three planes are faster than float32 arithmetic. An H200 does 21e12 multiplications a
-    second in float32, or 10e12 where tiles are few; 40e12 in planes, 2.5 ps to make those of an
-    element, and 5 us are a fit that chooses the faster in the cases measured."""
-    planes = multiplications / 40e12 + 2.5e-12 * elements + 5e-6
-    return planes < multiplications / (10e12 if few else 21e12)
-
-
-def sorting_pays(kind: str, pairs: int, rows: int) -> bool:
-    """Whether ``pairs`` products of so many rows, named by index, are sorted by matrix first."""
-    below, above_total = SORT_BELOW_ROWS[kind]
-    return rows < below and pairs > 1 and pairs * rows > above_total
-
-
-# ---- wgrad -------------------------------------------------------------------------------------
-
-
-def _wgrad_config(p: Wgrad) -> dict[str, Any]:
-    parts = wgrad_parts(p)
-    if parts > 1:  # each part is a problem of its own
-        return {"parts": parts}
-    few = _tiles(p) <= 2 * extension.rules().H200_PROCESSORS
-    pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few)
-    runs = _wgrad_sm90(p, rows=_up(p.rows, 8)) is None
-    mean = p.rows / max(p.segments, 1)
-    tile = tuned.wgrad(
-        (*p.dtypes, p.out_dtype), p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y
-    )
-    return {"parts": 1, "planes": _planes(p, runs, pays), "tile": tile}
-
-
-def _wgrad_pays(p: Wgrad) -> bool:
-    if p.operand_dtype == "float32":
-        return _wgrad_config(p).get("planes", 1) > 1
-    return _wgrad_sm90(p) is None
-
-
-def _wgrad_sm90(p: Wgrad, rows: int | None = None) -> str | None:
-    """Why the handler would leave the call to the generic kernel."""
-    rows = p.rows if rows is None else rows
-    return extension.rules().wgrad_sm90_problem(
-        rows_x=rows, rows_y=rows, a=p.a, b=p.b, transpose_x=p.transpose_x,
-        transpose_y=p.transpose_y, own_weight=p.own_weight, segments=p.kind == "segments",
-        x_by_list=p.x_list, y_by_list=p.y_list, same_dtype=p.out_dtype == p.operand_dtype,
-    )  # fmt: skip
-
-
-def wgrad_parts(p: Wgrad) -> int:
-    """In how many parts a kernel takes each segment, so that few and small results keep an H200
-    busy: a tile of 128 x 128 for each processor, of 512 rows or more on average. 1: whole, also
-    where it would be less than 4, since adding the parts up takes time, too."""
-    if p.kind == "segments" or p.whole or 0 in (p.groups, p.a, p.b):
-        return 1
-    parts = min(extension.rules().H200_PROCESSORS // _tiles(p), p.rows // (512 * p.groups))
-    return parts if parts >= 4 else 1
-
-
-def _tiles(p: Wgrad) -> int:
-    """Tiles of 128 x 128 in a stack of matrices."""
-    return p.groups * math.prod(-(-size // 128) for size in (p.a, p.b))
 
 
 # ---- qmm ---------------------------------------------------------------------------------------
@@ -383,13 +189,14 @@ def as_stored_sm90(p: Qmm) -> str | None:
 
 
 def _qmm_config(p: Qmm, **more) -> dict[str, Any]:
-    return {"sum_parts": sum_parts(p)} | more
+    return {"sum_parts": dense.sum_parts(p)} | more
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
     if p.preactivation:
         return "it has no preactivation"
-    return _option_dtypes(p) or ("an operand is empty" if p.empty else None) or _in_parts(p)
+    empty = "an operand is empty" if p.empty else None
+    return dense.option_dtypes(p) or empty or dense.in_parts(p)
 
 
 # ---- NVFP4 -------------------------------------------------------------------------------------
@@ -416,7 +223,7 @@ def _nvfp4_mm_sm90(p: Nvfp4) -> str | None:
 
 def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
     assert isinstance(p.inner, Wgrad)
-    return "its segments are cut into parts" if wgrad_parts(p.inner) > 1 else None
+    return "its segments are cut into parts" if dense.wgrad_parts(p.inner) > 1 else None
 
 
 # ---- FP8 ---------------------------------------------------------------------------------------
@@ -451,20 +258,24 @@ def _fp8_codes(p: Fp8, blocks) -> str | None:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "mm": (
         Kernel(
-            "sm90", "jgg_mm", fuses=_mm_fuses, pays=_mm_pays, fusing_pays=_lists_pay,
-            config=_mm_config,
+            "sm90", "jgg_mm", fuses=dense.mm_fuses, pays=dense.mm_pays, fusing_pays=dense.lists_pay,
+            config=dense.mm_config,
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
-        Kernel("sm80", "jgg_mm", fuses=_mm_fuses_generic, config=_mm_config, unseen=True),
-        Kernel("cpu", "jgg_mm", fuses=lambda p: "it has no options", unseen=True, needs=_FLOATS),
+        Kernel("sm80", "jgg_mm", fuses=dense.mm_fuses_generic, config=dense.mm_config, unseen=True),
+        Kernel(
+            "cpu", "jgg_mm", fuses=lambda p: "it has no options", unseen=True,
+            needs=dense.ALL_FLOATS,
+        ),
     ),
     "wgrad": (
         Kernel(
-            "sm90", "jgg_wgrad", pays=_wgrad_pays, config=_wgrad_config,
+            "sm90", "jgg_wgrad", pays=dense.wgrad_pays,
+            config=functools.partial(dense.wgrad_config, hopper=True),
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
-        Kernel("sm80", "jgg_wgrad", config=_wgrad_config, unseen=True),
-        Kernel("cpu", "jgg_wgrad", unseen=True, needs=_FLOATS),
+        Kernel("sm80", "jgg_wgrad", config=dense.wgrad_config, unseen=True),
+        Kernel("cpu", "jgg_wgrad", unseen=True, needs=dense.ALL_FLOATS),
     ),
     "qmm": (
         Kernel(
@@ -494,10 +305,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel("sm100", "jgg_nvfp4_grouped_wgrad", _nvfp4_wgrad_sm100, needs="K % 4 == 0"),
         Kernel(
             "sm90", "jgg_wgrad", fuses=_nvfp4_wgrad_sm90,
-            config=lambda p: _wgrad_config(p.inner), needs="groups that are not cut into parts",
+            config=lambda p: dense.wgrad_config(p.inner, hopper=True),
+            needs="groups that are not cut into parts",
         ),
     ),
-    # These have a definition and no kernel yet.
     "fp8_grouped_mm": (
         Kernel(
             "sm90", "jgg_fp8_grouped_mm", _fp8_mm_sm90,
@@ -510,9 +321,17 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="e4m3, blocks of 128 rows, K % 8 == 0",
         ),
     ),
+    # These have a definition and no kernel yet.
     **dict.fromkeys(("fp8_quantize", "fp8_dequantize"), ()),
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
+    ),
+    # Where tokens come by list: lists.py.
+    "down_backward": (
+        Kernel(
+            "sm90", "jgg_moe_down_backward", unseen=True,
+            needs="bfloat16, float16, SwiGLU; up to 1000 columns",
+        ),
     ),
     "route": (
         Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),

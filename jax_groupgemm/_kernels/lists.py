@@ -28,7 +28,9 @@ def mm(p: Mm) -> choose.Choice | None:
 def wgrad(p: Wgrad) -> choose.Choice | None:
     """The same of weight gradients, of which one operand comes by list."""
     choice = choose.choose(p)
-    if choice is None or choice.kernel.name != "sm90" or choice.config.get("parts") != 1:
+    if choice is None or choice.kernel.name != "sm90":
+        return None
+    if choice.config["parts"] > 1 or choice.config["ranges"] > 1:
         return None
     columns = p.b if p.x_list else p.a  # that multiply a row that is gathered
     takes = p.operand_dtype in HALVES and min(p.a, p.b) > 128

@@ -77,6 +77,7 @@ class Wgrad(Problem):
     x_list: bool = False  # rows of x, or of y, are named by index
     y_list: bool = False
     whole: bool = False  # segments may not be cut into parts
+    longest: int = 0  # rows that a matrix may be a sum over
     transpose_x: bool = False
     transpose_y: bool = False
     tf32: bool = False

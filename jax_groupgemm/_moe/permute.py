@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, costs, dtypes
+from .._core import check, costs, dtypes, partition
 from .._core.composed import Composed
 from .._core.operations import operation
 from . import call
@@ -113,7 +113,7 @@ def _dispatched(x, routing: Routing, weight, dtype=None):
     """In another dtype if one is given."""
     dtype = x.dtype if dtype is None else dtype
     token, valid = _tokens_of(routing)
-    rows = x[token]
+    rows = partition.shared(x, token)
     if weight is not None:
         wide = dtypes.accumulator_dtype(dtype)
         rows = rows.astype(wide) * _of_rows(weight, routing, wide)
@@ -140,7 +140,8 @@ def _combine_cotangents(ct, rows, routing: Routing, weight):
     token, valid = _tokens_of(routing)
     wide = dtypes.accumulator_dtype(rows.dtype)
     # A row that no token has may hold anything.
-    products = jnp.where(valid, ct[token].astype(wide) * rows.astype(wide), 0).sum(1)
+    each = partition.shared(ct, token).astype(wide)
+    products = jnp.where(valid, each * rows.astype(wide), 0).sum(1)
     there = routing.place >= 0
     dweight = jnp.where(there, products[jnp.where(there, routing.place, 0)], 0)
     return _dispatched(ct, routing, weight, rows.dtype), dweight

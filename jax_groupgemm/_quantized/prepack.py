@@ -244,9 +244,8 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
     splits at once leave that axis alone, unless it is told that no other one is sharded."""
 
     def reshape(a, *shape):
-        return lax.reshape(
-            a, shape, out_sharding=PartitionSpec(*[None] * len(shape)) if mapped else None
-        )
+        whole = partition._in_own_mesh(a, [()] * len(shape)) if mapped else None
+        return lax.reshape(a, shape, out_sharding=whole)
 
     *lead, n, k = w.shape
     words = _from_pieces(w.weight, w.bits)

@@ -173,6 +173,45 @@ def test_out_sharding_of_plain_batches(rng):
     oracle.assert_close(out, oracle.f64(lhs) @ oracle.f64(rhs))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", ["batch", "kept", "contracted"])
+def test_out_sharding_without_a_mesh_in_context(rng, name, jit):
+    """As JAX's own: operands bring their mesh, and those of none stay on one device."""
+    lhs_shape, rhs_shape, _, numbers = GENERAL[name]
+    mesh = mesh_of_two()
+    lhs, rhs = oracle.random(rng, lhs_shape), oracle.random(rng, rhs_shape)
+    sharding = NamedSharding(mesh, P(None, None, "j"))
+    results = []
+    for module in (jgg, lax):
+        f = lambda *a, module=module: module.ragged_dot_general(
+            *a, SIZES, numbers, out_sharding=sharding
+        )
+        run = jax.jit(f) if jit else f
+        alone, placed = run(lhs, rhs), run(put(mesh, lhs), put(mesh, rhs))
+        results.append([alone.sharding, jax.typeof(alone), placed.sharding, jax.typeof(placed)])
+        oracle.assert_close(placed, alone)
+    assert results[0] == results[1]
+    assert is_sharded_as(placed, "..j")
+    assert len(alone.devices()) == 1
+
+
+def test_gradient_of_a_result_without_a_mesh(rng):
+    lhs, rhs = oracle.random(rng, (8, 4)), oracle.random(rng, (3, 4, 8))
+    sharding = NamedSharding(mesh_of_two(), P("i"))
+    f = lambda **given: lambda a: jgg.ragged_dot(a, rhs, SIZES, **given).sum()
+    got = jax.grad(f(out_sharding=sharding))(lhs)
+    np.testing.assert_array_equal(got, jax.grad(f())(lhs))
+    batched = jax.vmap(lambda a: jgg.ragged_dot(a, rhs, SIZES, out_sharding=sharding))
+    assert batched(jnp.stack([lhs, lhs])).shape == (2, 8, 8)
+
+
+def test_an_out_sharding_that_fits_no_result(rng):
+    lhs, rhs = oracle.random(rng, (9, 4)), oracle.random(rng, (3, 4, 8))
+    sharding = NamedSharding(mesh_of_two(), P("i"))
+    with pytest.raises(ValueError, match=r"jgg.ragged_dot: out_sharding=.*does not fit the result"):
+        jgg.ragged_dot(lhs, rhs, SIZES, out_sharding=sharding)
+
+
 @pytest.mark.parametrize(
     ("a_shape", "b_shape", "a", "b"),
     [

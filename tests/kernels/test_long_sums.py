@@ -4,6 +4,8 @@ random one.
 docs/semantics.md states the bounds that are tested here.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,11 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
+from jax_groupgemm._core import segments
+from jax_groupgemm._core.products import Wgrad
+from jax_groupgemm._core.segments import SPANS, Form, Metadata
+from jax_groupgemm._grouped import call
+from jax_groupgemm._kernels import choose, dense, extension, lists
 
 SIZES = np.array([5, 11], np.int32)
 #: Relative errors: what tensor cores cut off in 2**14 k, and what FMA rounds in 2**16.
@@ -156,6 +162,270 @@ def test_longest_wgrad(rng, kernel, dtype):
     dw = jax.vjp(f, w)[1](dy.astype("float32"))[0]
     rounded = HALF.get(dtype, 0)
     assert relative(dw[0], want) <= bound(kernel, dtype, False, 2**20) + rounded
+
+
+# ---- over ranges of rows -----------------------------------------------------------------------
+
+
+def gradient(x, dy, sizes, *, kernel="sm90", offset=None, out="float32", groups=None):
+    """That of weights of the result's dtype."""
+    of_shard = {} if offset is None else {"group_offset": offset}
+    w = jnp.zeros((groups or len(sizes), x.shape[1], dy.shape[1]), out)
+    f = lambda w: jgg.grouped_mm(x, w, sizes, implementation=kernel, **of_shard)
+    return jax.vjp(f, w)[1](dy.astype(jnp.promote_types(x.dtype, out)))[0]
+
+
+def lowered(f, *shapes) -> str:
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def wgrad_calls(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "@jgg_wgrad" in line]
+
+
+@pytest.mark.parametrize(("rows", "count"), [(2**20, 1), (2**20 + 8, 2), (3 * 2**20 + 8, 4)])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+def test_ranges(out, kernel, rows, count):
+    """Each is a call of the whole operands. Hopper's kernel adds to the sum so far, in place."""
+    f = lambda x, dy: jgg.segmented_mm(
+        x, dy, jnp.array([[0, 5], [5, rows]]), transpose_a=True, preferred_element_type=out,
+        implementation=kernel,
+    )  # fmt: skip
+    text = lowered(f, *[((rows, 1024), "bfloat16")] * 2)
+    calls = wgrad_calls(text)
+    assert len(calls) == count
+    assert all(line.count(f"tensor<{rows}x1024xbf16>") == 2 for line in calls)
+    operands = [re.search(r"custom_call @jgg_wgrad\((%arg0, %arg1)", line) for line in calls]
+    assert all(operands), "the operands are the arguments, no copy of them"
+    aliased = ["output_operand_alias<" in line for line in calls]
+    assert aliased == [kernel == "sm90" and i > 0 for i in range(count)]
+    added = len(re.findall(r"stablehlo.add %\d+, %\d+ : tensor<2x1024x1024xf32>", text))
+    assert added == (count - 1 if kernel == "sm80" else 0)
+    wide = out == "float32" or count > 1
+    assert all(f"-> tensor<2x1024x1024x{'f32' if wide else 'bf16'}>" in line for line in calls)
+
+
+@pytest.mark.parametrize("offset", [None, 1])
+def test_ranges_of_planes(offset):
+    """float32 operands are split once."""
+    rows = 2**21
+    groups = 2 if offset is None else 4
+    f = lambda x, dy, sizes: gradient(x, dy, sizes, offset=offset, groups=2)
+    text = lowered(f, *[((rows, 1024), "float32")] * 2, ((groups,), "int32"))
+    calls = wgrad_calls(text)
+    assert text.count("@jgg_planes") == 1
+    assert [f"tensor<{rows}x3x1024xbf16>" in line for line in calls] == [True, True]
+    assert ["output_operand_alias<" in line for line in calls] == [False, True]
+
+
+def test_ranges_of_few_small_results_are_one_call():
+    """They are in parts anyway, and each range has its own."""
+    rows = 2**21
+    text = lowered(lambda x, dy: wgrad(x, dy, "sm90"), *[((rows, 128), "bfloat16")] * 2)
+    (one,) = wgrad_calls(text)
+    assert f"-> tensor<{2 * 132}x128x128xf32>" in one
+
+
+def test_ranges_of_batches():
+    """The rows of a batch are those of one operand, and count together."""
+    f = jax.vmap(lambda x, dy, sizes: gradient(x, dy, sizes, kernel="sm80", out="bfloat16"))
+    rows = lambda t: [((4, t, 512), "bfloat16")] * 2 + [((4, 9), "int32")]
+    assert len(wgrad_calls(lowered(f, *rows(2**18)))) == 1
+    assert len(wgrad_calls(lowered(f, *rows(2**19)))) == 2
+
+
+def test_ranges_of_a_quantized_operand():
+    """NVFP4 on Hopper is the same kernel; a bfloat16 result is made of float32 sums, too."""
+    rows, sizes = 2**20 + 64, jnp.zeros((40,), "int32")
+    f = lambda a, b: jgg.nvfp4_grouped_wgrad(
+        *(jgg.nvfp4_quantize(v, axis=0, group_sizes=sizes) for v in (a, b)), sizes,
+        implementation="sm90",
+    )  # fmt: skip
+    text = lowered(f, *[((rows, 128), "float32")] * 2)
+    calls = wgrad_calls(text)
+    assert ["output_operand_alias<" in line for line in calls] == [False, True]
+    assert all("scale = true" in line for line in calls)
+
+
+def in_numpy(x, y, table, groups) -> np.ndarray:
+    x, y = oracle.f64(x), oracle.f64(y)
+    out = np.zeros((groups, x.shape[1], y.shape[1]))
+    for i, j, length, weight in np.asarray(table):
+        out[weight] += x[i : i + length].T @ y[j : j + length]
+    return out
+
+
+class Call:
+    """In the place of one custom call: what the handler promises."""
+
+    def __init__(self, monkeypatch):
+        self.tables = []
+        monkeypatch.setattr(call, "_wgrad_call", self)
+
+    def __call__(self, choice, x, y, metadata, product, *, shape, rows, scale=None,
+                 existing_out=None, **lists):  # fmt: skip
+        assert product.out_shape(x, y) == shape
+        assert all(value is None for value in lists.values())
+        assert choice.kernel.name == "sm90" or (scale is None and existing_out is None)
+        table = metadata.decode(*product.rows(x, y), shape[0])
+        self.tables.append(np.asarray(table))
+        out = jnp.asarray(in_numpy(x, y, table, shape[0]), product.out_dtype)
+        live = np.zeros(shape[0], bool)
+        live[self.tables[-1][self.tables[-1][:, segments.LENGTH] > 0, segments.WEIGHT]] = True
+        live = jnp.asarray(live)[:, None, None]
+        if scale is not None:
+            out = out * scale[:, None, None]
+        if existing_out is not None:
+            assert out.dtype == existing_out.dtype
+            out = jnp.where(live, out + existing_out, existing_out)
+        return out
+
+
+def batch_of_shared_rows() -> Metadata:
+    """Two problems whose rows of x are the same; those of y come one after the other."""
+    x_start = np.array([0, 300, 300, 0, 100, 700], np.int32)
+    y_start = np.array([0, 300, 300, 1000, 1100, 1700], np.int32)
+    length = np.array([300, 0, 700, 100, 600, 299], np.int32)
+    weights = np.arange(6, dtype=np.int32)
+    form = Form("segments", ordered_y=True, own_weight=True, aligned=False)
+    return Metadata(form, jnp.asarray(np.stack([x_start, y_start, length, weights], 1)))
+
+
+def several_of_a_weight() -> Metadata:
+    """As (y_start, x_start): rows in no order, and five segments of three weights."""
+    columns = [500, 0, 1500, 900, 20], [0, 500, 400, 1100, 1900], [400, 500, 90, 600, 77]
+    table = np.stack([*columns, [2, 0, 2, 0, 2]], 1)
+    form = Form("segments", aligned=False, swapped=True)
+    return Metadata(form, jnp.asarray(table, "int32"))
+
+
+OVERLAPPING = [[900, 999], [0, 1000], [7, 7], [5, 2**30]]
+FORMS = {
+    "sizes": (1000, 1000, 5, segments.sizes(jnp.array([3, 0, 250, 500, 2**30]))),
+    "offset": (1000, 1000, 4, segments.sizes(jnp.array([100, 300, 0, 590]), jnp.array(1))),
+    "spans": (1000, 1000, 4, Metadata(SPANS, jnp.array(OVERLAPPING))),
+    "shared": (1000, 2000, 6, batch_of_shared_rows()),
+    "several": (2000, 2000, 3, several_of_a_weight()),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "kernel", "out"),
+    [*((form, "sm80", "float32") for form in FORMS), ("sizes", "sm90", "bfloat16"),
+     ("offset", "sm90", "float32"), ("shared", "sm90", "float32")],
+)  # fmt: skip
+def test_values_of_ranges(rng, monkeypatch, form, kernel, out):
+    """All rows of every segment are in one range or another, whatever the metadata is."""
+    monkeypatch.setattr(dense, "_LONGEST_SEGMENT", 192)
+    rows_x, rows_y, groups, metadata = FORMS[form]
+    x = oracle.random(rng, (rows_x, 24), "bfloat16")
+    y = oracle.random(rng, (rows_y, 16), "bfloat16")
+    product = Wgrad(groups=groups, out_dtype=out, implementation=kernel)
+    problem = call.wgrad_problem("cuda", x, y, metadata, product)
+    calls = Call(monkeypatch)
+    got = call.wgrad(choose.choose(problem), x, y, metadata, product)
+    table = np.asarray(metadata.decode(rows_x, rows_y, groups))
+    assert got.dtype == out
+    oracle.assert_close(got, in_numpy(x, y, table, groups))
+    empty = np.setdiff1d(np.arange(groups), table[table[:, segments.LENGTH] > 0, segments.WEIGHT])
+    assert not np.asarray(got, "float32")[empty].any()
+    assert len(calls.tables) == dense.wgrad_ranges(problem) > 1
+    for part in calls.tables:
+        terms = np.bincount(part[:, segments.WEIGHT], part[:, segments.LENGTH])
+        assert terms.max() <= 192
+
+
+def test_values_of_ranges_in_parts(rng, monkeypatch):
+    monkeypatch.setattr(dense, "_LONGEST_SEGMENT", 2**11)
+    x, y = oracle.random(rng, (5000, 24), "bfloat16"), oracle.random(rng, (5000, 16), "bfloat16")
+    product = Wgrad(groups=2, out_dtype="bfloat16", implementation="sm90")
+    metadata = segments.sizes(jnp.array([4000, 900]))
+    choice = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
+    calls = Call(monkeypatch)
+    got = call.wgrad(choice, x, y, metadata, product)
+    oracle.assert_close(got, in_numpy(x, y, metadata.decode(5000, 5000, 2), 2))
+    (table,) = calls.tables
+    assert len(table) == 2 * choice.config["ranges"] * choice.config["parts"] == 2 * 3 * 4
+    assert table[:, segments.LENGTH].max() <= 2**11 // 4
+
+
+def test_options_of_ranges(rng, monkeypatch):
+    """A scale is of each range, and what the result is added to of the first. Neither meets a
+    matrix that has no rows there."""
+    monkeypatch.setattr(dense, "_LONGEST_SEGMENT", 192)
+    x, y = oracle.random(rng, (1000, 24), "bfloat16"), oracle.random(rng, (1000, 16), "bfloat16")
+    product = Wgrad(groups=4, out_dtype="float32", implementation="sm90")
+    metadata = segments.sizes(jnp.array([10, 0, 700, 20]))
+    choice = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
+    scale, old = jnp.array([2.0, 3.0, 0.5, jnp.inf]), oracle.random(rng, (4, 24, 16))
+    calls = Call(monkeypatch)
+    got = call.wgrad(choice, x, y, metadata, product, scale=scale, existing_out=old)
+    sums = in_numpy(x, y, metadata.decode(1000, 1000, 4), 4)[:3]
+    oracle.assert_close(got[:3], sums * np.asarray(scale)[:3, None, None] + old[:3])
+    np.testing.assert_array_equal(got[1], old[1])
+    assert np.isinf(np.asarray(got[3])).all()
+    assert len(calls.tables) == 6
+
+
+def test_lists_of_many_rows_are_copied():
+    """The kernel that takes rows by list has a result of their dtype, and adds nothing."""
+    rows = jax.ShapeDtypeStruct((2**20 + 8, 1024), "bfloat16")
+    product = Wgrad(groups=4, out_dtype="bfloat16")
+    metadata = segments.sizes(jnp.zeros((4,), "int32"))
+    problem = lambda y: call.wgrad_problem("cuda", rows, y, metadata, product, x_list=True)
+    fewer = jax.ShapeDtypeStruct((2**20, 1024), "bfloat16")
+    product = product.replace(implementation="sm90")
+    assert lists.wgrad(problem(fewer)) is not None
+    assert lists.wgrad(problem(rows)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["sizes", "offset", "spans", "batch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_wgrad_of_ranges(rng, monkeypatch, kernel, dtype, form):
+    """A sum of 2**14 positive products errs by twice the bound if one call makes it."""
+    if kernel == "sm90" and 90 not in extension.live_capabilities():
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(dense, "_LONGEST_SEGMENT", 2**12)
+    rows, columns = 2**14, 768
+    x, dy, _ = positive_rows(rng, rows, columns, dtype)
+    spans = np.array([[0, 37], [37, 37], [37, rows - 5]])
+    sizes = jnp.asarray(spans[:, 1] - spans[:, 0])
+    if form == "spans":
+        spans = np.array([[5, rows], [9, 9], [700, 7000]])
+        got = jgg.segmented_mm(
+            x, dy, jnp.asarray(spans), transpose_a=True, preferred_element_type="float32",
+            implementation=kernel, precision="highest",
+        )  # fmt: skip
+    elif form == "batch":
+        batched = lambda v: v.reshape(2, rows // 2, columns)
+        spans = np.array([[0, 37], [37, 37], [37, 8000]])
+        f = lambda x, dy: gradient(x, dy, jnp.asarray(spans[:, 1] - spans[:, 0]), kernel=kernel)
+        got = jax.vmap(f)(batched(x), batched(dy)).reshape(6, columns, columns)
+        spans = np.concatenate([spans, spans + rows // 2])
+    else:
+        offset = 0 if form == "offset" else None
+        got = gradient(x, dy, sizes, kernel=kernel, offset=offset)
+    for one, (begin, end) in zip(np.asarray(got), spans, strict=True):
+        want = oracle.f64(x[begin:end, :16]).T @ oracle.f64(dy[begin:end, :16])
+        if begin == end:
+            assert not one.any()
+        else:
+            again = np.tile(want, (columns // 16, columns // 16))
+            assert relative(one, again) <= bound(kernel, dtype, False, 2**12) + 2e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_more_than_the_longest_sum(rng, kernel):
+    if kernel == "sm90" and 90 not in extension.live_capabilities():
+        pytest.skip("needs a Hopper GPU")
+    rows = 2**21 + 8
+    x, dy, want = positive_rows(rng, rows, 768, "bfloat16")
+    assert relative(wgrad(x, dy, kernel), want) <= TERM * 2**20
 
 
 @pytest.mark.gpu

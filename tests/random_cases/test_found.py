@@ -12,11 +12,34 @@ from jax.sharding import PartitionSpec as P
 from meshes import DEVICES, mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
+from jax_groupgemm._grouped import activations
 
 
 def put(a, *spec):
     mesh = mesh_of((2, DEVICES // 2), ("a", "b"), AxisType.Explicit)
     return jax.device_put(a, NamedSharding(mesh, P(*spec)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [("int16", "bfloat16"), ("int32", "bfloat16"), ("int32", "float32"), ("int64", "float32"),
+     ("int64", "complex64"), ("complex128", "complex64")],
+)  # fmt: skip
+def test_a_result_narrower_than_operands(rng, dtype, out):
+    """JAX's own products have none. Sums are as wide as operands."""
+    with jax.enable_x64(True):
+        values = lambda *shape: jnp.asarray(rng.integers(-9, 9, shape), dtype)
+        a, b = values(8, 70), values(2, 70, 3)
+        x, w = np.asarray(a), np.asarray(b)
+        got = jgg.grouped_mm(a, b, jnp.array([3, 5]), preferred_element_type=out)
+        numbers = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
+        batch = jgg.ragged_dot_general(
+            a[None], b[:1], jnp.array([1]), numbers, preferred_element_type=out
+        )
+    assert got.dtype == batch.dtype == out
+    want = np.concatenate([x[:3] @ w[0], x[3:] @ w[1]])
+    np.testing.assert_array_equal(got, want.astype(jnp.dtype(out)))
+    np.testing.assert_array_equal(batch[0], (x @ w[0]).astype(jnp.dtype(out)))
 
 
 @needs_two_devices
@@ -91,6 +114,98 @@ def test_gradient_of_a_recipe_outside_of_a_mesh(rng):
     x, w, sizes = oracle.random(rng, (8, 16)), oracle.random(rng, (2, 16, 16)), jnp.array([3, 5])
     gradient = jax.jit(jax.grad(lambda w, x: jgg.nvfp4_grouped_linear(x, w, sizes).sum()))
     oracle.assert_close(gradient(put(w), put(x)), gradient(w, x))
+
+
+@needs_two_devices
+@pytest.mark.parametrize("what", ["route", "dequantize", "several axes at once"])
+def test_a_mapped_axis_without_a_mesh_in_context(rng, what):
+    """Only operands have one, and within a vmap JAX looks for it in the context."""
+    if what == "route":
+        index = rng.integers(0, 5, (2, 3, 2)).astype(np.int32)
+        f, given = lambda i: jgg.route(i, 4), (index,)
+    elif what == "dequantize":
+        w = jnp.asarray(rng.standard_normal((2, 128, 64)), "bfloat16")
+        q = jgg.prepack(jgg.quantize(w, group_size=64, bits=4))
+        assert q.layout != "linear"
+        given, tree = jax.tree.flatten(q)
+        f = lambda *leaves: jgg.dequantize(tree.unflatten(leaves), "float32")
+    else:
+        numbers = jax.lax.RaggedDotDimensionNumbers((([2, 3], [2, 3]), ([0, 1], [0, 1])), [2], [])
+        shape = (2, 2, 3, 4, 2)
+        sizes, lhs, rhs = jnp.array([1, 3]), *(rng.standard_normal((2, *shape)) for _ in range(2))
+        f = lambda a, b: jgg.ragged_dot_general(a, b, sizes, numbers)
+        given = [a.astype(np.float32) for a in (lhs, rhs)]
+    want = jax.device_get(jax.jit(jax.vmap(f))(*map(jnp.asarray, given)))
+    for run in (jax.jit(jax.vmap(f)), jax.vmap(f)):  # the latter outside of any program
+        got = jax.device_get(run(*(put(a, "a") for a in given)))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@needs_two_devices
+def test_an_offset_of_a_mapped_axis(rng):
+    """The sizes are those of all."""
+    x, w, sizes = oracle.random(rng, (9, 4)), oracle.random(rng, (2, 4, 5)), jnp.array([3, 2, 4])
+    scale, offsets = oracle.random(rng, (9,)), np.array([-1, 1], np.int32)
+    f = jax.jit(jax.vmap(lambda i: jgg.grouped_mm(x, w, sizes, group_offset=i, row_scale=scale)))
+    oracle.assert_close(jax.device_get(f(put(offsets, "a"))), f(jnp.asarray(offsets)))
+
+
+@needs_two_devices
+def test_tokens_that_a_mapped_routing_shares(rng):
+    x, up, down = (oracle.random(rng, s) for s in ((8, 4), (2, 4, 12), (2, 6, 4)))
+    index, weight = rng.integers(0, 3, (2, 8, 2)).astype(np.int32), oracle.random(rng, (8, 2))
+    f = jax.jit(jax.vmap(lambda i: jgg.moe_mlp(x, up, down, i, weight)))
+    oracle.assert_close(jax.device_get(f(put(index, "a"))), f(jnp.asarray(index)))
+
+
+@needs_two_devices
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_batch_within_a_mapped_axis(rng, quantized):
+    """Both are sharded: rows and weights of the inner one cannot both be."""
+    x, w = oracle.random(rng, (2, 2, 5, 32)), oracle.random(rng, (2, 3, 32, 16))
+    sizes = jnp.array([2, 0, 3])
+    if quantized:
+        w = jgg.quantize(w.swapaxes(2, 3), group_size=32)
+    op = jgg.grouped_qmm if quantized else jgg.grouped_mm
+    inner = jax.vmap(lambda x, w: op(x, w, sizes))
+    run = jax.jit(jax.vmap(inner, in_axes=(0, None)))
+    want = run(x, w)
+    got = run(put(x, "a", "b"), jax.tree.map(lambda a: put(a, "b"), w))
+    oracle.assert_close(jax.device_get(got), want)
+
+
+@needs_two_devices
+def test_contracted_axes_that_are_sharded_alike(rng):
+    """Of a plain batch, which is JAX's product: it asks where the result goes."""
+    lhs, rhs = oracle.random(rng, (2, 3, 4)), oracle.random(rng, (2, 4, 5))
+    numbers = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
+    f = jax.jit(lambda a, b: jgg.ragged_dot_general(a, b, jnp.array([1, 1]), numbers))
+    out = f(put(lhs, "b", None, "a"), put(rhs, "b", "a"))
+    oracle.assert_close(out, f(lhs, rhs))
+    assert jax.typeof(out).sharding.spec == P("b", None, None)
+
+
+@needs_two_devices
+def test_gradient_of_an_exact_gelu_on_several_devices(rng):
+    x, up, down = (oracle.random(rng, s) for s in ((8, 4), (2, 4, 6), (2, 6, 4)))
+    index, weight = jnp.asarray(rng.integers(0, 2, (8, 2))), oracle.random(rng, (8, 2))
+    f = lambda x, index, weight: jgg.moe_mlp(
+        x, up, down, index, weight, activation="gelu_erf"
+    ).sum()
+    gradient = jax.jit(jax.grad(f))
+    got = gradient(*(put(a, "a") for a in (x, index, weight)))
+    oracle.assert_close(got, gradient(x, index, weight), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_derivatives_of_an_exact_gelu(order):
+    """Those of JAX's."""
+    mine = lambda y: activations.activate(y, "gelu_erf")
+    theirs = lambda y: jax.nn.gelu(y, approximate=False)
+    for _ in range(order):
+        mine, theirs = jax.grad(mine), jax.grad(theirs)
+    y = jnp.linspace(-9, 9, 181)
+    np.testing.assert_allclose(jax.vmap(mine)(y), jax.vmap(theirs)(y), rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

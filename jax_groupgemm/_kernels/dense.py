@@ -1,0 +1,225 @@
+"""Which kernels can run products of full precision, which pay, and how they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from . import extension, tuned
+from .problems import FLOATS, HALVES, Mm, Qmm, Wgrad
+
+#: Activations that kernels have.
+_GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu", "swiglu_oai")
+ACTIVATIONS = (
+    None, "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh", *_GATED_ACTIVATIONS,
+)  # fmt: skip
+
+ALL_FLOATS = ", ".join(FLOATS)
+
+# Thresholds, measured: docs/lab has the tables.
+
+# gather_mm and gather_qmm: products of fewer rows than the first, if all together have more than
+# the second, are sorted by matrix, so that a matrix is read once. The others come as they are.
+# A quantized matrix is dequantized anew for each product that comes as it is.
+SORT_BELOW_ROWS = {"mm": (32, 0), "qmm": (128, 8)}
+# Rows per matrix up to which the kernel that takes lists of rows is faster than a permuted copy of
+# x and the kernel that takes boxes of rows. On an H200, 128 matrices of 2048 x 1536: 4 rows each
+# 208 and 214 us, 32 rows 249 and 278, 256 rows 581 and 576; 8 of 4096 x 4096: 16 rows 80 and 86,
+# 128 rows 124 and 118, 1024 rows 654 and 552.
+_LISTS_UP_TO_ROWS = 64
+# K up to which one sum is as good as a result of this dtype deserves. Tensor cores cut sums off, by
+# 4.3e-9 of the products' absolute sum for each k; sums by FMA are rounded to nearest.
+_LONGEST_SUM = {"float32": 2**14, "float16": 2**15, "bfloat16": 2**17}
+_LONGEST_FMA_SUM = 2**16
+# Rows up to which one sum is one matrix of a weight gradient; of more, float32 sums over ranges of
+# rows are added up. How many rows a matrix has is data, so a limit is what all calls of more rows
+# pay for, of many short segments too: a launch, and a matrix cut in two. Beside the products of
+# 2**20 rows that is nothing. Without a limit an error would grow on: by 4.3e-9 a row, or faster
+# where float32 sums are rounded (2e-4 after 2**20, where a number is 2**-20 of the sum).
+_LONGEST_SEGMENT = 2**20
+
+
+# ---- mm ----------------------------------------------------------------------------------------
+
+
+def lists_sm90(p: Mm) -> str | None:
+    """Why Hopper's kernel does not take lists of rows."""
+    if extension.BUILD.problem is not None:
+        return extension.BUILD.problem
+    if len(set(p.dtypes)) != 1 or p.dtypes[0] not in HALVES:
+        return f"operands must be {' or '.join(HALVES)} alike"
+    if p.empty:
+        return "an operand is empty"
+    return mm_sm90(p)
+
+
+def mm_sm90(p: Mm, **more) -> str | None:
+    """Why the handler would leave the call to the generic kernel."""
+    return extension.rules().mm_sm90_problem(
+        **({"k": p.k, "n": p.n, "gated": p.gated, "by_list": p.lists} | more),
+        preactivation=p.preactivation, more_options=p.more_options,
+        same_dtype=p.out_dtype == p.operand_dtype, transpose_x=p.transpose_x,
+        transpose_w=p.transpose_w, transpose_out=p.transpose_out, in_order=p.ordered,
+    )  # fmt: skip
+
+
+def sum_parts(p: Mm | Qmm) -> int:
+    """In how many float32 parts a CUDA kernel makes the sums over K."""
+    if p.dtypes[0] == "float32" and not (isinstance(p, Mm) and p.tf32):
+        if isinstance(p, Mm) and mm_planes(p) > 1:  # those are summed apart, and promoted
+            return 1
+        return -(-p.k // _LONGEST_FMA_SUM)
+    return -(-p.k // _LONGEST_SUM[p.out_dtype])
+
+
+def in_parts(p: Mm | Qmm) -> str | None:
+    return f"sums over K={p.k} are made in parts" if sum_parts(p) > 1 else None
+
+
+def mm_fuses(p: Mm) -> str | None:
+    if p.lists and p.implementation == "sm80":
+        return "it takes no lists of rows"
+    if why := (lists_sm90(p) if p.lists else None) or option_dtypes(p) or in_parts(p):
+        return why
+    if p.existing_dtype not in (None, p.out_dtype):
+        return f"existing_out is {p.existing_dtype}, the result {p.out_dtype}"
+    if p.preactivation and (why := mm_sm90(p)):
+        return why
+    if p.empty:
+        return "an operand is empty"  # K = 0 still has a bias
+    if p.gated and mm_planes(dataclasses.replace(p, gated=False)) > 1:
+        return "it does not split float32 operands of a gated activation"
+    return None
+
+
+def option_dtypes(p: Mm | Qmm) -> str | None:
+    if p.activation not in ACTIVATIONS:
+        return f"it has no activation {p.activation!r}"
+    unknown = [name for name in p.option_dtypes if name not in FLOATS]
+    return f"option dtype {unknown[0]} is not one of {ALL_FLOATS}" if unknown else None
+
+
+def mm_fuses_generic(p: Mm) -> str | None:
+    if p.preactivation:
+        return "it has no preactivation"
+    return "it takes no lists of rows" if p.lists else mm_fuses(p)
+
+
+def mm_pays(p: Mm) -> bool:
+    """float32 operands run on "sm80" where they are not split, and so do lines that are not whole
+    16 bytes."""
+    return mm_planes(p) > 1 if p.operand_dtype == "float32" else mm_sm90(p) is None
+
+
+def lists_pay(p: Mm) -> bool:
+    if not p.lists or p.rows <= _LISTS_UP_TO_ROWS * p.groups:
+        return True
+    return p.x_list_alone
+
+
+def mm_config(p: Mm) -> dict[str, Any]:
+    tile = 0
+    if not p.lists and p.segments:
+        dtypes = (*p.dtypes, p.out_dtype)
+        mean = p.rows / p.segments
+        tile = tuned.mm(dtypes, p.groups, p.k, p.n, mean, p.transpose_w, p.gated)
+    return {"planes": mm_planes(p), "tile": tile, "sum_parts": sum_parts(p)}
+
+
+def mm_planes(p: Mm) -> int:
+    """The bfloat16 planes in which a kernel takes float32 operands; 1: as they are."""
+    runs = not p.gated and mm_sm90(p, k=_up(p.k, 64), planes=3, by_list=False) is None
+    return _planes(p, runs, _splitting_pays(p.rows * p.k * p.n, p.elements))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _planes(p: Mm | Wgrad, runs: bool, pays: bool) -> int:
+    """``runs`` where there is a kernel for them, ``pays`` where making three is worth it. Two are
+    no faster than tf32 on "sm80"."""
+    if p.operand_dtype != "float32" or not runs or p.implementation == "sm80":
+        return 1
+    if p.implementation != "sm90" and (
+        p.tf32 or not pays or set(extension.live_capabilities()) != {90}
+    ):
+        return 1
+    if extension.live_capabilities() and "90a" not in extension.BUILD.architectures:
+        return 1
+    return 2 if p.tf32 else 3
+
+
+def _splitting_pays(multiplications: int, elements: int, few: bool = False) -> bool:
+    """Whether three planes are faster than float32 arithmetic. An H200 does 21e12 multiplications a
+    second in float32, or 10e12 where tiles are few; 40e12 in planes, 2.5 ps to make those of an
+    element, and 5 us are a fit that chooses the faster in the cases measured."""
+    planes = multiplications / 40e12 + 2.5e-12 * elements + 5e-6
+    return planes < multiplications / (10e12 if few else 21e12)
+
+
+def sorting_pays(kind: str, pairs: int, rows: int) -> bool:
+    """Whether ``pairs`` products of so many rows, named by index, are sorted by matrix first."""
+    below, above_total = SORT_BELOW_ROWS[kind]
+    return rows < below and pairs > 1 and pairs * rows > above_total
+
+
+# ---- wgrad -------------------------------------------------------------------------------------
+
+
+def wgrad_config(p: Wgrad, *, hopper: bool = False) -> dict[str, Any]:
+    """``ranges`` of rows are summed apart, and so are ``parts`` of each segment in them. Hopper's
+    kernel ``adds`` to what the result holds."""
+    parts, ranges = wgrad_parts(p), wgrad_ranges(p)
+    if parts > 1:  # each part is a problem of its own
+        return {"parts": parts, "ranges": ranges}
+    few = _tiles(p) <= 2 * extension.rules().H200_PROCESSORS
+    pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few)
+    runs = wgrad_sm90(p, rows=_up(p.rows, 8)) is None
+    mean = p.rows / max(p.segments, 1)
+    tile = tuned.wgrad(
+        (*p.dtypes, p.out_dtype), p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y
+    )
+    planes = _planes(p, runs, pays)
+    if planes == 1:
+        runs = p.operand_dtype in HALVES and wgrad_sm90(p) is None
+    return {
+        "parts": 1, "ranges": ranges, "adds": hopper and runs, "planes": planes, "tile": tile,
+    }  # fmt: skip
+
+
+def wgrad_pays(p: Wgrad) -> bool:
+    if p.operand_dtype == "float32":
+        return wgrad_config(p).get("planes", 1) > 1
+    return wgrad_sm90(p) is None
+
+
+def wgrad_sm90(p: Wgrad, rows: int | None = None) -> str | None:
+    """Why the handler would leave the call to the generic kernel."""
+    rows = p.rows if rows is None else rows
+    return extension.rules().wgrad_sm90_problem(
+        rows_x=rows, rows_y=rows, a=p.a, b=p.b, transpose_x=p.transpose_x,
+        transpose_y=p.transpose_y, own_weight=p.own_weight, segments=p.kind == "segments",
+        x_by_list=p.x_list, y_by_list=p.y_list, same_dtype=p.out_dtype == p.operand_dtype,
+    )  # fmt: skip
+
+
+def wgrad_parts(p: Wgrad) -> int:
+    """In how many parts a kernel takes each segment, so that few and small results keep an H200
+    busy: a tile of 128 x 128 for each processor, of 512 rows or more on average. 1: whole, also
+    where it would be less than 4, since adding the parts up takes time, too."""
+    if p.kind == "segments" or p.whole or 0 in (p.groups, p.a, p.b):
+        return 1
+    parts = min(extension.rules().H200_PROCESSORS // _tiles(p), p.rows // (512 * p.groups))
+    return parts if parts >= 4 else 1
+
+
+def wgrad_ranges(p: Wgrad) -> int:
+    """In how many ranges of rows a CUDA kernel makes the sums over rows."""
+    return 1 if 0 in (p.groups, p.a, p.b) else max(-(-p.longest // _LONGEST_SEGMENT), 1)
+
+
+def _tiles(p: Wgrad) -> int:
+    """Tiles of 128 x 128 in a stack of matrices."""
+    return p.groups * math.prod(-(-size // 128) for size in (p.a, p.b))
