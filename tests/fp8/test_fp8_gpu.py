@@ -64,7 +64,7 @@ def test_grouped_mm(sizes, n, k, dtype):
 
 
 def test_promotion_matters():
-    """Sums on the tensor cores alone, which keep about 14 bits, would be outside of the contract."""
+    """Sums on the tensor cores alone, of about 14 bits, would be outside of the contract."""
     k = 16384
     x, w = random_fp8(3, (256, k), (1, 128)), random_fp8(4, (1, 256, k), (128, 128))
     x, w = magnitudes(x), magnitudes(w)
