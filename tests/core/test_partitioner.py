@@ -204,7 +204,7 @@ OWN_MESH = {
 
 @pytest.mark.parametrize("name", OWN_MESH)
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_operands_bring_their_mesh(problem, name, compiled):
     """An Explicit mesh that nobody has set."""
     mesh = mesh_of((4,), ("a",), AxisType.Explicit)

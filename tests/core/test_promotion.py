@@ -64,7 +64,7 @@ def quantized(given):
 
 def nvfp4():
     x = jnp.ones((16, 64))
-    for options in ({}, {"hadamard": True}, {"stochastic_rounding_key": KEY}):
+    for options in ({}, {"hadamard": True, "stochastic_rounding_key": KEY}):
         yield jgg.dequantize(jgg.nvfp4_quantize(x, group_sizes=SIZES, **options))
         q = jgg.nvfp4_quantize(x, group_sizes=SIZES, axis=0, **options)
         old = jnp.ones((2, 64, 64))

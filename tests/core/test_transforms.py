@@ -97,7 +97,7 @@ def assert_trees_close(got, want, tolerance=3e-6):
 
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_vmap(rng, case, axes):
     function, *args = operands(rng, case, axes)
     assert_trees_close(jax.vmap(function, axes)(*args), one_by_one(function, axes, args))
@@ -125,7 +125,7 @@ def gradient(function):
 
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(13)
 def test_vmap_of_grad(rng, case, axes):
     function, *args = operands(rng, case, axes)
     grad = gradient(function)
@@ -134,7 +134,7 @@ def test_vmap_of_grad(rng, case, axes):
 
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_grad_of_vmap(rng, case, axes):
     """Shared operands collect the gradients of the whole batch."""
     function, *args = operands(rng, case, axes)
@@ -177,6 +177,7 @@ def test_jvp_is_linear(rng, case):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 def test_second_derivatives(rng, case):
     """Hessian-vector products, forward over reverse and reverse over forward."""
     function, a, b, meta = operands(rng, case, (None, None, None))
@@ -200,6 +201,7 @@ def test_integer_operands_get_float0(rng, case):
 
 
 @pytest.mark.parametrize("policy", [None, "dots_saveable", "nothing_saveable"])
+@pytest.mark.one_in(3)
 def test_checkpoint_in_scan(rng, policy):
     policy = policy and getattr(jax.checkpoint_policies, policy)
     w, x = oracle.random(rng, (4, 3, 6, 6)), oracle.random(rng, (20, 6))

@@ -25,8 +25,10 @@ def random_fp8(rng, shape, block, dtype=jnp.float8_e4m3fn):
     """Any codes and scales, none of them NaN."""
     codes = rng.integers(0, 256, shape).astype(np.uint8)
     codes = np.where(codes & 0x7C == 0x7C, codes & 0x83, codes)
-    scales = rng.uniform(0.5, 2, jgg.quantize(jnp.zeros(shape), mode="fp8", block=block,
-                                              contract=-1).scales.shape)  # fmt: skip
+    of_matrix = (
+        () if block is None else (-(-n // b) for n, b in zip(shape[-2:], block, strict=True))
+    )
+    scales = rng.uniform(0.5, 2, (*shape[:-2], *of_matrix))
     codes = jax.lax.bitcast_convert_type(jnp.asarray(codes), dtype)
     return quantized(codes, jnp.asarray(scales / 100, jnp.float32), block)
 
@@ -187,7 +189,7 @@ def test_moe_with_fp8_weights(rng, gradients):
     x, weight = oracle.random(rng, (tokens, d)), oracle.random(rng, (tokens, 2))
     index = jnp.asarray(rng.integers(0, experts, (tokens, 2)))
     up, down = (
-        jgg.quantize(oracle.random(rng, s) / 12, mode="fp8")
+        fp8_oracle.stored(oracle.random(rng, s) / 12)
         for s in ((experts, 2 * f, d), (experts, d, f))
     )
 
@@ -199,17 +201,17 @@ def test_moe_with_fp8_weights(rng, gradients):
         return out, *vjp(jnp.cos(out))
 
     got = jax.jit(layer)(up, down)
-    want = jax.jit(layer)(jgg.dequantize(up), jgg.dequantize(down))
+    want = jax.jit(layer)(*(jnp.asarray(fp8_oracle.values(q), jnp.float32) for q in (up, down)))
     for a, b in zip(got, want, strict=True):
         oracle.assert_close(a, b, tolerance=1e-5)
 
 
 # ---- errors ------------------------------------------------------------------------------------
 
-QX = jgg.fp8_quantize(jnp.ones((20, 40)))
-QW = jgg.quantize(jnp.ones((3, 24, 40)), mode="fp8")
+QX = quantized(jnp.ones((20, 40), "float8_e4m3fn"), jnp.ones((20, 1)), (1, 128))
+QW = quantized(jnp.ones((3, 24, 40), "float8_e4m3fn"), jnp.ones((3, 1, 1)), (128, 128))
 S = jnp.array([9, 0, 8])
-ALONG_T = jgg.fp8_quantize(jnp.ones((20, 40)), axis=0, group_sizes=S)
+ALONG_T = oracle.zeros_of(jgg.fp8_quantize, jnp.ones((20, 40)), axis=0, group_sizes=S)
 ERRORS = [
     (
         lambda: jgg.fp8_grouped_mm(jnp.ones((20, 40)), QW, S), TypeError,  # pyright: ignore

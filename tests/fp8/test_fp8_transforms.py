@@ -27,7 +27,7 @@ def test_export(rng):
     """An operation whose operands are Quantized, with their blocks."""
     x, w, sizes = oracle.random(rng, (20, 24)), oracle.random(rng, (G, 40, 24)), [9, 0, 3, 5]
     sizes = jnp.array(sizes)
-    args = jgg.fp8_quantize(x), jgg.quantize(w, mode="fp8"), sizes
+    args = fp8_oracle.stored(x, (1, 128)), fp8_oracle.stored(w), sizes
     f = jit(jgg.fp8_grouped_mm)
     exported = jax.export.export(
         f, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
@@ -39,8 +39,8 @@ def test_export(rng):
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0)])
 @pytest.mark.one_in(3)
 def test_vmap_of_products(rng, axes):
-    x = jgg.fp8_quantize(oracle.random(rng, (2, 20, 136)))
-    w = jgg.quantize(oracle.random(rng, (2, G, 40, 136)), mode="fp8")
+    x = fp8_oracle.stored(oracle.random(rng, (2, 20, 136)), (1, 128))
+    w = fp8_oracle.stored(oracle.random(rng, (2, G, 40, 136)))
     sizes = jnp.array([[9, 0, 3, 5], [0, 20, 0, 0]])
     args = [a if d == 0 else jax.tree.map(lambda v: v[0], a)
             for a, d in zip((x, w, sizes), axes, strict=True)]  # fmt: skip
@@ -60,13 +60,12 @@ def test_vmap_of_products(rng, axes):
 @needs_two_devices
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 def test_qmm_sharded(rng, kind, name):
     """In whole blocks; values and gradients of x and scales."""
     x_spec, w_spec, out_spec = SHARDED[name]
-    x, q = oracle.random(rng, (20, 256)), jgg.quantize(
-        oracle.random(rng, (G, 512, 256)), mode="fp8", block=(128, 64)
-    )  # fmt: skip
+    x = oracle.random(rng, (20, 256))
+    q = fp8_oracle.stored(oracle.random(rng, (G, 512, 256)), (128, 64))
 
     @jit
     def f(x, q, sizes):
@@ -88,7 +87,7 @@ def test_qmm_sharded(rng, kind, name):
 def test_blocks_that_are_cut(rng, block):
     """N and K that blocks do not divide are divided among devices all the same."""
     x, w = oracle.random(rng, (20, 200)), oracle.random(rng, (G, 200, 200))
-    q = jgg.quantize(w, mode="fp8", block=block, contract=-1)
+    q = fp8_oracle.stored(w, block)
     args = x, q.weight, q.scales, jnp.array([9, 0, 3, 6])
 
     @jit
@@ -145,7 +144,7 @@ def test_cost(rng):
     assert cost.flops == 17 * flops
     loss = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes).sum()
     assert jgg.cost.of(jax.grad(loss, (0, 1)), x, w).flops == (17 + 3 * 128) * flops
-    q, qw = jgg.fp8_quantize(x), jgg.quantize(w, mode="fp8")
+    q, qw = fp8_oracle.stored(x, (1, 128)), fp8_oracle.stored(w)
     alone = jgg.cost.fp8_grouped_mm(q, qw, sizes)
     read = 17 * 24 + 17 * 4 + 3 * (40 * 24 + 4) + sizes.nbytes + 20 * 40 * 2
     assert (alone.flops, alone.bytes_accessed) == (17 * flops, read)
@@ -158,11 +157,10 @@ def test_hidden_columns_of_moe_sharded(rng, f, size):
     x, weight = oracle.random(rng, (20, 128)), oracle.random(rng, (20, 2))
     index = jnp.asarray(rng.integers(0, G, (20, 2)))
     up, down = (
-        jgg.quantize(oracle.random(rng, s) / 12, mode="fp8", block=(size, size), contract=-1)
+        fp8_oracle.stored(oracle.random(rng, s) / 12, (size, size))
         for s in ((G, 2 * f, 128), (G, 128, f))
     )
     layer = jit(lambda x, up, down, weight: jgg.moe_mlp(x, up, down, index, weight))
-    want = layer(x, up, down, weight)
     mesh = mesh_of((2,), ("d",), AxisType.Explicit)
     put = lambda tree, *spec: jax.tree.map(
         lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(*spec))), tree
@@ -174,4 +172,4 @@ def test_hidden_columns_of_moe_sharded(rng, f, size):
                 layer(*args)
             return
         got = layer(*args)
-    oracle.assert_close(got, want, tolerance=1e-5)
+    oracle.assert_close(got, layer(x, up, down, weight), tolerance=1e-5)

@@ -63,11 +63,14 @@ def across(devices: int, **options):
 
 def assert_quantized(run, args, index, mode) -> None:
     """``run(args, index, ct)`` returns the value and x's gradient, of quantized up and down."""
-    quantize = lambda w: jgg.quantize(w.swapaxes(1, 2), mode=mode, group_size=32, contract=-1)
-    quantized = {name: quantize(args[name]) for name in ("up", "down")}
+    rng = np.random.default_rng(0)
+    quantized = {
+        name: oracle.random_quantized(rng, args[name].swapaxes(1, 2).shape, mode, group_size=32)
+        for name in ("up", "down")
+    }
     ct = args["x"] / 2
     got = run({**args, **quantized}, index, ct)
-    up, down = (np.asarray(jgg.dequantize(q)).swapaxes(1, 2) for q in quantized.values())
+    up, down = (oracle.dequantize(q).swapaxes(1, 2) for q in quantized.values())
     y, (dx, *_) = moe_oracle.moe_mlp(
         args["x"], up, down, index, args["weight"], oracle.f64(ct), up_bias=args["up_bias"],
         down_bias=args["down_bias"],

@@ -1,8 +1,11 @@
 """FP8 in numpy, block by block, from its definition."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from oracle import bounds, f64
+
+import jax_groupgemm as jgg
 
 F32 = np.float32
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -51,6 +54,12 @@ def quantize(x, block, element="e4m3", scale_format="float32"):
             q = np.clip(x[part] / scale, -LARGEST[element], LARGEST[element])
             codes[part] = q.astype(DTYPES[element])
     return codes, scales
+
+
+def stored(x, block=(128, 128)) -> jgg.Quantized:
+    """What jgg.quantize stores of x, for tests of other operations: nothing is compiled."""
+    codes, scales = map(jnp.asarray, quantize(x, block))
+    return jgg.Quantized(codes, scales, mode="fp8", bits=8, group_size=None, block=block)  # pyright: ignore
 
 
 def padded(x, sizes):

@@ -15,6 +15,12 @@ def assert_raises(call, kind, message: str) -> None:
     assert str(caught.value) == message
 
 
+def zeros_of(f, *args, **options):
+    """Zeros of the shapes and dtypes that ``f`` returns: nothing is compiled."""
+    shapes = jax.eval_shape(lambda: f(*args, **options))
+    return jax.tree.map(lambda a: jax.numpy.asarray(np.zeros(a.shape, a.dtype)), shapes)
+
+
 def f64(a) -> np.ndarray:
     return np.asarray(a).astype(np.float64)
 

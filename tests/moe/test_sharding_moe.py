@@ -93,7 +93,16 @@ def two_axes(kind):
     return mesh_of((2, DEVICES // 2), ALL, kind)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+def some(names, daily):
+    """The others are weekly: along more axes, or beside those of another test."""
+    weekly = pytest.mark.weekly
+    return [name if name in daily else pytest.param(name, marks=weekly) for name in names]
+
+
+DAILY = ("tokens", "F", "F of down only", "tokens and F", "halves over all", "tokens and experts")
+
+
+@pytest.mark.parametrize("name", some(SHARDED, DAILY))
 def test_explicit(rng, name):
     specs, forward, both = SHARDED[name]
     args, index = problem(rng)
@@ -115,7 +124,7 @@ def test_explicit(rng, name):
         assert jax.typeof(of).sharding.spec == jax.typeof(given[0][operand]).sharding.spec
 
 
-@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("parts", some((2, 3, 4), (3,)))
 def test_halves_are_exchanged(rng, parts):
     """Each device's block of gate and up becomes its columns of both, of any number of devices."""
     if parts > len(jax.devices()):
@@ -208,7 +217,8 @@ def test_explicit_quantized(rng, mode, name):
         "experts": (P(), *[EXPERTS] * 4),
     }[name]
     for operand in ("up", "down"):
-        args[operand] = jgg.quantize(args[operand].swapaxes(1, 2), mode=mode, group_size=32)
+        shape = args[operand].swapaxes(1, 2).shape
+        args[operand] = oracle.random_quantized(rng, shape, mode, group_size=32)
     want = layer(args, index)
     mesh = two_axes(AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -273,7 +283,7 @@ def test_explicit_conflicts_are_errors(rng):
             assert str(caught.value).endswith("Use jax.sharding.reshard first.")
 
 
-@pytest.mark.parametrize("name", ["tokens", "halves", "tokens and experts"])
+@pytest.mark.parametrize("name", some(("tokens", "halves", "tokens and experts"), ("halves",)))
 def test_auto(rng, name):
     """XLA divides what the layer is made of: the values are right, whatever it costs."""
     args, index = problem(rng)
@@ -287,7 +297,7 @@ def test_auto(rng, name):
         np.testing.assert_allclose(of, wanted[operand], rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["tokens", "F", "tokens and F"])
+@pytest.mark.parametrize("name", some(("tokens", "F", "tokens and F"), ("tokens and F",)))
 def test_shard_map(rng, name):
     """A user's, over an Auto mesh. Sums are of tokens, never of their pairs with experts."""
     specs, forward, both = SHARDED[name]

@@ -1,6 +1,7 @@
 """Random damage to a ``Quantized``: an error that names the argument, or, where what is left is a
 weight after all, its values. ``--fuzz N`` tries N of them for each operation."""
 
+import functools
 import zlib
 
 import jax
@@ -24,12 +25,12 @@ OPERATIONS = {
     "moe_mlp": (
         "up", lambda q: jgg.moe_mlp(X, q, DOWN, INDEX, jnp.ones((4, 2)), activation="relu"),
     ),
-    "nvfp4_grouped_mm": ("w", lambda q: jgg.nvfp4_grouped_mm(ROWS, q, SIZES)),
+    "nvfp4_grouped_mm": ("w", lambda q: jgg.nvfp4_grouped_mm(rows(), q, SIZES)),
 }  # fmt: skip
 SHAPES = {"moe_mlp": (2, 128, 128)}  # where it is not (2, 8, 128)
 DOWN = oracle.random_quantized(np.random.default_rng(0), (2, 128, 128), "affine")
 INDEX = jnp.array([[0, 1]] * 4)
-ROWS = jgg.nvfp4_quantize(X)
+rows = functools.cache(lambda: oracle.zeros_of(jgg.nvfp4_quantize, X))
 FIELDS = ("weight", "scales", "biases", "global_scale", "positions", "mode", "bits", "group_size",
           "axis", "layout")  # fmt: skip
 STATIC = {
