@@ -369,8 +369,9 @@ def test_options_of_ranges(rng, monkeypatch):
     assert len(calls.tables) == 6
 
 
-def test_lists_of_many_rows_are_copied():
+def test_lists_of_many_rows_are_copied(monkeypatch):
     """The kernel that takes rows by list has a result of their dtype, and adds nothing."""
+    monkeypatch.setattr(lists, "MOST_COLUMNS_BACK", 1024)
     rows = jax.ShapeDtypeStruct((2**20 + 8, 1024), "bfloat16")
     product = Wgrad(groups=4, out_dtype="bfloat16")
     metadata = segments.sizes(jnp.zeros((4,), "int32"))
