@@ -147,4 +147,3 @@ class MoE(nnx.Module):
         if self.bias is None:
             raise ValueError("jgg.nnx.MoE.balance: there is no bias. Pass balance_bias=True")
         self.bias.set_value(router.shifted_bias(self.bias.get_value(), load, rate=rate))
-

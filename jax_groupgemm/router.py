@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._core import check, partition
+from ._core import check, dtypes, partition
 from ._core.types import Integers
 
 __all__ = [
@@ -119,8 +119,8 @@ def choose(
     top_groups = groups if top_groups is None else top_groups
     if not groups or experts % groups or not top_groups <= groups:
         raise ValueError(
-            f"jgg.{op}: {experts} experts cannot be in groups={groups} groups of one size, of which "
-            f"a token meets top_groups={top_groups}"
+            f"jgg.{op}: {experts} experts cannot be in groups={groups} groups of one size, of "
+            f"which a token meets top_groups={top_groups}"
         )
     if top_k > experts // groups * top_groups:
         raise ValueError(
@@ -235,7 +235,7 @@ def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
 
 
 def report(logits: ArrayLike, choice: Choice, *, where: ArrayLike | None = None) -> Report:
-    """Both losses and the load of a choice; **means and counts over tokens**.
+    """``(balance_loss, z_loss, load)`` of a choice; **means and counts over tokens**.
 
     Args:
       logits: ``(..., E)``.
@@ -279,7 +279,7 @@ def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax
     _floats(op, "bias", bias)
     counts = check.array(op, "load", load)
     check.shape(op, "load", counts, bias.shape, "E", f"because bias is {bias.shape}")
-    counts = counts.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    counts = counts.astype(dtypes.accumulator_dtype(bias.dtype))
     step = jnp.sign(counts.mean() - counts).astype(bias.dtype)
     return bias + jnp.asarray(rate, bias.dtype) * step
 
@@ -289,7 +289,7 @@ def _logits(op: str, logits, name: str = "logits") -> jax.Array:
     _floats(op, name, logits)
     if not logits.ndim:
         raise ValueError(f"jgg.{op}: {name} has shape (), expected (..., E)")
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return logits.astype(dtypes.accumulator_dtype(logits.dtype))
 
 
 def _floats(op: str, name: str, value) -> None:
@@ -298,8 +298,8 @@ def _floats(op: str, name: str, value) -> None:
 
 
 def _shares(score) -> jax.Array:
-    """Scores of which all may be 0 add up to 1; the addend changes no other sum."""
-    return score / (score.sum(axis=-1, keepdims=True) + jnp.asarray(1e-20, score.dtype))
+    """Scores that add up to 1. Where all of them have underflown they stay 0, as do gradients."""
+    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), 1e-15)
 
 
 def _of_best_groups(score, groups: int, top_groups: int, best: int) -> jax.Array:
@@ -315,8 +315,11 @@ def _exists(op: str, where, logits) -> jax.Array:
     where = check.array(op, "where", where)
     if where.dtype != bool:
         raise TypeError(f"jgg.{op}: where must be bool, got {where.dtype.name}")
-    letters, why = "...", f"because logits are {logits.shape}"
-    check.shape(op, "where", where, logits.shape[:-1], letters, why)
+    if where.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"jgg.{op}: where has shape {where.shape}, expected {logits.shape[:-1]} for tokens of "
+            f"{logits.shape}"
+        )
     return where
 
 

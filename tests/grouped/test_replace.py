@@ -1,4 +1,4 @@
-"""replace_ragged_dot: whose function is called, in which thread, by which program, and afterwards."""
+"""replace_ragged_dot: whose function is called, by which thread and program, and afterwards."""
 
 import inspect
 import threading
@@ -65,8 +65,7 @@ def test_arguments_arrive():
 
 def test_it_ends_with_an_exception():
     with pytest.raises(ZeroDivisionError), jgg.replace_ragged_dot():
-        assert of_ours(KINDS["ragged_dot"])
-        raise ZeroDivisionError
+        _ = 1 // 0
     assert are_jaxs()
 
 
@@ -190,6 +189,7 @@ def test_threads_leave_in_any_order():
 
 def test_anothers_replacement_is_put_back():
     """It was there before, or comes within and outlives the block."""
+
     def doubled(*args, **kwargs):
         return 2 * JAXS[0](*args, **kwargs)
 
