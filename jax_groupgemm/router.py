@@ -332,3 +332,7 @@ def _mean(op: str, values, where, logits) -> jax.Array:
         count = exists.sum().astype(values.dtype)
         values = jnp.where(exists.reshape(*exists.shape, *(1,) * (values.ndim - lead)), values, 0)
     return values.sum(axis=axes) / jnp.maximum(count, 1)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,6 +12,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md")
 # A page without a block that runs says so here.
 WITHOUT = ("guides/tune_tiles.md",)
+# Packages of the extras of examples and tests.
+NEEDS = {"flax_and_equinox.md": ("equinox", "flax", "optax")}
 # Compiling takes longer than these programs run. Devices are the page's own business.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -35,6 +37,8 @@ def pages():
 
 @pytest.mark.parametrize("page", list(pages()))
 def test_blocks_run_one_after_the_other(page, tmp_path):
+    for package in NEEDS.get(page.name, ()):
+        pytest.importorskip(package)
     code = blocks(page)
     assert code
     done = subprocess.run(
