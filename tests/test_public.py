@@ -20,7 +20,7 @@ PUBLIC_MODULES = {"checkpoint_policies", "checkpoints", "cost", "router"}
 FUNCTIONS = {
     **OPERATIONS,
     **{name: getattr(jgg.checkpoints, name) for name in dir(jgg.checkpoints)},
-    **{name: getattr(jgg.router, name) for name in dir(jgg.router)},
+    **{name: getattr(jgg.router, name) for name in dir(jgg.router) if name[0].islower()},
     "replace_ragged_dot": jgg.replace_ragged_dot,
 }
 
