@@ -28,7 +28,7 @@ class MoE(nnx.Module):
     index and weight; **pairs of token and expert are grouped** by expert.
 
     Every token meets all of its ``top_k`` experts: none is dropped, nothing is padded. The router
-    computes in float32. ::
+    computes in float32::
 
         layer = MoE(512, 1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
         y, report = layer(x)
@@ -39,9 +39,8 @@ class MoE(nnx.Module):
       hidden_features: F, of one expert.
       num_experts: E.
       top_k: k, experts of a token.
-      scores, renormalize, scale, groups, top_groups: the router's, as in
-        :func:`jax_groupgemm.router.choose`.
-      balance_bias: whether a bias balances loads in place of a loss: :meth:`balance`.
+      scores, renormalize, scale, groups, top_groups: the router's, as in :func:`choose`.
+      balance_bias: whether a bias balances loads in place of a loss, see ``balance``.
       router_bias: whether logits have a bias that is trained.
       use_bias: whether experts have biases.
       dtype: to compute experts in; by default that of x. Weights that are arrays are converted.
@@ -49,16 +48,16 @@ class MoE(nnx.Module):
       kernel_init: of ``w_up`` and ``w_down``.
       experts_fn: called as ``moe_mlp(x, w_up, w_down, index, weight, key=key)``, with up_bias and
         down_bias where there are any, and with ``options``. The weights are whatever pytrees
-        ``w_up`` and ``w_down`` hold, such as :class:`jax_groupgemm.Quantized`.
+        ``w_up`` and ``w_down`` hold, such as :class:`Quantized`.
       rngs: for the initial parameters.
-      options: further arguments of :func:`jax_groupgemm.moe_mlp`: activation, recipe, axis_name and
-        so on.
+      options: further arguments of :func:`moe_mlp`: activation, recipe, axis_name and so on.
 
     Attributes:
       router: an ``nnx.Linear``, (D, E).
       w_up: ``(E, D, 2F)`` for a gated activation, gate and up as the halves, or ``(E, D, F)``.
       w_down: ``(E, F, D)``.
-      up_bias, down_bias: ``(E, 2F)`` or ``(E, F)``, and ``(E, D)``; None without ``use_bias``.
+      up_bias: ``(E, 2F)`` or ``(E, F)``; None without ``use_bias``.
+      down_bias: ``(E, D)``; None without ``use_bias``.
       bias: a :class:`BalanceBias` ``(E,)``; None without ``balance_bias``.
     """
 
@@ -114,11 +113,10 @@ class MoE(nnx.Module):
             zeros and count in no loss.
 
         Returns:
-          ``(..., D)``, and a :class:`jax_groupgemm.router.Report`.
+          ``(..., D)``, and a :class:`Report`.
 
         Raises:
-          ValueError, TypeError: as :func:`jax_groupgemm.router.choose` and
-            :func:`jax_groupgemm.moe_mlp`.
+          ValueError, TypeError: as :func:`choose` and :func:`moe_mlp`.
         """
         value = lambda p: None if p is None else p.get_value()
         logits = self.router(x)
@@ -139,7 +137,7 @@ class MoE(nnx.Module):
 
         Args:
           load: ``(E,)``, of the report, summed over all that made the step's gradient.
-          rate: as in :func:`jax_groupgemm.router.shifted_bias`.
+          rate: as in :func:`shifted_bias`.
 
         Raises:
           ValueError: there is no bias, or load has another shape.

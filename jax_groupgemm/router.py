@@ -1,7 +1,7 @@
 """Routers of mixtures of experts: which experts a token meets, how much each counts, and what keeps
 their loads even.
 
-Plain functions of JAX arrays, for layers in any framework, around :func:`jax_groupgemm.moe_mlp`.
+Plain functions of JAX arrays, for layers in any framework, around :func:`moe_mlp`.
 They compute in float32 at least. Axes have letters: E for experts, k for those that a token meets.
 """
 
@@ -106,8 +106,7 @@ def choose(
         from than ``top_k``.
       TypeError: logits are no floats, ``where`` is not bool, or a number is no int.
 
-    Groups and biases are those of DeepSeek-V3, `arXiv 2412.19437
-    <https://arxiv.org/abs/2412.19437>`_.
+    Groups and biases are those of DeepSeek-V3, arXiv 2412.19437.
     """
     op = "router.choose"
     logits = _logits(op, logits)
@@ -199,8 +198,7 @@ def balance_loss(
       ValueError: shapes do not fit.
       TypeError: probabilities are no floats, or ``where`` is not bool.
 
-    As in Switch Transformers, `arXiv 2101.03961 <https://arxiv.org/abs/2101.03961>`_, for k experts
-    of a token. For DeepSeek-V3's loss of each sequence, ``jax.vmap`` it over sequences.
+    As in Switch Transformers, arXiv 2101.03961, for k experts of a token. For DeepSeek-V3's loss of each sequence, ``jax.vmap`` it over sequences.
     """
     op = "router.balance_loss"
     probabilities = _logits(op, probabilities, "probabilities")
@@ -227,7 +225,7 @@ def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
       ValueError: shapes do not fit.
       TypeError: logits are no floats, or ``where`` is not bool.
 
-    As in ST-MoE, `arXiv 2202.08906 <https://arxiv.org/abs/2202.08906>`_.
+    As in ST-MoE, arXiv 2202.08906.
     """
     op = "router.z_loss"
     logits = _logits(op, logits)
@@ -271,7 +269,7 @@ def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax
       ValueError: shapes do not fit.
       TypeError: bias are no floats.
 
-    As in Loss-Free Balancing, `arXiv 2408.15664 <https://arxiv.org/abs/2408.15664>`_.
+    As in Loss-Free Balancing, arXiv 2408.15664.
     """
     op = "router.shifted_bias"
     bias = check.array(op, "bias", bias)
