@@ -119,6 +119,8 @@ class MoE(nnx.Module):
           ValueError, TypeError: as :func:`choose` and :func:`moe_mlp`.
         """
         value = lambda p: None if p is None else p.get_value()
+        if where is not None:  # whatever padding holds, it is in no gradient
+            x = jnp.where(jnp.asarray(where)[..., None], x, 0)
         logits = self.router(x)
         choice = router.choose(
             logits, self.top_k, bias=value(self.bias), where=where, **dict(self.choosing)

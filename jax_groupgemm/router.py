@@ -109,7 +109,7 @@ def choose(
     Groups and biases are those of DeepSeek-V3, arXiv 2412.19437.
     """
     op = "router.choose"
-    logits = _logits(op, logits)
+    logits = _existing(op, _logits(op, logits), where)
     experts = logits.shape[-1]
     for name, value in (("top_k", top_k), ("groups", groups), ("top_groups", top_groups)):
         if value is not None or name != "top_groups":
@@ -148,7 +148,7 @@ def choose(
     if scale != 1.0:
         weight = weight * jnp.asarray(scale, weight.dtype)
     if where is not None:
-        exists = _exists(op, where, logits)[..., None]
+        exists = jnp.asarray(where)[..., None]
         expert, weight = jnp.where(exists, expert, -1), jnp.where(exists, weight, 0)
     return Choice(expert, weight, probabilities)
 
@@ -198,17 +198,18 @@ def balance_loss(
       ValueError: shapes do not fit.
       TypeError: probabilities are no floats, or ``where`` is not bool.
 
-    As in Switch Transformers, arXiv 2101.03961, for k experts of a token. For DeepSeek-V3's loss of each sequence, ``jax.vmap`` it over sequences.
+    As in Switch Transformers, arXiv 2101.03961, for k experts of a token. For DeepSeek-V3's loss of
+    each sequence, ``jax.vmap`` it over sequences.
     """
     op = "router.balance_loss"
-    probabilities = _logits(op, probabilities, "probabilities")
+    probabilities = _existing(op, _logits(op, probabilities, "probabilities"), where)
     counts = check.array(op, "load", load)
     experts = probabilities.shape[-1]
     why = f"because probabilities are {probabilities.shape}"
     check.shape(op, "load", counts, (experts,), "E", why)
     counts = lax.stop_gradient(counts.astype(probabilities.dtype))
     share = counts / jnp.maximum(counts.sum(), 1)
-    return experts * jnp.sum(share * _mean(op, probabilities, where, probabilities))
+    return experts * jnp.sum(share * _mean(probabilities, where, probabilities))
 
 
 def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
@@ -228,8 +229,8 @@ def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
     As in ST-MoE, arXiv 2202.08906.
     """
     op = "router.z_loss"
-    logits = _logits(op, logits)
-    return _mean(op, jax.nn.logsumexp(logits, axis=-1) ** 2, where, logits)
+    logits = _existing(op, _logits(op, logits), where)
+    return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, where, logits)
 
 
 def report(logits: ArrayLike, choice: Choice, *, where: ArrayLike | None = None) -> Report:
@@ -309,26 +310,29 @@ def _of_best_groups(score, groups: int, top_groups: int, best: int) -> jax.Array
     return jnp.where(kept[..., None], of_group, -jnp.inf).reshape(score.shape)
 
 
-def _exists(op: str, where, logits) -> jax.Array:
+def _existing(op: str, a, where) -> jax.Array:
+    """Zeros for tokens that do not exist: a mask that comes later leaves gradients of NaN."""
+    if where is None:
+        return a
     where = check.array(op, "where", where)
     if where.dtype != bool:
         raise TypeError(f"jgg.{op}: where must be bool, got {where.dtype.name}")
-    if where.shape != logits.shape[:-1]:
+    if where.shape != a.shape[:-1]:
         raise ValueError(
-            f"jgg.{op}: where has shape {where.shape}, expected {logits.shape[:-1]} for tokens of "
-            f"{logits.shape}"
+            f"jgg.{op}: where has shape {where.shape}, expected {a.shape[:-1]} for tokens of "
+            f"{a.shape}"
         )
-    return where
+    return jnp.where(where[..., None], a, 0)
 
 
-def _mean(op: str, values, where, logits) -> jax.Array:
+def _mean(values, where, logits) -> jax.Array:
     """Over tokens, which ``logits`` have an axis more than; later axes of ``values`` are kept."""
     lead = logits.ndim - 1
     axes, count = tuple(range(lead)), math.prod(logits.shape[:-1])
     if where is not None:
-        exists = _exists(op, where, logits)
-        count = exists.sum().astype(values.dtype)
-        values = jnp.where(exists.reshape(*exists.shape, *(1,) * (values.ndim - lead)), values, 0)
+        where = jnp.asarray(where)
+        count = where.sum().astype(values.dtype)
+        values = jnp.where(where.reshape(*where.shape, *(1,) * (values.ndim - lead)), values, 0)
     return values.sum(axis=axes) / jnp.maximum(count, 1)
 
 

@@ -101,7 +101,17 @@ def test_there_is_nothing_to_balance():
 def test_padding_gives_zeros(x):
     where = np.arange(15).reshape(3, 5) < 11
     tokens = np.where(where[..., None], x, np.nan)
-    y, report = jax.jit(lambda x: new()(x, where=where))(tokens)
+
+    @jax.jit
+    def run(x):
+        def loss(layer):
+            y, report = layer(x, where=where)
+            return (y**2).sum() + report.balance_loss + report.z_loss, (y, report)
+
+        return nnx.grad(loss, has_aux=True)(new())
+
+    grads, (y, report) = run(tokens)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
     assert not y[2, 1:].any()
     assert int(report.load.sum()) == 11 * K
     assert jnp.isfinite(report.balance_loss)
