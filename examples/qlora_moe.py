@@ -48,7 +48,7 @@ def product(x, w: Adapted, sizes):
 
 
 def adapted_layer(x, w_up: Adapted, w_down: Adapted, expert, weight, key=None):
-    """``train_moe.jgg_layer`` for adapted weights."""
+    """``jgg.moe_mlp`` for adapted weights."""
     routing = jgg.route(expert, w_up.down.shape[0])
     sizes = routing.group_sizes
     gate, up = jnp.split(product(jgg.dispatch(x, routing), w_up, sizes), 2, axis=1)

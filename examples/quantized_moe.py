@@ -48,8 +48,7 @@ REPEATS = 3
 
 
 def layer(x, w_up, w_down, expert, weight, key=None):
-    """``train_moe.jgg_layer`` for weights as they are: arrays of x's dtype, or quantized w_up
-    (E, 2F, D) and w_down (E, D, F)."""
+    """``jgg.moe_mlp`` for arrays, and for quantized w_up (E, 2F, D) and w_down (E, D, F)."""
     return jgg.moe_mlp(x, w_up, w_down, expert, weight)
 
 

@@ -100,14 +100,14 @@ def divided(mesh: jax.sharding.Mesh | None, sequences):
 
 
 def across(layer: Callable, mesh: jax.sharding.Mesh | None) -> Callable:
-    """``layer(x, w_up, w_down, expert, weight, key, axis_name=)``, of all devices' tokens."""
+    """``layer(x, w_up, w_down, expert, weight, key=, axis_name=)``, of all devices' tokens."""
     if mesh is None:
         return layer
 
     def local(x, w_up, w_down, expert, weight, key):
         if key is not None:  # each device has random numbers of its own
             key = jax.random.fold_in(key, jax.lax.axis_index(("data", "expert")))
-        return layer(x, w_up, w_down, expert, weight, key, axis_name="expert")
+        return layer(x, w_up, w_down, expert, weight, key=key, axis_name="expert")
 
     def run(x, w_up, w_down, expert, weight, key=None):
         more = -x.shape[0] % math.prod(mesh.shape.values())

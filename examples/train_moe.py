@@ -11,9 +11,9 @@ On several machines, or in two processes of one, start each with its --process-i
 
     python examples/train_moe.py --devices 4 --processes 2 --coordinator HOST:PORT --process-id 0
 
-The text is the language reference that every CPython carries. The mixture of experts is *dropless*:
-experts take as many tokens as the router sends them, with no capacity limit and no padding. See
-:class:`MoE`; everything else is an ordinary small transformer.
+The text is the language reference that every CPython carries. The mixture of experts,
+:class:`jax_groupgemm.nnx.MoE`, is *dropless*: experts take as many tokens as the router sends them,
+with no capacity limit and no padding. Everything else is an ordinary small transformer.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import run_folder
 import several_devices
 import texts
 from attention import HEAD_SIZE, Attention
+from jax_groupgemm.nnx import MoE
 from options import Parser, count, option, settings
 from timing import in_turns
 
@@ -78,70 +79,22 @@ class Config:
 # ---- model -----------------------------------------------------------------------------------
 
 
-def jgg_layer(x, w_up, w_down, expert, weight, key=None, axis_name=None):
-    """Every token's sum of the SwiGLU networks of its experts.
+def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None):
+    """:func:`jgg.moe_mlp` in plain JAX, for ``--compare``: every token's sum of the SwiGLU networks
+    of its experts.
 
     x (T, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), expert and weight
-    (T, k) from the router; key, for whom it concerns, is another in every training step. Along
-    ``axis_name`` each device has some of the experts and of the tokens. Returns (T, D).
+    (T, k) from the router. Returns (T, D).
     """
-    w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
-    return jgg.moe_mlp(x, w_up, w_down, expert, weight, axis_name=axis_name)
-
-
-def quantized_layer(recipe):
-    """The same with all six products, forward and backward, as a recipe quantizes them."""
-
-    def layer(x, w_up, w_down, expert, weight, key=None, axis_name=None):
-        w_up, w_down = w_up.astype(x.dtype), w_down.astype(x.dtype)
-        options = {"recipe": recipe, "key": key, "axis_name": axis_name}
-        return jgg.moe_mlp(x, w_up, w_down, expert, weight, **options)
-
-    return layer
-
-
-def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None):
-    """The same in plain JAX, for ``--compare``."""
     order = jnp.argsort(expert.reshape(-1))  # one row for each token and expert, sorted by expert
     token = order // expert.shape[1]
     sizes = jnp.bincount(expert.reshape(-1), length=w_up.shape[0])
     # moe_mlp multiplies float32 as float32 on every device; ask the same of ragged_dot.
     precision = "highest" if x.dtype == jnp.float32 else None
     ragged_dot = functools.partial(jax.lax.ragged_dot, group_sizes=sizes, precision=precision)
-    gate, up = jnp.split(ragged_dot(x[token], w_up.astype(x.dtype)), 2, axis=1)
-    rows = ragged_dot(jax.nn.silu(gate) * up, w_down.astype(x.dtype))
+    gate, up = jnp.split(ragged_dot(x[token], w_up), 2, axis=1)
+    rows = ragged_dot(jax.nn.silu(gate) * up, w_down)
     return jnp.zeros_like(x).at[token].add(rows * weight.reshape(-1)[order, None].astype(x.dtype))
-
-
-class MoE(nnx.Module):
-    """Dropless mixture of SwiGLU experts: every token meets all of its ``top_k`` experts.
-
-    ``layer_fn`` is :func:`jgg_layer`, or another of the same signature, which gets whatever pytrees
-    ``w_up`` and ``w_down`` hold.
-    """
-
-    def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
-        d, e, f = config.width, config.experts, config.expert_width
-        init = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        self.router = nnx.Linear(d, e, use_bias=False, dtype=jnp.float32, rngs=rngs)
-        self.w_up = nnx.Param(init(rngs.params(), (e, d, 2 * f), jnp.float32))
-        self.w_down = nnx.Param(init(rngs.params(), (e, f, d), jnp.float32))
-        self.experts, self.top_k, self.layer_fn = e, config.top_k, layer_fn
-
-    def __call__(self, x, key=None):
-        """``(tokens, D) -> (tokens, D)``, and the load-balancing loss."""
-        # Each token chooses k experts.
-        probabilities = jax.nn.softmax(self.router(x))
-        weights, chosen = jax.lax.top_k(probabilities, self.top_k)
-        weights = weights / weights.sum(axis=1, keepdims=True)
-
-        # Every expert meets the tokens that chose it, however many they are.
-        y = self.layer_fn(x, self.w_up.get_value(), self.w_down.get_value(), chosen, weights, key)
-
-        # Load balancing: 1 where choices and probabilities are spread evenly, larger elsewhere.
-        load = jnp.bincount(chosen.reshape(-1), length=self.experts) / chosen.size
-        balance = self.experts * jnp.sum(load * probabilities.mean(axis=0))
-        return y, balance
 
 
 class Block(nnx.Module):
@@ -150,12 +103,16 @@ class Block(nnx.Module):
     def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
         norm = functools.partial(nnx.RMSNorm, config.width, dtype=config.dtype, rngs=rngs)
         self.attention_norm, self.attention = norm(), Attention(config.width, config.dtype, rngs)
-        self.moe_norm, self.moe = norm(), MoE(config, layer_fn, rngs)
+        self.moe_norm = norm()
+        self.moe = MoE(
+            config.width, config.expert_width, config.experts, config.top_k, experts_fn=layer_fn,
+            rngs=rngs,
+        )  # fmt: skip
 
     def __call__(self, x, key=None):
         x = x + self.attention(self.attention_norm(x))
-        y, balance = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]), key)
-        return x + y.reshape(x.shape), balance
+        y, report = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]), key)
+        return x + y.reshape(x.shape), report.balance_loss
 
 
 class LanguageModel(nnx.Module):
@@ -184,8 +141,8 @@ class Trainer:
 
     def __init__(self, config: Config, layer_fn: Callable | None = None,
                  mesh: jax.sharding.Mesh | None = None):  # fmt: skip
-        recipe = RECIPES.get(config.precision)
-        ours = jgg_layer if recipe is None else quantized_layer(recipe)
+        # In NVFP4 and FP8 a recipe quantizes all six products, forward and backward.
+        ours = functools.partial(jgg.moe_mlp, recipe=RECIPES.get(config.precision))
         self.config, self.mesh = config, mesh
         self.layer_fn = several_devices.across(layer_fn or ours, mesh)
         self.optimizer = make_optimizer(config)

@@ -3,6 +3,7 @@
 from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost
+from . import router as router
 from ._fp8.grouped_linear import FP8Recipe as FP8Recipe
 from ._fp8.grouped_linear import fp8_grouped_linear as fp8_grouped_linear
 from ._fp8.grouped_mm import fp8_grouped_mm as fp8_grouped_mm
@@ -12,6 +13,7 @@ from ._grouped.gather_mm import gather_mm as gather_mm
 from ._grouped.grouped_mm import grouped_mm as grouped_mm
 from ._grouped.ragged_dot import ragged_dot as ragged_dot
 from ._grouped.ragged_dot import ragged_dot_general as ragged_dot_general
+from ._grouped.replace import replace_ragged_dot as replace_ragged_dot
 from ._grouped.segmented_mm import segmented_mm as segmented_mm
 from ._kernels.extension import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
 from ._kernels.extension import VERSION as __version__
@@ -64,6 +66,8 @@ __all__ = [
     "quantized_matmul",
     "ragged_dot",
     "ragged_dot_general",
+    "replace_ragged_dot",
     "route",
+    "router",
     "segmented_mm",
 ]

@@ -16,10 +16,12 @@ from jax_groupgemm._kernels import choose, dense
 from jax_groupgemm._quantized.formats import MODES
 from jax_groupgemm.checkpoints import formats
 
-PUBLIC_MODULES = {"checkpoint_policies", "checkpoints", "cost"}
+PUBLIC_MODULES = {"checkpoint_policies", "checkpoints", "cost", "router"}
 FUNCTIONS = {
     **OPERATIONS,
     **{name: getattr(jgg.checkpoints, name) for name in dir(jgg.checkpoints)},
+    **{name: getattr(jgg.router, name) for name in dir(jgg.router) if name[0].islower()},
+    "replace_ragged_dot": jgg.replace_ragged_dot,
 }
 
 
@@ -33,6 +35,7 @@ def test_all_is_what_there_is():
 def test_what_dir_shows():
     assert set(dir(jgg.cost)) == {"Cost", "of", *OPERATIONS}
     assert set(dir(jgg.checkpoints)) == {"act_order", "experts", "linear", "open"}
+    assert set(dir(jgg.router)) == set(jgg.router.__all__)
     assert all(callable(getattr(jgg.cost, name)) for name in dir(jgg.cost))
     with pytest.raises(AttributeError, match="no attribute 'grouped_m'"):
         jgg.cost.grouped_m  # noqa: B018

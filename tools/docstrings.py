@@ -16,6 +16,17 @@ _RULE = re.compile(r"=+(?: +=+)+\s*$")
 _MODULES = {
     "checkpoints": ("open", "linear", "experts", "act_order"),
     "cost": ("of", "Cost"),
+    "nnx": ("BalanceBias", "MoE"),
+    "router": (
+        "Choice",
+        "Report",
+        "balance_loss",
+        "choose",
+        "load",
+        "report",
+        "shifted_bias",
+        "z_loss",
+    ),
 }
 _HOMES = {name: f"{module}." for module, names in _MODULES.items() for name in names}
 

@@ -12,6 +12,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md")
 # A page without a block that runs says so here.
 WITHOUT = ("guides/tune_tiles.md",)
+# Packages of the extras of examples and tests. These pages run weekly.
+NEEDS = {"guides/flax_and_equinox.md": ("equinox", "flax", "optax")}
 # Compiling takes longer than these programs run. Devices are the page's own business.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -30,11 +32,15 @@ def pages():
     for page in found:
         name = page.relative_to(DOCS).as_posix()
         if name not in WITHOUT:
-            yield pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+            marks = [pytest.mark.slow] if name in SLOW else []
+            marks += [pytest.mark.weekly] if name in NEEDS else []
+            yield pytest.param(page, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("page", list(pages()))
 def test_blocks_run_one_after_the_other(page, tmp_path):
+    for package in NEEDS.get(page.relative_to(DOCS).as_posix(), ()):
+        pytest.importorskip(package)
     code = blocks(page)
     assert code
     done = subprocess.run(

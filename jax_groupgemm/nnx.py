@@ -1,0 +1,149 @@
+"""A mixture of experts as a module of Flax NNX. Importing it imports flax; the package does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+from . import router
+from ._grouped.activations import GATED_ACTIVATIONS
+from ._moe.moe_mlp import moe_mlp
+
+__all__ = ["BalanceBias", "MoE"]
+
+_INIT = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+
+
+class BalanceBias(nnx.Variable):
+    """A router's bias that balances loads. It has no gradient and is no ``nnx.Param``."""
+
+
+class MoE(nnx.Module):
+    """``y[t] = sum_j weight[t, j] * expert_of(index[t, j])(x[t])``, with the router's choice of
+    index and weight; **pairs of token and expert are grouped** by expert.
+
+    Every token meets all of its ``top_k`` experts: none is dropped, nothing is padded. The router
+    computes in float32::
+
+        layer = MoE(512, 1024, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+        y, report = layer(x)
+        loss = task_loss(y) + 0.01 * report.balance_loss + 0.001 * report.z_loss
+
+    Args:
+      features: D, of tokens and of the result.
+      hidden_features: F, of one expert.
+      num_experts: E.
+      top_k: k, experts of a token.
+      scores, renormalize, scale, groups, top_groups: the router's, as in :func:`choose`.
+      balance_bias: whether a bias balances loads in place of a loss, see ``balance``.
+      router_bias: whether logits have a bias that is trained.
+      use_bias: whether experts have biases.
+      dtype: to compute experts in; by default that of x. Weights that are arrays are converted.
+      param_dtype: of the parameters.
+      kernel_init: of ``w_up`` and ``w_down``.
+      experts_fn: called as ``moe_mlp(x, w_up, w_down, index, weight, key=key)``, with up_bias and
+        down_bias where there are any, and with ``options``. The weights are whatever pytrees
+        ``w_up`` and ``w_down`` hold, such as :class:`Quantized`.
+      rngs: for the initial parameters.
+      options: further arguments of :func:`moe_mlp`: activation, recipe, axis_name and so on.
+
+    Attributes:
+      router: an ``nnx.Linear``, (D, E).
+      w_up: ``(E, D, 2F)`` for a gated activation, gate and up as the halves, or ``(E, D, F)``.
+      w_down: ``(E, F, D)``.
+      up_bias: ``(E, 2F)`` or ``(E, F)``; None without ``use_bias``.
+      down_bias: ``(E, D)``; None without ``use_bias``.
+      bias: a :class:`BalanceBias` ``(E,)``; None without ``balance_bias``.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scores: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int | None = None,
+        balance_bias: bool = False,
+        router_bias: bool = False,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Callable = _INIT,
+        experts_fn: Callable = moe_mlp,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        d, f, e = features, hidden_features, num_experts
+        columns = 2 * f if options.get("activation", "swiglu") in GATED_ACTIVATIONS else f
+        self.router = nnx.Linear(
+            d, e, use_bias=router_bias, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs
+        )
+        self.w_up = nnx.Param(kernel_init(rngs.params(), (e, d, columns), param_dtype))
+        self.w_down = nnx.Param(kernel_init(rngs.params(), (e, f, d), param_dtype))
+        zeros = lambda *shape: nnx.Param(jnp.zeros(shape, param_dtype)) if use_bias else None
+        self.up_bias, self.down_bias = zeros(e, columns), zeros(e, d)
+        self.bias = BalanceBias(jnp.zeros((e,), jnp.float32)) if balance_bias else None
+        self.top_k, self.dtype, self.experts_fn = top_k, dtype, experts_fn
+        choosing = {
+            "scores": scores, "renormalize": renormalize, "scale": scale, "groups": groups,
+            "top_groups": top_groups,
+        }  # fmt: skip
+        # Tuples, because what a module's graph holds is hashed.
+        self.choosing, self.options = tuple(choosing.items()), tuple(options.items())
+
+    def __call__(
+        self, x: jax.Array, key: jax.Array | None = None, *, where: ArrayLike | None = None
+    ) -> tuple[jax.Array, router.Report]:
+        """The layer's result, and its losses and loads.
+
+        Args:
+          x: ``(..., D)``, a token each.
+          key: for the stochastic rounding of a recipe.
+          where: bool ``(...)``: False for tokens that do not exist, such as padding. They give
+            zeros and count in no loss.
+
+        Returns:
+          ``(..., D)``, and a :class:`Report`.
+
+        Raises:
+          ValueError, TypeError: as :func:`choose` and :func:`moe_mlp`.
+        """
+        value = lambda p: None if p is None else p.get_value()
+        if where is not None:  # whatever padding holds, it is in no gradient
+            x = jnp.where(jnp.asarray(where)[..., None], x, 0)
+        logits = self.router(x)
+        choice = router.choose(
+            logits, self.top_k, bias=value(self.bias), where=where, **dict(self.choosing)
+        )
+        x = x if self.dtype is None else x.astype(self.dtype)
+        cast = lambda w: w.astype(x.dtype) if isinstance(w, jax.Array) else w
+        w_up, w_down = cast(value(self.w_up)), cast(value(self.w_down))
+        more = {"key": key, **dict(self.options)}
+        if self.up_bias is not None:
+            more |= {"up_bias": cast(value(self.up_bias)), "down_bias": cast(value(self.down_bias))}
+        y = self.experts_fn(x, w_up, w_down, choice.expert, choice.weight, **more)
+        return y, router.report(logits, choice, where=where)
+
+    def balance(self, load: ArrayLike, rate: float = 1e-3) -> None:
+        """Shift ``bias`` by the load of a step, after the step.
+
+        Args:
+          load: ``(E,)``, of the report, summed over all that made the step's gradient.
+          rate: as in :func:`shifted_bias`.
+
+        Raises:
+          ValueError: there is no bias, or load has another shape.
+        """
+        if self.bias is None:
+            raise ValueError("jgg.nnx.MoE.balance: there is no bias. Pass balance_bias=True")
+        self.bias.set_value(router.shifted_bias(self.bias.get_value(), load, rate=rate))

@@ -1,0 +1,340 @@
+"""Routers of mixtures of experts: which experts a token meets, how much each counts, and what keeps
+their loads even.
+
+Plain functions of JAX arrays, for layers in any framework, around :func:`moe_mlp`.
+They compute in float32 at least. Axes have letters: E for experts, k for those that a token meets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ._core import check, dtypes, partition
+from ._core.types import Integers
+
+__all__ = [
+    "Choice",
+    "Report",
+    "balance_loss",
+    "choose",
+    "load",
+    "report",
+    "shifted_bias",
+    "z_loss",
+]
+
+
+class Choice(NamedTuple):
+    """The experts of each token.
+
+    Attributes:
+      expert: int32 ``(..., k)``, the best one first; -1 where the token does not exist.
+      weight: ``(..., k)``, what each expert's result counts; 0 where the token does not exist.
+      probabilities: ``(..., E)``, scores of all experts, which add up to 1.
+    """
+
+    expert: jax.Array
+    weight: jax.Array
+    probabilities: jax.Array
+
+
+class Report(NamedTuple):
+    """What a router adds to the loss, and what moves its bias.
+
+    Attributes:
+      balance_loss: :func:`balance_loss`, a scalar.
+      z_loss: :func:`z_loss`, a scalar.
+      load: int32 ``(E,)``, :func:`load`.
+    """
+
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+
+
+def choose(
+    logits: ArrayLike,
+    top_k: int,
+    *,
+    scores: Literal["softmax", "sigmoid"] = "softmax",
+    bias: ArrayLike | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int | None = None,
+    where: ArrayLike | None = None,
+) -> Choice:
+    """``expert = argtop_k(s + bias)``, ``weight = scale * s[expert] / sum(s[expert])``, where
+    ``s = softmax(logits)`` or ``sigmoid(logits)``; **each token chooses experts**.
+
+    ==================================  =========================================================
+    model                               arguments
+    ==================================  =========================================================
+    Mixtral, Qwen3, gpt-oss             none; a softmax over the chosen logits is the same
+    OLMoE, Qwen1.5                      ``renormalize=False``
+    DeepSeek-V2                         ``renormalize=False, scale=16, groups=8, top_groups=3``
+    DeepSeek-V3                         ``scores="sigmoid", bias=bias, scale=2.5, groups=8,
+                                        top_groups=4``
+    GLM-4.5, Kimi K2                    ``scores="sigmoid", bias=bias``, and the model's scale
+    ==================================  =========================================================
+
+    Args:
+      logits: ``(..., E)``.
+      top_k: k.
+      scores: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+      bias: ``(E,)``, added where experts are chosen, and not to their weights. So it has no
+        gradient. See :func:`shifted_bias`.
+      renormalize: whether the weights of a token add up to ``scale``.
+      scale: a factor of all weights.
+      groups: experts are in so many groups of neighbours, of which a token meets some.
+      top_groups: how many groups a token meets; None stands for all. A group's score is that of
+        its best expert or, where there is a bias, the sum of its two best.
+      where: bool ``(...)``: False for tokens that do not exist, such as padding.
+
+    Returns:
+      A :class:`Choice`. Of equal scores the first expert is chosen. NaN counts as the largest score
+      and stays in the token's weights.
+
+    Raises:
+      ValueError: shapes do not fit, or ``scores`` is unknown, or there are fewer experts to choose
+        from than ``top_k``.
+      TypeError: logits are no floats, ``where`` is not bool, or a number is no int.
+
+    Groups and biases are those of DeepSeek-V3, arXiv 2412.19437.
+    """
+    op = "router.choose"
+    logits = _existing(op, _logits(op, logits), where)
+    experts = logits.shape[-1]
+    for name, value in (("top_k", top_k), ("groups", groups), ("top_groups", top_groups)):
+        if value is not None or name != "top_groups":
+            check.count(op, name, value)
+    check.flag(op, "renormalize", renormalize)
+    top_groups = groups if top_groups is None else top_groups
+    if not groups or experts % groups or not top_groups <= groups:
+        raise ValueError(
+            f"jgg.{op}: {experts} experts cannot be in groups={groups} groups of one size, of "
+            f"which a token meets top_groups={top_groups}"
+        )
+    if top_k > experts // groups * top_groups:
+        raise ValueError(
+            f"jgg.{op}: top_k={top_k} is more than the {experts // groups * top_groups} experts in "
+            f"{top_groups} of {groups} groups"
+        )
+    if scores == "softmax":
+        score = probabilities = jax.nn.softmax(logits)
+    elif scores == "sigmoid":
+        score = jax.nn.sigmoid(logits)
+        probabilities = _shares(score)
+    else:
+        raise ValueError(f"jgg.{op}: scores={check.describe(scores)} is not 'softmax' or 'sigmoid'")
+
+    wanted = lax.stop_gradient(score)
+    if bias is not None:
+        bias = check.array(op, "bias", bias)
+        check.shape(op, "bias", bias, (experts,), "E", f"because logits are {logits.shape}")
+        wanted = wanted + lax.stop_gradient(bias).astype(score.dtype)
+    if top_groups < groups:
+        wanted = _of_best_groups(wanted, groups, top_groups, best=1 if bias is None else 2)
+    expert = lax.top_k(wanted, top_k)[1]
+    weight = jnp.take_along_axis(score, expert, axis=-1)
+    if renormalize:
+        weight = _shares(weight)
+    if scale != 1.0:
+        weight = weight * jnp.asarray(scale, weight.dtype)
+    if where is not None:
+        exists = jnp.asarray(where)[..., None]
+        expert, weight = jnp.where(exists, expert, -1), jnp.where(exists, weight, 0)
+    return Choice(expert, weight, probabilities)
+
+
+def load(expert: Integers, num_experts: int) -> jax.Array:
+    """``load[e] = sum(expert == e)``; **pairs of token and expert are counted**.
+
+    Args:
+      expert: integers of any shape. A pair whose expert is not in ``[0, num_experts)`` does not
+        exist.
+      num_experts: E.
+
+    Returns:
+      int32 ``(E,)``. Where devices have tokens of their own, in ``jax.shard_map``, add theirs with
+      ``jax.lax.psum``.
+
+    Raises:
+      ValueError: ``num_experts`` is negative.
+      TypeError: ``expert`` are not integers.
+    """
+    op = "router.load"
+    expert = check.integers(op, "expert", expert)
+    check.count(op, "num_experts", num_experts)
+    exists = (expert >= 0) & (expert < num_experts)
+    place = jnp.where(exists, expert, num_experts).astype(jnp.int32).reshape(-1)
+    place = partition.replicated(place)  # under Explicit sharding: JAX adds to no other places
+    return jnp.zeros((num_experts + 1,), jnp.int32).at[place].add(1)[:num_experts]
+
+
+def balance_loss(
+    probabilities: ArrayLike, load: ArrayLike, *, where: ArrayLike | None = None
+) -> jax.Array:
+    """``E * sum_e(load[e] / sum(load) * mean_t(probabilities[t, e]))``; **means over tokens**.
+
+    1 where choices or probabilities are spread evenly, E where all are one expert's. The load has
+    no gradient.
+
+    Args:
+      probabilities: ``(..., E)``, of :func:`choose`.
+      load: ``(E,)``, of :func:`load`.
+      where: bool ``(...)``: False for tokens that do not exist.
+
+    Returns:
+      A scalar.
+
+    Raises:
+      ValueError: shapes do not fit.
+      TypeError: probabilities are no floats, or ``where`` is not bool.
+
+    As in Switch Transformers, arXiv 2101.03961, for k experts of a token. For DeepSeek-V3's loss of
+    each sequence, ``jax.vmap`` it over sequences.
+    """
+    op = "router.balance_loss"
+    probabilities = _existing(op, _logits(op, probabilities, "probabilities"), where)
+    counts = check.array(op, "load", load)
+    experts = probabilities.shape[-1]
+    why = f"because probabilities are {probabilities.shape}"
+    check.shape(op, "load", counts, (experts,), "E", why)
+    counts = lax.stop_gradient(counts.astype(probabilities.dtype))
+    share = counts / jnp.maximum(counts.sum(), 1)
+    return experts * jnp.sum(share * _mean(probabilities, where, probabilities))
+
+
+def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
+    """``mean_t(logsumexp(logits[t])**2)``, which keeps logits small; **a mean over tokens**.
+
+    Args:
+      logits: ``(..., E)``.
+      where: bool ``(...)``: False for tokens that do not exist.
+
+    Returns:
+      A scalar.
+
+    Raises:
+      ValueError: shapes do not fit.
+      TypeError: logits are no floats, or ``where`` is not bool.
+
+    As in ST-MoE, arXiv 2202.08906.
+    """
+    op = "router.z_loss"
+    logits = _existing(op, _logits(op, logits), where)
+    return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, where, logits)
+
+
+def report(logits: ArrayLike, choice: Choice, *, where: ArrayLike | None = None) -> Report:
+    """``(balance_loss, z_loss, load)`` of a choice; **means and counts over tokens**.
+
+    Args:
+      logits: ``(..., E)``.
+      choice: what :func:`choose` made of them.
+      where: bool ``(...)``: False for tokens that do not exist, as for :func:`choose`.
+
+    Returns:
+      A :class:`Report`.
+
+    Raises:
+      ValueError, TypeError: as in :func:`balance_loss`, :func:`z_loss` and :func:`load`.
+    """
+    counts = load(choice.expert, choice.probabilities.shape[-1])
+    return Report(
+        balance_loss(choice.probabilities, counts, where=where), z_loss(logits, where=where), counts
+    )
+
+
+def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax.Array:
+    """``bias[e] + rate * sign(mean(load) - load[e])``; **experts, each by its load**.
+
+    Balance without a loss: after each step, experts with less than the mean load become likelier.
+
+    Args:
+      bias: floats ``(E,)``, of :func:`choose`.
+      load: ``(E,)``, of the step's tokens on all devices.
+      rate: of the change.
+
+    Returns:
+      ``(E,)``, in the dtype of bias.
+
+    Raises:
+      ValueError: shapes do not fit.
+      TypeError: bias are no floats.
+
+    As in Loss-Free Balancing, arXiv 2408.15664.
+    """
+    op = "router.shifted_bias"
+    bias = check.array(op, "bias", bias)
+    check.shape(op, "bias", bias, (None,), "E")
+    _floats(op, "bias", bias)
+    counts = check.array(op, "load", load)
+    check.shape(op, "load", counts, bias.shape, "E", f"because bias is {bias.shape}")
+    counts = counts.astype(dtypes.accumulator_dtype(bias.dtype))
+    step = jnp.sign(counts.mean() - counts).astype(bias.dtype)
+    return bias + jnp.asarray(rate, bias.dtype) * step
+
+
+def _logits(op: str, logits, name: str = "logits") -> jax.Array:
+    logits = check.array(op, name, logits)
+    _floats(op, name, logits)
+    if not logits.ndim:
+        raise ValueError(f"jgg.{op}: {name} has shape (), expected (..., E)")
+    return logits.astype(dtypes.accumulator_dtype(logits.dtype))
+
+
+def _floats(op: str, name: str, value) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"jgg.{op}: {name} must hold floats, got {value.dtype.name}")
+
+
+def _shares(score) -> jax.Array:
+    """Scores that add up to 1. Where all of them have underflown they stay 0, as do gradients."""
+    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), 1e-15)
+
+
+def _of_best_groups(score, groups: int, top_groups: int, best: int) -> jax.Array:
+    """Scores of the best groups' experts, and -inf for the others."""
+    lead, experts = score.shape[:-1], score.shape[-1]
+    of_group = score.reshape(*lead, groups, experts // groups)
+    mark = lax.top_k(of_group, min(best, experts // groups))[0].sum(axis=-1)
+    kept = jax.nn.one_hot(lax.top_k(mark, top_groups)[1], groups, dtype=bool).any(axis=-2)
+    return jnp.where(kept[..., None], of_group, -jnp.inf).reshape(score.shape)
+
+
+def _existing(op: str, a, where) -> jax.Array:
+    """Zeros for tokens that do not exist: a mask that comes later leaves gradients of NaN."""
+    if where is None:
+        return a
+    where = check.array(op, "where", where)
+    if where.dtype != bool:
+        raise TypeError(f"jgg.{op}: where must be bool, got {where.dtype.name}")
+    if where.shape != a.shape[:-1]:
+        raise ValueError(
+            f"jgg.{op}: where has shape {where.shape}, expected {a.shape[:-1]} for tokens of "
+            f"{a.shape}"
+        )
+    return jnp.where(where[..., None], a, 0)
+
+
+def _mean(values, where, logits) -> jax.Array:
+    """Over tokens, which ``logits`` have an axis more than; later axes of ``values`` are kept."""
+    lead = logits.ndim - 1
+    axes, count = tuple(range(lead)), math.prod(logits.shape[:-1])
+    if where is not None:
+        where = jnp.asarray(where)
+        count = where.sum().astype(values.dtype)
+        values = jnp.where(where.reshape(*where.shape, *(1,) * (values.ndim - lead)), values, 0)
+    return values.sum(axis=axes) / jnp.maximum(count, 1)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,136 @@
+"""Other libraries' layers with JAX's ragged_dot and with ours: ``python other_libraries.py NAME``.
+
+Each function takes a program of a library, once outside of ``jgg.replace_ragged_dot()`` and once
+within. A process of its own runs it, because these libraries do not run under the tests' settings.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_groupgemm as jgg
+
+SIZES = jnp.array([4, 0, 26, 10], jnp.int32)
+
+
+def compare(function, *args) -> None:
+    """The same values and gradients; products are JAX's outside, and ours within."""
+
+    def run():
+        values = jax.jit(jax.value_and_grad(function, tuple(range(len(args)))))(*args)
+        return jax.tree.leaves(values), str(jax.make_jaxpr(jax.grad(function))(*args))
+
+    theirs, before = run()
+    with jgg.replace_ragged_dot():
+        ours, within = run()
+    assert "ragged_dot_general[" in before
+    assert "jgg_" not in before
+    assert "ragged_dot_general[" not in within
+    assert "jgg_" in within
+    for got, want in zip(ours, theirs, strict=True):
+        assert float(jnp.abs(want).max()) > 0
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+def operands():
+    keys = jax.random.split(jax.random.key(0))
+    return jax.random.normal(keys[0], (40, 16)), jax.random.normal(keys[1], (4, 16, 24))
+
+
+def haliax() -> None:
+    import haliax as hax
+
+    x, w = operands()
+    axes = [hax.Axis(*pair) for pair in (("expert", 4), ("embed", 16), ("mlp", 24), ("token", 40))]
+    linear = hax.nn.MoELinear.init(*axes[:3], key=jax.random.key(2), use_bias=False)
+
+    def loss(x, w):
+        import equinox as eqx
+
+        layer = eqx.tree_at(lambda layer: layer.weight.array, linear, w)
+        y = layer(hax.named(x, (axes[3], axes[1])), hax.named(SIZES, axes[0]))
+        return (y.array**2).sum()
+
+    compare(loss, x, w)
+
+
+def ejkernel() -> None:
+    from ejkernel.modules import grouped_matmul
+
+    options = {"preferred_element_type": jnp.float32, "platform": "xla"}
+    compare(lambda x, w: (grouped_matmul(x, w, SIZES, **options) ** 2).sum(), *operands())
+
+
+def qwix() -> None:
+    """Int8 products, forward and backward."""
+    import qwix
+    from flax import nnx
+
+    x, w = operands()
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(w)
+
+        def __call__(self, x):
+            return jax.lax.ragged_dot(x, self.w[...], SIZES)
+
+    rule = qwix.QtRule(
+        module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8, bwd_qtype=jnp.int8
+    )
+    layer = qwix.quantize_model(Layer(), qwix.QtProvider([rule]), x)
+    text = str(jax.make_jaxpr(lambda x: layer(x))(x))
+    assert "i8[" in text
+    compare(lambda x: (layer(x) ** 2).sum(), x)
+
+
+def maxtext() -> None:
+    """Ten training steps of a small Mixtral."""
+    import maxtext
+    from maxtext.trainers.pre_train import train
+
+    config = Path(maxtext.__file__).parent / "configs/base.yml"
+    settings = (
+        "run_name=tiny hardware=cpu skip_jax_distributed_system=true decoder_block=mixtral "
+        "base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16 base_mlp_dim=128 "
+        "base_moe_mlp_dim=128 base_num_decoder_layers=2 vocab_size=256 num_experts=8 "
+        "num_experts_per_tok=2 megablox=false sparse_matmul=true attention=dot_product "
+        "dataset_type=synthetic steps=10 per_device_batch_size=2 max_target_length=64 "
+        "enable_checkpointing=false dtype=float32 weight_dtype=float32 matmul_precision=highest "
+        "log_config=false enable_goodput_recording=false"
+    )
+
+    def losses(name: str) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder) / f"{name}.jsonl"
+            out = [f"base_output_directory={folder}", f"metrics_file={metrics}"]
+            train.main(["train", str(config), *settings.split(), *out])
+            return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()]
+
+    called = []
+
+    def counted(*args, **kwargs):
+        called.append(1)
+        return jgg.ragged_dot(*args, **kwargs)
+
+    from jax_groupgemm._grouped import replace
+
+    replace._OURS["ragged_dot"] = counted
+    theirs = losses("theirs")
+    assert not called
+    with jgg.replace_ragged_dot():
+        ours = losses("ours")
+    assert called
+    assert len(ours) == 10
+    assert ours[-1] < ours[0]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    print(theirs, ours)
+
+
+if __name__ == "__main__":
+    {f.__name__: f for f in (haliax, ejkernel, qwix, maxtext)}[sys.argv[1]]()
