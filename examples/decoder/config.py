@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import Refused
+from .rotary import Rope
 
 NO_WINDOW = 2**30  # more than any context
 
@@ -59,7 +60,7 @@ class Config:
     kv_heads: int
     head_size: int
     norm_epsilon: float
-    rope: dict[str, Any]
+    rope: Rope
     windows: tuple[int, ...]  # of each layer: how many tokens back it sees, itself included
     moe_layers: tuple[bool, ...]
     router: Router
@@ -79,7 +80,7 @@ class Config:
     shared_gate: bool = False
     latent: Latent | None = None
     rope_by_turns: bool = False  # pairs to rotate are neighbours, not halves
-    quantization: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    quantization: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
 class _Json:
@@ -256,7 +257,6 @@ def read(folder: Path) -> Config:
         "kv_heads": of("num_key_value_heads", int, heads),
         "head_size": of("head_dim", int, width // heads),
         "norm_epsilon": of("rms_norm_eps", float, 1e-6),
-        "rope": _rope(of),
         "moe_layers": (True,) * layers,
         "dense_width": 0,
         "shared_width": 0,
@@ -265,7 +265,8 @@ def read(folder: Path) -> Config:
         "dtype": values.get("dtype") or values.get("torch_dtype") or "bfloat16",
         "quantization": _quantization(folder, values),
     }
-    config = Config(**(common | own))
+    values_of_all = common | own
+    config = Config(**values_of_all, rope=Rope.of(_rope(of), values_of_all["head_size"]))
     if config.heads % max(config.kv_heads, 1):
         raise Refused(
             f"config.json: {config.heads} heads are no multiple of {config.kv_heads} key-value heads"

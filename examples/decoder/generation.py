@@ -32,7 +32,7 @@ class Generator:
         at = lambda *axes: None if mesh is None else NamedSharding(mesh, P(*axes))
         # A cache stays where it is: heads are divided where the weights' are.
         in_cache = at(None, None, AXIS) if heads else at()
-        self.new_cache = jax.jit(lambda: model.empty_cache(self.room), out_shardings=in_cache)
+        empty = jax.jit(lambda: model.empty_cache(self.room), out_shardings=in_cache)
 
         def read(params, cache, tokens, start, count, key):
             """The token after the first ``count`` of these, its position, and the cache."""
@@ -52,7 +52,7 @@ class Generator:
         like = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=at())
         cache = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=in_cache),
-            jax.eval_shape(self.new_cache),
+            jax.eval_shape(empty),
         )
         key, number = jax.eval_shape(lambda: jax.random.key(0)), like((), jnp.int32)
         key = like(key.shape, key.dtype)
@@ -61,6 +61,7 @@ class Generator:
             .lower(self.params, cache, *args)
             .compile()
         )
+        self.new_cache = empty.lower().compile()
         self.read = compiled(read, like((chunk,), jnp.int32), number, number, key)
         self.write = compiled(write, number, number, key)
         self.on_devices = lambda a: a if mesh is None else jax.device_put(a, at())

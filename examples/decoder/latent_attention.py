@@ -17,7 +17,7 @@ from flax import nnx
 from .attention import Cache, Place, remember, seen
 from .config import Config, Latent
 from .layers import Linear, RMSNorm
-from .rotary import mscale, rotate
+from .rotary import rotate
 from .weights import Weights
 
 
@@ -44,9 +44,7 @@ class LatentAttention(nnx.Module):
         self.values = nnx.Param(up[:, of.unrotated :])
         self.out = Linear.read(weights, "o_proj", d, heads * of.value, config.out_bias)
         self.sizes, self.heads, self.by_turns = of, heads, config.rope_by_turns
-        self.scale = (of.unrotated + of.rotated) ** -0.5
-        if config.rope["rope_type"] != "default" and config.rope.get("mscale_all_dim"):
-            self.scale *= mscale(config.rope["factor"], config.rope["mscale_all_dim"]) ** 2
+        self.scale = (of.unrotated + of.rotated) ** -0.5 * config.rope.correction
 
     @staticmethod
     def cache(config: Config) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,6 @@ from .config import Config
 from .experts import Expert, MixtureOfExperts
 from .latent_attention import LatentAttention
 from .layers import GatedMLP, Linear, RMSNorm
-from .rotary import turns
 from .weights import Weights
 
 
@@ -92,10 +91,9 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, start: jax.Array, count: jax.Array, cache: list[Cache]):
         """Hidden states (T, D) of tokens (T,) at positions from ``start`` on, and the cache with
         them. Those behind the first ``count`` are padding."""
-        config, steps = self.config, jnp.arange(len(tokens), dtype=jnp.int32)
+        steps = jnp.arange(len(tokens), dtype=jnp.int32)
         positions = start + steps
-        size = config.head_size
-        at = Place(start, positions, steps < count, *turns(config.rope, size, positions))
+        at = Place(start, positions, steps < count, *self.config.rope.turns(positions))
         x = self.embedding.get_value()[tokens]
         caches = []
         for stack, part in zip(self.stacks, cache, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,18 +13,42 @@ import numpy as np
 from .errors import Refused
 
 
-def frequencies(rope: dict[str, Any], size: int) -> tuple[np.ndarray, float]:
-    """``(size / 2,)`` radians for each position, and what rotated vectors are multiplied by."""
-    kind = rope["rope_type"]
-    if kind not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise Refused(f"config.json: rope_type {kind!r} is not one of {known}")
-    try:
-        base = float(rope["rope_theta"]) ** (-np.arange(0, size, 2) / size)
-        out, factor = _KINDS[kind](base, rope, size)
-    except KeyError as error:
-        raise Refused(f"config.json: rope_type {kind!r} needs {error.args[0]}") from error
-    return out.astype(np.float32), float(factor)
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """What a ``rope_type`` comes to.
+
+    Attributes:
+      angles: radians for each position, of each pair of numbers.
+      factor: rotated vectors are multiplied by it.
+      correction: of logits, in DeepSeek's attention.
+    """
+
+    angles: tuple[float, ...]
+    factor: float = 1.0
+    correction: float = 1.0
+
+    @classmethod
+    def of(cls, said: dict[str, Any], size: int) -> Rope:
+        """Of config.json's dict, for heads that have so many numbers."""
+        kind, correction = said["rope_type"], 1.0
+        if kind not in _KINDS:
+            known = ", ".join(_KINDS)
+            raise Refused(f"config.json: rope_type {kind!r} is not one of {known}")
+        try:
+            base = float(said["rope_theta"]) ** (-np.arange(0, size, 2) / size)
+            angles, factor = _KINDS[kind](base, said, size)
+            if kind != "default" and said.get("mscale_all_dim"):
+                correction = mscale(said["factor"], said["mscale_all_dim"]) ** 2
+        except KeyError as error:
+            raise Refused(f"config.json: rope_type {kind!r} needs {error.args[0]}") from error
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise Refused(f"config.json: rope_parameters are {said}: {error}") from error
+        return cls(tuple(map(float, angles)), float(factor), float(correction))
+
+    def turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines ``(T, size / 2)`` at positions ``(T,)``, in float32."""
+        angle = positions.astype(jnp.float32)[:, None] * np.array(self.angles, np.float32)
+        return jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
 
 
 def _default(base, rope, size):
@@ -68,13 +93,6 @@ def _yarn(base, rope, size):
 
 
 _KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-
-
-def turns(rope: dict[str, Any], size: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines ``(T, size / 2)`` at positions ``(T,)``, in float32."""
-    angles, factor = frequencies(rope, size)
-    angle = positions.astype(jnp.float32)[:, None] * angles
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, by_turns: bool = False) -> jax.Array:

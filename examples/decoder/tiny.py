@@ -54,9 +54,14 @@ def write(folder: Path) -> Path:
         len(text).to_bytes(8, "little") + text + b"".join(data)
     )
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def tokenizer() -> Tokenizer:
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    out = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    out.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    out.decoder = decoders.ByteLevel()
+    return out
