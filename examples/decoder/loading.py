@@ -102,12 +102,11 @@ class Placing:
         """Of one layer's parameter: experts are divided, and heads where weights are arrays."""
         if isinstance(param, Expert):
             return P(AXIS)
-        if self.heads and path[-1] == "weight" and not isinstance(param.get_value(), jgg.Quantized):
-            if path[-2] in ("query", "key", "value"):
-                return P(AXIS)
-            if path[-2:] == ("out", "weight"):
-                return P(None, AXIS)
-        return P()
+        if not self.heads or isinstance(param.get_value(), jgg.Quantized):
+            return P()
+        heads = {("out", "weight"): P(None, AXIS)}  # its rows are summed over heads
+        heads |= {(name, "weight"): P(AXIS) for name in ("query", "key", "value")}
+        return heads.get(path[-2:], P())
 
     def at(self, spec: P = P()) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)

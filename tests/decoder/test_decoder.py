@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CHUNK, ROOM = 8, 32
+CHUNK, ROOM = 8, 40  # the last step of a text fills up its chunk
 NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 
 
@@ -72,27 +72,28 @@ def agree(got, want, relative=1e-5):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
-    run, want = Run(decoder_folders.FIXTURES / name), np.load(
-        decoder_folders.FIXTURES / name / "logits.npz"
-    )  # fmt: skip
+    # A program of its own takes seconds to compile: others fill up that of the prompt.
+    size = 1 if name in ("qwen3_moe", "gpt_oss", "deepseek_v3") else CHUNK
+    run, want = Run(decoder_folders.FIXTURES / name), decoder_folders.logits(name)
     agree(run(want["prompt"], CHUNK), want["logits"])
     last, steps = want["logits"][-1], []
     for token, logits in zip(want["tokens"], want["steps"], strict=True):
         assert last.argmax() == token
-        steps.append(run([token], 1)[0])
+        steps.append(run([token], size)[0])
         last = logits
     agree(np.stack(steps), want["steps"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", decoder_folders.FORMATS)
 def test_quantized_folders_have_the_logits_of_their_values(format, tmp_path):
     folders = decoder_folders.quantized("qwen3_moe", format, tmp_path)
-    prompt = np.load(decoder_folders.FIXTURES / "qwen3_moe/logits.npz")["prompt"][:CHUNK]
+    prompt = decoder_folders.logits("qwen3_moe")["prompt"][:CHUNK]
     got, want = (Run(folder)(prompt, CHUNK) for folder in folders)
     agree(got, want)
 
 
 def test_gpt_oss_has_the_logits_of_its_values(tmp_path):
-    prompt = np.load(decoder_folders.FIXTURES / "gpt_oss/logits.npz")["prompt"][:CHUNK]
+    prompt = decoder_folders.logits("gpt_oss")["prompt"][:CHUNK]
     got, want = (Run(folder)(prompt, CHUNK) for folder in decoder_folders.gpt_oss_mxfp4(tmp_path))
     agree(got, want)

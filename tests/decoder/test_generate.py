@@ -62,30 +62,27 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
     assert results["tokens"][:4] == want
 
 
-def test_it_ends_at_the_end_of_a_text(generate, tiny):
-    model = Generated(generate, tiny)
-    tokens = model(12)
-    first = tokens.index(tokens[5])
-    assert model(12, ends=(tokens[5],)) == tokens[:first]
+@pytest.fixture(scope="module")
+def generated(generate, tiny):
+    """Samples after nine tokens, of a model that has room for 32."""
+    model = Run(tiny).model
+    generator = generate.Generator(model, 32, generate.Sampling(temperature=2.0, top_k=50), 8)
+    return lambda count, **kwargs: [*generator(range(1, 10), count, **kwargs)]
 
 
-class Generated:
-    def __init__(self, generate, folder, **sampling):
-        run = Run(folder)
-        sampling = generate.Sampling(**sampling)
-        self.generator = generate.Generator(run.model, 32, sampling, 8)
-
-    def __call__(self, count, prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9), **kwargs):
-        return [*self.generator(prompt, count, **kwargs)]
+def test_it_ends_at_the_end_of_a_text(generated):
+    tokens = generated(12)
+    end = tokens[5]
+    assert generated(12, ends=(end, 1000)) == tokens[: tokens.index(end)]
 
 
-def test_a_seed_decides_and_there_is_room_for_so_many(generate, tiny):
-    model = Generated(generate, tiny, temperature=2.0, top_k=50)
-    first = model(20, seed=1)
-    assert model(20, seed=1) == first
-    assert model(20, seed=2) != first
+def test_a_seed_decides_and_there_is_room_for_so_many(generated):
+    first = generated(20, seed=1)
+    assert len(first) == 20
+    assert generated(20, seed=1) == first
+    assert generated(20, seed=2) != first
     with pytest.raises(ValueError, match=r"9 \+ 24 tokens are more than 32"):
-        model(24)
+        generated(24)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +122,22 @@ def test_a_letter_of_several_tokens_is_printed_once_it_is_whole(generate):
     assert len(parts) == len(text)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["nvfp4", "affine8"])
 def test_experts_are_quantized_while_they_are_loaded(mode, tiny):
     plain, quantized = Run(tiny), Run(tiny, quantize=mode)
     mlp = quantized.model.stacks[0].layers.mlp
-    assert mlp.up.get_value().mode == mode.rstrip("48") or mode == "nvfp4"
+    assert mlp.up.get_value().mode == ("nvfp4" if mode == "nvfp4" else "affine")
     want, got = (run(np.arange(CHUNK), CHUNK) for run in (plain, quantized))
     error = np.abs(got - want).max() / np.abs(want).max()
     assert 0 < error < (0.5 if mode == "nvfp4" else 0.05)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
 def test_devices_share_experts_and_heads(name, generate):
-    folder = decoder_folders.FIXTURES / name
-    want = np.load(folder / "logits.npz")
-    run = Run(folder, devices=2)
+    want = decoder_folders.logits(name)
+    run = Run(decoder_folders.FIXTURES / name, devices=2)
     block = run.model.stacks[0].layers
     assert block.mlp.up.get_value().sharding.spec[:2] == (None, "devices")
     assert "devices" in block.attention.query.weight.get_value().sharding.spec

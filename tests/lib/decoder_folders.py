@@ -119,6 +119,12 @@ FORMATS = {
 }  # fmt: skip
 
 
+def logits(name):
+    """What transformers computed: prompt, logits, tokens and steps."""
+    with np.load(FIXTURES / name / "logits.npz") as arrays:
+        return {key: arrays[key] for key in arrays}
+
+
 def tensors_of(name):
     read = jgg.checkpoints.open(FIXTURES / name)
     return {key: read[key] for key in read}
