@@ -92,9 +92,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     prompt = tokens.encode(tokenizer, args.prompt)
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
-    options = loading.Options(
-        dtype, args.quantize, args.devices, room, args.memory, args.exact
-    )
+    options = loading.Options(dtype, args.quantize, args.devices, room, args.memory, args.exact)
     began = time.perf_counter()
     model = loading.load(folder, about, options)
     jax.block_until_ready(jax.tree.leaves(model))
@@ -102,8 +100,8 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     generator = Generator(model, room, sampling, args.chunk)
     print(
-        f"{about.architecture}, {about.layers} layers of {about.router.experts} experts, in {dtype} "
-        f"on {jax.devices()[0].device_kind}: loaded in {loaded_in:.1f} s, compiled in "
+        f"{about.architecture}, {about.layers} layers of {about.router.experts} experts, in "
+        f"{dtype} on {jax.devices()[0].device_kind}: loaded in {loaded_in:.1f} s, compiled in "
         f"{generator.compiled_in:.1f} s\n"
     )
     print(args.prompt, end="", flush=True)

@@ -1,4 +1,4 @@
-"""``config.json`` of five architectures, as one :class:`Config`."""
+"""``config.json`` of six architectures, as one :class:`Config`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class Config:
     shared_gate: bool = False
     latent: Latent | None = None
     rope_by_turns: bool = False  # pairs to rotate are neighbours, not halves
-    quantization: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    quantization: dict[str, Any] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
 
 class _Json:
@@ -269,7 +271,8 @@ def read(folder: Path) -> Config:
     config = Config(**values_of_all, rope=Rope.of(_rope(of), values_of_all["head_size"]))
     if config.heads % max(config.kv_heads, 1):
         raise Refused(
-            f"config.json: {config.heads} heads are no multiple of {config.kv_heads} key-value heads"
+            f"config.json: {config.heads} heads are no multiple of {config.kv_heads} key-value "
+            "heads"
         )
     if not 1 <= config.router.top_k <= config.router.experts:
         raise Refused(

@@ -1,4 +1,4 @@
-"""A mixture of experts: the routers of five architectures, and ``jgg.moe_mlp``."""
+"""A mixture of experts: the routers of six architectures, and ``jgg.moe_mlp``."""
 
 from __future__ import annotations
 
@@ -166,9 +166,7 @@ def read_biases(weights: Weights, names: Names, e: int, d: int, f: int):
     if weights.has("experts.gate_proj.bias"):  # MLX
         parts = [weights.array(f"experts.{name}.bias", e, f) for name in ("gate_proj", "up_proj")]
         return np.concatenate(parts, axis=1), weights.array("experts.down_proj.bias", e, d)
-    of = lambda name, n: np.stack(
-        [weights.array(f"experts.{i}.{name}.bias", n) for i in range(e)]
-    )
+    of = lambda name, n: np.stack([weights.array(f"experts.{i}.{name}.bias", n) for i in range(e)])
     up = np.concatenate([of(names.gate, f), of(names.up, f)], axis=1)
     return up, of(names.down, d)
 

@@ -57,7 +57,7 @@ def load(folder: Path, config: Config, options: Options) -> Decoder:
     put = Placing(config, options, mesh)
     root = weights.at("model")
     embedding = root.dense("embed_tokens", config.vocabulary, config.width)
-    embedding = jax.device_put(embedding, put.at())
+    embedding = jax.device_put(embedding, put.at(P()))
     norm = RMSNorm.read(root, "norm", config.width, config.norm_epsilon)
     head = None
     if not config.tied:
@@ -108,9 +108,8 @@ class Placing:
         heads |= {(name, "weight"): P(AXIS) for name in ("query", "key", "value")}
         return heads.get(path[-2:], P())
 
-    def at(self, spec: P = P()) -> NamedSharding | None:
+    def at(self, spec: P) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
-
 
     def one(self, path: tuple, param: nnx.Variable) -> nnx.Variable:
         value = param.get_value()

@@ -18,7 +18,7 @@ from .layers import GatedMLP, Linear, RMSNorm
 from .weights import Weights
 
 
-def attention_of(config: Config) -> type[Attention] | type[LatentAttention]:
+def attention_of(config: Config) -> type[Attention | LatentAttention]:
     return Attention if config.latent is None else LatentAttention
 
 
@@ -32,7 +32,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, weights: Weights, layer: int):
         norm = lambda name: RMSNorm.read(weights, name, config.width, config.norm_epsilon)
-        self.attention_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+        self.attention_norm = norm("input_layernorm")
+        self.mlp_norm = norm("post_attention_layernorm")
         self.attention = attention_of(config)(config, weights.at("self_attn"))
         if config.moe_layers[layer]:
             self.mlp = MixtureOfExperts(config, weights.at(config.names.moe))

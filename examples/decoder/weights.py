@@ -88,7 +88,7 @@ class Header(NamedTuple):
 
 
 def headers(folder: Path, names: Mapping[str, Any]) -> dict[str, Header]:
-    """Of the tensors of a folder that jgg.checkpoints.open has read, so the files are well-formed."""
+    """Of the tensors of a folder that jgg.checkpoints.open has read: its files are well-formed."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

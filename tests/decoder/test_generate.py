@@ -47,7 +47,7 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
     out = capsys.readouterr().out
     assert out.startswith("qwen3_moe, 2 layers of 8 experts, in float32 on cpu: loaded in")
     assert generate.PROMPT + results["text"] in out
-    assert re.search(r"first token after \d+\.\d+ s \(.* tokens/s of the prompt\), then .* tok", out)
+    assert re.search(r"first token after \S+ s \(.* tokens/s of the prompt\), then .* tok", out)
     # The same model, one token after the other.
     run = Run(tmp_path / "runs" / "generate")
     prompt = list(generate.PROMPT.encode())
@@ -230,12 +230,12 @@ def test_a_tensor_of_another_dtype(generate, tmp_path):
 
 def test_a_model_that_does_not_fit(generate, tmp_path, tiny):
     assert re.fullmatch(
-        r"0\.00 GB of experts, 0\.00 GB of other weights and 0\.00 GB of cache do not fit into the "
-        r"0\.00 GB that the device has free; experts would fit with --quantize mxfp4 \(0\.00 GB\).*",
+        r"\S+ GB of experts, \S+ GB of other weights and \S+ GB of cache do not fit into the \S+ GB "
+        r"that the device has free; experts would fit with --quantize mxfp4 \(0\.00 GB\).*",
         refused(generate, tiny, "--memory", "0.0004"),
     )
     text = refused(generate, tiny, "--memory", "0.00001")
-    assert text.endswith("no format of experts makes them fit: use more --devices, or fewer --tokens")
+    assert "no format of experts makes them fit: use more --devices, or fewer --tokens" in text
     text = refused(generate, tiny, "--devices", "3")
     assert text == "8 experts cannot be divided among 3 devices"
 

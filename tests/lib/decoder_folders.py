@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 from checkpoint_writers import (
-    E2M1, E4M3, F16, F32, F64, named, pairs, save, write_awq, write_gptq, write_mlx,
+    E2M1,
+    E4M3,
+    F16,
+    F32,
+    F64,
+    named,
+    pairs,
+    save,
+    write_awq,
+    write_gptq,
+    write_mlx,
     write_pack_quantized,
 )  # fmt: skip
 
@@ -48,7 +58,7 @@ def gptq(w):
 
 
 def pack_quantized(w):
-    codes, z, s, value = integers(w, z=8)
+    codes, _, s, value = integers(w, z=8)
     return write_pack_quantized(codes, None, s, 4), value
 
 
