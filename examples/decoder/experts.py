@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Expert(nnx.Param):
     """Of all experts of a layer, (E, ...)."""
 
 
-def choose(router: Router, logits: jax.Array, correction: jax.Array | None = None):
+def choose(router: Router, logits: jax.Array, correction: Any = None):
     """Experts and weights (T, k) of float32 logits (T, E)."""
     if router.score == "softmax_of_chosen":
         chosen, index = jax.lax.top_k(logits, router.top_k)
@@ -72,17 +72,18 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = (
             Linear(weights.dense("shared_expert_gate", 1, d)) if config.shared_gate else None
         )
-        self.routing, self.activation = config.router, config.activation
+        self.routing = config.router
+        self.activation: Literal["swiglu", "swiglu_oai"] = config.activation
 
     def __call__(self, x: jax.Array, layer: Any, exists: jax.Array, mesh: Any):
         wide = x.astype(jnp.float32)
         correction = None if self.correction is None else self.correction.get_value()
         index, weight = choose(self.routing, self.router(wide), correction)
         index = jnp.where(exists[:, None], index, -1)  # no expert: nothing is computed
-        biases = [None if b is None else b.get_value() for b in (self.up_bias, self.down_bias)]
-        y = self._experts(
-            x, self.up.get_value(), self.down.get_value(), *biases, index, weight, layer, mesh
-        )
+        names = "up", "down", "up_bias", "down_bias"
+        parts = {name: getattr(self, name) for name in names}
+        parts = {name: p.get_value() for name, p in parts.items() if p is not None}
+        y = self._experts(x, parts, index, weight, layer, mesh)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
@@ -90,29 +91,27 @@ class MixtureOfExperts(nnx.Module):
             y += shared
         return y
 
-    def _experts(self, x, up, down, up_bias, down_bias, index, weight, layer, mesh):
-        def here(x, up, down, up_bias, down_bias, index, weight, layer, first):
-            each = jax.tree.leaves(down)[0].shape[1]  # experts of a layer that are here
-            mine = (index >= first) & (index < first + each)
-            index = jnp.where(mine, index - first + layer * each, -1)
-            one_list = lambda w: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w)
+    def _experts(self, x, parts: dict[str, Any], index, weight, layer, mesh):
+        def here(x, parts, index, weight, layer, device):
+            each = jax.tree.leaves(parts["down"])[0].shape[1]  # experts of a layer that are here
+            index -= device * each
+            index = jnp.where((index >= 0) & (index < each), index + layer * each, -1)
+            one_list = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), parts)
             return jgg.moe_mlp(
-                x, one_list(up), one_list(down), index, weight, activation=self.activation,
-                up_bias=one_list(up_bias), down_bias=one_list(down_bias), transpose_w=True,
+                x, expert_index=index, expert_weight=weight, activation=self.activation,
+                transpose_w=True, **one_list,
             )  # fmt: skip
 
-        operands = x, up, down, up_bias, down_bias, index, weight, layer
         if mesh is None:
-            return here(*operands, 0)
+            return here(x, parts, index, weight, layer, 0)
 
-        def part(*operands):
-            each = jax.tree.leaves(operands[2])[0].shape[1]
-            y = here(*operands, jax.lax.axis_index(AXIS) * each)
+        def share(x, parts, index, weight, layer):
+            y = here(x, parts, index, weight, layer, jax.lax.axis_index(AXIS))
             return jax.lax.psum(y.astype(jnp.float32), AXIS).astype(y.dtype)
 
-        experts = P(None, AXIS)
-        specs = P(), experts, experts, experts, experts, P(), P(), P()
-        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(*operands)
+        specs = P(), P(None, AXIS), P(), P(), P()
+        run = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=P())
+        return run(x, parts, index, weight, layer)
 
 
 def read_experts(weights: Weights, names: Names, e: int, d: int, f: int) -> tuple[Any, Any]:

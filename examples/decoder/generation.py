@@ -74,7 +74,7 @@ class Generator:
         if len(prompt) + count > self.room:
             raise ValueError(f"{len(prompt)} + {count} tokens are more than {self.room}")
         key, cache = self.on_devices(jax.random.key(seed)), self.new_cache()
-        token = position = None
+        token = position = jnp.int32(0)
         for start in range(0, len(prompt), self.chunk):
             part = np.zeros(self.chunk, np.int32)
             some = prompt[start : start + self.chunk]
@@ -83,13 +83,11 @@ class Generator:
             token, position, cache = self.read(
                 self.params, cache, self.on_devices(jnp.asarray(part)), *numbers, key
             )
-        assert token is not None, "an empty prompt"
         for left in reversed(range(count)):
-            following = None
+            before = token
             if left:
-                following, position, cache = self.write(self.params, cache, token, position, key)
-            out = int(token)
+                token, position, cache = self.write(self.params, cache, token, position, key)
+            out = int(before)
             if out in ends:
                 return
             yield out
-            token = following

@@ -112,12 +112,12 @@ class Placing:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def one(self, path: tuple, param: nnx.Variable) -> nnx.Variable:
-        value = param.get_value()
+        value: Any = param.get_value()
         value = jax.device_put(value, self.at(self.spec(path, param)))
         mode = self.options.quantize
         matrix = isinstance(param, Expert) and not isinstance(value, jgg.Quantized)
         if mode is not None and matrix and value.ndim == 3:
-            value = quantize_experts(value, mode)
+            value = quantize_experts(jnp.asarray(value), mode)
         if self.packs and isinstance(value, jgg.Quantized):
             value = packed(value, self.options.exact)
         return param.replace(value)

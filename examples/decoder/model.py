@@ -60,7 +60,7 @@ class Stack(nnx.Module):
 
         def one(carry, layer):
             number, window, params = layer
-            block = nnx.merge(graph, experts, params)
+            block: Any = nnx.merge(graph, experts, params)
             return block(*carry, number, window, at, mesh), None
 
         windows = np.array(self.windows, np.int32)

@@ -230,8 +230,8 @@ def test_a_tensor_of_another_dtype(generate, tmp_path):
 
 def test_a_model_that_does_not_fit(generate, tmp_path, tiny):
     assert re.fullmatch(
-        r"\S+ GB of experts, \S+ GB of other weights and \S+ GB of cache do not fit into the \S+ GB "
-        r"that the device has free; experts would fit with --quantize mxfp4 \(0\.00 GB\).*",
+        r"\S+ GB of experts, \S+ GB of other weights and \S+ GB of cache do not fit into the "
+        r"\S+ GB that the device has free; experts would fit with --quantize mxfp4 \(0\.00 GB\).*",
         refused(generate, tiny, "--memory", "0.0004"),
     )
     text = refused(generate, tiny, "--memory", "0.00001")
