@@ -89,7 +89,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
         raise Refused("there is no such folder")
     about = config.read(folder)
     tokenizer = tokens.read(folder, about.vocabulary)
-    prompt = tokens.encode(tokenizer, args.prompt)
+    prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
     options = loading.Options(dtype, args.quantize, args.devices, room, args.memory, args.exact)

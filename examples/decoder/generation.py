@@ -65,6 +65,7 @@ class Generator:
         self.read = compiled(read, like((chunk,), jnp.int32), number, number, key)
         self.write = compiled(write, number, number, key)
         self.on_devices = lambda a: a if mesh is None else jax.device_put(a, at())
+        self.on_devices(jax.random.key(0))  # compiles what makes a key
         self.compiled_in = time.perf_counter() - began
 
     def __call__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -194,7 +193,8 @@ def free(options: Options) -> float:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     # Devices that are made of this machine's cores share its memory.
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / options.devices
+    found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    return float(found[1]) * 1024 / options.devices if found else float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +213,9 @@ class Need:
         experts = others = 0.0
         quantized = False
         for name, header in said.items():
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            if layer and int(layer[1]) >= config.layers:
+                continue  # it predicts several tokens, and is not loaded
             plain = header.dtype in FLOAT_HEADERS
             # Scales of AWQ and GPTQ are read as two float32 for each.
             scales = name.endswith((".scales", "qzeros"))

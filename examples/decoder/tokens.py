@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from .config import read_json
 from .errors import Refused
 
 
@@ -27,8 +28,20 @@ def read(folder: Path, vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def begin(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """The token that tokenizer_config.json puts before every text."""
+    path = folder / "tokenizer_config.json"
+    said = read_json(path) if path.is_file() else {}
+    token = said.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return tokenizer.token_to_id(token) if said.get("add_bos_token") and token else None
+
+
+def encode(tokenizer: Tokenizer, text: str, begin: int | None = None) -> list[int]:
+    """The tokens of a text, after the one that begins every text, if there is one."""
     tokens = tokenizer.encode(text).ids
+    if begin is not None and tokens[:1] != [begin]:
+        tokens.insert(0, begin)
     if not tokens:
         raise Refused("--prompt has no token")
     return tokens

@@ -89,8 +89,11 @@ class Header(NamedTuple):
 
 def headers(folder: Path, names: Mapping[str, Any]) -> dict[str, Header]:
     """Of the tensors of a folder that jgg.checkpoints.open has read: its files are well-formed."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    found, paths = {}, sorted(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):  # it decides which files belong to it
+        named = json.loads(index.read_text())["weight_map"].values()
+        paths = [folder / name for name in sorted({*named})]
+    for path in paths:
         with path.open("rb") as file:
             entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         entries.pop("__metadata__", None)

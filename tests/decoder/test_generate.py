@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decoder import CHUNK, Run, agree, example
+from test_decoder import CHUNK, NAMES, Run, agree, example
 
 import jax_groupgemm as jgg
 
@@ -48,17 +48,12 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
     assert out.startswith("qwen3_moe, 2 layers of 8 experts, in float32 on cpu: loaded in")
     assert generate.PROMPT + results["text"] in out
     assert re.search(r"first token after \S+ s \(.* tokens/s of the prompt\), then .* tok", out)
-    # The same model, one token after the other.
-    run = Run(tmp_path / "runs" / "generate")
-    prompt = list(generate.PROMPT.encode())
-    ids = generate.tokens.encode(generate.tiny.tokenizer(), generate.PROMPT)
-    assert len(ids) == len(prompt)
-    last, want = run(ids[:-1], CHUNK), []
-    token = ids[-1]
+    # The same model, in steps of another size.
+    run, want = Run(tmp_path / "runs" / "generate"), []
+    last = run(generate.tokens.encode(generate.tiny.tokenizer(), generate.PROMPT), CHUNK)[-1]
     for _ in range(4):
-        last = run([token], 1)[0]
-        token = int(last.argmax())
-        want.append(token)
+        want.append(int(last.argmax()))
+        last = run(want[-1:], CHUNK)[-1]
     assert results["tokens"][:4] == want
 
 
@@ -122,15 +117,26 @@ def test_a_letter_of_several_tokens_is_printed_once_it_is_whole(generate):
     assert len(parts) == len(text)
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_text_begins_as_its_tokenizer_says(begins, generate, tmp_path):
+    said = {"add_bos_token": begins, "bos_token": {"content": "B"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    tokenizer = generate.tiny.tokenizer()
+    begin = generate.tokens.begin(tmp_path, tokenizer)
+    tokens = generate.tokens.encode(tokenizer, "text", begin)
+    assert tokenizer.decode(tokens) == ("Btext" if begins else "text")
+    assert generate.tokens.encode(tokenizer, "Btext", begin) == tokenizer.encode("Btext").ids
+
+
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("mode", ["nvfp4", "affine8"])
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4"])
 def test_experts_are_quantized_while_they_are_loaded(mode, tiny):
     plain, quantized = Run(tiny), Run(tiny, quantize=mode)
     mlp = quantized.model.stacks[0].layers.mlp
-    assert mlp.up.get_value().mode == ("nvfp4" if mode == "nvfp4" else "affine")
+    assert mlp.up.get_value().mode == mlp.down.get_value().mode == mode
     want, got = (run(np.arange(CHUNK), CHUNK) for run in (plain, quantized))
     error = np.abs(got - want).max() / np.abs(want).max()
-    assert 0 < error < (0.5 if mode == "nvfp4" else 0.05)
+    assert 0 < error < (0.5 if mode == "nvfp4" else 0.2)
 
 
 @pytest.mark.one_in(2)
@@ -144,6 +150,24 @@ def test_devices_share_experts_and_heads(name, generate):
     agree(run(want["prompt"][:CHUNK], CHUNK), want["logits"][:CHUNK])
     tokens = [*generate.Generator(run.model, 32, generate.Sampling(), 8)(want["prompt"], 4)]
     assert tokens == want["tokens"][:4].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_older_configs_say_the_same(name, generate, tmp_path):
+    """Those of released models: transformers renamed some keys since."""
+    folder = decoder_folders.copied(name, tmp_path)
+    new, values = generate.config.read(folder), decoder_folders.config_of(name)
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": values.pop("dtype")}
+    kind = rope.pop("rope_type")
+    values["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
+    if name in ("qwen2_moe", "qwen3_moe", "olmoe") and "num_local_experts" in values:
+        values["num_experts"] = values.pop("num_local_experts")
+    for key in ("layer_types", "head_dim"):  # what follows from others
+        if name in ("gpt_oss", "mixtral") and (key, name) != ("head_dim", "gpt_oss"):
+            values.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(values))
+    assert generate.config.read(folder) == new
 
 
 # ---- what it refuses
@@ -215,6 +239,17 @@ def test_a_truncated_config(generate, folder):
 def test_a_config_of_another_model(generate, folder, values, said):
     change(folder, **values)
     assert said in refused(generate, folder)
+
+
+def test_weights_in_act_order(generate, tmp_path):
+    folder, _ = decoder_folders.quantized("qwen3_moe", "gptq", tmp_path)
+    tensors = dict(jgg.checkpoints.open(folder))
+    prefix = "model.layers.0.self_attn.q_proj"
+    shape = tensors[f"{prefix}.qweight"].shape
+    tensors[f"{prefix}.g_idx"] = np.arange(8 * shape[0], dtype=np.int32)[::-1] // 16
+    decoder_folders.save(folder / "model.safetensors", tensors)
+    generate.tiny.tokenizer().save(str(folder / "tokenizer.json"))
+    assert prefix in refused(generate, folder)
 
 
 def test_a_tensor_of_another_dtype(generate, tmp_path):
