@@ -73,7 +73,7 @@ def agree(got, want, relative=1e-5):
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
     # A program of its own takes seconds to compile: others fill up that of the prompt.
-    size = 1 if name in ("qwen3_moe", "gpt_oss", "deepseek_v3") else CHUNK
+    size = 1 if name == "gpt_oss" else CHUNK
     run, want = Run(decoder_folders.FIXTURES / name), decoder_folders.logits(name)
     agree(run(want["prompt"], CHUNK), want["logits"])
     last, steps = want["logits"][-1], []
@@ -84,7 +84,7 @@ def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
     agree(np.stack(steps), want["steps"])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("format", decoder_folders.FORMATS)
 def test_quantized_folders_have_the_logits_of_their_values(format, tmp_path):
     folders = decoder_folders.quantized("qwen3_moe", format, tmp_path)

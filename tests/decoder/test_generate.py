@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decoder import CHUNK, NAMES, Run, agree, example
+from test_decoder import CHUNK, NAMES, Run, example
 
 import jax_groupgemm as jgg
 
@@ -147,9 +147,8 @@ def test_devices_share_experts_and_heads(name, generate):
     block = run.model.stacks[0].layers
     assert block.mlp.up.get_value().sharding.spec[:2] == (None, "devices")
     assert "devices" in block.attention.query.weight.get_value().sharding.spec
-    agree(run(want["prompt"][:CHUNK], CHUNK), want["logits"][:CHUNK])
-    tokens = [*generate.Generator(run.model, 32, generate.Sampling(), 8)(want["prompt"], 4)]
-    assert tokens == want["tokens"][:4].tolist()
+    generator = generate.Generator(run.model, 32, generate.Sampling(), 8)
+    assert [*generator(want["prompt"], 12)] == want["tokens"][:12].tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
