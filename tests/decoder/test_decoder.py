@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+import jax_groupgemm as jgg
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHUNK, ROOM = 8, 40  # the last step of a text fills up its chunk
 NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
@@ -89,11 +91,15 @@ def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
 def test_quantized_folders_have_the_logits_of_their_values(format, tmp_path):
     folders = decoder_folders.quantized("qwen3_moe", format, tmp_path)
     prompt = decoder_folders.logits("qwen3_moe")["prompt"][:CHUNK]
-    got, want = (Run(folder)(prompt, CHUNK) for folder in folders)
-    agree(got, want)
+    stored, plain = map(Run, folders)
+    block = stored.model.stacks[0].layers
+    for weight in (block.mlp.up, block.mlp.down, block.attention.query.weight):
+        assert isinstance(weight.get_value(), jgg.Quantized)
+    agree(stored(prompt, CHUNK), plain(prompt, CHUNK))
 
 
 def test_gpt_oss_has_the_logits_of_its_values(tmp_path):
     prompt = decoder_folders.logits("gpt_oss")["prompt"][:CHUNK]
-    got, want = (Run(folder)(prompt, CHUNK) for folder in decoder_folders.gpt_oss_mxfp4(tmp_path))
-    agree(got, want)
+    stored, plain = map(Run, decoder_folders.gpt_oss_mxfp4(tmp_path))
+    assert stored.model.stacks[0].layers.mlp.up.get_value().mode == "mxfp4"
+    agree(stored(prompt, CHUNK), plain(prompt, CHUNK))
