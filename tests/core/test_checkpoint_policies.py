@@ -37,8 +37,10 @@ def counts(f, *args) -> collections.Counter:
                     visit(inner)
 
     visit(jax.make_jaxpr(jax.grad(f))(*args).jaxpr)
-    # A product that also gives what its activation is of is one, too.
-    found["jgg_mm"] += found.pop("jgg_fused_mm_preactivation", 0)
+    # A product that also gives what its activation is of is one, too, and so are those of tokens.
+    for name in ("fused_mm_preactivation", "experts_up", "experts_down", "experts_rows"):
+        found["jgg_mm"] += found.pop(f"jgg_{name}", 0)
+    found["jgg_wgrad"] += found.pop("jgg_experts_weight", 0)
     return collections.Counter({name: found[name] for name in found if "activation" not in name})
 
 
@@ -130,6 +132,7 @@ def test_other_operations(name, f):
 def test_every_primitive_is_a_product_or_a_conversion():
     products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
+    products |= {f"experts_{name}" for name in ("up", "up_alone", "down", "rows", "weight")}
     products |= {f"{of}_grouped_{name}" for of in ("nvfp4", "fp8") for name in ("mm", "wgrad")}
     ours = {*composed.PRIMITIVES, *primitive.INNER.values(), *primitive.OUTER.values()}
     saved = {p.name.removeprefix("jgg_").removesuffix("_outer") for p in ours if POLICY(p)}

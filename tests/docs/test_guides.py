@@ -11,7 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md")
 # A page without a block that runs says so here.
-WITHOUT = ("guides/tune_tiles.md",)
+WITHOUT = ("guides/generate.md", "guides/tune_tiles.md")
 # Packages of the extras of examples and tests. These pages run weekly.
 NEEDS = {"guides/flax_and_equinox.md": ("equinox", "flax", "optax")}
 # Compiling takes longer than these programs run. Devices are the page's own business.

@@ -1,0 +1,6 @@
+"""A decoder of mixture-of-experts language models, as ``generate.py`` runs it.
+
+``config`` reads config.json, ``weights`` and ``loading`` the tensors, ``tokens`` tokenizer.json.
+``model`` is the transformer; its parts are ``attention`` (or ``latent_attention``), ``rotary``,
+``experts`` and ``layers``. ``generation`` compiles it, and ``sampling`` chooses tokens.
+"""

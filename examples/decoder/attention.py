@@ -1,0 +1,101 @@
+"""Attention with grouped queries: what Mixtral, Qwen, OLMoE and gpt-oss have in common.
+
+They differ in biases, in norms of queries and keys (of each head, or of all heads together), and in
+gpt-oss' sinks: a logit for each head that takes part in the softmax and stands for no token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from .config import Config
+from .layers import Linear, RMSNorm
+from .rotary import rotate
+from .weights import Weights
+
+Cache = dict[str, jax.Array]  # each (layers, slots, ...): a slot for each token
+
+
+class Place(NamedTuple):
+    """Where the tokens of a step are."""
+
+    start: jax.Array  # the position of the first
+    positions: jax.Array  # (T,)
+    exists: jax.Array  # (T,): others fill up the last step of a prompt
+    cos: jax.Array
+    sin: jax.Array
+
+
+def seen(at: Place, window: jax.Array, slots: int, first: int) -> jax.Array:
+    """(1, T, slots): which slots each token attends to. Those before ``first`` are for all."""
+    token = jnp.arange(slots) - first
+    back = at.positions[:, None] - token
+    return (((back >= 0) & (back < window)) | (token < 0))[None]
+
+
+def remember(cache: Cache, layer: jax.Array, slot: jax.Array, **new: jax.Array):
+    """The cache with the tokens of this step, and what it has of this layer."""
+    cache = dict(cache)
+    for name, value in new.items():
+        begin = (layer, slot, *(0 for _ in value.shape[1:]))
+        cache[name] = lax.dynamic_update_slice(cache[name], value[None], begin)
+    return cache, *(lax.dynamic_index_in_dim(cache[name], layer, keepdims=False) for name in new)
+
+
+class Attention(nnx.Module):
+    """(T, D) to the same."""
+
+    def __init__(self, config: Config, weights: Weights):
+        d, size = config.width, config.head_size
+        n, k = config.heads * size, config.kv_heads * size
+        self.query = Linear.read(weights, "q_proj", n, d, config.qkv_bias)
+        self.key = Linear.read(weights, "k_proj", k, d, config.qkv_bias)
+        self.value = Linear.read(weights, "v_proj", k, d, config.qkv_bias)
+        self.out = Linear.read(weights, "o_proj", d, n, config.out_bias)
+        norm = lambda name, width: (
+            RMSNorm.read(weights, name, width, config.norm_epsilon) if config.qk_norm else None
+        )
+        widths = (n, k) if config.qk_norm == "width" else (size, size)
+        self.query_norm, self.key_norm = norm("q_norm", widths[0]), norm("k_norm", widths[1])
+        sinks = weights.array("sinks", config.heads, dtype=np.float32) if config.sinks else None
+        self.sinks = None if sinks is None else nnx.Param(sinks)
+        self.head_size, self.limit = size, config.qkv_limit
+        self.norm_of_heads = config.qk_norm == "head"
+
+    @staticmethod
+    def cache(config: Config) -> dict[str, tuple[int, ...]]:
+        """The shapes of what a layer remembers of a token."""
+        return dict.fromkeys(("key", "value"), (config.kv_heads, config.head_size))
+
+    @staticmethod
+    def first(config: Config) -> int:
+        """The slot of the first token. With sinks slot 0 has a key and a value of zeros: its logit
+        is a bias, so the softmax has one term more and the sum has not."""
+        return int(config.sinks)
+
+    def __call__(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place):
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        heads = lambda y: y.reshape(len(x), -1, self.head_size)
+        if self.norm_of_heads:
+            q, k = heads(q), heads(k)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.limit is not None:
+            q, k, v = (jnp.clip(y, -self.limit, self.limit) for y in (q, k, v))
+        q, k = (rotate(heads(y), at.cos, at.sin) for y in (q, k))
+        first, bias = 0, None
+        if self.sinks is not None:
+            first = 1
+            sinks = self.sinks.get_value()[None, :, None, None]
+            slots = jnp.arange(cache["key"].shape[1])
+            bias = jnp.where(slots == 0, sinks, jnp.float32(0))
+        cache, keys, values = remember(cache, layer, at.start + first, key=k, value=heads(v))
+        mask = seen(at, window, len(keys), first)
+        y = jax.nn.dot_product_attention(q[None], keys[None], values[None], bias, mask[None])
+        return self.out(y.reshape(len(x), -1)), cache

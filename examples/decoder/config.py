@@ -1,0 +1,308 @@
+"""``config.json`` of six architectures, as one :class:`Config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import Refused
+from .rotary import Rope
+
+NO_WINDOW = 2**30  # more than any context
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How an architecture names the tensors of a layer's feed-forward network."""
+
+    moe: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = ""  # the expert that every token meets, if there is one
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a token's scores become its experts and their weights."""
+
+    experts: int
+    top_k: int
+    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
+    normalized: bool = False  # the chosen weights sum to 1
+    groups: int = 1  # of experts, of which a token chooses some first
+    chosen_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """DeepSeek's attention: keys and values are made of one short vector for each token."""
+
+    query_rank: int | None
+    rank: int
+    unrotated: int  # parts of a head
+    rotated: int
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    architecture: str
+    layers: int
+    width: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_epsilon: float
+    rope: Rope
+    windows: tuple[int, ...]  # of each layer: how many tokens back it sees, itself included
+    moe_layers: tuple[bool, ...]
+    router: Router
+    expert_width: int
+    dense_width: int  # of layers without experts
+    shared_width: int  # of the shared expert
+    tied: bool  # the head is the embedding
+    ends: tuple[int, ...]  # tokens that end a text
+    dtype: str
+    names: Names = Names()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["", "head", "width"] = ""
+    qkv_limit: float | None = None
+    sinks: bool = False
+    activation: Literal["swiglu", "swiglu_oai"] = "swiglu"
+    shared_gate: bool = False
+    latent: Latent | None = None
+    rope_by_turns: bool = False  # pairs to rotate are neighbours, not halves
+    quantization: dict[str, Any] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+
+class _Json:
+    """A dict of config.json; what is missing or of another type is named."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+
+    def __call__(self, key: str, kind: type, default: Any = ...) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            if default is ...:
+                raise Refused(f"config.json has no {key}")
+            return default
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise Refused(f"config.json: {key} is {value!r}, expected {kind.__name__}")
+        if kind is int and value < 0:
+            raise Refused(f"config.json: {key} is {value}, expected a number that is not negative")
+        return value
+
+
+def _mixtral(of: _Json) -> dict[str, Any]:
+    return {
+        "names": Names("block_sparse_moe", "gate", "w1", "w3", "w2"),
+        "router": Router(of("num_local_experts", int), of("num_experts_per_tok", int),
+                         normalized=True),
+        "expert_width": of("intermediate_size", int),
+        "windows": of("sliding_window", int, NO_WINDOW),
+    }  # fmt: skip
+
+
+def _qwen(of: _Json) -> dict[str, Any]:
+    """What Qwen2-MoE and Qwen3-MoE have in common."""
+    if of("use_sliding_window", bool, False):
+        raise Refused("config.json: use_sliding_window is true, which no released Qwen model has")
+    experts, dense = _experts(of), of("mlp_only_layers", list, [])
+    step, layers = of("decoder_sparse_step", int, 1), of("num_hidden_layers", int)
+    return {
+        "router": Router(experts, of("num_experts_per_tok", int),
+                         normalized=of("norm_topk_prob", bool, False)),
+        "expert_width": of("moe_intermediate_size", int),
+        "dense_width": of("intermediate_size", int),
+        "moe_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    }  # fmt: skip
+
+
+def _qwen2(of: _Json) -> dict[str, Any]:
+    return _qwen(of) | {
+        "names": Names(shared="shared_expert"),
+        "qkv_bias": of("qkv_bias", bool, True),
+        "shared_width": of("shared_expert_intermediate_size", int),
+        "shared_gate": True,
+    }
+
+
+def _qwen3(of: _Json) -> dict[str, Any]:
+    bias = of("attention_bias", bool, False)
+    return _qwen(of) | {"qk_norm": "head", "qkv_bias": bias, "out_bias": bias}
+
+
+def _olmoe(of: _Json) -> dict[str, Any]:
+    bias = of("attention_bias", bool, False)
+    return {
+        "router": Router(_experts(of), of("num_experts_per_tok", int),
+                         normalized=of("norm_topk_prob", bool, False)),
+        "expert_width": of("intermediate_size", int),
+        "qk_norm": "width",
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qkv_limit": of("clip_qkv", float, None),
+    }  # fmt: skip
+
+
+def _gpt_oss(of: _Json) -> dict[str, Any]:
+    layers, window = of("num_hidden_layers", int), of("sliding_window", int, NO_WINDOW)
+    kinds = of("layer_types", list, [])
+    kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    if len(kinds) != layers:
+        raise Refused(f"config.json: layer_types names {len(kinds)} layers of {layers}")
+    if (of("swiglu_limit", float, 7.0), of("swiglu_alpha", float, 1.702)) != (7.0, 1.702):
+        raise Refused("config.json: swiglu_limit and swiglu_alpha are not 7 and 1.702")
+    bias = of("attention_bias", bool, True)
+    return {
+        "names": Names(router="router"),
+        "router": Router(_experts(of), of("num_experts_per_tok", int), "softmax_of_chosen"),
+        "expert_width": of("intermediate_size", int),
+        "windows": tuple(window if kind == "sliding_attention" else NO_WINDOW for kind in kinds),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "sinks": True,
+        "activation": "swiglu_oai",
+    }
+
+
+def _deepseek(of: _Json) -> dict[str, Any]:
+    layers, dense = of("num_hidden_layers", int), of("first_k_dense_replace", int, 0)
+    latent = Latent(
+        of("q_lora_rank", int, None), of("kv_lora_rank", int), of("qk_nope_head_dim", int),
+        of("qk_rope_head_dim", int), of("v_head_dim", int),
+    )  # fmt: skip
+    router = Router(
+        of("n_routed_experts", int), of("num_experts_per_tok", int), "sigmoid",
+        of("norm_topk_prob", bool, True), of("n_group", int, 1), of("topk_group", int, 1),
+        of("routed_scaling_factor", float, 1.0),
+    )  # fmt: skip
+    width, bias = of("moe_intermediate_size", int), of("attention_bias", bool, False)
+    return {
+        "names": Names(shared="shared_experts"),
+        "router": router,
+        "expert_width": width,
+        "dense_width": of("intermediate_size", int),
+        "shared_width": width * of("n_shared_experts", int, 1),
+        "moe_layers": tuple(i >= dense for i in range(layers)),
+        "latent": latent,
+        "head_size": latent.rotated,
+        "rope_by_turns": of("rope_interleave", bool, True),
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[_Json], dict[str, Any]]] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2,
+    "qwen3_moe": _qwen3,
+    "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek,
+}
+
+
+def _experts(of: _Json) -> int:
+    """Both names are in use: the second is that of newer releases of transformers."""
+    return of("num_experts", int, None) or of("num_local_experts", int)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise Refused(f"there is no {path.name}: a checkpoint is a Hugging Face folder") from error
+    except (ValueError, OSError) as error:
+        raise Refused(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise Refused(f"{path.name} holds a {type(values).__name__}, expected an object")
+    return values
+
+
+def read(folder: Path) -> Config:
+    """The configuration of a folder. Raises :class:`Refused`."""
+    values = read_json(folder / "config.json")
+    of = _Json(values)
+    name = of("model_type", str)
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise Refused(f"config.json: model_type {name!r} is not one of {known}")
+    if of("hidden_act", str, "silu") != "silu":
+        raise Refused(f"config.json: hidden_act is {values['hidden_act']!r}, expected 'silu'")
+    own = ARCHITECTURES[name](of)
+    layers, heads, width = (
+        of(key, int) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    if not layers or not heads:
+        raise Refused("config.json: there are no layers, or no heads")
+    if not isinstance(own.setdefault("windows", NO_WINDOW), tuple):
+        own["windows"] = (own["windows"],) * layers
+    common = {
+        "architecture": name,
+        "layers": layers,
+        "width": width,
+        "vocabulary": of("vocab_size", int),
+        "heads": heads,
+        "kv_heads": of("num_key_value_heads", int, heads),
+        "head_size": of("head_dim", int, width // heads),
+        "norm_epsilon": of("rms_norm_eps", float, 1e-6),
+        "moe_layers": (True,) * layers,
+        "dense_width": 0,
+        "shared_width": 0,
+        "tied": of("tie_word_embeddings", bool, False),
+        "ends": _ends(folder, values),
+        "dtype": values.get("dtype") or values.get("torch_dtype") or "bfloat16",
+        "quantization": _quantization(folder, values),
+    }
+    values_of_all = common | own
+    config = Config(**values_of_all, rope=Rope.of(_rope(of), values_of_all["head_size"]))
+    if config.heads % max(config.kv_heads, 1):
+        raise Refused(
+            f"config.json: {config.heads} heads are no multiple of {config.kv_heads} key-value "
+            "heads"
+        )
+    if not 1 <= config.router.top_k <= config.router.experts:
+        raise Refused(
+            f"config.json: {config.router.top_k} experts for each token, of "
+            f"{config.router.experts} experts"
+        )
+    return config
+
+
+def _rope(of: _Json) -> dict[str, Any]:
+    """One dict, as newer releases of transformers write it."""
+    rope = dict(of("rope_parameters", dict, None) or of("rope_scaling", dict, {}))
+    rope.setdefault("rope_theta", of("rope_theta", float, 10_000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    original = of("original_max_position_embeddings", int, of("max_position_embeddings", int, 4096))
+    rope.setdefault("original_max_position_embeddings", original)
+    return rope
+
+
+def _ends(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    said = read_json(path).get("eos_token_id") if path.is_file() else None
+    said = values.get("eos_token_id") if said is None else said
+    ends = said if isinstance(said, list) else [] if said is None else [said]
+    return tuple(end for end in ends if isinstance(end, int))
+
+
+def _quantization(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What jgg.checkpoints takes as config: config.json, or ModelOpt's own file."""
+    path = folder / "hf_quant_config.json"
+    if not values.get("quantization_config") and not values.get("quantization") and path.is_file():
+        return values | read_json(path)
+    return values

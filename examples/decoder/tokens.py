@@ -1,0 +1,56 @@
+"""Text to tokens and back, as tokenizer.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from .config import read_json
+from .errors import Refused
+
+
+def read(folder: Path, vocabulary: int) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise Refused("there is no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise Refused(f"tokenizer.json is truncated, or no tokenizer: {error}") from error
+    if tokenizer.get_vocab_size() > vocabulary:
+        raise Refused(
+            f"tokenizer.json has {tokenizer.get_vocab_size()} tokens, but config.json says "
+            f"vocab_size {vocabulary}"
+        )
+    return tokenizer
+
+
+def begin(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """The token that tokenizer_config.json puts before every text."""
+    path = folder / "tokenizer_config.json"
+    said = read_json(path) if path.is_file() else {}
+    token = said.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return tokenizer.token_to_id(token) if said.get("add_bos_token") and token else None
+
+
+def encode(tokenizer: Tokenizer, text: str, begin: int | None = None) -> list[int]:
+    """The tokens of a text, after the one that begins every text, if there is one."""
+    tokens = tokenizer.encode(text).ids
+    if begin is not None and tokens[:1] != [begin]:
+        tokens.insert(0, begin)
+    if not tokens:
+        raise Refused("--prompt has no token")
+    return tokens
+
+
+def streamed(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Text as soon as it is certain: a letter may be several tokens."""
+    stream = DecodeStream(skip_special_tokens=True)
+    for token in tokens:
+        text = stream.step(tokenizer, token)
+        if text:
+            yield text

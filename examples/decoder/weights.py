@@ -1,0 +1,212 @@
+"""The tensors of a checkpoint, as what the model computes with: arrays, or ``jgg.Quantized``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_groupgemm as jgg
+
+from .errors import Refused
+
+FLOATS = ("bfloat16", "float16", "float32")
+FLOAT_HEADERS = ("BF16", "F16", "F32")  # as safetensors files name them
+#: ``format=`` of jgg.checkpoints, by config's ``quant_method``.
+FORMATS = {
+    "awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed-tensors",
+    "modelopt": "modelopt", "modelopt_fp4": "modelopt", "mxfp4": "gpt-oss", "fp8": "fp8",
+}  # fmt: skip
+#: What experts may be quantized to while they are loaded. Affine groups have 32 elements, because
+#: the width of an expert may be a multiple of no more.
+MODES: dict[str, dict[str, Any]] = {
+    "mxfp4": {"mode": "mxfp4"},
+    "nvfp4": {"mode": "nvfp4"},
+    "affine4": {"mode": "affine", "bits": 4, "group_size": 32},
+    "affine6": {"mode": "affine", "bits": 6, "group_size": 32},
+    "mxfp8": {"mode": "mxfp8"},
+    "affine8": {"mode": "affine", "bits": 8, "group_size": 32},
+}
+#: Bits of a weight, with its part of the scales.
+BITS = {
+    "mxfp4": 4.25, "nvfp4": 4.5, "affine4": 5, "affine6": 7, "mxfp8": 8.25, "affine8": 9,
+}  # fmt: skip
+_NVFP4_RANGE = 2688.0  # 6 * 448: the largest code times the largest scale
+
+
+def quantize(w: jax.Array, mode: str) -> jgg.Quantized:
+    """(E, N, K) in blocks along K."""
+    scale = None
+    if mode == "nvfp4":  # one for each expert, so that its scales use the whole range of e4m3
+        scale = jnp.maximum(jnp.abs(w).max(axis=(1, 2)), 1e-30).astype(jnp.float32) / _NVFP4_RANGE
+    return jgg.quantize(w, **MODES[mode], global_scale=scale, contract=-1)
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """What jgg.checkpoints raises already says what is wrong with which tensor."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        text = error.args[0] if isinstance(error, KeyError) else str(error)
+        raise Refused(text) from error
+
+
+def format_of(config: Mapping[str, Any]) -> str | None:
+    """``format=`` of jgg.checkpoints, or None where nothing is quantized."""
+    said = config.get("quantization_config") or config.get("quantization")
+    if not said:
+        return None
+    method = said.get("quant_method", "modelopt" if "quant_algo" in said else "mlx")
+    if method == "auto-round":
+        packing = str(said.get("packing_format", ""))
+        method = next((name for name in ("awq", "gptq") if name in packing), "compressed-tensors")
+    if method != "mlx" and method not in FORMATS:
+        known = ", ".join(("mlx", *FORMATS))
+        raise Refused(f"config.json: quant_method {method!r} is not one of {known}")
+    return FORMATS.get(method, method)
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor, of which nothing is read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def headers(folder: Path, names: Mapping[str, Any]) -> dict[str, Header]:
+    """Of the tensors of a folder that jgg.checkpoints.open has read: its files are well-formed."""
+    found, paths = {}, sorted(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):  # it decides which files belong to it
+        named = json.loads(index.read_text())["weight_map"].values()
+        paths = [folder / name for name in sorted({*named})]
+    for path in paths:
+        with path.open("rb") as file:
+            entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            found[name] = Header(entry["dtype"], tuple(entry["shape"]), end - begin)
+    return {name: found[name] for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Those under a prefix. Every method returns arrays on the host, of ``dtype`` where they are
+    not quantized. Raises :class:`Refused`."""
+
+    tensors: Mapping[str, np.ndarray]
+    headers: Mapping[str, Header]
+    config: Mapping[str, Any]
+    format: str | None
+    dtype: Any
+    prefix: str = ""
+
+    def at(self, name: str) -> Weights:
+        return dataclasses.replace(self, prefix=self.prefix + name + ".")
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.tensors
+
+    def array(self, name: str, *shape: int, dtype: Any = None) -> np.ndarray:
+        """A tensor of floats."""
+        full = self.prefix + name
+        if full not in self.tensors:
+            raise Refused(f"there is no tensor {full}: a shard is missing, or the model is another")
+        with in_one_sentence():
+            value = self.tensors[full]
+        if value.dtype.name not in FLOATS:
+            how = "is quantized otherwise" if self.format else "does not say how it is quantized"
+            raise Refused(f"{full} is {value.dtype.name}, but config.json {how}")
+        if value.shape != shape:
+            raise Refused(f"{full} has shape {value.shape}, but config.json says {shape}")
+        return value.astype(self.dtype if dtype is None else dtype, copy=False)
+
+    def linear(self, name: str, n: int, k: int) -> Any:
+        """A layer's weight (N, K)."""
+        if not self._quantized(name):
+            return self.array(name + ".weight", n, k)
+        return self._checked(name, (n, k), jgg.checkpoints.linear)
+
+    def dense(self, name: str, n: int, k: int, dtype: Any = None) -> np.ndarray:
+        """The same as an array, for what is small or not used in a product."""
+        dtype = self.dtype if dtype is None else dtype
+        w = self.linear(name, n, k)
+        if isinstance(w, jgg.Quantized):
+            w = np.asarray(jgg.dequantize(w, dtype))
+        return w.astype(dtype, copy=False)
+
+    def expert_rows(self, prefixes: list, shape: tuple[int, int, int]) -> Any:
+        """(E, N, K) of a layer for each expert, or of several whose rows follow each other."""
+        several = isinstance(prefixes[0], tuple)
+        if self._quantized(prefixes[0][0] if several else prefixes[0]):
+            return self._checked(prefixes, shape, jgg.checkpoints.experts)
+        out = np.empty(shape, self.dtype)
+        for expert, names in zip(out, prefixes, strict=True):
+            names = names if several else (names,)
+            parts = np.split(expert, len(names))
+            for part, name in zip(parts, names, strict=True):
+                part[...] = self.array(name + ".weight", *part.shape)
+        return out
+
+    def stacked(self, name: str, shape: tuple[int, int, int]) -> Any:
+        """(E, N, K) of one quantized tensor for all experts."""
+        return self._checked(name, shape, jgg.checkpoints.experts)
+
+    def _quantized(self, name: str) -> bool:
+        """Whether a layer is: formats leave out some layers."""
+        full = self.prefix + name + ".weight"
+        if self.format is None:
+            return False
+        return full not in self.headers or self.headers[full].dtype not in FLOAT_HEADERS
+
+    def _checked(self, names, shape: tuple[int, ...], read: Callable) -> Any:
+        if self.format is None:
+            raise Refused(f"there is no tensor {self._full(names)[0]}.weight")
+        with in_one_sentence():
+            out = read(self.tensors, self._full(names), format=self.format, config=self.config)
+        if out.shape != shape:
+            name = self._full(names) if isinstance(names, str) else self._full(names)[0]
+            raise Refused(f"{name} has shape {out.shape}, but config.json says {shape}")
+        return _scales_of_experts(out)
+
+    def _full(self, names):
+        if isinstance(names, str):
+            return self.prefix + names
+        return type(names)(self._full(name) for name in names)
+
+
+def _scales_of_experts(q: jgg.Quantized) -> jgg.Quantized:
+    """One global scale for each expert where there is one for all: leaves have leading axes then
+    that can be cut."""
+    if q.global_scale is None or q.ndim < 3 or np.ndim(q.global_scale):
+        return q
+    return dataclasses.replace(q, global_scale=np.full(q.shape[:1], q.global_scale, np.float32))
+
+
+def joined(gate: Any, up: Any) -> Any:
+    """(E, 2F, K): gate's rows, then up's."""
+    if not isinstance(gate, jgg.Quantized):
+        return np.concatenate([gate, up], axis=1)
+    rows = gate.shape[1]
+    if gate.global_scale is not None:
+        gate, up = (
+            dataclasses.replace(q, global_scale=np.repeat(q.global_scale[:, None], rows, axis=1))
+            for q in (gate, up)
+        )
+    if jax.tree.structure(gate) != jax.tree.structure(up):
+        raise Refused(f"gate's experts are {gate}, but up's are {up}")
+    return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), gate, up)

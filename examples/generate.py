@@ -1,0 +1,146 @@
+"""Generate text with a mixture-of-experts model of Hugging Face, in JAX.
+
+    python examples/generate.py                           # random weights, made here: it shows how
+    python examples/generate.py CHECKPOINT --prompt "…"   # a folder that you downloaded
+    python examples/generate.py CHECKPOINT --quantize nvfp4 --tokens 500 --temperature 0.7
+    python examples/generate.py CHECKPOINT --devices 4    # experts and heads are divided
+
+Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and DeepSeek-V3 run, with weights in bfloat16 or in
+any quantized format that ``jgg.checkpoints`` reads. Experts run as ``jgg.moe_mlp`` takes them;
+``decoder/`` is everything around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+
+import jax
+
+from decoder import config, loading, tiny, tokens
+from decoder.errors import Refused
+from decoder.generation import Generator
+from decoder.sampling import Sampling
+from decoder.weights import MODES
+from options import Parser, count
+
+PROMPT = "A mixture of experts is"
+
+
+def fraction(value: str) -> float:
+    if not 0 < float(value) <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in (0, 1]")
+    return float(value)
+
+
+def not_negative(value: str) -> float:
+    if not 0 <= float(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return float(value)
+
+
+def parse(argv=None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "checkpoint", nargs="?", type=Path, help="a folder (default: random weights, made here)"
+    )
+    parser.option("--prompt", PROMPT, "what to go on from")
+    parser.option("--tokens", 64, "to generate at most", type=count)
+    parser.option("--temperature", 0.0, "0 takes the likeliest token", type=not_negative)
+    parser.option("--top-k", 0, "sample from so many of the likeliest; 0: from all", type=int)
+    parser.option("--top-p", 1.0, "sample from the likeliest of this probability", type=fraction)
+    parser.option("--seed", 0, "of the samples", type=int)
+    parser.option("--chunk", 128, "tokens of the prompt that are read in one step", type=count)
+    parser.option("--devices", 1, "to divide experts and heads among", type=count)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"],
+        help="to compute in (default: float32 for checkpoints in float32, else bfloat16)",
+    )  # fmt: skip
+    parser.add_argument("--quantize", choices=MODES, help="experts that are not, while they load")
+    parser.add_argument(
+        "--exact", action="store_true", help="affine scales as stored, where kernels round them"
+    )
+    parser.add_argument(
+        "--memory", type=not_negative, metavar="GB", help="of a device (default: what is free)"
+    )
+    args = parser.parse_args(argv)
+    if args.top_k < 0:
+        parser.error(f"--top-k {args.top_k} is negative")
+    return args
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    folder = args.checkpoint or tiny.write(Path("runs/generate"))
+    if args.devices > 1:  # without GPUs, devices are made of this machine's cores
+        with contextlib.suppress(RuntimeError):  # there are devices already
+            jax.config.update("jax_num_cpu_devices", args.devices)
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            return run(folder, args)
+    except Refused as error:
+        raise SystemExit(f"{folder}: {error}") from error
+
+
+def run(folder: Path, args: argparse.Namespace) -> dict:
+    if not folder.is_dir():
+        raise Refused("there is no such folder")
+    about = config.read(folder)
+    tokenizer = tokens.read(folder, about.vocabulary)
+    prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
+    dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
+    room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
+    options = loading.Options(dtype, args.quantize, args.devices, room, args.memory, args.exact)
+    began = time.perf_counter()
+    model = loading.load(folder, about, options)
+    jax.block_until_ready(jax.tree.leaves(model))
+    loaded_in = time.perf_counter() - began
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    generator = Generator(model, room, sampling, args.chunk)
+    print(
+        f"{about.architecture}, {about.layers} layers of {about.router.experts} experts, in "
+        f"{dtype} on {jax.devices()[0].device_kind}: loaded in {loaded_in:.1f} s, compiled in "
+        f"{generator.compiled_in:.1f} s\n"
+    )
+    print(args.prompt, end="", flush=True)
+    watch, text = Watch(), []
+    generated = watch(generator(prompt, args.tokens, about.ends, args.seed))
+    for part in tokens.streamed(tokenizer, generated):
+        print(part, end="", flush=True)
+        text.append(part)
+    print(
+        f"\n\nfirst token after {watch.first:.3f} s ({len(prompt) / watch.first:,.0f} tokens/s of "
+        f"the prompt), then {watch.rate:,.1f} tokens/s"
+    )
+    return {
+        "text": "".join(text), "tokens": watch.tokens, "first": watch.first, "rate": watch.rate,
+    }  # fmt: skip
+
+
+class Watch:
+    """When tokens come."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.first = self.last = self.began = time.perf_counter()
+
+    def __call__(self, stream):
+        self.began = time.perf_counter()
+        for token in stream:
+            self.last = time.perf_counter()
+            if not self.tokens:
+                self.first = self.last - self.began
+            self.tokens.append(token)
+            yield token
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the first."""
+        seconds = self.last - self.began - self.first
+        return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 else 0.0
+
+
+if __name__ == "__main__":
+    main()

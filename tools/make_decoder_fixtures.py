@@ -1,0 +1,116 @@
+"""Make tests/decoder/fixtures: tiny random models of transformers, and the logits that it computes.
+
+    python tools/make_decoder_fixtures.py    # needs torch and transformers; the tests need neither
+
+Each folder is what ``save_pretrained`` writes, in bfloat16. ``logits.npz`` has a prompt, and the
+float32 logits of its tokens and of 16 greedy steps after it, computed with the same weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+FIXTURES = Path(__file__).parents[1] / "tests" / "decoder" / "fixtures"
+PROMPT, STEPS = 13, 16
+COMMON = {
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts_per_tok": 2,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+MODELS = {
+    "mixtral": ("Mixtral", {
+        "intermediate_size": 32, "num_local_experts": 4, "sliding_window": 7,
+    }),
+    "qwen2_moe": ("Qwen2Moe", {  # a layer of each kind: with experts, and without
+        "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "intermediate_size": 64, "mlp_only_layers": [1], "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    }),
+    "qwen3_moe": ("Qwen3Moe", {
+        "num_experts": 4, "moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16,
+        "norm_topk_prob": True,
+    }),
+    "olmoe": ("Olmoe", {
+        "num_experts": 4, "intermediate_size": 32, "norm_topk_prob": False, "clip_qkv": 1.5,
+        "num_key_value_heads": 4,
+    }),
+    "gpt_oss": ("GptOss", {
+        "num_local_experts": 4, "intermediate_size": 32, "head_dim": 16, "sliding_window": 6,
+        "rope_parameters": YARN | {"rope_theta": 1_000.0, "truncate": False},
+    }),
+    "deepseek_v3": ("DeepseekV3", {
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
+        "n_shared_experts": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+        "num_experts_per_tok": 3, "routed_scaling_factor": 1.7,
+        "rope_parameters": YARN | {"rope_theta": 1_000.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    }),
+}  # fmt: skip
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Random numbers of bfloat16 everywhere, also where models begin with ones and zeros."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = dict(model.named_parameters()) | {
+        name: b for name, b in model.named_buffers() if name.endswith("correction_bias")
+    }
+    for name, tensor in sorted(tensors.items()):
+        values = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.2 * values
+        elif tensor.ndim == 1 or "bias" in name:
+            values = 0.3 * values
+        elif "embed" not in name:  # inputs of a product are as many as its last axis, about
+            values = values / tensor.shape[-1] ** 0.5
+        with torch.no_grad():
+            tensor.copy_(values.to(torch.bfloat16))
+
+
+def logits(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, np.ndarray]:
+    """Those of the prompt, of each step after it, and the tokens that were chosen."""
+    out = model(prompt, use_cache=True)
+    first, steps, tokens = out.logits[0], [], []
+    for _ in range(STEPS):
+        token = out.logits[:, -1:].argmax(-1)
+        tokens.append(int(token))
+        out = model(token, use_cache=True, past_key_values=out.past_key_values)
+        steps.append(out.logits[0, -1])
+    return {
+        "prompt": prompt[0].numpy().astype(np.int32), "logits": first.numpy(),
+        "tokens": np.array(tokens, np.int32), "steps": torch.stack(steps).numpy(),
+    }  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    torch.set_grad_enabled(False)
+    for name in names or MODELS:
+        kind, own = MODELS[name]
+        config = getattr(transformers, f"{kind}Config")(**(COMMON | own))
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+        fill(model)
+        prompt = torch.randint(256, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+        folder = FIXTURES / name
+        shutil.rmtree(folder, ignore_errors=True)
+        values = logits(model, prompt)
+        # Several files and an index, as real checkpoints have them.
+        model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="60KB")
+        np.savez_compressed(folder / "logits.npz", **values)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        print(f"{name}: {size / 1e3:.0f} kB, tokens {values['tokens'].tolist()}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
