@@ -95,10 +95,14 @@ cudaError_t LaunchListedGemmSm90(cudaStream_t stream, ListedGemmSm90& listed,
 #ifdef JGG_SM90
   listed.gemm.l_k_major = operands.l_k_major;
   listed.gemm.r_k_major = operands.r_k_major;
-  return operands.dtype == DType::kBF16
-             ? LaunchListedGemmSm90Instance<cutlass::bfloat16_t>(stream, listed, operands,
-                                                                 transposed)
-             : LaunchListedGemmSm90Instance<cutlass::half_t>(stream, listed, operands, transposed);
+  if (operands.dtype == DType::kBF16) {
+    return LaunchListedGemmSm90Instance<cutlass::bfloat16_t>(stream, listed, operands, transposed);
+  }
+#ifdef JGG_SAMPLE
+  return cudaErrorNoKernelImageForDevice;
+#else
+  return LaunchListedGemmSm90Instance<cutlass::half_t>(stream, listed, operands, transposed);
+#endif
 #else
   return cudaErrorNoKernelImageForDevice;
 #endif

@@ -5,8 +5,10 @@ template cudaError_t LaunchListedGemmSm90Instance<cutlass::bfloat16_t>(cudaStrea
                                                                        ListedGemmSm90& listed,
                                                                        const OperandsSm90& operands,
                                                                        bool transposed);
+#ifndef JGG_SAMPLE
 template cudaError_t LaunchListedGemmSm90Instance<cutlass::half_t>(cudaStream_t stream,
                                                                    ListedGemmSm90& listed,
                                                                    const OperandsSm90& operands,
                                                                    bool transposed);
+#endif
 }  // namespace jgg

@@ -187,11 +187,14 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_
     "sm90" also does ``out[g] = scale[g] * sums[g] + existing_out[g]``, of matrices that it takes
     whole; one whose segment is empty keeps existing_out.
     """
-    shape, rows, groups = product.out_shape(x, y), product.rows(x, y), product.groups
+    rows: tuple[int, int] = product.rows(x, y)
+    shape, groups = product.out_shape(x, y), product.groups
     options = {"x_rows": x_rows, "y_rows": y_rows, "scale": scale, "existing_out": existing_out}
     given = [name for name, value in options.items() if value is not None]
-    if x_rows is not None or y_rows is not None:
-        rows = 2 * (x_rows if y_rows is None else y_rows).shape
+    named = x_rows if y_rows is None else y_rows
+    if named is not None:
+        length: int = named.shape[0]
+        rows = length, length
     if choice.kernel.name == "cpu":
         assert not given
         rest = [metadata.decode(*rows, groups)]

@@ -16,9 +16,8 @@ namespace jgg::device {
 
 constexpr int kBackwardRows = 64;                    // of h in a stage
 constexpr int kBackwardBytes = kBackwardRows * 128;  // of 64 columns of them
-template <typename Config>  // of a tile, whatever its rows and columns
+template <typename Config>                           // of a tile, whatever its rows and columns
 constexpr int kBackwardStages = Config::kBlocks * Config::kRows / kBackwardRows;
-
 
 // One thread: gates of both warpgroups, then values.
 template <typename Config>
@@ -112,13 +111,10 @@ __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&
 
 // A warpgroup's sums of a tile.
 template <typename Config>
-__device__ __forceinline__ void StageBackward(const ListedGemmSm90& listed,
-                                              typename Config::SharedMemory& memory,
-                                              const Work& work, int group,
-                                              Place<Config::kStages>& at,
-                                              Place<Config::kStoreBuffers>& store,
-                                              const float (&sums)[Config::kBlocks]
-                                                                 [Config::kRows / 2]) {
+__device__ __forceinline__ void StageBackward(
+    const ListedGemmSm90& listed, typename Config::SharedMemory& memory, const Work& work,
+    int group, Place<Config::kStages>& at, Place<Config::kStoreBuffers>& store,
+    const float (&sums)[Config::kBlocks][Config::kRows / 2]) {
   using T = typename Config::Element;
   const BackwardSm90& backward = listed.backward;
   const int lane = threadIdx.x % 32;

@@ -7,9 +7,9 @@
 // columns, one above the other, which share R; each gathers its own rows. In wgrad they have tiles
 // side by side, which share L; each gathers its own 128 columns.
 //
-// A stage that is gathered takes longer to fill than one that TMA copies, however few pieces it has,
-// and shared memory holds no more than four. So products take up to 1.5 times as long, and a list
-// pays only where a copy of the rows takes longer than that: see docs/lab.
+// A stage that is gathered takes longer to fill than one that TMA copies, however few pieces it
+// has, and shared memory holds no more than four. So products take up to 1.5 times as long, and a
+// list pays only where a copy of the rows takes longer than that: see docs/lab.
 //
 // How pieces become visible to WGMMA is said in gathered_gemm_sm90.cuh.
 #pragma once

@@ -41,7 +41,8 @@ template <typename Config>
 __device__ ChunkPlace PlaceOfChunk(int chunk, int group) {
   constexpr int kEach = Config::kRows / Config::kStoreChunk;
   const int block = chunk / kEach;
-  return {chunk % kEach * Config::kStoreChunk, Config::kGates ? 64 * block : 128 * block + 64 * group};
+  return {chunk % kEach * Config::kStoreChunk,
+          Config::kGates ? 64 * block : 128 * block + 64 * group};
 }
 
 // Rows of a tile whose sums are in the first of its halves; see Products::Tile.
