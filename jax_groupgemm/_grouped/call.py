@@ -189,7 +189,9 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_
     """
     rows: tuple[int, int] = product.rows(x, y)
     shape, groups = product.out_shape(x, y), product.groups
-    options = {"x_rows": x_rows, "y_rows": y_rows, "scale": scale, "existing_out": existing_out}
+    options: dict[str, Any] = {
+        "x_rows": x_rows, "y_rows": y_rows, "scale": scale, "existing_out": existing_out,
+    }  # fmt: skip
     given = [name for name, value in options.items() if value is not None]
     named = x_rows if y_rows is None else y_rows
     if named is not None:
