@@ -172,7 +172,12 @@ class Dot:
     def __init__(self, a, b, product: Product, dimension_numbers):
         self.a, self.b = a.dtype, b.dtype
         self.operand = promoted(a.dtype, b.dtype)
-        self.dtype = summed(self.operand, product.out_dtype)
+        self.dtype = self.sum = summed(self.operand, product.out_dtype)
+        if jnp.issubdtype(self.operand, jnp.integer) and jnp.iinfo(self.operand).bits < 32:
+            # XLA 0.11.2 crashes while it compiles products of narrower ones for GPUs.
+            self.operand = jnp.dtype(jnp.int32)
+            if jnp.issubdtype(self.dtype, jnp.integer):
+                self.sum = promoted(self.dtype, jnp.int32)
         self.precision = product.precision
         self.dimension_numbers = dimension_numbers
 
@@ -182,8 +187,8 @@ class Dot:
             load(b, self.b).astype(self.operand),
             self.dimension_numbers,
             precision=self.precision,
-            preferred_element_type=self.dtype,
-        )
+            preferred_element_type=self.sum,
+        ).astype(self.dtype)
 
 
 def zeros_like_varying(shape, dtype, *like, stored=True):
