@@ -173,10 +173,13 @@ class Dot:
         self.a, self.b = a.dtype, b.dtype
         self.operand = promoted(a.dtype, b.dtype)
         self.dtype = self.sum = summed(self.operand, product.out_dtype)
-        if jnp.issubdtype(self.operand, jnp.integer) and jnp.iinfo(self.operand).bits < 32:
-            # XLA 0.11.2 crashes while it compiles products of narrower ones for GPUs.
-            self.operand = jnp.dtype(jnp.int32)
-            if jnp.issubdtype(self.dtype, jnp.integer):
+        if jnp.issubdtype(self.operand, jnp.integer):
+            # XLA's compiler for GPUs crashes (jax 0.11.2) on products of integers of few bits, and
+            # of integers whose sums are floats.
+            if jnp.issubdtype(self.sum, jnp.inexact):
+                self.operand = self.sum
+            elif jnp.iinfo(self.operand).bits < 32:
+                self.operand = jnp.dtype(jnp.int32)
                 self.sum = promoted(self.dtype, jnp.int32)
         self.precision = product.precision
         self.dimension_numbers = dimension_numbers

@@ -16,7 +16,7 @@ from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Mm
 from jax_groupgemm._grouped import fused
 from jax_groupgemm._grouped.call import Epilogue
-from jax_groupgemm._kernels import choose, extension
+from jax_groupgemm._kernels import choose, dense, extension
 
 pytestmark = pytest.mark.default_device
 
@@ -84,7 +84,7 @@ def test_the_default_needs_hopper_alone(rng, monkeypatch, capabilities):
 
 
 def test_many_rows_are_composed_where_it_is_not_named(rng, monkeypatch):
-    monkeypatch.setattr(choose, "_LISTS_UP_TO_ROWS", 2)
+    monkeypatch.setattr(dense, "_LISTS_UP_TO_ROWS", 2)
     monkeypatch.setattr(
         extension, "BUILD", extension.Build(cuda="13.0", architectures=("80", "90a"))
     )
