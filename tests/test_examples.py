@@ -93,6 +93,7 @@ def test_quickstart(capsys):
     assert "(8, 128, 64)" in capsys.readouterr().out
 
 
+@pytest.mark.weekly
 def test_lora_bank(capsys):
     pytest.importorskip("optax")
     results = load("lora_bank").main(["--steps", "150"])

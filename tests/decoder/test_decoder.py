@@ -73,6 +73,7 @@ def agree(got, want, relative=1e-5):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(2)
 def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
     # A program of its own takes seconds to compile: others fill up that of the prompt.
     size = 1 if name == "gpt_oss" else CHUNK
@@ -88,6 +89,7 @@ def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("format", decoder_folders.FORMATS)
+@pytest.mark.one_in(2)
 def test_quantized_folders_have_the_logits_of_their_values(format, tmp_path):
     folders = decoder_folders.quantized("qwen3_moe", format, tmp_path)
     prompt = decoder_folders.logits("qwen3_moe")["prompt"][:CHUNK]

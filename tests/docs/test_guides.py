@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+# These and those that need more packages run weekly.
 SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md")
 # A page without a block that runs says so here.
 WITHOUT = ("guides/generate.md", "guides/tune_tiles.md")
-# Packages of the extras of examples and tests. These pages run weekly.
+# Packages of the extras of examples and tests.
 NEEDS = {"guides/flax_and_equinox.md": ("equinox", "flax", "optax")}
 # Compiling takes longer than these programs run. Devices are the page's own business.
 ENVIRONMENT = {
@@ -32,8 +33,7 @@ def pages():
     for page in found:
         name = page.relative_to(DOCS).as_posix()
         if name not in WITHOUT:
-            marks = [pytest.mark.slow] if name in SLOW else []
-            marks += [pytest.mark.weekly] if name in NEEDS else []
+            marks = [pytest.mark.weekly] if name in (*SLOW, *NEEDS) else []
             yield pytest.param(page, id=name, marks=marks)
 
 

@@ -78,7 +78,7 @@ def test_not_taken():
     assert TARGET not in lowered(sharded)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_elsewhere_as_defined(rng, monkeypatch):
     """The primitive means its definition: on this platform, batched, and under grad."""
     x = oracle.random(rng, (3, 48, 64))

@@ -52,6 +52,7 @@ def batch(rng):
     return x, BATCH, [both_axes_in_numpy(x[i], BATCH[i]) for i in range(3)]
 
 
+@pytest.mark.weekly
 def test_jit_vmap_scan_checkpoint(batch):
     x, sizes, want = batch
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *want)

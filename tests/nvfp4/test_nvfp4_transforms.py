@@ -133,6 +133,7 @@ def test_vjp_of_vmap(examples):
     assert_trees_close(got, want)
 
 
+@pytest.mark.weekly
 def test_checkpoint_in_scan(rng):
     w, x = oracle.random(rng, (2, G, 16, 16)), oracle.random(rng, (20, 16))
     sizes = jnp.array([9, 0, 8])

@@ -333,6 +333,7 @@ def test_gradient_of_global_scale(rng, implementation, shape):
             oracle.assert_close(g, oracle.f64(e), tolerance=1e-5)  # other orders of sums
 
 
+@pytest.mark.weekly
 def test_gradient_of_leaves(rng):
     """Of a weight among parameters, whose other leaves are integers; exported likewise."""
     w = ordinary(rng, "nvfp4", 4, 16, (3, 64, 128))
