@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a router adds to the loss, and what moves its bias.
+    """A router's additions to the loss, and the load that moves its bias.
 
     Attributes:
       balance_loss: :func:`balance_loss`, a scalar.

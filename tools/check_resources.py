@@ -14,7 +14,7 @@ def allowed(kernel: str) -> int:
 
 def main(log: str) -> None:
     text = Path(log).read_text()
-    # Of each kernel in turn: its mangled name, then its frame, spilled stores and loads.
+    # Each kernel's mangled name, then its frame, spilled stores and loads.
     found = re.findall(
         r"entry function '(\w+)'|(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", text
     )

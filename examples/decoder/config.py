@@ -116,7 +116,7 @@ def _mixtral(of: _Json) -> dict[str, Any]:
 
 
 def _qwen(of: _Json) -> dict[str, Any]:
-    """What Qwen2-MoE and Qwen3-MoE have in common."""
+    """Options that Qwen2-MoE and Qwen3-MoE share."""
     if of("use_sliding_window", bool, False):
         raise Refused("config.json: use_sliding_window is true, which no released Qwen model has")
     experts, dense = _experts(of), of("mlp_only_layers", list, [])
@@ -301,7 +301,7 @@ def _ends(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _quantization(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """What jgg.checkpoints takes as config: config.json, or ModelOpt's own file."""
+    """The config that jgg.checkpoints takes: config.json, or ModelOpt's own file."""
     path = folder / "hf_quant_config.json"
     if not values.get("quantization_config") and not values.get("quantization") and path.is_file():
         return values | read_json(path)

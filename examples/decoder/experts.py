@@ -20,7 +20,7 @@ AXIS = "devices"  # of the mesh: experts and heads are divided along it
 
 
 class Expert(nnx.Param):
-    """Of all experts of a layer, (E, ...)."""
+    """A parameter of all experts of a layer, (E, ...)."""
 
 
 def choose(router: Router, logits: jax.Array, correction: Any = None):

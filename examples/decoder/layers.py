@@ -1,4 +1,4 @@
-"""What every part of the model is made of."""
+"""Layers that every part of the model is made of."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Of the last axis, in float32."""
+    """A norm over the last axis, in float32."""
 
     def __init__(self, scale: Any, epsilon: float):
         self.scale, self.epsilon = nnx.Param(scale), epsilon

@@ -98,7 +98,7 @@ class Placing:
         self.packs = capability == "9.0" and options.dtype == "bfloat16"
 
     def spec(self, path: tuple, param: nnx.Variable) -> P:
-        """Of one layer's parameter: experts are divided, and heads where weights are arrays."""
+        """The sharding of a parameter: experts are divided, and heads of plain weights."""
         if isinstance(param, Expert):
             return P(AXIS)
         if not self.heads or isinstance(param.get_value(), jgg.Quantized):

@@ -15,7 +15,7 @@ from .errors import Refused
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """What a ``rope_type`` comes to.
+    """Frequencies and a scale, which a ``rope_type`` comes to.
 
     Attributes:
       angles: radians for each position, of each pair of numbers.
@@ -29,7 +29,7 @@ class Rope:
 
     @classmethod
     def of(cls, said: dict[str, Any], size: int) -> Rope:
-        """Of config.json's dict, for heads that have so many numbers."""
+        """Made of config.json's dict, for heads that have so many numbers."""
         kind, correction = said["rope_type"], 1.0
         if kind not in _KINDS:
             known = ", ".join(_KINDS)

@@ -52,7 +52,7 @@ def quantize(w: jax.Array, mode: str) -> jgg.Quantized:
 
 @contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """What jgg.checkpoints raises already says what is wrong with which tensor."""
+    """Errors of jgg.checkpoints already say what is wrong with which tensor."""
     try:
         yield
     except (ValueError, TypeError, KeyError, OSError) as error:
@@ -76,7 +76,7 @@ def format_of(config: Mapping[str, Any]) -> str | None:
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor, of which nothing is read."""
+    """A tensor as its file describes it; nothing of it is read."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Header(NamedTuple):
 
 
 def headers(folder: Path, names: Mapping[str, Any]) -> dict[str, Header]:
-    """Of the tensors of a folder that jgg.checkpoints.open has read: its files are well-formed."""
+    """The tensors of a folder that jgg.checkpoints.open has read: its files are well-formed."""
     found, paths = {}, sorted(folder.glob("*.safetensors"))
     for index in folder.glob("*.safetensors.index.json"):  # it decides which files belong to it
         named = json.loads(index.read_text())["weight_map"].values()

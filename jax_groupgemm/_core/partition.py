@@ -401,7 +401,7 @@ def resharded(a, wanted) -> jax.Array:
 
 
 def _reshaped(a, shape, entries) -> jax.Array:
-    # Of several axes at once JAX does not see that they leave alone the one that a vmap maps.
+    # JAX does not see that several axes at once leave alone the one that a vmap maps.
     says = any(entries) or (maps_explicit_axes() and not jax.typeof(a).sharding.mesh.empty)
     return lax.reshape(a, shape, out_sharding=_in_own_mesh(a, entries) if says else None)
 

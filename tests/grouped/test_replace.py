@@ -208,6 +208,6 @@ def test_anothers_replacement_is_put_back():
         block.__exit__(None, None, None)
         assert not of_ours(KINDS["ragged_dot"])
         assert float(jax.lax.ragged_dot(LHS, RHS, SIZES)[0, 0]) == 8
-    # What was put back is a stand-in that calls JAX's.
+    # The function that was put back is a stand-in that calls JAX's.
     assert not of_ours(KINDS["ragged_dot"])
     jax.lax.ragged_dot = JAXS[0]

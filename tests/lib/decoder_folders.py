@@ -130,7 +130,7 @@ FORMATS = {
 
 
 def logits(name):
-    """What transformers computed: prompt, logits, tokens and steps."""
+    """Prompt, logits, tokens and steps as transformers computed them."""
     with np.load(FIXTURES / name / "logits.npz") as arrays:
         return {key: arrays[key] for key in arrays}
 

@@ -57,7 +57,7 @@ def quantize(x, block, element="e4m3", scale_format="float32"):
 
 
 def stored(x, block=(128, 128)) -> jgg.Quantized:
-    """What jgg.quantize stores of x, for tests of other operations: nothing is compiled."""
+    """The codes and scales of jgg.quantize, for tests of other operations: nothing is compiled."""
     codes, scales = map(jnp.asarray, quantize(x, block))
     return jgg.Quantized(codes, scales, mode="fp8", bits=8, group_size=None, block=block)  # pyright: ignore
 

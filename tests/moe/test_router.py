@@ -80,7 +80,7 @@ def test_a_softmax_of_the_chosen_logits_is_the_same(rng):
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "olmoe"])
 @pytest.mark.one_in(3)
 def test_gradients(rng, name):
-    """Of weights and probabilities, against differences in float64."""
+    """Gradients of weights and probabilities, against differences in float64."""
     logits, ct = rng.normal(size=(5, E)), rng.normal(size=(5, 3))
     options = CHOICES[name]
     f = lambda a: (router.choose(a, 3, **options).weight * ct.astype(np.float32)).sum()

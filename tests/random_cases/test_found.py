@@ -176,7 +176,7 @@ def test_a_batch_within_a_mapped_axis(rng, quantized):
 
 @needs_two_devices
 def test_contracted_axes_that_are_sharded_alike(rng):
-    """Of a plain batch, which is JAX's product: it asks where the result goes."""
+    """A plain batch is JAX's product: it asks where the result goes."""
     lhs, rhs = oracle.random(rng, (2, 3, 4)), oracle.random(rng, (2, 4, 5))
     numbers = jax.lax.RaggedDotDimensionNumbers((([2], [1]), ([0], [0])), [0], [])
     f = jax.jit(lambda a, b: jgg.ragged_dot_general(a, b, jnp.array([1, 1]), numbers))
