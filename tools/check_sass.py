@@ -18,8 +18,12 @@ from pathlib import Path
 EXPECTED = {
     "sm_90a": (
         "Sm90",
-        # Whose warps multiply by themselves: see kWarps.
-        {"QuantizedGemmSm90Config.*ByWarpsSm90": ("HMMA",), "": ("HGMMA",)},
+        {
+            # Whose warps multiply by themselves: see kWarps.
+            "QuantizedGemmSm90Config.*ByWarpsSm90": ("HMMA",),
+            "Fp8GemmSm90Kernel": ("QGMMA",),
+            "": ("HGMMA",),
+        },
     ),
     # Block-scaled products of 4-bit floats, and scales on their way to tensor memory.
     "sm_100a": ("Sm100", {"": ("UTCOMMA", "UTCCP")}),
