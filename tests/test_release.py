@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -176,3 +177,22 @@ def test_workflows_run_the_oldest_supported_jax(pyproject):
     for name in ("ci.yml", "weekly.yml"):
         pins = re.findall(r"\bjaxlib==[\d.]+", (WORKFLOWS / name).read_text())
         assert set(pins) == {oldest}, name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "spilled", "passes"),
+    [("_Zany", 0, True), ("_Zany", 4, False), ("_ZFp8GemmSm90ConfigIfLb0", 36, True),
+     ("_ZFp8GemmSm90ConfigIfLb0", 104, False)],
+)  # fmt: skip
+def test_spills_are_found(tmp_path, kernel, spilled, passes):
+    log = tmp_path / "build.log"
+    log.write_text(
+        f"ptxas info    : Compiling entry function '{kernel}' for 'sm_90a'\n"
+        f"    0 bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers\n"
+    )
+    command = [sys.executable, ROOT / "tools/check_resources.py", log]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode == 0) == passes, done.stderr
+    if passes:
+        assert f"; {int(spilled > 0)} of those" in done.stdout

@@ -174,8 +174,8 @@ class Dot:
         self.operand = promoted(a.dtype, b.dtype)
         self.dtype = self.sum = summed(self.operand, product.out_dtype)
         if jnp.issubdtype(self.operand, jnp.integer):
-            # XLA's compiler for GPUs crashes (jax 0.11.2) on products of integers of few bits, and
-            # of integers whose sums are floats.
+            # XLA's compiler for GPUs (jax 0.11.2) crashes on products of integers of few bits, and
+            # refuses those of integers whose sums are floats.
             if jnp.issubdtype(self.sum, jnp.inexact):
                 self.operand = self.sum
             elif jnp.iinfo(self.operand).bits < 32:

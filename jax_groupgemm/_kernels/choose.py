@@ -330,7 +330,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "down_backward": (
         Kernel(
             "sm90", "jgg_moe_down_backward", unseen=True,
-            needs="bfloat16, float16, SwiGLU; up to 1000 columns",
+            needs="bfloat16, float16, SwiGLU; few columns",
         ),
     ),
     "route": (

@@ -131,7 +131,7 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
         columns.Each([&](int i, float value) { scales.columns[i] = value; });
       });
     } else {
-      // Of 128 columns; behind the last, any will do.
+      // A scale is for 128 columns; behind the last, any will do.
       const int last = fp8.w_scales.columns - 1;
       const float* of_columns[2];
 #pragma unroll

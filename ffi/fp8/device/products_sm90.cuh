@@ -67,7 +67,7 @@ template <typename Config>
 struct Fp8Products {
   using Memory = typename Config::SharedMemory;
   static constexpr int kBlocks = Config::kBlocks, kRows = Config::kRows;
-  // Of 64 columns each; a warpgroup has kBlocks neighbouring ones.
+  // A block is 64 columns; a warpgroup has kBlocks neighbouring ones.
   using Sums = float[kBlocks][kRows / 2];
 
   // All k of a tile. Leaves the ring behind it.

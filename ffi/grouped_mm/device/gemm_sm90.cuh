@@ -132,7 +132,7 @@ __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
 }
 
-// What is the same for all that is copied of a product.
+// Copies slices; its members are the same for all slices of a product.
 template <typename Config>
 struct Copier {
   static constexpr bool kPair = Config::kCluster == 2;

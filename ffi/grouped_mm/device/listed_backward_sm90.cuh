@@ -1,4 +1,4 @@
-// What the backward pass of a gated activation makes of a product's sums d, in their registers. A
+// The backward pass of a gated activation, in the registers of a product's sums d. A
 // tile's slices of k are followed, in the ring of stages, by its part of h, 64 rows a stage, which
 // TMA copies while the last slices are multiplied. A warpgroup reads its columns of gates and of
 // values from a stage, puts their cotangents where they were, and the scaled activation into a
@@ -89,7 +89,7 @@ __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&
             return static_cast<float>(T::bitcast(static_cast<uint16_t>(both >> (16 * e))));
           };
           const Activated f = Differentiate<kActivation>(half(x[word]), half(up[word]));
-          // What was multiplied is the rounded activation.
+          // The rounded activation is what was multiplied.
           const float rounded = static_cast<float>(T(f.value)), scaled = d * its[e];
           of_rows[e][2 * i + block] += d * rounded;
           value[e] = rounded * its[e];
@@ -143,7 +143,7 @@ __device__ __forceinline__ void StageBackward(
       __syncwarp();
       if (lane == 0) Arrive(&memory.stores.full[group][store.index]);
       store.Next();
-      // Of the warp's 16 columns.
+      // The sums are of the warp's 16 columns.
       const int part = (work.out_column + place.column) / 16 + threadIdx.x % 128 / 32;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {

@@ -34,7 +34,7 @@ __device__ inline int ListedRow(const RowList& rows, int at) {
 __device__ inline int PieceOfLane() { return threadIdx.x % 8; }
 __device__ inline int RowOfLane() { return threadIdx.x % 32 / 8; }
 
-// Of a lane's piece in a warp's first 4 rows: swizzled by the row.
+// A lane's place in a warp's first 4 rows: its piece is swizzled by the row.
 __device__ inline uint32_t PlaceOfLane(int warp) {
   const int row = 4 * warp + RowOfLane();
   return row * 128 + (PieceOfLane() ^ row) * 16;
