@@ -11,7 +11,9 @@ cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80
                                     bool tf32, bool b_k_major) {
   auto launch = [&](auto element) {
     using Element = decltype(element);
-    if constexpr (kSample && std::is_same_v<Element, cutlass::bfloat16_t>) {
+    constexpr bool kMore = std::is_same_v<Element, cutlass::bfloat16_t> ||
+                           std::is_same_v<Element, cutlass::tfloat32_t>;
+    if constexpr (kSample && kMore) {
       return cudaErrorNoKernelImageForDevice;
     } else {
       return DispatchBool(b_k_major, [&](auto b) {

@@ -23,19 +23,16 @@ struct Instance {
 // launch(Instance), of the one for a mode.
 template <typename Launch>
 static cudaError_t LaunchInstance(Mode mode, int bits, Launch launch) {
-  switch (mode) {
-    case Mode::kNvfp4: return launch(Instance<Mode::kNvfp4, 4>{});
-    case Mode::kMxfp4: return launch(Instance<Mode::kMxfp4, 4>{});
-    case Mode::kMxfp8: return launch(Instance<Mode::kMxfp8, 8>{});
-    case Mode::kAffine: break;
-  }
-  if (bits == 3) return launch(Instance<Mode::kAffine, 3>{});
-  if (bits == 4) return launch(Instance<Mode::kAffine, 4>{});
+  if (mode == Mode::kNvfp4) return launch(Instance<Mode::kNvfp4, 4>{});
+  if (mode == Mode::kMxfp8) return launch(Instance<Mode::kMxfp8, 8>{});
+  if (mode == Mode::kAffine && bits == 3) return launch(Instance<Mode::kAffine, 3>{});
   if constexpr (kSample) {
     return cudaErrorNoKernelImageForDevice;
   } else {
+    if (mode == Mode::kMxfp4) return launch(Instance<Mode::kMxfp4, 4>{});
     switch (bits) {
       case 2: return launch(Instance<Mode::kAffine, 2>{});
+      case 4: return launch(Instance<Mode::kAffine, 4>{});
       case 5: return launch(Instance<Mode::kAffine, 5>{});
       case 6: return launch(Instance<Mode::kAffine, 6>{});
       case 8: return launch(Instance<Mode::kAffine, 8>{});

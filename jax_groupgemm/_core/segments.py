@@ -126,15 +126,18 @@ class Metadata:
         limits = rows, self.count + groups
         return [_int32(v, limit) for v, limit in zip(self.arrays, limits, strict=False)]
 
-    def covered_rows(self, rows: int, groups: int) -> tuple:
-        """First and one-past-last row that groups, given by sizes, cover, as int32."""
+    def covered(self, rows: int, groups: int) -> jax.Array:
+        """Whether a row is one of a group's, bool (rows,); groups are given by sizes."""
         starts, ends = _group_bounds(self.values, rows)
         if self.group_offset is not None:
             starts, ends = _local_groups(starts, ends, self.group_offset, groups)
         if groups == 0:
-            return jnp.int32(0), jnp.int32(0)
+            return jnp.zeros((rows,), bool)
         live = ends > starts
-        return jnp.min(jnp.where(live, starts, rows)), jnp.max(jnp.where(live, ends, 0))
+        first = jnp.min(jnp.where(live, starts, rows))
+        last = jnp.max(jnp.where(live, ends, 0))
+        row = lax.iota(jnp.int32, rows)
+        return (row >= first) & (row < last)
 
 
 def sizes(group_sizes, group_offset=None) -> Metadata:

@@ -131,22 +131,52 @@ class Fused:
         out = activate(wide, epilogue.activation).astype(product.out_dtype)
         return out, y.astype(product.out_dtype)
 
-    # The derivative of an activation is of its rounded operand, which is half the bytes.
+    # The derivative of an activation is of its rounded operand, which is half the bytes. That of a
+    # row's scale needs no product of the forward pass: with d = ct @ w.T, the cotangent of x times
+    # its scale, it is d . x.
 
     def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm):
-        more = (lists, epilogue.row_scale, epilogue.existing_out)
-        if epilogue.activation is None or any(option is not None for option in more):
+        if lists is not None:
+            return None
+        if epilogue.activation is None and epilogue.bias is None:
+            floating = jnp.issubdtype(product.out_dtype, jnp.floating)
+            if epilogue.row_scale is None or not floating:
+                return None
+            return self(x, w, metadata, product, epilogue), None
+        if any(option is not None for option in (epilogue.row_scale, epilogue.existing_out)):
+            return None
+        if epilogue.activation is None:
             return None
         return self.preactivated(x, w, metadata, epilogue, product)
 
     def _backward(self, h, operands, cts, *, product: Mm):
         x, w, metadata, epilogue, _ = operands
+        if epilogue.row_scale is not None:
+            return self._scale_backward(x, w, metadata, epilogue, cts[0], product)
         dh = activation_backward(h, cts[0], epilogue.activation)
         of_sums = product.replace(out_dtype=h.dtype)
         (dx, dw), dbias = product_cotangents(self.product, x, w, metadata, of_sums, dh), None
         if epilogue.bias is not None:
             dbias = bias_cotangent(epilogue.bias, metadata, product, dh)
         return dx, dw, None, dataclasses.replace(epilogue, bias=dbias), None
+
+    def _scale_backward(self, x, w, metadata, epilogue: Epilogue, ct, product: Mm):
+        d = rows_cotangent(self.product, x, w, metadata, product, ct)
+        axis = 0 if product.transpose_x else 1
+        covered = metadata.covered(product.rows, product.sizes(w)[0])
+        wide = dtypes.accumulator_dtype(product.out_dtype)
+        # Rows of no group may hold anything, and so may their scales.
+        scale = jnp.where(covered, epilogue.row_scale.astype(wide), 0)
+        scale = jnp.expand_dims(scale, axis)
+        dots = (d.astype(wide) * x.astype(wide)).sum(axis)
+        dscale = jnp.where(covered, dots, 0).astype(epilogue.row_scale.dtype)
+        scaled = lambda v: (v.astype(wide) * scale).astype(v.dtype)
+        dw = weight_cotangent(self.product, scaled(x), w, metadata, product, ct)
+        old = epilogue.existing_out
+        more = dataclasses.replace(
+            epilogue, row_scale=dscale, existing_out=None if old is None else ct.astype(old.dtype)
+        )
+        return scaled(d), dw, None, more, None
 
     def composed(self, x, w, metadata: Metadata, epilogue: Epilogue, lists: Lists | None, *,
                  product: Mm):  # fmt: skip
@@ -178,9 +208,7 @@ class Fused:
         y = activate(y.astype(sum_dtype), epilogue.activation)
         if epilogue.row_scale is not None:
             # Rows of no group are zeros whatever their scale.
-            first, last = metadata.covered_rows(rows, w.shape[0])
-            row = lax.iota(jnp.int32, rows)
-            covered = (row >= first) & (row < last)
+            covered = metadata.covered(rows, w.shape[0])
             scale = jnp.where(covered, epilogue.row_scale.astype(sum_dtype), 0)
             y = y * scale[:, None]
         y = put(y)
@@ -216,8 +244,15 @@ class Fused:
 
 def product_cotangents(run: Callable, x, w, metadata, product: Mm, ct):
     """Those of x and w, of ``run(x, w, metadata, product)``."""
-    (dx,) = jax.linear_transpose(lambda x: run(x, w, metadata, product), x)(ct)
-    return dx, weight_cotangent(run, x, w, metadata, product, ct)
+    return (
+        rows_cotangent(run, x, w, metadata, product, ct),
+        weight_cotangent(run, x, w, metadata, product, ct),
+    )
+
+
+def rows_cotangent(run: Callable, x, w, metadata, product: Mm, ct):
+    """That of x alone."""
+    return jax.linear_transpose(lambda x: run(x, w, metadata, product), x)(ct)[0]
 
 
 def weight_cotangent(run: Callable, x, w, metadata, product: Mm, ct):
