@@ -131,9 +131,9 @@ class Fused:
         out = activate(wide, epilogue.activation).astype(product.out_dtype)
         return out, y.astype(product.out_dtype)
 
-    # The derivative of an activation is of its rounded operand, which is half the bytes. That of a
-    # row's scale needs no product of the forward pass: with d = ct @ w.T, the cotangent of x times
-    # its scale, it is d . x.
+    # What an activation is of is rounded, and kept: that is half the bytes. So is the one of the
+    # value, for the faster kernel. The derivative of a scale needs no product of the forward pass:
+    # with d = ct @ w.T, the cotangent of x times its scale, it is d . x.
 
     def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm):
         if lists is not None:
@@ -147,7 +147,8 @@ class Fused:
             return None
         if epilogue.activation is None:
             return None
-        return self.preactivated(x, w, metadata, epilogue, product)
+        rounded = dataclasses.replace(epilogue, rounds=True)
+        return self.preactivated(x, w, metadata, rounded, product)
 
     def _backward(self, h, operands, cts, *, product: Mm):
         x, w, metadata, epilogue, _ = operands
