@@ -10,7 +10,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 # These and those that need more packages run weekly.
-SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md")
+SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md", "guides/several_gpus.md")
 # A page without a block that runs says so here.
 WITHOUT = ("guides/generate.md", "guides/tune_tiles.md")
 # Packages of the extras of examples and tests.

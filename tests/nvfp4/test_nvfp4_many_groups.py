@@ -50,6 +50,7 @@ def test_wgrad(rng, on):
 
 @everywhere
 @pytest.mark.parametrize("options", [{"axis": -2, "hadamard": True}, {}])
+@pytest.mark.one_in(2)
 def test_quantize(rng, on, options):
     """Byte for byte: in blocks along rows, each group padded to 64, and along columns."""
     x = rng.standard_normal((T, 16)).astype(np.float32)

@@ -64,7 +64,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "shape", "dtype", "stochastic"), [*cases()])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 def test_kernels(rng, kernels, name, shape, dtype, stochastic):
     given = dict(OPTIONS[name])
     matrices, rows, columns = SHAPES[shape]

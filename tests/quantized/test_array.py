@@ -19,6 +19,7 @@ def weight(rng, mode, scale):
 
 @pytest.mark.parametrize(("mode", "scale"), FORMS)
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.one_in(3)
 def test_indexing_is_of_the_array_it_stands_for(rng, mode, scale, packed):
     q = weight(rng, mode, scale)
     q = jgg.prepack(q) if packed else q

@@ -147,7 +147,7 @@ def test_export(rng):
     np.testing.assert_array_equal(loaded.call(w), f(w))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_elsewhere_as_defined(rng, monkeypatch):
     """The primitive means its definition: on this platform, batched, and differentiated."""
     w = oracle.random(rng, (3, 4, 128))

@@ -117,6 +117,7 @@ def test_numbers_by_default():
 
 
 @pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+@pytest.mark.one_in(2)
 def test_contract(rng, mode):
     """Of (G, K, N), square or not: the Quantized of (G, N, K), which grouped_qmm multiplies by."""
     for n in (64, 32):

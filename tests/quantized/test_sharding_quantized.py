@@ -47,7 +47,7 @@ def quantized_problem(rng, transpose_w, quantized=256):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(24)
 def test_quantized_collectives(rng, kind, name):
     transpose_w, axis, x_spec, out_spec, all_reduces = QUANTIZED[name]
     x, q, step = quantized_problem(rng, transpose_w)

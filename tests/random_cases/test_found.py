@@ -118,6 +118,7 @@ def test_gradient_of_a_recipe_outside_of_a_mesh(rng):
 
 @needs_two_devices
 @pytest.mark.parametrize("what", ["route", "dequantize", "several axes at once"])
+@pytest.mark.one_in(3)
 def test_a_mapped_axis_without_a_mesh_in_context(rng, what):
     """Only operands have one, and within a vmap JAX looks for it in the context."""
     if what == "route":
