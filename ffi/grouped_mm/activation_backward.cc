@@ -68,6 +68,13 @@ static ffi::Error BackwardOf(cudaStream_t stream, ffi::AnyBuffer h, ffi::AnyBuff
     JGG_RETURN_IF_ERROR(CheckDtype(kOp, "row_scale", *scale, ffi::F32, "float32"));
     args.row_scale = static_cast<const float*>(scale->untyped_data());
   }
+  if (rest.size() > 1) {
+    const auto live = operands.Take("live_rows");
+    if (!live) return live.error();
+    JGG_RETURN_IF_ERROR(CheckShape(kOp, "live_rows", "()", *live, {}));
+    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "live_rows", *live, ffi::S32, "int32"));
+    args.live_rows = static_cast<const int32_t*>(live->untyped_data());
+  }
   JGG_RETURN_IF_ERROR(operands.End());
   if (results.size() != (scaled ? 3 : 1)) {
     return InvalidArgument(kOp, "has ", results.size(), " results, expected ", scaled ? 3 : 1);
@@ -94,7 +101,7 @@ XLA_FFI_DEFINE_HANDLER(kActivationBackward, BackwardOf,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // h
                            .Arg<ffi::AnyBuffer>()  // d
-                           .RemainingArgs()        // row_scale
+                           .RemainingArgs()        // row_scale, live_rows
                            .RemainingRets()        // dh, and with row_scale activated, row_sums
                            .Attr<std::string_view>("activation"),
                        {ffi::Traits::kCmdBufferCompatible});

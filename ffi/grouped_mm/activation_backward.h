@@ -20,6 +20,7 @@ struct ActivationBackwardArgs {
   void* activated;         // (rows, columns), or null
   float* row_sums;         // (rows,): of d times what the activation gives; with `activated`
   int64_t rows, n, columns;
+  const int32_t* live_rows;  // (): only so many are read and written; or null
 };
 
 // `columns` is a multiple of 8, arrays are 16-byte aligned.

@@ -35,8 +35,10 @@ __global__ void __launch_bounds__(kBackwardThreads)
   constexpr bool kGated = IsGated(kActivation);
   const int lane = threadIdx.x % 32;
   const int64_t step = int64_t{gridDim.x} * (kBackwardThreads / 32);
-  for (int64_t row = int64_t{blockIdx.x} * (kBackwardThreads / 32) + threadIdx.x / 32;
-       row < args.rows; row += step) {
+  int64_t rows = args.rows;
+  if (args.live_rows != nullptr) rows = min(rows, int64_t{__ldg(args.live_rows)});
+  for (int64_t row = int64_t{blockIdx.x} * (kBackwardThreads / 32) + threadIdx.x / 32; row < rows;
+       row += step) {
     const float scale = args.row_scale == nullptr ? 1.0f : __ldg(args.row_scale + row);
     const int64_t h_row = row * args.n, d_row = row * args.columns;
     float sum = 0.0f;

@@ -14,7 +14,8 @@ JGG_ATTRIBUTES(MmAttrs,                //
                (bool, transpose_x),    // x is (K, T)
                (bool, transpose_w),    // w is (G, N, K)
                (bool, transpose_out),  // the result is (N, T)
-               (bool, in_order));      // rows in the result are ascending and disjoint
+               (bool, in_order),       // rows in the result are ascending and disjoint
+               (bool, clears_rest));   // rows of no segment become zeros
 
 // "rows": which lists of rows are among the operands.
 JGG_ATTRIBUTES(RowsAttrs,       //

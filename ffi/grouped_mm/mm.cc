@@ -77,6 +77,7 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   JGG_RETURN_IF_ERROR(CheckPlanes("mm", planes, x.element_type()));
   JGG_RETURN_IF_ERROR(BindMm({x, planes}, {w, planes}, *out, mm_attrs, activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata("mm", metadata_attrs, metadata, &args.metadata));
+  args.metadata.clears_rest = mm_attrs.clears_rest;
   args.tf32 = choice.tf32;
   args.planes = planes;
   args.tile = choice.tile;

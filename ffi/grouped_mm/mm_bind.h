@@ -16,7 +16,8 @@ namespace jgg {
 inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla::ffi::AnyBuffer out,
                               const MmAttrs& attrs, Activation activation, MmArgs* args) {
   constexpr const char* op = "mm";
-  const auto [transpose_x, transpose_w, transpose_out, in_order] = attrs;
+  [[maybe_unused]] const auto [transpose_x, transpose_w, transpose_out, in_order, clears_rest] =
+      attrs;
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out.element_type()));
   if (w.element_type() != x.element_type()) {

@@ -24,7 +24,8 @@ struct Metadata {
   const int32_t* data = nullptr;
   const int32_t* offset = nullptr;  // kSizes: the group that weight 0 is; null for 0
   int64_t count = 0;
-  bool swapped = false;  // kSegments: the first two columns are (y_start, x_start)
+  bool swapped = false;     // kSegments: the first two columns are (y_start, x_start)
+  bool clears_rest = true;  // mm: rows of no segment become zeros, or they may hold anything
 
   // Whether entry i is for weight i, of so many.
   constexpr bool HasEntryOfEach(int64_t weights) const {

@@ -21,6 +21,7 @@ static ffi::Error DownBackward(cudaStream_t stream, ffi::AnyBuffer ct, ffi::AnyB
   MmArgs args;
   JGG_RETURN_IF_ERROR(BindMm({ct, 1}, {w, 1}, *activated, mm_attrs, Activation::kNone, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &args.metadata));
+  args.metadata.clears_rest = mm_attrs.clears_rest;
   Operands operands(kOp, rest);
   JGG_RETURN_IF_ERROR(BindRows(kOp, "tokens", &operands, &args.x_list, &args.rows_x));
   const auto h = operands.Take("h"), row_scale = operands.Take("row_scale");

@@ -21,6 +21,7 @@ struct PairRows {
 struct DispatchArgs {
   PairRows pairs;
   DType dtype;
+  bool clears_rest;     // rows that no pair has become zeros, or they may hold anything
   const void* x;        // (tokens, D)
   const float* weight;  // (tokens, k), or null
   void* out;            // (rows, D)

@@ -44,7 +44,7 @@ cudaError_t dispatch_sm80(cudaStream_t stream, const DispatchArgs& args) {
     return Launch(stream, device::DispatchKernel<dtype.value, weighted.value, each.value>,
                   device::DispatchParams{args.pairs, MakeRowsGrid(args.pairs, each.value),
                                          static_cast<const uint4*>(args.x), args.weight,
-                                         static_cast<uint4*>(args.out)});
+                                         static_cast<uint4*>(args.out), args.clears_rest});
   };
   const auto with_each = [&](auto dtype, auto weighted) {
     return args.pairs.k <= 2 ? launch(dtype, weighted, std::integral_constant<int, 2>{})

@@ -90,12 +90,15 @@ class Mm(Product):
     """``mm``: a is (T, K), b (G, K, N), an array or quantized, and the result (rows, N).
 
     ``transpose_*`` says that an operand, or the result, is stored with its last two axes exchanged.
+    Rows of no group are zeros. Without ``clears_rest`` they may hold anything, which is for whoever
+    never reads them.
     """
 
     rows: int
     transpose_x: bool = False
     transpose_w: bool = False
     transpose_out: bool = False
+    clears_rest: bool = True
 
     def sizes(self, w) -> tuple[int, int, int]:
         """G, K and N of the weights."""

@@ -16,22 +16,23 @@ from .call import attributes
 def activation_backward(h, d, activation: str):
     """The cotangent of ``h``, (T, N), where ``d`` is that of ``activate(h, activation)``, which is
     rounded to h's dtype; made in float32, and in h's dtype."""
-    return _BACKWARD(h, d.astype(h.dtype), None, activation=activation)[0]
+    return _BACKWARD(h, d.astype(h.dtype), None, None, activation=activation)[0]
 
 
-def scaled_activation_backward(h, d, row_scale, activation: str):
+def scaled_activation_backward(h, d, row_scale, activation: str, live_rows=None):
     """The same where rows are multiplied by ``row_scale``, (T,), behind the activation and what
-    ``d`` is the cotangent of.
+    ``d`` is the cotangent of. Rows from ``live_rows`` on, int32 (), may hold anything.
 
     Returns:
       ``row_scale * dh``; ``row_scale * a``, where a is the rounded activation; and the float32
       sums over columns of ``d * a``, (T,), which are the cotangent of ``row_scale``.
     """
     scale = row_scale.astype(dtypes.accumulator_dtype(h.dtype))
-    return _BACKWARD(h, d.astype(h.dtype), scale, activation=activation)
+    return _BACKWARD(h, d.astype(h.dtype), scale, live_rows, activation=activation)
 
 
-def _composed(h, d, row_scale, *, activation: str):
+def _composed(h, d, row_scale, live_rows, *, activation: str):
+    del live_rows
     wide = dtypes.accumulator_dtype(h.dtype)
     d, h_wide = d.astype(wide), h.astype(wide)
     if activation in GATED_ACTIVATIONS:
@@ -48,7 +49,7 @@ def _composed(h, d, row_scale, *, activation: str):
     return join(pull(d * scale)), (a * scale).astype(h.dtype), (d * a).sum(1)
 
 
-def _call(platform, h, d, row_scale, *, activation: str):
+def _call(platform, h, d, row_scale, live_rows, *, activation: str):
     columns = h.shape[1] // (2 if activation in GATED_ACTIVATIONS else 1)
     problem = problems.Rows(
         op="activation_backward", platform=platform, dtypes=(h.dtype.name, d.dtype.name),
@@ -61,6 +62,8 @@ def _call(platform, h, d, row_scale, *, activation: str):
     if row_scale is not None:
         results += [like(d), jax.ShapeDtypeStruct(row_scale.shape, jnp.float32)]
         operands.append(row_scale)
+        if live_rows is not None:
+            operands.append(live_rows)
     call = jax.ffi.ffi_call("jgg_activation_backward", results)
     return tuple(call(*operands, **attributes({"activation": activation})))
 

@@ -311,6 +311,7 @@ def mm_flags(metadata: Metadata, product: Mm) -> dict[str, Any]:
         "transpose_w": product.transpose_w,
         "transpose_out": product.transpose_out,
         "in_order": metadata.form.ordered_y,
+        "clears_rest": product.clears_rest,
     }
 
 

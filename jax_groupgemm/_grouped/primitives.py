@@ -48,7 +48,7 @@ def _mm_transpose(ct, operands, product: Mm):
         of_x = product.derived(
             Mm, rows=product.rows_x(x.aval), out_dtype=x.aval.dtype,
             transpose_x=product.transpose_out, transpose_w=not product.transpose_w,
-            transpose_out=product.transpose_x,
+            transpose_out=product.transpose_x, clears_rest=product.clears_rest,
         )  # fmt: skip
         return mm(ct, w, metadata.swap(), of_x), None
     (a, transpose_a), (b, transpose_b) = (x, product.transpose_x), (ct, product.transpose_out)

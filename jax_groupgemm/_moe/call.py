@@ -25,12 +25,13 @@ def route(index, offset, *, rows: int, experts: int) -> list[jax.Array]:
     return [order, place.reshape(index.shape), sizes, overflow]
 
 
-def dispatch(platform: str, x, routing, weight) -> jax.Array | None:
+def dispatch(platform: str, x, routing, weight, *, clears_rest: bool) -> jax.Array | None:
     """Custom call ``jgg_moe_dispatch``: x, order, place[, expert_weight] -> out, or None."""
     if not _takes("dispatch", platform, x, routing, (x.dtype,), x.dtype):
         return None
     out = jax.ShapeDtypeStruct((routing.order.shape[0], x.shape[1]), x.dtype)
-    return _rows_call("jgg_moe_dispatch", out, x, routing=routing, weight=weight)
+    attributes = {"clears_rest": clears_rest}
+    return _rows_call("jgg_moe_dispatch", out, x, routing=routing, weight=weight, **attributes)
 
 
 def combine(platform: str, rows, routing, weight, *, dtype) -> jax.Array | None:
@@ -54,9 +55,10 @@ def combine_backward(platform: str, ct, rows, routing, weight) -> list[jax.Array
     return _rows_call("jgg_moe_combine_backward", results, ct, rows, routing=routing, weight=weight)
 
 
-def _rows_call(target: str, results, *operands, routing, weight):
+def _rows_call(target: str, results, *operands, routing, weight, **attributes):
     weights = [] if weight is None else [weight.astype(jnp.float32)]
-    return jax.ffi.ffi_call(target, results)(*operands, routing.order, routing.place, *weights)
+    call = jax.ffi.ffi_call(target, results)
+    return call(*operands, routing.order, routing.place, *weights, **attributes)
 
 
 def _takes(op: str, platform: str, rows, routing, dtypes, out_dtype) -> bool:

@@ -70,7 +70,7 @@ def _backward(saved, operands, cts, *, options: Options):
     ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
     ddown_bias = None
     if down_bias is not None:
-        ct = dispatched(ct, routing)
+        ct = dispatched(ct, routing, clears_rest=False)
         wide = dtypes.accumulator_dtype(ct.dtype)
         scaled = ct.astype(wide) * row_weight[:, None].astype(wide)
         ddown_bias = products.bias_cotangent(down_bias, scaled)

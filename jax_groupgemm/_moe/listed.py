@@ -37,11 +37,11 @@ def up_alone(x, w, bias, routing: Routing, options: Options):
 
 
 def _up_composed(x, w, bias, routing, *, options: Options):
-    return Products(routing, options).up(dispatched(x, routing), w, bias)
+    return Products(routing, options).up(dispatched(x, routing, clears_rest=False), w, bias)
 
 
 def _up_alone_composed(x, w, bias, routing, *, options: Options):
-    return Products(routing, options).up_alone(dispatched(x, routing), w, bias)
+    return Products(routing, options).up_alone(dispatched(x, routing, clears_rest=False), w, bias)
 
 
 def _up_call(platform, x, w, bias, routing, *, options: Options, preactivation: bool = True):
@@ -78,7 +78,8 @@ def down_backward(ct, h, w, row_weight, routing: Routing, options: Options):
 
 def _down_composed(ct, h, w, scale, routing, *, options: Options):
     d = rows_cotangent(ct, w, routing, options)
-    return scaled_activation_backward(h, d, scale, options.activation)
+    live_rows = routing.group_sizes.sum(dtype=jnp.int32)
+    return scaled_activation_backward(h, d, scale, options.activation, live_rows)
 
 
 def _down_call(platform, ct, h, w, scale, routing, *, options: Options):
@@ -112,7 +113,7 @@ def rows_cotangent(ct, w, routing: Routing, options: Options):
 
 
 def _rows_composed(ct, w, routing, *, options: Options):
-    return Products(routing, options).rows_cotangent(w, dispatched(ct, routing))
+    return Products(routing, options).rows_cotangent(w, dispatched(ct, routing, clears_rest=False))
 
 
 def _rows_call(platform, ct, w, routing, *, options: Options):
@@ -133,7 +134,7 @@ def weight_cotangent(w, tokens_, rows, routing: Routing, options: Options, *, fi
 
 
 def _weight_composed(w, x, rows, routing, *, options: Options, first: bool):
-    of_tokens = dispatched(x, routing)
+    of_tokens = dispatched(x, routing, clears_rest=False)
     pair = (of_tokens, rows) if first else (rows, of_tokens)
     return Products(routing, options).weight_cotangent(w, *pair)
 

@@ -78,10 +78,10 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
     return combined(rows, routing, expert_weight)
 
 
-def dispatched(x, routing: Routing, weight=None) -> jax.Array:
+def dispatched(x, routing: Routing, weight=None, *, clears_rest: bool = True) -> jax.Array:
     """:func:`dispatch` of checked operands: ``weight.reshape(-1)[order[r]] * x[order[r] // k]``,
-    rounded once."""
-    return _DISPATCH(x, routing, weight)
+    rounded once. Without ``clears_rest`` rows behind the last may hold anything."""
+    return _DISPATCH(x, routing, weight, clears_rest=clears_rest)
 
 
 def combined(rows, routing: Routing, weight, dtype: DTypeLike | None = None) -> jax.Array:
@@ -150,11 +150,12 @@ def _combine_cotangents(ct, rows, routing: Routing, weight):
 # ---- reverse mode ------------------------------------------------------------------------------
 
 
-def _dispatch_forward(x, routing: Routing, weight):
-    return _DISPATCH(x, routing, weight), ()
+def _dispatch_forward(x, routing: Routing, weight, *, clears_rest):
+    return _DISPATCH(x, routing, weight, clears_rest=clears_rest), ()
 
 
-def _dispatch_backward(_, operands, cts):
+def _dispatch_backward(_, operands, cts, *, clears_rest):
+    del clears_rest
     (x, routing, weight), (ct,) = operands, cts
     dx = _COMBINE(ct, routing, weight, dtype=x.dtype)
     if weight is None:
@@ -170,13 +171,16 @@ def _combine_backward(_, operands, cts, *, dtype):
     del dtype
     (rows, routing, weight), (ct,) = operands, cts
     if weight is None:
-        return _DISPATCH(ct, routing, None).astype(rows.dtype), None, None
+        return _DISPATCH(ct, routing, None, clears_rest=True).astype(rows.dtype), None, None
     drows, dweight = _COMBINE_BACKWARD(ct, rows, routing, weight)
     return drows, None, dweight.astype(weight.dtype)
 
 
 _DISPATCH = Composed(
-    "jgg_dispatch", _dispatched, call.dispatch, cost=costs.conversion,
+    "jgg_dispatch",
+    lambda x, routing, weight, *, clears_rest: _dispatched(x, routing, weight),
+    call.dispatch,
+    cost=costs.conversion,
     vjp=(_dispatch_forward, _dispatch_backward),
 )  # fmt: skip
 _COMBINE = Composed(

@@ -39,13 +39,13 @@ class Options:
     def product(self, rows: int) -> Mm:
         return Mm(
             rows=rows, out_dtype=self.dtype, transpose_w=self.transpose_w,
-            precision=self.precision, implementation=self.implementation,
+            precision=self.precision, implementation=self.implementation, clears_rest=False,
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Both products, of rows sorted by expert."""
+    """Both products, of rows sorted by expert. Rows behind the last expert's may hold anything."""
 
     routing: Routing
     options: Options

@@ -151,7 +151,7 @@ def call(target, name, out_shape, a, b, table, **flags):
 
 
 def call_mm(x, w, table, rows, *, in_order=False):
-    flags = {"transpose_x": False, "transpose_w": False, "transpose_out": False}
+    flags = dict.fromkeys(("transpose_x", "transpose_w", "transpose_out", "clears_rest"), False)
     shape = (rows, w.shape[2])
     return call("jgg_mm", "mm", shape, x, w, table, in_order=in_order, **flags)
 

@@ -132,7 +132,7 @@ def test_errors_of_a_handler_reach_python():
     no = lambda *names: dict.fromkeys(names, np.bool_(False))
     flags = {
         "metadata": {"kind": "segments"} | no("swapped", "group_offset"),
-        "mm": no("transpose_x", "transpose_w", "transpose_out", "in_order"),
+        "mm": no("transpose_x", "transpose_w", "transpose_out", "in_order", "clears_rest"),
         "rows": no("x_rows", "y_rows"),
         "epilogue": {"activation": ""}
         | no("bias", "row_scale", "existing_out", "preactivation", "rounds_preactivation"),

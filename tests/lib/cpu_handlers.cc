@@ -158,9 +158,12 @@ Case MmCase(bool forged) {
   Fill(*c.operands[0]);
   Fill(*c.operands[1]);
   c.operands.push_back(TableOf(table));
-  c.flags = {
-      "mm",
-      {{"in_order", in_order}, {"transpose_out", to}, {"transpose_w", tw}, {"transpose_x", tx}}};
+  c.flags = {"mm",
+             {{"clears_rest", true},
+              {"in_order", in_order},
+              {"transpose_out", to},
+              {"transpose_w", tw},
+              {"transpose_x", tx}}};
   c.legal = IsLegal(table, rows_x, rows_y, groups);
   if (!c.legal) return c;
   c.want.assign(c.out->count, 0);

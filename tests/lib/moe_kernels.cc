@@ -57,8 +57,9 @@ static void Run(const Operands& o, int which) {
   constexpr int kEach = 8 / kAtOnce;
   const auto x = static_cast<const uint4*>(o.x), rows = static_cast<const uint4*>(o.rows);
   const RowsGrid grid = MakeRowsGrid(o.pairs, which == 2 ? 0 : kEach);
-  if (which == 0) {
-    const device::DispatchParams params{o.pairs, grid, x, o.weight, static_cast<uint4*>(o.out)};
+  if (which == 0 || which == 3) {
+    const device::DispatchParams params{o.pairs,   grid, x, o.weight, static_cast<uint4*>(o.out),
+                                        which == 0};
     if (o.weight) {
       RunRows(device::DispatchKernel<kOf, true, kEach>, params);
     } else {

@@ -162,6 +162,9 @@ def check_rows(rng, kernels, order, place, d, dtypes, at_once):
     np.testing.assert_array_equal(oracle.f64(got), copied)
     (got, *_) = run(0, x, weight, Result((count, d), of), None, None)
     oracle.assert_close(got, scaled)
+    (got, *_) = run(3, x, None, Result((count, d), of), None, None)
+    np.testing.assert_array_equal(oracle.f64(got[order >= 0]), copied[order >= 0])
+    assert (got[order < 0].view(np.uint8) == 0xAB).all(), "they may hold anything"
     (got, *_) = run(1, x, None, Result((tokens, d), other), None, None)
     oracle.assert_close(got, added)
     (got, *_) = run(1, x, weight, Result((tokens, d), other), None, None)

@@ -297,6 +297,7 @@ class Schedule {
     }
 
     int tiles[Memory::kPerThread], sum = 0;
+    const bool clears = gemm_.metadata.clears_rest && !gemm_.epilogue.accumulate;
 #pragma unroll
     for (int i = 0; i < Memory::kPerThread; ++i) {
       tiles[i] = 0;
@@ -306,7 +307,7 @@ class Schedule {
         } else {
           if (lengths[i] > 0) tiles[i] = (lengths[i] + shifts[i] + kM - 1) / kM;
           const bool gap = lengths[i] > 0 || begin + i == Count();
-          if (!gap || gemm_.epilogue.accumulate || gaps[i] > starts[i]) gaps[i] = starts[i];
+          if (!gap || !clears || gaps[i] > starts[i]) gaps[i] = starts[i];
           tiles[i] = (tiles[i] + (starts[i] - gaps[i] + kM - 1) / kM) * TilesN();
         }
       }

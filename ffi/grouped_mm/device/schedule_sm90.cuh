@@ -288,6 +288,11 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
 
   __device__ int Count() const { return static_cast<int>(gemm_.metadata.count); }
 
+  // mm: whether rows of no segment are tiles.
+  __device__ bool ClearsRest() const {
+    return gemm_.metadata.clears_rest && !gemm_.epilogue.accumulate;
+  }
+
   __device__ int Take(const int (&values)[kPerLane], int which, int owner) const {
     int value = values[0];
 #pragma unroll
@@ -384,7 +389,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     for (int i = 0; i < kPerLane; ++i) {
       const bool last = begin + i == Count();
       gaps_[i] = starts_[i];
-      if ((lengths_[i] > 0 || last) && !gemm_.epilogue.accumulate) {
+      if ((lengths_[i] > 0 || last) && ClearsRest()) {
         gaps_[i] = min(before, starts_[i]);
       }
       if (lengths_[i] > 0) before = max(before, starts_[i] + lengths_[i]);
@@ -446,7 +451,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
       for (int i = 0; i < kPerLane; ++i) {
         gaps_[i] = starts_[i];
         if (begin + i == Count()) starts_[i] = gemm_.rows_y;
-        if (gemm_.epilogue.accumulate) gaps_[i] = starts_[i];
+        if (!ClearsRest()) gaps_[i] = starts_[i];
         low = low && lengths_[i] <= kRows && gaps_[i] == starts_[i];
       }
       const bool contiguous = gemm_.metadata.HasSizeOfEach(gemm_.groups);

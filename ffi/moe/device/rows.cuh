@@ -151,6 +151,7 @@ struct DispatchParams {
   const uint4* x;
   const float* weight;
   uint4* out;
+  bool clears_rest;
 };
 
 // Without weights, pieces are copied as they are.
@@ -197,6 +198,7 @@ __global__ void __launch_bounds__(kRowsThreads) DispatchKernel(const DispatchPar
       });
     }
     FillOthers(pairs, own, [&](int row, int pair) {
+      if (pair < 0 && !p.clears_rest) return;
       const float factor = kWeighted && pair >= 0 ? p.weight[pair] : 0.0f;
       each_piece([&](int, int piece) {
         uint4 value = make_uint4(0, 0, 0, 0);
