@@ -14,7 +14,7 @@ using nvfp4::device::kScanThreads;
 
 inline constexpr int kBlock = 128;  // rows to which groups are padded, too
 
-struct TileRows {
+struct alignas(8) TileRows {
   int32_t first, count;  // of x
 };
 

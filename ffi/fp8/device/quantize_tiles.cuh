@@ -54,15 +54,17 @@ struct TilePlace {
 
   __device__ void Load(const QuantizeParams& p, int64_t m,
                        Eight<kOf> (&x)[kSpans<kTile>][4]) const {
+    const int64_t pitch = p.columns * kElementBytes<kOf>, first = column + lane % 8 * 8;
+    const uint8_t* from =
+        p.x + (m * p.rows + rows.first + row()) * pitch + first * kElementBytes<kOf>;
     JGG_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const int64_t line = (m * p.rows + rows.first + row() + i) * p.columns;
       JGG_UNROLL
       for (int span = 0; span < kSpans<kTile>; ++span) {
-        const int64_t at = column + columns_of(span);
-        x[span][i] = LoadEight<kOf>(p.x + (line + at) * kElementBytes<kOf>,
-                                    row() + i < rows.count && at < p.columns);
+        x[span][i] = LoadEight<kOf>(from + span * (kSpan * kElementBytes<kOf>),
+                                    row() + i < rows.count && first + kSpan * span < p.columns);
       }
+      from += pitch;
     }
   }
 };
@@ -84,12 +86,13 @@ struct TransposedCodes {
   __device__ void Write(const QuantizeParams& p, int64_t first, int64_t left, int64_t along) const {
     const int piece = threadIdx.x % 8;
     if (along + 16 * piece >= p.along) return;
+    constexpr int kStep = kTileThreads / 8;
+    uint8_t* to = p.codes + (first + threadIdx.x / 8) * p.along + along + 16 * piece;
     JGG_UNROLL
-    for (int i = 0; i < kSpan * 8 / kTileThreads; ++i) {
-      const int column = threadIdx.x / 8 + i * (kTileThreads / 8);
-      if (column >= left) return;
-      *reinterpret_cast<uint4*>(p.codes + (first + column) * p.along + along + 16 * piece) =
-          pieces[column][Place(column, piece)];
+    for (int i = 0; i < kSpan / kStep; ++i) {
+      const int column = threadIdx.x / 8 + i * kStep;
+      if (column < left) *reinterpret_cast<uint4*>(to) = pieces[column][Place(column, piece)];
+      to += kStep * p.along;
     }
   }
 };
@@ -132,10 +135,11 @@ __device__ void EncodeColumns(const QuantizeParams& p, const Eight<kOf> (&x)[4],
       JGG_UNROLL
       for (int j = 0; j < 4; ++j) four[j] = x[j][i];
       Divisor divisor{of.value, of.reciprocal};
-      if (lifts && IsSmall(of.value)) {
-        divisor.value = Multiply(of.value, kLift);
+      if (lifts) {
+        const float lift = IsSmall(of.value) ? kLift : 1.0f;
+        divisor.value = Multiply(of.value, lift);
         JGG_UNROLL
-        for (int j = 0; j < 4; ++j) four[j] = Multiply(four[j], kLift);
+        for (int j = 0; j < 4; ++j) four[j] = Multiply(four[j], lift);
       }
       put(i, Encode4<kElement, kStochastic>(four, divisor, IsDead(of.value), random[other]));
     }
