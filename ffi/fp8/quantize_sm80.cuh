@@ -28,17 +28,15 @@ inline cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeParams& p,
 template <DType kOf, Element kElement, bool kStochastic>
 cudaError_t LaunchQuantizeKernel(cudaStream_t stream, const QuantizeParams& p,
                                  const Fp8QuantizeSm80& args) {
-  const auto tiles = [&](QuantizeKernel kernel, int64_t blocks) {
-    return LaunchQuantize(stream, p, kernel, blocks, p.matrices, kTileThreads);
-  };
   if (args.square) {
     return DispatchBool(args.along_rows, [&](auto transposed) {
-      return tiles(SquaresKernel<kOf, kElement, kStochastic, transposed.value>,
-                   TilesBlocks<Tile::kSquare>(p));
+      return LaunchQuantize(stream, p, SquaresKernel<kOf, kElement, kStochastic, transposed.value>,
+                            SquaresBlocks(p), p.matrices, kSquareThreads);
     });
   }
   if (args.along_rows) {
-    return tiles(ColumnsKernel<kOf, kElement, kStochastic>, TilesBlocks<Tile::kColumns>(p));
+    return LaunchQuantize(stream, p, ColumnsKernel<kOf, kElement, kStochastic>, ColumnsBlocks(p),
+                          p.matrices, kSpanThreads);
   }
   return DispatchBool(p.columns % kBlock != 0, [&](auto cut) {
     return LaunchQuantize(stream, p, RowsKernel<kOf, kElement, kStochastic, cut.value>,

@@ -28,10 +28,9 @@ void Run(const Operands& o, const QuantizeParams& p) {
   if (o.square) {
     run(o.along_rows ? SquaresKernel<kOf, kElement, kStochastic, true>
                      : SquaresKernel<kOf, kElement, kStochastic, false>,
-        TilesBlocks<Tile::kSquare>(p), p.matrices, kTileThreads);
+        SquaresBlocks(p), p.matrices, kSquareThreads);
   } else if (o.along_rows) {
-    run(ColumnsKernel<kOf, kElement, kStochastic>, TilesBlocks<Tile::kColumns>(p), p.matrices,
-        kTileThreads);
+    run(ColumnsKernel<kOf, kElement, kStochastic>, ColumnsBlocks(p), p.matrices, kSpanThreads);
   } else {
     run(p.columns % kBlock ? RowsKernel<kOf, kElement, kStochastic, true>
                            : RowsKernel<kOf, kElement, kStochastic, false>,

@@ -137,26 +137,30 @@ __device__ uint32_t LargestOf(const Eight<kOf>& x) {
   return largest;
 }
 
-// Codes of eight neighbours of a line, which has `blocks` of 16 random numbers.
-template <Element kElement, bool kStochastic, DType kOf>
-__device__ uint2 EncodeEight(const QuantizeParams& p, const Eight<kOf>& x, float scale,
-                             int64_t line, int64_t column) {
+// Where random numbers of an element's line begin: each 16 elements have a block of them.
+__device__ inline uint64_t RandomOfLine(const QuantizeParams& p, int64_t line) {
+  return line * CeilDiv(p.along, 16);
+}
+
+// Codes of eight neighbours of a line of the result, from element `along` on. `lifts`, the same for
+// all lanes: a lane's scale is small.
+template <Element kElement, bool kStochastic>
+__device__ uint2 EncodeEight(const QuantizeParams& p, float (&values)[8], float scale,
+                             float reciprocal, bool lifts, uint64_t random_of_line, int64_t along) {
   uint32_t random[4] = {}, words[2];
   if constexpr (kStochastic) {
-    const uint64_t block = line * CeilDiv(p.along, 16) + column / 16;
-    const RandomBits bits(block, column / 8 % 2, __ldg(p.seed), __ldg(p.seed + 1));
+    const RandomBits bits(random_of_line + along / 16, along / 8 % 2, __ldg(p.seed),
+                          __ldg(p.seed + 1));
     JGG_UNROLL
     for (int i = 0; i < 4; ++i) random[i] = bits.words[i];
   }
-  float values[8];
-  JGG_UNROLL
-  for (int i = 0; i < 8; ++i) values[i] = x[i];
-  if (jgg::device::AnyLane(IsSmall(scale))) {
+  Divisor divisor{scale, reciprocal};
+  if (lifts) {
     const float lift = IsSmall(scale) ? kLift : 1.0f;
+    divisor.value = Multiply(scale, lift);
     JGG_UNROLL
     for (int i = 0; i < 8; ++i) values[i] = Multiply(values[i], lift);
   }
-  const Divisor divisor = MakeDivisor(scale);
   JGG_UNROLL
   for (int word = 0; word < 2; ++word) {
     const float four[4] = {values[4 * word], values[4 * word + 1], values[4 * word + 2],
@@ -164,6 +168,18 @@ __device__ uint2 EncodeEight(const QuantizeParams& p, const Eight<kOf>& x, float
     words[word] = Encode4<kElement, kStochastic>(four, divisor, IsDead(scale), random + 2 * word);
   }
   return make_uint2(words[0], words[1]);
+}
+
+// Those of eight neighbours of x, where they are neighbours of the result, too.
+template <Element kElement, bool kStochastic, DType kOf>
+__device__ uint2 EncodeRow(const QuantizeParams& p, const Eight<kOf>& x, float scale, int64_t line,
+                           int64_t column) {
+  float values[8];
+  JGG_UNROLL
+  for (int i = 0; i < 8; ++i) values[i] = x[i];
+  return EncodeEight<kElement, kStochastic>(p, values, scale, MakeDivisor(scale).reciprocal,
+                                            jgg::device::AnyLane(IsSmall(scale)),
+                                            RandomOfLine(p, line), column);
 }
 
 // ---- blocks along columns ----
@@ -250,7 +266,7 @@ __global__ void __launch_bounds__(kRowsThreads)
     for (int half = 0; half < 2; ++half) {
       const RowPlace<kCut> place(p, block, 64 * half + 8 * part);
       const uint2 codes =
-          EncodeEight<kElement, kStochastic>(p, x[j][half], scales[j], place.line, place.column);
+          EncodeRow<kElement, kStochastic>(p, x[j][half], scales[j], place.line, place.column);
       if (block < count && place.exists) *reinterpret_cast<uint2*>(p.codes + place.at) = codes;
     }
   }
