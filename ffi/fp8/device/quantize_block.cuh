@@ -23,15 +23,15 @@ enum class Element { kE4M3, kE5M2 };
 template <Element kElement>
 struct Format;
 
-// kMagic times a power of two 2^e has a last place of kStep * 2^e, the step of codes from there on.
-// A sum with it has in its mantissa the multiple of that step, and a constant, so that its first
-// byte plus its exponent, shifted to the code's, is the code: see Sum.
+// kMagic * 2^e is a number whose last place is the step of codes in [2^e, 2^(e + 1)). A magnitude
+// added to it is rounded to that step: the sum's mantissa counts steps, from a constant on. The
+// constant is such that CodeOfSum is right. kBias and kUnbias make u steps of a random number, see
+// StochasticCode.
 template <>
 struct Format<Element::kE4M3> {
   static constexpr int kLargest = 448, kShift = 20;
   static constexpr float kLeastNormal = 0x1p-6f, kMagic = 0x1p20f + 152 * 0.125f;
-  // 2^4 has the last place 2^-19: a 16th of a bit, for a step of 2^-3, is a random number's.
-  static constexpr uint32_t kBias = 0x4180;
+  static constexpr uint32_t kBias = 0x4180;  // 2^4, whose last place is 2^-16 of a step of 2^-3
   static constexpr float kUnbias = -(0x1p4f - 0x1p-20f);
 };
 
@@ -39,13 +39,14 @@ template <>
 struct Format<Element::kE5M2> {
   static constexpr int kLargest = 57344, kShift = 21;
   static constexpr float kLeastNormal = 0x1p-14f, kMagic = 0x1p21f + 232 * 0.25f;
-  static constexpr uint32_t kBias = 0x4200;
+  static constexpr uint32_t kBias = 0x4200;  // 2^5, likewise of a step of 2^-2
   static constexpr float kUnbias = -(0x1p5f - 0x1p-19f);
 };
 
 // ---- scales ----
 
-// Of a block's largest magnitude, NaN where an element is. NaN where that is not finite.
+// The scale of a block, of its largest magnitude, which is NaN where an element is. It is NaN where
+// that is not finite.
 template <Element kElement>
 JGG_HOST_DEVICE float MakeScale(float largest, bool power_of_two) {
   constexpr int kLargest = Format<kElement>::kLargest;
@@ -59,8 +60,9 @@ JGG_HOST_DEVICE float MakeScale(float largest, bool power_of_two) {
 
 JGG_HOST_DEVICE bool IsDead(float scale) { return scale != scale; }  // codes are zeros
 
-// Elements of a block with a small scale, and the scale, are multiplied by this before they are
-// divided: then quotients from 2^-39 on have remainders that float32 holds, and no code is of less.
+// Quotients take remainders, which must not be below the least subnormal. So elements and scale are
+// multiplied by this where the scale is small. Quotients below 2^-39 may still be inexact: their
+// codes are 0.
 inline constexpr float kLift = 0x1p64f;
 
 JGG_HOST_DEVICE bool IsSmall(float scale) { return scale < 0x1p-60f; }
@@ -97,7 +99,8 @@ JGG_HOST_DEVICE float Binade(float q) {
   return fmaxf(AsFloat(AsBits(q) & kInfinity), Format<kElement>::kLeastNormal);
 }
 
-// The code of a sum with kMagic * 2^e, in the first byte.
+// The code that a sum with kMagic * 2^e stands for, in the lowest byte: its steps, plus its
+// exponent where a code has it.
 template <Element kElement>
 JGG_HOST_DEVICE uint32_t CodeOfSum(float sum) {
   return AsBits(sum) + (AsBits(sum) >> Format<kElement>::kShift);
