@@ -159,6 +159,11 @@ void DefineRules(nb::module_& m) {
         "Why the Hopper kernel cannot take an fp8_grouped_mm.");
   m.def("fp8_wgrad_sm90_problem", &rules::Fp8WgradSm90Problem, nb::kw_only(), "k"_a,
         "Why the Hopper kernel cannot take an fp8_grouped_wgrad.");
+  m.def(
+      "fp8_quantize_problem", &rules::Fp8QuantizeProblem, nb::kw_only(), "rows"_a, "columns"_a,
+      "along"_a,
+      "Why the kernels cannot take an fp8_quantize of x (rows, columns); along: elements of a line "
+      "of the result where blocks lie along rows, else 0.");
   m.def("nvfp4_mm_sm100_problem", &Nvfp4MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "out_bytes"_a,
         "Why the Blackwell kernel cannot take an nvfp4_grouped_mm: out (T, N), of elements of "
         "out_bytes, of x (T, K) and w (G, N, K).");

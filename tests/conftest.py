@@ -24,6 +24,7 @@ pytest.register_assert_rewrite(
     "device_runs",
     "fuzz",
     "host_program",
+    "fp8_quantize_cases",
     "nvfp4_quantize_cases",
     "random_calls",
 )

@@ -6,7 +6,7 @@ from jax_groupgemm import info
 from jax_groupgemm._core.operations import OPERATIONS
 from jax_groupgemm._kernels import choose, extension, samples
 
-CONVERSIONS = ("quantize", "dequantize", "nvfp4_quantize", "prepack")
+CONVERSIONS = ("quantize", "dequantize", "nvfp4_quantize", "fp8_quantize", "prepack")
 
 
 def collect(monkeypatch, capability: int | None, cuda: str | None = "13.0") -> dict:

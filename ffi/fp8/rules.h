@@ -1,4 +1,4 @@
-// Why the Hopper kernels of FP8 products cannot take a call, from static shapes: see
+// Why the kernels of FP8 products and of fp8_quantize cannot take a call, from static shapes: see
 // common/rules.h.
 #pragma once
 
@@ -14,5 +14,17 @@ inline Reason Fp8MmSm90Problem(int64_t k, int64_t n) {
 
 // out (G, N, K) of dy (N, T) and x (K, T), of groups in whole blocks of 128 rows.
 inline Reason Fp8WgradSm90Problem(int64_t k) { return NeedsMultiple("K", 8, k); }
+
+// x (R, C), R of all matrices together; `along` is the length of a line of the result where blocks
+// lie along R, else 0. Lines of x and of codes are read and written in pieces of 8 or 16 elements.
+inline Reason Fp8QuantizeProblem(int64_t rows, int64_t columns, int64_t along) {
+  if (auto reason = NeedsMultiple("C", 8, columns)) return reason;
+  if (auto reason = NeedsMultiple("R", 16, along)) return reason;
+  // Blocks along C are counted in 32 bits.
+  if (along == 0 && rows > INT32_MAX / ((columns + 127) / 128)) {
+    return "needs fewer than 2^31 blocks";
+  }
+  return std::nullopt;
+}
 
 }  // namespace jgg::rules

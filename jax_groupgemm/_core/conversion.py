@@ -7,6 +7,7 @@ A global scale has the shape of leading axes, or none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,12 +18,18 @@ from . import costs
 from .composed import Composed
 
 
-def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None):
-    """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``."""
+def _any_problem(*_, mode: str = "", **__) -> Callable[..., problems.Conversion]:
+    return functools.partial(problems.Conversion, mode=mode)
+
+
+def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None,
+             problem_of: Callable = _any_problem):  # fmt: skip
+    """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``.
+    ``problem_of`` them makes the problem that kernels see, of what is said of every conversion."""
 
     def on_cuda(platform, *operands, **static):
-        problem = problems.Conversion(
-            op=target.removeprefix("jgg_"), platform=platform, mode=static.get("mode", ""),
+        problem = problem_of(*operands, **static)(
+            op=target.removeprefix("jgg_"), platform=platform,
             empty=any(0 in a.shape for a in jax.tree.leaves(operands)),
         )  # fmt: skip
         return None if choose.choose(problem) is None else call(*operands, **static)

@@ -321,8 +321,13 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="e4m3, blocks of 128 rows, K % 8 == 0",
         ),
     ),
-    # These have a definition and no kernel yet.
-    **dict.fromkeys(("fp8_quantize", "fp8_dequantize"), ()),
+    "fp8_quantize": (
+        Kernel(
+            "sm80", "jgg_fp8_quantize", rows.quantizes_fp8, unseen=True,
+            needs="blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0",
+        ),
+    ),
+    "fp8_dequantize": (),  # it has a definition and no kernel yet
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
     ),

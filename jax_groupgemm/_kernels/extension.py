@@ -30,6 +30,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_dequantize": ("cuda",),
     "jgg_prepack": ("cuda",),
     "jgg_nvfp4_quantize": ("cuda",),
+    "jgg_fp8_quantize": ("cuda",),
     "jgg_nvfp4_grouped_mm": ("cuda",),
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
     "jgg_fp8_grouped_mm": ("cuda",),

@@ -121,6 +121,17 @@ class Conversion(Problem):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Conversion(Conversion):
+    """``fp8_quantize`` of ``(rows, columns)``, all matrices' rows together, whose ``block`` lies
+    along columns, or along rows: then ``along`` is the length of the result's lines, else 0."""
+
+    rows: int
+    columns: int
+    along: int
+    block: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Moe(Problem):
     """``route``, ``dispatch``, ``combine`` or ``combine_backward`` of ``pairs`` of token and
     expert; rows of ``d``. The first dtype is that of rows."""

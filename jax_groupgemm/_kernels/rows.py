@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import extension
-from .problems import HALVES, Conversion, Moe, Rows
+from .problems import HALVES, Conversion, Fp8Conversion, Moe, Rows
 
 
 def routes(p: Moe) -> str | None:
@@ -29,6 +29,14 @@ def differentiates(p: Rows) -> str | None:
     if p.columns % 8:
         return f"needs columns % 8 == 0, got {p.columns}"
     return "an operand is empty" if p.empty else None
+
+
+def quantizes_fp8(p: Fp8Conversion) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if p.block not in ((1, 128), (128, 128)):
+        return "needs blocks of (1, 128) or (128, 128)"
+    return extension.rules().fp8_quantize_problem(rows=p.rows, columns=p.columns, along=p.along)
 
 
 def converts(p: Conversion) -> str | None:

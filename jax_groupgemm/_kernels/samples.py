@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import choose, extension
-from .problems import Conversion, Fp8, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
+from .problems import Conversion, Fp8, Fp8Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,12 @@ def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
     return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
 
 
+def _sample_fp8_conversion(op: str) -> Callable[[str, str], Fp8Conversion]:
+    return lambda platform, dtype: Fp8Conversion(
+        op=op, platform=platform, mode="fp8", rows=4096, columns=2048, along=0, block=(1, 128)
+    )
+
+
 def _sample_moe(op: str) -> Callable[[str, str], Moe]:
     return lambda platform, dtype: Moe(
         op=op, platform=platform, dtypes=(dtype,), out_dtype=dtype, pairs=2**15, experts=64, d=2048
@@ -109,8 +115,9 @@ SAMPLES: dict[str, Sample] = {
     },
     **{
         op: Sample(_sample_conversion(op))
-        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize", "fp8_quantize")
+        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
     },
+    "fp8_quantize": Sample(_sample_fp8_conversion("fp8_quantize")),
 }
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core import segments
 from .._core.products import Mm
 from .._core.segments import Metadata
 from .._grouped.call import NO_EPILOGUE, Epilogue, attributes, epilogue_flags, metadata_flags
 from .._kernels import choose, problems
-from . import formats, ordered
+from . import formats, fp8, ordered, padding
 
 
 def qmm_problem(
@@ -85,6 +86,37 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     call = jax.ffi.ffi_call("jgg_quantize", results)
     out = call(w.reshape(rows, k), *more, **attributes(flags))
     return tuple(a.reshape(*lead, a.shape[1]) for a in out)
+
+
+def fp8_quantize(x, group_sizes, seed, *, block, axis, scale_format, element):
+    """Custom call ``jgg_fp8_quantize``: x (M, R, C), sizes, seed -> codes, scales, workspace. Sizes
+    and seed may be empty."""
+    *lead, rows, columns = (1, *x.shape)[-max(x.ndim, 2) :]
+    lines, along = (rows, columns) if axis == -1 else (columns, rows)
+    sizes, words = jnp.zeros((0,), jnp.int32), 0
+    if group_sizes is not None:
+        (groups,) = group_sizes.shape
+        sizes, *_ = segments.sizes(group_sizes).narrow(rows, groups)
+        words = 2 * (groups + 1)
+        if axis == -2:
+            along = padding.padded_rows(rows, groups, fp8.GROUPED)
+            words += 2 * (along // fp8.GROUPED)
+    matrices, dtype = math.prod(lead), fp8.ELEMENTS[element].dtype
+    results = (
+        jax.ShapeDtypeStruct((matrices, lines, along), dtype),
+        jax.ShapeDtypeStruct(fp8.scales_shape((matrices, lines, along), block), jnp.float32),
+        jax.ShapeDtypeStruct((words,), jnp.int32),
+    )
+    flags = {
+        "along_rows": axis == -2,
+        "square": block == fp8.TILE,
+        "power_of_two": scale_format == "e8m0",
+    }
+    seed = jnp.zeros((0,), jnp.uint32) if seed is None else seed
+    operands = x.reshape(matrices, rows, columns), sizes, seed
+    codes, scales, _ = jax.ffi.ffi_call("jgg_fp8_quantize", results)(*operands, **attributes(flags))
+    shape = (*x.shape[:-2], lines, along)[-x.ndim :]
+    return codes.reshape(shape), scales.reshape(fp8.scales_shape(shape, block))
 
 
 def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype,

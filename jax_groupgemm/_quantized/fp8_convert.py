@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._core import conversion, dtypes, partition
-from . import fp8, padding
+from .._kernels import problems
+from . import call, fp8, padding
 from .array import Quantized
 
 _no_kernel: Callable = lambda *_, **__: None
@@ -93,7 +94,21 @@ def _definition(x, group_sizes, seed, *, block, axis: int, scale_format: str, el
     return fp8.quantize(x, seed, block=block, scale_format=scale_format, element=element)
 
 
-_QUANTIZE = conversion.composed("jgg_fp8_quantize", _definition, _no_kernel)
+def _problem(x, group_sizes, _, *, block, axis: int, **__):
+    rows, columns = (1, *x.shape)[-2:]
+    along = 0
+    if axis == -2:
+        groups = 0 if group_sizes is None else group_sizes.shape[0]
+        along = rows if group_sizes is None else padding.padded_rows(rows, groups, fp8.GROUPED)
+    return functools.partial(
+        problems.Fp8Conversion, mode="fp8", rows=rows * math.prod(x.shape[:-2]), columns=columns,
+        along=along, block=block,
+    )  # fmt: skip
+
+
+_QUANTIZE = conversion.composed(
+    "jgg_fp8_quantize", _definition, call.fp8_quantize, problem_of=_problem
+)
 
 
 def dequantized(q: Quantized, dtype, implementation: str | None = None):

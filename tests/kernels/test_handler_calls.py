@@ -214,6 +214,13 @@ def operations(modes=MODES) -> dict[str, tuple]:
         "nvfp4_quantize, 2-D": (
             functools.partial(quantize, scale_2d=True), half(w), {"jgg_nvfp4_quantize"},
         ),
+        "fp8_quantize": (
+            lambda x: [jgg.fp8_quantize(x, axis=axis, group_sizes=sizes) for axis in (-1, -2)],
+            half(x), {"jgg_fp8_quantize"},
+        ),
+        "fp8_quantize, 128 x 128": (
+            functools.partial(jgg.quantize, mode="fp8"), half(w), {"jgg_fp8_quantize"},
+        ),
         "nvfp4_grouped_mm": (nvfp4_mm, (rows, weight), {"jgg_dequantize", "jgg_qmm"}),
         "nvfp4_grouped_mm on sm90": (
             lambda x, w: jgg.nvfp4_grouped_mm(x, w, sizes, bias=bias, **on_sm90),

@@ -374,6 +374,19 @@ def on_hopper(f):
     return run
 
 
+def fp8_quantize(rng):
+    """Along both axes, of groups and of squares, at the edges of tiles."""
+    sizes, key = jnp.array([0, 1, 130, 33, 0, 128, 5]), jax.random.key(1)
+    for shape, dtype in (((304, 200), "bfloat16"), ((320, 72), "float16"), ((304, 136), "float32")):
+        x = oracle.random(rng, shape, dtype)
+        for options in ({}, {"format": "e5m2", "stochastic_rounding_key": key}):
+            for axis in (-1, -2):
+                f = functools.partial(jgg.fp8_quantize, axis=axis, **options)
+                squares = functools.partial(f, block=(128, 128))
+                jax.block_until_ready((jax.jit(f)(x), jax.jit(squares)(jnp.stack([x, x]))))
+                jax.block_until_ready(jax.jit(lambda x, s, f=f: f(x, group_sizes=s))(x, sizes))
+
+
 PARTS = {
     **every_dtype("grouped", grouped),
     **every_dtype("segmented", segmented),
@@ -394,6 +407,7 @@ PARTS = {
     },
     "conversions": conversions,
     "nvfp4": nvfp4,
+    "fp8_quantize": fp8_quantize,
 }
 
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "quantized/device/encode.cuh"
+#include "quantized/device/philox.cuh"
 
 namespace jgg::nvfp4::device {
 
@@ -188,7 +189,6 @@ JGG_HOST_DEVICE void EncodeNearest(Values x, const BlockScale& scale, uint32_t* 
 
 // 16 numbers of 16 bits: Philox4x32-7 of the counters (block, 0) and (block, 1).
 struct RandomBits {
-  static constexpr int kRounds = 7;
   uint32_t words[8];
 
   JGG_HOST_DEVICE RandomBits(uint64_t block, uint32_t key0, uint32_t key1) {
@@ -200,18 +200,10 @@ struct RandomBits {
       words[4 * half + 3] = 0;
     }
     JGG_UNROLL
-    for (int round = 0; round < kRounds; ++round) {
+    for (int round = 0; round < jgg::device::kPhiloxRounds; ++round) {
       JGG_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        uint32_t* c = words + 4 * half;
-        const uint64_t first = uint64_t{c[0]} * 0xd2511f53u, second = uint64_t{c[2]} * 0xcd9e8d57u;
-        c[0] = static_cast<uint32_t>(second >> 32) ^ c[1] ^ key0;
-        c[1] = static_cast<uint32_t>(second);
-        c[2] = static_cast<uint32_t>(first >> 32) ^ c[3] ^ key1;
-        c[3] = static_cast<uint32_t>(first);
-      }
-      key0 += 0x9e3779b9u;
-      key1 += 0xbb67ae85u;
+      for (int half = 0; half < 2; ++half) jgg::device::PhiloxRound(words + 4 * half, key0, key1);
+      jgg::device::NextPhiloxKey(&key0, &key1);
     }
   }
 

@@ -1,6 +1,7 @@
 // Instructions by name. On the host they are plain C++, so that decoding can be tested there.
 #pragma once
 
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -135,6 +136,19 @@ JGG_HOST_DEVICE float MultiplyAdd(float a, float b, float c) {  // a * b + c, ro
   return __fmaf_rn(a, b, c);
 #else
   return std::fma(a, b, c);
+#endif
+}
+
+// a * b + c, rounded once, towards zero.
+JGG_HOST_DEVICE float MultiplyAddTowardsZero(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rz(a, b, c);
+#else
+  const int rounding = std::fegetround();
+  std::fesetround(FE_TOWARDZERO);
+  volatile float result = std::fma(a, b, c);
+  std::fesetround(rounding);
+  return result;
 #endif
 }
 

@@ -1,0 +1,34 @@
+"""``fp8_quantize`` in tests: what blocks may hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KEY = jax.random.key(11)
+
+
+def edges(rng, dtype, shape) -> np.ndarray:
+    """Normal numbers, most rows of a scale of their own; rows and columns of zeros, ties, and of
+    numbers that are tiny, huge, subnormal or not finite, one column and row of each kind."""
+    *_, rows, columns = shape
+    x = rng.standard_normal(shape)
+    far = 10 if dtype == "float16" else 100
+    x *= 2.0 ** rng.integers(-far, far, (rows, 1)) if dtype != "float16" else 1
+    tiny, huge = (6e-8, 3e4) if dtype == "float16" else (1e-42, 1e38)
+    kinds = [
+        lambda v: 0 * v,
+        lambda v: tiny * np.sign(v) * rng.integers(0, 9, v.shape),
+        lambda v: huge * np.clip(v, -1, 1),
+        lambda v: rng.integers(-448, 449, v.shape),  # ties
+        lambda v: rng.integers(-448, 449, v.shape) / 2.0**12,
+        lambda v: v * 2.0 ** rng.integers(-30, 1, v.shape),
+        lambda v: v * 2.0**-90 if dtype != "float16" else v,
+    ]
+    for i, kind in enumerate(kinds):
+        x[..., i % rows, :] = kind(x[..., i % rows, :])
+    x[..., rows // 2 :, : columns // 2] *= 0.5
+    for i, kind in enumerate(kinds):
+        x[..., rows // 2 :, i % columns] = kind(x[..., rows // 2 :, i % columns])
+    x[..., -1, -1], x[..., -2, columns // 2], x[..., 7, 0] = np.nan, np.inf, -np.inf
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(jnp.dtype(dtype))

@@ -1,0 +1,83 @@
+// The kernels of fp8_quantize on the host, for test_fp8_quantize_kernels.py.
+#include "cuda_on_host.h"
+//
+#include "fp8/device/quantize_tiles.cuh"
+
+using namespace jgg;
+using namespace jgg::fp8::device;
+
+namespace {
+
+struct Operands {
+  const void* x;
+  const int32_t* sizes;  // or null
+  const uint32_t* seed;  // or null
+  void *codes, *scales;
+  int64_t matrices, rows, columns, along, groups, bytes;
+  int32_t dtype, e5m2, along_rows, square, power_of_two;
+};
+
+template <DType kOf, Element kElement, bool kStochastic>
+void Run(const Operands& o, const QuantizeParams& p) {
+  using Kernel = void (*)(QuantizeParams);
+  const auto run = [&](Kernel kernel, int64_t blocks, int64_t matrices, int threads) {
+    // Fewer blocks along y than matrices, so that each of them has several.
+    const auto y = static_cast<unsigned>(CeilDiv(matrices, 2));
+    RunBlocks({static_cast<unsigned>(blocks), y}, threads, [&] { kernel(p); });
+  };
+  if (o.square) {
+    run(o.along_rows ? SquaresKernel<kOf, kElement, kStochastic, true>
+                     : SquaresKernel<kOf, kElement, kStochastic, false>,
+        SquaresBlocks(p), p.matrices, kSquareThreads);
+  } else if (o.along_rows) {
+    run(ColumnsKernel<kOf, kElement, kStochastic>, ColumnsBlocks(p), p.matrices, kSpanThreads);
+  } else {
+    run(p.columns % kBlock ? RowsKernel<kOf, kElement, kStochastic, true>
+                           : RowsKernel<kOf, kElement, kStochastic, false>,
+        RowsBlocks<kOf>(p), 1, kRowsThreads);
+  }
+}
+
+template <DType kOf>
+void Quantize(const Operands& o) {
+  QuantizeParams p{};
+  p.x = static_cast<const uint8_t*>(o.x);
+  p.matrices = o.matrices;
+  p.rows = o.rows;
+  p.columns = o.columns;
+  p.along = o.along;
+  p.blocks = CeilDiv(o.along, kBlock);
+  p.power_of_two = o.power_of_two;
+  p.seed = o.seed;
+  p.codes = static_cast<uint8_t*>(o.codes);
+  p.scales = static_cast<float*>(o.scales);
+  readable = {{static_cast<const char*>(o.x), o.bytes}};
+  if (o.seed) readable.emplace_back(reinterpret_cast<const char*>(o.seed), 8);
+  const auto groups = static_cast<int32_t>(o.groups);
+  const auto count = static_cast<int32_t>(o.along_rows ? p.blocks : 0);
+  std::vector<int32_t> starts(groups + 1), tiles(groups + 1);
+  std::vector<TileRows> of_tiles(count);
+  if (o.sizes) {
+    RunBlocks({1, 1}, kScanThreads, [&] {
+      GroupsKernel(o.sizes, groups, static_cast<int32_t>(p.rows), starts.data(), tiles.data(),
+                   of_tiles.data(), count);
+    });
+    p.inside = starts.data() + groups;
+    if (o.along_rows) p.groups = of_tiles.data();
+  }
+  if (o.seed) {
+    o.e5m2 ? Run<kOf, Element::kE5M2, true>(o, p) : Run<kOf, Element::kE4M3, true>(o, p);
+  } else {
+    o.e5m2 ? Run<kOf, Element::kE5M2, false>(o, p) : Run<kOf, Element::kE4M3, false>(o, p);
+  }
+}
+
+}  // namespace
+
+extern "C" void quantize_kernels(const Operands* o) {
+  switch (static_cast<DType>(o->dtype)) {
+    case DType::kF32: return Quantize<DType::kF32>(*o);
+    case DType::kBF16: return Quantize<DType::kBF16>(*o);
+    case DType::kF16: return Quantize<DType::kF16>(*o);
+  }
+}
