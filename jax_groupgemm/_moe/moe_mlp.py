@@ -223,7 +223,7 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
         missing = expert_parallel.overflow(routing, plan, axis)
-        out = out * jnp.where(missing > 0, jnp.nan, 1.0).astype(wide)
+        out = out * dtypes.one_or_nan(missing <= 0).astype(wide)
     if total is not None:
         out = total(out).astype(dtype)
     return out.reshape(*lead, out.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 import jax
@@ -11,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from .._core import check, partition
-from .._core.operations import operation_of_its_own_gradient
+from .._core.operations import INLINE, operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
 from .._quantized import trilinear
@@ -137,13 +138,29 @@ def nvfp4_grouped_linear(
     bias = None if bias is None else _blocks(bias, n)
     out = linear(x, w, None, bias, group_sizes, key, _Products(recipe))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
-    return checkpoint_name(out, "jgg_nvfp4_grouped_linear")[:, :n]
+    out = checkpoint_name(out, "jgg_nvfp4_grouped_linear")
+    return out if out.shape[1] == n else _columns(out, n=n)
 
 
 def _blocks(a, *sizes: int):
     """``a`` with its last axes padded to whole blocks; 0 where the axis is not to be."""
     pad = [(0, 0)] * (a.ndim - len(sizes)) + [(0, -size % _BLOCK) for size in sizes]
-    return jnp.pad(a, pad) if any(high for _, high in pad) else a
+    return _padded(a, pad=tuple(pad)) if any(high for _, high in pad) else a
+
+
+# Programs of their own: where a gradient is taken nothing else is one, and JAX brings the zero of a
+# padding or of an array of one number that runs alone to the device.
+_wgrad = jax.jit(grouped_wgrad, static_argnames="dtype", inline=INLINE)
+
+
+@functools.partial(jax.jit, static_argnames="pad", inline=INLINE)
+def _padded(a, *, pad):
+    return jnp.pad(a, pad)
+
+
+@functools.partial(jax.jit, static_argnames="n", inline=INLINE)
+def _columns(a, *, n):
+    return a[:, :n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +199,7 @@ class _Products(Products):
             return self.sums(dy, x, group_sizes, groups, dtype)
         if not isinstance(x, Quantized):
             x = self._along_t(x, group_sizes, keys[1])
-        return grouped_wgrad(x, self._along_t(dy, group_sizes, keys[0]), group_sizes, dtype=dtype)
+        return _wgrad(x, self._along_t(dy, group_sizes, keys[0]), group_sizes, dtype=dtype)
 
     @property
     def packs(self):

@@ -208,9 +208,16 @@ def one_owner(op: str, operands) -> None:
                 why = f"{other} shards it over {others}"
             else:
                 continue
+            instead = "use jax.sharding.reshard first"
+            if clash is not None and {clash[1], letter} == {"T", "G"}:
+                instead = (
+                    "jgg.moe_mlp with a recipe is the layer for that. Its tokens and experts may "
+                    "share a mesh axis, and tokens travel to their experts. With "
+                    "jax.sharding.reshard every device gets all rows, or all groups"
+                )
             raise ValueError(
                 f"jgg.{op}: {name} shards {letter} over {axes}, but {why}. Under Explicit sharding "
-                "nothing is gathered silently: use jax.sharding.reshard first"
+                f"nothing is gathered silently: {instead}"
             )
 
 

@@ -28,8 +28,10 @@ from .array import Quantized
 # Rows per tile. A segment is cut into as many tiles of the largest size as it has, then of the
 # next; the last tile of the smallest size may be part empty.
 _TILES = (8, 32, 128)
-# Elements of a weight that are dequantized at a time.
+# Elements of a weight that are dequantized at a time, and the fewest columns. XLA's CPU backend
+# sums a product with one column as a product of vectors, whose error grows with K.
 _PART = 2**20
+_COLUMNS = 8
 
 
 def qmm(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
@@ -105,7 +107,7 @@ class _Parts:
         # Columns are counted in blocks that may be cut apart: quantization groups, or single ones.
         self.block = self._width(q)
         self.blocks = n // self.block
-        self.count = min(self.blocks, max(1, round(k * n / _PART)))
+        self.count = max(1, min(self.blocks, n // _COLUMNS, round(k * n / _PART)))
         self.width = -(-self.blocks // self.count)
         self.table = None
         if q.mode not in ("affine", "fp8") and k * n > 4 * 256 << q.bits:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .._core import check, partition, primitive, segments
+from .._core.operations import INLINE
 from .._core.products import Wgrad
 from .._grouped import primitives
 from . import formats
@@ -142,7 +143,7 @@ def _out_backward(products, how, kept, dy):
     dx, dw, dbias = (
         _dx(dy, w, q, group_sizes, dx_key, products, (True, how.random[1])),
         None if x is None else _dw(dy, x, w, group_sizes, dw_key, products, (True, how.random[0])),
-        None if bias is None else _dbias(dy, bias, group_sizes, products),
+        None if bias is None else _dbias(dy, bias, group_sizes, products=products),
     )
     if how.specs is not None:
         dx, dw, dbias = (
@@ -247,6 +248,7 @@ def _(products, primals, tangents):
     )
 
 
+@functools.partial(jax.jit, static_argnames="products", inline=INLINE)
 def _dbias(dy, bias, group_sizes, products):
     ones = jnp.ones((dy.shape[0], 1), dy.dtype)
     return products.sums(ones, dy, group_sizes, bias.shape[0], bias.dtype)[:, 0]

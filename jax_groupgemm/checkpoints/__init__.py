@@ -124,9 +124,10 @@ def experts(
 
     Returns:
       A :class:`Quantized` of numpy arrays. Rows of gpt-oss' ``gate_up_proj``, stored gate and up
-      by turns, are gate's and then up's, as ``"swiglu"`` takes them, in format "gpt-oss" and in
-      format "modelopt" where config has ``model_type`` "gpt_oss"; its bias is to be reordered
-      alike, ``concatenate([bias[:, ::2], bias[:, 1::2]], 1)``. Other rows are as stored.
+      by turns, are gate's and then up's, as activation ``"swiglu_oai"``, that model's, takes
+      them, in format "gpt-oss" and in format "modelopt" where config has ``model_type`` "gpt_oss";
+      its bias is to be reordered alike, ``concatenate([bias[:, ::2], bias[:, 1::2]], 1)``. Other
+      rows are as stored.
       ``global_scale`` is ``(G,)``, or ``(G, N)`` where prefixes are sequences; of stacked experts
       ``()``, or as ``weight_scale_2`` is.
 

@@ -109,11 +109,14 @@ class Layer(NamedTuple):
             raise self.error(f"{leaf} of shape {value.shape} is empty")
         return value
 
-    def get(self, leaf: str, dtypes: Sequence[str], letters: str, expected: Sequence) -> np.ndarray:
+    def get(
+        self, leaf: str, dtypes: Sequence[str], letters: str, expected: Sequence, why: str = ""
+    ) -> np.ndarray:
         """The array ``prefix + leaf``, of the shape ``expected`` (None: any size)."""
         value = self.array(leaf, dtypes)
         letters = f"G, {letters}" if self.stacked else letters
-        check.shape(f"checkpoints.{self.op}", cut(self.prefix) + leaf, value, expected, letters)
+        name = cut(self.prefix) + leaf
+        check.shape(f"checkpoints.{self.op}", name, value, expected, letters, why)
         return value
 
     def scalar(self, leaf: str) -> Any:

@@ -54,13 +54,14 @@ def _read(t: Layer) -> Read:
     expected = (*lead, words * 32 // bits // size)
     dtypes = FLOATS if mode == "affine" else ("uint8",)
     _is_of_its_scales(t, words, mode, bits, size)
-    scales = t.get(".scales", dtypes, "N, K/group_size", expected)
+    of = f"because .weight has {words} words a row, bits={bits} and group_size={size}"
+    scales = t.get(".scales", dtypes, "N, K/group_size", expected, of)
     if t.has(".biases") != (mode == "affine"):
         has = "has" if t.has(".biases") else "has no"
         raise t.error(f"{has} .biases, but its mode is {mode!r}")
     biases = global_scale = None
     if mode == "affine":
-        biases = t.get(".biases", (scales.dtype.name,), "N, K/group_size", expected)
+        biases = t.get(".biases", (scales.dtype.name,), "N, K/group_size", expected, of)
         _is_of_the_model(t, words, bits, size)
     if t.has(".global_scale"):
         if mode != "nvfp4":

@@ -111,7 +111,8 @@ ERRORS = [
      "for the 2 groups of .scales, 256 bits a group, as of bits=2, group_size=128 or bits=4, "
      "group_size=64 or bits=8, group_size=32"),
     ("mlx", {"scales": np.ones((8, 3), np.uint8), "biases": None}, {"mode": "mxfp4"},
-     "a.scales has shape (8, 3), expected (N, K/group_size) = (8, 4)"),
+     "a.scales has shape (8, 3), expected (N, K/group_size) = (8, 4) because .weight has 16 words "
+     "a row, bits=4 and group_size=32"),
     ("mlx", {"scales": np.ones((8, 8), np.uint8), "biases": None}, {"mode": "mxfp4"},
      "a: config says bits=4, group_size=32, which is 128 bits a group, but .weight has 16 words "
      "for the 8 groups of .scales, 64 bits a group, as of no format of mode 'mxfp4'"),

@@ -172,6 +172,17 @@ def test_debug_nans_of_a_kept_promise():
         assert np.isfinite(grad).all()
 
 
+def test_debug_nans_of_rows_that_fit():
+    """The NaN of a layer with too few rows is chosen by its bits, too."""
+    x, index = X[:2], jnp.array([[0], [1]])
+    up, down = jnp.ones((2, x.shape[1], 4)), jnp.ones((2, 2, x.shape[1]))
+    run = lambda rows: jgg.moe_mlp(x, up, down, index, jnp.ones((2, 1)), max_rows=rows)
+    with jax.debug_nans(True), jax.disable_jit():
+        out = run(2)
+    assert np.isfinite(out).all()
+    assert np.isnan(run(1)).all()
+
+
 @pytest.mark.parametrize(
     ("left", "right", "dtype"),
     [

@@ -25,6 +25,7 @@ NAMES = (
     "grouped_mm", "options", "segmented_mm", "gather_mm", "sorted", "ragged_dot",
     "ragged_dot_general", "grouped_qmm", "gather_qmm", "quantized_matmul", "dequantize", "quantize",
     "prepack", "nvfp4_quantize", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "nvfp4_grouped_linear",
+    "fp8_grouped_linear",
 )  # fmt: skip
 
 
@@ -69,8 +70,12 @@ def cases():
             lambda x, a: jgg.nvfp4_grouped_wgrad(x, x, SIZES, alpha=a), along_t(), floats(2)
         ),
         "nvfp4_grouped_linear": (
-            lambda x, w: jgg.nvfp4_grouped_linear(x, w, SIZES, key=KEY), floats(8, 24),
-            floats(2, 20, 24),
+            lambda x, w, b: jgg.nvfp4_grouped_linear(x, w, SIZES, bias=b, key=KEY), floats(8, 24),
+            floats(2, 20, 24), floats(2, 20),
+        ),
+        "fp8_grouped_linear": (
+            lambda x, w, b: jgg.fp8_grouped_linear(x, w, SIZES, bias=b, key=KEY), floats(8, 24),
+            floats(2, 20, 24), floats(2, 20),
         ),
     }  # fmt: skip
 
@@ -93,9 +98,8 @@ def test_no_transfers(name):
     f, *args = cases()[name]
     f, values = differentiated(f, args)
     ones = jnp.ones_like(f(*values))
-    if name in ("quantize", "nvfp4_quantize", "prepack", "nvfp4_grouped_linear"):
-        # A gradient that is zero is made by JAX, with a transfer. The last is no program while it
-        # is differentiated.
+    if name in ("quantize", "nvfp4_quantize", "prepack"):
+        # A gradient that is zero is made by JAX, with a transfer.
         with jax.transfer_guard("disallow"):
             assert f(*values).shape == ones.shape
         return
