@@ -112,7 +112,7 @@ def second_orders(rng):
 @pytest.mark.weekly
 def test_higher_orders(rng):
     """They are products of the same kinds, of operands that are quantized anew."""
-    x, w, ct, sizes, back, of_w = args = second_orders(rng)
+    args = second_orders(rng)
 
     @jit
     def products(x, w, ct, sizes, back, of_w):

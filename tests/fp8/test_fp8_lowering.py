@@ -241,7 +241,7 @@ def test_other_machines(monkeypatch, capabilities):
     monkeypatch.setattr(extension, "live_capabilities", lambda: capabilities)
     assert calls(cuda_text(jgg.fp8_grouped_mm, X, W, SIZES)) == []
     named = functools.partial(jgg.fp8_grouped_mm, implementation="sm90")
-    with pytest.raises(ValueError, match="'sm90' cannot run: it needs compute capability 9.0"):
+    with pytest.raises(ValueError, match=r"'sm90' cannot run: it needs compute capability 9\.0"):
         cuda_text(named, X, W, SIZES)
 
 
