@@ -1,11 +1,16 @@
 """The extension module, its version check, and jax_groupgemm.info."""
 
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+import warnings
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import PackageNotFoundError, PackagePath, PathDistribution, version
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +146,78 @@ def test_an_extension_of_another_version_falls_back(monkeypatch, module):
     assert not build.registered
 
 
+@pytest.fixture
+def no_module_beside(monkeypatch):
+    """The files are a checkout's: there is no extension module among them."""
+    importing = importlib.import_module
+
+    def import_module(name):
+        if name == "jax_groupgemm._ffi":
+            raise ModuleNotFoundError(name)
+        return importing(name)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setitem(sys.modules, "jax_groupgemm._ffi", None)  # restored afterwards
+
+
+def test_a_checkout_takes_the_installed_module(no_module_beside, monkeypatch, tmp_path):
+    name = "jax_groupgemm/_ffi.abi3.so"
+    (tmp_path / "jax_groupgemm").mkdir()
+    (tmp_path / name).write_text("FOUND = True\n")  # a program instead of a library
+    load = importlib.util.spec_from_file_location
+    monkeypatch.setattr(
+        importlib.util, "spec_from_file_location",
+        lambda name, path: load(name, loader=SourceFileLoader(name, str(path))),
+    )  # fmt: skip
+    files = [PackagePath("jax_groupgemm/info.py"), PackagePath(name)]
+    for file in files:
+        file.dist = PathDistribution(tmp_path / "jax_groupgemm-1.dist-info")
+    monkeypatch.setattr(importlib.metadata, "files", lambda package: files)
+    assert extension._extension().FOUND
+    assert sys.modules["jax_groupgemm._ffi"].FOUND
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_no_module_is_installed(no_module_beside, monkeypatch, installed):
+    """Nor is the package, or it has no such file: that is the error of the import."""
+
+    def files(package):
+        if not installed:
+            raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    with pytest.raises(ModuleNotFoundError, match=r"jax_groupgemm\._ffi"):
+        extension._extension()
+
+
+def test_headers_without_a_version(monkeypatch, tmp_path):
+    """The runtime's FFI API is then unknown."""
+    header = tmp_path / "xla/ffi/api/c_api.h"
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    assert extension._runtime_ffi_api() is None
+    header.parent.mkdir(parents=True)
+    for text, want in (
+        (b"#define XLA_FFI_API_MAJOR 1\n", None),
+        (b"#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 7\n", (1, 7)),
+        (b"\xff", None),  # no text
+    ):
+        header.write_bytes(text)
+        assert extension._runtime_ffi_api() == want
+
+
+def test_packages_that_are_not_installed():
+    assert extension.version("jax") == jax.__version__
+    assert extension.version("jax_groupgemm_of_nobody") is None
+
+
+def test_where_warnings_are_errors_it_is_printed(capsys):
+    """An import does not fail of what it warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        extension._say("no handlers")
+    assert capsys.readouterr().err == "no handlers\n"
+
+
 def test_import_where_warnings_are_errors_and_metadata_is_missing():
     """The reference needs neither the extension nor the package's metadata."""
     code = """
@@ -178,8 +255,9 @@ def test_backend_starts_with_the_handlers_registered():
     assert re.search(r"cpu|gpu|cuda", out)
 
 
-def test_info_as_text():
-    text = run("from jax_groupgemm import info; info.main([])")
+def test_info_as_text(capsys):
+    info.main([])
+    text = capsys.readouterr().out
     assert f"jax_groupgemm {jgg.__version__}" in text
     for word in ("Versions", "Build", "Devices", "grouped_mm", "segmented_mm", jax.__version__):
         assert word in text

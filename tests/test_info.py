@@ -69,3 +69,20 @@ def test_reasons(monkeypatch):
     assert others["sm80"] == "there is no kernel jgg_nvfp4_grouped_mm for sm80"
     assert others["cpu"] == "there is no kernel jgg_nvfp4_grouped_mm for cpu"
     assert ops["grouped_mm"]["float32"]["others"]["sm80"].startswith("only on request")
+
+
+def test_what_is_too_old_or_missing(monkeypatch):
+    monkeypatch.setitem(info.FLOOR, "jax", "99.1.0")
+    monkeypatch.setitem(info.FLOOR, "jaxlib", "99.0.0")
+    data = collect(monkeypatch, 90)
+    assert info._next_steps(data) == [
+        "pip install --upgrade jax jaxlib (needs jax >= 99.1.0, jaxlib >= 99.0.0)."
+    ]
+    assert info._text(data).count("TOO OLD OR MISSING") == 2
+
+
+def test_no_device_and_no_kernels(monkeypatch):
+    data = collect(monkeypatch, None, cuda=None)
+    data["devices"] = {"found": [], "problem": "no backend"}
+    assert info._next_steps(data) == ["JAX found no device: no backend."]
+    assert "  none: no backend" in info._text(data).splitlines()

@@ -8,6 +8,7 @@ for every segment s of the metadata (``segments.py``) and 0 <= i < length_s.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class Caller:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
+class Product(abc.ABC):
     """Facts of a grouped product beside its operands.
 
     Attributes:
@@ -70,12 +71,12 @@ class Product:
     def replace(self, **given) -> Any:
         return dataclasses.replace(self, **given)
 
-    def out_shape(self, a, b) -> tuple[int, ...]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def out_shape(self, a, b) -> tuple[int, ...]: ...
 
+    @abc.abstractmethod
     def letters(self, leaves: Sequence, aligned: bool) -> tuple[str, ...]:
         """The axes of a, of each leaf of b, and of the result; ``aligned`` as in the form."""
-        raise NotImplementedError
 
     def derived[P: Product](self, kind: type[P], **given) -> P:
         """Another product, with this one's precision and kernel: a part of its gradient."""

@@ -78,8 +78,6 @@ def in_parts(p: Mm | Qmm) -> str | None:
 
 
 def mm_fuses(p: Mm) -> str | None:
-    if p.lists and p.implementation == "sm80":
-        return "it takes no lists of rows"
     if why := (lists_sm90(p) if p.lists else None) or option_dtypes(p) or in_parts(p):
         return why
     if p.existing_dtype not in (None, p.out_dtype):

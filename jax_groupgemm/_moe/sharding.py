@@ -53,7 +53,12 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *
     }
     given, tree = jax.tree.flatten_with_path(operands)
     words = _words(operands, gated, transpose_w)
-    leaves = [_Leaf(path[0].key, words[path[0].key][: a.ndim], a) for path, a in given]
+    leaves = []
+    for path, a in given:
+        name = path[0].key
+        # Tiles have axes of their own behind that of experts.
+        word = "E" + "." * a.ndim if _layout_of_tiles(operands[name]) else words[name]
+        leaves.append(_Leaf(name, word[: a.ndim], a))
     for leaf in leaves:
         _check_layout(leaf, operands[leaf.name])
     axes = _mesh_axes(leaves)
@@ -67,6 +72,8 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *
         axis, experts = Axis(experts, transport), ()
     parts = math.prod(mesh.shape[axis] for axis in hidden)
     if hidden:
+        for leaf in leaves:
+            _check_no_tiles(leaf, operands[leaf.name], hidden)
         leaves = [leaf.with_halves() for leaf in leaves]
         for leaf in leaves:
             _check_size(leaf, parts)
@@ -199,12 +206,27 @@ def _in_whole_blocks(w, halves: int | None = None):
     return fp8.in_whole_blocks(fp8.of_product(w), halves)
 
 
+def _layout_of_tiles(operand) -> str | None:
+    tiles = isinstance(operand, Quantized) and operand.layout != "linear"
+    return operand.layout if tiles else None
+
+
+_REMEDY = "Shard the linear layout, or prepack in jax.shard_map."
+
+
 def _check_layout(leaf: _Leaf, operand) -> None:
-    linear = not isinstance(operand, Quantized) or operand.layout == "linear"
-    if not linear and any(entry for letter, entry in leaf.sharded() if letter != "E"):
+    layout = _layout_of_tiles(operand)
+    if layout and any(entry for letter, entry in leaf.sharded() if letter != "E"):
         raise ValueError(
-            f"{leaf} is sharded, but tiles of layout {operand.layout!r} are not cut here. Shard "
-            "the linear layout, or prepack in jax.shard_map."
+            f"{leaf} is sharded, but tiles of layout {layout!r} are not cut here. {_REMEDY}"
+        )
+
+
+def _check_no_tiles(leaf: _Leaf, operand, hidden) -> None:
+    if layout := _layout_of_tiles(operand):
+        raise ValueError(
+            f"{leaf} has tiles of layout {layout!r}, which are not cut here, but another operand "
+            f"shards F over {hidden}. {_REMEDY}"
         )
 
 

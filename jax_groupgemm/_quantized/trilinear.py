@@ -9,6 +9,7 @@ three kinds.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import Any
@@ -45,7 +46,7 @@ def checked(op: str, shape, group_sizes, bias, recipe, kind: type, key):
     return group_sizes, bias, key
 
 
-class Products:
+class Products(abc.ABC):
     """The three products of a family; static, so instances are hashable.
 
     ``keys`` has one for each of the two operands that are not group sizes: a key where it is
@@ -59,27 +60,27 @@ class Products:
 
     op = keeps = exact = ""
 
-    def out(self, x, w, q, bias, group_sizes, keys) -> jax.Array:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def out(self, x, w, q, bias, group_sizes, keys) -> jax.Array: ...
 
-    def dx(self, dy, w, q, group_sizes, keys) -> jax.Array:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def dx(self, dy, w, q, group_sizes, keys) -> jax.Array: ...
 
+    @abc.abstractmethod
     def dw(self, dy, x, group_sizes, keys, groups: int, dtype) -> jax.Array:
         """``x`` may be what :meth:`packed` makes of it."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def packs(self) -> bool:
         """Whether x is kept quantized, for dw."""
-        raise NotImplementedError
 
-    def packed(self, x, group_sizes) -> Quantized:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def packed(self, x, group_sizes) -> Quantized: ...
 
+    @abc.abstractmethod
     def unpacked(self, kept: Quantized, dtype) -> jax.Array:
         """Rows of x again."""
-        raise NotImplementedError
 
     def sums(self, a, b, group_sizes, groups: int, dtype) -> jax.Array:
         """``a[rows g].T @ b[rows g]`` of arrays, summed in float32."""

@@ -54,6 +54,10 @@ ERRORS = [
      "a: .qweight of shape (0, 4) is empty"),
     ("awq", {"qweight": WORDS[:96]}, None,
      "a: group_size=48 is not a multiple of 32"),
+    ("awq", {"scales": ONES[:1].repeat(3, 0), "qzeros": WORDS[:3]}, None,
+     "a: scales have 3 groups, but K is 128"),
+    ("gptq", {"scales": ONES[:1].repeat(3, 0), "qzeros": WORDS[:3]}, {"bits": 4, "group_size": 48},
+     "a: group_size=48 of K=128 is not a multiple of 32"),
     ("awq", {}, {"group_size": 128},
      "a: scales have 2 groups, but K is 128 and config says group_size=128"),
     ("awq", {}, {"group_size": 64, "q_group_size": 128},
@@ -252,6 +256,10 @@ CALLS = [
     (lambda: ck.linear({**AWQ, 3: 1}, "a", format="awq"),  # pyright: ignore
      "linear: names of tensors must be str, got 3"),
     (lambda: ck.linear({**AWQ, "a.scales": [[1], [2, 3]]}, "a", format="awq"),
+     "linear: a.scales must be an array, got list: setting an array element with a sequence. The "
+     "requested array has an inhomogeneous shape after 1 dimensions. The detected shape was (2,) + "
+     "inhomogeneous part."),
+    (lambda: ck.linear({**MLX, "a.scales": [[1], [2, 3]]}, "a", format="mlx", config=FOURS),
      "linear: a.scales must be an array, got list: setting an array element with a sequence. The "
      "requested array has an inhomogeneous shape after 1 dimensions. The detected shape was (2,) + "
      "inhomogeneous part."),

@@ -286,6 +286,31 @@ def test_errors(kind, tensors, changed, weights, message):
     assert str(error.value) == f"jgg.checkpoints.linear: {where}{message}"
 
 
+MX = {
+    4: {"weight_packed": np.zeros((8, 24), np.uint8), "weight_scale": np.ones((8, 1), np.uint8)},
+    8: {"weight": np.zeros((8, 40), E4M3), "weight_scale": np.ones((8, 1), np.uint8)},
+}
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "leaf", "k"),
+    [(4, "mxfp4-pack-quantized", "weight_packed", 48), (8, "mxfp8-quantized", "weight", 40)],
+)
+def test_mx_of_no_whole_groups(bits, kind, leaf, k):
+    weights = {"num_bits": bits, "type": "float", "group_size": 32}
+    about = {"format": kind, "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+    with pytest.raises(ValueError, match=rf"l: \.{leaf} has K = {k}, not a multiple of 32"):
+        ck.linear(named("l", MX[bits]), "l", format=FORMAT, config=about)
+
+
+def test_a_group_of_another_format():
+    group = {"targets": ["Linear"], "format": "int-quantized", "weights": {"num_bits": 4}}
+    about = {"format": "pack-quantized", "config_groups": {"g": group}}
+    message = "config contradicts itself: format='pack-quantized', and 'int-quantized' of its group"
+    with pytest.raises(ValueError, match=message):
+        ck.linear(named("l", PACKED), "l", format=FORMAT, config=about)
+
+
 def test_needs_config():
     for tensors in (PACKED, INT8):
         with pytest.raises(ValueError, match="config says no num_bits, without which integers"):

@@ -277,6 +277,37 @@ def test_replaced(tmp_path, how):
     np.testing.assert_array_equal(ck.open(path)["a"], np.arange(start, start + 10))
 
 
+def test_what_ends_while_it_is_read(tmp_path, monkeypatch):
+    path = save(tmp_path / "m.safetensors", values(10))
+    tensors, begin = ck.open(path), path.stat().st_size - 10 * 4 - 5 * 8
+    read = os.preadv
+    monkeypatch.setattr(
+        os, "preadv",
+        lambda file, views, at: read(file, [views[0][:12]], at) if at == begin else 0,
+    )  # fmt: skip
+    message = raised(lambda: tensors["a"])
+    assert message == f"{path}: tensor 'a': the file ends at byte {begin + 12}"
+
+
+def test_more_than_memory(tmp_path, monkeypatch):
+    tensors = ck.open(path := save(tmp_path / "m.safetensors", values(10)))
+
+    def empty(shape, dtype):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", empty)
+    message = raised(lambda: tensors["a"], MemoryError)
+    assert message == f"{path}: tensor 'a': no memory for F32 of shape (10,)"
+
+
+def test_types_are_not_read(tmp_path, monkeypatch):
+    header = {"a": entry(0, 8, [2], "F32"), "b": entry(8, 12, [4], "F6_OF_TOMORROW")}
+    tensors = ck.open(raw(tmp_path / "m.safetensors", header, bytes(12)))
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
+    assert [tensors.dtype(name) for name in "ab"] == ["float32", "F6_OF_TOMORROW"]
+    assert [tensors.shape(name) for name in "ab"] == [(2,), (4,)]
+
+
 def test_deleted(tmp_path):
     path = save(tmp_path / "m.safetensors", values(10))
     tensors = ck.open(path)

@@ -143,3 +143,7 @@ def test_every_primitive_is_a_product_or_a_conversion():
         "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
         "jgg_activation", "jgg_send", "jgg_collect", "jgg_fp8_quantize", "jgg_fp8_dequantize",
     }  # fmt: skip
+
+
+def test_names():
+    assert dir(jgg.checkpoint_policies) == sorted(jgg.checkpoint_policies.__all__)

@@ -66,6 +66,29 @@ def test_sizes_with_offset(sizes, rows, offset, groups):
     assert triples(table) == want
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_offsets_of_other_dtypes(dtype):
+    """A narrow one does not wrap where it is added to the groups at hand."""
+    sizes = jnp.full(200, 1, jnp.int32)
+    offset, groups = np.array(100, dtype), 60
+    table = segments.sizes(sizes, jnp.asarray(offset)).decode(200, 200, groups)
+    want = segments.sizes(sizes, jnp.int32(100)).decode(200, 200, groups)
+    np.testing.assert_array_equal(table, want)
+    assert triples(table)[-1] == (159, 159, 59)
+
+
+def test_no_groups_with_an_offset():
+    table = segments.sizes(jnp.zeros(0, jnp.int32), jnp.int32(1)).decode(9, 9, 3)
+    assert table.shape == (3, 4)
+    assert triples(table) == []
+
+
+def test_wide_integers_saturate():
+    """Those that int32 cannot hold are the limit, not something negative."""
+    values = np.array([0, 5, 2**31, 2**32 - 1], np.uint32)
+    np.testing.assert_array_equal(segments._int32(values, 99), [0, 5, 99, 99])
+
+
 @settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(-50, 90), st.integers(-50, 90)), max_size=8),

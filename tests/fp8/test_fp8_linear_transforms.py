@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from fp8_shardings import KINDS, SHARDED, assert_trees_close, check_sharded
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
 
@@ -93,6 +93,62 @@ def test_vmap_of_vjp(examples, axes):
         for i in range(2)
     ]
     assert_trees_close(got, jax.tree.map(lambda *v: jnp.stack(v), *singles))
+
+
+def second(x, w, ct, sizes, back, of_w):
+    """Of dx the derivatives in ct and w, and of dw that in ct, which x is kept in codes for."""
+    layer = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes)
+    dx = lambda ct, w: jax.vjp(lambda x: layer(x, w), x)[1](ct)[0]
+    dw = lambda ct: jax.vjp(lambda w: layer(x, w), w)[1](ct)[0]
+    return *jax.vjp(dx, ct, w)[1](back), *jax.vjp(dw, ct)[1](of_w)
+
+
+def second_orders(rng):
+    shapes = (T, K), (G, N, K), (T, N), (T, K), (G, N, K)
+    x, w, ct, back, of_w = (oracle.random(rng, s) for s in shapes)
+    return x, w, ct, jnp.array([9, 0, 3, 6], jnp.int32), back, of_w
+
+
+@pytest.mark.weekly
+def test_higher_orders(rng):
+    """They are products of the same kinds, of operands that are quantized anew."""
+    args = second_orders(rng)
+
+    @jit
+    def products(x, w, ct, sizes, back, of_w):
+        layer = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes)
+        along_t = functools.partial(jgg.fp8_quantize, axis=0, group_sizes=sizes)
+        sums = jgg.fp8_grouped_wgrad(along_t(back), along_t(ct), sizes)
+        return layer(back, w), sums, layer(jgg.dequantize(along_t(x)), of_w)
+
+    assert_trees_close(jit(second)(*args), products(*args))
+
+
+SECOND_SPECS = P(None, "d"), P(None, None, "d"), P(), P(), P(None, "d"), P(None, None, "d")
+SECOND_OUTS = P(), P(None, None, "d"), P()
+
+
+@needs_two_devices
+def test_types_of_higher_orders(rng):
+    """Over an Explicit mesh derivatives are sharded as what they are of."""
+    args, mesh = second_orders(rng), mesh_of((2,), ("d",), AxisType.Explicit)
+    types = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*spec[: a.ndim])))
+        for a, spec in zip(args, SECOND_SPECS, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        found = jax.eval_shape(second, *types)
+    for out, of, spec in zip(found, (args[2], args[1], args[2]), SECOND_OUTS, strict=True):
+        assert out.shape == of.shape
+        want = NamedSharding(mesh.abstract_mesh, spec)
+        assert out.sharding.is_equivalent_to(want, out.ndim)
+
+
+@needs_two_devices
+@pytest.mark.weekly
+def test_higher_orders_sharded(rng):
+    args = second_orders(rng)
+    check_sharded(jit(second), args, SECOND_SPECS, AxisType.Explicit, SECOND_OUTS, 1e-5)
 
 
 @pytest.mark.weekly

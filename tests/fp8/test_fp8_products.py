@@ -252,6 +252,13 @@ ERRORS = [
         "group_sizes=group_sizes)",
     ),
     (
+        lambda: jgg.fp8_grouped_wgrad(
+            ALONG_T, dataclasses.replace(ALONG_T, positions=jnp.arange(19)), S
+        ),
+        ValueError,
+        "jgg.fp8_grouped_wgrad: dy has 19 rows, expected T = 20 as x",
+    ),
+    (
         lambda: jgg.fp8_grouped_wgrad(ALONG_T, ALONG_T, S[:2]), ValueError,
         "jgg.fp8_grouped_wgrad: x is stored as (40, 384), expected (40, 256) because it has 20 "
         "rows and group_sizes is (2,)",

@@ -8,6 +8,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._core.segments import MAX_ROWS
 
 X, W, S = jnp.ones((16, 8)), jnp.ones((3, 8, 4)), jnp.array([4, 0, 9])
 A, B = jnp.ones((5, 20)), jnp.ones((20, 4))
@@ -50,6 +51,18 @@ CASES = [
     (
         lambda: jgg.grouped_mm(X, W[0], S), ValueError,
         "jgg.grouped_mm: w has shape (8, 4), expected 3 axes (G, K, N)",
+    ),
+    (
+        lambda: jgg.grouped_mm(
+            X.astype(complex), W.astype(complex), S, preferred_element_type=jnp.float32
+        ),
+        TypeError,
+        "jgg.grouped_mm: preferred_element_type=float32 would drop the imaginary part of "
+        "complex64 operands",
+    ),
+    (
+        lambda: jgg.route(S[:, None], 4, max_rows=2**40), ValueError,
+        f"jgg.route: max_rows={2**40} is more than {MAX_ROWS}",
     ),
     (
         lambda: jgg.grouped_mm(X, W, S.astype(jnp.float32)), TypeError,
@@ -307,3 +320,11 @@ def test_disable_jit():
     with jax.disable_jit():
         jax.tree.map(np.testing.assert_allclose, jax.value_and_grad(f)(x), want)
         np.testing.assert_allclose(jgg.grouped_qmm(x, q, sizes), 64, rtol=1e-2)
+
+
+def test_an_algorithm_of_float64():
+    """It is done where there are float64 operands."""
+    with jax.enable_x64(True):
+        x, w = X.astype("float64"), W.astype("float64")
+        text = jax.jit(lambda x, w: jgg.grouped_mm(x, w, S, precision="F64_F64_F64"))
+        assert jax.eval_shape(text, x, w).dtype == "float64"

@@ -264,3 +264,25 @@ def test_cost(rng, monkeypatch):
     assert cost.flops == composed.flops > 0
     lists = 4 * 2 * len(RHS)
     assert cost.bytes_accessed == composed.bytes_accessed + lists
+
+
+def test_what_exists_is_flattened_for_the_kernel(rng):
+    """It is in blocks of rows, as the result; the kernel takes rows, and adds to them in place."""
+    x, w = oracle.random(rng, (A, 2, K), "bfloat16"), oracle.random(rng, (G, K, N), "bfloat16")
+    old = oracle.random(rng, (6, 2, N), "bfloat16")
+    index = jnp.arange(6)
+    product = Mm(rows=12, out_dtype="bfloat16", implementation="sm90")
+    f = lambda x, w, old: fused.MM(
+        x, w, segments.sizes(np.full(G, 3)), product, Epilogue(existing_out=old),
+        fused.Lists(index, index),
+    )  # fmt: skip
+    text, given = cuda_call(f, x, w, old)
+    assert given[-1] == f"12x{N}xbf16"
+    assert "output_operand_alias" in text
+    assert text.count(f"tensor<12x{N}xbf16>) -> tensor<6x2x{N}xbf16>") == 1
+
+
+def test_one_index_is_sorted(rng):
+    a, b = operands(rng)
+    out = jgg.gather_mm(a, b, LHS[:1], RHS[:1], sorted_indices=True)
+    np.testing.assert_array_equal(out, jgg.gather_mm(a, b, LHS[:1], RHS[:1]))

@@ -155,3 +155,10 @@ def test_gradient_of_grouped_mm_is_of_its_rounded_preactivation(activation, dtyp
     want = run(functools.partial(fused.MM, fused=False))
     for one, other in zip(got, want, strict=True):
         assert oracle.error(one, other) < {"float32": 1e-6, "bfloat16": 8e-3}[dtype]
+
+
+def test_jacobians(rng):
+    """Of forward mode, which maps tangents, and of reverse mode, which maps cotangents."""
+    x, w = oracle.random(rng, (3, 2)), oracle.random(rng, (2, 2, 2))
+    f = lambda w: jgg.grouped_mm(x, w, jnp.array([1, 2]), activation="silu")
+    oracle.assert_close(jax.jit(jax.jacfwd(f))(w), jax.jit(jax.jacrev(f))(w))

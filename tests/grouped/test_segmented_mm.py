@@ -193,3 +193,22 @@ def test_any_segments(segments, k, seed):
     a, b = oracle.random(rng, (6, k)), oracle.random(rng, (k, 5))
     out = jgg.segmented_mm(a, b, np.array(segments))
     oracle.assert_close(out, oracle.segmented_mm(a, b, segments))
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_batch_of_one_operand(rng, which):
+    """Stored with its columns first it is folded into them: one product, and no copy."""
+    a, b, spans = (
+        oracle.random(rng, (3, 20)),
+        oracle.random(rng, (4, 20)),
+        np.array([[0, 9], [5, 20]]),
+    )
+    f = lambda a, b: jgg.segmented_mm(a, b, spans, transpose_b=True)
+    many = oracle.random(rng, (2, *(a if which == "a" else b).shape))
+    axes, args = ((0, None), (many, b)) if which == "a" else ((None, 0), (a, many))
+    mapped = jax.vmap(f, axes)
+    assert str(jax.make_jaxpr(mapped)(*args)).count("jgg_wgrad") == 1
+    got = mapped(*args)
+    for i in range(2):
+        pair = (many[i], b) if which == "a" else (a, many[i])
+        oracle.assert_close(got[i], f(*pair))

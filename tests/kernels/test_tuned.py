@@ -1,5 +1,6 @@
 """Tables of measured tiles: what a product looks up, what reaches the custom call, bad tables."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -278,3 +279,15 @@ def test_what_is_no_table(table, tmp_path, monkeypatch, make, says):
     monkeypatch.setenv("JGG_TUNED", str(path))
     with pytest.warns(UserWarning, match=f"cannot use the table of tiles .*: {says}"):
         assert product(64) == [0]
+
+
+def test_a_fingerprint_without_metadata(monkeypatch):
+    """Files that run without having been installed have one, too: another than a version's."""
+    digest = tuned._fingerprint.__wrapped__
+    installed = digest(None, None, ())
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert digest(None, None, ()) == digest(None, None, ()) != installed

@@ -147,6 +147,28 @@ def test_vmap(rng, where, name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ep.TRANSPORTS)
+def test_types_of_a_batch(rng, name):
+    """A vmap around the devices' program, and its gradient."""
+    args, tokens = ep.problem(rng, TOKENS * 2), TOKENS * 2
+    f = jax.vmap(ep.across(2, transport=name), (None, 0))
+    loss = lambda args, index: f(args, index).sum()
+    index = jax.ShapeDtypeStruct((3, tokens, K), jnp.int32)
+    assert jax.eval_shape(f, args, index).shape == (3, tokens, ep.D)
+    grads = jax.eval_shape(jax.grad(loss), args, index)
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, args)
+
+
+@pytest.mark.parametrize("devices", [2, 5])
+def test_each_device_once(rng, devices):
+    """A token goes to a device once, however many of its experts are there; ``devices`` is none."""
+    owner = rng.integers(0, devices + 1, (50, 4))
+    got = np.asarray(transport._once(jnp.asarray(owner), devices))
+    assert got.shape == (50, min(4, devices))
+    for row, given in zip(got, owner, strict=True):
+        assert [*row[row < devices]] == sorted({*given} - {devices})
+
+
 def test_no_tokens(rng):
     args, ct = ep.problem(rng, 0), jnp.zeros((0, ep.D))
 

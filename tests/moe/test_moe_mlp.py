@@ -368,6 +368,31 @@ def test_dtypes_without_a_layer(rng, implementation):
         oracle.assert_raises(call, TypeError, f"jgg.moe_mlp: {message}")
 
 
+def test_messages_of_shapes_and_names(rng):
+    x, up, down, index, weight = problem(rng)
+    of = lambda *shape: oracle.random_quantized(rng, shape, "affine", group_size=32)
+    wide, three = jnp.ones((T, 32)), up.reshape(E, D, 2, F).repeat(2, 2)[:, :, :3]
+    run = lambda x, up, **more: lambda: jgg.moe_mlp(x, up, down, index, weight, **more)
+    recipe = lambda: jgg.moe_mlp(
+        wide, of(E, 64, 32), of(E, 32, 32), index, weight, recipe=jgg.FP8Recipe()
+    )
+    for call, kind, message in (
+        (run(jnp.float32(1), up), ValueError, "x has shape (), expected (..., D)"),
+        (run(x, three), ValueError, f"up has shape {three.shape}, expected 2 in axis 2"),
+        (recipe, ValueError, "recipe quantizes weights that are arrays"),
+        (
+            run(x, up, axis_name=jnp.ones(2)), TypeError,
+            "axis_name must be the name of a mesh axis, or a tuple of names, got float32[2]",
+        ),
+    ):  # fmt: skip
+        oracle.assert_raises(call, kind, f"jgg.moe_mlp: {message}")
+    rows, routing = jnp.ones((T * K, D)), jgg.route(index, E)
+    oracle.assert_raises(
+        lambda: jgg.combine(rows, routing, weight.astype(complex)), TypeError,
+        "jgg.combine: expert_weight must hold floats as rows do, got complex64",
+    )  # fmt: skip
+
+
 def test_quantized_weights_are_named(rng):
     x, _, _, index, weight = problem(rng)
     x = jnp.ones((len(x), 32))

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import COLLECTIVES, DEVICES, mesh_of
+from meshes import COLLECTIVES, DEVICES, mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
 
@@ -332,3 +332,60 @@ def test_shard_map(rng, name):
         np.testing.assert_allclose(
             np.asarray(got).reshape(wanted[operand].shape), wanted[operand], rtol=1e-5, atol=2e-5
         )
+
+
+@needs_two_devices
+@pytest.mark.weekly
+def test_prepacked_weights(rng):
+    """They are whole on every device, or divided by expert."""
+    mesh = mesh_of((2,), ("d",), AxisType.Explicit)
+    put = lambda tree, *spec: jax.tree.map(
+        lambda a: jax.device_put(a, NamedSharding(mesh, P(*spec[: a.ndim]))), tree
+    )
+    f = jgg.prepack(jgg.quantize(oracle.random(rng, (E, 128, 64), "bfloat16")))
+    down = jgg.prepack(jgg.quantize(oracle.random(rng, (E, 64, 64), "bfloat16"), contract=-1))
+    assert f.layout == down.layout == "sm90"
+    x, index = oracle.random(rng, (6, 64), "bfloat16"), jnp.arange(12).reshape(6, 2) % E
+    weight = oracle.random(rng, (6, 2))
+    layer = jax.jit(lambda x, up, down: jgg.moe_mlp(x, up, down, index, weight))
+    want = layer(x, f, down)
+    with jax.set_mesh(mesh):
+        for spec in ((), ("d",)):
+            got = layer(put(x), put(f, *spec), put(down, *spec))
+            oracle.assert_close(got, want, tolerance=1e-2)
+
+
+@needs_two_devices
+def test_tiles_are_not_cut():
+    """Whole on every device, or divided by expert, they are taken."""
+    mesh = mesh_of((2,), ("d",), AxisType.Explicit)
+    place = lambda tree, *spec: jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*spec))),
+        tree,
+    )
+    quantized = lambda *shape: jax.eval_shape(
+        lambda w: jgg.quantize(w, contract=-1), jnp.zeros(shape, "bfloat16")
+    )
+    up, down = quantized(E, 256, 64), quantized(E, 64, 128)
+    tiles = jax.eval_shape(jgg.prepack, up)
+    x, index = jnp.zeros((6, 64), "bfloat16"), jnp.zeros((6, 2), jnp.int32)
+    layer = lambda up, down: jgg.moe_mlp(x, up, down, index, jnp.zeros((6, 2)))
+    remedy = "Shard the linear layout, or prepack in jax.shard_map."
+    with jax.set_mesh(mesh):
+        for operands, message in (
+            (
+                (place(tiles, None, "d"), place(down)),
+                "up uint32[4,4@d,1,512] is sharded, but tiles of layout 'sm90' are not cut here",
+            ),
+            (
+                (place(tiles), place(down, None, None, "d")),
+                "up uint32[4,4,1,512] has tiles of layout 'sm90', which are not cut here, but "
+                "another operand shards F over ('d',)",
+            ),
+        ):
+            oracle.assert_raises(
+                lambda operands=operands: jax.eval_shape(layer, *operands), ValueError,
+                f"jgg.moe_mlp: {message}. {remedy}",
+            )  # fmt: skip
+        for spec in ((), ("d",)):
+            assert jax.eval_shape(layer, place(tiles, *spec), place(down, *spec)).shape == x.shape

@@ -286,6 +286,25 @@ def test_second_order_sharded(rng, kind, name):
     assert_trees_close(got, jit(second)(*args))
 
 
+def test_types_of_second_order(rng):
+    """Over an Explicit mesh, also where dw has x in four bits."""
+    mesh = mesh_of(AxisType.Explicit)
+    at = lambda spec, *shape: jax.ShapeDtypeStruct(
+        shape, "float32", sharding=NamedSharding(mesh, spec)
+    )
+
+    def of_dw(x, w, ct):
+        f = lambda w: jgg.nvfp4_grouped_linear(x, w, jnp.array([9, 0, 3, 6]))
+        return jax.vjp(lambda ct: jax.vjp(f, w)[1](ct)[0], ct)[1](w)[0]
+
+    with jax.set_mesh(mesh):
+        out = jax.eval_shape(
+            of_dw, at(P(None, "d"), 20, 32), at(P(None, None, "d"), 4, 48, 32), at(P(), 20, 48)
+        )
+    assert out.shape == (20, 48)
+    assert out.sharding.is_fully_replicated
+
+
 def test_export(examples):
     args = pick(examples, 0)
     exported = jax.export.export(

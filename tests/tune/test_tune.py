@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +227,43 @@ def test_calls_in_turns(monkeypatch):
     assert times == {32: [35.0, 37.0], 64: [68.0, 70.0]}
 
 
+@pytest.fixture
+def profiler(monkeypatch):
+    """JAX's profiler with CUPTI's bindings made up: ``ran`` are the kernels that they saw."""
+    bindings = types.SimpleNamespace(
+        ran=[], _cupti_init=lambda: None, _cupti_get_timings=lambda finalize: bindings.ran
+    )
+    module = types.SimpleNamespace(mosaic_gpu_lib=types.SimpleNamespace(_mosaic_gpu_ext=bindings))
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu.profiler", module)
+    return module
+
+
+def test_the_bindings_of_cupti(profiler):
+    bindings = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    assert timing.extension() is bindings
+    profiler.mosaic_gpu_lib = None
+    with pytest.raises(RuntimeError, match="this jaxlib has no CUPTI bindings"):
+        timing.extension()
+
+
+def test_names_of_marks(profiler, monkeypatch):
+    """Of both marks, the one that clears the cache and the small one; nothing else may run."""
+    bindings, sizes = profiler.mosaic_gpu_lib._mosaic_gpu_ext, []
+    monkeypatch.setattr(timing, "SCRATCH", 16)
+    monkeypatch.setattr(timing, "mark", lambda values: sizes.append(values.size))
+    names = timing.mark_names.__wrapped__
+    timing.scratch.cache_clear()
+    try:
+        bindings.ran = [("tan_large", 0.1), ("tan_small", 0.01)]
+        assert names() == {"tan_large", "tan_small"}
+        assert sizes == [16, 8] * 2  # compiled, then seen
+        bindings.ran = [*bindings.ran, ("other", 1.0)]
+        with pytest.raises(RuntimeError, match="CUPTI saw 3 kernels of 2"):
+            names()
+    finally:
+        timing.scratch.cache_clear()
+
+
 def test_lists():
     args = tune.arguments([])
     full = tune.selected(args)
@@ -283,6 +321,34 @@ def test_why_it_cannot_run(monkeypatch, capabilities, build, why):
     monkeypatch.setattr(extension, "BUILD", build)
     with pytest.raises(SystemExit, match=re.escape(f"tune cannot run: {why}")):
         tune.main(["--quick"])
+
+
+@pytest.fixture
+def hopper(monkeypatch, profiler):
+    """A machine that can measure."""
+    gpu = types.SimpleNamespace(device_kind="NVIDIA Made Up")
+    monkeypatch.setattr(extension, "devices", lambda backend=None: ([gpu], None))
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+    build = extension.Build(cuda="13.0", architectures=("90a",))
+    monkeypatch.setattr(extension, "BUILD", build)
+
+
+@pytest.mark.parametrize("wrong", [(), (64,)])
+def test_command(monkeypatch, hopper, tmp_path, wrong):
+    """Its table is named after the device; a product that failed is a status."""
+    fake = FakeGpu(lambda op, tile, _: 5.0 if tile == 256 else 10.0, wrong)
+    monkeypatch.setattr(tune.Gpu, "compiled", lambda self, f, args: fake.compiled(f, args))
+    monkeypatch.setattr(timing, "in_turns", fake.times)
+    monkeypatch.chdir(tmp_path)
+    only = ["--shapes", "4,32,48", "--tokens", "64", "--ops", "wgrad"]
+    assert tune.main(only) == len(wrong)
+    table = tuned.read(tmp_path / "nvidia-made-up.json")
+    assert table["device"] == "NVIDIA Made Up"
+    assert [entry.tile for entry in table["entries"].values()] == [256]
+
+
+def test_programs_are_compiled_for_the_device(hopper):
+    assert tune.Gpu().compiled(lambda x: x + 1, [jnp.ones(())])(jnp.ones(())) == 2
 
 
 def test_without_cupti(monkeypatch):
