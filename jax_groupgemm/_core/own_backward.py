@@ -8,6 +8,7 @@ Reverse mode transposes it, and that is the operation's own backward pass.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -24,7 +25,8 @@ class OwnBackward:
     Args:
       name: of the primitive that is differentiated.
       forward: ``forward(*operands, **static)`` returns the result and what the backward pass needs,
-        or None where the derivative of the composition is meant.
+        or None where the derivative of the composition is meant. If it has a parameter ``moves``,
+        that is which leaves do, as a tree of the operands.
       backward: ``backward(saved, operands, cts, **static)`` returns a cotangent, or None, for every
         operand; ``cts`` are those of the results.
       meaning: ``meaning(moving, leaves, params)`` is the composition as a function of the leaves at
@@ -33,6 +35,7 @@ class OwnBackward:
 
     def __init__(self, name: str, forward: Callable, backward: Callable, meaning: Callable):
         self._forward, self._backward, self._meaning = forward, backward, meaning
+        self._asks = "moves" in inspect.signature(forward).parameters
         tangent = self._tangent = Primitive(f"{name}_tangent")
         tangent.multiple_results = True
         tangent.is_high = lambda *_, **__: False
@@ -48,7 +51,9 @@ class OwnBackward:
 
     def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
         """Results and their tangents, of the tangents of leaves at some places; or None."""
-        found = self._forward(*tree.unflatten(leaves), **dict(static))
+        asked = {"moves": tree.unflatten(i in moving for i in range(len(leaves)))}
+        more = asked if self._asks else {}
+        found = self._forward(*tree.unflatten(leaves), **more, **dict(static))
         if found is None:
             return None
         out, saved = found

@@ -131,53 +131,50 @@ class Fused:
         out = activate(wide, epilogue.activation).astype(product.out_dtype)
         return out, y.astype(product.out_dtype)
 
-    # What an activation is of is rounded, and kept: that is half the bytes. So is the one of the
-    # value, for the faster kernel. The derivative of a scale needs no product of the forward pass:
-    # with d = ct @ w.T, the cotangent of x times its scale, it is d . x.
+    # Where a gradient is taken, what an activation or a scale is of is rounded, as it is kept: half
+    # the bytes, and the faster kernels.
 
-    def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm):
-        if lists is not None:
+    def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm, moves):
+        if lists is not None or not jnp.issubdtype(product.out_dtype, jnp.floating):
             return None
-        if epilogue.activation is None and epilogue.bias is None:
-            floating = jnp.issubdtype(product.out_dtype, jnp.floating)
-            if epilogue.row_scale is None or not floating:
-                return None
-            return self(x, w, metadata, product, epilogue), None
-        if any(option is not None for option in (epilogue.row_scale, epilogue.existing_out)):
+        rest = epilogue.row_scale, epilogue.existing_out
+        if epilogue.activation is not None and rest == (None, None):
+            rounded = dataclasses.replace(epilogue, rounds=True)
+            return self.preactivated(x, w, metadata, rounded, product)
+        if epilogue.activation is not None or epilogue.bias is not None or rest[0] is None:
             return None
-        if epilogue.activation is None:
-            return None
-        rounded = dataclasses.replace(epilogue, rounds=True)
-        return self.preactivated(x, w, metadata, rounded, product)
+        y = self.product(x, w, metadata, product)
+        out = self.with_options(lambda _: y, metadata, w, epilogue, product)
+        return out, y if moves[3].row_scale else None
 
-    def _backward(self, h, operands, cts, *, product: Mm):
+    def _backward(self, kept, operands, cts, *, product: Mm):
+        """``kept`` is what the activation or the scale is of, and ``cts`` are the result's."""
         x, w, metadata, epilogue, _ = operands
+        (ct,) = cts
         if epilogue.row_scale is not None:
-            return self._scale_backward(x, w, metadata, epilogue, cts[0], product)
-        dh = activation_backward(h, cts[0], epilogue.activation)
-        of_sums = product.replace(out_dtype=h.dtype)
+            return self._scale_backward(kept, x, w, metadata, epilogue, ct, product)
+        dh = activation_backward(kept, ct, epilogue.activation)
+        of_sums = product.replace(out_dtype=kept.dtype)
         (dx, dw), dbias = product_cotangents(self.product, x, w, metadata, of_sums, dh), None
         if epilogue.bias is not None:
             dbias = bias_cotangent(epilogue.bias, metadata, product, dh)
         return dx, dw, None, dataclasses.replace(epilogue, bias=dbias), None
 
-    def _scale_backward(self, x, w, metadata, epilogue: Epilogue, ct, product: Mm):
-        d = rows_cotangent(self.product, x, w, metadata, product, ct)
-        axis = 0 if product.transpose_x else 1
+    def _scale_backward(self, y, x, w, metadata, epilogue: Epilogue, ct, product: Mm):
         covered = metadata.covered(product.rows, product.sizes(w)[0])
         wide = dtypes.accumulator_dtype(product.out_dtype)
         # Rows of no group may hold anything, and so may their scales.
-        scale = jnp.where(covered, epilogue.row_scale.astype(wide), 0)
-        scale = jnp.expand_dims(scale, axis)
-        dots = (d.astype(wide) * x.astype(wide)).sum(axis)
-        dscale = jnp.where(covered, dots, 0).astype(epilogue.row_scale.dtype)
-        scaled = lambda v: (v.astype(wide) * scale).astype(v.dtype)
-        dw = weight_cotangent(self.product, scaled(x), w, metadata, product, ct)
-        old = epilogue.existing_out
+        scale = jnp.where(covered, epilogue.row_scale.astype(wide), 0)[:, None]
+        scaled = (ct.astype(wide) * scale).astype(ct.dtype)
+        dx, dw = product_cotangents(self.product, x, w, metadata, product, scaled)
+        dscale, old = None, epilogue.existing_out
+        if y is not None:
+            dots = (ct.astype(wide) * y.astype(wide)).sum(1)
+            dscale = jnp.where(covered, dots, 0).astype(epilogue.row_scale.dtype)
         more = dataclasses.replace(
             epilogue, row_scale=dscale, existing_out=None if old is None else ct.astype(old.dtype)
         )
-        return scaled(d), dw, None, more, None
+        return dx, dw, None, more, None
 
     def composed(self, x, w, metadata: Metadata, epilogue: Epilogue, lists: Lists | None, *,
                  product: Mm):  # fmt: skip
@@ -245,15 +242,8 @@ class Fused:
 
 def product_cotangents(run: Callable, x, w, metadata, product: Mm, ct):
     """Those of x and w, of ``run(x, w, metadata, product)``."""
-    return (
-        rows_cotangent(run, x, w, metadata, product, ct),
-        weight_cotangent(run, x, w, metadata, product, ct),
-    )
-
-
-def rows_cotangent(run: Callable, x, w, metadata, product: Mm, ct):
-    """That of x alone."""
-    return jax.linear_transpose(lambda x: run(x, w, metadata, product), x)(ct)[0]
+    (dx,) = jax.linear_transpose(lambda x: run(x, w, metadata, product), x)(ct)
+    return dx, weight_cotangent(run, x, w, metadata, product, ct)
 
 
 def weight_cotangent(run: Callable, x, w, metadata, product: Mm, ct):
