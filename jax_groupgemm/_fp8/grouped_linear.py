@@ -124,6 +124,25 @@ def fp8_grouped_linear(
     ``wgrad="bfloat16"``. T, K and N may be any numbers. Closed under ``vmap``. The linear layer of
     DeepSeek-V3's training, for groups of any size.
     """
+    return grouped_linear(x, w, group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized)
+
+
+def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key) -> jax.Array:
+    """The same of an array w ``(G, K, N)``, of which no transposed copy is made: its codes are
+    stored transposed, and its gradient is (G, K, N) as it is made."""
+    quantized = None
+    if "fp8" in (recipe.forward, recipe.dgrad):
+        q = fp8_convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=-2)
+        quantized = dataclasses.replace(q, axis=-1)
+    return grouped_linear(
+        x, w.swapaxes(1, 2), group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized,
+        columns=True,
+    )  # fmt: skip
+
+
+def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: bool = False):
+    """:func:`fp8_grouped_linear`. With ``columns`` the gradient of w is made as that of its
+    transpose."""
     op = "fp8_grouped_linear"
     x = check.array(op, "x", x)
     check.dtype(op, "x", x.dtype, ("bfloat16", "float32"))
@@ -151,7 +170,7 @@ def fp8_grouped_linear(
         quantized = fp8_convert.quantized(op, array_w, block=recipe.weight_block)
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
-    out = linear(x, array_w, quantized, bias, group_sizes, key, _Products(recipe))
+    out = linear(x, array_w, quantized, bias, group_sizes, key, _Products(recipe, columns))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")
 
@@ -173,9 +192,10 @@ def _checked(op: str, name: str, q: Quantized, x, shape) -> Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class _Products(Products):
-    """As a recipe has them."""
+    """As a recipe has them; ``columns``: dw is made as (G, K, N)."""
 
     recipe: FP8Recipe
+    columns: bool = False
 
     op, keeps = "fp8_grouped_linear", "eight bits"
     exact = "recipe=jgg.FP8Recipe(wgrad='bfloat16')"
@@ -200,10 +220,14 @@ class _Products(Products):
 
     def dw(self, dy, x, group_sizes, keys, groups, dtype):
         if not self.packs:
+            if self.columns:
+                return self.sums(x, dy, group_sizes, groups, dtype).swapaxes(1, 2)
             return self.sums(dy, x, group_sizes, groups, dtype)
         if not isinstance(x, Quantized):
             x = self._along_t(x, group_sizes, keys[1])
         dy = self._along_t(dy, group_sizes, keys[0], self.recipe.gradient_format)
+        if self.columns:
+            return grouped_wgrad(dy, x, group_sizes, dtype=dtype).swapaxes(1, 2)
         return grouped_wgrad(x, dy, group_sizes, dtype=dtype)
 
     @property

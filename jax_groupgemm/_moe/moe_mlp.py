@@ -18,7 +18,7 @@ from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Integers, Transport
-from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear
+from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear, of_columns
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .._grouped.grouped_mm import grouped_mm
@@ -357,10 +357,13 @@ class _Layer:
     def _product(self, sizes, precision, implementation, rows, w, bias, key):
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": self.dtype}
         if self.recipe is not None:
-            w = w if self.transpose_w else w.swapaxes(1, 2)
-            fp8 = isinstance(self.recipe, FP8Recipe)
-            linear: Callable = fp8_grouped_linear if fp8 else nvfp4_grouped_linear
-            return linear(rows, w.astype(self.dtype), sizes, bias=bias, key=key, recipe=self.recipe)
+            w = w.astype(self.dtype)
+            options: dict[str, Any] = {"bias": bias, "key": key, "recipe": self.recipe}
+            if not isinstance(self.recipe, FP8Recipe):
+                w = w if self.transpose_w else w.swapaxes(1, 2)
+                return nvfp4_grouped_linear(rows, w, sizes, **options)
+            linear: Callable = fp8_grouped_linear if self.transpose_w else of_columns
+            return linear(rows, w, sizes, **options)
         product: Callable = grouped_qmm if isinstance(w, Quantized) else grouped_mm
         if product is grouped_mm:
             same["precision"] = precision

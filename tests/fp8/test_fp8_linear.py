@@ -11,6 +11,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._fp8.grouped_linear import of_columns
 
 pytestmark = pytest.mark.default_device
 
@@ -34,6 +35,21 @@ def run(x, w, bias, ct, sizes=None, recipe=jgg.FP8Recipe(), **options):  # noqa:
     f = lambda x, w, bias: jgg.fp8_grouped_linear(x, w, sizes, bias=bias, recipe=recipe, **options)
     out, vjp = jax.vjp(f, x, w, bias)
     return out, *vjp(ct)
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "bfloat16"])
+def test_of_columns(problem, wgrad):
+    """w (G, K, N) means its transpose, to the last bit of result and dx; dw is another order of the
+    same products."""
+    x, w, bias, ct = problem
+    recipe = jgg.FP8Recipe(wgrad=wgrad)
+    f = lambda x, w, bias: of_columns(x, w, jnp.array(SIZES), bias=bias, recipe=recipe, key=None)
+    out, pull = jax.vjp(f, x, w.swapaxes(1, 2), bias)
+    dx, dw, dbias = pull(ct)
+    want = run(x, w, bias, ct, recipe=recipe)
+    for got, expected in zip((out, dx, dbias), (want[0], want[1], want[3]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    oracle.assert_close(dw.swapaxes(1, 2), want[2])
 
 
 def products(x, w, bias, ct, sizes):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._fp8.grouped_linear import of_columns
 from jax_groupgemm._fp8.grouped_wgrad import grouped_wgrad
 from jax_groupgemm._kernels import extension
 
@@ -130,6 +131,21 @@ def test_training():
         ("fp8_grouped_mm", dx, f"{T}x{K}xbf16"),
         ("fp8_grouped_wgrad", LINES, f"{G}x{N}x{K}xbf16"),
     ])  # fmt: skip
+
+
+def test_training_of_columns():
+    """Of w (G, K, N) nothing is transposed but its codes for dx."""
+
+    def f(x, w, ct, sizes):
+        layer = lambda x, w: of_columns(x, w, sizes, bias=None, recipe=jgg.FP8Recipe(), key=None)
+        return jax.vjp(layer, x, w)[1](ct)
+
+    text = cuda_text(f, half(T, K), half(G, K, N), half(T, N), SIZES)
+    lines = [*LINES[2:4], *LINES[:2], LINES[4]]
+    assert ("fp8_grouped_wgrad", lines, f"{G}x{K}x{N}xbf16") in calls(text)
+    quantized = [line for line in text.splitlines() if "@jgg_fp8_quantize(" in line]
+    assert any(f"tensor<{G}x{K}x{N}xbf16>" in line for line in quantized)
+    assert not any(f"tensor<{G}x{N}x{K}xbf16>" in line for line in quantized)
 
 
 def test_derivatives_of_gradients():

@@ -177,6 +177,26 @@ def test_recipe(rng):
     ).all()
 
 
+def test_fp8_recipe(rng):
+    """Either layout of weights has the same codes, and gradients of its own layout."""
+    x, up, down, index, weight = problem(rng, tokens=40, d=32, f=16, dtype="bfloat16")
+    recipe = jgg.FP8Recipe(stochastic_rounding=False)
+    ct = oracle.random(rng, x.shape, "bfloat16")
+
+    def step(x, up, down, **options):
+        f = lambda *args: jgg.moe_mlp(*args, index, weight, **options)
+        out, pull = jax.vjp(f, x, up, down)
+        return out, *pull(ct)
+
+    turned = [w.swapaxes(1, 2) for w in (up, down)]
+    got = jax.jit(functools.partial(step, recipe=recipe))(x, up, down)
+    other = jax.jit(functools.partial(step, recipe=recipe, transpose_w=True))(x, *turned)
+    other = *other[:2], *(w.swapaxes(1, 2) for w in other[2:])
+    for one, same, exact in zip(got, other, jax.jit(step)(x, up, down), strict=True):
+        assert oracle.error(one, same) < 1e-3
+        assert 1e-3 < oracle.error(one, exact) < 0.1
+
+
 def loss(args, index):
     x, up, down, weight = args
     return jnp.sin(jgg.moe_mlp(x, up, down, index, weight)).sum()
