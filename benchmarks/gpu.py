@@ -32,6 +32,8 @@ import numpy as np
 import jax_groupgemm as jgg
 
 from . import (
+    fp8,
+    fp8_shapes,
     nvfp4,
     nvfp4_quantize,
     peers,
@@ -61,8 +63,11 @@ FAMILIES: dict[type, Family] = {
     quantized_shapes.Convert: Family(quantized, quantized_peers),
     quantized_shapes.Nvfp4Quantize: Family(nvfp4_quantize, nvfp4_quantize),
     quantized_shapes.Nvfp4: Family(nvfp4, nvfp4),
+    fp8_shapes.Product: Family(fp8, fp8),
+    fp8_shapes.Quantize: Family(fp8, fp8),
 }
-OPS = (*shapes.OPS, *quantized_shapes.OPS)
+LISTS = {op: module for module in (shapes, quantized_shapes, fp8_shapes) for op in module.OPS}
+OPS = tuple(LISTS)
 PEERS = tuple(dict.fromkeys(p for family in FAMILIES.values() for p in family.peers.PEERS))
 DEFAULT = ("torch", "quack", "dequantize", "humming")
 NEEDS = {
@@ -75,8 +80,7 @@ VERSIONS = ("jaxlib", "torch", "quack-kernels", "humming-kernels", "mlx")
 
 
 def cases(op: str, level: str = "default", skew: bool = False) -> list:
-    module = shapes if op in shapes.OPS else quantized_shapes
-    return module.cases(op, level, skew)
+    return LISTS[op].cases(op, level, skew)
 
 
 def unavailable(name: str) -> str | None:
@@ -149,6 +153,8 @@ def run_case(case, args, c: float, b: float) -> dict:
             "spread": (max(times[mine]) - min(times[mine])) / us[mine],
         }  # fmt: skip
     record |= {} if chained is None else {"in_situ_us": chained}
+    published = getattr(case, "published", None)
+    record |= {} if published is None else {"published_tflops": published}
     return record | ({"mlx_us": case.mlx} if case.mlx else {})
 
 

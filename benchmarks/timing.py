@@ -339,10 +339,31 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:160]
 
 
+def _fp8_ceiling(size: int = 8192) -> float:
+    """FLOP/s of cuBLAS in e4m3, with a scale for each row and column."""
+    try:
+        of = functools.partial(torch().randn, size, size, device="cuda")
+        a, b = (of().to(torch().float8_e4m3fn) for _ in range(2))
+        scales = [torch().ones(shape, device="cuda") for shape in ((size, 1), (1, size))]
+        run = lambda: torch()._scaled_mm(
+            a, b.t(), *scales, out_dtype=torch().bfloat16, use_fast_accum=True
+        )
+        arm: Any = TorchArm(run, cold=False)
+    except Exception as why:
+        print(f"C of fp8 without torch, by XLA's product: {reason(why)}")
+        a, b = (random(seed, (size, size)).astype("float8_e4m3fn") for seed in range(2))
+        product = lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.bfloat16)
+        arm = JaxArm(product, (a, b), cold=False)
+    return 2 * size**3 / statistics.median(arm.time(20)) * 1e6
+
+
 def ceilings(kinds) -> tuple[dict[str, float], float]:
     """FLOP/s of a dense product by kind, and bytes/s of a copy."""
     flops = {}
     for kind in kinds:
+        if kind == "fp8":
+            flops[kind] = _fp8_ceiling()
+            continue
         size = 8192 if kind == "bfloat16" else 4096
         dtype = "bfloat16" if kind == "bfloat16" else "float32"
         precision = {"float32": "highest", "tf32": "tensorfloat32"}.get(kind)
