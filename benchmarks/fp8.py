@@ -114,7 +114,7 @@ def arms(case: Product | Quantize, v: Any, args) -> dict[str, Callable]:
         return {"ours": lambda: JaxArm(f, (v.x, v.more), case.cold)}
     direction = case.direction
     arm = lambda f, a, b: functools.partial(JaxArm, f, (a, b, v.sizes), case.cold)
-    out = {
+    out: dict[str, Callable] = {
         ours_name(i, None): arm(functools.partial(product, direction, i), v.a, v.b)
         for i in (args.implementation if direction != "dgrad" else [None])
     }

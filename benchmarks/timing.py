@@ -342,19 +342,23 @@ def reason(error: Exception) -> str:
 def _fp8_ceiling(size: int = 8192) -> float:
     """FLOP/s of cuBLAS in e4m3, with a scale for each row and column."""
     try:
-        of = functools.partial(torch().randn, size, size, device="cuda")
-        a, b = (of().to(torch().float8_e4m3fn) for _ in range(2))
-        scales = [torch().ones(shape, device="cuda") for shape in ((size, 1), (1, size))]
-        run = lambda: torch()._scaled_mm(
-            a, b.t(), *scales, out_dtype=torch().bfloat16, use_fast_accum=True
-        )
-        arm: Any = TorchArm(run, cold=False)
+        arm = _fp8_by_torch(size)
     except Exception as why:
-        print(f"C of fp8 without torch, by XLA's product: {reason(why)}")
-        a, b = (random(seed, (size, size)).astype("float8_e4m3fn") for seed in range(2))
+        print(f"C of fp8 by XLA's product without scales, torch has none: {reason(why)}")
+        operands = [random(seed, (size, size)).astype("float8_e4m3fn") for seed in range(2)]
         product = lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.bfloat16)
-        arm = JaxArm(product, (a, b), cold=False)
+        arm = JaxArm(product, operands, cold=False)
     return 2 * size**3 / statistics.median(arm.time(20)) * 1e6
+
+
+def _fp8_by_torch(size: int) -> TorchArm:
+    of = functools.partial(torch().randn, size, size, device="cuda")
+    a, b = (of().to(torch().float8_e4m3fn) for _ in range(2))
+    scales = [torch().ones(shape, device="cuda") for shape in ((size, 1), (1, size))]
+    run = lambda: torch()._scaled_mm(
+        a, b.t(), *scales, out_dtype=torch().bfloat16, use_fast_accum=True
+    )
+    return TorchArm(run, cold=False)
 
 
 def ceilings(kinds) -> tuple[dict[str, float], float]:
