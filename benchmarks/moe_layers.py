@@ -23,6 +23,13 @@ def ours(x, router, up, down, k):
     return jgg.moe_mlp(x, up, down, expert, weight)
 
 
+def fp8(x, router, up, down, k):
+    """Rounded to nearest: a key for every call would be one more operand."""
+    weight, expert = routed(x, router, k)
+    recipe = jgg.FP8Recipe(stochastic_rounding=False)
+    return jgg.moe_mlp(x, up, down, expert, weight, recipe=recipe)
+
+
 def composed(x, router, up, down, k):
     weight, expert = routed(x, router, k)
     return jgg.moe_mlp(x, up, down, expert, weight, implementation="composed")
@@ -97,6 +104,7 @@ def ragged_dot(x, router, up, down, k):
 
 LAYERS = {
     "ours": ours,
+    "fp8": fp8,
     "composed": composed,
     "readme_old": readme_old,
     "permutation": permutation,

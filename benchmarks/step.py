@@ -1,4 +1,4 @@
-"""Whole training steps of one mixture of experts: bfloat16 and NVFP4, eager and captured.
+"""Whole training steps of one mixture of experts: bfloat16, NVFP4 and FP8, eager and captured.
 
 python -m benchmarks.step --json benchmarks/results/h200/training/step.json
 
@@ -38,7 +38,11 @@ def nvfp4(x, w, sizes, key):
     return jgg.nvfp4_grouped_linear(x, w, sizes, key=key)
 
 
-PRECISIONS = {"bfloat16": bfloat16, "nvfp4": nvfp4}
+def fp8(x, w, sizes, key):
+    return jgg.fp8_grouped_linear(x, w, sizes, key=key)
+
+
+PRECISIONS = {"bfloat16": bfloat16, "nvfp4": nvfp4, "fp8": fp8}
 
 
 def mixture(params, x, key, linear):

@@ -384,11 +384,11 @@ def test_layer():
         assert 0 < oracle.error(g, oracle.f64(e)) < 3e-2  # one rounds more often
 
 
-BOTH = "bfloat16", "nvfp4"
+ALL = "bfloat16", "nvfp4", "fp8"
 
 
 # NVFP4's step takes most of a minute to compile.
-@pytest.mark.parametrize("precisions", [BOTH[:1], pytest.param(BOTH, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("precisions", [ALL[:1], pytest.param(ALL, marks=pytest.mark.weekly)])
 def test_training_steps(tmp_path, capsys, monkeypatch, precisions):
     monkeypatch.setattr(step, "PRECISIONS", {p: step.PRECISIONS[p] for p in precisions})
     path = tmp_path / "step.json"
