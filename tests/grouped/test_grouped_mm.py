@@ -261,42 +261,6 @@ def test_epilogue_keeps_nan_of_the_tail_out(rng, implementation):
     assert not dbias[1].any()
 
 
-def test_gradients_of_a_scale_alone(rng, implementation):
-    """What the scale is of is kept where the scale moves, and the tail may hold anything."""
-    t, k, n, g = 20, 8, 24, 3
-    x = oracle.random(rng, (t, k)).at[12:].set(jnp.nan)
-    w, old = oracle.random(rng, (g, k, n)), oracle.random(rng, (t, n))
-    scale = oracle.random(rng, (t,)).at[12:].set(jnp.nan)
-    sizes, ct = jnp.array([5, 0, 7]), oracle.random(rng, (t, n)).at[12:].set(jnp.nan)
-    f = lambda x, w, scale, old: jgg.grouped_mm(
-        x, w, sizes, row_scale=scale, existing_out=old, implementation=implementation
-    )
-    out, vjp = jax.vjp(f, x, w, scale, old)
-    products = oracle.grouped_mm(x, w, sizes)
-    oracle.assert_close(
-        out[:12], products[:12] * oracle.f64(scale)[:12, None] + oracle.f64(old)[:12]
-    )
-    np.testing.assert_array_equal(out[12:], old[12:])
-    if implementation is None:
-        for moves, f_of in (
-            ("x", lambda x: f(x, w, scale, None)),
-            ("s", lambda s: f(x, w, s, None)),
-        ):
-            _, pull = jax.vjp(f_of, x if moves == "x" else scale)
-            kept = [leaf.shape for leaf in jax.tree.leaves(pull)]
-            assert ((t, n) in kept) == (moves == "s")
-    dx, dw, dscale, dold = vjp(ct)
-    live, rows = oracle.f64(ct)[:12], [(0, 5, 0), (5, 12, 2)]
-    scaled = live * oracle.f64(scale)[:12, None]
-    for begin, end, group in rows:
-        oracle.assert_close(dx[begin:end], scaled[begin:end] @ oracle.f64(w)[group].T)
-        oracle.assert_close(dw[group], oracle.f64(x)[begin:end].T @ scaled[begin:end])
-    oracle.assert_close(dscale[:12], (live * products[:12]).sum(1))
-    for tail in (dx[12:], dscale[12:], dw[1]):
-        assert not np.asarray(tail).any()
-    np.testing.assert_array_equal(dold, ct)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.one_in(3)
 def test_nan_stays_in_its_group(rng, implementation, bad):

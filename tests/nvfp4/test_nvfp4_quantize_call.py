@@ -2,10 +2,10 @@
 makes, byte for byte."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
+import lowered_calls
 import numpy as np
 import oracle
 import pytest
@@ -19,23 +19,11 @@ from jax_groupgemm._kernels import choose
 TARGET = "jgg_nvfp4_quantize"
 
 
-def lowered(x, *operands, platform="cuda", function=jgg.nvfp4_quantize, **kwargs) -> str:
-    def quantize(x, *operands):
-        names = ("group_sizes", "stochastic_rounding_key")
-        given = {n: o for n, o in zip(names, operands, strict=False) if o is not None}
-        return function(x, **given, **kwargs)
-
-    return jax.jit(quantize).trace(x, *operands).lower(lowering_platforms=(platform,)).as_text()
+def lowered(x, *operands, function=jgg.nvfp4_quantize, **kwargs) -> str:
+    return lowered_calls.lowered(function, x, *operands, **kwargs)
 
 
-def call(text: str) -> tuple[list[str], list[str], str]:
-    """Types of its operands and results, and its attributes; there is one."""
-    (line,) = [line for line in text.splitlines() if f"@{TARGET}(" in line]
-    operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
-    types = (re.findall(r"tensor<([^>]*)>", part) for part in (operands, results))
-    attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)
-    assert attributes is not None
-    return *types, attributes[1]
+call = functools.partial(lowered_calls.call, TARGET)
 
 
 def test_one_matrix():

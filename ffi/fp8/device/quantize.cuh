@@ -4,7 +4,7 @@
 #pragma once
 
 #include "fp8/device/quantize_block.cuh"
-#include "nvfp4/device/groups.cuh"
+#include "nvfp4/device/starts.cuh"
 
 namespace jgg::fp8::device {
 
@@ -42,31 +42,12 @@ inline constexpr int kElementBytes = Size(kOf);
 static __global__ void __launch_bounds__(kScanThreads)
     GroupsKernel(const int32_t* sizes, int32_t groups, int32_t rows, int32_t* starts,
                  int32_t* tiles, TileRows* of_tiles, int32_t count) {
-  using namespace nvfp4::device;
-  __shared__ int64_t row_sums[kScanThreads], tile_sums[kScanThreads];
-  const int thread = threadIdx.x;
-  const GroupScan scan{sizes, groups, rows, kBlock, 0};
-  row_sums[thread] = SumSizes(scan, thread);
+  nvfp4::device::FindStarts({sizes, groups, rows, kBlock, 0}, starts, tiles);
   __syncthreads();
-  const int64_t before = SumBefore(scan, row_sums, thread);
-  tile_sums[thread] = SumTiles(scan, thread, before);
-  __syncthreads();
-  int64_t tile = SumBefore(scan, tile_sums, thread);
-  VisitGroups(scan, thread, before, [&](int g, int32_t start, int32_t, int64_t own) {
-    starts[g] = start;
-    tiles[g] = static_cast<int32_t>(tile);
-    tile += own;
-  });
-  if (thread == kScanThreads - 1) {
-    const int64_t end = before + row_sums[thread];
-    starts[groups] = static_cast<int32_t>(end < rows ? end : rows);
-    tiles[groups] = static_cast<int32_t>(tile);
-  }
-  __syncthreads();
-  for (int i = thread; i < count; i += kScanThreads) {
+  for (int i = threadIdx.x; i < count; i += kScanThreads) {
     TileRows of{0, 0};
     if (i < tiles[groups]) {
-      const int g = GroupOfTile(tiles, groups, i);
+      const int g = nvfp4::device::GroupOfTile(tiles, groups, i);
       of.first = starts[g] + kBlock * (i - tiles[g]);
       of.count = min(kBlock, starts[g + 1] - of.first);
     }

@@ -3,8 +3,8 @@
 // quantize_columns.cuh has blocks along R, quantize_block.cuh the arithmetic.
 #pragma once
 
-#include "nvfp4/device/groups.cuh"
 #include "nvfp4/device/quantize_block.cuh"
+#include "nvfp4/device/starts.cuh"
 
 namespace jgg::nvfp4::device {
 
@@ -40,26 +40,8 @@ inline constexpr int kElementBytes = Size(kOf);
 static __global__ void __launch_bounds__(kScanThreads)
     StartsKernel(const int32_t* sizes, int32_t groups, int32_t rows, int32_t* starts,
                  int32_t* tiles, uint32_t* amax) {
-  __shared__ int64_t row_sums[kScanThreads], tile_sums[kScanThreads];
-  const int thread = threadIdx.x;
-  const GroupScan scan{sizes, groups, rows, kTileLines, 0};
-  if (thread == 0) *amax = 0;
-  row_sums[thread] = SumSizes(scan, thread);
-  __syncthreads();
-  const int64_t before = SumBefore(scan, row_sums, thread);
-  tile_sums[thread] = SumTiles(scan, thread, before);
-  __syncthreads();
-  int64_t tile = SumBefore(scan, tile_sums, thread);
-  VisitGroups(scan, thread, before, [&](int g, int32_t start, int32_t, int64_t count) {
-    starts[g] = start;
-    tiles[g] = static_cast<int32_t>(tile);
-    tile += count;
-  });
-  if (thread == kScanThreads - 1) {
-    const int64_t end = before + row_sums[thread];
-    starts[groups] = static_cast<int32_t>(end < rows ? end : rows);
-    tiles[groups] = static_cast<int32_t>(tile);
-  }
+  if (threadIdx.x == 0) *amax = 0;
+  FindStarts({sizes, groups, rows, kTileLines, 0}, starts, tiles);
 }
 
 static __global__ void __launch_bounds__(kQuantizeThreads)
