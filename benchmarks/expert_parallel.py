@@ -100,19 +100,25 @@ def table(slack: float | None) -> str:
 TABLES = {"worst": None, "twice": 2.0}
 
 
-def written(page: str) -> str:
-    """The page with its tables."""
-    for name, slack in TABLES.items():
-        begin = f"<!-- python -m benchmarks.expert_parallel: {name} -->"
+def filled(page: str, command: str, tables: dict[str, str]) -> str:
+    """The page with ``tables`` between the comments that name them."""
+    for name, text in tables.items():
+        begin = f"<!-- {command}: {name} -->"
         page, count = re.subn(
             rf"{re.escape(begin)}\n.*?<!-- end -->",
-            lambda _, b=begin, s=slack: f"{b}\n\n{table(s)}\n\n<!-- end -->",
+            lambda _, b=begin, t=text: f"{b}\n\n{t}\n\n<!-- end -->",
             page,
             flags=re.DOTALL,
         )
         if count != 1:
             raise ValueError(f"the page has {count} times {begin}")
     return page
+
+
+def written(page: str) -> str:
+    """The page with its tables."""
+    tables = {name: table(slack) for name, slack in TABLES.items()}
+    return filled(page, "python -m benchmarks.expert_parallel", tables)
 
 
 def main() -> None:

@@ -182,3 +182,33 @@ def layers(records: list[dict], path: Path) -> None:
             axes.set_xlabel("% of a large dense product's rate")
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         save(figure, path)
+
+
+def scaling(panels: dict[str, dict], measured: dict[str, list], path: Path) -> None:
+    """A panel, by its title, has arms, and an arm points: GPUs, and percent of one GPU alone. Two
+    panels a row; ``measured`` are points of some."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(panels) // 2, 2, figsize=(7, 2.4 * len(panels) // 2), sharex=True, sharey=True,
+            squeeze=False, layout="constrained",
+        )  # fmt: skip
+        for of, (title, arms) in zip(axes.flat, panels.items(), strict=True):
+            for i, (name, points) in enumerate(arms.items()):
+                of.plot(*zip(*points, strict=True), color=COLOURS[i], marker=MARKERS[i],
+                        markersize=3, linewidth=1, label=name)  # fmt: skip
+            if title in measured:
+                of.scatter(*zip(*measured[title], strict=True), s=40, facecolors="none",
+                           edgecolors="black", zorder=3, label="measured")  # fmt: skip
+            of.set_title(title, fontsize=8)
+            of.grid(color="#dddddd", linewidth=0.6)
+        gpus = sorted({n for arms in panels.values() for of in arms.values() for n, _ in of})
+        axes[0, 0].set_xscale("log", base=2)
+        axes[0, 0].set_xticks(gpus, [str(n) for n in gpus])
+        axes[0, 0].set_ylim(0, 110)
+        for of in axes[-1]:
+            of.set_xlabel("GPUs")
+        for of in axes[:, 0]:
+            of.set_ylabel("% of one GPU's throughput")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+                      frameon=False)  # fmt: skip
+        save(figure, path)
