@@ -76,9 +76,7 @@ class MixtureOfExperts(nnx.Module):
         self.activation: Literal["swiglu", "swiglu_oai"] = config.activation
 
     def __call__(self, x: jax.Array, layer: Any, exists: jax.Array, mesh: Any):
-        wide = x.astype(jnp.float32)
-        correction = None if self.correction is None else self.correction.get_value()
-        index, weight = choose(self.routing, self.router(wide), correction)
+        index, weight = self.choices(x)
         index = jnp.where(exists[:, None], index, -1)  # no expert: nothing is computed
         names = "up", "down", "up_bias", "down_bias"
         parts = {name: getattr(self, name) for name in names}
@@ -90,6 +88,11 @@ class MixtureOfExperts(nnx.Module):
                 shared *= jax.nn.sigmoid(self.shared_gate(x))
             y += shared
         return y
+
+    def choices(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of each token, and their weights."""
+        correction = None if self.correction is None else self.correction.get_value()
+        return choose(self.routing, self.router(x.astype(jnp.float32)), correction)
 
     def _experts(self, x, parts: dict[str, Any], index, weight, layer, mesh):
         def here(x, parts, index, weight, layer, device):
