@@ -256,7 +256,8 @@ def main(argv=None) -> int:
             f"python -m benchmarks.decode needs an NVIDIA GPU, and jax sees only {jax.devices()}. "
             "--tiny runs on any machine."
         )
-    records = [r for case in cases for r in measure(case, args)]
+    with jax.numpy_dtype_promotion("standard"):  # as examples/generate.py
+        records = [r for case in cases for r in measure(case, args)]
     b = timing.ceilings([])[1] if jax.default_backend() == "gpu" else None
     bounded(records, b)
     head = header(args, b)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import tempfile
 import zlib
 from collections.abc import Mapping
@@ -123,8 +124,8 @@ def drawn(seed: int, shape: tuple[int, ...], format: str | None, dtype: str) -> 
         biases = scales * jnp.asarray(-7.5, dtype)
         return _quantized(codes, scales, biases, mode="affine", bits=4, group_size=group)
     if format == "mxfp4":
-        power = 127 + round(float(np.log2(spread / _E2M1_SPREAD)))
-        scales = jax.random.randint(other, (*lead, n, k // 32), power - 1, power + 1, jnp.uint8)
+        power = 127 + math.floor(math.log2(spread / _E2M1_SPREAD))  # or one more
+        scales = jax.random.randint(other, (*lead, n, k // 32), power, power + 2, jnp.uint8)
         return _quantized(codes, scales, mode="mxfp4", bits=4, group_size=32)
     if format != "nvfp4":
         raise ValueError(f"format {format!r}")

@@ -49,6 +49,10 @@ def filled_cache(model: Decoder, room: int, batch: int) -> list[Cache]:
     return tree.unflatten([_filled(i, kind, axis, first) for i, kind in enumerate(leaves)])
 
 
+def some_tokens(batch: int, vocabulary: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(batch).integers(0, vocabulary, batch, np.int32))
+
+
 class Steps:
     """Steps of a batch, of which each feeds its tokens to the next."""
 
@@ -59,7 +63,7 @@ class Steps:
         self.cache = jax.block_until_ready(filled_cache(model, room, batch))
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
         vocabulary = model.config.vocabulary
-        self.tokens = jax.random.randint(jax.random.key(1), (batch,), 0, vocabulary, jnp.int32)
+        self.tokens = some_tokens(batch, vocabulary)
         self.start, self.key = jnp.int32(context), key_of(0)
 
         def step(params, cache, tokens, position, key):
@@ -163,11 +167,9 @@ class Parts:
     def __init__(self, model: Decoder, batch: int, context: int):
         self.model = model
         self.cache = filled_cache(model, context + 1, batch)
-        tokens = jax.random.randint(
-            jax.random.key(2), (batch, 1), 0, model.config.vocabulary, jnp.int32
-        )
-        self.at = model.place(tokens, jnp.int32(context), jnp.int32(1))
-        self.x = model.embedding.get_value()[tokens[:, 0]]
+        tokens = some_tokens(batch, model.config.vocabulary)
+        self.at = model.place(tokens[:, None], jnp.int32(context), jnp.int32(1))
+        self.x = model.embedding.get_value()[tokens]
         self.head = nnx.split(_Head(model))
         self.stacks = [nnx.split(stack) for stack in model.stacks]
 

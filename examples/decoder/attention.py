@@ -6,6 +6,7 @@ gpt-oss' sinks: a logit for each head that takes part in the softmax and stands 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from .config import Config
 from .layers import Linear, RMSNorm
 from .rotary import rotate
-from .weights import Weights
+from .weights import Weights, rows_joined
 
 # Each (layers, sequences, heads, slots, ...), a slot for each token: products over slots then read
 # it as it lies. cuDNN reads slots before heads.
@@ -59,9 +60,11 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, weights: Weights):
         d, size = config.width, config.head_size
         n, k = config.heads * size, config.kv_heads * size
-        self.query = Linear.read(weights, "q_proj", n, d, config.qkv_bias)
-        self.key = Linear.read(weights, "k_proj", k, d, config.qkv_bias)
-        self.value = Linear.read(weights, "v_proj", k, d, config.qkv_bias)
+        read = lambda name, rows: Linear.read(weights, name, rows, d, config.qkv_bias)
+        self.query: Linear | None = read("q_proj", n)
+        self.key: Linear | None = read("k_proj", k)
+        self.value: Linear | None = read("v_proj", k)
+        self.joined: Linear | None = nnx.data(None)  # or this instead
         self.out = Linear.read(weights, "o_proj", d, n, config.out_bias)
         norm = lambda name, width: (
             RMSNorm.read(weights, name, width, config.norm_epsilon) if config.qk_norm else None
@@ -72,7 +75,28 @@ class Attention(nnx.Module):
         self.sinks = None if sinks is None else nnx.Param(sinks)
         self.head_size, self.limit = size, config.qkv_limit
         self.norm_of_heads = config.qk_norm == "head"
+        self.rows = n, k
         self.by: Literal["xla", "cudnn"] = config.attention
+
+    def join(self) -> None:
+        """Queries, keys and values as one product, where their weights allow it."""
+        layers = [layer for layer in (self.query, self.key, self.value) if layer is not None]
+        weight = rows_joined([layer.weight.get_value() for layer in layers])
+        if weight is None:
+            return
+        biases = [layer.bias.get_value() for layer in layers if layer.bias is not None]
+        self.joined = Linear(weight, rows_joined(biases) if biases else None)
+        self.query = self.key = self.value = nnx.data(None)
+
+    def _products(self, x: jax.Array) -> Sequence[jax.Array]:
+        """Queries, keys and values."""
+        if self.joined is not None:
+            n, k = self.rows
+            return jnp.split(self.joined(x), (n, n + k), axis=-1)
+        assert self.query is not None
+        assert self.key is not None
+        assert self.value is not None
+        return self.query(x), self.key(x), self.value(x)
 
     @staticmethod
     def cache(config: Config) -> dict[str, tuple[int, ...]]:
@@ -86,7 +110,7 @@ class Attention(nnx.Module):
         return int(config.sinks)
 
     def __call__(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place):
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k, v = self._products(x)
         heads = lambda y: y.reshape(len(x), -1, self.head_size)
         if self.norm_of_heads:
             q, k = heads(q), heads(k)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import jax_groupgemm as jgg
 
+from .attention import Attention
 from .config import Config
 from .errors import Refused
 from .experts import AXIS, Expert
@@ -70,9 +71,18 @@ def placed(config: Config, weights: Weights, options: Options) -> Decoder:
         groups = [[i] for i in range(config.layers)] if options.unrolled else alike(config, said)
         for layers in groups:
             blocks = (Block(config, root.at(f"layers.{i}"), i) for i in layers)
+            if mesh is None:  # devices divide heads, which are rows of three weights
+                blocks = map(with_joined_rows, blocks)
             stacked = put.stacked(counted(blocks, bar), layers)
             stacks.append(Stack(stacked, [config.windows[i] for i in layers]))
     return Decoder(config, embedding, stacks, put.module(norm), head, mesh)
+
+
+def with_joined_rows(block: Block) -> Block:
+    """One product for queries, keys and values: at a token a step, few kernels are fast ones."""
+    if isinstance(block.attention, Attention):
+        block.attention.join()
+    return block
 
 
 def counted(blocks: Iterable[Block], bar: tqdm) -> Iterator[Block]:
