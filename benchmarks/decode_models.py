@@ -65,13 +65,13 @@ class Case:
 
     model: str
     values: Mapping[str, Any]
-    format: str
+    format: str | None  # of experts
     dense: str | None = None  # the format of attention's layers
     head: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.format}"
+        return f"{self.model} {self.format or 'bfloat16'}"
 
     def config(self, layers: int | None = None, tiny: bool = False) -> Config:
         values = dict(self.values) | (TINY if tiny else {})

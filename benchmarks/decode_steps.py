@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,29 +54,37 @@ def some_tokens(batch: int, vocabulary: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(batch).integers(0, vocabulary, batch, np.int32))
 
 
+def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Any]:
+    """A step's program for each batch, compiled beside each other."""
+    graph, params = nnx.split(model)
+    leaves, tree = jax.tree.flatten(params)
+
+    def step(params, cache, tokens, position, key):
+        model = nnx.merge(graph, tree.unflatten(params))
+        return following(model, cache, tokens, position, key, GREEDY)
+
+    def lowered(batch: int) -> Any:
+        cache = jax.eval_shape(lambda: model.empty_cache(room, batch))
+        others = some_tokens(batch, 2), jnp.int32(0), key_of(0)
+        return jax.jit(step, donate_argnums=1).lower(leaves, cache, *others)
+
+    compile_ = lambda lowered: lowered.compile(compiler_options=options())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = {batch: pool.submit(compile_, lowered(batch)) for batch in batches}
+    return {batch: future.result() for batch, future in found.items()}
+
+
 class Steps:
     """Steps of a batch, of which each feeds its tokens to the next."""
 
-    def __init__(self, model: Decoder, batch: int, room: int, context: int):
-        self.model, self.context = model, context
-        graph, params = nnx.split(model)
-        self.params, tree = jax.tree.flatten(params)
+    def __init__(self, model: Decoder, step: Any, batch: int, room: int, context: int):
+        self.model, self.step = model, step
+        self.params = jax.tree.leaves(nnx.state(model))
         self.cache = jax.block_until_ready(filled_cache(model, room, batch))
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
         vocabulary = model.config.vocabulary
         self.tokens = some_tokens(batch, vocabulary)
         self.start, self.key = jnp.int32(context), key_of(0)
-
-        def step(params, cache, tokens, position, key):
-            model = nnx.merge(graph, tree.unflatten(params))
-            return following(model, cache, tokens, position, key, GREEDY)
-
-        began = time.perf_counter()
-        lowered = jax.jit(step, donate_argnums=1).lower(
-            self.params, self.cache, self.tokens, self.start, self.key
-        )
-        self.step = lowered.compile(compiler_options=options())
-        self.compiled_in = time.perf_counter() - began
 
     def run(self, n: int) -> None:
         """n steps from the context on."""

@@ -1,5 +1,6 @@
 """benchmarks.decode without a GPU: its steps are those of examples/decoder, one by one."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -31,7 +32,8 @@ def loaded(case, scanned, layers):
 def compare(case, scanned, layers=2):
     """A step of a batch, and the steps of its sequences in a model whose layers are scanned."""
     model, need = loaded(case, scanned, layers)
-    steps = decode_steps.Steps(model, BATCH, 16, CONTEXT)
+    program = decode_steps.compiled(model, [BATCH], 16)[BATCH]
+    steps = decode_steps.Steps(model, program, BATCH, 16, CONTEXT)
     tokens, cache = np.asarray(steps.tokens), jax.tree.map(np.asarray, steps.cache)
     steps.run(1)
     alone = model if scanned else loaded(case, True, layers)[0]
@@ -49,7 +51,8 @@ def compare(case, scanned, layers=2):
 
 
 def test_a_step_of_a_batch_is_that_of_its_sequences():
-    model, need, steps = compare(CASES["gpt-oss-120b mxfp4"], scanned=True, layers=1)
+    case = dataclasses.replace(CASES["Mixtral-8x7B affine4"], format=None, dense=None, head=None)
+    model, need, steps = compare(case, scanned=True, layers=1)
     # What was announced is what there is, and all of it is read where all experts are met.
     bytes_ = decode_steps.bytes_of_step(model, BATCH, CONTEXT, met=8)
     assert bytes_["experts"] == need.experts
@@ -130,12 +133,11 @@ def test_the_list():
     args = decode.arguments(["--models", "Qwen3", "nvfp4", "--dense", "bfloat16"])
     assert [(c.name, c.dense) for c in decode.selected(args)] == [("Qwen3-30B-A3B nvfp4", None)]
     sizes = {}
-    for case in decode_models.CASES:
+    for case in (decode_models.CASES[0], *decode_models.CASES[3:]):
         said = decode_models.headers(case, case.config(), "bfloat16")
         sizes[case.name] = round(sum(header.nbytes for header in said.values()) / 1e9)
     assert sizes == {
-        "Qwen3-30B-A3B nvfp4": 18, "Qwen3-30B-A3B affine4": 18, "Qwen3-30B-A3B fp8": 31,
-        "gpt-oss-120b mxfp4": 65, "Mixtral-8x7B affine4": 26,
+        "Qwen3-30B-A3B nvfp4": 18, "gpt-oss-120b mxfp4": 65, "Mixtral-8x7B affine4": 26,
     }  # fmt: skip
     with pytest.raises(SystemExit, match="no such case"):
         decode.main(["--models", "nothing"])

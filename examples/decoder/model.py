@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class Stack(nnx.Module):
         self.layers, self.windows = layers, tuple(windows)
 
     def __call__(self, x: jax.Array, cache: Cache, at: Place, mesh: Any):
+        if len(self.windows) == 1:
+            return _one_layer(*nnx.split(self), x, cache, at, mesh)
         call = lambda block, carry, number, window: block(*carry, number, window, at, mesh)
         return self.fold(call, (x, cache))
 
@@ -84,6 +87,13 @@ class Stack(nnx.Module):
         if len(windows) == 1:
             return one(carry, jax.tree.map(lambda a: a[0], layers))[0]
         return jax.lax.scan(one, carry, layers)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _one_layer(graph: Any, params: Any, x: jax.Array, cache: Cache, at: Place, mesh: Any):
+    """Traced once for all layers that are alike."""
+    call = lambda block, carry, number, window: block(*carry, number, window, at, mesh)
+    return nnx.merge(graph, params).fold(call, (x, cache))
 
 
 class Decoder(nnx.Module):
