@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -93,7 +94,8 @@ def _of_batch(model, program, need, batch: int, room: int, args) -> dict:
     if args.trace:
         with jax.profiler.trace(str(args.trace / f"batch{batch}")):
             steps.run(16)
-    memory = decode_steps.memory(need.experts + need.others + steps.cache_bytes)
+    cache = need.cache * batch / max(args.batches)
+    memory = decode_steps.memory(need.experts + need.others + cache)
     out = {
         "ms": {"wall": statistics.median(walls), "kernels": kernels},
         "steps": args.steps, "ms_of_steps": many, "tokens_per_s": 1e3 * batch / many,
@@ -261,6 +263,7 @@ def main(argv=None) -> int:
         )
     with jax.numpy_dtype_promotion("standard"):  # as examples/generate.py
         records = [r for case in cases for r in measure(case, args)]
+    gc.collect()  # modules refer to each other
     b = timing.ceilings([])[1] if jax.default_backend() == "gpu" else None
     bounded(records, b)
     head = header(args, b)

@@ -66,7 +66,8 @@ def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Any
     def lowered(batch: int) -> Any:
         cache = jax.eval_shape(lambda: model.empty_cache(room, batch))
         others = some_tokens(batch, 2), jnp.int32(0), key_of(0)
-        return jax.jit(step, donate_argnums=1).lower(leaves, cache, *others)
+        # Whatever is fed back keeps its address, so that CUDA graphs need no update.
+        return jax.jit(step, donate_argnums=(1, 2, 3)).lower(leaves, cache, *others)
 
     compile_ = lambda lowered: lowered.compile(compiler_options=options())
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -78,17 +79,15 @@ class Steps:
     """Steps of a batch, of which each feeds its tokens to the next."""
 
     def __init__(self, model: Decoder, step: Any, batch: int, room: int, context: int):
-        self.model, self.step = model, step
+        self.model, self.step, self.context = model, step, context
         self.params = jax.tree.leaves(nnx.state(model))
         self.cache = jax.block_until_ready(filled_cache(model, room, batch))
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
-        vocabulary = model.config.vocabulary
-        self.tokens = some_tokens(batch, vocabulary)
-        self.start, self.key = jnp.int32(context), key_of(0)
+        self.tokens, self.key = some_tokens(batch, model.config.vocabulary), key_of(0)
 
     def run(self, n: int) -> None:
         """n steps from the context on."""
-        tokens, position, cache = self.tokens, self.start, self.cache
+        tokens, position, cache = self.tokens, jnp.int32(self.context), self.cache
         for _ in range(n):
             tokens, position, cache = self.step(self.params, cache, tokens, position, self.key)
         self.cache = cache
@@ -103,7 +102,7 @@ class Steps:
     def experts_met(self) -> tuple[float, bool]:
         """How many experts of a layer the batch meets in the next step, in the mean, and whether
         the hidden states at its end are finite."""
-        at = self.model.place(self.tokens[:, None], self.start, jnp.int32(1))
+        at = self.model.place(self.tokens[:, None], jnp.int32(self.context), jnp.int32(1))
         x, caches, met = self.model.embedding.get_value()[self.tokens], [], []
         for stack, cache in zip(self.model.stacks, self.cache, strict=True):
             graph, params = nnx.split(stack)

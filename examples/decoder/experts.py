@@ -36,8 +36,9 @@ def choose(router: Router, logits: jax.Array, correction: Any = None):
         kept = jax.lax.top_k(best, router.chosen_groups)[1]
         kept = jax.nn.one_hot(kept, router.groups, dtype=bool).any(1)
         ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(logits.shape)
-    index = jax.lax.top_k(ranked, router.top_k)[1]
-    weight = jnp.take_along_axis(scores, index, axis=1)
+    weight, index = jax.lax.top_k(ranked, router.top_k)
+    if ranked is not scores:
+        weight = jnp.take_along_axis(scores, index, axis=1)
     if router.normalized:
         weight /= weight.sum(-1, keepdims=True)
     return index, weight * router.scale
