@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import jax
@@ -69,16 +70,20 @@ def measure(case: Case, args) -> list[dict]:
     )
     records = []
     for batch in sorted(args.batches):
-        records.append(
-            {
-                "model": case.model, "format": case.format, "batch": batch,
-                "dense": case.dense or args.dtype, "head": case.head or args.dtype,
-                "layers": config.layers, "of_layers": of_layers, "context": args.context,
-                "form": "scanned" if args.scanned else "unrolled", "attention": args.attention,
-                "loaded_s": loaded, "compiled_s": compiled,
-                **_of_batch(model, programs[batch], need, batch, room, args),
-            }
-        )  # fmt: skip
+        try:
+            found = _of_batch(model, programs[batch].result(), need, batch, room, args)
+        except Exception:
+            traceback.print_exc()
+            print(f"{case.name} batch {batch} failed", flush=True)
+            continue
+        about = {
+            "model": case.model, "format": case.format, "batch": batch,
+            "dense": case.dense or args.dtype, "head": case.head or args.dtype,
+            "layers": config.layers, "of_layers": of_layers, "context": args.context,
+            "form": "scanned" if args.scanned else "unrolled", "attention": args.attention,
+            "loaded_s": loaded, "compiled_s": compiled,
+        }  # fmt: skip
+        records.append(about | found)
         print(described(records[-1]), flush=True)
     return records
 
@@ -105,7 +110,10 @@ def _of_batch(model, program, need, batch: int, room: int, args) -> dict:
     }  # fmt: skip
     steps.close()
     if args.parts:
-        out["parts_ms"] = Parts(model, batch, args.context).ms(args.kernel_steps)
+        try:
+            out["parts_ms"] = Parts(model, batch, args.context).ms(args.kernel_steps)
+        except Exception:  # the step's own times stay
+            traceback.print_exc()
     return out
 
 
@@ -270,7 +278,8 @@ def main(argv=None) -> int:
     if args.json:
         save(args.json, head, records)
     print(f"{head['gpu']}" + (f": B = {b / 1e12:.2f} TB/s" if b else "") + f"\n\n{text(records)}")
-    return 0 if all(r["finite"] for r in records) else 1
+    complete = len(records) == len(cases) * len(args.batches)
+    return 0 if complete and all(r["finite"] for r in records) else 1
 
 
 def _each_alone(cases: list[Case], argv: list[str]) -> int:

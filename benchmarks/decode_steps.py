@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -54,8 +54,8 @@ def some_tokens(batch: int, vocabulary: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(batch).integers(0, vocabulary, batch, np.int32))
 
 
-def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Any]:
-    """A step's program for each batch, compiled beside each other."""
+def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Future[Any]]:
+    """A step's program for each batch, compiled beside each other. One may have failed."""
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
 
@@ -70,9 +70,8 @@ def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Any
         return jax.jit(step, donate_argnums=(1, 2, 3)).lower(leaves, cache, *others)
 
     compile_ = lambda lowered: lowered.compile(compiler_options=options())
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = {batch: pool.submit(compile_, lowered(batch)) for batch in batches}
-    return {batch: future.result() for batch, future in found.items()}
+    with ThreadPoolExecutor() as pool:
+        return {batch: pool.submit(compile_, lowered(batch)) for batch in batches}
 
 
 class Steps:

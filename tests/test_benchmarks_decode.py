@@ -32,7 +32,7 @@ def loaded(case, scanned, layers):
 def compare(case, scanned, layers=2):
     """A step of a batch, and the steps of its sequences in a model whose layers are scanned."""
     model, need = loaded(case, scanned, layers)
-    program = decode_steps.compiled(model, [BATCH], 16)[BATCH]
+    program = decode_steps.compiled(model, [BATCH], 16)[BATCH].result()
     steps = decode_steps.Steps(model, program, BATCH, 16, CONTEXT)
     tokens, cache = np.asarray(steps.tokens), jax.tree.map(np.asarray, steps.cache)
     steps.run(1)
