@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--memory", type=not_negative, metavar="GB", help="of a device (default: what is free)"
     )
+    parser.add_argument(
+        "--unrolled", action="store_true",
+        help="layers one after the other in the program: slower to compile, and nothing is copied",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attention", choices=["xla", "cudnn"], default="xla", help="what computes it"
+    )
     args = parser.parse_args(argv)
     if args.top_k < 0:
         parser.error(f"--top-k {args.top_k} is negative")
@@ -87,12 +95,14 @@ def main(argv=None) -> dict:
 def run(folder: Path, args: argparse.Namespace) -> dict:
     if not folder.is_dir():
         raise Refused("there is no such folder")
-    about = config.read(folder)
+    about = dataclasses.replace(config.read(folder), attention=args.attention)
     tokenizer = tokens.read(folder, about.vocabulary)
     prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
-    options = loading.Options(dtype, args.quantize, args.devices, room, args.memory, args.exact)
+    options = loading.Options(
+        dtype, args.quantize, args.devices, room, args.memory, args.exact, args.unrolled
+    )
     began = time.perf_counter()
     model = loading.load(folder, about, options)
     jax.block_until_ready(jax.tree.leaves(model))

@@ -6,7 +6,8 @@ gpt-oss' sinks: a logit for each head that takes part in the softmax and stands 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,20 @@ from jax import lax
 from .config import Config
 from .layers import Linear, RMSNorm
 from .rotary import rotate
-from .weights import Weights
+from .weights import Weights, rows_joined
 
-Cache = dict[str, jax.Array]  # each (layers, slots, ...): a slot for each token
+# Each (layers, sequences, heads, slots, ...), a slot for each token: products over slots then read
+# it as it lies. cuDNN reads slots before heads.
+Cache = dict[str, jax.Array]
 
 
 class Place(NamedTuple):
-    """Where the tokens of a step are."""
+    """Where the tokens of a step are. All sequences of a batch are equally long."""
 
     start: jax.Array  # the position of the first
-    positions: jax.Array  # (T,)
-    exists: jax.Array  # (T,): others fill up the last step of a prompt
-    cos: jax.Array
+    positions: jax.Array  # (T,) of one sequence
+    exists: jax.Array  # (rows,): others fill up the last step of a prompt
+    cos: jax.Array  # (rows, pairs)
     sin: jax.Array
 
 
@@ -39,24 +42,29 @@ def seen(at: Place, window: jax.Array, slots: int, first: int) -> jax.Array:
     return (((back >= 0) & (back < window)) | (token < 0))[None]
 
 
-def remember(cache: Cache, layer: jax.Array, slot: jax.Array, **new: jax.Array):
-    """The cache with the tokens of this step, and what it has of this layer."""
+def remember(cache: Cache, layer: Any, slot: jax.Array, slots_first: bool, **new: jax.Array):
+    """The cache with the tokens of this step, which are (sequences, T, heads, size), and what it
+    has of this layer, (sequences, slots, heads, size)."""
+    in_order = lambda a: a if slots_first else a.swapaxes(1, 2)
     cache = dict(cache)
     for name, value in new.items():
-        begin = (layer, slot, *(0 for _ in value.shape[1:]))
-        cache[name] = lax.dynamic_update_slice(cache[name], value[None], begin)
-    return cache, *(lax.dynamic_index_in_dim(cache[name], layer, keepdims=False) for name in new)
+        begin = (layer, 0, slot, 0, 0) if slots_first else (layer, 0, 0, slot, 0)
+        cache[name] = lax.dynamic_update_slice(cache[name], in_order(value)[None], begin)
+    of_layer = (lax.dynamic_index_in_dim(cache[name], layer, keepdims=False) for name in new)
+    return cache, *map(in_order, of_layer)
 
 
 class Attention(nnx.Module):
-    """(T, D) to the same."""
+    """(rows, D) to the same. The rows of a sequence follow each other."""
 
     def __init__(self, config: Config, weights: Weights):
         d, size = config.width, config.head_size
         n, k = config.heads * size, config.kv_heads * size
-        self.query = Linear.read(weights, "q_proj", n, d, config.qkv_bias)
-        self.key = Linear.read(weights, "k_proj", k, d, config.qkv_bias)
-        self.value = Linear.read(weights, "v_proj", k, d, config.qkv_bias)
+        read = lambda name, rows: Linear.read(weights, name, rows, d, config.qkv_bias)
+        self.query: Linear | None = read("q_proj", n)
+        self.key: Linear | None = read("k_proj", k)
+        self.value: Linear | None = read("v_proj", k)
+        self.joined: Linear | None = nnx.data(None)  # or this instead
         self.out = Linear.read(weights, "o_proj", d, n, config.out_bias)
         norm = lambda name, width: (
             RMSNorm.read(weights, name, width, config.norm_epsilon) if config.qk_norm else None
@@ -67,6 +75,28 @@ class Attention(nnx.Module):
         self.sinks = None if sinks is None else nnx.Param(sinks)
         self.head_size, self.limit = size, config.qkv_limit
         self.norm_of_heads = config.qk_norm == "head"
+        self.rows = n, k
+        self.by: Literal["xla", "cudnn"] = config.attention
+
+    def join(self) -> None:
+        """Queries, keys and values as one product, where their weights allow it."""
+        layers = [layer for layer in (self.query, self.key, self.value) if layer is not None]
+        weight = rows_joined([layer.weight.get_value() for layer in layers])
+        if weight is None:
+            return
+        biases = [layer.bias.get_value() for layer in layers if layer.bias is not None]
+        self.joined = Linear(weight, rows_joined(biases) if biases else None)
+        self.query = self.key = self.value = nnx.data(None)
+
+    def _products(self, x: jax.Array) -> Sequence[jax.Array]:
+        """Queries, keys and values."""
+        if self.joined is not None:
+            n, k = self.rows
+            return jnp.split(self.joined(x), (n, n + k), axis=-1)
+        assert self.query is not None
+        assert self.key is not None
+        assert self.value is not None
+        return self.query(x), self.key(x), self.value(x)
 
     @staticmethod
     def cache(config: Config) -> dict[str, tuple[int, ...]]:
@@ -80,7 +110,7 @@ class Attention(nnx.Module):
         return int(config.sinks)
 
     def __call__(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place):
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k, v = self._products(x)
         heads = lambda y: y.reshape(len(x), -1, self.head_size)
         if self.norm_of_heads:
             q, k = heads(q), heads(k)
@@ -89,13 +119,18 @@ class Attention(nnx.Module):
         if self.limit is not None:
             q, k, v = (jnp.clip(y, -self.limit, self.limit) for y in (q, k, v))
         q, k = (rotate(heads(y), at.cos, at.sin) for y in (q, k))
-        first, bias = 0, None
+        first, bias = int(self.sinks is not None), None
+        batched = lambda y: y.reshape(cache["key"].shape[1], -1, *y.shape[1:])
+        new = {"key": batched(k), "value": batched(heads(v))}
+        cache, keys, values = remember(cache, layer, at.start + first, self.by == "cudnn", **new)
+        slots = keys.shape[1]
         if self.sinks is not None:
-            first = 1
             sinks = self.sinks.get_value()[None, :, None, None]
-            slots = jnp.arange(cache["key"].shape[1])
-            bias = jnp.where(slots == 0, sinks, jnp.float32(0))
-        cache, keys, values = remember(cache, layer, at.start + first, key=k, value=heads(v))
-        mask = seen(at, window, len(keys), first)
-        y = jax.nn.dot_product_attention(q[None], keys[None], values[None], bias, mask[None])
+            bias = jnp.where(jnp.arange(slots) == 0, sinks, jnp.float32(0))
+            if self.by == "cudnn":  # it adds what has the dtype of queries
+                bias = bias.astype(q.dtype)
+        mask = seen(at, window, slots, first)[None]
+        y = jax.nn.dot_product_attention(
+            batched(q), keys, values, bias, mask, implementation=self.by
+        )
         return self.out(y.reshape(len(x), -1)), cache

@@ -80,6 +80,7 @@ class Config:
     shared_gate: bool = False
     latent: Latent | None = None
     rope_by_turns: bool = False  # pairs to rotate are neighbours, not halves
+    attention: Literal["xla", "cudnn"] = "xla"  # what computes it; latent attention is XLA's
     quantization: dict[str, Any] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )

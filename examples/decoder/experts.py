@@ -36,8 +36,9 @@ def choose(router: Router, logits: jax.Array, correction: Any = None):
         kept = jax.lax.top_k(best, router.chosen_groups)[1]
         kept = jax.nn.one_hot(kept, router.groups, dtype=bool).any(1)
         ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(logits.shape)
-    index = jax.lax.top_k(ranked, router.top_k)[1]
-    weight = jnp.take_along_axis(scores, index, axis=1)
+    weight, index = jax.lax.top_k(ranked, router.top_k)
+    if ranked is not scores:
+        weight = jnp.take_along_axis(scores, index, axis=1)
     if router.normalized:
         weight /= weight.sum(-1, keepdims=True)
     return index, weight * router.scale
@@ -76,9 +77,7 @@ class MixtureOfExperts(nnx.Module):
         self.activation: Literal["swiglu", "swiglu_oai"] = config.activation
 
     def __call__(self, x: jax.Array, layer: Any, exists: jax.Array, mesh: Any):
-        wide = x.astype(jnp.float32)
-        correction = None if self.correction is None else self.correction.get_value()
-        index, weight = choose(self.routing, self.router(wide), correction)
+        index, weight = self.choices(x)
         index = jnp.where(exists[:, None], index, -1)  # no expert: nothing is computed
         names = "up", "down", "up_bias", "down_bias"
         parts = {name: getattr(self, name) for name in names}
@@ -90,6 +89,11 @@ class MixtureOfExperts(nnx.Module):
                 shared *= jax.nn.sigmoid(self.shared_gate(x))
             y += shared
         return y
+
+    def choices(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of each token, and their weights."""
+        correction = None if self.correction is None else self.correction.get_value()
+        return choose(self.routing, self.router(x.astype(jnp.float32)), correction)
 
     def _experts(self, x, parts: dict[str, Any], index, weight, layer, mesh):
         def here(x, parts, index, weight, layer, device):

@@ -13,8 +13,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .experts import AXIS
-from .model import Decoder, divides_heads
+from .model import Cache, Decoder, divides_heads, heads_axis
 from .sampling import Sampling
+
+
+def following(model: Decoder, cache: list[Cache], tokens: jax.Array, position: jax.Array,
+              key: jax.Array, sampling: Sampling):  # fmt: skip
+    """The token of each sequence after these, (sequences,), its position, and the cache. ``key`` is
+    the data of one: arrays of keys are slow to call a compiled program with."""
+    x, cache = model(tokens[:, None], position, jnp.int32(1), cache)
+    logits, key = model.logits(x[:, 0]), jax.random.fold_in(jax.random.wrap_key_data(key), position)
+    if len(tokens) == 1:
+        return sampling(logits[0], key)[None], position + 1, cache
+    keys = jax.random.split(key, len(tokens))
+    return jax.vmap(sampling)(logits, keys), position + 1, cache
+
+
+def key_of(seed: int) -> jax.Array:
+    return jax.random.key_data(jax.random.key(seed))
 
 
 class Generator:
@@ -27,26 +43,25 @@ class Generator:
 
     def __init__(self, model: Decoder, room: int, sampling: Sampling, chunk: int):
         self.model, self.chunk, self.room = model, chunk, -(-room // chunk) * chunk
-        self.graph, self.params = nnx.split(model)
+        # A list of arrays, because a tree of modules takes the host as long as the device a step.
+        self.graph, params = nnx.split(model)
+        self.params, tree = jax.tree.flatten(params)
+        whole = lambda params: nnx.merge(self.graph, tree.unflatten(params))
         mesh, heads = model.mesh, divides_heads(model.config, model.mesh)
         at = lambda *axes: None if mesh is None else NamedSharding(mesh, P(*axes))
         # A cache stays where it is: heads are divided where the weights' are.
-        in_cache = at(None, None, AXIS) if heads else at()
+        in_cache = at(*[None] * heads_axis(model.config), AXIS) if heads else at()
         empty = jax.jit(lambda: model.empty_cache(self.room), out_shardings=in_cache)
 
         def read(params, cache, tokens, start, count, key):
             """The token after the first ``count`` of these, its position, and the cache."""
-            model = nnx.merge(self.graph, params)
-            x, cache = model(tokens, start, count, cache)
-            key = jax.random.fold_in(key, start)
-            return sampling(model.logits(x[count - 1]), key), start + count, cache
+            model = whole(params)
+            x, cache = model(tokens[None], start, count, cache)
+            key = jax.random.fold_in(jax.random.wrap_key_data(key), start)
+            return sampling(model.logits(x[0, count - 1]), key)[None], start + count, cache
 
-        def write(params, cache, token, position, key):
-            """The token after this one, its position, and the cache."""
-            model = nnx.merge(self.graph, params)
-            x, cache = model(token[None], position, jnp.int32(1), cache)
-            key = jax.random.fold_in(key, position)
-            return sampling(model.logits(x[0]), key), position + 1, cache
+        def write(params, cache, tokens, position, key):
+            return following(whole(params), cache, tokens, position, key, sampling)
 
         began = time.perf_counter()
         like = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=at())
@@ -54,7 +69,7 @@ class Generator:
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=in_cache),
             jax.eval_shape(empty),
         )
-        key, number = jax.eval_shape(lambda: jax.random.key(0)), like((), jnp.int32)
+        key, number = jax.eval_shape(lambda: key_of(0)), like((), jnp.int32)
         key = like(key.shape, key.dtype)
         compiled = lambda step, *args: (
             jax.jit(step, donate_argnums=1, out_shardings=mesh and (at(), at(), in_cache))
@@ -63,9 +78,9 @@ class Generator:
         )
         self.new_cache = empty.lower().compile()
         self.read = compiled(read, like((chunk,), jnp.int32), number, number, key)
-        self.write = compiled(write, number, number, key)
+        self.write = compiled(write, like((1,), jnp.int32), number, key)
         self.on_devices = lambda a: a if mesh is None else jax.device_put(a, at())
-        self.on_devices(jax.random.key(0))  # compiles what makes a key
+        self.on_devices(key_of(0))  # compiles what makes a key
         self.compiled_in = time.perf_counter() - began
 
     def __call__(
@@ -74,7 +89,7 @@ class Generator:
         """At most ``count`` tokens. The device works on the next one while this one is used."""
         if len(prompt) + count > self.room:
             raise ValueError(f"{len(prompt)} + {count} tokens are more than {self.room}")
-        key, cache = self.on_devices(jax.random.key(seed)), self.new_cache()
+        key, cache = self.on_devices(key_of(seed)), self.new_cache()
         token = position = jnp.int32(0)
         for start in range(0, len(prompt), self.chunk):
             part = np.zeros(self.chunk, np.int32)
@@ -88,7 +103,7 @@ class Generator:
             before = token
             if left:
                 token, position, cache = self.write(self.params, cache, token, position, key)
-            out = int(before)
+            out = before.item()
             if out in ends:
                 return
             yield out

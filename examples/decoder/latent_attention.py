@@ -22,7 +22,7 @@ from .weights import Weights
 
 
 class LatentAttention(nnx.Module):
-    """(T, D) to the same."""
+    """(rows, D) to the same."""
 
     def __init__(self, config: Config, weights: Weights):
         assert config.latent is not None
@@ -71,11 +71,12 @@ class LatentAttention(nnx.Module):
         )
         latent, rotated = jnp.split(self.latent(x), [of.rank], axis=-1)
         token = [self.latent_norm(latent)[:, None], turn(rotated[:, None])]
-        cache, keys = remember(cache, layer, at.start, latent=jnp.concatenate(token, axis=-1))
+        batched = lambda y: y.reshape(cache["latent"].shape[1], -1, *y.shape[1:])
+        new = batched(jnp.concatenate(token, axis=-1))
+        cache, keys = remember(cache, layer, at.start, False, latent=new)
         # Values are the keys without their rotated part, which the sum drops.
         y = jax.nn.dot_product_attention(
-            q[None], keys[None], keys[None], mask=seen(at, window, len(keys), 0)[None],
-            scale=self.scale,
-        )[0, ..., : of.rank]  # fmt: skip
+            batched(q), keys, keys, mask=seen(at, window, keys.shape[1], 0)[None], scale=self.scale
+        ).reshape(q.shape)[..., : of.rank]
         y = jnp.einsum("thr,hvr->thv", y, self.values.get_value())
         return self.out(y.reshape(len(x), -1)), cache

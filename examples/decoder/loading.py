@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import jax_groupgemm as jgg
 
+from .attention import Attention
 from .config import Config
 from .errors import Refused
 from .experts import AXIS, Expert
@@ -41,6 +42,7 @@ class Options:
     tokens: int = 4096  # that the cache has room for
     memory: float | None = None  # GB of a device, instead of what is free
     exact: bool = False  # scales of affine experts stay as they are, whatever kernels take
+    unrolled: bool = False  # each layer has arrays of its own, and a step a part for each
 
 
 def load(folder: Path, config: Config, options: Options) -> Decoder:
@@ -49,10 +51,13 @@ def load(folder: Path, config: Config, options: Options) -> Decoder:
         tensors = jgg.checkpoints.open(folder)
         said = headers(folder, tensors)
     dtype, form = jnp.dtype(options.dtype), format_of(config.quantization)
-    weights = Weights(tensors, said, config.quantization, form, dtype)
-    mesh = mesh_of(config, options)
-    need = Need.of(config, said, options)
-    need.check(free(options), mesh)
+    return placed(config, Weights(tensors, said, config.quantization, form, dtype), options)
+
+
+def placed(config: Config, weights: Weights, options: Options) -> Decoder:
+    """The model of such weights on the device. Raises :class:`Refused`."""
+    said, mesh = weights.headers, mesh_of(config, options)
+    Need.of(config, said, options).check(free(options), mesh)
     put = Placing(config, options, mesh)
     root = weights.at("model")
     embedding = root.dense("embed_tokens", config.vocabulary, config.width)
@@ -63,11 +68,21 @@ def load(folder: Path, config: Config, options: Options) -> Decoder:
         head = put.module(Linear.read(weights, "lm_head", config.vocabulary, config.width))
     stacks, bar = [], tqdm(total=config.layers, desc="loading", unit="layer", disable=None)
     with bar:
-        for layers in alike(config, said):
+        groups = [[i] for i in range(config.layers)] if options.unrolled else alike(config, said)
+        for layers in groups:
             blocks = (Block(config, root.at(f"layers.{i}"), i) for i in layers)
+            if mesh is None:  # devices divide heads, which are rows of three weights
+                blocks = map(with_joined_rows, blocks)
             stacked = put.stacked(counted(blocks, bar), layers)
             stacks.append(Stack(stacked, [config.windows[i] for i in layers]))
     return Decoder(config, embedding, stacks, put.module(norm), head, mesh)
+
+
+def with_joined_rows(block: Block) -> Block:
+    """One product for queries, keys and values: at a token a step, few kernels are fast ones."""
+    if isinstance(block.attention, Attention):
+        block.attention.join()
+    return block
 
 
 def counted(blocks: Iterable[Block], bar: tqdm) -> Iterator[Block]:
@@ -76,7 +91,7 @@ def counted(blocks: Iterable[Block], bar: tqdm) -> Iterator[Block]:
         bar.update()
 
 
-def alike(config: Config, said: dict[str, Header]) -> list[list[int]]:
+def alike(config: Config, said: Mapping[str, Header]) -> list[list[int]]:
     """Layers in succession whose tensors have the same names, dtypes and shapes."""
     own: list[list] = [[] for _ in range(config.layers)]
     for name, header in said.items():
@@ -208,7 +223,7 @@ class Need:
     quantized: bool  # the experts of the checkpoint are
 
     @classmethod
-    def of(cls, config: Config, said: dict[str, Header], options: Options) -> Need:
+    def of(cls, config: Config, said: Mapping[str, Header], options: Options) -> Need:
         itemsize = jnp.dtype(options.dtype).itemsize
         experts = others = 0.0
         quantized = False
@@ -236,12 +251,16 @@ class Need:
             numbers / options.devices, quantized,
         )  # fmt: skip
 
+    @property
+    def total(self) -> float:
+        return self.experts + self.others + self.cache
+
     def check(self, room: float, mesh: Any) -> None:
         """Refuse what does not fit, with the formats that would."""
         rest = self.others + self.cache
         # A step's own arrays, and a layer that is being loaded.
         margin = 1.05
-        if (self.experts + rest) * margin <= room:
+        if self.total * margin <= room:
             return
         sizes = {mode: self.weights_of_experts * bits / 8 for mode, bits in BITS.items()}
         fitting = [

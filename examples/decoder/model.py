@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,11 @@ def divides_heads(config: Config, mesh: Any) -> bool:
     return mesh is not None and config.latent is None and config.kv_heads % mesh.size == 0
 
 
+def heads_axis(config: Config) -> int:
+    """Of a cache."""
+    return 3 if config.attention == "cudnn" and config.latent is None else 2
+
+
 class Block(nnx.Module):
     """One layer: attention, then a mixture of experts or an ordinary network."""
 
@@ -41,31 +47,53 @@ class Block(nnx.Module):
             self.mlp = GatedMLP(weights.at("mlp"), config.width, config.dense_width)
 
     def __call__(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place, mesh: Any):
+        x, cache = self.attend(x, cache, layer, window, at)
+        return self.feed(x, layer, at.exists, mesh), cache
+
+    def attend(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place):
         y, cache = self.attention(self.attention_norm(x), cache, layer, window, at)
-        x += y
+        return x + y, cache
+
+    def feed(self, x: jax.Array, layer: Any, exists: jax.Array, mesh: Any):
         y = self.mlp_norm(x)
         if isinstance(self.mlp, GatedMLP):
-            return x + self.mlp(y), cache
-        return x + self.mlp(y, layer, at.exists, mesh), cache
+            return x + self.mlp(y)
+        return x + self.mlp(y, layer, exists, mesh)
 
 
 class Stack(nnx.Module):
-    """Layers that are alike, as one whose parameters have an axis more."""
+    """Layers that are alike, as one whose parameters have an axis more. They are scanned. A layer
+    that is alone is not: nothing is cut out of a stack then, which takes a copy for a product."""
 
     def __init__(self, layers: Block, windows: Sequence[int]):
         self.layers, self.windows = layers, tuple(windows)
 
     def __call__(self, x: jax.Array, cache: Cache, at: Place, mesh: Any):
+        if len(self.windows) == 1:
+            return _one_layer(*nnx.split(self), x, cache, at, mesh)
+        call = lambda block, carry, number, window: block(*carry, number, window, at, mesh)
+        return self.fold(call, (x, cache))
+
+    def fold(self, call: Callable[[Block, Any, Any, Any], Any], carry: Any) -> Any:
+        """``carry = call(block, carry, number, window)`` of each layer in turn."""
         graph, experts, others = nnx.split(self.layers, Expert, ...)
 
         def one(carry, layer):
             number, window, params = layer
-            block: Any = nnx.merge(graph, experts, params)
-            return block(*carry, number, window, at, mesh), None
+            return call(nnx.merge(graph, experts, params), carry, number, window), None
 
         windows = np.array(self.windows, np.int32)
         layers = np.arange(len(windows), dtype=np.int32), windows, others
-        return jax.lax.scan(one, (x, cache), layers)[0]
+        if len(windows) == 1:
+            return one(carry, jax.tree.map(lambda a: a[0], layers))[0]
+        return jax.lax.scan(one, carry, layers)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _one_layer(graph: Any, params: Any, x: jax.Array, cache: Cache, at: Place, mesh: Any):
+    """Traced once for all layers that are alike."""
+    call = lambda block, carry, number, window: block(*carry, number, window, at, mesh)
+    return nnx.merge(graph, params).fold(call, (x, cache))
 
 
 class Decoder(nnx.Module):
@@ -77,30 +105,38 @@ class Decoder(nnx.Module):
         self.embedding, self.norm, self.head = nnx.Param(embedding), norm, head
         self.stacks = nnx.List(stacks)
 
-    def empty_cache(self, tokens: int) -> list[Cache]:
-        """With room for so many tokens."""
+    def empty_cache(self, tokens: int, sequences: int = 1) -> list[Cache]:
+        """With room for so many tokens of each sequence."""
         attention, dtype = attention_of(self.config), self.embedding.get_value().dtype
-        slots = attention.first(self.config) + tokens
-        return [
-            {
-                name: jnp.zeros((len(stack.windows), slots, *shape), dtype)
-                for name, shape in attention.cache(self.config).items()
-            }
-            for stack in self.stacks
-        ]
+        slots = -(-(attention.first(self.config) + tokens) // 8) * 8  # rows that begin aligned
+
+        def zeros(stack: Stack, heads: int, size: int):
+            axes = (slots, heads) if heads_axis(self.config) == 3 else (heads, slots)
+            return jnp.zeros((len(stack.windows), sequences, *axes, size), dtype)
+
+        shapes = attention.cache(self.config)
+        return [{n: zeros(stack, *shape) for n, shape in shapes.items()} for stack in self.stacks]
 
     def __call__(self, tokens: jax.Array, start: jax.Array, count: jax.Array, cache: list[Cache]):
-        """Hidden states (T, D) of tokens (T,) at positions from ``start`` on, and the cache with
-        them. Those behind the first ``count`` are padding."""
-        steps = jnp.arange(len(tokens), dtype=jnp.int32)
-        positions = start + steps
-        at = Place(start, positions, steps < count, *self.config.rope.turns(positions))
-        x = self.embedding.get_value()[tokens]
+        """Hidden states (..., T, D) of tokens (T,) or (sequences, T) at positions from ``start``
+        on, and the cache with them. Those behind the first ``count`` are padding."""
+        at = self.place(tokens, start, count)
+        x = self.embedding.get_value()[tokens.reshape(-1)]
         caches = []
         for stack, part in zip(self.stacks, cache, strict=True):
             x, part = stack(x, part, at, self.mesh)
             caches.append(part)
-        return self.norm(x), caches
+        return self.norm(x).reshape(*tokens.shape, -1), caches
+
+    def place(self, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Place:
+        """Where tokens (T,) or (sequences, T) are."""
+        steps = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+        positions = start + steps
+        each = steps < count, *self.config.rope.turns(positions)
+        sequences = tokens.size // len(steps)
+        if sequences > 1:
+            each = (jnp.tile(a, (sequences, *(1 for _ in a.shape[1:]))) for a in each)
+        return Place(start, positions, *each)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """(..., vocabulary), in float32."""

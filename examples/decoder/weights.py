@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,6 +195,33 @@ def _scales_of_experts(q: jgg.Quantized) -> jgg.Quantized:
     if q.global_scale is None or q.ndim < 3 or np.ndim(q.global_scale):
         return q
     return dataclasses.replace(q, global_scale=np.full(q.shape[:1], q.global_scale, np.float32))
+
+
+def rows_joined(parts: Sequence[Any]) -> Any:
+    """Weights (N, K) as one, whose rows follow each other; None where a product of it would be
+    another, or would take more kernels."""
+    first = parts[0]
+    if not all(isinstance(part, type(first)) for part in parts):
+        return None
+    if isinstance(first, jgg.Quantized):
+        if first.mode == "fp8":
+            cut = first.block is None or any(q.shape[0] % first.block[0] for q in parts[:-1])
+            if cut:
+                return None
+        if first.global_scale is not None:
+            if any(np.asarray(q.global_scale != first.global_scale).any() for q in parts):
+                return None
+            scale = first.global_scale
+            parts = [dataclasses.replace(q, global_scale=None) for q in parts]
+            return dataclasses.replace(rows_joined(parts), global_scale=scale)
+    if len({jax.tree.structure(part) for part in parts}) > 1:
+        return None
+    return jax.tree.map(_in_rows, *parts)
+
+
+def _in_rows(*leaves):
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    return (np if on_host else jnp).concatenate(leaves)
 
 
 def joined(gate: Any, up: Any) -> Any:

@@ -95,7 +95,8 @@ def test_quantized_folders_have_the_logits_of_their_values(format, tmp_path):
     prompt = decoder_folders.logits("qwen3_moe")["prompt"][:CHUNK]
     stored, plain = map(Run, folders)
     block = stored.model.stacks[0].layers
-    for weight in (block.mlp.up, block.mlp.down, block.attention.query.weight):
+    queries = block.attention.joined or block.attention.query
+    for weight in (block.mlp.up, block.mlp.down, queries.weight):
         assert isinstance(weight.get_value(), jgg.Quantized)
     agree(stored(prompt, CHUNK), plain(prompt, CHUNK))
 

@@ -151,6 +151,15 @@ def test_devices_share_experts_and_heads(name, generate):
     assert [*generator(want["prompt"], 12)] == want["tokens"][:12].tolist()
 
 
+@pytest.mark.weekly
+@pytest.mark.parametrize(("name", "devices"), [("mixtral", 2), ("gpt_oss", 1)])
+def test_layers_that_are_not_scanned_give_the_same(name, devices, generate):
+    want = decoder_folders.logits(name)
+    run = Run(decoder_folders.FIXTURES / name, devices=devices, unrolled=True)
+    generator = generate.Generator(run.model, 32, generate.Sampling(), 8)
+    assert [*generator(want["prompt"], 12)] == want["tokens"][:12].tolist()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_older_configs_say_the_same(name, generate, tmp_path):
     """Those of released models: transformers renamed some keys since."""
