@@ -1,7 +1,13 @@
-"""Fine-tune low-rank adapters over the frozen, quantized experts of train_moe.py's model (QLoRA).
+"""Fine-tune low-rank adapters over the frozen, quantized experts of a model (QLoRA).
 
-    python examples/train_moe.py        # first: makes the checkpoint, of English
-    python examples/qlora_moe.py        # teach it Python, minutes on two CPU cores
+    python examples/train_moe.py             # first: makes a checkpoint, of English
+    python examples/qlora_moe.py             # teach it Python, minutes on two CPU cores
+    python examples/qlora_moe.py CHECKPOINT --text FILE      # a Hugging Face folder instead
+    python examples/qlora_moe.py CHECKPOINT --base fp8 --targets attention --resume
+
+CHECKPOINT is what generate.py reads. It is in qlora_checkpoint.py: adapters on experts and on
+attention, checkpoints to resume from, a loss curve, and adapters in PEFT's files. The rest of this
+file is about train_moe.py's model.
 
 Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
 ``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert: ``route``, ``dispatch``
@@ -26,10 +32,12 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 import jax_groupgemm as jgg
+import options
+import qlora_checkpoint
 import quantized_moe
 import texts
 import train_moe
-from options import Parser
+from options import Parser, count
 
 
 class Adapted(NamedTuple):
@@ -113,22 +121,88 @@ def read_text(name: str | None, context: int) -> np.ndarray:
     return texts.as_tokens(source)
 
 
+#: Options that only one of the two models has, with their defaults.
+OWN = {"run": Path("runs/train_moe"), "mode": "nvfp4", "lr": 5e-3, "out": Path("runs/qlora_moe")}
+OF_CHECKPOINTS = {
+    "base": "", "targets": ["experts", "attention"], "alpha": 16.0, "batch": 4, "context": 256,
+    "seed": 0, "eval_every": 50, "resume": False, "lr": 2e-4, "out": Path("runs/qlora"),
+}  # fmt: skip
+
+
+def positive(value: str) -> float:
+    if not 0 < float(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return float(value)
+
+
 def parse(argv) -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.option("--run", Path("runs/train_moe"), "trained model", type=Path)
-    parser.option("--out", Path("runs/qlora_moe"), "folder for adapters and results", type=Path)
+    parser.add_argument(
+        "checkpoint", nargs="?", type=Path, help="a folder (default: the model of train_moe.py)"
+    )
     parser.add_argument("--text", help="file to train on (default: the source of asyncio)")
-    parser.option("--mode", "nvfp4", "of the frozen experts", choices=quantized_moe.MODES)
-    parser.option("--rank", 8, "of the adapters", type=int)
-    parser.option("--steps", 300, "training steps", type=int)
-    parser.option("--lr", 5e-3, "peak learning rate", type=float)
-    return parser.parse_args(argv)
+    parser.option("--rank", 8, "of the adapters", type=count)
+    parser.option("--steps", 300, "training steps", type=count)
+    own, theirs = OWN, OF_CHECKPOINTS
+    add = parser.add_argument
+    add(
+        "--lr",
+        type=positive,
+        help=f"peak learning rate (default: {own['lr']}; of a checkpoint {theirs['lr']})",
+    )
+    add("--out", type=Path, help="folder for adapters and results (default: "
+        f"{own['out']}; of a checkpoint {theirs['out']})")  # fmt: skip
+    group = parser.add_argument_group("without a checkpoint")
+    group.add_argument("--run", type=Path, help=f"trained model (default: {own['run']})")
+    group.add_argument("--mode", choices=quantized_moe.MODES,
+                       help=f"of the frozen experts (default: {own['mode']})")  # fmt: skip
+    group = parser.add_argument_group("with a checkpoint")
+    add = group.add_argument
+    add(
+        "--base",
+        choices=qlora_checkpoint.BASES,
+        help="of the frozen experts (default: as stored where they are quantized, else nvfp4)",
+    )
+    add(
+        "--targets",
+        nargs="+",
+        choices=qlora_checkpoint.adapters.TARGETS,
+        help="what has adapters (default: both)",
+    )
+    for name, kind, text in (
+        ("alpha", positive, "adapters' products are multiplied by alpha / rank"),
+        ("batch", count, "sequences per step"), ("context", count, "tokens per sequence"),
+        ("seed", int, "of the first adapters and the batches"),
+        ("eval-every", count, "steps between evaluations, each with a checkpoint"),
+    ):  # fmt: skip
+        default = theirs[name.replace("-", "_")]
+        add(f"--{name}", type=kind, help=f"{text} (default: {default})")
+    add("--resume", action="store_true", default=None, help="go on from the latest checkpoint")
+    args = parser.parse_args(argv)
+    defaults, others = (own, theirs) if args.checkpoint is None else (theirs, own)
+    for name in others.keys() - defaults.keys():
+        if getattr(args, name) is not None:
+            option, which = "--" + name.replace("_", "-"), "with" if others is theirs else "without"
+            parser.error(f"{option} is for runs {which} a checkpoint")
+        delattr(args, name)
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    return args
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
-        return run(args)
+        if args.checkpoint is None:
+            return run(args)
+        settings = options.settings(qlora_checkpoint.Settings, args)
+        try:
+            return qlora_checkpoint.run(
+                args.checkpoint, args.out, args.text, settings, args.eval_every, args.resume
+            )
+        except qlora_checkpoint.Refused as error:
+            raise SystemExit(f"{args.checkpoint}: {error}") from error
 
 
 def run(args: argparse.Namespace) -> dict:
