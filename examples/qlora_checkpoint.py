@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import zlib
 from pathlib import Path
@@ -23,7 +24,7 @@ import texts
 from decoder import adapters, config, loading, peft, tokens
 from decoder.errors import Refused
 from decoder.training import cross_entropy
-from decoder.weights import format_of
+from decoder.weights import format_of, in_one_sentence
 
 BASES = ("nvfp4", "affine4", "fp8", "as_stored")
 EVALUATED = 64  # sequences of the held-out text, at most
@@ -41,54 +42,54 @@ class Settings:
     lr: float
     seed: int
     base: str
-    targets: list[str]
+    targets: tuple[str, ...]
 
 
-class Tuner:
-    """The compiled functions of one run, and its state: a pytree, to be donated and saved."""
+def optimizer_of(settings: Settings) -> optax.GradientTransformation:
+    warmup, steps = settings.steps // 20, max(settings.steps, 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, steps, settings.lr / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
 
-    def __init__(self, model: Any, settings: Settings):
-        self.settings = settings
-        warmup, peak = settings.steps // 20, settings.lr
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, peak, warmup, max(settings.steps, warmup + 1), peak / 10
-        )
-        adamw = optax.adamw(schedule, weight_decay=0.0)
-        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        self.graph, trained, self.frozen = nnx.split(model, adapters.Adapter, ...)
-        self.state = {
-            "step": jnp.int32(0), "adapters": trained, "optimizer": self.optimizer.init(trained),
-        }  # fmt: skip
-        self.train_step = jax.jit(self._train_step, donate_argnums=0)
-        self.evaluate = jax.jit(self._evaluate)
 
-    def _train_step(self, state, frozen, text):
-        """Returns the new state and the batch's mean of nats per token."""
-        settings = self.settings
-        # The batch follows from the seed and the step, so a resumed run sees the same ones.
-        key = jax.random.fold_in(jax.random.key(settings.seed), state["step"])
-        batch = texts.random_batch(text, settings.batch, settings.context, key)
+def first_state(settings: Settings, trained: Any) -> dict:
+    """A pytree, to be donated and saved."""
+    optimizer = optimizer_of(settings).init(trained)
+    return {"step": jnp.int32(0), "adapters": trained, "optimizer": optimizer}
 
-        def loss(trained):
-            return cross_entropy(nnx.merge(self.graph, trained, frozen), batch).mean()
 
-        nats, gradients = jax.value_and_grad(loss)(state["adapters"])
-        updates, optimizer = self.optimizer.update(gradients, state["optimizer"], state["adapters"])
-        trained = optax.apply_updates(state["adapters"], updates)
-        return {"step": state["step"] + 1, "adapters": trained, "optimizer": optimizer}, nats
+# Models of the same structure share the programs.
 
-    def _evaluate(self, trained, frozen, text):
-        """Nats per token of a text, read in windows that know nothing before them."""
-        batch, context = self.settings.batch, self.settings.context
-        windows = min((text.size - 1) // context, EVALUATED)
-        # The last batch is filled up with the last window, which counts once.
-        window = jnp.minimum(jnp.arange(-(-windows // batch) * batch), windows - 1)
-        spans = text[window[:, None] * context + jnp.arange(context + 1)]
-        nats = jax.lax.map(
-            lambda spans: cross_entropy(nnx.merge(self.graph, trained, frozen), spans),
-            spans.reshape(-1, batch, context + 1),
-        )
-        return nats.reshape(-1, context)[:windows].mean()
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_step(graph: Any, settings: Settings, state: dict, frozen: Any, text: jax.Array):
+    """The new state, and the batch's mean of nats per token."""
+    # The batch follows from the seed and the step, so a resumed run sees the same ones.
+    key = jax.random.fold_in(jax.random.key(settings.seed), state["step"])
+    batch = texts.random_batch(text, settings.batch, settings.context, key)
+
+    def loss(trained):
+        return cross_entropy(nnx.merge(graph, trained, frozen), batch).mean()
+
+    trained = state["adapters"]
+    nats, gradients = jax.value_and_grad(loss)(trained)
+    updates, optimizer = optimizer_of(settings).update(gradients, state["optimizer"], trained)
+    trained = optax.apply_updates(trained, updates)
+    return {"step": state["step"] + 1, "adapters": trained, "optimizer": optimizer}, nats
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def evaluate(graph: Any, settings: Settings, trained: Any, frozen: Any, text: jax.Array):
+    """Nats per token of a text, read in windows that know nothing before them."""
+    batch, context = settings.batch, settings.context
+    windows = min((text.size - 1) // context, EVALUATED)
+    # The last batch is filled up with the last window, which counts once.
+    window = jnp.minimum(jnp.arange(-(-windows // batch) * batch), windows - 1)
+    spans = text[window[:, None] * context + jnp.arange(context + 1)]
+    model = nnx.merge(graph, trained, frozen)
+    nats = jax.lax.map(
+        functools.partial(cross_entropy, model), spans.reshape(-1, batch, context + 1)
+    )
+    return nats.reshape(-1, context)[:windows].mean()
 
 
 def read_text(name: str | None) -> tuple[str, str]:
@@ -136,57 +137,59 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
     dtype = "float32" if about.dtype == "float32" else "bfloat16"
     mode = None if settings.base == "as_stored" else settings.base
     adapters.check(about, settings.targets)
+    checkpoints = run_folder.Checkpoints(out / "checkpoints")
+    of = {"checkpoint_crc32": fingerprint(folder), "text_crc32": zlib.crc32(text.tobytes())}
+    of |= dataclasses.asdict(settings) | {"targets": [*settings.targets]}
+    checkpoints.begin(of, resume)
     model = loading.load(folder, about, loading.Options(dtype, mode, tokens=settings.context))
     scale = settings.alpha / settings.rank
     sites = adapters.attach(model, settings.targets, settings.rank, scale, seed=settings.seed)
-    tuner = Tuner(model, settings)
-
-    checkpoints = run_folder.Checkpoints(out / "checkpoints")
-    of = {"checkpoint_crc32": fingerprint(folder, model), "text_crc32": zlib.crc32(text.tobytes())}
-    checkpoints.begin(dataclasses.asdict(settings) | of, resume)
-    training, held_out = map(jnp.asarray, texts.split(text))
-    evaluate = lambda: float(tuner.evaluate(tuner.state["adapters"], tuner.frozen, held_out))
+    # Everything is bound to a device, as what a checkpoint gives is: there is one program then.
+    here = jax.devices()[0]
+    graph, trained, frozen = nnx.split(model, adapters.Adapter, ...)
+    state, frozen = jax.device_put((first_state(settings, trained), frozen), here)
+    training, held_out = jax.device_put(texts.split(text), here)
+    held_out_loss = lambda: float(evaluate(graph, settings, state["adapters"], frozen, held_out))
     # Nats per token: of each step's batch; of the held-out part, as pairs (step, mean).
     if resume:
-        tuner.state = checkpoints.state(jax.eval_shape(lambda: tuner.state))
+        state = checkpoints.state(jax.eval_shape(lambda: state))
         history = checkpoints.about()["history"]
     else:
-        history = {"training": [], "held_out": [(0, evaluate())]}
+        history = {"training": [], "held_out": [(0, held_out_loss())]}
 
     size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    trained = size(tuner.state["adapters"])
+    count = size(state["adapters"])
     print(
         f"{about.architecture} on {jax.devices()[0].device_kind}, experts {formats(model)}: "
-        f"{nbytes(tuner.frozen) / 1e6:,.1f} MB are frozen, {trained:,} parameters are trained\n"
+        f"{nbytes(frozen) / 1e6:,.1f} MB are frozen, {count:,} parameters are trained\n"
         f"{training.size:,} tokens to train on, {held_out.size:,} held out"
     )
-    train_step = tuner.train_step.lower(tuner.state, tuner.frozen, training).compile()
     done = len(history["training"])
     bar = tqdm(range(done, settings.steps), unit="step", initial=done, total=settings.steps,
                disable=None)  # fmt: skip
     losses = []
     for step in bar:
-        tuner.state, nats = train_step(tuner.state, tuner.frozen, training)
+        state, nats = train_step(graph, settings, state, frozen, training)
         losses.append(nats)
         if (step + 1) % eval_every and step + 1 < settings.steps:
             continue
         history["training"] += [float(nats) for nats in losses]
-        history["held_out"].append((step + 1, evaluate()))
+        history["held_out"].append((step + 1, held_out_loss()))
         losses = []
-        checkpoints.save(step + 1, tuner.state, history)
+        checkpoints.save(step + 1, state, history)
         bar.write(
             f"step {step + 1}: loss {history['training'][-1]:.3f}, held out "
             f"{history['held_out'][-1][1]:.3f} nats per token"
         )
 
-    nnx.update(model, tuner.state["adapters"])
+    nnx.update(model, state["adapters"])
     peft.write(out / "adapters", sites, settings.rank, settings.alpha, str(folder))
     results = {
         "before": history["held_out"][0][1],
         "after": history["held_out"][-1][1],
-        "trained_parameters": trained,
-        "frozen_bytes": nbytes(tuner.frozen),
+        "trained_parameters": count,
+        "frozen_bytes": nbytes(frozen),
         "history": history,
     }
     said = {"checkpoint": str(folder), "text": text_name} | dataclasses.asdict(settings) | results
@@ -200,10 +203,12 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
     return results
 
 
-def fingerprint(folder: Path, model: Any) -> int:
-    """Of the configuration and some weights."""
-    some = np.asarray(model.embedding.get_value()[:1024])
-    return zlib.crc32(some.tobytes(), zlib.crc32((folder / "config.json").read_bytes()))
+def fingerprint(folder: Path) -> int:
+    """Of the configuration and of some weights."""
+    with in_one_sentence():
+        tensors = jgg.checkpoints.open(folder)
+        norm = tensors["model.norm.weight"].tobytes() if "model.norm.weight" in tensors else b""
+    return zlib.crc32(norm, zlib.crc32((folder / "config.json").read_bytes()))
 
 
 def formats(model: Any) -> str:

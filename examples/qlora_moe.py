@@ -124,7 +124,7 @@ def read_text(name: str | None, context: int) -> np.ndarray:
 #: Options that only one of the two models has, with their defaults.
 OWN = {"run": Path("runs/train_moe"), "mode": "nvfp4", "lr": 5e-3, "out": Path("runs/qlora_moe")}
 OF_CHECKPOINTS = {
-    "base": "", "targets": ["experts", "attention"], "alpha": 16.0, "batch": 4, "context": 256,
+    "base": "", "targets": ("experts", "attention"), "alpha": 16.0, "batch": 4, "context": 256,
     "seed": 0, "eval_every": 50, "resume": False, "lr": 2e-4, "out": Path("runs/qlora"),
 }  # fmt: skip
 
@@ -196,6 +196,7 @@ def main(argv=None) -> dict:
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
         if args.checkpoint is None:
             return run(args)
+        args.targets = tuple(dict.fromkeys(args.targets))
         settings = options.settings(qlora_checkpoint.Settings, args)
         try:
             return qlora_checkpoint.run(

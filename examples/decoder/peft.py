@@ -63,8 +63,8 @@ def write(folder: Path, sites: Sequence[Site], rank: int, alpha: float, base: st
 
 def read(folder: Path, model: Decoder) -> list[Site]:
     """Gives the model the adapters of a folder. Raises :class:`Refused`."""
-    if not folder.is_dir():
-        raise Refused(f"--adapters: there is no folder {folder}")
+    if not (folder / CONFIG).is_file():
+        raise Refused(f"--adapters: there is no {folder / CONFIG}")
     said = read_json(folder / CONFIG)
     rank, alpha = said.get("r"), said.get("lora_alpha")
     if said.get("peft_type") != "LORA" or not isinstance(rank, int) or rank < 1:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .weights import FLOAT_HEADERS, FLOATS
 
-_NAMES = dict(zip(FLOATS, FLOAT_HEADERS, strict=True))
+_NAMES: dict[str, str] = dict(zip(FLOATS, FLOAT_HEADERS, strict=True))
 
 
 def save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

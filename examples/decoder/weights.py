@@ -18,8 +18,8 @@ import jax_groupgemm as jgg
 
 from .errors import Refused
 
-FLOATS = ("bfloat16", "float16", "float32")
-FLOAT_HEADERS = ("BF16", "F16", "F32")  # as safetensors files name them
+FLOATS: tuple[str, ...] = ("bfloat16", "float16", "float32")
+FLOAT_HEADERS: tuple[str, ...] = ("BF16", "F16", "F32")  # as safetensors files name them
 #: ``format=`` of jgg.checkpoints, by config's ``quant_method``.
 FORMATS = {
     "awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed-tensors",
