@@ -92,6 +92,10 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     if not folder.is_dir():
         raise Refused("there is no such folder")
     about = config.read(folder)
+    if args.adapters is not None:
+        peft.config_of(args.adapters)  # what is wrong with it is said before the model is loaded
+        if args.devices > 1:
+            raise Refused("--adapters are for one device")
     tokenizer = tokens.read(folder, about.vocabulary)
     prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import dataclasses
 import functools
 import json
@@ -25,9 +25,34 @@ from decoder import adapters, config, loading, peft, tokens
 from decoder.errors import Refused
 from decoder.training import cross_entropy
 from decoder.weights import format_of, in_one_sentence
+from options import count, positive
 
 BASES = ("nvfp4", "affine4", "fp8", "as_stored")
 EVALUATED = 64  # sequences of the held-out text, at most
+#: Of the options that only these runs have, and of those with another default elsewhere.
+DEFAULTS = {
+    "base": None, "targets": adapters.TARGETS, "alpha": 16.0, "batch": 4, "context": 256,
+    "seed": 0, "eval_every": 50, "resume": False, "lr": 2e-4, "out": Path("runs/qlora"),
+}  # fmt: skip
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Options that are None where they are not given."""
+    add = group.add_argument
+    add("--base", choices=BASES,
+        help="of frozen experts (default: as stored where they are quantized, else nvfp4)",
+        )  # fmt: skip
+    add("--targets", nargs="+", choices=adapters.TARGETS, help="what has adapters (default: both)")
+    for name, kind, text in (
+        ("alpha", positive, "adapters' products are multiplied by alpha / rank"),
+        ("batch", count, "sequences per step"),
+        ("context", count, "tokens per sequence"),
+        ("seed", int, "of the first adapters and the batches"),
+        ("eval-every", count, "steps between evaluations, each with a checkpoint"),
+    ):
+        default = DEFAULTS[name.replace("-", "_")]
+        add(f"--{name}", type=kind, help=f"{text} (default: {default})")
+    add("--resume", action="store_true", default=None, help="go on from the latest checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +66,7 @@ class Settings:
     alpha: float
     lr: float
     seed: int
-    base: str
+    base: str | None  # None: as the checkpoint is, or nvfp4
     targets: tuple[str, ...]
 
 
@@ -95,8 +120,7 @@ def evaluate(graph: Any, settings: Settings, trained: Any, frozen: Any, text: ja
 def read_text(name: str | None) -> tuple[str, str]:
     """A file's name and text; by default the source of the standard library's asyncio."""
     if name is None:
-        files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
-        return "asyncio's source", "\n".join(file.read_text("utf-8") for file in files)
+        return "the source of asyncio", texts.source_of_asyncio().decode()
     try:
         return name, Path(name).read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -132,7 +156,7 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
     if not folder.is_dir():
         raise Refused("there is no such folder")
     about = config.read(folder)
-    settings = dataclasses.replace(settings, base=base_of(about, settings.base or None))
+    settings = dataclasses.replace(settings, base=base_of(about, settings.base))
     text = tokens_of(folder, about, text_name, settings.context)
     dtype = "float32" if about.dtype == "float32" else "bfloat16"
     mode = None if settings.base == "as_stored" else settings.base
@@ -159,10 +183,10 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
 
     size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    count = size(state["adapters"])
+    trained = size(state["adapters"])
     print(
         f"{about.architecture} on {jax.devices()[0].device_kind}, experts {formats(model)}: "
-        f"{nbytes(frozen) / 1e6:,.1f} MB are frozen, {count:,} parameters are trained\n"
+        f"{nbytes(frozen) / 1e6:,.1f} MB are frozen, {trained:,} parameters are trained\n"
         f"{training.size:,} tokens to train on, {held_out.size:,} held out"
     )
     done = len(history["training"])
@@ -188,7 +212,7 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
     results = {
         "before": history["held_out"][0][1],
         "after": history["held_out"][-1][1],
-        "trained_parameters": count,
+        "trained_parameters": trained,
         "frozen_bytes": nbytes(frozen),
         "history": history,
     }

@@ -18,7 +18,6 @@ activations, and stop at its weights.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import json
 from pathlib import Path
@@ -32,12 +31,11 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 import jax_groupgemm as jgg
-import options
 import qlora_checkpoint
 import quantized_moe
 import texts
 import train_moe
-from options import Parser, count
+from options import Parser, count, positive, settings
 
 
 class Adapted(NamedTuple):
@@ -116,79 +114,48 @@ def read_text(name: str | None, context: int) -> np.ndarray:
     """A file's bytes as tokens; by default the source of the standard library's asyncio."""
     if name is not None:
         return texts.read(name, context)
-    files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
-    source = b"\n".join(file.read_bytes() for file in files)
-    return texts.as_tokens(source)
+    return texts.as_tokens(texts.source_of_asyncio())
 
 
-#: Options that only one of the two models has, with their defaults.
-OWN = {"run": Path("runs/train_moe"), "mode": "nvfp4", "lr": 5e-3, "out": Path("runs/qlora_moe")}
-OF_CHECKPOINTS = {
-    "base": "", "targets": ("experts", "attention"), "alpha": 16.0, "batch": 4, "context": 256,
-    "seed": 0, "eval_every": 50, "resume": False, "lr": 2e-4, "out": Path("runs/qlora"),
+#: Options of a run without a checkpoint that the other has not, or with another default.
+DEFAULTS = {
+    "run": Path("runs/train_moe"), "mode": "nvfp4", "lr": 5e-3, "out": Path("runs/qlora_moe"),
 }  # fmt: skip
 
 
-def positive(value: str) -> float:
-    if not 0 < float(value) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return float(value)
-
-
 def parse(argv) -> argparse.Namespace:
+    own, theirs = DEFAULTS, qlora_checkpoint.DEFAULTS
     parser = Parser(__doc__)
-    parser.add_argument(
-        "checkpoint", nargs="?", type=Path, help="a folder (default: the model of train_moe.py)"
-    )
-    parser.add_argument("--text", help="file to train on (default: the source of asyncio)")
+    add = parser.add_argument
+    add("checkpoint", nargs="?", type=Path, help="a folder (default: the model of train_moe.py)")
+    add("--text", help="file to train on (default: the source of asyncio)")
     parser.option("--rank", 8, "of the adapters", type=count)
     parser.option("--steps", 300, "training steps", type=count)
-    own, theirs = OWN, OF_CHECKPOINTS
-    add = parser.add_argument
-    add(
-        "--lr",
-        type=positive,
-        help=f"peak learning rate (default: {own['lr']}; of a checkpoint {theirs['lr']})",
-    )
-    add("--out", type=Path, help="folder for adapters and results (default: "
-        f"{own['out']}; of a checkpoint {theirs['out']})")  # fmt: skip
-    group = parser.add_argument_group("without a checkpoint")
-    group.add_argument("--run", type=Path, help=f"trained model (default: {own['run']})")
-    group.add_argument("--mode", choices=quantized_moe.MODES,
-                       help=f"of the frozen experts (default: {own['mode']})")  # fmt: skip
-    group = parser.add_argument_group("with a checkpoint")
-    add = group.add_argument
-    add(
-        "--base",
-        choices=qlora_checkpoint.BASES,
-        help="of the frozen experts (default: as stored where they are quantized, else nvfp4)",
-    )
-    add(
-        "--targets",
-        nargs="+",
-        choices=qlora_checkpoint.adapters.TARGETS,
-        help="what has adapters (default: both)",
-    )
-    for name, kind, text in (
-        ("alpha", positive, "adapters' products are multiplied by alpha / rank"),
-        ("batch", count, "sequences per step"), ("context", count, "tokens per sequence"),
-        ("seed", int, "of the first adapters and the batches"),
-        ("eval-every", count, "steps between evaluations, each with a checkpoint"),
-    ):  # fmt: skip
-        default = theirs[name.replace("-", "_")]
-        add(f"--{name}", type=kind, help=f"{text} (default: {default})")
-    add("--resume", action="store_true", default=None, help="go on from the latest checkpoint")
+    both = lambda name: f"(default: {own[name]}; with a checkpoint {theirs[name]})"
+    add("--lr", type=positive, help=f"peak learning rate {both('lr')}")
+    add("--out", type=Path, help=f"folder for adapters and results {both('out')}")
+    add = parser.add_argument_group("without a checkpoint").add_argument
+    add("--run", type=Path, help=f"trained model (default: {own['run']})")
+    modes = quantized_moe.MODES
+    add("--mode", choices=modes, help=f"of the frozen experts (default: {own['mode']})")
+    qlora_checkpoint.add_options(parser.add_argument_group("with a checkpoint"))
     args = parser.parse_args(argv)
-    defaults, others = (own, theirs) if args.checkpoint is None else (theirs, own)
-    for name in others.keys() - defaults.keys():
+    if args.checkpoint is None:
+        settle(parser, args, own, theirs, "with")
+    else:
+        settle(parser, args, theirs, own, "without")
+    return args
+
+
+def settle(parser: Parser, args: argparse.Namespace, own: dict, others: dict, which: str) -> None:
+    """Sets defaults, and refuses options of runs ``which`` have a checkpoint or have none."""
+    for name in others.keys() - own.keys():
         if getattr(args, name) is not None:
-            option, which = "--" + name.replace("_", "-"), "with" if others is theirs else "without"
-            parser.error(f"{option} is for runs {which} a checkpoint")
+            parser.error(f"--{name.replace('_', '-')} is for runs {which} a checkpoint")
         delattr(args, name)
-    for name, default in defaults.items():
+    for name, default in own.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    return args
 
 
 def main(argv=None) -> dict:
@@ -197,10 +164,10 @@ def main(argv=None) -> dict:
         if args.checkpoint is None:
             return run(args)
         args.targets = tuple(dict.fromkeys(args.targets))
-        settings = options.settings(qlora_checkpoint.Settings, args)
+        tuning = settings(qlora_checkpoint.Settings, args)
         try:
             return qlora_checkpoint.run(
-                args.checkpoint, args.out, args.text, settings, args.eval_every, args.resume
+                args.checkpoint, args.out, args.text, tuning, args.eval_every, args.resume
             )
         except qlora_checkpoint.Refused as error:
             raise SystemExit(f"{args.checkpoint}: {error}") from error

@@ -61,8 +61,8 @@ def write(folder: Path, sites: Sequence[Site], rank: int, alpha: float, base: st
     (folder / CONFIG).write_text(json.dumps(said, indent=1))
 
 
-def read(folder: Path, model: Decoder) -> list[Site]:
-    """Gives the model the adapters of a folder. Raises :class:`Refused`."""
+def config_of(folder: Path) -> tuple[int, float]:
+    """Rank and scale of a folder's adapters. Raises :class:`Refused`."""
     if not (folder / CONFIG).is_file():
         raise Refused(f"--adapters: there is no {folder / CONFIG}")
     said = read_json(folder / CONFIG)
@@ -74,10 +74,15 @@ def read(folder: Path, model: Decoder) -> list[Site]:
     for name in OTHERS:
         if said.get(name):
             raise Refused(f"{folder / CONFIG}: {name} is {said[name]!r}, which is not known here")
+    return rank, alpha / (rank**0.5 if said.get("use_rslora") else rank)
+
+
+def read(folder: Path, model: Decoder) -> list[Site]:
+    """Gives the model the adapters of a folder. Raises :class:`Refused`."""
+    rank, scale = config_of(folder)
     with in_one_sentence():
         tensors = dict(jgg.checkpoints.open(folder / WEIGHTS))
     targets = [t for t in TARGETS if any((".experts." in n) == (t == "experts") for n in tensors)]
-    scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
     dtype = model.embedding.get_value().dtype
     sites = attach(model, targets, rank, scale, dtype=dtype)
     for site in sites:

@@ -248,12 +248,16 @@ def test_it_refuses_what_cannot_work(qlora, folder, text, tuned, tmp_path, capsy
 def test_adapters_of_another_model_are_refused(tuned, tmp_path):
     generate = example("generate")
     model = with_tokenizer(decoder_folders.copied("mixtral", tmp_path))
-    run = lambda adapters: generate.main([str(model), "--tokens", "1", "--adapters", str(adapters)])
+    run = lambda adapters, *args: generate.main(
+        [str(model), "--tokens", "1", "--adapters", str(adapters), *args]
+    )
     with pytest.raises(SystemExit, match=r"--adapters: there is no \S+adapter_config.json$"):
         run(tmp_path)
     adapters = shutil.copytree(tuned[0] / "adapters", tmp_path / "adapters")
     with pytest.raises(SystemExit, match=r"belongs to no weight that has adapters|has shape"):
         run(adapters)
+    with pytest.raises(SystemExit, match=r"--adapters are for one device$"):
+        run(adapters, "--devices", "2")
     path = adapters / "adapter_config.json"
     said = json.loads(path.read_text())
     for change, message in (
