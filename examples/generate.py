@@ -4,6 +4,7 @@
     python examples/generate.py CHECKPOINT --prompt "…"   # a folder that you downloaded
     python examples/generate.py CHECKPOINT --quantize nvfp4 --tokens 500 --temperature 0.7
     python examples/generate.py CHECKPOINT --devices 4    # experts and heads are divided
+    python examples/generate.py CHECKPOINT --adapters runs/qlora/adapters   # of qlora_moe.py
 
 Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and DeepSeek-V3 run, with weights in bfloat16 or in
 any quantized format that ``jgg.checkpoints`` reads. Experts run as ``jgg.moe_mlp`` takes them;
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import jax
 
-from decoder import config, loading, tiny, tokens
+from decoder import config, loading, peft, tiny, tokens
 from decoder.errors import Refused
 from decoder.generation import Generator
 from decoder.sampling import Sampling
@@ -61,6 +62,9 @@ def parse(argv=None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--quantize", choices=MODES, help="experts that are not, while they load")
     parser.add_argument(
+        "--adapters", type=Path, metavar="DIR", help="of PEFT's files: LoRA of experts or attention"
+    )
+    parser.add_argument(
         "--exact", action="store_true", help="affine scales as stored, where kernels round them"
     )
     parser.add_argument(
@@ -96,15 +100,22 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     if not folder.is_dir():
         raise Refused("there is no such folder")
     about = dataclasses.replace(config.read(folder), attention=args.attention)
+    if args.adapters is not None:
+        peft.config_of(args.adapters)  # what is wrong with it is said before the model is loaded
+        if args.devices > 1:
+            raise Refused("--adapters are for one device")
     tokenizer = tokens.read(folder, about.vocabulary)
     prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
     options = loading.Options(
-        dtype, args.quantize, args.devices, room, args.memory, args.exact, args.unrolled
-    )
+        dtype, args.quantize, args.devices, room, args.memory, args.exact, args.unrolled,
+        joined=args.adapters is None,
+    )  # fmt: skip
     began = time.perf_counter()
     model = loading.load(folder, about, options)
+    if args.adapters is not None:
+        peft.read(args.adapters, model)
     jax.block_until_ready(jax.tree.leaves(model))
     loaded_in = time.perf_counter() - began
     sampling = Sampling(args.temperature, args.top_k, args.top_p)

@@ -36,3 +36,9 @@ def count(value: str) -> int:
     if int(value) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return int(value)
+
+
+def positive(value: str) -> float:
+    if not 0 < float(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return float(value)

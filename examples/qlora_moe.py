@@ -1,7 +1,13 @@
-"""Fine-tune low-rank adapters over the frozen, quantized experts of train_moe.py's model (QLoRA).
+"""Fine-tune low-rank adapters over the frozen, quantized experts of a model (QLoRA).
 
-    python examples/train_moe.py        # first: makes the checkpoint, of English
-    python examples/qlora_moe.py        # teach it Python, minutes on two CPU cores
+    python examples/train_moe.py             # first: makes a checkpoint, of English
+    python examples/qlora_moe.py             # teach it Python, minutes on two CPU cores
+    python examples/qlora_moe.py CHECKPOINT --text FILE      # a Hugging Face folder instead
+    python examples/qlora_moe.py CHECKPOINT --base fp8 --targets attention --resume
+
+CHECKPOINT is what generate.py reads. It is in qlora_checkpoint.py: adapters on experts and on
+attention, checkpoints to resume from, a loss curve, and adapters in PEFT's files. The rest of this
+file is about train_moe.py's model.
 
 Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
 ``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert: ``route``, ``dispatch``
@@ -12,7 +18,6 @@ activations, and stop at its weights.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import json
 from pathlib import Path
@@ -26,10 +31,11 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 import jax_groupgemm as jgg
+import qlora_checkpoint
 import quantized_moe
 import texts
 import train_moe
-from options import Parser
+from options import Parser, count, positive, settings
 
 
 class Adapted(NamedTuple):
@@ -108,27 +114,63 @@ def read_text(name: str | None, context: int) -> np.ndarray:
     """A file's bytes as tokens; by default the source of the standard library's asyncio."""
     if name is not None:
         return texts.read(name, context)
-    files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
-    source = b"\n".join(file.read_bytes() for file in files)
-    return texts.as_tokens(source)
+    return texts.as_tokens(texts.source_of_asyncio())
+
+
+#: Options of a run without a checkpoint that the other has not, or with another default.
+DEFAULTS = {
+    "run": Path("runs/train_moe"), "mode": "nvfp4", "lr": 5e-3, "out": Path("runs/qlora_moe"),
+}  # fmt: skip
 
 
 def parse(argv) -> argparse.Namespace:
+    own, theirs = DEFAULTS, qlora_checkpoint.DEFAULTS
     parser = Parser(__doc__)
-    parser.option("--run", Path("runs/train_moe"), "trained model", type=Path)
-    parser.option("--out", Path("runs/qlora_moe"), "folder for adapters and results", type=Path)
-    parser.add_argument("--text", help="file to train on (default: the source of asyncio)")
-    parser.option("--mode", "nvfp4", "of the frozen experts", choices=quantized_moe.MODES)
-    parser.option("--rank", 8, "of the adapters", type=int)
-    parser.option("--steps", 300, "training steps", type=int)
-    parser.option("--lr", 5e-3, "peak learning rate", type=float)
-    return parser.parse_args(argv)
+    add = parser.add_argument
+    add("checkpoint", nargs="?", type=Path, help="a folder (default: the model of train_moe.py)")
+    add("--text", help="file to train on (default: the source of asyncio)")
+    parser.option("--rank", 8, "of the adapters", type=count)
+    parser.option("--steps", 300, "training steps", type=count)
+    both = lambda name: f"(default: {own[name]}; with a checkpoint {theirs[name]})"
+    add("--lr", type=positive, help=f"peak learning rate {both('lr')}")
+    add("--out", type=Path, help=f"folder for adapters and results {both('out')}")
+    add = parser.add_argument_group("without a checkpoint").add_argument
+    add("--run", type=Path, help=f"trained model (default: {own['run']})")
+    modes = quantized_moe.MODES
+    add("--mode", choices=modes, help=f"of the frozen experts (default: {own['mode']})")
+    qlora_checkpoint.add_options(parser.add_argument_group("with a checkpoint"))
+    args = parser.parse_args(argv)
+    if args.checkpoint is None:
+        settle(parser, args, own, theirs, "with")
+    else:
+        settle(parser, args, theirs, own, "without")
+    return args
+
+
+def settle(parser: Parser, args: argparse.Namespace, own: dict, others: dict, which: str) -> None:
+    """Sets defaults, and refuses options of runs ``which`` have a checkpoint or have none."""
+    for name in others.keys() - own.keys():
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for runs {which} a checkpoint")
+        delattr(args, name)
+    for name, default in own.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
 
 def main(argv=None) -> dict:
     args = parse(argv)
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
-        return run(args)
+        if args.checkpoint is None:
+            return run(args)
+        args.targets = tuple(dict.fromkeys(args.targets))
+        tuning = settings(qlora_checkpoint.Settings, args)
+        try:
+            return qlora_checkpoint.run(
+                args.checkpoint, args.out, args.text, tuning, args.eval_every, args.resume
+            )
+        except qlora_checkpoint.Refused as error:
+            raise SystemExit(f"{args.checkpoint}: {error}") from error
 
 
 def run(args: argparse.Namespace) -> dict:

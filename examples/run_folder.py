@@ -31,7 +31,8 @@ class Checkpoints:
             raise SystemExit(f"--resume: there is no checkpoint in {self.folder}")
         if resume:
             saved = self.about()["run"]
-            changed = [f"{k} was {saved[k]}, is {v}" for k, v in run.items() if saved[k] != v]
+            was = {k: saved.get(k, "absent") for k in run}
+            changed = [f"{k} was {was[k]}, is {v}" for k, v in run.items() if was[k] != v]
             if changed:
                 raise SystemExit(f"--resume: {self.folder} is of another run: {'; '.join(changed)}")
 

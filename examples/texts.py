@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -29,6 +30,12 @@ def read(name: str, context: int) -> np.ndarray:
             f"{context}, so at least {least} are needed"
         )
     return as_tokens(text)
+
+
+def source_of_asyncio() -> bytes:
+    """A text in Python: the package of the standard library."""
+    files = sorted(Path(asyncio.__file__).parent.glob("*.py"))
+    return b"\n".join(file.read_bytes() for file in files)
 
 
 def as_tokens(text: bytes) -> np.ndarray:

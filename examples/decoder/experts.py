@@ -73,6 +73,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = (
             Linear(weights.dense("shared_expert_gate", 1, d)) if config.shared_gate else None
         )
+        self.adapted: Any = nnx.data(None)  # what runs instead of moe_mlp, if there are adapters
         self.routing = config.router
         self.activation: Literal["swiglu", "swiglu_oai"] = config.activation
 
@@ -82,7 +83,10 @@ class MixtureOfExperts(nnx.Module):
         names = "up", "down", "up_bias", "down_bias"
         parts = {name: getattr(self, name) for name in names}
         parts = {name: p.get_value() for name, p in parts.items() if p is not None}
-        y = self._experts(x, parts, index, weight, layer, mesh)
+        if self.adapted is None:
+            y = self._experts(x, parts, index, weight, layer, mesh)
+        else:
+            y = self.adapted(x, parts, index, weight, layer)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:

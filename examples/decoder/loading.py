@@ -43,6 +43,7 @@ class Options:
     memory: float | None = None  # GB of a device, instead of what is free
     exact: bool = False  # scales of affine experts stay as they are, whatever kernels take
     unrolled: bool = False  # each layer has arrays of its own, and a step a part for each
+    joined: bool = True  # queries, keys and values are one product; adapters want three
 
 
 def load(folder: Path, config: Config, options: Options) -> Decoder:
@@ -71,7 +72,7 @@ def placed(config: Config, weights: Weights, options: Options) -> Decoder:
         groups = [[i] for i in range(config.layers)] if options.unrolled else alike(config, said)
         for layers in groups:
             blocks = (Block(config, root.at(f"layers.{i}"), i) for i in layers)
-            if mesh is None:  # devices divide heads, which are rows of three weights
+            if options.joined and mesh is None:  # devices divide heads: rows of three weights
                 blocks = map(with_joined_rows, blocks)
             stacked = put.stacked(counted(blocks, bar), layers)
             stacks.append(Stack(stacked, [config.windows[i] for i in layers]))

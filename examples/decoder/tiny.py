@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from .safetensors import save
+
 LAYERS, EXPERTS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 2, 8, 64, 64, 4, 2, 16
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
@@ -42,17 +44,12 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def write(folder: Path) -> Path:
     """The folder, with config.json, tokenizer.json (of bytes) and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng, header, data, end = np.random.default_rng(0), {}, [], 0
+    rng, tensors = np.random.default_rng(0), {}
     for name, shape in shapes().items():
         spread = 0.02 if "embed" in name else shape[-1] ** -0.5
         values = rng.normal(0, spread, shape) if len(shape) > 1 else np.ones(shape)
-        data.append(values.astype(np.float32).tobytes())
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (end, end + len(data[-1]))}
-        end += len(data[-1])
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + b"".join(data)
-    )
+        tensors[name] = values.astype(np.float32)
+    save(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
     tokenizer().save(str(folder / "tokenizer.json"))
     return folder

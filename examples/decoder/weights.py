@@ -18,8 +18,8 @@ import jax_groupgemm as jgg
 
 from .errors import Refused
 
-FLOATS = ("bfloat16", "float16", "float32")
-FLOAT_HEADERS = ("BF16", "F16", "F32")  # as safetensors files name them
+FLOATS: tuple[str, ...] = ("bfloat16", "float16", "float32")
+FLOAT_HEADERS: tuple[str, ...] = ("BF16", "F16", "F32")  # as safetensors files name them
 #: ``format=`` of jgg.checkpoints, by config's ``quant_method``.
 FORMATS = {
     "awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed-tensors",
@@ -32,12 +32,14 @@ MODES: dict[str, dict[str, Any]] = {
     "nvfp4": {"mode": "nvfp4"},
     "affine4": {"mode": "affine", "bits": 4, "group_size": 32},
     "affine6": {"mode": "affine", "bits": 6, "group_size": 32},
+    "fp8": {"mode": "fp8"},
     "mxfp8": {"mode": "mxfp8"},
     "affine8": {"mode": "affine", "bits": 8, "group_size": 32},
 }
 #: Bits of a weight, with its part of the scales.
 BITS = {
-    "mxfp4": 4.25, "nvfp4": 4.5, "affine4": 5, "affine6": 7, "mxfp8": 8.25, "affine8": 9,
+    "mxfp4": 4.25, "nvfp4": 4.5, "affine4": 5, "affine6": 7, "fp8": 8.01, "mxfp8": 8.25,
+    "affine8": 9,
 }  # fmt: skip
 _NVFP4_RANGE = 2688.0  # 6 * 448: the largest code times the largest scale
 

@@ -1,0 +1,270 @@
+"""examples/qlora_moe.py with a checkpoint: what it trains, how it resumes, and PEFT's files."""
+
+import importlib
+import json
+import re
+import shutil
+
+import decoder_folders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_decoder import CHUNK, NAMES, Run, agree, example
+
+import jax_groupgemm as jgg
+
+RANK, ALPHA = 2, 6.0
+TINY = [
+    *("--steps", "8", "--eval-every", "4", "--batch", "2", "--context", "16", "--lr", "3e-2"),
+    *("--rank", str(RANK), "--alpha", str(ALPHA)),
+]
+TOKENS = np.arange(2 * (CHUNK + 1), dtype=np.int32).reshape(2, -1) * 7 % 100
+
+
+@pytest.fixture(scope="module")
+def qlora():
+    for name in ("matplotlib", "optax", "orbax.checkpoint"):
+        pytest.importorskip(name)
+    return example("qlora_moe")
+
+
+def with_tokenizer(folder):
+    example("decoder.tiny").tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return example("decoder.tiny").write(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(100)))
+    return ["--text", str(path)]
+
+
+@pytest.fixture(scope="module")
+def tuned(qlora, folder, text, tmp_path_factory):
+    """The folder and the results of one uninterrupted run, and what it last evaluated."""
+    out, calls = tmp_path_factory.mktemp("run"), []
+    evaluate = qlora.qlora_checkpoint.evaluate
+    with pytest.MonkeyPatch.context() as patch:
+        keep = lambda *args: calls.append(args) or evaluate(*args)
+        patch.setattr(qlora.qlora_checkpoint, "evaluate", keep)
+        results = qlora.main([str(folder), *text, *TINY, "--out", str(out)])
+    return out, results, calls[-1]
+
+
+@pytest.fixture(scope="module")
+def again(qlora, tuned, folder):
+    """Graph, adapters and frozen weights of the folder with the adapters that the run wrote."""
+    of = qlora.qlora_checkpoint
+    with jax.numpy_dtype_promotion("standard"):
+        options = of.loading.Options("float32", "nvfp4", joined=False)
+        model = of.loading.load(folder, of.config.read(folder), options)
+        of.peft.read(tuned[0] / "adapters", model)
+    parts = of.nnx.split(model, of.adapters.Adapter, ...)
+    return parts[0], *jax.device_put(parts[1:], jax.devices()[0])
+
+
+def adapters_of(out):
+    return jgg.checkpoints.open(out / "adapters" / "adapter_model.safetensors")
+
+
+@pytest.mark.slow  # it compiles for all of them
+def test_it_learns_and_writes_its_files(tuned):
+    out, results, _ = tuned
+    history = results["history"]
+    assert len(history["training"]) == 8
+    assert [step for step, _ in history["held_out"]] == [0, 4, 8]
+    assert results["after"] < results["before"] - 0.3
+    assert history["training"][-1] < history["training"][0] - 0.3
+    assert (
+        json.loads((out / "metrics.json").read_text())["history"]["training"]
+        == (history["training"])
+    )
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_resumes_as_if_never_interrupted(qlora, folder, text, tuned, tmp_path):
+    out, results, _ = tuned
+    shutil.copytree(out / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
+    resumed = qlora.main([str(folder), *text, *TINY, "--out", str(tmp_path), "--resume"])
+    assert resumed["history"]["training"] == results["history"]["training"]
+    assert [*map(tuple, resumed["history"]["held_out"])] == results["history"]["held_out"]
+    got, want = adapters_of(tmp_path), adapters_of(out)
+    assert sorted(got) == sorted(want)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_the_base_stays_as_it_was(tuned, again):
+    _, _, trained, frozen, _ = tuned[2]
+    got, want = map(jax.tree.leaves, (frozen, again[2]))
+    assert len(got) == len(want)
+    assert {leaf.dtype for leaf in got} >= {np.dtype(np.uint32)}
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for leaf in jax.tree.leaves(trained):
+        assert float(jnp.abs(leaf).max()) > 1e-3
+
+
+def test_adapters_are_read_again(qlora, tuned, again):
+    _, results, (_, settings, _, _, text) = tuned
+    graph, trained, frozen = again
+    with jax.numpy_dtype_promotion("standard"):
+        got = qlora.qlora_checkpoint.evaluate(graph, settings, trained, frozen, text)
+    assert float(got) == results["after"]
+
+
+def test_adapters_have_the_names_and_shapes_of_peft(qlora, folder, tuned):
+    out = tuned[0]
+    about, tensors = qlora.qlora_checkpoint.config.read(folder), adapters_of(out)
+    said = json.loads((out / "adapters" / "adapter_config.json").read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    d, f, n = about.width, about.expert_width, about.heads * about.head_size
+    k = about.kv_heads * about.head_size
+    want = {}
+    for layer in range(about.layers):
+        prefix = f"base_model.model.model.layers.{layer}"
+        shapes = {"q_proj": (n, d), "k_proj": (k, d), "v_proj": (k, d), "o_proj": (d, n)}
+        shapes = {f"{prefix}.self_attn.{name}": shape for name, shape in shapes.items()}
+        if about.moe_layers[layer]:
+            for e in range(about.router.experts):
+                expert = f"{prefix}.mlp.experts.{e}"
+                shapes |= {f"{expert}.{name}": (f, d) for name in ("gate_proj", "up_proj")}
+                shapes[f"{expert}.down_proj"] = (d, f)
+        for name, (rows, columns) in shapes.items():
+            assert re.fullmatch(said["target_modules"], name.removeprefix("base_model.model."))
+            want |= {f"{name}.lora_A.weight": (RANK, columns)}
+            want |= {f"{name}.lora_B.weight": (rows, RANK)}
+    assert {name: tensors[name].shape for name in tensors} == want
+    # Others of the same last names have none.
+    assert not re.fullmatch(said["target_modules"], "model.layers.0.mlp.gate_proj")
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_are_what_they_add_to_weights(name, tmp_path):
+    """Logits and losses are those of a folder whose weights have PEFT's products added."""
+    adapters, peft = example("decoder.adapters"), example("decoder.peft")
+    targets = [*adapters.TARGETS[name == "gpt_oss" :]]
+    model = Run(decoder_folders.FIXTURES / name, joined=False).model
+    sites = adapters.attach(model, targets, RANK, ALPHA / RANK)
+    rng = np.random.default_rng(0)
+    for site in sites:
+        shape = site.pair.b.get_value().shape
+        site.pair.b.set_value(jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32))
+    peft.write(tmp_path / "adapters", sites, RANK, ALPHA, name)
+    tensors = decoder_folders.tensors_of(name)
+    of_adapters = adapters_of(tmp_path)
+    changed = [*tensors]
+    for key in of_adapters:
+        if "lora_A" in key:
+            a, b = of_adapters[key], of_adapters[key.replace("lora_A", "lora_B")]
+            weight = key.removeprefix("base_model.model.").replace(".lora_A", "")
+            tensors[weight] = tensors[weight].astype(np.float32) + ALPHA / RANK * b @ a
+            changed.remove(weight)
+    assert len(changed) < len(tensors)
+    merged = decoder_folders.write(tmp_path / "merged", tensors, decoder_folders.config_of(name))
+    run = Run(decoder_folders.FIXTURES / name, joined=False)
+    peft.read(tmp_path / "adapters", run.model)
+    run.parts = importlib.import_module("flax.nnx").split(run.model)
+    want = Run(merged)(TOKENS[0, :CHUNK], CHUNK)
+    agree(run(TOKENS[0, :CHUNK], CHUNK), want, relative=2e-5)
+    loss = example("decoder.training").cross_entropy
+    want = -np.take_along_axis(np.asarray(jax.nn.log_softmax(want)), TOKENS[0, 1:, None], axis=1)
+    with jax.numpy_dtype_promotion("standard"):
+        got = jax.jit(lambda tokens: loss(model, tokens))(TOKENS)[0]
+    np.testing.assert_allclose(got, want[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("base", ["affine4", "fp8", "as_stored"])
+def test_bases(base, qlora, folder, text, tmp_path, capsys):
+    results = qlora.main([str(folder), *text, *TINY, "--out", str(tmp_path), "--base", base])
+    assert results["after"] < results["before"] - 0.3
+    mode = {"affine4": "affine", "as_stored": "float32"}.get(base, base)
+    assert f"experts in {mode}: " in capsys.readouterr().out
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("format", ["awq", "fp8", "modelopt"])
+def test_quantized_folders_stay_as_stored(format, qlora, text, tmp_path, capsys):
+    stored, _ = decoder_folders.quantized("qwen3_moe", format, tmp_path)
+    arguments = [str(with_tokenizer(stored)), *text, *TINY, "--out", str(tmp_path / "out")]
+    results = qlora.main([*arguments, "--targets", "attention"])
+    assert results["after"] < results["before"] - 0.1
+    assert "nvfp4" in capsys.readouterr().out or format != "modelopt"
+    with pytest.raises(SystemExit, match="quantized already"):
+        qlora.main([*arguments, "--base", "affine4"])
+
+
+# ---- what it refuses
+
+
+def test_it_refuses_what_cannot_work(qlora, folder, text, tuned, tmp_path, capsys):
+    run = lambda *args: qlora.main([str(folder), *text, *TINY, "--out", str(tmp_path / "x"), *args])
+    for arguments, message in (
+        (["--rank", "0"], "--rank: 0 is not positive"),
+        (["--targets", "router"], "invalid choice: 'router'"),
+        (["--base", "int3"], "invalid choice: 'int3'"),
+        (["--run", "runs/train_moe"], "--run is for runs without a checkpoint"),
+    ):
+        with pytest.raises(SystemExit):
+            run(*arguments)
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        qlora.main(["--base", "fp8"])
+    assert "--base is for runs with a checkpoint" in capsys.readouterr().err
+
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfd")
+    other = decoder_folders.copied("gpt_oss", tmp_path)
+    for arguments, message in (
+        (["--text", str(tmp_path / "short.txt")], "has 9 tokens.*at least 180 are needed"),
+        (["--text", str(tmp_path / "absent")], "cannot be read: No such file"),
+        (["--text", str(tmp_path / "bytes")], "is no text in UTF-8"),
+        (["--resume"], "--resume: there is no checkpoint in"),
+        (["--resume", "--out", str(tuned[0]), "--rank", "3"], "another run: rank was 2, is 3$"),
+        (["--out", str(tuned[0])], "is not empty: pass --resume"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            run(*arguments)
+    for place, message in (
+        (tmp_path / "absent", "there is no such folder"),
+        (other, "there is no tokenizer.json"),
+    ):
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(place))}: {message}$"):
+            qlora.main([str(place), *text, *TINY, "--out", str(tmp_path / "x")])
+    with_tokenizer(other)
+    with pytest.raises(SystemExit, match=r"one tensor.*use --targets attention$"):
+        qlora.main([str(other), *text, *TINY, "--out", str(tmp_path / "x")])
+
+
+def test_adapters_of_another_model_are_refused(tuned, tmp_path):
+    generate = example("generate")
+    model = with_tokenizer(decoder_folders.copied("mixtral", tmp_path))
+    run = lambda adapters, *args: generate.main(
+        [str(model), "--tokens", "1", "--adapters", str(adapters), *args]
+    )
+    with pytest.raises(SystemExit, match=r"--adapters: there is no \S+adapter_config.json$"):
+        run(tmp_path)
+    adapters = shutil.copytree(tuned[0] / "adapters", tmp_path / "adapters")
+    with pytest.raises(SystemExit, match=r"belongs to no weight that has adapters|has shape"):
+        run(adapters)
+    with pytest.raises(SystemExit, match=r"--adapters are for one device$"):
+        run(adapters, "--devices", "2")
+    path = adapters / "adapter_config.json"
+    said = json.loads(path.read_text())
+    for change, message in (
+        ({"use_dora": True}, "use_dora is True, which is not known here"),
+        ({"r": None}, "is not of LoRA adapters with a rank"),
+        ({"lora_alpha": None}, "has no lora_alpha"),
+    ):
+        path.write_text(json.dumps(said | change))
+        with pytest.raises(SystemExit, match=message):
+            run(adapters)
