@@ -20,7 +20,7 @@ from jax_groupgemm._fp8.grouped_mm import of_gradient
 
 from . import timing
 from .fp8_shapes import Product, Quantize
-from .nvfp4_quantize import differing, leaves_of
+from .nvfp4_quantize import differing, leaves_of, quantize
 from .peers import Unsupported, tensor
 from .products import columns_error, matrix_error, ours_name, some_groups
 from .quantized import matrix
@@ -99,13 +99,7 @@ def with_casts(direction: str, a, b, sizes) -> jax.Array:
 
 
 def quantized(options: dict, x, more) -> jgg.Quantized:
-    """A call with options of fp8_shapes.QUANTIZE."""
-    given = {n: value for n, value in options.items() if n not in ("grouped", "stochastic")}
-    if "grouped" in options:
-        given["group_sizes"] = more["sizes"]
-    if "stochastic" in options:
-        given["stochastic_rounding_key"] = jax.random.wrap_key_data(more["words"])
-    return jgg.fp8_quantize(x, **given)
+    return quantize(options, x, more, jgg.fp8_quantize)
 
 
 def arms(case: Product | Quantize, v: Any, args) -> dict[str, Callable]:

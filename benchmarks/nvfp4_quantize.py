@@ -41,14 +41,14 @@ def operands(case: Nvfp4Quantize) -> Operands:
     return Operands(x, more)
 
 
-def quantize(options: dict, x, more) -> jgg.Quantized:
-    """A call with options of quantized_shapes.NVFP4_QUANTIZE."""
+def quantize(options: dict, x, more, op: Callable = jgg.nvfp4_quantize) -> jgg.Quantized:
+    """A call of ``op`` with options of quantized_shapes.NVFP4_QUANTIZE, or of another's list."""
     given = {n: value for n, value in options.items() if n not in ("grouped", "stochastic")}
     if "grouped" in options:
         given["group_sizes"] = more["sizes"]
     if "stochastic" in options:
         given["stochastic_rounding_key"] = jax.random.wrap_key_data(more["words"])
-    return jgg.nvfp4_quantize(x, **given)
+    return op(x, **given)
 
 
 def all_calls(case: Nvfp4Quantize, x, more) -> list[jgg.Quantized]:
