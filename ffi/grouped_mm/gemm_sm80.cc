@@ -11,7 +11,9 @@ cudaError_t LaunchGemmSm80(cudaStream_t stream, const GemmSm80& gemm, DType dtyp
                            bool a_k_major, bool b_k_major) {
   auto launch = [&](auto element) {
     using Element = decltype(element);
-    if constexpr (kSample && std::is_same_v<Element, cutlass::half_t>) {
+    constexpr bool kMore =
+        std::is_same_v<Element, cutlass::half_t> || std::is_same_v<Element, cutlass::tfloat32_t>;
+    if constexpr (kSample && kMore) {
       return cudaErrorNoKernelImageForDevice;
     } else {
       return DispatchBool(a_k_major, [&](auto a) {
