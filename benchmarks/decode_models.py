@@ -136,7 +136,7 @@ def drawn(seed: int, shape: tuple[int, ...], format: str | None, dtype: str) -> 
 
 @functools.cache
 def _kind(shape: tuple[int, ...], format: str | None, dtype: str) -> tuple[Any, int]:
-    """What is drawn, without drawing it, and its bytes."""
+    """Shapes and bytes of the parameters; nothing is drawn."""
     kind = jax.eval_shape(functools.partial(drawn, shape=shape, format=format, dtype=dtype), 0)
     return kind, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kind))
 

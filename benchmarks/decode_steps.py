@@ -1,4 +1,4 @@
-"""What benchmarks.decode times: steps of a model, and its parts."""
+"""The programs that benchmarks.decode times: steps of a model, and its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = Sampling()
 
 
 def options() -> dict[str, Any]:
-    """Of the compiler: whatever can be one CUDA graph is."""
+    """Options of the compiler: it makes one CUDA graph of whatever can be one."""
     return {"xla_gpu_graph_min_graph_size": 1} if jax.default_backend() == "gpu" else {}
 
 
@@ -135,7 +135,7 @@ def _meet(graph, params, x, cache, at):
 
 
 def bytes_of_step(model: Decoder, batch: int, context: int, met: float) -> dict[str, float]:
-    """What a step has to read. ``met``: experts of a layer."""
+    """The bytes that a step has to read. ``met`` counts the experts that tokens of a layer meet."""
     config, sizes = model.config, lambda state: sum(x.nbytes for x in jax.tree.leaves(state))
     experts, others = nnx.state(model, Expert, ...)
     embedding = model.embedding.get_value()
@@ -208,7 +208,7 @@ class Parts:
 
 
 class _Head(nnx.Module):
-    """What follows the layers."""
+    """The last norm, the head and the choice of a token."""
 
     def __init__(self, model: Decoder):
         self.norm = model.norm

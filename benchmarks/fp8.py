@@ -49,7 +49,7 @@ class Operands:
 
     @functools.cached_property
     def dense(self) -> tuple[jax.Array, jax.Array]:
-        """What the codes stand for, in bfloat16."""
+        """Both operands, dequantized to bfloat16."""
         return jax.block_until_ready(jax.jit(dequantized)(self.a, self.b))
 
 

@@ -1,4 +1,4 @@
-"""What is timed in FP8: products of two operands in blocks of 128, and quantizing them.
+"""Cases of the FP8 benchmark: products of two operands in blocks of 128, and quantizing them.
 
 fp8           fprop (T, K) x (G, N, K), dgrad (T, N) x (G, N, K), and wgrad (T, N) x (T, K) over the
               rows of each group

@@ -20,7 +20,7 @@ NODE = 8  # GPUs that NVLink connects
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a GPU and its links do.
+    """The rates of a GPU and of its links.
 
     Measured beside the points below, on the same machine:
 

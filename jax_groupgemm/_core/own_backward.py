@@ -51,8 +51,9 @@ class OwnBackward:
 
     def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
         """Results and their tangents, of the tangents of leaves at some places; or None."""
-        asked = {"moves": tree.unflatten(i in moving for i in range(len(leaves)))}
-        more = asked if self._asks else {}
+        more = {}
+        if self._asks:
+            more["moves"] = tree.unflatten(i in moving for i in range(len(leaves)))
         found = self._forward(*tree.unflatten(leaves), **more, **dict(static))
         if found is None:
             return None

@@ -131,24 +131,25 @@ class Fused:
         out = activate(wide, epilogue.activation).astype(product.out_dtype)
         return out, y.astype(product.out_dtype)
 
-    # Where a gradient is taken, what an activation or a scale is of is rounded, as it is kept: half
-    # the bytes, and the faster kernels.
+    # Where a gradient is taken, the operand of an activation or of a scale is kept, rounded to half
+    # the bytes. The value is made from that one, which is the faster kernel.
 
     def _forward(self, x, w, metadata, epilogue: Epilogue, lists, *, product: Mm, moves):
         if lists is not None or not jnp.issubdtype(product.out_dtype, jnp.floating):
             return None
-        rest = epilogue.row_scale, epilogue.existing_out
-        if epilogue.activation is not None and rest == (None, None):
+        if epilogue.activation is not None:
+            if epilogue.row_scale is not None or epilogue.existing_out is not None:
+                return None
             rounded = dataclasses.replace(epilogue, rounds=True)
             return self.preactivated(x, w, metadata, rounded, product)
-        if epilogue.activation is not None or epilogue.bias is not None or rest[0] is None:
+        if epilogue.row_scale is None or epilogue.bias is not None:
             return None
         y = self.product(x, w, metadata, product)
         out = self.with_options(lambda _: y, metadata, w, epilogue, product)
         return out, y if moves[3].row_scale else None
 
     def _backward(self, kept, operands, cts, *, product: Mm):
-        """``kept`` is what the activation or the scale is of, and ``cts`` are the result's."""
+        """``kept`` is the operand of the activation or of the scale."""
         x, w, metadata, epilogue, _ = operands
         (ct,) = cts
         if epilogue.row_scale is not None:
