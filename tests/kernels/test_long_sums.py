@@ -16,7 +16,7 @@ import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Wgrad
 from jax_groupgemm._core.segments import SPANS, Form, Metadata
-from jax_groupgemm._grouped import call
+from jax_groupgemm._grouped import call, primitives
 from jax_groupgemm._kernels import choose, dense, extension, lists
 
 SIZES = np.array([5, 11], np.int32)
@@ -168,11 +168,9 @@ def test_longest_wgrad(rng, kernel, dtype):
 
 
 def gradient(x, dy, sizes, *, kernel="sm90", offset=None, out="float32", groups=None):
-    """That of weights of the result's dtype."""
-    of_shard = {} if offset is None else {"group_offset": offset}
-    w = jnp.zeros((groups or len(sizes), x.shape[1], dy.shape[1]), out)
-    f = lambda w: jgg.grouped_mm(x, w, sizes, implementation=kernel, **of_shard)
-    return jax.vjp(f, w)[1](dy.astype(jnp.promote_types(x.dtype, out)))[0]
+    """That of a grouped product's weights, in the dtype asked for."""
+    product = Wgrad(groups=groups or len(sizes), out_dtype=out, implementation=kernel)
+    return primitives.wgrad(x, dy, segments.sizes(sizes, offset), product)
 
 
 def lowered(f, *shapes) -> str:

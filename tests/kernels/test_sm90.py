@@ -14,7 +14,7 @@ from nvfp4_grouped_problems import along_t, wgrad_oracle
 from test_grouped_mm import SHAPES
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import choose, extension, tuned
+from jax_groupgemm._kernels import dense, extension, tuned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def product(x, w, sizes, **options):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_this_kernel_runs(rng, monkeypatch, dtype, implementation):
     """What it cannot do would run on sm80, and be as right."""
-    monkeypatch.setattr(choose, "_splitting_pays", lambda *_, **__: True)
+    monkeypatch.setattr(dense, "_splitting_pays", lambda *_, **__: True)
     x, w = oracle.random(rng, (1024, 128), dtype), oracle.random(rng, (4, 128, 256), dtype)
     sizes = jnp.array([300, 0, 500, 200])
     spans = jnp.array([[0, 77], [77, 1000]])
