@@ -71,12 +71,12 @@ def compare(run, composed, target, args, routing, dtype, repeats=3):
     """``run`` is lowered to ``target`` and copies nothing; its results are those of ``composed``,
     and the same bits each time."""
     ours = jax.jit(lambda *args: live_rows(run(*args), routing))
-    composed = jax.jit(lambda *args: live_rows(composed(*args), routing))
+    theirs = jax.jit(lambda *args: live_rows(composed(*args), routing))
     text = ours.lower(*args).as_text()
     assert target in text
     assert "dispatch" not in text
     got = ours(*args)
-    close(got, composed(*args), dtype)
+    close(got, theirs(*args), dtype)
     for _ in range(repeats):
         for one, other in zip(*map(jax.tree.leaves, (got, ours(*args))), strict=True):
             assert (np.asarray(one) == np.asarray(other)).all()
