@@ -1,7 +1,5 @@
 // CUDA handler of fp8_quantize: bind, check, launch.
 
-#include <algorithm>
-
 #include "common/buffer.h"
 #include "common/check.h"
 #include "common/cuda_error.h"
@@ -22,7 +20,8 @@ static const T* DataOrNull(const ffi::AnyBuffer& a) {
 }
 
 static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sizes,
-                               const ffi::AnyBuffer& seed, Fp8QuantizeSm80* args) {
+                               const ffi::AnyBuffer& seed, const ffi::AnyBuffer& list,
+                               Fp8QuantizeSm80* args) {
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(M, R, C)", x, {-1, -1, -1}));
   args->dtype = *ToDType(x.element_type());
@@ -38,6 +37,17 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
   if (seed.dimensions()[0] != 0 && seed.dimensions()[0] != 2) {
     return InvalidArgument(kOp, "seed has shape ", ShapeText(seed), ", expected (2,) or (0,)");
   }
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "list", list, ffi::S32, "int32"));
+  args->list = DataOrNull<int32_t>(list);
+  if (args->list != nullptr) {
+    if (args->matrices != 1 || !args->along_rows || args->square) {
+      return InvalidArgument(kOp, "a list is of one matrix, with blocks of 128 along its rows");
+    }
+    args->listed = args->rows;
+    args->rows = list.dimensions()[0];
+    JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->rows}));
+  }
   args->sizes = DataOrNull<int32_t>(sizes);
   args->groups = sizes.dimensions()[0];
   args->seed = DataOrNull<uint32_t>(seed);
@@ -52,7 +62,7 @@ static ffi::Error BindResults(const ffi::AnyBuffer& codes, const ffi::AnyBuffer&
   const int64_t lines = args->along_rows ? args->columns : args->rows;
   args->along = args->along_rows ? args->rows : args->columns;
   if (args->along_rows && args->sizes != nullptr) {
-    args->along = (args->rows + 127 * std::min(args->groups, args->rows)) / 128 * 128;
+    args->along = Fp8PaddedRows(args->rows, args->groups);
     JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->along}));
   }
   args->e5m2 = codes.element_type() == ffi::F8E5M2;
@@ -81,14 +91,14 @@ static ffi::Error BindResults(const ffi::AnyBuffer& codes, const ffi::AnyBuffer&
 }
 
 static ffi::Error Fp8Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer sizes,
-                              ffi::AnyBuffer seed, ffi::Result<ffi::AnyBuffer> codes,
-                              ffi::Result<ffi::AnyBuffer> scales,
+                              ffi::AnyBuffer seed, ffi::AnyBuffer list,
+                              ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scales,
                               ffi::Result<ffi::AnyBuffer> workspace, Fp8QuantizeAttrs attrs) {
   Fp8QuantizeSm80 args{};
   args.along_rows = attrs.along_rows;
   args.square = attrs.square;
   args.power_of_two = attrs.power_of_two;
-  JGG_RETURN_IF_ERROR(BindOperands(x, sizes, seed, &args));
+  JGG_RETURN_IF_ERROR(BindOperands(x, sizes, seed, list, &args));
   JGG_RETURN_IF_ERROR(BindResults(*codes, *scales, *workspace, &args));
   const int64_t along = args.along_rows ? args.along : 0;
   if (auto reason = rules::Fp8QuantizeProblem(args.matrices * args.rows, args.columns, along)) {
@@ -103,6 +113,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8Quantize, Fp8Quantize,
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // sizes, or empty
                            .Arg<ffi::AnyBuffer>()  // seed, or empty
+                           .Arg<ffi::AnyBuffer>()  // list, or empty
                            .Ret<ffi::AnyBuffer>()  // codes
                            .Ret<ffi::AnyBuffer>()  // scales
                            .Ret<ffi::AnyBuffer>()  // workspace

@@ -1,29 +1,13 @@
 // Which kernels a call of fp8_quantize takes.
 #pragma once
 
-#include <algorithm>
-
 #include "common/dispatch.h"
-#include "fp8/device/quantize_tiles.cuh"
+#include "fp8/launch_sm80.cuh"
 #include "fp8/quantize_sm80.h"
 
 namespace jgg {
 
 namespace fp8 {
-
-using namespace device;
-
-using QuantizeKernel = void (*)(QuantizeParams);
-
-inline cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeParams& p,
-                                  QuantizeKernel kernel, int64_t blocks, int64_t matrices,
-                                  int threads) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const dim3 grid(static_cast<unsigned>(blocks),
-                  static_cast<unsigned>(std::min<int64_t>(matrices, 65535)));
-  kernel<<<grid, threads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
 
 template <DType kOf, Element kElement, bool kStochastic>
 cudaError_t LaunchQuantizeKernel(cudaStream_t stream, const QuantizeParams& p,
@@ -35,8 +19,10 @@ cudaError_t LaunchQuantizeKernel(cudaStream_t stream, const QuantizeParams& p,
     });
   }
   if (args.along_rows) {
-    return LaunchQuantize(stream, p, ColumnsKernel<kOf, kElement, kStochastic>, ColumnsBlocks(p),
-                          p.matrices, kSpanThreads);
+    return DispatchBool(p.list != nullptr, [&](auto listed) {
+      return LaunchQuantize(stream, p, ColumnsKernel<kOf, kElement, kStochastic, listed.value>,
+                            ColumnsBlocks(p), p.matrices, kSpanThreads);
+    });
   }
   return DispatchBool(p.columns % kBlock != 0, [&](auto cut) {
     return LaunchQuantize(stream, p, RowsKernel<kOf, kElement, kStochastic, cut.value>,
@@ -58,19 +44,16 @@ cudaError_t LaunchFp8QuantizeSm80Instance(cudaStream_t stream, const Fp8Quantize
   p.blocks = args.blocks();
   p.power_of_two = args.power_of_two;
   p.seed = args.seed;
+  p.list = args.list;
+  p.listed = args.listed;
   p.codes = static_cast<uint8_t*>(args.codes);
   p.scales = args.scales;
   if (args.sizes != nullptr) {
-    const auto groups = static_cast<int32_t>(args.groups);
-    auto* starts = static_cast<int32_t*>(args.workspace);
-    int32_t* tiles = starts + groups + 1;
-    auto* of_tiles = reinterpret_cast<TileRows*>(tiles + groups + 1);
-    const auto count = static_cast<int32_t>(args.along_rows ? p.blocks : 0);
-    GroupsKernel<<<1, kScanThreads, 0, stream>>>(args.sizes, groups, static_cast<int32_t>(p.rows),
-                                                 starts, tiles, of_tiles, count);
-    if (cudaError_t error = cudaGetLastError()) return error;
-    p.inside = starts + groups;
-    if (args.along_rows) p.groups = of_tiles;
+    const int64_t tiles = args.along_rows ? p.blocks : 0;
+    if (cudaError_t error =
+            FindGroups(stream, args.sizes, args.groups, args.workspace, &p, tiles)) {
+      return error;
+    }
   }
   return DispatchBool(args.e5m2, [&](auto e5m2) {
     constexpr Element kElement = e5m2.value ? Element::kE5M2 : Element::kE4M3;

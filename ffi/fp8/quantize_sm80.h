@@ -8,18 +8,21 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "fp8/groups.h"
 
 namespace jgg {
 
 struct Fp8QuantizeSm80 {
   DType dtype;
   bool e5m2;
-  const void* x;
+  const void* x;  // (M, R, C), or with a list (1, listed, C)
   int64_t matrices, rows, columns;
   bool along_rows, square;
   bool power_of_two;     // scales are
   const int32_t* sizes;  // (G,), or null
   int64_t groups;
+  const int32_t* list;  // (R,): the line of x that each row is, or null; blocks lie along R
+  int64_t listed;
   const uint32_t* seed;  // two words, or null: round to nearest
   int64_t along;         // elements of a line of the result
   void* codes;
@@ -27,10 +30,8 @@ struct Fp8QuantizeSm80 {
   void* workspace;  // 4 * workspace_words() bytes
 
   int64_t blocks() const { return (along + 127) / 128; }  // to a line of the result
-  // Each group and the end of all takes two words, as does each 128 padded rows.
   int64_t workspace_words() const {
-    if (sizes == nullptr) return 0;
-    return 2 * (groups + 1) + (along_rows ? 2 * blocks() : 0);
+    return sizes == nullptr ? 0 : Fp8GroupsWords(groups, along_rows ? blocks() : 0);
   }
 };
 

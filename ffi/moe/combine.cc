@@ -12,7 +12,7 @@ static ffi::Error Combine(cudaStream_t stream, ffi::AnyBuffer rows, ffi::AnyBuff
   CombineArgs args{};
   args.dtype = *ToDType(rows.element_type());
   args.out_dtype = *ToDType(out->element_type());
-  JGG_RETURN_IF_ERROR(BindPairRows(op, order, place, *out, rows, args.dtype, &args.pairs));
+  JGG_RETURN_IF_ERROR(BindPairRows(op, order, place, *out, rows, Size(args.dtype), &args.pairs));
   JGG_RETURN_IF_ERROR(BindOptionalWeight(op, rest, args.pairs, &args.weight));
   args.rows = rows.untyped_data();
   args.out = out->untyped_data();

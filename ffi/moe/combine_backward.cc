@@ -13,7 +13,7 @@ static ffi::Error CombineBackward(cudaStream_t stream, ffi::AnyBuffer ct, ffi::A
   CombineBackwardArgs args{};
   args.dtype = *ToDType(rows.element_type());
   args.ct_dtype = *ToDType(ct.element_type());
-  JGG_RETURN_IF_ERROR(BindPairRows(op, order, place, ct, rows, args.dtype, &args.pairs));
+  JGG_RETURN_IF_ERROR(BindPairRows(op, order, place, ct, rows, Size(args.dtype), &args.pairs));
   JGG_RETURN_IF_ERROR(BindWeight(op, weight, args.pairs, &args.weight));
   const float* placed = nullptr;
   JGG_RETURN_IF_ERROR(BindWeight(op, *dweight, args.pairs, &placed));

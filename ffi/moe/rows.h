@@ -20,7 +20,7 @@ struct PairRows {
 
 struct DispatchArgs {
   PairRows pairs;
-  DType dtype;
+  DType dtype;          // with a weight
   bool clears_rest;     // rows that no pair has become zeros, or they may hold anything
   const void* x;        // (tokens, D)
   const float* weight;  // (tokens, k), or null

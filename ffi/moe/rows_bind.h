@@ -15,11 +15,11 @@
 
 namespace jgg {
 
-// `by_token` is (T, D) and `by_row` (R, D); lines of `dtype` are cut into pieces.
+// `by_token` is (T, D) and `by_row` (R, D); their lines are cut into pieces.
 inline xla::ffi::Error BindPairRows(const char* op, const xla::ffi::AnyBuffer& order,
                                     const xla::ffi::AnyBuffer& place,
                                     const xla::ffi::AnyBuffer& by_token,
-                                    const xla::ffi::AnyBuffer& by_row, DType dtype,
+                                    const xla::ffi::AnyBuffer& by_row, int element_bytes,
                                     PairRows* pairs) {
   namespace ffi = xla::ffi;
   JGG_RETURN_IF_ERROR(CheckDtype(op, "order", order, ffi::S32, "int32"));
@@ -32,7 +32,7 @@ inline xla::ffi::Error BindPairRows(const char* op, const xla::ffi::AnyBuffer& o
   JGG_RETURN_IF_ERROR(CheckSmall(op, {rows, tokens, k, d}));
   JGG_RETURN_IF_ERROR(CheckShape(op, "what tokens have", "(T, D)", by_token, {tokens, d}));
   JGG_RETURN_IF_ERROR(CheckShape(op, "what rows have", "(R, D)", by_row, {rows, d}));
-  if (auto reason = rules::MoeRowsProblem(tokens * k, d, Size(dtype))) {
+  if (auto reason = rules::MoeRowsProblem(tokens * k, d, element_bytes)) {
     return Unimplemented(op, *reason);
   }
   if (rows > tokens * k) {
@@ -46,7 +46,7 @@ inline xla::ffi::Error BindPairRows(const char* op, const xla::ffi::AnyBuffer& o
                     static_cast<int32_t>(tokens),
                     static_cast<int32_t>(k),
                     static_cast<int32_t>(rows),
-                    static_cast<int32_t>(d * Size(dtype) / 16)};
+                    static_cast<int32_t>(d * element_bytes / 16)};
   for (const void* data : {by_token.untyped_data(), by_row.untyped_data()}) {
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
       return InvalidArgument(op, "an operand is not 16-byte aligned");

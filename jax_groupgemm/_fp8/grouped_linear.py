@@ -130,14 +130,20 @@ def fp8_grouped_linear(
 def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key) -> jax.Array:
     """The same of an array w ``(G, K, N)``, of which no transposed copy is made: its codes are
     stored transposed, and its gradient is (G, K, N) as it is made."""
-    quantized = None
-    if "fp8" in (recipe.forward, recipe.dgrad):
-        q = fp8_convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=-2)
-        quantized = dataclasses.replace(q, axis=-1)
+    quantized = codes_of(w, recipe, columns=True)
     return grouped_linear(
         x, w.swapaxes(1, 2), group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized,
         columns=True,
     )  # fmt: skip
+
+
+def codes_of(w, recipe: FP8Recipe, *, columns: bool) -> Quantized | None:
+    """Those of (G, N, K) that products need, of w; of its transpose with ``columns``."""
+    if "fp8" not in (recipe.forward, recipe.dgrad):
+        return None
+    axis = -2 if columns else -1
+    q = fp8_convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
+    return dataclasses.replace(q, axis=-1)
 
 
 def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: bool = False):
@@ -170,7 +176,7 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: 
         quantized = fp8_convert.quantized(op, array_w, block=recipe.weight_block)
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
-    out = linear(x, array_w, quantized, bias, group_sizes, key, _Products(recipe, columns))
+    out = linear(x, array_w, quantized, bias, group_sizes, key, LinearProducts(recipe, columns))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")
 
@@ -191,7 +197,7 @@ def _checked(op: str, name: str, q: Quantized, x, shape) -> Quantized:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Products(Products):
+class LinearProducts(Products):
     """As a recipe has them; ``columns``: dw is made as (G, K, N)."""
 
     recipe: FP8Recipe

@@ -91,6 +91,23 @@ def fp8_grouped_mm(
     return _MM(x, fp8.of_product(w), groups, options, product=product)
 
 
+def of_rows(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype) -> jax.Array:
+    """:func:`fp8_grouped_mm` of checked operands."""
+    return _MM(x, fp8.of_product(w), groups, Epilogue(), product=_product(op, x, dtype))
+
+
+def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
+    """Whether a kernel multiplies rows by w, and gradients by the same codes."""
+    groups, n, k = w.shape
+    known = {
+        "op": "fp8_grouped_mm", "platform": platform, "out_dtype": jnp.dtype(dtype).name,
+        "empty": 0 in (rows, groups, n, k), "rows": rows, "groups": groups,
+        "elements": ("e4m3", fp8.DTYPES[w.weight.dtype.name]), "blocks": (fp8.LINE, w.block),
+    }  # fmt: skip
+    both = (problems.Fp8(**known, k=k, n=n), problems.Fp8(**known, k=n, n=k, transpose_w=False))
+    return all(choose.fused(problem) is not None for problem in both)
+
+
 def of_gradient(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype) -> jax.Array:
     """``x[t] @ w[group(t)]`` of x ``(T, N)`` and w ``(G, N, K)``, whose blocks are square: the same
     codes serve both products."""

@@ -323,6 +323,15 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0",
         ),
     ),
+    **{
+        op: (
+            Kernel(
+                "sm80", f"jgg_{op}", rows.quantizes_activations, unseen=True,
+                needs=f"bfloat16, a gated activation, F % {unit} == 0",
+            ),
+        )
+        for op, unit in (("fp8_activation", 8), ("fp8_activation_backward", 128))
+    },
     "fp8_dequantize": (),  # it has a definition and no kernel yet
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
@@ -341,7 +350,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         op: (
             Kernel(
                 "sm80", f"jgg_moe_{op}", rows.takes_rows, unseen=True,
-                needs="rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32)",
+                needs="rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32, D % 16 with codes)",
             ),
         )
         for op in ("dispatch", "combine", "combine_backward")

@@ -10,9 +10,9 @@ from . import extension, tuned
 from .problems import FLOATS, HALVES, Mm, Qmm, Wgrad
 
 #: Activations that kernels have.
-_GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu", "swiglu_oai")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu", "swiglu_oai")
 ACTIVATIONS = (
-    None, "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh", *_GATED_ACTIVATIONS,
+    None, "silu", "gelu", "gelu_erf", "relu", "relu2", "tanh", *GATED_ACTIVATIONS,
 )  # fmt: skip
 
 ALL_FLOATS = ", ".join(FLOATS)

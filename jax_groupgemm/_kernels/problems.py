@@ -132,6 +132,15 @@ class Fp8Conversion(Conversion):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Activation(Rows):
+    """An activation whose result, or whose backward pass', is quantized: of a multiple of ``unit``
+    columns."""
+
+    activation: str
+    unit: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Moe(Problem):
     """``route``, ``dispatch``, ``combine`` or ``combine_backward`` of ``pairs`` of token and
     expert; rows of ``d``. The first dtype is that of rows."""
@@ -139,6 +148,7 @@ class Moe(Problem):
     pairs: int
     experts: int = 1
     d: int = 0
+    codes: bool = False  # rows are of eight bits, which are copied; then there are no dtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

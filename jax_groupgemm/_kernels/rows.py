@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import extension
-from .problems import HALVES, Conversion, Fp8Conversion, Moe, Rows
+from . import dense, extension
+from .problems import HALVES, Conversion, Fp8Activation, Fp8Conversion, Moe, Rows
 
 
 def routes(p: Moe) -> str | None:
@@ -15,6 +15,8 @@ def routes(p: Moe) -> str | None:
 def takes_rows(p: Moe) -> str | None:
     if p.empty:
         return "an operand is empty"
+    if p.codes:
+        return extension.rules().moe_rows_problem(pairs=p.pairs, d=p.d, element_bytes=1)
     rows = p.dtypes[0]
     for name in (*p.dtypes[1:], p.out_dtype):
         if name not in (rows, "float32"):
@@ -28,6 +30,16 @@ def differentiates(p: Rows) -> str | None:
         return f"needs {' or '.join(HALVES)} alike"
     if p.columns % 8:
         return f"needs columns % 8 == 0, got {p.columns}"
+    return "an operand is empty" if p.empty else None
+
+
+def quantizes_activations(p: Fp8Activation) -> str | None:
+    if p.dtypes != ("bfloat16",):
+        return "needs h in bfloat16"
+    if p.activation not in dense.GATED_ACTIVATIONS:
+        return "needs a gated activation"
+    if p.columns % p.unit:
+        return f"needs F % {p.unit} == 0, got {p.columns}"
     return "an operand is empty" if p.empty else None
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._kernels import choose, extension, problems
+from .._quantized import fp8
 
 
 def takes_route(platform: str, pairs: int, rows: int, experts: int) -> bool:
@@ -27,7 +28,11 @@ def route(index, offset, *, rows: int, experts: int) -> list[jax.Array]:
 
 def dispatch(platform: str, x, routing, weight, *, clears_rest: bool) -> jax.Array | None:
     """Custom call ``jgg_moe_dispatch``: x, order, place[, expert_weight] -> out, or None."""
-    if not _takes("dispatch", platform, x, routing, (x.dtype,), x.dtype):
+    if x.dtype.name in fp8.DTYPES and weight is None:
+        takes = _takes("dispatch", platform, x, routing, (), jnp.float32, codes=True)
+    else:
+        takes = _takes("dispatch", platform, x, routing, (x.dtype,), x.dtype)
+    if not takes:
         return None
     out = jax.ShapeDtypeStruct((routing.order.shape[0], x.shape[1]), x.dtype)
     attributes = {"clears_rest": clears_rest}
@@ -61,11 +66,11 @@ def _rows_call(target: str, results, *operands, routing, weight, **attributes):
     return call(*operands, routing.order, routing.place, *weights, **attributes)
 
 
-def _takes(op: str, platform: str, rows, routing, dtypes, out_dtype) -> bool:
+def _takes(op: str, platform: str, rows, routing, dtypes, out_dtype, **facts) -> bool:
     return _chosen(
         op, platform, dtypes=tuple(dtype.name for dtype in dtypes),
         out_dtype=jnp.dtype(out_dtype).name, pairs=routing.place.size, d=rows.shape[1],
-        empty=0 in (rows.size, routing.order.size, routing.place.size),
+        empty=0 in (rows.size, routing.order.size, routing.place.size), **facts,
     )  # fmt: skip
 
 

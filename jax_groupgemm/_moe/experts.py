@@ -65,7 +65,7 @@ def _backward(saved, operands, cts, *, options: Options):
     # The rows of x that the forward pass made are not kept for this one.
     x_again, ct = lax.optimization_barrier((x, cts[0]))
     ct, x_again = send(plan, ct.astype(options.dtype), x_again)
-    row_weight = _of_rows(sent_weight, routing)
+    row_weight = of_rows(sent_weight, routing)
     dh, a, dweight = listed.down_backward(ct, h, down, row_weight, routing, options)
     ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
     ddown_bias = None
@@ -75,8 +75,7 @@ def _backward(saved, operands, cts, *, options: Options):
         scaled = ct.astype(wide) * row_weight[:, None].astype(wide)
         ddown_bias = products.bias_cotangent(down_bias, scaled)
         dweight = dweight + (ct.astype(wide) * _of_experts(down_bias, routing).astype(wide)).sum(1)
-    there = routing.place >= 0
-    dweight = jnp.where(there, dweight[jnp.where(there, routing.place, 0)], 0)
+    dweight = weight_cotangents(dweight, routing)
     x_again = x_again.astype(options.dtype)
     dup = listed.weight_cotangent(up, x_again, dh, routing, options, first=True)
     dup_bias = products.bias_cotangent(up_bias, dh)
@@ -88,10 +87,16 @@ def _backward(saved, operands, cts, *, options: Options):
     return dx, dup, ddown, dup_bias, ddown_bias, None, dweight, None
 
 
-def _of_rows(weight, routing: Routing):
+def of_rows(weight, routing: Routing):
     """The weight of each row, zero where it has none."""
     of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)]
     return jnp.where(routing.order >= 0, of_row, jnp.zeros((), weight.dtype))
+
+
+def weight_cotangents(of_rows, routing: Routing):
+    """That of each pair's weight, of those of rows."""
+    there = routing.place >= 0
+    return jnp.where(there, of_rows[jnp.where(there, routing.place, 0)], 0)
 
 
 def _of_experts(bias, routing: Routing):

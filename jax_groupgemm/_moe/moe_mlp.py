@@ -27,12 +27,13 @@ from .._quantized import array, formats
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
-from . import expert_parallel, sharding
+from . import expert_parallel, fp8_experts, sharding
 from .expert_parallel import Axis
 from .experts import Options, experts, summed
+from .fp8_experts import Fp8Options
 from .permute import dispatched
 from .routing import first_expert, route
-from .transport import send
+from .transport import collect, send
 
 
 @operation_of_its_own_gradient
@@ -213,7 +214,11 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     routing = route(come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows)
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
-    if layer.is_one_operation:
+    if layer.is_fp8_operation:
+        x, weight = send(plan, x, weight)
+        sums = layer.in_fp8(x, routing, weight, key, wide if plan is None else layer.dtype)
+        (out,) = collect(plan, sums, out_dtypes=(wide,))
+    elif layer.is_one_operation:
         out = layer.as_one(x, routing, weight, plan, wide, precision, implementation)
     else:
         x, weight = send(plan, x, weight)
@@ -329,6 +334,21 @@ class _Layer:
             and self.recipe is None
             and dtypes_ <= {"float64", "float32", "bfloat16", "float16"}
         )
+
+    @property
+    def is_fp8_operation(self) -> bool:
+        """Whether all of it is ``fp8_experts``."""
+        biases = self.up_bias, self.down_bias
+        return not self.composed and isinstance(self.recipe, FP8Recipe) and biases == (None, None)
+
+    def in_fp8(self, x, routing, weight, key, out_dtype):
+        assert isinstance(self.recipe, FP8Recipe)
+        options = Fp8Options(
+            self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w, self.recipe
+        )
+        up, down = (w.astype(self.dtype) for w in (self.up, self.down))
+        key = key if self.recipe.stochastic_rounding else None
+        return fp8_experts.experts(x, up, down, routing, weight, key, options)
 
     def as_one(self, x, routing, weight, plan, out_dtype, precision, implementation):
         op, up, down = "moe_mlp", self.up, self.down

@@ -88,10 +88,11 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     return tuple(a.reshape(*lead, a.shape[1]) for a in out)
 
 
-def fp8_quantize(x, group_sizes, seed, *, block, axis, scale_format, element):
-    """Custom call ``jgg_fp8_quantize``: x (M, R, C), sizes, seed -> codes, scales, workspace. Sizes
-    and seed may be empty."""
-    *lead, rows, columns = (1, *x.shape)[-max(x.ndim, 2) :]
+def fp8_quantize(x, group_sizes, seed, row_index, *, block, axis, scale_format, element):
+    """Custom call ``jgg_fp8_quantize``: x (M, R, C), sizes, seed, list of rows -> codes, scales,
+    workspace. All but x may be empty."""
+    *lead, stored, columns = (1, *x.shape)[-max(x.ndim, 2) :]
+    rows = stored if row_index is None else row_index.shape[0]
     lines, along = (rows, columns) if axis == -1 else (columns, rows)
     sizes, words = jnp.zeros((0,), jnp.int32), 0
     if group_sizes is not None:
@@ -113,7 +114,8 @@ def fp8_quantize(x, group_sizes, seed, *, block, axis, scale_format, element):
         "power_of_two": scale_format == "e8m0",
     }
     seed = jnp.zeros((0,), jnp.uint32) if seed is None else seed
-    operands = x.reshape(matrices, rows, columns), sizes, seed
+    listed = jnp.zeros((0,), jnp.int32) if row_index is None else row_index
+    operands = x.reshape(matrices, stored, columns), sizes, seed, listed
     codes, scales, _ = jax.ffi.ffi_call("jgg_fp8_quantize", results)(*operands, **attributes(flags))
     shape = (*x.shape[:-2], lines, along)[-x.ndim :]
     return codes.reshape(shape), scales.reshape(fp8.scales_shape(shape, block))

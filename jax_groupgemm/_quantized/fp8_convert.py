@@ -73,7 +73,14 @@ def _specs(x, mesh, block, axis: int, grouped: bool):
 def _quantize(x, group_sizes, seed, *, block, axis: int, scale_format: str, element: str):
     """``(codes, scales, positions)``."""
     codes, scales = _QUANTIZE(
-        x, group_sizes, seed, block=block, axis=axis, scale_format=scale_format, element=element
+        x,
+        group_sizes,
+        seed,
+        None,
+        block=block,
+        axis=axis,
+        scale_format=scale_format,
+        element=element,
     )
     positions = None
     if group_sizes is not None and axis == -2:
@@ -81,8 +88,25 @@ def _quantize(x, group_sizes, seed, *, block, axis: int, scale_format: str, elem
     return codes, scales, positions
 
 
-def _definition(x, group_sizes, seed, *, block, axis: int, scale_format: str, element: str):
+def quantized_rows(x, row_index, group_sizes, seed) -> Quantized:
+    """``fp8_quantize(x[row_index], axis=0, group_sizes=group_sizes)``; rows are zeros where the
+    index is negative."""
+    codes, scales = _QUANTIZE(
+        x, group_sizes, seed, row_index, block=fp8.LINE, axis=-2, scale_format="float32",
+        element="e4m3",
+    )  # fmt: skip
+    positions = padding.padding(group_sizes, row_index.shape[0], fp8.GROUPED).positions
+    return Quantized(
+        codes, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=-2,  # pyright: ignore[reportArgumentType]
+        layout="grouped", block=fp8.LINE,
+    )  # fmt: skip
+
+
+def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_format: str,
+               element: str):  # fmt: skip
     """``(codes, scales)``."""
+    if row_index is not None:
+        x = dtypes.load(padding.take_rows(dtypes.storage(x), row_index), x.dtype)
     if group_sizes is not None and axis == -2:
         source = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).source
         x = dtypes.load(padding.take_rows(dtypes.storage(x), source), x.dtype)
@@ -94,8 +118,9 @@ def _definition(x, group_sizes, seed, *, block, axis: int, scale_format: str, el
     return fp8.quantize(x, seed, block=block, scale_format=scale_format, element=element)
 
 
-def _problem(x, group_sizes, _, *, block, axis: int, **__):
+def _problem(x, group_sizes, _, row_index, *, block, axis: int, **__):
     rows, columns = (1, *x.shape)[-2:]
+    rows = rows if row_index is None else row_index.shape[0]
     along = 0
     if axis == -2:
         groups = 0 if group_sizes is None else group_sizes.shape[0]
@@ -107,7 +132,7 @@ def _problem(x, group_sizes, _, *, block, axis: int, **__):
 
 
 _QUANTIZE = conversion.composed(
-    "jgg_fp8_quantize", _definition, call.fp8_quantize, problem_of=_problem
+    "jgg_fp8_quantize", definition, call.fp8_quantize, problem_of=_problem
 )
 
 

@@ -140,10 +140,12 @@ def _out_backward(products, how, kept, dy):
     if isinstance(dy, SymbolicZero):
         return (None,) * 6
     x, w, q, bias, group_sizes, key = kept
-    dx_key, dw_key = _split(key)
+    dx_key, dw_key = split(key)
     dx, dw, dbias = (
-        _dx(dy, w, q, group_sizes, dx_key, products, (True, how.random[1])),
-        None if x is None else _dw(dy, x, w, group_sizes, dw_key, products, (True, how.random[0])),
+        rows_cotangent(dy, w, q, group_sizes, dx_key, products, (True, how.random[1])),
+        None
+        if x is None
+        else weight_cotangent(dy, x, w, group_sizes, dw_key, products, (True, how.random[0])),
         None if bias is None else _dbias(dy, bias, group_sizes, products=products),
     )
     if how.specs is not None:
@@ -158,31 +160,35 @@ _out.defvjp(_out_forward, _out_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _dx(dy, w, q, group_sizes, key, products, random):
+def rows_cotangent(dy, w, q, group_sizes, key, products, random):
+    """``random``: which of dy and w are gradients."""
     return products.dx(dy, w, q, group_sizes, _rounding(key, random))
 
 
-def _dx_forward(dy, w, q, group_sizes, key, products, random):
-    out = _dx(dy, w, q, group_sizes, key, products, random)
+def _rows_forward(dy, w, q, group_sizes, key, products, random):
+    out = rows_cotangent(dy, w, q, group_sizes, key, products, random)
     return out, (dy, w, q, group_sizes, key)
 
 
-def _dx_backward(products, random, kept, ct):
+def _rows_backward(products, random, kept, ct):
     dy, w, q, group_sizes, key = kept
-    dy_key, w_key = _split(key)
+    dy_key, w_key = split(key)
     how = _How((True, random[1]), specs=_specs((ct, w, None)))
     ddy = _out(ct, w, q, None, group_sizes, dy_key, products, how)
     dw = None
     if w is not None:
-        dw = _sharded_as(w, _dw(dy, ct, w, group_sizes, w_key, products, (random[0], True)))
+        dw = _sharded_as(
+            w, weight_cotangent(dy, ct, w, group_sizes, w_key, products, (random[0], True))
+        )
     return _sharded_as(dy, ddy), dw, None, None, None
 
 
-_dx.defvjp(_dx_forward, _dx_backward)
+rows_cotangent.defvjp(_rows_forward, _rows_backward)
 
 
-def _dw(dy, x, w, group_sizes, key, products, random):
-    """``x`` may be what :func:`_packed` makes of it."""
+def weight_cotangent(dy, x, w, group_sizes, key, products, random):
+    """``x`` may be what :func:`_packed` makes of it. ``random`` says which of dy and x are
+    gradients."""
     shape = w.shape[0], jnp.dtype(w.dtype)
     return _sums_of_products(dy, x, group_sizes, key, products, random, shape)
 
@@ -200,14 +206,14 @@ def _dw_forward(dy, x, group_sizes, key, products, random, shape):
 def _dw_backward(products, random, shape, kept, ct):
     del shape
     dy, x, group_sizes, key = kept
-    dy_key, x_key = _split(key)
+    dy_key, x_key = split(key)
     packed = isinstance(x, Quantized)
     rows = products.unpacked(x, dy.dtype) if packed else x
     how = _How((random[1], True), specs=_specs((rows, ct, None)))
     ddy = _out(rows, ct, None, None, group_sizes, dy_key, products, how)
     dx = None
     if not packed:
-        dx = _dx(dy, ct, None, group_sizes, x_key, products, (random[0], True))
+        dx = rows_cotangent(dy, ct, None, group_sizes, x_key, products, (random[0], True))
         dx = _sharded_as(x, dx)
     return _sharded_as(dy, ddy), dx, None, None
 
@@ -215,7 +221,7 @@ def _dw_backward(products, random, shape, kept, ct):
 _sums_of_products.defvjp(_dw_forward, _dw_backward)
 
 
-def _split(key):
+def split(key):
     """A key for each of the two derivatives."""
     return (None, None) if key is None else tuple(jax.random.split(key))
 

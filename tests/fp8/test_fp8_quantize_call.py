@@ -28,7 +28,7 @@ call = functools.partial(lowered_calls.call, TARGET)
 
 def test_rows():
     operands, results, attributes = call(lowered(jnp.zeros((48, 200), jnp.bfloat16)))
-    assert operands == ["1x48x200xbf16", "0xi32", "0xui32"]
+    assert operands == ["1x48x200xbf16", "0xi32", "0xui32", "0xi32"]
     assert results == ["1x48x200xf8E4M3FN", "1x48x2xf32", "0xi32"]
     assert attributes == "along_rows = false, power_of_two = false, square = false"
 
@@ -37,7 +37,7 @@ def test_squares_transposed():
     x = jnp.zeros((2, 3, 48, 200), jnp.float16)
     text = lowered(x, None, KEY, axis=-2, block=TILE, format="e5m2", scale_format="e8m0")
     operands, results, attributes = call(text)
-    assert operands == ["6x48x200xf16", "0xi32", "2xui32"]
+    assert operands == ["6x48x200xf16", "0xi32", "2xui32", "0xi32"]
     assert results == ["6x200x48xf8E5M2", "6x2x1xf32", "0xi32"]
     assert attributes == "along_rows = true, power_of_two = true, square = true"
 
@@ -47,7 +47,7 @@ def test_groups(dtype):
     x, sizes = jnp.zeros((100, 40)), jnp.zeros((4,), dtype)
     operands, results, _ = call(lowered(x, sizes, axis=0))
     padded = (100 + 127 * 4) // 128 * 128
-    assert operands == ["1x100x40xf32", "4xi32", "0xui32"]
+    assert operands == ["1x100x40xf32", "4xi32", "0xui32", "0xi32"]
     words = 2 * 5 + 2 * padded // 128
     assert results == [f"1x40x{padded}xf8E4M3FN", f"1x40x{padded // 128}xf32", f"{words}xi32"]
     _, results, _ = call(lowered(x, sizes))

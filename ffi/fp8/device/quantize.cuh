@@ -28,6 +28,8 @@ struct QuantizeParams {
   const TileRows*
       groups;            // for each 128 padded rows, where those are grouped and blocks along them
   const uint32_t* seed;  // two words
+  const int32_t* list;   // the line of x that each row is, where rows are named by one
+  int64_t listed;        // lines of x; a row that names none of them is zeros
   uint8_t* codes;
   float* scales;
 };
@@ -200,8 +202,17 @@ struct RowPlace {
   }
 };
 
-// Eight lanes to a block; a warp's blocks are neighbours.
-template <DType kOf, Element kElement, bool kStochastic, bool kCut>
+// Elements as they are stored.
+template <DType kOf>
+struct Stored {
+  template <typename Place>
+  __device__ static Eight<kOf> Load(const QuantizeParams& p, const Place& place, bool exists) {
+    return LoadEight<kOf>(p.x + place.at * kElementBytes<kOf>, exists);
+  }
+};
+
+// Eight lanes to a block; a warp's blocks are neighbours. Source: where elements come from.
+template <DType kOf, Element kElement, bool kStochastic, bool kCut, typename Source = Stored<kOf>>
 __global__ void __launch_bounds__(kRowsThreads)
     RowsKernel(const __grid_constant__ QuantizeParams p) {
   using Magnitude = Magnitudes<kOf>;
@@ -218,8 +229,7 @@ __global__ void __launch_bounds__(kRowsThreads)
     JGG_UNROLL
     for (int half = 0; half < 2; ++half) {
       const RowPlace<kCut> place(p, block, 64 * half + 8 * part);
-      x[j][half] =
-          LoadEight<kOf>(p.x + place.at * kElementBytes<kOf>, block < inside && place.exists);
+      x[j][half] = Source::Load(p, place, block < inside && place.exists);
     }
   }
   float scales[kSteps];

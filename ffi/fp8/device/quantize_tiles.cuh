@@ -49,15 +49,22 @@ struct TilePlace {
   __device__ int column_of_span() const { return thread % 8 * 8; }
   __device__ int64_t own_column() const { return column + kSpan * span + column_of_span(); }
 
+  // kListed: rows are named by a list.
+  template <bool kListed>
   __device__ void Load(const QuantizeParams& p, int64_t m, Patch<kOf>& x) const {
     const int64_t pitch = p.columns * kElementBytes<kOf>;
-    const uint8_t* from = p.x + (m * p.rows + rows.first + row()) * pitch;
-    from += own_column() * kElementBytes<kOf>;
+    const uint8_t* from = p.x + own_column() * kElementBytes<kOf>;
+    if constexpr (!kListed) from += (m * p.rows + rows.first + row()) * pitch;
     const int count = own_column() < p.columns ? rows.count - row() : 0;
     JGG_UNROLL
     for (int i = 0; i < 8; ++i) {
-      x[i] = LoadEight<kOf>(from, i < count);
-      from += pitch;
+      if constexpr (kListed) {
+        const int64_t line = i < count ? __ldg(p.list + rows.first + row() + i) : -1;
+        x[i] = LoadEight<kOf>(from + line * pitch, line >= 0 && line < p.listed);
+      } else {
+        x[i] = LoadEight<kOf>(from, i < count);
+        from += pitch;
+      }
     }
   }
 };
@@ -165,7 +172,7 @@ __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, in
   __syncthreads();
 }
 
-template <DType kOf, Element kElement, bool kStochastic>
+template <DType kOf, Element kElement, bool kStochastic, bool kListed>
 __global__ void __launch_bounds__(kSpanThreads)
     ColumnsKernel(const __grid_constant__ QuantizeParams p) {
   __shared__ ColumnsShared<kOf> shared;
@@ -175,7 +182,7 @@ __global__ void __launch_bounds__(kSpanThreads)
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     const int64_t line = m * p.columns + at.column;
     Patch<kOf> x;
-    at.Load(p, m, x);
+    at.template Load<kListed>(p, m, x);
     ScalesOfColumns<kOf, kElement>(p, x, line, left, at.tile, shared);
     const SharedScale* scales = shared.scales + at.column_of_span();
     EncodeColumns<kElement, kStochastic, kOf>(
@@ -217,7 +224,7 @@ __global__ void __launch_bounds__(kSquareThreads)
   JGG_NO_UNROLL
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     Patch<kOf> x;
-    at.Load(p, m, x);
+    at.template Load<false>(p, m, x);
     const float scale = MakeScale<kElement>(LargestOfBlock<kOf>(x, largest), p.power_of_two);
     if constexpr (!kTransposed) {
       if (threadIdx.x == 0) {

@@ -1,0 +1,81 @@
+// CUDA handler of an activation's backward pass whose results are quantized: bind, check, launch.
+#include "fp8/activation_bind.h"
+
+namespace jgg {
+namespace ffi = xla::ffi;
+
+static constexpr const char* kOp = "fp8_activation_backward";
+
+// Two words, or none: round to nearest.
+static ffi::Error BindSeed(const ffi::AnyBuffer& seed, Fp8Codes* to) {
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "seeds", seed, ffi::U32, "uint32"));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "seeds", "(2,) or (0,)", seed, {-1}));
+  const int64_t words = seed.dimensions()[0];
+  if (words != 0 && words != 2) {
+    return InvalidArgument(kOp, "a seed has ", words, " words, expected 2 or 0");
+  }
+  to->seed = words == 0 ? nullptr : static_cast<const uint32_t*>(seed.untyped_data());
+  return ffi::Error::Success();
+}
+
+static ffi::Error Fp8ActivationBackward(
+    cudaStream_t stream, ffi::AnyBuffer h, ffi::AnyBuffer d, ffi::AnyBuffer row_scale,
+    ffi::AnyBuffer sizes, ffi::AnyBuffer row_seed, ffi::AnyBuffer column_seed,
+    ffi::Result<ffi::AnyBuffer> row_codes, ffi::Result<ffi::AnyBuffer> row_scales,
+    ffi::Result<ffi::AnyBuffer> column_codes, ffi::Result<ffi::AnyBuffer> column_scales,
+    ffi::Result<ffi::AnyBuffer> activated_codes, ffi::Result<ffi::AnyBuffer> activated_scales,
+    ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> workspace,
+    std::string_view activation) {
+  Fp8ActivationBackwardSm80 args{};
+  JGG_RETURN_IF_ERROR(BindActivation(kOp, activation, h, sizes, *workspace, true, &args.of));
+  const int64_t rows = args.of.rows, columns = args.of.columns;
+  args.along = Fp8PaddedRows(rows, args.of.groups);
+  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args.along}));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "d", d, ffi::BF16, "bfloat16"));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "d", "(R, F)", d, {rows, columns}));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "row_scale", row_scale, ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "row_scale", "(R,)", row_scale, {rows}));
+  JGG_RETURN_IF_ERROR(BindSeed(row_seed, &args.by_rows));
+  JGG_RETURN_IF_ERROR(BindSeed(column_seed, &args.by_columns));
+  if ((args.by_rows.seed == nullptr) != (args.by_columns.seed == nullptr)) {
+    return InvalidArgument(kOp, "needs both seeds or none");
+  }
+  JGG_RETURN_IF_ERROR(
+      BindFp8Codes(kOp, "dh", *row_codes, *row_scales, rows, 2 * columns, &args.by_rows));
+  JGG_RETURN_IF_ERROR(BindFp8Codes(kOp, "dh along rows", *column_codes, *column_scales, 2 * columns,
+                                   args.along, &args.by_columns));
+  JGG_RETURN_IF_ERROR(BindFp8Codes(kOp, "the activation along rows", *activated_codes,
+                                   *activated_scales, columns, args.along, &args.activated));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sums", *sums, ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "sums", "(F / 128, R)", *sums, {columns / 128, rows}));
+  args.d = d.untyped_data();
+  args.row_scale = static_cast<const float*>(row_scale.untyped_data());
+  args.sums = static_cast<float*>(sums->untyped_data());
+  return FromCuda(kOp, LaunchFp8ActivationBackwardSm80(stream, args));
+}
+
+XLA_FFI_DEFINE_HANDLER(kFp8ActivationBackward, Fp8ActivationBackward,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // h
+                           .Arg<ffi::AnyBuffer>()  // d
+                           .Arg<ffi::AnyBuffer>()  // row_scale
+                           .Arg<ffi::AnyBuffer>()  // sizes
+                           .Arg<ffi::AnyBuffer>()  // seed of dh along columns, or empty
+                           .Arg<ffi::AnyBuffer>()  // seed of dh along rows, or empty
+                           .Ret<ffi::AnyBuffer>()  // dh: codes
+                           .Ret<ffi::AnyBuffer>()  // its scales
+                           .Ret<ffi::AnyBuffer>()  // dh along rows: codes
+                           .Ret<ffi::AnyBuffer>()  // its scales
+                           .Ret<ffi::AnyBuffer>()  // the activation along rows: codes
+                           .Ret<ffi::AnyBuffer>()  // its scales
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .Ret<ffi::AnyBuffer>()  // workspace
+                           .Attr<std::string_view>("activation"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* JggFp8ActivationBackward(XLA_FFI_CallFrame* call_frame) {
+  return kFp8ActivationBackward(call_frame);
+}
+
+}  // namespace jgg

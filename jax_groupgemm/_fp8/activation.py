@@ -1,0 +1,134 @@
+"""Gated activations beside FP8's quantizer: what the experts of a mixture quantize between their
+two products, without an array of it in h's dtype.
+
+h is ``(R, 2F)``, the gate first, of rows in groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core import conversion, segments
+from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
+from .._kernels import choose, problems
+from .._quantized import fp8, fp8_convert, padding
+from .._quantized.array import Quantized
+
+
+def quantized_activation(h, group_sizes, activation: str) -> Quantized:
+    """``fp8_quantize(activation(h), group_sizes=group_sizes)`` of the rounded activation."""
+    codes, scales = _ACTIVATION(h, group_sizes, activation=activation)
+    return _quantized(codes, scales)
+
+
+def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
+    """What :func:`scaled_activation_backward` gives, quantized.
+
+    Args:
+      seeds: of dh along columns and along rows, uint32 ``(2,)`` each; or two times None.
+
+    Returns:
+      ``row_scale * dh``; the same in blocks along grouped rows; ``row_scale * activation(h)`` in
+      blocks along rows; and float32 sums over columns of ``d * activation(h)``, ``(R,)``.
+    """
+    *rows, by_columns, scales, of_a, scales_of_a, sums = _BACKWARD(
+        h, d.astype(h.dtype), row_scale.astype(jnp.float32), group_sizes, *seeds,
+        activation=activation,
+    )  # fmt: skip
+    positions = padding.padding(group_sizes, h.shape[0], fp8.GROUPED).positions
+    columns = functools.partial(_quantized, positions=positions)
+    return _quantized(*rows), columns(by_columns, scales), columns(of_a, scales_of_a), sums
+
+
+def takes(platform: str, h, activation: str) -> bool:
+    """Whether kernels make both."""
+    return all(
+        choose.choose(_problem(op, h, activation)(op=op, platform=platform, empty=0 in h.shape))
+        for op in ("fp8_activation", "fp8_activation_backward")
+    )
+
+
+def _quantized(codes, scales, positions=None) -> Quantized:
+    layout, axis = ("linear", -1) if positions is None else ("grouped", -2)
+    options: dict[str, Any] = {"positions": positions, "layout": layout, "axis": axis}
+    return Quantized(codes, scales, mode="fp8", bits=8, group_size=None, block=fp8.LINE, **options)  # pyright: ignore[reportArgumentType]
+
+
+_lines = functools.partial(
+    fp8_convert.definition, block=fp8.LINE, scale_format="float32", element="e4m3"
+)
+
+
+def _activation(h, group_sizes, *, activation: str):
+    return _lines(rounded_activation(h, activation), group_sizes, None, axis=-1)
+
+
+def _backward(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation: str):
+    dh, a, sums = scaled_activation_backward(h, d, row_scale, activation)
+    return (
+        *_lines(dh, group_sizes, row_seed, axis=-1),
+        *_lines(dh, group_sizes, column_seed, axis=-2),
+        *_lines(a, group_sizes, None, axis=-2),
+        sums,
+    )
+
+
+def _codes(lines: int, along: int):
+    shape = lines, along
+    return (
+        jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct(fp8.scales_shape(shape, fp8.LINE), jnp.float32),
+    )
+
+
+def _workspace(groups: int, tiles: int):
+    return jax.ShapeDtypeStruct((2 * (groups + 1) + 2 * tiles,), jnp.int32)
+
+
+def _activation_call(h, group_sizes, *, activation: str):
+    """Custom call ``jgg_fp8_activation``: h, sizes -> codes, scales, workspace."""
+    rows, columns = h.shape
+    sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
+    results = (*_codes(rows, columns // 2), _workspace(sizes.shape[0], 0))
+    call = jax.ffi.ffi_call("jgg_fp8_activation", results)
+    return tuple(call(h, sizes, activation=activation)[:2])
+
+
+def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation: str):
+    """Custom call ``jgg_fp8_activation_backward``: h, d, row_scale, sizes, two seeds -> codes and
+    scales of three, sums of 128 columns each, workspace. Seeds may be empty."""
+    rows, columns = h.shape[0], h.shape[1] // 2
+    sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
+    along = padding.padded_rows(rows, sizes.shape[0], fp8.GROUPED)
+    results = (
+        *_codes(rows, 2 * columns), *_codes(2 * columns, along), *_codes(columns, along),
+        jax.ShapeDtypeStruct((columns // 128, rows), jnp.float32),
+        _workspace(sizes.shape[0], along // fp8.GROUPED),
+    )  # fmt: skip
+    none = jnp.zeros((0,), jnp.uint32)
+    seeds = [none if seed is None else seed for seed in (row_seed, column_seed)]
+    call = jax.ffi.ffi_call("jgg_fp8_activation_backward", results)
+    *codes, sums, _ = call(h, d, row_scale, sizes, *seeds, activation=activation)
+    return (*codes, sums.sum(0))
+
+
+def _problem(op: str, h, activation: str):
+    unit = 8 if op == "fp8_activation" else 128  # blocks of both halves are whole
+    return functools.partial(
+        problems.Fp8Activation, dtypes=(h.dtype.name,), columns=h.shape[1] // 2, unit=unit,
+        activation=activation,
+    )  # fmt: skip
+
+
+_ACTIVATION = conversion.composed(
+    "jgg_fp8_activation", _activation, _activation_call,
+    problem_of=lambda h, *_, activation: _problem("fp8_activation", h, activation),
+)  # fmt: skip
+_BACKWARD = conversion.composed(
+    "jgg_fp8_activation_backward", _backward, _backward_call,
+    problem_of=lambda h, *_, activation: _problem("fp8_activation_backward", h, activation),
+)  # fmt: skip

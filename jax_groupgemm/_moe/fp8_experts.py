@@ -1,0 +1,228 @@
+"""The experts of a mixture in FP8 as one operation with a backward pass of its own.
+
+It means ``dispatch``, two :func:`fp8_grouped_linear` and ``combine``. The backward pass keeps x, h
+(the preactivation), the routing and the codes of weights. As in :mod:`.experts`, rows of the
+cotangent have no weights: those come in with the activation's derivative.
+
+On one GPU of a kind that has the products, tokens are quantized before they are copied to their
+rows, as bytes; the activation and its backward pass are quantized as they are made; and what weight
+gradients contract is quantized from tokens by list. So no array of R rows and D columns is stored
+in x's dtype but the results of products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from .._core import segments
+from .._core.composed import Composed
+from .._fp8 import activation as fp8_activation
+from .._fp8 import grouped_mm
+from .._fp8.grouped_linear import FP8Recipe, LinearProducts, codes_of, grouped_linear
+from .._fp8.grouped_wgrad import grouped_wgrad
+from .._fp8.quantize import fp8_quantize
+from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
+from .._nvfp4.quantize import seed_of
+from .._quantized import fp8, fp8_convert, trilinear
+from .experts import of_rows, weight_cotangents
+from .listed import tokens
+from .permute import combined, dispatched
+
+OP = "moe_mlp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Options:
+    """What is static: as :class:`.products.Options`, and the recipe."""
+
+    activation: str
+    dtype: Any
+    out_dtype: Any
+    transpose_w: bool
+    recipe: FP8Recipe
+
+    @property
+    def products(self) -> LinearProducts:
+        return LinearProducts(self.recipe, columns=not self.transpose_w)
+
+    @property
+    def fusible(self) -> bool:
+        """Whether the fused kernels do what the recipe says."""
+        r = self.recipe
+        return (
+            {r.forward, r.dgrad, r.wgrad} == {"fp8"}
+            and (r.activation_block, r.weight_block) == (fp8.LINE, fp8.TILE)
+            and r.gradient_format == "e4m3"
+        )
+
+    def of(self, w):
+        """(E, N, K)."""
+        return w if self.transpose_w else w.swapaxes(1, 2)
+
+
+def experts(x, up, down, routing, weight, key, options: Fp8Options):
+    """All of it; x is (T, D) and weight (T, k)."""
+    codes = (codes_of(w, options.recipe, columns=not options.transpose_w) for w in (up, down))
+    codes = jax.tree.map(lax.stop_gradient, tuple(codes))
+    return _EXPERTS(x, up, down, codes, routing, weight, key, options=options)
+
+
+def _keys(key) -> tuple:
+    """One for each of the two linear layers."""
+    return trilinear.split(key)
+
+
+# ---- what they mean --------------------------------------------------------------------------
+
+
+def _linear(rows, w, codes, sizes, key, options: Fp8Options):
+    return grouped_linear(
+        rows, options.of(w), sizes, bias=None, recipe=options.recipe, key=key, quantized=codes,
+        columns=not options.transpose_w,
+    )  # fmt: skip
+
+
+def _forward_composed(x, up, down, codes, routing, weight, key, *, options: Fp8Options):
+    """The result, and h."""
+    sizes, (up_key, down_key) = routing.group_sizes, _keys(key)
+    rows = dispatched(x.astype(options.dtype), routing)
+    h = _linear(rows, up, codes[0], sizes, up_key, options)
+    a = rounded_activation(h, options.activation)
+    y = _linear(a, down, codes[1], sizes, down_key, options)
+    return combined(y, routing, weight, options.out_dtype), h
+
+
+def _composed(x, up, down, codes, routing, weight, key, *, options: Fp8Options):
+    out, _ = _forward_composed(x, up, down, codes, routing, weight, key, options=options)
+    return out
+
+
+def _backward_composed(ct, h, x, up, down, codes, routing, weight, key, *, options: Fp8Options):
+    """The cotangents of x, up, down and weight, in terms of products that have derivatives."""
+    sizes, products = routing.group_sizes, options.products
+    (rows_key, down_key), (up_rows_key, up_key) = _backward_keys(key)
+    of, dtype = options.of, options.dtype
+    ct_rows, rows = (dispatched(a.astype(dtype), routing) for a in (ct, x))
+    is_gradient = True, False
+    d = trilinear.rows_cotangent(
+        ct_rows, of(down), codes[1], sizes, rows_key, products, is_gradient
+    )
+    dh, a, sums = scaled_activation_backward(
+        h, d, of_rows(weight, routing), options.activation, routing.group_sizes.sum(dtype="int32")
+    )
+    ddown = trilinear.weight_cotangent(ct_rows, a, of(down), sizes, down_key, products, is_gradient)
+    dup = trilinear.weight_cotangent(dh, rows, of(up), sizes, up_key, products, is_gradient)
+    drows = trilinear.rows_cotangent(
+        dh, of(up), codes[0], sizes, up_rows_key, products, is_gradient
+    )
+    dweight = weight_cotangents(sums, routing).astype(weight.dtype)
+    return combined(drows, routing, None, x.dtype), of(dup), of(ddown), dweight
+
+
+def _backward_keys(key) -> list[tuple]:
+    """For each linear layer, of the cotangent of its rows and of its weights."""
+    return [trilinear.split(of_layer) for of_layer in reversed(_keys(key))]
+
+
+# ---- fused ------------------------------------------------------------------------------------
+
+
+def _runs_fused(platform: str, x, h, codes, routing, options: Fp8Options) -> bool:
+    rows = routing.order.shape[0]
+    return (
+        options.fusible
+        and fp8_activation.takes(platform, h, options.activation)
+        and x.shape[1] % 16 == 0
+        and all(grouped_mm.takes(platform, w, rows, options.dtype) for w in codes)
+    )
+
+
+def _h_like(x, codes, routing, options: Fp8Options):
+    return jax.ShapeDtypeStruct((routing.order.shape[0], codes[0].shape[1]), options.dtype)
+
+
+def _dispatched_codes(x, routing, key=None):
+    """Quantized tokens, copied to their rows."""
+    q = fp8_quantize(x, stochastic_rounding_key=key)
+    to_rows = lambda a: dispatched(a, routing, clears_rest=False)
+    return dataclasses.replace(q, weight=to_rows(q.weight), scales=to_rows(q.scales))
+
+
+def _forward_fused(x, up, down, codes, routing, weight, key, *, options: Fp8Options):
+    del up, down, key
+    sizes = routing.group_sizes
+    metadata = segments.sizes(sizes)
+    rows = _dispatched_codes(x.astype(options.dtype), routing)
+    h = grouped_mm.of_rows(OP, rows, codes[0], metadata, options.dtype)
+    a = fp8_activation.quantized_activation(h, sizes, options.activation)
+    y = grouped_mm.of_rows(OP, a, codes[1], metadata, options.dtype)
+    return combined(y, routing, weight, options.out_dtype), h
+
+
+def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options: Fp8Options):
+    sizes, dtype = routing.group_sizes, options.dtype
+    metadata, token = segments.sizes(sizes), tokens(routing)
+    (rows_key, down_key), (up_rows_key, up_key) = _backward_keys(key)
+    seed = lambda key: None if key is None else seed_of(OP, key)
+    ct, x_rows = ct.astype(dtype), x.astype(dtype)
+    ct_codes = _dispatched_codes(ct, routing, rows_key)
+    d = grouped_mm.of_gradient(OP, ct_codes, codes[1], metadata, dtype)
+    dh, dh_columns, a_columns, sums = fp8_activation.quantized_backward(
+        h, d, of_rows(weight, routing), sizes, (seed(up_rows_key), seed(up_key)),
+        options.activation,
+    )  # fmt: skip
+    ct_columns = fp8_convert.quantized_rows(ct, token, sizes, seed(down_key))
+    x_columns = fp8_convert.quantized_rows(x_rows, token, sizes, None)
+    ddown = _weight_gradient(ct_columns, a_columns, sizes, down.dtype, options)
+    dup = _weight_gradient(dh_columns, x_columns, sizes, up.dtype, options)
+    drows = grouped_mm.of_gradient(OP, dh, codes[0], metadata, dtype)
+    dweight = weight_cotangents(sums, routing).astype(weight.dtype)
+    return combined(drows, routing, None, x.dtype), dup, ddown, dweight
+
+
+def _weight_gradient(dy, x, sizes, dtype, options: Fp8Options):
+    """As weights are stored."""
+    first, second = (x, dy) if options.transpose_w else (dy, x)
+    return grouped_wgrad(first, second, sizes, dtype=dtype)
+
+
+def _forward_call(platform, x, up, down, codes, routing, weight, key, *, options: Fp8Options):
+    h = _h_like(x, codes, routing, options)
+    if not _runs_fused(platform, x, h, codes, routing, options):
+        return None
+    return _forward_fused(x, up, down, codes, routing, weight, key, options=options)
+
+
+def _call(platform, *operands, options: Fp8Options):
+    found = _forward_call(platform, *operands, options=options)
+    return None if found is None else found[0]
+
+
+def _backward_call(platform, ct, h, x, up, down, codes, routing, weight, key, *,
+                   options: Fp8Options):  # fmt: skip
+    if not _runs_fused(platform, x, h, codes, routing, options):
+        return None
+    return _backward_fused(ct, h, x, up, down, codes, routing, weight, key, options=options)
+
+
+# ---- reverse mode ------------------------------------------------------------------------------
+
+
+def _forward(*operands, options: Fp8Options):
+    out, h = _FORWARD(*operands, options=options)
+    return out, checkpoint_name(h, "moe_h")
+
+
+def _backward(h, operands, cts, *, options: Fp8Options):
+    dx, dup, ddown, dweight = _BACKWARD(cts[0], h, *operands, options=options)
+    return dx, dup, ddown, None, None, dweight, None
+
+
+_FORWARD = Composed("jgg_fp8_experts_forward", _forward_composed, _forward_call)
+_BACKWARD = Composed("jgg_fp8_experts_backward", _backward_composed, _backward_call)
+_EXPERTS = Composed("jgg_fp8_experts", _composed, _call, vjp=(_forward, _backward))

@@ -1,0 +1,169 @@
+"""The experts in FP8 as one operation: what its kernels are given means the composition."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, needs_two_devices
+
+import jax_groupgemm as jgg
+from jax_groupgemm._fp8.grouped_linear import codes_of
+from jax_groupgemm._kernels import extension
+from jax_groupgemm._moe import fp8_experts
+from jax_groupgemm._moe.fp8_experts import Fp8Options
+from jax_groupgemm._moe.routing import route
+
+T, D, F, E, K = 60, 32, 128, 4, 2
+NEAREST = jgg.FP8Recipe(stochastic_rounding=False)
+
+
+def problem(rng, tokens=T, d=D, f=F, dtype="bfloat16"):
+    """x, up, down, weight, and what is static of the routing; a cotangent of the result."""
+    x, ct = (oracle.random(rng, (tokens, d), dtype) for _ in range(2))
+    up = oracle.random(rng, (E, d, 2 * f), dtype) * jnp.asarray(d**-0.5, dtype)
+    down = oracle.random(rng, (E, f, d), dtype) * jnp.asarray(f**-0.5, dtype)
+    index = jnp.asarray(rng.integers(-1, E, (tokens, K)), jnp.int32)
+    return (x, up, down, jnp.asarray(rng.random((tokens, K)), "float32")), index, ct
+
+
+def gradients(args, index, ct, **options):
+    """The result and all gradients."""
+
+    def layer(x, up, down, weight):
+        return jgg.moe_mlp(x, up, down, index, weight, **options)
+
+    out, pull = jax.vjp(layer, *args)
+    return out, *pull(ct)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_fused_is_composed(rng, transpose_w):
+    """Where kernels are not, their definitions run: then both are the same, to the last bit."""
+    (x, up, down, weight), index, ct = problem(rng)
+    if transpose_w:
+        up, down = up.swapaxes(1, 2), down.swapaxes(1, 2)
+    options = Fp8Options("swiglu", x.dtype, x.dtype, transpose_w, NEAREST)
+    codes = tuple(codes_of(w, NEAREST, columns=not transpose_w) for w in (up, down))
+    operands = x, up, down, codes, route(index, E), weight, None
+    live = int(operands[4].group_sizes.sum())
+    run = lambda f, *more: jax.jit(functools.partial(f, options=options))(*more, *operands)
+    out, h = run(fp8_experts._forward_fused)
+    want, want_h = run(fp8_experts._forward_composed)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(h[:live], want_h[:live])
+    got = run(fp8_experts._backward_fused, ct, h)
+    for one, other in zip(got, run(fp8_experts._backward_composed, ct, h), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients(rng, dtype):
+    """As near to the layer without a recipe as the composition of public operations is."""
+    args, index, ct = problem(rng, dtype=dtype)
+    run = lambda **options: jax.jit(functools.partial(gradients, **options))(args, index, ct)
+    exact, own = run(), run(recipe=NEAREST)
+    composed = run(recipe=NEAREST, implementation="composed")
+    np.testing.assert_array_equal(own[0], composed[0])
+    for one, other, want in zip(own, composed, exact, strict=True):
+        assert one.dtype == want.dtype
+        assert 1e-3 < oracle.error(one, want) < 1.15 * oracle.error(other, want) < 0.1
+
+
+def test_rounding_at_random(rng):
+    """Another key, another gradient; their mean is nearer to the exact one than each is."""
+    args, index, ct = problem(rng)
+    run = jax.jit(lambda key: gradients(args, index, ct, recipe=jgg.FP8Recipe(), key=key))
+    several = [run(key) for key in jax.random.split(jax.random.key(1), 6)]
+    nearest = jax.jit(lambda: gradients(args, index, ct, recipe=NEAREST))()
+    for place in (1, 2, 3):
+        each = [oracle.f64(found[place]) for found in several]
+        assert (each[0] != each[1]).any()
+        errors = [oracle.error(one, nearest[place]) for one in each]
+        assert oracle.error(sum(each) / len(each), nearest[place]) < 0.8 * min(errors)
+
+
+def test_second_order(rng):
+    """A gradient's gradient is not that of constants."""
+    args, index, ct = problem(rng, tokens=24)
+
+    def norm(args, implementation):
+        found = gradients(args, index, ct, recipe=NEAREST_PLAIN, implementation=implementation)
+        return sum(jnp.vdot(g, g).astype("float32") for g in found[1:])
+
+    got, want = (jax.jit(jax.grad(functools.partial(norm, implementation=i)))(args)
+                 for i in (None, "composed"))  # fmt: skip
+    for one, other in zip(got, want, strict=True):
+        assert oracle.error(one, other) < 0.15
+
+
+#: Weight gradients of arrays, which have derivatives in x.
+NEAREST_PLAIN = jgg.FP8Recipe(stochastic_rounding=False, wgrad="bfloat16")
+
+
+def test_vmap(rng):
+    """Of layers beside each other, and of one layer's gradients for several batches."""
+    args, index, ct = problem(rng, tokens=20)
+    run = functools.partial(gradients, recipe=NEAREST)
+    batch = [(args, index, ct), problem(rng, tokens=20)]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *batch)
+    got = jax.jit(jax.vmap(run))(*stacked)
+    for i, one in enumerate(batch):
+        for found, want in zip(got, jax.jit(run)(*one), strict=True):
+            assert oracle.error(found[i], want) < 1e-2
+
+
+@needs_two_devices
+@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+def test_experts_of_several_devices(rng, transport):
+    args, index, ct = problem(rng)
+    run = functools.partial(gradients, recipe=NEAREST)
+    specs = (P("e"),) * 4, P("e"), P("e")
+    across = jax.shard_map(
+        functools.partial(run, axis_name="e", transport=transport),
+        mesh=mesh_of((2,), ("e",), jax.sharding.AxisType.Auto), in_specs=specs, out_specs=P("e"),
+    )  # fmt: skip
+    got = jax.jit(across)(args, index, ct)
+    for one, want in zip(got, jax.jit(run)(args, index, ct), strict=True):
+        assert oracle.error(one, want) < 2e-2
+
+
+def test_nothing_to_do(rng):
+    """No token, and tokens of no expert."""
+    args, index, ct = problem(rng, tokens=8)
+    none = [a[:0] for a in (args[0], args[3], index, ct)]
+    for found in (
+        gradients((none[0], *args[1:3], none[1]), none[2], none[3], recipe=NEAREST),
+        gradients(args, jnp.full_like(index, -1), ct, recipe=NEAREST),
+    ):
+        for value in found:
+            assert not np.asarray(value).any()
+
+
+def test_kernels_run_it(monkeypatch):
+    """As custom calls: nothing of R rows is quantized from an array of its own."""
+    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+    shape = lambda *s, dtype="bfloat16": jax.ShapeDtypeStruct(s, dtype)
+    tokens, d, f = 512, 512, 256
+    args = shape(tokens, d), shape(E, d, 2 * f), shape(E, f, d), shape(tokens, K, dtype="float32")
+    run = jax.jit(functools.partial(gradients, recipe=NEAREST))
+    text = run.trace(args, shape(tokens, K, dtype="int32"), shape(tokens, d)).lower(
+        lowering_platforms=("cuda",)
+    ).as_text()  # fmt: skip
+    names = set(re.findall(r"@(jgg_[a-z0-9_]+)\(", text))
+    assert names >= {
+        "jgg_fp8_quantize", "jgg_moe_dispatch", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
+        "jgg_moe_combine", "jgg_fp8_activation_backward", "jgg_fp8_grouped_wgrad",
+    }  # fmt: skip
+    assert not names & {"jgg_moe_combine_backward", "jgg_activation_backward", "jgg_mm"}
+    quantized = re.findall(r"custom_call @jgg_fp8_quantize\(.*?: \(tensor<(\w+)>", text)
+    assert set(quantized) == {f"1x{tokens}x{d}xbf16", f"4x{d}x{2 * f}xbf16", f"4x{f}x{d}xbf16"}
+    copied = re.findall(r"custom_call @jgg_moe_dispatch\(.*?: \(tensor<(\w+)>", text)
+    assert set(copied) == {f"{tokens}x{d}xf8E4M3FN", f"{tokens}x{d // 128}xf32"}
