@@ -26,6 +26,7 @@ class Operands(ctypes.Structure):
             (n, ctypes.c_int32)
             for n in ("dtype", "e5m2", "along_rows", "square", "power_of_two")
         ],
+        ("list", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -40,6 +41,7 @@ OPTIONS = {
     "rows of groups": {"grouped": True},
     "columns": {"axis": -2},
     "columns of groups": {"axis": -2, "grouped": True},
+    "columns of groups, by list": {"axis": -2, "grouped": True, "listed": True},
     "squares": {"block": (128, 128)},
     "squares, transposed": {"block": (128, 128), "axis": -2},
 }
@@ -63,6 +65,7 @@ def test_kernels(rng, kernels, name, shape, dtype, stochastic, e5m2, e8m0):
     given = dict(OPTIONS[name])
     matrices, rows, columns = SHAPES[shape]
     along_rows, grouped = given.get("axis") == -2, given.pop("grouped", False)
+    listed = given.pop("listed", False)
     x = edges(rng, dtype, (matrices, rows, columns))
     if grouped:
         x[:, np.maximum(SIZES, 0).sum() :] = np.nan  # rows of no group
@@ -74,7 +77,8 @@ def test_kernels(rng, kernels, name, shape, dtype, stochastic, e5m2, e8m0):
     options = {"format": "e5m2" if e5m2 else "e4m3", "scale_format": "e8m0" if e8m0 else "float32"}
     q = jgg.fp8_quantize(jnp.asarray(x), **options, **given)
     want = [np.asarray(a) for a in (q.weight, q.scales)]
-    memory = copied(x)
+    index = rng.permutation(rows).astype(np.int32)  # where each row is stored
+    memory = copied(x[np.argsort(index)] if listed else x)
     results = [aligned(a.nbytes, 64) for a in want]
     seed = np.asarray(jax.random.bits(KEY, (2,), "uint32"))
     o = Operands(
@@ -83,7 +87,7 @@ def test_kernels(rng, kernels, name, shape, dtype, stochastic, e5m2, e8m0):
         scales=results[1].ctypes.data, matrices=matrices, rows=rows, columns=columns,
         along=want[0].shape[-1], groups=len(SIZES) if grouped else 0, bytes=memory.size,
         dtype=dtype_number(x.dtype), e5m2=e5m2, along_rows=along_rows, square="block" in given,
-        power_of_two=e8m0,
+        power_of_two=e8m0, list=index.ctypes.data if listed else None,
     )  # fmt: skip
     kernels.quantize_kernels(ctypes.byref(o))
     for got, expected in zip(results, want, strict=True):

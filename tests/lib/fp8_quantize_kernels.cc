@@ -15,6 +15,7 @@ struct Operands {
   void *codes, *scales;
   int64_t matrices, rows, columns, along, groups, bytes;
   int32_t dtype, e5m2, along_rows, square, power_of_two;
+  const int32_t* list;
 };
 
 template <DType kOf, Element kElement, bool kStochastic>
@@ -30,7 +31,9 @@ void Run(const Operands& o, const QuantizeParams& p) {
                      : SquaresKernel<kOf, kElement, kStochastic, false>,
         SquaresBlocks(p), p.matrices, kSquareThreads);
   } else if (o.along_rows) {
-    run(ColumnsKernel<kOf, kElement, kStochastic>, ColumnsBlocks(p), p.matrices, kSpanThreads);
+    run(p.list ? ColumnsKernel<kOf, kElement, kStochastic, true>
+               : ColumnsKernel<kOf, kElement, kStochastic, false>,
+        ColumnsBlocks(p), p.matrices, kSpanThreads);
   } else {
     run(p.columns % kBlock ? RowsKernel<kOf, kElement, kStochastic, true>
                            : RowsKernel<kOf, kElement, kStochastic, false>,
@@ -52,6 +55,9 @@ void Quantize(const Operands& o) {
   p.codes = static_cast<uint8_t*>(o.codes);
   p.scales = static_cast<float*>(o.scales);
   readable = {{static_cast<const char*>(o.x), o.bytes}};
+  p.list = o.list;
+  p.listed = o.rows;
+  if (o.list) readable.emplace_back(reinterpret_cast<const char*>(o.list), 4 * o.rows);
   if (o.seed) readable.emplace_back(reinterpret_cast<const char*>(o.seed), 8);
   const auto groups = static_cast<int32_t>(o.groups);
   const auto count = static_cast<int32_t>(o.along_rows ? p.blocks : 0);

@@ -125,23 +125,44 @@ JGG_HOST_DEVICE uint32_t StochasticCode(float q, uint32_t word, int which) {
   return CodeOfSum<kElement>(MultiplyAddTowardsZero(binade, F::kMagic, up));
 }
 
+// The codes of two quotients, rounded to nearest, in the lowest bytes; the first is the lower one.
+// The sign of zero is anything.
+template <Element kElement>
+JGG_HOST_DEVICE uint32_t NearestCodes2(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890  // in one instruction
+  uint16_t two;
+  if constexpr (kElement == Element::kE4M3) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+  }
+  return two;
+#else
+  return Permute(NearestCode<kElement>(first), NearestCode<kElement>(second), 0x40);
+#endif
+}
+
 // The codes of four elements, a byte each. `random`: a number for each, where one is wanted.
 template <Element kElement, bool kStochastic>
 JGG_HOST_DEVICE uint32_t Encode4(const float (&x)[4], const Divisor& divisor, bool dead,
                                  const uint32_t* random) {
-  uint32_t codes[4], signs[4];
+  float q[4];
+  uint32_t signs[4], twos[2];
   JGG_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const float q = jgg::device::Quotient(x[i], divisor.value, divisor.reciprocal);
-    if constexpr (kStochastic) {
-      codes[i] = StochasticCode<kElement>(q, random[i / 2], i % 2);
-    } else {
-      codes[i] = NearestCode<kElement>(q);
-    }
+    q[i] = jgg::device::Quotient(x[i], divisor.value, divisor.reciprocal);
     signs[i] = AsBits(x[i]);
   }
-  const uint32_t four =
-      Permute(Permute(codes[0], codes[1], 0x40), Permute(codes[2], codes[3], 0x40), 0x5410);
+  JGG_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (kStochastic) {
+      twos[i] = Permute(StochasticCode<kElement>(q[2 * i], random[i], 0),
+                        StochasticCode<kElement>(q[2 * i + 1], random[i], 1), 0x40);
+    } else {
+      twos[i] = NearestCodes2<kElement>(q[2 * i], q[2 * i + 1]);
+    }
+  }
+  const uint32_t four = Permute(twos[0], twos[1], 0x5410);
   const uint32_t all = jgg::device::MaskOr(jgg::device::FirstBytes(signs), 0x80808080, four);
   return dead ? 0 : all;
 }
