@@ -149,7 +149,7 @@ def _packed_operands(p: Qmm) -> str | None:
         return f"needs bfloat16 x, got {p.dtypes[0]}"
     if not p.transpose_w:
         return "needs transpose_w=True"
-    return None if p.ordered else "needs segments in order"
+    return None if p.in_order else "needs segments in order"
 
 
 def _packed(p: Qmm) -> str | None:
@@ -180,7 +180,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
     return _decodes(p) or extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
         bfloat16_scales=p.mode != "affine" or p.scales_dtype == "bfloat16",
-        transpose_w=p.transpose_w, in_order=p.ordered,
+        transpose_w=p.transpose_w, in_order=p.in_order,
     )  # fmt: skip
 
 

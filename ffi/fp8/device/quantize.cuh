@@ -97,7 +97,7 @@ struct Magnitudes {
     }
     return word;
   }
-  // Of a pair, either; of one, that.
+  // A word holds two values of 16 bits, of which `which` names one, or a single float32.
   __device__ static float Value(uint32_t word, int which) {
     if constexpr (kOf == DType::kF32) return AsFloat(word);
     if constexpr (kOf != DType::kF32) return jgg::device::Half<kOf>(word, which);

@@ -68,8 +68,9 @@ struct GemmSm90Config {
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
   static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
-  // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
-  // thread begins with. More would wait for ever.
+  // Registers of a thread that feeds, and of one that multiplies. One warpgroup feeds and two
+  // multiply; every thread begins with 168, so they share three times that. A kernel that asks for
+  // more waits for ever.
   static constexpr bool kFeedsMore = kGathered || kWide_ || kGates || kLists;
   static constexpr bool kFeedsMost = kPlanes > 1 || kListed == Listed::kLinesR;
   static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
