@@ -1,9 +1,10 @@
-"""Which kernel runs: the only place that decides.
+"""Which kernel runs: this folder alone decides.
 
 A *problem* is what is known of a call before it runs: operation, platform, shapes, dtypes. A
 *kernel* says why it cannot run one (``can``), whether it is faster than those behind it (``pays``)
 and how it runs it (``config``). ``KERNELS`` lists the kernels of each operation, the best first.
 Lowering, ``implementation=``, error messages, ``info`` and the documentation's table use it.
+``dense``, ``rows`` and ``lists`` say what the kernels of a kind need, and when they pay.
 
 A kernel for one architecture is chosen where it is named, or where every GPU of this process can
 run it. A process without a GPU lowers for somebody else's: it chooses the generic kernel, "sm80",

@@ -151,7 +151,7 @@ __device__ uint2 EncodeEight(const QuantizeParams& p, float (&values)[8], float 
   return make_uint2(words[0], words[1]);
 }
 
-// Those of eight neighbours of x, where they are neighbours of the result, too.
+// The codes of eight neighbours of x, where they are neighbours of the result, too.
 template <Element kElement, bool kStochastic, DType kOf>
 __device__ uint2 EncodeRow(const QuantizeParams& p, const Eight<kOf>& x, float scale, int64_t line,
                            int64_t column) {

@@ -63,7 +63,7 @@ struct GemmSm90Config {
   // One that gathers L shares R instead, with the tile below.
   static constexpr bool kStacked = kListed == Listed::kRowsL;
   static constexpr int kScheduledBlocks = kGates && kBlocks == 1 ? kGateApart : kBlocks;
-  // Those with an activation are of mm alone.
+  // Only mm has kernels with an activation.
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates && !kStacked;
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
   static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
@@ -384,7 +384,7 @@ __device__ void InitGemm(const GemmSm90& gemm, typename Config::SharedMemory& me
   if (gemm.stores_boxes) Prefetch(&gemm.out_map);
 }
 
-// Those of the four warps that feed that neither schedule nor copy.
+// Two of the four warps that feed: they neither schedule nor copy.
 template <typename Config>
 __device__ __forceinline__ void OtherWarp(const GemmSm90& gemm,
                                           typename Config::SharedMemory& memory, int warp) {
