@@ -5,9 +5,9 @@
     python examples/qlora_moe.py CHECKPOINT --text FILE      # a Hugging Face folder instead
     python examples/qlora_moe.py CHECKPOINT --base fp8 --targets attention --resume
 
-CHECKPOINT is what generate.py reads. It is in qlora_checkpoint.py: adapters on experts and on
-attention, checkpoints to resume from, a loss curve, and adapters in PEFT's files. The rest of this
-file is about train_moe.py's model.
+CHECKPOINT is a folder that generate.py reads. qlora_checkpoint.py has that run: adapters on experts
+and on attention, checkpoints to resume from, a loss curve, and adapters in PEFT's files. The rest
+of this file is about train_moe.py's model.
 
 Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
 ``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert: ``route``, ``dispatch``

@@ -14,6 +14,11 @@ from typing import Any
 
 # Lowest versions that work, and what for.
 FLOOR = {"jax": "0.11.0", "jaxlib": "0.11.0"}
+# What runs where no kernel does.
+_WITHOUT_A_KERNEL = {
+    "reference": "a tiled XLA program",
+    "composed": "made of other operations of this table, or of plain XLA operations",
+}
 _OPTIONAL = ("jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy")
 
 
@@ -165,9 +170,7 @@ def _text(info: dict[str, Any]) -> str:
         lines += ["", "Measured tiles"]
         lines.append("  " + (tiles["problem"] or f"{tiles['table']}: {tiles['products']} products"))
     lines += ["", *_table(info["ops"])]
-    lines += [
-        "  reference: a tiled XLA program; composed: decoded, then multiplied as the others are"
-    ]
+    lines += [f"  {name}: {text}" for name, text in _WITHOUT_A_KERNEL.items()]
     if steps := _next_steps(info):
         lines += ["", "Next steps", *(f"  {step}" for step in steps)]
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from . import router
+from ._core.types import Activation
 from ._grouped.activations import GATED_ACTIVATIONS
 from ._moe.moe_mlp import moe_mlp
 
@@ -39,6 +40,8 @@ class MoE(nnx.Module):
       hidden_features: F, of one expert.
       num_experts: E.
       top_k: k, experts of a token.
+      activation: of the experts, as in :func:`moe_mlp`; None leaves it to ``experts_fn``, whose
+        ``w_up`` is then that of a gated one.
       scores, renormalize, scale, groups, top_groups: the router's, as in :func:`choose`.
       balance_bias: whether a bias balances loads in place of a loss, see ``balance``.
       router_bias: whether logits have a bias that is trained.
@@ -50,7 +53,7 @@ class MoE(nnx.Module):
         down_bias where there are any, and with ``options``. The weights are whatever pytrees
         ``w_up`` and ``w_down`` hold, such as :class:`Quantized`.
       rngs: for the initial parameters.
-      options: further arguments of :func:`moe_mlp`: activation, recipe, axis_name and so on.
+      options: further arguments of :func:`moe_mlp`: recipe, axis_name and so on.
 
     Attributes:
       router: an ``nnx.Linear``, (D, E).
@@ -68,6 +71,7 @@ class MoE(nnx.Module):
         num_experts: int,
         top_k: int,
         *,
+        activation: Activation | None = None,
         scores: Literal["softmax", "sigmoid"] = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
@@ -84,7 +88,9 @@ class MoE(nnx.Module):
         **options: Any,
     ):
         d, f, e = features, hidden_features, num_experts
-        columns = 2 * f if options.get("activation", "swiglu") in GATED_ACTIVATIONS else f
+        if activation is not None:
+            options["activation"] = activation
+        columns = 2 * f if (activation or "swiglu") in GATED_ACTIVATIONS else f
         self.router = nnx.Linear(
             d, e, use_bias=router_bias, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs
         )

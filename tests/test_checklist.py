@@ -1,5 +1,6 @@
 """CONTRIBUTING's checklist: an operation that is missing somewhere fails here."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def test_operations_are_found():
     assert {"grouped_mm", "segmented_mm", "quantize", "prepack"} <= set(OPERATIONS)
 
 
+def test_every_public_function_is_an_operation():
+    """So that what follows asks for each of them. A context manager has no operands."""
+    functions = {name for name in jgg.__all__ if inspect.isfunction(getattr(jgg, name))}
+    assert functions - set(OPERATIONS) == {"replace_ragged_dot"}
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_an_operation_is_everywhere(op):
     assert op in jgg.__all__
@@ -28,6 +35,7 @@ def test_an_operation_is_everywhere(op):
     assert op in dir(jgg.cost)
     reference = "".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))
     assert re.search(rf"^::: jax_groupgemm\.{op}$", reference, re.M), "docs/reference"
+    assert f"`{op}`" in text("docs", "reference", "cost.md"), "docs/reference/cost.md"
     assert f"`{op}" in text("docs", "semantics.md"), "docs/semantics.md"
     assert re.search(rf"^\|.*`{op}\(.*\|", text("README.md"), re.M), "README"
     smoke = text("tests", "smoke.txt")
@@ -42,6 +50,19 @@ def test_docstrings_state_the_equation_and_what_they_need(op):
     assert "``" in doc.splitlines()[0]
     for part in ("Args:", "Returns:", "Raises:"):
         assert part in doc, part
+
+
+def test_the_table_of_options_is_what_signatures_say():
+    page = text("docs", "reference", "index.md")
+    options = re.search(r"^\| operation ((?:\| `\w+` )+)\|$", page, re.M)
+    assert options
+    names, found = re.findall(r"`(\w+)`", options[1]), {}
+    for line in re.findall(r"^\| `.*\|$", page, re.M):
+        ops, *answers = line.strip("| ").split(" | ")
+        for op in re.findall(r"`(\w+)`", ops):
+            found[op] = [answer.startswith("yes") for answer in answers]
+    signatures = {op: inspect.signature(f).parameters for op, f in OPERATIONS.items()}
+    assert found == {op: [name in of for name in names] for op, of in signatures.items()}
 
 
 def test_every_kernel_has_a_target_that_may_be_exported():

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_groupgemm as jgg
 from jax_groupgemm._core import composed
 from jax_groupgemm._core.costs import COSTS, Cost
+from jax_groupgemm._core.operations import OPERATIONS
 
 T, K, N, G = 16, 8, 6, 3
 SIZES = np.array([4, 0, 9], np.int32)  # 13 rows, 2 matrices
@@ -249,6 +250,45 @@ def test_every_call_has_its_cost():
     # All of what jgg_experts costs is that of its parts; jgg_test is test_composed.py's.
     ours = {p for p in composed.PRIMITIVES if p.name not in ("jgg_test", "jgg_experts")}
     assert set(COSTS) >= ours
+
+
+def test_every_operation_costs_something():
+    """Products have FLOPs; an operation that is not in this list fails."""
+    x, w, sizes, pairs = (
+        shape(128, 128),
+        shape(G, 128, 128),
+        ANY_SIZES,
+        shape(128, 2, dtype="int32"),
+    )
+    made = lambda f, *a, **options: jax.eval_shape(functools.partial(f, **options), *a)
+    along = {"axis": 0, "group_sizes": np.zeros(G, np.int32)}
+    q, q8 = (made(jgg.quantize, w, mode=mode, contract=-1) for mode in ("nvfp4", "fp8"))
+    x4, rows4 = nvfp4(128, 128), nvfp4(128, 128, **along)
+    x8, rows8 = made(jgg.fp8_quantize, x), made(jgg.fp8_quantize, x, **along)
+    routing, of_pairs = made(jgg.route, pairs, num_experts=G), shape(256, 128)
+    blocks, lists = shape(8, 16, 128), (shape(8, dtype="int32"),) * 2
+    ragged = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+    products = {
+        "grouped_mm": (x, w, sizes), "ragged_dot": (x, w, sizes), "grouped_qmm": (x, q, sizes),
+        "ragged_dot_general": (x, w, sizes, ragged), "gather_mm": (blocks, w, *lists),
+        "gather_qmm": (blocks, q, *lists), "segmented_mm": (x, x, shape(G, 2, dtype="int32")),
+        "quantized_matmul": (x, q), "nvfp4_grouped_mm": (x4, nvfp4(G, 128, 128), sizes),
+        "nvfp4_grouped_wgrad": (rows4, rows4, sizes), "nvfp4_grouped_linear": (x, w, sizes),
+        "fp8_grouped_mm": (x8, q8, sizes), "fp8_grouped_wgrad": (rows8, rows8, sizes),
+        "fp8_grouped_linear": (x, w, sizes),
+        "moe_mlp": (x, shape(G, 128, 256), w, pairs, shape(128, 2)),
+    }  # fmt: skip
+    others = {
+        "quantize": (w,), "dequantize": (q,), "prepack": (q,), "nvfp4_quantize": (x,),
+        "fp8_quantize": (x,), "route": (pairs, G), "dispatch": (x, routing),
+        "combine": (of_pairs, routing, shape(128, 2)),
+    }  # fmt: skip
+    assert {*products, *others} == set(OPERATIONS)
+    for op, operands in (products | others).items():
+        contract = {"contract": -1} if op == "quantize" else {}
+        cost = getattr(jgg.cost, op)(*operands, **contract)
+        assert cost.bytes_accessed > 0, op
+        assert (cost.flops > 0) == (op in products), op
 
 
 def test_vmap():

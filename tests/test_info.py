@@ -49,6 +49,8 @@ def test_every_operation_has_a_line(monkeypatch):
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {op} ")]
         assert set(line.split()[1:]) <= {"sm90", "sm80", "reference", "composed"}
     assert len(text) < 3000
+    assert "  reference: a tiled XLA program" in text.splitlines()
+    assert any(line.startswith("  composed: ") for line in text.splitlines())
 
 
 def test_next_steps(monkeypatch):

@@ -4,7 +4,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -14,6 +14,7 @@ from jax_groupgemm._core.operations import OPERATIONS
 from jax_groupgemm._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from jax_groupgemm._kernels import choose, dense
 from jax_groupgemm._quantized.formats import MODES
+from jax_groupgemm._quantized.layouts import LAYOUTS
 from jax_groupgemm.checkpoints import formats
 
 PUBLIC_MODULES = {"checkpoint_policies", "checkpoints", "cost", "router"}
@@ -23,6 +24,12 @@ FUNCTIONS = {
     **{name: getattr(jgg.router, name) for name in dir(jgg.router) if name[0].islower()},
     "replace_ragged_dot": jgg.replace_ragged_dot,
 }
+
+
+NAMES = {
+    "activation", "format", "implementation", "layout", "mode", "scale_format", "scores",
+    "transport",
+}  # fmt: skip
 
 
 def test_all_is_what_there_is():
@@ -45,6 +52,8 @@ def test_what_dir_shows():
 def test_every_argument_has_a_type(name):
     for parameter in inspect.signature(FUNCTIONS[name]).parameters.values():
         assert parameter.annotation is not inspect.Parameter.empty, parameter
+        if parameter.name in NAMES:  # a type checker knows which there are
+            assert "Literal" in str(get_type_hints(FUNCTIONS[name])[parameter.name]), parameter
     assert inspect.signature(FUNCTIONS[name]).return_annotation is not inspect.Signature.empty
 
 
@@ -53,6 +62,7 @@ def test_literals_are_what_the_code_takes():
     assert set(get_args(types.Activation)) == {*ACTIVATIONS, *GATED_ACTIVATIONS}
     assert set(dense.ACTIVATIONS) <= {None, *ACTIVATIONS, *GATED_ACTIVATIONS}
     assert set(get_args(types.Mode)) == set(MODES)
+    assert set(get_args(types.LayoutName)) == set(LAYOUTS)
     assert set(get_args(types.CheckpointFormat)) == set(formats.FORMATS)
 
 
@@ -61,6 +71,10 @@ MISTAKES = {
     'jgg.grouped_mm(x, x, [1], implementation="sm70")': "implementation",
     'jgg.quantize(x, mode="int4")': "mode",
     "jgg.grouped_qmm(x, x, [1])": "w",
+    'jgg.moe_mlp(x, x, x, x, x, implementation="gpu")': "implementation",
+    'jgg.moe_mlp(x, x, x, x, x, transport="gathered")': "transport",
+    'jgg.NVFP4Recipe(high_precision=("forward",))': "high_precision",
+    'jgg.Quantized(x, x, mode="int4", bits=4, group_size=64)': "mode",
     'jgg.checkpoints.linear({}, "up", format="gguf")': "format",
 }
 RIGHT = [
@@ -69,6 +83,8 @@ RIGHT = [
     "jgg.grouped_qmm(x, jgg.prepack(jgg.quantize(x)), [1])[0]",
     "jgg.cost.grouped_mm(x, x, [1]).flops + 1",
     "jgg.quantize(x)[0].nbytes",
+    'jgg.moe_mlp(x, x, x, x, x, implementation="composed")',
+    'jgg.NVFP4Recipe(high_precision=("fprop", "wgrad")), jgg.NVFP4Recipe(high_precision="dgrad")',
 ]
 
 

@@ -161,7 +161,7 @@ void Store(const Matrix& c, const Tile& tile, const float* sum) {
 
 // Zeros, which are zero bytes in every dtype.
 void Clear(const Matrix& c, const Tile& tile) {
-  const int64_t size = c.dtype == DType::kF32 ? 4 : 2;
+  const int64_t size = Size(c.dtype);
   for (int64_t i = 0; i < tile.rows; ++i) {
     char* to =
         static_cast<char*>(c.data) + ((tile.row + i) * c.row + tile.column * c.column) * size;

@@ -24,7 +24,7 @@ struct DownBackwardArgs {
   float* row_sums;         // (ceil(N / 16), T)
 };
 
-// Of operands that mm_sm90 takes, with rows of x by list; out is row_scale * swiglu(h).
+// Takes operands as mm_sm90 does, with rows of x by list; out is row_scale * swiglu(h).
 cudaError_t mm_backward_sm90(cudaStream_t stream, const MmArgs& args,
                              const DownBackwardArgs& backward);
 

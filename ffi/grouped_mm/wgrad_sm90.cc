@@ -23,7 +23,7 @@ static OperandsSm90 DescribeOperands(const WgradArgs& args) {
   operands.tile = args.tile;
   operands.l_k_major = args.strides.x_row == 1 && args.strides.x_a != 1;
   operands.r_k_major = args.strides.y_row == 1 && args.strides.y_b != 1;
-  // Those that do not come by list have as many rows as their lists would.
+  // An operand that does not come by list has as many rows as its list would.
   operands.l = DescribeMatrix(args.x, args.dtype, args.x_list.count, args.a, operands.l_k_major,
                               args.planes);
   operands.r = DescribeMatrix(args.y, args.dtype, args.y_list.count, args.b, operands.r_k_major,

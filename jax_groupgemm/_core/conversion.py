@@ -24,8 +24,9 @@ def _any_problem(*_, mode: str = "", **__) -> Callable[..., problems.Conversion]
 
 def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None,
              problem_of: Callable = _any_problem):  # fmt: skip
-    """``definition(*operands, **static)``, or ``call`` of the same, the custom call ``target``.
-    ``problem_of`` them makes the problem that kernels see, of what is said of every conversion."""
+    """``definition(*operands, **static)``, which ``call`` makes as the custom call ``target``.
+    ``problem_of(*operands, **static)`` makes the problem that kernels see, of the fields that every
+    conversion has."""
 
     def on_cuda(platform, *operands, **static):
         problem = problem_of(*operands, **static)(

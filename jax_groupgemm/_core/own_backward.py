@@ -50,7 +50,8 @@ class OwnBackward:
         mlir.register_lowering(tangent, mlir.lower_fun(self._means, multiple_results=True))
 
     def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
-        """Results and their tangents, of the tangents of leaves at some places; or None."""
+        """Results and their tangents: leaves at ``moving`` have tangents ``rates``. None
+        where ``forward`` gives None."""
         more = {}
         if self._asks:
             more["moves"] = tree.unflatten(i in moving for i in range(len(leaves)))

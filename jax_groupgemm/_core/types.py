@@ -18,6 +18,8 @@ Activation = Literal[
 Transport = Literal["gather", "all_to_all"]
 #: Formats of quantized weights.
 Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "fp8"]
+#: How a quantized weight lies in memory.
+LayoutName = Literal["linear", "sm90", "grouped", "swizzled"]
 #: Sizes, indices and bounds: an array, or numbers that become one.
 Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
 #: Libraries whose quantized checkpoints are read.

@@ -82,7 +82,7 @@ def mm_problem(
         dtypes=(x.dtype.name, w.dtype.name), out_dtype=product.out_dtype.name,
         operand_dtype=dtypes.promoted(x.dtype, w.dtype).name, empty=0 in (*x.shape, *w.shape),
         rows=product.rows, groups=groups, k=k, n=n, segments=metadata.count,
-        elements=x.size + w.size, ordered=metadata.form.ordered_y,
+        elements=x.size + w.size, in_order=metadata.form.ordered_y,
         transpose_x=product.transpose_x, transpose_w=product.transpose_w,
         transpose_out=product.transpose_out, tf32=product.tf32, lists=lists,
         x_list_alone=x_list_alone,

@@ -1,9 +1,10 @@
-"""Which kernel runs: the only place that decides.
+"""Which kernel runs: this folder alone decides.
 
 A *problem* is what is known of a call before it runs: operation, platform, shapes, dtypes. A
 *kernel* says why it cannot run one (``can``), whether it is faster than those behind it (``pays``)
 and how it runs it (``config``). ``KERNELS`` lists the kernels of each operation, the best first.
 Lowering, ``implementation=``, error messages, ``info`` and the documentation's table use it.
+``dense``, ``rows`` and ``lists`` say what the kernels of a kind need, and when they pay.
 
 A kernel for one architecture is chosen where it is named, or where every GPU of this process can
 run it. A process without a GPU lowers for somebody else's: it chooses the generic kernel, "sm80",
@@ -149,7 +150,7 @@ def _packed_operands(p: Qmm) -> str | None:
         return f"needs bfloat16 x, got {p.dtypes[0]}"
     if not p.transpose_w:
         return "needs transpose_w=True"
-    return None if p.ordered else "needs segments in order"
+    return None if p.in_order else "needs segments in order"
 
 
 def _packed(p: Qmm) -> str | None:
@@ -180,7 +181,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
     return _decodes(p) or extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
         bfloat16_scales=p.mode != "affine" or p.scales_dtype == "bfloat16",
-        transpose_w=p.transpose_w, in_order=p.ordered,
+        transpose_w=p.transpose_w, in_order=p.in_order,
     )  # fmt: skip
 
 

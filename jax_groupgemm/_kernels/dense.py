@@ -60,7 +60,7 @@ def mm_sm90(p: Mm, **more) -> str | None:
         **({"k": p.k, "n": p.n, "gated": p.gated, "by_list": p.lists} | more),
         preactivation=p.preactivation, more_options=p.more_options,
         same_dtype=p.out_dtype == p.operand_dtype, transpose_x=p.transpose_x,
-        transpose_w=p.transpose_w, transpose_out=p.transpose_out, in_order=p.ordered,
+        transpose_w=p.transpose_w, transpose_out=p.transpose_out, in_order=p.in_order,
     )  # fmt: skip
 
 

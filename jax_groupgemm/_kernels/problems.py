@@ -45,7 +45,7 @@ class Mm(Problem):
     segments: int
     elements: int = 0
     operand_dtype: str  # what both operands are converted to
-    ordered: bool = True  # the result's rows are in the order of segments, which do not overlap
+    in_order: bool = True  # the segments' rows in the result are ascending and disjoint
     transpose_x: bool = False
     transpose_w: bool = False
     transpose_out: bool = False
@@ -97,7 +97,7 @@ class Qmm(Problem):
     layout: str
     scales_dtype: str
     packable: bool  # ``prepack`` has a layout for the weight
-    ordered: bool = True
+    in_order: bool = True
     transpose_w: bool = True
     gated: bool = False
     activation: str | None = None

@@ -45,7 +45,8 @@ class Arrived:
 
 
 def arrive(index, offset, experts: int, axis: Axis | None, max_rows: int | None) -> Arrived:
-    """Of ``index``, (T, k), of this device's tokens; ``experts`` are each device's."""
+    """What arrives, where ``index``, (T, k), is of this device's tokens and each device has so many
+    ``experts``."""
     devices = 1 if axis is None else lax.axis_size(axis.name)
     if axis is None or devices == 1 or 0 in (index.size, experts):
         return Arrived(index, offset, None)

@@ -30,7 +30,8 @@ from .transport import Plan, collect, send
 
 def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, plan: Plan | None,
             options: Options):  # fmt: skip
-    """All of it; x is (T, D) and weight (T, k), and routing of the tokens that are sent."""
+    """The layer behind its router: x is (T, D), weight (T, k). ``routing`` is that of tokens that
+    were sent."""
     return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, plan, options=options)
 
 

@@ -27,12 +27,12 @@ def tokens(routing: Routing) -> jax.Array:
 
 
 def up(x, w, bias, routing: Routing, options: Options):
-    """The activation, and h."""
+    """The up product's activation, and ``h``, what it is of."""
     return _UP(x, w, bias, routing, options=options)
 
 
 def up_alone(x, w, bias, routing: Routing, options: Options):
-    """The activation."""
+    """The up product's activation."""
     return _UP_ALONE(x, w, bias, routing, options=options)
 
 
@@ -70,8 +70,8 @@ def _listed_mm(platform, x, w, products: Products, product, epilogue=call.NO_EPI
 
 
 def down_backward(ct, h, w, row_weight, routing: Routing, options: Options):
-    """What :func:`scaled_activation_backward` gives of the rows' cotangent in front of the down
-    product, where ``ct``, (T, N), is the tokens'."""
+    """As :func:`scaled_activation_backward`, of the cotangent of the rows that the down product
+    multiplies; ``ct``, (T, N), is the tokens' cotangent."""
     scale = row_weight.astype(dtypes.accumulator_dtype(h.dtype))
     return _DOWN(ct, h, w, scale, routing, options=options)
 
@@ -108,7 +108,7 @@ def _back(options: Options) -> Options:
 
 
 def rows_cotangent(ct, w, routing: Routing, options: Options):
-    """That of the rows that ``w`` multiplies, where ``ct``, (T, N), is the tokens'."""
+    """The cotangent of the rows that ``w`` multiplies; ``ct``, (T, N), is the tokens'."""
     return _ROWS(ct, w, routing, options=options)
 
 
@@ -128,8 +128,8 @@ def _rows_call(platform, ct, w, routing, *, options: Options):
 
 
 def weight_cotangent(w, tokens_, rows, routing: Routing, options: Options, *, first: bool):
-    """That of w: of ``rows`` and of the tokens' rows, which w multiplies if they are ``first``, or
-    which are cotangents of what it gives."""
+    """The cotangent of w, a product of ``rows`` and the tokens' rows. If ``first``, w multiplies
+    the tokens' rows; otherwise these are the cotangents of what w gives."""
     return _WEIGHT(w, tokens_, rows, routing, options=options, first=first)
 
 

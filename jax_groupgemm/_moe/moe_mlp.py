@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import check, dtypes
 from .._core.operations import operation_of_its_own_gradient
 from .._core.primitive import vary_alike
-from .._core.types import Activation, Integers, Transport
+from .._core.types import Activation, Implementation, Integers, Transport
 from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear, of_columns
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
@@ -56,7 +56,7 @@ def moe_mlp(
     key: jax.Array | None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | Literal["composed"] | None = None,
 ) -> jax.Array:
     """``y[t] = sum_j weight[t, j] * (act(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])``,
     where ``e = expert_index[t, j]``; **pairs of token and expert are grouped** by expert.
@@ -98,7 +98,8 @@ def moe_mlp(
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up.
-      implementation: of the products, as in :func:`grouped_mm`; "composed" is None here.
+      implementation: of the products, as in :func:`grouped_mm`; or ``"composed"``: the layer is
+        made of other public operations, each with its own backward pass and kernels.
 
     Returns:
       ``(..., D)``.

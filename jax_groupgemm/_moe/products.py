@@ -20,7 +20,7 @@ from .routing import Routing
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static of the experts.
+    """The experts' static options.
 
     Attributes:
       activation: between the two products.
@@ -62,7 +62,7 @@ class Products:
         return Epilogue(bias, self.options.activation, rounds=True)
 
     def up(self, rows, w, bias):
-        """The activation, and h."""
+        """Its activation, and ``h = rows @ w + bias``."""
         epilogue = self.up_epilogue(bias)
         return _fused(w).preactivated(rows, w, self.metadata, epilogue, self.product)
 
@@ -77,7 +77,7 @@ class Products:
         return _fused(w)(rows, w, self.metadata, self.product, epilogue, fused=whole)
 
     def rows_cotangent(self, w, ct):
-        """That of the rows that w multiplies."""
+        """The cotangent of the rows that w multiplies; ``ct`` is that of the product."""
         columns = w.shape[2 if self.options.transpose_w else 1]
         # Varying over the mesh axes that ct does, or the transpose would be a sum over them.
         like = jnp.zeros((ct.shape[0], columns), self.options.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ from .grouped_mm import nvfp4_grouped_mm, one_owner
 from .grouped_wgrad import grouped_wgrad
 from .quantize import hadamard, nvfp4_quantize
 
-_PRODUCTS = ("fprop", "dgrad", "wgrad")
+Product = Literal["fprop", "dgrad", "wgrad"]
+_PRODUCTS = get_args(Product)
 _BLOCK = 16
 
 
@@ -49,7 +51,7 @@ class NVFP4Recipe:
     scale_2d: bool = True
     hadamard: bool = True
     stochastic_rounding: bool = True
-    high_precision: tuple[str, ...] = ()
+    high_precision: Product | Iterable[Product] = ()
 
     def __post_init__(self):
         for name in ("scale_2d", "hadamard", "stochastic_rounding"):

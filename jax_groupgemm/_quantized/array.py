@@ -12,6 +12,7 @@ import numpy as np
 
 from .._core import check
 from .._core.check import describe
+from .._core.types import LayoutName, Mode
 from . import layouts
 from .formats import MODES
 from .layouts import LAYOUTS
@@ -74,11 +75,11 @@ class Quantized:
     global_scale: Any = None
     _: dataclasses.KW_ONLY
     positions: Any = None
-    mode: str
+    mode: Mode
     bits: int
     group_size: int
     axis: int = -1
-    layout: str = "linear"
+    layout: LayoutName = "linear"
     block: tuple[int, int] | None = None
 
     def __post_init__(self):

@@ -29,7 +29,7 @@ def qmm_problem(
         # Rows may be of groups that are not here.
         all_groups=groups if metadata.group_offset is None else metadata.count,
         k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, scales_dtype=q.scales.dtype.name,
-        packable=packable, ordered=metadata.form.ordered_y, transpose_w=product.transpose_w,
+        packable=packable, in_order=metadata.form.ordered_y, transpose_w=product.transpose_w,
         **epilogue.facts(),
     )  # fmt: skip
 

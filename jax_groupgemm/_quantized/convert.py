@@ -139,7 +139,7 @@ def _check_rank(op: str, w, block, contract: int) -> None:
 
 
 def _warn_if_square(op: str, w) -> None:
-    """Of equal sizes no product can tell that the wrong axis was quantized."""
+    """Where both sizes are equal, no product can tell that the wrong axis was quantized."""
     if w.ndim < 2 or w.shape[-1] != w.shape[-2] or not w.size:
         return
     warnings.warn(

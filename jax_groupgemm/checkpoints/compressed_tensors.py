@@ -179,7 +179,7 @@ def _unsigned(t: Layer, leaf: str, codes, bits: int) -> np.ndarray:
 
 
 def _integers(t: Layer, packed, zeros, bits: int, n: int, k: int) -> Read:
-    """Of codes and zero points that have 2**(bits - 1) added to them."""
+    """The layer of codes and zero points that have 2**(bits - 1) added to them."""
     scales = t.array(".weight_scale", FLOATS)
     strategy = t.option("strategy", ("tensor", "channel", "group"))
     if scales.shape in ((), (1,)) and strategy in (None, "tensor"):

@@ -18,7 +18,7 @@ def multiplier(t: Layer, leaf: str, value) -> np.ndarray:
 
 
 def leaves(t: Layer, weight, scales, scale_leaf: str, global_scale) -> Read:
-    """Of bytes ``(..., N, K/2)`` and e4m3 ``(..., N, K/16)``, whose shapes fit."""
+    """The layer of bytes ``(..., N, K/2)`` and e4m3 ``(..., N, K/16)``, whose shapes fit."""
     scales = np.ascontiguousarray(scales).view(np.uint8)
     if np.any(scales >= 0x80):
         raise t.error(f"{scale_leaf} holds negative scales")

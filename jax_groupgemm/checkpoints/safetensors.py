@@ -335,7 +335,7 @@ def _info(path: Path, name: str, info) -> tuple[str, tuple[int, ...], int, int]:
             raise error(f"{what} {brief(value)} is not a list of sizes")
     if len(shape) > MAX_RANK:
         raise error(f"shape {brief(shape)} has {len(shape)} axes, more than {MAX_RANK}")
-    # Of a dtype that is not known an element may have less than a byte.
+    # An element of a dtype that is not known may have less than a byte.
     size = np.dtype(DTYPES[kind]).itemsize if kind in DTYPES else 1
     taken = size
     for n in shape:

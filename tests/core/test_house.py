@@ -80,7 +80,30 @@ def test_no_circle():
     assert done == set(FILES)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_is_two_rooms(name):
-    lines = len(FILES[name].read_text().splitlines())
-    assert lines <= 500, f"{name} has {lines} lines"
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for folder in ("benchmarks", "examples", "ffi", "tests", "tools")
+    for path in sorted(ROOT.joinpath(folder).rglob("*.*"))
+    if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh")
+]
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, ROOT], ids=["package", "others"])
+def test_no_file_is_two_rooms(folder):
+    lines = {
+        path: len(path.read_text().splitlines())
+        for path in (SOURCES if folder is ROOT else FILES.values())
+    }
+    assert len(lines) > 50
+    assert {path: n for path, n in lines.items() if n > 500} == {}
+
+
+def test_modules_import_their_package_by_dots():
+    """The tests above read no other imports."""
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert not [n for n in names if n.split(".")[0] == "jax_groupgemm"], name

@@ -14,6 +14,7 @@ from benchmarks import report  # noqa: E402
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks/results"
 PAGES = sorted(DOCS.rglob("*.md"))
+OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 USERS = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in ("internals", "lab")]
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)")
@@ -29,17 +30,28 @@ def prose(page: Path) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("|")]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=named)
+@pytest.mark.parametrize("page", [*OTHERS, *PAGES], ids=named)
 def test_lines_are_short(page):
     text = CODE.sub("", page.read_text())
     long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
     assert not long
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=named)
+@pytest.mark.parametrize("page", [*OTHERS, *PAGES], ids=named)
 def test_links_lead_somewhere(page):
     for target in filter(None, TARGET.findall(CODE.sub("", page.read_text()))):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("index.md")), ids=named)
+def test_an_index_links_to_every_page_beside_it(page):
+    """That of the site also links to the guides."""
+    folders = [page.parent, DOCS / "guides"] if page.parent == DOCS else [page.parent]
+    beside = {p for folder in folders for p in folder.glob("*.md")} - {page}
+    assert {named(p) for p in beside} <= {
+        named((page.parent / target).resolve())
+        for target in filter(None, TARGET.findall(page.read_text()))
+    }
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *USERS], ids=named)

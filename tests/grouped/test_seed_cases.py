@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # last: an installed jax_groupg
 from benchmarks.shapes import SEGMENTED
 
 HALVES = ("bfloat16", "float16")
-# Of a segment's results: their rounding; float32 sums, which may err as sqrt(K / 512) beyond 512.
+# Results are rounded; float32 sums of a segment may err as sqrt(K / 512) beyond 512.
 TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 1.5e-6}
 
 

@@ -147,7 +147,7 @@ def operations(modes=MODES) -> dict[str, tuple]:
     quantize = functools.partial(jgg.nvfp4_quantize, stochastic_rounding_key=key)
     along_t = functools.partial(quantize, axis=0, group_sizes=sizes, hadamard=True)
     linear = lambda x, w: jgg.nvfp4_grouped_linear(x, w, sizes, key=key)
-    # Of NVFP4 operands; and of one matrix and many rows, in parts that are added up.
+    # NVFP4 operands; and one matrix of many rows, in parts that are added up.
     rows, weight = nvfp4.random(rng, 100, 64, scale=jnp.float32(0.5)), nvfp4.random(rng, 4, 128, 64)
     factors, bias, old = random((4,)), random((4, 128)), random((4, 64, 64))
     nvfp4_mm = lambda x, w: jgg.nvfp4_grouped_mm(x, w, sizes, bias=bias, alpha=factors)

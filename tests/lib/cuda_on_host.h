@@ -171,7 +171,7 @@ void Run(unsigned blocks, unsigned threads, Kernel kernel) {
   }
 }
 
-// Of a kernel with barriers.
+// Runs the blocks of a kernel with barriers.
 template <typename Kernel>
 void RunBlocks(Index grid, unsigned threads, Kernel kernel) {
   gridDim = grid;

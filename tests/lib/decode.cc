@@ -132,7 +132,7 @@ extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long 
   }
 }
 
-// Of words of scale and bias.
+// Whether words of scale and bias are small.
 extern "C" void are_small(const uint32_t* words, long count, uint8_t* out) {
   for (long i = 0; i < count; ++i) out[i] = (NotSmall(words[i]) & kHighest) == 0;
 }

@@ -81,14 +81,14 @@ long WrongQuotients() {
 
 }  // namespace
 
-// Of every float32 between 1 and 2, by every divisor that DivideBy is used with.
+// Quotients of every float32 between 1 and 2 by every divisor that DivideBy is used with.
 extern "C" long wrong_quotients_by_constants() {
   return WrongQuotients<3>() + WrongQuotients<6>() + WrongQuotients<7>() + WrongQuotients<15>() +
          WrongQuotients<31>() + WrongQuotients<63>() + WrongQuotients<255>();
 }
 
-// Of `count` random pairs of mantissas, from reciprocals as wrong as they may be. Divisors of few
-// bits, as scales e4m3 are, need not have them refined.
+// Quotients of `count` random pairs of mantissas, from reciprocals as wrong as they may be. Divisors
+// of few bits, such as scales in e4m3, need no refined reciprocals.
 extern "C" long wrong_quotients(long count, uint64_t seed) {
   long wrong = 0;
   for (long i = 0; i < count; ++i) {

@@ -66,7 +66,7 @@ def swizzle(library, product, b, starts, tiles, scales):
 
 
 def offset(r, s, columns):
-    """Of a scale in a group's own grid of tiles, as the documentation of the format has it."""
+    """The byte of a scale in a group's own grid of tiles, as the format's documentation has it."""
     tile = r // 128 * -(-columns // 4) + s // 4
     return tile * TILE + r % 32 * 16 + r % 128 // 32 * 4 + s % 4
 
@@ -297,7 +297,7 @@ def test_shapes_that_the_kernel_cannot_take(library, product, problem):
 
 
 def headers() -> list[str] | None:
-    """Of CUTLASS and CUDA, where there are some."""
+    """Folders of the headers of CUTLASS and CUDA, where there are some."""
     cutlass = importlib.util.find_spec("cutlass_library")
     homes = [Path("/usr/local/cuda/include")]
     nvidia = importlib.util.find_spec("nvidia")

@@ -163,7 +163,7 @@ def test_hadamard_cancels(rng):
     matrix = nvfp4_oracle.rotate(np.eye(16, dtype=F32))
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(16))
     assert set(np.unique(matrix)) == {-0.25, 0.25}
-    # Of the quantizer: what groups' padding holds belongs to the sum.
+    # The same with what the quantizer makes: what groups' padding holds belongs to the sum.
     sizes = np.array([1, 40, 23, 0, 300, 0], np.int32)
     operands = [rng.standard_normal((T, K)).astype(F32) for _ in range(2)]
     stored = [

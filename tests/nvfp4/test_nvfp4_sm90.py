@@ -58,7 +58,7 @@ def test_mm(rng, case, k):
     end = sum(sizes)
     x = random(rng, end + tail, k, scale=positive(rng))
     w = random(rng, 8, N, k, scale=positive(rng, 8))
-    # Of groups 2 and 3, and of one without rows; x of the last row of group 2, and past all groups.
+    # NaN in matrices 2, 3 and 0, which has no rows; in x in group 2's last row and in the tail.
     x = extreme(rng, x, nan=[(15, 5), (end, 0)], faint=20)
     w = extreme(rng, w, nan=[(2, 0, 0), (3, 9, 11), (0, 5, 5)], faint=(3, 7))
     alpha, bias = positive(rng, 8), oracle.random(rng, (8, N))

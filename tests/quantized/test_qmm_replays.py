@@ -80,7 +80,7 @@ def products(x, weights, batch):
         gather = lambda x, pairs, w=w: jgg.gather_qmm(x[:, None], w, *pairs)[:, 0]
         for which, indices in pairs.items():
             found[f"{name} {which}"] = gather(x[:BLOCKS], indices)
-        # Of few pairs: those of many are scattered by XLA, in any order.
+        # Few pairs: XLA scatters the gradients of many in any order.
         dx = jax.vjp(lambda x, gather=gather: gather(x, pairs["few"]), x[:BLOCKS])[1]
         (found[f"{name} dx"],) = dx(x[: PAIRS["few"], :N])
     return found

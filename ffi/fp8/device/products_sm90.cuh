@@ -35,7 +35,7 @@ struct StagedScales {
   float values[4 * kQuarter];
 
   __device__ static int Place(int row) { return row % 8 / 2 * kQuarter + row / 8 * 2 + row % 2; }
-  // Those of this thread's rows in kCount blocks of 8 from the i-th on.
+  // Loads the scales of this thread's rows in kCount blocks of 8 from the i-th on.
   template <int kCount>
   __device__ void Load(int i, float (&to)[2 * kCount]) const {
     const float* from = values + threadIdx.x % 4 * kQuarter + 2 * i;

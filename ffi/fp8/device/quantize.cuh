@@ -99,7 +99,7 @@ struct Magnitudes {
     }
     return word;
   }
-  // Of a pair, either; of one, that.
+  // A word holds two values of 16 bits, of which `which` names one, or a single float32.
   __device__ static float Value(uint32_t word, int which) {
     if constexpr (kOf == DType::kF32) return AsFloat(word);
     if constexpr (kOf != DType::kF32) return jgg::device::Half<kOf>(word, which);
@@ -153,7 +153,7 @@ __device__ uint2 EncodeEight(const QuantizeParams& p, float (&values)[8], float 
   return make_uint2(words[0], words[1]);
 }
 
-// Those of eight neighbours of x, where they are neighbours of the result, too.
+// The codes of eight neighbours of x, where they are neighbours of the result, too.
 template <Element kElement, bool kStochastic, DType kOf>
 __device__ uint2 EncodeRow(const QuantizeParams& p, const Eight<kOf>& x, float scale, int64_t line,
                            int64_t column) {

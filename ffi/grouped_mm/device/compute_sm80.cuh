@@ -273,7 +273,7 @@ class FloatOps {
     }
   }
 
-  // As of TensorOps. The values of k + 1 are loaded before those of k are used.
+  // As TensorOps::Add. The values of k + 1 are loaded before those of k are used.
   template <typename Meanwhile>
   __device__ void Add(const float* a, const float* b, Meanwhile meanwhile) {
     constexpr int kShare = kK / kThreadsK;
@@ -299,7 +299,7 @@ class FloatOps {
     }
   }
 
-  // As of TensorOps.
+  // As TensorOps::ForEachSum.
   template <typename Function>
   __device__ void ForEachSum(Function function) {
 #pragma unroll
@@ -309,7 +309,7 @@ class FloatOps {
     }
   }
 
-  // As of TensorOps.
+  // As TensorOps::Write.
   template <typename Layout>
   __device__ void Write(float* tile, Layout layout) const {
 #pragma unroll

@@ -160,7 +160,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
            !(kScattered && gemm_.epilogue.bias != nullptr);
   }
 
-  // Those of this thread's columns, of the half of w that begins at `half`.
+  // Loads the bias of this thread's columns in the half of w that begins at `half`.
   __device__ void LoadBias(const Work& work, int column, int half, float (&bias)[2]) const {
     const int64_t first = static_cast<int64_t>(work.weight) * gemm_.n + half + work.out_column;
 #pragma unroll

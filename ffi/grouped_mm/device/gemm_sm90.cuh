@@ -63,13 +63,14 @@ struct GemmSm90Config {
   // One that gathers L shares R instead, with the tile below.
   static constexpr bool kStacked = kListed == Listed::kRowsL;
   static constexpr int kScheduledBlocks = kGates && kBlocks == 1 ? kGateApart : kBlocks;
-  // Those with an activation are of mm alone.
+  // Only mm has kernels with an activation.
   static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates && !kStacked;
   static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
   static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
   static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
-  // Of a thread that feeds, and one that multiplies: one and two of three times the 168 that every
-  // thread begins with. More would wait for ever.
+  // Registers of a thread that feeds, and of one that multiplies. One warpgroup feeds and two
+  // multiply; every thread begins with 168, so they share three times that. A kernel that asks for
+  // more waits for ever.
   static constexpr bool kFeedsMore = kGathered || kWide_ || kGates || kLists;
   static constexpr bool kFeedsMost = kPlanes > 1 || kListed == Listed::kLinesR;
   static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
@@ -383,7 +384,7 @@ __device__ void InitGemm(const GemmSm90& gemm, typename Config::SharedMemory& me
   if (gemm.stores_boxes) Prefetch(&gemm.out_map);
 }
 
-// Those of the four warps that feed that neither schedule nor copy.
+// Two of the four warps that feed: they neither schedule nor copy.
 template <typename Config>
 __device__ __forceinline__ void OtherWarp(const GemmSm90& gemm,
                                           typename Config::SharedMemory& memory, int warp) {

@@ -17,7 +17,7 @@ struct SplitProducts {
   static constexpr int kPlanes = Config::kPlanes, kRows = Config::kRows;
   using Sums = float[1][kRows / 2];
 
-  // As of Products.
+  // As Products::MultiplyTile.
   template <typename Stage, typename Meanwhile = Nothing>
   __device__ static int MultiplyTile(Memory& memory, const Work& work, bool cut, int group,
                                      Stage& at, Stage& cleared, Sums& sums, Meanwhile = {}) {

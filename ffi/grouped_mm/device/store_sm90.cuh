@@ -45,7 +45,8 @@ __device__ ChunkPlace PlaceOfChunk(int chunk, int group) {
           Config::kGates ? 64 * block : 128 * block + 64 * group};
 }
 
-// Rows of a tile whose sums are in the first of its halves; see Products::Tile.
+// Rows of a tile whose sums are in the first of its halves; see
+// Products::MultiplyTile.
 template <typename Config>
 __device__ int HalfRows(int rows) {
   return Config::kHalves == 1 || rows <= 128 ? rows : (rows + 15) / 16 * 8;

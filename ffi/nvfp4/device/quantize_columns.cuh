@@ -57,7 +57,7 @@ __device__ void LargestOfColumns(const uint32_t (&words)[kBlock],
   }
 }
 
-// That of 16 columns, to all lanes that have them.
+// The largest magnitude of 16 columns, to all lanes that have them.
 template <DType kOf>
 __device__ void ShareLargest(float (&largest)[kLaneColumns<kOf>]) {
   constexpr int kLanes = kBlock / kLaneColumns<kOf>;

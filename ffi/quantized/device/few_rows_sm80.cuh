@@ -55,7 +55,7 @@ class FewRowsOps {
     }
   }
 
-  // As of TensorOps.
+  // As TensorOps::ForEachSum.
   template <typename Function>
   __device__ void ForEachSum(Function function) {
 #pragma unroll

@@ -43,7 +43,7 @@ struct FewRowsProducts {
   using AnyScales = std::integral_constant<ScaleRange, ScaleRange::kAny>;
   using SmallScales = std::integral_constant<ScaleRange, ScaleRange::kSmall>;
 
-  // As of QuantizedProducts.
+  // As QuantizedProducts::MultiplyTile.
   template <typename Stage>
   __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
                                       const Work& work, int group, Stage& at, Sums& sums) {

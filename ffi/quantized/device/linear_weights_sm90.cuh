@@ -128,8 +128,8 @@ struct LinearWeights {
       for (int i = 0; i < kAhead; ++i) LoadScales(i);
     }
 
-    // As of PackedWeights: of both columns a thread's 32 codes, or by slices the 16 that one
-    // multiplies.
+    // As PackedWeights::Words: a thread's 32 codes of both columns, or by slices the 16 that one
+    // slice multiplies.
     struct Words {
       static constexpr int kCodes = kBySlices ? kBits / 2 : kBits;
       uint32_t codes[2][kCodes];

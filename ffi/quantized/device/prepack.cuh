@@ -146,7 +146,7 @@ __device__ void Rearrange(const uint4 (&rows)[2][2], const Scales (&scales)[2],
   }
 }
 
-// Those of this lane's two rows of a tile. Where two tiles share scales, they are the first's.
+// Stores the scales of this lane's two rows of a tile. Tiles that share scales have the first's.
 template <Mode kMode, int kWords>
 __device__ void StoreScales(const PrepackParams& p, int64_t tile,
                             const RowScales<kMode, kWords> (&scales)[2]) {

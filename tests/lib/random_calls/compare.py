@@ -10,7 +10,7 @@ import oracle
 from .call import is_inexact, num, wrapped
 
 STEP = 1e-6  # of first differences
-# Of a dtype's own rounding, as in oracle.TOLERANCE. Differences of float64 say no more than 1e-8.
+# A dtype's own rounding, as in oracle.TOLERANCE. Differences of float64 say no more than 1e-8.
 TOLERANCE = {
     **oracle.TOLERANCE, "complex64": 1e-6, "complex128": 1e-14, "float8_e4m3fn": 0.04,
     "float8_e5m2": 0.08,
