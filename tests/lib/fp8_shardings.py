@@ -6,7 +6,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
-
 #: Of products of the same codes. On a GPU a batch is another kernel, and each errs by 2e-4 at most.
 CLOSE = 1e-5 if jax.default_backend() == "cpu" else 4e-4
 

@@ -42,6 +42,7 @@ def gradients(args, index, ct, **options):
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.one_in(2)
 def test_fused_is_composed(rng, transpose_w):
     """Where kernels are not, their definitions run: then both are the same, to the last bit."""
     (x, up, down, weight), index, ct = problem(rng)
@@ -63,6 +64,7 @@ def test_fused_is_composed(rng, transpose_w):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.one_in(2)
 def test_gradients(rng, dtype):
     """As near to the layer without a recipe as the composition of public operations is."""
     args, index, ct = problem(rng, dtype=dtype)
@@ -75,6 +77,7 @@ def test_gradients(rng, dtype):
         assert 1e-3 < oracle.error(one, want) < 1.15 * oracle.error(other, want) < 0.1
 
 
+@pytest.mark.weekly
 def test_rounding_at_random(rng):
     """Another key, another gradient; their mean is nearer to the exact one than each is."""
     args, index, ct = problem(rng)
@@ -120,6 +123,7 @@ def test_vmap(rng):
 
 @needs_two_devices
 @pytest.mark.parametrize("transport", ["gather", "all_to_all"])
+@pytest.mark.one_in(2)
 def test_experts_of_several_devices(rng, transport):
     args, index, ct = problem(rng)
     run = functools.partial(gradients, recipe=NEAREST)
