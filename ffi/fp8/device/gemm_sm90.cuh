@@ -194,6 +194,7 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemo
   using T = typename Config::Element;
   Place<Config::kStages> at;
   CountedPlace<Config::kStoreBuffers> staged_chunks;
+  if (group == 1) PassTurn(group);  // the first one is the other's
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     typename P::Sums sums;
     P::MultiplyTile(memory, work, group, at, sums);
@@ -216,6 +217,7 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemo
       }
     }
   });
+  if (group == 0) WaitTurn(group);  // which was passed with the last products
 }
 
 // The warp that stores, what both warpgroups have of a tile in turns.
@@ -310,7 +312,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    MultiplyFp8Warpgroup<Config>(memory, warp / 4 - 1);
+    if (warp / 4 == 1) {  // code of its own: there is no register for the number
+      MultiplyFp8Warpgroup<Config>(memory, 0);
+    } else {
+      MultiplyFp8Warpgroup<Config>(memory, 1);
+    }
   }
   ClusterSync();
 }
