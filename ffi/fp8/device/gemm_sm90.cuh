@@ -194,7 +194,6 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemo
   using T = typename Config::Element;
   Place<Config::kStages> at;
   CountedPlace<Config::kStoreBuffers> staged_chunks;
-  if (group == 1) PassTurn(group);  // the first one is the other's
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     typename P::Sums sums;
     P::MultiplyTile(memory, work, group, at, sums);
@@ -217,7 +216,6 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemo
       }
     }
   });
-  if (group == 0) WaitTurn(group);  // which was passed with the last products
 }
 
 // The warp that stores, what both warpgroups have of a tile in turns.
@@ -312,11 +310,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
-    if (warp / 4 == 1) {  // code of its own: there is no register for the number
-      MultiplyFp8Warpgroup<Config>(memory, 0);
-    } else {
-      MultiplyFp8Warpgroup<Config>(memory, 1);
-    }
+    MultiplyFp8Warpgroup<Config>(memory, warp / 4 - 1);
   }
   ClusterSync();
 }

@@ -63,25 +63,6 @@ struct WgradScales {
   __device__ const StagedScales<kRows>& OfRows(int) const { return rows; }
 };
 
-// Turns of the two warpgroups at the tensor cores: one's products run while the other adds sums up.
-// Without turns both share the tensor cores, are done at one time, and leave them idle. Each waits
-// at a barrier of its own, 2 or 3.
-__device__ inline void WaitTurn(int group) {
-  if (group == 0) {
-    asm volatile("bar.sync 2, %0;" ::"n"(256) : "memory");
-  } else {
-    asm volatile("bar.sync 3, %0;" ::"n"(256) : "memory");
-  }
-}
-
-__device__ inline void PassTurn(int group) {
-  if (group == 0) {
-    asm volatile("bar.arrive 3, %0;" ::"n"(256) : "memory");
-  } else {
-    asm volatile("bar.arrive 2, %0;" ::"n"(256) : "memory");
-  }
-}
-
 template <typename Config>
 struct Fp8Products {
   using Memory = typename Config::SharedMemory;
@@ -122,7 +103,6 @@ struct Fp8Products {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         float part[kN / 2];
-        WaitTurn(group);
         WarpgroupArrive();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -131,7 +111,6 @@ struct Fp8Products {
                                    std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
-        PassTurn(group);
         WarpgroupWait<0>();
         float of_columns[2] = {1.0f, 1.0f};
         if constexpr (Config::kScalesColumns) {
