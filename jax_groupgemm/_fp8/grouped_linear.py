@@ -127,10 +127,10 @@ def fp8_grouped_linear(
     return grouped_linear(x, w, group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized)
 
 
-def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key) -> jax.Array:
+def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key, quantized=None) -> jax.Array:
     """The same of an array w ``(G, K, N)``, of which no transposed copy is made: its codes are
     stored transposed, and its gradient is (G, K, N) as it is made."""
-    quantized = codes_of(w, recipe, columns=True)
+    quantized = codes_of(w, recipe, columns=True) if quantized is None else quantized
     return grouped_linear(
         x, w.swapaxes(1, 2), group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized,
         columns=True,

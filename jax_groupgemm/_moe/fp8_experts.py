@@ -65,10 +65,14 @@ class Fp8Options:
         return w if self.transpose_w else w.swapaxes(1, 2)
 
 
-def experts(x, up, down, routing, weight, key, options: Fp8Options):
-    """All of it; x is (T, D) and weight (T, k)."""
-    codes = (codes_of(w, options.recipe, columns=not options.transpose_w) for w in (up, down))
-    codes = jax.tree.map(lax.stop_gradient, tuple(codes))
+def experts(x, up, down, codes, routing, weight, key, options: Fp8Options):
+    """All of it; x is (T, D) and weight (T, k). Codes of up and down may be None: not made yet."""
+    columns = not options.transpose_w
+    codes = tuple(
+        codes_of(w, options.recipe, columns=columns) if q is None else q
+        for w, q in zip((up, down), codes, strict=True)
+    )
+    codes = jax.tree.map(lax.stop_gradient, codes)
     return _EXPERTS(x, up, down, codes, routing, weight, key, options=options)
 
 

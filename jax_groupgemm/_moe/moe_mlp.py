@@ -53,6 +53,7 @@ def moe_mlp(
     transport: Transport | None = None,
     max_rows: int | None = None,
     recipe: NVFP4Recipe | FP8Recipe | None = None,
+    quantized: tuple[Quantized, Quantized] | None = None,
     key: jax.Array | None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -95,6 +96,10 @@ def moe_mlp(
         of all devices that they travel between.
       recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
         :func:`fp8_grouped_linear` have them.
+      quantized: with an :class:`FP8Recipe`, up and down in mode ``"fp8"``, ``(E, 2F, D)`` and
+        ``(E, D, F)``, made once per step for several calls: ``quantize(up, mode="fp8",
+        contract=-2)``, or ``contract=-1`` with ``transpose_w=True``. Then up and down are not read,
+        and have the gradients.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up.
@@ -130,7 +135,9 @@ def moe_mlp(
     for ``N * T * k`` rows, or ``max_rows``.
     """
     op = "moe_mlp"
-    layer = _Layer.checked(op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe)
+    layer = _Layer.checked(
+        op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe, quantized
+    )
     index = check.integers(op, "expert_index", expert_index)
     weight = check.array(op, "expert_weight", expert_weight)
     x = check.array(op, "x", x)
@@ -160,8 +167,8 @@ def moe_mlp(
     run = functools.partial(_one_device, layer, dtype, max_rows, precision, implementation)
     operands = {
         "x": x, "expert_index": index, "expert_weight": weight, "up": layer.up, "down": layer.down,
-        "up_bias": layer.up_bias, "down_bias": layer.down_bias, "expert_offset": expert_offset,
-        "key": key,
+        "up_bias": layer.up_bias, "down_bias": layer.down_bias, "up_codes": layer.codes[0],
+        "down_codes": layer.codes[1], "expert_offset": expert_offset, "key": key,
     }  # fmt: skip
     mesh = sharding.mesh_of(operands)
     if mesh is None:
@@ -211,7 +218,8 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     come = expert_parallel.arrive(index.reshape(tokens, k), offset, experts_here, axis, max_rows)
     floats = vary_alike(*floats, come.index)[:-1]
     x, weight, *weights = tree.unflatten(floats)
-    layer, lead, plan = layer.of(*weights), x.shape[:-1], come.plan
+    layer = layer.of(*weights, (operands["up_codes"], operands["down_codes"]))
+    lead, plan = x.shape[:-1], come.plan
     routing = route(come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows)
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
@@ -248,10 +256,11 @@ class _Layer:
     dtype: Any
     transpose_w: bool
     recipe: NVFP4Recipe | FP8Recipe | None
+    codes: tuple[Quantized | None, Quantized | None]  # of up and down, where they are given
     composed: bool = False  # of other public operations, with their own backward passes
 
     @classmethod
-    def checked(cls, op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe):
+    def checked(cls, op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe, codes):
         x = check.array(op, "x", x)
         if x.ndim < 1:
             raise ValueError(f"jgg.{op}: x has shape {x.shape}, expected (..., D)")
@@ -305,7 +314,7 @@ class _Layer:
                     check.dtype(op, name, bias.dtype, formats.FLOATS, " where there is a recipe")
         return cls(
             up.shape[0], up, down, up_bias, down_bias, activation, jnp.dtype(dtype), transpose_w,
-            recipe,
+            recipe, _codes(op, codes, recipe, (up.shape[0], f * parts, d), (up.shape[0], d, f)),
         )  # fmt: skip
 
     @property
@@ -313,7 +322,7 @@ class _Layer:
         """Columns of up for each of h's activation."""
         return 2 if self.activation in GATED_ACTIVATIONS else 1
 
-    def of(self, up, down, up_bias, down_bias) -> _Layer:
+    def of(self, up, down, up_bias, down_bias, codes) -> _Layer:
         """The same of a device's part of the weights, with gate and up in one axis."""
         if not isinstance(up, Quantized) and up.ndim == 4:
             shape = up.shape
@@ -322,8 +331,9 @@ class _Layer:
         if up_bias is not None:
             up_bias = up_bias.reshape(up_bias.shape[0], -1)
         return dataclasses.replace(
-            self, experts=down.shape[0], up=up, down=down, up_bias=up_bias, down_bias=down_bias
-        )
+            self, experts=down.shape[0], up=up, down=down, up_bias=up_bias, down_bias=down_bias,
+            codes=codes,
+        )  # fmt: skip
 
     @property
     def is_one_operation(self) -> bool:
@@ -349,7 +359,7 @@ class _Layer:
         )
         up, down = (w.astype(self.dtype) for w in (self.up, self.down))
         key = key if self.recipe.stochastic_rounding else None
-        return fp8_experts.experts(x, up, down, routing, weight, key, options)
+        return fp8_experts.experts(x, up, down, self.codes, routing, weight, key, options)
 
     def as_one(self, x, routing, weight, plan, out_dtype, precision, implementation):
         op, up, down = "moe_mlp", self.up, self.down
@@ -371,11 +381,12 @@ class _Layer:
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
         keys = (None, None) if key is None else jax.random.split(key)
-        h = run(rows.astype(self.dtype), self.up, self.up_bias, keys[0])
+        h = run(rows.astype(self.dtype), self.up, self.codes[0], self.up_bias, keys[0])
         h = checkpoint_name(h, "moe_h")
-        return run(rounded_activation(h, self.activation), self.down, self.down_bias, keys[1])
+        a = rounded_activation(h, self.activation)
+        return run(a, self.down, self.codes[1], self.down_bias, keys[1])
 
-    def _product(self, sizes, precision, implementation, rows, w, bias, key):
+    def _product(self, sizes, precision, implementation, rows, w, codes, bias, key):
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": self.dtype}
         if self.recipe is not None:
             w = w.astype(self.dtype)
@@ -384,7 +395,7 @@ class _Layer:
                 w = w if self.transpose_w else w.swapaxes(1, 2)
                 return nvfp4_grouped_linear(rows, w, sizes, **options)
             linear: Callable = fp8_grouped_linear if self.transpose_w else of_columns
-            return linear(rows, w, sizes, **options)
+            return linear(rows, w, sizes, quantized=codes, **options)
         product: Callable = grouped_qmm if isinstance(w, Quantized) else grouped_mm
         if product is grouped_mm:
             same["precision"] = precision
@@ -414,6 +425,25 @@ def _dtype(op: str, x, up, down, recipe):
         )
     check.holds(op, "down", down, dtype)
     return dtype
+
+
+def _codes(op: str, codes, recipe, *shapes) -> tuple[Quantized | None, Quantized | None]:
+    if codes is None:
+        return None, None
+    if not isinstance(recipe, FP8Recipe):
+        raise ValueError(f"jgg.{op}: quantized are FP8 codes of up and down, for a jgg.FP8Recipe")
+    if not isinstance(codes, tuple | list) or len(codes) != 2:
+        raise TypeError(f"jgg.{op}: quantized must be two jgg.Quantized, of up and down")
+    checked = []
+    for name, q, shape in zip(("up", "down"), codes, shapes, strict=True):
+        q = array.along_last(op, f"quantized {name}", q, "fp8", "E, N, K")
+        if tuple(q.shape) != shape:
+            raise ValueError(
+                f"jgg.{op}: quantized {name} has shape {q.shape}, expected {shape}: what products "
+                "sum over comes last"
+            )
+        checked.append(q)
+    return tuple(checked)
 
 
 def _bias(op: str, name: str, bias, up, n: int, gated: bool = False):

@@ -50,6 +50,8 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *
     operands = operands | {
         "up": _in_whole_blocks(operands["up"], halves),
         "down": _in_whole_blocks(operands["down"]),
+        "up_codes": _in_whole_blocks(operands["up_codes"], -2 if gated else None),
+        "down_codes": _in_whole_blocks(operands["down_codes"]),
     }
     given, tree = jax.tree.flatten_with_path(operands)
     words = _words(operands, gated, transpose_w)
@@ -145,6 +147,8 @@ def _words(operands: dict[str, Any], gated: bool, transpose_w: bool) -> dict[str
         "down": "EDF" if transpose_w else "EFD",
         "up_bias": f"E{bias}",
         "down_bias": "ED",
+        "up_codes": "EHD" if gated else "EFD",
+        "down_codes": "EDF",
         "expert_offset": ".",
         "key": ".",
     }

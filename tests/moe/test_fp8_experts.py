@@ -77,6 +77,68 @@ def test_gradients(rng, dtype):
         assert 1e-3 < oracle.error(one, want) < 1.15 * oracle.error(other, want) < 0.1
 
 
+def codes(up, down, transpose_w=False):
+    axis = -1 if transpose_w else -2
+    return tuple(jgg.quantize(w, mode="fp8", contract=axis) for w in (up, down))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.one_in(2)
+def test_weights_that_are_quantized_beforehand(rng, biased):
+    """Are not read, and have the gradients."""
+    args, index, ct = problem(rng, tokens=20)
+    _, up, down, _ = args
+    bias = {"up_bias": jnp.ones((E, 2 * F), up.dtype)} if biased else {}
+    run = jax.jit(functools.partial(gradients, recipe=NEAREST, **bias))
+    unread = args[0], jnp.full_like(up, jnp.nan), jnp.full_like(down, jnp.nan), args[3]
+    got = run(unread, index, ct, quantized=codes(up, down))
+    for one, want in zip(got, run(args, index, ct), strict=True):
+        np.testing.assert_array_equal(one, want)
+
+
+@needs_two_devices
+@pytest.mark.parametrize("axis", ["F", "E"])
+@pytest.mark.one_in(2)
+def test_codes_are_sharded_as_weights(rng, axis):
+    (x, up, down, weight), index, ct = problem(rng, f=256)
+    mesh = mesh_of((2,), ("m",), jax.sharding.AxisType.Explicit)
+    specs = {"F": (P(None, None, "m"), P(None, "m")), "E": (P("m"), P("m"))}[axis]
+    run = jax.jit(functools.partial(gradients, recipe=NEAREST))
+    want = run((x, up, down, weight), index, ct, quantized=codes(up, down))
+    with jax.set_mesh(mesh):
+        put = lambda a, spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+        placed = put(up, specs[0]), put(down, specs[1])
+        whole = [put(a, P()) for a in (x, weight, index, ct)]
+        sharded = jax.jit(codes)(*placed)
+        args = whole[0], *placed, whole[1]
+        got = run(args, *whole[2:], quantized=sharded)
+    for one, other in zip(got, want, strict=True):
+        assert oracle.error(one, other) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"quantized": 1, "recipe": None}, ValueError, "for a jgg.FP8Recipe"),
+        ({"quantized": 1}, TypeError, "must be two jgg.Quantized, of up and down"),
+        ({"quantized": (1, 2)}, TypeError, "quantized up must be a jgg.Quantized, got int"),
+        (
+            {"contract": -1},
+            ValueError,
+            "quantized up has shape (4, 32, 256), expected (4, 256, 32)",
+        ),
+    ],
+)
+def test_codes_that_do_not_fit(rng, options, error, message):
+    (x, up, down, weight), index, _ = problem(rng, tokens=4)
+    options = {"recipe": NEAREST} | options
+    if "contract" in options:
+        options.pop("contract")
+        options["quantized"] = codes(up, down, transpose_w=True)
+    with pytest.raises(error, match=re.escape(message)):
+        jgg.moe_mlp(x, up, down, index, weight, **options)
+
+
 @pytest.mark.weekly
 def test_rounding_at_random(rng):
     """Another key, another gradient; their mean is nearer to the exact one than each is."""
