@@ -1,0 +1,64 @@
+"""What the layer keeps between forward and backward, and what it makes room for."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_groupgemm as jgg
+
+T, D, F, E, K = 40, 96, 80, 4, 3
+R = T * K
+
+
+def operands(tokens=T, d=D, f=F, experts=E, k=K, dtype="bfloat16"):
+    """x, up, down, expert_index, expert_weight and the cotangent of the result."""
+    shape = jax.ShapeDtypeStruct
+    return (
+        shape((tokens, d), dtype), shape((experts, d, 2 * f), dtype), shape((experts, f, d), dtype),
+        shape((tokens, k), "int32"), shape((tokens, k), "float32"), shape((tokens, d), dtype),
+    )  # fmt: skip
+
+
+def kept(**options) -> list[jax.ShapeDtypeStruct]:
+    """Arrays that reverse mode holds between its two passes."""
+    x, up, down, index, weight, _ = operands()
+
+    def pull(x, up, down, index, weight):
+        layer = lambda x, up, down, weight: jgg.moe_mlp(x, up, down, index, weight, **options)
+        return jax.vjp(layer, x, up, down, weight)[1]
+
+    return jax.tree.leaves(jax.eval_shape(pull, x, up, down, index, weight))
+
+
+@pytest.mark.parametrize("recipe", [None, jgg.FP8Recipe()])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "geglu"])
+def test_h_is_all_of_r_rows(recipe, activation):
+    """No copy of tokens, no activation, no row of the result, nothing in float32."""
+    leaves = kept(recipe=recipe, activation=activation)
+    rows = [a for a in leaves if R in a.shape and a.ndim > 1]
+    assert [(a.shape, a.dtype) for a in rows] == [((R, 2 * F), jnp.bfloat16)]
+    of_weights = [a for a in leaves if a.shape[:1] == (E,) and a.ndim > 1]
+    of_pairs = [a for a in leaves if a.shape == (T, K)]
+    tokens = [a for a in leaves if a.shape == (T, D)]
+    assert len(tokens) == 1
+    size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays)
+    rest = size(leaves) - size(rows) - size(of_weights) - size(tokens)
+    assert size(of_pairs) > 0
+    assert rest <= 16 * R + 4 * (E + 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, jgg.FP8Recipe()])
+def test_room_for_both_passes(recipe):
+    """h, dh, the activation and the rows of dx, or less."""
+    tokens, d, f, experts, k = 8192, 2048, 768, 16, 8
+
+    def both(x, up, down, index, weight, ct):
+        layer = lambda x, up, down, weight: jgg.moe_mlp(x, up, down, index, weight, recipe=recipe)
+        out, pull = jax.vjp(layer, x, up, down, weight)
+        return out, pull(ct)
+
+    lowered = jax.jit(both).lower(*operands(tokens, d, f, experts, k))
+    room = lowered.compile().memory_analysis().temp_size_in_bytes
+    codes = 0 if recipe is None else 2 * 3 * experts * d * f  # also transposed
+    assert room <= 2 * tokens * k * (2 * f + 2 * f + f + d) + codes + 2**24
