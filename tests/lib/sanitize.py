@@ -387,6 +387,26 @@ def fp8_quantize(rng):
                 jax.block_until_ready(jax.jit(lambda x, s, f=f: f(x, group_sizes=s))(x, sizes))
 
 
+def fp8_experts(rng):
+    """The layer and all gradients, with an expert of no rows and rows of no expert."""
+    x, ct = (oracle.random(rng, (200, 512), "bfloat16") for _ in range(2))
+    up, down = (oracle.random(rng, (5, *s), "bfloat16") for s in ((512, 512), (256, 512)))
+    index = jnp.asarray(rng.integers(-1, 4, (200, 2)), jnp.int32)
+    weight = jnp.asarray(rng.random((200, 2)), "float32")
+
+    @jax.jit
+    def step(x, up, down, weight, key):
+        def layer(x, up, down, weight):
+            recipe = jgg.FP8Recipe()
+            return jgg.moe_mlp(x, up, down, index, weight, recipe=recipe, key=key)
+
+        out, pull = jax.vjp(layer, x, up, down, weight)
+        return out, pull(ct)
+
+    for key in (None, jax.random.key(1)):
+        jax.block_until_ready(step(x, up, down, weight, key))
+
+
 PARTS = {
     **every_dtype("grouped", grouped),
     **every_dtype("segmented", segmented),
@@ -408,6 +428,7 @@ PARTS = {
     "conversions": conversions,
     "nvfp4": nvfp4,
     "fp8_quantize": fp8_quantize,
+    "fp8_experts": on_hopper(fp8_experts),
 }
 
 
