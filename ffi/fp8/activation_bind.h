@@ -14,8 +14,8 @@
 
 namespace jgg {
 
-// h (R, 2F), sizes (G,) and a workspace for so many tiles of padded rows, -1: of any that there
-// are.
+// h (R, 2F), sizes (G,), and a workspace, which has room for tiles of padded rows where blocks lie
+// along rows.
 inline xla::ffi::Error BindActivation(const char* op, std::string_view activation,
                                       const xla::ffi::AnyBuffer& h,
                                       const xla::ffi::AnyBuffer& sizes,

@@ -7,7 +7,6 @@ h is ``(R, 2F)``, the gate first, of rows in groups.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from .._quantized.array import Quantized
 def quantized_activation(h, group_sizes, activation: str) -> Quantized:
     """``fp8_quantize(activation(h), group_sizes=group_sizes)`` of the rounded activation."""
     codes, scales = _ACTIVATION(h, group_sizes, activation=activation)
-    return _quantized(codes, scales)
+    return fp8_convert.made(codes, scales)
 
 
 def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
@@ -40,8 +39,8 @@ def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
         activation=activation,
     )  # fmt: skip
     positions = padding.padding(group_sizes, h.shape[0], fp8.GROUPED).positions
-    columns = functools.partial(_quantized, positions=positions)
-    return _quantized(*rows), columns(by_columns, scales), columns(of_a, scales_of_a), sums
+    columns = functools.partial(fp8_convert.made, positions=positions, axis=-2)
+    return fp8_convert.made(*rows), columns(by_columns, scales), columns(of_a, scales_of_a), sums
 
 
 def takes(platform: str, h, activation: str) -> bool:
@@ -50,12 +49,6 @@ def takes(platform: str, h, activation: str) -> bool:
         choose.choose(_problem(op, h, activation)(op=op, platform=platform, empty=0 in h.shape))
         for op in ("fp8_activation", "fp8_activation_backward")
     )
-
-
-def _quantized(codes, scales, positions=None) -> Quantized:
-    layout, axis = ("linear", -1) if positions is None else ("grouped", -2)
-    options: dict[str, Any] = {"positions": positions, "layout": layout, "axis": axis}
-    return Quantized(codes, scales, mode="fp8", bits=8, group_size=None, block=fp8.LINE, **options)  # pyright: ignore[reportArgumentType]
 
 
 _lines = functools.partial(

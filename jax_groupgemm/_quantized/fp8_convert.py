@@ -38,10 +38,14 @@ def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
         specs = _specs(x, mesh, block, axis, group_sizes is not None)
         run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)
     weight, scales, positions = run(x, group_sizes, seed)
-    layout = "linear" if positions is None else "grouped"
+    return made(weight, scales, positions, block=block, axis=axis)
+
+
+def made(codes, scales, positions=None, *, block=fp8.LINE, axis: int = -1) -> Quantized:
+    """Of what quantizing gives; with positions rows are grouped, and blocks lie along them."""
     return Quantized(
-        weight, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=axis,  # pyright: ignore[reportArgumentType]
-        layout=layout, block=block,
+        codes, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=axis,  # pyright: ignore[reportArgumentType]
+        layout="linear" if positions is None else "grouped", block=block,
     )  # fmt: skip
 
 
@@ -96,10 +100,7 @@ def quantized_rows(x, row_index, group_sizes, seed) -> Quantized:
         element="e4m3",
     )  # fmt: skip
     positions = padding.padding(group_sizes, row_index.shape[0], fp8.GROUPED).positions
-    return Quantized(
-        codes, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=-2,  # pyright: ignore[reportArgumentType]
-        layout="grouped", block=fp8.LINE,
-    )  # fmt: skip
+    return made(codes, scales, positions, axis=-2)
 
 
 def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_format: str,

@@ -61,7 +61,7 @@ def test_activation(rng, activation, f, sizes):
     codes, scales = jax.jit(functools.partial(fp8_activation._activation, activation=activation))(
         h, sizes_
     )
-    close(got, fp8_activation._quantized(codes, scales), slice(None))
+    close(got, fp8_convert.made(codes, scales), slice(None))
     rows = slice(live(sizes), None)
     assert not np.asarray(got.weight, np.float32)[rows].any()
     np.testing.assert_array_equal(np.asarray(got.scales)[rows], 1)
@@ -84,7 +84,7 @@ def test_backward(rng, random, activation, f, sizes):
         *(jnp.nan_to_num(v) for v in (h, d, scale)), sizes_, *seeds
     )
     rows, columns = slice(live(sizes)), padded(sizes)
-    one = lambda i: fp8_activation._quantized(*want[2 * i : 2 * i + 2])
+    one = lambda i: fp8_convert.made(*want[2 * i : 2 * i + 2])
     cut = lambda q: dataclasses.replace(q, weight=q.weight[rows], scales=q.scales[rows])
     close(cut(dh), cut(one(0)), slice(None))
     close(dh_columns, one(1), columns)

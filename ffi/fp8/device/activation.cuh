@@ -34,7 +34,7 @@ struct ActivatedRow {
 
 // ---- its backward pass ----
 
-// Each result's codes and scales, and what its random numbers are made of.
+// Each of the three results has its codes, scales and seed.
 struct ActivationParams {
   const uint8_t *h, *d;       // (R, 2F), (R, F)
   const float* row_scale;     // (R,)
