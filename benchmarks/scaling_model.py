@@ -218,15 +218,15 @@ class Layer:
         return max(0, self.group - NODE)
 
     def all_gather(self, width: float) -> float:
-        """Of each GPU's tokens. A node takes each of the others' once, a part by each of its GPUs,
-        which pass it on: all of it goes over NVLink."""
+        """Every GPU gets the tokens of all. A node takes each of the others' once, a part by each of
+        its GPUs, which pass it on: all of it goes over NVLink."""
         size = self.tokens * width
         return self.collective(
             (self.group - 1) * size, self.machine.all_gather, self.far * size / NODE
         )
 
     def all_to_all(self, rows: int, width: float) -> float:
-        """Of ``rows`` for each pair of GPUs."""
+        """Every pair of GPUs exchanges ``rows``."""
         size = rows * width
         return self.collective(self.near * size, self.machine.all_to_all, self.far * size)
 

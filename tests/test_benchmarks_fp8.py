@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from benchmark_cases import check_lists
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
@@ -28,12 +29,7 @@ def _fake_times(monkeypatch):
 
 @pytest.mark.parametrize("op", shapes.OPS)
 def test_lists(op):
-    quick, default, full = (gpu.cases(op, level) for level in ("quick", "default", "full"))
-    assert 0 < len(quick) <= len(default) <= len(full)
-    assert set(quick) <= set(default) <= set(full)
-    for cases in (quick, default, full):
-        assert len({(c.op, c.label) for c in cases}) == len(cases)
-        assert all(c.bytes > 0 for c in cases)
+    check_lists(gpu.cases, op)
 
 
 def test_products_of_the_list():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_cases import check_lists
 
 import jax_groupgemm as jgg
 
@@ -52,12 +53,7 @@ def _fake_times(monkeypatch):
 
 @pytest.mark.parametrize("op", shapes.OPS)
 def test_lists(op):
-    quick, default, full = (shapes.cases(op, level) for level in ("quick", "default", "full"))
-    assert 0 < len(quick) <= len(default) <= len(full)
-    assert set(quick) <= set(default) <= set(full)
-    for cases in (quick, default, full):
-        assert len({(c.op, c.label) for c in cases}) == len(cases)
-        assert all(c.bytes > 0 for c in cases)
+    check_lists(shapes.cases, op)
 
 
 def test_every_model_format_and_number_of_tokens_is_listed():

@@ -12,23 +12,20 @@ namespace jgg {
 using namespace fp8;
 using namespace fp8::device;
 
-// The gated ones, as compile-time constants.
+template <Activation kActivation>
+using Gated = std::integral_constant<Activation, kActivation>;
+
+// function(Gated<activation>{}).
 template <typename Function>
 static cudaError_t DispatchGated(Activation activation, Function function) {
-  switch (activation) {
-    case Activation::kSwiglu:
-      return function(std::integral_constant<Activation, Activation::kSwiglu>{});
-    case Activation::kGeglu: break;
-    case Activation::kReglu: break;
-    case Activation::kSwigluOai: break;
-    default: return cudaErrorInvalidValue;
-  }
+  if (activation == Activation::kSwiglu) return function(Gated<Activation::kSwiglu>{});
   if constexpr (!kSample) {
-    if (activation == Activation::kGeglu)
-      return function(std::integral_constant<Activation, Activation::kGeglu>{});
-    if (activation == Activation::kReglu)
-      return function(std::integral_constant<Activation, Activation::kReglu>{});
-    return function(std::integral_constant<Activation, Activation::kSwigluOai>{});
+    switch (activation) {
+      case Activation::kGeglu: return function(Gated<Activation::kGeglu>{});
+      case Activation::kReglu: return function(Gated<Activation::kReglu>{});
+      case Activation::kSwigluOai: return function(Gated<Activation::kSwigluOai>{});
+      default: break;
+    }
   }
   return cudaErrorNoKernelImageForDevice;
 }

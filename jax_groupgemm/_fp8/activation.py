@@ -46,7 +46,9 @@ def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
 def takes(platform: str, h, activation: str) -> bool:
     """Whether kernels make both."""
     return all(
-        choose.choose(_problem(op, h, activation)(op=op, platform=platform, empty=0 in h.shape))
+        choose.choose(
+            _problem(h, activation=activation)(op=op, platform=platform, empty=0 in h.shape)
+        )
         for op in ("fp8_activation", "fp8_activation_backward")
     )
 
@@ -109,19 +111,16 @@ def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activ
     return (*codes, sums.sum(0))
 
 
-def _problem(op: str, h, activation: str):
-    unit = 8 if op == "fp8_activation" else 128  # blocks of both halves are whole
+def _problem(h, *_, activation: str):
     return functools.partial(
-        problems.Fp8Activation, dtypes=(h.dtype.name,), columns=h.shape[1] // 2, unit=unit,
+        problems.Fp8Activation, dtypes=(h.dtype.name,), columns=h.shape[1] // 2,
         activation=activation,
     )  # fmt: skip
 
 
 _ACTIVATION = conversion.composed(
-    "jgg_fp8_activation", _activation, _activation_call,
-    problem_of=lambda h, *_, activation: _problem("fp8_activation", h, activation),
-)  # fmt: skip
+    "jgg_fp8_activation", _activation, _activation_call, problem_of=_problem
+)
 _BACKWARD = conversion.composed(
-    "jgg_fp8_activation_backward", _backward, _backward_call,
-    problem_of=lambda h, *_, activation: _problem("fp8_activation_backward", h, activation),
-)  # fmt: skip
+    "jgg_fp8_activation_backward", _backward, _backward_call, problem_of=_problem
+)

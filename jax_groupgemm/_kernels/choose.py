@@ -331,7 +331,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
                 needs=f"bfloat16, a gated activation, F % {unit} == 0",
             ),
         )
-        for op, unit in (("fp8_activation", 8), ("fp8_activation_backward", 128))
+        for op, unit in rows.ACTIVATION_UNITS.items()
     },
     "fp8_dequantize": (),  # it has a definition and no kernel yet
     "activation_backward": (

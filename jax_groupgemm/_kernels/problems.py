@@ -133,11 +133,9 @@ class Fp8Conversion(Conversion):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Activation(Rows):
-    """An activation whose result, or whose backward pass', is quantized: of a multiple of ``unit``
-    columns."""
+    """``fp8_activation`` or ``fp8_activation_backward`` of a gated activation's ``columns``."""
 
     activation: str
-    unit: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,13 +33,19 @@ def differentiates(p: Rows) -> str | None:
     return "an operand is empty" if p.empty else None
 
 
+#: Columns of a gated activation are a multiple of these: pieces that are read, and blocks of which
+#: both halves of h have whole ones.
+ACTIVATION_UNITS = {"fp8_activation": 8, "fp8_activation_backward": 128}
+
+
 def quantizes_activations(p: Fp8Activation) -> str | None:
     if p.dtypes != ("bfloat16",):
         return "needs h in bfloat16"
     if p.activation not in dense.GATED_ACTIVATIONS:
         return "needs a gated activation"
-    if p.columns % p.unit:
-        return f"needs F % {p.unit} == 0, got {p.columns}"
+    unit = ACTIVATION_UNITS[p.op]
+    if p.columns % unit:
+        return f"needs F % {unit} == 0, got {p.columns}"
     return "an operand is empty" if p.empty else None
 
 

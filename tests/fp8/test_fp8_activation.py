@@ -185,6 +185,7 @@ def test_calls():
 )
 def test_other_layers_are_composed(dtype, f, activation):
     h = jax.ShapeDtypeStruct((R, 2 * f), dtype)
+    assert fp8_activation.takes("cuda", jax.ShapeDtypeStruct((R, 512), "bfloat16"), "swiglu")
     assert not fp8_activation.takes("cuda", h, activation)
     assert not fp8_activation.takes("cpu", jax.ShapeDtypeStruct((R, 512), "bfloat16"), "swiglu")
 
