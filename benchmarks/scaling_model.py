@@ -218,8 +218,8 @@ class Layer:
         return max(0, self.group - NODE)
 
     def all_gather(self, width: float) -> float:
-        """Every GPU gets the tokens of all. A node takes each of the others' once, a part by each of
-        its GPUs, which pass it on: all of it goes over NVLink."""
+        """Every GPU gets the tokens of all. A node takes each of the others' once: each of its GPUs
+        takes a part and passes it on, so all of it goes over NVLink."""
         size = self.tokens * width
         return self.collective(
             (self.group - 1) * size, self.machine.all_gather, self.far * size / NODE
