@@ -110,7 +110,8 @@ def calls():
             "x": X, "up": W, "down": jnp.ones((3, 4, 64)), "expert_index": INDEX,
             "expert_weight": WEIGHT, "activation": "swiglu", "up_bias": None, "down_bias": None,
             "transpose_w": None, "expert_offset": None, "axis_name": None, "transport": None,
-            "max_rows": None, "recipe": None, "key": None, "precision": None, **NAMED,
+            "max_rows": None, "recipe": None, "quantized": None, "key": None, "precision": None,
+            **NAMED,
         },
     }  # fmt: skip
 
