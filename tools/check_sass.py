@@ -20,7 +20,7 @@ EXPECTED = {
         "Sm90",
         {
             # Whose warps multiply by themselves: see kWarps.
-            "QuantizedGemmSm90Config.*ByWarpsSm90": ("HMMA",),
+            "QuantizedGemmSm90Config.*ByWarpsSm90|DirectGemmSm90Kernel": ("HMMA",),
             "Fp8GemmSm90Kernel": ("QGMMA",),
             "": ("HGMMA",),
         },

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "grouped_mm/gemm_sm90.cuh"
+#include "quantized/device/direct_epilogue_sm90.cuh"
+#include "quantized/device/direct_sm90.cuh"
 #include "quantized/device/gemm_sm90.cuh"
 #include "quantized/device/linear_weights_sm90.cuh"
 #include "quantized/device/packed_weights_sm90.cuh"
@@ -119,10 +121,57 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
   return launch(QuantizedMostRowsSm90<Weights>{});
 }
 
+// Every block looks for its row's group, 128 at a time.
+constexpr int64_t kMostDirectGroups = 512;
+
+// Whether the kernel without tiles takes a product: one of few rows in all, and of each group.
+inline bool IsDirectSm90(const GemmSm90& gemm) {
+  const Metadata& metadata = gemm.metadata;
+  const Epilogue& epilogue = gemm.epilogue;
+  const int64_t most = metadata.count == 1 ? device::kDirectRows : 16;
+  return metadata.kind == MetadataKind::kSizes && metadata.count <= kMostDirectGroups &&
+         gemm.rows_x == gemm.rows_y && gemm.rows_y <= most && !epilogue.accumulate &&
+         !epilogue.HasPreactivation();
+}
+
+template <typename Weights>
+cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quantized,
+                             const OperandsSm90& operands) {
+  const GemmSm90& gemm = quantized.gemm;
+  device::DirectGemmSm90 direct{};
+  direct.metadata = gemm.metadata;
+  direct.epilogue = gemm.epilogue;
+  direct.x = static_cast<const char*>(operands.l.data);
+  direct.out = gemm.out;
+  direct.out_dtype = gemm.out_dtype;
+  direct.rows = gemm.rows_y;
+  direct.n = gemm.n;
+  direct.groups = gemm.groups;
+  direct.scales = quantized.scales;
+  direct.global_scale = quantized.global_scale;
+  direct.packed = quantized.packed;
+  const bool gated = IsGated(gemm.epilogue.activation);
+  const bool alone = gemm.metadata.count == 1 && gemm.metadata.offset == nullptr;
+  const unsigned columns = gated ? gemm.n / 2 : gemm.n, rows = gemm.rows_y;
+  const dim3 blocks{columns / 16,
+                    alone ? (rows + device::kDirectRows - 1) / device::kDirectRows : rows};
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  constexpr int kThreads = 32 * device::kDirectWarps;
+  using device::DirectEpilogue, device::DirectGemmSm90Kernel;
+  if (gated) {
+    DirectGemmSm90Kernel<Weights, true, DirectEpilogue><<<blocks, kThreads, 0, stream>>>(direct);
+  } else {
+    DirectGemmSm90Kernel<Weights, false, DirectEpilogue><<<blocks, kThreads, 0, stream>>>(direct);
+  }
+  return cudaGetLastError();
+}
+
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands) {
-  return LaunchQuantizedTilesSm90<device::PackedWeights<kMode, kBits>>(stream, quantized, operands);
+  using Weights = device::PackedWeights<kMode, kBits>;
+  if (IsDirectSm90(quantized.gemm)) return LaunchDirectSm90<Weights>(stream, quantized, operands);
+  return LaunchQuantizedTilesSm90<Weights>(stream, quantized, operands);
 }
 
 template <Mode kMode, int kBits>

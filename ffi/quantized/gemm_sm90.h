@@ -31,13 +31,6 @@ struct QmmSm90 {
   GlobalScale global_scale;
 };
 
-// A weight in layout "sm90".
-struct PackedCodesSm90 {
-  const void* codes;
-  int column_tiles, k_tiles;  // of a weight
-  int tile_scales;            // affine: bytes of scales and biases of a tile
-};
-
 // The kernel's argument; a launch uses one of the layouts.
 struct QuantizedGemmSm90 {
   GemmSm90 gemm;  // L (x) and the result; R is not used

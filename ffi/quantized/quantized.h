@@ -35,9 +35,7 @@ struct GlobalScale {
   const float* data;      // null where there is none
   int64_t group, column;  // from one to the next; 0 where all share one
 
-#ifdef __CUDACC__
-  __device__ float At(int64_t g, int64_t n) const { return data[g * group + n * column]; }
-#endif
+  constexpr float At(int64_t g, int64_t n) const { return data[g * group + n * column]; }
 };
 
 // Matrices of lines: rows of W, or columns where W is transposed. A line is a bit stream of
@@ -50,6 +48,13 @@ struct QuantizedWeight {
   const void* biases;  // likewise; null where the mode has none
   int64_t groups, lines, elements;
   GlobalScale global_scale;
+};
+
+// A weight in layout "sm90", see gemm_sm90.h.
+struct PackedCodesSm90 {
+  const void* codes;
+  int column_tiles, k_tiles;  // of a weight
+  int tile_scales;            // affine: bytes of scales and biases of a tile
 };
 
 }  // namespace jgg

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <cmath>
@@ -27,13 +28,17 @@ struct uint2 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 using std::max;
 using std::min;
 
 struct Index {
-  unsigned x, y;
+  unsigned x, y, z = 1;
 };
 struct Warp {
   std::barrier<> barrier{32};
@@ -103,6 +108,8 @@ inline uint32_t __ballot_sync(unsigned, bool value) {
   });
 }
 
+inline bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
+
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(static_cast<int>(value)); }
 
@@ -131,12 +138,17 @@ T __ldcg(const T* from) {
   return std::atomic_ref<T>(*const_cast<T*>(from));
 }
 
+inline bool Readable(const void* from, size_t bytes) {
+  const char* at = static_cast<const char*>(from);
+  return std::any_of(readable.begin(), readable.end(), [&](const auto& part) {
+    return at >= part.first && at + bytes <= part.first + part.second;
+  });
+}
+
 template <typename T>
 T __ldg(const T* from) {
   const char* at = reinterpret_cast<const char*>(from);
-  const bool inside = std::any_of(readable.begin(), readable.end(), [&](const auto& part) {
-    return at >= part.first && at + sizeof(T) <= part.first + part.second;
-  });
+  const bool inside = Readable(at, sizeof(T));
   if (!inside || reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0) {
     std::fprintf(stderr, "a read outside of every operand, or not aligned\n");
     std::abort();

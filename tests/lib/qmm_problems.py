@@ -14,10 +14,12 @@ from jax_groupgemm._kernels import extension
 HOPPER = 90 in extension.live_capabilities()
 FORMATS = {"nvfp4": ("nvfp4", 4, 16), "affine": ("affine", 4, 64)}
 # Parts of names: the Hopper kernel with weights as they are stored and with prepacked ones, the
-# kernel of few rows of weights as they are stored, and the one that takes everything.
+# kernel of few rows of weights as they are stored, and the one that takes everything. The kernel
+# without tiles is one of those with prepacked weights.
 LINEAR, PACKED, FEW, ANY = (
     "LinearWeights", "PackedWeights", "FewRowsSm80Kernel", "QuantizedGemmSm80Kernel",
 )  # fmt: skip
+DIRECT = "DirectGemmSm90Kernel"
 
 SIZES = np.array([9, 0, 8], np.int32)
 # What is differentiated beside x.

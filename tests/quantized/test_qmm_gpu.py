@@ -12,6 +12,7 @@ from device_runs import run
 from qmm_problems import (
     ANY,
     BYTE_SCALES,
+    DIRECT,
     FEW,
     FORMATS,
     HOPPER,
@@ -72,14 +73,17 @@ def test_every_scale_and_code(mode):
         assert_values(out.T, oracle.dequantize(q, out.dtype))
 
 
-@needs_hopper
-@pytest.mark.parametrize(
+EVERY_FORMAT = pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
         *((m, *of) for m, of in BYTE_SCALES.items()),
         *(("affine", b, 64) for b in (2, 3, 4, 5, 6, 8)),
     ],
 )
+
+
+@needs_hopper
+@EVERY_FORMAT
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -109,6 +113,56 @@ def test_rows_of_a_tile(rng, mode, bits, group_size, sizes):
     for out, gated in found:
         oracle.assert_close(out, want, k=k)
         oracle.assert_close(gated, gate / (1 + np.exp(-gate)) * value, tolerance=1e-5)
+
+
+@needs_hopper
+@EVERY_FORMAT
+@pytest.mark.parametrize("slices", [3, 37])
+def test_few_rows_in_all(rng, mode, bits, group_size, slices):
+    """A step of a token or two has a kernel without tiles. Groups that are empty, have more rows
+    than eight or than there are, and rows of none; and of one group, whose size nothing waits
+    for."""
+    n, k, groups = 384, 64 * slices, 5
+    weights = oracle.random_quantized(rng, (groups, n, k), mode, bits, group_size, "bfloat16")
+    cases = {
+        "some": (9, (0, 3, 0, 1, 2)), "many": (16, (2, 11, 0, 9, 1)), "last": (16, (0, 0, 0, 0, 1)),
+        "none": (5, (0, 0, 0, 0, 0)), "one": (8, (8,)), "alone": (1, (1,)), "too many": (3, (70,)),
+        "too few": (7, (2,)),
+    }  # fmt: skip
+    plain, bias = {"preferred_element_type": "float32"}, oracle.random(rng, (groups, n))
+    problems = {}
+    for case, (rows, sizes) in cases.items():
+        options = {
+            "plain": plain,
+            "scaled": plain | {"row_scale": oracle.random(rng, (rows,))},
+            "gated": plain | {"activation": "swiglu_oai"},
+            "rounded": {"activation": "silu"},
+            "everything": plain | {"bias": bias[: len(sizes)], "activation": "geglu"},
+        }
+        if len(sizes) > 1:
+            options["offset"] = plain | {"group_offset": jnp.int32(2)}
+        x = oracle.random(rng, (rows, k), "bfloat16")
+        problems |= {f"{case} {kind}": (x, sizes, more) for kind, more in options.items()}
+
+    first = lambda w, n: jax.tree.map(lambda leaf: leaf[:n], w)
+
+    def products(w, implementation):
+        found = {}
+        for name, (x, sizes, options) in problems.items():
+            some = first(w, len(sizes))
+            options = options | {"implementation": implementation}
+            found[name] = jgg.grouped_qmm(x, some, jnp.array(sizes), **options)
+        return found
+
+    packed = jgg.prepack(weights)
+    found, kernels = run(jax.jit(lambda w: products(w, "sm90")), packed)
+    assert sum(DIRECT in name for name in kernels) == len(found), kernels
+    want = jax.jit(lambda w: products(w, "reference"))(weights)
+    for case, out in found.items():
+        tolerance = 6e-3 if out.dtype.name == "bfloat16" else 2e-5
+        norm = np.linalg.norm(oracle.f64(want[case]))
+        difference = np.linalg.norm(oracle.f64(out) - oracle.f64(want[case]))
+        assert difference <= tolerance * norm, (case, difference, norm)
 
 
 @needs_hopper

@@ -97,6 +97,10 @@ __device__ inline void PrefetchLine(const void* line) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(line) : "memory");
 }
 
+__device__ inline void PrefetchToL2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
+}
+
 // One box, into this block's shared memory, or (kMulticast) into the same place of every block of a
 // cluster of two.
 template <bool kMulticast = false>

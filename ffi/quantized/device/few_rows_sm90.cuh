@@ -11,25 +11,10 @@
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "quantized/device/registers_sm90.cuh"
+#include "quantized/device/warp_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
 namespace jgg::device {
-
-// Four 8 x 8 matrices of bfloat16: lane l names a row of matrix l / 8.
-__device__ inline void LoadMatrices(uint32_t address, uint32_t (&to)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-}
-
-// m16n8k16.
-__device__ inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1, float* sums) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 template <typename Config>
 struct FewRowsProducts {

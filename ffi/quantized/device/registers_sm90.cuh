@@ -25,7 +25,8 @@ __device__ uint32_t MultiplyMxfp4(uint32_t pair, uint32_t scale) {
 }
 
 // The lower or upper half of a word, twice: for products an operand's modifier, no instruction.
-__device__ inline uint32_t Twice(uint32_t word, int half) {
+JGG_HOST_DEVICE uint32_t Twice(uint32_t word, int half) {
+#ifdef __CUDA_ARCH__
   uint32_t out;
   if (half == 0) {
     asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {a, a}; }" : "=r"(out) : "r"(word));
@@ -33,6 +34,9 @@ __device__ inline uint32_t Twice(uint32_t word, int half) {
     asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {b, b}; }" : "=r"(out) : "r"(word));
   }
   return out;
+#else
+  return Permute(word, 0, half == 0 ? 0x1010 : 0x3232);
+#endif
 }
 
 // 2^exponent. kHidden: the compiler does not know, so that products by it are not done by the pipe

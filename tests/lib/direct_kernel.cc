@@ -1,0 +1,84 @@
+// The kernel of few rows in all (ffi/quantized/device/direct_sm90.cuh) on the host, for
+// test_direct_kernel.py. Results are the float32 sums: what an epilogue makes of them is another
+// file's.
+#include "cuda_on_host.h"
+#include "warp_on_host.h"
+//
+#include "quantized/device/direct_sm90.cuh"
+
+using namespace jgg;
+
+namespace {
+
+// Of a gated product both sums, side by side.
+struct Plain {
+  static void Store(const device::DirectGemmSm90& gemm, int, int row, int column, float value,
+                    float other, bool gated) {
+    float* out = static_cast<float*>(gemm.out) + int64_t{row} * gemm.n + column;
+    out[0] = value;
+    if (gated) out[gemm.n / 2] = other;
+  }
+  static void StoreZero(const device::DirectGemmSm90& gemm, int row, int column, bool gated) {
+    Store(gemm, 0, row, column, 0.0f, 0.0f, gated);
+  }
+};
+
+template <Mode kMode, int kBits>
+void Run(const device::DirectGemmSm90& gemm, bool gated) {
+  using Tiles = device::PackedTiles<kMode, kBits>;
+  const bool alone = gemm.metadata.count == 1 && gemm.metadata.offset == nullptr;
+  const auto rows = static_cast<unsigned>(alone ? (gemm.rows + 7) / 8 : gemm.rows);
+  const auto columns = static_cast<unsigned>(gated ? gemm.n / 2 : gemm.n);
+  RunBlocks({columns / 16, rows}, 32 * device::kDirectWarps, [&] {
+    if (gated) {
+      device::DirectGemmSm90Kernel<Tiles, true, Plain>(gemm);
+    } else {
+      device::DirectGemmSm90Kernel<Tiles, false, Plain>(gemm);
+    }
+  });
+}
+
+}  // namespace
+
+struct Problem {
+  const int32_t *sizes, *offset;
+  const void *x, *codes, *scales;
+  const float* global_scale;  // of each group, or null
+  float* out;
+  int32_t count, groups, rows, n, k, tile_scales, clears_rest, gated;
+};
+
+extern "C" int direct_kernel(const Problem* problem, int mode, int bits) {
+  const Problem& p = *problem;
+  device::DirectGemmSm90 gemm{};
+  gemm.metadata.kind = MetadataKind::kSizes;
+  gemm.metadata.data = p.sizes;
+  gemm.metadata.offset = p.offset;
+  gemm.metadata.count = p.count;
+  gemm.metadata.clears_rest = p.clears_rest != 0;
+  gemm.x = static_cast<const char*>(p.x);
+  gemm.out = p.out;
+  gemm.rows = p.rows;
+  gemm.n = p.n;
+  gemm.groups = p.groups;
+  gemm.scales = p.scales;
+  gemm.global_scale = {p.global_scale, 1, 0};
+  gemm.packed = {p.codes, p.n / 64, p.k / 64, p.tile_scales};
+  readable.assign({{gemm.x, size_t(2) * p.rows * p.k}});
+  const bool gated = p.gated != 0;
+  switch (static_cast<Mode>(mode)) {
+    case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(gemm, gated), 0;
+    case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(gemm, gated), 0;
+    case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(gemm, gated), 0;
+    case Mode::kAffine: break;
+  }
+  switch (bits) {
+    case 2: return Run<Mode::kAffine, 2>(gemm, gated), 0;
+    case 3: return Run<Mode::kAffine, 3>(gemm, gated), 0;
+    case 4: return Run<Mode::kAffine, 4>(gemm, gated), 0;
+    case 5: return Run<Mode::kAffine, 5>(gemm, gated), 0;
+    case 6: return Run<Mode::kAffine, 6>(gemm, gated), 0;
+    case 8: return Run<Mode::kAffine, 8>(gemm, gated), 0;
+  }
+  return 1;
+}
