@@ -11,6 +11,9 @@ constexpr int kMostExperts = 1024;
 // Pairs of token and expert that a block of route puts in order.
 constexpr int kRoutePairs = 2048;
 
+// The most pairs of the kernels of a few tokens' experts, and the most experts of a token.
+constexpr int kMostFewPairs = 64, kMostFewChoices = 8;
+
 inline Reason MoeRouteProblem(int64_t pairs, int64_t experts) {
   if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);
   if (experts >= 1 && experts <= kMostExperts) return std::nullopt;
@@ -24,6 +27,18 @@ inline Reason MoeRowsProblem(int64_t pairs, int64_t d, int element_bytes) {
   if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);
   if (d > int64_t{1} << 24) return "rows are longer than 2^24, got D=" + std::to_string(d);
   return NeedsWholeLines("D", element_bytes, d);
+}
+
+// The experts of a few tokens at once; `packed`: both weights are in layout "sm90".
+inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, bool packed) {
+  if (!packed) return "needs weights of jax_groupgemm.prepack";
+  if (choices > kMostFewChoices) {
+    return "needs at most " + std::to_string(kMostFewChoices) + " experts of a token";
+  }
+  if (pairs > kMostFewPairs) {
+    return "needs at most " + std::to_string(kMostFewPairs) + " pairs of token and expert";
+  }
+  return std::nullopt;
 }
 
 }  // namespace jgg::rules

@@ -6,47 +6,13 @@
 #include "grouped_mm/mm_bind.h"
 #include "handlers.h"
 #include "quantized/gemm_sm90.h"
+#include "quantized/packed_bind.h"
 #include "quantized/qmm_bind.h"
 
 namespace jgg {
 namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "qmm_packed";
-
-// The weight: tiles of 64 columns x 64 k.
-static ffi::Error BindPacked(ffi::AnyBuffer weight, ffi::AnyBuffer scales, const QuantizedWeight& w,
-                             QmmSm90* qmm, PackedCodesSm90* packed) {
-  for (const auto& buffer : {weight, scales}) {
-    if (buffer.element_type() != ffi::U32) {
-      return InvalidArgument(kOp, "weight and scales must be uint32");
-    }
-  }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(G, N/64, K/64, 128 * bits)", weight,
-                                 {-1, -1, -1, 128 * w.coding.bits}));
-  const auto shape = weight.dimensions();
-  const PackedScales tile = PackedScalesOf(w.coding.mode, w.group_size);
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, N/64, K/64 or 128, words)", scales,
-                                 {shape[0], shape[1], 64 * shape[2] / tile.k, tile.words}));
-  if (64 * shape[2] % tile.k != 0) {
-    return InvalidArgument(kOp, "weight has shape ", ShapeText(weight), ", expected K % ", tile.k,
-                           " == 0");
-  }
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {shape[0], 64 * shape[1], 64 * shape[2]}));
-  for (const auto& buffer : {weight, scales}) {
-    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
-      return Unimplemented(kOp, "weight and scales must be 16-byte aligned");
-    }
-  }
-  packed->tile_scales = 4 * tile.words * 64 / tile.k;
-  packed->codes = weight.untyped_data();
-  packed->column_tiles = static_cast<int>(shape[1]);
-  packed->k_tiles = static_cast<int>(shape[2]);
-  qmm->scales = scales.untyped_data();
-  qmm->mm.product.groups = shape[0];
-  qmm->mm.product.n = 64 * shape[1];
-  qmm->mm.k = 64 * shape[2];
-  return ffi::Error::Success();
-}
 
 static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, bool group_offset,
                                     const EpilogueAttrs& epilogue, QmmSm90* qmm) {
@@ -74,8 +40,11 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   QmmSm90 qmm{};
   PackedCodesSm90 packed{};
   ProductSm90& product = qmm.mm.product;
-  JGG_RETURN_IF_ERROR(BindPacked(weight, scales, w, &qmm, &packed));
-  const int64_t k = qmm.mm.k;
+  JGG_RETURN_IF_ERROR(BindPacked(kOp, weight, scales, w, &packed));
+  qmm.scales = scales.untyped_data();
+  product.groups = weight.dimensions()[0];
+  product.n = 64 * int64_t{packed.column_tiles};
+  const int64_t k = qmm.mm.k = 64 * int64_t{packed.k_tiles};
   if (x.element_type() != ffi::BF16) return InvalidArgument(kOp, "x must be bfloat16");
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, k}));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));

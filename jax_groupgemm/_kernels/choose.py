@@ -344,6 +344,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16, float16, SwiGLU; few columns",
         ),
     ),
+    "few_tokens": (
+        Kernel(
+            "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True,
+            needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token",
+        ),
+    ),
     "route": (
         Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),
     ),

@@ -42,6 +42,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_moe_combine": ("cuda",),
     "jgg_moe_combine_backward": ("cuda",),
     "jgg_moe_down_backward": ("cuda",),
+    "jgg_moe_few_tokens": ("cuda",),
 }
 
 #: A product where XLA divides its operands among devices (``_core/partitioner.py``).

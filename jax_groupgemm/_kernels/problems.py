@@ -141,12 +141,14 @@ class Fp8Activation(Rows):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moe(Problem):
     """``route``, ``dispatch``, ``combine`` or ``combine_backward`` of ``pairs`` of token and
-    expert; rows of ``d``. The first dtype is that of rows."""
+    expert, or ``few_tokens``, the whole layer; rows of ``d``. The first dtype is that of rows."""
 
     pairs: int
     experts: int = 1
     d: int = 0
     codes: bool = False  # rows are of eight bits, which are copied; then there are no dtypes
+    choices: int = 1  # experts of a token
+    packed: bool = False  # weights are prepacked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

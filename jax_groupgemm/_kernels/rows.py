@@ -25,6 +25,16 @@ def takes_rows(p: Moe) -> str | None:
     return extension.rules().moe_rows_problem(pairs=p.pairs, d=p.d, element_bytes=width)
 
 
+def takes_few(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if p.dtypes != ("bfloat16",):
+        return "needs bfloat16 x"
+    return extension.rules().moe_few_tokens_problem(
+        pairs=p.pairs, choices=p.choices, packed=p.packed
+    )
+
+
 def differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"

@@ -13,26 +13,24 @@ pass sends them again, and their cotangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._core import dtypes
 from .._core.composed import Composed
-from . import listed
+from . import few_tokens, listed
 from .permute import combined, dispatched
 from .products import Options, Products
 from .routing import Routing
 from .transport import Plan, collect, send
 
 
-def experts(x, up, down, up_bias, down_bias, routing: Routing, weight, plan: Plan | None,
+def experts(x, up, down, up_bias, down_bias, routing: Routing, pairs, weight, plan: Plan | None,
             options: Options):  # fmt: skip
     """The layer behind its router: x is (T, D), weight (T, k). ``routing`` is that of tokens that
-    were sent."""
-    return _EXPERTS(x, up, down, up_bias, down_bias, routing, weight, plan, options=options)
+    were sent, and of ``pairs``: their expert_index and expert_offset."""
+    return _EXPERTS(x, up, down, up_bias, down_bias, routing, pairs, weight, plan, options=options)
 
 
 def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype):
@@ -41,7 +39,7 @@ def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype):
     return collect(plan, sums, out_dtypes=(dtype,))[0]
 
 
-def _composed(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
+def _composed(x, up, down, up_bias, down_bias, routing, _, weight, plan, *, options: Options):
     products = Products(routing, options)
     x, weight = send(plan, x, weight)
     a = listed.up_alone(x.astype(options.dtype), up, up_bias, routing, options)
@@ -49,7 +47,7 @@ def _composed(x, up, down, up_bias, down_bias, routing, weight, plan, *, options
     return summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
 
 
-def _forward(x, up, down, up_bias, down_bias, routing, weight, plan, *, options: Options):
+def _forward(x, up, down, up_bias, down_bias, routing, _, weight, plan, *, options: Options):
     products = Products(routing, options)
     x, weight = send(plan, x, weight)
     a, h = listed.up(x.astype(options.dtype), up, up_bias, routing, options)
@@ -60,7 +58,7 @@ def _forward(x, up, down, up_bias, down_bias, routing, weight, plan, *, options:
 
 
 def _backward(saved, operands, cts, *, options: Options):
-    x, up, down, up_bias, down_bias, routing, weight, plan = operands
+    x, up, down, up_bias, down_bias, routing, _, weight, plan = operands
     h, sent_weight = saved
     products = Products(routing, options)
     # The rows of x that the forward pass made are not kept for this one.
@@ -85,7 +83,13 @@ def _backward(saved, operands, cts, *, options: Options):
     dx, dweight = collect(
         plan, dx, dweight.astype(weight.dtype), out_dtypes=(x.dtype, weight.dtype)
     )
-    return dx, dup, ddown, dup_bias, ddown_bias, None, dweight, None
+    return dx, dup, ddown, dup_bias, ddown_bias, None, None, dweight, None
+
+
+def _call(platform, x, up, down, up_bias, down_bias, _, pairs, weight, plan, *, options: Options):
+    if plan is not None:
+        return None
+    return few_tokens.experts(platform, x, up, down, up_bias, down_bias, weight, pairs, options)
 
 
 def of_rows(weight, routing: Routing):
@@ -108,5 +112,4 @@ def _of_experts(bias, routing: Routing):
     ]
 
 
-_no_kernel: Callable = lambda *_, **__: None
-_EXPERTS = Composed("jgg_experts", _composed, _no_kernel, vjp=(_forward, _backward))
+_EXPERTS = Composed("jgg_experts", _composed, _call, vjp=(_forward, _backward))

@@ -228,7 +228,8 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
         sums = layer.in_fp8(x, routing, weight, key, wide if plan is None else layer.dtype)
         (out,) = collect(plan, sums, out_dtypes=(wide,))
     elif layer.is_one_operation:
-        out = layer.as_one(x, routing, weight, plan, wide, precision, implementation)
+        pairs = come.index, come.expert_offset
+        out = layer.as_one(x, routing, pairs, weight, plan, wide, precision, implementation)
     else:
         x, weight = send(plan, x, weight)
         rows = dispatched(x, routing)
@@ -361,7 +362,7 @@ class _Layer:
         key = key if self.recipe.stochastic_rounding else None
         return fp8_experts.experts(x, up, down, self.codes, routing, weight, key, options)
 
-    def as_one(self, x, routing, weight, plan, out_dtype, precision, implementation):
+    def as_one(self, x, routing, pairs, weight, plan, out_dtype, precision, implementation):
         op, up, down = "moe_mlp", self.up, self.down
         operands = ()
         if isinstance(up, Quantized):
@@ -376,7 +377,8 @@ class _Layer:
             self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w,
             check.precision(op, precision, *operands), implementation,
         )  # fmt: skip
-        return experts(x, up, down, self.up_bias, self.down_bias, routing, weight, plan, options)
+        biases = self.up_bias, self.down_bias
+        return experts(x, up, down, *biases, routing, pairs, weight, plan, options)
 
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)

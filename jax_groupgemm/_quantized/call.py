@@ -48,8 +48,7 @@ def qmm(choice: choose.Choice, x, q, metadata: Metadata, product: Mm,
     if 0 in (rows, columns, *x.shape, *q.weight.shape, *groups_of_rows.shape):
         return jnp.zeros((rows, columns), product.out_dtype)
     flags: dict[str, Any] = {
-        "quantized": _quantized_flags(q.mode, q.bits, q.group_size, q.biases, q.global_scale)
-        | {"layout": q.layout},
+        "quantized": flags_of(q),
         "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue),
     }
@@ -152,6 +151,12 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, None)}
     out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **attributes(flags))
     return tuple(a.reshape(*lead, n // 64, *a.shape[1:]) for a in out)
+
+
+def flags_of(q) -> dict[str, Any]:
+    """Those of an array of any layout."""
+    flags = _quantized_flags(q.mode, q.bits, q.group_size, q.biases, q.global_scale)
+    return flags | {"layout": q.layout}
 
 
 def _quantized_flags(mode, bits, group_size, biases, global_scale) -> dict[str, Any]:

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "cute/arch/mma_sm90_gmma.hpp"
+
 namespace jgg::device {
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {

@@ -151,6 +151,11 @@ struct ThreadOfWarpgroup {
   __device__ static int Get() { return threadIdx.x % 128; }
 };
 
+// The first tile of k of 64 columns.
+struct PackedColumn {
+  const char *codes, *scales;
+};
+
 // Tiles of 64 columns x 64 k, and how a thread reads them.
 template <Mode kMode, int kBits>
 struct PackedTiles {
@@ -164,6 +169,15 @@ struct PackedTiles {
   // Bytes of a tile's scales, or of half of two tiles' that share them.
   __device__ static int TileScales(const PackedCodesSm90& packed) {
     return Codes::kMostScaleWords == 1 ? kTileScales : packed.tile_scales;
+  }
+
+  // Where a weight's tiles of 64 columns lie.
+  __device__ static PackedColumn ColumnOf(const PackedCodesSm90& packed, const void* scales,
+                                          int weight, int column_tile) {
+    const int64_t tile =
+        (static_cast<int64_t>(weight) * packed.column_tiles + column_tile) * packed.k_tiles;
+    return {static_cast<const char*>(packed.codes) + tile * kTileCodes,
+            static_cast<const char*>(scales) + tile * TileScales(packed)};
   }
 
   // A thread's reader of a tile's columns, from stages of so many slices. Thread::Get() is its

@@ -1,0 +1,172 @@
+// The experts of a few tokens: few.h. Both kernels are DirectProducts, a block for 16 columns.
+//
+// up: a block has a pair of token and expert, and with it up to seven later pairs of that expert;
+// the block of a pair that has been taken ends at once. There are at most 64 pairs, so every warp
+// finds them by comparing.
+//
+// down: a block has a token. Its pairs are the rows of one product, each with the codes of its own
+// expert: the instruction multiplies zeros for the others, and sums of pairs lie side by side. They
+// are added with their weights in the order of the token's choices, so no other kernel has to.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/few_tokens.h"
+#include "moe/rules.h"
+#include "quantized/device/direct_product_sm90.cuh"
+#include "quantized/device/instructions.cuh"
+
+namespace jgg::device {
+
+// An expert that is here, or -1.
+__device__ inline int LocalExpert(const FewTokens& experts, int pair) {
+  const uint32_t first = experts.expert_offset == nullptr ? 0 : *experts.expert_offset;
+  const uint32_t local = static_cast<uint32_t>(experts.expert_index[pair]) - first;
+  return local < static_cast<uint32_t>(experts.experts) ? static_cast<int>(local) : -1;
+}
+
+// The place of bit number `number` of those that are set.
+__device__ inline int PlaceOfBit(uint64_t bits, int number) {
+  for (int i = 0; i < number; ++i) bits &= bits - 1;
+  return __ffsll(static_cast<long long>(bits)) - 1;
+}
+
+// The pairs that a block of `up` has: one of the places in `pairs` for each. By a warp.
+struct FewPairs {
+  int expert;      // -1: none
+  uint64_t pairs;  // of that expert, from the block's own on, if the block is the one that has them
+
+  __device__ FewPairs(const FewTokens& experts, int own) : expert(LocalExpert(experts, own)) {
+    static_assert(rules::kMostFewPairs == 64);
+    const int lane = threadIdx.x % 32, count = experts.tokens * experts.k;
+    uint32_t same[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int pair = 32 * i + lane;
+      same[i] = __ballot_sync(~0u, pair < count && LocalExpert(experts, pair) == expert);
+    }
+    const uint64_t all = static_cast<uint64_t>(same[1]) << 32 | same[0];
+    const uint64_t earlier = all & ((uint64_t{1} << own) - 1);
+    pairs = expert < 0 || __popcll(earlier) % 8 != 0 ? 0 : all ^ earlier;
+  }
+
+  __device__ int Count() const { return min(__popcll(pairs), 8); }
+  __device__ int Pair(int row) const { return PlaceOfBit(pairs, row); }
+};
+
+// A weight's sums, of its column `column`, in the units of values, with the bias.
+template <typename Finish>
+__device__ float WithBias(const FewTokensWeight& w, int expert, int columns, int column,
+                          float sum) {
+  if (w.global_scale.data != nullptr) sum *= w.global_scale.At(expert, column);
+  if (w.bias != nullptr) {
+    const int64_t at = static_cast<int64_t>(expert) * columns + column;
+    sum += Finish::Load(w.bias, at, w.bias_dtype);
+  }
+  return sum;
+}
+
+__device__ inline float RoundedToBFloat16(float value) {
+  return Half<DType::kBF16>(Round2<DType::kBF16>(value, value), 0);
+}
+
+// Finish: loads, stores and activations, which are other code on the host.
+template <typename Weights, bool kGated, typename Finish>
+__global__ void __launch_bounds__(32 * kDirectWarps, 3)
+    FewUpSm90Kernel(const __grid_constant__ FewTokens experts) {
+  constexpr int kBlocks = kGated ? 2 : 1;
+  using Product = DirectProduct<Weights, kBlocks>;
+  __shared__ typename Product::SharedMemory memory;
+  __shared__ int pair_of[8];
+  const FewTokensWeight& w = experts.w;
+  const FewPairs pairs(experts, blockIdx.y);
+  const int count = pairs.Count(), k_tiles = w.packed.k_tiles;
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (count == 0) return;
+  if (thread < count) pair_of[thread] = pairs.Pair(thread);
+  PackedColumn columns[kBlocks];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    columns[b] =
+        Weights::ColumnOf(w.packed, w.scales, pairs.expert, blockIdx.x / 4 + b * (experts.f / 64));
+  }
+  // This lane's rows of x, of those that it copies.
+  const char* rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * 4 + lane / 8;
+    const int64_t token = row < count ? pairs.Pair(row) / experts.k : 0;
+    rows[half] = row < count ? experts.x + token * k_tiles * 128 : nullptr;
+  }
+  Product::Multiply(
+      memory, Weights::TileScales(w.packed), k_tiles, [](int tile) { return tile; },
+      [&](int, int b) { return columns[b]; },
+      [&](int tile, int row) -> const char* {
+        if (row < 0) return experts.x;
+        const char* line = rows[row / 4];
+        return line == nullptr ? nullptr : line + tile * 128;
+      });
+  __syncthreads();
+  const int row = Product::Row(), column = 16 * blockIdx.x + Product::Column();
+  if (thread >= 128 || row >= count) return;
+  float values[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const float sum = Product::Sum(memory, b);
+    values[b] = RoundedToBFloat16(
+        WithBias<Finish>(w, pairs.expert, kBlocks * experts.f, column + b * experts.f, sum));
+  }
+  const float a = Finish::template Activate<kGated>(experts.activation, values[0], values[1]);
+  const int64_t at = static_cast<int64_t>(pair_of[row]) * experts.f + column;
+  Finish::Store(experts.a, at, DType::kBF16, a);
+}
+
+template <typename Weights, typename Finish>
+__global__ void __launch_bounds__(32 * kDirectWarps, 3)
+    FewDownSm90Kernel(const __grid_constant__ FewTokens experts) {
+  using Product = DirectProduct<Weights, 1>;
+  constexpr int kMost = rules::kMostFewChoices, kColumns = 16;
+  __shared__ typename Product::SharedMemory memory;
+  __shared__ int experts_of[kDirectWarps][kMost], pairs_of[kDirectWarps][kMost];
+  __shared__ float terms[kColumns][kMost + 1];
+  const FewTokensWeight& w = experts.w;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k_tiles = w.packed.k_tiles;
+  const int token = blockIdx.y, own_pair = token * experts.k + lane;
+  // The token's pairs that exist, for each warp.
+  const int own = lane < experts.k ? LocalExpert(experts, own_pair) : -1;
+  const uint32_t exist = __ballot_sync(~0u, own >= 0);
+  const int count = __popc(exist);
+  if (own >= 0) {
+    const int place = __popc(exist & ((1u << lane) - 1));
+    experts_of[warp][place] = own;
+    pairs_of[warp][place] = own_pair;
+  }
+  __syncwarp();
+  Product::Multiply(
+      memory, Weights::TileScales(w.packed), count * k_tiles, [&](int at) { return at % k_tiles; },
+      [&](int at, int) {
+        return Weights::ColumnOf(w.packed, w.scales, experts_of[warp][at / k_tiles],
+                                 blockIdx.x / 4);
+      },
+      [&](int at, int row) -> const char* {
+        if (row < 0) return experts.a;
+        if (row != at / k_tiles) return nullptr;
+        const int64_t line = static_cast<int64_t>(pairs_of[warp][row]) * k_tiles + at % k_tiles;
+        return experts.a + line * 128;
+      });
+  __syncthreads();
+  const int row = Product::Row(), column = Product::Column();
+  if (threadIdx.x < 128 && row < count) {
+    const float y = WithBias<Finish>(w, experts_of[warp][row], experts.d,
+                                     kColumns * blockIdx.x + column, Product::Sum(memory, 0));
+    terms[column][row] = y * experts.expert_weight[pairs_of[warp][row]];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kColumns) return;
+  float sum = 0.0f;
+  for (int i = 0; i < count; ++i) sum += terms[threadIdx.x][i];
+  const int64_t at = static_cast<int64_t>(token) * experts.d + kColumns * blockIdx.x + threadIdx.x;
+  Finish::Store(experts.out, at, experts.out_dtype, sum);
+}
+
+}  // namespace jgg::device

@@ -1,0 +1,148 @@
+// CUDA handler of a few tokens' experts with weights in layout "sm90": bind, check, launch.
+#include <string>
+
+#include "common/arch.h"
+#include "common/cuda_error.h"
+#include "grouped_mm/gemm_sm90.h"
+#include "grouped_mm/mm_bind.h"
+#include "handlers.h"
+#include "moe/few_tokens_sm90.h"
+#include "moe/rules.h"
+#include "quantized/packed_bind.h"
+#include "quantized/qmm_bind.h"
+
+// "few_tokens": the activation between the products, and which operands there are.
+JGG_ATTRIBUTES(FewTokensAttrs,                  //
+               (std::string_view, activation),  //
+               (bool, up_bias),                 //
+               (bool, down_bias),               //
+               (bool, expert_offset));
+
+namespace jgg {
+namespace ffi = xla::ffi;
+
+static constexpr const char* kOp = "moe_few_tokens";
+
+// Of w (E, n, k), and the bias if it has one; the rest of its operands come later.
+static ffi::Error BindFewTokensWeight(const ffi::AnyBuffer& weight, const ffi::AnyBuffer& scales,
+                                      const QuantizedAttrs& attrs, int64_t experts, int64_t n,
+                                      int64_t k, Coding* coding, FewTokensWeight* bound) {
+  QuantizedWeight w{};
+  JGG_RETURN_IF_ERROR(BindCoding(kOp, attrs, "sm90", &w));
+  JGG_RETURN_IF_ERROR(BindPacked(kOp, weight, scales, w, &bound->packed));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(E, N/64, K/64, 128 * bits)", weight,
+                                 {experts, n / 64, k / 64, 128 * w.coding.bits}));
+  *coding = w.coding;
+  bound->scales = scales.untyped_data();
+  return ffi::Error::Success();
+}
+
+static ffi::Error BindFewTokensOptions(const QuantizedAttrs& attrs, bool bias, int64_t experts,
+                                       int64_t n, Operands* operands, FewTokensWeight* w) {
+  if (attrs.global_scale) {
+    JGG_RETURN_IF_ERROR(BindGlobalScale(kOp, experts, n, operands, &w->global_scale));
+  }
+  if (!bias) return ffi::Error::Success();
+  Epilogue epilogue{};
+  JGG_RETURN_IF_ERROR(BindBias(kOp, operands, experts, n, &epilogue));
+  w->bias = epilogue.bias;
+  w->bias_dtype = epilogue.bias_dtype;
+  return ffi::Error::Success();
+}
+
+static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up,
+                                   ffi::AnyBuffer up_scales, ffi::AnyBuffer down,
+                                   ffi::AnyBuffer down_scales, ffi::AnyBuffer index,
+                                   ffi::AnyBuffer weight, ffi::RemainingArgs rest,
+                                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
+                                   QuantizedAttrs up_attrs, QuantizedAttrs down_attrs,
+                                   FewTokensAttrs attrs) {
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "a", *a, ffi::BF16, "bfloat16"));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "expert_index", index, ffi::S32, "int32"));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "expert_weight", weight, ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, D)", x, {-1, -1}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "expert_index", "(T, k)", index, {x.dimensions()[0], -1}));
+  const int64_t tokens = x.dimensions()[0], d = x.dimensions()[1], k = index.dimensions()[1];
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "expert_weight", "(T, k)", weight, {tokens, k}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, D)", *out, {tokens, d}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "a", "(T * k, F)", *a, {tokens * k, -1}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "up", "(E, N/64, K/64, words)", up, {-1, -1, -1, -1}));
+  const int64_t f = a->dimensions()[1], experts = up.dimensions()[0];
+  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {tokens, k, experts, d, f}));
+  if (auto reason = rules::MoeFewTokensProblem(tokens * k, k, true))
+    return Unimplemented(kOp, *reason);
+  if (d % 64 != 0 || f % 64 != 0) return InvalidArgument(kOp, "D and F must be whole 64s");
+  const auto activation = ToActivation(attrs.activation);
+  if (!activation || *activation == Activation::kNone) {
+    return InvalidArgument(kOp, "unknown activation '", attrs.activation, "'");
+  }
+  const int64_t columns = IsGated(*activation) ? 2 * f : f;
+  FewTokens few{};
+  FewTokensWeight up_bound{}, down_bound{};
+  Coding up_coding{}, down_coding{};
+  JGG_RETURN_IF_ERROR(
+      BindFewTokensWeight(up, up_scales, up_attrs, experts, columns, d, &up_coding, &up_bound));
+  JGG_RETURN_IF_ERROR(
+      BindFewTokensWeight(down, down_scales, down_attrs, experts, d, f, &down_coding, &down_bound));
+  Operands operands(kOp, rest);
+  if (attrs.expert_offset) {
+    const auto offset = operands.Take("expert_offset");
+    if (!offset) return offset.error();
+    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "expert_offset", *offset, ffi::S32, "int32"));
+    JGG_RETURN_IF_ERROR(CheckShape(kOp, "expert_offset", "()", *offset, {}));
+    few.expert_offset = static_cast<const int32_t*>(offset->untyped_data());
+  }
+  JGG_RETURN_IF_ERROR(
+      BindFewTokensOptions(up_attrs, attrs.up_bias, experts, columns, &operands, &up_bound));
+  JGG_RETURN_IF_ERROR(
+      BindFewTokensOptions(down_attrs, attrs.down_bias, experts, d, &operands, &down_bound));
+  JGG_RETURN_IF_ERROR(operands.End());
+  if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
+    return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
+  }
+  for (const void* data : {x.untyped_data(), a->untyped_data()}) {
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+      return Unimplemented(kOp, "x is not 16-byte aligned");
+    }
+  }
+  few.x = static_cast<const char*>(x.untyped_data());
+  few.a = static_cast<char*>(a->untyped_data());
+  few.out = out->untyped_data();
+  few.expert_index = static_cast<const int32_t*>(index.untyped_data());
+  few.expert_weight = static_cast<const float*>(weight.untyped_data());
+  few.tokens = static_cast<int>(tokens);
+  few.k = static_cast<int>(k);
+  few.experts = static_cast<int>(experts);
+  few.d = static_cast<int>(d);
+  few.f = static_cast<int>(f);
+  few.out_dtype = *ToDType(out->element_type());
+  few.activation = *activation;
+  few.w = up_bound;
+  JGG_RETURN_IF_ERROR(FromCuda(kOp, LaunchFewUpSm90(stream, few, up_coding)));
+  few.w = down_bound;
+  return FromCuda(kOp, LaunchFewDownSm90(stream, few, down_coding));
+}
+
+XLA_FFI_DEFINE_HANDLER(kFewTokens, FewTokensHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // up
+                           .Arg<ffi::AnyBuffer>()  // its scales
+                           .Arg<ffi::AnyBuffer>()  // down
+                           .Arg<ffi::AnyBuffer>()  // its scales
+                           .Arg<ffi::AnyBuffer>()  // expert_index
+                           .Arg<ffi::AnyBuffer>()  // expert_weight
+                           .RemainingArgs()  // expert_offset, global_scale and bias of up, of down
+                           .Ret<ffi::AnyBuffer>()  // out
+                           .Ret<ffi::AnyBuffer>()  // a, for the second kernel
+                           .Attr<QuantizedAttrs>("up")
+                           .Attr<QuantizedAttrs>("down")
+                           .Attr<FewTokensAttrs>("few_tokens"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* JggMoeFewTokens(XLA_FFI_CallFrame* call_frame) { return kFewTokens(call_frame); }
+
+}  // namespace jgg

@@ -1,0 +1,130 @@
+// The sums of 16 columns, of a weight in layout "sm90", and up to 8 rows, by a block: for kernels
+// of a few rows in all. Its warps share out tiles of k and take them in turns. All that a warp
+// reads of some of them is under way at once; there is no ring, and one barrier.
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/packed_tiles_sm90.cuh"
+#include "quantized/device/warp_sm90.cuh"
+
+namespace jgg::device {
+
+constexpr int kDirectWarps = 8;
+
+// For PackedTiles::Reader: a block's warps all have the same 16 of a tile's 64 columns.
+struct DirectThread {
+  __device__ static int Get() { return blockIdx.x % 4 * 32 + threadIdx.x % 32; }
+};
+
+// kBlocks: of 16 columns, two where a gate and what it lets through are both needed.
+template <typename Weights, int kBlocks>
+class DirectProduct {
+  using Reader = typename Weights::template Reader<1, DirectThread>;
+  using Words = typename Reader::Words;
+  // Tiles of which a warp has the words at a time, so that three blocks fit registers.
+  static constexpr int kWords = kBlocks * sizeof(Words) / 4;
+  static constexpr int kTiles = kWords <= 8 ? 4 : kWords <= 16 ? 2 : 1;
+
+ public:
+  struct SharedMemory {
+    // A warp's rows of x: 8 lines of 128 bytes for each tile, whose pieces of 16 bytes are swizzled
+    // by the line.
+    uint4 x[kDirectWarps][kTiles * 64];
+    float4 partial[kBlocks][kDirectWarps][32];
+  };
+
+  // By all threads, which have to meet before Sum. Of `count` tiles, tile_of(i) is that of k;
+  // column(i, block) says where its column begins, line(i, row) where row `row` of x has its 64 k,
+  // null for zeros.
+  template <typename TileOf, typename ColumnOf, typename LineOf>
+  __device__ static void Multiply(SharedMemory& memory, int tile_scales, int count, TileOf tile_of,
+                                  ColumnOf column, LineOf line) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Reader reader(tile_scales);
+    char* const x = reinterpret_cast<char*>(memory.x[warp]);
+    float sums[kBlocks][2][4] = {};  // two chains, since each product waits for the one before
+#pragma unroll 1
+    for (int first = warp; first < count; first += kDirectWarps * kTiles) {
+      Words words[kTiles][kBlocks];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const int at = first + i * kDirectWarps;
+        if (at >= count) break;
+        const int tile = tile_of(at);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          const PackedColumn from = column(at, b);
+          words[i][b] = reader.template Load<true, ScaleRange::kAny>(from.codes, from.scales, tile);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const int at = first + i * kDirectWarps;
+        if (at >= count) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = half * 4 + lane / 8, piece = lane % 8;
+          const char* from = line(at, row);
+          char* to = x + i * 1024 + row * 128 + (piece ^ row) * 16;
+          // Something that exists is named where nothing is read.
+          CopyPiece((from == nullptr ? line(at, -1) : from) + piece * 16, to,
+                    from == nullptr ? 0 : 16);
+        }
+      }
+      // The next ones are on their way to L2 meanwhile.
+#pragma unroll
+      for (int i = kTiles; i < 2 * kTiles; ++i) {
+        const int at = first + i * kDirectWarps;
+        if (at >= count) break;
+        const int64_t offset = static_cast<int64_t>(tile_of(at)) * Weights::kTileCodes +
+                               DirectThread::Get() * (Weights::kTileCodes / 128);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) PrefetchToL2(column(at, b).codes + offset);
+      }
+      WaitCopied();
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const int at = first + i * kDirectWarps;
+        if (at >= count) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // 32 k
+          const int row = lane % 8, piece = half * 4 + lane / 8;
+          uint32_t pairs[4];
+          LoadMatrices(x + i * 1024 + row * 128 + (piece ^ row) * 16, pairs);
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            uint32_t a[8];
+            reader.template Read<2, true, ScaleRange::kAny>(words[i][b], 0, 2 * half, a);
+            MultiplyWarp(a, pairs[0], pairs[1], sums[b][0]);
+            MultiplyWarp(a + 4, pairs[2], pairs[3], sums[b][1]);
+          }
+        }
+      }
+      __syncwarp();  // all lanes have read x
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      float both[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) both[i] = sums[b][0][i] + sums[b][1][i];
+      memory.partial[b][warp][lane] = make_float4(both[0], both[1], both[2], both[3]);
+    }
+  }
+
+  // Of the first 128 threads each has a sum: of this row, and this of the block's columns.
+  __device__ static int Row() { return threadIdx.x / 4 % 4 * 2 + threadIdx.x % 2; }
+  __device__ static int Column() { return threadIdx.x / 16 + threadIdx.x % 4 / 2 * 8; }
+  // Sums of warps are added in order.
+  __device__ static float Sum(const SharedMemory& memory, int block) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kDirectWarps; ++w) {
+      sum += reinterpret_cast<const float*>(memory.partial[block][w])[threadIdx.x];
+    }
+    return sum * Weights::kFactor;
+  }
+};
+
+}  // namespace jgg::device

@@ -1,0 +1,42 @@
+// From XLA's buffers to PackedCodesSm90.
+#pragma once
+
+#include "common/buffer.h"
+#include "common/check.h"
+#include "quantized/quantized.h"
+
+namespace jgg {
+
+// A weight in layout "sm90", (G, N, K), of this coding: tiles of 64 columns x 64 k.
+inline xla::ffi::Error BindPacked(const char* op, const xla::ffi::AnyBuffer& weight,
+                                  const xla::ffi::AnyBuffer& scales, const QuantizedWeight& w,
+                                  PackedCodesSm90* packed) {
+  for (const auto& buffer : {weight, scales}) {
+    if (buffer.element_type() != xla::ffi::U32) {
+      return InvalidArgument(op, "weight and scales must be uint32");
+    }
+  }
+  JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, N/64, K/64, 128 * bits)", weight,
+                                 {-1, -1, -1, 128 * w.coding.bits}));
+  const auto shape = weight.dimensions();
+  const PackedScales tile = PackedScalesOf(w.coding.mode, w.group_size);
+  JGG_RETURN_IF_ERROR(CheckShape(op, "scales", "(G, N/64, K/64 or 128, words)", scales,
+                                 {shape[0], shape[1], 64 * shape[2] / tile.k, tile.words}));
+  if (64 * shape[2] % tile.k != 0) {
+    return InvalidArgument(op, "weight has shape ", ShapeText(weight), ", expected K % ", tile.k,
+                           " == 0");
+  }
+  JGG_RETURN_IF_ERROR(CheckSmall(op, {shape[0], 64 * shape[1], 64 * shape[2]}));
+  for (const auto& buffer : {weight, scales}) {
+    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
+      return Unimplemented(op, "weight and scales must be 16-byte aligned");
+    }
+  }
+  packed->tile_scales = 4 * tile.words * 64 / tile.k;
+  packed->codes = weight.untyped_data();
+  packed->column_tiles = static_cast<int>(shape[1]);
+  packed->k_tiles = static_cast<int>(shape[2]);
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace jgg

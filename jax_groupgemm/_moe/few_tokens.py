@@ -1,0 +1,60 @@
+"""All of a layer but its router in one call, of a few tokens with prepacked weights. Nothing is
+sorted: each kernel finds its experts from ``expert_index``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._grouped.activations import GATED_ACTIVATIONS
+from .._grouped.call import attributes
+from .._kernels import choose, problems
+from .._quantized.array import Quantized
+from .._quantized.call import flags_of
+from .products import Options
+from .routing import local_experts
+
+
+def experts(platform: str, x, up, down, up_bias, down_bias, weight, pairs, options: Options):
+    """``experts`` of one device, as the custom call ``jgg_moe_few_tokens``: x, up, its scales,
+    down, its scales, expert_index, expert_weight[, expert_offset][, global_scale of up][, up_bias]
+    [, global_scale of down][, down_bias] -> out, workspace. None where no kernel takes it."""
+    index, offset = pairs
+    (tokens, k), d = index.shape, x.shape[1]
+    if not (isinstance(up, Quantized) and isinstance(down, Quantized)):
+        return None
+    if options.implementation not in (None, "sm90"):
+        return None
+    problem = problems.Moe(
+        op="few_tokens", platform=platform, dtypes=(options.dtype.name,), d=d, pairs=tokens * k,
+        experts=down.shape[0], out_dtype=options.out_dtype.name, choices=k,
+        packed=(up.layout, down.layout) == ("sm90", "sm90") and options.transpose_w,
+        empty=0 in (tokens, k, *up.shape, *down.shape),
+    )  # fmt: skip
+    if choose.choose(problem) is None:
+        return None
+    if index.dtype != jnp.int32:
+        index, offset = local_experts(index, offset, down.shape[0]), None
+    columns = up.shape[1] // (2 if options.activation in GATED_ACTIVATIONS else 1)
+    results = [
+        jax.ShapeDtypeStruct((tokens, d), options.out_dtype),
+        jax.ShapeDtypeStruct((tokens * k, columns), jnp.bfloat16),
+    ]
+    more = [offset, up.global_scale, up_bias, down.global_scale, down_bias]
+    flags: dict[str, Any] = {
+        "up": flags_of(up),
+        "down": flags_of(down),
+        "few_tokens": {
+            "activation": options.activation,
+            "up_bias": up_bias is not None,
+            "down_bias": down_bias is not None,
+            "expert_offset": offset is not None,
+        },
+    }
+    out, _ = jax.ffi.ffi_call("jgg_moe_few_tokens", results)(
+        x.astype(jnp.bfloat16), up.weight, up.scales, down.weight, down.scales, index,
+        weight.astype(jnp.float32), *(a for a in more if a is not None), **attributes(flags),
+    )  # fmt: skip
+    return out

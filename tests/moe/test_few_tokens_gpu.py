@@ -1,0 +1,92 @@
+"""A layer of a few tokens with prepacked weights, by the kernels that sort nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from device_runs import run
+from qmm_problems import HOPPER
+
+import jax_groupgemm as jgg
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+FORMATS = [
+    ("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32),
+    *(("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)), ("affine", 4, 32), ("affine", 4, 128),
+]  # fmt: skip
+E, D, F = 16, 2048, 768
+
+
+def problem(rng, mode, bits, group_size, tokens, k, gated=True):
+    """x, up, down, expert_index, expert_weight."""
+    of = lambda *shape: oracle.random_quantized(rng, shape, mode, bits, group_size, "bfloat16")
+    up, down = of(E, F * (1 + gated), D), of(E, D, F)
+    index = jnp.asarray(rng.integers(0, E, (tokens, k)), jnp.int32)
+    weight = jnp.asarray(rng.random((tokens, k)), jnp.float32)
+    return oracle.random(rng, (tokens, D), "bfloat16"), up, down, index, weight
+
+
+def check(problem, **options):
+    """Against the composition of other kernels, and that it is two kernels."""
+    x, up, down, *choices = problem
+    packed = [jgg.prepack(w) for w in (up, down)]
+    layer = lambda x, up, down, *choices: jgg.moe_mlp(x, up, down, *choices, **options)
+    out, kernels = run(jax.jit(layer), x, *packed, *choices)
+    assert [sum(name in k for k in kernels) for name in ("FewUpSm90", "FewDownSm90")] == [1, 1]
+    assert not any("Route" in name or "Combine" in name for name in kernels), kernels
+    want = jax.jit(layer)(x, up, down, *choices)
+    assert out.dtype == want.dtype
+    got, want = oracle.f64(out), oracle.f64(want)
+    assert (np.isnan(got) == np.isnan(want)).all()
+    difference = np.linalg.norm(np.nan_to_num(got - want))
+    assert difference <= 1e-2 * np.linalg.norm(np.nan_to_num(want))
+    return out
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_formats(rng, mode, bits, group_size, tokens):
+    check(problem(rng, mode, bits, group_size, tokens, 8))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "swiglu_oai", "silu", "relu2"])
+def test_activations(rng, activation):
+    gated = "glu" in activation
+    check(problem(rng, "nvfp4", 4, 16, 3, 4, gated), activation=activation)
+
+
+def test_options(rng):
+    """Biases, weights of some of the experts, indices outside, one expert of all tokens."""
+    x, up, down, index, weight = problem(rng, "mxfp4", 4, 32, 16, 4)
+    biases = {"up_bias": oracle.random(rng, (E, 2 * F)), "down_bias": oracle.random(rng, (E, D))}
+    index = index.at[3].set(-1).at[4, 1].set(E + 20).at[5:].set(7)
+    check((x, up, down, index, weight), **biases)
+    check((x, up, down, index, weight), expert_offset=jnp.int32(5), **biases)
+    check((x, up, down, index.astype(jnp.int8), weight), preferred_element_type=jnp.float32)
+
+
+def test_nan(rng):
+    x, up, down, index, weight = problem(rng, "nvfp4", 4, 16, 4, 2)
+    index = jnp.array([[0, 1], [2, 3], [0, 2], [4, 5]])
+    out = check((x.at[1, 7].set(jnp.nan), up, down, index, weight))
+    np.testing.assert_array_equal(np.isnan(out).all(1), [False, True, False, False])
+
+
+def test_replayed(rng):
+    """50 steps in one program, each with another routing."""
+    x, up, down, index, weight = problem(rng, "nvfp4", 4, 16, 2, 8)
+    packed = [jgg.prepack(w) for w in (up, down)]
+
+    def steps(x, *weights):
+        def one(x, i):
+            y = jgg.moe_mlp(x, *weights, (index + i) % E, weight)
+            return (y / jnp.sqrt(jnp.square(y).mean())).astype(x.dtype), (x, y)
+
+        return jax.lax.scan(one, x, jnp.arange(50))[1]
+
+    xs, found = jax.jit(steps)(x, *packed)
+    np.testing.assert_array_equal(*(np.asarray(a) for a in (found, jax.jit(steps)(x, *packed)[1])))
+    layer = jax.jit(lambda x, i: jgg.moe_mlp(x, *packed, (index + i) % E, weight))
+    for i in (0, 1, 49):
+        np.testing.assert_array_equal(np.asarray(layer(xs[i], i)), np.asarray(found[i]))

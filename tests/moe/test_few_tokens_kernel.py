@@ -1,0 +1,168 @@
+"""The kernels of a few tokens' experts (ffi/moe/device/few_tokens_sm90.cuh), run on the host lane
+by lane."""
+
+import ctypes
+import dataclasses
+
+import host_program
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from host_program import mode_number, pointer
+
+import jax_groupgemm as jgg
+
+pytestmark = host_program.needs_compiler
+POINTERS = ("x", "a", "out", "index", "offset", "weight", "codes", "scales", "global_scale", "bias")
+NUMBERS = ("tokens", "k", "experts", "d", "f", "columns", "inner", "tile_scales", "gated", "up")
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int32) for name in NUMBERS),
+    ]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return host_program.build_kernels("few_tokens_kernel").few_tokens_kernel
+
+
+def aligned(array):
+    """A copy that begins at a multiple of 16 bytes."""
+    memory = np.empty(array.nbytes + 16, np.uint8)
+    begin = -memory.ctypes.data % 16
+    out = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
+
+
+def run(kernel, w, *, up, **of):
+    """One of the kernels, with ``of`` by the names above."""
+    packed = jgg.prepack(w)
+    assert packed.layout == "sm90"
+    experts, columns, inner = w.shape
+    scale = None if w.global_scale is None else np.asarray(w.global_scale, np.float32)
+    of |= {
+        "codes": aligned(np.asarray(packed.weight)), "scales": aligned(np.asarray(packed.scales)),
+        "global_scale": scale, "columns": columns, "inner": inner, "up": up, "experts": experts,
+        "tile_scales": packed.scales.nbytes // (experts * columns * inner // 4096),
+    }  # fmt: skip
+    arrays = [pointer(of[name]) for name in POINTERS]
+    problem = Problem(*arrays, *(int(of[name]) for name in NUMBERS))
+    assert kernel(ctypes.byref(problem), mode_number(w.mode), w.bits) == 0
+
+
+def layer(kernel, x, up, down, index, weight, *, gated=True, offset=None, biases=(None, None)):
+    """Both kernels: the (T * k, F) activations, 7 where there are none, and the result."""
+    (tokens, k), d, f = index.shape, x.shape[1], down.shape[2]
+    a = aligned(np.full((tokens * k, f), 7, ml_dtypes.bfloat16))
+    out = np.full((tokens, d), 7, np.float32)
+    same = {
+        "x": aligned(np.asarray(x)), "a": a, "out": out, "index": np.array(index, np.int32),
+        "offset": None if offset is None else np.array([offset], np.int32),
+        "weight": np.array(weight, np.float32), "tokens": tokens, "k": k, "d": d, "f": f,
+        "gated": gated,
+    }  # fmt: skip
+    run(kernel, up, up=True, bias=biases[0], **same)
+    run(kernel, down, up=False, bias=biases[1], **same)
+    return a, out
+
+
+def wanted(x, up, down, index, weight, *, gated=True, offset=0, biases=(None, None)):
+    """The same in float64, but for the two roundings."""
+    rounded = lambda a: a.astype(ml_dtypes.bfloat16).astype(np.float64)
+    of = lambda q: oracle.f64(oracle.scaled(q, "bfloat16"))
+    w_up, w_down = of(up), of(down)
+    (tokens, k), experts = index.shape, w_up.shape[0]
+    a, out = np.full((tokens * k, w_down.shape[2]), 7.0), np.zeros((tokens, x.shape[1]))
+    for t, j in np.ndindex(tokens, k):
+        e = int(index[t, j]) - offset
+        if not 0 <= e < experts:
+            continue
+        h = w_up[e] @ oracle.f64(x[t]) + (0 if biases[0] is None else biases[0][e])
+        gate, value = np.split(rounded(h), 2) if gated else (rounded(h), None)
+        act = gate / (1 + np.exp(-gate)) * value if gated else np.maximum(gate, 0)
+        a[t * k + j] = rounded(act)
+        y = w_down[e] @ a[t * k + j] + (0 if biases[1] is None else biases[1][e])
+        out[t] += weight[t, j] * y
+    return a, out
+
+
+def weights(rng, mode, bits, group_size, *shape):
+    scale = jnp.asarray(rng.uniform(0.5, 2, shape[:1]), jnp.float32) if mode == "nvfp4" else None
+    return oracle.random_quantized(rng, shape, mode, bits, group_size, "bfloat16", scale=scale)
+
+
+def check(got, want):
+    for g, w in zip(got, want, strict=True):
+        g = oracle.f64(g)
+        # An activation may be rounded the other way where sums differ.
+        assert np.linalg.norm(g - w) <= 1e-3 * np.linalg.norm(w)
+        assert ((w == 7) == (g == 7)).all()
+
+
+@pytest.mark.parametrize(
+    ("formats", "gated"),
+    [
+        ((("nvfp4", 4, 16), ("nvfp4", 4, 16)), True),
+        ((("affine", 4, 64), ("mxfp8", 8, 32)), True),
+        ((("mxfp4", 4, 32), ("affine", 4, 32)), False),
+    ],
+)
+def test_values(kernel, rng, formats, gated):
+    """Experts that several tokens chose, one more often than a block has rows; the same one twice
+    for a token; indices outside, of which one token has no other; biases."""
+    d, f, experts = 128, 64, 4
+    up = weights(rng, *formats[0], experts, f * (1 + gated), d)
+    down = weights(rng, *formats[1], experts, d, f)
+    index = np.array([[0, 3, 9], [3, 3, 1], [-1, 4, 2**30], [3, 3, 3], [3, -5, 3], [3, 3, 3]])
+    x, weight = oracle.random(rng, (len(index), d), "bfloat16"), rng.standard_normal(index.shape)
+    biases = tuple(
+        rng.standard_normal((experts, n)).astype(np.float32) for n in (f * (1 + gated), d)
+    )
+    options = {"gated": gated, "biases": biases}
+    check(
+        layer(kernel, x, up, down, index, weight, **options),
+        wanted(x, up, down, index, weight.astype(np.float32), **options),
+    )
+
+
+@pytest.mark.parametrize(("d", "f"), [(64 * 17, 64), (64, 64 * 5)])
+def test_one_token_and_more_k(kernel, rng, d, f):
+    """Eight choices, and more k than the warps take at a time; weights of some of the experts."""
+    up, down = weights(rng, "nvfp4", 4, 16, 2, 2 * f, d), weights(rng, "nvfp4", 4, 16, 2, d, f)
+    index = np.array([[5, 6, 7, 4, 6, 0, 5, 5]])
+    x, weight = oracle.random(rng, (1, d), "bfloat16"), rng.standard_normal((1, 8))
+    check(
+        layer(kernel, x, up, down, index, weight, offset=5),
+        wanted(x, up, down, index, weight.astype(np.float32), offset=5),
+    )
+
+
+def test_most_pairs(kernel, rng):
+    """64 pairs, most of one expert: blocks of eight of its pairs, and of what is left."""
+    up, down = weights(rng, "nvfp4", 4, 16, 3, 128, 64), weights(rng, "nvfp4", 4, 16, 3, 64, 64)
+    index = np.where(rng.random((16, 4)) < 0.8, 1, rng.integers(0, 3, (16, 4)))
+    x, weight = oracle.random(rng, (16, 64), "bfloat16"), rng.standard_normal((16, 4))
+    check(
+        layer(kernel, x, up, down, index, weight),
+        wanted(x, up, down, index, weight.astype(np.float32)),
+    )
+
+
+def test_nan_stays_in_the_tokens_that_meet_it(kernel, rng):
+    up, down = weights(rng, "nvfp4", 4, 16, 3, 128, 64), weights(rng, "nvfp4", 4, 16, 3, 64, 64)
+    x = oracle.random(rng, (4, 64), "bfloat16").at[2, 5].set(np.nan)
+    nan = np.array([1, 1, np.nan], np.float32)
+    index = np.array([[0, 1], [0, 2], [0, 1], [1, 1]])
+    weight = np.ones((4, 2))
+    _, out = layer(kernel, x, up, down, index, weight)
+    np.testing.assert_array_equal(np.isnan(out).all(1), [False, False, True, False])
+    down = dataclasses.replace(down, global_scale=jnp.asarray(nan))
+    _, out = layer(kernel, x, up, down, index, weight)
+    np.testing.assert_array_equal(np.isnan(out).all(1), [False, True, True, False])
+    assert np.isfinite(out[[0, 3]]).all()

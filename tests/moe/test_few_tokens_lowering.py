@@ -1,0 +1,69 @@
+"""Where a layer of a few tokens is lowered to one call for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_moe_lowering import array, calls, names
+
+import jax_groupgemm as jgg
+
+E, D, F = 6, 192, 128
+
+
+def weights(gated=True, mode="nvfp4"):
+    up, down = jnp.ones((E, F * (1 + gated), D)), jnp.ones((E, D, F))
+    return [jgg.prepack(jgg.quantize(w, mode=mode)) for w in (up, down)]
+
+
+def arguments(tokens=2, k=3, dtype="bfloat16", index="int32", packed=None):
+    up, down = packed or weights()
+    index, weight = array(tokens, k, dtype=index), array(tokens, k)
+    return array(tokens, D, dtype=dtype), up, down, index, weight
+
+
+def test_operands():
+    """Index and offset as they are; weights in float32."""
+    biases = {"up_bias": jnp.ones((E, 2 * F)), "down_bias": jnp.ones((E, D))}
+    layer = lambda *a: jgg.moe_mlp(*a, expert_offset=jnp.int32(2), **biases)
+    *_, (name, operands, results) = calls(layer, *arguments())
+    assert name == "jgg_moe_few_tokens"
+    assert operands[0] == "2x192xbf16"
+    assert operands[5:8] == ["2x3xi32", "2x3xf32", "i32"]
+    assert operands[8:] == ["6x256xf32", "6x192xf32"]
+    assert results == ["2x192xbf16", "6x128xbf16"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated"), [("swiglu", True), ("swiglu_oai", True), ("relu2", False)]
+)
+def test_few_tokens(activation, gated):
+    layer = lambda *a: jgg.moe_mlp(*a, activation=activation)
+    packed = weights(gated)
+    assert names(layer, *arguments(packed=packed)) == ["jgg_moe_route", "jgg_moe_few_tokens"]
+    for few in (
+        {"tokens": 8, "k": 8}, {"tokens": 64, "k": 1}, {"index": "uint8"},
+    ):  # fmt: skip
+        assert names(layer, *arguments(packed=packed, **few))[-1] == "jgg_moe_few_tokens"
+    for others in (
+        {"tokens": 13, "k": 5}, {"tokens": 1, "k": 9}, {"tokens": 0}, {"dtype": "float32"},
+    ):  # fmt: skip
+        assert "jgg_moe_few_tokens" not in names(layer, *arguments(packed=packed, **others))
+
+
+def test_neither_other_weights_nor_other_kernels():
+    stored = [jgg.quantize(jnp.ones(s), mode="nvfp4") for s in ((E, 2 * F, D), (E, D, F))]
+    assert "jgg_moe_few_tokens" not in names(jgg.moe_mlp, *arguments(packed=stored))
+    mixed = [weights()[0], stored[1]]
+    assert "jgg_moe_few_tokens" not in names(jgg.moe_mlp, *arguments(packed=mixed))
+    layer = lambda *a: jgg.moe_mlp(*a, implementation="reference")
+    assert "jgg_moe_few_tokens" not in names(layer, *arguments())
+
+
+def test_transformations():
+    """A batch and gradients are composed."""
+    x, up, down, index, weight = arguments()
+    batch = lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype)
+    layer = jax.vmap(lambda x, index, weight: jgg.moe_mlp(x, up, down, index, weight))
+    assert "jgg_moe_few_tokens" not in names(layer, batch(x), batch(index), batch(weight))
+    loss = lambda x, weight, index: jgg.moe_mlp(x, up, down, index, weight).sum()
+    assert "jgg_moe_few_tokens" not in names(jax.grad(loss, (0, 1)), x, weight, index)
