@@ -184,7 +184,7 @@ void DefineRules(nb::module_& m) {
         "element_bytes"_a,
         "Why the kernels of dispatch and combine cannot take rows of d elements.");
   m.def("moe_few_tokens_problem", &rules::MoeFewTokensProblem, nb::kw_only(), "pairs"_a,
-        "choices"_a, "packed"_a,
+        "choices"_a, "width"_a, "packed"_a,
         "Why the kernels of a few tokens' experts cannot take so many pairs, and so many experts "
         "of a token; whether weights are prepacked.");
 }

@@ -141,10 +141,15 @@ def choose(
         wanted = wanted + lax.stop_gradient(bias).astype(score.dtype)
     if top_groups < groups:
         wanted = _of_best_groups(wanted, groups, top_groups, best=1 if bias is None else 2)
-    expert = lax.top_k(wanted, top_k)[1]
-    weight = jnp.take_along_axis(score, expert, axis=-1)
-    if renormalize:
-        weight = _shares(weight)
+    if scores == "softmax" and renormalize:
+        # The softmax of those that are chosen, for which that of all need not be computed.
+        ranks_alike = bias is None and top_groups == groups
+        expert = lax.top_k(lax.stop_gradient(logits) if ranks_alike else wanted, top_k)[1]
+        weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, axis=-1))
+    else:
+        expert = lax.top_k(wanted, top_k)[1]
+        weight = jnp.take_along_axis(score, expert, axis=-1)
+        weight = _shares(weight) if renormalize else weight
     if scale != 1.0:
         weight = weight * jnp.asarray(scale, weight.dtype)
     if where is not None:

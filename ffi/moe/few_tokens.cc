@@ -1,4 +1,5 @@
 // CUDA handler of a few tokens' experts with weights in layout "sm90": bind, check, launch.
+#include <algorithm>
 #include <string>
 
 #include "common/arch.h"
@@ -71,7 +72,7 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "up", "(E, N/64, K/64, words)", up, {-1, -1, -1, -1}));
   const int64_t f = a->dimensions()[1], experts = up.dimensions()[0];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {tokens, k, experts, d, f}));
-  if (auto reason = rules::MoeFewTokensProblem(tokens * k, k, true))
+  if (auto reason = rules::MoeFewTokensProblem(tokens * k, k, std::max(d, f), true))
     return Unimplemented(kOp, *reason);
   if (d % 64 != 0 || f % 64 != 0) return InvalidArgument(kOp, "D and F must be whole 64s");
   const auto activation = ToActivation(attrs.activation);

@@ -31,7 +31,7 @@ def takes_few(p: Moe) -> str | None:
     if p.dtypes != ("bfloat16",):
         return "needs bfloat16 x"
     return extension.rules().moe_few_tokens_problem(
-        pairs=p.pairs, choices=p.choices, packed=p.packed
+        pairs=p.pairs, choices=p.choices, width=p.d, packed=p.packed
     )
 
 

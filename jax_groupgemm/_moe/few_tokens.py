@@ -28,8 +28,8 @@ def experts(platform: str, x, up, down, up_bias, down_bias, weight, pairs, optio
     if options.implementation not in (None, "sm90"):
         return None
     problem = problems.Moe(
-        op="few_tokens", platform=platform, dtypes=(options.dtype.name,), d=d, pairs=tokens * k,
-        experts=down.shape[0], out_dtype=options.out_dtype.name, choices=k,
+        op="few_tokens", platform=platform, dtypes=(options.dtype.name,), pairs=tokens * k,
+        d=max(d, down.shape[2]), experts=down.shape[0], out_dtype=options.out_dtype.name, choices=k,
         packed=(up.layout, down.layout) == ("sm90", "sm90") and options.transpose_w,
         empty=0 in (tokens, k, *up.shape, *down.shape),
     )  # fmt: skip

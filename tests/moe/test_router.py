@@ -77,6 +77,20 @@ def test_a_softmax_of_the_chosen_logits_is_the_same(rng):
     np.testing.assert_allclose(choice.weight, powers / powers.sum(1, keepdims=True), rtol=1e-5)
 
 
+def test_chosen_shares_of_a_softmax_that_underflow():
+    """The best logits are chosen where the softmax of all has many zeros; it is not computed."""
+    logits = jnp.zeros((1, E)).at[0, jnp.array([7, 3, 9])].set(jnp.array([300.0, 150.0, 149.0]))
+    choice = choose(logits, 3)
+    assert choice.expert.tolist() == [[7, 3, 9]]
+    assert choice.weight.tolist() == [[1, 0, 0]]
+    bias = jnp.zeros(E).at[jnp.array([3, 9])].set(2.0)
+    share = choose(logits, 2, bias=bias).weight[0, 0]
+    np.testing.assert_allclose(share, 1 / (1 + np.exp(-1.0)), rtol=1e-6)
+    text = jax.jit(lambda a: router.choose(a, 3)[:2]).lower(logits).compile().as_text()
+    assert f"f32[1,{E}]{{1,0}} exponential" not in text
+    assert "f32[1,3]{1,0} exponential" in text
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "olmoe"])
 @pytest.mark.one_in(3)
 def test_gradients(rng, name):

@@ -142,16 +142,22 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
     pairs_of[warp][place] = own_pair;
   }
   __syncwarp();
+  // Tiles of one pair after the other. They are few, so a division is exact in float32.
+  const float per_tile = 1.0f / static_cast<float>(k_tiles);
+  const auto row_of = [&](int at) {
+    return static_cast<int>((static_cast<float>(at) + 0.5f) * per_tile);
+  };
   Product::Multiply(
-      memory, Weights::TileScales(w.packed), count * k_tiles, [&](int at) { return at % k_tiles; },
+      memory, Weights::TileScales(w.packed), count * k_tiles,
+      [&](int at) { return at - row_of(at) * k_tiles; },
       [&](int at, int) {
-        return Weights::ColumnOf(w.packed, w.scales, experts_of[warp][at / k_tiles],
-                                 blockIdx.x / 4);
+        return Weights::ColumnOf(w.packed, w.scales, experts_of[warp][row_of(at)], blockIdx.x / 4);
       },
       [&](int at, int row) -> const char* {
         if (row < 0) return experts.a;
-        if (row != at / k_tiles) return nullptr;
-        const int64_t line = static_cast<int64_t>(pairs_of[warp][row]) * k_tiles + at % k_tiles;
+        if (row != row_of(at)) return nullptr;
+        // `at` counts the tiles of the rows before.
+        const int64_t line = static_cast<int64_t>(pairs_of[warp][row] - row) * k_tiles + at;
         return experts.a + line * 128;
       });
   __syncthreads();
