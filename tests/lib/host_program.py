@@ -21,6 +21,9 @@ COMPILER = shutil.which("c++")
 # Not optimized: compiling takes longer than running.
 FLAGS = ("-O0", "-ffp-contract=off", "-shared", "-fPIC")
 FLAGS += ("-Wall", "-Werror", "-Wno-unknown-pragmas")  # CUDA's unroll
+# By tests/kernels/test_host_kernels.py: "address" or "thread".
+SANITIZER = os.environ.get("JGG_TESTS_SANITIZER")
+SANITIZED = (f"-fsanitize={SANITIZER}", "-O1", "-g") if SANITIZER else ()
 # A program's number of a mode or dtype is the place in these.
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -57,7 +60,7 @@ def build_kernels(name: str) -> ctypes.CDLL:
     command = [COMPILER, "-std=c++20", "-E", "-include", "barrier", "-xc++", "-"]
     if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
         pytest.skip("needs a C++20 library")
-    return build(name, "-pthread", standard="c++20")
+    return build(name, "-pthread", *SANITIZED, standard="c++20")
 
 
 def mode_number(mode: str) -> int:
