@@ -135,7 +135,9 @@ __device__ void FillOthers(const PairRows& pairs, const PairOfLane& own, Fill fi
   if (own.there && own.pair < pairs.rows) {
     const int given = pairs.order[own.pair];
     pair = min(given, all - 1);
-    mine = given < 0 || given >= all || pairs.place[pair] != own.pair;
+    // As Read has it.
+    const int place = given < 0 ? -1 : min(pairs.place[pair], pairs.rows - 1);
+    mine = given < 0 || given >= all || place != own.pair;
   }
   for (unsigned left = __ballot_sync(kAllLanes, mine); left != 0; left &= left - 1) {
     const int lane = __ffs(left) - 1;
