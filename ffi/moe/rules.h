@@ -32,7 +32,8 @@ inline Reason MoeRowsProblem(int64_t pairs, int64_t d, int element_bytes) {
 // The experts of a few tokens at once. `width`: D or F, the larger; `packed`: both weights are in
 // layout "sm90".
 inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, int64_t width, bool packed) {
-  if (width > int64_t{1} << 20) return "needs D and F up to 2^20, got " + std::to_string(width);
+  // Longer sums are made of parts, as of other products with bfloat16 results.
+  if (width > int64_t{1} << 17) return "needs D and F up to 2^17, got " + std::to_string(width);
   if (!packed) return "needs weights of jax_groupgemm.prepack";
   if (choices > kMostFewChoices) {
     return "needs at most " + std::to_string(kMostFewChoices) + " experts of a token";

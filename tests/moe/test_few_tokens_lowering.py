@@ -6,6 +6,7 @@ import pytest
 from test_moe_lowering import array, calls, names
 
 import jax_groupgemm as jgg
+from jax_groupgemm._kernels import extension
 
 E, D, F = 6, 192, 128
 
@@ -57,6 +58,15 @@ def test_neither_other_weights_nor_other_kernels():
     assert "jgg_moe_few_tokens" not in names(jgg.moe_mlp, *arguments(packed=mixed))
     layer = lambda *a: jgg.moe_mlp(*a, implementation="reference")
     assert "jgg_moe_few_tokens" not in names(layer, *arguments())
+
+
+def test_why_not():
+    """Sums over more k than others have in one part are left to those."""
+    problem = extension.rules().moe_few_tokens_problem
+    few = {"pairs": 64, "choices": 8, "width": 2**17, "packed": True}
+    assert problem(**few) is None
+    for more in ({"pairs": 65}, {"choices": 9}, {"width": 2**17 + 64}, {"packed": False}):
+        assert problem(**few | more).startswith("needs ")
 
 
 def test_transformations():
