@@ -24,7 +24,7 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "moe_few_tokens";
 
-// Of w (E, n, k), and the bias if it has one; the rest of its operands come later.
+// Binds the codes of w (E, n, k). BindFewTokensOptions has the rest of its operands.
 static ffi::Error BindFewTokensWeight(const ffi::AnyBuffer& weight, const ffi::AnyBuffer& scales,
                                       const QuantizedAttrs& attrs, int64_t experts, int64_t n,
                                       int64_t k, Coding* coding, FewTokensWeight* bound) {

@@ -35,7 +35,7 @@ def library(name: str) -> str:
 
 
 def run(tmp_path, sanitizer: str, *arguments: str) -> str:
-    """What the sanitizer says of a Python program; nothing, as a rule."""
+    """Runs a Python program. Returns the sanitizer's findings, an empty text if there are none."""
     log = tmp_path / "found"
     short = {"address": "asan", "thread": "tsan"}[sanitizer]
     # Python and JAX were not compiled for it, so both libraries come first.

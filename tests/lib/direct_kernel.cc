@@ -10,7 +10,7 @@ using namespace jgg;
 
 namespace {
 
-// Of a gated product both sums, side by side.
+// Stores sums: both of a gated product, side by side.
 struct Plain {
   static void Store(const device::DirectGemmSm90& gemm, int, int row, int column, float value,
                     float other, bool gated) {

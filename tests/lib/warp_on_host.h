@@ -6,7 +6,7 @@
 
 namespace jgg::device {
 
-// What every lane has, by lane.
+// The values of all lanes.
 template <typename T>
 std::array<T, 32> AllLanes(T value) {
   return OfAllLanes(value, [](const T* values) {

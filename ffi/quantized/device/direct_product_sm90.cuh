@@ -113,7 +113,7 @@ class DirectProduct {
     }
   }
 
-  // Of the first 128 threads each has a sum: of this row, and this of the block's columns.
+  // Each of the first 128 threads has one sum, which is in this row and this column of the block.
   __device__ static int Row() { return threadIdx.x / 4 % 4 * 2 + threadIdx.x % 2; }
   __device__ static int Column() { return threadIdx.x / 16 + threadIdx.x % 4 / 2 * 8; }
   // Sums of warps are added in order.

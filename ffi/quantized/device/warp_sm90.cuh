@@ -1,5 +1,5 @@
-// What warps do together beside tensor copies and warpgroup products. On the host another file says
-// it (tests/lib/warp_on_host.h).
+// Instructions of whole warps, beside tensor copies and warpgroup products. On the host
+// tests/lib/warp_on_host.h has them.
 #pragma once
 
 #include <cstdint>
