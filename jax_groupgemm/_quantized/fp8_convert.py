@@ -42,7 +42,7 @@ def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
 
 
 def made(codes, scales, positions=None, *, block=fp8.LINE, axis: int = -1) -> Quantized:
-    """Of what quantizing gives; with positions rows are grouped, and blocks lie along them."""
+    """The array of these codes. With positions rows are grouped, and blocks lie along them."""
     return Quantized(
         codes, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=axis,  # pyright: ignore[reportArgumentType]
         layout="linear" if positions is None else "grouped", block=block,

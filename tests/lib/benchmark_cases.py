@@ -1,4 +1,4 @@
-"""What a list of a benchmark's cases has to be."""
+"""Checks of a list of a benchmark's cases."""
 
 
 def check_lists(cases, op: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from host_program import mode_number, pointer
+from test_quantize_kernels import copied
 
 import jax_groupgemm as jgg
 
@@ -31,15 +32,6 @@ def kernel():
     return host_program.build_kernels("few_tokens_kernel").few_tokens_kernel
 
 
-def aligned(array):
-    """A copy that begins at a multiple of 16 bytes."""
-    memory = np.empty(array.nbytes + 16, np.uint8)
-    begin = -memory.ctypes.data % 16
-    out = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    out[...] = array
-    return out
-
-
 def run(kernel, w, *, up, **of):
     """One of the kernels, with ``of`` by the names above."""
     packed = jgg.prepack(w)
@@ -47,7 +39,7 @@ def run(kernel, w, *, up, **of):
     experts, columns, inner = w.shape
     scale = None if w.global_scale is None else np.asarray(w.global_scale, np.float32)
     of |= {
-        "codes": aligned(np.asarray(packed.weight)), "scales": aligned(np.asarray(packed.scales)),
+        "codes": copied(np.asarray(packed.weight)), "scales": copied(np.asarray(packed.scales)),
         "global_scale": scale, "columns": columns, "inner": inner, "up": up, "experts": experts,
         "tile_scales": packed.scales.nbytes // (experts * columns * inner // 4096),
     }  # fmt: skip
@@ -59,17 +51,17 @@ def run(kernel, w, *, up, **of):
 def layer(kernel, x, up, down, index, weight, *, gated=True, offset=None, biases=(None, None)):
     """Both kernels: the (T * k, F) activations, 7 where there are none, and the result."""
     (tokens, k), d, f = index.shape, x.shape[1], down.shape[2]
-    a = aligned(np.full((tokens * k, f), 7, ml_dtypes.bfloat16))
+    a = copied(np.full((tokens * k, f), 7, ml_dtypes.bfloat16)).view(ml_dtypes.bfloat16)
     out = np.full((tokens, d), 7, np.float32)
     same = {
-        "x": aligned(np.asarray(x)), "a": a, "out": out, "index": np.array(index, np.int32),
+        "x": copied(np.asarray(x)), "a": a, "out": out, "index": np.array(index, np.int32),
         "offset": None if offset is None else np.array([offset], np.int32),
         "weight": np.array(weight, np.float32), "tokens": tokens, "k": k, "d": d, "f": f,
         "gated": gated,
     }  # fmt: skip
     run(kernel, up, up=True, bias=biases[0], **same)
     run(kernel, down, up=False, bias=biases[1], **same)
-    return a, out
+    return a.reshape(-1, f), out
 
 
 def wanted(x, up, down, index, weight, *, gated=True, offset=0, biases=(None, None)):
