@@ -16,10 +16,10 @@
 
 namespace jgg::device {
 
-// Element: of the result, and kWide where that is float32. mm may have its rows by list; kRaggedK:
-// wgrad.
+// Element: of the result, and kWide where that is float32. mm may have its rows by list, or as the
+// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad.
 template <typename Element_, bool kRaggedK_, bool kWide_ = false,
-          Listed kListed_ = Listed::kNothing>
+          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false>
 struct Fp8GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = true, kRKMajor = true;
@@ -27,7 +27,8 @@ struct Fp8GemmSm90Config {
   // float32 results take the room of a stage.
   static constexpr int kRows = 128, kBlocks = 2, kStages = kWide ? 3 : 4, kCluster = 2, kPlanes = 1;
   static constexpr Listed kListed = kListed_;
-  static constexpr bool kLists = kListed != Listed::kNothing;
+  static constexpr bool kLists = kListed != Listed::kNothing, kRowsFirst = kRowsFirst_;
+  static_assert(!kRowsFirst || (!kRaggedK && !kWide && !kLists));
   static constexpr bool kStacked = true, kGathered = false, kSharesK = false, kGates = false;
   static constexpr bool kTransposed = false, kBalances = false, kGoesBack = false;
   static constexpr bool kStoreWarp = true;
@@ -38,7 +39,9 @@ struct Fp8GemmSm90Config {
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = kWide ? 4 : 1;
   using Epilogue = StagedSm90<kStoreChunk>;
-  using Scales = std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>, MmScales<kRows>>;
+  using Scales = std::conditional_t<
+      kRaggedK, WgradScales<kRows, 128 * kBlocks>,
+      std::conditional_t<kRowsFirst, MmRowScales<kRows>, MmScales<kRows>>>;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
 
   struct SharedMemory {
@@ -147,10 +150,15 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
         for (int g = 0; g < 2; ++g) w[g] = __ldg(of_columns[g] + slice);
       };
       StageScales<Config>(memory, work, at, load, [&](auto& scales) {
-        rows.Each([&](int i, float value) {
+        if constexpr (Config::kRowsFirst) {
+          rows.Each([&](int i, float value) { scales.rows[i] = value; });
+          if (threadIdx.x % 32 == 0) scales.columns[0] = w[0], scales.columns[1] = w[1];
+        } else {
+          rows.Each([&](int i, float value) {
 #pragma unroll
-          for (int g = 0; g < 2; ++g) scales.rows[g].values[Rows::Place(i)] = value * w[g];
-        });
+            for (int g = 0; g < 2; ++g) scales.rows[g].values[Rows::Place(i)] = value * w[g];
+          });
+        }
       });
     }
   });
@@ -186,34 +194,46 @@ struct CountedPlace {
   }
 };
 
+// A warpgroup's share of a tile leaves in so many chunks.
+template <typename Config>
+constexpr int kChunksOfFp8 =
+    Config::kRowsFirst ? 4 : Config::kBlocks * (Config::kRows / Config::kStoreChunk);
+
+template <typename Config>
+__device__ ChunkPlace PlaceOfFp8Chunk(int chunk, int group) {
+  if (Config::kRowsFirst) return {64 * group, 64 * chunk};
+  constexpr int kEach = Config::kRows / Config::kStoreChunk;
+  return {chunk % kEach * Config::kStoreChunk, 128 * group + 64 * (chunk / kEach)};
+}
+
 // One of the two warpgroups that multiply.
 template <typename Config>
 __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemory& memory,
                                                      int group) {
-  using P = Fp8Products<Config>;
+  using P = std::conditional_t<Config::kRowsFirst, Fp8RowProducts<Config>, Fp8Products<Config>>;
   using T = typename Config::Element;
   Place<Config::kStages> at;
   CountedPlace<Config::kStoreBuffers> staged_chunks;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     typename P::Sums sums;
     P::MultiplyTile(memory, work, group, at, sums);
+    constexpr int kChunk = Config::kStoreChunk;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (128 * group + 64 * block >= work.columns) break;
-#pragma unroll
-      for (int first = 0; first < Config::kRows; first += Config::kStoreChunk) {
-        if (first >= work.rows) break;
-        Place<Config::kStoreBuffers> store = staged_chunks.Next();
-        StageChunk<Config>(memory, group, store, [&](char* staged) {
-          constexpr int kChunk = Config::kStoreChunk;
-          if constexpr (Config::kWide) {
-            StageFloatsAnew<kChunk>(sums[block] + first / 2, staged);
-          } else {
-            Config::Epilogue::template StageHalvesOf<T>(sums[block] + first / 2, staged,
-                                                        kChunk / 8);
-          }
-        });
-      }
+    for (int chunk = 0; chunk < kChunksOfFp8<Config>; ++chunk) {
+      if (!PlaceOfFp8Chunk<Config>(chunk, group).In(work)) continue;
+      Place<Config::kStoreBuffers> store = staged_chunks.Next();
+      StageChunk<Config>(memory, group, store, [&](char* staged) {
+        const float* from = &sums[0][0] + chunk * (kChunk / 2);
+        if constexpr (Config::kRowsFirst) {
+          StageColumns<kChunk>(staged, kChunk / 8, [&](int word) {
+            return Pack<T>(from[2 * word], from[2 * word + 1]);
+          });
+        } else if constexpr (Config::kWide) {
+          StageFloatsAnew<kChunk>(from, staged);
+        } else {
+          Config::Epilogue::template StageHalvesOf<T>(from, staged, kChunk / 8);
+        }
+      });
     }
   });
 }
@@ -225,41 +245,38 @@ __device__ void StoreFp8Warp(const GemmSm90& gemm, typename Config::SharedMemory
   uint64_t* before = nullptr;  // of the buffer that is being stored
   ForEachWork<Config>(memory, [&](const Work& work) {
 #pragma unroll 1
-    for (int block = 0; block < Config::kBlocks; ++block) {
-#pragma unroll 1
-      for (int first = 0; first < work.rows; first += Config::kStoreChunk) {
+    for (int chunk = 0; chunk < kChunksOfFp8<Config>; ++chunk) {
 #pragma unroll
-        for (int group = 0; group < 2; ++group) {
-          const int column = 128 * group + 64 * block;
-          if (column >= work.columns) continue;
-          auto& at = places[group];
-          Wait(&memory.stores.full[group][at.index], at.parity);
-          const char* staged = Buffer<Config>(memory, group, at.index);
-          const int rows = min(Config::kStoreChunk, work.rows - first);
+      for (int group = 0; group < 2; ++group) {
+        const auto [first, column] = PlaceOfFp8Chunk<Config>(chunk, group);
+        if (first >= work.rows || column >= work.columns) continue;
+        auto& at = places[group];
+        Wait(&memory.stores.full[group][at.index], at.parity);
+        const char* staged = Buffer<Config>(memory, group, at.index);
+        const int rows = min(Config::kStoreChunk, work.rows - first);
 #pragma unroll
-          for (int half = 0; half < (Config::kWide ? 2 : 1); ++half) {
-            if (column + 32 * half >= work.columns) continue;
-            StoreChunk<Config>(gemm, work, staged + half * Config::kStoreChunk * 128,
-                               column + 32 * half, first, rows);
-          }
-          __syncwarp();
-          if (threadIdx.x % 32 == 0) {
-            CommitStores();
-            // All but this one have been read; where there is one buffer, this one, too.
-            if (before != nullptr) {
-              WaitStored<1>();
-              Arrive(before);
-            }
-            before = &memory.stores.empty[group][at.index];
-            if (Config::kStoreBuffers == 1) {
-              WaitStored<0>();
-              Arrive(before);
-              before = nullptr;
-            }
-          }
-          __syncwarp();
-          at.Next();
+        for (int half = 0; half < (Config::kWide ? 2 : 1); ++half) {
+          if (column + 32 * half >= work.columns) continue;
+          StoreChunk<Config>(gemm, work, staged + half * Config::kStoreChunk * 128,
+                             column + 32 * half, first, rows);
         }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+          CommitStores();
+          // All but this one have been read; where there is one buffer, this one, too.
+          if (before != nullptr) {
+            WaitStored<1>();
+            Arrive(before);
+          }
+          before = &memory.stores.empty[group][at.index];
+          if (Config::kStoreBuffers == 1) {
+            WaitStored<0>();
+            Arrive(before);
+            before = nullptr;
+          }
+        }
+        __syncwarp();
+        at.Next();
       }
     }
     if (before != nullptr) {

@@ -49,6 +49,12 @@ struct StagedScales {
   }
 };
 
+// A stage's, where rows are the instruction's M: of rows, and of every 128 columns of w.
+template <int kRows>
+struct MmRowScales {
+  float rows[kRows], columns[2];
+};
+
 // A stage's: of rows, times that of each warpgroup's 128 columns of w; or of rows and of columns.
 template <int kRows>
 struct MmScales {
@@ -137,6 +143,69 @@ struct Fp8Products {
             }
           }
         }
+      }
+      __syncwarp();
+      Release<Config>(memory, here.index);
+      here.Next();
+    }
+    at = here;
+  }
+};
+
+// The same where rows are the instruction's M: a warpgroup has 64 of them and all of the tile's 256
+// columns. A thread's sums are of two rows, so it reads two scales for a block of k, where above it
+// reads kRows / 4: shared memory is what products wait for. A tile of few rows is multiplied as if
+// it had 64 or 128.
+template <typename Config>
+struct Fp8RowProducts {
+  using Memory = typename Config::SharedMemory;
+  using Sums = float[2][64];  // of 128 columns
+
+  // All k of a tile. Leaves the ring behind it.
+  __device__ __forceinline__ static void MultiplyTile(Memory& memory, const Work& work, int group,
+                                                      Place<Config::kStages>& at, Sums& sums) {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (float& sum : sums[block]) sum = 0.0f;
+    }
+    if (64 * group >= work.rows) return MultiplySlices<0>(memory, work, group, at, sums);
+    if (work.columns <= 128) return MultiplySlices<1>(memory, work, group, at, sums);
+    return MultiplySlices<2>(memory, work, group, at, sums);
+  }
+
+ private:
+  template <int kBlocks>
+  __device__ __forceinline__ static void MultiplySlices(Memory& memory, const Work& work, int group,
+                                                        Place<Config::kStages>& at, Sums& sums) {
+    const uint32_t l_first =
+        TileDescriptor(Uniform(SharedAddress(memory.l) + group * 64 * 128), 64 * 128);
+    const uint32_t r_first = TileDescriptor(SharedAddress(memory.r), 64 * 128);
+    const int slices = Uniform(work.slices);
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 64 * group;
+    Place<Config::kStages> here{Uniform(at.index), Uniform(at.parity)};
+#pragma unroll 1
+    for (int turn = 0; turn < slices; ++turn) {
+      Wait(&memory.full[here.index], here.parity);
+      const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
+      const auto& scales = memory.scales[here.index];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        float part[64];
+        WarpgroupArrive();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          Multiply<Fp8Product<128>>(l_tile + ((step * 32) >> 4),
+                                    r_tile + ((block * 128 * 128 + step * 32) >> 4), part, step > 0,
+                                    std::make_index_sequence<64>{});
+        }
+        WarpgroupCommit();
+        const float of_columns = scales.columns[block];
+        const float upper = scales.rows[row] * of_columns, lower = scales.rows[row + 8] * of_columns;
+        WarpgroupWait<0>();
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sums[block][i] += part[i] * (i % 4 < 2 ? upper : lower);
       }
       __syncwarp();
       Release<Config>(memory, here.index);
