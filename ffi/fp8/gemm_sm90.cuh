@@ -28,8 +28,7 @@ cudaError_t LaunchFp8MmSm90Instance(cudaStream_t stream, Fp8GemmSm90& fp8,
     return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
   }
   if (TypicalRowsSm90(fp8.gemm) >= kRowsFirstFrom) {
-    using Config =
-        device::Fp8GemmSm90Config<Element, false, false, device::Listed::kNothing, true>;
+    using Config = device::Fp8GemmSm90Config<Element, false, false, device::Listed::kNothing, true>;
     return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
   }
   return LaunchFp8ConfigSm90<device::Fp8GemmSm90Config<Element, false>>(stream, fp8, operands);

@@ -12,7 +12,7 @@ constexpr int kMostExperts = 1024;
 constexpr int kRoutePairs = 2048;
 
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token.
-constexpr int kMostFewPairs = 64, kMostFewChoices = 8;
+constexpr int kMostFewPairs = 32, kMostFewChoices = 8;
 
 inline Reason MoeRouteProblem(int64_t pairs, int64_t experts) {
   if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);

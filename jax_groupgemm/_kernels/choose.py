@@ -347,7 +347,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "few_tokens": (
         Kernel(
             "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True,
-            needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token",
+            needs="bfloat16, prepacked weights; up to 32 pairs of token and expert, 8 of a token",
         ),
     ),
     "route": (

@@ -111,8 +111,6 @@ inline uint32_t __ballot_sync(unsigned, bool value) {
 inline bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
 
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
-inline int __popcll(uint64_t value) { return __builtin_popcountll(value); }
-inline int __ffsll(int64_t value) { return __builtin_ffsll(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(static_cast<int>(value)); }
 
 inline uint32_t __reduce_max_sync(unsigned all, uint32_t value) {

@@ -45,7 +45,7 @@ def check(problem, **options):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_formats(rng, mode, bits, group_size, tokens):
     check(problem(rng, mode, bits, group_size, tokens, 8))
 
@@ -58,7 +58,7 @@ def test_activations(rng, activation):
 
 def test_options(rng):
     """Biases, weights of some of the experts, indices outside, one expert of all tokens."""
-    x, up, down, index, weight = problem(rng, "mxfp4", 4, 32, 16, 4)
+    x, up, down, index, weight = problem(rng, "mxfp4", 4, 32, 8, 4)
     biases = {"up_bias": oracle.random(rng, (E, 2 * F)), "down_bias": oracle.random(rng, (E, D))}
     index = index.at[3].set(-1).at[4, 1].set(E + 20).at[5:].set(7)
     check((x, up, down, index, weight), **biases)

@@ -39,9 +39,9 @@ struct Fp8GemmSm90Config {
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
   static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = kWide ? 4 : 1;
   using Epilogue = StagedSm90<kStoreChunk>;
-  using Scales = std::conditional_t<
-      kRaggedK, WgradScales<kRows, 128 * kBlocks>,
-      std::conditional_t<kRowsFirst, MmRowScales<kRows>, MmScales<kRows>>>;
+  using Scales =
+      std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>,
+                         std::conditional_t<kRowsFirst, MmRowScales<kRows>, MmScales<kRows>>>;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
 
   struct SharedMemory {

@@ -202,7 +202,8 @@ struct Fp8RowProducts {
         }
         WarpgroupCommit();
         const float of_columns = scales.columns[block];
-        const float upper = scales.rows[row] * of_columns, lower = scales.rows[row + 8] * of_columns;
+        const float upper = scales.rows[row] * of_columns,
+                    lower = scales.rows[row + 8] * of_columns;
         WarpgroupWait<0>();
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[block][i] += part[i] * (i % 4 < 2 ? upper : lower);

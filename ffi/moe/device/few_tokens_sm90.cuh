@@ -1,7 +1,7 @@
 // The experts of a few tokens: few.h. Both kernels are DirectProducts, a block for 16 columns.
 //
 // up: a block has a pair of token and expert, and with it up to seven later pairs of that expert;
-// the block of a pair that has been taken ends at once. There are at most 64 pairs, so every warp
+// the block of a pair that has been taken ends at once. There are at most 32 pairs, so every warp
 // finds them by comparing.
 //
 // down: a block has a token. Its pairs are the rows of one product, each with the codes of its own
@@ -26,31 +26,25 @@ __device__ inline int LocalExpert(const FewTokens& experts, int pair) {
 }
 
 // The place of bit number `number` of those that are set.
-__device__ inline int PlaceOfBit(uint64_t bits, int number) {
+__device__ inline int PlaceOfBit(uint32_t bits, int number) {
   for (int i = 0; i < number; ++i) bits &= bits - 1;
-  return __ffsll(static_cast<long long>(bits)) - 1;
+  return __ffs(bits) - 1;
 }
 
 // The pairs that a block of `up` has: one of the places in `pairs` for each. By a warp.
 struct FewPairs {
   int expert;      // -1: none
-  uint64_t pairs;  // of that expert, from the block's own on, if the block is the one that has them
+  uint32_t pairs;  // of that expert, from the block's own on, if the block is the one that has them
 
   __device__ FewPairs(const FewTokens& experts, int own) : expert(LocalExpert(experts, own)) {
-    static_assert(rules::kMostFewPairs == 64);
-    const int lane = threadIdx.x % 32, count = experts.tokens * experts.k;
-    uint32_t same[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int pair = 32 * i + lane;
-      same[i] = __ballot_sync(~0u, pair < count && LocalExpert(experts, pair) == expert);
-    }
-    const uint64_t all = static_cast<uint64_t>(same[1]) << 32 | same[0];
-    const uint64_t earlier = all & ((uint64_t{1} << own) - 1);
-    pairs = expert < 0 || __popcll(earlier) % 8 != 0 ? 0 : all ^ earlier;
+    static_assert(rules::kMostFewPairs == 32);
+    const int pair = threadIdx.x % 32, count = experts.tokens * experts.k;
+    const uint32_t all = __ballot_sync(~0u, pair < count && LocalExpert(experts, pair) == expert);
+    const uint32_t earlier = all & ((1u << own) - 1);
+    pairs = expert < 0 || __popc(earlier) % 8 != 0 ? 0 : all ^ earlier;
   }
 
-  __device__ int Count() const { return min(__popcll(pairs), 8); }
+  __device__ int Count() const { return min(__popc(pairs), 8); }
   __device__ int Pair(int row) const { return PlaceOfBit(pairs, row); }
 };
 
