@@ -1,6 +1,8 @@
 // Host side of the Hopper kernel of qmm: tile shapes, choice between them, launch.
 #pragma once
 
+#include <algorithm>
+
 #include "grouped_mm/gemm_sm90.cuh"
 #include "quantized/device/direct_epilogue_sm90.cuh"
 #include "quantized/device/direct_sm90.cuh"
@@ -123,6 +125,9 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 
 // Every block looks for its row's group, 128 at a time.
 constexpr int64_t kMostDirectGroups = 512;
+// The kernel of tiles has a block for each 128 columns of each group that has rows. Where those are
+// two for each processor it is the faster one.
+constexpr int64_t kMostDirectTiles = 264;
 
 // Whether the kernel without tiles takes a product: one of few rows in all, and of each group.
 inline bool IsDirectSm90(const GemmSm90& gemm) {
@@ -130,7 +135,9 @@ inline bool IsDirectSm90(const GemmSm90& gemm) {
   const Epilogue& epilogue = gemm.epilogue;
   const int64_t most = metadata.count == 1 ? device::kDirectRows : 16;
   return metadata.kind == MetadataKind::kSizes && metadata.count <= kMostDirectGroups &&
-         gemm.rows_x == gemm.rows_y && gemm.rows_y <= most && !epilogue.accumulate &&
+         gemm.rows_x == gemm.rows_y && gemm.rows_y <= most &&
+         std::min<int64_t>(gemm.rows_y, metadata.count) * gemm.n <= 128 * kMostDirectTiles &&
+         !epilogue.accumulate &&
          !epilogue.HasPreactivation();
 }
 

@@ -182,7 +182,9 @@ def test_out_sharding_without_a_mesh_in_context(rng, name, jit):
     lhs, rhs = oracle.random(rng, lhs_shape), oracle.random(rng, rhs_shape)
     sharding = NamedSharding(mesh, P(None, None, "j"))
     results = []
-    for module in (jgg, lax):
+    # XLA's ragged_dot_rewriter for GPUs makes an invalid product of JAX's own (jax 0.11.2).
+    theirs = [lax] if jax.default_backend() == "cpu" else []
+    for module in (jgg, *theirs):
         f = lambda *a, module=module: module.ragged_dot_general(
             *a, SIZES, numbers, out_sharding=sharding
         )
@@ -190,7 +192,7 @@ def test_out_sharding_without_a_mesh_in_context(rng, name, jit):
         alone, placed = run(lhs, rhs), run(put(mesh, lhs), put(mesh, rhs))
         results.append([alone.sharding, jax.typeof(alone), placed.sharding, jax.typeof(placed)])
         oracle.assert_close(placed, alone)
-    assert results[0] == results[1]
+    assert all(found == results[0] for found in results)
     assert is_sharded_as(placed, "..j")
     assert len(alone.devices()) == 1
 

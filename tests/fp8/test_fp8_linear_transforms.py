@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from fp8_shardings import KINDS, SHARDED, assert_trees_close, check_sharded
+from fp8_shardings import CLOSE, KINDS, SHARDED, assert_trees_close, check_sharded
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
@@ -148,7 +148,7 @@ def test_types_of_higher_orders(rng):
 @pytest.mark.weekly
 def test_higher_orders_sharded(rng):
     args = second_orders(rng)
-    check_sharded(jit(second), args, SECOND_SPECS, AxisType.Explicit, SECOND_OUTS, 1e-5)
+    check_sharded(jit(second), args, SECOND_SPECS, AxisType.Explicit, SECOND_OUTS, CLOSE)
 
 
 @pytest.mark.weekly
@@ -181,7 +181,7 @@ def test_linear_sharded(rng, kind, name):
     args = *a, jnp.array([9, 0, 3, 6], jnp.int32), KEYS[0]
     specs = x_spec, w_spec, P(*w_spec[:2]), out_spec, P(), P()
     outs = (out_spec, *specs[:3]) if kind == AxisType.Explicit else (out_spec,)
-    check_sharded(one, args, specs, kind, outs, 1e-5)
+    check_sharded(one, args, specs, kind, outs, CLOSE)
 
 
 @needs_two_devices

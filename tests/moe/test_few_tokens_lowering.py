@@ -63,10 +63,10 @@ def test_neither_other_weights_nor_other_kernels():
 def test_why_not():
     """Sums over more k than others have in one part are left to those."""
     problem = extension.rules().moe_few_tokens_problem
-    few = {"pairs": 32, "choices": 8, "width": 2**17, "packed": True}
+    few = {"pairs": 32, "choices": 8, "width": 2**11, "packed": True}
     assert problem(**few) is None
-    for more in ({"pairs": 33}, {"choices": 9}, {"width": 2**17 + 64}, {"packed": False}):
-        assert problem(**few | more).startswith("needs ")
+    for more in ({"pairs": 33}, {"choices": 9}, {"width": 2**11 + 64}, {"packed": False}):
+        assert problem(**few | more).startswith(("needs ", "pays "))
 
 
 def test_transformations():
