@@ -137,8 +137,7 @@ inline bool IsDirectSm90(const GemmSm90& gemm) {
   return metadata.kind == MetadataKind::kSizes && metadata.count <= kMostDirectGroups &&
          gemm.rows_x == gemm.rows_y && gemm.rows_y <= most &&
          std::min<int64_t>(gemm.rows_y, metadata.count) * gemm.n <= 128 * kMostDirectTiles &&
-         !epilogue.accumulate &&
-         !epilogue.HasPreactivation();
+         !epilogue.accumulate && !epilogue.HasPreactivation();
 }
 
 template <typename Weights>
