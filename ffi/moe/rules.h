@@ -13,8 +13,6 @@ constexpr int kRoutePairs = 2048;
 
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token.
 constexpr int kMostFewPairs = 32, kMostFewChoices = 8;
-// Pairs times D or F, the larger. With more, the kernels of tiles have enough to do.
-constexpr int64_t kMostFewColumns = 1 << 16;
 
 inline Reason MoeRouteProblem(int64_t pairs, int64_t experts) {
   if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);
@@ -42,9 +40,6 @@ inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, int64_t width,
   }
   if (pairs > kMostFewPairs) {
     return "needs at most " + std::to_string(kMostFewPairs) + " pairs of token and expert";
-  }
-  if (pairs * width > kMostFewColumns) {
-    return "pays up to pairs * max(D, F) = " + std::to_string(kMostFewColumns);
   }
   return std::nullopt;
 }

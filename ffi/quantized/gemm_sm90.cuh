@@ -125,9 +125,8 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 
 // Every block looks for its row's group, 128 at a time.
 constexpr int64_t kMostDirectGroups = 512;
-// The kernel of tiles has a block for each 128 columns of each group that has rows. Where those are
-// two for each processor it is the faster one.
-constexpr int64_t kMostDirectTiles = 264;
+// Of so many weights to read. With more of them, the kernel of tiles is faster (docs/lab).
+constexpr int64_t kMostDirectWeights = 1 << 24;
 
 // Whether the kernel without tiles takes a product: one of few rows in all, and of each group.
 inline bool IsDirectSm90(const GemmSm90& gemm) {
@@ -136,7 +135,7 @@ inline bool IsDirectSm90(const GemmSm90& gemm) {
   const int64_t most = metadata.count == 1 ? device::kDirectRows : 16;
   return metadata.kind == MetadataKind::kSizes && metadata.count <= kMostDirectGroups &&
          gemm.rows_x == gemm.rows_y && gemm.rows_y <= most &&
-         std::min<int64_t>(gemm.rows_y, metadata.count) * gemm.n <= 128 * kMostDirectTiles &&
+         std::min<int64_t>(gemm.rows_y, metadata.count) * gemm.n * gemm.k <= kMostDirectWeights &&
          !epilogue.accumulate && !epilogue.HasPreactivation();
 }
 

@@ -346,8 +346,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "few_tokens": (
         Kernel(
-            "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True,
-            needs="bfloat16, prepacked weights; up to 32 pairs of token and expert, 8 of a token",
+            "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True, pays=rows.few_pay,
+            needs="bfloat16, prepacked weights; up to 32 pairs of token and expert, 8 of a token; "
+            "pairs * D * F up to 2^26",
         ),
     ),
     "route": (

@@ -149,6 +149,7 @@ class Moe(Problem):
     codes: bool = False  # rows are of eight bits, which are copied; then there are no dtypes
     choices: int = 1  # experts of a token
     packed: bool = False  # weights are prepacked
+    matrix: int = 0  # elements of an expert's down projection, D * F
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,11 @@ def takes_few(p: Moe) -> str | None:
     )
 
 
+def few_pay(p: Moe) -> bool:
+    """With more weights to read, the kernels of tiles are faster (docs/lab)."""
+    return p.pairs * p.matrix <= 2**26
+
+
 def differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"

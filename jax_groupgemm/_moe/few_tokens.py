@@ -29,7 +29,8 @@ def experts(platform: str, x, up, down, up_bias, down_bias, weight, pairs, optio
         return None
     problem = problems.Moe(
         op="few_tokens", platform=platform, dtypes=(options.dtype.name,), pairs=tokens * k,
-        d=max(d, down.shape[2]), experts=down.shape[0], out_dtype=options.out_dtype.name, choices=k,
+        d=max(d, down.shape[2]), matrix=d * down.shape[2], experts=down.shape[0], choices=k,
+        out_dtype=options.out_dtype.name,
         packed=(up.layout, down.layout) == ("sm90", "sm90") and options.transpose_w,
         empty=0 in (tokens, k, *up.shape, *down.shape),
     )  # fmt: skip

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8_quantize_cases import KEY, edges
+from host_memory import aligned, copied, guarded
 from host_program import dtype_number
-from test_quantize_kernels import aligned, copied, guarded
 
 import jax_groupgemm as jgg
 

@@ -1,12 +1,14 @@
 """Where a layer of a few tokens is lowered to one call for CUDA."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from test_moe_lowering import array, calls, names
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
+from jax_groupgemm._kernels import choose, extension, problems
 
 E, D, F = 6, 192, 128
 
@@ -63,10 +65,19 @@ def test_neither_other_weights_nor_other_kernels():
 def test_why_not():
     """Sums over more k than others have in one part are left to those."""
     problem = extension.rules().moe_few_tokens_problem
-    few = {"pairs": 32, "choices": 8, "width": 2**11, "packed": True}
+    few = {"pairs": 32, "choices": 8, "width": 2**17, "packed": True}
     assert problem(**few) is None
-    for more in ({"pairs": 33}, {"choices": 9}, {"width": 2**11 + 64}, {"packed": False}):
-        assert problem(**few | more).startswith(("needs ", "pays "))
+    for more in ({"pairs": 33}, {"choices": 9}, {"width": 2**17 + 64}, {"packed": False}):
+        assert problem(**few | more).startswith("needs ")
+
+
+def test_large_weights_are_left_to_products():
+    moe = problems.Moe(
+        op="few_tokens", platform="cuda", dtypes=("bfloat16",), pairs=16, d=2048, matrix=2**22,
+        packed=True,
+    )  # fmt: skip
+    assert choose.choose(moe) is not None
+    assert choose.choose(dataclasses.replace(moe, matrix=2**22 + 64)) is None
 
 
 def test_transformations():

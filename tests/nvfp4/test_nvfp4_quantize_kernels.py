@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_memory import aligned, copied, guarded
 from host_program import dtype_number
 from nvfp4_quantize_cases import KEY
-from test_quantize_kernels import aligned, copied, guarded
 
 import jax_groupgemm as jgg
 

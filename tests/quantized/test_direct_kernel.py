@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from host_memory import copied
 from host_program import mode_number, pointer
-from test_quantize_kernels import copied
 
 import jax_groupgemm as jgg
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from host_memory import GUARD, aligned, copied, guarded
 from host_program import mode_number, pointer
 from test_prepack import KERNELS
-from test_quantize_kernels import GUARD, aligned, copied, guarded
 
 import jax_groupgemm as jgg
 

@@ -166,6 +166,15 @@ def test_few_rows_in_all(rng, mode, bits, group_size, slices):
 
 
 @needs_hopper
+@pytest.mark.parametrize(("n", "direct"), [(1024, True), (2048, False)])
+def test_few_rows_of_large_weights_are_multiplied_in_tiles(rng, n, direct):
+    w = jgg.prepack(oracle.random_quantized(rng, (8, n, 2048), "nvfp4", 4, 16, "bfloat16"))
+    x = oracle.random(rng, (8, 2048), "bfloat16")
+    _, kernels = run(jax.jit(jgg.grouped_qmm), x, w, jnp.ones(8, jnp.int32))
+    assert any(DIRECT in name for name in kernels) == direct, kernels
+
+
+@needs_hopper
 @pytest.mark.parametrize(
     ("bits", "group_size"),
     [(2, 64), (3, 128), (4, 32), (4, 64), (4, 128), (5, 128), (6, 64), (8, 64)],

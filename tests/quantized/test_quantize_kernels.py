@@ -7,6 +7,7 @@ import ctypes
 import host_program
 import numpy as np
 import pytest
+from host_memory import GUARD, aligned, copied, guarded
 from host_program import dtype_number, mode_number, pointer
 from test_quantized import BITS, FP, GROUPS
 
@@ -14,7 +15,6 @@ from jax_groupgemm._quantized import ordered
 
 F32 = np.float32
 DTYPES = {name: host_program.DTYPES[name] for name in ("float32", "bfloat16")}
-GUARD = 64  # bytes after a result that must stay as they are
 
 pytestmark = host_program.needs_compiler
 
@@ -43,24 +43,6 @@ class Operands(ctypes.Structure):
 @pytest.fixture(scope="module")
 def kernels():
     return host_program.build_kernels("quantize_kernels")
-
-
-def aligned(nbytes, guard=0):
-    """Bytes from a multiple of 16 on."""
-    memory = np.full(nbytes + guard + 16, 0xAB, np.uint8)
-    start = -memory.ctypes.data % 16
-    return memory[start : start + nbytes + guard]
-
-
-def copied(array):
-    memory = aligned(array.nbytes)
-    memory[:] = array.reshape(-1).view(np.uint8)
-    return memory
-
-
-def guarded(got, want):
-    np.testing.assert_array_equal(got[: want.size], want)
-    assert (got[want.size :] == 0xAB).all()
 
 
 def check(kernels, rng, mode, bits, group, dtype, groups, scales, processors, most):
