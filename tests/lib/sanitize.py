@@ -407,6 +407,33 @@ def fp8_experts(rng):
         jax.block_until_ready(step(x, up, down, weight, key))
 
 
+def fp8_rows(rng):
+    """Rows as the instruction's M; tiles and columns that are cut, an expert of no rows."""
+    for n in (320, 96):
+        w = jgg.fp8_quantize(oracle.random(rng, (3, n, 384), "bfloat16"), block=(128, 128))
+        x = jgg.fp8_quantize(oracle.random(rng, (1500, 384), "bfloat16"))
+        jax.block_until_ready(jax.jit(jgg.fp8_grouped_mm)(x, w, jnp.array([777, 0, 690])))
+
+
+def few_tokens(rng):
+    """A layer of few tokens, and products of few rows in all: every decoder, experts elsewhere."""
+    for mode, bits, group in (
+        ("nvfp4", 4, 16),
+        ("mxfp4", 4, 32),
+        ("mxfp8", 8, 32),
+        ("affine", 5, 64),
+    ):
+        of = lambda *shape, q=(mode, bits, group): jgg.prepack(
+            oracle.random_quantized(rng, shape, *q, "bfloat16")
+        )
+        up, down = of(5, 384, 320), of(5, 320, 192)
+        x = oracle.random(rng, (6, 320), "bfloat16")
+        index = jnp.asarray(rng.integers(-1, 6, (6, 4)), jnp.int32)
+        weight = jnp.asarray(rng.random((6, 4)), "float32")
+        jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, up, down, index, weight))
+        jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, up, jnp.array([1, 0, 3, 0, 1])))
+
+
 PARTS = {
     **every_dtype("grouped", grouped),
     **every_dtype("segmented", segmented),
@@ -429,6 +456,8 @@ PARTS = {
     "nvfp4": nvfp4,
     "fp8_quantize": fp8_quantize,
     "fp8_experts": on_hopper(fp8_experts),
+    "fp8_rows": on_hopper(fp8_rows),
+    "few_tokens": on_hopper(few_tokens),
 }
 
 
