@@ -1,4 +1,5 @@
-// The experts of a few tokens: few_tokens.h. Both kernels are DirectProducts, a block for 16 columns.
+// The experts of a few tokens: few_tokens.h. Both kernels are DirectProducts, a block for 16
+// columns.
 //
 // up: a block has a pair of token and expert, and with it up to seven later pairs of that expert;
 // the block of a pair that has been taken ends at once. There are at most 32 pairs, so every warp
