@@ -54,56 +54,120 @@ float Widen(F16 value) {
   return FromBits(sign | ((magnitude << 13) + exponent));
 }
 
-// Packs `second_count` x `first_count` elements in strips of kWidth of the second index:
-// out[strip][first index][kWidth], zeros past the end. `first` and `second` are element strides;
-// strips have room for `depth` of the first index.
-template <int kWidth, typename T>
-void PackRuns(const T* in, int64_t first_count, int64_t first, int64_t second_count, int64_t second,
-              int64_t depth, float* out) {
-  const int64_t whole = second_count / kWidth * kWidth;
-  if (second == 1) {
-    // Along memory, across the strips: long runs of one row at a time.
-    for (int64_t i = 0; i < first_count; ++i) {
-      for (int64_t strip = 0; strip < whole; strip += kWidth) {
-        const T* from = in + i * first + strip;
-        float* to = out + strip * depth + i * kWidth;
-        for (int j = 0; j < kWidth; ++j) to[j] = Widen(from[j]);
-      }
-    }
-  } else {
-    for (int64_t strip = 0; strip < whole; strip += kWidth) {
-      const T* from = in + strip * second;
-      float* to = out + strip * depth;
-      for (int64_t i = 0; i < first_count; ++i) {
-        for (int j = 0; j < kWidth; ++j) to[i * kWidth + j] = Widen(from[i * first + j * second]);
-      }
-    }
-  }
-  if (whole == second_count) return;
-  const T* from = in + whole * second;
-  float* to = out + whole * depth;
-  for (int64_t i = 0; i < first_count; ++i) {
-    for (int64_t j = 0; j < kWidth; ++j) {
-      const bool inside = j < second_count - whole;
-      to[i * kWidth + j] = inside ? Widen(from[i * first + j * second]) : 0.0f;
-    }
-  }
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int QuadIndex __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define JGG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define JGG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, QuadIndex{__VA_ARGS__})
+#endif
+
+template <typename T>
+Quad LoadQuad(const T* in) {
+  return Quad{Widen(in[0]), Widen(in[1]), Widen(in[2]), Widen(in[3])};
 }
 
+// to[i * stride + j] = lines[j][first + i] for i and j below 4.
+template <typename T>
+void TransposeQuads(const T* const* lines, int64_t first, float* to, int64_t stride) {
+  const Quad a = LoadQuad(lines[0] + first), b = LoadQuad(lines[1] + first),
+             c = LoadQuad(lines[2] + first), d = LoadQuad(lines[3] + first);
+  const Quad ab_low = JGG_SHUFFLE(a, b, 0, 4, 1, 5), ab_high = JGG_SHUFFLE(a, b, 2, 6, 3, 7);
+  const Quad cd_low = JGG_SHUFFLE(c, d, 0, 4, 1, 5), cd_high = JGG_SHUFFLE(c, d, 2, 6, 3, 7);
+  *reinterpret_cast<Quad*>(to) = JGG_SHUFFLE(ab_low, cd_low, 0, 1, 4, 5);
+  *reinterpret_cast<Quad*>(to + stride) = JGG_SHUFFLE(ab_low, cd_low, 2, 3, 6, 7);
+  *reinterpret_cast<Quad*>(to + 2 * stride) = JGG_SHUFFLE(ab_high, cd_high, 0, 1, 4, 5);
+  *reinterpret_cast<Quad*>(to + 3 * stride) = JGG_SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
+}
+
+// What a line that is not there is made of, in every dtype.
+const float kZeros[kBlockN] = {};
+
+// Some of a matrix's indices along one axis.
+struct Axis {
+  int64_t stride;  // elements from one index to the next
+  int64_t start, count;
+  const int32_t* list = nullptr;
+};
+
+// Where the lines begin that are indices of one axis. `data` is at the first element of line 0.
+template <typename T>
+struct Lines {
+  const T* data;
+  const Axis axis;
+  int64_t lines;  // in memory, where they come by list
+
+  const T* operator[](int64_t i) const {
+    int64_t line = axis.start + i;
+    if (axis.list != nullptr) {
+      line = axis.list[line];
+      if (line < 0 || line >= lines) return reinterpret_cast<const T*>(kZeros);
+    }
+    return data + line * axis.stride;
+  }
+};
+
+// Packs second.count x first.count elements in strips of kWidth of the second index:
+// out[strip][first index][kWidth], zeros past the end. Strips have room for `depth` of the first
+// index. An axis whose stride is not 1 is one of lines, which run along the other; it may come by
+// list.
 template <int kWidth, typename T>
-void PackAs(const Matrix& matrix, int64_t origin, int64_t first_count, int64_t first,
-            int64_t second_count, int64_t second, int64_t depth, float* out) {
-  const T* in = static_cast<const T*>(matrix.data) + origin;
-  PackRuns<kWidth>(in, first_count, first, second_count, second, depth, out);
+void PackAs(const Matrix& matrix, const Axis& first, const Axis& second, int64_t depth,
+            float* out) {
+  const T* in = static_cast<const T*>(matrix.data);
+  const int64_t whole = second.count / kWidth * kWidth;
+  if (second.stride == 1 && second.list == nullptr) {
+    // Along memory, across the strips: long runs of one line at a time.
+    const Lines<T> lines{in + second.start, first, matrix.lines};
+    for (int64_t i = 0; i < first.count; ++i) {
+      const T* line = lines[i];
+      for (int64_t strip = 0; strip < whole; strip += kWidth) {
+        float* to = out + strip * depth + i * kWidth;
+        for (int j = 0; j < kWidth; ++j) to[j] = Widen(line[strip + j]);
+      }
+      if (whole == second.count) continue;
+      float* to = out + whole * depth + i * kWidth;
+      for (int64_t j = 0; j < kWidth; ++j) {
+        to[j] = j < second.count - whole ? Widen(line[whole + j]) : 0.0f;
+      }
+    }
+    return;
+  }
+  // Across memory: 4 x 4 elements at a time where the first index runs along it.
+  constexpr int kQuads = kWidth / 4 * 4, kChunk = 16;
+  const Lines<T> lines{in + first.start * first.stride, second, matrix.lines};
+  for (int64_t strip = 0; strip < second.count; strip += kWidth) {
+    float* to = out + strip * depth;
+    const T* line[kWidth];
+    for (int j = 0; j < kWidth; ++j) {
+      line[j] = strip + j < second.count ? lines[strip + j] : nullptr;
+    }
+    const int64_t chunks = first.stride == 1 && strip < whole ? first.count / kChunk * kChunk : 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk += kChunk) {
+      for (int j = 0; j < kQuads; j += 4) {
+        for (int64_t i = chunk; i < chunk + kChunk; i += 4) {
+          TransposeQuads(line + j, i, to + i * kWidth + j, kWidth);
+        }
+      }
+      for (int j = kQuads; j < kWidth; ++j) {
+        for (int64_t i = chunk; i < chunk + kChunk; ++i) to[i * kWidth + j] = Widen(line[j][i]);
+      }
+    }
+    for (int64_t i = chunks; i < first.count; ++i) {
+      for (int j = 0; j < kWidth; ++j) {
+        to[i * kWidth + j] = line[j] == nullptr ? 0.0f : Widen(line[j][i * first.stride]);
+      }
+    }
+  }
 }
 
 template <int kWidth>
-void Pack(const Matrix& matrix, int64_t origin, int64_t first_count, int64_t first,
-          int64_t second_count, int64_t second, int64_t depth, float* out) {
+void Pack(const Matrix& matrix, const Axis& first, const Axis& second, int64_t depth, float* out) {
   const auto pack = matrix.dtype == DType::kF32    ? PackAs<kWidth, float>
                     : matrix.dtype == DType::kBF16 ? PackAs<kWidth, Bf16>
                                                    : PackAs<kWidth, F16>;
-  pack(matrix, origin, first_count, first, second_count, second, depth, out);
+  pack(matrix, first, second, depth, out);
 }
 
 // sum[kRows][kBlockN stride] (+)= a[k][kRows]^T b[k][16]. The block's own sum begins at zero.
@@ -201,10 +265,11 @@ class Blocks {
       const Part& part = parts_[i];
       const Matrix &a = part.product.a, &b = part.product.b;
       const int64_t row = tile_.row + first - part.product.row;
-      Pack<kRows>(a, row * a.row + part.first * a.column, part.k, a.column, end - first, a.row,
+      Pack<kRows>(a, {a.column, part.first, part.k, a.columns}, {a.row, row, end - first, a.rows},
                   depth, scratch->a + at * kRows);
-      Pack<kColumns>(b, part.first * b.row + tile_.column * b.column, part.k, b.row, tile_.columns,
-                     b.column, depth, scratch->b + at * kColumns);
+      Pack<kColumns>(b, {b.row, part.first, part.k, b.rows},
+                     {b.column, tile_.column, tile_.columns, b.columns}, depth,
+                     scratch->b + at * kColumns);
       at += part.k;
     }
     return true;

@@ -9,10 +9,16 @@
 namespace jgg::cpu {
 
 // A matrix in memory. `row` and `column` are elements from one index to the next.
+//
+// Rows or columns may come by list: line i is line rows[i], or columns[i], of `lines` in memory,
+// and zeros where that is none of them. Elements of such a line are neighbours. Results have no
+// list.
 struct Matrix {
   void* data;
   int64_t row, column;
   DType dtype;
+  const int32_t *rows = nullptr, *columns = nullptr;
+  int64_t lines = 0;
 };
 
 // A (rows, k) times B (k, n), in the rows of C from `row` on.
@@ -29,7 +35,7 @@ struct Products {
 };
 
 // One tile of C is computed at a time, and kBlockK of its k.
-constexpr int64_t kBlockM = 96, kBlockN = 512, kBlockK = 128;
+constexpr int64_t kBlockM = 192, kBlockN = 512, kBlockK = 128;
 
 // How a sum of any length stays right: kBlockK products are summed from zero, as float32; up to
 // kBlocksOfSum such blocks are summed as float32; those sums, and those of products that have other

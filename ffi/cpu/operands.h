@@ -3,16 +3,22 @@
 
 #include "common/dtype.h"
 #include "cpu/gemm.h"
+#include "grouped_mm/mm.h"
 
 namespace jgg::cpu {
 
 // Rows of the result in one task: enough that packing its weights does not count.
-constexpr int64_t kTaskRows = 2 * kBlockM;
+constexpr int64_t kTaskRows = kBlockM;
 
 // A view into a buffer; `offset`, `row` and `column` are in elements.
 inline Matrix At(const void* data, int64_t offset, int64_t row, int64_t column, DType dtype) {
   char* bytes = const_cast<char*>(static_cast<const char*>(data));
   return Matrix{bytes + offset * Size(dtype), row, column, dtype};
+}
+
+// The list from its entry `first` on, or null for the lines as they are.
+inline const int32_t* From(const RowList& rows, int64_t first) {
+  return rows.list == nullptr ? nullptr : rows.list + first;
 }
 
 // Products number 0 to count, as at(index) makes them; it must outlive them.

@@ -1,10 +1,13 @@
 // CPU handler of mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
+// Rows of x may come by list.
 
 #include <vector>
 
 #include "cpu/gemm.h"
 #include "cpu/operands.h"
+#include "cpu/pages.h"
 #include "cpu/parallel.h"
+#include "grouped_mm/lists_bind.h"
 #include "grouped_mm/mm_bind.h"
 #include "handlers.h"
 
@@ -18,8 +21,11 @@ using cpu::Matrix;
 // Rows of the product of one segment: row `row` of the result is row x_row of x times w[weight].
 cpu::Product ProductOf(const MmArgs& args, int64_t row, int64_t rows, int64_t x_row, int64_t weight,
                        int64_t column) {
-  const Matrix x =
-      At(args.x, x_row * args.strides.x_row, args.strides.x_row, args.strides.x_k, args.dtype);
+  const int32_t* const list = cpu::From(args.x_list, x_row);
+  Matrix x = At(args.x, list == nullptr ? x_row * args.strides.x_row : 0, args.strides.x_row,
+                args.strides.x_k, args.dtype);
+  x.rows = list;
+  x.lines = args.x_list.count;
   const Matrix w = At(args.w, weight * args.strides.w_group + column * args.strides.w_n,
                       args.strides.w_k, args.strides.w_n, args.dtype);
   return cpu::Product{row, rows, args.k, x, w};
@@ -115,11 +121,20 @@ void RunOverlapping(ffi::ThreadPool& pool, const MmArgs& args) {
 }
 
 ffi::Error MmCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                 ffi::BufferR2<ffi::S32> segments, ffi::Result<ffi::AnyBuffer> out, MmAttrs attrs) {
+                 ffi::BufferR2<ffi::S32> segments, ffi::RemainingArgs rest,
+                 ffi::Result<ffi::AnyBuffer> out, MmAttrs attrs, RowsAttrs rows) {
   MmArgs args;
   JGG_RETURN_IF_ERROR(BindMm(x, w, *out, attrs, Activation::kNone, &args));
+  Operands operands("mm", rest);
+  if (rows.y_rows) return Unimplemented("mm", "y_rows need sm90");
+  if (rows.x_rows) {
+    if (attrs.transpose_x) return Unimplemented("mm", "x_rows need x as (T, K)");
+    JGG_RETURN_IF_ERROR(BindRows("mm", "x_rows", &operands, &args.x_list, &args.rows_x));
+  }
+  JGG_RETURN_IF_ERROR(operands.End());
   JGG_RETURN_IF_ERROR(
       BindTable("mm", segments, args.rows_x, args.rows_y, args.groups, &args.metadata));
+  cpu::AskForHugePages(args.out, out->size_bytes());
   std::vector<Part> parts;
   if (args.in_order && CutInOrder(args, &parts)) {
     RunInOrder(pool, args, parts);
@@ -135,8 +150,10 @@ XLA_FFI_DEFINE_HANDLER(kMmCpu, MmCpu,
                            .Arg<ffi::AnyBuffer>()           // x
                            .Arg<ffi::AnyBuffer>()           // w
                            .Arg<ffi::BufferR2<ffi::S32>>()  // segments
+                           .RemainingArgs()                 // x_rows
                            .Ret<ffi::AnyBuffer>()           // out
-                           .Attr<MmAttrs>("mm"));
+                           .Attr<MmAttrs>("mm")
+                           .Attr<RowsAttrs>("rows"));
 
 }  // namespace
 

@@ -114,14 +114,14 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
         assert epilogue.nothing
         assert not lists
         return _mm_in_parts(choice, x, w, metadata, product)
+    flags["rows"] = {"x_rows": x_rows is not None, "y_rows": y_rows is not None}
     if choice.kernel.name == "cpu":
         assert epilogue.nothing
-        assert not lists
         table = metadata.decode(rows_x, rows, groups)
-        return _call("jgg_mm", x, w, [table], product.out_shape(x, w), product, flags)
+        shape = (n, rows) if product.transpose_out else (rows, n)
+        return _call("jgg_mm", x, w, [table, *lists], shape, product, flags)
     flags |= {
         "metadata": metadata_flags(metadata),
-        "rows": {"x_rows": x_rows is not None, "y_rows": y_rows is not None},
         "epilogue": epilogue_flags(epilogue, preactivation),
         "choice": _choice_flags(choice, product),
     }
@@ -198,9 +198,11 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_
         length: int = named.shape[0]
         rows = length, length
     if choice.kernel.name == "cpu":
-        assert not given
-        rest = [metadata.decode(*rows, groups)]
-        return _call("jgg_wgrad", x, y, rest, shape, product, _wgrad_flags(product))
+        assert scale is None
+        assert existing_out is None
+        rest = [metadata.decode(*rows, groups), *(options[name] for name in given)]
+        flags = _wgrad_flags(product) | {"rows": _given(options, "x_rows", "y_rows")}
+        return _call("jgg_wgrad", x, y, rest, shape, product, flags)
     config, tables = choice.config, []
     if config["ranges"] > 1 or config["parts"] > 1:
         column, table = _range_column(rows, metadata), metadata.decode(*rows, groups)
@@ -228,19 +230,21 @@ def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_
 def _wgrad_call(choice, x, y, metadata: Metadata, product: Wgrad, *, shape, rows: int,
                 **options):  # fmt: skip
     """One call, of operands in planes if the kernel takes them so; ``shape`` is the result's."""
-    given = {name: value is not None for name, value in options.items()}
-    some = lambda *names: {name: given.get(name, False) for name in names}
     flags = _wgrad_flags(product) | {
         "metadata": metadata_flags(metadata),
         "own_weight": metadata.form.own_weight,
-        "rows": some("x_rows", "y_rows"),
-        "epilogue": some("scale", "existing_out"),
+        "rows": _given(options, "x_rows", "y_rows"),
+        "epilogue": _given(options, "scale", "existing_out"),
         "choice": _choice_flags(choice, product),
     }
     values = [value for value in options.values() if value is not None]
     rest = [*metadata.narrow(rows, shape[0]), *values]
-    aliases = {1 + len(rest): 0} if given.get("existing_out") else None
+    aliases = None if options.get("existing_out") is None else {1 + len(rest): 0}
     return _call("jgg_wgrad", x, y, rest, shape, product, flags, aliases)
+
+
+def _given(options: dict[str, Any], *names: str) -> dict[str, bool]:
+    return {name: options.get(name) is not None for name in names}
 
 
 def _wgrad_flags(product: Wgrad) -> dict[str, Any]:

@@ -124,9 +124,12 @@ class Fused:
         return self._as_two(x, w, metadata, epilogue, product=product)
 
     def _composed_preactivated(self, x, w, metadata, epilogue: Epilogue, *, product: Mm):
-        y = self._preactivation(
-            lambda p: self.product(x, w, metadata, p), metadata, epilogue, product
-        )
+        run = lambda p: self.product(x, w, metadata, p)
+        return self.activated(run, metadata, epilogue, product)
+
+    def activated(self, run: Callable, metadata, epilogue: Epilogue, product: Mm):
+        """As :meth:`preactivated`, of ``run(product)``."""
+        y = self._preactivation(run, metadata, epilogue, product)
         wide = y.astype(dtypes.accumulator_dtype(product.out_dtype))
         out = activate(wide, epilogue.activation).astype(product.out_dtype)
         return out, y.astype(product.out_dtype)

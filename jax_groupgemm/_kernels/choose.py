@@ -261,7 +261,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
         Kernel("sm80", "jgg_mm", fuses=dense.mm_fuses_generic, config=dense.mm_config, unseen=True),
         Kernel(
-            "cpu", "jgg_mm", fuses=lambda p: "it has no options", unseen=True,
+            "cpu", "jgg_mm", fuses=dense.mm_fuses_cpu, unseen=True,
             needs=dense.ALL_FLOATS,
         ),
     ),

@@ -104,6 +104,13 @@ def mm_fuses_generic(p: Mm) -> str | None:
     return "it takes no lists of rows" if p.lists else mm_fuses(p)
 
 
+def mm_fuses_cpu(p: Mm) -> str | None:
+    options = p.activation, p.existing_dtype, *p.option_dtypes
+    if p.preactivation or any(options):
+        return "it has no options"
+    return None if p.x_list_alone or not p.lists else "it takes no lists of rows of the result"
+
+
 def mm_pays(p: Mm) -> bool:
     """float32 operands run on "sm80" where they are not split, and so do lines that are not whole
     16 bytes."""

@@ -1,4 +1,4 @@
-"""Whether tokens are gathered beside a product on Hopper, or their rows are copied first."""
+"""Whether tokens are gathered beside a product, or their rows are copied first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ MOST_COLUMNS_BACK = 1000
 
 
 def mm(p: Mm) -> choose.Choice | None:
-    """Hopper's kernel for products of which x comes by list, of many rows; None for a copy of the
-    rows that are named."""
+    """The kernel for products of which x comes by list, of many rows; None for a copy of the rows
+    that are named."""
     choice = choose.fused(p)
+    if choice is not None and choice.kernel.name == "cpu":
+        return choice  # which packs its operands anyway
     takes = choice is not None and choice.kernel.name == "sm90" and _pays(p.n, p.gated)
     takes = takes and extension.rules().lists_many_rows_sm90(
         rows=p.rows // max(p.segments, 1), k=p.k, n=p.n, gated=p.gated,
@@ -28,6 +30,8 @@ def mm(p: Mm) -> choose.Choice | None:
 def wgrad(p: Wgrad) -> choose.Choice | None:
     """The same of weight gradients, of which one operand comes by list."""
     choice = choose.choose(p)
+    if choice is not None and choice.kernel.name == "cpu":
+        return choice
     if choice is None or choice.kernel.name != "sm90":
         return None
     if choice.config["parts"] > 1 or choice.config["ranges"] > 1:

@@ -1,5 +1,6 @@
-"""What the experts do with tokens that are named by list: Hopper's kernels gather their rows beside
-the products. Elsewhere, and where rows are few, the rows are copied first."""
+"""What the experts do with tokens that are named by list: Hopper's kernels, and those of CPUs,
+gather their rows beside the products. Elsewhere, and where rows are few, the rows are copied first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from .._core import costs, dtypes
 from .._core.composed import Composed
 from .._core.products import Wgrad
-from .._grouped import call
+from .._grouped import call, fused
 from .._grouped.activation_backward import scaled_activation_backward
 from .._kernels import lists
 from .permute import dispatched
@@ -49,6 +50,8 @@ def _up_call(platform, x, w, bias, routing, *, options: Options, preactivation: 
         return None
     products = Products(routing, options)
     epilogue = products.up_epilogue(bias)
+    if platform == "cpu":
+        return _up_on_cpu(x, w, routing, epilogue, options, preactivation)
     choice = _listed_mm(platform, x, w, products, options.product(_rows(routing)), epilogue)
     if choice is None:
         return None
@@ -56,6 +59,17 @@ def _up_call(platform, x, w, bias, routing, *, options: Options, preactivation: 
         choice, x, w, products.metadata, products.product, epilogue, x_rows=tokens(routing),
         preactivation=preactivation,
     )  # fmt: skip
+
+
+def _up_on_cpu(x, w, routing: Routing, epilogue, options: Options, preactivation: bool):
+    """The product takes tokens by list, and XLA has the epilogue; None where it does not."""
+    products = Products(routing, options)
+    choice = _listed_mm("cpu", x, w, products, products.product)
+    if choice is None:
+        return None
+    run = lambda product: call.mm(choice, x, w, products.metadata, product, x_rows=tokens(routing))
+    a, h = fused.MM.activated(run, products.metadata, epilogue, products.product)
+    return (a, h) if preactivation else a
 
 
 def _rows(routing: Routing) -> int:
@@ -86,7 +100,7 @@ def _down_call(platform, ct, h, w, scale, routing, *, options: Options):
     products, product = Products(routing, options), _back(options).product(_rows(routing))
     if options.activation != "swiglu" or not isinstance(w, jax.Array) or h.dtype != ct.dtype:
         return None
-    if _listed_mm(platform, ct, w, products, product) is None:
+    if platform == "cpu" or _listed_mm(platform, ct, w, products, product) is None:
         return None
     rows, columns = h.shape[0], h.shape[1] // 2
     flags = {

@@ -147,8 +147,9 @@ def test_positive_data(rng, product, k, data):
 
 def call(target, name, out_shape, a, b, table, **flags):
     out = jax.ShapeDtypeStruct(out_shape, jnp.float32)
-    flags = {key: np.bool_(value) for key, value in flags.items()}
-    return jax.ffi.ffi_call(target, out)(a, b, jnp.asarray(table, jnp.int32), **{name: flags})
+    rows = dict.fromkeys(("x_rows", "y_rows"), np.bool_(False))
+    flags = {name: {key: np.bool_(value) for key, value in flags.items()}, "rows": rows}
+    return jax.ffi.ffi_call(target, out)(a, b, jnp.asarray(table, jnp.int32), **flags)
 
 
 def call_mm(x, w, table, rows, *, in_order=False):

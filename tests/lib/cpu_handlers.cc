@@ -103,7 +103,7 @@ struct Case {
   XLA_FFI_Handler* handler;
   std::vector<std::unique_ptr<Array>> operands;
   std::unique_ptr<Array> out;
-  Flags flags;
+  std::vector<Flags> flags;
   bool legal;
   std::vector<double> want, size;  // sums of products, and of their absolute values
 
@@ -139,6 +139,29 @@ std::unique_ptr<Array> MatrixOf(XLA_FFI_DataType dtype, std::vector<int64_t> sha
   return std::make_unique<Array>(dtype, std::move(shape));
 }
 
+// So many rows, each one of `lines` or none; an entry of a list that somebody forged.
+std::unique_ptr<Array> SomeList(int64_t rows, int64_t lines) {
+  auto array = std::make_unique<Array>(XLA_FFI_DataType_S32, std::vector<int64_t>{rows});
+  auto* list = reinterpret_cast<int32_t*>(array->data.get());
+  for (int64_t i = 0; i < rows; ++i) {
+    list[i] = static_cast<int32_t>(Below(4) == 0 ? random_bits() : Below(lines + 2) - 1);
+  }
+  return array;
+}
+
+// Rows of an operand: as they are, or by list.
+struct Rows {
+  const Array* list;
+  int64_t lines;  // of the operand
+
+  // Row `row` of the product is this one, or -1: zeros.
+  int64_t operator[](int64_t row) const {
+    if (list == nullptr) return row;
+    const int32_t line = reinterpret_cast<const int32_t*>(list->data.get())[row];
+    return line < 0 || line >= lines ? -1 : line;
+  }
+};
+
 int64_t Index(int64_t row, int64_t column, int64_t rows, int64_t columns, bool transpose) {
   return transpose ? column * rows + row : row * columns + column;
 }
@@ -146,24 +169,28 @@ int64_t Index(int64_t row, int64_t column, int64_t rows, int64_t columns, bool t
 Case MmCase(bool forged) {
   const int64_t rows_x = SomeSize(), rows_y = SomeSize(), k = SomeSize(), n = SomeSize();
   const int64_t groups = Below(5);
-  const bool tx = Below(2), tw = Below(2), to = Below(2);
+  const bool tx = Below(2), tw = Below(2), to = Below(2), by_list = !tx && Below(2);
+  const int64_t lines = by_list ? SomeSize() : rows_x;
   bool in_order = Below(2);
   const XLA_FFI_DataType dtype = SomeDtype();
   const auto table = SomeTable(rows_x, rows_y, groups, in_order, forged);
   if (Below(3) == 0) in_order = true;  // which may not be so
   Case c{jgg::JggMmCpu, {}, MatrixOf(SomeDtype(), {rows_y, n}, to), {}, true, {}, {}};
-  c.operands.push_back(MatrixOf(dtype, {rows_x, k}, tx));
+  c.operands.push_back(MatrixOf(dtype, {lines, k}, tx));
   c.operands.push_back(MatrixOf(dtype, {groups, k, n}, tw));
   const Array &x = *c.operands[0], &w = *c.operands[1];
   Fill(*c.operands[0]);
   Fill(*c.operands[1]);
   c.operands.push_back(TableOf(table));
-  c.flags = {"mm",
-             {{"clears_rest", true},
-              {"in_order", in_order},
-              {"transpose_out", to},
-              {"transpose_w", tw},
-              {"transpose_x", tx}}};
+  if (by_list) c.operands.push_back(SomeList(rows_x, lines));
+  const Rows x_rows{by_list ? c.operands.back().get() : nullptr, lines};
+  c.flags = {{"mm",
+              {{"clears_rest", true},
+               {"in_order", in_order},
+               {"transpose_out", to},
+               {"transpose_w", tw},
+               {"transpose_x", tx}}},
+             {"rows", {{"x_rows", by_list}, {"y_rows", false}}}};
   c.legal = IsLegal(table, rows_x, rows_y, groups);
   if (!c.legal) return c;
   c.want.assign(c.out->count, 0);
@@ -171,10 +198,11 @@ Case MmCase(bool forged) {
   for (const Row& row : table) {
     if (!Counts(row, groups)) continue;
     for (int64_t i = 0; i < row.length; ++i) {
-      for (int64_t j = 0; j < n; ++j) {
+      const int64_t line = x_rows[row.x_start + i];
+      for (int64_t j = 0; line >= 0 && j < n; ++j) {
         const int64_t at = Index(row.y_start + i, j, rows_y, n, to);
         for (int64_t p = 0; p < k; ++p) {
-          const double product = x.Get(Index(row.x_start + i, p, rows_x, k, tx)) *
+          const double product = x.Get(Index(line, p, lines, k, tx)) *
                                  w.Get(row.weight * k * n + Index(p, j, k, n, tw));
           c.want[at] += product;
           c.size[at] += std::abs(product);
@@ -188,17 +216,25 @@ Case MmCase(bool forged) {
 Case WgradCase(bool forged) {
   const int64_t rows_x = SomeSize(), rows_y = SomeSize(), a = SomeSize(), b = SomeSize();
   const int64_t groups = Below(5);
-  const bool tx = Below(2), ty = Below(2);
+  const bool tx = Below(2), ty = Below(2), x_list = !tx && Below(3) == 0;
+  const bool y_list = !ty && Below(3) == 0;
+  const int64_t lines_x = x_list ? SomeSize() : rows_x, lines_y = y_list ? SomeSize() : rows_y;
   const XLA_FFI_DataType dtype = SomeDtype();
   const auto table = SomeTable(rows_x, rows_y, groups, Below(2), forged);
   Case c{jgg::JggWgradCpu, {}, MatrixOf(SomeDtype(), {groups, a, b}, false), {}, true, {}, {}};
-  c.operands.push_back(MatrixOf(dtype, {rows_x, a}, tx));
-  c.operands.push_back(MatrixOf(dtype, {rows_y, b}, ty));
+  c.operands.push_back(MatrixOf(dtype, {lines_x, a}, tx));
+  c.operands.push_back(MatrixOf(dtype, {lines_y, b}, ty));
   const Array &x = *c.operands[0], &y = *c.operands[1];
   Fill(*c.operands[0]);
   Fill(*c.operands[1]);
   c.operands.push_back(TableOf(table));
-  c.flags = {"wgrad", {{"transpose_x", tx}, {"transpose_y", ty}}};
+  Rows x_rows{nullptr, lines_x}, y_rows{nullptr, lines_y};
+  if (x_list) c.operands.push_back(SomeList(rows_x, lines_x));
+  if (x_list) x_rows.list = c.operands.back().get();
+  if (y_list) c.operands.push_back(SomeList(rows_y, lines_y));
+  if (y_list) y_rows.list = c.operands.back().get();
+  c.flags = {{"rows", {{"x_rows", x_list}, {"y_rows", y_list}}},
+             {"wgrad", {{"transpose_x", tx}, {"transpose_y", ty}}}};
   c.legal = IsLegal(table, rows_x, rows_y, groups);
   if (!c.legal) return c;
   c.want.assign(c.out->count, 0);
@@ -209,8 +245,10 @@ Case WgradCase(bool forged) {
       for (int64_t j = 0; j < b; ++j) {
         const int64_t at = (row.weight * a + i) * b + j;
         for (int64_t p = 0; p < row.length; ++p) {
-          const double product = x.Get(Index(row.x_start + p, i, rows_x, a, tx)) *
-                                 y.Get(Index(row.y_start + p, j, rows_y, b, ty));
+          const int64_t x_line = x_rows[row.x_start + p], y_line = y_rows[row.y_start + p];
+          if (x_line < 0 || y_line < 0) continue;
+          const double product =
+              x.Get(Index(x_line, i, lines_x, a, tx)) * y.Get(Index(y_line, j, lines_y, b, ty));
           c.want[at] += product;
           c.size[at] += std::abs(product);
         }
@@ -223,7 +261,8 @@ Case WgradCase(bool forged) {
 void TryCase(int number) {
   const bool forged = number % 3 == 0;
   Case c = Below(2) == 0 ? MmCase(forged) : WgradCase(forged);
-  const std::string what = c.flags.name + " case " + std::to_string(number) + ": ";
+  const std::string what = (c.handler == jgg::JggMmCpu ? "mm" : "wgrad") + std::string(" case ") +
+                           std::to_string(number) + ": ";
   std::vector<char> before;
   for (const int threads : {0, 1, 4}) {  // the same bytes with any number
     Pool some(threads);

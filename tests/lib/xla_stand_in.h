@@ -219,7 +219,37 @@ struct Flags {
   std::vector<std::pair<std::string, bool>> values;
 };
 
-Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out, Flags flags) {
+// As XLA hands them over.
+struct Dictionary {
+  explicit Dictionary(const Flags& of) : flags(of) {
+    for (auto& [key, value] : flags.values) {
+      scalars.push_back({XLA_FFI_DataType_PRED, &value});
+      keys.push_back({key.data(), key.size()});
+    }
+    for (size_t i = 0; i < scalars.size(); ++i) {
+      values.push_back(&scalars[i]);
+      key_pointers.push_back(&keys[i]);
+    }
+    types.assign(values.size(), XLA_FFI_AttrType_SCALAR);
+    name = {flags.name.data(), flags.name.size()};
+    attrs = {
+        XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(values.size()), types.data(),
+        key_pointers.data(),       values.data()};
+  }
+
+  Flags flags;
+  std::vector<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan> keys;
+  std::vector<void*> values;
+  std::vector<XLA_FFI_ByteSpan*> key_pointers;
+  std::vector<XLA_FFI_AttrType> types;
+  XLA_FFI_ByteSpan name;
+  XLA_FFI_Attrs attrs;
+};
+
+// Dictionaries are sorted by name.
+Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out,
+            const std::vector<Flags>& flags) {
   std::vector<XLA_FFI_Buffer> buffers;
   for (Array* operand : operands) buffers.push_back(BufferOf(*operand));
   std::vector<void*> args;
@@ -229,26 +259,15 @@ Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out, 
   void* rets[] = {&out_buffer};
   XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER};
 
-  std::vector<XLA_FFI_Scalar> scalars;
-  std::vector<XLA_FFI_ByteSpan> names;
-  for (auto& [name, value] : flags.values) {
-    scalars.push_back({XLA_FFI_DataType_PRED, &value});
-    names.push_back({name.data(), name.size()});
-  }
+  std::vector<std::unique_ptr<Dictionary>> dictionaries;
   std::vector<void*> attrs;
   std::vector<XLA_FFI_ByteSpan*> attr_names;
-  for (size_t i = 0; i < scalars.size(); ++i) {
-    attrs.push_back(&scalars[i]);
-    attr_names.push_back(&names[i]);
+  for (const Flags& some : flags) {
+    dictionaries.push_back(std::make_unique<Dictionary>(some));
+    attrs.push_back(&dictionaries.back()->attrs);
+    attr_names.push_back(&dictionaries.back()->name);
   }
-  std::vector<XLA_FFI_AttrType> attr_types(attrs.size(), XLA_FFI_AttrType_SCALAR);
-  XLA_FFI_Attrs dictionary{
-      XLA_FFI_Attrs_STRUCT_SIZE, nullptr,           static_cast<int64_t>(attrs.size()),
-      attr_types.data(),         attr_names.data(), attrs.data()};
-  XLA_FFI_ByteSpan name{flags.name.data(), flags.name.size()};
-  XLA_FFI_ByteSpan* outer_names[] = {&name};
-  void* outer[] = {&dictionary};
-  XLA_FFI_AttrType outer_types[] = {XLA_FFI_AttrType_DICTIONARY};
+  std::vector<XLA_FFI_AttrType> attr_types(attrs.size(), XLA_FFI_AttrType_DICTIONARY);
 
   XLA_FFI_CallFrame frame{};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
@@ -257,7 +276,8 @@ Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out, 
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), types.data(),
                 args.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 1, ret_types, rets};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 1, outer_types, outer_names, outer};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,           static_cast<int64_t>(attrs.size()),
+                 attr_types.data(),         attr_names.data(), attrs.data()};
   is_harness = false;
   XLA_FFI_Error* error = jgg::CallInFrame("jgg", "jgg: out of memory", handler, &frame);
   is_harness = true;

@@ -131,6 +131,27 @@ def test_a_layer():
     assert found.count("jgg_moe_combine") == 1  # of x's cotangent: nobody asked for the value
 
 
+def test_cpu_products_gather_their_rows():
+    """No copy of the tokens' rows: all products take x, or the cotangent, as it is."""
+    tokens, d, f = 37, 24, 16  # so that no other array is of these shapes
+    up, down = jnp.zeros((E, d, 2 * f)), jnp.zeros((E, f, d))
+    args = (array(tokens, d, dtype="float32"), array(tokens, K, dtype="int32"),
+            array(tokens, K, dtype="float32"))  # fmt: skip
+
+    def grads(x, index, weight):
+        layer = lambda x, up, down: jgg.moe_mlp(x, up, down, index, weight)
+        out, pull = jax.vjp(layer, x, up, down)
+        return pull(out)
+
+    text = jax.jit(grads).trace(*args).lower(lowering_platforms=("cpu",)).as_text()
+    found = re.findall(r"custom_call @(jgg_\w+)\(.* : \((.*)\) -> (.*)", text)
+    rows = f"{tokens * K}x{d}xf32"  # y, and the rows of dx, which are products of their own
+    assert sorted(name for name, *_ in found) == ["jgg_mm"] * 4 + ["jgg_wgrad"] * 2
+    assert sum(f"tensor<{tokens}x{d}xf32>" in operands for _, operands, _ in found) == 4
+    assert not any(rows in operands for _, operands, _ in found)
+    assert sum(rows in results for *_, results in found) == 2
+
+
 def test_vmap_is_composed():
     x = array(2, T, D)
     assert names(jax.vmap(jgg.dispatch, (0, None)), x, routing()) == []
