@@ -1,6 +1,7 @@
 """The layers that benchmarks.moe times, in JAX: ``layer(x, router, up, down, k)``.
 
-All of them have one router: the k largest logits of each token, and a softmax over those.
+All of them have one router: the k largest logits of each token, and a softmax over those. It is
+``jgg.router.choose`` in ours, and XLA's operations in the others.
 """
 
 import functools
@@ -18,14 +19,19 @@ def routed(x, router, k: int):
     return jax.nn.softmax(value.astype(jnp.float32)), expert
 
 
+def chosen(x, router, k: int):
+    choice = jgg.router.choose(x @ router, k)
+    return choice.weight, choice.expert
+
+
 def ours(x, router, up, down, k):
-    weight, expert = routed(x, router, k)
+    weight, expert = chosen(x, router, k)
     return jgg.moe_mlp(x, up, down, expert, weight)
 
 
 def fp8(x, router, up, down, k):
     """Rounded to nearest: a key for every call would be one more operand."""
-    weight, expert = routed(x, router, k)
+    weight, expert = chosen(x, router, k)
     recipe = jgg.FP8Recipe(stochastic_rounding=False)
     return jgg.moe_mlp(x, up, down, expert, weight, recipe=recipe)
 

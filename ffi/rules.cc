@@ -183,6 +183,7 @@ void DefineRules(nb::module_& m) {
   m.def("moe_rows_problem", &rules::MoeRowsProblem, nb::kw_only(), "pairs"_a, "d"_a,
         "element_bytes"_a,
         "Why the kernels of dispatch and combine cannot take rows of d elements.");
+  m.def("moe_top_k_problem", &rules::MoeTopKProblem, nb::kw_only(), "experts"_a, "k"_a, "groups"_a);
   m.def("moe_few_tokens_problem", &rules::MoeFewTokensProblem, nb::kw_only(), "pairs"_a,
         "choices"_a, "width"_a, "packed"_a,
         "Why the kernels of a few tokens' experts cannot take so many pairs, and so many experts "

@@ -17,6 +17,8 @@ from jax.typing import ArrayLike
 
 from ._core import check, dtypes, partition
 from ._core.types import Integers
+from ._moe.top_k import Rule, shares
+from ._moe.top_k import top_k as routed
 
 __all__ = [
     "Choice",
@@ -126,32 +128,16 @@ def choose(
             f"jgg.{op}: top_k={top_k} is more than the {experts // groups * top_groups} experts in "
             f"{top_groups} of {groups} groups"
         )
-    if scores == "softmax":
-        score = probabilities = jax.nn.softmax(logits)
-    elif scores == "sigmoid":
-        score = jax.nn.sigmoid(logits)
-        probabilities = _shares(score)
-    else:
+    if scores not in ("softmax", "sigmoid"):
         raise ValueError(f"jgg.{op}: scores={check.describe(scores)} is not 'softmax' or 'sigmoid'")
-
-    wanted = lax.stop_gradient(score)
     if bias is not None:
         bias = check.array(op, "bias", bias)
         check.shape(op, "bias", bias, (experts,), "E", f"because logits are {logits.shape}")
-        wanted = wanted + lax.stop_gradient(bias).astype(score.dtype)
-    if top_groups < groups:
-        wanted = _of_best_groups(wanted, groups, top_groups, best=1 if bias is None else 2)
-    if scores == "softmax" and renormalize:
-        # The softmax of those that are chosen, for which that of all need not be computed.
-        ranks_alike = bias is None and top_groups == groups
-        expert = lax.top_k(lax.stop_gradient(logits) if ranks_alike else wanted, top_k)[1]
-        weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, axis=-1))
-    else:
-        expert = lax.top_k(wanted, top_k)[1]
-        weight = jnp.take_along_axis(score, expert, axis=-1)
-        weight = _shares(weight) if renormalize else weight
-    if scale != 1.0:
-        weight = weight * jnp.asarray(scale, weight.dtype)
+    rule = Rule(top_k, scores, renormalize, float(scale), groups, top_groups)
+    expert, weight = routed(logits, bias, rule)
+    probabilities = rule.score(_wide(logits))
+    if scores == "sigmoid":
+        probabilities = shares(probabilities)
     if where is not None:
         exists = jnp.asarray(where)[..., None]
         expert, weight = jnp.where(exists, expert, -1), jnp.where(exists, weight, 0)
@@ -207,7 +193,7 @@ def balance_loss(
     each sequence, ``jax.vmap`` it over sequences.
     """
     op = "router.balance_loss"
-    probabilities = _existing(op, _logits(op, probabilities, "probabilities"), where)
+    probabilities = _existing(op, _wide(_logits(op, probabilities, "probabilities")), where)
     counts = check.array(op, "load", load)
     experts = probabilities.shape[-1]
     why = f"because probabilities are {probabilities.shape}"
@@ -234,7 +220,7 @@ def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
     As in ST-MoE, arXiv 2202.08906.
     """
     op = "router.z_loss"
-    logits = _existing(op, _logits(op, logits), where)
+    logits = _existing(op, _wide(_logits(op, logits)), where)
     return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, where, logits)
 
 
@@ -293,26 +279,16 @@ def _logits(op: str, logits, name: str = "logits") -> jax.Array:
     _floats(op, name, logits)
     if not logits.ndim:
         raise ValueError(f"jgg.{op}: {name} has shape (), expected (..., E)")
-    return logits.astype(dtypes.accumulator_dtype(logits.dtype))
+    return logits
+
+
+def _wide(a) -> jax.Array:
+    return a.astype(dtypes.accumulator_dtype(a.dtype))
 
 
 def _floats(op: str, name: str, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"jgg.{op}: {name} must hold floats, got {value.dtype.name}")
-
-
-def _shares(score) -> jax.Array:
-    """Scores that add up to 1. Where all of them have underflown they stay 0, as do gradients."""
-    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), 1e-15)
-
-
-def _of_best_groups(score, groups: int, top_groups: int, best: int) -> jax.Array:
-    """Scores of the best groups' experts, and -inf for the others."""
-    lead, experts = score.shape[:-1], score.shape[-1]
-    of_group = score.reshape(*lead, groups, experts // groups)
-    mark = lax.top_k(of_group, min(best, experts // groups))[0].sum(axis=-1)
-    kept = jax.nn.one_hot(lax.top_k(mark, top_groups)[1], groups, dtype=bool).any(axis=-2)
-    return jnp.where(kept[..., None], of_group, -jnp.inf).reshape(score.shape)
 
 
 def _existing(op: str, a, where) -> jax.Array:

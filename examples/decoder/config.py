@@ -32,8 +32,8 @@ class Router:
 
     experts: int
     top_k: int
-    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    normalized: bool = False  # the chosen weights sum to 1
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = False  # the chosen weights sum to 1: of a softmax, one of chosen logits
     groups: int = 1  # of experts, of which a token chooses some first
     chosen_groups: int = 1
     scale: float = 1.0
@@ -169,7 +169,7 @@ def _gpt_oss(of: _Json) -> dict[str, Any]:
     bias = of("attention_bias", bool, True)
     return {
         "names": Names(router="router"),
-        "router": Router(_experts(of), of("num_experts_per_tok", int), "softmax_of_chosen"),
+        "router": Router(_experts(of), of("num_experts_per_tok", int), normalized=True),
         "expert_width": of("intermediate_size", int),
         "windows": tuple(window if kind == "sliding_attention" else NO_WINDOW for kind in kinds),
         "qkv_bias": bias,

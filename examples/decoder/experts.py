@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
 
-from .config import Config, Names, Router
+from .config import Config, Names
 from .layers import GatedMLP, Linear
 from .weights import Weights, joined
 
@@ -21,27 +21,6 @@ AXIS = "devices"  # of the mesh: experts and heads are divided along it
 
 class Expert(nnx.Param):
     """A parameter of all experts of a layer, (E, ...)."""
-
-
-def choose(router: Router, logits: jax.Array, correction: Any = None):
-    """Experts and weights (T, k) of float32 logits (T, E)."""
-    if router.score == "softmax_of_chosen":
-        chosen, index = jax.lax.top_k(logits, router.top_k)
-        return index, jax.nn.softmax(chosen)
-    scores = jax.nn.sigmoid(logits) if router.score == "sigmoid" else jax.nn.softmax(logits)
-    ranked = scores if correction is None else scores + correction
-    if router.groups > 1:  # of which those count whose two best experts are the best
-        grouped = ranked.reshape(len(logits), router.groups, -1)
-        best = jax.lax.top_k(grouped, 2)[0].sum(-1)
-        kept = jax.lax.top_k(best, router.chosen_groups)[1]
-        kept = jax.nn.one_hot(kept, router.groups, dtype=bool).any(1)
-        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(logits.shape)
-    weight, index = jax.lax.top_k(ranked, router.top_k)
-    if ranked is not scores:
-        weight = jnp.take_along_axis(scores, index, axis=1)
-    if router.normalized:
-        weight /= weight.sum(-1, keepdims=True)
-    return index, weight * router.scale
 
 
 class MixtureOfExperts(nnx.Module):
@@ -97,7 +76,12 @@ class MixtureOfExperts(nnx.Module):
     def choices(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token, and their weights."""
         correction = None if self.correction is None else self.correction.get_value()
-        return choose(self.routing, self.router(x.astype(jnp.float32)), correction)
+        logits, rule = self.router(x.astype(jnp.float32)), self.routing
+        choice = jgg.router.choose(
+            logits, rule.top_k, scores=rule.score, bias=correction, renormalize=rule.normalized,
+            scale=rule.scale, groups=rule.groups, top_groups=rule.chosen_groups,
+        )  # fmt: skip
+        return choice.expert, choice.weight
 
     def _experts(self, x, parts: dict[str, Any], index, weight, layer, mesh):
         def here(x, parts, index, weight, layer, device):

@@ -14,6 +14,20 @@ constexpr int kRoutePairs = 2048;
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token.
 constexpr int kMostFewPairs = 32, kMostFewChoices = 8;
 
+// The most experts that top_k chooses for a token, and the most groups that experts are in.
+constexpr int kMostTopK = 32, kMostGroups = 32;
+
+// A token's experts: `groups` of neighbours, of which it meets k in some groups.
+inline Reason MoeTopKProblem(int64_t experts, int64_t k, int64_t groups) {
+  if (experts < 1 || experts > kMostExperts) {
+    return "needs 1 to " + std::to_string(kMostExperts) + " experts, got " +
+           std::to_string(experts);
+  }
+  if (k > kMostTopK) return "chooses up to 32 experts of a token, got " + std::to_string(k);
+  if (groups > kMostGroups) return "needs up to 32 groups, got " + std::to_string(groups);
+  return std::nullopt;
+}
+
 inline Reason MoeRouteProblem(int64_t pairs, int64_t experts) {
   if (pairs > int64_t{1} << 30) return "there are more than 2^30 pairs: " + std::to_string(pairs);
   if (experts >= 1 && experts <= kMostExperts) return std::nullopt;

@@ -351,6 +351,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             "pairs * D * F up to 2^26",
         ),
     ),
+    "top_k": (
+        Kernel(
+            "sm80", "jgg_moe_top_k", rows.chooses, unseen=True,
+            needs="1 to 1024 experts in up to 32 groups, k up to 32",
+        ),
+    ),
     "route": (
         Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),
     ),

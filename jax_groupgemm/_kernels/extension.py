@@ -37,6 +37,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
     "jgg_fp8_grouped_mm": ("cuda",),
     "jgg_fp8_grouped_wgrad": ("cuda",),
+    "jgg_moe_top_k": ("cuda",),
     "jgg_moe_route": ("cuda",),
     "jgg_moe_dispatch": ("cuda",),
     "jgg_moe_combine": ("cuda",),

@@ -153,6 +153,16 @@ class Moe(Problem):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TopK(Problem):
+    """``top_k``: the choice of k of ``experts``, in ``groups``, for each token; the dtype is that
+    of logits."""
+
+    experts: int
+    k: int
+    groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Nvfp4(Problem):
     """A product of two NVFP4 operands; ``inner`` is what multiplies them once they are decoded."""
 

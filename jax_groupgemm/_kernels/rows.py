@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from . import dense, extension
-from .problems import HALVES, Conversion, Fp8Activation, Fp8Conversion, Moe, Rows
+from .problems import HALVES, Conversion, Fp8Activation, Fp8Conversion, Moe, Rows, TopK
 
 
 def routes(p: Moe) -> str | None:
     if p.empty:
         return "an operand is empty"
     return extension.rules().moe_route_problem(pairs=p.pairs, experts=p.experts)
+
+
+def chooses(p: TopK) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    return extension.rules().moe_top_k_problem(experts=p.experts, k=p.k, groups=p.groups)
 
 
 def takes_rows(p: Moe) -> str | None:

@@ -17,7 +17,7 @@ FAMILIES = (
 ONLY = {
     "cost": {"_core"},
     "info": {"_kernels"},
-    "router": {"_core"},
+    "router": {"_core", "_moe"},
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from test_graph_safety import CAPTURED, EAGER, same_bits
 from test_moe_lowering import names
 from test_route import check, expected
+from test_top_k_kernel import OPTIONS as router_options
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -67,6 +68,32 @@ def test_route_of_several_blocks(rng, pairs):
     index = rng.integers(0, 70, (pairs, 1)).astype(np.int32)
     for given in (index, np.full_like(index, 69), np.sort(index, axis=0)):
         check(routed(given, 70), expected(given, 70))
+
+
+# ---- top_k ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", [8, 60, 128, 256, 1000])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 5003])
+@pytest.mark.parametrize("name", router_options)
+def test_choices_of_a_router(rng, name, tokens, experts):
+    """As composed, where no two scores are as close as float32 sums differ."""
+    options = dict(router_options[name])
+    if options.pop("bias", False):
+        options["bias"] = jnp.asarray(rng.normal(size=experts), jnp.float32)
+    k = min(experts // 2, 8)
+    logits = jnp.asarray(rng.normal(size=(tokens, experts)), jnp.float32)
+    choose = lambda logits: jgg.router.choose(logits, k, **options)[:2]
+    assert names(choose, logits) == ["jgg_moe_top_k"]
+    got = jax.jit(choose)(logits)
+    want = jax.jit(jax.vmap(choose))(logits[None])
+    same = (got[0] == want[0][0]).all(1)
+    assert same.mean() > 0.999
+    np.testing.assert_allclose(got[1][same], want[1][0][same], rtol=1e-5)
+    loss = lambda logits: (choose(logits)[1] ** 2).sum()
+    of_batch = lambda logits: (jax.vmap(choose)(logits[None])[1] ** 2).sum()
+    got, want = (jax.jit(jax.grad(f))(logits) for f in (loss, of_batch))
+    np.testing.assert_allclose(got[same], want[same], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [6, 3000])

@@ -131,6 +131,35 @@ def test_a_layer():
     assert found.count("jgg_moe_combine") == 1  # of x's cotangent: nobody asked for the value
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_choices_of_a_router(dtype):
+    """One call: logits as they are, any leading axes; its backward pass scatters nothing."""
+    choose = functools.partial(jgg.router.choose, top_k=K)
+    of = lambda logits: choose(logits)[:2]
+    x, of_token = f"x{'bf16' if dtype == 'bfloat16' else 'f32'}", ["6x3xi32", "6x3xf32"]
+    assert calls(of, array(2, 3, 8, dtype=dtype)) == [("jgg_moe_top_k", [f"6x8{x}"], of_token)]
+    assert calls(of, array(6, 8, dtype="float16")) == [("jgg_moe_top_k", ["6x8xf32"], of_token)]
+    bias = lambda logits, bias: choose(logits, bias=bias, scores="sigmoid")[:2]
+    operands = array(6, 8, dtype=dtype), array(8, dtype="float16")
+    assert calls(bias, *operands) == [("jgg_moe_top_k", [f"6x8{x}", "8xf32"], of_token)]
+    for options in ({}, {"renormalize": False}, {"scores": "sigmoid"}):
+        weight = functools.partial(choose, **options)
+        loss = lambda logits, ct, weight=weight: (weight(logits).weight * ct).sum()
+        operands = array(6, 8, dtype=dtype), array(6, K, dtype="float32")
+        assert names(jax.grad(loss), *operands) == ["jgg_moe_top_k"]
+        assert "scatter" not in cuda_text(jax.grad(loss), *operands)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "groups", "dtype"),
+    [(2048, 3, 1, "float32"), (64, 33, 1, "float32"), (80, 3, 40, "float32"), (8, 3, 1, "float64")],
+)
+def test_no_kernel_chooses(experts, k, groups, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        of = lambda logits: jgg.router.choose(logits, k, groups=groups)[:2]
+        assert names(of, array(6, experts, dtype=dtype)) == []
+
+
 def test_cpu_products_gather_their_rows():
     """No copy of the tokens' rows: all products take x, or the cotangent, as it is."""
     tokens, d, f = 37, 24, 16  # so that no other array is of these shapes

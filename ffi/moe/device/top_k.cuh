@@ -1,0 +1,185 @@
+// The experts of a token, and their weights: a warp has a token, and a lane every 32nd expert.
+//
+// The best expert is found k times, by comparing the lanes' best ones; the lane that has it then
+// leaves it out. Lane j keeps number j, so that k weights are k lanes' numbers.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "moe/rules.h"
+#include "moe/top_k.h"
+#include "quantized/device/instructions.cuh"
+
+namespace jgg::device {
+
+constexpr int kTopKWarps = 4;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Larger for larger numbers, in the order that XLA sorts by: -NaN, -Inf, ..., -0, 0, ..., Inf, NaN.
+// 0 is less than any.
+__device__ inline uint32_t Ordered(float value) {
+  const uint32_t bits = AsBits(value);
+  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ inline float Logit(const TopKArgs& args, int64_t at) {
+  if (!args.bfloat16) return static_cast<const float*>(args.logits)[at];
+  return AsFloat(uint32_t{static_cast<const uint16_t*>(args.logits)[at]} << 16);
+}
+
+// The largest number of a warp, or NaN where there is one.
+__device__ inline float WarpMax(float value) {
+  JGG_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const float other = __shfl_xor_sync(kAllLanes, value, mask);
+    value = other > value || other != other ? other : value;
+  }
+  return value;
+}
+
+__device__ inline float WarpSum(float value) {
+  JGG_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(kAllLanes, value, mask);
+  return value;
+}
+
+// A lane's experts: number i is expert 32 * i + lane.
+template <int kItems>
+struct TokenScores {
+  float score[kItems];    // what weights are made of
+  uint32_t rank[kItems];  // the larger the better; 0 for one that is not there, or was taken
+
+  // The best expert of all lanes, of which there is one, and its score. It is taken.
+  __device__ int Take(int lane, float* of) {
+    uint32_t best = 0;
+    int item = 0;
+    JGG_UNROLL
+    for (int i = 0; i < kItems; ++i) {
+      if (rank[i] > best) best = rank[i], item = i;
+    }
+    const uint32_t most = __reduce_max_sync(kAllLanes, best);
+    // Of equal ones the first expert.
+    const uint32_t expert = static_cast<uint32_t>(32 * item + lane);
+    const uint32_t first = ~__reduce_max_sync(kAllLanes, best == most ? ~expert : 0);
+    float value = 0;
+    JGG_UNROLL
+    for (int i = 0; i < kItems; ++i) {
+      if (first != static_cast<uint32_t>(32 * i + lane)) continue;
+      value = score[i];
+      rank[i] = 0;
+    }
+    *of = __shfl_sync(kAllLanes, value, static_cast<int>(first % 32));
+    return static_cast<int>(first);
+  }
+};
+
+// Experts outside of the best groups rank as -Inf. `wanted` is what all experts rank by.
+template <int kItems>
+__device__ void KeepBestGroups(const TopKArgs& args, int lane, const float* wanted,
+                               TokenScores<kItems>* token) {
+  const int size = args.experts / args.groups;
+  __syncwarp();
+  // Lane g marks group g: by its best expert or, with a bias, the sum of its two best.
+  TokenScores<1> mark{};
+  if (lane < args.groups) {
+    float best = 0, second = 0;
+    uint32_t of_best = 0, of_second = 0;
+    for (int j = 0; j < size; ++j) {
+      // Groups may begin in one bank of shared memory; lanes do not.
+      int at = j + lane % size;
+      at -= at < size ? 0 : size;
+      const float value = wanted[lane * size + at];
+      const uint32_t order = Ordered(value);
+      if (order > of_best) {
+        second = best, of_second = of_best;
+        best = value, of_best = order;
+      } else if (order > of_second) {
+        second = value, of_second = order;
+      }
+    }
+    mark.rank[0] = Ordered(args.bias == nullptr || size == 1 ? best : best + second);
+  }
+  uint32_t kept = 0;
+  for (int j = 0; j < args.top_groups; ++j) {
+    float none;
+    kept |= 1u << mark.Take(lane, &none);
+  }
+  JGG_UNROLL
+  for (int i = 0; i < kItems; ++i) {
+    if (token->rank[i] == 0 || (kept >> (32 * i + lane) / size & 1) != 0) continue;
+    token->rank[i] = Ordered(-INFINITY);
+  }
+}
+
+template <int kItems>
+__global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
+  __shared__ float wanted[kTopKWarps][32 * kItems];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int token = static_cast<int>(blockIdx.x) * kTopKWarps + warp;
+  if (token >= args.tokens) return;
+  const int64_t row = int64_t{token} * args.experts;
+  TokenScores<kItems> scores;
+  float largest = -INFINITY;
+  JGG_UNROLL
+  for (int i = 0; i < kItems; ++i) {
+    const int expert = 32 * i + lane;
+    const bool there = expert < args.experts;
+    const float logit = there ? Logit(args, row + expert) : -INFINITY;
+    scores.score[i] = logit;
+    scores.rank[i] = there ? Ordered(logit) : 0;
+    largest = logit > largest || logit != logit ? logit : largest;
+  }
+  const bool grouped = args.top_groups < args.groups,
+             softmax_of_all =
+                 !args.sigmoid && (!args.renormalize || args.bias != nullptr || grouped);
+  // A softmax of the chosen ones needs their logits, whatever they are chosen by.
+  const bool of_chosen = !args.sigmoid && args.renormalize;
+  float total = 1;
+  if (softmax_of_all) {
+    largest = WarpMax(largest);
+    float sum = 0;
+    JGG_UNROLL
+    for (int i = 0; i < kItems; ++i) {
+      if (scores.rank[i] != 0) sum += expf(scores.score[i] - largest);
+    }
+    total = WarpSum(sum);
+  }
+  if (args.sigmoid || softmax_of_all) {
+    JGG_UNROLL
+    for (int i = 0; i < kItems; ++i) {
+      if (scores.rank[i] == 0) continue;
+      const int expert = 32 * i + lane;
+      const float logit = scores.score[i];
+      const float score =
+          args.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - largest) / total;
+      const float rank = args.bias == nullptr ? score : score + args.bias[expert];
+      if (!of_chosen) scores.score[i] = score;
+      scores.rank[i] = Ordered(rank);
+      wanted[warp][expert] = rank;
+    }
+  }
+  if (grouped) KeepBestGroups<kItems>(args, lane, wanted[warp], &scores);
+  int mine = 0;
+  float value = 0;
+  for (int j = 0; j < args.k; ++j) {
+    float of_this = 0;
+    const int expert = scores.Take(lane, &of_this);
+    if (lane == j) mine = expert, value = of_this;
+  }
+  const bool has = lane < args.k;
+  if (of_chosen) {
+    const float most = WarpMax(has ? value : -INFINITY);
+    value = has ? expf(value - most) : 0.0f;
+    value /= WarpSum(value);
+  } else if (args.renormalize) {
+    const float sum = WarpSum(has ? value : 0.0f);
+    value /= sum < 1e-15f ? 1e-15f : sum;
+  }
+  if (!has) return;
+  const int64_t at = int64_t{token} * args.k + lane;
+  args.expert[at] = mine;
+  args.weight[at] = value * args.scale;
+}
+
+}  // namespace jgg::device

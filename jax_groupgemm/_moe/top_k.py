@@ -1,0 +1,139 @@
+"""The experts of each token and their weights, of a router's logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core import costs, dtypes
+from .._core.composed import Composed
+from .._kernels import choose, problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How experts are chosen and weighed: see ``router.choose``."""
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"]
+    renormalize: bool
+    scale: float
+    groups: int
+    top_groups: int
+
+    def score(self, logits):
+        """Of all experts, (..., E)."""
+        return jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
+
+    @property
+    def of_chosen(self) -> bool:
+        """Weights are a softmax of the chosen logits, for which that of all is not needed."""
+        return self.scores == "softmax" and self.renormalize
+
+    def weights(self, chosen):
+        """(..., k), of the chosen logits or scores."""
+        if self.of_chosen:
+            weight = jax.nn.softmax(chosen)
+        else:
+            weight = shares(chosen) if self.renormalize else chosen
+        return weight if self.scale == 1.0 else weight * jnp.asarray(self.scale, weight.dtype)
+
+
+def top_k(logits, bias, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """Experts, int32, and their weights, both (..., k); logits are (..., E)."""
+    return _TOP_K(logits, bias, rule=rule)
+
+
+def shares(score) -> jax.Array:
+    """Scores that add up to 1. Where all of them have underflown they stay 0, as do gradients."""
+    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), 1e-15)
+
+
+def _wide(logits):
+    return logits.astype(dtypes.accumulator_dtype(logits.dtype))
+
+
+def _composed(logits, bias, *, rule: Rule):
+    logits = _wide(logits)
+    expert = _experts(lax.stop_gradient(logits), bias, rule)
+    of = logits if rule.of_chosen else rule.score(logits)
+    return expert, rule.weights(jnp.take_along_axis(of, expert, axis=-1))
+
+
+def _experts(logits, bias, rule: Rule):
+    """By their scores; logits rank alike where nothing is added and no group is left out."""
+    grouped = rule.top_groups < rule.groups
+    alike = rule.of_chosen and bias is None and not grouped
+    wanted = logits if alike else rule.score(logits)
+    if bias is not None:
+        wanted = wanted + lax.stop_gradient(bias).astype(wanted.dtype)
+    if grouped:
+        wanted = _of_best_groups(wanted, rule, best=1 if bias is None else 2)
+    return lax.top_k(wanted, rule.top_k)[1]
+
+
+def _of_best_groups(score, rule: Rule, best: int) -> jax.Array:
+    """Scores of the best groups' experts, and -inf for the others."""
+    lead, experts = score.shape[:-1], score.shape[-1]
+    of_group = score.reshape(*lead, rule.groups, experts // rule.groups)
+    mark = lax.top_k(of_group, min(best, experts // rule.groups))[0].sum(axis=-1)
+    best_groups = lax.top_k(mark, rule.top_groups)[1]
+    kept = jax.nn.one_hot(best_groups, rule.groups, dtype=bool).any(axis=-2)
+    return jnp.where(kept[..., None], of_group, -jnp.inf).reshape(score.shape)
+
+
+# ---- reverse mode: a scatter to chosen experts is a sum over k of comparisons ------------------
+
+
+def _forward(logits, bias, *, rule: Rule):
+    expert, weight = _TOP_K(logits, bias, rule=rule)
+    return (expert, weight), expert
+
+
+def _backward(expert, operands, cts, *, rule: Rule):
+    (logits, _), (_, ct) = operands, cts
+    score = (lambda a: a) if rule.of_chosen else rule.score
+    of, to_logits = jax.vjp(lambda a: score(_wide(a)), logits)
+    (dchosen,) = jax.vjp(rule.weights, jnp.take_along_axis(of, expert, axis=-1))[1](ct)
+    all_experts = lax.broadcasted_iota(jnp.int32, (*expert.shape, of.shape[-1]), expert.ndim)
+    each = jnp.where(expert[..., None] == all_experts, dchosen[..., None], 0)
+    return to_logits(each.sum(-2))[0], None
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+
+def _call(platform: str, logits, bias, *, rule: Rule):
+    """Custom call ``jgg_moe_top_k``: logits[, bias] -> expert, weight."""
+    *lead, experts = logits.shape
+    if logits.dtype == jnp.float16:
+        logits = _wide(logits)
+    problem = problems.TopK(
+        op="top_k", platform=platform, dtypes=(logits.dtype.name,), experts=experts, k=rule.top_k,
+        groups=rule.groups, empty=0 in (*logits.shape, rule.top_k),
+    )  # fmt: skip
+    if choose.choose(problem) is None:
+        return None
+    shape = math.prod(lead), rule.top_k
+    results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
+    flags = {
+        "bias": np.bool_(bias is not None),
+        "sigmoid": np.bool_(rule.scores == "sigmoid"),
+        "renormalize": np.bool_(rule.renormalize),
+        "scale": np.float32(rule.scale),
+        "groups": np.int32(rule.groups),
+        "top_groups": np.int32(rule.top_groups),
+    }
+    more = [] if bias is None else [bias.astype(jnp.float32)]
+    call = jax.ffi.ffi_call("jgg_moe_top_k", results)
+    outs = call(logits.reshape(-1, experts), *more, top_k=flags)
+    return tuple(out.reshape(*lead, rule.top_k) for out in outs)
+
+
+_TOP_K = Composed("jgg_top_k", _composed, _call, cost=costs.conversion, vjp=(_forward, _backward))
