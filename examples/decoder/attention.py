@@ -54,6 +54,25 @@ def remember(cache: Cache, layer: Any, slot: jax.Array, slots_first: bool, **new
     return cache, *map(in_order, of_layer)
 
 
+def attend(q: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | None,
+           mask: jax.Array, by: Literal["xla", "cudnn"], *, joins: bool):  # fmt: skip
+    """Attention of (sequences, T, heads, size). With ``joins`` a single token's heads that have one
+    key are so many tokens of one head: cuDNN then reads a key once for all of them."""
+    if not joins or q.shape[1] > 1:
+        return jax.nn.dot_product_attention(q, keys, values, bias, mask, implementation=by)
+    sequences, _, n, size = q.shape
+    heads = keys.shape[2]
+    each = n // heads
+    as_tokens = lambda a: a.reshape(sequences, heads, each, size).swapaxes(1, 2)
+    if bias is not None:  # (1, heads or 1, 1, slots)
+        of_each = bias.shape[1] > 1
+        bias = bias.reshape(1, heads, each, -1) if of_each else bias.repeat(each, axis=2)
+    y = jax.nn.dot_product_attention(
+        as_tokens(q), keys, values, bias, mask.repeat(each, axis=2), implementation=by
+    )
+    return y.swapaxes(1, 2).reshape(q.shape)
+
+
 class Attention(nnx.Module):
     """(rows, D) to the same. The rows of a sequence follow each other."""
 
@@ -130,7 +149,6 @@ class Attention(nnx.Module):
             if self.by == "cudnn":  # it adds what has the dtype of queries
                 bias = bias.astype(q.dtype)
         mask = seen(at, window, slots, first)[None]
-        y = jax.nn.dot_product_attention(
-            batched(q), keys, values, bias, mask, implementation=self.by
-        )
+        joins = self.by == "cudnn"  # XLA does so itself
+        y = attend(batched(q), keys, values, bias, mask, self.by, joins=joins)
         return self.out(y.reshape(len(x), -1)), cache

@@ -106,3 +106,19 @@ def test_gpt_oss_has_the_logits_of_its_values(tmp_path):
     stored, plain = map(Run, decoder_folders.gpt_oss_mxfp4(tmp_path))
     assert stored.model.stacks[0].layers.mlp.up.get_value().mode == "mxfp4"
     agree(stored(prompt, CHUNK), plain(prompt, CHUNK))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_heads_of_one_key_as_tokens(rng, sinks):
+    """What cuDNN is asked for in a decode step is the same attention."""
+    attend = example("decoder.attention").attend
+    sequences, heads, kv_heads, size, slots = 3, 6, 2, 8, 11
+    of = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    q, (keys, values) = of(sequences, 1, heads, size), of(2, sequences, slots, kv_heads, size)
+    bias = of(1, heads, 1, slots) if sinks else None
+    mask = (np.arange(slots) < 7)[None, None, None]
+    want, got = (attend(q, keys, values, bias, mask, "xla", joins=j) for j in (False, True))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    two = np.concatenate([q, q], axis=1)  # a prompt's tokens stay as they are
+    got = attend(two, keys, values, bias, mask, "xla", joins=True)
+    np.testing.assert_allclose(got[:, :1], want, rtol=1e-5, atol=1e-6)
