@@ -17,13 +17,16 @@
 namespace jgg::device {
 
 // Element: of the result, and kWide where that is float32. mm may have its rows by list, or as the
-// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad.
+// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad, of which the scales of L
+// may all be powers of two (kPowers).
 template <typename Element_, bool kRaggedK_, bool kWide_ = false,
-          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false>
+          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false, bool kPowers_ = false>
 struct Fp8GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = true, kRKMajor = true;
   static constexpr bool kRaggedK = kRaggedK_, kScalesColumns = kRaggedK, kWide = kWide_;
+  static constexpr bool kPowers = kPowers_;
+  static_assert(kRaggedK || !kPowers);
   // float32 results take the room of a stage.
   static constexpr int kRows = 128, kBlocks = 2, kStages = kWide ? 3 : 4, kCluster = 2, kPlanes = 1;
   static constexpr Listed kListed = kListed_;
@@ -40,7 +43,7 @@ struct Fp8GemmSm90Config {
   static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = kWide ? 4 : 1;
   using Epilogue = StagedSm90<kStoreChunk>;
   using Scales =
-      std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>,
+      std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks, kPowers>,
                          std::conditional_t<kRowsFirst, MmRowScales<kRows>, MmScales<kRows>>>;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
 
@@ -130,7 +133,7 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
         columns.Load(work.r_k / kSliceSm90 + slice);
       };
       StageScales<Config>(memory, work, at, load, [&](auto& scales) {
-        rows.Each([&](int i, float value) { scales.rows.values[Rows::Place(i)] = value; });
+        rows.Each([&](int i, float value) { scales.rows.Put(i, value); });
         columns.Each([&](int i, float value) { scales.columns[i] = value; });
       });
     } else {
