@@ -178,6 +178,9 @@ class Drawn(Weights):
     def dense(self, name: str, n: int, k: int, dtype: Any = None) -> Any:
         return self._drawn(name, (n, k), None, dtype)
 
+    def as_stored(self, name: str, n: int, k: int) -> Any:
+        return self.dense(name, n, k)
+
     def expert_rows(self, prefixes: list, shape: tuple[int, int, int]) -> Any:
         name = prefixes[0] if isinstance(prefixes[0], str) else "+".join(prefixes[0])
         return self._drawn(name, shape, self.case.format)

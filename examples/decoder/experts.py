@@ -34,7 +34,7 @@ class MixtureOfExperts(nnx.Module):
         names, d, f = config.names, config.width, config.expert_width
         e, gpt_oss = config.router.experts, config.sinks
         self.router = Linear(
-            weights.dense(names.router, e, d, np.float32),
+            weights.as_stored(names.router, e, d),
             weights.array(names.router + ".bias", e, dtype=np.float32) if gpt_oss else None,
         )
         name = names.router + ".e_score_correction_bias"
@@ -76,7 +76,14 @@ class MixtureOfExperts(nnx.Module):
     def choices(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token, and their weights."""
         correction = None if self.correction is None else self.correction.get_value()
-        logits, rule = self.router(x.astype(jnp.float32)), self.routing
+        # Sums are float32, of weights as they are stored: no product is rounded.
+        w, bias, rule = self.router.weight.get_value(), self.router.bias, self.routing
+        exact = "highest" if w.dtype == jnp.float32 else None
+        logits = jnp.matmul(
+            x.astype(w.dtype), w.T, precision=exact, preferred_element_type=jnp.float32
+        )
+        if bias is not None:
+            logits += bias.get_value()
         choice = jgg.router.choose(
             logits, rule.top_k, scores=rule.score, bias=correction, renormalize=rule.normalized,
             scale=rule.scale, groups=rule.groups, top_groups=rule.chosen_groups,

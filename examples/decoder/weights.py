@@ -151,6 +151,13 @@ class Weights:
             w = np.asarray(jgg.dequantize(w, dtype))
         return w.astype(dtype, copy=False)
 
+    def as_stored(self, name: str, n: int, k: int) -> np.ndarray:
+        """As :meth:`dense`: in the model's dtype if that is how it is stored, else in float32."""
+        header = self.headers.get(f"{self.prefix}{name}.weight")
+        stored = dict(zip(FLOAT_HEADERS, FLOATS, strict=True)).get(header.dtype) if header else None
+        same = stored == jnp.dtype(self.dtype).name
+        return self.dense(name, n, k, self.dtype if same else np.float32)
+
     def expert_rows(self, prefixes: list, shape: tuple[int, int, int]) -> Any:
         """(E, N, K) of a layer for each expert, or of several whose rows follow each other."""
         several = isinstance(prefixes[0], tuple)
