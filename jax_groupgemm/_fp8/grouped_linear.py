@@ -40,6 +40,9 @@ class FP8Recipe:
       wgrad_scale_format: of the operands of dw: ``"float32"``, or ``"e8m0"`` for powers of two.
         Hopper's kernel is faster with those. A block's largest number is then rounded as the others
         are: dw is 3 % less precise of normal data, 60 % where few numbers outweigh all others.
+      dispatch: how :func:`moe_mlp` sends tokens to experts on other devices, and back the
+        cotangents of their results: ``"bfloat16"``, which stands for their own dtype, or
+        ``"fp8"``, a byte for each number and a scale for 128. Then x is what those stand for.
 
     Raises:
       ValueError: an argument is none of those.
@@ -54,6 +57,7 @@ class FP8Recipe:
     dgrad: Precision = "fp8"
     wgrad: Precision = "fp8"
     wgrad_scale_format: Literal["float32", "e8m0"] = "float32"
+    dispatch: Precision = "bfloat16"
 
     def __post_init__(self):
         op = "FP8Recipe"
@@ -66,7 +70,7 @@ class FP8Recipe:
             value = self.stochastic_rounding
             raise TypeError(f"jgg.{op}: stochastic_rounding={value!r} is not a bool")
         known = {"gradient_format": tuple(fp8.ELEMENTS)} | dict.fromkeys(
-            ("forward", "dgrad", "wgrad"), ("fp8", "bfloat16")
+            ("forward", "dgrad", "wgrad", "dispatch"), ("fp8", "bfloat16")
         )
         known["wgrad_scale_format"] = SCALE_FORMATS
         for name, values in known.items():

@@ -224,9 +224,11 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
     if layer.is_fp8_operation:
-        x, weight = send(plan, x, weight)
+        assert isinstance(layer.recipe, FP8Recipe)
+        in_fp8 = int(layer.recipe.dispatch == "fp8")
+        x, weight = send(plan, x, weight, in_fp8=in_fp8)
         sums = layer.in_fp8(x, routing, weight, key, wide if plan is None else layer.dtype)
-        (out,) = collect(plan, sums, out_dtypes=(wide,))
+        (out,) = collect(plan, sums, out_dtypes=(wide,), in_fp8=in_fp8)
     elif layer.is_one_operation:
         pairs = come.index, come.expert_offset
         out = layer.as_one(x, routing, pairs, weight, plan, wide, precision, implementation)

@@ -9,7 +9,8 @@ Gather       to every device of the axis: one all-gather, and one all-to-all of 
 Exchange     once to each device that holds one of its experts, in rounds of all-to-alls
 ===========  =====================================================================================
 
-Rows travel in the dtype that they have. What comes back to a token is added in float32 in the order
+Rows travel in the dtype that they have, or in FP8 with a scale for each 128 numbers: then they are
+what those codes stand for. What comes back to a token is added in float32 in the order
 of devices and rounded once. So results are the same in every run, and the same of both plans.
 """
 
@@ -27,6 +28,8 @@ from jax.typing import DTypeLike
 from .._core import costs, dtypes
 from .._core.composed import Composed
 from .._core.primitive import vary_alike
+from .._fp8.quantize import fp8_quantize
+from .._quantized import convert
 from .permute import combined, dispatched
 from .routing import Routing, route
 
@@ -172,17 +175,52 @@ def _once(owner, devices: int):
     return owner
 
 
-def send(plan: Plan | None, *tokens):
+def send(plan: Plan | None, *tokens, in_fp8: int = 0):
     """Arrays with a row for each token, on the devices that its experts are on; they travel in one
-    loop."""
-    return tokens if plan is None else _SEND(tokens, plan)
+    loop, and the first ``in_fp8`` of them in FP8."""
+    return tokens if plan is None else _SEND(tokens, plan, in_fp8=in_fp8)
 
 
-def collect(plan: Plan | None, *rows, out_dtypes: Sequence[DTypeLike]):
-    """Rows of tokens that were sent, added up where the tokens are."""
+def collect(plan: Plan | None, *rows, out_dtypes: Sequence[DTypeLike], in_fp8: int = 0):
+    """Rows of tokens that were sent, added up where the tokens are. ``in_fp8`` is how their
+    cotangents are sent."""
     if plan is None:
         return tuple(of.astype(dtype) for of, dtype in zip(rows, out_dtypes, strict=True))
-    return _COLLECT(rows, plan, out_dtypes=tuple(jnp.dtype(d) for d in out_dtypes))
+    return _COLLECT(rows, plan, out_dtypes=tuple(jnp.dtype(d) for d in out_dtypes), in_fp8=in_fp8)
+
+
+@jax.custom_jvp
+def _rounded(x):
+    """What codes of x stand for; its derivative is passed straight through."""
+    return convert._dequantize(fp8_quantize(x), x.dtype)
+
+
+@_rounded.defjvp
+def _(primals, tangents):
+    return _rounded(*primals), tangents[0]
+
+
+def _sent(tokens, plan, *, in_fp8: int):
+    return plan.send((*map(_rounded, tokens[:in_fp8]), *tokens[in_fp8:]))
+
+
+def _sent_as_codes(_, tokens, plan, *, in_fp8: int):
+    """The same, of which codes and scales travel; None where nothing is in FP8."""
+    if not in_fp8:
+        return None
+    codes = [fp8_quantize(x) for x in tokens[:in_fp8]]
+    leaves, tree = jax.tree.flatten(codes)
+    bytes_of = lambda a: lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 else a
+    moved = plan.send((*map(bytes_of, leaves), *tokens[in_fp8:]))
+    arrived = [
+        lax.bitcast_convert_type(a, leaf.dtype) if leaf.dtype.itemsize == 1 else a
+        for a, leaf in zip(moved, leaves, strict=False)
+    ]
+    values = [
+        convert._dequantize(q, x.dtype)
+        for q, x in zip(tree.unflatten(arrived), tokens, strict=False)
+    ]
+    return (*values, *moved[len(leaves) :])
 
 
 def _batched(size: int, operands, axes):
@@ -201,27 +239,31 @@ def _types(arrays) -> tuple:
 
 _SEND = Composed(
     "jgg_send",
-    lambda tokens, plan: plan.send(tokens),
-    lambda *_: None,
+    _sent,
+    _sent_as_codes,
     batch=_batched,
     cost=costs.conversion,
     vjp=(
-        lambda tokens, plan: (_SEND(tokens, plan), ()),
-        lambda _, operands, cts: (
-            _COLLECT(tuple(cts), operands[1], out_dtypes=_types(operands[0])), None,
+        lambda tokens, plan, *, in_fp8: (_SEND(tokens, plan, in_fp8=in_fp8), ()),
+        lambda _, operands, cts, *, in_fp8: (
+            _COLLECT(tuple(cts), operands[1], out_dtypes=_types(operands[0]), in_fp8=in_fp8), None,
         ),
     ),
 )  # fmt: skip
 _COLLECT = Composed(
     "jgg_collect",
-    lambda rows, plan, *, out_dtypes: plan.collect(rows, out_dtypes),
+    lambda rows, plan, *, out_dtypes, in_fp8: plan.collect(rows, out_dtypes),
     lambda *_, **__: None,
     batch=_batched,
     cost=costs.conversion,
     vjp=(
-        lambda rows, plan, *, out_dtypes: (_COLLECT(rows, plan, out_dtypes=out_dtypes), ()),
-        lambda _, operands, cts, **__: (
-            _SEND(tuple(map(lax.convert_element_type, cts, _types(operands[0]))), operands[1]),
+        lambda rows, plan, **static: (_COLLECT(rows, plan, **static), ()),
+        lambda _, operands, cts, *, in_fp8, **__: (
+            _SEND(
+                tuple(map(lax.convert_element_type, cts, _types(operands[0]))),
+                operands[1],
+                in_fp8=in_fp8,
+            ),
             None,
         ),
     ),

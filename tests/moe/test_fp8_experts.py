@@ -1,5 +1,6 @@
 """The experts in FP8 as one operation: what its kernels are given means the composition."""
 
+import dataclasses
 import functools
 import re
 
@@ -183,20 +184,37 @@ def test_vmap(rng):
             assert oracle.error(found[i], want) < 1e-2
 
 
+def rounded(a):
+    """What its codes stand for."""
+    return jgg.dequantize(jgg.fp8_quantize(a), dtype=a.dtype)
+
+
 @needs_two_devices
+@pytest.mark.parametrize("dispatch", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("transport", ["gather", "all_to_all"])
 @pytest.mark.one_in(2)
-def test_experts_of_several_devices(rng, transport):
+def test_experts_of_several_devices(rng, transport, dispatch):
+    """Tokens and cotangents that travel in FP8 are what their codes stand for."""
     args, index, ct = problem(rng)
-    run = functools.partial(gradients, recipe=NEAREST)
+    run = functools.partial(gradients, recipe=dataclasses.replace(NEAREST, dispatch=dispatch))
     specs = (P("e"),) * 4, P("e"), P("e")
     across = jax.shard_map(
         functools.partial(run, axis_name="e", transport=transport),
         mesh=mesh_of((2,), ("e",), jax.sharding.AxisType.Auto), in_specs=specs, out_specs=P("e"),
     )  # fmt: skip
-    got = jax.jit(across)(args, index, ct)
-    for one, want in zip(got, jax.jit(run)(args, index, ct), strict=True):
-        assert oracle.error(one, want) < 2e-2
+    run = jax.jit(run)
+    got, want = jax.jit(across)(args, index, ct), run(args, index, ct)
+    if dispatch == "fp8":
+        before, want = want, run((rounded(args[0]), *args[1:]), index, rounded(ct))
+        assert max(map(oracle.error, before, want)) > 1e-2
+    for one, other in zip(got, want, strict=True):
+        assert oracle.error(one, other) < 2e-2
+    moved = set()
+    for line in jax.jit(across).lower(args, index, ct).as_text().splitlines():
+        found = re.search(rf'"stablehlo.(all_\w+)".*-> tensor<[0-9x]*x{D}x(\w+)>', line)
+        moved |= {found.groups()} if found else set()
+    sent = "all_gather" if transport == "gather" else "all_to_all"
+    assert moved == {(sent, "ui8" if dispatch == "fp8" else "bf16"), ("all_to_all", "bf16")}
 
 
 def test_nothing_to_do(rng):
