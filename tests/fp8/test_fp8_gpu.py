@@ -66,7 +66,7 @@ def test_grouped_mm(sizes, n, k, dtype):
     assert not np.asarray(got)[sum(sizes) :].any()
 
 
-@pytest.mark.parametrize("k", [128, 2048, 7168])
+@pytest.mark.parametrize("k", [128, 2048, 7168, 16384])
 def test_contract(k):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), "bfloat16")
