@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import oracle
 import pytest
 
 import jax_groupgemm as jgg
@@ -286,3 +287,32 @@ def test_blocks_that_are_cut():
     x, w = fp8(T, 272, block=LINE), fp8(G, 8, 272, block=TILE)
     ((_, types, _),) = calls(cuda_text(jgg.fp8_grouped_mm, x, w, SIZES))
     assert [types[1], types[3]] == [f"{T}x3xf32", f"{G}x1x3xf32"]
+
+
+def test_export(rng):
+    """One module for both platforms; its derivatives are exported with it."""
+    shapes = (T, K), (G, N, K), (G, N), (T, N)
+    x, w, bias, ct = (oracle.random(rng, s, "bfloat16") for s in shapes)
+    sizes = jnp.array([40, 0, 90])
+    layer = jax.jit(lambda x, w, bias: jgg.fp8_grouped_linear(x, w, sizes, bias=bias))
+    exported = jax.export.export(
+        layer, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+    )(x, w, bias)
+    derivatives = exported.vjp()
+    for module, names in ((exported, FORWARD), (derivatives, BACKWARD)):
+        assert set(re.findall(r"@(jgg_fp8_\w+)\(", module.mlir_module())) == names
+
+    def run(f, *args):
+        out, pull = jax.vjp(f, *args)
+        return out, *pull(ct)
+
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1)).call
+    quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    got, want = (quick(functools.partial(run, f))(x, w, bias) for f in (loaded, layer))
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == jnp.bfloat16
+        oracle.assert_close(one, other)
+
+
+FORWARD = {"jgg_fp8_quantize", "jgg_fp8_grouped_mm"}
+BACKWARD = {*FORWARD, "jgg_fp8_grouped_wgrad"}

@@ -229,11 +229,35 @@ def test_nothing_to_do(rng):
             assert not np.asarray(value).any()
 
 
-def test_kernels_run_it(monkeypatch):
-    """As custom calls: nothing of R rows is quantized from an array of its own."""
+@pytest.fixture
+def hopper(monkeypatch):
+    """The machine seems to have one Hopper GPU."""
     build = extension.Build(cuda="13.0", architectures=("80", "90a"))
     monkeypatch.setattr(extension, "BUILD", build)
     monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_export(rng):
+    """The layer and its gradients, for both platforms, of which one has kernels."""
+    args, index, ct = problem(rng, tokens=20)
+    run = jax.jit(functools.partial(gradients, recipe=NEAREST))
+    exported = jax.export.export(
+        run, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
+    )(args, index, ct)
+    assert set(re.findall(r"@(jgg_fp8_\w+)\(", exported.mlir_module())) == {
+        "jgg_fp8_quantize", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
+        "jgg_fp8_activation_backward", "jgg_fp8_grouped_wgrad",
+    }  # fmt: skip
+    got = jax.export.deserialize(exported.serialize()).call(args, index, ct)
+    for one, want in zip(got, run(args, index, ct), strict=True):
+        assert one.dtype == want.dtype
+        np.testing.assert_array_equal(one, want)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_run_it():
+    """As custom calls: nothing of R rows is quantized from an array of its own."""
     shape = lambda *s, dtype="bfloat16": jax.ShapeDtypeStruct(s, dtype)
     tokens, d, f = 512, 512, 256
     args = shape(tokens, d), shape(E, d, 2 * f), shape(E, f, d), shape(tokens, K, dtype="float32")
