@@ -21,12 +21,16 @@ def nvfp4(x, w, sizes, key):
     return jgg.nvfp4_grouped_linear(x, w.astype(x.dtype), sizes, key=key)
 
 
+def fp8(x, w, sizes, key):
+    return jgg.fp8_grouped_linear(x, w.astype(x.dtype), sizes, key=key)
+
+
 def bfloat16(x, w, sizes, key):
     del key
     return jgg.grouped_mm(x, w.astype(x.dtype), sizes, transpose_w=True)
 
 
-LINEAR = {"bfloat16": bfloat16, "nvfp4": nvfp4}
+LINEAR = {"bfloat16": bfloat16, "nvfp4": nvfp4, "fp8": fp8}
 
 
 def mixture(params, tokens, key, linear):
