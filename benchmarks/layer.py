@@ -1,10 +1,11 @@
-"""One mixture of experts of two products, forward and all gradients, in bfloat16.
+"""One mixture of experts of two products, forward and all gradients, in bfloat16 and in FP8.
 
 python -m benchmarks.layer
 
 "options": SwiGLU and the rows' scales are options of ``grouped_mm``, which differentiates them with
-float32 sums; "by hand": both are written out, in bfloat16. Milliseconds of a call from its launch
-to its end, so gaps between kernels are in them; medians of calls, which both take in turns, after
+float32 sums; "by hand": both are written out, in bfloat16; "fp8": the same with products that
+quantize their operands, weights too, and round to nearest. Milliseconds of a call from its launch
+to its end, so gaps between kernels are in them; medians of calls, which all take in turns, after
 rests.
 """
 
@@ -31,7 +32,18 @@ def by_hand(x, up, down, scale, sizes):
     return jgg.grouped_mm(jax.nn.silu(gate) * value, down, sizes) * scale[:, None]
 
 
-ARMS = {"options": options, "by hand": by_hand}
+def fp8(x, up, down, scale, sizes):
+    gate, value = jnp.split(jgg.fp8_grouped_linear(x, up, sizes), 2, axis=1)
+    return jgg.fp8_grouped_linear(jax.nn.silu(gate) * value, down, sizes) * scale[:, None]
+
+
+ARMS = {"options": options, "by hand": by_hand, "fp8": fp8}
+TRANSPOSED = ("fp8",)  # whose weights are (experts, N, K)
+
+
+@jax.jit
+def transposed(x, up, down, scale):
+    return x, up.swapaxes(1, 2), down.swapaxes(1, 2), scale
 
 
 def operands(experts: int, rows: int, width: int, hidden: int):
@@ -46,19 +58,21 @@ def operands(experts: int, rows: int, width: int, hidden: int):
     return (x, up, down, scale), jnp.bincount(expert, length=experts)
 
 
-def measure(shape, repetitions: int) -> dict:
-    """Milliseconds and gradients of every arm."""
-    given, sizes = operands(*shape)
-    calls = {}
-    for name, layer in ARMS.items():
-        loss = lambda *args, layer=layer: (layer(*args, sizes).astype(jnp.float32) ** 2).mean()
+def measure(shape, repetitions: int, arms=tuple(ARMS)) -> dict:
+    """Milliseconds and gradients of arms."""
+    normal, sizes = operands(*shape)
+    calls, given, grads = {}, {}, {}
+    for name in arms:
+        loss = lambda *args, f=ARMS[name]: (f(*args, sizes).astype(jnp.float32) ** 2).mean()
         calls[name] = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
-    grads = {name: jax.block_until_ready(call(*given)) for name, call in calls.items()}
+        given[name] = transposed(*normal) if name in TRANSPOSED else normal
+        found = calls[name](*given[name])
+        grads[name] = jax.block_until_ready(transposed(*found) if name in TRANSPOSED else found)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repetitions):
         for name, call in calls.items():
             begin = time.perf_counter()
-            jax.block_until_ready(call(*given))
+            jax.block_until_ready(call(*given[name]))
             times[name].append(1e3 * (time.perf_counter() - begin))
             time.sleep(3e-3 * times[name][-1])
     ms = {name: statistics.median(of) for name, of in times.items()}
@@ -70,14 +84,16 @@ def main(argv=None) -> list[dict]:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--shape", type=int, nargs=4, help="experts, rows, width, hidden width")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM",
+                        help=", ".join(ARMS))  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=12)
     args = parser.parse_args(argv)
     shapes = [tuple(args.shape)] if args.shape else SHAPES
-    print(f"{'experts rows width hidden':28}", *(f"{name:>12} ms" for name in ARMS))
+    print(f"{'experts rows width hidden':28}", *(f"{name:>12} ms" for name in args.arms))
     results = []
     for shape in shapes:
-        results.append(measure(shape, args.repetitions))
-        columns = (f"{results[-1]['ms'][name]:15.3f}" for name in ARMS)
+        results.append(measure(shape, args.repetitions, args.arms))
+        columns = (f"{ms:15.3f}" for ms in results[-1]["ms"].values())
         print(f"{' '.join(map(str, shape)):28}", *columns, flush=True)
     return results
 

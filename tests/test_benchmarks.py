@@ -377,11 +377,30 @@ def test_merged_calls_are_not_reported_in_situ(monkeypatch):
     assert set(record["us"]) == {"ours", "lax"}
 
 
-def test_layer():
-    (result,) = layer.main(["--shape", "4", "48", "64", "32", "--repetitions", "2"])
-    assert set(result["ms"]) == {"options", "by hand"}
-    for g, e in zip(result["grads"]["by hand"], result["grads"]["options"], strict=True):
-        assert 0 < oracle.error(g, oracle.f64(e)) < 3e-2  # one rounds more often
+LAYERS = list(layer.ARMS)
+BOUNDS = (0, 3e-2), (1e-2, 0.12)  # "by hand" rounds more often than "options", "fp8" to eight bits
+
+
+# FP8's layer takes seconds to compile.
+@pytest.mark.parametrize("arms", [LAYERS[:2], pytest.param([], marks=pytest.mark.weekly)])
+def test_layer(arms, capsys):
+    """All arms, or those that are named."""
+    argv = ["--shape", "4", "48", "64", "32", "--repetitions", "2"]
+    (result,) = layer.main([*argv, *(["--arms", *arms] if arms else [])])
+    assert list(result["ms"]) == (arms or LAYERS)
+    heading, row = capsys.readouterr().out.splitlines()
+    assert all(f"{name} ms" in heading for name in arms or LAYERS)
+    assert len(row.split()) == 4 + len(arms or LAYERS)
+    want, *others = result["grads"].values()
+    for found, (least, most) in zip(others, BOUNDS, strict=False):
+        for g, e in zip(found, want, strict=True):
+            assert least < oracle.error(g, oracle.f64(e)) < most
+
+
+def test_a_layer_that_there_is_not(capsys):
+    with pytest.raises(SystemExit):
+        layer.main(["--arms", "fp4"])
+    assert "invalid choice: 'fp4'" in capsys.readouterr().err
 
 
 ALL = "bfloat16", "nvfp4", "fp8"
