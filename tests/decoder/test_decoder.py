@@ -91,11 +91,13 @@ def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
 @pytest.mark.parametrize("format", decoder_folders.FORMATS)
 @pytest.mark.one_in(2)
 def test_quantized_folders_have_the_logits_of_their_values(format, tmp_path):
-    folders = decoder_folders.quantized("qwen3_moe", format, tmp_path)
-    prompt = decoder_folders.logits("qwen3_moe")["prompt"][:CHUNK]
+    name = decoder_folders.MODEL[format]
+    folders = decoder_folders.quantized(name, format, tmp_path)
+    prompt = decoder_folders.logits(name)["prompt"][:CHUNK]
     stored, plain = map(Run, folders)
-    block = stored.model.stacks[0].layers
-    queries = block.attention.joined or block.attention.query
+    block = stored.model.stacks[-1].layers  # the first of DeepSeek's layers have no experts
+    attention = block.attention
+    queries = attention.latent if name == "deepseek_v3" else attention.joined or attention.query
     for weight in (block.mlp.up, block.mlp.down, queries.weight):
         assert isinstance(weight.get_value(), jgg.Quantized)
     agree(stored(prompt, CHUNK), plain(prompt, CHUNK))

@@ -6,8 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
+import fp8_oracle
 import numpy as np
 from checkpoint_writers import (
+    BF16,
     E2M1,
     E4M3,
     F16,
@@ -26,7 +28,7 @@ import jax_groupgemm as jgg
 
 FIXTURES = Path(__file__).parents[1] / "decoder" / "fixtures"
 GROUP = 32
-LAYER = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])$")
+LAYER = re.compile(r"model\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$")
 
 
 def integers(w, z=None):
@@ -88,17 +90,27 @@ def nvfp4_pack_quantized(w):
     return leaves | {"weight_global_scale": np.array([1 / scale], F32)}, value
 
 
-def fp8(w):
-    """Blocks of 32 by 32."""
-    blocks = w.reshape(len(w) // 32, 32, -1, 32)
-    s = (np.abs(blocks).max((1, 3), keepdims=True) / 448).astype(F32)
-    codes = (blocks / s).astype(E4M3)
-    value = (codes.astype(F32) * s).reshape(w.shape)
-    return {"weight": codes.reshape(w.shape), "weight_scale_inv": s[:, 0, :, 0]}, value
+def fp8(w, block=(32, 32)):
+    codes, s = fp8_oracle.quantize(w, block)
+    return {"weight": codes, "weight_scale_inv": s}, fp8_oracle.dequantize(codes, s, block)
 
 
+def fp8_cut(w):
+    """No axis of a layer is whole blocks along K, and some have cut ones along N."""
+    return fp8(w, CUT)
+
+
+def float_quantized(w):
+    """A scale for each row, in bfloat16."""
+    s = (np.abs(w).max(-1, keepdims=True) / 448).astype(BF16)
+    codes = np.clip(w / s.astype(F32), -448, 448).astype(E4M3)
+    return {"weight": codes, "weight_scale": s}, codes.astype(F64) * s.astype(F64)
+
+
+CUT = (32, 24)
 _INTEGERS = {"num_bits": 4, "type": "int", "group_size": GROUP, "strategy": "group",
              "symmetric": True}  # fmt: skip
+_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 #: A writer of one layer, and what config.json says.
 FORMATS = {
     "mlx": (mlx, {"quantization": {"bits": 4, "group_size": GROUP}}),
@@ -126,7 +138,18 @@ FORMATS = {
         "quant_method": "fp8", "weight_block_size": [32, 32],
         "modules_to_not_convert": ["lm_head"],
     }}),
+    "float-quantized": (float_quantized, {"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _ROWS}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }}),
+    "fp8-cut": (fp8_cut, {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [*CUT], "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+    }}),
 }  # fmt: skip
+#: The fixture that is quantized.
+MODEL = dict.fromkeys(FORMATS, "qwen3_moe") | {"fp8-cut": "deepseek_v3"}
 
 
 def logits(name):
