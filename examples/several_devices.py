@@ -19,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 from options import Parser, count
 
 TOKENS = P(("data", "expert"))
+#: Seconds: how long a process waits for the others to start, and after how many without a sign of
+#: life one counts as dead, which ends the others.
+START, ALIVE = 120, 20
 
 
 def add_options(parser: Parser) -> None:
@@ -55,7 +58,10 @@ def start(args: argparse.Namespace) -> jax.sharding.Mesh | None:
     with contextlib.suppress(RuntimeError):  # there are devices already
         jax.config.update("jax_num_cpu_devices", here)
     if args.processes > 1:
-        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+        jax.distributed.initialize(
+            args.coordinator, args.processes, args.process_id, initialization_timeout=START,
+            heartbeat_timeout_seconds=ALIVE,
+        )  # fmt: skip
     if len(jax.local_devices()) < here:
         raise SystemExit(f"--devices: each process needs {here}, has {len(jax.local_devices())}")
     devices = [

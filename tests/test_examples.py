@@ -3,11 +3,10 @@
 import dataclasses
 import importlib
 import json
-import os
 import shutil
-import socket
-import subprocess
+import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import two_processes
 
 import jax_groupgemm as jgg
 
@@ -158,35 +158,69 @@ def test_train_moe_on_groups_of_devices(train_moe, text, tmp_path, precision):
     np.testing.assert_allclose(four, one, **tolerance)
 
 
+def in_two_processes(*options):
+    """Runs of two devices each, one for each process."""
+    two = ["--devices", "4", "--processes", "2", "--coordinator", two_processes.free_address()]
+    run = [sys.executable, EXAMPLES / "train_moe.py", *options, *two, "--process-id"]
+    return two_processes.started(lambda i: [*run, i])
+
+
 @pytest.mark.slow
 @pytest.mark.weekly
 def test_train_moe_in_two_processes(train_moe, text, tmp_path):
     """Of two devices each; the first one writes."""
     base = [*TINY, *text, "--batch", "4", "--out"]
     one = train_moe.main([*base, str(tmp_path / "one")])
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    options = ["--devices", "4", "--processes", "2", "--coordinator", address, "--process-id"]
-    run = [sys.executable, str(EXAMPLES / "train_moe.py"), *base, str(tmp_path / "two"), *options]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    processes = [
-        subprocess.Popen(
-            [*run, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for i in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-4000:]
+    with in_two_processes(*base, tmp_path / "two") as processes:
+        said = two_processes.finished(processes, timeout=400)
     assert "parameters on 4 x cpu" in said[0]
     assert "held out" not in said[1]
     two = json.loads((tmp_path / "two" / "metrics.json").read_text())
     losses = [of["history"]["training"] for of in (two, one)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def longer(text):
+    """Options of a run that goes on for seconds after its first checkpoint."""
+    return [*TINY, *text, "--batch", "4", "--steps", "60", "--lr", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(train_moe, longer, tmp_path_factory):
+    """Losses of that run, on one device."""
+    out = str(tmp_path_factory.mktemp("uninterrupted"))
+    return train_moe.main([*longer, "--out", out])["history"]["training"]
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+@pytest.mark.parametrize("killed", [0, 1])
+def test_train_moe_ends_with_a_killed_process(train_moe, longer, uninterrupted, tmp_path, killed):
+    """The other one says why within a minute, whichever it is: the first is the coordinator. Both
+    together, or one process alone, then go on from the last checkpoint."""
+    out = tmp_path / "two"
+    saved = lambda: [int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
+    with in_two_processes(*longer, "--out", out) as processes:
+        began = time.monotonic()
+        while not saved():
+            assert all(process.poll() is None for process in processes)
+            assert time.monotonic() - began < 400
+            time.sleep(0.05)
+        processes[killed].kill()
+        other = processes[1 - killed]
+        said = other.communicate(timeout=60)[0]
+    assert processes[killed].wait() == -signal.SIGKILL
+    assert other.returncode != 0
+    assert "another task died" in said, said[-4000:]
+    assert 10 <= max(saved()) < 60
+    shutil.copytree(out, tmp_path / "one")
+    with in_two_processes(*longer, "--out", out, "--resume") as processes:
+        two_processes.finished(processes, timeout=400)
+    two = json.loads((out / "metrics.json").read_text())
+    alone = ["--out", str(tmp_path / "one"), "--resume", "--devices", "2"]
+    for results in (two, train_moe.main([*longer, *alone])):
+        np.testing.assert_allclose(results["history"]["training"], uninterrupted, rtol=1e-4)
 
 
 @pytest.mark.slow
