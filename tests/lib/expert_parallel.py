@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import moe_oracle
 import numpy as np
 import oracle
@@ -20,6 +21,7 @@ PER_DEVICE = P("e")
 
 
 def mesh_of(devices: int, kind=AxisType.Auto) -> jax.sharding.Mesh:
+    meshes.needs(devices)
     return jax.make_mesh((devices,), ("e",), axis_types=(kind,), devices=jax.devices()[:devices])
 
 

@@ -16,7 +16,6 @@ from meshes import COLLECTIVES
 import jax_groupgemm as jgg
 from jax_groupgemm._moe import expert_parallel, transport
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 weekly = pytest.mark.weekly
 
 

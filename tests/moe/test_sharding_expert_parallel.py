@@ -13,11 +13,10 @@ import pytest
 from expert_parallel import NAMES, D, E, F, K
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import COLLECTIVES
+from meshes import COLLECTIVES, mesh_of, mesh_of_twos, names_in
 
 import jax_groupgemm as jgg
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 weekly = pytest.mark.weekly
 
 T = 24
@@ -35,13 +34,14 @@ SHARDED = {
 }  # fmt: skip
 
 
-@functools.cache
-def mesh():
-    return jax.make_mesh((2, 2, 2), ("d", "e", "m"), axis_types=(AxisType.Explicit,) * 3)
+def mesh(used):
+    """``used``: axes that need two devices each."""
+    return mesh_of_twos(("d", "e", "m"), AxisType.Explicit, used)
 
 
 def put(a, spec):
-    return jax.device_put(a, NamedSharding(mesh(), spec))
+    """On the mesh of ``jax.set_mesh``."""
+    return jax.device_put(a, NamedSharding(jax.sharding.get_mesh(), spec))
 
 
 def sharded(args, index, specs):
@@ -71,7 +71,7 @@ def test_explicit(rng, name, transport):
     args, ct = ep.problem(rng, T), oracle.random(rng, (T, D))
     specs = SHARDED[name]
     run = ep.pulled(functools.partial(ep.layer, transport=transport))
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh(names_in(specs))):
         for index in ep.indices(rng, T, 2)[:4]:
             want, wanted = ep.one_device()(args, index, ct)
             given = sharded(args, index, specs)
@@ -91,7 +91,7 @@ def test_sequences(rng):
     (index, *_) = ep.indices(rng, T, 2)
     want = ep.layer(args, index)
     split = lambda a: a.reshape(4, T // 4, a.shape[-1])
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh("de")):
         given = {
             name: put(split(a), P("d", "e")) if name in ("x", "weight") else put(a, EXPERTS)
             for name, a in args.items()
@@ -112,7 +112,7 @@ def test_explicit_quantized(rng, mode):
     of = SHARDED["d, e"]
 
     def placed(args, index, ct):
-        with jax.set_mesh(mesh()):
+        with jax.set_mesh(mesh("de")):
             return run(*sharded(args, index, of), put(ct, of[0]))
 
     ep.assert_quantized(placed, args, index, mode)
@@ -128,7 +128,7 @@ def test_explicit_second_derivative(rng):
         return jax.jvp(jax.grad(loss), (args,), (args,))[1]
 
     want = jax.jit(hvp)(args, index)
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh("de")):
         got = jax.jit(hvp)(*sharded(args, index, SHARDED["d, e"]))
     for operand, of in got.items():
         np.testing.assert_allclose(of, want[operand], rtol=1e-4, atol=1e-4)
@@ -146,7 +146,7 @@ def test_explicit_recipe(rng):
     want = gradient(args, index)
     f = functools.partial(gradient, recipe=jgg.NVFP4Recipe())
     alone = jax.jit(f)(args, index, jax.random.key(0))
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh("de")):
         f = functools.partial(f, transport="all_to_all")
         got = jax.jit(f)(*sharded(args, index, SHARDED["d, e"]), put(jax.random.key(0), P()))
     for operand, of in want.items():
@@ -163,9 +163,9 @@ def test_shard_map_of_one_axis(rng, transport):
     want = ep.layer(args, index)
     local = functools.partial(ep.layer, axis_name="e", transport=transport)
     mapped = jax.shard_map(
-        local, mesh=mesh(), axis_names={"e"}, in_specs=(P("e"), P("e")), out_specs=P("e")
+        local, mesh=mesh("de"), axis_names={"e"}, in_specs=(P("e"), P("e")), out_specs=P("e")
     )
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh("de")):
         given = sharded(args, index, (P(("e", "d")), *[EXPERTS] * 4))
         got = jax.jit(mapped)(*given)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -175,7 +175,7 @@ def test_shard_map_of_one_axis(rng, transport):
 def test_shard_map_of_two_axes(rng, transport):
     """Data and experts, with rounds of their own for each group of devices that share tokens."""
     args, ct = ep.problem(rng, T), oracle.random(rng, (T, D))
-    flat = jax.make_mesh((2, 4), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
+    flat = mesh_of((2, 4), ("d", "e"), AxisType.Auto)
     index = np.array(ep.anywhere(rng, (T, K), 4))
     index[: T // 2] = 7  # the first half of data: all to one device
     index = jnp.asarray(index, jnp.int32)
@@ -193,7 +193,7 @@ def test_shard_map_of_two_axes(rng, transport):
 def test_errors(rng):
     args = ep.problem(rng, T)
     (index, *_) = ep.indices(rng, T, 2)
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh("dem")):
         given = sharded(args, index, (P("e"), *[P(("e", "m"))] * 4))
         message = (
             "jgg.moe_mlp: experts are sharded over ('e', 'm'), but tokens over ('e',) of them "
@@ -202,7 +202,7 @@ def test_errors(rng):
         oracle.assert_raises(lambda: ep.layer(*given), ValueError, message)
         given = sharded(args, index, (P(("e", "d")), *[P(("e", "m"))] * 4))
         mapped = jax.shard_map(
-            functools.partial(ep.layer, axis_name="e"), mesh=mesh(), axis_names={"e"},
+            functools.partial(ep.layer, axis_name="e"), mesh=mesh("dem"), axis_names={"e"},
             in_specs=(P("e"), P("e")), out_specs=P("e"),
         )  # fmt: skip
         message = (

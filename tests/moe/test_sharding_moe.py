@@ -11,11 +11,9 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import COLLECTIVES, DEVICES, mesh_of, needs_two_devices
+from meshes import COLLECTIVES, mesh_of, mesh_of_twos, names_in, needs, needs_two_devices
 
 import jax_groupgemm as jgg
-
-pytestmark = pytest.mark.skipif(DEVICES < 4, reason="needs two mesh axes of two")
 
 T, K, E, D, F = 24, 2, 4, 12, 8
 NAMES = ("x", "up", "down", "weight", "up_bias", "down_bias")
@@ -89,8 +87,9 @@ def compiled(function, *args):
     return program, text, sorted(re.findall(COLLECTIVES, text))
 
 
-def two_axes(kind):
-    return mesh_of((2, DEVICES // 2), ALL, kind)
+def two_axes(kind, used=ALL):
+    """``used``: axes that need two devices each."""
+    return mesh_of_twos(ALL, kind, used)
 
 
 def some(names, daily):
@@ -106,7 +105,7 @@ DAILY = ("tokens", "F", "F of down only", "tokens and F", "halves over all", "to
 def test_explicit(rng, name):
     specs, forward, both = SHARDED[name]
     args, index = problem(rng)
-    mesh = two_axes(AxisType.Explicit)
+    mesh = two_axes(AxisType.Explicit, names_in(specs))
     want, wanted = jax.jit(layer)(args, index), jax.jit(jax.grad(loss))(args, index)
     with jax.set_mesh(mesh):
         given = sharded(mesh, args, index, specs)
@@ -127,8 +126,7 @@ def test_explicit(rng, name):
 @pytest.mark.parametrize("parts", some((2, 3, 4), (3,)))
 def test_halves_are_exchanged(rng, parts):
     """Each device's block of gate and up becomes its columns of both, of any number of devices."""
-    if parts > len(jax.devices()):
-        pytest.skip("needs more devices")
+    needs(parts)
     devices = jax.devices()[:parts]
     mesh = jax.make_mesh((parts,), ("m",), axis_types=(AxisType.Explicit,), devices=devices)
     args, index = problem(rng, f=12)
@@ -182,7 +180,7 @@ def test_explicit_ungated_and_transposed(rng):
 def test_partial_sums_travel_as_float32(rng):
     args, index = problem(rng, "bfloat16")
     want = layer(args, index)
-    mesh = two_axes(AxisType.Explicit)
+    mesh = two_axes(AxisType.Explicit, names_in(SHARDED["F"][0]))
     with jax.set_mesh(mesh):
         given = sharded(mesh, args, index, SHARDED["F"][0])
         f, text, _ = compiled(layer, *given)
@@ -197,7 +195,7 @@ def test_room_for_fewer_rows(rng):
     args, index = problem(rng)
     index = jnp.where(jnp.arange(T)[:, None] < T // 2, 1, -1)  # all are the first device's
     index = jnp.broadcast_to(index, (T, K)).astype(jnp.int32)
-    mesh = two_axes(AxisType.Explicit)
+    mesh = two_axes(AxisType.Explicit, names_in(SHARDED["tokens"][0]))
     with jax.set_mesh(mesh):
         given = sharded(mesh, args, index, SHARDED["tokens"][0])
         for rows, enough in ((T // 2 * K, True), (T // 2 * K - 1, False)):
@@ -220,7 +218,7 @@ def test_explicit_quantized(rng, mode, name):
         shape = args[operand].swapaxes(1, 2).shape
         args[operand] = oracle.random_quantized(rng, shape, mode, group_size=32)
     want = layer(args, index)
-    mesh = two_axes(AxisType.Explicit)
+    mesh = two_axes(AxisType.Explicit, names_in(specs))
     with jax.set_mesh(mesh):
         of = dict(zip(NAMES, (*specs[:3], specs[0], *specs[3:]), strict=True))
         given = {
@@ -287,7 +285,7 @@ def test_explicit_conflicts_are_errors(rng):
 def test_auto(rng, name):
     """XLA divides what the layer is made of: the values are right, whatever it costs."""
     args, index = problem(rng)
-    mesh = two_axes(AxisType.Auto)
+    mesh = two_axes(AxisType.Auto, names_in(SHARDED[name][0]))
     want, wanted = layer(args, index), jax.grad(loss)(args, index)
     with jax.set_mesh(mesh):
         given = sharded(mesh, args, index, SHARDED[name][0])
@@ -302,7 +300,7 @@ def test_shard_map(rng, name):
     """A user's, over an Auto mesh. Sums are of tokens, never of their pairs with experts."""
     specs, forward, both = SHARDED[name]
     args, index = problem(rng)
-    mesh = two_axes(AxisType.Auto)
+    mesh = two_axes(AxisType.Auto, names_in(specs))
     want, wanted = layer(args, index), jax.grad(loss)(args, index)
     given = sharded(mesh, args, index, specs)
     x, up, down, up_bias, down_bias = specs
