@@ -1,6 +1,7 @@
 """The examples run, on small settings, and do what they say."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import shutil
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import two_processes
+from jax.sharding import AxisType
+from meshes import mesh_of
 
 import jax_groupgemm as jgg
 
@@ -143,6 +146,31 @@ def test_train_moe_goes_on_on_two_devices(train_moe, text, finished, tmp_path):
     for one, other in zip(*map(jax.tree.leaves, states), strict=True):
         assert one.devices() == {jax.devices()[0]}
         np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("data", [2, pytest.param(1, marks=pytest.mark.weekly)])
+def test_tokens_that_eight_devices_do_not_divide(data):
+    """13 of them: the layer adds three that meet no expert, and takes them away again."""
+    several_devices = load("several_devices")
+    tokens, experts, k = 13, 8, 3
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, ct = (jax.random.normal(key, (tokens, 12)) for key in keys[:2])
+    up = jax.random.normal(keys[2], (experts, 12, 28)) / 4
+    down = jax.random.normal(keys[3], (experts, 14, 12)) / 4
+    index = jax.random.randint(keys[4], (tokens, k), 0, experts)
+    weight = jax.random.uniform(keys[5], (tokens, k))
+    mesh = mesh_of((data, 8 // data), ("data", "expert"), AxisType.Auto)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pulled(layer, x, up, down, weight):
+        y, pull = jax.vjp(lambda x, up, down, w: layer(x, up, down, index, w), x, up, down, weight)
+        return y, pull(ct)
+
+    got = pulled(several_devices.across(jgg.moe_mlp, mesh), x, up, down, weight)
+    want = pulled(jgg.moe_mlp, x, up, down, weight)
+    assert got[0].shape == (tokens, 12)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -67,6 +67,36 @@ def test_transports_agree_to_the_last_bit(rng):
         ep.assert_like_float64(got[0], args, index, ct, tolerance=0.03)
 
 
+@pytest.mark.parametrize(
+    ("devices", "name"),
+    [
+        (8, "gather"), (8, "all_to_all"), pytest.param(4, "gather", marks=weekly),
+        pytest.param(4, "all_to_all", marks=weekly), pytest.param(2, "all_to_all", marks=weekly),
+    ],
+)  # fmt: skip
+def test_tokens_that_devices_do_not_divide(rng, devices, name):
+    """13, with others behind them that meet no expert: of one device, a part of it or all of it.
+    What stands there changes nothing, and has no gradient."""
+    tokens = 13
+    more = -tokens % devices
+    args, ct = ep.problem(rng, tokens), oracle.random(rng, (tokens, ep.D))
+    add = lambda a, value: jnp.pad(a, ((0, more), (0, 0)), constant_values=value)
+    padded = {n: add(a, 3.0) if n in ("x", "weight") else a for n, a in args.items()}
+    run = program(devices, name)
+    for index in ep.indices(rng, tokens, devices):
+        y, grads = run(padded, add(index, -1), add(ct, 3.0))
+        for n in ("x", "weight"):
+            assert not np.asarray(grads[n][tokens:]).any()
+            grads[n] = grads[n][:tokens]
+        assert not np.asarray(y[tokens:]).any()
+        got = y[:tokens], grads
+        ep.assert_like_float64(got, args, index, ct)
+        for one, other in zip(
+            jax.tree.leaves(got), jax.tree.leaves(ep.one_device()(args, index, ct)), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_many_rounds(rng, monkeypatch):
     """A chunk of one token: as many rounds as the fullest pair of devices has tokens."""
     monkeypatch.setattr(expert_parallel, "chunk_of", lambda *_: 1)
