@@ -1,6 +1,6 @@
 """How much memory ``moe_mlp`` takes with experts on several devices: computed, not measured.
 
-python -m benchmarks.expert_parallel        # writes the tables of docs/guides/several_gpus.md
+python -m benchmarks.expert_memory        # writes the tables of docs/guides/several_gpus.md
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def filled(page: str, command: str, tables: dict[str, str]) -> str:
 def written(page: str) -> str:
     """The page with its tables."""
     tables = {name: table(slack) for name, slack in TABLES.items()}
-    return filled(page, "python -m benchmarks.expert_parallel", tables)
+    return filled(page, "python -m benchmarks.expert_memory", tables)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jax_groupgemm._moe.expert_parallel import share_of_devices
 
-from .expert_parallel import MODELS, Memory, Model, filled
+from .expert_memory import MODELS, Memory, Model, filled
 from .scaling_model import NODE, Layer, total
 
 DOCS = Path(__file__).parents[1] / "docs"

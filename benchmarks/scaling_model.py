@@ -13,7 +13,7 @@ import math
 from jax_groupgemm._kernels.lists import MOST_COLUMNS_BACK, MOST_COLUMNS_FORWARD
 from jax_groupgemm._moe.expert_parallel import chunk_of, share_of_devices
 
-from .expert_parallel import BFLOAT16, FLOAT32, INT32, Model
+from .expert_memory import BFLOAT16, FLOAT32, INT32, Model
 
 NODE = 8  # GPUs that NVLink connects
 

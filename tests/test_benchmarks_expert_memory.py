@@ -1,4 +1,4 @@
-"""benchmarks.expert_parallel: its tables are those of the guide, and true of what is kept."""
+"""benchmarks.expert_memory: its tables are those of the guide, and true of what is kept."""
 
 import sys
 from pathlib import Path
@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import expert_parallel  # noqa: E402
+from benchmarks import expert_memory  # noqa: E402
 
 
 def test_the_guide_has_these_tables():
-    page = expert_parallel.PAGE.read_text()
-    assert expert_parallel.written(page) == page
+    page = expert_memory.PAGE.read_text()
+    assert expert_memory.written(page) == page
     with pytest.raises(ValueError, match="the page has 0 times <!-- python -m"):
-        expert_parallel.written("# Another page")
+        expert_memory.written("# Another page")
 
 
 @pytest.mark.parametrize(("name", "k"), [("gather", 4), ("all_to_all", 1)])
@@ -28,7 +28,7 @@ def test_what_is_kept(name, k, max_rows):
     devices, tokens, hidden = 4, 48, 64
     if len(jax.devices()) < devices:
         pytest.skip("needs four devices")
-    model = expert_parallel.Model("toy", 32, hidden, ep.E, k)
+    model = expert_memory.Model("toy", 32, hidden, ep.E, k)
     args = {
         name: jax.ShapeDtypeStruct(shape, dtype)
         for name, shape, dtype in (
@@ -45,7 +45,7 @@ def test_what_is_kept(name, k, max_rows):
     pull = jax.eval_shape(lambda args: jax.vjp(lambda args: f(args, index), args)[1], args)
     size = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     kept = size(jax.tree.leaves(pull)) - size(args.values())
-    of = expert_parallel.Memory(model, devices, tokens, max_rows)
+    of = expert_memory.Memory(model, devices, tokens, max_rows)
     assert kept / devices == pytest.approx(of.kept, rel=0.1)
     rows = of.rows * devices
     assert (rows, 2 * hidden) in [leaf.shape for leaf in jax.tree.leaves(pull)]
