@@ -4,10 +4,17 @@
 
 Each folder is what ``save_pretrained`` writes, in bfloat16. ``logits.npz`` has a prompt, and the
 float32 logits of its tokens and of 16 greedy steps after it, computed with the same weights.
+
+In ``qwen3_moe_fp8`` linear layers are what ``Fp8Quantize`` of transformers makes of each, in files
+like those of Qwen3-30B-A3B-FP8; transformers reads them, dequantizes and computes the logits. Its
+own ``save_pretrained`` of such a model has codes of each expert beside scales of all of them, which
+it does not read again (5.24).
 """
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "decoder" / "fixtures"
 PROMPT, STEPS = 13, 16
@@ -58,6 +68,8 @@ MODELS = {
         "rope_parameters": YARN | {"rope_theta": 1_000.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     }),
 }  # fmt: skip
+MODELS["qwen3_moe_fp8"] = MODELS["qwen3_moe"]
+FP8 = {"qwen3_moe_fp8": transformers.FineGrainedFP8Config(weight_block_size=[16, 16])}
 
 
 def fill(model: torch.nn.Module) -> None:
@@ -93,6 +105,27 @@ def logits(model: torch.nn.Module, prompt: torch.Tensor) -> dict[str, np.ndarray
     }  # fmt: skip
 
 
+def quantize(folder: Path, config: transformers.FineGrainedFP8Config) -> None:
+    """Rewrite the folder's linear layers, and say so in config.json."""
+    to_fp8 = Fp8Quantize(FineGrainedFP8HfQuantizer(config)).convert
+    weights, size = {}, 0
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = {}
+        for name, tensor in load_file(path).items():
+            is_linear = re.search(r"_proj\.weight$", name)
+            tensors |= to_fp8({name: tensor}) if is_linear else {name: tensor}
+        save_file(tensors, path, metadata={"format": "pt"})
+        weights |= dict.fromkeys(tensors, path.name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index, about = folder / "model.safetensors.index.json", folder / "config.json"
+    said = json.loads(index.read_text())
+    said["metadata"]["total_size"] = size
+    said["weight_map"] = dict(sorted(weights.items()))
+    index.write_text(json.dumps(said, indent=2) + "\n")
+    said = json.loads(about.read_text()) | {"quantization_config": config.to_dict()}
+    about.write_text(json.dumps(said, indent=2) + "\n")
+
+
 def main(names: list[str]) -> None:
     torch.set_grad_enabled(False)
     for name in names or MODELS:
@@ -104,9 +137,16 @@ def main(names: list[str]) -> None:
         prompt = torch.randint(256, (1, PROMPT), generator=torch.Generator().manual_seed(1))
         folder = FIXTURES / name
         shutil.rmtree(folder, ignore_errors=True)
-        values = logits(model, prompt)
+        if name not in FP8:
+            values = logits(model, prompt)
         # Several files and an index, as real checkpoints have them.
         model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="60KB")
+        if name in FP8:  # on a CPU transformers dequantizes what it reads
+            quantize(folder, FP8[name])
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            read = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            assert all(p.dtype == torch.float32 for p in read.parameters())
+            values = logits(read, prompt)
         np.savez_compressed(folder / "logits.npz", **values)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{name}: {size / 1e3:.0f} kB, tokens {values['tokens'].tolist()}")

@@ -8,8 +8,10 @@ import importlib
 from pathlib import Path
 
 import decoder_folders
+import fp8_oracle
 import jax
 import numpy as np
+import oracle
 import pytest
 
 import jax_groupgemm as jgg
@@ -72,7 +74,7 @@ def agree(got, want, relative=1e-5):
     np.testing.assert_allclose(got, want, rtol=0, atol=relative * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen3_moe_fp8"])
 @pytest.mark.one_in(2)
 def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
     # A program of its own takes seconds to compile: others fill up that of the prompt.
@@ -85,6 +87,27 @@ def test_prompts_and_greedy_steps_have_the_logits_of_transformers(name):
         steps.append(run([token], size)[0])
         last = logits
     agree(np.stack(steps), want["steps"])
+
+
+def test_codes_of_transformers():
+    """Are near the weights that its quantizer was given, and experts have their values."""
+    tensors, plain = map(decoder_folders.tensors_of, ("qwen3_moe_fp8", "qwen3_moe"))
+    stored = Run(decoder_folders.FIXTURES / "qwen3_moe_fp8").model.stacks[0].layers.mlp
+    for name, leaf in (("gate_proj", stored.up), ("down_proj", stored.down)):
+        q = leaf.get_value()
+        assert (q.mode, q.block) == ("fp8", (16, 16))
+        w = [plain[f"{EXPERT.format(i)}.{name}.weight"] for i in range(4)]
+        codes, scales = (
+            np.stack([tensors[f"{EXPERT.format(i)}.{name}.{key}"] for i in range(4)])
+            for key in ("weight", "weight_scale_inv")
+        )
+        values = fp8_oracle.dequantize(codes, scales, (16, 16))
+        assert 1e-3 < oracle.error(values, np.stack(w)) < 0.04
+        got = jgg.dequantize(q)[0, :, : codes.shape[1]]  # gate, of the first layer
+        np.testing.assert_array_equal(got, values.astype(np.float32))
+
+
+EXPERT = "model.layers.0.mlp.experts.{}"
 
 
 @pytest.mark.one_in(3)
