@@ -28,7 +28,8 @@ def pick(rng, options):
 
 def width(rng, unit: int = 16) -> int:
     """Mostly whole lines of 16 bytes, without which there is no kernel."""
-    return unit * int(rng.integers(1, 30)) if rng.integers(4) else unit * -(-dimension(rng) // unit)
+    most = int(rng.integers(1, 480)) if rng.integers(4) else dimension(rng)
+    return unit * -(-most // unit)
 
 
 def sums(rng) -> float:
@@ -176,8 +177,9 @@ def quantize_case(rng, dtype, out_dtype, precision, tf32):
             rows = np.array(x)
             rows[oracle.bounds(sizes, t)[-1][1] :] = 0
         want = fp8_oracle.quantize(rows, block, how["format"], how["scale_format"])
-        for got, value in zip(run(x, sizes), want, strict=True):
-            np.testing.assert_array_equal(np.asarray(got).view("u1"), value.view("u1"))
+        codes, scales = run(x, sizes)
+        np.testing.assert_array_equal(np.asarray(codes).view("u1"), want[0].view("u1"))
+        np.testing.assert_array_equal(scales, want[1])
 
 
 def linear_case(rng, dtype, out_dtype, precision, tf32):
@@ -237,7 +239,7 @@ def layer_case(rng, dtype, out_dtype, precision, tf32):
         out, *gradients = zip(run(*args, None), run(*args, "composed"), strict=True)
         assert oracle.error(*out) < 0.01
         for both in gradients:
-            assert oracle.error(*both) < 0.1
+            assert oracle.error(*both) < 0.15
 
 
 RECIPE = jgg.FP8Recipe(stochastic_rounding=False)
