@@ -81,7 +81,7 @@ void TransposeQuads(const T* const* lines, int64_t first, float* to, int64_t str
   *reinterpret_cast<Quad*>(to + 3 * stride) = JGG_SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
 }
 
-// What a line that is not there is made of, in every dtype.
+// Lines that are not there are zeros, in every dtype.
 const float kZeros[kBlockN] = {};
 
 // Some of a matrix's indices along one axis.

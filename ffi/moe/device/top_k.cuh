@@ -59,7 +59,7 @@ struct TokenScores {
       if (rank[i] > best) best = rank[i], item = i;
     }
     const uint32_t most = __reduce_max_sync(kAllLanes, best);
-    // Of equal ones the first expert.
+    // The first expert is chosen where several are the best.
     const uint32_t expert = static_cast<uint32_t>(32 * item + lane);
     const uint32_t first = ~__reduce_max_sync(kAllLanes, best == most ? ~expert : 0);
     float value = 0;
