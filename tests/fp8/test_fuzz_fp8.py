@@ -213,8 +213,8 @@ def linear_case(rng, dtype, out_dtype, precision, tf32):
 def layer_case(rng, dtype, out_dtype, precision, tf32):
     """``moe_mlp`` with a recipe, against the composition of public operations. Gradients are of
     other rows, without weights, so each of the two has errors of its own."""
-    t, k, e = 8 + dimension(rng), int(rng.integers(1, 4)), int(rng.integers(3, 9))
-    d, f = width(rng), width(rng, pick(rng, [16, 128]))
+    t, k, e = 8 + dimension(rng), int(rng.integers(1, 4)), int(rng.integers(3, 7))
+    d, f = 16 * int(rng.integers(1, 17)), pick(rng, [16, 80, 128, 200, 256])
     dtype = "bfloat16" if dtype == "float16" else dtype
     x, ct = oracle.random(rng, (t, d), dtype), oracle.random(rng, (t, d), dtype)
     up = oracle.random(rng, (e, d, 2 * f), dtype) / d**0.5
