@@ -42,7 +42,8 @@ class FP8Recipe:
         are: dw is 3 % less precise of normal data, 60 % where few numbers outweigh all others.
       dispatch: how :func:`moe_mlp` sends tokens to experts on other devices, and back the
         cotangents of their results: ``"bfloat16"``, which stands for their own dtype, or
-        ``"fp8"``, a byte for each number and a scale for 128. Then x is what those stand for.
+        ``"fp8"``, a byte for each number and a scale for 128, rounded to nearest. Then x is what
+        those stand for.
 
     Raises:
       ValueError: an argument is none of those.

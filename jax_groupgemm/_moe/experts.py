@@ -33,10 +33,10 @@ def experts(x, up, down, up_bias, down_bias, routing: Routing, pairs, weight, pl
     return _EXPERTS(x, up, down, up_bias, down_bias, routing, pairs, weight, plan, options=options)
 
 
-def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype):
-    """The sums of tokens, which travel in the dtype ``wire``."""
+def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype, in_fp8: int = 0):
+    """The sums of tokens, which travel in the dtype ``wire``; ``in_fp8`` as of ``collect``."""
     sums = combined(rows, routing, weight, dtype if plan is None else wire)
-    return collect(plan, sums, out_dtypes=(dtype,))[0]
+    return collect(plan, sums, out_dtypes=(dtype,), in_fp8=in_fp8)[0]
 
 
 def _composed(x, up, down, up_bias, down_bias, routing, _, weight, plan, *, options: Options):

@@ -225,9 +225,8 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
     routing = route(come.index, layer.experts, expert_offset=come.expert_offset, max_rows=max_rows)
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     x, weight = x.reshape(tokens, x.shape[-1]), weight.reshape(tokens, k)
+    in_fp8 = int(isinstance(layer.recipe, FP8Recipe) and layer.recipe.dispatch == "fp8")
     if layer.is_fp8_operation:
-        assert isinstance(layer.recipe, FP8Recipe)
-        in_fp8 = int(layer.recipe.dispatch == "fp8")
         x, weight = send(plan, x, weight, in_fp8=in_fp8)
         sums = layer.in_fp8(x, routing, weight, key, wide if plan is None else layer.dtype)
         (out,) = collect(plan, sums, out_dtypes=(wide,), in_fp8=in_fp8)
@@ -235,10 +234,10 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
         pairs = come.index, come.expert_offset
         out = layer.as_one(x, routing, pairs, weight, plan, wide, precision, implementation)
     else:
-        x, weight = send(plan, x, weight)
+        x, weight = send(plan, x, weight, in_fp8=in_fp8)
         rows = dispatched(x, routing)
         y = layer(rows, routing.group_sizes, key, precision, implementation)
-        out = summed(y, routing, weight, plan, wire=y.dtype, dtype=wide)
+        out = summed(y, routing, weight, plan, wire=y.dtype, dtype=wide, in_fp8=in_fp8)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
         missing = expert_parallel.overflow(routing, plan, axis)

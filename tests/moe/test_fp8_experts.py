@@ -190,13 +190,15 @@ def rounded(a):
 
 
 @needs_two_devices
+@pytest.mark.parametrize("implementation", [None, "composed"])
 @pytest.mark.parametrize("dispatch", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("transport", ["gather", "all_to_all"])
-@pytest.mark.one_in(2)
-def test_experts_of_several_devices(rng, transport, dispatch):
+@pytest.mark.one_in(3)
+def test_experts_of_several_devices(rng, transport, dispatch, implementation):
     """Tokens and cotangents that travel in FP8 are what their codes stand for."""
     args, index, ct = problem(rng)
-    run = functools.partial(gradients, recipe=dataclasses.replace(NEAREST, dispatch=dispatch))
+    recipe = dataclasses.replace(NEAREST, dispatch=dispatch)
+    run = functools.partial(gradients, recipe=recipe, implementation=implementation)
     specs = (P("e"),) * 4, P("e"), P("e")
     across = jax.shard_map(
         functools.partial(run, axis_name="e", transport=transport),
