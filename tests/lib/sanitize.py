@@ -387,24 +387,35 @@ def fp8_quantize(rng):
                 jax.block_until_ready(jax.jit(lambda x, s, f=f: f(x, group_sizes=s))(x, sizes))
 
 
-def fp8_experts(rng):
-    """The layer and all gradients, with an expert of no rows and rows of no expert."""
-    x, ct = (oracle.random(rng, (200, 512), "bfloat16") for _ in range(2))
-    up, down = (oracle.random(rng, (5, *s), "bfloat16") for s in ((512, 512), (256, 512)))
-    index = jnp.asarray(rng.integers(-1, 4, (200, 2)), jnp.int32)
-    weight = jnp.asarray(rng.random((200, 2)), "float32")
+def layer(rng, tokens, d, f, **options):
+    """A layer behind its router and all gradients, with an expert of no rows and rows of none."""
+    x, ct = (oracle.random(rng, (tokens, d), "bfloat16") for _ in range(2))
+    up, down = (oracle.random(rng, (5, *s), "bfloat16") for s in ((d, 2 * f), (f, d)))
+    logits = oracle.random(rng, (tokens, 4), "bfloat16")
+    exists = jnp.asarray(rng.random(tokens) < 0.9)
 
     @jax.jit
-    def step(x, up, down, weight, key):
-        def layer(x, up, down, weight):
-            recipe = jgg.FP8Recipe()
-            return jgg.moe_mlp(x, up, down, index, weight, recipe=recipe, key=key)
+    def step(x, up, down, logits):
+        def run(x, up, down, logits):
+            choice = jgg.router.choose(logits, 2, where=exists)
+            return jgg.moe_mlp(x, up, down, choice.expert, choice.weight, **options)
 
-        out, pull = jax.vjp(layer, x, up, down, weight)
+        out, pull = jax.vjp(run, x, up, down, logits)
         return out, pull(ct)
 
-    for key in (None, jax.random.key(1)):
-        jax.block_until_ready(step(x, up, down, weight, key))
+    jax.block_until_ready(step(x, up, down, logits))
+
+
+def experts(rng):
+    """Rows of tokens by list, and copied; many, and fewer than lists are for."""
+    for tokens, d, f in ((700, 512, 256), (700, 1536, 1280), (40, 512, 256)):
+        layer(rng, tokens, d, f)
+
+
+def fp8_experts(rng):
+    for options in ({}, {"key": jax.random.key(1)}, {"wgrad_scale_format": "e8m0"}):
+        key = options.pop("key", None)
+        layer(rng, 200, 512, 256, recipe=jgg.FP8Recipe(**options), key=key)
 
 
 def fp8_rows(rng):
@@ -455,6 +466,7 @@ PARTS = {
     "conversions": conversions,
     "nvfp4": nvfp4,
     "fp8_quantize": fp8_quantize,
+    "experts": experts,
     "fp8_experts": on_hopper(fp8_experts),
     "fp8_rows": on_hopper(fp8_rows),
     "few_tokens": on_hopper(few_tokens),
