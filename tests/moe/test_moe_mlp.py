@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import moe_oracle
 import numpy as np
 import oracle
 import pytest
+from jaxlib.mlir import ir
 
 import jax_groupgemm as jgg
 
@@ -271,11 +273,54 @@ def test_export(rng):
     np.testing.assert_array_equal(again.call(*args), f(*args))
 
 
-def test_no_rows_are_scattered(rng):
-    x, up, down, index, weight = problem(rng)
-    text = jax.jit(jax.grad(loss)).lower((x, up, down, weight), index).as_text()
-    scattered = [line for line in text.splitlines() if "stablehlo.scatter" in line]
-    assert all(f"x{D}xf32" not in line and f"x{F}xf32" not in line for line in scattered)
+def scattered(lowered) -> list[str]:
+    """The types of what the program's scatters give."""
+    types = []
+
+    def visit(op):
+        if op.name == "stablehlo.scatter":
+            types.extend(str(result.type) for result in op.results)
+        return ir.WalkResult.ADVANCE
+
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        module.operation.walk(visit)
+    return types
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("implementation", [None, "composed"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.one_in(3)
+def test_no_rows_are_scattered(rng, platform, implementation, activation, dtype, biased):
+    """Forward or backward, by any platform's program: lists of integers at most."""
+    gated = activation in moe_oracle.GATED
+    x, up, down, index, weight = problem(rng, gated=gated, dtype=dtype)
+    biases = [jnp.ones((E, w.shape[2]), dtype) for w in (up, down)] if biased else [None, None]
+
+    def layer(x, up, down, weight, up_bias, down_bias):
+        return jgg.moe_mlp(
+            x, up, down, index, weight, up_bias=up_bias, down_bias=down_bias,
+            activation=activation, implementation=implementation,
+        )  # fmt: skip
+
+    def step(*floats):
+        out, pull = jax.vjp(layer, *floats)
+        return out, pull(out)
+
+    for f in (layer, step):
+        traced = jax.jit(f).trace(x, up, down, weight, *biases)
+        types = scattered(traced.lower(lowering_platforms=(platform,)))
+        assert all(re.fullmatch(r"tensor<\d+xu?i\d+>", found) for found in types), types
+
+
+def test_scattered_rows_are_found():
+    """By what the test above looks for them with."""
+    f = jax.jit(lambda x, at: (jnp.zeros((9, D)).at[at].add(x), jnp.zeros(9, int).at[at].add(1)))
+    found = scattered(f.lower(jnp.ones((4, D)), jnp.arange(4)))
+    assert found == [f"tensor<9x{D}xf32>", "tensor<9xi32>"]
 
 
 def test_errors(rng):

@@ -90,23 +90,11 @@ def test_every_pattern_of_eight_experts(rng, implementation):
 
 @pytest.mark.parametrize("experts", [1, E, 24])
 def test_sixteen_experts_of_a_token(rng, experts):
-    """Of 24 all different; of 1 and of 4 it meets some more than once."""
+    """Of 24 all different; of 1 and of 4 it meets some several times, each with its weight."""
     x, up, down, index, weight = problem(rng, experts=experts, k=16)
     if experts > 16:
         index = rng.permuted(np.tile(np.arange(experts), (T, 1)), axis=1)[:, :16]
     check((x, up, down, jnp.asarray(index, jnp.int32), weight), rng)
-
-
-def test_the_same_expert_twice_counts_twice(rng):
-    """Each pair has its weight, and each weight its gradient."""
-    x, up, down, weight, *biases, _, ct = arguments(rng, k=3)
-    once = jnp.asarray(rng.integers(0, E, (T, 1)), jnp.int32)
-    run = lambda weight, index: step(x, up, down, weight, *biases, index, ct)
-    thrice = run(weight, jnp.repeat(once, 3, axis=1))
-    summed = run(weight.sum(1, keepdims=True), once)
-    for i, (one, other) in enumerate(zip(thrice, summed, strict=True)):
-        want = jnp.repeat(other, 3, axis=1) if i == 4 else other
-        oracle.assert_close(one, want, tolerance=3e-6)
 
 
 # ---- numbers that are not finite -----------------------------------------------------------------
@@ -177,6 +165,7 @@ def wide_arguments(rng, dtype):
 
 
 @BOTH
+@pytest.mark.one_in(2)
 def test_float64(rng, implementation):
     """Values and gradients against numpy, and gradients by finite differences."""
     with jax.enable_x64(True):
@@ -201,7 +190,7 @@ def test_each_weight_by_finite_differences(rng, dtype, tolerance):
     token."""
     with jax.enable_x64(True):
         args = wide_arguments(rng, dtype)
-        call = lambda weight: step(*args[:3], weight, *args[4:])
+        call = lambda weight: step(*args[:3], weight, *args[4:], implementation=None)
         out, *gradients = call(args[3])
         assert out.dtype == dtype
         assert gradients[3].dtype == "float64"
