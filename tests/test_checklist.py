@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,14 @@ def test_every_kernel_has_a_target_that_may_be_exported():
     for kernels in choose.KERNELS.values():
         for kernel in kernels:
             assert kernel.platform in extension.TARGETS[kernel.target]
+
+
+def test_what_the_oldest_jax_runs_exists():
+    """tests/smoke.txt names tests that there are, or nothing runs there."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "smoke", "--collect-only", "tests"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
 
 
 def test_the_table_of_kernels_is_current():
