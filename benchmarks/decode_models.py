@@ -24,7 +24,8 @@ from flax import nnx
 import jax_groupgemm as jgg
 from examples.decoder import config as configs
 from examples.decoder.config import Config
-from examples.decoder.loading import Need, Options, placed
+from examples.decoder.loading import Options, placed
+from examples.decoder.memory import Need
 from examples.decoder.model import Block, Decoder
 from examples.decoder.weights import Header, Weights
 

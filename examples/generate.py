@@ -22,8 +22,9 @@ from pathlib import Path
 import jax
 
 from decoder import config, loading, peft, tiny, tokens
-from decoder.errors import Refused
+from decoder.errors import Refused, is_folder, sentence
 from decoder.generation import Generator
+from decoder.memory import Need, free
 from decoder.sampling import Sampling
 from decoder.weights import MODES
 from options import Parser, count
@@ -39,8 +40,14 @@ def fraction(value: str) -> float:
 
 def not_negative(value: str) -> float:
     if not 0 <= float(value) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+        raise argparse.ArgumentTypeError(f"{value} is negative, or no finite number")
     return float(value)
+
+
+def whole(value: str) -> int:
+    if not 0 <= int(value) < 2**31:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, 2^31)")
+    return int(value)
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -51,9 +58,9 @@ def parse(argv=None) -> argparse.Namespace:
     parser.option("--prompt", PROMPT, "what to go on from")
     parser.option("--tokens", 64, "to generate at most", type=count)
     parser.option("--temperature", 0.0, "0 takes the likeliest token", type=not_negative)
-    parser.option("--top-k", 0, "sample from so many of the likeliest; 0: from all", type=int)
+    parser.option("--top-k", 0, "sample from so many of the likeliest; 0: from all", type=whole)
     parser.option("--top-p", 1.0, "sample from the likeliest of this probability", type=fraction)
-    parser.option("--seed", 0, "of the samples", type=int)
+    parser.option("--seed", 0, "of the samples", type=whole)
     parser.option("--chunk", 128, "tokens of the prompt that are read in one step", type=count)
     parser.option("--devices", 1, "to divide experts and heads among", type=count)
     parser.add_argument(
@@ -78,8 +85,10 @@ def parse(argv=None) -> argparse.Namespace:
         "--attention", choices=["xla", "cudnn"], default="xla", help="what computes it"
     )
     args = parser.parse_args(argv)
-    if args.top_k < 0:
-        parser.error(f"--top-k {args.top_k} is negative")
+    if args.temperature == 0 and (args.top_k or args.top_p < 1):
+        parser.error("--top-k and --top-p are of samples: give a --temperature above 0, too")
+    if not args.prompt:
+        parser.error("--prompt is empty: there is nothing to go on from")
     return args
 
 
@@ -93,12 +102,11 @@ def main(argv=None) -> dict:
         with jax.numpy_dtype_promotion("standard"):
             return run(folder, args)
     except Refused as error:
-        raise SystemExit(f"{folder}: {error}") from error
+        raise SystemExit(sentence(folder, error)) from error
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict:
-    if not folder.is_dir():
-        raise Refused("there is no such folder")
+    is_folder(folder)
     about = dataclasses.replace(config.read(folder), attention=args.attention)
     if args.adapters is not None:
         peft.config_of(args.adapters)  # what is wrong with it is said before the model is loaded
@@ -106,25 +114,25 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
             raise Refused("--adapters are for one device")
     tokenizer = tokens.read(folder, about.vocabulary)
     prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
+    if about.context is not None and len(prompt) + args.tokens > about.context:
+        raise Refused(
+            f"the {len(prompt)} tokens of --prompt and --tokens {args.tokens} are more than "
+            f"config.json's max_position_embeddings, {about.context}"
+        )
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
     options = loading.Options(
         dtype, args.quantize, args.devices, room, args.memory, args.exact, args.unrolled,
         joined=args.adapters is None,
     )  # fmt: skip
-    began = time.perf_counter()
-    model = loading.load(folder, about, options)
-    if args.adapters is not None:
-        peft.read(args.adapters, model)
-    jax.block_until_ready(jax.tree.leaves(model))
-    loaded_in = time.perf_counter() - began
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    generator = Generator(model, room, sampling, args.chunk)
     print(
         f"{about.architecture}, {about.layers} layers of {about.router.experts} experts, in "
-        f"{dtype} on {jax.devices()[0].device_kind}: loaded in {loaded_in:.1f} s, compiled in "
-        f"{generator.compiled_in:.1f} s\n"
+        f"{dtype} on {jax.devices()[0].device_kind}"
     )
+    if about.random:
+        print("weights are random: the text means nothing")
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    generator = ready(folder, about, options, args.adapters, sampling, args.chunk)
     print(args.prompt, end="", flush=True)
     watch, text = Watch(), []
     generated = watch(generator(prompt, args.tokens, about.ends, args.seed))
@@ -138,6 +146,31 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     return {
         "text": "".join(text), "tokens": watch.tokens, "first": watch.first, "rate": watch.rate,
     }  # fmt: skip
+
+
+def ready(folder: Path, about: config.Config, options: loading.Options, adapters: Path | None,
+          sampling: Sampling, chunk: int) -> Generator:  # fmt: skip
+    """Programs are compiled first: they say how much memory they take before anything is loaded."""
+    began = time.perf_counter()
+    weights = loading.weights_of(folder, about, options)
+    need, room = Need.of(about, weights.headers, options), free(options)
+    need.check(room, options.devices)  # whether it is worth compiling
+    shapes, layer = loading.shapes(about, weights, options)
+    if adapters is not None:
+        peft.read(adapters, shapes)
+    generator = Generator(shapes, options.tokens, sampling, chunk)
+    need = need.compiled(generator.use, layer)
+    need.check(room, options.devices)
+    print(need.announced(room), flush=True)
+    compiled_in, began = time.perf_counter() - began, time.perf_counter()
+    model = loading.placed(about, weights, options)
+    if adapters is not None:
+        peft.read(adapters, model)
+    generator.fill(model)
+    jax.block_until_ready(generator.params)
+    loaded_in = time.perf_counter() - began
+    print(f"compiled in {compiled_in:.1f} s, loaded in {loaded_in:.1f} s\n")
+    return generator
 
 
 class Watch:

@@ -22,7 +22,7 @@ import jax_groupgemm as jgg
 import run_folder
 import texts
 from decoder import adapters, config, loading, peft, tokens
-from decoder.errors import Refused
+from decoder.errors import Refused, is_folder
 from decoder.training import cross_entropy
 from decoder.weights import format_of, in_one_sentence
 from options import count, positive
@@ -153,8 +153,7 @@ def base_of(about: config.Config, asked: str | None) -> str:
 def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval_every: int,
         resume: bool) -> dict:  # fmt: skip
     """Train from the start or from the latest checkpoint; files go to ``out``."""
-    if not folder.is_dir():
-        raise Refused("there is no such folder")
+    is_folder(folder)
     about = config.read(folder)
     settings = dataclasses.replace(settings, base=base_of(about, settings.base))
     text = tokens_of(folder, about, text_name, settings.context)

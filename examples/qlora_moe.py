@@ -35,6 +35,7 @@ import qlora_checkpoint
 import quantized_moe
 import texts
 import train_moe
+from decoder.errors import Refused, sentence
 from options import Parser, count, positive, settings
 
 
@@ -169,8 +170,8 @@ def main(argv=None) -> dict:
             return qlora_checkpoint.run(
                 args.checkpoint, args.out, args.text, tuning, args.eval_every, args.resume
             )
-        except qlora_checkpoint.Refused as error:
-            raise SystemExit(f"{args.checkpoint}: {error}") from error
+        except Refused as error:
+            raise SystemExit(sentence(args.checkpoint, error)) from error
 
 
 def run(args: argparse.Namespace) -> dict:

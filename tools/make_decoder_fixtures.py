@@ -4,6 +4,7 @@
 
 Each folder is what ``save_pretrained`` writes, in bfloat16. ``logits.npz`` has a prompt, and the
 float32 logits of its tokens and of 16 greedy steps after it, computed with the same weights.
+``tokenizer.json`` has a token for each byte, and config.json says that weights are random.
 
 In ``qwen3_moe_fp8`` linear layers are what ``Fp8Quantize`` of transformers makes of each, in files
 like those of Qwen3-30B-A3B-FP8; transformers reads them, dequantizes and computes the logits. Its
@@ -26,7 +27,12 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-FIXTURES = Path(__file__).parents[1] / "tests" / "decoder" / "fixtures"
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples"))
+
+from decoder import tiny  # noqa: E402
+
+FIXTURES = ROOT / "tests" / "decoder" / "fixtures"
 PROMPT, STEPS = 13, 16
 COMMON = {
     "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -126,6 +132,14 @@ def quantize(folder: Path, config: transformers.FineGrainedFP8Config) -> None:
     about.write_text(json.dumps(said, indent=2) + "\n")
 
 
+def complete(folder: Path) -> None:
+    """What generate.py reads besides: a tokenizer, and that the text will mean nothing."""
+    tiny.tokenizer().save(str(folder / "tokenizer.json"))
+    path = folder / "config.json"
+    said = json.loads(path.read_text()) | {"random_weights": True}
+    path.write_text(json.dumps(said, indent=2) + "\n")
+
+
 def main(names: list[str]) -> None:
     torch.set_grad_enabled(False)
     for name in names or MODELS:
@@ -147,6 +161,7 @@ def main(names: list[str]) -> None:
             read = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
             assert all(p.dtype == torch.float32 for p in read.parameters())
             values = logits(read, prompt)
+        complete(folder)
         np.savez_compressed(folder / "logits.npz", **values)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{name}: {size / 1e3:.0f} kB, tokens {values['tokens'].tolist()}")

@@ -12,6 +12,7 @@ from .errors import Refused
 from .rotary import Rope
 
 NO_WINDOW = 2**30  # more than any context
+MAX_LAYERS = 1000  # more are a damaged config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Config:
     tied: bool  # the head is the embedding
     ends: tuple[int, ...]  # tokens that end a text
     dtype: str
+    context: int | None = None  # tokens that it was made for, at most
+    random: bool = False  # its weights are random numbers, as config.json says of models for tests
     names: Names = Names()
     qkv_bias: bool = False
     out_bias: bool = False
@@ -103,6 +106,8 @@ class _Json:
             raise Refused(f"config.json: {key} is {value!r}, expected {kind.__name__}")
         if kind is int and value < 0:
             raise Refused(f"config.json: {key} is {value}, expected a number that is not negative")
+        if kind is int and value >= 2**31:
+            raise Refused(f"config.json: {key} is {value}, expected a number below 2^31")
         return value
 
 
@@ -122,6 +127,8 @@ def _qwen(of: _Json) -> dict[str, Any]:
         raise Refused("config.json: use_sliding_window is true, which no released Qwen model has")
     experts, dense = _experts(of), of("mlp_only_layers", list, [])
     step, layers = of("decoder_sparse_step", int, 1), of("num_hidden_layers", int)
+    if step == 0:
+        raise Refused("config.json: decoder_sparse_step is 0, expected a number above it")
     return {
         "router": Router(experts, of("num_experts_per_tok", int),
                          normalized=of("norm_topk_prob", bool, False)),
@@ -243,12 +250,14 @@ def read(folder: Path) -> Config:
         raise Refused(f"config.json: model_type {name!r} is not one of {known}")
     if of("hidden_act", str, "silu") != "silu":
         raise Refused(f"config.json: hidden_act is {values['hidden_act']!r}, expected 'silu'")
-    own = ARCHITECTURES[name](of)
     layers, heads, width = (
         of(key, int) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
     if not layers or not heads:
         raise Refused("config.json: there are no layers, or no heads")
+    if layers > MAX_LAYERS:
+        raise Refused(f"config.json: num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    own = ARCHITECTURES[name](of)
     if not isinstance(own.setdefault("windows", NO_WINDOW), tuple):
         own["windows"] = (own["windows"],) * layers
     common = {
@@ -266,6 +275,8 @@ def read(folder: Path) -> Config:
         "tied": of("tie_word_embeddings", bool, False),
         "ends": _ends(folder, values),
         "dtype": values.get("dtype") or values.get("torch_dtype") or "bfloat16",
+        "context": of("max_position_embeddings", int, None),
+        "random": of("random_weights", bool, False),
         "quantization": _quantization(folder, values),
     }
     values_of_all = common | own

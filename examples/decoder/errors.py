@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 
 class Refused(Exception):
     """One sentence about what is wrong with a checkpoint, and what would be right."""
+
+
+def sentence(folder: Path, error: Refused) -> str:
+    """The folder and what is wrong with it. Files in it are named without it."""
+    text = re.sub(r"^jgg\.[\w.]+: ", "", str(error)).removeprefix(f"{folder}: ")
+    return f"{folder}: {text.replace(f'{folder}/', '')}"
+
+
+def is_folder(folder: Path) -> None:
+    """Raises :class:`Refused` where there is none."""
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise Refused("a file, but a checkpoint is a folder: give the one that holds config.json")
+    raise Refused(
+        "there is no such folder: huggingface_hub.snapshot_download(name) returns the one that it "
+        "downloads a model to"
+    )

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .experts import AXIS
+from .memory import Use
 from .model import Cache, Decoder, divides_heads, heads_axis
 from .sampling import Sampling
 
@@ -39,14 +40,34 @@ class Generator:
     A prompt is read in steps of ``chunk`` tokens, the last of which is filled up: one program reads
     prompts of every length, and attention's logits are bounded. The cache is donated, so each step
     writes into it.
+
+    ``model`` may be :func:`loading.shapes`', so that :attr:`use` is known before anything is
+    loaded. :meth:`fill` gives such a generator its weights.
     """
 
     def __init__(self, model: Decoder, room: int, sampling: Sampling, chunk: int):
-        self.model, self.chunk, self.room = model, chunk, -(-room // chunk) * chunk
-        # A list of arrays, because a tree of modules takes the host as long as the device a step.
+        self.sampling, self.chunk, self.room = sampling, chunk, -(-room // chunk) * chunk
+        self.compiled_in = 0.0
+        self._compile(model)
+
+    def fill(self, model: Decoder) -> None:
+        """Generate with these weights. Where layers turn out to be of another structure than the
+        first of their kind, the programs are compiled again."""
+        graph, params = nnx.split(model)
+        params, tree = jax.tree.flatten(params)
+        alike = [(a.shape, a.dtype) for a in params] == [(a.shape, a.dtype) for a in self.params]
+        if (graph, tree) == (self.graph, self.tree) and alike:
+            self.params = params
+        else:
+            self._compile(model)
+
+    def _compile(self, model: Decoder) -> None:
+        began = time.perf_counter()
         self.graph, params = nnx.split(model)
-        self.params, tree = jax.tree.flatten(params)
-        whole = lambda params: nnx.merge(self.graph, tree.unflatten(params))
+        # A list of arrays, because a tree of modules takes the host as long as the device a step.
+        self.params, self.tree = jax.tree.flatten(params)
+        graph, tree, sampling = self.graph, self.tree, self.sampling
+        whole = lambda params: nnx.merge(graph, tree.unflatten(params))
         mesh, heads = model.mesh, divides_heads(model.config, model.mesh)
         at = lambda *axes: None if mesh is None else NamedSharding(mesh, P(*axes))
         # A cache stays where it is: heads are divided where the weights' are.
@@ -63,7 +84,6 @@ class Generator:
         def write(params, cache, tokens, position, key):
             return following(whole(params), cache, tokens, position, key, sampling)
 
-        began = time.perf_counter()
         like = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=at())
         cache = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=in_cache),
@@ -77,11 +97,12 @@ class Generator:
             .compile()
         )
         self.new_cache = empty.lower().compile()
-        self.read = compiled(read, like((chunk,), jnp.int32), number, number, key)
+        self.read = compiled(read, like((self.chunk,), jnp.int32), number, number, key)
         self.write = compiled(write, like((1,), jnp.int32), number, key)
+        self.use = Use.of(self.params, cache, (self.read, self.write))
         self.on_devices = lambda a: a if mesh is None else jax.device_put(a, at())
         self.on_devices(key_of(0))  # compiles what makes a key
-        self.compiled_in = time.perf_counter() - began
+        self.compiled_in += time.perf_counter() - began
 
     def __call__(
         self, prompt: Sequence[int], count: int, ends: Sequence[int] = (), seed: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from .config import Config
 from .errors import Refused
 from .experts import AXIS, Expert
 from .layers import Linear, RMSNorm
-from .model import Block, Decoder, Stack, attention_of, divides_heads
-from .weights import BITS, FLOAT_HEADERS, Header, Weights, format_of, headers, in_one_sentence
+from .memory import Need, free, on_one_device
+from .model import Block, Decoder, Stack, divides_heads
+from .weights import Header, Weights, format_of, headers, in_one_sentence
 from .weights import quantize as quantize_experts
-
-GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,35 +47,54 @@ class Options:
 
 def load(folder: Path, config: Config, options: Options) -> Decoder:
     """The model of a folder. Raises :class:`Refused`."""
+    return placed(config, weights_of(folder, config, options), options)
+
+
+def weights_of(folder: Path, config: Config, options: Options) -> Weights:
+    """The tensors of a folder, none of which is read yet. Raises :class:`Refused`."""
     with in_one_sentence():
         tensors = jgg.checkpoints.open(folder)
         said = headers(folder, tensors)
     dtype, form = jnp.dtype(options.dtype), format_of(config.quantization)
-    return placed(config, Weights(tensors, said, config.quantization, form, dtype), options)
+    return Weights(tensors, said, config.quantization, form, dtype)
 
 
 def placed(config: Config, weights: Weights, options: Options) -> Decoder:
     """The model of such weights on the device. Raises :class:`Refused`."""
-    said, mesh = weights.headers, mesh_of(config, options)
-    Need.of(config, said, options).check(free(options), mesh)
-    put = Placing(config, options, mesh)
-    root = weights.at("model")
+    put = Placing(config, options, mesh_of(config, options))
+    Need.of(config, weights.headers, options).check(free(options), options.devices)
+    return assembled(config, weights, options, put)
+
+
+def shapes(config: Config, weights: Weights, options: Options) -> tuple[Decoder, int]:
+    """The model that :func:`placed` makes, with shapes in place of arrays: programs compile for it.
+    And the bytes on a device that a layer needs besides, while it is loaded.
+
+    One layer of each kind is read, because tensors decide how they are laid out. Nothing is put on
+    a device. Raises :class:`Refused`.
+    """
+    put = Shapes(config, options, mesh_of(config, options))
+    return assembled(config, weights, options, put), put.layer
+
+
+def assembled(config: Config, weights: Weights, options: Options, put: Placing) -> Decoder:
+    root, kinds = weights.at("model"), kinds_of(config, weights.headers)
     embedding = root.dense("embed_tokens", config.vocabulary, config.width)
-    embedding = jax.device_put(embedding, put.at(P()))
+    embedding = put.array(embedding, P())
     norm = RMSNorm.read(root, "norm", config.width, config.norm_epsilon)
     head = None
     if not config.tied:
         head = put.module(Linear.read(weights, "lm_head", config.vocabulary, config.width))
-    stacks, bar = [], tqdm(total=config.layers, desc="loading", unit="layer", disable=None)
-    with bar:
-        groups = [[i] for i in range(config.layers)] if options.unrolled else alike(config, said)
+    groups = [[i] for i in range(config.layers)] if options.unrolled else alike(kinds)
+    stacks = []
+    with put.progress(config.layers) as bar:
         for layers in groups:
             blocks = (Block(config, root.at(f"layers.{i}"), i) for i in layers)
-            if options.joined and mesh is None:  # devices divide heads: rows of three weights
+            if options.joined and put.mesh is None:  # devices divide heads: rows of three weights
                 blocks = map(with_joined_rows, blocks)
-            stacked = put.stacked(counted(blocks, bar), layers)
+            stacked = put.stacked(counted(blocks, bar), layers, kinds[layers[0]])
             stacks.append(Stack(stacked, [config.windows[i] for i in layers]))
-    return Decoder(config, embedding, stacks, put.module(norm), head, mesh)
+    return Decoder(config, embedding, stacks, put.module(norm), head, put.mesh)
 
 
 def with_joined_rows(block: Block) -> Block:
@@ -92,15 +110,19 @@ def counted(blocks: Iterable[Block], bar: tqdm) -> Iterator[Block]:
         bar.update()
 
 
-def alike(config: Config, said: Mapping[str, Header]) -> list[list[int]]:
-    """Layers in succession whose tensors have the same names, dtypes and shapes."""
+def kinds_of(config: Config, said: Mapping[str, Header]) -> list[Hashable]:
+    """Of each layer: two are equal whose tensors have the same names, dtypes and shapes."""
     own: list[list] = [[] for _ in range(config.layers)]
     for name, header in said.items():
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if found and int(found[1]) < config.layers:
             own[int(found[1])].append((found[2], header.dtype, header.shape))
-    kinds = [(config.moe_layers[i], frozenset(tensors)) for i, tensors in enumerate(own)]
-    return [[*group] for _, group in groupby(range(config.layers), key=lambda i: kinds[i])]
+    return [(config.moe_layers[i], frozenset(tensors)) for i, tensors in enumerate(own)]
+
+
+def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Layers in succession that are of one kind."""
+    return [[*group] for _, group in groupby(range(len(kinds)), key=lambda i: kinds[i])]
 
 
 class Placing:
@@ -126,22 +148,33 @@ class Placing:
     def at(self, spec: P) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
-    def one(self, path: tuple, param: nnx.Variable) -> nnx.Variable:
-        value: Any = param.get_value()
-        value = jax.device_put(value, self.at(self.spec(path, param)))
+    def array(self, value: Any, spec: P) -> Any:
+        """On the devices: an array, or those of a quantized weight."""
+        return jax.device_put(value, self.at(spec))
+
+    def laid_out(self, value: Any, expert: bool) -> Any:
+        """A parameter on the devices, in the format and the layout that it is to have."""
         mode = self.options.quantize
-        matrix = isinstance(param, Expert) and not isinstance(value, jgg.Quantized)
-        if mode is not None and matrix and value.ndim == 3:
+        if expert and mode and value.ndim == 3 and not isinstance(value, jgg.Quantized):
             value = quantize_experts(jnp.asarray(value), mode)
         if self.packs and isinstance(value, jgg.Quantized):
             value = packed(value, self.options.exact)
-        return param.replace(value)
+        return value
+
+    def one(self, path: tuple, param: nnx.Variable) -> nnx.Variable:
+        spec = self.spec(path, param)
+        value = self.array(param.get_value(), spec)
+        value = self.laid_out(value, isinstance(param, Expert))
+        return param.replace(self.array(value, spec))
 
     def module(self, module: Any) -> Any:
         graph, state = nnx.split(module)
         return nnx.merge(graph, nnx.map_state(self.one, state))
 
-    def stacked(self, blocks: Iterator[Block], layers: list[int]) -> Block:
+    def progress(self, layers: int) -> tqdm:
+        return tqdm(total=layers, desc="loading", unit="layer", disable=None)
+
+    def stacked(self, blocks: Iterator[Block], layers: list[int], kind: Hashable) -> Block:
         """One block whose parameters are those of all: each is copied to its place, so that the
         host holds one layer at a time and the device hardly more than the model."""
         whole = first = None
@@ -149,7 +182,8 @@ class Placing:
             graph, state = nnx.split(block)
             state = nnx.map_state(self.one, state)
             if whole is None:
-                first, whole = graph, self._empty(state, len(layers))
+                zeros = lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding)
+                first, whole = graph, jax.tree.map(zeros, self._whole(state, len(layers)))
             if jax.tree.structure(state) != jax.tree.structure(whole):
                 raise Refused(
                     f"layer {layers[i]} is quantized otherwise than layer {layers[0]}, though its "
@@ -159,14 +193,44 @@ class Placing:
         assert first is not None
         return nnx.merge(first, whole)
 
-    def _empty(self, state: Any, count: int) -> Any:
-        def zeros(leaf):
-            where = leaf.sharding
-            if self.mesh is not None:
-                where = NamedSharding(self.mesh, P(None, *where.spec))
-            return jnp.zeros((count, *leaf.shape), leaf.dtype, device=where)
+    def _whole(self, state: Any, count: int) -> Any:
+        """The shapes of so many layers like this one."""
 
-        return jax.tree.map(zeros, state)
+        def of(leaf):
+            where = leaf.sharding if self.mesh is None else self.at(P(None, *leaf.sharding.spec))
+            return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=where)
+
+        return jax.tree.map(of, state)
+
+
+class Shapes(Placing):
+    """Gives parameters the shapes that they would have there."""
+
+    def __init__(self, config: Config, options: Options, mesh: Any):
+        super().__init__(config, options, mesh)
+        self.known: dict[Hashable, tuple[Any, Any]] = {}  # a layer of each kind
+        self.layer = 0  # bytes of the largest, and of its largest tensor as it is stored
+
+    def array(self, value: Any, spec: P) -> Any:
+        of = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.at(spec))
+        return jax.tree.map(of, value)
+
+    def laid_out(self, value: Any, expert: bool) -> Any:
+        return jax.eval_shape(lambda value: Placing.laid_out(self, value, expert), value)
+
+    def progress(self, layers: int) -> tqdm:
+        return tqdm(disable=True)
+
+    def stacked(self, blocks: Iterator[Block], layers: list[int], kind: Hashable) -> Block:
+        if kind not in self.known:
+            graph, stored = nnx.split(next(blocks))
+            state = nnx.map_state(self.one, stored)
+            largest = max(map(on_one_device, jax.tree.leaves(stored)))
+            changes = self.packs or self.options.quantize is not None
+            self.layer = max(self.layer, on_one_device(state) + largest * changes)
+            self.known[kind] = graph, state
+        graph, state = self.known[kind]
+        return nnx.merge(graph, self._whole(state, len(layers)))
 
 
 @jax.jit(donate_argnums=0)
@@ -182,9 +246,6 @@ def packed(q: jgg.Quantized, exact: bool) -> jgg.Quantized:
         return jgg.prepack(q, scales_dtype=None if exact else jnp.bfloat16)
 
 
-# ---- room ------------------------------------------------------------------------------------
-
-
 def mesh_of(config: Config, options: Options) -> Any:
     if options.devices == 1:
         return None
@@ -198,86 +259,3 @@ def mesh_of(config: Config, options: Options) -> Any:
         (options.devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,),
         devices=jax.devices()[: options.devices],
     )  # fmt: skip
-
-
-def free(options: Options) -> float:
-    """Bytes of one device that are not in use."""
-    if options.memory is not None:
-        return options.memory * GB
-    device = jax.devices()[0]
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    # Devices that are made of this machine's cores share its memory.
-    found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-    return float(found[1]) * 1024 / options.devices if found else float("inf")
-
-
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """Bytes of a device."""
-
-    experts: float
-    others: float
-    cache: float
-    weights_of_experts: float  # how many numbers
-    quantized: bool  # the experts of the checkpoint are
-
-    @classmethod
-    def of(cls, config: Config, said: Mapping[str, Header], options: Options) -> Need:
-        itemsize = jnp.dtype(options.dtype).itemsize
-        experts = others = 0.0
-        quantized = False
-        for name, header in said.items():
-            layer = re.match(r"model\.layers\.(\d+)\.", name)
-            if layer and int(layer[1]) >= config.layers:
-                continue  # it predicts several tokens, and is not loaded
-            plain = header.dtype in FLOAT_HEADERS
-            # Scales of AWQ and GPTQ are read as two float32 for each.
-            scales = name.endswith((".scales", "qzeros"))
-            nbytes = header.size * (4 if scales else itemsize) if plain else header.nbytes
-            if ".experts." in name or ".switch_mlp." in name:
-                experts += nbytes
-                quantized |= not plain
-            else:
-                others += nbytes
-        layers = sum(config.moe_layers) * config.router.experts
-        numbers = 3.0 * layers * config.width * config.expert_width
-        if options.quantize is not None and not quantized:
-            experts = numbers * BITS[options.quantize] / 8
-        shapes = attention_of(config).cache(config).values()
-        token = sum(int(np.prod(shape)) for shape in shapes) * itemsize * config.layers
-        return cls(
-            experts / options.devices, others, token * options.tokens,
-            numbers / options.devices, quantized,
-        )  # fmt: skip
-
-    @property
-    def total(self) -> float:
-        return self.experts + self.others + self.cache
-
-    def check(self, room: float, mesh: Any) -> None:
-        """Refuse what does not fit, with the formats that would."""
-        rest = self.others + self.cache
-        # A step's own arrays, and a layer that is being loaded.
-        margin = 1.05
-        if self.total * margin <= room:
-            return
-        sizes = {mode: self.weights_of_experts * bits / 8 for mode, bits in BITS.items()}
-        fitting = [
-            f"{mode} ({size / GB:.2f} GB)"
-            for mode, size in sizes.items()
-            if size < self.experts and (size + rest) * margin <= room
-        ]
-        text = (
-            f"{self.experts / GB:.2f} GB of experts, {self.others / GB:.2f} GB of other weights "
-            f"and {self.cache / GB:.2f} GB of cache do not fit into the {room / GB:.2f} GB that "
-            f"{'a device' if mesh is not None else 'the device'} has free"
-        )
-        if not fitting:
-            more = "no format of experts makes them fit: use more --devices, or fewer --tokens"
-        elif self.quantized:
-            more = f"a checkpoint would fit whose experts are in {', '.join(fitting)}"
-        else:
-            more = f"experts would fit with --quantize {' or '.join(fitting)}"
-        raise Refused(f"{text}; {more}")

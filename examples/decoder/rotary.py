@@ -12,6 +12,8 @@ import numpy as np
 
 from .errors import Refused
 
+MAX_SIZE = 2**16  # of a head: more is a damaged config
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -31,7 +33,9 @@ class Rope:
     def of(cls, said: dict[str, Any], size: int) -> Rope:
         """Made of config.json's dict, for heads that have so many numbers."""
         kind, correction = said["rope_type"], 1.0
-        if kind not in _KINDS:
+        if size > MAX_SIZE:
+            raise Refused(f"config.json: heads of {size} numbers, more than {MAX_SIZE}")
+        if not isinstance(kind, str) or kind not in _KINDS:
             known = ", ".join(_KINDS)
             raise Refused(f"config.json: rope_type {kind!r} is not one of {known}")
         try:
@@ -41,7 +45,7 @@ class Rope:
                 correction = mscale(said["factor"], said["mscale_all_dim"]) ** 2
         except KeyError as error:
             raise Refused(f"config.json: rope_type {kind!r} needs {error.args[0]}") from error
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise Refused(f"config.json: rope_parameters are {said}: {error}") from error
         return cls(tuple(map(float, angles)), float(factor), float(correction))
 

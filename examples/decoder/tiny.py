@@ -17,7 +17,7 @@ CONFIG = {
     "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True, "hidden_act": "silu",
     "moe_intermediate_size": HIDDEN, "intermediate_size": HIDDEN, "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    "torch_dtype": "float32",
+    "torch_dtype": "float32", "random_weights": True,
 }  # fmt: skip
 
 

@@ -48,9 +48,15 @@ def encode(tokenizer: Tokenizer, text: str, begin: int | None = None) -> list[in
 
 
 def streamed(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Text as soon as it is certain: a letter may be several tokens."""
-    stream = DecodeStream(skip_special_tokens=True)
+    """Text as soon as it is certain: a letter may be several tokens. What is no letter after the
+    last token comes as U+FFFD."""
+    stream, seen, length = DecodeStream(skip_special_tokens=True), [], 0
     for token in tokens:
+        seen.append(token)
         text = stream.step(tokenizer, token)
         if text:
+            length += len(text)
             yield text
+    rest = tokenizer.decode(seen)[length:]
+    if rest:
+        yield rest

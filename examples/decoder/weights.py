@@ -67,13 +67,15 @@ def format_of(config: Mapping[str, Any]) -> str | None:
     said = config.get("quantization_config") or config.get("quantization")
     if not said:
         return None
+    if not isinstance(said, dict):
+        raise Refused(f"config.json: quantization_config is {said!r}, expected an object")
     method = said.get("quant_method", "modelopt" if "quant_algo" in said else "mlx")
     if method == "auto-round":
         packing = str(said.get("packing_format", ""))
         method = next((name for name in ("awq", "gptq") if name in packing), "compressed-tensors")
-    if method != "mlx" and method not in FORMATS:
-        known = ", ".join(("mlx", *FORMATS))
-        raise Refused(f"config.json: quant_method {method!r} is not one of {known}")
+    known = "mlx", *FORMATS
+    if method not in known:
+        raise Refused(f"config.json: quant_method {method!r} is not one of {', '.join(known)}")
     return FORMATS.get(method, method)
 
 

@@ -1,6 +1,5 @@
-"""examples/generate.py: what it prints, how it samples, and what it says of a broken folder."""
+"""examples/generate.py: what it prints, and how it samples."""
 
-import dataclasses
 import json
 import re
 
@@ -9,35 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decoder import CHUNK, NAMES, Run, example
-
-import jax_groupgemm as jgg
-
-
-@pytest.fixture(scope="module")
-def generate():
-    return example("generate")
-
-
-@pytest.fixture(scope="module")
-def tiny(generate, tmp_path_factory):
-    return generate.tiny.write(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture
-def folder(generate, tmp_path):
-    """Mixtral's fixture with a tokenizer."""
-    out = decoder_folders.copied("mixtral", tmp_path)
-    generate.tiny.tokenizer().save(str(out / "tokenizer.json"))
-    return out
-
-
-def change(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-# ---- what it does
+from test_decoder import CHUNK, NAMES, Run
 
 
 def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, monkeypatch, capsys):
@@ -45,7 +16,13 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
     results = generate.main(["--tokens", "8", "--chunk", "16"])
     assert len(results["tokens"]) == 8
     out = capsys.readouterr().out
-    assert out.startswith("qwen3_moe, 2 layers of 8 experts, in float32 on cpu: loaded in")
+    assert re.match(
+        r"qwen3_moe, 2 layers of 8 experts, in float32 on cpu\n"
+        r"weights are random: the text means nothing\n"
+        r"needs 1\.\d\d MB of \S+ [GT]B: 956 kB of weights.* \S+ kB of cache and \S+ kB of "
+        r"temporaries\ncompiled in \S+ s, loaded in \S+ s\n\n",
+        out,
+    )
     assert generate.PROMPT + results["text"] in out
     assert re.search(r"first token after \S+ s \(.* tokens/s of the prompt\), then .* tok", out)
     # The same model, in steps of another size.
@@ -55,6 +32,43 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
         want.append(int(last.argmax()))
         last = run(want[-1:], CHUNK)[-1]
     assert results["tokens"][:4] == want
+
+
+FIXTURES = sorted(path.name for path in decoder_folders.FIXTURES.iterdir())
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_fixture_goes_on_from_a_prompt(name, generate, capsys):
+    folder = decoder_folders.FIXTURES / name
+    options = ("--prompt", "Grüße: ", "--tokens", "12", "--chunk", "16", "--dtype", "float32")
+    results = generate.main([str(folder), *options])
+    tokenizer = generate.tiny.tokenizer()
+    assert len(results["tokens"]) == 12
+    assert results["text"] == tokenizer.decode(results["tokens"]) != ""
+    out = capsys.readouterr().out
+    assert f"\n\nGrüße: {results['text']}\n\nfirst token after" in out
+    assert out.count("weights are random: the text means nothing\n") == 1
+    prompt = generate.tokens.encode(tokenizer, "Grüße: ")
+    assert results["tokens"][0] == Run(folder)(prompt, CHUNK)[-1].argmax()
+
+
+def test_fixtures_are_what_their_script_makes(generate):
+    assert {*NAMES} < {*FIXTURES}
+    for name in FIXTURES:
+        folder = decoder_folders.FIXTURES / name
+        said = json.loads((folder / "tokenizer.json").read_text())
+        assert said == json.loads(generate.tiny.tokenizer().to_str())
+        assert len(said["model"]["vocab"]) == decoder_folders.config_of(name)["vocab_size"]
+        assert generate.config.read(folder).random
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 1e6
+
+
+def test_weights_that_are_not_random_are_not_called_so(generate, folder, capsys):
+    decoder_folders.change(folder, random_weights=None)
+    generate.main([str(folder), "--tokens", "1", "--chunk", "16"])
+    out = capsys.readouterr().out
+    assert "needs" in out
+    assert "random" not in out
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +131,16 @@ def test_a_letter_of_several_tokens_is_printed_once_it_is_whole(generate):
     assert len(parts) == len(text)
 
 
+def test_what_is_no_letter_is_printed_at_the_end(generate):
+    tokenizer = generate.tiny.tokenizer()
+    ids = generate.tokens.encode(tokenizer, "好好")
+    assert [*generate.tokens.streamed(tokenizer, ids[:-1])] == ["好", "\ufffd"]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ids = rng.integers(0, 256, 20).tolist()
+        assert "".join(generate.tokens.streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_text_begins_as_its_tokenizer_says(begins, generate, tmp_path):
     said = {"add_bos_token": begins, "bos_token": {"content": "B"}}
@@ -176,122 +200,3 @@ def test_older_configs_say_the_same(name, generate, tmp_path):
             values.pop(key, None)
     (folder / "config.json").write_text(json.dumps(values))
     assert generate.config.read(folder) == new
-
-
-# ---- what it refuses
-
-
-def refused(generate, folder, *args):
-    with pytest.raises(SystemExit) as error:
-        generate.main([str(folder), "--tokens", "4", "--chunk", "16", *args])
-    text = str(error.value)
-    assert text.startswith(f"{folder}: ")
-    assert "\n" not in text
-    return text.removeprefix(f"{folder}: ")
-
-
-def test_a_folder_that_is_none(generate, tmp_path):
-    assert refused(generate, tmp_path / "absent") == "there is no such folder"
-    assert refused(generate, tmp_path).startswith("there is no config.json: a checkpoint is a Hug")
-
-
-def test_a_missing_shard(generate, folder):
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors" in refused(generate, folder)
-    (folder / "model.safetensors.index.json").unlink()
-    assert re.fullmatch(
-        r"there is no tensor model\.\S+: a shard is missing, or the model is another",
-        refused(generate, folder),
-    )
-
-
-def test_a_truncated_shard(generate, folder):
-    path = folder / "model-00001-of-00002.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert path.name in refused(generate, folder)
-
-
-def test_a_truncated_tokenizer(generate, folder):
-    path = folder / "tokenizer.json"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert refused(generate, folder).startswith("tokenizer.json is truncated, or no tokenizer: ")
-    path.unlink()
-    assert refused(generate, folder) == "there is no tokenizer.json"
-
-
-def test_a_truncated_config(generate, folder):
-    path = folder / "config.json"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert refused(generate, folder).startswith("config.json cannot be read: ")
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"model_type": "llama"}, "model_type 'llama' is not one of mixtral, qwen2_moe, qwen3_moe, "
-                                  "olmoe, gpt_oss, deepseek_v3"),
-        ({"model_type": None}, "config.json has no model_type"),
-        ({"hidden_size": None}, "config.json has no hidden_size"),
-        ({"hidden_size": "32"}, "hidden_size is '32', expected int"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
-        ({"num_attention_heads": 3}, "3 heads are no multiple of 2 key-value heads"),
-        ({"num_experts_per_tok": 5}, "5 experts for each token, of 4 experts"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not one of"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' needs factor"),
-        ({"vocab_size": 100}, "tokenizer.json has 256 tokens, but config.json says vocab_size 100"),
-        ({"intermediate_size": 64}, r"w1.weight has shape (32, 32), but config.json says (64, 32)"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is not one of"),
-        ({"num_hidden_layers": 3}, "there is no tensor model.layers.2."),
-    ],
-)  # fmt: skip
-def test_a_config_of_another_model(generate, folder, values, said):
-    change(folder, **values)
-    assert said in refused(generate, folder)
-
-
-def test_weights_in_act_order(generate, tmp_path):
-    folder, _ = decoder_folders.quantized("qwen3_moe", "gptq", tmp_path)
-    tensors = dict(jgg.checkpoints.open(folder))
-    prefix = "model.layers.0.self_attn.q_proj"
-    shape = tensors[f"{prefix}.qweight"].shape
-    tensors[f"{prefix}.g_idx"] = np.arange(8 * shape[0], dtype=np.int32)[::-1] // 16
-    decoder_folders.save(folder / "model.safetensors", tensors)
-    generate.tiny.tokenizer().save(str(folder / "tokenizer.json"))
-    assert prefix in refused(generate, folder)
-
-
-def test_a_tensor_of_another_dtype(generate, tmp_path):
-    tensors = decoder_folders.tensors_of("mixtral")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors[name] = tensors[name].astype(np.int8)
-    config = decoder_folders.config_of("mixtral")
-    folder = decoder_folders.write(tmp_path / "model", tensors, config)
-    generate.tiny.tokenizer().save(str(folder / "tokenizer.json"))
-    want = f"{name} is int8, but config.json does not say how it is quantized"
-    assert refused(generate, folder) == want
-
-
-def test_a_model_that_does_not_fit(generate, tmp_path, tiny):
-    assert re.fullmatch(
-        r"\S+ GB of experts, \S+ GB of other weights and \S+ GB of cache do not fit into the "
-        r"\S+ GB that the device has free; experts would fit with --quantize mxfp4 \(0\.00 GB\).*",
-        refused(generate, tiny, "--memory", "0.0004"),
-    )
-    text = refused(generate, tiny, "--memory", "0.00001")
-    assert "no format of experts makes them fit: use more --devices, or fewer --tokens" in text
-    text = refused(generate, tiny, "--devices", "3")
-    assert text == "8 experts cannot be divided among 3 devices"
-
-
-def test_what_a_checkpoint_needs_is_counted(generate, tiny):
-    about = generate.config.read(tiny)
-    loading = generate.loading
-    options = loading.Options("bfloat16", tokens=100)
-    said = loading.headers(tiny, jgg.checkpoints.open(tiny))
-    need = loading.Need.of(about, said, options)
-    numbers = 2 * 8 * 3 * 64 * 64
-    assert need.experts == 2 * numbers
-    assert need.cache == 2 * 2 * 2 * 16 * 100 * 2
-    quantized = loading.Need.of(about, said, dataclasses.replace(options, quantize="nvfp4"))
-    assert quantized.experts == numbers * 4.5 / 8
-    assert quantized.others == need.others

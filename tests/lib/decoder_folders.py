@@ -175,6 +175,12 @@ def copied(name, folder):
     return Path(shutil.copytree(FIXTURES / name, folder / name))
 
 
+def change(folder, **values):
+    """Keys of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def config_of(name, **more):
     return json.loads((FIXTURES / name / "config.json").read_text()) | more
 

@@ -1,0 +1,186 @@
+"""examples/generate.py: one sentence about what cannot work, with the folder in it once."""
+
+import os
+import re
+import subprocess
+import sys
+
+import decoder_folders
+import numpy as np
+import pytest
+from test_decoder import EXAMPLES
+
+import jax_groupgemm as jgg
+
+
+def refused(generate, folder, *args):
+    with pytest.raises(SystemExit) as error:
+        generate.main([str(folder), "--tokens", "4", "--chunk", "16", *args])
+    text = error.value.code  # Python prints it and ends with status 1
+    assert text.startswith(f"{folder}: ")
+    assert text.count(str(folder)) == 1
+    assert "\n" not in text
+    return text.removeprefix(f"{folder}: ")
+
+
+def test_a_folder_that_is_none(generate, tmp_path):
+    assert refused(generate, tmp_path / "absent").startswith("there is no such folder: hugging")
+    assert refused(generate, tmp_path).startswith("there is no config.json: a checkpoint is a Hug")
+
+
+def test_a_file(generate, folder):
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        assert refused(generate, folder / name) == (
+            "a file, but a checkpoint is a folder: give the one that holds config.json"
+        )
+
+
+def test_the_command_prints_the_sentence_and_nothing_else(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "generate.py"), str(tmp_path)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    said = "there is no config.json: a checkpoint is a Hugging Face folder"
+    assert done.stderr == f"{tmp_path}: {said}\n"
+
+
+def test_a_missing_shard(generate, folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert re.fullmatch(
+        r"model\.safetensors\.index\.json: file 'model-00002-of-00002\.safetensors' is missing, "
+        r"which the index names for \d+ tensors, 'model\.\S+' among them",
+        refused(generate, folder),
+    )
+    (folder / "model.safetensors.index.json").unlink()
+    assert re.fullmatch(
+        r"there is no tensor model\.\S+: a shard is missing, or the model is another",
+        refused(generate, folder),
+    )
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert refused(generate, folder) == "no .safetensors files"
+
+
+def test_a_truncated_shard(generate, folder):
+    path = folder / "model-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert refused(generate, folder) == (
+        f"{path.name}: truncated: tensors end at byte 60768, the file at 60668"
+    )
+
+
+def test_a_truncated_tokenizer(generate, folder):
+    path = folder / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert refused(generate, folder).startswith("tokenizer.json is truncated, or no tokenizer: ")
+    path.unlink()
+    assert refused(generate, folder) == "there is no tokenizer.json"
+
+
+def test_a_truncated_config(generate, folder):
+    path = folder / "config.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert refused(generate, folder).startswith("config.json cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 1001}, "num_hidden_layers is 1001, more than 1000"),
+        ({"num_hidden_layers": 2**31}, "is 2147483648, expected a number below 2^31"),
+        ({"head_dim": 2**17}, "heads of 131072 numbers, more than 65536"),
+        ({"rope_parameters": {"rope_type": [1]}}, "rope_type [1] is not one of"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8', expected an object"),
+        ({"quantization_config": {"quant_method": []}}, "quant_method [] is not one of"),
+        ({"random_weights": 1}, "random_weights is 1, expected bool"),
+        ({"model_type": "llama"}, "model_type 'llama' is not one of mixtral, qwen2_moe, qwen3_moe, "
+                                  "olmoe, gpt_oss, deepseek_v3"),
+        ({"model_type": None}, "config.json has no model_type"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"hidden_size": "32"}, "hidden_size is '32', expected int"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
+        ({"num_attention_heads": 3}, "3 heads are no multiple of 2 key-value heads"),
+        ({"num_experts_per_tok": 5}, "5 experts for each token, of 4 experts"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not one of"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' needs factor"),
+        ({"vocab_size": 100}, "tokenizer.json has 256 tokens, but config.json says vocab_size 100"),
+        ({"intermediate_size": 64}, r"w1.weight has shape (32, 32), but config.json says (64, 32)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is not one of"),
+        ({"num_hidden_layers": 3}, "there is no tensor model.layers.2."),
+    ],
+)  # fmt: skip
+def test_a_config_of_another_model(generate, folder, values, said):
+    decoder_folders.change(folder, **values)
+    assert said in refused(generate, folder)
+
+
+def test_weights_in_act_order(generate, tmp_path):
+    folder, _ = decoder_folders.quantized("qwen3_moe", "gptq", tmp_path)
+    tensors = dict(jgg.checkpoints.open(folder))
+    prefix = "model.layers.0.self_attn.q_proj"
+    shape = tensors[f"{prefix}.qweight"].shape
+    tensors[f"{prefix}.g_idx"] = np.arange(8 * shape[0], dtype=np.int32)[::-1] // 16
+    decoder_folders.save(folder / "model.safetensors", tensors)
+    generate.tiny.tokenizer().save(str(folder / "tokenizer.json"))
+    assert prefix in refused(generate, folder)
+
+
+def test_a_tensor_of_another_dtype(generate, tmp_path):
+    tensors = decoder_folders.tensors_of("mixtral")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].astype(np.int8)
+    config = decoder_folders.config_of("mixtral")
+    folder = decoder_folders.write(tmp_path / "model", tensors, config)
+    generate.tiny.tokenizer().save(str(folder / "tokenizer.json"))
+    want = f"{name} is int8, but config.json does not say how it is quantized"
+    assert refused(generate, folder) == want
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", ""], "--prompt is empty: there is nothing to go on from"),
+        (["--top-k", "5"], "--top-k and --top-p are of samples: give a --temperature above 0"),
+        (["--top-p", "0.9"], "--top-k and --top-p are of samples: give a --temperature above 0"),
+        (["--top-k", "-1"], "argument --top-k: -1 is not in [0, 2^31)"),
+        (["--top-k", "two"], "argument --top-k: invalid whole value: 'two'"),
+        (["--top-p", "1.5"], "argument --top-p: 1.5 is not in (0, 1]"),
+        (["--top-p", "0"], "argument --top-p: 0 is not in (0, 1]"),
+        (["--temperature", "-1"], "argument --temperature: -1 is negative, or no finite number"),
+        (["--temperature", "nan"], "argument --temperature: nan is negative, or no finite number"),
+        (["--tokens", "-5"], "argument --tokens: -5 is not positive"),
+        (["--tokens", "0"], "argument --tokens: 0 is not positive"),
+        (["--seed", "-1"], "argument --seed: -1 is not in [0, 2^31)"),
+        (["--seed", str(2**31)], "argument --seed: 2147483648 is not in [0, 2^31)"),
+        (["--chunk", "0"], "argument --chunk: 0 is not positive"),
+        (["--devices", "0"], "argument --devices: 0 is not positive"),
+        (["--memory", "-1"], "argument --memory: -1 is negative"),
+        (["--quantize", "int3"], "argument --quantize: invalid choice: 'int3'"),
+    ],
+)
+def test_an_option_that_cannot_be(generate, folder, options, said, capsys):
+    with pytest.raises(SystemExit) as error:
+        generate.main([str(folder), *options])
+    assert error.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert f"error: {said}" in line
+
+
+def test_a_prompt_that_is_too_long(generate, folder):
+    text = refused(generate, folder, "--prompt", "x" * 509)
+    assert text == (
+        "the 509 tokens of --prompt and --tokens 4 are more than config.json's "
+        "max_position_embeddings, 512"
+    )
+    decoder_folders.change(folder, max_position_embeddings=None)  # then nothing says how many
+    text = refused(generate, folder, "--prompt", "x" * 509, "--memory", "0")
+    assert "do not fit into the 0 B that the device has free" in text
+
+
+def test_a_prompt_without_tokens(generate, folder):
+    """A tokenizer may leave out what it does not know."""
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"Ā"', '"other"').replace('"Ġ"', '"Ā"'))
+    said = generate.tokens.read(folder, 256)
+    assert said.encode(" ").ids == []
+    assert refused(generate, folder, "--prompt", " ") == "--prompt has no token"
