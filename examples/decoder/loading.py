@@ -180,6 +180,7 @@ class Placing:
         whole = first = None
         for i, block in enumerate(blocks):
             graph, state = nnx.split(block)
+            jax.block_until_ready(whole)  # or the device holds layers that are not copied yet
             state = nnx.map_state(self.one, state)
             if whole is None:
                 zeros = lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding)
