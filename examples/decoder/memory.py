@@ -25,6 +25,8 @@ GB = 1e9
 
 def amount(nbytes: float) -> str:
     """In the unit that needs no more than three digits before the point."""
+    if nbytes == float("inf"):
+        return "an unknown amount"
     units = ["B", "kB", "MB", "GB", "TB"]
     while nbytes >= 999.5 and len(units) > 1:
         nbytes, units = nbytes / 1000, units[1:]

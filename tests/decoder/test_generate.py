@@ -8,7 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decoder import CHUNK, NAMES, Run
+from test_decoder import CHUNK, NAMES, Run, example
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return example("generate")
+
+
+@pytest.fixture(scope="module")
+def tiny(generate, tmp_path_factory):
+    return generate.tiny.write(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Mixtral's fixture, to be changed."""
+    return decoder_folders.copied("mixtral", tmp_path)
 
 
 def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, monkeypatch, capsys):

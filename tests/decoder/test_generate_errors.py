@@ -8,9 +8,20 @@ import sys
 import decoder_folders
 import numpy as np
 import pytest
-from test_decoder import EXAMPLES
+from test_decoder import EXAMPLES, example
 
 import jax_groupgemm as jgg
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return example("generate")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Mixtral's fixture, to be changed."""
+    return decoder_folders.copied("mixtral", tmp_path)
 
 
 def refused(generate, folder, *args):
