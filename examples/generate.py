@@ -103,6 +103,13 @@ def main(argv=None) -> dict:
             return run(folder, args)
     except Refused as error:
         raise SystemExit(sentence(folder, error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise SystemExit(
+            f"{folder}: the device ran out of memory, which others use too, or which is in pieces: "
+            "use --quantize, more --devices or fewer --tokens"
+        ) from error
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict:

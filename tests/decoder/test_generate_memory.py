@@ -178,6 +178,18 @@ def test_a_copy_of_a_layer_can_be_too_large(generate, tiny, monkeypatch):
     )
 
 
+def test_memory_that_was_free_can_be_gone(generate, tiny, monkeypatch):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(generate.loading, "placed", fails)
+    text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+    assert refused(generate, tiny).startswith("the device ran out of memory, ")
+    text = "INTERNAL: another error"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
+        generate.main([str(tiny)])
+
+
 def test_what_a_checkpoint_needs_is_counted(generate, tiny):
     about = generate.config.read(tiny)
     loading = generate.loading

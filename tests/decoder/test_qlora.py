@@ -203,6 +203,25 @@ def test_quantized_folders_stay_as_stored(format, qlora, text, tmp_path, capsys)
         qlora.main([*arguments, "--base", "affine4"])
 
 
+def test_generate_reads_what_it_wrote(tuned, folder, monkeypatch):
+    """Its programs are compiled for shapes of adapters, too, and once."""
+    generate, peft = example("generate"), example("decoder.peft")
+    compiled, compile = [], generate.Generator._compile
+    counted = lambda self, model: compiled.append(model) or compile(self, model)
+    monkeypatch.setattr(generate.Generator, "_compile", counted)
+    options = [str(folder), "--prompt", "7 squared", "--tokens", "8", "--chunk", "16"]
+    options += ["--quantize", "nvfp4"]
+    got = generate.main([*options, "--adapters", str(tuned[0] / "adapters")])["tokens"]
+    assert len(compiled) == 1
+    assert got != generate.main(options)["tokens"]
+    run = Run(folder, quantize="nvfp4", joined=False)
+    with jax.numpy_dtype_promotion("standard"):
+        peft.read(tuned[0] / "adapters", run.model)
+    run.parts = importlib.import_module("flax.nnx").split(run.model)
+    prompt = generate.tokens.encode(generate.tiny.tokenizer(), "7 squared")
+    assert got[0] == run(prompt, CHUNK)[-1].argmax()
+
+
 # ---- what it refuses
 
 
