@@ -109,6 +109,27 @@ def test_what_is_announced_is_what_runs(case, generate):
     assert [*announced(prompt, 8)] == [*run(prompt, 8)]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.one_in(2)
+def test_the_layout_of_hopper_is_announced(generate, tiny, monkeypatch, devices):
+    """As on such a GPU; a CPU puts the codes back in order."""
+    original = generate.loading.Placing.__init__
+
+    def packs(self, *args):
+        original(self, *args)
+        self.packs = True
+
+    monkeypatch.setattr(generate.loading.Placing, "__init__", packs)
+    options = {"dtype": "bfloat16", "quantize": "nvfp4", "devices": devices}
+    announced, run, model, _ = both(generate, tiny, **options)
+    assert model.stacks[0].layers.mlp.up.get_value().layout == "sm90"
+    assert announced.use == run.use
+    before = announced.read
+    announced.fill(model)
+    assert announced.read is before
+    assert len([*announced(range(5), 4)]) == 4
+
+
 def test_a_model_of_another_structure_is_compiled_again(generate, tiny):
     announced, run, model, _ = both(generate, tiny)
     want = [*run(range(5), 8)]
