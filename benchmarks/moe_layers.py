@@ -36,13 +36,6 @@ def fp8(x, router, up, down, k):
     return jgg.moe_mlp(x, up, down, expert, weight, recipe=recipe)
 
 
-def fp8_powers(x, router, up, down, k):
-    """As :func:`fp8`, with powers of two as scales of what weight gradients are made of."""
-    weight, expert = chosen(x, router, k)
-    recipe = jgg.FP8Recipe(stochastic_rounding=False, wgrad_scale_format="e8m0")
-    return jgg.moe_mlp(x, up, down, expert, weight, recipe=recipe)
-
-
 def composed(x, router, up, down, k):
     weight, expert = routed(x, router, k)
     return jgg.moe_mlp(x, up, down, expert, weight, implementation="composed")
@@ -115,11 +108,9 @@ def ragged_dot(x, router, up, down, k):
     return permutation(x, router, up, down, k, product=lax.ragged_dot)
 
 
-FP8 = ("fp8", "fp8_powers")
 LAYERS = {
     "ours": ours,
     "fp8": fp8,
-    "fp8_powers": fp8_powers,
     "composed": composed,
     "readme_old": readme_old,
     "permutation": permutation,

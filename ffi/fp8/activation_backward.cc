@@ -1,6 +1,5 @@
 // CUDA handler of an activation's backward pass whose results are quantized: bind, check, launch.
 #include "fp8/activation_bind.h"
-#include "fp8/attributes.h"
 
 namespace jgg {
 namespace ffi = xla::ffi;
@@ -26,9 +25,9 @@ static ffi::Error Fp8ActivationBackward(
     ffi::Result<ffi::AnyBuffer> column_codes, ffi::Result<ffi::AnyBuffer> column_scales,
     ffi::Result<ffi::AnyBuffer> activated_codes, ffi::Result<ffi::AnyBuffer> activated_scales,
     ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> workspace,
-    Fp8ActivationBackwardAttrs attrs) {
+    std::string_view activation) {
   Fp8ActivationBackwardSm80 args{};
-  JGG_RETURN_IF_ERROR(BindActivation(kOp, attrs.activation, h, sizes, *workspace, true, &args.of));
+  JGG_RETURN_IF_ERROR(BindActivation(kOp, activation, h, sizes, *workspace, true, &args.of));
   const int64_t rows = args.of.rows, columns = args.of.columns;
   args.along = Fp8PaddedRows(rows, args.of.groups);
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args.along}));
@@ -49,7 +48,6 @@ static ffi::Error Fp8ActivationBackward(
                                    *activated_scales, columns, args.along, &args.activated));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sums", *sums, ffi::F32, "float32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "sums", "(F / 128, R)", *sums, {columns / 128, rows}));
-  args.by_columns.power_of_two = args.activated.power_of_two = attrs.power_of_two;
   args.d = d.untyped_data();
   args.row_scale = static_cast<const float*>(row_scale.untyped_data());
   args.sums = static_cast<float*>(sums->untyped_data());
@@ -73,7 +71,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8ActivationBackward, Fp8ActivationBackward,
                            .Ret<ffi::AnyBuffer>()  // its scales
                            .Ret<ffi::AnyBuffer>()  // sums
                            .Ret<ffi::AnyBuffer>()  // workspace
-                           .Attrs<Fp8ActivationBackwardAttrs>(),
+                           .Attr<std::string_view>("activation"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggFp8ActivationBackward(XLA_FFI_CallFrame* call_frame) {

@@ -36,7 +36,6 @@ static QuantizeParams ParamsOf(const Fp8Codes& to, int64_t along) {
   p.along = along;
   p.blocks = CeilDiv(along, kBlock);
   p.seed = to.seed;
-  p.power_of_two = to.power_of_two;
   p.codes = static_cast<uint8_t*>(to.codes);
   p.scales = to.scales;
   return p;

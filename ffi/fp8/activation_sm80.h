@@ -26,7 +26,6 @@ struct Fp8Codes {
   void* codes;
   float* scales;
   const uint32_t* seed;  // two words, or null: round to nearest
-  bool power_of_two;     // scales are
 };
 
 // Of activation(h), (rows, columns), along columns.

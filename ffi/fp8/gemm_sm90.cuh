@@ -1,8 +1,6 @@
 // Host side of the Hopper kernel of FP8 products: launch.
 #pragma once
 
-#include <type_traits>
-
 #include "fp8/device/gemm_sm90.cuh"
 #include "fp8/gemm_sm90.h"
 #include "grouped_mm/gemm_sm90.cuh"

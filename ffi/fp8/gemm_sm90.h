@@ -30,7 +30,6 @@ struct Fp8GemmSm90 {
   RowScales l_scales;
   TileScales w_scales;  // mm
   RowScales r_scales;   // wgrad
-  bool powers;          // wgrad: l_scales are powers of two
   const void* data;     // x, where its rows come by list
   RowList list;         // list.list is null where they are in order
 };

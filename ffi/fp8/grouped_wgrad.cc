@@ -1,7 +1,6 @@
 // CUDA handler of fp8_grouped_wgrad: bind, check, launch.
 #include "common/arch.h"
 #include "common/cuda_error.h"
-#include "fp8/attributes.h"
 #include "fp8/bind.h"
 #include "fp8/gemm_sm90.h"
 #include "fp8/rules.h"
@@ -18,7 +17,7 @@ static constexpr const char* kOp = "fp8_grouped_wgrad";
 static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer dy_scales,
                                   ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::AnyBuffer pairs,
                                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                                  Fp8WgradAttrs attrs) {
+                                  bool existing_out) {
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "dy", dy));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "dy", "(N, T)", dy, {-1, -1}));
@@ -40,7 +39,7 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   }
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {n, k, rows, product.groups}, 0));
   Operands operands(kOp, rest);
-  if (attrs.existing_out) {
+  if (existing_out) {
     if (*dtype != DType::kF32) return InvalidArgument(kOp, "existing_out needs float32");
     JGG_RETURN_IF_ERROR(BindExistingOut(kOp, stream, &operands, *out));
     product.epilogue.accumulate = true;
@@ -61,7 +60,6 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   fp8.gemm = MakeGemmSm90(wgrad);
   fp8.l_scales = {static_cast<const float*>(dy_scales.untyped_data()), blocks};
   fp8.r_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
-  fp8.powers = attrs.powers;
   return FromCuda(kOp, LaunchFp8(stream, fp8, DescribePairs(dy, n, 1), DescribePairs(x, k, 1)));
 }
 
@@ -75,7 +73,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8GroupedWgrad, Fp8GroupedWgrad,
                            .Arg<ffi::AnyBuffer>()  // pairs
                            .RemainingArgs()        // existing_out
                            .Ret<ffi::AnyBuffer>()  // out
-                           .Attrs<Fp8WgradAttrs>(),
+                           .Attr<bool>("existing_out"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggFp8GroupedWgrad(XLA_FFI_CallFrame* call_frame) {

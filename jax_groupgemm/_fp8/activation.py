@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from .._core import conversion, segments
 from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
-from .._grouped.call import attributes
 from .._kernels import choose, problems
 from .._quantized import fp8, fp8_convert, padding
 from .._quantized.array import Quantized
@@ -25,12 +24,11 @@ def quantized_activation(h, group_sizes, activation: str) -> Quantized:
     return fp8_convert.made(codes, scales)
 
 
-def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str, scale_format: str):
+def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
     """What :func:`scaled_activation_backward` gives, quantized.
 
     Args:
       seeds: of dh along columns and along rows, uint32 ``(2,)`` each; or two times None.
-      scale_format: of blocks along rows.
 
     Returns:
       ``row_scale * dh``; the same in blocks along grouped rows; ``row_scale * activation(h)`` in
@@ -38,7 +36,7 @@ def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str, sca
     """
     *rows, by_columns, scales, of_a, scales_of_a, sums = _BACKWARD(
         h, d.astype(h.dtype), row_scale.astype(jnp.float32), group_sizes, *seeds,
-        activation=activation, scale_format=scale_format,
+        activation=activation,
     )  # fmt: skip
     positions = padding.padding(group_sizes, h.shape[0], fp8.GROUPED).positions
     columns = functools.partial(fp8_convert.made, positions=positions, axis=-2)
@@ -55,22 +53,21 @@ def takes(platform: str, h, activation: str) -> bool:
     )
 
 
-_lines = functools.partial(fp8_convert.definition, block=fp8.LINE, element="e4m3")
-_of_rows = functools.partial(_lines, scale_format="float32", axis=-1)
+_lines = functools.partial(
+    fp8_convert.definition, block=fp8.LINE, scale_format="float32", element="e4m3"
+)
 
 
 def _activation(h, group_sizes, *, activation: str):
-    return _of_rows(rounded_activation(h, activation), group_sizes, None)
+    return _lines(rounded_activation(h, activation), group_sizes, None, axis=-1)
 
 
-def _backward(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation: str,
-              scale_format: str):  # fmt: skip
-    along_rows = functools.partial(_lines, scale_format=scale_format, axis=-2)
+def _backward(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation: str):
     dh, a, sums = scaled_activation_backward(h, d, row_scale, activation)
     return (
-        *_of_rows(dh, group_sizes, row_seed),
-        *along_rows(dh, group_sizes, column_seed),
-        *along_rows(a, group_sizes, None),
+        *_lines(dh, group_sizes, row_seed, axis=-1),
+        *_lines(dh, group_sizes, column_seed, axis=-2),
+        *_lines(a, group_sizes, None, axis=-2),
         sums,
     )
 
@@ -96,8 +93,7 @@ def _activation_call(h, group_sizes, *, activation: str):
     return tuple(call(h, sizes, activation=activation)[:2])
 
 
-def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation: str,
-                   scale_format: str):  # fmt: skip
+def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation: str):
     """Custom call ``jgg_fp8_activation_backward``: h, d, row_scale, sizes, two seeds -> codes and
     scales of three, sums of 128 columns each, workspace. Seeds may be empty."""
     rows, columns = h.shape[0], h.shape[1] // 2
@@ -111,12 +107,11 @@ def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activ
     none = jnp.zeros((0,), jnp.uint32)
     seeds = [none if seed is None else seed for seed in (row_seed, column_seed)]
     call = jax.ffi.ffi_call("jgg_fp8_activation_backward", results)
-    flags = {"activation": activation, "power_of_two": scale_format == "e8m0"}
-    *codes, sums, _ = call(h, d, row_scale, sizes, *seeds, **attributes(flags))
+    *codes, sums, _ = call(h, d, row_scale, sizes, *seeds, activation=activation)
     return (*codes, sums.sum(0))
 
 
-def _problem(h, *_, activation: str, **__):
+def _problem(h, *_, activation: str):
     return functools.partial(
         problems.Fp8Activation, dtypes=(h.dtype.name,), columns=h.shape[1] // 2,
         activation=activation,

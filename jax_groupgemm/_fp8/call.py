@@ -37,20 +37,19 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     return quantized_product.FUSED.with_options(run, groups, w, options, product)
 
 
-def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dtype, powers: bool):
+def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad``: dy, its scales, x, its scales, pairs of rows[,
     existing_out] -> out."""
     del choice
     rows, groups = x.positions.shape[0], group_sizes.shape[0]
-    # So that the result is NaN where sizes are not those of the operands. Where scales of dy are
-    # powers of two, the kernel reads their exponents alone.
-    scales = x.scales * as_promised(group_sizes, fp8.GROUPED, x, dy)
+    # So that the result is NaN where sizes are not those of the operands.
+    scales = dy.scales * as_promised(group_sizes, fp8.GROUPED, x, dy)
     pairs = padding.padded_sizes(group_sizes, rows, fp8.GROUPED) // 2
     out = jax.ShapeDtypeStruct((groups, dy.shape[0], x.shape[0]), dtype)
     more = [] if existing_out is None else [existing_out]
     aliases = {5: 0} if more else None
     call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad", out, input_output_aliases=aliases)
     return call(
-        dy.weight, dy.scales, x.weight, scales, pairs.astype(jnp.int32), *more,
-        **attributes({"existing_out": bool(more), "powers": powers}),
+        dy.weight, scales, x.weight, x.scales, pairs.astype(jnp.int32), *more,
+        **attributes({"existing_out": bool(more)}),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from .._quantized.grouped_qmm import grouped_qmm
 from .._quantized.trilinear import Products, linear
 from .grouped_mm import fp8_grouped_mm, of_gradient
 from .grouped_wgrad import grouped_wgrad
-from .quantize import SCALE_FORMATS, fp8_quantize
+from .quantize import fp8_quantize
 
 Precision = Literal["fp8", "bfloat16"]
 
@@ -37,9 +37,6 @@ class FP8Recipe:
       gradient_format: of dy, ``"e4m3"`` or ``"e5m2"``.
       stochastic_rounding: gradients are rounded at random where there is a key.
       forward, dgrad, wgrad: ``"fp8"``, or ``"bfloat16"`` for a product that is done in x's dtype.
-      wgrad_scale_format: of the operands of dw: ``"float32"``, or ``"e8m0"`` for powers of two.
-        Hopper's kernel is faster with those. A block's largest number is then rounded as the others
-        are: dw is 3 % less precise of normal data, 60 % where few numbers outweigh all others.
       dispatch: how :func:`moe_mlp` sends tokens to experts on other devices, and back the
         cotangents of their results: ``"bfloat16"``, which stands for their own dtype, or
         ``"fp8"``, a byte for each number and a scale for 128, rounded to nearest. Then x is what
@@ -57,7 +54,6 @@ class FP8Recipe:
     forward: Precision = "fp8"
     dgrad: Precision = "fp8"
     wgrad: Precision = "fp8"
-    wgrad_scale_format: Literal["float32", "e8m0"] = "float32"
     dispatch: Precision = "bfloat16"
 
     def __post_init__(self):
@@ -73,7 +69,6 @@ class FP8Recipe:
         known = {"gradient_format": tuple(fp8.ELEMENTS)} | dict.fromkeys(
             ("forward", "dgrad", "wgrad", "dispatch"), ("fp8", "bfloat16")
         )
-        known["wgrad_scale_format"] = SCALE_FORMATS
         for name, values in known.items():
             if getattr(self, name) not in values:
                 said = " or ".join(map(repr, values))
@@ -242,10 +237,9 @@ class LinearProducts(Products):
         if not isinstance(x, Quantized):
             x = self._along_t(x, group_sizes, keys[1])
         dy = self._along_t(dy, group_sizes, keys[0], self.recipe.gradient_format)
-        powers = self.recipe.wgrad_scale_format == "e8m0"
         if self.columns:
-            return grouped_wgrad(dy, x, group_sizes, dtype=dtype, powers=powers).swapaxes(1, 2)
-        return grouped_wgrad(x, dy, group_sizes, dtype=dtype, powers=powers)
+            return grouped_wgrad(dy, x, group_sizes, dtype=dtype).swapaxes(1, 2)
+        return grouped_wgrad(x, dy, group_sizes, dtype=dtype)
 
     @property
     def packs(self):
@@ -280,6 +274,5 @@ class LinearProducts(Products):
 
     def _along_t(self, a, group_sizes, key, format: Any = "e4m3"):
         return fp8_quantize(
-            a, axis=0, group_sizes=group_sizes, scale_format=self.recipe.wgrad_scale_format,
-            stochastic_rounding_key=key, format=format,
-        )  # fmt: skip
+            a, axis=0, group_sizes=group_sizes, stochastic_rounding_key=key, format=format
+        )

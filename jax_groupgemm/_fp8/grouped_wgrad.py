@@ -63,9 +63,8 @@ def fp8_grouped_wgrad(
     )  # fmt: skip
 
 
-def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementation=None,
-                  powers: bool = False):  # fmt: skip
-    """The same, rounded to ``dtype``. ``powers`` promises that scales of dy are powers of two."""
+def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementation=None):
+    """The same, rounded to ``dtype``."""
     op = "fp8_grouped_wgrad"
     x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
     (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
@@ -79,14 +78,12 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementatio
         existing_out = existing(op, existing_out, (groups, n, k))
     check.implementation(op, implementation)
     return _WGRAD(
-        x, dy, group_sizes, existing_out, dtype=jnp.dtype(dtype), implementation=implementation,
-        powers=powers,
-    )  # fmt: skip
+        x, dy, group_sizes, existing_out, dtype=jnp.dtype(dtype), implementation=implementation
+    )
 
 
-def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation, powers):
+def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     """In terms of another product."""
-    del powers
     padded = padding.padded_sizes(group_sizes, x.positions.shape[0], fp8.GROUPED)
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
@@ -101,18 +98,17 @@ def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation, powers
     return out.astype(dtype)
 
 
-def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation, powers):
+def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
     """One custom call; None where there is no kernel for it."""
     choice = choose.fused(
         _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation)
     )
     if choice is None:
         return None
-    run = _CALLS[choice.kernel.name]
-    return run(choice, x, dy, group_sizes, existing_out, dtype=dtype, powers=powers)
+    return _CALLS[choice.kernel.name](choice, x, dy, group_sizes, existing_out, dtype=dtype)
 
 
-#: By kernel: ``call(choice, x, dy, group_sizes, existing_out, *, dtype, powers)``.
+#: By kernel: ``call(choice, x, dy, group_sizes, existing_out, *, dtype)``.
 _CALLS: dict[str, Callable] = {"sm90": call.grouped_wgrad}
 
 

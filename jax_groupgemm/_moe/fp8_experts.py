@@ -170,7 +170,6 @@ def _forward_fused(x, up, down, codes, routing, weight, key, *, options: Fp8Opti
 
 def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options: Fp8Options):
     sizes, dtype = routing.group_sizes, options.dtype
-    scale_format = options.recipe.wgrad_scale_format
     metadata, token = segments.sizes(sizes), tokens(routing)
     (rows_key, down_key), (up_rows_key, up_key) = _backward_keys(key)
     seed = lambda key: None if key is None else seed_of(OP, key)
@@ -179,10 +178,10 @@ def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options:
     d = grouped_mm.of_gradient(OP, ct_codes, codes[1], metadata, dtype)
     dh, dh_columns, a_columns, sums = fp8_activation.quantized_backward(
         h, d, of_rows(weight, routing), sizes, (seed(up_rows_key), seed(up_key)),
-        options.activation, scale_format,
+        options.activation,
     )  # fmt: skip
-    ct_columns = fp8_convert.quantized_rows(ct, token, sizes, seed(down_key), scale_format)
-    x_columns = fp8_convert.quantized_rows(x_rows, token, sizes, None, scale_format)
+    ct_columns = fp8_convert.quantized_rows(ct, token, sizes, seed(down_key))
+    x_columns = fp8_convert.quantized_rows(x_rows, token, sizes, None)
     ddown = _weight_gradient(ct_columns, a_columns, sizes, down.dtype, options)
     dup = _weight_gradient(dh_columns, x_columns, sizes, up.dtype, options)
     drows = grouped_mm.of_gradient(OP, dh, codes[0], metadata, dtype)
@@ -193,8 +192,7 @@ def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options:
 def _weight_gradient(dy, x, sizes, dtype, options: Fp8Options):
     """As weights are stored."""
     first, second = (x, dy) if options.transpose_w else (dy, x)
-    powers = options.recipe.wgrad_scale_format == "e8m0"
-    return grouped_wgrad(first, second, sizes, dtype=dtype, powers=powers)
+    return grouped_wgrad(first, second, sizes, dtype=dtype)
 
 
 def _forward_call(platform, x, up, down, codes, routing, weight, key, *, options: Fp8Options):

@@ -92,11 +92,11 @@ def _quantize(x, group_sizes, seed, *, block, axis: int, scale_format: str, elem
     return codes, scales, positions
 
 
-def quantized_rows(x, row_index, group_sizes, seed, scale_format: str = "float32") -> Quantized:
-    """``fp8_quantize(x[row_index], axis=0, group_sizes=group_sizes)``, with zeros where an index is
-    negative."""
+def quantized_rows(x, row_index, group_sizes, seed) -> Quantized:
+    """``fp8_quantize(x[row_index], axis=0, group_sizes=group_sizes)``; rows are zeros where the
+    index is negative."""
     codes, scales = _QUANTIZE(
-        x, group_sizes, seed, row_index, block=fp8.LINE, axis=-2, scale_format=scale_format,
+        x, group_sizes, seed, row_index, block=fp8.LINE, axis=-2, scale_format="float32",
         element="e4m3",
     )  # fmt: skip
     positions = padding.padding(group_sizes, row_index.shape[0], fp8.GROUPED).positions

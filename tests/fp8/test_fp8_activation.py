@@ -72,17 +72,15 @@ def test_activation(rng, activation, f, sizes):
 @pytest.mark.parametrize("f", [128, 768])
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("random", [False, True])
-@pytest.mark.parametrize("scale_format", ["float32", "e8m0"])
-def test_backward(rng, scale_format, random, activation, f, sizes):
+def test_backward(rng, random, activation, f, sizes):
     h, d = oracle.random(rng, (R, 2 * f), "bfloat16"), oracle.random(rng, (R, f), "bfloat16")
     scale, sizes_ = oracle.random(rng, (R,)), jnp.asarray(sizes, jnp.int32)
     seeds = (SEED, SEED + 1) if random else (None, None)
     # Rows of no group hold anything.
     h, d, scale = (a.at[live(sizes) :].set(jnp.nan) for a in (h, d, scale))
-    options = {"activation": activation, "scale_format": scale_format}
-    run = lambda *args: fp8_activation.quantized_backward(*args, sizes_, seeds, **options)
+    run = lambda *args: fp8_activation.quantized_backward(*args, sizes_, seeds, activation)
     dh, dh_columns, a, sums = jax.jit(run)(h, d, scale)
-    *want, want_sums = jax.jit(functools.partial(fp8_activation._backward, **options))(
+    *want, want_sums = jax.jit(functools.partial(fp8_activation._backward, activation=activation))(
         *(jnp.nan_to_num(v) for v in (h, d, scale)), sizes_, *seeds
     )
     rows, columns = slice(live(sizes)), padded(sizes)
@@ -101,7 +99,7 @@ def test_nan_stays_in_its_blocks(rng):
     h, d = oracle.random(rng, (R, 512), "bfloat16"), oracle.random(rng, (R, 256), "bfloat16")
     scale, sizes = jnp.ones((R,)), jnp.array([300, 400], jnp.int32)
     run = jax.jit(lambda d: fp8_activation.quantized_backward(
-        h, d, scale, sizes, (None, None), "swiglu", "float32"
+        h, d, scale, sizes, (None, None), "swiglu"
     ))  # fmt: skip
     got, want = run(d.at[130, 200].set(jnp.nan)), run(d)
     rows = np.isnan(values(got[0]))
@@ -167,10 +165,9 @@ def test_calls():
     assert operands == [f"{R}x512xbf16", "3xi32"]
     assert results == [f"{R}x256xf8E4M3FN", f"{R}x2xf32", "8xi32"]
     assert attributes == 'activation = "swiglu"'
-    more = (None, None), "swiglu", "e8m0"
-    run = lambda *args: fp8_activation.quantized_backward(*args, *more)
+    run = lambda *args: fp8_activation.quantized_backward(*args, (None, None), "swiglu")
     text = lowered(run, h, d, scale, sizes)
-    operands, results, attributes = lowered_calls.call("jgg_fp8_activation_backward", text)
+    operands, results, _ = lowered_calls.call("jgg_fp8_activation_backward", text)
     assert operands == [
         f"{R}x512xbf16", f"{R}x256xbf16", f"{R}xf32", "3xi32", "0xui32", "0xui32"
     ]  # fmt: skip
@@ -180,7 +177,6 @@ def test_calls():
         f"256x{along}xf8E4M3FN", f"256x{along // 128}xf32", f"2x{R}xf32",
         f"{8 + 2 * (along // 128)}xi32",
     ]  # fmt: skip
-    assert attributes == 'activation = "swiglu", power_of_two = true'
 
 
 @pytest.mark.parametrize(

@@ -134,18 +134,6 @@ def test_training():
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("scale_format", ["float32", "e8m0"])
-def test_powers_of_two(scale_format):
-    """The kernel is told that scales are."""
-    recipe = jgg.FP8Recipe(wgrad_scale_format=scale_format)
-    f = functools.partial(training, recipe=recipe)
-    text = cuda_text(f, half(T, K), half(G, N, K), half(T, N), SIZES)
-    powers = str(scale_format == "e8m0").lower()
-    (line,) = (line for line in text.splitlines() if "@jgg_fp8_grouped_wgrad(" in line)
-    assert f"powers = {powers}" in line
-    assert text.count(f"along_rows = true, power_of_two = {powers}") == 2
-
-
 def test_training_of_columns():
     """Of w (G, K, N) nothing is transposed but its codes for dx."""
 

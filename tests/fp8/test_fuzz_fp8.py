@@ -188,11 +188,10 @@ def linear_case(rng, dtype, out_dtype, precision, tf32):
     dtype = "bfloat16" if dtype == "float16" else dtype
     x, ct = oracle.host_random(rng, (t, k), dtype), oracle.host_random(rng, (t, n), dtype)
     w, bias = oracle.host_random(rng, (g, n, k), dtype), perhaps(rng, (g, n), dtype)
-    recipe = jgg.FP8Recipe(wgrad_scale_format=pick(rng, ["float32", "e8m0"]))
 
     @jax.jit
     def run(x, w, bias, ct, sizes):
-        f = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes, bias=bias, recipe=recipe)
+        f = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes, bias=bias)
         out, vjp = jax.vjp(f, x, w)
         return out, *vjp(ct)
 
@@ -206,7 +205,7 @@ def linear_case(rng, dtype, out_dtype, precision, tf32):
         want = fuzz.epilogue(want, oracle.bounds(sizes, t), bias)
         fuzz.check(out, want, k, False, more=more)
         fuzz.check(dx, oracle.grouped_mm(cotangents, weights, sizes), n, False, more=more)
-        columns = [along_t(a, sizes, recipe.wgrad_scale_format)[1] for a in (x, ct)]
+        columns = [along_t(a, sizes)[1] for a in (x, ct)]
         fuzz.check(dw, weight_gradient(*columns, sizes, t), t, False, more=more)
 
 

@@ -230,9 +230,9 @@ __device__ void ScalesAlongRows(const ActivationParams& p, const ActivationPlace
       const auto* words = reinterpret_cast<const uint32_t*>(shared.largest[part][j]);
       all = Magnitude::Larger(all, words[column / 2]);
     }
-    const QuantizeParams& to = part == ActivationShared::kActivated ? p.activated : p.by_columns;
-    const float scale = MakeScale<kElement>(Magnitude::Value(all, column % 2), to.power_of_two);
+    const float scale = MakeScale<kElement>(Magnitude::Value(all, column % 2), false);
     shared.scales[part][column] = {scale, MakeDivisor(scale).reciprocal};
+    const QuantizeParams& to = part == ActivationShared::kActivated ? p.activated : p.by_columns;
     const int64_t line =
         (part == ActivationShared::kUp ? p.columns : 0) + kBlock * at.tile + column;
     to.scales[line * to.blocks + at.tile_of_rows] = scale;

@@ -17,18 +17,15 @@
 namespace jgg::device {
 
 // Element: of the result, and kWide where that is float32. mm may have its rows by list, or as the
-// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad, of which the scales of L
-// may all be powers of two (kPowers).
+// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad.
 template <typename Element_, bool kRaggedK_, bool kWide_ = false,
-          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false, bool kPowers_ = false>
+          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false>
 struct Fp8GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = true, kRKMajor = true;
   static constexpr bool kRaggedK = kRaggedK_, kScalesColumns = kRaggedK, kWide = kWide_;
-  static constexpr bool kPowers = kPowers_;
-  static_assert(kRaggedK || !kPowers);
-  // float32 results take the room of a stage.
-  static constexpr int kRows = 128, kBlocks = 2, kStages = kWide ? 3 : 4, kCluster = 2, kPlanes = 1;
+  // A result leaves while the next is multiplied: its room is that of a fourth stage.
+  static constexpr int kRows = 128, kBlocks = 2, kStages = 3, kCluster = 2, kPlanes = 1;
   static constexpr Listed kListed = kListed_;
   static constexpr bool kLists = kListed != Listed::kNothing, kRowsFirst = kRowsFirst_;
   static_assert(!kRowsFirst || (!kRaggedK && !kWide && !kLists));
@@ -40,10 +37,10 @@ struct Fp8GemmSm90Config {
   static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
-  static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = kWide ? 4 : 1;
+  static constexpr int kStoreChunk = kWide ? 32 : 64, kStoreBuffers = 4;
   using Epilogue = StagedSm90<kStoreChunk>;
   using Scales =
-      std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks, kPowers>,
+      std::conditional_t<kRaggedK, WgradScales<kRows, 128 * kBlocks>,
                          std::conditional_t<kRowsFirst, MmRowScales<kRows>, MmScales<kRows>>>;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
 
@@ -133,7 +130,7 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
         columns.Load(work.r_k / kSliceSm90 + slice);
       };
       StageScales<Config>(memory, work, at, load, [&](auto& scales) {
-        rows.Each([&](int i, float value) { scales.rows.Put(i, value); });
+        rows.Each([&](int i, float value) { scales.rows.values[Rows::Place(i)] = value; });
         columns.Each([&](int i, float value) { scales.columns[i] = value; });
       });
     } else {
@@ -266,17 +263,12 @@ __device__ void StoreFp8Warp(const GemmSm90& gemm, typename Config::SharedMemory
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
           CommitStores();
-          // All but this one have been read; where there is one buffer, this one, too.
+          // All but this one have been read.
           if (before != nullptr) {
             WaitStored<1>();
             Arrive(before);
           }
           before = &memory.stores.empty[group][at.index];
-          if (Config::kStoreBuffers == 1) {
-            WaitStored<0>();
-            Arrive(before);
-            before = nullptr;
-          }
         }
         __syncwarp();
         at.Next();

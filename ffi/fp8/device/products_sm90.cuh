@@ -35,18 +35,11 @@ struct StagedScales {
   float values[4 * kQuarter];
 
   __device__ static int Place(int row) { return row % 8 / 2 * kQuarter + row / 8 * 2 + row % 2; }
-  __device__ void Put(int row, float scale) { values[Place(row)] = scale; }
-  // Loads the scales of this thread's rows in kCount blocks of 8 from the i-th on.
-  template <int kCount>
-  __device__ void Load(int i, float (&to)[2 * kCount]) const {
-    const float* from = values + threadIdx.x % 4 * kQuarter + 2 * i;
-    if constexpr (kCount == 2) {
-      const float4 four = *reinterpret_cast<const float4*>(from);
-      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    } else {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      to[0] = two.x, to[1] = two.y;
-    }
+  // Loads the scales of this thread's rows in two blocks of 8, the i-th and the next.
+  __device__ void Load(int i, float (&to)[4]) const {
+    const float4 four =
+        *reinterpret_cast<const float4*>(values + threadIdx.x % 4 * kQuarter + 2 * i);
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
   }
 };
 
@@ -63,34 +56,11 @@ struct MmScales {
   __device__ const StagedScales<kRows>& OfRows(int group) const { return rows[group]; }
 };
 
-// The scales of rows where all are powers of two: their exponents, a byte each, so that a thread
-// reads those of 16 blocks of 8 rows at a time. In float32 they are a third of what the kernel
-// reads and writes of shared memory, which is what it waits for.
-template <int kRows>
-struct StagedExponents {
-  static constexpr int kQuarter = kRows / 4;
-  alignas(16) uint8_t values[kRows];
-
-  __device__ static int Place(int row) { return row % 8 / 2 * kQuarter + row / 8 * 2 + row % 2; }
-  __device__ void Put(int row, float scale) {
-    values[Place(row)] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
-  }
-  // Those of this thread's rows in eight blocks of 8 from the i-th on.
-  __device__ uint4 Load(int i) const {
-    return *reinterpret_cast<const uint4*>(values + threadIdx.x % 4 * kQuarter + 2 * i);
-  }
-};
-
-// A scale, of byte `byte`.
-__device__ inline float PowerOfByte(uint32_t word, int byte) {
-  return __uint_as_float((byte == 3 ? word >> 1 : word << (23 - 8 * byte)) & 0x7f800000);
-}
-
-template <int kRows, int kColumns, bool kPowers>
+template <int kRows, int kColumns>
 struct WgradScales {
-  std::conditional_t<kPowers, StagedExponents<kRows>, StagedScales<kRows>> rows;
+  StagedScales<kRows> rows;
   float columns[kColumns];
-  __device__ const auto& OfRows(int) const { return rows; }
+  __device__ const StagedScales<kRows>& OfRows(int) const { return rows; }
 };
 
 template <typename Config>
@@ -141,7 +111,7 @@ struct Fp8Products {
                                    std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
-        WarpgroupWait<0>();
+        // The first scales are read while tensor cores work, the others a turn ahead.
         float of_columns[2] = {1.0f, 1.0f};
         if constexpr (Config::kScalesColumns) {
           const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -151,22 +121,17 @@ struct Fp8Products {
                 memory.scales[here.index].columns[64 * (kBlocks * group + block) + first + 8 * i];
           }
         }
-        // With scales of columns, there are no registers for four of rows at a time.
-        constexpr int kBlocksAtATime = Config::kScalesColumns ? 1 : 2;
-        [[maybe_unused]] uint4 exponents;
+        float next[4];
+        scales.Load(0, next);
+        WarpgroupWait<0>();
 #pragma unroll
-        for (int i = 0; i < kN / 8; i += kBlocksAtATime) {
-          float of_rows[2 * kBlocksAtATime];
-          if constexpr (Config::kPowers) {
-            if (i % 8 == 0) exponents = scales.Load(i);
-            const uint32_t word = (&exponents.x)[i % 8 / 2];
-            of_rows[0] = PowerOfByte(word, i % 2 * 2),
-            of_rows[1] = PowerOfByte(word, i % 2 * 2 + 1);
-          } else {
-            scales.template Load<kBlocksAtATime>(i, of_rows);
-          }
+        for (int i = 0; i < kN / 8; i += 2) {
+          float of_rows[4];
 #pragma unroll
-          for (int j = 0; j < 4 * kBlocksAtATime; ++j) {
+          for (int j = 0; j < 4; ++j) of_rows[j] = next[j];
+          if (i + 2 < kN / 8) scales.Load(i + 2, next);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
             float value = part[4 * i + j] * of_rows[j / 4 * 2 + j % 2];
             if (Config::kScalesColumns) {
               sums[block][4 * i + j] += value * of_columns[j / 2 % 2];
