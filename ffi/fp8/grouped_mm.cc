@@ -17,7 +17,8 @@ static constexpr const char* kOp = "fp8_grouped_mm";
 static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,
                                ffi::AnyBuffer w, ffi::AnyBuffer w_scales, ffi::AnyBuffer metadata,
                                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                               MetadataAttrs metadata_attrs, RowsAttrs rows_attrs) {
+                               MetadataAttrs metadata_attrs, RowsAttrs rows_attrs,
+                               bool clears_rest) {
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
@@ -35,6 +36,7 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   MmSm90 mm{};
   ProductSm90& product = mm.product;
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
+  product.metadata.clears_rest = clears_rest;
   Operands operands(kOp, rest);
   if (metadata_attrs.group_offset) {
     JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
@@ -86,7 +88,8 @@ XLA_FFI_DEFINE_HANDLER(kFp8GroupedMm, Fp8GroupedMm,
                            .RemainingArgs()        // group_offset, x_rows
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<MetadataAttrs>("metadata")
-                           .Attr<RowsAttrs>("rows"),
+                           .Attr<RowsAttrs>("rows")
+                           .Attr<bool>("clears_rest"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggFp8GroupedMm(XLA_FFI_CallFrame* call_frame) { return kFp8GroupedMm(call_frame); }

@@ -25,6 +25,7 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     flags = {
         "metadata": metadata_flags(groups),
         "rows": {"x_rows": False, "y_rows": False},
+        "clears_rest": product.clears_rest,
     }
 
     def run(of: Mm):

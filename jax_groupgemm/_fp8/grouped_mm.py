@@ -91,9 +91,10 @@ def fp8_grouped_mm(
     return _MM(x, fp8.of_product(w), groups, options, product=product)
 
 
-def of_rows(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype) -> jax.Array:
-    """:func:`fp8_grouped_mm` of checked operands."""
-    return _MM(x, fp8.of_product(w), groups, Epilogue(), product=_product(op, x, dtype))
+def of_rows(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, **flags) -> jax.Array:
+    """:func:`fp8_grouped_mm` of checked operands. Flags: ``clears_rest`` of :class:`Mm`."""
+    product = _product(op, x, dtype, **flags)
+    return _MM(x, fp8.of_product(w), groups, Epilogue(), product=product)
 
 
 def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
@@ -108,16 +109,16 @@ def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
     return all(choose.fused(problem) is not None for problem in both)
 
 
-def of_gradient(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype) -> jax.Array:
+def of_gradient(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, **flags):
     """``x[t] @ w[group(t)]`` of x ``(T, N)`` and w ``(G, N, K)``, whose blocks are square: the same
-    codes serve both products."""
-    product = _product(op, x, dtype, transpose_w=False)
+    codes serve both products. Flags as of :func:`of_rows`."""
+    product = _product(op, x, dtype, transpose_w=False, **flags)
     return _MM(x, fp8.of_product(w), groups, Epilogue(), product=product)
 
 
-def _product(op: str, x, dtype, *, transpose_w: bool = True, implementation=None) -> Mm:
+def _product(op: str, x, dtype, *, implementation=None, **flags) -> Mm:
     return Mm(
-        rows=x.shape[0], out_dtype=dtype, transpose_w=transpose_w,
+        rows=x.shape[0], out_dtype=dtype, **{"transpose_w": True, **flags},
         precision=lax.Precision.HIGHEST, implementation=implementation,
         caller=Caller(op, ("x", "w")),
     )  # fmt: skip

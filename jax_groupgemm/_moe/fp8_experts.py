@@ -162,9 +162,10 @@ def _forward_fused(x, up, down, codes, routing, weight, key, *, options: Fp8Opti
     sizes = routing.group_sizes
     metadata = segments.sizes(sizes)
     rows = _dispatched_codes(x.astype(options.dtype), routing)
-    h = grouped_mm.of_rows(OP, rows, codes[0], metadata, options.dtype)
+    # Rows of no expert are left as they are: nobody reads them.
+    h = grouped_mm.of_rows(OP, rows, codes[0], metadata, options.dtype, clears_rest=False)
     a = fp8_activation.quantized_activation(h, sizes, options.activation)
-    y = grouped_mm.of_rows(OP, a, codes[1], metadata, options.dtype)
+    y = grouped_mm.of_rows(OP, a, codes[1], metadata, options.dtype, clears_rest=False)
     return combined(y, routing, weight, options.out_dtype), h
 
 
@@ -175,7 +176,7 @@ def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options:
     seed = lambda key: None if key is None else seed_of(OP, key)
     ct, x_rows = ct.astype(dtype), x.astype(dtype)
     ct_codes = _dispatched_codes(ct, routing, rows_key)
-    d = grouped_mm.of_gradient(OP, ct_codes, codes[1], metadata, dtype)
+    d = grouped_mm.of_gradient(OP, ct_codes, codes[1], metadata, dtype, clears_rest=False)
     dh, dh_columns, a_columns, sums = fp8_activation.quantized_backward(
         h, d, of_rows(weight, routing), sizes, (seed(up_rows_key), seed(up_key)),
         options.activation,
@@ -184,7 +185,7 @@ def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options:
     x_columns = fp8_convert.quantized_rows(x_rows, token, sizes, None)
     ddown = _weight_gradient(ct_columns, a_columns, sizes, down.dtype, options)
     dup = _weight_gradient(dh_columns, x_columns, sizes, up.dtype, options)
-    drows = grouped_mm.of_gradient(OP, dh, codes[0], metadata, dtype)
+    drows = grouped_mm.of_gradient(OP, dh, codes[0], metadata, dtype, clears_rest=False)
     dweight = weight_cotangents(sums, routing).astype(weight.dtype)
     return combined(drows, routing, None, x.dtype), dup, ddown, dweight
 

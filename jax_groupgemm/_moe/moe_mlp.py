@@ -130,10 +130,11 @@ def moe_mlp(
       there are as many rounds as the fullest pair needs: no token is dropped.
 
     ``"gather"`` is chosen where a token is expected to meet more than half of the devices,
-    ``1 - (1 - 1 / N) ** k`` of them if many experts are on each. Tokens, and backward their
-    gradients, travel in their own dtype. Partial sums are float32 on a device, travel in the
-    promoted dtype of x and up, and are added in float32 in the order of devices: one rounding more
-    for each device that a token meets. The backward pass sends tokens again and keeps h, with room
+    ``1 - (1 - 1 / N) ** k`` of them if many experts are on each, and where "all_to_all" would spare
+    a device fewer than 8192 tokens. Tokens, and backward their gradients, travel in their own
+    dtype. Partial sums are float32 on a device, travel in the promoted dtype of x and up, and are
+    added in float32 in the order of devices: one rounding more for each device that a token meets.
+    The backward pass sends tokens again and keeps h, with room
     for ``N * T * k`` rows, or ``max_rows``.
     """
     op = "moe_mlp"

@@ -90,7 +90,11 @@ def test_kernels(rng, kernels, name, shape, dtype, stochastic, e5m2, e8m0):
         power_of_two=e8m0, list=index.ctypes.data if listed else None,
     )  # fmt: skip
     kernels.quantize_kernels(ctypes.byref(o))
-    for got, expected in zip(results, want, strict=True):
+    for got, expected, unit in zip(results, want, (1, 128), strict=True):
+        if listed:  # what no group has is left as it is
+            live = (-(-np.maximum(SIZES, 0) // 128) * 128).sum() // unit
+            expected = expected.copy()
+            expected.view(np.uint8)[..., live * expected.itemsize :] = 0xAB
         guarded(got, expected.reshape(-1).view(np.uint8))
 
 

@@ -198,6 +198,7 @@ def test_each_device_once(rng, devices):
         assert [*row[row < devices]] == sorted({*given} - {devices})
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA 0.11's compiler dies of it")
 def test_no_tokens(rng):
     args, ct = ep.problem(rng, 0), jnp.zeros((0, ep.D))
 
@@ -304,8 +305,8 @@ def test_which_transport():
     assert share(3, 2, 1) == 1  # more than there are
     assert share(8, 32, 4) == pytest.approx(0.9, abs=0.02)
 
-    def chosen(k, experts, devices):
-        index = jnp.zeros((devices * 4, k), jnp.int32)
+    def chosen(k, experts, devices, tokens=1 << 14):
+        index = jnp.zeros((devices * tokens, k), jnp.int32)
         found = []
 
         def local(index):
@@ -322,6 +323,9 @@ def test_which_transport():
     assert chosen(8, 16, 4) is transport.Gather
     assert chosen(1, 1, 8) is transport.Exchange
     assert chosen(2, 1, 2) is transport.Gather
+    # Few tokens: rounds take longer than all of them.
+    assert chosen(1, 1, 8, 1300) is transport.Gather
+    assert chosen(1, 1, 8, 1400) is transport.Exchange
 
 
 # ---- errors ----------------------------------------------------------------------------------

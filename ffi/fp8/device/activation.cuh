@@ -16,6 +16,7 @@ using jgg::device::Round2;
 // RowsKernel's elements, rounded to h's dtype. p.columns is F.
 template <DType kOf, Activation kActivation>
 struct ActivatedRow {
+  static constexpr bool kClearsRest = false;  // nobody reads them
   template <typename Place>
   __device__ static Eight<kOf> Load(const QuantizeParams& p, const Place& place, bool exists) {
     const uint8_t* at = p.x + (2 * place.line * p.columns + place.column) * kElementBytes<kOf>;

@@ -205,6 +205,7 @@ struct RowPlace {
 // Elements as they are stored.
 template <DType kOf>
 struct Stored {
+  static constexpr bool kClearsRest = true;  // rows behind the last become zeros
   template <typename Place>
   __device__ static Eight<kOf> Load(const QuantizeParams& p, const Place& place, bool exists) {
     return LoadEight<kOf>(p.x + place.at * kElementBytes<kOf>, exists);
@@ -220,6 +221,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   const int lane = threadIdx.x % 32, part = lane % kLanes;
   const auto count = static_cast<uint32_t>(p.matrices * p.rows * p.blocks);
   const uint32_t inside = p.inside == nullptr ? count : static_cast<uint32_t>(*p.inside * p.blocks);
+  if (!Source::kClearsRest && blockIdx.x * kRowBlocks<kOf> >= inside) return;
   const uint32_t first =
       blockIdx.x * kRowBlocks<kOf> + threadIdx.x / 32 * (kSteps * kAtOnce) + lane / kLanes;
   Eight<kOf> x[kSteps][2];

@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(kSpanThreads)
     ColumnsKernel(const __grid_constant__ QuantizeParams p) {
   __shared__ ColumnsShared<kOf> shared;
   const TilePlace<kOf, 1> at(p);
+  if (kListed && at.rows.count == 0) return;  // of no group: nobody reads it
   const int64_t along = kBlock * at.tile, left = p.columns - at.column;
   JGG_NO_UNROLL
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
