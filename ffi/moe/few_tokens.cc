@@ -121,9 +121,6 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   few.out_dtype = *ToDType(out->element_type());
   few.activation = *activation;
   few.w = up_bound;
-  few.later[0] = {down.untyped_data(), static_cast<int64_t>(down.size_bytes()) / experts};
-  few.later[1] = {down_scales.untyped_data(),
-                  static_cast<int64_t>(down_scales.size_bytes()) / experts};
   JGG_RETURN_IF_ERROR(FromCuda(kOp, LaunchFewUpSm90(stream, few, up_coding)));
   few.w = down_bound;
   return FromCuda(kOp, LaunchFewDownSm90(stream, few, down_coding));

@@ -20,12 +20,6 @@ struct FewTokensWeight {
   DType bias_dtype;
 };
 
-// Memory of each expert, one after another: a multiple of 16 bytes, aligned to 16.
-struct ExpertsMemory {
-  const void* data;
-  int64_t bytes;  // of one expert
-};
-
 // The kernels' argument.
 struct FewTokens {
   const char* x;                 // (tokens, d) bfloat16
@@ -37,8 +31,7 @@ struct FewTokens {
   int tokens, k, experts, d, f;
   DType out_dtype;
   Activation activation;
-  FewTokensWeight w;       // up or down
-  ExpertsMemory later[2];  // of up: the codes and scales of down
+  FewTokensWeight w;  // up or down
 };
 
 }  // namespace jgg

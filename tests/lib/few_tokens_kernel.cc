@@ -55,9 +55,7 @@ struct Problem {
   const float* weight;
   const void *codes, *scales;
   const float *global_scale, *bias;
-  const void *later_codes, *later_scales;  // of the next product, of up alone
-  int32_t later_codes_bytes, later_scales_bytes, tokens, k, experts, d, f, columns, inner,
-      tile_scales, gated, up;
+  int32_t tokens, k, experts, d, f, columns, inner, tile_scales, gated, up;
 };
 
 // One of the two kernels; w is (experts, columns, inner).
@@ -81,13 +79,9 @@ extern "C" int few_tokens_kernel(const Problem* problem, int mode, int bits) {
   few.w.scales = p.scales;
   few.w.global_scale = {p.global_scale, 1, 0};
   few.w.bias = p.bias;
+  readable.assign({{few.x, size_t(2) * p.tokens * p.d},
+                   {few.a, size_t(2) * p.tokens * p.k * p.f}});
   const bool up = p.up != 0;
-  few.later[0] = {p.later_codes, p.later_codes_bytes};
-  few.later[1] = {p.later_scales, p.later_scales_bytes};
-  readable.assign({{few.x, size_t(2) * p.tokens * p.d}, {few.a, size_t(2) * p.tokens * p.k * p.f}});
-  for (const ExpertsMemory& later : few.later) {
-    readable.emplace_back(static_cast<const char*>(later.data), later.bytes * p.experts);
-  }
   switch (static_cast<Mode>(mode)) {
     case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(few, up), 0;
     case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(few, up), 0;

@@ -73,12 +73,4 @@ inline void WaitCopied() {
 
 inline void PrefetchToL2(const void*) {}
 
-inline void PrefetchBlockToL2(const void* from, uint32_t bytes) {
-  const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0;
-  if (bytes == 0 || !aligned || !Readable(from, bytes)) {
-    std::fprintf(stderr, "a block to fetch that is not aligned, or is outside of every operand\n");
-    std::abort();
-  }
-}
-
 }  // namespace jgg::device

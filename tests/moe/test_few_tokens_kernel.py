@@ -16,14 +16,8 @@ from host_program import mode_number, pointer
 import jax_groupgemm as jgg
 
 pytestmark = host_program.needs_compiler
-POINTERS = (
-    "x", "a", "out", "index", "offset", "weight", "codes", "scales", "global_scale", "bias",
-    "later_codes", "later_scales",
-)  # fmt: skip
-NUMBERS = (
-    "later_codes_bytes", "later_scales_bytes", "tokens", "k", "experts", "d", "f", "columns",
-    "inner", "tile_scales", "gated", "up",
-)  # fmt: skip
+POINTERS = ("x", "a", "out", "index", "offset", "weight", "codes", "scales", "global_scale", "bias")
+NUMBERS = ("tokens", "k", "experts", "d", "f", "columns", "inner", "tile_scales", "gated", "up")
 
 
 class Problem(ctypes.Structure):
@@ -49,11 +43,6 @@ def run(kernel, w, *, up, **of):
         "global_scale": scale, "columns": columns, "inner": inner, "up": up, "experts": experts,
         "tile_scales": packed.scales.nbytes // (experts * columns * inner // 4096),
     }  # fmt: skip
-    if up:
-        later = jgg.prepack(of["later"])
-        for name, array in (("codes", later.weight), ("scales", later.scales)):
-            of[f"later_{name}"] = copied(np.asarray(array))
-            of[f"later_{name}_bytes"] = array.nbytes // experts
     arrays = [pointer(of[name]) for name in POINTERS]
     problem = Problem(*arrays, *(int(of[name]) for name in NUMBERS))
     assert kernel(ctypes.byref(problem), mode_number(w.mode), w.bits) == 0
@@ -70,10 +59,8 @@ def layer(kernel, x, up, down, index, weight, *, gated=True, offset=None, biases
         "weight": np.array(weight, np.float32), "tokens": tokens, "k": k, "d": d, "f": f,
         "gated": gated,
     }  # fmt: skip
-    run(kernel, up, up=True, bias=biases[0], later=down, **same)
-    nothing = {"later_codes": None, "later_scales": None}
-    nothing |= {"later_codes_bytes": 0, "later_scales_bytes": 0}
-    run(kernel, down, up=False, bias=biases[1], **nothing, **same)
+    run(kernel, up, up=True, bias=biases[0], **same)
+    run(kernel, down, up=False, bias=biases[1], **same)
     return a.reshape(-1, f), out
 
 

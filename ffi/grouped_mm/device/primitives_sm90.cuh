@@ -99,12 +99,6 @@ __device__ inline void PrefetchLine(const void* line) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(line) : "memory");
 }
 
-// A multiple of 16 bytes, aligned to 16.
-__device__ inline void PrefetchBlockToL2(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
-               "r"(bytes));
-}
-
 __device__ inline void PrefetchToL2(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
 }

@@ -5,9 +5,6 @@
 // the block of a pair that has been taken ends at once. There are at most 32 pairs, so every warp
 // finds them by comparing.
 //
-// It ends by asking for its share of what `down` reads of that expert, which so comes to L2 while
-// this kernel ends and the next one begins.
-//
 // down: a block has a token. Its pairs are the rows of one product, each with the codes of its own
 // expert: the instruction multiplies zeros for the others, and sums of pairs lie side by side. They
 // are added with their weights in the order of the token's choices, so no other kernel has to.
@@ -68,15 +65,6 @@ __device__ inline float RoundedToBFloat16(float value) {
   return Half<DType::kBF16>(Round2<DType::kBF16>(value, value), 0);
 }
 
-// This block's share of an expert's memory.
-__device__ inline void PrefetchShare(const ExpertsMemory& of, int expert) {
-  const int64_t pieces = of.bytes / 16, share = (pieces + gridDim.x - 1) / gridDim.x;
-  const int64_t first = share * blockIdx.x;
-  if (first >= pieces) return;
-  const char* from = static_cast<const char*>(of.data) + expert * of.bytes + 16 * first;
-  PrefetchBlockToL2(from, static_cast<uint32_t>(16 * min(share, pieces - first)));
-}
-
 // Finish: loads, stores and activations, which are other code on the host.
 template <typename Weights, bool kGated, typename Finish>
 __global__ void __launch_bounds__(32 * kDirectWarps, 3)
@@ -113,7 +101,6 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
         const char* line = rows[row / 4];
         return line == nullptr ? nullptr : line + tile * 128;
       });
-  if (thread < 2) PrefetchShare(experts.later[thread], pairs.expert);
   __syncthreads();
   const int row = Product::Row(), column = 16 * blockIdx.x + Product::Column();
   if (thread >= 128 || row >= count) return;
