@@ -70,6 +70,7 @@ extern "C" int direct_kernel(const Problem* problem, int mode, int bits) {
     case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(gemm, gated), 0;
     case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(gemm, gated), 0;
     case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(gemm, gated), 0;
+    case Mode::kFp8: return Run<Mode::kFp8, 8>(gemm, gated), 0;
     case Mode::kAffine: break;
   }
   switch (bits) {
