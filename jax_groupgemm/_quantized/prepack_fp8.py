@@ -52,10 +52,10 @@ def by_rows(w: Quantized) -> Quantized:
 def in_blocks(w: Quantized, block) -> Quantized:
     """The inverse: the first of each block has its scale."""
     n, k = w.shape[-2:]
-    if block is None:
-        return _with(w, w.scales[..., 0, 0], None)
-    index = np.arange(0, n, block[0]), np.arange(0, k, block[1]) // BLOCK[1]
-    return _with(w, _taken(w.scales, *index), block)
+    rows, columns = block or (n, k)
+    index = np.arange(0, n, rows), np.arange(0, k, columns) // BLOCK[1]
+    scales = _taken(w.scales, *index)
+    return _with(w, scales if block else scales[..., 0, 0], block)
 
 
 def _with(w: Quantized, scales, block) -> Quantized:
