@@ -137,8 +137,8 @@ def rounded(values) -> np.ndarray:
 
 @host_program.needs_compiler
 def test_decoded_values(rng):
-    """Every code with many scales: float32 products rounded once to bfloat16, but for one in a few
-    hundred, which is the neighbour."""
+    """Every code with many scales: float32 products rounded to bfloat16. Fewer than one in 1000 is
+    the neighbour."""
     codes = np.broadcast_to(np.arange(256, dtype=np.uint8), (1024, 256)).copy()
     codes[codes % 128 == 127] = 0x41
     scales = np.ldexp(rng.uniform(1, 2, (1024, 2)), rng.integers(-60, 30, (1024, 2)))
@@ -147,7 +147,7 @@ def test_decoded_values(rng):
     place = lambda a: abs(a).view(np.int32) >> 16  # among bfloat16 numbers
     assert abs(place(got) - place(want)).max() <= 1
     assert (np.sign(got) == np.sign(want)).all()
-    assert (got == want).mean() > 0.99
+    assert (got == want).mean() > 0.999
     # Scales that are bfloat16 numbers, as powers of two are, have no second part.
     exact = dataclasses.replace(q, scales=rounded(q.scales))
     np.testing.assert_array_equal(decoded(jgg.prepack(exact)), rounded(jgg.dequantize(exact)))
@@ -304,7 +304,7 @@ def test_packed_on_a_gpu(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 16, 24, 40, 256])
 def test_decoded_on_a_gpu(rng, rows):
-    """Rows of the identity: values rounded once, but for one in a few hundred."""
+    """Rows of the identity: values rounded once, but for few."""
     needs("sm90")
     q = weight(rng, (1, 192, 256), (128, 128))
     x = jnp.eye(256, dtype=jnp.bfloat16)[:rows]
@@ -312,4 +312,4 @@ def test_decoded_on_a_gpu(rng, rows):
     got = np.asarray(f(x, jgg.prepack(q), jnp.array([rows])), np.float32)
     want = rounded(jgg.dequantize(q))[0].T[:rows]
     assert (abs(got - want) <= 2.0**-7 * abs(want)).all()
-    assert (got == want).mean() > 0.98
+    assert (got == want).mean() > 0.998
