@@ -150,11 +150,17 @@ def _unpackable(w: Quantized) -> str | None:
 
 def unpacked(w: Quantized) -> Quantized:
     """``w`` in layout "linear". Where it is explicitly sharded, each device unpacks its tiles."""
+    q = by_rows(w)
+    return prepack_fp8.in_blocks(q, w.block) if w.mode == "fp8" and w is not q else q
+
+
+def by_rows(w: Quantized) -> Quantized:
+    """The same, but that mode "fp8" keeps scales for each row, as products may take them."""
     if w.layout == "linear":
         return w
     mesh = partition.explicit_mesh((w.weight, w.scales))
     if mesh is None or partition.maps_explicit_axes():
-        return _unblocked(_unpack(w, mapped=mesh is not None), w)
+        return _unpack(w, mapped=mesh is not None)
     spec, group = _spec(w), formats.FP8_GROUP if w.mode == "fp8" else w.group_size
     axes, parts = _axes(w, -2)
     if group > _TILE and w.shape[-1] % (parts * group):
@@ -164,12 +170,7 @@ def unpacked(w: Quantized) -> Quantized:
             "Use jax.sharding.reshard first."
         )
     tiles = PartitionSpec(*spec[:-1], None)
-    return _unblocked(_on_each_device(_unpack, w, mesh, tiles, PartitionSpec(*spec[:-1])), w)
-
-
-def _unblocked(q: Quantized, w: Quantized) -> Quantized:
-    """``q``, of mode "fp8" with the blocks of ``w``."""
-    return prepack_fp8.in_blocks(q, w.block) if w.mode == "fp8" else q
+    return _on_each_device(_unpack, w, mesh, tiles, PartitionSpec(*spec[:-1]))
 
 
 def _spec(w: Quantized) -> PartitionSpec:

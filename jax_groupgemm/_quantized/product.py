@@ -44,7 +44,7 @@ def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None
 
 
 def _linear(w: Quantized) -> Quantized:
-    w = prepack.unpacked(w)
+    w = prepack.by_rows(w)
     return fp8.of_product(w) if w.mode == "fp8" else w
 
 
