@@ -6,7 +6,7 @@
 // "quantized": what a quantized array is, as jax_groupgemm's class Quantized has it, and which of
 // its optional leaves there are.
 JGG_ATTRIBUTES(QuantizedAttrs,              //
-               (std::string_view, mode),    // "affine", "mxfp4", "mxfp8" or "nvfp4"
+               (std::string_view, mode),    // "affine", "mxfp4", "mxfp8", "nvfp4" or "fp8"
                (int32_t, bits),             // of a code
                (int32_t, group_size),       // codes that share a scale
                (std::string_view, layout),  // "linear" or "sm90"

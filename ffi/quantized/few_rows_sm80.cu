@@ -38,6 +38,7 @@ cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm
     case Mode::kNvfp4: return LaunchFewRowsConfig<Mode::kNvfp4, 4>(stream, gemm);
     case Mode::kMxfp4: return LaunchFewRowsConfig<Mode::kMxfp4, 4>(stream, gemm);
     case Mode::kMxfp8: return LaunchFewRowsConfig<Mode::kMxfp8, 8>(stream, gemm);
+    case Mode::kFp8:  // it has no linear layout here
     case Mode::kAffine: break;
   }
   switch (gemm.w.coding.bits) {

@@ -182,7 +182,12 @@ cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands) {
-  return LaunchQuantizedTilesSm90<device::LinearWeights<kMode, kBits>>(stream, quantized, operands);
+  if constexpr (kMode == Mode::kFp8) {
+    return cudaErrorInvalidValue;  // it has no kernel
+  } else {
+    using Weights = device::LinearWeights<kMode, kBits>;
+    return LaunchQuantizedTilesSm90<Weights>(stream, quantized, operands);
+  }
 }
 
 }  // namespace jgg

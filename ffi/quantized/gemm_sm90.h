@@ -13,8 +13,8 @@
 // pieces of 16, 8 and 4 bytes that lie beside those of the other threads; how words hold pairs of
 // codes is in device/packed_weights_sm90.cuh (e2m1, e4m3) and device/packed_codes.cuh (affine). The
 // scales of its two rows lie beside each other, a word each (mxfp4: half a word); where there are
-// two words for a row, all rows' second words follow all first ones; affine scales of 128 k are
-// those of two tiles.
+// two words for a row, all rows' second words follow all first ones; scales of 128 k (affine, fp8)
+// are those of two tiles.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -20,6 +20,7 @@ template <typename Launch>
 cudaError_t LaunchInstanceSm90(Mode mode, int bits, Launch launch) {
   if (mode == Mode::kNvfp4) return launch(InstanceSm90<Mode::kNvfp4, 4>{});
   if (mode == Mode::kMxfp8) return launch(InstanceSm90<Mode::kMxfp8, 8>{});
+  if (mode == Mode::kFp8) return launch(InstanceSm90<Mode::kFp8, 8>{});
   if (mode == Mode::kAffine && bits == 3) return launch(InstanceSm90<Mode::kAffine, 3>{});
   if constexpr (kSample) {
     return cudaErrorNoKernelImageForDevice;

@@ -32,9 +32,13 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
     case Mode::kMxfp4: known = bits == 4 && group_size == 32; break;
     case Mode::kMxfp8: known = bits == 8 && group_size == 32; break;
     case Mode::kNvfp4: known = bits == 4 && group_size == 16; break;
+    case Mode::kFp8: known = bits == 8 && group_size == 128; break;
   }
   if (!known) {
     return InvalidArgument(op, "mode '", mode, "' has no bits=", bits, ", group_size=", group_size);
+  }
+  if (*known_mode == Mode::kFp8 && layout != "sm90") {
+    return InvalidArgument(op, "mode 'fp8' has no kernel in layout '", layout, "'");
   }
   if (biases != (mode == "affine" && layout == "linear")) {
     return InvalidArgument(op, "mode '", mode, "' ", biases ? "has no biases" : "needs biases");

@@ -8,7 +8,8 @@
 
 namespace jgg {
 
-enum class Mode { kAffine, kMxfp4, kMxfp8, kNvfp4 };
+// kFp8 exists in layout "sm90" only.
+enum class Mode { kAffine, kMxfp4, kMxfp8, kNvfp4, kFp8 };
 
 // How the codes of a group become values.
 struct Coding {
@@ -26,6 +27,7 @@ struct PackedScales {
 
 constexpr PackedScales PackedScalesOf(Mode mode, int group_size) {
   if (mode == Mode::kMxfp4) return {64, 32};
+  if (mode == Mode::kFp8) return {128, 64};
   if (mode != Mode::kAffine) return {64, 64};
   return group_size == 128 ? PackedScales{128, 64} : PackedScales{64, 64 * 64 / group_size};
 }

@@ -14,11 +14,12 @@ inline std::optional<Mode> ToMode(std::string_view name) {
   if (name == "mxfp4") return Mode::kMxfp4;
   if (name == "mxfp8") return Mode::kMxfp8;
   if (name == "nvfp4") return Mode::kNvfp4;
+  if (name == "fp8") return Mode::kFp8;
   return std::nullopt;
 }
 
 inline std::string UnknownMode(std::string_view name) {
-  return "mode '" + std::string(name) + "' is not one of affine, mxfp4, mxfp8, nvfp4";
+  return "mode '" + std::string(name) + "' is not one of affine, mxfp4, mxfp8, nvfp4, fp8";
 }
 
 // A qmm: x (T, K) @ W, a weight in layout "linear".

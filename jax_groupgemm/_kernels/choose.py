@@ -154,8 +154,13 @@ def _packed_operands(p: Qmm) -> str | None:
 
 
 def _packed(p: Qmm) -> str | None:
-    if p.layout != "sm90":
-        if p.empty or not p.packable or p.mode in ("mxfp8", "fp8"):
+    if p.layout == "sm90":
+        if p.mode == "fp8" and (why := dense.in_parts(p)):
+            return why
+    elif p.mode == "fp8":
+        return "reads mode 'fp8' only as jgg.prepack lays it out"
+    else:
+        if p.empty or not p.packable or p.mode == "mxfp8":
             return "prepack has no kernel for this weight"
         if p.rows < p.all_groups * _repack_from(p.bits):
             return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
@@ -167,7 +172,7 @@ def _packed(p: Qmm) -> str | None:
 
 
 def _decodes(p: Qmm) -> str | None:
-    return "it has no codes of mode 'fp8'" if p.mode == "fp8" else None
+    return "reads no codes of mode 'fp8'" if p.mode == "fp8" else None
 
 
 def _repack_from(bits: int) -> int:

@@ -79,6 +79,6 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
 
 
 def converts(p: Conversion) -> str | None:
-    if p.op == "prepack" and p.mode == "mxfp8":
-        return "there is none for mxfp8"
+    if p.op == "prepack" and p.mode in ("mxfp8", "fp8"):
+        return f"there is none for {p.mode}"
     return "an operand is empty" if p.empty else None

@@ -205,7 +205,7 @@ def _refuse(leaf: _Leaf, letter: str, entry, why: str) -> None:
 
 def _in_whole_blocks(w, halves: int | None = None):
     """A weight in mode "fp8" with blocks that no device's part cuts, if it has whole ones."""
-    if not isinstance(w, Quantized) or w.mode != "fp8":
+    if not isinstance(w, Quantized) or w.mode != "fp8" or w.layout != "linear":
         return w
     return fp8.in_whole_blocks(fp8.of_product(w), halves)
 

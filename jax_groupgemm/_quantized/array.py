@@ -241,6 +241,8 @@ def along_last(op: str, name: str, q, mode: str, letters: str) -> Quantized:
             f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
             f"of ({letters}){remedy if q.layout == 'linear' else ''}"
         )
+    if mode == "fp8":
+        q = layouts.of(q).to_linear(q)
     axes = [None] * len(letters.split(", "))
     check.shape(op, name, jax.ShapeDtypeStruct(q.shape, np.float32), axes, letters)
     return q

@@ -155,7 +155,8 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
 
 def flags_of(q) -> dict[str, Any]:
     """Those of an array of any layout."""
-    flags = _quantized_flags(q.mode, q.bits, q.group_size, q.biases, q.global_scale)
+    group_size = formats.FP8_GROUP if q.mode == "fp8" else q.group_size
+    flags = _quantized_flags(q.mode, q.bits, group_size, q.biases, q.global_scale)
     return flags | {"layout": q.layout}
 
 

@@ -34,6 +34,8 @@ MODES = {
 }
 FLOATS = ("float32", "bfloat16", "float16")
 # Element formats: mantissa bits, least normal exponent, last finite code.
+#: Codes that share a word of scales in layout "sm90", of mode "fp8".
+FP8_GROUP = 128
 E2M1 = {"mantissa": 1, "emin": 0, "limit": 7}
 E4M3 = {"mantissa": 3, "emin": -6, "limit": 0x7E}
 
@@ -243,8 +245,10 @@ def exact(m, e):
 
 
 def packed_scales(mode: str, group_size: int, k_tiles: int) -> tuple[int, int]:
-    """The last two axes of the scales of layout "sm90": K / 64 (K / 128 with affine groups of 128),
-    and words."""
+    """The last two axes of the scales of layout "sm90": K / 64 (K / 128 with affine groups of 128,
+    and in mode "fp8"), and words."""
+    if mode == "fp8":
+        return k_tiles // 2, 64
     if mode == "affine":
         return (k_tiles // 2, 64) if group_size == 128 else (k_tiles, 4096 // group_size)
     return k_tiles, 32 if mode == "mxfp4" else 64

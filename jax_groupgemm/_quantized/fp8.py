@@ -188,7 +188,10 @@ def dequantize(codes, scales, *, block, dtype):
 
 
 def of_product(q):
-    """``q``, checked, with scales of three axes, and codes that have no derivative."""
+    """``q``, checked, with scales of three axes, and codes that have no derivative; a prepacked one
+    as it is."""
+    if q.layout == "sm90":
+        return q
     scales, block = q.scales, q.block
     if block is None:
         scales, block = scales[..., None, None], tuple(max(n, 1) for n in q.shape[-2:])

@@ -9,8 +9,9 @@ and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. S
 
 of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words);
 but of mxfp4 the scales of two rows are one word, (..., N/64, K/64, 32), and two tiles share affine
-scales of 128 k, (..., N/64, K/128, 64). Of a weight's words all threads' first four (or two, or
-one, as `_pieces` says) come before all threads' next.
+scales of 128 k, and those of mode "fp8" (``prepack_fp8``): (..., N/64, K/128, 64). Of a weight's
+words all threads' first four (or two, or one, as ``packed_codes`` says) come before all threads'
+next.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .._core import check, conversion, partition
 from .._core.check import describe
 from .._core.float_bits import u32
 from .._core.operations import INLINE, listed
-from . import array, call, formats
+from . import array, call, formats, packed_codes, prepack_fp8
 from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
 
@@ -43,14 +44,16 @@ def prepack(
 ) -> Quantized:
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
-    The same values in the layout that the fast kernels read. For Hopper: all modes but ``"fp8"``,
-    ``"affine"`` with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations
-    and ``transpose_w=True``. Such a weight gets layout ``"sm90"``; any other is returned as it is,
-    with a warning that says why. Everything accepts both: what has no kernel for a layout puts the
-    codes (not the values) back in order first. On Hopper products of many rows (1024 per matrix,
-    2048 with 6 and 8 bits) pack weights that are not packed, each time anew (but mxfp8,
-    ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``). The
-    layout may change with this package's version: store the weight as it was.
+    The same values in the layout that the fast kernels read. For Hopper: all modes, ``"affine"``
+    with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and
+    ``transpose_w=True``. Mode ``"fp8"`` has no other kernels; it needs codes of float8_e4m3fn, K a
+    multiple of 128, and blocks of as many columns or of whole rows. Such a weight gets layout
+    ``"sm90"``; any other is returned as it is, with a warning that says why. Everything accepts
+    both: what has no kernel for a layout puts the codes (not the values) back in order first. On
+    Hopper products of many rows (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not
+    packed, each time anew (but mxfp8 and fp8, ``nvfp4_grouped_mm`` where K is a multiple of 128,
+    and with ``implementation="sm80"``). The layout may change with this package's version: store
+    the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -62,8 +65,9 @@ def prepack(
     Returns:
       A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
       scale is 0 lose their sign; an mxfp8 group of scale 2^127 that has a NaN becomes all NaN), but
-      for ``scales_dtype``. Its global scale has a gradient, its other scales none. Under Explicit
-      sharding it is sharded as ``w.weight`` is.
+      for ``scales_dtype``, and for the scales of mode ``"fp8"``: they keep 16 bits (15 where one of
+      128 codes is NaN), and those of 2^40 or more become infinite. Its global scale has a gradient,
+      its other scales none. Under Explicit sharding it is sharded as ``w.weight`` is.
 
     Raises:
       ValueError, TypeError: as :func:`dequantize`; ``scales_dtype`` is neither None nor bfloat16;
@@ -97,7 +101,8 @@ def prepack(
             "jgg.prepack: within a vmap over an axis that is explicitly sharded. Call it outside: "
             "w may have any leading axes."
         )
-    spec = _spec(w)
+    spec, block = _spec(w), w.block
+    w = prepack_fp8.by_rows(w) if w.mode == "fp8" else w
     for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
         axes, parts = _axes(w, axis)
         if w.shape[axis] % (parts * unit):
@@ -106,12 +111,14 @@ def prepack(
                 f"are not multiples of {unit}. Use jax.sharding.reshard first."
             )
     pack = lambda w: _packed(w, _PREPACK)
-    return _on_each_device(pack, w, mesh, spec, PartitionSpec(*spec, None))
+    out = _on_each_device(pack, w, mesh, spec, PartitionSpec(*spec, None))
+    return dataclasses.replace(out, block=block, group_size=None)
 
 
 def _packed(w: Quantized, pack) -> Quantized:
+    q = prepack_fp8.by_rows(w) if w.mode == "fp8" else w
     weight, scales = pack(
-        w.weight, w.scales, w.biases, mode=w.mode, bits=w.bits, group_size=w.group_size
+        q.weight, q.scales, q.biases, mode=q.mode, bits=q.bits, group_size=q.group_size
     )
     return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
 
@@ -127,10 +134,10 @@ def packable(w: Quantized) -> bool:
 
 def _unpackable(w: Quantized) -> str | None:
     """Why there is no packed layout for it."""
-    if w.mode == "fp8":
-        return "products read mode 'fp8' as it is stored"
     if len(w.shape) < 2 or w.axis != -1:
         return f"its shape is {w.shape} with axis={w.axis}, not (..., N, K) with axis=-1"
+    if w.mode == "fp8":
+        return prepack_fp8.unpackable(w)
     if any(size % _TILE for size in w.shape[-2:]):
         return f"its shape is {w.shape}, in which N and K are not multiples of {_TILE}"
     if w.mode == "affine" and w.scales.dtype != jnp.bfloat16:
@@ -143,17 +150,23 @@ def _unpackable(w: Quantized) -> str | None:
 
 def unpacked(w: Quantized) -> Quantized:
     """``w`` in layout "linear". Where it is explicitly sharded, each device unpacks its tiles."""
+    q = by_rows(w)
+    return prepack_fp8.in_blocks(q, w.block) if w.mode == "fp8" and w is not q else q
+
+
+def by_rows(w: Quantized) -> Quantized:
+    """The same, but that mode "fp8" keeps scales for each row, as products may take them."""
     if w.layout == "linear":
         return w
     mesh = partition.explicit_mesh((w.weight, w.scales))
     if mesh is None or partition.maps_explicit_axes():
         return _unpack(w, mapped=mesh is not None)
-    spec = _spec(w)
+    spec, group = _spec(w), formats.FP8_GROUP if w.mode == "fp8" else w.group_size
     axes, parts = _axes(w, -2)
-    if w.group_size > _TILE and w.shape[-1] % (parts * w.group_size):
+    if group > _TILE and w.shape[-1] % (parts * group):
         raise ValueError(
             f"jgg: a prepacked weight {w.shape} shards axis K over {axes}, but its "
-            f"{w.shape[-1] // w.group_size} quantization groups do not divide into {parts}. "
+            f"{w.shape[-1] // group} quantization groups do not divide into {parts}. "
             "Use jax.sharding.reshard first."
         )
     tiles = PartitionSpec(*spec[:-1], None)
@@ -191,7 +204,8 @@ def packed_for(w: Quantized) -> Quantized:
 
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
-    *lead, n, k = w.shape
+    if w.mode == "fp8":
+        return _in_tiles(w, *prepack_fp8.codes_and_words(w))
     codes, scales = formats.codes_in_groups(w.weight, w.bits, w.group_size), w.scales
     if w.mode == "nvfp4":
         scales = _wide_e4m3(u32(scales) & u32(0x7F))
@@ -205,6 +219,11 @@ def _prepack(w: Quantized) -> Quantized:
     else:
         scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (scales, w.biases))
         words = scale | bias << 16
+    return _in_tiles(w, codes, words)
+
+
+def _in_tiles(w: Quantized, codes, words) -> Quantized:
+    *lead, n, k = w.shape
     # (..., tile of n, warp, h, g, tile of k, step, i, j, e), see the module's docstring.
     codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
     codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
@@ -214,10 +233,10 @@ def _prepack(w: Quantized) -> Quantized:
     words = _permute(words, (0, 4, 5, 1, 3, 2))
     if w.mode == "mxfp4":
         words = words[..., 0] | words[..., 1] << 16
-    weight = _interleave(codes, w.mode, w.bits)
+    weight = packed_codes.interleave(codes, w.mode, w.bits)
     return dataclasses.replace(
         w,
-        weight=_in_pieces(weight),
+        weight=packed_codes.in_pieces(weight),
         scales=words.reshape(*lead, n // _TILE, scale_tiles, count),
         biases=None,
         layout="sm90",
@@ -226,7 +245,8 @@ def _prepack(w: Quantized) -> Quantized:
 
 def _leaves(weight, scales, biases, **static):
     """``(weight, scales)``, by definition."""
-    w = _prepack(Quantized(weight, scales, biases, **static))
+    block = prepack_fp8.BLOCK if static["mode"] == "fp8" else None
+    w = _prepack(Quantized(weight, scales, biases, **static, block=block))
     return w.weight, w.scales
 
 
@@ -248,8 +268,8 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
         return lax.reshape(a, shape, out_sharding=whole)
 
     *lead, n, k = w.shape
-    words = _from_pieces(w.weight, w.bits)
-    codes = _separate(words, w.mode, w.bits)
+    words = packed_codes.from_pieces(w.weight, w.bits)
+    codes = packed_codes.separate(words, w.mode, w.bits)
     tiles = (*lead, n // _TILE, k // _TILE)
     codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
     codes = reshape(_permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)), *lead, n, k)
@@ -261,6 +281,13 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
     words = reshape(words, *tiles, count, 4, 8, 2)
     words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, tiles[-1] * count)
     biases = None
+    if w.mode == "fp8":
+        scales = prepack_fp8.scales_of(codes, words)
+        weight = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
+        return dataclasses.replace(
+            w, weight=weight, scales=scales, layout="linear", block=prepack_fp8.BLOCK,
+            group_size=None,
+        )  # fmt: skip
     if w.mode == "nvfp4":
         scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
     elif w.mode == "mxfp4":
@@ -293,129 +320,6 @@ def _words(parts, bits: int):
 def _parts(words, bits: int):
     parts = [words >> (bits * i) & u32((1 << bits) - 1) for i in range(32 // bits)]
     return jnp.stack(parts, axis=-1).reshape(*words.shape[:-1], -1)
-
-
-def _pieces(bits: int) -> list[int]:
-    """How many words of a thread lie together: a load of 16, 8 or 4 bytes each."""
-    return [4] * (bits // 4) + [size for size in (2, 1) if bits & size]
-
-
-def _in_pieces(words):
-    """(..., 128 threads, bits) as (..., 128 * bits)."""
-    lead, first, out = words.shape[:-2], 0, []
-    for size in _pieces(words.shape[-1]):
-        out.append(words[..., first : first + size].reshape(*lead, -1))
-        first += size
-    return jnp.concatenate(out, axis=-1)
-
-
-def _from_pieces(words, bits: int):
-    lead, first, out = words.shape[:-1], 0, []
-    for size in _pieces(bits):
-        out.append(words[..., first : first + 128 * size].reshape(*lead, 128, size))
-        first += 128 * size
-    return jnp.concatenate(out, axis=-1)
-
-
-def _fields(bits: int, pair: int) -> list[tuple[int, int, int, int]]:
-    """Where the affine codes of a thread's pair are, the first in the words' lower halves and the
-    second in the upper: (a field's first bit, its bits, word, place). Seven bits are what a number
-    of bfloat16 takes from a word as they are, so that is how far parts of a code may be apart."""
-    if bits in (3, 5):  # a bit is left over of each word: the last pair
-        each = 16 // bits
-        if pair == 15:
-            return [(i, 1, i, 15) for i in range(bits)]
-        return [(0, bits, pair // each, bits * (pair % each))]
-    if bits == 6:  # of 8 pairs in 3 words: two in each, two in what is left over
-        word, pair = 3 * (pair // 8), pair % 8
-        if pair < 6:
-            return [(0, 6, word + pair // 2, 6 * (pair % 2))]
-        first = pair == 6
-        return [(0, 4, word if first else word + 2, 12), (4, 2, word + 1, 14 if first else 12)]
-    if bits == 8:  # the last bits lie apart
-        return [(0, 7, pair // 2, 7 * (pair % 2)), (7, 1, pair // 2, 14 + pair % 2)]
-    each = 16 // bits
-    return [(0, bits, pair // each, bits * (pair % each))]
-
-
-def _interleave(codes, mode: str, bits: int):
-    """(..., 16 pairs, 2) codes as (..., bits) words."""
-    if mode == "mxfp8":
-        return _interleave_e4m3(codes)
-    if mode != "affine":
-        return _interleave_e2m1(codes)
-    words = [u32(0)] * bits
-    for pair in range(16):
-        both = codes[..., pair, 0] | codes[..., pair, 1] << 16
-        for bit, size, word, place in _fields(bits, pair):
-            field = both >> bit & u32(0x10001 * ((1 << size) - 1))
-            words[word] = words[word] | field << place
-    return jnp.stack(words, axis=-1)
-
-
-def _separate(words, mode: str, bits: int):
-    """The inverse."""
-    if mode == "mxfp8":
-        return _separate_e4m3(words)
-    if mode != "affine":
-        return _separate_e2m1(words)
-    codes = []
-    for pair in range(16):
-        both = u32(0)
-        for bit, size, word, place in _fields(bits, pair):
-            field = words[..., word] >> place & u32(0x10001 * ((1 << size) - 1))
-            both = both | field << bit
-        codes += [both & u32(0xFFFF), both >> 16]
-    return jnp.stack(codes, axis=-1)
-
-
-def _interleave_e2m1(codes):
-    """(..., 16 pairs, 2) codes as (..., 4) words of four pairs: so that the sign and the other bits
-    come to lie where bfloat16 has them."""
-    pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
-    pairs = pairs[..., 0] | pairs[..., 1] << 16
-    a, b, c, d = (pairs[..., i::4] for i in range(4))
-    return a | b >> 6 | c >> 12 | c << 20 | (d & u32(0x80C080C0)) >> 2 | (d & u32(0x01000100)) << 6
-
-
-def _separate_e2m1(words):
-    """The inverse: as a kernel does it, with few operations."""
-    both = u32(0x81C081C0)
-    last = words << 2 & u32(0x80C080C0) | words >> 6 & u32(0x01000100)
-    pairs = [words & both, words << 6 & both, (words << 12 | words >> 20) & both, last]
-    halves = [p >> (16 * e) for p in pairs for e in range(2)]
-    codes = [(h >> 6 & u32(7)) | (h >> 12 & u32(8)) for h in halves]
-    return jnp.stack(codes, axis=-1)
-
-
-# Masks of e4m3 in a half of a word: the sign and the other bits where bfloat16 has them; the sign
-# and the next four bits of two words' third pair; and its last three.
-_E4M3, _HIGH, _LAST = 0x87F087F0, 0x87808780, 0x00700070
-
-
-def _interleave_e4m3(codes):
-    """(..., 16 pairs, 2) codes as (..., 8) words, two of four pairs. The first two pairs are as
-    bfloat16 has them, the others in what is left of both words."""
-    pairs = ((codes & u32(0x7F)) << 4) | ((codes & u32(0x80)) << 8)
-    pairs = pairs[..., 0] | pairs[..., 1] << 16
-    a, b, c, d = (pairs[..., i::4] for i in range(4))
-    high = lambda pair: _rotate(pair & u32(_HIGH), 4)
-    last = lambda pair: (pair & u32(_LAST)) >> 4
-    words = jnp.stack([a | high(c) | last(d), b | high(d) | last(c)], axis=-1)
-    return words.reshape(*words.shape[:-2], 8)
-
-
-def _separate_e4m3(words):
-    """The inverse: as a kernel does it, with few operations."""
-    first, second = words[..., ::2], words[..., 1::2]
-    rest = lambda a, b: (_rotate(a, 28) & u32(_HIGH)) | (_rotate(b, 4) & u32(_LAST))
-    pairs = [first & u32(_E4M3), second & u32(_E4M3), rest(first, second), rest(second, first)]
-    halves = jnp.stack([p >> (16 * e) & u32(0xFFFF) for p in pairs for e in range(2)], axis=-1)
-    return (halves >> 4 & u32(0x7F)) | (halves >> 8 & u32(0x80))
-
-
-def _rotate(words, left: int):
-    return words << left | words >> (32 - left)
 
 
 def _marked_nan(codes, scales):
@@ -467,7 +371,7 @@ def _e8m0_of_bf16(bits):
 class _Sm90(Layout):
     """Tiles of 64 x 64, as this file's docstring describes them."""
 
-    name, axes, modes = "sm90", (-1,), ("affine", "mxfp4", "mxfp8", "nvfp4")
+    name, axes, modes = "sm90", (-1,), ("affine", "mxfp4", "mxfp8", "nvfp4", "fp8")
 
     def shape(self, q) -> tuple[int, ...]:
         *lead, rows, columns, _ = q.weight.shape

@@ -2,8 +2,8 @@
 
     out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]                       T (rows) is grouped
 
-W is the weight dequantized and rounded once to x's dtype (in mode "fp8" it is not rounded: scales
-multiply float32 sums of products with codes); a global scale multiplies the float32 sums. The
+W is the weight dequantized and rounded once to x's dtype (in mode "fp8" it is not rounded, but by
+the kernels of prepacked weights); a global scale multiplies the float32 sums. The
 product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an affine
 weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
 """
@@ -39,8 +39,13 @@ def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
     w = fitting(op, "w", x, w, transpose_w, preferred, rank)
     if not transpose_w:
-        w = prepack.unpacked(w)
+        w = _linear(w)
     return w, x.dtype if preferred is None else jnp.dtype(preferred)
+
+
+def _linear(w: Quantized) -> Quantized:
+    w = prepack.by_rows(w)
+    return fp8.of_product(w) if w.mode == "fp8" else w
 
 
 def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
@@ -218,12 +223,13 @@ def _in_parts(choice, platform, x, q: Quantized, metadata, product: Mm):
 
 def _lowering(platform, x, q: Quantized, metadata, product: Mm):
     out = called(platform, x, q, metadata, product)
-    return reference.qmm(x, prepack.unpacked(q), metadata, product) if out is None else out
+    return reference.qmm(x, _linear(q), metadata, product) if out is None else out
 
 
 def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
-    return x, fp8.in_whole_blocks(q) if q.mode == "fp8" else prepack.unpacked(q), metadata
+    q = _linear(q)
+    return x, fp8.in_whole_blocks(q) if q.mode == "fp8" else q, metadata
 
 
 def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:

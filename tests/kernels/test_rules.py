@@ -130,5 +130,6 @@ def test_packed_scales(rules):
         (6, 64),
         (6, 64),
     ]
+    assert shape("fp8", 128) == (3, 64)
     with pytest.raises(ValueError, match="mode 'fp3' is not one of"):
         shape("fp3", 32)

@@ -48,6 +48,25 @@ struct Problem {
   int32_t count, groups, rows, n, k, tile_scales, clears_rest, gated;
 };
 
+// A tile of mode "fp8" as (64, 64) bfloat16: what each thread of a warpgroup decodes goes where WGMMA
+// has its A operand's registers.
+extern "C" void decode_fp8_tile(const char* codes, const uint32_t* scales, uint16_t* out) {
+  using Codes = device::PackedCodes<Mode::kFp8, 8>;
+  for (int thread = 0; thread < 128; ++thread) {
+    const int pair = thread / 32 * 8 + thread % 32 / 4, row = pair / 8 * 16 + pair % 8;
+    uint32_t words[8], a[4];
+    device::LoadCodes(codes, thread, words);
+    const uint32_t both[1][2] = {{scales[2 * pair], scales[2 * pair + 1]}};
+    for (int step = 0; step < 4; ++step) {
+      Codes::Decode<true, device::ScaleRange::kAny>(words, step, both, a);
+      for (int i = 0; i < 4; ++i) {
+        const int k = 16 * step + 8 * (i / 2) + 2 * (thread % 4);
+        std::memcpy(out + 64 * (row + 8 * (i % 2)) + k, a + i, 4);
+      }
+    }
+  }
+}
+
 extern "C" int direct_kernel(const Problem* problem, int mode, int bits) {
   const Problem& p = *problem;
   device::DirectGemmSm90 gemm{};
@@ -70,6 +89,7 @@ extern "C" int direct_kernel(const Problem* problem, int mode, int bits) {
     case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(gemm, gated), 0;
     case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(gemm, gated), 0;
     case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(gemm, gated), 0;
+    case Mode::kFp8: return Run<Mode::kFp8, 8>(gemm, gated), 0;
     case Mode::kAffine: break;
   }
   switch (bits) {

@@ -86,6 +86,7 @@ extern "C" int few_tokens_kernel(const Problem* problem, int mode, int bits) {
     case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(few, up), 0;
     case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(few, up), 0;
     case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(few, up), 0;
+    case Mode::kFp8: return Run<Mode::kFp8, 8>(few, up), 0;
     case Mode::kAffine: break;
   }
   if (bits != 4) return 1;

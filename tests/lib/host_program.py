@@ -25,7 +25,7 @@ FLAGS += ("-Wall", "-Werror", "-Wno-unknown-pragmas")  # CUDA's unroll
 SANITIZER = os.environ.get("JGG_TESTS_SANITIZER")
 SANITIZED = (f"-fsanitize={SANITIZER}", "-O1", "-g") if SANITIZER else ()
 # A program's number of a mode or dtype is the place in these.
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "fp8")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 needs_compiler = pytest.mark.skipif(

@@ -109,15 +109,23 @@ E4M3 = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.f
 
 
 def codes(q: jgg.Quantized) -> np.ndarray:
-    """Codes of a bit stream, one bit at a time."""
+    """Codes of a bit stream, one bit at a time; of fp8, bytes."""
+    if q.mode == "fp8":
+        return np.asarray(q.weight).view(np.uint8)
     stream = np.unpackbits(np.asarray(q.weight).view(np.uint8), axis=-1, bitorder="little")
     return stream.reshape(*q.shape, q.bits) @ (1 << np.arange(q.bits))
 
 
 def dequantize(q: jgg.Quantized, dtype="float32") -> np.ndarray:
     """The values, rounded once to ``dtype``, without a global scale."""
-    scales = np.repeat(np.asarray(q.scales), q.group_size, -1)
-    if q.mode == "affine":
+    scales = np.asarray(q.scales)
+    if q.mode == "fp8":
+        assert q.block is not None
+        scales = scales.repeat(q.block[0], -2)[..., : q.shape[-2], :]
+    scales = np.repeat(scales, q.group_size, -1)[..., : q.shape[-1]]
+    if q.mode == "fp8":
+        values = E4M3[codes(q)].astype(np.float32) * scales
+    elif q.mode == "affine":
         f32 = lambda a: np.asarray(a).astype(np.float32)
         biases = np.repeat(f32(q.biases), q.group_size, -1)
         values = f32(codes(q)) * f32(scales) + biases
@@ -141,7 +149,10 @@ def grouped_qmm(x, q, sizes, *, offset=None, transpose_w=True) -> np.ndarray:
 
 
 def random_quantized(rng, shape, mode, bits=None, group_size=None, dtype="float32", scale=None):
-    """Random codes and scales, none of them NaN; values of order one."""
+    """Random codes and scales, none of them NaN; values of order one. Blocks of fp8 have 128 rows,
+    and its scales are bfloat16 numbers, which kernels decode exactly."""
+    if mode == "fp8":
+        return _random_fp8(rng, shape, group_size or 128)
     bits = bits or {"affine": 4, "mxfp8": 8}.get(mode, 4)
     group_size = group_size or {"affine": 64, "nvfp4": 16}.get(mode, 32)
     *lead, k = shape
@@ -161,6 +172,18 @@ def random_quantized(rng, shape, mode, bits=None, group_size=None, dtype="float3
     return jgg.Quantized(
         *map(jax.numpy.asarray, (weight, scales)), biases, scale,
         mode=mode, bits=bits, group_size=group_size,
+    )  # fmt: skip
+
+
+def _random_fp8(rng, shape, columns: int) -> jgg.Quantized:
+    codes = rng.integers(0, 256, shape).astype(np.uint8)
+    codes[codes % 128 == 127] -= 1
+    *lead, n, k = shape
+    scales = rng.uniform(1, 4, (*lead, -(-n // 128), -(-k // columns))) / 256
+    scales = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return jgg.Quantized(
+        *map(jax.numpy.asarray, (codes, scales)), mode="fp8", bits=8, group_size=columns,
+        block=(128, columns),
     )  # fmt: skip
 
 

@@ -431,13 +431,15 @@ def few_tokens(rng):
         ("nvfp4", 4, 16),
         ("mxfp4", 4, 32),
         ("mxfp8", 8, 32),
+        ("fp8", 8, 128),
         ("affine", 5, 64),
     ):
+        d, f = (384, 256) if mode == "fp8" else (320, 192)
         of = lambda *shape, q=(mode, bits, group): jgg.prepack(
             oracle.random_quantized(rng, shape, *q, "bfloat16")
         )
-        up, down = of(5, 384, 320), of(5, 320, 192)
-        x = oracle.random(rng, (6, 320), "bfloat16")
+        up, down = of(5, 2 * f, d), of(5, d, f)
+        x = oracle.random(rng, (6, d), "bfloat16")
         index = jnp.asarray(rng.integers(-1, 6, (6, 4)), jnp.int32)
         weight = jnp.asarray(rng.random((6, 4)), "float32")
         jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, up, down, index, weight))

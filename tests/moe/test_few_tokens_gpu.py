@@ -12,7 +12,7 @@ import jax_groupgemm as jgg
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 FORMATS = [
-    ("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("fp8", 8, 128),
     *(("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)), ("affine", 4, 32), ("affine", 4, 128),
 ]  # fmt: skip
 E, D, F = 16, 2048, 768

@@ -103,12 +103,13 @@ def check(got, want):
         ((("nvfp4", 4, 16), ("nvfp4", 4, 16)), True),
         ((("affine", 4, 64), ("mxfp8", 8, 32)), True),
         ((("mxfp4", 4, 32), ("affine", 4, 32)), False),
+        ((("fp8", 8, 128), ("fp8", 8, 128)), True),
     ],
 )
 def test_values(kernel, rng, formats, gated):
     """Experts that several tokens chose, one more often than a block has rows; the same one twice
     for a token; indices outside, of which one token has no other; biases."""
-    d, f, experts = 128, 64, 4
+    d, f, experts = 128, 128 if formats[1][0] == "fp8" else 64, 4
     up = weights(rng, *formats[0], experts, f * (1 + gated), d)
     down = weights(rng, *formats[1], experts, d, f)
     index = np.array([[0, 3, 9], [3, 3, 1], [-1, 4, 2**30], [3, 3, 3], [3, -5, 3], [3, 3, 3]])

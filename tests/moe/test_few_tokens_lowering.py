@@ -53,6 +53,20 @@ def test_few_tokens(activation, gated):
         assert "jgg_moe_few_tokens" not in names(layer, *arguments(packed=packed, **others))
 
 
+def test_fp8():
+    """Blocks become scales of every row and 128 k. As they are stored they have no kernel."""
+    down = jgg.quantize(jnp.ones((E, 256, 256)), mode="fp8", contract=-1)
+    up = jgg.quantize(jnp.ones((E, 512, 256)), mode="fp8")
+    packed = [jgg.prepack(w, strict=True) for w in (up, down)]
+    *_, (name, operands, _) = calls(
+        jgg.moe_mlp, array(2, 256), *packed, array(2, 3, dtype="int32"), array(2, 3)
+    )
+    assert name == "jgg_moe_few_tokens"
+    assert operands[1:5] == ["6x8x4x1024xui32", "6x8x2x64xui32", "6x4x4x1024xui32", "6x4x2x64xui32"]
+    stored = names(jgg.moe_mlp, array(2, 256), up, down, array(2, 3, dtype="int32"), array(2, 3))
+    assert stored == ["jgg_moe_route", "jgg_moe_dispatch", "jgg_moe_combine"]
+
+
 def test_neither_other_weights_nor_other_kernels():
     stored = [jgg.quantize(jnp.ones(s), mode="nvfp4") for s in ((E, 2 * F, D), (E, D, F))]
     assert "jgg_moe_few_tokens" not in names(jgg.moe_mlp, *arguments(packed=stored))

@@ -39,7 +39,7 @@ def decode():
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("to", DTYPES)
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", MODES[1:4])
 @pytest.mark.one_in(5)
 def test_every_code_and_scale(decode, rng, mode, to, fast):
     q = host_program.every_code_and_scale(rng, mode)

@@ -16,7 +16,7 @@ import jax_groupgemm as jgg
 
 pytestmark = host_program.needs_compiler
 FORMATS = [
-    ("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("fp8", 8, 128),
     *(("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)), ("affine", 4, 32), ("affine", 4, 128),
 ]  # fmt: skip
 

@@ -18,6 +18,8 @@ from jax_groupgemm._quantized import prepack
 # Mode, bits, group size.
 AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 FORMATS = [("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32), *AFFINE]
+#: Not bit for bit: test_prepack_fp8.py.
+FP8 = ("fp8", 8, 128)
 KERNELS = [f for f in FORMATS if f[0] != "mxfp8"]  # that prepack has a kernel for
 
 
@@ -206,12 +208,13 @@ def test_damage_is_noticed(rng):
 PRODUCTS = [
     ("reference", "nvfp4", 4, 16, 20),
     ("reference", "mxfp8", 8, 32, 20),
+    ("reference", *FP8, 20),
     *(("reference", "affine", bits, 64, 20) for bits in (2, 3, 5, 6, 8)),
     *(
         pytest.param("sm90", *form, mean, marks=kernel.marks)
         for kernel in GPU_KERNELS
         if kernel.values[0] == "sm90"
-        for form in FORMATS
+        for form in (*FORMATS, FP8)
         for mean in (1, 8, 20, 40, 130, 200, 400)
     ),
 ]
@@ -230,7 +233,7 @@ def test_products(rng, implementation, mode, bits, group_size, mean):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [*FORMATS, FP8])
 @pytest.mark.parametrize("fused", [False, True])
 def test_parts_of_k(rng, mode, bits, group_size, fused):
     """Few tiles of much k, which thread blocks share out: an odd number of slices of 64, and rows

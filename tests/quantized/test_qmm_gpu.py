@@ -2,6 +2,7 @@
 16 and 32 bits. The same products again and again: test_qmm_replays.py."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,7 @@ def test_every_scale_and_code(mode):
 EVERY_FORMAT = pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
+        ("fp8", 8, 128),  # prepacked alone
         *((m, *of) for m, of in BYTE_SCALES.items()),
         *(("affine", b, 64) for b in (2, 3, 4, 5, 6, 8)),
     ],
@@ -97,7 +99,7 @@ def test_rows_of_a_tile(rng, mode, bits, group_size, sizes):
     """Of few rows no more are copied than a half or a quarter of a tile has. Also gated; and of K
     there are nine slices, or eighteen, so that lines are whole 16 bytes."""
     sizes = np.array(sizes)
-    n, k = 384, 9 * (128 if bits in (3, 5) else 64)
+    n, k = 384, 9 * (128 if bits in (3, 5) or mode == "fp8" else 64)
     q = oracle.random_quantized(rng, (len(sizes), n, k), mode, bits, group_size, "bfloat16")
     x = oracle.random(rng, (sizes.sum(), k), "bfloat16")
 
@@ -106,8 +108,9 @@ def test_rows_of_a_tile(rng, mode, bits, group_size, sizes):
         f = lambda w, **more: jgg.grouped_qmm(x, w, jnp.asarray(sizes), **same, **more)
         return [(f(w), f(w, activation="swiglu")) for w in weights]
 
-    found, kernels = run(jax.jit(products), x, q, jgg.prepack(q))
-    assert_ran(kernels, {LINEAR: 2, PACKED: 2})
+    weights = {PACKED: jgg.prepack(q)} if mode == "fp8" else {LINEAR: q, PACKED: jgg.prepack(q)}
+    found, kernels = run(jax.jit(products), x, *weights.values())
+    assert_ran(kernels, dict.fromkeys(weights, 2))
     want = oracle.grouped_qmm(x, q, sizes)
     gate, value = np.split(want, 2, axis=1)
     for out, gated in found:
@@ -122,8 +125,11 @@ def test_few_rows_in_all(rng, mode, bits, group_size, slices):
     """A step of a token or two has a kernel without tiles. Groups that are empty, have more rows
     than eight or than there are, and rows of none; and of one group, whose size nothing waits
     for."""
-    n, k, groups = 384, 64 * slices, 5
+    n, k, groups = 384, (128 if mode == "fp8" else 64) * slices, 5
     weights = oracle.random_quantized(rng, (groups, n, k), mode, bits, group_size, "bfloat16")
+    if mode == "fp8":  # values that nothing rounds
+        powers = np.ldexp(np.float32(1), np.frexp(np.asarray(weights.scales))[1])
+        weights = dataclasses.replace(weights, scales=jnp.asarray(powers))
     cases = {
         "some": (9, (0, 3, 0, 1, 2)), "many": (16, (2, 11, 0, 9, 1)), "last": (16, (0, 0, 0, 0, 1)),
         "none": (5, (0, 0, 0, 0, 0)), "one": (8, (8,)), "alone": (1, (1,)), "too many": (3, (70,)),

@@ -123,6 +123,7 @@ auto DispatchCoder(Mode mode, int bits, bool global, Function&& function) {
     case Mode::kMxfp8: return function(MxCoder<kOf, 8>{});
     case Mode::kNvfp4:
       return global ? function(Nvfp4Coder<kOf, true>{}) : function(Nvfp4Coder<kOf, false>{});
+    case Mode::kFp8:  // it has no linear layout here
     case Mode::kAffine: break;
   }
   switch (bits) {

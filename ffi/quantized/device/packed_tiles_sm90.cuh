@@ -120,6 +120,26 @@ struct PackedCodes<Mode::kMxfp8, 8> : PackedCodesBase {
   }
 };
 
+// A scale is the sum of two bfloat16 numbers, the upper half of a word the smaller one, for every
+// 128 k. They are 2^88 times what they stand for, so that a code is brought back by the product
+// that scales it, and values are 2^-32 of what they stand for. Code 127 as for mxfp8.
+template <>
+struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase {
+  static constexpr float kFactor = 0x1p32f;
+
+  template <bool kFewRows, ScaleRange>
+  __device__ static void Decode(const uint32_t (&codes)[8], int step,
+                                const uint32_t (&scales)[1][2], uint32_t* a) {
+    uint32_t pairs[4];
+    E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t both = scales[0][i % 2], rest = Multiply2(pairs[i], Twice(both, 1));
+      a[i] = MultiplyAdd2<DType::kBF16>(pairs[i], Twice(both, 0), rest);
+    }
+  }
+};
+
 // A word of scales is scale and bias, bfloat16, of 64 or 128 k, or of 32 where there are two: then
 // they are not small.
 template <int kBits>
@@ -162,12 +182,13 @@ struct PackedTiles {
   using Codes = PackedCodes<kMode, kBits>;
   static constexpr float kFactor = Codes::kFactor, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kHasSmall = Codes::kHasSmall;
-  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4;
+  static constexpr bool kMxfp4 = kMode == Mode::kMxfp4, kFp8 = kMode == Mode::kFp8;
   // Bytes: codes, and one word of scales (or half a word).
   static constexpr int kTileCodes = 512 * kBits, kTileScales = kMxfp4 ? 128 : 256;
 
   // Bytes of a tile's scales, or of half of two tiles' that share them.
   __device__ static int TileScales(const PackedCodesSm90& packed) {
+    if (kFp8) return kTileScales / 2;
     return Codes::kMostScaleWords == 1 ? kTileScales : packed.tile_scales;
   }
 

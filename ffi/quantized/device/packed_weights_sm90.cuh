@@ -25,7 +25,8 @@ struct PackedWeights : PackedTiles<kMode, kBits> {
   static constexpr int kSmallTilesKib = 228, kFewRowsKib = 228;  // of shared memory: all
   // Bytes of 64 columns: codes and scales of 128 k.
   static constexpr int kCodeBytes = 2 * kTileCodes;
-  static constexpr int kScaleBytes = 2 * Codes::kMostScaleWords * kTileScales;
+  static constexpr int kScaleBytes =
+      (kMode == Mode::kFp8 ? 1 : 2 * Codes::kMostScaleWords) * kTileScales;
 
   // One thread, for one warpgroup's columns.
   template <typename Config>

@@ -109,6 +109,7 @@ auto DispatchDecoder(const Coding& coding, bool global, Function&& function) {
     case Mode::kNvfp4:
       return global ? function(ValueDecoder<kTo, Mode::kNvfp4, 4, true>{})
                     : function(ValueDecoder<kTo, Mode::kNvfp4, 4, false>{});
+    case Mode::kFp8:  // it has no linear layout here
     case Mode::kAffine: break;
   }
   switch (coding.bits) {
