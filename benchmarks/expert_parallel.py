@@ -214,7 +214,7 @@ def measure_decode(shape: Shape, args) -> list[dict]:
                 about[name_of(n, way)] = n, way, x
         arms = compiled(programs, args.calls)
         parts = {
-            name: {"y": np.asarray(arm.result()["y"] - about[name][2])}
+            name: {"y": np.asarray(arm.result()["y"] - about[name][2].astype(jnp.float32))}
             for name, arm in arms.items()
         }
         for name, ms in timed(programs, arms, args).items():
