@@ -111,7 +111,7 @@ def counted(blocks: Iterable[Block], bar: tqdm) -> Iterator[Block]:
 
 
 def kinds_of(config: Config, said: Mapping[str, Header]) -> list[Hashable]:
-    """Of each layer: two are equal whose tensors have the same names, dtypes and shapes."""
+    """A key for each layer: the same where tensors have the same names, dtypes and shapes."""
     own: list[list] = [[] for _ in range(config.layers)]
     for name, header in said.items():
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)

@@ -75,7 +75,7 @@ _FEW = 8192
 
 
 def default_transport(tokens: int, k: int, experts: int, devices: int) -> str:
-    """Of so many tokens of each device."""
+    """The transport that a layer takes where each device has so many tokens."""
     share = share_of_devices(k, experts, devices)
     spared = (1 - share) * (devices - 1) * tokens
     return "gather" if share > 0.5 or spared < _FEW else "all_to_all"

@@ -190,7 +190,7 @@ def test_temporaries_can_be_too_many(generate, tiny, monkeypatch, capsys):
 
 
 def test_a_copy_of_a_layer_can_be_too_large(generate, tiny, monkeypatch):
-    """What would run does not fit while it is loaded: one of two layers is a large part of it."""
+    """A model is refused that would run but does not fit while it is loaded."""
     monkeypatch.setattr(generate.loading, "placed", None)
     assert re.fullmatch(
         r"786 kB of experts, 169 kB of other weights and 445 kB of a layer while it is loaded do "

@@ -38,7 +38,7 @@ def expected(x, up, down, weight, up_bias, down_bias, index, ct):
 
 
 def arguments(rng, dtype="float32", **sizes):
-    """What ``step`` takes, and a cotangent."""
+    """The operands of ``step``, and a cotangent."""
     x, up, down, index, weight = problem(rng, dtype=dtype, **sizes)
     of = lambda *shape: oracle.random(rng, shape, dtype)
     biases = of(len(up), up.shape[2]), of(len(up), down.shape[2])
@@ -90,7 +90,7 @@ def test_every_pattern_of_eight_experts(rng, implementation):
 
 @pytest.mark.parametrize("experts", [1, E, 24])
 def test_sixteen_experts_of_a_token(rng, experts):
-    """Of 24 all different; of 1 and of 4 it meets some several times, each with its weight."""
+    """A token has k = 16 experts: 16 different ones of 24, and repeated ones of 1 and of 4."""
     x, up, down, index, weight = problem(rng, experts=experts, k=16)
     if experts > 16:
         index = rng.permuted(np.tile(np.arange(experts), (T, 1)), axis=1)[:, :16]
@@ -158,7 +158,7 @@ def test_no_pairs(rng, tokens, k, implementation):
 
 
 def wide_arguments(rng, dtype):
-    """Of few tokens, with an ``expert_weight`` of float64."""
+    """A few tokens, with an ``expert_weight`` of float64."""
     args = arguments(rng, dtype, tokens=5)
     args[3] = jnp.asarray(rng.standard_normal((5, K)), "float64")
     return args
