@@ -30,6 +30,8 @@ Case = Qmm | Gather | Convert
 def _draw(seed, form: Format, shape: tuple[int, int, int]) -> jgg.Quantized:
     groups, n, k = shape
     count = (n, k // form.group_size)
+    if form.mode == "fp8":
+        return _draw_fp8(seed, shape)
 
     def one(key):
         first, second = jax.random.split(key)
@@ -50,6 +52,20 @@ def _draw(seed, form: Format, shape: tuple[int, int, int]) -> jgg.Quantized:
     leaves = lax.map(one, jax.random.split(jax.random.key(seed), groups))
     static = {"mode": form.mode, "bits": form.bits, "group_size": form.group_size}
     return jgg.Quantized(*leaves, **static)
+
+
+def _draw_fp8(seed, shape: tuple[int, int, int]) -> jgg.Quantized:
+    """Codes with exponents 4, 6, 12 and 14, so none is NaN; scales of 128 x 128."""
+    block = (128, 128)
+
+    def one(key):
+        first, second = jax.random.split(key)
+        codes = jax.random.bits(first, shape[1:], "uint8") & 0xF7 | 0x20
+        scales = jnp.exp2(jax.random.uniform(second, [-(-n // 128) for n in shape[1:]]) - 8)
+        return lax.bitcast_convert_type(codes, "float8_e4m3fn"), scales
+
+    weight, scales = lax.map(one, jax.random.split(jax.random.key(seed), shape[0]))
+    return jgg.Quantized(weight, scales, mode="fp8", bits=8, group_size=128, block=block)
 
 
 @functools.partial(jax.jit, static_argnames="f")

@@ -63,6 +63,8 @@ CHUNK = 2**28
 
 
 def humming_arm(case: Qmm, v: Operands) -> TorchArm:
+    if case.format.mode == "fp8":
+        raise Unsupported("its blocks of 128 x 128 are not timed here")
     run = importlib.import_module("humming.forward").humming_forward
     tune = importlib.import_module("humming.tune").get_heuristics_config
     if "humming" not in v.weights.peers:

@@ -32,6 +32,7 @@ NVFP4_DECODE = ((128, 2048, 1536), (16, 4096, 4096))
 STACK = (64, 1024, 2048)  # G, N, K of quantize: 256 MiB of bfloat16
 ROWS, WIDTH, GROUPS = 65536, 2048, 8  # of nvfp4_quantize: as many
 OPS = ("qmm", "gather_qmm", "quantize", "nvfp4_quantize", "nvfp4")
+FP8_MODELS = ("Qwen3-30B", "Qwen3-235B", "DeepSeek-V3")  # whose checkpoints come in it
 SMALL = 64 * 2**20  # bytes of weights that are read
 
 
@@ -44,6 +45,8 @@ class Format:
 
     def bytes(self, elements: int, itemsize: int = 2) -> int:
         """Codes, scales and biases (affine ones of so many bytes) of so many elements."""
+        if self.mode == "fp8":  # float32 scales of 128 x 128
+            return elements + 4 * (elements // self.group_size**2)
         scales = elements // self.group_size
         return elements * self.bits // 8 + scales * (2 * itemsize if self.mode == "affine" else 1)
 
@@ -58,6 +61,7 @@ FORMATS = {
         Format("mxfp8", "mxfp8", 8, 32),
         Format("affine8", "affine", 8, 64),
         *(Format(f"affine{bits}", "affine", bits, 64) for bits in (2, 3, 5, 6)),
+        Format("fp8", "fp8", 8, 128),  # in blocks of 128 x 128
     )
 }
 MAIN = tuple(FORMATS)[:6]
@@ -342,7 +346,7 @@ def cases(op: str, level: str = "default", skew: bool = False) -> list[Case]:
 def convert_cases(level: str) -> Iterable[Convert]:
     """Conversions of bfloat16, and of other types in one format of each mode, at "full" in all."""
     names = ("nvfp4", "affine4", "affine4 g128", "mxfp8") if level == "quick" else FORMATS
-    for name in names:
+    for name in (name for name in names if name != "fp8"):  # fp8_shapes has it
         others = level == "full" or (level == "default" and name in (*MAIN[:3], "mxfp8"))
         for global_scale in (False, True) if name == "nvfp4" and level != "quick" else (False,):
             for dtype in ("bfloat16", "float32", "float16") if others else ("bfloat16",):
@@ -365,7 +369,7 @@ def qmm_cases(level: str, skew: bool) -> Iterable[Qmm]:
 def qmm_tokens(level: str, name: str, weights: str) -> tuple[int, ...]:
     first = name == "Qwen3-30B up"  # which has every format
     if level == "full":
-        return TOKENS if first or weights in MAIN else ()
+        return TOKENS if first or weights in (*MAIN, "fp8") else ()
     if level == "quick":
         quick = {
             ("Qwen3-30B up", "nvfp4"): (1, 64, 4096),
@@ -375,6 +379,8 @@ def qmm_tokens(level: str, name: str, weights: str) -> tuple[int, ...]:
         return quick.get((name, weights), ())
     if first:
         return TOKENS[:-1] if weights == "nvfp4" else (8, 64, 4096)
+    if weights == "fp8" and name.split()[0] in FP8_MODELS:  # 64 to 512 rows
+        return (8, 16, 64)
     if weights == ("mxfp4" if name == "gpt-oss-120b up" else "nvfp4"):
         if name.endswith("up"):
             return (8, 64, 4096)

@@ -61,10 +61,9 @@ def test_activation(rng, activation, f, sizes):
     codes, scales = jax.jit(functools.partial(fp8_activation._activation, activation=activation))(
         h, sizes_
     )
-    close(got, fp8_convert.made(codes, scales), slice(None))
-    rows = slice(live(sizes), None)
-    assert not np.asarray(got.weight, np.float32)[rows].any()
-    np.testing.assert_array_equal(np.asarray(got.scales)[rows], 1)
+    rows = live(sizes)  # others are left as they are
+    of_groups = lambda codes, scales: fp8_convert.made(codes[:rows], scales[:rows])
+    close(of_groups(got.weight, got.scales), of_groups(codes, scales), slice(None))
 
 
 @pytest.mark.gpu
