@@ -1,4 +1,4 @@
-"""How ``moe_mlp`` scales with GPUs: what four H200s measured, and a model for more.
+"""How ``moe_mlp`` scales with GPUs: what H200s and H100s measured, and a model for more.
 
 python -m benchmarks.scaling                # prints the tables, writes docs/scaling.md and its plot
 python -m benchmarks.scaling --check        # only says whether the page has these tables
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import json
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from .scaling_model import NODE, Layer, total
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PLOT = DOCS / "scaling.md", DOCS / "plots/scaling.svg"
+H100S = Path(__file__).parent / "results/h100/moe/expert_parallel.json"
 COMMAND = "python -m benchmarks.scaling"
 BOUND = 0.15
 QWEN, DEEPSEEK = MODELS[1], MODELS[2]
@@ -103,6 +106,20 @@ def errors() -> list[tuple[Point, str, float, float]]:
     return out
 
 
+@functools.cache
+def on_h100s() -> dict[tuple[int, str, str], tuple[float, float]]:
+    """Measured and predicted, by tokens of each GPU, direction ("forward" or "both") and arm, at an
+    even routing. The model has the H200's rates."""
+    out = {}
+    for r in json.loads(H100S.read_text())["records"]:
+        if r["part"] == "layer" and r["routing"] == "even":
+            layer = Layer(QWEN, r["tokens"], r["devices"], r["transport"])
+            direction = "forward" if r["direction"] == "forward" else "both"
+            model = total(getattr(layer, direction)())
+            out[r["tokens"], direction, r["arm"]] = r["ms"]["median"], model
+    return out
+
+
 def efficiency(model: Model, gpus: int, arm: Arm, direction: str) -> float:
     """One GPU's time of as many tokens, over that of each of several."""
     alone = Layer(model, TOKENS)
@@ -129,6 +146,19 @@ def measured_table() -> str:
     return table(
         ["GPUs", "tokens in all", "transport", "", "measured", "predicted", "off"], lines, 4
     )
+
+
+def h100_table() -> str:
+    points = on_h100s()
+    arms = list(dict.fromkeys(arm for _, _, arm in points))
+    lines = []
+    for tokens, direction in dict.fromkeys((t, d) for t, d, _ in points):
+        line = [str(tokens), direction]
+        for arm in arms:
+            measured, model = points[tokens, direction, arm]
+            line.append(f"{measured:.2f}, {model:.2f} ({100 * (model / measured - 1):+.0f} %)")
+        lines.append(line)
+    return table(["tokens of each", "", *arms], lines, 2)
 
 
 def parts_table() -> str:
@@ -240,6 +270,7 @@ def memory_table() -> str:
 def tables() -> dict[str, str]:
     return {
         "measured": measured_table(),
+        "H100": h100_table(),
         "parts": parts_table(),
         "efficiency": efficiency_table(),
         "weak Qwen3-30B-A3B": weak(QWEN),
@@ -275,8 +306,11 @@ def draw(path: Path) -> None:
             }
     some = [p for p in POINTS if p.tokens == p.gpus * TOKENS]
     alone = next(p for p in some if p.gpus == 1)
-    measured = [(p.gpus, 100 * alone.forward / p.forward) for p in some]
-    plots.scaling(panels, {next(iter(panels)): measured}, path)
+    h200s = [(p.gpus, 100 * alone.forward / p.forward) for p in some]
+    both = {arm: ms for (t, d, arm), (ms, _) in on_h100s().items() if (t, d) == (TOKENS, "both")}
+    h100s = [(int(arm.split()[0]), 100 * both["1"] / ms) for arm, ms in both.items()]
+    measured = {f"{QWEN.name}, forward": h200s, f"{QWEN.name}, forward and gradients": h100s}
+    plots.scaling(panels, measured, path)
 
 
 def main(argv=None) -> int:

@@ -18,8 +18,19 @@ from benchmarks.scaling_model import Layer, total  # noqa: E402
 def test_predictions_are_within_the_bound():
     off = [abs(model / measured - 1) for _, _, measured, model in scaling.errors()]
     assert max(off) < scaling.BOUND
-    said = re.findall(r"The largest error is (\d+) %|within (\d+) %", scaling.PAGE.read_text())
+    said = re.findall(r"On H200s at most (\d+) %|within (\d+) %", scaling.PAGE.read_text())
     assert {int(a or b) for a, b in said} == {round(100 * max(off))}
+
+
+def test_predictions_for_h100s_are_within_the_bound():
+    """Of 1, 2 and 4, each transport, forward and with gradients, at three numbers of tokens."""
+    points = scaling.on_h100s()
+    assert len(points) == 3 * 2 * 5
+    *most, largest = sorted(abs(model / measured - 1) for measured, model in points.values())
+    assert largest < scaling.BOUND
+    said = re.search(r"at most (\d+) % off, and at most (\d+) % but for", scaling.PAGE.read_text())
+    assert said is not None
+    assert [*map(int, said.groups())] == [round(100 * largest), round(100 * most[-1])]
 
 
 def test_the_page_has_these_tables():
