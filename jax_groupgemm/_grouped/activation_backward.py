@@ -58,13 +58,14 @@ def _call(platform, h, d, row_scale, live_rows, *, activation: str):
     if activation not in dense.ACTIVATIONS or choose.choose(problem) is None:
         return None
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
-    results, operands = [like(h)], [h, d]
+    results, operands, aliases = [like(h)], [h, d], {}
     if row_scale is not None:
+        aliases = {0: 0, 1: 1}  # each thread writes where it has read
         results += [like(d), jax.ShapeDtypeStruct(row_scale.shape, jnp.float32)]
         operands.append(row_scale)
         if live_rows is not None:
             operands.append(live_rows)
-    call = jax.ffi.ffi_call("jgg_activation_backward", results)
+    call = jax.ffi.ffi_call("jgg_activation_backward", results, input_output_aliases=aliases)
     return tuple(call(*operands, **attributes({"activation": activation})))
 
 

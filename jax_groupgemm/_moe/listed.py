@@ -110,8 +110,9 @@ def _down_call(platform, ct, h, w, scale, routing, *, options: Options):
     like = lambda *shape: jax.ShapeDtypeStruct(shape, h.dtype)
     sums = jax.ShapeDtypeStruct((-(-columns // 16), rows), jnp.float32)
     run = jax.ffi.ffi_call(
-        "jgg_moe_down_backward", [like(rows, columns), like(rows, 2 * columns), sums]
-    )
+        "jgg_moe_down_backward", [like(rows, columns), like(rows, 2 * columns), sums],
+        input_output_aliases={4: 1},  # dh takes the place of h, tile by tile
+    )  # fmt: skip
     (sizes,) = products.metadata.narrow(rows, w.shape[0])
     a, dh, sums = run(ct, w, sizes, tokens(routing), h, scale, **call.attributes(flags))
     return dh, a, sums.sum(0)
