@@ -27,6 +27,7 @@ pytest.register_assert_rewrite(
     "fp8_quantize_cases",
     "nvfp4_quantize_cases",
     "random_calls",
+    "replays",
 )
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 FOLDER = pytest.StashKey[str]()
