@@ -19,8 +19,10 @@ import pytest
 
 from jax_groupgemm._kernels import extension
 
+pytest_plugins = ["decoder_fixtures"]
 pytest.register_assert_rewrite(
     "checkpoint_writers",
+    "decoder_runs",
     "device_runs",
     "fuzz",
     "host_program",

@@ -8,30 +8,9 @@ import sys
 import decoder_folders
 import numpy as np
 import pytest
-from test_decoder import EXAMPLES, example
+from decoder_runs import EXAMPLES, refused
 
 import jax_groupgemm as jgg
-
-
-@pytest.fixture(scope="module")
-def generate():
-    return example("generate")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Mixtral's fixture, to be changed."""
-    return decoder_folders.copied("mixtral", tmp_path)
-
-
-def refused(generate, folder, *args):
-    with pytest.raises(SystemExit) as error:
-        generate.main([str(folder), "--tokens", "4", "--chunk", "16", *args])
-    text = error.value.code  # Python prints it and ends with status 1
-    assert text.startswith(f"{folder}: ")
-    assert text.count(str(folder)) == 1
-    assert "\n" not in text
-    return text.removeprefix(f"{folder}: ")
 
 
 def test_a_folder_that_is_none(generate, tmp_path):
