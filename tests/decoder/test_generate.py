@@ -197,13 +197,9 @@ def test_layers_that_are_not_scanned_give_the_same(name, devices, generate):
 def test_older_configs_say_the_same(name, generate, tmp_path):
     """Those of released models: transformers renamed some keys since."""
     folder = decoder_folders.copied(name, tmp_path)
-    new, values = generate.config.read(folder), decoder_folders.config_of(name)
-    rope = values.pop("rope_parameters")
-    values |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": values.pop("dtype")}
-    kind = rope.pop("rope_type")
-    values["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
-    if name in ("qwen2_moe", "qwen3_moe", "olmoe") and "num_local_experts" in values:
-        values["num_experts"] = values.pop("num_local_experts")
+    new, values = generate.config.read(folder), decoder_folders.older_config_of(name)
+    if values["rope_scaling"] is not None:
+        values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
     for key in ("layer_types", "head_dim"):  # what follows from others
         if name in ("gpt_oss", "mixtral") and (key, name) != ("head_dim", "gpt_oss"):
             values.pop(key, None)

@@ -1,8 +1,12 @@
 """examples/qlora_moe.py with a checkpoint: what it trains, how it resumes, and PEFT's files."""
 
+import importlib.metadata
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import decoder_folders
 import jax
@@ -10,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder_runs import CHUNK, NAMES, Run, agree, example
+from test_other_libraries import need
 
 import jax_groupgemm as jgg
 
+PEFT = Path(decoder_folders.__file__).with_name("peft_logits.py")
 RANK, ALPHA = 2, 6.0
 TINY = [
     *("--steps", "8", "--eval-every", "4", "--batch", "2", "--context", "16", "--lr", "3e-2"),
@@ -140,19 +146,52 @@ def test_adapters_have_the_names_and_shapes_of_peft(qlora, tiny, tuned):
     assert not re.fullmatch(said["target_modules"], "model.layers.0.mlp.gate_proj")
 
 
+def with_adapters(name, folder):
+    """A fixture's model with random adapters, which are written to the folder."""
+    adapters, rng = example("decoder.adapters"), np.random.default_rng(0)
+    targets = [*adapters.TARGETS[name == "gpt_oss" :]]
+    model = Run(decoder_folders.FIXTURES / name, joined=False).model
+    sites = adapters.attach(model, targets, RANK, ALPHA / RANK)
+    for site in sites:
+        shape = site.pair.b.get_value().shape
+        site.pair.b.set_value(jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32))
+    example("decoder.peft").write(folder, sites, RANK, ALPHA, name)
+    return model
+
+
+def run_with(name, folder):
+    run = Run(decoder_folders.FIXTURES / name, joined=False)
+    example("decoder.peft").read(folder, run.model)
+    run.split()
+    return run
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", NAMES)
+def test_peft_computes_the_same(name, tmp_path):
+    """PEFT takes every tensor by its name."""
+    need("peft")
+    if int(importlib.metadata.version("transformers").split(".")[0]) > 4:
+        pytest.skip("needs transformers 4, whose experts are modules")
+    with_adapters(name, tmp_path / "adapters")
+    folder = decoder_folders.copied(name, tmp_path).rename(tmp_path / "model")
+    config = decoder_folders.older_config_of(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = TOKENS[0, :CHUNK]
+    np.save(tmp_path / "tokens.npy", tokens)
+    subprocess.run([sys.executable, str(PEFT), str(tmp_path)], check=True)
+    theirs = np.load(tmp_path / "theirs.npz")
+    assert sorted(adapters_of(tmp_path)) == theirs["names"].tolist()
+    run = run_with(name, tmp_path / "adapters")
+    agree(run(tokens, CHUNK), theirs["adapted"])
+    assert np.abs(theirs["adapted"] - theirs["plain"]).max() > 0.1 * np.abs(theirs["plain"]).max()
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_are_what_they_add_to_weights(name, tmp_path):
     """Logits and losses are those of a folder whose weights have PEFT's products added."""
-    adapters, peft = example("decoder.adapters"), example("decoder.peft")
-    targets = [*adapters.TARGETS[name == "gpt_oss" :]]
-    model = Run(decoder_folders.FIXTURES / name, joined=False).model
-    sites = adapters.attach(model, targets, RANK, ALPHA / RANK)
-    rng = np.random.default_rng(0)
-    for site in sites:
-        shape = site.pair.b.get_value().shape
-        site.pair.b.set_value(jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32))
-    peft.write(tmp_path / "adapters", sites, RANK, ALPHA, name)
+    model = with_adapters(name, tmp_path / "adapters")
     tensors = decoder_folders.tensors_of(name)
     of_adapters = adapters_of(tmp_path)
     changed = [*tensors]
@@ -164,9 +203,7 @@ def test_adapters_are_what_they_add_to_weights(name, tmp_path):
             changed.remove(weight)
     assert len(changed) < len(tensors)
     merged = decoder_folders.write(tmp_path / "merged", tensors, decoder_folders.config_of(name))
-    run = Run(decoder_folders.FIXTURES / name, joined=False)
-    peft.read(tmp_path / "adapters", run.model)
-    run.split()
+    run = run_with(name, tmp_path / "adapters")
     want = Run(merged)(TOKENS[0, :CHUNK], CHUNK)
     agree(run(TOKENS[0, :CHUNK], CHUNK), want, relative=2e-5)
     loss = example("decoder.training").cross_entropy
