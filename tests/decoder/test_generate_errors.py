@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import decoder_folders
 import numpy as np
@@ -49,6 +50,17 @@ def test_a_missing_shard(generate, folder):
     )
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert refused(generate, folder) == "no .safetensors files"
+
+
+def test_a_folder_that_is_named_from_where_one_is(generate, folder, monkeypatch):
+    """Its files are named without it, and without what is above it."""
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    monkeypatch.chdir(folder.parent)
+    text = refused(generate, Path(folder.name))
+    assert text.startswith("model.safetensors.index.json: file 'model-00002-of-00002.safetensors'")
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit, match=r"^\.: model\.safetensors\.index\.json: file 'model-0"):
+        generate.main(["."])
 
 
 def test_a_truncated_shard(generate, folder):
