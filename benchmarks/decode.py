@@ -2,8 +2,12 @@
 
 python -m benchmarks.decode [--models Qwen3 nvfp4 ...] [--batches 1 8 64] [--json FILE]
 python -m benchmarks.decode --records A.json B.json
+python -m benchmarks.decode --generate 256 [--models Qwen3 nvfp4] [--trace FOLDER]
 
-The decoder is that of examples/generate.py, and so are loading, prepacking and the check of memory.
+The decoder is that of examples/generate.py, and so are loading, prepacking and what is announced of
+memory, which stands beside the peak of the process. ``--generate`` runs that example's own programs
+instead of measuring steps, and loads what it draws from the host, as from files.
+
 Weights are random, drawn on the device in the format. A step reads the last token of each sequence
 and gives the next (greedy); tokens and the cache stay on the device, and the cache is donated. The
 cache begins with ``--context`` random tokens of each sequence.
@@ -30,11 +34,12 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
 
-from . import decode_models, decode_steps, timing
+from . import decode_generate, decode_models, decode_steps, timing
 from .decode_models import CASES, Case
 from .decode_steps import Parts, Steps
 from .gpu import command_output, commit, version
@@ -59,19 +64,24 @@ def measure(case: Case, args) -> list[dict]:
     of_layers = case.config(None, args.tiny).layers
     began = time.perf_counter()
     room = args.context + args.steps
-    model, need = decode_models.loaded(case, config, args, room * max(args.batches))
-    loaded, began = time.perf_counter() - began, time.perf_counter()
-    programs = decode_steps.compiled(model, sorted(args.batches), room)
-    compiled = time.perf_counter() - began
+    made = decode_models.Model(case, config, args, room * max(args.batches))
+    programs = decode_steps.compiled(made.shapes, sorted(args.batches), room)
+    wait(programs.values())
+    compiled, began = time.perf_counter() - began, time.perf_counter()
+    model = made.made()
+    loaded = time.perf_counter() - began
     print(
-        f"{case.name}: {config.layers} of {of_layers} layers, {need.total / GB:.2f} GB announced "
-        f"for batch {max(args.batches)}, made in {loaded:.1f} s, compiled in {compiled:.1f} s",
+        f"{case.name}: {config.layers} of {of_layers} layers, compiled in {compiled:.1f} s, made "
+        f"in {loaded:.1f} s",
         flush=True,
     )
     records = []
     for batch in sorted(args.batches):
         try:
-            found = _of_batch(model, programs[batch].result(), need, batch, room, args)
+            program = programs[batch].result()
+            need = made.announced(decode_steps.empty_cache(model, room, batch), program)
+            print(f"batch {batch} {need.announced(made.room)}", flush=True)
+            found = _of_batch(model, program, need, batch, room, args)
         except Exception:
             traceback.print_exc()
             print(f"{case.name} batch {batch} failed", flush=True)
@@ -99,8 +109,7 @@ def _of_batch(model, program, need, batch: int, room: int, args) -> dict:
     if args.trace:
         with jax.profiler.trace(str(args.trace / f"batch{batch}")):
             steps.run(16)
-    cache = need.cache * batch / max(args.batches)
-    memory = decode_steps.memory(need.experts + need.others + cache)
+    memory = decode_steps.memory(need.total)
     out = {
         "ms": {"wall": statistics.median(walls), "kernels": kernels},
         "steps": args.steps, "ms_of_steps": many, "tokens_per_s": 1e3 * batch / many,
@@ -237,6 +246,8 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--no-parts", dest="parts", action="store_false", help="the whole step alone")
     add("--quick", action="store_true", help="few repetitions")
     add("--trace", type=Path, metavar="FOLDER", help="a trace of 16 steps of each batch")
+    add("--generate", type=int, metavar="TOKENS",
+        help="as examples/generate.py: its memory beside what it announces")  # fmt: skip
     add("--json", type=Path, help="the record, rewritten after every case")
     add("--records", nargs="+", type=Path, help="measure nothing: show these")
     add("--commit", help="recorded; by default what git says")
@@ -270,6 +281,8 @@ def main(argv=None) -> int:
             "--tiny runs on any machine."
         )
     with jax.numpy_dtype_promotion("standard"):  # as examples/generate.py
+        if args.generate:
+            return int(not all(decode_generate.measured(case, args) for case in cases))
         records = [r for case in cases for r in measure(case, args)]
     gc.collect()  # modules refer to each other
     b = timing.ceilings([])[1] if jax.default_backend() == "gpu" else None

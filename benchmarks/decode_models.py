@@ -24,8 +24,8 @@ from flax import nnx
 import jax_groupgemm as jgg
 from examples.decoder import config as configs
 from examples.decoder.config import Config
-from examples.decoder.loading import Options, placed
-from examples.decoder.memory import Need
+from examples.decoder.loading import Options, placed, shapes
+from examples.decoder.memory import Need, Use, free
 from examples.decoder.model import Block, Decoder
 from examples.decoder.weights import Header, Weights
 
@@ -158,6 +158,7 @@ class Drawn(Weights):
     headers: dict[str, Header]
     case: Case = CASES[0]
     only_headers: bool = False
+    on_host: bool = False  # what is drawn, as what a file gives is
 
     def has(self, name: str) -> bool:
         gpt_oss = self.case.values["model_type"] == "gpt_oss"
@@ -193,7 +194,10 @@ class Drawn(Weights):
         dtype = jnp.dtype(self.dtype if dtype is None else dtype).name
         kind, nbytes = _kind(tuple(shape), format, dtype)
         self._said(name, shape, nbytes, plain=format is None)
-        return kind if self.only_headers else drawn(self._seed(name), tuple(shape), format, dtype)
+        if self.only_headers:
+            return kind
+        value = drawn(self._seed(name), tuple(shape), format, dtype)
+        return jax.device_get(value) if self.on_host else value
 
     def _said(self, name: str, shape, nbytes: int, plain: bool) -> None:
         self.headers[self.prefix + name] = Header("BF16" if plain else "U8", tuple(shape), nbytes)
@@ -215,18 +219,31 @@ def headers(case: Case, config: Config, dtype: str) -> dict[str, Header]:
     return asked.headers
 
 
-def model_of(case: Case, config: Config, options: Options) -> Decoder:
-    """As examples/generate.py has it of a folder."""
-    said = headers(case, config, options.dtype)
-    weights = Drawn({}, said, {}, case.format, jnp.dtype(options.dtype), case=case)
-    return placed(config, weights, options)
+def weights_of(case: Case, config: Config, dtype: str, on_host: bool = False) -> Drawn:
+    """In place of a folder's."""
+    said = headers(case, config, dtype)
+    return Drawn({}, said, {}, case.format, jnp.dtype(dtype), case=case, on_host=on_host)
 
 
-def loaded(case: Case, config: Config, args, tokens: int) -> tuple[Decoder, Need]:
-    """A model with room for so many tokens of all sequences, and what was announced of it."""
-    config = dataclasses.replace(config, attention=args.attention)
-    options = Options(args.dtype, tokens=tokens, unrolled=not args.scanned)
-    need = Need.of(config, headers(case, config, args.dtype), options)
-    model = model_of(case, config, options)
-    jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-    return model, need
+class Model:
+    """One with room for so many tokens of all sequences, that is not made yet."""
+
+    def __init__(self, case: Case, config: Config, args, tokens: int):
+        self.config = dataclasses.replace(config, attention=args.attention)
+        self.options = Options(args.dtype, tokens=tokens, unrolled=not args.scanned)
+        self.weights = weights_of(case, config, args.dtype)
+        self.room = free(self.options)
+        self.need = Need.of(self.config, self.weights.headers, self.options)
+        #: Programs compile for its shapes.
+        self.shapes, layer = shapes(self.config, self.weights, self.options)
+        # Layers are drawn on the device, where the one before still is.
+        self.layer = 2 * layer
+
+    def announced(self, cache: Any, program: jax.stages.Compiled) -> Need:
+        """As examples/generate.py announces it, for one program."""
+        return self.need.compiled(Use.of(nnx.state(self.shapes), cache, [program]), self.layer)
+
+    def made(self) -> Decoder:
+        model = placed(self.config, self.weights, self.options)
+        jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+        return model

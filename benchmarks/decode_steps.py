@@ -17,6 +17,7 @@ from examples.decoder.attention import Cache
 from examples.decoder.experts import Expert, MixtureOfExperts
 from examples.decoder.generation import following, key_of
 from examples.decoder.layers import Linear
+from examples.decoder.memory import most_held
 from examples.decoder.model import Decoder, Stack, attention_of, heads_axis
 from examples.decoder.sampling import Sampling
 
@@ -43,7 +44,7 @@ def _filled(seed: int, kind, axis: int, zeros: int) -> jax.Array:
 
 def filled_cache(model: Decoder, room: int, batch: int) -> list[Cache]:
     """Random keys and values of every token that there is room for."""
-    kinds = jax.eval_shape(lambda: model.empty_cache(room, batch))
+    kinds = empty_cache(model, room, batch)
     first = attention_of(model.config).first(model.config)
     leaves, tree = jax.tree.flatten(kinds)
     axis = 5 - heads_axis(model.config)  # of slots
@@ -54,8 +55,14 @@ def some_tokens(batch: int, vocabulary: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(batch).integers(0, vocabulary, batch, np.int32))
 
 
+def empty_cache(model: Decoder, room: int, batch: int) -> list[Cache]:
+    """Its shapes."""
+    return jax.eval_shape(lambda: model.empty_cache(room, batch))
+
+
 def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Future[Any]]:
-    """A step's program for each batch, compiled beside each other. One may have failed."""
+    """A step's program for each batch, compiled beside each other. One may have failed. The model
+    may be of shapes."""
     graph, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
 
@@ -64,7 +71,7 @@ def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Fut
         return following(model, cache, tokens, position, key, GREEDY)
 
     def lowered(batch: int) -> Any:
-        cache = jax.eval_shape(lambda: model.empty_cache(room, batch))
+        cache = empty_cache(model, room, batch)
         others = some_tokens(batch, 2), jnp.int32(0), key_of(0)
         # Whatever is fed back keeps its address, so that CUDA graphs need no update.
         return jax.jit(step, donate_argnums=(1, 2, 3)).lower(leaves, cache, *others)
@@ -152,8 +159,7 @@ def bytes_of_step(model: Decoder, batch: int, context: int, met: float) -> dict[
 
 def memory(announced: float) -> dict[str, float | None]:
     """Bytes: what was announced, and the peak of this process so far."""
-    stats = jax.devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
+    peak = most_held()
     return {"announced": announced, "peak": peak, "ratio": peak / announced if peak else None}
 
 

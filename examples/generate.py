@@ -16,15 +16,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import time
 from pathlib import Path
 
 import jax
 
-from decoder import config, loading, peft, tiny, tokens
+from decoder import config, loading, memory, peft, tiny, tokens
 from decoder.errors import Refused, is_folder, sentence
-from decoder.generation import Generator
-from decoder.memory import Need, free
+from decoder.generation import Watch
+from decoder.ready import ready
 from decoder.sampling import Sampling
 from decoder.weights import MODES
 from options import Parser, count
@@ -139,7 +138,8 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     if about.random:
         print("weights are random: the text means nothing")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    generator = ready(folder, about, options, args.adapters, sampling, args.chunk)
+    weights = loading.weights_of(folder, about, options)
+    generator, need = ready(about, weights, options, sampling, args.chunk, args.adapters)
     print(args.prompt, end="", flush=True)
     watch, text = Watch(), []
     generated = watch(generator(prompt, args.tokens, about.ends, args.seed))
@@ -150,57 +150,11 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
         f"\n\nfirst token after {watch.first:.3f} s ({len(prompt) / watch.first:,.0f} tokens/s of "
         f"the prompt), then {watch.rate:,.1f} tokens/s"
     )
+    if (most := memory.most_held()) is not None:
+        print(need.compared(most))
     return {
         "text": "".join(text), "tokens": watch.tokens, "first": watch.first, "rate": watch.rate,
     }  # fmt: skip
-
-
-def ready(folder: Path, about: config.Config, options: loading.Options, adapters: Path | None,
-          sampling: Sampling, chunk: int) -> Generator:  # fmt: skip
-    """Programs are compiled first: they say how much memory they take before anything is loaded."""
-    began = time.perf_counter()
-    weights = loading.weights_of(folder, about, options)
-    need, room = Need.of(about, weights.headers, options), free(options)
-    need.check(room, options.devices)  # whether it is worth compiling
-    shapes, layer = loading.shapes(about, weights, options)
-    if adapters is not None:
-        peft.read(adapters, shapes)
-    generator = Generator(shapes, options.tokens, sampling, chunk)
-    need = need.compiled(generator.use, layer)
-    need.check(room, options.devices)
-    print(need.announced(room), flush=True)
-    compiled_in, began = time.perf_counter() - began, time.perf_counter()
-    model = loading.placed(about, weights, options)
-    if adapters is not None:
-        peft.read(adapters, model)
-    generator.fill(model)
-    jax.block_until_ready(generator.params)
-    loaded_in = time.perf_counter() - began
-    print(f"compiled in {compiled_in:.1f} s, loaded in {loaded_in:.1f} s\n")
-    return generator
-
-
-class Watch:
-    """When tokens come."""
-
-    def __init__(self):
-        self.tokens: list[int] = []
-        self.first = self.last = self.began = time.perf_counter()
-
-    def __call__(self, stream):
-        self.began = time.perf_counter()
-        for token in stream:
-            self.last = time.perf_counter()
-            if not self.tokens:
-                self.first = self.last - self.began
-            self.tokens.append(token)
-            yield token
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second after the first."""
-        seconds = self.last - self.began - self.first
-        return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 else 0.0
 
 
 if __name__ == "__main__":

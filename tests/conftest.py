@@ -19,14 +19,17 @@ import pytest
 
 from jax_groupgemm._kernels import extension
 
+pytest_plugins = ["decoder_fixtures"]
 pytest.register_assert_rewrite(
     "checkpoint_writers",
+    "decoder_runs",
     "device_runs",
     "fuzz",
     "host_program",
     "fp8_quantize_cases",
     "nvfp4_quantize_cases",
     "random_calls",
+    "replays",
 )
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 FOLDER = pytest.StashKey[str]()

@@ -18,25 +18,28 @@ for needed in ("flax", "tokenizers", "tqdm"):
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import decode, decode_models, decode_steps  # noqa: E402
+from benchmarks import decode, decode_generate, decode_models, decode_steps  # noqa: E402
+from examples.decoder.memory import Need  # noqa: E402
 
 CONTEXT, BATCH = 12, 3
 CASES = {case.name: case for case in decode_models.CASES}
 
 
-def loaded(case, scanned, layers):
+def of_case(case, scanned, layers):
     args = SimpleNamespace(attention="xla", dtype="float32", scanned=scanned)
-    return decode_models.loaded(case, case.config(layers, tiny=True), args, BATCH * 16)
+    return decode_models.Model(case, case.config(layers, tiny=True), args, BATCH * 16)
 
 
 def compare(case, scanned, layers=2):
     """A step of a batch, and the steps of its sequences in a model whose layers are scanned."""
-    model, need = loaded(case, scanned, layers)
-    program = decode_steps.compiled(model, [BATCH], 16)[BATCH].result()
+    made = of_case(case, scanned, layers)
+    program = decode_steps.compiled(made.shapes, [BATCH], 16)[BATCH].result()
+    model = made.made()
+    need = made.announced(decode_steps.empty_cache(model, 16, BATCH), program)
     steps = decode_steps.Steps(model, program, BATCH, 16, CONTEXT)
     tokens, cache = np.asarray(steps.tokens), jax.tree.map(np.asarray, steps.cache)
     steps.run(1)
-    alone = model if scanned else loaded(case, True, layers)[0]
+    alone = model if scanned else of_case(case, True, layers).made()
     step = jax.jit(lambda token, cache: alone(token, jnp.int32(CONTEXT), jnp.int32(1), cache))
     if not scanned:  # one stack of what were several
         cache = [jax.tree.map(lambda *a: np.concatenate(a), *cache)]
@@ -59,8 +62,10 @@ def test_a_step_of_a_batch_is_that_of_its_sequences():
     embedding = model.embedding.get_value().nbytes
     assert bytes_["others"] == need.others - embedding + BATCH * 64 * 4
     assert bytes_["cache"] == BATCH * 2 * 2 * 16 * 4 * (CONTEXT + 1)
-    assert need.cache == bytes_["cache"] / (CONTEXT + 1) * 16
-    assert steps.cache_bytes >= need.cache
+    assert need.cache == steps.cache_bytes == bytes_["cache"] / (CONTEXT + 1) * 16
+    of = steps.step.memory_analysis()
+    peak = of.argument_size_in_bytes + of.output_size_in_bytes + of.temp_size_in_bytes
+    assert need.total == max(peak - of.alias_size_in_bytes, need.experts + need.others + need.layer)
 
 
 @pytest.mark.weekly
@@ -85,6 +90,42 @@ def test_the_command(name, tmp_path, capsys):
     assert whole["bytes"]["experts"] > part["bytes"]["experts"]
     assert set(whole["parts_ms"]) == {"moe", "attention", "head"}
     assert "1 of 2 layers" in capsys.readouterr().out
+
+
+@pytest.mark.weekly
+def test_generating(tmp_path, capsys, monkeypatch):
+    """What is drawn comes from the host, and the example's own programs run."""
+    command = ["--tiny", "--models", "gpt-oss", "--generate", "20", "--context", "140"]
+    command += ["--scanned"]
+    assert decode.main([*command, "--trace", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("gpt-oss-120b mxfp4: 2 layers, scanned\nneeds ")
+    assert "\nthe trace has no kernels\nthe platform does not say how much was held\n" in out
+    monkeypatch.setattr(decode_generate, "most_held", lambda: 10**9)
+    assert decode.main(command) == 1
+    assert "held 1.00 GB at most, " in capsys.readouterr().out
+
+
+def test_memory_is_near_what_was_announced(capsys):
+    need = Need(6e9, 2e9, 1e9, 3e9, False, temporaries=1e9)
+    fits = [decode_generate.fits(need, most) for most in (None, 9.4e9, 9.6e9, 10.4e9, 10.6e9)]
+    assert fits == [True, False, True, True, False]
+    assert "held 9.60 GB at most, 0.960 of what was announced\n" in capsys.readouterr().out
+
+
+def test_gaps_between_kernels():
+    event = lambda begin, end: SimpleNamespace(start_ns=1e3 * begin, end_ns=1e3 * end)
+    line = lambda name, *events: SimpleNamespace(name=name, events=events)
+    first = line("Stream #13(Compute)", event(0, 10), event(40, 50), event(52, 60))
+    second = line("Stream #14(Memset)", event(5, 12), event(55, 58))
+    planes = [
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", event(0, 99))]),
+        SimpleNamespace(name="/device:GPU:0", lines=[second, line("Steps", event(0, 99)), first]),
+    ]
+    gaps = [*decode_generate.idle(decode_generate.runs(planes))]
+    assert gaps == [28.0, 2.0]
+    said = "4 steps have 1 gaps of more than 20 us between kernels; the longest takes 28.0 us"
+    assert decode_generate.described(gaps, 4) == said
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "affine4", "mxfp4", "fp8"])

@@ -12,8 +12,10 @@ class Refused(Exception):
 
 def sentence(folder: Path, error: Refused) -> str:
     """The folder and what is wrong with it. Files in it are named without it."""
-    text = re.sub(r"^jgg\.[\w.]+: ", "", str(error)).removeprefix(f"{folder}: ")
-    return f"{folder}: {text.replace(f'{folder}/', '')}"
+    text = re.sub(r"^jgg\.[\w.]+: ", "", str(error))
+    for name in (str(folder.resolve()), str(folder)):  # it may be given from where one is
+        text = re.sub(rf"(?<![\w./-]){re.escape(name)}/", "", text.removeprefix(f"{name}: "))
+    return f"{folder}: {text}"
 
 
 def is_folder(folder: Path) -> None:

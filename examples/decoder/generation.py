@@ -128,3 +128,26 @@ class Generator:
             if out in ends:
                 return
             yield out
+
+
+class Watch:
+    """When tokens come."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.first = self.last = self.began = time.perf_counter()
+
+    def __call__(self, stream):
+        self.began = time.perf_counter()
+        for token in stream:
+            self.last = time.perf_counter()
+            if not self.tokens:
+                self.first = self.last - self.began
+            self.tokens.append(token)
+            yield token
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second after the first."""
+        seconds = self.last - self.began - self.first
+        return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 else 0.0

@@ -48,6 +48,13 @@ def free(options: Options) -> float:
     return float(found[1]) * 1024 / options.devices if found else float("inf")
 
 
+def most_held() -> int | None:
+    """The most bytes that arrays of this process have had on one device; None where the platform
+    does not say."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
+
+
 def on_one_device(tree: Any) -> int:
     """Bytes of arrays, or of arrays of such shapes, on one of the devices that share them."""
 
@@ -158,6 +165,10 @@ class Need:
         else:
             parts = f"{weights} of weights, {running}"
         return f"needs {amount(self.total)} of {amount(room)}: {parts}"
+
+    def compared(self, most: float) -> str:
+        """With the most that a device has held."""
+        return f"held {amount(most)} at most, {most / self.total:.3f} of what was announced"
 
     def check(self, room: float, devices: int) -> None:
         """Refuse what does not fit, with the formats that would."""

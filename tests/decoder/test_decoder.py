@@ -3,75 +3,14 @@
 The fixtures are made by tools/make_decoder_fixtures.py; nothing here needs torch.
 """
 
-import functools
-import importlib
-from pathlib import Path
-
 import decoder_folders
 import fp8_oracle
-import jax
 import numpy as np
 import oracle
 import pytest
+from decoder_runs import CHUNK, NAMES, Run, agree, example
 
 import jax_groupgemm as jgg
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-CHUNK, ROOM = 8, 40  # the last step of a text fills up its chunk
-NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
-
-
-def example(name):
-    for needed in ("flax", "tokenizers", "tqdm"):
-        pytest.importorskip(needed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module(name)
-
-
-@functools.cache
-def step():
-    """Logits of tokens and the cache after them. Models of the same structure share programs."""
-    nnx = importlib.import_module("flax.nnx")
-
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-    def run(graph, params, cache, tokens, start, count):
-        model = nnx.merge(graph, params)
-        x, cache = model(tokens, start, count, cache)
-        return model.logits(x), cache
-
-    return run
-
-
-class Run:
-    """A model of a folder, and what it remembers."""
-
-    def __init__(self, folder, dtype="float32", **options):
-        self.about = example("decoder.config").read(folder)
-        loading = example("decoder.loading")
-        options = loading.Options(dtype, tokens=ROOM, **options)
-        self.model = loading.load(folder, self.about, options)
-        self.parts = importlib.import_module("flax.nnx").split(self.model)
-        self.cache = self.model.empty_cache(ROOM)
-        self.at = 0
-
-    def __call__(self, tokens, size):
-        """Logits of tokens, a step's ``size`` at a time, the last of them filled up."""
-        out = []
-        for i in range(0, len(tokens), size):
-            some = tokens[i : i + size]
-            part = np.zeros(size, np.int32)
-            part[: len(some)] = some
-            numbers = np.int32(self.at), np.int32(len(some))
-            logits, self.cache = step()(*self.parts, self.cache, part, *numbers)
-            out.append(np.asarray(logits)[: len(some)])
-            self.at += len(some)
-        return np.concatenate(out)
-
-
-def agree(got, want, relative=1e-5):
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=0, atol=relative * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "qwen3_moe_fp8"])

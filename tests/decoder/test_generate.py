@@ -8,23 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decoder import CHUNK, NAMES, Run, example
-
-
-@pytest.fixture(scope="module")
-def generate():
-    return example("generate")
-
-
-@pytest.fixture(scope="module")
-def tiny(generate, tmp_path_factory):
-    return generate.tiny.write(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Mixtral's fixture, to be changed."""
-    return decoder_folders.copied("mixtral", tmp_path)
+from decoder_runs import CHUNK, NAMES, Run, generator
 
 
 def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, monkeypatch, capsys):
@@ -79,6 +63,15 @@ def test_fixtures_are_what_their_script_makes(generate):
         assert sum(path.stat().st_size for path in folder.iterdir()) < 1e6
 
 
+def test_what_was_held_stands_beside_what_was_announced(generate, tiny, monkeypatch, capsys):
+    """Where the platform says it, as GPUs do."""
+    for most, want in ((None, 0), (2_000_000, 1)):
+        monkeypatch.setattr(generate.memory, "most_held", lambda most=most: most)
+        generate.main([str(tiny), "--tokens", "2", "--chunk", "16"])
+        found = re.findall(r"\nheld 2\.00 MB at most, (1\.\d{3}) of what", capsys.readouterr().out)
+        assert len(found) == want
+
+
 def test_weights_that_are_not_random_are_not_called_so(generate, folder, capsys):
     decoder_folders.change(folder, random_weights=None)
     generate.main([str(folder), "--tokens", "1", "--chunk", "16"])
@@ -91,8 +84,8 @@ def test_weights_that_are_not_random_are_not_called_so(generate, folder, capsys)
 def generated(generate, tiny):
     """Samples after nine tokens, of a model that has room for 32."""
     model = Run(tiny).model
-    generator = generate.Generator(model, 32, generate.Sampling(temperature=2.0, top_k=50), 8)
-    return lambda count, **kwargs: [*generator(range(1, 10), count, **kwargs)]
+    run = generator(model, 32, 8, temperature=2.0, top_k=50)
+    return lambda count, **kwargs: [*run(range(1, 10), count, **kwargs)]
 
 
 def test_it_ends_at_the_end_of_a_text(generated):
@@ -187,8 +180,8 @@ def test_devices_share_experts_and_heads(name, generate):
     block = run.model.stacks[0].layers
     assert block.mlp.up.get_value().sharding.spec[:2] == (None, "devices")
     assert "devices" in block.attention.query.weight.get_value().sharding.spec
-    generator = generate.Generator(run.model, 32, generate.Sampling(), 8)
-    assert [*generator(want["prompt"], 12)] == want["tokens"][:12].tolist()
+    generated = generator(run.model, 32, 8)(want["prompt"], 12)
+    assert [*generated] == want["tokens"][:12].tolist()
 
 
 @pytest.mark.weekly
@@ -196,21 +189,17 @@ def test_devices_share_experts_and_heads(name, generate):
 def test_layers_that_are_not_scanned_give_the_same(name, devices, generate):
     want = decoder_folders.logits(name)
     run = Run(decoder_folders.FIXTURES / name, devices=devices, unrolled=True)
-    generator = generate.Generator(run.model, 32, generate.Sampling(), 8)
-    assert [*generator(want["prompt"], 12)] == want["tokens"][:12].tolist()
+    generated = generator(run.model, 32, 8)(want["prompt"], 12)
+    assert [*generated] == want["tokens"][:12].tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_older_configs_say_the_same(name, generate, tmp_path):
     """Those of released models: transformers renamed some keys since."""
     folder = decoder_folders.copied(name, tmp_path)
-    new, values = generate.config.read(folder), decoder_folders.config_of(name)
-    rope = values.pop("rope_parameters")
-    values |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": values.pop("dtype")}
-    kind = rope.pop("rope_type")
-    values["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
-    if name in ("qwen2_moe", "qwen3_moe", "olmoe") and "num_local_experts" in values:
-        values["num_experts"] = values.pop("num_local_experts")
+    new, values = generate.config.read(folder), decoder_folders.older_config_of(name)
+    if values["rope_scaling"] is not None:
+        values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
     for key in ("layer_types", "head_dim"):  # what follows from others
         if name in ("gpt_oss", "mixtral") and (key, name) != ("head_dim", "gpt_oss"):
             values.pop(key, None)

@@ -4,34 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import decoder_folders
 import numpy as np
 import pytest
-from test_decoder import EXAMPLES, example
+from decoder_runs import EXAMPLES, refused
 
 import jax_groupgemm as jgg
-
-
-@pytest.fixture(scope="module")
-def generate():
-    return example("generate")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Mixtral's fixture, to be changed."""
-    return decoder_folders.copied("mixtral", tmp_path)
-
-
-def refused(generate, folder, *args):
-    with pytest.raises(SystemExit) as error:
-        generate.main([str(folder), "--tokens", "4", "--chunk", "16", *args])
-    text = error.value.code  # Python prints it and ends with status 1
-    assert text.startswith(f"{folder}: ")
-    assert text.count(str(folder)) == 1
-    assert "\n" not in text
-    return text.removeprefix(f"{folder}: ")
 
 
 def test_a_folder_that_is_none(generate, tmp_path):
@@ -70,6 +50,17 @@ def test_a_missing_shard(generate, folder):
     )
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert refused(generate, folder) == "no .safetensors files"
+
+
+def test_a_folder_that_is_named_from_where_one_is(generate, folder, monkeypatch):
+    """Its files are named without it, and without what is above it."""
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    monkeypatch.chdir(folder.parent)
+    text = refused(generate, Path(folder.name))
+    assert text.startswith("model.safetensors.index.json: file 'model-00002-of-00002.safetensors'")
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit, match=r"^\.: model\.safetensors\.index\.json: file 'model-0"):
+        generate.main(["."])
 
 
 def test_a_truncated_shard(generate, folder):

@@ -6,22 +6,11 @@ import re
 import decoder_folders
 import jax
 import pytest
-from test_decoder import example
-from test_generate_errors import refused
+from decoder_runs import example, generator, refused
 
 import jax_groupgemm as jgg
 
 ROOM, CHUNK = 64, 16
-
-
-@pytest.fixture(scope="module")
-def generate():
-    return example("generate")
-
-
-@pytest.fixture(scope="module")
-def tiny(generate, tmp_path_factory):
-    return generate.tiny.write(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +43,15 @@ def both(generate, folder, **kwargs):
     with jax.numpy_dtype_promotion("standard"):
         shapes, layer = loading.shapes(about, weights, options)
         assert all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(nnx_state(shapes)))
-        announced = generate.Generator(shapes, ROOM, generate.Sampling(), CHUNK)
+        announced = generator(shapes, ROOM, CHUNK)
         model = loading.placed(about, weights, options)
-        run = generate.Generator(model, ROOM, generate.Sampling(), CHUNK)
-    need = generate.Need.of(about, weights.headers, options).compiled(announced.use, layer)
+        run = generator(model, ROOM, CHUNK)
+    need = need_of(about, weights.headers, options).compiled(announced.use, layer)
     return announced, run, model, need
+
+
+def need_of(*args):
+    return example("decoder.memory").Need.of(*args)
 
 
 def nnx_state(model):
@@ -161,7 +154,7 @@ def test_a_layer_that_is_loaded_counts(generate):
 
 
 def test_files_alone_can_say_so(generate, tiny, monkeypatch):
-    monkeypatch.setattr(generate, "Generator", None)  # nothing is compiled
+    monkeypatch.setattr(example("decoder.ready"), "Generator", None)  # nothing is compiled
     assert re.fullmatch(
         r"786 kB of experts, 169 kB of other weights and 16\.4 kB of cache do not fit into the "
         r"400 kB that the device has free; experts would fit with --quantize mxfp4 \(104 kB\) or "
@@ -216,10 +209,10 @@ def test_what_a_checkpoint_needs_is_counted(generate, tiny):
     loading = generate.loading
     options = loading.Options("bfloat16", tokens=100)
     said = loading.headers(tiny, jgg.checkpoints.open(tiny))
-    need = generate.Need.of(about, said, options)
+    need = need_of(about, said, options)
     numbers = 2 * 8 * 3 * 64 * 64
     assert need.experts == 2 * numbers
     assert need.cache == 2 * 2 * 2 * 16 * 100 * 2
-    quantized = generate.Need.of(about, said, dataclasses.replace(options, quantize="nvfp4"))
+    quantized = need_of(about, said, dataclasses.replace(options, quantize="nvfp4"))
     assert quantized.experts == numbers * 4.5 / 8
     assert quantized.others == need.others

@@ -1,19 +1,24 @@
 """examples/qlora_moe.py with a checkpoint: what it trains, how it resumes, and PEFT's files."""
 
-import importlib
+import importlib.metadata
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import decoder_folders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decoder import CHUNK, NAMES, Run, agree, example
+from decoder_runs import CHUNK, NAMES, Run, agree, example
+from test_other_libraries import need
 
 import jax_groupgemm as jgg
 
+PEFT = Path(decoder_folders.__file__).with_name("peft_logits.py")
 RANK, ALPHA = 2, 6.0
 TINY = [
     *("--steps", "8", "--eval-every", "4", "--batch", "2", "--context", "16", "--lr", "3e-2"),
@@ -35,11 +40,6 @@ def with_tokenizer(folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return example("decoder.tiny").write(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(100)))
@@ -47,24 +47,24 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tuned(qlora, folder, text, tmp_path_factory):
+def tuned(qlora, tiny, text, tmp_path_factory):
     """The folder and the results of one uninterrupted run, and what it last evaluated."""
     out, calls = tmp_path_factory.mktemp("run"), []
     evaluate = qlora.qlora_checkpoint.evaluate
     with pytest.MonkeyPatch.context() as patch:
         keep = lambda *args: calls.append(args) or evaluate(*args)
         patch.setattr(qlora.qlora_checkpoint, "evaluate", keep)
-        results = qlora.main([str(folder), *text, *TINY, "--out", str(out)])
+        results = qlora.main([str(tiny), *text, *TINY, "--out", str(out)])
     return out, results, calls[-1]
 
 
 @pytest.fixture(scope="module")
-def again(qlora, tuned, folder):
+def again(qlora, tuned, tiny):
     """Graph, adapters and frozen weights of the folder with the adapters that the run wrote."""
     of = qlora.qlora_checkpoint
     with jax.numpy_dtype_promotion("standard"):
         options = of.loading.Options("float32", "nvfp4", joined=False)
-        model = of.loading.load(folder, of.config.read(folder), options)
+        model = of.loading.load(tiny, of.config.read(tiny), options)
         of.peft.read(tuned[0] / "adapters", model)
     parts = of.nnx.split(model, of.adapters.Adapter, ...)
     return parts[0], *jax.device_put(parts[1:], jax.devices()[0])
@@ -89,10 +89,10 @@ def test_it_learns_and_writes_its_files(tuned):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_resumes_as_if_never_interrupted(qlora, folder, text, tuned, tmp_path):
+def test_it_resumes_as_if_never_interrupted(qlora, tiny, text, tuned, tmp_path):
     out, results, _ = tuned
     shutil.copytree(out / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
-    resumed = qlora.main([str(folder), *text, *TINY, "--out", str(tmp_path), "--resume"])
+    resumed = qlora.main([str(tiny), *text, *TINY, "--out", str(tmp_path), "--resume"])
     assert resumed["history"]["training"] == results["history"]["training"]
     assert [*map(tuple, resumed["history"]["held_out"])] == results["history"]["held_out"]
     got, want = adapters_of(tmp_path), adapters_of(out)
@@ -120,9 +120,9 @@ def test_adapters_are_read_again(qlora, tuned, again):
     assert float(got) == results["after"]
 
 
-def test_adapters_have_the_names_and_shapes_of_peft(qlora, folder, tuned):
+def test_adapters_have_the_names_and_shapes_of_peft(qlora, tiny, tuned):
     out = tuned[0]
-    about, tensors = qlora.qlora_checkpoint.config.read(folder), adapters_of(out)
+    about, tensors = qlora.qlora_checkpoint.config.read(tiny), adapters_of(out)
     said = json.loads((out / "adapters" / "adapter_config.json").read_text())
     assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", RANK, ALPHA)
     d, f, n = about.width, about.expert_width, about.heads * about.head_size
@@ -146,19 +146,52 @@ def test_adapters_have_the_names_and_shapes_of_peft(qlora, folder, tuned):
     assert not re.fullmatch(said["target_modules"], "model.layers.0.mlp.gate_proj")
 
 
+def with_adapters(name, folder):
+    """A fixture's model with random adapters, which are written to the folder."""
+    adapters, rng = example("decoder.adapters"), np.random.default_rng(0)
+    targets = [*adapters.TARGETS[name == "gpt_oss" :]]
+    model = Run(decoder_folders.FIXTURES / name, joined=False).model
+    sites = adapters.attach(model, targets, RANK, ALPHA / RANK)
+    for site in sites:
+        shape = site.pair.b.get_value().shape
+        site.pair.b.set_value(jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32))
+    example("decoder.peft").write(folder, sites, RANK, ALPHA, name)
+    return model
+
+
+def run_with(name, folder):
+    run = Run(decoder_folders.FIXTURES / name, joined=False)
+    example("decoder.peft").read(folder, run.model)
+    run.split()
+    return run
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", NAMES)
+def test_peft_computes_the_same(name, tmp_path):
+    """PEFT takes every tensor by its name."""
+    need("peft")
+    if int(importlib.metadata.version("transformers").split(".")[0]) > 4:
+        pytest.skip("needs transformers 4, whose experts are modules")
+    with_adapters(name, tmp_path / "adapters")
+    folder = decoder_folders.copied(name, tmp_path).rename(tmp_path / "model")
+    config = decoder_folders.older_config_of(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = TOKENS[0, :CHUNK]
+    np.save(tmp_path / "tokens.npy", tokens)
+    subprocess.run([sys.executable, str(PEFT), str(tmp_path)], check=True)
+    theirs = np.load(tmp_path / "theirs.npz")
+    assert sorted(adapters_of(tmp_path)) == theirs["names"].tolist()
+    run = run_with(name, tmp_path / "adapters")
+    agree(run(tokens, CHUNK), theirs["adapted"])
+    assert np.abs(theirs["adapted"] - theirs["plain"]).max() > 0.1 * np.abs(theirs["plain"]).max()
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_are_what_they_add_to_weights(name, tmp_path):
     """Logits and losses are those of a folder whose weights have PEFT's products added."""
-    adapters, peft = example("decoder.adapters"), example("decoder.peft")
-    targets = [*adapters.TARGETS[name == "gpt_oss" :]]
-    model = Run(decoder_folders.FIXTURES / name, joined=False).model
-    sites = adapters.attach(model, targets, RANK, ALPHA / RANK)
-    rng = np.random.default_rng(0)
-    for site in sites:
-        shape = site.pair.b.get_value().shape
-        site.pair.b.set_value(jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32))
-    peft.write(tmp_path / "adapters", sites, RANK, ALPHA, name)
+    model = with_adapters(name, tmp_path / "adapters")
     tensors = decoder_folders.tensors_of(name)
     of_adapters = adapters_of(tmp_path)
     changed = [*tensors]
@@ -170,9 +203,7 @@ def test_adapters_are_what_they_add_to_weights(name, tmp_path):
             changed.remove(weight)
     assert len(changed) < len(tensors)
     merged = decoder_folders.write(tmp_path / "merged", tensors, decoder_folders.config_of(name))
-    run = Run(decoder_folders.FIXTURES / name, joined=False)
-    peft.read(tmp_path / "adapters", run.model)
-    run.parts = importlib.import_module("flax.nnx").split(run.model)
+    run = run_with(name, tmp_path / "adapters")
     want = Run(merged)(TOKENS[0, :CHUNK], CHUNK)
     agree(run(TOKENS[0, :CHUNK], CHUNK), want, relative=2e-5)
     loss = example("decoder.training").cross_entropy
@@ -184,8 +215,8 @@ def test_adapters_are_what_they_add_to_weights(name, tmp_path):
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("base", ["affine4", "fp8", "as_stored"])
-def test_bases(base, qlora, folder, text, tmp_path, capsys):
-    results = qlora.main([str(folder), *text, *TINY, "--out", str(tmp_path), "--base", base])
+def test_bases(base, qlora, tiny, text, tmp_path, capsys):
+    results = qlora.main([str(tiny), *text, *TINY, "--out", str(tmp_path), "--base", base])
     assert results["after"] < results["before"] - 0.3
     mode = {"affine4": "affine", "as_stored": "float32"}.get(base, base)
     assert f"experts in {mode}: " in capsys.readouterr().out
@@ -203,21 +234,22 @@ def test_quantized_folders_stay_as_stored(format, qlora, text, tmp_path, capsys)
         qlora.main([*arguments, "--base", "affine4"])
 
 
-def test_generate_reads_what_it_wrote(tuned, folder, monkeypatch):
+def test_generate_reads_what_it_wrote(tuned, tiny, monkeypatch):
     """Its programs are compiled for shapes of adapters, too, and once."""
     generate, peft = example("generate"), example("decoder.peft")
-    compiled, compile = [], generate.Generator._compile
+    generator = example("decoder.generation").Generator
+    compiled, compile = [], generator._compile
     counted = lambda self, model: compiled.append(model) or compile(self, model)
-    monkeypatch.setattr(generate.Generator, "_compile", counted)
-    options = [str(folder), "--prompt", "7 squared", "--tokens", "8", "--chunk", "16"]
+    monkeypatch.setattr(generator, "_compile", counted)
+    options = [str(tiny), "--prompt", "7 squared", "--tokens", "8", "--chunk", "16"]
     options += ["--quantize", "nvfp4"]
     got = generate.main([*options, "--adapters", str(tuned[0] / "adapters")])["tokens"]
     assert len(compiled) == 1
     assert got != generate.main(options)["tokens"]
-    run = Run(folder, quantize="nvfp4", joined=False)
+    run = Run(tiny, quantize="nvfp4", joined=False)
     with jax.numpy_dtype_promotion("standard"):
         peft.read(tuned[0] / "adapters", run.model)
-    run.parts = importlib.import_module("flax.nnx").split(run.model)
+    run.split()
     prompt = generate.tokens.encode(generate.tiny.tokenizer(), "7 squared")
     assert got[0] == run(prompt, CHUNK)[-1].argmax()
 
@@ -225,8 +257,8 @@ def test_generate_reads_what_it_wrote(tuned, folder, monkeypatch):
 # ---- what it refuses
 
 
-def test_it_refuses_what_cannot_work(qlora, folder, text, tuned, tmp_path, capsys):
-    run = lambda *args: qlora.main([str(folder), *text, *TINY, "--out", str(tmp_path / "x"), *args])
+def test_it_refuses_what_cannot_work(qlora, tiny, text, tuned, tmp_path, capsys):
+    run = lambda *args: qlora.main([str(tiny), *text, *TINY, "--out", str(tmp_path / "x"), *args])
     for arguments, message in (
         (["--rank", "0"], "--rank: 0 is not positive"),
         (["--targets", "router"], "invalid choice: 'router'"),

@@ -67,6 +67,12 @@ def test_quantizing_says_which_axis(page):
     assert [call for call in calls if "contract=" not in call] == []
 
 
+def test_the_guide_has_every_file_of_the_decoder():
+    text = (ROOT / "docs/guides/generate.md").read_text()
+    names = {path.name for path in (ROOT / "examples/decoder").glob("*.py")} - {"__init__.py"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
 def test_readme_is_short():
     words = re.findall(r"[A-Za-z0-9_]\S*", "\n".join(prose(ROOT / "README.md")))
     assert len(words) <= 600

@@ -18,7 +18,7 @@ from device_runs import (
     run,
 )
 from jax import lax
-from test_graph_safety import CAPTURED, EAGER
+from replays import CAPTURED, EAGER, refill
 from test_grouped_mm import epilogue_oracle
 from test_quantize_call import calls
 from thunks import custom_calls
@@ -186,13 +186,6 @@ def test_one_after_the_other():
             assert_same_bytes(eager()(operands, metadata), first)
         firsts.append(first)
     assert all(jax.device_get(differences(*firsts)).values())
-
-
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def refill(old, new):
-    """A copy of ``new`` where ``old`` was."""
-    del old
-    return jax.tree.map(lambda a: a * a.dtype.type(1), new)
 
 
 @hopper

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from handler_watch import CALLS, Watch, needs_compiler, watched
+from handler_watch import Watch, needs_compiler, watched
 from moe_step import EXPERTS, LINEAR, dense, jitted, problem
+from replays import CAPTURED, EAGER, assert_replayed, replayed, same_bits
 from thunks import custom_calls
 
 ROUNDS = 3
@@ -69,17 +70,6 @@ def test_step_against_dense(precision):
 
 # ---- on a GPU --------------------------------------------------------------------------------
 
-# XLA captures as many thunks as this or more. Tuning, which may choose another kernel in every
-# compilation, is off.
-CAPTURED = {"xla_gpu_graph_min_graph_size": 1, "xla_gpu_autotune_level": 0}
-EAGER = CAPTURED | {"xla_gpu_graph_min_graph_size": 2**30}
-
-
-def same_bits(got, want) -> bool:
-    leaves = (jax.tree.leaves(jax.device_get(tree)) for tree in (got, want))
-    return all(g.tobytes() == w.tobytes() for g, w in zip(*leaves, strict=True))
-
-
 # Between a GPU and a CPU, from the same state: of loss and gradients. Sums in another order change
 # some roundings to bfloat16, and through them some to four bits. On a CPU, noise of 2**-14 in the
 # tokens, more than such sums differ by, makes 2.6e-4 and 4.5e-3 in bfloat16, 1.6e-3 and 0.023 in
@@ -120,31 +110,16 @@ def test_captured_step(tmp_path, precision):
         assert max(gradient_errors(grads, want_grads)) < highest
 
 
-SETTLED = 6  # runs after which neither XLA nor its allocator should do anything anew
-
-
 def replays(watch: Watch):
-    """Of runs of a captured step: how many handlers are called, and whether its bits are right.
-
-    First some with one batch, then each of the others once. Where an address changes XLA captures
-    again, so operands stay where they are, and all else is allocated and freed in one order.
-    """
+    """Runs of a captured step, by precision."""
     state, batches, _ = problem()
-    on_gpu = jax.device_put(state)
-    one = lambda a: a * a.dtype.type(1)
-    refill = jax.jit(lambda old, new: jax.tree.map(one, new), donate_argnums=0, keep_unused=True)
-    found = {}
+    on_gpu, found = jax.device_put(state), {}
     for precision in LINEAR:
         lowered = jitted.lower(state, *batches[0], precision=precision)
         captured, eager = (lowered.compile(compiler_options=o) for o in (CAPTURED, EAGER))
         wants = [jax.device_get(eager(on_gpu, *batch)) for batch in batches]
-        held, found[precision] = jax.device_put(batches[0]), []
-        for i in [0] * SETTLED + list(range(1, len(batches))):
-            held = jax.block_until_ready(refill(held, batches[i]))
-            with watch.recorded() as calls:
-                got = jax.device_get(captured(on_gpu, *held))
-            handlers = sum(functions[CALLS] for functions in calls.values())
-            found[precision].append((handlers, same_bits(got, wants[i])))
+        run = lambda batch, captured=captured: captured(on_gpu, *batch)
+        found[precision] = replayed(watch, run, batches, wants, rounds=1)
     return found
 
 
@@ -153,7 +128,4 @@ def replays(watch: Watch):
 def test_replays_call_no_handler():
     """The device reads group sizes: with others, what was captured runs again, and no handler."""
     for precision, runs in watched("CUDA", replays).items():
-        handlers, right = zip(*runs, strict=True)
-        assert all(right), (precision, runs)
-        assert handlers[0] > 0, (precision, handlers)
-        assert 0 in handlers[SETTLED:], (precision, handlers)
+        assert_replayed(runs, precision)

@@ -185,6 +185,17 @@ def config_of(name, **more):
     return json.loads((FIXTURES / name / "config.json").read_text()) | more
 
 
+def older_config_of(name):
+    """With the keys of transformers 4."""
+    values = config_of(name)
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": values.pop("dtype")}
+    values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if name in ("qwen2_moe", "qwen3_moe", "olmoe") and "num_local_experts" in values:
+        values["num_experts"] = values.pop("num_local_experts")
+    return values
+
+
 def quantized(name, format, folder):
     """Two folders: a fixture in a format, and with that one's values in float32."""
     writer, said = FORMATS[format]

@@ -15,10 +15,10 @@ from device_runs import (
     on_stream,
     profile_on_two_streams,
 )
-from handler_watch import CALLS, Watch, needs_compiler, watched
-from test_determinism import assert_same_bytes, bits, hopper, refill
+from handler_watch import Watch, needs_compiler, watched
+from replays import CAPTURED, EAGER, assert_replayed, replayed
+from test_determinism import assert_same_bytes, bits, hopper
 from test_experts_gpu import close, operands
-from test_graph_safety import CAPTURED, EAGER, SETTLED, same_bits
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -85,20 +85,14 @@ def test_captured(tmp_path, name):
 
 
 def replays(watch: Watch):
-    """Of runs of a captured step: how many handlers are called, and whether its bits are right.
-    Operands stay where they are, as in test_graph_safety.replays."""
+    """Runs of a captured step, by case."""
     found = {}
     for name in CASES:
         floats, indices = problem(name)
         captured, eager = (lowered(name).compile(compiler_options=o) for o in (CAPTURED, EAGER))
         wants = [jax.device_get(eager(floats, index)) for index in indices]
-        held, found[name] = jnp.copy(indices[0]), []
-        for i in [0] * SETTLED + 2 * list(range(1, len(indices))):
-            held = jax.block_until_ready(refill(held, indices[i]))
-            with watch.recorded() as calls:
-                got = jax.device_get(captured(floats, held))
-            handlers = sum(functions[CALLS] for functions in calls.values())
-            found[name].append((handlers, same_bits(got, wants[i])))
+        run = functools.partial(captured, floats)
+        found[name] = replayed(watch, run, indices, wants)
     return found
 
 
@@ -107,10 +101,7 @@ def replays(watch: Watch):
 def test_replays_call_no_handler():
     """The device reads the routing: with another, what was captured runs again, and no handler."""
     for name, runs in watched("CUDA", replays).items():
-        handlers, right = zip(*runs, strict=True)
-        assert all(right), (name, runs)
-        assert handlers[0] > 0, (name, handlers)
-        assert 0 in handlers[SETTLED:], (name, handlers)
+        assert_replayed(runs, name)
 
 
 @hopper

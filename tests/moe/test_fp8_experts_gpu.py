@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from handler_watch import CALLS, Watch, needs_compiler, watched
-from test_graph_safety import CAPTURED, EAGER, SETTLED, same_bits
+from handler_watch import Watch, needs_compiler, watched
+from replays import CAPTURED, EAGER, assert_replayed, replayed
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -65,8 +65,7 @@ def dense(x, up, down, weight, index):
 
 
 def replays(watch: Watch):
-    """Of runs of the step, captured once: how many handlers are called, and whether their bits are
-    those without capture. Operands stay where they are, as in test_graph_safety.replays."""
+    """Runs of the step, captured once. Their bits should be those without capture."""
     rng = np.random.default_rng(0)
     fixed, different = jax.device_put(operands(rng)), batches(rng)
     lowered = jax.jit(step).lower(*fixed, *different[0])
@@ -85,24 +84,11 @@ def replays(watch: Watch):
     assert not outside
     if 90 in extension.live_capabilities():
         assert set(targets) >= KERNELS, targets
-    one = lambda a: a * a.dtype.type(1)
-    refill = jax.jit(lambda old, new: jax.tree.map(one, new), donate_argnums=0, keep_unused=True)
-    held, found = jax.device_put(different[0]), []
-    for i in [0] * SETTLED + 2 * list(range(1, len(different))):
-        held = jax.block_until_ready(refill(held, different[i]))
-        with watch.recorded() as calls:
-            got = jax.device_get(captured(*fixed, *held))
-        handlers = sum(functions[CALLS] for functions in calls.values())
-        found.append((handlers, same_bits(got, wants[i])))
-    return found
+    return replayed(watch, lambda batch: captured(*fixed, *batch), different, wants)
 
 
 @needs_compiler
 def test_replays_with_other_routing():
     """The device reads how many tokens an expert has: with others, what was captured runs again
     without a handler, and has the bits that it has without capture."""
-    runs = watched("CUDA", replays)
-    handlers, right = zip(*runs, strict=True)
-    assert all(right), runs
-    assert handlers[0] > 0, runs
-    assert 0 in handlers[SETTLED:], runs
+    assert_replayed(watched("CUDA", replays))

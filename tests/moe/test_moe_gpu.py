@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_graph_safety import CAPTURED, EAGER, same_bits
+from replays import CAPTURED, EAGER, same_bits
 from test_moe_lowering import names
 from test_route import check, expected
 from test_top_k_kernel import OPTIONS as router_options

@@ -18,9 +18,9 @@ from device_runs import (
     profile_on_two_streams,
     run,
 )
-from handler_watch import CALLS, Watch, needs_compiler, watched
+from handler_watch import Watch, needs_compiler, watched
 from qmm_problems import ANY, FEW, FORMATS, HOPPER, LINEAR, PACKED
-from test_graph_safety import CAPTURED, EAGER, SETTLED, same_bits
+from replays import CAPTURED, EAGER, assert_replayed, replayed, same_bits
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
@@ -110,8 +110,7 @@ def assert_right(found, x, weights, batch) -> None:
 
 
 def replays(watch: Watch):
-    """Of runs of the products, captured once: how many handlers are called, and whether their bits
-    are those without capture. Operands stay where they are, as in test_graph_safety.replays."""
+    """Runs of the products, captured once. Their bits should be those without capture."""
     rng = np.random.default_rng(0)
     fixed, different = jax.device_put(operands(rng)), batches(rng)
     lowered = jax.jit(products).lower(*fixed, different[0])
@@ -126,27 +125,14 @@ def replays(watch: Watch):
     assert len(inside) >= len(targets) >= len(wants[0])
     assert not outside
     assert not HOPPER or set(targets) == {"jgg_qmm", "jgg_qmm_packed", "jgg_prepack"}, targets
-    one = lambda a: a * a.dtype.type(1)
-    refill = jax.jit(lambda old, new: jax.tree.map(one, new), donate_argnums=0, keep_unused=True)
-    held, found = jax.device_put(different[0]), []
-    for i in [0] * SETTLED + 2 * list(range(1, len(different))):
-        held = jax.block_until_ready(refill(held, different[i]))
-        with watch.recorded() as calls:
-            got = jax.device_get(captured(*fixed, held))
-        handlers = sum(functions[CALLS] for functions in calls.values())
-        found.append((handlers, same_bits(got, wants[i])))
-    return found
+    return replayed(watch, lambda batch: captured(*fixed, batch), different, wants)
 
 
 @needs_compiler
 def test_replays_with_other_sizes_and_indices():
     """XLA captures every call, and what it has captured runs again with sizes and indices that it
     has not seen, without a handler."""
-    runs = watched("CUDA", replays)
-    handlers, right = zip(*runs, strict=True)
-    assert all(right), runs
-    assert handlers[0] > 0, runs
-    assert 0 in handlers[SETTLED:], runs
+    assert_replayed(watched("CUDA", replays))
 
 
 def test_same_bits_every_time(rng):

@@ -1,0 +1,103 @@
+"""What examples/generate.py does with whole models of random weights: python -m benchmarks.decode
+--generate. Its memory beside what it announces, and gaps between kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.decoder.generation import Generator, Watch
+from examples.decoder.loading import Options
+from examples.decoder.memory import Need, most_held
+from examples.decoder.ready import ready
+from examples.decoder.sampling import Sampling
+
+from .decode_models import Case, weights_of
+
+CHUNK = 128  # tokens of the prompt in a step, as generate.py has it
+SETTLED = 16  # tokens before a trace begins: XLA captures and tunes in the first ones
+GAP_US = 20.0
+MARGIN = 0.05  # of what is announced
+
+
+def measured(case: Case, args: Any) -> bool:
+    """Generates after a random prompt and prints what it took. False where the memory is another
+    than announced, by more than :data:`MARGIN`."""
+    config = dataclasses.replace(case.config(args.layers, args.tiny), attention=args.attention)
+    tokens = -(-(args.context + args.generate) // CHUNK) * CHUNK
+    options = Options(args.dtype, tokens=tokens, unrolled=not args.scanned)
+    print(f"{case.name}: {config.layers} layers, {'scanned' if args.scanned else 'unrolled'}")
+    weights = weights_of(case, config, args.dtype, on_host=True)
+    generator, need = ready(config, weights, options, Sampling(), CHUNK)
+    prompt = np.random.default_rng(0).integers(0, config.vocabulary, args.context).tolist()
+    folder = args.trace and args.trace / case.name.replace(" ", "-")
+    watch = generated(generator, prompt, args.generate, folder)
+    print(
+        f"first token after {watch.first:.3f} s ({len(prompt) / watch.first:,.0f} tokens/s of the "
+        f"prompt), then {watch.rate:,.1f} tokens/s"
+    )
+    if folder is not None:
+        print(described(gaps(folder), len(watch.tokens) - SETTLED))
+    return fits(need, most_held())
+
+
+def generated(generator: Generator, prompt: list[int], count: int, folder: Path | None) -> Watch:
+    """When tokens come. The trace is of those after the first :data:`SETTLED`."""
+    watch = Watch()
+    with contextlib.ExitStack() as stack:
+        for _ in watch(generator(prompt, count)):
+            if folder is not None and len(watch.tokens) == SETTLED:
+                stack.enter_context(jax.profiler.trace(str(folder)))
+    return watch
+
+
+def fits(need: Need, most: int | None) -> bool:
+    if most is None:
+        print("the platform does not say how much was held")
+        return True
+    print(need.compared(most))
+    return abs(most / need.total - 1) <= MARGIN
+
+
+def gaps(folder: Path) -> list[float]:
+    """Microseconds in which nothing runs on the first GPU of a trace, between what runs."""
+    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    return [*idle(runs(planes))]
+
+
+def runs(planes: Iterable[Any]) -> list[tuple[float, float]]:
+    """Start and end (ns) of what runs on the streams of the first GPU."""
+    return [
+        (event.start_ns, event.end_ns)
+        for plane in planes
+        if plane.name == "/device:GPU:0"
+        for line in plane.lines
+        if line.name.startswith("Stream #")
+        for event in line.events
+    ]
+
+
+def idle(runs: list[tuple[float, float]]) -> Iterator[float]:
+    """Microseconds between runs, of which some overlap."""
+    end = None
+    for begin, until in sorted(runs):
+        if end is not None and begin > end:
+            yield (begin - end) / 1e3
+        end = until if end is None else max(end, until)
+
+
+def described(gaps: list[float], steps: int) -> str:
+    if not gaps:
+        return "the trace has no kernels"
+    long = sum(gap > GAP_US for gap in gaps)
+    return (
+        f"{steps} steps have {long} gaps of more than {GAP_US:.0f} us between kernels; the longest "
+        f"takes {max(gaps):.1f} us"
+    )
