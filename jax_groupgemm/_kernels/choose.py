@@ -329,6 +329,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0",
         ),
     ),
+    "fp8_quantize_both": (
+        Kernel(
+            "sm80", "jgg_fp8_quantize_both", rows.quantizes_both, unseen=True,
+            needs="blocks of 128 x 128, C % 16 == 0, R % 16 == 0",
+        ),
+    ),
     **{
         op: (
             Kernel(

@@ -26,7 +26,7 @@ class Operands(ctypes.Structure):
             (n, ctypes.c_int32)
             for n in ("dtype", "e5m2", "along_rows", "square", "power_of_two")
         ],
-        ("list", ctypes.c_void_p),
+        *[(n, ctypes.c_void_p) for n in ("list", "turned", "turned_scales")],
     ]  # fmt: skip
 
 
@@ -96,6 +96,27 @@ def test_kernels(rng, kernels, name, shape, dtype, stochastic, e5m2, e8m0):
             expected = expected.copy()
             expected.view(np.uint8)[..., live * expected.itemsize :] = 0xAB
         guarded(got, expected.reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1, 272, 256), (3, 48, 80), (2, 144, 400), (1, 16, 16)])
+@pytest.mark.parametrize("dtype", host_program.DTYPES)
+@pytest.mark.one_in(3)
+def test_kernel_of_both(rng, kernels, dtype, shape):
+    """The bytes of x as it is stored, and of its transpose."""
+    x = edges(rng, dtype, shape)
+    q = jgg.fp8_quantize(jnp.asarray(x), block=(128, 128))
+    codes, scales = np.asarray(q.weight), np.asarray(q.scales)
+    want = [codes, scales, codes.swapaxes(1, 2), scales.swapaxes(1, 2)]
+    memory, results = copied(x), [aligned(a.nbytes, 64) for a in want]
+    places = zip(("codes", "scales", "turned", "turned_scales"), results, strict=True)
+    o = Operands(
+        x=memory.ctypes.data, bytes=memory.size, dtype=dtype_number(x.dtype),
+        **dict(zip(("matrices", "rows", "columns"), shape, strict=True)),
+        **{name: result.ctypes.data for name, result in places},
+    )  # fmt: skip
+    kernels.quantize_both_kernel(ctypes.byref(o))
+    for got, expected in zip(results, want, strict=True):
+        guarded(got, np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
 
 
 def test_edges_are_what_they_say(rng):

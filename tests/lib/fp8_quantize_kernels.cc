@@ -1,7 +1,7 @@
-// The kernels of fp8_quantize on the host, for test_fp8_quantize_kernels.py.
+// The kernels of fp8_quantize and fp8_quantize_both on the host, for test_fp8_quantize_kernels.py.
 #include "cuda_on_host.h"
 //
-#include "fp8/device/quantize_tiles.cuh"
+#include "fp8/device/quantize_both.cuh"
 
 using namespace jgg;
 using namespace jgg::fp8::device;
@@ -16,6 +16,7 @@ struct Operands {
   int64_t matrices, rows, columns, along, groups, bytes;
   int32_t dtype, e5m2, along_rows, square, power_of_two;
   const int32_t* list;
+  void *turned, *turned_scales;  // of fp8_quantize_both
 };
 
 template <DType kOf, Element kElement, bool kStochastic>
@@ -78,6 +79,23 @@ void Quantize(const Operands& o) {
   }
 }
 
+template <DType kOf>
+void QuantizeBoth(const Operands& o) {
+  BothParams p{};
+  p.of.x = static_cast<const uint8_t*>(o.x);
+  p.of.matrices = o.matrices;
+  p.of.rows = o.rows;
+  p.of.columns = o.columns;
+  p.of.codes = static_cast<uint8_t*>(o.codes);
+  p.of.scales = static_cast<float*>(o.scales);
+  p.turned = static_cast<uint8_t*>(o.turned);
+  p.turned_scales = static_cast<float*>(o.turned_scales);
+  readable = {{static_cast<const char*>(o.x), o.bytes}};
+  const auto y = static_cast<unsigned>(CeilDiv(o.matrices, 2));
+  RunBlocks({static_cast<unsigned>(SquaresBlocks(p.of)), y}, kSquareThreads,
+            [&] { BothKernel<kOf>(p); });
+}
+
 }  // namespace
 
 extern "C" void quantize_kernels(const Operands* o) {
@@ -85,5 +103,13 @@ extern "C" void quantize_kernels(const Operands* o) {
     case DType::kF32: return Quantize<DType::kF32>(*o);
     case DType::kBF16: return Quantize<DType::kBF16>(*o);
     case DType::kF16: return Quantize<DType::kF16>(*o);
+  }
+}
+
+extern "C" void quantize_both_kernel(const Operands* o) {
+  switch (static_cast<DType>(o->dtype)) {
+    case DType::kF32: return QuantizeBoth<DType::kF32>(*o);
+    case DType::kBF16: return QuantizeBoth<DType::kBF16>(*o);
+    case DType::kF16: return QuantizeBoth<DType::kF16>(*o);
   }
 }
