@@ -78,6 +78,12 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
     return extension.rules().fp8_quantize_problem(rows=p.rows, columns=p.columns, along=p.along)
 
 
+def dequantizes_fp8(p: Fp8Conversion) -> str | None:
+    if (why := quantizes_fp8(p)) is None and p.rows * p.columns >= 2**33:
+        why = "needs fewer than 2^33 codes"
+    return why
+
+
 def quantizes_both(p: Fp8Conversion) -> str | None:
     if p.empty:
         return "an operand is empty"

@@ -136,6 +136,16 @@ def fp8_quantize_both(x, *, block, axis):
     return found if axis == -1 else found[2:] + found[:2]
 
 
+def fp8_dequantize(codes, scales, *, block, dtype):
+    """Custom call ``jgg_fp8_dequantize``: codes (M, R, C), scales -> values."""
+    matrices = math.prod(codes.shape[:-2])
+    shape = (matrices, *(1, *codes.shape)[-2:])
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    scales = scales.reshape(fp8.scales_shape(shape, block))
+    call = jax.ffi.ffi_call("jgg_fp8_dequantize", out)
+    return call(codes.reshape(shape), scales, square=block == fp8.TILE).reshape(codes.shape)
+
+
 def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype,
                ordered=False):  # fmt: skip
     """Custom call ``jgg_dequantize``: weight, scales[, biases], all (R, ...)[, global_scale (L,)]

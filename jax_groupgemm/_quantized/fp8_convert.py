@@ -25,8 +25,6 @@ from .._kernels import problems
 from . import call, fp8, padding
 from .array import Quantized
 
-_no_kernel: Callable = lambda *_, **__: None
-
 
 def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
               scale_format: str = "float32", element: str = "e4m3") -> Quantized:  # fmt: skip
@@ -196,4 +194,14 @@ def dequantized(q: Quantized, dtype, implementation: str | None = None):
     return run(q.weight, q.scales, block=q.block, dtype=jnp.dtype(dtype))
 
 
-_DEQUANTIZE = conversion.composed("jgg_fp8_dequantize", fp8.dequantize, _no_kernel)
+def _problem_of_codes(codes, scales, *, block, **__):
+    del scales
+    return functools.partial(
+        problems.Fp8Conversion, mode="fp8", rows=math.prod(codes.shape[:-1]),
+        columns=codes.shape[-1], along=0, block=block,
+    )  # fmt: skip
+
+
+_DEQUANTIZE = conversion.composed(
+    "jgg_fp8_dequantize", fp8.dequantize, call.fp8_dequantize, problem_of=_problem_of_codes
+)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_quantize_cases import KEY, edges
+from fp8_quantize_cases import KEY, any_codes, edges
 from host_memory import aligned, copied, guarded
 from host_program import dtype_number
 
 import jax_groupgemm as jgg
+from jax_groupgemm._quantized import fp8_convert
 
 pytestmark = host_program.needs_compiler
 
@@ -117,6 +118,26 @@ def test_kernel_of_both(rng, kernels, dtype, shape):
     kernels.quantize_both_kernel(ctypes.byref(o))
     for got, expected in zip(results, want, strict=True):
         guarded(got, np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(2, 144, 264), (3, 40, 8), (1, 17, 400)])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", host_program.DTYPES)
+@pytest.mark.one_in(5)
+def test_dequantizing(rng, kernels, dtype, element, block, shape):
+    """All codes, and scales that are extreme."""
+    codes, scales = any_codes(rng, jnp.dtype(element), shape, block)
+    q = fp8_convert.made(jnp.asarray(codes), jnp.asarray(scales), block=block)
+    want = np.asarray(jgg.dequantize(q, dtype))
+    memory, of_scales, result = copied(codes), copied(scales), aligned(want.nbytes, 64)
+    o = Operands(
+        x=memory.ctypes.data, bytes=memory.size, scales=of_scales.ctypes.data,
+        codes=result.ctypes.data, dtype=dtype_number(want.dtype), e5m2=element.endswith("e5m2"),
+        square=block[0] > 1, **dict(zip(("matrices", "rows", "columns"), shape, strict=True)),
+    )  # fmt: skip
+    kernels.dequantize_kernel(ctypes.byref(o))
+    guarded(result, want.reshape(-1).view(np.uint8))
 
 
 def test_edges_are_what_they_say(rng):

@@ -222,6 +222,10 @@ def operations(modes=MODES) -> dict[str, tuple]:
         "fp8_quantize, 128 x 128": (
             functools.partial(jgg.quantize, mode="fp8"), half(w), {"jgg_fp8_quantize"},
         ),
+        "dequantize, fp8": (
+            lambda w: jgg.dequantize(jgg.quantize(w, mode="fp8")), half(w),
+            {"jgg_fp8_quantize", "jgg_fp8_dequantize"},
+        ),
         "fp8_quantize_both": (
             lambda w: [
                 fp8_convert.quantized_both("test", w, block=(128, 128), axis=axis)

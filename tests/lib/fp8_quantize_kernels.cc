@@ -1,6 +1,7 @@
-// The kernels of fp8_quantize and fp8_quantize_both on the host, for test_fp8_quantize_kernels.py.
+// The kernels of fp8_quantize, fp8_quantize_both and fp8_dequantize on the host, for test_fp8_quantize_kernels.py.
 #include "cuda_on_host.h"
 //
+#include "fp8/device/dequantize.cuh"
 #include "fp8/device/quantize_both.cuh"
 
 using namespace jgg;
@@ -96,6 +97,36 @@ void QuantizeBoth(const Operands& o) {
             [&] { BothKernel<kOf>(p); });
 }
 
+// `codes` are x, and values the result.
+template <DType kTo, Element kElement, bool kSquare>
+void Dequantize(const Operands& o) {
+  constexpr int kCodes = kPieceCodes<kTo>;
+  DequantizeParams p{};
+  p.codes = static_cast<const uint8_t*>(o.x);
+  p.scales = static_cast<const float*>(o.scales);
+  p.out = static_cast<uint8_t*>(o.codes);
+  p.of_line = static_cast<uint32_t>(o.columns / kCodes);
+  p.pieces = static_cast<uint32_t>(o.matrices * o.rows * p.of_line);
+  p.blocks = static_cast<uint32_t>(CeilDiv(o.columns, kBlock));
+  p.rows = static_cast<uint32_t>(o.rows);
+  p.tiles = static_cast<uint32_t>(CeilDiv(o.rows, kBlock));
+  const int64_t lines = kSquare ? p.tiles : p.rows;
+  readable = {{static_cast<const char*>(o.x), o.bytes},
+              {static_cast<const char*>(o.scales), 4 * o.matrices * lines * p.blocks}};
+  const auto blocks = CeilDiv(p.pieces, kDequantizeThreads * kDequantizeSteps);
+  RunBlocks({static_cast<unsigned>(blocks), 1}, kDequantizeThreads,
+            [&] { DequantizeKernel<kTo, kElement, kSquare>(p); });
+}
+
+template <DType kTo>
+void Dequantize(const Operands& o) {
+  if (o.e5m2) {
+    o.square ? Dequantize<kTo, Element::kE5M2, true>(o) : Dequantize<kTo, Element::kE5M2, false>(o);
+  } else {
+    o.square ? Dequantize<kTo, Element::kE4M3, true>(o) : Dequantize<kTo, Element::kE4M3, false>(o);
+  }
+}
+
 }  // namespace
 
 extern "C" void quantize_kernels(const Operands* o) {
@@ -111,5 +142,13 @@ extern "C" void quantize_both_kernel(const Operands* o) {
     case DType::kF32: return QuantizeBoth<DType::kF32>(*o);
     case DType::kBF16: return QuantizeBoth<DType::kBF16>(*o);
     case DType::kF16: return QuantizeBoth<DType::kF16>(*o);
+  }
+}
+
+extern "C" void dequantize_kernel(const Operands* o) {
+  switch (static_cast<DType>(o->dtype)) {
+    case DType::kF32: return Dequantize<DType::kF32>(*o);
+    case DType::kBF16: return Dequantize<DType::kBF16>(*o);
+    case DType::kF16: return Dequantize<DType::kF16>(*o);
   }
 }

@@ -390,7 +390,8 @@ def fp8_quantize(rng):
             fp8_convert.quantized_both, "fp8_quantize_both", block=(128, 128), axis=-1
         )
         for columns in (16, x.shape[1] // 16 * 16):
-            jax.block_until_ready(jax.jit(both)(jnp.stack([x, x])[..., :columns]))
+            q, _ = jax.jit(both)(jnp.stack([x, x])[..., :columns])
+            jax.block_until_ready(jax.jit(functools.partial(jgg.dequantize, dtype=dtype))(q))
 
 
 def layer(rng, tokens, d, f, **options):
