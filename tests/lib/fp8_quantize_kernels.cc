@@ -59,6 +59,7 @@ void Quantize(const Operands& o) {
   readable = {{static_cast<const char*>(o.x), o.bytes}};
   p.list = o.list;
   p.listed = o.rows;
+  p.slice = 3;  // fewer than all spans of a wide x
   if (o.list) readable.emplace_back(reinterpret_cast<const char*>(o.list), 4 * o.rows);
   if (o.seed) readable.emplace_back(reinterpret_cast<const char*>(o.seed), 8);
   const auto groups = static_cast<int32_t>(o.groups);
