@@ -30,8 +30,8 @@ EXPECTED = {
     # Block-scaled products of 4-bit floats, and scales on their way to tensor memory.
     "sm_100a": ("Sm100", {"": ("UTCOMMA", "UTCCP")}),
 }
-# Likewise for what makes FP8 codes, of which a sample (JGG_SAMPLE of CMakeLists.txt) has no code for
-# that architecture: one instruction rounds to nearest.
+# Likewise for what makes FP8 codes: one instruction rounds to nearest. A sample (JGG_SAMPLE of
+# CMakeLists.txt) has no code of it for that architecture.
 UNLESS_SAMPLE = {
     "sm_90a": (
         "3fp86device",
