@@ -46,6 +46,7 @@ cudaError_t LaunchFp8QuantizeSm80Instance(cudaStream_t stream, const Fp8Quantize
   p.seed = args.seed;
   p.list = args.list;
   p.listed = args.listed;
+  if (p.list != nullptr) p.slice = SpansOfSlice(p, Size(kOf));
   p.codes = static_cast<uint8_t*>(args.codes);
   p.scales = args.scales;
   if (args.sizes != nullptr) {

@@ -135,7 +135,8 @@ def fp8_grouped_linear(
 def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key, quantized=None) -> jax.Array:
     """The same of an array w ``(G, K, N)``, of which no transposed copy is made: its codes are
     stored transposed, and its gradient is (G, K, N) as it is made."""
-    quantized = codes_of(w, recipe, columns=True) if quantized is None else quantized
+    if quantized is None and not shares_codes(recipe):
+        quantized = codes_of(w, recipe, columns=True)
     return grouped_linear(
         x, w.swapaxes(1, 2), group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized,
         columns=True,
@@ -149,6 +150,18 @@ def codes_of(w, recipe: FP8Recipe, *, columns: bool) -> Quantized | None:
     axis = -2 if columns else -1
     q = fp8_convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
     return dataclasses.replace(q, axis=-1)
+
+
+def shares_codes(recipe: FP8Recipe) -> bool:
+    """Whether the result and dx are made of the same codes. Where a gradient is taken they are then
+    made for both at once, by :func:`codes_of_both`."""
+    return recipe.forward == recipe.dgrad == "fp8"
+
+
+def codes_of_both(w, recipe: FP8Recipe, *, columns: bool) -> tuple[Quantized, Quantized]:
+    """What :func:`codes_of` makes, and its transpose, (G, K, N), as dx contracts it."""
+    axis = -2 if columns else -1
+    return fp8_convert.quantized_both("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
 
 
 def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: bool = False):
@@ -177,8 +190,8 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: 
     group_sizes, bias, key = trilinear.checked(op, shape, group_sizes, bias, recipe, FP8Recipe, key)
     sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
-    if array_w is not None and quantized is None and "fp8" in (recipe.forward, recipe.dgrad):
-        quantized = fp8_convert.quantized(op, array_w, block=recipe.weight_block)
+    if array_w is not None and quantized is None and not shares_codes(recipe):
+        quantized = codes_of(array_w, recipe, columns=False)
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
     out = linear(x, array_w, quantized, bias, group_sizes, key, LinearProducts(recipe, columns))
@@ -219,6 +232,17 @@ class LinearProducts(Products):
             return grouped_mm(x, w.astype(x.dtype), group_sizes, transpose_w=True, **same)
         rows = self._rows(x, group_sizes, keys[0])
         return fp8_grouped_mm(rows, self._weight(w, q, keys[1]), group_sizes, **same)
+
+    def shared(self, w, moves):
+        if not shares_codes(self.recipe):
+            return None, None
+        stored = w.swapaxes(1, 2) if self.columns else w
+        if moves:
+            return codes_of_both(stored, self.recipe, columns=self.columns)
+        return codes_of(stored, self.recipe, columns=self.columns), None
+
+    def exchanged(self, q):
+        return fp8_convert.exchanged(q)
 
     def dx(self, dy, w, q, group_sizes, keys):
         if self.recipe.dgrad != "fp8":
@@ -270,6 +294,8 @@ class LinearProducts(Products):
     def _weight(self, w, q, key):
         if q is not None:
             return q
+        if key is None and self.columns:
+            return codes_of(w.swapaxes(1, 2), self.recipe, columns=True)
         return fp8_quantize(w, block=self.recipe.weight_block, stochastic_rounding_key=key)
 
     def _along_t(self, a, group_sizes, key, format: Any = "e4m3"):

@@ -329,6 +329,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0",
         ),
     ),
+    "fp8_quantize_both": (
+        Kernel(
+            "sm80", "jgg_fp8_quantize_both", rows.quantizes_both, unseen=True,
+            needs="blocks of 128 x 128, C % 16 == 0, R % 16 == 0",
+        ),
+    ),
     **{
         op: (
             Kernel(
@@ -338,7 +344,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         )
         for op, unit in rows.ACTIVATION_UNITS.items()
     },
-    "fp8_dequantize": (),  # it has a definition and no kernel yet
+    "fp8_dequantize": (
+        Kernel(
+            "sm80", "jgg_fp8_dequantize", rows.dequantizes_fp8, unseen=True,
+            needs="blocks of 128 or 128 x 128, C % 8 == 0; fewer than 2^33 codes",
+        ),
+    ),
     "activation_backward": (
         Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
     ),

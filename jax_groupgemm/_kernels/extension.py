@@ -31,6 +31,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_prepack": ("cuda",),
     "jgg_nvfp4_quantize": ("cuda",),
     "jgg_fp8_quantize": ("cuda",),
+    "jgg_fp8_quantize_both": ("cuda",),
+    "jgg_fp8_dequantize": ("cuda",),
     "jgg_fp8_activation": ("cuda",),
     "jgg_fp8_activation_backward": ("cuda",),
     "jgg_nvfp4_grouped_mm": ("cuda",),

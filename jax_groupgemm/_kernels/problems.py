@@ -123,7 +123,8 @@ class Conversion(Problem):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Conversion(Conversion):
     """``fp8_quantize`` of ``(rows, columns)``, all matrices' rows together, whose ``block`` lies
-    along columns, or along rows: then ``along`` is the length of the result's lines, else 0."""
+    along columns, or along rows: then ``along`` is the length of the result's lines, else 0. Or
+    ``fp8_quantize_both``, whose block lies both ways, or ``fp8_dequantize`` of what is stored."""
 
     rows: int
     columns: int

@@ -78,6 +78,24 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
     return extension.rules().fp8_quantize_problem(rows=p.rows, columns=p.columns, along=p.along)
 
 
+def dequantizes_fp8(p: Fp8Conversion) -> str | None:
+    if (why := quantizes_fp8(p)) is None and p.rows * p.columns >= 2**33:
+        why = "needs fewer than 2^33 codes"
+    return why
+
+
+def quantizes_both(p: Fp8Conversion) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if p.block != (128, 128):
+        return "needs blocks of (128, 128)"
+    can = extension.rules().fp8_quantize_problem
+    why = can(rows=p.rows, columns=p.columns, along=p.along)
+    if why is None and (why := can(rows=p.along, columns=p.along, along=p.columns)):
+        why = f"transposed, {why}"
+    return why
+
+
 def converts(p: Conversion) -> str | None:
     if p.op == "prepack" and p.mode in ("mxfp8", "fp8"):
         return f"there is none for {p.mode}"

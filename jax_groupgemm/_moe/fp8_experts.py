@@ -1,8 +1,8 @@
 """The experts of a mixture in FP8 as one operation with a backward pass of its own.
 
 It means ``dispatch``, two :func:`fp8_grouped_linear` and ``combine``. The backward pass keeps x, h
-(the preactivation), the routing and the codes of weights. As in :mod:`.experts`, rows of the
-cotangent have no weights: those come in with the activation's derivative.
+(the preactivation), the routing and the transposed codes of weights. As in :mod:`.experts`, rows of
+the cotangent have no weights: those come in with the activation's derivative.
 
 On one GPU of a kind that has the products, tokens are quantized before they are copied to their
 rows, as bytes; the activation and its backward pass are quantized as they are made; and what weight
@@ -23,12 +23,20 @@ from .._core import segments
 from .._core.composed import Composed
 from .._fp8 import activation as fp8_activation
 from .._fp8 import grouped_mm
-from .._fp8.grouped_linear import FP8Recipe, LinearProducts, codes_of, grouped_linear
+from .._fp8.grouped_linear import (
+    FP8Recipe,
+    LinearProducts,
+    codes_of,
+    codes_of_both,
+    grouped_linear,
+    shares_codes,
+)
 from .._fp8.grouped_wgrad import grouped_wgrad
 from .._fp8.quantize import fp8_quantize
 from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
 from .._nvfp4.quantize import seed_of
 from .._quantized import fp8, fp8_convert, trilinear
+from .._quantized.array import Quantized
 from .experts import of_rows, weight_cotangents
 from .listed import tokens
 from .permute import combined, dispatched
@@ -67,13 +75,19 @@ class Fp8Options:
 
 def experts(x, up, down, codes, routing, weight, key, options: Fp8Options):
     """All of it; x is (T, D) and weight (T, k). Codes of up and down may be None: not made yet."""
-    columns = not options.transpose_w
-    codes = tuple(
-        codes_of(w, options.recipe, columns=columns) if q is None else q
-        for w, q in zip((up, down), codes, strict=True)
-    )
+    if not shares_codes(options.recipe):
+        codes = _codes(up, down, codes, options)
     codes = jax.tree.map(lax.stop_gradient, codes)
     return _EXPERTS(x, up, down, codes, routing, weight, key, options=options)
+
+
+def _codes(up, down, given, options: Fp8Options) -> tuple[Quantized | None, Quantized | None]:
+    """Those of both weights: what is not given is made."""
+    up_codes, down_codes = (
+        codes_of(w, options.recipe, columns=not options.transpose_w) if q is None else q
+        for w, q in zip((up, down), given, strict=True)
+    )
+    return up_codes, down_codes
 
 
 def _keys(key) -> tuple:
@@ -136,18 +150,16 @@ def _backward_keys(key) -> list[tuple]:
 # ---- fused ------------------------------------------------------------------------------------
 
 
-def _runs_fused(platform: str, x, h, codes, routing, options: Fp8Options) -> bool:
+def _runs_fused(platform: str, x, codes, routing, options: Fp8Options) -> bool:
+    if not options.fusible:
+        return False  # where no product has codes there are none
     rows = routing.order.shape[0]
+    h = jax.ShapeDtypeStruct((rows, codes[0].shape[1]), options.dtype)
     return (
-        options.fusible
-        and fp8_activation.takes(platform, h, options.activation)
+        fp8_activation.takes(platform, h, options.activation)
         and x.shape[1] % 16 == 0
         and all(grouped_mm.takes(platform, w, rows, options.dtype) for w in codes)
     )
-
-
-def _h_like(x, codes, routing, options: Fp8Options):
-    return jax.ShapeDtypeStruct((routing.order.shape[0], codes[0].shape[1]), options.dtype)
 
 
 def _dispatched_codes(x, routing, key=None):
@@ -197,20 +209,22 @@ def _weight_gradient(dy, x, sizes, dtype, options: Fp8Options):
 
 
 def _forward_call(platform, x, up, down, codes, routing, weight, key, *, options: Fp8Options):
-    h = _h_like(x, codes, routing, options)
-    if not _runs_fused(platform, x, h, codes, routing, options):
+    if not _runs_fused(platform, x, codes, routing, options):
         return None
     return _forward_fused(x, up, down, codes, routing, weight, key, options=options)
 
 
-def _call(platform, *operands, options: Fp8Options):
-    found = _forward_call(platform, *operands, options=options)
+def _call(platform, x, up, down, codes, *more, options: Fp8Options):
+    if not options.fusible:
+        return None
+    codes = _codes(up, down, codes, options)
+    found = _forward_call(platform, x, up, down, codes, *more, options=options)
     return None if found is None else found[0]
 
 
 def _backward_call(platform, ct, h, x, up, down, codes, routing, weight, key, *,
                    options: Fp8Options):  # fmt: skip
-    if not _runs_fused(platform, x, h, codes, routing, options):
+    if not _runs_fused(platform, x, codes, routing, options):
         return None
     return _backward_fused(ct, h, x, up, down, codes, routing, weight, key, options=options)
 
@@ -218,13 +232,31 @@ def _backward_call(platform, ct, h, x, up, down, codes, routing, weight, key, *,
 # ---- reverse mode ------------------------------------------------------------------------------
 
 
-def _forward(*operands, options: Fp8Options):
-    out, h = _FORWARD(*operands, options=options)
-    return out, checkpoint_name(h, "moe_h")
+def _forward(x, up, down, codes, *more, moves, options: Fp8Options):
+    """What is kept of codes that are made here is their transpose, which products with cotangents
+    read: both come of one read of a weight."""
+    moving = [any(jax.tree.leaves(operand)) for operand in moves]
+    x_moves, up_moves, _, _, _, weight_moves, _ = moving
+    # Where there is a cotangent of the rows that up has, and of those that down has.
+    multiplied = x_moves, x_moves or up_moves or weight_moves
+    made, kept = [*codes], [None, None]
+    for i, w in enumerate((up, down)):
+        if made[i] is None and multiplied[i] and shares_codes(options.recipe):
+            made[i], kept[i] = codes_of_both(w, options.recipe, columns=not options.transpose_w)
+    made = _codes(up, down, made, options)
+    out, h = _FORWARD(x, up, down, made, *more, options=options)
+    given = [q if turned is None else None for q, turned in zip(made, kept, strict=True)]
+    return out, (checkpoint_name(h, "moe_h"), given, kept)
 
 
-def _backward(h, operands, cts, *, options: Fp8Options):
-    dx, dup, ddown, dweight = _BACKWARD(cts[0], h, *operands, options=options)
+def _backward(saved, operands, cts, *, options: Fp8Options):
+    h, codes, kept = saved
+    x, up, down, _, *more = operands
+    codes = tuple(
+        q if turned is None else fp8_convert.exchanged(turned)
+        for q, turned in zip(codes, kept, strict=True)
+    )
+    dx, dup, ddown, dweight = _BACKWARD(cts[0], h, x, up, down, codes, *more, options=options)
     return dx, dup, ddown, None, None, dweight, None
 
 

@@ -120,6 +120,32 @@ def fp8_quantize(x, group_sizes, seed, row_index, *, block, axis, scale_format, 
     return codes.reshape(shape), scales.reshape(fp8.scales_shape(shape, block))
 
 
+def fp8_quantize_both(x, *, block, axis):
+    """Custom call ``jgg_fp8_quantize_both``: x (M, R, C) -> codes, scales, and those of its
+    transpose. Blocks along ``axis`` come first."""
+    assert block == fp8.TILE
+    *lead, rows, columns = x.shape
+    matrices = math.prod(lead)
+    results = []
+    for shape in ((rows, columns), (columns, rows)):
+        codes = jax.ShapeDtypeStruct((matrices, *shape), jnp.float8_e4m3fn)
+        scales = jax.ShapeDtypeStruct(fp8.scales_shape(codes.shape, block), jnp.float32)
+        results += codes, scales
+    found = jax.ffi.ffi_call("jgg_fp8_quantize_both", results)(x.reshape(matrices, rows, columns))
+    found = [a.reshape(*lead, *a.shape[1:]) for a in found]
+    return found if axis == -1 else found[2:] + found[:2]
+
+
+def fp8_dequantize(codes, scales, *, block, dtype):
+    """Custom call ``jgg_fp8_dequantize``: codes (M, R, C), scales -> values."""
+    matrices = math.prod(codes.shape[:-2])
+    shape = (matrices, *(1, *codes.shape)[-2:])
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    scales = scales.reshape(fp8.scales_shape(shape, block))
+    call = jax.ffi.ffi_call("jgg_fp8_dequantize", out)
+    return call(codes.reshape(shape), scales, square=block == fp8.TILE).reshape(codes.shape)
+
+
 def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, dtype,
                ordered=False):  # fmt: skip
     """Custom call ``jgg_dequantize``: weight, scales[, biases], all (R, ...)[, global_scale (L,)]

@@ -8,6 +8,7 @@ axes exchanged. There rows may be grouped, and are padded group by group.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,8 +24,6 @@ from .._core import conversion, dtypes, partition
 from .._kernels import problems
 from . import call, fp8, padding
 from .array import Quantized
-
-_no_kernel: Callable = lambda *_, **__: None
 
 
 def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
@@ -103,6 +103,29 @@ def quantized_rows(x, row_index, group_sizes, seed) -> Quantized:
     return made(codes, scales, positions, axis=-2)
 
 
+def quantized_both(op: str, x, *, block, axis: int) -> tuple[Quantized, Quantized]:
+    """``x`` in square blocks that run along ``axis``, as it is multiplied, with axis -1; and the
+    transpose of that."""
+    if partition.explicit_mesh([x]) is not None:
+        q = dataclasses.replace(quantized(op, x, block=block, axis=axis), axis=-1)
+        return q, exchanged(q)
+    codes, scales, *other = _QUANTIZE_BOTH(lax.stop_gradient(x), block=block, axis=axis)
+    return made(codes, scales, block=block), made(*other, block=block)
+
+
+def exchanged(q: Quantized) -> Quantized:
+    """The transpose of an array in square blocks."""
+    return made(q.weight.swapaxes(-1, -2), q.scales.swapaxes(-1, -2), block=q.block)
+
+
+def _quantize_both(x, *, block, axis: int):
+    """``(codes, scales)`` of blocks along ``axis``, and those with their last axes exchanged."""
+    codes, scales = _QUANTIZE(
+        x, None, None, None, block=block, axis=axis, scale_format="float32", element="e4m3"
+    )
+    return codes, scales, codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+
+
 def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_format: str,
                element: str):  # fmt: skip
     """``(codes, scales)``."""
@@ -137,10 +160,48 @@ _QUANTIZE = conversion.composed(
 )
 
 
+def _problem_of_both(x, *, block, **__):
+    *lead, rows, columns = x.shape
+    return functools.partial(
+        problems.Fp8Conversion, mode="fp8", rows=rows * math.prod(lead), columns=columns,
+        along=rows, block=block,
+    )  # fmt: skip
+
+
+_QUANTIZE_BOTH = conversion.composed(
+    "jgg_fp8_quantize_both", _quantize_both, call.fp8_quantize_both, problem_of=_problem_of_both
+)
+
+
+def _one_of_both(used, *more):
+    """Where nobody reads the other one, as in the first of two forward passes of
+    ``jax.checkpoint``, it is not made."""
+    eqn = more[-1]
+    if not any(used):
+        return [False], None
+    if any(used[2:]):
+        return [True], eqn
+    (one,) = (e for e in eqn.params["jaxpr"].eqns if e.primitive is _QUANTIZE.primitive)
+    return [True], eqn.replace(primitive=one.primitive, params=one.params, outvars=eqn.outvars[:2])
+
+
+partial_eval.dce_rules[_QUANTIZE_BOTH.primitive] = _one_of_both
+
+
 def dequantized(q: Quantized, dtype, implementation: str | None = None):
     """The values that are stored, ``(..., C)``."""
     run = fp8.dequantize if implementation == "reference" else _DEQUANTIZE
     return run(q.weight, q.scales, block=q.block, dtype=jnp.dtype(dtype))
 
 
-_DEQUANTIZE = conversion.composed("jgg_fp8_dequantize", fp8.dequantize, _no_kernel)
+def _problem_of_codes(codes, scales, *, block, **__):
+    del scales
+    return functools.partial(
+        problems.Fp8Conversion, mode="fp8", rows=math.prod(codes.shape[:-1]),
+        columns=codes.shape[-1], along=0, block=block,
+    )  # fmt: skip
+
+
+_DEQUANTIZE = conversion.composed(
+    "jgg_fp8_dequantize", fp8.dequantize, call.fp8_dequantize, problem_of=_problem_of_codes
+)

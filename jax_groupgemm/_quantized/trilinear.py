@@ -63,6 +63,16 @@ class Products(abc.ABC):
     @abc.abstractmethod
     def out(self, x, w, q, bias, group_sizes, keys) -> jax.Array: ...
 
+    def shared(self, w, moves: bool) -> tuple[Quantized | None, Quantized | None]:
+        """A quantized copy of w for the result and dx, or None; and where x ``moves``, so that
+        there is dx, what is kept of it instead, if :meth:`exchanged` makes it of that."""
+        del w, moves
+        return None, None
+
+    def exchanged(self, q: Quantized) -> Quantized:
+        """``q`` of what :meth:`shared` keeps."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def dx(self, dy, w, q, group_sizes, keys) -> jax.Array: ...
 
@@ -125,6 +135,7 @@ def _out(x, w, q, bias, group_sizes, key, products, how):
 
 def _out_forward(x, w, q, bias, group_sizes, key, products, how):
     moves = w is not None and w.perturbed  # otherwise there is no dw, and nothing is kept for it
+    x_moves = x.perturbed
     operands: Any = jax.tree.map(
         lambda a: a.value, (x, w, q, bias, group_sizes, key),
         is_leaf=lambda a: hasattr(a, "perturbed"),
@@ -133,13 +144,19 @@ def _out_forward(x, w, q, bias, group_sizes, key, products, how):
     kept = x if moves else None
     if moves and how.packs and products.packs:
         kept = _packed(x, group_sizes, products)
-    return _out(*operands, products, how), (kept, w, q, bias, group_sizes, key)
+    turned = None
+    if q is None and w is not None and not how.random[1]:
+        q, turned = products.shared(w, x_moves)
+    out = _out(x, w, q, bias, group_sizes, key, products, how)
+    return out, (kept, w, q if turned is None else None, turned, bias, group_sizes, key)
 
 
 def _out_backward(products, how, kept, dy):
     if isinstance(dy, SymbolicZero):
         return (None,) * 6
-    x, w, q, bias, group_sizes, key = kept
+    x, w, q, turned, bias, group_sizes, key = kept
+    if turned is not None:
+        q = products.exchanged(turned)
     dx_key, dw_key = split(key)
     dx, dw, dbias = (
         rows_cotangent(dy, w, q, group_sizes, dx_key, products, (True, how.random[1])),

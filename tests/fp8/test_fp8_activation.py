@@ -134,6 +134,20 @@ def test_rows_by_list(rng, seed, dtype, sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lines", [20000, 100000])
+def test_columns_in_slices(rng, lines):
+    """Several of a few spans, of which the last has fewer; and slices of one."""
+    x = jnp.asarray(oracle.random(rng, (lines, 712), "bfloat16"))
+    sizes = jnp.asarray([700, 0, 3000, 129, 1], jnp.int32)
+    index = jnp.asarray(rng.integers(-1, lines, 3830), jnp.int32)
+    got = jax.jit(fp8_convert.quantized_rows)(x, index, sizes, None)
+    rows = jnp.where((index < 0)[:, None], jnp.zeros((), x.dtype), x[index])
+    want = jax.jit(functools.partial(jgg.fp8_quantize, axis=0))(rows, group_sizes=sizes)
+    padded = 128 * (6 + 0 + 24 + 2 + 1)  # what is behind is left as it is
+    np.testing.assert_array_equal(values(got)[:, :padded], values(want)[:, :padded])
+
+
+@pytest.mark.gpu
 def test_a_list_that_names_no_row(rng):
     """Reads nothing outside of x."""
     x, sizes = oracle.random(rng, (90, 136), "bfloat16"), jnp.array([R], jnp.int32)

@@ -174,13 +174,14 @@ def test_weights_that_are_quantized(problem):
 
 
 def test_what_is_kept(problem):
-    """Between forward and backward: codes of the weight, and of x along T, beside the weight."""
+    """Between forward and backward: transposed codes of the weight, and those of x along T, beside
+    the weight."""
     x, w, _, _ = problem
     f = lambda x, w: jgg.fp8_grouped_linear(x, w, jnp.array(SIZES))
     kept = jax.eval_shape(lambda x, w: jax.tree.leaves(jax.vjp(f, x, w)[1]), x, w)
     large = {(a.shape, a.dtype.name) for a in kept if a.size > 1000}
     assert large == {
-        ((G, N, K), "float32"), ((G, N, K), "float8_e4m3fn"), ((K, 512), "float8_e4m3fn"),
+        ((G, N, K), "float32"), ((G, K, N), "float8_e4m3fn"), ((K, 512), "float8_e4m3fn"),
     }  # fmt: skip
     f = lambda x: jgg.fp8_grouped_linear(x, w, jnp.array(SIZES))
     kept = jax.eval_shape(lambda x: jax.tree.leaves(jax.vjp(f, x)[1]), x)

@@ -144,7 +144,7 @@ def test_training_of_columns():
     text = cuda_text(f, half(T, K), half(G, K, N), half(T, N), SIZES)
     lines = [*LINES[2:4], *LINES[:2], LINES[4]]
     assert ("fp8_grouped_wgrad", lines, f"{G}x{K}x{N}xbf16") in calls(text)
-    quantized = [line for line in text.splitlines() if "@jgg_fp8_quantize(" in line]
+    quantized = [line for line in text.splitlines() if "@jgg_fp8_quantize_both(" in line]
     assert any(f"tensor<{G}x{K}x{N}xbf16>" in line for line in quantized)
     assert not any(f"tensor<{G}x{N}x{K}xbf16>" in line for line in quantized)
 
@@ -303,4 +303,4 @@ def test_export(rng):
 
 
 FORWARD = {"jgg_fp8_quantize", "jgg_fp8_grouped_mm"}
-BACKWARD = {*FORWARD, "jgg_fp8_grouped_wgrad"}
+BACKWARD = {*FORWARD, "jgg_fp8_quantize_both", "jgg_fp8_grouped_wgrad"}

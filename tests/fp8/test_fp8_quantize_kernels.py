@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_quantize_cases import KEY, edges
+from fp8_quantize_cases import KEY, any_codes, edges
 from host_memory import aligned, copied, guarded
 from host_program import dtype_number
 
 import jax_groupgemm as jgg
+from jax_groupgemm._quantized import fp8_convert
 
 pytestmark = host_program.needs_compiler
 
@@ -26,7 +27,7 @@ class Operands(ctypes.Structure):
             (n, ctypes.c_int32)
             for n in ("dtype", "e5m2", "along_rows", "square", "power_of_two")
         ],
-        ("list", ctypes.c_void_p),
+        *[(n, ctypes.c_void_p) for n in ("list", "turned", "turned_scales")],
     ]  # fmt: skip
 
 
@@ -96,6 +97,47 @@ def test_kernels(rng, kernels, name, shape, dtype, stochastic, e5m2, e8m0):
             expected = expected.copy()
             expected.view(np.uint8)[..., live * expected.itemsize :] = 0xAB
         guarded(got, expected.reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1, 272, 256), (3, 48, 80), (2, 144, 400), (1, 16, 16)])
+@pytest.mark.parametrize("dtype", host_program.DTYPES)
+@pytest.mark.one_in(3)
+def test_kernel_of_both(rng, kernels, dtype, shape):
+    """The bytes of x as it is stored, and of its transpose."""
+    x = edges(rng, dtype, shape)
+    q = jgg.fp8_quantize(jnp.asarray(x), block=(128, 128))
+    codes, scales = np.asarray(q.weight), np.asarray(q.scales)
+    want = [codes, scales, codes.swapaxes(1, 2), scales.swapaxes(1, 2)]
+    memory, results = copied(x), [aligned(a.nbytes, 64) for a in want]
+    places = zip(("codes", "scales", "turned", "turned_scales"), results, strict=True)
+    o = Operands(
+        x=memory.ctypes.data, bytes=memory.size, dtype=dtype_number(x.dtype),
+        **dict(zip(("matrices", "rows", "columns"), shape, strict=True)),
+        **{name: result.ctypes.data for name, result in places},
+    )  # fmt: skip
+    kernels.quantize_both_kernel(ctypes.byref(o))
+    for got, expected in zip(results, want, strict=True):
+        guarded(got, np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(2, 144, 264), (3, 40, 8), (1, 17, 400)])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", host_program.DTYPES)
+@pytest.mark.one_in(5)
+def test_dequantizing(rng, kernels, dtype, element, block, shape):
+    """All codes, and scales that are extreme."""
+    codes, scales = any_codes(rng, jnp.dtype(element), shape, block)
+    q = fp8_convert.made(jnp.asarray(codes), jnp.asarray(scales), block=block)
+    want = np.asarray(jgg.dequantize(q, dtype))
+    memory, of_scales, result = copied(codes), copied(scales), aligned(want.nbytes, 64)
+    o = Operands(
+        x=memory.ctypes.data, bytes=memory.size, scales=of_scales.ctypes.data,
+        codes=result.ctypes.data, dtype=dtype_number(want.dtype), e5m2=element.endswith("e5m2"),
+        square=block[0] > 1, **dict(zip(("matrices", "rows", "columns"), shape, strict=True)),
+    )  # fmt: skip
+    kernels.dequantize_kernel(ctypes.byref(o))
+    guarded(result, want.reshape(-1).view(np.uint8))
 
 
 def test_edges_are_what_they_say(rng):

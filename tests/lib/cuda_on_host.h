@@ -138,6 +138,11 @@ T __ldcg(const T* from) {
   return std::atomic_ref<T>(*const_cast<T*>(from));
 }
 
+template <typename T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+
 inline bool Readable(const void* from, size_t bytes) {
   const char* at = static_cast<const char*>(from);
   return std::any_of(readable.begin(), readable.end(), [&](const auto& part) {

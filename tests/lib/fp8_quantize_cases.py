@@ -32,3 +32,17 @@ def edges(rng, dtype, shape) -> np.ndarray:
     x[..., -1, -1], x[..., -2, columns // 2], x[..., 7, 0] = np.nan, np.inf, -np.inf
     with np.errstate(over="ignore"):
         return x.astype(np.float32).astype(jnp.dtype(dtype))
+
+
+def any_codes(rng, element, shape, block):
+    """Codes of all kinds, and scales of all magnitudes, zeros and such that are not finite."""
+    codes = rng.integers(0, 256, shape).astype(np.uint8)
+    codes[..., : shape[-1] // 2] &= 0xBF  # blocks without NaN
+    blocks = [-(-n // size) for n, size in zip(shape[-2:], block, strict=True)]
+    scales = rng.standard_normal((*shape[:-2], *blocks)).astype(np.float32)
+    scales *= np.exp2(rng.integers(-20, 20, scales.shape)).astype(np.float32)
+    flat = scales.reshape(-1)
+    kinds = [0.0, -0.0, np.inf, np.nan, 1e-42, 2.0**-126, 3e38, 127.9, 128.0, 1e-36, 1.0]
+    flat[: len(kinds)] = np.float32(kinds)[: flat.size]
+    rng.shuffle(flat)
+    return codes.view(element), scales

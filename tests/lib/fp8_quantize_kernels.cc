@@ -1,7 +1,8 @@
-// The kernels of fp8_quantize on the host, for test_fp8_quantize_kernels.py.
+// The kernels of fp8_quantize, fp8_quantize_both and fp8_dequantize on the host, for test_fp8_quantize_kernels.py.
 #include "cuda_on_host.h"
 //
-#include "fp8/device/quantize_tiles.cuh"
+#include "fp8/device/dequantize.cuh"
+#include "fp8/device/quantize_both.cuh"
 
 using namespace jgg;
 using namespace jgg::fp8::device;
@@ -16,6 +17,7 @@ struct Operands {
   int64_t matrices, rows, columns, along, groups, bytes;
   int32_t dtype, e5m2, along_rows, square, power_of_two;
   const int32_t* list;
+  void *turned, *turned_scales;  // of fp8_quantize_both
 };
 
 template <DType kOf, Element kElement, bool kStochastic>
@@ -57,6 +59,7 @@ void Quantize(const Operands& o) {
   readable = {{static_cast<const char*>(o.x), o.bytes}};
   p.list = o.list;
   p.listed = o.rows;
+  p.slice = 3;  // fewer than all spans of a wide x
   if (o.list) readable.emplace_back(reinterpret_cast<const char*>(o.list), 4 * o.rows);
   if (o.seed) readable.emplace_back(reinterpret_cast<const char*>(o.seed), 8);
   const auto groups = static_cast<int32_t>(o.groups);
@@ -78,6 +81,53 @@ void Quantize(const Operands& o) {
   }
 }
 
+template <DType kOf>
+void QuantizeBoth(const Operands& o) {
+  BothParams p{};
+  p.of.x = static_cast<const uint8_t*>(o.x);
+  p.of.matrices = o.matrices;
+  p.of.rows = o.rows;
+  p.of.columns = o.columns;
+  p.of.codes = static_cast<uint8_t*>(o.codes);
+  p.of.scales = static_cast<float*>(o.scales);
+  p.turned = static_cast<uint8_t*>(o.turned);
+  p.turned_scales = static_cast<float*>(o.turned_scales);
+  readable = {{static_cast<const char*>(o.x), o.bytes}};
+  const auto y = static_cast<unsigned>(CeilDiv(o.matrices, 2));
+  RunBlocks({static_cast<unsigned>(SquaresBlocks(p.of)), y}, kSquareThreads,
+            [&] { BothKernel<kOf>(p); });
+}
+
+// `codes` are x, and values the result.
+template <DType kTo, Element kElement, bool kSquare>
+void Dequantize(const Operands& o) {
+  constexpr int kCodes = kPieceCodes<kTo>;
+  DequantizeParams p{};
+  p.codes = static_cast<const uint8_t*>(o.x);
+  p.scales = static_cast<const float*>(o.scales);
+  p.out = static_cast<uint8_t*>(o.codes);
+  p.of_line = static_cast<uint32_t>(o.columns / kCodes);
+  p.pieces = static_cast<uint32_t>(o.matrices * o.rows * p.of_line);
+  p.blocks = static_cast<uint32_t>(CeilDiv(o.columns, kBlock));
+  p.rows = static_cast<uint32_t>(o.rows);
+  p.tiles = static_cast<uint32_t>(CeilDiv(o.rows, kBlock));
+  const int64_t lines = kSquare ? p.tiles : p.rows;
+  readable = {{static_cast<const char*>(o.x), o.bytes},
+              {static_cast<const char*>(o.scales), 4 * o.matrices * lines * p.blocks}};
+  const auto blocks = CeilDiv(p.pieces, kDequantizeThreads * kDequantizeSteps);
+  RunBlocks({static_cast<unsigned>(blocks), 1}, kDequantizeThreads,
+            [&] { DequantizeKernel<kTo, kElement, kSquare>(p); });
+}
+
+template <DType kTo>
+void Dequantize(const Operands& o) {
+  if (o.e5m2) {
+    o.square ? Dequantize<kTo, Element::kE5M2, true>(o) : Dequantize<kTo, Element::kE5M2, false>(o);
+  } else {
+    o.square ? Dequantize<kTo, Element::kE4M3, true>(o) : Dequantize<kTo, Element::kE4M3, false>(o);
+  }
+}
+
 }  // namespace
 
 extern "C" void quantize_kernels(const Operands* o) {
@@ -85,5 +135,21 @@ extern "C" void quantize_kernels(const Operands* o) {
     case DType::kF32: return Quantize<DType::kF32>(*o);
     case DType::kBF16: return Quantize<DType::kBF16>(*o);
     case DType::kF16: return Quantize<DType::kF16>(*o);
+  }
+}
+
+extern "C" void quantize_both_kernel(const Operands* o) {
+  switch (static_cast<DType>(o->dtype)) {
+    case DType::kF32: return QuantizeBoth<DType::kF32>(*o);
+    case DType::kBF16: return QuantizeBoth<DType::kBF16>(*o);
+    case DType::kF16: return QuantizeBoth<DType::kF16>(*o);
+  }
+}
+
+extern "C" void dequantize_kernel(const Operands* o) {
+  switch (static_cast<DType>(o->dtype)) {
+    case DType::kF32: return Dequantize<DType::kF32>(*o);
+    case DType::kBF16: return Dequantize<DType::kBF16>(*o);
+    case DType::kF16: return Dequantize<DType::kF16>(*o);
   }
 }

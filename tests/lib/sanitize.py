@@ -24,6 +24,7 @@ from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Mm
 from jax_groupgemm._grouped import fused
 from jax_groupgemm._kernels import extension, tuned
+from jax_groupgemm._quantized import fp8_convert
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
 GROUPED = (
@@ -385,6 +386,12 @@ def fp8_quantize(rng):
                 squares = functools.partial(f, block=(128, 128))
                 jax.block_until_ready((jax.jit(f)(x), jax.jit(squares)(jnp.stack([x, x]))))
                 jax.block_until_ready(jax.jit(lambda x, s, f=f: f(x, group_sizes=s))(x, sizes))
+        both = functools.partial(
+            fp8_convert.quantized_both, "fp8_quantize_both", block=(128, 128), axis=-1
+        )
+        for columns in (16, x.shape[1] // 16 * 16):
+            q, _ = jax.jit(both)(jnp.stack([x, x])[..., :columns])
+            jax.block_until_ready(jax.jit(functools.partial(jgg.dequantize, dtype=dtype))(q))
 
 
 def layer(rng, tokens, d, f, **options):

@@ -79,6 +79,21 @@ def test_gradients(rng, dtype):
         assert 1e-3 < oracle.error(one, want) < 1.15 * oracle.error(other, want) < 0.1
 
 
+@pytest.mark.parametrize("names", [("forward", "dgrad"), ("forward",), ("dgrad",)])
+@pytest.mark.one_in(2)
+def test_products_in_bfloat16(rng, names):
+    """Where none needs codes of weights, there are none."""
+    args, index, ct = problem(rng, tokens=20)
+    recipe = jgg.FP8Recipe(stochastic_rounding=False, **dict.fromkeys(names, "bfloat16"))
+    exact, got, composed = (
+        jax.jit(functools.partial(gradients, **options))(args, index, ct)
+        for options in ({}, {"recipe": recipe}, {"recipe": recipe, "implementation": "composed"})
+    )
+    np.testing.assert_array_equal(got[0], composed[0])
+    for one, want in zip(got, exact, strict=True):
+        assert oracle.error(one, want) < 0.1
+
+
 def codes(up, down, transpose_w=False):
     axis = -1 if transpose_w else -2
     return tuple(jgg.quantize(w, mode="fp8", contract=axis) for w in (up, down))
@@ -249,7 +264,7 @@ def test_export(rng):
         run, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
     )(args, index, ct)
     assert set(re.findall(r"@(jgg_fp8_\w+)\(", exported.mlir_module())) == {
-        "jgg_fp8_quantize", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
+        "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
         "jgg_fp8_activation_backward", "jgg_fp8_grouped_wgrad",
     }  # fmt: skip
     got = jax.export.deserialize(exported.serialize()).call(args, index, ct)
@@ -275,6 +290,8 @@ def test_kernels_run_it():
     }  # fmt: skip
     assert not names & {"jgg_moe_combine_backward", "jgg_activation_backward", "jgg_mm"}
     quantized = re.findall(r"custom_call @jgg_fp8_quantize\(.*?: \(tensor<(\w+)>", text)
-    assert set(quantized) == {f"1x{tokens}x{d}xbf16", f"4x{d}x{2 * f}xbf16", f"4x{f}x{d}xbf16"}
+    assert set(quantized) == {f"1x{tokens}x{d}xbf16"}
+    both = re.findall(r"custom_call @jgg_fp8_quantize_both\(.*?: \(tensor<(\w+)>", text)
+    assert sorted(both) == sorted([f"4x{d}x{2 * f}xbf16", f"4x{f}x{d}xbf16"])
     copied = re.findall(r"custom_call @jgg_moe_dispatch\(.*?: \(tensor<(\w+)>", text)
     assert set(copied) == {f"{tokens}x{d}xf8E4M3FN", f"{tokens}x{d // 128}xf32"}

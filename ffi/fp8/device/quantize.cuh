@@ -30,6 +30,7 @@ struct QuantizeParams {
   const uint32_t* seed;  // two words
   const int32_t* list;   // the line of x that each row is, where rows are named by one
   int64_t listed;        // lines of x; a row that names none of them is zeros
+  uint32_t slice;        // spans of columns of a slice, where there is a list
   uint8_t* codes;
   float* scales;
 };

@@ -2,6 +2,8 @@
 // which may be grouped, stored transposed; blocks of 128 x 128, stored as x is or transposed.
 #pragma once
 
+#include <algorithm>
+
 #include "fp8/device/quantize.cuh"
 
 namespace jgg::fp8::device {
@@ -19,6 +21,16 @@ inline int64_t ColumnsBlocks(const QuantizeParams& p) {
   return p.blocks * CeilDiv(p.columns, kSpan);
 }
 
+// A line that several rows name is read once for each of them, and those are far from each other.
+// Of so many bytes, a slice of all lines stays in the L2 cache meanwhile, beside codes on their
+// way.
+inline constexpr int64_t kSliceBytes = int64_t{12} << 20;
+
+inline uint32_t SpansOfSlice(const QuantizeParams& p, int64_t element_bytes) {
+  const int64_t spans = kSliceBytes / (p.listed * kSpan * element_bytes);
+  return static_cast<uint32_t>(std::clamp<int64_t>(spans, 1, CeilDiv(p.columns, kSpan)));
+}
+
 // Elements of a thread: eight neighbouring rows of eight neighbouring columns.
 template <DType kOf>
 using Patch = Eight<kOf>[8];
@@ -31,11 +43,20 @@ struct TilePlace {
   TileRows rows;         // of x
   int thread, span;      // of a span
 
-  __device__ explicit TilePlace(const QuantizeParams& p)
+  // Thread blocks of all columns come before those of the next rows. Sliced, those of all rows come
+  // before the next slice of columns.
+  __device__ explicit TilePlace(const QuantizeParams& p, bool sliced = false)
       : thread(threadIdx.x % kSpanThreads), span(threadIdx.x / kSpanThreads) {
     const auto across = static_cast<uint32_t>(CeilDiv(p.columns, kSpans * kSpan));
-    tile = blockIdx.x / across;
-    column = int64_t{blockIdx.x % across} * (kSpans * kSpan);
+    uint32_t first = 0, count = across, rest = blockIdx.x;  // spans of the slice
+    if (sliced) {
+      const uint32_t of_slice = p.slice * static_cast<uint32_t>(p.blocks);
+      first = rest / of_slice * p.slice;
+      rest %= of_slice;
+      count = min(p.slice, across - first);
+    }
+    tile = rest / count;
+    column = int64_t{first + rest % count} * (kSpans * kSpan);
     if (p.groups != nullptr) {
       rows = p.groups[tile];
     } else {
@@ -82,7 +103,9 @@ struct TransposedCodes {
     reinterpret_cast<uint2*>(&pieces[column][Place(column, half / 2)])[half % 2] = codes;
   }
 
-  // To lines `first`, ... of the result, of which `left` exist, from element `along` on.
+  // To lines `first`, ... of the result, of which `left` exist, from element `along` on. kStreams:
+  // the L2 cache is for something else.
+  template <bool kStreams = false>
   __device__ void Write(const QuantizeParams& p, int thread, int64_t first, int64_t left,
                         int64_t along) const {
     constexpr int kStep = kSpanThreads / 8;
@@ -92,7 +115,11 @@ struct TransposedCodes {
     JGG_UNROLL
     for (int i = 0; i < kSpan / kStep; ++i) {
       const int column = thread / 8 + i * kStep;
-      if (column < left) *reinterpret_cast<uint4*>(to) = pieces[column][Place(column, piece)];
+      if (column < left) {
+        const uint4 codes = pieces[column][Place(column, piece)];
+        if constexpr (kStreams) __stcs(reinterpret_cast<uint4*>(to), codes);
+        if constexpr (!kStreams) *reinterpret_cast<uint4*>(to) = codes;
+      }
       to += kStep * p.along;
     }
   }
@@ -176,7 +203,7 @@ template <DType kOf, Element kElement, bool kStochastic, bool kListed>
 __global__ void __launch_bounds__(kSpanThreads)
     ColumnsKernel(const __grid_constant__ QuantizeParams p) {
   __shared__ ColumnsShared<kOf> shared;
-  const TilePlace<kOf, 1> at(p);
+  const TilePlace<kOf, 1> at(p, kListed);
   if (kListed && at.rows.count == 0) return;  // of no group: nobody reads it
   const int64_t along = kBlock * at.tile, left = p.columns - at.column;
   JGG_NO_UNROLL
@@ -190,7 +217,7 @@ __global__ void __launch_bounds__(kSpanThreads)
         p, x, line + at.column_of_span(), along + at.row(), [&](int i) { return scales[i]; },
         [&](int i, uint2 codes) { shared.codes.Put(at.thread, i, codes); });
     __syncthreads();
-    shared.codes.Write(p, at.thread, line, left, along);
+    shared.codes.template Write<kListed>(p, at.thread, line, left, along);
   }
 }
 
