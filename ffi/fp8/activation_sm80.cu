@@ -80,7 +80,7 @@ cudaError_t LaunchFp8ActivationBackwardSm80(cudaStream_t stream,
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   return DispatchGated(args.of.activation, [&](auto activation) {
     return DispatchBool(args.by_rows.seed != nullptr, [&](auto stochastic) {
-      constexpr int kBytes = sizeof(ActivationShared);
+      constexpr int kBytes = sizeof(ActivationShared<kSplits<DType::kBF16, stochastic.value>>);
       const auto kernel =
           ActivationBackwardKernel<DType::kBF16, activation.value, stochastic.value>;
       if (cudaError_t error =

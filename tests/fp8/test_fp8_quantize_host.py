@@ -71,6 +71,53 @@ def test_codes(rng, library, element):
     np.testing.assert_array_equal(got.view(np.uint8).reshape(x.shape), want.view(np.uint8))
 
 
+def near_middles(dtype, element, scales):
+    """Of each scale, the elements of a dtype next to each middle between two codes: all whose codes
+    a quotient's last place may decide. And those of the codes themselves, zeros among them."""
+    codes = np.arange(128).astype(np.uint8).view(fp8_oracle.DTYPES[element]).astype(np.float64)
+    codes = codes[np.isfinite(codes)]
+    values = np.concatenate([codes, codes[:-1] + np.diff(codes) / 2])
+    values = np.concatenate([values, values[::16] * 2.0**-30])
+    with np.errstate(over="ignore"):
+        near = (scales.astype(np.float64)[:, None] * values).astype(dtype).view(np.uint16)
+    near = near[..., None].astype(np.int32) + [-1, 0, 0, 1]
+    x = np.maximum(near, 0).astype(np.uint16)
+    x[..., 2] |= 0x8000
+    return x.view(dtype).astype(F32).reshape(len(scales), -1)
+
+
+@pytest.mark.parametrize("power_of_two", [0, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_codes_of_16_bits(library, element, dtype, power_of_two):
+    """Quotients are not always the nearest float32, but codes are as if they were: of the scale of
+    each largest magnitude that there is."""
+    dtype = host_program.DTYPES[dtype]
+    largest = np.arange(0x8000).astype(np.uint16).view(dtype).astype(F32)
+    largest = largest[(largest > 0) & np.isfinite(largest)]
+    scales = np.empty_like(largest)
+    library.scales(pointer(largest), ctypes.c_long(largest.size), ELEMENTS.index(element),
+                   power_of_two, pointer(scales))  # fmt: skip
+
+    def check(x, scales):
+        x, scales = np.ascontiguousarray(x), np.ascontiguousarray(scales)
+        got = np.empty(len(x), np.uint32)
+        library.split_codes(pointer(x), pointer(scales), ctypes.c_long(len(x)),
+                            ELEMENTS.index(element), pointer(got))  # fmt: skip
+        limit = fp8_oracle.LARGEST[element]
+        with np.errstate(under="ignore", over="ignore"):
+            want = np.clip(x / scales[:, None], -limit, limit).astype(fp8_oracle.DTYPES[element])
+        np.testing.assert_array_equal(got.view(np.uint8).reshape(x.shape), want.view(np.uint8))
+
+    scales = np.unique(scales)
+    for part in np.array_split(scales, max(1, len(scales) // 2000)):
+        x = near_middles(dtype, element, part)
+        # None is larger than the largest of its block.
+        largest = part[:, None].astype(np.float64) * fp8_oracle.LARGEST[element]
+        x[~(np.abs(x) <= largest * (1 + 2.0**-20))] = 0
+        check(x.reshape(-1, 4), np.repeat(part, x.shape[1] // 4))
+
+
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_stochastic_codes(rng, library, element):
     """Of each random number, floor(|q| / step + (number + 0.5) / 2**16) steps."""

@@ -53,6 +53,18 @@ inline std::vector<std::pair<const char*, size_t>> readable;
 inline void __syncwarp() { warp->barrier.arrive_and_wait(); }
 inline void __syncthreads() { block->arrive_and_wait(); }
 
+// Whether it is so in any thread of the block.
+inline bool __syncthreads_or(bool value) {
+  static std::atomic<bool> found;
+  if (value) found = true;
+  __syncthreads();
+  const bool result = found;
+  __syncthreads();
+  found = false;
+  __syncthreads();
+  return result;
+}
+
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   const unsigned lane = threadIdx.x % 32;
@@ -109,6 +121,9 @@ inline uint32_t __ballot_sync(unsigned, bool value) {
 }
 
 inline bool __all_sync(unsigned all, bool value) { return __ballot_sync(all, value) == ~0u; }
+
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(static_cast<int>(value)); }

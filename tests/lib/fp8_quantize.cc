@@ -35,6 +35,17 @@ extern "C" void codes(const float* x, const float* scales, long fours, int e5m2,
   });
 }
 
+// The same of elements of 16 bits.
+extern "C" void split_codes(const float* x, const float* scales, long fours, int e5m2,
+                            uint32_t* out) {
+  Dispatch(e5m2, [&](auto element) {
+    for (long i = 0; i < fours; ++i) {
+      const float four[4] = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+      out[i] = EncodeSplit4<element.value>(four, MakeSplitReciprocal(scales[i]));
+    }
+  });
+}
+
 // The code of q for each of the 2^16 random numbers.
 extern "C" void stochastic_codes(float q, int e5m2, uint8_t* codes) {
   Dispatch(e5m2, [&](auto element) {

@@ -55,12 +55,12 @@ def compile_to(path: Path, name: str, *options: str) -> None:
     unfinished.rename(path)
 
 
-def build_kernels(name: str) -> ctypes.CDLL:
+def build_kernels(name: str, *options: str) -> ctypes.CDLL:
     """A program with cuda_on_host.h, which needs the barriers of C++20."""
     command = [COMPILER, "-std=c++20", "-E", "-include", "barrier", "-xc++", "-"]
     if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
         pytest.skip("needs a C++20 library")
-    return build(name, "-pthread", *SANITIZED, standard="c++20")
+    return build(name, "-pthread", *options, *SANITIZED, standard="c++20")
 
 
 def mode_number(mode: str) -> int:

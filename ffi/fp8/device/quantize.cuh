@@ -154,6 +154,19 @@ __device__ uint2 EncodeEight(const QuantizeParams& p, float (&values)[8], float 
   return make_uint2(words[0], words[1]);
 }
 
+// Whether quotients are made with a reciprocal of two parts.
+template <DType kOf, bool kStochastic>
+inline constexpr bool kSplits = kOf != DType::kF32 && !kStochastic;
+
+// The same of elements of 16 bits, rounded to nearest.
+template <Element kElement>
+__device__ uint2 EncodeSplit8(const float (&values)[8], const SplitReciprocal& by) {
+  const float low[4] = {values[0], values[1], values[2], values[3]};
+  const float high[4] = {values[4], values[5], values[6], values[7]};
+  const uint2 codes = make_uint2(EncodeSplit4<kElement>(low, by), EncodeSplit4<kElement>(high, by));
+  return IsDead(by.high) ? make_uint2(0, 0) : codes;
+}
+
 // The codes of eight neighbours of x, where they are neighbours of the result, too.
 template <Element kElement, bool kStochastic, DType kOf>
 __device__ uint2 EncodeRow(const QuantizeParams& p, const Eight<kOf>& x, float scale, int64_t line,
@@ -161,6 +174,9 @@ __device__ uint2 EncodeRow(const QuantizeParams& p, const Eight<kOf>& x, float s
   float values[8];
   JGG_UNROLL
   for (int i = 0; i < 8; ++i) values[i] = x[i];
+  if constexpr (kSplits<kOf, kStochastic>) {
+    return EncodeSplit8<kElement>(values, MakeSplitReciprocal(scale));
+  }
   return EncodeEight<kElement, kStochastic>(p, values, scale, MakeDivisor(scale).reciprocal,
                                             jgg::device::AnyLane(IsSmall(scale)),
                                             RandomOfLine(p, line), column);

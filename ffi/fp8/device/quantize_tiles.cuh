@@ -125,44 +125,61 @@ struct TransposedCodes {
   }
 };
 
-// A scale, and its divisor's reciprocal.
+// What the codes of a block are made with: a scale, and its divisor's reciprocal.
+template <bool kSplit>
 struct SharedScale {
   float value, reciprocal;
+
+  __device__ static SharedScale Of(float scale) { return {scale, MakeDivisor(scale).reciprocal}; }
+};
+
+template <>
+struct SharedScale<true> : SplitReciprocal {
+  __device__ static SharedScale Of(float scale) { return {MakeSplitReciprocal(scale)}; }
 };
 
 // Codes of a thread's columns, put(i, codes) for each; scale(i): of column i.
-template <Element kElement, bool kStochastic, DType kOf, typename Scale, typename Put>
+template <Element kElement, bool kStochastic, DType kOf, bool kSplit = kSplits<kOf, kStochastic>,
+          typename Scale, typename Put>
 __device__ void EncodeColumns(const QuantizeParams& p, const Patch<kOf>& x, int64_t line,
                               int64_t along, Scale scale, Put put) {
-  float least = scale(0).value;
-  JGG_UNROLL
-  for (int i = 1; i < 8; ++i) least = fminf(least, scale(i).value);
-  const bool lifts = jgg::device::AnyLane(IsSmall(least));
+  bool lifts = false;
+  if constexpr (!kSplit) {
+    float least = scale(0).value;
+    JGG_UNROLL
+    for (int i = 1; i < 8; ++i) least = fminf(least, scale(i).value);
+    lifts = jgg::device::AnyLane(IsSmall(least));
+  }
   JGG_UNROLL
   for (int i = 0; i < 8; ++i) {
-    const SharedScale of = scale(i);
+    const SharedScale<kSplit> of = scale(i);
     float values[8];
     JGG_UNROLL
     for (int j = 0; j < 8; ++j) values[j] = x[j][i];
-    put(i, EncodeEight<kElement, kStochastic>(p, values, of.value, of.reciprocal, lifts,
-                                              RandomOfLine(p, line + i), along));
+    if constexpr (kSplit) {
+      put(i, EncodeSplit8<kElement>(values, of));
+    } else {
+      put(i, EncodeEight<kElement, kStochastic>(p, values, of.value, of.reciprocal, lifts,
+                                                RandomOfLine(p, line + i), along));
+    }
   }
 }
 
 // ---- blocks along rows ----
 
-template <DType kOf>
+template <DType kOf, bool kStochastic>
 struct ColumnsShared {
   static constexpr int kWords = Eight<kOf>::kWords;
   uint4 largest[kSpanWarps][8][kWords / 4];  // of eight columns each
-  SharedScale scales[kSpan];
+  SharedScale<kSplits<kOf, kStochastic>> scales[kSpan];
   TransposedCodes codes;
 };
 
 // Scales of a span's columns, to shared memory, and to the result those that exist.
-template <DType kOf, Element kElement>
+template <DType kOf, Element kElement, bool kStochastic>
 __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, int64_t line,
-                                int64_t left, int64_t tile, ColumnsShared<kOf>& shared) {
+                                int64_t left, int64_t tile,
+                                ColumnsShared<kOf, kStochastic>& shared) {
   using Magnitude = Magnitudes<kOf>;
   constexpr int kWords = Eight<kOf>::kWords, kPer = 8 / kWords;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -193,7 +210,7 @@ __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, in
       all = Magnitude::Larger(all, words[column / kPer]);
     }
     const float scale = MakeScale<kElement>(Magnitude::Value(all, column % kPer), p.power_of_two);
-    shared.scales[column] = {scale, MakeDivisor(scale).reciprocal};
+    shared.scales[column] = SharedScale<kSplits<kOf, kStochastic>>::Of(scale);
     if (column < left) p.scales[(line + column) * p.blocks + tile] = scale;
   }
   __syncthreads();
@@ -202,7 +219,7 @@ __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, in
 template <DType kOf, Element kElement, bool kStochastic, bool kListed>
 __global__ void __launch_bounds__(kSpanThreads)
     ColumnsKernel(const __grid_constant__ QuantizeParams p) {
-  __shared__ ColumnsShared<kOf> shared;
+  __shared__ ColumnsShared<kOf, kStochastic> shared;
   const TilePlace<kOf, 1> at(p, kListed);
   if (kListed && at.rows.count == 0) return;  // of no group: nobody reads it
   const int64_t along = kBlock * at.tile, left = p.columns - at.column;
@@ -211,8 +228,8 @@ __global__ void __launch_bounds__(kSpanThreads)
     const int64_t line = m * p.columns + at.column;
     Patch<kOf> x;
     at.template Load<kListed>(p, m, x);
-    ScalesOfColumns<kOf, kElement>(p, x, line, left, at.tile, shared);
-    const SharedScale* scales = shared.scales + at.column_of_span();
+    ScalesOfColumns<kOf, kElement, kStochastic>(p, x, line, left, at.tile, shared);
+    const auto* scales = shared.scales + at.column_of_span();
     EncodeColumns<kElement, kStochastic, kOf>(
         p, x, line + at.column_of_span(), along + at.row(), [&](int i) { return scales[i]; },
         [&](int i, uint2 codes) { shared.codes.Put(at.thread, i, codes); });
@@ -272,7 +289,7 @@ __global__ void __launch_bounds__(kSquareThreads)
         p.scales[(m * CeilDiv(p.columns, kBlock) + block) * p.blocks + at.tile] = scale;
       }
       const int64_t along = kBlock * at.tile;
-      const SharedScale one{scale, MakeDivisor(scale).reciprocal};
+      const auto one = SharedScale<kSplits<kOf, kStochastic>>::Of(scale);
       EncodeColumns<kElement, kStochastic, kOf>(
           p, x, m * p.columns + at.own_column(), along + at.row(), [&](int) { return one; },
           [&](int i, uint2 codes) { transposed[at.span].Put(at.thread, i, codes); });

@@ -10,6 +10,18 @@ struct Activated {
   float value, by_x, by_up;
 };
 
+// TimesLogistic<true>(1, y) by two instructions less: an exponential that is not normal may be zero
+// as well, since it is added to one.
+__device__ inline float Logistic(float y) {
+#ifdef __CUDA_ARCH__
+  float exponential;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(y * -1.4426950408889634f));
+  return __fdividef(1.0f, 1.0f + exponential);
+#else
+  return TimesLogistic<true>(1.0f, y);
+#endif
+}
+
 // f(x) = x * l(y(x)), where l is the logistic function and dy is y'.
 __device__ inline float LogisticDerivative(float x, float logistic, float dy) {
   return logistic + x * logistic * (1.0f - logistic) * dy;
@@ -17,7 +29,7 @@ __device__ inline float LogisticDerivative(float x, float logistic, float dy) {
 
 template <Activation kActivation>
 __device__ Activated Differentiate(float x, float up) {
-  const auto logistic = [](float y) { return TimesLogistic<true>(1.0f, y); };
+  const auto logistic = [](float y) { return Logistic(y); };
   Activated f{0.0f, 0.0f, 0.0f};  // of x alone
   switch (kActivation) {
     case Activation::kSilu:

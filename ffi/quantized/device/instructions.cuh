@@ -372,6 +372,23 @@ JGG_HOST_DEVICE uint32_t Magnitudes2(uint32_t pair) {
 #endif
 }
 
+// The larger magnitude of each pair, with any sign; NaN where either is NaN.
+template <DType kOf>
+JGG_HOST_DEVICE uint32_t LargerMagnitude2(uint32_t a, uint32_t b) {
+  static_assert(kOf != DType::kF32);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  if constexpr (kOf == DType::kBF16) {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  }
+  return pair;
+#else
+  return Max2<kOf>(Magnitudes2<kOf>(a), Magnitudes2<kOf>(b));
+#endif
+}
+
 // The bfloat16 of an e8m0 byte.
 JGG_HOST_DEVICE uint32_t Bf16OfE8M0(uint32_t byte) {
   return byte == 0 ? 0x40 : byte == 255 ? 0x7fc0 : byte << 7;
