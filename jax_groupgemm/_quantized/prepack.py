@@ -47,14 +47,15 @@ def prepack(
 
     The same values in the layout that the fast kernels read. For Hopper: all modes, ``"affine"``
     with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and
-    ``transpose_w=True``. Mode ``"fp8"`` has no other kernels; it needs codes of float8_e4m3fn, K a
-    multiple of 128, and blocks of as many columns or of whole rows. Such a weight gets layout
-    ``"sm90"``; any other is returned as it is, with a warning that says why. Everything accepts
-    both: what has no kernel for a layout puts the codes (not the values) back in order first. On
-    Hopper products of many rows (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not
-    packed, each time anew (but mxfp8 and fp8, ``nvfp4_grouped_mm`` where K is a multiple of 128,
-    and with ``implementation="sm80"``). The layout may change with this package's version: store
-    the weight as it was.
+    ``transpose_w=True``. Mode ``"fp8"`` needs codes of float8_e4m3fn, K a multiple of 128, and
+    blocks of as many columns or of whole rows. Such a weight gets layout ``"sm90"``; any other is
+    returned as it is, with a warning that says why. Everything accepts both: what has no kernel for
+    a layout puts the codes (not the values) back in order first. On Hopper products of many rows
+    (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not packed, each time anew (but
+    mxfp8, ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``).
+    In mode ``"fp8"``, which has no other kernels, products of any number of rows do: with few rows
+    they take about three times as long as with a prepacked weight, and memory for a copy of it. The
+    layout may change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.

@@ -290,6 +290,7 @@ def conversions(rng):
         q = jgg.quantize(oracle.random(rng, (192, 640), "bfloat16"), mode=mode, bits=bits,
                          group_size=group_size)  # fmt: skip
         np.testing.assert_array_equal(jgg.dequantize(jgg.prepack(q)), jgg.dequantize(q))
+    jax.block_until_ready(jax.jit(jgg.prepack)(oracle.random_quantized(rng, (192, 640), "fp8")))
 
 
 def converted(w, **options):
@@ -446,6 +447,14 @@ def few_tokens(rng):
         jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, up, jnp.array([1, 0, 3, 0, 1])))
 
 
+def fp8_weights(rng):
+    """As they are stored: matrices without rows are not packed, and not read."""
+    w = oracle.random_quantized(rng, (3, 192, 640), "fp8")
+    for sizes in ([1, 0, 3], [0, 40, 24], [300, 0, 297]):
+        x, given = oracle.random(rng, (sum(sizes) + 3, 640), "bfloat16"), jnp.array(sizes)
+        jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, w, given))
+
+
 PARTS = {
     **every_dtype("grouped", grouped),
     **every_dtype("segmented", segmented),
@@ -471,6 +480,7 @@ PARTS = {
     "fp8_experts": on_hopper(fp8_experts),
     "fp8_rows": on_hopper(fp8_rows),
     "few_tokens": on_hopper(few_tokens),
+    "fp8_weights": on_hopper(fp8_weights),
 }
 
 

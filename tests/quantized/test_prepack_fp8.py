@@ -228,8 +228,8 @@ def names(f, *args) -> list[str]:
 
 
 def test_cuda_lowering(rng):
-    """One custom call with scales of 128 k, also where blocks are others. Without a GPU nothing packs
-    within a product: test_prepack_fp8_kernel.py has that."""
+    """One custom call with scales of 128 k, also where blocks are others. Without a GPU no product
+    packs: test_prepack_fp8_kernel.py has those with one."""
     x = jnp.ones((8, 256), jnp.bfloat16)
     for block in ((128, 128), None):
         q = weight(rng, (3, 128, 256), block)
