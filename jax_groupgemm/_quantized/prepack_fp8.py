@@ -51,7 +51,8 @@ def in_two_axes(w: Quantized) -> Quantized:
 def by_rows(w: Quantized) -> Quantized:
     """``w``, in layout "linear", with a scale for every row and 128 k."""
     w, (n, k) = in_two_axes(w), w.shape[-2:]
-    index = np.arange(n) // w.block[0], np.arange(0, k, BLOCK[1]) // w.block[1]
+    rows, columns = w.block or (n, k)
+    index = np.arange(n) // rows, np.arange(0, k, BLOCK[1]) // columns
     return _with(w, _taken(w.scales, *index), BLOCK)
 
 
