@@ -380,7 +380,7 @@ def qmm_tokens(level: str, name: str, weights: str) -> tuple[int, ...]:
     if first:
         return TOKENS[:-1] if weights == "nvfp4" else (8, 64, 4096)
     if weights == "fp8" and name.split()[0] in FP8_MODELS:  # 64 to 512 rows
-        return (8, 16, 64)
+        return (8, 64)
     if weights == ("mxfp4" if name == "gpt-oss-120b up" else "nvfp4"):
         if name.endswith("up"):
             return (8, 64, 4096)

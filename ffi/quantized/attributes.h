@@ -13,6 +13,11 @@ JGG_ATTRIBUTES(QuantizedAttrs,              //
                (bool, biases),              //
                (bool, global_scale));
 
+// "block": rows and columns that share a scale, in mode "fp8".
+JGG_ATTRIBUTES(BlockAttrs,       //
+               (int32_t, rows),  //
+               (int32_t, columns));
+
 // "qmm": how the matrices lie, the segments' rows in the result, and the arithmetic.
 JGG_ATTRIBUTES(QmmAttrs,             //
                (bool, transpose_w),  // lines of w are columns of W

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "grouped_mm/segments.h"
 #include "quantized/quantized.h"
 
 namespace jgg {
@@ -37,6 +38,17 @@ struct PrepackArgs {
   QuantizedArray q;
   int64_t rows, k;
   void *weight, *scales;  // tiles of 64 x 64 in 128 * bits words; see PackedScales
+};
+
+// Matrices (groups, n, k) in mode "fp8", of e4m3 codes, likewise: n a multiple of 64, k of 128.
+struct PrepackFp8Args {
+  const void* weight;
+  const float* scales;  // (groups, scale_rows, scale_columns), each of a block
+  void *out, *out_scales;
+  int64_t groups, n, k, scale_rows, scale_columns;
+  int64_t block_rows, block_columns;  // columns: whole 128, or all
+  bool some;                          // of the matrices, those that metadata gives rows
+  Metadata metadata;
 };
 
 }  // namespace jgg

@@ -154,15 +154,14 @@ def _packed_operands(p: Qmm) -> str | None:
 
 
 def _packed(p: Qmm) -> str | None:
-    if p.layout == "sm90":
-        if p.mode == "fp8" and (why := dense.in_parts(p)):
-            return why
-    elif p.mode == "fp8":
-        return "reads mode 'fp8' only as jgg.prepack lays it out"
-    else:
+    fp8 = p.mode == "fp8"
+    if fp8 and (why := dense.in_parts(p)):
+        return why
+    if p.layout != "sm90":
         if p.empty or not p.packable or p.mode == "mxfp8":
             return "prepack has no kernel for this weight"
-        if p.rows < p.all_groups * _repack_from(p.bits):
+        # No kernel reads codes of mode "fp8" as they are stored, so any number of rows repacks.
+        if not fp8 and p.rows < p.all_groups * _repack_from(p.bits):
             return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
         if not p.named and not extension.live_capabilities():
             return "repacks for a GPU that this process has"
@@ -282,7 +281,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "qmm": (
         Kernel(
             "sm90", "jgg_qmm_packed", _packed, _qmm_fuses, config=_qmm_config, unseen=True,
-            needs="bfloat16 x, transpose_w; prepacked weights, or many rows",
+            needs="bfloat16 x, transpose_w; prepacked weights, or many rows, or mode fp8",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses,
@@ -387,6 +386,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     },
     **{
         op: (Kernel("sm80", f"jgg_{op}", rows.converts, unseen=True),)
-        for op in ("quantize", "dequantize", "prepack", "nvfp4_quantize")
+        for op in ("quantize", "dequantize", "nvfp4_quantize")
     },
+    "prepack": (
+        Kernel("sm80", "jgg_prepack", rows.converts, unseen=True, needs="no mxfp8, no fp8"),
+        Kernel("sm80", "jgg_prepack_fp8", rows.packs_fp8, unseen=True, needs="mode fp8"),
+    ),
 }  # fmt: skip

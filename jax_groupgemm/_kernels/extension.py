@@ -29,6 +29,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_quantize": ("cuda",),
     "jgg_dequantize": ("cuda",),
     "jgg_prepack": ("cuda",),
+    "jgg_prepack_fp8": ("cuda",),
     "jgg_nvfp4_quantize": ("cuda",),
     "jgg_fp8_quantize": ("cuda",),
     "jgg_fp8_quantize_both": ("cuda",),

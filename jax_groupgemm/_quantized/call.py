@@ -163,9 +163,13 @@ def dequantize(weight, scales, biases, global_scale, *, mode, bits, group_size, 
     return call(*operands, **attributes(flags)).reshape(*lead, k)
 
 
-def prepack(weight, scales, biases, *, mode, bits, group_size):
+def prepack(weight, scales, biases, *, mode, bits, group_size, block,
+            metadata: Metadata | None = None, rows: int = 0):  # fmt: skip
     """Custom call ``jgg_prepack``: weight, scales[, biases], all (R, ...) -> weight, scales, in
-    tiles of 64 rows x 64 k."""
+    tiles of 64 rows x 64 k. ``metadata``, of ``rows``, tells who reads them: see
+    :func:`_prepack_fp8`."""
+    if mode == "fp8":
+        return _prepack_fp8(weight, scales, block, metadata, rows)
     *lead, n, words = weight.shape
     rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
@@ -177,6 +181,26 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     flags = {"quantized": _quantized_flags(mode, bits, group_size, biases, None)}
     out = jax.ffi.ffi_call("jgg_prepack", results)(*operands, **attributes(flags))
     return tuple(a.reshape(*lead, n // 64, *a.shape[1:]) for a in out)
+
+
+def _prepack_fp8(weight, scales, block, metadata: Metadata | None, rows: int):
+    """Custom call ``jgg_prepack_fp8``: weight (G, N, K), scales of blocks[, metadata]
+    [, group_offset] -> weight, scales. With metadata, of matrices that have rows; what others are
+    is not said."""
+    *lead, n, k = weight.shape
+    groups = math.prod(lead)
+    results = [
+        jax.ShapeDtypeStruct((groups, n // 64, *shape), jnp.uint32)
+        for shape in ((k // 64, 1024), formats.packed_scales("fp8", formats.FP8_GROUP, k // 64))
+    ]
+    flags: dict[str, Any] = {"block": dict(zip(("rows", "columns"), block, strict=True))}
+    flags["metadata"] = {"kind": "", "swapped": False, "group_offset": False}
+    operands = [a.reshape(groups, *a.shape[-2:]) for a in (weight, scales)]
+    if metadata is not None:
+        flags["metadata"] = metadata_flags(metadata)
+        operands += metadata.narrow(rows, groups)
+    out = jax.ffi.ffi_call("jgg_prepack_fp8", results)(*operands, **attributes(flags))
+    return tuple(a.reshape(*lead, *a.shape[1:]) for a in out)
 
 
 def flags_of(q) -> dict[str, Any]:

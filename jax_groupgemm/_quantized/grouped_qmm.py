@@ -36,8 +36,10 @@ def grouped_qmm(
 
     The weight is dequantized exactly and rounded once to x's dtype; products are summed in float32,
     and there multiplied by a ``global_scale``. In mode ``"fp8"`` it is not rounded: scales multiply
-    float32 sums, and the result is within 2e-4 of the exact one before it is rounded. Rows of no
-    group are exact zeros and get zero gradient.
+    float32 sums, and the result is within 2e-4 of the exact one before it is rounded. But Hopper's
+    kernels, of bfloat16 x, round it, and its scales to 16 bits; where :func:`prepack` has not laid
+    it out they do that first, each time anew. Rows of no group are exact zeros and get zero
+    gradient.
 
     Args:
       x: ``(T, K)``, float32, bfloat16 or float16. float32 products follow

@@ -31,6 +31,7 @@ from .._core import check, conversion, partition
 from .._core.check import describe
 from .._core.float_bits import u32
 from .._core.operations import INLINE, listed
+from .._core.segments import Metadata
 from . import array, call, formats, packed_codes, prepack_fp8
 from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
@@ -46,14 +47,15 @@ def prepack(
 
     The same values in the layout that the fast kernels read. For Hopper: all modes, ``"affine"``
     with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and
-    ``transpose_w=True``. Mode ``"fp8"`` has no other kernels; it needs codes of float8_e4m3fn, K a
-    multiple of 128, and blocks of as many columns or of whole rows. Such a weight gets layout
-    ``"sm90"``; any other is returned as it is, with a warning that says why. Everything accepts
-    both: what has no kernel for a layout puts the codes (not the values) back in order first. On
-    Hopper products of many rows (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not
-    packed, each time anew (but mxfp8 and fp8, ``nvfp4_grouped_mm`` where K is a multiple of 128,
-    and with ``implementation="sm80"``). The layout may change with this package's version: store
-    the weight as it was.
+    ``transpose_w=True``. Mode ``"fp8"`` needs codes of float8_e4m3fn, K a multiple of 128, and
+    blocks of as many columns or of whole rows. Such a weight gets layout ``"sm90"``; any other is
+    returned as it is, with a warning that says why. Everything accepts both: what has no kernel for
+    a layout puts the codes (not the values) back in order first. On Hopper products of many rows
+    (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not packed, each time anew (but
+    mxfp8, ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``).
+    In mode ``"fp8"``, which has no other kernels, products of any number of rows do: with few rows
+    they take about three times as long as with a prepacked weight, and memory for a copy of it. The
+    layout may change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
@@ -116,10 +118,11 @@ def prepack(
 
 
 def _packed(w: Quantized, pack) -> Quantized:
-    q = prepack_fp8.by_rows(w) if w.mode == "fp8" else w
+    q = prepack_fp8.in_two_axes(w) if w.mode == "fp8" else w
     weight, scales = pack(
-        q.weight, q.scales, q.biases, mode=q.mode, bits=q.bits, group_size=q.group_size
-    )
+        q.weight, q.scales, q.biases, mode=q.mode, bits=q.bits, group_size=q.group_size,
+        block=q.block,
+    )  # fmt: skip
     return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
 
 
@@ -197,14 +200,18 @@ def _on_each_device(function, w: Quantized, mesh, spec, out_spec) -> Quantized:
     return dataclasses.replace(out, global_scale=w.global_scale)
 
 
-def packed_for(w: Quantized) -> Quantized:
-    """``w`` as "sm90" reads it, by the kernel of the GPU."""
-    return w if w.layout == "sm90" else _packed(w, call.prepack)
+def packed_for(w: Quantized, metadata: Metadata, rows: int) -> Quantized:
+    """``w`` as "sm90" reads it in a product of so many rows, by the kernel of the GPU. In mode
+    "fp8" matrices without rows may hold anything."""
+    if w.layout == "sm90":
+        return w
+    return _packed(w, functools.partial(call.prepack, metadata=metadata, rows=rows))
 
 
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
     if w.mode == "fp8":
+        w = prepack_fp8.by_rows(w)
         return _in_tiles(w, *prepack_fp8.codes_and_words(w))
     codes, scales = formats.codes_in_groups(w.weight, w.bits, w.group_size), w.scales
     if w.mode == "nvfp4":
@@ -245,8 +252,7 @@ def _in_tiles(w: Quantized, codes, words) -> Quantized:
 
 def _leaves(weight, scales, biases, **static):
     """``(weight, scales)``, by definition."""
-    block = prepack_fp8.BLOCK if static["mode"] == "fp8" else None
-    w = _prepack(Quantized(weight, scales, biases, **static, block=block))
+    w = _prepack(Quantized(weight, scales, biases, **static))
     return w.weight, w.scales
 
 

@@ -40,13 +40,20 @@ def unpackable(w: Quantized) -> str | None:
     return None
 
 
+def in_two_axes(w: Quantized) -> Quantized:
+    """``w``, in layout "linear", with scales along N and K, and a block no larger than either."""
+    n, k = w.shape[-2:]
+    if w.block is None:
+        return _with(w, w.scales[..., None, None], (n, k))
+    return _with(w, w.scales, (min(w.block[0], n), min(w.block[1], k)))
+
+
 def by_rows(w: Quantized) -> Quantized:
     """``w``, in layout "linear", with a scale for every row and 128 k."""
-    scales, block, (n, k) = w.scales, w.block, w.shape[-2:]
-    if block is None:
-        scales, block = scales[..., None, None], (n, k)
-    index = np.arange(n) // block[0], np.arange(0, k, BLOCK[1]) // block[1]
-    return _with(w, _taken(scales, *index), BLOCK)
+    w, (n, k) = in_two_axes(w), w.shape[-2:]
+    rows, columns = w.block or (n, k)
+    index = np.arange(n) // rows, np.arange(0, k, BLOCK[1]) // columns
+    return _with(w, _taken(w.scales, *index), BLOCK)
 
 
 def in_blocks(w: Quantized, block) -> Quantized:

@@ -196,7 +196,7 @@ def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue 
     if choice.config.get("sum_parts", 1) > 1:
         return _in_parts(choice, platform, x, prepack.unpacked(q), metadata, product)
     packed = choice.target == "jgg_qmm_packed"
-    q = prepack.packed_for(q) if packed else prepack.unpacked(q)
+    q = prepack.packed_for(q, metadata, x.shape[0]) if packed else prepack.unpacked(q)
     return call.qmm(choice, x, q, metadata, product, epilogue)
 
 

@@ -200,6 +200,11 @@ def operations(modes=MODES) -> dict[str, tuple]:
             each(lambda x, q: qmm(x, jgg.prepack(q))), (*half(x), as_stored),
             {"jgg_prepack", "jgg_qmm_packed"},
         ),
+        "grouped_qmm, fp8 on sm90": (
+            functools.partial(qmm, **on_sm90),
+            (*half(random((100, 128))), oracle.random_quantized(rng, (4, 64, 128), "fp8")),
+            {"jgg_prepack_fp8", "jgg_qmm_packed"},
+        ),
         "gather_qmm": (each(gather_qmm), (*half(x), as_stored), {"jgg_qmm"}),
         "quantized_matmul": (each(matmul), (*half(x[:8]), as_stored), {"jgg_qmm"}),
         "prepack": (lambda qs: [*map(jgg.prepack, qs)], (repacked,), {"jgg_prepack"}),

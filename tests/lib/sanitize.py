@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import sanitized_layers as layers
 
 import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
@@ -291,6 +292,7 @@ def conversions(rng):
         q = jgg.quantize(oracle.random(rng, (192, 640), "bfloat16"), mode=mode, bits=bits,
                          group_size=group_size)  # fmt: skip
         np.testing.assert_array_equal(jgg.dequantize(jgg.prepack(q)), jgg.dequantize(q))
+    jax.block_until_ready(jax.jit(jgg.prepack)(oracle.random_quantized(rng, (192, 640), "fp8")))
 
 
 def converted(w, **options):
@@ -394,65 +396,6 @@ def fp8_quantize(rng):
             jax.block_until_ready(jax.jit(functools.partial(jgg.dequantize, dtype=dtype))(q))
 
 
-def layer(rng, tokens, d, f, **options):
-    """A layer behind its router and all gradients, with an expert of no rows and rows of none."""
-    x, ct = (oracle.random(rng, (tokens, d), "bfloat16") for _ in range(2))
-    up, down = (oracle.random(rng, (5, *s), "bfloat16") for s in ((d, 2 * f), (f, d)))
-    logits = oracle.random(rng, (tokens, 4), "bfloat16")
-    exists = jnp.asarray(rng.random(tokens) < 0.9)
-
-    @jax.jit
-    def step(x, up, down, logits):
-        def run(x, up, down, logits):
-            choice = jgg.router.choose(logits, 2, where=exists)
-            return jgg.moe_mlp(x, up, down, choice.expert, choice.weight, **options)
-
-        out, pull = jax.vjp(run, x, up, down, logits)
-        return out, pull(ct)
-
-    jax.block_until_ready(step(x, up, down, logits))
-
-
-def experts(rng):
-    """Rows of tokens by list, and copied; many, and fewer than lists are for."""
-    for tokens, d, f in ((700, 512, 256), (700, 1536, 1280), (40, 512, 256)):
-        layer(rng, tokens, d, f)
-
-
-def fp8_experts(rng):
-    for key in (None, jax.random.key(1)):
-        layer(rng, 200, 512, 256, recipe=jgg.FP8Recipe(), key=key)
-
-
-def fp8_rows(rng):
-    """Rows as the instruction's M; tiles and columns that are cut, an expert of no rows."""
-    for n in (320, 96):
-        w = jgg.fp8_quantize(oracle.random(rng, (3, n, 384), "bfloat16"), block=(128, 128))
-        x = jgg.fp8_quantize(oracle.random(rng, (1500, 384), "bfloat16"))
-        jax.block_until_ready(jax.jit(jgg.fp8_grouped_mm)(x, w, jnp.array([777, 0, 690])))
-
-
-def few_tokens(rng):
-    """A layer of few tokens, and products of few rows in all: every decoder, experts elsewhere."""
-    for mode, bits, group in (
-        ("nvfp4", 4, 16),
-        ("mxfp4", 4, 32),
-        ("mxfp8", 8, 32),
-        ("fp8", 8, 128),
-        ("affine", 5, 64),
-    ):
-        d, f = (384, 256) if mode == "fp8" else (320, 192)
-        of = lambda *shape, q=(mode, bits, group): jgg.prepack(
-            oracle.random_quantized(rng, shape, *q, "bfloat16")
-        )
-        up, down = of(5, 2 * f, d), of(5, d, f)
-        x = oracle.random(rng, (6, d), "bfloat16")
-        index = jnp.asarray(rng.integers(-1, 6, (6, 4)), jnp.int32)
-        weight = jnp.asarray(rng.random((6, 4)), "float32")
-        jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, up, down, index, weight))
-        jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, up, jnp.array([1, 0, 3, 0, 1])))
-
-
 PARTS = {
     **every_dtype("grouped", grouped),
     **every_dtype("segmented", segmented),
@@ -474,10 +417,11 @@ PARTS = {
     "conversions": conversions,
     "nvfp4": nvfp4,
     "fp8_quantize": fp8_quantize,
-    "experts": experts,
-    "fp8_experts": on_hopper(fp8_experts),
-    "fp8_rows": on_hopper(fp8_rows),
-    "few_tokens": on_hopper(few_tokens),
+    "experts": layers.experts,
+    "fp8_experts": on_hopper(layers.fp8_experts),
+    "fp8_rows": on_hopper(layers.fp8_rows),
+    "few_tokens": on_hopper(layers.few_tokens),
+    "fp8_weights": on_hopper(layers.fp8_weights),
 }
 
 

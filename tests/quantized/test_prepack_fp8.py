@@ -228,7 +228,8 @@ def names(f, *args) -> list[str]:
 
 
 def test_cuda_lowering(rng):
-    """One custom call with scales of 128 k, also where blocks are others; nothing packs on CUDA."""
+    """One custom call with scales of 128 k, also where blocks are others. Without a GPU no product
+    packs: test_prepack_fp8_kernel.py has those with one."""
     x = jnp.ones((8, 256), jnp.bfloat16)
     for block in ((128, 128), None):
         q = weight(rng, (3, 128, 256), block)
@@ -240,7 +241,7 @@ def test_cuda_lowering(rng):
         for attribute in ('mode = "fp8"', "bits = 8 : i32", "group_size = 128 : i32"):
             assert attribute in line, attribute
         assert names(f, x, q) == []
-        assert names(jgg.prepack, q) == []
+        assert names(jgg.prepack, q) == ["jgg_prepack_fp8"]
     gathered = lambda x, w: jgg.gather_qmm(x[:, None], w, rhs_indices=jnp.arange(8))
     assert names(gathered, x, packed) == ["jgg_qmm_packed"]
     assert names(lambda x, w: jgg.quantized_matmul(x, w), x, packed[0]) == ["jgg_qmm_packed"]
@@ -254,10 +255,10 @@ def test_cuda_lowering(rng):
 
 
 def test_why_not(rng):
-    """Weights as they are stored are multiplied by XLA, and why says what helps."""
+    """Weights that no kernel packs or reads are multiplied by XLA."""
     q, x = weight(rng, (3, 64, 256), (128, 128)), jnp.ones((8, 256), jnp.bfloat16)
     for name, w, why in (
-        ("sm90", q, "reads mode 'fp8' only as jgg.prepack lays it out"),
+        ("sm90", weight(rng, (3, 60, 256), (1, 128)), "prepack has no kernel for this weight"),
         ("sm80", q, "reads no codes of mode 'fp8'"),
         ("sm80", jgg.prepack(q), "reads no codes of mode 'fp8'"),
     ):

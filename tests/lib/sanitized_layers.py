@@ -1,0 +1,74 @@
+"""Parts of sanitize.py: layers of experts, FP8 products, and products of few rows."""
+
+import jax
+import jax.numpy as jnp
+import oracle
+
+import jax_groupgemm as jgg
+
+
+def layer(rng, tokens, d, f, **options):
+    """A layer behind its router and all gradients, with an expert of no rows and rows of none."""
+    x, ct = (oracle.random(rng, (tokens, d), "bfloat16") for _ in range(2))
+    up, down = (oracle.random(rng, (5, *s), "bfloat16") for s in ((d, 2 * f), (f, d)))
+    logits = oracle.random(rng, (tokens, 4), "bfloat16")
+    exists = jnp.asarray(rng.random(tokens) < 0.9)
+
+    @jax.jit
+    def step(x, up, down, logits):
+        def run(x, up, down, logits):
+            choice = jgg.router.choose(logits, 2, where=exists)
+            return jgg.moe_mlp(x, up, down, choice.expert, choice.weight, **options)
+
+        out, pull = jax.vjp(run, x, up, down, logits)
+        return out, pull(ct)
+
+    jax.block_until_ready(step(x, up, down, logits))
+
+
+def experts(rng):
+    """Rows of tokens by list, and copied; many, and fewer than lists are for."""
+    for tokens, d, f in ((700, 512, 256), (700, 1536, 1280), (40, 512, 256)):
+        layer(rng, tokens, d, f)
+
+
+def fp8_experts(rng):
+    for key in (None, jax.random.key(1)):
+        layer(rng, 200, 512, 256, recipe=jgg.FP8Recipe(), key=key)
+
+
+def fp8_rows(rng):
+    """Rows as the instruction's M; tiles and columns that are cut, an expert of no rows."""
+    for n in (320, 96):
+        w = jgg.fp8_quantize(oracle.random(rng, (3, n, 384), "bfloat16"), block=(128, 128))
+        x = jgg.fp8_quantize(oracle.random(rng, (1500, 384), "bfloat16"))
+        jax.block_until_ready(jax.jit(jgg.fp8_grouped_mm)(x, w, jnp.array([777, 0, 690])))
+
+
+def few_tokens(rng):
+    """A layer of few tokens, and products of few rows in all: every decoder, experts elsewhere."""
+    for mode, bits, group in (
+        ("nvfp4", 4, 16),
+        ("mxfp4", 4, 32),
+        ("mxfp8", 8, 32),
+        ("fp8", 8, 128),
+        ("affine", 5, 64),
+    ):
+        d, f = (384, 256) if mode == "fp8" else (320, 192)
+        of = lambda *shape, q=(mode, bits, group): jgg.prepack(
+            oracle.random_quantized(rng, shape, *q, "bfloat16")
+        )
+        up, down = of(5, 2 * f, d), of(5, d, f)
+        x = oracle.random(rng, (6, d), "bfloat16")
+        index = jnp.asarray(rng.integers(-1, 6, (6, 4)), jnp.int32)
+        weight = jnp.asarray(rng.random((6, 4)), "float32")
+        jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, up, down, index, weight))
+        jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, up, jnp.array([1, 0, 3, 0, 1])))
+
+
+def fp8_weights(rng):
+    """As they are stored: matrices without rows are not packed, and not read."""
+    w = oracle.random_quantized(rng, (3, 192, 640), "fp8")
+    for sizes in ([1, 0, 3], [0, 40, 24], [300, 0, 297]):
+        x, given = oracle.random(rng, (sum(sizes) + 3, 640), "bfloat16"), jnp.array(sizes)
+        jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, w, given))
