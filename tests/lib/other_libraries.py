@@ -94,22 +94,24 @@ def maxtext() -> None:
     import maxtext
     from maxtext.trainers.pre_train import train
 
+    from jax_groupgemm.integrations import maxtext as with_ours
+
     config = Path(maxtext.__file__).parent / "configs/base.yml"
     settings = (
         "run_name=tiny hardware=cpu skip_jax_distributed_system=true decoder_block=mixtral "
         "base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16 base_mlp_dim=128 "
         "base_moe_mlp_dim=128 base_num_decoder_layers=2 vocab_size=256 num_experts=8 "
-        "num_experts_per_tok=2 megablox=false sparse_matmul=true attention=dot_product "
+        "num_experts_per_tok=2 attention=dot_product "
         "dataset_type=synthetic steps=10 per_device_batch_size=2 max_target_length=64 "
         "enable_checkpointing=false dtype=float32 weight_dtype=float32 matmul_precision=highest "
         "log_config=false enable_goodput_recording=false"
     )
 
-    def losses(name: str) -> list[float]:
+    def losses(name: str, run, *more: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
             metrics = Path(folder) / f"{name}.jsonl"
             out = [f"base_output_directory={folder}", f"metrics_file={metrics}"]
-            train.main(["train", str(config), *settings.split(), *out])
+            run([str(config), *settings.split(), *out, *more])
             return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()]
 
     called = []
@@ -121,10 +123,10 @@ def maxtext() -> None:
     from jax_groupgemm._grouped import replace
 
     replace._OURS["ragged_dot"] = counted
-    theirs = losses("theirs")
+    alone = (f"{key}={value}" for key, value in with_ours.SETTINGS.items())
+    theirs = losses("theirs", lambda arguments: train.main(["train", *arguments]), *alone)
     assert not called
-    with jgg.replace_ragged_dot():
-        ours = losses("ours")
+    ours = losses("ours", with_ours.train)
     assert called
     assert len(ours) == 10
     assert ours[-1] < ours[0]
