@@ -295,7 +295,9 @@ class LinearProducts(Products):
         if q is not None:
             return q
         if key is None and self.columns:
-            return codes_of(w.swapaxes(1, 2), self.recipe, columns=True)
+            q = codes_of(w.swapaxes(1, 2), self.recipe, columns=True)
+            if q is not None:
+                return q
         return fp8_quantize(w, block=self.recipe.weight_block, stochastic_rounding_key=key)
 
     def _along_t(self, a, group_sizes, key, format: Any = "e4m3"):

@@ -239,7 +239,8 @@ def _forward(x, up, down, codes, *more, moves, options: Fp8Options):
     x_moves, up_moves, _, _, _, weight_moves, _ = moving
     # Where there is a cotangent of the rows that up has, and of those that down has.
     multiplied = x_moves, x_moves or up_moves or weight_moves
-    made, kept = [*codes], [None, None]
+    made = [*codes]
+    kept: list[Quantized | None] = [None, None]
     for i, w in enumerate((up, down)):
         if made[i] is None and multiplied[i] and shares_codes(options.recipe):
             made[i], kept[i] = codes_of_both(w, options.recipe, columns=not options.transpose_w)
