@@ -43,7 +43,8 @@ def measured(case: Case, args: Any) -> bool:
         f"prompt), then {watch.rate:,.1f} tokens/s"
     )
     if folder is not None:
-        print(described(gaps(folder), len(watch.tokens) - SETTLED))
+        steps = len(watch.tokens) - SETTLED
+        print(described(gaps(folder) if steps > 0 else [], steps))
     return fits(need, most_held())
 
 

@@ -40,7 +40,7 @@ static ffi::Error Fp8Dequantize(cudaStream_t stream, ffi::AnyBuffer codes, ffi::
     }
   }
   if (auto reason = rules::Fp8QuantizeProblem(m * r, c, 0)) return Unimplemented(op, *reason);
-  if (m * r > (int64_t{1} << 33) / c - 1) return Unimplemented(op, "needs fewer than 2^33 codes");
+  if (m * r * c >= int64_t{1} << 33) return Unimplemented(op, "needs fewer than 2^33 codes");
   return FromCuda(op, LaunchFp8DequantizeSm80(stream, args));
 }
 

@@ -37,7 +37,7 @@ def train(arguments: Sequence[str]) -> None:
                     f"jax_groupgemm.integrations.maxtext: {argument} chooses a kernel of MaxText's "
                     f"own; leave it out, or say {key}={SETTINGS[key]}"
                 )
-            del added[key]
+            added.pop(key, None)
     try:
         trainer = importlib.import_module(TRAINER)
     except ModuleNotFoundError as why:

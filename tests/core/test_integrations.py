@@ -43,6 +43,11 @@ def test_maxtext(trainer):
     assert argv == [maxtext.TRAINER, "base.yml", "steps=3", "megablox=False", *added]
 
 
+def test_maxtext_with_a_setting_that_is_said_twice(trainer):
+    maxtext.train(["base.yml", "megablox=false", "megablox=False"])
+    assert trainer.seen[0][0][2:4] == ["megablox=false", "megablox=False"]
+
+
 def test_maxtext_as_a_program(trainer, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["maxtext", "base.yml"])
     monkeypatch.delitem(sys.modules, maxtext.__name__)
