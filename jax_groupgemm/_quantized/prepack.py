@@ -54,8 +54,8 @@ def prepack(
     (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not packed, each time anew (but
     mxfp8, ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``).
     In mode ``"fp8"``, which has no other kernels, products of any number of rows do: with few rows
-    they take about three times as long as with a prepacked weight, and memory for a copy of it. The
-    layout may change with this package's version: store the weight as it was.
+    they take about three times as long as with a prepacked weight (a prediction), and memory for a
+    copy of it. The layout may change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
