@@ -195,7 +195,7 @@ def in_two_processes(*options):
 
 @pytest.mark.slow
 def test_train_moe_in_two_processes(text, finished, tmp_path):
-    """Of two devices each: the losses of one process on one device. The first one writes."""
+    """Two devices each: the losses are those of one process on one. The first process writes."""
     with in_two_processes(*TINY, *text, "--out", tmp_path) as processes:
         said = two_processes.finished(processes, timeout=400)
     assert "parameters on 4 x cpu" in said[0]

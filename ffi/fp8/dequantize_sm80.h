@@ -10,8 +10,9 @@
 namespace jgg {
 
 struct Fp8DequantizeSm80 {
-  DType dtype;        // of the result
-  bool e5m2, square;  // a scale is that of 128 x 128, not of 1 x 128
+  DType dtype;  // of the result
+  bool e5m2;
+  bool square;        // a scale is that of 128 x 128, not of 1 x 128
   const void* codes;  // (M, R, C); M * R * C is less than 2^33, and C a multiple of 8
   const float* scales;
   int64_t matrices, rows, columns;

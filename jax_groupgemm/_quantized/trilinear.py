@@ -64,8 +64,9 @@ class Products(abc.ABC):
     def out(self, x, w, q, bias, group_sizes, keys) -> jax.Array: ...
 
     def shared(self, w, moves: bool) -> tuple[Quantized | None, Quantized | None]:
-        """A quantized copy of w for the result and dx, or None; and where x ``moves``, so that
-        there is dx, what is kept of it instead, if :meth:`exchanged` makes it of that."""
+        """``(q, kept)``: a quantized copy of w that serves the result and dx, or None; and what the
+        backward pass keeps in place of q, or None. Nothing is kept unless x ``moves``: otherwise
+        there is no dx. :meth:`exchanged` makes q of what is kept."""
         del w, moves
         return None, None
 

@@ -72,8 +72,9 @@ def test_codes(rng, library, element):
 
 
 def near_middles(dtype, element, scales):
-    """Of each scale, the elements of a dtype next to each middle between two codes: all whose codes
-    a quotient's last place may decide. And those of the codes themselves, zeros among them."""
+    """For each scale, the elements of a dtype next to each middle between two codes: all whose
+    codes a quotient's last place may decide. And those of the codes themselves, zeros among them.
+    """
     codes = np.arange(128).astype(np.uint8).view(fp8_oracle.DTYPES[element]).astype(np.float64)
     codes = codes[np.isfinite(codes)]
     values = np.concatenate([codes, codes[:-1] + np.diff(codes) / 2])

@@ -66,7 +66,7 @@ class Run:
 
 
 def generator(model, room, chunk, **sampling):
-    """Of generate.py, which has room for so many tokens."""
+    """That of generate.py, with room for so many tokens."""
     sampling = example("decoder.sampling").Sampling(**sampling)
     return example("decoder.generation").Generator(model, room, sampling, chunk)
 

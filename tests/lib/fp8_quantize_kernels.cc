@@ -1,4 +1,5 @@
-// The kernels of fp8_quantize, fp8_quantize_both and fp8_dequantize on the host, for test_fp8_quantize_kernels.py.
+// The kernels of fp8_quantize, fp8_quantize_both and fp8_dequantize on the host, for
+// test_fp8_quantize_kernels.py.
 #include "cuda_on_host.h"
 //
 #include "fp8/device/dequantize.cuh"

@@ -30,7 +30,7 @@ def replayed(
     watch: Watch, run: Callable[[Any], Any], batches: Sequence[Any], wants: Sequence[Any],
     rounds: int = 2,
 ) -> list[tuple[int, bool]]:  # fmt: skip
-    """Of runs of what is captured: how many handlers are called, and whether the bits are wanted.
+    """How many handlers each run of what is captured calls, and whether its bits are wanted.
 
     First some with one batch, then each of the others ``rounds`` times. Where an address changes
     XLA captures again, so operands stay where they are, and all else is allocated and freed in one

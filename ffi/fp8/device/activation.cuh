@@ -59,7 +59,7 @@ struct ActivationShared {
   // What is stored of h and d, then what is quantized; at the end codes, see Piece.
   uint4 elements[kParts][kBlock][kBlock / 8];
   uint4 largest[kParts][kActivationWarps][kBlock / 8];
-  // Of columns, such that neighbouring lanes read what is neighbouring, and of a row's halves.
+  // Scales of columns, in the order in which neighbouring lanes read them, and of a row's halves.
   SharedScale<kSplit> columns[kParts][4][kBlock / 8][2];
   SharedScale<kSplit> rows[kBlock][2];
 

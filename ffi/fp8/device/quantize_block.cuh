@@ -171,8 +171,8 @@ JGG_HOST_DEVICE uint32_t NearestCodes4(const float (&q)[4]) {
 
 // The codes of four elements of 16 bits, rounded to nearest, of a block that is not dead. Quotients
 // are not always the nearest float32. But a block's scale is a number of at most 11 bits divided by
-// the largest code, and no element's quotient by it is as close to where codes change as these are
-// to quotients: test_fp8_quantize_host.py has all scales. Zeros keep their sign.
+// the largest code, and no exact quotient by it is so close to where codes change that this
+// decides: test_fp8_quantize_host.py has all scales. Zeros keep their sign.
 template <Element kElement>
 JGG_HOST_DEVICE uint32_t EncodeSplit4(const float (&x)[4], const SplitReciprocal& by) {
   float q[4];

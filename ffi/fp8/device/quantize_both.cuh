@@ -32,7 +32,7 @@ __device__ inline void TransposeBytes(uint32_t (&words)[4]) {
 struct TurnedBlock {
   uint4 pieces[kBlock][kBlock / 16];
 
-  // Of the thread with eight rows from 8 * eight on, and eight columns from 8 * part on.
+  // Codes of the thread with eight rows from 8 * eight on, and eight columns from 8 * part on.
   __device__ void Put(int part, int eight, const uint2 (&codes)[8]) {
     const int piece = eight / 2 ^ part % 8, half = eight % 2 ^ part / 8;
     JGG_UNROLL

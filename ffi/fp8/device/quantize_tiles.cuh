@@ -22,7 +22,7 @@ inline int64_t ColumnsBlocks(const QuantizeParams& p) {
 }
 
 // A line that several rows name is read once for each of them, and those are far from each other.
-// Of so many bytes, a slice of all lines stays in the L2 cache meanwhile, beside codes on their
+// A slice of all lines has so many bytes: it stays in the L2 cache meanwhile, beside codes on their
 // way.
 inline constexpr int64_t kSliceBytes = int64_t{12} << 20;
 

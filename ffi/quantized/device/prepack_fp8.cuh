@@ -50,7 +50,8 @@ __device__ inline bool MayHaveRows(const Metadata& metadata, int64_t matrix) {
   return __ballot_sync(~0u, found) != 0;
 }
 
-// Of finite numbers, infinities and the NaN that has no other bits.
+// The nearest bfloat16 of float32 bits: a finite number, an infinity, or the NaN that has no other
+// bits.
 JGG_HOST_DEVICE uint32_t BF16BitsOf(uint32_t bits) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kPrepackFp8Threads)
   const int64_t row = 64 * row_tile + 16 * warp + quad;  // and row + 8
   const int64_t line = 8 * int64_t{p.units};             // of 16 codes
   const uint4* codes = reinterpret_cast<const uint4*>(p.weight) + row * line + step;
-  // Of the words of scales a quad's first two lanes write one each: of its rows.
+  // A quad's first two lanes write the words of its two rows' scales.
   const int n = static_cast<int>(row - matrix * p.row_tiles * 64) + 8 * (step & 1);
   const float* scales = p.scales + (matrix * p.scale_rows + n / p.rows_each) * p.scale_columns;
   uint32_t* words = p.out_scales + row_tile * p.units * 64 + 16 * warp + 2 * quad + (step & 1);
