@@ -71,7 +71,7 @@ def parse(argv=None) -> argparse.Namespace:
         "--adapters", type=Path, metavar="DIR", help="of PEFT's files: LoRA of experts or attention"
     )
     parser.add_argument(
-        "--exact", action="store_true", help="scales as stored, where kernels round them"
+        "--exact", action="store_true", help="affine scales as stored, where kernels round them"
     )
     parser.add_argument(
         "--memory", type=not_negative, metavar="GB", help="of a device (default: what is free)"

@@ -40,7 +40,7 @@ class Options:
     devices: int = 1
     tokens: int = 4096  # that the cache has room for
     memory: float | None = None  # GB of a device, instead of what is free
-    exact: bool = False  # scales of experts stay as they are, whatever kernels take
+    exact: bool = False  # affine scales of experts stay as they are, whatever kernels take
     unrolled: bool = False  # each layer has arrays of its own, and a step a part for each
     joined: bool = True  # queries, keys and values are one product; adapters want three
 
@@ -241,9 +241,9 @@ def _into(whole: Any, part: Any, i: jax.Array) -> Any:
 
 
 def packed(q: jgg.Quantized, exact: bool) -> jgg.Quantized:
-    """As Hopper's kernels read it; as it is where they cannot, or where they would round scales."""
-    if exact and q.mode == "fp8":
-        return q
+    """As Hopper's kernels read it; as it is where they cannot, or where affine scales would be
+    rounded. Scales of fp8 become 16 bits there in any case: products of what is not packed pack
+    it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return jgg.prepack(q, scales_dtype=None if exact else jnp.bfloat16)
