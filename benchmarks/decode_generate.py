@@ -1,5 +1,7 @@
-"""What examples/generate.py does with whole models of random weights: python -m benchmarks.decode
---generate. Its memory beside what it announces, and gaps between kernels."""
+"""python -m benchmarks.decode --generate: examples/generate.py with whole models of random weights.
+
+It prints the memory that was held beside what was announced, and counts gaps between kernels.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, weights: Any, cache: Any, programs: Sequence[jax.stages.Compiled]) -> Use:
-        """What programs use that take these weights and give the cache back in its place."""
+        """The use of programs that take these weights, and give the cache back in its place."""
         weights, cache = on_one_device(weights), on_one_device(cache)
         most = max(map(peak, programs))
         return cls(weights, cache, max(0, most - weights - cache))

@@ -1,8 +1,8 @@
 #include "fp8/dequantize_sm80.h"
 
 #include "common/dispatch.h"
-#include "common/sample.h"
 #include "fp8/device/dequantize.cuh"
+#include "fp8/dispatch_dtype.h"
 
 namespace jgg {
 
@@ -31,16 +31,7 @@ static cudaError_t Launch(cudaStream_t stream, const Fp8DequantizeSm80& args) {
 }
 
 cudaError_t LaunchFp8DequantizeSm80(cudaStream_t stream, const Fp8DequantizeSm80& args) {
-  switch (args.dtype) {
-    case DType::kF32: return Launch<DType::kF32>(stream, args);
-    case DType::kBF16: return Launch<DType::kBF16>(stream, args);
-    case DType::kF16: break;
-  }
-  if constexpr (kSample) {
-    return cudaErrorNoKernelImageForDevice;
-  } else {
-    return Launch<DType::kF16>(stream, args);
-  }
+  return DispatchDType(args.dtype, [&](auto dtype) { return Launch<dtype.value>(stream, args); });
 }
 
 }  // namespace jgg

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "common/sample.h"
 #include "fp8/device/quantize_both.cuh"
+#include "fp8/dispatch_dtype.h"
 
 namespace jgg {
 
@@ -29,16 +29,7 @@ static cudaError_t Launch(cudaStream_t stream, const Fp8QuantizeBothSm80& args) 
 }
 
 cudaError_t LaunchFp8QuantizeBothSm80(cudaStream_t stream, const Fp8QuantizeBothSm80& args) {
-  switch (args.dtype) {
-    case DType::kF32: return Launch<DType::kF32>(stream, args);
-    case DType::kBF16: return Launch<DType::kBF16>(stream, args);
-    case DType::kF16: break;
-  }
-  if constexpr (kSample) {
-    return cudaErrorNoKernelImageForDevice;
-  } else {
-    return Launch<DType::kF16>(stream, args);
-  }
+  return DispatchDType(args.dtype, [&](auto dtype) { return Launch<dtype.value>(stream, args); });
 }
 
 }  // namespace jgg

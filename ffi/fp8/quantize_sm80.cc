@@ -1,20 +1,13 @@
 #include "fp8/quantize_sm80.h"
 
-#include "common/sample.h"
+#include "fp8/dispatch_dtype.h"
 
 namespace jgg {
 
 cudaError_t LaunchFp8QuantizeSm80(cudaStream_t stream, const Fp8QuantizeSm80& args) {
-  switch (args.dtype) {
-    case DType::kF32: return LaunchFp8QuantizeSm80Instance<DType::kF32>(stream, args);
-    case DType::kBF16: return LaunchFp8QuantizeSm80Instance<DType::kBF16>(stream, args);
-    case DType::kF16: break;
-  }
-  if constexpr (kSample) {
-    return cudaErrorNoKernelImageForDevice;
-  } else {
-    return LaunchFp8QuantizeSm80Instance<DType::kF16>(stream, args);
-  }
+  return DispatchDType(args.dtype, [&](auto dtype) {
+    return LaunchFp8QuantizeSm80Instance<dtype.value>(stream, args);
+  });
 }
 
 }  // namespace jgg

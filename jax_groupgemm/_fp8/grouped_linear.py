@@ -159,7 +159,7 @@ def shares_codes(recipe: FP8Recipe) -> bool:
 
 
 def codes_of_both(w, recipe: FP8Recipe, *, columns: bool) -> tuple[Quantized, Quantized]:
-    """What :func:`codes_of` makes, and its transpose, (G, K, N), as dx contracts it."""
+    """Codes as :func:`codes_of` makes them, and their transpose, (G, K, N), as dx contracts it."""
     axis = -2 if columns else -1
     return fp8_convert.quantized_both("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
 

@@ -233,8 +233,8 @@ def _backward_call(platform, ct, h, x, up, down, codes, routing, weight, key, *,
 
 
 def _forward(x, up, down, codes, *more, moves, options: Fp8Options):
-    """What is kept of codes that are made here is their transpose, which products with cotangents
-    read: both come of one read of a weight."""
+    """Codes that are made here are made both ways, from one read of a weight. The transposed ones
+    are kept: the backward pass multiplies by those."""
     moving = [any(jax.tree.leaves(operand)) for operand in moves]
     x_moves, up_moves, _, _, _, weight_moves, _ = moving
     # Where there is a cotangent of the rows that up has, and of those that down has.

@@ -71,8 +71,8 @@ class Products(abc.ABC):
         return None, None
 
     def exchanged(self, q: Quantized) -> Quantized:
-        """``q`` of what :meth:`shared` keeps."""
-        raise NotImplementedError
+        """The q that :meth:`shared` made, of what it said is kept."""
+        raise NotImplementedError(f"{type(self).__name__}.shared keeps something")
 
     @abc.abstractmethod
     def dx(self, dy, w, q, group_sizes, keys) -> jax.Array: ...

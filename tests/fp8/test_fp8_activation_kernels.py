@@ -74,7 +74,7 @@ def definition(x, axis, random):
 
 
 def sums(d, activation):
-    """Of 16 lanes of eight columns each, then of pairs of lanes."""
+    """A row's sum of d * a, as the kernel adds: 16 lanes of eight columns, then pairs of lanes."""
     total = np.zeros((R, F // 8), F32)
     for i in range(8):
         total += d[:, i::8].astype(F32) * activation[:, i::8].astype(F32)

@@ -49,7 +49,7 @@ def test_call(shape, block, seen, scales):
 
 
 def test_grouped_rows():
-    """What is stored is decoded, and rows are taken of that."""
+    """The kernel decodes padded rows, as they are stored; the groups' own are taken afterwards."""
     make = lambda: jgg.fp8_quantize(jnp.ones((100, 40)), axis=0, group_sizes=jnp.array([40, 60]))
     assert TARGET in text_of(jax.jit(make)())
 

@@ -56,7 +56,7 @@ inline constexpr int kActivationWarps = kActivationThreads / 32;
 template <bool kSplit>
 struct ActivationShared {
   enum Part { kGate, kUp, kActivated, kParts };
-  // What is stored of h and d, then what is quantized; at the end codes, see Piece.
+  // h and d as they are stored, then the values to quantize, then their codes: see Piece.
   uint4 elements[kParts][kBlock][kBlock / 8];
   uint4 largest[kParts][kActivationWarps][kBlock / 8];
   // Scales of columns, in the order in which neighbouring lanes read them, and of a row's halves.

@@ -125,7 +125,7 @@ struct TransposedCodes {
   }
 };
 
-// What the codes of a block are made with: a scale, and its divisor's reciprocal.
+// A block's scale, and the reciprocal of its divisor.
 template <bool kSplit>
 struct SharedScale {
   float value, reciprocal;
