@@ -23,7 +23,7 @@ def test_predictions_are_within_the_bound():
 
 
 def test_predictions_for_h100s_are_within_the_bound():
-    """Of 1, 2 and 4, each transport, forward and with gradients, at three numbers of tokens."""
+    """1, 2 and 4 devices, each transport, forward and with gradients, three numbers of tokens."""
     points = scaling.on_h100s()
     assert len(points) == 3 * 2 * 5
     *most, largest = sorted(abs(model / measured - 1) for measured, model in points.values())

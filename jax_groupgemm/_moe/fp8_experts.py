@@ -237,7 +237,7 @@ def _forward(x, up, down, codes, *more, moves, options: Fp8Options):
     are kept: the backward pass multiplies by those."""
     moving = [any(jax.tree.leaves(operand)) for operand in moves]
     x_moves, up_moves, _, _, _, weight_moves, _ = moving
-    # Where there is a cotangent of the rows that up has, and of those that down has.
+    # Up's weight meets a cotangent if its rows need one, and so does down's.
     multiplied = x_moves, x_moves or up_moves or weight_moves
     made = [*codes]
     kept: list[Quantized | None] = [None, None]

@@ -155,7 +155,7 @@ def test_decoded_values(rng):
 
 @host_program.needs_compiler
 def test_decoded_nan():
-    """Of 128 codes of a row that have a NaN all are NaN, and of a scale of NaN."""
+    """A NaN makes all 128 codes of its row's block NaN, and so does a scale of NaN."""
     codes = np.full((64, 256), 0x3C, np.uint8)
     codes[5, 130], codes[6, 7] = 0x7F, 0xFF
     scales = np.ones((64, 2), np.float32)
