@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from examples.decoder.memory import Need, most_held
 from examples.decoder.ready import ready
 from examples.decoder.sampling import Sampling
 
+from . import trace
 from .decode_models import Case, weights_of
 
 CHUNK = 128  # tokens of the prompt in a step, as generate.py has it
@@ -46,7 +47,7 @@ def measured(case: Case, args: Any) -> bool:
     )
     if folder is not None:
         steps = len(watch.tokens) - SETTLED
-        print(described(gaps(folder) if steps > 0 else [], steps))
+        print(described(gaps(trace.planes_of(folder)) if steps > 0 else [], steps))
     return fits(need, most_held())
 
 
@@ -68,32 +69,9 @@ def fits(need: Need, most: int | None) -> bool:
     return abs(most / need.total - 1) <= MARGIN
 
 
-def gaps(folder: Path) -> list[float]:
+def gaps(planes: Iterable[Any]) -> list[float]:
     """Microseconds in which nothing runs on the first GPU of a trace, between what runs."""
-    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    planes = jax.profiler.ProfileData.from_file(str(file)).planes
-    return [*idle(runs(planes))]
-
-
-def runs(planes: Iterable[Any]) -> list[tuple[float, float]]:
-    """Start and end (ns) of what runs on the streams of the first GPU."""
-    return [
-        (event.start_ns, event.end_ns)
-        for plane in planes
-        if plane.name == "/device:GPU:0"
-        for line in plane.lines
-        if line.name.startswith("Stream #")
-        for event in line.events
-    ]
-
-
-def idle(runs: list[tuple[float, float]]) -> Iterator[float]:
-    """Microseconds between runs, of which some overlap."""
-    end = None
-    for begin, until in sorted(runs):
-        if end is not None and begin > end:
-            yield (begin - end) / 1e3
-        end = until if end is None else max(end, until)
+    return [ns / 1e3 for ns in trace.idle(interval for _, interval in trace.runs(planes))]
 
 
 def described(gaps: list[float], steps: int) -> str:

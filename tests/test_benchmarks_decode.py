@@ -114,7 +114,7 @@ def test_memory_is_near_what_was_announced(capsys):
 
 
 def test_gaps_between_kernels():
-    event = lambda begin, end: SimpleNamespace(start_ns=1e3 * begin, end_ns=1e3 * end)
+    event = lambda *us: SimpleNamespace(name="", start_ns=1e3 * us[0], end_ns=1e3 * us[1])
     line = lambda name, *events: SimpleNamespace(name=name, events=events)
     first = line("Stream #13(Compute)", event(0, 10), event(40, 50), event(52, 60))
     second = line("Stream #14(Memset)", event(5, 12), event(55, 58))
@@ -122,7 +122,7 @@ def test_gaps_between_kernels():
         SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", event(0, 99))]),
         SimpleNamespace(name="/device:GPU:0", lines=[second, line("Steps", event(0, 99)), first]),
     ]
-    gaps = [*decode_generate.idle(decode_generate.runs(planes))]
+    gaps = decode_generate.gaps(planes)
     assert gaps == [28.0, 2.0]
     said = "4 steps have 1 gaps of more than 20 us between kernels; the longest takes 28.0 us"
     assert decode_generate.described(gaps, 4) == said
