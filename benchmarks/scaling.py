@@ -15,12 +15,16 @@ from pathlib import Path
 
 from jax_groupgemm._moe.expert_parallel import share_of_devices
 
+from . import expert_parallel, train_devices
 from .expert_memory import MODELS, Memory, Model, filled
 from .scaling_model import NODE, Layer, total
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PLOT = DOCS / "scaling.md", DOCS / "plots/scaling.svg"
-H100S = Path(__file__).parent / "results/h100/moe/expert_parallel.json"
+RESULTS = Path(__file__).parent / "results"
+H100S = RESULTS / "h100/moe/expert_parallel.json"
+STEPS = RESULTS / "h200/training/devices.json"
+DECODE = sorted(RESULTS.glob("h200/moe/expert_parallel_decode*.json"))
 COMMAND = "python -m benchmarks.scaling"
 BOUND = 0.15
 QWEN, DEEPSEEK = MODELS[1], MODELS[2]
@@ -270,6 +274,8 @@ def memory_table() -> str:
 def tables() -> dict[str, str]:
     return {
         "measured": measured_table(),
+        "steps": train_devices.text_of(json.loads(STEPS.read_text())),
+        "decode": expert_parallel.text(expert_parallel.load(DECODE)),
         "H100": h100_table(),
         "parts": parts_table(),
         "efficiency": efficiency_table(),

@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import scaling, scaling_model  # noqa: E402
+from benchmarks import scaling, scaling_model, train_devices  # noqa: E402
 from benchmarks.scaling_model import Layer, total  # noqa: E402
 
 
 def test_predictions_are_within_the_bound():
     off = [abs(model / measured - 1) for _, _, measured, model in scaling.errors()]
     assert max(off) < scaling.BOUND
-    said = re.findall(r"On H200s at most (\d+) %|within (\d+) %", scaling.PAGE.read_text())
+    said = re.findall(r"layer on H200s at most (\d+) %|within (\d+) %", scaling.PAGE.read_text())
     assert {int(a or b) for a, b in said} == {round(100 * max(off))}
 
 
@@ -31,6 +31,23 @@ def test_predictions_for_h100s_are_within_the_bound():
     said = re.search(r"at most (\d+) % off, and at most (\d+) % but for", scaling.PAGE.read_text())
     assert said is not None
     assert [*map(int, said.groups())] == [round(100 * largest), round(100 * most[-1])]
+
+
+def test_what_the_page_says_of_training_steps():
+    """Predictions are within the bound, and losses are those of one device."""
+    record = json.loads(scaling.STEPS.read_text())
+    assert train_devices.off(record["records"]) == []
+    by = {(r["devices"], r["tokens"]): r for r in record["records"]}
+    page = scaling.PAGE.read_text()
+    several = ((2, 8192), (2, 16384), (4, 8192))
+    ms = {case: by[case]["ms"]["median"] for case in by}
+    models = [train_devices.predicted(by[n, t], by[1, t], record["size"]) for n, t in several]
+    low = [1 - model / ms[case] for model, case in zip(models, several, strict=True)]
+    assert max(map(abs, low)) < scaling.BOUND
+    said = [f"{100 * part:.0f}" for part in low]
+    assert f"It is {said[0]}, {said[1]} and {said[2]} % too low" in page
+    one, other, four = (ms[1, n * tokens] / ms[n, tokens] for n, tokens in several)
+    assert f"{one:.2f} and\n  {other:.2f} times on two, {four:.2f} times on four" in page
 
 
 def test_the_page_has_these_tables():

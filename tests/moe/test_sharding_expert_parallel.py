@@ -190,6 +190,21 @@ def test_shard_map_of_two_axes(rng, transport):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
 
 
+@weekly
+@pytest.mark.parametrize("name", ["e", "d, e"])
+def test_auto(rng, name):
+    """The layer sees no sharding, so no token travels to its experts: the values are right."""
+    args, ct = ep.problem(rng, T), oracle.random(rng, (T, D))
+    specs, run = SHARDED[name], ep.pulled(ep.layer)
+    with jax.set_mesh(mesh_of_twos(("d", "e", "m"), AxisType.Auto, names_in(specs))):
+        for index in ep.indices(rng, T, 2)[:2]:
+            given = sharded(args, index, specs)
+            got = run(*given, put(ct, specs[0]))
+            want = ep.one_device()(args, index, ct)
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
 def test_errors(rng):
     args = ep.problem(rng, T)
     (index, *_) = ep.indices(rng, T, 2)
