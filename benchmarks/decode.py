@@ -39,7 +39,7 @@ from pathlib import Path
 
 import jax
 
-from . import decode_generate, decode_models, decode_steps, timing
+from . import decode_generate, decode_models, decode_steps, timing, trace
 from .decode_models import CASES, Case
 from .decode_steps import Parts, Steps
 from .gpu import command_output, commit, version
@@ -275,6 +275,8 @@ def main(argv=None) -> int:
     if len(cases) > 1 and not args.tiny:
         return _each_alone(cases, sys.argv[1:] if argv is None else list(argv))
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if args.trace:
+        trace.keep_command_buffers()
     if jax.default_backend() != "gpu" and not args.tiny:
         raise SystemExit(
             f"python -m benchmarks.decode needs an NVIDIA GPU, and jax sees only {jax.devices()}. "

@@ -113,13 +113,15 @@ def main(argv=None) -> int:
     if args.records:
         print(text(json.loads(args.records.read_text())["records"]))
         return 0
+    given = os.environ.get("XLA_FLAGS", "")
+    trace.keep_command_buffers()
     if jax.default_backend() != "gpu" or jax.local_device_count() < args.devices:
         raise SystemExit(
             f"python -m benchmarks.overlap needs {args.devices} NVIDIA GPUs, and jax sees only "
             f"{jax.devices()}."
         )
     args.repetitions = args.calls = CALLS
-    head = header(args) | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    head = header(args) | {"xla_flags": given}
     n, records = args.devices, []
     up, down = made(n, functools.partial(weights, QWEN))
     for count in args.tokens:

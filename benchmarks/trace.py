@@ -1,6 +1,7 @@
 """What ran when: intervals of kernels and copies in a trace of JAX's profiler."""
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,13 @@ from typing import Any
 import jax
 
 Interval = tuple[float, float]  # begin and end, ns
+
+
+def keep_command_buffers() -> None:
+    """While something is profiled XLA runs the kernels of a command buffer one by one, unless this
+    has been called before JAX sees a device."""
+    flag = "--xla_enable_command_buffers_during_profiling=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def planes_of(folder: Path) -> Any:
