@@ -40,6 +40,7 @@ def test_an_operation_is_everywhere(op):
     assert f"`{op}`" in text("docs", "reference", "cost.md"), "docs/reference/cost.md"
     assert f"`{op}" in text("docs", "semantics.md"), "docs/semantics.md"
     assert re.search(rf"^\|.*`{op}\(.*\|", text("README.md"), re.M), "README"
+    assert f"`{op}" in text("CHANGELOG.md"), "CHANGELOG"
     smoke = text("tests", "smoke.txt")
     files = {p for p in (ROOT / "tests").rglob("test_*.py") if f"jgg.{op}(" in p.read_text()}
     assert any(f"{p.relative_to(ROOT / 'tests')}::" in smoke for p in files), "tests/smoke.txt"

@@ -28,13 +28,13 @@ struct Fp8Codes {
   const uint32_t* seed;  // two words, or null: round to nearest
 };
 
-// Of activation(h), (rows, columns), along columns.
+// Writes the codes of activation(h), (rows, columns), along columns.
 cudaError_t LaunchFp8ActivationSm80(cudaStream_t stream, const Fp8ActivationSm80& args,
                                     const Fp8Codes& to);
 
-// Of row_scale * dh along columns, (rows, 2 * columns); of the same along rows; and of row_scale *
-// activation(h) along rows. Both of the latter are transposed, with `along` padded rows. `columns`
-// is a multiple of 128. dh has a seed of its own each way, or neither has one.
+// Codes of row_scale * dh along columns, (rows, 2 * columns); of the same along rows; and of
+// row_scale * activation(h) along rows. Both of the latter are transposed, with `along` padded
+// rows. `columns` is a multiple of 128. dh has a seed of its own each way, or neither has one.
 struct Fp8ActivationBackwardSm80 {
   Fp8ActivationSm80 of;
   const void* d;           // (rows, columns): the cotangent of activation(h)

@@ -125,7 +125,7 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 
 // Every block looks for its row's group, 128 at a time.
 constexpr int64_t kMostDirectGroups = 512;
-// Of so many weights to read. With more of them, the kernel of tiles is faster (docs/lab).
+// It reads so many weights at most. With more of them, the kernel of tiles is faster (docs/lab).
 constexpr int64_t kMostDirectWeights = 1 << 24;
 
 // Whether the kernel without tiles takes a product: one of few rows in all, and of each group.

@@ -290,7 +290,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, only_named=True),
-        Kernel("sm80", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, unseen=True),
+        Kernel(
+            "sm80", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, unseen=True,
+            needs="no mode fp8",
+        ),
     ),
     "nvfp4_grouped_mm": (
         Kernel(
@@ -350,7 +353,10 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
     ),
     "activation_backward": (
-        Kernel("sm80", "jgg_activation_backward", rows.differentiates, unseen=True),
+        Kernel(
+            "sm80", "jgg_activation_backward", rows.differentiates, unseen=True,
+            needs="bfloat16, float16; columns % 8 == 0",
+        ),
     ),
     # Where tokens come by list: lists.py.
     "down_backward": (

@@ -144,9 +144,9 @@ def table() -> str:
     """The kernels of every custom call, best first, as Markdown."""
     lines = ["| call | kernel | custom call | needs |", "|---|---|---|---|"]
     for op, kernels in choose.KERNELS.items():
-        for kernel in kernels:
+        for place, kernel in enumerate(kernels):
             if not kernel.only_named:
-                needs = kernel.needs or "anything else"
+                needs = kernel.needs or ("anything else" if place else "nothing")
                 lines.append(f"| `{op}` | {kernel.name} | `{kernel.target}` | {needs} |")
     return "\n".join(lines)
 

@@ -113,12 +113,14 @@ def moe_mlp(
       ValueError: shapes do not fit, or a name is unknown, or ``implementation`` cannot run.
       TypeError: ``expert_index`` are not integers, or dtypes cannot be multiplied.
 
-    Differentiable to any order in every floating operand, ``expert_weight`` included; with a recipe
-    once, in reverse mode. No derivative scatters rows; the backward pass keeps x, h and the
-    routing. Policies of ``jax.checkpoint`` know h as ``"moe_h"``. Under Explicit sharding tokens, F
-    and E may be sharded. Under Auto sharding values are right, but the layer sees no sharding: XLA
-    moves a row for each pair and sends no token to its experts, so use Explicit sharding, or where
-    the rest of the model is under Auto sharding ``jax.shard_map`` around this layer alone.
+    Differentiable to any order in every floating operand, ``expert_weight`` included. With a recipe
+    it has reverse mode only, and the gradient of up or down may have no derivative in x
+    (:func:`nvfp4_grouped_linear` and :func:`fp8_grouped_linear` say where). No derivative scatters
+    rows; the backward pass keeps x, h and the routing. Policies of ``jax.checkpoint`` know h as
+    ``"moe_h"``. Under Explicit sharding tokens, F and E may be sharded. Under Auto sharding values
+    are right, but the layer sees no sharding: XLA moves a row for each pair and sends no token to
+    its experts, so use Explicit sharding, or where the rest of the model is under Auto sharding
+    ``jax.shard_map`` around this layer alone.
 
     **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
     tokens and E, tokens travel and weights do not. Of N devices with T tokens each,

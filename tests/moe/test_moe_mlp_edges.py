@@ -234,3 +234,28 @@ def test_donated_operands(rng, dtype, implementation):
     for one, other in zip(got, want, strict=True):
         assert one.dtype == dtype
         np.testing.assert_array_equal(one, other)
+
+
+# ---- derivatives with a recipe -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [jgg.NVFP4Recipe(), jgg.FP8Recipe()], ids=["nvfp4", "fp8"])
+def test_a_recipe_has_reverse_mode_only(rng, recipe):
+    """Of any order; but the gradient of NVFP4's weights has no derivative in x."""
+    x, up, down, index, weight = problem(rng, dtype="bfloat16")
+
+    def loss(x, down):
+        out = jgg.moe_mlp(x, up, down, index, weight, recipe=recipe)
+        return (out.astype("float32") ** 2).sum()
+
+    def of_gradient(x, down, which):
+        return (jax.grad(loss, which)(x, down).astype("float32") ** 2).sum()
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jit(lambda x: jax.jvp(lambda x: loss(x, down), (x,), (x,)))(x)
+    second = jax.jit(jax.grad(of_gradient, 1), static_argnums=2)(x, down, 1)
+    assert jnp.isfinite(second).all()
+    assert (second != 0).any()
+    if isinstance(recipe, jgg.NVFP4Recipe):
+        with pytest.raises(NotImplementedError, match="keeps x in four bits"):
+            jax.jit(jax.grad(of_gradient), static_argnums=2)(x, down, 1)
