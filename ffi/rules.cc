@@ -164,6 +164,17 @@ void DefineRules(nb::module_& m) {
       "along"_a,
       "Why the kernels cannot take an fp8_quantize of x (rows, columns); along: elements of a line "
       "of the result where blocks lie along rows, else 0.");
+  m.def("fp8_dequantize_problem", &rules::Fp8DequantizeProblem, nb::kw_only(), "rows"_a,
+        "columns"_a, "Why the kernel cannot dequantize codes (rows, columns).");
+  m.def("fp8_activation_problem", &rules::Fp8ActivationProblem, nb::kw_only(), "columns"_a,
+        "along_rows"_a,
+        "Why the kernels cannot quantize a gated activation with so many columns; along_rows says "
+        "that blocks lie along rows, too.");
+  m.def("activation_backward_problem", &rules::ActivationBackwardProblem, nb::kw_only(),
+        "columns"_a,
+        "Why the kernel of an activation's backward pass cannot take so many columns.");
+  m.def("qmm_packed_problem", &rules::QmmPackedProblem, nb::kw_only(), "n"_a, "gated"_a,
+        "Why the Hopper kernel cannot take a product with a prepacked weight of n columns.");
   m.def("nvfp4_mm_sm100_problem", &Nvfp4MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "out_bytes"_a,
         "Why the Blackwell kernel cannot take an nvfp4_grouped_mm: out (T, N), of elements of "
         "out_bytes, of x (T, K) and w (G, N, K).");

@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "common/cuda_error.h"
 #include "fp8/activation_sm80.h"
+#include "fp8/rules.h"
 #include "grouped_mm/mm_bind.h"
 #include "handlers.h"
 #include "xla/ffi/api/ffi.h"
@@ -35,9 +36,11 @@ inline xla::ffi::Error BindActivation(const char* op, std::string_view activatio
   args->columns = h.dimensions()[1] / 2;
   args->groups = sizes.dimensions()[0];
   JGG_RETURN_IF_ERROR(CheckSmall(op, {args->rows, 2 * args->columns, args->groups}));
-  const int64_t unit = along_rows ? 128 : 8;
-  if (h.dimensions()[1] % (2 * unit) != 0) {
-    return Unimplemented(op, "needs F % ", unit, " == 0, got h ", ShapeText(h));
+  if (h.dimensions()[1] % 2 != 0) {
+    return InvalidArgument(op, "h must have an even number of columns, got ", ShapeText(h));
+  }
+  if (auto reason = rules::Fp8ActivationProblem(args->columns, along_rows)) {
+    return Unimplemented(op, *reason);
   }
   const int64_t tiles = along_rows ? Fp8PaddedRows(args->rows, args->groups) / 128 : 0;
   JGG_RETURN_IF_ERROR(CheckDtype(op, "workspace", workspace, ffi::S32, "int32"));

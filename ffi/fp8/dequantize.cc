@@ -39,8 +39,7 @@ static ffi::Error Fp8Dequantize(cudaStream_t stream, ffi::AnyBuffer codes, ffi::
       return Unimplemented(op, "a buffer is not aligned to 16 bytes");
     }
   }
-  if (auto reason = rules::Fp8QuantizeProblem(m * r, c, 0)) return Unimplemented(op, *reason);
-  if (m * r * c >= int64_t{1} << 33) return Unimplemented(op, "needs fewer than 2^33 codes");
+  if (auto reason = rules::Fp8DequantizeProblem(m * r, c)) return Unimplemented(op, *reason);
   return FromCuda(op, LaunchFp8DequantizeSm80(stream, args));
 }
 

@@ -27,4 +27,17 @@ inline Reason Fp8QuantizeProblem(int64_t rows, int64_t columns, int64_t along) {
   return std::nullopt;
 }
 
+// Codes (R, C), R of all matrices together.
+inline Reason Fp8DequantizeProblem(int64_t rows, int64_t columns) {
+  if (auto reason = Fp8QuantizeProblem(rows, columns, 0)) return reason;
+  if (rows > ((int64_t{1} << 33) - 1) / columns) return "needs fewer than 2^33 codes";
+  return std::nullopt;
+}
+
+// A gated activation of h (R, 2F), or its backward pass, whose blocks also lie along rows. Pieces
+// of 8 are read; with blocks along rows both halves of h have whole blocks.
+inline Reason Fp8ActivationProblem(int64_t columns, bool along_rows) {
+  return NeedsMultiple("F", along_rows ? 128 : 8, columns);
+}
+
 }  // namespace jgg::rules

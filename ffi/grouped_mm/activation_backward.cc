@@ -9,6 +9,7 @@
 #include "common/cuda_error.h"
 #include "common/error.h"
 #include "grouped_mm/mm_bind.h"
+#include "grouped_mm/rules.h"
 #include "handlers.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -48,9 +49,10 @@ static ffi::Error BackwardOf(cudaStream_t stream, ffi::AnyBuffer h, ffi::AnyBuff
   if (!dtype || *dtype == DType::kF32 || d.element_type() != h.element_type()) {
     return InvalidArgument(kOp, "h and d must be bfloat16 or float16 alike");
   }
-  if (columns % 8 != 0 || (IsGated(*known) && n % 16 != 0)) {
-    return InvalidArgument(kOp, "columns must be a multiple of 8, got ", columns);
+  if (IsGated(*known) && n % 2 != 0) {
+    return InvalidArgument(kOp, "h must have an even number of columns, got ", n);
   }
+  if (auto reason = rules::ActivationBackwardProblem(columns)) return Unimplemented(kOp, *reason);
   ActivationBackwardArgs args{};
   args.activation = *known;
   args.dtype = *dtype;

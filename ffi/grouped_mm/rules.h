@@ -90,4 +90,9 @@ inline Reason WgradSm90Problem(const WgradShape& wgrad) {
                            : NeedsWholeLines("B", wgrad.element_bytes, wgrad.b);
 }
 
+// The backward pass of an activation, of d (T, columns), in pieces of 16 bytes.
+inline Reason ActivationBackwardProblem(int64_t columns) {
+  return NeedsMultiple("columns", 8, columns);
+}
+
 }  // namespace jgg::rules

@@ -8,6 +8,7 @@
 #include "quantized/gemm_sm90.h"
 #include "quantized/packed_bind.h"
 #include "quantized/qmm_bind.h"
+#include "quantized/rules.h"
 
 namespace jgg {
 namespace ffi = xla::ffi;
@@ -65,9 +66,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
-  if (gated && columns % 64 != 0) {
-    return Unimplemented(kOp, "the gated half of w is not a multiple of 64 columns");
-  }
+  if (auto reason = rules::QmmPackedProblem(product.n, gated)) return Unimplemented(kOp, *reason);
   OperandsSm90 operands{};
   operands.dtype = DType::kBF16;
   operands.l_k_major = true;

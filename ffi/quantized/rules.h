@@ -41,4 +41,10 @@ inline Reason QmmSm90Problem(const QmmShape& qmm) {
   return NeedsMultiple("K * bits", 128, qmm.k * qmm.bits);
 }
 
+// A product with a weight in layout "sm90", N of both halves where the activation is gated.
+inline Reason QmmPackedProblem(int64_t n, bool gated) {
+  if (!gated || (n % 2 == 0 && n / 2 % 64 == 0)) return std::nullopt;
+  return "needs N / 2 % 64 == 0 with a gated activation, got N=" + std::to_string(n);
+}
+
 }  // namespace jgg::rules

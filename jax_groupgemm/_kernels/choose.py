@@ -165,8 +165,8 @@ def _packed(p: Qmm) -> str | None:
             return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
         if not p.named and not extension.live_capabilities():
             return "repacks for a GPU that this process has"
-    if p.gated and p.n // 2 % 64:
-        return f"needs N / 2 % 64 == 0 with a gated activation, got N={p.n}"
+    if why := extension.rules().qmm_packed_problem(n=p.n, gated=p.gated):
+        return why
     return _packed_operands(p)
 
 
@@ -344,7 +344,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
                 needs=f"bfloat16, a gated activation, F % {unit} == 0",
             ),
         )
-        for op, unit in rows.ACTIVATION_UNITS.items()
+        for op, unit in {"fp8_activation": 8, "fp8_activation_backward": 128}.items()
     },
     "fp8_dequantize": (
         Kernel(

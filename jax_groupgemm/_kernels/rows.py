@@ -49,14 +49,9 @@ def few_pay(p: Moe) -> bool:
 def differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"
-    if p.columns % 8:
-        return f"needs columns % 8 == 0, got {p.columns}"
+    if why := extension.rules().activation_backward_problem(columns=p.columns):
+        return why
     return "an operand is empty" if p.empty else None
-
-
-#: Columns of a gated activation are a multiple of these: pieces that are read, and blocks of which
-#: both halves of h have whole ones.
-ACTIVATION_UNITS = {"fp8_activation": 8, "fp8_activation_backward": 128}
 
 
 def quantizes_activations(p: Fp8Activation) -> str | None:
@@ -64,9 +59,10 @@ def quantizes_activations(p: Fp8Activation) -> str | None:
         return "needs h in bfloat16"
     if p.activation not in dense.GATED_ACTIVATIONS:
         return "needs a gated activation"
-    unit = ACTIVATION_UNITS[p.op]
-    if p.columns % unit:
-        return f"needs F % {unit} == 0, got {p.columns}"
+    along_rows = p.op == "fp8_activation_backward"
+    can = extension.rules().fp8_activation_problem
+    if why := can(columns=p.columns, along_rows=along_rows):
+        return why
     return "an operand is empty" if p.empty else None
 
 
@@ -79,9 +75,9 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
 
 
 def dequantizes_fp8(p: Fp8Conversion) -> str | None:
-    if (why := quantizes_fp8(p)) is None and p.rows * p.columns >= 2**33:
-        why = "needs fewer than 2^33 codes"
-    return why
+    if why := quantizes_fp8(p):
+        return why
+    return extension.rules().fp8_dequantize_problem(rows=p.rows, columns=p.columns)
 
 
 def quantizes_both(p: Fp8Conversion) -> str | None:
