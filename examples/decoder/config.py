@@ -13,6 +13,7 @@ from .rotary import Rope
 
 NO_WINDOW = 2**30  # more than any context
 MAX_LAYERS = 1000  # more are a damaged config
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +275,7 @@ def read(folder: Path) -> Config:
         "shared_width": 0,
         "tied": of("tie_word_embeddings", bool, False),
         "ends": _ends(folder, values),
-        "dtype": values.get("dtype") or values.get("torch_dtype") or "bfloat16",
+        "dtype": _dtype(of),
         "context": of("max_position_embeddings", int, None),
         "random": of("random_weights", bool, False),
         "quantization": _quantization(folder, values),
@@ -292,6 +293,14 @@ def read(folder: Path) -> Config:
             f"{config.router.experts} experts"
         )
     return config
+
+
+def _dtype(of: _Json) -> str:
+    key = "dtype" if of("dtype", str, None) else "torch_dtype"
+    name = of(key, str, "bfloat16")
+    if name not in DTYPES:
+        raise Refused(f"config.json: {key} {name!r} is not one of {', '.join(DTYPES)}")
+    return name
 
 
 def _rope(of: _Json) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """MaxText's training with this library's products, in place of ``python -m
 maxtext.trainers.pre_train.train``:
 
-    python -m jax_groupgemm.integrations.maxtext CONFIG.yml KEY=VALUE ...
+    python -m jax_groupgemm.integrations.maxtext [CONFIG.yml] KEY=VALUE ...
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ TRAINER = "maxtext.trainers.pre_train.train"
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Trains a model as MaxText does; its experts' products are :func:`jax_groupgemm.ragged_dot`.
+    """Trains a model as MaxText does; its experts' products are :func:`ragged_dot`.
 
     Args:
-      arguments: those of MaxText's own program: a configuration's path, then ``"key=value"``.
-        The settings of ``SETTINGS`` are added.
+      arguments: those of MaxText's own program: a configuration's path, which may be left out, and
+        then ``"key=value"``. The settings of ``SETTINGS`` are added.
 
     Raises:
       ValueError: an argument asks for another kernel than those settings do.
@@ -42,7 +42,8 @@ def train(arguments: Sequence[str]) -> None:
         trainer = importlib.import_module(TRAINER)
     except ModuleNotFoundError as why:
         raise ModuleNotFoundError(
-            f"jax_groupgemm.integrations.maxtext needs {TRAINER}: pip install 'maxtext>=0.2.5'",
+            f"jax_groupgemm.integrations.maxtext needs {TRAINER}, but {why.name} is not installed: "
+            "pip install 'maxtext[tpu]>=0.2.5', which runs on CPUs, too",
             name=why.name,
         ) from why
     settings = [f"{key}={value}" for key, value in added.items()]

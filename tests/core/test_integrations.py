@@ -64,5 +64,7 @@ def test_maxtext_with_another_kernel(trainer, argument):
 
 def test_without_maxtext(monkeypatch):
     monkeypatch.setitem(sys.modules, "maxtext", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install 'maxtext"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"but maxtext.* is not installed: pip install 'maxtext\[tpu\]>"
+    ):
         maxtext.train(["base.yml"])

@@ -73,6 +73,14 @@ def test_the_guide_has_every_file_of_the_decoder():
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
+def test_docstrings_link_as_the_reference_does():
+    """tools/docstrings.py puts the package's name in front of what a role names."""
+    sources = sorted((ROOT / "jax_groupgemm").rglob("*.py"))
+    named_twice = [path for path in sources if ":`jax_groupgemm." in path.read_text()]
+    assert len(sources) > 50
+    assert named_twice == []
+
+
 def test_readme_is_short():
     words = re.findall(r"[A-Za-z0-9_]\S*", "\n".join(prose(ROOT / "README.md")))
     assert len(words) <= 600
