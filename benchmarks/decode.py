@@ -248,6 +248,8 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--trace", type=Path, metavar="FOLDER", help="a trace of 16 steps of each batch")
     add("--generate", type=int, metavar="TOKENS",
         help="as examples/generate.py: its memory beside what it announces")  # fmt: skip
+    add("--chunk", type=int, default=decode_generate.CHUNK,
+        help="tokens of the prompt in a step of --generate")  # fmt: skip
     add("--json", type=Path, help="the record, rewritten after every case")
     add("--records", nargs="+", type=Path, help="measure nothing: show these")
     add("--commit", help="recorded; by default what git says")

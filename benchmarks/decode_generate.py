@@ -23,7 +23,7 @@ from examples.decoder.sampling import Sampling
 from . import trace
 from .decode_models import Case, weights_of
 
-CHUNK = 128  # tokens of the prompt in a step, as generate.py has it
+CHUNK = 128  # tokens of the prompt in a step, unless --chunk says otherwise, as of generate.py
 SETTLED = 16  # tokens before a trace begins: XLA captures and tunes in the first ones
 GAP_US = 20.0
 MARGIN = 0.05  # of what is announced
@@ -33,11 +33,11 @@ def measured(case: Case, args: Any) -> bool:
     """Generates after a random prompt and prints what it took. False where the memory is another
     than announced, by more than :data:`MARGIN`."""
     config = dataclasses.replace(case.config(args.layers, args.tiny), attention=args.attention)
-    tokens = -(-(args.context + args.generate) // CHUNK) * CHUNK
+    tokens = -(-(args.context + args.generate) // args.chunk) * args.chunk
     options = Options(args.dtype, tokens=tokens, unrolled=not args.scanned)
     print(f"{case.name}: {config.layers} layers, {'scanned' if args.scanned else 'unrolled'}")
     weights = weights_of(case, config, args.dtype, on_host=True)
-    generator, need = ready(config, weights, options, Sampling(), CHUNK)
+    generator, need = ready(config, weights, options, Sampling(), args.chunk)
     prompt = np.random.default_rng(0).integers(0, config.vocabulary, args.context).tolist()
     folder = args.trace and args.trace / case.name.replace(" ", "-")
     watch = generated(generator, prompt, args.generate, folder)
@@ -45,6 +45,8 @@ def measured(case: Case, args: Any) -> bool:
         f"first token after {watch.first:.3f} s ({len(prompt) / watch.first:,.0f} tokens/s of the "
         f"prompt), then {watch.rate:,.1f} tokens/s"
     )
+    again = generated(generator, prompt, 2, None)
+    print(f"first token of the next prompt, as long, after {again.first:.3f} s")
     if folder is not None:
         steps = len(watch.tokens) - SETTLED
         print(described(gaps(trace.planes_of(folder)) if steps > 0 else [], steps))
