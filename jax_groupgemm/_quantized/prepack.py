@@ -114,7 +114,7 @@ def prepack(
             )
     pack = lambda w: _packed(w, _PREPACK)
     out = _on_each_device(pack, w, mesh, spec, PartitionSpec(*spec, None))
-    return dataclasses.replace(out, block=block, group_size=None)
+    return dataclasses.replace(out, block=block, group_size=None) if w.mode == "fp8" else out
 
 
 def _packed(w: Quantized, pack) -> Quantized:

@@ -277,3 +277,17 @@ def test_operands_of_no_mesh(rng, shape):
             jax.tree.map(np.testing.assert_array_equal, got, want)
         assert collectives(f, x, w, q, packed, sizes) == []
     jax.tree.map(np.testing.assert_array_equal, f(x, w, q, packed, sizes), want)
+
+
+@needs_two_devices
+@pytest.mark.parametrize("group", [32, 128])
+def test_prepack_keeps_the_group_size(rng, group):
+    """Over an Explicit mesh, of whole weights and of those sharded by matrix."""
+    mesh = mesh_of((2,), ("d",), AxisType.Explicit)
+    q = oracle.random_quantized(rng, (2, 64, 128), "affine", 4, group, "bfloat16")
+    want = jgg.prepack(q, strict=True)
+    for spec in (P(), P("d")):
+        got = jgg.prepack(jax.device_put(q, NamedSharding(mesh, spec)), strict=True)
+        assert got.group_size == want.group_size == group
+        np.testing.assert_array_equal(got.scales, want.scales)
+        np.testing.assert_array_equal(jgg.dequantize(got), jgg.dequantize(want))
