@@ -1,4 +1,4 @@
-"""What ran when: intervals of kernels and copies in a trace of JAX's profiler."""
+"""Kernels and copies in a trace of JAX's profiler, as intervals of time."""
 
 import itertools
 import os

@@ -103,7 +103,7 @@ def prepack(
             "jgg.prepack: within a vmap over an axis that is explicitly sharded. Call it outside: "
             "w may have any leading axes."
         )
-    spec, block = _spec(w), w.block
+    spec, block, group_size = _spec(w), w.block, w.group_size
     w = prepack_fp8.by_rows(w) if w.mode == "fp8" else w
     for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
         axes, parts = _axes(w, axis)
@@ -114,7 +114,7 @@ def prepack(
             )
     pack = lambda w: _packed(w, _PREPACK)
     out = _on_each_device(pack, w, mesh, spec, PartitionSpec(*spec, None))
-    return dataclasses.replace(out, block=block, group_size=None) if w.mode == "fp8" else out
+    return dataclasses.replace(out, block=block, group_size=group_size)
 
 
 def _packed(w: Quantized, pack) -> Quantized:

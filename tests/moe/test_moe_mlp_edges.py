@@ -241,7 +241,7 @@ def test_donated_operands(rng, dtype, implementation):
 
 @pytest.mark.parametrize("recipe", [jgg.NVFP4Recipe(), jgg.FP8Recipe()], ids=["nvfp4", "fp8"])
 def test_a_recipe_has_reverse_mode_only(rng, recipe):
-    """Of any order; but the gradient of NVFP4's weights has no derivative in x."""
+    """Second order works, but the gradient of NVFP4's weights has no derivative in x."""
     x, up, down, index, weight = problem(rng, dtype="bfloat16")
 
     def loss(x, down):
