@@ -89,12 +89,16 @@ def quantize(w, global_scale, *, mode, bits, group_size):
 
 def fp8_quantize(x, group_sizes, seed, row_index, *, block, axis, scale_format, element):
     """Custom call ``jgg_fp8_quantize``: x (M, R, C), sizes, seed, list of rows -> codes, scales,
-    workspace. All but x may be empty."""
+    workspace. All but x may be empty. The kernel of square blocks takes no sizes: rows that no
+    group has become zeros before it."""
     *lead, stored, columns = (1, *x.shape)[-max(x.ndim, 2) :]
     rows = stored if row_index is None else row_index.shape[0]
     lines, along = (rows, columns) if axis == -1 else (columns, rows)
     sizes, words = jnp.zeros((0,), jnp.int32), 0
-    if group_sizes is not None:
+    if group_sizes is not None and block == fp8.TILE:
+        inside = padding.covered(group_sizes, rows)
+        x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
+    elif group_sizes is not None:
         (groups,) = group_sizes.shape
         sizes, *_ = segments.sizes(group_sizes).narrow(rows, groups)
         words = 2 * (groups + 1)

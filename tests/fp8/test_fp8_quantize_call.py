@@ -52,6 +52,9 @@ def test_groups(dtype):
     assert results == [f"1x40x{padded}xf8E4M3FN", f"1x40x{padded // 128}xf32", f"{words}xi32"]
     _, results, _ = call(lowered(x, sizes))
     assert results == ["1x100x40xf8E4M3FN", "1x100x1xf32", "10xi32"]
+    operands, results, _ = call(lowered(x, sizes, block=TILE))
+    assert operands == ["1x100x40xf32", "0xi32", "0xui32", "0xi32"]
+    assert results == ["1x100x40xf8E4M3FN", "1x1x1xf32", "0xi32"]
 
 
 def test_a_step_of_the_linear_layer():
@@ -157,6 +160,7 @@ def test_bytes_of_groups(rng, sizes, options, columns, dtype):
     groups = np.array(SIZES[sizes], np.int32)
     same_as_cpu(x, axis=0, group_sizes=groups, **OPTIONS[options])
     same_as_cpu(x, group_sizes=groups, **OPTIONS[options])
+    same_as_cpu(x, group_sizes=groups, block=TILE, **OPTIONS[options])
 
 
 @pytest.mark.gpu
