@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,13 @@ def measured(case: Case, args: Any) -> bool:
     generator, need = ready(config, weights, options, Sampling(), args.chunk)
     prompt = np.random.default_rng(0).integers(0, config.vocabulary, args.context).tolist()
     folder = args.trace and args.trace / case.name.replace(" ", "-")
-    watch = generated(generator, prompt, args.generate, folder)
+    watch, rate = generated(generator, prompt, args.generate, folder)
     print(
         f"first token after {watch.first:.3f} s ({len(prompt) / watch.first:,.0f} tokens/s of the "
-        f"prompt), then {watch.rate:,.1f} tokens/s"
+        f"prompt), then {watch.rate:,.1f} tokens/s, {rate:,.1f} after the first {SETTLED}"
+        f"{'' if folder is None else ', while traced'}"
     )
-    again = generated(generator, prompt, 2, None)
+    again, _ = generated(generator, prompt, 2, None)
     print(f"first token of the next prompt, as long, after {again.first:.3f} s")
     if folder is not None:
         steps = len(watch.tokens) - SETTLED
@@ -53,14 +55,20 @@ def measured(case: Case, args: Any) -> bool:
     return fits(need, most_held())
 
 
-def generated(generator: Generator, prompt: list[int], count: int, folder: Path | None) -> Watch:
-    """When tokens come. The trace is of those after the first :data:`SETTLED`."""
-    watch = Watch()
+def generated(
+    generator: Generator, prompt: list[int], count: int, folder: Path | None
+) -> tuple[Watch, float]:
+    """When tokens come, and how many a second after the first :data:`SETTLED`, which a trace is
+    of."""
+    watch, began = Watch(), 0.0
     with contextlib.ExitStack() as stack:
         for _ in watch(generator(prompt, count)):
-            if folder is not None and len(watch.tokens) == SETTLED:
-                stack.enter_context(jax.profiler.trace(str(folder)))
-    return watch
+            if len(watch.tokens) == SETTLED:
+                if folder is not None:
+                    stack.enter_context(jax.profiler.trace(str(folder)))
+                began = time.perf_counter()
+    more = len(watch.tokens) - SETTLED
+    return watch, more / (watch.last - began) if more > 0 else 0.0
 
 
 def fits(need: Need, most: int | None) -> bool:
@@ -80,7 +88,8 @@ def described(gaps: list[float], steps: int) -> str:
     if not gaps:
         return "the trace has no kernels"
     long = sum(gap > GAP_US for gap in gaps)
+    usual = sorted(gaps, reverse=True)[min(steps // 2, len(gaps) - 1)]
     return (
         f"{steps} steps have {long} gaps of more than {GAP_US:.0f} us between kernels; the longest "
-        f"takes {max(gaps):.1f} us"
+        f"takes {max(gaps):.1f} us, the longest of a usual step {usual:.1f} us"
     )

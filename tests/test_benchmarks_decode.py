@@ -124,7 +124,10 @@ def test_gaps_between_kernels():
     ]
     gaps = decode_generate.gaps(planes)
     assert gaps == [28.0, 2.0]
-    said = "4 steps have 1 gaps of more than 20 us between kernels; the longest takes 28.0 us"
+    said = (
+        "4 steps have 1 gaps of more than 20 us between kernels; the longest takes 28.0 us, the "
+        "longest of a usual step 2.0 us"
+    )
     assert decode_generate.described(gaps, 4) == said
 
 
