@@ -2,7 +2,7 @@
 
 python -m benchmarks.decode [--models Qwen3 nvfp4 ...] [--batches 1 8 64] [--json FILE]
 python -m benchmarks.decode --records A.json B.json
-python -m benchmarks.decode --generate 256 [--models Qwen3 nvfp4] [--trace FOLDER]
+python -m benchmarks.decode --generate 256 [--models Qwen3 nvfp4]
 
 The decoder is that of examples/generate.py, and so are loading, prepacking and what is announced of
 memory, which stands beside the peak of the process. ``--generate`` runs that example's own programs
@@ -39,7 +39,7 @@ from pathlib import Path
 
 import jax
 
-from . import decode_generate, decode_models, decode_steps, timing, trace
+from . import decode_generate, decode_models, decode_steps, timing
 from .decode_models import CASES, Case
 from .decode_steps import Parts, Steps
 from .gpu import command_output, commit, version
@@ -277,8 +277,6 @@ def main(argv=None) -> int:
     if len(cases) > 1 and not args.tiny:
         return _each_alone(cases, sys.argv[1:] if argv is None else list(argv))
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if args.trace:
-        trace.keep_command_buffers()
     if jax.default_backend() != "gpu" and not args.tiny:
         raise SystemExit(
             f"python -m benchmarks.decode needs an NVIDIA GPU, and jax sees only {jax.devices()}. "

@@ -15,7 +15,7 @@ from flax import nnx
 
 from examples.decoder.attention import Cache
 from examples.decoder.experts import Expert, MixtureOfExperts
-from examples.decoder.generation import compiler_options, following, key_of
+from examples.decoder.generation import following, key_of
 from examples.decoder.layers import Linear
 from examples.decoder.memory import most_held
 from examples.decoder.model import Decoder, Stack, attention_of, heads_axis
@@ -24,6 +24,11 @@ from examples.decoder.sampling import Sampling
 from .timing import kernels
 
 GREEDY = Sampling()
+
+
+def options() -> dict[str, Any]:
+    """Options of the compiler: it makes one CUDA graph of whatever can be one."""
+    return {"xla_gpu_graph_min_graph_size": 1} if jax.default_backend() == "gpu" else {}
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "zeros"))
@@ -71,7 +76,7 @@ def compiled(model: Decoder, batches: Sequence[int], room: int) -> dict[int, Fut
         # Whatever is fed back keeps its address, so that CUDA graphs need no update.
         return jax.jit(step, donate_argnums=(1, 2, 3)).lower(leaves, cache, *others)
 
-    compile_ = lambda lowered: lowered.compile(compiler_options=compiler_options())
+    compile_ = lambda lowered: lowered.compile(compiler_options=options())
     with ThreadPoolExecutor() as pool:
         return {batch: pool.submit(compile_, lowered(batch)) for batch in batches}
 

@@ -1,8 +1,7 @@
 """Kernels and copies in a trace of JAX's profiler, as intervals of time."""
 
-import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             out.append((begin, end))
     return out
-
-
-def idle(intervals: Iterable[Interval]) -> Iterator[float]:
-    """Nanoseconds between intervals, of which some overlap."""
-    busy = merged(intervals)
-    return (after[0] - before[1] for before, after in itertools.pairwise(busy))
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,14 +94,15 @@ def test_the_command(name, tmp_path, capsys):
 
 
 @pytest.mark.weekly
-def test_generating(tmp_path, capsys, monkeypatch):
+def test_generating(capsys, monkeypatch):
     """What is drawn comes from the host, and the example's own programs run."""
     command = ["--tiny", "--models", "gpt-oss", "--generate", "20", "--context", "140"]
     command += ["--scanned"]
-    assert decode.main([*command, "--trace", str(tmp_path)]) == 0
+    assert decode.main(command) == 0
     out = capsys.readouterr().out
     assert out.startswith("gpt-oss-120b mxfp4: 2 layers, scanned\nneeds ")
-    assert "\nthe trace has no kernels\nthe platform does not say how much was held\n" in out
+    assert re.search(r"tokens/s, [0-9.]+ after the first 16\n", out)
+    assert "\nthe platform does not say how much was held\n" in out
     monkeypatch.setattr(decode_generate, "most_held", lambda: 10**9)
     assert decode.main(command) == 1
     assert "held 1.00 GB at most, " in capsys.readouterr().out
@@ -111,24 +113,6 @@ def test_memory_is_near_what_was_announced(capsys):
     fits = [decode_generate.fits(need, most) for most in (None, 9.4e9, 9.6e9, 10.4e9, 10.6e9)]
     assert fits == [True, False, True, True, False]
     assert "held 9.60 GB at most, 0.960 of what was announced\n" in capsys.readouterr().out
-
-
-def test_gaps_between_kernels():
-    event = lambda *us: SimpleNamespace(name="", start_ns=1e3 * us[0], end_ns=1e3 * us[1])
-    line = lambda name, *events: SimpleNamespace(name=name, events=events)
-    first = line("Stream #13(Compute)", event(0, 10), event(40, 50), event(52, 60))
-    second = line("Stream #14(Memset)", event(5, 12), event(55, 58))
-    planes = [
-        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", event(0, 99))]),
-        SimpleNamespace(name="/device:GPU:0", lines=[second, line("Steps", event(0, 99)), first]),
-    ]
-    gaps = decode_generate.gaps(planes)
-    assert gaps == [28.0, 2.0]
-    said = (
-        "4 steps have 1 gaps of more than 20 us between kernels; the longest takes 28.0 us, the "
-        "longest of a usual step 2.0 us"
-    )
-    assert decode_generate.described(gaps, 4) == said
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "affine4", "mxfp4", "fp8"])

@@ -25,7 +25,6 @@ def test_parts_of_a_trace():
 
 def test_intervals():
     assert trace.merged([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
-    assert [*trace.idle([(0, 2), (1, 3), (5, 6)])] == [2]
     assert trace.shared([(0, 4), (6, 8)], [(3, 7)]) == 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +30,6 @@ def following(model: Decoder, cache: list[Cache], tokens: jax.Array, position: j
     return jax.vmap(sampling)(logits, keys), position + 1, cache
 
 
-def compiler_options() -> dict[str, Any]:
-    """The compiler makes one CUDA graph of whatever can be one."""
-    return {"xla_gpu_graph_min_graph_size": 1} if jax.default_backend() == "gpu" else {}
-
-
 def key_of(seed: int) -> jax.Array:
     return jax.random.key_data(jax.random.key(seed))
 
@@ -44,9 +38,8 @@ class Generator:
     """Generates after a prompt. Both programs are compiled here.
 
     A prompt is read in steps of ``chunk`` tokens, the last of which is filled up: one program reads
-    prompts of every length, and attention's logits are bounded. The cache, a step's token and its
-    position are donated: what goes from step to step keeps its address, so CUDA graphs need no
-    update.
+    prompts of every length, and attention's logits are bounded. The cache is donated, so each step
+    writes into it.
 
     ``model`` may be :func:`loading.shapes`', so that :attr:`use` is known before anything is
     loaded. :meth:`fill` gives such a generator its weights.
@@ -98,16 +91,14 @@ class Generator:
         )
         key, number = jax.eval_shape(lambda: key_of(0)), like((), jnp.int32)
         key = like(key.shape, key.dtype)
-        compiled = lambda step, donated, *args: (
-            jax.jit(step, donate_argnums=donated, out_shardings=mesh and (at(), at(), in_cache))
+        compiled = lambda step, *args: (
+            jax.jit(step, donate_argnums=1, out_shardings=mesh and (at(), at(), in_cache))
             .lower(self.params, cache, *args)
-            .compile(compiler_options=compiler_options())
+            .compile()
         )
         self.new_cache = empty.lower().compile()
-        token = like((1,), jnp.int32)
-        self.read = compiled(read, 1, like((self.chunk,), jnp.int32), number, number, key)
-        self.write = compiled(write, (1, 2, 3), token, number, key)
-        self.copy = jax.jit(jnp.copy, out_shardings=at()).lower(token).compile()
+        self.read = compiled(read, like((self.chunk,), jnp.int32), number, number, key)
+        self.write = compiled(write, like((1,), jnp.int32), number, key)
         self.use = Use.of(self.params, cache, (self.read, self.write))
         self.on_devices = lambda a: a if mesh is None else jax.device_put(a, at())
         self.on_devices(key_of(0))  # compiles what makes a key
@@ -130,10 +121,10 @@ class Generator:
                 self.params, cache, self.on_devices(jnp.asarray(part)), *numbers, key
             )
         for left in reversed(range(count)):
-            shown = self.copy(token)  # the next one takes its place
+            before = token
             if left:
                 token, position, cache = self.write(self.params, cache, token, position, key)
-            out = shown.item()
+            out = before.item()
             if out in ends:
                 return
             yield out
