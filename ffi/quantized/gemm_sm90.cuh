@@ -128,15 +128,45 @@ constexpr int64_t kMostDirectGroups = 512;
 // It reads so many weights at most. With more of them, the kernel of tiles is faster (docs/lab).
 constexpr int64_t kMostDirectWeights = 1 << 24;
 
+// Rows of all groups, and of one matrix.
+constexpr int64_t kMostDirectRows = 16, kMostDirectMatrixRows = 96;
+// So many blocks keep an H100 busy.
+constexpr int64_t kManyDirectBlocks = 256;
+
+inline int64_t DirectRowTiles(int64_t rows, int eights) {
+  const int64_t of_block = eights * device::kDirectRows;
+  return (rows + of_block - 1) / of_block;
+}
+
+// Whether the kernel without tiles is faster for rows of one matrix: it reads the weights for every
+// 16 of them, and a tile takes as long as its k. Fitted to an H100 (docs/lab/prepacked.md).
+inline bool IsDirectMatrixSm90(int64_t rows, int64_t n, int64_t k) {
+  if (rows <= device::kDirectRows) return true;
+  return rows <= kMostDirectMatrixRows && DirectRowTiles(rows, 2) * n * k <= (7 + k / 64) << 20;
+}
+
 // Whether the kernel without tiles takes a product: one of few rows in all, and of each group.
 inline bool IsDirectSm90(const GemmSm90& gemm) {
   const Metadata& metadata = gemm.metadata;
   const Epilogue& epilogue = gemm.epilogue;
-  const int64_t most = metadata.count == 1 ? device::kDirectRows : 16;
-  return metadata.kind == MetadataKind::kSizes && metadata.count <= kMostDirectGroups &&
-         gemm.rows_x == gemm.rows_y && gemm.rows_y <= most &&
-         std::min<int64_t>(gemm.rows_y, metadata.count) * gemm.n * gemm.k <= kMostDirectWeights &&
+  const int64_t rows = gemm.rows_y, count = metadata.count;
+  const bool few = count == 1 ? IsDirectMatrixSm90(rows, gemm.n, gemm.k) : rows <= kMostDirectRows;
+  return few && metadata.kind == MetadataKind::kSizes && count <= kMostDirectGroups &&
+         gemm.rows_x == rows &&
+         std::min<int64_t>(rows, count) * gemm.n * gemm.k <= kMostDirectWeights &&
          !epilogue.accumulate && !epilogue.HasPreactivation();
+}
+
+template <typename Weights, bool kGated, int kEights, bool kPairs = false>
+cudaError_t LaunchDirectConfigSm90(cudaStream_t stream, const device::DirectGemmSm90& direct,
+                                   bool alone) {
+  const auto columns = static_cast<unsigned>(kGated || kPairs ? direct.n / 2 : direct.n);
+  const auto rows =
+      static_cast<unsigned>(alone ? DirectRowTiles(direct.rows, kEights) : direct.rows);
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  device::DirectGemmSm90Kernel<Weights, kGated, device::DirectEpilogue, kEights, kPairs>
+      <<<dim3{columns / 16, rows}, 32 * device::kDirectWarps, 0, stream>>>(direct);
+  return cudaGetLastError();
 }
 
 template <typename Weights>
@@ -155,20 +185,18 @@ cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quant
   direct.scales = quantized.scales;
   direct.global_scale = quantized.global_scale;
   direct.packed = quantized.packed;
-  const bool gated = IsGated(gemm.epilogue.activation);
   const bool alone = gemm.metadata.count == 1 && gemm.metadata.offset == nullptr;
-  const unsigned columns = gated ? gemm.n / 2 : gemm.n, rows = gemm.rows_y;
-  const dim3 blocks{columns / 16,
-                    alone ? (rows + device::kDirectRows - 1) / device::kDirectRows : rows};
-  if (rows == 0 || columns == 0) return cudaSuccess;
-  constexpr int kThreads = 32 * device::kDirectWarps;
-  using device::DirectEpilogue, device::DirectGemmSm90Kernel;
-  if (gated) {
-    DirectGemmSm90Kernel<Weights, true, DirectEpilogue><<<blocks, kThreads, 0, stream>>>(direct);
-  } else {
-    DirectGemmSm90Kernel<Weights, false, DirectEpilogue><<<blocks, kThreads, 0, stream>>>(direct);
+  const bool gated = IsGated(gemm.epilogue.activation);
+  if (!alone || direct.rows <= device::kDirectRows) {
+    return gated ? LaunchDirectConfigSm90<Weights, true, 1>(stream, direct, alone)
+                 : LaunchDirectConfigSm90<Weights, false, 1>(stream, direct, alone);
   }
-  return cudaGetLastError();
+  if (gated) return LaunchDirectConfigSm90<Weights, true, 2>(stream, direct, alone);
+  // Pairs read x half as often.
+  const int64_t blocks = direct.n / 32 * DirectRowTiles(direct.rows, 2);
+  return direct.n % 128 == 0 && blocks >= kManyDirectBlocks
+             ? LaunchDirectConfigSm90<Weights, false, 2, true>(stream, direct, alone)
+             : LaunchDirectConfigSm90<Weights, false, 2>(stream, direct, alone);
 }
 
 template <Mode kMode, int kBits>

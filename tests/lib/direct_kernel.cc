@@ -24,17 +24,22 @@ struct Plain {
 };
 
 template <Mode kMode, int kBits>
-void Run(const device::DirectGemmSm90& gemm, bool gated) {
+void Run(const device::DirectGemmSm90& gemm, bool gated, int eights, bool pairs) {
   using Tiles = device::PackedTiles<kMode, kBits>;
   const bool alone = gemm.metadata.count == 1 && gemm.metadata.offset == nullptr;
-  const auto rows = static_cast<unsigned>(alone ? (gemm.rows + 7) / 8 : gemm.rows);
-  const auto columns = static_cast<unsigned>(gated ? gemm.n / 2 : gemm.n);
+  const int of_block = 8 * eights;
+  const auto rows =
+      static_cast<unsigned>(alone ? (gemm.rows + of_block - 1) / of_block : gemm.rows);
+  const auto columns = static_cast<unsigned>(gated || pairs ? gemm.n / 2 : gemm.n);
   RunBlocks({columns / 16, rows}, 32 * device::kDirectWarps, [&] {
-    if (gated) {
-      device::DirectGemmSm90Kernel<Tiles, true, Plain>(gemm);
-    } else {
-      device::DirectGemmSm90Kernel<Tiles, false, Plain>(gemm);
+    using namespace device;
+    if (eights == 2) {
+      if (gated) return DirectGemmSm90Kernel<Tiles, true, Plain, 2>(gemm);
+      if (pairs) return DirectGemmSm90Kernel<Tiles, false, Plain, 2, true>(gemm);
+      return DirectGemmSm90Kernel<Tiles, false, Plain, 2>(gemm);
     }
+    if (gated) return DirectGemmSm90Kernel<Tiles, true, Plain>(gemm);
+    DirectGemmSm90Kernel<Tiles, false, Plain>(gemm);
   });
 }
 
@@ -45,11 +50,11 @@ struct Problem {
   const void *x, *codes, *scales;
   const float* global_scale;  // of each group, or null
   float* out;
-  int32_t count, groups, rows, n, k, tile_scales, clears_rest, gated;
+  int32_t count, groups, rows, n, k, tile_scales, clears_rest, gated, eights, pairs;
 };
 
-// A tile of mode "fp8" as (64, 64) bfloat16: what each thread of a warpgroup decodes goes where WGMMA
-// has its A operand's registers.
+// A tile of mode "fp8" as (64, 64) bfloat16: what each thread of a warpgroup decodes goes where
+// WGMMA has its A operand's registers.
 extern "C" void decode_fp8_tile(const char* codes, const uint32_t* scales, uint16_t* out) {
   using Codes = device::PackedCodes<Mode::kFp8, 8>;
   for (int thread = 0; thread < 128; ++thread) {
@@ -84,21 +89,21 @@ extern "C" int direct_kernel(const Problem* problem, int mode, int bits) {
   gemm.global_scale = {p.global_scale, 1, 0};
   gemm.packed = {p.codes, p.n / 64, p.k / 64, p.tile_scales};
   readable.assign({{gemm.x, size_t(2) * p.rows * p.k}});
-  const bool gated = p.gated != 0;
+  const bool gated = p.gated != 0, pairs = p.pairs != 0;
   switch (static_cast<Mode>(mode)) {
-    case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(gemm, gated), 0;
-    case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(gemm, gated), 0;
-    case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(gemm, gated), 0;
-    case Mode::kFp8: return Run<Mode::kFp8, 8>(gemm, gated), 0;
+    case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(gemm, gated, p.eights, pairs), 0;
+    case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(gemm, gated, p.eights, pairs), 0;
+    case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(gemm, gated, p.eights, pairs), 0;
+    case Mode::kFp8: return Run<Mode::kFp8, 8>(gemm, gated, p.eights, pairs), 0;
     case Mode::kAffine: break;
   }
   switch (bits) {
-    case 2: return Run<Mode::kAffine, 2>(gemm, gated), 0;
-    case 3: return Run<Mode::kAffine, 3>(gemm, gated), 0;
-    case 4: return Run<Mode::kAffine, 4>(gemm, gated), 0;
-    case 5: return Run<Mode::kAffine, 5>(gemm, gated), 0;
-    case 6: return Run<Mode::kAffine, 6>(gemm, gated), 0;
-    case 8: return Run<Mode::kAffine, 8>(gemm, gated), 0;
+    case 2: return Run<Mode::kAffine, 2>(gemm, gated, p.eights, pairs), 0;
+    case 3: return Run<Mode::kAffine, 3>(gemm, gated, p.eights, pairs), 0;
+    case 4: return Run<Mode::kAffine, 4>(gemm, gated, p.eights, pairs), 0;
+    case 5: return Run<Mode::kAffine, 5>(gemm, gated, p.eights, pairs), 0;
+    case 6: return Run<Mode::kAffine, 6>(gemm, gated, p.eights, pairs), 0;
+    case 8: return Run<Mode::kAffine, 8>(gemm, gated, p.eights, pairs), 0;
   }
   return 1;
 }

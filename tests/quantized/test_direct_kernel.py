@@ -26,7 +26,8 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in
           ("sizes", "offset", "x", "codes", "scales", "global_scale", "out")),
         *((name, ctypes.c_int32) for name in
-          ("count", "groups", "rows", "n", "k", "tile_scales", "clears_rest", "gated")),
+          ("count", "groups", "rows", "n", "k", "tile_scales", "clears_rest", "gated", "eights",
+           "pairs")),
     ]  # fmt: skip
 
 
@@ -35,8 +36,10 @@ def kernel():
     return host_program.build_kernels("direct_kernel").direct_kernel
 
 
-def product(kernel, x, q, sizes, *, offset=None, gated=False, clears_rest=True):
-    """The float32 sums of x (T, K) and q (G, N, K), (T, N); 7 where nothing is written."""
+def product(kernel, x, q, sizes, *, offset=None, gated=False, clears_rest=True, eights=1,
+            pairs=False):  # fmt: skip
+    """The float32 sums of x (T, K) and q (G, N, K), (T, N); 7 where nothing is written. A block has
+    so many times 8 rows, and perhaps pairs of columns."""
     packed = jgg.prepack(q)
     assert packed.layout == "sm90"
     groups, n, k = q.shape
@@ -49,7 +52,7 @@ def product(kernel, x, q, sizes, *, offset=None, gated=False, clears_rest=True):
         "global_scale": scale, "out": out,
     }  # fmt: skip
     per_tile = packed.scales.nbytes // (groups * (n // 64) * (k // 64))
-    numbers = (len(sizes), groups, len(x), n, k, per_tile, clears_rest, gated)
+    numbers = (len(sizes), groups, len(x), n, k, per_tile, clears_rest, gated, eights, pairs)
     problem = Problem(*(pointer(a) for a in _in_order(arrays)), *numbers)
     assert kernel(ctypes.byref(problem), mode_number(q.mode), q.bits) == 0
     return out
@@ -78,6 +81,18 @@ def test_values(kernel, rng, mode, bits, group_size, gated):
         assert not out[sum(sizes) :].any()
 
 
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("kind", ["plain", "gated", "pairs"])
+@pytest.mark.one_in(4)
+def test_sixteen_rows(kernel, rng, mode, bits, group_size, kind):
+    for rows in (9, 40):
+        q, x = of(rng, mode, bits, group_size, (1, 256, 64 * 34), rows)
+        out = product(
+            kernel, x, q, (rows,), eights=2, gated=kind == "gated", pairs=kind == "pairs"
+        )
+        oracle.assert_close(out, oracle.grouped_qmm(x, q, np.array([rows])), k=64 * 34)
+
+
 @pytest.mark.parametrize(
     ("sizes", "offset"),
     [((3, 0, 5), None), ((3, 0, 5), 1), ((0, 0, 0), None), ((2**31 - 1, 1, 1), 0), ((-4, 2, 2), 9)],
@@ -100,14 +115,18 @@ def test_rows_of_no_group(kernel, rng, sizes, offset):
         assert (out[~here] == (0 if clears_rest else 7)).all()
 
 
-def test_rows_of_the_only_group(kernel, rng):
+@pytest.mark.parametrize(("eights", "pairs"), [(1, False), (2, False), (2, True)])
+def test_rows_of_the_only_group(kernel, rng, eights, pairs):
     """Nothing waits for its size, which may be too large, too small or negative."""
-    q, x = of(rng, "nvfp4", 4, 16, (1, 64, 128), 11)
-    want = oracle.grouped_qmm(x, q, np.array([11]))
-    for size in (11, 40, 9, 3, 0, -2):
-        rows = min(max(size, 0), 11)
+    count = 11 + 16 * (eights - 1)
+    q, x = of(rng, "nvfp4", 4, 16, (1, 128, 128), count)
+    want = oracle.grouped_qmm(x, q, np.array([count]))
+    for size in (count, 40, 9, 3, 0, -2):
+        rows = min(max(size, 0), count)
         for clears_rest in (True, False):
-            out = product(kernel, x, q, (size,), clears_rest=clears_rest)
+            out = product(
+                kernel, x, q, (size,), clears_rest=clears_rest, eights=eights, pairs=pairs
+            )
             oracle.assert_close(out[:rows], want[:rows], k=128)
             assert (out[rows:] == (0 if clears_rest else 7)).all()
 

@@ -133,7 +133,7 @@ def test_few_rows_in_all(rng, mode, bits, group_size, slices):
     cases = {
         "some": (9, (0, 3, 0, 1, 2)), "many": (16, (2, 11, 0, 9, 1)), "last": (16, (0, 0, 0, 0, 1)),
         "none": (5, (0, 0, 0, 0, 0)), "one": (8, (8,)), "alone": (1, (1,)), "too many": (3, (70,)),
-        "too few": (7, (2,)),
+        "too few": (7, (2,)), "matrix": (40, (37,)), "wide": (90, (90,)),
     }  # fmt: skip
     plain, bias = {"preferred_element_type": "float32"}, oracle.random(rng, (groups, n))
     problems = {}
@@ -169,6 +169,22 @@ def test_few_rows_in_all(rng, mode, bits, group_size, slices):
         norm = np.linalg.norm(oracle.f64(want[case]))
         difference = np.linalg.norm(oracle.f64(out) - oracle.f64(want[case]))
         assert difference <= tolerance * norm, (case, difference, norm)
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [9, 24, 64, 96])
+@pytest.mark.parametrize(("mode", "bits"), [("nvfp4", 4), ("mxfp8", 8), ("affine", 4)])
+def test_rows_of_a_matrix(rng, mode, bits, rows):
+    """Without tiles, in pairs of columns where there are many; and in tiles where k is short."""
+    size = {"nvfp4": 16, "mxfp8": 32, "affine": 64}[mode]
+    draw = lambda n, k: oracle.random_quantized(rng, (n, k), mode, bits, size, "bfloat16")
+    for n, k, direct in ((2048, 4096, True), (320, 448, True), (8192, 1024, rows <= 16)):
+        w = draw(n, k)
+        x = oracle.random(rng, (rows, k), "bfloat16")
+        out, kernels = run(jax.jit(jgg.quantized_matmul), x, jgg.prepack(w))
+        assert any(DIRECT in name for name in kernels) == direct, (n, k, kernels)
+        want = oracle.f64(x) @ oracle.f64(jgg.dequantize(w, "float32")).T
+        oracle.assert_close(out, want, k=k)
 
 
 @needs_hopper

@@ -1,6 +1,6 @@
-// The sums of 16 columns, of a weight in layout "sm90", and up to 8 rows, by a block: for kernels
-// of a few rows in all. Its warps share out tiles of k and take them in turns. All that a warp
-// reads of some of them is under way at once; there is no ring, and one barrier.
+// The sums of 16 columns, of a weight in layout "sm90", and of 8 rows or a few times 8, by a block:
+// for kernels of a few rows in all. Its warps share out tiles of k and take them in turns. All that
+// a warp reads of some of them is under way at once; there is no ring, and one barrier.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,25 @@ struct DirectThread {
   __device__ static int Get() { return blockIdx.x % 4 * 32 + threadIdx.x % 32; }
 };
 
-// kBlocks: of 16 columns, two where a gate and what it lets through are both needed.
-template <typename Weights, int kBlocks>
+// kBlocks: of 16 columns, two where a gate and what it lets through are both needed. kEights: of
+// rows.
+template <typename Weights, int kBlocks, int kEights = 1>
 class DirectProduct {
   using Reader = typename Weights::template Reader<1, DirectThread>;
   using Words = typename Reader::Words;
   // Tiles of which a warp has the words at a time, so that three blocks fit registers.
   static constexpr int kWords = kBlocks * sizeof(Words) / 4;
-  static constexpr int kTiles = kWords <= 8 ? 4 : kWords <= 16 ? 2 : 1;
+  static constexpr int kMostTiles = kWords <= 8 ? 4 : kWords <= 16 ? 2 : 1;
+  static constexpr int kTiles = kMostTiles > kEights ? kMostTiles / kEights : 1;
+  // Sums of 8 rows are in two chains, since each product waits for the one before.
+  static constexpr int kChains = kEights == 1 ? 2 : 1;
 
  public:
   struct SharedMemory {
-    // A warp's rows of x: 8 lines of 128 bytes for each tile, whose pieces of 16 bytes are swizzled
+    // A warp's rows of x: lines of 128 bytes for each tile, whose pieces of 16 bytes are swizzled
     // by the line.
-    uint4 x[kDirectWarps][kTiles * 64];
-    float4 partial[kBlocks][kDirectWarps][32];
+    uint4 x[kDirectWarps][kTiles * kEights * 64];
+    float4 partial[kEights][kBlocks][kDirectWarps][32];
   };
 
   // By all threads, which have to meet before Sum. Of `count` tiles, tile_of(i) is that of k;
@@ -43,7 +47,7 @@ class DirectProduct {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Reader reader(tile_scales);
     char* const x = reinterpret_cast<char*>(memory.x[warp]);
-    float sums[kBlocks][2][4] = {};  // two chains, since each product waits for the one before
+    float sums[kBlocks][kEights * kChains][4] = {};
 #pragma unroll 1
     for (int first = warp; first < count; first += kDirectWarps * kTiles) {
       Words words[kTiles][kBlocks];
@@ -63,10 +67,10 @@ class DirectProduct {
         const int at = first + i * kDirectWarps;
         if (at >= count) break;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = half * 4 + lane / 8, piece = lane % 8;
+        for (int four = 0; four < 2 * kEights; ++four) {
+          const int row = four * 4 + lane / 8, piece = lane % 8;
           const char* from = line(at, row);
-          char* to = x + i * 1024 + row * 128 + (piece ^ row) * 16;
+          char* to = x + i * kEights * 1024 + row * 128 + (piece ^ row % 8) * 16;
           // Something that exists is named where nothing is read.
           CopyPiece((from == nullptr ? line(at, -1) : from) + piece * 16, to,
                     from == nullptr ? 0 : 16);
@@ -91,14 +95,20 @@ class DirectProduct {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // 32 k
           const int row = lane % 8, piece = half * 4 + lane / 8;
-          uint32_t pairs[4];
-          LoadMatrices(x + i * 1024 + row * 128 + (piece ^ row) * 16, pairs);
+          uint32_t a[kBlocks][8];
 #pragma unroll
           for (int b = 0; b < kBlocks; ++b) {
-            uint32_t a[8];
-            reader.template Read<2, true, ScaleRange::kAny>(words[i][b], 0, 2 * half, a);
-            MultiplyWarp(a, pairs[0], pairs[1], sums[b][0]);
-            MultiplyWarp(a + 4, pairs[2], pairs[3], sums[b][1]);
+            reader.template Read<2, true, ScaleRange::kAny>(words[i][b], 0, 2 * half, a[b]);
+          }
+#pragma unroll
+          for (int e = 0; e < kEights; ++e) {
+            uint32_t pairs[4];
+            LoadMatrices(x + (i * kEights + e) * 1024 + row * 128 + (piece ^ row) * 16, pairs);
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+              MultiplyWarp(a[b], pairs[0], pairs[1], sums[b][e]);
+              MultiplyWarp(a[b] + 4, pairs[2], pairs[3], sums[b][e + kChains - 1]);
+            }
           }
         }
       }
@@ -106,22 +116,29 @@ class DirectProduct {
     }
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      float both[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) both[i] = sums[b][0][i] + sums[b][1][i];
-      memory.partial[b][warp][lane] = make_float4(both[0], both[1], both[2], both[3]);
+      for (int e = 0; e < kEights; ++e) {
+        float all[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          all[i] = sums[b][e][i];
+          if (kChains == 2) all[i] += sums[b][e + 1][i];
+        }
+        memory.partial[e][b][warp][lane] = make_float4(all[0], all[1], all[2], all[3]);
+      }
     }
   }
 
-  // Each of the first 128 threads has one sum, which is in this row and this column of the block.
+  // Each of the first 128 threads has one sum of each 8 rows, which is in this row of them and this
+  // column of the block.
   __device__ static int Row() { return threadIdx.x / 4 % 4 * 2 + threadIdx.x % 2; }
   __device__ static int Column() { return threadIdx.x / 16 + threadIdx.x % 4 / 2 * 8; }
   // Sums of warps are added in order.
-  __device__ static float Sum(const SharedMemory& memory, int block) {
+  __device__ static float Sum(const SharedMemory& memory, int block, int eight = 0) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kDirectWarps; ++w) {
-      sum += reinterpret_cast<const float*>(memory.partial[block][w])[threadIdx.x];
+      sum += reinterpret_cast<const float*>(memory.partial[eight][block][w])[threadIdx.x];
     }
     return sum * Weights::kFactor;
   }
