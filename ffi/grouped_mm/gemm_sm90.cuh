@@ -225,7 +225,7 @@ cudaError_t LaunchTilesSm90(cudaStream_t stream, const GemmSm90& gemm,
 // more use of L2 for both operands.
 inline bool StoresMostly(const GemmSm90& gemm) {
   const int64_t groups = gemm.groups;
-  return gemm.wgrad && groups * gemm.out_group > (1 << 26) && gemm.rows_x <= 128 * groups;
+  return gemm.wgrad && groups * gemm.out_group > (1 << 26) && gemm.rows_x <= 192 * groups;
 }
 
 // The tensor maps of the operands that TMA copies.
