@@ -91,10 +91,11 @@ def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     )  # fmt: skip
     lines, columns = (decoded(_stored(q), implementation) for q in (dy, x))
     out = primitives.wgrad(lines, columns, segments.sizes(padded), product)
-    live = (padded > 0)[:, None, None]
-    out = jnp.where(live, out * as_promised(group_sizes, fp8.GROUPED, x, dy), jnp.float32(0))
+    live = padded > 0
+    promised = as_promised(group_sizes, fp8.GROUPED, x, dy)
+    out = jnp.where(live[:, None, None], out * promised, jnp.float32(0))
     if existing_out is not None:
-        out = jnp.where(live, out + existing_out, existing_out)
+        out = padding.accumulated(live, out, existing_out)
     return out.astype(dtype)
 
 

@@ -15,7 +15,7 @@ from .._core.types import Implementation, Integers
 from .._grouped import call as grouped_call
 from .._grouped import primitives
 from .._kernels import problems
-from .._quantized import array
+from .._quantized import array, padding
 from .._quantized.array import Quantized
 from . import layouts, sm100
 from .grouped_mm import apart, exact, factor
@@ -113,7 +113,7 @@ def _composed(x, dy, group_sizes, scale, beta, existing_out, *, dtype, implement
     out = out * jnp.where(live, scale, jnp.float32(0))[:, None, None]
     if existing_out is not None:
         old = existing_out if beta is None else _times(beta, existing_out)
-        out = jnp.where(live[:, None, None], out + old, old)
+        out = padding.accumulated(live, out, old)
     return out.astype(dtype)
 
 

@@ -73,3 +73,11 @@ def take_rows(a, index):
     if a.shape[0] == 0:  # then every index is -1
         return jnp.zeros((*index.shape, *a.shape[1:]), a.dtype)
     return a.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def accumulated(live, out, existing_out) -> jax.Array:
+    """``out + existing_out`` of groups that are live, bool ``(G,)``; of the others it stays as it
+    is, bit for bit."""
+    # JAX wants a condition of the same shape to be sharded as what it chooses from.
+    live = partition.resharded(live, partition.entries_of(existing_out)[:1])
+    return jnp.where(live[:, None, None], out + existing_out, existing_out)

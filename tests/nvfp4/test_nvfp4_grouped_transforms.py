@@ -175,6 +175,22 @@ def test_wgrad_sharded(rng, kind, name):
     assert out.sharding.is_equivalent_to(NamedSharding(mesh_of(kind), P(*spec)), 3)
 
 
+@pytest.mark.parametrize("n", [1, 16])
+def test_groups_of_existing_out_divided(n):
+    """With one column the condition of a group has existing_out's shape."""
+    zeros = lambda columns: jgg.nvfp4_quantize(
+        jnp.zeros((20, columns)), axis=0, group_sizes=jnp.array([9, 0, 3, 6])
+    )
+    x, dy, old = zeros(1), zeros(n), jnp.arange(4.0 * n).reshape(4, n, 1)
+    kind = AxisType.Explicit
+    place = lambda q: jax.tree.map(functools.partial(put, kind), q)
+    args = place(x), place(dy), put(kind, jnp.array([9, 0, 3, 6])), put(kind, old, "d")
+    with jax.set_mesh(mesh_of(kind)):
+        f = jax.jit(lambda x, dy, s, old: jgg.nvfp4_grouped_wgrad(x, dy, s, existing_out=old))
+        out = f(*args)
+    np.testing.assert_array_equal(out, old)
+
+
 def test_shard_map(rng):
     """Each device has rows and sizes of its own; with check_vma."""
     _, (x, dy, sizes, _) = wgrad_case(rng)

@@ -48,6 +48,10 @@ def one_case(rng, call: Call) -> str:
         packs = "within a vmap over an axis that is explicitly sharded" in str(error)
         if (contradict or packs) and str(error).startswith("jgg."):
             return "refused"
+        # JAX drops operands that nothing depends on, as there are with no index, and the mesh goes
+        # with the last of them.
+        if "Please enter your `jit` into a mesh context" in str(error):
+            return "refused"
         error.add_note(note)
         raise
     except Exception as error:
