@@ -120,7 +120,7 @@ def _of_batch(model, program, need, batch: int, room: int, args) -> dict:
     steps.close()
     if args.parts:
         try:
-            out["parts_ms"] = Parts(model, batch, args.context).ms(args.kernel_steps)
+            out["parts_ms"] = Parts(model, batch, room, args.context).ms(args.kernel_steps)
         except Exception:  # the step's own times stay
             traceback.print_exc()
     return out

@@ -177,9 +177,9 @@ class Parts:
     """Attention, experts and head alone, each of all layers. Layers that are alike share a program;
     gaps between those do not count, because only kernels do."""
 
-    def __init__(self, model: Decoder, batch: int, context: int):
+    def __init__(self, model: Decoder, batch: int, room: int, context: int):
         self.model = model
-        self.cache = filled_cache(model, context + 1, batch)
+        self.cache = filled_cache(model, room, batch)
         tokens = some_tokens(batch, model.config.vocabulary)
         self.at = model.place(tokens[:, None], jnp.int32(context), jnp.int32(1))
         self.x = model.embedding.get_value()[tokens]
