@@ -95,19 +95,22 @@ class DirectProduct {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // 32 k
           const int row = lane % 8, piece = half * 4 + lane / 8;
-          uint32_t a[kBlocks][8];
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            reader.template Read<2, true, ScaleRange::kAny>(words[i][b], 0, 2 * half, a[b]);
-          }
+          uint32_t pairs[kEights][4];
 #pragma unroll
           for (int e = 0; e < kEights; ++e) {
-            uint32_t pairs[4];
-            LoadMatrices(x + (i * kEights + e) * 1024 + row * 128 + (piece ^ row) * 16, pairs);
+            LoadMatrices(x + (i * kEights + e) * 1024 + row * 128 + (piece ^ row) * 16, pairs[e]);
+          }
 #pragma unroll
-            for (int b = 0; b < kBlocks; ++b) {
-              MultiplyWarp(a[b], pairs[0], pairs[1], sums[b][e]);
-              MultiplyWarp(a[b] + 4, pairs[2], pairs[3], sums[b][e + kChains - 1]);
+          for (int b = 0; b < kBlocks; ++b) {
+            uint32_t a[8];
+            reader.template Read<2, true, ScaleRange::kAny>(words[i][b], 0, 2 * half, a);
+#pragma unroll
+            for (int e = 0; e < kEights; ++e) {
+              MultiplyWarp(a, pairs[e][0], pairs[e][1], sums[b][e]);
+            }
+#pragma unroll
+            for (int e = 0; e < kEights; ++e) {
+              MultiplyWarp(a + 4, pairs[e][2], pairs[e][3], sums[b][e + kChains - 1]);
             }
           }
         }
