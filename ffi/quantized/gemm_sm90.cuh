@@ -145,16 +145,12 @@ inline bool IsDirectMatrixSm90(int64_t rows, int64_t n, int64_t k) {
   return rows <= kMostDirectMatrixRows && DirectRowTiles(rows, 2) * n * k <= (7 + k / 64) << 20;
 }
 
-inline bool IsAloneSm90(const Metadata& metadata) {
-  return metadata.count == 1 && metadata.offset == nullptr;
-}
-
 // Whether the kernel without tiles takes a product: one of few rows in all, and of each group.
 inline bool IsDirectSm90(const GemmSm90& gemm) {
   const Metadata& metadata = gemm.metadata;
   const Epilogue& epilogue = gemm.epilogue;
   const int64_t rows = gemm.rows_y, count = metadata.count;
-  const bool few = IsAloneSm90(metadata)
+  const bool few = metadata.HasEntryOfEach(1)
                        ? IsDirectMatrixSm90(rows, gemm.n, gemm.k)
                        : rows <= (count == 1 ? device::kDirectRows : kMostDirectRows);
   return few && metadata.kind == MetadataKind::kSizes && count <= kMostDirectGroups &&
@@ -191,7 +187,7 @@ cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quant
   direct.scales = quantized.scales;
   direct.global_scale = quantized.global_scale;
   direct.packed = quantized.packed;
-  const bool alone = IsAloneSm90(gemm.metadata);
+  const bool alone = gemm.metadata.HasEntryOfEach(1);
   const bool gated = IsGated(gemm.epilogue.activation);
   if (!alone || direct.rows <= device::kDirectRows) {
     return gated ? LaunchDirectConfigSm90<Weights, true, 1>(stream, direct, alone)

@@ -26,7 +26,7 @@ struct Plain {
 template <Mode kMode, int kBits>
 void Run(const device::DirectGemmSm90& gemm, bool gated, int eights, bool pairs) {
   using Tiles = device::PackedTiles<kMode, kBits>;
-  const bool alone = gemm.metadata.count == 1 && gemm.metadata.offset == nullptr;
+  const bool alone = gemm.metadata.HasEntryOfEach(1);
   const int of_block = 8 * eights;
   const auto rows =
       static_cast<unsigned>(alone ? (gemm.rows + of_block - 1) / of_block : gemm.rows);

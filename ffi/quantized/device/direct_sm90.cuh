@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
   using Product = DirectProduct<Weights, kBlocks, kEights>;
   __shared__ typename Product::SharedMemory memory;
   DirectRows rows;
-  if (gemm.metadata.count == 1 && gemm.metadata.offset == nullptr) {
+  if (gemm.metadata.HasEntryOfEach(1)) {
     // Nothing waits for the size of the only group.
     constexpr int kRows = kEights * kDirectRows;
     const int first = kRows * blockIdx.y, size = gemm.metadata.data[0];
