@@ -117,6 +117,20 @@ def test_quantize_sharded(rng, spec):
     np.testing.assert_array_equal(values, jgg.dequantize(want))
 
 
+@needs_two_devices
+@pytest.mark.parametrize("n", [1, 16])
+def test_groups_of_existing_out_divided(n):
+    """With one column the condition of a group has existing_out's shape."""
+    sizes = jnp.array([9, 0, 3, 6])
+    x, dy = (
+        jgg.fp8_quantize(jnp.zeros((20, columns)), axis=0, group_sizes=sizes) for columns in (1, n)
+    )
+    old = jnp.arange(4.0 * n).reshape(4, n, 1)
+    f = jit(lambda x, dy, sizes, old: jgg.fp8_grouped_wgrad(x, dy, sizes, existing_out=old))
+    specs = P(), P(), P(), P("d")
+    check_sharded(f, (x, dy, sizes, old), specs, AxisType.Explicit, (P("d"),), 0)
+
+
 @pytest.mark.parametrize("transpose_w", [True, False])
 @pytest.mark.one_in(2)
 def test_experts_are_not_dequantized_as_a_whole(transpose_w):
