@@ -1,5 +1,7 @@
 """Parts of sanitize.py: layers of experts, FP8 products, and products of few rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import oracle
@@ -64,6 +66,11 @@ def few_tokens(rng):
         weight = jnp.asarray(rng.random((6, 4)), "float32")
         jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, up, down, index, weight))
         jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, up, jnp.array([1, 0, 3, 0, 1])))
+        rows, matrix = oracle.random(rng, (60, d), "bfloat16"), of(2048, d)
+        for few in (20, 60):  # 60: in pairs of columns
+            jax.block_until_ready(jax.jit(jgg.quantized_matmul)(rows[:few], matrix))
+        gated = functools.partial(jgg.grouped_qmm, activation="swiglu")
+        jax.block_until_ready(jax.jit(gated)(rows, of(1, 2 * f, d), jnp.array([57])))
 
 
 def fp8_weights(rng):
