@@ -178,7 +178,7 @@ def act_order(
 
 
 def open(
-    path: str | PathLike[str], *, header_limit: int = safetensors.HEADER_LIMIT
+    path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADER_LIMIT
 ) -> Mapping[str, np.ndarray]:
     """The tensors of a safetensors checkpoint, by name, each read when it is asked for.
 
@@ -186,7 +186,7 @@ def open(
       path: a ``.safetensors`` file; an index (``model.safetensors.index.json``); or a directory
         with an index or, without one, any number of files. ``~`` is the home directory. Symbolic
         links are followed.
-      header_limit: bytes; a longer header, or index, is refused. The default is the format's own
+      max_header_bytes: a longer header, or index, is refused. The default is the format's own
         limit, of 100 MB.
 
     Returns:
@@ -205,11 +205,12 @@ def open(
 
     https://github.com/huggingface/safetensors
     """
-    if not isinstance(header_limit, int) or isinstance(header_limit, bool) or header_limit < 0:
+    limit = max_header_bytes
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise ValueError(
-            f"jgg.checkpoints.open: header_limit={brief(header_limit)} is not a number of bytes"
+            f"jgg.checkpoints.open: max_header_bytes={brief(limit)} is not a number of bytes"
         )
-    return safetensors.read(path, header_limit)
+    return safetensors.read(path, limit)
 
 
 class _Source:

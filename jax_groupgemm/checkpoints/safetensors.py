@@ -231,7 +231,7 @@ def _indexed(path: Path, limit: int) -> dict[str, _Entry]:
 
 
 def _limit(limit: int) -> str:
-    return f"the limit is {limit}, open(..., header_limit=) sets another"
+    return f"the limit is {limit}, open(..., max_header_bytes=) sets another"
 
 
 def _bytes(path: Path, descriptor: int, size: int) -> bytes:

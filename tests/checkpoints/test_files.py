@@ -90,8 +90,8 @@ def test_index_and_files_disagree(tmp_path):
     assert raised(lambda: ck.open(tmp_path)).startswith(f"{tmp_path}: several indices, m.")
     index(tmp_path, {"a": one}).write_bytes(b"[]" * 60)
     other.unlink()
-    said = "an index of 120 bytes: the limit is 100, open(..., header_limit=) sets another"
-    assert raised(lambda: ck.open(tmp_path, header_limit=100)).endswith(said)
+    said = "an index of 120 bytes: the limit is 100, open(..., max_header_bytes=) sets another"
+    assert raised(lambda: ck.open(tmp_path, max_header_bytes=100)).endswith(said)
 
 
 # Files that are something else.
@@ -118,8 +118,8 @@ def test_no_safetensors_file(tmp_path):
     assert "null byte" in raised(lambda: ck.open("a\0b"))
     assert raised(lambda: ck.open(3), TypeError) == "path must be a path, got int"  # pyright: ignore
     assert "no-such-user" in raised(lambda: ck.open("~no-such-user/m.safetensors"))
-    assert raised(lambda: ck.open("x", header_limit=-1)) == (
-        "header_limit=-1 is not a number of bytes"
+    assert raised(lambda: ck.open("x", max_header_bytes=-1)) == (
+        "max_header_bytes=-1 is not a number of bytes"
     )
 
 
@@ -143,12 +143,12 @@ def test_links_are_followed(tmp_path):
 # Headers.
 
 
-def test_header_limit(tmp_path):
+def test_max_header_bytes(tmp_path):
     path = raw(tmp_path / "m.safetensors", {"a": entry(0, 4)}, bytes(4))
     length = path.stat().st_size - 12
-    said = f"a header of {length} bytes: the limit is 40, open(..., header_limit=) sets another"
-    assert raised(lambda: ck.open(path, header_limit=40)) == f"{path}: {said}"
-    assert ck.open(path, header_limit=length)["a"].shape == (4,)
+    said = f"a header of {length} bytes: the limit is 40, open(..., max_header_bytes=) sets another"
+    assert raised(lambda: ck.open(path, max_header_bytes=40)) == f"{path}: {said}"
+    assert ck.open(path, max_header_bytes=length)["a"].shape == (4,)
     with path.open("wb") as f:  # sparse
         f.write(struct.pack("<Q", 100_000_001))
         f.truncate(100_000_100)
