@@ -52,37 +52,51 @@ def whole(value: str) -> int:
 def parse(argv=None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
-        "checkpoint", nargs="?", type=Path, help="a folder (default: random weights, made here)"
+        "checkpoint", nargs="?", type=Path,
+        help="folder of a model (default: random weights, made here)",
+    )  # fmt: skip
+    parser.option("--prompt", PROMPT, "text to go on from")
+    parser.option("--tokens", 64, "tokens to generate, at most", type=count)
+    parser.option(
+        "--temperature", 0.0, "randomness; 0 takes the likeliest token", type=not_negative
     )
-    parser.option("--prompt", PROMPT, "what to go on from")
-    parser.option("--tokens", 64, "to generate at most", type=count)
-    parser.option("--temperature", 0.0, "0 takes the likeliest token", type=not_negative)
-    parser.option("--top-k", 0, "sample from so many of the likeliest; 0: from all", type=whole)
-    parser.option("--top-p", 1.0, "sample from the likeliest of this probability", type=fraction)
-    parser.option("--seed", 0, "of the samples", type=whole)
+    parser.option("--top-k", 0, "number of the likeliest to sample from; 0: all", type=whole)
+    parser.option("--top-p", 1.0, "probability of the likeliest to sample from", type=fraction)
+    parser.option("--seed", 0, "seed of the samples", type=whole)
     parser.option("--chunk", 128, "tokens of the prompt that are read in one step", type=count)
-    parser.option("--devices", 1, "to divide experts and heads among", type=count)
+    parser.option(
+        "--devices", 1,
+        "devices to divide experts and heads of attention among; other weights, and attention's "
+        "where they are quantized, are whole on each", type=count,
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"],
-        help="to compute in (default: float32 for checkpoints in float32, else bfloat16)",
+        help="dtype to compute in (default: float32 for checkpoints in float32, else bfloat16)",
     )  # fmt: skip
-    parser.add_argument("--quantize", choices=MODES, help="experts that are not, while they load")
     parser.add_argument(
-        "--adapters", type=Path, metavar="DIR", help="of PEFT's files: LoRA of experts or attention"
+        "--quantize", choices=MODES, help="format for experts that the checkpoint has unquantized"
     )
     parser.add_argument(
-        "--exact", action="store_true", help="affine scales as stored, where kernels round them"
-    )
+        "--adapters", type=Path, metavar="DIR",
+        help="folder of PEFT's files: LoRA of experts or attention",
+    )  # fmt: skip
     parser.add_argument(
-        "--memory", type=not_negative, metavar="GB", help="of a device (default: what is free)"
-    )
+        "--exact", action="store_true",
+        help="keep affine scales as stored, where kernels would round them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory", type=not_negative, metavar="GB",
+        help="memory of each device to plan for, in GB (default: what is free)",
+    )  # fmt: skip
     parser.add_argument(
         "--unrolled", action="store_true",
-        help="layers one after the other in the program: slower to compile, and nothing is copied",
+        help="put layers into the program one after the other: slower to compile, and nothing is "
+        "copied",
     )  # fmt: skip
     parser.add_argument(
-        "--attention", choices=["xla", "cudnn"], default="xla", help="what computes it"
-    )
+        "--attention", choices=["xla", "cudnn"], default="xla",
+        help="what computes attention (default: xla)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.temperature == 0 and (args.top_k or args.top_p < 1):
         parser.error("--top-k and --top-p are of samples: give a --temperature above 0, too")
@@ -93,7 +107,10 @@ def parse(argv=None) -> argparse.Namespace:
 
 def main(argv=None) -> dict:
     args = parse(argv)
-    folder = args.checkpoint or tiny.write(Path("runs/generate"))
+    folder = args.checkpoint
+    if folder is None:
+        folder = tiny.write(Path("runs/generate"))
+        print(f"made {folder}, a model of random weights")
     if args.devices > 1:  # without GPUs, devices are made of this machine's cores
         with contextlib.suppress(RuntimeError):  # there are devices already
             jax.config.update("jax_num_cpu_devices", args.devices)
@@ -126,6 +143,8 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
             f"config.json's max_position_embeddings, {about.context}"
         )
     dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
+    if args.attention == "cudnn" and (jax.default_backend() != "gpu" or dtype != "bfloat16"):
+        raise Refused("--attention cudnn needs an NVIDIA GPU and bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk
     options = loading.Options(
         dtype, args.quantize, args.devices, room, args.memory, args.exact, args.unrolled,
@@ -146,10 +165,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     for part in tokens.streamed(tokenizer, generated):
         print(part, end="", flush=True)
         text.append(part)
-    print(
-        f"\n\nfirst token after {watch.first:.3f} s ({len(prompt) / watch.first:,.0f} tokens/s of "
-        f"the prompt), then {watch.rate:,.1f} tokens/s"
-    )
+    print(f"\n\n{watch.said(len(prompt))}")
     if (most := memory.most_held()) is not None:
         print(need.compared(most))
     return {

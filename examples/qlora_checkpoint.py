@@ -23,6 +23,7 @@ import run_folder
 import texts
 from decoder import adapters, config, loading, peft, tokens
 from decoder.errors import Refused, is_folder
+from decoder.experts import formats
 from decoder.training import cross_entropy
 from decoder.weights import format_of, in_one_sentence
 from options import count, positive
@@ -185,7 +186,7 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
     nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     trained = size(state["adapters"])
     print(
-        f"{about.architecture} on {jax.devices()[0].device_kind}, experts {formats(model)}: "
+        f"{about.architecture} on {jax.devices()[0].device_kind}, experts in {formats(model)}: "
         f"{nbytes(frozen) / 1e6:,.1f} MB are frozen, {trained:,} parameters are trained\n"
         f"{training.size:,} tokens to train on, {held_out.size:,} held out"
     )
@@ -233,14 +234,6 @@ def fingerprint(folder: Path) -> int:
         tensors = jgg.checkpoints.open(folder)
         norm = tensors["model.norm.weight"].tobytes() if "model.norm.weight" in tensors else b""
     return zlib.crc32(norm, zlib.crc32((folder / "config.json").read_bytes()))
-
-
-def formats(model: Any) -> str:
-    """What the experts are in."""
-    experts = nnx.state(model, loading.Expert)
-    values = jax.tree.leaves(experts, is_leaf=lambda leaf: isinstance(leaf, jgg.Quantized))
-    names = {v.mode if isinstance(v, jgg.Quantized) else v.dtype.name for v in values}
-    return "in " + ", ".join(sorted(names))
 
 
 def plot(history: dict, name: str, path: Path) -> None:

@@ -169,6 +169,17 @@ def read_biases(weights: Weights, names: Names, e: int, d: int, f: int):
     return up, of(names.down, d)
 
 
+def formats(model: nnx.Module) -> str:
+    """What the experts of a model are in."""
+    values = jax.tree.leaves(
+        nnx.state(model, Expert), is_leaf=lambda leaf: isinstance(leaf, jgg.Quantized)
+    )
+    weights = [v for v in values if v.ndim > 3]  # biases have an axis less
+    return ", ".join(
+        sorted({v.mode if isinstance(v, jgg.Quantized) else v.dtype.name for v in weights})
+    )
+
+
 def by_halves(a: np.ndarray) -> np.ndarray:
     """Rows that take turns, gate and up, as all of gate's and then all of up's."""
     return np.concatenate([a[:, ::2], a[:, 1::2]], axis=1)

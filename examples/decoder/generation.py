@@ -135,7 +135,8 @@ class Watch:
 
     def __init__(self):
         self.tokens: list[int] = []
-        self.first = self.last = self.began = time.perf_counter()
+        self.first: float | None = None  # seconds; None where there is no token
+        self.last = self.began = time.perf_counter()
 
     def __call__(self, stream):
         self.began = time.perf_counter()
@@ -147,7 +148,16 @@ class Watch:
             yield token
 
     @property
-    def rate(self) -> float:
-        """Tokens per second after the first."""
-        seconds = self.last - self.began - self.first
-        return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 else 0.0
+    def rate(self) -> float | None:
+        """Tokens per second after the first; None where there are none."""
+        if self.first is None or len(self.tokens) == 1:
+            return None
+        return (len(self.tokens) - 1) / (self.last - self.began - self.first)
+
+    def said(self, prompt: int) -> str:
+        """Of a generation after so many tokens."""
+        if self.first is None:
+            return "the text ends at once: the first token ends it"
+        each = f"{prompt / self.first:,.0f} tokens/s of the prompt"
+        then = "" if self.rate is None else f", then {self.rate:,.1f} tokens/s"
+        return f"first token after {self.first:.3f} s ({each}){then}"

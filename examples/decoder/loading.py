@@ -94,6 +94,11 @@ def assembled(config: Config, weights: Weights, options: Options, put: Placing) 
                 blocks = map(with_joined_rows, blocks)
             stacked = put.stacked(counted(blocks, bar), layers, kinds[layers[0]])
             stacks.append(Stack(stacked, [config.windows[i] for i in layers]))
+    if options.quantize and put.quantized == {True}:
+        raise Refused(
+            f"its experts are quantized already ({weights.format}): leave --quantize "
+            f"{options.quantize} out"
+        )
     return Decoder(config, embedding, stacks, put.module(norm), head, put.mesh)
 
 
@@ -131,6 +136,7 @@ class Placing:
     def __init__(self, config: Config, options: Options, mesh: Any):
         self.options, self.mesh = options, mesh
         self.heads = divides_heads(config, mesh)
+        self.quantized: set[bool] = set()  # whether experts are, as they are stored
         # Only Hopper's kernels have a layout of their own, and it is for bfloat16 products.
         capability = getattr(jax.devices()[0], "compute_capability", "")
         self.packs = capability == "9.0" and options.dtype == "bfloat16"
@@ -162,8 +168,10 @@ class Placing:
         return value
 
     def one(self, path: tuple, param: nnx.Variable) -> nnx.Variable:
-        spec = self.spec(path, param)
-        value = self.array(param.get_value(), spec)
+        spec, value = self.spec(path, param), param.get_value()
+        if isinstance(param, Expert) and value.ndim == 3:
+            self.quantized.add(isinstance(value, jgg.Quantized))
+        value = self.array(value, spec)
         value = self.laid_out(value, isinstance(param, Expert))
         return param.replace(self.array(value, spec))
 

@@ -9,6 +9,7 @@ import jax
 
 from . import loading, peft
 from .config import Config
+from .experts import formats
 from .generation import Generator
 from .memory import Need, free
 from .sampling import Sampling
@@ -21,13 +22,14 @@ def ready(about: Config, weights: Weights, options: loading.Options, sampling: S
     began = time.perf_counter()
     need, room = Need.of(about, weights.headers, options), free(options)
     need.check(room, options.devices)  # whether it is worth compiling
+    print("compiling", flush=True)
     shapes, layer = loading.shapes(about, weights, options)
     if adapters is not None:
         peft.read(adapters, shapes)
     generator = Generator(shapes, options.tokens, sampling, chunk)
     need = need.compiled(generator.use, layer)
     need.check(room, options.devices)
-    print(need.announced(room), flush=True)
+    print(f"{need.announced(room)}; experts are in {formats(shapes)}", flush=True)
     compiled_in, began = time.perf_counter() - began, time.perf_counter()
     model = loading.placed(about, weights, options)
     if adapters is not None:

@@ -34,7 +34,9 @@ def begin(folder: Path, tokenizer: Tokenizer) -> int | None:
     said = read_json(path) if path.is_file() else {}
     token = said.get("bos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.token_to_id(token) if said.get("add_bos_token") and token else None
+    if not said.get("add_bos_token") or not isinstance(token, str):
+        return None
+    return tokenizer.token_to_id(token)
 
 
 def encode(tokenizer: Tokenizer, text: str, begin: int | None = None) -> list[int]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoder_runs import CHUNK, NAMES, Run, generator
+from decoder_runs import CHUNK, NAMES, Run, example, generator
 
 
 def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, monkeypatch, capsys):
@@ -17,10 +17,12 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
     assert len(results["tokens"]) == 8
     out = capsys.readouterr().out
     assert re.match(
+        r"made runs/generate, a model of random weights\n"
         r"qwen3_moe, 2 layers of 8 experts, in float32 on cpu\n"
         r"weights are random: the text means nothing\n"
+        r"compiling\n"
         r"needs 1\.\d\d MB of \S+ [GT]B: 956 kB of weights.* \S+ kB of cache and \S+ kB of "
-        r"temporaries\ncompiled in \S+ s, loaded in \S+ s\n\n",
+        r"temporaries; experts are in float32\ncompiled in \S+ s, loaded in \S+ s\n\n",
         out,
     )
     assert generate.PROMPT + results["text"] in out
@@ -48,6 +50,8 @@ def test_every_fixture_goes_on_from_a_prompt(name, generate, capsys):
     out = capsys.readouterr().out
     assert f"\n\nGrüße: {results['text']}\n\nfirst token after" in out
     assert out.count("weights are random: the text means nothing\n") == 1
+    form = "fp8" if name == "qwen3_moe_fp8" else "float32"
+    assert f" of temporaries; experts are in {form}\n" in out
     prompt = generate.tokens.encode(tokenizer, "Grüße: ")
     assert results["tokens"][0] == Run(folder)(prompt, CHUNK)[-1].argmax()
 
@@ -61,6 +65,20 @@ def test_fixtures_are_what_their_script_makes(generate):
         assert len(said["model"]["vocab"]) == decoder_folders.config_of(name)["vocab_size"]
         assert generate.config.read(folder).random
         assert sum(path.stat().st_size for path in folder.iterdir()) < 1e6
+
+
+def test_a_text_that_ends_at_once_has_no_times(generate, folder, capsys):
+    """And one token has no rate."""
+    options = [str(folder), "--prompt", "Hello", "--tokens", "1", "--chunk", "16"]
+    (token,) = generate.main(options)["tokens"]
+    first = r"\nfirst token after \S+ s \([0-9,]+ tokens/s of the prompt\)\n"
+    assert re.search(first, capsys.readouterr().out)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+    results = generate.main(options)
+    assert results == {"text": "", "tokens": [], "first": None, "rate": None}
+    assert capsys.readouterr().out.endswith(
+        "\n\nHello\n\nthe text ends at once: the first token ends it\n"
+    )
 
 
 def test_what_was_held_stands_beside_what_was_announced(generate, tiny, monkeypatch, capsys):
@@ -150,6 +168,13 @@ def test_what_is_no_letter_is_printed_at_the_end(generate):
         assert "".join(generate.tokens.streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("token", [5, None, {"content": 5}])
+def test_a_beginning_that_is_no_text(token, generate, tmp_path):
+    said = {"add_bos_token": True, "bos_token": token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    assert generate.tokens.begin(tmp_path, generate.tiny.tokenizer()) is None
+
+
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_text_begins_as_its_tokenizer_says(begins, generate, tmp_path):
     said = {"add_bos_token": begins, "bos_token": {"content": "B"}}
@@ -167,6 +192,7 @@ def test_experts_are_quantized_while_they_are_loaded(mode, tiny):
     plain, quantized = Run(tiny), Run(tiny, quantize=mode)
     mlp = quantized.model.stacks[0].layers.mlp
     assert mlp.up.get_value().mode == mlp.down.get_value().mode == mode
+    assert example("decoder.experts").formats(quantized.model) == mode
     want, got = (run(np.arange(CHUNK), CHUNK) for run in (plain, quantized))
     error = np.abs(got - want).max() / np.abs(want).max()
     assert 0 < error < (0.5 if mode == "nvfp4" else 0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import decoder_folders
 import numpy as np
 import pytest
-from decoder_runs import EXAMPLES, refused
+from decoder_runs import EXAMPLES, Run, refused
 
 import jax_groupgemm as jgg
 
@@ -117,6 +117,29 @@ def test_a_truncated_config(generate, folder):
 def test_a_config_of_another_model(generate, folder, values, said):
     decoder_folders.change(folder, **values)
     assert said in refused(generate, folder)
+
+
+def test_experts_that_are_quantized_already(generate, tmp_path):
+    folder = decoder_folders.FIXTURES / "qwen3_moe_fp8"
+    text = refused(generate, folder, "--quantize", "nvfp4")
+    assert text == "its experts are quantized already (fp8): leave --quantize nvfp4 out"
+    # Other layers may be: its format leaves experts out.
+    stored, _ = decoder_folders.quantized("qwen3_moe", "fp8", tmp_path)
+    tensors = dict(jgg.checkpoints.open(stored))
+    for name, value in decoder_folders.tensors_of("qwen3_moe").items():
+        if ".experts." in name:
+            tensors[name] = value
+            tensors.pop(f"{name}_scale_inv")
+    decoder_folders.save(stored / "model.safetensors", tensors)
+    mlp = Run(stored, quantize="nvfp4").model.stacks[0].layers.mlp
+    assert mlp.up.get_value().mode == "nvfp4"
+
+
+def test_attention_of_a_library_that_is_not_there(generate, folder, monkeypatch):
+    said = "--attention cudnn needs an NVIDIA GPU and bfloat16"
+    for backend, dtype in (("cpu", "bfloat16"), ("gpu", "float32")):
+        monkeypatch.setattr(generate.jax, "default_backend", lambda backend=backend: backend)
+        assert refused(generate, folder, "--attention", "cudnn", "--dtype", dtype) == said
 
 
 def test_weights_in_act_order(generate, tmp_path):
