@@ -39,6 +39,8 @@ from pathlib import Path
 
 import jax
 
+from examples.options import count
+
 from . import decode_generate, decode_models, decode_steps, timing
 from .decode_models import CASES, Case
 from .decode_steps import Parts, Steps
@@ -246,9 +248,9 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--no-parts", dest="parts", action="store_false", help="the whole step alone")
     add("--quick", action="store_true", help="few repetitions")
     add("--trace", type=Path, metavar="FOLDER", help="a trace of 16 steps of each batch")
-    add("--generate", type=int, metavar="TOKENS",
+    add("--generate", type=count, metavar="TOKENS",
         help="as examples/generate.py: its memory beside what it announces")  # fmt: skip
-    add("--chunk", type=int, default=decode_generate.CHUNK,
+    add("--chunk", type=count, default=decode_generate.CHUNK,
         help="tokens of the prompt in a step of --generate")  # fmt: skip
     add("--json", type=Path, help="the record, rewritten after every case")
     add("--records", nargs="+", type=Path, help="measure nothing: show these")

@@ -100,7 +100,7 @@ def test_generating(capsys, monkeypatch):
     command += ["--scanned"]
     assert decode.main(command) == 0
     out = capsys.readouterr().out
-    assert out.startswith("gpt-oss-120b mxfp4: 2 layers, scanned\nneeds ")
+    assert out.startswith("gpt-oss-120b mxfp4: 2 layers, scanned\ncompiling\nneeds ")
     assert re.search(r"tokens/s, [0-9.]+ after the first 16\n", out)
     assert "\nthe platform does not say how much was held\n" in out
     monkeypatch.setattr(decode_generate, "most_held", lambda: 10**9)
@@ -108,11 +108,30 @@ def test_generating(capsys, monkeypatch):
     assert "held 1.00 GB at most, " in capsys.readouterr().out
 
 
+@pytest.mark.weekly
+def test_generating_few_tokens(capsys):
+    """Says nothing of those after the first 16."""
+    command = ["--tiny", "--models", "gpt-oss", "--generate", "8", "--context", "20", "--scanned"]
+    assert decode.main(command) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"\nfirst token after .* tokens/s of the prompt\), then [0-9.,]+ tokens/s\n", out
+    )
+
+
+def test_generating_nothing_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        decode.main(["--tiny", "--generate", "0"])
+    assert "error: argument --generate: 0 is not positive\n" in capsys.readouterr().err
+
+
 def test_memory_is_near_what_was_announced(capsys):
     need = Need(6e9, 2e9, 1e9, 3e9, False, temporaries=1e9)
     fits = [decode_generate.fits(need, most) for most in (None, 9.4e9, 9.6e9, 10.4e9, 10.6e9)]
     assert fits == [True, False, True, True, False]
-    assert "held 9.60 GB at most, 0.960 of what was announced\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "held 9.60 GB at most, 0.960 of what was announced\n" in out
+    assert out.count("that differs by more than 5%: what is announced is wrong\n") == 2
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "affine4", "mxfp4", "fp8"])
