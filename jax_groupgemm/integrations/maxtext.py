@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Sequence
 
 from .._grouped.replace import replace_ragged_dot
@@ -38,18 +39,34 @@ def train(arguments: Sequence[str]) -> None:
                     f"own; leave it out, or say {key}={SETTINGS[key]}"
                 )
             added.pop(key, None)
+    trainer = _trainer()
+    settings = [f"{key}={value}" for key, value in added.items()]
+    with replace_ragged_dot():
+        trainer.main([TRAINER, *arguments, *settings])
+
+
+def _trainer() -> types.ModuleType:
+    """MaxText's own program. Raises ``ModuleNotFoundError``."""
     try:
-        trainer = importlib.import_module(TRAINER)
+        return importlib.import_module(TRAINER)
     except ModuleNotFoundError as why:
         raise ModuleNotFoundError(
             f"jax_groupgemm.integrations.maxtext needs {TRAINER}, but {why.name} is not installed: "
             "pip install 'maxtext[tpu]>=0.2.5', which runs on CPUs, too",
             name=why.name,
         ) from why
-    settings = [f"{key}={value}" for key, value in added.items()]
-    with replace_ragged_dot():
-        trainer.main([TRAINER, *arguments, *settings])
+
+
+def _main(arguments: Sequence[str]) -> None:
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return
+    try:
+        _trainer()
+    except ModuleNotFoundError as why:  # what training itself does not find keeps its traceback
+        raise SystemExit(str(why)) from why
+    train(arguments)
 
 
 if __name__ == "__main__":
-    train(sys.argv[1:])
+    _main(sys.argv[1:])

@@ -49,10 +49,14 @@ def test_maxtext_with_a_setting_that_is_said_twice(trainer):
 
 
 def test_maxtext_as_a_program(trainer, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["maxtext", "base.yml"])
+    run_as_a_program(monkeypatch, "base.yml")
+    assert trainer.seen[0][0][1] == "base.yml"
+
+
+def run_as_a_program(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["maxtext", *arguments])
     monkeypatch.delitem(sys.modules, maxtext.__name__)
     runpy.run_module(maxtext.__name__, run_name="__main__")
-    assert trainer.seen[0][0][1] == "base.yml"
 
 
 @pytest.mark.parametrize("argument", ["megablox=true", "use_tokamax_gmm=True", "sparse_matmul="])
@@ -68,3 +72,20 @@ def test_without_maxtext(monkeypatch):
         ModuleNotFoundError, match=r"but maxtext.* is not installed: pip install 'maxtext\[tpu\]>"
     ):
         maxtext.train(["base.yml"])
+
+
+def test_the_program_without_maxtext(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "maxtext", None)
+    with pytest.raises(SystemExit) as error:
+        run_as_a_program(monkeypatch, "base.yml")
+    assert error.value.code == (
+        "jax_groupgemm.integrations.maxtext needs maxtext.trainers.pre_train.train, but "
+        "maxtext.trainers is not installed: pip install 'maxtext[tpu]>=0.2.5', which runs on CPUs, "
+        "too"
+    )
+
+
+def test_the_program_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "maxtext", None)
+    run_as_a_program(monkeypatch, "--help")
+    assert capsys.readouterr().out == f"{maxtext.__doc__}\n"
