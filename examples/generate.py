@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 
 from decoder import config, loading, memory, peft, tiny, tokens
-from decoder.errors import Refused, is_folder, sentence
+from decoder.errors import Refused, in_sentences, is_folder
 from decoder.generation import Watch
 from decoder.ready import ready
 from decoder.sampling import Sampling
@@ -114,18 +114,11 @@ def main(argv=None) -> dict:
     if args.devices > 1:  # without GPUs, devices are made of this machine's cores
         with contextlib.suppress(RuntimeError):  # there are devices already
             jax.config.update("jax_num_cpu_devices", args.devices)
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            return run(folder, args)
-    except Refused as error:
-        raise SystemExit(sentence(folder, error)) from error
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise SystemExit(
-            f"{folder}: the device ran out of memory, which others use too, or which is in pieces: "
-            "use --quantize, more --devices or fewer --tokens"
-        ) from error
+    with (
+        in_sentences(folder, "--quantize, more --devices or fewer --tokens"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        return run(folder, args)
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict:

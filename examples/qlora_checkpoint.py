@@ -32,7 +32,7 @@ BASES = ("nvfp4", "affine4", "fp8", "as_stored")
 EVALUATED = 64  # sequences of the held-out text, at most
 #: Of the options that only these runs have, and of those with another default elsewhere.
 DEFAULTS = {
-    "base": None, "targets": adapters.TARGETS, "alpha": 16.0, "batch": 4, "context": 256,
+    "base": None, "targets": "both", "alpha": 16.0, "batch": 4, "context": 256,
     "seed": 0, "eval_every": 50, "resume": False, "lr": 2e-4, "out": Path("runs/qlora"),
 }  # fmt: skip
 
@@ -41,14 +41,14 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     """Options that are None where they are not given."""
     add = group.add_argument
     add("--base", choices=BASES,
-        help="of frozen experts (default: as stored where they are quantized, else nvfp4)",
+        help="format of frozen experts (default: as stored where they are quantized, else nvfp4)",
         )  # fmt: skip
-    add("--targets", nargs="+", choices=adapters.TARGETS, help="what has adapters (default: both)")
+    add("--targets", choices=("both", *adapters.TARGETS), help="what has adapters (default: both)")
     for name, kind, text in (
-        ("alpha", positive, "adapters' products are multiplied by alpha / rank"),
+        ("alpha", positive, "alpha; adapters' products are multiplied by alpha / rank"),
         ("batch", count, "sequences per step"),
         ("context", count, "tokens per sequence"),
-        ("seed", int, "of the first adapters and the batches"),
+        ("seed", int, "seed of the first adapters and the batches"),
         ("eval-every", count, "steps between evaluations, each with a checkpoint"),
     ):
         default = DEFAULTS[name.replace("-", "_")]
@@ -157,6 +157,11 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
     is_folder(folder)
     about = config.read(folder)
     settings = dataclasses.replace(settings, base=base_of(about, settings.base))
+    if about.context is not None and settings.context > about.context:
+        raise Refused(
+            f"--context {settings.context} is more than config.json's max_position_embeddings, "
+            f"{about.context}"
+        )
     text = tokens_of(folder, about, text_name, settings.context)
     dtype = "float32" if about.dtype == "float32" else "bfloat16"
     mode = None if settings.base == "as_stored" else settings.base
@@ -190,6 +195,8 @@ def run(folder: Path, out: Path, text_name: str | None, settings: Settings, eval
         f"{nbytes(frozen) / 1e6:,.1f} MB are frozen, {trained:,} parameters are trained\n"
         f"{training.size:,} tokens to train on, {held_out.size:,} held out"
     )
+    if about.random:
+        print("weights are random: adapters over them mean nothing")
     done = len(history["training"])
     bar = tqdm(range(done, settings.steps), unit="step", initial=done, total=settings.steps,
                disable=None)  # fmt: skip

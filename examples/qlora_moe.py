@@ -35,7 +35,8 @@ import qlora_checkpoint
 import quantized_moe
 import texts
 import train_moe
-from decoder.errors import Refused, sentence
+from decoder.adapters import TARGETS
+from decoder.errors import in_sentences
 from options import Parser, count, positive, settings
 
 
@@ -128,17 +129,17 @@ def parse(argv) -> argparse.Namespace:
     own, theirs = DEFAULTS, qlora_checkpoint.DEFAULTS
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("checkpoint", nargs="?", type=Path, help="a folder (default: the model of train_moe.py)")
+    add("checkpoint", nargs="?", type=Path, help="folder of a model (default: train_moe.py's)")
     add("--text", help="file to train on (default: the source of asyncio)")
-    parser.option("--rank", 8, "of the adapters", type=count)
-    parser.option("--steps", 300, "training steps", type=count)
+    parser.option("--rank", 8, "columns of an adapter", type=count)
+    parser.option("--steps", 300, "steps of training", type=count)
     both = lambda name: f"(default: {own[name]}; with a checkpoint {theirs[name]})"
     add("--lr", type=positive, help=f"peak learning rate {both('lr')}")
     add("--out", type=Path, help=f"folder for adapters and results {both('out')}")
     add = parser.add_argument_group("without a checkpoint").add_argument
-    add("--run", type=Path, help=f"trained model (default: {own['run']})")
+    add("--run", type=Path, help=f"folder of the trained model (default: {own['run']})")
     modes = quantized_moe.MODES
-    add("--mode", choices=modes, help=f"of the frozen experts (default: {own['mode']})")
+    add("--mode", choices=modes, help=f"format of the frozen experts (default: {own['mode']})")
     qlora_checkpoint.add_options(parser.add_argument_group("with a checkpoint"))
     args = parser.parse_args(argv)
     if args.checkpoint is None:
@@ -164,14 +165,12 @@ def main(argv=None) -> dict:
     with jax.numpy_dtype_promotion("standard"):  # flax and optax do not run under "strict"
         if args.checkpoint is None:
             return run(args)
-        args.targets = tuple(dict.fromkeys(args.targets))
+        args.targets = TARGETS if args.targets == "both" else (args.targets,)
         tuning = settings(qlora_checkpoint.Settings, args)
-        try:
+        with in_sentences(args.checkpoint, "a smaller --batch, --context or --rank"):
             return qlora_checkpoint.run(
                 args.checkpoint, args.out, args.text, tuning, args.eval_every, args.resume
             )
-        except Refused as error:
-            raise SystemExit(sentence(args.checkpoint, error)) from error
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -118,7 +118,7 @@ def _mixtral(of: _Json) -> dict[str, Any]:
         "router": Router(of("num_local_experts", int), of("num_experts_per_tok", int),
                          normalized=True),
         "expert_width": of("intermediate_size", int),
-        "windows": of("sliding_window", int, NO_WINDOW),
+        "windows": _window(of),
     }  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _olmoe(of: _Json) -> dict[str, Any]:
 
 
 def _gpt_oss(of: _Json) -> dict[str, Any]:
-    layers, window = of("num_hidden_layers", int), of("sliding_window", int, NO_WINDOW)
+    layers, window = of("num_hidden_layers", int), _window(of)
     kinds = of("layer_types", list, [])
     kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
     if len(kinds) != layers:
@@ -222,6 +222,13 @@ ARCHITECTURES: dict[str, Callable[[_Json], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
 }
+
+
+def _window(of: _Json) -> int:
+    window = of("sliding_window", int, NO_WINDOW)
+    if window == 0:
+        raise Refused("config.json: sliding_window is 0, expected a number above it")
+    return window
 
 
 def _experts(of: _Json) -> int:

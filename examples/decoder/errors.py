@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import jax
 
 
 class Refused(Exception):
@@ -16,6 +20,22 @@ def sentence(folder: Path, error: Refused) -> str:
     for name in (str(folder.resolve()), str(folder)):  # it may be given from where one is
         text = re.sub(rf"(?<![\w./-]){re.escape(name)}/", "", text.removeprefix(f"{name}: "))
     return f"{folder}: {text}"
+
+
+@contextmanager
+def in_sentences(folder: Path, remedy: str) -> Iterator[None]:
+    """Ends the program with one sentence, where the folder is refused or where memory runs out."""
+    try:
+        yield
+    except Refused as error:
+        raise SystemExit(sentence(folder, error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise SystemExit(
+            f"{folder}: the device ran out of memory, which others use too, or which is in pieces: "
+            f"use {remedy}"
+        ) from error
 
 
 def is_folder(folder: Path) -> None:

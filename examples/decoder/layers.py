@@ -22,6 +22,8 @@ class Linear(nnx.Module):
 
     @classmethod
     def read(cls, weights: Weights, name: str, n: int, k: int, bias: bool = False) -> Linear:
+        if not bias:
+            weights.check_no_bias(name)
         return cls(weights.linear(name, n, k), weights.array(name + ".bias", n) if bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:

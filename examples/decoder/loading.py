@@ -30,6 +30,8 @@ from .model import Block, Decoder, Stack, divides_heads
 from .weights import Header, Weights, format_of, headers, in_one_sentence
 from .weights import quantize as quantize_experts
 
+LAYER = r"model\.layers\.(\d+)\."  # what names of a layer's tensors begin with
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -55,8 +57,21 @@ def weights_of(folder: Path, config: Config, options: Options) -> Weights:
     with in_one_sentence():
         tensors = jgg.checkpoints.open(folder)
         said = headers(folder, tensors)
+    check_layers(config, said)
     dtype, form = jnp.dtype(options.dtype), format_of(config.quantization)
     return Weights(tensors, said, config.quantization, form, dtype)
+
+
+def check_layers(config: Config, said: Mapping[str, Header]) -> None:
+    """Refuse files of more layers than config.json says."""
+    if config.architecture == "deepseek_v3":
+        return  # its further layers predict several tokens, and are not loaded
+    for name in sorted(said):
+        found = re.match(LAYER, name)
+        if found and int(found[1]) >= config.layers:
+            raise Refused(
+                f"there is a tensor {name}, but config.json says num_hidden_layers {config.layers}"
+            )
 
 
 def placed(config: Config, weights: Weights, options: Options) -> Decoder:
@@ -119,7 +134,7 @@ def kinds_of(config: Config, said: Mapping[str, Header]) -> list[Hashable]:
     """A key for each layer: the same where tensors have the same names, dtypes and shapes."""
     own: list[list] = [[] for _ in range(config.layers)]
     for name, header in said.items():
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        found = re.fullmatch(LAYER + "(.*)", name)
         if found and int(found[1]) < config.layers:
             own[int(found[1])].append((found[2], header.dtype, header.shape))
     return [(config.moe_layers[i], frozenset(tensors)) for i, tensors in enumerate(own)]

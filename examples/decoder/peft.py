@@ -63,8 +63,9 @@ def write(folder: Path, sites: Sequence[Site], rank: int, alpha: float, base: st
 
 def config_of(folder: Path) -> tuple[int, float]:
     """Rank and scale of a folder's adapters. Raises :class:`Refused`."""
-    if not (folder / CONFIG).is_file():
-        raise Refused(f"--adapters: there is no {folder / CONFIG}")
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise Refused(f"--adapters: there is no {folder / name}")
     said = read_json(folder / CONFIG)
     rank, alpha = said.get("r"), said.get("lora_alpha")
     if said.get("peft_type") != "LORA" or not isinstance(rank, int) or rank < 1:

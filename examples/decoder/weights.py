@@ -139,6 +139,16 @@ class Weights:
             raise Refused(f"{full} has shape {value.shape}, but config.json says {shape}")
         return value.astype(self.dtype if dtype is None else dtype, copy=False)
 
+    def check_no_bias(self, name: str) -> None:
+        """Refuse a layer's bias that would be left out. GPTQ stores zeros for layers without."""
+        full = f"{self.prefix}{name}.bias"
+        if full not in self.tensors:
+            return
+        with in_one_sentence():
+            value = self.tensors[full]
+        if value.any():
+            raise Refused(f"{full} is not zero, but config.json says that there is no bias")
+
     def linear(self, name: str, n: int, k: int) -> Any:
         """A layer's weight (N, K)."""
         if not self._quantized(name):

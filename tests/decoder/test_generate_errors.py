@@ -112,11 +112,50 @@ def test_a_truncated_config(generate, folder):
         ({"intermediate_size": 64}, r"w1.weight has shape (32, 32), but config.json says (64, 32)"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is not one of"),
         ({"num_hidden_layers": 3}, "there is no tensor model.layers.2."),
+        ({"num_hidden_layers": 1}, "there is a tensor model.layers.1.block_sparse_moe.experts.0.w1."
+                                   "weight, but config.json says num_hidden_layers 1"),
+        ({"sliding_window": 0}, "config.json: sliding_window is 0, expected a number above it"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_model(generate, folder, values, said):
     decoder_folders.change(folder, **values)
     assert said in refused(generate, folder)
+
+
+def test_layers_that_predict_several_tokens_are_left_out(generate, tmp_path):
+    folder = decoder_folders.copied("deepseek_v3", tmp_path)
+    decoder_folders.change(folder, num_hidden_layers=2)
+    about, options = generate.config.read(folder), generate.loading.Options("float32")
+    weights = generate.loading.weights_of(folder, about, options)
+    assert weights.at("model.layers.2").has("input_layernorm.weight")
+    assert sum(len(s.windows) for s in generate.loading.placed(about, weights, options).stacks) == 2
+
+
+def test_a_window_of_nothing_in_gpt_oss(generate, tmp_path):
+    folder = decoder_folders.copied("gpt_oss", tmp_path)
+    decoder_folders.change(folder, sliding_window=0)
+    assert refused(generate, folder) == (
+        "config.json: sliding_window is 0, expected a number above it"
+    )
+
+
+def test_biases_that_would_be_left_out(generate, tmp_path):
+    folder = decoder_folders.copied("qwen2_moe", tmp_path)
+    decoder_folders.change(folder, qkv_bias=False)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    assert refused(generate, folder) == (
+        f"{name} is not zero, but config.json says that there is no bias"
+    )
+    tensors, config = (
+        decoder_folders.tensors_of("qwen2_moe"),
+        decoder_folders.config_of("qwen2_moe"),
+    )
+    zeros = {key: 0 * value for key, value in tensors.items() if key.endswith(".bias")}
+    assert name in zeros  # as GPTQ's files have them
+    folder = decoder_folders.write(
+        tmp_path / "zeros", tensors | zeros, config | {"qkv_bias": False}
+    )
+    assert Run(folder).model.stacks[0].layers.attention.joined.bias is None
 
 
 def test_experts_that_are_quantized_already(generate, tmp_path):

@@ -198,7 +198,10 @@ def test_memory_that_was_free_can_be_gone(generate, tiny, monkeypatch):
 
     monkeypatch.setattr(generate.loading, "placed", fails)
     text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
-    assert refused(generate, tiny).startswith("the device ran out of memory, ")
+    assert refused(generate, tiny) == (
+        "the device ran out of memory, which others use too, or which is in pieces: use "
+        "--quantize, more --devices or fewer --tokens"
+    )
     text = "INTERNAL: another error"
     with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
         generate.main([str(tiny)])

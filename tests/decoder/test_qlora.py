@@ -89,10 +89,11 @@ def test_it_learns_and_writes_its_files(tuned):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_resumes_as_if_never_interrupted(qlora, tiny, text, tuned, tmp_path):
+def test_it_resumes_as_if_never_interrupted(qlora, tiny, text, tuned, tmp_path, capsys):
     out, results, _ = tuned
     shutil.copytree(out / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
     resumed = qlora.main([str(tiny), *text, *TINY, "--out", str(tmp_path), "--resume"])
+    assert "\nweights are random: adapters over them mean nothing\n" in capsys.readouterr().out
     assert resumed["history"]["training"] == results["history"]["training"]
     assert [*map(tuple, resumed["history"]["held_out"])] == results["history"]["held_out"]
     got, want = adapters_of(tmp_path), adapters_of(out)
@@ -284,6 +285,10 @@ def test_it_refuses_what_cannot_work(qlora, tiny, text, tuned, tmp_path, capsys)
         (["--resume"], "--resume: there is no checkpoint in"),
         (["--resume", "--out", str(tuned[0]), "--rank", "3"], "another run: rank was 2, is 3$"),
         (["--out", str(tuned[0])], "is not empty: pass --resume"),
+        (
+            ["--context", "4097"],
+            "tiny: --context 4097 is more than config.json's max_position_embeddings, 4096$",
+        ),
     ):
         with pytest.raises(SystemExit, match=message):
             run(*arguments)
@@ -296,6 +301,33 @@ def test_it_refuses_what_cannot_work(qlora, tiny, text, tuned, tmp_path, capsys)
     with_tokenizer(other)
     with pytest.raises(SystemExit, match=r"one tensor.*use --targets attention$"):
         qlora.main([str(other), *text, *TINY, "--out", str(tmp_path / "x")])
+
+
+def test_a_folder_may_follow_the_targets(qlora, monkeypatch):
+    seen, both = [], ("experts", "attention")
+    keep = lambda *args: seen.append((str(args[0]), args[3].targets))
+    monkeypatch.setattr(qlora.qlora_checkpoint, "run", keep)
+    for targets in ([], ["both"], ["experts"], ["attention"]):
+        qlora.main([*(["--targets", *targets] if targets else []), "folder"])
+    wanted = both, both, ("experts",), ("attention",)
+    assert seen == [("folder", targets) for targets in wanted]
+
+
+def test_memory_that_runs_out(qlora, monkeypatch):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(qlora.qlora_checkpoint, "run", fails)
+    text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+    with pytest.raises(SystemExit) as error:
+        qlora.main(["folder"])
+    assert error.value.code == (
+        "folder: the device ran out of memory, which others use too, or which is in pieces: use a "
+        "smaller --batch, --context or --rank"
+    )
+    text = "INTERNAL: another error"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
+        qlora.main(["folder"])
 
 
 def test_adapters_of_another_model_are_refused(tuned, tmp_path):
@@ -321,3 +353,8 @@ def test_adapters_of_another_model_are_refused(tuned, tmp_path):
         path.write_text(json.dumps(said | change))
         with pytest.raises(SystemExit, match=message):
             run(adapters)
+    weights = adapters / "adapter_model.safetensors"
+    weights.unlink()
+    said = f"{model}: --adapters: there is no {weights}"
+    with pytest.raises(SystemExit, match=f"^{re.escape(said)}$"):
+        run(adapters)
