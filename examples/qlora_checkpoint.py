@@ -45,7 +45,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         )  # fmt: skip
     add("--targets", choices=("both", *adapters.TARGETS), help="what has adapters (default: both)")
     for name, kind, text in (
-        ("alpha", positive, "alpha; adapters' products are multiplied by alpha / rank"),
+        ("alpha", positive, "adapters' products are multiplied by alpha / rank"),
         ("batch", count, "sequences per step"),
         ("context", count, "tokens per sequence"),
         ("seed", int, "seed of the first adapters and the batches"),
