@@ -173,9 +173,10 @@ def of_dtype(op: str, name: str, value):
     raise TypeError(f"jgg.{op}: {name}={describe(value)} is not a dtype")
 
 
-def implementation(op: str, name: str | None) -> None:
+def implementation(op: str, name: str | None, *others: str) -> None:
+    """One of the kernels'; ``others`` are names that an operation has besides."""
     if name is not None and not (isinstance(name, str) and name in choose.IMPLEMENTATIONS):
-        known = ", ".join(repr(n) for n in choose.IMPLEMENTATIONS)
+        known = ", ".join(repr(n) for n in (*choose.IMPLEMENTATIONS, *others))
         raise ValueError(f"jgg.{op}: implementation={describe(name)} is not one of None, {known}")
 
 

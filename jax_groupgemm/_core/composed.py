@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
@@ -33,9 +34,11 @@ class Composed:
       composed: what it means.
       call: ``call(platform, *operands, **static)`` is the same as custom calls of one device, or
         None where no kernel takes the operands; ``platform`` is "cpu", "cuda" or "other".
-      batch: ``batch(size, operands, axes)`` returns the operands of a batch as those of one call,
-        whose results have the batch as their first axis. ``axes`` are trees as the operands, with
-        None where one is not batched. Without it a batch is composed.
+      batch: ``batch(size, operands, axes, **static)`` returns the results of a batch, which have it
+        as their first axis. ``axes`` are trees as the operands, with None where one is not
+        batched. Where it returns None, and without it, a batch is composed.
+      batches_backward: whether a batch that is composed has the backward pass of ``vjp``. What is
+        not batched then has a cotangent of each of the batch, which are added.
       keeps_call: whether the value of a differentiated call remains one call. Otherwise it is the
         composition's, which shares what the derivative needs.
       sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
@@ -45,12 +48,15 @@ class Composed:
     """
 
     def __init__(self, name: str, composed: Callable, call: Callable, *,
-                 batch: Callable | None = None, keeps_call: bool = False,
-                 sharded: Callable | None = None, cost: Callable | None = None,
+                 batch: Callable | None = None, batches_backward: bool = False,
+                 keeps_call: bool = False, sharded: Callable | None = None,
+                 cost: Callable | None = None,
                  vjp: tuple[Callable, Callable] | None = None):  # fmt: skip
         self._composed, self._call, self._batched = composed, call, batch
         self._keeps_call, self._sharded = keeps_call, sharded
         self._own_backward = None if vjp is None else OwnBackward(name, *vjp, _meaning_of)
+        of_batch = functools.partial(_of_batch, name, composed, vjp, cost)
+        self._of_batch = functools.cache(of_batch) if batches_backward else None
         self._traceable = functools.cache(
             lambda **static: jax.jit(functools.partial(composed, **static))
         )
@@ -119,12 +125,14 @@ class Composed:
         return [by_place.get(i) for i in range(len(leaves))]
 
     def _batch(self, leaves, dims, *, tree, static, **params):
-        if self._batched is None:
+        size, static = batching.batch_size(leaves, dims), dict(static)
+        operands, axes = tree.unflatten(leaves), tree.unflatten(dims)
+        outs = None if self._batched is None else self._batched(size, operands, axes, **static)
+        if outs is None and self._of_batch is not None:
+            outs = self._of_batch(tree, tuple(dims))(*operands, **static)
+        if outs is None:
             outs = jax.vmap(functools.partial(_meaning, **params), in_axes=tuple(dims))(*leaves)
-        else:
-            size = batching.batch_size(leaves, dims)
-            operands = self._batched(size, tree.unflatten(leaves), tree.unflatten(dims))
-            outs = jax.tree.leaves(self(*operands, **dict(static)))
+        outs = jax.tree.leaves(outs)
         return outs, [0] * len(outs)
 
     def _lowering(self, platform: str, ctx, *leaves, tree, static, local, jaxpr):
@@ -153,3 +161,37 @@ def _meaning_of(places: list[int], leaves, params: dict) -> Callable:
         return _meaning(*(given.get(i, leaf) for i, leaf in enumerate(leaves)), **params)
 
     return of_some
+
+
+def _of_batch(name: str, composed: Callable, vjp, cost, tree, dims) -> Composed:
+    """The batch of an operation, whose operands have their batch at ``dims``."""
+    axes = tree.unflatten(dims)
+
+    def of_each(f, *more):
+        return lambda *operands, **static: jax.vmap(
+            functools.partial(f, **static), in_axes=(*more, *axes)
+        )(*operands)
+
+    forward, backward = vjp
+
+    def batched_backward(saved, operands, cts, **static):
+        run = lambda saved, cts, *operands: backward(saved, operands, cts, **static)
+        grads = of_each(run, 0, 0)(saved, cts, *operands)
+        return tuple(
+            None if grad is None else jax.tree.map(_at, axis, grad, is_leaf=lambda a: a is None)
+            for axis, grad in zip(axes, grads, strict=True)
+        )
+
+    nothing = lambda *_, **__: None
+    out = Composed(
+        name, of_each(composed), nothing, batches_backward=True, cost=cost,
+        vjp=(of_each(forward), batched_backward),
+    )  # fmt: skip
+    PRIMITIVES.discard(out.primitive)
+    return out
+
+
+def _at(axis: int | None, grads: jax.Array) -> jax.Array:
+    """Of the cotangents of a batch, which they have first: what an operand with it at ``axis``
+    has."""
+    return grads.sum(0) if axis is None else jnp.moveaxis(grads, 0, axis)

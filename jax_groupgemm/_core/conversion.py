@@ -25,6 +25,7 @@ def _any_problem(*_, mode: str = "", **__) -> Callable[..., problems.Conversion]
 def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None,
              problem_of: Callable = _any_problem):  # fmt: skip
     """``definition(*operands, **static)``, which ``call`` makes as the custom call ``target``.
+    ``batch(size, operands, axes)`` returns the operands of a batch as those of one call.
     ``problem_of(*operands, **static)`` makes the problem that kernels see, of the fields that every
     conversion has."""
 
@@ -35,9 +36,13 @@ def composed(target: str, definition: Callable, call: Callable, batch: Callable 
         )  # fmt: skip
         return None if choose.choose(problem) is None else call(*operands, **static)
 
-    return Composed(
-        target, definition, on_cuda, batch=batch, keeps_call=True, cost=costs.conversion
+    def batched(*given, **static):
+        return None if batch is None else out(*batch(*given), **static)
+
+    out = Composed(
+        target, definition, on_cuda, batch=batched, keeps_call=True, cost=costs.conversion
     )
+    return out
 
 
 def in_batch(size: int, operands, axes):

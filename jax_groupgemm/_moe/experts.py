@@ -13,6 +13,7 @@ pass sends them again, and their cotangents.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from .._core import dtypes
 from .._core.composed import Composed
 from . import few_tokens, listed
-from .permute import combined, dispatched
+from .permute import at_places, combined, dispatched
 from .products import Options, Products
-from .routing import Routing
+from .routing import Routing, local_experts, route
 from .transport import Plan, collect, send
 
 
@@ -58,7 +59,7 @@ def _forward(x, up, down, up_bias, down_bias, routing, _, weight, plan, *, optio
 
 
 def _backward(saved, operands, cts, *, options: Options):
-    x, up, down, up_bias, down_bias, routing, _, weight, plan = operands
+    x, up, down, up_bias, down_bias, routing, pairs, weight, plan = operands
     h, sent_weight = saved
     products = Products(routing, options)
     # The rows of x that the forward pass made are not kept for this one.
@@ -68,13 +69,11 @@ def _backward(saved, operands, cts, *, options: Options):
     dh, a, dweight = listed.down_backward(ct, h, down, row_weight, routing, options)
     ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
     ddown_bias = None
-    if down_bias is not None:
-        ct = dispatched(ct, routing, clears_rest=False)
-        wide = dtypes.accumulator_dtype(ct.dtype)
-        scaled = ct.astype(wide) * row_weight[:, None].astype(wide)
-        ddown_bias = products.bias_cotangent(down_bias, scaled)
-        dweight = dweight + (ct.astype(wide) * _of_experts(down_bias, routing).astype(wide)).sum(1)
     dweight = weight_cotangents(dweight, routing)
+    if down_bias is not None:
+        scaled = dispatched(ct, routing, sent_weight, clears_rest=False)
+        ddown_bias = products.bias_cotangent(down_bias, scaled)
+        dweight = dweight + _of_biases(ct, down_bias, routing, pairs)
     x_again = x_again.astype(options.dtype)
     dup = listed.weight_cotangent(up, x_again, dh, routing, options, first=True)
     dup_bias = products.bias_cotangent(up_bias, dh)
@@ -92,6 +91,30 @@ def _call(platform, x, up, down, up_bias, down_bias, _, pairs, weight, plan, *, 
     return few_tokens.experts(platform, x, up, down, up_bias, down_bias, weight, pairs, options)
 
 
+def _batched(size: int, operands, axes, *, options: Options):
+    """A batch that shares its experts is one layer of more tokens; None where it is not."""
+    x, up, down, up_bias, down_bias, routing, pairs, weight, plan = operands
+    index, offset = pairs
+    mapped = jax.tree.leaves((axes[1:5], axes[6][1]))
+    rows = routing.order.shape[-1]
+    axis_of = lambda a, axis: a if axis is None else jnp.moveaxis(a, axis, 0)
+    first = lambda a, axis: jnp.broadcast_to(axis_of(a, axis), (size, *a.shape[axis is not None :]))
+    x, index, weight = (
+        first(a, axis) for a, axis in ((x, axes[0]), (index, axes[6][0]), (weight, axes[7]))
+    )
+    tokens, k = index.shape[1:]
+    if plan is not None or mapped or rows != tokens * k:
+        return None
+    flat = lambda a: a.reshape(size * tokens, a.shape[-1])
+    experts = routing.group_sizes.shape[-1]
+    routing = route(flat(index), experts, expert_offset=offset)
+    pairs, weight = (flat(index), offset), flat(weight)
+    out = _EXPERTS(
+        flat(x), up, down, up_bias, down_bias, routing, pairs, weight, plan, options=options
+    )
+    return out.reshape(size, tokens, out.shape[-1])
+
+
 def of_rows(weight, routing: Routing):
     """The weight of each row, zero where it has none."""
     of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)]
@@ -100,16 +123,23 @@ def of_rows(weight, routing: Routing):
 
 def weight_cotangents(of_rows, routing: Routing):
     """That of each pair's weight, of those of rows."""
-    there = routing.place >= 0
-    return jnp.where(there, of_rows[jnp.where(there, routing.place, 0)], 0)
+    return at_places(of_rows, routing.place)
 
 
-def _of_experts(bias, routing: Routing):
-    """The bias of each row."""
-    rows = routing.order.shape[0]
-    return bias[
-        jnp.repeat(jnp.arange(bias.shape[0]), routing.group_sizes, total_repeat_length=rows)
-    ]
+def _of_biases(ct, bias, routing: Routing, pairs):
+    """What the experts' biases add to each pair's weight's cotangent: a product for each token and
+    expert, of which a pair has one."""
+    wide = dtypes.accumulator_dtype(ct.dtype)
+    if not bias.shape[0]:
+        return jnp.zeros(routing.place.shape, wide)
+    each = jnp.matmul(ct.astype(wide), bias.astype(wide).T, precision="highest")
+    index, offset = pairs
+    expert = local_experts(index, offset, bias.shape[0])
+    found = jnp.take_along_axis(each, jnp.minimum(expert, bias.shape[0] - 1), 1)
+    return jnp.where(routing.place >= 0, found, 0)
 
 
-_EXPERTS = Composed("jgg_experts", _composed, _call, vjp=(_forward, _backward))
+_EXPERTS = Composed(
+    "jgg_experts", _composed, _call, batch=_batched, batches_backward=True,
+    vjp=(_forward, _backward),
+)  # fmt: skip

@@ -14,7 +14,7 @@ from .._kernels import choose, problems
 from .._quantized.array import Quantized
 from .._quantized.call import flags_of
 from .products import Options
-from .routing import local_experts
+from .routing import as_int32
 
 
 def experts(platform: str, x, up, down, up_bias, down_bias, weight, pairs, options: Options):
@@ -36,8 +36,7 @@ def experts(platform: str, x, up, down, up_bias, down_bias, weight, pairs, optio
     )  # fmt: skip
     if choose.choose(problem) is None:
         return None
-    if index.dtype != jnp.int32:
-        index, offset = local_experts(index, offset, down.shape[0]), None
+    index, offset = as_int32(index, offset, down.shape[0])
     columns = up.shape[1] // (2 if options.activation in GATED_ACTIVATIONS else 1)
     results = [
         jax.ShapeDtypeStruct((tokens, d), options.out_dtype),

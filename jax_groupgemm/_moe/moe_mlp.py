@@ -91,7 +91,8 @@ def moe_mlp(
       transport: how tokens travel to experts of other devices, see below; None chooses. It changes
         no bit of the result, and means nothing where tokens need not travel.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
-        pairs than that, the whole result is NaN, and ``route(...).overflow`` says how many. Where
+        pairs than that, the whole result is NaN, and so are gradients of what pairs with rows
+        meet; ``route(...).overflow`` says how many pairs have none. Where
         tokens are sharded it is of each device, and the result of that device; where they travel,
         of all devices that they travel between.
       recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
@@ -103,8 +104,9 @@ def moe_mlp(
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up.
-      implementation: of the products, as in :func:`grouped_mm`; or ``"composed"``: the layer is
-        made of other public operations, each with its own backward pass and kernels.
+      implementation: of the products, as in :func:`grouped_mm`, where there is no recipe; or
+        ``"composed"``: the layer is made of other public operations, each with its own backward
+        pass and kernels.
 
     Returns:
       ``(..., D)``.
@@ -116,11 +118,13 @@ def moe_mlp(
     Differentiable to any order in every floating operand, ``expert_weight`` included. With a recipe
     it has reverse mode only, and the gradient of up or down may have no derivative in x
     (:func:`nvfp4_grouped_linear` and :func:`fp8_grouped_linear` say where). No derivative scatters
-    rows; the backward pass keeps x, h and the routing. Policies of ``jax.checkpoint`` know h as
-    ``"moe_h"``. Under Explicit sharding tokens, F and E may be sharded. Under Auto sharding values
-    are right, but the layer sees no sharding: XLA moves a row for each pair and sends no token to
-    its experts, so use Explicit sharding, or where the rest of the model is under Auto sharding
-    ``jax.shard_map`` around this layer alone.
+    rows. The backward pass keeps x, h and the routing; with a recipe codes as well, and with an
+    :class:`NVFP4Recipe`, or an :class:`FP8Recipe` and biases, the rows that are summed up. Policies
+    of ``jax.checkpoint`` know h as ``"moe_h"``. Under ``vmap`` a batch that shares its experts is
+    more tokens of one layer. Under Explicit sharding tokens, F and E may be sharded. Under Auto
+    sharding values are right, but the layer sees no sharding: XLA moves a row for each pair and
+    sends no token to its experts, so use Explicit sharding, or where the rest of the model is under
+    Auto sharding ``jax.shard_map`` around this layer alone.
 
     **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
     tokens and E, tokens travel and weights do not. Of N devices with T tokens each,
@@ -159,7 +163,12 @@ def moe_mlp(
         raise TypeError(f"jgg.{op}: expert_weight must hold floats, got {weight.dtype.name}")
     if isinstance(implementation, str) and implementation == "composed":
         layer, implementation = dataclasses.replace(layer, composed=True), None
-    check.implementation(op, implementation)
+    check.implementation(op, implementation, "composed")
+    if recipe is not None and implementation is not None:
+        raise ValueError(
+            f"jgg.{op}: implementation={implementation!r} names a kernel, and a recipe chooses its "
+            "own. Leave it out, or use implementation='composed'."
+        )
     check.precision(op, precision, x)
     dtype = check.result_dtype(op, preferred_element_type, layer.dtype)
     if max_rows is not None:
@@ -424,6 +433,7 @@ def _dtype(op: str, x, up, down, recipe):
     except ValueError as error:
         what = f"x of dtype {x.dtype.name}, up of {up.dtype.name} and down of {down.dtype.name}"
         raise TypeError(f"jgg.{op}: {what} have no common dtype. Convert them") from error
+    dtype = dtypes.default_result(dtype)
     floating = jnp.issubdtype(dtype, jnp.floating)
     allowed = ("bfloat16", "float32") if recipe is not None else (dtype.name,) if floating else ()
     if dtype.name not in allowed:

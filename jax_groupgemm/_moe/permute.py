@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import check, costs, dtypes, partition
 from .._core.composed import Composed
 from .._core.operations import operation
+from .._core.primitive import vary_alike
 from . import call
 from .routing import Routing
 
@@ -92,10 +93,24 @@ def combined(rows, routing: Routing, weight, dtype: DTypeLike | None = None) -> 
 def _checked(op: str, routing) -> Routing:
     if not isinstance(routing, Routing):
         raise TypeError(f"jgg.{op}: routing must be a jgg.Routing, got {check.describe(routing)}")
+    for name, letters in (("order", "R"), ("place", "T, k"), ("group_sizes", "E")):
+        value = check.integers(op, f"routing.{name}", getattr(routing, name))
+        axes = (None,) * (1 + letters.count(","))
+        check.shape(op, f"routing.{name}", value, axes, letters, "as jgg.route makes it")
     return routing
 
 
 # ---- what they mean --------------------------------------------------------------------------
+
+
+def at_places(of_rows, place):
+    """The row of each place, zeros where it is -1. There may be no row at all."""
+    if not of_rows.shape[0]:
+        zeros = jnp.zeros((*place.shape, *of_rows.shape[1:]), of_rows.dtype)
+        return vary_alike(zeros, of_rows, place)[0]
+    there = place >= 0
+    found = of_rows[jnp.where(there, place, 0)]
+    return jnp.where(there.reshape(*there.shape, *[1] * (found.ndim - there.ndim)), found, 0)
 
 
 def _tokens_of(routing: Routing):
@@ -127,11 +142,10 @@ def _sum_of_rows(rows, routing: Routing, weight, dtype):
     out = jnp.zeros((tokens, rows.shape[1]), wide)
     for j in range(k):
         place = routing.place[:, j]
-        valid = (place >= 0)[:, None]
-        row = rows[jnp.where(valid[:, 0], place, 0)].astype(wide)
+        row = at_places(rows, place).astype(wide)
         if weight is not None:
-            row = row * weight[:, j, None].astype(wide)
-        out = out + jnp.where(valid, row, 0)
+            row = jnp.where((place >= 0)[:, None], row * weight[:, j, None].astype(wide), 0)
+        out = out + row
     return out.astype(dtype)
 
 
@@ -142,9 +156,7 @@ def _combine_cotangents(ct, rows, routing: Routing, weight):
     # A row that no token has may hold anything.
     each = partition.shared(ct, token).astype(wide)
     products = jnp.where(valid, each * rows.astype(wide), 0).sum(1)
-    there = routing.place >= 0
-    dweight = jnp.where(there, products[jnp.where(there, routing.place, 0)], 0)
-    return _dispatched(ct, routing, weight, rows.dtype), dweight
+    return _dispatched(ct, routing, weight, rows.dtype), at_places(products, routing.place)
 
 
 # ---- reverse mode ------------------------------------------------------------------------------
@@ -182,6 +194,7 @@ _DISPATCH = Composed(
     call.dispatch,
     cost=costs.conversion,
     vjp=(_dispatch_forward, _dispatch_backward),
+    batches_backward=True,
 )  # fmt: skip
 _COMBINE = Composed(
     "jgg_combine",
@@ -189,6 +202,7 @@ _COMBINE = Composed(
     call.combine,
     cost=costs.conversion,
     vjp=(_combine_forward, _combine_backward),
+    batches_backward=True,
 )
 _COMBINE_BACKWARD = Composed(
     "jgg_combine_backward", _combine_cotangents, call.combine_backward, cost=costs.conversion

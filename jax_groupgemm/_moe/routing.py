@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import check, costs, segments
+from .._core import check, costs
 from .._core.composed import Composed
 from .._core.operations import operation
 from .._core.primitive import vary_alike
@@ -85,7 +85,8 @@ def first_expert(op: str, offset: ArrayLike) -> jax.Array:
     offset = check.integers(op, "expert_offset", offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"jgg.{op}: expert_offset has shape {offset.shape}, expected () or (1,)")
-    return _narrow(offset.reshape(()))
+    wider = jnp.iinfo(offset.dtype).max > jnp.iinfo(jnp.int32).max
+    return offset.reshape(()) if wider else offset.reshape(()).astype(jnp.int32)
 
 
 def _routed(index, offset, *, rows: int, experts: int) -> Routing:
@@ -118,22 +119,27 @@ def _ordered(key) -> tuple[jax.Array, jax.Array]:
 def _routed_by_kernel(platform: str, index, offset, *, rows: int, experts: int) -> Routing | None:
     if not call.takes_route(platform, index.size, rows, experts):
         return None
-    if index.dtype != jnp.int32:
-        index, offset = local_experts(index, offset, experts), None
+    index, offset = as_int32(index, offset, experts)
     return Routing(*call.route(index, offset, rows=rows, experts=experts))
 
 
-def _narrow(a) -> jax.Array:
-    return segments._int32(a, 2**31 - 1)
-
-
 def local_experts(index, first, experts: int) -> jax.Array:
-    """The experts as int32 in [0, E), and E for those that are not here."""
-    first, expert = jnp.int32(0) if first is None else first, _narrow(index)
-    # Their difference may be as large as a uint32. What an int32 does not hold is no expert's.
-    local = expert.astype(jnp.uint32) - first.astype(jnp.uint32)
-    here = (expert >= first) & (local < experts) & (expert.astype(index.dtype) == index)
-    return jnp.where(here, local.astype(jnp.int32), experts)
+    """The experts as int32 in [0, E), and E for those that are not here: exact for integers of any
+    dtypes."""
+    first = jnp.zeros((), index.dtype) if first is None else first
+    wide = jnp.uint64 if 8 in (index.dtype.itemsize, first.dtype.itemsize) else jnp.uint32
+    here, start = index.astype(wide), first.astype(wide)
+    local = here - start
+    # Of one sign, unsigned numbers compare as signed ones do. Of two, a difference may not fit.
+    outside = jnp.where((index < 0) == (first < 0), here < start, (index < 0) | (local < here))
+    return jnp.where(outside | (local >= experts), experts, local).astype(jnp.int32)
+
+
+def as_int32(index, offset, experts: int) -> tuple[jax.Array, jax.Array | None]:
+    """The same pairs for a kernel."""
+    if index.dtype == jnp.int32 and (offset is None or offset.dtype == jnp.int32):
+        return index, offset
+    return local_experts(index, offset, experts), None
 
 
 _ROUTE = Composed("jgg_route", _routed, _routed_by_kernel, cost=costs.conversion)

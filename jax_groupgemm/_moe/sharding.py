@@ -91,7 +91,7 @@ def explicit(run: Callable, mesh, operands: dict[str, Any], axis: Axis | None, *
         if experts:
             first = lax.axis_index(experts) * jax.tree.leaves(mine["down"])[0].shape[0]
             offset = mine["expert_offset"]
-            mine["expert_offset"] = first if offset is None else first + offset
+            mine["expert_offset"] = first if offset is None else offset + first.astype(offset.dtype)
         if hidden and mine["down_bias"] is not None:
             only = lax.axis_index(hidden) == 0  # of the devices whose results are added
             mine["down_bias"] = jnp.where(only, mine["down_bias"], 0)

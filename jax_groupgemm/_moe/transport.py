@@ -224,7 +224,7 @@ def _sent_as_codes(_, tokens, plan, *, in_fp8: int):
 
 
 def _batched(size: int, operands, axes):
-    """Still one operation, or a batch could not be transposed."""
+    """The operands of a batch: it is still one operation, or it could not be transposed."""
 
     def first(a, axis):
         return jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
@@ -241,7 +241,7 @@ _SEND = Composed(
     "jgg_send",
     _sent,
     _sent_as_codes,
-    batch=_batched,
+    batch=lambda *given, **static: _SEND(*_batched(*given), **static),
     cost=costs.conversion,
     vjp=(
         lambda tokens, plan, *, in_fp8: (_SEND(tokens, plan, in_fp8=in_fp8), ()),
@@ -254,7 +254,7 @@ _COLLECT = Composed(
     "jgg_collect",
     lambda rows, plan, *, out_dtypes, in_fp8: plan.collect(rows, out_dtypes),
     lambda *_, **__: None,
-    batch=_batched,
+    batch=lambda *given, **static: _COLLECT(*_batched(*given), **static),
     cost=costs.conversion,
     vjp=(
         lambda rows, plan, **static: (_COLLECT(rows, plan, **static), ()),

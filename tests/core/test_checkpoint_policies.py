@@ -136,6 +136,7 @@ def test_every_primitive_is_a_product_or_a_conversion():
     products |= {f"fp8_experts{of}" for of in ("", "_forward", "_backward")}
     products |= {f"{of}_grouped_{name}" for of in ("nvfp4", "fp8") for name in ("mm", "wgrad")}
     ours = {*composed.PRIMITIVES, *primitive.INNER.values(), *primitive.OUTER.values()}
+    ours = {p for p in ours if p.name != "jgg_test"}  # of another test
     saved = {p.name.removeprefix("jgg_").removesuffix("_outer") for p in ours if POLICY(p)}
     assert saved <= products
     assert {"mm", "wgrad", "qmm", "fused_mm", "nvfp4_grouped_mm"} <= saved

@@ -54,11 +54,12 @@ def test_h_is_all_of_r_rows(recipe, activation):
     assert rest <= 16 * R + 4 * (E + 2)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("activation", "halves"), [("swiglu", 2), ("gelu", 1)])
-def test_room_on_cpu(activation, halves):
+def test_room_on_cpu(activation, halves, biased):
     """h, dh, the activation and its cotangent, the rows of y or of dx, and eight numbers of each
     pair. In float32, as XLA makes float32 copies of bfloat16. The composition of public operations
-    takes more."""
+    takes more. Biases take the rows of the result's cotangent, and h without its bias."""
     tokens, d, f, experts, k = 512, 128, 96, 8, 4
     x, _, *others = operands(tokens, d, f, experts, k, "float32")
     up = jax.ShapeDtypeStruct((experts, d, halves * f), "float32")
@@ -66,6 +67,9 @@ def test_room_on_cpu(activation, halves):
     def training(implementation, x, up, down, index, weight, ct):
         def layer(x, up, down, weight):
             options = {"activation": activation, "implementation": implementation}
+            if biased:
+                of = lambda w: jnp.ones((experts, w.shape[2]))
+                options |= {"up_bias": of(up), "down_bias": of(down)}
             return jgg.moe_mlp(x, up, down, index, weight, **options)
 
         out, pull = jax.vjp(layer, x, up, down, weight)
@@ -75,7 +79,7 @@ def test_room_on_cpu(activation, halves):
         taken, composed = (
             room(functools.partial(training, name), (x, up, *others)) for name in (None, "composed")
         )
-    most = 4 * tokens * k * (2 * halves * f + 2 * f + d + 8)
+    most = 4 * tokens * k * (2 * halves * f + 2 * f + d + 8 + biased * (d + halves * f))
     assert taken <= most < composed
 
 

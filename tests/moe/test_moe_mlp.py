@@ -151,6 +151,35 @@ def test_max_rows(rng):
     assert jgg.route(index, E, max_rows=pairs - 1).overflow == 1
 
 
+@pytest.mark.parametrize("implementation", [None, "composed"])
+def test_no_room_at_all(rng, implementation):
+    x, up, down, index, weight = problem(rng)
+    f = lambda x, up, weight, index: jgg.moe_mlp(
+        x, up, down, index, weight, max_rows=0, implementation=implementation
+    )
+    assert np.isnan(f(x, up, weight, index)).all()
+    none = jnp.full_like(index, -1)
+    out, grads = jax.jit(
+        jax.value_and_grad(lambda *args: f(*args, none).sum(), (0, 1, 2))
+    )(x, up, weight)  # fmt: skip
+    assert out == 0
+    for grad, of in zip(grads, (x, up, weight), strict=True):
+        np.testing.assert_array_equal(grad, np.zeros(of.shape))
+    routing = jgg.route(index, E, max_rows=0)
+    np.testing.assert_array_equal(jgg.combine(jnp.ones((0, D)), routing, weight), np.zeros((19, D)))
+    assert not jax.grad(lambda x: jgg.dispatch(x, routing).sum())(x).any()
+
+
+def test_floats_of_eight_bits(rng):
+    """A result in bfloat16, as of a product, and so is h."""
+    x, up, down, index, weight = problem(rng)
+    args = [a.astype("float8_e4m3fn") for a in (x, up, down)]
+    got = jgg.moe_mlp(*args, index, weight)
+    assert got.dtype == jnp.bfloat16
+    want = jgg.moe_mlp(*(a.astype("bfloat16") for a in args), index, weight)
+    oracle.assert_close(got, oracle.f64(want), tolerance=0.01)
+
+
 @pytest.mark.parametrize("mode", ["nvfp4", "affine"])
 @pytest.mark.one_in(2)
 def test_quantized(rng, mode):
@@ -242,6 +271,62 @@ def test_vmap(rng, mapped):
         want = single(*(a[b] if i in mapped else a for i, a in enumerate(batch)))
         for have, value in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(have[b], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", [None, "composed"])
+@pytest.mark.parametrize("mapped", ["x", "i", "xwi", "ud", "xudwi", "b"])
+@pytest.mark.one_in(3)
+def test_gradients_of_a_batch(rng, mapped, implementation):
+    """grad(vmap): as of a loop, and no rows are scattered. Experts that all share are met once."""
+    x, up, down, index, weight = problem(rng)
+    biases = [jnp.asarray(rng.normal(size=(E, w.shape[2])), "float32") for w in (up, down)]
+    args = dict(zip("xudwi", (x, up, down, weight, index), strict=True)) | {"b": biases[1]}
+    axes = {name: 0 if name in mapped else None for name in args}
+    batch = {name: jnp.stack([a, a[::-1]]) if name in mapped else a for name, a in args.items()}
+
+    def f(args):
+        x, up, down, weight, index, bias = (args[name] for name in "xudwib")
+        return jgg.moe_mlp(
+            x, up, down, index, weight, up_bias=biases[0], down_bias=bias,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def total(floats, index, run):
+        return jnp.sin(run(floats | {"i": index})).sum()
+
+    def looped(given):
+        each = [{n: a[b] if n in mapped else a for n, a in given.items()} for b in range(2)]
+        return jnp.stack([f(one) for one in each])
+
+    index = batch.pop("i")
+    floats = batch
+    of_batch = jax.jit(jax.value_and_grad(functools.partial(total, run=jax.vmap(f, (axes,)))))
+    want = jax.jit(jax.value_and_grad(functools.partial(total, run=looped)))(floats, index)
+    got = of_batch(floats, index)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    types = scattered(of_batch.lower(floats, index))
+    assert all(re.fullmatch(r"tensor<(2x)?\d+xu?i\d+>", found) for found in types), types
+
+
+def test_a_batch_with_shared_experts_is_one_layer():
+    """Its program has the kernels of as many tokens."""
+    of = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    weights = of(8, 64, 128), of(8, 64, 64)
+    rest = of(3, 40, 2, dtype="int32"), of(3, 40, 2, dtype="float32")
+
+    def grad(layer):
+        loss = lambda x, up, down, index, weight: layer(x, up, down, index, weight).sum()
+        return jax.jit(jax.grad(loss, (0, 1, 2, 4)))
+
+    batch = jax.vmap(jgg.moe_mlp, (0, None, None, 0, 0))
+    texts = [
+        grad(f).trace(of(3, 40, 64), *weights, *rest).lower(lowering_platforms=("cuda",)).as_text()
+        for f in (jgg.moe_mlp, batch)
+    ]
+    calls = [re.findall(r"custom_call @(jgg_\w+)", text) for text in texts]
+    assert calls[0] == calls[1]
+    assert "jgg_moe_combine" in calls[0]
 
 
 def test_layers_in_a_scan_with_checkpoints(rng):
@@ -337,8 +422,13 @@ def test_errors(rng):
         (lambda: run(up, down, index, weight, up_bias=weight), "up_bias has shape"),
         (lambda: run(up, q, index, weight), "up and down must both be a jgg.Quantized"),
         (lambda: run(up, down, index, index), "expert_weight must hold floats"),
-        (lambda: run(up, down, index, weight, implementation="sm70"), "implementation='sm70' is"),
-    ]
+        (lambda: run(up, down, index, weight, implementation="sm70"),
+         "implementation='sm70' is not one of None, 'sm100', 'sm90', 'sm80', 'cpu', 'reference', "
+         "'composed'"),
+        (lambda: run(up, down, index, weight, recipe=jgg.FP8Recipe(), implementation="sm90"),
+         "jgg.moe_mlp: implementation='sm90' names a kernel, and a recipe chooses its own. Leave "
+         "it out, or use implementation='composed'."),
+    ]  # fmt: skip
     for call, message in cases:
         with pytest.raises((ValueError, TypeError)) as caught:
             call()

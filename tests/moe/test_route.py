@@ -1,6 +1,8 @@
 """``route``, ``dispatch`` and ``combine`` against numpy."""
 
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +110,47 @@ def test_a_weights_gradient_is_a_product_of_rows(rng):
     oracle.assert_close(drows, want)
 
 
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_no_rows_of_a_batch_are_scattered(rng, name):
+    """Routing or rows may be those of a batch, or both."""
+    index = np.stack([random_index(rng), random_index(rng)])
+    rows = oracle.random(rng, (2, T if name == "dispatch" else T * K, D))
+
+    def f(rows, index):
+        routing = jgg.route(index, E)
+        return getattr(jgg, name)(rows, routing)
+
+    for axes in ((0, None), (None, 0), (0, 0)):
+        given = [a if axis == 0 else a[0] for a, axis in zip((rows, index), axes, strict=True)]
+        loss = lambda rows, index, axes=axes: jnp.sin(jax.vmap(f, axes)(rows, index)).sum()
+        grad = jax.jit(jax.grad(loss))
+        assert not re.findall(r"scatter.*xf32>", grad.lower(*given).as_text())
+        looped = lambda rows, index, axes=axes: sum(
+            jnp.sin(f(*(a[b] if d == 0 else a for a, d in zip((rows, index), axes, strict=True))))
+            for b in range(2)
+        ).sum()
+        np.testing.assert_allclose(grad(*given), jax.grad(looped)(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_offsets_of_any_dtype(wide):
+    """At the ends of every dtype, where int32 would hold no difference."""
+    with jax.enable_x64(wide):
+        kinds = [f"{u}int{8 * size}" for size in ((1, 4, 8) if wide else (1, 4)) for u in ("", "u")]
+        for of_index, of_offset in itertools.product(kinds, kinds):
+            ends = np.iinfo(of_index), np.iinfo(of_offset)
+            for offset in (ends[1].min, -3, 0, ends[1].max - 3):
+                if not ends[1].min <= offset <= ends[1].max:
+                    continue
+                near = {offset + d for d in range(-2, E + 2)} | {ends[0].min, ends[0].max}
+                index = [i for i in sorted(near) if ends[0].min <= i <= ends[0].max]
+                found = jgg.route(
+                    np.array([index], of_index), E, expert_offset=np.array(offset, of_offset)
+                )
+                here = [i - offset for i in index if 0 <= i - offset < E]
+                np.testing.assert_array_equal(found.group_sizes, np.bincount(here, minlength=E))
+
+
 def test_no_rows_are_scattered(rng):
     routing = jgg.route(random_index(rng), E)
     x, weight = oracle.random(rng, (T, D)), oracle.random(rng, (T, K))
@@ -129,6 +172,9 @@ def test_errors(rng):
         (lambda: jgg.dispatch(x[1:], routing), ValueError, "because routing is of 37 tokens"),
         (lambda: jgg.dispatch(x, index), TypeError, "routing must be a jgg.Routing"),
         (lambda: jgg.combine(x, routing), ValueError, "because routing has 111 rows"),
+        (lambda: jgg.dispatch(x, jgg.Routing(1, index, x, x)), ValueError,
+         "routing.order has shape (), expected 1 axis (R,): as jgg.route makes it"),
+        (lambda: jgg.dispatch(x, jgg.Routing(index[0], x, x, x)), TypeError, "routing.place"),
         (
             lambda: jgg.combine(jnp.zeros((T * K, D)), routing, jnp.zeros((T,))),
             ValueError, "because routing.place is (37, 3)",
