@@ -173,6 +173,30 @@ def test_weights_that_are_quantized(problem):
     assert not np.asarray(dq.scales).any()
 
 
+@pytest.mark.parametrize("dgrad", ["fp8", "bfloat16"])
+def test_prepacked_weights(rng, dgrad):
+    """Result and gradients are those of the codes as they were, whose scales 16 bits hold."""
+    x, w = oracle.random(rng, (20, 128)), oracle.random(rng, (2, 64, 128))
+    sizes, recipe = jnp.array([9, 8]), jgg.FP8Recipe(dgrad=dgrad)
+    q = jgg.fp8_quantize(w, block=(128, 128), scale_format="e8m0")
+
+    @jax.jit
+    def both(x, w, q):
+        """As w, and as codes of w."""
+        constant = lambda x: jgg.fp8_grouped_linear(x, q, sizes, recipe=recipe)
+        layer = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes, recipe=recipe, quantized=q)
+        found = []
+        for f, *args in ((constant, x), (layer, x, w)):
+            out, vjp = jax.vjp(f, *args)
+            found += [out, *vjp(jnp.cos(out))]
+        return found
+
+    packed = jgg.prepack(q, strict=True)
+    assert packed.layout == "sm90"
+    for got, want in zip(both(x, w, packed), both(x, w, q), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_what_is_kept(problem):
     """Between forward and backward: transposed codes of the weight, and those of x along T, beside
     the weight."""
@@ -300,7 +324,18 @@ ERRORS = [
     (
         lambda: jgg.fp8_grouped_linear(X, jgg.quantize(jnp.ones((3, 40, 32)), mode="mxfp8"), S),
         ValueError,
-        "jgg.fp8_grouped_linear: w has mode 'mxfp8' and axis=-1, expected 'fp8' and -1",
+        "jgg.fp8_grouped_linear: w has mode 'mxfp8', expected 'fp8'",
+    ),
+    (
+        lambda: jgg.fp8_grouped_linear(X, Q[0], S), ValueError,
+        "jgg.fp8_grouped_linear: w has shape (40, 24), expected 3 axes (G, N, K)",
+    ),
+    (
+        lambda: jgg.fp8_grouped_linear(X, W, S, quantized=dataclasses.replace(Q, axis=-2)),
+        ValueError,
+        "jgg.fp8_grouped_linear: quantized has axis=-2, expected -1: blocks along K, the "
+        "contracted axis of (G, N, K). dataclasses.replace(quantized, axis=-1) is what it stores, "
+        "(3, 40, 24)",
     ),
     (
         lambda: jgg.fp8_grouped_linear(X, W, S, bias=jnp.ones((3, 24))), ValueError,
