@@ -58,10 +58,14 @@ class FP8Recipe:
 
     def __post_init__(self):
         op = "FP8Recipe"
-        for name, needs in (("activation_block", "one row"), ("weight_block", "a square")):
-            _, _, block = array.static(op, "fp8", 8, None, getattr(self, name))
+        for name, needs in (
+            ("activation_block", "one row, as (1, 128)"),
+            ("weight_block", "a square, as (128, 128)"),
+        ):
+            block = array.two_sizes(getattr(self, name))
             if block is None or block[0] != (1 if name == "activation_block" else block[1]):
-                raise ValueError(f"jgg.{op}: {name}={block}, expected {needs}")
+                given = check.describe(getattr(self, name))
+                raise ValueError(f"jgg.{op}: {name}={given}, expected {needs}")
             object.__setattr__(self, name, block)
         if not isinstance(self.stochastic_rounding, bool):
             value = self.stochastic_rounding

@@ -352,11 +352,19 @@ ERRORS = [
     ),
     (
         lambda: jgg.FP8Recipe(weight_block=(1, 128)), ValueError,
-        "jgg.FP8Recipe: weight_block=(1, 128), expected a square",
+        "jgg.FP8Recipe: weight_block=(1, 128), expected a square, as (128, 128)",
     ),
     (
         lambda: jgg.FP8Recipe(activation_block=(128, 128)), ValueError,
-        "jgg.FP8Recipe: activation_block=(128, 128), expected one row",
+        "jgg.FP8Recipe: activation_block=(128, 128), expected one row, as (1, 128)",
+    ),
+    (
+        lambda: jgg.FP8Recipe(activation_block="x"), ValueError,  # pyright: ignore
+        "jgg.FP8Recipe: activation_block='x', expected one row, as (1, 128)",
+    ),
+    (
+        lambda: jgg.FP8Recipe(weight_block=None), ValueError,  # pyright: ignore
+        "jgg.FP8Recipe: weight_block=None, expected a square, as (128, 128)",
     ),
     (
         lambda: jgg.FP8Recipe(wgrad="bf16"), ValueError,  # pyright: ignore
