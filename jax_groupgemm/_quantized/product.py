@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from .._core import batching, check, costs, dtypes, partitioner, primitive
+from .._core import batching, check, costs, dtypes, partition, partitioner, primitive
 from .._core.products import Mm, Wgrad
 from .._core.segments import Metadata
 from .._grouped import primitives
@@ -246,7 +247,18 @@ def _of_values(platform, x, q: Quantized, metadata, product: Mm):
 def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
     q = _linear(q)
-    return x, fp8.in_whole_blocks(q) if q.mode == "fp8" else q, metadata
+    if q.mode == "fp8":
+        # Parts are known under Explicit sharding, where x or q may have them.
+        own, others = _parts(q.weight)[-2:], dict(zip(x.shape[1:], _parts(x)[1:], strict=True))
+        known = (max(p, others.get(n, 1)) for p, n in zip(own, q.shape[-2:], strict=True))
+        q = fp8.in_whole_blocks(q, parts=tuple(known))  # pyright: ignore[reportArgumentType]
+    return x, q, metadata
+
+
+def _parts(a) -> list[int]:
+    """Into how many parts each axis is divided, explicitly."""
+    shape = jax.typeof(a).sharding.mesh.shape
+    return [math.prod(shape[name] for name in axes) for axes in partition.entries_of(a)]
 
 
 def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:
