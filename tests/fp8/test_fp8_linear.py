@@ -100,6 +100,7 @@ def test_against_float64(problem, format):
 SWITCHES = {
     "key": ({}, (False, True, True)),
     "e5m2": ({"gradient_format": "e5m2"}, (False, True, True)),
+    "e5m2 with a key": ({"gradient_format": "e5m2"}, (False, True, True)),
     "forward": ({"forward": "bfloat16"}, (True, False, False)),
     "dgrad": ({"dgrad": "bfloat16"}, (False, True, False)),
     "wgrad": ({"wgrad": "bfloat16"}, (False, False, True)),
@@ -123,8 +124,9 @@ def test_recipe(problem, name):
         error = oracle.error(value, want)
         if ("forward", "dgrad", "wgrad")[i] == name:
             assert error < 1e-6
-        else:  # measured: 0.036 to 0.037, with a key 0.045, with e5m2 0.058
-            assert 0.03 < error < (0.05 if name == "key" else 0.065 if name == "e5m2" else 0.04)
+        else:  # measured: 0.036 to 0.037, with a key 0.045, with e5m2 0.058, with both 0.077, 0.071
+            most = {"key": 0.05, "e5m2": 0.065, "e5m2 with a key": 0.08}
+            assert 0.03 < error < most.get(name, 0.04), error
 
 
 @pytest.mark.weekly
