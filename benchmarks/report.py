@@ -51,20 +51,30 @@ def in_situ(record, decimals: int) -> str:
     return "" if us is None else f"{us:.{decimals}f}"
 
 
+def elsewhere(record) -> str:
+    """TFLOP/s that another library has published of the case, on another card."""
+    tflops = record.get("published_tflops")
+    return "" if tflops is None else f"{tflops:.0f}"
+
+
 def grouped(records, decimals: int = 0) -> str:
     others, chained = peers(records), any("in_situ_us" in r for r in records)
+    published = any("published_tflops" in r for r in records)
     rows = [
         [
             f"{r['op']} {r['case']}", f"{r['us'][ours(r)]:.{decimals}f}",
             *([in_situ(r, decimals)] if chained else []),
             f"{r['floor_us']:.{decimals}f}", f"{r['floor_share']:.0%}",
-            f"{r['tflops']:.0f}" if r["tflops"] else "", f"{r['tbytes']:.2f}",
+            f"{r['tflops']:.0f}" if r["tflops"] else "",
+            *([elsewhere(r)] if published else []),
+            f"{r['tbytes']:.2f}",
             *(ratio(r, peer) for peer in others),
         ]
         for r in records
     ]  # fmt: skip
     header = ["case", "us", *(["in situ"] if chained else []), "floor", "of floor"]
-    return table([*header, "TFLOP/s", "TB/s", *(f"{peer} / ours" for peer in others)], rows)
+    header += ["TFLOP/s", *(["published (DeepGEMM, H800)"] if published else []), "TB/s"]
+    return table([*header, *(f"{peer} / ours" for peer in others)], rows)
 
 
 def segmented(records) -> str:

@@ -14,7 +14,7 @@ from benchmark_cases import check_lists
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import fp8, gpu, timing  # noqa: E402
+from benchmarks import fp8, gpu, report, timing  # noqa: E402
 from benchmarks import fp8_shapes as shapes  # noqa: E402
 from benchmarks.fp8_shapes import Product, Quantize  # noqa: E402
 
@@ -69,6 +69,19 @@ def test_products_run_and_are_checked(direction, monkeypatch):
     v = fp8.operands(case)
     error, arm = fp8.checker(case, v), fp8.arms(case, v, ARGS)["ours"]()
     assert error(arm.result() * 1.1) > case.tolerance
+
+
+def test_published_figures_are_in_the_table():
+    """Beside ours, and only where a record has one."""
+    record = {
+        "op": "fp8 fprop", "case": "small", "us": {"ours": 2.0}, "floor_us": 1.0,
+        "floor_share": 0.5, "tflops": 3.0, "tbytes": 4.0,
+    }  # fmt: skip
+    header, _, one, other = report.grouped([record | {"published_tflops": 7.0}, record]).split("\n")
+    assert header.split(" | ")[4:6] == ["TFLOP/s", "published (DeepGEMM, H800)"]
+    assert one == "| fp8 fprop small | 2 | 1 | 50% | 3 | 7 | 4.00 |"
+    assert other == "| fp8 fprop small | 2 | 1 | 50% | 3 |  | 4.00 |"
+    assert "published" not in report.grouped([record])
 
 
 @pytest.mark.parametrize("what", ["rows grouped", "along T stochastic", "weights transposed"])

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._core.products import Mm
 from .._grouped.call import attributes, metadata_flags
@@ -17,11 +18,14 @@ from .._quantized import product as quantized_product
 
 def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     """Custom call ``jgg_fp8_grouped_mm``: x, its scales, w, its scales, metadata[, group_offset] ->
-    out. Options are done to float32 sums behind it."""
+    out. Options are done to float32 sums behind it. Lines of codes, and of the result, are padded
+    to whole 16 bytes."""
     del choice
     if not product.transpose_w:  # eight bits are multiplied as they lie, along K
         w = dataclasses.replace(w, weight=w.weight.swapaxes(1, 2), scales=w.scales.swapaxes(1, 2))
-    rest = groups.narrow(x.shape[0], w.shape[0])
+    rest, n = groups.narrow(x.shape[0], w.shape[0]), w.shape[1]
+    # Blocks of 128 have whole pieces of 16 and 8, so there are no more scales.
+    rows, weight = _padded(x.weight, 1, 16), _padded(_padded(w.weight, 2, 16), 1, 8)
     flags = {
         "metadata": metadata_flags(groups),
         "rows": {"x_rows": False, "y_rows": False},
@@ -29,9 +33,10 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     }
 
     def run(of: Mm):
-        out = jax.ShapeDtypeStruct((of.rows, w.shape[1]), of.out_dtype)
+        out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
-        return call(x.weight, x.scales, w.weight, w.scales, *rest, **attributes(flags))
+        out = call(rows, x.scales, weight, w.scales, *rest, **attributes(flags))
+        return _cut(out, 1, n)
 
     if options.nothing:
         return run(product)
@@ -40,17 +45,32 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
 
 def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad``: dy, its scales, x, its scales, pairs of rows[,
-    existing_out] -> out."""
+    existing_out] -> out. Lines of the result are padded to pieces of 8 columns."""
     del choice
     rows, groups = x.positions.shape[0], group_sizes.shape[0]
     # So that the result is NaN where sizes are not those of the operands.
     scales = dy.scales * as_promised(group_sizes, fp8.GROUPED, x, dy)
     pairs = padding.padded_sizes(group_sizes, rows, fp8.GROUPED) // 2
-    out = jax.ShapeDtypeStruct((groups, dy.shape[0], x.shape[0]), dtype)
-    more = [] if existing_out is None else [existing_out]
+    weight, x_scales = (_padded(a, 0, 8) for a in (x.weight, x.scales))
+    out = jax.ShapeDtypeStruct((groups, dy.shape[0], weight.shape[0]), dtype)
+    more = [] if existing_out is None else [_padded(existing_out, 2, 8)]
     aliases = {5: 0} if more else None
     call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad", out, input_output_aliases=aliases)
-    return call(
-        dy.weight, scales, x.weight, x.scales, pairs.astype(jnp.int32), *more,
+    sums = call(
+        dy.weight, scales, weight, x_scales, pairs.astype(jnp.int32), *more,
         **attributes({"existing_out": bool(more)}),
     )  # fmt: skip
+    return _cut(sums, 2, x.shape[0])
+
+
+def _padded(a, axis: int, unit: int):
+    """Zeros behind an axis, up to a multiple of ``unit``. Codes of 0 are the number 0."""
+    more = -a.shape[axis] % unit
+    if not more:
+        return a
+    return jnp.pad(a, [(0, more if i == axis else 0) for i in range(a.ndim)])
+
+
+def _cut(a, axis: int, size: int):
+    """Without what :func:`_padded` added."""
+    return a if a.shape[axis] == size else lax.slice_in_dim(a, 0, size, axis=axis)

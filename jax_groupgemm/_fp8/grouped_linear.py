@@ -30,6 +30,9 @@ Precision = Literal["fp8", "bfloat16"]
 class FP8Recipe:
     """How :func:`fp8_grouped_linear` quantizes. Hashable; the defaults are DeepSeek-V3's recipe.
 
+    Hopper's FP8 kernels run with the defaults of both blocks and of ``gradient_format``. Another
+    block makes the result and dx products of float32 values, and ``"e5m2"`` dx and dw.
+
     Args:
       activation_block: of x and dy along the contracted axis: ``(1, 128)``, or ``(1, n)`` of
         another n.
@@ -58,10 +61,14 @@ class FP8Recipe:
 
     def __post_init__(self):
         op = "FP8Recipe"
-        for name, needs in (("activation_block", "one row"), ("weight_block", "a square")):
-            _, _, block = array.static(op, "fp8", 8, None, getattr(self, name))
+        for name, needs in (
+            ("activation_block", "one row, as (1, 128)"),
+            ("weight_block", "a square, as (128, 128)"),
+        ):
+            block = array.two_sizes(getattr(self, name))
             if block is None or block[0] != (1 if name == "activation_block" else block[1]):
-                raise ValueError(f"jgg.{op}: {name}={block}, expected {needs}")
+                given = check.describe(getattr(self, name))
+                raise ValueError(f"jgg.{op}: {name}={given}, expected {needs}")
             object.__setattr__(self, name, block)
         if not isinstance(self.stochastic_rounding, bool):
             value = self.stochastic_rounding
@@ -176,9 +183,8 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: 
     if isinstance(w, Quantized):
         if quantized is not None:
             raise ValueError(f"jgg.{op}: quantized is of w, an array, and w is a jgg.Quantized")
-        quantized = w
-        stored = _checked(op, "w", quantized, x, None)
-        shape, of_w = stored.shape, stored.weight
+        quantized = _checked(op, "w", w, x, None)
+        shape, of_w = quantized.shape, quantized.weight
     else:
         array_w = check.array(op, "w", w)
         check.dtype(op, "w", array_w.dtype, ("bfloat16", "float32"))
@@ -186,27 +192,24 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: 
         check.shape(op, "w", array_w, (None, None, x.shape[1]), "G, N, K", why)
         shape, of_w = array_w.shape, array_w
         if quantized is not None:
-            _checked(op, "quantized", quantized, x, shape)
+            quantized = _checked(op, "quantized", quantized, x, shape)
     group_sizes, bias, key = trilinear.checked(op, shape, group_sizes, bias, recipe, FP8Recipe, key)
     sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     if array_w is not None and quantized is None and not shares_codes(recipe):
         quantized = codes_of(array_w, recipe, columns=False)
     if quantized is not None:
-        quantized = jax.tree.map(jax.lax.stop_gradient, array.checked(op, "w", quantized))
+        quantized = jax.tree.map(jax.lax.stop_gradient, quantized)
     out = linear(x, array_w, quantized, bias, group_sizes, key, LinearProducts(recipe, columns))
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")
 
 
 def _checked(op: str, name: str, q: Quantized, x, shape) -> Quantized:
-    q = array.checked(op, name, q)
-    if q.mode != "fp8" or q.axis != -1:
-        raise ValueError(
-            f"jgg.{op}: {name} has mode {q.mode!r} and axis={q.axis}, expected 'fp8' and -1"
-        )
+    """``q`` in layout "linear", as gradients read it, checked."""
+    q = array.along_last(op, name, q, "fp8", "G, N, K")
     expected = (*q.shape[:-1], x.shape[1]) if shape is None else tuple(shape)
-    if len(q.shape) != 3 or q.shape != expected:
+    if q.shape != expected:
         why = f"because x is {x.shape}" if shape is None else "as w"
         raise ValueError(
             f"jgg.{op}: {name} has shape {q.shape}, expected (G, N, K) = {expected} {why}"

@@ -199,14 +199,21 @@ def _block(op: str, block) -> tuple[int, int] | None:
     """Rows and columns."""
     if block is None:
         return None
-    if isinstance(block, (tuple, list)) and len(block) == 2:
-        whole = [isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in block]
-        if all(whole) and min(block) > 0:
-            return int(block[0]), int(block[1])
+    if pair := two_sizes(block):
+        return pair
     raise ValueError(
         f"jgg.{op}: block={describe(block)}, expected None or two numbers, of rows and of columns, "
         "as (1, 128)"
     )
+
+
+def two_sizes(value) -> tuple[int, int] | None:
+    """None where it is not two positive numbers."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        whole = [isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value]
+        if all(whole) and min(value) > 0:
+            return int(value[0]), int(value[1])
+    return None
 
 
 def _without(missing: list[str]) -> str:

@@ -200,14 +200,15 @@ def of_product(q):
     )
 
 
-def in_whole_blocks(q, halves: int | None = None):
+def in_whole_blocks(q, halves: int | None = None, parts: tuple[int, int] = (1, 1)):
     """``q``, of a product, in blocks that divide both axes, so that parts of either have whole
-    blocks; of the axis ``halves``, -1 or -2, each half. A scale of a block that is cut is repeated
-    for smaller ones."""
+    blocks; of the axis ``halves``, -1 or -2, each half. ``parts`` are known ones, of rows and of
+    columns. A scale of a block that is cut is repeated for smaller ones."""
     scales, block = q.scales, [*q.block]
     for axis in (-1, -2):
         n, size = q.shape[axis], q.block[axis]
-        part = n // 2 if axis == halves else n
+        count = 2 if axis == halves else parts[axis]
+        part = n if n % count else n // count
         if part % size == 0 and n > size:
             continue
         block[axis] = unit = math.gcd(part, min(size, 128)) or 1

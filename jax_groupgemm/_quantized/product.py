@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from .._core import batching, check, costs, dtypes, partitioner, primitive
+from .._core import batching, check, costs, dtypes, partition, partitioner, primitive
 from .._core.products import Mm, Wgrad
 from .._core.segments import Metadata
 from .._grouped import primitives
-from .._grouped.call import NO_EPILOGUE, Epilogue, sum_of_parts
+from .._grouped.call import NO_EPILOGUE, Epilogue, mm, mm_problem, sum_of_parts
 from .._grouped.fused import Fused
 from .._kernels import choose
 from . import call, convert, formats, fp8, prepack, reference
@@ -223,13 +224,41 @@ def _in_parts(choice, platform, x, q: Quantized, metadata, product: Mm):
 
 def _lowering(platform, x, q: Quantized, metadata, product: Mm):
     out = called(platform, x, q, metadata, product)
-    return reference.qmm(x, _linear(q), metadata, product) if out is None else out
+    if out is not None:
+        return out
+    q = _linear(q)
+    out = _of_values(platform, x, q, metadata, product)
+    return reference.qmm(x, q, metadata, product) if out is None else out
+
+
+def _of_values(platform, x, q: Quantized, metadata, product: Mm):
+    """The kernel of arrays, of all values of a weight in mode "fp8", rounded to x's dtype: on a GPU
+    that has no kernel for its codes. None where there is no kernel for arrays, either."""
+    if platform != "cuda" or q.mode != "fp8":
+        return None
+    product = product.replace(precision=lax.Precision.HIGHEST)  # as the definition
+    values = jax.ShapeDtypeStruct(q.shape, x.dtype)
+    choice = choose.choose(mm_problem(platform, x, values, metadata, product))
+    if choice is None:
+        return None
+    return mm(choice, x, convert._dequantize(q, x.dtype), metadata, product)
 
 
 def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
     q = _linear(q)
-    return x, fp8.in_whole_blocks(q) if q.mode == "fp8" else q, metadata
+    if q.mode == "fp8":
+        # Parts are known under Explicit sharding, where x or q may have them.
+        own, others = _parts(q.weight)[-2:], dict(zip(x.shape[1:], _parts(x)[1:], strict=True))
+        known = (max(p, others.get(n, 1)) for p, n in zip(own, q.shape[-2:], strict=True))
+        q = fp8.in_whole_blocks(q, parts=tuple(known))  # pyright: ignore[reportArgumentType]
+    return x, q, metadata
+
+
+def _parts(a) -> list[int]:
+    """Into how many parts each axis is divided, explicitly."""
+    shape = jax.typeof(a).sharding.mesh.shape
+    return [math.prod(shape[name] for name in axes) for axes in partition.entries_of(a)]
 
 
 def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:

@@ -94,7 +94,11 @@ def _is_converted(t: Layer) -> None:
 def _fine_grained(t: Layer) -> Read:
     _is_converted(t)
     t.option("scale_fmt", ("float", "ue8m0"))
-    return in_blocks(t, ".weight_scale_inv", block_of(t, "weight_block_size") or TILE)
+    leaf, block = ".weight_scale_inv", block_of(t, "weight_block_size")
+    # transformers stores one scale for a layer under this name, too.
+    if block is None and t.array(leaf, SCALES).shape in ((), (1,)):
+        return of_rows_or_all(t, leaf)
+    return in_blocks(t, leaf, block or TILE)
 
 
 def _of_a_layer(t: Layer) -> Read:
@@ -105,8 +109,8 @@ def _of_a_layer(t: Layer) -> Read:
 FORMAT = Format(
     kinds=(
         Kind(
-            "fine-grained", (".weight", ".weight_scale_inv"), (".input_scale", ".bias"),
-            _fine_grained,
+            "fine-grained", (".weight", ".weight_scale_inv"),
+            (".input_scale", ".activation_scale", ".bias"), _fine_grained,
         ),
         Kind(
             "a scale for each layer or row", (".weight", ".weight_scale"),

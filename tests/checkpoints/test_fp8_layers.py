@@ -125,6 +125,19 @@ def test_a_scale_for_a_layer_or_a_row(rng, format, shape, dtype, config, block):
     check(stacked, np.stack([value, other_value]))
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("config", [None, FINE | {"weight_block_size": None}])
+def test_a_scale_for_a_layer_under_the_name_of_blocks(rng, shape, config):
+    """As transformers writes it without ``weight_block_size``, with its input's scale or none."""
+    q, s = codes(rng), rng.uniform(0.5, 2, shape).astype(F32)
+    leaves = {"weight": q, "weight_scale_inv": s}
+    static = None if config is None else config | {"activation_scheme": "static"}
+    for more, said in (({}, config), ({"activation_scale": F32(2)}, static)):
+        got = ck.linear(named("l", leaves | more), "l", format="fp8", config=said)
+        check(got, q.astype(F64) * s.astype(F64))
+        assert got.block is None
+
+
 def test_blocks_and_groups_of_compressed_tensors(rng):
     q = codes(rng)
     s = rng.uniform(0.5, 2, (5, 2)).astype(BF16)
@@ -144,6 +157,8 @@ CODES, GRID = np.ones((8, 32), E4M3), np.ones((1, 1), F32)
 ERRORS = [
     ("fp8", {"weight": CODES, "weight_scale_inv": np.ones((2, 1), F32)}, FINE,
      "l.weight_scale_inv has shape (2, 1), expected (N/128, K/128) = (1, 1)"),
+    ("fp8", {"weight": CODES, "weight_scale_inv": np.ones((), F32)}, FINE,
+     "l.weight_scale_inv has shape (), expected 2 axes (N/128, K/128)"),
     ("fp8", {"weight": CODES.astype(BF16), "weight_scale_inv": GRID}, FINE,
      "l.weight must be float8_e4m3fn, got dtype bfloat16"),
     ("fp8", {"weight": CODES, "weight_scale_inv": GRID}, FINE | {"modules_to_not_convert": ["l"]},

@@ -100,6 +100,7 @@ def test_against_float64(problem, format):
 SWITCHES = {
     "key": ({}, (False, True, True)),
     "e5m2": ({"gradient_format": "e5m2"}, (False, True, True)),
+    "e5m2 with a key": ({"gradient_format": "e5m2"}, (False, True, True)),
     "forward": ({"forward": "bfloat16"}, (True, False, False)),
     "dgrad": ({"dgrad": "bfloat16"}, (False, True, False)),
     "wgrad": ({"wgrad": "bfloat16"}, (False, False, True)),
@@ -123,8 +124,9 @@ def test_recipe(problem, name):
         error = oracle.error(value, want)
         if ("forward", "dgrad", "wgrad")[i] == name:
             assert error < 1e-6
-        else:  # measured: 0.036 to 0.037, with a key 0.045, with e5m2 0.058
-            assert 0.03 < error < (0.05 if name == "key" else 0.065 if name == "e5m2" else 0.04)
+        else:  # measured: 0.036 to 0.037, with a key 0.045, with e5m2 0.058, with both 0.07 to 0.08
+            most = {"key": 0.05, "e5m2": 0.065, "e5m2 with a key": 0.08}
+            assert 0.03 < error < most.get(name, 0.04), error
 
 
 @pytest.mark.weekly
@@ -171,6 +173,30 @@ def test_weights_that_are_quantized(problem):
     np.testing.assert_array_equal(out, want[0])
     np.testing.assert_array_equal(dx, want[1])
     assert not np.asarray(dq.scales).any()
+
+
+@pytest.mark.parametrize("dgrad", ["fp8", "bfloat16"])
+def test_prepacked_weights(rng, dgrad):
+    """Result and gradients are those of the codes as they were, whose scales 16 bits hold."""
+    x, w = oracle.random(rng, (20, 128)), oracle.random(rng, (2, 64, 128))
+    sizes, recipe = jnp.array([9, 8]), jgg.FP8Recipe(dgrad=dgrad)
+    q = jgg.fp8_quantize(w, block=(128, 128), scale_format="e8m0")
+
+    @jax.jit
+    def both(x, w, q):
+        """As w, and as codes of w."""
+        constant = lambda x: jgg.fp8_grouped_linear(x, q, sizes, recipe=recipe)
+        layer = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes, recipe=recipe, quantized=q)
+        found = []
+        for f, *args in ((constant, x), (layer, x, w)):
+            out, vjp = jax.vjp(f, *args)
+            found += [out, *vjp(jnp.cos(out))]
+        return found
+
+    packed = jgg.prepack(q, strict=True)
+    assert packed.layout == "sm90"
+    for got, want in zip(both(x, w, packed), both(x, w, q), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_what_is_kept(problem):
@@ -300,7 +326,18 @@ ERRORS = [
     (
         lambda: jgg.fp8_grouped_linear(X, jgg.quantize(jnp.ones((3, 40, 32)), mode="mxfp8"), S),
         ValueError,
-        "jgg.fp8_grouped_linear: w has mode 'mxfp8' and axis=-1, expected 'fp8' and -1",
+        "jgg.fp8_grouped_linear: w has mode 'mxfp8', expected 'fp8'",
+    ),
+    (
+        lambda: jgg.fp8_grouped_linear(X, Q[0], S), ValueError,
+        "jgg.fp8_grouped_linear: w has shape (40, 24), expected 3 axes (G, N, K)",
+    ),
+    (
+        lambda: jgg.fp8_grouped_linear(X, W, S, quantized=dataclasses.replace(Q, axis=-2)),
+        ValueError,
+        "jgg.fp8_grouped_linear: quantized has axis=-2, expected -1: blocks along K, the "
+        "contracted axis of (G, N, K). dataclasses.replace(quantized, axis=-1) is what it stores, "
+        "(3, 40, 24)",
     ),
     (
         lambda: jgg.fp8_grouped_linear(X, W, S, bias=jnp.ones((3, 24))), ValueError,
@@ -317,11 +354,19 @@ ERRORS = [
     ),
     (
         lambda: jgg.FP8Recipe(weight_block=(1, 128)), ValueError,
-        "jgg.FP8Recipe: weight_block=(1, 128), expected a square",
+        "jgg.FP8Recipe: weight_block=(1, 128), expected a square, as (128, 128)",
     ),
     (
         lambda: jgg.FP8Recipe(activation_block=(128, 128)), ValueError,
-        "jgg.FP8Recipe: activation_block=(128, 128), expected one row",
+        "jgg.FP8Recipe: activation_block=(128, 128), expected one row, as (1, 128)",
+    ),
+    (
+        lambda: jgg.FP8Recipe(activation_block="x"), ValueError,  # pyright: ignore
+        "jgg.FP8Recipe: activation_block='x', expected one row, as (1, 128)",
+    ),
+    (
+        lambda: jgg.FP8Recipe(weight_block=None), ValueError,  # pyright: ignore
+        "jgg.FP8Recipe: weight_block=None, expected a square, as (128, 128)",
     ),
     (
         lambda: jgg.FP8Recipe(wgrad="bf16"), ValueError,  # pyright: ignore

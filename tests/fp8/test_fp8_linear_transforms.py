@@ -194,6 +194,19 @@ def test_linear_sharded(rng, kind, name):
 
 
 @needs_two_devices
+@pytest.mark.parametrize("name", ["N", "K"])
+@pytest.mark.parametrize(("n", "k"), [(384, 192), pytest.param(128, 384, marks=pytest.mark.weekly)])
+def test_blocks_that_parts_cut(rng, name, n, k):
+    """Three blocks, or one, on two devices: smaller ones have the same scales."""
+    x_spec, w_spec, out_spec = SHARDED[name]
+    a = [oracle.random(rng, s) for s in ((T, k), (2, n, k), (2, n), (T, n))]
+    args = *a, jnp.array([9, 7], jnp.int32), None
+    specs = x_spec, w_spec, P(*w_spec[:2]), out_spec, P(), P()
+    outs = (out_spec, *specs[:3])
+    check_sharded(one, args, specs, AxisType.Explicit, outs, CLOSE)
+
+
+@needs_two_devices
 def test_shard_map(examples):
     """Each device has rows and sizes of its own; gradients of what is replicated are summed, with
     check_vma."""
