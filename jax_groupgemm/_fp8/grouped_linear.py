@@ -31,7 +31,7 @@ class FP8Recipe:
     """How :func:`fp8_grouped_linear` quantizes. Hashable; the defaults are DeepSeek-V3's recipe.
 
     Hopper's FP8 kernels run with the defaults of both blocks and of ``gradient_format``. Another
-    block makes the result and dx products of float32 values, and ``"e5m2"`` dx and dw.
+    block makes the result and dx an XLA program of float32 values, and ``"e5m2"`` dx and dw.
 
     Args:
       activation_block: of x and dy along the contracted axis: ``(1, 128)``, or ``(1, n)`` of

@@ -30,18 +30,16 @@ def grouped_qmm(
 ) -> jax.Array:
     """``out[t] = x[t] @ w[group(t)].T``; **T (rows) is grouped**, and w is quantized.
 
-    :func:`grouped_mm` with a :class:`Quantized` weight, which is never dequantized as a whole (in
-    mode ``"fp8"`` it may be, see below)::
+    :func:`grouped_mm` with a :class:`Quantized` weight, which is never dequantized as a whole::
 
         out = row_scale * activation(x @ w + bias)
 
     The weight is dequantized exactly and rounded once to x's dtype; products are summed in float32,
     and there multiplied by a ``global_scale``. In mode ``"fp8"`` it is not rounded: scales multiply
-    float32 sums, and the result is within 2e-4 of the exact one before it is rounded. But on GPUs
-    it is rounded. Hopper's kernels, of bfloat16 x, round its scales to 16 bits, too; where
-    :func:`prepack` has not laid it out they do that first, each time anew. Where no kernel reads
-    the codes, all values are made first, in x's dtype, for the kernel of arrays. Rows of no group
-    are exact zeros and get zero gradient.
+    float32 sums, and the result is within 2e-4 of the exact one before it is rounded. But Hopper's
+    kernels, of bfloat16 x, round it, and its scales to 16 bits; where :func:`prepack` has not laid
+    it out they do that first, each time anew. Rows of no group are exact zeros and get zero
+    gradient.
 
     Args:
       x: ``(T, K)``, float32, bfloat16 or float16. float32 products follow

@@ -24,7 +24,7 @@ from .._core import batching, check, costs, dtypes, partition, partitioner, prim
 from .._core.products import Mm, Wgrad
 from .._core.segments import Metadata
 from .._grouped import primitives
-from .._grouped.call import NO_EPILOGUE, Epilogue, mm, mm_problem, sum_of_parts
+from .._grouped.call import NO_EPILOGUE, Epilogue, sum_of_parts
 from .._grouped.fused import Fused
 from .._kernels import choose
 from . import call, convert, formats, fp8, prepack, reference
@@ -224,24 +224,7 @@ def _in_parts(choice, platform, x, q: Quantized, metadata, product: Mm):
 
 def _lowering(platform, x, q: Quantized, metadata, product: Mm):
     out = called(platform, x, q, metadata, product)
-    if out is not None:
-        return out
-    q = _linear(q)
-    out = _of_values(platform, x, q, metadata, product)
-    return reference.qmm(x, q, metadata, product) if out is None else out
-
-
-def _of_values(platform, x, q: Quantized, metadata, product: Mm):
-    """The kernel of arrays, of all values of a weight in mode "fp8", rounded to x's dtype: on a GPU
-    that has no kernel for its codes. None where there is no kernel for arrays, either."""
-    if platform != "cuda" or q.mode != "fp8":
-        return None
-    product = product.replace(precision=lax.Precision.HIGHEST)  # as the definition
-    values = jax.ShapeDtypeStruct(q.shape, x.dtype)
-    choice = choose.choose(mm_problem(platform, x, values, metadata, product))
-    if choice is None:
-        return None
-    return mm(choice, x, convert._dequantize(q, x.dtype), metadata, product)
+    return reference.qmm(x, _linear(q), metadata, product) if out is None else out
 
 
 def _shardable(x, q: Quantized, metadata):

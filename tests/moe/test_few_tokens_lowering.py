@@ -54,8 +54,7 @@ def test_few_tokens(activation, gated):
 
 
 def test_fp8():
-    """Blocks become scales of every row and 128 k. As they are stored no kernel reads
-    them."""
+    """Blocks become scales of every row and 128 k. As they are stored they have no kernel."""
     down = jgg.quantize(jnp.ones((E, 256, 256)), mode="fp8", contract=-1)
     up = jgg.quantize(jnp.ones((E, 512, 256)), mode="fp8")
     packed = [jgg.prepack(w, strict=True) for w in (up, down)]
@@ -65,9 +64,7 @@ def test_fp8():
     assert name == "jgg_moe_few_tokens"
     assert operands[1:5] == ["6x8x4x1024xui32", "6x8x2x64xui32", "6x4x4x1024xui32", "6x4x2x64xui32"]
     stored = names(jgg.moe_mlp, array(2, 256), up, down, array(2, 3, dtype="int32"), array(2, 3))
-    values = ["jgg_fp8_dequantize", "jgg_mm"]
-    moe = ["jgg_moe_combine", "jgg_moe_dispatch", "jgg_moe_route"]
-    assert sorted(stored) == sorted([*moe, *values, *values])
+    assert stored == ["jgg_moe_route", "jgg_moe_dispatch", "jgg_moe_combine"]
 
 
 def test_neither_other_weights_nor_other_kernels():

@@ -93,7 +93,7 @@ def test_gradients_of_a_batch(rng, mapped, implementation):
     want = jax.jit(jax.value_and_grad(functools.partial(total, run=looped)))(floats, index)
     got = of_batch(floats, index)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     types = scattered(of_batch.lower(floats, index))
     assert all(re.fullmatch(r"tensor<(2x)?\d+xu?i\d+>", found) for found in types), types
 
