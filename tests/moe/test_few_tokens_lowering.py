@@ -95,10 +95,13 @@ def test_large_weights_are_left_to_products():
 
 
 def test_transformations():
-    """A batch and gradients are composed."""
+    """A batch is a layer of more tokens, and gradients are composed."""
     x, up, down, index, weight = arguments()
     batch = lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype)
     layer = jax.vmap(lambda x, index, weight: jgg.moe_mlp(x, up, down, index, weight))
-    assert "jgg_moe_few_tokens" not in names(layer, batch(x), batch(index), batch(weight))
+    assert "jgg_moe_few_tokens" in names(layer, batch(x), batch(index), batch(weight))
+    each = jax.vmap(lambda x, up, *pairs: jgg.moe_mlp(x, up, down, *pairs), (0, 0, None, None))
+    ups = jax.tree.map(batch, up)
+    assert "jgg_moe_few_tokens" not in names(each, batch(x), ups, index, weight)
     loss = lambda x, weight, index: jgg.moe_mlp(x, up, down, index, weight).sum()
     assert "jgg_moe_few_tokens" not in names(jax.grad(loss, (0, 1)), x, weight, index)

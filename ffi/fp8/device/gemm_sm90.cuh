@@ -105,7 +105,7 @@ __device__ void StageScales(typename Config::SharedMemory& memory, const Work& w
     Wait(&memory.empty[at.index], at.parity ^ 1);
     put(memory.scales[at.index]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(&memory.full[at.index]);
+    if (threadIdx.x % 32 < kArrivingLanes) Arrive(&memory.full[at.index]);
     at.Next();
     if (turn + 1 < work.slices) load(work.Slice(turn + 1));
   }
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     constexpr int kGathering = Config::kLists ? 2 : 0;
     // A stage is full when one thread's copies, the scales and the gathered pieces are there; tiles
     // are read by warps 1, 2 and 3, and by one that schedules and gathers.
-    InitRings<Config>(memory, 2 + 32 * kGathering, 3 + kGathering / 2);
+    InitRings<Config>(memory, 1 + kArrivingLanes + 32 * kGathering, 3 + kGathering / 2);
     if (!Config::kLists) Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     Prefetch(&gemm.out_map);
