@@ -155,10 +155,6 @@ void DefineRules(nb::module_& m) {
         "bfloat16_scales"_a = true, "transpose_w"_a = true, "in_order"_a = true,
         "Why the Hopper kernel cannot take a product with a weight in layout 'linear'. "
         "bfloat16_scales is also true of modes whose scales are bytes.");
-  m.def("fp8_mm_sm90_problem", &rules::Fp8MmSm90Problem, nb::kw_only(), "k"_a, "n"_a,
-        "Why the Hopper kernel cannot take an fp8_grouped_mm.");
-  m.def("fp8_wgrad_sm90_problem", &rules::Fp8WgradSm90Problem, nb::kw_only(), "k"_a,
-        "Why the Hopper kernel cannot take an fp8_grouped_wgrad.");
   m.def(
       "fp8_quantize_problem", &rules::Fp8QuantizeProblem, nb::kw_only(), "rows"_a, "columns"_a,
       "along"_a,

@@ -6,7 +6,8 @@
 
 namespace jgg::rules {
 
-// x (T, K) @ w (G, N, K): TMA copies lines of whole 16 bytes, of codes and of the result.
+// x (T, K) @ w (G, N, K): TMA copies lines of whole 16 bytes, of codes and of the result. The calls
+// pad lines to that (_fp8/call.py), so only handlers ask this rule and the next one.
 inline Reason Fp8MmSm90Problem(int64_t k, int64_t n) {
   if (auto reason = NeedsMultiple("K", 16, k)) return reason;
   return NeedsMultiple("N", 8, n);
