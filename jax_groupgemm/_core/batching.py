@@ -36,6 +36,11 @@ def batch_size(args, dims):
     return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
 
+def first(a, dim, size):
+    """The operand with its batch as the first axis; one that is shared, so many times."""
+    return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+
+
 def extent(a, dim, axis):
     """The size of an unbatched operand's axis."""
     return a.shape[axis + (dim is not None and dim <= axis)]

@@ -37,8 +37,9 @@ class Composed:
       batch: ``batch(size, operands, axes, **static)`` returns the results of a batch, which have it
         as their first axis. ``axes`` are trees as the operands, with None where one is not
         batched. Where it returns None, and without it, a batch is composed.
-      batches_backward: whether a batch that is composed has the backward pass of ``vjp``. What is
-        not batched then has a cotangent of each of the batch, which are added.
+      batches_backward: whether a batch that is composed has the backward pass of ``vjp``, which
+        does not ask what ``moves``. What is not batched then has a cotangent of each of the batch,
+        which are added: not for weights.
       keeps_call: whether the value of a differentiated call remains one call. Otherwise it is the
         composition's, which shares what the derivative needs.
       sharded: ``sharded(**static)`` raises what the user should know of sharded operands.
@@ -178,7 +179,7 @@ def _of_batch(name: str, composed: Callable, vjp, cost, tree, dims) -> Composed:
         run = lambda saved, cts, *operands: backward(saved, operands, cts, **static)
         grads = of_each(run, 0, 0)(saved, cts, *operands)
         return tuple(
-            None if grad is None else jax.tree.map(_at, axis, grad, is_leaf=lambda a: a is None)
+            None if grad is None else _at(axis, grad)
             for axis, grad in zip(axes, grads, strict=True)
         )
 
@@ -192,6 +193,5 @@ def _of_batch(name: str, composed: Callable, vjp, cost, tree, dims) -> Composed:
 
 
 def _at(axis: int | None, grads: jax.Array) -> jax.Array:
-    """Of the cotangents of a batch, which they have first: what an operand with it at ``axis``
-    has."""
+    """The cotangent of an array whose batch is at ``axis``, of those of each."""
     return grads.sum(0) if axis is None else jnp.moveaxis(grads, 0, axis)

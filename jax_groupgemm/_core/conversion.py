@@ -11,10 +11,9 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from .._kernels import choose, problems
-from . import costs
+from . import batching, costs
 from .composed import Composed
 
 
@@ -47,15 +46,10 @@ def composed(target: str, definition: Callable, call: Callable, batch: Callable 
 
 def in_batch(size: int, operands, axes):
     """A batch becomes the first leading axis. One global scale for all may stay as it is."""
-
-    def first(a, axis):
-        if axis is not None:
-            return jnp.moveaxis(a, axis, 0)
-        return jnp.broadcast_to(a, (size, *a.shape))
-
     *arrays, scale = operands
     *axes, scale_axis = axes
-    arrays = [None if a is None else first(a, d) for a, d in zip(arrays, axes, strict=True)]
+    first = batching.first
+    arrays = [None if a is None else first(a, d, size) for a, d in zip(arrays, axes, strict=True)]
     if scale is not None and not (scale_axis is None and scale.ndim == 0):
-        scale = first(scale, scale_axis)
+        scale = first(scale, scale_axis, size)
     return *arrays, scale

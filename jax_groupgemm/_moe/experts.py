@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._core import dtypes
+from .._core import batching, dtypes, partition, segments
 from .._core.composed import Composed
 from . import few_tokens, listed
 from .permute import at_places, combined, dispatched
@@ -92,25 +92,26 @@ def _call(platform, x, up, down, up_bias, down_bias, _, pairs, weight, plan, *, 
 
 
 def _batched(size: int, operands, axes, *, options: Options):
-    """A batch that shares its experts is one layer of more tokens; None where it is not."""
-    x, up, down, up_bias, down_bias, routing, pairs, weight, plan = operands
-    index, offset = pairs
+    """A batch that shares its experts is one layer of more tokens. None where it does not, and
+    where there is not a row for each of its pairs."""
+    x, up, down, up_bias, down_bias, routing, (index, offset), weight, plan = operands
+    tokens, k = (batching.extent(index, axes[6][0], axis) for axis in (0, 1))
+    rows, experts = (
+        batching.extent(a, axis, 0)
+        for a, axis in (
+            (routing.order, axes[5].order), (routing.group_sizes, axes[5].group_sizes),
+        )
+    )  # fmt: skip
     mapped = jax.tree.leaves((axes[1:5], axes[6][1]))
-    rows = routing.order.shape[-1]
-    axis_of = lambda a, axis: a if axis is None else jnp.moveaxis(a, axis, 0)
-    first = lambda a, axis: jnp.broadcast_to(axis_of(a, axis), (size, *a.shape[axis is not None :]))
-    x, index, weight = (
-        first(a, axis) for a, axis in ((x, axes[0]), (index, axes[6][0]), (weight, axes[7]))
-    )
-    tokens, k = index.shape[1:]
-    if plan is not None or mapped or rows != tokens * k:
+    if plan is not None or mapped or rows != tokens * k or size * rows > segments.MAX_ROWS:
         return None
-    flat = lambda a: a.reshape(size * tokens, a.shape[-1])
-    experts = routing.group_sizes.shape[-1]
-    routing = route(flat(index), experts, expert_offset=offset)
-    pairs, weight = (flat(index), offset), flat(weight)
+    x, index, weight = (
+        partition.merge(batching.first(a, axis, size), (2, 1))
+        for a, axis in ((x, axes[0]), (index, axes[6][0]), (weight, axes[7]))
+    )
+    routing = route(index, experts, expert_offset=offset)
     out = _EXPERTS(
-        flat(x), up, down, up_bias, down_bias, routing, pairs, weight, plan, options=options
+        x, up, down, up_bias, down_bias, routing, (index, offset), weight, plan, options=options
     )
     return out.reshape(size, tokens, out.shape[-1])
 
@@ -139,7 +140,4 @@ def _of_biases(ct, bias, routing: Routing, pairs):
     return jnp.where(routing.place >= 0, found, 0)
 
 
-_EXPERTS = Composed(
-    "jgg_experts", _composed, _call, batch=_batched, batches_backward=True,
-    vjp=(_forward, _backward),
-)  # fmt: skip
+_EXPERTS = Composed("jgg_experts", _composed, _call, batch=_batched, vjp=(_forward, _backward))

@@ -91,8 +91,8 @@ def moe_mlp(
       transport: how tokens travel to experts of other devices, see below; None chooses. It changes
         no bit of the result, and means nothing where tokens need not travel.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
-        pairs than that, the whole result is NaN, and so are gradients of what pairs with rows
-        meet; ``route(...).overflow`` says how many pairs have none. Where
+        pairs than that, the whole result is NaN, and so are the gradients of tokens and experts
+        whose pairs have rows; ``route(...).overflow`` says how many pairs have none. Where
         tokens are sharded it is of each device, and the result of that device; where they travel,
         of all devices that they travel between.
       recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
@@ -103,7 +103,8 @@ def moe_mlp(
         and have the gradients.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
-      preferred_element_type: dtype of the result; by default the promoted dtype of x and up.
+      preferred_element_type: dtype of the result; by default the promoted dtype of x and up, or
+        bfloat16 where that has 8 bits or fewer.
       implementation: of the products, as in :func:`grouped_mm`, where there is no recipe; or
         ``"composed"``: the layer is made of other public operations, each with its own backward
         pass and kernels.
@@ -121,10 +122,11 @@ def moe_mlp(
     rows. The backward pass keeps x, h and the routing; with a recipe codes as well, and with an
     :class:`NVFP4Recipe`, or an :class:`FP8Recipe` and biases, the rows that are summed up. Policies
     of ``jax.checkpoint`` know h as ``"moe_h"``. Under ``vmap`` a batch that shares its experts is
-    more tokens of one layer. Under Explicit sharding tokens, F and E may be sharded. Under Auto
-    sharding values are right, but the layer sees no sharding: XLA moves a row for each pair and
-    sends no token to its experts, so use Explicit sharding, or where the rest of the model is under
-    Auto sharding ``jax.shard_map`` around this layer alone.
+    more tokens of one layer, but with a recipe, ``axis_name`` or fewer ``max_rows``. Under Explicit
+    sharding tokens, F and E may be sharded. Under Auto sharding values are right, but the layer
+    sees no sharding: XLA moves a row for each pair and sends no token to its experts, so use
+    Explicit sharding, or where the rest of the model is under Auto sharding ``jax.shard_map``
+    around this layer alone.
 
     **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
     tokens and E, tokens travel and weights do not. Of N devices with T tokens each,
@@ -341,11 +343,10 @@ class _Layer:
     def of(self, up, down, up_bias, down_bias, codes) -> _Layer:
         """The same of a device's part of the weights, with gate and up in one axis."""
         if not isinstance(up, Quantized) and up.ndim == 4:
-            shape = up.shape
-            kept = (-1, shape[3]) if self.transpose_w else (shape[1], -1)
-            up = up.reshape(shape[0], *kept)
+            e, a, b, c = up.shape
+            up = up.reshape((e, a * b, c) if self.transpose_w else (e, a, b * c))
         if up_bias is not None:
-            up_bias = up_bias.reshape(up_bias.shape[0], -1)
+            up_bias = up_bias.reshape(up_bias.shape[0], math.prod(up_bias.shape[1:]))
         return dataclasses.replace(
             self, experts=down.shape[0], up=up, down=down, up_bias=up_bias, down_bias=down_bias,
             codes=codes,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._core import costs, dtypes
+from .._core import batching, costs, dtypes
 from .._core.composed import Composed
 from .._core.primitive import vary_alike
 from .._fp8.quantize import fp8_quantize
@@ -225,10 +225,7 @@ def _sent_as_codes(_, tokens, plan, *, in_fp8: int):
 
 def _batched(size: int, operands, axes):
     """The operands of a batch: it is still one operation, or it could not be transposed."""
-
-    def first(a, axis):
-        return jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
-
+    first = functools.partial(batching.first, size=size)
     rows, plan = jax.tree.map(first, operands, axes)
     return rows, Batch(plan)
 

@@ -66,12 +66,15 @@ def test_vmap(rng, mapped):
 @pytest.mark.parametrize("mapped", ["x", "i", "xwi", "ud", "xudwi", "b"])
 @pytest.mark.one_in(3)
 def test_gradients_of_a_batch(rng, mapped, implementation):
-    """grad(vmap): as of a loop, and no rows are scattered. Experts that all share are met once."""
+    """grad(vmap): as of a loop, and no rows are scattered. A batch of x lies along its tokens."""
     x, up, down, index, weight = problem(rng)
     biases = [jnp.asarray(rng.normal(size=(E, w.shape[2])), "float32") for w in (up, down)]
     args = dict(zip("xudwi", (x, up, down, weight, index), strict=True)) | {"b": biases[1]}
-    axes = {name: 0 if name in mapped else None for name in args}
-    batch = {name: jnp.stack([a, a[::-1]]) if name in mapped else a for name, a in args.items()}
+    axes = {name: int(name == "x") if name in mapped else None for name in args}
+    batch = {
+        name: a if axes[name] is None else jnp.stack([a, a[::-1]], axes[name])
+        for name, a in args.items()
+    }
 
     def f(args):
         x, up, down, weight, index, bias = (args[name] for name in "xudwib")
@@ -84,7 +87,8 @@ def test_gradients_of_a_batch(rng, mapped, implementation):
         return jnp.sin(run(floats | {"i": index})).sum()
 
     def looped(given):
-        each = [{n: a[b] if n in mapped else a for n, a in given.items()} for b in range(2)]
+        of = lambda n, b: given[n] if axes[n] is None else jnp.take(given[n], b, axes[n])
+        each = [{n: of(n, b) for n in given} for b in range(2)]
         return jnp.stack([f(one) for one in each])
 
     index = batch.pop("i")
@@ -96,6 +100,42 @@ def test_gradients_of_a_batch(rng, mapped, implementation):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     types = scattered(of_batch.lower(floats, index))
     assert all(re.fullmatch(r"tensor<(2x)?\d+xu?i\d+>", found) for found in types), types
+
+
+@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+def test_gradients_of_a_batch_of_quantized_experts(rng, mode):
+    """Shared ones, with rows for some pairs alone, and ones of each."""
+    x, up, down, index, weight = problem(rng, d=64, f=32)
+    of = lambda w: jgg.quantize(
+        w, mode=mode, group_size=32 if mode == "affine" else 16, contract=-2
+    )
+    up, down = of(up), of(down)
+    xs, twice = jnp.stack([x, x[::-1]], 1), lambda q: jax.tree.map(lambda a: jnp.stack([a, a]), q)
+
+    def layer(x, up, down, **options):
+        return jgg.moe_mlp(x, up, down, index, weight, **options)
+
+    single = jax.grad(lambda x: layer(x, up, down).sum())(x)
+    for axes, weights, options in (
+        ((1, None, None), (up, down), {"max_rows": 2 * len(x) - 1}),
+        ((1, 0, 0), (twice(up), twice(down)), {}),
+    ):
+        run = jax.vmap(functools.partial(layer, **options), axes)
+        grad = jax.jit(jax.grad(lambda xs, run=run, w=weights: run(xs, *w).sum()))(xs)
+        np.testing.assert_allclose(grad[:, 0], single, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_does_not_copy_experts():
+    """Not even with fewer rows than pairs: their gradients are those of all, at once."""
+    of = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
+    weights = of(16, 128, 256), of(16, 128, 128)
+    layer = lambda x, up, down, index, weight: jgg.moe_mlp(x, up, down, index, weight, max_rows=30)
+    batch = jax.vmap(layer, (0, None, None, 0, 0))
+    grad = jax.jit(jax.grad(lambda *args: batch(*args).sum(), (0, 1, 2)))
+    args = of(8, 16, 128), *weights, of(8, 16, 2, dtype="int32"), of(8, 16, 2)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        taken = grad.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert taken < 4 * 16 * 128 * (256 + 128)
 
 
 def test_a_batch_with_shared_experts_is_one_layer():
