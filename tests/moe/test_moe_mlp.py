@@ -122,6 +122,10 @@ def test_nothing_to_do(rng):
     assert jgg.moe_mlp(x[:0], up, down, index[:0], weight[:0]).shape == (0, D)
     nothing = jgg.moe_mlp(x, up, down, jnp.full_like(index, -1), weight)
     assert not np.asarray(nothing).any()
+    biases = {"up_bias": jnp.ones((0, 2 * F)), "down_bias": jnp.ones((0, D))}
+    without = lambda x: jgg.moe_mlp(x, up[:0], down[:0], index, weight, **biases)
+    assert not np.asarray(without(x)).any()
+    assert not np.asarray(jax.grad(lambda x: without(x).sum())(x)).any()
 
 
 def test_nan_stays_in_the_tokens_that_meet_it(rng):
