@@ -170,7 +170,7 @@ def read_biases(weights: Weights, names: Names, e: int, d: int, f: int):
 
 
 def formats(model: nnx.Module) -> str:
-    """What the experts of a model are in."""
+    """The formats of a model's experts."""
     values = jax.tree.leaves(
         nnx.state(model, Expert), is_leaf=lambda leaf: isinstance(leaf, jgg.Quantized)
     )

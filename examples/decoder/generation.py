@@ -155,7 +155,7 @@ class Watch:
         return (len(self.tokens) - 1) / (self.last - self.began - self.first)
 
     def said(self, prompt: int) -> str:
-        """Of a generation after so many tokens."""
+        """One line about when tokens came, after a prompt of so many."""
         if self.first is None:
             return "the text ends at once: the first token ends it"
         each = f"{prompt / self.first:,.0f} tokens/s of the prompt"

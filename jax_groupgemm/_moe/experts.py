@@ -128,8 +128,8 @@ def weight_cotangents(of_rows, routing: Routing):
 
 
 def _of_biases(ct, bias, routing: Routing, pairs):
-    """What the experts' biases add to each pair's weight's cotangent: a product for each token and
-    expert, of which a pair has one."""
+    """The part of weights' cotangents, (T, k), that experts' biases make. A product gives it for
+    each token and expert, and a pair takes one of them."""
     wide = dtypes.accumulator_dtype(ct.dtype)
     if not bias.shape[0]:
         return jnp.zeros(routing.place.shape, wide)

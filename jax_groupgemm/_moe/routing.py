@@ -130,7 +130,7 @@ def local_experts(index, first, experts: int) -> jax.Array:
     wide = jnp.uint64 if 8 in (index.dtype.itemsize, first.dtype.itemsize) else jnp.uint32
     here, start = index.astype(wide), first.astype(wide)
     local = here - start
-    # Of one sign, unsigned numbers compare as signed ones do. Of two, a difference may not fit.
+    # Numbers of one sign compare as unsigned ones do. A difference of two signs may not fit.
     outside = jnp.where((index < 0) == (first < 0), here < start, (index < 0) | (local < here))
     return jnp.where(outside | (local >= experts), experts, local).astype(jnp.int32)
 
