@@ -231,7 +231,8 @@ def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
     q = _linear(q)
     if q.mode == "fp8":
-        # Parts are known under Explicit sharding, where x or q may have them.
+        # Parts are known under Explicit sharding, where x or q may have them. Axes of x are told by
+        # their length: of a square q both axes get x's parts, which makes blocks smaller, no more.
         own, others = _parts(q.weight)[-2:], dict(zip(x.shape[1:], _parts(x)[1:], strict=True))
         known = (max(p, others.get(n, 1)) for p, n in zip(own, q.shape[-2:], strict=True))
         q = fp8.in_whole_blocks(q, parts=tuple(known))  # pyright: ignore[reportArgumentType]
