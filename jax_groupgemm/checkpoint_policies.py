@@ -15,8 +15,9 @@ __all__ = ["grouped_products_saveable"]
 _CONVERSIONS = (
     "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
     "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
-    "jgg_activation", "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_dequantize",
-    "jgg_fp8_activation", "jgg_fp8_activation_backward", "jgg_send", "jgg_collect", "jgg_top_k",
+    "jgg_activation", "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_quantize_lines",
+    "jgg_fp8_dequantize", "jgg_fp8_activation", "jgg_fp8_activation_backward", "jgg_send",
+    "jgg_collect", "jgg_top_k",
 )  # fmt: skip
 
 

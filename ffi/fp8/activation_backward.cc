@@ -6,18 +6,6 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "fp8_activation_backward";
 
-// Two words, or none: round to nearest.
-static ffi::Error BindSeed(const ffi::AnyBuffer& seed, Fp8Codes* to) {
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "seeds", seed, ffi::U32, "uint32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "seeds", "(2,) or (0,)", seed, {-1}));
-  const int64_t words = seed.dimensions()[0];
-  if (words != 0 && words != 2) {
-    return InvalidArgument(kOp, "a seed has ", words, " words, expected 2 or 0");
-  }
-  to->seed = words == 0 ? nullptr : static_cast<const uint32_t*>(seed.untyped_data());
-  return ffi::Error::Success();
-}
-
 static ffi::Error Fp8ActivationBackward(
     cudaStream_t stream, ffi::AnyBuffer h, ffi::AnyBuffer d, ffi::AnyBuffer row_scale,
     ffi::AnyBuffer sizes, ffi::AnyBuffer row_seed, ffi::AnyBuffer column_seed,
@@ -35,11 +23,7 @@ static ffi::Error Fp8ActivationBackward(
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "d", "(R, F)", d, {rows, columns}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "row_scale", row_scale, ffi::F32, "float32"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "row_scale", "(R,)", row_scale, {rows}));
-  JGG_RETURN_IF_ERROR(BindSeed(row_seed, &args.by_rows));
-  JGG_RETURN_IF_ERROR(BindSeed(column_seed, &args.by_columns));
-  if ((args.by_rows.seed == nullptr) != (args.by_columns.seed == nullptr)) {
-    return InvalidArgument(kOp, "needs both seeds or none");
-  }
+  JGG_RETURN_IF_ERROR(BindSeeds(kOp, row_seed, column_seed, &args.by_rows, &args.by_columns));
   JGG_RETURN_IF_ERROR(
       BindFp8Codes(kOp, "dh", *row_codes, *row_scales, rows, 2 * columns, &args.by_rows));
   JGG_RETURN_IF_ERROR(BindFp8Codes(kOp, "dh along rows", *column_codes, *column_scales, 2 * columns,

@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "common/cuda_error.h"
 #include "fp8/activation_sm80.h"
+#include "fp8/codes_bind.h"
 #include "fp8/rules.h"
 #include "grouped_mm/mm_bind.h"
 #include "handlers.h"
@@ -51,25 +52,6 @@ inline xla::ffi::Error BindActivation(const char* op, std::string_view activatio
   args->workspace = workspace.untyped_data();
   if (auto reason = NeedsComputeCapability(80, ComputeCapability())) {
     return Unimplemented(op, *reason);
-  }
-  return ffi::Error::Success();
-}
-
-// Codes (lines, along) and their scales.
-inline xla::ffi::Error BindFp8Codes(const char* op, const char* name,
-                                    const xla::ffi::AnyBuffer& codes,
-                                    const xla::ffi::AnyBuffer& scales, int64_t lines, int64_t along,
-                                    Fp8Codes* to) {
-  namespace ffi = xla::ffi;
-  JGG_RETURN_IF_ERROR(CheckDtype(op, name, codes, ffi::F8E4M3FN, "float8_e4m3fn"));
-  JGG_RETURN_IF_ERROR(CheckShape(op, name, "(lines, elements)", codes, {lines, along}));
-  JGG_RETURN_IF_ERROR(CheckDtype(op, name, scales, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(
-      CheckShape(op, name, "(lines, blocks of 128)", scales, {lines, (along + 127) / 128}));
-  to->codes = codes.untyped_data();
-  to->scales = static_cast<float*>(scales.untyped_data());
-  if (reinterpret_cast<uintptr_t>(to->codes) % 16 != 0) {
-    return Unimplemented(op, "a buffer is not aligned to 16 bytes");
   }
   return ffi::Error::Success();
 }

@@ -30,17 +30,6 @@ static cudaError_t DispatchGated(Activation activation, Function function) {
   return cudaErrorNoKernelImageForDevice;
 }
 
-static QuantizeParams ParamsOf(const Fp8Codes& to, int64_t along) {
-  QuantizeParams p{};
-  p.matrices = 1;
-  p.along = along;
-  p.blocks = CeilDiv(along, kBlock);
-  p.seed = to.seed;
-  p.codes = static_cast<uint8_t*>(to.codes);
-  p.scales = to.scales;
-  return p;
-}
-
 cudaError_t LaunchFp8ActivationSm80(cudaStream_t stream, const Fp8ActivationSm80& args,
                                     const Fp8Codes& to) {
   QuantizeParams p = ParamsOf(to, args.columns);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "fp8/codes.h"
 #include "fp8/groups.h"
 #include "grouped_mm/mm.h"
 
@@ -19,13 +20,6 @@ struct Fp8ActivationSm80 {
   const int32_t* sizes;  // (groups,)
   int64_t groups;
   void* workspace;  // of Fp8GroupsWords(groups, padded tiles of 128 rows; none in the forward pass)
-};
-
-// Codes and scales of blocks of 128, along columns or along rows.
-struct Fp8Codes {
-  void* codes;
-  float* scales;
-  const uint32_t* seed;  // two words, or null: round to nearest
 };
 
 // Writes the codes of activation(h), (rows, columns), along columns.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "fp8/codes.h"
 #include "fp8/device/quantize_tiles.cuh"
 
 namespace jgg::fp8 {
@@ -19,6 +20,18 @@ inline cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeParams& p,
                   static_cast<unsigned>(std::min<int64_t>(matrices, 65535)));
   kernel<<<grid, threads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+// Of one matrix, in lines of `along` elements.
+inline QuantizeParams ParamsOf(const Fp8Codes& to, int64_t along) {
+  QuantizeParams p{};
+  p.matrices = 1;
+  p.along = along;
+  p.blocks = CeilDiv(along, kBlock);
+  p.seed = to.seed;
+  p.codes = static_cast<uint8_t*>(to.codes);
+  p.scales = to.scales;
+  return p;
 }
 
 // p->inside, and of so many tiles p->groups, of groups of p->rows. The workspace has

@@ -15,6 +15,7 @@ from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_mm import one_owner
+from .._nvfp4.quantize import seed_of
 from .._quantized import array, convert, fp8, fp8_convert, padding, trilinear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
@@ -227,14 +228,15 @@ class LinearProducts(Products):
     op, keeps = "fp8_grouped_linear", "eight bits"
     exact = "recipe=jgg.FP8Recipe(wgrad='bfloat16')"
 
-    def out(self, x, w, q, bias, group_sizes, keys):
+    def out(self, x, w, q, codes, bias, group_sizes, keys):
         same: dict[str, Any] = {"bias": bias, "preferred_element_type": x.dtype}
         if self.recipe.forward != "fp8":
             if w is None:
                 return grouped_qmm(x, q, group_sizes, **same)
             return grouped_mm(x, w.astype(x.dtype), group_sizes, transpose_w=True, **same)
-        rows = self._rows(x, group_sizes, keys[0])
-        return fp8_grouped_mm(rows, self._weight(w, q, keys[1]), group_sizes, **same)
+        if codes is None:
+            codes = self._rows(x, group_sizes, keys[0])
+        return fp8_grouped_mm(codes, self._weight(w, q, keys[1]), group_sizes, **same)
 
     def shared(self, w, moves):
         if not shares_codes(self.recipe):
@@ -247,33 +249,47 @@ class LinearProducts(Products):
     def exchanged(self, q):
         return fp8_convert.exchanged(q)
 
-    def dx(self, dy, w, q, group_sizes, keys):
+    def dx(self, dy, w, q, codes, group_sizes, keys):
         if self.recipe.dgrad != "fp8":
             if w is None:
                 w = convert._dequantize(q, dy.dtype)
             return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
-        rows = self._rows(dy, group_sizes, keys[0], self.recipe.gradient_format)
+        if codes is None:
+            codes = self._rows(dy, group_sizes, keys[0], self.recipe.gradient_format)
         weight = self._weight(w, q, keys[1])
-        return of_gradient(self.op, rows, weight, segments.sizes(group_sizes), dy.dtype)
+        return of_gradient(self.op, codes, weight, segments.sizes(group_sizes), dy.dtype)
 
-    def dw(self, dy, x, group_sizes, keys, groups, dtype):
+    def dw(self, dy, x, codes, group_sizes, keys, groups, dtype):
         if not self.packs:
             if self.columns:
                 return self.sums(x, dy, group_sizes, groups, dtype).swapaxes(1, 2)
             return self.sums(dy, x, group_sizes, groups, dtype)
         if not isinstance(x, Quantized):
             x = self._along_t(x, group_sizes, keys[1])
-        dy = self._along_t(dy, group_sizes, keys[0], self.recipe.gradient_format)
+        if codes is None:
+            codes = self._along_t(dy, group_sizes, keys[0], self.recipe.gradient_format)
         if self.columns:
-            return grouped_wgrad(dy, x, group_sizes, dtype=dtype).swapaxes(1, 2)
-        return grouped_wgrad(x, dy, group_sizes, dtype=dtype)
+            return grouped_wgrad(codes, x, group_sizes, dtype=dtype).swapaxes(1, 2)
+        return grouped_wgrad(x, codes, group_sizes, dtype=dtype)
 
     @property
     def packs(self):
         return self.recipe.wgrad == "fp8"
 
     def packed(self, x, group_sizes):
-        return self._along_t(x, group_sizes, None)
+        if self._reads_once(self.recipe.forward):
+            return fp8_convert.quantized_lines(x, group_sizes, (None, None))
+        return None, self._along_t(x, group_sizes, None)
+
+    def both(self, dy, group_sizes, keys):
+        if not self._reads_once(self.recipe.dgrad) or self.recipe.gradient_format != "e4m3":
+            return None, None
+        seeds = tuple(None if key is None else seed_of(self.op, key) for key in keys)
+        return fp8_convert.quantized_lines(dy, group_sizes, seeds)
+
+    def _reads_once(self, other: Precision) -> bool:
+        """Whether dw and another product read the same array in eight bits, in lines of 128."""
+        return other == self.recipe.wgrad == "fp8" and self.recipe.activation_block == fp8.LINE
 
     def unpacked(self, kept, dtype):
         def rows(q):

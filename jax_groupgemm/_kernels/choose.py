@@ -336,6 +336,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="blocks of 128 x 128, C % 16 == 0, R % 16 == 0",
         ),
     ),
+    "fp8_quantize_lines": (
+        Kernel(
+            "sm80", "jgg_fp8_quantize_lines", rows.quantizes_fp8, unseen=True,
+            needs="blocks of 128 both ways, grouped rows, C % 8 == 0",
+        ),
+    ),
     **{
         op: (
             Kernel(

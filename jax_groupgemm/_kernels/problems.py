@@ -124,7 +124,8 @@ class Conversion(Problem):
 class Fp8Conversion(Conversion):
     """``fp8_quantize`` of ``(rows, columns)``, all matrices' rows together, whose ``block`` lies
     along columns, or along rows: then ``along`` is the length of the result's lines, else 0. Or
-    ``fp8_quantize_both``, whose block lies both ways, or ``fp8_dequantize`` of what is stored."""
+    ``fp8_quantize_both`` and ``fp8_quantize_lines``, whose blocks lie both ways, or
+    ``fp8_dequantize`` of what is stored."""
 
     rows: int
     columns: int

@@ -174,7 +174,7 @@ class _Products(Products):
     op, keeps = "nvfp4_grouped_linear", "four bits"
     exact = "recipe=jgg.NVFP4Recipe(high_precision=('wgrad',))"
 
-    def out(self, x, w, q, bias, group_sizes, keys):
+    def out(self, x, w, q, codes, bias, group_sizes, keys):
         if "fprop" in self.recipe.high_precision:
             return grouped_mm(
                 x, w.astype(x.dtype), group_sizes, transpose_w=True, bias=bias,
@@ -186,7 +186,7 @@ class _Products(Products):
             rows, along_k, group_sizes, bias=bias, preferred_element_type=x.dtype
         )
 
-    def dx(self, dy, w, q, group_sizes, keys):
+    def dx(self, dy, w, q, codes, group_sizes, keys):
         if "dgrad" in self.recipe.high_precision:
             return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
         rows = nvfp4_quantize(dy, group_sizes=group_sizes, stochastic_rounding_key=keys[0])
@@ -196,7 +196,7 @@ class _Products(Products):
         stored = dataclasses.replace(along_n, axis=-1)  # (G, K, N)
         return nvfp4_grouped_mm(rows, stored, group_sizes, preferred_element_type=dy.dtype)
 
-    def dw(self, dy, x, group_sizes, keys, groups, dtype):
+    def dw(self, dy, x, codes, group_sizes, keys, groups, dtype):
         if not self.packs:
             return self.sums(dy, x, group_sizes, groups, dtype)
         if not isinstance(x, Quantized):
@@ -208,7 +208,7 @@ class _Products(Products):
         return "wgrad" not in self.recipe.high_precision
 
     def packed(self, x, group_sizes):
-        return self._along_t(x, group_sizes, None)
+        return None, self._along_t(x, group_sizes, None)
 
     def unpacked(self, kept, dtype):
         def rows(q):

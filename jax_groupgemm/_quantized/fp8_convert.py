@@ -113,6 +113,20 @@ def quantized_both(op: str, x, *, block, axis: int) -> tuple[Quantized, Quantize
     return made(codes, scales, block=block), made(*other, block=block)
 
 
+def quantized_lines(x, group_sizes, seeds) -> tuple[Quantized, Quantized]:
+    """``x`` (T, K), of grouped rows, in blocks of 128 along K; and in such blocks along T.
+
+    ``seeds``: of either, uint32 (2,); or two times None. What rows of no group become is not said.
+    """
+    x = lax.stop_gradient(x)
+    if partition.explicit_mesh([x, group_sizes]) is not None:
+        of = functools.partial(quantized, "", x, block=fp8.LINE, group_sizes=group_sizes)
+        return of(axis=-1, seed=seeds[0]), of(axis=-2, seed=seeds[1])
+    *rows, codes, scales = _QUANTIZE_LINES(x, group_sizes, *seeds)
+    positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
+    return made(*rows), made(codes, scales, positions, axis=-2)
+
+
 def exchanged(q: Quantized) -> Quantized:
     """The transpose of an array in square blocks."""
     return made(q.weight.swapaxes(-1, -2), q.scales.swapaxes(-1, -2), block=q.block)
@@ -124,6 +138,14 @@ def _quantize_both(x, *, block, axis: int):
         x, None, None, None, block=block, axis=axis, scale_format="float32", element="e4m3"
     )
     return codes, scales, codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+
+
+def lines(x, group_sizes, row_seed, column_seed):
+    """``(codes, scales)`` of blocks along the last axis, and along grouped rows."""
+    of = functools.partial(
+        _QUANTIZE, x, group_sizes, block=fp8.LINE, scale_format="float32", element="e4m3"
+    )
+    return *of(row_seed, None, axis=-1), *of(column_seed, None, axis=-2)
 
 
 def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_format: str,
@@ -173,19 +195,41 @@ _QUANTIZE_BOTH = conversion.composed(
 )
 
 
-def _one_of_both(used, *more):
-    """Where nobody reads the other one, as in the first of two forward passes of
-    ``jax.checkpoint``, it is not made."""
-    eqn = more[-1]
-    if not any(used):
-        return [False], None
-    if any(used[2:]):
-        return [True], eqn
-    (one,) = (e for e in eqn.params["jaxpr"].eqns if e.primitive is _QUANTIZE.primitive)
-    return [True], eqn.replace(primitive=one.primitive, params=one.params, outvars=eqn.outvars[:2])
+def _problem_of_lines(x, group_sizes, *_):
+    rows, columns = x.shape
+    return functools.partial(
+        problems.Fp8Conversion, mode="fp8", rows=rows, columns=columns,
+        along=padding.padded_rows(rows, group_sizes.shape[0], fp8.GROUPED), block=fp8.LINE,
+    )  # fmt: skip
 
 
-partial_eval.dce_rules[_QUANTIZE_BOTH.primitive] = _one_of_both
+_QUANTIZE_LINES = conversion.composed(
+    "jgg_fp8_quantize_lines", lines, call.fp8_quantize_lines, problem_of=_problem_of_lines
+)
+
+
+def _halves(used, eqn):
+    """Of two results of codes and scales, those that somebody reads: each may be made alone, as in
+    the first of two forward passes of ``jax.checkpoint``."""
+    wanted = [any(used[:2]), any(used[2:])]
+    if not any(wanted):
+        return [False] * len(eqn.invars), None
+    alone = [e for e in eqn.params["jaxpr"].eqns if e.primitive is _QUANTIZE.primitive]
+    given = dict(zip(eqn.params["jaxpr"].invars, eqn.invars, strict=True))
+    at = wanted.index(True)
+    if all(wanted) or at >= len(alone) or not all(v in given for v in alone[at].invars):
+        return [True] * len(eqn.invars), eqn
+    one = alone[at]
+    outs = eqn.outvars[2 * at : 2 * at + 2]
+    made = eqn.replace(
+        primitive=one.primitive, params=one.params, outvars=outs,
+        invars=[given[v] for v in one.invars],
+    )  # fmt: skip
+    return [v in one.invars for v in given], made
+
+
+for _both in (_QUANTIZE_BOTH, _QUANTIZE_LINES):
+    partial_eval.dce_rules[_both.primitive] = lambda used, *more: _halves(used, more[-1])
 
 
 def dequantized(q: Quantized, dtype, implementation: str | None = None):

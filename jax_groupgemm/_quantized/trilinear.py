@@ -50,7 +50,8 @@ class Products(abc.ABC):
     """The three products of a family; static, so instances are hashable.
 
     ``keys`` has one for each of the two operands that are not group sizes: a key where it is
-    rounded at random, else None. ``q`` is a quantized copy of w, or None.
+    rounded at random, else None. ``q`` is a quantized copy of w, or None, and ``codes`` is one of x
+    or dy as that product reads it: what :meth:`both` or :meth:`packed` has made already.
 
     Attributes:
       op: of the public operation, for messages.
@@ -61,7 +62,7 @@ class Products(abc.ABC):
     op = keeps = exact = ""
 
     @abc.abstractmethod
-    def out(self, x, w, q, bias, group_sizes, keys) -> jax.Array: ...
+    def out(self, x, w, q, codes, bias, group_sizes, keys) -> jax.Array: ...
 
     def shared(self, w, moves: bool) -> tuple[Quantized | None, Quantized | None]:
         """``(q, kept)``: a quantized copy of w that serves the result and dx, or None; and what the
@@ -75,11 +76,16 @@ class Products(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}.shared keeps something")
 
     @abc.abstractmethod
-    def dx(self, dy, w, q, group_sizes, keys) -> jax.Array: ...
+    def dx(self, dy, w, q, codes, group_sizes, keys) -> jax.Array: ...
 
     @abc.abstractmethod
-    def dw(self, dy, x, group_sizes, keys, groups: int, dtype) -> jax.Array:
-        """``x`` may be what :meth:`packed` makes of it."""
+    def dw(self, dy, x, codes, group_sizes, keys, groups: int, dtype) -> jax.Array:
+        """``x`` may be what :meth:`packed` makes of it. ``codes`` are of dy."""
+
+    def both(self, dy, group_sizes, keys) -> tuple[Quantized | None, Quantized | None]:
+        """dy as dx reads it, and as dw does, rounded with a key each; or twice None."""
+        del dy, group_sizes, keys
+        return None, None
 
     @property
     @abc.abstractmethod
@@ -87,7 +93,8 @@ class Products(abc.ABC):
         """Whether x is kept quantized, for dw."""
 
     @abc.abstractmethod
-    def packed(self, x, group_sizes) -> Quantized: ...
+    def packed(self, x, group_sizes) -> tuple[Quantized | None, Quantized]:
+        """x as the result reads it, or None, and what is kept for dw."""
 
     @abc.abstractmethod
     def unpacked(self, kept: Quantized, dtype) -> jax.Array:
@@ -105,7 +112,8 @@ def linear(x, w, q, bias, group_sizes, key, products: Products) -> jax.Array:
     operands, tree = jax.tree.flatten((x, w, q, bias, group_sizes, key))
     operands = tree.unflatten(primitive.vary_alike(*operands))
     how = _How(packs=True, specs=_specs((operands[0], operands[1], operands[3])))
-    return _out(*operands, products, how)
+    x, w, q, *rest = operands
+    return _out(x, w, q, None, *rest, products, how)
 
 
 def _specs(operands) -> tuple | None:
@@ -129,41 +137,45 @@ class _How:
     specs: tuple | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _out(x, w, q, bias, group_sizes, key, products, how):
-    return products.out(x, w, q, bias, group_sizes, _rounding(key, how.random))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _out(x, w, q, codes, bias, group_sizes, key, products, how):
+    return products.out(x, w, q, codes, bias, group_sizes, _rounding(key, how.random))
 
 
-def _out_forward(x, w, q, bias, group_sizes, key, products, how):
+def _out_forward(x, w, q, codes, bias, group_sizes, key, products, how):
     moves = w is not None and w.perturbed  # otherwise there is no dw, and nothing is kept for it
     x_moves = x.perturbed
     operands: Any = jax.tree.map(
-        lambda a: a.value, (x, w, q, bias, group_sizes, key),
+        lambda a: a.value, (x, w, q, codes, bias, group_sizes, key),
         is_leaf=lambda a: hasattr(a, "perturbed"),
     )  # fmt: skip
-    x, w, q, bias, group_sizes, key = operands
+    x, w, q, codes, bias, group_sizes, key = operands
     kept = x if moves else None
     if moves and how.packs and products.packs:
-        kept = _packed(x, group_sizes, products)
+        codes, kept = _packed(x, group_sizes, products)
     turned = None
     if q is None and w is not None and not how.random[1]:
         q, turned = products.shared(w, x_moves)
-    out = _out(x, w, q, bias, group_sizes, key, products, how)
+    out = _out(x, w, q, codes, bias, group_sizes, key, products, how)
     return out, (kept, w, q if turned is None else None, turned, bias, group_sizes, key)
 
 
 def _out_backward(products, how, kept, dy):
     if isinstance(dy, SymbolicZero):
-        return (None,) * 6
+        return (None,) * 7
     x, w, q, turned, bias, group_sizes, key = kept
     if turned is not None:
         q = products.exchanged(turned)
     dx_key, dw_key = split(key)
+    codes, columns = None, None
+    if x is not None:
+        codes, columns = products.both(dy, group_sizes, (dx_key, dw_key))
+    random = (True, how.random[1]), (True, how.random[0])
     dx, dw, dbias = (
-        rows_cotangent(dy, w, q, group_sizes, dx_key, products, (True, how.random[1])),
+        rows_cotangent(dy, w, q, group_sizes, dx_key, products, random[0], codes),
         None
         if x is None
-        else weight_cotangent(dy, x, w, group_sizes, dw_key, products, (True, how.random[0])),
+        else weight_cotangent(dy, x, w, group_sizes, dw_key, products, random[1], columns),
         None if bias is None else _dbias(dy, bias, group_sizes, products=products),
     )
     if how.specs is not None:
@@ -171,20 +183,24 @@ def _out_backward(products, how, kept, dy):
             None if grad is None else partition.resharded(grad, list(spec))
             for grad, spec in zip((dx, dw, dbias), how.specs, strict=True)
         )
-    return dx, dw, None, dbias, None, None
+    return dx, dw, None, None, dbias, None, None
 
 
 _out.defvjp(_out_forward, _out_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def rows_cotangent(dy, w, q, group_sizes, key, products, random):
+def rows_cotangent(dy, w, q, group_sizes, key, products, random, codes=None):
     """``random``: which of dy and w are gradients."""
-    return products.dx(dy, w, q, group_sizes, _rounding(key, random))
+    return _rows_cotangent(dy, w, q, codes, group_sizes, key, products, random)
 
 
-def _rows_forward(dy, w, q, group_sizes, key, products, random):
-    out = rows_cotangent(dy, w, q, group_sizes, key, products, random)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _rows_cotangent(dy, w, q, codes, group_sizes, key, products, random):
+    return products.dx(dy, w, q, codes, group_sizes, _rounding(key, random))
+
+
+def _rows_forward(dy, w, q, codes, group_sizes, key, products, random):
+    out = _rows_cotangent(dy, w, q, codes, group_sizes, key, products, random)
     return out, (dy, w, q, group_sizes, key)
 
 
@@ -192,32 +208,32 @@ def _rows_backward(products, random, kept, ct):
     dy, w, q, group_sizes, key = kept
     dy_key, w_key = split(key)
     how = _How((True, random[1]), specs=_specs((ct, w, None)))
-    ddy = _out(ct, w, q, None, group_sizes, dy_key, products, how)
+    ddy = _out(ct, w, q, None, None, group_sizes, dy_key, products, how)
     dw = None
     if w is not None:
         dw = _sharded_as(
             w, weight_cotangent(dy, ct, w, group_sizes, w_key, products, (random[0], True))
         )
-    return _sharded_as(dy, ddy), dw, None, None, None
+    return _sharded_as(dy, ddy), dw, None, None, None, None
 
 
-rows_cotangent.defvjp(_rows_forward, _rows_backward)
+_rows_cotangent.defvjp(_rows_forward, _rows_backward)
 
 
-def weight_cotangent(dy, x, w, group_sizes, key, products, random):
-    """``x`` may be what :func:`_packed` makes of it. ``random`` says which of dy and x are
+def weight_cotangent(dy, x, w, group_sizes, key, products, random, codes=None):
+    """``x`` may be what :meth:`Products.packed` keeps of it. ``random`` says which of dy and x are
     gradients."""
     shape = w.shape[0], jnp.dtype(w.dtype)
-    return _sums_of_products(dy, x, group_sizes, key, products, random, shape)
+    return _sums_of_products(dy, x, codes, group_sizes, key, products, random, shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _sums_of_products(dy, x, group_sizes, key, products, random, shape):
-    return products.dw(dy, x, group_sizes, _rounding(key, random), *shape)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _sums_of_products(dy, x, codes, group_sizes, key, products, random, shape):
+    return products.dw(dy, x, codes, group_sizes, _rounding(key, random), *shape)
 
 
-def _dw_forward(dy, x, group_sizes, key, products, random, shape):
-    out = _sums_of_products(dy, x, group_sizes, key, products, random, shape)
+def _dw_forward(dy, x, codes, group_sizes, key, products, random, shape):
+    out = _sums_of_products(dy, x, codes, group_sizes, key, products, random, shape)
     return out, (dy, x, group_sizes, key)
 
 
@@ -228,12 +244,12 @@ def _dw_backward(products, random, shape, kept, ct):
     packed = isinstance(x, Quantized)
     rows = products.unpacked(x, dy.dtype) if packed else x
     how = _How((random[1], True), specs=_specs((rows, ct, None)))
-    ddy = _out(rows, ct, None, None, group_sizes, dy_key, products, how)
+    ddy = _out(rows, ct, None, None, None, group_sizes, dy_key, products, how)
     dx = None
     if not packed:
         dx = rows_cotangent(dy, ct, None, group_sizes, x_key, products, (random[0], True))
         dx = _sharded_as(x, dx)
-    return _sharded_as(dy, ddy), dx, None, None
+    return _sharded_as(dy, ddy), dx, None, None, None
 
 
 _sums_of_products.defvjp(_dw_forward, _dw_backward)
@@ -260,7 +276,8 @@ def _sharded_as(a, grad):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _packed(x, group_sizes, products):
-    """Codes of x, kept for dw; no derivative of dw finds x through them."""
+    """Codes of x, for the result and kept for dw; no derivative of dw finds x through the latter.
+    That of the result does not ask for the former."""
     return products.packed(x, group_sizes)
 
 

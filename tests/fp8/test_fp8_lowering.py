@@ -338,4 +338,6 @@ def test_export(rng):
 
 
 FORWARD = {"jgg_fp8_quantize", "jgg_fp8_grouped_mm"}
-BACKWARD = {*FORWARD, "jgg_fp8_quantize_both", "jgg_fp8_grouped_wgrad"}
+BACKWARD = {
+    *FORWARD, "jgg_fp8_quantize_both", "jgg_fp8_quantize_lines", "jgg_fp8_grouped_wgrad",
+}  # fmt: skip

@@ -27,7 +27,7 @@ class Operands(ctypes.Structure):
             (n, ctypes.c_int32)
             for n in ("dtype", "e5m2", "along_rows", "square", "power_of_two")
         ],
-        *[(n, ctypes.c_void_p) for n in ("list", "turned", "turned_scales")],
+        *[(n, ctypes.c_void_p) for n in ("list", "turned", "turned_scales", "turned_seed")],
     ]  # fmt: skip
 
 
@@ -118,6 +118,36 @@ def test_kernel_of_both(rng, kernels, dtype, shape):
     kernels.quantize_both_kernel(ctypes.byref(o))
     for got, expected in zip(results, want, strict=True):
         guarded(got, np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("shape", [(272, 256), (265, 200), (300, 8)])
+@pytest.mark.parametrize("dtype", host_program.DTYPES)
+@pytest.mark.one_in(3)
+def test_kernel_of_lines(rng, kernels, dtype, shape, stochastic):
+    """The bytes of both results of fp8_quantize, but those of rows of no group."""
+    x = edges(rng, dtype, shape)
+    rows = np.maximum(SIZES, 0).sum()
+    x[rows:] = np.nan  # of no group
+    seeds = rng.integers(0, 2**32, (2, 2), np.uint32) if stochastic else (None, None)
+    given = jnp.asarray(x), jnp.asarray(SIZES)
+    want = [np.array(a) for a in fp8_convert.lines(*given, *seeds)]
+    tiles = (-(-np.maximum(SIZES, 0) // 128)).sum()
+    for a, end in zip(want, (rows, rows, 128 * tiles, 4 * tiles), strict=True):
+        of_bytes = a.view(np.uint8)
+        (of_bytes[end:] if end == rows else of_bytes[:, end:])[...] = 0xAB
+    memory, results = copied(x), [aligned(a.nbytes, 64) for a in want]
+    places = zip(("codes", "scales", "turned", "turned_scales"), results, strict=True)
+    o = Operands(
+        x=memory.ctypes.data, bytes=memory.size, dtype=dtype_number(x.dtype), rows=shape[0],
+        columns=shape[1], sizes=SIZES.ctypes.data, groups=len(SIZES), along=want[2].shape[1],
+        **{name: result.ctypes.data for name, result in places},
+        seed=seeds[0].ctypes.data if stochastic else None,
+        turned_seed=seeds[1].ctypes.data if stochastic else None,
+    )  # fmt: skip
+    kernels.quantize_lines_kernel(ctypes.byref(o))
+    for got, expected in zip(results, want, strict=True):
+        guarded(got, expected.reshape(-1).view(np.uint8))
 
 
 @pytest.mark.parametrize("shape", [(2, 144, 264), (3, 40, 8), (1, 17, 400)])

@@ -32,9 +32,14 @@ __device__ inline void TransposeBytes(uint32_t (&words)[4]) {
 struct TurnedBlock {
   uint4 pieces[kBlock][kBlock / 16];
 
+  // Of a column: those of eight rows from 8 * eight on.
+  __device__ uint2& HalfPiece(int column, int eight) {
+    const int part = column / 8, piece = eight / 2 ^ part % 8, half = eight % 2 ^ part / 8;
+    return reinterpret_cast<uint2*>(&pieces[column][piece])[half];
+  }
+
   // Codes of the thread with eight rows from 8 * eight on, and eight columns from 8 * part on.
   __device__ void Put(int part, int eight, const uint2 (&codes)[8]) {
-    const int piece = eight / 2 ^ part % 8, half = eight % 2 ^ part / 8;
     JGG_UNROLL
     for (int word = 0; word < 2; ++word) {  // four columns
       uint32_t upper[4], lower[4];
@@ -47,26 +52,24 @@ struct TurnedBlock {
       TransposeBytes(lower);
       JGG_UNROLL
       for (int i = 0; i < 4; ++i) {
-        uint4& to = pieces[8 * part + 4 * word + i][piece];
-        reinterpret_cast<uint2*>(&to)[half] = make_uint2(upper[i], lower[i]);
+        HalfPiece(8 * part + 4 * word + i, eight) = make_uint2(upper[i], lower[i]);
       }
     }
   }
 
-  // To lines of matrix m, of the block at this row and column of x.
-  __device__ void Write(const BothParams& both, int64_t m, int64_t row, int64_t column) const {
-    const QuantizeParams& p = both.of;
+  // To so many lines from `to` on, `pitch` elements apart, of which `left` are to be written.
+  __device__ void Write(uint8_t* to, int64_t pitch, int64_t lines, int64_t left) const {
     constexpr int kStep = kSquareThreads / 8;
     const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
-    if (row + 16 * piece >= p.rows) return;
-    uint8_t* to = both.turned + (m * p.columns + column + first) * p.rows + row + 16 * piece;
+    if (16 * piece >= left) return;
+    to += first * pitch + 16 * piece;
     JGG_UNROLL
     for (int i = 0; i < kBlock / kStep; ++i) {
       const int line = first + i * kStep;
       uint4 codes = pieces[line][piece ^ line / 8 % 8];
       if (i * kStep >= kBlock / 2) codes = make_uint4(codes.z, codes.w, codes.x, codes.y);
-      if (column + line < p.columns) *reinterpret_cast<uint4*>(to) = codes;
-      to += kStep * p.rows;
+      if (line < lines) *reinterpret_cast<uint4*>(to) = codes;
+      to += kStep * pitch;
     }
   }
 };
@@ -126,7 +129,9 @@ __global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 2 : 4)
     }
     turned.Put(part, eight, codes);
     __syncthreads();
-    turned.Write(both, m, kBlock * tile, kBlock * block);
+    const int64_t line = m * p.columns + kBlock * block;
+    turned.Write(both.turned + line * p.rows + kBlock * tile, p.rows, p.columns - kBlock * block,
+                 p.rows - kBlock * tile);
   }
 }
 

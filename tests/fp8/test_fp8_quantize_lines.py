@@ -1,0 +1,220 @@
+"""Codes of rows along both axes, of one read: where they are made, what is lowered to one call, and
+on a GPU what it makes, byte for byte."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from fp8_quantize_cases import edges
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, needs_two_devices
+
+import jax_groupgemm as jgg
+from jax_groupgemm._quantized import fp8, fp8_convert
+
+TARGET = "jgg_fp8_quantize_lines"
+SIZES = np.array([0, 130, 1, 0, 128, -4, 3], np.int32)
+INSIDE, TILES = 262, 5  # rows of groups, and their tiles of 128
+SEEDS = jnp.arange(4, dtype="uint32").reshape(2, 2)
+SEED_KINDS = pytest.mark.parametrize("seeds", [(None, None), SEEDS], ids=["nearest", "random"])
+
+
+def lines(x, sizes=SIZES, seeds=(None, None)):
+    return fp8_convert.quantized_lines(x, jnp.asarray(sizes), tuple(seeds))
+
+
+def one_by_one(x, sizes=SIZES, seeds=(None, None)):
+    of = functools.partial(
+        fp8_convert.quantized, "", x, block=fp8.LINE, group_sizes=jnp.asarray(sizes)
+    )
+    return of(axis=-1, seed=seeds[0]), of(axis=-2, seed=seeds[1])
+
+
+def text_of(f, *args, platform="cuda") -> str:
+    fresh = lambda *args: f(*args)
+    return jax.jit(fresh).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def same(got, want, inside=INSIDE, tiles=TILES):
+    """What rows of groups become."""
+    rows, columns = jax.device_get(got)
+    of_rows, of_columns = jax.device_get(want)
+    np.testing.assert_array_equal(columns.positions, of_columns.positions)
+    for a, b, end in (
+        (rows.weight, of_rows.weight, np.s_[:inside]),
+        (rows.scales, of_rows.scales, np.s_[:inside]),
+        (columns.weight, of_columns.weight, np.s_[:, : 128 * tiles]),
+        (columns.scales, of_columns.scales, np.s_[:, :tiles]),
+    ):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(a[end].view(np.uint8), b[end].view(np.uint8))
+
+
+def rows_of(rng, dtype, shape, inside=INSIDE):
+    x = edges(rng, dtype, shape)
+    x[inside:] = np.nan
+    return jnp.asarray(x)
+
+
+@SEED_KINDS
+def test_composition(rng, seeds):
+    x = rows_of(rng, "bfloat16", (272, 200))
+    same(jax.jit(lines)(x, SIZES, seeds), jax.jit(one_by_one)(x, SIZES, seeds))
+
+
+@needs_two_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
+def test_sharded(rng, spec, kind):
+    """Of ordinary numbers: where XLA adds up what devices have, subnormals and signs of zeros are
+    lost."""
+    x = jnp.asarray(oracle.random(rng, (272, 192)))
+    want = jax.jit(one_by_one)(x)
+    mesh = mesh_of((2,), ("d",), kind)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lines)(jax.device_put(x, NamedSharding(mesh, spec)))
+    same(got, want)
+
+
+def test_batch(rng):
+    xs = jnp.stack([rows_of(rng, "float32", (272, 64)) for _ in range(2)])
+    sizes = jnp.stack([SIZES, SIZES])
+    got = jax.jit(jax.vmap(lines))(xs, sizes)
+    for i in range(2):
+        same(jax.tree.map(lambda a, i=i: a[i], got), one_by_one(xs[i]))
+
+
+# ---- where it is taken ----
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@SEED_KINDS
+def test_call(dtype, seeds):
+    text = text_of(lambda x: lines(x, seeds=seeds), jnp.zeros((272, 200), dtype))
+    (line,) = [line for line in text.splitlines() if f"@{TARGET}(" in line]
+    words = 0 if seeds[0] is None else 2
+    operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
+    kind = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}[dtype]
+    seed = f"tensor<{words}xui32>"
+    assert operands == f"tensor<272x200x{kind}>, tensor<7xi32>, {seed}, {seed})"
+    assert results == (
+        "(tensor<272x200xf8E4M3FN>, tensor<272x2xf32>, tensor<200x1152xf8E4M3FN>, "
+        "tensor<200x9xf32>, tensor<34xi32>)"
+    )
+
+
+def test_not_taken():
+    """Elsewhere, of nothing, in a batch, of a width that is no multiple of eight, and where XLA
+    cuts arrays."""
+    x = jnp.zeros((48, 64))
+    taken = lambda f, x, **more: TARGET in text_of(f, x, **more)
+    assert taken(lines, x)
+    assert not taken(lines, x, platform="cpu")
+    assert not taken(lines, x[:0])
+    assert not taken(lines, x[:, :20])
+    assert not taken(jax.vmap(lines), x[None])
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.local_devices()[:2])
+    assert not taken(lines, jax.device_put(x, NamedSharding(mesh, P("d"))))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_one_of_both(which, wrap):
+    """What nobody reads is not made."""
+    f = wrap(lambda x: lines(x, seeds=SEEDS)[which].weight.astype("float32").sum() * x.sum())
+    text = text_of(jax.value_and_grad(f), jnp.zeros((48, 64)))
+    assert TARGET not in text
+    assert "@jgg_fp8_quantize(" in text
+
+
+def test_an_unread_pair_is_nothing():
+    f = jax.checkpoint(lambda x: (lines(x), x.sum())[1])
+    assert "jgg_fp8" not in text_of(jax.value_and_grad(f), jnp.zeros((48, 64)))
+
+
+X, W = jax.ShapeDtypeStruct((256, 128), "bfloat16"), jax.ShapeDtypeStruct((2, 64, 128), "bfloat16")
+
+
+def counts(recipe, of=(0, 1)) -> int:
+    """How often rows are quantized both ways at once."""
+    f = lambda x, w: jgg.fp8_grouped_linear(x, w, jnp.array([100, 150]), recipe=recipe)
+    loss = lambda x, w: jnp.sin(f(x, w).astype("float32")).sum()
+    return text_of(jax.value_and_grad(loss, of), X, W).count(f"@{TARGET}(")
+
+
+def test_a_step():
+    """x and dy are each read once. Where a gradient is left out, or a product is not in eight bits,
+    one axis is quantized alone."""
+    both = jgg.FP8Recipe()
+    assert counts(both) == 2
+    assert counts(both, of=(0,)) == 0
+    assert counts(both, of=(1,)) == 1
+    assert counts(jgg.FP8Recipe(wgrad="bfloat16")) == 0
+    assert counts(jgg.FP8Recipe(dgrad="bfloat16")) == 1
+    assert counts(jgg.FP8Recipe(forward="bfloat16")) == 1
+    assert counts(jgg.FP8Recipe(gradient_format="e5m2")) == 1
+    assert counts(jgg.FP8Recipe(activation_block=(1, 64))) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("key", [None, jax.random.key(3)], ids=["nearest", "random"])
+def test_gradients(rng, dtype, key, monkeypatch):
+    """Those of arrays that are quantized one by one, bit for bit."""
+    given = [oracle.random(rng, s, dtype) for s in ((20, 136), (3, 24, 136), (20, 24))]
+    x, w, ct = map(jnp.asarray, given)
+    step = lambda x, w, ct: jax.vjp(
+        lambda x, w: jgg.fp8_grouped_linear(x, w, jnp.array([9, 0, 8]), key=key), x, w
+    )[1](ct)
+    got = jax.jit(step)(x, w, ct)
+    monkeypatch.setattr(fp8_convert, "quantized_lines", one_by_one)
+    jax.clear_caches()
+    want = jax.jit(lambda *args: step(*args))(x, w, ct)
+    jax.clear_caches()
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view("u1"), np.asarray(b).view("u1"))
+
+
+# ---- on a GPU ----
+
+
+SHAPES = {"whole": (384, 256), "cut": (272, 200), "odd": (265, 72), "small": (300, 8)}
+
+
+@pytest.mark.gpu
+@SEED_KINDS
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bytes(rng, dtype, shape, seeds):
+    x = rows_of(rng, dtype, shape)
+    assert TARGET in text_of(lambda x: lines(x, seeds=seeds), x)
+    got = jax.jit(lambda x: lines(x, seeds=seeds))(x)
+    same(got, jax.jit(lambda x: one_by_one(x, seeds=seeds))(x))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        on_host = jax.device_get((x, seeds))
+        same(got, jax.jit(lambda x, seeds: one_by_one(x, seeds=seeds))(*on_host))
+
+
+@pytest.mark.gpu
+@SEED_KINDS
+def test_bytes_of_many_groups(rng, seeds):
+    """More than a thread block finds at once, most of them small, and rows of no group."""
+    sizes = rng.integers(0, 12, 3000).astype(np.int32)
+    inside, tiles = int(sizes.sum()), int((-(-sizes // 128)).sum())
+    x = jnp.asarray(oracle.random(rng, (inside + 77, 264), "bfloat16"))
+    got = jax.jit(lambda x: lines(x, sizes, seeds))(x)
+    same(got, jax.jit(lambda x: one_by_one(x, sizes, seeds))(x), inside, tiles)
+
+
+@pytest.mark.gpu
+def test_bytes_of_any_bits(rng):
+    """Every pair of a bfloat16 and a scale is about as likely as any other."""
+    bits = rng.integers(0, 2**16, (4096, 1024)).astype(np.uint16)
+    exponents = rng.integers(0, 240, (32, 1, 8, 1)) + rng.integers(0, 15, (32, 128, 8, 128))
+    bits = bits & 0x807F | (exponents.reshape(bits.shape) << 7).astype(np.uint16)
+    sizes, x = np.array([1000, 0, 3000, 96]), jnp.asarray(bits.view(jnp.bfloat16))
+    got = jax.jit(lambda x: lines(x, sizes))(x)
+    same(got, jax.jit(lambda x: one_by_one(x, sizes))(x), 4096, 33)
