@@ -17,9 +17,10 @@ import numpy as np
 import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
 from jax_groupgemm._fp8.grouped_mm import of_gradient
+from jax_groupgemm._quantized import fp8_convert
 
 from . import timing
-from .fp8_shapes import Product, Quantize
+from .fp8_shapes import Linear, Product, Quantize
 from .nvfp4_quantize import differing, leaves_of, quantize
 from .peers import Unsupported, tensor
 from .products import columns_error, matrix_error, ours_name, some_groups
@@ -45,7 +46,7 @@ class Operands:
         shape = (case.groups, case.n, case.k)
         w = timing.kept(shape, lambda: timing.random(1, shape))
         self.a = rows_of(self.x, self.sizes)
-        self.b = jax.jit(functools.partial(jgg.quantize, mode="fp8", contract=-1))(w)
+        self.b = of_weights(w)
 
     @functools.cached_property
     def dense(self) -> tuple[jax.Array, jax.Array]:
@@ -61,6 +62,11 @@ def rows_of(x, sizes) -> jgg.Quantized:
 @jax.jit
 def along(x, sizes) -> jgg.Quantized:
     return jgg.fp8_quantize(x, axis=0, group_sizes=sizes)
+
+
+@jax.jit
+def of_weights(w) -> jgg.Quantized:
+    return jgg.quantize(w, mode="fp8", contract=-1)
 
 
 def dequantized(a: jgg.Quantized, b: jgg.Quantized) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +104,9 @@ def with_casts(direction: str, a, b, sizes) -> jax.Array:
     return product(direction, None, rows_of(a, sizes), b, sizes)
 
 
-def quantized(options: dict, x, more) -> jgg.Quantized:
+def quantized(options: dict, x, more) -> jgg.Quantized | tuple[jgg.Quantized, jgg.Quantized]:
+    if "both" in options:
+        return fp8_convert.quantized_lines(x, more["sizes"])
     return quantize(options, x, more, jgg.fp8_quantize)
 
 
@@ -150,13 +158,13 @@ def torch_arm(case: Product, v: Operands) -> TorchArm:
 PEERS = {"torch": torch_arm}
 
 
-def complete(case: Product | Quantize) -> tuple[str, ...]:
+def complete(case: Product | Quantize | Linear) -> tuple[str, ...]:
     """Peers without which a record of such cases is partial."""
     return ("torch",) if isinstance(case, Product) and case.direction != "wgrad" else ()
 
 
-def peer_arms(case: Product | Quantize, v: Any, args) -> dict[str, Callable]:
-    if isinstance(case, Quantize):
+def peer_arms(case: Product | Quantize | Linear, v: Any, args) -> dict[str, Callable]:
+    if not isinstance(case, Product):
         return {}
     names = [name for name in args.peers if name in PEERS]
     return {name: functools.partial(PEERS[name], case, v) for name in names}
@@ -187,10 +195,12 @@ def checker(case: Product | Quantize, v: Any) -> Callable[[Any], float]:
 def of_parts(case: Quantize, v: Converted) -> list[tuple[Callable, list[np.ndarray]]]:
     """Functions that take a part of a result, and what the CPU makes of that part: matrices, or
     lines of blocks. Random bits follow from a line's number, so only the first ones are alike."""
+    if "both" in case.options:
+        return _parts_of_both(case, v)
     if case.is_weights:
         some = sorted({0, case.groups // 2, case.groups - 1})
         take = lambda g: lambda q: leaves_of(jax.tree.map(lambda leaf: leaf[g], q))
-        return [(take(g), on_cpu(case, v.x[g], v.more)) for g in some]
+        return [(take(g), leaves_of(on_cpu(case, v.x[g], v.more))) for g in some]
     columns = case.options.get("axis") == 0
     total = case.k if columns else case.n
     count = min(LINES, total)
@@ -203,13 +213,28 @@ def of_parts(case: Quantize, v: Converted) -> list[tuple[Callable, list[np.ndarr
         if "sizes" in more and not columns:  # all rows are in one group or another
             more["sizes"] = jnp.full(1, count, jnp.int32)
         taken = lambda q: [np.asarray(leaf[some]) for leaf in (q.weight, q.scales)]
-        return taken, on_cpu(case, v.x[:, some] if columns else v.x[some], more)[:2]
+        x = v.x[:, some] if columns else v.x[some]
+        return taken, leaves_of(on_cpu(case, x, more))[:2]
 
     return [part(some) for some in parts]
 
 
-def on_cpu(case: Quantize, x, more) -> list[np.ndarray]:
+def _parts_of_both(case: Quantize, v: Converted) -> list[tuple[Callable, list[np.ndarray]]]:
+    """The first lines of either result; of no group nothing is said."""
+    count, tiles = min(LINES, case.k), case.tiles
+    of_rows, _ = on_cpu(case, v.x[:count], v.more | {"sizes": jnp.full(1, count, jnp.int32)})
+    _, of_columns = on_cpu(case, v.x[:, :count], v.more)
+    rows = lambda q: [np.asarray(leaf[:count]) for leaf in (q.weight, q.scales)]
+    columns = lambda q: [
+        np.asarray(q.weight[:count, : 128 * tiles]), np.asarray(q.scales[:count, :tiles])
+    ]  # fmt: skip
+    return [
+        (lambda out: rows(out[0]), rows(of_rows)),
+        (lambda out: columns(out[1]), columns(of_columns)),
+    ]
+
+
+def on_cpu(case: Quantize, x, more) -> Any:
     x, more = jax.device_get((x, more))
     with jax.default_device(jax.devices("cpu")[0]):
-        run = jax.jit(functools.partial(quantized, case.options))
-        return leaves_of(run(jnp.asarray(x), more))
+        return jax.jit(functools.partial(quantized, case.options))(jnp.asarray(x), more)

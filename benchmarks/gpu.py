@@ -33,6 +33,7 @@ import jax_groupgemm as jgg
 
 from . import (
     fp8,
+    fp8_linear,
     fp8_shapes,
     nvfp4,
     nvfp4_quantize,
@@ -65,6 +66,7 @@ FAMILIES: dict[type, Family] = {
     quantized_shapes.Nvfp4: Family(nvfp4, nvfp4),
     fp8_shapes.Product: Family(fp8, fp8),
     fp8_shapes.Quantize: Family(fp8, fp8),
+    fp8_shapes.Linear: Family(fp8_linear, fp8),
 }
 LISTS = {op: module for module in (shapes, quantized_shapes, fp8_shapes) for op in module.OPS}
 OPS = tuple(LISTS)

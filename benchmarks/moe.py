@@ -330,6 +330,7 @@ def arguments(argv=None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", help="those whose name holds one of these; 'decode' is one")
     add("--arms", nargs="+", default=list(DEFAULT), choices=[*ARMS, "all"])
+    add("--tokens", type=int, help="in place of those that the shapes have; not of 'decode'")
     add("--quick", action="store_true", help="few repetitions")
     add("--repetitions", type=int, help="20 by default, 6 with --quick")
     add("--turns", type=int, help="the arms' repetitions are cut into so many")
@@ -346,15 +347,19 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def selected(args) -> tuple[list[Shape], bool]:
     """Shapes, and whether decode is one."""
-    if not args.shapes:
-        return list(SHAPES), True
-    return [s for s in SHAPES if any(p in s.name for p in args.shapes)], "decode" in args.shapes
+    names = args.shapes or ["", "decode"]
+    shapes = [s for s in SHAPES if any(p in s.name for p in names)]
+    if args.tokens:
+        t = args.tokens
+        shapes = [dataclasses.replace(s, name=f"{s.name} T={t}", tokens=t) for s in shapes]
+    return shapes, "decode" in names
 
 
 def header(args, c: float, b: float) -> dict:
     driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     command = ["python -m benchmarks.moe", "--arms", *args.arms]
     command += ["--shapes", *args.shapes] if args.shapes else []
+    command += ["--tokens", str(args.tokens)] if args.tokens else []
     return {
         "date": time.strftime("%Y-%m-%d"), "commit": args.commit or commit(),
         "gpu": jax.devices()[0].device_kind, "driver": driver.split("\n")[0],

@@ -1,6 +1,7 @@
 """Speed-ups and a roofline, as SVG files that are the same in every run."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator
 
 from .summary import ours, summary
 
@@ -26,8 +28,17 @@ PRODUCTS = {
     "forward": "product",
     "dgrad": "gradient of rows",
     "wgrad": "gradient of weights",
+    "fp8 fprop": "product",
+    "fp8 dgrad": "gradient of rows",
+    "fp8 wgrad": "gradient of weights",
+    "fp8_linear": "layer with both gradients",
 }
-PEERS = {"quack": "QuACK", "lax": "jax.lax.ragged_dot", "mosaic": "JAX's Pallas kernel"}
+PEERS = {
+    "quack": "QuACK",
+    "lax": "jax.lax.ragged_dot",
+    "mosaic": "JAX's Pallas kernel",
+    "ours[bfloat16]": "ours, bfloat16",
+}
 
 
 def save(figure, path: Path) -> None:
@@ -36,6 +47,15 @@ def save(figure, path: Path) -> None:
     # matplotlib ends some lines with a space
     text = "\n".join(line.rstrip() for line in path.read_text().splitlines())
     path.write_text(text + "\n")
+
+
+def _times(axes) -> None:
+    """Ticks at powers of two, and between them where there are few."""
+    low, high = axes.get_xlim()
+    axes.set_xscale("log", base=2)
+    if high < 4 * low:
+        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.5)))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
 
 
 def speedup(records: list[dict], path: Path) -> None:
@@ -63,8 +83,7 @@ def speedup(records: list[dict], path: Path) -> None:
             ticks.append((float(at.mean()), label))
             place += len(others) + 1
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        _times(axes)
         axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
         axes.tick_params(axis="y", length=0, labelsize=7)
         axes.set_ylim(place - 0.5, -1)
@@ -91,11 +110,13 @@ def _label(row: dict) -> str:
     return f"{op}, {rows} rows per group" + (", skewed" if skewed else "")
 
 
-def means(records: list[dict], path: Path) -> None:
-    """How many times as long other libraries take: geometric means, by rows per group."""
+def means(records: list[dict], path: Path, also: Collection[str] = ()) -> None:
+    """How many times as long other libraries take: geometric means, by rows per group. ``also``:
+    arms of ours that are shown like them."""
     rows = []
+    shown = lambda name: name in also or not name.startswith("ours")
     for row in summary(records):
-        others = {name: p for name, p in row["peers"].items() if not name.startswith("ours")}
+        others = {name: p for name, p in row["peers"].items() if shown(name)}
         if others:
             rows.append(row | {"peers": others})
     if not rows:
@@ -110,19 +131,25 @@ def means(records: list[dict], path: Path) -> None:
             axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
                          marker=MARKERS[i % len(MARKERS)], label=PEERS.get(peer, peer))  # fmt: skip
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        _times(axes)
         axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_xlabel("time of the other library / ours (right of the line: ours is faster)")
+        other, mine = ("other", "ours in FP8") if also else ("other library", "ours")
+        axes.set_xlabel(f"time of the {other} / {mine} (right of the line: {mine} is faster)")
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         save(figure, path)
 
 
-def roofline(records: list[dict], path: Path) -> None:
-    """Achieved TFLOP/s against FLOP per byte of the floor, under the ceilings of each run."""
+def _range(values: list[float], digits: str) -> str:
+    """The least and the largest of sorted values."""
+    return "-".join(dict.fromkeys(f"{value:{digits}}" for value in (values[0], values[-1])))
+
+
+def roofline(records: list[dict], path: Path, together: bool = False) -> None:
+    """Achieved TFLOP/s against FLOP per byte of the floor, under the ceilings of each run;
+    ``together``: one label names those of all runs, and none stands on the axis."""
     records = [r for r in records if r["tflops"]]
     if not records:
         return
@@ -130,13 +157,23 @@ def roofline(records: list[dict], path: Path) -> None:
         figure, axes = plt.subplots(figsize=(6, 3.8))
         x = [r["tflops"] / r["tbytes"] for r in records]
         span = np.array([min(x) / 1.5, max(x) * 1.5])
-        for c, b in dict.fromkeys((r["C"], r["B"]) for r in records):
+        ceilings = dict.fromkeys((r["C"], r["B"]) for r in records)
+        for c, b in ceilings:
             ridge = np.array([span[0], c / b, max(span[1], c / b)])
             roof = np.minimum(ridge * b, c)
             axes.plot(ridge, roof, color="black", linewidth=0.8)
-            axes.text(ridge[-1], c, f"{c:.0f} TFLOP/s", ha="right", va="bottom", fontsize=7)
-        b = records[0]["B"]
-        axes.text(span[0] * 1.5, span[0] * 1.5 * b, f"{b:.2f} TB/s  ", ha="right", fontsize=7)
+            if not together:
+                axes.text(ridge[-1], c, f"{c:.0f} TFLOP/s", ha="right", va="bottom", fontsize=7)
+        if together:
+            cs, bs = map(sorted, zip(*ceilings, strict=True))
+            above = f"{_range(cs, '.0f')} TFLOP/s"
+            axes.text(max(span[1], cs[-1] / bs[0]), cs[-1], above, ha="right", va="bottom",
+                      fontsize=7)  # fmt: skip
+            below = f"   {_range(bs, '.2f')} TB/s"
+            axes.text(span[0], span[0] * bs[0], below, va="center", fontsize=7)
+        else:
+            b = records[0]["B"]
+            axes.text(span[0] * 1.5, span[0] * 1.5 * b, f"{b:.2f} TB/s  ", ha="right", fontsize=7)
         ops = list(dict.fromkeys(r["op"] for r in records))
         for i, op in enumerate(ops):
             marker = MARKERS[i % len(MARKERS)]

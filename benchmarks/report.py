@@ -4,7 +4,8 @@ python -m benchmarks.report RECORD [MORE ...] [--tables FILE] [--plots docs/plot
 
 Prints the tables, a case that several records have from the last; with --tables writes them to a
 file, whose first line is the command that made it. With --plots draws speedup.svg, means.svg and
-roofline.svg there (needs matplotlib); those of quantized cases end in _quantized.svg.
+roofline.svg there (needs matplotlib); those of quantized cases end in _quantized.svg, those of
+products in FP8 in _fp8.svg.
 """
 
 import argparse
@@ -13,15 +14,22 @@ from pathlib import Path
 
 from .summary import LIMIT, best_peer, is_slow, ours, summary
 
-# Families of quantized cases, by the first word of an op.
-QUANTIZED = {
+# Families of cases, by the first word of an op; others are "grouped".
+FAMILIES = {
+    "segmented": "segmented",
     "qmm": "products",
     "gather_qmm": "products",
     "quantize": "conversions",
     "dequantize": "conversions",
     "nvfp4_quantize": "conversions",
+    "fp8_quantize": "conversions",
     "nvfp4": "nvfp4",
+    "fp8": "fp8",
+    "fp8_linear": "fp8",
 }
+QUANTIZED = ("products", "conversions", "nvfp4")
+# Families that are drawn together, by the end of their files' names.
+PLOTS = {"": ("grouped", "segmented"), "_quantized": QUANTIZED, "_fp8": ("fp8",)}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -132,16 +140,15 @@ def means(records) -> str:
 
 
 def family(record) -> str:
-    first = record["op"].split()[0]
-    return "segmented" if first == "segmented" else QUANTIZED.get(first, "grouped")
+    return FAMILIES.get(record["op"].split()[0], "grouped")
 
 
 def tables(records) -> list[str]:
     """One of each family of cases that was run, and after each an empty line."""
     out = []
-    for name in dict.fromkeys(["grouped", "segmented", *QUANTIZED.values()]):
+    for name in dict.fromkeys(["grouped", *FAMILIES.values()]):
         if some := [r for r in records if family(r) == name]:
-            decimals = 1 if name in QUANTIZED.values() else 0
+            decimals = 1 if name in QUANTIZED else 0
             out += [segmented(some) if name == "segmented" else grouped(some, decimals), ""]
     return out
 
@@ -154,7 +161,7 @@ def load(paths) -> tuple[list[dict], list[dict]]:
         head = json.loads(Path(path).read_text())
         for r in head.pop("records"):
             if ours(r) is not None:
-                kind = r["op"].removeprefix("segmented ")
+                kind = "fp8" if family(r) == "fp8" else r["op"].removeprefix("segmented ")
                 known = head.get("ceilings_tflops", {})
                 c = known.get(kind, head["C_tflops"])
                 cases[r["op"], r["case"]] = r | {"C": c, "B": head["B_tbytes"]}
@@ -182,11 +189,13 @@ def draw(records, folder: Path) -> None:
     from . import plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    for end, some in (("", False), ("_quantized", True)):
-        if shown := [r for r in records if (family(r) in QUANTIZED.values()) == some]:
+    for end, names in PLOTS.items():
+        fp8 = end == "_fp8"  # of which our own bfloat16 is the peer
+        if shown := [r for r in records if family(r) in names]:
             plots.speedup(shown, folder / f"speedup{end}.svg")
-            plots.means(shown, folder / f"means{end}.svg")
-            plots.roofline(shown, folder / f"roofline{end}.svg")
+            also = ("ours[bfloat16]",) if fp8 else ()
+            plots.means(shown, folder / f"means{end}.svg", also)
+            plots.roofline(shown, folder / f"roofline{end}.svg", together=fp8)
 
 
 def main(argv=None) -> None:

@@ -159,6 +159,8 @@ def test_the_list():
     assert [s.name for s in shapes] == ["Qwen3-30B"]
     assert decoding
     assert moe.selected(moe.arguments([])) == (list(moe.SHAPES), True)
+    (shape,), _ = moe.selected(moe.arguments(["--shapes", "V3", "--tokens", "64"]))
+    assert (shape.name, shape.tokens, shape.experts) == ("DeepSeek-V3 T=64", 64, 256)
     assert [s.name for s in moe.SHAPES if moe_cases.unsupported("ragged_dot", s) is None] == [
         "Mixtral", "SonicMoE 7B n1024",
     ]  # fmt: skip

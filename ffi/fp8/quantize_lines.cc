@@ -15,11 +15,10 @@ static constexpr const char* kOp = "fp8_quantize_lines";
 
 static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sizes,
                                const ffi::AnyBuffer& workspace, Fp8QuantizeLinesSm80* args) {
-  JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(R, C)", x, {-1, -1}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
-  args->dtype = *ToDType(x.element_type());
   args->x = x.untyped_data();
   args->rows = x.dimensions()[0];
   args->columns = x.dimensions()[1];
@@ -30,8 +29,10 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
   if (reinterpret_cast<uintptr_t>(args->x) % 16 != 0) {
     return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
   }
-  if (auto reason = rules::Fp8QuantizeProblem(args->rows, args->columns, args->along)) {
-    return Unimplemented(kOp, *reason);
+  for (int64_t along : {args->along, args->columns}) {
+    if (auto reason = rules::Fp8QuantizeProblem(args->along, args->columns, along)) {
+      return Unimplemented(kOp, *reason);
+    }
   }
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "workspace", workspace, ffi::S32, "int32"));
   args->workspace = workspace.untyped_data();
@@ -48,7 +49,6 @@ static ffi::Error Fp8QuantizeLines(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
                                    ffi::Result<ffi::AnyBuffer> workspace) {
   Fp8QuantizeLinesSm80 args{};
   JGG_RETURN_IF_ERROR(BindOperands(x, sizes, *workspace, &args));
-  JGG_RETURN_IF_ERROR(BindSeeds(kOp, row_seed, column_seed, &args.by_rows, &args.by_columns));
   JGG_RETURN_IF_ERROR(
       BindFp8Codes(kOp, "codes", *row_codes, *row_scales, args.rows, args.columns, &args.by_rows));
   JGG_RETURN_IF_ERROR(BindFp8Codes(kOp, "codes along rows", *column_codes, *column_scales,
@@ -61,8 +61,6 @@ XLA_FFI_DEFINE_HANDLER(kFp8QuantizeLines, Fp8QuantizeLines,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()   // x
                            .Arg<ffi::AnyBuffer>()   // sizes
-                           .Arg<ffi::AnyBuffer>()   // seed of codes along columns, or empty
-                           .Arg<ffi::AnyBuffer>()   // seed of codes along rows, or empty
                            .Ret<ffi::AnyBuffer>()   // codes
                            .Ret<ffi::AnyBuffer>()   // scales
                            .Ret<ffi::AnyBuffer>()   // codes along rows

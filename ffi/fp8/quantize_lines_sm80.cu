@@ -1,8 +1,6 @@
 #include "fp8/quantize_lines_sm80.h"
 
-#include "common/dispatch.h"
 #include "fp8/device/quantize_lines.cuh"
-#include "fp8/dispatch_dtype.h"
 #include "fp8/launch_sm80.cuh"
 
 namespace jgg {
@@ -24,13 +22,8 @@ cudaError_t LaunchFp8QuantizeLinesSm80(cudaStream_t stream, const Fp8QuantizeLin
   }
   const int64_t blocks = LinesBlocks(p);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  return DispatchDType(args.dtype, [&](auto dtype) {
-    return DispatchBool(args.by_rows.seed != nullptr, [&](auto stochastic) {
-      LinesKernel<dtype.value, stochastic.value>
-          <<<static_cast<unsigned>(blocks), kSquareThreads, 0, stream>>>(p);
-      return cudaGetLastError();
-    });
-  });
+  LinesKernel<DType::kBF16><<<static_cast<unsigned>(blocks), kSquareThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace jgg

@@ -1,25 +1,24 @@
-// The kernel of fp8_quantize_lines, on any GPU: x (R, C), of grouped rows, to e4m3 codes in blocks
-// of 128 along C, stored as x is, and in blocks of 128 along R, stored transposed.
+// The kernel of fp8_quantize_lines, on any GPU: bfloat16 x (R, C), of grouped rows, to e4m3 codes
+// in blocks of 128 along C, stored as x is, and in blocks of 128 along R, stored transposed. They
+// are rounded to nearest.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-#include "common/dtype.h"
 #include "fp8/codes.h"
 #include "fp8/groups.h"
 
 namespace jgg {
 
 struct Fp8QuantizeLinesSm80 {
-  DType dtype;
   const void* x;  // (R, C)
   int64_t rows, columns;
   const int32_t* sizes;  // (G,)
   int64_t groups;
   int64_t along;                 // padded rows
-  Fp8Codes by_rows, by_columns;  // (R, C) and (C, along); both have a seed, or none has
+  Fp8Codes by_rows, by_columns;  // (R, C) and (C, along)
   void* workspace;               // of Fp8GroupsWords(groups, along / 128)
 };
 

@@ -15,7 +15,6 @@ from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_mm import one_owner
-from .._nvfp4.quantize import seed_of
 from .._quantized import array, convert, fp8, fp8_convert, padding, trilinear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
@@ -278,14 +277,16 @@ class LinearProducts(Products):
 
     def packed(self, x, group_sizes):
         if self._reads_once(self.recipe.forward):
-            return fp8_convert.quantized_lines(x, group_sizes, (None, None))
+            return fp8_convert.quantized_lines(x, group_sizes)
         return None, self._along_t(x, group_sizes, None)
 
     def both(self, dy, group_sizes, keys):
-        if not self._reads_once(self.recipe.dgrad) or self.recipe.gradient_format != "e4m3":
+        # At random the instructions count, which are as many of one read as of two.
+        if any(key is not None for key in keys) or self.recipe.gradient_format != "e4m3":
             return None, None
-        seeds = tuple(None if key is None else seed_of(self.op, key) for key in keys)
-        return fp8_convert.quantized_lines(dy, group_sizes, seeds)
+        if not self._reads_once(self.recipe.dgrad):
+            return None, None
+        return fp8_convert.quantized_lines(dy, group_sizes)
 
     def _reads_once(self, other: Precision) -> bool:
         """Whether dw and another product read the same array in eight bits, in lines of 128."""

@@ -338,8 +338,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "fp8_quantize_lines": (
         Kernel(
-            "sm80", "jgg_fp8_quantize_lines", rows.quantizes_fp8, unseen=True,
-            needs="blocks of 128 both ways, grouped rows, C % 8 == 0",
+            "sm80", "jgg_fp8_quantize_lines", rows.quantizes_lines, unseen=True,
+            needs="bfloat16, blocks of 128 both ways, grouped rows, C % 16 == 0",
         ),
     ),
     **{

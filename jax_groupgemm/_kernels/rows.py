@@ -74,6 +74,12 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
     return extension.rules().fp8_quantize_problem(rows=p.rows, columns=p.columns, along=p.along)
 
 
+def quantizes_lines(p: Fp8Conversion) -> str | None:
+    if p.dtypes != ("bfloat16",):
+        return f"needs bfloat16, got {p.dtypes[0]}"
+    return _both_ways(p, (1, 128))
+
+
 def dequantizes_fp8(p: Fp8Conversion) -> str | None:
     if why := quantizes_fp8(p):
         return why
@@ -81,10 +87,14 @@ def dequantizes_fp8(p: Fp8Conversion) -> str | None:
 
 
 def quantizes_both(p: Fp8Conversion) -> str | None:
+    return _both_ways(p, (128, 128))
+
+
+def _both_ways(p: Fp8Conversion, block: tuple[int, int]) -> str | None:
     if p.empty:
         return "an operand is empty"
-    if p.block != (128, 128):
-        return "needs blocks of (128, 128)"
+    if p.block != block:
+        return f"needs blocks of {block}"
     can = extension.rules().fp8_quantize_problem
     why = can(rows=p.rows, columns=p.columns, along=p.along)
     if why is None and (why := can(rows=p.along, columns=p.along, along=p.columns)):

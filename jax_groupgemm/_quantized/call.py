@@ -140,9 +140,9 @@ def fp8_quantize_both(x, *, block, axis):
     return found if axis == -1 else found[2:] + found[:2]
 
 
-def fp8_quantize_lines(x, group_sizes, row_seed, column_seed):
-    """Custom call ``jgg_fp8_quantize_lines``: x (R, C), sizes, two seeds -> codes and scales in
-    blocks along C, those along R, workspace. Seeds may be empty."""
+def fp8_quantize_lines(x, group_sizes):
+    """Custom call ``jgg_fp8_quantize_lines``: x (R, C), sizes -> codes and scales in blocks along
+    C, those along R, workspace."""
     rows, columns = x.shape
     sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
     along = padding.padded_rows(rows, sizes.shape[0], fp8.GROUPED)
@@ -152,9 +152,7 @@ def fp8_quantize_lines(x, group_sizes, row_seed, column_seed):
         results.append(jax.ShapeDtypeStruct(fp8.scales_shape(shape, fp8.LINE), jnp.float32))
     words = 2 * (sizes.shape[0] + 1) + 2 * (along // fp8.GROUPED)
     results.append(jax.ShapeDtypeStruct((words,), jnp.int32))
-    none = jnp.zeros((0,), jnp.uint32)
-    seeds = [none if seed is None else seed for seed in (row_seed, column_seed)]
-    return tuple(jax.ffi.ffi_call("jgg_fp8_quantize_lines", results)(x, sizes, *seeds)[:4])
+    return tuple(jax.ffi.ffi_call("jgg_fp8_quantize_lines", results)(x, sizes)[:4])
 
 
 def fp8_dequantize(codes, scales, *, block, dtype):

@@ -113,16 +113,14 @@ def quantized_both(op: str, x, *, block, axis: int) -> tuple[Quantized, Quantize
     return made(codes, scales, block=block), made(*other, block=block)
 
 
-def quantized_lines(x, group_sizes, seeds) -> tuple[Quantized, Quantized]:
-    """``x`` (T, K), of grouped rows, in blocks of 128 along K; and in such blocks along T.
-
-    ``seeds``: of either, uint32 (2,); or two times None. What rows of no group become is not said.
-    """
+def quantized_lines(x, group_sizes) -> tuple[Quantized, Quantized]:
+    """``x`` (T, K), of grouped rows, in blocks of 128 along K; and in such blocks along T. Rounded
+    to nearest. What rows of no group become is not said."""
     x = lax.stop_gradient(x)
     if partition.explicit_mesh([x, group_sizes]) is not None:
         of = functools.partial(quantized, "", x, block=fp8.LINE, group_sizes=group_sizes)
-        return of(axis=-1, seed=seeds[0]), of(axis=-2, seed=seeds[1])
-    *rows, codes, scales = _QUANTIZE_LINES(x, group_sizes, *seeds)
+        return of(axis=-1), of(axis=-2)
+    *rows, codes, scales = _QUANTIZE_LINES(x, group_sizes)
     positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
     return made(*rows), made(codes, scales, positions, axis=-2)
 
@@ -140,12 +138,13 @@ def _quantize_both(x, *, block, axis: int):
     return codes, scales, codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
 
 
-def lines(x, group_sizes, row_seed, column_seed):
+def _lines(x, group_sizes):
     """``(codes, scales)`` of blocks along the last axis, and along grouped rows."""
     of = functools.partial(
-        _QUANTIZE, x, group_sizes, block=fp8.LINE, scale_format="float32", element="e4m3"
-    )
-    return *of(row_seed, None, axis=-1), *of(column_seed, None, axis=-2)
+        _QUANTIZE, x, group_sizes, None, None, block=fp8.LINE, scale_format="float32",
+        element="e4m3",
+    )  # fmt: skip
+    return *of(axis=-1), *of(axis=-2)
 
 
 def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_format: str,
@@ -195,16 +194,16 @@ _QUANTIZE_BOTH = conversion.composed(
 )
 
 
-def _problem_of_lines(x, group_sizes, *_):
+def _problem_of_lines(x, group_sizes):
     rows, columns = x.shape
     return functools.partial(
-        problems.Fp8Conversion, mode="fp8", rows=rows, columns=columns,
+        problems.Fp8Conversion, mode="fp8", dtypes=(x.dtype.name,), rows=rows, columns=columns,
         along=padding.padded_rows(rows, group_sizes.shape[0], fp8.GROUPED), block=fp8.LINE,
     )  # fmt: skip
 
 
 _QUANTIZE_LINES = conversion.composed(
-    "jgg_fp8_quantize_lines", lines, call.fp8_quantize_lines, problem_of=_problem_of_lines
+    "jgg_fp8_quantize_lines", _lines, call.fp8_quantize_lines, problem_of=_problem_of_lines
 )
 
 

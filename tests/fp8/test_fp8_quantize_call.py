@@ -58,7 +58,7 @@ def test_groups(dtype):
 
 
 def test_a_step_of_the_linear_layer():
-    """Every array that a step quantizes is quantized by a kernel, both ways at once."""
+    """Every array that a step quantizes is quantized by a kernel, x and w both ways at once."""
     x, w = jnp.zeros((256, 128), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16)
     f = lambda x, w: jgg.fp8_grouped_linear(x, w, jnp.array([100, 156]), key=KEY)
 
@@ -67,8 +67,8 @@ def test_a_step_of_the_linear_layer():
         return vjp(out)
 
     text = lowered(x, w, function=lambda x, group_sizes: step(x, group_sizes))
-    assert text.count(f"@{TARGET}(") == 0
-    assert text.count("@jgg_fp8_quantize_lines(") == 2
+    assert text.count(f"@{TARGET}(") == 2  # dy, at random
+    assert text.count("@jgg_fp8_quantize_lines(") == 1
     assert text.count("@jgg_fp8_quantize_both(") == 1
 
 

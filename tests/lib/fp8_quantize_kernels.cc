@@ -1,5 +1,5 @@
-// The kernels of fp8_quantize, fp8_quantize_both, fp8_quantize_lines and fp8_dequantize on the host,
-// for test_fp8_quantize_kernels.py.
+// The kernels of fp8_quantize, fp8_quantize_both, fp8_quantize_lines and fp8_dequantize on the
+// host, for test_fp8_quantize_kernels.py.
 #include "cuda_on_host.h"
 //
 #include "fp8/device/dequantize.cuh"
@@ -19,7 +19,6 @@ struct Operands {
   int32_t dtype, e5m2, along_rows, square, power_of_two;
   const int32_t* list;
   void *turned, *turned_scales;  // of fp8_quantize_both and fp8_quantize_lines
-  const uint32_t* turned_seed;
 };
 
 template <DType kOf, Element kElement, bool kStochastic>
@@ -100,17 +99,14 @@ void QuantizeBoth(const Operands& o) {
             [&] { BothKernel<kOf>(p); });
 }
 
-template <DType kOf, bool kStochastic>
 void QuantizeLines(const Operands& o) {
   LinesParams p{};
   p.by_rows.x = static_cast<const uint8_t*>(o.x);
   p.by_rows.rows = o.rows;
   p.by_rows.columns = p.by_rows.along = o.columns;
-  p.by_rows.seed = o.seed;
   p.by_rows.codes = static_cast<uint8_t*>(o.codes);
   p.by_rows.scales = static_cast<float*>(o.scales);
   p.by_columns.along = o.along;
-  p.by_columns.seed = o.turned_seed;
   p.by_columns.codes = static_cast<uint8_t*>(o.turned);
   p.by_columns.scales = static_cast<float*>(o.turned_scales);
   for (QuantizeParams* of : {&p.by_rows, &p.by_columns}) of->blocks = CeilDiv(of->along, kBlock);
@@ -124,16 +120,8 @@ void QuantizeLines(const Operands& o) {
   });
   p.by_columns.groups = of_tiles.data();
   readable = {{static_cast<const char*>(o.x), o.bytes}};
-  for (const uint32_t* seed : {o.seed, o.turned_seed}) {
-    if (seed) readable.emplace_back(reinterpret_cast<const char*>(seed), 8);
-  }
   RunBlocks({static_cast<unsigned>(LinesBlocks(p)), 1}, kSquareThreads,
-            [&] { LinesKernel<kOf, kStochastic>(p); });
-}
-
-template <DType kOf>
-void QuantizeLines(const Operands& o) {
-  o.seed ? QuantizeLines<kOf, true>(o) : QuantizeLines<kOf, false>(o);
+            [&] { LinesKernel<DType::kBF16>(p); });
 }
 
 // `codes` are x, and values the result.
@@ -184,13 +172,7 @@ extern "C" void quantize_both_kernel(const Operands* o) {
   }
 }
 
-extern "C" void quantize_lines_kernel(const Operands* o) {
-  switch (static_cast<DType>(o->dtype)) {
-    case DType::kF32: return QuantizeLines<DType::kF32>(*o);
-    case DType::kBF16: return QuantizeLines<DType::kBF16>(*o);
-    case DType::kF16: return QuantizeLines<DType::kF16>(*o);
-  }
-}
+extern "C" void quantize_lines_kernel(const Operands* o) { QuantizeLines(*o); }
 
 extern "C" void dequantize_kernel(const Operands* o) {
   switch (static_cast<DType>(o->dtype)) {

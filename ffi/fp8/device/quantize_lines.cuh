@@ -1,6 +1,6 @@
 // The kernel of fp8_quantize_lines: x (R, C), R in groups, to codes in blocks of 128 along C,
-// stored as x is, and in blocks of 128 along R, stored transposed, from one read of x. C is a
-// multiple of 8.
+// stored as x is, and in blocks of 128 along R, stored transposed, from one read of x. Elements
+// have 16 bits, codes are rounded to nearest, and C is a multiple of 16.
 #pragma once
 
 #include "fp8/device/quantize_both.cuh"
@@ -16,13 +16,10 @@ struct LinesParams {
 // lanes have a row.
 inline int64_t LinesBlocks(const LinesParams& p) { return p.by_columns.blocks * p.by_rows.blocks; }
 
-template <DType kOf, bool kStochastic>
 struct LinesShared {
-  using Scale = SharedScale<kSplits<kOf, kStochastic>>;
-  static constexpr int kWords = Eight<kOf>::kWords;
-  uint4 largest[kSquareThreads / 32][kAcross][kWords / 4];  // of eight columns each
-  Scale rows[kBlock];
-  Scale columns[4][kAcross][2];  // in the order in which neighbouring lanes read them
+  uint4 largest[kSquareThreads / 32][kAcross];  // of eight columns each
+  SplitReciprocal rows[kBlock];
+  SplitReciprocal columns[4][kAcross][2];  // in the order in which neighbouring lanes read them
   TurnedBlock codes;
 };
 
@@ -48,41 +45,36 @@ struct LinesPlace {
 };
 
 // Scales of rows, to shared memory and to the result.
-template <DType kOf, bool kStochastic>
+template <DType kOf>
 __device__ void ScalesOfRows(const LinesParams& p, const LinesPlace& at, const Patch<kOf>& x,
-                             LinesShared<kOf, kStochastic>& shared) {
+                             LinesShared& shared) {
   using Magnitude = Magnitudes<kOf>;
-  constexpr int kRows = kOf == DType::kF32 ? 1 : 2;  // to a word
-  const int own = at.part % 8;                       // row of a lane; two lanes have the same
+  const int own = at.part % 8;  // row of a lane; two lanes have the same
   float largest = 0.0f;
   JGG_UNROLL
-  for (int i = 0; i < 8; i += kRows) {
-    uint32_t of_rows = LargestOf<kOf>(x[i]);
-    if constexpr (kRows == 2) {
-      const uint32_t next = LargestOf<kOf>(x[i + 1]);
-      of_rows = Magnitude::Larger(Permute(of_rows, next, 0x5410), Permute(of_rows, next, 0x7632));
-    }
-    of_rows = Magnitude::template Share<1, kAcross>(of_rows);
-    if (own / kRows == i / kRows) largest = Magnitude::Value(of_rows, own % kRows);
+  for (int i = 0; i < 8; i += 2) {  // two rows to a word
+    const uint32_t first = LargestOf<kOf>(x[i]), second = LargestOf<kOf>(x[i + 1]);
+    const uint32_t both =
+        Magnitude::Larger(Permute(first, second, 0x5410), Permute(first, second, 0x7632));
+    const uint32_t of_rows = Magnitude::template Share<1, kAcross>(both);
+    if (own / 2 == i / 2) largest = Magnitude::Value(of_rows, own % 2);
   }
   const float scale = MakeScale<Element::kE4M3>(largest, false);
   if (at.part >= 8) return;
-  shared.rows[8 * at.eight + own] = LinesShared<kOf, kStochastic>::Scale::Of(scale);
+  shared.rows[8 * at.eight + own] = MakeSplitReciprocal(scale);
   if (8 * at.eight + own < at.rows.count) {
     p.by_rows.scales[int64_t{at.line(own)} * p.by_rows.blocks + at.block] = scale;
   }
 }
 
 // Scales of columns, likewise; all threads have both after it.
-template <DType kOf, bool kStochastic>
+template <DType kOf>
 __device__ void ScalesOfColumns(const LinesParams& p, const LinesPlace& at, const Patch<kOf>& x,
-                                LinesShared<kOf, kStochastic>& shared) {
+                                LinesShared& shared) {
   using Magnitude = Magnitudes<kOf>;
-  constexpr int kWords = Eight<kOf>::kWords, kPer = 8 / kWords;
-  const int warp = threadIdx.x / 32;
-  uint32_t largest[kWords];
+  uint32_t largest[4];
   JGG_UNROLL
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < 4; ++i) {
     largest[i] = Magnitude::Of(x[0].words[i]);
     JGG_UNROLL
     for (int j = 1; j < 8; ++j) {
@@ -91,11 +83,8 @@ __device__ void ScalesOfColumns(const LinesParams& p, const LinesPlace& at, cons
     largest[i] = Magnitude::template Share<kAcross, 32>(largest[i]);
   }
   if (threadIdx.x % 32 < kAcross) {
-    JGG_UNROLL
-    for (int i = 0; i < kWords / 4; ++i) {
-      shared.largest[warp][at.part][i] =
-          make_uint4(largest[4 * i], largest[4 * i + 1], largest[4 * i + 2], largest[4 * i + 3]);
-    }
+    shared.largest[threadIdx.x / 32][at.part] =
+        make_uint4(largest[0], largest[1], largest[2], largest[3]);
   }
   __syncthreads();
   if (threadIdx.x < kBlock) {
@@ -104,22 +93,42 @@ __device__ void ScalesOfColumns(const LinesParams& p, const LinesPlace& at, cons
     JGG_UNROLL
     for (int i = 0; i < kSquareThreads / 32; ++i) {
       const auto* words = reinterpret_cast<const uint32_t*>(shared.largest[i]);
-      all = Magnitude::Larger(all, words[column / kPer]);
+      all = Magnitude::Larger(all, words[column / 2]);
     }
-    const float scale = MakeScale<Element::kE4M3>(Magnitude::Value(all, column % kPer), false);
-    shared.columns[column % 8 / 2][column / 8][column % 2] =
-        LinesShared<kOf, kStochastic>::Scale::Of(scale);
+    const float scale = MakeScale<Element::kE4M3>(Magnitude::Value(all, column % 2), false);
+    shared.columns[column % 8 / 2][column / 8][column % 2] = MakeSplitReciprocal(scale);
     const int64_t line = kBlock * at.block + column;
     if (line < p.by_rows.columns) p.by_columns.scales[line * p.by_columns.blocks + at.tile] = scale;
   }
   __syncthreads();
 }
 
-template <DType kOf, bool kStochastic>
-__global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 1 : 2)
+// The compiler would keep elements as float32 from one use to the next, for which there are no
+// registers.
+template <DType kOf>
+__device__ void Forget(Patch<kOf>& x) {
+#ifdef __CUDA_ARCH__
+  JGG_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    JGG_UNROLL
+    for (uint32_t& word : x[i].words) asm volatile("" : "+r"(word));
+  }
+#endif
+}
+
+// Thread blocks of a multiprocessor. Code for 10.0 needs more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kLinesAtOnce = 3;
+#else
+inline constexpr int kLinesAtOnce = 4;
+#endif
+
+template <DType kOf>
+__global__ void __launch_bounds__(kSquareThreads, kLinesAtOnce)
     LinesKernel(const __grid_constant__ LinesParams p) {
+  static_assert(kSplits<kOf, false>, "elements of 16 bits");
   constexpr Element kElement = Element::kE4M3;
-  __shared__ LinesShared<kOf, kStochastic> shared;
+  __shared__ LinesShared shared;
   const LinesPlace at(p);
   if (at.rows.count == 0) return;  // of no group: nobody reads it
   const int64_t columns = p.by_rows.columns;
@@ -132,32 +141,33 @@ __global__ void __launch_bounds__(kSquareThreads, kOf == DType::kF32 ? 1 : 2)
     x[i] = LoadEight<kOf>(from, i < count);
     from += columns * kElementBytes<kOf>;
   }
-  ScalesOfRows<kOf, kStochastic>(p, at, x, shared);
-  ScalesOfColumns<kOf, kStochastic>(p, at, x, shared);
-  uint8_t* to = p.by_rows.codes + first;
-  uint64_t random = RandomOfLine(p.by_rows, at.line(0));
+  ScalesOfRows<kOf>(p, at, x, shared);
+  ScalesOfColumns<kOf>(p, at, x, shared);
+  const int odd = at.part % 2;
+  uint8_t* to = p.by_rows.codes + first + (odd ? columns - 8 : 0);
+  JGG_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    uint2 codes[2];
+    JGG_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      float values[8];
+      JGG_UNROLL
+      for (int j = 0; j < 8; ++j) values[j] = x[i + k][j];
+      codes[k] = EncodeSplit8<kElement>(values, shared.rows[8 * at.eight + i + k]);
+    }
+    const uint4 sixteen = SixteenOfRow(codes[0], codes[1], odd);
+    if (i + odd < count) *reinterpret_cast<uint4*>(to) = sixteen;
+    to += 2 * columns;
+  }
+  Forget<kOf>(x);
   JGG_UNROLL
   for (int i = 0; i < 8; ++i) {
-    const auto scale = shared.rows[8 * at.eight + i];
     float values[8];
     JGG_UNROLL
-    for (int j = 0; j < 8; ++j) values[j] = x[i][j];
-    uint2 codes;
-    if constexpr (kSplits<kOf, kStochastic>) {
-      codes = EncodeSplit8<kElement>(values, scale);
-    } else {
-      codes = EncodeEight<kElement, kStochastic>(p.by_rows, values, scale.value, scale.reciprocal,
-                                                 jgg::device::AnyLane(IsSmall(scale.value)), random,
-                                                 at.column());
-    }
-    if (i < count) *reinterpret_cast<uint2*>(to) = codes;
-    to += columns;
-    random += RandomOfLine(p.by_rows, 1);
+    for (int j = 0; j < 8; ++j) values[j] = x[j][i];
+    shared.codes.HalfPiece(8 * at.part + i, at.eight) =
+        EncodeSplit8<kElement>(values, shared.columns[i / 2][at.part][i % 2]);
   }
-  EncodeColumns<kElement, kStochastic, kOf>(
-      p.by_columns, x, at.column(), kBlock * int64_t{at.tile} + 8 * at.eight,
-      [&](int i) { return shared.columns[i / 2][at.part][i % 2]; },
-      [&](int i, uint2 codes) { shared.codes.HalfPiece(8 * at.part + i, at.eight) = codes; });
   __syncthreads();
   const int64_t along = p.by_columns.along, line = kBlock * at.block;
   shared.codes.Write(p.by_columns.codes + line * along + kBlock * int64_t{at.tile}, along,
