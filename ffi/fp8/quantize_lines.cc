@@ -41,7 +41,6 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
 }
 
 static ffi::Error Fp8QuantizeLines(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer sizes,
-                                   ffi::AnyBuffer row_seed, ffi::AnyBuffer column_seed,
                                    ffi::Result<ffi::AnyBuffer> row_codes,
                                    ffi::Result<ffi::AnyBuffer> row_scales,
                                    ffi::Result<ffi::AnyBuffer> column_codes,
