@@ -120,9 +120,14 @@ def quantized_lines(x, group_sizes) -> tuple[Quantized, Quantized]:
     if partition.explicit_mesh([x, group_sizes]) is not None:
         of = functools.partial(quantized, "", x, block=fp8.LINE, group_sizes=group_sizes)
         return of(axis=-1), of(axis=-2)
-    *rows, codes, scales = _QUANTIZE_LINES(x, group_sizes)
-    positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
+    *rows, codes, scales, positions = _quantize_lines(x, group_sizes)
     return made(*rows), made(codes, scales, positions, axis=-2)
+
+
+@jax.jit
+def _quantize_lines(x, group_sizes):
+    positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
+    return *_QUANTIZE_LINES(x, group_sizes), positions
 
 
 def exchanged(q: Quantized) -> Quantized:
