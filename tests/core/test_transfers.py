@@ -27,6 +27,11 @@ NAMES = (
     "prepack", "nvfp4_quantize", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "nvfp4_grouped_linear",
     "fp8_grouped_linear",
 )  # fmt: skip
+# Before 0.12 JAX's own derivative of a slice and its like brings a zero to the device.
+NOT_BEFORE_0_12 = (
+    "options", "gather_mm", "sorted", "gather_qmm", "quantized_matmul", "nvfp4_grouped_mm",
+    "nvfp4_grouped_linear",
+)  # fmt: skip
 
 
 @functools.cache
@@ -98,7 +103,8 @@ def test_no_transfers(name):
     f, *args = cases()[name]
     f, values = differentiated(f, args)
     ones = jnp.ones_like(f(*values))
-    if name in ("quantize", "nvfp4_quantize", "prepack"):
+    older = jax.__version_info__ < (0, 12) and name in NOT_BEFORE_0_12
+    if older or name in ("quantize", "nvfp4_quantize", "prepack"):
         # A gradient that is zero is made by JAX, with a transfer.
         with jax.transfer_guard("disallow"):
             assert f(*values).shape == ones.shape
