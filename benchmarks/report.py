@@ -173,10 +173,12 @@ def text(heads, records) -> str:
     """The machines, the tables and the means."""
     lines = []
     for head in heads:
+        c8 = "fp8" in head.get("command", "") and head.get("ceilings_tflops", {}).get("fp8")
+        fp8 = f", {c8:.0f} in FP8" if c8 else ""
         partial = f" Partial: without {', '.join(head['missing'])}." if head.get("missing") else ""
         lines.append(
             f"{head['gpu']}, jax {head['jax']}, commit {head['commit']}, {head['date']}: "
-            f"C = {head['C_tflops']:.0f} TFLOP/s, B = {head['B_tbytes']:.2f} TB/s.{partial}"
+            f"C = {head['C_tflops']:.0f} TFLOP/s{fp8}, B = {head['B_tbytes']:.2f} TB/s.{partial}"
         )
     return "\n".join([*lines, "", *tables(records), means(records)])
 

@@ -22,7 +22,7 @@ struct Fp8QuantizeLinesSm80 {
   void* workspace;               // of Fp8GroupsWords(groups, along / 128)
 };
 
-// Codes of rows of no group, and those behind the last tile that has rows, stay as they are.
+// Rows of no group become zeros.
 cudaError_t LaunchFp8QuantizeLinesSm80(cudaStream_t stream, const Fp8QuantizeLinesSm80& args);
 
 }  // namespace jgg

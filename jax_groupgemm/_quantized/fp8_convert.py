@@ -115,7 +115,7 @@ def quantized_both(op: str, x, *, block, axis: int) -> tuple[Quantized, Quantize
 
 def quantized_lines(x, group_sizes) -> tuple[Quantized, Quantized]:
     """``x`` (T, K), of grouped rows, in blocks of 128 along K; and in such blocks along T. Rounded
-    to nearest. What rows of no group become is not said."""
+    to nearest."""
     x = lax.stop_gradient(x)
     if partition.explicit_mesh([x, group_sizes]) is not None:
         of = functools.partial(quantized, "", x, block=fp8.LINE, group_sizes=group_sizes)
@@ -213,8 +213,8 @@ _QUANTIZE_LINES = conversion.composed(
 
 
 def _halves(used, eqn):
-    """Of two results of codes and scales, those that somebody reads: each may be made alone, as in
-    the first of two forward passes of ``jax.checkpoint``."""
+    """Of two results of codes and scales, those that somebody reads: one may be made alone where a
+    call makes it, as in the first of two forward passes of ``jax.checkpoint``."""
     wanted = [any(used[:2]), any(used[2:])]
     if not any(wanted):
         return [False] * len(eqn.invars), None

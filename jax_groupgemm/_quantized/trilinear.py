@@ -167,15 +167,15 @@ def _out_backward(products, how, kept, dy):
     if turned is not None:
         q = products.exchanged(turned)
     dx_key, dw_key = split(key)
-    codes, columns = None, None
+    for_dx, for_dw = None, None  # codes of dy
     if x is not None:
-        codes, columns = products.both(dy, group_sizes, (dx_key, dw_key))
+        for_dx, for_dw = products.both(dy, group_sizes, (dx_key, dw_key))
     random = (True, how.random[1]), (True, how.random[0])
     dx, dw, dbias = (
-        rows_cotangent(dy, w, q, group_sizes, dx_key, products, random[0], codes),
+        rows_cotangent(dy, w, q, group_sizes, dx_key, products, random[0], for_dx),
         None
         if x is None
-        else weight_cotangent(dy, x, w, group_sizes, dw_key, products, random[1], columns),
+        else weight_cotangent(dy, x, w, group_sizes, dw_key, products, random[1], for_dw),
         None if bias is None else _dbias(dy, bias, group_sizes, products=products),
     )
     if how.specs is not None:
@@ -276,8 +276,8 @@ def _sharded_as(a, grad):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _packed(x, group_sizes, products):
-    """Codes of x, for the result and kept for dw; no derivative of dw finds x through the latter.
-    That of the result does not ask for the former."""
+    """Codes of x: for the result, whose derivative uses x itself; and kept for dw, of which no
+    derivative finds x through them."""
     return products.packed(x, group_sizes)
 
 

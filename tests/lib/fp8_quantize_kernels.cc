@@ -119,6 +119,7 @@ void QuantizeLines(const Operands& o) {
                  of_tiles.data(), count);
   });
   p.by_columns.groups = of_tiles.data();
+  p.by_columns.inside = starts.data() + groups;
   readable = {{static_cast<const char*>(o.x), o.bytes}};
   RunBlocks({static_cast<unsigned>(LinesBlocks(p)), 1}, kSquareThreads,
             [&] { LinesKernel<DType::kBF16>(p); });

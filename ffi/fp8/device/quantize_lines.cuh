@@ -44,6 +44,33 @@ struct LinesPlace {
   }
 };
 
+// Rows of no group become zeros: of those behind all groups each tile has 128.
+__device__ inline void ClearRest(const LinesParams& p, const LinesPlace& at) {
+  const QuantizeParams& to = p.by_rows;
+  const int64_t begin = *p.by_columns.inside + int64_t{kBlock} * at.tile + at.eight;
+  const int64_t end = min(begin - at.eight + kBlock, to.rows);
+  JGG_NO_UNROLL
+  for (int64_t line = begin; line < end; line += kSquareThreads / kAcross) {
+    if (at.column() < to.columns) {
+      *reinterpret_cast<uint2*>(to.codes + line * to.columns + at.column()) = make_uint2(0, 0);
+    }
+    if (at.part == 0) to.scales[line * to.blocks + at.block] = 1.0f;
+  }
+}
+
+// Of a tile of no group, the columns.
+__device__ inline void ClearColumns(const LinesParams& p, const LinesPlace& at) {
+  const QuantizeParams& to = p.by_columns;
+  JGG_NO_UNROLL
+  for (int i = threadIdx.x; i < kBlock * kBlock / 16; i += kSquareThreads) {
+    const int64_t line = kBlock * at.block + i / 8;
+    if (line >= p.by_rows.columns) return;
+    uint8_t* codes = to.codes + line * to.along + int64_t{kBlock} * at.tile;
+    reinterpret_cast<uint4*>(codes)[i % 8] = make_uint4(0, 0, 0, 0);
+    if (i % 8 == 0) to.scales[line * to.blocks + at.tile] = 1.0f;
+  }
+}
+
 // Scales of rows, to shared memory and to the result.
 template <DType kOf>
 __device__ void ScalesOfRows(const LinesParams& p, const LinesPlace& at, const Patch<kOf>& x,
@@ -130,7 +157,8 @@ __global__ void __launch_bounds__(kSquareThreads, kLinesAtOnce)
   constexpr Element kElement = Element::kE4M3;
   __shared__ LinesShared shared;
   const LinesPlace at(p);
-  if (at.rows.count == 0) return;  // of no group: nobody reads it
+  ClearRest(p, at);
+  if (at.rows.count == 0) return ClearColumns(p, at);
   const int64_t columns = p.by_rows.columns;
   const int64_t first = int64_t{at.line(0)} * columns + at.column();
   const int count = at.count(p);
