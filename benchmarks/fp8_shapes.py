@@ -59,7 +59,7 @@ class Grouped(Case):
 
     @property
     def flops(self) -> int:
-        """Of one product."""
+        """A product has so many."""
         return 2 * self.rows * self.k * self.n
 
     @property
@@ -160,7 +160,7 @@ class Quantize(Case):
 
     @property
     def tiles(self) -> int:
-        """Of 128 padded rows."""
+        """So many tiles of 128 rows hold all groups, each padded."""
         return int((-(-self.sizes() // 128)).sum())
 
 

@@ -22,7 +22,7 @@ inline cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeParams& p,
   return cudaGetLastError();
 }
 
-// Of one matrix, in lines of `along` elements.
+// The result has one matrix, in lines of `along` elements.
 inline QuantizeParams ParamsOf(const Fp8Codes& to, int64_t along) {
   QuantizeParams p{};
   p.matrices = 1;

@@ -213,8 +213,8 @@ _QUANTIZE_LINES = conversion.composed(
 
 
 def _halves(used, eqn):
-    """Of two results of codes and scales, those that somebody reads: one may be made alone where a
-    call makes it, as in the first of two forward passes of ``jax.checkpoint``."""
+    """What nobody reads is not made: a half is made alone where a call makes it, as in the first of
+    two forward passes of ``jax.checkpoint``."""
     wanted = [any(used[:2]), any(used[2:])]
     if not any(wanted):
         return [False] * len(eqn.invars), None

@@ -61,8 +61,8 @@ def test_composition(rng, dtype):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
 def test_sharded(rng, spec, kind):
-    """Of ordinary numbers: where XLA adds up what devices have, subnormals and signs of zeros are
-    lost."""
+    """The numbers are ordinary: where XLA adds up what devices have, subnormals and signs of zeros
+    are lost."""
     x = jnp.asarray(oracle.random(rng, (272, 192)))
     want = jax.jit(one_by_one)(x)
     mesh = mesh_of((2,), ("d",), kind)

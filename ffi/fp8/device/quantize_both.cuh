@@ -32,7 +32,7 @@ __device__ inline void TransposeBytes(uint32_t (&words)[4]) {
 struct TurnedBlock {
   uint4 pieces[kBlock][kBlock / 16];
 
-  // Of a column: those of eight rows from 8 * eight on.
+  // The codes of a column's eight rows from 8 * eight on.
   __device__ uint2& HalfPiece(int column, int eight) {
     const int part = column / 8, piece = eight / 2 ^ part % 8, half = eight % 2 ^ part / 8;
     return reinterpret_cast<uint2*>(&pieces[column][piece])[half];

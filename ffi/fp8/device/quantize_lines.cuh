@@ -58,7 +58,7 @@ __device__ inline void ClearRest(const LinesParams& p, const LinesPlace& at) {
   }
 }
 
-// Of a tile of no group, the columns.
+// The columns of a tile that no group has become zeros.
 __device__ inline void ClearColumns(const LinesParams& p, const LinesPlace& at) {
   const QuantizeParams& to = p.by_columns;
   JGG_NO_UNROLL
