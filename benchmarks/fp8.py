@@ -220,17 +220,14 @@ def of_parts(case: Quantize, v: Converted) -> list[tuple[Callable, list[np.ndarr
 
 
 def _parts_of_both(case: Quantize, v: Converted) -> list[tuple[Callable, list[np.ndarray]]]:
-    """The first lines of either result; of no group nothing is said."""
-    count, tiles = min(LINES, case.k), case.tiles
+    """The first lines of either result."""
+    count = min(LINES, case.k)
     of_rows, _ = on_cpu(case, v.x[:count], v.more | {"sizes": jnp.full(1, count, jnp.int32)})
     _, of_columns = on_cpu(case, v.x[:, :count], v.more)
-    rows = lambda q: [np.asarray(leaf[:count]) for leaf in (q.weight, q.scales)]
-    columns = lambda q: [
-        np.asarray(q.weight[:count, : 128 * tiles]), np.asarray(q.scales[:count, :tiles])
-    ]  # fmt: skip
+    first = lambda q: [np.asarray(leaf[:count]) for leaf in (q.weight, q.scales)]
     return [
-        (lambda out: rows(out[0]), rows(of_rows)),
-        (lambda out: columns(out[1]), columns(of_columns)),
+        (lambda out: first(out[0]), first(of_rows)),
+        (lambda out: first(out[1]), first(of_columns)),
     ]
 
 

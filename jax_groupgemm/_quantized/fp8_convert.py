@@ -213,8 +213,8 @@ _QUANTIZE_LINES = conversion.composed(
 
 
 def _halves(used, eqn):
-    """What nobody reads is not made: a half is made alone where a call makes it, as in the first of
-    two forward passes of ``jax.checkpoint``."""
+    """A half that nobody reads is not made, where a call makes the other one alone. The first of
+    two forward passes of ``jax.checkpoint`` reads one half."""
     wanted = [any(used[:2]), any(used[2:])]
     if not any(wanted):
         return [False] * len(eqn.invars), None
