@@ -1,9 +1,9 @@
 // The Hopper kernel of products of two FP8 operands with scales for blocks of 128 k:
 //   out[r, c] = sum_s a[r, s] b[c, s] sum_{k in block s} L[r, k] R[c, k]
 // In mm L is rows of x, scaled row by row, and R columns of w, of which each block of 128 has one
-// scale. In wgrad both are scaled row by row, and k are rows of a group, whose blocks are its own.
-// It is grouped_mm's kernel with another product: pairs of e4m3 take the place of 16-bit elements,
-// so a slice is 128 k, a block.
+// scale. In wgrad both are scaled line by line, and k are rows of a group, whose blocks are its
+// own. It is grouped_mm's kernel with another product: pairs of e4m3 take the place of 16-bit
+// elements, so a slice is 128 k, a block.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,11 +13,22 @@
 
 namespace jgg {
 
-// Scales of an operand's rows: row r's of block s is data[r * line + s].
+// mm's scales of x: row r's of block s is data[r * line + s].
 struct RowScales {
   const float* data;
   int64_t line;
 };
+
+// wgrad's scales: those of block s begin at data + s * block, so that a tile's are copied at once.
+// R's lie in order. L's lie as threads read them: of every 64 rows lane q of four has rows 2 q and
+// 2 q + 1 of each 8, next to each other, and four floats that nothing reads, which put the lanes'
+// words into different banks.
+struct BlockScales {
+  const float* data;
+  int64_t block;
+};
+
+constexpr int kStagedRows = 80;  // floats of 64 rows
 
 // Scales of w: (G, ceil(N / 128), ceil(K / 128)).
 struct TileScales {
@@ -26,12 +37,12 @@ struct TileScales {
 };
 
 struct Fp8GemmSm90 {
-  GemmSm90 gemm;  // k and strides along it in pairs of elements
-  RowScales l_scales;
-  TileScales w_scales;  // mm
-  RowScales r_scales;   // wgrad
-  const void* data;     // x, where its rows come by list
-  RowList list;         // list.list is null where they are in order
+  GemmSm90 gemm;                   // k and strides along it in pairs of elements
+  RowScales x_scales;              // mm
+  TileScales w_scales;             // mm
+  BlockScales l_scales, r_scales;  // wgrad
+  const void* data;                // x, where its rows come by list
+  RowList list;                    // list.list is null where they are in order
 };
 
 cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands);

@@ -68,7 +68,7 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   mm.k = k / 2;  // pairs
   Fp8GemmSm90 fp8{};
   fp8.gemm = MakeGemmSm90(mm);
-  fp8.l_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
+  fp8.x_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
   fp8.w_scales = {static_cast<const float*>(w_scales.untyped_data()), static_cast<int>(columns),
                   static_cast<int>(blocks)};
   fp8.data = x.untyped_data();

@@ -24,8 +24,10 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   const int64_t n = dy.dimensions()[0], rows = dy.dimensions()[1], blocks = rows / 128;
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(K, T)", x, {-1, rows}));
   const int64_t k = x.dimensions()[0];
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "dy_scales", "(N, T / 128)", dy_scales, {n, blocks}));
-  JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(K, T / 128)", x_scales, {k, blocks}));
+  const int64_t staged = (n + 63) / 64 * kStagedRows;
+  JGG_RETURN_IF_ERROR(
+      CheckScales(kOp, "dy_scales", "(T / 128, ceil(N / 64) * 80)", dy_scales, {blocks, staged}));
+  JGG_RETURN_IF_ERROR(CheckScales(kOp, "x_scales", "(T / 128, K)", x_scales, {blocks, k}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(G, N, K)", *out, {-1, n, k}));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
@@ -58,8 +60,8 @@ static ffi::Error Fp8GroupedWgrad(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
   wgrad.out_group = n * k;
   Fp8GemmSm90 fp8{};
   fp8.gemm = MakeGemmSm90(wgrad);
-  fp8.l_scales = {static_cast<const float*>(dy_scales.untyped_data()), blocks};
-  fp8.r_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
+  fp8.l_scales = {static_cast<const float*>(dy_scales.untyped_data()), staged};
+  fp8.r_scales = {static_cast<const float*>(x_scales.untyped_data()), k};
   return FromCuda(kOp, LaunchFp8(stream, fp8, DescribePairs(dy, n, 1), DescribePairs(x, k, 1)));
 }
 

@@ -45,7 +45,8 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
 
 def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad``: dy, its scales, x, its scales, pairs of rows[,
-    existing_out] -> out. Lines of the result are padded to pieces of 8 columns."""
+    existing_out] -> out. Lines of the result are padded to pieces of 8 columns. Scales come block
+    by block, so that the kernel copies those of a tile at once."""
     del choice
     rows, groups = x.positions.shape[0], group_sizes.shape[0]
     # So that the result is NaN where sizes are not those of the operands.
@@ -57,10 +58,19 @@ def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dt
     aliases = {5: 0} if more else None
     call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad", out, input_output_aliases=aliases)
     sums = call(
-        dy.weight, scales, weight, x_scales, pairs.astype(jnp.int32), *more,
+        dy.weight, _staged(scales), weight, x_scales.T, pairs.astype(jnp.int32), *more,
         **attributes({"existing_out": bool(more)}),
     )  # fmt: skip
     return _cut(sums, 2, x.shape[0])
+
+
+def _staged(scales):
+    """(N, blocks) -> (blocks, ceil(N / 64) * 80): of every 64 scales those that a lane of four
+    reads, 2 q and 2 q + 1 of each 8, and 4 floats that nothing reads (ffi/fp8/gemm_sm90.h)."""
+    blocks = scales.shape[1]
+    lanes = _padded(scales, 0, 64).T.reshape(blocks, -1, 8, 4, 2).swapaxes(2, 3)
+    lanes = lanes.reshape(*lanes.shape[:3], 16)
+    return jnp.pad(lanes, [(0, 0)] * 3 + [(0, 4)]).reshape(blocks, -1)
 
 
 def _padded(a, axis: int, unit: int):

@@ -7,10 +7,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import oracle
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._fp8 import call
 from jax_groupgemm._fp8.grouped_linear import of_columns
 from jax_groupgemm._fp8.grouped_wgrad import grouped_wgrad
 from jax_groupgemm._kernels import extension
@@ -49,7 +51,8 @@ def along_t(columns: int, dtype="float8_e4m3fn", block=LINE):
 X, W, SIZES = fp8(T, K, block=LINE), fp8(G, N, K, block=TILE), array(G, dtype="int32")
 # What the kernel reads: codes and scales of x and of w.
 OPERANDS = [f"{T}x{K}xf8E4M3FN", f"{T}x2xf32", f"{G}x{N}x{K}xf8E4M3FN", f"{G}x2x2xf32"]
-LINES = [f"{N}x512xf8E4M3FN", f"{N}x4xf32", f"{K}x512xf8E4M3FN", f"{K}x4xf32", f"{G}xi32"]
+# Those of lines of dy and x, block by block; dy's 64 lines by 64, in the order of threads.
+LINES = [f"{N}x512xf8E4M3FN", "4x240xf32", f"{K}x512xf8E4M3FN", f"4x{K}xf32", f"{G}xi32"]
 
 
 def cuda_text(function, *args) -> str:
@@ -113,6 +116,17 @@ def test_grouped_wgrad_is_one_call(existing):
     assert ("operand_index = 5" in text) == existing
 
 
+def test_scales_as_threads_read_them(rng):
+    """Of 64 lines lane q of four has lines 2 q and 2 q + 1 of each 8, 20 floats a lane."""
+    scales = rng.random((130, 3), np.float32)
+    staged = np.asarray(call._staged(jnp.asarray(scales)))
+    line = np.arange(130)
+    place = line // 64 * 80 + line % 8 // 2 * 20 + line % 64 // 8 * 2 + line % 2
+    assert staged.shape == (3, 240)
+    assert (staged[:, place] == scales.T).all()
+    assert (np.delete(staged, place, axis=1) == 0).all()
+
+
 def training(x, w, ct, sizes, recipe=jgg.FP8Recipe()):  # noqa: B008
     f = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes, recipe=recipe)
     out, vjp = jax.vjp(f, x, w)
@@ -142,7 +156,7 @@ def test_training_of_columns():
         return jax.vjp(layer, x, w)[1](ct)
 
     text = cuda_text(f, half(T, K), half(G, K, N), half(T, N), SIZES)
-    lines = [*LINES[2:4], *LINES[:2], LINES[4]]
+    lines = [LINES[2], "4x320xf32", LINES[0], f"4x{N}xf32", LINES[4]]
     assert ("fp8_grouped_wgrad", lines, f"{G}x{K}x{N}xbf16") in calls(text)
     quantized = [line for line in text.splitlines() if "@jgg_fp8_quantize_both(" in line]
     assert any(f"tensor<{G}x{K}x{N}xbf16>" in line for line in quantized)
@@ -297,7 +311,7 @@ def test_lines_of_sums_of_any_length(existing):
     f = lambda x, dy, s, old: jgg.fp8_grouped_wgrad(x, dy, s, existing_out=old)
     text = cuda_text(f, along_t(20), along_t(N), SIZES, old)
     out = f"{G}x{N}x24xf32"
-    operands = [*LINES[:2], "24x512xf8E4M3FN", "24x4xf32", LINES[4]]
+    operands = [*LINES[:2], "24x512xf8E4M3FN", "4x24xf32", LINES[4]]
     assert calls(text) == [("fp8_grouped_wgrad", operands + [out] * existing, out)]
     assert re.search(rf"slice .* -> tensor<{G}x{N}x20xf32>", text)
 

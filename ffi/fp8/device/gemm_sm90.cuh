@@ -111,29 +111,51 @@ __device__ void StageScales(typename Config::SharedMemory& memory, const Work& w
   }
 }
 
+// wgrad: a tile's scales, of both operands, lie one after the other (see BlockScales).
+template <typename Config>
+__device__ void CopyScales(const Fp8GemmSm90& fp8, typename Config::SharedMemory& memory,
+                           const Work& work, Place<Config::kStages>& at) {
+  const int lane = threadIdx.x % 32;
+  const int row_bytes = max(work.rows + 63, 0) / 64 * kStagedRows * 4;
+  const int column_bytes = (work.columns + 3) / 4 * 16;
+  const float* rows = fp8.l_scales.data + work.l_row / 64 * kStagedRows;
+  const float* columns = fp8.r_scales.data + work.out_column;
+#pragma unroll 1
+  for (int turn = 0; turn < work.slices; ++turn) {
+    Wait(&memory.empty[at.index], at.parity ^ 1);
+    auto& scales = memory.scales[at.index];
+    uint64_t* full = &memory.full[at.index];
+    if (lane == 0) {
+      const int block = work.Slice(turn);
+      ArriveExpecting(full, row_bytes + column_bytes);
+      if (row_bytes > 0) {
+        CopyBytes(rows + (work.l_k / kSliceSm90 + block) * fp8.l_scales.block, full,
+                  scales.rows.values, row_bytes);
+      }
+      CopyBytes(columns + (work.r_k / kSliceSm90 + block) * fp8.r_scales.block, full,
+                scales.columns, column_bytes);
+    } else if (lane < kArrivingLanes) {
+      Arrive(full);
+    }
+    __syncwarp();
+    at.Next();
+  }
+}
+
 // The warp that has the scales.
 template <typename Config>
 __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory& memory) {
   constexpr int kRows = Config::kRows;
   Place<Config::kStages> at;
   ForEachWork<Config>(memory, [&](const Work& work) {
-    using Rows = StagedScales<kRows>;
-    LineScales<kRows> rows(fp8.l_scales, [&](int i) {
-      const int row = i < work.rows ? work.l_row + i : -1;
-      return Config::kLists && row >= 0 ? ListedRow(fp8.list, row) : row;
-    });
     if constexpr (Config::kRaggedK) {
-      LineScales<128 * Config::kBlocks> columns(
-          fp8.r_scales, [&](int i) { return i < work.columns ? work.out_column + i : -1; });
-      const auto load = [&](int slice) {
-        rows.Load(work.l_k / kSliceSm90 + slice);
-        columns.Load(work.r_k / kSliceSm90 + slice);
-      };
-      StageScales<Config>(memory, work, at, load, [&](auto& scales) {
-        rows.Each([&](int i, float value) { scales.rows.values[Rows::Place(i)] = value; });
-        columns.Each([&](int i, float value) { scales.columns[i] = value; });
-      });
+      CopyScales<Config>(fp8, memory, work, at);
     } else {
+      using Rows = StagedScales<kRows>;
+      LineScales<kRows> rows(fp8.x_scales, [&](int i) {
+        const int row = i < work.rows ? work.l_row + i : -1;
+        return Config::kLists && row >= 0 ? ListedRow(fp8.list, row) : row;
+      });
       // A scale is for 128 columns; behind the last, any will do.
       const int last = fp8.w_scales.columns - 1;
       const float* of_columns[2];

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cute/arch/mma_sm90_gmma.hpp"
+#include "fp8/gemm_sm90.h"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
@@ -26,19 +27,19 @@ JGG_FP8_PRODUCT(96)
 JGG_FP8_PRODUCT(128)
 #undef JGG_FP8_PRODUCT
 
-// The scales of rows, as threads read them: lane q of every
-// four has rows 2 q and 2 q + 1 of each 8, next to each other. A quarter is filled up, so that the
-// four lanes' words lie in different banks.
+// The scales of rows, 64 by 64, as threads read them (see kStagedRows in gemm_sm90.h).
 template <int kRows>
 struct StagedScales {
-  static constexpr int kQuarter = kRows / 4 + 4;
-  float values[4 * kQuarter];
+  static constexpr int kQuarter = kStagedRows / 4;
+  float values[kRows / 64 * kStagedRows];
 
-  __device__ static int Place(int row) { return row % 8 / 2 * kQuarter + row / 8 * 2 + row % 2; }
+  __device__ static int Place(int row) {
+    return row / 64 * kStagedRows + row % 8 / 2 * kQuarter + row % 64 / 8 * 2 + row % 2;
+  }
   // Loads the scales of this thread's rows in two blocks of 8, the i-th and the next.
   __device__ void Load(int i, float (&to)[4]) const {
-    const float4 four =
-        *reinterpret_cast<const float4*>(values + threadIdx.x % 4 * kQuarter + 2 * i);
+    const float4 four = *reinterpret_cast<const float4*>(values + i / 8 * kStagedRows +
+                                                         threadIdx.x % 4 * kQuarter + i % 8 * 2);
     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
   }
 };
