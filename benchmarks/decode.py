@@ -2,7 +2,7 @@
 
 python -m benchmarks.decode [--models Qwen3 nvfp4 ...] [--batches 1 8 64] [--json FILE]
 python -m benchmarks.decode --records A.json B.json
-python -m benchmarks.decode --generate 256 [--models Qwen3 nvfp4]
+python -m benchmarks.decode --generate 256 [--pauses] [--models Qwen3 nvfp4]
 
 The decoder is that of examples/generate.py, and so are loading, prepacking and what is announced of
 memory, which stands beside the peak of the process. ``--generate`` runs that example's own programs
@@ -108,9 +108,6 @@ def _of_batch(model, program, need, batch: int, room: int, args) -> dict:
     walls = [steps.wall(args.chain) for _ in range(args.repetitions)]
     many = steps.wall(args.steps)
     kernels, by_name = _kernels(steps, args.kernel_steps)
-    if args.trace:
-        with jax.profiler.trace(str(args.trace / f"batch{batch}")):
-            steps.run(16)
     memory = decode_steps.memory(need.total)
     out = {
         "ms": {"wall": statistics.median(walls), "kernels": kernels},
@@ -247,9 +244,9 @@ def arguments(argv=None) -> argparse.Namespace:
         help="layers besides experts: as released, or not quantized")  # fmt: skip
     add("--no-parts", dest="parts", action="store_false", help="the whole step alone")
     add("--quick", action="store_true", help="few repetitions")
-    add("--trace", type=Path, metavar="FOLDER", help="a trace of 16 steps of each batch")
     add("--generate", type=count, metavar="TOKENS",
         help="as examples/generate.py: its memory beside what it announces")  # fmt: skip
+    add("--pauses", action="store_true", help="of the device, under --generate")
     add("--chunk", type=count, default=decode_generate.CHUNK,
         help="tokens of the prompt in a step of --generate")  # fmt: skip
     add("--json", type=Path, help="the record, rewritten after every case")

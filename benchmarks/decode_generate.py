@@ -1,10 +1,12 @@
 """python -m benchmarks.decode --generate: examples/generate.py with whole models of random weights.
 
-It prints the memory that was held beside what was announced, and tokens per second.
+It prints the memory that was held beside what was announced, and tokens per second; or, with
+--pauses, how long the device has nothing to do between graphs.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import Any
 
@@ -16,10 +18,12 @@ from examples.decoder.memory import Need, most_held
 from examples.decoder.ready import ready
 from examples.decoder.sampling import Sampling
 
+from . import pauses
 from .decode_models import Case, weights_of
 
 CHUNK = 128  # tokens of the prompt in a step, unless --chunk says otherwise, as of generate.py
 SETTLED = 16  # tokens, in the first of which XLA captures and tunes
+LONG = 20  # us, of a pause
 MARGIN = 0.05  # of what is announced
 
 
@@ -33,10 +37,13 @@ def measured(case: Case, args: Any) -> bool:
     weights = weights_of(case, config, args.dtype, on_host=True)
     generator, need = ready(config, weights, options, Sampling(), args.chunk)
     prompt = np.random.default_rng(0).integers(0, config.vocabulary, args.context).tolist()
+    if args.pauses:
+        print(pauses_said(generator, prompt, args.generate))
+        return True
     watch, rate = generated(generator, prompt, args.generate)
     settled = "" if rate is None else f", {rate:,.1f} after the first {SETTLED}"
     print(watch.said(len(prompt)) + settled)
-    again, _ = generated(generator, prompt, 2)
+    again, _ = generated(generator, prompt, 1)
     print(f"the next prompt, as long: {again.said(len(prompt))}")
     return fits(need, most_held())
 
@@ -50,6 +57,28 @@ def generated(generator: Generator, prompt: list[int], count: int) -> tuple[Watc
             began = watch.last
     more = len(watch.tokens) - SETTLED
     return watch, more / (watch.last - began) if more > 0 else None
+
+
+def pauses_said(generator: Generator, prompt: list[int], count: int) -> str:
+    """The device's pauses after the first :data:`SETTLED` tokens."""
+    times: list[int] = []
+    # CUPTI crashes at a graph that is older than its recording.
+    with pauses.recorded() as recording:
+        for i, _ in enumerate(generator(prompt, count)):
+            if i >= SETTLED:
+                times.append(recording.now())
+    activities = recording.since(times[0], times[-1])
+    found = sorted(pauses.pauses(activities), key=lambda p: -p.us)
+    total, tokens = (times[-1] - times[0]) / 1e3, len(times) - 1
+    lines = [
+        f"{tokens} tokens, {len(activities) / tokens:.1f} graphs, kernels and copies each, "
+        f"{total / tokens:.1f} us each, of which {sum(p.us for p in found) / tokens:.1f} idle; "
+        f"{sum(p.us > LONG for p in found)} pauses of more than {LONG} us; the longest:"
+    ]
+    for p in found[:5]:
+        at = SETTLED + bisect.bisect(times, p.start)
+        lines.append(f"{p.us:8.2f} us at token {at}, {p.before[:40]} before, {p.after[:40]} after")
+    return "\n".join(lines)
 
 
 def fits(need: Need, most: int | None) -> bool:

@@ -19,7 +19,7 @@ for needed in ("flax", "tokenizers", "tqdm"):
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import decode, decode_generate, decode_models, decode_steps  # noqa: E402
+from benchmarks import decode, decode_generate, decode_models, decode_steps, pauses  # noqa: E402
 from examples.decoder.memory import Need  # noqa: E402
 
 CONTEXT, BATCH = 12, 3
@@ -188,3 +188,16 @@ def test_the_list():
     }  # fmt: skip
     with pytest.raises(SystemExit, match="no such case"):
         decode.main(["--models", "nothing"])
+
+
+def test_pauses():
+    """Between the last end so far and the next start, whatever overlaps."""
+    of = lambda start, end, name: pauses.Activity(start, end, name)
+    found = pauses.pauses([
+        of(0, 10_000, "a"), of(5_000, 8_000, "b"), of(30_000, 40_000, "d"),
+        of(12_000, 20_000, "c"), of(40_000, 41_000, "e"),
+    ])  # fmt: skip
+    assert found == [
+        pauses.Pause(10_000, 2.0, "a", "c"),
+        pauses.Pause(20_000, 10.0, "c", "d"),
+    ]

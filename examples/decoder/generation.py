@@ -1,4 +1,4 @@
-"""Two compiled programs, one for a prompt and one for each token after it."""
+"""Two compiled programs, one for a prompt and one for the tokens after it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from .experts import AXIS
 from .memory import Use
 from .model import Cache, Decoder, divides_heads, heads_axis
 from .sampling import Sampling
+
+#: Tokens that one call of a program gives on a GPU. Hundreds of weights are passed in each call,
+#: which takes the host about as long as a GPU takes for a token.
+TOKENS_OF_A_CALL = 4
 
 
 def following(model: Decoder, cache: list[Cache], tokens: jax.Array, position: jax.Array,
@@ -39,14 +43,16 @@ class Generator:
 
     A prompt is read in steps of ``chunk`` tokens, the last of which is filled up: one program reads
     prompts of every length, and attention's logits are bounded. The cache is donated, so each step
-    writes into it.
+    writes into it. ``each`` tokens come of one call: those behind the end of a text are made, too.
 
     ``model`` may be :func:`loading.shapes`', so that :attr:`use` is known before anything is
     loaded. :meth:`fill` gives such a generator its weights.
     """
 
-    def __init__(self, model: Decoder, room: int, sampling: Sampling, chunk: int):
+    def __init__(self, model: Decoder, room: int, sampling: Sampling, chunk: int,
+                 each: int | None = None):  # fmt: skip
         self.sampling, self.chunk, self.room = sampling, chunk, -(-room // chunk) * chunk
+        self.each = each or (TOKENS_OF_A_CALL if jax.default_backend() == "gpu" else 1)
         self.compiled_in = 0.0
         self._compile(model)
 
@@ -82,7 +88,16 @@ class Generator:
             return sampling(model.logits(x[0, count - 1]), key)[None], start + count, cache
 
         def write(params, cache, tokens, position, key):
-            return following(whole(params), cache, tokens, position, key, sampling)
+            """The tokens that follow, the last of them, its position, and the cache."""
+            model = whole(params)
+
+            def step(carry, _):
+                tokens, position, cache = carry
+                carry = following(model, cache, tokens, position, key, sampling)
+                return carry, carry[0]
+
+            carry, found = jax.lax.scan(step, (tokens, position, cache), length=self.each)
+            return found, *carry
 
         like = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=at())
         cache = jax.tree.map(
@@ -91,14 +106,15 @@ class Generator:
         )
         key, number = jax.eval_shape(lambda: key_of(0)), like((), jnp.int32)
         key = like(key.shape, key.dtype)
-        compiled = lambda step, *args: (
-            jax.jit(step, donate_argnums=1, out_shardings=mesh and (at(), at(), in_cache))
+        out = lambda small: mesh and (*[at()] * small, in_cache)
+        compiled = lambda step, small, *args: (
+            jax.jit(step, donate_argnums=1, out_shardings=out(small))
             .lower(self.params, cache, *args)
             .compile()
         )
         self.new_cache = empty.lower().compile()
-        self.read = compiled(read, like((self.chunk,), jnp.int32), number, number, key)
-        self.write = compiled(write, like((1,), jnp.int32), number, key)
+        self.read = compiled(read, 2, like((self.chunk,), jnp.int32), number, number, key)
+        self.write = compiled(write, 3, like((1,), jnp.int32), number, key)
         self.use = Use.of(self.params, cache, (self.read, self.write))
         self.on_devices = lambda a: a if mesh is None else jax.device_put(a, at())
         self.on_devices(key_of(0))  # compiles what makes a key
@@ -107,7 +123,7 @@ class Generator:
     def __call__(
         self, prompt: Sequence[int], count: int, ends: Sequence[int] = (), seed: int = 0
     ) -> Iterator[int]:
-        """At most ``count`` tokens. The device works on the next one while this one is used."""
+        """At most ``count`` tokens. The device works on the next ones while these are used."""
         if len(prompt) + count > self.room:
             raise ValueError(f"{len(prompt)} + {count} tokens are more than {self.room}")
         key, cache = self.on_devices(key_of(seed)), self.new_cache()
@@ -120,14 +136,16 @@ class Generator:
             token, position, cache = self.read(
                 self.params, cache, self.on_devices(jnp.asarray(part)), *numbers, key
             )
-        for left in reversed(range(count)):
-            before = token
+        found, left = token, count
+        while left:
+            before, shown = found, min(left, found.size)
+            left -= shown
             if left:
-                token, position, cache = self.write(self.params, cache, token, position, key)
-            out = before.item()
-            if out in ends:
-                return
-            yield out
+                found, token, position, cache = self.write(self.params, cache, token, position, key)
+            for out in np.asarray(before).reshape(-1)[:shown].tolist():
+                if out in ends:
+                    return
+                yield out
 
 
 class Watch:

@@ -112,6 +112,16 @@ def test_it_ends_at_the_end_of_a_text(generated):
     assert generated(12, ends=(end, 1000)) == tokens[: tokens.index(end)]
 
 
+def test_tokens_of_a_call(generated, tiny):
+    """As a GPU makes them, several in a call: the same, whatever ends them."""
+    run = generator(Run(tiny).model, 32, 8, each=4, temperature=2.0, top_k=50)
+    want = generated(23)
+    for count in (1, 2, 5, 8, 23):  # the last call's steps go behind the room for 32
+        assert [*run(range(1, 10), count)] == want[:count]
+    end = want[6]
+    assert [*run(range(1, 10), 23, ends=(end,))] == want[: want.index(end)]
+
+
 def test_a_seed_decides_and_there_is_room_for_so_many(generated):
     first = generated(20, seed=1)
     assert len(first) == 20

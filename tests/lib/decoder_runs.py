@@ -65,10 +65,10 @@ class Run:
         return np.concatenate(out)
 
 
-def generator(model, room, chunk, **sampling):
+def generator(model, room, chunk, each=None, **sampling):
     """That of generate.py, with room for so many tokens."""
     sampling = example("decoder.sampling").Sampling(**sampling)
-    return example("decoder.generation").Generator(model, room, sampling, chunk)
+    return example("decoder.generation").Generator(model, room, sampling, chunk, each)
 
 
 def agree(got, want, relative=1e-5):
