@@ -14,7 +14,7 @@ from pathlib import Path
 
 NAMES = {1: "copy", 2: "memset", 51: "graph"}
 KERNEL = 10  # outside of graphs
-BUFFER = 2**25  # bytes, of some hundred thousand records
+BUFFER, BUFFERS = 2**20, 16  # bytes of one, for some thousand records; made before
 START, NAME = 16, 104  # bytes of a record before these; the end follows
 START_OF_GRAPH = 8
 
@@ -68,14 +68,15 @@ class Recording:
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
     cupti = _library()
-    buffers: dict[int, ctypes.Array] = {}
+    buffers = [ctypes.create_string_buffer(BUFFER) for _ in range(BUFFERS)]
+    unused = list(buffers)
     filled: list[tuple[int, int]] = []
 
     def requested(buffer, size, most):
-        made = ctypes.create_string_buffer(BUFFER)
-        at = ctypes.addressof(made)
-        buffers[at] = made
-        buffer[0], size[0], most[0] = at, BUFFER, 0
+        if not unused:
+            buffers.append(ctypes.create_string_buffer(BUFFER))
+        made = unused.pop() if unused else buffers[-1]
+        buffer[0], size[0], most[0] = ctypes.addressof(made), BUFFER, 0
 
     # Read afterwards: meanwhile it would hold up the threads that launch.
     def completed(context, stream, buffer, size, valid):
