@@ -39,6 +39,7 @@ from pathlib import Path
 
 import jax
 
+from examples.decoder.generation import TOKENS_OF_A_CALL
 from examples.options import count
 
 from . import decode_generate, decode_models, decode_steps, timing
@@ -253,6 +254,9 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--records", nargs="+", type=Path, help="measure nothing: show these")
     add("--commit", help="recorded; by default what git says")
     args = parser.parse_args(argv)
+    if args.pauses and (args.generate or 0) < decode_generate.SETTLED + TOKENS_OF_A_CALL:
+        least = decode_generate.SETTLED + TOKENS_OF_A_CALL
+        parser.error(f"--pauses needs --generate {least} or more")
     args.repetitions, args.chain, args.kernel_steps = (2, 16, 4) if args.quick else (5, 32, 8)
     args.chain = min(args.chain, args.steps)
     args.dtype = "bfloat16"

@@ -22,7 +22,7 @@ from . import pauses
 from .decode_models import Case, weights_of
 
 CHUNK = 128  # tokens of the prompt in a step, unless --chunk says otherwise, as of generate.py
-SETTLED = 16  # tokens, in the first of which XLA captures and tunes
+SETTLED = 17  # tokens, the end of a call, in the first of which XLA captures and tunes
 LONG = 20  # us, of a pause
 MARGIN = 0.05  # of what is announced
 
@@ -51,12 +51,16 @@ def measured(case: Case, args: Any) -> bool:
 def generated(generator: Generator, prompt: list[int], count: int) -> tuple[Watch, float | None]:
     """When tokens come, and how many a second after the first :data:`SETTLED`; None where there are
     no more."""
-    watch, began = Watch(), 0.0
+    watch, times = Watch(), []
     for _ in watch(generator(prompt, count)):
-        if len(watch.tokens) == SETTLED:
-            began = watch.last
-    more = len(watch.tokens) - SETTLED
-    return watch, more / (watch.last - began) if more > 0 else None
+        times.append(watch.last)
+    more = calls_after(len(times), generator)
+    return watch, more / (times[SETTLED - 1 + more] - times[SETTLED - 1]) if more else None
+
+
+def calls_after(count: int, generator: Generator) -> int:
+    """Tokens of the whole calls after the first :data:`SETTLED` ones."""
+    return max(count - SETTLED, 0) // generator.each * generator.each
 
 
 def pauses_said(generator: Generator, prompt: list[int], count: int) -> str:
@@ -64,19 +68,20 @@ def pauses_said(generator: Generator, prompt: list[int], count: int) -> str:
     times: list[int] = []
     # CUPTI crashes at a graph that is older than its recording.
     with pauses.recorded() as recording:
-        for i, _ in enumerate(generator(prompt, count)):
-            if i >= SETTLED:
-                times.append(recording.now())
-    activities = recording.since(times[0], times[-1])
+        for _ in generator(prompt, count):
+            times.append(recording.now())
+    tokens = calls_after(len(times), generator)
+    start, end = times[SETTLED - 1], times[SETTLED - 1 + tokens]
+    activities = recording.since(start, end)
     found = sorted(pauses.pauses(activities), key=lambda p: -p.us)
-    total, tokens = (times[-1] - times[0]) / 1e3, len(times) - 1
     lines = [
         f"{tokens} tokens, {len(activities) / tokens:.1f} graphs, kernels and copies each, "
-        f"{total / tokens:.1f} us each, of which {sum(p.us for p in found) / tokens:.1f} idle; "
+        f"{(end - start) / 1e3 / tokens:.1f} us each, of which "
+        f"{sum(p.us for p in found) / tokens:.1f} idle; "
         f"{sum(p.us > LONG for p in found)} pauses of more than {LONG} us; the longest:"
     ]
     for p in found[:5]:
-        at = SETTLED + bisect.bisect(times, p.start)
+        at = bisect.bisect(times, p.start)
         lines.append(f"{p.us:8.2f} us at token {at}, {p.before[:40]} before, {p.after[:40]} after")
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import statistics
 import subprocess
 from collections.abc import Iterable
@@ -181,7 +182,7 @@ def commit() -> str:
 def header(args, flops: dict[str, float], bytes_: float) -> dict:
     command = ["python -m benchmarks", "--ops", *args.ops, "--peers", *args.peers]
     command += [f"--{args.level}"] if args.level != "default" else []
-    command += ["--cases", *args.cases] if args.cases else []
+    command += ["--cases", *map(shlex.quote, args.cases)] if args.cases else []
     command += ["--skew"] if args.skew else []
     command += ["--in-situ"] if args.in_situ else []
     if args.implementation != [None]:

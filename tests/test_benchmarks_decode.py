@@ -1,5 +1,6 @@
 """benchmarks.decode without a GPU: its steps are those of examples/decoder, one by one."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -201,3 +202,32 @@ def test_pauses():
         pauses.Pause(10_000, 2.0, "a", "c"),
         pauses.Pause(20_000, 10.0, "c", "d"),
     ]
+
+
+def test_pauses_are_said(monkeypatch):
+    """Of whole calls after the first tokens, with the token at which each pause was."""
+
+    class Recording(pauses.Recording):
+        clock = 0
+
+        def now(self):
+            self.clock += 1_000_000
+            return self.clock
+
+    recording = Recording(None)
+    ends = [(i * 1_000_000 + 100_000, (i + 1) * 1_000_000) for i in range(16, 40)]
+    recording.activities = [pauses.Activity(start, end, "graph") for start, end in ends]
+    monkeypatch.setattr(pauses, "recorded", lambda: contextlib.nullcontext(recording))
+    generator = lambda prompt, count: iter(range(count))
+    generator.each = 4
+    said = decode_generate.pauses_said(generator, [], 26).splitlines()
+    assert said[0].startswith("8 tokens, 1.0 graphs, kernels and copies each, 1000.0 us each, of")
+    assert "7 pauses of more than 20 us" in said[0]
+    assert said[1] == "  100.00 us at token 18, graph before, graph after"
+
+
+@pytest.mark.parametrize("options", [["--generate", "20"], []])
+def test_pauses_need_tokens(options, capsys):
+    with pytest.raises(SystemExit):
+        decode.arguments(["--pauses", *options])
+    assert "--pauses needs --generate 21 or more" in capsys.readouterr().err
