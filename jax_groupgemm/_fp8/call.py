@@ -67,10 +67,11 @@ def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dt
 def _staged(scales):
     """(N, blocks) -> (blocks, ceil(N / 64) * 80): of every 64 scales those that a lane of four
     reads, 2 q and 2 q + 1 of each 8, and 4 floats that nothing reads (ffi/fp8/gemm_sm90.h)."""
-    blocks = scales.shape[1]
-    lanes = _padded(scales, 0, 64).T.reshape(blocks, -1, 8, 4, 2).swapaxes(2, 3)
-    lanes = lanes.reshape(*lanes.shape[:3], 16)
-    return jnp.pad(lanes, [(0, 0)] * 3 + [(0, 4)]).reshape(blocks, -1)
+    n, blocks = scales.shape
+    pieces = -(-n // 64)
+    lanes = _padded(scales, 0, 64).T.reshape(blocks, pieces, 8, 4, 2).swapaxes(2, 3)
+    lanes = lanes.reshape(blocks, pieces, 4, 16)
+    return jnp.pad(lanes, [(0, 0)] * 3 + [(0, 4)]).reshape(blocks, 80 * pieces)
 
 
 def _padded(a, axis: int, unit: int):

@@ -125,6 +125,7 @@ def test_scales_as_threads_read_them(rng):
     assert staged.shape == (3, 240)
     assert (staged[:, place] == scales.T).all()
     assert (np.delete(staged, place, axis=1) == 0).all()
+    assert call._staged(jnp.zeros((130, 0))).shape == (0, 240)  # no rows
 
 
 def training(x, w, ct, sizes, recipe=jgg.FP8Recipe()):  # noqa: B008
