@@ -72,7 +72,7 @@ def pauses_said(generator: Generator, prompt: list[int], count: int) -> str:
             times.append(recording.now())
     tokens = calls_after(len(times), generator)
     start, end = times[SETTLED - 1], times[SETTLED - 1 + tokens]
-    activities = recording.since(start, end)
+    activities = recording.between(start, end)
     found = sorted(pauses.pauses(activities), key=lambda p: -p.us)
     lines = [
         f"{tokens} tokens, {len(activities) / tokens:.1f} graphs, kernels and copies each, "

@@ -49,7 +49,7 @@ def pauses(activities: list[Activity]) -> list[Pause]:
 
 
 class Recording:
-    """What the device did; complete once the block of :func:`recorded` has ended."""
+    """What the device did. Activities are there once the block of :func:`recorded` has ended."""
 
     def __init__(self, cupti: ctypes.CDLL):
         self._cupti = cupti
@@ -61,7 +61,7 @@ class Recording:
         _checked(self._cupti.cuptiGetTimestamp(ctypes.byref(time)))
         return time.value
 
-    def since(self, start: int, end: int) -> list[Activity]:
+    def between(self, start: int, end: int) -> list[Activity]:
         return [a for a in self.activities if start <= a.start and a.end <= end]
 
 
@@ -75,8 +75,8 @@ def recorded() -> Iterator[Recording]:
     def requested(buffer, size, most):
         if not unused:
             buffers.append(ctypes.create_string_buffer(BUFFER))
-        made = unused.pop() if unused else buffers[-1]
-        buffer[0], size[0], most[0] = ctypes.addressof(made), BUFFER, 0
+            unused.append(buffers[-1])
+        buffer[0], size[0], most[0] = ctypes.addressof(unused.pop()), BUFFER, 0
 
     # Read afterwards: meanwhile it would hold up the threads that launch.
     def completed(context, stream, buffer, size, valid):

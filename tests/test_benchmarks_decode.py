@@ -205,7 +205,7 @@ def test_pauses():
 
 
 def test_pauses_are_said(monkeypatch):
-    """Of whole calls after the first tokens, with the token at which each pause was."""
+    """Only whole calls after the first tokens count. Each pause has the token at which it was."""
 
     class Recording(pauses.Recording):
         clock = 0

@@ -102,7 +102,7 @@ def test_weights_that_are_not_random_are_not_called_so(generate, folder, capsys)
 def generated(generate, tiny):
     """Samples after nine tokens, of a model that has room for 32."""
     model = Run(tiny).model
-    run = generator(model, 32, 8, temperature=2.0, top_k=50)
+    run = generator(model, 32, 8, each=1, temperature=2.0, top_k=50)
     return lambda count, **kwargs: [*run(range(1, 10), count, **kwargs)]
 
 

@@ -117,7 +117,8 @@ def test_grouped_wgrad_is_one_call(existing):
 
 
 def test_scales_as_threads_read_them(rng):
-    """Of 64 lines lane q of four has lines 2 q and 2 q + 1 of each 8, 20 floats a lane."""
+    """64 lines are shared out to four lanes. Lane q has 20 floats: lines 2 q and 2 q + 1 of each 8,
+    and four that nothing reads."""
     scales = rng.random((130, 3), np.float32)
     staged = np.asarray(call._staged(jnp.asarray(scales)))
     line = np.arange(130)
