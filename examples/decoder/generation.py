@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -20,6 +21,9 @@ from .sampling import Sampling
 #: Tokens that one call of a program gives on a GPU. Hundreds of weights are passed in each call,
 #: which takes the host about as long as a GPU takes for a token.
 TOKENS_OF_A_CALL = 4
+#: Calls that a GPU has before it ahead of the one whose tokens are used: a host may fall behind by
+#: the time of one.
+CALLS_AHEAD = 2
 
 
 def following(model: Decoder, cache: list[Cache], tokens: jax.Array, position: jax.Array,
@@ -52,7 +56,9 @@ class Generator:
     def __init__(self, model: Decoder, room: int, sampling: Sampling, chunk: int,
                  each: int | None = None):  # fmt: skip
         self.sampling, self.chunk, self.room = sampling, chunk, -(-room // chunk) * chunk
-        self.each = each or (TOKENS_OF_A_CALL if jax.default_backend() == "gpu" else 1)
+        gpu = jax.default_backend() == "gpu"
+        self.each = each or (TOKENS_OF_A_CALL if gpu else 1)
+        self.ahead = CALLS_AHEAD if gpu else 1
         self.compiled_in = 0.0
         self._compile(model)
 
@@ -136,15 +142,16 @@ class Generator:
             token, position, cache = self.read(
                 self.params, cache, self.on_devices(jnp.asarray(part)), *numbers, key
             )
-        found, left = token, count
-        while left:
-            before, shown = found, min(left, found.size)
-            left -= shown
-            if left:
+        calls, left = deque([token]), count - 1
+        while calls:
+            while left > 0 and len(calls) <= self.ahead:
                 found, token, position, cache = self.write(self.params, cache, token, position, key)
-            for out in np.asarray(before).reshape(-1)[:shown].tolist():
+                calls.append(found)
+                left -= self.each
+            for out in np.asarray(calls.popleft()).reshape(-1)[:count].tolist():
                 if out in ends:
                     return
+                count -= 1
                 yield out
 
 

@@ -122,6 +122,18 @@ def test_tokens_of_a_call(generated, tiny):
     assert [*run(range(1, 10), 23, ends=(end,))] == want[: want.index(end)]
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_calls_are_made_ahead(generated, tiny, ahead):
+    """So many before the first token is given, one more for each whose tokens are used, and no more
+    than the text needs."""
+    run = generator(Run(tiny).model, 32, 8, each=4, temperature=2.0, top_k=50)
+    calls, write = [], run.write
+    run.ahead, run.write = ahead, lambda *args: calls.append(0) or write(*args)
+    made = [(token, len(calls)) for token in run(range(1, 10), 23)]
+    of_token = [min(ahead + (i + 3) // 4, 6) for i in range(23)]
+    assert made == list(zip(generated(23), of_token, strict=True))
+
+
 def test_a_seed_decides_and_there_is_room_for_so_many(generated):
     first = generated(20, seed=1)
     assert len(first) == 20

@@ -117,7 +117,7 @@ __device__ void CopyScales(const Fp8GemmSm90& fp8, typename Config::SharedMemory
                            const Work& work, Place<Config::kStages>& at) {
   const int lane = threadIdx.x % 32;
   const int row_bytes = max(work.rows + 63, 0) / 64 * kStagedRows * 4;
-  const int column_bytes = (work.columns + 3) / 4 * 16;
+  const int column_bytes = max(work.columns + 3, 0) / 4 * 16;
   const float* rows = fp8.l_scales.data + work.l_row / 64 * kStagedRows;
   const float* columns = fp8.r_scales.data + work.out_column;
 #pragma unroll 1
@@ -132,8 +132,10 @@ __device__ void CopyScales(const Fp8GemmSm90& fp8, typename Config::SharedMemory
         CopyBytes(rows + (work.l_k / kSliceSm90 + block) * fp8.l_scales.block, full,
                   scales.rows.values, row_bytes);
       }
-      CopyBytes(columns + (work.r_k / kSliceSm90 + block) * fp8.r_scales.block, full,
-                scales.columns, column_bytes);
+      if (column_bytes > 0) {
+        CopyBytes(columns + (work.r_k / kSliceSm90 + block) * fp8.r_scales.block, full,
+                  scales.columns, column_bytes);
+      }
     } else if (lane < kArrivingLanes) {
       Arrive(full);
     }
