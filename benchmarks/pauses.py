@@ -62,7 +62,8 @@ class Recording:
         return time.value
 
     def between(self, start: int, end: int) -> list[Activity]:
-        return [a for a in self.activities if start <= a.start and a.end <= end]
+        """Those of this time, and of a part of it: what runs on is no pause."""
+        return [a for a in self.activities if start < a.end and a.start < end]
 
 
 @contextlib.contextmanager

@@ -204,6 +204,17 @@ def test_pauses():
     ]
 
 
+def test_what_runs_on_is_no_pause():
+    """A graph is longer than the time that is looked at, and a copy runs beside it."""
+    recording = pauses.Recording(None)
+    graphs = [pauses.Activity(0, 5000, "graph"), pauses.Activity(5002, 20_000, "graph")]
+    copies = [pauses.Activity(i, i + 100, "copy") for i in (1500, 9000)]
+    recording.activities = [*copies, *graphs]
+    found = recording.between(1000, 10_000)
+    assert pauses.pauses(found) == [pauses.Pause(5000, 0.002, "graph", "graph")]
+    assert recording.between(5000, 5002) == []
+
+
 def test_pauses_are_said(monkeypatch):
     """Only whole calls after the first tokens count. Each pause has the token at which it was."""
 
