@@ -51,7 +51,7 @@ def measured(case: Case, args: Any) -> bool:
 def generated(generator: Generator, prompt: list[int], count: int) -> tuple[Watch, float | None]:
     """When tokens come, and how many a second after the first :data:`SETTLED`; None where there are
     no more."""
-    watch, times = Watch(), []
+    watch, times = Watch(generator.each), []
     for _ in watch(generator(prompt, count)):
         times.append(watch.last)
     more = calls_after(len(times), generator)

@@ -153,7 +153,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
     weights = loading.weights_of(folder, about, options)
     generator, need = ready(about, weights, options, sampling, args.chunk, args.adapters)
     print(args.prompt, end="", flush=True)
-    watch, text = Watch(), []
+    watch, text = Watch(generator.each), []
     generated = watch(generator(prompt, args.tokens, about.ends, args.seed))
     for part in tokens.streamed(tokenizer, generated):
         print(part, end="", flush=True)

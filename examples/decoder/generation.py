@@ -19,10 +19,10 @@ from .model import Cache, Decoder, divides_heads, heads_axis
 from .sampling import Sampling
 
 #: Tokens that one call of a program gives on a GPU. Hundreds of weights are passed in each call,
-#: which takes the host about as long as a GPU takes for a token.
+#: which takes a host about as long as a GPU takes for a token or two.
 TOKENS_OF_A_CALL = 4
-#: Calls that a GPU has before it ahead of the one whose tokens are used: a host may fall behind by
-#: the time of one.
+#: Calls that are made, on a GPU, before the tokens of one are used. The second keeps the GPU at
+#: work while a slow host makes the next.
 CALLS_AHEAD = 2
 
 
@@ -156,9 +156,10 @@ class Generator:
 
 
 class Watch:
-    """When tokens come."""
+    """When tokens come, ``each`` of them by a call after the first."""
 
-    def __init__(self):
+    def __init__(self, each: int = 1):
+        self.each = each
         self.tokens: list[int] = []
         self.first: float | None = None  # seconds; None where there is no token
         self.last = self.began = time.perf_counter()
@@ -174,10 +175,11 @@ class Watch:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first; None where there are none."""
+        """Tokens per second after the first, of whole calls; None where there are none."""
         if self.first is None or len(self.tokens) == 1:
             return None
-        return (len(self.tokens) - 1) / (self.last - self.began - self.first)
+        made = -(-(len(self.tokens) - 1) // self.each) * self.each
+        return made / (self.last - self.began - self.first)
 
     def said(self, prompt: int) -> str:
         """One line about when tokens came, after a prompt of so many."""

@@ -134,6 +134,22 @@ def test_calls_are_made_ahead(generated, tiny, ahead):
     assert made == list(zip(generated(23), of_token, strict=True))
 
 
+@pytest.mark.parametrize(("count", "rate"), [(1, None), (2, 400.0), (5, 400.0), (6, 400.0)])
+def test_rate_is_of_whole_calls(generate, monkeypatch, count, rate):
+    """Four tokens come of a call of 10 ms, however many of them are wanted."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def stream():
+        for i in range(count):
+            clock[0] = 1.0 + 0.01 * (-(-i // 4))
+            yield i
+
+    watch = generate.Watch(each=4)
+    assert [*watch(stream())] == [*range(count)]
+    assert (watch.first, watch.rate) == (1.0, rate and pytest.approx(rate))
+
+
 def test_a_seed_decides_and_there_is_room_for_so_many(generated):
     first = generated(20, seed=1)
     assert len(first) == 20
