@@ -37,6 +37,7 @@ struct Fp8GemmSm90Config {
   static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
+  // Rows that leave at a time, in a box: few large ones are faster. Tiles of wgrad end with one.
   static constexpr int kStoreChunk = 64, kStoreBuffers = kWide ? 2 : 4;
   using Epilogue = StagedSm90<kStoreChunk>;
   using Scales =
