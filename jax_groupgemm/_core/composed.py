@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
-from . import batching, partition, partitioner
+from . import batching, partition, partitioner, remat
 from .costs import COSTS
 from .own_backward import OwnBackward
 from .primitive import runs_alone, vary_alike, zero_tangent
@@ -75,6 +75,8 @@ class Composed:
         ad.primitive_jvps[primitive] = self._jvp
         ad.primitive_transposes[primitive] = self._transpose
         jax_batching.primitive_batchers[primitive] = self._batch
+        own = self._own_backward
+        remat.has_rule(primitive, None if own is None else own.kept)
         for platform in ("cpu", "cuda", None):
             rule = functools.partial(self._lowering, platform or "other")
             mlir.register_lowering(primitive, rule, platform=platform)

@@ -12,10 +12,12 @@ import inspect
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 
+from .costs import COSTS, Cost
 from .primitive import runs_alone, zero_tangent
 
 
@@ -48,6 +50,18 @@ class OwnBackward:
         ad.primitive_transposes[tangent] = self._transpose
         jax_batching.primitive_batchers[tangent] = self._batch
         mlir.register_lowering(tangent, mlir.lower_fun(self._means, multiple_results=True))
+        self._traceable = functools.cache(self._program_of_forward)
+        again = self._again = Primitive(f"again_{name}")  # no product, by its name
+        again.multiple_results = True
+        again.is_high = lambda *_, **__: False
+        again.def_impl(self._results)
+        again.def_abstract_eval(self._results)
+        COSTS[again] = lambda *_, **__: Cost()
+        ad.primitive_jvps[again] = self._again_jvp
+        jax_batching.primitive_batchers[again] = self._again_batch
+        mlir.register_lowering(
+            again, lambda _, *operands, **params: self._results(*operands, **params)
+        )
 
     def differentiate(self, moving: list[int], leaves, rates, *, tree, static, **params):
         """Results and their tangents: leaves at ``moving`` have tangents ``rates``. None
@@ -60,12 +74,15 @@ class OwnBackward:
             return None
         out, saved = found
         saved, saved_tree = jax.tree.flatten(saved)
-        dots = self._tangent.bind(
-            *leaves, *saved, *rates, moving=tuple(moving), saved_tree=saved_tree, tree=tree,
-            static=static, **params,
-        )  # fmt: skip
         outs = jax.tree.leaves(out)
-        return outs, [
+        return outs, self._tangents(
+            moving, leaves, saved, rates, outs, tree=tree, saved_tree=saved_tree, static=static,
+            **params,
+        )  # fmt: skip
+
+    def _tangents(self, moving, leaves, saved, rates, outs, **params):
+        dots = self._tangent.bind(*leaves, *saved, *rates, moving=tuple(moving), **params)
+        return [
             zero_tangent(out) if dot.dtype == jax.dtypes.float0 else dot
             for out, dot in zip(outs, dots, strict=True)
         ]
@@ -103,6 +120,59 @@ class OwnBackward:
             return [grads[i] for i in moving]
 
         return jax.jit(run)
+
+    # What ``jax.checkpoint`` keeps: ``again`` is the operation once more, whose results and what
+    # its backward pass needs were made of what was kept. Its operands are (leaves, results, saved).
+
+    def kept(self, divide: Callable, *leaves, tree, static, **params):
+        """As ``remat.has_rule`` takes it."""
+        traced = self._traceable(tree, static).trace(leaves)
+        if traced.out_info is None:  # the derivative is the composition's
+            return divide(params["jaxpr"], leaves)
+        found = divide(traced.jaxpr, leaves)
+        if found is None:
+            return None
+        outs, kept, again = found
+        saved_tree = jax.tree.structure(traced.out_info[1])
+        params |= {"tree": tree, "static": static, "saved_tree": saved_tree}
+        count = len(outs) - saved_tree.num_leaves
+
+        def again_of(kept, *leaves):
+            values = again(kept, *map(jax.lax.stop_gradient, leaves))
+            return self._again.bind(*leaves, *values, **params)
+
+        return outs[:count], kept, again_of
+
+    def _program_of_forward(self, tree, static):
+        def run(leaves):
+            moves = tree.unflatten(jnp.issubdtype(a.dtype, jnp.inexact) for a in leaves)
+            more = {"moves": moves} if self._asks else {}
+            found = self._forward(*tree.unflatten(leaves), **more, **dict(static))
+            return None if found is None else (jax.tree.leaves(found[0]), found[1])
+
+        return jax.jit(run)
+
+    @staticmethod
+    def _results(*operands, tree, saved_tree, **_):
+        return list(operands[tree.num_leaves : len(operands) - saved_tree.num_leaves])
+
+    def _again_jvp(self, primals, tangents, *, tree, saved_tree, **params):
+        outs = self._again.bind(*primals, tree=tree, saved_tree=saved_tree, **params)
+        moving = [i for i, t in enumerate(tangents[: tree.num_leaves]) if type(t) is not ad.Zero]
+        if not moving:
+            return outs, [zero_tangent(out) for out in outs]
+        saved = primals[len(primals) - saved_tree.num_leaves :]
+        return outs, self._tangents(
+            moving, primals[: tree.num_leaves], saved, [tangents[i] for i in moving], outs,
+            tree=tree, saved_tree=saved_tree, **params,
+        )  # fmt: skip
+
+    def _again_batch(self, operands, dims, *, tree, saved_tree, **params):
+        leaves, axes = operands[: tree.num_leaves], dims[: tree.num_leaves]
+        every = [*range(tree.num_leaves)]
+        run = lambda *leaves: self._meaning(every, leaves, {"tree": tree, **params})(*leaves)
+        outs = jax.vmap(run, in_axes=tuple(axes))(*leaves)
+        return outs, [0] * len(outs)
 
     def _batch(self, operands, dims, **params):
         outs = jax.vmap(functools.partial(self._means, **params), in_axes=tuple(dims))(*operands)

@@ -13,7 +13,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters import batching as jax_batching
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from . import batching, partition, partitioner
+from . import batching, partition, partitioner, remat
 from .costs import COSTS
 from .products import Product
 from .segments import Metadata
@@ -207,6 +207,7 @@ def register(name: str, *, jvp: Callable, transpose: Callable, batch: Callable, 
         ad.primitive_transposes[primitive] = functools.partial(_transpose, transpose)
         jax_batching.primitive_batchers[primitive] = functools.partial(_batching, name, batch)
         COSTS[primitive] = functools.partial(_cost, cost)
+        remat.has_rule(primitive)
 
     def inner_lowering(platform, *leaves, tree, product):
         return lowering(platform, *tree.unflatten(leaves), product)
