@@ -16,8 +16,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ._core import check, dtypes, partition
+from ._core.operations import one_program
 from ._core.types import Integers
-from ._moe.top_k import Rule, shares
+from ._moe.routing import local_experts
+from ._moe.top_k import Rule
 from ._moe.top_k import top_k as routed
 
 __all__ = [
@@ -60,6 +62,7 @@ class Report(NamedTuple):
     load: jax.Array
 
 
+@one_program
 def choose(
     logits: ArrayLike,
     top_k: int,
@@ -100,13 +103,17 @@ def choose(
       where: bool ``(...)``: False for tokens that do not exist, such as padding.
 
     Returns:
-      A :class:`Choice`. Of equal scores the first expert is chosen. NaN counts as the largest score
-      and stays in the token's weights.
+      A :class:`Choice`. Without a bias experts are in the order of their logits, which is that of
+      exact scores; with a bias in that of ``s + bias`` in float32. Of equal ones the first expert
+      is chosen; 0.0 and -0.0 are equal. NaN counts as the largest and stays in the token's weights.
+      Sigmoids that are small have exact shares; where all of them are below the smallest normal
+      float32, weights are 0.
 
     Raises:
       ValueError: shapes do not fit, or ``scores`` is unknown, or there are fewer experts to choose
         from than ``top_k``.
-      TypeError: logits are no floats, ``where`` is not bool, or a number is no int.
+      TypeError: logits are no floats, ``where`` is not bool, or a number is no int, ``scale`` no
+        finite number.
 
     Groups and biases are those of DeepSeek-V3, arXiv 2412.19437.
     """
@@ -133,17 +140,16 @@ def choose(
     if bias is not None:
         bias = check.array(op, "bias", bias)
         check.shape(op, "bias", bias, (experts,), "E", f"because logits are {logits.shape}")
-    rule = Rule(top_k, scores, renormalize, float(scale), groups, top_groups)
+    rule = Rule(top_k, scores, renormalize, check.number(op, "scale", scale), groups, top_groups)
     expert, weight = routed(logits, bias, rule)
-    probabilities = rule.score(_wide(logits))
-    if scores == "sigmoid":
-        probabilities = shares(probabilities)
+    probabilities = rule.probabilities(_wide(logits))
     if where is not None:
         exists = jnp.asarray(where)[..., None]
         expert, weight = jnp.where(exists, expert, -1), jnp.where(exists, weight, 0)
     return Choice(expert, weight, probabilities)
 
 
+@one_program
 def load(expert: Integers, num_experts: int) -> jax.Array:
     """``load[e] = sum(expert == e)``; **pairs of token and expert are counted**.
 
@@ -163,12 +169,12 @@ def load(expert: Integers, num_experts: int) -> jax.Array:
     op = "router.load"
     expert = check.integers(op, "expert", expert)
     check.count(op, "num_experts", num_experts)
-    exists = (expert >= 0) & (expert < num_experts)
-    place = jnp.where(exists, expert, num_experts).astype(jnp.int32).reshape(-1)
+    place = local_experts(expert, None, num_experts).reshape(-1)
     place = partition.replicated(place)  # under Explicit sharding: JAX adds to no other places
     return jnp.zeros((num_experts + 1,), jnp.int32).at[place].add(1)[:num_experts]
 
 
+@one_program
 def balance_loss(
     probabilities: ArrayLike, load: ArrayLike, *, where: ArrayLike | None = None
 ) -> jax.Array:
@@ -203,6 +209,7 @@ def balance_loss(
     return experts * jnp.sum(share * _mean(probabilities, where, probabilities))
 
 
+@one_program
 def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
     """``mean_t(logsumexp(logits[t])**2)``, which keeps logits small; **a mean over tokens**.
 
@@ -224,6 +231,7 @@ def z_loss(logits: ArrayLike, *, where: ArrayLike | None = None) -> jax.Array:
     return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, where, logits)
 
 
+@one_program
 def report(logits: ArrayLike, choice: Choice, *, where: ArrayLike | None = None) -> Report:
     """``(balance_loss, z_loss, load)`` of a choice; **means and counts over tokens**.
 
@@ -244,6 +252,7 @@ def report(logits: ArrayLike, choice: Choice, *, where: ArrayLike | None = None)
     )
 
 
+@one_program
 def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax.Array:
     """``bias[e] + rate * sign(mean(load) - load[e])``; **experts, each by its load**.
 
@@ -252,7 +261,7 @@ def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax
     Args:
       bias: floats ``(E,)``, of :func:`choose`.
       load: ``(E,)``, of the step's tokens on all devices.
-      rate: of the change.
+      rate: of the change, a number.
 
     Returns:
       ``(E,)``, in the dtype of bias.
@@ -269,9 +278,29 @@ def shifted_bias(bias: ArrayLike, load: ArrayLike, *, rate: float = 1e-3) -> jax
     _floats(op, "bias", bias)
     counts = check.array(op, "load", load)
     check.shape(op, "load", counts, bias.shape, "E", f"because bias is {bias.shape}")
-    counts = counts.astype(dtypes.accumulator_dtype(bias.dtype))
-    step = jnp.sign(counts.mean() - counts).astype(bias.dtype)
-    return bias + jnp.asarray(rate, bias.dtype) * step
+    check.numeric(op, "load", counts)
+    return bias + check.scalar(op, "rate", rate).astype(bias.dtype) * _missing(counts, bias.dtype)
+
+
+def _missing(load, dtype) -> jax.Array:
+    """``sign(mean(load) - load)``, which is exact for integers: 0 where the load is the mean."""
+    if not jnp.issubdtype(load.dtype, jnp.integer):
+        load = _wide(load)
+        above = load - load.min(
+            initial=jnp.inf
+        )  # 0 where all are alike, whatever the sum rounds to
+        return jnp.sign(above.mean() - above).astype(dtype)
+    # sum(load) - E * load, digit by digit of 8 bits: nothing wraps for fewer than 2^23 experts.
+    experts, carry = load.shape[0], jnp.zeros(load.shape, jnp.int32)
+    rest = carry
+    for shift in range(0, jnp.iinfo(load.dtype).bits, 8):
+        digit = load >> shift
+        if shift + 8 < jnp.iinfo(load.dtype).bits:
+            digit = digit & 0xFF
+        digit = digit.astype(jnp.int32)
+        carry = carry + (digit.sum(dtype=jnp.int32) - experts * digit)
+        rest, carry = rest | (carry & 0xFF), carry >> 8
+    return jnp.where(carry == 0, jnp.sign(rest), jnp.sign(carry)).astype(dtype)
 
 
 def _logits(op: str, logits, name: str = "logits") -> jax.Array:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,25 @@ def count(op: str, name: str, value) -> None:
         raise ValueError(f"jgg.{op}: {name}={value} is negative")
     if value > MAX_ROWS:
         raise ValueError(f"jgg.{op}: {name}={value} is more than {MAX_ROWS}")
+
+
+def number(op: str, name: str, value) -> float:
+    """A finite number that is static."""
+    known = (int, float, np.integer, np.floating, np.ndarray, jax.Array)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # of several, traced, complex
+        if isinstance(value, known) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    raise TypeError(f"jgg.{op}: {name} must be a finite number, got {describe(value)}")
+
+
+def scalar(op: str, name: str, value) -> jax.Array:
+    """A real number, which may be traced."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        out = jnp.asarray(value)
+        real = jnp.issubdtype(out.dtype, jnp.floating) or jnp.issubdtype(out.dtype, jnp.integer)
+        if real and not out.shape:
+            return out
+    raise TypeError(f"jgg.{op}: {name} must be a number, got {describe(value)}")
 
 
 def of_dtype(op: str, name: str, value):

@@ -22,7 +22,10 @@ OPERATIONS: dict[str, Callable] = {}
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 #: Arguments that are numbers and no operands.
-_NUMBERS = ("axis", "bits", "block", "group_size", "contract", "num_experts", "max_rows")
+_NUMBERS = (
+    "axis", "bits", "block", "group_size", "contract", "num_experts", "max_rows", "top_k", "scale",
+    "groups", "top_groups", "rate",
+)  # fmt: skip
 
 
 def listed[F: Callable](function: F) -> F:
@@ -41,7 +44,7 @@ def listed[F: Callable](function: F) -> F:
 def operation[F: Callable](function: F) -> F:
     """A public operation. Outside of any program it is one of its own: operations of JAX that run
     alone bring each constant to the device, which ``jax.transfer_guard`` counts as a transfer."""
-    return _one_program(function, lambda arrays: True)
+    return listed(one_program(function))
 
 
 def operation_of_its_own_gradient[F: Callable](function: F) -> F:
@@ -49,10 +52,13 @@ def operation_of_its_own_gradient[F: Callable](function: F) -> F:
     otherwise, without zeros that are symbolic, and not under ``vmap``. So it is one where nothing
     is transformed."""
     traced = lambda a: isinstance(a, Tracer)
-    return _one_program(function, lambda arrays: not any(map(traced, jax.tree.leaves(arrays))))
+    may = lambda arrays: not any(map(traced, jax.tree.leaves(arrays)))
+    return listed(one_program(function, may))
 
 
-def _one_program[F: Callable](function: F, may: Callable[[dict], bool]) -> F:
+def one_program[F: Callable](function: F, may: Callable[[dict], bool] = lambda arrays: True) -> F:
+    """A function that is one program, as :func:`operation` says, where ``may`` is true of its
+    arrays, and that is in no list."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -63,7 +69,7 @@ def _one_program[F: Callable](function: F, may: Callable[[dict], bool]) -> F:
         arrays, static = parts
         return _program(function, static)(arrays)
 
-    return listed(call)  # pyright: ignore[reportReturnType]
+    return call  # pyright: ignore[reportReturnType]
 
 
 def _value(a):
@@ -89,6 +95,8 @@ def _parts(signature: inspect.Signature, args, kwargs):
             if jax.tree.structure(tree.unflatten(leaves)) != tree:
                 return None  # a record that its constructor did not make
             if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
+                if name in _NUMBERS:
+                    return None  # its value is asked for
                 arrays[name] = value
             elif name not in _NUMBERS and any(map(_is_number, leaves)):
                 return None
@@ -99,7 +107,8 @@ def _parts(signature: inspect.Signature, args, kwargs):
         return None
     if any(jax.typeof(leaf).sharding.mesh.explicit_axes for leaf in jax.tree.leaves(arrays)):
         return None
-    return arrays, frozenset(static.items())
+    # With types: 2.0 is equal to 2, for which there may be a program already.
+    return arrays, frozenset((name, type(value), value) for name, value in static.items())
 
 
 def _is_number(leaf: Any) -> bool:
@@ -110,7 +119,7 @@ def _is_number(leaf: Any) -> bool:
 @functools.lru_cache(4096)
 def _program(function: Callable, static: frozenset) -> Callable:
     def program(arrays: dict):
-        return function(**arrays, **dict(static))
+        return function(**arrays, **{name: value for name, _, value in static})
 
     program.__name__ = function.__name__
     return jax.jit(program, inline=INLINE)

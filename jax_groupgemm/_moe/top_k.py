@@ -31,17 +31,22 @@ class Rule:
         """Of all experts, (..., E)."""
         return jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
 
+    def probabilities(self, logits):
+        """Scores of all experts that add up to 1, (..., E)."""
+        return jax.nn.softmax(logits) if self.scores == "softmax" else sigmoid_shares(logits)
+
     @property
     def of_chosen(self) -> bool:
-        """Weights are a softmax of the chosen logits, for which that of all is not needed."""
-        return self.scores == "softmax" and self.renormalize
+        """Weights are made of the chosen logits alone: a softmax over all is not needed."""
+        return self.scores == "sigmoid" or self.renormalize
 
     def weights(self, chosen):
-        """(..., k), of the chosen logits or scores."""
-        if self.of_chosen:
-            weight = jax.nn.softmax(chosen)
-        else:
-            weight = shares(chosen) if self.renormalize else chosen
+        """(..., k), of the chosen logits or, where weights need all logits, of chosen scores."""
+        weight = chosen
+        if self.renormalize:
+            weight = self.probabilities(chosen)
+        elif self.scores == "sigmoid":
+            weight = self.score(chosen)
         return weight if self.scale == 1.0 else weight * jnp.asarray(self.scale, weight.dtype)
 
 
@@ -50,9 +55,16 @@ def top_k(logits, bias, rule: Rule) -> tuple[jax.Array, jax.Array]:
     return _TOP_K(logits, bias, rule=rule)
 
 
-def shares(score) -> jax.Array:
-    """Scores that add up to 1. Where all of them have underflown they stay 0, as do gradients."""
-    return score / jnp.maximum(score.sum(axis=-1, keepdims=True), 1e-15)
+def sigmoid_shares(logits) -> jax.Array:
+    """``s / sum(s)``, where ``s = sigmoid(logits)``, exact however small all of s are. Where
+    all are below the smallest normal number the shares are 0, and so are gradients."""
+    most = lax.stop_gradient(logits.max(axis=-1, keepdims=True, initial=-jnp.inf))
+    low, there = most <= 0, ~(most < math.log(jnp.finfo(logits.dtype).tiny))
+    # sigmoid(a) is exp(a) * sigmoid(-a), and a factor exp(most) of all of them cancels.
+    relative = jnp.exp(jnp.where(low & there, logits - most, 0)) * jax.nn.sigmoid(-logits)
+    score = jnp.where(low, relative, jax.nn.sigmoid(logits))
+    total = jnp.where(there, score.sum(axis=-1, keepdims=True), 1)
+    return jnp.where(there, score / total, 0)
 
 
 def _wide(logits):
@@ -67,24 +79,35 @@ def _composed(logits, bias, *, rule: Rule):
 
 
 def _experts(logits, bias, rule: Rule):
-    """By their scores; logits rank alike where nothing is added and no group is left out."""
-    grouped = rule.top_groups < rule.groups
-    alike = rule.of_chosen and bias is None and not grouped
-    wanted = logits if alike else rule.score(logits)
+    """Without a bias by logits, which are in the order of exact scores; otherwise by the sums of
+    scores and biases, scores as if logits of NaN were not there."""
+    wanted = logits
     if bias is not None:
-        wanted = wanted + lax.stop_gradient(bias).astype(wanted.dtype)
-    if grouped:
+        nan = jnp.isnan(logits)
+        score = rule.score(jnp.where(nan, -jnp.inf, logits))
+        wanted = score + lax.stop_gradient(bias).astype(score.dtype)
+        wanted = jnp.where(nan, logits, wanted)
+    wanted = _ranking(wanted)
+    if rule.top_groups < rule.groups:
         wanted = _of_best_groups(wanted, rule, best=1 if bias is None else 2)
     return lax.top_k(wanted, rule.top_k)[1]
 
 
+def _ranking(a):
+    """As XLA's order of floats, in which -NaN is the least and -0 is less than 0, shall have it:
+    without the signs of both."""
+    return jnp.where(a < 0, a, jnp.abs(a))
+
+
 def _of_best_groups(score, rule: Rule, best: int) -> jax.Array:
-    """Scores of the best groups' experts, and -inf for the others."""
+    """Scores of the best groups' experts, and -inf for the others, below all of these."""
     lead, experts = score.shape[:-1], score.shape[-1]
     of_group = score.reshape(*lead, rule.groups, experts // rule.groups)
     mark = lax.top_k(of_group, min(best, experts // rule.groups))[0].sum(axis=-1)
-    best_groups = lax.top_k(mark, rule.top_groups)[1]
+    best_groups = lax.top_k(_ranking(mark), rule.top_groups)[1]
     kept = jax.nn.one_hot(best_groups, rule.groups, dtype=bool).any(axis=-2)
+    least = jnp.finfo(score.dtype).min
+    of_group = jnp.where(of_group < least, least, of_group)
     return jnp.where(kept[..., None], of_group, -jnp.inf).reshape(score.shape)
 
 

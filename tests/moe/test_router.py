@@ -146,6 +146,54 @@ def test_nan_is_seen():
     np.testing.assert_array_equal(choice.weight[1], [0.5, 0.5])
 
 
+@pytest.mark.parametrize("nan", [np.nan, -np.nan], ids=["NaN", "-NaN"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [{}, {"groups": 4, "top_groups": 2}], ids=["", "groups"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_nan_is_the_largest_and_stays(scores, groups, biased, nan):
+    logits = np.array([7, 1, 2, nan, 0.5, 3, 8, 6], np.float32)
+    bias = np.zeros(8, np.float32) if biased else None
+    choice = choose(logits, 2, scores=scores, bias=bias, **groups)
+    assert choice.expert.tolist() == [3, 6]
+    assert jnp.isnan(choice.weight).all()
+
+
+def test_nothing_but_minus_infinity_keeps_to_the_first_groups():
+    for bias in (None, np.zeros(8, np.float32)):
+        choice = choose(jnp.full((8,), -jnp.inf), 6, groups=4, top_groups=3, bias=bias)
+        assert choice.expert.tolist() == [0, 1, 2, 3, 4, 5]
+    bias = np.full(8, -np.inf, np.float32)  # and of the best groups, where nothing is better
+    assert choose(jnp.zeros(8), 2, groups=4, top_groups=1, bias=bias).expert.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("level", [0, -18, -38, -80, 30])
+def test_sigmoids_of_any_size_have_exact_shares(rng, level):
+    logits = (level - 2 * rng.random((6, E))).astype(np.float32)
+    of = lambda a: choose(a, 3, scores="sigmoid", scale=2.5, bias=12 + BIAS)
+    got = of(logits)
+    wide = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    want = np.take_along_axis(wide, np.asarray(got.expert), 1)
+    np.testing.assert_allclose(got.weight, 2.5 * want / want.sum(1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(got.probabilities, wide / wide.sum(1, keepdims=True), rtol=2e-6)
+    ct = rng.normal(size=(6, 3)).astype(np.float32)
+    grad = jax.jit(jax.grad(lambda a: (of(a).weight * ct).sum()))(logits)
+    share = want / want.sum(1, keepdims=True)
+    slope = 2.5 * share * (ct - (share * ct).sum(1, keepdims=True)) * (1 - want)
+    expected = np.zeros((6, E))
+    np.put_along_axis(expected, np.asarray(got.expert), slope, 1)
+    np.testing.assert_allclose(grad, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"scores": "sigmoid"}, {"renormalize": False},
+                                     {"groups": 2, "top_groups": 1}])  # fmt: skip
+def test_of_equal_scores_the_first_is_chosen(options):
+    zeros = jnp.array([-1.0, -0.0, 0.0, -0.0, -1.0, 0.0])
+    assert choose(zeros, 2, **options).expert.tolist() == [1, 2]
+    # Exact scores of these differ, in whatever numbers they underflow or are rounded to 1.
+    for far in ([-300.0, -200.0, -250.0, -400.0], [100.0, 300.0, 200.0, 0.0]):
+        assert choose(jnp.array(far), 2, **options | {"groups": 1}).expert.tolist() == [1, 2]
+
+
 def test_tokens_that_do_not_exist(rng):
     """They meet no expert and change no loss, whatever they hold."""
     logits = rng.normal(size=(9, E)).astype(np.float32)
@@ -177,6 +225,16 @@ def test_load():
     assert load.tolist() == [1, 1, 3]
     assert load.dtype == none.dtype == jnp.int32
     assert none.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_load_of_any_integers(dtype):
+    info = jnp.iinfo(dtype)
+    expert = np.array([1, 2, 127, 200, 1, info.max, info.min], dtype="int64").astype(dtype)
+    for experts in (128, 256, 300):
+        inside = [int(e) for e in expert if 0 <= int(e) < experts]
+        want = np.bincount(inside, minlength=experts)
+        np.testing.assert_array_equal(router.load(expert, experts), want)
 
 
 def test_losses(rng):
@@ -227,6 +285,36 @@ def test_a_shifted_bias_evens_loads(rng):
     assert spread[-1] < 1.5
     moved = router.shifted_bias(jnp.zeros(3), jnp.array([4, 2, 0]), rate=0.5)
     assert moved.tolist() == [-0.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32", "float32"])
+def test_loads_that_are_the_mean_move_nothing(rng, dtype):
+    """63 million tokens of 8 of 256 experts, all alike; and any integers, exactly."""
+    alike = np.full(256, min(63_000_000 * 8 // 256, np.iinfo("uint8").max if dtype == "uint8" else
+                             np.iinfo("int16").max if dtype == "int16" else 2**31))  # fmt: skip
+    assert not router.shifted_bias(jnp.zeros(256), alike.astype(dtype)).any()
+    if dtype == "float32":
+        return
+    for _ in range(20):
+        most = int(jnp.iinfo(dtype).max)
+        load = rng.integers(max(most - 3, 0), most, 33, dtype=dtype, endpoint=True)
+        exact = [int(x) for x in load]
+        want = [np.sign(sum(exact) - 33 * x) for x in exact]
+        moved = router.shifted_bias(jnp.zeros(33), load, rate=1.0)
+        np.testing.assert_array_equal(moved, want)
+
+
+def test_nothing_is_transferred():
+    logits, bias, ct = jax.device_put((jnp.ones((8, E)), jnp.zeros(E), jnp.ones((8, 2))))
+    with jax.transfer_guard("disallow"):
+        for options in ({}, {"scores": "sigmoid", "bias": bias}, {"groups": 4, "top_groups": 2}):
+            weight = lambda a, options=options: router.choose(a, 2, scale=2.0, **options).weight
+            jax.vjp(weight, logits)[1](ct)
+            choice = router.choose(logits, 2, **options)
+            of = router.report(logits, choice)
+            router.balance_loss(choice.probabilities, of.load)
+            router.z_loss(logits)
+            router.shifted_bias(bias, router.load(choice.expert, E), rate=0.5)
 
 
 def test_vmap_is_of_each_sequence(rng):
@@ -292,6 +380,14 @@ ERRORS = [
     (lambda: router.balance_loss(LOGITS, jnp.zeros(3)), ValueError,
      "jgg.router.balance_loss: load has shape (3,), expected (E,) = (8,) because probabilities are "
      "(3, 8)"),
+    (lambda: router.choose(LOGITS, 2, scale=None), TypeError,
+     "jgg.router.choose: scale must be a finite number, got None"),
+    (lambda: router.choose(LOGITS, 2, scale=float("nan")), TypeError,
+     "jgg.router.choose: scale must be a finite number, got nan"),
+    (lambda: router.shifted_bias(jnp.zeros(3), jnp.zeros(3), rate=None), TypeError,
+     "jgg.router.shifted_bias: rate must be a number, got None"),
+    (lambda: router.shifted_bias(jnp.zeros(3), jnp.zeros(3), rate=jnp.ones(2)), TypeError,
+     "jgg.router.shifted_bias: rate must be a number, got float32[2]"),
     (lambda: router.shifted_bias(jnp.zeros(3, int), jnp.zeros(3)), TypeError,
      "jgg.router.shifted_bias: bias must hold floats, got int32"),
     (lambda: router.shifted_bias(jnp.zeros(3), jnp.zeros(4)), ValueError,

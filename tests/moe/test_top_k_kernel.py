@@ -61,7 +61,7 @@ def compare(kernel, logits, k, **options):
     expert, weight = run(kernel, logits, k, **options)
     want = router.choose(jnp.asarray(logits), k, **options)
     np.testing.assert_array_equal(expert, want.expert)
-    np.testing.assert_allclose(weight, want.weight, rtol=2e-6)
+    np.testing.assert_allclose(weight, want.weight, rtol=2e-6, atol=2e-38)  # XLA has no subnormals
 
 
 @pytest.mark.parametrize("experts", [4, 32, 60, 128, 256])
@@ -100,3 +100,22 @@ def test_nan_stays_in_its_token(rng, kernel):
     assert expert[1, 0] == 33
     assert np.isnan(weight[1]).all()
     assert np.isfinite(weight[::2]).all()
+
+
+SPECIAL = np.array(
+    [np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, -38, -87, -95, -200, 1, 20, 30], "f4"
+)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_special_values(rng, kernel, name):
+    """NaN of both signs, infinities, zeros of both signs, and scores that underflow."""
+    options = dict(OPTIONS[name])
+    if options.pop("bias", False):
+        options["bias"] = rng.normal(size=40).astype(np.float32)
+        options["bias"][[3, 17]] = -np.inf
+    finite = SPECIAL[3:]
+    logits = np.concatenate([rng.choice(SPECIAL, (24, 40)), rng.choice(finite, (24, 40))])
+    logits[:4], logits[4:8, 2:] = -np.inf, -np.inf
+    logits[8:12], logits[12:16, 1:] = -100, -60
+    compare(kernel, logits, 7, **options)

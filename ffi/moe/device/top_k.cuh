@@ -15,12 +15,12 @@ namespace jgg::device {
 
 constexpr int kTopKWarps = 4;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr float kSmallestLogit = -87.33654475f;  // of the smallest normal number as a sigmoid
 
-// Larger for larger numbers, in the order that XLA sorts by: -NaN, -Inf, ..., -0, 0, ..., Inf, NaN.
-// 0 is less than any.
+// Larger for larger numbers; NaN is the largest, and zeros of both signs are equal. None is 0 or 1.
 __device__ inline uint32_t Ordered(float value) {
   const uint32_t bits = AsBits(value);
-  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
+  return value < 0 ? ~bits : bits | 0x80000000u;
 }
 
 __device__ inline float Logit(const TopKArgs& args, int64_t at) {
@@ -28,12 +28,11 @@ __device__ inline float Logit(const TopKArgs& args, int64_t at) {
   return AsFloat(uint32_t{static_cast<const uint16_t*>(args.logits)[at]} << 16);
 }
 
-// The largest number of a warp, or NaN where there is one.
+// The largest number of a warp; NaN does not count.
 __device__ inline float WarpMax(float value) {
   JGG_UNROLL
   for (int mask = 16; mask > 0; mask /= 2) {
-    const float other = __shfl_xor_sync(kAllLanes, value, mask);
-    value = other > value || other != other ? other : value;
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, mask));
   }
   return value;
 }
@@ -43,6 +42,8 @@ __device__ inline float WarpSum(float value) {
   for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(kAllLanes, value, mask);
   return value;
 }
+
+__device__ inline float Sigmoid(float logit) { return 1.0f / (1.0f + expf(-logit)); }
 
 // A lane's experts: number i is expert 32 * i + lane.
 template <int kItems>
@@ -74,7 +75,7 @@ struct TokenScores {
   }
 };
 
-// Experts outside of the best groups rank as -Inf. `wanted` is what all experts rank by.
+// Experts outside of the best groups rank below all others. `wanted` is what all experts rank by.
 template <int kItems>
 __device__ void KeepBestGroups(const TopKArgs& args, int lane, const float* wanted,
                                TokenScores<kItems>* token) {
@@ -108,7 +109,7 @@ __device__ void KeepBestGroups(const TopKArgs& args, int lane, const float* want
   JGG_UNROLL
   for (int i = 0; i < kItems; ++i) {
     if (token->rank[i] == 0 || (kept >> (32 * i + lane) / size & 1) != 0) continue;
-    token->rank[i] = Ordered(-INFINITY);
+    token->rank[i] = 1;
   }
 }
 
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
   const int64_t row = int64_t{token} * args.experts;
   TokenScores<kItems> scores;
   float largest = -INFINITY;
+  bool has_nan = false;
   JGG_UNROLL
   for (int i = 0; i < kItems; ++i) {
     const int expert = 32 * i + lane;
@@ -128,33 +130,34 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
     const float logit = there ? Logit(args, row + expert) : -INFINITY;
     scores.score[i] = logit;
     scores.rank[i] = there ? Ordered(logit) : 0;
-    largest = logit > largest || logit != logit ? logit : largest;
+    largest = logit > largest ? logit : largest;
+    has_nan = has_nan || logit != logit;
+    wanted[warp][expert] = logit;
   }
-  const bool grouped = args.top_groups < args.groups,
-             softmax_of_all =
-                 !args.sigmoid && (!args.renormalize || args.bias != nullptr || grouped);
-  // A softmax of the chosen ones needs their logits, whatever they are chosen by.
-  const bool of_chosen = !args.sigmoid && args.renormalize;
+  const bool grouped = args.top_groups < args.groups, biased = args.bias != nullptr;
+  // Weights of a softmax of all need its sum; others are made of the chosen logits.
+  const bool of_all = !args.sigmoid && !args.renormalize;
   float total = 1;
-  if (softmax_of_all) {
+  if (of_all || (biased && !args.sigmoid)) {
     largest = WarpMax(largest);
     float sum = 0;
     JGG_UNROLL
     for (int i = 0; i < kItems; ++i) {
-      if (scores.rank[i] != 0) sum += expf(scores.score[i] - largest);
+      const float logit = scores.score[i];
+      if (scores.rank[i] != 0 && logit == logit) sum += expf(logit - largest);
     }
     total = WarpSum(sum);
   }
-  if (args.sigmoid || softmax_of_all) {
+  if (of_all || biased) {
     JGG_UNROLL
     for (int i = 0; i < kItems; ++i) {
       if (scores.rank[i] == 0) continue;
       const int expert = 32 * i + lane;
       const float logit = scores.score[i];
-      const float score =
-          args.sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - largest) / total;
-      const float rank = args.bias == nullptr ? score : score + args.bias[expert];
-      if (!of_chosen) scores.score[i] = score;
+      const float score = args.sigmoid ? Sigmoid(logit) : expf(logit - largest) / total;
+      if (of_all) scores.score[i] = score;
+      if (!biased) continue;  // logits are in the order of exact scores
+      const float rank = score + args.bias[expert];
       scores.rank[i] = Ordered(rank);
       wanted[warp][expert] = rank;
     }
@@ -167,14 +170,23 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
     const int expert = scores.Take(lane, &of_this);
     if (lane == j) mine = expert, value = of_this;
   }
-  const bool has = lane < args.k;
-  if (of_chosen) {
+  const bool has = lane < args.k, chose_nan = __ballot_sync(kAllLanes, has && value != value) != 0;
+  if (args.renormalize) {
     const float most = WarpMax(has ? value : -INFINITY);
-    value = has ? expf(value - most) : 0.0f;
-    value /= WarpSum(value);
-  } else if (args.renormalize) {
-    const float sum = WarpSum(has ? value : 0.0f);
-    value /= sum < 1e-15f ? 1e-15f : sum;
+    if (!args.sigmoid) {
+      value = expf(value - most);
+    } else if (most > 0) {
+      value = Sigmoid(value);
+    } else {
+      // Sigmoid(a) is exp(a) * Sigmoid(-a), and a factor exp(most) of all of them cancels.
+      value = expf(value - most) * Sigmoid(-value);
+    }
+    value /= WarpSum(has ? value : 0.0f);
+    if (args.sigmoid && most < kSmallestLogit && !chose_nan) value = 0;
+  } else if (args.sigmoid) {
+    value = Sigmoid(value);
+  } else if (__ballot_sync(kAllLanes, has_nan) != 0) {
+    value = NAN;
   }
   if (!has) return;
   const int64_t at = int64_t{token} * args.k + lane;
