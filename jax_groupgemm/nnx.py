@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,13 +13,23 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from . import router
+from ._core import check
+from ._core.operations import INLINE
 from ._core.types import Activation
-from ._grouped.activations import GATED_ACTIVATIONS
+from ._grouped.activations import GATED_ACTIVATIONS, check_name
 from ._moe.moe_mlp import moe_mlp
 
 __all__ = ["BalanceBias", "MoE"]
 
 _INIT = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+
+
+#: Arguments of ``moe_mlp`` that are no positions.
+_OPTIONS = [
+    name for name, of in inspect.signature(moe_mlp).parameters.items() if of.kind == of.KEYWORD_ONLY
+]
+# One program, whose numbers are no transfers.
+_existing = jax.jit(functools.partial(router._existing, "nnx.MoE"), inline=INLINE)
 
 
 class BalanceBias(nnx.Variable):
@@ -55,6 +67,11 @@ class MoE(nnx.Module):
       rngs: for the initial parameters.
       options: further arguments of :func:`moe_mlp`: recipe, axis_name and so on.
 
+    Raises:
+      ValueError: a size is not positive, a name is unknown, or there are fewer experts to choose
+        from than ``top_k``.
+      TypeError: an argument is of another kind.
+
     Attributes:
       router: an ``nnx.Linear``, (D, E).
       w_up: ``(E, D, 2F)`` for a gated activation, gate and up as the halves, or ``(E, D, F)``.
@@ -87,6 +104,36 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        op = "nnx.MoE"
+        for name, size in (
+            ("features", features), ("hidden_features", hidden_features),
+            ("num_experts", num_experts),
+        ):  # fmt: skip
+            check.count(op, name, size)
+            if not size:
+                raise ValueError(f"jgg.{op}: {name}=0, expected 1 or more")
+        check_name(op, activation, None)
+        for name, value in (
+            ("balance_bias", balance_bias), ("router_bias", router_bias), ("use_bias", use_bias),
+        ):  # fmt: skip
+            check.flag(op, name, value)
+        dtype = None if dtype is None else _floating(op, "dtype", dtype)
+        param_dtype = _floating(op, "param_dtype", param_dtype)
+        for name, function in (("kernel_init", kernel_init), ("experts_fn", experts_fn)):
+            if not callable(function):
+                what = check.describe(function)
+                raise TypeError(f"jgg.{op}: {name} must be a function, got {what}")
+        if not callable(getattr(rngs, "params", None)):
+            raise TypeError(f"jgg.{op}: rngs must be an nnx.Rngs, got {check.describe(rngs)}")
+        if experts_fn is moe_mlp:
+            unknown = [name for name in options if name not in _OPTIONS]
+            if unknown:
+                raise TypeError(f"jgg.{op}: {unknown[0]} is no argument of it or of jgg.moe_mlp")
+        choosing = {
+            "scores": scores, "renormalize": renormalize, "scale": check.number(op, "scale", scale),
+            "groups": groups, "top_groups": top_groups,
+        }  # fmt: skip
+        _chooses(op, num_experts, top_k, choosing)
         d, f, e = features, hidden_features, num_experts
         if activation is not None:
             options["activation"] = activation
@@ -100,10 +147,6 @@ class MoE(nnx.Module):
         self.up_bias, self.down_bias = zeros(e, columns), zeros(e, d)
         self.bias = BalanceBias(jnp.zeros((e,), jnp.float32)) if balance_bias else None
         self.top_k, self.dtype, self.experts_fn = top_k, dtype, experts_fn
-        choosing = {
-            "scores": scores, "renormalize": renormalize, "scale": scale, "groups": groups,
-            "top_groups": top_groups,
-        }  # fmt: skip
         # Tuples, because what a module's graph holds is hashed.
         self.choosing, self.options = tuple(choosing.items()), tuple(options.items())
 
@@ -125,8 +168,7 @@ class MoE(nnx.Module):
           ValueError, TypeError: as :func:`choose` and :func:`moe_mlp`.
         """
         value = lambda p: None if p is None else p.get_value()
-        if where is not None:  # whatever padding holds, it is in no gradient
-            x = jnp.where(jnp.asarray(where)[..., None], x, 0)
+        x = _existing(x, where)  # whatever padding holds, it is in no gradient
         logits = self.router(x)
         choice = router.choose(
             logits, self.top_k, bias=value(self.bias), where=where, **dict(self.choosing)
@@ -153,3 +195,20 @@ class MoE(nnx.Module):
         if self.bias is None:
             raise ValueError("jgg.nnx.MoE.balance: there is no bias. Pass balance_bias=True")
         self.bias.set_value(router.shifted_bias(self.bias.get_value(), load, rate=rate))
+
+
+def _floating(op: str, name: str, dtype):
+    dtype = check.of_dtype(op, name, dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"jgg.{op}: {name} must be of floats, got {dtype.name}")
+    return dtype
+
+
+def _chooses(op: str, experts: int, top_k: int, choosing: dict) -> None:
+    """Raises what ``choose`` does for these arguments."""
+    logits = jax.ShapeDtypeStruct((1, experts), jnp.float32)
+    try:
+        jax.eval_shape(lambda logits: router.choose(logits, top_k, **choosing), logits)
+    except (TypeError, ValueError) as error:
+        text = str(error).replace("jgg.router.choose:", f"jgg.{op}:")
+        raise type(error)(text) from None

@@ -64,14 +64,35 @@ def activate(y, activation: str | None) -> jax.Array:
     return GATED_ACTIVATIONS[activation](y[:, :half], y[:, half:])
 
 
+#: Functions of JAX by ``__name__``, where that is none of ours.
+_FUNCTIONS = {"swish": "silu"}
+
+
+def check_name(op: str, activation, *others: None) -> None:
+    """Raises ValueError where there is no such activation; ``others`` may be None."""
+    names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
+    if (activation is None and others) or (isinstance(activation, str) and activation in names):
+        return
+    known = ", ".join(map(repr, (*others, *names)))
+    if not callable(activation):
+        raise ValueError(f"jgg.{op}: activation={activation!r} is not one of {known}")
+    known = f"one of {known}"
+    function = getattr(activation, "func", activation)  # of a functools.partial
+    name = getattr(function, "__name__", type(function).__name__)
+    ours = _FUNCTIONS.get(name, name)
+    if ours == "gelu" and not getattr(activation, "keywords", {}).get("approximate", True):
+        ours = "gelu_erf"
+    raise ValueError(
+        f"jgg.{op}: activation is the function {name}, and kernels know activations by name: write "
+        f"{f'activation={ours!r}' if ours in names else known}"
+    )
+
+
 def columns(op: str, activation: str | None, n: int) -> int:
     """The columns that N become. Raises ValueError where there is no such activation."""
-    named = isinstance(activation, str)
-    if activation is None or (named and activation in ACTIVATIONS):
+    check_name(op, activation, None)
+    if activation not in GATED_ACTIVATIONS:
         return n
-    if not named or activation not in GATED_ACTIVATIONS:
-        known = ", ".join(map(repr, [*ACTIVATIONS, *GATED_ACTIVATIONS]))
-        raise ValueError(f"jgg.{op}: activation={activation!r} is not one of None, {known}")
     if n % 2:
         raise ValueError(
             f"jgg.{op}: activation={activation!r} takes gate and up as the two halves of N, "

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core import check
 from .._core.primitive import vary_alike
+from .._core.types import Transport
 from . import transport
 from .routing import local_experts
 from .transport import Exchange, Gather
@@ -27,6 +30,39 @@ class Axis:
 
     name: Hashable
     transport: str | None = None
+
+
+def checked_axis(op: str, axis_name, transport, expert_offset) -> Axis | None:
+    """None where nothing is on several devices."""
+    known = get_args(Transport)
+    if transport is not None and not (isinstance(transport, str) and transport in known):
+        said = " or ".join(map(repr, known))
+        raise ValueError(f"jgg.{op}: transport={check.describe(transport)} is not {said}")
+    if axis_name is None:
+        return None
+    if expert_offset is not None:
+        raise ValueError(
+            f"jgg.{op}: with axis_name, expert_index holds experts of all devices and each device "
+            "knows which are its own. Leave out expert_offset."
+        )
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not all(isinstance(name, Hashable) and not isinstance(name, jax.Array) for name in names):
+        raise TypeError(
+            f"jgg.{op}: axis_name must be the name of a mesh axis, or a tuple of names, got "
+            f"{check.describe(axis_name)}"
+        )
+    try:
+        jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"jgg.{op}: axis_name={axis_name!r} is no axis of a jax.shard_map around this call"
+        ) from error
+    if not {*names} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
+        raise ValueError(
+            f"jgg.{op}: axis_name={axis_name!r} is an axis of a jax.vmap, and experts are on "
+            "devices: name a mesh axis of a jax.shard_map around this call"
+        )
+    return Axis(axis_name, transport)
 
 
 @dataclasses.dataclass(frozen=True)

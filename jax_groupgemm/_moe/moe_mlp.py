@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,19 @@ from jax.lax import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import check, dtypes
-from .._core.operations import operation_of_its_own_gradient
+from .._core.operations import INLINE, operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Implementation, Integers, Transport
 from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear, of_columns
 from .._grouped.activation_backward import rounded_activation
-from .._grouped.activations import ACTIVATIONS, GATED_ACTIVATIONS
+from .._grouped.activations import GATED_ACTIVATIONS, check_name
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
-from .._quantized import array, formats
+from .._quantized import array, formats, trilinear
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
 from . import expert_parallel, fp8_experts, sharding
-from .expert_parallel import Axis
 from .experts import Options, experts, summed
 from .fp8_experts import Fp8Options
 from .permute import dispatched
@@ -175,7 +174,7 @@ def moe_mlp(
     dtype = check.result_dtype(op, preferred_element_type, layer.dtype)
     if max_rows is not None:
         check.count(op, "max_rows", max_rows)
-    axis = _axis(op, axis_name, transport, expert_offset)
+    axis = expert_parallel.checked_axis(op, axis_name, transport, expert_offset)
     if expert_offset is not None:
         expert_offset = first_expert(op, expert_offset)
     if key is not None:
@@ -193,33 +192,6 @@ def moe_mlp(
         run, mesh, operands, axis, gated=layer.parts == 2, transpose_w=layer.transpose_w,
         transport=transport,
     )  # fmt: skip
-
-
-def _axis(op: str, axis_name, transport, expert_offset) -> Axis | None:
-    known = get_args(Transport)
-    if transport is not None and not (isinstance(transport, str) and transport in known):
-        said = " or ".join(map(repr, known))
-        raise ValueError(f"jgg.{op}: transport={check.describe(transport)} is not {said}")
-    if axis_name is None:
-        return None
-    if expert_offset is not None:
-        raise ValueError(
-            f"jgg.{op}: with axis_name, expert_index holds experts of all devices and each device "
-            "knows which are its own. Leave out expert_offset."
-        )
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not all(isinstance(name, Hashable) and not isinstance(name, jax.Array) for name in names):
-        raise TypeError(
-            f"jgg.{op}: axis_name must be the name of a mesh axis, or a tuple of names, got "
-            f"{check.describe(axis_name)}"
-        )
-    try:
-        jax.lax.axis_size(axis_name)
-    except (NameError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"jgg.{op}: axis_name={axis_name!r} is no axis of a jax.shard_map around this call"
-        ) from error
-    return Axis(axis_name, transport)
 
 
 def _one_device(layer, dtype, max_rows, precision, implementation, operands, axis, total):
@@ -254,11 +226,15 @@ def _one_device(layer, dtype, max_rows, precision, implementation, operands, axi
         out = summed(y, routing, weight, plan, wire=y.dtype, dtype=wide, in_fp8=in_fp8)
     if max_rows is not None:
         # A product and not a selection, so that the gradients are NaN too.
-        missing = expert_parallel.overflow(routing, plan, axis)
-        out = out * dtypes.one_or_nan(missing <= 0).astype(wide)
+        out = out * _one_if_none(expert_parallel.overflow(routing, plan, axis), dtype=wide)
     if total is not None:
         out = total(out).astype(dtype)
     return out.reshape(*lead, out.shape[-1])
+
+
+@functools.partial(jax.jit, static_argnames="dtype", inline=INLINE)  # its numbers are no transfers
+def _one_if_none(missing, dtype):
+    return dtypes.one_or_nan(missing <= 0).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,10 +270,7 @@ class _Layer:
             raise TypeError(f"jgg.{op}: recipe must be {known}, got {what}")
         if recipe is not None and quantized:
             raise ValueError(f"jgg.{op}: recipe quantizes weights that are arrays")
-        names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
-        if not isinstance(activation, str) or activation not in names:
-            known = ", ".join(map(repr, names))
-            raise ValueError(f"jgg.{op}: activation={activation!r} is not one of {known}")
+        check_name(op, activation)
         parts = 2 if activation in GATED_ACTIVATIONS else 1
         d = x.shape[-1]
         names = {False: ("E, D, 2F", "E, F, D"), True: ("E, 2F, D", "E, D, F")}[transpose_w]
@@ -398,7 +371,7 @@ class _Layer:
 
     def __call__(self, rows, sizes, key, precision, implementation):
         run = functools.partial(self._product, sizes, precision, implementation)
-        keys = (None, None) if key is None else jax.random.split(key)
+        keys = trilinear.split(key)
         h = run(rows.astype(self.dtype), self.up, self.codes[0], self.up_bias, keys[0])
         h = checkpoint_name(h, "moe_h")
         a = rounded_activation(h, self.activation)

@@ -25,12 +25,12 @@ NAMES = (
     "grouped_mm", "options", "segmented_mm", "gather_mm", "sorted", "ragged_dot",
     "ragged_dot_general", "grouped_qmm", "gather_qmm", "quantized_matmul", "dequantize", "quantize",
     "prepack", "nvfp4_quantize", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "nvfp4_grouped_linear",
-    "fp8_grouped_linear",
+    "fp8_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
 )  # fmt: skip
 # Before 0.12 JAX's own derivative of a slice and its like brings a zero to the device.
 NOT_BEFORE_0_12 = (
     "options", "gather_mm", "sorted", "gather_qmm", "quantized_matmul", "nvfp4_grouped_mm",
-    "nvfp4_grouped_linear",
+    "nvfp4_grouped_linear", "moe_mlp", "max_rows", "nvfp4_experts", "fp8_experts",
 )  # fmt: skip
 
 
@@ -43,6 +43,13 @@ def along_t():
 def cases():
     """A function and its operands by name: made when a test runs, not when tests are listed."""
     quantized = jgg.quantize(floats(2, 48, 64))
+    pairs, experts = jnp.array([[0, 1], [1, -1], [1, 0], [0, 0]]), (X[:4], W, floats(2, 16, 64))
+    layer = lambda **more: (
+        lambda x, up, down, weight, bias: jgg.moe_mlp(
+            x, up, down, pairs, weight, down_bias=bias, **more
+        )
+    )
+    experts = *experts, floats(4, 2), floats(2, 64)
     nvfp4 = jgg.nvfp4_quantize(floats(8, 64)), jgg.nvfp4_quantize(floats(2, 32, 64))
     return {
         "grouped_mm": (lambda x, w: jgg.grouped_mm(x, w, SIZES), X, W),
@@ -82,6 +89,10 @@ def cases():
             lambda x, w, b: jgg.fp8_grouped_linear(x, w, SIZES, bias=b, key=KEY), floats(8, 24),
             floats(2, 20, 24), floats(2, 20),
         ),
+        "moe_mlp": (layer(), *experts),
+        "max_rows": (layer(max_rows=7), *experts),
+        "nvfp4_experts": (layer(recipe=jgg.NVFP4Recipe(), key=KEY), *experts),
+        "fp8_experts": (layer(recipe=jgg.FP8Recipe(), key=KEY, max_rows=7), *experts),
     }  # fmt: skip
 
 
@@ -114,6 +125,13 @@ def test_no_transfers(name):
         grads = vjp(ones)
     assert out.shape == ones.shape
     assert [g.shape for g in grads] == [v.shape for v in values]
+
+
+def test_no_transfers_of_tangents():
+    layer, *values = cases()["max_rows"]
+    with jax.transfer_guard("disallow"):
+        y, dy = jax.jvp(layer, values, values)
+    assert y.shape == dy.shape == (4, 64)
 
 
 def test_no_transfers_of_a_batch():

@@ -339,6 +339,14 @@ def test_errors(rng):
     message = "jgg.moe_mlp: axis_name='e' is no axis of a jax.shard_map around this call"
     oracle.assert_raises(lambda: ep.layer(args, index, axis_name="e"), ValueError, message)
     message = (
+        "jgg.moe_mlp: axis_name='e' is an axis of a jax.vmap, and experts are on devices: name a "
+        "mesh axis of a jax.shard_map around this call"
+    )
+    for name in ep.TRANSPORTS:
+        batch = jax.tree.map(lambda a: jnp.stack([a, a]), (args, index))
+        run = jax.vmap(functools.partial(ep.layer, axis_name="e", transport=name), axis_name="e")
+        oracle.assert_raises(lambda run=run, batch=batch: run(*batch), ValueError, message)
+    message = (
         "jgg.moe_mlp: with axis_name, expert_index holds experts of all devices and each device "
         "knows which are its own. Leave out expert_offset."
     )

@@ -259,3 +259,38 @@ def test_a_recipe_has_reverse_mode_only(rng, recipe):
     if isinstance(recipe, jgg.NVFP4Recipe):
         with pytest.raises(NotImplementedError, match="keeps x in four bits"):
             jax.jit(jax.grad(of_gradient), static_argnums=2)(x, down, 1)
+
+
+# ---- activations that are functions --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (jax.nn.silu, "silu, and {why}: write activation='silu'"),
+        (jax.nn.swish, "silu, and {why}: write activation='silu'"),
+        (jax.nn.gelu, "gelu, and {why}: write activation='gelu'"),
+        (
+            functools.partial(jax.nn.gelu, approximate=False),
+            "gelu, and {why}: write activation='gelu_erf'",
+        ),
+        (jax.nn.relu, "relu, and {why}: write activation='relu'"),
+        (jnp.tanh, "tanh, and {why}: write activation='tanh'"),
+        (lambda h: h, "<lambda>, and {why}: write one of {known}"),
+        (jax.nn.celu, "celu, and {why}: write one of {known}"),
+    ],
+)
+def test_activations_have_names(rng, function, said):
+    x, up, down, index, weight = problem(rng)
+    known = (
+        "'silu', 'gelu', 'gelu_erf', 'relu', 'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', "
+        "'swiglu_oai'"
+    )
+    why = "kernels know activations by name"
+    run = lambda: jgg.moe_mlp(x, up, down, index, weight, activation=function)
+    message = f"jgg.moe_mlp: activation is the function {said.format(why=why, known=known)}"
+    oracle.assert_raises(run, ValueError, message)
+    run = lambda: jgg.grouped_mm(x, up, jnp.array([1, 1, 1, 1]), activation=function)
+    message = said.format(why=why, known=f"None, {known}")
+    message = f"jgg.grouped_mm: activation is the function {message}"
+    oracle.assert_raises(run, ValueError, message)

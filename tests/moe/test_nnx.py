@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
 import jax_groupgemm as jgg
@@ -96,6 +97,64 @@ def test_training_step_with_a_balance_bias(x):
 def test_there_is_nothing_to_balance():
     with pytest.raises(ValueError, match=r"^jgg\.nnx\.MoE\.balance: there is no bias\. Pass "):
         nnx.eval_shape(new).balance(jnp.zeros(E))
+
+
+ACTIVATIONS = (
+    "'silu', 'gelu', 'gelu_erf', 'relu', 'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', 'swiglu_oai'"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"features": "a"}, TypeError, "features must be an int, got 'a'"),
+        ({"features": -1}, ValueError, "features=-1 is negative"),
+        ({"hidden_features": 0}, ValueError, "hidden_features=0, expected 1 or more"),
+        ({"num_experts": 2.0}, TypeError, "num_experts must be an int, got 2.0"),
+        ({"top_k": 7}, ValueError, "top_k=7 is more than the 6 experts in 1 of 1 groups"),
+        ({"top_k": None}, TypeError, "top_k must be an int, got None"),
+        ({"scores": "tanh"}, ValueError, "scores='tanh' is not 'softmax' or 'sigmoid'"),
+        ({"scale": None}, TypeError, "scale must be a finite number, got None"),
+        ({"renormalize": "no"}, TypeError, "renormalize must be True or False, got 'no'"),
+        ({"use_bias": None}, TypeError, "use_bias must be True or False, got None"),
+        (
+            {"groups": 4}, ValueError,
+            "6 experts cannot be in groups=4 groups of one size, of which a token meets "
+            "top_groups=4",
+        ),
+        (
+            {"activation": jax.nn.silu}, ValueError,
+            "activation is the function silu, and kernels know activations by name: write "
+            "activation='silu'",
+        ),
+        (
+            {"activation": "selu"}, ValueError,
+            f"activation='selu' is not one of None, {ACTIVATIONS}",
+        ),
+        ({"dtype": "fp32"}, TypeError, "dtype='fp32' is not a dtype"),
+        ({"param_dtype": "int8"}, TypeError, "param_dtype must be of floats, got int8"),
+        ({"kernel_init": 1}, TypeError, "kernel_init must be a function, got 1"),
+        ({"experts_fn": None}, TypeError, "experts_fn must be a function, got None"),
+        ({"rngs": 0}, TypeError, "rngs must be an nnx.Rngs, got 0"),
+        ({"recipes": None}, TypeError, "recipes is no argument of it or of jgg.moe_mlp"),
+    ],
+)  # fmt: skip
+def test_errors(options, kind, message):
+    arguments = {
+        "features": D, "hidden_features": F, "num_experts": E, "top_k": K, "rngs": nnx.Rngs(0),
+    }  # fmt: skip
+    oracle.assert_raises(lambda: MoE(**{**arguments, **options}), kind, f"jgg.nnx.MoE: {message}")
+
+
+def test_no_transfers(x):
+    """Outside of any program, forward and backward."""
+    layer, where = new(use_bias=True, max_rows=30), jnp.arange(15).reshape(3, 5) < 11
+    run = lambda x: layer(x, where=where)
+    ones = jnp.ones_like(x)
+    with jax.transfer_guard("disallow"):
+        y, pull = jax.vjp(lambda x: run(x)[0], x)
+        (dx,) = pull(ones)
+    assert y.shape == dx.shape == x.shape
 
 
 def test_padding_gives_zeros(x):
