@@ -120,7 +120,8 @@ def fp8_grouped_linear(
       key: a key of ``jax.random``, for the stochastic rounding of gradients: another one for each
         call and step. Without one they are rounded to nearest.
       quantized: ``jgg.quantize(w, mode="fp8")`` of w, an array, made once per step for several
-        calls. Then w itself is not read, and has its gradient.
+        calls. Then w has its gradient, and only a product that the recipe does in bfloat16,
+        ``forward`` or ``dgrad``, reads w itself.
 
     Returns:
       ``(T, N)`` in x's dtype.

@@ -87,19 +87,21 @@ def moe_mlp(
         maps. Each device along it holds E experts, those of the first device first, and tokens of
         its own: ``expert_index`` counts the experts of all devices, everything else is this
         device's. There is no ``expert_offset`` then.
-      transport: how tokens travel to experts of other devices, see below; None chooses. It changes
-        no bit of the result, and means nothing where tokens need not travel.
+      transport: how tokens travel to experts of other devices, see below; None chooses. Sums have
+        the same order with either, and on GPUs the same bits; on CPUs XLA may contract their
+        multiply-adds differently, by a rounding. It means nothing where tokens need not travel.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
         pairs than that, the whole result is NaN, and so are the gradients of tokens and experts
-        whose pairs have rows; ``route(...).overflow`` says how many pairs have none. Where
+        whose pairs have rows, but zero where an activation's slope is (an inactive relu, a clipped
+        swiglu_oai); ``route(...).overflow`` says how many pairs have none. Where
         tokens are sharded it is of each device, and the result of that device; where they travel,
         of all devices that they travel between.
       recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
         :func:`fp8_grouped_linear` have them.
       quantized: with an :class:`FP8Recipe`, up and down in mode ``"fp8"``, ``(E, 2F, D)`` and
         ``(E, D, F)``, made once per step for several calls: ``quantize(up, mode="fp8",
-        contract=-2)``, or ``contract=-1`` with ``transpose_w=True``. Then up and down are not read,
-        and have the gradients.
+        contract=-2)``, or ``contract=-1`` with ``transpose_w=True``. Then up and down have the
+        gradients, and only a product that the recipe does in bfloat16 reads them.
       key: for the stochastic rounding of a recipe.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up, or

@@ -294,3 +294,36 @@ def test_activations_have_names(rng, function, said):
     message = said.format(why=why, known=f"None, {known}")
     message = f"jgg.grouped_mm: activation is the function {message}"
     oracle.assert_raises(run, ValueError, message)
+
+
+# ---- what is NaN, and what is read ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_too_few_rows_where_no_unit_is_active(activation):
+    """The result is NaN, and gradients are but where the activation's slope is zero."""
+    ones = jnp.ones((4, 8)), -jnp.ones((2, 8, 4)), jnp.ones((2, 4, 8)), jnp.ones((4, 1))
+    index = jnp.array([[0], [0], [1], [1]])
+    run = lambda *a: jgg.moe_mlp(*a[:3], index, a[3], activation=activation, max_rows=3)
+    y, pull = jax.vjp(run, *ones)
+    dx, dup, ddown, dweight = pull(jnp.ones_like(y))
+    assert np.isnan(y).all()
+    assert np.isnan(ddown).all()
+    assert np.isnan(dweight[:3]).all()
+    for grads in (dx[:3], dup):
+        assert (np.isnan(grads) if activation == "silu" else grads == 0).all()
+
+
+@pytest.mark.parametrize("product", ["forward", "dgrad", "wgrad", None])
+def test_who_reads_a_weight_that_has_codes(rng, product):
+    """Only the result or dx in bfloat16."""
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((8, 128), (2, 128, 128)))
+    recipe = jgg.FP8Recipe(**({} if product is None else {product: "bfloat16"}))
+    codes = jgg.quantize(w, mode="fp8", contract=-1)
+    run = lambda x, w: jgg.fp8_grouped_linear(
+        x, w, jnp.array([3, 5]), recipe=recipe, quantized=codes
+    )
+    out, pull = jax.vjp(run, x, jnp.full_like(w, jnp.nan))
+    dx, dw = pull(jnp.ones_like(out))
+    read = [name for name, a in (("forward", out), ("dgrad", dx), ("dw", dw)) if np.isnan(a).any()]
+    assert read == ([product] if product in ("forward", "dgrad") else [])
