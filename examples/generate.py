@@ -130,6 +130,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
             raise Refused("--adapters are for one device")
     tokenizer = tokens.read(folder, about.vocabulary)
     prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
+    tokens.check(tokenizer, prompt, about.vocabulary)
     if about.context is not None and len(prompt) + args.tokens > about.context:
         raise Refused(
             f"the {len(prompt)} tokens of --prompt and --tokens {args.tokens} are more than "

@@ -134,6 +134,7 @@ def tokens_of(folder: Path, about: config.Config, text: str | None, context: int
     tokenizer = tokens.read(folder, about.vocabulary)
     name, text = read_text(text)
     ids = tokenizer.encode(text).ids
+    tokens.check(tokenizer, ids, about.vocabulary)
     least = round((context + 2) / texts.HELD_OUT)
     if len(ids) < least:
         raise SystemExit(

@@ -55,7 +55,14 @@ class Checkpoints:
         return self._restore(state=ocp.args.StandardRestore(like))["state"]
 
     def _restore(self, **args):
-        return self.manager.restore(self.manager.latest_step(), args=ocp.args.Composite(**args))
+        step = self.manager.latest_step()
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**args))
+        except Exception as error:  # orbax, TensorStore and JSON have nothing narrower in common
+            raise SystemExit(
+                f"{self.folder / str(step)} cannot be read: delete that folder to go on from the "
+                "checkpoint before it, if there is one"
+            ) from error
 
 
 def finished(out: Path) -> Checkpoints:

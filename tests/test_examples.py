@@ -284,6 +284,32 @@ def test_train_moe_does_not_mix_runs(train_moe, text, finished):
         train_moe.main([*TINY, *out, "--resume"])
 
 
+@pytest.mark.parametrize("damaged", ["about", "state"])
+def test_a_checkpoint_that_is_truncated(train_moe, tmp_path, damaged):
+    folder = tmp_path / "checkpoints"
+    checkpoints = train_moe.run_folder.Checkpoints(folder)
+    checkpoints.begin({"seed": 0}, resume=False)
+    for step in (1, 2):
+        checkpoints.save(step, {"w": jnp.arange(1000.0)}, {"training": []})
+    for path in (folder / "2" / damaged).rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def resumed():
+        again = train_moe.run_folder.Checkpoints(folder)
+        again.begin({"seed": 0}, resume=True)
+        return again.state({"w": jax.ShapeDtypeStruct((1000,), jnp.float32)})["w"]
+
+    with pytest.raises(SystemExit) as error:
+        resumed()
+    assert error.value.code == (
+        f"{folder / '2'} cannot be read: delete that folder to go on from the checkpoint before "
+        "it, if there is one"
+    )
+    shutil.rmtree(folder / "2")  # as it says
+    np.testing.assert_array_equal(resumed(), np.arange(1000))
+
+
 def test_train_moe_rejects_what_cannot_work(train_moe, tmp_path, capsys):
     short = tmp_path / "short.txt"
     short.write_text("too short")

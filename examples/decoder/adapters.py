@@ -21,7 +21,7 @@ from .config import Config
 from .errors import Refused
 from .experts import MixtureOfExperts
 from .layers import Linear
-from .model import Decoder
+from .model import Decoder, Stack
 
 TARGETS = ("experts", "attention")
 
@@ -92,12 +92,25 @@ class AdaptedExperts(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """Where adapters are: the same layer of the network in several layers of the model."""
+class Place:
+    """Where adapters may be: the same layer of the network in several layers of the model."""
 
     layers: range
     experts: int  # 0: there is one adapter for each layer
     name: str  # of the module in a layer, with {} for the expert
+    n: int
+    k: int
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Axes for layers and experts."""
+        return (len(self.layers), self.experts)[: 1 + bool(self.experts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site(Place):
+    """Where adapters are."""
+
     pair: Pair
 
 
@@ -122,11 +135,28 @@ def attach(
     dtype: Any = jnp.float32,
 ) -> list[Site]:  # fmt: skip
     """Gives the model adapters that do nothing yet. Raises :class:`Refused`."""
-    config = model.config
-    check(config, targets)
     if model.mesh is not None:
         raise Refused("adapters run on one device")
-    make, sites, first = Maker(rank, scale, jax.random.key(seed), dtype), [], 0
+    make, sites, of_experts = Maker(rank, scale, jax.random.key(seed), dtype), [], []
+    for stack, attribute, place in places(model, targets):
+        pair = make(*place.lead, n=place.n, k=place.k)
+        sites.append(Site(**vars(place), pair=pair))
+        if not place.experts:
+            attention = stack.layers.attention
+            setattr(attention, attribute, AdaptedLinear(getattr(attention, attribute), pair))
+            continue
+        of_experts.append(pair)
+        if attribute == "down":
+            mlp = stack.layers.mlp
+            assert isinstance(mlp, MixtureOfExperts)
+            mlp.adapted, of_experts = AdaptedExperts(*of_experts), []
+    return sites
+
+
+def places(model: Decoder, targets: Sequence[str]) -> Iterator[tuple[Stack, str, Place]]:
+    """Stacks, attributes of what they are made of, and what that is. Raises :class:`Refused`."""
+    config, first = model.config, 0
+    check(config, targets)
     for stack in model.stacks:
         layers = range(first, first + len(stack.windows))
         first = layers.stop
@@ -135,19 +165,12 @@ def attach(
                 linear: Linear | None = getattr(stack.layers.attention, attribute)
                 assert linear is not None, "loaded with joined=False"
                 n, k = linear.weight.get_value().shape[-2:]
-                pair = make(len(layers), n=n, k=k)
-                setattr(stack.layers.attention, attribute, AdaptedLinear(linear, pair))
-                sites.append(Site(layers, 0, f"self_attn.{name}", pair))
-        mlp = stack.layers.mlp
-        if "experts" in targets and isinstance(mlp, MixtureOfExperts):
-            e, d, f = config.router.experts, config.width, config.expert_width
-            gate, up = (make(len(layers), e, n=f, k=d) for _ in range(2))
-            down = make(len(layers), e, n=d, k=f)
-            mlp.adapted = AdaptedExperts(gate, up, down)
-            names = config.names
-            for name, pair in ((names.gate, gate), (names.up, up), (names.down, down)):
-                sites.append(Site(layers, e, f"{names.moe}.experts.{{}}.{name}", pair))
-    return sites
+                yield stack, attribute, Place(layers, 0, f"self_attn.{name}", n, k)
+        if "experts" in targets and isinstance(stack.layers.mlp, MixtureOfExperts):
+            names, e, d, f = config.names, config.router.experts, config.width, config.expert_width
+            for attribute, n, k in (("gate", f, d), ("up", f, d), ("down", d, f)):
+                name = f"{names.moe}.experts.{{}}.{getattr(names, attribute)}"
+                yield stack, attribute, Place(layers, e, name, n, k)
 
 
 def check(config: Config, targets: Sequence[str]) -> None:

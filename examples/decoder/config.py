@@ -11,6 +11,8 @@ from typing import Any, Literal
 from .errors import Refused
 from .rotary import Rope
 
+#: What transformers takes where config.json names no rope_theta; else it is 10,000.
+ROPE_THETA = {"mixtral": 1e6, "gpt_oss": 150_000.0}
 NO_WINDOW = 2**30  # more than any context
 MAX_LAYERS = 1000  # more are a damaged config
 DTYPES = ("bfloat16", "float16", "float32")
@@ -237,14 +239,17 @@ def _experts(of: _Json) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Any of a folder's JSON files, of a size and a depth that such files have."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a regular file")
         values = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise Refused(f"there is no {path.name}: a checkpoint is a Hugging Face folder") from error
-    except (ValueError, OSError) as error:
-        raise Refused(f"{path.name} cannot be read: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise Refused(f"{path}: malformed JSON: {error}") from error
     if not isinstance(values, dict):
-        raise Refused(f"{path.name} holds a {type(values).__name__}, expected an object")
+        raise Refused(f"{path}: malformed JSON: not an object")
     return values
 
 
@@ -288,7 +293,7 @@ def read(folder: Path) -> Config:
         "quantization": _quantization(folder, values),
     }
     values_of_all = common | own
-    config = Config(**values_of_all, rope=Rope.of(_rope(of), values_of_all["head_size"]))
+    config = Config(**values_of_all, rope=Rope.of(_rope(of, name), values_of_all["head_size"]))
     if config.heads % max(config.kv_heads, 1):
         raise Refused(
             f"config.json: {config.heads} heads are no multiple of {config.kv_heads} key-value "
@@ -298,6 +303,13 @@ def read(folder: Path) -> Config:
         raise Refused(
             f"config.json: {config.router.top_k} experts for each token, of "
             f"{config.router.experts} experts"
+        )
+    experts, groups, chosen = (
+        config.router.experts, config.router.groups, config.router.chosen_groups
+    )  # fmt: skip
+    if not groups or experts % groups or not 1 <= chosen <= groups:
+        raise Refused(
+            f"config.json: {chosen} groups for each token, of {groups} groups of {experts} experts"
         )
     return config
 
@@ -310,19 +322,39 @@ def _dtype(of: _Json) -> str:
     return name
 
 
-def _rope(of: _Json) -> dict[str, Any]:
-    """One dict, as newer releases of transformers write it."""
-    rope = dict(of("rope_parameters", dict, None) or of("rope_scaling", dict, {}))
-    rope.setdefault("rope_theta", of("rope_theta", float, 10_000.0))
+def _rope(of: _Json, name: str) -> dict[str, Any]:
+    """One dict, as transformers 5 makes it: rope_scaling goes before rope_parameters, and the
+    original length beside it before the one in it."""
+    newer, older = of("rope_parameters", dict, {}), of("rope_scaling", dict, {})
+    rope = dict(older or newer)
+    theta = of("rope_theta", float, None)
+    if older and "rope_theta" in newer and "rope_theta" not in older and theta is None:
+        raise Refused(  # transformers takes its default, which nobody wrote
+            f"config.json: rope_parameters has rope_theta {newer['rope_theta']}, but rope_scaling, "
+            "which goes before it, has none: write it there, too"
+        )
+    rope.setdefault("rope_theta", ROPE_THETA.get(name, 10_000.0) if theta is None else theta)
     rope.setdefault("rope_type", rope.get("type", "default"))
-    original = of("original_max_position_embeddings", int, of("max_position_embeddings", int, 4096))
-    rope.setdefault("original_max_position_embeddings", original)
+    of_kinds = [key for key, value in rope.items() if isinstance(value, dict)]
+    if of_kinds:
+        raise Refused(
+            f"config.json: positions of {of_kinds[0]} have parameters of their own, which is not "
+            "known here"
+        )
+    for parts in (rope.get("partial_rotary_factor"), of("partial_rotary_factor", float, None)):
+        if parts not in (None, 1):
+            raise Refused(f"config.json: partial_rotary_factor is {parts}, expected 1")
+    if (original := of("original_max_position_embeddings", int, None)) is not None:
+        rope["original_max_position_embeddings"] = original
+    elif (longest := of("max_position_embeddings", int, None)) is not None:
+        rope.setdefault("original_max_position_embeddings", longest)
     return rope
 
 
 def _ends(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
+    """Those that no token has end no text."""
     path = folder / "generation_config.json"
-    said = read_json(path).get("eos_token_id") if path.is_file() else None
+    said = read_json(path).get("eos_token_id") if path.exists() else None
     said = values.get("eos_token_id") if said is None else said
     ends = said if isinstance(said, list) else [] if said is None else [said]
     return tuple(end for end in ends if isinstance(end, int))
@@ -331,6 +363,6 @@ def _ends(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
 def _quantization(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The config that jgg.checkpoints takes: config.json, or ModelOpt's own file."""
     path = folder / "hf_quant_config.json"
-    if not values.get("quantization_config") and not values.get("quantization") and path.is_file():
+    if not values.get("quantization_config") and not values.get("quantization") and path.exists():
         return values | read_json(path)
     return values

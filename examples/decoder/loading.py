@@ -27,7 +27,7 @@ from .experts import AXIS, Expert
 from .layers import Linear, RMSNorm
 from .memory import Need, free, on_one_device
 from .model import Block, Decoder, Stack, divides_heads
-from .weights import Header, Weights, format_of, headers, in_one_sentence
+from .weights import Header, Weights, check_shape, format_of, headers, in_one_sentence
 from .weights import quantize as quantize_experts
 
 LAYER = r"model\.layers\.(\d+)\."  # what names of a layer's tensors begin with
@@ -56,8 +56,9 @@ def weights_of(folder: Path, config: Config, options: Options) -> Weights:
     """The tensors of a folder, none of which is read yet. Raises :class:`Refused`."""
     with in_one_sentence():
         tensors = jgg.checkpoints.open(folder)
-        said = headers(folder, tensors)
+        said = headers(tensors)
     check_layers(config, said)
+    check_sizes(config, said)
     dtype, form = jnp.dtype(options.dtype), format_of(config.quantization)
     return Weights(tensors, said, config.quantization, form, dtype)
 
@@ -72,6 +73,28 @@ def check_layers(config: Config, said: Mapping[str, Header]) -> None:
             raise Refused(
                 f"there is a tensor {name}, but config.json says num_hidden_layers {config.layers}"
             )
+
+
+def check_sizes(config: Config, said: Mapping[str, Header]) -> None:
+    """Refuse sizes that are not those of the files, before it is asked whether they fit."""
+    d, f, e, names = config.width, config.expert_width, config.router.experts, config.names
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary, d)}
+    attention = "model.layers.0.self_attn."
+    if config.latent is None:
+        shapes[f"{attention}k_proj.weight"] = config.kv_heads * config.head_size, d
+    else:
+        rank = config.latent.rank + config.latent.rotated
+        shapes[f"{attention}kv_a_proj_with_mqa.weight"] = rank, d
+    if True in config.moe_layers:
+        for moe in (names.moe, "mlp"):
+            prefix = f"model.layers.{config.moe_layers.index(True)}.{moe}."
+            shapes[f"{prefix}{names.router}.weight"] = e, d
+            shapes[f"{prefix}experts.0.{names.gate}.weight"] = f, d
+            fused = (e, d, 2 * f) if config.sinks else (e, 2 * f, d)
+            shapes[f"{prefix}experts.gate_up_proj"] = fused
+    for name, shape in shapes.items():
+        if name in said and said[name].plain:
+            check_shape(name, said[name], shape)
 
 
 def placed(config: Config, weights: Weights, options: Options) -> Decoder:

@@ -42,7 +42,10 @@ class Block(nnx.Module):
         self.mlp_norm = norm("post_attention_layernorm")
         self.attention = attention_of(config)(config, weights.at("self_attn"))
         if config.moe_layers[layer]:
-            self.mlp = MixtureOfExperts(config, weights.at(config.names.moe))
+            # transformers 5 calls Mixtral's like the others', unless it saves the original names.
+            newer = weights.has(f"mlp.{config.names.router}.weight")
+            moe = "mlp" if newer else config.names.moe
+            self.mlp = MixtureOfExperts(config, weights.at(moe))
         else:
             self.mlp = GatedMLP(weights.at("mlp"), config.width, config.dense_width)
 

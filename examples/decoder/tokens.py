@@ -13,6 +13,7 @@ from .errors import Refused
 
 
 def read(folder: Path, vocabulary: int) -> Tokenizer:
+    """The tokenizer of a model with so many tokens. Raises :class:`Refused`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise Refused("there is no tokenizer.json")
@@ -20,18 +21,26 @@ def read(folder: Path, vocabulary: int) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise Refused(f"tokenizer.json is truncated, or no tokenizer: {error}") from error
-    if tokenizer.get_vocab_size() > vocabulary:
-        raise Refused(
-            f"tokenizer.json has {tokenizer.get_vocab_size()} tokens, but config.json says "
-            f"vocab_size {vocabulary}"
-        )
+    added = tokenizer.get_added_tokens_decoder()
+    ids = [*tokenizer.get_vocab(with_added_tokens=False).values()]
+    ids += [i for i, token in added.items() if token.special]  # others need a row where they occur
+    check(tokenizer, ids, vocabulary)
     return tokenizer
+
+
+def check(tokenizer: Tokenizer, tokens: Iterable[int], vocabulary: int) -> None:
+    """Refuse tokens that the model has no row for: a look-up takes another one for them."""
+    if (most := max(tokens, default=0)) >= vocabulary:
+        raise Refused(
+            f"tokenizer.json: token {tokenizer.id_to_token(most)!r} is number {most}, but "
+            f"config.json says vocab_size {vocabulary}"
+        )
 
 
 def begin(folder: Path, tokenizer: Tokenizer) -> int | None:
     """The token that tokenizer_config.json puts before every text."""
     path = folder / "tokenizer_config.json"
-    said = read_json(path) if path.is_file() else {}
+    said = read_json(path) if path.exists() else {}
     token = said.get("bos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if not said.get("add_bos_token") or not isinstance(token, str):

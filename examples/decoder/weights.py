@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -90,21 +88,31 @@ class Header(NamedTuple):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def plain(self) -> bool:
+        """Whether it has floats, and not codes of them."""
+        return self.dtype in FLOAT_HEADERS
 
-def headers(folder: Path, names: Mapping[str, Any]) -> dict[str, Header]:
-    """The tensors of a folder that jgg.checkpoints.open has read: its files are well-formed."""
-    found, paths = {}, sorted(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):  # it decides which files belong to it
-        named = json.loads(index.read_text())["weight_map"].values()
-        paths = [folder / name for name in sorted({*named})]
-    for path in paths:
-        with path.open("rb") as file:
-            entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            found[name] = Header(entry["dtype"], tuple(entry["shape"]), end - begin)
-    return {name: found[name] for name in names}
+
+def headers(tensors: Any) -> dict[str, Header]:
+    """Those of what jgg.checkpoints.open returns. A dtype that it does not read counts as bytes."""
+    names: dict[str, str] = dict(zip(FLOATS, FLOAT_HEADERS, strict=True))
+    out = {}
+    for name in tensors:
+        dtype: str = tensors.dtype(name)
+        shape = tensors.shape(name)
+        try:
+            itemsize = jnp.dtype(dtype).itemsize
+        except TypeError:
+            itemsize = 1
+        out[name] = Header(names.get(dtype, dtype), shape, math.prod(shape) * itemsize)
+    return out
+
+
+def check_shape(name: str, header: Header, shape: tuple[int, ...]) -> None:
+    """Refuse another one. Nothing is allocated of a size that no file has."""
+    if header.shape != shape:
+        raise Refused(f"{name} has shape {header.shape}, but config.json says {shape}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,17 +135,21 @@ class Weights:
 
     def array(self, name: str, *shape: int, dtype: Any = None) -> np.ndarray:
         """A tensor of floats."""
-        full = self.prefix + name
-        if full not in self.tensors:
-            raise Refused(f"there is no tensor {full}: a shard is missing, or the model is another")
+        self._check(name, shape)
         with in_one_sentence():
-            value = self.tensors[full]
-        if value.dtype.name not in FLOATS:
-            how = "is quantized otherwise" if self.format else "does not say how it is quantized"
-            raise Refused(f"{full} is {value.dtype.name}, but config.json {how}")
-        if value.shape != shape:
-            raise Refused(f"{full} has shape {value.shape}, but config.json says {shape}")
+            value = self.tensors[self.prefix + name]
         return value.astype(self.dtype if dtype is None else dtype, copy=False)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse what is no tensor of floats of that shape. Nothing of it is read."""
+        full = self.prefix + name
+        header = self.headers.get(full)
+        if header is None:
+            raise Refused(f"there is no tensor {full}: a shard is missing, or the model is another")
+        if not header.plain:
+            how = "is quantized otherwise" if self.format else "does not say how it is quantized"
+            raise Refused(f"{full} is {header.dtype}, but config.json {how}")
+        check_shape(full, header, shape)
 
     def check_no_bias(self, name: str) -> None:
         """Refuse a layer's bias that would be left out. GPTQ stores zeros for layers without."""
@@ -175,9 +187,13 @@ class Weights:
         several = isinstance(prefixes[0], tuple)
         if self._quantized(prefixes[0][0] if several else prefixes[0]):
             return self._checked(prefixes, shape, jgg.checkpoints.experts)
+        _, n, k = shape
+        listed = [names if several else (names,) for names in prefixes]
+        for names in listed:
+            for name in names:
+                self._check(name + ".weight", (n // len(names), k))
         out = np.empty(shape, self.dtype)
-        for expert, names in zip(out, prefixes, strict=True):
-            names = names if several else (names,)
+        for expert, names in zip(out, listed, strict=True):
             parts = np.split(expert, len(names))
             for part, name in zip(parts, names, strict=True):
                 part[...] = self.array(name + ".weight", *part.shape)
@@ -192,7 +208,7 @@ class Weights:
         full = self.prefix + name + ".weight"
         if self.format is None:
             return False
-        return full not in self.headers or self.headers[full].dtype not in FLOAT_HEADERS
+        return full not in self.headers or not self.headers[full].plain
 
     def _checked(self, names, shape: tuple[int, ...], read: Callable) -> Any:
         if self.format is None:

@@ -211,7 +211,7 @@ def test_what_a_checkpoint_needs_is_counted(generate, tiny):
     about = generate.config.read(tiny)
     loading = generate.loading
     options = loading.Options("bfloat16", tokens=100)
-    said = loading.headers(tiny, jgg.checkpoints.open(tiny))
+    said = loading.headers(jgg.checkpoints.open(tiny))
     need = need_of(about, said, options)
     numbers = 2 * 8 * 3 * 64 * 64
     assert need.experts == 2 * numbers

@@ -139,12 +139,12 @@ def test_adapters_have_the_names_and_shapes_of_peft(qlora, tiny, tuned):
                 shapes |= {f"{expert}.{name}": (f, d) for name in ("gate_proj", "up_proj")}
                 shapes[f"{expert}.down_proj"] = (d, f)
         for name, (rows, columns) in shapes.items():
-            assert re.fullmatch(said["target_modules"], name.removeprefix("base_model.model."))
+            assert name.endswith(tuple(f".{end}" for end in said["target_modules"]))
             want |= {f"{name}.lora_A.weight": (RANK, columns)}
             want |= {f"{name}.lora_B.weight": (rows, RANK)}
     assert {name: tensors[name].shape for name in tensors} == want
     # Others of the same last names have none.
-    assert not re.fullmatch(said["target_modules"], "model.layers.0.mlp.gate_proj")
+    assert not "model.layers.0.mlp.gate_proj".endswith(tuple(said["target_modules"]))
 
 
 def with_adapters(name, folder):
@@ -170,11 +170,13 @@ def run_with(name, folder):
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_computes_the_same(name, tmp_path):
-    """PEFT takes every tensor by its name."""
+    """PEFT takes every tensor by its name. Over transformers 5 it makes others of experts'."""
     need("peft")
-    if int(importlib.metadata.version("transformers").split(".")[0]) > 4:
-        end = pytest.fail if "peft" in demanded() else pytest.skip
-        end("needs transformers 4, whose experts are modules")
+    newer = int(importlib.metadata.version("transformers").split(".")[0]) > 4
+    if newer and "peft" in demanded():
+        pytest.fail("needs transformers 4, whose experts are modules")
+    if newer and name == "qwen2_moe":
+        pytest.skip("PEFT 0.21 leaves its experts out over transformers 5")
     with_adapters(name, tmp_path / "adapters")
     folder = decoder_folders.copied(name, tmp_path).rename(tmp_path / "model")
     config = decoder_folders.older_config_of(name)
@@ -183,7 +185,8 @@ def test_peft_computes_the_same(name, tmp_path):
     np.save(tmp_path / "tokens.npy", tokens)
     subprocess.run([sys.executable, str(PEFT), str(tmp_path)], check=True)
     theirs = np.load(tmp_path / "theirs.npz")
-    assert sorted(adapters_of(tmp_path)) == theirs["names"].tolist()
+    if not newer:
+        assert sorted(adapters_of(tmp_path)) == theirs["names"].tolist()
     run = run_with(name, tmp_path / "adapters")
     agree(run(tokens, CHUNK), theirs["adapted"])
     assert np.abs(theirs["adapted"] - theirs["plain"]).max() > 0.1 * np.abs(theirs["plain"]).max()
@@ -346,7 +349,7 @@ def test_adapters_of_another_model_are_refused(tuned, tmp_path):
     path = adapters / "adapter_config.json"
     said = json.loads(path.read_text())
     for change, message in (
-        ({"use_dora": True}, "use_dora is True, which is not known here"),
+        ({"use_dora": True}, "use_dora is True, which is not known here: merge the adapters"),
         ({"r": None}, "is not of LoRA adapters with a rank"),
         ({"lora_alpha": None}, "has no lora_alpha"),
     ):
