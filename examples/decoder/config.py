@@ -15,6 +15,7 @@ from .rotary import Rope
 ROPE_THETA = {"mixtral": 1e6, "gpt_oss": 150_000.0}
 NO_WINDOW = 2**30  # more than any context
 MAX_LAYERS = 1000  # more are a damaged config
+MAX_JSON = 2**24  # bytes
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -107,6 +108,8 @@ class _Json:
         fits = isinstance(value, (int, float) if kind is float else kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
             raise Refused(f"config.json: {key} is {value!r}, expected {kind.__name__}")
+        if kind is float and not abs(value) < 2**63:
+            raise Refused(f"config.json: {key} is no number of a usual size")
         if kind is int and value < 0:
             raise Refused(f"config.json: {key} is {value}, expected a number that is not negative")
         if kind is int and value >= 2**31:
@@ -241,8 +244,10 @@ def _experts(of: _Json) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """Any of a folder's JSON files, of a size and a depth that such files have."""
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("not a regular file")
+        if path.exists() and not path.is_file():  # a named pipe waits for its writer
+            raise Refused(f"{path}: not a regular file")
+        if (size := path.stat().st_size) > MAX_JSON:
+            raise Refused(f"{path}: {size} bytes, more than such files have")
         values = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise Refused(f"there is no {path.name}: a checkpoint is a Hugging Face folder") from error

@@ -19,8 +19,10 @@ def test_json_that_is_no_file_or_nested_too_deeply(generate, folder, name):
     path = folder / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    assert refused(generate, folder).endswith("not a regular file")
+    assert refused(generate, folder) == f"{name}: not a regular file"
     path.unlink()
+    path.write_text(" " * (2**24 + 1))
+    assert refused(generate, folder).startswith(f"{name}: 16777217 bytes")
     path.write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     assert refused(generate, folder).startswith(f"{name}: ")
     path.write_text("[]")
