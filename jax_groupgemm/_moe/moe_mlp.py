@@ -88,8 +88,9 @@ def moe_mlp(
         its own: ``expert_index`` counts the experts of all devices, everything else is this
         device's. There is no ``expert_offset`` then.
       transport: how tokens travel to experts of other devices, see below; None chooses. Sums have
-        the same order with either, and on GPUs the same bits; on CPUs XLA may contract their
-        multiply-adds differently, by a rounding. It means nothing where tokens need not travel.
+        the same order with either, but XLA may contract multiply-adds of one of them, as it
+        does on CPUs: results then differ by float32 roundings. It means nothing where tokens need
+        not travel.
       max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
         pairs than that, the whole result is NaN, and so are the gradients of tokens and experts
         whose pairs have rows, but zero where an activation's slope is (an inactive relu, a clipped
