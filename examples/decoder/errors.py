@@ -17,7 +17,8 @@ class Refused(Exception):
 def sentence(folder: Path, error: Refused) -> str:
     """The folder and what is wrong with it. Files in it are named without it."""
     text = re.sub(r"^jgg\.[\w.]+: ", "", str(error))
-    for name in (str(folder.resolve()), str(folder)):  # it may be given from where one is
+    # It may be given from where one is.
+    for name in map(str, (folder.resolve(), folder.absolute(), folder)):
         text = re.sub(rf"(?<![\w./-]){re.escape(name)}/", "", text.removeprefix(f"{name}: "))
     return f"{folder}: {text}"
 

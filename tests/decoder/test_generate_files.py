@@ -22,7 +22,7 @@ def test_json_that_is_no_file_or_nested_too_deeply(generate, folder, name):
     assert refused(generate, folder) == f"{name}: not a regular file"
     path.unlink()
     path.write_text(" " * (2**24 + 1))
-    assert refused(generate, folder).startswith(f"{name}: 16777217 bytes")
+    assert refused(generate, folder).startswith(f"{name}: a file of 16777217 bytes")
     path.write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     assert refused(generate, folder).startswith(f"{name}: ")
     path.write_text("[]")

@@ -79,7 +79,7 @@ def test_plain_adapters(peft, tmp_path, said, scale):
          f"rank_pattern is {{'q_proj': 4}}, which is not known here: {MERGE}"),
         ({"of_next_year": 0.5}, f"of_next_year is 0.5, which is not known here: {MERGE}"),
         ({"use_rslora": "no"}, "use_rslora is 'no', expected true or false"),
-        ({"lora_alpha": 2**64}, f"lora_alpha is {2**64}, expected a number below 2^31"),
+        ({"lora_alpha": 2**60}, f"lora_alpha is {2**60}, expected a number below 2^31"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', expected a number below 2^31"),
         ({"lora_alpha": True}, "lora_alpha is True, expected a number below 2^31"),
     ],
@@ -90,15 +90,16 @@ def test_another_function_of_the_same_tensors(peft, tmp_path, said, message):
     assert str(error.value) == f"{tmp_path / 'adapter_config.json'}: {message}"
 
 
-@pytest.mark.parametrize("alpha", ["NaN", "Infinity", "1e999", str(2**2000)])
-def test_a_factor_that_is_no_number(peft, tmp_path, alpha):
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", str(2**70), str(2**2000)])
+def test_a_number_that_is_none(peft, tmp_path, key, number):
     path = written(tmp_path) / "adapter_config.json"
-    path.write_text(path.read_text().replace('"lora_alpha": 4', f'"lora_alpha": {alpha}'))
-    with pytest.raises(peft.Refused, match=f"^{re.escape(str(path))}: "):
+    path.write_text(path.read_text().replace(f'"{key}": {SAID[key]}', f'"{key}": {number}'))
+    with pytest.raises(peft.Refused, match=f"{re.escape(str(path))}: {key} is "):
         peft.config_of(tmp_path)
 
 
-@pytest.mark.parametrize("rank", [3, 2**30, 2**70, 2**100])
+@pytest.mark.parametrize("rank", [3, 2**30, 2**40])
 def test_a_rank_that_no_tensor_has(peft, tmp_path, rank):
     """Nothing is allocated of it."""
     with pytest.raises(peft.Refused) as error:
