@@ -44,12 +44,12 @@ import numpy as np
 
 from .._core.types import CheckpointFormat
 from .._quantized.array import Quantized
-from . import fp8, safetensors
+from . import fp8, json_file, safetensors
 from .formats import FORMATS, read
 from .layer import Layer, Read, section
 from .messages import brief, cut
 
-__all__ = ["act_order", "experts", "linear", "open"]
+__all__ = ["act_order", "experts", "linear", "open", "read_json"]
 
 
 def __dir__() -> list[str]:
@@ -205,12 +205,35 @@ def open(
 
     https://github.com/huggingface/safetensors
     """
-    limit = max_header_bytes
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise ValueError(
-            f"jgg.checkpoints.open: max_header_bytes={brief(limit)} is not a number of bytes"
-        )
-    return safetensors.read(path, limit)
+    _is_bytes("open", "max_header_bytes", max_header_bytes)
+    return safetensors.read(path, max_header_bytes)
+
+
+def read_json(path: str | PathLike[str], *, max_bytes: int = json_file.MAX_BYTES) -> dict[str, Any]:
+    """The object of a JSON file that may hold anything: ``config.json``, and its like.
+
+    Args:
+      path: a regular file. ``~`` is the home directory. Symbolic links are followed.
+      max_bytes: a longer file is refused. The default is 16 MiB.
+
+    Returns:
+      A dict. Its ints have at most 64 bits, its floats are finite, it is nested at most 100 deep.
+
+    Raises:
+      ValueError: no regular file, or one of more than ``max_bytes``; a Git LFS pointer; not UTF-8;
+        malformed JSON, an object with two equal keys, or no object; nested deeper; a number that is
+        too long or not finite (``Infinity``, ``1e999``), whose key is named.
+      FileNotFoundError: there is no such file.
+      OSError: as the system says.
+      TypeError: ``path`` is no path.
+    """
+    _is_bytes("read_json", "max_bytes", max_bytes)
+    return json_file.read(path, max_bytes)
+
+
+def _is_bytes(op: str, name: str, value) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"jgg.checkpoints.{op}: {name}={brief(value)} is not a number of bytes")
 
 
 class _Source:

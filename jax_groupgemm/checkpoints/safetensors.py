@@ -10,19 +10,19 @@ truncated or replaced in between is an error, not a signal, and never other byte
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from .messages import brief, cut
+from . import files
+from .json_file import parse
+from .messages import brief
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own
 MAX_RANK = 64  # numpy's
@@ -47,9 +47,12 @@ DTYPES = {
     "C64": np.complex64,
 }
 INDEX = ".safetensors.index.json"
-LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
 SECOND = 1_000_000_000  # ns
 CLOCK = SECOND // 50  # the clock of file times ticks at least as often
+OP = "open"
+
+_error, _about = partial(files.error, OP), partial(files.about, OP)
+_regular, _bytes = partial(files.regular, OP), partial(files.first_bytes, OP)
 
 
 class _File(NamedTuple):
@@ -90,7 +93,7 @@ class Tensors(Mapping[str, np.ndarray]):
                 if not count:
                     break
                 view, offset = view[count:], offset + count
-            _same(file, _stamp(os.fstat(descriptor)))
+            _same(file, files.stamp(os.fstat(descriptor)))
             if view:
                 raise _error(file.path, f"tensor {brief(name)}: the file ends at byte {offset}")
         out.flags.writeable = False
@@ -115,75 +118,32 @@ class Tensors(Mapping[str, np.ndarray]):
         return len(self._entries)
 
     def __repr__(self) -> str:
-        files = {entry.file.path for entry in self._entries.values()}
-        return f"<{len(self)} tensors in {len(files)} safetensors files>"
+        paths = {entry.file.path for entry in self._entries.values()}
+        return f"<{len(self)} tensors in {len(paths)} safetensors files>"
 
 
 def read(path: str | os.PathLike[str], header_limit: int) -> Tensors:
-    try:
-        path = Path(path).expanduser().absolute()
-    except TypeError as error:
-        raise TypeError(
-            f"jgg.checkpoints.open: path must be a path, got {type(path).__name__}"
-        ) from error
-    except RuntimeError as error:  # no such user
-        raise ValueError(f"jgg.checkpoints.open: {cut(str(path))}: {error}") from error
+    path = files.absolute(OP, path)
     if path.name.endswith(".json"):
         return Tensors(_indexed(path, header_limit))
     with _about(path):
         folder = path.is_dir()
         indices = sorted(path.glob("*" + INDEX)) if folder else []
-        files = sorted(path.glob("*.safetensors")) if folder else [path]
+        shards = sorted(path.glob("*.safetensors")) if folder else [path]
     if len(indices) > 1:
         raise _error(path, f"several indices, {indices[0].name} and {indices[1].name}: open one")
     if indices:
         return Tensors(_indexed(indices[0], header_limit))
-    if not files:
+    if not shards:
         raise FileNotFoundError(str(_error(path, "no .safetensors files")))
     out: dict[str, _Entry] = {}
-    for file in files:
+    for file in shards:
         for name, entry in _file(file, header_limit).items():
             if name in out:
                 other = out[name].file.path.name
                 raise _error(path, f"tensor {brief(name)} is in {other} and {file.name}")
             out[name] = entry
     return Tensors(out)
-
-
-def _error(path: Path, text: str) -> ValueError:
-    return ValueError(f"jgg.checkpoints.open: {cut(str(path))}: {text}")
-
-
-@contextmanager
-def _about(path: Path) -> Iterator[None]:
-    """The system's errors with the path in front."""
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(str(_error(path, error.strerror or str(error)))) from error
-    except ValueError as error:  # a NUL, or what is no character of the file system
-        raise _error(path, str(error)) from error
-
-
-@contextmanager
-def _regular(path: Path) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """A descriptor of a regular file, and its stamp."""
-    with _about(path):  # without O_NONBLOCK a named pipe waits for its writer
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        with _about(path):
-            status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _error(path, "not a regular file")
-        yield descriptor, _stamp(status)
-    finally:
-        os.close(descriptor)
-
-
-def _stamp(status: os.stat_result) -> tuple[int, ...]:
-    return (
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )  # fmt: skip
 
 
 def _same(file: _File, stamp: tuple[int, ...]) -> None:
@@ -207,7 +167,7 @@ def _indexed(path: Path, limit: int) -> dict[str, _Entry]:
         if stamp[2] > limit:
             raise _error(path, f"an index of {stamp[2]} bytes: {_limit(limit)}")
         data = _bytes(path, descriptor, stamp[2])
-    where = _json(path, data).get("weight_map")
+    where = parse(OP, path, data).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
         raise _error(path, "no 'weight_map' from tensor names to files")
     names: dict[str, list[str]] = {}
@@ -234,60 +194,6 @@ def _limit(limit: int) -> str:
     return f"the limit is {limit}, open(..., max_header_bytes=) sets another"
 
 
-def _bytes(path: Path, descriptor: int, size: int) -> bytes:
-    """The first bytes of a file that is not a pointer to another."""
-    parts, offset = [], 0
-    with _about(path):
-        while offset < size and (part := os.pread(descriptor, size - offset, offset)):
-            parts.append(part)
-            offset += len(part)
-    data = b"".join(parts)
-    if data.startswith(LFS):
-        raise _error(
-            path,
-            "a Git LFS pointer, not the file that it stands for. Fetch that: git lfs install && "
-            "git lfs pull, in the repository that it is in",
-        )
-    return data
-
-
-def _number(text: str) -> int:
-    if len(text) > 40:  # more than any size or offset has; reading it takes quadratic time
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
-
-
-def _fraction(text: str) -> float:
-    if len(text) > 100:
-        raise ValueError(f"a number of {len(text)} digits")
-    return float(text)
-
-
-def _json(path: Path, data: bytes) -> dict[str, Any]:
-    """In time linear in the bytes."""
-
-    def unique(pairs):
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            seen = set()
-            name = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ValueError(f"{brief(name)} appears twice")
-        return out
-
-    try:
-        out = json.loads(
-            data.decode(), object_pairs_hook=unique, parse_int=_number, parse_float=_fraction
-        )
-    except UnicodeDecodeError as error:  # whose text has all of the bytes
-        text = f"malformed JSON: byte {error.start} is not UTF-8"
-        raise _error(path, text) from None
-    except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply
-        raise _error(path, f"malformed JSON: {cut(str(error))}") from error
-    if not isinstance(out, dict):
-        raise _error(path, "malformed JSON: not an object")
-    return out
-
-
 def _file(path: Path, limit: int) -> dict[str, _Entry]:
     """The tensors of one file, its header checked."""
     with _regular(path) as (descriptor, stamp):
@@ -298,8 +204,8 @@ def _file(path: Path, limit: int) -> dict[str, _Entry]:
             raise _error(path, f"not a safetensors file: a header of {length} bytes in {size}")
         if length > limit:
             raise _error(path, f"a header of {length} bytes: {_limit(limit)}")
-        header = _json(path, _bytes(path, descriptor, 8 + length)[8:])
-        _same(file, _stamp(os.fstat(descriptor)))
+        header = parse(OP, path, _bytes(path, descriptor, 8 + length)[8:])
+        _same(file, files.stamp(os.fstat(descriptor)))
     header.pop("__metadata__", None)
     start = 8 + length
     out, spans = {}, []

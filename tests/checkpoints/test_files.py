@@ -169,7 +169,7 @@ def test_unknown_dtype(tmp_path):
 SHAPES = [
     ([1] * 65, 1, "has 65 axes, more than 64"),
     ([0, 2**62, 2**62], 0, "is too large"),
-    ([0, 2**70], 0, "is too large"),
+    ([0, 2**70], 0, "a.shape[1] is 1180591620717411303424, expected a finite number of at most"),
     ([2**33, 2**33, 0], 0, "is too large"),
     ([2**60], 0, "data_offsets [0, 0], but F64 of shape"),
 ]

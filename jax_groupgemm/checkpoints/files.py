@@ -1,0 +1,79 @@
+"""Regular files, read with bounds; errors begin with the function and the path."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .messages import cut
+
+LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
+
+
+def error(op: str, path: Path, text: str) -> ValueError:
+    return ValueError(f"jgg.checkpoints.{op}: {cut(str(path))}: {text}")
+
+
+def absolute(op: str, path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except TypeError as caught:
+        raise TypeError(
+            f"jgg.checkpoints.{op}: path must be a path, got {type(path).__name__}"
+        ) from caught
+    except RuntimeError as caught:  # no such user
+        raise error(op, Path(path), str(caught)) from caught
+
+
+@contextmanager
+def about(op: str, path: Path) -> Iterator[None]:
+    """The system's errors with the path in front."""
+    try:
+        yield
+    except OSError as caught:
+        raise type(caught)(str(error(op, path, caught.strerror or str(caught)))) from caught
+    except ValueError as caught:  # a NUL, or what is no character of the file system
+        raise error(op, path, str(caught)) from caught
+
+
+@contextmanager
+def regular(op: str, path: Path) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """A descriptor of a regular file, and its stamp."""
+    with about(op, path):  # without O_NONBLOCK a named pipe waits for its writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with about(op, path):
+            status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise error(op, path, "not a regular file")
+        yield descriptor, stamp(status)
+    finally:
+        os.close(descriptor)
+
+
+def stamp(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file does; its size is the third."""
+    return (
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )  # fmt: skip
+
+
+def first_bytes(op: str, path: Path, descriptor: int, size: int) -> bytes:
+    """Those of a file that is not a pointer to another."""
+    parts, offset = [], 0
+    with about(op, path):
+        while offset < size and (part := os.pread(descriptor, size - offset, offset)):
+            parts.append(part)
+            offset += len(part)
+    data = b"".join(parts)
+    if data.startswith(LFS):
+        raise error(
+            op,
+            path,
+            "a Git LFS pointer, not the file that it stands for. Fetch that: git lfs install && "
+            "git lfs pull, in the repository that it is in",
+        )
+    return data
