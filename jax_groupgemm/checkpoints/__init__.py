@@ -48,8 +48,9 @@ from . import fp8, json_file, safetensors
 from .formats import FORMATS, read
 from .layer import Layer, Read, section
 from .messages import brief, cut
+from .safetensors import Header, Tensors
 
-__all__ = ["act_order", "experts", "linear", "open", "read_json"]
+__all__ = ["Header", "Tensors", "act_order", "experts", "linear", "open", "read_json"]
 
 
 def __dir__() -> list[str]:
@@ -177,20 +178,21 @@ def act_order(
     return _rows(source, prefix) if isinstance(prefix, str) else _stack(source, prefix)
 
 
-def open(
-    path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADER_LIMIT
-) -> Mapping[str, np.ndarray]:
+def open(path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADER_LIMIT) -> Tensors:
     """The tensors of a safetensors checkpoint, by name, each read when it is asked for.
 
     Args:
       path: a ``.safetensors`` file; an index (``model.safetensors.index.json``); or a directory
-        with an index or, without one, any number of files. ``~`` is the home directory. Symbolic
-        links are followed.
+        with an index or, without one, any number of files. Of several indices it is
+        ``model.safetensors.index.json``; ``model.safetensors`` goes before Mistral's
+        ``consolidated.safetensors`` where there are these two. ``~`` is the home directory.
+        Symbolic links are followed.
       max_header_bytes: a longer header, or index, is refused. The default is the format's own
         limit, of 100 MB.
 
     Returns:
-      A mapping to read-only numpy arrays. Each access reads the tensor from its file, so a
+      A mapping to read-only numpy arrays. ``.header(name)`` gives a tensor's ``dtype``, ``shape``
+      and ``nbytes``; nothing is read for it. Each access reads the tensor from its file, so a
       checkpoint larger than memory can be read tensor by tensor; only headers are read here, and
       no file stays open. With an index, the tensors are those that it names. bfloat16 and float8
       arrays have JAX's dtypes. An access raises ValueError where the tensor's dtype is not known,
@@ -198,8 +200,9 @@ def open(
 
     Raises:
       ValueError: a file is malformed (truncated, overlapping tensors), no regular file, or a Git
-        LFS pointer; a tensor is in two files, and no index says in which; a tensor of the index is
-        not in its file; the header is too long.
+        LFS pointer; a tensor is in two files, and no index says in which; there are several
+        indices, none of which is ``model.safetensors.index.json``; a tensor of the index is not in
+        its file; the header is too long.
       FileNotFoundError: there is no such file, or one that the index names is missing.
       OSError: as the system says.
 

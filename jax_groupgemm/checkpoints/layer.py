@@ -13,6 +13,7 @@ from .._core import check
 from .._quantized.array import Quantized
 from .._quantized.formats import MODES
 from .messages import brief, cut
+from .safetensors import Tensors
 
 #: Modules that hold a language model's layers in some releases of it, and not in others.
 WRAPPERS = ("model", "language_model", "text_model")
@@ -77,17 +78,19 @@ class Layer(NamedTuple):
     def dtype(self, leaf: str) -> str:
         """A tensor's dtype; files are not read for it."""
         name = self.prefix + leaf
-        known = getattr(self.tensors, "dtype", None)
-        return str(known(name)) if callable(known) else np.asarray(self.tensors[name]).dtype.name
+        if isinstance(self.tensors, Tensors):
+            return self.tensors.header(name).dtype
+        return np.asarray(self.tensors[name]).dtype.name
 
     def shape_of(self, name: str) -> Any:
         """The shape of any tensor of the checkpoint, None where there is none; files are not read
         for it."""
         if name not in self.tensors:
             return None
-        known = getattr(self.tensors, "shape", None)
+        if isinstance(self.tensors, Tensors):
+            return self.tensors.header(name).shape
         try:
-            return known(name) if callable(known) else np.shape(self.tensors[name])
+            return np.shape(self.tensors[name])
         except ValueError:  # ragged
             return None
 

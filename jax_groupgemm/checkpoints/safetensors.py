@@ -10,6 +10,7 @@ truncated or replaced in between is an error, not a signal, and never other byte
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,7 @@ DTYPES = {
     "C64": np.complex64,
 }
 INDEX = ".safetensors.index.json"
+HUB, MISTRAL = "model", "consolidated"  # how files of either format begin that stand side by side
 SECOND = 1_000_000_000  # ns
 CLOCK = SECOND // 50  # the clock of file times ticks at least as often
 OP = "open"
@@ -65,18 +67,37 @@ class _Entry(NamedTuple):
     kind: str  # the header's dtype, known or not
     shape: tuple[int, ...]
     offset: int  # in the file
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """A tensor as its file describes it.
+
+    Attributes:
+      dtype: numpy's or JAX's name of it, such as ``"bfloat16"``; the file's, where the dtype is
+        none that is read (``"F4"``).
+      shape: in elements.
+      nbytes: what it takes in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """Each access reads that tensor's bytes anew, so nothing is held that the caller does not."""
+    """What :func:`open` returns: names, in order, to numpy arrays that cannot be written to.
 
-    def __init__(self, entries: dict[str, _Entry]):
+    Each access reads that tensor's bytes anew, so nothing is held that the caller does not.
+    ``.header(name)`` says what a tensor is, and reads nothing.
+    """
+
+    def __init__(self, entries: dict[str, _Entry]) -> None:
         self._entries = {name: entries[name] for name in sorted(entries)}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._entries:
-            raise KeyError(f"jgg.checkpoints.open: no tensor {brief(name)}")
-        file, kind, shape, offset = self._entries[name]
+        file, kind, shape, offset, _ = self._entry(name)
         if kind not in DTYPES:
             raise _error(file.path, f"tensor {brief(name)}: {_unknown(kind)}")
         with _regular(file.path) as (descriptor, stamp):
@@ -99,14 +120,22 @@ class Tensors(Mapping[str, np.ndarray]):
         out.flags.writeable = False
         return out
 
+    def header(self, name: str) -> Header:
+        """A tensor's dtype, shape and bytes; nothing is read. KeyError where there is none."""
+        entry = self._entry(name)
+        kind = np.dtype(DTYPES[entry.kind]).name if entry.kind in DTYPES else entry.kind
+        return Header(kind, entry.shape, entry.nbytes)
+
     def dtype(self, name: str) -> str:
-        """The name of a tensor's dtype, of which nothing is read."""
-        kind = self._entries[name].kind
-        return np.dtype(DTYPES[kind]).name if kind in DTYPES else kind
+        return self.header(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, of which nothing is read."""
-        return self._entries[name].shape
+        return self.header(name).shape
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise KeyError(f"jgg.checkpoints.open: no tensor {brief(name)}")
+        return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -130,10 +159,15 @@ def read(path: str | os.PathLike[str], header_limit: int) -> Tensors:
         folder = path.is_dir()
         indices = sorted(path.glob("*" + INDEX)) if folder else []
         shards = sorted(path.glob("*.safetensors")) if folder else [path]
-    if len(indices) > 1:
-        raise _error(path, f"several indices, {indices[0].name} and {indices[1].name}: open one")
+    names, hub = [shard.name for shard in shards], f"{HUB}.safetensors"
+    index = path / (HUB + INDEX)
+    if len(indices) > 1 and index not in indices:
+        listed = f"{indices[0].name} and {indices[1].name}"
+        raise _error(path, f"several indices, {listed}: pass the path of the one to open")
     if indices:
-        return Tensors(_indexed(indices[0], header_limit))
+        return Tensors(_indexed(index if index in indices else indices[0], header_limit))
+    if names == [f"{MISTRAL}.safetensors", hub]:  # the same weights under other names
+        shards = [path / hub]
     if not shards:
         raise FileNotFoundError(str(_error(path, "no .safetensors files")))
     out: dict[str, _Entry] = {}
@@ -211,7 +245,7 @@ def _file(path: Path, limit: int) -> dict[str, _Entry]:
     out, spans = {}, []
     for name, info in header.items():
         kind, shape, begin, end = _info(path, name, info)
-        out[name] = _Entry(file, kind, shape, start + begin)
+        out[name] = _Entry(file, kind, shape, start + begin, end - begin)
         spans.append((begin, end, name))
     last = 0
     for begin, end, name in sorted(spans):

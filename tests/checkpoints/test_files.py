@@ -87,11 +87,38 @@ def test_index_and_files_disagree(tmp_path):
     assert raised(lambda: ck.open(empty), FileNotFoundError) == f"{empty}: no .safetensors files"
     other = tmp_path / "n.safetensors.index.json"
     other.write_text("{}")
-    assert raised(lambda: ck.open(tmp_path)).startswith(f"{tmp_path}: several indices, m.")
+    assert raised(lambda: ck.open(tmp_path)) == (
+        f"{tmp_path}: several indices, m.safetensors.index.json and n.safetensors.index.json: pass "
+        "the path of the one to open"
+    )
     index(tmp_path, {"a": one}).write_bytes(b"[]" * 60)
     other.unlink()
     said = "an index of 120 bytes: the limit is 100, open(..., max_header_bytes=) sets another"
     assert raised(lambda: ck.open(tmp_path, max_header_bytes=100)).endswith(said)
+
+
+def test_two_formats_of_a_model(tmp_path):
+    """Hugging Face's files are opened, and not Mistral's beside them."""
+    hub, mistral = {"model.norm": np.zeros(2)}, {"norm": np.ones(2)}
+    for name, tensors in (("model", hub), ("consolidated", mistral)):
+        save(tmp_path / f"{name}.safetensors", tensors)
+    assert [*ck.open(tmp_path)] == ["model.norm"]
+    for name, tensors in (("consolidated", mistral), ("model", hub)):
+        (tmp_path / f"{name}.safetensors").rename(tmp_path / f"{name}-1.safetensors")
+        assert len(ck.open(tmp_path)) == 2  # other names, of parts
+        where = json.dumps({"weight_map": dict.fromkeys(tensors, f"{name}-1.safetensors")})
+        (tmp_path / f"{name}.safetensors.index.json").write_text(where)
+        assert [*ck.open(tmp_path)] == [*tensors]
+        assert [*ck.open(tmp_path / f"{name}.safetensors.index.json")] == [*tensors]
+        (tmp_path / f"{name}.safetensors.index.json").rename(tmp_path / f"{name}.json")
+    for name in ("consolidated", "model"):
+        (tmp_path / f"{name}.json").rename(tmp_path / f"{name}.safetensors.index.json")
+    tensors = ck.open(tmp_path)
+    assert [*tensors] == ["model.norm"]
+    assert tensors.header("model.norm") == ck.Header("float64", (2,), 16)
+    index(tmp_path, {"model.norm": "model-1.safetensors"})  # a third
+    assert [*ck.open(tmp_path)] == ["model.norm"]
+    assert [*ck.open(tmp_path / "consolidated.safetensors.index.json")] == ["norm"]
 
 
 # Files that are something else.
@@ -304,8 +331,9 @@ def test_types_are_not_read(tmp_path, monkeypatch):
     header = {"a": entry(0, 8, [2], "F32"), "b": entry(8, 12, [4], "F6_OF_TOMORROW")}
     tensors = ck.open(raw(tmp_path / "m.safetensors", header, bytes(12)))
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
-    assert [tensors.dtype(name) for name in "ab"] == ["float32", "F6_OF_TOMORROW"]
-    assert [tensors.shape(name) for name in "ab"] == [(2,), (4,)]
+    assert tensors.header("a") == ck.Header("float32", (2,), 8)
+    assert tensors.header("b") == ck.Header("F6_OF_TOMORROW", (4,), 4)
+    assert raised(lambda: tensors.header("c"), KeyError) == "no tensor 'c'"
 
 
 def test_deleted(tmp_path):
