@@ -52,6 +52,8 @@ from .safetensors import Header, Tensors
 
 __all__ = ["Header", "Tensors", "act_order", "experts", "linear", "open", "read_json"]
 
+Expected = tuple[int | None, ...]  # a shape, None: any size; (): any shape
+
 
 def __dir__() -> list[str]:
     return __all__
@@ -63,6 +65,7 @@ def linear(
     *,
     format: CheckpointFormat,
     config: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
 ) -> Quantized:
     """One linear layer's weight ``(N, K)``, used as ``x @ w.T``; **K is cut into groups**.
 
@@ -79,6 +82,9 @@ def linear(
         integers of "compressed-tensors" (``num_bits``, ``group_size``) cannot be read without it.
         It may name layers as other releases of the model do: ``model.``, ``language_model.`` and
         ``text_model.`` in front of ``layers.`` do not count.
+      shape: the ``(N, K)`` that your model expects; the layer is refused where it has another. Pass
+        it for "mlx", whose 8 bits in groups of 32 otherwise may be read as 4 bits in groups of 64
+        and twice the K, where config has the layer's entry under a name that is not known.
 
     Returns:
       A :class:`Quantized` of numpy arrays:
@@ -98,14 +104,16 @@ def linear(
       A layer's own ``bias`` and the scales of its input and of the cache are not part of it.
 
     Raises:
-      ValueError: a tensor is missing, unknown, or of the wrong shape; config contradicts the
+      ValueError: a tensor is missing, unknown, or of the wrong shape; the layer is not of
+        ``shape``; config contradicts the
         tensors, says that the layer is not quantized, or names what is not supported; the layer is
         of a format that is not read; float32 scales too long for exact products ("awq", "gptq");
         zero points that other libraries read differently (v1, stored all ones); a layer in act
         order, which :func:`act_order` reads; fp8 rows to be joined that would begin within a block.
       TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
     """
-    return _rows(_Source("linear", tensors, format, config), prefix)[0]
+    source = _Source("linear", tensors, format, config)
+    return _rows(source, prefix, _sizes("linear", shape, "N, K"))[0]
 
 
 def experts(
@@ -114,6 +122,7 @@ def experts(
     *,
     format: CheckpointFormat,
     config: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
 ) -> Quantized:
     """Weights ``(G, N, K)`` of G experts, for ``grouped_qmm``; **K is cut into groups**.
 
@@ -122,6 +131,7 @@ def experts(
       prefixes: one prefix of :func:`linear` per expert, in the experts' order; each may be a
         sequence, as of gate and up. Or one string, for tensors that hold all experts: formats
         "mlx" (``switch_mlp.gate_proj``), "gpt-oss" and "modelopt" (``experts.gate_up_proj``).
+      shape: the ``(G, N, K)`` that your model expects, as of :func:`linear`.
 
     Returns:
       A :class:`Quantized` of numpy arrays. Rows of gpt-oss' ``gate_up_proj``, stored gate and up
@@ -139,9 +149,10 @@ def experts(
     Besides the result, memory holds the tensors of one expert at a time.
     """
     source = _Source("experts", tensors, format, config)
+    expected = _sizes("experts", shape, "G, N, K")
     if isinstance(prefixes, str):
-        return source.read(prefixes, stacked=True)[0]
-    return _stack(source, prefixes)[0]
+        return source.read(prefixes, expected, stacked=True)[0]
+    return _stack(source, prefixes, expected)[0]
 
 
 def act_order(
@@ -150,6 +161,7 @@ def act_order(
     *,
     config: Mapping[str, Any],
     format: CheckpointFormat = "gptq",
+    shape: Sequence[int] | None = None,
 ) -> tuple[Quantized, np.ndarray]:
     """A weight in act order (``desc_act``), and the order of its K: ``x[..., order] @ w.T``.
 
@@ -161,6 +173,7 @@ def act_order(
       tensors, config: as of :func:`linear`.
       prefix: one string for one layer ``(N, K)``, or prefixes of :func:`experts` for ``(G, N, K)``.
       format: ``"gptq"`` or ``"compressed-tensors"``.
+      shape: the ``(N, K)``, or ``(G, N, K)``, that your model expects, as of :func:`linear`.
 
     Returns:
       A :class:`Quantized`, and ``order``, int32 ``(K,)`` or ``(G, K)``.
@@ -175,7 +188,9 @@ def act_order(
             "'compressed-tensors'"
         )
     source = _Source("act_order", tensors, format, config, reorder=True)
-    return _rows(source, prefix) if isinstance(prefix, str) else _stack(source, prefix)
+    if isinstance(prefix, str):
+        return _rows(source, prefix, _sizes("act_order", shape, "N, K"))
+    return _stack(source, prefix, _sizes("act_order", shape, "G, N, K"))
 
 
 def open(path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADER_LIMIT) -> Tensors:
@@ -262,7 +277,8 @@ class _Source:
         if config is None:
             if form.needs:
                 raise ValueError(
-                    f"jgg.checkpoints.{op}: format {format!r} needs config for {form.needs}"
+                    f"jgg.checkpoints.{op}: format {format!r} needs config for {form.needs}: pass "
+                    "config=jgg.checkpoints.read_json(path), of the checkpoint's config.json"
                 )
             config = {}
         if not isinstance(config, Mapping):
@@ -285,21 +301,45 @@ class _Source:
             raise ValueError(f"jgg.checkpoints.{self.op}: no prefixes")
         return out
 
-    def read(self, prefix: str, stacked: bool = False) -> Read:
+    def read(self, prefix: str, expected: Expected = (), stacked: bool = False) -> Read:
         if not isinstance(prefix, str):
             raise TypeError(
                 f"jgg.checkpoints.{self.op}: a prefix must be a name, got {brief(prefix)}"
             )
-        layer = Layer(self.op, prefix, self.tensors, self.config, self.model, stacked, self.reorder)
+        layer = Layer(
+            self.op, prefix, self.tensors, self.config, self.model, stacked, self.reorder, expected
+        )
         return read(layer, self.format, self.names)
 
 
-def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
+def _sizes(op: str, shape: Sequence[int] | None, letters: str) -> Expected:
+    """The shape that a caller expects; () where any will do."""
+    if shape is None:
+        return ()
+    text = f"jgg.checkpoints.{op}: shape={brief(shape)} is not ({letters}), the sizes of a weight"
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(text)
+    if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in shape):
+        raise TypeError(text)
+    if len(shape) != len(letters.split(",")) or min(shape) < 1:
+        raise ValueError(text)
+    return tuple(map(int, shape))
+
+
+def _rows(source: _Source, prefix: str | Sequence[str], expected: Expected) -> Any:
     """One layer, or several, row after row."""
     if isinstance(prefix, str):
-        return source.read(prefix)
+        return source.read(prefix, expected)
     prefix = source.several(prefix)
-    parts = [source.read(name) for name in prefix]
+    each = expected if len(prefix) == 1 else (None, *expected[1:])[: len(expected)]
+    parts = [source.read(name, each) for name in prefix]
+    count = sum(q.shape[0] for q, _ in parts)
+    if expected and count != expected[0]:
+        names = " and ".join(map(cut, prefix[:2])) + (" and others" if len(prefix) > 2 else "")
+        raise ValueError(
+            f"jgg.checkpoints.{source.op}: {names} have {count} rows together, expected "
+            f"shape={expected}: are these the layers to be joined?"
+        )
     if all(q.mode == "fp8" for q, _ in parts) and len(parts) > 1:
         joined = fp8.rows_to_join(source.op, prefix, [q for q, _ in parts])
         parts = [(q, None) for q in joined]
@@ -308,7 +348,9 @@ def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
         _same_kind(source.op, prefix[0], parts[0], name, part, slice(-1, None))
         if order is not None and np.any(order != part[1]):
             names = f"{cut(prefix[0])} and {cut(name)}"
-            raise ValueError(f"jgg.checkpoints.{source.op}: {names} differ in order")
+            raise ValueError(
+                f"jgg.checkpoints.{source.op}: {names} differ in order: read them one by one"
+            )
 
     def join(*leaves):
         if leaves[0].ndim == 0:  # a global scale
@@ -318,15 +360,20 @@ def _rows(source: _Source, prefix: str | Sequence[str]) -> Any:
     return jax.tree.map(join, first, *(q for q, _ in parts[1:])), order
 
 
-def _stack(source: _Source, prefixes: Sequence[str | Sequence[str]]) -> Any:
+def _stack(source: _Source, prefixes: Sequence[str | Sequence[str]], expected: Expected) -> Any:
     """One layer per prefix, each read into its place."""
     prefixes = source.several(prefixes)
-    first = _rows(source, prefixes[0])
+    if expected and len(prefixes) != expected[0]:
+        raise ValueError(
+            f"jgg.checkpoints.{source.op}: {len(prefixes)} prefixes, expected shape={expected}: "
+            "pass one for each expert"
+        )
+    first = _rows(source, prefixes[0], expected[1:])
     out = jax.tree.map(lambda x: np.empty((len(prefixes), *x.shape), x.dtype), first)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
     del first
     for g, prefix in enumerate(prefixes):
-        layer = _rows(source, prefix)
+        layer = _rows(source, prefix, expected[1:])
         _same_kind(source.op, prefixes[0], like, prefix, layer, slice(None))
         for whole, leaf in zip(jax.tree.leaves(out), jax.tree.leaves(layer), strict=True):
             whole[g] = leaf
@@ -341,4 +388,7 @@ def _same_kind(op: str, name_a, a, name_b, b, axes: slice) -> None:
 
     if kind(a) != kind(b):
         name_a, name_b = cut(str(name_a)), cut(str(name_b))
-        raise ValueError(f"jgg.checkpoints.{op}: {name_a} is {a[0]}, but {name_b} is {b[0]}")
+        raise ValueError(
+            f"jgg.checkpoints.{op}: {name_a} is {a[0]}, but {name_b} is {b[0]}: they are no one "
+            "weight, read them one by one"
+        )

@@ -16,6 +16,7 @@ from . import auto_round, fp8, nvfp4
 from .bits import F32, affine, pack, sorted_groups, unpack, words
 from .layer import Format, Kind, Layer, Read, one, spellings
 
+SAID = "'group_size': {} in the weights of its config_groups"
 BITS = (2, 3, 4, 5, 6, 8)
 E8M0 = ("uint8", "float8_e8m0fnu")
 BY_GROUP = ("group", "dynamic", True)  # values of actorder that give each channel its group
@@ -114,12 +115,14 @@ def _float_quantized(t: Layer) -> Read:
     if strategy == "block":
         block = fp8.block_of(t, "block_structure")
         if block is None:
-            raise t.error("config says strategy='block', and no block_structure")
+            raise t.error(
+                "config says strategy='block', and no block_structure, expected two sizes"
+            )
         return fp8.in_blocks(t, ".weight_scale", block)
     if strategy == "group":
         codes = fp8.codes(t)
         scales = t.get(".weight_scale", FLOATS, "N, K/group_size", (len(codes), None))
-        size = t.group_size(codes.shape[1], scales.shape[1], needed=True)
+        size = t.group_size(codes.shape[1], scales.shape[1], needed=SAID)
         return fp8.weight(codes, scales, (1, size))
     return fp8.of_rows_or_all(t, ".weight_scale", strategy)
 
@@ -128,7 +131,10 @@ def _bits(t: Layer) -> int:
     t.option("type", ("int",))
     bits = t.option("num_bits", BITS)
     if bits is None:
-        raise t.error("config says no num_bits, without which integers cannot be read")
+        raise t.error(
+            "config says no num_bits, without which integers cannot be read: pass the checkpoint's "
+            "config.json, whose config_groups say it"
+        )
     return bits
 
 
@@ -188,7 +194,7 @@ def _integers(t: Layer, packed, zeros, bits: int, n: int, k: int) -> Read:
         of = "" if strategy is None else f" of strategy={strategy!r}"
         raise t.error(f".weight_scale has shape {scales.shape}, expected (N, K/group_size){of}")
     groups = scales.shape[1]
-    size = t.group_size(k, groups, needed=True)
+    size = t.group_size(k, groups, needed=SAID)
     symmetric = t.option("symmetric", (True, False))
     if symmetric is not None and symmetric != (zeros is None):
         has = "no" if zeros is None else "a"

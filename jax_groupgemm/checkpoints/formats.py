@@ -96,7 +96,9 @@ def read(t: Layer, name: str, names: Sequence[str]) -> Read:
                 break
             if tensor not in known:
                 raise t.error(f"tensor {brief(tensor)} is not known to format {name!r}")
-    return kind.read(t)
+    out = kind.read(t)
+    t.check_shape(out[0].shape)
+    return out
 
 
 def _instead(t: Layer, name: str) -> str:

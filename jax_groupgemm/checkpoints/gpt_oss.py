@@ -17,6 +17,7 @@ def _read(t: Layer) -> Read:
         raise t.error("neither 'gate_up_proj', whose rows are interleaved, nor 'down_proj'")
     blocks = t.get("_blocks", ("uint8",), "N, K/32, 16", (None, None, None, 16))
     scales = t.get("_scales", ("uint8",), "N, K/32", blocks.shape[:-1])
+    t.check_shape((*blocks.shape[:2], blocks.shape[2] * 32))
     weight = words(blocks.reshape(*blocks.shape[:-2], -1))
     if interleaved:
         if weight.shape[1] % 2:

@@ -14,6 +14,8 @@ from . import auto_round
 from .bits import affine, pack, sorted_groups, unpack, words
 from .layer import Format, Kind, Layer, Read
 
+BITS = (2, 3, 4, 8)
+
 
 def _own(t: Layer) -> Layer:
     """With what GPTQModel's ``dynamic`` says of this layer."""
@@ -29,9 +31,12 @@ def _own(t: Layer) -> Layer:
 
 def _read(t: Layer) -> Read:
     t, layout = auto_round.settled(_own(t), auto_round.GPTQ)
-    bits = t.option(("bits", "wbits", "w_bit"), (2, 3, 4, 8))
+    bits = t.option(("bits", "wbits", "w_bit"), BITS)
     if bits is None:
-        raise t.error("config says no bits")
+        zeros, scales = t.shape_of(t.prefix + ".qzeros"), t.shape_of(t.prefix + ".scales")
+        fits = [b for b in BITS if zeros and scales and zeros[-1] * 32 == scales[-1] * b]
+        such = f", or config={{..., 'bits': {fits[0]}}}, which fits .qzeros" if fits else ""
+        raise t.error(f"config says no bits: pass the checkpoint's config.json{such}")
     said = t.option(("checkpoint_format", "format"), ("gptq", "gptq_v2"))
     v2 = (layout or said) == "gptq_v2"
     t.option("is_marlin_format", (False,))
@@ -54,7 +59,7 @@ def _read(t: Layer) -> Read:
     if g_idx is not None and t.option(("group_size", "q_group_size")) is None:
         size = max(int(np.count_nonzero(g_idx == 0)), 1)
     else:
-        size = t.group_size(k, groups, needed=True)
+        size = t.group_size(k, groups, needed="config={{..., 'group_size': {}}}")
     if rest or size % 32 or k % 32:
         raise t.error(f"group_size={size} of K={k} is not a multiple of 32")
     packed, order = words(packed.T), None

@@ -19,6 +19,7 @@ from .safetensors import Tensors
 WRAPPERS = ("model", "language_model", "text_model")
 WRAPPED = ("layers", "lm_head", "embed_tokens")
 AROUND = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+USUAL_GROUPS = (128, 64, 32, 256, 512, 1024)
 SECTIONS = ("quantization_config", "quantization")  # of config.json
 
 
@@ -67,6 +68,7 @@ class Layer(NamedTuple):
     model: Mapping[str, Any]  # all of it
     stacked: bool
     reorder: bool
+    expected: tuple[int | None, ...] = ()  # the shape, None: any size; (): any shape
 
     def error(self, text: str) -> ValueError:
         text = cut(text, 1500)
@@ -121,6 +123,14 @@ class Layer(NamedTuple):
         name = cut(self.prefix) + leaf
         check.shape(f"checkpoints.{self.op}", name, value, expected, letters, why)
         return value
+
+    def check_shape(self, got: tuple[int, ...], why: str = "", instead: str = "") -> None:
+        """Raise where the caller expects another shape than the layer's."""
+        sizes = zip(self.expected, got, strict=True) if self.expected else ()
+        want = tuple(have if size is None else size for size, have in sizes)
+        if self.expected and want != got:
+            instead = instead or ": is it another layer's prefix, or another model's config?"
+            raise self.error(f"has shape {got}{why}, expected shape={want}{instead}")
 
     def scalar(self, leaf: str) -> Any:
         value = self.array(leaf, ("float32",))
@@ -195,18 +205,24 @@ class Layer(NamedTuple):
         """Whether a pattern is that of the layer, or of a module that it is in."""
         return any(fnmatchcase(name, entry) for name in self.and_outer())
 
-    def group_size(self, k: int, groups: int, needed: bool = False) -> int:
+    def group_size(self, k: int, groups: int, needed: str = "") -> int:
         """The channels of a group; the last group may be shorter.
 
-        ``needed``: config must say it, where there are several groups. Their number alone does not
-        say whether 192 channels are 96 and 96 or 128 and 64.
+        ``needed``: config must say it, where there are several groups, and how it does. Their
+        number alone does not say whether 192 channels are 96 and 96 or 128 and 64.
         """
         said = self.option(("group_size", "q_group_size"))
         if said is None:
             if needed and groups > 1:
+                low, high = -(-k // groups), -(-k // (groups - 1)) - 1
+                if low > high:
+                    raise self.error(f"scales have {groups} groups, but K is {k}")
+                usual = next((n for n in USUAL_GROUPS if low <= n <= high), low)
+                sizes = f"{low} to {high}" if low < high else f"{low}"
                 raise self.error(
-                    f"config says no group_size, and {groups} groups of K={k} may be of several "
-                    "sizes"
+                    f"config says no group_size, and {groups} groups of K={k} may be of {sizes} "
+                    f"channels: pass the size that the layer was quantized with, such as "
+                    f"{needed.format(usual)}"
                 )
             if k % groups:
                 raise self.error(f"scales have {groups} groups, but K is {k}")

@@ -47,6 +47,7 @@ def _read(t: Layer) -> Read:
     bits = t.option("bits", MODES[mode].bits) or MODES[mode].bits[0]
     size = t.option("group_size", MODES[mode].group_sizes) or MODES[mode].group_sizes[0]
     lead = (None,) * t.stacked
+    _is_of_the_shape(t, mode, bits, size)
     weight = t.get(".weight", ("uint32",), "N, K*bits/32", (*lead, None, None))
     *lead, words = weight.shape
     if words * 32 % (bits * size):
@@ -62,13 +63,44 @@ def _read(t: Layer) -> Read:
     biases = global_scale = None
     if mode == "affine":
         biases = t.get(".biases", (scales.dtype.name,), "N, K/group_size", expected, of)
-        _is_of_the_model(t, words, bits, size)
+        if not t.expected:  # which is checked, and says more
+            _is_of_the_model(t, words, bits, size)
     if t.has(".global_scale"):
         if mode != "nvfp4":
             raise t.error(f"has .global_scale, but its mode is {mode!r}")
         global_scale = multiplier(t, ".global_scale", t.scalar(".global_scale") / F32(2688))
     q = t.quantized(weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=size)
     return q, None
+
+
+def _of_product(mode: str, product: int) -> list[tuple[int, int]]:
+    """Bits and group sizes of a mode by which a group has so many bits."""
+    known = MODES[mode]
+    return [
+        (b, s) for b in sorted(known.bits) for s in sorted(known.group_sizes) if b * s == product
+    ]
+
+
+def _is_of_the_shape(t: Layer, mode: str, bits: int, size: int) -> None:
+    """Raise where the caller expects another shape. Nothing is read for it but shapes."""
+    stored, groups = t.shape_of(t.prefix + ".weight"), t.shape_of(t.prefix + ".scales")
+    if not t.expected or stored is None or len(stored) != len(t.expected) or not groups:
+        return
+    *lead, words = stored
+    if words * 32 % bits:
+        return  # the layer has no K
+    k, instead = t.expected[-1], ""
+    product = words * 32 // max(groups[-1], 1)
+    fits = [(b, s) for b, s in _of_product(mode, product) if words * 32 == b * (k or 0)]
+    if fits and words * 32 // bits != k:
+        said = f"bits={fits[0][0]}, group_size={fits[0][1]}"
+        entry = f"{t.prefix!r}: {{'bits': {fits[0][0]}, 'group_size': {fits[0][1]}}}"
+        instead = (
+            f", as of {said}: config may have them under another name of this layer. If it was "
+            f"quantized so, add {entry} to config's quantization"
+        )
+    why = f" by config's bits={bits}, group_size={size}"
+    t.check_shape((*lead, words * 32 // bits), why, instead)
 
 
 def _is_of_its_scales(t: Layer, words: int, mode: str, bits: int, size: int) -> None:
@@ -79,12 +111,7 @@ def _is_of_its_scales(t: Layer, words: int, mode: str, bits: int, size: int) -> 
     stored = words * 32 // groups[0]
     if stored == bits * size:
         return
-    fits = [
-        f"bits={b}, group_size={s}"
-        for b in sorted(MODES[mode].bits)
-        for s in sorted(MODES[mode].group_sizes)
-        if b * s == stored
-    ]
+    fits = [f"bits={b}, group_size={s}" for b, s in _of_product(mode, stored)]
     raise t.error(
         f"config says bits={bits}, group_size={size}, which is {bits * size} bits a group, but "
         f".weight has {words} words for the {groups[0]} groups of .scales, {stored} bits a group, "

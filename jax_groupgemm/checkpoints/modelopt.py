@@ -65,6 +65,7 @@ def _stacked(t: Layer) -> Read:
             f"(G, N, K/2) = {weight.shape}, or (G, K/16, N) = {(g, a // 8, b)} of (G, K/2, N)"
         )
     n = weight.shape[1]
+    t.check_shape((g, n, 2 * weight.shape[2]))
     leaf = "_weight_scale_2"
     scale = t.array(leaf, ("float32",))
     scale = scale[..., 0] if scale.shape in ((g, 1, 1), (g, 2, 1)) else scale

@@ -175,7 +175,8 @@ def read(path: str | os.PathLike[str], header_limit: int) -> Tensors:
         for name, entry in _file(file, header_limit).items():
             if name in out:
                 other = out[name].file.path.name
-                raise _error(path, f"tensor {brief(name)} is in {other} and {file.name}")
+                text = f"tensor {brief(name)} is in {other} and {file.name}"
+                raise _error(path, f"{text}, and no index says which counts: open one of them")
             out[name] = entry
     return Tensors(out)
 

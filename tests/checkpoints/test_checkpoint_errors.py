@@ -75,9 +75,18 @@ ERRORS = [
     ("awq", {"scales": ONES.astype(BF16) * BF16(1e-38)}, None,
      "a: .scales hold values whose products with 4-bit codes are not exact in float32"),
     ("gptq", {}, None,
-     "format 'gptq' needs config for its bits, group_size and checkpoint_format"),
+     "format 'gptq' needs config for its bits, group_size and checkpoint_format: pass config="
+     "jgg.checkpoints.read_json(path), of the checkpoint's config.json"),
     ("gptq", {}, {},
-     "a: config says no bits"),
+     "a: config says no bits: pass the checkpoint's config.json, or config={..., 'bits': 4}, which "
+     "fits .qzeros"),
+    ("gptq", {"qzeros": WORDS[:2, :1]}, {},
+     "a: config says no bits: pass the checkpoint's config.json"),
+    ("gptq", {}, FOUR,
+     "a: config says no group_size, and 2 groups of K=128 may be of 64 to 127 channels: pass the "
+     "size that the layer was quantized with, such as config={..., 'group_size': 64}"),
+    ("gptq", {"scales": ONES[:1].repeat(100, 0), "qzeros": WORDS[:100]}, FOUR,
+     "a: scales have 100 groups, but K is 128"),
     ("gptq", {}, {"bits": 5},
      "a: config says bits=5, expected 2 or 3 or 4 or 8"),
     ("gptq", {}, {"bits": 8},
@@ -101,7 +110,8 @@ ERRORS = [
      {**FOURS, "sym": True},
      "a: .scales hold values too large for zero points in float16"),
     ("mlx", {}, None,
-     "format 'mlx' needs config for its bits, group_size and mode"),
+     "format 'mlx' needs config for its bits, group_size and mode: pass config="
+     "jgg.checkpoints.read_json(path), of the checkpoint's config.json"),
     ("mlx", {}, {"a": False},
      "a: config says it is not quantized"),
     ("mlx", {}, {"quant_method": "awq"},
@@ -293,7 +303,8 @@ CALLS = [
         "weight_scale_2": F32(1)})}, ["a", "b"], format="modelopt"),
      "experts: a is Quantized(mode='nvfp4', bits=4, group_size=16, weight=uint32[8,4], "
      "scales=uint8[8,2], global_scale=float32[]), but b is Quantized(mode='nvfp4', bits=4, "
-     "group_size=16, weight=uint32[8,8], scales=uint8[8,4], global_scale=float32[])"),
+     "group_size=16, weight=uint32[8,8], scales=uint8[8,4], global_scale=float32[]): they "
+     "are no one weight, read them one by one"),
 ]  # fmt: skip
 
 

@@ -225,7 +225,8 @@ SYM = {"symmetric": True}
 # Kind, tensors, changes of them and of the config's weights, and the error.
 ERRORS = [
     ("pack-quantized", PACKED, {}, {"num_bits": None},
-     "config says no num_bits, without which integers cannot be read"),
+     "config says no num_bits, without which integers cannot be read: pass the checkpoint's "
+     "config.json, whose config_groups say it"),
     ("pack-quantized", PACKED, {}, {"num_bits": 7},
      "config says num_bits=7, expected 2 or 3 or 4 or 5 or 6 or 8"),
     ("pack-quantized", PACKED, {}, {"num_bits": 8},
@@ -243,7 +244,9 @@ ERRORS = [
     ("pack-quantized", PACKED, {}, {"group_size": 64},
      "scales have 2 groups, but K is 256 and config says group_size=64"),
     ("pack-quantized", PACKED, {}, {"group_size": None},
-     "config says no group_size, and 2 groups of K=256 may be of several sizes"),
+     "config says no group_size, and 2 groups of K=256 may be of 128 to 255 channels: pass the "
+     "size that the layer was quantized with, such as 'group_size': 128 in the weights of its "
+     "config_groups"),
     ("pack-quantized", PACKED, {}, {"group_size": "128"},
      "config says group_size='128', expected a size or -1"),
     ("pack-quantized", PACKED, {}, {"strategy": "channel"},

@@ -61,7 +61,10 @@ def test_index_wins(tmp_path):
         np.testing.assert_array_equal(tensors["a"], one["a"])
         np.testing.assert_array_equal(tensors["b"], two["b"])
     path.unlink()
-    said = "tensor 'b' is in 1.safetensors and 2.safetensors"
+    said = (
+        "tensor 'b' is in 1.safetensors and 2.safetensors, and no index says which counts: open "
+        "one of them"
+    )
     assert raised(lambda: ck.open(tmp_path)) == f"{tmp_path}: {said}"
 
 

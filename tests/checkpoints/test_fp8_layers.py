@@ -177,7 +177,7 @@ ERRORS = [
     ("compressed-tensors", {"weight": CODES, "weight_scale": np.ones((8, 1), F32)}, groups(TENSOR),
      "l: .weight_scale has shape (8, 1), expected one number"),
     ("compressed-tensors", {"weight": CODES, "weight_scale": GRID}, groups({"strategy": "block"}),
-     "l: config says strategy='block', and no block_structure"),
+     "l: config says strategy='block', and no block_structure, expected two sizes"),
     ("modelopt", {"weight": CODES, "weight_scale": np.ones((8, 2), F32)}, None,
      "l: .weight_scale has shape (8, 2), expected one number, or (N, 1) = (8, 1)"),
     ("modelopt", {"weight": CODES, "weight_scale": F32(1)}, {"quant_algo": "NVFP4"},

@@ -194,8 +194,11 @@ def test_gptq_short_last_group(rng, k):
     tensors, config = named("l", leaves), {"bits": 4, "group_size": 128}
     check(ck.linear(tensors, "l", format="gptq", config=config), value)
     if groups > 1:
+        sizes = {192: "96 to 191", 320: "107 to 159"}[k]
         assert refused(tensors, "l", "gptq", {"bits": 4}) == (
-            f"config says no group_size, and {groups} groups of K={k} may be of several sizes"
+            f"config says no group_size, and {groups} groups of K={k} may be of {sizes} channels: "
+            "pass the size that the layer was quantized with, such as config={..., 'group_size': "
+            "128}"
         )
         assert refused(tensors, "l", "gptq", {"bits": 4, "group_size": 64}) == (
             f"scales have {groups} groups, but K is {k} and config says group_size=64"
