@@ -9,6 +9,7 @@ from ._fp8.grouped_linear import fp8_grouped_linear as fp8_grouped_linear
 from ._fp8.grouped_mm import fp8_grouped_mm as fp8_grouped_mm
 from ._fp8.grouped_wgrad import fp8_grouped_wgrad as fp8_grouped_wgrad
 from ._fp8.quantize import fp8_quantize as fp8_quantize
+from ._grouped.check_sizes import check_sizes as check_sizes
 from ._grouped.gather_mm import gather_mm as gather_mm
 from ._grouped.grouped_mm import grouped_mm as grouped_mm
 from ._grouped.ragged_dot import ragged_dot as ragged_dot
@@ -42,6 +43,7 @@ __all__ = [
     "Quantized",
     "Routing",
     "__version__",
+    "check_sizes",
     "checkpoint_policies",
     "checkpoints",
     "combine",

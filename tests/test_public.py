@@ -41,7 +41,8 @@ def test_all_is_what_there_is():
 
 def test_what_dir_shows():
     assert set(dir(jgg.cost)) == {"Cost", "of", *OPERATIONS}
-    assert set(dir(jgg.checkpoints)) == {"act_order", "experts", "linear", "open"}
+    functions = {"act_order", "experts", "linear", "open", "read_json"}
+    assert set(dir(jgg.checkpoints)) == functions | {"Header", "Tensors"}
     assert set(dir(jgg.router)) == set(jgg.router.__all__)
     assert all(callable(getattr(jgg.cost, name)) for name in dir(jgg.cost))
     with pytest.raises(AttributeError, match="no attribute 'grouped_m'"):

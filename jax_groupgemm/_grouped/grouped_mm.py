@@ -43,7 +43,8 @@ def grouped_mm(
 
     Args:
       x: ``(T, K)``.
-      w: ``(G, K, N)``, or ``(G, N, K)`` with ``transpose_w=True``. Neither costs a copy.
+      w: ``(G, K, N)``, or ``(G, N, K)`` with ``transpose_w=True``, as torch and MLX store weights.
+        Neither costs a copy. A square weight fits both ways, so no error says which it is.
       group_sizes: integers ``(G,)`` of any integer dtype. Negative sizes count as 0; where the sum
         exceeds T, later groups are cut off at the last row.
       group_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``w`` then holds groups

@@ -53,13 +53,14 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
     Args:
       rows: ``(R, D)``, sorted by expert.
       routing: from :func:`route`.
-      expert_weight: ``(T, k)``, floats of any dtype.
+      expert_weight: ``(T, k)``, floats of any dtype, where rows are floats.
 
     Returns:
       ``(T, D)``, in the dtype of rows.
 
     Raises:
       ValueError: shapes do not fit.
+      TypeError: ``expert_weight`` holds floats and rows are integers, which cannot hold the sums.
 
     Differentiable to any order in rows and ``expert_weight``; reverse mode gathers.
     """
@@ -76,6 +77,7 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
         if jnp.iscomplexobj(expert_weight) and not jnp.iscomplexobj(rows):
             given = expert_weight.dtype.name
             raise TypeError(f"jgg.{op}: expert_weight must hold floats as rows do, got {given}")
+        check.holds(op, "expert_weight", expert_weight, rows.dtype)
     return combined(rows, routing, expert_weight)
 
 
