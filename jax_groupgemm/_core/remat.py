@@ -16,10 +16,11 @@ from jax.ad_checkpoint import Offloadable, Saveable
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 
 try:
-    from jax._src.ad_checkpoint import primal_left_tangent_right as _primal_left
+    from jax._src import ad_checkpoint as _checkpoint
     from jax._src.interpreters import remat as _remat
 
     _RULES: dict[Primitive, Callable] | None = _remat.rules
+    _primal_left: Callable = _checkpoint.primal_left_tangent_right
     _halves: Callable = _remat.remat_jaxpr
     _rounded: Callable = _remat.reduce_precision  # else XLA may keep more than was computed
 except (ImportError, AttributeError):  # jax 0.11

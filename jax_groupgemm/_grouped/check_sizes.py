@@ -28,8 +28,8 @@ def check_sizes(group_sizes: Integers, rows: int) -> jax.Array:
       ``group_sizes``, as an array.
 
     Raises:
-      ValueError: a size is negative, or the sum is more than ``rows``. Where sizes are traced, it is
-        a ``jax.errors.JaxRuntimeError`` with the same sentence, when the program runs.
+      ValueError: a size is negative, or the sum is more than ``rows``. Where sizes are traced, it
+        is a ``jax.errors.JaxRuntimeError`` with the same sentence, when the program runs.
       TypeError: sizes are not integers, or ``rows`` is no int.
     """
     op = "check_sizes"
