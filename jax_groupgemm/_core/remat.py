@@ -1,8 +1,9 @@
-"""What ``jax.checkpoint`` keeps under ``jax_remat3``, a setting of jax 0.12 that is off by default.
+"""What ``jax.checkpoint`` keeps under ``jax_remat3``, a setting of JAX that is off by default.
 
 Without it a program is differentiated first, and then policies see what derivatives are made of.
 With it policies see the program itself, and a primitive without a rule is computed once more. JAX
-has no public way to give one a rule; where its own way is gone, primitives have none.
+has no public way to give one a rule; where its own way is not that of jax 0.12, primitives have
+none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from jax.ad_checkpoint import Offloadable, Saveable
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 
 try:
+    if jax.__version_info__ < (0, 12):
+        raise ImportError("rules of jax 0.11 are of another form")
     from jax._src import ad_checkpoint as _checkpoint
     from jax._src.interpreters import remat as _remat
 
@@ -23,7 +26,7 @@ try:
     _primal_left: Callable = _checkpoint.primal_left_tangent_right
     _halves: Callable = _remat.remat_jaxpr
     _rounded: Callable = _remat.reduce_precision  # else XLA may keep more than was computed
-except (ImportError, AttributeError):  # jax 0.11
+except (ImportError, AttributeError):
     _RULES = None
 
 

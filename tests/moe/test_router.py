@@ -309,7 +309,8 @@ def test_nothing_is_transferred():
     with jax.transfer_guard("disallow"):
         for options in ({}, {"scores": "sigmoid", "bias": bias}, {"groups": 4, "top_groups": 2}):
             weight = lambda a, options=options: router.choose(a, 2, scale=2.0, **options).weight
-            jax.vjp(weight, logits)[1](ct)
+            if jax.__version_info__ >= (0, 12):  # before, JAX's own zeros are transferred
+                jax.vjp(weight, logits)[1](ct)
             choice = router.choose(logits, 2, **options)
             of = router.report(logits, choice)
             router.balance_loss(choice.probabilities, of.load)
