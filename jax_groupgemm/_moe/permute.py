@@ -74,10 +74,15 @@ def combine(rows: ArrayLike, routing: Routing, expert_weight: ArrayLike | None =
         expert_weight = check.array(op, "expert_weight", expert_weight)
         why = f"because routing.place is {place.shape}"
         check.shape(op, "expert_weight", expert_weight, place.shape, "T, k", why)
+        weight_dtype = expert_weight.dtype
         if jnp.iscomplexobj(expert_weight) and not jnp.iscomplexobj(rows):
-            given = expert_weight.dtype.name
+            given = weight_dtype.name
             raise TypeError(f"jgg.{op}: expert_weight must hold floats as rows do, got {given}")
-        check.holds(op, "expert_weight", expert_weight, rows.dtype)
+        if jnp.issubdtype(rows.dtype, jnp.integer) and jnp.issubdtype(weight_dtype, jnp.floating):
+            raise TypeError(
+                f"jgg.{op}: rows are {rows.dtype.name}, which holds no sums with weights of dtype "
+                f"{weight_dtype.name}. Convert rows to floats"
+            )
     return combined(rows, routing, expert_weight)
 
 

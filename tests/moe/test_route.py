@@ -185,3 +185,19 @@ def test_errors(rng):
             call()
         assert message in str(caught.value)
         assert str(caught.value).startswith("jgg.")
+
+
+def test_integer_rows_hold_no_sums_with_float_weights():
+    routing = jgg.route(jnp.array([[0], [1], [0], [1]]), 2)
+    rows, weight = jnp.array([[-3], [2], [1], [3]]), jnp.array([[0.9], [0.9], [-0.7], [0.4]])
+    with pytest.raises(TypeError) as raised:
+        jgg.combine(rows, routing, weight)
+    assert str(raised.value) == (
+        "jgg.combine: rows are int32, which holds no sums with weights of dtype float32. Convert "
+        "rows to floats"
+    )
+    np.testing.assert_array_equal(
+        jgg.combine(rows, routing, jnp.full((4, 1), 2)).ravel(), [-6, 2, 4, 6]
+    )
+    got = jgg.combine(rows.astype(jnp.float32), routing, weight).ravel()
+    np.testing.assert_allclose(got, [-2.7, 0.9, -1.4, 1.2], rtol=1e-6)
