@@ -94,8 +94,7 @@ def _experts(logits, bias, rule: Rule):
 
 
 def _ranking(a):
-    """As XLA's order of floats, in which -NaN is the least and -0 is less than 0, shall have it:
-    without the signs of both."""
+    """Without the signs of NaN and zero: XLA sorts -NaN below all numbers, and -0 below 0."""
     return jnp.where(a < 0, a, jnp.abs(a))
 
 

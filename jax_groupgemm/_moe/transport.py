@@ -11,8 +11,8 @@ Exchange     once to each device that holds one of its experts, in rounds of all
 
 Rows travel in the dtype that they have, or in FP8 with a scale for each 128 numbers: then they are
 what those codes stand for. What comes back to a token is added in float32 in the order
-of devices and rounded once. So results are the same in every run, and the same of both plans, but
-that XLA may contract multiply-adds before it differently on CPUs.
+of devices and rounded once. So results are the same in every run. Both plans give
+the same ones, unless XLA contracts multiply-adds of one of them, as it does on CPUs.
 """
 
 from __future__ import annotations

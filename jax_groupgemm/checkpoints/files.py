@@ -55,7 +55,7 @@ def regular(op: str, path: Path) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def stamp(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file does; its size is the third."""
+    """Numbers that differ once a file has changed. The third is its size."""
     return (
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )  # fmt: skip
