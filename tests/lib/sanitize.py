@@ -419,6 +419,7 @@ PARTS = {
     "conversions": conversions,
     "nvfp4": nvfp4,
     "fp8_quantize": fp8_quantize,
+    "router": layers.router,
     "experts": layers.experts,
     "fp8_experts": on_hopper(layers.fp8_experts),
     "fp8_rows": on_hopper(layers.fp8_rows),

@@ -1,6 +1,7 @@
 """Parts of sanitize.py: layers of experts, FP8 products, and products of few rows."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,24 @@ def experts(rng):
     """Rows of tokens by list, and copied; many, and fewer than lists are for."""
     for tokens, d, f in ((700, 512, 256), (700, 1536, 1280), (40, 512, 256)):
         layer(rng, tokens, d, f)
+
+
+def router(rng):
+    """Choices of every size of a warp's part, NaN among the scores, and gradients."""
+    options = (
+        {},
+        {"scores": "sigmoid"},
+        {"renormalize": False},
+        {"scores": "sigmoid", "groups": 4, "top_groups": 2},
+    )
+    for tokens, experts in ((1, 8), (7, 60), (130, 256), (64, 1000)):
+        logits = oracle.random(rng, (tokens, experts), "bfloat16").at[0, 3].set(jnp.nan)
+        for biased, option in itertools.product((False, True), options):
+            bias = oracle.random(rng, (experts,), "float32") if biased else None
+            choose = functools.partial(jgg.router.choose, top_k=4, bias=bias, **option)
+            loss = lambda logits, choose=choose: choose(logits).weight.sum()
+            jax.block_until_ready(jax.jit(choose)(logits))
+            jax.block_until_ready(jax.jit(jax.grad(loss))(logits))
 
 
 def fp8_experts(rng):
