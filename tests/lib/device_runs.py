@@ -13,6 +13,9 @@ from jaxlib.mlir import ir
 from jax_groupgemm.tune import timing
 
 ATTRIBUTES = "mhlo.frontend_attributes"
+# XLA of jax 0.12 leaves dots in the names of constants that a custom call on a stream of its own
+# takes: ptxas refuses them, or XLA crashes.
+CONSTANTS_ON_STREAMS = jax.__version_info__ < (0, 12)
 OF_STREAMS = ("_xla_stream_annotation", "inlineable")
 
 
