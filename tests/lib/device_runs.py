@@ -13,9 +13,10 @@ from jaxlib.mlir import ir
 from jax_groupgemm.tune import timing
 
 ATTRIBUTES = "mhlo.frontend_attributes"
-# XLA of jax 0.12 leaves dots in the names of constants that a custom call on a stream of its own
-# takes: ptxas refuses them, or XLA crashes.
-CONSTANTS_ON_STREAMS = jax.__version_info__ < (0, 12)
+# XLA of jax 0.12 leaves out passes where a part is on a stream of its own. Names of constants that
+# custom calls take keep their dots, which ptxas refuses. Barriers stay, and are refused later. All
+# streams share one copy of an operand that they write in place.
+WHOLE_STREAMS = jax.__version_info__ < (0, 12)
 OF_STREAMS = ("_xla_stream_annotation", "inlineable")
 
 
