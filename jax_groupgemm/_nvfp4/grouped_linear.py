@@ -123,6 +123,13 @@ def nvfp4_grouped_linear(
     ``"wgrad"`` in high precision. K and N may be any numbers; those that are not multiples of 16
     cost a padded copy. Closed under ``vmap``. What Transformer Engine's ``GroupedLinear`` does
     under ``NVFP4BlockScaling``.
+
+    What comes back in a derivative in the place of x, w or dy is quantized as that operand is, and
+    rounded at random with keys of its own where there is a key. The derivative of dw in dy is that
+    of the product with what quantizing left of x.
+
+    Errors relative to the exact products, for normal numbers (Frobenius, measured): 0.13 to 0.15
+    for the result, dx and dw; with a key 0.16 to 0.18 for dx and dw.
     """
     op = "nvfp4_grouped_linear"
     x, w = check.array(op, "x", x), check.array(op, "w", w)
