@@ -145,7 +145,7 @@ def moe_mlp(
     dtype. Partial sums are float32 on a device, travel in the promoted dtype of x and up, and are
     added in float32 in the order of devices: one rounding more for each device that a token meets.
     The backward pass sends tokens again and keeps h, with room for ``N * T * k`` rows, or
-    ``max_rows``. The gradient of ``expert_weight`` is that of one device.
+    ``max_rows``. The gradient of ``expert_weight`` equals that on one device.
 
     **Sharded in other ways**, partial results are added in float32, and gradients travel in their
     own dtype. D, k and tiles of prepacked weights are not cut. Scales and random numbers of a

@@ -124,9 +124,8 @@ def nvfp4_grouped_linear(
     cost a padded copy. Closed under ``vmap``. What Transformer Engine's ``GroupedLinear`` does
     under ``NVFP4BlockScaling``.
 
-    What comes back in a derivative in the place of x, w or dy is quantized as that operand is, and
-    rounded at random with keys of its own where there is a key. The derivative of dw in dy is that
-    of the product with what quantizing left of x.
+    In a derivative, an array that takes the place of x, w or dy is quantized as that operand is,
+    with keys of its own for stochastic rounding. The derivative of dw in dy uses the quantized x.
 
     Errors relative to the exact products, for normal numbers (Frobenius, measured): 0.13 to 0.15
     for the result, dx and dw; with a key 0.16 to 0.18 for dx and dw.

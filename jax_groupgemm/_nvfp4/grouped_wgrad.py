@@ -65,7 +65,7 @@ def nvfp4_grouped_wgrad(
     bytes of scratch for P padded rows. The range of the factor is that of :func:`nvfp4_grouped_mm`,
     with dy for w.
 
-    In an empty group alpha does not count, not even NaN. On Hopper, in other groups, subnormal
+    In an empty group alpha does not count. On Hopper, in other groups, subnormal
     numbers of ``existing_out`` and subnormal sums may count as zeros. A program that is lowered
     where every GPU of the process is a Hopper one, or for ``implementation="sm90"``, runs on such
     GPUs only.
