@@ -136,6 +136,13 @@ def fp8_grouped_linear(
     differentiated in x where x is kept in eight bits, which is an error and needs a recipe with
     ``wgrad="bfloat16"``. T, K and N may be any numbers. Closed under ``vmap``. The linear layer of
     DeepSeek-V3's training, for groups of any size.
+
+    In a derivative, an array that takes the place of x, w or dy is quantized as that operand is,
+    with keys of its own for stochastic rounding. The derivative of dw in dy uses the quantized x.
+
+    Errors relative to the exact products, for normal numbers (Frobenius, measured): 0.036 to 0.037
+    for the result, dx and dw. For dx and dw 0.045 with a key, 0.058 with e5m2, and 0.071 to 0.077
+    with both.
     """
     return grouped_linear(x, w, group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized)
 

@@ -144,8 +144,19 @@ def moe_mlp(
     a device fewer than 8192 tokens. Tokens, and backward their gradients, travel in their own
     dtype. Partial sums are float32 on a device, travel in the promoted dtype of x and up, and are
     added in float32 in the order of devices: one rounding more for each device that a token meets.
-    The backward pass sends tokens again and keeps h, with room
-    for ``N * T * k`` rows, or ``max_rows``.
+    The backward pass sends tokens again and keeps h, with room for ``N * T * k`` rows, or
+    ``max_rows``. The gradient of ``expert_weight`` equals that on one device.
+
+    **Sharded in other ways**, partial results are added in float32, and gradients travel in their
+    own dtype. D, k and tiles of prepacked weights are not cut. Scales and random numbers of a
+    recipe are each device's own.
+
+    **With an** :class:`FP8Recipe` values are those of :func:`dispatch`, :func:`fp8_grouped_linear`
+    twice and :func:`combine`. The backward pass quantizes a token's cotangent as it comes, and
+    multiplies by ``expert_weight`` together with the activation's derivative. With biases, or
+    ``implementation="composed"``, gradients are those of the parts. With ``dispatch="fp8"`` and
+    experts on several devices, x and the result's cotangent are what their codes stand for; that
+    rounding has derivative 1.
     """
     op = "moe_mlp"
     layer = _Layer.checked(

@@ -123,6 +123,12 @@ def nvfp4_grouped_linear(
     ``"wgrad"`` in high precision. K and N may be any numbers; those that are not multiples of 16
     cost a padded copy. Closed under ``vmap``. What Transformer Engine's ``GroupedLinear`` does
     under ``NVFP4BlockScaling``.
+
+    In a derivative, an array that takes the place of x, w or dy is quantized as that operand is,
+    with keys of its own for stochastic rounding. The derivative of dw in dy uses the quantized x.
+
+    Errors relative to the exact products, for normal numbers (Frobenius, measured): 0.13 to 0.15
+    for the result, dx and dw; with a key 0.16 to 0.18 for dx and dw.
     """
     op = "nvfp4_grouped_linear"
     x, w = check.array(op, "x", x), check.array(op, "w", w)

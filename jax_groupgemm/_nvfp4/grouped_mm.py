@@ -66,6 +66,16 @@ def nvfp4_grouped_mm(
     ``nvfp4_quantize(w, axis=-2)`` stores that as the array ``(G, K, N)``, which is what
     ``dataclasses.replace(q, axis=-1)`` stands for.
 
+    Range: a GPU takes the factor of the sums as one float32 number. Below 2^-126 it loses bits,
+    below 2^-149 it is 0, from 2^128 on infinite. Without alpha, for operands of
+    :func:`nvfp4_quantize`, ``amax(x) * amax(w)`` has to be at least 8.5e-32. On CPUs only each
+    global scale (amax 3.2e-35) and ``alpha * w.global_scale`` have to be normal numbers: a power
+    of two of x's scale, within 2^±64, multiplies the values of x instead, which is exact.
+
+    Memory: except on Blackwell, x is first written as bfloat16, ``2 * T * K`` bytes of scratch. On
+    Blackwell a swizzled operand is first put back in order, and its scales are swizzled again,
+    group by group.
+
     Differentiable in alpha, bias and global scales; codes and block scales are integers. Closed
     under ``vmap``. Shards like :func:`grouped_qmm`. The grouped NVFP4 product of Transformer Engine
     with its two-level scales, ``global_scale`` in the form that multiplies.

@@ -61,6 +61,15 @@ def nvfp4_grouped_wgrad(
         ``implementation`` cannot run.
       TypeError: x or dy is not a :class:`Quantized`, or a dtype is none of these.
 
+    Memory: except on Blackwell, both operands are first written as bfloat16, ``2 * P * (N + K)``
+    bytes of scratch for P padded rows. The range of the factor is that of :func:`nvfp4_grouped_mm`,
+    with dy for w.
+
+    In an empty group alpha does not count. On Hopper, in other groups, subnormal
+    numbers of ``existing_out`` and subnormal sums may count as zeros. A program that is lowered
+    where every GPU of the process is a Hopper one, or for ``implementation="sm90"``, runs on such
+    GPUs only.
+
     Differentiable in alpha, beta, existing_out and global scales. Closed under ``vmap``. Shards
     along N and K. The weight gradient of Transformer Engine's NVFP4 recipe.
     """

@@ -25,7 +25,7 @@ FP8                   weight, weight_scale                          ``e4m3 * s``
 ``dequantize`` gives the value of the formula as a float32, rounded once, and rounds that to other
 dtypes. Rounded to float32 before that are ``q * s`` of "mlx" and ``q * s`` and ``z * s`` of
 "compressed-tensors" (both exact with 16-bit scales), and ``1 / global``, by which the exact
-``e2m1 * s`` is multiplied.
+``e2m1 * s`` is multiplied (within 3/2 units in the last place; exact for powers of two).
 
 Layers of other formats are refused by their format's name, with a list of those that are read.
 
