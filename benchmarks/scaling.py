@@ -17,6 +17,7 @@ from jax_groupgemm._moe.expert_parallel import share_of_devices
 
 from . import expert_parallel, train_devices
 from .expert_memory import MODELS, Memory, Model, filled
+from .records import rows
 from .scaling_model import NODE, Layer, total
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -24,7 +25,7 @@ PAGE, PLOT = DOCS / "scaling.md", DOCS / "plots/scaling.svg"
 RESULTS = Path(__file__).parent / "results"
 H100S = RESULTS / "h100/moe/expert_parallel.json"
 STEPS = RESULTS / "h200/training/devices.json"
-DECODE = sorted(RESULTS.glob("h200/moe/expert_parallel_decode*.json"))
+DECODE = RESULTS / "h200/moe/expert_parallel.json"
 COMMAND = "python -m benchmarks.scaling"
 BOUND = 0.15
 QWEN, DEEPSEEK = MODELS[1], MODELS[2]
@@ -115,7 +116,7 @@ def on_h100s() -> dict[tuple[int, str, str], tuple[float, float]]:
     """Measured and predicted, by tokens of each GPU, direction ("forward" or "both") and arm, at an
     even routing. The model has the H200's rates."""
     out = {}
-    for r in json.loads(H100S.read_text())["records"]:
+    for r in rows([H100S]):
         if r["part"] == "layer" and r["routing"] == "even":
             layer = Layer(QWEN, r["tokens"], r["devices"], r["transport"])
             direction = "forward" if r["direction"] == "forward" else "both"
@@ -275,7 +276,7 @@ def tables() -> dict[str, str]:
     return {
         "measured": measured_table(),
         "steps": train_devices.text_of(json.loads(STEPS.read_text())),
-        "decode": expert_parallel.text(expert_parallel.load(DECODE)),
+        "decode": expert_parallel.text(expert_parallel.load([DECODE])),
         "H100": h100_table(),
         "parts": parts_table(),
         "efficiency": efficiency_table(),

@@ -81,7 +81,7 @@ def test_shares_of_the_floor_are_those_of_the_performance_page():
 
 
 def test_a_call_is_the_difference_that_the_record_has():
-    record = json.loads((ROOT / "benchmarks/results/h200/moe/layer.json").read_text())
+    record = json.loads((ROOT / "benchmarks/results/h200/moe/layer_jax.json").read_text())
     first = record["records"][0]
     assert (first["shape"], first["direction"], first["arm"]) == ("Qwen3-30B", "forward", "ours")
     call = first["wall_ms"] - first["ms"]["median"]
