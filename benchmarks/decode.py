@@ -46,6 +46,7 @@ from . import decode_generate, decode_models, decode_steps, timing
 from .decode_models import CASES, Case
 from .decode_steps import Parts, Steps
 from .gpu import command_output, commit, version
+from .records import rows
 from .report import table
 
 BATCHES = (1, 8, 64)
@@ -222,7 +223,7 @@ def save(path: Path, head: dict, records: list[dict]) -> None:
 
 
 def load(paths) -> list[dict]:
-    return [r for path in paths for r in json.loads(Path(path).read_text())["records"]]
+    return rows(paths)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ from .expert_parallel_cases import (
 )
 from .gpu import command_output, commit, version
 from .moe_cases import DIRECTIONS, Shape
+from .records import rows
 from .report import table
 
 DEVICES = (1, 2, 4)
@@ -266,8 +267,7 @@ def _cell(r: dict | None, one: dict | None) -> str:
 
 def load(paths) -> list[dict]:
     """Several records as one; of the same case the last one counts."""
-    every = [r for path in paths for r in json.loads(Path(path).read_text())["records"]]
-    return list({(r["part"], label(r), r["arm"]): r for r in every}.values())
+    return list({(r["part"], label(r), r["arm"]): r for r in rows(paths)}.values())
 
 
 def arguments(argv=None) -> argparse.Namespace:

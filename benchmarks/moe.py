@@ -38,6 +38,7 @@ import jax_groupgemm as jgg
 from . import moe_cases, moe_layers, moe_peers, timing
 from .gpu import command_output, commit, version
 from .moe_cases import DECODE, SHAPES, Arm, Compiler, Program, Shape, made, plan, unsupported
+from .records import rows
 from .report import table
 
 ARMS = (*moe_layers.LAYERS, "products", *moe_peers.PEERS)
@@ -310,9 +311,8 @@ def _cell(record: dict | None, few: bool) -> str:
 def load(paths) -> list[dict]:
     """Several records as one; the last one's facts stand for all."""
     found = {}
-    for path in paths:
-        for r in json.loads(Path(path).read_text())["records"]:
-            found[r["shape"], r["direction"], r["arm"]] = r
+    for r in rows(paths):
+        found[r["shape"], r["direction"], r["arm"]] = r
     return list(found.values())
 
 

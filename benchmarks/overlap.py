@@ -31,6 +31,7 @@ from . import trace
 from .expert_parallel import header
 from .expert_parallel_cases import AXIS, EACH, QWEN, made, mesh_of, tokens, weights
 from .moe_cases import DIRECTIONS
+from .records import runs
 from .report import table
 
 WAYS = ("gather", "halves", "all_to_all")
@@ -111,7 +112,8 @@ def main(argv=None) -> int:
     add("--commit", help="recorded; by default what git says")
     args = parser.parse_args(argv)
     if args.records:
-        print(text(json.loads(args.records.read_text())["records"]))
+        for run in runs(args.records):
+            print(run["xla_flags"] or "no flags", text(run["records"]), sep="\n\n", end="\n\n")
         return 0
     given = os.environ.get("XLA_FLAGS", "")
     trace.keep_command_buffers()

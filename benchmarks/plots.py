@@ -42,7 +42,9 @@ PEERS = {
 
 
 def save(figure, path: Path) -> None:
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    # Readers' fonts may be wider than those that matplotlib measures.
+    tight = {"bbox_inches": "tight", "pad_inches": 0.25}
+    figure.savefig(path, **tight, metadata={"Date": None, "Creator": None})
     plt.close(figure)
     # matplotlib ends some lines with a space
     text = "\n".join(line.rstrip() for line in path.read_text().splitlines())
@@ -245,7 +247,7 @@ def scaling(panels: dict[str, dict], measured: dict[str, list], path: Path) -> N
         for of in axes[-1]:
             of.set_xlabel("GPUs")
         for of in axes[:, 0]:
-            of.set_ylabel("% of one GPU's throughput")
+            of.set_ylabel("% of one GPU alone")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                       frameon=False)  # fmt: skip
         save(figure, path)

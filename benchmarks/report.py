@@ -9,9 +9,9 @@ products in FP8 in _fp8.svg.
 """
 
 import argparse
-import json
 from pathlib import Path
 
+from .records import runs
 from .summary import LIMIT, best_peer, is_slow, ours, summary
 
 # Families of cases, by the first word of an op; others are "grouped".
@@ -157,8 +157,7 @@ def load(paths) -> tuple[list[dict], list[dict]]:
     """The records' headers, and all cases that we ran, each with its run's ceilings. Where records
     have a case in common, the last one's counts."""
     heads, cases = [], {}
-    for path in paths:
-        head = json.loads(Path(path).read_text())
+    for head in (dict(run) for path in paths for run in runs(path)):
         for r in head.pop("records"):
             if ours(r) is not None:
                 kind = "fp8" if family(r) == "fp8" else r["op"].removeprefix("segmented ")

@@ -1,7 +1,9 @@
 """How ``moe_mlp`` scales with GPUs: what H200s and H100s measured, and a model for more.
 
-python -m benchmarks.scaling                # prints the tables, writes docs/scaling.md and its plot
-python -m benchmarks.scaling --check        # only says whether the page has these tables
+python -m benchmarks.scaling                # prints the tables, writes them and the plot to docs
+python -m benchmarks.scaling --check        # only says whether the pages have these tables
+
+docs/scaling.md has what was measured, docs/internals/scaling_model.md what the model predicts.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from jax_groupgemm._moe.expert_parallel import share_of_devices
 
 from . import expert_parallel, train_devices
 from .expert_memory import MODELS, Memory, Model, filled
+from .records import rows
 from .scaling_model import NODE, Layer, total
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, PLOT = DOCS / "scaling.md", DOCS / "plots/scaling.svg"
+PAGE, MODEL_PAGE = DOCS / "scaling.md", DOCS / "internals/scaling_model.md"
+PLOT = DOCS / "plots/scaling.svg"
 RESULTS = Path(__file__).parent / "results"
 H100S = RESULTS / "h100/moe/expert_parallel.json"
 STEPS = RESULTS / "h200/training/devices.json"
-DECODE = sorted(RESULTS.glob("h200/moe/expert_parallel_decode*.json"))
+DECODE = RESULTS / "h200/moe/expert_parallel.json"
 COMMAND = "python -m benchmarks.scaling"
 BOUND = 0.15
 QWEN, DEEPSEEK = MODELS[1], MODELS[2]
@@ -115,7 +119,7 @@ def on_h100s() -> dict[tuple[int, str, str], tuple[float, float]]:
     """Measured and predicted, by tokens of each GPU, direction ("forward" or "both") and arm, at an
     even routing. The model has the H200's rates."""
     out = {}
-    for r in json.loads(H100S.read_text())["records"]:
+    for r in rows([H100S]):
         if r["part"] == "layer" and r["routing"] == "even":
             layer = Layer(QWEN, r["tokens"], r["devices"], r["transport"])
             direction = "forward" if r["direction"] == "forward" else "both"
@@ -141,6 +145,14 @@ def table(head: list[str], lines: list[list[str]], words: int = 1) -> str:
 
 
 def measured_table() -> str:
+    lines = [
+        [str(p.gpus), str(p.tokens), p.transport or "", f"{p.forward:.2f}", f"{p.gradients:.2f}"]
+        for p in POINTS
+    ]
+    return table(["GPUs", "tokens in all", "transport", "forward, ms", "gradients, ms"], lines, 3)
+
+
+def predicted_table() -> str:
     lines = []
     for point, what, measured, model in errors():
         of = [str(point.gpus), str(point.tokens), point.transport or "", what]
@@ -271,27 +283,38 @@ def memory_table() -> str:
     return table(["model", "", *map(str, groups)], lines, 2)
 
 
-def tables() -> dict[str, str]:
+def measured_tables() -> dict[str, str]:
+    layers = [r for r in rows([H100S]) if r["part"] == "layer" and r["tokens"] == TOKENS]
     return {
         "measured": measured_table(),
+        "H100": expert_parallel.text(layers),
+        "decode": expert_parallel.text(expert_parallel.load([DECODE])),
+        "steps": train_devices.text_of(json.loads(STEPS.read_text()), predictions=False),
+    }
+
+
+def model_tables() -> dict[str, str]:
+    return {
+        "predicted": predicted_table(),
         "steps": train_devices.text_of(json.loads(STEPS.read_text())),
-        "decode": expert_parallel.text(expert_parallel.load(DECODE)),
         "H100": h100_table(),
         "parts": parts_table(),
         "efficiency": efficiency_table(),
         "weak Qwen3-30B-A3B": weak(QWEN),
         "weak DeepSeek-V3": weak(DEEPSEEK),
         "strong Qwen3-30B-A3B": strong(QWEN),
-        "strong DeepSeek-V3": strong(DEEPSEEK),
         "wins": wins_table(),
         "network": network_table(),
         "memory": memory_table(),
     }
 
 
-def written(page: str) -> str:
-    """The page with its tables."""
-    return filled(page, COMMAND, tables())
+PAGES = {PAGE: measured_tables, MODEL_PAGE: model_tables}
+
+
+def written(path: Path, text: str) -> str:
+    """A page with its tables."""
+    return filled(text, COMMAND, PAGES[path]())
 
 
 def draw(path: Path) -> None:
@@ -321,14 +344,15 @@ def draw(path: Path) -> None:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page is old")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is old")
     args = parser.parse_args(argv)
-    page = PAGE.read_text()
+    pages = {path: path.read_text() for path in PAGES}
     if args.check:
-        return int(written(page) != page)
-    for name, text in tables().items():
-        print(f"{name}\n\n{text}\n")
-    PAGE.write_text(written(page))
+        return int(any(written(path, text) != text for path, text in pages.items()))
+    for path, text in pages.items():
+        for name, shown in PAGES[path]().items():
+            print(f"{name}\n\n{shown}\n")
+        path.write_text(written(path, text))
     draw(PLOT)
     return 0
 

@@ -30,7 +30,7 @@ class Machine:
       gathering: the same of a kernel that gathers rows (``combine``).
       all_gather: bytes/ms that arrive at a GPU, of 512 MiB over NVLink.
       all_to_all: the same.
-      call: of a call from outside, beside its kernels (``h200/moe/layer.json``).
+      call: of a call from outside, beside its kernels (``h200/moe/layer_jax.json``).
 
     Fitted to the four points of "all_to_all":
 

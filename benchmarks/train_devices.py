@@ -136,7 +136,7 @@ def predicted(r: dict, alone: dict, size: dict) -> float:
     return alone["ms"]["median"] + size["layers"] * (layer(n) - layer(1)) - spared + reduced
 
 
-def text_of(record: dict) -> str:
+def text_of(record: dict, predictions: bool = True) -> str:
     records = record["records"]
     by = {(r["devices"], r["tokens"]): r for r in records}
     rows = []
@@ -146,13 +146,14 @@ def text_of(record: dict) -> str:
         row = [str(n), str(tokens), str(n * tokens), f"{ms:.1f}", f"{r['tokens_per_s']:,.0f}"]
         row.append(f"{n * each['ms']['median'] / ms:.2f}x" if each and n > 1 else "")
         row.append(f"{every['ms']['median'] / ms:.2f}x" if every and n > 1 else "")
-        row.append("")
-        if each and n > 1 and "NVIDIA" in record["gpu"]:
-            model = predicted(r, each, record["size"])
-            row[-1] = f"{model:.1f} ({100 * (model / ms - 1):+.0f} %)"
+        if predictions:
+            row.append("")
+            if each and n > 1 and "NVIDIA" in record["gpu"]:
+                model = predicted(r, each, record["size"])
+                row[-1] = f"{model:.1f} ({100 * (model / ms - 1):+.0f} %)"
         rows.append(row)
-    head = ["GPUs", "tokens of each", "of all", "ms", "tokens/s", "weak", "strong", "predicted"]
-    return table(head, rows)
+    head = ["GPUs", "tokens of each", "of all", "ms", "tokens/s", "weak", "strong"]
+    return table([*head, *(["predicted"] if predictions else [])], rows)
 
 
 def main(argv=None) -> int:

@@ -116,12 +116,12 @@ def test_plots_are_their_own(tmp_path):
     """Beside the ceiling of FP8, with bfloat16 as the peer; no other plot has these cases."""
     pytest.importorskip("matplotlib")
     folder = ROOT / "benchmarks" / "results" / "h100"
-    plots = drawn([folder / "fp8_models.json", folder / "fp8.json"], tmp_path / "fp8")
+    plots = drawn([folder / "fp8.json"], tmp_path / "fp8")
     assert set(plots) == {"speedup_fp8.svg", "means_fp8.svg", "roofline_fp8.svg"}
     assert "ours, bfloat16" in plots["means_fp8.svg"]
     assert "ours[casts]" not in plots["means_fp8.svg"]
     assert "1537-1563 TFLOP/s" in plots["roofline_fp8.svg"]
-    assert drawn([folder / "fp8_quantize.json"], tmp_path / "conversions") == {}
+    assert drawn([folder / "conversions.json"], tmp_path / "conversions") == {}
 
 
 def test_published_figures_are_in_the_table():

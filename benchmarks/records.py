@@ -1,0 +1,60 @@
+"""Records of measurements: a file holds one run, or several runs of one table.
+
+python -m benchmarks.records OLD.json NEW.json --json OUT.json
+
+A run is a header (GPU, date, commit, versions) and ``records``, its rows. The command writes one
+file of the runs of several, oldest first, without the rows that a later run has measured again. It
+copies headers and rows as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def runs(path: Path) -> list[dict]:
+    """The runs of a file, oldest first."""
+    found = json.loads(Path(path).read_text())
+    return found.get("runs", [found])
+
+
+def rows(paths) -> list[dict]:
+    """The rows of all runs of several files."""
+    return [row for path in paths for run in runs(path) for row in run["records"]]
+
+
+def case(run: dict, row: dict) -> str:
+    """What a row measures; equal for two rows of the same case."""
+    names = (
+        "op", "case", "model", "format", "batch", "part", "shape", "direction", "arm", "devices",
+        "tokens", "way",
+    )  # fmt: skip
+    return json.dumps([run.get("xla_flags"), *(row.get(name) for name in names)])
+
+
+def merged(of: list[dict]) -> list[dict]:
+    """Runs without the rows that a later one has, and without runs that have no row left."""
+    later, out = set(), []
+    for run in reversed(of):
+        kept = [row for row in run["records"] if case(run, row) not in later]
+        later |= {case(run, row) for row in run["records"]}
+        if kept:
+            out.append(run | {"records": kept})
+    return out[::-1]
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.records", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("records", nargs="+", type=Path)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    args = parser.parse_args(argv)
+    every = merged([run for path in args.records for run in runs(path)])
+    args.json.write_text(json.dumps({"runs": every}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
