@@ -154,14 +154,13 @@ def _packed_operands(p: Qmm) -> str | None:
 
 
 def _packed(p: Qmm) -> str | None:
-    fp8 = p.mode == "fp8"
-    if fp8 and (why := dense.in_parts(p)):
+    if not p.as_stored and (why := dense.in_parts(p)):
         return why
     if p.layout != "sm90":
-        if p.empty or not p.packable or p.mode == "mxfp8":
+        if p.empty or not p.packable:
             return "prepack has no kernel for this weight"
-        # No kernel reads codes of mode "fp8" as they are stored, so any number of rows repacks.
-        if not fp8 and p.rows < p.all_groups * _repack_from(p.bits):
+        # Where no kernel reads codes as they are stored, any number of rows repacks.
+        if p.as_stored and p.rows < p.all_groups * _repack_from(p.bits):
             return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
         if not p.named and not extension.live_capabilities():
             return "repacks for a GPU that this process has"
@@ -171,7 +170,7 @@ def _packed(p: Qmm) -> str | None:
 
 
 def _decodes(p: Qmm) -> str | None:
-    return "reads no codes of mode 'fp8'" if p.mode == "fp8" else None
+    return None if p.as_stored else f"reads no codes of mode {p.mode!r}"
 
 
 def _repack_from(bits: int) -> int:
@@ -184,7 +183,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
         return f"needs layout 'linear', got {p.layout!r}"
     return _decodes(p) or extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
-        bfloat16_scales=p.mode != "affine" or p.scales_dtype == "bfloat16",
+        bfloat16_scales=p.bfloat16_scales,
         transpose_w=p.transpose_w, in_order=p.in_order,
     )  # fmt: skip
 
@@ -400,7 +399,13 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         for op in ("quantize", "dequantize", "nvfp4_quantize")
     },
     "prepack": (
-        Kernel("sm80", "jgg_prepack", rows.converts, unseen=True, needs="no mxfp8, no fp8"),
-        Kernel("sm80", "jgg_prepack_fp8", rows.packs_fp8, unseen=True, needs="mode fp8"),
+        Kernel(
+            "sm80", "jgg_prepack", functools.partial(rows.packs, handler="jgg_prepack"),
+            unseen=True, needs="no mxfp8, no fp8",
+        ),
+        Kernel(
+            "sm80", "jgg_prepack_fp8", functools.partial(rows.packs, handler="jgg_prepack_fp8"),
+            unseen=True, needs="mode fp8",
+        ),
     ),
 }  # fmt: skip

@@ -95,8 +95,9 @@ class Qmm(Problem):
     mode: str
     bits: int
     layout: str
-    scales_dtype: str
-    packable: bool  # ``prepack`` has a layout for the weight
+    as_stored: bool = True  # kernels read its codes in layout "linear"
+    bfloat16_scales: bool  # bfloat16 holds its scales
+    packable: bool  # a kernel packs the weight
     in_order: bool = True
     transpose_w: bool = True
     gated: bool = False
@@ -118,6 +119,7 @@ class Conversion(Problem):
     """``quantize``, ``dequantize``, ``prepack`` or ``nvfp4_quantize``."""
 
     mode: str = ""
+    handler: str | None = None  # the custom call that packs this mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

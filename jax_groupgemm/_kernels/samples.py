@@ -54,7 +54,7 @@ def _sample_qmm(platform: str, dtype: str) -> Qmm:
     return Qmm(
         op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, groups=8,
         all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
-        scales_dtype="bfloat16", packable=True,
+        bfloat16_scales=True, packable=True,
     )  # fmt: skip
 
 
@@ -75,7 +75,9 @@ def _sample_fp8(op: str) -> Callable[[str, str], Fp8]:
 
 
 def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
-    return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
+    return lambda platform, dtype: Conversion(
+        op=op, platform=platform, mode="affine", handler="jgg_prepack"
+    )
 
 
 def _sample_fp8_conversion(op: str) -> Callable[[str, str], Fp8Conversion]:
