@@ -15,7 +15,7 @@ from jax.interpreters import ad
 from .._core import check, partition
 from .._quantized import packed_codes, padding
 from .._quantized.array import Quantized
-from .._quantized.format import Format
+from .._quantized.format import PRODUCTS, Format
 from .._quantized.layouts import Layout, register_of_mode
 from .._quantized.reference import Parts
 from . import blocks, conversion_calls, convert, prepack
@@ -25,8 +25,7 @@ class Fp8(Format):
     name, bits, scales = "fp8", (8,), ("float32",)
     takes_block = True
     rounds_to_x = False  # else scales would have to be rounded
-    as_stored = False
-    prepack_handler = "jgg_prepack_fp8"
+    calls = PRODUCTS - {"jgg_qmm"} | {"jgg_prepack_fp8"}
 
     def fields(self, op: str, bits, group_size, block) -> tuple[int, int, Any]:
         block = _pair(op, block)

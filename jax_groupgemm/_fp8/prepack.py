@@ -10,7 +10,6 @@ sign.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +18,8 @@ from jax import lax
 from .._core import float_bits as fb
 from .._core.float_bits import u32
 from .._quantized import codes as of_codes
+from .._quantized.array import Quantized
 from . import blocks
-
-if TYPE_CHECKING:
-    from .._quantized.array import Quantized
 
 #: Blocks of a row that share a word.
 BLOCK = blocks.LINE

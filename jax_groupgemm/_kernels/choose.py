@@ -53,7 +53,7 @@ def choose(problem: Problem) -> Choice | None:
             continue
         if unsupported(problem) or _out_of_reach(kernel):
             continue
-        if kernel.can(problem) is None and kernel.pays(problem):
+        if cannot(kernel, problem) is None and kernel.pays(problem):
             return configured(kernel, problem)
     return None
 
@@ -87,7 +87,7 @@ def _named(problem: Problem) -> Choice:
         capabilities = extension.live_capabilities()
         if why is None and (name == "cpu" or capabilities or extension.BUILD.problem):
             why = extension.unavailable(name, capabilities)
-        why = why or kernel.can(problem)
+        why = why or cannot(kernel, problem)
         if why is None:
             return configured(kernel, problem)
         reason = reason or why
@@ -112,6 +112,13 @@ def unsupported(problem: Problem) -> str | None:
             if name not in FLOATS:
                 return f"{role} dtype {name} is not one of {dense.ALL_FLOATS}"
     return None
+
+
+def cannot(kernel: Kernel, problem: Problem) -> str | None:
+    """Why a kernel cannot run a call of dtypes that it knows."""
+    if problem.calls is not None and kernel.target not in problem.calls:
+        return f"reads no codes of mode {problem.mode!r}"
+    return kernel.can(problem)
 
 
 def missing(name: str, op: str) -> str:
@@ -169,10 +176,6 @@ def _packed(p: Qmm) -> str | None:
     return _packed_operands(p)
 
 
-def _decodes(p: Qmm) -> str | None:
-    return None if p.as_stored else f"reads no codes of mode {p.mode!r}"
-
-
 def _repack_from(bits: int) -> int:
     return _REPACK_FROM_ROWS if bits < 6 else _REPACK_FROM_ROWS_WIDE
 
@@ -181,7 +184,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
     """Why Hopper's kernel does not take a weight as it is stored."""
     if p.layout != "linear":
         return f"needs layout 'linear', got {p.layout!r}"
-    return _decodes(p) or extension.rules().qmm_sm90_problem(
+    return extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
         bfloat16_scales=p.bfloat16_scales,
         transpose_w=p.transpose_w, in_order=p.in_order,
@@ -287,9 +290,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
-        Kernel("sm90", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, only_named=True),
+        Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),
         Kernel(
-            "sm80", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, unseen=True,
+            "sm80", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, unseen=True,
             needs="no mode fp8",
         ),
     ),
@@ -399,13 +402,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         for op in ("quantize", "dequantize", "nvfp4_quantize")
     },
     "prepack": (
-        Kernel(
-            "sm80", "jgg_prepack", functools.partial(rows.packs, handler="jgg_prepack"),
-            unseen=True, needs="no mxfp8, no fp8",
-        ),
-        Kernel(
-            "sm80", "jgg_prepack_fp8", functools.partial(rows.packs, handler="jgg_prepack_fp8"),
-            unseen=True, needs="mode fp8",
-        ),
+        Kernel("sm80", "jgg_prepack", rows.converts, unseen=True, needs="no mxfp8, no fp8"),
+        Kernel("sm80", "jgg_prepack_fp8", rows.converts, unseen=True, needs="mode fp8"),
     ),
 }  # fmt: skip

@@ -104,9 +104,3 @@ def _both_ways(p: Fp8Conversion, block: tuple[int, int]) -> str | None:
 
 def converts(p: Conversion) -> str | None:
     return "an operand is empty" if p.empty else None
-
-
-def packs(p: Conversion, handler: str) -> str | None:
-    if p.handler != handler:
-        return f"it takes no codes of mode {p.mode!r}"
-    return converts(p)

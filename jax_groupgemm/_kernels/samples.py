@@ -76,7 +76,7 @@ def _sample_fp8(op: str) -> Callable[[str, str], Fp8]:
 
 def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
     return lambda platform, dtype: Conversion(
-        op=op, platform=platform, mode="affine", handler="jgg_prepack"
+        op=op, platform=platform, mode="affine", calls=frozenset({f"jgg_{op}"})
     )
 
 
@@ -137,7 +137,7 @@ def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
     return (
         extension.unavailable(kernel.name, capabilities)
         or choose.unsupported(problem)
-        or kernel.can(problem)
+        or choose.cannot(kernel, problem)
         or (kernel.fuses(problem) if isinstance(problem, (Fp8, Nvfp4)) else None)
     )
 

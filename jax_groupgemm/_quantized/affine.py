@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,15 @@ from jax import lax
 from .._core import float_bits as fb
 from .._core.float_bits import i32, u32
 from . import packed_codes
-from .format import FLOATS
-from .in_groups import InGroups, divide
-
-if TYPE_CHECKING:
-    from .array import Quantized
+from .array import Quantized
+from .format import FLOATS, PRODUCTS
+from .in_groups import CONVERSIONS, InGroups, divide
 
 
 class Affine(InGroups):
     name, bits, group_sizes = "affine", (4, 2, 3, 5, 6, 8), (64, 32, 128)
     scales, has_biases = FLOATS, True
+    calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}
 
     def dequantized_dtype(self, q: Quantized) -> Any:
         return q.scales.dtype

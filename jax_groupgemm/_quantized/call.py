@@ -27,9 +27,9 @@ def qmm_problem(
         groups=groups,
         # Rows may be of groups that are not here.
         all_groups=groups if metadata.group_offset is None else metadata.count,
-        k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, as_stored=kind.as_stored,
+        k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, calls=kind.calls,
         bfloat16_scales=kind.has_bfloat16_scales(q.scales.dtype),
-        packable=packable and kind.prepack_handler is not None,
+        packable=packable and bool(kind.calls & format.PREPACKS),
         in_order=metadata.form.ordered_y, transpose_w=product.transpose_w, **epilogue.facts(),
     )  # fmt: skip
 

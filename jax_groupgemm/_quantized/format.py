@@ -7,7 +7,7 @@ them. Everything else asks the object and compares no name.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,17 @@ import numpy as np
 
 from .._core.check import describe
 
-if TYPE_CHECKING:
-    from .array import Quantized
+#: A ``Quantized``. Its module imports this one.
+type Quantized = Any
 
 FLOATS = ("float32", "bfloat16", "float16")
 #: Rows and columns of a block of weights, by default.
 TILE = (128, 128)
+
+#: The custom calls of products and layers. ``jgg_qmm`` reads codes as they are stored.
+PRODUCTS = frozenset({"jgg_qmm", "jgg_qmm_packed", "jgg_moe_few_tokens"})
+#: Those that make layout "sm90".
+PREPACKS = frozenset({"jgg_prepack", "jgg_prepack_fp8"})
 
 #: By name, as ``Quantized.mode`` has it, in the order in which messages name them.
 FORMATS: dict[str, Format] = {}
@@ -39,9 +44,9 @@ class Format(abc.ABC):
       takes_block: whether ``Quantized.block`` says which elements share a scale.
       rounds_to_x: whether a product rounds the weight to the dtype of x. Otherwise x is widened to
         float32.
-      as_stored: whether kernels read codes in layout "linear".
-      prepack_handler: the custom call that makes layout "sm90", or None.
-      rows_per_word: rows whose scales share a word of layout "sm90".
+      calls: the custom calls that take it. A format without any runs as an XLA program.
+      has_packed_layout: whether layout "sm90" exists.
+      rows_per_word: rows whose scales share a word of it.
     """
 
     name: str
@@ -52,8 +57,8 @@ class Format(abc.ABC):
     takes_global_scale = False
     takes_block = False
     rounds_to_x = True
-    as_stored = True
-    prepack_handler: str | None = "jgg_prepack"
+    calls: frozenset[str] = frozenset()
+    has_packed_layout = True
     rows_per_word = 1
 
     # ---- an array in this format
@@ -121,11 +126,11 @@ class Format(abc.ABC):
         """``q`` in blocks that no part of an axis cuts, nor halves of the axis ``halves``."""
         return q
 
-    # ---- layout "sm90": tiles of 64 x 64, see ``prepack``
+    # ---- layout "sm90", where it exists: tiles of 64 x 64, see ``prepack``
 
-    @abc.abstractmethod
     def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
         """The last two axes of the scales: tiles along K that share words, and words."""
+        raise NotImplementedError
 
     def codes_per_word(self, group_size: int) -> int:
         """Codes of a row that share a scale there."""
@@ -133,6 +138,8 @@ class Format(abc.ABC):
 
     def unpackable(self, q: Quantized, tile: int) -> str | None:
         """Why there is no such layout of ``q (..., N, K)``."""
+        if not self.has_packed_layout:
+            return f"mode {self.name!r} has none"
         if any(size % tile for size in q.shape[-2:]):
             return f"its shape is {q.shape}, in which N and K are not multiples of {tile}"
         return None
@@ -153,28 +160,28 @@ class Format(abc.ABC):
         """``q`` as :meth:`prepack_call` and the definition take it."""
         return q
 
-    @abc.abstractmethod
     def prepack_call(
         self, weight, scales, biases, *, block=None, metadata=None, rows=0, **static
     ) -> tuple[jax.Array, ...]:
         """The custom call that makes the leaves. With ``metadata``, of ``rows`` that are multiplied
         by them, matrices without rows may hold anything."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def codes_and_words(self, q: Quantized) -> tuple[jax.Array, jax.Array]:
         """uint32 ``(..., N, K)``, and the words of each row's scales."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def of_codes_and_words(self, w: Quantized, code, words, reshape) -> Quantized:
         """The inverse, in layout "linear"; ``w`` has the static fields."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def interleave(self, codes, bits: int) -> jax.Array:
         """(..., 16 pairs, 2) codes as (..., bits) words."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def separate(self, words, bits: int) -> jax.Array:
         """The inverse."""
+        raise NotImplementedError
 
     # ---- what kernels are told
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,13 @@ from jax.sharding import PartitionSpec as P
 from .._core import conversion, dtypes, partition
 from .._core import float_bits as fb
 from .._core.float_bits import u32
+from .._kernels import problems
 from . import call, codes
+from .array import Quantized
 from .format import FORMATS, Format
 from .reference import Parts
 
-if TYPE_CHECKING:
-    from .array import Quantized
+CONVERSIONS = frozenset({"jgg_quantize", "jgg_dequantize"})
 
 
 class InGroups(Format):
@@ -60,8 +61,6 @@ class InGroups(Format):
         )
 
     def quantized(self, op: str, w, global_scale, bits: int, group_size: int, block) -> Quantized:
-        from .array import Quantized
-
         static: dict[str, Any] = {"mode": self.name, "bits": bits, "group_size": group_size}
         run: Callable = functools.partial(_quantize, **static)
         mesh = partition.explicit_mesh([w] if global_scale is None else [w, global_scale])
@@ -108,9 +107,9 @@ class InGroups(Format):
         weight = codes.pack(code, w.bits)
         return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
 
-    @abc.abstractmethod
     def packed(self, code, q: Quantized) -> tuple[jax.Array, jax.Array]:
         """Codes ``(..., groups, chunks, count)`` as kernels take them, and the scales' words."""
+        raise NotImplementedError
 
     def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
         return k_tiles, 64
@@ -160,9 +159,16 @@ def _quantize(w, global_scale, *, mode: str, bits: int, group_size: int):
     return weight, scales, biases[0] if biases else None
 
 
-_QUANTIZE = conversion.composed("jgg_quantize", quantize, call.quantize, batch=conversion.in_batch)
+def problem(*_, mode: str, **__):
+    """What kernels see of a conversion: see ``conversion.composed``."""
+    return functools.partial(problems.Conversion, mode=mode, calls=FORMATS[mode].calls)
+
+
+_QUANTIZE = conversion.composed(
+    "jgg_quantize", quantize, call.quantize, batch=conversion.in_batch, problem_of=problem
+)
 _DEQUANTIZE = conversion.composed(
-    "jgg_dequantize", dequantize, call.dequantize, batch=conversion.in_batch
+    "jgg_dequantize", dequantize, call.dequantize, batch=conversion.in_batch, problem_of=problem
 )
 
 

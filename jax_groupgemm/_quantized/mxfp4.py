@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from .._core.float_bits import u32
 from . import codes, packed_codes
+from .array import Quantized
+from .format import PRODUCTS
+from .in_groups import CONVERSIONS
 from .microscaling import Microscaling
-
-if TYPE_CHECKING:
-    from .array import Quantized
 
 
 class Mxfp4(Microscaling):
     name, bits = "mxfp4", (4,)
     element, largest, sign = codes.E2M1, (0xC00000, 2), 3
     rows_per_word = 2
+    calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}
 
     def magnitude(self, code) -> tuple[jax.Array, jax.Array]:
         return codes.e2m1(code)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from .._core.float_bits import u32
 from . import codes, packed_codes
+from .array import Quantized
+from .format import PRODUCTS
+from .in_groups import CONVERSIONS
 from .microscaling import Microscaling
-
-if TYPE_CHECKING:
-    from .array import Quantized
 
 
 class Mxfp8(Microscaling):
     name, bits = "mxfp8", (8,)
     element, largest, sign = codes.E4M3, (0xE00000, 8), 7
-    prepack_handler = None
+    calls = PRODUCTS | CONVERSIONS
 
     def magnitude(self, code) -> tuple[jax.Array, jax.Array]:
         return codes.e4m3(code)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from .._core import float_bits as fb
 from .._core.float_bits import u32
 from . import codes, packed_codes
-from .in_groups import InGroups
-
-if TYPE_CHECKING:
-    from .array import Quantized
+from .array import Quantized
+from .format import PRODUCTS
+from .in_groups import CONVERSIONS, InGroups
 
 
 class Nvfp4(InGroups):
     name, bits, group_sizes = "nvfp4", (4,), (16,)
     takes_global_scale = True
+    calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}
 
     def encode(self, groups, global_scale, bits: int) -> tuple:
         b = fb.bits(groups)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._core import check, dtypes, partition
 from . import padding
-
-if TYPE_CHECKING:
-    from .array import Quantized
+from .array import Quantized
 
 
 def blocked_axis(op: str, x, axis: int) -> int:

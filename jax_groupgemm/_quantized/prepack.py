@@ -32,8 +32,7 @@ from .._core.check import describe
 from .._core.float_bits import u32
 from .._core.operations import INLINE, listed
 from .._core.segments import Metadata
-from .._kernels import problems
-from . import array, format, packed_codes
+from . import array, format, in_groups, packed_codes
 from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
 
@@ -243,12 +242,9 @@ def _call(weight, scales, biases, *, mode: str, **static):
     return format.FORMATS[mode].prepack_call(weight, scales, biases, **static)
 
 
-def _problem(*_, mode: str, **__):
-    handler = format.FORMATS[mode].prepack_handler
-    return functools.partial(problems.Conversion, mode=mode, handler=handler)
-
-
-_PREPACK = conversion.composed("jgg_prepack", _leaves, _call, batch=_in_batch, problem_of=_problem)
+_PREPACK = conversion.composed(
+    "jgg_prepack", _leaves, _call, batch=_in_batch, problem_of=in_groups.problem
+)
 
 
 @functools.partial(jax.jit, static_argnames="mapped")
