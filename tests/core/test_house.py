@@ -11,7 +11,8 @@ PACKAGE = Path(jax_groupgemm.__file__).parent
 # Each family imports from those before it. Files beside the folders come last.
 FAMILIES = (
     "_kernels", "_core", "_grouped", "_quantized", "_nvfp4", "_fp8", "_formats", "_moe",
-    "checkpoints", "router", "nnx", "integrations", "tune", "cost", "info", "checkpoint_policies", "__init__",
+    "checkpoints", "router", "nnx", "integrations", "tune", "cost", "info", "checkpoint_policies",
+    "__init__",
 )  # fmt: skip
 # ``cost`` and ``info`` list operations, so they import none.
 ONLY = {
