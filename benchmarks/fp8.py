@@ -16,8 +16,8 @@ import numpy as np
 
 import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
+from jax_groupgemm._fp8 import convert
 from jax_groupgemm._fp8.grouped_mm import of_gradient
-from jax_groupgemm._quantized import fp8_convert
 
 from . import timing
 from .fp8_shapes import Linear, Product, Quantize
@@ -106,7 +106,7 @@ def with_casts(direction: str, a, b, sizes) -> jax.Array:
 
 def quantized(options: dict, x, more) -> jgg.Quantized | tuple[jgg.Quantized, jgg.Quantized]:
     if "both" in options:
-        return fp8_convert.quantized_lines(x, more["sizes"])
+        return convert.quantized_lines(x, more["sizes"])
     return quantize(options, x, more, jgg.fp8_quantize)
 
 

@@ -1,5 +1,6 @@
 """Grouped matrix products for JAX: segmented, gathered, ragged; on any backend, fast on CUDA."""
 
+from . import _formats as _formats
 from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost

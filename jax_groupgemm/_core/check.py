@@ -301,3 +301,12 @@ def _preset(op: str, name: str, operands) -> None:
         f"jgg.{op}: precision={name} is not done{of}; algorithms that are done, at least as "
         f"exactly: {done}{wide}"
     )
+
+
+def two_sizes(value) -> tuple[int, int] | None:
+    """None where it is not two positive numbers."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        whole = [isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value]
+        if all(whole) and min(value) > 0:
+            return int(value[0]), int(value[1])
+    return None

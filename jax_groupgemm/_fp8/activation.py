@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from .._core import conversion, segments
 from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
 from .._kernels import choose, problems
-from .._quantized import fp8, fp8_convert, padding
+from .._quantized import padding
 from .._quantized.array import Quantized
+from . import blocks, convert
 
 
 def quantized_activation(h, group_sizes, activation: str) -> Quantized:
     """``fp8_quantize(activation(h), group_sizes=group_sizes)`` of the rounded activation."""
     codes, scales = _ACTIVATION(h, group_sizes, activation=activation)
-    return fp8_convert.made(codes, scales)
+    return convert.made(codes, scales)
 
 
 def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
@@ -38,9 +39,9 @@ def quantized_backward(h, d, row_scale, group_sizes, seeds, activation: str):
         h, d.astype(h.dtype), row_scale.astype(jnp.float32), group_sizes, *seeds,
         activation=activation,
     )  # fmt: skip
-    positions = padding.padding(group_sizes, h.shape[0], fp8.GROUPED).positions
-    columns = functools.partial(fp8_convert.made, positions=positions, axis=-2)
-    return fp8_convert.made(*rows), columns(by_columns, scales), columns(of_a, scales_of_a), sums
+    positions = padding.padding(group_sizes, h.shape[0], blocks.GROUPED).positions
+    columns = functools.partial(convert.made, positions=positions, axis=-2)
+    return convert.made(*rows), columns(by_columns, scales), columns(of_a, scales_of_a), sums
 
 
 def takes(platform: str, h, activation: str) -> bool:
@@ -54,7 +55,7 @@ def takes(platform: str, h, activation: str) -> bool:
 
 
 _lines = functools.partial(
-    fp8_convert.definition, block=fp8.LINE, scale_format="float32", element="e4m3"
+    convert.definition, block=blocks.LINE, scale_format="float32", element="e4m3"
 )
 
 
@@ -76,7 +77,7 @@ def _codes(lines: int, along: int):
     shape = lines, along
     return (
         jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct(fp8.scales_shape(shape, fp8.LINE), jnp.float32),
+        jax.ShapeDtypeStruct(blocks.scales_shape(shape, blocks.LINE), jnp.float32),
     )
 
 
@@ -98,11 +99,11 @@ def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activ
     scales of three, sums of 128 columns each, workspace. Seeds may be empty."""
     rows, columns = h.shape[0], h.shape[1] // 2
     sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
-    along = padding.padded_rows(rows, sizes.shape[0], fp8.GROUPED)
+    along = padding.padded_rows(rows, sizes.shape[0], blocks.GROUPED)
     results = (
         *_codes(rows, 2 * columns), *_codes(2 * columns, along), *_codes(columns, along),
         jax.ShapeDtypeStruct((columns // 128, rows), jnp.float32),
-        _workspace(sizes.shape[0], along // fp8.GROUPED),
+        _workspace(sizes.shape[0], along // blocks.GROUPED),
     )  # fmt: skip
     none = jnp.zeros((0,), jnp.uint32)
     seeds = [none if seed is None else seed for seed in (row_seed, column_seed)]

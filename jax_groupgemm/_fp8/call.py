@@ -11,9 +11,10 @@ from jax import lax
 from .._core.products import Mm
 from .._grouped.call import attributes, metadata_flags
 from .._kernels import choose
-from .._nvfp4.grouped_wgrad import as_promised
-from .._quantized import fp8, padding
+from .._quantized import padding
 from .._quantized import product as quantized_product
+from .._quantized.operands import as_promised
+from . import blocks
 
 
 def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
@@ -50,8 +51,8 @@ def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dt
     del choice
     rows, groups = x.positions.shape[0], group_sizes.shape[0]
     # So that the result is NaN where sizes are not those of the operands.
-    scales = dy.scales * as_promised(group_sizes, fp8.GROUPED, x, dy)
-    pairs = padding.padded_sizes(group_sizes, rows, fp8.GROUPED) // 2
+    scales = dy.scales * as_promised(group_sizes, blocks.GROUPED, x, dy)
+    pairs = padding.padded_sizes(group_sizes, rows, blocks.GROUPED) // 2
     weight, x_scales = (_padded(a, 0, 8) for a in (x.weight, x.scales))
     out = jax.ShapeDtypeStruct((groups, dy.shape[0], weight.shape[0]), dtype)
     more = [] if existing_out is None else [_padded(existing_out, 2, 8)]

@@ -14,12 +14,14 @@ from .._core import check, partition, segments
 from .._core.operations import operation_of_its_own_gradient
 from .._core.types import Integers
 from .._grouped.grouped_mm import grouped_mm
-from .._nvfp4.grouped_mm import one_owner
-from .._quantized import array, convert, fp8, fp8_convert, padding, trilinear
+from .._quantized import convert as quantized_convert
+from .._quantized import padding, trilinear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
+from .._quantized.operands import one_owner
 from .._quantized.trilinear import Products, linear
-from .grouped_mm import fp8_grouped_mm, of_gradient
+from . import blocks, convert
+from .grouped_mm import along_last, fp8_grouped_mm, of_gradient
 from .grouped_wgrad import grouped_wgrad
 from .quantize import fp8_quantize
 
@@ -50,8 +52,8 @@ class FP8Recipe:
       TypeError: a switch is not a bool.
     """
 
-    activation_block: tuple[int, int] = fp8.LINE
-    weight_block: tuple[int, int] = fp8.TILE
+    activation_block: tuple[int, int] = blocks.LINE
+    weight_block: tuple[int, int] = blocks.TILE
     gradient_format: Literal["e4m3", "e5m2"] = "e4m3"
     stochastic_rounding: bool = True
     forward: Precision = "fp8"
@@ -65,7 +67,7 @@ class FP8Recipe:
             ("activation_block", "one row, as (1, 128)"),
             ("weight_block", "a square, as (128, 128)"),
         ):
-            block = array.two_sizes(getattr(self, name))
+            block = check.two_sizes(getattr(self, name))
             if block is None or block[0] != (1 if name == "activation_block" else block[1]):
                 given = check.describe(getattr(self, name))
                 raise ValueError(f"jgg.{op}: {name}={given}, expected {needs}")
@@ -73,7 +75,7 @@ class FP8Recipe:
         if not isinstance(self.stochastic_rounding, bool):
             value = self.stochastic_rounding
             raise TypeError(f"jgg.{op}: stochastic_rounding={value!r} is not a bool")
-        known = {"gradient_format": tuple(fp8.ELEMENTS)} | dict.fromkeys(
+        known = {"gradient_format": tuple(blocks.ELEMENTS)} | dict.fromkeys(
             ("forward", "dgrad", "wgrad", "dispatch"), ("fp8", "bfloat16")
         )
         for name, values in known.items():
@@ -163,7 +165,7 @@ def codes_of(w, recipe: FP8Recipe, *, columns: bool) -> Quantized | None:
     if "fp8" not in (recipe.forward, recipe.dgrad):
         return None
     axis = -2 if columns else -1
-    q = fp8_convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
+    q = convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
     return dataclasses.replace(q, axis=-1)
 
 
@@ -176,7 +178,7 @@ def shares_codes(recipe: FP8Recipe) -> bool:
 def codes_of_both(w, recipe: FP8Recipe, *, columns: bool) -> tuple[Quantized, Quantized]:
     """Codes as :func:`codes_of` makes them, and their transpose, (G, K, N), as dx contracts it."""
     axis = -2 if columns else -1
-    return fp8_convert.quantized_both("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
+    return convert.quantized_both("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
 
 
 def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: bool = False):
@@ -215,7 +217,7 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: 
 
 def _checked(op: str, name: str, q: Quantized, x, shape) -> Quantized:
     """``q`` in layout "linear", as gradients read it, checked."""
-    q = array.along_last(op, name, q, "fp8", "G, N, K")
+    q = along_last(op, name, q, "G, N, K")
     expected = (*q.shape[:-1], x.shape[1]) if shape is None else tuple(shape)
     if q.shape != expected:
         why = f"because x is {x.shape}" if shape is None else "as w"
@@ -254,12 +256,12 @@ class LinearProducts(Products):
         return codes_of(stored, self.recipe, columns=self.columns), None
 
     def exchanged(self, q):
-        return fp8_convert.exchanged(q)
+        return convert.exchanged(q)
 
     def dx(self, dy, w, q, codes, group_sizes, keys):
         if self.recipe.dgrad != "fp8":
             if w is None:
-                w = convert._dequantize(q, dy.dtype)
+                w = quantized_convert._dequantize(q, dy.dtype)
             return grouped_mm(dy, w.astype(dy.dtype), group_sizes)
         if codes is None:
             codes = self._rows(dy, group_sizes, keys[0], self.recipe.gradient_format)
@@ -285,7 +287,7 @@ class LinearProducts(Products):
 
     def packed(self, x, group_sizes):
         if self._reads_once(self.recipe.forward):
-            return fp8_convert.quantized_lines(x, group_sizes)
+            return convert.quantized_lines(x, group_sizes)
         return None, self._along_t(x, group_sizes, None)
 
     def both(self, dy, group_sizes, keys):
@@ -294,16 +296,16 @@ class LinearProducts(Products):
             return None, None
         if not self._reads_once(self.recipe.dgrad):
             return None, None
-        return fp8_convert.quantized_lines(dy, group_sizes)
+        return convert.quantized_lines(dy, group_sizes)
 
     def _reads_once(self, other: Precision) -> bool:
         """Whether dw and another product read the same array in eight bits, in lines of 128."""
-        return other == self.recipe.wgrad == "fp8" and self.recipe.activation_block == fp8.LINE
+        return other == self.recipe.wgrad == "fp8" and self.recipe.activation_block == blocks.LINE
 
     def unpacked(self, kept, dtype):
         def rows(q):
             stored = dataclasses.replace(q, axis=-1, layout="linear", positions=None)
-            values = convert._dequantize(stored, dtype)
+            values = quantized_convert._dequantize(stored, dtype)
             return padding.take_rows(values.T, q.positions)
 
         run: Callable = rows

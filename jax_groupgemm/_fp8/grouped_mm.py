@@ -19,10 +19,12 @@ from .._core.types import Activation, Implementation, Integers
 from .._grouped.call import Epilogue
 from .._grouped.grouped_mm import epilogue, metadata
 from .._kernels import choose, problems
-from .._quantized import array, convert, formats, fp8
+from .._quantized import array, format, layouts
+from .._quantized import convert as quantized_convert
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
-from . import call
+from .._quantized.format import FLOATS
+from . import blocks, call
 
 
 @operation
@@ -78,8 +80,8 @@ def fp8_grouped_mm(
     ``m_grouped_fp8_gemm_nt_contiguous``, with groups of any size.
     """
     op = "fp8_grouped_mm"
-    x = array.along_last(op, "x", x, "fp8", "T, K")
-    w = array.along_last(op, "w", w, "fp8", "G, N, K")
+    x = along_last(op, "x", x, "T, K")
+    w = along_last(op, "w", w, "G, N, K")
     check.rows(op, "x", x.shape[0])
     if w.shape[2] != x.shape[1]:
         raise ValueError(
@@ -89,17 +91,17 @@ def fp8_grouped_mm(
     groups = metadata(op, group_sizes, group_offset, w)
     preferred = jnp.bfloat16 if preferred_element_type is None else preferred_element_type
     dtype = check.of_dtype(op, "preferred_element_type", preferred)
-    check.dtype(op, "preferred_element_type", dtype, formats.FLOATS)
+    check.dtype(op, "preferred_element_type", dtype, FLOATS)
     check.implementation(op, implementation)
     product = _product(op, x, dtype, implementation=implementation)
     options = epilogue(op, product, x, w, bias, activation, row_scale)
-    return _MM(x, fp8.of_product(w), groups, options, product=product)
+    return _MM(x, format.of(w).of_product(w), groups, options, product=product)
 
 
 def of_rows(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, **flags) -> jax.Array:
     """:func:`fp8_grouped_mm` of checked operands. Flags: ``clears_rest`` of :class:`Mm`."""
     product = _product(op, x, dtype, **flags)
-    return _MM(x, fp8.of_product(w), groups, Epilogue(), product=product)
+    return _MM(x, format.of(w).of_product(w), groups, Epilogue(), product=product)
 
 
 def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
@@ -108,7 +110,7 @@ def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
     known = {
         "op": "fp8_grouped_mm", "platform": platform, "out_dtype": jnp.dtype(dtype).name,
         "empty": 0 in (rows, groups, n, k), "rows": rows, "groups": groups,
-        "elements": ("e4m3", fp8.DTYPES[w.weight.dtype.name]), "blocks": (fp8.LINE, w.block),
+        "elements": ("e4m3", blocks.DTYPES[w.weight.dtype.name]), "blocks": (blocks.LINE, w.block),
     }  # fmt: skip
     both = (problems.Fp8(**known, k=k, n=n), problems.Fp8(**known, k=n, n=k, transpose_w=False))
     return all(choose.fused(problem) is not None for problem in both)
@@ -118,7 +120,7 @@ def of_gradient(op: str, x: Quantized, w: Quantized, groups: Metadata, dtype, **
     """``x[t] @ w[group(t)]`` of x ``(T, N)`` and w ``(G, N, K)``, whose blocks are square: the same
     codes serve both products. Flags as of :func:`of_rows`."""
     product = _product(op, x, dtype, transpose_w=False, **flags)
-    return _MM(x, fp8.of_product(w), groups, Epilogue(), product=product)
+    return _MM(x, format.of(w).of_product(w), groups, Epilogue(), product=product)
 
 
 def _product(op: str, x, dtype, *, implementation=None, **flags) -> Mm:
@@ -158,7 +160,7 @@ def _problem(platform, x, w, options: Epilogue, product: Mm) -> problems.Fp8:
 
 
 def elements(a: Quantized, b: Quantized) -> tuple[str, str]:
-    return fp8.DTYPES[a.weight.dtype.name], fp8.DTYPES[b.weight.dtype.name]
+    return blocks.DTYPES[a.weight.dtype.name], blocks.DTYPES[b.weight.dtype.name]
 
 
 def _cost(operands, values, outs, *, product: Mm) -> Cost:
@@ -177,4 +179,10 @@ _MM = Composed("jgg_fp8_grouped_mm", _composed, _call, keeps_call=True, cost=_co
 
 def decoded(q: Quantized, implementation: str | None) -> jax.Array:
     """Values in float32."""
-    return convert._dequantize(q, jnp.float32, implementation)
+    return quantized_convert._dequantize(q, jnp.float32, implementation)
+
+
+def along_last(op: str, name: str, q, letters: str) -> Quantized:
+    """``q``, checked, in layout "linear": in blocks along its last axis, of an axis a letter."""
+    q = array.along_last(op, name, q, "fp8", letters)
+    return layouts.of(q).to_linear(q)

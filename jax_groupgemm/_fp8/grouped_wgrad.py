@@ -18,10 +18,10 @@ from .._core.products import Wgrad
 from .._core.types import Implementation, Integers
 from .._grouped import primitives
 from .._kernels import choose, problems
-from .._nvfp4.grouped_wgrad import as_promised, check_padded, existing
-from .._quantized import array, fp8, padding
+from .._quantized import array, padding
 from .._quantized.array import Quantized
-from . import call
+from .._quantized.operands import as_promised, check_padded, existing
+from . import blocks, call
 from .grouped_mm import decoded, elements
 
 
@@ -73,7 +73,7 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementatio
     group_sizes = check.group_sizes(op, group_sizes)
     groups = group_sizes.shape[0]
     for name, q in (("x", x), ("dy", dy)):
-        check_padded(op, name, q, t, groups, fp8.GROUPED)
+        check_padded(op, name, q, t, groups, blocks.GROUPED)
     if existing_out is not None:
         existing_out = existing(op, existing_out, (groups, n, k))
     check.implementation(op, implementation)
@@ -84,7 +84,7 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementatio
 
 def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     """In terms of another product."""
-    padded = padding.padded_sizes(group_sizes, x.positions.shape[0], fp8.GROUPED)
+    padded = padding.padded_sizes(group_sizes, x.positions.shape[0], blocks.GROUPED)
     product = Wgrad(
         groups=group_sizes.shape[0], out_dtype=jnp.float32, transpose_x=True, transpose_y=True,
         precision=lax.Precision.HIGHEST, implementation=implementation,
@@ -92,7 +92,7 @@ def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
     lines, columns = (decoded(_stored(q), implementation) for q in (dy, x))
     out = primitives.wgrad(lines, columns, segments.sizes(padded), product)
     live = padded > 0
-    promised = as_promised(group_sizes, fp8.GROUPED, x, dy)
+    promised = as_promised(group_sizes, blocks.GROUPED, x, dy)
     out = jnp.where(live[:, None, None], out * promised, jnp.float32(0))
     if existing_out is not None:
         out = padding.accumulated(live, out, existing_out)
@@ -127,7 +127,7 @@ def _cost(operands, values, outs, **_) -> Cost:
     """Rows are those of the operands, padded group by group."""
     (x, dy, sizes, existing_out), value = operands, values[2]
     (k, stored), (n, _), (rows,) = x.shape, dy.shape, x.positions.shape
-    padded = None if value is None else lambda: padding.padded_sizes(value(), rows, fp8.GROUPED)
+    padded = None if value is None else lambda: padding.padded_sizes(value(), rows, blocks.GROUPED)
     count, read, *_ = costs.counts(segments.sizes(sizes), [padded], stored, stored, sizes.shape[0])
     codes = costs.bytes_of((x.weight, x.scales, dy.weight, dy.scales)) // max(stored, 1) * read
     return Cost(2 * count * k * n, codes + costs.bytes_of((sizes, existing_out, outs)))

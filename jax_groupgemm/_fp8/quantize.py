@@ -10,9 +10,11 @@ from jax.typing import ArrayLike
 from .._core import check
 from .._core.operations import operation
 from .._core.types import Integers
-from .._nvfp4.quantize import blocked_axis, seed_of
-from .._quantized import array, formats, fp8, fp8_convert, padding
+from .._quantized import array, padding
 from .._quantized.array import Quantized
+from .._quantized.format import FLOATS
+from .._quantized.operands import blocked_axis, seed_of
+from . import blocks, convert
 
 SCALE_FORMATS = ("float32", "e8m0")
 
@@ -21,7 +23,7 @@ SCALE_FORMATS = ("float32", "e8m0")
 def fp8_quantize(
     x: ArrayLike,
     *,
-    block: tuple[int, int] | None = fp8.LINE,
+    block: tuple[int, int] | None = blocks.LINE,
     axis: int = -1,
     group_sizes: Integers | None = None,
     scale_format: Literal["float32", "e8m0"] = "float32",
@@ -67,12 +69,12 @@ def fp8_quantize(
     """
     op = "fp8_quantize"
     x = check.array(op, "x", x)
-    check.dtype(op, "x", x.dtype, formats.FLOATS)
+    check.dtype(op, "x", x.dtype, FLOATS)
     axis = blocked_axis(op, x, axis)
     _, _, block = array.static(op, "fp8", 8, None, block)
     for name, value, known in (
         ("scale_format", scale_format, SCALE_FORMATS),
-        ("format", format, tuple(fp8.ELEMENTS)),
+        ("format", format, tuple(blocks.ELEMENTS)),
     ):
         if not isinstance(value, str) or value not in known:
             said = " or ".join(map(repr, known))
@@ -84,15 +86,15 @@ def fp8_quantize(
         group_sizes = check.group_sizes(op, group_sizes)
         check.rows(op, "x", x.shape[0])
         if axis == -2:
-            if block != fp8.LINE:
+            if block != blocks.LINE:
                 raise ValueError(
-                    f"jgg.{op}: axis=0 with group_sizes has block {fp8.LINE}, got {block}: groups "
-                    "are padded to whole blocks"
+                    f"jgg.{op}: axis=0 with group_sizes has block {blocks.LINE}, got {block}: "
+                    "groups are padded to whole blocks"
                 )
-            count = padding.padded_rows(x.shape[0], group_sizes.shape[0], fp8.GROUPED)
+            count = padding.padded_rows(x.shape[0], group_sizes.shape[0], blocks.GROUPED)
             check.rows(op, "x, padded,", count)
     seed = None if stochastic_rounding_key is None else seed_of(op, stochastic_rounding_key)
-    return fp8_convert.quantized(
+    return convert.quantized(
         op, x, block=block, axis=axis, group_sizes=group_sizes, seed=seed,
         scale_format=scale_format, element=format,
     )  # fmt: skip

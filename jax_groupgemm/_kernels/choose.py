@@ -53,7 +53,7 @@ def choose(problem: Problem) -> Choice | None:
             continue
         if unsupported(problem) or _out_of_reach(kernel):
             continue
-        if kernel.can(problem) is None and kernel.pays(problem):
+        if cannot(kernel, problem) is None and kernel.pays(problem):
             return configured(kernel, problem)
     return None
 
@@ -87,7 +87,7 @@ def _named(problem: Problem) -> Choice:
         capabilities = extension.live_capabilities()
         if why is None and (name == "cpu" or capabilities or extension.BUILD.problem):
             why = extension.unavailable(name, capabilities)
-        why = why or kernel.can(problem)
+        why = why or cannot(kernel, problem)
         if why is None:
             return configured(kernel, problem)
         reason = reason or why
@@ -112,6 +112,13 @@ def unsupported(problem: Problem) -> str | None:
             if name not in FLOATS:
                 return f"{role} dtype {name} is not one of {dense.ALL_FLOATS}"
     return None
+
+
+def cannot(kernel: Kernel, problem: Problem) -> str | None:
+    """Why a kernel cannot run a call of dtypes that it knows."""
+    if problem.calls is not None and kernel.target not in problem.calls:
+        return f"reads no codes of mode {problem.mode!r}"
+    return kernel.can(problem)
 
 
 def missing(name: str, op: str) -> str:
@@ -154,24 +161,19 @@ def _packed_operands(p: Qmm) -> str | None:
 
 
 def _packed(p: Qmm) -> str | None:
-    fp8 = p.mode == "fp8"
-    if fp8 and (why := dense.in_parts(p)):
+    if not p.as_stored and (why := dense.in_parts(p)):
         return why
     if p.layout != "sm90":
-        if p.empty or not p.packable or p.mode == "mxfp8":
+        if p.empty or not p.packable:
             return "prepack has no kernel for this weight"
-        # No kernel reads codes of mode "fp8" as they are stored, so any number of rows repacks.
-        if not fp8 and p.rows < p.all_groups * _repack_from(p.bits):
+        # Where no kernel reads codes as they are stored, any number of rows repacks.
+        if p.as_stored and p.rows < p.all_groups * _repack_from(p.bits):
             return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
         if not p.named and not extension.live_capabilities():
             return "repacks for a GPU that this process has"
     if why := extension.rules().qmm_packed_problem(n=p.n, gated=p.gated):
         return why
     return _packed_operands(p)
-
-
-def _decodes(p: Qmm) -> str | None:
-    return "reads no codes of mode 'fp8'" if p.mode == "fp8" else None
 
 
 def _repack_from(bits: int) -> int:
@@ -182,9 +184,9 @@ def as_stored_sm90(p: Qmm) -> str | None:
     """Why Hopper's kernel does not take a weight as it is stored."""
     if p.layout != "linear":
         return f"needs layout 'linear', got {p.layout!r}"
-    return _decodes(p) or extension.rules().qmm_sm90_problem(
+    return extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
-        bfloat16_scales=p.mode != "affine" or p.scales_dtype == "bfloat16",
+        bfloat16_scales=p.bfloat16_scales,
         transpose_w=p.transpose_w, in_order=p.in_order,
     )  # fmt: skip
 
@@ -288,9 +290,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
-        Kernel("sm90", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, only_named=True),
+        Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),
         Kernel(
-            "sm80", "jgg_qmm", _decodes, _qmm_fuses, config=_qmm_config, unseen=True,
+            "sm80", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, unseen=True,
             needs="no mode fp8",
         ),
     ),
@@ -401,6 +403,6 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     },
     "prepack": (
         Kernel("sm80", "jgg_prepack", rows.converts, unseen=True, needs="no mxfp8, no fp8"),
-        Kernel("sm80", "jgg_prepack_fp8", rows.packs_fp8, unseen=True, needs="mode fp8"),
+        Kernel("sm80", "jgg_prepack_fp8", rows.converts, unseen=True, needs="mode fp8"),
     ),
 }  # fmt: skip

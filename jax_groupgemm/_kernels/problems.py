@@ -20,6 +20,8 @@ class Problem:
       dtypes: names of the dtypes of operands that a kernel must know.
       out_dtype: name of the result's.
       empty: whether an operand has no elements.
+      mode: of quantized weights.
+      calls: the custom calls that take this mode; None for all.
     """
 
     op: str
@@ -28,6 +30,8 @@ class Problem:
     dtypes: tuple[str, ...] = ()
     out_dtype: str = "float32"
     empty: bool = False
+    mode: str = ""
+    calls: frozenset[str] | None = None
 
     @property
     def named(self) -> bool:
@@ -92,11 +96,10 @@ class Qmm(Problem):
     all_groups: int
     k: int
     n: int
-    mode: str
     bits: int
     layout: str
-    scales_dtype: str
-    packable: bool  # ``prepack`` has a layout for the weight
+    bfloat16_scales: bool  # bfloat16 holds its scales
+    packable: bool  # a kernel packs the weight
     in_order: bool = True
     transpose_w: bool = True
     gated: bool = False
@@ -104,6 +107,11 @@ class Qmm(Problem):
     option_dtypes: tuple[str, ...] = ()
     preactivation: bool = False
     more_options: bool = False
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether kernels read its codes as they are stored."""
+        return self.calls is None or "jgg_qmm" in self.calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +124,6 @@ class Rows(Problem):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion(Problem):
     """``quantize``, ``dequantize``, ``prepack`` or ``nvfp4_quantize``."""
-
-    mode: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

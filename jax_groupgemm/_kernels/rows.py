@@ -103,12 +103,4 @@ def _both_ways(p: Fp8Conversion, block: tuple[int, int]) -> str | None:
 
 
 def converts(p: Conversion) -> str | None:
-    if p.op == "prepack" and p.mode in ("mxfp8", "fp8"):
-        return f"it takes no codes of mode {p.mode!r}"
-    return "an operand is empty" if p.empty else None
-
-
-def packs_fp8(p: Conversion) -> str | None:
-    if p.mode != "fp8":
-        return f"needs mode 'fp8', got {p.mode!r}"
     return "an operand is empty" if p.empty else None

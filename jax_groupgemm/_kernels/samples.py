@@ -54,7 +54,7 @@ def _sample_qmm(platform: str, dtype: str) -> Qmm:
     return Qmm(
         op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, groups=8,
         all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
-        scales_dtype="bfloat16", packable=True,
+        bfloat16_scales=True, packable=True,
     )  # fmt: skip
 
 
@@ -75,7 +75,9 @@ def _sample_fp8(op: str) -> Callable[[str, str], Fp8]:
 
 
 def _sample_conversion(op: str) -> Callable[[str, str], Conversion]:
-    return lambda platform, dtype: Conversion(op=op, platform=platform, mode="affine")
+    return lambda platform, dtype: Conversion(
+        op=op, platform=platform, mode="affine", calls=frozenset({f"jgg_{op}"})
+    )
 
 
 def _sample_fp8_conversion(op: str) -> Callable[[str, str], Fp8Conversion]:
@@ -135,7 +137,7 @@ def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
     return (
         extension.unavailable(kernel.name, capabilities)
         or choose.unsupported(problem)
-        or kernel.can(problem)
+        or choose.cannot(kernel, problem)
         or (kernel.fuses(problem) if isinstance(problem, (Fp8, Nvfp4)) else None)
     )
 

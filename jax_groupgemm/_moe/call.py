@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .._fp8 import blocks
 from .._kernels import choose, extension, problems
-from .._quantized import fp8
 
 
 def takes_route(platform: str, pairs: int, rows: int, experts: int) -> bool:
@@ -28,7 +28,7 @@ def route(index, offset, *, rows: int, experts: int) -> list[jax.Array]:
 
 def dispatch(platform: str, x, routing, weight, *, clears_rest: bool) -> jax.Array | None:
     """Custom call ``jgg_moe_dispatch``: x, order, place[, expert_weight] -> out, or None."""
-    if x.dtype.name in fp8.DTYPES and weight is None:
+    if x.dtype.name in blocks.DTYPES and weight is None:
         takes = _takes("dispatch", platform, x, routing, (), jnp.float32, codes=True)
     else:
         takes = _takes("dispatch", platform, x, routing, (x.dtype,), x.dtype)

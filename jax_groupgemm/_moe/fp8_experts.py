@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._core import segments
 from .._core.composed import Composed
 from .._fp8 import activation as fp8_activation
-from .._fp8 import grouped_mm
+from .._fp8 import blocks, convert, grouped_mm
 from .._fp8.grouped_linear import (
     FP8Recipe,
     LinearProducts,
@@ -34,9 +34,9 @@ from .._fp8.grouped_linear import (
 from .._fp8.grouped_wgrad import grouped_wgrad
 from .._fp8.quantize import fp8_quantize
 from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
-from .._nvfp4.quantize import seed_of
-from .._quantized import fp8, fp8_convert, trilinear
+from .._quantized import trilinear
 from .._quantized.array import Quantized
+from .._quantized.operands import seed_of
 from .experts import of_rows, weight_cotangents
 from .listed import tokens
 from .permute import combined, dispatched
@@ -64,7 +64,7 @@ class Fp8Options:
         r = self.recipe
         return (
             {r.forward, r.dgrad, r.wgrad} == {"fp8"}
-            and (r.activation_block, r.weight_block) == (fp8.LINE, fp8.TILE)
+            and (r.activation_block, r.weight_block) == (blocks.LINE, blocks.TILE)
             and r.gradient_format == "e4m3"
         )
 
@@ -193,8 +193,8 @@ def _backward_fused(ct, h, x, up, down, codes, routing, weight, key, *, options:
         h, d, of_rows(weight, routing), sizes, (seed(up_rows_key), seed(up_key)),
         options.activation,
     )  # fmt: skip
-    ct_columns = fp8_convert.quantized_rows(ct, token, sizes, seed(down_key))
-    x_columns = fp8_convert.quantized_rows(x_rows, token, sizes, None)
+    ct_columns = convert.quantized_rows(ct, token, sizes, seed(down_key))
+    x_columns = convert.quantized_rows(x_rows, token, sizes, None)
     ddown = _weight_gradient(ct_columns, a_columns, sizes, down.dtype, options)
     dup = _weight_gradient(dh_columns, x_columns, sizes, up.dtype, options)
     drows = grouped_mm.of_gradient(OP, dh, codes[0], metadata, dtype, clears_rest=False)
@@ -254,7 +254,7 @@ def _backward(saved, operands, cts, *, options: Fp8Options):
     h, codes, kept = saved
     x, up, down, _, *more = operands
     codes = tuple(
-        q if turned is None else fp8_convert.exchanged(turned)
+        q if turned is None else convert.exchanged(turned)
         for q, turned in zip(codes, kept, strict=True)
     )
     dx, dup, ddown, dweight = _BACKWARD(cts[0], h, x, up, down, codes, *more, options=options)

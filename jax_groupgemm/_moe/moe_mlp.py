@@ -19,13 +19,15 @@ from .._core.operations import INLINE, operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Implementation, Integers, Transport
 from .._fp8.grouped_linear import FP8Recipe, fp8_grouped_linear, of_columns
+from .._fp8.grouped_mm import along_last
 from .._grouped.activation_backward import rounded_activation
 from .._grouped.activations import GATED_ACTIVATIONS, check_name
 from .._grouped.grouped_mm import grouped_mm
 from .._nvfp4.grouped_linear import NVFP4Recipe, nvfp4_grouped_linear
-from .._quantized import array, formats, trilinear
+from .._quantized import array, trilinear
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
+from .._quantized.format import FLOATS
 from .._quantized.grouped_qmm import grouped_qmm
 from . import expert_parallel, fp8_experts, sharding
 from .experts import Options, experts, summed
@@ -316,7 +318,7 @@ class _Layer:
             if bias is not None:
                 check.holds(op, name, bias, dtype)
                 if recipe is not None:
-                    check.dtype(op, name, bias.dtype, formats.FLOATS, " where there is a recipe")
+                    check.dtype(op, name, bias.dtype, FLOATS, " where there is a recipe")
         return cls(
             up.shape[0], up, down, up_bias, down_bias, activation, jnp.dtype(dtype), transpose_w,
             recipe, _codes(op, codes, recipe, (up.shape[0], f * parts, d), (up.shape[0], d, f)),
@@ -442,7 +444,7 @@ def _codes(op: str, codes, recipe, *shapes) -> tuple[Quantized | None, Quantized
         raise TypeError(f"jgg.{op}: quantized must be two jgg.Quantized, of up and down")
     checked = []
     for name, q, shape in zip(("up", "down"), codes, shapes, strict=True):
-        q = array.along_last(op, f"quantized {name}", q, "fp8", "E, N, K")
+        q = along_last(op, f"quantized {name}", q, "E, N, K")
         if tuple(q.shape) != shape:
             raise ValueError(
                 f"jgg.{op}: quantized {name} has shape {q.shape}, expected {shape}: what products "

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._core import partition
-from .._quantized import fp8
+from .._quantized import format
 from .._quantized.array import Quantized
 from .expert_parallel import Axis
 
@@ -204,10 +204,10 @@ def _refuse(leaf: _Leaf, letter: str, entry, why: str) -> None:
 
 
 def _in_whole_blocks(w, halves: int | None = None):
-    """A weight in mode "fp8" with blocks that no device's part cuts, if it has whole ones."""
-    if not isinstance(w, Quantized) or w.mode != "fp8" or w.layout != "linear":
+    """A weight with blocks that no device's part cuts, if it has whole ones."""
+    if not isinstance(w, Quantized) or w.layout != "linear":
         return w
-    return fp8.in_whole_blocks(fp8.of_product(w), halves)
+    return format.of(w).in_whole_blocks(w, halves)
 
 
 def _layout_of_tiles(operand) -> str | None:

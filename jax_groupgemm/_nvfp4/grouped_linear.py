@@ -19,9 +19,10 @@ from .._grouped.grouped_mm import grouped_mm
 from .._quantized import trilinear
 from .._quantized.array import Quantized
 from .._quantized.convert import dequantize
+from .._quantized.operands import one_owner
 from .._quantized.trilinear import Products, linear
 from . import layouts
-from .grouped_mm import nvfp4_grouped_mm, one_owner
+from .grouped_mm import nvfp4_grouped_mm
 from .grouped_wgrad import grouped_wgrad
 from .quantize import hadamard, nvfp4_quantize
 

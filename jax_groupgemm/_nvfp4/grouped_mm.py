@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, partition, segments
+from .._core import check, segments
 from .._core import float_bits as fb
 from .._core.operations import operation
 from .._core.products import Mm
@@ -18,10 +18,12 @@ from .._core.types import Implementation, Integers
 from .._grouped import fused
 from .._grouped.call import Epilogue
 from .._kernels import problems
-from .._quantized import array, convert, formats, prepack
+from .._quantized import array, convert, prepack
 from .._quantized import call as quantized_call
 from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
+from .._quantized.format import FLOATS
+from .._quantized.operands import one_owner
 from . import sm100
 from .sm100 import folded
 
@@ -102,7 +104,7 @@ def nvfp4_grouped_mm(
         )
     preferred = jnp.bfloat16 if preferred_element_type is None else preferred_element_type
     dtype = check.of_dtype(op, "preferred_element_type", preferred)
-    check.dtype(op, "preferred_element_type", dtype, formats.FLOATS)
+    check.dtype(op, "preferred_element_type", dtype, FLOATS)
     check.rows(op, "x", t)
     check.implementation(op, implementation)
     one_owner(op, (("x", x.weight, "TK"), ("w", w.weight, "GNK")))
@@ -194,41 +196,6 @@ def apart(scale) -> tuple[jax.Array, jax.Array]:
     exponent = jnp.clip(exponent, 127 - 64, 127 + 64)
     of = lambda exponent: fb.value(fb.u32(exponent) << 23)
     return scale * of(254 - exponent), of(exponent).astype(jnp.bfloat16)
-
-
-def one_owner(op: str, operands) -> None:
-    """Under Explicit sharding a mesh axis divides one axis of a product, in every operand alike.
-
-    ``operands``: names, arrays and the letters of their axes.
-    """
-    if partition.explicit_mesh([a for _, a, _ in operands]) is None:
-        return
-    owners: dict[str, tuple[str, str]] = {}
-    divided: dict[str, tuple[str, tuple]] = {}
-    for name, a, letters in operands:
-        for letter, axes in zip(letters, partition.entries_of(a), strict=False):
-            if not axes:
-                continue
-            other, others = divided.setdefault(letter, (name, axes))
-            first = [owners.setdefault(axis, (name, letter)) for axis in axes]
-            clash = next((owner for owner in first if owner[1] != letter), None)
-            if clash is not None:
-                why = f"{clash[0]} shards {clash[1]} over it"
-            elif axes != others:
-                why = f"{other} shards it over {others}"
-            else:
-                continue
-            instead = "use jax.sharding.reshard first"
-            if clash is not None and {clash[1], letter} == {"T", "G"}:
-                instead = (
-                    "jgg.moe_mlp with a recipe is the layer for that. Its tokens and experts may "
-                    "share a mesh axis, and tokens travel to their experts. With "
-                    "jax.sharding.reshard every device gets all rows, or all groups"
-                )
-            raise ValueError(
-                f"jgg.{op}: {name} shards {letter} over {axes}, but {why}. Under Explicit sharding "
-                f"nothing is gathered silently: {instead}"
-            )
 
 
 def exact(q: Quantized, implementation) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core import check, dtypes, segments
+from .._core import check, segments
 from .._core.operations import operation
 from .._core.products import Wgrad
 from .._core.types import Implementation, Integers
@@ -17,6 +17,7 @@ from .._grouped import primitives
 from .._kernels import problems
 from .._quantized import array, padding
 from .._quantized.array import Quantized
+from .._quantized.operands import as_promised, check_padded, existing
 from . import layouts, sm100
 from .grouped_mm import apart, exact, factor
 from .sm100 import folded
@@ -180,34 +181,9 @@ def _along_t(op: str, name: str, q) -> Quantized:
     return q
 
 
-def check_padded(op: str, name: str, q: Quantized, rows: int, groups: int, unit: int) -> None:
-    expected = (q.shape[0], layouts.padded_rows(rows, groups, unit))
-    if q.shape != expected:
-        raise ValueError(
-            f"jgg.{op}: {name} is stored as {q.shape}, expected {expected} because it has {rows} "
-            f"rows and group_sizes is ({groups},)"
-        )
-
-
-def existing(op: str, value, shape: tuple[int, ...]) -> jax.Array:
-    value = check.array(op, "existing_out", value)
-    why = "because the result has this shape"
-    check.shape(op, "existing_out", value, shape, "G, N, K", why)
-    check.dtype(op, "existing_out", value.dtype, ("float32",))
-    return value
-
-
 def _stored(q: Quantized) -> Quantized:
     """The array that the leaves hold, rows last and padded."""
     return dataclasses.replace(q, axis=-1, layout="linear", positions=None)
-
-
-def as_promised(group_sizes, unit: int, *operands: Quantized):
-    """1, or NaN where operands were not padded for these sizes."""
-    rows = operands[0].positions.shape[0]
-    positions = layouts.padding(group_sizes, rows, unit).positions
-    same = [jnp.all(q.positions == positions) for q in operands]
-    return dtypes.one_or_nan(jnp.stack(same).all())
 
 
 def _times(beta, existing_out):

@@ -20,8 +20,10 @@ from .._core import float_bits as fb
 from .._core.float_bits import i32, u32
 from .._core.operations import operation
 from .._core.types import Integers
-from .._quantized import formats
+from .._quantized import codes
 from .._quantized.array import Quantized
+from .._quantized.format import FLOATS
+from .._quantized.operands import blocked_axis, seed_of
 from .._quantized.philox import sixteen_bits
 from . import call, layouts
 from .layouts import padded_sizes as padded_sizes
@@ -87,7 +89,7 @@ def nvfp4_quantize(
     """
     op = "nvfp4_quantize"
     x = check.array(op, "x", x)
-    check.dtype(op, "x", x.dtype, formats.FLOATS)
+    check.dtype(op, "x", x.dtype, FLOATS)
     axis = blocked_axis(op, x, axis)
     _options(op, x, axis, group_sizes, scale_2d, hadamard, layout)
     if group_sizes is not None:
@@ -115,19 +117,6 @@ def nvfp4_quantize(
         group_size=_BLOCK, axis=axis,
         layout="grouped" if group_sizes is not None and axis == -2 else layout,
     )  # fmt: skip
-
-
-def blocked_axis(op: str, x, axis: int) -> int:
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise TypeError(f"jgg.{op}: axis must be an int, got {check.describe(axis)}")
-    if x.ndim and axis in (-1, x.ndim - 1):
-        return -1
-    if x.ndim > 1 and axis in (-2, x.ndim - 2):
-        return -2
-    raise ValueError(
-        f"jgg.{op}: axis={axis}, expected the last axis of x or the one before it, and x has shape "
-        f"{x.shape}"
-    )
 
 
 def _options(op: str, x, axis, group_sizes, scale_2d, hadamard, layout) -> None:
@@ -163,17 +152,6 @@ def _options(op: str, x, axis, group_sizes, scale_2d, hadamard, layout) -> None:
 def _padded_rows(x, axis: int, group_sizes, layout: str) -> int:
     unit = layouts.GROUPED if axis == -2 else layouts.SWIZZLED if layout == "swizzled" else 1
     return layouts.padded_rows(x.shape[0], group_sizes.shape[0], unit)
-
-
-def seed_of(op: str, key):
-    """Two words."""
-    try:
-        return jax.random.bits(key, (2,), jnp.uint32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"jgg.{op}: stochastic_rounding_key must be one key of jax.random, got "
-            f"{check.describe(key)}"
-        ) from error
 
 
 def _specs(x, mesh, axis: int, grouped: bool, layout: str):
@@ -220,7 +198,7 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
         x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
     if axis == -2:
         x = x.swapaxes(-1, -2)
-    b = fb.bits(formats.blocks(x, _BLOCK))
+    b = fb.bits(codes.blocks(x, _BLOCK))
     if hadamard:
         b = _rotated(b)
     magnitude = fb.magnitude(b)
@@ -231,12 +209,12 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
     scales, inverse = lax.optimization_barrier((scales, inverse))  # once per block
     q = fb.multiply(b, inverse[..., None])
     if seed is None:
-        code = fb.encode(*fb.split(q), **formats.E2M1)
+        code = fb.encode(*fb.split(q), **codes.E2M1)
     else:
         code = _stochastic(q, sixteen_bits(b.shape[:-1], (seed[0], seed[1])))
     code = jnp.where((scales == 0x7F)[..., None], u32(0), code | b >> 31 << 3)
     code = lax.optimization_barrier(code)  # else XLA computes them once for every bit field
-    weight = formats.pack(formats.flat(code), 4)
+    weight = codes.pack(codes.flat(code), 4)
     global_scale = fb.value(fb.divide(amax, fb.bits(jnp.full_like(amax, _RANGE, jnp.float32))))
     return weight, scales.astype(jnp.uint8), global_scale
 
@@ -246,7 +224,7 @@ _QUANTIZE = conversion.composed("jgg_nvfp4_quantize", _definition, call.nvfp4_qu
 
 def _scales(block, amax, scale_2d: bool):
     """Scale bytes, and the bits by which elements are multiplied, of the largest magnitudes of
-    blocks ``(..., R, S)`` and matrices ``(...)``, all bits."""
+    blocks ``(..., R, S)`` and matrices ``(...)``, all codes."""
     constant = lambda value, like: fb.bits(jnp.full(like.shape, value, jnp.float32))
     rows = block.shape[-2:-1]
     if scale_2d:
@@ -260,9 +238,9 @@ def _scales(block, amax, scale_2d: bool):
     decode = fb.divide(constant(_ONE, amax), encode)
     sixth, decode = lax.optimization_barrier((sixth, decode))  # once per matrix
     matrix = (..., *[None] * (block.ndim - amax.ndim))
-    byte = fb.encode(*fb.split(fb.multiply(block, sixth[matrix])), **formats.E4M3)
+    byte = fb.encode(*fb.split(fb.multiply(block, sixth[matrix])), **codes.E4M3)
     byte = jnp.where(block < u32(fb.INF), byte, u32(0x7F))
-    scale = fb.multiply(fb.bits(formats.exact(*formats.e4m3(byte))), decode[matrix])
+    scale = fb.multiply(fb.bits(codes.exact(*codes.e4m3(byte))), decode[matrix])
     inverse = jnp.minimum(fb.divide(constant(_ONE, scale), scale), u32(_LARGEST))
     if scale_2d:
         byte, inverse = (jnp.repeat(a, _BLOCK, axis=-2)[..., : rows[0], :] for a in (byte, inverse))

@@ -13,8 +13,8 @@ import numpy as np
 from .._core import check
 from .._core.check import describe
 from .._core.types import LayoutName, Mode
-from . import layouts
-from .formats import MODES
+from . import format, layouts
+from .format import FORMATS
 from .layouts import LAYOUTS
 
 
@@ -124,9 +124,7 @@ class Quantized:
         absent = [name for name in _NEEDED if not hasattr(self, name)]
         if absent:
             return f"Quantized(without {', '.join(absent)})"
-        static = f"mode={self.mode!r}, bits={self.bits}, group_size={self.group_size}"
-        if self.mode == "fp8":
-            static = f"mode={self.mode!r}, block={self.block}"
+        static = format.of(self).described(self)
         leaves = (
             f"{name}={describe(value)}"
             for name in ("weight", "scales", "biases", "global_scale", "positions")
@@ -173,47 +171,10 @@ def static(
     op: str, mode: str, bits: int | None, group_size: int | None, block: Any = None
 ) -> tuple[int, int, Any]:
     """bits, group_size and block, checked; by default the mode's first."""
-    if not isinstance(mode, str) or mode not in MODES:
-        known = ", ".join(map(repr, MODES))
+    if not isinstance(mode, str) or mode not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"jgg.{op}: mode={mode!r} is not one of {known}")
-    out: list[int] = []
-    given = (("bits", bits), ("group_size", group_size))
-    allowed: tuple = MODES[mode]
-    if mode == "fp8":
-        block = _block(op, block)
-        allowed = (allowed[0], (0 if block is None else block[1],))
-    elif block is not None:
-        raise ValueError(f"jgg.{op}: block={describe(block)} is for mode 'fp8', not {mode!r}")
-    for (name, value), known in zip(given, allowed, strict=True):
-        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if value is not None and not (is_number and value in known):
-            values = " or ".join(map(str, sorted(known)))
-            raise ValueError(
-                f"jgg.{op}: {name}={describe(value)}, expected {values} in mode {mode!r}"
-            )
-        out.append(known[0] if value is None else int(value))
-    return out[0], out[1], block
-
-
-def _block(op: str, block) -> tuple[int, int] | None:
-    """Rows and columns."""
-    if block is None:
-        return None
-    if pair := two_sizes(block):
-        return pair
-    raise ValueError(
-        f"jgg.{op}: block={describe(block)}, expected None or two numbers, of rows and of columns, "
-        "as (1, 128)"
-    )
-
-
-def two_sizes(value) -> tuple[int, int] | None:
-    """None where it is not two positive numbers."""
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        whole = [isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value]
-        if all(whole) and min(value) > 0:
-            return int(value[0]), int(value[1])
-    return None
+    return FORMATS[mode].fields(op, bits, group_size, block)
 
 
 def _without(missing: list[str]) -> str:
@@ -232,7 +193,7 @@ def _fields(op: str, q: Quantized) -> tuple[int, int, Any]:
         known = ", ".join(map(repr, sorted(LAYOUTS)))
         raise ValueError(f"jgg.{op}: layout={q.layout!r} is not one of {known}")
     layout = layouts.of(q)
-    if q.axis not in layout.axes or q.mode not in (layout.modes or MODES):
+    if q.axis not in layout.axes or q.mode not in (layout.modes or FORMATS):
         raise ValueError(
             f"jgg.{op}: layout={q.layout!r} does not exist in mode {q.mode!r} with axis={q.axis}"
         )
@@ -248,8 +209,6 @@ def along_last(op: str, name: str, q, mode: str, letters: str) -> Quantized:
             f"jgg.{op}: {name} has axis={q.axis}, expected -1: blocks along K, the contracted axis "
             f"of ({letters}){remedy if q.layout == 'linear' else ''}"
         )
-    if mode == "fp8":
-        q = layouts.of(q).to_linear(q)
     axes = [None] * len(letters.split(", "))
     check.shape(op, name, jax.ShapeDtypeStruct(q.shape, np.float32), axes, letters)
     return q

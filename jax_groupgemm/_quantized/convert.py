@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import check, conversion, partition
+from .._core import check
 from .._core.check import either
 from .._core.operations import operation
 from .._core.types import Mode
-from . import call, formats, fp8, fp8_convert, layouts
+from . import format, layouts
 from .array import Quantized, checked, static
-from .formats import FLOATS
+from .format import FLOATS, FORMATS, TILE
 from .layouts import checked_global_scale
 
 #: Folders whose lines a warning is not about: this package, and JAX, which traces it.
@@ -40,7 +34,7 @@ def quantize(
     group_size: int | None = None,
     global_scale: ArrayLike | None = None,
     contract: int | None = None,
-    block: tuple[int, int] | None = fp8.TILE,
+    block: tuple[int, int] | None = TILE,
 ) -> Quantized:
     """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
 
@@ -88,54 +82,23 @@ def quantize(
     same bits on every backend. Not differentiable: gradients are zero. MLX's ``quantize``.
     """
     op = "quantize"
-    if not (isinstance(mode, str) and mode == "fp8") and block is fp8.TILE:
+    kind = FORMATS.get(mode) if isinstance(mode, str) else None
+    if block is TILE and not (kind and kind.takes_block):
         block = None
     bits, group_size, block = static(op, mode, bits, group_size, block)
+    kind = FORMATS[mode]
     w = check.array(op, "w", w)
     check.dtype(op, "w", w.dtype, FLOATS)
     said, contract = contract, -1 if contract is None else contract
     if not isinstance(contract, (int, np.integer)) or contract not in (-1, -2):
         raise ValueError(f"jgg.{op}: contract={check.describe(contract)} is not -1 or -2")
-    if mode == "fp8":
-        _check_rank(op, w, block, contract)
-    elif w.ndim < -contract or w.shape[contract] % group_size:
-        letters = "(..., K)" if contract == -1 else "(..., K, N)"
-        other = 2 if contract == -1 else 1
-        hint = ""
-        if w.ndim >= 2 and w.shape[-other] % group_size == 0:
-            hint = f". Pass contract={-other} if K is axis {-other}"
-        raise ValueError(
-            f"jgg.{op}: w has shape {w.shape}, expected {letters} with K a multiple of "
-            f"group_size={group_size}{hint}"
-        )
+    kind.check_operand(op, w, contract, group_size, block)
     if said is None:
         _warn_if_square(op, w)
     if contract == -2:
         w = w.swapaxes(-1, -2)
     global_scale = checked_global_scale(op, mode, global_scale, w.shape)
-    if mode == "fp8":
-        return fp8_convert.quantized(op, w, block=block)
-    run: Callable = lambda w, scale: _quantize(w, scale, mode, bits, group_size)
-    mesh = partition.explicit_mesh([w] if global_scale is None else [w, global_scale])
-    if mesh is not None:  # leaves are sharded as w is, where groups are not cut
-        *lead, last = partition.entries_of(w)
-        parts = math.prod(mesh.shape[name] for name in last)
-        last = () if w.shape[-1] // group_size % parts else last
-        spec = NamedSharding(mesh, P(*(entry or None for entry in (*lead, last))))
-        run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=spec)
-    weight, scales, biases = run(lax.stop_gradient(w), lax.stop_gradient(global_scale))
-    return Quantized(
-        weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
-    )
-
-
-def _check_rank(op: str, w, block, contract: int) -> None:
-    least = 2 if contract == -2 or block is None or block[0] > 1 else 1
-    if w.ndim < least:
-        letters = {1: "(..., K)", 2: "(..., N, K)" if contract == -1 else "(..., K, N)"}[least]
-        raise ValueError(
-            f"jgg.{op}: w has shape {w.shape}, expected {letters} in mode 'fp8' with block={block}"
-        )
+    return kind.quantized(op, w, global_scale, bits, group_size, block)
 
 
 def _warn_if_square(op: str, w) -> None:
@@ -181,44 +144,16 @@ def dequantize(q: Quantized, dtype: DTypeLike | None = None) -> jax.Array:
     q = checked(op, "q", q)
     q = layouts.of(q).to_linear(q)
     if dtype is None:
-        if q.mode == "affine":
-            dtype = q.scales.dtype
-        else:
-            exact = q.global_scale is None and q.mode != "fp8"
-            dtype = jnp.bfloat16 if exact else jnp.float32
+        dtype = format.of(q).dequantized_dtype(q)
     dtype = check.of_dtype(op, "dtype", dtype)
     if dtype.name not in FLOATS:
         raise TypeError(f"jgg.{op}: dtype={dtype.name} is not {either(FLOATS)}")
     return _dequantize(q, dtype)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _quantize(w, global_scale, mode: str, bits: int, group_size: int):
-    """``(weight, scales, biases)``."""
-    static = {"mode": mode, "bits": bits, "group_size": group_size}
-    weight, scales, *biases = _QUANTIZE(w, global_scale, **static)
-    return weight, scales, biases[0] if biases else None
-
-
-_QUANTIZE = conversion.composed(
-    "jgg_quantize", formats.quantize, call.quantize, batch=conversion.in_batch
-)
-
-
 @partial(jax.jit, static_argnums=(1, 2))
 def _dequantize(q: Quantized, dtype, implementation: str | None = None):
-    if q.mode == "fp8":
-        values = fp8_convert.dequantized(q, dtype, implementation)
-    else:
-        values = (formats.dequantize if implementation == "reference" else _DEQUANTIZE)(
-            q.weight, q.scales, q.biases, q.global_scale,
-            mode=q.mode, bits=q.bits, group_size=q.group_size, dtype=dtype,
-        )  # fmt: skip
+    values = format.of(q).values(q, dtype, implementation)
     if q.axis == -2:
         values = values.swapaxes(-1, -2)
     return layouts.of(q).restored(values, q)
-
-
-_DEQUANTIZE = conversion.composed(
-    "jgg_dequantize", formats.dequantize, call.dequantize, batch=conversion.in_batch
-)

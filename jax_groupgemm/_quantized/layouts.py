@@ -13,7 +13,7 @@ import numpy as np
 
 from .._core import check
 from .._core.check import describe
-from .formats import FLOATS
+from . import format
 
 #: By name, as ``Quantized.layout`` has it.
 LAYOUTS: dict[str, Layout] = {}
@@ -45,8 +45,8 @@ class Layout:
         """``q``, whose weight and scales are arrays; raises where its leaves do not fit each other.
         Scales may come out in order, in layout "linear"."""
         check.dtype(op, f"{name}.weight", q.weight.dtype, ("uint32",))
-        allowed = FLOATS if q.mode == "affine" else ("uint8",)
-        check.dtype(op, f"{name}.scales", q.scales.dtype, allowed, f" in mode {q.mode!r}")
+        kind = format.of(q)
+        check.dtype(op, f"{name}.scales", q.scales.dtype, kind.scales, f" in mode {q.mode!r}")
         if q.weight.ndim == 0 or q.weight.shape[-1] * 32 % (q.bits * q.group_size):
             raise ValueError(
                 f"jgg.{op}: {name}.weight has shape {q.weight.shape}, expected (..., K*bits/32) "
@@ -62,7 +62,7 @@ class Layout:
                 f"group_size={q.group_size}"
             )
         biases = q.biases
-        if (biases is not None) != (q.mode == "affine"):
+        if (biases is not None) != kind.has_biases:
             needs = "needs biases" if biases is None else "has no biases"
             raise ValueError(f"jgg.{op}: {name}.biases: mode {q.mode!r} {needs}")
         if biases is not None:
@@ -123,8 +123,9 @@ def checked_global_scale(op: str, mode: str, value, shape: tuple[int, ...], pref
     if value is None:
         return None
     name = f"{prefix}global_scale"
-    if mode != "nvfp4":
-        raise ValueError(f"jgg.{op}: {name} is for mode 'nvfp4', not {mode!r}")
+    if not format.FORMATS[mode].takes_global_scale:
+        known = " or ".join(repr(f.name) for f in format.FORMATS.values() if f.takes_global_scale)
+        raise ValueError(f"jgg.{op}: {name} is for mode {known}, not {mode!r}")
     if isinstance(value, (int, float)):
         value = np.float32(value)
     value = check.array(op, name, value)

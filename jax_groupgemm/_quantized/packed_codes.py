@@ -50,12 +50,8 @@ def _fields(bits: int, pair: int) -> list[tuple[int, int, int, int]]:
     return [(0, bits, pair // each, bits * (pair % each))]
 
 
-def interleave(codes, mode: str, bits: int):
-    """(..., 16 pairs, 2) codes as (..., bits) words."""
-    if mode in ("mxfp8", "fp8"):
-        return _interleave_e4m3(codes)
-    if mode != "affine":
-        return _interleave_e2m1(codes)
+def interleave(codes, bits: int):
+    """(..., 16 pairs, 2) integer codes as (..., bits) words."""
     words = [u32(0)] * bits
     for pair in range(16):
         both = codes[..., pair, 0] | codes[..., pair, 1] << 16
@@ -65,12 +61,8 @@ def interleave(codes, mode: str, bits: int):
     return jnp.stack(words, axis=-1)
 
 
-def separate(words, mode: str, bits: int):
+def separate(words, bits: int):
     """The inverse."""
-    if mode in ("mxfp8", "fp8"):
-        return _separate_e4m3(words)
-    if mode != "affine":
-        return _separate_e2m1(words)
     codes = []
     for pair in range(16):
         both = u32(0)
@@ -81,7 +73,7 @@ def separate(words, mode: str, bits: int):
     return jnp.stack(codes, axis=-1)
 
 
-def _interleave_e2m1(codes):
+def interleave_e2m1(codes):
     """(..., 16 pairs, 2) codes as (..., 4) words of four pairs: so that the sign and the other bits
     come to lie where bfloat16 has them."""
     pairs = ((codes & u32(7)) << 6) | ((codes & u32(8)) << 12)
@@ -90,7 +82,7 @@ def _interleave_e2m1(codes):
     return a | b >> 6 | c >> 12 | c << 20 | (d & u32(0x80C080C0)) >> 2 | (d & u32(0x01000100)) << 6
 
 
-def _separate_e2m1(words):
+def separate_e2m1(words):
     """The inverse: as a kernel does it, with few operations."""
     both = u32(0x81C081C0)
     last = words << 2 & u32(0x80C080C0) | words >> 6 & u32(0x01000100)
@@ -105,7 +97,7 @@ def _separate_e2m1(words):
 _E4M3, _HIGH, _LAST = 0x87F087F0, 0x87808780, 0x00700070
 
 
-def _interleave_e4m3(codes):
+def interleave_e4m3(codes):
     """(..., 16 pairs, 2) codes as (..., 8) words, two of four pairs. The first two pairs are as
     bfloat16 has them, the others in what is left of both words."""
     pairs = ((codes & u32(0x7F)) << 4) | ((codes & u32(0x80)) << 8)
@@ -117,7 +109,7 @@ def _interleave_e4m3(codes):
     return words.reshape(*words.shape[:-2], 8)
 
 
-def _separate_e4m3(words):
+def separate_e4m3(words):
     """The inverse: as a kernel does it, with few operations."""
     first, second = words[..., ::2], words[..., 1::2]
     rest = lambda a, b: (_rotate(a, 28) & u32(_HIGH)) | (_rotate(b, 4) & u32(_LAST))
@@ -128,3 +120,16 @@ def _separate_e4m3(words):
 
 def _rotate(words, left: int):
     return words << left | words >> (32 - left)
+
+
+def words_of(parts, bits: int):
+    """Numbers of 8 or 16 bits, the first lowest, as words."""
+    count = 32 // bits
+    parts = parts.reshape(*parts.shape[:-1], -1, count)
+    return sum(parts[..., i] << (bits * i) for i in range(1, count)) | parts[..., 0]
+
+
+def parts_of(words, bits: int):
+    """The inverse."""
+    parts = [words >> (bits * i) & u32((1 << bits) - 1) for i in range(32 // bits)]
+    return jnp.stack(parts, axis=-1).reshape(*words.shape[:-1], -1)

@@ -32,7 +32,7 @@ from .._core.check import describe
 from .._core.float_bits import u32
 from .._core.operations import INLINE, listed
 from .._core.segments import Metadata
-from . import array, call, formats, packed_codes, prepack_fp8
+from . import array, format, in_groups, packed_codes
 from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
 
@@ -84,9 +84,9 @@ def prepack(
     given = jnp.bfloat16 if scales_dtype is None else scales_dtype
     if (dtype := check.of_dtype("prepack", "scales_dtype", given)) != jnp.bfloat16:
         raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None or bfloat16")
-    if w.layout == "linear" and w.mode == "affine" and scales_dtype is not None:
-        scales, biases = (leaf.astype(scales_dtype) for leaf in (w.scales, w.biases))
-        w = dataclasses.replace(w, scales=scales, biases=biases)
+    kind = format.of(w)
+    if w.layout == "linear" and scales_dtype is not None:
+        w = kind.with_scales_of(w, scales_dtype)
     if w.layout == "sm90" or 0 in w.shape:
         return w
     why = _unpackable(w) if w.layout == "linear" else f"its layout is {w.layout!r}, not 'linear'"
@@ -104,7 +104,7 @@ def prepack(
             "w may have any leading axes."
         )
     spec, block, group_size = _spec(w), w.block, w.group_size
-    w = prepack_fp8.by_rows(w) if w.mode == "fp8" else w
+    w = kind.by_rows(w)
     for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
         axes, parts = _axes(w, axis)
         if w.shape[axis] % (parts * unit):
@@ -118,7 +118,7 @@ def prepack(
 
 
 def _packed(w: Quantized, pack) -> Quantized:
-    q = prepack_fp8.in_two_axes(w) if w.mode == "fp8" else w
+    q = format.of(w).prepack_operand(w)
     weight, scales = pack(
         q.weight, q.scales, q.biases, mode=q.mode, bits=q.bits, group_size=q.group_size,
         block=q.block,
@@ -139,32 +139,24 @@ def _unpackable(w: Quantized) -> str | None:
     """Why there is no packed layout for it."""
     if len(w.shape) < 2 or w.axis != -1:
         return f"its shape is {w.shape} with axis={w.axis}, not (..., N, K) with axis=-1"
-    if w.mode == "fp8":
-        return prepack_fp8.unpackable(w)
-    if any(size % _TILE for size in w.shape[-2:]):
-        return f"its shape is {w.shape}, in which N and K are not multiples of {_TILE}"
-    if w.mode == "affine" and w.scales.dtype != jnp.bfloat16:
-        return (
-            f"its scales are {w.scales.dtype.name}, not bfloat16. scales_dtype=jnp.bfloat16 rounds "
-            "them"
-        )
-    return None
+    return format.of(w).unpackable(w, _TILE)
 
 
 def unpacked(w: Quantized) -> Quantized:
     """``w`` in layout "linear". Where it is explicitly sharded, each device unpacks its tiles."""
     q = by_rows(w)
-    return prepack_fp8.in_blocks(q, w.block) if w.mode == "fp8" and w is not q else q
+    return q if w is q else format.of(w).in_blocks_of(q, w)
 
 
 def by_rows(w: Quantized) -> Quantized:
-    """The same, but that mode "fp8" keeps scales for each row, as products may take them."""
+    """The same with scales for each row, as the packed layout has them and products may take
+    them."""
     if w.layout == "linear":
         return w
     mesh = partition.explicit_mesh((w.weight, w.scales))
     if mesh is None or partition.maps_explicit_axes():
         return _unpack(w, mapped=mesh is not None)
-    spec, group = _spec(w), formats.FP8_GROUP if w.mode == "fp8" else w.group_size
+    spec, group = _spec(w), format.of(w).codes_per_word(w.group_size)
     axes, parts = _axes(w, -2)
     if group > _TILE and w.shape[-1] % (parts * group):
         raise ValueError(
@@ -205,28 +197,12 @@ def packed_for(w: Quantized, metadata: Metadata, rows: int) -> Quantized:
     "fp8" matrices without rows may hold anything."""
     if w.layout == "sm90":
         return w
-    return _packed(w, functools.partial(call.prepack, metadata=metadata, rows=rows))
+    return _packed(w, functools.partial(_call, metadata=metadata, rows=rows))
 
 
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
-    if w.mode == "fp8":
-        w = prepack_fp8.by_rows(w)
-        return _in_tiles(w, *prepack_fp8.codes_and_words(w))
-    codes, scales = formats.codes_in_groups(w.weight, w.bits, w.group_size), w.scales
-    if w.mode == "nvfp4":
-        scales = _wide_e4m3(u32(scales) & u32(0x7F))
-        codes = jnp.where((scales == 0)[..., None, None], u32(0), codes)
-        words = _words(scales, 8)
-    elif w.mode == "mxfp4":
-        words = u32(scales)[..., ::2] | u32(scales)[..., 1::2] << 8
-    elif w.mode == "mxfp8":
-        codes, scales = _marked_nan(codes, u32(scales))
-        words = _words(scales, 16)
-    else:
-        scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (scales, w.biases))
-        words = scale | bias << 16
-    return _in_tiles(w, codes, words)
+    return _in_tiles(w, *format.of(w).codes_and_words(w))
 
 
 def _in_tiles(w: Quantized, codes, words) -> Quantized:
@@ -235,12 +211,13 @@ def _in_tiles(w: Quantized, codes, words) -> Quantized:
     codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
     codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
-    scale_tiles, count = formats.packed_scales(w.mode, w.group_size, k // _TILE)
+    kind = format.of(w)
+    scale_tiles, count = kind.packed_scales(w.group_size, k // _TILE)
     words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1)
     words = _permute(words, (0, 4, 5, 1, 3, 2))
-    if w.mode == "mxfp4":
+    if kind.rows_per_word == 2:
         words = words[..., 0] | words[..., 1] << 16
-    weight = packed_codes.interleave(codes, w.mode, w.bits)
+    weight = kind.interleave(codes, w.bits)
     return dataclasses.replace(
         w,
         weight=packed_codes.in_pieces(weight),
@@ -261,7 +238,13 @@ def _in_batch(size: int, operands, axes):
     return arrays
 
 
-_PREPACK = conversion.composed("jgg_prepack", _leaves, call.prepack, batch=_in_batch)
+def _call(weight, scales, biases, *, mode: str, **static):
+    return format.FORMATS[mode].prepack_call(weight, scales, biases, **static)
+
+
+_PREPACK = conversion.composed(
+    "jgg_prepack", _leaves, _call, batch=_in_batch, problem_of=in_groups.problem
+)
 
 
 @functools.partial(jax.jit, static_argnames="mapped")
@@ -275,39 +258,19 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
 
     *lead, n, k = w.shape
     words = packed_codes.from_pieces(w.weight, w.bits)
-    codes = packed_codes.separate(words, w.mode, w.bits)
+    kind = format.of(w)
+    codes = kind.separate(words, w.bits)
     tiles = (*lead, n // _TILE, k // _TILE)
     codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
     codes = reshape(_permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)), *lead, n, k)
     words = w.scales
-    if w.mode == "mxfp4":
+    if kind.rows_per_word == 2:
         words = jnp.stack([words & u32(0xFFFF), words >> 16], axis=-1)
     *tiles, count = w.scales.shape
     count = max(count // _TILE, 1)  # of a line
     words = reshape(words, *tiles, count, 4, 8, 2)
     words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, tiles[-1] * count)
-    biases = None
-    if w.mode == "fp8":
-        scales = prepack_fp8.scales_of(codes, words)
-        weight = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
-        return dataclasses.replace(
-            w, weight=weight, scales=scales, layout="linear", block=prepack_fp8.BLOCK,
-            group_size=None,
-        )  # fmt: skip
-    if w.mode == "nvfp4":
-        scales = _e4m3_of_wide(_parts(words, 8)).astype(jnp.uint8)
-    elif w.mode == "mxfp4":
-        both = jnp.stack([words & u32(0xFF), words >> 8], axis=-1)
-        scales = reshape(both, *lead, n, k // w.group_size).astype(jnp.uint8)
-    elif w.mode == "mxfp8":
-        scales = _unmarked(codes, _parts(words, 16)).astype(jnp.uint8)
-    else:
-        scales, biases = (
-            lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
-            for v in (words & u32(0xFFFF), words >> 16)
-        )
-    weight = formats.pack(codes, w.bits)
-    return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
+    return kind.of_codes_and_words(w, codes, words, reshape)
 
 
 def _permute(a, last):
@@ -316,68 +279,10 @@ def _permute(a, last):
     return a.transpose(*range(lead), *(lead + i for i in last))
 
 
-def _words(parts, bits: int):
-    """Numbers of 8 or 16 bits, the first lowest, as words."""
-    count = 32 // bits
-    parts = parts.reshape(*parts.shape[:-1], -1, count)
-    return sum(parts[..., i] << (bits * i) for i in range(1, count)) | parts[..., 0]
-
-
-def _parts(words, bits: int):
-    parts = [words >> (bits * i) & u32((1 << bits) - 1) for i in range(32 // bits)]
-    return jnp.stack(parts, axis=-1).reshape(*words.shape[:-1], -1)
-
-
-def _marked_nan(codes, scales):
-    """mxfp8: e4m3 codes, and E8M0 scales as bfloat16. Kernels take code 127 for 480, so the scale
-    of a group that has a NaN is one: of the 254 that bfloat16 has, the scale's own."""
-    groups = codes.reshape(*scales.shape, -1)
-    nan = (groups & u32(0x7F)) == 0x7F
-    marked = nan.any(-1)
-    # There is none for 2^127: where that meets a NaN the whole group is NaN.
-    all_nan = marked & (scales >= 254)
-    mark = u32(0x7F80) | (scales // 127) << 15 | (1 + scales % 127)
-    codes = jnp.where(all_nan[..., None] & nan, u32(0), groups).reshape(codes.shape)
-    bits = _bf16_of_e8m0(jnp.where(all_nan, u32(255), scales))
-    return codes, jnp.where(marked & ~all_nan, mark, bits)
-
-
-def _unmarked(codes, bits):
-    """The E8M0 scales."""
-    marked = ((codes.reshape(*bits.shape, -1) & u32(0x7F)) == 0x7F).any(-1)
-    mark = 127 * (bits >> 15) + (bits & u32(0x7F)) - 1
-    return jnp.where(marked, mark, _e8m0_of_bf16(bits))
-
-
-def _wide_e4m3(byte):
-    """e4m3 as (exponent + 10) * 8 + mantissa, without subnormals; NaN is 255."""
-    mantissa, exponent = byte & u32(7), byte >> 3
-    shift = jnp.where(mantissa >= 4, u32(1), jnp.where(mantissa >= 2, u32(2), u32(3)))
-    small = ((u32(4) - shift) << 3) | ((mantissa << shift) & u32(7))
-    wide = jnp.where(exponent == 0, jnp.where(mantissa == 0, u32(0), small), byte + u32(24))
-    return jnp.where(byte == 0x7F, u32(255), wide)
-
-
-def _e4m3_of_wide(wide):
-    exponent, mantissa = wide >> 3, wide & u32(7)
-    small = (mantissa | u32(8)) >> (u32(4) - jnp.minimum(exponent, u32(3)))
-    byte = jnp.where(exponent > 3, wide - u32(24), jnp.where(wide == 0, u32(0), small))
-    return jnp.where(wide == 255, u32(0x7F), byte)
-
-
-def _bf16_of_e8m0(byte):
-    bits = jnp.where(byte == 0, u32(0x40), byte << 7)
-    return jnp.where(byte == 255, u32(0x7FC0), bits)
-
-
-def _e8m0_of_bf16(bits):
-    return jnp.where(bits == 0x7FC0, u32(255), bits >> 7)
-
-
 class _Sm90(Layout):
     """Tiles of 64 x 64, as this file's docstring describes them."""
 
-    name, axes, modes = "sm90", (-1,), ("affine", "mxfp4", "mxfp8", "nvfp4", "fp8")
+    name, axes = "sm90", (-1,)
 
     def shape(self, q) -> tuple[int, ...]:
         *lead, rows, columns, _ = q.weight.shape
@@ -385,7 +290,7 @@ class _Sm90(Layout):
 
     def checked(self, op: str, name: str, q: Quantized) -> Quantized:
         *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
-        scales = formats.packed_scales(q.mode, q.group_size, columns)
+        scales = format.of(q).packed_scales(q.group_size, columns)
         expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, *scales)
         if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
             raise ValueError(

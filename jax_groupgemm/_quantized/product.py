@@ -2,8 +2,8 @@
 
     out[y_start_s + i] += x[x_start_s + i] @ W[weight_s]                       T (rows) is grouped
 
-W is the weight dequantized and rounded once to x's dtype (in mode "fp8" it is not rounded, but by
-the kernels of prepacked weights); a global scale multiplies the float32 sums. The
+W is the weight dequantized and rounded once to x's dtype (a format may leave that to the kernels of
+prepacked weights, as mode "fp8" does); a global scale multiplies the float32 sums. The
 product is linear in x, in the global scale and, because ``codes * dscale + dbias`` is an affine
 weight too, in scales and biases together. Its derivatives in all but x go through ``wgrad``.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,14 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from .._core import batching, check, costs, dtypes, partition, partitioner, primitive
+from .._core import batching, check, costs, dtypes, partitioner, primitive
 from .._core.products import Mm, Wgrad
 from .._core.segments import Metadata
 from .._grouped import primitives
 from .._grouped.call import NO_EPILOGUE, Epilogue, sum_of_parts
 from .._grouped.fused import Fused
 from .._kernels import choose
-from . import call, convert, formats, fp8, prepack, reference
+from . import call, convert, format, prepack, reference
 from .array import Quantized
 from .array import checked as checked_array
 
@@ -45,8 +44,7 @@ def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None
 
 
 def _linear(w: Quantized) -> Quantized:
-    w = prepack.by_rows(w)
-    return fp8.of_product(w) if w.mode == "fp8" else w
+    return format.of(w).of_product(prepack.by_rows(w))
 
 
 def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
@@ -62,7 +60,7 @@ def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | 
         )
     for of, dtype in (("x", x.dtype), ("preferred_element_type", preferred)):
         if dtype is not None:
-            check.dtype(op, of, jnp.dtype(dtype), formats.FLOATS)
+            check.dtype(op, of, jnp.dtype(dtype), format.FLOATS)
     shape, k = w.shape, x.shape[-1]
     lead = {2: "", 3: "G, "}.get(rank or len(shape), "B..., ")
     letters = f"({lead}N, K)" if transpose_w else f"({lead}K, N)"
@@ -83,7 +81,7 @@ def fitting(op: str, name: str, x, w, transpose_w: bool, preferred, rank: int | 
             f"jgg.{op}: {name}.global_scale has shape {scale.shape}, expected () or leading axes "
             f"of {batch} with transpose_w=False"
         )
-    return fp8.of_product(w) if w.mode == "fp8" else w
+    return format.of(w).of_product(w)
 
 
 def product(x, q: Quantized, metadata: Metadata, product: Mm) -> jax.Array:
@@ -135,18 +133,7 @@ def _weight_cotangent(q: Quantized, dw, dtype, implementation) -> Quantized:
     """q with the cotangents of its undefined leaves, and None elsewhere; ``dw`` is that of the
     weight it stands for."""
     grads: dict[str, Any] = dict.fromkeys(("weight", "scales", "biases", "global_scale"))
-    if q.mode == "fp8":
-        if ad.is_undefined_primal(q.scales):
-            grads["scales"] = fp8.sums_of_blocks(dw * fp8.decoded(q.weight), q.block)
-        return dataclasses.replace(q, **grads)
-    if ad.is_undefined_primal(q.scales) or ad.is_undefined_primal(q.biases):
-        codes = formats.codes_in_groups(q.weight, q.bits, q.group_size)
-        in_groups = dw.reshape(codes.shape)
-        if ad.is_undefined_primal(q.scales):
-            ds = (in_groups * codes.astype(jnp.float32)).sum((-2, -1))
-            grads["scales"] = ds.astype(q.scales.aval.dtype)
-        if ad.is_undefined_primal(q.biases):
-            grads["biases"] = in_groups.sum((-2, -1)).astype(q.biases.aval.dtype)
+    grads |= format.of(q).scale_cotangents(q, dw)
     if ad.is_undefined_primal(q.global_scale):
         codes_and_scales = dataclasses.replace(q, global_scale=None)
         w = convert._dequantize(prepack.unpacked(codes_and_scales), dtype, implementation)
@@ -230,19 +217,7 @@ def _lowering(platform, x, q: Quantized, metadata, product: Mm):
 def _shardable(x, q: Quantized, metadata):
     """With the weight in layout "linear", whose axes are those of the array it stands for."""
     q = _linear(q)
-    if q.mode == "fp8":
-        # Parts are known under Explicit sharding, where x or q may have them. Axes of x are told by
-        # their length: of a square q both axes get x's parts, which makes blocks smaller, no more.
-        own, others = _parts(q.weight)[-2:], dict(zip(x.shape[1:], _parts(x)[1:], strict=True))
-        known = (max(p, others.get(n, 1)) for p, n in zip(own, q.shape[-2:], strict=True))
-        q = fp8.in_whole_blocks(q, parts=tuple(known))  # pyright: ignore[reportArgumentType]
-    return x, q, metadata
-
-
-def _parts(a) -> list[int]:
-    """Into how many parts each axis is divided, explicitly."""
-    shape = jax.typeof(a).sharding.mesh.shape
-    return [math.prod(shape[name] for name in axes) for axes in partition.entries_of(a)]
+    return x, format.of(q).in_parts_of(q, x), metadata
 
 
 def _cost(x, q, metadata, values, out, product: Mm) -> costs.Cost:

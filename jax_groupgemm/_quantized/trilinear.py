@@ -22,8 +22,8 @@ from .._core import check, partition, primitive, segments
 from .._core.operations import INLINE
 from .._core.products import Wgrad
 from .._grouped import primitives
-from . import formats
 from .array import Quantized
+from .format import FLOATS
 
 
 def checked(op: str, shape, group_sizes, bias, recipe, kind: type, key):
@@ -35,7 +35,7 @@ def checked(op: str, shape, group_sizes, bias, recipe, kind: type, key):
     if bias is not None:
         bias = check.array(op, "bias", bias)
         check.shape(op, "bias", bias, (groups, n), "G, N", why)
-        check.dtype(op, "bias", bias.dtype, formats.FLOATS)
+        check.dtype(op, "bias", bias.dtype, FLOATS)
     if not isinstance(recipe, kind):
         raise TypeError(
             f"jgg.{op}: recipe must be a jgg.{kind.__name__}, got {type(recipe).__name__}"

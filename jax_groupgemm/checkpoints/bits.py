@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 
 from .._quantized.array import Quantized
-from .._quantized.formats import MODES
+from .._quantized.format import FORMATS
 from .layer import Layer
 
 F32 = np.float32
@@ -90,7 +90,7 @@ def affine(
         raise t.error(f"{leaf} hold values too large for zero points in {scales.dtype.name}")
     scales = scales if keep else wide
     k = words.shape[-1] * 32 // bits
-    fits = [s for s in MODES["affine"].group_sizes if group_size % s == 0 and k % s == 0]
+    fits = [s for s in FORMATS["affine"].group_sizes if group_size % s == 0 and k % s == 0]
     if not fits:
         raise t.error(f"group_size={group_size} of K={k} is not a multiple of 32")
     part = max(fits)  # a last group that is shorter has fewer parts

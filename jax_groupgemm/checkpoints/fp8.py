@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .._quantized.array import Quantized
-from .._quantized.formats import FLOATS
+from .._quantized.format import FLOATS
 from .bits import F32
 from .layer import Format, Kind, Layer, Read
 from .messages import brief, cut

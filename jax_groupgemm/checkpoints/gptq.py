@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._quantized.formats import FLOATS
+from .._quantized.format import FLOATS
 from . import auto_round
 from .bits import affine, pack, sorted_groups, unpack, words
 from .layer import Format, Kind, Layer, Read

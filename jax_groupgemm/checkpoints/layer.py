@@ -11,7 +11,7 @@ import numpy as np
 
 from .._core import check
 from .._quantized.array import Quantized
-from .._quantized.formats import MODES
+from .._quantized.format import FORMATS
 from .messages import brief, cut
 from .safetensors import Tensors
 
@@ -238,7 +238,7 @@ class Layer(NamedTuple):
         return size
 
     def quantized(self, weight, scales, biases=None, global_scale=None, *, mode, bits, group_size):
-        known = MODES[mode]
+        known = FORMATS[mode]
         if bits not in known.bits or group_size not in known.group_sizes:
             raise self.error(f"{bits} bits in groups of {group_size} are not of mode {mode!r}")
         return Quantized(

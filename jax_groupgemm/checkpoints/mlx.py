@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .._quantized.formats import FLOATS, MODES
+from .._quantized.format import FORMATS
 from .bits import F32
 from .layer import SECTIONS, Format, Kind, Layer, Read, spellings
 from .nvfp4 import multiplier
@@ -44,8 +44,9 @@ def _own(t: Layer) -> Layer:
 def _read(t: Layer) -> Read:
     t = _own(t)
     mode = t.option("mode", ("affine", "mxfp4", "mxfp8", "nvfp4")) or "affine"
-    bits = t.option("bits", MODES[mode].bits) or MODES[mode].bits[0]
-    size = t.option("group_size", MODES[mode].group_sizes) or MODES[mode].group_sizes[0]
+    kind = FORMATS[mode]
+    bits = t.option("bits", kind.bits) or kind.bits[0]
+    size = t.option("group_size", kind.group_sizes) or kind.group_sizes[0]
     lead = (None,) * t.stacked
     _is_of_the_shape(t, mode, bits, size)
     weight = t.get(".weight", ("uint32",), "N, K*bits/32", (*lead, None, None))
@@ -53,20 +54,19 @@ def _read(t: Layer) -> Read:
     if words * 32 % (bits * size):
         raise t.error(f".weight has {words} words a row, not a multiple of {bits} bits by {size}")
     expected = (*lead, words * 32 // bits // size)
-    dtypes = FLOATS if mode == "affine" else ("uint8",)
     _is_of_its_scales(t, words, mode, bits, size)
     of = f"because .weight has {words} words a row, bits={bits} and group_size={size}"
-    scales = t.get(".scales", dtypes, "N, K/group_size", expected, of)
-    if t.has(".biases") != (mode == "affine"):
+    scales = t.get(".scales", kind.scales, "N, K/group_size", expected, of)
+    if t.has(".biases") != kind.has_biases:
         has = "has" if t.has(".biases") else "has no"
         raise t.error(f"{has} .biases, but its mode is {mode!r}")
     biases = global_scale = None
-    if mode == "affine":
+    if kind.has_biases:
         biases = t.get(".biases", (scales.dtype.name,), "N, K/group_size", expected, of)
         if not t.expected:  # which is checked, and says more
             _is_of_the_model(t, words, bits, size)
     if t.has(".global_scale"):
-        if mode != "nvfp4":
+        if not kind.takes_global_scale:
             raise t.error(f"has .global_scale, but its mode is {mode!r}")
         global_scale = multiplier(t, ".global_scale", t.scalar(".global_scale") / F32(2688))
     q = t.quantized(weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=size)
@@ -75,7 +75,7 @@ def _read(t: Layer) -> Read:
 
 def _of_product(mode: str, product: int) -> list[tuple[int, int]]:
     """Bits and group sizes of a mode by which a group has so many bits."""
-    known = MODES[mode]
+    known = FORMATS[mode]
     return [
         (b, s) for b in sorted(known.bits) for s in sorted(known.group_sizes) if b * s == product
     ]
@@ -153,9 +153,9 @@ def _is_of_the_model(t: Layer, words: int, bits: int, size: int) -> None:
             own[value] = key
     k = words * 32 // bits
     others = _of_other_tensors(t)
-    for other in MODES["affine"].bits:
+    for other in FORMATS["affine"].bits:
         by, rest = divmod(bits * size, other)
-        if by in MODES["affine"].group_sizes and not rest and other != bits:
+        if by in FORMATS["affine"].group_sizes and not rest and other != bits:
             its = words * 32 // other
             if its in others and k not in others:
                 raise t.error(

@@ -10,8 +10,9 @@ import jax_groupgemm
 PACKAGE = Path(jax_groupgemm.__file__).parent
 # Each family imports from those before it. Files beside the folders come last.
 FAMILIES = (
-    "_kernels", "_core", "_grouped", "_quantized", "_nvfp4", "_fp8", "_moe", "checkpoints",
-    "router", "nnx", "integrations", "tune", "cost", "info", "checkpoint_policies", "__init__",
+    "_kernels", "_core", "_grouped", "_quantized", "_nvfp4", "_fp8", "_formats", "_moe",
+    "checkpoints", "router", "nnx", "integrations", "tune", "cost", "info", "checkpoint_policies",
+    "__init__",
 )  # fmt: skip
 # ``cost`` and ``info`` list operations, so they import none.
 ONLY = {

@@ -13,9 +13,11 @@ import pytest
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import activation as fp8_activation
+from jax_groupgemm._fp8 import blocks, convert
 from jax_groupgemm._moe.permute import dispatched
 from jax_groupgemm._moe.routing import route
-from jax_groupgemm._quantized import convert, fp8, fp8_convert, padding
+from jax_groupgemm._quantized import convert as quantized_convert
+from jax_groupgemm._quantized import padding
 
 R = 700
 SIZES = {
@@ -29,7 +31,7 @@ SEED = jnp.array([3, 5], jnp.uint32)
 def values(q) -> np.ndarray:
     """Of what is stored."""
     stored = dataclasses.replace(q, axis=-1, layout="linear", positions=None)
-    return oracle.f64(convert._dequantize(stored, jnp.float32))
+    return oracle.f64(quantized_convert._dequantize(stored, jnp.float32))
 
 
 def live(sizes) -> int:
@@ -38,8 +40,8 @@ def live(sizes) -> int:
 
 def padded(sizes) -> np.ndarray:
     """Whether a padded row is of a group, or of its padding."""
-    total = int(padding.padded_sizes(jnp.asarray(sizes), R, fp8.GROUPED).sum())
-    return np.arange(padding.padded_rows(R, len(sizes), fp8.GROUPED)) < total
+    total = int(padding.padded_sizes(jnp.asarray(sizes), R, blocks.GROUPED).sum())
+    return np.arange(padding.padded_rows(R, len(sizes), blocks.GROUPED)) < total
 
 
 def close(got, want, columns):
@@ -62,7 +64,7 @@ def test_activation(rng, activation, f, sizes):
         h, sizes_
     )
     rows = live(sizes)  # others are left as they are
-    of_groups = lambda codes, scales: fp8_convert.made(codes[:rows], scales[:rows])
+    of_groups = lambda codes, scales: convert.made(codes[:rows], scales[:rows])
     close(of_groups(got.weight, got.scales), of_groups(codes, scales), slice(None))
 
 
@@ -83,7 +85,7 @@ def test_backward(rng, random, activation, f, sizes):
         *(jnp.nan_to_num(v) for v in (h, d, scale)), sizes_, *seeds
     )
     rows, columns = slice(live(sizes)), padded(sizes)
-    one = lambda i: fp8_convert.made(*want[2 * i : 2 * i + 2])
+    one = lambda i: convert.made(*want[2 * i : 2 * i + 2])
     cut = lambda q: dataclasses.replace(q, weight=q.weight[rows], scales=q.scales[rows])
     close(cut(dh), cut(one(0)), slice(None))
     close(dh_columns, one(1), columns)
@@ -124,10 +126,10 @@ def test_rows_by_list(rng, seed, dtype, sizes):
     x, sizes = oracle.random(rng, (90, 136), dtype), jnp.asarray(sizes, jnp.int32)
     index = jnp.asarray(rng.integers(-3, 90, R), jnp.int32)
     rows = jnp.where((index < 0)[:, None], jnp.zeros((), x.dtype), x[index])
-    got = jax.jit(fp8_convert.quantized_rows)(x, index, sizes, seed)
+    got = jax.jit(convert.quantized_rows)(x, index, sizes, seed)
     want = jax.jit(
-        lambda rows, sizes, seed: fp8_convert.quantized(
-            "", rows, block=fp8.LINE, axis=-2, group_sizes=sizes, seed=seed
+        lambda rows, sizes, seed: convert.quantized(
+            "", rows, block=blocks.LINE, axis=-2, group_sizes=sizes, seed=seed
         )
     )(rows, sizes, seed)
     there = padded(sizes)
@@ -143,7 +145,7 @@ def test_columns_in_slices(rng, lines):
     x = jnp.asarray(oracle.random(rng, (lines, 712), "bfloat16"))
     sizes = jnp.asarray([700, 0, 3000, 129, 1], jnp.int32)
     index = jnp.asarray(rng.integers(-1, lines, 3830), jnp.int32)
-    got = jax.jit(fp8_convert.quantized_rows)(x, index, sizes, None)
+    got = jax.jit(convert.quantized_rows)(x, index, sizes, None)
     rows = jnp.where((index < 0)[:, None], jnp.zeros((), x.dtype), x[index])
     want = jax.jit(functools.partial(jgg.fp8_quantize, axis=0))(rows, group_sizes=sizes)
     padded = 128 * (6 + 0 + 24 + 2 + 1)  # what is behind is left as it is
@@ -155,8 +157,8 @@ def test_a_list_that_names_no_row(rng):
     """Reads nothing outside of x."""
     x, sizes = oracle.random(rng, (90, 136), "bfloat16"), jnp.array([R], jnp.int32)
     index = jnp.asarray(rng.integers(0, 90, R), jnp.int32).at[::3].set(2**30)
-    got = jax.jit(fp8_convert.quantized_rows)(x, index, sizes, None)
-    want = jax.jit(fp8_convert.quantized_rows)(x, jnp.where(index > 90, -1, index), sizes, None)
+    got = jax.jit(convert.quantized_rows)(x, index, sizes, None)
+    want = jax.jit(convert.quantized_rows)(x, jnp.where(index > 90, -1, index), sizes, None)
     np.testing.assert_array_equal(values(got), values(want))
 
 

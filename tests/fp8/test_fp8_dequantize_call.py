@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import fp8_convert
+from jax_groupgemm._fp8 import convert
 
 TARGET = "jgg_fp8_dequantize"
 LINE, TILE = (1, 128), (128, 128)
@@ -28,7 +28,7 @@ def text_of(q, dtype="bfloat16", platform="cuda") -> str:
 def zeros(*shape, block=LINE, element="float8_e4m3fn"):
     make = lambda: jgg.fp8_quantize(jnp.zeros(shape), block=block)
     q = jax.jit(make)()
-    return fp8_convert.made(q.weight.astype(element), q.scales, block=block)
+    return convert.made(q.weight.astype(element), q.scales, block=block)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def same_as_cpu(q, dtype):
 def test_bytes(rng, dtype, element, block):
     for shape in ((256, 384), (3, 144, 264), (2, 2, 17, 8), (1, 400, 1000)):
         codes, scales = any_codes(rng, jnp.dtype(element), shape, block)
-        q = fp8_convert.made(jnp.asarray(codes), jnp.asarray(scales), block=block)
+        q = convert.made(jnp.asarray(codes), jnp.asarray(scales), block=block)
         same_as_cpu(q, dtype)
 
 

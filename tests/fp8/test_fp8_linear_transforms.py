@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import fp8, fp8_convert, padding
+from jax_groupgemm._fp8 import blocks, convert
+from jax_groupgemm._quantized import padding
 
 pytestmark = pytest.mark.default_device
 
@@ -36,29 +37,29 @@ def crude(x, group_sizes, seed, *, block, axis, scale_format, element):
     if group_sizes is not None and axis == -1:
         x = jnp.where(padding.covered(group_sizes, x.shape[0])[:, None], x, jnp.float32(0))
     elif group_sizes is not None:
-        positions, source = padding.padding(group_sizes, x.shape[0], fp8.GROUPED)
+        positions, source = padding.padding(group_sizes, x.shape[0], blocks.GROUPED)
         x = padding.take_rows(x, source)
     x = x.swapaxes(-1, -2) if axis == -2 else x
     if seed is not None:
         x = x * jax.random.uniform(jax.random.wrap_key_data(seed), x.shape)
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
-    amax = jax.lax.bitcast_convert_type(fp8.largest_of_blocks(bits, block), jnp.float32)
+    amax = jax.lax.bitcast_convert_type(blocks.largest_of_blocks(bits, block), jnp.float32)
     codes = (x / jnp.maximum(jnp.abs(x).max(initial=0), 1e-9) * 4).astype(
-        fp8.ELEMENTS[element].dtype
+        blocks.ELEMENTS[element].dtype
     )
     return codes, amax / 4, positions
 
 
 def both_of_crude(op, x, *, block, axis):
     """Weights are quantized both ways by the same."""
-    q = fp8_convert.quantized(op, x, block=block, axis=axis)
+    q = convert.quantized(op, x, block=block, axis=axis)
     q = dataclasses.replace(q, axis=-1)
-    return q, fp8_convert.exchanged(q)
+    return q, convert.exchanged(q)
 
 
 def lines_of_crude(x, group_sizes):
     """And so are rows, along either axis."""
-    of = functools.partial(fp8_convert.quantized, "", x, block=fp8.LINE, group_sizes=group_sizes)
+    of = functools.partial(convert.quantized, "", x, block=blocks.LINE, group_sizes=group_sizes)
     return of(axis=-1), of(axis=-2)
 
 
@@ -66,9 +67,9 @@ def lines_of_crude(x, group_sizes):
 def quick():
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_convert, "_quantize", crude)
-        patch.setattr(fp8_convert, "quantized_both", both_of_crude)
-        patch.setattr(fp8_convert, "quantized_lines", lines_of_crude)
+        patch.setattr(convert, "_quantize", crude)
+        patch.setattr(convert, "quantized_both", both_of_crude)
+        patch.setattr(convert, "quantized_lines", lines_of_crude)
         yield
     jax.clear_caches()
 

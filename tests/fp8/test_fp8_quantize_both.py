@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
+from jax_groupgemm._fp8 import convert
 from jax_groupgemm._kernels import extension
-from jax_groupgemm._quantized import fp8_convert
 
 TARGET = "jgg_fp8_quantize_both"
 TILE = (128, 128)
@@ -24,13 +24,13 @@ KINDS = pytest.mark.parametrize("axis", [-1, -2])
 
 
 def both(x, axis=-1, block=TILE):
-    return fp8_convert.quantized_both("test", x, block=block, axis=axis)
+    return convert.quantized_both("test", x, block=block, axis=axis)
 
 
 def in_two_steps(x, axis=-1, block=TILE):
-    q = fp8_convert.quantized("test", x, block=block, axis=axis)
-    q = fp8_convert.made(q.weight, q.scales, block=block)
-    return q, fp8_convert.exchanged(q)
+    q = convert.quantized("test", x, block=block, axis=axis)
+    q = convert.made(q.weight, q.scales, block=block)
+    return q, convert.exchanged(q)
 
 
 def text_of(f, *args, platform="cuda") -> str:
@@ -173,13 +173,13 @@ def test_a_transpose_of_what_is_kept_costs_nothing(rng):
     turned = in_two_steps(jnp.asarray(oracle.random(rng, (2, 256, 128))))[1]
 
     def read(turned):
-        q = jax.jit(fp8_convert.exchanged)(turned)
+        q = jax.jit(convert.exchanged)(turned)
         swap = jax.jit(lambda q: (q.weight.swapaxes(1, 2), q.scales.swapaxes(1, 2)))
         return swap(q)
 
     text = jax.jit(read).lower(turned).compile().as_text()
     assert "transpose(" not in text
-    assert "transpose(" in jax.jit(fp8_convert.exchanged).lower(turned).compile().as_text()
+    assert "transpose(" in jax.jit(convert.exchanged).lower(turned).compile().as_text()
 
 
 # ---- on a GPU ----
@@ -249,7 +249,7 @@ def test_gradients(rng, f):
 
     got = jax.jit(step)(x, up, down)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_convert, "quantized_both", two_steps_of)
+        patch.setattr(convert, "quantized_both", two_steps_of)
         jax.clear_caches()
         want = jax.jit(lambda *args: step(*args))(x, up, down)
     jax.clear_caches()

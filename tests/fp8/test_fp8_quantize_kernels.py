@@ -14,7 +14,7 @@ from host_memory import aligned, copied, guarded
 from host_program import dtype_number
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import fp8_convert
+from jax_groupgemm._fp8 import convert
 
 pytestmark = host_program.needs_compiler
 
@@ -126,7 +126,7 @@ def test_kernel_of_lines(rng, kernels, shape):
     x = edges(rng, "bfloat16", shape)
     rows = np.maximum(SIZES, 0).sum()
     x[rows:] = np.nan  # of no group
-    q = fp8_convert.quantized_lines(jnp.asarray(x), jnp.asarray(SIZES))
+    q = convert.quantized_lines(jnp.asarray(x), jnp.asarray(SIZES))
     want = [np.array(a) for a in (q[0].weight, q[0].scales, q[1].weight, q[1].scales)]
     memory, results = copied(x), [aligned(a.nbytes, 64) for a in want]
     places = zip(("codes", "scales", "turned", "turned_scales"), results, strict=True)
@@ -148,7 +148,7 @@ def test_kernel_of_lines(rng, kernels, shape):
 def test_dequantizing(rng, kernels, dtype, element, block, shape):
     """All codes, and scales that are extreme."""
     codes, scales = any_codes(rng, jnp.dtype(element), shape, block)
-    q = fp8_convert.made(jnp.asarray(codes), jnp.asarray(scales), block=block)
+    q = convert.made(jnp.asarray(codes), jnp.asarray(scales), block=block)
     want = np.asarray(jgg.dequantize(q, dtype))
     memory, of_scales, result = copied(codes), copied(scales), aligned(want.nbytes, 64)
     o = Operands(

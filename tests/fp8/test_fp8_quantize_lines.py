@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import fp8, fp8_convert
+from jax_groupgemm._fp8 import blocks, convert
 
 TARGET = "jgg_fp8_quantize_lines"
 SIZES = np.array([0, 130, 1, 0, 128, -4, 3], np.int32)
@@ -22,12 +22,12 @@ INSIDE = 262  # rows of groups
 
 
 def lines(x, sizes=SIZES):
-    return fp8_convert.quantized_lines(x, jnp.asarray(sizes))
+    return convert.quantized_lines(x, jnp.asarray(sizes))
 
 
 def one_by_one(x, sizes=SIZES):
     of = functools.partial(
-        fp8_convert.quantized, "", x, block=fp8.LINE, group_sizes=jnp.asarray(sizes)
+        convert.quantized, "", x, block=blocks.LINE, group_sizes=jnp.asarray(sizes)
     )
     return of(axis=-1), of(axis=-2)
 
@@ -162,7 +162,7 @@ def test_second_order(rng, monkeypatch):
 
     assert f"@{TARGET}(" in text_of(step, x, w, ct)
     got = np.asarray(jax.jit(step)(x, w, ct))
-    monkeypatch.setattr(fp8_convert, "quantized_lines", one_by_one)
+    monkeypatch.setattr(convert, "quantized_lines", one_by_one)
     jax.clear_caches()
     want = np.asarray(jax.jit(lambda *args: step(*args))(x, w, ct))
     jax.clear_caches()
@@ -180,7 +180,7 @@ def test_gradients(rng, dtype, key, monkeypatch):
         lambda x, w: jgg.fp8_grouped_linear(x, w, jnp.array([9, 0, 8]), key=key), x, w
     )[1](ct)
     got = jax.jit(step)(x, w, ct)
-    monkeypatch.setattr(fp8_convert, "quantized_lines", one_by_one)
+    monkeypatch.setattr(convert, "quantized_lines", one_by_one)
     jax.clear_caches()
     want = jax.jit(lambda *args: step(*args))(x, w, ct)
     jax.clear_caches()

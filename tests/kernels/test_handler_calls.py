@@ -27,8 +27,8 @@ import pytest
 from handler_watch import CALLS, Watch, cuda_library, needs_compiler, watched
 
 import jax_groupgemm as jgg
+from jax_groupgemm._fp8 import convert
 from jax_groupgemm._kernels import extension
-from jax_groupgemm._quantized import fp8_convert
 
 # What may wait for the device or change its memory behind XLA's back, of the runtime and the driver
 # alike; what may not be captured; and resources that one call would have to leave to the next.
@@ -233,13 +233,13 @@ def operations(modes=MODES) -> dict[str, tuple]:
         ),
         "fp8_quantize_both": (
             lambda w: [
-                fp8_convert.quantized_both("test", w, block=(128, 128), axis=axis)
+                convert.quantized_both("test", w, block=(128, 128), axis=axis)
                 for axis in (-1, -2)
             ],
             half(w), {"jgg_fp8_quantize_both"},
         ),
         "fp8_quantize_lines": (
-            lambda x: fp8_convert.quantized_lines(x, sizes), half(x), {"jgg_fp8_quantize_lines"},
+            lambda x: convert.quantized_lines(x, sizes), half(x), {"jgg_fp8_quantize_lines"},
         ),
         "nvfp4_grouped_mm": (nvfp4_mm, (rows, weight), {"jgg_dequantize", "jgg_qmm"}),
         "nvfp4_grouped_mm on sm90": (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import formats
+from jax_groupgemm._quantized.codes import pack
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("c++")
@@ -102,5 +102,5 @@ def every_code_and_scale(rng, mode: str) -> jgg.Quantized:
     scales[:] = np.arange(256, dtype=np.uint8)[:, None, None]
     if mode == "nvfp4":  # two for 32 codes
         scales[..., 1::2] = rng.integers(0, 256, scales[..., 1::2].shape)
-    packed = np.asarray(formats.pack(jnp.asarray(codes), bits))
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
     return jgg.Quantized(packed, scales, mode=mode, bits=bits, group_size=group)

@@ -23,9 +23,9 @@ import sanitized_layers as layers
 import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Mm
+from jax_groupgemm._fp8 import convert
 from jax_groupgemm._grouped import fused
 from jax_groupgemm._kernels import extension, tuned
-from jax_groupgemm._quantized import fp8_convert
 
 # rows, K, N, group sizes: of the three tile sizes, aligned for wide copies or for none
 GROUPED = (
@@ -389,11 +389,11 @@ def fp8_quantize(rng):
                 jax.block_until_ready((jax.jit(f)(x), jax.jit(squares)(jnp.stack([x, x]))))
                 jax.block_until_ready(jax.jit(lambda x, s, f=f: f(x, group_sizes=s))(x, sizes))
         both = functools.partial(
-            fp8_convert.quantized_both, "fp8_quantize_both", block=(128, 128), axis=-1
+            convert.quantized_both, "fp8_quantize_both", block=(128, 128), axis=-1
         )
         for columns in (16, x.shape[1] // 16 * 16):
             if dtype == "bfloat16":
-                jax.block_until_ready(jax.jit(fp8_convert.quantized_lines)(x[:, :columns], sizes))
+                jax.block_until_ready(jax.jit(convert.quantized_lines)(x[:, :columns], sizes))
             q, _ = jax.jit(both)(jnp.stack([x, x])[..., :columns])
             jax.block_until_ready(jax.jit(functools.partial(jgg.dequantize, dtype=dtype))(q))
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
 from jax_groupgemm._nvfp4 import layouts, quantize
-from jax_groupgemm._quantized import formats
+from jax_groupgemm._quantized.codes import pack
 
 pytestmark = pytest.mark.default_device
 
@@ -39,7 +39,7 @@ def crude(x, group_sizes, seed, *, axis, scale_2d, hadamard, layout):
     magnitude = jnp.round(jnp.abs(x) / jnp.maximum(amax, 1e-9)[..., None, None] * 7)
     codes = magnitude.astype(jnp.uint32) | (x < 0).astype(jnp.uint32) << 3
     scales = jnp.full((*x.shape[:-1], x.shape[-1] // 16), 0x38, jnp.uint8)
-    return formats.pack(codes, 4), scales, amax / 6, padding and padding.positions
+    return pack(codes, 4), scales, amax / 6, padding and padding.positions
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from host_program import DTYPES, MODES, dtype_number, mode_number, pointer
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import formats
+from jax_groupgemm._quantized.codes import pack
 
 pytestmark = host_program.needs_compiler
 # Bits of affine codes, and whether codes are numbers as they are, with scales that are small.
@@ -64,7 +64,7 @@ def test_affine(decode, rng, bits, scale_dtype):
     count, word = 16384, {2: np.uint16, 4: np.uint32}[dtype.itemsize]
     scales, biases = host_program.affine_parameters(rng, dtype, count)
     codes = rng.integers(0, 2**bits, (count, 32)).astype(np.uint32)
-    packed = np.asarray(formats.pack(jnp.asarray(codes), bits))
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
     with np.errstate(all="ignore"):
         product = codes.astype(np.float32) * scales.astype(np.float32)[:, None]
         exact = product + biases.astype(np.float32)[:, None]
@@ -111,7 +111,7 @@ def test_streams(rng, mode, bits, alone, power):
     codes = np.concatenate([each, rng.integers(0, 2**bits, (2048, 32))]).astype(np.uint32)
     if mode == "mxfp8":
         codes[codes % 128 == 127] = 5
-    packed = np.ascontiguousarray(formats.pack(jnp.asarray(codes), bits), np.uint32)
+    packed = np.ascontiguousarray(pack(jnp.asarray(codes), bits), np.uint32)
     out = np.empty((len(codes), 16, 2), DTYPES["bfloat16"])
     host_program.build("decode").decode_streams(
         mode_number(mode), bits, pointer(packed), ctypes.c_long(len(codes)), alone, pointer(out)

@@ -25,7 +25,7 @@ from test_quantize_call import calls, lowered, on_cpu, same_bytes
 from test_quantized import BITS, DTYPES, FP, inputs
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import formats
+from jax_groupgemm._quantized import in_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -111,7 +111,7 @@ def test_quantize_and_dequantize(rng, dtype):
         return jgg.dequantize(jgg.Quantized(*leaves, **static), dtype)
 
     kernels = lambda *ws: list(run(quantized, dequantized, *ws))
-    definitions = lambda *ws: list(run(formats.quantize, formats.dequantize, *ws))
+    definitions = lambda *ws: list(run(in_groups.quantize, in_groups.dequantize, *ws))
     count = 6 * (2 if dtype == "float32" else 3)
     assert len(calls(lowered(kernels, w, plain))) == count
     assert not calls(lowered(definitions, w, plain))

@@ -12,7 +12,7 @@ from host_program import DTYPES, MODES, dtype_number, mode_number, pointer
 from test_quantized import bits_of
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import formats
+from jax_groupgemm._quantized.codes import pack
 
 F32 = np.float32
 
@@ -80,7 +80,7 @@ def test_affine(dequantize, rng, bits, scale_dtype):
         a[abs(a.astype(F32)) < F32(2**-100)] *= dtype.type(0)
     codes = rng.integers(0, 2**bits, (count, 32)).astype(np.uint32)
     codes[::7] = 0
-    packed = np.asarray(formats.pack(jnp.asarray(codes), bits))
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
     q = jgg.Quantized(
         packed, scales[:, None], biases[:, None], mode="affine", bits=bits, group_size=32
     )
@@ -94,7 +94,7 @@ def test_tiny(dequantize, rng, bits):
     tiny = rng.standard_normal((2, 4096)) * 2.0 ** rng.integers(-150, -100, 4096)
     scales, biases = tiny.astype(F32) + F32(0)  # no bias is - 0
     codes = rng.integers(0, 2**bits, (4096, 32)).astype(np.uint32)
-    packed = np.asarray(formats.pack(jnp.asarray(codes), bits))
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
     q = jgg.Quantized(
         packed, scales[:, None], biases[:, None], mode="affine", bits=bits, group_size=32
     )

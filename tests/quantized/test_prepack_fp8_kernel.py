@@ -18,7 +18,7 @@ from test_prepack_fp8 import BLOCKS, made, raw, weight
 from test_quantize_call import calls, lowered, on_cpu, same_bytes
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import prepack_fp8
+from jax_groupgemm._fp8 import blocks, prepack
 
 CALLS = ["jgg_prepack_fp8", "jgg_qmm_packed"]
 KINDS = ("sizes", "spans", "segments")
@@ -31,7 +31,7 @@ def program():
 
 def run(program, q, kind=None, data=None, offset=None):
     """The bytes of what the kernel makes of (G, N, K), and 64 bytes behind each."""
-    w = prepack_fp8.in_two_axes(q)
+    w = prepack.in_two_axes(q)
     groups, n, k = q.shape
     sizes = groups * n * k, groups * n * k // 32
     out = [aligned(size, GUARD) for size in sizes]
@@ -97,7 +97,7 @@ def test_every_kind_of_scale(program, rng):
             jax.lax.bitcast_convert_type(q.weight, jnp.float8_e4m3fn), q.scales, mode="fp8",
             bits=8, group_size=128, block=(1, 128),
         )  # fmt: skip
-        _, want = prepack_fp8.codes_and_words(q)
+        _, want = prepack.codes_and_words(q)
         got, marks = np.empty(len(bits), np.uint32), np.full(len(bits), nan != 0)
         values = bits.view(np.float32)
         count = ctypes.c_long(len(bits))
@@ -146,7 +146,7 @@ def like(q):
 
 
 def spec(*shape, block=(128, 128), dtype="float8_e4m3fn"):
-    scales = prepack_fp8.fp8.scales_shape(shape, block)
+    scales = blocks.scales_shape(shape, block)
     return made(
         jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(scales, jnp.float32), block
     )

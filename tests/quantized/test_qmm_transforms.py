@@ -12,7 +12,7 @@ from qmm_problems import SIZES, problem
 from test_qmm_lowering import results
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized.formats import MODES
+from jax_groupgemm._quantized.format import FORMATS
 
 pytestmark = pytest.mark.default_device
 
@@ -140,7 +140,7 @@ def test_derivatives_of_every_order(rng, name):
 
 @pytest.mark.parametrize(
     ("mode", "transpose_w"),
-    [("mxfp4", True), ("mxfp8", True), *((mode, False) for mode in MODES if mode != "fp8")],
+    [("mxfp4", True), ("mxfp8", True), *((mode, False) for mode in FORMATS if mode != "fp8")],
 )
 @pytest.mark.one_in(5)
 def test_experts_are_not_dequantized_as_a_whole(rng, mode, transpose_w):

@@ -10,7 +10,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import formats
+from jax_groupgemm._quantized.format import FORMATS
 
 W = jnp.ones((4, 128))
 PACKED, SCALES = jnp.zeros((4, 16), jnp.uint32), jnp.ones((4, 2))
@@ -106,7 +106,7 @@ def test_errors(call, kind, message):
 
 def test_numbers_by_default():
     """None stands for the first of the mode, as where it is quantized."""
-    for mode in formats.MODES:
+    for mode in FORMATS:
         q = jgg.quantize(jnp.ones((4, 128)), mode=mode)
         leaves = dict(
             zip(("weight", "scales", "biases"), (q.weight, q.scales, q.biases), strict=True)

@@ -10,7 +10,6 @@ sign.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,26 +17,30 @@ from jax import lax
 
 from .._core import float_bits as fb
 from .._core.float_bits import u32
-from . import formats, fp8
-
-if TYPE_CHECKING:
-    from .array import Quantized
+from .._quantized import codes as of_codes
+from .._quantized.array import Quantized
+from . import blocks
 
 #: Blocks of a row that share a word.
-BLOCK = (1, formats.FP8_GROUP)
+BLOCK = blocks.LINE
 _UP, _DOWN = (np.float32(2.0**e) for e in (88, -88))
 _NAN = 0x7FC0
 
 
-def unpackable(w: Quantized) -> str | None:
+def unpackable(w: Quantized, tile: int) -> str | None:
     """Why there is no packed layout for ``w`` (..., N, K), of this mode."""
-    if w.layout == "linear" and fp8.DTYPES[w.weight.dtype.name] != "e4m3":
+    if w.layout == "linear" and blocks.DTYPES[w.weight.dtype.name] != "e4m3":
         return "its codes are float8_e5m2, not float8_e4m3fn"
-    if w.shape[-2] % 64 or w.shape[-1] % BLOCK[1]:
-        return f"its shape is {w.shape}, in which N is not a multiple of 64, or K of {BLOCK[1]}"
+    if w.shape[-2] % tile or w.shape[-1] % BLOCK[1]:
+        return f"its shape is {w.shape}, in which N is not a multiple of {tile}, or K of {BLOCK[1]}"
     if w.block is not None and w.block[1] % BLOCK[1] and w.block[1] < w.shape[-1]:
         return f"its blocks are {w.block}, whose columns are not a multiple of {BLOCK[1]}"
     return None
+
+
+def packed_scales(k_tiles: int) -> tuple[int, int]:
+    """The last two axes of the scales of so many tiles of 64 k: two share words, and words."""
+    return k_tiles // 2, 64
 
 
 def in_two_axes(w: Quantized) -> Quantized:
@@ -72,7 +75,7 @@ def _with(w: Quantized, scales, block) -> Quantized:
 def _taken(scales, *indices):
     for axis, index in zip((-2, -1), indices, strict=True):
         if len(index) != scales.shape[axis]:
-            scales = fp8._taken(scales, index, axis)
+            scales = blocks.taken(scales, index, axis)
     return scales
 
 
@@ -98,7 +101,7 @@ def scales_of(codes, words):
 
 
 def _has_nan(codes):
-    return (formats.blocks(codes, BLOCK[1]) & u32(0x7F) == u32(0x7F)).any(-1)
+    return (of_codes.blocks(codes, BLOCK[1]) & u32(0x7F) == u32(0x7F)).any(-1)
 
 
 def _bf16(b):

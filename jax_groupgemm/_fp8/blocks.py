@@ -9,7 +9,6 @@ bit for bit, what kernels return.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -18,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import check, partition
 from .._core import float_bits as fb
+from .._core import partition
 from .._core.float_bits import i32, u32
-from . import formats
-from .layouts import Layout, register_of_mode
-from .padding import take_rows
-from .philox import sixteen_bits
+from .._quantized import codes, format
+from .._quantized.philox import sixteen_bits
 
 #: The blocks of weights, and of rows that are multiplied with them.
-TILE, LINE = (128, 128), (1, 128)
+TILE, LINE = format.TILE, (1, 128)
 #: Rows to which each group is padded where blocks run along grouped rows.
 GROUPED = 128
 _LEAST_SCALE = 0x00800000  # 2**-126
@@ -113,7 +110,19 @@ def _in_blocks(a, axis: int, size: int):
     a = jnp.moveaxis(a, axis, -1)
     cut = -a.shape[-1] % size
     a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, cut)]) if cut else a
-    return formats.blocks(a, size)
+    return codes.blocks(a, size)
+
+
+def taken(scales, index, axis: int):
+    """Some of an axis, which may be explicitly sharded: still, where its parts divide."""
+    given = partition.entries_of(scales)
+    whole = [() if i == scales.ndim + axis else entry for i, entry in enumerate(given)]
+    scales = jnp.take(partition.resharded(scales, whole), index, axis=axis)
+    if not given[axis]:
+        return scales
+    mesh = jax.typeof(scales).sharding.mesh
+    parts = math.prod(mesh.shape[name] for name in given[axis])
+    return scales if len(index) % parts else partition.resharded(scales, given)
 
 
 # ---- codes -----------------------------------------------------------------------------------
@@ -145,7 +154,7 @@ def _random(shape, seed):
     block of 16 as :mod:`philox` counts them."""
     *lead, n = shape
     bits = sixteen_bits((*lead, -(-n // 16)) if lead else (1, -(-n // 16)), (seed[0], seed[1]))
-    bits = formats.flat(bits)
+    bits = codes.flat(bits)
     return (bits if lead else bits[0])[..., :n]
 
 
@@ -164,122 +173,21 @@ def _stochastic(q, r, kind: Element):
     return jnp.minimum(jnp.where(m == 0, u32(0), code), u32(kind.limit))
 
 
-def decoded(codes):
+def decoded(stored):
     """float32 of codes, exactly."""
-    code = u32(lax.bitcast_convert_type(codes, jnp.uint8))
-    if DTYPES[codes.dtype.name] == "e4m3":
-        b = fb.bits(formats.exact(*formats.e4m3(code)))
+    code = u32(lax.bitcast_convert_type(stored, jnp.uint8))
+    if DTYPES[stored.dtype.name] == "e4m3":
+        b = fb.bits(codes.exact(*codes.e4m3(code)))
         b = jnp.where(code & u32(0x7F) == 0x7F, u32(fb.NAN), b)
     else:
         exponent, mantissa = (code >> 2) & u32(31), code & u32(3)
         m = jnp.where(exponent == 0, mantissa, mantissa | u32(4))
-        b = fb.bits(formats.exact(m, i32(jnp.maximum(exponent, u32(1))) - 17))
+        b = fb.bits(codes.exact(m, i32(jnp.maximum(exponent, u32(1))) - 17))
         endless = jnp.where(mantissa == 0, u32(fb.INF), u32(fb.NAN))
         b = jnp.where(exponent == 31, endless, b)
     return fb.value(b | ((code >> 7) << 31))
 
 
-def dequantize(codes, scales, *, block, dtype):
+def dequantize(stored, scales, *, block, dtype):
     """``code * scale``, rounded to float32 and then to ``dtype``."""
-    return formats.times(fb.bits(decoded(codes)), spread(scales, codes.shape, block), dtype)
-
-
-# ---- a weight of a product ---------------------------------------------------------------------
-
-
-def of_product(q):
-    """``q``, checked, with scales of three axes, and codes that have no derivative; a prepacked one
-    as it is."""
-    if q.layout == "sm90":
-        return q
-    scales, block = q.scales, q.block
-    if block is None:
-        scales, block = scales[..., None, None], tuple(max(n, 1) for n in q.shape[-2:])
-    return dataclasses.replace(
-        q, weight=lax.stop_gradient(q.weight), scales=scales, block=block, group_size=None
-    )
-
-
-def in_whole_blocks(q, halves: int | None = None, parts: tuple[int, int] = (1, 1)):
-    """``q``, of a product, in blocks that divide both axes, so that parts of either have whole
-    blocks; of the axis ``halves``, -1 or -2, each half. ``parts`` are known ones, of rows and of
-    columns. A scale of a block that is cut is repeated for smaller ones."""
-    scales, block = q.scales, [*q.block]
-    for axis in (-1, -2):
-        n, size = q.shape[axis], q.block[axis]
-        count = 2 if axis == halves else parts[axis]
-        part = n if n % count else n // count
-        if part % size == 0 and n > size:
-            continue
-        block[axis] = unit = math.gcd(part, min(size, 128)) or 1
-        index = np.arange(n // unit) * unit // size
-        if len(index) != scales.shape[axis]:
-            scales = _taken(scales, index, axis)
-    return dataclasses.replace(q, scales=scales, block=tuple(block), group_size=None)
-
-
-def _taken(scales, index, axis: int):
-    """Some of an axis, which may be explicitly sharded: still, where its parts divide."""
-    given = partition.entries_of(scales)
-    whole = [() if i == scales.ndim + axis else entry for i, entry in enumerate(given)]
-    scales = jnp.take(partition.resharded(scales, whole), index, axis=axis)
-    if not given[axis]:
-        return scales
-    mesh = jax.typeof(scales).sharding.mesh
-    parts = math.prod(mesh.shape[name] for name in given[axis])
-    return scales if len(index) % parts else partition.resharded(scales, given)
-
-
-# ---- layouts ---------------------------------------------------------------------------------
-
-
-class _Blocks(Layout):
-    """Layout "linear": what the docstring of ``Quantized`` says of mode "fp8"."""
-
-    modes = ("fp8",)
-
-    def shape(self, q) -> tuple[int, ...]:
-        return tuple(q.weight.shape)
-
-    def checked(self, op: str, name: str, q) -> Any:
-        check.dtype(op, f"{name}.weight", q.weight.dtype, CODES, " in mode 'fp8'")
-        check.dtype(op, f"{name}.scales", q.scales.dtype, ("float32",), " in mode 'fp8'")
-        rank = 1 if q.block is not None and q.block[0] == 1 else 2
-        if q.weight.ndim < rank:
-            letters = "(..., K)" if rank == 1 else f"(..., N, K) in mode 'fp8' with block={q.block}"
-            raise ValueError(
-                f"jgg.{op}: {name}.weight has shape {q.weight.shape}, expected {letters}"
-            )
-        expected = scales_shape(q.weight.shape, q.block)
-        if q.scales.shape != expected:
-            raise ValueError(
-                f"jgg.{op}: {name}.scales has shape {q.scales.shape}, expected {expected} because "
-                f"{name}.weight is {q.weight.shape} and block={q.block}"
-            )
-        for leaf in ("biases", "global_scale"):
-            if getattr(q, leaf) is not None:
-                raise ValueError(f"jgg.{op}: {name}.{leaf}: mode 'fp8' has none")
-        weight = q.weight
-        if weight.dtype == jnp.uint8:
-            weight = lax.bitcast_convert_type(weight, jnp.float8_e4m3fn)
-        return dataclasses.replace(q, weight=weight, positions=self._positions(op, name, q))
-
-
-class _Grouped(_Blocks):
-    """Blocks run along grouped rows, which are padded group by group."""
-
-    name, axes, positions = "grouped", (-2,), "int32 (T,)"
-
-    def takes_positions(self, value) -> bool:
-        return value is not None and value.ndim == 1 and value.dtype == jnp.int32
-
-    def checked(self, op: str, name: str, q) -> Any:
-        check.shape(op, f"{name}.weight", q.weight, (None, None), "C, P", "layout 'grouped'")
-        return super().checked(op, name, q)
-
-    def restored(self, values, q) -> Any:
-        return take_rows(values, q.positions)
-
-
-register_of_mode("fp8", _Blocks())
-register_of_mode("fp8", _Grouped())
+    return codes.times(fb.bits(decoded(stored)), spread(scales, stored.shape, block), dtype)

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from .._core import conversion, dtypes, partition
 from .._kernels import problems
-from . import call, fp8, padding
-from .array import Quantized
+from .._quantized import padding
+from .._quantized.array import Quantized
+from . import blocks, conversion_calls
 
 
 def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
@@ -41,7 +42,7 @@ def quantized(op: str, x, *, block, axis: int = -1, group_sizes=None, seed=None,
     return made(weight, scales, positions, block=block, axis=axis)
 
 
-def made(codes, scales, positions=None, *, block=fp8.LINE, axis: int = -1) -> Quantized:
+def made(codes, scales, positions=None, *, block=blocks.LINE, axis: int = -1) -> Quantized:
     """The array of these codes. With positions rows are grouped, and blocks lie along them."""
     return Quantized(
         codes, scales, positions=positions, mode="fp8", bits=8, group_size=None, axis=axis,  # pyright: ignore[reportArgumentType]
@@ -88,7 +89,7 @@ def _quantize(x, group_sizes, seed, *, block, axis: int, scale_format: str, elem
     )
     positions = None
     if group_sizes is not None and axis == -2:
-        positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
+        positions = padding.padding(group_sizes, x.shape[0], blocks.GROUPED).positions
     return codes, scales, positions
 
 
@@ -96,10 +97,10 @@ def quantized_rows(x, row_index, group_sizes, seed) -> Quantized:
     """``fp8_quantize(x[row_index], axis=0, group_sizes=group_sizes)``; rows are zeros where the
     index is negative."""
     codes, scales = _QUANTIZE(
-        x, group_sizes, seed, row_index, block=fp8.LINE, axis=-2, scale_format="float32",
+        x, group_sizes, seed, row_index, block=blocks.LINE, axis=-2, scale_format="float32",
         element="e4m3",
     )  # fmt: skip
-    positions = padding.padding(group_sizes, row_index.shape[0], fp8.GROUPED).positions
+    positions = padding.padding(group_sizes, row_index.shape[0], blocks.GROUPED).positions
     return made(codes, scales, positions, axis=-2)
 
 
@@ -118,7 +119,7 @@ def quantized_lines(x, group_sizes) -> tuple[Quantized, Quantized]:
     to nearest."""
     x = lax.stop_gradient(x)
     if partition.explicit_mesh([x, group_sizes]) is not None:
-        of = functools.partial(quantized, "", x, block=fp8.LINE, group_sizes=group_sizes)
+        of = functools.partial(quantized, "", x, block=blocks.LINE, group_sizes=group_sizes)
         return of(axis=-1), of(axis=-2)
     *rows, codes, scales, positions = _quantize_lines(x, group_sizes)
     return made(*rows), made(codes, scales, positions, axis=-2)
@@ -126,7 +127,7 @@ def quantized_lines(x, group_sizes) -> tuple[Quantized, Quantized]:
 
 @jax.jit
 def _quantize_lines(x, group_sizes):
-    positions = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).positions
+    positions = padding.padding(group_sizes, x.shape[0], blocks.GROUPED).positions
     return *_QUANTIZE_LINES(x, group_sizes), positions
 
 
@@ -146,7 +147,7 @@ def _quantize_both(x, *, block, axis: int):
 def _lines(x, group_sizes):
     """``(codes, scales)`` of blocks along the last axis, and along grouped rows."""
     of = functools.partial(
-        _QUANTIZE, x, group_sizes, None, None, block=fp8.LINE, scale_format="float32",
+        _QUANTIZE, x, group_sizes, None, None, block=blocks.LINE, scale_format="float32",
         element="e4m3",
     )  # fmt: skip
     return *of(axis=-1), *of(axis=-2)
@@ -158,14 +159,14 @@ def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_
     if row_index is not None:
         x = dtypes.load(padding.take_rows(dtypes.storage(x), row_index), x.dtype)
     if group_sizes is not None and axis == -2:
-        source = padding.padding(group_sizes, x.shape[0], fp8.GROUPED).source
+        source = padding.padding(group_sizes, x.shape[0], blocks.GROUPED).source
         x = dtypes.load(padding.take_rows(dtypes.storage(x), source), x.dtype)
     elif group_sizes is not None:
         inside = padding.covered(group_sizes, x.shape[0])
         x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
     if axis == -2:
         x = x.swapaxes(-1, -2)
-    return fp8.quantize(x, seed, block=block, scale_format=scale_format, element=element)
+    return blocks.quantize(x, seed, block=block, scale_format=scale_format, element=element)
 
 
 def _problem(x, group_sizes, _, row_index, *, block, axis: int, **__):
@@ -174,7 +175,7 @@ def _problem(x, group_sizes, _, row_index, *, block, axis: int, **__):
     along = 0
     if axis == -2:
         groups = 0 if group_sizes is None else group_sizes.shape[0]
-        along = rows if group_sizes is None else padding.padded_rows(rows, groups, fp8.GROUPED)
+        along = rows if group_sizes is None else padding.padded_rows(rows, groups, blocks.GROUPED)
     return functools.partial(
         problems.Fp8Conversion, mode="fp8", rows=rows * math.prod(x.shape[:-2]), columns=columns,
         along=along, block=block,
@@ -182,7 +183,7 @@ def _problem(x, group_sizes, _, row_index, *, block, axis: int, **__):
 
 
 _QUANTIZE = conversion.composed(
-    "jgg_fp8_quantize", definition, call.fp8_quantize, problem_of=_problem
+    "jgg_fp8_quantize", definition, conversion_calls.quantize, problem_of=_problem
 )
 
 
@@ -195,7 +196,10 @@ def _problem_of_both(x, *, block, **__):
 
 
 _QUANTIZE_BOTH = conversion.composed(
-    "jgg_fp8_quantize_both", _quantize_both, call.fp8_quantize_both, problem_of=_problem_of_both
+    "jgg_fp8_quantize_both",
+    _quantize_both,
+    conversion_calls.quantize_both,
+    problem_of=_problem_of_both,
 )
 
 
@@ -203,12 +207,12 @@ def _problem_of_lines(x, group_sizes):
     rows, columns = x.shape
     return functools.partial(
         problems.Fp8Conversion, mode="fp8", dtypes=(x.dtype.name,), rows=rows, columns=columns,
-        along=padding.padded_rows(rows, group_sizes.shape[0], fp8.GROUPED), block=fp8.LINE,
+        along=padding.padded_rows(rows, group_sizes.shape[0], blocks.GROUPED), block=blocks.LINE,
     )  # fmt: skip
 
 
 _QUANTIZE_LINES = conversion.composed(
-    "jgg_fp8_quantize_lines", _lines, call.fp8_quantize_lines, problem_of=_problem_of_lines
+    "jgg_fp8_quantize_lines", _lines, conversion_calls.quantize_lines, problem_of=_problem_of_lines
 )
 
 
@@ -238,7 +242,7 @@ for _both in (_QUANTIZE_BOTH, _QUANTIZE_LINES):
 
 def dequantized(q: Quantized, dtype, implementation: str | None = None):
     """The values that are stored, ``(..., C)``."""
-    run = fp8.dequantize if implementation == "reference" else _DEQUANTIZE
+    run = blocks.dequantize if implementation == "reference" else _DEQUANTIZE
     return run(q.weight, q.scales, block=q.block, dtype=jnp.dtype(dtype))
 
 
@@ -251,5 +255,8 @@ def _problem_of_codes(codes, scales, *, block, **__):
 
 
 _DEQUANTIZE = conversion.composed(
-    "jgg_fp8_dequantize", fp8.dequantize, call.fp8_dequantize, problem_of=_problem_of_codes
+    "jgg_fp8_dequantize",
+    blocks.dequantize,
+    conversion_calls.dequantize,
+    problem_of=_problem_of_codes,
 )
