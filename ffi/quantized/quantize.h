@@ -1,5 +1,5 @@
 // quantize: w (..., K), in groups along K, to codes, scales and biases, as
-// jax_groupgemm/_quantized/formats.py defines them; dequantize: these to values; prepack: these to
+// jax_groupgemm/_quantized/in_groups.py defines them; dequantize: these to values; prepack: these to
 // another layout, as jax_groupgemm/_quantized/prepack.py defines it.
 #pragma once
 

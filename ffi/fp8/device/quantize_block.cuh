@@ -1,5 +1,5 @@
 // fp8_quantize of one block: its scale, and the codes of its elements, exactly as jax_groupgemm's
-// _quantized/fp8.py defines them. Also compiled for the host, where
+// _fp8/blocks.py defines them. Also compiled for the host, where
 // tests/fp8/test_fp8_quantize_host.py compares it with that definition.
 #pragma once
 

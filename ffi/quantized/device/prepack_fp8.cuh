@@ -1,5 +1,5 @@
 // prepack of mode "fp8": codes in layout "linear", with a scale for each block of any shape, to
-// layout "sm90", with a word for each row and 128 k (jax_groupgemm/_quantized/prepack_fp8.py).
+// layout "sm90", with a word for each row and 128 k (jax_groupgemm/_fp8/prepack.py).
 #pragma once
 
 #include "grouped_mm/segments.h"
