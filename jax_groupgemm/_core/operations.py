@@ -6,11 +6,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
 from . import partition
 
@@ -33,7 +34,10 @@ def listed[F: Callable](function: F) -> F:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        args, kwargs = [*map(_value, args)], {name: _value(a) for name, a in kwargs.items()}
+        if "flax.nnx" in sys.modules:
+            args, kwargs = [*map(_value, args)], {name: _value(a) for name, a in kwargs.items()}
+        if not partition.maps_explicit_axes():
+            return function(*args, **kwargs)
         with partition.mesh_of_mapped((args, kwargs)):
             return function(*args, **kwargs)
 
@@ -59,11 +63,11 @@ def operation_of_its_own_gradient[F: Callable](function: F) -> F:
 def one_program[F: Callable](function: F, may: Callable[[dict], bool] = lambda arrays: True) -> F:
     """A function that is one program, as :func:`operation` says, where ``may`` is true of its
     arrays, and that is in no list."""
-    signature = inspect.signature(function)
+    parameters = _Parameters.of(function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        parts = None if _directly() else _parts(signature, args, kwargs)
+        parts = None if _directly() else _parts(parameters, args, kwargs)
         if parts is None or not may(parts[0]):
             return function(*args, **kwargs)
         arrays, static = parts
@@ -74,8 +78,7 @@ def one_program[F: Callable](function: F, may: Callable[[dict], bool] = lambda a
 
 def _value(a):
     """The value of a variable of flax's nnx; anything else as it is."""
-    nnx = sys.modules.get("flax.nnx")
-    return a.get_value() if nnx is not None and isinstance(a, nnx.Variable) else a
+    return a.get_value() if isinstance(a, sys.modules["flax.nnx"].Variable) else a
 
 
 def _directly() -> bool:
@@ -85,30 +88,69 @@ def _directly() -> bool:
     return not mesh.empty or jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _parts(signature: inspect.Signature, args, kwargs):
+class _Parameters(NamedTuple):
+    """Names of a function's parameters: ``inspect.Signature.bind`` takes longer than a program."""
+
+    positional: tuple[str, ...]
+    names: frozenset[str]
+    required: frozenset[str]
+
+    @classmethod
+    def of(cls, function: Callable) -> _Parameters:
+        found = inspect.signature(function).parameters.values()
+        return cls(
+            tuple(p.name for p in found if p.kind is not p.KEYWORD_ONLY),
+            frozenset(p.name for p in found),
+            frozenset(p.name for p in found if p.default is p.empty),
+        )
+
+    def bound(self, args, kwargs) -> dict[str, Any] | None:
+        """Arguments by name; None where they are not those of the function."""
+        given = dict(zip(self.positional, args, strict=False))
+        if len(given) != len(args) or not given.keys().isdisjoint(kwargs):
+            return None
+        given |= kwargs
+        return given if self.required <= given.keys() <= self.names else None
+
+
+def _parts(parameters: _Parameters, args, kwargs):
     """Operands that are arrays, by name, and the other arguments; None where others than arrays, as
     lists and numbers, are operands, or where something is wrong: the operation says what."""
-    arrays, static = {}, {}
+    arrays, static, all_leaves = {}, {}, []
+    given = parameters.bound(args, kwargs)
+    if given is None:
+        return None
     try:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            leaves, tree = jax.tree.flatten(value)
-            if jax.tree.structure(tree.unflatten(leaves)) != tree:
-                return None  # a record that its constructor did not make
+        for name, value in given.items():
+            if isinstance(value, jax.Array):
+                leaves = [value]
+            elif value is None or isinstance(value, (bool, str)):
+                static[name] = value
+                continue
+            else:
+                leaves, tree = jax.tree.flatten(value)
+                if jax.tree.structure(tree.unflatten(leaves)) != tree:
+                    return None  # a record that its constructor did not make
             if leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):
                 if name in _NUMBERS:
                     return None  # its value is asked for
                 arrays[name] = value
+                all_leaves += leaves
             elif name not in _NUMBERS and any(map(_is_number, leaves)):
                 return None
             else:
                 static[name] = value
-        hash(frozenset(static.items()))
+        # With types: 2.0 is equal to 2, for which there may be a program already.
+        key = frozenset((name, type(value), value) for name, value in static.items())
     except (AttributeError, TypeError, ValueError):
         return None
-    if any(jax.typeof(leaf).sharding.mesh.explicit_axes for leaf in jax.tree.leaves(arrays)):
-        return None
-    # With types: 2.0 is equal to 2, for which there may be a program already.
-    return arrays, frozenset((name, type(value), value) for name, value in static.items())
+    return None if any(map(_has_explicit_axes, all_leaves)) else (arrays, key)
+
+
+def _has_explicit_axes(a: jax.Array) -> bool:
+    if not isinstance(a, Tracer) and isinstance(a.sharding, SingleDeviceSharding):
+        return False
+    return bool(jax.typeof(a).sharding.mesh.explicit_axes)
 
 
 def _is_number(leaf: Any) -> bool:
