@@ -35,15 +35,14 @@ class Dense(Products):
 
     own_backward = makes_rows_again = True
     fused: ClassVar[fused.Fused] = fused.MM
+    takes_lists = True
 
     def rows(self, x, routing):
         return x.astype(self.dtype)
 
-    def up(self, x, up, routing, key):
-        return _UP(x, up.w, up.bias, routing, products=self)
-
-    def up_alone(self, x, up, routing, key):
-        return _UP_ALONE(x, up.w, up.bias, routing, products=self)
+    def up(self, x, up, routing, key, keeps):
+        a, *h = _UP(x, up.w, up.bias, routing, products=self, keeps=keeps)
+        return a, h[0] if keeps else None
 
     def down(self, a, down, routing, key):
         return self.multiplied(a, down.w, routing, Epilogue(down.bias))
@@ -73,14 +72,10 @@ class Dense(Products):
     def activates(self, bias) -> Epilogue:
         return Epilogue(bias, self.activation, rounds=True)
 
-    def whole(self, w) -> bool:
-        """Whether a kernel may run the product and its epilogue in one call."""
-        del w
-        return True
-
     def multiplied(self, rows, w, routing: Routing, epilogue: Epilogue):
         metadata = segments.sizes(routing.group_sizes)
-        return self.fused(rows, w, metadata, self.mm(rows), epilogue, fused=self.whole(w))
+        whole = isinstance(w, jax.Array) or quantized_product.fusible(w)
+        return self.fused(rows, w, metadata, self.mm(rows), epilogue, fused=whole)
 
     def transposed(self, ct, w, routing: Routing):
         """The cotangent of the rows that w multiplies; ``ct`` is that of the product."""
@@ -107,17 +102,16 @@ class Dense(Products):
         )
         return choose.by_list(dataclasses.replace(problem, **facts)), metadata, product
 
-    def up_by_list(self, platform, x, w, bias, routing, *, preactivation: bool = True):
+    def up_by_list(self, platform, x, w, bias, routing, *, keeps: bool):
         # XLA has the epilogue of a kernel of CPUs.
         epilogue = call.NO_EPILOGUE if platform == "cpu" else self.activates(bias)
         choice, metadata, product = self.by_list(platform, x, w, routing, epilogue=epilogue)
         if choice is None:
             return None
         run = functools.partial(call.mm, choice, x, w, metadata, x_rows=tokens_of_rows(routing))
-        if platform != "cpu":
-            return run(product, epilogue, preactivation=preactivation)
-        a, h = self.fused.activated(run, metadata, self.activates(bias), product)
-        return (a, h) if preactivation else a
+        if platform == "cpu":
+            return self.fused.activated(run, metadata, self.activates(bias), product)[: 1 + keeps]
+        return run(product, epilogue, preactivation=keeps)
 
     def rows_cotangent_by_list(self, platform, ct, w, routing):
         choice, metadata, product = self.by_list(platform, ct, w, routing, back=True)
@@ -170,6 +164,7 @@ class QuantizedWeights(Dense):
     """Products with quantized weights, of copied rows."""
 
     fused: ClassVar[fused.Fused] = quantized_product.FUSED
+    takes_lists = False
 
     def prepared(self, weights):
         return weights.map(lambda of: dataclasses.replace(of, w=self._checked(of.w)))
@@ -183,15 +178,6 @@ class QuantizedWeights(Dense):
     def in_one_call(self, platform, x, weights, pairs, weight):
         return few_tokens.experts(platform, x, weights, pairs, weight, self)
 
-    def whole(self, w):
-        return quantized_product.fusible(w)
-
-    def no_list(self, *_, **__):
-        return None
-
-    up_by_list = rows_cotangent_by_list = down_backward_by_list = no_list
-    weight_cotangent_by_list = no_list
-
 
 # ---- the steps, of copies of the rows or by list -----------------------------------------------
 
@@ -200,15 +186,12 @@ def _copied(x, routing: Routing):
     return dispatched(x, routing, clears_rest=False)
 
 
-def _up(x, w, bias, routing, *, products: Dense):
-    rows, metadata = _copied(x, routing), segments.sizes(routing.group_sizes)
-    return products.fused.preactivated(
-        rows, w, metadata, products.activates(bias), products.mm(rows)
-    )
-
-
-def _up_alone(x, w, bias, routing, *, products: Dense):
-    return products.multiplied(_copied(x, routing), w, routing, products.activates(bias))
+def _up(x, w, bias, routing, *, products: Dense, keeps: bool):
+    rows, epilogue = _copied(x, routing), products.activates(bias)
+    if not keeps:
+        return (products.multiplied(rows, w, routing, epilogue),)
+    metadata = segments.sizes(routing.group_sizes)
+    return products.fused.preactivated(rows, w, metadata, epilogue, products.mm(rows))
 
 
 def _rows_cotangent(ct, w, routing, *, products: Dense):
@@ -228,18 +211,19 @@ def _weight_cotangent(w, tokens, rows, routing, *, products: Dense, first: bool)
     return fused.weight_cotangent(products.fused.product, x, w, metadata, products.mm(rows), ct)
 
 
-def _step(name: str, copied: Callable, by_list: str, **more) -> Composed:
-    """The experts' step of this name, ``copied(*operands, products, **static)``. The method
-    ``by_list`` is the same of tokens by list, or returns None."""
+def _step(name: str, copied: Callable, by_list: str) -> Composed:
+    """The step of this name: ``copied(*operands, products, **static)``. The method ``by_list`` is
+    the same of tokens by list, or returns None."""
 
     def run(platform, *operands, products: Dense, **static):
-        return getattr(products, by_list)(platform, *operands, **more, **static)
+        if not products.takes_lists:
+            return None
+        return getattr(products, by_list)(platform, *operands, **static)
 
     return Composed(f"jgg_experts_{name}", copied, run, cost=costs.conversion)
 
 
 _UP = _step("up", _up, "up_by_list")
-_UP_ALONE = _step("up_alone", _up_alone, "up_by_list", preactivation=False)
 _ROWS = _step("rows", _rows_cotangent, "rows_cotangent_by_list")
 _DOWN = _step("down", _down_backward, "down_backward_by_list")
 _WEIGHT = _step("weight", _weight_cotangent, "weight_cotangent_by_list")

@@ -17,6 +17,8 @@ a step (``dense.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +29,7 @@ from .._core.composed import Composed
 from .._quantized import trilinear
 from .permute import at_places, combined, dispatched
 from .products import Products, Weights
-from .routing import Routing, local_experts, route
+from .routing import Routing, local_experts, route, weight_of_rows
 from .transport import Plan, collect, send
 
 
@@ -35,8 +37,8 @@ def experts(x, weights: Weights, routing: Routing, pairs, weight, plan: Plan | N
             products: Products):  # fmt: skip
     """The layer: x is (T, D), weight (T, k). ``routing`` is that of tokens that were sent, and of
     ``pairs``: their expert_index and expert_offset."""
-    if products.by_pass:  # no bias, and no batch that becomes one layer
-        pairs = None
+    if products.by_pass:
+        pairs = None  # biases, few tokens and batches are what they are for
     run = _EXPERTS if products.own_backward else _composed
     weights = products.prepared(weights)
     return run(x, weights, routing, pairs, weight, plan, key, products=products)
@@ -45,42 +47,34 @@ def experts(x, weights: Weights, routing: Routing, pairs, weight, plan: Plan | N
 def _composed(x, weights, routing, pairs, weight, plan, key, *, products: Products):
     del pairs
     x, weight = send(plan, x, weight)
-    sum_dtype = _sum_dtype(plan, products)
-    sums, _ = _pass_forward(
-        x, weights, routing, weight, key, products=products, sum_dtype=sum_dtype, keeps=False
-    )
+    sums, _ = _pass_forward(x, weights, routing, weight, key, products=products, keeps=False)
     return collect(plan, sums, out_dtypes=(products.out_dtype,))[0]
-
-
-def _sum_dtype(plan: Plan | None, products: Products):
-    """What sums of tokens are rounded to where they are made: it is what they travel in."""
-    return jnp.dtype(products.out_dtype if plan is None else products.dtype)
 
 
 # ---- both passes, of tokens that are here -------------------------------------------------------
 
 
 def _pass_forward(x, weights: Weights, routing: Routing, weight, key, *, products: Products,
-                  sum_dtype, keeps: bool = True):  # fmt: skip
+                  keeps: bool = True):  # fmt: skip
     """The sums of tokens; and h, or None unless it ``keeps`` that."""
-    (up, down), (up_key, down_key) = weights, trilinear.split(key)
-    given = products.rows(x, routing), up, routing, up_key
-    a, h = products.up(*given) if keeps else (products.up_alone(*given), None)
+    (up, down), (up_key, down_key) = weights, products.forward_keys(key)
+    a, h = products.up(products.rows(x, routing), up, routing, up_key, keeps)
     y = products.down(a, down, routing, down_key)
-    return combined(y, routing, weight, sum_dtype), h
+    return combined(y, routing, weight, products.sum_dtype), h
 
 
-def _pass_backward(ct, h, x, weights: Weights, routing: Routing, pairs, weight, key, *,
+def _pass_backward(x, weights: Weights, routing: Routing, ct, h, pairs, weight, key, *,
                    products: Products):  # fmt: skip
     """The cotangents of x, of w and bias of both products, and of weight."""
     up, down = weights
     up_keys, down_keys = map(trilinear.split, trilinear.split(key))
     ct_rows, x_rows = products.rows(ct, routing), products.rows(x, routing)
+    row_weight, dup_bias, ddown_bias = weight_of_rows(weight, routing), None, None
     dh, a, sums = products.down_backward(
-        ct_rows, h, down, of_rows(weight, routing), routing, down_keys[0], up_keys
+        ct_rows, h, down, row_weight, routing, down_keys[0], up_keys
     )
     ddown = products.weight_cotangent(down, ct_rows, a, routing, down_keys[1], first=False)
-    dweight, ddown_bias, dup_bias = weight_cotangents(sums, routing), None, None
+    dweight = at_places(sums, routing.place)
     if down.bias is not None:
         scaled = dispatched(ct, routing, weight, clears_rest=False)
         ddown_bias = products.bias_cotangent(down.bias, scaled, routing)
@@ -91,55 +85,6 @@ def _pass_backward(ct, h, x, weights: Weights, routing: Routing, pairs, weight, 
     drows = products.rows_cotangent(dh, up, routing, up_keys[0])
     dx = combined(drows, routing, None, x.dtype)
     return dx, (dup, dup_bias), (ddown, ddown_bias), dweight.astype(weight.dtype)
-
-
-# ---- reverse mode -------------------------------------------------------------------------------
-
-
-def _forward(x, weights, routing, pairs, weight, plan, key, *, moves, products: Products):
-    del pairs
-    x_moves, up_moves, weight_moves = (
-        any(jax.tree.leaves(moved)) for moved in (moves[0], moves[1].up, moves[4])
-    )
-    # Up's weight meets a cotangent if its rows need one, and so does down's.
-    multiplied = x_moves, x_moves or up_moves or weight_moves
-    weights, kept = products.kept(weights, multiplied)
-    x, weight = send(plan, x, weight)
-    run = _FORWARD if products.by_pass else _pass_forward
-    sum_dtype = _sum_dtype(plan, products)
-    sums, h = run(x, weights, routing, weight, key, products=products, sum_dtype=sum_dtype)
-    (out,) = collect(plan, sums, out_dtypes=(products.out_dtype,))
-    return out, (checkpoint_name(h, "moe_h"), weight, kept)
-
-
-def _backward(saved, operands, cts, *, products: Products):
-    (h, sent_weight, kept), (ct,) = saved, cts
-    x, weights, routing, pairs, weight, plan, key = operands
-    x_again = x
-    if products.makes_rows_again:
-        # The rows of x that the forward pass made are not kept for this one.
-        x_again, ct = lax.optimization_barrier((x, ct))
-    ct, x_again = send(plan, ct.astype(products.dtype), x_again)
-    run = _BACKWARD if products.by_pass else _pass_backward
-    dx, dup, ddown, dweight = run(
-        ct, h, x_again, products.restored(weights, kept), routing, pairs, sent_weight, key,
-        products=products,
-    )  # fmt: skip
-    dweights = Weights(weights.up.cotangent(*dup), weights.down.cotangent(*ddown))
-    # A pair is on one device, so its weight's gradient is not rounded on its way.
-    dx, dweight = collect(plan, dx, dweight, out_dtypes=(x.dtype, weight.dtype))
-    return dx, dweights, None, None, dweight, None, None
-
-
-def of_rows(weight, routing: Routing):
-    """The weight of each row, zero where it has none."""
-    of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)]
-    return jnp.where(routing.order >= 0, of_row, jnp.zeros((), weight.dtype))
-
-
-def weight_cotangents(of_rows, routing: Routing):
-    """That of each pair's weight, of those of rows."""
-    return at_places(of_rows, routing.place)
 
 
 def _of_biases(ct, bias, routing: Routing, pairs):
@@ -155,54 +100,82 @@ def _of_biases(ct, bias, routing: Routing, pairs):
     return jnp.where(routing.place >= 0, found, 0)
 
 
-# ---- other ways to run it -----------------------------------------------------------------------
+def _by_kernels(run: Callable) -> Callable:
+    """A pass of the kernels that are chosen for all of it; None where none are."""
+
+    def call(platform, x, weights, routing, *more, products: Products, **static):
+        found = products.on(platform, x, weights, routing)
+        if found is None:
+            return None
+        kernels, weights = found
+        return run(x, weights, routing, *more, products=kernels, **static)
+
+    return call
+
+
+_FORWARD = Composed("jgg_experts_forward", _pass_forward, _by_kernels(_pass_forward))
+_BACKWARD = Composed("jgg_experts_backward", _pass_backward, _by_kernels(_pass_backward))
+
+
+# ---- one operation ------------------------------------------------------------------------------
+
+
+def _forward(x, weights, routing, pairs, weight, plan, key, *, moves, products: Products):
+    del pairs
+    x_moves, up_moves, weight_moves = (
+        any(jax.tree.leaves(moved)) for moved in (moves[0], moves[1].up, moves[4])
+    )
+    # Up's weight meets a cotangent if its rows need one, and so does down's.
+    multiplied = x_moves, x_moves or up_moves or weight_moves
+    weights, kept = products.kept(weights, multiplied)
+    x, weight = send(plan, x, weight)
+    run = _FORWARD if products.by_pass else _pass_forward
+    sums, h = run(x, weights, routing, weight, key, products=products)
+    (out,) = collect(plan, sums, out_dtypes=(products.out_dtype,))
+    return out, (checkpoint_name(h, "moe_h"), weight, kept)
+
+
+def _backward(saved, operands, cts, *, products: Products):
+    (h, sent_weight, kept), (ct,) = saved, cts
+    x, weights, routing, pairs, weight, plan, key = operands
+    x_again = x
+    if products.makes_rows_again:
+        # The rows of x that the forward pass made are not kept for this one.
+        x_again, ct = lax.optimization_barrier((x, ct))
+    ct, x_again = send(plan, ct.astype(products.dtype), x_again)
+    run = _BACKWARD if products.by_pass else _pass_backward
+    dx, dup, ddown, dweight = run(
+        x_again, products.restored(weights, kept), routing, ct, h, pairs, sent_weight, key,
+        products=products,
+    )  # fmt: skip
+    dweights = Weights(weights.up.cotangent(*dup), weights.down.cotangent(*ddown))
+    # A pair is on one device, so its weight's gradient is not rounded on its way.
+    dx, dweight = collect(plan, dx, dweight, out_dtypes=(x.dtype, weight.dtype))
+    return dx, dweights, None, None, dweight, None, None
 
 
 def _call(platform, x, weights, routing, pairs, weight, plan, key, *, products: Products):
     if plan is not None:
         return None
     out = products.in_one_call(platform, x, weights, pairs, weight)
-    if out is not None:
-        return out
-    sum_dtype = _sum_dtype(plan, products)
-    sums = _forward_call(
-        platform, x, weights, routing, weight, key, products=products, sum_dtype=sum_dtype,
-        keeps=False,
-    )  # fmt: skip
-    return None if sums is None else sums[0]
-
-
-def _forward_call(platform, x, weights, routing, weight, key, *, products: Products, **static):
-    del key  # forward, kernels round to nearest
-    found = products.on(platform, x, weights, routing)
-    if found is None:
-        return None
-    products, weights = found
-    return _pass_forward(x, weights, routing, weight, None, products=products, **static)
-
-
-def _backward_call(platform, ct, h, x, weights, routing, *more, products: Products):
-    found = products.on(platform, x, weights, routing)
-    if found is None:
-        return None
-    products, weights = found
-    return _pass_backward(ct, h, x, weights, routing, *more, products=products)
+    if out is None:
+        found = _by_kernels(_pass_forward)(
+            platform, x, weights, routing, weight, key, products=products, keeps=False
+        )
+        out = None if found is None else found[0]
+    return out
 
 
 def _batched(size: int, operands, axes, *, products: Products):
     """A batch that shares its experts is one layer of more tokens. None where it does not, where
-    there is not a row for each of its pairs, and of products that take no larger batch for it."""
+    there is not a row for each of its pairs, and where kernels are chosen for a whole pass."""
     x, weights, routing, pairs, weight, plan, key = operands
     if products.by_pass or plan is not None:
         return None
     index, offset = pairs
     tokens, k = (batching.extent(index, axes[3][0], axis) for axis in (0, 1))
-    rows, experts_ = (
-        batching.extent(a, axis, 0)
-        for a, axis in (
-            (routing.order, axes[2].order), (routing.group_sizes, axes[2].group_sizes),
-        )
-    )  # fmt: skip
+    count = lambda name: batching.extent(getattr(routing, name), getattr(axes[2], name), 0)
+    rows = count("order")
     mapped = jax.tree.leaves((axes[1], axes[3][1]))
     if mapped or rows != tokens * k or size * rows > segments.MAX_ROWS:
         return None
@@ -210,11 +183,9 @@ def _batched(size: int, operands, axes, *, products: Products):
         partition.merge(batching.first(a, axis, size), (2, 1))
         for a, axis in ((x, axes[0]), (index, axes[3][0]), (weight, axes[4]))
     )
-    routing = route(index, experts_, expert_offset=offset)
-    out = _EXPERTS(x, weights, routing, (index, offset), weight, plan, key, products=products)
+    of_all = route(index, count("group_sizes"), expert_offset=offset)
+    out = _EXPERTS(x, weights, of_all, (index, offset), weight, plan, key, products=products)
     return out.reshape(size, tokens, out.shape[-1])
 
 
-_FORWARD = Composed("jgg_experts_forward", _pass_forward, _forward_call)
-_BACKWARD = Composed("jgg_experts_backward", _pass_backward, _backward_call)
 _EXPERTS = Composed("jgg_experts", _composed, _call, batch=_batched, vjp=(_forward, _backward))

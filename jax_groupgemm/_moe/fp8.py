@@ -38,7 +38,7 @@ from .._quantized import fp8, fp8_convert, trilinear
 from .._quantized.array import Quantized
 from .operations import Operations
 from .permute import dispatched
-from .products import Linear, Weights
+from .products import Linear
 from .routing import Routing, tokens_of_rows
 
 OP = "moe_mlp"
@@ -58,15 +58,13 @@ class FP8(Operations):
         return self.recipe.dispatch == "fp8"
 
     def prepared(self, weights):
-        """In the products' dtype. Codes that the result and dx share are not made yet."""
+        """In the products' dtype, with codes. Those that the result and dx share are made later:
+        for both at once, where a gradient is taken."""
         weights = weights.map(lambda of: dataclasses.replace(of, w=of.w.astype(self.dtype)))
         if not shares_codes(self.recipe):
-            weights = self._with_codes(weights)
+            weights = self.kept(weights, (False, False))[0]
         constant = functools.partial(jax.tree.map, lax.stop_gradient)
         return weights.map(lambda of: dataclasses.replace(of, codes=constant(of.codes)))
-
-    def _with_codes(self, weights: Weights) -> Weights:
-        return weights.map(lambda of: dataclasses.replace(of, codes=self._codes(of, False)[0]))
 
     def _codes(self, of: Linear, both: bool) -> tuple[Quantized | None, Quantized | None]:
         """Those that are given, or are made here; then also their transpose if ``both``."""
@@ -79,7 +77,7 @@ class FP8(Operations):
     def on(self, platform, x, weights, routing):
         if not self._fusible:
             return None
-        weights = self._with_codes(weights)
+        weights = self.kept(weights, (False, False))[0]
         codes: list[Any] = [of.codes for of in weights]
         rows = routing.order.shape[0]
         h = jax.ShapeDtypeStruct((rows, codes[0].shape[1]), self.dtype)
@@ -163,7 +161,10 @@ class FP8Kernels(FP8):
     def rows(self, x, routing):
         return x.astype(self.dtype)
 
-    def up(self, x, up, routing, key):
+    def forward_keys(self, key):
+        return None, None
+
+    def up(self, x, up, routing, key, keeps):
         h = self.down(_dispatched_codes(x, routing), up, routing, key)
         return fp8_activation.quantized_activation(h, routing.group_sizes, self.activation), h
 

@@ -1,4 +1,4 @@
-"""What is static of ``moe_mlp``, and its checks of weights: ``Layer``."""
+"""``Layer``: what is static of ``moe_mlp``, checked against weights, and its choice of products."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from .products import Linear, Products, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Attributes as arguments of ``moe_mlp``, but
+    """The layer without its operands.
 
-    dtype: of rows that are multiplied, and of h.
-    composed: it is made of other public operations, with their own backward passes.
+    Attributes:
+      dtype: of rows that are multiplied, and of h.
+      composed: whether it is made of other public operations, with their own backward passes.
+      activation, transpose_w, recipe, precision, implementation: as arguments of ``moe_mlp``.
     """
 
     activation: str
@@ -60,9 +62,10 @@ class Layer:
             Linear(operands["down"], operands["down_bias"], operands["down_codes"]),
         )
 
-    def products(self, weights: Weights, out_dtype) -> Products:
+    def products(self, weights: Weights, sum_dtype, out_dtype) -> Products:
         """Those that the layer is made of. A dtype that no kernel knows is left to operations."""
-        same = self.activation, self.dtype, jnp.dtype(out_dtype), self.transpose_w
+        results = jnp.dtype(sum_dtype), jnp.dtype(out_dtype)
+        same = self.activation, self.dtype, *results, self.transpose_w
         if isinstance(self.recipe, FP8Recipe):
             biased = any(of.bias is not None for of in weights)
             return FP8(*same, self.recipe, own_backward=not (self.composed or biased))

@@ -205,15 +205,15 @@ def _one_device(layer: Layer, dtype, max_rows, operands: dict[str, Any], axis, t
     routing = route(come.index, experts_here, expert_offset=come.expert_offset, max_rows=max_rows)
     wide = dtype if total is None else dtypes.accumulator_dtype(dtype)
     weights, plan = layer.weights(operands), come.plan
-    products = layer.products(weights, wide)
+    products = layer.products(weights, wide if plan is None else layer.dtype, wide)
     x, weight = operands["x"], operands["expert_weight"].reshape(tokens, k)
     *lead, columns = x.shape
     x = x.reshape(tokens, columns)
     key = operands["key"] if layer.rounds_at_random else None
     pairs, in_fp8 = (come.index, come.expert_offset), int(products.tokens_in_fp8)
     outer, inner = (None, plan) if products.makes_rows_again else (plan, None)
-    if outer is not None:  # sums travel in the products' dtype
-        products = dataclasses.replace(products, out_dtype=products.dtype)
+    if outer is not None:
+        products = dataclasses.replace(products, out_dtype=products.sum_dtype)
     x, weight = send(outer, x, weight, in_fp8=in_fp8)
     sums = experts(x, weights, routing, pairs, weight, inner, key, products)
     (out,) = collect(outer, sums, out_dtypes=(wide,), in_fp8=in_fp8)

@@ -30,7 +30,7 @@ class Operations(Products):
     def rows(self, x, routing: Routing):
         return dispatched(x, routing).astype(self.dtype)
 
-    def up(self, x, up, routing, key):
+    def up(self, x, up, routing, key, keeps):
         h = checkpoint_name(self.linear(x, up, routing.group_sizes, key), "moe_h")
         return rounded_activation(h, self.activation), h
 

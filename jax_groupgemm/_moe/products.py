@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._quantized import trilinear
 from .._quantized.array import Quantized
 from .routing import Routing
 
@@ -47,7 +48,7 @@ class Weights(NamedTuple):
         return Weights(*map(f, self, *more))
 
 
-#: A key for the cotangent of rows, and one for that of weights; None rounds to nearest.
+#: For the cotangent of rows, and for that of weights; None rounds to nearest.
 Keys = tuple[Any, ...]
 
 
@@ -63,6 +64,7 @@ class Products(abc.ABC):
     Attributes:
       activation: between the two products.
       dtype: of the rows that are multiplied, and of both products.
+      sum_dtype: of tokens' sums where they are made, and on their way.
       out_dtype: the result's.
       transpose_w: up is (E, 2F, D) and down (E, D, F).
       own_backward: whether the backward pass is made of the methods below. Otherwise JAX derives it
@@ -74,6 +76,7 @@ class Products(abc.ABC):
 
     activation: str
     dtype: Any
+    sum_dtype: Any
     out_dtype: Any
     transpose_w: bool
 
@@ -102,13 +105,13 @@ class Products(abc.ABC):
     def rows(self, x, routing: Routing) -> Any:
         """Tokens, (T, D), as the products take them: themselves, or copies in the order of rows."""
 
-    @abc.abstractmethod
-    def up(self, x, up: Linear, routing: Routing, key) -> tuple[Any, jax.Array]:
-        """The activation, and h, the preactivation."""
+    def forward_keys(self, key) -> Keys:
+        """A key for each of the two products."""
+        return trilinear.split(key)
 
-    def up_alone(self, x, up: Linear, routing: Routing, key):
-        """The activation."""
-        return self.up(x, up, routing, key)[0]
+    @abc.abstractmethod
+    def up(self, x, up: Linear, routing: Routing, key, keeps: bool) -> tuple[Any, Any]:
+        """The activation, and h, the preactivation; it may be None unless that is kept."""
 
     @abc.abstractmethod
     def down(self, a, down: Linear, routing: Routing, key) -> jax.Array: ...

@@ -55,19 +55,19 @@ def test_fused_is_composed(rng, transpose_w):
         *(Linear(w, None, codes_of(w, NEAREST, columns=not transpose_w)) for w in (up, down))
     )
     composed, kernels = (
-        kind("swiglu", x.dtype, x.dtype, transpose_w, NEAREST, own_backward=True)
+        kind("swiglu", *[jnp.dtype(x.dtype)] * 3, transpose_w, NEAREST, own_backward=True)
         for kind in (FP8, FP8Kernels)
     )
     routing = route(index, E)
     live = int(routing.group_sizes.sum())
 
     def both(products):
-        forward = functools.partial(
-            experts._pass_forward, products=products, sum_dtype=jnp.dtype(x.dtype)
+        forward, backward = (
+            jax.jit(functools.partial(run, products=products))
+            for run in (experts._pass_forward, experts._pass_backward)
         )
-        backward = functools.partial(experts._pass_backward, products=products)
-        out, h = jax.jit(forward)(x, weights, routing, weight, None)
-        return out, h, jax.jit(backward)(ct, h, x, weights, routing, None, weight, None)
+        out, h = forward(x, weights, routing, weight, None)
+        return out, h, backward(x, weights, routing, ct, h, None, weight, None)
 
     (out, h, got), (want, want_h, grads) = both(kernels), both(composed)
     np.testing.assert_array_equal(out, want)

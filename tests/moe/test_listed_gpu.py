@@ -89,7 +89,7 @@ WIDTHS = pytest.mark.parametrize(("d", "f"), [(192, 200), (8, 136), (1000, 320),
 def problem(sizes, d, f, transpose_w, dtype, more=77, activation="swiglu"):
     tokens, groups = 999, len(sizes)
     routing = routing_of(sizes, tokens, more, seed=d + f)
-    products = dense.Dense(activation, jnp.dtype(dtype), jnp.dtype(dtype), transpose_w)
+    products = dense.Dense(activation, *[jnp.dtype(dtype)] * 3, transpose_w)
     x = normal(1, tokens, d, dtype=dtype)
     up = normal(2, groups, d, 2 * f, dtype=dtype, scale=d**-0.5)
     down = normal(3, groups, f, d, dtype=dtype, scale=f**-0.5)
@@ -104,8 +104,8 @@ def problem(sizes, d, f, transpose_w, dtype, more=77, activation="swiglu"):
 @WIDTHS
 def test_up(sizes, d, f, transpose_w, dtype):
     routing, products, x, up, _ = problem(sizes, d, f, transpose_w, dtype)
-    run = lambda x, w: products.up(x, Linear(w), routing, None)
-    composed = lambda x, w: dense._up(x, w, None, routing, products=products)
+    run = lambda x, w: products.up(x, Linear(w), routing, None, True)
+    composed = lambda x, w: dense._up(x, w, None, routing, products=products, keeps=True)
     compare(run, composed, "jgg_mm", (x, up), routing, dtype)
 
 
@@ -114,8 +114,8 @@ def test_up(sizes, d, f, transpose_w, dtype):
 @WIDTHS
 def test_up_without_h(sizes, d, f, transpose_w):
     routing, products, x, up, _ = problem(sizes, d, f, transpose_w, "bfloat16", activation="geglu")
-    run = lambda x, w: products.up_alone(x, Linear(w), routing, None)
-    composed = lambda x, w: dense._up_alone(x, w, None, routing, products=products)
+    run = lambda x, w: products.up(x, Linear(w), routing, None, False)[0]
+    composed = lambda x, w: dense._up(x, w, None, routing, products=products, keeps=False)
     compare(run, composed, "jgg_mm", (x, up), routing, "bfloat16")
 
 
