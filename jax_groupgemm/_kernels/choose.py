@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import dense, extension, rows
+from . import dense, extension, lists, rows
 from .kernel import PLATFORMS, Choice, Kernel
-from .problems import FLOATS, Fp8, Nvfp4, Problem, Qmm, Wgrad
+from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
@@ -71,6 +71,16 @@ def fused(problem: Problem) -> Choice | None:
     if choice is None or choice.kernel.fuses(problem) is not None:
         return None
     return choice if problem.named or choice.kernel.fusing_pays(problem) else None
+
+
+def by_list(problem: Mm | Wgrad) -> Choice | None:
+    """The kernel that takes tokens by list; None where their rows are copied first. A name is that
+    of the kernel either way, so it decides nothing here.
+
+    Raises ValueError where a kernel was named that cannot run the product itself.
+    """
+    choice = choose(problem) if isinstance(problem, Wgrad) else fused(problem)
+    return choice if choice is not None and choice.kernel.lists_pay(problem) else None
 
 
 def _named(problem: Problem) -> Choice:
@@ -261,23 +271,23 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "mm": (
         Kernel(
             "sm90", "jgg_mm", fuses=dense.mm_fuses, pays=dense.mm_pays, fusing_pays=dense.lists_pay,
-            config=dense.mm_config,
+            lists_pay=lists.mm_pays, config=dense.mm_config,
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
         Kernel("sm80", "jgg_mm", fuses=dense.mm_fuses_generic, config=dense.mm_config, unseen=True),
         Kernel(
-            "cpu", "jgg_mm", fuses=dense.mm_fuses_cpu, unseen=True,
+            "cpu", "jgg_mm", fuses=dense.mm_fuses_cpu, lists_pay=lists.cpu_packs, unseen=True,
             needs=dense.ALL_FLOATS,
         ),
     ),
     "wgrad": (
         Kernel(
-            "sm90", "jgg_wgrad", pays=dense.wgrad_pays,
+            "sm90", "jgg_wgrad", pays=dense.wgrad_pays, lists_pay=lists.wgrad_pays,
             config=functools.partial(dense.wgrad_config, hopper=True),
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
         Kernel("sm80", "jgg_wgrad", config=dense.wgrad_config, unseen=True),
-        Kernel("cpu", "jgg_wgrad", unseen=True, needs=dense.ALL_FLOATS),
+        Kernel("cpu", "jgg_wgrad", lists_pay=lists.cpu_packs, unseen=True, needs=dense.ALL_FLOATS),
     ),
     "qmm": (
         Kernel(
@@ -365,10 +375,11 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="bfloat16, float16; columns % 8 == 0",
         ),
     ),
-    # Where tokens come by list: lists.py.
+    # The kernel of "mm" where tokens come by list, with the activation's derivative.
     "down_backward": (
         Kernel(
-            "sm90", "jgg_moe_down_backward", unseen=True,
+            "sm90", "jgg_moe_down_backward", fuses=lists.down_backward_fuses, pays=dense.mm_pays,
+            lists_pay=lists.mm_pays,
             needs="bfloat16, float16, SwiGLU; few columns",
         ),
     ),

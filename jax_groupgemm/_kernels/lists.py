@@ -1,8 +1,8 @@
-"""Whether tokens are gathered beside a product, or their rows are copied first."""
+"""When tokens are gathered beside a product: elsewhere their rows are copied first."""
 
 from __future__ import annotations
 
-from . import choose, extension
+from . import dense, extension
 from .problems import HALVES, Mm, Wgrad
 
 # A product takes longer when it gathers its rows: mm an eighth, and weight gradients a third. A
@@ -13,39 +13,35 @@ MOST_COLUMNS_FORWARD = 2048
 MOST_COLUMNS_BACK = 1000
 
 
-def mm(p: Mm) -> choose.Choice | None:
-    """The kernel for products of which x comes by list, of many rows; None for a copy of the rows
-    that are named."""
-    choice = choose.fused(p)
-    if choice is not None and choice.kernel.name == "cpu":
-        return choice  # which packs its operands anyway
-    takes = choice is not None and choice.kernel.name == "sm90" and _pays(p.n, p.gated)
-    takes = takes and extension.rules().lists_many_rows_sm90(
+def mm_pays(p: Mm) -> bool:
+    """Of products of which x comes by list, of many rows. A gated one, which is a forward one, may
+    have more columns."""
+    most = MOST_COLUMNS_FORWARD if p.gated else MOST_COLUMNS_BACK
+    return p.n <= most and extension.rules().lists_many_rows_sm90(
         rows=p.rows // max(p.segments, 1), k=p.k, n=p.n, gated=p.gated,
         preactivation=p.preactivation,
     )  # fmt: skip
-    return choice if takes and _hopper() else None
 
 
-def wgrad(p: Wgrad) -> choose.Choice | None:
-    """The same of weight gradients, of which one operand comes by list."""
-    choice = choose.choose(p)
-    if choice is not None and choice.kernel.name == "cpu":
-        return choice
-    if choice is None or choice.kernel.name != "sm90":
-        return None
-    if choice.config["parts"] > 1 or choice.config["ranges"] > 1:
-        return None
+def wgrad_pays(p: Wgrad) -> bool:
+    """Of weight gradients, of which one operand comes by list, and which are not cut."""
+    if dense.wgrad_parts(p) > 1 or dense.wgrad_ranges(p) > 1:
+        return False
     columns = p.b if p.x_list else p.a  # that multiply a row that is gathered
     takes = p.operand_dtype in HALVES and min(p.a, p.b) > 128
-    takes = takes and p.rows > 64 * p.groups and _pays(columns)
-    return choice if takes and _hopper() else None
+    return takes and p.rows > 64 * p.groups and columns <= MOST_COLUMNS_BACK
 
 
-def _pays(columns: int, forward: bool = False) -> bool:
-    return columns <= (MOST_COLUMNS_FORWARD if forward else MOST_COLUMNS_BACK)
+def cpu_packs(p: Mm | Wgrad) -> bool:
+    """Kernels of CPUs pack their operands anyway."""
+    del p
+    return True
 
 
-def _hopper() -> bool:
-    """Whether every device is one, or none is there: the call is lowered for another machine."""
-    return set(extension.live_capabilities()) in ({90}, set())
+def down_backward_fuses(p: Mm) -> str | None:
+    """Why the activation's derivative is not made beside the product that gives its cotangent."""
+    if p.activation != "swiglu":
+        return f"needs activation 'swiglu', got {p.activation!r}"
+    if p.out_dtype != p.dtypes[0]:
+        return "h and the cotangent differ in dtype"
+    return dense.mm_fuses(p)

@@ -1,17 +1,23 @@
-"""The experts of a mixture as one operation with a backward pass of its own.
+"""The experts of a mixture, behind their router, over any ``Products``.
 
     out[t] = sum_j weight[t, j] * (activation(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])
 
-It means the composition of ``dispatch``, two grouped products and ``combine``. The backward pass
-keeps x, h (the preactivation) and the routing, and makes everything else of R rows anew. Rows of
-the cotangent are gathered without their weights: those come in with the activation's derivative,
-which has what a weight's own cotangent needs, too.
+It means the composition of ``dispatch``, two grouped products and ``combine``. Where products have
+a backward pass it is one operation, whose backward pass keeps x, h (the preactivation) and the
+routing. Rows of the cotangent are gathered without their weights: those come in with the
+activation's derivative, which has what a weight's own cotangent needs, too.
 
 With a plan, tokens of several devices are sent here first, and their sums go back. The backward
 pass sends them again, and their cotangents.
+
+Three things run it in another way, and the folder of kernels chooses each: one kernel for all of it
+(``few_tokens.py``), kernels for a whole pass (``fp8.py``), and kernels that take tokens by list for
+a step (``dense.py``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,111 +26,65 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._core import batching, dtypes, partition, segments
 from .._core.composed import Composed
-from . import few_tokens, listed
+from .._quantized import trilinear
 from .permute import at_places, combined, dispatched
-from .products import Options, Products
-from .routing import Routing, local_experts, route
+from .products import Products, Weights
+from .routing import Routing, local_experts, route, weight_of_rows
 from .transport import Plan, collect, send
 
 
-def experts(x, up, down, up_bias, down_bias, routing: Routing, pairs, weight, plan: Plan | None,
-            options: Options):  # fmt: skip
-    """The layer behind its router: x is (T, D), weight (T, k). ``routing`` is that of tokens that
-    were sent, and of ``pairs``: their expert_index and expert_offset."""
-    return _EXPERTS(x, up, down, up_bias, down_bias, routing, pairs, weight, plan, options=options)
+def experts(x, weights: Weights, routing: Routing, pairs, weight, plan: Plan | None, key,
+            products: Products):  # fmt: skip
+    """The layer: x is (T, D), weight (T, k). ``routing`` is that of tokens that were sent, and of
+    ``pairs``: their expert_index and expert_offset."""
+    if products.by_pass:
+        pairs = None  # biases, few tokens and batches are what they are for
+    run = _EXPERTS if products.own_backward else _composed
+    weights = products.prepared(weights)
+    return run(x, weights, routing, pairs, weight, plan, key, products=products)
 
 
-def summed(rows, routing: Routing, weight, plan: Plan | None, *, wire, dtype, in_fp8: int = 0):
-    """The sums of tokens, which travel in the dtype ``wire``; ``in_fp8`` as of ``collect``."""
-    sums = combined(rows, routing, weight, dtype if plan is None else wire)
-    return collect(plan, sums, out_dtypes=(dtype,), in_fp8=in_fp8)[0]
-
-
-def _composed(x, up, down, up_bias, down_bias, routing, _, weight, plan, *, options: Options):
-    products = Products(routing, options)
+def _composed(x, weights, routing, pairs, weight, plan, key, *, products: Products):
+    del pairs
     x, weight = send(plan, x, weight)
-    a = listed.up_alone(x.astype(options.dtype), up, up_bias, routing, options)
-    y = products.down(a, down, down_bias)
-    return summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
+    sums, _ = _pass_forward(x, weights, routing, weight, key, products=products, keeps=False)
+    return collect(plan, sums, out_dtypes=(products.out_dtype,))[0]
 
 
-def _forward(x, up, down, up_bias, down_bias, routing, _, weight, plan, *, options: Options):
-    products = Products(routing, options)
-    x, weight = send(plan, x, weight)
-    a, h = listed.up(x.astype(options.dtype), up, up_bias, routing, options)
-    h = checkpoint_name(h, "moe_h")
-    y = products.down(a, down, down_bias)
-    out = summed(y, routing, weight, plan, wire=options.dtype, dtype=options.out_dtype)
-    return out, (h, weight)
+# ---- both passes, of tokens that are here -------------------------------------------------------
 
 
-def _backward(saved, operands, cts, *, options: Options):
-    x, up, down, up_bias, down_bias, routing, pairs, weight, plan = operands
-    h, sent_weight = saved
-    products = Products(routing, options)
-    # The rows of x that the forward pass made are not kept for this one.
-    x_again, ct = lax.optimization_barrier((x, cts[0]))
-    ct, x_again = send(plan, ct.astype(options.dtype), x_again)
-    row_weight = of_rows(sent_weight, routing)
-    dh, a, dweight = listed.down_backward(ct, h, down, row_weight, routing, options)
-    ddown = listed.weight_cotangent(down, ct, a, routing, options, first=False)
-    ddown_bias = None
-    dweight = weight_cotangents(dweight, routing)
-    if down_bias is not None:
-        scaled = dispatched(ct, routing, sent_weight, clears_rest=False)
-        ddown_bias = products.bias_cotangent(down_bias, scaled)
-        dweight = dweight + _of_biases(ct, down_bias, routing, pairs)
-    x_again = x_again.astype(options.dtype)
-    dup = listed.weight_cotangent(up, x_again, dh, routing, options, first=True)
-    dup_bias = products.bias_cotangent(up_bias, dh)
-    dx = combined(products.rows_cotangent(up, dh), routing, None, x.dtype)
-    # A pair is on one device, so its weight's gradient is not rounded on its way.
-    dx, dweight = collect(
-        plan, dx, dweight.astype(weight.dtype), out_dtypes=(x.dtype, weight.dtype)
+def _pass_forward(x, weights: Weights, routing: Routing, weight, key, *, products: Products,
+                  keeps: bool = True):  # fmt: skip
+    """The sums of tokens; and h, or None unless it ``keeps`` that."""
+    (up, down), (up_key, down_key) = weights, products.forward_keys(key)
+    a, h = products.up(products.rows(x, routing), up, routing, up_key, keeps)
+    y = products.down(a, down, routing, down_key)
+    return combined(y, routing, weight, products.sum_dtype), h
+
+
+def _pass_backward(x, weights: Weights, routing: Routing, ct, h, pairs, weight, key, *,
+                   products: Products):  # fmt: skip
+    """The cotangents of x, of w and bias of both products, and of weight."""
+    up, down = weights
+    up_keys, down_keys = map(trilinear.split, trilinear.split(key))
+    ct_rows, x_rows = products.rows(ct, routing), products.rows(x, routing)
+    row_weight, dup_bias, ddown_bias = weight_of_rows(weight, routing), None, None
+    dh, a, sums = products.down_backward(
+        ct_rows, h, down, row_weight, routing, down_keys[0], up_keys
     )
-    return dx, dup, ddown, dup_bias, ddown_bias, None, None, dweight, None
-
-
-def _call(platform, x, up, down, up_bias, down_bias, _, pairs, weight, plan, *, options: Options):
-    if plan is not None:
-        return None
-    return few_tokens.experts(platform, x, up, down, up_bias, down_bias, weight, pairs, options)
-
-
-def _batched(size: int, operands, axes, *, options: Options):
-    """A batch that shares its experts is one layer of more tokens. None where it does not, and
-    where there is not a row for each of its pairs."""
-    x, up, down, up_bias, down_bias, routing, (index, offset), weight, plan = operands
-    tokens, k = (batching.extent(index, axes[6][0], axis) for axis in (0, 1))
-    rows, experts = (
-        batching.extent(a, axis, 0)
-        for a, axis in (
-            (routing.order, axes[5].order), (routing.group_sizes, axes[5].group_sizes),
-        )
-    )  # fmt: skip
-    mapped = jax.tree.leaves((axes[1:5], axes[6][1]))
-    if plan is not None or mapped or rows != tokens * k or size * rows > segments.MAX_ROWS:
-        return None
-    x, index, weight = (
-        partition.merge(batching.first(a, axis, size), (2, 1))
-        for a, axis in ((x, axes[0]), (index, axes[6][0]), (weight, axes[7]))
-    )
-    routing = route(index, experts, expert_offset=offset)
-    out = _EXPERTS(
-        x, up, down, up_bias, down_bias, routing, (index, offset), weight, plan, options=options
-    )
-    return out.reshape(size, tokens, out.shape[-1])
-
-
-def of_rows(weight, routing: Routing):
-    """The weight of each row, zero where it has none."""
-    of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)]
-    return jnp.where(routing.order >= 0, of_row, jnp.zeros((), weight.dtype))
-
-
-def weight_cotangents(of_rows, routing: Routing):
-    """That of each pair's weight, of those of rows."""
-    return at_places(of_rows, routing.place)
+    ddown = products.weight_cotangent(down, ct_rows, a, routing, down_keys[1], first=False)
+    dweight = at_places(sums, routing.place)
+    if down.bias is not None:
+        scaled = dispatched(ct, routing, weight, clears_rest=False)
+        ddown_bias = products.bias_cotangent(down.bias, scaled, routing)
+        dweight = dweight + _of_biases(ct, down.bias, routing, pairs)
+    dup = products.weight_cotangent(up, x_rows, dh, routing, up_keys[1], first=True)
+    if up.bias is not None:
+        dup_bias = products.bias_cotangent(up.bias, dh, routing)
+    drows = products.rows_cotangent(dh, up, routing, up_keys[0])
+    dx = combined(drows, routing, None, x.dtype)
+    return dx, (dup, dup_bias), (ddown, ddown_bias), dweight.astype(weight.dtype)
 
 
 def _of_biases(ct, bias, routing: Routing, pairs):
@@ -138,6 +98,94 @@ def _of_biases(ct, bias, routing: Routing, pairs):
     expert = local_experts(index, offset, bias.shape[0])
     found = jnp.take_along_axis(each, jnp.minimum(expert, bias.shape[0] - 1), 1)
     return jnp.where(routing.place >= 0, found, 0)
+
+
+def _by_kernels(run: Callable) -> Callable:
+    """A pass of the kernels that are chosen for all of it; None where none are."""
+
+    def call(platform, x, weights, routing, *more, products: Products, **static):
+        found = products.on(platform, x, weights, routing)
+        if found is None:
+            return None
+        kernels, weights = found
+        return run(x, weights, routing, *more, products=kernels, **static)
+
+    return call
+
+
+_FORWARD = Composed("jgg_experts_forward", _pass_forward, _by_kernels(_pass_forward))
+_BACKWARD = Composed("jgg_experts_backward", _pass_backward, _by_kernels(_pass_backward))
+
+
+# ---- one operation ------------------------------------------------------------------------------
+
+
+def _forward(x, weights, routing, pairs, weight, plan, key, *, moves, products: Products):
+    del pairs
+    x_moves, up_moves, weight_moves = (
+        any(jax.tree.leaves(moved)) for moved in (moves[0], moves[1].up, moves[4])
+    )
+    # Up's weight meets a cotangent if its rows need one, and so does down's.
+    multiplied = x_moves, x_moves or up_moves or weight_moves
+    weights, kept = products.kept(weights, multiplied)
+    x, weight = send(plan, x, weight)
+    run = _FORWARD if products.by_pass else _pass_forward
+    sums, h = run(x, weights, routing, weight, key, products=products)
+    (out,) = collect(plan, sums, out_dtypes=(products.out_dtype,))
+    return out, (checkpoint_name(h, "moe_h"), weight, kept)
+
+
+def _backward(saved, operands, cts, *, products: Products):
+    (h, sent_weight, kept), (ct,) = saved, cts
+    x, weights, routing, pairs, weight, plan, key = operands
+    x_again = x
+    if products.makes_rows_again:
+        # The rows of x that the forward pass made are not kept for this one.
+        x_again, ct = lax.optimization_barrier((x, ct))
+    ct, x_again = send(plan, ct.astype(products.dtype), x_again)
+    run = _BACKWARD if products.by_pass else _pass_backward
+    dx, dup, ddown, dweight = run(
+        x_again, products.restored(weights, kept), routing, ct, h, pairs, sent_weight, key,
+        products=products,
+    )  # fmt: skip
+    dweights = Weights(weights.up.cotangent(*dup), weights.down.cotangent(*ddown))
+    # A pair is on one device, so its weight's gradient is not rounded on its way.
+    dx, dweight = collect(plan, dx, dweight, out_dtypes=(x.dtype, weight.dtype))
+    return dx, dweights, None, None, dweight, None, None
+
+
+def _call(platform, x, weights, routing, pairs, weight, plan, key, *, products: Products):
+    if plan is not None:
+        return None
+    out = products.in_one_call(platform, x, weights, pairs, weight)
+    if out is None:
+        found = _by_kernels(_pass_forward)(
+            platform, x, weights, routing, weight, key, products=products, keeps=False
+        )
+        out = None if found is None else found[0]
+    return out
+
+
+def _batched(size: int, operands, axes, *, products: Products):
+    """A batch that shares its experts is one layer of more tokens. None where it does not, where
+    there is not a row for each of its pairs, and where kernels are chosen for a whole pass."""
+    x, weights, routing, pairs, weight, plan, key = operands
+    if products.by_pass or plan is not None:
+        return None
+    index, offset = pairs
+    tokens, k = (batching.extent(index, axes[3][0], axis) for axis in (0, 1))
+    count = lambda name: batching.extent(getattr(routing, name), getattr(axes[2], name), 0)
+    rows = count("order")
+    mapped = jax.tree.leaves((axes[1], axes[3][1]))
+    if mapped or rows != tokens * k or size * rows > segments.MAX_ROWS:
+        return None
+    x, index, weight = (
+        partition.merge(batching.first(a, axis, size), (2, 1))
+        for a, axis in ((x, axes[0]), (index, axes[3][0]), (weight, axes[4]))
+    )
+    of_all = route(index, count("group_sizes"), expert_offset=offset)
+    out = _EXPERTS(x, weights, of_all, (index, offset), weight, plan, key, products=products)
+    return out.reshape(size, tokens, out.shape[-1])
 
 
 _EXPERTS = Composed("jgg_experts", _composed, _call, batch=_batched, vjp=(_forward, _backward))

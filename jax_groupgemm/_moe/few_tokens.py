@@ -11,43 +11,41 @@ import jax.numpy as jnp
 from .._grouped.activations import GATED_ACTIVATIONS
 from .._grouped.call import attributes
 from .._kernels import choose, problems
-from .._quantized.array import Quantized
 from .._quantized.call import flags_of
-from .products import Options
+from .products import Weights
 from .routing import as_int32
 
 
-def experts(platform: str, x, up, down, up_bias, down_bias, weight, pairs, options: Options):
-    """``experts`` of one device, as the custom call ``jgg_moe_few_tokens``: x, up, its scales,
+def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.Array | None:
+    """The experts of one device, as the custom call ``jgg_moe_few_tokens``: x, up, its scales,
     down, its scales, expert_index, expert_weight[, expert_offset][, global_scale of up][, up_bias]
     [, global_scale of down][, down_bias] -> out, workspace. None where no kernel takes it."""
-    index, offset = pairs
+    (index, offset), (up, down) = pairs, (of.w for of in weights)
     (tokens, k), d = index.shape, x.shape[1]
-    if not (isinstance(up, Quantized) and isinstance(down, Quantized)):
-        return None
-    if options.implementation not in (None, "sm90"):
+    if products.implementation not in (None, "sm90"):
         return None
     problem = problems.Moe(
-        op="few_tokens", platform=platform, dtypes=(options.dtype.name,), pairs=tokens * k,
+        op="few_tokens", platform=platform, dtypes=(products.dtype.name,), pairs=tokens * k,
         d=max(d, down.shape[2]), matrix=d * down.shape[2], experts=down.shape[0], choices=k,
-        out_dtype=options.out_dtype.name,
-        packed=(up.layout, down.layout) == ("sm90", "sm90") and options.transpose_w,
+        out_dtype=products.out_dtype.name,
+        packed=(up.layout, down.layout) == ("sm90", "sm90") and products.transpose_w,
         empty=0 in (tokens, k, *up.shape, *down.shape),
     )  # fmt: skip
     if choose.choose(problem) is None:
         return None
     index, offset = as_int32(index, offset, down.shape[0])
-    columns = up.shape[1] // (2 if options.activation in GATED_ACTIVATIONS else 1)
+    columns = up.shape[1] // (2 if products.activation in GATED_ACTIVATIONS else 1)
     results = [
-        jax.ShapeDtypeStruct((tokens, d), options.out_dtype),
+        jax.ShapeDtypeStruct((tokens, d), products.out_dtype),
         jax.ShapeDtypeStruct((tokens * k, columns), jnp.bfloat16),
     ]
+    up_bias, down_bias = (of.bias for of in weights)
     more = [offset, up.global_scale, up_bias, down.global_scale, down_bias]
     flags: dict[str, Any] = {
         "up": flags_of(up),
         "down": flags_of(down),
         "few_tokens": {
-            "activation": options.activation,
+            "activation": products.activation,
             "up_bias": up_bias is not None,
             "down_bias": down_bias is not None,
             "expert_offset": offset is not None,

@@ -1,102 +1,149 @@
-"""Both products of a mixture's experts, of rows sorted by expert, and their derivatives."""
+"""What a precision has to say of a layer: ``Products``, of which the pipeline (``experts.py``) is
+made."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from .._core import segments
-from .._core.primitive import vary_alike
-from .._core.products import Mm
-from .._grouped import fused
-from .._grouped.call import Epilogue
-from .._quantized import product as quantized_product
+from .._quantized import trilinear
 from .._quantized.array import Quantized
 from .routing import Routing
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("w", "bias", "codes"), meta_fields=()
+)
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """The experts' static options.
+class Linear:
+    """The weights of the up product, or of the down product.
+
+    Attributes:
+      w: an array or a :class:`Quantized`, (E, N, K) with ``transpose_w``, else (E, K, N).
+      bias: (E, N), or None.
+      codes: (E, N, K), of w in FP8, or None.
+    """
+
+    w: Any
+    bias: Any = None
+    codes: Quantized | None = None
+
+    def cotangent(self, dw, dbias) -> Linear:
+        """The record of cotangents. Codes are constant."""
+        return Linear(dw, dbias, jax.tree.map(lambda _: None, self.codes))
+
+
+class Weights(NamedTuple):
+    """Those of both products."""
+
+    up: Linear
+    down: Linear
+
+    def map(self, f: Callable[..., Linear], *more) -> Weights:
+        return Weights(*map(f, self, *more))
+
+
+#: For the cotangent of rows, and for that of weights; None rounds to nearest.
+Keys = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(abc.ABC):
+    """Both products of a mixture's experts and the activation between them; static, so instances
+    are hashable.
+
+    ``rows`` are sorted by expert, and those behind the last expert's may hold anything. What stands
+    for tokens is what :meth:`rows` returns. What stands for the activation and for the cotangent of
+    h is the implementation's own.
 
     Attributes:
       activation: between the two products.
       dtype: of the rows that are multiplied, and of both products.
+      sum_dtype: of tokens' sums where they are made, and on their way.
       out_dtype: the result's.
       transpose_w: up is (E, 2F, D) and down (E, D, F).
+      own_backward: whether the backward pass is made of the methods below. Otherwise JAX derives it
+        from those of the parts.
+      makes_rows_again: whether the backward pass makes the rows of x again, and sends tokens again.
+        Otherwise what arrived is kept.
+      by_pass: whether kernels are chosen for a whole pass, by :meth:`on`, and not for each step.
     """
 
     activation: str
     dtype: Any
+    sum_dtype: Any
     out_dtype: Any
-    transpose_w: bool = False
-    precision: Any = None
-    implementation: str | None = None
+    transpose_w: bool
 
-    def product(self, rows: int) -> Mm:
-        return Mm(
-            rows=rows, out_dtype=self.dtype, transpose_w=self.transpose_w,
-            precision=self.precision, implementation=self.implementation, clears_rest=False,
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """Both products, of rows sorted by expert. Rows behind the last expert's may hold anything."""
-
-    routing: Routing
-    options: Options
+    own_backward = makes_rows_again = by_pass = False
 
     @property
-    def product(self) -> Mm:
-        return self.options.product(self.routing.order.shape[0])
+    def tokens_in_fp8(self) -> bool:
+        """Whether tokens travel in FP8."""
+        return False
 
-    @property
-    def metadata(self):
-        return segments.sizes(self.routing.group_sizes)
+    def prepared(self, weights: Weights) -> Weights:
+        """Weights as the products take them."""
+        return weights
 
-    def up_epilogue(self, bias) -> Epilogue:
-        return Epilogue(bias, self.options.activation, rounds=True)
+    def on(self, platform: str, x, weights: Weights, routing: Routing) -> tuple | None:
+        """The products, and weights, of kernels that a whole pass consists of; or None."""
+        del platform, x, weights, routing
 
-    def up(self, rows, w, bias):
-        """Its activation, and ``h = rows @ w + bias``."""
-        epilogue = self.up_epilogue(bias)
-        return _fused(w).preactivated(rows, w, self.metadata, epilogue, self.product)
+    def in_one_call(self, platform: str, x, weights: Weights, pairs, weight) -> jax.Array | None:
+        """The result, where one kernel is the whole layer of one device; or None."""
+        del platform, x, weights, pairs, weight
 
-    def up_alone(self, rows, w, bias):
-        return self._run(rows, w, self.up_epilogue(bias))
+    # ---- forward
 
-    def down(self, a, w, bias):
-        return self._run(a, w, Epilogue(bias))
+    @abc.abstractmethod
+    def rows(self, x, routing: Routing) -> Any:
+        """Tokens, (T, D), as the products take them: themselves, or copies in the order of rows."""
 
-    def _run(self, rows, w, epilogue: Epilogue):
-        whole = not isinstance(w, Quantized) or quantized_product.fusible(w)
-        return _fused(w)(rows, w, self.metadata, self.product, epilogue, fused=whole)
+    def forward_keys(self, key) -> Keys:
+        """A key for each of the two products."""
+        return trilinear.split(key)
 
-    def rows_cotangent(self, w, ct):
-        """The cotangent of the rows that w multiplies; ``ct`` is that of the product."""
-        columns = w.shape[2 if self.options.transpose_w else 1]
-        # Varying over the mesh axes that ct does, or the transpose would be a sum over them.
-        like = jnp.zeros((ct.shape[0], columns), self.options.dtype)
-        like, ct = vary_alike(like, ct)
-        (rows,) = jax.linear_transpose(lambda rows: self._multiply(rows, w), like)(ct)
-        return rows
+    @abc.abstractmethod
+    def up(self, x, up: Linear, routing: Routing, key, keeps: bool) -> tuple[Any, Any]:
+        """The activation, and h, the preactivation; it may be None unless that is kept."""
 
-    def weight_cotangent(self, w, rows, ct):
-        run = _fused(w).product
-        return fused.weight_cotangent(run, rows, w, self.metadata, self.product, ct)
+    @abc.abstractmethod
+    def down(self, a, down: Linear, routing: Routing, key) -> jax.Array: ...
 
-    def bias_cotangent(self, bias, ct):
-        if bias is None:
-            return None
-        return fused.bias_cotangent(bias, self.metadata, self.product, ct)
+    # ---- backward
 
-    def _multiply(self, rows, w):
-        return _fused(w).product(rows, w, self.metadata, self.product)
+    def kept(self, weights: Weights, multiplied: tuple[bool, bool]) -> tuple[Weights, Any]:
+        """Weights for the forward pass, and what of them is kept, where the backward pass
+        multiplies by up and by down or not."""
+        del multiplied
+        return weights, None
 
+    def restored(self, weights: Weights, kept) -> Weights:
+        """Weights for the backward pass, of what :meth:`kept` kept."""
+        del kept
+        return weights
 
-def _fused(w) -> fused.Fused:
-    return quantized_product.FUSED if isinstance(w, Quantized) else fused.MM
+    def down_backward(self, ct, h, down: Linear, row_weight, routing: Routing, key,
+                      up_keys: Keys) -> tuple[Any, Any, jax.Array]:  # fmt: skip
+        """Of the tokens' cotangents, which have no weights yet: the cotangent of h, and the
+        activation, both times ``row_weight``; and the cotangent of ``row_weight``."""
+        raise NotImplementedError
+
+    def weight_cotangent(self, linear: Linear, tokens, rows, routing: Routing, key, *,
+                         first: bool) -> Any:  # fmt: skip
+        """The cotangent of w. If ``first``, w multiplies the tokens' rows and ``rows`` is the
+        cotangent of what it gives; otherwise tokens are the cotangents of what it gives."""
+        raise NotImplementedError
+
+    def bias_cotangent(self, bias, rows, routing: Routing) -> Any:
+        raise NotImplementedError
+
+    def rows_cotangent(self, dh, up: Linear, routing: Routing, key) -> jax.Array:
+        """The cotangent of the rows that up multiplies, in the order of rows."""
+        raise NotImplementedError

@@ -135,6 +135,18 @@ def local_experts(index, first, experts: int) -> jax.Array:
     return jnp.where(outside | (local >= experts), experts, local).astype(jnp.int32)
 
 
+def tokens_of_rows(routing: Routing) -> jax.Array:
+    """The token of each row, -1 where it has none."""
+    k = routing.place.shape[1]
+    return jnp.where(routing.order >= 0, routing.order // k, -1).astype(jnp.int32)
+
+
+def weight_of_rows(weight, routing: Routing) -> jax.Array:
+    """The weight of each row, zero where it has none."""
+    of_row = weight.reshape(-1)[jnp.maximum(routing.order, 0)]
+    return jnp.where(routing.order >= 0, of_row, jnp.zeros((), weight.dtype))
+
+
 def as_int32(index, offset, experts: int) -> tuple[jax.Array, jax.Array | None]:
     """The same pairs for a kernel."""
     if index.dtype == jnp.int32 and (offset is None or offset.dtype == jnp.int32):

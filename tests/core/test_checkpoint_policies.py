@@ -151,7 +151,7 @@ def test_every_primitive_is_a_product_or_a_conversion():
     products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
     products |= {f"experts_{name}" for name in ("up", "up_alone", "down", "rows", "weight")}
-    products |= {f"fp8_experts{of}" for of in ("", "_forward", "_backward")}
+    products |= {f"experts_{name}" for name in ("forward", "backward")}
     products |= {f"{of}_grouped_{name}" for of in ("nvfp4", "fp8") for name in ("mm", "wgrad")}
     ours = {*composed.PRIMITIVES, *primitive.INNER.values(), *primitive.OUTER.values()}
     ours = {p for p in ours if p.name != "jgg_test"}  # of another test

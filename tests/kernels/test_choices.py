@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import choose, dense, extension, problems
+from jax_groupgemm._kernels import choose, dense, extension, lists, problems
 
 MM = problems.Mm(
     op="mm", platform="cuda", dtypes=("bfloat16",) * 2, out_dtype="bfloat16",
@@ -48,6 +48,35 @@ def test_what_is_fused(hopper, changed, why):
     choice = choose.fused(problem)
     assert (choice is None) == (why is not None)
     assert choice is None or choice.kernel.name == "sm90"
+
+
+BY_LIST = dataclasses.replace(MM, lists=True, x_list_alone=True)
+DOWN = dataclasses.replace(BY_LIST, op="down_backward", activation="swiglu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"activation": "geglu"}, "needs activation 'swiglu', got 'geglu'"),
+        ({"out_dtype": "float16"}, "h and the cotangent differ in dtype"),
+        ({"empty": True}, "an operand is empty"),
+    ],
+)
+def test_down_backward(hopper, changed, why):
+    problem = dataclasses.replace(DOWN, **changed)
+    assert lists.down_backward_fuses(problem) == why
+    assert (choose.by_list(problem) is None) == (why is not None)
+
+
+@pytest.mark.parametrize("problem", [BY_LIST, DOWN], ids=["mm", "down_backward"])
+def test_a_name_does_not_decide_whether_tokens_come_by_list(hopper, problem):
+    of = lambda **changed: choose.by_list(dataclasses.replace(problem, **changed))
+    for name in (None, "sm90"):
+        assert of(implementation=name) is not None
+        assert of(implementation=name, n=1008) is None
+    assert of(implementation="sm80") is None
+    assert of(implementation="reference") is None
 
 
 def array(*shape, dtype="bfloat16"):

@@ -376,8 +376,8 @@ def test_lists_of_many_rows_are_copied(monkeypatch):
     problem = lambda y: call.wgrad_problem("cuda", rows, y, metadata, product, x_list=True)
     fewer = jax.ShapeDtypeStruct((2**20, 1024), "bfloat16")
     product = product.replace(implementation="sm90")
-    assert lists.wgrad(problem(fewer)) is not None
-    assert lists.wgrad(problem(rows)) is None
+    assert choose.by_list(problem(fewer)) is not None
+    assert choose.by_list(problem(rows)) is None
 
 
 @pytest.mark.gpu

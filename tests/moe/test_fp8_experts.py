@@ -15,8 +15,9 @@ from meshes import mesh_of, needs_two_devices
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8.grouped_linear import codes_of
 from jax_groupgemm._kernels import extension
-from jax_groupgemm._moe import fp8_experts
-from jax_groupgemm._moe.fp8_experts import Fp8Options
+from jax_groupgemm._moe import experts
+from jax_groupgemm._moe.fp8 import FP8, FP8Kernels
+from jax_groupgemm._moe.products import Linear, Weights
 from jax_groupgemm._moe.routing import route
 
 T, D, F, E, K = 60, 32, 128, 4, 2
@@ -50,17 +51,28 @@ def test_fused_is_composed(rng, transpose_w):
     (x, up, down, weight), index, ct = problem(rng)
     if transpose_w:
         up, down = up.swapaxes(1, 2), down.swapaxes(1, 2)
-    options = Fp8Options("swiglu", x.dtype, x.dtype, transpose_w, NEAREST)
-    codes = tuple(codes_of(w, NEAREST, columns=not transpose_w) for w in (up, down))
-    operands = x, up, down, codes, route(index, E), weight, None
-    live = int(operands[4].group_sizes.sum())
-    run = lambda f, *more: jax.jit(functools.partial(f, options=options))(*more, *operands)
-    out, h = run(fp8_experts._forward_fused)
-    want, want_h = run(fp8_experts._forward_composed)
+    weights = Weights(
+        *(Linear(w, None, codes_of(w, NEAREST, columns=not transpose_w)) for w in (up, down))
+    )
+    composed, kernels = (
+        kind("swiglu", *[jnp.dtype(x.dtype)] * 3, transpose_w, NEAREST, own_backward=True)
+        for kind in (FP8, FP8Kernels)
+    )
+    routing = route(index, E)
+    live = int(routing.group_sizes.sum())
+
+    def both(products):
+        forward, backward = (
+            jax.jit(functools.partial(run, products=products))
+            for run in (experts._pass_forward, experts._pass_backward)
+        )
+        out, h = forward(x, weights, routing, weight, None)
+        return out, h, backward(x, weights, routing, ct, h, None, weight, None)
+
+    (out, h, got), (want, want_h, grads) = both(kernels), both(composed)
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(h[:live], want_h[:live])
-    got = run(fp8_experts._backward_fused, ct, h)
-    for one, other in zip(got, run(fp8_experts._backward_composed, ct, h), strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (got, grads)), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
 

@@ -1,15 +1,13 @@
 """Products of tokens by list on Hopper, against copies of their rows."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_groupgemm._kernels import lists
-from jax_groupgemm._moe import listed
-from jax_groupgemm._moe.products import Options
+from jax_groupgemm._moe import dense
+from jax_groupgemm._moe.products import Linear
 from jax_groupgemm._moe.routing import Routing
 
 pytestmark = pytest.mark.gpu
@@ -91,13 +89,13 @@ WIDTHS = pytest.mark.parametrize(("d", "f"), [(192, 200), (8, 136), (1000, 320),
 def problem(sizes, d, f, transpose_w, dtype, more=77, activation="swiglu"):
     tokens, groups = 999, len(sizes)
     routing = routing_of(sizes, tokens, more, seed=d + f)
-    options = Options(activation, jnp.dtype(dtype), jnp.dtype(dtype), transpose_w)
+    products = dense.Dense(activation, *[jnp.dtype(dtype)] * 3, transpose_w)
     x = normal(1, tokens, d, dtype=dtype)
     up = normal(2, groups, d, 2 * f, dtype=dtype, scale=d**-0.5)
     down = normal(3, groups, f, d, dtype=dtype, scale=f**-0.5)
     if transpose_w:
         up, down = up.swapaxes(1, 2), down.swapaxes(1, 2)
-    return routing, options, x, up, down
+    return routing, products, x, up, down
 
 
 @CASES
@@ -105,26 +103,19 @@ def problem(sizes, d, f, transpose_w, dtype, more=77, activation="swiglu"):
 @HALVES
 @WIDTHS
 def test_up(sizes, d, f, transpose_w, dtype):
-    routing, options, x, up, _ = problem(sizes, d, f, transpose_w, dtype)
-    run = functools.partial(listed.up, routing=routing, options=options)
-    composed = functools.partial(listed._up_composed, routing=routing, options=options)
-    compare(
-        lambda x, w: run(x, w, None),
-        lambda x, w: composed(x, w, None),
-        "jgg_mm",
-        (x, up),
-        routing,
-        dtype,
-    )
+    routing, products, x, up, _ = problem(sizes, d, f, transpose_w, dtype)
+    run = lambda x, w: products.up(x, Linear(w), routing, None, True)
+    composed = lambda x, w: dense._up(x, w, None, routing, products=products, keeps=True)
+    compare(run, composed, "jgg_mm", (x, up), routing, dtype)
 
 
 @CASES
 @BOTH
 @WIDTHS
 def test_up_without_h(sizes, d, f, transpose_w):
-    routing, options, x, up, _ = problem(sizes, d, f, transpose_w, "bfloat16", activation="geglu")
-    run = lambda x, w: listed.up_alone(x, w, None, routing, options)
-    composed = lambda x, w: listed._up_alone_composed(x, w, None, routing, options=options)
+    routing, products, x, up, _ = problem(sizes, d, f, transpose_w, "bfloat16", activation="geglu")
+    run = lambda x, w: products.up(x, Linear(w), routing, None, False)[0]
+    composed = lambda x, w: dense._up(x, w, None, routing, products=products, keeps=False)
     compare(run, composed, "jgg_mm", (x, up), routing, "bfloat16")
 
 
@@ -133,9 +124,9 @@ def test_up_without_h(sizes, d, f, transpose_w):
 @HALVES
 @WIDTHS
 def test_rows_cotangent(sizes, d, f, transpose_w, dtype):
-    routing, options, ct, _, down = problem(sizes, d, f, transpose_w, dtype)
-    run = lambda ct, w: listed.rows_cotangent(ct, w, routing, options)
-    composed = lambda ct, w: listed._rows_composed(ct, w, routing, options=options)
+    routing, products, ct, _, down = problem(sizes, d, f, transpose_w, dtype)
+    run = lambda ct, w: dense._ROWS(ct, w, routing, products=products)
+    composed = lambda ct, w: dense._rows_cotangent(ct, w, routing, products=products)
     compare(run, composed, "jgg_mm", (ct, down), routing, dtype)
 
 
@@ -144,16 +135,16 @@ def test_rows_cotangent(sizes, d, f, transpose_w, dtype):
 @HALVES
 @WIDTHS
 def test_down_backward(sizes, d, f, transpose_w, dtype):
-    routing, options, ct, _, down = problem(sizes, d, f, transpose_w, dtype)
+    routing, products, ct, _, down = problem(sizes, d, f, transpose_w, dtype)
     rows = routing.order.shape[0]
     h = normal(4, rows, 2 * f, dtype=dtype)
     scale = jnp.abs(normal(5, rows, dtype="float32"))
 
     def run(ct, h, w, scale):
-        return listed.down_backward(ct, h, w, scale, routing, options)
+        return products.down_backward(ct, h, Linear(w), scale, routing, None, (None, None))
 
     def composed(ct, h, w, scale):
-        return listed._down_composed(ct, h, w, scale, routing, options=options)
+        return dense._down_backward(ct, h, w, scale, routing, products=products)
 
     compare(run, composed, "jgg_moe_down_backward", (ct, h, down, scale), routing, dtype)
 
@@ -164,24 +155,27 @@ def test_down_backward(sizes, d, f, transpose_w, dtype):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("d", "f"), [(192, 200), (136, 1024), (1000, 320)])
 def test_weight_cotangent(sizes, d, f, transpose_w, dtype, first):
-    routing, options, x, up, down = problem(sizes, d, f, transpose_w, dtype)
+    routing, products, x, up, down = problem(sizes, d, f, transpose_w, dtype)
     w = up if first else down
     rows = normal(6, routing.order.shape[0], 2 * f if first else f, dtype=dtype)
-    run = lambda w, x, rows: listed.weight_cotangent(w, x, rows, routing, options, first=first)
-    composed = lambda w, x, rows: listed._weight_composed(
-        w, x, rows, routing, options=options, first=first
-    )
+
+    def run(w, x, rows):
+        return products.weight_cotangent(Linear(w), x, rows, routing, None, first=first)
+
+    def composed(w, x, rows):
+        return dense._weight_cotangent(w, x, rows, routing, products=products, first=first)
+
     compare(run, composed, "jgg_wgrad", (w, x, rows), routing, dtype)
 
 
 def test_tokens_that_x_has_not_are_zeros():
     """A forged list reads nothing outside of x."""
-    routing, options, x, _, down = problem(SIZES["many"], 192, 200, False, "bfloat16")
+    routing, products, x, _, down = problem(SIZES["many"], 192, 200, False, "bfloat16")
     order = np.asarray(routing.order).copy()
     order[::3] = PAIRS * 10**6
     order[1::7] = -5
     forged = Routing(jnp.asarray(order), routing.place, routing.group_sizes, routing.overflow)
-    out = jax.jit(lambda x, w: listed.rows_cotangent(x, w, forged, options))(x, down)
+    out = jax.jit(lambda x, w: dense._ROWS(x, w, forged, products=products))(x, down)
     out, order = (np.asarray(a)[: sum(SIZES["many"])] for a in (out, order))
     bad = (order < 0) | (order >= PAIRS * x.shape[0])
     assert (out[bad] == 0).all()
@@ -191,11 +185,13 @@ def test_tokens_that_x_has_not_are_zeros():
 def test_others_nan_stay_out_of_a_segment():
     """Weight gradients: lines of other segments are multiplied by nothing."""
     sizes = SIZES["around tiles"]
-    routing, options, x, up, _ = problem(sizes, 192, 200, False, "bfloat16")
+    routing, products, x, up, _ = problem(sizes, 192, 200, False, "bfloat16")
     rows = normal(6, routing.order.shape[0], 400, dtype="bfloat16")
-    run = jax.jit(
-        lambda x, rows: listed.weight_cotangent(up, x, rows, routing, options, first=True)
-    )
+
+    @jax.jit
+    def run(x, rows):
+        return products.weight_cotangent(Linear(up), x, rows, routing, None, first=True)
+
     want = np.asarray(run(x, rows))
     begin = sum(sizes[:2])
     got = np.asarray(run(x, rows.at[begin : begin + sizes[2]].set(jnp.nan)))
