@@ -1,4 +1,4 @@
-"""benchmarks.expert_memory: its tables are those of the guide, and true of what is kept."""
+"""benchmarks.expert_memory: its table is that of the guide, and true of what is kept."""
 
 import sys
 from pathlib import Path
@@ -14,11 +14,23 @@ sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 from benchmarks import expert_memory  # noqa: E402
 
 
-def test_the_guide_has_these_tables():
+def test_the_guide_has_this_table():
     page = expert_memory.PAGE.read_text()
     assert expert_memory.written(page) == page
     with pytest.raises(ValueError, match="the page has 0 times <!-- python -m"):
         expert_memory.written("# Another page")
+
+
+@pytest.mark.parametrize("model", expert_memory.MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("devices", [2, 4, 8, 16, 32, 64])
+def test_what_the_guide_says_beside_it(model, devices):
+    """The worst case is proportional to the devices; room for twice an even routing is that of
+    two devices, on any number of them."""
+    if devices > model.experts:
+        pytest.skip("fewer experts than devices")
+    two, worst = (expert_memory.memory(model, n, None) for n in (2, devices))
+    assert worst.kept + worst.passing == (two.kept + two.passing) * devices // 2
+    assert expert_memory.shown(model, devices, 2.0) == expert_memory.shown(model, 2, None)
 
 
 @pytest.mark.parametrize(("name", "k"), [("gather", 4), ("all_to_all", 1)])
