@@ -62,6 +62,13 @@ struct Scales {
   int way;
 };
 
+// Where the format is known before.
+template <Mode kMode, int kBits>
+inline constexpr int kWayOf =
+    FormatTraits<kMode, kBits>::kCode == CodeType::kInteger ? kBits
+    : FormatTraits<kMode, kBits>::kCode == CodeType::kE4M3  ? static_cast<int>(Scales::kE4M3)
+                                                            : static_cast<int>(Scales::kE2M1);
+
 // An exponent by which mxfp8 values are smaller than they should be until they meet their scale.
 inline constexpr int kE4M3Exponent = 120;
 

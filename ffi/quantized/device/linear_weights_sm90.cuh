@@ -25,7 +25,10 @@ namespace jgg::device {
 template <Mode kMode, int kBits>
 struct LinearWeights {
   using Codes = FewRowsWeights<kMode, kBits>;
-  static constexpr bool kAffine = kMode == Mode::kAffine, kMxfp4 = kMode == Mode::kMxfp4;
+  using Format = typename Codes::Format;
+  static constexpr bool kAffine = Codes::kAffine;
+  static constexpr bool kMxfp4 =
+      Format::kCode == CodeType::kE2M1 && Format::kScale == ScaleType::kE8M0;
   static constexpr bool kHasSmall = kMxfp4 || (kAffine && kBits <= 4);
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = kAffine ? 0x1p8f : kFactor;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
@@ -187,8 +190,8 @@ struct LinearWeights {
           for (int i = 0; i < kBits; ++i) words.codes[r][i] = line_[r][i];
         }
         words.scales[r] = now_[r];
-        if constexpr (kMode == Mode::kNvfp4) words.scales[r] = Twice(now_[r], slice % 2);
-        if constexpr (kMode == Mode::kMxfp8) {  // a NaN among codes makes its column one
+        if constexpr (Format::kScalesOf32 == 2) words.scales[r] = Twice(now_[r], slice % 2);
+        if constexpr (Codes::kE4M3Codes) {  // a NaN among codes makes its column one
           uint32_t nan = 0;
 #pragma unroll
           for (uint32_t word : words.codes[r]) nan |= (word & 0x7f7f7f7f) + 0x01010101;
@@ -229,7 +232,7 @@ struct LinearWeights {
           numbers = NumbersOf<kBits>(codes, p);
         }
         return MultiplyAdd2<DType::kBF16>(numbers, Twice(scales, 0), Twice(scales, 1));
-      } else if constexpr (kMode == Mode::kNvfp4) {
+      } else if constexpr (Codes::kE4M3Scales) {
         return Multiply2(E2M1Of(codes, p), scales);
       } else if constexpr (kMxfp4) {
         return MultiplyMxfp4<kRange>(E2M1Of(codes, p), scales);
@@ -270,7 +273,7 @@ struct LinearWeights {
         next_[at][r][i / 2] = kAffine ? 0x3f80 : 0;
         if (left_ <= 0) continue;
         const char* from = scales_ + (r == 0 ? 0 : second_) + (i < 2 ? 0 : to_bias);
-        if constexpr (kAffine || kMode == Mode::kNvfp4) {
+        if constexpr (kAffine || Format::kScalesOf32 == 2) {
           next_[at][r][i / 2] = __ldg(reinterpret_cast<const uint16_t*>(from));
         } else {
           next_[at][r][i / 2] = __ldg(reinterpret_cast<const uint8_t*>(from));

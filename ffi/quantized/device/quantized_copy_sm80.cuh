@@ -32,9 +32,7 @@ struct AnyCoding {
 template <Mode kMode, int kBits, DType kScales>
 struct OneCoding {
   static constexpr bool kFixed = true;
-  static constexpr int kWay = kMode == Mode::kAffine  ? kBits
-                              : kMode == Mode::kMxfp8 ? Scales::kE4M3
-                                                      : Scales::kE2M1;
+  static constexpr int kWay = kWayOf<kMode, kBits>;
   __device__ static constexpr Coding Of(const QuantizedGemmSm80&) {
     return Coding{kMode, kBits, kScales};
   }
