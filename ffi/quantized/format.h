@@ -7,7 +7,7 @@
 
 namespace jgg {
 
-// Tests and instances know a mode by its number.
+// Tests know a mode by its number.
 enum class Mode { kAffine, kMxfp4, kMxfp8, kNvfp4, kFp8 };
 
 // What a code stands for until it meets its scale.
@@ -30,7 +30,7 @@ struct PackedScales {
   int k, words;
 };
 
-// Which formats there are says formats.h. Each has also
+// A format has what FormatBase says, and
 //
 //   kName             as jax_groupgemm calls its mode
 //   kCode, kScale     see above
@@ -41,7 +41,8 @@ struct FormatTraits;
 
 // What most formats have in common.
 struct FormatBase {
-  // Of 32 codes in layout "linear": a group has as many codes, or more, or half as many.
+  // Of 32 codes in layout "linear", where groups are as small as they may be: 2, or 1 that more
+  // codes may share.
   static constexpr int kScalesOf32 = 1;
   // Whether float32 numbers may multiply all of an array, a group of W, or a column.
   static constexpr bool kTakesGlobalScale = false;

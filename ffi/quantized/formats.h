@@ -31,8 +31,8 @@ struct FormatList;
 
 template <typename First, typename... Rest>
 struct FormatList<First, Rest...> {
-  // function(FormatOf) of the one with this mode and bits. It is one of the list: BindCoding checks
-  // that.
+  // function(FormatOf) of the one with this mode and bits, or the last one: BindCoding has checked
+  // that the list has it.
   template <typename Function>
   static auto Dispatch(Mode mode, int bits, Function&& function) {
     if constexpr (sizeof...(Rest) > 0) {
@@ -57,7 +57,8 @@ struct Filter<Has, FormatList<First, Rest...>, FormatList<Found...>>
              std::conditional_t<Has<First>::value, FormatList<Found..., First>,
                                 FormatList<Found...>>> {};
 
-// In the order of modes. CMakeLists.txt compiles an instance of the Hopper kernels for every line.
+// In the order of Mode, one a line: CMakeLists.txt compiles an instance of the Hopper kernels for
+// each of them.
 using Formats = FormatList<                     //
     FormatOf<Mode::kAffine, 2, kUnlessSample>,  //
     FormatOf<Mode::kAffine, 3>,                 //

@@ -87,7 +87,8 @@ JGG_HOST_DEVICE bool FitsPairs(const Coding& coding, float scale, float bias) {
          (above <= static_cast<uint32_t>(most_below + most_above) << 23 || bias == 0.0f);
 }
 
-// From the bits of scale and bias (affine), of two scales (nvfp4), of the scale (otherwise).
+// From the bits of scale and bias (affine), of two scales (nvfp4), of the scale (otherwise). The
+// mode may be known only while a kernel runs: see AnyCoding.
 template <DType kTo>
 JGG_HOST_DEVICE Scales MakeScales(const Coding& coding, uint32_t first, uint32_t second) {
   switch (coding.mode) {

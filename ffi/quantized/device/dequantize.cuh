@@ -68,6 +68,7 @@ __device__ UnitScales LoadScales(const DequantizeParams& p, int64_t unit, bool w
     const uint32_t both = whole ? __ldg(reinterpret_cast<const uint16_t*>(at)) : __ldg(at);
     return {both & 0xff, both >> 8, 0.0f, 0.0f};
   } else {
+    static_assert(Format::kScale == ScaleType::kE8M0);
     return {__ldg(p.scales + unit), 0, 0.0f, 0.0f};
   }
 }

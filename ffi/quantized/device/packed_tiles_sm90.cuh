@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "quantized/device/packed_formats_sm90.cuh"
+#include "quantized/device/formats.cuh"
 #include "quantized/quantized.h"
 
 namespace jgg::device {

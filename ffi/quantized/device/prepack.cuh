@@ -32,7 +32,7 @@ JGG_HOST_DEVICE void ToThreads(const uint32_t (&from)[4], uint32_t (&threads)[4]
     planes[3] = (c >> 4 & kLow) | (d & kHigh);
   } else {
     static_assert(kCode == CodeType::kE2M1);
-    // As device/packed_weights_sm90.cuh takes them; of c the magnitudes are in the other half.
+    // As device/packed_format_sm90.cuh takes them; of c the magnitudes are in the other half.
     planes[0] = (a << 6 & 0xc0c0c0c0) | (d << 4 & 0x30303030) | (c & 0x08080808) | (b & 0x07070707);
     planes[1] = (a << 4 & 0x80808080) | (d << 4 & 0x40404040) | (d << 2 & 0x20202020) |
                 (c >> 2 & 0x1c1c1c1c) | (b >> 2 & 0x02020202) | (a >> 2 & 0x01010101);

@@ -1,6 +1,6 @@
 // Mode "affine": code * scale + bias. Lines of codes are bit streams, of any width but 7.
 //
-// In registers of a Hopper kernel: device/formats/affine.cuh.
+// How kernels decode it in registers: device/formats/affine.cuh.
 #pragma once
 
 #include "quantized/format.h"

@@ -1,7 +1,7 @@
 // Mode "fp8": floats of 8 bits in blocks of rows and columns, each with a float32. Layout "sm90"
 // alone has kernels: prepack_fp8 makes it, with a scale for 128 k of every row.
 //
-// In registers of a Hopper kernel: device/formats/fp8.cuh.
+// How kernels decode it in registers: device/formats/fp8.cuh.
 #pragma once
 
 #include "quantized/format.h"

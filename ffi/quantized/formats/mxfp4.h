@@ -1,7 +1,7 @@
 // Mode "mxfp4", of the OCP Microscaling specification: floats of 4 bits, of which 32 share a power
 // of two.
 //
-// In registers of a Hopper kernel: device/formats/mxfp4.cuh.
+// How kernels decode it in registers: device/formats/mxfp4.cuh.
 #pragma once
 
 #include "quantized/format.h"

@@ -1,7 +1,7 @@
 // Mode "mxfp8", of the OCP Microscaling specification: floats of 8 bits, of which 32 share a power
 // of two.
 //
-// In registers of a Hopper kernel: device/formats/mxfp8.cuh.
+// How kernels decode it in registers: device/formats/mxfp8.cuh.
 #pragma once
 
 #include "quantized/format.h"

@@ -1,6 +1,6 @@
 // Mode "nvfp4": floats of 4 bits, of which 16 share one of 8 bits; float32 may scale those.
 //
-// In registers of a Hopper kernel: device/formats/nvfp4.cuh.
+// How kernels decode it in registers: device/formats/nvfp4.cuh.
 #pragma once
 
 #include "quantized/format.h"

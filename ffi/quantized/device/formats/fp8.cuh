@@ -1,4 +1,4 @@
-// Mode "fp8" in registers: formats/fp8.h says what it is.
+// How kernels decode mode "fp8" in registers; quantized/formats/fp8.h says what it is.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,9 @@
-// Mode "mxfp4" in registers: formats/mxfp4.h says what it is.
+// How kernels decode mode "mxfp4" in registers; quantized/formats/mxfp4.h says what it is.
 #pragma once
 
 #include <cstdint>
 
+#include "quantized/device/formats/mx.cuh"
 #include "quantized/device/packed_format_sm90.cuh"
 
 namespace jgg::device {
@@ -43,6 +44,30 @@ struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase<Mode::kMxfp4, 4> {
     // 0, of 2^-127, is subnormal; 255 is infinite so far, which times 0 is NaN.
     const uint32_t normal = two * power;
     return MultiplyAdd2<DType::kBF16>(normal, 0, Max2<DType::kBF16>(normal, 0x400040));
+  }
+};
+
+template <>
+struct LineCodes<Mode::kMxfp4, 4> : MxLineCodes<Mode::kMxfp4, 4, 126> {
+  static constexpr bool kHasSmall = true;
+
+  template <bool kFits>
+  __device__ static uint32_t Pair(const uint32_t (&streams)[4], int p, const LineScales& line) {
+    return Scaled<kFits>(E2M1Of(streams, p), line);
+  }
+
+  template <ScaleRange kRange>
+  __device__ static uint32_t Word(const Loaded& loaded) {
+    if constexpr (kRange == ScaleRange::kSmall) {
+      return (loaded[0] + 126) * kTwice;
+    } else {
+      return Scales(loaded[0], 0, 0, true).scale;
+    }
+  }
+
+  template <ScaleRange kRange>
+  __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
+    return MultiplyMxfp4<kRange>(E2M1Of(codes, p), word);
   }
 };
 

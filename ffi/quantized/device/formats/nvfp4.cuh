@@ -1,8 +1,9 @@
-// Mode "nvfp4" in registers: formats/nvfp4.h says what it is.
+// How kernels decode mode "nvfp4" in registers; quantized/formats/nvfp4.h says what it is.
 #pragma once
 
 #include <cstdint>
 
+#include "quantized/device/line_format.cuh"
 #include "quantized/device/packed_format_sm90.cuh"
 
 namespace jgg::device {
@@ -33,6 +34,43 @@ struct PackedCodes<Mode::kNvfp4, 4> : PackedCodesBase<Mode::kNvfp4, 4> {
   __device__ static uint32_t Scale(uint32_t bytes, int step) {
     const uint32_t two = Permute(bytes, 0, step < 2 ? 0x4140 : 0x4342);
     return Twice(two * PowerOfTwo<kFewRows>(4) + 0x70007000, step % 2);
+  }
+};
+
+// An e4m3 scale times 2^126, as which it would be the only factor of E2M1Of, exceeds bfloat16;
+// times 2^117 it fits.
+template <>
+struct LineCodes<Mode::kNvfp4, 4> : LineCodesBase<Mode::kNvfp4, 4> {
+  static constexpr float kUnit = 0x1p9f, kSmallFactor = kUnit;
+
+  __device__ static LineScales Scales(uint32_t scale, uint32_t, int b, bool) {
+    const uint32_t magnitudes = Permute(scale, 0, b == 0 ? 0x4140 : 0x4342) & 0x007f007f;
+    // Added to what the bits stand for: -0, or NaN where all are set.
+    const uint32_t zeros = ((magnitudes + 0x10001) >> 1 & 0x400040) * 511 + 0x80008000;
+    scale = MultiplyAdd2<DType::kBF16>(magnitudes << 4, kTwo120, zeros);
+    return {Times(scale, kTwo126 - 9 * kTwice), 0};  // 9: kUnit
+  }
+
+  __device__ static bool Fits(const LineScales&) { return true; }
+
+  template <bool kFits>
+  __device__ static uint32_t Pair(const uint32_t (&streams)[4], int p, const LineScales& line) {
+    return Times(E2M1Of(streams, p), line.scale);
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t Word(const Loaded& loaded) {
+    return Scales(loaded[0], 0, 0, true).scale;
+  }
+
+  template <int kCodes>
+  __device__ static uint32_t OfHalf(uint32_t word, int half, const uint32_t (&)[kCodes]) {
+    return Twice(word, half);
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
+    return Multiply2(E2M1Of(codes, p), word);
   }
 };
 

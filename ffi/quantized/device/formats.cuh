@@ -1,4 +1,4 @@
-// PackedCodes of every format, as quantized/formats.h lists them.
+// The decoders of every format, as quantized/formats.h lists them.
 #pragma once
 
 #include "quantized/device/formats/affine.cuh"
