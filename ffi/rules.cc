@@ -119,10 +119,10 @@ int64_t Nvfp4WgradWorkspace(int64_t padded_tokens, int64_t groups, int64_t n, in
 }
 
 std::pair<int64_t, int> PackedScaleShape(const std::string& mode, int group_size, int64_t k_tiles) {
-  const auto known = rules::ToMode(mode);
-  if (!known) throw nb::value_error(rules::UnknownMode(mode).c_str());
+  const FormatFacts* format = rules::FindMode(mode);
+  if (format == nullptr) throw nb::value_error(rules::UnknownMode(mode).c_str());
   if (group_size < 1) throw nb::value_error("group_size is not positive");
-  const PackedScales scales = PackedScalesOf(*known, group_size);
+  const PackedScales scales = format->packed_scales_of(group_size);
   return {64 * k_tiles / scales.k, scales.words};
 }
 

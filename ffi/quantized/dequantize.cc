@@ -32,7 +32,7 @@ static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::An
   JGG_RETURN_IF_ERROR(operands.End());
   JGG_RETURN_IF_ERROR(BindQuantizedArray(op, quantized, buffers, out->dimensions()[0],
                                          out->dimensions()[1], &args.q));
-  if (ordered && (args.q.coding.mode != Mode::kNvfp4 || args.dtype != DType::kBF16 ||
+  if (ordered && (!args.q.coding.Facts().is_ordered || args.dtype != DType::kBF16 ||
                   quantized.global_scale || out->dimensions()[1] % 128 != 0)) {
     return InvalidArgument(op,
                            "ordered needs mode nvfp4 without global_scale, bfloat16 results, "

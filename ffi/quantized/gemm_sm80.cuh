@@ -156,29 +156,25 @@ struct QuantizedConfigsSm80<float, kB> {
   using Large = Config<LargeTraits>;
 };
 
-template <auto kValue>
-using Constant = std::integral_constant<decltype(kValue), kValue>;
-
 // Low tiles of long slices. Where codes are short, decoding sets the pace rather than memory: there
 // by a kernel for this coding alone.
 template <typename Configs, DType kScales>
 cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
-  const auto launch = [&](auto mode, auto bits) {
-    using Format = device::OneCoding<decltype(mode)::value, decltype(bits)::value, kScales>;
-    // Slices of few bits leave room for a third, and need it to keep memory busy.
-    constexpr int kStages = decltype(bits)::value <= 3 ? 3 : 2;
-    using Config = typename Configs::template Long<kStages, Format>;
-    return LaunchQuantizedConfig<Config>(stream, gemm);
-  };
   const Coding& coding = gemm.w.coding;
-  if (coding.mode == Mode::kMxfp4) return launch(Constant<Mode::kMxfp4>{}, Constant<4>{});
-  if (coding.mode == Mode::kNvfp4) return launch(Constant<Mode::kNvfp4>{}, Constant<4>{});
-  if (coding.mode == Mode::kAffine && coding.scale_dtype == kScales) {
-    if (coding.bits == 2) return launch(Constant<Mode::kAffine>{}, Constant<2>{});
-    if (coding.bits == 3) return launch(Constant<Mode::kAffine>{}, Constant<3>{});
-    if (coding.bits == 4) return launch(Constant<Mode::kAffine>{}, Constant<4>{});
-  }
-  return LaunchQuantizedConfig<typename Configs::Low>(stream, gemm);
+  return LinearFormats::Dispatch(coding.mode, coding.bits, [&](auto format) {
+    constexpr Mode kMode = decltype(format)::kMode;
+    constexpr int kBits = decltype(format)::kBits;
+    if constexpr (kBits <= 4) {
+      if (!coding.HasFloatScales() || coding.scale_dtype == kScales) {
+        // Slices of few bits leave room for a third, and need it to keep memory busy.
+        constexpr int kStages = kBits <= 3 ? 3 : 2;
+        using Format = device::OneCoding<kMode, kBits, kScales>;
+        using Config = typename Configs::template Long<kStages, Format>;
+        return LaunchQuantizedConfig<Config>(stream, gemm);
+      }
+    }
+    return LaunchQuantizedConfig<typename Configs::Low>(stream, gemm);
+  });
 }
 
 template <typename Element, bool kBKMajor>

@@ -212,11 +212,11 @@ cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const OperandsSm90& operands) {
-  if constexpr (kMode == Mode::kFp8) {
-    return cudaErrorInvalidValue;  // it has no kernel
-  } else {
+  if constexpr (FormatTraits<kMode, kBits>::kIsLinear) {
     using Weights = device::LinearWeights<kMode, kBits>;
     return LaunchQuantizedTilesSm90<Weights>(stream, quantized, operands);
+  } else {
+    return cudaErrorInvalidValue;  // it has no kernel
   }
 }
 

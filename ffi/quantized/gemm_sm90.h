@@ -11,7 +11,7 @@
 // warpgroup has row t / 32 * 16 + t % 32 / 4 of a tile and the one 8 below, and of every 16 k the
 // four k, k + 1, k + 8, k + 9, k = t % 4 * 2. Its 32 codes are as many words as a code has bits, in
 // pieces of 16, 8 and 4 bytes that lie beside those of the other threads; how words hold pairs of
-// codes is in device/packed_weights_sm90.cuh (e2m1, e4m3) and device/packed_codes.cuh (affine). The
+// codes is in device/packed_format_sm90.cuh (e2m1, e4m3) and device/packed_codes.cuh (affine). The
 // scales of its two rows lie beside each other, a word each (mxfp4: half a word); where there are
 // two words for a row, all rows' second words follow all first ones; scales of 128 k (affine, fp8)
 // are those of two tiles.

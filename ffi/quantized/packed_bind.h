@@ -19,7 +19,7 @@ inline xla::ffi::Error BindPacked(const char* op, const xla::ffi::AnyBuffer& wei
   JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, N/64, K/64, 128 * bits)", weight,
                                  {-1, -1, -1, 128 * w.coding.bits}));
   const auto shape = weight.dimensions();
-  const PackedScales tile = PackedScalesOf(w.coding.mode, w.group_size);
+  const PackedScales tile = w.coding.Facts().packed_scales_of(w.group_size);
   JGG_RETURN_IF_ERROR(CheckShape(op, "scales", "(G, N/64, K/64 or 128, words)", scales,
                                  {shape[0], shape[1], 64 * shape[2] / tile.k, tile.words}));
   if (64 * shape[2] % tile.k != 0) {

@@ -9,8 +9,9 @@ namespace jgg {
 std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
                                                     int compute_capability) {
   const QuantizedArray& q = args.q;
-  if (q.coding.mode == Mode::kMxfp8) return "codes are mxfp8";
-  if (q.coding.mode == Mode::kAffine && q.coding.scale_dtype != DType::kBF16) {
+  const FormatFacts& format = q.coding.Facts();
+  if (!format.is_prepacked) return "codes are " + std::string(format.name);
+  if (q.coding.HasFloatScales() && q.coding.scale_dtype != DType::kBF16) {
     return "scales are not bfloat16";
   }
   const void* operands[] = {q.weight, q.scales, q.biases, args.weight, args.scales};

@@ -27,28 +27,18 @@ template <typename Launch>
 auto LaunchPrepack(const PrepackArgs& args, Launch launch) {
   const device::PrepackParams p = MakePrepackParams(args);
   const auto blocks = static_cast<unsigned>(args.rows / 64 * p.blocks_along_k);
-  using One = std::integral_constant<int, 1>;
-  using Four = std::integral_constant<int, 4>;
-  switch (args.q.coding.mode) {
-    case Mode::kNvfp4:
-      return launch(std::integral_constant<Mode, Mode::kNvfp4>{}, Four{}, One{}, blocks, p);
-    case Mode::kMxfp4:
-      return launch(std::integral_constant<Mode, Mode::kMxfp4>{}, Four{}, One{}, blocks, p);
-    default: break;
-  }
-  const auto affine = [&](auto bits) {
-    const std::integral_constant<Mode, Mode::kAffine> mode;
-    if (args.q.group_size > 32) return launch(mode, bits, One{}, blocks, p);
-    return launch(mode, bits, std::integral_constant<int, 2>{}, blocks, p);
-  };
-  switch (args.q.coding.bits) {
-    case 2: return affine(std::integral_constant<int, 2>{});
-    case 3: return affine(std::integral_constant<int, 3>{});
-    case 5: return affine(std::integral_constant<int, 5>{});
-    case 6: return affine(std::integral_constant<int, 6>{});
-    case 8: return affine(std::integral_constant<int, 8>{});
-    default: return affine(Four{});
-  }
+  const Coding& coding = args.q.coding;
+  return PrepackedFormats::Dispatch(coding.mode, coding.bits, [&](auto format) {
+    using Format = decltype(format);
+    const std::integral_constant<Mode, Format::kMode> mode;
+    const std::integral_constant<int, Format::kBits> bits;
+    if constexpr (kMostScaleWordsOf<Format> == 2) {  // as many as groups of 32 have
+      if (args.q.group_size == 32) {
+        return launch(mode, bits, std::integral_constant<int, 2>{}, blocks, p);
+      }
+    }
+    return launch(mode, bits, std::integral_constant<int, 1>{}, blocks, p);
+  });
 }
 
 }  // namespace jgg

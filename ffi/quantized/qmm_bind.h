@@ -20,32 +20,29 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
   if (its_layout != layout) {
     return InvalidArgument(op, "layout '", its_layout, "' is not '", layout, "'");
   }
-  const auto known_mode = rules::ToMode(mode);
-  if (!known_mode) return InvalidArgument(op, rules::UnknownMode(mode));
-  w->coding.mode = *known_mode;
+  const FormatFacts* facts = rules::FindMode(mode);
+  if (facts == nullptr) return InvalidArgument(op, rules::UnknownMode(mode));
   bool known = false;
-  switch (*known_mode) {
-    case Mode::kAffine:
-      known = (bits >= 2 && bits <= 8 && bits != 7) &&
-              (group_size == 32 || group_size == 64 || group_size == 128);
-      break;
-    case Mode::kMxfp4: known = bits == 4 && group_size == 32; break;
-    case Mode::kMxfp8: known = bits == 8 && group_size == 32; break;
-    case Mode::kNvfp4: known = bits == 4 && group_size == 16; break;
-    case Mode::kFp8: known = bits == 8 && group_size == 128; break;
+  for (const FormatFacts& format : kFormats) {
+    known |=
+        format.mode == facts->mode && format.bits == bits && format.takes_group_size(group_size);
   }
   if (!known) {
     return InvalidArgument(op, "mode '", mode, "' has no bits=", bits, ", group_size=", group_size);
   }
-  if (*known_mode == Mode::kFp8 && layout != "sm90") {
-    return InvalidArgument(op, "mode 'fp8' has no kernel in layout '", layout, "'");
+  if (!facts->is_linear && layout == "linear") {
+    return InvalidArgument(op, "mode '", mode, "' has no kernel in layout '", layout, "'");
   }
-  if (biases != (mode == "affine" && layout == "linear")) {
+  const bool has_biases = facts->scale == ScaleType::kScaleAndBias && layout == "linear";
+  if (biases != has_biases) {
     return InvalidArgument(op, "mode '", mode, "' ", biases ? "has no biases" : "needs biases");
   }
-  if (global_scale && mode != "nvfp4") {
-    return InvalidArgument(op, "global_scale is for mode 'nvfp4', not '", mode, "'");
+  if (global_scale && !facts->takes_global_scale) {
+    const auto takes = [](const FormatFacts& format) { return format.takes_global_scale; };
+    return InvalidArgument(op, "global_scale is for mode '", rules::NamesOf("' or '", takes),
+                           "', not '", mode, "'");
   }
+  w->coding.mode = facts->mode;
   w->coding.bits = bits;
   w->group_size = group_size;
   return xla::ffi::Error::Success();
@@ -92,7 +89,7 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   JGG_RETURN_IF_ERROR(CheckShape(op, "scales",
                                  transpose_w ? "(G, N, K/group_size)" : "(G, K, N/group_size)",
                                  scales, {w.groups, w.lines, w.elements / group_size}));
-  if (w.coding.mode == Mode::kAffine) {
+  if (w.coding.HasFloatScales()) {
     JGG_RETURN_IF_ERROR(CheckFloat(op, "scales", scales.element_type()));
     w.coding.scale_dtype = *ToDType(scales.element_type());
   } else if (scales.element_type() != xla::ffi::U8) {

@@ -27,7 +27,7 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   const Coding& coding = args.w.coding;
   rules::QmmShape shape{args.k, coding.bits};
   shape.bfloat16_x = args.dtype == DType::kBF16;
-  shape.bfloat16_scales = coding.mode != Mode::kAffine || coding.scale_dtype == DType::kBF16;
+  shape.bfloat16_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kBF16;
   shape.transpose_w = args.transpose_w;
   shape.in_order = args.in_order;
   if (auto reason = rules::QmmSm90Problem(shape)) return reason;

@@ -36,7 +36,7 @@ static ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Remaining
   }
   JGG_RETURN_IF_ERROR(
       BindQuantizedArray(op, quantized, buffers, w.dimensions()[0], w.dimensions()[1], &args.q));
-  if (args.q.coding.mode == Mode::kAffine && args.q.coding.scale_dtype != args.dtype) {
+  if (args.q.coding.HasFloatScales() && args.q.coding.scale_dtype != args.dtype) {
     return InvalidArgument(op, "scales and w must have one dtype");
   }
   if (auto reason = quantize_sm80_unsupported(args, ComputeCapability())) {

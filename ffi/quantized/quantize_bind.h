@@ -32,7 +32,7 @@ inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttrs& 
   }
   JGG_RETURN_IF_ERROR(
       CheckShape(op, "scales", "(R, K/group_size)", scales, {rows, k / w.group_size}));
-  if (w.coding.mode == Mode::kAffine) {
+  if (w.coding.HasFloatScales()) {
     JGG_RETURN_IF_ERROR(CheckFloat(op, "scales", scales.element_type()));
     q->coding.scale_dtype = *ToDType(scales.element_type());
   } else if (scales.element_type() != xla::ffi::U8) {

@@ -5,32 +5,20 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "quantized/formats.h"
 
 namespace jgg {
 
-// kFp8 exists in layout "sm90" only.
-enum class Mode { kAffine, kMxfp4, kMxfp8, kNvfp4, kFp8 };
-
-// How the codes of a group become values.
+// How the codes of a group become values: formats.h.
 struct Coding {
   Mode mode;
   int bits;
-  DType scale_dtype;  // kAffine: of scales and biases; the other modes have bytes
+  DType scale_dtype;  // of scales and biases that are floats; others are bytes
 
-  constexpr int ScaleBytes() const { return mode == Mode::kAffine ? Size(scale_dtype) : 1; }
+  constexpr const FormatFacts& Facts() const { return FactsOf(mode); }
+  constexpr bool HasFloatScales() const { return Facts().scale == ScaleType::kScaleAndBias; }
+  constexpr int ScaleBytes() const { return HasFloatScales() ? Size(scale_dtype) : 1; }
 };
-
-// Scales (and biases) of layout "sm90": those of 64 rows and `k` values of k are `words` uint32.
-struct PackedScales {
-  int k, words;
-};
-
-constexpr PackedScales PackedScalesOf(Mode mode, int group_size) {
-  if (mode == Mode::kMxfp4) return {64, 32};
-  if (mode == Mode::kFp8) return {128, 64};
-  if (mode != Mode::kAffine) return {64, 64};
-  return group_size == 128 ? PackedScales{128, 64} : PackedScales{64, 64 * 64 / group_size};
-}
 
 // Float32: one, one per group, or one per group and column of W.
 struct GlobalScale {

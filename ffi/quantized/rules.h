@@ -9,17 +9,30 @@
 
 namespace jgg::rules {
 
-inline std::optional<Mode> ToMode(std::string_view name) {
-  if (name == "affine") return Mode::kAffine;
-  if (name == "mxfp4") return Mode::kMxfp4;
-  if (name == "mxfp8") return Mode::kMxfp8;
-  if (name == "nvfp4") return Mode::kNvfp4;
-  if (name == "fp8") return Mode::kFp8;
-  return std::nullopt;
+// The facts of a mode that has this name.
+inline const FormatFacts* FindMode(std::string_view name) {
+  for (const FormatFacts& format : kFormats) {
+    if (format.name == name) return &format;
+  }
+  return nullptr;
+}
+
+// Names of modes for which `has(facts)`, in the order of the list.
+template <typename Has>
+std::string NamesOf(const char* separator, Has has) {
+  std::string names;
+  std::string_view last;
+  for (const FormatFacts& format : kFormats) {
+    if (format.name == last || !has(format)) continue;
+    if (!last.empty()) names += separator;
+    names += last = format.name;
+  }
+  return names;
 }
 
 inline std::string UnknownMode(std::string_view name) {
-  return "mode '" + std::string(name) + "' is not one of affine, mxfp4, mxfp8, nvfp4, fp8";
+  return "mode '" + std::string(name) + "' is not one of " +
+         NamesOf(", ", [](const FormatFacts&) { return true; });
 }
 
 // A qmm: x (T, K) @ W, a weight in layout "linear".

@@ -29,7 +29,7 @@ static long Decode(const Coding& coding, const uint32_t* packed, const uint32_t*
         const uint32_t next = bit % 32 + coding.bits > 32 ? words[bit / 32 + 1] : 0;
         const uint32_t code =
             FunnelRight(words[bit / 32], next, bit % 32) & ((1u << coding.bits) - 1);
-        const bool upper = coding.mode == Mode::kNvfp4 && number >= 16;
+        const bool upper = coding.Facts().scale == ScaleType::kE4M3 && number >= 16;
         values[j] = DecodeOne(coding, code, upper ? second[unit] : first[unit], second[unit]);
       }
       store(i, Round8<kTo>(values));
@@ -92,7 +92,7 @@ extern "C" void decode_tile(int bits, const char* codes, const uint32_t* scales,
 
 // Pairs of 32 codes as two bfloat16 each: affine ones as whole numbers, others times the power of
 // two that streams.cuh names. Alone: 2^-8 times the numbers.
-template <Mode kMode, int kBits>
+template <CodeType kCode, int kBits>
 static void DecodeStreams(const uint32_t* packed, long units, int alone, uint32_t* out) {
   for (long unit = 0; unit < units; ++unit) {
     uint32_t words[kBits], streams[kBits];
@@ -100,13 +100,13 @@ static void DecodeStreams(const uint32_t* packed, long units, int alone, uint32_
     ToStreams(words, streams);
     for (int p = 0; p < 16; ++p) {
       uint32_t& pair = out[16 * unit + p];
-      if constexpr (kMode == Mode::kAffine) {
+      if constexpr (kCode == CodeType::kInteger) {
         pair = NumbersOf<kBits>(streams, p);
         if constexpr (kBits < 8) {
           const CodePair small = CodesOf<kBits, kEndAlone>(streams, p, 0);
           if (alone) pair = Scaled(small.bits, SmallScales(0x3f80, small.place));
         }
-      } else if constexpr (kBits == 4) {
+      } else if constexpr (kCode == CodeType::kE2M1) {
         pair = E2M1Of(streams, p);
       } else {
         pair = E4M3Of(streams, p);
@@ -117,19 +117,10 @@ static void DecodeStreams(const uint32_t* packed, long units, int alone, uint32_
 
 extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long units, int alone,
                                uint32_t* out) {
-  switch (static_cast<Mode>(mode)) {
-    case Mode::kAffine: break;
-    case Mode::kMxfp8: return DecodeStreams<Mode::kMxfp8, 8>(packed, units, 0, out);
-    default: return DecodeStreams<Mode::kMxfp4, 4>(packed, units, 0, out);
-  }
-  switch (bits) {
-    case 2: return DecodeStreams<Mode::kAffine, 2>(packed, units, alone, out);
-    case 3: return DecodeStreams<Mode::kAffine, 3>(packed, units, alone, out);
-    case 4: return DecodeStreams<Mode::kAffine, 4>(packed, units, alone, out);
-    case 5: return DecodeStreams<Mode::kAffine, 5>(packed, units, alone, out);
-    case 6: return DecodeStreams<Mode::kAffine, 6>(packed, units, alone, out);
-    case 8: return DecodeStreams<Mode::kAffine, 8>(packed, units, alone, out);
-  }
+  LinearFormats::Dispatch(static_cast<Mode>(mode), bits, [&](auto format) {
+    using Format = decltype(format);
+    DecodeStreams<Format::kCode, Format::kBits>(packed, units, alone, out);
+  });
 }
 
 // Whether words of scale and bias are small.

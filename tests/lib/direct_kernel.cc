@@ -90,20 +90,8 @@ extern "C" int direct_kernel(const Problem* problem, int mode, int bits) {
   gemm.packed = {p.codes, p.n / 64, p.k / 64, p.tile_scales};
   readable.assign({{gemm.x, size_t(2) * p.rows * p.k}});
   const bool gated = p.gated != 0, pairs = p.pairs != 0;
-  switch (static_cast<Mode>(mode)) {
-    case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(gemm, gated, p.eights, pairs), 0;
-    case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(gemm, gated, p.eights, pairs), 0;
-    case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(gemm, gated, p.eights, pairs), 0;
-    case Mode::kFp8: return Run<Mode::kFp8, 8>(gemm, gated, p.eights, pairs), 0;
-    case Mode::kAffine: break;
-  }
-  switch (bits) {
-    case 2: return Run<Mode::kAffine, 2>(gemm, gated, p.eights, pairs), 0;
-    case 3: return Run<Mode::kAffine, 3>(gemm, gated, p.eights, pairs), 0;
-    case 4: return Run<Mode::kAffine, 4>(gemm, gated, p.eights, pairs), 0;
-    case 5: return Run<Mode::kAffine, 5>(gemm, gated, p.eights, pairs), 0;
-    case 6: return Run<Mode::kAffine, 6>(gemm, gated, p.eights, pairs), 0;
-    case 8: return Run<Mode::kAffine, 8>(gemm, gated, p.eights, pairs), 0;
-  }
-  return 1;
+  return Formats::Dispatch(static_cast<Mode>(mode), bits, [&](auto format) {
+    using Format = decltype(format);
+    return Run<Format::kMode, Format::kBits>(gemm, gated, p.eights, pairs), 0;
+  });
 }

@@ -79,16 +79,14 @@ extern "C" int few_tokens_kernel(const Problem* problem, int mode, int bits) {
   few.w.scales = p.scales;
   few.w.global_scale = {p.global_scale, 1, 0};
   few.w.bias = p.bias;
-  readable.assign({{few.x, size_t(2) * p.tokens * p.d},
-                   {few.a, size_t(2) * p.tokens * p.k * p.f}});
+  readable.assign({{few.x, size_t(2) * p.tokens * p.d}, {few.a, size_t(2) * p.tokens * p.k * p.f}});
   const bool up = p.up != 0;
-  switch (static_cast<Mode>(mode)) {
-    case Mode::kNvfp4: return Run<Mode::kNvfp4, 4>(few, up), 0;
-    case Mode::kMxfp4: return Run<Mode::kMxfp4, 4>(few, up), 0;
-    case Mode::kMxfp8: return Run<Mode::kMxfp8, 8>(few, up), 0;
-    case Mode::kFp8: return Run<Mode::kFp8, 8>(few, up), 0;
-    case Mode::kAffine: break;
-  }
-  if (bits != 4) return 1;
-  return Run<Mode::kAffine, 4>(few, up), 0;
+  return Formats::Dispatch(static_cast<Mode>(mode), bits, [&](auto format) {
+    using Format = decltype(format);
+    if constexpr (Format::kCode == CodeType::kInteger && Format::kBits != 4) {
+      return 1;
+    } else {
+      return Run<Format::kMode, Format::kBits>(few, up), 0;
+    }
+  });
 }

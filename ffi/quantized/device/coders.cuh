@@ -115,25 +115,28 @@ struct Nvfp4Coder {
   static JGG_HOST_DEVICE uint32_t Scale(const Group& group) { return group.byte; }
 };
 
-// function(coder) for the coder of a mode: its type is what counts.
+template <DType kOf, typename Format, bool kGlobal>
+constexpr auto CoderOf() {
+  if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
+    return AffineCoder<kOf, Format::kBits>{};
+  } else if constexpr (Format::kScale == ScaleType::kE8M0) {
+    return MxCoder<kOf, Format::kBits>{};
+  } else {
+    static_assert(Format::kScale == ScaleType::kE4M3);
+    return Nvfp4Coder<kOf, kGlobal>{};
+  }
+}
+
+// function(coder) for the coder of a format: its type is what counts.
 template <DType kOf, typename Function>
 auto DispatchCoder(Mode mode, int bits, bool global, Function&& function) {
-  switch (mode) {
-    case Mode::kMxfp4: return function(MxCoder<kOf, 4>{});
-    case Mode::kMxfp8: return function(MxCoder<kOf, 8>{});
-    case Mode::kNvfp4:
-      return global ? function(Nvfp4Coder<kOf, true>{}) : function(Nvfp4Coder<kOf, false>{});
-    case Mode::kFp8:  // it has no linear layout here
-    case Mode::kAffine: break;
-  }
-  switch (bits) {
-    case 2: return function(AffineCoder<kOf, 2>{});
-    case 3: return function(AffineCoder<kOf, 3>{});
-    case 5: return function(AffineCoder<kOf, 5>{});
-    case 6: return function(AffineCoder<kOf, 6>{});
-    case 8: return function(AffineCoder<kOf, 8>{});
-    default: return function(AffineCoder<kOf, 4>{});
-  }
+  return LinearFormats::Dispatch(mode, bits, [&](auto format) {
+    using Format = decltype(format);
+    if constexpr (Format::kTakesGlobalScale) {
+      if (global) return function(CoderOf<kOf, Format, true>());
+    }
+    return function(CoderOf<kOf, Format, false>());
+  });
 }
 
 }  // namespace jgg::device

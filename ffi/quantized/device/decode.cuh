@@ -62,6 +62,13 @@ struct Scales {
   int way;
 };
 
+// Where the format is known before.
+template <Mode kMode, int kBits>
+inline constexpr int kWayOf =
+    FormatTraits<kMode, kBits>::kCode == CodeType::kInteger ? kBits
+    : FormatTraits<kMode, kBits>::kCode == CodeType::kE4M3  ? static_cast<int>(Scales::kE4M3)
+                                                            : static_cast<int>(Scales::kE2M1);
+
 // An exponent by which mxfp8 values are smaller than they should be until they meet their scale.
 inline constexpr int kE4M3Exponent = 120;
 
@@ -80,7 +87,8 @@ JGG_HOST_DEVICE bool FitsPairs(const Coding& coding, float scale, float bias) {
          (above <= static_cast<uint32_t>(most_below + most_above) << 23 || bias == 0.0f);
 }
 
-// From the bits of scale and bias (affine), of two scales (nvfp4), of the scale (otherwise).
+// From the bits of scale and bias (affine), of two scales (nvfp4), of the scale (otherwise). The
+// mode may be known only while a kernel runs: see AnyCoding.
 template <DType kTo>
 JGG_HOST_DEVICE Scales MakeScales(const Coding& coding, uint32_t first, uint32_t second) {
   switch (coding.mode) {

@@ -54,20 +54,21 @@ __device__ void LoadCodes(const uint8_t* at, bool whole, uint32_t (&words)[kBits
 }
 
 // Scale and bias of a unit, or its scales, by number.
-template <Mode kMode>
+template <typename Format>
 __device__ UnitScales LoadScales(const DequantizeParams& p, int64_t unit, bool whole) {
-  if constexpr (kMode == Mode::kAffine) {
+  if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
     const int64_t group = unit >> p.group_bits;
     const auto load = [&](const uint8_t* at) -> uint32_t {
       if (p.scale_dtype == DType::kF32) return __ldg(reinterpret_cast<const uint32_t*>(at) + group);
       return __ldg(reinterpret_cast<const uint16_t*>(at) + group);
     };
     return {load(p.scales), load(p.biases), 0.0f, 0.0f};
-  } else if constexpr (kMode == Mode::kNvfp4) {
+  } else if constexpr (Format::kScalesOf32 == 2) {
     const uint8_t* at = p.scales + 2 * unit;
     const uint32_t both = whole ? __ldg(reinterpret_cast<const uint16_t*>(at)) : __ldg(at);
     return {both & 0xff, both >> 8, 0.0f, 0.0f};
   } else {
+    static_assert(Format::kScale == ScaleType::kE8M0);
     return {__ldg(p.scales + unit), 0, 0.0f, 0.0f};
   }
 }
@@ -124,7 +125,6 @@ class ValueStage {
 // weights of 4 bits (quantized/gemm_sm90.h). Lines are whole 128 k.
 struct OrderedDecoder {
   static constexpr DType kTo = DType::kBF16;
-  static constexpr Mode kMode = Mode::kNvfp4;
   static constexpr int kBits = 4;
   static constexpr bool kGlobal = false;
 
@@ -167,7 +167,7 @@ __device__ void DecodeUnit(const DequantizeParams& p, const uint8_t* weight, int
   UnitScales scales{};
   if (halves > 0) {
     LoadCodes(weight, halves > 1, words);
-    scales = LoadScales<Decoder::kMode>(p, unit, halves > 1);
+    scales = LoadScales<typename Decoder::Format>(p, unit, halves > 1);
   }
   scales.low = low, scales.high = high;
   const auto store = [&](int i, const Eight<Decoder::kTo>& eight) { stage.Write(i, eight); };

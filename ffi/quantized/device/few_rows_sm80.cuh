@@ -159,7 +159,7 @@ class CodeReader {
         reinterpret_cast<intptr_t>(gemm.w.biases) - reinterpret_cast<intptr_t>(gemm.w.scales);
     scale_step_ = Group(gemm, Config::kStep);
     asm volatile("" : "+r"(scale_step_));
-    one_group_ = Weights::kAffine && (1 << gemm.slice.group_bits) >= kCodes;
+    one_group_ = Weights::kHasBiases && (1 << gemm.slice.group_bits) >= kCodes;
   }
 
   // Start copying this warp's codes of step `step`: the four threads of a column copy it together.
@@ -210,7 +210,7 @@ class CodeReader {
     uint2 bits = make_uint2(0, 0);
     if (Config::kStep * step + kCodes * static_cast<int>(threadIdx.x % 4) < elements_) {
       bits.x = Bits(scales_[r]);
-      if (Weights::kAffine) bits.y = Bits(scales_[r] + to_bias_);
+      if (Weights::kHasBiases) bits.y = Bits(scales_[r] + to_bias_);
     }
     scales_[r] += scale_step_;
     return bits;
@@ -229,11 +229,11 @@ class CodeReader {
 
   // Bytes of the scales of so many k, a multiple of a group or a part of one.
   __device__ static int Group(const QuantizedGemmSm80& gemm, int k) {
-    return (k >> gemm.slice.group_bits) * (Weights::kAffine ? 2 : 1);
+    return (k >> gemm.slice.group_bits) * Weights::kScaleSize;
   }
 
   __device__ uint32_t Bits(const char* scales) const {
-    if constexpr (Weights::kAffine && Weights::kBlocks == 2) {
+    if constexpr (Weights::kHasBiases && Weights::kBlocks == 2) {
       if (one_group_) return __ldg(reinterpret_cast<const uint16_t*>(scales));
     }
     if constexpr (Weights::kScaleBytes == 4) {

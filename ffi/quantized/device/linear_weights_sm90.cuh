@@ -15,8 +15,7 @@
 
 #include "grouped_mm/device/ring_sm90.cuh"
 #include "quantized/device/few_rows_sm90.cuh"
-#include "quantized/device/few_rows_weights.cuh"
-#include "quantized/device/packed_codes.cuh"
+#include "quantized/device/formats.cuh"
 #include "quantized/device/registers_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -24,14 +23,13 @@ namespace jgg::device {
 
 template <Mode kMode, int kBits>
 struct LinearWeights {
-  using Codes = FewRowsWeights<kMode, kBits>;
-  static constexpr bool kAffine = kMode == Mode::kAffine, kMxfp4 = kMode == Mode::kMxfp4;
-  static constexpr bool kHasSmall = kMxfp4 || (kAffine && kBits <= 4);
-  static constexpr float kFactor = Codes::kUnit, kSmallFactor = kAffine ? 0x1p8f : kFactor;
+  using Codes = LineCodes<kMode, kBits>;
+  static constexpr bool kHasSmall = Codes::kHasSmall;
+  static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
-  static constexpr int kMostRows = 192;                               // that registers allow
-  static constexpr int kBlocksPerSm = kAffine && kBits == 8 ? 1 : 2;  // likewise, for few rows
-  static constexpr int kBlocksOf64 = 1;                               // of up to 64
+  static constexpr int kMostRows = 192;  // that registers allow
+  static constexpr int kBlocksPerSm = Codes::kBlocksPerSm;
+  static constexpr int kBlocksOf64 = 1;                      // of up to 64 rows
   static constexpr bool kAlwaysWarps = kBits != 4;           // with few rows: faster than WGMMA
   static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
@@ -122,7 +120,7 @@ struct LinearWeights {
       const int first = min(column, n - 1), second = min(column + 8, n - 1);
       const int64_t line = static_cast<int64_t>(work.weight) * n + first;
       scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line +
-                (k >> quantized.scale_shift) * kSize;
+                (k >> quantized.scale_shift) * Codes::kScaleSize;
       second_ = (second - first) * quantized.scale_line;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) LoadScales(i);
@@ -146,17 +144,8 @@ struct LinearWeights {
     __device__ bool AllSmall(const char*) {
       uint32_t bits = 0;
 #pragma unroll
-      for (int i = 0; i < 2 * kAhead; ++i) {
-        auto& next = next_[i / 2][i % 2];
-        if constexpr (kAffine) {  // together they take fewer registers
-          next[0] |= next[1] << 16;
-          next[1] = 0;
-          bits |= NotSmall(next[0]);
-        } else {
-          bits |= next[0];
-        }
-      }
-      return __all_sync(~0u, (bits & (kAffine ? kHighest : kHighestOfBytes)) == 0);
+      for (int i = 0; i < 2 * kAhead; ++i) bits |= Codes::NotSmall(next_[i / 2][i % 2]);
+      return __all_sync(~0u, (bits & Codes::kNotSmall) == 0);
     }
 
     template <bool, ScaleRange kRange>
@@ -165,15 +154,7 @@ struct LinearWeights {
       if (slice % 2 == 0) {
         const auto& next = next_[slice / 2 % kAhead];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if constexpr (kAffine) {
-            now_[r] = next[r][0] | next[r][1] << 16;
-          } else if constexpr (kMxfp4 && kRange == ScaleRange::kSmall) {
-            now_[r] = (next[r][0] + 126) * 0x800080;
-          } else {
-            now_[r] = Codes::Scales(next[r][0], 0, 0, true).scale;
-          }
-        }
+        for (int r = 0; r < 2; ++r) now_[r] = Codes::template Word<kRange>(next[r]);
         LoadScales(slice / 2 % kAhead);
       }
 #pragma unroll
@@ -186,14 +167,7 @@ struct LinearWeights {
 #pragma unroll
           for (int i = 0; i < kBits; ++i) words.codes[r][i] = line_[r][i];
         }
-        words.scales[r] = now_[r];
-        if constexpr (kMode == Mode::kNvfp4) words.scales[r] = Twice(now_[r], slice % 2);
-        if constexpr (kMode == Mode::kMxfp8) {  // a NaN among codes makes its column one
-          uint32_t nan = 0;
-#pragma unroll
-          for (uint32_t word : words.codes[r]) nan |= (word & 0x7f7f7f7f) + 0x01010101;
-          if (nan & 0x80808080) words.scales[r] = 0x7fc07fc0;
-        }
+        words.scales[r] = Codes::OfHalf(now_[r], slice % 2, words.codes[r]);
       }
       return words;
     }
@@ -204,39 +178,16 @@ struct LinearWeights {
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i) {  // step, pair of codes, and column
         const int p = 2 * first + i / 2 + (kBySlices ? 0 : slice % 2 * 8);
-        a[i] = Pair<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
+        a[i] = Codes::template PairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
       }
     }
 
    private:
-    static constexpr int kSize = kAffine ? 2 : 1;  // bytes of a scale
     // 128s of k: a whole stage, so that all are known when one begins that may ask. Half of one is
     // too late for the many of nvfp4.
     static constexpr int kAhead = kStageSlices / 2;
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
-
-    template <ScaleRange kRange>
-    __device__ static uint32_t Pair(const uint32_t (&codes)[Words::kCodes], int p,
-                                    uint32_t scales) {
-      if constexpr (kAffine) {
-        uint32_t numbers;
-        if constexpr (kRange == ScaleRange::kSmall) {
-          const CodePair alone = CodesOf<kBits, kEndAlone>(codes, p, 0);
-          numbers = alone.bits;
-          scales = SmallScales(scales, alone.place);
-        } else {
-          numbers = NumbersOf<kBits>(codes, p);
-        }
-        return MultiplyAdd2<DType::kBF16>(numbers, Twice(scales, 0), Twice(scales, 1));
-      } else if constexpr (kMode == Mode::kNvfp4) {
-        return Multiply2(E2M1Of(codes, p), scales);
-      } else if constexpr (kMxfp4) {
-        return MultiplyMxfp4<kRange>(E2M1Of(codes, p), scales);
-      } else {
-        return Multiply2(Multiply2(E4M3Of(codes, p), k2To120), scales);
-      }
-    }
 
     // Half `i` of this thread's codes of column `r`. Boxes are swizzled; the same 8 rows on.
     __device__ static const char* Piece(const char* codes, int r, int i) {
@@ -265,18 +216,18 @@ struct LinearWeights {
       const int64_t to_bias =
           static_cast<const char*>(quantized_.biases) - static_cast<const char*>(quantized_.scales);
 #pragma unroll
-      for (int i = 0; i < 2 * (kAffine ? 2 : 1); ++i) {
+      for (int i = 0; i < (Codes::kHasBiases ? 4 : 2); ++i) {
         const int r = i % 2;
-        next_[at][r][i / 2] = kAffine ? 0x3f80 : 0;
+        next_[at][r][i / 2] = Codes::kHasBiases ? 0x3f80 : 0;
         if (left_ <= 0) continue;
         const char* from = scales_ + (r == 0 ? 0 : second_) + (i < 2 ? 0 : to_bias);
-        if constexpr (kAffine || kMode == Mode::kNvfp4) {
+        if constexpr (Codes::kBlockScales == 2) {
           next_[at][r][i / 2] = __ldg(reinterpret_cast<const uint16_t*>(from));
         } else {
           next_[at][r][i / 2] = __ldg(reinterpret_cast<const uint8_t*>(from));
         }
       }
-      scales_ += (128 >> quantized_.scale_shift) * kSize;
+      scales_ += (128 >> quantized_.scale_shift) * Codes::kScaleSize;
       left_ -= 128;
     }
 
@@ -284,7 +235,8 @@ struct LinearWeights {
     const char* scales_;  // of the next 128 k of the first column
     int second_;          // bytes to those of the second
     int left_;            // k from this thread's next on
-    uint32_t next_[kAhead][2][kAffine ? 2 : 1], now_[2];
+    typename Codes::Loaded next_[kAhead][2];
+    uint32_t now_[2];
     uint32_t line_[2][kBySlices ? 1 : kBits];
   };
 };

@@ -18,15 +18,13 @@ struct PackedWeights : PackedTiles<kMode, kBits> {
   static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
   static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
-  // With few rows WGMMA would spill.
-  static constexpr bool kAlwaysWarps = kMode == Mode::kAffine && kBits == 8;
-  static constexpr int kLoadsLateFrom = kMode != Mode::kNvfp4 ? 2 : 3;  // blocks per SM: likewise
+  static constexpr bool kAlwaysWarps = Codes::kAlwaysWarps;
+  static constexpr int kLoadsLateFrom = Codes::kLoadsLateFrom;
   static constexpr int kFewRowsSlices = kBits < 8 ? 4 : 2;       // of a stage where warps multiply
   static constexpr int kSmallTilesKib = 228, kFewRowsKib = 228;  // of shared memory: all
   // Bytes of 64 columns: codes and scales of 128 k.
   static constexpr int kCodeBytes = 2 * kTileCodes;
-  static constexpr int kScaleBytes =
-      (kMode == Mode::kFp8 ? 1 : 2 * Codes::kMostScaleWords) * kTileScales;
+  static constexpr int kScaleBytes = Codes::kStageScales;
 
   // One thread, for one warpgroup's columns.
   template <typename Config>

@@ -19,19 +19,20 @@ struct PrepackParams {
 
 // Four words of eight codes, row r, k 0-7; row r + 8, k 0-7; row r, k 8-15; row r + 8, k 8-15, as
 // what four threads have of them. Byte j of every word is thread j's: even k in the low nibbles.
-template <Mode kMode>
+template <CodeType kCode>
 JGG_HOST_DEVICE void ToThreads(const uint32_t (&from)[4], uint32_t (&threads)[4]) {
   const auto [a, b, c, d] = from;
   // Byte j is a byte of thread j's word, from the lowest on.
   uint32_t planes[4];
-  if constexpr (kMode == Mode::kAffine) {
+  if constexpr (kCode == CodeType::kInteger) {
     constexpr uint32_t kLow = 0x0f0f0f0f, kHigh = 0xf0f0f0f0;
     planes[0] = (a & kLow) | (b << 4 & kHigh);
     planes[1] = (c & kLow) | (d << 4 & kHigh);
     planes[2] = (a >> 4 & kLow) | (b & kHigh);
     planes[3] = (c >> 4 & kLow) | (d & kHigh);
   } else {
-    // As device/packed_weights_sm90.cuh takes them; of c the magnitudes are in the other half.
+    static_assert(kCode == CodeType::kE2M1);
+    // As device/packed_format_sm90.cuh takes them; of c the magnitudes are in the other half.
     planes[0] = (a << 6 & 0xc0c0c0c0) | (d << 4 & 0x30303030) | (c & 0x08080808) | (b & 0x07070707);
     planes[1] = (a << 4 & 0x80808080) | (d << 4 & 0x40404040) | (d << 2 & 0x20202020) |
                 (c >> 2 & 0x1c1c1c1c) | (b >> 2 & 0x02020202) | (a >> 2 & 0x01010101);
@@ -64,11 +65,11 @@ JGG_HOST_DEVICE uint32_t WideE4M3(uint32_t bytes) {
 }
 
 // The scales of a row of a tile, as words.
-template <Mode kMode, int kWords>
+template <ScaleType kScale, int kWords>
 struct RowScales;
 
 template <>
-struct RowScales<Mode::kNvfp4, 1> {
+struct RowScales<ScaleType::kE4M3, 1> {
   uint32_t words[1];
 
   __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
@@ -84,7 +85,7 @@ struct RowScales<Mode::kNvfp4, 1> {
 };
 
 template <>
-struct RowScales<Mode::kMxfp4, 1> {
+struct RowScales<ScaleType::kE8M0, 1> {
   uint32_t words[1];
 
   __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
@@ -96,7 +97,7 @@ struct RowScales<Mode::kMxfp4, 1> {
 };
 
 template <>
-struct RowScales<Mode::kAffine, 1> {
+struct RowScales<ScaleType::kScaleAndBias, 1> {
   uint32_t words[1];
 
   __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
@@ -111,7 +112,7 @@ struct RowScales<Mode::kAffine, 1> {
 };
 
 template <>
-struct RowScales<Mode::kAffine, 2> {
+struct RowScales<ScaleType::kScaleAndBias, 2> {
   uint32_t words[2];
 
   __device__ void Load(const PrepackParams& p, int64_t row, int tile) {
@@ -128,13 +129,13 @@ struct RowScales<Mode::kAffine, 2> {
 
 // Codes of two rows of a tile, row and row + 8, as what four threads have of them: of each thread,
 // 16 bytes.
-template <typename Scales, Mode kMode>
+template <typename Scales, CodeType kCode>
 __device__ void Rearrange(const uint4 (&rows)[2][2], const Scales (&scales)[2],
                           uint32_t (&threads)[4][4]) {
   const auto step = [&](int i, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const uint32_t mask = scales[0].Codes(i), mask8 = scales[1].Codes(i);
     uint32_t words[4];
-    ToThreads<kMode>({a & mask, b & mask8, c & mask, d & mask8}, words);
+    ToThreads<kCode>({a & mask, b & mask8, c & mask, d & mask8}, words);
     JGG_UNROLL
     for (int j = 0; j < 4; ++j) threads[j][i] = words[j];
   };
@@ -147,10 +148,10 @@ __device__ void Rearrange(const uint4 (&rows)[2][2], const Scales (&scales)[2],
 }
 
 // Stores the scales of this lane's two rows of a tile. Tiles that share scales have the first's.
-template <Mode kMode, int kWords>
+template <ScaleType kScale, int kWords>
 __device__ void StoreScales(const PrepackParams& p, int64_t tile,
-                            const RowScales<kMode, kWords> (&scales)[2]) {
-  if constexpr (kMode == Mode::kMxfp4) {
+                            const RowScales<kScale, kWords> (&scales)[2]) {
+  if constexpr (kScale == ScaleType::kE8M0) {  // half a word
     auto* to = reinterpret_cast<uint32_t*>(p.out_scales) + tile * 32 + threadIdx.x / 4;
     *to = scales[0].words[0] | scales[1].words[0] << 16;
     return;
@@ -169,7 +170,8 @@ __device__ void StoreScales(const PrepackParams& p, int64_t tile,
 template <Mode kMode, int kScaleWords>
 __global__ void __launch_bounds__(kPrepackThreads)
     PrepackKernel(const __grid_constant__ PrepackParams p) {
-  using Scales = RowScales<kMode, kScaleWords>;
+  using Format = FormatTraits<kMode, 4>;
+  using Scales = RowScales<Format::kScale, kScaleWords>;
   __shared__ uint4 stages[kPrepackThreads / 32][128];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane / 4;
   const int64_t row_tile = blockIdx.x / p.blocks_along_k;
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kPrepackThreads)
     JGG_UNROLL
     for (int i = 0; i < 2; ++i) scales[i].Load(p, row + 8 * i, tile);
     uint32_t threads[4][4];
-    Rearrange<Scales, kMode>(rows, scales, threads);
+    Rearrange<Scales, Format::kCode>(rows, scales, threads);
     JGG_UNROLL
     for (int j = 0; j < 4; ++j) {
       const uint32_t (&steps)[4] = threads[j];
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(kPrepackThreads)
         __ldg(weight + from * line + column);
   }
   if (lane % 4 < tiles) {
-    RowScales<Mode::kAffine, kScaleWords> scales[2];
+    RowScales<ScaleType::kScaleAndBias, kScaleWords> scales[2];
     const int tile = first + lane % 4;
     JGG_UNROLL
     for (int i = 0; i < 2; ++i) scales[i].Load(p, 64 * row_tile + row + 8 * i, tile);

@@ -16,7 +16,7 @@ inline constexpr DType kDTypeOf = cute::is_same_v<Element, cutlass::bfloat16_t> 
                                   : cute::is_same_v<Element, cutlass::half_t>   ? DType::kF16
                                                                                 : DType::kF32;
 
-// A kernel for every mode, which looks while it runs ...
+// A kernel for every mode, which looks while it runs. So it compares modes, here and in decode.cuh.
 struct AnyCoding {
   static constexpr bool kFixed = false;
   static constexpr int kWay = 0;  // see Decode32
@@ -28,13 +28,11 @@ struct AnyCoding {
   __device__ static bool Split(const QuantizedGemmSm80& gemm) { return gemm.slice.split; }
 };
 
-// ... or for one, if copies are of 16 bytes and groups begin where they should.
+// One for a single format, if copies are of 16 bytes and groups begin where they should.
 template <Mode kMode, int kBits, DType kScales>
 struct OneCoding {
   static constexpr bool kFixed = true;
-  static constexpr int kWay = kMode == Mode::kAffine  ? kBits
-                              : kMode == Mode::kMxfp8 ? Scales::kE4M3
-                                                      : Scales::kE2M1;
+  static constexpr int kWay = kWayOf<kMode, kBits>;
   __device__ static constexpr Coding Of(const QuantizedGemmSm80&) {
     return Coding{kMode, kBits, kScales};
   }

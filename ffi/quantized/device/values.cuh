@@ -20,6 +20,7 @@ struct ValueDecoder {
   static constexpr Mode kMode = kMode_;
   static constexpr int kBits = kBits_;
   static constexpr bool kGlobal = kGlobal_;
+  using Format = FormatTraits<kMode, kBits>;
 
   // Stores eight values at a time, store(i, Eight<kTo>). False, for all lanes of a warp alike,
   // where they have to be decoded one by one; what has been stored is then void.
@@ -27,9 +28,7 @@ struct ValueDecoder {
   static JGG_HOST_DEVICE bool Decode(DType scale_dtype, const uint32_t (&codes)[kBits],
                                      const UnitScales& scales, Store store) {
     if (AnyLane(!IsUsual(scale_dtype, scales))) return false;
-    constexpr int kOnly = kMode == Mode::kAffine  ? kBits
-                          : kMode == Mode::kMxfp8 ? static_cast<int>(Scales::kE4M3)
-                                                  : static_cast<int>(Scales::kE2M1);
+    constexpr int kOnly = kWayOf<kMode, kBits>;
     const Coding coding{kMode, kBits, scale_dtype};
     const auto load = [&](auto& words) {
       JGG_UNROLL
@@ -58,7 +57,7 @@ struct ValueDecoder {
   static JGG_HOST_DEVICE uint32_t Value(DType scale_dtype, uint32_t code, const UnitScales& scales,
                                         bool upper) {
     float value;
-    if constexpr (kMode == Mode::kAffine) {
+    if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
       // The definition's two products, each exact, decide on the sign of zero.
       const float scale = ScaleOfBits(scales.first, scale_dtype);
       const float bias = ScaleOfBits(scales.second, scale_dtype);
@@ -68,7 +67,7 @@ struct ValueDecoder {
       const float q = static_cast<float>(code);
       value = Add(Add(Multiply(q, high), Multiply(q, low)), bias);
     } else {
-      const uint32_t scale = kMode == Mode::kNvfp4 && upper ? scales.second : scales.first;
+      const uint32_t scale = Format::kScalesOf32 == 2 && upper ? scales.second : scales.first;
       value = DecodeOne({kMode, kBits, scale_dtype}, code, scale, 0);
       if (kGlobal) value = Multiply(value, upper ? scales.high : scales.low);
     }
@@ -78,12 +77,13 @@ struct ValueDecoder {
  private:
   // Neither NaN, which has many patterns, nor a bias of - 0, whose sums have any sign.
   static JGG_HOST_DEVICE bool IsUsual(DType scale_dtype, const UnitScales& scales) {
-    if constexpr (kMode == Mode::kAffine) {
+    if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
       const float bias = ScaleOfBits(scales.second, scale_dtype);
       return fabsf(bias) < AsFloat(kInfinity) && AsBits(bias) != kSign;
-    } else if constexpr (kMode != Mode::kNvfp4) {
+    } else if constexpr (Format::kScale == ScaleType::kE8M0) {
       return scales.first != 255;
     } else {
+      static_assert(Format::kScale == ScaleType::kE4M3 && Format::kScalesOf32 == 2);
       const float largest = fmaxf(fabsf(scales.low), fabsf(scales.high));
       const bool finite = !kGlobal || (scales.low == scales.low && scales.high == scales.high &&
                                        largest < AsFloat(kInfinity));
@@ -100,26 +100,17 @@ JGG_HOST_DEVICE uint32_t CodeAt(const uint32_t* words, int i) {
   return FunnelRight(words[bit / 32], next, bit % 32) & ((1u << kBits) - 1);
 }
 
-// function(decoder) for the decoder of a mode: its type is what counts.
+// function(decoder) for the decoder of a format: its type is what counts.
 template <DType kTo, typename Function>
 auto DispatchDecoder(const Coding& coding, bool global, Function&& function) {
-  switch (coding.mode) {
-    case Mode::kMxfp4: return function(ValueDecoder<kTo, Mode::kMxfp4, 4, false>{});
-    case Mode::kMxfp8: return function(ValueDecoder<kTo, Mode::kMxfp8, 8, false>{});
-    case Mode::kNvfp4:
-      return global ? function(ValueDecoder<kTo, Mode::kNvfp4, 4, true>{})
-                    : function(ValueDecoder<kTo, Mode::kNvfp4, 4, false>{});
-    case Mode::kFp8:  // it has no linear layout here
-    case Mode::kAffine: break;
-  }
-  switch (coding.bits) {
-    case 2: return function(ValueDecoder<kTo, Mode::kAffine, 2, false>{});
-    case 3: return function(ValueDecoder<kTo, Mode::kAffine, 3, false>{});
-    case 5: return function(ValueDecoder<kTo, Mode::kAffine, 5, false>{});
-    case 6: return function(ValueDecoder<kTo, Mode::kAffine, 6, false>{});
-    case 8: return function(ValueDecoder<kTo, Mode::kAffine, 8, false>{});
-    default: return function(ValueDecoder<kTo, Mode::kAffine, 4, false>{});
-  }
+  return LinearFormats::Dispatch(coding.mode, coding.bits, [&](auto format) {
+    using Format = decltype(format);
+    constexpr Mode kMode = Format::kMode;
+    if constexpr (Format::kTakesGlobalScale) {
+      if (global) return function(ValueDecoder<kTo, kMode, Format::kBits, true>{});
+    }
+    return function(ValueDecoder<kTo, kMode, Format::kBits, false>{});
+  });
 }
 
 }  // namespace jgg::device

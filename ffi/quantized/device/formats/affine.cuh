@@ -1,0 +1,112 @@
+// How kernels decode mode "affine" in registers; quantized/formats/affine.h says what it is.
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/line_format.cuh"
+#include "quantized/device/packed_format_sm90.cuh"
+
+namespace jgg::device {
+
+// A word of scales is scale and bias, bfloat16, of 64 or 128 k, or of 32 where there are two: then
+// they are not small.
+template <int kBits>
+struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits> {
+  static constexpr bool kHasSmall = kBits < 8;
+  static constexpr float kSmallFactor = 0x1p8f;
+  static constexpr bool kAlwaysWarps = kBits == 8;
+
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static void LoadScales(const char* scales, int tile_scales, uint32_t (&words)[2][2]) {
+    LoadWords<2>(scales, words[0]);
+    if constexpr (kRange == ScaleRange::kSmall) {
+      words[1][0] = words[0][0];
+    } else {  // the first again where there is no second
+      LoadWords<2>(scales + max(tile_scales - PackedCodes::kTileScales, 0), words[1]);
+    }
+  }
+
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static void Decode(const uint32_t (&codes)[kBits], int step,
+                                const uint32_t (&scales)[2][2], uint32_t* a) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int pair = 4 * step + i;
+      if constexpr (kRange == ScaleRange::kSmall) {
+        const CodePair alone = PackedPairOf<kBits, kEndAlone>(codes, pair, 0);
+        const uint32_t both = SmallScales(scales[0][i % 2], alone.place);
+        a[i] = MultiplyAdd2<DType::kBF16>(alone.bits, Twice(both, 0), Twice(both, 1));
+      } else {
+        const uint32_t both = scales[step / 2][i % 2];
+        a[i] =
+            MultiplyAdd2<DType::kBF16>(PackedCodePair(codes, pair), Twice(both, 0), Twice(both, 1));
+      }
+    }
+  }
+};
+
+// Whole numbers times bfloat16, plus bfloat16.
+template <int kBits>
+struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
+  using typename LineCodesBase<Mode::kAffine, kBits>::Loaded;
+  static constexpr bool kHasSmall = kBits <= 4;
+  static constexpr float kSmallFactor = 0x1p8f;
+  static constexpr int kBlocksPerSm = kBits == 8 ? 1 : 2;
+
+  __device__ static LineScales Scales(uint32_t scale, uint32_t bias, int b, bool one_group) {
+    const uint32_t both = b == 0 || one_group ? 0x1010 : 0x3232;
+    return {Permute(scale, 0, both), Permute(bias, 0, both)};
+  }
+
+  // NumbersOf are whole numbers of 8 bits at most, which bfloat16 holds, so 8 bits may, too.
+  __device__ static bool Fits(const LineScales& line) {
+    constexpr int kMostBelow = 14 - kBits, kMostAbove = 14;
+    const float scale = AsFloat(line.scale << 16), bias = AsFloat(line.bias << 16);
+    const uint32_t above = AsBits(fabsf(bias)) - AsBits(fabsf(scale)) + (kMostBelow << 23);
+    return fabsf(scale) < 0x1p105f &&
+           (above <= static_cast<uint32_t>(kMostBelow + kMostAbove) << 23 || bias == 0.0f);
+  }
+
+  template <bool kFits>
+  __device__ static uint32_t Pair(const uint32_t (&streams)[kBits], int p, const LineScales& line) {
+    const uint32_t numbers = NumbersOf<kBits>(streams, p);
+    if constexpr (kFits) {
+      return MultiplyAdd2<DType::kBF16>(numbers, line.scale, line.bias);
+    } else {
+      float values[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        values[i] = Add(Multiply(Half<DType::kBF16>(numbers, i), AsFloat(line.scale << 16)),
+                        AsFloat(line.bias << 16));
+      }
+      return Round2<DType::kBF16>(values[0], values[1]);
+    }
+  }
+
+  // Puts scale and bias together, which take fewer registers so.
+  __device__ static uint32_t NotSmall(Loaded& loaded) {
+    loaded[0] |= loaded[1] << 16;
+    loaded[1] = 0;
+    return device::NotSmall(loaded[0]);
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t Word(const Loaded& loaded) {
+    return loaded[0] | loaded[1] << 16;
+  }
+
+  template <ScaleRange kRange>
+  __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
+    uint32_t numbers;
+    if constexpr (kRange == ScaleRange::kSmall) {
+      const CodePair alone = CodesOf<kBits, kEndAlone>(codes, p, 0);
+      numbers = alone.bits;
+      word = SmallScales(word, alone.place);
+    } else {
+      numbers = NumbersOf<kBits>(codes, p);
+    }
+    return MultiplyAdd2<DType::kBF16>(numbers, Twice(word, 0), Twice(word, 1));
+  }
+};
+
+}  // namespace jgg::device

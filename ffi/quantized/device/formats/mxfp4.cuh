@@ -1,0 +1,74 @@
+// How kernels decode mode "mxfp4" in registers; quantized/formats/mxfp4.h says what it is.
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/formats/mx.cuh"
+#include "quantized/device/packed_format_sm90.cuh"
+
+namespace jgg::device {
+
+// The scales of both rows are one word of e8m0: a row's first 32 k, and the 32 after.
+template <>
+struct PackedCodes<Mode::kMxfp4, 4> : PackedCodesBase<Mode::kMxfp4, 4> {
+  static constexpr bool kHasSmall = true;
+
+  __device__ static uint32_t NotSmallBits(const char* scales) {
+    return *reinterpret_cast<const uint32_t*>(scales) & kHighestOfBytes;
+  }
+
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static void LoadScales(const char* scales, int, uint32_t (&words)[1][2]) {
+    const uint32_t bytes = *reinterpret_cast<const uint32_t*>(scales);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) words[0][r] = Scale<kFewRows, kRange>(bytes, r);
+  }
+
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static void Decode(const uint32_t (&codes)[4], int step,
+                                const uint32_t (&scales)[1][2], uint32_t* a) {
+    E2M1Pairs(codes[step], a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = MultiplyMxfp4<kRange>(a[i], Twice(scales[0][i % 2], step / 2));
+    }
+  }
+
+ private:
+  // As bfloat16, those of row `r`.
+  template <bool kFewRows, ScaleRange kRange>
+  __device__ static uint32_t Scale(uint32_t bytes, int r) {
+    const uint32_t two = Permute(bytes, 0, r == 0 ? 0x4140 : 0x4342);
+    const uint32_t power = PowerOfTwo<kFewRows>(7);
+    if constexpr (kRange == ScaleRange::kSmall) return two * power + 126 * 0x800080;
+    // 0, of 2^-127, is subnormal; 255 is infinite so far, which times 0 is NaN.
+    const uint32_t normal = two * power;
+    return MultiplyAdd2<DType::kBF16>(normal, 0, Max2<DType::kBF16>(normal, 0x400040));
+  }
+};
+
+template <>
+struct LineCodes<Mode::kMxfp4, 4> : MxLineCodes<Mode::kMxfp4, 4, 126> {
+  static constexpr bool kHasSmall = true;
+
+  template <bool kFits>
+  __device__ static uint32_t Pair(const uint32_t (&streams)[4], int p, const LineScales& line) {
+    return Scaled<kFits>(E2M1Of(streams, p), line);
+  }
+
+  template <ScaleRange kRange>
+  __device__ static uint32_t Word(const Loaded& loaded) {
+    if constexpr (kRange == ScaleRange::kSmall) {
+      return (loaded[0] + 126) * kTwice;
+    } else {
+      return Scales(loaded[0], 0, 0, true).scale;
+    }
+  }
+
+  template <ScaleRange kRange>
+  __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
+    return MultiplyMxfp4<kRange>(E2M1Of(codes, p), word);
+  }
+};
+
+}  // namespace jgg::device

@@ -1,0 +1,75 @@
+// Decoders of lines of codes as they are stored, layout "linear", to pairs of bfloat16: LineCodes,
+// of each format in a file of formats/. few_rows_weights.cuh and linear_weights_sm90.cuh use them.
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/registers_sm90.cuh"
+#include "quantized/device/streams.cuh"
+#include "quantized/quantized.h"
+
+namespace jgg::device {
+
+// The scales of 32 codes of a line, and what belongs to them: bfloat16, the same in both halves
+// (nvfp4: those of codes 0-15 and 16-31).
+struct LineScales {
+  uint32_t scale;
+  uint32_t bias;  // mxfp4, mxfp8, where it Fits: the scale times what E2M1Of, E4M3Of leave out
+};
+
+// A format's decoder. It has
+//
+//   Scales   of block `b` of 32 codes, from the bits of all blocks' scales and biases. If one group
+//            has all blocks, its scale and bias are the lower halves.
+//   Fits     whether values are those of `dequantize` by a fused multiply-add: see FitsPairs
+//   Check    changes scales where codes are NaN
+//   Pair     codes p and 16 + p of streams, as the product takes them
+//
+// and, where WGMMA multiplies,
+//
+//   NotSmall, Word   of what was loaded for 32 codes: bits, of which those of kNotSmall are set
+//   where
+//                    it is not small; a word that stands for it
+//   OfHalf           that word for half of the codes
+//   PairOf           as Pair, with that word
+template <Mode kMode, int kBits>
+struct LineCodes;
+
+template <Mode kMode, int kBits>
+struct LineCodesBase {
+  using Format = FormatTraits<kMode, kBits>;
+  static constexpr bool kHasBiases = Format::kScale == ScaleType::kScaleAndBias;
+  // Bytes of a scale, and of those of 32 codes where groups are as small as they may be.
+  static constexpr int kScaleSize = kHasBiases ? 2 : 1;
+  static constexpr int kBlockScales = kScaleSize * Format::kScalesOf32;
+  static constexpr float kUnit = 1.0f;  // sums are of values divided by this
+  // WGMMA: whether scales may be kSmall, and what sums are of then; blocks per SM that registers
+  // allow where there are few rows.
+  static constexpr bool kHasSmall = false;
+  static constexpr float kSmallFactor = 1.0f;
+  static constexpr int kBlocksPerSm = 2;
+
+  __device__ static void Check(const uint32_t (&)[kBits], LineScales&) {}
+
+  // What WGMMA loads for 32 codes: scale and bias, or the bytes of their scales.
+  using Loaded = uint32_t[kHasBiases ? 2 : 1];
+
+  static constexpr uint32_t kNotSmall = kHasBiases ? kHighest : kHighestOfBytes;
+  __device__ static uint32_t NotSmall(Loaded& loaded) { return loaded[0]; }
+
+  template <int kCodes>
+  __device__ static uint32_t OfHalf(uint32_t word, int, const uint32_t (&)[kCodes]) {
+    return word;
+  }
+
+ protected:
+  // In bfloat16, twice.
+  static constexpr uint32_t kTwice = 0x800080, kOne = 0x3f803f80;
+  static constexpr uint32_t kTwo120 = kOne + 120 * kTwice, kTwo126 = kOne + 126 * kTwice;
+
+  __device__ static uint32_t Times(uint32_t a, uint32_t b) {
+    return MultiplyAdd2<DType::kBF16>(a, b, 0x80008000);
+  }
+};
+
+}  // namespace jgg::device

@@ -1,0 +1,24 @@
+// Mode "affine": code * scale + bias. Lines of codes are bit streams, of any width but 7.
+//
+// How kernels decode it in registers: device/formats/affine.cuh.
+#pragma once
+
+#include "quantized/format.h"
+
+namespace jgg {
+
+template <int kBits>
+struct FormatTraits<Mode::kAffine, kBits> : FormatBase {
+  static constexpr std::string_view kName = "affine";
+  static constexpr CodeType kCode = CodeType::kInteger;
+  static constexpr ScaleType kScale = ScaleType::kScaleAndBias;
+  static constexpr std::array kGroupSizes{32, 64, 128};
+
+  // A word is scale and bias in bfloat16. Groups of 32 have two words for a row of 64 k, those of
+  // 128 share words.
+  static constexpr PackedScales PackedScalesOf(int group_size) {
+    return group_size == 128 ? PackedScales{128, 64} : PackedScales{64, 64 * 64 / group_size};
+  }
+};
+
+}  // namespace jgg
