@@ -23,12 +23,8 @@ constexpr int64_t kRowsFirstFrom = 448;
 template <typename Element>
 cudaError_t LaunchFp8MmSm90Instance(cudaStream_t stream, Fp8GemmSm90& fp8,
                                     const OperandsSm90& operands) {
-  if (fp8.list.list != nullptr) {
-    using Config = device::Fp8GemmSm90Config<Element, false, false, device::Listed::kRowsL>;
-    return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
-  }
   if (TypicalRowsSm90(fp8.gemm) >= kRowsFirstFrom) {
-    using Config = device::Fp8GemmSm90Config<Element, false, false, device::Listed::kNothing, true>;
+    using Config = device::Fp8GemmSm90Config<Element, false, false, true>;
     return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
   }
   return LaunchFp8ConfigSm90<device::Fp8GemmSm90Config<Element, false>>(stream, fp8, operands);

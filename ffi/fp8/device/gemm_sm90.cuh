@@ -4,7 +4,6 @@
 //   warp 1  copies slices of L and R
 //   warp 2  puts a stage's scales beside it
 //   warp 3  stores
-// Rows of x may come by list; then warps 0 and 1 gather them.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +11,21 @@
 #include "fp8/device/products_sm90.cuh"
 #include "fp8/gemm_sm90.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/device/listed_gemm_sm90.cuh"
 
 namespace jgg::device {
 
-// Element: of the result, and kWide where that is float32. mm may have its rows by list, or as the
+// Element: of the result, and kWide where that is float32. mm may have its rows as the
 // instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad.
-template <typename Element_, bool kRaggedK_, bool kWide_ = false,
-          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false>
+template <typename Element_, bool kRaggedK_, bool kWide_ = false, bool kRowsFirst_ = false>
 struct Fp8GemmSm90Config {
   using Element = Element_;
   static constexpr bool kLKMajor = true, kRKMajor = true;
   static constexpr bool kRaggedK = kRaggedK_, kScalesColumns = kRaggedK, kWide = kWide_;
   // A result leaves while the next is multiplied: its room is that of a fourth stage.
   static constexpr int kRows = 128, kBlocks = 2, kStages = 3, kCluster = 2, kPlanes = 1;
-  static constexpr Listed kListed = kListed_;
-  static constexpr bool kLists = kListed != Listed::kNothing, kRowsFirst = kRowsFirst_;
-  static_assert(!kRowsFirst || (!kRaggedK && !kWide && !kLists));
+  static constexpr Listed kListed = Listed::kNothing;
+  static constexpr bool kRowsFirst = kRowsFirst_;
+  static_assert(!kRowsFirst || (!kRaggedK && !kWide));
   static constexpr bool kStacked = true, kGathered = false, kSharesK = false, kGates = false;
   static constexpr bool kTransposed = false, kBalances = false, kGoesBack = false;
   static constexpr bool kStoreWarp = true;
@@ -155,10 +152,8 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
       CopyScales<Config>(fp8, memory, work, at);
     } else {
       using Rows = StagedScales<kRows>;
-      LineScales<kRows> rows(fp8.x_scales, [&](int i) {
-        const int row = i < work.rows ? work.l_row + i : -1;
-        return Config::kLists && row >= 0 ? ListedRow(fp8.list, row) : row;
-      });
+      LineScales<kRows> rows(fp8.x_scales,
+                             [&](int i) { return i < work.rows ? work.l_row + i : -1; });
       // A scale is for 128 columns; behind the last, any will do.
       const int last = fp8.w_scales.columns - 1;
       const float* of_columns[2];
@@ -317,11 +312,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int block = BlockInCluster(), warp = threadIdx.x / 32;
   if (threadIdx.x == 32) {
     memory.stores.Init(1);
-    constexpr int kGathering = Config::kLists ? 2 : 0;
-    // A stage is full when one thread's copies, the scales and the gathered pieces are there; tiles
-    // are read by warps 1, 2 and 3, and by one that schedules and gathers.
-    InitRings<Config>(memory, 1 + kArrivingLanes + 32 * kGathering, 3 + kGathering / 2);
-    if (!Config::kLists) Prefetch(&gemm.l_map);
+    // A stage is full when one thread's copies and the scales are there. Warps 1, 2 and 3 read
+    // tiles of work.
+    InitRings<Config>(memory, 1 + kArrivingLanes, 3);
+    Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     Prefetch(&gemm.out_map);
   }
@@ -333,12 +327,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ScaleWarp<Config>(fp8, memory);
     } else if (warp == 3) {
       StoreFp8Warp<Config>(gemm, memory);
-    } else if constexpr (Config::kLists) {
-      if (warp == 0) {
-        ScheduleListedWarp<Config>(fp8, memory, block);
-      } else {
-        CopyListedWarp<Config>(fp8, memory, block);
-      }
     } else if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
     } else {

@@ -97,7 +97,6 @@ struct Fp8Products {
 #pragma unroll 1
     for (int turn = 0; turn < slices; ++turn) {
       Wait(&memory.full[here.index], here.parity);
-      if constexpr (Config::kLists) FenceAsyncProxy();
       const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
       const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
       const auto& scales = memory.scales[here.index].OfRows(group);
