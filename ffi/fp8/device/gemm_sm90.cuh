@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fp8/device/products_sm90.cuh"
 #include "fp8/gemm_sm90.h"
@@ -14,21 +15,38 @@
 
 namespace jgg::device {
 
-// Element: of the result, and kWide where that is float32. mm may have its rows as the
-// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad.
-template <typename Element_, bool kRaggedK_, bool kWide_ = false, bool kRowsFirst_ = false>
-struct Fp8GemmSm90Config {
-  using Element = Element_;
+// The policies (grouped_mm/device/policies_sm90.cuh). All kernels have this loader. A result leaves
+// while the next is multiplied: its room is that of a fourth stage.
+struct Fp8LoaderSm90 : LoaderSm90 {
+  static constexpr int kStages = 3, kCluster = 2;
+  static constexpr bool kStacked = true;
+};
+
+// Products of mm, of mm with rows first (products_sm90.cuh), and of wgrad.
+struct Fp8MmSm90 : ProductsSm90 {
   static constexpr bool kLKMajor = true, kRKMajor = true;
-  static constexpr bool kRaggedK = kRaggedK_, kScalesColumns = kRaggedK, kWide = kWide_;
-  // A result leaves while the next is multiplied: its room is that of a fourth stage.
-  static constexpr int kRows = 128, kBlocks = 2, kStages = 3, kCluster = 2, kPlanes = 1;
-  static constexpr Listed kListed = Listed::kNothing;
-  static constexpr bool kRowsFirst = kRowsFirst_;
+  static constexpr int kRows = 128, kBlocks = 2;
+};
+struct Fp8RowsFirstSm90 : Fp8MmSm90 {
+  static constexpr bool kRowsFirst = true;
+};
+struct Fp8WgradSm90 : Fp8MmSm90 {
+  static constexpr bool kRaggedK = true;
+};
+
+// Element: of the result.
+template <typename Element_>
+struct Fp8StoreSm90 : StoreSm90 {
+  using Element = Element_;
+  static constexpr bool kStoreWarp = true, kWide = std::is_same_v<Element, float>;
+};
+
+template <typename Products, typename Store>
+struct Fp8GemmSm90Config : Fp8LoaderSm90, Products, Store {
+  using Products::kRows, Products::kBlocks, Products::kPlanes, Products::kRaggedK,
+      Products::kRowsFirst;
+  using Store::kWide;
   static_assert(!kRowsFirst || (!kRaggedK && !kWide));
-  static constexpr bool kStacked = true, kGathered = false, kSharesK = false, kGates = false;
-  static constexpr bool kTransposed = false, kBalances = false, kGoesBack = false;
-  static constexpr bool kStoreWarp = true;
   static constexpr int kScheduledBlocks = kBlocks;
   static constexpr int kThreads = 384, kWorks = 4, kHalves = 1;
   static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;

@@ -113,7 +113,7 @@ struct Fp8Products {
         WarpgroupCommit();
         // The first scales are read while tensor cores work, the others a turn ahead.
         float of_columns[2] = {1.0f, 1.0f};
-        if constexpr (Config::kScalesColumns) {
+        if constexpr (Config::kRaggedK) {
           const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -133,7 +133,7 @@ struct Fp8Products {
 #pragma unroll
           for (int j = 0; j < 8; ++j) {
             float value = part[4 * i + j] * of_rows[j / 4 * 2 + j % 2];
-            if (Config::kScalesColumns) {
+            if (Config::kRaggedK) {
               sums[block][4 * i + j] += value * of_columns[j / 2 % 2];
             } else {
               sums[block][4 * i + j] += value;

@@ -16,6 +16,7 @@
 #include "cutlass/numeric_types.h"
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/gates_apart_sm90.cuh"
+#include "grouped_mm/device/policies_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
@@ -33,46 +34,31 @@ struct TileRows {
 template <>
 struct TileRows<0> {};
 
-// Which operand comes by list, and is gathered beside the products: rows of L in mm, lines of k of
-// R in wgrad. See listed_gemm_sm90.cuh.
-enum class Listed { kNothing, kRowsL, kLinesR };
-
-// A tile is kRows rows (of L) x kBlocks * 128 columns (of R). A gated tile has 128 gates in block
-// 0, and in block 1 the values that they let through. In shared memory both operands are chunks of
-// (up to) 64 rows or columns, each a swizzled tile of its own. float32 operands have kPlanes of
-// each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
-// store warp takes. kGates: a gated activation that two warps make of rounded sums, see
-// gates_apart_sm90.cuh. kListed: warps that feed gather, too. kTransposed: the result of wgrad is
-// stored as (columns, rows). kBackward: sums are the cotangent of that activation, see
-// listed_backward_sm90.cuh. ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
-template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
-          bool kGates_ = false, Listed kListed_ = Listed::kNothing, bool kTransposed_ = false,
-          Activation kBackward_ = Activation::kNone>
-struct GemmSm90Config {
-  using Element = Element_;
-  static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
-  static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
-  static constexpr int kPlanes = kPlanes_;
-  static constexpr bool kGathered = kGathered_, kSharesK = false;
-  static constexpr bool kGates = kGates_;
-  static constexpr Listed kListed = kListed_;
-  static constexpr bool kLists = kListed != Listed::kNothing, kTransposed = kTransposed_;
-  static constexpr Activation kBackward = kBackward_;
+// Of three policies: see policies_sm90.cuh. A tile is kRows rows (of L) x kBlocks * 128 columns (of
+// R). A gated tile has 128 gates in block 0, and in block 1 the values that they let through. In
+// shared memory both operands are chunks of (up to) 64 rows or columns, each a swizzled tile of its
+// own. float32 operands have kPlanes of each.
+template <typename Loader, typename Products, typename Store>
+struct GemmSm90Config : Loader, Products, Store {
+  using Loader::kStages, Loader::kCluster, Loader::kByList, Loader::kStacked;
+  using Products::kLKMajor, Products::kRKMajor, Products::kRows, Products::kBlocks,
+      Products::kPlanes;
+  using Store::kWide, Store::kGates, Store::kBackward;
+  using typename Products::Element;
+  static constexpr bool kRowsByList = kByList == ByList::kRowsOfBoth;
+  // Warps that schedule and copy gather one operand, too.
+  static constexpr bool kOperandByList = kByList != ByList::kNothing && !kRowsByList;
   static constexpr bool kGoesBack = kBackward != Activation::kNone;
-  // One that gathers L shares R instead, with the tile below.
-  static constexpr bool kStacked = kListed == Listed::kRowsL;
   static constexpr int kScheduledBlocks = kGates && kBlocks == 1 ? kGateApart : kBlocks;
   // Only mm has kernels with an activation.
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates && !kStacked;
-  static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
-  static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
-  static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
+  static constexpr bool kRaggedK = !kRowsByList && kBlocks == 1 && !kGates && !kStacked;
+  static constexpr bool kBalances = kRaggedK && kCluster == 2;  // others are of few tiles
+  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
   // Registers of a thread that feeds, and of one that multiplies. One warpgroup feeds and two
   // multiply; every thread begins with 168, so they share three times that. A kernel that asks for
   // more waits for ever.
-  static constexpr bool kFeedsMore = kGathered || kWide_ || kGates || kLists;
-  static constexpr bool kFeedsMost = kPlanes > 1 || kListed == Listed::kLinesR;
+  static constexpr bool kFeedsMore = kRowsByList || kWide || kGates || kOperandByList;
+  static constexpr bool kFeedsMost = kPlanes > 1 || kByList == ByList::kLinesOfR;
   static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
   static constexpr int kMultiplyRegisters = kFeedsMost ? 208 : kFeedsMore ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
@@ -84,12 +70,11 @@ struct GemmSm90Config {
   static_assert(kLKMajor || kChunkL == 64);
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
-  static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
-  static constexpr bool kWide = kWide_;
+  static_assert(!kRowsByList || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kStoreWarp =
-      (kBlocks == 1 || kLists) && kRows >= 128 && kPlanes == 1 && !kGathered;
+      (kBlocks == 1 || kOperandByList) && kRows >= 128 && kPlanes == 1 && !kRowsByList;
   // As many sums as a warpgroup has room for.
-  static constexpr bool kLarge = kRows == 256 || (kBlocks == 2 && kLists);
+  static constexpr bool kLarge = kRows == 256 || (kBlocks == 2 && kOperandByList);
   // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
   // registers before; tiles without slices go another way. With a K-major operand, whose addresses
   // take more registers, or many loops, ptxas serializes the products then (C7511).
@@ -108,7 +93,7 @@ struct GemmSm90Config {
                               : kLateChunks > 0 ? Own::kBias
                                                 : Own::kBiasAndScales;
   // Rows by list take shared memory; smaller chunks of the result give it.
-  using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered, false, kOwn>;
+  using Epilogue = EpilogueSm90<kRowsByList || kWide ? 32 : kChunkL, kRowsByList, false, kOwn>;
   static constexpr int kStagedBytes =
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
 
@@ -123,7 +108,7 @@ struct GemmSm90Config {
     uint64_t work_full[kWorks], work_empty[kWorks];
     StoreBarriers<kStoreBuffers> stores;
     std::conditional_t<kRaggedK, RankedMatrices, Nothing> ranked;
-    TileRows<kGathered ? kRows : 0> rows[kWorks];
+    TileRows<kRowsByList ? kRows : 0> rows[kWorks];
   };
 };
 
@@ -137,8 +122,9 @@ __device__ int MultipliedK(int last) {
 template <typename Config>
 struct Copier {
   static constexpr bool kPair = Config::kCluster == 2;
-  static constexpr bool kCopiesL = !Config::kGathered && Config::kListed != Listed::kRowsL;
-  static constexpr int kChunksR = Config::kListed == Listed::kLinesR ? 0 : Config::kChunksR;
+  static constexpr bool kCopiesL =
+      Config::kByList == ByList::kNothing || Config::kByList == ByList::kLinesOfR;
+  static constexpr int kChunksR = Config::kByList == ByList::kLinesOfR ? 0 : Config::kChunksR;
 
   const GemmSm90& gemm;
   const int block;
@@ -329,7 +315,7 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                      [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
     if (!Config::kGates && 64 * group >= work.columns) return;
-    if constexpr (Config::kGates || Config::kLists) {
+    if constexpr (Config::kGates || Config::kOperandByList) {
       using T = typename Config::Element;
       StageTile<Config, T>(gemm, memory, work, group, store, sums, late);
     } else if constexpr (Config::kWide) {
@@ -375,12 +361,13 @@ template <typename Config>
 __device__ void InitGemm(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
   constexpr int kGating = Config::kGates ? kGateWarps : 0;
-  constexpr int kGathering = Config::kLists ? 2 : 0;  // of them, the one that copies counts anyway
+  constexpr int kGathering =
+      Config::kOperandByList ? 2 : 0;  // of them, the one that copies counts anyway
   memory.stores.Init(Config::kGates ? kGateWarps : 1);
   InitRings<Config>(memory, 1 + 32 * kGathering,
                     1 + kGathering / 2 + (kGating > 0 ? kGating : gemm.wgrad + gemm.store_warp));
-  if (Config::kListed != Listed::kRowsL) Prefetch(&gemm.l_map);
-  if (Config::kListed != Listed::kLinesR) Prefetch(&gemm.r_map);
+  if (Config::kByList != ByList::kRowsOfL) Prefetch(&gemm.l_map);
+  if (Config::kByList != ByList::kLinesOfR) Prefetch(&gemm.r_map);
   if (gemm.stores_boxes) Prefetch(&gemm.out_map);
 }
 

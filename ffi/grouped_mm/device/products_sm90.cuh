@@ -6,6 +6,7 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
+#include "grouped_mm/device/policies_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 
@@ -161,8 +162,8 @@ struct Products {
     uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {
       Wait(&memory.full[here.index], here.parity);
-      if constexpr (Config::kGathered || Config::kLists)
-        FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
+      if constexpr (Config::kByList != ByList::kNothing)
+        FenceAsyncProxy();  // see rows_by_list_sm90.cuh
       if (turn == 0 ? cut_last || (cut_first && slices == 1) : cut_first && turn == 1) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();

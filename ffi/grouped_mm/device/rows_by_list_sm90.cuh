@@ -15,8 +15,8 @@
 
 #include <cstdint>
 
+#include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/gathered_gemm_sm90.h"
 
 namespace jgg::device {
 
@@ -32,12 +32,12 @@ __device__ inline int RowAt(const RowList& rows, int t) {
 // By the scheduling warp: where the rows of a tile are. Behind the last, up to a multiple of 32,
 // none.
 template <int kRows>
-__device__ void FillRows(const GatheredGemmSm90& gathered, const Work& work, TileRows<kRows>& to) {
+__device__ void FillRows(const RowsByListSm90& by_list, const Work& work, TileRows<kRows>& to) {
 #pragma unroll 4
   for (int i = threadIdx.x % 32; i < (work.rows + 31) / 32 * 32; i += 32) {
     const bool real = i < work.rows;
-    to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(gathered.x_list, work.l_row + i);
-    to.y[i] = real ? RowAt(gathered.y_list, work.out_row + i) : -1;
+    to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(by_list.x_list, work.l_row + i);
+    to.y[i] = real ? RowAt(by_list.y_list, work.out_row + i) : -1;
   }
 }
 
@@ -60,19 +60,19 @@ __device__ void ForEachRows(typename Config::SharedMemory& memory, Function f) {
 // time. What is not there, behind K or in no row, is zeros. Chunks behind the tile's last row are
 // multiplied as they are: rows do not mix.
 template <typename Config>
-__device__ void GatherWarp(const GatheredGemmSm90& gathered, typename Config::SharedMemory& memory,
+__device__ void GatherWarp(const RowsByListSm90& by_list, typename Config::SharedMemory& memory,
                            int warp) {
   static_assert(kGatherWarps == 2 && Config::kRows % 32 == 0);
   const int lane = threadIdx.x % 32;
   const int piece = lane % 8, first = warp * 4 + lane / 8;  // of every 8 rows
-  const int k_end = gathered.gemm.k;
+  const int k_end = by_list.gemm.k;
   const uint32_t line = 2u * k_end;  // bytes: two for each of up to 2^31 k
   Place<Config::kStages> at;
   ForEachRows<Config>(memory, [&](const Work& work, const TileRows<Config::kRows>& rows) {
 #pragma unroll 1
     for (int turn = 0; turn < work.slices; ++turn) {
       const int k = work.Slice(turn) * kSliceSm90 + piece * 8;
-      const char* from = static_cast<const char*>(gathered.x) + 2 * static_cast<int64_t>(k);
+      const char* from = static_cast<const char*>(by_list.x) + 2 * static_cast<int64_t>(k);
       char* to = memory.l[at.index][0] + first * 128 + (piece ^ first) * 16;  // swizzled by the row
       Wait(&memory.empty[at.index], at.parity ^ 1);
 #pragma unroll 1
@@ -115,10 +115,10 @@ __device__ void MultiplyRowsWarpgroup(const GemmSm90& gemm, typename Config::Sha
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    GatheredGemmSm90Kernel(const __grid_constant__ GatheredGemmSm90 gathered) {
+    RowsByListSm90Kernel(const __grid_constant__ RowsByListSm90 by_list) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
-  const GemmSm90& gemm = gathered.gemm;
+  const GemmSm90& gemm = by_list.gemm;
   if (threadIdx.x == 0) {
     InitRings<Config>(memory, 1 + 32 * kGatherWarps, 1 + kGatherWarps, 32);
     Prefetch(&gemm.r_map);
@@ -130,13 +130,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     GiveRegisters<Config::kFeedRegisters>();
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, 0, [&](const Work& work, int place) {
-        FillRows(gathered, work, memory.rows[place]);
+        FillRows(by_list, work, memory.rows[place]);
       });
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, 0);
       __syncwarp();
     } else {
-      GatherWarp<Config>(gathered, memory, warp - 2);
+      GatherWarp<Config>(by_list, memory, warp - 2);
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();

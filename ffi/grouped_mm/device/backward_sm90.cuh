@@ -8,9 +8,9 @@
 #include <cstdint>
 
 #include "cute/arch/copy_sm75.hpp"
+#include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/device/activation_derivative.cuh"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/listed_gemm_sm90.h"
 
 namespace jgg::device {
 
@@ -21,8 +21,9 @@ constexpr int kBackwardStages = Config::kBlocks * Config::kRows / kBackwardRows;
 
 // One thread: gates of both warpgroups, then values.
 template <typename Config>
-__device__ void CopyBackward(const ListedGemmSm90& listed, typename Config::SharedMemory& memory,
-                             const Work& work, int chunk, int stage) {
+__device__ void CopyBackward(const BackwardByListSm90& by_list,
+                             typename Config::SharedMemory& memory, const Work& work, int chunk,
+                             int stage) {
   uint64_t* full = &memory.full[stage];
   const ChunkPlace place = PlaceOfChunk<Config>(chunk, 0);
   const int groups = place.In(work) + PlaceOfChunk<Config>(chunk, 1).In(work);
@@ -30,7 +31,7 @@ __device__ void CopyBackward(const ListedGemmSm90& listed, typename Config::Shar
 #pragma unroll 1
   for (int i = 0; i < 2 * groups; ++i) {
     const int half = i / groups, group = i - half * groups;
-    CopyBox(&listed.backward.h_map, full, memory.r[stage][0] + (2 * half + group) * kBackwardBytes,
+    CopyBox(&by_list.backward.h_map, full, memory.r[stage][0] + (2 * half + group) * kBackwardBytes,
             work.out_column + place.column + 64 * group, work.out_row + place.row, half);
   }
 }
@@ -112,11 +113,11 @@ __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&
 // A warpgroup's sums of a tile.
 template <typename Config>
 __device__ __forceinline__ void StageBackward(
-    const ListedGemmSm90& listed, typename Config::SharedMemory& memory, const Work& work,
+    const BackwardByListSm90& by_list, typename Config::SharedMemory& memory, const Work& work,
     int group, Place<Config::kStages>& at, Place<Config::kStoreBuffers>& store,
     const float (&sums)[Config::kBlocks][Config::kRows / 2]) {
   using T = typename Config::Element;
-  const BackwardSm90& backward = listed.backward;
+  const BackwardSm90& backward = by_list.backward;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int chunk = 0; chunk < kBackwardStages<Config>; ++chunk) {
@@ -148,8 +149,8 @@ __device__ __forceinline__ void StageBackward(
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = first + lane / 4 * 8 + lane % 4 * 2 + e;
-        if (row < work.rows && 16 * part < listed.gemm.n) {
-          backward.row_sums[static_cast<int64_t>(part) * listed.gemm.rows_y + work.out_row + row] =
+        if (row < work.rows && 16 * part < by_list.gemm.n) {
+          backward.row_sums[static_cast<int64_t>(part) * by_list.gemm.rows_y + work.out_row + row] =
               row_sums[e];
         }
       }
@@ -160,8 +161,8 @@ __device__ __forceinline__ void StageBackward(
 
 // Rows of no segment: all results are zeros.
 template <typename Config>
-__device__ void ZeroBackward(const ListedGemmSm90& listed, const Work& work, int column) {
-  const GemmSm90& gemm = listed.gemm;
+__device__ void ZeroBackward(const BackwardByListSm90& by_list, const Work& work, int column) {
+  const GemmSm90& gemm = by_list.gemm;
   const int thread = threadIdx.x % 128, piece = column + thread % 8 * 8;
   const auto zero = [](void* data, int64_t element) {
     *reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + element) = make_uint4(0, 0, 0, 0);
@@ -170,21 +171,21 @@ __device__ void ZeroBackward(const ListedGemmSm90& listed, const Work& work, int
   for (int row = thread / 8; row < work.rows && piece < work.columns; row += 16) {
     const int64_t at = work.out_row + row, to = work.out_column + piece;
     zero(gemm.out, at * gemm.out_line + to);
-    zero(listed.backward.dh, at * 2 * gemm.n + to);
-    zero(listed.backward.dh, at * 2 * gemm.n + gemm.n + to);
+    zero(by_list.backward.dh, at * 2 * gemm.n + to);
+    zero(by_list.backward.dh, at * 2 * gemm.n + gemm.n + to);
   }
 #pragma unroll 1
   for (int row = thread / 4; row < work.rows; row += 32) {
     const int part = (work.out_column + column) / 16 + thread % 4;
     if (column < work.columns && 16 * part < gemm.n) {
-      listed.backward.row_sums[static_cast<int64_t>(part) * gemm.rows_y + work.out_row + row] = 0;
+      by_list.backward.row_sums[static_cast<int64_t>(part) * gemm.rows_y + work.out_row + row] = 0;
     }
   }
 }
 
 // One of the two warpgroups that multiply.
 template <typename Config>
-__device__ __forceinline__ void MultiplyBackwardWarpgroup(const ListedGemmSm90& listed,
+__device__ __forceinline__ void MultiplyBackwardWarpgroup(const BackwardByListSm90& by_list,
                                                           typename Config::SharedMemory& memory,
                                                           int group) {
   Place<Config::kStages> at, cleared;
@@ -193,13 +194,13 @@ __device__ __forceinline__ void MultiplyBackwardWarpgroup(const ListedGemmSm90& 
     if (work.slices == 0) {
 #pragma unroll 1
       for (int block = 0; block < Config::kBlocks; ++block) {
-        ZeroBackward<Config>(listed, work, 128 * block + 64 * group);
+        ZeroBackward<Config>(by_list, work, 128 * block + 64 * group);
       }
       return;
     }
     typename Products<Config>::Sums sums;
     Products<Config>::MultiplyTile(memory, work, false, group, at, cleared, sums);
-    StageBackward<Config>(listed, memory, work, group, at, store, sums);
+    StageBackward<Config>(by_list, memory, work, group, at, store, sums);
   });
 }
 
@@ -227,10 +228,10 @@ __device__ inline void StoreRows(const CUtensorMap* map, const CUtensorMap* rest
 
 // The warp that stores. What a warpgroup has written is read by TMA before the stage is free.
 template <typename Config>
-__device__ void StoreBackwardWarp(const ListedGemmSm90& listed,
+__device__ void StoreBackwardWarp(const BackwardByListSm90& by_list,
                                   typename Config::SharedMemory& memory) {
-  const GemmSm90& gemm = listed.gemm;
-  const BackwardSm90& backward = listed.backward;
+  const GemmSm90& gemm = by_list.gemm;
+  const BackwardSm90& backward = by_list.backward;
   const int lane = threadIdx.x % 32;
   Place<Config::kStages> at;
   Place<Config::kStoreBuffers> places[2];
