@@ -38,7 +38,7 @@ GemmSm90 MakeGemmSm90(const WgradSm90& wgrad) {
   gemm.wgrad = true;
   gemm.m = static_cast<int>(wgrad.m);
   gemm.out_group = wgrad.out_group;
-  gemm.matrices = wgrad.matrices;
+  gemm.order.matrices = wgrad.matrices;
   gemm.matrix_scale = wgrad.matrix_scale;
   return gemm;
 }

@@ -177,10 +177,11 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
     halves.groups = 2;
     halves.line = gemm.n;
     halves.group = gemm.n / 2;
-    if (cudaError_t error = EncodeTensorMap(halves, &gemm.preactivation_map)) return error;
+    if (cudaError_t error = EncodeTensorMap(halves, &gemm.mm_maps.preactivation)) return error;
   }
   out.box_lines = 8;
-  return gemm.store_warp && !gemm.wgrad ? EncodeTensorMap(out, &gemm.out_rest) : cudaSuccess;
+  return gemm.store_warp && !gemm.wgrad ? EncodeTensorMap(out, &gemm.mm_maps.out_rest)
+                                        : cudaSuccess;
 }
 
 // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
@@ -278,11 +279,11 @@ cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
   for (int i = 0; i < (gemm.wgrad ? 2 : 0); ++i) {
     if (kL && !Config::kLKMajor) {
       l.box_lines = 16 << i;
-      if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+      if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[i])) return error;
     }
     if (kR && !Config::kRKMajor) {
       r.box_lines = 16 << i;
-      if (cudaError_t error = EncodeTensorMap(r, &gemm.r_rest[i])) return error;
+      if (cudaError_t error = EncodeTensorMap(r, &gemm.rest_maps.r[i])) return error;
     }
   }
   return cudaSuccess;
@@ -292,12 +293,13 @@ cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
 template <typename Config>
 void ShareOutSm90(GemmSm90& gemm, int64_t tiles, int clusters) {
   // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours in L2.
-  gemm.ranks =
-      gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters && tiles <= 2048;
+  gemm.order.ranks = gemm.order.matrices && gemm.groups <= kMostRankedMatrices &&
+                     tiles > clusters && tiles <= 2048;
   // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
-  gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
-                  tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
-                  Config::kBalances && clusters <= kMostBalancedClusters;
+  gemm.order.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) &&
+                        !gemm.order.ranks && tiles > 2 * clusters &&
+                        tiles >= 16 * static_cast<int64_t>(gemm.groups) && Config::kBalances &&
+                        clusters <= kMostBalancedClusters;
 }
 
 template <typename Config>

@@ -265,7 +265,7 @@ __device__ void StoreBackwardWarp(const BackwardByListSm90& by_list,
                     static_cast<int64_t>(row) * 2 * gemm.n + half * gemm.n + column, 2 * gemm.n,
                     gates + 2 * half * kBackwardBytes, column, row, half, rows, columns);
         }
-        StoreRows(&gemm.out_map, &gemm.out_rest, gemm.out,
+        StoreRows(&gemm.out_map, &gemm.mm_maps.out_rest, gemm.out,
                   static_cast<int64_t>(row) * gemm.out_line + column, gemm.out_line,
                   Buffer<Config>(memory, group, place.index), column, row, 0, rows, columns);
         if (lane == 0) {

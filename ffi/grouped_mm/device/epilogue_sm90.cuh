@@ -250,7 +250,8 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
   __device__ Target PreactivationTarget(const Work& work, int half) const {
     const int64_t column = work.out_column + half * (gemm_.n / 2);
     const int64_t row = kScattered ? 0 : static_cast<int64_t>(work.out_row) * gemm_.n;
-    return {gemm_.epilogue.preactivation, row + column, gemm_.n, &gemm_.preactivation_map, half};
+    return {gemm_.epilogue.preactivation, row + column, gemm_.n, &gemm_.mm_maps.preactivation,
+            half};
   }
 
   // kScales: with rows' scales, where a thread multiplies its own sums.

@@ -141,8 +141,8 @@ struct Copier {
     const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
     const CUtensorMap* l_map = &gemm.l_map;
     const CUtensorMap* r_map = &gemm.r_map;
-    if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.l_rest[lines / 32];
-    if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.r_rest[lines / 32];
+    if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.rest_maps.l[lines / 32];
+    if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.rest_maps.r[lines / 32];
     const int l_bytes = Config::kLKMajor ? Config::kChunkBytesL : lines * 128;
     const int r_bytes = Config::kRKMajor ? Config::kChunkBytesR : lines * 128;
     ArriveExpecting(full, Config::kPlanes * (chunks * l_bytes + kChunksR * r_bytes));
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 32) InitGemm<Config>(gemm, memory);
   if (warp == 3) PrefetchSizes(gemm);
   if constexpr (Config::kRaggedK) {
-    if (gemm.ranks) RankMatrices<Config>(gemm, memory.ranked);
+    if (gemm.order.ranks) RankMatrices<Config>(gemm, memory.ranked);
   }
   SyncRings<Config>();
   if (warp < 4) {

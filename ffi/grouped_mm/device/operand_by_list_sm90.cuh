@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 32) InitGemm<Config>(gemm, memory);
   if (warp == 3) PrefetchSizes(gemm);
   if constexpr (Config::kRaggedK) {
-    if (gemm.ranks) RankMatrices<Config>(gemm, memory.ranked);
+    if (gemm.order.ranks) RankMatrices<Config>(gemm, memory.ranked);
   }
   SyncRings<Config>();
   if (warp < 4) {

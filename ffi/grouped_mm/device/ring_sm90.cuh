@@ -161,7 +161,7 @@ __device__ __forceinline__ void WithSchedule(const GemmSm90& gemm,
   if constexpr (Config::kRaggedK) {
     ranked = &memory.ranked;
     if constexpr (Config::kBalances) {
-      if (gemm.balances) {
+      if (gemm.order.balances) {
         BalancedSm90<kRows, kBlocks, kCluster> schedule(gemm, block, ranked->Orders());
         return f(schedule);
       }

@@ -237,7 +237,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
 
  public:
   // `block` of the cluster. `parts` blocks have the same tiles. `ranked`: what RankMatrices made,
-  // if gemm.ranks.
+  // if gemm.order.ranks.
   __device__ ScheduleSm90(const GemmSm90& gemm, int block, int parts, const RankedMatrices* ranked)
       : Tiles(gemm, block), ranked_(ranked) {
     next_ = Divide(blockIdx.x / kCluster, parts);
@@ -247,9 +247,9 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
-    if (kRaggedK && gemm_.ranks) return NextRanked();
+    if (kRaggedK && gemm_.order.ranks) return NextRanked();
     Work work{};
-    if (Wgrad() && gemm_.matrices) {
+    if (Wgrad() && gemm_.order.matrices) {
       const int weight = next_ / MatrixTiles();
       if (weight < gemm_.groups) {
         SetMatrix(work, next_ - weight * MatrixTiles(), weight,

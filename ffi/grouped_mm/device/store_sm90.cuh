@@ -145,8 +145,8 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
       row = kBox;
     }
     for (; row < whole; row += 8) {
-      StoreBox(&gemm.out_rest, staged + row * 128, out_column, work.out_row + first + row, 0,
-               gemm.store_policy);
+      StoreBox(&gemm.mm_maps.out_rest, staged + row * 128, out_column, work.out_row + first + row,
+               0, gemm.store_policy);
     }
   }
   const int piece = lane % 8;

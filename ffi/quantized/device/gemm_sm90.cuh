@@ -91,7 +91,9 @@ struct QuantizedGemmSm90Config : Traits {
     return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
   __device__ static const CUtensorMap* BoxMap(const GemmSm90& gemm, int rows) {
-    return rows <= kRows / 4 ? &gemm.l_rest[0] : rows <= kRows / 2 ? &gemm.l_rest[1] : &gemm.l_map;
+    return rows <= kRows / 4   ? &gemm.rest_maps.l[0]
+           : rows <= kRows / 2 ? &gemm.rest_maps.l[1]
+                               : &gemm.l_map;
   }
   // Slices of a stage of such a tile, and bytes of x in each.
   __host__ __device__ static constexpr int StageSlices(int rows) {
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     memory.parts.Init();
     constexpr int kCopiers = Config::kCopiesStages ? 1 : 3;
     InitRings<Config>(memory, kCopiers, kCopiers);
-    Prefetch(Config::kCopiesStages ? &gemm.l_rest[0] : &gemm.l_map);
+    Prefetch(Config::kCopiesStages ? &gemm.rest_maps.l[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
