@@ -16,7 +16,7 @@
 namespace jgg::device {
 
 // The policies (grouped_mm/device/policies_sm90.cuh). All kernels have this loader. A result leaves
-// while the next is multiplied: its room is that of a fourth stage.
+// while the next tile is multiplied, and takes the room of a fourth stage.
 struct Fp8LoaderSm90 : LoaderSm90 {
   static constexpr int kStages = 3, kCluster = 2;
   static constexpr bool kStacked = true;
@@ -52,7 +52,8 @@ struct Fp8GemmSm90Config : Fp8LoaderSm90, Products, Store {
   static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
-  // Rows that leave at a time, in a box: few large ones are faster. Tiles of wgrad end with one.
+  // So many rows leave at a time, in a box. Few large boxes are faster. Tiles of wgrad end with a
+  // box.
   static constexpr int kStoreChunk = 64, kStoreBuffers = kWide ? 2 : 4;
   using Epilogue = StagedSm90<kStoreChunk>;
   using Scales =
@@ -75,8 +76,8 @@ struct Fp8GemmSm90Config : Fp8LoaderSm90, Products, Store {
   };
 };
 
-// The scales of every 32nd of kCount lines, a lane's share of them, block by block. Lines that are
-// not there have none.
+// A lane's share of the scales of kCount lines, block by block: those of every 32nd line. The scale
+// of a line that is not there is 0.
 template <int kCount>
 class LineScales {
   static constexpr int kEach = kCount / 32;
@@ -110,8 +111,8 @@ class LineScales {
   float values_[kEach];
 };
 
-// A tile's scales, stage by stage: load(slice), then put(stage). What the next slice needs is read
-// before its place is waited for.
+// Puts a tile's scales into its stages: load(slice), then put(stage). Reads what the next slice
+// needs before it waits for that slice's place.
 template <typename Config, typename Load, typename Put>
 __device__ void StageScales(typename Config::SharedMemory& memory, const Work& work,
                             Place<Config::kStages>& at, Load load, Put put) {
@@ -160,7 +161,7 @@ __device__ void CopyScales(const Fp8GemmSm90& fp8, typename Config::SharedMemory
   }
 }
 
-// The warp that has the scales.
+// The warp that reads scales, and puts them into stages.
 template <typename Config>
 __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory& memory) {
   constexpr int kRows = Config::kRows;
@@ -172,7 +173,7 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
       using Rows = StagedScales<kRows>;
       LineScales<kRows> rows(fp8.x_scales,
                              [&](int i) { return i < work.rows ? work.l_row + i : -1; });
-      // A scale is for 128 columns; behind the last, any will do.
+      // A scale is for 128 columns. Behind the last column any scale will do.
       const int last = fp8.w_scales.columns - 1;
       const float* of_columns[2];
 #pragma unroll
@@ -202,8 +203,8 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
   });
 }
 
-// As EpilogueSm90::StageFloats. What addresses are made of is read anew: kept through the products,
-// there are no registers for it.
+// As StagedSm90::StageFloats, but reads the thread's number anew, of which it makes addresses.
+// There are no registers to keep them through the products.
 template <int kRows>
 __device__ __forceinline__ void StageFloatsAnew(const float* sums, char* staged) {
   uint32_t thread;
@@ -276,7 +277,7 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemo
   });
 }
 
-// The warp that stores, what both warpgroups have of a tile in turns.
+// The warp that stores. It takes a tile's chunks of both warpgroups in turns.
 template <typename Config>
 __device__ void StoreFp8Warp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   Place<Config::kStoreBuffers> places[2];

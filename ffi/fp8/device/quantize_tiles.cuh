@@ -27,7 +27,7 @@ inline int64_t ColumnsBlocks(const QuantizeParams& p) {
 inline constexpr int64_t kSliceBytes = int64_t{12} << 20;
 
 inline uint32_t SpansOfSlice(const QuantizeParams& p, int64_t element_bytes) {
-  const int64_t spans = kSliceBytes / (p.listed * kSpan * element_bytes);
+  const int64_t spans = kSliceBytes / (p.x_lines * kSpan * element_bytes);
   return static_cast<uint32_t>(std::clamp<int64_t>(spans, 1, CeilDiv(p.columns, kSpan)));
 }
 
@@ -70,18 +70,18 @@ struct TilePlace {
   __device__ int column_of_span() const { return thread % 8 * 8; }
   __device__ int64_t own_column() const { return column + kSpan * span + column_of_span(); }
 
-  // kListed: rows are named by a list.
-  template <bool kListed>
+  // kByList: rows are named by a list.
+  template <bool kByList>
   __device__ void Load(const QuantizeParams& p, int64_t m, Patch<kOf>& x) const {
     const int64_t pitch = p.columns * kElementBytes<kOf>;
     const uint8_t* from = p.x + own_column() * kElementBytes<kOf>;
-    if constexpr (!kListed) from += (m * p.rows + rows.first + row()) * pitch;
+    if constexpr (!kByList) from += (m * p.rows + rows.first + row()) * pitch;
     const int count = own_column() < p.columns ? rows.count - row() : 0;
     JGG_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if constexpr (kListed) {
+      if constexpr (kByList) {
         const int64_t line = i < count ? __ldg(p.list + rows.first + row() + i) : -1;
-        x[i] = LoadEight<kOf>(from + line * pitch, line >= 0 && line < p.listed);
+        x[i] = LoadEight<kOf>(from + line * pitch, line >= 0 && line < p.x_lines);
       } else {
         x[i] = LoadEight<kOf>(from, i < count);
         from += pitch;
@@ -216,25 +216,25 @@ __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, in
   __syncthreads();
 }
 
-template <DType kOf, Element kElement, bool kStochastic, bool kListed>
+template <DType kOf, Element kElement, bool kStochastic, bool kByList>
 __global__ void __launch_bounds__(kSpanThreads)
     ColumnsKernel(const __grid_constant__ QuantizeParams p) {
   __shared__ ColumnsShared<kOf, kStochastic> shared;
-  const TilePlace<kOf, 1> at(p, kListed);
-  if (kListed && at.rows.count == 0) return;  // of no group: nobody reads it
+  const TilePlace<kOf, 1> at(p, kByList);
+  if (kByList && at.rows.count == 0) return;  // of no group: nobody reads it
   const int64_t along = kBlock * at.tile, left = p.columns - at.column;
   JGG_NO_UNROLL
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     const int64_t line = m * p.columns + at.column;
     Patch<kOf> x;
-    at.template Load<kListed>(p, m, x);
+    at.template Load<kByList>(p, m, x);
     ScalesOfColumns<kOf, kElement, kStochastic>(p, x, line, left, at.tile, shared);
     const auto* scales = shared.scales + at.column_of_span();
     EncodeColumns<kElement, kStochastic, kOf>(
         p, x, line + at.column_of_span(), along + at.row(), [&](int i) { return scales[i]; },
         [&](int i, uint2 codes) { shared.codes.Put(at.thread, i, codes); });
     __syncthreads();
-    shared.codes.template Write<kListed>(p, at.thread, line, left, along);
+    shared.codes.template Write<kByList>(p, at.thread, line, left, along);
   }
 }
 

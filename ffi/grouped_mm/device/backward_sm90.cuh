@@ -1,8 +1,8 @@
-// The backward pass of a gated activation, in the registers of a product's sums d. A
-// tile's slices of k are followed, in the ring of stages, by its part of h, 64 rows a stage, which
-// TMA copies while the last slices are multiplied. A warpgroup reads its columns of gates and of
-// values from a stage, puts their cotangents where they were, and the scaled activation into a
-// buffer of its own; the warp that stores writes all three, and says that the stage is free.
+// The backward pass of a gated activation, in the registers that hold a product's sums d. In the
+// ring of stages, a tile's part of h follows its slices of k, 64 rows a stage. TMA copies it while
+// the last slices are multiplied. A warpgroup reads its columns of gates and of values from a
+// stage. It writes their cotangents in their place, and the scaled activation to a buffer of its
+// own. The warp that stores writes all three to memory, and frees the stage.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,7 @@ __device__ void CopyBackward(const BackwardByListSm90& by_list,
   }
 }
 
-// The sums of values over the 8 lanes that have the same lane % 4: lane l has those of value
-// l / 4 afterwards, in values[0].
+// Sums values over the 8 lanes that have the same lane % 4. Lane l returns the sum of value l / 4.
 __device__ inline float SumOverLanes(float (&values)[8]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -53,8 +52,8 @@ __device__ inline float SumOverLanes(float (&values)[8]) {
   return values[0];
 }
 
-// 64 rows of a warpgroup's 64 columns, of which a thread has 32 sums: see EpilogueSm90::AddBias for
-// which. gates and values are read, and become their cotangents.
+// 64 rows of a warpgroup's 64 columns. A thread has 32 of their sums: see EpilogueSm90::AddBias for
+// which. It reads gates and values, and writes their cotangents in their place.
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&scale)[2],
                                                char* gates, char* values, char* activated,
@@ -204,7 +203,7 @@ __device__ __forceinline__ void MultiplyBackwardWarpgroup(const BackwardByListSm
   });
 }
 
-// `rows` rows of 64 columns, from shared memory; rows behind them belong to others. One warp.
+// One warp stores `rows` rows of 64 columns from shared memory. Rows behind them belong to others.
 __device__ inline void StoreRows(const CUtensorMap* map, const CUtensorMap* rest, void* data,
                                  int64_t element, int64_t line, const char* staged, int column,
                                  int row, int half, int rows, int columns) {
@@ -226,7 +225,7 @@ __device__ inline void StoreRows(const CUtensorMap* map, const CUtensorMap* rest
   }
 }
 
-// The warp that stores. What a warpgroup has written is read by TMA before the stage is free.
+// The warp that stores. TMA reads what a warpgroup has written before the stage is free.
 template <typename Config>
 __device__ void StoreBackwardWarp(const BackwardByListSm90& by_list,
                                   typename Config::SharedMemory& memory) {

@@ -1,6 +1,6 @@
-// wgrad of matrices that have many tiles, of segments that may differ much in length: of each
-// matrix in turn the clusters that have had least to do until then take what not all clusters get.
-// Every cluster computes that for itself.
+// wgrad of matrices that have many tiles, and of segments that may differ much in length. Matrices
+// come in turn, and all clusters get as many tiles of one. The tiles that are left go to the
+// clusters that have had least to do until then. Every cluster computes that for itself.
 #pragma once
 
 #include "grouped_mm/device/schedule_sm90.cuh"

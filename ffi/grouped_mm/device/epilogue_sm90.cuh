@@ -2,9 +2,9 @@
 // rounding. One warpgroup, 64 columns at a time.
 //
 // Sums go through shared memory, kChunk rows at a time: see staged_sm90.cuh. Whole chunks leave by
-// TMA; others in pieces of 16 bytes along a row, of which those outside the tile are left out: so
-// tails are exact. Scattered rows, whose places in the result are a list, leave that way too, and
-// float32; but see store_sm90.cuh.
+// TMA. Others leave in pieces of 16 bytes along a row, without those outside the tile, so tails are
+// exact. float32 leaves that way too, and so do scattered rows, whose places in the result come by
+// list. store_sm90.cuh has another way.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 
 namespace jgg::device {
 
-// A thread does so much of an epilogue to its own sums, as far as a kernel has registers. The rest
-// goes through shared memory, row by row.
+// A thread does this much of an epilogue to its own sums, as far as a kernel has registers. The
+// rest goes through shared memory, row by row.
 enum class Own { kNothing, kBias, kBiasAndScales };
 
 // Shared memory for two chunks of two-byte results, or one of float32.
@@ -36,9 +36,9 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
 
   // Store columns [column, column + 64) of a tile.
   //
-  // Chunks are a loop that is not unrolled, so that there is little code: unrolled, 5 to 20 % of
-  // all samples waited for instructions. Only what reads sums, which are registers, is there once
-  // for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
+  // The loop over chunks is not unrolled, so that there is little code. Unrolled, 5 to 20 % of all
+  // samples waited for instructions. Only the code that reads sums, which are registers, is there
+  // once for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
   template <int kSums>
   __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
     if (column >= work.columns) return;
@@ -72,8 +72,9 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
     for (int j = 0; j < kSums; ++j) sums[j] += bias[j / 2 % 2];
   }
 
-  // `blocks` times 8 rows of a tile from `first` on, times their scales. Each lane loads one of 32
-  // rows: by chunks, since ptxas begins all loads at once, and has no registers for them.
+  // Multiplies `blocks` times 8 rows of a tile by their scales, from row `first` on. Each lane
+  // loads the scale of one of 32 rows. ptxas begins all loads of a loop at once and has no
+  // registers for all, so they come by chunks.
   template <int kRows>
   __device__ static void ScaleRows(const GemmSm90& gemm, const Work& work, int first, float* sums,
                                    int blocks) {
@@ -152,8 +153,8 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
   using Staged::WriteHalves;
   using typename Staged::Target;
 
-  // Whether a thread does all of this epilogue to its own sums. A row by list that x has not is
-  // cleared when it is stored, so it must have no bias.
+  // Whether a thread does all of this epilogue to its own sums. A row by list that x does not have
+  // is cleared when it is stored, so there must be no bias.
   __device__ bool InRegisters() const {
     return kOwn != Own::kNothing && !gemm_.epilogue.accumulate &&
            (kOwn == Own::kBiasAndScales || gemm_.epilogue.row_scale == nullptr) &&
@@ -206,7 +207,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
     }
   }
 
-  // By chunks, since ptxas begins all at once, and has no registers for that.
+  // By chunks: ptxas begins all loads at once, and has no registers for all.
   template <int kWidth>
   __device__ void GateRows(float* gates, float* up) const {
     if (gemm_.epilogue.rounds_preactivation) {
@@ -269,7 +270,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
       if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
       chunk_sums(chunk, [&](const float* sums, int blocks) {
-        // Const for the other kernels' sake: without it ptxas serializes wgrad's products (C7510).
+        // This is const for other kernels. Without it ptxas serializes wgrad's products (C7510).
         if constexpr (kScales && kOwn == Own::kBiasAndScales) {
           ScaleRows<kChunk>(gemm_, work, chunk * kChunk, const_cast<float*>(sums), blocks);
         }

@@ -55,8 +55,8 @@ struct GemmSm90Config : Loader, Products, Store {
   static constexpr bool kBalances = kRaggedK && kCluster == 2;  // others are of few tiles
   static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
   // Registers of a thread that feeds, and of one that multiplies. One warpgroup feeds and two
-  // multiply; every thread begins with 168, so they share three times that. A kernel that asks for
-  // more waits for ever.
+  // multiply. Every thread begins with 168, so the three share three times that. A kernel that asks
+  // for more waits for ever.
   static constexpr bool kFeedsMore = kRowsByList || kWide || kGates || kOperandByList;
   static constexpr bool kFeedsMost = kPlanes > 1 || kByList == ByList::kLinesOfR;
   static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
@@ -75,24 +75,24 @@ struct GemmSm90Config : Loader, Products, Store {
       (kBlocks == 1 || kOperandByList) && kRows >= 128 && kPlanes == 1 && !kRowsByList;
   // As many sums as a warpgroup has room for.
   static constexpr bool kLarge = kRows == 256 || (kBlocks == 2 && kOperandByList);
-  // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
-  // registers before; tiles without slices go another way. With a K-major operand, whose addresses
-  // take more registers, or many loops, ptxas serializes the products then (C7511).
+  // Whether the first product of a tile begins its sums. Nothing has to zero 128 registers then.
+  // Tiles without slices go another way. ptxas serializes such products (C7511) where there are
+  // many loops, or where an operand is K-major, whose addresses take more registers.
   static constexpr bool kNeedsSlices =
       !kLKMajor && !kRKMajor && kRows == 256 && kPlanes == 1 && !kWide;
-  // Rows of the result that the store warp takes at a time (in boxes of Epilogue::kChunk rows), and
-  // the buffers for as many that each warpgroup has.
+  // The store warp takes so many rows of the result at a time, in boxes of Epilogue::kChunk rows.
+  // Each warpgroup has so many buffers for them.
   static constexpr int kStoreChunk = kWide ? 32 : kLarge && !kGoesBack ? 128 : kChunkL;
   static constexpr int kStoreBuffers = kWide ? 4 : kLarge && !kGoesBack ? 1 : 2;
-  // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
-  // tiles leave no registers for any; smaller ones have no more chunks than buffers.
+  // So many of a tile's last chunks wait until the next tile is multiplied. Larger tiles leave no
+  // registers for any. Smaller tiles have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kLarge && !kGoesBack ? (kWide ? 2 : 1) : 0;
-  // Chunks that come late leave no registers for scales. With a transposed x, or for wgrad, ptxas
-  // serializes products (C7510) where there is a bias.
+  // Late chunks leave no registers for scales. Where x is transposed, and in wgrad, ptxas
+  // serializes the products (C7510) of a kernel with a bias.
   static constexpr Own kOwn = !kLKMajor         ? Own::kNothing
                               : kLateChunks > 0 ? Own::kBias
                                                 : Own::kBiasAndScales;
-  // Rows by list take shared memory; smaller chunks of the result give it.
+  // Rows by list take shared memory. Smaller chunks of the result leave it to them.
   using Epilogue = EpilogueSm90<kRowsByList || kWide ? 32 : kChunkL, kRowsByList, false, kOwn>;
   static constexpr int kStagedBytes =
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
@@ -112,13 +112,13 @@ struct GemmSm90Config : Loader, Products, Store {
   };
 };
 
-// The values of k of a last slice that are multiplied.
+// How many values of k of a tile's last slice are multiplied.
 template <typename Config>
 __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
 }
 
-// Copies slices; its members are the same for all slices of a product.
+// Copies slices of operands. Its members are the same for all slices of a product.
 template <typename Config>
 struct Copier {
   static constexpr bool kPair = Config::kCluster == 2;
@@ -131,12 +131,13 @@ struct Copier {
   const bool gated = IsGated(gemm.epilogue.activation);
   const int shared_columns = SharedColumns<Config>(gemm);
 
-  // The slice of this turn into a stage, by one thread.
+  // One thread copies the slice of this turn into a stage.
   __device__ __forceinline__ void CopySlice(typename Config::SharedMemory& memory, const Work& work,
                                             int turn, int chunks, bool shares, int stage) const {
     const int slice = work.Slice(turn);
     uint64_t* full = &memory.full[stage];
-    // An MN-major operand's last slice is copied by lines of k: only as many as are multiplied.
+    // An MN-major operand lies in lines of k. Of its last slice, only the lines that are multiplied
+    // are copied.
     const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
     const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
     const CUtensorMap* l_map = &gemm.l_map;
@@ -164,7 +165,7 @@ struct Copier {
           CopyBox<Config::kStacked>(r_map, full, to, r_plane + column, r_k, weight);
         }
       }
-      // Two loops, since the thread that copies is what small chunks wait for.
+      // These are two loops, because small chunks wait for the thread that copies.
       auto copy_l = [&](int i, auto multicast) {
         const int row = work.l_row + i * Config::kChunkL;
         char* to = memory.l[stage][plane] + i * Config::kChunkBytesL;
@@ -192,7 +193,7 @@ struct Copier {
   __device__ bool Shares(const Work& work) const { return work.out_column < shared_columns; }
 };
 
-// One thread; what comes by list is copied by others.
+// One thread copies all operands that do not come by list.
 template <typename Config>
 __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
   const Copier<Config> copier{gemm, block};
@@ -209,7 +210,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   });
 }
 
-// A mask of the halves of words [from, to) of a piece.
+// A mask that keeps the 16-bit values [from, to) of a piece of 8.
 __device__ inline uint4 Halves(int from, int to) {
   const auto word = [&](int i) {
     return (2 * i >= from && 2 * i < to ? 0xffffu : 0u) |
@@ -222,16 +223,17 @@ __device__ inline uint4 operator&(uint4 a, uint4 b) {
   return make_uint4(a.x & b.x, a.y & b.y, a.z & b.z, a.w & b.w);
 }
 
-// Zero the values of k in [0, first), less than a piece of them, and [last, end) in `chunks` chunks
-// of `lines` rows or columns. One warp.
+// One warp zeros the values of k in [0, first) and [last, end), in `chunks` chunks of `lines` rows
+// or columns. `first` is less than a piece.
 template <bool kKMajor>
 __device__ void Clear(char* tile, int chunks, int lines, int first, int last, int end) {
   if (first == 0 && last == end) return;
   const int lane = threadIdx.x % 32;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   if constexpr (kKMajor) {
-    // A line of 128 bytes per row, whose pieces of 16 bytes are swizzled by the row. Of the pieces
-    // in which the segment begins (the tile's first) and ends, the rest is kept.
+    // Each row is a line of 128 bytes, and its pieces of 16 bytes are swizzled by the row. The
+    // segment begins in the tile's first piece and may end within another. Those two keep what is
+    // the segment's.
     const uint4 from_first = Halves(first, 8), to_last = Halves(0, last % 8);
 #pragma unroll 4
     for (int row = lane; row < chunks * lines; row += 32) {
@@ -243,7 +245,7 @@ __device__ void Clear(char* tile, int chunks, int lines, int first, int last, in
       for (int piece = (last + 7) / 8; piece < end / 8; ++piece) at(piece) = zeros;
     }
   } else {
-    // A line of 128 bytes per k.
+    // Each k is a line of 128 bytes.
     for (int chunk = 0; chunk < chunks; ++chunk) {
       uint4* pieces = reinterpret_cast<uint4*>(tile + chunk * kSliceSm90 * 128);
       for (int piece = lane; piece < first * 8; piece += 32) pieces[piece] = zeros;
@@ -252,7 +254,8 @@ __device__ void Clear(char* tile, int chunks, int lines, int first, int last, in
   }
 }
 
-// wgrad: before and behind a segment lie others, and 0 * NaN is NaN, so both operands are cleared.
+// wgrad: this warp clears what lies before and behind a segment, which belongs to others. It clears
+// both operands, since 0 * NaN is NaN.
 template <typename Config>
 __device__ void ClearWarp(typename Config::SharedMemory& memory) {
   Place<Config::kStages> at, cleared;
@@ -290,8 +293,9 @@ __device__ void Scale(float (&sums)[kHalves][kSums], float scale) {
   }
 }
 
-// One of the two warpgroups that multiply. Inlined, whatever its size, as is the work on a tile:
-// ptxas serializes products of which a part is in another function (C7510).
+// One of the two warpgroups that multiply. It has to be inlined, whatever its size, and so has the
+// work on a tile. Where a part of the products is in another function, ptxas serializes them
+// (C7510).
 template <typename Config>
 __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                                   typename Config::SharedMemory& memory,
@@ -303,8 +307,8 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   std::conditional_t<(Config::kLateChunks > 0), LateChunks<Config>, NoLateChunks> late;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     if (Config::kNeedsSlices && work.slices == 0) {
-      // The store warp waits for what is late, and is behind by no more works than there are
-      // places.
+      // The store warp waits for the late chunks, so they go first. It may lag by as many works as
+      // the ring has places, and no more.
       late.StageAll(memory, group, store);
       if constexpr (Config::kTransposed) return StoreZeroLines(gemm, work, 64 * group);
       return epilogue.StoreZeros(work, 64 * group);
@@ -371,7 +375,7 @@ __device__ void InitGemm(const GemmSm90& gemm, typename Config::SharedMemory& me
   if (gemm.stores_boxes) Prefetch(&gemm.out_map);
 }
 
-// Two of the four warps that feed: they neither schedule nor copy.
+// Two of the four warps that feed. They neither schedule nor copy.
 template <typename Config>
 __device__ __forceinline__ void OtherWarp(const GemmSm90& gemm,
                                           typename Config::SharedMemory& memory, int warp) {
@@ -416,7 +420,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     TakeRegisters<Config::kMultiplyRegisters>();
     MultiplyWarpgroup<Config>(gemm, memory, warp / 4 - 1);
   }
-  // A block may be copied into, and its barriers arrived at, until the other has ended too.
+  // Until the other block ends, it may copy into this one and arrive at its barriers.
   if (Config::kCluster == 2) ClusterSync();
 }
 

@@ -1,17 +1,18 @@
-// The kernel of products of which one operand comes by list: rows of L in mm, so x needs not be
-// permuted; lines of k of R in wgrad. TMA copies boxes, not rows that lie anywhere, so the warps
-// that schedule and that copy gather them as well, in pieces of 16 bytes, into the chunks that TMA
-// would have filled.
+// The kernel of products of which one operand comes by list: rows of L in mm, lines of k of R in
+// wgrad. TMA copies boxes, not rows that lie anywhere. So the warp that schedules and the warp that
+// copies gather them as well, in pieces of 16 bytes, into the chunks that TMA would have filled.
 //
 // Pairs of blocks share the operand that TMA copies. In mm they have tiles of 128 rows and 256
 // columns, one above the other, which share R; each gathers its own rows. In wgrad they have tiles
 // side by side, which share L; each gathers its own 128 columns.
 //
-// A stage that is gathered takes longer to fill than one that TMA copies, however few pieces it
-// has, and shared memory holds no more than four. So products take up to 1.5 times as long, and a
-// list pays only where a copy of the rows takes longer than that: see docs/lab.
+// A gathered stage takes longer to fill than one that TMA copies, however few pieces it has, and
+// shared memory holds no more than four. So products take up to 1.5 times as long. A list pays only
+// where a copy of the rows takes longer than that: see docs/lab.
 //
-// How pieces become visible to WGMMA is said in rows_by_list_sm90.cuh.
+// rows_by_list_sm90.cuh says how pieces become visible to WGMMA. Its loader stays another one: its
+// rows' places lie in shared memory, since the store needs them too, and two warps gather that do
+// nothing else. Here lanes keep places in registers, for all slices of a tile.
 #pragma once
 
 #include <cstdint>
@@ -34,15 +35,15 @@ __device__ inline int RowByList(const RowList& rows, int at) {
 __device__ inline int PieceOfLane() { return threadIdx.x % 8; }
 __device__ inline int RowOfLane() { return threadIdx.x % 32 / 8; }
 
-// A lane's place in a warp's first 4 rows: its piece is swizzled by the row.
+// A lane's place in a warp's first 4 rows. Its piece is swizzled by the row.
 __device__ inline uint32_t PlaceOfLane(int warp) {
   const int row = 4 * warp + RowOfLane();
   return row * 128 + (PieceOfLane() ^ row) * 16;
 }
 
-// Half of L's rows, in turns of 8: a warp has 4 of each. Where they are stays in registers for all
-// slices of a tile, those of a lane for the others, too. Rows behind the tile's last are not
-// gathered: what they are multiplied to is not stored.
+// Gathers half of L's rows: of every 8, a warp has 4. Lanes keep in registers where rows are, for
+// all slices of a tile, and each keeps some for the others. Rows behind the tile's last are not
+// gathered. Their products are not stored.
 template <typename Config, typename Argument>
 class RowsOfL {
   static constexpr int kShare = Config::kRows / kGatherWarps, kEach = kShare / 32;
@@ -54,8 +55,8 @@ class RowsOfL {
   __device__ void Begin(const Work& work) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      // Step s of the warp is of rows 8 s + 4 warp + 0 ... 3: lane l has number l % 4 of step
-      // 8 i + l / 4.
+      // Step s of the warp copies rows 8 s + 4 warp + 0 ... 3. Lane l has number l % 4 of step 8 i
+      // + l / 4.
       const int lane = threadIdx.x % 32, row = 8 * (8 * i + lane / 4) + 4 * warp_ + lane % 4;
       rows_[i] = row < work.rows ? RowByList(by_list_.list, work.l_row + row) : -1;
     }
@@ -86,8 +87,8 @@ class RowsOfL {
   int rows_[kEach];
 };
 
-// Half of R's lines of k, in turns of 8, of all its columns. What is outside of the segment is
-// zeros. Where the next slice's lines are is read one slice ahead.
+// Gathers half of R's lines of k, with all columns: of every 8, a warp has 4. Lines outside of the
+// segment become zeros. The list is read one slice ahead.
 template <typename Config, typename Argument>
 class LinesOfR {
   static constexpr int kSteps = kSliceSm90 / 8, kChunks = Config::kChunksR;
@@ -136,8 +137,8 @@ template <typename Config, typename Argument>
 using GathererSm90 = std::conditional_t<Config::kByList == ByList::kRowsOfL,
                                         RowsOfL<Config, Argument>, LinesOfR<Config, Argument>>;
 
-// The tile's slices, a warp's share of what comes by list; copy(turn, stage) by its first lane, and
-// copy_more(chunk, stage) for what follows them.
+// A warp gathers its share of a tile's slices. Its first lane calls copy(turn, stage) for each
+// slice, and copy_more(chunk, stage) for what follows the slices.
 template <typename Config, typename Gatherer, typename Copy, typename CopyMore>
 __device__ void GatherTile(Gatherer& gatherer, typename Config::SharedMemory& memory,
                            const Work& work, Place<Config::kStages>& at, Copy copy,
@@ -187,7 +188,7 @@ __device__ void CopyAndGatherWarp(const Argument& by_list, typename Config::Shar
   WaitCopied();  // nothing says that copies outlive the thread that began them
 }
 
-// The warp that schedules. It puts a tile into the ring of work before it gathers the one before.
+// The warp that schedules. It puts the next tile into the ring of work before it gathers this one.
 template <typename Config, typename Argument>
 __device__ void ScheduleAndGatherWarp(const Argument& by_list,
                                       typename Config::SharedMemory& memory, int block) {

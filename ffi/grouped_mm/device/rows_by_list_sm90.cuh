@@ -3,14 +3,14 @@
 //   warps 2 and 3 gather L, in pieces of 16 bytes, into the chunks that TMA would have filled
 // and the warpgroups store each row where it belongs.
 //
-// The pieces are written by `cp.async`, through the generic proxy, and read by WGMMA, through the
-// async proxy. What makes them visible: when a thread's pieces have been written, and not before,
-// it arrives at the stage's "full" barrier (`cp.async.mbarrier.arrive.noinc`); a thread that has
-// waited there comes after all of them; its proxy fence (Products::MultiplySlices) then orders them
+// `cp.async` writes the pieces through the generic proxy, and WGMMA reads them through the async
+// proxy. They become visible in three steps. A thread arrives at the stage's "full" barrier when
+// its pieces have been written, and not before (`cp.async.mbarrier.arrive.noinc`). A thread that
+// has waited there comes after all pieces. Its proxy fence (Products::MultiplySlices) orders them
 // before the products that it begins. The fence has to lie between the completed write and the
-// read, so in the thread that reads: one that gathers would have to wait for its pieces before it
-// fences, and hold up those after them. The other way round needs no fence: products whose end was
-// waited for have read the stage.
+// read, so the thread that reads has it. A thread that gathers would have to wait for its pieces
+// before it fences, and would hold up the next ones. The other way round needs no fence, because a
+// warpgroup has waited for its products before a stage is free.
 #pragma once
 
 #include <cstdint>
@@ -22,15 +22,15 @@ namespace jgg::device {
 
 constexpr int kGatherWarps = 2;
 
-// Rows by list, or t itself without one.
+// The row that the list names for t, -1 for none. Without a list, t itself.
 __device__ inline int RowAt(const RowList& rows, int t) {
   if (rows.list == nullptr) return t;
   const int row = rows.list[t];
   return row >= 0 && row < rows.count ? row : -1;
 }
 
-// By the scheduling warp: where the rows of a tile are. Behind the last, up to a multiple of 32,
-// none.
+// The scheduling warp writes down where the rows of a tile are. Behind the last, up to a multiple
+// of 32, there are none.
 template <int kRows>
 __device__ void FillRows(const RowsByListSm90& by_list, const Work& work, TileRows<kRows>& to) {
 #pragma unroll 4
@@ -41,7 +41,7 @@ __device__ void FillRows(const RowsByListSm90& by_list, const Work& work, TileRo
   }
 }
 
-// As ForEachWork: calls f(work, rows), and keeps both in the ring until it has returned.
+// As ForEachWork, but calls f(work, rows), and keeps both in the ring until f has returned.
 template <typename Config, typename Function>
 __device__ void ForEachRows(typename Config::SharedMemory& memory, Function f) {
   Place<Config::kWorks> at;
@@ -56,9 +56,9 @@ __device__ void ForEachRows(typename Config::SharedMemory& memory, Function f) {
   }
 }
 
-// One of kGatherWarps. A row's slice is 8 pieces, for as many lanes, so a warp copies 4 rows at a
-// time. What is not there, behind K or in no row, is zeros. Chunks behind the tile's last row are
-// multiplied as they are: rows do not mix.
+// One of kGatherWarps. A row's slice is 8 pieces, and a lane copies one, so a warp copies 4 rows at
+// a time. Pieces behind K, and of rows that are none, become zeros. Chunks behind the tile's last
+// row are multiplied as they are, because rows do not mix.
 template <typename Config>
 __device__ void GatherWarp(const RowsByListSm90& by_list, typename Config::SharedMemory& memory,
                            int warp) {

@@ -98,8 +98,8 @@ struct RankedMatrices {
 static_assert(2 * ClusterTurns<kMostBalancedClusters>::kMost * sizeof(int) <=
               sizeof(RankedMatrices::segments));
 
-// By all threads of a block, which then have to meet. A warp takes every so many-th matrix and
-// compares it with all others, of which each lane has a few.
+// All threads of a block rank the matrices, and then have to meet. Each warp takes some of the
+// matrices, and compares each with all others. Of those each lane has a few.
 template <typename Config>
 __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
   constexpr int kPerLane = kMostRankedMatrices / 32;
@@ -217,8 +217,8 @@ class TilesSm90 {
   const int lane_, block_;
 };
 
-// mm: by one warp, as early as there is one. The first tile waits for sizes, and where there are
-// many, windows of them would wait for memory one after the other.
+// mm: one warp prefetches the sizes, as early as it runs. The first tile waits for sizes. Where
+// there are many, windows of them would wait for memory one after the other.
 __device__ inline void PrefetchSizes(const GemmSm90& gemm) {
   if (gemm.wgrad || gemm.metadata.kind != MetadataKind::kSizes) return;
   constexpr int kLine = 128 / sizeof(int32_t);
@@ -314,7 +314,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
       if (gemm_.metadata.kind != MetadataKind::kSizes) {
         segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, index);
       }
-      // Where groups have few rows, nothing but a tile is waited for: no divisions then.
+      // Where groups have few rows, all warps wait for a tile. So nothing is divided then.
       constexpr int kLow = kStacked ? 0 : kRows;
       const int rows = length <= kLow ? length : TileRows(length);
       const int row_tile = SetColumns(work, number - zeros, length <= kLow ? 1 : RowTiles(length));
@@ -374,8 +374,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
            static_cast<uint32_t>(gemm_.groups);
   }
 
-  // mm: where the rows before each segment begin that are of none before it. Sizes of all groups,
-  // behind which alone there are such rows, do without.
+  // mm: finds where the gap before each segment begins, the rows of no segment. Sizes of all groups
+  // do not need this: they have such rows behind the last group only.
   __device__ void FindGaps(int begin) {
     auto later = [](int a, int b) { return max(a, b); };
     int end = 0, all;

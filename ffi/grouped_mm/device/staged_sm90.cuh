@@ -93,7 +93,7 @@ class StagedSm90 {
     return row * line;
   }
 
-  // Rows of a list that are not stored, and those whose products are zeros.
+  // Which rows of a list are not stored, and which have products that are zeros.
   __device__ bool Nowhere(int row) const { return kScattered && y_rows_[row] < 0; }
   __device__ bool Missing(int row) const { return kScattered && x_rows_[row] < 0; }
 
