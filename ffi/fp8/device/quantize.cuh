@@ -40,8 +40,8 @@ inline constexpr int kElementBytes = Size(kOf);
 
 // ---- once per call ----
 
-// From group sizes to each group's first row and first tile of 128 padded rows (G + 1,), and to the
-// rows of each of `count` tiles: one thread block.
+// One thread block makes, of group sizes, each group's first row and first tile of 128 padded rows
+// (G + 1,), and the rows of each of `count` tiles.
 static __global__ void __launch_bounds__(kScanThreads)
     GroupsKernel(const int32_t* sizes, int32_t groups, int32_t rows, int32_t* starts,
                  int32_t* tiles, TileRows* of_tiles, int32_t count) {
@@ -230,7 +230,7 @@ struct Stored {
   }
 };
 
-// Eight lanes to a block; a warp's blocks are neighbours. Source: where elements come from.
+// Eight lanes have a block, and a warp's blocks are neighbours. Source: where elements come from.
 template <DType kOf, Element kElement, bool kStochastic, bool kCut, typename Source = Stored<kOf>>
 __global__ void __launch_bounds__(kRowsThreads)
     RowsKernel(const __grid_constant__ QuantizeParams p) {

@@ -21,9 +21,8 @@ inline int64_t ColumnsBlocks(const QuantizeParams& p) {
   return p.blocks * CeilDiv(p.columns, kSpan);
 }
 
-// A line that several rows name is read once for each of them, and those are far from each other.
-// A slice of all lines has so many bytes: it stays in the L2 cache meanwhile, beside codes on their
-// way.
+// Several rows that are far from each other may name one line, and each reads it. A slice of all
+// lines has so many bytes, so that it stays in the L2 cache meanwhile, beside codes on their way.
 inline constexpr int64_t kSliceBytes = int64_t{12} << 20;
 
 inline uint32_t SpansOfSlice(const QuantizeParams& p, int64_t element_bytes) {
@@ -35,8 +34,8 @@ inline uint32_t SpansOfSlice(const QuantizeParams& p, int64_t element_bytes) {
 template <DType kOf>
 using Patch = Eight<kOf>[8];
 
-// Where a thread block is, of one span or two beside each other, and a thread. Eight lanes have a
-// span's columns, four have 32 rows.
+// Where a thread block is, which has one span or two beside each other, and where a thread is.
+// Eight lanes have a span's columns, four have 32 rows.
 template <DType kOf, int kSpans>
 struct TilePlace {
   int64_t tile, column;  // tile of 128 rows; first column
@@ -70,7 +69,7 @@ struct TilePlace {
   __device__ int column_of_span() const { return thread % 8 * 8; }
   __device__ int64_t own_column() const { return column + kSpan * span + column_of_span(); }
 
-  // kByList: rows are named by a list.
+  // kByList: rows come by list.
   template <bool kByList>
   __device__ void Load(const QuantizeParams& p, int64_t m, Patch<kOf>& x) const {
     const int64_t pitch = p.columns * kElementBytes<kOf>;
@@ -90,8 +89,8 @@ struct TilePlace {
   }
 };
 
-// The codes of a span on their way to lines of 128 bytes: eight rows of a column are half a piece
-// of 16 bytes. Pieces are exchanged so that neither writing nor reading has conflicts of banks.
+// The codes of a span on their way to lines of 128 bytes. Eight rows of a column are half a piece
+// of 16 bytes. Pieces are swapped so that neither writes nor reads have bank conflicts.
 struct TransposedCodes {
   uint4 pieces[kSpan][kBlock / 16];
 
@@ -103,8 +102,8 @@ struct TransposedCodes {
     reinterpret_cast<uint2*>(&pieces[column][Place(column, half / 2)])[half % 2] = codes;
   }
 
-  // To lines `first`, ... of the result, of which `left` exist, from element `along` on. kStreams:
-  // the L2 cache is for something else.
+  // Writes to lines `first`, ... of the result, of which `left` exist, from element `along` on.
+  // kStreams: the L2 cache is for something else.
   template <bool kStreams = false>
   __device__ void Write(const QuantizeParams& p, int thread, int64_t first, int64_t left,
                         int64_t along) const {
@@ -175,7 +174,7 @@ struct ColumnsShared {
   TransposedCodes codes;
 };
 
-// Scales of a span's columns, to shared memory, and to the result those that exist.
+// Writes scales of a span's columns to shared memory, and those that exist to the result.
 template <DType kOf, Element kElement, bool kStochastic>
 __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, int64_t line,
                                 int64_t left, int64_t tile,

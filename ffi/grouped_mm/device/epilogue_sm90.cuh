@@ -3,8 +3,7 @@
 //
 // Sums go through shared memory, kChunk rows at a time: see staged_sm90.cuh. Whole chunks leave by
 // TMA. Others leave in pieces of 16 bytes along a row, without those outside the tile, so tails are
-// exact. float32 leaves that way too, and so do scattered rows, whose places in the result come by
-// list. store_sm90.cuh has another way.
+// exact. float32 leaves that way too, and so do rows by list. store_sm90.cuh has another way.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +22,9 @@ namespace jgg::device {
 enum class Own { kNothing, kBias, kBiasAndScales };
 
 // Shared memory for two chunks of two-byte results, or one of float32.
-template <int kChunk_, bool kScattered = false, bool kUnrolled = false, Own kOwn = Own::kNothing>
-class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
-  using Staged = StagedSm90<kChunk_, kScattered>;
+template <int kChunk_, bool kRowsByList = false, bool kUnrolled = false, Own kOwn = Own::kNothing>
+class EpilogueSm90 : public StagedSm90<kChunk_, kRowsByList> {
+  using Staged = StagedSm90<kChunk_, kRowsByList>;
 
  public:
   using Staged::kChunk;
@@ -118,7 +117,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
                              float (&up)[kSums]) {
     if (column >= work.columns) return;
     if constexpr (kOwn != Own::kNothing) {
-      if (!kScattered || InRegisters()) return StoreGatedOwn(work, column, gates, up);
+      if (!kRowsByList || InRegisters()) return StoreGatedOwn(work, column, gates, up);
     }
     constexpr int kRows = kChunk / 2;
     constexpr int kChunks = (2 * kSums + kRows - 1) / kRows;
@@ -158,7 +157,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
   __device__ bool InRegisters() const {
     return kOwn != Own::kNothing && !gemm_.epilogue.accumulate &&
            (kOwn == Own::kBiasAndScales || gemm_.epilogue.row_scale == nullptr) &&
-           !(kScattered && gemm_.epilogue.bias != nullptr);
+           !(kRowsByList && gemm_.epilogue.bias != nullptr);
   }
 
   // Loads the bias of this thread's columns in the half of w that begins at `half`.
@@ -197,7 +196,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
           if (part == 2) {
             GateRows<std::min(kWidth, kSums)>(gates + i * kWidth, up + i * kWidth);
             ScaleRows<kChunk>(gemm_, work, i * kChunk, gates + i * kWidth, blocks);
-            if (!kScattered && epilogue.accumulate) {
+            if (!kRowsByList && epilogue.accumulate) {
               AddExistingRows<kChunk>(work, column, i * kChunk, gates + i * kWidth, blocks);
             }
           }
@@ -244,13 +243,13 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
   }
 
   __device__ Target OutTarget(const Work& work) const {
-    return {gemm_.out, kScattered ? work.out_column : work.out, gemm_.out_line, &gemm_.out_map,
+    return {gemm_.out, kRowsByList ? work.out_column : work.out, gemm_.out_line, &gemm_.out_map,
             gemm_.wgrad ? work.weight : 0};
   }
 
   __device__ Target PreactivationTarget(const Work& work, int half) const {
     const int64_t column = work.out_column + half * (gemm_.n / 2);
-    const int64_t row = kScattered ? 0 : static_cast<int64_t>(work.out_row) * gemm_.n;
+    const int64_t row = kRowsByList ? 0 : static_cast<int64_t>(work.out_row) * gemm_.n;
     return {gemm_.epilogue.preactivation, row + column, gemm_.n, &gemm_.mm_maps.preactivation,
             half};
   }
@@ -263,7 +262,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk * kChunk >= work.rows) break;
       const int rows = min(kChunk, work.rows - chunk * kChunk);
-      const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
+      const bool boxes = !kRowsByList && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
       // Chunks take turns with two buffers, or have one.
       turn_ = wide ? 0 : turn_ ^ 1;
       char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
@@ -280,7 +279,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
           StageHalves(sums, staged, blocks);
         }
       });
-      if (!kScattered) FenceAsyncProxy();
+      if (!kRowsByList) FenceAsyncProxy();
       SyncSome(barrier_, 128);
       if (boxes) {
         // By TMA.

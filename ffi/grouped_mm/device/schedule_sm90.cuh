@@ -1,10 +1,9 @@
-// From segments to tiles of work, by one warp of each thread block (or pair of blocks), once all
-// threads have ranked the matrices of a wgrad of few tiles.
+// One warp of each thread block (or pair of blocks) makes tiles of work of segments. Before that,
+// all threads rank the matrices of a wgrad of few tiles.
 //
-// The warp scans the metadata, a window of segments at a time, for the number of tiles that each
-// segment has, and takes every so many-th. Rows of the result between segments are tiles too: of
-// zeros. Nothing is prepared by another kernel, and a segment without rows costs its share of the
-// scan only.
+// The warp scans the metadata, a window of segments at a time, and counts the tiles of each
+// segment. It takes every so many-th tile. Rows of the result between segments make tiles of zeros.
+// No other kernel prepares anything, and a segment without rows costs its share of the scan only.
 #pragma once
 
 #include <cstdint>
@@ -37,19 +36,19 @@ struct Work {
            out_column | static_cast<uint32_t>(out) | static_cast<uint32_t>(out >> 32);
   }
 
-  // qmm: leave of the slices one of `parts` parts, which are equal, and a multiple of four, but for
-  // the last one. l_k says where it begins.
+  // qmm: keeps one of `parts` parts of the slices, and l_k says where it begins. Parts are equal
+  // and multiples of four, but for the last one.
   __device__ void TakePart(int part, int parts) {
     const int each = ((slices + 3) / 4 + parts - 1) / parts * 4, begin = min(part * each, slices);
     l_k = begin * kSliceSm90;
     slices = min(slices - begin, each);
   }
 
-  // The slices in turn. The last one comes first: it may have to be cleared behind its end, which
-  // then happens while the tile before is stored.
+  // The slice of a turn. The last slice comes first. It may have to be cleared behind its end, and
+  // that happens while the tile before is stored.
   __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
 
-  // Whether a slice has values of k from outside the segment, which are cleared.
+  // Whether a slice has values of k from outside the segment, which then are cleared.
   __device__ bool Cut(int slice) const {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
   }
@@ -86,8 +85,8 @@ __device__ OrderOfTiles<kCluster, kStacked> OrderTiles(const GemmSm90& gemm) {
 template <int kRows>
 constexpr int kHalfRows = kRows % 128 == 0 ? kRows / 2 : kRows;
 
-// wgrad of few tiles: the matrices' segments, and the matrices in the order of their length, the
-// longest first.
+// wgrad of few tiles: the segments of matrices, and the matrices by their lengths, the longest
+// first.
 struct RankedMatrices {
   alignas(16) Segment segments[kMostRankedMatrices];
   uint8_t order[kMostRankedMatrices];
@@ -200,7 +199,7 @@ class TilesSm90 {
                                 int length) const {
     const RowShares<kMost> shares{gemm_.m};
     const int row_tile = SetColumns(work, number, shares.Tiles());
-    // Along k, copies begin at multiples of 16 bytes.
+    // Copies begin at multiples of 16 bytes along k.
     if (length > 0) work.first = (gemm_.l_k_major ? x_start : gemm_.r_k_major ? y_start : 0) % 8;
     SetK(work, length + work.first);
     work.l_row = work.out_row = shares.FirstRow(row_tile);
@@ -261,7 +260,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     while (next_ >= window_tiles_) {
       if (!LoadWindow()) return work;
     }
-    // The last lane, then its last segment, that does not begin after this tile.
+    // Finds the last lane that does not begin after this tile, then the last such segment of that
+    // lane.
     const unsigned begun = __ballot_sync(kAll, first_ <= next_);
     const int owner = 31 - __clz(begun);
     int number = next_ - first_, which = 0;
@@ -396,8 +396,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     }
   }
 
-  // Number the tiles of the next window of segments; false when there are no more segments. mm: one
-  // more, empty segment has the rows after the last one.
+  // Numbers the tiles of the next window of segments. Returns false when there are no more
+  // segments. mm: one more, empty segment has the rows after the last one.
   __device__ bool LoadWindow() {
     const bool partial = gemm_.metadata.offset != nullptr;
     const int total = Count() + (!Wgrad() ? 1 : partial ? gemm_.groups : 0);

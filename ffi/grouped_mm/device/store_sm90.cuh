@@ -45,8 +45,7 @@ __device__ ChunkPlace PlaceOfChunk(int chunk, int group) {
           Config::kGates ? 64 * block : 128 * block + 64 * group};
 }
 
-// Rows of a tile whose sums are in the first of its halves; see
-// Products::MultiplyTile.
+// How many rows' sums the first of a tile's halves has: see Products::MultiplyTile.
 template <typename Config>
 __device__ int HalfRows(int rows) {
   return Config::kHalves == 1 || rows <= 128 ? rows : (rows + 15) / 16 * 8;
@@ -58,7 +57,7 @@ __device__ char* Buffer(typename Config::SharedMemory& memory, int group, int in
   return memory.staged[group] + index * kBytes;
 }
 
-// As EpilogueSm90::StageHalvesOf, but lines are columns of the tile: 64 of them for each 64 rows.
+// As EpilogueSm90::StageHalvesOf, but lines are columns of the tile, 64 for each 64 rows.
 template <int kChunk, typename Words>
 __device__ void StageColumns(char* staged, int blocks, Words words) {
   // Lane l names a line of matrix l / 8 of the warp's 16 columns x 16 rows.
@@ -73,7 +72,8 @@ __device__ void StageColumns(char* staged, int blocks, Words words) {
   }
 }
 
-// A chunk of a warpgroup's sums, as kTransposed says; see EpilogueSm90::StageHalvesOf.
+// Stages a chunk of a warpgroup's sums, by rows or, if kTransposed, by columns: see
+// EpilogueSm90::StageHalvesOf.
 template <typename Config, typename T, typename Epilogue>
 __device__ void StageRounded(const float* sums, char* staged, int blocks) {
   if constexpr (Config::kTransposed) {
@@ -84,7 +84,7 @@ __device__ void StageRounded(const float* sums, char* staged, int blocks) {
   }
 }
 
-// kTransposed: zeros of a matrix without a segment, of 64 columns from `column` on.
+// kTransposed: stores zeros for a matrix without a segment, to 64 columns from `column` on.
 __device__ inline void StoreZeroLines(const GemmSm90& gemm, const Work& work, int column) {
   const int thread = threadIdx.x % 128;
 #pragma unroll 1
@@ -127,7 +127,7 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
                gemm.store_policy);
     }
   };
-  // wgrad: tiles end with a box, or where the matrix does, which TMA knows.
+  // wgrad: tiles end with a box, or where the matrix ends. TMA knows where that is.
   if (gemm.wgrad || rows == Config::kStoreChunk) {
     if (lane != 0) return;
 #pragma unroll
