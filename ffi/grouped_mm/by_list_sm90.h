@@ -1,8 +1,8 @@
 // The Hopper kernels of products with rows by list: neither an operand nor the result is permuted
 // in memory.
-//   rows by list       mm of few rows: out[y_rows[t]] = x[x_rows[t]] @ w[group(t)]
-//   an operand by list  where rows are many: x of mm, or one operand of wgrad. In mm a gated
-//                      activation of rounded sums, or the backward pass of one
+//   rows by list        mm of few rows: out[y_rows[t]] = x[x_rows[t]] @ w[group(t)]
+//   an operand by list  x of mm or one operand of wgrad, where rows are many. mm may also make a
+//                       gated activation of rounded sums, or the backward pass of one
 #pragma once
 
 #include <cuda.h>

@@ -57,7 +57,7 @@ struct GemmSm90Config : Loader, Products, Store {
   // Registers of a thread that feeds, and of one that multiplies. One warpgroup feeds and two
   // multiply. Every thread begins with 168, so the three share three times that. A kernel that asks
   // for more waits for ever.
-  static constexpr bool kFeedsMore = kRowsByList || kWide || kGates || kOperandByList;
+  static constexpr bool kFeedsMore = kByList != ByList::kNothing || kWide || kGates;
   static constexpr bool kFeedsMost = kPlanes > 1 || kByList == ByList::kLinesOfR;
   static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
   static constexpr int kMultiplyRegisters = kFeedsMost ? 208 : kFeedsMore ? 216 : 224;

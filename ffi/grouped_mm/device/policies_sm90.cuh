@@ -1,7 +1,7 @@
-// A Hopper kernel is a loader, products and a store: three policies, structs of constants that have
-// names. These are what most kernels have. A kernel's own policies derive from them, and say what
-// they have instead. A configuration (GemmSm90Config, Fp8GemmSm90Config, QuantizedGemmSm90Config)
-// derives from its three policies, and adds what follows from them.
+// A Hopper kernel is a loader, products and a store: three policies, which are structs of named
+// constants. These are what most kernels have. A kernel's own policies derive from them, and say
+// what they have instead. A configuration (GemmSm90Config, Fp8GemmSm90Config,
+// QuantizedGemmSm90Config) derives from its three policies, and adds what follows from them.
 #pragma once
 
 #include "grouped_mm/mm.h"
