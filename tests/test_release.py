@@ -181,10 +181,10 @@ def test_workflows_run_the_oldest_supported_jax(pyproject):
 
 @pytest.mark.parametrize(
     ("kernel", "spilled", "passes"),
-    [("_Zany", 0, True), ("_Zany", 4, False), ("_ZFp8GemmSm90ConfigIfLb0", 36, True),
-     ("_ZFp8GemmSm90ConfigIfLb0", 216, False),
-     ("_ZFp8GemmSm90ConfigIDv_Lb0ELb0ELNS0_6ListedE0ELb1EE", 48, True),
-     ("_ZFp8GemmSm90ConfigIDv_Lb0ELb0ELNS0_6ListedE0ELb0EE", 48, False)],
+    [("_Zany", 0, True), ("_Zany", 4, False), ("_Z9Fp8MmSm90E12Fp8StoreSm90IfE", 36, True),
+     ("_Z9Fp8MmSm90E12Fp8StoreSm90IfE", 216, False),
+     ("_Z16Fp8RowsFirstSm90E12Fp8StoreSm90IDv_E", 48, True),
+     ("_Z9Fp8MmSm90E12Fp8StoreSm90IDv_E", 48, False)],
 )  # fmt: skip
 def test_spills_are_found(tmp_path, kernel, spilled, passes):
     log = tmp_path / "build.log"

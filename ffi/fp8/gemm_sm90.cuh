@@ -7,9 +7,11 @@
 
 namespace jgg {
 
-template <typename Config>
+// Element: of the result.
+template <typename Products, typename Element>
 cudaError_t LaunchFp8ConfigSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
                                 const OperandsSm90& operands) {
+  using Config = device::Fp8GemmSm90Config<Products, device::Fp8StoreSm90<Element>>;
   GemmSm90& gemm = fp8.gemm;
   if (!HasStoreWarpSm90<Config>(gemm)) return cudaErrorNotSupported;
   if (cudaError_t error = EncodeOperandsSm90<Config>(gemm, operands)) return error;
@@ -23,15 +25,10 @@ constexpr int64_t kRowsFirstFrom = 448;
 template <typename Element>
 cudaError_t LaunchFp8MmSm90Instance(cudaStream_t stream, Fp8GemmSm90& fp8,
                                     const OperandsSm90& operands) {
-  if (fp8.list.list != nullptr) {
-    using Config = device::Fp8GemmSm90Config<Element, false, false, device::Listed::kRowsL>;
-    return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
-  }
   if (TypicalRowsSm90(fp8.gemm) >= kRowsFirstFrom) {
-    using Config = device::Fp8GemmSm90Config<Element, false, false, device::Listed::kNothing, true>;
-    return LaunchFp8ConfigSm90<Config>(stream, fp8, operands);
+    return LaunchFp8ConfigSm90<device::Fp8RowsFirstSm90, Element>(stream, fp8, operands);
   }
-  return LaunchFp8ConfigSm90<device::Fp8GemmSm90Config<Element, false>>(stream, fp8, operands);
+  return LaunchFp8ConfigSm90<device::Fp8MmSm90, Element>(stream, fp8, operands);
 }
 
 }  // namespace jgg

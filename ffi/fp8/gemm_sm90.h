@@ -41,8 +41,6 @@ struct Fp8GemmSm90 {
   RowScales x_scales;              // mm
   TileScales w_scales;             // mm
   BlockScales l_scales, r_scales;  // wgrad
-  const void* data;                // x, where its rows come by list
-  RowList list;                    // list.list is null where they are in order
 };
 
 cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands);

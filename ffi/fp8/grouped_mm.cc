@@ -5,7 +5,6 @@
 #include "fp8/gemm_sm90.h"
 #include "fp8/rules.h"
 #include "grouped_mm/attributes.h"
-#include "grouped_mm/lists_bind.h"
 #include "grouped_mm/metadata_bind.h"
 #include "handlers.h"
 
@@ -17,8 +16,7 @@ static constexpr const char* kOp = "fp8_grouped_mm";
 static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,
                                ffi::AnyBuffer w, ffi::AnyBuffer w_scales, ffi::AnyBuffer metadata,
                                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                               MetadataAttrs metadata_attrs, RowsAttrs rows_attrs,
-                               bool clears_rest) {
+                               MetadataAttrs metadata_attrs, bool clears_rest) {
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
@@ -41,17 +39,9 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   if (metadata_attrs.group_offset) {
     JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
   }
-  RowList list{nullptr, tokens};
+  JGG_RETURN_IF_ERROR(operands.End());
   product.rows_x = tokens;
   product.rows_y = out->dimensions()[0];
-  if (rows_attrs.x_rows) {
-    JGG_RETURN_IF_ERROR(BindRows(kOp, "x_rows", &operands, &list, &product.rows_x));
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  if (rows_attrs.x_rows && *dtype == DType::kF32) {
-    return InvalidArgument(kOp, "x_rows needs a result of 16 bits");
-  }
-  if (rows_attrs.y_rows) return InvalidArgument(kOp, "takes no y_rows");
   JGG_RETURN_IF_ERROR(CheckMm(kOp, product.metadata, product.rows_x, product.rows_y, groups, n, k));
   if (product.metadata.kind == MetadataKind::kSegments || product.rows_x != product.rows_y) {
     return InvalidArgument(kOp, "needs sizes, and as many rows of x as of the result");
@@ -71,8 +61,6 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   fp8.x_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
   fp8.w_scales = {static_cast<const float*>(w_scales.untyped_data()), static_cast<int>(columns),
                   static_cast<int>(blocks)};
-  fp8.data = x.untyped_data();
-  fp8.list = list;
   return FromCuda(kOp,
                   LaunchFp8(stream, fp8, DescribePairs(x, tokens, 1), DescribePairs(w, n, groups)));
 }
@@ -85,10 +73,9 @@ XLA_FFI_DEFINE_HANDLER(kFp8GroupedMm, Fp8GroupedMm,
                            .Arg<ffi::AnyBuffer>()  // w, codes
                            .Arg<ffi::AnyBuffer>()  // w_scales
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()        // group_offset, x_rows
+                           .RemainingArgs()        // group_offset
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<MetadataAttrs>("metadata")
-                           .Attr<RowsAttrs>("rows")
                            .Attr<bool>("clears_rest"),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -44,7 +44,7 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
     if (args->matrices != 1 || !args->along_rows || args->square) {
       return InvalidArgument(kOp, "a list is of one matrix, with blocks of 128 along its rows");
     }
-    args->listed = args->rows;
+    args->x_lines = args->rows;
     args->rows = list.dimensions()[0];
     JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->rows}));
   }

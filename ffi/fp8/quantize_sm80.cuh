@@ -19,8 +19,8 @@ cudaError_t LaunchQuantizeKernel(cudaStream_t stream, const QuantizeParams& p,
     });
   }
   if (args.along_rows) {
-    return DispatchBool(p.list != nullptr, [&](auto listed) {
-      return LaunchQuantize(stream, p, ColumnsKernel<kOf, kElement, kStochastic, listed.value>,
+    return DispatchBool(p.list != nullptr, [&](auto by_list) {
+      return LaunchQuantize(stream, p, ColumnsKernel<kOf, kElement, kStochastic, by_list.value>,
                             ColumnsBlocks(p), p.matrices, kSpanThreads);
     });
   }
@@ -45,7 +45,7 @@ cudaError_t LaunchFp8QuantizeSm80Instance(cudaStream_t stream, const Fp8Quantize
   p.power_of_two = args.power_of_two;
   p.seed = args.seed;
   p.list = args.list;
-  p.listed = args.listed;
+  p.x_lines = args.x_lines;
   if (p.list != nullptr) p.slice = SpansOfSlice(p, Size(kOf));
   p.codes = static_cast<uint8_t*>(args.codes);
   p.scales = args.scales;

@@ -15,14 +15,14 @@ namespace jgg {
 struct Fp8QuantizeSm80 {
   DType dtype;
   bool e5m2;
-  const void* x;  // (M, R, C), or with a list (1, listed, C)
+  const void* x;  // (M, R, C), or with a list (1, x_lines, C)
   int64_t matrices, rows, columns;
   bool along_rows, square;
   bool power_of_two;     // scales are
   const int32_t* sizes;  // (G,), or null
   int64_t groups;
   const int32_t* list;  // (R,): the line of x that each row is, or null; blocks lie along R
-  int64_t listed;
+  int64_t x_lines;
   const uint32_t* seed;  // two words, or null: round to nearest
   int64_t along;         // elements of a line of the result
   void* codes;

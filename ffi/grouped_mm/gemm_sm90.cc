@@ -5,8 +5,7 @@
 #include "common/dispatch.h"
 #include "common/sample.h"
 #include "cutlass/numeric_types.h"
-#include "grouped_mm/gathered_gemm_sm90.h"
-#include "grouped_mm/listed_gemm_sm90.h"
+#include "grouped_mm/by_list_sm90.h"
 
 namespace jgg {
 
@@ -39,7 +38,7 @@ GemmSm90 MakeGemmSm90(const WgradSm90& wgrad) {
   gemm.wgrad = true;
   gemm.m = static_cast<int>(wgrad.m);
   gemm.out_group = wgrad.out_group;
-  gemm.matrices = wgrad.matrices;
+  gemm.order.matrices = wgrad.matrices;
   gemm.matrix_scale = wgrad.matrix_scale;
   return gemm;
 }
@@ -71,18 +70,18 @@ cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm
 #endif
 }
 
-cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gathered,
-                                   const OperandsSm90& operands) {
+cudaError_t LaunchRowsByListSm90(cudaStream_t stream, RowsByListSm90& by_list,
+                                 const OperandsSm90& operands) {
 #ifdef JGG_SM90
   return DispatchBool(operands.r_k_major, [&](auto r) {
     constexpr bool kR = decltype(r)::value;
     if (operands.dtype == DType::kBF16) {
-      return LaunchGatheredGemmSm90Instance<cutlass::bfloat16_t, kR>(stream, gathered, operands);
+      return LaunchRowsByListSm90Instance<cutlass::bfloat16_t, kR>(stream, by_list, operands);
     }
     if constexpr (kSample) {
       return cudaErrorNoKernelImageForDevice;
     } else {
-      return LaunchGatheredGemmSm90Instance<cutlass::half_t, kR>(stream, gathered, operands);
+      return LaunchRowsByListSm90Instance<cutlass::half_t, kR>(stream, by_list, operands);
     }
   });
 #else
@@ -90,19 +89,39 @@ cudaError_t LaunchGatheredGemmSm90(cudaStream_t stream, GatheredGemmSm90& gather
 #endif
 }
 
-cudaError_t LaunchListedGemmSm90(cudaStream_t stream, ListedGemmSm90& listed,
-                                 const OperandsSm90& operands, bool transposed) {
 #ifdef JGG_SM90
-  listed.gemm.l_k_major = operands.l_k_major;
-  listed.gemm.r_k_major = operands.r_k_major;
-  if (operands.dtype == DType::kBF16) {
-    return LaunchListedGemmSm90Instance<cutlass::bfloat16_t>(stream, listed, operands, transposed);
+// Calls launch(element), an element of the operands' type.
+template <typename Launch>
+static cudaError_t LaunchOfElement(GemmSm90& gemm, const OperandsSm90& operands, Launch launch) {
+  gemm.l_k_major = operands.l_k_major;
+  gemm.r_k_major = operands.r_k_major;
+  if (operands.dtype == DType::kBF16) return launch(cutlass::bfloat16_t{});
+  if constexpr (kSample) {
+    return cudaErrorNoKernelImageForDevice;
+  } else {
+    return launch(cutlass::half_t{});
   }
-#ifdef JGG_SAMPLE
-  return cudaErrorNoKernelImageForDevice;
-#else
-  return LaunchListedGemmSm90Instance<cutlass::half_t>(stream, listed, operands, transposed);
+}
 #endif
+
+cudaError_t LaunchOperandByListSm90(cudaStream_t stream, OperandByListSm90& by_list,
+                                    const OperandsSm90& operands, bool transposed) {
+#ifdef JGG_SM90
+  return LaunchOfElement(by_list.gemm, operands, [&](auto element) {
+    return LaunchOperandByListSm90Instance<decltype(element)>(stream, by_list, operands,
+                                                              transposed);
+  });
+#else
+  return cudaErrorNoKernelImageForDevice;
+#endif
+}
+
+cudaError_t LaunchBackwardByListSm90(cudaStream_t stream, BackwardByListSm90& by_list,
+                                     const OperandsSm90& operands) {
+#ifdef JGG_SM90
+  return LaunchOfElement(by_list.gemm, operands, [&](auto element) {
+    return LaunchBackwardByListSm90Instance<decltype(element)>(stream, by_list, operands);
+  });
 #else
   return cudaErrorNoKernelImageForDevice;
 #endif

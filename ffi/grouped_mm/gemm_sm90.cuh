@@ -13,91 +13,124 @@
 
 namespace jgg {
 
-// The operands of a tile, and what most tiles have in common. Traits of a tile derive from this;
-// they say kRows and kStages, and what they have instead.
+// A kernel is three policies: Loader, Products and Store (device/policies_sm90.cuh). Those of mm
+// and wgrad follow, by the rows of a tile: they have as many stages as shared memory holds.
+// Operands is a DenseSm90 or a PlanesSm90, from which Products derives. Both name the elements'
+// type, and so does the kernel then. That matters: nvcc makes other code of kernels whose names
+// hold "cutlass".
+template <typename Kernel>
+using ConfigSm90 = device::GemmSm90Config<typename Kernel::Loader, typename Kernel::Products,
+                                          typename Kernel::Store>;
+
+// Operands of 16 bits.
 template <typename Element_, bool kLKMajor_, bool kRKMajor_>
-struct TraitsSm90 {
+struct DenseSm90 : device::ProductsSm90 {
   using Element = Element_;
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
-  static constexpr int kBlocks = 1;         // of 128 columns
-  static constexpr int kCluster = 1;        // thread blocks that share L: 1 or 2
-  static constexpr int kPlanes = 1;         // of each operand; more than one are of float32
-  static constexpr bool kGathered = false;  // rows by list: device/gathered_gemm_sm90.cuh
-  static constexpr bool kWide = false;      // float32 results, which the store warp takes
-  static constexpr bool kGates = false;     // gates apart: device/gates_apart_sm90.cuh
-  static constexpr device::Listed kListed = device::Listed::kNothing;
-  static constexpr bool kTransposed = false;  // wgrad: the result is (columns, rows)
-  static constexpr Activation kBackward = Activation::kNone;  // sums are its cotangent
 };
 
-// The configuration with these traits. The kernel's own type has none: with traits in its name the
-// compiler makes other code of split operands.
-template <typename T>
-using ConfigSm90 =
-    device::GemmSm90Config<typename T::Element, T::kLKMajor, T::kRKMajor, T::kRows, T::kBlocks,
-                           T::kStages, T::kCluster, T::kPlanes, T::kGathered, T::kWide, T::kGates,
-                           T::kListed, T::kTransposed, T::kBackward>;
-
-// Tiles, by their rows: as many stages as shared memory holds. Operands is a TraitsSm90.
 template <typename Operands>
-struct Rows32Sm90 : Operands {
-  static constexpr int kRows = 32, kStages = 10;
+struct Rows32Sm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 10;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = 32;
+  };
+  using Store = device::StoreSm90;
 };
 template <typename Operands>
-struct Rows64Sm90 : Operands {
-  static constexpr int kRows = 64, kStages = 8;
+struct Rows64Sm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 8;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = 64;
+  };
+  using Store = device::StoreSm90;
 };
 template <typename Operands>
-struct Rows128Sm90 : Operands {
-  static constexpr int kRows = 128, kStages = 6;
+struct Rows128Sm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 6;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = 128;
+  };
+  using Store = device::StoreSm90;
 };
 template <typename Operands>
-struct Rows256Sm90 : Operands {
-  static constexpr int kRows = 256, kStages = 4, kCluster = 2;
+struct Rows256Sm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 4, kCluster = 2;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = 256;
+  };
+  using Store = device::StoreSm90;
 };
 template <typename Operands>
-struct Rows288Sm90 : Operands {
-  static constexpr int kRows = 288, kStages = 4, kCluster = 2;
+struct Rows288Sm90 : Rows256Sm90<Operands> {
+  struct Products : Operands {
+    static constexpr int kRows = 288;
+  };
 };
 
 // float32 results take the room of a stage.
 template <typename Operands>
-struct WideRows256Sm90 : Operands {
-  static constexpr int kRows = 256, kStages = 3, kCluster = 2;
-  static constexpr bool kWide = true;
+struct WideRows256Sm90 : Rows256Sm90<Operands> {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 3, kCluster = 2;
+  };
+  struct Store : device::StoreSm90 {
+    static constexpr bool kWide = true;
+  };
 };
 
 template <typename Operands>
-struct GatedRows32Sm90 : Operands {
-  static constexpr int kRows = 32, kBlocks = 2, kStages = 5;
+struct GatedRows32Sm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 5;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = 32, kBlocks = 2;
+  };
+  using Store = device::StoreSm90;
 };
 template <typename Operands>
-struct GatedRows128Sm90 : Operands {
-  static constexpr int kRows = 128, kBlocks = 2, kStages = 4, kCluster = 2;
+struct GatedRows128Sm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = 4, kCluster = 2;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = 128, kBlocks = 2;
+  };
+  using Store = device::StoreSm90;
 };
 
 // A gated activation of rounded sums, of 64 gates and what they let through.
-template <typename Operands>
-struct GateApartRows256Sm90 : Rows256Sm90<Operands> {
+struct GateApartStoreSm90 : device::StoreSm90 {
   static constexpr bool kGates = true;
 };
+template <typename Operands>
+struct GateApartRows256Sm90 : Rows256Sm90<Operands> {
+  using Store = GateApartStoreSm90;
+};
 
-// float32 operands in planes.
-template <bool kLKMajor, bool kRKMajor, int kPlanes_>
-struct PlanesSm90 : TraitsSm90<cutlass::bfloat16_t, kLKMajor, kRKMajor> {
-  static constexpr int kPlanes = kPlanes_, kStages = kPlanes == 3 ? 2 : 3;
+// float32 operands in planes. Element is bfloat16: a parameter, so that kernels' names have it.
+template <typename Element, bool kLKMajor, bool kRKMajor, int kPlanes_>
+struct PlanesSm90 : DenseSm90<Element, kLKMajor, kRKMajor> {
+  static constexpr int kPlanes = kPlanes_;
 };
-template <typename Operands>
-struct PlanesRows64Sm90 : Operands {
-  static constexpr int kRows = 64;
-};
-template <typename Operands>
-struct PlanesRows128Sm90 : Operands {
-  static constexpr int kRows = 128;
-};
-template <typename Operands>
-struct PlanesPairsOf128Sm90 : Operands {
-  static constexpr int kRows = 128, kCluster = 2;
+template <typename Operands, int kRows_, int kCluster_ = 1>
+struct PlanesRowsSm90 {
+  struct Loader : device::LoaderSm90 {
+    static constexpr int kStages = Operands::kPlanes == 3 ? 2 : 3, kCluster = kCluster_;
+  };
+  struct Products : Operands {
+    static constexpr int kRows = kRows_;
+  };
+  using Store = device::StoreSm90;
 };
 
 // The result as TMA writes it.
@@ -144,10 +177,11 @@ cudaError_t EncodeOutSm90(GemmSm90& gemm) {
     halves.groups = 2;
     halves.line = gemm.n;
     halves.group = gemm.n / 2;
-    if (cudaError_t error = EncodeTensorMap(halves, &gemm.preactivation_map)) return error;
+    if (cudaError_t error = EncodeTensorMap(halves, &gemm.mm_maps.preactivation)) return error;
   }
   out.box_lines = 8;
-  return gemm.store_warp && !gemm.wgrad ? EncodeTensorMap(out, &gemm.out_rest) : cudaSuccess;
+  return gemm.store_warp && !gemm.wgrad ? EncodeTensorMap(out, &gemm.mm_maps.out_rest)
+                                        : cudaSuccess;
 }
 
 // At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
@@ -234,8 +268,8 @@ cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
   TensorMapSpec l = operands.l, r = operands.r;
   l.box_lines = Config::kLKMajor ? Config::kChunkL : device::kSliceSm90;
   r.box_lines = 64;
-  constexpr bool kL = Config::kListed != device::Listed::kRowsL;
-  constexpr bool kR = Config::kListed != device::Listed::kLinesR;
+  constexpr bool kL = Config::kByList != device::ByList::kRowsOfL;
+  constexpr bool kR = Config::kByList != device::ByList::kLinesOfR;
   if (kL) {
     if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   }
@@ -245,11 +279,11 @@ cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
   for (int i = 0; i < (gemm.wgrad ? 2 : 0); ++i) {
     if (kL && !Config::kLKMajor) {
       l.box_lines = 16 << i;
-      if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+      if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[i])) return error;
     }
     if (kR && !Config::kRKMajor) {
       r.box_lines = 16 << i;
-      if (cudaError_t error = EncodeTensorMap(r, &gemm.r_rest[i])) return error;
+      if (cudaError_t error = EncodeTensorMap(r, &gemm.rest_maps.r[i])) return error;
     }
   }
   return cudaSuccess;
@@ -259,12 +293,13 @@ cudaError_t EncodeOperandsSm90(GemmSm90& gemm, const OperandsSm90& operands) {
 template <typename Config>
 void ShareOutSm90(GemmSm90& gemm, int64_t tiles, int clusters) {
   // Where tiles are many, everyone gets enough: then neighbours in time should be neighbours in L2.
-  gemm.ranks =
-      gemm.matrices && gemm.groups <= kMostRankedMatrices && tiles > clusters && tiles <= 2048;
+  gemm.order.ranks = gemm.order.matrices && gemm.groups <= kMostRankedMatrices &&
+                     tiles > clusters && tiles <= 2048;
   // Where a matrix has few tiles, finding the clusters would take longer than the tiles.
-  gemm.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) && !gemm.ranks &&
-                  tiles > 2 * clusters && tiles >= 16 * static_cast<int64_t>(gemm.groups) &&
-                  Config::kBalances && clusters <= kMostBalancedClusters;
+  gemm.order.balances = gemm.wgrad && gemm.metadata.HasEntryOfEach(gemm.groups) &&
+                        !gemm.order.ranks && tiles > 2 * clusters &&
+                        tiles >= 16 * static_cast<int64_t>(gemm.groups) && Config::kBalances &&
+                        clusters <= kMostBalancedClusters;
 }
 
 template <typename Config>
@@ -319,9 +354,9 @@ template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                    const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    using Operands = TraitsSm90<Element, kLKMajor, decltype(r)::value>;
-    auto launch = [&](auto traits) {
-      return LaunchConfigSm90<ConfigSm90<decltype(traits)>>(stream, gemm, operands);
+    using Operands = DenseSm90<Element, kLKMajor, decltype(r)::value>;
+    auto launch = [&](auto kernel) {
+      return LaunchConfigSm90<ConfigSm90<decltype(kernel)>>(stream, gemm, operands);
     };
     const int tile = HasTileSm90(gemm, operands.tile) ? operands.tile : ChooseTileSm90(gemm);
     if constexpr (kLKMajor) {
@@ -347,16 +382,17 @@ template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    using Operands = PlanesSm90<kLKMajor, decltype(r)::value, kPlanes>;
-    auto launch = [&](auto traits) {
-      return LaunchConfigSm90<ConfigSm90<decltype(traits)>>(stream, gemm, operands);
+    using Operands = PlanesSm90<cutlass::bfloat16_t, kLKMajor, decltype(r)::value, kPlanes>;
+    auto launch = [&](auto kernel) {
+      return LaunchConfigSm90<ConfigSm90<decltype(kernel)>>(stream, gemm, operands);
     };
     const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
     const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
     const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
-    if (tiles < 2 * kH200Processors / 3) return launch(PlanesRows64Sm90<Operands>{});
-    if (tiles < 4 * kH200Processors || gemm.n <= 128) return launch(PlanesRows128Sm90<Operands>{});
-    return launch(PlanesPairsOf128Sm90<Operands>{});
+    if (tiles < 2 * kH200Processors / 3) return launch(PlanesRowsSm90<Operands, 64>{});
+    if (tiles < 4 * kH200Processors || gemm.n <= 128)
+      return launch(PlanesRowsSm90<Operands, 128>{});
+    return launch(PlanesRowsSm90<Operands, 128, 2>{});
   });
 }
 

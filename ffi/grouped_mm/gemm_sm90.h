@@ -48,16 +48,34 @@ struct WgradSm90 {
   const float* matrix_scale;  // of each matrix's sums, or null: 1
 };
 
-// The kernel's argument, for either product.
+// Tensor maps of smaller boxes of the operands. wgrad, MN-major: of 16 and of 32 k. qmm: of L, of
+// fewer rows.
+struct RestMapsSm90 {
+  CUtensorMap l[2], r[2];
+};
+
+// Tensor maps that only mm has.
+struct MmMapsSm90 {
+  CUtensorMap out_rest;       // of the result: boxes of 8 rows
+  CUtensorMap preactivation;  // of the second result; its halves are matrices
+};
+
+// How the schedule of wgrad goes about its matrices.
+struct WgradOrderSm90 {
+  bool matrices;  // matrix g has segment g, so nothing has to be scanned
+  bool ranks;  // there are few tiles, but more than run at a time: the longest matrices come first
+  bool balances;  // there are many: clusters share out each matrix by the work that they have had
+};
+
+// The kernel's argument, for either product: a kernel with K-major L takes both. The parts of one
+// product have types of their own. Other members stand in the order in which kernels read them
+// together, so those of one product are among them.
 struct GemmSm90 {
   CUtensorMap l_map, r_map, out_map;
-  CUtensorMap l_rest[2], r_rest[2];  // wgrad, MN-major: boxes of 16 and 32 k; qmm: of fewer rows
-  CUtensorMap out_rest;              // mm: boxes of 8 rows
-  CUtensorMap preactivation_map;     // of the second result; its halves are matrices
-  bool wgrad;                        // which product
-  bool matrices;                     // wgrad: matrix g has segment g, so nothing has to be scanned
-  bool ranks;                        // ... and tiles are few, but not all at a time: longest first
-  bool balances;  // ... or of many tiles clusters share out each matrix by what they have had to do
+  RestMapsSm90 rest_maps;
+  MmMapsSm90 mm_maps;
+  bool wgrad;  // which product
+  WgradOrderSm90 order;
   bool l_k_major, r_k_major;
   int l_plane, r_plane;  // elements of a line from one plane to the next
   Metadata metadata;

@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "grouped_mm/gathered_gemm_sm90.h"
-#include "grouped_mm/listed_gemm_sm90.h"
+#include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/rules.h"
 
 namespace jgg {
@@ -76,21 +75,21 @@ cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   const bool more = args.epilogue.bias != nullptr ||
                     (!shape.gated && args.epilogue.activation != Activation::kNone);
   if (rules::ListsManyRowsSm90(shape, args.y_list.list != nullptr, more, rows)) {
-    ListedGemmSm90 listed{gemm, args.x, args.x_list};
-    return LaunchListedGemmSm90(stream, listed, DescribeOperands(args), false);
+    OperandByListSm90 by_list{gemm, args.x, args.x_list};
+    return LaunchOperandByListSm90(stream, by_list, DescribeOperands(args), false);
   }
-  GatheredGemmSm90 gathered{gemm, args.x, args.x_list, args.y_list};
-  return LaunchGatheredGemmSm90(stream, gathered, DescribeOperands(args));
+  RowsByListSm90 by_list{gemm, args.x, args.x_list, args.y_list};
+  return LaunchRowsByListSm90(stream, by_list, DescribeOperands(args));
 }
 
 cudaError_t mm_backward_sm90(cudaStream_t stream, const MmArgs& args,
                              const DownBackwardArgs& backward) {
-  ListedGemmSm90 listed{MakeGemm(args), args.x, args.x_list};
-  listed.backward.h = backward.h;
-  listed.backward.dh = backward.dh;
-  listed.backward.row_scale = backward.row_scale;
-  listed.backward.row_sums = backward.row_sums;
-  return LaunchListedGemmSm90(stream, listed, DescribeOperands(args), false);
+  BackwardByListSm90 by_list{{MakeGemm(args), args.x, args.x_list}, {}};
+  by_list.backward.h = backward.h;
+  by_list.backward.dh = backward.dh;
+  by_list.backward.row_scale = backward.row_scale;
+  by_list.backward.row_sums = backward.row_sums;
+  return LaunchBackwardByListSm90(stream, by_list, DescribeOperands(args));
 }
 
 }  // namespace jgg

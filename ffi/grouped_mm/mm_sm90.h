@@ -16,7 +16,7 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args);
 
 // What a mixture's backward pass has beside a product whose sums are the cotangent of
-// row_scale * swiglu(h), and makes in place of them: see listed_gemm_sm90.h.
+// row_scale * swiglu(h), and makes in place of them: see by_list_sm90.h.
 struct DownBackwardArgs {
   const void* h;           // (T, 2N)
   void* dh;                // (T, 2N)

@@ -3,8 +3,8 @@
 
 #include <utility>
 
+#include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/gemm_sm90.h"
-#include "grouped_mm/listed_gemm_sm90.h"
 #include "grouped_mm/rules.h"
 
 namespace jgg {
@@ -79,9 +79,9 @@ cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {
     wgrad.product.n = args.a;
     std::swap(operands.l, operands.r);
   }
-  ListedGemmSm90 listed{MakeGemmSm90(wgrad), transposed ? args.x : args.y,
-                        transposed ? args.x_list : args.y_list};
-  return LaunchListedGemmSm90(stream, listed, operands, transposed);
+  OperandByListSm90 by_list{MakeGemmSm90(wgrad), transposed ? args.x : args.y,
+                            transposed ? args.x_list : args.y_list};
+  return LaunchOperandByListSm90(stream, by_list, operands, transposed);
 }
 
 }  // namespace jgg

@@ -71,7 +71,7 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
     for (int i = 0; i < 2; ++i) {
       l.box_lines = (Config::kRows / 4) << i;
       l.box_groups = Config::StageSlices(l.box_lines);
-      if (cudaError_t error = EncodeTensorMap(l, &gemm.l_rest[i])) return error;
+      if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[i])) return error;
     }
     l.box_lines = Config::kRows;
     l.box_groups = Config::StageSlices(l.box_lines);

@@ -29,7 +29,6 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     rows, weight = _padded(x.weight, 1, 16), _padded(_padded(w.weight, 2, 16), 1, 8)
     flags = {
         "metadata": metadata_flags(groups),
-        "rows": {"x_rows": False, "y_rows": False},
         "clears_rest": product.clears_rest,
     }
 

@@ -59,7 +59,7 @@ void Quantize(const Operands& o) {
   p.scales = static_cast<float*>(o.scales);
   readable = {{static_cast<const char*>(o.x), o.bytes}};
   p.list = o.list;
-  p.listed = o.rows;
+  p.x_lines = o.rows;
   p.slice = 3;  // fewer than all spans of a wide x
   if (o.list) readable.emplace_back(reinterpret_cast<const char*>(o.list), 4 * o.rows);
   if (o.seed) readable.emplace_back(reinterpret_cast<const char*>(o.seed), 8);

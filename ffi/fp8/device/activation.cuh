@@ -1,5 +1,5 @@
 // Gated activations beside FP8's quantizer: the codes of activation(h), and those of its backward
-// pass, of which no array of h's dtype is ever stored. h (R, 2F) has the gate in its first half.
+// pass. No array of h's dtype is ever stored of either. h (R, 2F) has the gate in its first half.
 #pragma once
 
 #include "fp8/device/quantize_tiles.cuh"
@@ -64,8 +64,8 @@ struct ActivationShared {
   SharedScale<kSplit> rows[kBlock][2];
 
   // The codes of a warp's sixteen rows take the place of its own elements: 16 bytes of column i of
-  // a lane's eight. Half of the lanes exchange the halves of it. Neither writing nor reading has
-  // conflicts of banks.
+  // a lane's eight. Half of the lanes swap the two halves. So neither writes nor reads have bank
+  // conflicts.
   __device__ uint2* Piece(int part, int warp, int lane, int i) {
     uint4* own = elements[part][16 * warp];
     return reinterpret_cast<uint2*>(own + lane / 8 * 64 + i * 8 + (lane % 8 ^ warp));
@@ -147,8 +147,8 @@ __device__ Eight<kOf> EightOf(const uint4& four) {
   return {four.x, four.y, four.z, four.w};
 }
 
-// To shared memory, where it is written down: later, words would be copied to neighbouring
-// registers.
+// Writes to shared memory at this point. Later, the compiler would copy words to neighbouring
+// registers first.
 __device__ inline void Store4(uint4& to, const uint32_t (&words)[4]) {
 #ifdef __CUDA_ARCH__
   const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(&to));
@@ -160,7 +160,7 @@ __device__ inline void Store4(uint4& to, const uint32_t (&words)[4]) {
 #endif
 }
 
-// What is stored becomes what is quantized: eight elements of a row. Returns their sum of d *
+// Makes the values to quantize of eight stored elements of a row. Returns their sum of d *
 // activation(h).
 template <DType kOf, Activation kActivation>
 __device__ float DifferentiateEight(Eight<kOf> (&x)[3], float scale) {
@@ -198,15 +198,15 @@ __device__ uint32_t AnySign(const Eight<kOf>& x) {
                                LargerMagnitude2<kOf>(x.words[2], x.words[3]));
 }
 
-// One of two rows' values where lanes are even, the other where they are odd, of pairs of lanes.
+// Of a pair of lanes, the even one gets one row's values, and the odd one the other's.
 template <typename T, typename Function>
 __device__ T OfPair(T even, T odd, bool is_odd, Function function) {
   const T give = is_odd ? even : odd;
   return function(is_odd ? odd : even, __shfl_xor_sync(0xffffffffu, give, 1));
 }
 
-// All of a thread's rows become what is quantized. Sums and scales of rows; `largest`: of each
-// part's columns. Returns whether a row's block is dead.
+// Makes the values to quantize of all rows of a thread, and the sums and scales of rows. `largest`
+// gets the largest of each part's columns. Returns whether a row's block is dead.
 template <Element kElement, DType kOf, Activation kActivation, bool kSplit>
 __device__ bool DifferentiateRows(const ActivationParams& p, const ActivationPlace& at,
                                   ActivationShared<kSplit>& shared, uint32_t (&largest)[3][4]) {
@@ -271,8 +271,8 @@ __device__ bool DifferentiateRows(const ActivationParams& p, const ActivationPla
   return IsDead(scale);
 }
 
-// Scales of blocks along rows: to shared memory, and to the results. Takes and returns whether a
-// block is dead, of a thread's and of all.
+// Writes scales of blocks along rows to shared memory and to the results. Takes whether one of this
+// thread's blocks is dead, and returns whether any block is.
 template <Element kElement, DType kOf, bool kSplit>
 __device__ bool ScalesAlongRows(const ActivationParams& p, const ActivationPlace& at,
                                 ActivationShared<kSplit>& shared, uint32_t (&largest)[3][4],

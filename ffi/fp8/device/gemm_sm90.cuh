@@ -4,40 +4,56 @@
 //   warp 1  copies slices of L and R
 //   warp 2  puts a stage's scales beside it
 //   warp 3  stores
-// Rows of x may come by list; then warps 0 and 1 gather them.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fp8/device/products_sm90.cuh"
 #include "fp8/gemm_sm90.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/device/listed_gemm_sm90.cuh"
 
 namespace jgg::device {
 
-// Element: of the result, and kWide where that is float32. mm may have its rows by list, or as the
-// instruction's M (kRowsFirst, see products_sm90.cuh); kRaggedK: wgrad.
-template <typename Element_, bool kRaggedK_, bool kWide_ = false,
-          Listed kListed_ = Listed::kNothing, bool kRowsFirst_ = false>
-struct Fp8GemmSm90Config {
-  using Element = Element_;
+// The policies (grouped_mm/device/policies_sm90.cuh). All kernels have this loader. A result leaves
+// while the next tile is multiplied, and takes the room of a fourth stage.
+struct Fp8LoaderSm90 : LoaderSm90 {
+  static constexpr int kStages = 3, kCluster = 2;
+  static constexpr bool kStacked = true;
+};
+
+// Products of mm, of mm with rows first (products_sm90.cuh), and of wgrad.
+struct Fp8MmSm90 : ProductsSm90 {
   static constexpr bool kLKMajor = true, kRKMajor = true;
-  static constexpr bool kRaggedK = kRaggedK_, kScalesColumns = kRaggedK, kWide = kWide_;
-  // A result leaves while the next is multiplied: its room is that of a fourth stage.
-  static constexpr int kRows = 128, kBlocks = 2, kStages = 3, kCluster = 2, kPlanes = 1;
-  static constexpr Listed kListed = kListed_;
-  static constexpr bool kLists = kListed != Listed::kNothing, kRowsFirst = kRowsFirst_;
-  static_assert(!kRowsFirst || (!kRaggedK && !kWide && !kLists));
-  static constexpr bool kStacked = true, kGathered = false, kSharesK = false, kGates = false;
-  static constexpr bool kTransposed = false, kBalances = false, kGoesBack = false;
-  static constexpr bool kStoreWarp = true;
+  static constexpr int kRows = 128, kBlocks = 2;
+};
+struct Fp8RowsFirstSm90 : Fp8MmSm90 {
+  static constexpr bool kRowsFirst = true;
+};
+struct Fp8WgradSm90 : Fp8MmSm90 {
+  static constexpr bool kRaggedK = true;
+};
+
+// Element: of the result.
+template <typename Element_>
+struct Fp8StoreSm90 : StoreSm90 {
+  using Element = Element_;
+  static constexpr bool kStoreWarp = true, kWide = std::is_same_v<Element, float>;
+};
+
+template <typename Products, typename Store>
+struct Fp8GemmSm90Config : Fp8LoaderSm90, Products, Store {
+  using Products::kRows, Products::kBlocks, Products::kPlanes, Products::kRaggedK,
+      Products::kRowsFirst;
+  using Store::kWide;
+  static_assert(!kRowsFirst || (!kRaggedK && !kWide));
   static constexpr int kScheduledBlocks = kBlocks;
   static constexpr int kThreads = 384, kWorks = 4, kHalves = 1;
   static constexpr int kFeedRegisters = 72, kMultiplyRegisters = 216;
   static constexpr int kChunkL = 64, kChunkBytesL = 64 * 128, kChunkBytesR = 64 * 128;
   static constexpr int kChunksL = kRows / kChunkL, kChunksR = 2 * kBlocks;
-  // Rows that leave at a time, in a box: few large ones are faster. Tiles of wgrad end with one.
+  // So many rows leave at a time, in a box. Few large boxes are faster. Tiles of wgrad end with a
+  // box.
   static constexpr int kStoreChunk = 64, kStoreBuffers = kWide ? 2 : 4;
   using Epilogue = StagedSm90<kStoreChunk>;
   using Scales =
@@ -60,8 +76,8 @@ struct Fp8GemmSm90Config {
   };
 };
 
-// The scales of every 32nd of kCount lines, a lane's share of them, block by block. Lines that are
-// not there have none.
+// A lane's share of the scales of kCount lines, block by block: those of every 32nd line. The scale
+// of a line that is not there is 0.
 template <int kCount>
 class LineScales {
   static constexpr int kEach = kCount / 32;
@@ -95,8 +111,8 @@ class LineScales {
   float values_[kEach];
 };
 
-// A tile's scales, stage by stage: load(slice), then put(stage). What the next slice needs is read
-// before its place is waited for.
+// Puts a tile's scales into its stages: load(slice), then put(stage). Reads what the next slice
+// needs before it waits for that slice's place.
 template <typename Config, typename Load, typename Put>
 __device__ void StageScales(typename Config::SharedMemory& memory, const Work& work,
                             Place<Config::kStages>& at, Load load, Put put) {
@@ -145,7 +161,7 @@ __device__ void CopyScales(const Fp8GemmSm90& fp8, typename Config::SharedMemory
   }
 }
 
-// The warp that has the scales.
+// The warp that reads scales, and puts them into stages.
 template <typename Config>
 __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory& memory) {
   constexpr int kRows = Config::kRows;
@@ -155,11 +171,9 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
       CopyScales<Config>(fp8, memory, work, at);
     } else {
       using Rows = StagedScales<kRows>;
-      LineScales<kRows> rows(fp8.x_scales, [&](int i) {
-        const int row = i < work.rows ? work.l_row + i : -1;
-        return Config::kLists && row >= 0 ? ListedRow(fp8.list, row) : row;
-      });
-      // A scale is for 128 columns; behind the last, any will do.
+      LineScales<kRows> rows(fp8.x_scales,
+                             [&](int i) { return i < work.rows ? work.l_row + i : -1; });
+      // A scale is for 128 columns. Behind the last column any scale will do.
       const int last = fp8.w_scales.columns - 1;
       const float* of_columns[2];
 #pragma unroll
@@ -189,8 +203,8 @@ __device__ void ScaleWarp(const Fp8GemmSm90& fp8, typename Config::SharedMemory&
   });
 }
 
-// As EpilogueSm90::StageFloats. What addresses are made of is read anew: kept through the products,
-// there are no registers for it.
+// As StagedSm90::StageFloats, but reads the thread's number anew, of which it makes addresses.
+// There are no registers to keep them through the products.
 template <int kRows>
 __device__ __forceinline__ void StageFloatsAnew(const float* sums, char* staged) {
   uint32_t thread;
@@ -263,7 +277,7 @@ __device__ __forceinline__ void MultiplyFp8Warpgroup(typename Config::SharedMemo
   });
 }
 
-// The warp that stores, what both warpgroups have of a tile in turns.
+// The warp that stores. It takes a tile's chunks of both warpgroups in turns.
 template <typename Config>
 __device__ void StoreFp8Warp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   Place<Config::kStoreBuffers> places[2];
@@ -317,11 +331,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int block = BlockInCluster(), warp = threadIdx.x / 32;
   if (threadIdx.x == 32) {
     memory.stores.Init(1);
-    constexpr int kGathering = Config::kLists ? 2 : 0;
-    // A stage is full when one thread's copies, the scales and the gathered pieces are there; tiles
-    // are read by warps 1, 2 and 3, and by one that schedules and gathers.
-    InitRings<Config>(memory, 1 + kArrivingLanes + 32 * kGathering, 3 + kGathering / 2);
-    if (!Config::kLists) Prefetch(&gemm.l_map);
+    // A stage is full when one thread's copies and the scales are there. Warps 1, 2 and 3 read
+    // tiles of work.
+    InitRings<Config>(memory, 1 + kArrivingLanes, 3);
+    Prefetch(&gemm.l_map);
     Prefetch(&gemm.r_map);
     Prefetch(&gemm.out_map);
   }
@@ -333,12 +346,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ScaleWarp<Config>(fp8, memory);
     } else if (warp == 3) {
       StoreFp8Warp<Config>(gemm, memory);
-    } else if constexpr (Config::kLists) {
-      if (warp == 0) {
-        ScheduleListedWarp<Config>(fp8, memory, block);
-      } else {
-        CopyListedWarp<Config>(fp8, memory, block);
-      }
     } else if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
     } else {

@@ -1,6 +1,6 @@
 // The sums of a tile of FP8 operands, by one warpgroup. Tensor cores add up one block of 128 k at a
-// time; its sums, times their scales, are added in float32. Hopper's own sums of FP8 products keep
-// about 14 bits.
+// time. The warpgroup adds the block's sums, times their scales, in float32. Hopper's own sums of
+// FP8 products keep about 14 bits.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,7 @@ struct Fp8Products {
   // A block is 64 columns; a warpgroup has kBlocks neighbouring ones.
   using Sums = float[kBlocks][kRows / 2];
 
-  // All k of a tile. Leaves the ring behind it.
+  // Multiplies all k of a tile, and leaves the ring behind it.
   __device__ __forceinline__ static void MultiplyTile(Memory& memory, const Work& work, int group,
                                                       Place<Config::kStages>& at, Sums& sums) {
 #pragma unroll
@@ -97,7 +97,6 @@ struct Fp8Products {
 #pragma unroll 1
     for (int turn = 0; turn < slices; ++turn) {
       Wait(&memory.full[here.index], here.parity);
-      if constexpr (Config::kLists) FenceAsyncProxy();
       const uint32_t l_tile = l_first + here.index * (sizeof(memory.l[0]) >> 4);
       const uint32_t r_tile = r_first + here.index * (sizeof(memory.r[0]) >> 4);
       const auto& scales = memory.scales[here.index].OfRows(group);
@@ -112,9 +111,9 @@ struct Fp8Products {
                                    std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
-        // The first scales are read while tensor cores work, the others a turn ahead.
+        // A thread reads the first scales while tensor cores work, and the others a turn ahead.
         float of_columns[2] = {1.0f, 1.0f};
-        if constexpr (Config::kScalesColumns) {
+        if constexpr (Config::kRaggedK) {
           const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -134,7 +133,7 @@ struct Fp8Products {
 #pragma unroll
           for (int j = 0; j < 8; ++j) {
             float value = part[4 * i + j] * of_rows[j / 4 * 2 + j % 2];
-            if (Config::kScalesColumns) {
+            if (Config::kRaggedK) {
               sums[block][4 * i + j] += value * of_columns[j / 2 % 2];
             } else {
               sums[block][4 * i + j] += value;
@@ -150,10 +149,10 @@ struct Fp8Products {
   }
 };
 
-// The same where rows are the instruction's M: a warpgroup has 64 of them and all of the tile's 256
+// The same where rows are the instruction's M. A warpgroup has 64 rows and all of the tile's 256
 // columns. A thread's sums are of two rows, so it reads two scales for a block of k, where above it
-// reads kRows / 4: shared memory is what products wait for. A tile of few rows is multiplied as if
-// it had 64 or 128.
+// reads kRows / 4. That matters, because products wait for shared memory. A tile of few rows is
+// multiplied as if it had 64 or 128.
 template <typename Config>
 struct Fp8RowProducts {
   using Memory = typename Config::SharedMemory;

@@ -29,7 +29,7 @@ struct QuantizeParams {
       groups;            // for each 128 padded rows, where those are grouped and blocks along them
   const uint32_t* seed;  // two words
   const int32_t* list;   // the line of x that each row is, where rows are named by one
-  int64_t listed;        // lines of x; a row that names none of them is zeros
+  int64_t x_lines;       // lines of x; a row that names none of them is zeros
   uint32_t slice;        // spans of columns of a slice, where there is a list
   uint8_t* codes;
   float* scales;
@@ -40,8 +40,8 @@ inline constexpr int kElementBytes = Size(kOf);
 
 // ---- once per call ----
 
-// From group sizes to each group's first row and first tile of 128 padded rows (G + 1,), and to the
-// rows of each of `count` tiles: one thread block.
+// One thread block makes, of group sizes, each group's first row and first tile of 128 padded rows
+// (G + 1,), and the rows of each of `count` tiles.
 static __global__ void __launch_bounds__(kScanThreads)
     GroupsKernel(const int32_t* sizes, int32_t groups, int32_t rows, int32_t* starts,
                  int32_t* tiles, TileRows* of_tiles, int32_t count) {
@@ -79,8 +79,8 @@ __device__ Eight<kOf> LoadEight(const uint8_t* at, bool inside) {
   return x;
 }
 
-// Magnitudes of pairs of elements of 16 bits, or of one: each the largest so far. NaN is larger
-// than all others.
+// Magnitudes: a word holds those of two elements of 16 bits, or of one float32. NaN is larger than
+// all others.
 template <DType kOf>
 struct Magnitudes {
   __device__ static uint32_t Of(uint32_t word) {
@@ -91,7 +91,8 @@ struct Magnitudes {
     if constexpr (kOf == DType::kF32) return max(a, b);
     if constexpr (kOf != DType::kF32) return jgg::device::Max2<kOf>(a, b);
   }
-  // The larger of what lanes have whose numbers differ in bits of a mask.
+  // Every lane gets the largest word of a set of lanes: those whose numbers differ from its own
+  // only in the bits from kFirst up to, and without, kEnd.
   template <int kFirst, int kEnd>
   __device__ static uint32_t Share(uint32_t word) {
     JGG_UNROLL
@@ -121,13 +122,13 @@ __device__ uint32_t LargestOf(const Eight<kOf>& x) {
   return largest;
 }
 
-// Where random numbers of an element's line begin: each 16 elements have a block of them.
+// Where the random numbers of a line begin. Each 16 elements have a block of them.
 __device__ inline uint64_t RandomOfLine(const QuantizeParams& p, int64_t line) {
   return line * CeilDiv(p.along, 16);
 }
 
-// Codes of eight neighbours of a line of the result, from element `along` on. `lifts`, the same for
-// all lanes: a lane's scale is small.
+// Codes of eight neighbours of a line of the result, from element `along` on. `lifts` says that
+// some lane's scale is small. All lanes have the same.
 template <Element kElement, bool kStochastic>
 __device__ uint2 EncodeEight(const QuantizeParams& p, float (&values)[8], float scale,
                              float reciprocal, bool lifts, uint64_t random_of_line, int64_t along) {
@@ -229,7 +230,7 @@ struct Stored {
   }
 };
 
-// Eight lanes to a block; a warp's blocks are neighbours. Source: where elements come from.
+// Eight lanes have a block, and a warp's blocks are neighbours. Source: where elements come from.
 template <DType kOf, Element kElement, bool kStochastic, bool kCut, typename Source = Stored<kOf>>
 __global__ void __launch_bounds__(kRowsThreads)
     RowsKernel(const __grid_constant__ QuantizeParams p) {

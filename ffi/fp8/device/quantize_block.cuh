@@ -45,8 +45,8 @@ struct Format<Element::kE5M2> {
 
 // ---- scales ----
 
-// The scale of a block, of its largest magnitude, which is NaN where an element is. It is NaN where
-// that is not finite.
+// The scale of a block, from its largest magnitude. That is NaN where an element is. The scale is
+// NaN where the largest magnitude is not finite.
 template <Element kElement>
 JGG_HOST_DEVICE float MakeScale(float largest, bool power_of_two) {
   constexpr int kLargest = Format<kElement>::kLargest;
@@ -78,8 +78,8 @@ JGG_HOST_DEVICE Divisor MakeDivisor(float scale) {
   return {value, jgg::device::Refined(jgg::device::Reciprocal(value), value)};
 }
 
-// 1 / scale, of whatever scale MakeScale makes of an element of 16 bits: rounded towards zero, and
-// what is missing, which is not negative. Both are NaN where the block is dead.
+// 1 / scale, rounded towards zero, and what that leaves out, which is not negative. The scale is
+// any that MakeScale makes of an element of 16 bits. Both are NaN where the block is dead.
 struct SplitReciprocal {
   float high, low;
 };

@@ -26,9 +26,9 @@ __device__ inline void TransposeBytes(uint32_t (&words)[4]) {
   words[3] = Permute(high01, high23, 0x7632);
 }
 
-// The codes of a block on their way to transposed lines of 128 bytes: eight rows of a column are
-// half a piece of 16 bytes. Pieces, and halves of each, are exchanged so that neither writing nor
-// reading has conflicts of banks.
+// The codes of a block on their way to transposed lines of 128 bytes. Eight rows of a column are
+// half a piece of 16 bytes. Pieces, and the halves of each, are swapped so that neither writes nor
+// reads have bank conflicts.
 struct TurnedBlock {
   uint4 pieces[kBlock][kBlock / 16];
 
@@ -57,7 +57,8 @@ struct TurnedBlock {
     }
   }
 
-  // To so many lines from `to` on, `pitch` elements apart, of which `left` are to be written.
+  // Writes to so many lines from `to` on, `pitch` elements apart, of which `left` are to be
+  // written.
   __device__ void Write(uint8_t* to, int64_t pitch, int64_t lines, int64_t left) const {
     constexpr int kStep = kSquareThreads / 8;
     const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
@@ -74,8 +75,8 @@ struct TurnedBlock {
   }
 };
 
-// Codes of two rows of a thread's eight columns to one row of sixteen: the even lane of two takes
-// the first, the odd one the second.
+// Two lanes swap codes of two rows of their eight columns, so that each has one row of sixteen: the
+// even lane the first, the odd one the second.
 __device__ inline uint4 SixteenOfRow(uint2 first, uint2 second, bool odd) {
   const uint2 give = odd ? first : second;
   const uint2 taken =

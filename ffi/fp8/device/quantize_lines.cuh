@@ -44,7 +44,7 @@ struct LinesPlace {
   }
 };
 
-// Rows of no group become zeros: of those behind all groups each tile has 128.
+// Rows of no group become zeros. Of those behind all groups each tile has 128.
 __device__ inline void ClearRest(const LinesParams& p, const LinesPlace& at) {
   const QuantizeParams& to = p.by_rows;
   const int64_t begin = *p.by_columns.inside + int64_t{kBlock} * at.tile + at.eight;
@@ -71,7 +71,7 @@ __device__ inline void ClearColumns(const LinesParams& p, const LinesPlace& at) 
   }
 }
 
-// Scales of rows, to shared memory and to the result.
+// Writes scales of rows to shared memory and to the result.
 template <DType kOf>
 __device__ void ScalesOfRows(const LinesParams& p, const LinesPlace& at, const Patch<kOf>& x,
                              LinesShared& shared) {
@@ -94,7 +94,7 @@ __device__ void ScalesOfRows(const LinesParams& p, const LinesPlace& at, const P
   }
 }
 
-// Scales of columns, likewise; all threads have both after it.
+// The same for scales of columns. After it all threads have both.
 template <DType kOf>
 __device__ void ScalesOfColumns(const LinesParams& p, const LinesPlace& at, const Patch<kOf>& x,
                                 LinesShared& shared) {

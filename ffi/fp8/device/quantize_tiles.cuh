@@ -21,13 +21,12 @@ inline int64_t ColumnsBlocks(const QuantizeParams& p) {
   return p.blocks * CeilDiv(p.columns, kSpan);
 }
 
-// A line that several rows name is read once for each of them, and those are far from each other.
-// A slice of all lines has so many bytes: it stays in the L2 cache meanwhile, beside codes on their
-// way.
+// Several rows that are far from each other may name one line, and each reads it. A slice of all
+// lines has so many bytes, so that it stays in the L2 cache meanwhile, beside codes on their way.
 inline constexpr int64_t kSliceBytes = int64_t{12} << 20;
 
 inline uint32_t SpansOfSlice(const QuantizeParams& p, int64_t element_bytes) {
-  const int64_t spans = kSliceBytes / (p.listed * kSpan * element_bytes);
+  const int64_t spans = kSliceBytes / (p.x_lines * kSpan * element_bytes);
   return static_cast<uint32_t>(std::clamp<int64_t>(spans, 1, CeilDiv(p.columns, kSpan)));
 }
 
@@ -35,8 +34,8 @@ inline uint32_t SpansOfSlice(const QuantizeParams& p, int64_t element_bytes) {
 template <DType kOf>
 using Patch = Eight<kOf>[8];
 
-// Where a thread block is, of one span or two beside each other, and a thread. Eight lanes have a
-// span's columns, four have 32 rows.
+// Where a thread block is, which has one span or two beside each other, and where a thread is.
+// Eight lanes have a span's columns, four have 32 rows.
 template <DType kOf, int kSpans>
 struct TilePlace {
   int64_t tile, column;  // tile of 128 rows; first column
@@ -70,18 +69,18 @@ struct TilePlace {
   __device__ int column_of_span() const { return thread % 8 * 8; }
   __device__ int64_t own_column() const { return column + kSpan * span + column_of_span(); }
 
-  // kListed: rows are named by a list.
-  template <bool kListed>
+  // kByList: rows come by list.
+  template <bool kByList>
   __device__ void Load(const QuantizeParams& p, int64_t m, Patch<kOf>& x) const {
     const int64_t pitch = p.columns * kElementBytes<kOf>;
     const uint8_t* from = p.x + own_column() * kElementBytes<kOf>;
-    if constexpr (!kListed) from += (m * p.rows + rows.first + row()) * pitch;
+    if constexpr (!kByList) from += (m * p.rows + rows.first + row()) * pitch;
     const int count = own_column() < p.columns ? rows.count - row() : 0;
     JGG_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if constexpr (kListed) {
+      if constexpr (kByList) {
         const int64_t line = i < count ? __ldg(p.list + rows.first + row() + i) : -1;
-        x[i] = LoadEight<kOf>(from + line * pitch, line >= 0 && line < p.listed);
+        x[i] = LoadEight<kOf>(from + line * pitch, line >= 0 && line < p.x_lines);
       } else {
         x[i] = LoadEight<kOf>(from, i < count);
         from += pitch;
@@ -90,8 +89,8 @@ struct TilePlace {
   }
 };
 
-// The codes of a span on their way to lines of 128 bytes: eight rows of a column are half a piece
-// of 16 bytes. Pieces are exchanged so that neither writing nor reading has conflicts of banks.
+// The codes of a span on their way to lines of 128 bytes. Eight rows of a column are half a piece
+// of 16 bytes. Pieces are swapped so that neither writes nor reads have bank conflicts.
 struct TransposedCodes {
   uint4 pieces[kSpan][kBlock / 16];
 
@@ -103,8 +102,8 @@ struct TransposedCodes {
     reinterpret_cast<uint2*>(&pieces[column][Place(column, half / 2)])[half % 2] = codes;
   }
 
-  // To lines `first`, ... of the result, of which `left` exist, from element `along` on. kStreams:
-  // the L2 cache is for something else.
+  // Writes to lines `first`, ... of the result, of which `left` exist, from element `along` on.
+  // kStreams: the L2 cache is for something else.
   template <bool kStreams = false>
   __device__ void Write(const QuantizeParams& p, int thread, int64_t first, int64_t left,
                         int64_t along) const {
@@ -175,7 +174,7 @@ struct ColumnsShared {
   TransposedCodes codes;
 };
 
-// Scales of a span's columns, to shared memory, and to the result those that exist.
+// Writes scales of a span's columns to shared memory, and those that exist to the result.
 template <DType kOf, Element kElement, bool kStochastic>
 __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, int64_t line,
                                 int64_t left, int64_t tile,
@@ -216,25 +215,25 @@ __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, in
   __syncthreads();
 }
 
-template <DType kOf, Element kElement, bool kStochastic, bool kListed>
+template <DType kOf, Element kElement, bool kStochastic, bool kByList>
 __global__ void __launch_bounds__(kSpanThreads)
     ColumnsKernel(const __grid_constant__ QuantizeParams p) {
   __shared__ ColumnsShared<kOf, kStochastic> shared;
-  const TilePlace<kOf, 1> at(p, kListed);
-  if (kListed && at.rows.count == 0) return;  // of no group: nobody reads it
+  const TilePlace<kOf, 1> at(p, kByList);
+  if (kByList && at.rows.count == 0) return;  // of no group: nobody reads it
   const int64_t along = kBlock * at.tile, left = p.columns - at.column;
   JGG_NO_UNROLL
   for (int64_t m = blockIdx.y; m < p.matrices; m += gridDim.y) {
     const int64_t line = m * p.columns + at.column;
     Patch<kOf> x;
-    at.template Load<kListed>(p, m, x);
+    at.template Load<kByList>(p, m, x);
     ScalesOfColumns<kOf, kElement, kStochastic>(p, x, line, left, at.tile, shared);
     const auto* scales = shared.scales + at.column_of_span();
     EncodeColumns<kElement, kStochastic, kOf>(
         p, x, line + at.column_of_span(), along + at.row(), [&](int i) { return scales[i]; },
         [&](int i, uint2 codes) { shared.codes.Put(at.thread, i, codes); });
     __syncthreads();
-    shared.codes.template Write<kListed>(p, at.thread, line, left, along);
+    shared.codes.template Write<kByList>(p, at.thread, line, left, along);
   }
 }
 

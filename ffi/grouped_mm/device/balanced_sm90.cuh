@@ -1,6 +1,6 @@
-// wgrad of matrices that have many tiles, of segments that may differ much in length: of each
-// matrix in turn the clusters that have had least to do until then take what not all clusters get.
-// Every cluster computes that for itself.
+// wgrad of matrices that have many tiles, and of segments that may differ much in length. Matrices
+// come in turn, and all clusters get as many tiles of one. The tiles that are left go to the
+// clusters that have had least to do until then. Every cluster computes that for itself.
 #pragma once
 
 #include "grouped_mm/device/schedule_sm90.cuh"
@@ -40,7 +40,7 @@ class BalancedSm90 : TilesSm90<kRows, kBlocks, kCluster, true> {
   // Reads ahead: one after the other, matrices would wait for memory.
   __device__ void Read(int matrix) {
     if (matrix == gemm_.groups) return;
-    if (gemm_.matrices) {
+    if (gemm_.order.matrices) {
       ahead_ = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, matrix);
     } else {
       ahead_.length = gemm_.metadata.data[matrix];
@@ -48,7 +48,7 @@ class BalancedSm90 : TilesSm90<kRows, kBlocks, kCluster, true> {
   }
 
   __device__ void Advance() {
-    if (gemm_.matrices) {
+    if (gemm_.order.matrices) {
       x_start_ = ahead_.x_start;
       y_start_ = ahead_.y_start;
       length_ = ahead_.length;

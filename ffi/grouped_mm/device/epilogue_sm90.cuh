@@ -2,9 +2,8 @@
 // rounding. One warpgroup, 64 columns at a time.
 //
 // Sums go through shared memory, kChunk rows at a time: see staged_sm90.cuh. Whole chunks leave by
-// TMA; others in pieces of 16 bytes along a row, of which those outside the tile are left out: so
-// tails are exact. Scattered rows, whose places in the result are a list, leave that way too, and
-// float32; but see store_sm90.cuh.
+// TMA. Others leave in pieces of 16 bytes along a row, without those outside the tile, so tails are
+// exact. float32 leaves that way too, and so do rows by list. store_sm90.cuh has another way.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +17,14 @@
 
 namespace jgg::device {
 
-// A thread does so much of an epilogue to its own sums, as far as a kernel has registers. The rest
-// goes through shared memory, row by row.
+// A thread does this much of an epilogue to its own sums, as far as a kernel has registers. The
+// rest goes through shared memory, row by row.
 enum class Own { kNothing, kBias, kBiasAndScales };
 
 // Shared memory for two chunks of two-byte results, or one of float32.
-template <int kChunk_, bool kScattered = false, bool kUnrolled = false, Own kOwn = Own::kNothing>
-class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
-  using Staged = StagedSm90<kChunk_, kScattered>;
+template <int kChunk_, bool kRowsByList = false, bool kUnrolled = false, Own kOwn = Own::kNothing>
+class EpilogueSm90 : public StagedSm90<kChunk_, kRowsByList> {
+  using Staged = StagedSm90<kChunk_, kRowsByList>;
 
  public:
   using Staged::kChunk;
@@ -36,9 +35,9 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
 
   // Store columns [column, column + 64) of a tile.
   //
-  // Chunks are a loop that is not unrolled, so that there is little code: unrolled, 5 to 20 % of
-  // all samples waited for instructions. Only what reads sums, which are registers, is there once
-  // for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
+  // The loop over chunks is not unrolled, so that there is little code. Unrolled, 5 to 20 % of all
+  // samples waited for instructions. Only the code that reads sums, which are registers, is there
+  // once for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
   template <int kSums>
   __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
     if (column >= work.columns) return;
@@ -72,8 +71,9 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
     for (int j = 0; j < kSums; ++j) sums[j] += bias[j / 2 % 2];
   }
 
-  // `blocks` times 8 rows of a tile from `first` on, times their scales. Each lane loads one of 32
-  // rows: by chunks, since ptxas begins all loads at once, and has no registers for them.
+  // Multiplies `blocks` times 8 rows of a tile by their scales, from row `first` on. Each lane
+  // loads the scale of one of 32 rows. ptxas begins all loads of a loop at once and has no
+  // registers for all, so they come by chunks.
   template <int kRows>
   __device__ static void ScaleRows(const GemmSm90& gemm, const Work& work, int first, float* sums,
                                    int blocks) {
@@ -117,7 +117,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
                              float (&up)[kSums]) {
     if (column >= work.columns) return;
     if constexpr (kOwn != Own::kNothing) {
-      if (!kScattered || InRegisters()) return StoreGatedOwn(work, column, gates, up);
+      if (!kRowsByList || InRegisters()) return StoreGatedOwn(work, column, gates, up);
     }
     constexpr int kRows = kChunk / 2;
     constexpr int kChunks = (2 * kSums + kRows - 1) / kRows;
@@ -152,12 +152,12 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
   using Staged::WriteHalves;
   using typename Staged::Target;
 
-  // Whether a thread does all of this epilogue to its own sums. A row by list that x has not is
-  // cleared when it is stored, so it must have no bias.
+  // Whether a thread does all of this epilogue to its own sums. A row by list that x does not have
+  // is cleared when it is stored, so there must be no bias.
   __device__ bool InRegisters() const {
     return kOwn != Own::kNothing && !gemm_.epilogue.accumulate &&
            (kOwn == Own::kBiasAndScales || gemm_.epilogue.row_scale == nullptr) &&
-           !(kScattered && gemm_.epilogue.bias != nullptr);
+           !(kRowsByList && gemm_.epilogue.bias != nullptr);
   }
 
   // Loads the bias of this thread's columns in the half of w that begins at `half`.
@@ -196,7 +196,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
           if (part == 2) {
             GateRows<std::min(kWidth, kSums)>(gates + i * kWidth, up + i * kWidth);
             ScaleRows<kChunk>(gemm_, work, i * kChunk, gates + i * kWidth, blocks);
-            if (!kScattered && epilogue.accumulate) {
+            if (!kRowsByList && epilogue.accumulate) {
               AddExistingRows<kChunk>(work, column, i * kChunk, gates + i * kWidth, blocks);
             }
           }
@@ -206,7 +206,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
     }
   }
 
-  // By chunks, since ptxas begins all at once, and has no registers for that.
+  // By chunks: ptxas begins all loads at once, and has no registers for all.
   template <int kWidth>
   __device__ void GateRows(float* gates, float* up) const {
     if (gemm_.epilogue.rounds_preactivation) {
@@ -243,14 +243,15 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
   }
 
   __device__ Target OutTarget(const Work& work) const {
-    return {gemm_.out, kScattered ? work.out_column : work.out, gemm_.out_line, &gemm_.out_map,
+    return {gemm_.out, kRowsByList ? work.out_column : work.out, gemm_.out_line, &gemm_.out_map,
             gemm_.wgrad ? work.weight : 0};
   }
 
   __device__ Target PreactivationTarget(const Work& work, int half) const {
     const int64_t column = work.out_column + half * (gemm_.n / 2);
-    const int64_t row = kScattered ? 0 : static_cast<int64_t>(work.out_row) * gemm_.n;
-    return {gemm_.epilogue.preactivation, row + column, gemm_.n, &gemm_.preactivation_map, half};
+    const int64_t row = kRowsByList ? 0 : static_cast<int64_t>(work.out_row) * gemm_.n;
+    return {gemm_.epilogue.preactivation, row + column, gemm_.n, &gemm_.mm_maps.preactivation,
+            half};
   }
 
   // kScales: with rows' scales, where a thread multiplies its own sums.
@@ -261,14 +262,14 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk * kChunk >= work.rows) break;
       const int rows = min(kChunk, work.rows - chunk * kChunk);
-      const bool boxes = !kScattered && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
+      const bool boxes = !kRowsByList && gemm_.stores_boxes && (gemm_.wgrad || rows == kChunk);
       // Chunks take turns with two buffers, or have one.
       turn_ = wide ? 0 : turn_ ^ 1;
       char* staged = staged_ + turn_ * kChunk * (wide ? 256 : 128);
       if (Thread() == 0) WaitStored<1>();
       SyncSome(barrier_, 128);  // what was there has been read
       chunk_sums(chunk, [&](const float* sums, int blocks) {
-        // Const for the other kernels' sake: without it ptxas serializes wgrad's products (C7510).
+        // This is const for other kernels. Without it ptxas serializes wgrad's products (C7510).
         if constexpr (kScales && kOwn == Own::kBiasAndScales) {
           ScaleRows<kChunk>(gemm_, work, chunk * kChunk, const_cast<float*>(sums), blocks);
         }
@@ -278,7 +279,7 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kScattered> {
           StageHalves(sums, staged, blocks);
         }
       });
-      if (!kScattered) FenceAsyncProxy();
+      if (!kRowsByList) FenceAsyncProxy();
       SyncSome(barrier_, 128);
       if (boxes) {
         // By TMA.

@@ -1,7 +1,8 @@
-// Gated activations beside the products. One warpgroup has 64 gates, and the other what they let
-// through. They hand their rounded sums to two warps, as they do to the one that stores
-// (store_sm90.cuh), and go on with the next tile. Those warps read a chunk of rows from shared
-// memory, in pieces of 16 bytes, and write the activation, and the sums too if that is asked for.
+// Gated activations beside the products. One warpgroup has 64 gates, and the other has the 64
+// values that they let through. Both hand their rounded sums to two warps, as they do to the store
+// warp (store_sm90.cuh), and go on with the next tile. Those two warps read a chunk of rows from
+// shared memory, in pieces of 16 bytes. They write the activation, and the sums too if a call asks
+// for them.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@ __device__ inline uint4* PieceAt(void* data, int64_t element) {
   return reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + element);
 }
 
-// The gated activation of rows [first, first + rows) of a tile, of 64 columns from `begin` on: one
-// of kGateWarps' share of it.
+// One of kGateWarps makes its share of the gated activation of rows [first, first + rows) of a
+// tile, 64 columns from `begin` on.
 template <typename T>
 __device__ void GateChunk(const GemmSm90& gemm, const Work& work, const char* gates,
                           const char* values, int warp, int first, int rows, int begin = 0) {

@@ -16,6 +16,7 @@
 #include "cutlass/numeric_types.h"
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/gates_apart_sm90.cuh"
+#include "grouped_mm/device/policies_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
@@ -33,46 +34,31 @@ struct TileRows {
 template <>
 struct TileRows<0> {};
 
-// Which operand comes by list, and is gathered beside the products: rows of L in mm, lines of k of
-// R in wgrad. See listed_gemm_sm90.cuh.
-enum class Listed { kNothing, kRowsL, kLinesR };
-
-// A tile is kRows rows (of L) x kBlocks * 128 columns (of R). A gated tile has 128 gates in block
-// 0, and in block 1 the values that they let through. In shared memory both operands are chunks of
-// (up to) 64 rows or columns, each a swizzled tile of its own. float32 operands have kPlanes of
-// each. kGathered: rows by list, see gathered_gemm_sm90.cuh. kWide: float32 results, which the
-// store warp takes. kGates: a gated activation that two warps make of rounded sums, see
-// gates_apart_sm90.cuh. kListed: warps that feed gather, too. kTransposed: the result of wgrad is
-// stored as (columns, rows). kBackward: sums are the cotangent of that activation, see
-// listed_backward_sm90.cuh. ConfigSm90 (../gemm_sm90.cuh) makes one from named traits.
-template <typename Element_, bool kLKMajor_, bool kRKMajor_, int kRows_, int kBlocks_, int kStages_,
-          int kCluster_, int kPlanes_ = 1, bool kGathered_ = false, bool kWide_ = false,
-          bool kGates_ = false, Listed kListed_ = Listed::kNothing, bool kTransposed_ = false,
-          Activation kBackward_ = Activation::kNone>
-struct GemmSm90Config {
-  using Element = Element_;
-  static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
-  static constexpr int kRows = kRows_, kBlocks = kBlocks_, kStages = kStages_;
-  static constexpr int kPlanes = kPlanes_;
-  static constexpr bool kGathered = kGathered_, kSharesK = false;
-  static constexpr bool kGates = kGates_;
-  static constexpr Listed kListed = kListed_;
-  static constexpr bool kLists = kListed != Listed::kNothing, kTransposed = kTransposed_;
-  static constexpr Activation kBackward = kBackward_;
+// Of three policies: see policies_sm90.cuh. A tile is kRows rows (of L) x kBlocks * 128 columns (of
+// R). A gated tile has 128 gates in block 0, and in block 1 the values that they let through. In
+// shared memory both operands are chunks of (up to) 64 rows or columns, each a swizzled tile of its
+// own. float32 operands have kPlanes of each.
+template <typename Loader, typename Products, typename Store>
+struct GemmSm90Config : Loader, Products, Store {
+  using Loader::kStages, Loader::kCluster, Loader::kByList, Loader::kStacked;
+  using Products::kLKMajor, Products::kRKMajor, Products::kRows, Products::kBlocks,
+      Products::kPlanes;
+  using Store::kWide, Store::kGates, Store::kBackward;
+  using typename Products::Element;
+  static constexpr bool kRowsByList = kByList == ByList::kRowsOfBoth;
+  // Warps that schedule and copy gather one operand, too.
+  static constexpr bool kOperandByList = kByList != ByList::kNothing && !kRowsByList;
   static constexpr bool kGoesBack = kBackward != Activation::kNone;
-  // One that gathers L shares R instead, with the tile below.
-  static constexpr bool kStacked = kListed == Listed::kRowsL;
   static constexpr int kScheduledBlocks = kGates && kBlocks == 1 ? kGateApart : kBlocks;
   // Only mm has kernels with an activation.
-  static constexpr bool kRaggedK = !kGathered && kBlocks == 1 && !kGates && !kStacked;
-  static constexpr bool kBalances = kRaggedK && kCluster_ == 2;  // others are of few tiles
-  static constexpr int kCluster = kCluster_;                     // blocks that share L: 1 or 2
-  static constexpr int kThreads = 384, kWorks = 4;               // tiles in the ring of work
+  static constexpr bool kRaggedK = !kRowsByList && kBlocks == 1 && !kGates && !kStacked;
+  static constexpr bool kBalances = kRaggedK && kCluster == 2;  // others are of few tiles
+  static constexpr int kThreads = 384, kWorks = 4;              // tiles in the ring of work
   // Registers of a thread that feeds, and of one that multiplies. One warpgroup feeds and two
-  // multiply; every thread begins with 168, so they share three times that. A kernel that asks for
-  // more waits for ever.
-  static constexpr bool kFeedsMore = kGathered || kWide_ || kGates || kLists;
-  static constexpr bool kFeedsMost = kPlanes > 1 || kListed == Listed::kLinesR;
+  // multiply. Every thread begins with 168, so the three share three times that. A kernel that asks
+  // for more waits for ever.
+  static constexpr bool kFeedsMore = kByList != ByList::kNothing || kWide || kGates;
+  static constexpr bool kFeedsMost = kPlanes > 1 || kByList == ByList::kLinesOfR;
   static constexpr int kFeedRegisters = kFeedsMost ? 88 : kFeedsMore ? 72 : 56;
   static constexpr int kMultiplyRegisters = kFeedsMost ? 208 : kFeedsMore ? 216 : 224;
   static_assert(kFeedRegisters + 2 * kMultiplyRegisters <= 3 * 168);
@@ -84,31 +70,30 @@ struct GemmSm90Config {
   static_assert(kLKMajor || kChunkL == 64);
   static_assert(kHalves == 1 || kBlocks == 1);
   static_assert(kPlanes == 1 || (kHalves == 1 && kBlocks == 1));
-  static_assert(!kGathered || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
-  static constexpr bool kWide = kWide_;
+  static_assert(!kRowsByList || (kLKMajor && kHalves == 1 && kPlanes == 1 && kCluster == 1));
   static constexpr bool kStoreWarp =
-      (kBlocks == 1 || kLists) && kRows >= 128 && kPlanes == 1 && !kGathered;
+      (kBlocks == 1 || kOperandByList) && kRows >= 128 && kPlanes == 1 && !kRowsByList;
   // As many sums as a warpgroup has room for.
-  static constexpr bool kLarge = kRows == 256 || (kBlocks == 2 && kLists);
-  // Whether the first product of a tile is what begins its sums, so that nothing has to zero 128
-  // registers before; tiles without slices go another way. With a K-major operand, whose addresses
-  // take more registers, or many loops, ptxas serializes the products then (C7511).
+  static constexpr bool kLarge = kRows == 256 || (kBlocks == 2 && kOperandByList);
+  // Whether the first product of a tile begins its sums. Nothing has to zero 128 registers then.
+  // Tiles without slices go another way. ptxas serializes such products (C7511) where there are
+  // many loops, or where an operand is K-major, whose addresses take more registers.
   static constexpr bool kNeedsSlices =
       !kLKMajor && !kRKMajor && kRows == 256 && kPlanes == 1 && !kWide;
-  // Rows of the result that the store warp takes at a time (in boxes of Epilogue::kChunk rows), and
-  // the buffers for as many that each warpgroup has.
+  // The store warp takes so many rows of the result at a time, in boxes of Epilogue::kChunk rows.
+  // Each warpgroup has so many buffers for them.
   static constexpr int kStoreChunk = kWide ? 32 : kLarge && !kGoesBack ? 128 : kChunkL;
   static constexpr int kStoreBuffers = kWide ? 4 : kLarge && !kGoesBack ? 1 : 2;
-  // How many of a tile's last chunks of the result wait until the next tile is multiplied. Larger
-  // tiles leave no registers for any; smaller ones have no more chunks than buffers.
+  // So many of a tile's last chunks wait until the next tile is multiplied. Larger tiles leave no
+  // registers for any. Smaller tiles have no more chunks than buffers.
   static constexpr int kLateChunks = kStoreWarp && kLarge && !kGoesBack ? (kWide ? 2 : 1) : 0;
-  // Chunks that come late leave no registers for scales. With a transposed x, or for wgrad, ptxas
-  // serializes products (C7510) where there is a bias.
+  // Late chunks leave no registers for scales. Where x is transposed, and in wgrad, ptxas
+  // serializes the products (C7510) of a kernel with a bias.
   static constexpr Own kOwn = !kLKMajor         ? Own::kNothing
                               : kLateChunks > 0 ? Own::kBias
                                                 : Own::kBiasAndScales;
-  // Rows by list take shared memory; smaller chunks of the result give it.
-  using Epilogue = EpilogueSm90<kGathered || kWide ? 32 : kChunkL, kGathered, false, kOwn>;
+  // Rows by list take shared memory. Smaller chunks of the result leave it to them.
+  using Epilogue = EpilogueSm90<kRowsByList || kWide ? 32 : kChunkL, kRowsByList, false, kOwn>;
   static constexpr int kStagedBytes =
       kStoreWarp ? kStoreBuffers * kStoreChunk * (kWide ? 256 : 128) : Epilogue::kBytes;
 
@@ -123,40 +108,42 @@ struct GemmSm90Config {
     uint64_t work_full[kWorks], work_empty[kWorks];
     StoreBarriers<kStoreBuffers> stores;
     std::conditional_t<kRaggedK, RankedMatrices, Nothing> ranked;
-    TileRows<kGathered ? kRows : 0> rows[kWorks];
+    TileRows<kRowsByList ? kRows : 0> rows[kWorks];
   };
 };
 
-// The values of k of a last slice that are multiplied.
+// How many values of k of a tile's last slice are multiplied.
 template <typename Config>
 __device__ int MultipliedK(int last) {
   return Config::kPlanes == 1 ? (last + 15) / 16 * 16 : kSliceSm90;
 }
 
-// Copies slices; its members are the same for all slices of a product.
+// Copies slices of operands. Its members are the same for all slices of a product.
 template <typename Config>
 struct Copier {
   static constexpr bool kPair = Config::kCluster == 2;
-  static constexpr bool kCopiesL = !Config::kGathered && Config::kListed != Listed::kRowsL;
-  static constexpr int kChunksR = Config::kListed == Listed::kLinesR ? 0 : Config::kChunksR;
+  static constexpr bool kCopiesL =
+      Config::kByList == ByList::kNothing || Config::kByList == ByList::kLinesOfR;
+  static constexpr int kChunksR = Config::kByList == ByList::kLinesOfR ? 0 : Config::kChunksR;
 
   const GemmSm90& gemm;
   const int block;
   const bool gated = IsGated(gemm.epilogue.activation);
   const int shared_columns = SharedColumns<Config>(gemm);
 
-  // The slice of this turn into a stage, by one thread.
+  // One thread copies the slice of this turn into a stage.
   __device__ __forceinline__ void CopySlice(typename Config::SharedMemory& memory, const Work& work,
                                             int turn, int chunks, bool shares, int stage) const {
     const int slice = work.Slice(turn);
     uint64_t* full = &memory.full[stage];
-    // An MN-major operand's last slice is copied by lines of k: only as many as are multiplied.
+    // An MN-major operand lies in lines of k. Of its last slice, only the lines that are multiplied
+    // are copied.
     const int last = turn == 0 ? MultipliedK<Config>(work.last) : kSliceSm90;
     const int lines = !gemm.wgrad || last > 32 ? kSliceSm90 : last;
     const CUtensorMap* l_map = &gemm.l_map;
     const CUtensorMap* r_map = &gemm.r_map;
-    if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.l_rest[lines / 32];
-    if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.r_rest[lines / 32];
+    if (!Config::kLKMajor && lines < kSliceSm90) l_map = &gemm.rest_maps.l[lines / 32];
+    if (!Config::kRKMajor && lines < kSliceSm90) r_map = &gemm.rest_maps.r[lines / 32];
     const int l_bytes = Config::kLKMajor ? Config::kChunkBytesL : lines * 128;
     const int r_bytes = Config::kRKMajor ? Config::kChunkBytesR : lines * 128;
     ArriveExpecting(full, Config::kPlanes * (chunks * l_bytes + kChunksR * r_bytes));
@@ -178,7 +165,7 @@ struct Copier {
           CopyBox<Config::kStacked>(r_map, full, to, r_plane + column, r_k, weight);
         }
       }
-      // Two loops, since the thread that copies is what small chunks wait for.
+      // These are two loops, because small chunks wait for the thread that copies.
       auto copy_l = [&](int i, auto multicast) {
         const int row = work.l_row + i * Config::kChunkL;
         char* to = memory.l[stage][plane] + i * Config::kChunkBytesL;
@@ -206,7 +193,7 @@ struct Copier {
   __device__ bool Shares(const Work& work) const { return work.out_column < shared_columns; }
 };
 
-// One thread; what comes by list is copied by others.
+// One thread copies all operands that do not come by list.
 template <typename Config>
 __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block) {
   const Copier<Config> copier{gemm, block};
@@ -223,7 +210,7 @@ __device__ void CopyThread(const GemmSm90& gemm, typename Config::SharedMemory& 
   });
 }
 
-// A mask of the halves of words [from, to) of a piece.
+// A mask that keeps the 16-bit values [from, to) of a piece of 8.
 __device__ inline uint4 Halves(int from, int to) {
   const auto word = [&](int i) {
     return (2 * i >= from && 2 * i < to ? 0xffffu : 0u) |
@@ -236,16 +223,17 @@ __device__ inline uint4 operator&(uint4 a, uint4 b) {
   return make_uint4(a.x & b.x, a.y & b.y, a.z & b.z, a.w & b.w);
 }
 
-// Zero the values of k in [0, first), less than a piece of them, and [last, end) in `chunks` chunks
-// of `lines` rows or columns. One warp.
+// One warp zeros the values of k in [0, first) and [last, end), in `chunks` chunks of `lines` rows
+// or columns. `first` is less than a piece.
 template <bool kKMajor>
 __device__ void Clear(char* tile, int chunks, int lines, int first, int last, int end) {
   if (first == 0 && last == end) return;
   const int lane = threadIdx.x % 32;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   if constexpr (kKMajor) {
-    // A line of 128 bytes per row, whose pieces of 16 bytes are swizzled by the row. Of the pieces
-    // in which the segment begins (the tile's first) and ends, the rest is kept.
+    // Each row is a line of 128 bytes, and its pieces of 16 bytes are swizzled by the row. The
+    // segment begins in the tile's first piece and may end within another. Those two keep what is
+    // the segment's.
     const uint4 from_first = Halves(first, 8), to_last = Halves(0, last % 8);
 #pragma unroll 4
     for (int row = lane; row < chunks * lines; row += 32) {
@@ -257,7 +245,7 @@ __device__ void Clear(char* tile, int chunks, int lines, int first, int last, in
       for (int piece = (last + 7) / 8; piece < end / 8; ++piece) at(piece) = zeros;
     }
   } else {
-    // A line of 128 bytes per k.
+    // Each k is a line of 128 bytes.
     for (int chunk = 0; chunk < chunks; ++chunk) {
       uint4* pieces = reinterpret_cast<uint4*>(tile + chunk * kSliceSm90 * 128);
       for (int piece = lane; piece < first * 8; piece += 32) pieces[piece] = zeros;
@@ -266,7 +254,8 @@ __device__ void Clear(char* tile, int chunks, int lines, int first, int last, in
   }
 }
 
-// wgrad: before and behind a segment lie others, and 0 * NaN is NaN, so both operands are cleared.
+// wgrad: this warp clears what lies before and behind a segment, which belongs to others. It clears
+// both operands, since 0 * NaN is NaN.
 template <typename Config>
 __device__ void ClearWarp(typename Config::SharedMemory& memory) {
   Place<Config::kStages> at, cleared;
@@ -304,8 +293,9 @@ __device__ void Scale(float (&sums)[kHalves][kSums], float scale) {
   }
 }
 
-// One of the two warpgroups that multiply. Inlined, whatever its size, as is the work on a tile:
-// ptxas serializes products of which a part is in another function (C7510).
+// One of the two warpgroups that multiply. It has to be inlined, whatever its size, and so has the
+// work on a tile. Where a part of the products is in another function, ptxas serializes them
+// (C7510).
 template <typename Config>
 __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                                   typename Config::SharedMemory& memory,
@@ -317,8 +307,8 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
   std::conditional_t<(Config::kLateChunks > 0), LateChunks<Config>, NoLateChunks> late;
   ForEachWork<Config>(memory, [&](const Work& work) __attribute__((always_inline)) {
     if (Config::kNeedsSlices && work.slices == 0) {
-      // The store warp waits for what is late, and is behind by no more works than there are
-      // places.
+      // The store warp waits for the late chunks, so they go first. It may lag by as many works as
+      // the ring has places, and no more.
       late.StageAll(memory, group, store);
       if constexpr (Config::kTransposed) return StoreZeroLines(gemm, work, 64 * group);
       return epilogue.StoreZeros(work, 64 * group);
@@ -329,7 +319,7 @@ __device__ __forceinline__ void MultiplyWarpgroup(const GemmSm90& gemm,
                                      [&] { late.TryStageFirst(memory, group, store); });
     late.StageAll(memory, group, store);
     if (!Config::kGates && 64 * group >= work.columns) return;
-    if constexpr (Config::kGates || Config::kLists) {
+    if constexpr (Config::kGates || Config::kOperandByList) {
       using T = typename Config::Element;
       StageTile<Config, T>(gemm, memory, work, group, store, sums, late);
     } else if constexpr (Config::kWide) {
@@ -375,16 +365,17 @@ template <typename Config>
 __device__ void InitGemm(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   for (uint64_t& cleared : memory.cleared) Init(&cleared, 32);
   constexpr int kGating = Config::kGates ? kGateWarps : 0;
-  constexpr int kGathering = Config::kLists ? 2 : 0;  // of them, the one that copies counts anyway
+  constexpr int kGathering =
+      Config::kOperandByList ? 2 : 0;  // of them, the one that copies counts anyway
   memory.stores.Init(Config::kGates ? kGateWarps : 1);
   InitRings<Config>(memory, 1 + 32 * kGathering,
                     1 + kGathering / 2 + (kGating > 0 ? kGating : gemm.wgrad + gemm.store_warp));
-  if (Config::kListed != Listed::kRowsL) Prefetch(&gemm.l_map);
-  if (Config::kListed != Listed::kLinesR) Prefetch(&gemm.r_map);
+  if (Config::kByList != ByList::kRowsOfL) Prefetch(&gemm.l_map);
+  if (Config::kByList != ByList::kLinesOfR) Prefetch(&gemm.r_map);
   if (gemm.stores_boxes) Prefetch(&gemm.out_map);
 }
 
-// Two of the four warps that feed: they neither schedule nor copy.
+// Two of the four warps that feed. They neither schedule nor copy.
 template <typename Config>
 __device__ __forceinline__ void OtherWarp(const GemmSm90& gemm,
                                           typename Config::SharedMemory& memory, int warp) {
@@ -412,7 +403,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 32) InitGemm<Config>(gemm, memory);
   if (warp == 3) PrefetchSizes(gemm);
   if constexpr (Config::kRaggedK) {
-    if (gemm.ranks) RankMatrices<Config>(gemm, memory.ranked);
+    if (gemm.order.ranks) RankMatrices<Config>(gemm, memory.ranked);
   }
   SyncRings<Config>();
   if (warp < 4) {
@@ -429,7 +420,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     TakeRegisters<Config::kMultiplyRegisters>();
     MultiplyWarpgroup<Config>(gemm, memory, warp / 4 - 1);
   }
-  // A block may be copied into, and its barriers arrived at, until the other has ended too.
+  // Until the other block ends, it may copy into this one and arrive at its barriers.
   if (Config::kCluster == 2) ClusterSync();
 }
 

@@ -53,8 +53,9 @@ __device__ inline void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
-// At the barrier in the same place of another block of the cluster. What came before has only been
-// read: with `.release.cluster` this would be a fence of all memory, and take half of the time.
+// Arrives at the barrier in the same place of another block of the cluster. The thread has only
+// read before, so this needs no `.release.cluster`. That would fence all memory, and take half of
+// the time.
 __device__ inline void ArriveAt(uint64_t* barrier, int block) {
   asm volatile(
       "{\n"
@@ -73,7 +74,8 @@ __device__ inline void ArriveExpecting(uint64_t* barrier, int bytes) {
       : "memory");
 }
 
-// 16 bytes to the same place of another block of the cluster, whose barrier there counts them.
+// Writes 16 bytes to the same place of another block of the cluster. The barrier of that block
+// counts them.
 __device__ inline void SendTo(int block, const void* place, uint64_t* barrier, float4 values) {
   asm volatile(
       "{\n"
@@ -103,8 +105,8 @@ __device__ inline void PrefetchToL2(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
 }
 
-// One box, into this block's shared memory, or (kMulticast) into the same place of every block of a
-// cluster of two.
+// Copies one box into this block's shared memory, or (kMulticast) into the same place of both
+// blocks of a cluster.
 template <bool kMulticast = false>
 __device__ inline void CopyBox(const CUtensorMap* map, uint64_t* barrier, void* to, int x, int y,
                                int z) {
@@ -132,7 +134,7 @@ __device__ inline void CopyBytes(const void* from, uint64_t* barrier, void* to, 
       : "memory");
 }
 
-// 16 bytes, past the L1 cache; or, of 0 bytes that are read, zeros.
+// Copies 16 bytes past the L1 cache, or writes zeros, where 0 bytes are to be read.
 __device__ inline void CopyPiece(const void* from, uint32_t to, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -150,8 +152,9 @@ __device__ inline void ArriveCopied(uint64_t* barrier) {
 // Waits until this thread's words and pieces are there.
 __device__ inline void WaitCopied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// One box from shared memory; what is outside the tensor is left out. `policy`: of L2, for the
-// lines written. One thread, which waits for the box to be read before it is written again.
+// One thread stores one box from shared memory, without what is outside the tensor. `policy`: of
+// L2, for the lines written. The thread waits until TMA has read the box before anybody writes to
+// it again.
 __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x, int y, int z,
                                 uint64_t policy) {
   asm volatile(
@@ -161,7 +164,8 @@ __device__ inline void StoreBox(const CUtensorMap* map, const void* from, int x,
       : "memory");
 }
 
-// The same of float32, added to what is there. Where that or the sum is subnormal, zero counts.
+// The same, but adds float32 to what is there. Subnormal values there, and subnormal sums, count as
+// zero.
 __device__ inline void AddBox(const CUtensorMap* map, const void* from, int x, int y, int z) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], "
@@ -179,7 +183,7 @@ __device__ inline void WaitStored() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Shared memory written by ordinary stores is read by tensor cores or copies next.
+// Ordinary stores have written to shared memory, and tensor cores or copies read it next.
 __device__ inline void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

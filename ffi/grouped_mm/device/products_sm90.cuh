@@ -6,6 +6,7 @@
 
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cutlass/numeric_types.h"
+#include "grouped_mm/device/policies_sm90.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
 
@@ -48,7 +49,7 @@ JGG_WARPGROUP_PRODUCT(240)
 JGG_WARPGROUP_PRODUCT(256)
 #undef JGG_WARPGROUP_PRODUCT
 
-// A value that is the same in all lanes, which the compiler cannot know.
+// Tells the compiler that all lanes have the same value, which it cannot know.
 template <typename T>
 __device__ T Uniform(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
@@ -63,8 +64,8 @@ struct Products {
   static constexpr bool kPartial = Config::kLKMajor;
   using Sums = float[kBlocks * kHalves][kRows / kHalves / 2];
 
-  // All k of a tile; `cut` where slices may be cleared first. Leaves the ring behind the tile.
-  // Returns the rows whose sums are in one half. `meanwhile` is called while a slice is multiplied.
+  // Multiplies all k of a tile, and leaves the ring behind it. `cut`: slices may be cleared first.
+  // Calls `meanwhile` while a slice is multiplied. Returns how many rows' sums one half has.
   template <typename Stage, typename Meanwhile = Nothing>
   __device__ static int MultiplyTile(Memory& memory, const Work& work, bool cut, int group,
                                      Stage& at, Stage& cleared, Sums& sums,
@@ -148,21 +149,21 @@ struct Products {
     // Bytes from one 16 k to the next.
     constexpr int kStepL = Config::kLKMajor ? 32 : 16 * 128;
     constexpr int kStepR = Config::kRKMajor ? 32 : 16 * 128;
-    // All that addresses are made of is the same in every lane, and said to be: descriptors are
-    // then made by the uniform datapath, not by a dozen instructions each.
+    // Every lane has the same addresses, and Uniform says so. The uniform datapath makes the
+    // descriptors then. Otherwise each takes a dozen instructions.
     const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
     const uint32_t r_first =
         TileDescriptor(Uniform(SharedAddress(memory.r) + group * 64 * 128), 64 * 128);
     const int slices = Uniform(work.slices), last = Uniform(work.last);
     const bool cut_last = cut && last < kSliceSm90, cut_first = cut && Uniform(work.first) > 0;
     Stage here{Uniform(at.index), Uniform(at.parity)};
-    // The last slice comes first; only the k that it has are multiplied.
+    // The last slice comes first. Only the k that it has are multiplied.
     const bool stepwise = Config::kNeedsSlices || last <= kSliceSm90 - 16;
     uint32_t l_tile, r_tile;
     auto begin = [&](int turn) {
       Wait(&memory.full[here.index], here.parity);
-      if constexpr (Config::kGathered || Config::kLists)
-        FenceAsyncProxy();  // see gathered_gemm_sm90.cuh
+      if constexpr (Config::kByList != ByList::kNothing)
+        FenceAsyncProxy();  // see rows_by_list_sm90.cuh
       if (turn == 0 ? cut_last || (cut_first && slices == 1) : cut_first && turn == 1) {
         Wait(&memory.cleared[cleared.index], cleared.parity);
         cleared.Next();
@@ -180,9 +181,9 @@ struct Products {
                               std::make_index_sequence<kN / 2>{});
       }
     };
-    // A slice is waited for before the next one begins, and its stage is released at once: the
-    // other warpgroup's products fill the gap, and what is copied next does not wait for what comes
-    // last.
+    // A warpgroup waits for a slice before it begins the next one, and releases the stage at once.
+    // The other warpgroup's products fill the gap. The next copy into this stage does not wait for
+    // later slices.
     auto end = [&] {
       WarpgroupWait<0>();
       Release<Config>(memory, here.index);

@@ -13,9 +13,9 @@ namespace jgg::device {
 
 constexpr int kMultiplyWarps = 8;
 
-// The lanes of a warp that say that it has read a stage or a tile of work: one, after __syncwarp,
-// which orders what the others have read. compute-sanitizer's racecheck seems not to follow that,
-// so for it each lane may say so itself (tests/lib/sanitize.py).
+// So many lanes of a warp say that it has read a stage or a tile of work. One is enough, after
+// __syncwarp, which orders the others' reads. compute-sanitizer's racecheck seems not to follow
+// that. So each lane may say it for itself there (tests/lib/sanitize.py).
 #ifdef JGG_EVERY_LANE_ARRIVES
 constexpr int kArrivingLanes = 32;
 #else
@@ -58,7 +58,7 @@ __device__ void InitRings(typename Config::SharedMemory& memory, int copiers, in
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// All threads that share the rings, or partial sums.
+// All threads that share the rings, or partial sums, meet here.
 template <typename Config>
 __device__ void SyncRings(int parts = 1) {
   if (Config::kCluster == 1 && (!Config::kSharesK || parts == 1)) {
@@ -91,9 +91,9 @@ __device__ void Release(typename Config::SharedMemory& memory, int index) {
   }
 }
 
-// 0, as the compiler does not know. An arrival does not wait for loads before it, which may take
-// longer than what then overwrites the place where others' loads from global memory are in front of
-// them. So its address has to need what they bring: some of each load's bits.
+// 0, which the compiler does not know. An arrival does not wait for the loads before it. Others'
+// loads from global memory may delay them, and whoever fills the place next may overwrite it first.
+// So the arrival's address depends on some bits of each load.
 __device__ inline int ZeroAfter(uint32_t bits) { return static_cast<int>(bits & (gridDim.z - 1)); }
 
 // Call f(work) for every tile in the ring of work, by a warp, or by one thread of it.
@@ -116,8 +116,8 @@ struct Nothing {
   __device__ void operator()(const Arguments&...) const {}
 };
 
-// Tiles that begin before this column share L with the other block of the cluster: each copies half
-// of it for both. Of others each copies its own.
+// Tiles that begin before this column share L with the other block of the cluster, and each block
+// copies half of it for both. Of other tiles each block copies its own L.
 template <typename Config>
 __device__ int SharedColumns(const GemmSm90& gemm) {
   if (Config::kCluster == 1) return 0;
@@ -126,8 +126,8 @@ __device__ int SharedColumns(const GemmSm90& gemm) {
              .SharedColumns();
 }
 
-// Fills the ring of work, a warp; add(work, place) puts there what else belongs to a tile, by all
-// its lanes, each of which then says so.
+// A warp fills the ring of work. All its lanes call add(work, place), which puts there what else
+// belongs to a tile. Each lane then says that it has.
 template <typename Config, typename Schedule, typename Function>
 __device__ void FillWorks(const GemmSm90& gemm, typename Config::SharedMemory& memory, int block,
                           Schedule& schedule, Function add) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void WithSchedule(const GemmSm90& gemm,
   if constexpr (Config::kRaggedK) {
     ranked = &memory.ranked;
     if constexpr (Config::kBalances) {
-      if (gemm.balances) {
+      if (gemm.order.balances) {
         BalancedSm90<kRows, kBlocks, kCluster> schedule(gemm, block, ranked->Orders());
         return f(schedule);
       }

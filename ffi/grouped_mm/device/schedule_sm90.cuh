@@ -1,10 +1,9 @@
-// From segments to tiles of work, by one warp of each thread block (or pair of blocks), once all
-// threads have ranked the matrices of a wgrad of few tiles.
+// One warp of each thread block (or pair of blocks) makes tiles of work of segments. Before that,
+// all threads rank the matrices of a wgrad of few tiles.
 //
-// The warp scans the metadata, a window of segments at a time, for the number of tiles that each
-// segment has, and takes every so many-th. Rows of the result between segments are tiles too: of
-// zeros. Nothing is prepared by another kernel, and a segment without rows costs its share of the
-// scan only.
+// The warp scans the metadata, a window of segments at a time, and counts the tiles of each
+// segment. It takes every so many-th tile. Rows of the result between segments make tiles of zeros.
+// No other kernel prepares anything, and a segment without rows costs its share of the scan only.
 #pragma once
 
 #include <cstdint>
@@ -37,19 +36,19 @@ struct Work {
            out_column | static_cast<uint32_t>(out) | static_cast<uint32_t>(out >> 32);
   }
 
-  // qmm: leave of the slices one of `parts` parts, which are equal, and a multiple of four, but for
-  // the last one. l_k says where it begins.
+  // qmm: keeps one of `parts` parts of the slices, and l_k says where it begins. Parts are equal
+  // and multiples of four, but for the last one.
   __device__ void TakePart(int part, int parts) {
     const int each = ((slices + 3) / 4 + parts - 1) / parts * 4, begin = min(part * each, slices);
     l_k = begin * kSliceSm90;
     slices = min(slices - begin, each);
   }
 
-  // The slices in turn. The last one comes first: it may have to be cleared behind its end, which
-  // then happens while the tile before is stored.
+  // The slice of a turn. The last slice comes first. It may have to be cleared behind its end, and
+  // that happens while the tile before is stored.
   __device__ int Slice(int turn) const { return turn == 0 ? slices - 1 : turn - 1; }
 
-  // Whether a slice has values of k from outside the segment, which are cleared.
+  // Whether a slice has values of k from outside the segment, which then are cleared.
   __device__ bool Cut(int slice) const {
     return (slice == 0 && first > 0) || (slice == slices - 1 && last < kSliceSm90);
   }
@@ -86,8 +85,8 @@ __device__ OrderOfTiles<kCluster, kStacked> OrderTiles(const GemmSm90& gemm) {
 template <int kRows>
 constexpr int kHalfRows = kRows % 128 == 0 ? kRows / 2 : kRows;
 
-// wgrad of few tiles: the matrices' segments, and the matrices in the order of their length, the
-// longest first.
+// wgrad of few tiles: the segments of matrices, and the matrices by their lengths, the longest
+// first.
 struct RankedMatrices {
   alignas(16) Segment segments[kMostRankedMatrices];
   uint8_t order[kMostRankedMatrices];
@@ -98,8 +97,8 @@ struct RankedMatrices {
 static_assert(2 * ClusterTurns<kMostBalancedClusters>::kMost * sizeof(int) <=
               sizeof(RankedMatrices::segments));
 
-// By all threads of a block, which then have to meet. A warp takes every so many-th matrix and
-// compares it with all others, of which each lane has a few.
+// All threads of a block rank the matrices, and then have to meet. Each warp takes some of the
+// matrices, and compares each with all others. Of those each lane has a few.
 template <typename Config>
 __device__ void RankMatrices(const GemmSm90& gemm, RankedMatrices& ranked) {
   constexpr int kPerLane = kMostRankedMatrices / 32;
@@ -200,7 +199,7 @@ class TilesSm90 {
                                 int length) const {
     const RowShares<kMost> shares{gemm_.m};
     const int row_tile = SetColumns(work, number, shares.Tiles());
-    // Along k, copies begin at multiples of 16 bytes.
+    // Copies begin at multiples of 16 bytes along k.
     if (length > 0) work.first = (gemm_.l_k_major ? x_start : gemm_.r_k_major ? y_start : 0) % 8;
     SetK(work, length + work.first);
     work.l_row = work.out_row = shares.FirstRow(row_tile);
@@ -217,8 +216,8 @@ class TilesSm90 {
   const int lane_, block_;
 };
 
-// mm: by one warp, as early as there is one. The first tile waits for sizes, and where there are
-// many, windows of them would wait for memory one after the other.
+// mm: one warp prefetches the sizes, as early as it runs. The first tile waits for sizes. Where
+// there are many, windows of them would wait for memory one after the other.
 __device__ inline void PrefetchSizes(const GemmSm90& gemm) {
   if (gemm.wgrad || gemm.metadata.kind != MetadataKind::kSizes) return;
   constexpr int kLine = 128 / sizeof(int32_t);
@@ -237,7 +236,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
 
  public:
   // `block` of the cluster. `parts` blocks have the same tiles. `ranked`: what RankMatrices made,
-  // if gemm.ranks.
+  // if gemm.order.ranks.
   __device__ ScheduleSm90(const GemmSm90& gemm, int block, int parts, const RankedMatrices* ranked)
       : Tiles(gemm, block), ranked_(ranked) {
     next_ = Divide(blockIdx.x / kCluster, parts);
@@ -247,9 +246,9 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
 
   // The whole warp; every lane gets the same tile. Without rows when there are no more.
   __device__ Work Next() {
-    if (kRaggedK && gemm_.ranks) return NextRanked();
+    if (kRaggedK && gemm_.order.ranks) return NextRanked();
     Work work{};
-    if (Wgrad() && gemm_.matrices) {
+    if (Wgrad() && gemm_.order.matrices) {
       const int weight = next_ / MatrixTiles();
       if (weight < gemm_.groups) {
         SetMatrix(work, next_ - weight * MatrixTiles(), weight,
@@ -261,7 +260,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     while (next_ >= window_tiles_) {
       if (!LoadWindow()) return work;
     }
-    // The last lane, then its last segment, that does not begin after this tile.
+    // Finds the last lane that does not begin after this tile, then the last such segment of that
+    // lane.
     const unsigned begun = __ballot_sync(kAll, first_ <= next_);
     const int owner = 31 - __clz(begun);
     int number = next_ - first_, which = 0;
@@ -314,7 +314,7 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
       if (gemm_.metadata.kind != MetadataKind::kSizes) {
         segment = ReadSegment(gemm_.metadata, gemm_.rows_x, gemm_.rows_y, gemm_.groups, index);
       }
-      // Where groups have few rows, nothing but a tile is waited for: no divisions then.
+      // Where groups have few rows, all warps wait for a tile. So nothing is divided then.
       constexpr int kLow = kStacked ? 0 : kRows;
       const int rows = length <= kLow ? length : TileRows(length);
       const int row_tile = SetColumns(work, number - zeros, length <= kLow ? 1 : RowTiles(length));
@@ -374,8 +374,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
            static_cast<uint32_t>(gemm_.groups);
   }
 
-  // mm: where the rows before each segment begin that are of none before it. Sizes of all groups,
-  // behind which alone there are such rows, do without.
+  // mm: finds where the gap before each segment begins, the rows of no segment. Sizes of all groups
+  // do not need this: they have such rows behind the last group only.
   __device__ void FindGaps(int begin) {
     auto later = [](int a, int b) { return max(a, b); };
     int end = 0, all;
@@ -396,8 +396,8 @@ class ScheduleSm90 : TilesSm90<kRows, kBlocks, kCluster, kRaggedK, kStacked> {
     }
   }
 
-  // Number the tiles of the next window of segments; false when there are no more segments. mm: one
-  // more, empty segment has the rows after the last one.
+  // Numbers the tiles of the next window of segments. Returns false when there are no more
+  // segments. mm: one more, empty segment has the rows after the last one.
   __device__ bool LoadWindow() {
     const bool partial = gemm_.metadata.offset != nullptr;
     const int total = Count() + (!Wgrad() ? 1 : partial ? gemm_.groups : 0);

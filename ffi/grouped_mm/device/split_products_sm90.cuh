@@ -37,8 +37,8 @@ struct SplitProducts {
   }
 
  private:
-  // Tensor cores cut their sums off where float32 arithmetic rounds them, so they add up one slice
-  // only, and in it the largest products last.
+  // Tensor cores cut their sums off where float32 arithmetic rounds them. So they add up one slice
+  // only, and in it the largest products come last.
   template <int kN, typename Stage>
   __device__ static void MultiplySlices(Memory& memory, const Work& work, bool cut, int group,
                                         Stage& at, Stage& cleared, float* totals) {

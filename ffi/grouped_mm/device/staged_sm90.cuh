@@ -1,5 +1,5 @@
-// Sums on their way through shared memory: from a warpgroup's registers to a chunk of rows of 64
-// columns, and from there to rows of the result.
+// Sums on their way through shared memory. They go from a warpgroup's registers to a chunk of rows
+// of 64 columns, and from there to rows of the result.
 //
 // A thread's sums are of 2 columns (8 apart) and 2 neighbouring rows of every 8.
 #pragma once
@@ -13,21 +13,21 @@
 
 namespace jgg::device {
 
-// kScattered: rows of the result, and of x, are lists.
-template <int kChunk_, bool kScattered = false>
+// kRowsByList: rows of the result and of x come by list.
+template <int kChunk_, bool kRowsByList = false>
 class StagedSm90 {
  public:
   static constexpr int kChunk = kChunk_;
 
   __device__ explicit StagedSm90(const GemmSm90& gemm) : gemm_(gemm) {}
 
-  // Scattered: where the rows of the next tile are in x and in the result, -1 for nowhere.
+  // kRowsByList: where the rows of the next tile are in x and in the result, -1 for nowhere.
   __device__ void SetRows(const int* x_rows, const int* y_rows) {
     x_rows_ = x_rows;
     y_rows_ = y_rows;
   }
 
-  // `blocks` times 8 rows of 64 columns, rounded to T, to where they are stored from: pieces of 16
+  // Rounds `blocks` times 8 rows of 64 columns to T, and writes them to `staged`. Pieces of 16
   // bytes are swizzled by the row.
   template <typename T>
   __device__ static void StageHalvesOf(const float* sums, char* staged, int blocks) {
@@ -35,13 +35,13 @@ class StagedSm90 {
                [&](int word) { return Pack<T>(sums[2 * word], sums[2 * word + 1]); });
   }
 
-  // The same of sums that are rounded, two a word.
+  // The same of sums that are rounded already, two a word.
   __device__ static void StageWords(const uint32_t* words, char* staged, int blocks) {
     StageFours(staged, blocks, [&](int word) { return words[word]; });
   }
 
-  // kRows rows of 32 floats, and of the next 32, times `scale`; pieces of 16 bytes are swizzled by
-  // the row.
+  // Writes kRows rows of 32 floats, and then of the next 32, times `scale`. Pieces of 16 bytes are
+  // swizzled by the row.
   template <int kRows>
   __device__ static void StageFloats(const float* sums, char* staged, int blocks,
                                      float scale = 1.0f) {
@@ -89,13 +89,13 @@ class StagedSm90 {
 
   // Row `row` of a tile, in elements from where its first begins.
   __device__ int64_t Line(int row, int64_t line) const {
-    if constexpr (kScattered) return y_rows_[row] * line;
+    if constexpr (kRowsByList) return y_rows_[row] * line;
     return row * line;
   }
 
-  // Rows of a list that are not stored, and those whose products are zeros.
-  __device__ bool Nowhere(int row) const { return kScattered && y_rows_[row] < 0; }
-  __device__ bool Missing(int row) const { return kScattered && x_rows_[row] < 0; }
+  // Which rows of a list are not stored, and which have products that are zeros.
+  __device__ bool Nowhere(int row) const { return kRowsByList && y_rows_[row] < 0; }
+  __device__ bool Missing(int row) const { return kRowsByList && x_rows_[row] < 0; }
 
   __device__ void StageHalves(const float* sums, char* staged, int blocks) const {
     if (gemm_.out_dtype == DType::kBF16) {
@@ -117,7 +117,7 @@ class StagedSm90 {
       const int row = first + 16 * i;
       if (row >= rows || Nowhere(begin + row)) continue;
       uint4 values = *reinterpret_cast<const uint4*>(staged + row * 128 + (piece ^ (row % 8)) * 16);
-      if constexpr (kScattered) {
+      if constexpr (kRowsByList) {
         if (Missing(begin + row)) values = make_uint4(0, 0, 0, 0);
       }
       if (gemm_.out_width == 8) {

@@ -1,7 +1,7 @@
-// Results that are only rounded leave through a warp of their own. Each warpgroup that multiplies
-// has a buffer in shared memory for a chunk of rows, or several: it fills them in turns, and that
+// A warp of its own stores results that are only rounded. Each warpgroup that multiplies has one or
+// several buffers in shared memory, each for a chunk of rows. It fills them in turns. The store
 // warp stores them by TMA, or adds them to what is there (wgrad, float32). So a warpgroup waits for
-// no store but that of the chunk that had its buffer, and its warps do not wait for each other.
+// one store only, of the chunk that had its buffer before. Its warps do not wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct StoreBarriers {
   }
 };
 
-// Where a warpgroup's chunk of sums begins in its tile: chunks go down a block of columns, then on
+// Where a warpgroup's chunk of sums begins in its tile. Chunks go down a block of columns, then on
 // to the next block.
 struct ChunkPlace {
   int row, column;
@@ -45,8 +45,7 @@ __device__ ChunkPlace PlaceOfChunk(int chunk, int group) {
           Config::kGates ? 64 * block : 128 * block + 64 * group};
 }
 
-// Rows of a tile whose sums are in the first of its halves; see
-// Products::MultiplyTile.
+// How many rows' sums the first of a tile's halves has: see Products::MultiplyTile.
 template <typename Config>
 __device__ int HalfRows(int rows) {
   return Config::kHalves == 1 || rows <= 128 ? rows : (rows + 15) / 16 * 8;
@@ -58,7 +57,7 @@ __device__ char* Buffer(typename Config::SharedMemory& memory, int group, int in
   return memory.staged[group] + index * kBytes;
 }
 
-// As EpilogueSm90::StageHalvesOf, but lines are columns of the tile: 64 of them for each 64 rows.
+// As EpilogueSm90::StageHalvesOf, but lines are columns of the tile, 64 for each 64 rows.
 template <int kChunk, typename Words>
 __device__ void StageColumns(char* staged, int blocks, Words words) {
   // Lane l names a line of matrix l / 8 of the warp's 16 columns x 16 rows.
@@ -73,7 +72,8 @@ __device__ void StageColumns(char* staged, int blocks, Words words) {
   }
 }
 
-// A chunk of a warpgroup's sums, as kTransposed says; see EpilogueSm90::StageHalvesOf.
+// Stages a chunk of a warpgroup's sums, by rows or, if kTransposed, by columns: see
+// EpilogueSm90::StageHalvesOf.
 template <typename Config, typename T, typename Epilogue>
 __device__ void StageRounded(const float* sums, char* staged, int blocks) {
   if constexpr (Config::kTransposed) {
@@ -84,7 +84,7 @@ __device__ void StageRounded(const float* sums, char* staged, int blocks) {
   }
 }
 
-// kTransposed: zeros of a matrix without a segment, of 64 columns from `column` on.
+// kTransposed: stores zeros for a matrix without a segment, to 64 columns from `column` on.
 __device__ inline void StoreZeroLines(const GemmSm90& gemm, const Work& work, int column) {
   const int thread = threadIdx.x % 128;
 #pragma unroll 1
@@ -98,8 +98,8 @@ __device__ inline void StoreZeroLines(const GemmSm90& gemm, const Work& work, in
   }
 }
 
-// Rows [first, first + rows) of a tile, 64 columns from `column` on, from a buffer (of float32 in
-// two calls, for 32 columns each). One warp; what TMA copies is under way afterwards.
+// One warp stores rows [first, first + rows) of a tile from a buffer, 64 columns from `column` on.
+// float32 takes two calls, for 32 columns each. TMA may still be copying when this returns.
 template <typename Config>
 __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* staged, int column,
                            int first, int rows) {
@@ -127,7 +127,7 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
                gemm.store_policy);
     }
   };
-  // wgrad: tiles end with a box, or where the matrix does, which TMA knows.
+  // wgrad: tiles end with a box, or where the matrix ends. TMA knows where that is.
   if (gemm.wgrad || rows == Config::kStoreChunk) {
     if (lane != 0) return;
 #pragma unroll
@@ -136,7 +136,8 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
     }
     return;
   }
-  // The last rows of a tile of mm, behind which are those of others: 8 at a time, then one by one.
+  // The last rows of a tile of mm leave 8 at a time, then one by one. Rows behind them belong to
+  // others.
   const int whole = rows / 8 * 8;
   if (lane == 0) {
     int row = 0;
@@ -145,8 +146,8 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
       row = kBox;
     }
     for (; row < whole; row += 8) {
-      StoreBox(&gemm.out_rest, staged + row * 128, out_column, work.out_row + first + row, 0,
-               gemm.store_policy);
+      StoreBox(&gemm.mm_maps.out_rest, staged + row * 128, out_column, work.out_row + first + row,
+               0, gemm.store_policy);
     }
   }
   const int piece = lane % 8;
@@ -158,7 +159,8 @@ __device__ void StoreChunk(const GemmSm90& gemm, const Work& work, const char* s
   }
 }
 
-// The warp that stores tiles of several blocks of columns, of which each warpgroup has a chunk.
+// The warp that stores tiles of several blocks of columns. Of each block, each warpgroup has a
+// chunk.
 template <typename Config>
 __device__ void StoreBlocksWarp(const GemmSm90& gemm, typename Config::SharedMemory& memory) {
   static_assert(Config::kStoreBuffers == 1);
@@ -203,7 +205,8 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
         if (64 * group >= work.columns) continue;
         Place<Config::kStoreBuffers>& at = places[group];
         uint64_t* empty = &memory.stores.empty[group][at.index];
-        // The only buffer, and no other warpgroup stores: nobody fills it before it is free.
+        // This is the only buffer, and no other warpgroup stores. Nobody fills it before it is
+        // free.
         if (before == empty) {
           if (threadIdx.x % 32 == 0) {
             WaitStored<0>();
@@ -238,7 +241,7 @@ __device__ void StoreWarp(const GemmSm90& gemm, typename Config::SharedMemory& m
   });
 }
 
-// A chunk of a warpgroup's tile, to that warp: stage(buffer).
+// A warpgroup hands a chunk of its tile to the store warp. stage(buffer) writes it.
 template <typename Config, typename Function>
 __device__ void StageChunk(typename Config::SharedMemory& memory, int group,
                            Place<Config::kStoreBuffers>& at, Function stage) {
@@ -250,14 +253,14 @@ __device__ void StageChunk(typename Config::SharedMemory& memory, int group,
   at.Next();
 }
 
-// The last chunks of a warpgroup's tile: a buffer for them is free only when an earlier chunk has
-// been stored. So they are rounded, if to two bytes, and the warpgroup keeps them until it
+// The last chunks of a warpgroup's tile. A buffer for them is free only when an earlier chunk has
+// been stored. So the warpgroup keeps them in registers, rounded if to two bytes, until it
 // multiplies the next tile.
 template <typename Config>
 class LateChunks {
  public:
-  // Keep one behind those that are kept, of which there are i. float32 sums are multiplied by
-  // `scale`, which also takes them out of the registers that tensor cores add to.
+  // Keeps one more chunk, behind i others. Multiplies float32 sums by `scale`, which also takes
+  // them out of the registers that tensor cores add to.
   template <typename T>
   __device__ void Keep(int i, const float* sums, float scale) {
     kept_ = i + 1;
@@ -271,7 +274,7 @@ class LateChunks {
     }
   }
 
-  // Stage the first, if there is one and a buffer is free.
+  // Stages the first chunk, if there is one and a buffer is free.
   __device__ void TryStageFirst(typename Config::SharedMemory& memory, int group,
                                 Place<Config::kStoreBuffers>& at) {
     if (kept_ > 0 && Over(&memory.stores.empty[group][at.index], at.parity ^ 1)) {
@@ -326,8 +329,8 @@ struct NoLateChunks {
   __device__ void StageAll(Memory&, int, Place&) {}
 };
 
-// A warpgroup's sums of a tile, to that warp, but for those that come late. float32 sums are
-// multiplied by `scale`.
+// A warpgroup hands its sums of a tile to the store warp, except for late chunks, which `late`
+// keeps. Multiplies float32 sums by `scale`.
 template <typename Config, typename T, int kSums, typename Late>
 __device__ void StageTile(const GemmSm90& gemm, typename Config::SharedMemory& memory,
                           const Work& work, int group, Place<Config::kStoreBuffers>& at,

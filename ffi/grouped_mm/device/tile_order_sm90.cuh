@@ -4,8 +4,8 @@
 
 namespace jgg::device {
 
-// Integer division, of non-negative numbers, takes 100 cycles or more, and mostly none is needed:
-// quotients are 0, or divisors 1. A kernel of few tiles waits for its first one.
+// Divides non-negative integers. A division takes 100 cycles or more, and mostly none is needed,
+// because the quotient is 0 or the divisor 1. A kernel of few tiles waits for its first one.
 __device__ inline int Divide(int number, int by) {
   if (number < by) return 0;
   return by == 1 ? number : static_cast<int>(static_cast<unsigned>(number) / by);
@@ -31,9 +31,9 @@ struct TileOrder {
     return rows * (columns / kCluster) + (columns % kCluster != 0 ? (rows + 1) / 2 : 0);
   }
 
-  // Tiles come in bands of 2^log_band rows: down a band, then on to the next columns, so that tiles
-  // that run at one time share both operands in L2. One row or two that are left make no band of
-  // their own, for which all columns would be read again.
+  // Tiles come in bands of 2^log_band rows: down a band, then on to the next columns. So tiles that
+  // run at one time share both operands in L2. One or two rows that are left make no band of their
+  // own, since it would read all columns again.
   __device__ TilePlace At(int number, int rows, int block, int log_band) const {
     const int across = columns / kCluster, shared = rows * across;
     if (kCluster > 1 && number >= shared) {
@@ -71,9 +71,9 @@ struct StackedOrder {
   }
 };
 
-// The rows of a matrix, shared out to tiles of at most kRows in units of which only the last may be
-// incomplete: where they do not fill all tiles, the last tiles have a unit less, in place of one
-// that has few rows.
+// Shares out the rows of a matrix to tiles of at most kRows, in units. Only the last unit may be
+// incomplete. Where the units do not fill all tiles, the last tiles have one less each. So no tile
+// has very few rows.
 template <int kRows>
 struct RowShares {
   static constexpr int kUnit = kRows < 64 ? kRows : 64, kUnits = kRows / kUnit;

@@ -5,10 +5,10 @@
 
 namespace jgg::device {
 
-// Who takes which tiles of matrices in order, the longest first. Clusters take turns, there and
-// back again: lengths may differ much, and so each gets about as much to do. But if very few
-// matrices are much longer than all others, their tiles have half as many rows, if those can be
-// halved, and clusters that begin with one of these tiles sit out the next rounds.
+// Who takes which tiles of matrices in order, the longest first. Lengths may differ much. Clusters
+// take turns there and back again, so that each gets about as much to do. It is different if very
+// few matrices are much longer than all others. Their tiles have half as many rows then, if those
+// can be halved. Clusters that begin with one of these tiles sit out the next rounds.
 struct RankedTurns {
   int matrices;  // those that are much longer
   int held;      // their tiles; at most half of the clusters have one
@@ -59,9 +59,10 @@ __device__ RankedTurns TakeTurns(Slices slices, int count, int tiles, int halves
 
 // Clusters that have had least to do take the tiles of a matrix first.
 //
-// By one warp of every cluster, each for itself. Clusters stay in the order of what they have had
-// to do until now. The first ones get one tile of a matrix more than the others, which merges them
-// with the others anew. A tile's time is a few thousand cycles, and this must take less.
+// One warp of every cluster computes this, each for itself. It keeps the clusters in the order of
+// what they have had to do until now. The first ones get one tile of a matrix more than the others,
+// and are then merged with the others anew. A tile takes a few thousand cycles, and this must take
+// less.
 template <int kMostClusters>
 class ClusterTurns {
  public:
@@ -119,8 +120,8 @@ class ClusterTurns {
 
  private:
   static constexpr int kPerLane = kMost / 32, kFirstStep = kMost > 128 ? 128 : 64;
-  // A value of an order: work, by which the first cluster of the order is ahead of none, times kId,
-  // plus the cluster. So no two are the same.
+  // A value of an order is work times kId, plus the cluster, so no two are the same. Work counts
+  // from that of the first cluster of the order.
   static constexpr int kId = 256, kMostWork = 1 << 21;
 
   int *from_, *to_;

@@ -23,13 +23,12 @@ constexpr int StagesThatFit(int bytes, int stage_bytes, int most) {
   return stages < most ? stages : most;
 }
 
-// The weights of a tile, and what most tiles have in common. Traits of a tile derive from this;
-// they say kRows and kMostStages, and what they have instead (../gemm_sm90.cuh).
+// The weights of a tile, and what most tiles have in common: of the policies
+// (grouped_mm/device/policies_sm90.cuh), all. Traits of a tile derive from this; they say kRows and
+// kMostStages, and what they have instead (../gemm_sm90.cuh).
 template <typename Weights_>
-struct QuantizedTraitsSm90 {
+struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
-  static constexpr int kBlocks = 1;       // of 128 columns
-  static constexpr int kCluster = 1;      // thread blocks that share x: 1 or 2
   static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
   static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
 };
@@ -37,21 +36,16 @@ struct QuantizedTraitsSm90 {
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
 // in block 1 the values that they let through.
 template <typename Traits>
-struct QuantizedGemmSm90Config {
+struct QuantizedGemmSm90Config : Traits {
   using Element = cutlass::bfloat16_t;
-  using Weights = typename Traits::Weights;
-  static constexpr int kRows = Traits::kRows, kBlocks = Traits::kBlocks;
+  using Traits::kRows, Traits::kBlocks, Traits::kMostStages, Traits::kBlocksPerSm, Traits::kWarps;
+  using typename Traits::Weights;
   static constexpr int kScheduledBlocks = kBlocks;
-  static constexpr bool kGates = false, kStacked = false, kTransposed = false;
-  static constexpr int kMostStages = Traits::kMostStages;
-  static constexpr int kCluster = Traits::kCluster, kBlocksPerSm = Traits::kBlocksPerSm;
-  static constexpr bool kWarps = Traits::kWarps;
   // One thread copies all of a stage, and of x no more than a half or a quarter of the tile's rows
   // where there are no more. The pieces of prepacked weights are too many for it where WGMMA
   // multiplies and an SM has no other.
   static constexpr bool kCopiesStages =
       kWarps || (kRows <= 64 && (kBlocksPerSm > 1 || Weights::kScaleBytes == 0));
-  static constexpr bool kRaggedK = false, kStoreWarp = false, kWide = false;
   // Whether stages may do with ScaleRange::kSmall: gated columns where the unit of sums stays the
   // same.
   static constexpr bool kHasSmall =
@@ -97,7 +91,9 @@ struct QuantizedGemmSm90Config {
     return rows <= kRows / 4 ? kRows / 4 : rows <= kRows / 2 ? kRows / 2 : kRows;
   }
   __device__ static const CUtensorMap* BoxMap(const GemmSm90& gemm, int rows) {
-    return rows <= kRows / 4 ? &gemm.l_rest[0] : rows <= kRows / 2 ? &gemm.l_rest[1] : &gemm.l_map;
+    return rows <= kRows / 4   ? &gemm.rest_maps.l[0]
+           : rows <= kRows / 2 ? &gemm.rest_maps.l[1]
+                               : &gemm.l_map;
   }
   // Slices of a stage of such a tile, and bytes of x in each.
   __host__ __device__ static constexpr int StageSlices(int rows) {
@@ -355,7 +351,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     memory.parts.Init();
     constexpr int kCopiers = Config::kCopiesStages ? 1 : 3;
     InitRings<Config>(memory, kCopiers, kCopiers);
-    Prefetch(Config::kCopiesStages ? &gemm.l_rest[0] : &gemm.l_map);
+    Prefetch(Config::kCopiesStages ? &gemm.rest_maps.l[0] : &gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
   if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);

@@ -1,16 +1,16 @@
-// The backward pass of a gated activation, in the registers of a product's sums d. A
-// tile's slices of k are followed, in the ring of stages, by its part of h, 64 rows a stage, which
-// TMA copies while the last slices are multiplied. A warpgroup reads its columns of gates and of
-// values from a stage, puts their cotangents where they were, and the scaled activation into a
-// buffer of its own; the warp that stores writes all three, and says that the stage is free.
+// The backward pass of a gated activation, in the registers that hold a product's sums d. In the
+// ring of stages, a tile's part of h follows its slices of k, 64 rows a stage. TMA copies it while
+// the last slices are multiplied. A warpgroup reads its columns of gates and of values from a
+// stage. It writes their cotangents in their place, and the scaled activation to a buffer of its
+// own. The warp that stores writes all three to memory, and frees the stage.
 #pragma once
 
 #include <cstdint>
 
 #include "cute/arch/copy_sm75.hpp"
+#include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/device/activation_derivative.cuh"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/listed_gemm_sm90.h"
 
 namespace jgg::device {
 
@@ -21,8 +21,9 @@ constexpr int kBackwardStages = Config::kBlocks * Config::kRows / kBackwardRows;
 
 // One thread: gates of both warpgroups, then values.
 template <typename Config>
-__device__ void CopyBackward(const ListedGemmSm90& listed, typename Config::SharedMemory& memory,
-                             const Work& work, int chunk, int stage) {
+__device__ void CopyBackward(const BackwardByListSm90& by_list,
+                             typename Config::SharedMemory& memory, const Work& work, int chunk,
+                             int stage) {
   uint64_t* full = &memory.full[stage];
   const ChunkPlace place = PlaceOfChunk<Config>(chunk, 0);
   const int groups = place.In(work) + PlaceOfChunk<Config>(chunk, 1).In(work);
@@ -30,13 +31,12 @@ __device__ void CopyBackward(const ListedGemmSm90& listed, typename Config::Shar
 #pragma unroll 1
   for (int i = 0; i < 2 * groups; ++i) {
     const int half = i / groups, group = i - half * groups;
-    CopyBox(&listed.backward.h_map, full, memory.r[stage][0] + (2 * half + group) * kBackwardBytes,
+    CopyBox(&by_list.backward.h_map, full, memory.r[stage][0] + (2 * half + group) * kBackwardBytes,
             work.out_column + place.column + 64 * group, work.out_row + place.row, half);
   }
 }
 
-// The sums of values over the 8 lanes that have the same lane % 4: lane l has those of value
-// l / 4 afterwards, in values[0].
+// Sums values over the 8 lanes that have the same lane % 4. Lane l returns the sum of value l / 4.
 __device__ inline float SumOverLanes(float (&values)[8]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -52,8 +52,8 @@ __device__ inline float SumOverLanes(float (&values)[8]) {
   return values[0];
 }
 
-// 64 rows of a warpgroup's 64 columns, of which a thread has 32 sums: see EpilogueSm90::AddBias for
-// which. gates and values are read, and become their cotangents.
+// 64 rows of a warpgroup's 64 columns. A thread has 32 of their sums: see EpilogueSm90::AddBias for
+// which. It reads gates and values, and writes their cotangents in their place.
 template <typename T, Activation kActivation>
 __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&scale)[2],
                                                char* gates, char* values, char* activated,
@@ -112,11 +112,11 @@ __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&
 // A warpgroup's sums of a tile.
 template <typename Config>
 __device__ __forceinline__ void StageBackward(
-    const ListedGemmSm90& listed, typename Config::SharedMemory& memory, const Work& work,
+    const BackwardByListSm90& by_list, typename Config::SharedMemory& memory, const Work& work,
     int group, Place<Config::kStages>& at, Place<Config::kStoreBuffers>& store,
     const float (&sums)[Config::kBlocks][Config::kRows / 2]) {
   using T = typename Config::Element;
-  const BackwardSm90& backward = listed.backward;
+  const BackwardSm90& backward = by_list.backward;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int chunk = 0; chunk < kBackwardStages<Config>; ++chunk) {
@@ -148,8 +148,8 @@ __device__ __forceinline__ void StageBackward(
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = first + lane / 4 * 8 + lane % 4 * 2 + e;
-        if (row < work.rows && 16 * part < listed.gemm.n) {
-          backward.row_sums[static_cast<int64_t>(part) * listed.gemm.rows_y + work.out_row + row] =
+        if (row < work.rows && 16 * part < by_list.gemm.n) {
+          backward.row_sums[static_cast<int64_t>(part) * by_list.gemm.rows_y + work.out_row + row] =
               row_sums[e];
         }
       }
@@ -160,8 +160,8 @@ __device__ __forceinline__ void StageBackward(
 
 // Rows of no segment: all results are zeros.
 template <typename Config>
-__device__ void ZeroBackward(const ListedGemmSm90& listed, const Work& work, int column) {
-  const GemmSm90& gemm = listed.gemm;
+__device__ void ZeroBackward(const BackwardByListSm90& by_list, const Work& work, int column) {
+  const GemmSm90& gemm = by_list.gemm;
   const int thread = threadIdx.x % 128, piece = column + thread % 8 * 8;
   const auto zero = [](void* data, int64_t element) {
     *reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + element) = make_uint4(0, 0, 0, 0);
@@ -170,21 +170,21 @@ __device__ void ZeroBackward(const ListedGemmSm90& listed, const Work& work, int
   for (int row = thread / 8; row < work.rows && piece < work.columns; row += 16) {
     const int64_t at = work.out_row + row, to = work.out_column + piece;
     zero(gemm.out, at * gemm.out_line + to);
-    zero(listed.backward.dh, at * 2 * gemm.n + to);
-    zero(listed.backward.dh, at * 2 * gemm.n + gemm.n + to);
+    zero(by_list.backward.dh, at * 2 * gemm.n + to);
+    zero(by_list.backward.dh, at * 2 * gemm.n + gemm.n + to);
   }
 #pragma unroll 1
   for (int row = thread / 4; row < work.rows; row += 32) {
     const int part = (work.out_column + column) / 16 + thread % 4;
     if (column < work.columns && 16 * part < gemm.n) {
-      listed.backward.row_sums[static_cast<int64_t>(part) * gemm.rows_y + work.out_row + row] = 0;
+      by_list.backward.row_sums[static_cast<int64_t>(part) * gemm.rows_y + work.out_row + row] = 0;
     }
   }
 }
 
 // One of the two warpgroups that multiply.
 template <typename Config>
-__device__ __forceinline__ void MultiplyBackwardWarpgroup(const ListedGemmSm90& listed,
+__device__ __forceinline__ void MultiplyBackwardWarpgroup(const BackwardByListSm90& by_list,
                                                           typename Config::SharedMemory& memory,
                                                           int group) {
   Place<Config::kStages> at, cleared;
@@ -193,17 +193,17 @@ __device__ __forceinline__ void MultiplyBackwardWarpgroup(const ListedGemmSm90& 
     if (work.slices == 0) {
 #pragma unroll 1
       for (int block = 0; block < Config::kBlocks; ++block) {
-        ZeroBackward<Config>(listed, work, 128 * block + 64 * group);
+        ZeroBackward<Config>(by_list, work, 128 * block + 64 * group);
       }
       return;
     }
     typename Products<Config>::Sums sums;
     Products<Config>::MultiplyTile(memory, work, false, group, at, cleared, sums);
-    StageBackward<Config>(listed, memory, work, group, at, store, sums);
+    StageBackward<Config>(by_list, memory, work, group, at, store, sums);
   });
 }
 
-// `rows` rows of 64 columns, from shared memory; rows behind them belong to others. One warp.
+// One warp stores `rows` rows of 64 columns from shared memory. Rows behind them belong to others.
 __device__ inline void StoreRows(const CUtensorMap* map, const CUtensorMap* rest, void* data,
                                  int64_t element, int64_t line, const char* staged, int column,
                                  int row, int half, int rows, int columns) {
@@ -225,12 +225,12 @@ __device__ inline void StoreRows(const CUtensorMap* map, const CUtensorMap* rest
   }
 }
 
-// The warp that stores. What a warpgroup has written is read by TMA before the stage is free.
+// The warp that stores. TMA reads what a warpgroup has written before the stage is free.
 template <typename Config>
-__device__ void StoreBackwardWarp(const ListedGemmSm90& listed,
+__device__ void StoreBackwardWarp(const BackwardByListSm90& by_list,
                                   typename Config::SharedMemory& memory) {
-  const GemmSm90& gemm = listed.gemm;
-  const BackwardSm90& backward = listed.backward;
+  const GemmSm90& gemm = by_list.gemm;
+  const BackwardSm90& backward = by_list.backward;
   const int lane = threadIdx.x % 32;
   Place<Config::kStages> at;
   Place<Config::kStoreBuffers> places[2];
@@ -264,7 +264,7 @@ __device__ void StoreBackwardWarp(const ListedGemmSm90& listed,
                     static_cast<int64_t>(row) * 2 * gemm.n + half * gemm.n + column, 2 * gemm.n,
                     gates + 2 * half * kBackwardBytes, column, row, half, rows, columns);
         }
-        StoreRows(&gemm.out_map, &gemm.out_rest, gemm.out,
+        StoreRows(&gemm.out_map, &gemm.mm_maps.out_rest, gemm.out,
                   static_cast<int64_t>(row) * gemm.out_line + column, gemm.out_line,
                   Buffer<Config>(memory, group, place.index), column, row, 0, rows, columns);
         if (lane == 0) {

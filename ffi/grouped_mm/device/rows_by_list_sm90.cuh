@@ -3,45 +3,45 @@
 //   warps 2 and 3 gather L, in pieces of 16 bytes, into the chunks that TMA would have filled
 // and the warpgroups store each row where it belongs.
 //
-// The pieces are written by `cp.async`, through the generic proxy, and read by WGMMA, through the
-// async proxy. What makes them visible: when a thread's pieces have been written, and not before,
-// it arrives at the stage's "full" barrier (`cp.async.mbarrier.arrive.noinc`); a thread that has
-// waited there comes after all of them; its proxy fence (Products::MultiplySlices) then orders them
+// `cp.async` writes the pieces through the generic proxy, and WGMMA reads them through the async
+// proxy. They become visible in three steps. A thread arrives at the stage's "full" barrier when
+// its pieces have been written, and not before (`cp.async.mbarrier.arrive.noinc`). A thread that
+// has waited there comes after all pieces. Its proxy fence (Products::MultiplySlices) orders them
 // before the products that it begins. The fence has to lie between the completed write and the
-// read, so in the thread that reads: one that gathers would have to wait for its pieces before it
-// fences, and hold up those after them. The other way round needs no fence: products whose end was
-// waited for have read the stage.
+// read, so the thread that reads has it. A thread that gathers would have to wait for its pieces
+// before it fences, and would hold up the next ones. The other way round needs no fence, because a
+// warpgroup has waited for its products before a stage is free.
 #pragma once
 
 #include <cstdint>
 
+#include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
-#include "grouped_mm/gathered_gemm_sm90.h"
 
 namespace jgg::device {
 
 constexpr int kGatherWarps = 2;
 
-// Rows by list, or t itself without one.
+// The row that the list names for t, -1 for none. Without a list, t itself.
 __device__ inline int RowAt(const RowList& rows, int t) {
   if (rows.list == nullptr) return t;
   const int row = rows.list[t];
   return row >= 0 && row < rows.count ? row : -1;
 }
 
-// By the scheduling warp: where the rows of a tile are. Behind the last, up to a multiple of 32,
-// none.
+// The scheduling warp writes down where the rows of a tile are. Behind the last, up to a multiple
+// of 32, there are none.
 template <int kRows>
-__device__ void FillRows(const GatheredGemmSm90& gathered, const Work& work, TileRows<kRows>& to) {
+__device__ void FillRows(const RowsByListSm90& by_list, const Work& work, TileRows<kRows>& to) {
 #pragma unroll 4
   for (int i = threadIdx.x % 32; i < (work.rows + 31) / 32 * 32; i += 32) {
     const bool real = i < work.rows;
-    to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(gathered.x_list, work.l_row + i);
-    to.y[i] = real ? RowAt(gathered.y_list, work.out_row + i) : -1;
+    to.x[i] = !real ? -1 : work.weight < 0 ? 0 : RowAt(by_list.x_list, work.l_row + i);
+    to.y[i] = real ? RowAt(by_list.y_list, work.out_row + i) : -1;
   }
 }
 
-// As ForEachWork: calls f(work, rows), and keeps both in the ring until it has returned.
+// As ForEachWork, but calls f(work, rows), and keeps both in the ring until f has returned.
 template <typename Config, typename Function>
 __device__ void ForEachRows(typename Config::SharedMemory& memory, Function f) {
   Place<Config::kWorks> at;
@@ -56,23 +56,23 @@ __device__ void ForEachRows(typename Config::SharedMemory& memory, Function f) {
   }
 }
 
-// One of kGatherWarps. A row's slice is 8 pieces, for as many lanes, so a warp copies 4 rows at a
-// time. What is not there, behind K or in no row, is zeros. Chunks behind the tile's last row are
-// multiplied as they are: rows do not mix.
+// One of kGatherWarps. A row's slice is 8 pieces, and a lane copies one, so a warp copies 4 rows at
+// a time. Pieces behind K, and of rows that are none, become zeros. Chunks behind the tile's last
+// row are multiplied as they are, because rows do not mix.
 template <typename Config>
-__device__ void GatherWarp(const GatheredGemmSm90& gathered, typename Config::SharedMemory& memory,
+__device__ void GatherWarp(const RowsByListSm90& by_list, typename Config::SharedMemory& memory,
                            int warp) {
   static_assert(kGatherWarps == 2 && Config::kRows % 32 == 0);
   const int lane = threadIdx.x % 32;
   const int piece = lane % 8, first = warp * 4 + lane / 8;  // of every 8 rows
-  const int k_end = gathered.gemm.k;
+  const int k_end = by_list.gemm.k;
   const uint32_t line = 2u * k_end;  // bytes: two for each of up to 2^31 k
   Place<Config::kStages> at;
   ForEachRows<Config>(memory, [&](const Work& work, const TileRows<Config::kRows>& rows) {
 #pragma unroll 1
     for (int turn = 0; turn < work.slices; ++turn) {
       const int k = work.Slice(turn) * kSliceSm90 + piece * 8;
-      const char* from = static_cast<const char*>(gathered.x) + 2 * static_cast<int64_t>(k);
+      const char* from = static_cast<const char*>(by_list.x) + 2 * static_cast<int64_t>(k);
       char* to = memory.l[at.index][0] + first * 128 + (piece ^ first) * 16;  // swizzled by the row
       Wait(&memory.empty[at.index], at.parity ^ 1);
 #pragma unroll 1
@@ -115,10 +115,10 @@ __device__ void MultiplyRowsWarpgroup(const GemmSm90& gemm, typename Config::Sha
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    GatheredGemmSm90Kernel(const __grid_constant__ GatheredGemmSm90 gathered) {
+    RowsByListSm90Kernel(const __grid_constant__ RowsByListSm90 by_list) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
-  const GemmSm90& gemm = gathered.gemm;
+  const GemmSm90& gemm = by_list.gemm;
   if (threadIdx.x == 0) {
     InitRings<Config>(memory, 1 + 32 * kGatherWarps, 1 + kGatherWarps, 32);
     Prefetch(&gemm.r_map);
@@ -130,13 +130,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     GiveRegisters<Config::kFeedRegisters>();
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, 0, [&](const Work& work, int place) {
-        FillRows(gathered, work, memory.rows[place]);
+        FillRows(by_list, work, memory.rows[place]);
       });
     } else if (warp == 1) {
       if (threadIdx.x % 32 == 0) CopyThread<Config>(gemm, memory, 0);
       __syncwarp();
     } else {
-      GatherWarp<Config>(gathered, memory, warp - 2);
+      GatherWarp<Config>(by_list, memory, warp - 2);
     }
   } else {
     TakeRegisters<Config::kMultiplyRegisters>();
