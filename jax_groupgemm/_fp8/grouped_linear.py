@@ -291,7 +291,7 @@ class LinearProducts(Products):
         return None, self._along_t(x, group_sizes, None)
 
     def both(self, dy, group_sizes, keys):
-        # At random the instructions count, which are as many of one read as of two.
+        # Stochastic rounding is bound by instructions, so reading dy once saves nothing.
         if any(key is not None for key in keys) or self.recipe.gradient_format != "e4m3":
             return None, None
         if not self._reads_once(self.recipe.dgrad):

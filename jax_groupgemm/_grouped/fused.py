@@ -327,7 +327,8 @@ def inverse(permutation) -> jax.Array:
     if permutation.size > choose.COMPARE_UP_TO:
         return jnp.argsort(permutation)
     i = lax.iota(jnp.int32, permutation.size)
-    # A product, which JAX maps over an axis of a mesh, and not a selection of what is of none.
+    # Under a vmap over a mesh axis, JAX cannot select from an array that has no mesh. It can
+    # multiply one.
     here = (permutation[None] == i[:, None]).astype(jnp.int32)
     return (here * i[None]).sum(1, dtype=jnp.int32)
 

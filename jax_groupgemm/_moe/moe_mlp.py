@@ -209,7 +209,8 @@ def _one_device(layer: Layer, dtype, max_rows, operands: dict[str, Any], axis, t
     tokens, k = math.prod(index.shape[:-1]), index.shape[-1]
     experts_here = jax.tree.leaves(operands["down"])[0].shape[0]
     come = expert_parallel.arrive(index.reshape(tokens, k), offset, experts_here, axis, max_rows)
-    # Whatever is made of them: sums over devices are then of their gradients, not of R rows.
+    # Operands vary over the mesh before anything is made of them. So JAX sums gradients of operands
+    # over devices, and not gradients of R rows.
     names = ("x", "expert_weight", "up", "down", "up_bias", "down_bias")
     floats, tree = jax.tree.flatten({name: operands[name] for name in names})
     operands = operands | tree.unflatten(vary_alike(*floats, come.index)[:-1])

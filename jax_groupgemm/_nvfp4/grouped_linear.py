@@ -157,8 +157,8 @@ def _blocks(a, *sizes: int):
     return _padded(a, pad=tuple(pad)) if any(high for _, high in pad) else a
 
 
-# Programs of their own: where a gradient is taken nothing else is one, and JAX brings the zero of a
-# padding or of an array of one number that runs alone to the device.
+# Each is a program of its own. Outside of ``jit`` JAX would run a gradient's operations one by one,
+# and bring the zero of a padding to the device.
 _wgrad = jax.jit(grouped_wgrad, static_argnames="dtype", inline=INLINE)
 
 

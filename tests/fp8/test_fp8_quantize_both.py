@@ -169,7 +169,7 @@ def test_weights_that_are_given():
 
 
 def test_a_transpose_of_what_is_kept_costs_nothing(rng):
-    """The product exchanges axes of codes that were exchanged: XLA leaves both away."""
+    """The product transposes codes that were transposed before: XLA removes both."""
     turned = in_two_steps(jnp.asarray(oracle.random(rng, (2, 256, 128))))[1]
 
     def read(turned):
