@@ -1,6 +1,6 @@
 // quantize: w (..., K), in groups along K, to codes, scales and biases, as
-// jax_groupgemm/_quantized/in_groups.py defines them; dequantize: these to values; prepack: these to
-// another layout, as jax_groupgemm/_quantized/prepack.py defines it.
+// jax_groupgemm/_quantized/in_groups.py defines them; dequantize: these to values; prepack: these
+// to another layout, as jax_groupgemm/_quantized/prepack.py defines it.
 #pragma once
 
 #include <cstdint>
