@@ -91,7 +91,7 @@ def shown(model: Model, devices: int, slack: float | None) -> str:
 
 
 def table() -> str:
-    """Of the worst case: in proportion to the number of devices."""
+    """The memory of the worst case, which is proportional to the number of devices, as Markdown."""
     lines = [["model", *map(str, DEVICES)], ["---", *["--:"] * len(DEVICES)]]
     for model in MODELS:
         fits = [shown(model, n, None) if n <= model.experts else "" for n in DEVICES]

@@ -26,7 +26,7 @@ def rows(paths) -> list[dict]:
 
 
 def case(run: dict, row: dict) -> str:
-    """What a row measures; equal for two rows of the same case."""
+    """The case that a row measures. Two rows of one case have equal strings."""
     names = (
         "op", "case", "model", "format", "batch", "part", "shape", "direction", "arm", "devices",
         "tokens", "way",

@@ -198,7 +198,7 @@ __device__ uint32_t AnySign(const Eight<kOf>& x) {
                                LargerMagnitude2<kOf>(x.words[2], x.words[3]));
 }
 
-// Of a pair of lanes, the even one gets one row's values, and the odd one the other's.
+// Two lanes exchange values. The even lane then has those of one row, the odd lane the other's.
 template <typename T, typename Function>
 __device__ T OfPair(T even, T odd, bool is_odd, Function function) {
   const T give = is_odd ? even : odd;

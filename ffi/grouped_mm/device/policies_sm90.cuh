@@ -8,7 +8,7 @@
 
 namespace jgg::device {
 
-// What comes by list. Warps gather it, since TMA copies boxes, not rows that lie anywhere.
+// The operand that comes by list. Warps gather it: TMA copies boxes, and its rows are scattered.
 enum class ByList {
   kNothing,
   kRowsOfBoth,  // mm: rows of L and of the result; rows_by_list_sm90.cuh
@@ -25,7 +25,7 @@ struct LoaderSm90 {
   static constexpr ByList kByList = ByList::kNothing;
 };
 
-// What is multiplied. A kernel's products also have kRows, the rows of a tile.
+// How operands are multiplied. A kernel's products also have kRows, the rows of a tile.
 struct ProductsSm90 {
   static constexpr int kBlocks = 1;          // of 128 columns
   static constexpr int kPlanes = 1;          // of each operand; more than one are of float32

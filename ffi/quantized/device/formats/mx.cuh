@@ -1,4 +1,4 @@
-// What mxfp4.cuh and mxfp8.cuh have in common.
+// Decoding that mxfp4.cuh and mxfp8.cuh share.
 #pragma once
 
 #include <cstdint>
