@@ -15,13 +15,13 @@ from jax.interpreters import ad
 from .._core import check, partition
 from .._quantized import packed_codes, padding
 from .._quantized.array import Quantized
-from .._quantized.format import PRODUCTS, Format
+from .._quantized.format import PRODUCTS, PackedFormat
 from .._quantized.layouts import Layout, register_of_mode
 from .._quantized.reference import Parts
 from . import blocks, conversion_calls, convert, prepack
 
 
-class Fp8(Format):
+class Fp8(PackedFormat):
     name, bits, scales = "fp8", (8,), ("float32",)
     takes_block = True
     rounds_to_x = False  # else scales would have to be rounded

@@ -15,10 +15,10 @@ from .._core.float_bits import i32, u32
 from . import packed_codes
 from .array import Quantized
 from .format import FLOATS, PRODUCTS
-from .in_groups import CONVERSIONS, InGroups, divide
+from .in_groups import CONVERSIONS, PackedInGroups, divide
 
 
-class Affine(InGroups):
+class Affine(PackedInGroups):
     name, bits, group_sizes = "affine", (4, 2, 3, 5, 6, 8), (64, 32, 128)
     scales, has_biases = FLOATS, True
     calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}

@@ -109,7 +109,7 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     *lead, n, words = weight.shape
     rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
-    scale_tiles, scale_words = format.FORMATS[mode].packed_scales(group_size, k_tiles)
+    scale_tiles, scale_words = format.packed_of(mode).packed_scales(group_size, k_tiles)
     results = [
         jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
         for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))

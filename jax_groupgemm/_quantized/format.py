@@ -45,8 +45,6 @@ class Format(abc.ABC):
       rounds_to_x: whether a product rounds the weight to the dtype of x. Otherwise x is widened to
         float32.
       calls: the custom calls that take it. A format without any runs as an XLA program.
-      has_packed_layout: whether layout "sm90" exists.
-      rows_per_word: rows whose scales share a word of it.
     """
 
     name: str
@@ -58,8 +56,6 @@ class Format(abc.ABC):
     takes_block = False
     rounds_to_x = True
     calls: frozenset[str] = frozenset()
-    has_packed_layout = True
-    rows_per_word = 1
 
     # ---- an array in this format
 
@@ -126,27 +122,48 @@ class Format(abc.ABC):
         """``q`` in blocks that no part of an axis cuts, nor halves of the axis ``halves``."""
         return q
 
-    # ---- layout "sm90", where it exists: tiles of 64 x 64, see ``prepack``
-
-    def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
-        """The last two axes of the scales: tiles along K that share words, and words."""
-        raise NotImplementedError
-
-    def codes_per_word(self, group_size: int) -> int:
-        """Codes of a row that share a scale there."""
-        return group_size
-
-    def unpackable(self, q: Quantized, tile: int) -> str | None:
-        """Why there is no such layout of ``q (..., N, K)``."""
-        if not self.has_packed_layout:
-            return f"mode {self.name!r} has none"
-        if any(size % tile for size in q.shape[-2:]):
-            return f"its shape is {q.shape}, in which N and K are not multiples of {tile}"
-        return None
+    # ---- layout "sm90"
 
     def with_scales_of(self, q: Quantized, dtype) -> Quantized:
         """``q`` with scales rounded to ``dtype``, where they are floats that may be rounded."""
         return q
+
+    def unpackable(self, q: Quantized, tile: int) -> str | None:
+        """Why there is no layout "sm90" of ``q (..., N, K)``, of tiles of ``tile`` rows and k."""
+        return f"mode {self.name!r} has none"
+
+    # ---- what kernels are told
+
+    def attribute_group_size(self, group_size: int) -> int:
+        """``group_size`` as handlers take it."""
+        return group_size
+
+    def has_bfloat16_scales(self, dtype) -> bool:
+        """Whether bfloat16 holds scales of this dtype exactly."""
+        return not jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.bfloat16
+
+
+class PackedFormat(Format):
+    """A format that layout "sm90" exists for: tiles of 64 x 64, see ``prepack``.
+
+    Attributes:
+      rows_per_word: rows whose scales share a word of it.
+    """
+
+    rows_per_word = 1
+
+    def unpackable(self, q: Quantized, tile: int) -> str | None:
+        if any(size % tile for size in q.shape[-2:]):
+            return f"its shape is {q.shape}, in which N and K are not multiples of {tile}"
+        return None
+
+    @abc.abstractmethod
+    def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
+        """The last two axes of the scales: tiles along K that share words, and words."""
+
+    def codes_per_word(self, group_size: int) -> int:
+        """Codes of a row that share a scale there."""
+        return group_size
 
     def by_rows(self, q: Quantized) -> Quantized:
         """``q``, in layout "linear", with the scales of each row that the layout has."""
@@ -160,38 +177,28 @@ class Format(abc.ABC):
         """``q`` as :meth:`prepack_call` and the definition take it."""
         return q
 
+    @abc.abstractmethod
     def prepack_call(
         self, weight, scales, biases, *, block=None, metadata=None, rows=0, **static
     ) -> tuple[jax.Array, ...]:
         """The custom call that makes the leaves. With ``metadata``, of ``rows`` that are multiplied
         by them, matrices without rows may hold anything."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def codes_and_words(self, q: Quantized) -> tuple[jax.Array, jax.Array]:
         """uint32 ``(..., N, K)``, and the words of each row's scales."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def of_codes_and_words(self, w: Quantized, code, words, reshape) -> Quantized:
         """The inverse, in layout "linear"; ``w`` has the static fields."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def interleave(self, codes, bits: int) -> jax.Array:
         """(..., 16 pairs, 2) codes as (..., bits) words."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def separate(self, words, bits: int) -> jax.Array:
         """The inverse."""
-        raise NotImplementedError
-
-    # ---- what kernels are told
-
-    def attribute_group_size(self, group_size: int) -> int:
-        """``group_size`` as handlers take it."""
-        return group_size
-
-    def has_bfloat16_scales(self, dtype) -> bool:
-        """Whether bfloat16 holds scales of this dtype exactly."""
-        return not jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.bfloat16
 
 
 def register(kind: Format) -> None:
@@ -201,3 +208,11 @@ def register(kind: Format) -> None:
 def of(q) -> Format:
     """The format of a ``Quantized``."""
     return FORMATS[q.mode]
+
+
+def packed_of(mode: str) -> PackedFormat:
+    """The format of a mode. Raises ValueError where it has no layout "sm90"."""
+    kind = FORMATS[mode]
+    if not isinstance(kind, PackedFormat):
+        raise ValueError(f"jgg: layout 'sm90' does not exist in mode {mode!r}")
+    return kind

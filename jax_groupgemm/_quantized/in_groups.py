@@ -27,7 +27,7 @@ from .._core.float_bits import u32
 from .._kernels import problems
 from . import call, codes
 from .array import Quantized
-from .format import FORMATS, Format
+from .format import FORMATS, Format, PackedFormat
 from .reference import Parts
 
 CONVERSIONS = frozenset({"jgg_quantize", "jgg_dequantize"})
@@ -94,6 +94,10 @@ class InGroups(Format):
                 grads["biases"] = in_groups.sum((-2, -1)).astype(q.biases.aval.dtype)
         return grads
 
+
+class PackedInGroups(InGroups, PackedFormat):
+    """The same with layout "sm90"; :meth:`packed` and :meth:`of_codes_and_words` define it."""
+
     def prepack_call(
         self, weight, scales, biases, *, block=None, metadata=None, rows=0, **static
     ) -> tuple[jax.Array, ...]:
@@ -107,9 +111,9 @@ class InGroups(Format):
         weight = codes.pack(code, w.bits)
         return dataclasses.replace(w, weight=weight, scales=scales, biases=biases, layout="linear")
 
+    @abc.abstractmethod
     def packed(self, code, q: Quantized) -> tuple[jax.Array, jax.Array]:
         """Codes ``(..., groups, chunks, count)`` as kernels take them, and the scales' words."""
-        raise NotImplementedError
 
     def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
         return k_tiles, 64

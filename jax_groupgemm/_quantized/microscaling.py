@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from .._core import float_bits as fb
 from .._core.float_bits import i32, u32
-from .in_groups import InGroups
+from .in_groups import PackedInGroups
 
 
-class Microscaling(InGroups):
+class Microscaling(PackedInGroups):
     """``scale = 2**ceil(log2(amax / largest))``, ``q = round(w / scale)``.
 
     Attributes:

@@ -10,10 +10,10 @@ from .._core.float_bits import u32
 from . import codes, packed_codes
 from .array import Quantized
 from .format import PRODUCTS
-from .in_groups import CONVERSIONS, InGroups
+from .in_groups import CONVERSIONS, PackedInGroups
 
 
-class Nvfp4(InGroups):
+class Nvfp4(PackedInGroups):
     name, bits, group_sizes = "nvfp4", (4,), (16,)
     takes_global_scale = True
     calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}

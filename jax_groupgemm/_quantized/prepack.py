@@ -104,7 +104,7 @@ def prepack(
             "w may have any leading axes."
         )
     spec, block, group_size = _spec(w), w.block, w.group_size
-    w = kind.by_rows(w)
+    w = format.packed_of(w.mode).by_rows(w)
     for name, axis, unit in (("N", -2, _TILE), ("K", -1, max(_TILE, w.group_size))):
         axes, parts = _axes(w, axis)
         if w.shape[axis] % (parts * unit):
@@ -118,7 +118,7 @@ def prepack(
 
 
 def _packed(w: Quantized, pack) -> Quantized:
-    q = format.of(w).prepack_operand(w)
+    q = format.packed_of(w.mode).prepack_operand(w)
     weight, scales = pack(
         q.weight, q.scales, q.biases, mode=q.mode, bits=q.bits, group_size=q.group_size,
         block=q.block,
@@ -145,7 +145,7 @@ def _unpackable(w: Quantized) -> str | None:
 def unpacked(w: Quantized) -> Quantized:
     """``w`` in layout "linear". Where it is explicitly sharded, each device unpacks its tiles."""
     q = by_rows(w)
-    return q if w is q else format.of(w).in_blocks_of(q, w)
+    return q if w is q else format.packed_of(w.mode).in_blocks_of(q, w)
 
 
 def by_rows(w: Quantized) -> Quantized:
@@ -156,7 +156,7 @@ def by_rows(w: Quantized) -> Quantized:
     mesh = partition.explicit_mesh((w.weight, w.scales))
     if mesh is None or partition.maps_explicit_axes():
         return _unpack(w, mapped=mesh is not None)
-    spec, group = _spec(w), format.of(w).codes_per_word(w.group_size)
+    spec, group = _spec(w), format.packed_of(w.mode).codes_per_word(w.group_size)
     axes, parts = _axes(w, -2)
     if group > _TILE and w.shape[-1] % (parts * group):
         raise ValueError(
@@ -202,7 +202,7 @@ def packed_for(w: Quantized, metadata: Metadata, rows: int) -> Quantized:
 
 @jax.jit
 def _prepack(w: Quantized) -> Quantized:
-    return _in_tiles(w, *format.of(w).codes_and_words(w))
+    return _in_tiles(w, *format.packed_of(w.mode).codes_and_words(w))
 
 
 def _in_tiles(w: Quantized, codes, words) -> Quantized:
@@ -211,7 +211,7 @@ def _in_tiles(w: Quantized, codes, words) -> Quantized:
     codes = codes.reshape(*lead, n // _TILE, 4, 2, 8, k // _TILE, 4, 2, 4, 2)
     codes = _permute(codes, (0, 4, 1, 3, 7, 5, 6, 2, 8))  # ..., warp, g, j, step, i, h, e
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
-    kind = format.of(w)
+    kind = format.packed_of(w.mode)
     scale_tiles, count = kind.packed_scales(w.group_size, k // _TILE)
     words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1)
     words = _permute(words, (0, 4, 5, 1, 3, 2))
@@ -239,7 +239,7 @@ def _in_batch(size: int, operands, axes):
 
 
 def _call(weight, scales, biases, *, mode: str, **static):
-    return format.FORMATS[mode].prepack_call(weight, scales, biases, **static)
+    return format.packed_of(mode).prepack_call(weight, scales, biases, **static)
 
 
 _PREPACK = conversion.composed(
@@ -258,7 +258,7 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
 
     *lead, n, k = w.shape
     words = packed_codes.from_pieces(w.weight, w.bits)
-    kind = format.of(w)
+    kind = format.packed_of(w.mode)
     codes = kind.separate(words, w.bits)
     tiles = (*lead, n // _TILE, k // _TILE)
     codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
@@ -290,7 +290,7 @@ class _Sm90(Layout):
 
     def checked(self, op: str, name: str, q: Quantized) -> Quantized:
         *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
-        scales = format.of(q).packed_scales(q.group_size, columns)
+        scales = format.packed_of(q.mode).packed_scales(q.group_size, columns)
         expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, *scales)
         if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
             raise ValueError(

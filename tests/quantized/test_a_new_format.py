@@ -1,5 +1,7 @@
 """A format is a class and an entry of the list: everything else asks it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,6 @@ class Centered(InGroups):
     """``(q - 128) * scale``, with a float32 scale for each group of 16 or 48."""
 
     name, bits, group_sizes, scales = "centered", (8,), (16, 48), ("float32",)
-    has_packed_layout = False
 
     def dequantized_dtype(self, q):
         return jnp.float32
@@ -116,8 +117,21 @@ def test_no_kernel_is_chosen(w):
 
 
 def test_it_has_no_packed_layout(w):
+    q = quantized(w)
     with pytest.warns(UserWarning, match="mode 'centered' has none"):
-        assert jgg.prepack(quantized(w)).layout == "linear"
+        assert jgg.prepack(q).layout == "linear"
+    words = jnp.zeros((GROUPS, 1, 1, 1024), jnp.uint32)
+    by_hand = dataclasses.replace(q, weight=words, scales=words, layout="sm90")
+    with pytest.raises(ValueError, match="layout 'sm90' does not exist in mode 'centered'"):
+        jgg.dequantize(by_hand)
+
+
+def test_what_a_packed_format_must_have():
+    class Unfinished(Centered, format.PackedFormat):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Unfinished()
 
 
 def test_messages(w):
