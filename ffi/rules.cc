@@ -8,19 +8,20 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "common/processors.h"
 #include "fp8/rules.h"
-#include "grouped_mm/rules.h"
-#include "grouped_mm/tiles_sm90.h"
+#include "grouped_mm/plan.h"
 #include "moe/rules.h"
 #include "nvfp4/rules.h"
-#include "quantized/rules.h"
+#include "quantized/plan.h"
 
 namespace nb = nanobind;
 
@@ -56,11 +57,49 @@ Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool t
   return rules::MmSm90Problem(mm);
 }
 
-bool ListsManyRowsSm90(int64_t rows, int64_t k, int64_t n, bool gated, bool preactivation) {
+// As attributes of a call.
+using Plan = std::tuple<std::string, int, bool>;
+
+Plan ToPlan(const rules::PlanSm90& plan) {
+  return {std::string(rules::kRowsBy[static_cast<int>(plan.rows)]), plan.tile, plan.pairs};
+}
+
+Plan PlanMmSm90(int64_t rows, int64_t segments, int64_t k, int64_t n, int planes, bool gated,
+                bool by_list, bool y_by_list, bool preactivation, bool more_options,
+                bool same_dtype, bool bias, bool activation, bool rounds, bool float32_out) {
   rules::MmShape mm{k, n};
+  mm.planes = planes;
   mm.gated = gated;
+  mm.by_list = by_list;
   mm.preactivation = preactivation;
-  return rules::ListsManyRowsSm90(mm, false, false, rows);
+  mm.more_options = more_options;
+  mm.same_dtype = same_dtype;
+  const rules::MmRows of{rows, segments, y_by_list, bias, activation, rounds, float32_out};
+  return ToPlan(rules::PlanMmSm90(mm, of));
+}
+
+Plan PlanWgradSm90(int64_t rows, int64_t groups, int64_t a, int64_t b, int planes, bool transpose_x,
+                   bool by_list) {
+  rules::WgradShape wgrad{rows, rows, a, b};
+  wgrad.planes = planes;
+  wgrad.transpose_x = transpose_x;
+  wgrad.x_by_list = by_list;
+  return ToPlan(rules::PlanWgradSm90(wgrad, groups));
+}
+
+std::tuple<std::string, int, int, bool> PlanQmmSm90(const std::string& mode, int bits, bool packed,
+                                                    int64_t rows_x, int64_t rows, int64_t segments,
+                                                    int64_t k, int64_t n, bool gated, bool sizes,
+                                                    bool offset) {
+  const FormatFacts* format = nullptr;
+  for (const FormatFacts& known : kFormats) {
+    if (known.name == mode && known.bits == bits) format = &known;
+  }
+  if (format == nullptr) throw nb::value_error(rules::UnknownMode(mode).c_str());
+  const rules::QmmPlanSm90 plan =
+      rules::PlanQmmSm90(*format, {k, n, gated, packed}, {rows_x, rows, segments, sizes, offset});
+  return {std::string(rules::kQmmWays[static_cast<int>(plan.way)]), plan.tile, plan.parts,
+          plan.pairs};
 }
 
 Reason WgradSm90Problem(int64_t rows_x, int64_t rows_y, int64_t a, int64_t b, int element_bytes,
@@ -141,9 +180,24 @@ void DefineRules(nb::module_& m) {
         "Why the Hopper kernel cannot take an mm: x (T, K) @ w (G, K, N). With planes, k is the "
         "one that has been filled up, and element_bytes 2. more_options says that there is a row "
         "scale or an existing result, or a bias beside rows by list.");
-  m.def("lists_many_rows_sm90", &ListsManyRowsSm90, nb::kw_only(), "rows"_a, "k"_a, "n"_a,
-        "gated"_a = false, "preactivation"_a = false,
-        "Whether rows of x by list, so many to a matrix, run on the Hopper kernel for many rows.");
+  m.def("plan_mm_sm90", &PlanMmSm90, nb::kw_only(), "rows"_a, "segments"_a, "k"_a, "n"_a,
+        "planes"_a = 1, "gated"_a = false, "by_list"_a = false, "y_by_list"_a = false,
+        "preactivation"_a = false, "more_options"_a = false, "same_dtype"_a = true,
+        "bias"_a = false, "activation"_a = false, "rounds"_a = false, "float32_out"_a = false,
+        "The plan of an mm: how rows are found ('in order', 'by list', 'operand by list'), rows of "
+        "a tile, and whether blocks come in pairs. rows: of the result, in so many segments. "
+        "activation: one that is not gated; rounds: it is of rounded sums.");
+  m.def("plan_wgrad_sm90", &PlanWgradSm90, nb::kw_only(), "rows"_a, "groups"_a, "a"_a, "b"_a,
+        "planes"_a = 1, "transpose_x"_a = false, "by_list"_a = false,
+        "The plan of a wgrad, as plan_mm_sm90 has it. by_list: rows of one operand come by list.");
+  m.def("plan_qmm_sm90", &PlanQmmSm90, nb::kw_only(), "mode"_a, "bits"_a, "packed"_a, "rows_x"_a,
+        "rows"_a, "segments"_a, "k"_a, "n"_a, "gated"_a = false, "sizes"_a = true,
+        "offset"_a = false,
+        "The plan of a product with a quantized weight: who multiplies ('tiles', 'warps', "
+        "'direct'), rows of a tile or block, blocks that share out a tile's k, and whether warps "
+        "have pairs of columns' tiles.");
+  m.def("fp8_rows_first_sm90", &rules::Fp8RowsFirstSm90, nb::kw_only(), "rows"_a, "segments"_a,
+        "float32_out"_a, "Whether an FP8 product has rows as the instruction's M.");
   m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,
         "b"_a, "element_bytes"_a = 2, "transpose_x"_a = false, "transpose_y"_a = false,
         "own_weight"_a = true, "segments"_a = false, "x_by_list"_a = false, "y_by_list"_a = false,

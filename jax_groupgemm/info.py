@@ -76,6 +76,7 @@ def _operations() -> dict[str, dict[str, Any]]:
             table[op][dtype] = {
                 "runs": sample.otherwise if choice is None else choice.kernel.name,
                 "call": None if choice is None else choice.target,
+                "plan": None if choice is None else dict(choice.config),
                 "others": sample.others(platform, dtype),
             }
     return table

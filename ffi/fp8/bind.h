@@ -34,7 +34,7 @@ inline TensorMapSpec DescribePairs(const xla::ffi::AnyBuffer& codes, int64_t lin
 }
 
 inline cudaError_t LaunchFp8(cudaStream_t stream, Fp8GemmSm90& fp8, const TensorMapSpec& l,
-                             const TensorMapSpec& r) {
+                             const TensorMapSpec& r, bool rows_first = false) {
 #ifdef JGG_SM90
   if (TensorMapProblem(l) != nullptr || TensorMapProblem(r) != nullptr) {
     return cudaErrorNotSupported;
@@ -45,7 +45,7 @@ inline cudaError_t LaunchFp8(cudaStream_t stream, Fp8GemmSm90& fp8, const Tensor
   operands.l_k_major = operands.r_k_major = true;
   operands.l = l;
   operands.r = r;
-  return LaunchFp8GemmSm90(stream, fp8, operands);
+  return LaunchFp8GemmSm90(stream, fp8, operands, rows_first);
 #else
   return cudaErrorNoKernelImageForDevice;
 #endif

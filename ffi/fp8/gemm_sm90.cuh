@@ -19,13 +19,10 @@ cudaError_t LaunchFp8ConfigSm90(cudaStream_t stream, Fp8GemmSm90& fp8,
   return LaunchTilesSm90<Config, device::Fp8GemmSm90Kernel<Config>>(stream, gemm, fp8);
 }
 
-// From so many rows of each group on, rows are the instruction's M.
-constexpr int64_t kRowsFirstFrom = 448;
-
 template <typename Element>
 cudaError_t LaunchFp8MmSm90Instance(cudaStream_t stream, Fp8GemmSm90& fp8,
-                                    const OperandsSm90& operands) {
-  if (TypicalRowsSm90(fp8.gemm) >= kRowsFirstFrom) {
+                                    const OperandsSm90& operands, bool rows_first) {
+  if (rows_first) {
     return LaunchFp8ConfigSm90<device::Fp8RowsFirstSm90, Element>(stream, fp8, operands);
   }
   return LaunchFp8ConfigSm90<device::Fp8MmSm90, Element>(stream, fp8, operands);

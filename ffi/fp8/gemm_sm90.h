@@ -43,6 +43,8 @@ struct Fp8GemmSm90 {
   BlockScales l_scales, r_scales;  // wgrad
 };
 
-cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands);
+// `rows_first`: mm, whose results are of 16 bits, has rows as the instruction's M.
+cudaError_t LaunchFp8GemmSm90(cudaStream_t stream, Fp8GemmSm90& fp8, const OperandsSm90& operands,
+                              bool rows_first);
 
 }  // namespace jgg

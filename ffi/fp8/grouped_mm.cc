@@ -16,7 +16,7 @@ static constexpr const char* kOp = "fp8_grouped_mm";
 static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scales,
                                ffi::AnyBuffer w, ffi::AnyBuffer w_scales, ffi::AnyBuffer metadata,
                                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                               MetadataAttrs metadata_attrs, bool clears_rest) {
+                               MetadataAttrs metadata_attrs, bool clears_rest, bool rows_first) {
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "x", x));
   JGG_RETURN_IF_ERROR(CheckCodes(kOp, "w", w));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, -1}));
@@ -31,6 +31,9 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", *out, {-1, n}));
   const auto dtype = ToDType(out->element_type());
   if (!dtype) return InvalidArgument(kOp, "out must be bfloat16, float16 or float32");
+  if (rows_first && *dtype == DType::kF32) {
+    return InvalidArgument(kOp, "there is no kernel with rows first of float32 results");
+  }
   MmSm90 mm{};
   ProductSm90& product = mm.product;
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &product.metadata));
@@ -61,8 +64,8 @@ static ffi::Error Fp8GroupedMm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   fp8.x_scales = {static_cast<const float*>(x_scales.untyped_data()), blocks};
   fp8.w_scales = {static_cast<const float*>(w_scales.untyped_data()), static_cast<int>(columns),
                   static_cast<int>(blocks)};
-  return FromCuda(kOp,
-                  LaunchFp8(stream, fp8, DescribePairs(x, tokens, 1), DescribePairs(w, n, groups)));
+  return FromCuda(kOp, LaunchFp8(stream, fp8, DescribePairs(x, tokens, 1),
+                                 DescribePairs(w, n, groups), rows_first));
 }
 
 XLA_FFI_DEFINE_HANDLER(kFp8GroupedMm, Fp8GroupedMm,
@@ -76,7 +79,8 @@ XLA_FFI_DEFINE_HANDLER(kFp8GroupedMm, Fp8GroupedMm,
                            .RemainingArgs()        // group_offset
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<MetadataAttrs>("metadata")
-                           .Attr<bool>("clears_rest"),
+                           .Attr<bool>("clears_rest")
+                           .Attr<bool>("rows_first"),  // rows are the instruction's M
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggFp8GroupedMm(XLA_FFI_CallFrame* call_frame) { return kFp8GroupedMm(call_frame); }

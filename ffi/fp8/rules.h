@@ -13,6 +13,12 @@ inline Reason Fp8MmSm90Problem(int64_t k, int64_t n) {
   return NeedsMultiple("N", 8, n);
 }
 
+// Whether rows are the instruction's M: from so many rows of each group on. float32 results have no
+// such kernel.
+inline bool Fp8RowsFirstSm90(int64_t rows, int64_t segments, bool float32_out) {
+  return !float32_out && (rows + segments - 1) / (segments > 0 ? segments : 1) >= 448;
+}
+
 // out (G, N, K) of dy (N, T) and x (K, T), of groups in whole blocks of 128 rows.
 inline Reason Fp8WgradSm90Problem(int64_t k) { return NeedsMultiple("K", 8, k); }
 

@@ -42,9 +42,11 @@ JGG_ATTRIBUTES(WgradEpilogueAttrs,  //
                (bool, scale),       //
                (bool, existing_out));
 
-// "choice": which kernel multiplies, and how.
-JGG_ATTRIBUTES(ChoiceAttrs,                 //
+// "plan": which kernel multiplies, and how. "sm90" follows plan.h; "sm80" takes no part of it.
+JGG_ATTRIBUTES(PlanAttrs,                   //
                (std::string_view, kernel),  // "sm90" or "sm80", or "" for the first that can
-               (int32_t, tile),             // rows of a tile of "sm90", or 0 for its rule
+               (std::string_view, rows),    // "in order", "by list" or "operand by list"
+               (int32_t, tile),             // rows of a tile
+               (bool, pairs),               // of planes: blocks come in pairs
                (int32_t, planes),           // bfloat16 planes of float32 operands, or 1
                (bool, tf32));               // float32 operands may be rounded to TensorFloat-32

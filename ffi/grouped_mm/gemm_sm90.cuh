@@ -1,4 +1,4 @@
-// Host side of the Hopper kernel: tile shapes, choice between them, launch.
+// Host side of the Hopper kernel: the tiles that plans name (plan.h), and their launch.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,6 @@
 #include "common/processors.h"
 #include "grouped_mm/device/gemm_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
-#include "grouped_mm/tiles_sm90.h"
 
 namespace jgg {
 
@@ -312,43 +311,6 @@ cudaError_t LaunchConfigSm90(cudaStream_t stream, GemmSm90& gemm, const Operands
       [&gemm](int64_t tiles, int clusters) { ShareOutSm90<Config>(gemm, tiles, clusters); });
 }
 
-// Rows of the result that a tile may have, going by what segments have on average.
-inline int64_t TypicalRowsSm90(const GemmSm90& gemm) {
-  if (gemm.wgrad) return gemm.m;
-  return (gemm.rows_y + gemm.metadata.count - 1) / std::max<int64_t>(gemm.metadata.count, 1);
-}
-
-inline bool HasTileSm90(const GemmSm90& gemm, int tile) {
-  return rules::HasTileSm90(gemm.wgrad, IsGated(gemm.epilogue.activation), gemm.l_k_major, tile);
-}
-
-// The rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way;
-// 256 where there are many; 288, shared out evenly, where segments have about 256, so that no small
-// rest is left over, or many more and sums are long, which takes 4-9% less then (of short ones up
-// to 10% more). Not for float32 results, which only tiles of 256 store by TMA. 128 between, and
-// where larger tiles are too few. Chosen from static shapes only.
-inline int ChooseTileSm90(const GemmSm90& gemm) {
-  const int64_t rows = TypicalRowsSm90(gemm);
-  if (IsGated(gemm.epilogue.activation)) return rows <= 16 ? 32 : 128;
-  if (gemm.l_k_major && rows <= 16) return 32;
-  if (rows <= 40) return 64;
-  // Tiles of 256 x 128 of wgrad: too few are made smaller.
-  const int64_t tiles =
-      gemm.wgrad ? (gemm.m + 255) / 256 * ((gemm.n + 127) / 128) * static_cast<int64_t>(gemm.groups)
-                 : INT64_MAX;
-  if (tiles < kH200Processors) return 64;
-  if (tiles < 4 * kH200Processors || rows <= 96 || gemm.n <= 128) return 128;
-  const bool higher = rows > 240 && (rows <= 288 || (rows > 448 && gemm.k >= 5120));
-  return HasTileSm90(gemm, 288) && gemm.out_dtype != DType::kF32 && higher ? 288 : 256;
-}
-
-// Whether warps beside those that multiply make a gated activation: they have rounded sums only.
-inline bool GatesApart(const GemmSm90& gemm) {
-  const Epilogue& epilogue = gemm.epilogue;
-  return epilogue.rounds_preactivation && epilogue.bias == nullptr && gemm.out_width == 8 &&
-         TypicalRowsSm90(gemm) > 96;
-}
-
 // Large tiles come in pairs that share L.
 template <typename Element, bool kLKMajor>
 cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
@@ -358,11 +320,12 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     auto launch = [&](auto kernel) {
       return LaunchConfigSm90<ConfigSm90<decltype(kernel)>>(stream, gemm, operands);
     };
-    const int tile = HasTileSm90(gemm, operands.tile) ? operands.tile : ChooseTileSm90(gemm);
+    const int tile = operands.plan.tile;
     if constexpr (kLKMajor) {
       if (IsGated(gemm.epilogue.activation)) {
         if (tile == 32) return launch(GatedRows32Sm90<Operands>{});
-        if (GatesApart(gemm)) return launch(GateApartRows256Sm90<Operands>{});
+        // Its warps store 16 bytes at a time.
+        if (tile == 256 && gemm.out_width == 8) return launch(GateApartRows256Sm90<Operands>{});
         return launch(GatedRows128Sm90<Operands>{});
       }
       if (tile == 32) return launch(Rows32Sm90<Operands>{});
@@ -376,8 +339,6 @@ cudaError_t LaunchGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
   });
 }
 
-// Tiles of 128 rows, in pairs that share L where there are enough of them, or of 64 where they
-// would be fewer than two thirds of an H200's multiprocessors.
 template <bool kLKMajor, int kPlanes>
 cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
                                         const OperandsSm90& operands) {
@@ -386,12 +347,8 @@ cudaError_t LaunchSplitGemmSm90Instance(cudaStream_t stream, GemmSm90& gemm,
     auto launch = [&](auto kernel) {
       return LaunchConfigSm90<ConfigSm90<decltype(kernel)>>(stream, gemm, operands);
     };
-    const int64_t matrices = gemm.wgrad ? gemm.groups : gemm.metadata.count;
-    const int64_t rows = gemm.wgrad ? gemm.m : TypicalRowsSm90(gemm);
-    const int64_t tiles = (rows + 127) / 128 * ((gemm.n + 127) / 128) * matrices;
-    if (tiles < 2 * kH200Processors / 3) return launch(PlanesRowsSm90<Operands, 64>{});
-    if (tiles < 4 * kH200Processors || gemm.n <= 128)
-      return launch(PlanesRowsSm90<Operands, 128>{});
+    if (operands.plan.tile == 64) return launch(PlanesRowsSm90<Operands, 64>{});
+    if (!operands.plan.pairs) return launch(PlanesRowsSm90<Operands, 128>{});
     return launch(PlanesRowsSm90<Operands, 128, 2>{});
   });
 }

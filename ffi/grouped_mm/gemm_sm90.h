@@ -100,7 +100,7 @@ struct GemmSm90 {
 struct OperandsSm90 {
   DType dtype;
   int planes;
-  int tile;  // rows of a tile, where there is such a kernel; otherwise a rule decides
+  rules::PlanSm90 plan;
   bool l_k_major, r_k_major;
   TensorMapSpec l, r;
 };

@@ -8,6 +8,7 @@
 #include "grouped_mm/mm_bind.h"
 #include "grouped_mm/mm_sm80.h"
 #include "grouped_mm/mm_sm90.h"
+#include "grouped_mm/plan_bind.h"
 #include "handlers.h"
 
 namespace jgg {
@@ -69,8 +70,8 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                      ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                      ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets results,
                      MetadataAttrs metadata_attrs, MmAttrs mm_attrs, RowsAttrs rows_attrs,
-                     EpilogueAttrs epilogue_attrs, ChoiceAttrs choice) {
-  const int planes = choice.planes;
+                     EpilogueAttrs epilogue_attrs, PlanAttrs plan) {
+  const int planes = plan.planes;
   Activation activation = Activation::kNone;
   JGG_RETURN_IF_ERROR(BindActivation("mm", epilogue_attrs, &activation));
   MmArgs args;
@@ -78,9 +79,9 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   JGG_RETURN_IF_ERROR(BindMm({x, planes}, {w, planes}, *out, mm_attrs, activation, &args));
   JGG_RETURN_IF_ERROR(BindMetadata("mm", metadata_attrs, metadata, &args.metadata));
   args.metadata.clears_rest = mm_attrs.clears_rest;
-  args.tf32 = choice.tf32;
+  args.tf32 = plan.tf32;
   args.planes = planes;
-  args.tile = choice.tile;
+  JGG_RETURN_IF_ERROR(BindPlan("mm", plan, &args.plan));
   JGG_RETURN_IF_ERROR(
       BindOptions(stream, rest, metadata_attrs, rows_attrs, epilogue_attrs, *out, &args));
   JGG_RETURN_IF_ERROR(BindPreactivation(epilogue_attrs, results, &args));
@@ -88,7 +89,10 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
       CheckMm("mm", args.metadata, args.rows_x, args.rows_y, args.groups, args.n, args.k));
   const int capability = ComputeCapability();
   const auto no_sm90 = mm_sm90_unsupported(args, capability);
-  if (choice.kernel != "sm80" && !no_sm90) return FromCuda("mm", mm_sm90(stream, args));
+  if (plan.kernel != "sm80" && !no_sm90) {
+    if (auto reason = mm_sm90_plan_problem(args)) return InvalidArgument("mm", *reason);
+    return FromCuda("mm", mm_sm90(stream, args));
+  }
   if (args.ByList()) {
     return Unimplemented("mm",
                          "x_rows and y_rows need sm90: ", no_sm90.value_or("kernel is 'sm80'"));
@@ -115,7 +119,7 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Attr<MmAttrs>("mm")
                            .Attr<RowsAttrs>("rows")
                            .Attr<EpilogueAttrs>("epilogue")
-                           .Attr<ChoiceAttrs>("choice"),
+                           .Attr<PlanAttrs>("plan"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggMm(XLA_FFI_CallFrame* call_frame) { return kMm(call_frame); }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "grouped_mm/plan.h"
 #include "grouped_mm/segments.h"
 
 namespace jgg {
@@ -66,7 +67,7 @@ struct MmArgs {
   DType dtype;             // of x and w
   DType out_dtype;         // of out
   bool tf32;               // float32 operands may be rounded to TensorFloat-32
-  int tile = 0;            // rows of a tile of sm90, or 0 for its rule
+  rules::PlanSm90 plan;    // of sm90
   int planes = 1;          // float32 operands may come as bf16 planes, one after another in a line
   int64_t rows_x, rows_y;  // of x and the result, as segments count them: those of a list, if any
   int64_t k, n, groups;

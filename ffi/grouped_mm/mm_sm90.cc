@@ -1,8 +1,6 @@
 // mm: out[y_start_s + i] += x[x_start_s + i] @ w[weight_s]; T (rows) is grouped.
 #include "grouped_mm/mm_sm90.h"
 
-#include <algorithm>
-
 #include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/rules.h"
 
@@ -12,7 +10,7 @@ static OperandsSm90 DescribeOperands(const MmArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
   operands.planes = args.planes;
-  operands.tile = args.tile;
+  operands.plan = args.plan;
   operands.l_k_major = true;
   operands.r_k_major = args.strides.w_k == 1;
   const int64_t k = args.planes * args.k, n = args.planes * args.n;
@@ -52,6 +50,21 @@ std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_c
   return std::nullopt;
 }
 
+static rules::MmRows DescribeRows(const MmArgs& args) {
+  const Epilogue& epilogue = args.epilogue;
+  rules::MmRows rows{args.rows_y, args.metadata.count};
+  rows.y_by_list = args.y_list.list != nullptr;
+  rows.bias = epilogue.bias != nullptr;
+  rows.activation = epilogue.activation != Activation::kNone && !IsGated(epilogue.activation);
+  rows.rounds = epilogue.rounds_preactivation;
+  rows.float32_out = args.out_dtype == DType::kF32;
+  return rows;
+}
+
+std::optional<std::string> mm_sm90_plan_problem(const MmArgs& args) {
+  return rules::PlanMmProblem(args.plan, DescribeShape(args), DescribeRows(args));
+}
+
 static GemmSm90 MakeGemm(const MmArgs& args) {
   MmSm90 mm{};
   mm.product.metadata = args.metadata;
@@ -69,17 +82,18 @@ static GemmSm90 MakeGemm(const MmArgs& args) {
 
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args) {
   GemmSm90 gemm = MakeGemm(args);
-  if (!args.ByList()) return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
-  const rules::MmShape shape = DescribeShape(args);
-  const int64_t rows = args.rows_y / std::max<int64_t>(args.metadata.count, 1);
-  const bool more = args.epilogue.bias != nullptr ||
-                    (!shape.gated && args.epilogue.activation != Activation::kNone);
-  if (rules::ListsManyRowsSm90(shape, args.y_list.list != nullptr, more, rows)) {
-    OperandByListSm90 by_list{gemm, args.x, args.x_list};
-    return LaunchOperandByListSm90(stream, by_list, DescribeOperands(args), false);
+  switch (args.plan.rows) {
+    case rules::RowsBy::kOrder: break;
+    case rules::RowsBy::kList: {
+      RowsByListSm90 by_list{gemm, args.x, args.x_list, args.y_list};
+      return LaunchRowsByListSm90(stream, by_list, DescribeOperands(args));
+    }
+    case rules::RowsBy::kOperandList: {
+      OperandByListSm90 by_list{gemm, args.x, args.x_list};
+      return LaunchOperandByListSm90(stream, by_list, DescribeOperands(args), false);
+    }
   }
-  RowsByListSm90 by_list{gemm, args.x, args.x_list, args.y_list};
-  return LaunchRowsByListSm90(stream, by_list, DescribeOperands(args));
+  return LaunchGemmSm90(stream, gemm, DescribeOperands(args));
 }
 
 cudaError_t mm_backward_sm90(cudaStream_t stream, const MmArgs& args,

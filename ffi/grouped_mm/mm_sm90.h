@@ -13,6 +13,9 @@ namespace jgg {
 // Why this kernel cannot take a call; nothing where it can.
 std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability);
 
+// Why there is no kernel as the plan says; nothing where there is.
+std::optional<std::string> mm_sm90_plan_problem(const MmArgs& args);
+
 cudaError_t mm_sm90(cudaStream_t stream, const MmArgs& args);
 
 // What a mixture's backward pass has beside a product whose sums are the cotangent of

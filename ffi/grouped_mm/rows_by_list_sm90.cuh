@@ -1,4 +1,4 @@
-// Host side of the Hopper kernel with rows by list: choice of a tile, launch.
+// Host side of the Hopper kernel with rows by list.
 #pragma once
 
 #include "grouped_mm/by_list_sm90.h"
@@ -26,8 +26,6 @@ cudaError_t LaunchRowsByListConfigSm90(cudaStream_t stream, RowsByListSm90& by_l
                                                                        by_list);
 }
 
-// 32 rows where there are few, 256 where there are many; fewer tiles to choose from than without a
-// list.
 template <typename Element, bool kRKMajor>
 cudaError_t LaunchRowsByListSm90Instance(cudaStream_t stream, RowsByListSm90& by_list,
                                          const OperandsSm90& operands) {
@@ -36,15 +34,13 @@ cudaError_t LaunchRowsByListSm90Instance(cudaStream_t stream, RowsByListSm90& by
     using Config = ConfigSm90<OfRowsByListSm90<decltype(kernel)>>;
     return LaunchRowsByListConfigSm90<Config>(stream, by_list, operands);
   };
-  const int64_t rows = TypicalRowsSm90(by_list.gemm);
+  const int tile = operands.plan.tile;
   if (IsGated(by_list.gemm.epilogue.activation)) {
-    if (rows <= 32) return launch(GatedRows32Sm90<Operands>{});
+    if (tile == 32) return launch(GatedRows32Sm90<Operands>{});
     return launch(GatedRows128Sm90<Operands>{});
   }
-  if (rows <= 16) return launch(Rows32Sm90<Operands>{});
-  if (rows <= 96 || by_list.gemm.n <= 128) {
-    return launch(Rows128Sm90<Operands>{});
-  }
+  if (tile == 32) return launch(Rows32Sm90<Operands>{});
+  if (tile == 128) return launch(Rows128Sm90<Operands>{});
   return launch(Rows256Sm90<Operands>{});
 }
 

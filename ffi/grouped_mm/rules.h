@@ -47,15 +47,6 @@ inline Reason MmSm90Problem(const MmShape& mm) {
   return mm.n == 1 ? std::nullopt : NeedsWholeLines("N", mm.element_bytes, mm.n);
 }
 
-// Whether rows of x by list run on the kernel for many rows, which has pairs of blocks: `rows` of
-// the result to a matrix on average. `more`: a bias, or an activation that is not gated.
-inline bool ListsManyRowsSm90(const MmShape& mm, bool y_by_list, bool more, int64_t rows) {
-  if (y_by_list || more || mm.more_options || !mm.same_dtype || rows <= 96 || mm.planes > 1) {
-    return false;
-  }
-  return mm.gated ? mm.preactivation && mm.n % 16 == 0 && mm.n >= 128 : mm.n % 8 == 0 && mm.n > 128;
-}
-
 // A wgrad: out (G, A, B) of x (T, A) and y (T, B).
 struct WgradShape {
   int64_t rows_x, rows_y, a, b;

@@ -5,6 +5,7 @@
 #include "grouped_mm/attributes.h"
 #include "grouped_mm/existing_out.h"
 #include "grouped_mm/lists_bind.h"
+#include "grouped_mm/plan_bind.h"
 #include "grouped_mm/wgrad_bind.h"
 #include "grouped_mm/wgrad_sm80.h"
 #include "grouped_mm/wgrad_sm90.h"
@@ -17,16 +18,16 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> out, MetadataAttrs metadata_attrs,
                         WgradAttrs wgrad_attrs, RowsAttrs rows_attrs, bool own_weight,
-                        WgradEpilogueAttrs epilogue, ChoiceAttrs choice) {
+                        WgradEpilogueAttrs epilogue, PlanAttrs plan) {
   constexpr const char* op = "wgrad";
-  const int planes = choice.planes;
+  const int planes = plan.planes;
   WgradArgs args;
   JGG_RETURN_IF_ERROR(CheckPlanes(op, planes, x.element_type()));
   JGG_RETURN_IF_ERROR(BindWgrad({x, planes}, {y, planes}, *out, wgrad_attrs, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(op, metadata_attrs, metadata, &args.metadata));
-  args.tf32 = choice.tf32;
+  args.tf32 = plan.tf32;
   args.planes = planes;
-  args.tile = choice.tile;
+  JGG_RETURN_IF_ERROR(BindPlan(op, plan, &args.plan));
   args.own_weight = own_weight;
   Operands operands(op, rest);
   if (metadata_attrs.group_offset) {
@@ -67,7 +68,10 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
   JGG_RETURN_IF_ERROR(operands.End());
   const int capability = ComputeCapability();
   const auto no_sm90 = wgrad_sm90_unsupported(args, capability);
-  if (choice.kernel != "sm80" && !no_sm90) return FromCuda(op, wgrad_sm90(stream, args));
+  if (plan.kernel != "sm80" && !no_sm90) {
+    if (auto reason = wgrad_sm90_plan_problem(args)) return InvalidArgument(op, *reason);
+    return FromCuda(op, wgrad_sm90(stream, args));
+  }
   if (planes > 1 || args.HasEpilogue() || args.ByList()) {
     const char* why = planes > 1      ? "split operands need sm90"
                       : args.ByList() ? "rows by list need sm90"
@@ -91,7 +95,7 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Attr<RowsAttrs>("rows")
                            .Attr<bool>("own_weight")  // segment s is for weight s, and no other
                            .Attr<WgradEpilogueAttrs>("epilogue")
-                           .Attr<ChoiceAttrs>("choice"),
+                           .Attr<PlanAttrs>("plan"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggWgrad(XLA_FFI_CallFrame* call_frame) { return kWgrad(call_frame); }

@@ -20,7 +20,7 @@ static OperandsSm90 DescribeOperands(const WgradArgs& args) {
   OperandsSm90 operands{};
   operands.dtype = args.dtype;
   operands.planes = args.planes;
-  operands.tile = args.tile;
+  operands.plan = args.plan;
   operands.l_k_major = args.strides.x_row == 1 && args.strides.x_a != 1;
   operands.r_k_major = args.strides.y_row == 1 && args.strides.y_b != 1;
   // An operand that does not come by list has as many rows as its list would.
@@ -31,9 +31,7 @@ static OperandsSm90 DescribeOperands(const WgradArgs& args) {
   return operands;
 }
 
-std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int compute_capability) {
-  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
-  const OperandsSm90 operands = DescribeOperands(args);
+static rules::WgradShape DescribeShape(const WgradArgs& args, const OperandsSm90& operands) {
   rules::WgradShape shape{args.rows_x, args.rows_y, args.a, args.b};
   shape.element_bytes = Size(args.dtype);
   shape.transpose_x = operands.l_k_major;
@@ -45,11 +43,21 @@ std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int com
   shape.y_by_list = args.y_list.list != nullptr;
   shape.more_options = args.HasEpilogue();
   shape.same_dtype = args.out_dtype == args.dtype;
-  if (auto reason = rules::WgradSm90Problem(shape)) return reason;
+  return shape;
+}
+
+std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int compute_capability) {
+  if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
+  const OperandsSm90 operands = DescribeOperands(args);
+  if (auto reason = rules::WgradSm90Problem(DescribeShape(args, operands))) return reason;
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }
   return std::nullopt;
+}
+
+std::optional<std::string> wgrad_sm90_plan_problem(const WgradArgs& args) {
+  return rules::PlanWgradProblem(args.plan, DescribeShape(args, DescribeOperands(args)));
 }
 
 cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {

@@ -24,3 +24,10 @@ JGG_ATTRIBUTES(QmmAttrs,             //
                (bool, x_ordered),    // columns of x are in the order that gemm_sm90.h says
                (bool, in_order),     // rows in the result are ascending and disjoint
                (bool, tf32));        // float32 operands may be rounded to TensorFloat-32
+
+// "plan": how the Hopper kernels multiply (plan.h).
+JGG_ATTRIBUTES(QmmPlanAttrs,             //
+               (std::string_view, way),  // "tiles", "warps" or "direct"
+               (int32_t, tile),          // rows of a tile, or of a block
+               (int32_t, parts),         // blocks that share out a tile's k
+               (bool, pairs));           // a warp has two columns' tiles

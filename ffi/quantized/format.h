@@ -51,6 +51,10 @@ struct FormatBase {
   // Whether the kernel of prepack makes layout "sm90" from it. Others have a kernel of their own,
   // or the definition makes it.
   static constexpr bool kIsPrepacked = true;
+  // The Hopper kernels of few rows. In layout "sm90": whether warps always multiply, because WGMMA
+  // would spill. In layout "linear": blocks of a multiprocessor that registers allow.
+  static constexpr bool kPackedByWarps = false;
+  static constexpr int kLinearBlocksPerSm = 2;
   // Whether dequantize has columns in the order of device/dequantize.cuh.
   static constexpr bool kIsOrdered = false;
 };

@@ -85,7 +85,8 @@ struct FormatFacts {
   int bits;
   std::string_view name;
   ScaleType scale;
-  bool takes_global_scale, is_linear, is_prepacked, is_ordered;
+  bool takes_global_scale, is_linear, is_prepacked, is_ordered, packed_by_warps;
+  int linear_blocks_per_sm;
   bool (*takes_group_size)(int);
   PackedScales (*packed_scales_of)(int);
 };
@@ -100,11 +101,18 @@ constexpr bool TakesGroupSize(int size) {
 template <typename... Each>
 constexpr std::array<FormatFacts, sizeof...(Each)> FactsOf(FormatList<Each...>) {
   return {{{Each::kMode, Each::kBits, Each::kName, Each::kScale, Each::kTakesGlobalScale,
-            Each::kIsLinear, Each::kIsPrepacked, Each::kIsOrdered, &TakesGroupSize<Each>,
-            &Each::PackedScalesOf}...}};
+            Each::kIsLinear, Each::kIsPrepacked, Each::kIsOrdered, Each::kPackedByWarps,
+            Each::kLinearBlocksPerSm, &TakesGroupSize<Each>, &Each::PackedScalesOf}...}};
 }
 
 inline constexpr auto kFormats = FactsOf(Formats{});
+
+// Those of a format that the list has.
+constexpr const FormatFacts& FactsOf(Mode mode, int bits) {
+  size_t i = 0;
+  while (kFormats[i].mode != mode || kFormats[i].bits != bits) ++i;
+  return kFormats[i];
+}
 
 // Facts that all widths of a mode's codes share.
 constexpr const FormatFacts& FactsOf(Mode mode) {

@@ -14,23 +14,25 @@ QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm) {
 }
 
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                 const Coding& coding, const OperandsSm90& operands) {
+                                 const Coding& coding, const rules::QmmPlanSm90& plan,
+                                 const OperandsSm90& operands) {
 #ifdef JGG_SM90
   return LaunchInstanceSm90(coding.mode, coding.bits, [&](auto of) {
     using Of = decltype(of);
-    return LaunchPackedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, operands);
+    return LaunchPackedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, plan, operands);
   });
 #endif
   return cudaErrorNoKernelImageForDevice;
 }
 
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                 const Coding& coding, const OperandsSm90& operands) {
+                                 const Coding& coding, const rules::QmmPlanSm90& plan,
+                                 const OperandsSm90& operands) {
 #ifdef JGG_SM90
   if (cudaError_t error = EncodeTensorMap(operands.r, &quantized.codes_map)) return error;
   return LaunchInstanceSm90(coding.mode, coding.bits, [&](auto of) {
     using Of = decltype(of);
-    return LaunchLinearInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, operands);
+    return LaunchLinearInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, plan, operands);
   });
 #endif
   return cudaErrorNoKernelImageForDevice;

@@ -1,7 +1,5 @@
-// Host side of the Hopper kernel of qmm: tile shapes, choice between them, launch.
+// Host side of the Hopper kernels of qmm: the tiles that plans name (plan.h), and their launch.
 #pragma once
-
-#include <algorithm>
 
 #include "grouped_mm/gemm_sm90.cuh"
 #include "quantized/device/direct_epilogue_sm90.cuh"
@@ -46,20 +44,9 @@ struct ByWarpsSm90 : Traits {
   static constexpr bool kWarps = true;
 };
 
-// In how many parts to take a tile's k: two where all blocks would run at a time on an H200 and
-// each has enough to do. Handing sums over took about as long as 15 slices.
-template <typename Config>
-int ChoosePartsSm90(const GemmSm90& gemm) {
-  if constexpr (!Config::kSharesK) return 1;
-  const int64_t segments = std::min<int64_t>(gemm.metadata.count, gemm.rows_y);
-  const int64_t tiles = segments * ((gemm.n + 127) / 128), slices = (gemm.k + 63) / 64;
-  constexpr int64_t kAtATime = kH200Processors * Config::kBlocksPerSm;
-  static_assert(kMostParts == 2);
-  return 2 * tiles <= kAtATime && slices >= 64 ? 2 : 1;
-}
-
 template <typename Config>
 cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                      const rules::QmmPlanSm90& plan,
                                       const OperandsSm90& operands) {
   GemmSm90& gemm = quantized.gemm;
   gemm.l_k_major = true;
@@ -78,93 +65,53 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   }
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
-  gemm.parts = ChoosePartsSm90<Config>(gemm);
+  gemm.parts = Config::kSharesK ? plan.parts : 1;
   using Weights = typename Config::Weights;
   quantized.asks_for_small = Config::kHasSmall && Weights::AsksForSmall(quantized);
   quantized.unit = quantized.asks_for_small ? Weights::kSmallFactor : Weights::kFactor;
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 
-// Tiles of 32 rows. Up to 8 rows warps multiply by themselves.
+// Tiles of 32 rows.
 template <typename Traits>
 cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                              const OperandsSm90& operands) {
-  using device::QuantizedGemmSm90Config;
-  if constexpr (!Traits::Weights::kAlwaysWarps) {
-    if (TypicalRowsSm90(quantized.gemm) > 8) {
-      return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<Traits>>(stream, quantized,
-                                                                        operands);
-    }
-  }
-  return LaunchQuantizedConfigSm90<QuantizedGemmSm90Config<ByWarpsSm90<Traits>>>(stream, quantized,
-                                                                                 operands);
-}
-
-// Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
-// segment that has more than a tile decodes its weights again, so tiles are larger than the
-// average.
-template <typename Weights>
-cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                     const OperandsSm90& operands) {
+                              const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
   const auto launch = [&](auto traits) {
     using Config = device::QuantizedGemmSm90Config<decltype(traits)>;
-    return LaunchQuantizedConfigSm90<Config>(stream, quantized, operands);
+    return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
   };
-  const int64_t rows = TypicalRowsSm90(quantized.gemm);
+  if constexpr (!Traits::Weights::kAlwaysWarps) {
+    if (plan.way == rules::QmmWay::kTiles) return launch(Traits{});
+  }
+  return launch(ByWarpsSm90<Traits>{});
+}
+
+template <typename Weights>
+cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
+  const auto launch = [&](auto traits) {
+    using Config = device::QuantizedGemmSm90Config<decltype(traits)>;
+    return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
+  };
   if (IsGated(quantized.gemm.epilogue.activation)) {
     using FewRows = QuantizedGatedRows32Sm90<Weights>;
-    if (rows <= 24) return LaunchFewRowsSm90<FewRows>(stream, quantized, operands);
+    if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
     return launch(QuantizedGatedRows96Sm90<Weights>{});
   }
   using FewRows = QuantizedRows32Sm90<Weights>;
-  if (rows <= 24) return LaunchFewRowsSm90<FewRows>(stream, quantized, operands);
-  if (rows <= 52) return launch(QuantizedRows64Sm90<Weights>{});
-  if (rows <= 104) return launch(QuantizedRows128Sm90<Weights>{});
+  if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
+  if (plan.tile == 64) return launch(QuantizedRows64Sm90<Weights>{});
+  if (plan.tile == 128) return launch(QuantizedRows128Sm90<Weights>{});
   return launch(QuantizedMostRowsSm90<Weights>{});
-}
-
-// Every block looks for its row's group, 128 at a time.
-constexpr int64_t kMostDirectGroups = 512;
-// It reads so many weights at most. With more of them, the kernel of tiles is faster (docs/lab).
-constexpr int64_t kMostDirectWeights = 1 << 24;
-
-// Rows of all groups, and of one matrix without an offset.
-constexpr int64_t kMostDirectRows = 16, kMostDirectMatrixRows = 96;
-// So many blocks keep an H100 busy.
-constexpr int64_t kManyDirectBlocks = 256;
-
-inline int64_t DirectRowTiles(int64_t rows, int eights) {
-  const int64_t of_block = eights * device::kDirectRows;
-  return (rows + of_block - 1) / of_block;
-}
-
-// Whether the kernel without tiles is faster for rows of one matrix: it reads the weights for every
-// 16 of them, and a tile takes as long as its k. Fitted to an H100 (docs/lab/prepacked.md).
-inline bool IsDirectMatrixSm90(int64_t rows, int64_t n, int64_t k) {
-  if (rows <= device::kDirectRows) return true;
-  return rows <= kMostDirectMatrixRows && DirectRowTiles(rows, 2) * n * k <= (7 + k / 64) << 20;
-}
-
-// Whether the kernel without tiles takes a product: one of few rows in all, and of each group.
-inline bool IsDirectSm90(const GemmSm90& gemm) {
-  const Metadata& metadata = gemm.metadata;
-  const Epilogue& epilogue = gemm.epilogue;
-  const int64_t rows = gemm.rows_y, count = metadata.count;
-  const bool few = metadata.HasEntryOfEach(1)
-                       ? IsDirectMatrixSm90(rows, gemm.n, gemm.k)
-                       : rows <= (count == 1 ? device::kDirectRows : kMostDirectRows);
-  return few && metadata.kind == MetadataKind::kSizes && count <= kMostDirectGroups &&
-         gemm.rows_x == rows &&
-         std::min<int64_t>(rows, count) * gemm.n * gemm.k <= kMostDirectWeights &&
-         !epilogue.accumulate && !epilogue.HasPreactivation();
 }
 
 template <typename Weights, bool kGated, int kEights, bool kPairs = false>
 cudaError_t LaunchDirectConfigSm90(cudaStream_t stream, const device::DirectGemmSm90& direct,
                                    bool alone) {
   const auto columns = static_cast<unsigned>(kGated || kPairs ? direct.n / 2 : direct.n);
+  constexpr int kRows = kEights * device::kDirectRows;
   const auto rows =
-      static_cast<unsigned>(alone ? DirectRowTiles(direct.rows, kEights) : direct.rows);
+      static_cast<unsigned>(alone ? rules::DirectRowTiles(direct.rows, kRows) : direct.rows);
   if (rows == 0 || columns == 0) return cudaSuccess;
   device::DirectGemmSm90Kernel<Weights, kGated, device::DirectEpilogue, kEights, kPairs>
       <<<dim3{columns / 16, rows}, 32 * device::kDirectWarps, 0, stream>>>(direct);
@@ -173,7 +120,8 @@ cudaError_t LaunchDirectConfigSm90(cudaStream_t stream, const device::DirectGemm
 
 template <typename Weights>
 cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quantized,
-                             const OperandsSm90& operands) {
+                             const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
+  static_assert(rules::kDirectRows == device::kDirectRows);
   const GemmSm90& gemm = quantized.gemm;
   device::DirectGemmSm90 direct{};
   direct.metadata = gemm.metadata;
@@ -189,32 +137,31 @@ cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quant
   direct.packed = quantized.packed;
   const bool alone = gemm.metadata.HasEntryOfEach(1);
   const bool gated = IsGated(gemm.epilogue.activation);
-  if (!alone || direct.rows <= device::kDirectRows) {
+  if (plan.tile == rules::kDirectRows) {
     return gated ? LaunchDirectConfigSm90<Weights, true, 1>(stream, direct, alone)
                  : LaunchDirectConfigSm90<Weights, false, 1>(stream, direct, alone);
   }
   if (gated) return LaunchDirectConfigSm90<Weights, true, 2>(stream, direct, alone);
-  // Pairs read x half as often.
-  const int64_t blocks = direct.n / 32 * DirectRowTiles(direct.rows, 2);
-  return direct.n % 128 == 0 && blocks >= kManyDirectBlocks
-             ? LaunchDirectConfigSm90<Weights, false, 2, true>(stream, direct, alone)
-             : LaunchDirectConfigSm90<Weights, false, 2>(stream, direct, alone);
+  return plan.pairs ? LaunchDirectConfigSm90<Weights, false, 2, true>(stream, direct, alone)
+                    : LaunchDirectConfigSm90<Weights, false, 2>(stream, direct, alone);
 }
 
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                     const OperandsSm90& operands) {
+                                     const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
   using Weights = device::PackedWeights<kMode, kBits>;
-  if (IsDirectSm90(quantized.gemm)) return LaunchDirectSm90<Weights>(stream, quantized, operands);
-  return LaunchQuantizedTilesSm90<Weights>(stream, quantized, operands);
+  if (plan.way == rules::QmmWay::kDirect) {
+    return LaunchDirectSm90<Weights>(stream, quantized, plan, operands);
+  }
+  return LaunchQuantizedTilesSm90<Weights>(stream, quantized, plan, operands);
 }
 
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                     const OperandsSm90& operands) {
+                                     const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
   if constexpr (FormatTraits<kMode, kBits>::kIsLinear) {
     using Weights = device::LinearWeights<kMode, kBits>;
-    return LaunchQuantizedTilesSm90<Weights>(stream, quantized, operands);
+    return LaunchQuantizedTilesSm90<Weights>(stream, quantized, plan, operands);
   } else {
     return cudaErrorInvalidValue;  // it has no kernel
   }

@@ -20,6 +20,7 @@
 #include <cuda_runtime_api.h>
 
 #include "grouped_mm/gemm_sm90.h"
+#include "quantized/plan.h"
 #include "quantized/quantized.h"
 
 namespace jgg {
@@ -50,20 +51,22 @@ struct QuantizedGemmSm90 {
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
 
-// Choose a tile, encode the tensor maps, launch. Layout "sm90".
+// Encode the tensor maps and launch, as a plan says that PlanQmmProblem has passed. Layout "sm90".
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                 const Coding& coding, const OperandsSm90& operands);
+                                 const Coding& coding, const rules::QmmPlanSm90& plan,
+                                 const OperandsSm90& operands);
 
 // Layout "linear"; operands.r are the codes, in units of two bytes.
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                 const Coding& coding, const OperandsSm90& operands);
+                                 const Coding& coding, const rules::QmmPlanSm90& plan,
+                                 const OperandsSm90& operands);
 
 // Instances: gemm_sm90_instance.cu.
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                     const OperandsSm90& operands);
+                                     const rules::QmmPlanSm90& plan, const OperandsSm90& operands);
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                     const OperandsSm90& operands);
+                                     const rules::QmmPlanSm90& plan, const OperandsSm90& operands);
 
 }  // namespace jgg

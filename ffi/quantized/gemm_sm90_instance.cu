@@ -2,10 +2,13 @@
 #include "quantized/gemm_sm90.cuh"
 
 namespace jgg {
-template cudaError_t LaunchPackedInstanceSm90<JGG_MODE, JGG_BITS>(cudaStream_t stream,
-                                                                  QuantizedGemmSm90& quantized,
-                                                                  const OperandsSm90& operands);
-template cudaError_t LaunchLinearInstanceSm90<JGG_MODE, JGG_BITS>(cudaStream_t stream,
-                                                                  QuantizedGemmSm90& quantized,
-                                                                  const OperandsSm90& operands);
+
+#define JGG_INSTANCE(Launch)                                                              \
+  template cudaError_t Launch<JGG_MODE, JGG_BITS>(                                        \
+      cudaStream_t stream, QuantizedGemmSm90 & quantized, const rules::QmmPlanSm90& plan, \
+      const OperandsSm90& operands)
+
+JGG_INSTANCE(LaunchPackedInstanceSm90);
+JGG_INSTANCE(LaunchLinearInstanceSm90);
+
 }  // namespace jgg

@@ -14,7 +14,8 @@ namespace ffi = xla::ffi;
 static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                       ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                       ffi::Result<ffi::AnyBuffer> out, QuantizedAttrs quantized, QmmAttrs qmm,
-                      MetadataAttrs metadata_attrs, EpilogueAttrs epilogue) {
+                      MetadataAttrs metadata_attrs, EpilogueAttrs epilogue,
+                      QmmPlanAttrs plan_attrs) {
   constexpr const char* op = "qmm";
   if (epilogue.existing_out) return InvalidArgument(op, "existing_out is not an operand of it");
   Activation activation = Activation::kNone;
@@ -44,7 +45,11 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   const int capability = ComputeCapability();
   if (args.x_ordered) {
     if (auto reason = qmm_sm90_unsupported(args, capability)) return Unimplemented(op, *reason);
-    return FromCuda(op, qmm_sm90(stream, args));
+    rules::QmmPlanSm90 plan;
+    JGG_RETURN_IF_ERROR(BindPlan(op, plan_attrs, args.w.coding,
+                                 {args.k, args.n, IsGated(activation)}, args.rows_x, args.rows_y,
+                                 args.metadata, &plan));
+    return FromCuda(op, qmm_sm90(stream, args, plan));
   }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);
   return FromCuda(op, qmm_sm80(stream, args));
@@ -62,7 +67,8 @@ XLA_FFI_DEFINE_HANDLER(kQmm, Qmm,
                            .Attr<QuantizedAttrs>("quantized")
                            .Attr<QmmAttrs>("qmm")
                            .Attr<MetadataAttrs>("metadata")
-                           .Attr<EpilogueAttrs>("epilogue"),
+                           .Attr<EpilogueAttrs>("epilogue")
+                           .Attr<QmmPlanAttrs>("plan"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmm(XLA_FFI_CallFrame* call_frame) { return kQmm(call_frame); }

@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "grouped_mm/metadata_bind.h"
 #include "quantized/attributes.h"
+#include "quantized/plan.h"
 #include "quantized/qmm.h"
 #include "quantized/rules.h"
 
@@ -45,6 +46,22 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
   w->coding.mode = facts->mode;
   w->coding.bits = bits;
   w->group_size = group_size;
+  return xla::ffi::Error::Success();
+}
+
+// The plan that a call carries, if there is such a kernel.
+inline xla::ffi::Error BindPlan(const char* op, const QmmPlanAttrs& attrs, const Coding& coding,
+                                const rules::QmmSizes& sizes, int64_t rows_x, int64_t rows,
+                                const Metadata& metadata, rules::QmmPlanSm90* plan) {
+  const auto way = rules::FindQmmWay(attrs.way);
+  if (!way) return InvalidArgument(op, "unknown plan '", attrs.way, "'");
+  *plan = {*way, attrs.tile, attrs.parts, attrs.pairs};
+  const rules::QmmRows of{rows_x, rows, metadata.count, metadata.kind == MetadataKind::kSizes,
+                          metadata.offset != nullptr};
+  const FormatFacts& format = FactsOf(coding.mode, coding.bits);
+  if (auto reason = rules::PlanQmmProblem(*plan, format, sizes, of)) {
+    return InvalidArgument(op, *reason);
+  }
   return xla::ffi::Error::Success();
 }
 

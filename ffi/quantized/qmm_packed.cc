@@ -32,7 +32,8 @@ static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, 
 static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                             ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                             ffi::Result<ffi::AnyBuffer> out, QuantizedAttrs quantized_attrs,
-                            MetadataAttrs metadata_attrs, EpilogueAttrs epilogue) {
+                            MetadataAttrs metadata_attrs, EpilogueAttrs epilogue,
+                            QmmPlanAttrs plan_attrs) {
   if (epilogue.existing_out) return InvalidArgument(kOp, "existing_out is not an operand of it");
   Activation activation = Activation::kNone;
   JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &activation));
@@ -67,6 +68,9 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
   if (auto reason = rules::QmmPackedProblem(product.n, gated)) return Unimplemented(kOp, *reason);
+  rules::QmmPlanSm90 plan;
+  JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, w.coding, {k, product.n, gated, true},
+                               product.rows_x, product.rows_y, product.metadata, &plan));
   OperandsSm90 operands{};
   operands.dtype = DType::kBF16;
   operands.l_k_major = true;
@@ -74,7 +78,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.packed = packed;
-  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, w.coding, operands));
+  return FromCuda(kOp, LaunchPackedGemmSm90(stream, quantized, w.coding, plan, operands));
 }
 
 XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,
@@ -88,7 +92,8 @@ XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<QuantizedAttrs>("quantized")
                            .Attr<MetadataAttrs>("metadata")
-                           .Attr<EpilogueAttrs>("epilogue"),
+                           .Attr<EpilogueAttrs>("epilogue")
+                           .Attr<QmmPlanAttrs>("plan"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmmPacked(XLA_FFI_CallFrame* call_frame) { return kQmmPacked(call_frame); }

@@ -41,7 +41,7 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   return std::nullopt;
 }
 
-cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
+cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args, const rules::QmmPlanSm90& plan) {
   const int64_t columns = IsGated(args.epilogue.activation) ? args.n / 2 : args.n;
   QmmSm90 qmm{};
   ProductSm90& product = qmm.mm.product;
@@ -63,7 +63,7 @@ cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args) {
   quantized.elements = static_cast<int>(args.w.elements);
   quantized.scale_line =
       static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
-  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, DescribeOperands(args));
+  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, plan, DescribeOperands(args));
 }
 
 }  // namespace jgg

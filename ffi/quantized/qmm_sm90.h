@@ -6,11 +6,12 @@
 #include <optional>
 #include <string>
 
+#include "quantized/plan.h"
 #include "quantized/qmm.h"
 
 namespace jgg {
 
 std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability);
-cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args);
+cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args, const rules::QmmPlanSm90& plan);
 
 }  // namespace jgg

@@ -17,11 +17,10 @@ from .._quantized.operands import as_promised
 from . import blocks
 
 
-def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
+def grouped_mm(choice: choose.Plan, x, w, groups, options, *, product: Mm):
     """Custom call ``jgg_fp8_grouped_mm``: x, its scales, w, its scales, metadata[, group_offset] ->
     out. Options are done to float32 sums behind it. Lines of codes, and of the result, are padded
     to whole 16 bytes."""
-    del choice
     if not product.transpose_w:  # eight bits are multiplied as they lie, along K
         w = dataclasses.replace(w, weight=w.weight.swapaxes(1, 2), scales=w.scales.swapaxes(1, 2))
     rest, n = groups.narrow(x.shape[0], w.shape[0]), w.shape[1]
@@ -33,9 +32,12 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     }
 
     def run(of: Mm):
+        first = choice.config["rows_first"] and of.out_dtype.name != "float32"
         out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
-        out = call(rows, x.scales, weight, w.scales, *rest, **attributes(flags))
+        out = call(
+            rows, x.scales, weight, w.scales, *rest, **attributes(flags | {"rows_first": first})
+        )
         return _cut(out, 1, n)
 
     if options.nothing:
@@ -43,7 +45,7 @@ def grouped_mm(choice: choose.Choice, x, w, groups, options, *, product: Mm):
     return quantized_product.FUSED.with_options(run, groups, w, options, product)
 
 
-def grouped_wgrad(choice: choose.Choice, x, dy, group_sizes, existing_out, *, dtype):
+def grouped_wgrad(choice: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad``: dy, its scales, x, its scales, pairs of rows[,
     existing_out] -> out. Lines of the result are padded to pieces of 8 columns. Scales come block
     by block, so that the kernel copies those of a tile at once."""

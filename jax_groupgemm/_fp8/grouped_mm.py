@@ -109,7 +109,7 @@ def takes(platform: str, w: Quantized, rows: int, dtype) -> bool:
     groups, n, k = w.shape
     known = {
         "op": "fp8_grouped_mm", "platform": platform, "out_dtype": jnp.dtype(dtype).name,
-        "empty": 0 in (rows, groups, n, k), "rows": rows, "groups": groups,
+        "empty": 0 in (rows, groups, n, k), "rows": rows, "segments": groups, "groups": groups,
         "elements": ("e4m3", blocks.DTYPES[w.weight.dtype.name]), "blocks": (blocks.LINE, w.block),
     }  # fmt: skip
     both = (problems.Fp8(**known, k=k, n=n), problems.Fp8(**known, k=n, n=k, transpose_w=False))
@@ -139,7 +139,7 @@ def _composed(x, w, groups, options, *, product: Mm):
 
 def _call(platform, x, w, groups, options, *, product: Mm):
     """One custom call; None where there is no kernel for it."""
-    choice = choose.fused(_problem(platform, x, w, options, product))
+    choice = choose.fused(_problem(platform, x, w, groups, options, product))
     if choice is None:
         return None
     return _CALLS[choice.kernel.name](choice, x, w, groups, options, product=product)
@@ -149,13 +149,13 @@ def _call(platform, x, w, groups, options, *, product: Mm):
 _CALLS: dict[str, Callable] = {"sm90": call.grouped_mm}
 
 
-def _problem(platform, x, w, options: Epilogue, product: Mm) -> problems.Fp8:
+def _problem(platform, x, w, groups: Metadata, options: Epilogue, product: Mm) -> problems.Fp8:
     count, k, n = product.sizes(w)
     return problems.Fp8(
         op="fp8_grouped_mm", platform=platform, implementation=product.implementation,
         out_dtype=product.out_dtype.name, empty=0 in (*x.shape, *w.shape), rows=product.rows,
-        groups=count, k=k, n=n, elements=elements(x, w), blocks=(x.block, w.block),
-        transpose_w=product.transpose_w, **options.facts(),
+        segments=groups.count, groups=count, k=k, n=n, elements=elements(x, w),
+        blocks=(x.block, w.block), transpose_w=product.transpose_w, **options.facts(),
     )  # fmt: skip
 
 

@@ -117,8 +117,8 @@ def _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation) 
     return problems.Fp8(
         op="fp8_grouped_wgrad", platform=platform, implementation=implementation,
         out_dtype=jnp.dtype(dtype).name, empty=0 in (*x.shape, *dy.shape),
-        rows=x.positions.shape[0], groups=group_sizes.shape[0], k=x.shape[0], n=dy.shape[0],
-        elements=elements(x, dy), blocks=(x.block, dy.block),
+        rows=x.positions.shape[0], segments=group_sizes.shape[0], groups=group_sizes.shape[0],
+        k=x.shape[0], n=dy.shape[0], elements=elements(x, dy), blocks=(x.block, dy.block),
         more_options=existing_out is not None,
     )  # fmt: skip
 

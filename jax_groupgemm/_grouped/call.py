@@ -61,6 +61,8 @@ class Epilogue:
             "gated": self.gated,
             "activation": self.activation,
             "option_dtypes": tuple(v.dtype.name for v in options),
+            "bias": self.bias is not None,
+            "rounds": self.rounds,
             "preactivation": self.rounds,
             "more_options": self.row_scale is not None or self.existing_out is not None,
         }
@@ -98,7 +100,7 @@ def may_take_lists(x, w, product: Mm) -> bool:
     return product.implementation in (None, "sm90") and dense.lists_sm90(problem) is None
 
 
-def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
+def mm(choice: choose.Plan, x, w, metadata: Metadata, product: Mm,
        epilogue: Epilogue = NO_EPILOGUE, *, x_rows=None, y_rows=None,
        preactivation: bool = False):  # fmt: skip
     """Custom call ``jgg_mm``: x, w, metadata[, lists][, options] -> out[, preactivation].
@@ -123,7 +125,7 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
     flags |= {
         "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue, preactivation),
-        "choice": _choice_flags(choice, product),
+        "plan": _plan_flags(choice, product),
     }
     rest = [*metadata.narrow(rows_x, groups), *lists, *epilogue.arrays]
     columns = n // 2 if epilogue.gated else n
@@ -137,7 +139,7 @@ def mm(choice: choose.Choice, x, w, metadata: Metadata, product: Mm,
     return _call("jgg_mm", x, w, rest, shape, product, flags, aliases, more)
 
 
-def _mm_in_parts(choice: choose.Choice, x, w, metadata: Metadata, product: Mm):
+def _mm_in_parts(choice: choose.Plan, x, w, metadata: Metadata, product: Mm):
     axis_x, axis_w = 0 if product.transpose_x else 1, 2 if product.transpose_w else 1
 
     def run(begin: int, end: int):
@@ -149,7 +151,7 @@ def _mm_in_parts(choice: choose.Choice, x, w, metadata: Metadata, product: Mm):
     return sum_of_parts(run, x.shape[axis_x], choice, product)
 
 
-def sum_of_parts(run, k: int, choice: choose.Choice, product: Mm) -> jax.Array:
+def sum_of_parts(run, k: int, choice: choose.Plan, product: Mm) -> jax.Array:
     """Sums over parts of K, added up in float32: ``run(begin, end)`` is a product of some of it."""
     step = -(-k // choice.config["sum_parts"])
     step += -step % 512  # whole lines of 16 bytes, words and quantization groups
@@ -176,7 +178,7 @@ def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad, *, x_list:
     )  # fmt: skip
 
 
-def wgrad(choice: choose.Choice, x, y, metadata: Metadata, product: Wgrad, *, x_rows=None,
+def wgrad(choice: choose.Plan, x, y, metadata: Metadata, product: Wgrad, *, x_rows=None,
           y_rows=None, scale=None, existing_out=None):  # fmt: skip
     """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, list][, scale][, existing_out] ->
     out.
@@ -235,7 +237,7 @@ def _wgrad_call(choice, x, y, metadata: Metadata, product: Wgrad, *, shape, rows
         "own_weight": metadata.form.own_weight,
         "rows": _given(options, "x_rows", "y_rows"),
         "epilogue": _given(options, "scale", "existing_out"),
-        "choice": _choice_flags(choice, product),
+        "plan": _plan_flags(choice, product),
     }
     values = [value for value in options.values() if value is not None]
     rest = [*metadata.narrow(rows, shape[0]), *values]
@@ -338,13 +340,10 @@ def epilogue_flags(epilogue: Epilogue, preactivation: bool = False) -> dict[str,
     }
 
 
-def _choice_flags(choice: choose.Choice, product: Product) -> dict[str, Any]:
-    return {
-        "kernel": choice.named or "",
-        "tile": choice.config["tile"],
-        "planes": choice.config["planes"],
-        "tf32": product.tf32,
-    }
+def _plan_flags(choice: choose.Plan, product: Product) -> dict[str, Any]:
+    config = choice.config
+    parts = {name: config[name] for name in ("rows", "tile", "pairs", "planes")}
+    return parts | {"kernel": choice.named or "", "tf32": product.tf32}
 
 
 def _call(target, a, b, rest, shape, product: Product, flags: dict[str, Any], aliases=None,

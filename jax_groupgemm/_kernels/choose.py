@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import dense, extension, lists, rows
-from .kernel import PLATFORMS, Choice, Kernel
+from .kernel import PLATFORMS, Kernel, Plan
 from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
@@ -37,7 +37,7 @@ COMPARE_UP_TO = 512
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 
 
-def choose(problem: Problem) -> Choice | None:
+def choose(problem: Problem) -> Plan | None:
     """The kernel that runs a product or a conversion; None for the reference.
 
     Raises ValueError where a kernel was named that cannot run.
@@ -49,16 +49,24 @@ def choose(problem: Problem) -> Choice | None:
     if extension.BUILD.problem is not None:
         return None
     for kernel in KERNELS[problem.op]:
-        if kernel.only_named or kernel.platform != problem.platform:
-            continue
-        if unsupported(problem) or _out_of_reach(kernel):
-            continue
-        if cannot(kernel, problem) is None and kernel.pays(problem):
+        if against(kernel, problem) is None:
             return configured(kernel, problem)
     return None
 
 
-def fused(problem: Problem) -> Choice | None:
+def against(kernel: Kernel, problem: Problem) -> str | None:
+    """Why a kernel is not chosen where nobody names one; None where it is, unless one before it
+    is."""
+    if kernel.only_named:
+        return f"only on request, implementation={kernel.name!r}"
+    if kernel.platform != problem.platform:
+        there = "no CUDA device" if kernel.platform == "cuda" else "JAX runs on another device"
+        return extension.unavailable(kernel.name) or there
+    why = _out_of_reach(kernel) or unsupported(problem) or cannot(kernel, problem)
+    return why or (None if kernel.pays(problem) else "another one is faster, or takes more")
+
+
+def fused(problem: Problem) -> Plan | None:
     """The kernel that runs a product and its options as one call; None for the composition.
 
     Raises ValueError where a kernel was named that cannot run the product itself. A name that this
@@ -73,7 +81,7 @@ def fused(problem: Problem) -> Choice | None:
     return choice if problem.named or choice.kernel.fusing_pays(problem) else None
 
 
-def by_list(problem: Mm | Wgrad) -> Choice | None:
+def by_list(problem: Mm | Wgrad) -> Plan | None:
     """The kernel that takes tokens by list; None where their rows are copied first. A name is that
     of the kernel either way, so it decides nothing here.
 
@@ -83,7 +91,7 @@ def by_list(problem: Mm | Wgrad) -> Choice | None:
     return choice if choice is not None and choice.kernel.lists_pay(problem) else None
 
 
-def _named(problem: Problem) -> Choice:
+def _named(problem: Problem) -> Plan:
     name = str(problem.implementation)
     kernels = [k for k in KERNELS[problem.op] if k.name == name]
     reason = None
@@ -104,8 +112,8 @@ def _named(problem: Problem) -> Choice:
     raise ValueError(cannot_run(name, str(reason)))
 
 
-def configured(kernel: Kernel, problem: Problem) -> Choice:
-    return Choice(kernel, problem.implementation, kernel.config(problem))
+def configured(kernel: Kernel, problem: Problem) -> Plan:
+    return Plan(kernel, problem.implementation, kernel.config(problem))
 
 
 def cannot_run(name: str, reason: str) -> str:
@@ -138,20 +146,20 @@ def missing(name: str, op: str) -> str:
     return f"there is no kernel jgg_{op} for {name if targets else platform}"
 
 
-def _out_of_reach(kernel: Kernel) -> bool:
-    """Whether a kernel that nobody named must not be chosen in this process."""
+def _out_of_reach(kernel: Kernel) -> str | None:
+    """Why a kernel that nobody named must not be chosen in this process."""
     if kernel.platform == "cpu":
-        return extension.unavailable(kernel.name) is not None
+        return extension.unavailable(kernel.name)
     capabilities = extension.live_capabilities()
     if not capabilities:
-        return not kernel.unseen
+        return None if kernel.unseen else "no CUDA device of this process has it"
     reason = extension.unavailable(kernel.name, capabilities)
     if reason is not None and kernel.name == "sm80":
         _warn_once(
             "jax_groupgemm runs its reference lowering on this GPU, which is slow: "
             f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
         )
-    return reason is not None
+    return reason
 
 
 @functools.cache
@@ -201,8 +209,18 @@ def as_stored_sm90(p: Qmm) -> str | None:
     )  # fmt: skip
 
 
-def _qmm_config(p: Qmm, **more) -> dict[str, Any]:
-    return {"sum_parts": dense.sum_parts(p)} | more
+def _qmm_config(p: Qmm) -> dict[str, Any]:
+    return {"sum_parts": dense.sum_parts(p)}
+
+
+def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
+    """Who multiplies, and in which tiles: ffi/quantized/plan.h."""
+    plan = extension.rules().plan_qmm_sm90(
+        mode=p.mode, bits=p.bits, packed=packed, rows_x=p.rows_x, rows=p.rows,
+        segments=p.segments, k=p.k, n=p.n, gated=p.gated, sizes=p.sizes, offset=p.offset,
+    )  # fmt: skip
+    named = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
+    return named | _qmm_config(p) | {"x_ordered": not packed}
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
@@ -249,6 +267,11 @@ def _fp8_mm_sm90(p: Fp8) -> str | None:
     return _fp8_codes(p, (_LINE, _TILE))
 
 
+def _fp8_mm_config(p: Fp8) -> dict[str, Any]:
+    first = extension.rules().fp8_rows_first_sm90
+    return {"rows_first": first(rows=p.rows, segments=p.segments, float32_out=False)}
+
+
 def _fp8_wgrad_sm90(p: Fp8) -> str | None:
     if why := _fp8_codes(p, (_LINE, _LINE)):
         return why
@@ -291,12 +314,13 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "qmm": (
         Kernel(
-            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses, config=_qmm_config, unseen=True,
+            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses,
+            config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
             needs="bfloat16 x, transpose_w; prepacked weights, or many rows, or mode fp8",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses,
-            config=functools.partial(_qmm_config, x_ordered=True),
+            config=functools.partial(_qmm_config_sm90, packed=False),
             needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
@@ -312,7 +336,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="K % 32 == 0, N % 8 == 0 (N % 4 with float32 and float16)",
         ),
         Kernel(
-            "sm90", "jgg_qmm", fuses=_nvfp4_mm_sm90, config=lambda p: {"x_ordered": True},
+            "sm90", "jgg_qmm", fuses=_nvfp4_mm_sm90,
+            config=lambda p: _qmm_config_sm90(p.inner, packed=False),
             needs="K % 128 == 0, w as stored",
         ),
     ),
@@ -326,7 +351,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "fp8_grouped_mm": (
         Kernel(
-            "sm90", "jgg_fp8_grouped_mm", _fp8_mm_sm90,
+            "sm90", "jgg_fp8_grouped_mm", _fp8_mm_sm90, config=_fp8_mm_config,
             needs="e4m3, blocks of 128 along K and of 128 x 128",
         ),
     ),

@@ -124,16 +124,43 @@ def lists_pay(p: Mm) -> bool:
 
 
 def mm_config(p: Mm) -> dict[str, Any]:
-    tile = 0
-    if not p.lists and p.segments:
-        dtypes = (*p.dtypes, p.out_dtype)
-        mean = p.rows / p.segments
-        tile = tuned.mm(dtypes, p.groups, p.k, p.n, mean, p.transpose_w, p.gated)
-    return {"planes": mm_planes(p), "tile": tile, "sum_parts": sum_parts(p)}
+    planes = mm_planes(p)
+    plan = mm_plan(p, planes)
+    if not p.lists and p.segments and planes == 1:
+        dtypes, mean = (*p.dtypes, p.out_dtype), p.rows / p.segments
+        measured = tuned.mm(dtypes, p.groups, p.k, p.n, mean, p.transpose_w, p.gated)
+        plan["tile"] = _measured(measured, plan["tile"], "mm", p.gated)
+    return plan | {"planes": planes, "sum_parts": sum_parts(p)}
+
+
+def mm_plan(p: Mm, planes: int = 1) -> dict[str, Any]:
+    """How Hopper's kernels find rows, and their tile: ffi/grouped_mm/plan.h."""
+    # The kernel of "down_backward" has the activation's derivative in place of the activation.
+    activation = p.activation is not None and not p.gated and p.op == "mm"
+    return _plan(extension.rules().plan_mm_sm90(
+        rows=p.rows, segments=p.segments, k=p.k, n=p.n, planes=planes, gated=p.gated,
+        by_list=p.lists, y_by_list=p.lists and not p.x_list_alone,
+        preactivation=p.preactivation, more_options=p.more_options,
+        same_dtype=p.out_dtype == p.operand_dtype, bias=p.bias, activation=activation,
+        rounds=p.rounds, float32_out=p.out_dtype == "float32",
+    ))  # fmt: skip
+
+
+def _plan(plan: tuple[str, int, bool]) -> dict[str, Any]:
+    return dict(zip(("rows", "tile", "pairs"), plan, strict=True))
+
+
+def _measured(measured: int, planned: int, op: str, gated: bool, transposed: str = "") -> int:
+    """The tile that was measured to be faster than the planned one, if there is one."""
+    if gated and (measured, planned) == (128, 256):  # it was measured with its activation apart
+        return planned
+    return measured if measured and measured in tuned.tiles(op, gated, transposed) else planned
 
 
 def mm_planes(p: Mm) -> int:
     """The bfloat16 planes in which a kernel takes float32 operands; 1: as they are."""
+    if p.operand_dtype != "float32":
+        return 1
     runs = not p.gated and mm_sm90(p, k=_up(p.k, 64), planes=3, by_list=False) is None
     return _planes(p, runs, _splitting_pays(p.rows * p.k * p.n, p.elements))
 
@@ -145,7 +172,7 @@ def _up(size: int, unit: int) -> int:
 def _planes(p: Mm | Wgrad, runs: bool, pays: bool) -> int:
     """``runs`` where there is a kernel for them, ``pays`` where making three is worth it. Two are
     no faster than tf32 on "sm80"."""
-    if p.operand_dtype != "float32" or not runs or p.implementation == "sm80":
+    if not runs or p.implementation == "sm80":
         return 1
     if p.implementation != "sm90" and (
         p.tf32 or not pays or set(extension.live_capabilities()) != {90}
@@ -179,24 +206,32 @@ def wgrad_config(p: Wgrad, *, hopper: bool = False) -> dict[str, Any]:
     parts, ranges = wgrad_parts(p), wgrad_ranges(p)
     if parts > 1:  # each part is a problem of its own
         return {"parts": parts, "ranges": ranges}
+    planes, listed = wgrad_planes(p), p.x_list or p.y_list
+    plan = _plan(extension.rules().plan_wgrad_sm90(
+        rows=p.rows, groups=p.groups, a=p.a, b=p.b, planes=planes, transpose_x=p.transpose_x,
+        by_list=listed,
+    ))  # fmt: skip
+    if planes == 1 and not listed:
+        dtypes, mean = (*p.dtypes, p.out_dtype), p.rows / max(p.segments, 1)
+        measured = tuned.wgrad(dtypes, p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y)
+        transposed = "x" * p.transpose_x
+        plan["tile"] = _measured(measured, plan["tile"], "wgrad", False, transposed)
+    adds = hopper and (planes > 1 or (p.operand_dtype in HALVES and wgrad_sm90(p) is None))
+    return plan | {"parts": 1, "ranges": ranges, "adds": adds, "planes": planes}
+
+
+def wgrad_planes(p: Wgrad) -> int:
+    """Those of :func:`mm_planes`, of operands whose rows are filled up."""
+    if p.operand_dtype != "float32":
+        return 1
     few = _tiles(p) <= 2 * extension.rules().H200_PROCESSORS
     pays = _splitting_pays(p.rows * p.a * p.b, p.elements, few)
-    runs = wgrad_sm90(p, rows=_up(p.rows, 8)) is None
-    mean = p.rows / max(p.segments, 1)
-    tile = tuned.wgrad(
-        (*p.dtypes, p.out_dtype), p.groups, p.a, p.b, mean, p.transpose_x, p.transpose_y
-    )
-    planes = _planes(p, runs, pays)
-    if planes == 1:
-        runs = p.operand_dtype in HALVES and wgrad_sm90(p) is None
-    return {
-        "parts": 1, "ranges": ranges, "adds": hopper and runs, "planes": planes, "tile": tile,
-    }  # fmt: skip
+    return _planes(p, wgrad_sm90(p, rows=_up(p.rows, 8)) is None, pays)
 
 
 def wgrad_pays(p: Wgrad) -> bool:
     if p.operand_dtype == "float32":
-        return wgrad_config(p).get("planes", 1) > 1
+        return wgrad_parts(p) == 1 and wgrad_planes(p) > 1
     return wgrad_sm90(p) is None
 
 

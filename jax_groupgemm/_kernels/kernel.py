@@ -50,9 +50,15 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The kernel that runs a problem, and how. ``named`` is what the user asked for, or None: then
-    a CUDA handler takes the best kernel of the GPU it runs on."""
+class Plan:
+    """How a problem runs. It is made once, and the call carries it to the handler.
+
+    Attributes:
+      kernel: what runs it.
+      named: the kernel that the user asked for, or None: then a CUDA handler takes the best one of
+        the GPU it runs on.
+      config: the rest of the plan, by name: tiles, and how rows are found.
+    """
 
     kernel: Kernel
     named: str | None

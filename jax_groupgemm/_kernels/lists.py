@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import dense, extension
+from . import dense
 from .problems import HALVES, Mm, Wgrad
 
 # A product takes longer when it gathers its rows: mm an eighth, and weight gradients a third. A
@@ -17,10 +17,7 @@ def mm_pays(p: Mm) -> bool:
     """Of products of which x comes by list, of many rows. A gated one, which is a forward one, may
     have more columns."""
     most = MOST_COLUMNS_FORWARD if p.gated else MOST_COLUMNS_BACK
-    return p.n <= most and extension.rules().lists_many_rows_sm90(
-        rows=p.rows // max(p.segments, 1), k=p.k, n=p.n, gated=p.gated,
-        preactivation=p.preactivation,
-    )  # fmt: skip
+    return p.n <= most and dense.mm_plan(p)["rows"] == "operand by list"
 
 
 def wgrad_pays(p: Wgrad) -> bool:

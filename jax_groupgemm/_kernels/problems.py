@@ -39,7 +39,29 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mm(Problem):
+class Fused(Problem):
+    """A product with options.
+
+    Attributes:
+      activation: of its sums, or None; ``gated``: it takes two halves of N.
+      rounds: the activation is of rounded sums.
+      preactivation: likewise, or those are a result, too.
+      bias: whether there is one.
+      more_options: a row scale or an existing result, or a bias beside lists of rows.
+      option_dtypes: of the bias and the row scale.
+    """
+
+    activation: str | None = None
+    gated: bool = False
+    rounds: bool = False
+    preactivation: bool = False
+    bias: bool = False
+    more_options: bool = False
+    option_dtypes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mm(Fused):
     """``(rows, k) x (groups, k, n)``; ``segments`` of rows, ``elements`` of both operands."""
 
     rows: int
@@ -54,15 +76,9 @@ class Mm(Problem):
     transpose_w: bool = False
     transpose_out: bool = False
     tf32: bool = False
-    # Options of a fused call.
     lists: bool = False  # rows are named by index
     x_list_alone: bool = False  # only those of x
-    gated: bool = False
-    activation: str | None = None
-    option_dtypes: tuple[str, ...] = ()
     existing_dtype: str | None = None
-    preactivation: bool = False  # it is rounded before the activation, or a result, too
-    more_options: bool = False  # a row scale or an existing result, or a bias beside lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,10 +104,18 @@ class Wgrad(Problem):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qmm(Problem):
-    """``(rows, k) x (groups, n, k)``, quantized; ``all_groups`` share the rows."""
+class Qmm(Fused):
+    """``(rows, k) x (groups, n, k)``, quantized; ``all_groups`` share the rows.
+
+    ``rows_x`` are those of x, and ``segments`` those of the metadata: ``sizes``, or not, of groups
+    of which only some have a weight, where there is an ``offset``.
+    """
 
     rows: int
+    rows_x: int
+    segments: int
+    sizes: bool = True
+    offset: bool = False
     groups: int
     all_groups: int
     k: int
@@ -102,11 +126,6 @@ class Qmm(Problem):
     packable: bool  # a kernel packs the weight
     in_order: bool = True
     transpose_w: bool = True
-    gated: bool = False
-    activation: str | None = None
-    option_dtypes: tuple[str, ...] = ()
-    preactivation: bool = False
-    more_options: bool = False
 
     @property
     def as_stored(self) -> bool:
@@ -182,20 +201,17 @@ class Nvfp4(Problem):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8(Problem):
-    """A product of two operands in mode "fp8": ``groups`` of ``rows`` in all, K contracted, or of
-    weight gradients (N, K), rows contracted. Blocks are those of x and of the other operand, None
-    for a whole matrix; ``dtypes`` is empty, because ``elements`` has those of codes."""
+class Fp8(Fused):
+    """A product of two operands in mode "fp8": ``groups`` of ``rows`` in all, in ``segments``, K
+    contracted, or of weight gradients (N, K), rows contracted. Blocks are those of x and of the
+    other operand, None for a whole matrix; ``dtypes`` is empty, because ``elements`` has those of
+    codes."""
 
     rows: int
+    segments: int
     groups: int
     k: int
     n: int
     elements: tuple[str, str]
     blocks: tuple[tuple[int, int] | None, tuple[int, int] | None]
     transpose_w: bool = True
-    gated: bool = False
-    activation: str | None = None
-    option_dtypes: tuple[str, ...] = ()
-    preactivation: bool = False
-    more_options: bool = False

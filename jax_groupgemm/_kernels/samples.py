@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from . import choose, extension
+from . import choose
 from .problems import Conversion, Fp8, Fp8Conversion, Mm, Moe, Nvfp4, Problem, Qmm, Wgrad
 
 
@@ -21,7 +21,7 @@ class Sample:
     dtypes: tuple[str, ...] = choose.FLOATS
     otherwise: str = "reference"
 
-    def choice(self, platform: str, dtype: str) -> choose.Choice | None:
+    def choice(self, platform: str, dtype: str) -> choose.Plan | None:
         problem = self.make(platform, dtype)
         return (choose.fused if isinstance(problem, (Fp8, Nvfp4)) else choose.choose)(problem)
 
@@ -52,8 +52,8 @@ def _sample_wgrad(platform: str, dtype: str) -> Wgrad:
 
 def _sample_qmm(platform: str, dtype: str) -> Qmm:
     return Qmm(
-        op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, groups=8,
-        all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
+        op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, rows_x=4096,
+        segments=8, groups=8, all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
         bfloat16_scales=True, packable=True,
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, s
 
 def _sample_fp8(op: str) -> Callable[[str, str], Fp8]:
     return lambda platform, dtype: Fp8(
-        op=op, platform=platform, out_dtype=dtype, rows=4096, groups=8, k=2048, n=2048,
+        op=op, platform=platform, out_dtype=dtype, rows=4096, segments=8, groups=8, k=2048, n=2048,
         elements=("e4m3", "e4m3"),
         blocks=((1, 128), (128, 128) if op == "fp8_grouped_mm" else (1, 128)),
     )  # fmt: skip
@@ -130,16 +130,8 @@ def _reasons(problem: Problem, name: str) -> str | None:
 
 
 def _reason(kernel: choose.Kernel, problem: Problem) -> str | None:
-    if kernel.platform != problem.platform:
-        there = "no CUDA device" if kernel.platform == "cuda" else "JAX runs on another device"
-        return extension.unavailable(kernel.name) or there
-    capabilities = extension.live_capabilities() if kernel.platform == "cuda" else ()
-    return (
-        extension.unavailable(kernel.name, capabilities)
-        or choose.unsupported(problem)
-        or choose.cannot(kernel, problem)
-        or (kernel.fuses(problem) if isinstance(problem, (Fp8, Nvfp4)) else None)
-    )
+    fused = isinstance(problem, (Fp8, Nvfp4))
+    return choose.against(kernel, problem) or (kernel.fuses(problem) if fused else None)
 
 
 def table() -> str:

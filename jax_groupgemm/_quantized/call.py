@@ -24,7 +24,8 @@ def qmm_problem(
     return problems.Qmm(
         op="qmm", platform=platform, implementation=product.implementation, dtypes=(x.dtype.name,),
         out_dtype=product.out_dtype.name, empty=0 in (*x.shape, *q.shape), rows=product.rows,
-        groups=groups,
+        rows_x=x.shape[0], segments=metadata.count, sizes=metadata.form.kind == "sizes",
+        offset=metadata.group_offset is not None, groups=groups,
         # Rows may be of groups that are not here.
         all_groups=groups if metadata.group_offset is None else metadata.count,
         k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, calls=kind.calls,
@@ -34,7 +35,7 @@ def qmm_problem(
     )  # fmt: skip
 
 
-def qmm(choice: choose.Choice, x, q, metadata: Metadata, product: Mm,
+def qmm(choice: choose.Plan, x, q, metadata: Metadata, product: Mm,
         epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
     [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight.
@@ -51,6 +52,7 @@ def qmm(choice: choose.Choice, x, q, metadata: Metadata, product: Mm,
         "quantized": flags_of(q),
         "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue),
+        "plan": {name: choice.config.get(name, no) for name, no in _NO_PLAN.items()},
     }
     if choice.target == "jgg_qmm":
         x_ordered = choice.config.get("x_ordered", False)
@@ -68,6 +70,10 @@ def qmm(choice: choose.Choice, x, q, metadata: Metadata, product: Mm,
     return call(
         x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
     )
+
+
+#: Of kernels that have no plan.
+_NO_PLAN = {"way": "tiles", "tile": 0, "parts": 1, "pairs": False}
 
 
 def quantize(w, global_scale, *, mode, bits, group_size):

@@ -112,7 +112,7 @@ def test_planes_need_their_architecture(hopper, monkeypatch, architecture, plane
     monkeypatch.setattr(extension, "BUILD", build)
     args = array(8192, 1024, dtype="float32"), array(4, 1024, 1024, dtype="float32")
     text = cuda_text(lambda x, w: jgg.grouped_mm(x, w, jnp.full(4, 2048)), *args)
-    assert re.findall(r"planes = (\d) : i32, tf32", text) == [str(planes)]
+    assert re.findall(r"planes = (\d) : i32, rows", text) == [str(planes)]
 
 
 # ---- quantized weights ---------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def test_errors_of_a_handler_reach_python():
         "rows": no("x_rows", "y_rows"),
         "epilogue": {"activation": ""}
         | no("bias", "row_scale", "existing_out", "preactivation", "rounds_preactivation"),
-        "choice": {"kernel": "", "planes": np.int32(1), "tile": np.int32(0)} | no("tf32"),
+        "plan": {"kernel": "", "rows": "in order", "planes": np.int32(1), "tile": np.int32(32)}
+        | no("tf32", "pairs"),
     }
     call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
     with pytest.raises(

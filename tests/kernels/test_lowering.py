@@ -233,8 +233,8 @@ def test_kernels_for_one_architecture_need_its_code(monkeypatch, rng, kernel, ca
         op="mm", **half, **shape, segments=4, operand_dtype="bfloat16", lists=True
     )  # fmt: skip
     inner = problems.Qmm(
-        op="qmm", **half, **shape, all_groups=4, mode="nvfp4", bits=4, layout="linear",
-        bfloat16_scales=True, packable=True,
+        op="qmm", **half, **shape, rows_x=64, segments=4, all_groups=4, mode="nvfp4", bits=4,
+        layout="linear", bfloat16_scales=True, packable=True,
     )  # fmt: skip
     nvfp4 = problems.Nvfp4(op="nvfp4_grouped_mm", platform="cuda", k=64, n=64, inner=inner)
     monkeypatch.setattr(extension, "live_capabilities", lambda: (capability,))

@@ -43,11 +43,9 @@ struct LineCodesBase {
   static constexpr int kScaleSize = kHasBiases ? 2 : 1;
   static constexpr int kBlockScales = kScaleSize * Format::kScalesOf32;
   static constexpr float kUnit = 1.0f;  // sums are of values divided by this
-  // WGMMA: whether scales may be kSmall, and what sums are of then; blocks per SM that registers
-  // allow where there are few rows.
+  // WGMMA: whether scales may be kSmall, and what sums are of then.
   static constexpr bool kHasSmall = false;
   static constexpr float kSmallFactor = 1.0f;
-  static constexpr int kBlocksPerSm = 2;
 
   __device__ static void Check(const uint32_t (&)[kBits], LineScales&) {}
 

@@ -28,9 +28,9 @@ struct LinearWeights {
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;  // that registers allow
-  static constexpr int kBlocksPerSm = Codes::kBlocksPerSm;
+  static constexpr int kBlocksPerSm = FormatTraits<kMode, kBits>::kLinearBlocksPerSm;
   static constexpr int kBlocksOf64 = 1;                      // of up to 64 rows
-  static constexpr bool kAlwaysWarps = kBits != 4;           // with few rows: faster than WGMMA
+  static constexpr bool kAlwaysWarps = rules::AlwaysWarps(false, kBits, false);
   static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
   static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;

@@ -53,9 +53,7 @@ struct PackedCodesBase {
   static constexpr int kStageScales = 4 * kMostScales.words * 128 / kMostScales.k;
   static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
   static constexpr bool kHasSmall = false;
-  // Few rows: whether WGMMA would spill; from how many blocks per SM on registers are so few that
-  // loads should be late.
-  static constexpr bool kAlwaysWarps = false;
+  // Few rows: from how many blocks per SM on registers are so few that loads should be late.
   static constexpr int kLoadsLateFrom = 2;
 
   // Bytes of a tile's scales, or of half of two tiles' that share them.

@@ -16,9 +16,9 @@ struct PackedWeights : PackedTiles<kMode, kBits> {
   using Tiles::kTileCodes, Tiles::kTileScales, Tiles::TileScales;
   using typename Tiles::Codes;
   static constexpr int kMostRows = 192;   // of a tile, that registers allow, and three stages
-  static constexpr int kBlocksPerSm = 2;  // that registers allow where there are few rows
+  static constexpr int kBlocksPerSm = rules::kPackedBlocksPerSm;  // where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
-  static constexpr bool kAlwaysWarps = Codes::kAlwaysWarps;
+  static constexpr bool kAlwaysWarps = FormatTraits<kMode, kBits>::kPackedByWarps;
   static constexpr int kLoadsLateFrom = Codes::kLoadsLateFrom;
   static constexpr int kFewRowsSlices = kBits < 8 ? 4 : 2;       // of a stage where warps multiply
   static constexpr int kSmallTilesKib = 228, kFewRowsKib = 228;  // of shared memory: all

@@ -13,6 +13,8 @@ struct FormatTraits<Mode::kAffine, kBits> : FormatBase {
   static constexpr CodeType kCode = CodeType::kInteger;
   static constexpr ScaleType kScale = ScaleType::kScaleAndBias;
   static constexpr std::array kGroupSizes{32, 64, 128};
+  static constexpr bool kPackedByWarps = kBits == 8;
+  static constexpr int kLinearBlocksPerSm = kBits == 8 ? 1 : 2;
 
   // A word is scale and bias in bfloat16. Groups of 32 have two words for a row of 64 k, those of
   // 128 share words.

@@ -14,7 +14,6 @@ template <int kBits>
 struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits> {
   static constexpr bool kHasSmall = kBits < 8;
   static constexpr float kSmallFactor = 0x1p8f;
-  static constexpr bool kAlwaysWarps = kBits == 8;
 
   template <bool kFewRows, ScaleRange kRange>
   __device__ static void LoadScales(const char* scales, int tile_scales, uint32_t (&words)[2][2]) {
@@ -51,7 +50,6 @@ struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
   using typename LineCodesBase<Mode::kAffine, kBits>::Loaded;
   static constexpr bool kHasSmall = kBits <= 4;
   static constexpr float kSmallFactor = 0x1p8f;
-  static constexpr int kBlocksPerSm = kBits == 8 ? 1 : 2;
 
   __device__ static LineScales Scales(uint32_t scale, uint32_t bias, int b, bool one_group) {
     const uint32_t both = b == 0 || one_group ? 0x1010 : 0x3232;

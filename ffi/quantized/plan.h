@@ -1,0 +1,156 @@
+// The plan of a product with a quantized weight on a Hopper GPU: see grouped_mm/plan.h.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "common/processors.h"
+#include "quantized/formats.h"
+#include "quantized/rules.h"
+
+namespace jgg::rules {
+
+// Who multiplies.
+enum class QmmWay {
+  kTiles,  // tiles of rows, by warpgroups
+  kWarps,  // tiles of 32 rows, by warps
+  kDirect  // no tiles: blocks read weights in layout "sm90" for a few rows
+};
+
+// Their names as attributes, in the order of QmmWay.
+constexpr std::string_view kQmmWays[] = {"tiles", "warps", "direct"};
+
+struct QmmPlanSm90 {
+  QmmWay way = QmmWay::kTiles;
+  int tile = 0;        // rows of a tile, or of a block
+  int parts = 1;       // warps: blocks that share out a tile's k
+  bool pairs = false;  // direct: a warp has two columns' tiles, so x is read half as often
+};
+
+inline std::optional<QmmWay> FindQmmWay(std::string_view name) {
+  for (int i = 0; i < 3; ++i) {
+    if (kQmmWays[i] == name) return static_cast<QmmWay>(i);
+  }
+  return std::nullopt;
+}
+
+// The product: x (T, K) @ W, N of both halves where the activation is gated.
+struct QmmSizes {
+  int64_t k, n;
+  bool gated = false;
+  bool packed = false;  // W is in layout "sm90"
+};
+
+struct QmmRows {
+  int64_t rows_x, rows, segments;
+  bool sizes = true;    // metadata are sizes
+  bool offset = false;  // ... of more groups than W has
+
+  // Whether all rows meet one matrix.
+  bool OneMatrix() const { return segments == 1 && !offset; }
+};
+
+// ---- without tiles
+
+constexpr int kDirectRows = 8;  // of a block, or twice as many of one matrix
+// Every block looks for its row's group, 128 at a time.
+constexpr int64_t kMostDirectGroups = 512;
+// It reads so many weights at most. With more of them, the kernel of tiles is faster (docs/lab).
+constexpr int64_t kMostDirectWeights = 1 << 24;
+// Rows of all groups, and of one matrix without an offset.
+constexpr int64_t kMostDirectRows = 16, kMostDirectMatrixRows = 96;
+// So many blocks keep an H100 busy.
+constexpr int64_t kManyDirectBlocks = 256;
+
+constexpr int64_t DirectRowTiles(int64_t rows, int of_block) {
+  return (rows + of_block - 1) / of_block;
+}
+
+// Whether the kernel without tiles is faster for rows of one matrix: it reads the weights for every
+// 16 of them, and a tile takes as long as its k. Fitted to an H100 (docs/lab/prepacked.md).
+constexpr bool DirectMatrixPays(int64_t rows, int64_t n, int64_t k) {
+  if (rows <= kDirectRows) return true;
+  return rows <= kMostDirectMatrixRows &&
+         DirectRowTiles(rows, 2 * kDirectRows) * n * k <= (7 + k / 64) << 20;
+}
+
+// Few rows in all, and of each group.
+inline bool DirectPays(const QmmSizes& qmm, const QmmRows& of) {
+  const bool few = of.OneMatrix() ? DirectMatrixPays(of.rows, qmm.n, qmm.k)
+                                  : of.rows <= (of.segments == 1 ? kDirectRows : kMostDirectRows);
+  return few && of.sizes && of.segments <= kMostDirectGroups && of.rows_x == of.rows &&
+         std::min(of.rows, of.segments) * qmm.n * qmm.k <= kMostDirectWeights;
+}
+
+inline QmmPlanSm90 PlanDirectSm90(const QmmSizes& qmm, const QmmRows& of) {
+  if (!of.OneMatrix() || of.rows <= kDirectRows) return {QmmWay::kDirect, kDirectRows};
+  const int64_t blocks = qmm.n / 32 * DirectRowTiles(of.rows, 2 * kDirectRows);
+  const bool pairs = !qmm.gated && qmm.n % 128 == 0 && blocks >= kManyDirectBlocks;
+  return {QmmWay::kDirect, 2 * kDirectRows, 1, pairs};
+}
+
+// ---- tiles
+
+// Whether warps multiply all tiles of 32 rows. In layout "linear" they are faster than WGMMA.
+constexpr bool AlwaysWarps(bool packed, int bits, bool packed_by_warps) {
+  return packed ? packed_by_warps : bits != 4;
+}
+
+// Blocks of a multiprocessor that registers allow where warps multiply.
+constexpr int kPackedBlocksPerSm = 2;
+
+// In how many parts to take a tile's k: two where all blocks would run at a time on an H200 and
+// each has enough to do. Handing sums over took about as long as 15 slices.
+inline int QmmParts(const QmmSizes& qmm, const QmmRows& of, int blocks_per_sm) {
+  const int64_t tiles = std::min(of.segments, of.rows) * ((qmm.n + 127) / 128);
+  return 2 * tiles <= kH200Processors * blocks_per_sm && (qmm.k + 63) / 64 >= 64 ? 2 : 1;
+}
+
+// Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
+// segment that has more than a tile decodes its weights again, so tiles are larger than the
+// average. Up to 8 rows warps multiply by themselves.
+inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, const QmmRows& of) {
+  if (qmm.packed && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
+  const int64_t rows = (of.rows + of.segments - 1) / std::max<int64_t>(of.segments, 1);
+  if (rows > 24) {
+    const int tile = qmm.gated ? 96 : rows <= 52 ? 64 : rows <= 104 ? 128 : 192;
+    return {QmmWay::kTiles, tile};
+  }
+  if (rows > 8 && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)) {
+    return {QmmWay::kTiles, 32};
+  }
+  const int blocks = qmm.packed ? kPackedBlocksPerSm : format.linear_blocks_per_sm;
+  return {QmmWay::kWarps, 32, qmm.gated ? 1 : QmmParts(qmm, of, blocks)};
+}
+
+// Why no kernel is as a plan says.
+inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
+                             const QmmSizes& qmm, const QmmRows& of) {
+  const int tile = plan.tile;
+  bool has = false;
+  switch (plan.way) {
+    case QmmWay::kDirect:
+      if (!qmm.packed) return "a plan without tiles needs layout 'sm90'";
+      if (!of.sizes || of.rows_x != of.rows) return "a plan without tiles needs sizes of groups";
+      has = tile == kDirectRows || (tile == 2 * kDirectRows && of.OneMatrix());
+      if (plan.pairs) has &= tile == 2 * kDirectRows && !qmm.gated && qmm.n % 128 == 0;
+      has &= plan.parts == 1;
+      break;
+    case QmmWay::kWarps:
+      has = tile == 32 && (plan.parts == 1 || (plan.parts == 2 && !qmm.gated)) && !plan.pairs;
+      break;
+    case QmmWay::kTiles:
+      has = tile == 32  ? !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)
+            : qmm.gated ? tile == 96
+                        : tile == 64 || tile == 128 || tile == 192;
+      has &= plan.parts == 1 && !plan.pairs;
+  }
+  if (has) return std::nullopt;
+  return "there is no kernel with " + std::string(kQmmWays[static_cast<int>(plan.way)]) + " of " +
+         std::to_string(tile) + " rows, in " + std::to_string(plan.parts) + " parts";
+}
+
+}  // namespace jgg::rules

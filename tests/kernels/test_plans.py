@@ -1,0 +1,129 @@
+"""The plan of a call: made once from static shapes, carried by the call, checked by the handler."""
+
+import ctypes
+import re
+
+import host_program
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm._kernels import extension
+
+needs_extension = pytest.mark.skipif(
+    extension.BUILD.problem is not None, reason="the extension module cannot be imported"
+)
+
+
+@pytest.fixture(scope="module")
+def program():
+    program = host_program.build("plans")
+    program.plans.restype = ctypes.c_int64
+    for name in ("problem", "of_mm", "of_qmm"):
+        getattr(program, name).restype = ctypes.c_char_p
+    return program
+
+
+@host_program.needs_compiler
+def test_handlers_have_a_kernel_for_every_plan(program):
+    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 8 * 10)
+    assert program.problem() == b""
+
+
+ORDER, LIST, OPERAND = range(3)
+
+
+@host_program.needs_compiler
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ((ORDER, 288, 0, 0, 0, 1), None),
+        ((ORDER, 48, 0, 0, 0, 1), "there is no kernel with tiles of 48 rows in order"),
+        ((ORDER, 0, 0, 0, 0, 1), "there is no kernel with tiles of 0 rows in order"),
+        ((ORDER, 64, 0, 1, 0, 1), "there is no kernel with tiles of 64 rows in order"),
+        ((ORDER, 256, 0, 1, 0, 1), "there is no kernel with tiles of 256 rows in order"),
+        ((ORDER, 128, 1, 0, 0, 3), None),
+        ((ORDER, 64, 1, 0, 0, 3), "there is no kernel with tiles of 64 rows in order"),
+        ((LIST, 256, 0, 0, 1, 1), None),
+        ((LIST, 256, 0, 1, 1, 1), "there is no kernel with tiles of 256 rows by list"),
+        ((OPERAND, 128, 0, 0, 1, 1), None),
+        ((OPERAND, 256, 0, 0, 1, 1), "there is no kernel with tiles of 256 rows operand by list"),
+        ((OPERAND, 128, 0, 1, 1, 1), "a gated activation of sums that are not rounded"),
+        ((LIST, 128, 0, 0, 0, 1), "the plan and the operands differ in lists"),
+        ((ORDER, 128, 0, 0, 1, 1), "the plan and the operands differ in lists"),
+    ],
+)
+def test_a_plan_that_no_kernel_follows(program, plan, why):
+    assert program.of_mm(*plan).decode() == (why or "")
+
+
+TILES, WARPS, DIRECT = range(3)
+
+
+@host_program.needs_compiler
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ((TILES, 32, 1, 0, 0, 1, 1), None),
+        ((WARPS, 32, 2, 0, 0, 1, 1), None),
+        ((WARPS, 32, 2, 0, 1, 1, 1), "there is no kernel with warps of 32 rows, in 2 parts"),
+        ((WARPS, 64, 1, 0, 0, 1, 1), "there is no kernel with warps of 64 rows, in 1 parts"),
+        ((TILES, 128, 2, 0, 0, 1, 1), "there is no kernel with tiles of 128 rows, in 2 parts"),
+        ((TILES, 96, 1, 0, 1, 0, 1), None),
+        ((TILES, 96, 1, 0, 0, 0, 1), "there is no kernel with tiles of 96 rows, in 1 parts"),
+        ((DIRECT, 16, 1, 1, 0, 1, 1), None),
+        ((DIRECT, 16, 1, 0, 0, 1, 4), "there is no kernel with direct of 16 rows, in 1 parts"),
+        ((DIRECT, 8, 1, 0, 0, 1, 4), None),
+        ((DIRECT, 8, 1, 0, 0, 0, 1), "a plan without tiles needs layout 'sm90'"),
+    ],
+)
+def test_a_plan_of_quantized_weights_that_no_kernel_follows(program, plan, why):
+    *numbers, segments = plan
+    assert program.of_qmm(*numbers, ctypes.c_int64(segments)).decode() == (why or "")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def plans(function, *args) -> list[dict[str, str]]:
+    """Of the custom calls that a function is lowered to, by name."""
+    fresh = lambda *args: function(*args)
+    text = jax.jit(fresh).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"\bplan = \{([^}]*)\}", text)
+    return [dict(re.findall(r'(\w+) = "?([^",]*?)"?(?: : i32)?(?:,|$)', plan)) for plan in found]
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(8 * 16, 32), (8 * 40, 64), (8 * 96, 128), (8 * 150, 256), (8 * 260, 288)]
+)
+def test_a_call_carries_its_plan(hopper, rows, tile):
+    args = array(rows, 512), array(8, 512, 1024)
+    (plan,) = plans(lambda x, w: jgg.grouped_mm(x, w, jnp.full(8, rows // 8)), *args)
+    assert (plan["rows"], plan["tile"], plan["kernel"]) == ("in order", str(tile), "")
+
+
+@needs_extension
+def test_it_is_made_once(hopper, monkeypatch):
+    """However many rules a lowering asks, the extension module plans a product once."""
+    calls, rules = [], extension.rules()
+
+    class Counted:
+        def __getattr__(self, name):
+            if name.startswith("plan_"):
+                calls.append(name)
+            return getattr(rules, name)
+
+    monkeypatch.setattr(extension, "rules", Counted)
+    args = array(4096, 512), array(8, 512, 1024)
+    assert len(plans(lambda x, w: jgg.grouped_mm(x, w, jnp.full(8, 512)), *args)) == 1
+    assert calls == ["plan_mm_sm90"]
