@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .._core import costs, dtypes, segments
 from .._core.composed import Composed
 from .._core.primitive import vary_alike
-from .._core.products import Mm, Wgrad
+from .._core.products import Wgrad
 from .._grouped import call, fused
 from .._grouped.activation_backward import scaled_activation_backward
 from .._grouped.call import Epilogue
@@ -22,18 +22,18 @@ from .._kernels import choose
 from .._quantized import product as quantized_product
 from . import few_tokens
 from .permute import dispatched
-from .products import Products
+from .products import ProductsWithBackward
 from .routing import Routing, tokens_of_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Products):
+class Dense(ProductsWithBackward):
     """Products of arrays."""
 
     precision: Any = None
     implementation: str | None = None
 
-    own_backward = makes_rows_again = True
+    makes_rows_again = True
     fused: ClassVar[fused.Fused] = fused.MM
     takes_lists = True
 
@@ -54,20 +54,14 @@ class Dense(Products):
     def weight_cotangent(self, linear, tokens, rows, routing, key, *, first):
         return _WEIGHT(linear.w, tokens, rows, routing, products=self, first=first)
 
-    def bias_cotangent(self, bias, rows, routing):
-        return fused.bias_cotangent(bias, segments.sizes(routing.group_sizes), self.mm(rows), rows)
-
     def rows_cotangent(self, dh, up, routing, key):
         return self.transposed(dh, up.w, routing)
 
     # Of sorted rows.
 
-    def mm(self, rows) -> Mm:
-        """The product that gives these rows, or takes them."""
-        return Mm(
-            rows=rows.shape[0], out_dtype=self.dtype, transpose_w=self.transpose_w,
-            precision=self.precision, implementation=self.implementation, clears_rest=False,
-        )  # fmt: skip
+    def mm(self, rows):
+        how = {"precision": self.precision, "implementation": self.implementation}
+        return super().mm(rows).replace(**how)
 
     def activates(self, bias) -> Epilogue:
         return Epilogue(bias, self.activation, rounds=True)

@@ -28,7 +28,7 @@ from .._core import batching, dtypes, partition, segments
 from .._core.composed import Composed
 from .._quantized import trilinear
 from .permute import at_places, combined, dispatched
-from .products import Products, Weights
+from .products import Products, ProductsWithBackward, Weights
 from .routing import Routing, local_experts, route, weight_of_rows
 from .transport import Plan, collect, send
 
@@ -37,11 +37,12 @@ def experts(x, weights: Weights, routing: Routing, pairs, weight, plan: Plan | N
             products: Products):  # fmt: skip
     """The layer: x is (T, D), weight (T, k). ``routing`` is that of tokens that were sent, and of
     ``pairs``: their expert_index and expert_offset."""
+    weights = products.prepared(weights)
+    if not isinstance(products, ProductsWithBackward):
+        return _composed(x, weights, routing, None, weight, plan, key, products=products)
     if products.by_pass:
         pairs = None  # biases, few tokens and batches are what they are for
-    run = _EXPERTS if products.own_backward else _composed
-    weights = products.prepared(weights)
-    return run(x, weights, routing, pairs, weight, plan, key, products=products)
+    return _EXPERTS(x, weights, routing, pairs, weight, plan, key, products=products)
 
 
 def _composed(x, weights, routing, pairs, weight, plan, key, *, products: Products):
@@ -64,7 +65,7 @@ def _pass_forward(x, weights: Weights, routing: Routing, weight, key, *, product
 
 
 def _pass_backward(x, weights: Weights, routing: Routing, ct, h, pairs, weight, key, *,
-                   products: Products):  # fmt: skip
+                   products: ProductsWithBackward):  # fmt: skip
     """The cotangents of x, of w and bias of both products, and of weight."""
     up, down = weights
     up_keys, down_keys = map(trilinear.split, trilinear.split(key))
@@ -103,7 +104,7 @@ def _of_biases(ct, bias, routing: Routing, pairs):
 def _by_kernels(run: Callable) -> Callable:
     """A pass of the kernels that are chosen for all of it; None where none are."""
 
-    def call(platform, x, weights, routing, *more, products: Products, **static):
+    def call(platform, x, weights, routing, *more, products: ProductsWithBackward, **static):
         found = products.on(platform, x, weights, routing)
         if found is None:
             return None
@@ -120,7 +121,9 @@ _BACKWARD = Composed("jgg_experts_backward", _pass_backward, _by_kernels(_pass_b
 # ---- one operation ------------------------------------------------------------------------------
 
 
-def _forward(x, weights, routing, pairs, weight, plan, key, *, moves, products: Products):
+def _forward(
+    x, weights, routing, pairs, weight, plan, key, *, moves, products: ProductsWithBackward
+):
     del pairs
     x_moves, up_moves, weight_moves = (
         any(jax.tree.leaves(moved)) for moved in (moves[0], moves[1].up, moves[4])
@@ -135,7 +138,7 @@ def _forward(x, weights, routing, pairs, weight, plan, key, *, moves, products: 
     return out, (checkpoint_name(h, "moe_h"), weight, kept)
 
 
-def _backward(saved, operands, cts, *, products: Products):
+def _backward(saved, operands, cts, *, products: ProductsWithBackward):
     (h, sent_weight, kept), (ct,) = saved, cts
     x, weights, routing, pairs, weight, plan, key = operands
     x_again = x
@@ -154,7 +157,9 @@ def _backward(saved, operands, cts, *, products: Products):
     return dx, dweights, None, None, dweight, None, None
 
 
-def _call(platform, x, weights, routing, pairs, weight, plan, key, *, products: Products):
+def _call(
+    platform, x, weights, routing, pairs, weight, plan, key, *, products: ProductsWithBackward
+):
     if plan is not None:
         return None
     out = products.in_one_call(platform, x, weights, pairs, weight)
@@ -166,7 +171,7 @@ def _call(platform, x, weights, routing, pairs, weight, plan, key, *, products: 
     return out
 
 
-def _batched(size: int, operands, axes, *, products: Products):
+def _batched(size: int, operands, axes, *, products: ProductsWithBackward):
     """A batch that shares its experts is one layer of more tokens. None where it does not, where
     there is not a row for each of its pairs, and where kernels are chosen for a whole pass."""
     x, weights, routing, pairs, weight, plan, key = operands

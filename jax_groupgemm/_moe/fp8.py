@@ -1,7 +1,7 @@
-"""``FP8``: products as an :class:`FP8Recipe` has them.
+"""``FP8Operations``: products as an :class:`FP8Recipe` has them.
 
-Without biases their backward pass is that of the pipeline, which keeps x, h, the routing and the
-transposed codes of weights.
+``FP8``: those without biases. Their backward pass is that of the pipeline, which keeps x, h, the
+routing and the transposed codes of weights.
 
 On one GPU of a kind that has the products, each pass is made of kernels, ``FP8Kernels``: tokens are
 quantized before they are copied to their rows, as bytes; the activation and its backward pass are
@@ -38,20 +38,17 @@ from .._quantized.array import Quantized
 from .._quantized.operands import seed_of
 from .operations import Operations
 from .permute import dispatched
-from .products import Linear
+from .products import Linear, ProductsWithBackward
 from .routing import Routing, tokens_of_rows
 
 OP = "moe_mlp"
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8(Operations):
+class FP8Operations(Operations):
     """Of weights that are quantized as a recipe says."""
 
     recipe: FP8Recipe
-    own_backward: bool = False
-
-    by_pass = True
 
     @property
     def tokens_in_fp8(self):
@@ -62,7 +59,7 @@ class FP8(Operations):
         for both at once, where a gradient is taken."""
         weights = weights.map(lambda of: dataclasses.replace(of, w=of.w.astype(self.dtype)))
         if not shares_codes(self.recipe):
-            weights = self.kept(weights, (False, False))[0]
+            weights = self._coded(weights, (False, False))[0]
         constant = functools.partial(jax.tree.map, lax.stop_gradient)
         return weights.map(lambda of: dataclasses.replace(of, codes=constant(of.codes)))
 
@@ -74,10 +71,29 @@ class FP8(Operations):
             return codes_of_both(of.w, self.recipe, columns=not self.transpose_w)
         return codes_of(of.w, self.recipe, columns=not self.transpose_w), None
 
+    def _coded(self, weights, multiplied):
+        """With codes; and those, with their transposes, if the backward pass multiplies by them."""
+        codes = [self._codes(of, both) for of, both in zip(weights, multiplied, strict=True)]
+        return weights.map(lambda of, made: dataclasses.replace(of, codes=made[0]), codes), codes
+
+    def linear(self, rows, linear, group_sizes, key):
+        run = fp8_grouped_linear if self.transpose_w else of_columns
+        return run(
+            rows, linear.w, group_sizes, bias=linear.bias, recipe=self.recipe, key=key,
+            quantized=linear.codes,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8(FP8Operations, ProductsWithBackward):
+    """The backward pass in terms of products that have derivatives, where no kernels run all."""
+
+    by_pass = True
+
     def on(self, platform, x, weights, routing):
         if not self._fusible:
             return None
-        weights = self.kept(weights, (False, False))[0]
+        weights = self._coded(weights, (False, False))[0]
         codes: list[Any] = [of.codes for of in weights]
         rows = routing.order.shape[0]
         h = jax.ShapeDtypeStruct((rows, codes[0].shape[1]), self.dtype)
@@ -101,24 +117,12 @@ class FP8(Operations):
         )
 
     def rows(self, x, routing):
-        if self.own_backward:
-            return dispatched(x.astype(self.dtype), routing)
-        return super().rows(x, routing)
-
-    def linear(self, rows, linear, group_sizes, key):
-        run = fp8_grouped_linear if self.transpose_w else of_columns
-        return run(
-            rows, linear.w, group_sizes, bias=linear.bias, recipe=self.recipe, key=key,
-            quantized=linear.codes,
-        )  # fmt: skip
-
-    # ---- backward, in terms of products that have derivatives
+        return dispatched(x.astype(self.dtype), routing)
 
     def kept(self, weights, multiplied):
         """Codes that are made here are made both ways, from one read of a weight. The transposed
         ones are kept: the backward pass multiplies by those."""
-        codes = [self._codes(of, both) for of, both in zip(weights, multiplied, strict=True)]
-        weights = weights.map(lambda of, made: dataclasses.replace(of, codes=made[0]), codes)
+        weights, codes = self._coded(weights, multiplied)
         return weights, [(q, None) if turned is None else (None, turned) for q, turned in codes]
 
     def restored(self, weights, kept):

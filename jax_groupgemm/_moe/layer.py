@@ -19,7 +19,7 @@ from .._quantized import product as quantized_product
 from .._quantized.array import Quantized
 from .._quantized.format import FLOATS
 from .dense import Dense, QuantizedWeights
-from .fp8 import FP8
+from .fp8 import FP8, FP8Operations
 from .operations import NVFP4, Composition
 from .products import Linear, Products, Weights
 
@@ -70,7 +70,8 @@ class Layer:
         same = self.activation, self.dtype, *results, self.transpose_w
         if isinstance(self.recipe, FP8Recipe):
             biased = any(of.bias is not None for of in weights)
-            return FP8(*same, self.recipe, own_backward=not (self.composed or biased))
+            kind = FP8Operations if self.composed or biased else FP8
+            return kind(*same, self.recipe)
         if self.recipe is not None:
             return NVFP4(*same, self.recipe)
         quantized = isinstance(weights[0].w, Quantized)

@@ -1,5 +1,5 @@
 """What a precision has to say of a layer: ``Products``, of which the pipeline (``experts.py``) is
-made."""
+made, and ``ProductsWithBackward``, of which its backward pass is made, too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._core import segments
+from .._core.products import Mm
+from .._grouped import fused
 from .._quantized import trilinear
 from .._quantized.array import Quantized
 from .routing import Routing
@@ -67,11 +70,8 @@ class Products(abc.ABC):
       sum_dtype: of tokens' sums where they are made, and on their way.
       out_dtype: the result's.
       transpose_w: up is (E, 2F, D) and down (E, D, F).
-      own_backward: whether the backward pass is made of the methods below. Otherwise JAX derives it
-        from those of the parts.
       makes_rows_again: whether the backward pass makes the rows of x again, and sends tokens again.
         Otherwise what arrived is kept.
-      by_pass: whether kernels are chosen for a whole pass, by :meth:`on`, and not for each step.
     """
 
     activation: str
@@ -80,7 +80,7 @@ class Products(abc.ABC):
     out_dtype: Any
     transpose_w: bool
 
-    own_backward = makes_rows_again = by_pass = False
+    makes_rows_again = False
 
     @property
     def tokens_in_fp8(self) -> bool:
@@ -90,16 +90,6 @@ class Products(abc.ABC):
     def prepared(self, weights: Weights) -> Weights:
         """Weights as the products take them."""
         return weights
-
-    def on(self, platform: str, x, weights: Weights, routing: Routing) -> tuple | None:
-        """The products, and weights, of kernels that a whole pass consists of; or None."""
-        del platform, x, weights, routing
-
-    def in_one_call(self, platform: str, x, weights: Weights, pairs, weight) -> jax.Array | None:
-        """The result, where one kernel is the whole layer of one device; or None."""
-        del platform, x, weights, pairs, weight
-
-    # ---- forward
 
     @abc.abstractmethod
     def rows(self, x, routing: Routing) -> Any:
@@ -116,7 +106,32 @@ class Products(abc.ABC):
     @abc.abstractmethod
     def down(self, a, down: Linear, routing: Routing, key) -> jax.Array: ...
 
-    # ---- backward
+
+@dataclasses.dataclass(frozen=True)
+class ProductsWithBackward(Products):
+    """Products whose layer is one operation. JAX derives the backward pass of others from those of
+    their parts.
+
+    Attributes:
+      by_pass: whether kernels are chosen for a whole pass, by :meth:`on`, and not for each step.
+    """
+
+    by_pass = False
+
+    def on(self, platform: str, x, weights: Weights, routing: Routing) -> tuple | None:
+        """The products, and weights, of kernels that a whole pass consists of; or None."""
+        del platform, x, weights, routing
+
+    def in_one_call(self, platform: str, x, weights: Weights, pairs, weight) -> jax.Array | None:
+        """The result, where one kernel is the whole layer of one device; or None."""
+        del platform, x, weights, pairs, weight
+
+    def mm(self, rows) -> Mm:
+        """The product that gives these rows, or takes them."""
+        return Mm(
+            rows=rows.shape[0], out_dtype=self.dtype, transpose_w=self.transpose_w,
+            clears_rest=False,
+        )  # fmt: skip
 
     def kept(self, weights: Weights, multiplied: tuple[bool, bool]) -> tuple[Weights, Any]:
         """Weights for the forward pass, and what of them is kept, where the backward pass
@@ -129,21 +144,21 @@ class Products(abc.ABC):
         del kept
         return weights
 
+    @abc.abstractmethod
     def down_backward(self, ct, h, down: Linear, row_weight, routing: Routing, key,
                       up_keys: Keys) -> tuple[Any, Any, jax.Array]:  # fmt: skip
         """Of the tokens' cotangents, which have no weights yet: the cotangent of h, and the
         activation, both times ``row_weight``; and the cotangent of ``row_weight``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def weight_cotangent(self, linear: Linear, tokens, rows, routing: Routing, key, *,
                          first: bool) -> Any:  # fmt: skip
         """The cotangent of w. If ``first``, w multiplies the tokens' rows and ``rows`` is the
         cotangent of what it gives; otherwise tokens are the cotangents of what it gives."""
-        raise NotImplementedError
 
     def bias_cotangent(self, bias, rows, routing: Routing) -> Any:
-        raise NotImplementedError
+        return fused.bias_cotangent(bias, segments.sizes(routing.group_sizes), self.mm(rows), rows)
 
+    @abc.abstractmethod
     def rows_cotangent(self, dh, up: Linear, routing: Routing, key) -> jax.Array:
         """The cotangent of the rows that up multiplies, in the order of rows."""
-        raise NotImplementedError

@@ -55,7 +55,7 @@ def test_fused_is_composed(rng, transpose_w):
         *(Linear(w, None, codes_of(w, NEAREST, columns=not transpose_w)) for w in (up, down))
     )
     composed, kernels = (
-        kind("swiglu", *[jnp.dtype(x.dtype)] * 3, transpose_w, NEAREST, own_backward=True)
+        kind("swiglu", *[jnp.dtype(x.dtype)] * 3, transpose_w, NEAREST)
         for kind in (FP8, FP8Kernels)
     )
     routing = route(index, E)
