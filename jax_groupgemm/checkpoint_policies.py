@@ -1,7 +1,7 @@
 """What ``jax.checkpoint`` keeps for the backward pass: policies that know this package's products.
 
-JAX's ``dots_saveable`` knows JAX's own products only: with it, and with no policy, every product of
-this package is computed once more. Combine policies with
+JAX's ``dots_saveable`` knows JAX's own products only: with it, and without a policy, the backward
+pass computes every product of this package once more. Combine policies with
 ``jax.checkpoint_policies.save_from_both_policies``.
 """
 
@@ -24,9 +24,9 @@ _CONVERSIONS = (
 def grouped_products_saveable(prim: Any, *_: Any, **params: Any) -> bool:
     """Keep the results of this package's products, and compute everything else once more.
 
-    For ``jax.checkpoint(f, policy=jgg.checkpoint_policies.grouped_products_saveable)``. A product
-    is kept before its bias, activation and row scale, as float32 where it has any, because the
-    backward pass starts from there. Quantizing is no product.
+    For ``jax.checkpoint(f, policy=jgg.checkpoint_policies.grouped_products_saveable)``. The policy
+    keeps a product before its bias, activation and row scale (then as float32), because the
+    backward pass starts from there. Quantizing does not count as a product.
 
     Args:
       prim: a primitive of JAX.
