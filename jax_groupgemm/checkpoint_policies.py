@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._kernels import rows
+
 __all__ = ["grouped_products_saveable"]
 
 # All of our primitives but these are products.
-_CONVERSIONS = (
-    "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
-    "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
-    "jgg_activation", "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_quantize_lines",
-    "jgg_fp8_dequantize", "jgg_fp8_activation", "jgg_fp8_activation_backward", "jgg_send",
-    "jgg_collect", "jgg_top_k",
-)  # fmt: skip
+_CONVERSIONS = {f"jgg_{op}" for op in (*rows.KERNELS, "activation", "send", "collect")}
 
 
 def grouped_products_saveable(prim: Any, *_: Any, **params: Any) -> bool:

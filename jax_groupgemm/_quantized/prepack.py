@@ -243,9 +243,7 @@ def _call(weight, scales, biases, *, mode: str, **static):
     return format.packed_of(mode).prepack_call(weight, scales, biases, **static)
 
 
-_PREPACK = conversion.composed(
-    "jgg_prepack", _leaves, _call, batch=_in_batch, problem_of=in_groups.problem
-)
+_PREPACK = conversion.composed("prepack", _leaves, _call, in_groups.problem, _in_batch)
 
 
 @functools.partial(jax.jit, static_argnames="mapped")
