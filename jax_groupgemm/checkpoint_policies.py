@@ -1,7 +1,7 @@
 """What ``jax.checkpoint`` keeps for the backward pass: policies that know this package's products.
 
-JAX's ``dots_saveable`` knows JAX's own products only: with it, and with no policy, every product of
-this package is computed once more. Combine policies with
+JAX's ``dots_saveable`` knows JAX's own products only: with it, and without a policy, the backward
+pass computes every product of this package once more. Combine policies with
 ``jax.checkpoint_policies.save_from_both_policies``.
 """
 
@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._kernels import rows
+
 __all__ = ["grouped_products_saveable"]
 
 # All of our primitives but these are products.
-_CONVERSIONS = (
-    "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
-    "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
-    "jgg_activation", "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_quantize_lines",
-    "jgg_fp8_dequantize", "jgg_fp8_activation", "jgg_fp8_activation_backward", "jgg_send",
-    "jgg_collect", "jgg_top_k",
-)  # fmt: skip
+_CONVERSIONS = {f"jgg_{op}" for op in (*rows.KERNELS, "activation", "send", "collect")}
 
 
 def grouped_products_saveable(prim: Any, *_: Any, **params: Any) -> bool:
     """Keep the results of this package's products, and compute everything else once more.
 
-    For ``jax.checkpoint(f, policy=jgg.checkpoint_policies.grouped_products_saveable)``. A product
-    is kept before its bias, activation and row scale, as float32 where it has any, because the
-    backward pass starts from there. Quantizing is no product.
+    For ``jax.checkpoint(f, policy=jgg.checkpoint_policies.grouped_products_saveable)``. The policy
+    keeps a product before its bias, activation and row scale (then as float32), because the
+    backward pass starts from there. Quantizing does not count as a product.
 
     Args:
       prim: a primitive of JAX.

@@ -1,8 +1,8 @@
 """What this package's calls cost: ``jgg.cost.of(function, *arguments)`` in FLOPs and bytes.
 
-XLA's cost analysis cannot see into a custom call (it counts -1 for each). Add what is counted here
-to what it says of the rest. Where there is no kernel, and with ``implementation="reference"``, XLA
-sees the operations that a call stands for.
+XLA's cost analysis cannot see into a custom call (it counts -1 for each). Add the costs of this
+module to what XLA says of the rest. If no kernel runs a call, as with
+``implementation="reference"``, XLA sees the operations that the call stands for.
 
 Every operation has a function of its name with its own arguments:
 ``jgg.cost.grouped_mm(x, w, group_sizes, ...)``.
@@ -43,18 +43,18 @@ def of(function: Callable, *args, **kwargs) -> Cost:
     """The cost of this package's calls in ``function(*args, **kwargs)``, which does not run.
 
     Gradients are functions like others: ``of(jax.grad(loss), params)``. Only this package's
-    products and conversions count, not other operations such as ``dot_general`` (which
-    ``ragged_dot_general`` is where its ragged axis is a batch axis), and not what is always left
-    to XLA: transposing, ``positions`` and swizzled scales. Sharded, it is the sum over all devices.
+    products and conversions count. Other operations do not, such as ``dot_general`` (and so
+    ``ragged_dot_general`` with a ragged batch axis), nor does what XLA always does: transposing,
+    ``positions`` and swizzled scales. With sharded arrays the cost is the sum over all devices.
 
     Args:
       function: anything that JAX can trace.
       *args, **kwargs: its arguments; arrays, at any depth, may be :class:`jax.ShapeDtypeStruct`.
 
-    Group sizes, segments and indices are taken at their value where it follows from integers: of
-    concrete arrays among the arguments, and constants. Elsewhere (they depend on other arguments,
+    The cost uses the values of group sizes, segments and indices if these follow from integers:
+    concrete arrays among the arguments, and constants. Otherwise (they depend on other arguments,
     are ``ShapeDtypeStruct``, or lie in a loop, a branch or a ``shard_map``) shapes decide: every
-    row is in one group or segment, and every matrix is read, as far as there are rows.
+    row is in a group or segment, and every matrix is read, as far as there are rows.
 
     The body of a ``scan`` counts for each iteration, that of a ``while_loop`` once, the most
     expensive branch of a ``cond``, and what ``shard_map`` maps for each device.

@@ -52,10 +52,10 @@ class MoE(nnx.Module):
       hidden_features: F, of one expert.
       num_experts: E.
       top_k: k, experts of a token.
-      activation: of the experts, as in :func:`moe_mlp`; None leaves it to ``experts_fn``, whose
-        ``w_up`` is then that of a gated one.
+      activation: of the experts, as in :func:`moe_mlp`. None leaves the activation to
+        ``experts_fn``; ``w_up`` then has the shape for a gated one.
       scores, renormalize, scale, groups, top_groups: the router's, as in :func:`choose`.
-      balance_bias: whether a bias balances loads in place of a loss, see ``balance``.
+      balance_bias: whether a bias balances loads, instead of a loss; see ``balance``.
       router_bias: whether logits have a bias that is trained.
       use_bias: whether experts have biases.
       dtype: to compute experts in; by default that of x. Weights that are arrays are converted.
@@ -186,7 +186,7 @@ class MoE(nnx.Module):
         """Shift ``bias`` by the load of a step, after the step.
 
         Args:
-          load: ``(E,)``, of the report, summed over all that made the step's gradient.
+          load: ``(E,)``, the report's, summed over all devices that made the step's gradient.
           rate: as in :func:`shifted_bias`.
 
         Raises:

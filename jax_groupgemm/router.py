@@ -93,21 +93,21 @@ def choose(
       logits: ``(..., E)``.
       top_k: k.
       scores: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
-      bias: ``(E,)``, added where experts are chosen, and not to their weights. So it has no
+      bias: ``(E,)``, added to scores for choosing experts, but not for their weights. So it has no
         gradient. See :func:`shifted_bias`.
       renormalize: whether the weights of a token add up to ``scale``.
       scale: a factor of all weights.
-      groups: experts are in so many groups of neighbours, of which a token meets some.
-      top_groups: how many groups a token meets; None stands for all. A group's score is that of
-        its best expert or, where there is a bias, the sum of its two best.
+      groups: the number of groups of neighbouring experts; a token meets some of the groups.
+      top_groups: how many groups a token meets; None stands for all. A group's score is its best
+        expert's or, with a bias, the sum of its two best experts' scores.
       where: bool ``(...)``: False for tokens that do not exist, such as padding.
 
     Returns:
-      A :class:`Choice`. Without a bias experts are in the order of their logits, which is that of
-      exact scores; with a bias in that of ``s + bias`` in float32. Of equal ones the first expert
-      is chosen; 0.0 and -0.0 are equal. NaN counts as the largest and stays in the token's weights.
-      Sigmoids that are small have exact shares; where all of them are below the smallest normal
-      float32, weights are 0.
+      A :class:`Choice`. Without a bias experts come in the order of their logits, which is the
+      order of exact scores; with a bias in the order of ``s + bias`` in float32. Among equal
+      experts the first is chosen; 0.0 and -0.0 are equal. NaN counts as the largest and stays in
+      the token's weights. Small sigmoids have exact shares; if all of them are below the smallest
+      normal float32, weights are 0.
 
     Raises:
       ValueError: shapes do not fit, or ``scores`` is unknown, or there are fewer experts to choose
@@ -115,7 +115,7 @@ def choose(
       TypeError: logits are no floats, ``where`` is not bool, or a number is no int, ``scale`` no
         finite number.
 
-    Groups and biases are those of DeepSeek-V3, arXiv 2412.19437.
+    Groups and biases follow DeepSeek-V3, arXiv 2412.19437.
     """
     op = "router.choose"
     logits = _existing(op, _logits(op, logits), where)
@@ -159,8 +159,8 @@ def load(expert: Integers, num_experts: int) -> jax.Array:
       num_experts: E.
 
     Returns:
-      int32 ``(E,)``. Where devices have tokens of their own, in ``jax.shard_map``, add theirs with
-      ``jax.lax.psum``.
+      int32 ``(E,)``. In ``jax.shard_map`` each device has tokens of its own: add up their loads
+      with ``jax.lax.psum``.
 
     Raises:
       ValueError: ``num_experts`` is negative.
@@ -180,8 +180,8 @@ def balance_loss(
 ) -> jax.Array:
     """``E * sum_e(load[e] / sum(load) * mean_t(probabilities[t, e]))``; **means over tokens**.
 
-    1 where choices or probabilities are spread evenly, E where all are one expert's. The load has
-    no gradient.
+    The loss is 1 if choices or probabilities are spread evenly, and E if one expert has all. The
+    load has no gradient.
 
     Args:
       probabilities: ``(..., E)``, of :func:`choose`.

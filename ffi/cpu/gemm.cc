@@ -1,9 +1,9 @@
 // C = the sum of A B: blocks of A and B are packed as float32 in the order in which the inner
 // kernel reads them; the inner kernel keeps a kRows x 16 tile of C in registers.
 //
-// Compiled once per instruction set, with JGG_GEMM naming the function. Nothing here may be a
-// template or inline function of another header: the linker keeps one copy of such, which could
-// be the one with instructions that the processor lacks.
+// CMake compiles this file once per instruction set, with JGG_GEMM naming the function. Nothing
+// here may call a template or an inline function of another header: the linker keeps one copy of
+// such a function, and that copy could have instructions that the processor lacks.
 
 #include "cpu/gemm.h"
 
@@ -48,7 +48,7 @@ float Widen(Bf16 value) { return FromBits(static_cast<uint32_t>(value.bits) << 1
 float Widen(F16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
-  // Subnormals by conversion, not as float32 subnormals: those may be flushed to zero.
+  // Converts subnormals from integers: as float32 subnormals they could be flushed to zero.
   if (magnitude < 0x400u) return FromBits(sign | 0x3f800000u) * (magnitude * 0x1p-24f);
   const uint32_t exponent = magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u;  // Inf and NaN
   return FromBits(sign | ((magnitude << 13) + exponent));
@@ -81,7 +81,7 @@ void TransposeQuads(const T* const* lines, int64_t first, float* to, int64_t str
   *reinterpret_cast<Quad*>(to + 3 * stride) = JGG_SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
 }
 
-// Lines that are not there are zeros, in every dtype.
+// A line that does not exist reads these zeros, whatever its dtype.
 const float kZeros[kBlockN] = {};
 
 // Some of a matrix's indices along one axis.
@@ -91,7 +91,7 @@ struct Axis {
   const int32_t* list = nullptr;
 };
 
-// Where the lines begin that are indices of one axis. `data` is at the first element of line 0.
+// Where the lines of one axis begin, by index. `data` is at the first element of line 0.
 template <typename T>
 struct Lines {
   const T* data;
@@ -110,8 +110,8 @@ struct Lines {
 
 // Packs second.count x first.count elements in strips of kWidth of the second index:
 // out[strip][first index][kWidth], zeros past the end. Strips have room for `depth` of the first
-// index. An axis whose stride is not 1 is one of lines, which run along the other; it may come by
-// list.
+// index. If an axis has a stride other than 1, its indices name lines, which run along the other
+// axis and may come by list.
 template <int kWidth, typename T>
 void PackAs(const Matrix& matrix, const Axis& first, const Axis& second, int64_t depth,
             float* out) {
@@ -223,7 +223,7 @@ void Store(const Matrix& c, const Tile& tile, const float* sum) {
   }
 }
 
-// Zeros, which are zero bytes in every dtype.
+// Writes zeros, which are zero bytes in every dtype.
 void Clear(const Matrix& c, const Tile& tile) {
   const int64_t size = Size(c.dtype);
   for (int64_t i = 0; i < tile.rows; ++i) {
@@ -237,8 +237,8 @@ void Clear(const Matrix& c, const Tile& tile) {
   }
 }
 
-// One after another, parts of at most kBlockK of k of the products that reach a tile. Parts of
-// neighbouring products that have the same rows of C make one block.
+// Cuts the products that reach a tile into parts of at most kBlockK of k, one after another. Parts
+// of neighbouring products that have the same rows of C make one block.
 class Blocks {
  public:
   Blocks(const Products& products, const Tile& tile) : products_(products), tile_(tile) { Find(); }
@@ -283,7 +283,7 @@ class Blocks {
     int64_t first, k;
   };
 
-  // The first product from index_ on that has something in the tile.
+  // Finds the first product from index_ on that has something in the tile.
   void Find() {
     done_ = 0;
     for (; index_ < products_.count; ++index_) {
@@ -302,7 +302,7 @@ class Blocks {
   Part parts_[kBlockK];           // each has one k at least
 };
 
-// total[first, end) += sum. The first time, total is not yet anything.
+// total[first, end) += sum. The first time, total holds nothing yet.
 void AddTo(double* total, const Tile& tile, const float* sum, int64_t first, int64_t end,
            bool is_first) {
   for (int64_t i = 0; i < tile.rows; ++i) {

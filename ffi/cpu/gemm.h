@@ -10,9 +10,9 @@ namespace jgg::cpu {
 
 // A matrix in memory. `row` and `column` are elements from one index to the next.
 //
-// Rows or columns may come by list: line i is line rows[i], or columns[i], of `lines` in memory,
-// and zeros where that is none of them. Elements of such a line are neighbours. Results have no
-// list.
+// Rows or columns may come by list: line i is then line rows[i], or columns[i], of the `lines` in
+// memory. If memory has no such line, it is zeros. Elements of such a line are neighbours. Results
+// have no list.
 struct Matrix {
   void* data;
   int64_t row, column;
@@ -21,25 +21,25 @@ struct Matrix {
   int64_t lines = 0;
 };
 
-// A (rows, k) times B (k, n), in the rows of C from `row` on.
+// A (rows, k) times B (k, n), added to the rows of C from `row` on.
 struct Product {
   int64_t row, rows, k;
   Matrix a, b;
 };
 
-// The products of one C: number `index` of them, below `count`, as at(context, index) tells.
+// The products of one C. at(context, index) makes number `index`, below `count`.
 struct Products {
   int64_t count;
   Product (*at)(const void* context, int64_t index);
   const void* context;
 };
 
-// One tile of C is computed at a time, and kBlockK of its k.
+// Gemm computes one tile of C at a time, from kBlockK of its k.
 constexpr int64_t kBlockM = 192, kBlockN = 512, kBlockK = 128;
 
-// How a sum of any length stays right: kBlockK products are summed from zero, as float32; up to
-// kBlocksOfSum such blocks are summed as float32; those sums, and those of products that have other
-// rows of C, are summed as float64. So 2^-16 * sum |a| |b| bounds the error, before C is rounded.
+// How a sum of any length stays right: Gemm sums kBlockK products from zero, as float32. It sums up
+// to kBlocksOfSum such blocks as float32. It adds those sums, and those of products that have other
+// rows of C, as float64. So 2^-16 * sum |a| |b| bounds the error, before C is rounded.
 constexpr int64_t kBlocksOfSum = 128;
 
 // One thread's memory for its calls, 64-byte aligned.

@@ -14,12 +14,13 @@
 
 namespace jgg::cpu {
 
-// body(index) for every index below count, in any order, on the caller and on idle pool threads.
-// The caller works too and waits only for indices that somebody has begun, so that it finishes
-// even where every pool thread is busy, or is itself.
+// Calls body(index) for every index below count, in any order, on the caller's thread and on idle
+// pool threads. The caller works too, and waits only for indices that a thread has begun. So it
+// finishes even if every pool thread is busy, or if it is a pool thread itself.
 //
-// A body may throw, on any thread: nothing leaves a pool thread. Indices that nobody has begun are
-// then left out, and the caller throws the first exception once no thread is in a body.
+// A body may throw, on any thread: no exception leaves a pool thread. The loop then leaves out the
+// indices that no thread has begun, and the caller throws the first exception once no thread is in
+// a body.
 template <typename Pool, typename Body>
 void ParallelFor(Pool& pool, int64_t count, const Body& body) {
   struct Shared {
@@ -32,7 +33,7 @@ void ParallelFor(Pool& pool, int64_t count, const Body& body) {
   };
   if (count <= 0) return;
   const auto shared = std::make_shared<Shared>();
-  // Many indices, of little work each, are taken several at a time.
+  // If there are many indices, a thread takes several at a time.
   const int64_t share = 1 + count / 4096;
   // Threads that come late find no index left, and must not touch `body`, which is gone by then.
   const auto work = [shared, count, share, &body]() noexcept {
@@ -63,7 +64,7 @@ void ParallelFor(Pool& pool, int64_t count, const Body& body) {
   work();
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->all_finished.wait(lock, [&] { return shared->finished == count; });
-  // The exception goes with the caller: threads that come late still hold `shared`.
+  // The caller takes the exception along, because threads that come late still hold `shared`.
   const std::exception_ptr error = std::move(shared->error);
   lock.unlock();
   if (error) std::rethrow_exception(error);

@@ -10,11 +10,9 @@ namespace jgg::fp8 {
 
 using namespace device;
 
-using QuantizeKernel = void (*)(QuantizeParams);
-
-inline cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeParams& p,
-                                  QuantizeKernel kernel, int64_t blocks, int64_t matrices,
-                                  int threads) {
+template <typename Params>
+cudaError_t LaunchQuantize(cudaStream_t stream, const Params& p, void (*kernel)(Params),
+                           int64_t blocks, int64_t matrices, int threads) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(std::min<int64_t>(matrices, 65535)));

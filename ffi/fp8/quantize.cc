@@ -1,9 +1,10 @@
-// CUDA handler of fp8_quantize: bind, check, launch.
+// CUDA handler of fp8_quantize: bind, check, launch. Attributes say which codes are asked for.
 
 #include "common/buffer.h"
 #include "common/check.h"
 #include "common/cuda_error.h"
 #include "fp8/attributes.h"
+#include "fp8/codes_bind.h"
 #include "fp8/quantize_sm80.h"
 #include "fp8/rules.h"
 #include "handlers.h"
@@ -20,7 +21,7 @@ static const T* DataOrNull(const ffi::AnyBuffer& a) {
 }
 
 static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& sizes,
-                               const ffi::AnyBuffer& seed, const ffi::AnyBuffer& list,
+                               const ffi::AnyBuffer& list, const Fp8QuantizeAttrs& attrs,
                                Fp8QuantizeSm80* args) {
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(M, R, C)", x, {-1, -1, -1}));
@@ -30,80 +31,106 @@ static ffi::Error BindOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& si
   args->rows = x.dimensions()[1];
   args->columns = x.dimensions()[2];
   JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->matrices, args->rows, args->columns}));
+  if (reinterpret_cast<uintptr_t>(args->x) % 16 != 0) {
+    return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
+  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "sizes", "(G,)", sizes, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "sizes", sizes, ffi::S32, "int32"));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "seed", "(2,) or (0,)", seed, {-1}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "seed", seed, ffi::U32, "uint32"));
-  if (seed.dimensions()[0] != 0 && seed.dimensions()[0] != 2) {
-    return InvalidArgument(kOp, "seed has shape ", ShapeText(seed), ", expected (2,) or (0,)");
-  }
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "list", "(R,)", list, {-1}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "list", list, ffi::S32, "int32"));
   args->list = DataOrNull<int32_t>(list);
   if (args->list != nullptr) {
-    if (args->matrices != 1 || !args->along_rows || args->square) {
+    if (args->matrices != 1 || attrs.along_columns || attrs.square) {
       return InvalidArgument(kOp, "a list is of one matrix, with blocks of 128 along its rows");
     }
     args->x_lines = args->rows;
     args->rows = list.dimensions()[0];
     JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->rows}));
   }
+  args->along = args->rows;
   args->sizes = DataOrNull<int32_t>(sizes);
-  args->groups = sizes.dimensions()[0];
-  args->seed = DataOrNull<uint32_t>(seed);
-  if (args->sizes != nullptr && (args->matrices != 1 || args->square)) {
+  if (args->sizes == nullptr) return ffi::Error::Success();
+  if (args->matrices != 1 || attrs.square) {
     return InvalidArgument(kOp, "sizes do not go with blocks of 128 x 128 or several matrices");
   }
-  return ffi::Error::Success();
+  args->groups = sizes.dimensions()[0];
+  args->along = Fp8PaddedRows(args->rows, args->groups);
+  return attrs.along_rows ? CheckSmall(kOp, {args->along}) : ffi::Error::Success();
 }
 
-static ffi::Error BindResults(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales,
-                              const ffi::AnyBuffer& workspace, Fp8QuantizeSm80* args) {
-  const int64_t lines = args->along_rows ? args->columns : args->rows;
-  args->along = args->along_rows ? args->rows : args->columns;
-  if (args->along_rows && args->sizes != nullptr) {
-    args->along = Fp8PaddedRows(args->rows, args->groups);
-    JGG_RETURN_IF_ERROR(CheckSmall(kOp, {args->along}));
-  }
-  args->e5m2 = codes.element_type() == ffi::F8E5M2;
-  if (!args->e5m2) {
+// Codes (M, lines, along) and their scales, results `at` and the one behind it.
+static ffi::Error BindCodes(ffi::RemainingRets results, size_t at, int64_t lines, int64_t along,
+                            Fp8QuantizeSm80* args, Fp8Codes* to) {
+  auto first = results.get<ffi::AnyBuffer>(at), second = results.get<ffi::AnyBuffer>(at + 1);
+  if (!first) return first.error();
+  if (!second) return second.error();
+  const ffi::AnyBuffer codes = **first, scales = **second;
+  if (codes.element_type() == ffi::F8E5M2) {
+    args->e5m2 = true;
+  } else {
     JGG_RETURN_IF_ERROR(
         CheckDtype(kOp, "codes", codes, ffi::F8E4M3FN, "float8_e4m3fn or float8_e5m2"));
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "codes", "(M, lines, elements)", codes,
-                                 {args->matrices, lines, args->along}));
+  JGG_RETURN_IF_ERROR(
+      CheckShape(kOp, "codes", "(M, lines, elements)", codes, {args->matrices, lines, along}));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(
-      CheckShape(kOp, "scales", "(M, blocks of lines, blocks)", scales,
-                 {args->matrices, args->square ? (lines + 127) / 128 : lines, args->blocks()}));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "workspace", workspace, ffi::S32, "int32"));
-  JGG_RETURN_IF_ERROR(
-      CheckShape(kOp, "workspace", "(words,)", workspace, {args->workspace_words()}));
-  args->codes = codes.untyped_data();
-  args->scales = static_cast<float*>(scales.untyped_data());
-  args->workspace = workspace.untyped_data();
-  for (const void* data : {args->x, static_cast<const void*>(args->codes)}) {
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-      return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
-    }
+  JGG_RETURN_IF_ERROR(CheckShape(
+      kOp, "scales", "(M, blocks of lines, blocks)", scales,
+      {args->matrices, args->square ? (lines + 127) / 128 : lines, (along + 127) / 128}));
+  to->codes = codes.untyped_data();
+  to->scales = static_cast<float*>(scales.untyped_data());
+  if (reinterpret_cast<uintptr_t>(to->codes) % 16 != 0) {
+    return Unimplemented(kOp, "a buffer is not aligned to 16 bytes");
   }
   return ffi::Error::Success();
 }
 
+static ffi::Error BindResults(ffi::RemainingRets results, const Fp8QuantizeAttrs& attrs,
+                              Fp8QuantizeSm80* args) {
+  const size_t of_codes = 2 * (size_t{attrs.along_columns} + size_t{attrs.along_rows});
+  if (of_codes == 0 || results.size() != of_codes + 1) {
+    return InvalidArgument(kOp, "has ", results.size(),
+                           " results, expected codes and scales of each way, and a workspace");
+  }
+  if (attrs.along_columns) {
+    JGG_RETURN_IF_ERROR(BindCodes(results, 0, args->rows, args->columns, args, &args->by_rows));
+  }
+  if (attrs.along_rows) {
+    JGG_RETURN_IF_ERROR(
+        BindCodes(results, of_codes - 2, args->columns, args->along, args, &args->by_columns));
+  }
+  auto workspace = results.get<ffi::AnyBuffer>(of_codes);
+  if (!workspace) return workspace.error();
+  args->workspace = (*workspace)->untyped_data();
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "workspace", **workspace, ffi::S32, "int32"));
+  return CheckShape(kOp, "workspace", "(words,)", **workspace, {args->workspace_words()});
+}
+
+// Why no kernel takes the call.
+static rules::Reason Problem(const Fp8QuantizeSm80& args) {
+  const int64_t rows = args.matrices * args.rows, along = args.along_rows() ? args.along : 0;
+  if (auto reason = rules::Fp8QuantizeProblem(rows, args.columns, along)) return reason;
+  if (!args.both()) return std::nullopt;
+  if (args.e5m2 || args.power_of_two || args.by_rows.seed != nullptr) {
+    return "codes along both axes are e4m3, rounded to nearest, and scales any float32";
+  }
+  if (!args.square && (args.dtype != DType::kBF16 || args.sizes == nullptr)) {
+    return "blocks of 128 along both axes need bfloat16 and groups";
+  }
+  return rules::Fp8QuantizeProblem(rows, args.columns, args.columns);
+}
+
 static ffi::Error Fp8Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer sizes,
-                              ffi::AnyBuffer seed, ffi::AnyBuffer list,
-                              ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scales,
-                              ffi::Result<ffi::AnyBuffer> workspace, Fp8QuantizeAttrs attrs) {
+                              ffi::AnyBuffer seed, ffi::AnyBuffer list, ffi::RemainingRets results,
+                              Fp8QuantizeAttrs attrs) {
   Fp8QuantizeSm80 args{};
-  args.along_rows = attrs.along_rows;
   args.square = attrs.square;
   args.power_of_two = attrs.power_of_two;
-  JGG_RETURN_IF_ERROR(BindOperands(x, sizes, seed, list, &args));
-  JGG_RETURN_IF_ERROR(BindResults(*codes, *scales, *workspace, &args));
-  const int64_t along = args.along_rows ? args.along : 0;
-  if (auto reason = rules::Fp8QuantizeProblem(args.matrices * args.rows, args.columns, along)) {
-    return Unimplemented(kOp, *reason);
-  }
+  JGG_RETURN_IF_ERROR(BindOperands(x, sizes, list, attrs, &args));
+  JGG_RETURN_IF_ERROR(BindSeed(kOp, seed, &args.by_rows));
+  args.by_columns.seed = args.by_rows.seed;
+  JGG_RETURN_IF_ERROR(BindResults(results, attrs, &args));
+  if (auto reason = Problem(args)) return Unimplemented(kOp, *reason);
   return FromCuda(kOp, LaunchFp8QuantizeSm80(stream, args));
 }
 
@@ -114,9 +141,7 @@ XLA_FFI_DEFINE_HANDLER(kFp8Quantize, Fp8Quantize,
                            .Arg<ffi::AnyBuffer>()  // sizes, or empty
                            .Arg<ffi::AnyBuffer>()  // seed, or empty
                            .Arg<ffi::AnyBuffer>()  // list, or empty
-                           .Ret<ffi::AnyBuffer>()  // codes
-                           .Ret<ffi::AnyBuffer>()  // scales
-                           .Ret<ffi::AnyBuffer>()  // workspace
+                           .RemainingRets()        // codes and scales, once or twice; workspace
                            .Attrs<Fp8QuantizeAttrs>(),
                        {ffi::Traits::kCmdBufferCompatible});
 

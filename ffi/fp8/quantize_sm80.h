@@ -1,6 +1,6 @@
 // The kernels of fp8_quantize, on any GPU: x (M, R, C) to codes and scales of blocks of 128 along
 // C, or along R, or of 128 x 128; where blocks lie along R the result is stored transposed. R may
-// be grouped, where M is 1.
+// be grouped, where M is 1. Both results come of one read: see both().
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "fp8/codes.h"
 #include "fp8/groups.h"
 
 namespace jgg {
@@ -17,21 +18,23 @@ struct Fp8QuantizeSm80 {
   bool e5m2;
   const void* x;  // (M, R, C), or with a list (1, x_lines, C)
   int64_t matrices, rows, columns;
-  bool along_rows, square;
+  bool square;
   bool power_of_two;     // scales are
   const int32_t* sizes;  // (G,), or null
   int64_t groups;
   const int32_t* list;  // (R,): the line of x that each row is, or null; blocks lie along R
   int64_t x_lines;
-  const uint32_t* seed;  // two words, or null: round to nearest
-  int64_t along;         // elements of a line of the result
-  void* codes;
-  float* scales;
-  void* workspace;  // 4 * workspace_words() bytes
+  int64_t along;        // R, of groups padded: elements of a line of by_columns
+  Fp8Codes by_rows;     // (M, R, C), along C; its codes are null where nobody asks for them
+  Fp8Codes by_columns;  // (M, C, along), along R; likewise
+  void* workspace;      // 4 * workspace_words() bytes
 
-  int64_t blocks() const { return (along + 127) / 128; }  // to a line of the result
+  bool along_rows() const { return by_columns.codes != nullptr; }
+  // Then codes are e4m3, rounded to nearest, scales any float32, and R and C multiples of 16. Of
+  // blocks that are not square, x is bfloat16 and has groups.
+  bool both() const { return by_rows.codes != nullptr && along_rows(); }
   int64_t workspace_words() const {
-    return sizes == nullptr ? 0 : Fp8GroupsWords(groups, along_rows ? blocks() : 0);
+    return sizes == nullptr ? 0 : Fp8GroupsWords(groups, along_rows() ? (along + 127) / 128 : 0);
   }
 };
 

@@ -10,7 +10,7 @@
 
 namespace jgg {
 
-// At most this many tiles exist, whatever the sizes: each segment may begin and end a tile, and
+// At most this many tiles exist, whatever the sizes are: each segment may begin and end a tile, and
 // have a gap before it.
 template <typename Config>
 int64_t MostTiles(const GemmSm80& gemm) {
@@ -24,9 +24,9 @@ int64_t MostTiles(const GemmSm80& gemm) {
 }
 
 // Launch one configuration: as many blocks as the device holds at a time, which share out the
-// tiles. Where a tile is found without a scan there is a block for each instead, and the device
-// shares them out as others finish: tiles of segments of different lengths take different times.
-// `arguments` is the kernel's, `gemm` what it says of the tiles.
+// tiles. If a block can find its tile without a scan, launch a block for each tile instead: tiles
+// of segments of different lengths take different times, and the device starts a block when another
+// finishes. `arguments` are the kernel's; `gemm` is their part about the tiles.
 template <typename Config, typename Arguments>
 cudaError_t LaunchTiles(cudaStream_t stream, void (*kernel)(Arguments), const Arguments& arguments,
                         const GemmSm80& gemm, int bytes, KnownBlocks& known) {
@@ -126,16 +126,16 @@ struct ConfigsSm80<float, kA, kB> {
   static constexpr int64_t kSmallBelow = 4 * kH200Processors;
 };
 
-// Tiles of m x n that a result of evenly long segments has.
+// How many tiles of m x n a result has if its segments are equally long.
 inline int64_t Tiles(const GemmSm80& gemm, int64_t m, int64_t n) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
   const int64_t m_tiles = ((mm ? gemm.rows_y : gemm.m) + m - 1) / m;
   return m_tiles * ((gemm.n + n - 1) / n) * (mm ? 1 : gemm.groups);
 }
 
-// Rows of the result that a tile may have. What groups have on average says little where a few may
-// hold all the rows, and 2-byte elements stream as fast through Medium tiles: there only a result
-// that is itself low takes low tiles.
+// Rows of the result that a tile may have. An average over groups says little, because a few groups
+// may hold all the rows. Elements of 2 bytes stream as fast through Medium tiles, so with them only
+// a result of few rows takes low tiles.
 template <typename Element>
 int64_t TypicalRows(const GemmSm80& gemm, int64_t low) {
   if (gemm.product == GemmSm80::Product::kWgrad) return gemm.m;

@@ -19,9 +19,9 @@ struct GemmSm80 {
   enum class Product { kMm, kWgrad };
   enum class Order {
     kSegments,  // one piece of work per tile of a segment, found by a scan of all segments
-    kDetect,    // mm: likewise, unless the segments prove to be out of order or to overlap
+    kDetect,    // mm: the same, unless segments prove to overlap or to be out of order
     kResult,    // one piece of work per tile of the result, which looks for its segments
-    kMatrices,  // wgrad: likewise, where matrix g has segment g
+    kMatrices,  // wgrad: the same, where matrix g has segment g
   };
   Product product;
   Order order;

@@ -17,7 +17,7 @@ __device__ inline float Cut(float value) {
 // The upper half of a float32 whose lower half does not matter, or is zeros.
 __device__ inline uint32_t Half(float value) {
   const uint32_t bits = __float_as_uint(value);
-  // A NaN may have nothing but its lower half.
+  // A NaN may have set bits in its lower half only.
   return bits >> 16 | (value != value ? 0x40u : 0u);
 }
 

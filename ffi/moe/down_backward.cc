@@ -1,5 +1,5 @@
-// CUDA handler of the backward pass in front of a mixture's down product: d = ct @ w, of the
-// cotangents of tokens that a list names, is the cotangent of row_scale * swiglu(h).
+// CUDA handler of the backward pass in front of a mixture's down product. A list names the tokens
+// whose cotangents are ct. d = ct @ w is the cotangent of row_scale * swiglu(h).
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/attributes.h"

@@ -12,7 +12,7 @@
 #include "quantized/packed_bind.h"
 #include "quantized/qmm_bind.h"
 
-// "few_tokens": the activation between the products, and which operands there are.
+// "few_tokens": the activation between the products, and which optional operands are there.
 JGG_ATTRIBUTES(FewTokensAttrs,                  //
                (std::string_view, activation),  //
                (bool, up_bias),                 //
@@ -24,7 +24,7 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "moe_few_tokens";
 
-// Binds the codes of w (E, n, k). BindFewTokensOptions has the rest of its operands.
+// Binds the codes of w (E, n, k). BindFewTokensOptions binds its other operands.
 static ffi::Error BindFewTokensWeight(const ffi::AnyBuffer& weight, const ffi::AnyBuffer& scales,
                                       const QuantizedAttrs& attrs, int64_t experts, int64_t n,
                                       int64_t k, Coding* coding, FewTokensWeight* bound) {

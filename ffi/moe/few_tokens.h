@@ -1,8 +1,8 @@
 // The experts of a few tokens, with weights in layout "sm90" (quantized/gemm_sm90.h):
 //   a[t, j] = activation(x[t] @ up[e] + up_bias[e])                    e = expert_index[t, j]
-//   out[t]  = sum_j expert_weight[t, j] * (a[t, j] @ down[e] + down_bias[e])
-// Both the preactivation and a are rounded to bfloat16, and out once. Pairs of no expert that is
-// here add nothing. Nothing is sorted: see device/few_tokens_sm90.cuh.
+// out[t] = sum_j expert_weight[t, j] * (a[t, j] @ down[e] + down_bias[e]) The kernels round the
+// preactivation and a to bfloat16, and out once. A pair whose expert is not here adds nothing.
+// Nothing sorts the pairs: see device/few_tokens_sm90.cuh.
 #pragma once
 
 #include <cstdint>

@@ -9,19 +9,19 @@
 
 namespace jgg {
 
-// Where the pairs of `tokens` tokens and k experts each stand among the rows. Both lists may name
-// what does not exist: whoever reads them takes the last one that does instead.
+// Which row each pair of a token and one of its k experts has. Both lists may name what does not
+// exist: a kernel that reads them takes the last pair, or row, that exists instead.
 struct PairRows {
   const int32_t* order;  // (rows,): the pair of each row, or negative; combine has no use for it
   const int32_t* place;  // (tokens, k): the row of each pair, or negative
   int32_t tokens, k, rows;
-  int32_t pieces;  // of 16 bytes, in a line of the operand that has one for each row
+  int32_t pieces;  // pieces of 16 bytes in a line of the operand that has a line for each row
 };
 
 struct DispatchArgs {
   PairRows pairs;
   DType dtype;          // with a weight
-  bool clears_rest;     // rows that no pair has become zeros, or they may hold anything
+  bool clears_rest;     // rows that no pair has become zeros; otherwise they may hold anything
   const void* x;        // (tokens, D)
   const float* weight;  // (tokens, k), or null
   void* out;            // (rows, D)
@@ -54,8 +54,8 @@ struct RowsGrid {
 
 constexpr int kRowsThreads = 256;
 
-// For threads that have up to `each` pieces, of as many slices as that takes; with each = 0 one
-// slice of one token is a block.
+// For threads that have up to `each` pieces; a line has as many slices as that takes. With each = 0
+// a block has one slice of one token.
 inline RowsGrid MakeRowsGrid(const PairRows& pairs, int each) {
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t turns = up(pairs.pieces, kRowsThreads * std::max(each, 1));

@@ -85,7 +85,7 @@ inline auto RowsBinding() {
       .Ret<ffi::AnyBuffer>();  // out
 }
 
-// `other` is the dtype of what tokens have: that of rows, or float32.
+// `other` is the dtype of the tokens' operand: that of rows, or float32.
 inline xla::ffi::Error CheckSameOrFloat32(const char* op, const char* name,
                                           const xla::ffi::AnyBuffer& other,
                                           const xla::ffi::AnyBuffer& rows) {

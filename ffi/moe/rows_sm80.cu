@@ -11,7 +11,7 @@ namespace {
 template <DType kOf>
 using Of = std::integral_constant<DType, kOf>;
 
-// function(element type, result's or cotangent's).
+// Calls function(element type, type of the result or the cotangent).
 template <typename Function>
 cudaError_t DispatchDTypes(DType of, DType other, Function function) {
   if (of == DType::kF32) return function(Of<DType::kF32>{}, Of<DType::kF32>{});
@@ -39,7 +39,7 @@ cudaError_t Launch(cudaStream_t stream, void (*kernel)(Params), const Params& pa
 }  // namespace
 
 cudaError_t dispatch_sm80(cudaStream_t stream, const DispatchArgs& args) {
-  // Pieces of a token on their way at a time: few of its copies need more of them.
+  // Pieces of a token on their way at a time. If each has few copies, a thread takes more pieces.
   const auto launch = [&](auto dtype, auto weighted, auto each) {
     return Launch(stream, device::DispatchKernel<dtype.value, weighted.value, each.value>,
                   device::DispatchParams{args.pairs, MakeRowsGrid(args.pairs, each.value),

@@ -11,7 +11,7 @@
 #include "moe/rules.h"
 #include "moe/top_k_sm80.h"
 
-// "top_k": what experts are chosen by, and what their weights are.
+// "top_k": how the kernel chooses experts, and which weights they get.
 JGG_ATTRIBUTES(TopKAttrs,            //
                (bool, bias),         // there is one
                (bool, sigmoid),      // scores are sigmoids of logits, or their softmax

@@ -1,4 +1,4 @@
-// The products, by CUTLASS: one grouped kernel, whose every group is described in device memory.
+// The products, by CUTLASS: one grouped kernel, which reads in device memory what each group is.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 
 namespace jgg::nvfp4 {
 
-// Tiles of 128 x 128 by one multiprocessor, 256 of k to a stage. A and B are k-contiguous, which is
-// all that these instructions multiply; a cluster has one block, since groups have any number of
-// tiles.
+// One multiprocessor makes a tile of 128 x 128, from stages of 256 k. A and B are contiguous along
+// k; these instructions multiply nothing else. A cluster has one block, because groups have any
+// number of tiles.
 template <DType kOut>
 struct GemmSm100Types {
   using Out = std::conditional_t<kOut == DType::kF32, float, cutlass::bfloat16_t>;
@@ -94,7 +94,7 @@ cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Wor
     put(&arguments.epilogue.dC, at.stride_out);
   }
 
-  // NOTE: with no count CUTLASS asks for no workspace, and writes it all the same.
+  // NOTE: without a count CUTLASS asks for no workspace, but writes one all the same.
   if (cudaError_t error = cudaGetDevice(&arguments.hw_info.device_id)) return error;
   arguments.hw_info.sm_count = std::min(Processors(), kMostMultiprocessors);
   if (arguments.hw_info.sm_count == 0) return cudaErrorInvalidDevice;

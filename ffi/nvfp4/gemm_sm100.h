@@ -1,7 +1,7 @@
 // The Blackwell kernels of NVFP4 grouped products: block-scaled tensor instructions, by CUTLASS.
 //
-// out_g = alpha_g A_g B_g^T + beta_g out_g, as layout.h has it. Shapes, addresses and layouts of
-// all groups are computed on the device, in a workspace that the caller gives.
+// out_g = alpha_g A_g B_g^T + beta_g out_g, as layout.h has it. The device computes shapes,
+// addresses and layouts of all groups, in a workspace that the caller gives.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@
 
 namespace jgg::nvfp4 {
 
-// Codes, two to a byte, and their E4M3 scales, line by line.
+// Codes, two in a byte, and their E4M3 scales, line by line.
 struct Operand {
   const void* codes;
   const void* scales;
@@ -37,7 +37,7 @@ std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_c
 
 cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm);
 
-// The launches that it consists of. `base` is the workspace, aligned.
+// Launches all kernels of a call. `base` is the workspace, aligned.
 cudaError_t PrepareGroups(cudaStream_t stream, const GemmSm100& gemm, const Workspace& at,
                           uint8_t* base);
 

@@ -35,7 +35,7 @@ static ffi::Error BindMatrices(ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::A
   return ffi::Error::Success();
 }
 
-// beta, and the matrices that it multiplies: the result, before it is one.
+// beta, and the matrices that it multiplies, which lie where the result goes.
 static ffi::Error BindExisting(cudaStream_t stream, ffi::RemainingArgs rest, ffi::AnyBuffer out,
                                Nvfp4GroupedWgradArgs* args) {
   if (rest.size() == 0) return ffi::Error::Success();

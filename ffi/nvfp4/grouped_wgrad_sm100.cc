@@ -1,4 +1,4 @@
-// nvfp4_grouped_wgrad: A is dy, B is x, and a group is some of the columns of both.
+// nvfp4_grouped_wgrad: A is dy, B is x, and a group has some of the columns of both.
 #include "nvfp4/grouped_wgrad_sm100.h"
 
 #include "nvfp4/rules.h"

@@ -35,7 +35,7 @@ struct Product {
   int32_t k;         // elements of a line of A and B: K, or P
   int32_t out_size;  // bytes of an element of out
 
-  // Into what groups are padded: tiles of rows, or of k.
+  // Each group is padded to whole tiles: of rows, or of k.
   JGG_HOST_DEVICE int unit() const { return ragged_k ? kTileK : kTileRows; }
   JGG_HOST_DEVICE int64_t k_tiles() const { return CeilDiv(k, kTileK); }
   // The most tiles that groups have together, whatever their sizes.
@@ -87,8 +87,8 @@ JGG_HOST_DEVICE GroupProblem MakeGroupProblem(const Product& p, int g, int start
 inline constexpr int kShapeBytes = 12;
 inline constexpr int kStrideBytes = 8;
 inline constexpr int kScaleLayoutBytes = 20;
-// Six tensor maps for each multiprocessor; the grid is cut to this many of them, so that the
-// workspace depends on no device.
+// Six tensor maps for each multiprocessor. The grid has at most this many blocks, so the workspace
+// depends on no device.
 inline constexpr int kMostMultiprocessors = 160;
 inline constexpr int64_t kTensorMapBytes = 6 * 128 * kMostMultiprocessors;
 

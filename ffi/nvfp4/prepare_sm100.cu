@@ -1,5 +1,5 @@
-// Everything before the products: what each group is, swizzled scales, rows and matrices of out
-// that no product writes. Runs on any architecture; needed on Blackwell only.
+// Everything before the products: each group's problem, swizzled scales, and the rows and matrices
+// of out that no product writes. It runs on any architecture, and only Blackwell needs it.
 #include <algorithm>
 
 #include "cute/tensor.hpp"
@@ -151,7 +151,7 @@ cudaError_t PrepareGroups(cudaStream_t stream, const GemmSm100& gemm, const Work
       product, swizzle, groups.starts, groups.tiles);
   if (cudaError_t error = cudaGetLastError()) return error;
 
-  // Usually there is nothing to fill, so the grids are no larger than the device.
+  // Usually these kernels have nothing to fill, so a grid has no more blocks than run at a time.
   if (product.ragged_k) {
     const dim3 grid(std::max(1, kMostMultiprocessors / std::min(product.groups, 64)),
                     std::min(product.groups, 64));

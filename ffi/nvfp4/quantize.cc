@@ -11,7 +11,7 @@
 namespace jgg {
 namespace ffi = xla::ffi;
 
-// An operand that may be left out: then it is empty.
+// An optional operand: empty if the call leaves it out.
 template <typename T>
 static const T* DataOrNull(const ffi::AnyBuffer& a) {
   return a.element_count() == 0 ? nullptr : static_cast<const T*>(a.untyped_data());
@@ -29,7 +29,7 @@ static ffi::Error BindX(const char* op, const ffi::AnyBuffer& x, Nvfp4QuantizeSm
   return CheckSmall(op, {args->matrices, args->rows, args->columns});
 }
 
-// Sizes and seed, which may be empty; what they go together with.
+// Checks sizes and seed, which may be empty, and which attributes they allow.
 static ffi::Error BindOptions(const char* op, const ffi::AnyBuffer& sizes,
                               const ffi::AnyBuffer& seed, Nvfp4QuantizeSm80* args) {
   JGG_RETURN_IF_ERROR(CheckShape(op, "sizes", "(G,)", sizes, {-1}));

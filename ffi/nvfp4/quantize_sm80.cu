@@ -31,7 +31,7 @@ static cudaError_t LaunchAmax(cudaStream_t stream, const QuantizeParams& p,
   if (args.hadamard) return Launch(stream, p, RowsKernel<kOf, true, false, true>, RowsBlocks(p));
   const int64_t vectors = p.rows * p.columns * kElementBytes<kOf> / 16;
   const int64_t blocks = CeilDiv(vectors + 1, 4 * kQuantizeThreads);
-  // No more than run at one time, so that the end of x is read last.
+  // No more blocks than run at one time, so that they read the end of x last.
   static KnownBlocks known{};
   int fit = 0;
   if (cudaError_t error = BlocksThatFit(reinterpret_cast<const void*>(AmaxKernel<kOf>),

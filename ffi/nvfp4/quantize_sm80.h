@@ -25,7 +25,7 @@ struct Nvfp4QuantizeSm80 {
   float* global_scale;   // (M,)
   void* workspace;       // 4 * workspace_words() bytes, aligned to 8
 
-  // Each matrix takes three words, each group and the end of all two.
+  // Each matrix takes three words, each group two, and so does the end of all groups.
   int64_t workspace_words() const {
     return 3 * matrices + (sizes == nullptr ? 0 : 2 * (groups + 1));
   }

@@ -8,7 +8,7 @@
 
 namespace jgg {
 
-// For `count` elements from `begin` on, by this many blocks.
+// Parameters of a launch for `count` elements from `begin` on, with this many blocks.
 template <typename Decoder>
 device::DequantizeParams MakeDequantizeParams(const DequantizeArgs& args, int64_t begin,
                                               int64_t count, int64_t blocks) {
@@ -31,8 +31,8 @@ device::DequantizeParams MakeDequantizeParams(const DequantizeArgs& args, int64_
   return p;
 }
 
-// launch(decoder, blocks, params) for parts of at most `most` elements, so that a kernel counts in
-// 32 bits; until one does not return 0.
+// Calls launch(decoder, blocks, params) for parts of at most `most` elements, so that a kernel
+// counts in 32 bits. It ends with the first launch that does not return 0.
 template <DType kTo, typename Launch>
 auto LaunchDequantize(const DequantizeArgs& args, int processors, Launch launch,
                       int64_t most = int64_t{1} << 32) {

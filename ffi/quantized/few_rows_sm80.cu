@@ -31,7 +31,7 @@ cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm
   const Coding& coding = gemm.w.coding;
   return LinearFormats::Dispatch(coding.mode, coding.bits, [&](auto format) -> cudaError_t {
     using Format = decltype(format);
-    // A sample has all codes of four bits, so that CI compiles every mode.
+    // A build of samples has all codes of four bits, so that CI compiles every mode.
     if constexpr (Format::kHasKernels || Format::kBits == 4) {
       // Lines of 3 or 5 bits may begin at odd multiples of 8 bytes.
       if constexpr (Format::kBits % 2 != 0) {

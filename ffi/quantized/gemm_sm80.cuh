@@ -72,8 +72,8 @@ cudaError_t LaunchQuantizedConfig(cudaStream_t stream, QuantizedGemmSm80 gemm) {
 template <typename Element, bool kB>
 struct QuantizedConfigsSm80 {
   using Operands = device::QuantizedTraitsSm80<Element, kB>;
-  // Slices as long along the lines of W as there is room for: that divides all but the decoding by
-  // more, and reads whole sectors.
+  // Slices are as long along the lines of W as there is room for. So everything but the decoding
+  // happens less often, and copies read whole sectors.
   struct LongTraits : Operands {
     static constexpr int kM = 16, kN = 128, kK = 128, kStages = 2, kBlocksPerSm = 3;
     static constexpr int kWarpsM = 1, kWarpsN = 2, kWarpsK = 2;
@@ -156,8 +156,8 @@ struct QuantizedConfigsSm80<float, kB> {
   using Large = Config<LargeTraits>;
 };
 
-// Low tiles of long slices. Where codes are short, decoding sets the pace rather than memory: there
-// by a kernel for this coding alone.
+// Low tiles of long slices. If codes are short, decoding sets the pace, not memory: then a kernel
+// for this coding alone runs them.
 template <typename Configs, DType kScales>
 cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm) {
   const Coding& coding = gemm.w.coding;
@@ -166,7 +166,7 @@ cudaError_t LaunchLongSlices(cudaStream_t stream, const QuantizedGemmSm80& gemm)
     constexpr int kBits = decltype(format)::kBits;
     if constexpr (kBits <= 4) {
       if (!coding.HasFloatScales() || coding.scale_dtype == kScales) {
-        // Slices of few bits leave room for a third, and need it to keep memory busy.
+        // Slices of few bits leave room for a third stage, and need it to keep memory busy.
         constexpr int kStages = kBits <= 3 ? 3 : 2;
         using Format = device::OneCoding<kMode, kBits, kScales>;
         using Config = typename Configs::template Long<kStages, Format>;

@@ -47,8 +47,8 @@ struct PackedSlice {
   int scale_words;     // in which the scales of a thread are, wherever they begin
   int half;            // columns of the tile in either half of N, or all of them
   int64_t between;     // columns of N between the halves of a tile
-  // Gated: bytes by which the halves of the tile are farther apart in W than here, and how many
-  // more that copies, which begin at multiples of 4 bytes, cannot express.
+  // Gated: bytes by which the halves of the tile are farther apart in W than here, and the rest
+  // that copies cannot express, because they begin at multiples of 4 bytes.
   int64_t upper;
   int misaligned;
   bool split;  // groups begin anywhere within what a thread decodes of the upper half
@@ -71,7 +71,7 @@ constexpr bool SumsApart(const QuantizedGemmSm80& gemm) {
          gemm.gemm.order != GemmSm80::Order::kSegments;
 }
 
-// Low tiles decode a weight once for every 16 rows, and some segments are longer than others.
+// Low tiles decode a weight once for every 16 rows, and some segments are longer than the average.
 inline bool HasLowTiles(const QuantizedGemmSm80& gemm) {
   return AverageRows(gemm) <= 8 || gemm.gemm.rows_y <= 16 || SumsApart(gemm);
 }
@@ -80,8 +80,8 @@ inline bool HasLowTiles(const QuantizedGemmSm80& gemm) {
 cudaError_t LaunchQuantizedGemmSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm, DType dtype,
                                     bool tf32, bool b_k_major);
 
-// few_rows_sm80.cu: K-major weights, decoded in registers, for few bfloat16 rows. Whether there are
-// few, whole 64s of k (of 8 bits 32s), and copies where they should begin.
+// few_rows_sm80.cu: K-major weights, decoded in registers, for few bfloat16 rows. Whether rows are
+// few, k is a multiple of 64 (of 32 for 8 bits), and copies begin where they should.
 bool HasFewRowsSm80(const QuantizedGemmSm80& gemm);
 cudaError_t LaunchFewRowsSm80(cudaStream_t stream, const QuantizedGemmSm80& gemm);
 

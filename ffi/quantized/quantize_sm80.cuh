@@ -8,8 +8,8 @@
 
 namespace jgg {
 
-// For `count` elements from `begin` on, of which blocks take a tile after the other: each the next
-// of all (`run` 1), or runs of their own.
+// Parameters of a launch for `count` elements from `begin` on. Blocks take one tile after another:
+// each the next of all (`run` 1), or runs of their own.
 template <typename Coder>
 device::QuantizeParams MakeQuantizeParams(const QuantizeArgs& args, int64_t begin, int64_t count,
                                           int64_t blocks, int64_t run) {
@@ -35,8 +35,8 @@ device::QuantizeParams MakeQuantizeParams(const QuantizeArgs& args, int64_t begi
   return p;
 }
 
-// launch(coder, blocks, params) for parts of at most `most` elements, so that a kernel counts in 32
-// bits; until one does not return 0.
+// Calls launch(coder, blocks, params) for parts of at most `most` elements, so that a kernel counts
+// in 32 bits. It ends with the first launch that does not return 0.
 template <DType kOf, typename Launch>
 auto LaunchQuantize(const QuantizeArgs& args, int processors, Launch launch,
                     int64_t most = int64_t{1} << 32) {

@@ -21,17 +21,16 @@ def _any_problem(*_, mode: str = "", **__) -> Callable[..., problems.Conversion]
     return functools.partial(problems.Conversion, mode=mode)
 
 
-def composed(target: str, definition: Callable, call: Callable, batch: Callable | None = None,
-             problem_of: Callable = _any_problem):  # fmt: skip
-    """``definition(*operands, **static)``, which ``call`` makes as the custom call ``target``.
-    ``batch(size, operands, axes)`` returns the operands of a batch as those of one call.
-    ``problem_of(*operands, **static)`` makes the problem that kernels see, of the fields that every
-    conversion has."""
+def composed(name: str, definition: Callable, call: Callable, problem_of: Callable = _any_problem,
+             batch: Callable | None = None):  # fmt: skip
+    """The conversion ``definition(*operands, **static)`` of that name in ``choose.KERNELS``, which
+    ``call`` makes as a custom call. ``problem_of(*operands, **static)`` makes the problem that
+    kernels see, of the fields that every conversion has. ``batch(size, operands, axes)`` returns
+    the operands of a batch as those of one call."""
 
     def on_cuda(platform, *operands, **static):
         problem = problem_of(*operands, **static)(
-            op=target.removeprefix("jgg_"), platform=platform,
-            empty=any(0 in a.shape for a in jax.tree.leaves(operands)),
+            op=name, platform=platform, empty=any(0 in a.shape for a in jax.tree.leaves(operands)),
         )  # fmt: skip
         return None if choose.choose(problem) is None else call(*operands, **static)
 
@@ -39,7 +38,7 @@ def composed(target: str, definition: Callable, call: Callable, batch: Callable 
         return None if batch is None else out(*batch(*given), **static)
 
     out = Composed(
-        target, definition, on_cuda, batch=batched, keeps_call=True, cost=costs.conversion
+        f"jgg_{name}", definition, on_cuda, batch=batched, keeps_call=True, cost=costs.conversion
     )
     return out
 

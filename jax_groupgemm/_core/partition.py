@@ -322,8 +322,8 @@ def replicated(a) -> jax.Array:
 
 
 def take(a, index) -> jax.Array:
-    """``a[index]``, blocks of the first axis, of which each device has its own part: JAX finds no
-    sharding for the derivative of those that it takes itself."""
+    """``a[index]``, blocks of the first axis. Each device takes its own part of them, because JAX
+    finds no sharding for the derivative of its own indexing."""
     mesh, entries = explicit_mesh((a,)), entries_of(a)
     if mesh is None or entries[0] or not any(entries) or maps_explicit_axes():
         return a[index]

@@ -5,10 +5,10 @@ the words of Shardy, which axes of its operands and of its result belong togethe
 and its configuration says which product it is. Where XLA has decided how the operands are sharded
 it asks us (``_partition``) for what one device runs.
 
-Nothing in the call is of this process: a compiled program is found in the persistent cache, and an
-exported one is divided by whoever loads it. Nor does it name a mesh. A sharding tells which part of
-an axis each device has, and that is all a plan needs: devices are numbers here, and a mesh axis is
-an array of which part is each device's.
+Nothing in the call belongs to this process. So the persistent cache finds a compiled program, and
+whoever loads an exported program divides it. The call names no mesh either. A sharding tells which
+part of an axis each device has, and a plan needs no more: devices are numbers here, and a mesh axis
+is an array that says which part each device has.
 
 Within a ``shard_map`` over some mesh axes, the partitioner numbers the devices that share what is
 mapped anew, in an order of its own. One more operand, sharded over all axes that are left, shows

@@ -7,16 +7,18 @@ h is ``(R, 2F)``, the gate first, of rows in groups.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 
-from .._core import conversion, segments
+from .._core import conversion
 from .._grouped.activation_backward import rounded_activation, scaled_activation_backward
 from .._kernels import choose, problems
 from .._quantized import padding
 from .._quantized.array import Quantized
 from . import blocks, convert
+from .conversion_calls import codes_of, groups_of
 
 
 def quantized_activation(h, group_sizes, activation: str) -> Quantized:
@@ -73,23 +75,11 @@ def _backward(h, d, row_scale, group_sizes, row_seed, column_seed, *, activation
     )
 
 
-def _codes(lines: int, along: int):
-    shape = lines, along
-    return (
-        jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct(blocks.scales_shape(shape, blocks.LINE), jnp.float32),
-    )
-
-
-def _workspace(groups: int, tiles: int):
-    return jax.ShapeDtypeStruct((2 * (groups + 1) + 2 * tiles,), jnp.int32)
-
-
 def _activation_call(h, group_sizes, *, activation: str):
     """Custom call ``jgg_fp8_activation``: h, sizes -> codes, scales, workspace."""
     rows, columns = h.shape
-    sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
-    results = (*_codes(rows, columns // 2), _workspace(sizes.shape[0], 0))
+    sizes, _, workspace = groups_of(group_sizes, rows, along_rows=False)
+    results = (*codes_of(rows, columns // 2), workspace)
     call = jax.ffi.ffi_call("jgg_fp8_activation", results)
     return tuple(call(h, sizes, activation=activation)[:2])
 
@@ -98,13 +88,10 @@ def _backward_call(h, d, row_scale, group_sizes, row_seed, column_seed, *, activ
     """Custom call ``jgg_fp8_activation_backward``: h, d, row_scale, sizes, two seeds -> codes and
     scales of three, sums of 128 columns each, workspace. Seeds may be empty."""
     rows, columns = h.shape[0], h.shape[1] // 2
-    sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
-    along = padding.padded_rows(rows, sizes.shape[0], blocks.GROUPED)
-    results = (
-        *_codes(rows, 2 * columns), *_codes(2 * columns, along), *_codes(columns, along),
-        jax.ShapeDtypeStruct((columns // 128, rows), jnp.float32),
-        _workspace(sizes.shape[0], along // blocks.GROUPED),
-    )  # fmt: skip
+    sizes, along, workspace = groups_of(group_sizes, rows, along_rows=True)
+    sums = jax.ShapeDtypeStruct((columns // 128, rows), jnp.float32)
+    shapes = (rows, 2 * columns), (2 * columns, along), (columns, along)
+    results = *(of for shape in shapes for of in codes_of(*shape)), sums, workspace
     none = jnp.zeros((0,), jnp.uint32)
     seeds = [none if seed is None else seed for seed in (row_seed, column_seed)]
     call = jax.ffi.ffi_call("jgg_fp8_activation_backward", results)
@@ -119,9 +106,10 @@ def _problem(h, *_, activation: str):
     )  # fmt: skip
 
 
-_ACTIVATION = conversion.composed(
-    "jgg_fp8_activation", _activation, _activation_call, problem_of=_problem
-)
-_BACKWARD = conversion.composed(
-    "jgg_fp8_activation_backward", _backward, _backward_call, problem_of=_problem
+_ACTIVATION, _BACKWARD = itertools.starmap(
+    conversion.composed,
+    (
+        ("fp8_activation", _activation, _activation_call, _problem),
+        ("fp8_activation_backward", _backward, _backward_call, _problem),
+    ),
 )

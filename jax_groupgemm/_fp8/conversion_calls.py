@@ -16,72 +16,55 @@ from . import blocks
 from .prepack import packed_scales
 
 
-def quantize(x, group_sizes, seed, row_index, *, block, axis, scale_format, element):
-    """Custom call ``jgg_fp8_quantize``: x (M, R, C), sizes, seed, list of rows -> codes, scales,
-    workspace. All but x may be empty. The kernel of square blocks takes no sizes: rows that no
-    group has become zeros before it."""
+def codes_of(*shape: int, block=blocks.LINE, dtype=jnp.float8_e4m3fn):
+    """Results: codes of this shape, and their scales."""
+    scales = jax.ShapeDtypeStruct(blocks.scales_shape(shape, block), jnp.float32)
+    return jax.ShapeDtypeStruct(shape, dtype), scales
+
+
+def groups_of(group_sizes, rows: int, along_rows: bool):
+    """Operand sizes, the padded rows, and the workspace where kernels find out about groups:
+    ``Fp8GroupsWords``."""
+    sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
+    (groups,) = sizes.shape
+    along = padding.padded_rows(rows, groups, blocks.GROUPED)
+    words = 2 * (groups + 1) + (2 * (along // blocks.GROUPED) if along_rows else 0)
+    return sizes, along, jax.ShapeDtypeStruct((words,), jnp.int32)
+
+
+def quantize(x, group_sizes, seed, row_index, *, axes, block, scale_format, element):
+    """Custom call ``jgg_fp8_quantize``: x (M, R, C), sizes, seed, list of rows -> codes and scales
+    of blocks along C, the same along R, workspace. All operands but x may be empty. ``axes`` are
+    those whose codes are results. The kernel of square blocks takes no sizes: rows that no group
+    has become zeros before it."""
     *lead, stored, columns = (1, *x.shape)[-max(x.ndim, 2) :]
-    rows = stored if row_index is None else row_index.shape[0]
-    lines, along = (rows, columns) if axis == -1 else (columns, rows)
-    sizes, words = jnp.zeros((0,), jnp.int32), 0
+    rows = along = stored if row_index is None else row_index.shape[0]
+    sizes, workspace = jnp.zeros((0,), jnp.int32), jax.ShapeDtypeStruct((0,), jnp.int32)
     if group_sizes is not None and block == blocks.TILE:
         inside = padding.covered(group_sizes, rows)
         x = jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
     elif group_sizes is not None:
-        (groups,) = group_sizes.shape
-        sizes, *_ = segments.sizes(group_sizes).narrow(rows, groups)
-        words = 2 * (groups + 1)
-        if axis == -2:
-            along = padding.padded_rows(rows, groups, blocks.GROUPED)
-            words += 2 * (along // blocks.GROUPED)
+        sizes, along, workspace = groups_of(group_sizes, rows, -2 in axes)
     matrices, dtype = math.prod(lead), blocks.ELEMENTS[element].dtype
-    results = (
-        jax.ShapeDtypeStruct((matrices, lines, along), dtype),
-        jax.ShapeDtypeStruct(blocks.scales_shape((matrices, lines, along), block), jnp.float32),
-        jax.ShapeDtypeStruct((words,), jnp.int32),
-    )
+    shapes = {-1: (rows, columns), -2: (columns, along)}
+    stored_axes = sorted(axes, reverse=True)
+    results = [codes_of(matrices, *shapes[a], block=block, dtype=dtype) for a in stored_axes]
     flags = {
-        "along_rows": axis == -2,
+        "along_columns": -1 in axes,
+        "along_rows": -2 in axes,
         "square": block == blocks.TILE,
         "power_of_two": scale_format == "e8m0",
     }
     seed = jnp.zeros((0,), jnp.uint32) if seed is None else seed
     listed = jnp.zeros((0,), jnp.int32) if row_index is None else row_index
     operands = x.reshape(matrices, stored, columns), sizes, seed, listed
-    codes, scales, _ = jax.ffi.ffi_call("jgg_fp8_quantize", results)(*operands, **attributes(flags))
-    shape = (*x.shape[:-2], lines, along)[-x.ndim :]
-    return codes.reshape(shape), scales.reshape(blocks.scales_shape(shape, block))
-
-
-def quantize_both(x, *, block, axis):
-    """Custom call ``jgg_fp8_quantize_both``: x (M, R, C) -> codes, scales, and those of its
-    transpose. Blocks along ``axis`` come first."""
-    assert block == blocks.TILE
-    *lead, rows, columns = x.shape
-    matrices = math.prod(lead)
-    results = []
-    for shape in ((rows, columns), (columns, rows)):
-        codes = jax.ShapeDtypeStruct((matrices, *shape), jnp.float8_e4m3fn)
-        scales = jax.ShapeDtypeStruct(blocks.scales_shape(codes.shape, block), jnp.float32)
-        results += codes, scales
-    found = jax.ffi.ffi_call("jgg_fp8_quantize_both", results)(x.reshape(matrices, rows, columns))
-    found = [a.reshape(*lead, *a.shape[1:]) for a in found]
-    return found if axis == -1 else found[2:] + found[:2]
-
-
-def quantize_lines(x, group_sizes):
-    """Custom call ``jgg_fp8_quantize_lines``: x (R, C), sizes -> codes and scales in blocks along
-    C, those along R, workspace."""
-    rows, columns = x.shape
-    sizes, *_ = segments.sizes(group_sizes).narrow(rows, group_sizes.shape[0])
-    along = padding.padded_rows(rows, sizes.shape[0], blocks.GROUPED)
-    results = []
-    for shape in ((rows, columns), (columns, along)):
-        results.append(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn))
-        results.append(jax.ShapeDtypeStruct(blocks.scales_shape(shape, blocks.LINE), jnp.float32))
-    words = 2 * (sizes.shape[0] + 1) + 2 * (along // blocks.GROUPED)
-    results.append(jax.ShapeDtypeStruct((words,), jnp.int32))
-    return tuple(jax.ffi.ffi_call("jgg_fp8_quantize_lines", results)(x, sizes)[:4])
+    call = jax.ffi.ffi_call("jgg_fp8_quantize", [*sum(results, ()), workspace])
+    *found, _ = call(*operands, **attributes(flags))
+    made = {}
+    for axis, codes, scales in zip(stored_axes, found[::2], found[1::2], strict=True):
+        shape = (*x.shape[:-2], *shapes[axis])[-x.ndim :]
+        made[axis] = codes.reshape(shape), scales.reshape(blocks.scales_shape(shape, block))
+    return sum((made[axis] for axis in axes), ())
 
 
 def dequantize(codes, scales, *, block, dtype):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -77,29 +78,24 @@ def _specs(x, mesh, block, axis: int, grouped: bool):
 @functools.partial(jax.jit, static_argnames=("block", "axis", "scale_format", "element"))
 def _quantize(x, group_sizes, seed, *, block, axis: int, scale_format: str, element: str):
     """``(codes, scales, positions)``."""
-    codes, scales = _QUANTIZE(
-        x,
-        group_sizes,
-        seed,
-        None,
-        block=block,
-        axis=axis,
-        scale_format=scale_format,
-        element=element,
-    )
+    static = {"block": block, "scale_format": scale_format, "element": element}
+    codes, scales = _QUANTIZE(x, group_sizes, seed, None, axes=(axis,), **static)
     positions = None
     if group_sizes is not None and axis == -2:
         positions = padding.padding(group_sizes, x.shape[0], blocks.GROUPED).positions
     return codes, scales, positions
 
 
+def _e4m3(x, group_sizes=None, seed=None, row_index=None, *, axes, block=blocks.LINE):
+    """Codes and scales of blocks along each of ``axes``."""
+    static = {"block": block, "scale_format": "float32", "element": "e4m3"}
+    return _QUANTIZE(x, group_sizes, seed, row_index, axes=axes, **static)
+
+
 def quantized_rows(x, row_index, group_sizes, seed) -> Quantized:
     """``fp8_quantize(x[row_index], axis=0, group_sizes=group_sizes)``; rows are zeros where the
     index is negative."""
-    codes, scales = _QUANTIZE(
-        x, group_sizes, seed, row_index, block=blocks.LINE, axis=-2, scale_format="float32",
-        element="e4m3",
-    )  # fmt: skip
+    codes, scales = _e4m3(x, group_sizes, seed, row_index, axes=(-2,))
     positions = padding.padding(group_sizes, row_index.shape[0], blocks.GROUPED).positions
     return made(codes, scales, positions, axis=-2)
 
@@ -110,7 +106,7 @@ def quantized_both(op: str, x, *, block, axis: int) -> tuple[Quantized, Quantize
     if partition.explicit_mesh([x]) is not None:
         q = dataclasses.replace(quantized(op, x, block=block, axis=axis), axis=-1)
         return q, exchanged(q)
-    codes, scales, *other = _QUANTIZE_BOTH(lax.stop_gradient(x), block=block, axis=axis)
+    codes, scales, *other = _e4m3(lax.stop_gradient(x), axes=(axis, -3 - axis), block=block)
     return made(codes, scales, block=block), made(*other, block=block)
 
 
@@ -128,7 +124,7 @@ def quantized_lines(x, group_sizes) -> tuple[Quantized, Quantized]:
 @jax.jit
 def _quantize_lines(x, group_sizes):
     positions = padding.padding(group_sizes, x.shape[0], blocks.GROUPED).positions
-    return *_QUANTIZE_LINES(x, group_sizes), positions
+    return *_e4m3(x, group_sizes, axes=(-1, -2)), positions
 
 
 def exchanged(q: Quantized) -> Quantized:
@@ -136,21 +132,16 @@ def exchanged(q: Quantized) -> Quantized:
     return made(q.weight.swapaxes(-1, -2), q.scales.swapaxes(-1, -2), block=q.block)
 
 
-def _quantize_both(x, *, block, axis: int):
-    """``(codes, scales)`` of blocks along ``axis``, and those with their last axes exchanged."""
-    codes, scales = _QUANTIZE(
-        x, None, None, None, block=block, axis=axis, scale_format="float32", element="e4m3"
-    )
-    return codes, scales, codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
-
-
-def _lines(x, group_sizes):
-    """``(codes, scales)`` of blocks along the last axis, and along grouped rows."""
-    of = functools.partial(
-        _QUANTIZE, x, group_sizes, None, None, block=blocks.LINE, scale_format="float32",
-        element="e4m3",
-    )  # fmt: skip
-    return *of(axis=-1), *of(axis=-2)
+def _definition(*operands, axes: tuple[int, ...], **static):
+    """Codes and scales of blocks along each of ``axes``. Square blocks are those of the transpose,
+    too."""
+    if len(axes) == 1:
+        return definition(*operands, axis=axes[0], **static)
+    one, *others = axes if static["block"] == blocks.LINE else axes[:1]
+    codes, scales = _QUANTIZE(*operands, axes=(one,), **static)
+    if not others:
+        return codes, scales, codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    return codes, scales, *_QUANTIZE(*operands, axes=(*others,), **static)
 
 
 def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_format: str,
@@ -169,57 +160,40 @@ def definition(x, group_sizes, seed, row_index=None, *, block, axis: int, scale_
     return blocks.quantize(x, seed, block=block, scale_format=scale_format, element=element)
 
 
-def _problem(x, group_sizes, _, row_index, *, block, axis: int, **__):
+def _problem(x, group_sizes, _, row_index, *, axes: tuple[int, ...], block, **__):
     rows, columns = (1, *x.shape)[-2:]
     rows = rows if row_index is None else row_index.shape[0]
     along = 0
-    if axis == -2:
+    if -2 in axes:
         groups = 0 if group_sizes is None else group_sizes.shape[0]
         along = rows if group_sizes is None else padding.padded_rows(rows, groups, blocks.GROUPED)
     return functools.partial(
-        problems.Fp8Conversion, mode="fp8", rows=rows * math.prod(x.shape[:-2]), columns=columns,
-        along=along, block=block,
+        problems.Fp8Conversion, mode="fp8", dtypes=(x.dtype.name,), both=len(axes) == 2,
+        rows=rows * math.prod(x.shape[:-2]), columns=columns, along=along, block=block,
     )  # fmt: skip
 
 
-_QUANTIZE = conversion.composed(
-    "jgg_fp8_quantize", definition, conversion_calls.quantize, problem_of=_problem
-)
-
-
-def _problem_of_both(x, *, block, **__):
-    *lead, rows, columns = x.shape
+def _problem_of_codes(codes, scales, *, block, **__):
+    del scales
+    *lead, columns = codes.shape
     return functools.partial(
-        problems.Fp8Conversion, mode="fp8", rows=rows * math.prod(lead), columns=columns,
-        along=rows, block=block,
-    )  # fmt: skip
+        problems.Fp8Conversion, mode="fp8", rows=math.prod(lead), columns=columns, block=block
+    )
 
 
-_QUANTIZE_BOTH = conversion.composed(
-    "jgg_fp8_quantize_both",
-    _quantize_both,
-    conversion_calls.quantize_both,
-    problem_of=_problem_of_both,
+_QUANTIZE, _DEQUANTIZE = itertools.starmap(
+    conversion.composed,
+    (
+        ("fp8_quantize", _definition, conversion_calls.quantize, _problem),
+        ("fp8_dequantize", blocks.dequantize, conversion_calls.dequantize, _problem_of_codes),
+    ),
 )
 
 
-def _problem_of_lines(x, group_sizes):
-    rows, columns = x.shape
-    return functools.partial(
-        problems.Fp8Conversion, mode="fp8", dtypes=(x.dtype.name,), rows=rows, columns=columns,
-        along=padding.padded_rows(rows, group_sizes.shape[0], blocks.GROUPED), block=blocks.LINE,
-    )  # fmt: skip
-
-
-_QUANTIZE_LINES = conversion.composed(
-    "jgg_fp8_quantize_lines", _lines, conversion_calls.quantize_lines, problem_of=_problem_of_lines
-)
-
-
-def _halves(used, eqn):
-    """A half that nobody reads is not made, where a call makes the other one alone. The first of
-    two forward passes of ``jax.checkpoint`` reads one half."""
-    wanted = [any(used[:2]), any(used[2:])]
+def _asked_for(used, eqn):
+    """Codes along an axis that nobody reads are not made, where a call makes the others alone. The
+    first of two forward passes of ``jax.checkpoint`` reads those of one axis."""
+    wanted = [any(used[at : at + 2]) for at in range(0, len(used), 2)]
     if not any(wanted):
         return [False] * len(eqn.invars), None
     alone = [e for e in eqn.params["jaxpr"].eqns if e.primitive is _QUANTIZE.primitive]
@@ -236,27 +210,10 @@ def _halves(used, eqn):
     return [v in one.invars for v in given], made
 
 
-for _both in (_QUANTIZE_BOTH, _QUANTIZE_LINES):
-    partial_eval.dce_rules[_both.primitive] = lambda used, *more: _halves(used, more[-1])
+partial_eval.dce_rules[_QUANTIZE.primitive] = lambda used, *more: _asked_for(used, more[-1])
 
 
 def dequantized(q: Quantized, dtype, implementation: str | None = None):
     """The values that are stored, ``(..., C)``."""
     run = blocks.dequantize if implementation == "reference" else _DEQUANTIZE
     return run(q.weight, q.scales, block=q.block, dtype=jnp.dtype(dtype))
-
-
-def _problem_of_codes(codes, scales, *, block, **__):
-    del scales
-    return functools.partial(
-        problems.Fp8Conversion, mode="fp8", rows=math.prod(codes.shape[:-1]),
-        columns=codes.shape[-1], along=0, block=block,
-    )  # fmt: skip
-
-
-_DEQUANTIZE = conversion.composed(
-    "jgg_fp8_dequantize",
-    blocks.dequantize,
-    conversion_calls.dequantize,
-    problem_of=_problem_of_codes,
-)

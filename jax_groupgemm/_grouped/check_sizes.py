@@ -15,14 +15,14 @@ from .._core.types import Integers
 def check_sizes(group_sizes: Integers, rows: int) -> jax.Array:
     """``group_sizes``, after a check that none is negative and ``sum(group_sizes) <= rows``.
 
-    Products take any sizes, since they look at none on the host. This is for debugging: it reads
-    the sizes. In ``jax.jit`` it is a callback of the host, whose error ends the program::
+    Products take any sizes, because the host does not look at them. This check is for debugging: it
+    reads the sizes. In ``jax.jit`` it is a callback on the host, whose error ends the program::
 
         y = jgg.grouped_mm(x, w, jgg.check_sizes(sizes, x.shape[0]))
 
     Args:
       group_sizes: integers ``(G,)`` of any integer dtype; may be traced.
-      rows: T, of the operand that is grouped. Fewer may belong to groups: the others come last.
+      rows: T, of the grouped operand. Fewer rows may belong to groups: the others come last.
 
     Returns:
       ``group_sizes``, as an array.

@@ -58,7 +58,7 @@ def gather_mm(
       TypeError: indices are not integers, or the dtypes cannot be multiplied.
 
     Differentiable to any order in ``a`` and ``b``, closed under ``vmap`` over any operand. The
-    operation of MLX's ``gather_mm``. A mixture of experts' tokens, whose experts differ, are
+    operation of MLX's ``gather_mm``. For the tokens of a mixture of experts, call
     ``gather_mm(x[:, None], w, token_of_pair, expert_of_pair)[:, 0]``.
     """
     op = "gather_mm"

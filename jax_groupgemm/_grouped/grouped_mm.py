@@ -39,7 +39,7 @@ def grouped_mm(
 
     computed in float32 and rounded once. Rows past ``sum(group_sizes)``, and rows of groups that
     are not computed here, are exact zeros (or keep ``existing_out``) and get zero gradient,
-    whatever they hold. Group sizes are data: any sizes, no alignment, nothing is read by the host.
+    whatever they hold. Group sizes are data: any sizes, without alignment, and the host reads none.
 
     Args:
       x: ``(T, K)``.

@@ -107,9 +107,8 @@ def ragged_dot_general(
       lhs, rhs, group_sizes: as above.
       ragged_dot_dimension_numbers: a :class:`jax.lax.RaggedDotDimensionNumbers`.
       precision, preferred_element_type: as in :func:`ragged_dot`.
-      group_offset: in the first mode, the first of the groups that rhs holds; in the second, the
-        first of the groups to compute is ``group_offset`` and all later ones follow, as zeros
-        where there are none.
+      group_offset: in the first mode, the first of the groups that rhs holds. In the second mode
+        the result begins with group ``group_offset``; where no group is left it has zeros.
       out_sharding: where the result goes, under Explicit sharding.
 
     Returns:

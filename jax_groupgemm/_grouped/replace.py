@@ -34,15 +34,15 @@ def replace_ragged_dot() -> Iterator[None]:
 
     The block puts back what it found, also where it ends with an exception. Blocks may be nested.
 
-    - Programs are traced again: one that ``jax.jit`` traced before the block calls ours within it,
-      and JAX's afterwards. Programs that were compiled ahead of time, by
+    - JAX traces programs again: a program that ``jax.jit`` traced before the block calls our
+      functions within it, and JAX's afterwards. Programs compiled ahead of time, by
       ``.lower(...).compile()``, stay as they are.
-    - Code that ran ``from jax.lax import ragged_dot`` before the block has JAX's function, which
-      cannot be replaced: import such modules within the block. What they have then is JAX's again
-      outside of it.
-    - A block is of the thread that opened it. Other threads, those that it starts among them, have
-      JAX's functions: open a block in each. Threads may open and close blocks in any order.
-    - Within ours JAX's functions are JAX's, so nothing calls itself.
+    - Code that ran ``from jax.lax import ragged_dot`` before the block keeps JAX's function, which
+      the block cannot replace: import such modules within the block. Outside of the block, the
+      function that they imported acts as JAX's.
+    - A block acts in the thread that opened it. Other threads, also those that this one starts,
+      have JAX's functions: open a block in each. Threads may open and close blocks in any order.
+    - Within our functions JAX's functions are JAX's, so no function calls itself.
 
     Returns:
       A context manager, which also decorates functions.

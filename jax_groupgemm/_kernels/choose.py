@@ -4,7 +4,8 @@ A *problem* is what is known of a call before it runs: operation, platform, shap
 *kernel* says why it cannot run one (``can``), whether it is faster than those behind it (``pays``)
 and how it runs it (``config``). ``KERNELS`` lists the kernels of each operation, the best first.
 Lowering, ``implementation=``, error messages, ``info`` and the documentation's table use it.
-``dense``, ``rows`` and ``lists`` say what the kernels of a kind need, and when they pay.
+``dense``, ``rows`` and ``lists`` say what the kernels of a kind need, and when they pay. ``rows``
+lists those that multiply nothing.
 
 A kernel for one architecture is chosen where it is named, or where every GPU of this process can
 run it. A process without a GPU lowers for somebody else's: it chooses the generic kernel, "sm80",
@@ -361,45 +362,6 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="e4m3, blocks of 128 rows",
         ),
     ),
-    "fp8_quantize": (
-        Kernel(
-            "sm80", "jgg_fp8_quantize", rows.quantizes_fp8, unseen=True,
-            needs="blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0",
-        ),
-    ),
-    "fp8_quantize_both": (
-        Kernel(
-            "sm80", "jgg_fp8_quantize_both", rows.quantizes_both, unseen=True,
-            needs="blocks of 128 x 128, C % 16 == 0, R % 16 == 0",
-        ),
-    ),
-    "fp8_quantize_lines": (
-        Kernel(
-            "sm80", "jgg_fp8_quantize_lines", rows.quantizes_lines, unseen=True,
-            needs="bfloat16, blocks of 128 both ways, grouped rows, C % 16 == 0",
-        ),
-    ),
-    **{
-        op: (
-            Kernel(
-                "sm80", f"jgg_{op}", rows.quantizes_activations, unseen=True,
-                needs=f"bfloat16, a gated activation, F % {unit} == 0",
-            ),
-        )
-        for op, unit in {"fp8_activation": 8, "fp8_activation_backward": 128}.items()
-    },
-    "fp8_dequantize": (
-        Kernel(
-            "sm80", "jgg_fp8_dequantize", rows.dequantizes_fp8, unseen=True,
-            needs="blocks of 128 or 128 x 128, C % 8 == 0; fewer than 2^33 codes",
-        ),
-    ),
-    "activation_backward": (
-        Kernel(
-            "sm80", "jgg_activation_backward", rows.differentiates, unseen=True,
-            needs="bfloat16, float16; columns % 8 == 0",
-        ),
-    ),
     # The kernel of "mm" where tokens come by list, with the activation's derivative.
     "down_backward": (
         Kernel(
@@ -415,30 +377,5 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             "pairs * D * F up to 2^26",
         ),
     ),
-    "top_k": (
-        Kernel(
-            "sm80", "jgg_moe_top_k", rows.chooses, unseen=True,
-            needs="1 to 1024 experts in up to 32 groups, k up to 32",
-        ),
-    ),
-    "route": (
-        Kernel("sm80", "jgg_moe_route", rows.routes, unseen=True, needs="1 to 1024 experts"),
-    ),
-    **{
-        op: (
-            Kernel(
-                "sm80", f"jgg_moe_{op}", rows.takes_rows, unseen=True,
-                needs="rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32, D % 16 with codes)",
-            ),
-        )
-        for op in ("dispatch", "combine", "combine_backward")
-    },
-    **{
-        op: (Kernel("sm80", f"jgg_{op}", rows.converts, unseen=True),)
-        for op in ("quantize", "dequantize", "nvfp4_quantize")
-    },
-    "prepack": (
-        Kernel("sm80", "jgg_prepack", rows.converts, unseen=True, needs="no mxfp8, no fp8"),
-        Kernel("sm80", "jgg_prepack_fp8", rows.converts, unseen=True, needs="mode fp8"),
-    ),
+    **rows.KERNELS,
 }  # fmt: skip

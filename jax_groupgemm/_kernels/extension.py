@@ -32,8 +32,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_prepack_fp8": ("cuda",),
     "jgg_nvfp4_quantize": ("cuda",),
     "jgg_fp8_quantize": ("cuda",),
-    "jgg_fp8_quantize_both": ("cuda",),
-    "jgg_fp8_quantize_lines": ("cuda",),
     "jgg_fp8_dequantize": ("cuda",),
     "jgg_fp8_activation": ("cuda",),
     "jgg_fp8_activation_backward": ("cuda",),

@@ -148,13 +148,13 @@ class Conversion(Problem):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Conversion(Conversion):
     """``fp8_quantize`` of ``(rows, columns)``, all matrices' rows together, whose ``block`` lies
-    along columns, or along rows: then ``along`` is the length of the result's lines, else 0. Or
-    ``fp8_quantize_both`` and ``fp8_quantize_lines``, whose blocks lie both ways, or
-    ``fp8_dequantize`` of what is stored."""
+    along columns, or along rows: then ``along`` is the length of the result's lines, else 0. Blocks
+    may lie along ``both``. Or ``fp8_dequantize`` of what is stored."""
 
     rows: int
     columns: int
-    along: int
+    along: int = 0
+    both: bool = False
     block: tuple[int, int] | None
 
 

@@ -1,8 +1,9 @@
-"""Why a kernel cannot do what is done to rows or arrays without a product."""
+"""What is done to rows or arrays without a product: why a kernel cannot, and a table of kernels."""
 
 from __future__ import annotations
 
 from . import dense, extension
+from .kernel import Kernel
 from .problems import HALVES, Conversion, Fp8Activation, Fp8Conversion, Moe, Rows, TopK
 
 
@@ -71,13 +72,14 @@ def quantizes_fp8(p: Fp8Conversion) -> str | None:
         return "an operand is empty"
     if p.block not in ((1, 128), (128, 128)):
         return "needs blocks of (1, 128) or (128, 128)"
-    return extension.rules().fp8_quantize_problem(rows=p.rows, columns=p.columns, along=p.along)
-
-
-def quantizes_lines(p: Fp8Conversion) -> str | None:
-    if p.dtypes != ("bfloat16",):
-        return f"needs bfloat16, got {p.dtypes[0]}"
-    return _both_ways(p, (1, 128))
+    can = extension.rules().fp8_quantize_problem
+    why = can(rows=p.rows, columns=p.columns, along=p.along)
+    if why is not None or not p.both:
+        return why
+    if p.block == (1, 128) and p.dtypes != ("bfloat16",):
+        return f"along both axes needs bfloat16, got {p.dtypes[0]}"
+    why = can(rows=p.along, columns=p.along, along=p.columns)
+    return None if why is None else f"transposed, {why}"
 
 
 def dequantizes_fp8(p: Fp8Conversion) -> str | None:
@@ -86,21 +88,61 @@ def dequantizes_fp8(p: Fp8Conversion) -> str | None:
     return extension.rules().fp8_dequantize_problem(rows=p.rows, columns=p.columns)
 
 
-def quantizes_both(p: Fp8Conversion) -> str | None:
-    return _both_ways(p, (128, 128))
-
-
-def _both_ways(p: Fp8Conversion, block: tuple[int, int]) -> str | None:
-    if p.empty:
-        return "an operand is empty"
-    if p.block != block:
-        return f"needs blocks of {block}"
-    can = extension.rules().fp8_quantize_problem
-    why = can(rows=p.rows, columns=p.columns, along=p.along)
-    if why is None and (why := can(rows=p.along, columns=p.along, along=p.columns)):
-        why = f"transposed, {why}"
-    return why
-
-
 def converts(p: Conversion) -> str | None:
     return "an operand is empty" if p.empty else None
+
+
+_OF_ROWS = "rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32, D % 16 with codes)"
+# Of every GPU: operation, custom call, why it cannot run, and what it needs.
+_TABLE = (
+    (
+        "fp8_quantize",
+        "jgg_fp8_quantize",
+        quantizes_fp8,
+        "blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0; along both "
+        "C % 16 == 0, and of 128 bfloat16 in groups",
+    ),
+    (
+        "fp8_activation",
+        "jgg_fp8_activation",
+        quantizes_activations,
+        "bfloat16, a gated activation, F % 8 == 0",
+    ),
+    (
+        "fp8_activation_backward",
+        "jgg_fp8_activation_backward",
+        quantizes_activations,
+        "bfloat16, a gated activation, F % 128 == 0",
+    ),
+    (
+        "fp8_dequantize",
+        "jgg_fp8_dequantize",
+        dequantizes_fp8,
+        "blocks of 128 or 128 x 128, C % 8 == 0; fewer than 2^33 codes",
+    ),
+    (
+        "activation_backward",
+        "jgg_activation_backward",
+        differentiates,
+        "bfloat16, float16; columns % 8 == 0",
+    ),
+    ("top_k", "jgg_moe_top_k", chooses, "1 to 1024 experts in up to 32 groups, k up to 32"),
+    ("route", "jgg_moe_route", routes, "1 to 1024 experts"),
+    ("dispatch", "jgg_moe_dispatch", takes_rows, _OF_ROWS),
+    ("combine", "jgg_moe_combine", takes_rows, _OF_ROWS),
+    ("combine_backward", "jgg_moe_combine_backward", takes_rows, _OF_ROWS),
+    ("quantize", "jgg_quantize", converts, ""),
+    ("dequantize", "jgg_dequantize", converts, ""),
+    ("nvfp4_quantize", "jgg_nvfp4_quantize", converts, ""),
+    ("prepack", "jgg_prepack", converts, "no mxfp8, no fp8"),
+    ("prepack", "jgg_prepack_fp8", converts, "mode fp8"),
+)
+#: The kernels of each operation that multiplies nothing: see ``choose.KERNELS``.
+KERNELS = {
+    op: tuple(
+        Kernel("sm80", target, can, unseen=True, needs=needs)
+        for name, target, can, needs in _TABLE
+        if name == op
+    )
+    for op, *_ in _TABLE
+}

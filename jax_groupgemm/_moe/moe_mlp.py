@@ -53,12 +53,12 @@ def moe_mlp(
     """``y[t] = sum_j weight[t, j] * (act(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])``,
     where ``e = expert_index[t, j]``; **pairs of token and expert are grouped** by expert.
 
-    A pair whose index is not one of the experts' does not exist: it adds nothing, has no gradient
-    and reads nothing. So padding tokens, dropped tokens and a variable number of experts for each
-    token need no other argument. No token is dropped, and nothing is padded.
+    A pair whose index names no expert does not exist: it adds nothing, has no gradient and reads
+    nothing. So you need no other argument for padding tokens, dropped tokens or a variable number
+    of experts for each token. The layer drops no token, and pads nothing.
 
-    ``h = x @ up + up_bias`` and the activation, which is made of the rounded h, have the operands'
-    dtype. Sums are float32; those over j are in the order of j and are rounded once.
+    ``h = x @ up + up_bias`` is rounded to the operands' dtype, and so is the activation of the
+    rounded h. Sums are float32; sums over j add in the order of j and are rounded once.
 
     Args:
       x: ``(..., D)``, a token each.
@@ -66,9 +66,10 @@ def moe_mlp(
         ``(E, D, F)``; with ``transpose_w=True`` ``(E, 2F, D)`` or ``(E, F, D)``. An array, or a
         :class:`Quantized` of any format. An array may have gate and up as an axis of its own,
         ``(E, D, 2, F)`` or ``(E, 2, F, D)``, and F may be sharded then without an exchange.
-      down: ``(E, F, D)``, likewise.
+      down: ``(E, F, D)``; with ``transpose_w=True`` ``(E, D, F)``. An array or a
+        :class:`Quantized`.
       expert_index: integers ``(..., k)``.
-      expert_weight: ``(..., k)``, floats of any dtype; the result's does not depend on it.
+      expert_weight: ``(..., k)``, floats of any dtype; the result's dtype does not depend on it.
       activation: as in :func:`grouped_mm`.
       up_bias: ``(E, 2F)``, which may be ``(E, 2, F)``, or ``(E, F)``.
       down_bias: ``(E, D)``.
@@ -76,21 +77,21 @@ def moe_mlp(
       expert_offset: integer of shape ``()`` or ``(1,)``, may be traced. ``up`` and ``down`` then
         hold experts ``[expert_offset, expert_offset + E)`` of a longer list.
       axis_name: of the mesh axis, or a tuple of axes, that a ``jax.shard_map`` around this call
-        maps. Each device along it holds E experts, those of the first device first, and tokens of
-        its own: ``expert_index`` counts the experts of all devices, everything else is this
-        device's. There is no ``expert_offset`` then.
+        maps. Each device along the axis holds E experts, the first device the first ones, and
+        tokens of its own. ``expert_index`` counts the experts of all devices; every other argument
+        is this device's. There is no ``expert_offset`` then.
       transport: how tokens travel to experts of other devices, see below; None chooses. Sums have
-        the same order with either, but XLA may contract multiply-adds of one of them, as it
-        does on CPUs: results then differ by float32 roundings. It means nothing where tokens need
-        not travel.
-      max_rows: rows to make room for, where fewer pairs than ``T * k`` are here. If there are more
-        pairs than that, the whole result is NaN, and so are the gradients of tokens and experts
-        whose pairs have rows, but zero where an activation's slope is (an inactive relu, a clipped
-        swiglu_oai); ``route(...).overflow`` says how many pairs have none. Where
-        tokens are sharded it is of each device, and the result of that device; where they travel,
-        of all devices that they travel between.
-      recipe: products in NVFP4 or FP8, forward and backward, as :func:`nvfp4_grouped_linear` and
-        :func:`fp8_grouped_linear` have them.
+        the same order with both transports, but XLA may contract multiply-adds of one of them, as
+        it does on CPUs: results then differ by float32 roundings. ``transport`` has no effect if
+        tokens need not travel.
+      max_rows: rows to make room for, if fewer pairs than ``T * k`` are here. If there are more
+        pairs than ``max_rows``, the whole result is NaN. So are the gradients of tokens and experts
+        whose pairs have rows, except zeros where an activation's slope is zero (an inactive relu, a
+        clipped swiglu_oai). ``route(...).overflow`` says how many pairs have no row. If tokens are
+        sharded, each device has so many rows, and only its own result becomes NaN; if tokens
+        travel, the results of all devices that they travel between.
+      recipe: makes the products, forward and backward, those of :func:`nvfp4_grouped_linear` or
+        :func:`fp8_grouped_linear`.
       quantized: with an :class:`FP8Recipe`, up and down in mode ``"fp8"``, ``(E, 2F, D)`` and
         ``(E, D, F)``, made once per step for several calls: ``quantize(up, mode="fp8",
         contract=-2)``, or ``contract=-1`` with ``transpose_w=True``. Then up and down have the
@@ -113,14 +114,14 @@ def moe_mlp(
     Differentiable to any order in every floating operand, ``expert_weight`` included. With a recipe
     it has reverse mode only, and the gradient of up or down may have no derivative in x
     (:func:`nvfp4_grouped_linear` and :func:`fp8_grouped_linear` say where). No derivative scatters
-    rows. The backward pass keeps x, h and the routing; with a recipe codes as well, and with an
-    :class:`NVFP4Recipe`, or an :class:`FP8Recipe` and biases, the rows that are summed up. Policies
-    of ``jax.checkpoint`` know h as ``"moe_h"``. Under ``vmap`` a batch that shares its experts is
-    more tokens of one layer, but with a recipe, ``axis_name`` or fewer ``max_rows``. Under Explicit
-    sharding tokens, F and E may be sharded. Under Auto sharding values are right, but the layer
-    sees no sharding: XLA moves a row for each pair and sends no token to its experts, so use
-    Explicit sharding, or where the rest of the model is under Auto sharding ``jax.shard_map``
-    around this layer alone.
+    rows. The layer keeps x, h and the routing for the backward pass. With a recipe it keeps codes
+    as well; with an :class:`NVFP4Recipe`, or an :class:`FP8Recipe` and biases, also the rows that
+    it sums up. Policies of ``jax.checkpoint`` know h as ``"moe_h"``. Under ``vmap`` a batch that
+    shares its experts becomes more tokens of one layer, except with a recipe, ``axis_name`` or
+    fewer ``max_rows``. Under Explicit sharding tokens, F and E may be sharded. Under Auto sharding
+    values are right, but the layer sees no sharding: XLA moves a row for each pair and sends no
+    token to its experts. So use Explicit sharding, or put ``jax.shard_map`` around this layer
+    alone.
 
     **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
     tokens and E, tokens travel and weights do not. Of N devices with T tokens each,
@@ -139,16 +140,16 @@ def moe_mlp(
     The backward pass sends tokens again and keeps h, with room for ``N * T * k`` rows, or
     ``max_rows``. The gradient of ``expert_weight`` equals that on one device.
 
-    **Sharded in other ways**, partial results are added in float32, and gradients travel in their
-    own dtype. D, k and tiles of prepacked weights are not cut. Scales and random numbers of a
-    recipe are each device's own.
+    **Sharded in other ways**, devices add partial results in float32, and gradients travel in their
+    own dtype. No sharding may cut D, k or tiles of prepacked weights. Each device has scales and
+    random numbers of its own for a recipe.
 
-    **With an** :class:`FP8Recipe` values are those of :func:`dispatch`, :func:`fp8_grouped_linear`
-    twice and :func:`combine`. The backward pass quantizes a token's cotangent as it comes, and
-    multiplies by ``expert_weight`` together with the activation's derivative. With biases, or
-    ``implementation="composed"``, gradients are those of the parts. With ``dispatch="fp8"`` and
-    experts on several devices, x and the result's cotangent are what their codes stand for; that
-    rounding has derivative 1.
+    **With an** :class:`FP8Recipe` the layer has the values of :func:`dispatch`,
+    :func:`fp8_grouped_linear` twice and :func:`combine`. The backward pass quantizes a token's
+    cotangent as it comes, and multiplies by ``expert_weight`` together with the activation's
+    derivative. With biases, or ``implementation="composed"``, it differentiates these parts one by
+    one. With ``dispatch="fp8"`` and experts on several devices, the layer rounds x and the result's
+    cotangent to FP8; that rounding has derivative 1.
     """
     op = "moe_mlp"
     layer, operands = checked(

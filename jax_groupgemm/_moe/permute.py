@@ -33,7 +33,7 @@ def dispatch(x: ArrayLike, routing: Routing) -> jax.Array:
     Raises:
       ValueError: shapes do not fit.
 
-    Differentiable to any order in x; reverse mode adds each token's rows up in float32, as
+    Differentiable to any order in x. Reverse mode adds up each token's rows in float32, as
     :func:`combine` does.
     """
     op = "dispatch"

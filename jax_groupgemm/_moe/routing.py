@@ -32,7 +32,7 @@ class Routing:
       order: int32 ``(R,)``: the pair ``t * k + j`` of each row, -1 in rows behind the last.
       place: int32 ``(T, k)``: the row of each pair, -1 where the pair does not exist.
       group_sizes: int32 ``(E,)``: the rows of each expert.
-      overflow: int32 ``()``: how many pairs there was no row for, because of ``max_rows``.
+      overflow: int32 ``()``: how many pairs have no row, because of ``max_rows``.
     """
 
     order: jax.Array
@@ -52,9 +52,9 @@ def route(
     """``order = argsort(expert_index)``, stable; **pairs of token and expert are grouped** by
     expert.
 
-    A pair whose index is not one of the experts' does not exist: it has no row. So padding tokens,
-    dropped tokens and a variable number of experts for each token need no more than an index
-    outside. The same expert twice counts twice.
+    A pair whose index names no expert does not exist: it has no row. So give padding tokens,
+    dropped tokens and missing choices of a token an index outside of the range. The same expert
+    twice counts twice.
 
     Args:
       expert_index: integers ``(T, k)``, of any integer dtype.

@@ -157,7 +157,8 @@ Plan = Gather | Exchange | Batch
 
 
 def exchange(index, experts: int, axis: Hashable, *, chunk: int, room: int) -> Exchange:
-    """The plan of tokens with these experts, (T, k), of which each device of the axis has some."""
+    """The plan for tokens with these experts, (T, k). Each device of the axis has some of the
+    experts."""
     devices = lax.axis_size(axis)
     owner = jnp.where((index >= 0) & (index < devices * experts), index // experts, devices)
     routing = route(_once(owner, devices), devices)
@@ -206,7 +207,7 @@ def _sent(tokens, plan, *, in_fp8: int):
 
 
 def _sent_as_codes(_, tokens, plan, *, in_fp8: int):
-    """The same, of which codes and scales travel; None where nothing is in FP8."""
+    """The same, but codes and scales travel; None if nothing is in FP8."""
     if not in_fp8:
         return None
     codes = [fp8_quantize(x) for x in tokens[:in_fp8]]

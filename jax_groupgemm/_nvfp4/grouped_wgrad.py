@@ -42,7 +42,7 @@ def nvfp4_grouped_wgrad(
     GPU needs a normal number) and added to ``beta[g] * existing_out[g]``.
 
     An empty group gives exact zeros, or ``beta[g] * existing_out[g]``: the bits of the latter
-    without beta. Where beta is 0, what is not finite in ``existing_out`` does not count.
+    without beta. If beta is 0, NaN and Inf in ``existing_out`` do not count.
 
     Args:
       x: ``nvfp4_quantize(x, axis=0, group_sizes=group_sizes)`` of ``(T, K)``.

@@ -219,7 +219,7 @@ def _definition(x, group_sizes, seed, *, axis: int, scale_2d: bool, hadamard: bo
     return weight, scales.astype(jnp.uint8), global_scale
 
 
-_QUANTIZE = conversion.composed("jgg_nvfp4_quantize", _definition, call.nvfp4_quantize)
+_QUANTIZE = conversion.composed("nvfp4_quantize", _definition, call.nvfp4_quantize)
 
 
 def _scales(block, amax, scale_2d: bool):

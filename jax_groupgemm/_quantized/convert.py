@@ -38,8 +38,8 @@ def quantize(
 ) -> Quantized:
     """``w ≈ dequantize(quantize(w))``; **K, the last axis, is cut into groups of ``group_size``**.
 
-    K is the axis that products sum over, and ``contract`` says where it is: a square weight fits
-    either way, and is another one. ``contract=-2`` takes ``(G, K, N)``, the weight of
+    K is the axis that products sum over, and ``contract`` says where it is. A square weight fits
+    either way, so pass ``contract``. ``contract=-2`` takes ``(G, K, N)``, the weight of
     ``grouped_mm``, for :func:`grouped_qmm`.
 
     Affine, in float32, every operation rounded to nearest even::
@@ -49,7 +49,7 @@ def quantize(
         q0 = round(edge / s);  s, bias = (edge / q0, edge) if q0 != 0 else (s, 0)
         q = clip(round((w - bias) / s), 0, 2**bits - 1)
 
-    then s and bias are rounded to w's dtype. Of the others, with ``amax = max |w|``::
+    then s and bias are rounded to w's dtype. The other modes, with ``amax = max |w|``::
 
         mxfp4, mxfp8:  scale = 2**ceil(log2(amax / 6)), amax / 448 for mxfp8;  q = round(w / scale)
         nvfp4:         scale = e4m3(amax / 6 * S);  q = e2m1(w * S / scale)

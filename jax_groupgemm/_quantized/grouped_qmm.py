@@ -34,12 +34,12 @@ def grouped_qmm(
 
         out = row_scale * activation(x @ w + bias)
 
-    The weight is dequantized exactly and rounded once to x's dtype; products are summed in float32,
-    and there multiplied by a ``global_scale``. In mode ``"fp8"`` it is not rounded: scales multiply
-    float32 sums, and the result is within 2e-4 of the exact one before it is rounded. But Hopper's
-    kernels, of bfloat16 x, round it, and its scales to 16 bits; where :func:`prepack` has not laid
-    it out they do that first, each time anew. Rows of no group are exact zeros and get zero
-    gradient.
+    The operation dequantizes the weight exactly and rounds it once to x's dtype. It sums products
+    in float32, and multiplies the sums by a ``global_scale``. It does not round a weight in mode
+    ``"fp8"``: scales multiply float32 sums, and the result is within 2e-4 of the exact one before
+    it is rounded. But Hopper's kernels, for bfloat16 x, round such a weight, and its scales to 16
+    bits. If :func:`prepack` has not laid it out, each call does so first. Rows of no group are
+    exact zeros and get zero gradient.
 
     Args:
       x: ``(T, K)``, float32, bfloat16 or float16. float32 products follow
@@ -62,9 +62,10 @@ def grouped_qmm(
       TypeError: w is not a :class:`Quantized`, or a dtype is none of these.
 
     Differentiable to any order in x, bias, row_scale, in affine scales and biases (``dbias`` is the
-    sum of dW over a quantization group, ``dscale`` that of ``dW * code``), in fp8 scales (likewise)
-    and in the global scale; of a prepacked weight, in the global scale alone. Closed under
-    ``vmap``. Shards like :func:`grouped_mm`, in whole quantization groups.
+    sum of dW over a quantization group, ``dscale`` the sum of ``dW * code``), in fp8 scales
+    (``dscale`` over a block) and in the global scale. With a prepacked weight, only the global
+    scale has a gradient. Closed under ``vmap``. Shards like :func:`grouped_mm`, in whole
+    quantization groups.
     """
     op = "grouped_qmm"
     x = check.array(op, "x", x)

@@ -168,11 +168,12 @@ def problem(*_, mode: str, **__):
     return functools.partial(problems.Conversion, mode=mode, calls=FORMATS[mode].calls)
 
 
-_QUANTIZE = conversion.composed(
-    "jgg_quantize", quantize, call.quantize, batch=conversion.in_batch, problem_of=problem
-)
-_DEQUANTIZE = conversion.composed(
-    "jgg_dequantize", dequantize, call.dequantize, batch=conversion.in_batch, problem_of=problem
+_QUANTIZE, _DEQUANTIZE = (
+    conversion.composed(name, definition, of_leaves, problem, conversion.in_batch)
+    for name, definition, of_leaves in (
+        ("quantize", quantize, call.quantize),
+        ("dequantize", dequantize, call.dequantize),
+    )
 )
 
 

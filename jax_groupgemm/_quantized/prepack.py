@@ -49,20 +49,21 @@ def prepack(
     with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and
     ``transpose_w=True``. Mode ``"fp8"`` needs codes of float8_e4m3fn, K a multiple of 128, and
     blocks of as many columns or of whole rows. Such a weight gets layout ``"sm90"``; any other is
-    returned as it is, with a warning that says why. Everything accepts both: what has no kernel for
-    a layout puts the codes (not the values) back in order first. On Hopper products of many rows
-    (1024 per matrix, 2048 with 6 and 8 bits) pack weights that are not packed, each time anew (but
-    mxfp8, ``nvfp4_grouped_mm`` where K is a multiple of 128, and with ``implementation="sm80"``).
-    In mode ``"fp8"``, which has no other kernels, products of any number of rows do: with few rows
-    they take about three times as long as with a prepacked weight (a prediction), and memory for a
-    copy of it. The layout may change with this package's version: store the weight as it was.
+    returned as it is, with a warning that says why. Every function accepts both layouts: one
+    without a kernel for a layout puts the codes (not the values) back in order first. On Hopper a
+    product of many rows (1024 per matrix, 2048 with 6 and 8 bits) packs a weight that is not
+    packed, each time anew (except mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and
+    ``implementation="sm80"``). Mode ``"fp8"`` has no other kernels, so there a product of any
+    number of rows packs it: with few rows it takes about three times as long as with a prepacked
+    weight (a prediction), and memory for a copy of the weight. The layout may change with this
+    package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
       scales_dtype: bfloat16 rounds the scales and biases of mode ``"affine"`` to it first, which
         changes values: those of AWQ and GPTQ checkpoints, and of weights that were quantized from
         float32, are float32. None leaves them. Other modes have no such scales.
-      strict: raise, instead of a warning, where ``w`` has no such layout.
+      strict: raise an error, instead of a warning, if ``w`` has no such layout.
 
     Returns:
       A :class:`Quantized` that stands for the same array, bit for bit (zeros of nvfp4 groups whose
@@ -242,9 +243,7 @@ def _call(weight, scales, biases, *, mode: str, **static):
     return format.packed_of(mode).prepack_call(weight, scales, biases, **static)
 
 
-_PREPACK = conversion.composed(
-    "jgg_prepack", _leaves, _call, batch=_in_batch, problem_of=in_groups.problem
-)
+_PREPACK = conversion.composed("prepack", _leaves, _call, in_groups.problem, _in_batch)
 
 
 @functools.partial(jax.jit, static_argnames="mapped")

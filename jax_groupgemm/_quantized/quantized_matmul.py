@@ -28,8 +28,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """``out[...] = x[...] @ w.T``; **nothing is grouped**: one :class:`Quantized` matrix.
 
-    With batch axes of its own, w broadcasts against x as in :func:`jax.numpy.matmul`; matrices
-    that are used more than once are not copied. Values are those of :func:`grouped_qmm`.
+    If w has batch axes, it broadcasts against x as in :func:`jax.numpy.matmul`, without copies of
+    matrices that are used more than once. Values are those of :func:`grouped_qmm`.
 
     Args:
       x: ``(..., K)``, or ``(A..., M, K)`` where w has batch axes; float32, bfloat16 or float16.

@@ -276,8 +276,8 @@ def _sharded_as(a, grad):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _packed(x, group_sizes, products):
-    """Codes of x: for the result, whose derivative uses x itself; and kept for dw, of which no
-    derivative finds x through them."""
+    """Codes of x, for two uses: the result, whose derivative uses x itself; and dw, which keeps
+    them. No derivative of dw reaches x through the codes."""
     return products.packed(x, group_sizes)
 
 

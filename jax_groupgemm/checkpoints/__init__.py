@@ -22,15 +22,16 @@ FP8                   weight, weight_scale                          ``e4m3 * s``
 "fp8"                 weight, weight_scale_inv (128 x 128 blocks)   ``e4m3 * s``
 ====================  ============================================  =============================
 
-``dequantize`` gives the value of the formula as a float32, rounded once, and rounds that to other
-dtypes. Rounded to float32 before that are ``q * s`` of "mlx" and ``q * s`` and ``z * s`` of
-"compressed-tensors" (both exact with 16-bit scales), and ``1 / global``, by which the exact
-``e2m1 * s`` is multiplied (within 3/2 units in the last place; exact for powers of two).
+``dequantize`` rounds the value of the formula once to float32, and then to other dtypes. It rounds
+three numbers to float32 before that: ``q * s`` of "mlx"; ``q * s`` and ``z * s`` of
+"compressed-tensors" (both exact with 16-bit scales); and ``1 / global``, which multiplies the exact
+``e2m1 * s`` (within 3/2 units in the last place; exact for powers of two).
 
-Layers of other formats are refused by their format's name, with a list of those that are read.
+A layer of another format raises an error, which names that format and lists those that are read.
 
-Arrays are read one tensor at a time and stay on the host: a result's leaves are numpy arrays, views
-of ``tensors`` where the layouts agree. ``jax.device_put``, with a sharding if need be, moves them.
+These functions read one tensor at a time, and arrays stay on the host: a result's leaves are numpy
+arrays, views of ``tensors`` where the layouts agree. ``jax.device_put``, with a sharding if need
+be, moves them to devices.
 """
 
 from __future__ import annotations
@@ -76,20 +77,20 @@ def linear(
       format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"``, ``"modelopt"`` or
         ``"fp8"``.
       config: the checkpoint's ``config.json`` as a dict, or its ``quantization_config``, which may
-        stand in a part such as ``text_config``. It is compared with the tensors. Formats "mlx"
-        (bits, group size, mode, layer by layer), "gptq" (bits; the group size, where there are
-        several groups and no ``g_idx``; ``checkpoint_format`` "gptq_v2", otherwise v1) and the
+        stand in a part such as ``text_config``. The function compares it with the tensors. Formats
+        "mlx" (bits, group size, mode, layer by layer), "gptq" (bits; the group size, where there
+        are several groups and no ``g_idx``; ``checkpoint_format`` "gptq_v2", otherwise v1) and the
         integers of "compressed-tensors" (``num_bits``, ``group_size``) cannot be read without it.
         It may name layers as other releases of the model do: ``model.``, ``language_model.`` and
         ``text_model.`` in front of ``layers.`` do not count.
-      shape: the ``(N, K)`` that your model expects; the layer is refused where it has another. Pass
-        it for "mlx", whose 8 bits in groups of 32 otherwise may be read as 4 bits in groups of 64
-        and twice the K, where config has the layer's entry under a name that is not known.
+      shape: the ``(N, K)`` that your model expects; a layer of another shape is an error. Pass it
+        for "mlx": without it, 8 bits in groups of 32 may be read as 4 bits in groups of 64 and
+        twice the K, if config has the layer's entry under a name that is not known.
 
     Returns:
       A :class:`Quantized` of numpy arrays:
 
-      - "mlx": as stored; a ``global_scale`` tensor, MLX's amax, is divided by 2688.
+      - "mlx": as stored, except that it divides a ``global_scale`` tensor, MLX's amax, by 2688.
       - "awq", "gptq": affine with float32 scales and biases ``-z * s``, both exact; where a "gptq"
         config says ``sym``, of the stored dtype, in which ``-z * s`` is exact. Groups longer than
         128 become several with the same scale; the last group of K may be shorter.
@@ -97,7 +98,8 @@ def linear(
         ``1 / weight_global_scale``, ``(N,)`` for a sequence of names; mxfp4; mxfp8; or affine, as
         of "gptq", symmetric where there are no zero points. Float32 scales are taken, and
         ``(q - z) * s`` is then within ``2**(bits - 23) * abs(s)``.
-      - "modelopt": nvfp4 with ``weight_scale_2`` likewise; or fp8.
+      - "modelopt": nvfp4 with ``weight_scale_2`` as ``global_scale``, ``(N,)`` for a sequence of
+        names; or fp8.
       - "fp8", float-quantized, "modelopt" FP8: fp8 with the blocks that the layer has, and float32
         scales; for a sequence of names each layer's own.
 
@@ -165,9 +167,9 @@ def act_order(
 ) -> tuple[Quantized, np.ndarray]:
     """A weight in act order (``desc_act``), and the order of its K: ``x[..., order] @ w.T``.
 
-    There ``g_idx`` (``weight_g_idx``) assigns channels to groups in any order. Groups of a
-    ``Quantized`` are contiguous, so its channels are sorted by group: channel k of the result is
-    channel ``order[k]`` of the layer, and the values are the layer's.
+    In act order ``g_idx`` (``weight_g_idx``) assigns channels to groups in any order. Groups of a
+    ``Quantized`` are contiguous, so this function sorts channels by group: channel k of the result
+    is channel ``order[k]`` of the layer, and values stay as they are.
 
     Args:
       tensors, config: as of :func:`linear`.
@@ -198,20 +200,20 @@ def open(path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADE
 
     Args:
       path: a ``.safetensors`` file; an index (``model.safetensors.index.json``); or a directory
-        with an index or, without one, any number of files. Of several indices it is
-        ``model.safetensors.index.json``; ``model.safetensors`` goes before Mistral's
-        ``consolidated.safetensors`` where there are these two. ``~`` is the home directory.
-        Symbolic links are followed.
+        with an index or, without one, any number of files. If there are several indices it takes
+        ``model.safetensors.index.json``; of ``model.safetensors`` and Mistral's
+        ``consolidated.safetensors`` it takes the former. ``~`` is the home directory. Symbolic
+        links are followed.
       max_header_bytes: a longer header, or index, is refused. The default is the format's own
         limit, of 100 MB.
 
     Returns:
       A mapping to read-only numpy arrays. ``.header(name)`` gives a tensor's ``dtype``, ``shape``
-      and ``nbytes``; nothing is read for it. Each access reads the tensor from its file, so a
-      checkpoint larger than memory can be read tensor by tensor; only headers are read here, and
-      no file stays open. With an index, the tensors are those that it names. bfloat16 and float8
-      arrays have JAX's dtypes. An access raises ValueError where the tensor's dtype is not known,
-      or where its file has changed (device, inode, size or times) since it was opened.
+      and ``nbytes``, and reads nothing. Each access reads the tensor from its file, so you can read
+      a checkpoint larger than memory tensor by tensor. ``open`` reads headers only, and no file
+      stays open. With an index, the mapping has the tensors that the index names. bfloat16 and
+      float8 arrays have JAX's dtypes. An access raises ValueError where the tensor's dtype is not
+      known, or where its file has changed (device, inode, size or times) since it was opened.
 
     Raises:
       ValueError: a file is malformed (truncated, overlapping tensors), no regular file, or a Git

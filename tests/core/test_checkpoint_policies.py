@@ -162,8 +162,7 @@ def test_every_primitive_is_a_product_or_a_conversion():
         "jgg_quantize", "jgg_dequantize", "jgg_prepack", "jgg_nvfp4_quantize", "jgg_route",
         "jgg_dispatch", "jgg_combine", "jgg_combine_backward", "jgg_activation_backward",
         "jgg_activation", "jgg_send", "jgg_collect", "jgg_fp8_quantize",
-        "jgg_fp8_quantize_both", "jgg_fp8_quantize_lines", "jgg_fp8_dequantize",
-        "jgg_fp8_activation", "jgg_fp8_activation_backward", "jgg_top_k",
+        "jgg_fp8_dequantize", "jgg_fp8_activation", "jgg_fp8_activation_backward", "jgg_top_k",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fp8_quantize_cases import SQUARES_BOTH
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import call
@@ -159,7 +160,7 @@ def test_training_of_columns():
     text = cuda_text(f, half(T, K), half(G, K, N), half(T, N), SIZES)
     lines = [LINES[2], "4x320xf32", LINES[0], f"4x{N}xf32", LINES[4]]
     assert ("fp8_grouped_wgrad", lines, f"{G}x{K}x{N}xbf16") in calls(text)
-    quantized = [line for line in text.splitlines() if "@jgg_fp8_quantize_both(" in line]
+    quantized = [line for line in text.splitlines() if SQUARES_BOTH in line]
     assert any(f"tensor<{G}x{K}x{N}xbf16>" in line for line in quantized)
     assert not any(f"tensor<{G}x{N}x{K}xbf16>" in line for line in quantized)
 
@@ -353,6 +354,4 @@ def test_export(rng):
 
 
 FORWARD = {"jgg_fp8_quantize", "jgg_fp8_grouped_mm"}
-BACKWARD = {
-    *FORWARD, "jgg_fp8_quantize_both", "jgg_fp8_quantize_lines", "jgg_fp8_grouped_wgrad",
-}  # fmt: skip
+BACKWARD = {*FORWARD, "jgg_fp8_grouped_wgrad"}

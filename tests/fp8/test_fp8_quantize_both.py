@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from fp8_quantize_cases import edges
+from fp8_quantize_cases import SQUARES_BOTH, edges
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
@@ -18,7 +18,8 @@ import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import convert
 from jax_groupgemm._kernels import extension
 
-TARGET = "jgg_fp8_quantize_both"
+TARGET = SQUARES_BOTH
+ONE, BOTH = "along one axis", "along both"
 TILE = (128, 128)
 KINDS = pytest.mark.parametrize("axis", [-1, -2])
 
@@ -40,8 +41,9 @@ def text_of(f, *args, platform="cuda") -> str:
 
 def counts(text: str) -> dict[str, int]:
     """How often weights are quantized: both ways, and one way; x has two axes."""
-    weights = re.findall(r"custom_call @(jgg_fp8_quantize\w*)\(.*?: \(tensor<[2-9]x", text)
-    return {name: weights.count(name) for name in sorted(set(weights))}
+    weights = re.findall(r"custom_call @jgg_fp8_quantize\(.*?: \(tensor<[2-9]x", text)
+    names = [BOTH if TARGET in call else ONE for call in weights]
+    return {name: names.count(name) for name in sorted(set(names))}
 
 
 def same(got, want):
@@ -77,11 +79,14 @@ def test_explicit_mesh(rng, axis):
 @KINDS
 def test_call(axis):
     text = text_of(functools.partial(both, axis=axis), jnp.zeros((2, 3, 48, 208), jnp.float16))
-    (line,) = [line for line in text.splitlines() if f"@{TARGET}(" in line]
+    (line,) = [line for line in text.splitlines() if "@jgg_fp8_quantize(" in line]
+    assert TARGET in line
     operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
-    assert re.findall(r"tensor<([^>]*)>", operands) == ["6x48x208xf16"]
+    operands = re.findall(r"tensor<([^>]*)>", operands)
+    assert operands == ["6x48x208xf16", "0xi32", "0xui32", "0xi32"]
     assert re.findall(r"tensor<([^>]*)>", results) == [
         "6x48x208xf8E4M3FN", "6x1x2xf32", "6x208x48xf8E4M3FN", "6x2x1xf32",
+        "0xi32",
     ]  # fmt: skip
 
 
@@ -103,7 +108,7 @@ def test_one_of_both():
     """What nobody reads is not made, in either of two passes."""
     x = jnp.zeros((2, 48, 64))
     first = jax.checkpoint(lambda x: both(x)[0].weight.astype("float32").sum() * x.sum())
-    assert counts(text_of(jax.value_and_grad(first), x)) == {"jgg_fp8_quantize": 2}
+    assert counts(text_of(jax.value_and_grad(first), x)) == {ONE: 2}
 
 
 @pytest.fixture
@@ -133,9 +138,6 @@ def biased(x, up, down):
 def weights(dtype="bfloat16"):
     shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
     return shape(32, 128), shape(4, 128, 512), shape(4, 256, 128)
-
-
-ONE, BOTH = "jgg_fp8_quantize", "jgg_fp8_quantize_both"
 
 
 @pytest.mark.usefixtures("hopper")

@@ -9,7 +9,7 @@ import lowered_calls
 import numpy as np
 import oracle
 import pytest
-from fp8_quantize_cases import KEY, edges
+from fp8_quantize_cases import KEY, LINES_BOTH, SQUARES_BOTH, edges
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +30,9 @@ def test_rows():
     operands, results, attributes = call(lowered(jnp.zeros((48, 200), jnp.bfloat16)))
     assert operands == ["1x48x200xbf16", "0xi32", "0xui32", "0xi32"]
     assert results == ["1x48x200xf8E4M3FN", "1x48x2xf32", "0xi32"]
-    assert attributes == "along_rows = false, power_of_two = false, square = false"
+    assert attributes == (
+        "along_columns = true, along_rows = false, power_of_two = false, square = false"
+    )
 
 
 def test_squares_transposed():
@@ -39,7 +41,9 @@ def test_squares_transposed():
     operands, results, attributes = call(text)
     assert operands == ["6x48x200xf16", "0xi32", "2xui32", "0xi32"]
     assert results == ["6x200x48xf8E5M2", "6x2x1xf32", "0xi32"]
-    assert attributes == "along_rows = true, power_of_two = true, square = true"
+    assert (
+        attributes == "along_columns = false, along_rows = true, power_of_two = true, square = true"
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
@@ -67,9 +71,9 @@ def test_a_step_of_the_linear_layer():
         return vjp(out)
 
     text = lowered(x, w, function=lambda x, group_sizes: step(x, group_sizes))
-    assert text.count(f"@{TARGET}(") == 2  # dy, at random
-    assert text.count("@jgg_fp8_quantize_lines(") == 1
-    assert text.count("@jgg_fp8_quantize_both(") == 1
+    assert text.count(f"@{TARGET}(") == 4  # dy twice, at random
+    assert text.count(LINES_BOTH) == 1
+    assert text.count(SQUARES_BOTH) == 1
 
 
 def test_not_taken():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from fp8_quantize_cases import edges
+from fp8_quantize_cases import LINES_BOTH, edges
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
@@ -16,7 +16,7 @@ from meshes import mesh_of, needs_two_devices
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import blocks, convert
 
-TARGET = "jgg_fp8_quantize_lines"
+TARGET = LINES_BOTH
 SIZES = np.array([0, 130, 1, 0, 128, -4, 3], np.int32)
 INSIDE = 262  # rows of groups
 
@@ -84,12 +84,13 @@ def test_batch(rng):
 
 def test_call():
     text = text_of(lines, jnp.zeros((272, 208), jnp.bfloat16))
-    (line,) = [line for line in text.splitlines() if f"@{TARGET}(" in line]
+    (line,) = [line for line in text.splitlines() if "@jgg_fp8_quantize(" in line]
+    assert TARGET in line
     operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
-    assert operands == "tensor<272x208xbf16>, tensor<7xi32>)"
+    assert operands == "tensor<1x272x208xbf16>, tensor<7xi32>, tensor<0xui32>, tensor<0xi32>)"
     assert results == (
-        "(tensor<272x208xf8E4M3FN>, tensor<272x2xf32>, tensor<208x1152xf8E4M3FN>, "
-        "tensor<208x9xf32>, tensor<34xi32>)"
+        "(tensor<1x272x208xf8E4M3FN>, tensor<1x272x2xf32>, tensor<1x208x1152xf8E4M3FN>, "
+        "tensor<1x208x9xf32>, tensor<34xi32>)"
     )
 
 
@@ -132,7 +133,7 @@ def counts(recipe, of=(0, 1), key=None) -> int:
     sizes = jnp.array([100, 150])
     f = lambda x, w: jgg.fp8_grouped_linear(x, w, sizes, recipe=recipe, key=key)
     loss = lambda x, w: jnp.sin(f(x, w).astype("float32")).sum()
-    return text_of(jax.value_and_grad(loss, of), X, W).count(f"@{TARGET}(")
+    return text_of(jax.value_and_grad(loss, of), X, W).count(TARGET)
 
 
 def test_a_step():
@@ -160,7 +161,7 @@ def test_second_order(rng, monkeypatch):
         norm = lambda ct: sum((g.astype("float32") ** 2).sum() for g in jax.vjp(f, x, w)[1](ct))
         return jax.grad(norm)(ct)
 
-    assert f"@{TARGET}(" in text_of(step, x, w, ct)
+    assert TARGET in text_of(step, x, w, ct)
     got = np.asarray(jax.jit(step)(x, w, ct))
     monkeypatch.setattr(convert, "quantized_lines", one_by_one)
     jax.clear_caches()

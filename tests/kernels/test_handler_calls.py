@@ -231,15 +231,15 @@ def operations(modes=MODES) -> dict[str, tuple]:
             lambda w: jgg.dequantize(jgg.quantize(w, mode="fp8")), half(w),
             {"jgg_fp8_quantize", "jgg_fp8_dequantize"},
         ),
-        "fp8_quantize_both": (
+        "fp8_quantize, squares both ways": (
             lambda w: [
                 convert.quantized_both("test", w, block=(128, 128), axis=axis)
                 for axis in (-1, -2)
             ],
-            half(w), {"jgg_fp8_quantize_both"},
+            half(w), {"jgg_fp8_quantize"},
         ),
-        "fp8_quantize_lines": (
-            lambda x: convert.quantized_lines(x, sizes), half(x), {"jgg_fp8_quantize_lines"},
+        "fp8_quantize, rows both ways": (
+            lambda x: convert.quantized_lines(x, sizes), half(x), {"jgg_fp8_quantize"},
         ),
         "nvfp4_grouped_mm": (nvfp4_mm, (rows, weight), {"jgg_dequantize", "jgg_qmm"}),
         "nvfp4_grouped_mm on sm90": (

@@ -1,10 +1,16 @@
-"""``fp8_quantize`` in tests: what blocks may hold."""
+"""``fp8_quantize`` in tests: what blocks may hold, and what a call says."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 KEY = jax.random.key(11)
+
+#: Attributes of a call that makes codes along both axes: of square blocks, and of blocks of 128.
+SQUARES_BOTH, LINES_BOTH = (
+    f"{{along_columns = true, along_rows = true, power_of_two = false, square = {square}}}"
+    for square in ("true", "false")
+)
 
 
 def edges(rng, dtype, shape) -> np.ndarray:

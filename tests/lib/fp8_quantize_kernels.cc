@@ -1,4 +1,4 @@
-// The kernels of fp8_quantize, fp8_quantize_both, fp8_quantize_lines and fp8_dequantize on the
+// The kernels of fp8_quantize, along either axis or both, and of fp8_dequantize on the
 // host, for test_fp8_quantize_kernels.py.
 #include "cuda_on_host.h"
 //
@@ -18,7 +18,7 @@ struct Operands {
   int64_t matrices, rows, columns, along, groups, bytes;
   int32_t dtype, e5m2, along_rows, square, power_of_two;
   const int32_t* list;
-  void *turned, *turned_scales;  // of fp8_quantize_both and fp8_quantize_lines
+  void *turned, *turned_scales;  // of codes along both axes
 };
 
 template <DType kOf, Element kElement, bool kStochastic>

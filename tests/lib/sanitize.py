@@ -388,9 +388,7 @@ def fp8_quantize(rng):
                 squares = functools.partial(f, block=(128, 128))
                 jax.block_until_ready((jax.jit(f)(x), jax.jit(squares)(jnp.stack([x, x]))))
                 jax.block_until_ready(jax.jit(lambda x, s, f=f: f(x, group_sizes=s))(x, sizes))
-        both = functools.partial(
-            convert.quantized_both, "fp8_quantize_both", block=(128, 128), axis=-1
-        )
+        both = functools.partial(convert.quantized_both, "fp8_quantize", block=(128, 128), axis=-1)
         for columns in (16, x.shape[1] // 16 * 16):
             if dtype == "bfloat16":
                 jax.block_until_ready(jax.jit(convert.quantized_lines)(x[:, :columns], sizes))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fp8_quantize_cases import SQUARES_BOTH
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, needs_two_devices
 
@@ -276,7 +277,7 @@ def test_export(rng):
         run, platforms=["cpu", "cuda"], disabled_checks=jgg.EXPORT_DISABLED_CHECKS
     )(args, index, ct)
     assert set(re.findall(r"@(jgg_fp8_\w+)\(", exported.mlir_module())) == {
-        "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
+        "jgg_fp8_quantize", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
         "jgg_fp8_activation_backward", "jgg_fp8_grouped_wgrad",
     }  # fmt: skip
     got = jax.export.deserialize(exported.serialize()).call(args, index, ct)
@@ -301,9 +302,9 @@ def test_kernels_run_it():
         "jgg_moe_combine", "jgg_fp8_activation_backward", "jgg_fp8_grouped_wgrad",
     }  # fmt: skip
     assert not names & {"jgg_moe_combine_backward", "jgg_activation_backward", "jgg_mm"}
-    quantized = re.findall(r"custom_call @jgg_fp8_quantize\(.*?: \(tensor<(\w+)>", text)
-    assert set(quantized) == {f"1x{tokens}x{d}xbf16"}
-    both = re.findall(r"custom_call @jgg_fp8_quantize_both\(.*?: \(tensor<(\w+)>", text)
+    quantized = re.findall(r"custom_call @jgg_fp8_quantize\((.*?: \(tensor<(\w+)>)", text)
+    assert {x for call, x in quantized if SQUARES_BOTH not in call} == {f"1x{tokens}x{d}xbf16"}
+    both = [x for call, x in quantized if SQUARES_BOTH in call]
     assert sorted(both) == sorted([f"4x{d}x{2 * f}xbf16", f"4x{f}x{d}xbf16"])
     copied = re.findall(r"custom_call @jgg_moe_dispatch\(.*?: \(tensor<(\w+)>", text)
     assert set(copied) == {f"{tokens}x{d}xf8E4M3FN", f"{tokens}x{d // 128}xf32"}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 T, D, F, E, K = 700, 256, 384, 5, 2
 KERNELS = {
-    "jgg_fp8_quantize", "jgg_fp8_quantize_both", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
+    "jgg_fp8_quantize", "jgg_fp8_grouped_mm", "jgg_fp8_activation",
     "jgg_fp8_activation_backward", "jgg_fp8_grouped_wgrad",
 }  # fmt: skip
 

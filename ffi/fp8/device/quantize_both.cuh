@@ -1,5 +1,5 @@
-// The kernel of fp8_quantize_both: x (M, R, C) to codes of blocks of 128 x 128, stored as x is and
-// transposed, from one read of x. R and C are multiples of 16.
+// The kernel of fp8_quantize along both axes, of blocks of 128 x 128: x (M, R, C) to codes that are
+// stored as x is and transposed, from one read of x. R and C are multiples of 16.
 #pragma once
 
 #include "fp8/device/quantize_tiles.cuh"

@@ -1,6 +1,6 @@
-// The kernel of fp8_quantize_lines: x (R, C), R in groups, to codes in blocks of 128 along C,
-// stored as x is, and in blocks of 128 along R, stored transposed, from one read of x. Elements
-// have 16 bits, codes are rounded to nearest, and C is a multiple of 16.
+// The kernel of fp8_quantize along both axes: x (R, C), R in groups, to codes in blocks of 128
+// along C, stored as x is, and in blocks of 128 along R, stored transposed, from one read of x.
+// Elements have 16 bits, codes are rounded to nearest, and C is a multiple of 16.
 #pragma once
 
 #include "fp8/device/quantize_both.cuh"
@@ -98,17 +98,8 @@ __device__ void ScalesOfRows(const LinesParams& p, const LinesPlace& at, const P
 template <DType kOf>
 __device__ void ScalesOfColumns(const LinesParams& p, const LinesPlace& at, const Patch<kOf>& x,
                                 LinesShared& shared) {
-  using Magnitude = Magnitudes<kOf>;
   uint32_t largest[4];
-  JGG_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    largest[i] = Magnitude::Of(x[0].words[i]);
-    JGG_UNROLL
-    for (int j = 1; j < 8; ++j) {
-      largest[i] = Magnitude::Larger(largest[i], Magnitude::Of(x[j].words[i]));
-    }
-    largest[i] = Magnitude::template Share<kAcross, 32>(largest[i]);
-  }
+  LargestOfColumns<kOf, kAcross>(x, largest);
   if (threadIdx.x % 32 < kAcross) {
     shared.largest[threadIdx.x / 32][at.part] =
         make_uint4(largest[0], largest[1], largest[2], largest[3]);
@@ -116,13 +107,8 @@ __device__ void ScalesOfColumns(const LinesParams& p, const LinesPlace& at, cons
   __syncthreads();
   if (threadIdx.x < kBlock) {
     const int column = threadIdx.x;
-    uint32_t all = 0;
-    JGG_UNROLL
-    for (int i = 0; i < kSquareThreads / 32; ++i) {
-      const auto* words = reinterpret_cast<const uint32_t*>(shared.largest[i]);
-      all = Magnitude::Larger(all, words[column / 2]);
-    }
-    const float scale = MakeScale<Element::kE4M3>(Magnitude::Value(all, column % 2), false);
+    const float scale =
+        MakeScale<Element::kE4M3>(LargestOfColumn<kOf>(shared.largest, column), false);
     shared.columns[column % 8 / 2][column / 8][column % 2] = MakeSplitReciprocal(scale);
     const int64_t line = kBlock * at.block + column;
     if (line < p.by_rows.columns) p.by_columns.scales[line * p.by_columns.blocks + at.tile] = scale;

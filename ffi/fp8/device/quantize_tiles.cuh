@@ -174,24 +174,44 @@ struct ColumnsShared {
   TransposedCodes codes;
 };
 
-// Writes scales of a span's columns to shared memory, and those that exist to the result.
-template <DType kOf, Element kElement, bool kStochastic>
-__device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, int64_t line,
-                                int64_t left, int64_t tile,
-                                ColumnsShared<kOf, kStochastic>& shared) {
+// The largest magnitudes of a lane's eight columns, in its warp. kAcross neighbouring lanes have
+// other columns, and the others more rows of these.
+template <DType kOf, int kAcross>
+__device__ void LargestOfColumns(const Patch<kOf>& x, uint32_t (&largest)[Eight<kOf>::kWords]) {
   using Magnitude = Magnitudes<kOf>;
-  constexpr int kWords = Eight<kOf>::kWords, kPer = 8 / kWords;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t largest[kWords];
   JGG_UNROLL
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < Eight<kOf>::kWords; ++i) {
     largest[i] = Magnitude::Of(x[0].words[i]);
     JGG_UNROLL
     for (int j = 1; j < 8; ++j) {
       largest[i] = Magnitude::Larger(largest[i], Magnitude::Of(x[j].words[i]));
     }
-    largest[i] = Magnitude::template Share<8, 32>(largest[i]);
+    largest[i] = Magnitude::template Share<kAcross, 32>(largest[i]);
   }
+}
+
+// That of one column, from what each warp found.
+template <DType kOf, typename Words, int kWarps>
+__device__ float LargestOfColumn(const Words (&of_warps)[kWarps], int column) {
+  constexpr int kPer = 8 / Eight<kOf>::kWords;
+  uint32_t all = 0;
+  JGG_UNROLL
+  for (int i = 0; i < kWarps; ++i) {
+    const auto* words = reinterpret_cast<const uint32_t*>(of_warps[i]);
+    all = Magnitudes<kOf>::Larger(all, words[column / kPer]);
+  }
+  return Magnitudes<kOf>::Value(all, column % kPer);
+}
+
+// Writes scales of a span's columns to shared memory, and those that exist to the result.
+template <DType kOf, Element kElement, bool kStochastic>
+__device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, int64_t line,
+                                int64_t left, int64_t tile,
+                                ColumnsShared<kOf, kStochastic>& shared) {
+  constexpr int kWords = Eight<kOf>::kWords;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t largest[kWords];
+  LargestOfColumns<kOf, 8>(x, largest);
   if (lane < 8) {
     JGG_UNROLL
     for (int i = 0; i < kWords / 4; ++i) {
@@ -202,13 +222,8 @@ __device__ void ScalesOfColumns(const QuantizeParams& p, const Patch<kOf>& x, in
   __syncthreads();
   if (threadIdx.x < kSpan) {
     const int column = threadIdx.x;
-    uint32_t all = 0;
-    JGG_UNROLL
-    for (int i = 0; i < kSpanWarps; ++i) {
-      const auto* words = reinterpret_cast<const uint32_t*>(shared.largest[i]);
-      all = Magnitude::Larger(all, words[column / kPer]);
-    }
-    const float scale = MakeScale<kElement>(Magnitude::Value(all, column % kPer), p.power_of_two);
+    const float scale =
+        MakeScale<kElement>(LargestOfColumn<kOf>(shared.largest, column), p.power_of_two);
     shared.scales[column] = SharedScale<kSplits<kOf, kStochastic>>::Of(scale);
     if (column < left) p.scales[(line + column) * p.blocks + tile] = scale;
   }

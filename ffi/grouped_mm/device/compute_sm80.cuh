@@ -51,8 +51,8 @@ using MatrixTile = SwizzledTile<kMn, kK, kKMajor, kLine, 8, Log2(kLine / kPiece)
 template <int kMn, int kK, int kLine = kMn < 32 ? kMn : 32>
 using WordTile = SwizzledTile<kMn, kK, false, kLine, 4, Log2(kLine / 8), 3, 2>;
 
-// For reads of whole lines: MN-major whatever the operand is, padded so that transposing copies
-// meet few banks twice.
+// For reads of whole lines: MN-major, however the operand lies in memory, and padded, so that
+// transposing copies meet few banks twice.
 template <int kMn, int kK, bool kKMajor>
 struct LineTile {
   static constexpr bool kTransposed = kKMajor;
@@ -153,7 +153,8 @@ class TensorOps {
     }
   }
 
-  // Write the sums to a tile of floats of this layout (m, n). All threads, which then may read it.
+  // Write the sums to a tile of floats of this layout (m, n). All threads call it, and may read the
+  // tile afterwards.
   template <typename Layout>
   __device__ void Write(float* tile, Layout layout) const {
 #pragma unroll
@@ -204,8 +205,8 @@ class TensorOps {
   __device__ static constexpr int HighMn(bool is_a, int v) { return is_a ? v % 2 : v / 2; }
   __device__ static constexpr int HighK(bool is_a, int v) { return is_a ? v / 2 : v % 2; }
 
-  // Where this lane reads in its warp's first block: it names a line of a matrix for ldmatrix
-  // (lanes 8 v to 8 v + 7 those of matrix v), or reads its own word of matrix 0.
+  // Where this lane reads in its warp's first block. For ldmatrix it names a line of a matrix
+  // (lanes 8 v to 8 v + 7 name the lines of matrix v); otherwise it reads its own word of matrix 0.
   template <bool kKMajor, bool kIsA, typename Layout>
   __device__ static int First(int mn) {
     const int lane = threadIdx.x % 32, k = kStep * WarpK();
@@ -257,7 +258,8 @@ class FloatOps {
   using BTile = LineTile<kN, kK, kBKMajor>;
 
   __device__ FloatOps() {
-    // Neighbouring lanes read the same 16 bytes of A, or of B, so that their reads are one.
+    // Neighbouring lanes read the same 16 bytes of A, or of B, so the hardware makes one read of
+    // theirs.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int lane_m = kLanesN == 32 ? 0 : lane % 2 + lane / 16 * 2;
     const int lane_n = kLanesN == 32 ? lane : lane / 2 % 8;
@@ -273,7 +275,7 @@ class FloatOps {
     }
   }
 
-  // As TensorOps::Add. The values of k + 1 are loaded before those of k are used.
+  // As TensorOps::Add. A thread loads the values of k + 1 before it uses those of k.
   template <typename Meanwhile>
   __device__ void Add(const float* a, const float* b, Meanwhile meanwhile) {
     constexpr int kShare = kK / kThreadsK;
@@ -338,7 +340,8 @@ class FloatOps {
 
   __device__ static int Group() { return threadIdx.x / (kThreadsM * kThreadsN); }
 
-  // A thread's values are fours of neighbours, as far apart as all threads' fours take room.
+  // A thread's values are fours of neighbours. Between two of its fours lie those of all other
+  // threads.
   template <int kThreadsMn>
   __device__ static constexpr int Position(int i) {
     return 4 * kThreadsMn * (i / 4) + i % 4;

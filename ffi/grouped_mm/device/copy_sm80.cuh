@@ -111,7 +111,7 @@ class TileCopy {
     return kLines % kLinesPerStep == 0 || Line() + i * kLinesPerStep < kLines;
   }
 
-  // Steps are whole periods of the swizzle, which they leave as it is.
+  // Steps are whole periods of the swizzle, so they do not change it.
   __device__ static int StepOffset(int i) {
     typename SharedTile::Plain plain;
     return kKMajor ? plain(i * kLinesPerStep, 0) : plain(0, i * kLinesPerStep);
@@ -161,8 +161,8 @@ class TileCopy {
   int width_;
 };
 
-// The same for K-major operands of 4 bytes an element whose tile in shared memory is MN-major:
-// every element is copied on its own, so no alignment is too bad and no bound needs rounding.
+// The same for K-major operands of 4 bytes an element whose tile in shared memory is MN-major. A
+// thread copies every element on its own, so any alignment will do, and no bound needs rounding.
 template <typename Element, int kMn, int kK, int kThreads, typename SharedTile>
 class TransposingCopy {
  public:

@@ -10,17 +10,17 @@
 
 namespace jgg::device {
 
-// kRowsOnly: of a result that is contiguous along its rows.
+// kRowsOnly: for a result that is contiguous along its rows.
 template <int kM, int kN, int kThreads, bool kRowsOnly = false>
 class ResultTile {
  public:
-  // The sums in shared memory, contiguous along the axis along which the result is. Padded so that
-  // writing them from the layout of an mma meets few banks twice.
+  // The sums in shared memory, contiguous along the same axis as the result. They are padded, so
+  // that writing them from the layout of an mma meets few banks twice.
   static constexpr int kRowStride = kN + 8, kColumnStride = kM + 8;
   static constexpr int kFloats =
       kRowsOnly || kM * kRowStride > kN* kColumnStride ? kM* kRowStride : kN* kColumnStride;
 
-  // Write the tile's sums to the result. All threads; `floats` is free afterwards.
+  // Write the tile's sums to the result. All threads call it; `floats` is free afterwards.
   template <typename Ops>
   __device__ static void Store(const GemmSm80& gemm, const Tile& tile, const Ops& ops,
                                float* floats) {
@@ -56,7 +56,7 @@ class ResultTile {
            tile.n0 * gemm.out_n;
   }
 
-  // The sums as they are, kWidth at a time: 16 bytes, or one value.
+  // Stores the sums as they are, kWidth at a time: 16 bytes, or one value.
   template <int kWidth>
   __device__ static void StoreSums(const GemmSm80& gemm, const Tile& tile, const float* floats) {
     constexpr int kPerRow = kN / kWidth, kRowsPerStep = kThreads / kPerRow;
@@ -76,7 +76,7 @@ class ResultTile {
     }
   }
 
-  // With bias, activation, row scale and existing result; kWidth is 4, or 1.
+  // Stores them with bias, activation, row scale and existing result; kWidth is 4, or 1.
   template <int kWidth>
   __device__ static void StoreFused(const GemmSm80& gemm, const Tile& tile, const float* floats) {
     const Epilogue& epilogue = gemm.epilogue;

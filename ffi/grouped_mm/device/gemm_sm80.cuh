@@ -60,7 +60,7 @@ __device__ Lines LinesOfA(const GemmSm80& gemm) {
   return Lines{gemm.a_line, 0};
 }
 
-// Gated: one half of the tile is of the gates, the other of the values that they let through.
+// Gated: one half of the tile has the gates, the other the values that they multiply.
 template <typename Config>
 __device__ Lines LinesOfB(const GemmSm80& gemm) {
   if (!IsGated(gemm.epilogue.activation)) return Lines{gemm.b_line, 0};
@@ -130,8 +130,8 @@ __device__ void AddSegment(const GemmSm80& gemm, const Tile& tile, const Segment
   for (int k = 0; k < k_hi; k += kK) {
     cute::cp_async_wait<kStages - 2>();
     if (cut && (k < k_lo || k + kK > k_hi)) {
-      // The segment's neighbours are in this slice, and 0 * NaN is NaN. Every thread clears what it
-      // has copied itself, which needs no barrier of its own.
+      // The segment's neighbours are in this slice, and 0 * NaN is NaN. So every thread clears what
+      // it copied outside of the segment, which needs no barrier of its own.
       copy_a.ZeroOutside(slices.a[read], k, k_lo, k_hi);
       copy_b.ZeroOutside(slices.b[read], k, k_lo, k_hi);
     }

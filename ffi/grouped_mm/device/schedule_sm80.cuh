@@ -1,13 +1,13 @@
 // From segments to tiles of work, on the device.
 //
 // In the order of segments: every thread block scans the metadata, a window of segments at a time,
-// for the number of tiles that each segment has, and takes every gridDim-th tile. Rows of the
-// result between segments are tiles too: of zeros.
+// counts the tiles of each segment, and takes every gridDim-th tile. Rows of the result between
+// segments are tiles of zeros.
 //
 // In the order of the result (segments that overlap or come in any order; weights that several
-// segments share): a tile of the result looks up the segments that reach it. Rows that differ in
-// their segments are done one after the other, as pieces of the tile. Whatever the order, each
-// element is written once, by one block, as one sum in the order of the segments.
+// segments share): a block looks up the segments that reach its tile of the result. If rows differ
+// in their segments, it cuts the tile into pieces of rows and does one piece after the other. In
+// either order one block writes each element once, as one sum in the order of the segments.
 #pragma once
 
 #include <cstdint>
@@ -129,7 +129,7 @@ class Schedule {
     return static_cast<int>(((IsMm() ? gemm_.rows_y : gemm_.m) + kM - 1) / kM);
   }
 
-  // Rows (or k) by which a tile's origin precedes its segment, so that copies are aligned.
+  // Rows (or k) by which a tile's origin precedes its segment, which keeps copies aligned.
   __device__ int Shift(const Segment& segment) const {
     if (IsMm()) return kAKMajor ? 0 : segment.x_start & (gemm_.a_width - 1);
     if (kAKMajor) return segment.x_start & (gemm_.a_width - 1);
@@ -187,7 +187,7 @@ class Schedule {
 
   __device__ void MakeSegmentTile(Tile& tile, int index, const Entry& entry) const {
     if (gemm_.metadata.kind == MetadataKind::kSizes) {
-      // wgrad: those after the last group are matrices without one.
+      // wgrad: matrices after the last group, which have no group.
       const int64_t weight = index < Count() ? index - Offset() : index - Count();
       tile.segment = Segment{entry.start, entry.start, entry.length, static_cast<int>(weight)};
     } else {
@@ -211,8 +211,8 @@ class Schedule {
     SetColumns(tile, column_tile);
   }
 
-  // Tiles come in bands of rows: down a band, then on to its next columns, so that tiles that run
-  // at one time share columns of B, and a band's rows of A stay in L2.
+  // Tiles come in bands of rows: down a band, then on to its next columns. So tiles that run at one
+  // time share columns of B, and a band's rows of A stay in L2.
   __device__ void InBands(int number, int row_tiles, int& row_tile, int& column_tile) const {
     const int per_band = kBand * TilesN();
     const int band = number / per_band;
@@ -227,8 +227,8 @@ class Schedule {
   }
 
   // Number the tiles of the next window of segments; false when there are no more segments. mm: one
-  // more, empty segment has the rows after the last one. wgrad: as many more as there are matrices
-  // stand for those that have no group.
+  // more, empty segment has the rows after the last one. wgrad: one more entry for each matrix
+  // stands for the matrices that have no group.
   __device__ bool LoadWindow(State& state) {
     const bool partial = gemm_.metadata.offset != nullptr;
     const int total = Count() + (IsMm() ? 1 : partial ? static_cast<int>(gemm_.groups) : 0);
@@ -275,7 +275,7 @@ class Schedule {
       }
     }
 
-    // Where the gap before each segment begins: behind all segments before it.
+    // The gap before each segment begins behind all segments before it.
     int gaps[Memory::kPerThread];
     if (IsMm()) {
       auto later = [](int a, int b) { return max(a, b); };
@@ -387,7 +387,7 @@ class Schedule {
       state.next += gridDim.x;
       return true;
     }
-    // The rows from `row_` on that lie in the same segments as it does.
+    // Counts the rows from `row_` on that lie in the same segments as row `row_`.
     const int64_t row0 = static_cast<int64_t>(state.next / TilesN()) * kM;
     const int64_t row = row0 + state.done;
     const int64_t end = min(row0 + kM, gemm_.rows_y);

@@ -1,13 +1,14 @@
 // The experts of a few tokens: few_tokens.h. Both kernels are DirectProducts, a block for 16
 // columns.
 //
-// up: a block has a pair of token and expert, and with it up to seven later pairs of that expert;
-// the block of a pair that has been taken ends at once. There are at most 32 pairs, so every warp
-// finds them by comparing.
+// up: a block has a pair of token and expert, and up to seven later pairs of that expert. The block
+// of a pair that an earlier block has ends at once. There are at most 32 pairs, so every warp finds
+// its pairs by comparing all of them.
 //
-// down: a block has a token. Its pairs are the rows of one product, each with the codes of its own
-// expert: the instruction multiplies zeros for the others, and sums of pairs lie side by side. They
-// are added with their weights in the order of the token's choices, so no other kernel has to.
+// down: a block has a token. Its pairs are the rows of one product, and each row meets the codes of
+// its own expert: the instruction multiplies zeros for the other rows, and sums of pairs lie side
+// by side. The block adds these with their weights in the order of the token's choices, so no other
+// kernel has to.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +20,20 @@
 
 namespace jgg::device {
 
-// An expert that is here, or -1.
+// The expert, or -1 if it is not here.
 __device__ inline int LocalExpert(const FewTokens& experts, int pair) {
   const uint32_t first = experts.expert_offset == nullptr ? 0 : *experts.expert_offset;
   const uint32_t local = static_cast<uint32_t>(experts.expert_index[pair]) - first;
   return local < static_cast<uint32_t>(experts.experts) ? static_cast<int>(local) : -1;
 }
 
-// The place of bit number `number` of those that are set.
+// The place of set bit number `number`.
 __device__ inline int PlaceOfBit(uint32_t bits, int number) {
   for (int i = 0; i < number; ++i) bits &= bits - 1;
   return __ffs(bits) - 1;
 }
 
-// The pairs that a block of `up` has: one of the places in `pairs` for each. By a warp.
+// The pairs that a block of `up` has, a bit of `pairs` for each. A warp finds them.
 struct FewPairs {
   int expert;      // -1: none
   uint32_t pairs;  // of that expert, from the block's own on, if the block is the one that has them
@@ -49,7 +50,7 @@ struct FewPairs {
   __device__ int Pair(int row) const { return PlaceOfBit(pairs, row); }
 };
 
-// A weight's sums, of its column `column`, in the units of values, with the bias.
+// The sums of a weight's column `column`, in the units of values, with the bias.
 template <typename Finish>
 __device__ float WithBias(const FewTokensWeight& w, int expert, int columns, int column,
                           float sum) {
@@ -65,7 +66,7 @@ __device__ inline float RoundedToBFloat16(float value) {
   return Half<DType::kBF16>(Round2<DType::kBF16>(value, value), 0);
 }
 
-// Finish: loads, stores and activations, which are other code on the host.
+// Finish: loads, stores and activations. The host has other code for these.
 template <typename Weights, bool kGated, typename Finish>
 __global__ void __launch_bounds__(32 * kDirectWarps, 3)
     FewUpSm90Kernel(const __grid_constant__ FewTokens experts) {
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
     columns[b] =
         Weights::ColumnOf(w.packed, w.scales, pairs.expert, blockIdx.x / 4 + b * (experts.f / 64));
   }
-  // This lane's rows of x, of those that it copies.
+  // The rows of x that this lane copies.
   const char* rows[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
     pairs_of[warp][place] = own_pair;
   }
   __syncwarp();
-  // Tiles of one pair after the other. They are few, so a division is exact in float32.
+  // Tiles come pair by pair. They are few, so a division is exact in float32.
   const float per_tile = 1.0f / static_cast<float>(k_tiles);
   const auto row_of = [&](int at) {
     return static_cast<int>((static_cast<float>(at) + 0.5f) * per_tile);

@@ -1,5 +1,5 @@
 // A counting sort by expert, stable and with the same result in every run. A block takes
-// kRoutePairs neighbouring pairs, and a warp of it an eighth of those.
+// kRoutePairs neighbouring pairs, and each of its warps takes an eighth of those.
 //
 //   RouteCount  counts[e, b] = pairs of expert e in block b
 //   RouteScan   counts[e, b] = those in the blocks before b; sizes[e] = all of them
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRouteThreads) RoutePlace(const RouteArgs args
   int key[kRouteItems], rank[kRouteItems];
   JGG_UNROLL
   for (int i = 0; i < kRouteItems; ++i) key[i] = LocalExpert(args, of_warp + 32 * i + lane, first);
-  // Experts first_own + q, q < own, are this thread's.
+  // This thread has the experts first_own + q, q < own.
   const int own = (experts + kRouteThreads - 1) / kRouteThreads, first_own = threadIdx.x * own;
   int size[kExpertsOfThread], before[kExpertsOfThread];
   JGG_UNROLL

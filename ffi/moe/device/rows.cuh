@@ -1,10 +1,10 @@
-// dispatch, combine and the backward pass of combine, by token: what a token has is read once, and
-// its k rows are where `place` says. A warp's lanes hold the places of up to 32 pairs of their
-// token, and tell them each other.
+// dispatch, combine and the backward pass of combine, by token: a warp reads a token's line once,
+// and `place` says where the token's k rows are. The lanes of a warp hold the places of up to 32
+// pairs of their token, and exchange them.
 //
-// Rows that no token writes, most of them behind the last, are shared out among the tokens: token t
-// also looks after rows [t * k, t * k + k). So results are those that `order` defines, also where
-// `place` is not its inverse.
+// Tokens share out the rows that no token writes, most of them behind the last expert's: token t
+// also looks after rows [t * k, t * k + k). So results are those that `order` defines, also if
+// `place` is not the inverse of `order`.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // ---- pieces of 16 bytes ----
 
-// Read once: what is in L1 may stay there.
+// The kernel reads these bytes once, so L1 does not take them.
 __device__ inline uint4 LoadOnce(const uint4* from) {
 #ifdef __CUDA_ARCH__
   uint4 value;
@@ -57,7 +57,7 @@ struct Values {
     }
   }
 
-  // As many elements of another type as a piece of this one has, by the index of the piece.
+  // Loads as many elements of another type as a piece of this one has, at the piece's index.
   template <DType kFrom>
   __device__ static void Load(const void* from, int64_t piece, float (&values)[kCount]) {
     static_assert(kFrom == kOf || kFrom == DType::kF32);
@@ -90,7 +90,7 @@ struct Values {
 
 // ---- pairs ----
 
-// Which token a thread works for, and where its pieces are.
+// Which token a thread works for, and where the thread's pieces are.
 struct Position {
   int token, first, end, lanes;  // its pieces: first, first + lanes, ... below end
 
@@ -104,12 +104,12 @@ struct Position {
   }
 };
 
-// The pair of this lane among those of a token from `first` on.
+// This lane's pair, among a token's pairs from `first` on.
 struct PairOfLane {
   int pair = 0, place = -1, owner = -1;
   bool there = false;
 
-  // `owner` is read early and used late.
+  // The kernel reads `owner` early and uses it late.
   template <bool kWithOwner>
   __device__ static PairOfLane Read(const PairRows& pairs, int token, int first) {
     PairOfLane own;
@@ -125,8 +125,8 @@ struct PairOfLane {
   __device__ int Written() const { return owner == pair ? place : -1; }
 };
 
-// For each row in the care of these lanes that no token writes: fill(row, pair), where the pair is
-// negative if the row has none. All lanes of a warp call it alike.
+// Calls fill(row, pair) for each row that these lanes look after and no token writes; the pair is
+// negative if the row has none. All lanes of a warp call fill alike.
 template <typename Fill>
 __device__ void FillOthers(const PairRows& pairs, const PairOfLane& own, Fill fill) {
   const int all = pairs.tokens * pairs.k;
@@ -135,7 +135,7 @@ __device__ void FillOthers(const PairRows& pairs, const PairOfLane& own, Fill fi
   if (own.there && own.pair < pairs.rows) {
     const int given = pairs.order[own.pair];
     pair = min(given, all - 1);
-    // As Read has it.
+    // Indices beyond the end count as the last, as in Read.
     const int place = given < 0 ? -1 : min(pairs.place[pair], pairs.rows - 1);
     mine = given < 0 || given >= all || place != own.pair;
   }
@@ -156,7 +156,7 @@ struct DispatchParams {
   bool clears_rest;
 };
 
-// Without weights, pieces are copied as they are.
+// Without weights, the kernel copies pieces as they are.
 template <DType kOf, bool kWeighted>
 __device__ uint4 Times(const uint4& piece, float weight) {
   if constexpr (kWeighted) {
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kRowsThreads)
         factor[i] = __shfl_sync(kAllLanes, weight, j + i);
         products[i] = 0.0f;
       }
-      // All lanes alike, because they ask each other.
+      // All lanes run this alike, because they exchange values.
       for (int base = 0; base < at.end; base += at.lanes) {
         const int piece = base + at.first;
         const bool inside = piece < at.end;

@@ -1,7 +1,7 @@
 // The experts of a token, and their weights: a warp has a token, and a lane every 32nd expert.
 //
-// The best expert is found k times, by comparing the lanes' best ones; the lane that has it then
-// leaves it out. Lane j keeps number j, so that k weights are k lanes' numbers.
+// The warp finds the best expert k times, by comparing each lane's best one; the lane that has it
+// then leaves it out. Lane j keeps the expert that was found j-th, so k lanes have the k weights.
 #pragma once
 
 #include <cmath>
@@ -15,9 +15,10 @@ namespace jgg::device {
 
 constexpr int kTopKWarps = 4;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr float kSmallestLogit = -87.33654475f;  // of the smallest normal number as a sigmoid
+constexpr float kSmallestLogit = -87.33654475f;  // its sigmoid is the smallest normal number
 
-// Larger for larger numbers; NaN is the largest, and zeros of both signs are equal. None is 0 or 1.
+// A rank, larger for larger numbers. NaN has the largest rank, and zeros of both signs have equal
+// ranks. No number has rank 0 or 1.
 __device__ inline uint32_t Ordered(float value) {
   const uint32_t bits = AsBits(value);
   return value < 0 ? ~bits : bits | 0x80000000u;
@@ -49,9 +50,9 @@ __device__ inline float Sigmoid(float logit) { return 1.0f / (1.0f + expf(-logit
 template <int kItems>
 struct TokenScores {
   float score[kItems];    // what weights are made of
-  uint32_t rank[kItems];  // the larger the better; 0 for one that is not there, or was taken
+  uint32_t rank[kItems];  // the larger the better; 0 if the expert does not exist, or was taken
 
-  // The best expert of all lanes, of which there is one, and its score. It is taken.
+  // Takes the best expert of all lanes; there is at least one. Returns it and its score.
   __device__ int Take(int lane, float* of) {
     uint32_t best = 0;
     int item = 0;
@@ -60,7 +61,7 @@ struct TokenScores {
       if (rank[i] > best) best = rank[i], item = i;
     }
     const uint32_t most = __reduce_max_sync(kAllLanes, best);
-    // The first expert is chosen where several are the best.
+    // If several experts are the best, the first is chosen.
     const uint32_t expert = static_cast<uint32_t>(32 * item + lane);
     const uint32_t first = ~__reduce_max_sync(kAllLanes, best == most ? ~expert : 0);
     float value = 0;
@@ -75,7 +76,8 @@ struct TokenScores {
   }
 };
 
-// Experts outside of the best groups rank below all others. `wanted` is what all experts rank by.
+// Experts outside of the best groups rank below all others. `wanted` is the number by which all
+// experts rank.
 template <int kItems>
 __device__ void KeepBestGroups(const TopKArgs& args, int lane, const float* wanted,
                                TokenScores<kItems>* token) {
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
     wanted[warp][expert] = logit;
   }
   const bool grouped = args.top_groups < args.groups, biased = args.bias != nullptr;
-  // Weights of a softmax of all need its sum; others are made of the chosen logits.
+  // A softmax over all experts needs its sum; other weights need only the chosen logits.
   const bool of_all = !args.sigmoid && !args.renormalize;
   float total = 1;
   if (of_all || (biased && !args.sigmoid)) {

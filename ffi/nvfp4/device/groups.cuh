@@ -1,5 +1,5 @@
-// From group sizes to where each group's tokens and tiles begin, by the threads of one block; on
-// the host one after another. Barriers between the steps are the caller's.
+// The threads of one block compute from group sizes where each group's tokens and tiles begin; on
+// the host they run one after another. The caller puts barriers between the steps.
 #pragma once
 
 #include "nvfp4/layout.h"
@@ -18,7 +18,7 @@ struct GroupScan {
     const int64_t run = CeilDiv(groups, kScanThreads);
     return static_cast<int>(run * thread < groups ? run * thread : groups);
   }
-  // How many of the threads before it have groups.
+  // How many groups the threads before this one have.
   JGG_HOST_DEVICE int owners_before(int thread) const {
     if (groups == 0) return 0;
     const auto owners = static_cast<int>(CeilDiv(groups, CeilDiv(groups, kScanThreads)));
@@ -71,7 +71,7 @@ JGG_HOST_DEVICE void WriteGroups(const Product& product, const GroupScan& scan, 
                                  int64_t tokens_before, int64_t tiles_before, int32_t* starts,
                                  int32_t* tiles, const Store& store) {
   int64_t tile = tiles_before;
-  // NOTE: sizes that are not those of the operands may ask for more tiles than there are.
+  // NOTE: sizes other than those of the operands may ask for more tiles than there are.
   const auto cut = [&](int64_t value) { return value < scan.most_tiles ? value : scan.most_tiles; };
   int64_t end = tokens_before < scan.tokens ? tokens_before : scan.tokens;
   VisitGroups(scan, thread, tokens_before,
@@ -89,8 +89,8 @@ JGG_HOST_DEVICE void WriteGroups(const Product& product, const GroupScan& scan, 
   }
 }
 
-// The group whose tiles `tile` is among: the last that begins at or before it. It is one with
-// tiles, if `tile` is below tiles[groups].
+// The group that has `tile`: the last one that begins at or before it. The group has tiles if
+// `tile` is below tiles[groups].
 JGG_HOST_DEVICE int GroupOfTile(const int32_t* tiles, int groups, int tile) {
   int low = 0, high = groups;
   while (low + 1 < high) {

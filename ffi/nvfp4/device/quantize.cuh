@@ -25,7 +25,7 @@ struct QuantizeParams {
   __device__ int64_t rows_inside() const { return groups == 0 ? rows : starts[groups]; }
 };
 
-// A second reading of x begins at its end, which the first may have left in the L2 cache.
+// The second read of x begins at the end of x, which the first read may have left in the L2 cache.
 template <typename Integer>
 __device__ Integer FromLast(Integer at, Integer count) {
   return count - 1 - at;
@@ -55,7 +55,7 @@ static __global__ void __launch_bounds__(kQuantizeThreads)
 
 // ---- the largest finite magnitude ----
 
-// By all threads of a block, each with its own.
+// All threads of a block call it, each with its own bits.
 __device__ inline void JoinAmax(uint32_t bits, uint32_t* amax) {
   __shared__ uint32_t joined;
   if (threadIdx.x == 0) joined = 0;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
         if (i + j * step < vectors)
           loaded[j] = __ldg(reinterpret_cast<const uint4*>(x) + i + j * step);
       }
-      // Where all are finite, as usual, one reduction does for all of them.
+      // If all elements are finite, as usual, one reduction is enough.
       Elements<kOf, kAtOnce * kCount> all;
       JGG_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {
@@ -127,7 +127,7 @@ __device__ Elements<kOf, kBlock> LoadBlock(const uint8_t* at, bool inside) {
   return x;
 }
 
-// `block` is its number in row-major order.
+// `block` is the block's number in row-major order.
 template <bool kStochastic>
 __device__ void EncodeBlock(const QuantizeParams& p, const Values& values, const BlockScale& scale,
                             int64_t block, uint32_t* words) {
@@ -154,7 +154,8 @@ inline int64_t RowsBlocks(const QuantizeParams& p) {
   return CeilDiv(p.rows * p.blocks, kRowUnits * kQuantizeThreads);
 }
 
-// A thread per block; neighbouring lanes have neighbouring blocks. kAmax: only their magnitudes.
+// A thread per block; neighbouring lanes have neighbouring blocks. kAmax: the kernel finds only
+// magnitudes.
 template <DType kOf, bool kHadamard, bool kStochastic, bool kAmax>
 __global__ void __launch_bounds__(kQuantizeThreads)
     RowsKernel(const __grid_constant__ QuantizeParams p) {

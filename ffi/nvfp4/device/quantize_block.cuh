@@ -35,7 +35,7 @@ JGG_HOST_DEVICE Values Widen(const Elements<kOf, kBlock>& x) {
   return values;
 }
 
-// Bits of the largest magnitude that is finite; 0 where none is.
+// Bits of the largest finite magnitude; 0 if no magnitude is finite.
 template <DType kOf, int kCount>
 JGG_HOST_DEVICE uint32_t LargestFinite(const Elements<kOf, kCount>& x) {
   const float largest = LargestMagnitude(x);
@@ -51,8 +51,8 @@ JGG_HOST_DEVICE uint32_t LargestFinite(const Elements<kOf, kCount>& x) {
 
 // ---- scales ----
 
-// The factors from which the scales of all blocks are made. They come from the bits of the matrix's
-// largest finite magnitude.
+// The factors that make the scales of all blocks. They come from the bits of the matrix's largest
+// finite magnitude.
 struct MatrixScales {
   float sixth;   // encoding scale / 6
   float decode;  // 1 / encoding scale
@@ -70,7 +70,7 @@ struct BlockScale {
   uint32_t byte;
   float inverse;   // what elements are multiplied by
   bool dead;       // codes are zeros
-  bool saturates;  // elements times it may be 7 or more: only where the scale is subnormal
+  bool saturates;  // a product may be 7 or more: only if the scale is subnormal
 };
 
 JGG_HOST_DEVICE BlockScale MakeBlockScale(float largest, const MatrixScales& matrix) {
@@ -84,7 +84,7 @@ JGG_HOST_DEVICE BlockScale MakeBlockScale(float largest, const MatrixScales& mat
 
 // ---- Hadamard transform ----
 
-// Where an operand or the sum is below the least normal number, it is a zero, of either sign.
+// An operand or a sum below the least normal number becomes a zero, of either sign.
 JGG_HOST_DEVICE float AddFlushed(float a, float b) {
 #ifdef __CUDA_ARCH__
   float sum;
@@ -96,7 +96,7 @@ JGG_HOST_DEVICE float AddFlushed(float a, float b) {
 #endif
 }
 
-// y / 4, a zero where that is below the least normal number: of the sign of y, but + where y is a
+// y / 4. If that is below the least normal number it is a zero with the sign of y, but +0 if y is a
 // zero.
 JGG_HOST_DEVICE float QuarterFlushed(float y) {
 #ifdef __CUDA_ARCH__
@@ -109,8 +109,8 @@ JGG_HOST_DEVICE float QuarterFlushed(float y) {
 #endif
 }
 
-// x @ diag(signs) @ H / 4 by butterflies of strides 1, 2, 4 and 8. The signs that zeros have before
-// the quarter are of no interest.
+// x @ diag(signs) @ H / 4 by butterflies of strides 1, 2, 4 and 8. Signs of zeros do not matter
+// before the quarter.
 JGG_HOST_DEVICE void Rotate(Values* x) {
   constexpr uint32_t kNegative = 0xd7e8;  // bit i: of element i
   float y[kBlock];
@@ -139,9 +139,9 @@ JGG_HOST_DEVICE bool MayExceed(const Values& x, float largest) {
   return !(Multiply(sum, 0.25f * (1 + 0x1p-16f)) <= largest);
 }
 
-// Raise `bits`, of a finite magnitude, to that of the rotated block's largest finite value, if that
-// is larger. Where a warp has seen larger ones, as it has after a while, it rotates nothing. All
-// lanes ask.
+// Raise `bits`, a finite magnitude's, to those of the rotated block's largest finite value, if that
+// is larger. If a warp has seen larger values, as it has after a while, it rotates nothing. All
+// lanes call this.
 JGG_HOST_DEVICE void RaiseToRotated(Values values, uint32_t* bits) {
   if (!jgg::device::AnyLane(MayExceed(values, AsFloat(*bits)))) return;
   Rotate(&values);
@@ -213,11 +213,11 @@ struct RandomBits {
   }
 };
 
-// The code at or below code + u, where codes grow by y * 2 up to y = 2, then by y up to 4 and by
-// y / 2 up to 6, as E2M1Code of encode.cuh has them, and u is (number + 0.5) / 2^16. It is byte 2.
-// Only the first sum that has a part of y in it is inexact. Its last place is 2^-16, and the half
-// that `biased` lacks is in its rounding: a whole number is even, so that it is reached from half a
-// place below it on.
+// The code at or below code + u, where codes grow by y * 2 up to y = 2, then by y up to 4 and by y
+// / 2 up to 6, as E2M1Code of encode.cuh has them, and u is (number + 0.5) / 2^16. It is byte 2.
+// Only the first sum that takes a part of y is inexact. Its last place is 2^-16, and its rounding
+// makes up for the half that `biased` lacks: a whole number is even, so sums round to it from half
+// a place below it on.
 JGG_HOST_DEVICE uint32_t StochasticCode(float y, float biased) {
   using jgg::device::MultiplyAddSaturate;
   const float to2 = MultiplyAddSaturate(y, 0.5f, 0.0f);

@@ -76,9 +76,8 @@ enum class Blocks { kOwn, kSquare, kHadamard };
 inline constexpr int kColumnsThreads = 128;
 inline constexpr int kSpans = 2;  // of a warp's columns, one after the other
 
-// Thread blocks of ColumnsKernel to a multiprocessor: as many as do not spill registers. Each takes
-// 35 KB of shared memory, which allows six on Hopper and Blackwell, four where there are 164 KB and
-// two where there are 100.
+// Thread blocks of ColumnsKernel on a multiprocessor: as many as spill no registers. Each takes 35
+// KB of shared memory, so six fit on Hopper and Blackwell, four in 164 KB and two in 100 KB.
 template <DType kOf, bool kStochastic>
 inline constexpr int kResident = !kStochastic         ? 6
                                  : kOf == DType::kF16 ? 4
@@ -99,7 +98,7 @@ struct ColumnsPlace {
   int64_t tile, columns, pitch;
   TileRows rows{0, 0};
 
-  // The place of thread block `at`.
+  // Where thread block `at` is.
   __device__ ColumnsPlace(const QuantizeParams& p, uint32_t at) {
     const auto across = static_cast<uint32_t>(CeilDiv(p.columns, kSpans * kLines));
     first_tile = int64_t{at / across} * (kColumnsThreads / 32);
@@ -191,7 +190,7 @@ class ColumnsReader {
     }
   }
 
-  // Where rows begin at multiples of 4 bytes only: each lane what it will read.
+  // If rows begin at multiples of 4 bytes only, each lane copies what it will read.
   __device__ void CopyWords() {
     const int lane = threadIdx.x % 32;
     const uint8_t* from = from_ + 4 * lane;
@@ -224,7 +223,7 @@ class ColumnsReader {
 #endif
   }
 
-  // And where they begin at single elements, each lane waits for it.
+  // If rows begin at single elements, each lane also waits for the loads.
   __device__ void CopyElements() {
     const int lane = threadIdx.x % 32;
     JGG_NO_UNROLL
@@ -284,7 +283,7 @@ struct ColumnsResult {
   uint4 codes[Place::kLines][kPairs + 1];
   uint32_t scales[Place::kLines][kWarps + 1];
 
-  // Put the codes of block `b` of the warp's tile.
+  // Writes the codes of block `b` of the warp's tile.
   __device__ void Put(int j, int b, const uint32_t (&words)[2]) {
     auto* blocks = reinterpret_cast<uint2*>(codes[32 * j + threadIdx.x % 32]);
     blocks[threadIdx.x / 32 * (kTileLines / kBlock) + b] = make_uint2(words[0], words[1]);
@@ -308,7 +307,7 @@ struct ColumnsResult {
   }
 
  private:
-  // f(line, the same here, part) of the columns that are there and kParts parts of each.
+  // Calls f(line, line here, part) for the columns that exist and kParts parts of each.
   template <int kParts, typename F>
   __device__ static void Each(int columns, uint8_t* to, int64_t pitch, F f) {
     constexpr int kStep = kColumnsThreads / kParts;
@@ -334,7 +333,7 @@ struct ColumnsResult {
     if (at + 1 < blocks) two[1] = make_uint2(codes.z, codes.w);
   }
 
-  // The scales of four, one to a byte.
+  // The scales of four blocks, one in a byte.
   __device__ static void StoreScales(uint32_t bytes, int64_t at, int64_t blocks, uint8_t* line) {
     if (blocks % 4 == 0) {
       if (at < blocks) *reinterpret_cast<uint32_t*>(line + at) = bytes;

@@ -1,4 +1,4 @@
-// Where groups begin, by one thread block: what conversions of grouped rows need first.
+// One thread block computes where groups begin, which conversions of grouped rows need first.
 #pragma once
 
 #include "nvfp4/device/groups.cuh"
@@ -6,7 +6,7 @@
 namespace jgg::nvfp4::device {
 
 // Each group's first row and its first tile of padded rows, (G + 1,). All threads of a block of
-// kScanThreads, which then have to meet.
+// kScanThreads call this, and then need a barrier.
 __device__ inline void FindStarts(const GroupScan& scan, int32_t* starts, int32_t* tiles) {
   __shared__ int64_t row_sums[kScanThreads], tile_sums[kScanThreads];
   const int thread = threadIdx.x;

@@ -5,7 +5,7 @@
 
 namespace jgg::nvfp4::device {
 
-// One tile: which rows and scales it is made of, and its number among those of the result.
+// One tile: its rows and scales, and its number among the tiles of the result.
 struct ScaleTile {
   int64_t row, scale, to;
   int rows;  // 0: no group has this tile

@@ -1,5 +1,5 @@
-// Tiles of at most 16 rows of K-major weights as they are stored: decoded in registers, which are
-// the tensor cores' A operand, so that nothing of a weight but its codes goes through shared
+// Tiles of at most 16 rows, with K-major weights as they are stored. Threads decode codes in
+// registers, which are the tensor cores' A operand, so only codes of a weight go through shared
 // memory.
 //
 // mma.sync has columns of the result on its M side. Thread 4 * g + j of a warp has columns g and
@@ -15,7 +15,7 @@
 
 namespace jgg::device {
 
-// The sums of a tile: of each warp 16 columns, kBlocks times 8 rows.
+// The sums of a tile: each warp has 16 columns and kBlocks times 8 rows.
 template <int kBlocks_>
 class FewRowsOps {
  public:
@@ -45,7 +45,8 @@ class FewRowsOps {
     }
   }
 
-  // One block of rows has two sums, so that products wait less for each other. Add them up.
+  // With one block of rows a thread has two sums, so that products wait less for each other. Adds
+  // the two up.
   __device__ void AddUp() {
     static_assert(kBlocks == 2);
 #pragma unroll
@@ -100,8 +101,8 @@ struct FewRowsConfig {
   // Words of a row of x in a chunk.
   static constexpr int kRowWords = kChunk / 2 + 16;
 
-  // Where the four words are that thread j of a column multiplies in turn i of a chunk: the reads,
-  // and the writes, of 8 lanes meet no bank twice.
+  // Where thread j of a column finds the four words that it multiplies in turn i of a chunk.
+  // Neither reads nor writes of 8 lanes meet a bank twice.
   __device__ static constexpr int RowWord(int i, int j) {
     return (i ^ i / 2 % 2) * 16 + (j ^ i / 4 * 2) * 4;
   }
@@ -117,7 +118,7 @@ struct FewRowsConfig {
   };
 };
 
-// A pointer that the compiler had better keep than compute again in every step.
+// Makes the compiler keep a pointer, rather than compute it again in every step.
 template <typename T>
 __device__ T* Kept(T* pointer) {
   asm volatile("" : "+l"(pointer));
@@ -142,7 +143,7 @@ class CodeReader {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      // A column that is not there has the codes of one that is.
+      // A column that does not exist gets the codes of one that does.
       const int in_half = min(column % half, tile.n_count - 1);
       const int64_t line =
           weight * gemm.w.lines + tile.n0 + in_half + (column < half ? 0 : gemm.gemm.n / 2);
@@ -216,11 +217,11 @@ class CodeReader {
     return bits;
   }
 
-  // Whether all of a thread's codes of a step are of one group.
+  // Whether all codes of a thread in a step have one scale.
   __device__ bool OneGroup() const { return one_group_; }
 
  private:
-  // Where piece `piece` of a column's step is: pieces that are read, or copied, at a time are in
+  // Where piece `piece` of a column's step is: threads read, and copy, at one time only pieces in
   // different banks.
   __device__ static int Of(int r, int column, int piece) {
     if (kStepBytes == 128) piece ^= column % 2 * 5;
@@ -253,7 +254,7 @@ class CodeReader {
   bool one_group_;
 };
 
-// Rows of x, a chunk at a time: of every 32 values numbers p and 16 + p are a word.
+// Rows of x, a chunk at a time: of every 32 values, numbers p and 16 + p make a word.
 template <typename Config>
 class RowReader {
   static constexpr int kItems = Config::kM * Config::kChunk / 16 / Config::kThreads;
@@ -271,7 +272,7 @@ class RowReader {
     }
   }
 
-  // Without two blocks the second half of the rows is neither loaded nor stored.
+  // With one block, threads neither load nor store the second half of the rows.
   __device__ void Load(int k0, bool two_blocks) {
     static_assert(kItems == 2 && kRows == 8);
 #pragma unroll
@@ -323,7 +324,7 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
                            typename Config::SharedMemory& shared, typename Config::Ops& ops) {
   using Weights = typename Config::Weights;
   constexpr int kStages = Config::kStages, kBits = Weights::kBits, kBlocks = Weights::kBlocks;
-  // Both blocks' codes at a time, where there are registers for them.
+  // Takes the codes of both blocks at a time, if there are registers for them.
   constexpr bool kLate = kBits == 6;
   const int k = static_cast<int>(gemm.gemm.k), steps = (k + Config::kStep - 1) / Config::kStep;
   CodeReader<Config> codes(gemm, tile, segment.weight);

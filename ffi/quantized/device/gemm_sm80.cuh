@@ -116,7 +116,7 @@ __device__ void ScaleSums(const QuantizedGemmSm80& gemm, const Tile& tile, int64
 }
 
 // The tiles of a thread block: add(tile, segment, ops) adds the products of one segment to the sums
-// `ops`. Where segments are scaled apart, sums wait at kept(), a float for each of them.
+// `ops`. If each segment has a scale of its own, sums wait at kept(), a float for each sum.
 template <typename Config, typename Add, typename Kept>
 __device__ __forceinline__ void ForEachTile(const QuantizedGemmSm80& gemm,
                                             typename Config::SharedMemory& shared, Add add,

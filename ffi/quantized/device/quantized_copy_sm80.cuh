@@ -1,6 +1,6 @@
-// A quantized operand from global memory to the tile that the products read, in two steps: the
-// codes of a slice, and its scales, by cp.async to a ring in shared memory; then, when they have
-// landed, decoded and rounded, to the tile.
+// Brings a quantized operand from global memory to the tile that the products read, in two steps.
+// First cp.async copies the codes of a slice, and its scales, to a ring in shared memory. When they
+// have landed, threads decode them, and write the rounded values to the tile.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ inline constexpr DType kDTypeOf = cute::is_same_v<Element, cutlass::bfloat16_t> 
                                   : cute::is_same_v<Element, cutlass::half_t>   ? DType::kF16
                                                                                 : DType::kF32;
 
-// A kernel for every mode, which looks while it runs. So it compares modes, here and in decode.cuh.
+// A kernel for every mode, which looks at the mode while it runs. So it compares modes, here and in
+// decode.cuh.
 struct AnyCoding {
   static constexpr bool kFixed = false;
   static constexpr int kWay = 0;  // see Decode32
@@ -28,7 +29,7 @@ struct AnyCoding {
   __device__ static bool Split(const QuantizedGemmSm80& gemm) { return gemm.slice.split; }
 };
 
-// One for a single format, if copies are of 16 bytes and groups begin where they should.
+// A kernel for a single format, if copies are of 16 bytes and groups begin where they should.
 template <Mode kMode, int kBits, DType kScales>
 struct OneCoding {
   static constexpr bool kFixed = true;
@@ -43,8 +44,8 @@ struct OneCoding {
   __device__ static bool Split(const QuantizedGemmSm80&) { return false; }
 };
 
-// Slices of kN x kK elements. A line, along which codes are packed, is a column of the product
-// where K-major, else a k. `SharedTile` says how the decoded slice lies in shared memory.
+// Slices of kN x kK elements. Codes are packed along lines. A line is a column of the product if W
+// is K-major, and otherwise a k. `SharedTile` says how the decoded slice lies in shared memory.
 template <typename Element, bool kKMajor, int kN, int kK, int kThreads, typename SharedTile,
           typename Format>
 class QuantizedCopy {
@@ -166,7 +167,7 @@ class QuantizedCopy {
     return kKMajor ? position_ == 0 : k0 + Line() < gemm.gemm.k;
   }
 
-  // The scale of the element that many after this thread's first.
+  // The scale of the element that comes so many after this thread's first.
   __device__ const char* Scale(const QuantizedGemmSm80& gemm, int k0, int more) const {
     const char* line = kKMajor ? scales_ : scales_ + k0 * gemm.slice.scale_line;
     return line + ((Along(k0) + more) >> gemm.slice.group_bits) * gemm.slice.scale_bytes;
@@ -199,7 +200,7 @@ class QuantizedCopy {
     words_ += gemm.slice.next;
   }
 
-  // The words in which this thread's scales lie, and biases.
+  // The words that hold this thread's scales and biases.
   __device__ void StartScales(const QuantizedGemmSm80& gemm, unsigned char* ring, int k0) const {
     const PackedSlice& slice = gemm.slice;
     const int count = min(static_cast<int>(gemm.w.elements) - Along(k0), kUnit);
@@ -328,7 +329,7 @@ class QuantizedCopy {
 
   const char* words_;   // what this thread copies of its first line of the next slice
   const char* scales_;  // of the line that it decodes; MN-major: of k = 0
-  uint32_t wanted_;     // which of its copies are of this tile; MN-major: all or none
+  uint32_t wanted_;     // which of its copies belong to this tile; MN-major: all or none
   int position_;        // K-major: 0 where its line is one of the tile; else the tile's column in W
 };
 
