@@ -72,11 +72,11 @@ def _operations() -> dict[str, dict[str, Any]]:
     for op, sample in samples.SAMPLES.items():
         table[op] = {}
         for dtype in sample.dtypes:
-            choice = sample.choice(platform, dtype)
+            plan = sample.plan(platform, dtype)
             table[op][dtype] = {
-                "runs": sample.otherwise if choice is None else choice.kernel.name,
-                "call": None if choice is None else choice.target,
-                "plan": None if choice is None else dict(choice.config),
+                "runs": sample.otherwise if plan is None else plan.kernel.name,
+                "call": None if plan is None else plan.target,
+                "plan": None if plan is None else dict(plan.config),
                 "others": sample.others(platform, dtype),
             }
     return table

@@ -28,36 +28,24 @@ struct DenseSm90 : device::ProductsSm90 {
   static constexpr bool kLKMajor = kLKMajor_, kRKMajor = kRKMajor_;
 };
 
-template <typename Operands>
-struct Rows32Sm90 {
+// Tiles of few rows.
+template <typename Operands, int kRows_, int kStages_>
+struct SmallRowsSm90 {
   struct Loader : device::LoaderSm90 {
-    static constexpr int kStages = 10;
+    static constexpr int kStages = kStages_;
   };
   struct Products : Operands {
-    static constexpr int kRows = 32;
+    static constexpr int kRows = kRows_;
   };
   using Store = device::StoreSm90;
 };
 template <typename Operands>
-struct Rows64Sm90 {
-  struct Loader : device::LoaderSm90 {
-    static constexpr int kStages = 8;
-  };
-  struct Products : Operands {
-    static constexpr int kRows = 64;
-  };
-  using Store = device::StoreSm90;
-};
+using Rows32Sm90 = SmallRowsSm90<Operands, 32, 10>;
 template <typename Operands>
-struct Rows128Sm90 {
-  struct Loader : device::LoaderSm90 {
-    static constexpr int kStages = 6;
-  };
-  struct Products : Operands {
-    static constexpr int kRows = 128;
-  };
-  using Store = device::StoreSm90;
-};
+using Rows64Sm90 = SmallRowsSm90<Operands, 64, 8>;
+template <typename Operands>
+using Rows128Sm90 = SmallRowsSm90<Operands, 128, 6>;
+
 template <typename Operands>
 struct Rows256Sm90 {
   struct Loader : device::LoaderSm90 {

@@ -17,7 +17,7 @@ from .._quantized.operands import as_promised
 from . import blocks
 
 
-def grouped_mm(choice: choose.Plan, x, w, groups, options, *, product: Mm):
+def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
     """Custom call ``jgg_fp8_grouped_mm``: x, its scales, w, its scales, metadata[, group_offset] ->
     out. Options are done to float32 sums behind it. Lines of codes, and of the result, are padded
     to whole 16 bytes."""
@@ -32,7 +32,7 @@ def grouped_mm(choice: choose.Plan, x, w, groups, options, *, product: Mm):
     }
 
     def run(of: Mm):
-        first = choice.config["rows_first"] and of.out_dtype.name != "float32"
+        first = plan.config["rows_first"] and of.out_dtype.name != "float32"
         out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
         out = call(
@@ -45,11 +45,11 @@ def grouped_mm(choice: choose.Plan, x, w, groups, options, *, product: Mm):
     return quantized_product.FUSED.with_options(run, groups, w, options, product)
 
 
-def grouped_wgrad(choice: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
+def grouped_wgrad(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
     """Custom call ``jgg_fp8_grouped_wgrad``: dy, its scales, x, its scales, pairs of rows[,
     existing_out] -> out. Lines of the result are padded to pieces of 8 columns. Scales come block
     by block, so that the kernel copies those of a tile at once."""
-    del choice
+    del plan
     rows, groups = x.positions.shape[0], group_sizes.shape[0]
     # So that the result is NaN where sizes are not those of the operands.
     scales = dy.scales * as_promised(group_sizes, blocks.GROUPED, x, dy)

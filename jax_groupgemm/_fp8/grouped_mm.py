@@ -139,13 +139,13 @@ def _composed(x, w, groups, options, *, product: Mm):
 
 def _call(platform, x, w, groups, options, *, product: Mm):
     """One custom call; None where there is no kernel for it."""
-    choice = choose.fused(_problem(platform, x, w, groups, options, product))
-    if choice is None:
+    plan = choose.fused(_problem(platform, x, w, groups, options, product))
+    if plan is None:
         return None
-    return _CALLS[choice.kernel.name](choice, x, w, groups, options, product=product)
+    return _CALLS[plan.kernel.name](plan, x, w, groups, options, product=product)
 
 
-#: By kernel: ``call(choice, x, w, groups, options, *, product)``.
+#: By kernel: ``call(plan, x, w, groups, options, *, product)``.
 _CALLS: dict[str, Callable] = {"sm90": call.grouped_mm}
 
 

@@ -101,15 +101,13 @@ def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
 
 def _call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
     """One custom call; None where there is no kernel for it."""
-    choice = choose.fused(
-        _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation)
-    )
-    if choice is None:
+    plan = choose.fused(_problem(platform, x, dy, group_sizes, existing_out, dtype, implementation))
+    if plan is None:
         return None
-    return _CALLS[choice.kernel.name](choice, x, dy, group_sizes, existing_out, dtype=dtype)
+    return _CALLS[plan.kernel.name](plan, x, dy, group_sizes, existing_out, dtype=dtype)
 
 
-#: By kernel: ``call(choice, x, dy, group_sizes, existing_out, *, dtype)``.
+#: By kernel: ``call(plan, x, dy, group_sizes, existing_out, *, dtype)``.
 _CALLS: dict[str, Callable] = {"sm90": call.grouped_wgrad}
 
 

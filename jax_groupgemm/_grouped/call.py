@@ -100,7 +100,7 @@ def may_take_lists(x, w, product: Mm) -> bool:
     return product.implementation in (None, "sm90") and dense.lists_sm90(problem) is None
 
 
-def mm(choice: choose.Plan, x, w, metadata: Metadata, product: Mm,
+def mm(plan: choose.Plan, x, w, metadata: Metadata, product: Mm,
        epilogue: Epilogue = NO_EPILOGUE, *, x_rows=None, y_rows=None,
        preactivation: bool = False):  # fmt: skip
     """Custom call ``jgg_mm``: x, w, metadata[, lists][, options] -> out[, preactivation].
@@ -112,12 +112,12 @@ def mm(choice: choose.Plan, x, w, metadata: Metadata, product: Mm,
     lists = [rows for rows in (x_rows, y_rows) if rows is not None]
     rows_x = product.rows_x(x) if x_rows is None else x_rows.shape[0]
     flags: dict[str, Any] = {"mm": mm_flags(metadata, product)}
-    if choice.config.get("sum_parts", 1) > 1:
+    if plan.config.get("sum_parts", 1) > 1:
         assert epilogue.nothing
         assert not lists
-        return _mm_in_parts(choice, x, w, metadata, product)
+        return _mm_in_parts(plan, x, w, metadata, product)
     flags["rows"] = {"x_rows": x_rows is not None, "y_rows": y_rows is not None}
-    if choice.kernel.name == "cpu":
+    if plan.kernel.name == "cpu":
         assert epilogue.nothing
         table = metadata.decode(rows_x, rows, groups)
         shape = (n, rows) if product.transpose_out else (rows, n)
@@ -125,12 +125,12 @@ def mm(choice: choose.Plan, x, w, metadata: Metadata, product: Mm,
     flags |= {
         "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue, preactivation),
-        "plan": _plan_flags(choice, product),
+        "plan": _plan_flags(plan, product),
     }
     rest = [*metadata.narrow(rows_x, groups), *lists, *epilogue.arrays]
     columns = n // 2 if epilogue.gated else n
     shape = (columns, rows) if product.transpose_out else (rows, columns)
-    planes = choice.config["planes"]
+    planes = plan.config["planes"]
     if planes > 1:
         x, w = in_planes(planes, 64, (x, -1), (w, -1 if product.transpose_w else -2))
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
@@ -139,21 +139,21 @@ def mm(choice: choose.Plan, x, w, metadata: Metadata, product: Mm,
     return _call("jgg_mm", x, w, rest, shape, product, flags, aliases, more)
 
 
-def _mm_in_parts(choice: choose.Plan, x, w, metadata: Metadata, product: Mm):
+def _mm_in_parts(plan: choose.Plan, x, w, metadata: Metadata, product: Mm):
     axis_x, axis_w = 0 if product.transpose_x else 1, 2 if product.transpose_w else 1
 
     def run(begin: int, end: int):
         a, b = (lax.slice_in_dim(v, begin, end, axis=i) for v, i in ((x, axis_x), (w, axis_w)))
         problem = mm_problem("cuda", a, b, metadata, summed)
-        return mm(choose.configured(choice.kernel, problem), a, b, metadata, summed)
+        return mm(choose.configured(plan.kernel, problem), a, b, metadata, summed)
 
     summed = product.replace(out_dtype=jnp.float32)
-    return sum_of_parts(run, x.shape[axis_x], choice, product)
+    return sum_of_parts(run, x.shape[axis_x], plan, product)
 
 
-def sum_of_parts(run, k: int, choice: choose.Plan, product: Mm) -> jax.Array:
+def sum_of_parts(run, k: int, plan: choose.Plan, product: Mm) -> jax.Array:
     """Sums over parts of K, added up in float32: ``run(begin, end)`` is a product of some of it."""
-    step = -(-k // choice.config["sum_parts"])
+    step = -(-k // plan.config["sum_parts"])
     step += -step % 512  # whole lines of 16 bytes, words and quantization groups
     sums = [run(begin, min(begin + step, k)) for begin in range(0, k, step)]
     return functools.reduce(jnp.add, sums).astype(product.out_dtype)
@@ -178,7 +178,7 @@ def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad, *, x_list:
     )  # fmt: skip
 
 
-def wgrad(choice: choose.Plan, x, y, metadata: Metadata, product: Wgrad, *, x_rows=None,
+def wgrad(plan: choose.Plan, x, y, metadata: Metadata, product: Wgrad, *, x_rows=None,
           y_rows=None, scale=None, existing_out=None):  # fmt: skip
     """Custom call ``jgg_wgrad``: x, y, metadata[, group_offset][, list][, scale][, existing_out] ->
     out.
@@ -199,13 +199,13 @@ def wgrad(choice: choose.Plan, x, y, metadata: Metadata, product: Wgrad, *, x_ro
     if named is not None:
         length: int = named.shape[0]
         rows = length, length
-    if choice.kernel.name == "cpu":
+    if plan.kernel.name == "cpu":
         assert scale is None
         assert existing_out is None
         rest = [metadata.decode(*rows, groups), *(options[name] for name in given)]
         flags = _wgrad_flags(product) | {"rows": _given(options, "x_rows", "y_rows")}
         return _call("jgg_wgrad", x, y, rest, shape, product, flags)
-    config, tables = choice.config, []
+    config, tables = plan.config, []
     if config["ranges"] > 1 or config["parts"] > 1:
         column, table = _range_column(rows, metadata), metadata.decode(*rows, groups)
         tables = _tables_of_ranges(table, column, rows[column], config["ranges"])
@@ -215,21 +215,21 @@ def wgrad(choice: choose.Plan, x, y, metadata: Metadata, product: Wgrad, *, x_ro
         spans = Metadata(segments.SPANS, jnp.concatenate(spans))
         of_parts = product.replace(groups=spans.count, out_dtype=jnp.float32)
         problem = dataclasses.replace(wgrad_problem("cuda", x, y, spans, of_parts), longest=0)
-        out = wgrad(choose.configured(choice.kernel, problem), x, y, spans, of_parts)
+        out = wgrad(choose.configured(plan.kernel, problem), x, y, spans, of_parts)
         sums = out.reshape(len(tables), groups, config["parts"], *shape[1:]).sum((0, 2))
         return sums.astype(product.out_dtype)
     if config["planes"] > 1:
         transposes = product.transpose_x, product.transpose_y
         axes = (-1 if transpose else None for transpose in transposes)
         x, y = in_planes(config["planes"], 8, *zip((x, y), axes, strict=True))
-    call = functools.partial(_wgrad_call, choice, x, y, shape=shape, rows=rows[0])
+    call = functools.partial(_wgrad_call, plan, x, y, shape=shape, rows=rows[0])
     if not tables:
         return call(metadata, product, **options)
     assert not {"x_rows", "y_rows"} & {*given}
     return _sum_of_ranges(call, tables, metadata, product, config["adds"], scale, existing_out)
 
 
-def _wgrad_call(choice, x, y, metadata: Metadata, product: Wgrad, *, shape, rows: int,
+def _wgrad_call(plan, x, y, metadata: Metadata, product: Wgrad, *, shape, rows: int,
                 **options):  # fmt: skip
     """One call, of operands in planes if the kernel takes them so; ``shape`` is the result's."""
     flags = _wgrad_flags(product) | {
@@ -237,7 +237,7 @@ def _wgrad_call(choice, x, y, metadata: Metadata, product: Wgrad, *, shape, rows
         "own_weight": metadata.form.own_weight,
         "rows": _given(options, "x_rows", "y_rows"),
         "epilogue": _given(options, "scale", "existing_out"),
-        "plan": _plan_flags(choice, product),
+        "plan": _plan_flags(plan, product),
     }
     values = [value for value in options.values() if value is not None]
     rest = [*metadata.narrow(rows, shape[0]), *values]
@@ -340,10 +340,10 @@ def epilogue_flags(epilogue: Epilogue, preactivation: bool = False) -> dict[str,
     }
 
 
-def _plan_flags(choice: choose.Plan, product: Product) -> dict[str, Any]:
-    config = choice.config
+def _plan_flags(plan: choose.Plan, product: Product) -> dict[str, Any]:
+    config = plan.config
     parts = {name: config[name] for name in ("rows", "tile", "pairs", "planes")}
-    return parts | {"kernel": choice.named or "", "tf32": product.tf32}
+    return parts | {"kernel": plan.named or "", "tf32": product.tf32}
 
 
 def _call(target, a, b, rest, shape, product: Product, flags: dict[str, Any], aliases=None,

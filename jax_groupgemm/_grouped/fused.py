@@ -276,13 +276,13 @@ def _mm_call(platform, x, w, metadata, product: Mm, epilogue: Epilogue, lists: L
     )
     if preactivation:
         problem = dataclasses.replace(problem, preactivation=True)
-    choice = choose.fused(problem)
-    if choice is None:
+    plan = choose.fused(problem)
+    if plan is None:
         return None
     if lists is None:
-        return call.mm(choice, x, w, metadata, product, epilogue, preactivation=preactivation)
+        return call.mm(plan, x, w, metadata, product, epilogue, preactivation=preactivation)
     out = call.mm(
-        choice, x.reshape(flat.shape), w, metadata, product, _flat(epilogue), **lists.rows(x)
+        plan, x.reshape(flat.shape), w, metadata, product, _flat(epilogue), **lists.rows(x)
     )
     return out.reshape(lists.count, x.shape[1], out.shape[1])
 

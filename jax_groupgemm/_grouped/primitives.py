@@ -130,17 +130,17 @@ def _wgrad_batch(size, operands, dims, product: Wgrad):
 
 
 def _mm_lowering(platform, x, w, metadata, product: Mm):
-    choice = choose.choose(call.mm_problem(platform, x, w, metadata, product))
-    if choice is None:
+    plan = choose.choose(call.mm_problem(platform, x, w, metadata, product))
+    if plan is None:
         return reference.mm(x, w, metadata, product)
-    return call.mm(choice, x, w, metadata, product)
+    return call.mm(plan, x, w, metadata, product)
 
 
 def _wgrad_lowering(platform, x, y, metadata, product: Wgrad):
-    choice = choose.choose(call.wgrad_problem(platform, x, y, metadata, product))
-    if choice is None:
+    plan = choose.choose(call.wgrad_problem(platform, x, y, metadata, product))
+    if plan is None:
         return reference.wgrad(x, y, metadata, product)
-    return call.wgrad(choice, x, y, metadata, product)
+    return call.wgrad(plan, x, y, metadata, product)
 
 
 # ---- cost ------------------------------------------------------------------------------------

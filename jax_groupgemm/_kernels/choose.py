@@ -76,10 +76,10 @@ def fused(problem: Problem) -> Plan | None:
     names = {kernel.name for kernel in KERNELS[problem.op]}
     if problem.implementation not in (None, *names):
         return None
-    choice = choose(problem)
-    if choice is None or choice.kernel.fuses(problem) is not None:
+    plan = choose(problem)
+    if plan is None or plan.kernel.fuses(problem) is not None:
         return None
-    return choice if problem.named or choice.kernel.fusing_pays(problem) else None
+    return plan if problem.named or plan.kernel.fusing_pays(problem) else None
 
 
 def by_list(problem: Mm | Wgrad) -> Plan | None:
@@ -88,8 +88,8 @@ def by_list(problem: Mm | Wgrad) -> Plan | None:
 
     Raises ValueError where a kernel was named that cannot run the product itself.
     """
-    choice = choose(problem) if isinstance(problem, Wgrad) else fused(problem)
-    return choice if choice is not None and choice.kernel.lists_pay(problem) else None
+    plan = choose(problem) if isinstance(problem, Wgrad) else fused(problem)
+    return plan if plan is not None and plan.kernel.lists_pay(problem) else None
 
 
 def _named(problem: Problem) -> Plan:

@@ -1,4 +1,4 @@
-"""A kernel of an operation, as ``choose`` weighs it, and the choice of one."""
+"""A kernel of an operation, as ``choose`` weighs it, and the plan of a call."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ class Sample:
     dtypes: tuple[str, ...] = choose.FLOATS
     otherwise: str = "reference"
 
-    def choice(self, platform: str, dtype: str) -> choose.Plan | None:
+    def plan(self, platform: str, dtype: str) -> choose.Plan | None:
         problem = self.make(platform, dtype)
         return (choose.fused if isinstance(problem, (Fp8, Nvfp4)) else choose.choose)(problem)
 
     def others(self, platform: str, dtype: str) -> dict[str, str]:
         """Why each implementation that does not run the call does not."""
-        problem, choice = self.make(platform, dtype), self.choice(platform, dtype)
-        runs = None if choice is None else choice.kernel.name
+        problem, plan = self.make(platform, dtype), self.plan(platform, dtype)
+        runs = None if plan is None else plan.kernel.name
         return {
             name: _reasons(problem, name) or f"only on request, implementation={name!r}"
             for name in choose.IMPLEMENTATIONS[:-1]

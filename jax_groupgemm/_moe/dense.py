@@ -99,27 +99,27 @@ class Dense(ProductsWithBackward):
     def up_by_list(self, platform, x, w, bias, routing, *, keeps: bool):
         # XLA has the epilogue of a kernel of CPUs.
         epilogue = call.NO_EPILOGUE if platform == "cpu" else self.activates(bias)
-        choice, metadata, product = self.by_list(platform, x, w, routing, epilogue=epilogue)
-        if choice is None:
+        plan, metadata, product = self.by_list(platform, x, w, routing, epilogue=epilogue)
+        if plan is None:
             return None
-        run = functools.partial(call.mm, choice, x, w, metadata, x_rows=tokens_of_rows(routing))
+        run = functools.partial(call.mm, plan, x, w, metadata, x_rows=tokens_of_rows(routing))
         if platform == "cpu":
             return self.fused.activated(run, metadata, self.activates(bias), product)[: 1 + keeps]
         return run(product, epilogue, preactivation=keeps)
 
     def rows_cotangent_by_list(self, platform, ct, w, routing):
-        choice, metadata, product = self.by_list(platform, ct, w, routing, back=True)
-        if choice is None:
+        plan, metadata, product = self.by_list(platform, ct, w, routing, back=True)
+        if plan is None:
             return None
-        return call.mm(choice, ct, w, metadata, product, x_rows=tokens_of_rows(routing))
+        return call.mm(plan, ct, w, metadata, product, x_rows=tokens_of_rows(routing))
 
     def down_backward_by_list(self, platform, ct, h, w, scale, routing):
         """Custom call ``jgg_moe_down_backward``: ct, w, sizes, tokens of rows, h, scale -> the
         activation, the cotangent of h, and sums of 16 columns each."""
-        choice, metadata, product = self.by_list(
+        plan, metadata, product = self.by_list(
             platform, ct, w, routing, back=True, op="down_backward", activation=self.activation
         )
-        if choice is None:
+        if plan is None:
             return None
         rows, columns = h.shape[0], h.shape[1] // 2
         flags = {
@@ -128,7 +128,7 @@ class Dense(ProductsWithBackward):
         like = lambda *shape: jax.ShapeDtypeStruct(shape, h.dtype)
         sums = jax.ShapeDtypeStruct((-(-columns // 16), rows), jnp.float32)
         run = jax.ffi.ffi_call(
-            choice.target, [like(rows, columns), like(rows, 2 * columns), sums],
+            plan.target, [like(rows, columns), like(rows, 2 * columns), sums],
             input_output_aliases={4: 1},  # dh takes the place of h, tile by tile
         )  # fmt: skip
         (sizes,) = metadata.narrow(rows, w.shape[0])
@@ -144,13 +144,13 @@ class Dense(ProductsWithBackward):
             groups=w.shape[0], out_dtype=w.dtype, precision=self.precision,
             implementation=self.implementation,
         )  # fmt: skip
-        choice = choose.by_list(
+        plan = choose.by_list(
             call.wgrad_problem(platform, *pair, metadata, product, x_list=x_list, y_list=not x_list)
         )
-        if choice is None:
+        if plan is None:
             return None
         name = "x_rows" if x_list else "y_rows"
-        return call.wgrad(choice, *pair, metadata, product, **{name: tokens_of_rows(routing)})
+        return call.wgrad(plan, *pair, metadata, product, **{name: tokens_of_rows(routing)})
 
 
 @dataclasses.dataclass(frozen=True)

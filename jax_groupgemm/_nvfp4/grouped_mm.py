@@ -156,15 +156,15 @@ def _decoded(x: Quantized) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16))
 
 
-def _sm90(choice, x, w, group_sizes, scale, bias, *, dtype):
+def _sm90(plan, x, w, group_sizes, scale, bias, *, dtype):
     """x is decoded to the columns' order that the kernel takes beside w as it is stored."""
     rows = quantized_call.dequantize(
         x.weight, x.scales, None, None, mode=x.mode, bits=x.bits, group_size=x.group_size,
         dtype=_decoded(x).dtype, ordered=True,
     )  # fmt: skip
     return quantized_call.qmm(
-        choice, rows, dataclasses.replace(w, global_scale=scale), segments.sizes(group_sizes),
-        _product(x, dtype, choice.named), Epilogue(bias), x_is_ordered=True,
+        plan, rows, dataclasses.replace(w, global_scale=scale), segments.sizes(group_sizes),
+        _product(x, dtype, plan.named), Epilogue(bias), x_is_ordered=True,
     )  # fmt: skip
 
 

@@ -143,14 +143,14 @@ def _decoded(q: Quantized) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(q.shape, jnp.dtype(jnp.bfloat16))
 
 
-def _sm90(choice, x, dy, group_sizes, scale, beta, existing_out, *, dtype):
+def _sm90(plan, x, dy, group_sizes, scale, beta, existing_out, *, dtype):
     """One kernel multiplies, scales and accumulates. ``scale`` has every global scale."""
     padded = layouts.padded_sizes(group_sizes, x.positions.shape[0])
     dy, x = (exact(_stored(q), None) for q in (dy, x))
     if existing_out is not None and beta is not None:
         existing_out = _times(beta, existing_out)
     return grouped_call.wgrad(
-        choice, dy, x, segments.sizes(padded), _product(group_sizes, dtype, choice.named),
+        plan, dy, x, segments.sizes(padded), _product(group_sizes, dtype, plan.named),
         scale=jnp.where(padded > 0, scale, jnp.float32(0)), existing_out=existing_out,
     )  # fmt: skip
 

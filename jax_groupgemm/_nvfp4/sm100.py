@@ -29,7 +29,7 @@ from .layouts import group_of, padded_sizes
 def grouped_mm(composed: Callable, problem: Callable, sm90: Callable) -> Composed:
     """``composed(x, w, group_sizes, alpha, bias, *, dtype, implementation)``, of Quantized x and w;
     ``alpha`` has that of w. ``problem(platform, ...)`` of the same says what kernels see, and
-    ``sm90(choice, ...)`` runs it on Hopper."""
+    ``sm90(plan, ...)`` runs it on Hopper."""
     return _either("nvfp4_grouped_mm", composed, problem, {"sm100": _mm, "sm90": sm90}, _mm_cost)
 
 
@@ -53,8 +53,8 @@ def _either(name: str, composed: Callable, problem: Callable, calls: dict[str, C
             return None
         one = _one_factor(*operands)
         seen = problem(platform, *one, implementation=implementation, **static)
-        if (choice := choose.fused(seen)) is not None:
-            return calls[choice.kernel.name](choice, *one, **static)
+        if (plan := choose.fused(seen)) is not None:
+            return calls[plan.kernel.name](plan, *one, **static)
         if platform == "cuda":
             return of_others(*one, implementation=implementation, **static)
         return None
@@ -87,7 +87,7 @@ def _one_factor(x, w, group_sizes, alpha, *rest):
     return x, w, group_sizes, alpha, *rest
 
 
-def _mm(choice, x, w, group_sizes, alpha, bias, *, dtype):
+def _mm(plan, x, w, group_sizes, alpha, bias, *, dtype):
     (rows, _), groups = x.shape, w.shape[0]
     dtype = jnp.dtype(dtype)
     whole = bias is None and x.global_scale is None and dtype.name in ("bfloat16", "float32")
@@ -110,7 +110,7 @@ def _mm(choice, x, w, group_sizes, alpha, bias, *, dtype):
     return out.astype(dtype)
 
 
-def _wgrad(choice, x, dy, group_sizes, alpha, beta, existing_out, *, dtype):
+def _wgrad(plan, x, dy, group_sizes, alpha, beta, existing_out, *, dtype):
     groups = group_sizes.shape[0]
     beta = None if existing_out is None else _per_group(beta, groups)
     out = call.nvfp4_grouped_wgrad(

@@ -35,12 +35,12 @@ def qmm_problem(
     )  # fmt: skip
 
 
-def qmm(choice: choose.Plan, x, q, metadata: Metadata, product: Mm,
+def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
     [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight.
 
-    ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this choice.
+    ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this plan.
     """
     rows, (groups, _, n) = product.rows, product.sizes(q)
     assert epilogue.existing_out is None
@@ -52,10 +52,10 @@ def qmm(choice: choose.Plan, x, q, metadata: Metadata, product: Mm,
         "quantized": flags_of(q),
         "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue),
-        "plan": {name: choice.config.get(name, no) for name, no in _NO_PLAN.items()},
+        "plan": {name: plan.config.get(name, no) for name, no in _NO_PLAN.items()},
     }
-    if choice.target == "jgg_qmm":
-        x_ordered = choice.config.get("x_ordered", False)
+    if plan.target == "jgg_qmm":
+        x_ordered = plan.config.get("x_ordered", False)
         if x_ordered and not x_is_ordered:
             x = ordered.ordered(x, q.bits)
         assert x_ordered or not x_is_ordered
@@ -66,7 +66,7 @@ def qmm(choice: choose.Plan, x, q, metadata: Metadata, product: Mm,
             "tf32": product.tf32,
         }
     options = [value for value in (q.biases, q.global_scale, *offset) if value is not None]
-    call = jax.ffi.ffi_call(choice.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
+    call = jax.ffi.ffi_call(plan.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
     return call(
         x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
     )

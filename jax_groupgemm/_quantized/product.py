@@ -178,17 +178,17 @@ def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue 
     problem = call.qmm_problem(
         platform, x, q, metadata, product, epilogue, packable=prepack.packable(q)
     )
-    choice = choose.choose(problem) if epilogue.nothing else choose.fused(problem)
-    if choice is None:
+    plan = choose.choose(problem) if epilogue.nothing else choose.fused(problem)
+    if plan is None:
         return None
-    if choice.config.get("sum_parts", 1) > 1:
-        return _in_parts(choice, platform, x, prepack.unpacked(q), metadata, product)
-    packed = choice.target == "jgg_qmm_packed"
+    if plan.config.get("sum_parts", 1) > 1:
+        return _in_parts(plan, platform, x, prepack.unpacked(q), metadata, product)
+    packed = plan.target == "jgg_qmm_packed"
     q = prepack.packed_for(q, metadata, x.shape[0]) if packed else prepack.unpacked(q)
-    return call.qmm(choice, x, q, metadata, product, epilogue)
+    return call.qmm(plan, x, q, metadata, product, epilogue)
 
 
-def _in_parts(choice, platform, x, q: Quantized, metadata, product: Mm):
+def _in_parts(plan, platform, x, q: Quantized, metadata, product: Mm):
     """:func:`called` with sums over parts of K, which are added up in float32."""
     k, axis = x.shape[1], 2 if product.transpose_w else 1
 
@@ -206,7 +206,7 @@ def _in_parts(choice, platform, x, q: Quantized, metadata, product: Mm):
         summed = product.replace(out_dtype=jnp.float32)
         return called(platform, x[:, begin:end], dataclasses.replace(q, **leaves), metadata, summed)
 
-    return sum_of_parts(run, k, choice, product)
+    return sum_of_parts(run, k, plan, product)
 
 
 def _lowering(platform, x, q: Quantized, metadata, product: Mm):
