@@ -1,0 +1,209 @@
+"""What a kernel needs, as tables say it, is what it asks for: a call breaks each clause."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jax_groupgemm._kernels import choose, extension, problems, samples
+
+pytestmark = pytest.mark.skipif(
+    extension.BUILD.problem is not None, reason="the extension module cannot be imported"
+)
+BF16, F32 = "bfloat16", "float32"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+
+
+def sample(op: str, dtype: str = BF16) -> problems.Problem:
+    return samples.SAMPLES[op].make("cuda", dtype)
+
+
+MM, WGRAD, QMM = sample("grouped_mm"), sample("segmented_mm"), sample("grouped_qmm")
+PACKED = dataclasses.replace(QMM, layout="sm90")
+NVFP4 = sample("nvfp4_grouped_mm", F32)
+NVFP4_LINEAR = dataclasses.replace(
+    NVFP4, inner=dataclasses.replace(NVFP4.inner, mode="nvfp4", dtypes=(BF16,), k=2048)
+)
+NVFP4_WGRAD = sample("nvfp4_grouped_wgrad", F32)
+FP8, FP8_WGRAD = sample("fp8_grouped_mm"), sample("fp8_grouped_wgrad", F32)
+QUANTIZE = sample("fp8_quantize")
+ALONG = dataclasses.replace(QUANTIZE, along=4096)
+BOTH = dataclasses.replace(ALONG, both=True, dtypes=(BF16,))
+DEQUANTIZE = dataclasses.replace(QUANTIZE, op="fp8_dequantize")
+ACTIVATION = problems.Fp8Activation(
+    op="fp8_activation", platform="cuda", dtypes=(BF16,), columns=1024, activation="swiglu"
+)
+BACKWARD = dataclasses.replace(ACTIVATION, op="fp8_activation_backward")
+ROWS = problems.Rows(op="activation_backward", platform="cuda", dtypes=(BF16, BF16), columns=1024)
+DOWN = dataclasses.replace(
+    MM, op="down_backward", lists=True, x_list_alone=True, activation="swiglu", n=512
+)
+FEW = problems.Moe(
+    op="few_tokens", platform="cuda", dtypes=(BF16,), pairs=32, experts=64, d=2048, choices=8,
+    packed=True, matrix=2**20,
+)  # fmt: skip
+TOP_K = problems.TopK(op="top_k", platform="cuda", dtypes=(F32,), experts=64, k=8)
+MOE = {op: sample(op) for op in ("route", "dispatch", "combine")}
+MOE["combine_backward"] = dataclasses.replace(MOE["combine"], op="combine_backward")
+CONVERSIONS = {op: sample(op) for op in ("quantize", "dequantize", "nvfp4_quantize", "prepack")}
+PREPACK_FP8 = dataclasses.replace(
+    CONVERSIONS["prepack"], mode="fp8", calls=frozenset({"jgg_prepack_fp8"})
+)
+LONG = dict.fromkeys(("k", "n"), 2048)
+
+# (custom call, a call that the kernel takes, {clause of `needs`: fields that break it}).
+NEEDS = [
+    ("jgg_mm sm90", MM, {
+        "bfloat16, float16": {"dtypes": ("float64",) * 2, "operand_dtype": "float64"},
+        "float32 in bfloat16 planes": {
+            "dtypes": (F32,) * 2, "operand_dtype": F32, "out_dtype": F32, "rows": 8,
+        },
+    }),
+    ("jgg_mm cpu", dataclasses.replace(MM, platform="cpu"), {
+        "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
+    }),
+    ("jgg_wgrad sm90", WGRAD, {
+        "bfloat16, float16": {"dtypes": ("float64",) * 2},
+        "float32 in bfloat16 planes": {
+            "dtypes": (F32,) * 2, "operand_dtype": F32, "out_dtype": F32, "rows": 8,
+        },
+    }),
+    ("jgg_wgrad cpu", dataclasses.replace(WGRAD, platform="cpu"), {
+        "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
+    }),
+    ("jgg_qmm_packed sm90", PACKED, {
+        "bfloat16 x": {"dtypes": (F32,)},
+        "transpose_w": {"transpose_w": False},
+        "prepacked weights, or many rows, or mode fp8": {"layout": "linear", "rows": 64},
+    }),
+    ("jgg_qmm sm90", QMM, {
+        "bfloat16 x": {"dtypes": (F32,)},
+        "transpose_w": {"transpose_w": False},
+        "weights as stored": {"layout": "sm90"},
+        "K * bits % 128 == 0": {"k": 2056},
+    }),
+    ("jgg_qmm sm80", QMM, {"no mode fp8": {"mode": "fp8", "calls": frozenset()}}),
+    ("jgg_nvfp4_grouped_mm sm100", NVFP4, {
+        "K % 32 == 0": {"k": 2064},
+        "N % 8 == 0 (N % 4 with float32 and float16)": {"n": 2050},
+    }),
+    ("jgg_qmm sm90 nvfp4_grouped_mm", NVFP4_LINEAR, {
+        "K % 128 == 0": {"k": 2080},
+        "w as stored": {"linear": False},
+    }),
+    ("jgg_nvfp4_grouped_wgrad sm100", NVFP4_WGRAD, {"K % 4 == 0": {"k": 2050}}),
+    ("jgg_wgrad sm90 nvfp4_grouped_wgrad", NVFP4_WGRAD, {
+        "groups that are not cut into parts": {
+            "inner": dataclasses.replace(NVFP4_WGRAD.inner, kind="spans", groups=1, a=128, b=128)
+        },
+    }),
+    ("jgg_fp8_grouped_mm sm90", FP8, {
+        "e4m3": {"elements": ("e5m2", "e4m3")},
+        "blocks of 128 along K and of 128 x 128": {"blocks": ((1, 128), (1, 128))},
+    }),
+    ("jgg_fp8_grouped_wgrad sm90", FP8_WGRAD, {
+        "e4m3": {"elements": ("e4m3", "e5m2")},
+        "blocks of 128 rows": {"blocks": ((1, 128), (128, 128))},
+    }),
+    ("jgg_moe_down_backward sm90", DOWN, {
+        "bfloat16, float16": {"dtypes": (F32,) * 2, "operand_dtype": F32, "out_dtype": F32},
+        "SwiGLU": {"activation": "geglu"},
+        "few columns": {"n": 2048},
+    }),
+    ("jgg_moe_few_tokens sm90", FEW, {
+        "bfloat16": {"dtypes": (F32,)},
+        "prepacked weights": {"packed": False},
+        "up to 32 pairs of token and expert, 8 of a token": {"pairs": 33},
+        "pairs * D * F up to 2^26": {"matrix": 2**22},
+    }),
+    ("jgg_fp8_quantize sm80", QUANTIZE, {
+        "blocks of 128 or 128 x 128": {"block": (1, 64)},
+        "C % 8 == 0": {"columns": 2052},
+    }),
+    ("jgg_fp8_quantize sm80", ALONG, {"along R without groups R % 16 == 0": {"along": 4104}}),
+    ("jgg_fp8_quantize sm80", BOTH, {
+        "along both C % 16 == 0, and of 128 bfloat16 in groups": {"columns": 2056},
+    }),
+    ("jgg_fp8_activation sm80", ACTIVATION, {
+        "bfloat16": {"dtypes": (F32,)},
+        "a gated activation": {"activation": "silu"},
+        "F % 8 == 0": {"columns": 1028},
+    }),
+    ("jgg_fp8_activation_backward sm80", BACKWARD, {
+        "bfloat16": {"dtypes": (F32,)},
+        "a gated activation": {"activation": "silu"},
+        "F % 128 == 0": {"columns": 1032},
+    }),
+    ("jgg_fp8_dequantize sm80", DEQUANTIZE, {
+        "blocks of 128 or 128 x 128": {"block": (1, 64)},
+        "C % 8 == 0": {"columns": 2052},
+        "fewer than 2^33 codes": {"rows": 2**22, "columns": 2048},
+    }),
+    ("jgg_activation_backward sm80", ROWS, {
+        "bfloat16, float16": {"dtypes": (F32,) * 2},
+        "columns % 8 == 0": {"columns": 1028},
+    }),
+    ("jgg_moe_top_k sm80", TOP_K, {
+        "1 to 1024 experts in up to 32 groups, k up to 32": {"experts": 1025},
+    }),
+    ("jgg_moe_route sm80", MOE["route"], {"1 to 1024 experts": {"experts": 1025}}),
+    *[
+        (f"jgg_moe_{op} sm80", MOE[op], {
+            "rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32, D % 16 with codes)":
+                {"d": 2052},
+        }) for op in ("dispatch", "combine", "combine_backward")
+    ],
+    *[(f"jgg_{op} sm80", CONVERSIONS[op], {}) for op in ("quantize", "dequantize")],
+    ("jgg_nvfp4_quantize sm80", CONVERSIONS["nvfp4_quantize"], {}),
+    ("jgg_prepack sm80", CONVERSIONS["prepack"], {
+        "no mxfp8, no fp8": {"mode": "fp8", "calls": frozenset({"jgg_prepack_fp8"})},
+    }),
+    ("jgg_prepack_fp8 sm80", PREPACK_FP8, {
+        "mode fp8": {"mode": "affine", "calls": frozenset({"jgg_prepack"})},
+    }),
+]  # fmt: skip
+
+
+def kernel_of(call: str, problem) -> choose.Kernel:
+    target, name, *_ = call.split()
+    (kernel,) = [
+        k for k in choose.KERNELS[problem.op]
+        if (k.target, k.name) == (target, name) and not k.only_named
+    ]  # fmt: skip
+    return kernel
+
+
+def refuses(kernel, problem) -> bool:
+    """Whether this kernel does not run a call, or does so slowly."""
+    if choose.unsupported(problem) or choose.cannot(kernel, problem) or kernel.fuses(problem):
+        return True
+    pays = kernel.lists_pay if problem.op == "down_backward" else kernel.pays
+    return not (kernel.pays(problem) and pays(problem))
+
+
+@pytest.mark.parametrize(("call", "problem", "clauses"), NEEDS, ids=[call for call, *_ in NEEDS])
+def test_a_kernel_asks_for_what_its_table_says(call, problem, clauses):
+    kernel = kernel_of(call, problem)
+    assert not refuses(kernel, problem)
+    for clause, broken in clauses.items():
+        assert clause in kernel.needs
+        assert refuses(kernel, dataclasses.replace(problem, **broken)), clause
+
+
+def test_every_clause_is_tried():
+    told = {}
+    for call, problem, clauses in NEEDS:
+        kernel = kernel_of(call, problem)
+        told.setdefault((problem.op, kernel.target, kernel.name), []).extend(clauses)
+    for op, kernels in choose.KERNELS.items():
+        for kernel in kernels:
+            left = kernel.needs
+            for clause in sorted(told.get((op, kernel.target, kernel.name), ()), key=len)[::-1]:
+                left = left.replace(clause, "")
+            assert not re.search(r"\w", left), (op, kernel.target, left)
