@@ -12,12 +12,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "common/processors.h"
 #include "fp8/rules.h"
+#include "grouped_mm/mm.h"
 #include "grouped_mm/plan.h"
 #include "moe/rules.h"
 #include "nvfp4/rules.h"
@@ -165,10 +167,20 @@ std::pair<int64_t, int> PackedScaleShape(const std::string& mode, int group_size
   return {64 * k_tiles / scales.k, scales.words};
 }
 
+nb::str Named(std::string_view name) { return nb::str(name.data(), name.size()); }
+
+nb::dict Activations() {
+  nb::dict gated;
+  for (const auto& [name, activation] : kActivations) gated[Named(name)] = IsGated(activation);
+  return gated;
+}
+
 }  // namespace
 
 void DefineRules(nb::module_& m) {
   m.attr("H200_PROCESSORS") = kH200Processors;
+  m.attr("ACTIVATIONS") = Activations();  // by name, whether it is gated
+  m.attr("BACKWARD_ACTIVATION") = Named(ActivationOf<kBackwardSm90>::kName);  // of sm90
   m.def("tiles_sm90", &TilesSm90, nb::kw_only(), "wgrad"_a = false, "gated"_a = false,
         "transpose_x"_a = false,
         "Rows of the tiles that the Hopper kernel has for mm, or for wgrad, where transpose_x says "

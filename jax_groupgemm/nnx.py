@@ -16,7 +16,7 @@ from . import router
 from ._core import check
 from ._core.operations import INLINE
 from ._core.types import Activation
-from ._grouped.activations import GATED_ACTIVATIONS, check_name
+from ._grouped.activations import check_name, is_gated
 from ._moe.moe_mlp import moe_mlp
 
 __all__ = ["BalanceBias", "MoE"]
@@ -28,6 +28,7 @@ _INIT = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
 _OPTIONS = [
     name for name, of in inspect.signature(moe_mlp).parameters.items() if of.kind == of.KEYWORD_ONLY
 ]
+_ACTIVATION = inspect.signature(moe_mlp).parameters["activation"].default
 # One program, whose numbers are no transfers.
 _existing = jax.jit(functools.partial(router._existing, "nnx.MoE"), inline=INLINE)
 
@@ -137,7 +138,7 @@ class MoE(nnx.Module):
         d, f, e = features, hidden_features, num_experts
         if activation is not None:
             options["activation"] = activation
-        columns = 2 * f if (activation or "swiglu") in GATED_ACTIVATIONS else f
+        columns = 2 * f if is_gated(activation or _ACTIVATION) else f
         self.router = nnx.Linear(
             d, e, use_bias=router_bias, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs
         )

@@ -1,15 +1,19 @@
-"""CONTRIBUTING's checklist: an operation that is missing somewhere fails here."""
+"""CONTRIBUTING's checklists: an operation or activation that is missing somewhere fails here."""
 
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
+import moe_oracle
 import pytest
 
 import jax_groupgemm as jgg
+from jax_groupgemm._core import types
 from jax_groupgemm._core.operations import OPERATIONS
+from jax_groupgemm._grouped.activations import ACTIVATIONS
 from jax_groupgemm._kernels import choose, extension, samples
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +48,14 @@ def test_an_operation_is_everywhere(op):
     smoke = text("tests", "smoke.txt")
     files = {p for p in (ROOT / "tests").rglob("test_*.py") if f"jgg.{op}(" in p.read_text()}
     assert any(f"{p.relative_to(ROOT / 'tests')}::" in smoke for p in files), "tests/smoke.txt"
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_everywhere(name):
+    assert name in get_args(types.Activation), "_core/types.py"
+    assert f'``"{name}"``' in (jgg.grouped_mm.__doc__ or ""), "grouped_mm's docstring"
+    tested = moe_oracle.GATED if ACTIVATIONS[name].gated else moe_oracle.ACTIVATIONS
+    assert name in tested, "tests/lib/moe_oracle.py, from which tests take activations"
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

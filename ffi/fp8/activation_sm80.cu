@@ -1,7 +1,5 @@
 #include "fp8/activation_sm80.h"
 
-#include <type_traits>
-
 #include "common/dispatch.h"
 #include "common/sample.h"
 #include "fp8/device/activation.cuh"
@@ -12,22 +10,14 @@ namespace jgg {
 using namespace fp8;
 using namespace fp8::device;
 
-template <Activation kActivation>
-using Gated = std::integral_constant<Activation, kActivation>;
-
-// function(Gated<activation>{}).
+// function(ActivationOf<activation>{}). A sample has the first that is gated.
 template <typename Function>
 static cudaError_t DispatchGated(Activation activation, Function function) {
-  if (activation == Activation::kSwiglu) return function(Gated<Activation::kSwiglu>{});
-  if constexpr (!kSample) {
-    switch (activation) {
-      case Activation::kGeglu: return function(Gated<Activation::kGeglu>{});
-      case Activation::kReglu: return function(Gated<Activation::kReglu>{});
-      case Activation::kSwigluOai: return function(Gated<Activation::kSwigluOai>{});
-      default: break;
-    }
-  }
-  return cudaErrorNoKernelImageForDevice;
+  cudaError_t error = cudaErrorNoKernelImageForDevice;
+  DispatchActivation<true>(activation, [&](auto of) {
+    if constexpr (!kSample || decltype(of)::kActivation == kFirstGated) error = function(of);
+  });
+  return error;
 }
 
 cudaError_t LaunchFp8ActivationSm80(cudaStream_t stream, const Fp8ActivationSm80& args,
@@ -39,8 +29,8 @@ cudaError_t LaunchFp8ActivationSm80(cudaStream_t stream, const Fp8ActivationSm80
   if (cudaError_t error = FindGroups(stream, args.sizes, args.groups, args.workspace, &p, 0)) {
     return error;
   }
-  return DispatchGated(args.activation, [&](auto activation) {
-    using Source = ActivatedRow<DType::kBF16, activation.value>;
+  return DispatchGated(args.activation, [&](auto of) {
+    using Source = ActivatedRow<DType::kBF16, decltype(of)::kActivation>;
     return LaunchQuantize(stream, p, RowsKernel<DType::kBF16, Element::kE4M3, false, true, Source>,
                           RowsBlocks<DType::kBF16>(p), 1, kRowsThreads);
   });
@@ -67,11 +57,11 @@ cudaError_t LaunchFp8ActivationBackwardSm80(cudaStream_t stream,
   p.groups = groups.groups;
   const int64_t blocks = groups.blocks * (p.columns / kBlock);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  return DispatchGated(args.of.activation, [&](auto activation) {
+  return DispatchGated(args.of.activation, [&](auto of) {
     return DispatchBool(args.by_rows.seed != nullptr, [&](auto stochastic) {
       constexpr int kBytes = sizeof(ActivationShared<kSplits<DType::kBF16, stochastic.value>>);
       const auto kernel =
-          ActivationBackwardKernel<DType::kBF16, activation.value, stochastic.value>;
+          ActivationBackwardKernel<DType::kBF16, decltype(of)::kActivation, stochastic.value>;
       if (cudaError_t error =
               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
         return error;

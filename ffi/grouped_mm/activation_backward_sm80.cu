@@ -4,7 +4,7 @@
 
 #include "common/processors.h"
 #include "grouped_mm/activation_backward.h"
-#include "grouped_mm/device/activation_derivative.cuh"
+#include "grouped_mm/device/activation.cuh"
 
 namespace jgg {
 namespace device {
@@ -83,18 +83,12 @@ static void Launch(cudaStream_t stream, const ActivationBackwardArgs& args) {
 
 template <typename T>
 static cudaError_t LaunchActivation(cudaStream_t stream, const ActivationBackwardArgs& args) {
-  switch (args.activation) {
-    case Activation::kNone: return cudaErrorInvalidValue;
-    case Activation::kSilu: Launch<T, Activation::kSilu>(stream, args); break;
-    case Activation::kGelu: Launch<T, Activation::kGelu>(stream, args); break;
-    case Activation::kGeluErf: Launch<T, Activation::kGeluErf>(stream, args); break;
-    case Activation::kRelu: Launch<T, Activation::kRelu>(stream, args); break;
-    case Activation::kRelu2: Launch<T, Activation::kRelu2>(stream, args); break;
-    case Activation::kTanh: Launch<T, Activation::kTanh>(stream, args); break;
-    case Activation::kSwiglu: Launch<T, Activation::kSwiglu>(stream, args); break;
-    case Activation::kGeglu: Launch<T, Activation::kGeglu>(stream, args); break;
-    case Activation::kReglu: Launch<T, Activation::kReglu>(stream, args); break;
-    case Activation::kSwigluOai: Launch<T, Activation::kSwigluOai>(stream, args); break;
+  if (args.activation == Activation::kNone) return cudaErrorInvalidValue;
+  const auto launch = [&](auto of) { Launch<T, decltype(of)::kActivation>(stream, args); };
+  if (IsGated(args.activation)) {
+    DispatchActivation<true>(args.activation, launch);
+  } else {
+    DispatchActivation<false>(args.activation, launch);
   }
   return cudaGetLastError();
 }

@@ -5,27 +5,14 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "grouped_mm/activations.h"
 #include "grouped_mm/plan.h"
 #include "grouped_mm/segments.h"
 
 namespace jgg {
 
-enum class Activation {
-  kNone,
-  kSilu,
-  kGelu,
-  kGeluErf,
-  kRelu,
-  kRelu2,
-  kTanh,
-  // Gated.
-  kSwiglu,
-  kGeglu,
-  kReglu,
-  kSwigluOai
-};
-
-inline constexpr bool IsGated(Activation activation) { return activation >= Activation::kSwiglu; }
+// The activation whose backward pass a Hopper kernel makes of a product's sums: see by_list_sm90.h.
+inline constexpr Activation kBackwardSm90 = Activation::kSwiglu;
 
 // A row's float32 sums y become, before they are rounded:
 //   existing_out + row_scale * activation(y + bias[weight])

@@ -1,7 +1,6 @@
 // From XLA's buffers to MmArgs, for the handlers of mm.
 #pragma once
 
-#include <optional>
 #include <string_view>
 
 #include "common/buffer.h"
@@ -57,21 +56,6 @@ inline xla::ffi::Error BindMm(const PlanesBuffer& x, const PlanesBuffer& w, xla:
   args->in_order = in_order;
   args->epilogue.activation = activation;
   return xla::ffi::Error::Success();
-}
-
-inline std::optional<Activation> ToActivation(std::string_view name) {
-  if (name == "") return Activation::kNone;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_erf") return Activation::kGeluErf;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "relu2") return Activation::kRelu2;
-  if (name == "tanh") return Activation::kTanh;
-  if (name == "swiglu") return Activation::kSwiglu;
-  if (name == "geglu") return Activation::kGeglu;
-  if (name == "reglu") return Activation::kReglu;
-  if (name == "swiglu_oai") return Activation::kSwigluOai;
-  return std::nullopt;
 }
 
 inline xla::ffi::Error BindActivation(const char* op, const EpilogueAttrs& attrs,

@@ -26,9 +26,9 @@ struct GateApartByListSm90 : RowsOfLByListSm90<Operands> {
   using Store = GateApartStoreSm90;
 };
 template <typename Operands>
-struct BackwardOfSwigluSm90 : RowsOfLByListSm90<Operands> {
+struct BackwardOfRowsSm90 : RowsOfLByListSm90<Operands> {
   struct Store : device::StoreSm90 {
-    static constexpr Activation kBackward = Activation::kSwiglu;
+    static constexpr Activation kBackward = kBackwardSm90;
   };
 };
 
@@ -98,7 +98,7 @@ template <typename Element>
 cudaError_t LaunchBackwardByListSm90Instance(cudaStream_t stream, BackwardByListSm90& by_list,
                                              const OperandsSm90& operands) {
   return DispatchBool(operands.r_k_major, [&](auto r) {
-    using Kernel = BackwardOfSwigluSm90<DenseSm90<Element, true, decltype(r)::value>>;
+    using Kernel = BackwardOfRowsSm90<DenseSm90<Element, true, decltype(r)::value>>;
     return LaunchOperandByListKernelSm90<Kernel>(stream, by_list, operands);
   });
 }

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from .._core import costs, dtypes
 from .._core.composed import Composed
-from .._kernels import choose, dense, problems
-from .activations import ACTIVATIONS, GATED_ACTIVATIONS, activate
+from .._kernels import choose, problems
+from .activations import ACTIVATIONS, activate, is_gated
 from .call import attributes
 
 
@@ -35,12 +35,13 @@ def _composed(h, d, row_scale, live_rows, *, activation: str):
     del live_rows
     wide = dtypes.accumulator_dtype(h.dtype)
     d, h_wide = d.astype(wide), h.astype(wide)
-    if activation in GATED_ACTIVATIONS:
-        a, pull = jax.vjp(GATED_ACTIVATIONS[activation], *jnp.split(h_wide, 2, axis=1))
+    function = ACTIVATIONS[activation].function
+    if is_gated(activation):
+        a, pull = jax.vjp(function, *jnp.split(h_wide, 2, axis=1))
         # Beside each other, in one pass: neither is filled up with zeros and added.
         join = lambda halves: jnp.stack([v.astype(h.dtype) for v in halves], 1).reshape(h.shape)
     else:
-        a, pull = jax.vjp(ACTIVATIONS[activation], h_wide)
+        a, pull = jax.vjp(function, h_wide)
         join = lambda parts: parts[0].astype(h.dtype)
     if row_scale is None:
         return (join(pull(d)),)
@@ -50,12 +51,13 @@ def _composed(h, d, row_scale, live_rows, *, activation: str):
 
 
 def _call(platform, h, d, row_scale, live_rows, *, activation: str):
-    columns = h.shape[1] // (2 if activation in GATED_ACTIVATIONS else 1)
+    columns = h.shape[1] // (2 if is_gated(activation) else 1)
     problem = problems.Rows(
         op="activation_backward", platform=platform, dtypes=(h.dtype.name, d.dtype.name),
         out_dtype=h.dtype.name, empty=0 in (*h.shape, *d.shape), columns=columns,
+        activation=activation,
     )  # fmt: skip
-    if activation not in dense.ACTIVATIONS or choose.choose(problem) is None:
+    if choose.choose(problem) is None:
         return None
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     results, operands, aliases = [like(h)], [h, d], {}

@@ -3,6 +3,7 @@ stays one."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -28,40 +29,54 @@ def _gelu_erf(y):
     return y * _below(y)
 
 
-#: Of one operand.
-ACTIVATIONS: dict[str, Callable] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "gelu_erf": _gelu_erf,
-    "relu": jax.nn.relu,
-    "relu2": lambda y: jnp.square(jax.nn.relu(y)),
-    "tanh": jnp.tanh,
-}
-
-
 def _swiglu_oai(gate, up):
     """gpt-oss's: both are clipped, the sigmoid is steeper, and 1 is added to up."""
     gate = jnp.minimum(gate, 7)
     return (jnp.clip(up, -7, 7) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-#: Of gate and up, which are the halves of N.
-GATED_ACTIVATIONS: dict[str, Callable] = {
-    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
-    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
-    "reglu": lambda gate, up: jax.nn.relu(gate) * up,
-    "swiglu_oai": _swiglu_oai,
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What an activation is.
+
+    Attributes:
+      function: of ``y``, or of gate and up, where it is ``gated``.
+      gated: whether gate and up are the halves of N.
+    """
+
+    function: Callable
+    gated: bool = False
+
+
+#: By name, in the order in which messages name them.
+ACTIVATIONS: dict[str, Definition] = {
+    "silu": Definition(jax.nn.silu),
+    "gelu": Definition(jax.nn.gelu),
+    "gelu_erf": Definition(_gelu_erf),
+    "relu": Definition(jax.nn.relu),
+    "relu2": Definition(lambda y: jnp.square(jax.nn.relu(y))),
+    "tanh": Definition(jnp.tanh),
+    "swiglu": Definition(lambda gate, up: jax.nn.silu(gate) * up, gated=True),
+    "geglu": Definition(lambda gate, up: jax.nn.gelu(gate) * up, gated=True),
+    "reglu": Definition(lambda gate, up: jax.nn.relu(gate) * up, gated=True),
+    "swiglu_oai": Definition(_swiglu_oai, gated=True),
 }
+
+
+def is_gated(activation: str | None) -> bool:
+    """Of an activation that there is, or of none."""
+    return activation is not None and ACTIVATIONS[activation].gated
 
 
 def activate(y, activation: str | None) -> jax.Array:
     """``y`` (T, N) after its activation; with a gated one N/2 columns."""
     if activation is None:
         return y
-    if activation in ACTIVATIONS:
-        return ACTIVATIONS[activation](y)
+    function = ACTIVATIONS[activation].function
+    if not is_gated(activation):
+        return function(y)
     half = y.shape[1] // 2
-    return GATED_ACTIVATIONS[activation](y[:, :half], y[:, half:])
+    return function(y[:, :half], y[:, half:])
 
 
 #: Functions of JAX by ``__name__``, where that is none of ours.
@@ -70,10 +85,11 @@ _FUNCTIONS = {"swish": "silu"}
 
 def check_name(op: str, activation, *others: None) -> None:
     """Raises ValueError where there is no such activation; ``others`` may be None."""
-    names = (*ACTIVATIONS, *GATED_ACTIVATIONS)
-    if (activation is None and others) or (isinstance(activation, str) and activation in names):
+    if activation is None and others:
         return
-    known = ", ".join(map(repr, (*others, *names)))
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return
+    known = ", ".join(map(repr, (*others, *ACTIVATIONS)))
     if not callable(activation):
         raise ValueError(f"jgg.{op}: activation={activation!r} is not one of {known}")
     known = f"one of {known}"
@@ -84,14 +100,14 @@ def check_name(op: str, activation, *others: None) -> None:
         ours = "gelu_erf"
     raise ValueError(
         f"jgg.{op}: activation is the function {name}, and kernels know activations by name: write "
-        f"{f'activation={ours!r}' if ours in names else known}"
+        f"{f'activation={ours!r}' if ours in ACTIVATIONS else known}"
     )
 
 
 def columns(op: str, activation: str | None, n: int) -> int:
     """The columns that N become. Raises ValueError where there is no such activation."""
     check_name(op, activation, None)
-    if activation not in GATED_ACTIVATIONS:
+    if not is_gated(activation):
         return n
     if n % 2:
         raise ValueError(

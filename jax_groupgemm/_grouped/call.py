@@ -16,7 +16,7 @@ from .._core import dtypes, segments
 from .._core.products import Mm, Product, Wgrad
 from .._core.segments import Metadata
 from .._kernels import choose, dense, problems
-from .activations import GATED_ACTIVATIONS
+from .activations import is_gated
 from .planes import as_planes
 
 
@@ -43,7 +43,7 @@ class Epilogue:
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
+        return is_gated(self.activation)
 
     @property
     def arrays(self) -> list:

@@ -37,8 +37,8 @@ def cpu_packs(p: Mm | Wgrad) -> bool:
 
 def down_backward_fuses(p: Mm) -> str | None:
     """Why the activation's derivative is not made beside the product that gives its cotangent."""
-    if p.activation != "swiglu":
-        return f"needs activation 'swiglu', got {p.activation!r}"
+    if p.activation != (needed := extension.rules().BACKWARD_ACTIVATION):
+        return f"needs activation {needed!r}, got {p.activation!r}"
     if p.out_dtype != p.dtypes[0]:
         return "h and the cotangent differ in dtype"
     return dense.mm_fuses(p)

@@ -135,9 +135,10 @@ class Qmm(Fused):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows(Problem):
-    """What is done to each of some rows, of so many ``columns``."""
+    """``activation_backward`` of each of some rows; the activation has so many ``columns``."""
 
     columns: int
+    activation: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,8 +163,6 @@ class Fp8Conversion(Conversion):
 class Fp8Activation(Rows):
     """``fp8_activation`` or ``fp8_activation_backward`` of a gated activation's ``columns``."""
 
-    activation: str
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moe(Problem):
@@ -177,6 +176,7 @@ class Moe(Problem):
     choices: int = 1  # experts of a token
     packed: bool = False  # weights are prepacked
     matrix: int = 0  # elements of an expert's down projection, D * F
+    activation: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ def takes_few(p: Moe) -> str | None:
         return "an operand is empty"
     if p.dtypes != ("bfloat16",):
         return "needs bfloat16 x"
+    if why := dense.unknown_activation(p.activation):
+        return why
     return extension.rules().moe_few_tokens_problem(
         pairs=p.pairs, choices=p.choices, width=p.d, packed=p.packed
     )
@@ -50,6 +52,8 @@ def few_pay(p: Moe) -> bool:
 def differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"
+    if why := dense.unknown_activation(p.activation):
+        return why
     if why := extension.rules().activation_backward_problem(columns=p.columns):
         return why
     return "an operand is empty" if p.empty else None
@@ -58,7 +62,7 @@ def differentiates(p: Rows) -> str | None:
 def quantizes_activations(p: Fp8Activation) -> str | None:
     if p.dtypes != ("bfloat16",):
         return "needs h in bfloat16"
-    if p.activation not in dense.GATED_ACTIVATIONS:
+    if not extension.rules().ACTIVATIONS.get(p.activation):
         return "needs a gated activation"
     along_rows = p.op == "fp8_activation_backward"
     can = extension.rules().fp8_activation_problem

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._grouped.activations import GATED_ACTIVATIONS
+from .._grouped.activations import is_gated
 from .._grouped.call import attributes
 from .._kernels import choose, problems
 from .._quantized.call import flags_of
@@ -27,14 +27,14 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
     problem = problems.Moe(
         op="few_tokens", platform=platform, dtypes=(products.dtype.name,), pairs=tokens * k,
         d=max(d, down.shape[2]), matrix=d * down.shape[2], experts=down.shape[0], choices=k,
-        out_dtype=products.out_dtype.name,
+        out_dtype=products.out_dtype.name, activation=products.activation,
         packed=(up.layout, down.layout) == ("sm90", "sm90") and products.transpose_w,
         empty=0 in (tokens, k, *up.shape, *down.shape),
     )  # fmt: skip
     if choose.choose(problem) is None:
         return None
     index, offset = as_int32(index, offset, down.shape[0])
-    columns = up.shape[1] // (2 if products.activation in GATED_ACTIVATIONS else 1)
+    columns = up.shape[1] // (2 if is_gated(products.activation) else 1)
     results = [
         jax.ShapeDtypeStruct((tokens, d), products.out_dtype),
         jax.ShapeDtypeStruct((tokens * k, columns), jnp.bfloat16),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._core import check, dtypes
 from .._fp8.grouped_linear import FP8Recipe
 from .._fp8.grouped_mm import along_last
-from .._grouped.activations import GATED_ACTIVATIONS, check_name
+from .._grouped.activations import check_name, is_gated
 from .._nvfp4.grouped_linear import NVFP4Recipe
 from .._quantized import array
 from .._quantized import product as quantized_product
@@ -44,7 +44,7 @@ class Layer:
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
+        return is_gated(self.activation)
 
     @property
     def rounds_at_random(self) -> bool:
@@ -101,7 +101,7 @@ def checked(op: str, x, up, down, activation, up_bias, down_bias, transpose_w, r
     if recipe is not None and quantized:
         raise ValueError(f"jgg.{op}: recipe quantizes weights that are arrays")
     check_name(op, activation)
-    parts = 2 if activation in GATED_ACTIVATIONS else 1
+    parts = 2 if is_gated(activation) else 1
     d = x.shape[-1]
     names = {False: ("E, D, 2F", "E, F, D"), True: ("E, 2F, D", "E, D, F")}[transpose_w]
     remedy = f"Pass transpose_w={not transpose_w} if they are stored the other way."

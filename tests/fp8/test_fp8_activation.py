@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import lowered_calls
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -24,7 +25,7 @@ SIZES = {
     "several": [130, 0, 1, 257, 128, 5], "all": [R], "none": [0, 0], "more than rows": [600, 600],
 }  # fmt: skip
 BY_SIZES = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-GATED = ("swiglu", "geglu", "reglu", "swiglu_oai")
+GATED = tuple(moe_oracle.GATED)
 SEED = jnp.array([3, 5], jnp.uint32)
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -183,19 +184,7 @@ def epilogue_oracle(x, w, sizes, bias, activation, scale, old):
     y = oracle.grouped_mm(x, w, sizes)
     for g, (start, end) in enumerate(oracle.bounds(sizes, y.shape[0])):
         y[start:end] += oracle.f64(bias)[g]
-    act = {
-        "silu": lambda v: v / (1 + np.exp(-v)),
-        "relu": lambda v: np.maximum(v, 0),
-        "tanh": np.tanh,
-        "gelu": lambda v: 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3))),
-    }
-    half = y.shape[1] // 2
-    if activation in act:
-        y = act[activation](y)
-    elif activation == "swiglu":
-        y = act["silu"](y[:, :half]) * y[:, half:]
-    elif activation == "geglu":
-        y = act["gelu"](y[:, :half]) * y[:, half:]
+    y = moe_oracle.activate(y, activation)
     total = oracle.bounds(sizes, y.shape[0])[-1][1]
     y = y * oracle.f64(scale)[:, None]
     y[total:] = 0
@@ -203,13 +192,13 @@ def epilogue_oracle(x, w, sizes, bias, activation, scale, old):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "relu", "tanh", "swiglu", "geglu"])
+@pytest.mark.parametrize("activation", [None, *moe_oracle.ACTIVATIONS, *moe_oracle.GATED])
 @pytest.mark.one_in(5)
 def test_epilogue(rng, implementation, activation, dtype):
     t, k, n, g = 60, 24, 32, 4
     x, w = oracle.random(rng, (t, k), dtype), oracle.random(rng, (g, k, n), dtype)
     bias, scale = oracle.random(rng, (g, n)), oracle.random(rng, (t,))
-    old = oracle.random(rng, (t, n // 2 if activation in ("swiglu", "geglu") else n), dtype)
+    old = oracle.random(rng, (t, n // 2 if activation in moe_oracle.GATED else n), dtype)
     sizes = jnp.array([20, 0, 3, 30])
     with jax.numpy_dtype_promotion("standard"):
         out = jgg.grouped_mm(

@@ -15,8 +15,8 @@ from jax_groupgemm._core.products import Mm
 from jax_groupgemm._grouped import activation_backward, activations, fused
 from jax_groupgemm._grouped.call import Epilogue
 
-GATED = list(activations.GATED_ACTIVATIONS)
-BOTH = [*activations.ACTIVATIONS, *GATED]
+BOTH = list(activations.ACTIVATIONS)
+GATED = [name for name in BOTH if activations.is_gated(name)]
 
 
 def operands(sizes, k, n, dtype, transpose_w, seed=0):

@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -29,7 +30,7 @@ def test_epilogue(rng, activation, mean, given):
     sizes = np.append(rng.integers(0, 2 * mean, 7), 0)
     t, k, n = int(sizes.sum()) + 5, 72, 272
     x, w = oracle.random(rng, (t, k), "bfloat16"), oracle.random(rng, (8, k, n), "bfloat16") / 8
-    columns = n // 2 if activation in ("swiglu", "geglu") else n
+    columns = n // 2 if activation in moe_oracle.GATED else n
     options = {
         "bias": oracle.random(rng, (8, n), "bfloat16"),
         "row_scale": oracle.random(rng, (t,)),
@@ -57,8 +58,8 @@ OPTIONS = ("bias", "row_scale", "existing_out")
 def test_every_epilogue(rng, dtype, tolerance):
     """Every activation with all options, in the operands' dtype, and every option alone, in
     float32; either layout of w, few rows and many. Of planes there is no gated activation."""
-    activations = [None, "silu", "gelu", "relu", "tanh"]
-    activations += [] if dtype == "float32" else ["swiglu", "geglu"]
+    activations = [None, *moe_oracle.ACTIVATIONS]
+    activations += [] if dtype == "float32" else moe_oracle.GATED
     cases = [(activation, OPTIONS, dtype) for activation in activations]
     cases += [(activation, OPTIONS[:2], dtype) for activation in activations]
     cases += [(None, (option,), "float32") for option in OPTIONS]
@@ -70,7 +71,7 @@ def test_every_epilogue(rng, dtype, tolerance):
         x, w = oracle.host_random(rng, (t, k), dtype), oracle.host_random(rng, (8, k, n), dtype)
         w = w / w.dtype.type(8)
         for transpose_w, (activation, given, result) in itertools.product((False, True), cases):
-            shape = (t, n // 2 if activation in ("swiglu", "geglu") else n)
+            shape = (t, n // 2 if activation in moe_oracle.GATED else n)
             every = {
                 "bias": oracle.host_random(rng, (8, n), dtype),
                 "row_scale": oracle.host_random(rng, (t,), "float32"),

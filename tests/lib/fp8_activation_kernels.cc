@@ -106,11 +106,10 @@ void Run(const Operands& o) {
 
 }  // namespace
 
-extern "C" void activation_kernels(const Operands* o, int activation) {
-  switch (activation) {
-    case 0: return Run<Activation::kSwiglu>(*o);
-    case 1: return Run<Activation::kGeglu>(*o);
-    case 2: return Run<Activation::kReglu>(*o);
-    case 3: return Run<Activation::kSwigluOai>(*o);
-  }
+// Returns whether it is a gated activation that kernels have.
+extern "C" bool activation_kernels(const Operands* o, const char* name) {
+  const auto activation = ToActivation(name);
+  if (!activation || !IsGated(*activation)) return false;
+  DispatchActivation<true>(*activation, [&](auto of) { Run<decltype(of)::kActivation>(*o); });
+  return true;
 }

@@ -20,7 +20,7 @@ def relu(a):
 
 def gelu_erf(a):
     """Its imaginary part is that of the derivative, at a step that is tiny."""
-    erf = np.array([math.erf(v / math.sqrt(2)) for v in a.real])
+    erf = np.array([math.erf(v / math.sqrt(2)) for v in a.real.flat]).reshape(a.shape)
     slope = 0.5 * (1 + erf) + a.real * np.exp(-(a.real**2) / 2) / np.sqrt(2 * np.pi)
     return (
         0.5 * a.real * (1 + erf) + 1j * a.imag * slope
@@ -45,6 +45,17 @@ GATED = {
     "reglu": lambda g, u: relu(g) * u,
     "swiglu_oai": swiglu_oai,
 }
+#: Their derivatives jump.
+KINKED = {"relu", "relu2", "reglu", "swiglu_oai"}
+#: As error messages list them.
+NAMES = ", ".join(map(repr, (*ACTIVATIONS, *GATED)))
+
+
+def activate(y, activation):
+    """``y`` (..., N) after its activation, or none."""
+    if activation in GATED:
+        return GATED[activation](*np.split(y, 2, axis=-1))
+    return y if activation is None else ACTIVATIONS[activation](y)
 
 
 def derivative(function, a):
@@ -71,11 +82,7 @@ def moe_mlp(x, up, down, index, weight, ct=None, *, activation="swiglu", up_bias
             if not 0 <= e < experts:
                 continue
             h = x[t] @ up[e] + b_up[e]
-            if activation in GATED:
-                gate, value = np.split(h, 2)
-                a = GATED[activation](gate, value)
-            else:
-                a = ACTIVATIONS[activation](h)
+            a = activate(h, activation)
             out = a @ down[e] + b_down[e]
             y[t] += weight[t, j] * out
             if ct is None:
@@ -86,7 +93,7 @@ def moe_mlp(x, up, down, index, weight, ct=None, *, activation="swiglu", up_bias
             ddown[e] += np.outer(a, dout)
             da = down[e] @ dout
             if activation in GATED:
-                of = GATED[activation]
+                of, (gate, value) = GATED[activation], np.split(h, 2)
                 dgate = derivative(lambda g, v=value, of=of: of(g, v), gate)
                 dvalue = derivative(lambda v, g=gate, of=of: of(g, v), value)
                 dh = np.concatenate([dgate * da, dvalue * da])

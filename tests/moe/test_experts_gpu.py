@@ -5,12 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import pytest
 
 import jax_groupgemm as jgg
 
-GATED = ("swiglu", "geglu", "reglu", "swiglu_oai")
+GATED = tuple(moe_oracle.GATED)
 
 
 def operands(tokens, k, experts, d, f, dtype, transpose_w=False, seed=0):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -50,9 +51,9 @@ def test_formats(rng, mode, bits, group_size, tokens):
     check(problem(rng, mode, bits, group_size, tokens, 8))
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "swiglu_oai", "silu", "relu2"])
+@pytest.mark.parametrize("activation", [*moe_oracle.ACTIVATIONS, *moe_oracle.GATED])
 def test_activations(rng, activation):
-    gated = "glu" in activation
+    gated = activation in moe_oracle.GATED
     check(problem(rng, "nvfp4", 4, 16, 3, 4, gated), activation=activation)
 
 

@@ -258,9 +258,7 @@ def test_errors(rng):
         assert str(caught.value).startswith("jgg.moe_mlp: ")
 
 
-NAMES = (
-    "'silu', 'gelu', 'gelu_erf', 'relu', 'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', 'swiglu_oai'"
-)
+NAMES = moe_oracle.NAMES
 
 
 @pytest.mark.parametrize(

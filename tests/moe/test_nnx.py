@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -99,11 +100,6 @@ def test_there_is_nothing_to_balance():
         nnx.eval_shape(new).balance(jnp.zeros(E))
 
 
-ACTIVATIONS = (
-    "'silu', 'gelu', 'gelu_erf', 'relu', 'relu2', 'tanh', 'swiglu', 'geglu', 'reglu', 'swiglu_oai'"
-)
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -129,7 +125,7 @@ ACTIVATIONS = (
         ),
         (
             {"activation": "selu"}, ValueError,
-            f"activation='selu' is not one of None, {ACTIVATIONS}",
+            f"activation='selu' is not one of None, {moe_oracle.NAMES}",
         ),
         ({"dtype": "fp32"}, TypeError, "dtype='fp32' is not a dtype"),
         ({"param_dtype": "int8"}, TypeError, "param_dtype must be of floats, got int8"),

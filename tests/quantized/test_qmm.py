@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import moe_oracle
 import numpy as np
 import oracle
 import pytest
@@ -217,13 +218,8 @@ def test_a_global_scale_for_every_column(rng, implementation):
         jgg.grouped_qmm(jnp.ones((20, 128)), q, sizes, transpose_w=False)
 
 
-ACTIVATIONS = {
-    "relu": lambda y: np.maximum(y, 0),
-    "swiglu": lambda y: y[:, :35] / (1 + np.exp(-y[:, :35])) * y[:, 35:],
-}
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*moe_oracle.ACTIVATIONS, *moe_oracle.GATED])
+@pytest.mark.one_in(3)
 def test_epilogue(rng, implementation, activation):
     """The options of grouped_mm, with a group offset."""
     q = oracle.random_quantized(rng, (3, 70, 96), "affine", 4, 32)
@@ -237,7 +233,7 @@ def test_epilogue(rng, implementation, activation):
     y = oracle.grouped_qmm(x, q, sizes, offset=1)
     y[4:14] += oracle.f64(bias)[0]
     y[14:23] += oracle.f64(bias)[2]
-    want = ACTIVATIONS[activation](y) * oracle.f64(scale)[:, None]
+    want = moe_oracle.activate(y, activation) * oracle.f64(scale)[:, None]
     oracle.assert_close(jax.jit(f)(x, q, sizes), want, tolerance=2e-6)
 
 

@@ -3,11 +3,10 @@
 #pragma once
 
 #include "fp8/device/quantize_tiles.cuh"
-#include "grouped_mm/device/activation_derivative.cuh"
+#include "grouped_mm/device/activation.cuh"
 
 namespace jgg::fp8::device {
 
-using jgg::device::Activated;
 using jgg::device::Differentiate;
 using jgg::device::LargerMagnitude2;
 using jgg::device::Round2;

@@ -9,7 +9,7 @@
 
 #include "cute/arch/copy_sm75.hpp"
 #include "grouped_mm/by_list_sm90.h"
-#include "grouped_mm/device/activation_derivative.cuh"
+#include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/gemm_sm90.cuh"
 
 namespace jgg::device {

@@ -29,7 +29,7 @@ struct LinearWeights {
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
   static constexpr int kMostRows = 192;  // that registers allow
   static constexpr int kBlocksPerSm = FormatTraits<kMode, kBits>::kLinearBlocksPerSm;
-  static constexpr int kBlocksOf64 = 1;                      // of up to 64 rows
+  static constexpr int kBlocksOf64 = 1;  // of up to 64 rows
   static constexpr bool kAlwaysWarps = rules::AlwaysWarps(false, kBits, false);
   static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply

@@ -18,7 +18,7 @@ NO_GRADIENT = ["float8_e8m0fnu", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_
 INTEGERS = ["int8", "int8", "uint8", "int16", "int32", "uint32", "int4", "uint4"]
 GATED = list(moe_oracle.GATED)
 ACTIVATIONS = [*moe_oracle.ACTIVATIONS, *GATED]
-KINKED = {"relu", "relu2", "reglu", "swiglu_oai"}
+KINKED = moe_oracle.KINKED
 
 
 @dataclasses.dataclass

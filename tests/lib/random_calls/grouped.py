@@ -32,20 +32,6 @@ from .call import (
 # ---- epilogues ---------------------------------------------------------------------------------
 
 
-def activated(y, activation):
-    if activation is None:
-        return y
-    if activation in moe_oracle.ACTIVATIONS:
-        return moe_oracle.ACTIVATIONS[activation](y) if activation != "gelu_erf" else erf_gelu(y)
-    gate, up = np.split(y, 2, axis=-1)
-    return moe_oracle.GATED[activation](gate, up)
-
-
-def erf_gelu(y):
-    flat = moe_oracle.gelu_erf(y.reshape(-1)) if y.size else y.reshape(-1)
-    return flat.reshape(y.shape)
-
-
 def options_of(rng, t, g, n, dtype, out, existing=True, activations=True):
     """Names, shapes and dtypes of options, the activation and the columns of the result."""
     activation = sometimes(rng, pick(rng, ACTIVATIONS)) if activations else None
@@ -72,7 +58,7 @@ def epilogue(y, ranges, options, activation):
         for (start, end), b in zip(ranges, num(options["bias"]), strict=True):
             y[start:end] += b
     with np.errstate(over="ignore"):
-        y = activated(y, activation)
+        y = moe_oracle.activate(y, activation)
     if "row_scale" in options:
         covered = np.zeros(len(y), bool)
         for start, end in ranges:
