@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import dense
+from . import dense, extension
 from .problems import HALVES, Mm, Wgrad
 
 # A product takes longer when it gathers its rows: mm an eighth, and weight gradients a third. A
