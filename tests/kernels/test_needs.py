@@ -40,7 +40,7 @@ ACTIVATION = problems.Fp8Activation(
     op="fp8_activation", platform="cuda", dtypes=(BF16,), columns=1024, activation="swiglu"
 )
 BACKWARD = dataclasses.replace(ACTIVATION, op="fp8_activation_backward")
-ROWS = problems.Rows(op="activation_backward", platform="cuda", dtypes=(BF16, BF16), columns=1024)
+ROWS = dataclasses.replace(ACTIVATION, op="activation_backward", dtypes=(BF16, BF16))
 DOWN = dataclasses.replace(
     MM, op="down_backward", lists=True, x_list_alone=True, activation="swiglu", n=512
 )
