@@ -73,7 +73,7 @@ NO_EPILOGUE = Epilogue()
 
 def mm_problem(
     platform, x, w, metadata: Metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE, *,
-    lists: bool = False, x_list_alone: bool = False,
+    lists: bool = False, x_list_alone: bool = False, y_list: bool = False,
 ) -> problems.Mm:  # fmt: skip
     """``mm`` of these operands, as kernels see it; with an ``epilogue``, or lists of rows."""
     groups, k, n = product.sizes(w)
@@ -87,7 +87,7 @@ def mm_problem(
         elements=x.size + w.size, in_order=metadata.form.ordered_y,
         transpose_x=product.transpose_x, transpose_w=product.transpose_w,
         transpose_out=product.transpose_out, tf32=product.tf32, lists=lists,
-        x_list_alone=x_list_alone,
+        x_list_alone=x_list_alone, y_list=y_list,
         existing_dtype=None if existing is None else existing.dtype.name, **facts,
     )  # fmt: skip
 

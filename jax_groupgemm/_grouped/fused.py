@@ -272,8 +272,9 @@ def _mm_call(platform, x, w, metadata, product: Mm, epilogue: Epilogue, lists: L
     if lists is not None:
         flat = jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], x.shape[2]), x.dtype)
     problem = call.mm_problem(
-        platform, flat, w, metadata, product, epilogue, lists=lists is not None
-    )
+        platform, flat, w, metadata, product, epilogue, lists=lists is not None,
+        y_list=lists is not None and lists.y_index is not None,
+    )  # fmt: skip
     if preactivation:
         problem = dataclasses.replace(problem, preactivation=True)
     plan = choose.fused(problem)

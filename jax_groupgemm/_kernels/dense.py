@@ -140,7 +140,7 @@ def mm_plan(p: Mm, planes: int = 1) -> dict[str, Any]:
     activation = p.activation is not None and not p.gated and p.op == "mm"
     return _plan(extension.rules().plan_mm_sm90(
         rows=p.rows, segments=p.segments, k=p.k, n=p.n, planes=planes, gated=p.gated,
-        by_list=p.lists, y_by_list=p.lists and not p.x_list_alone,
+        by_list=p.lists, y_by_list=p.y_list,
         preactivation=p.preactivation, more_options=p.more_options,
         same_dtype=p.out_dtype == p.operand_dtype, bias=p.bias, activation=activation,
         rounds=p.rounds, float32_out=p.out_dtype == "float32",

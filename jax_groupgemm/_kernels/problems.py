@@ -77,7 +77,8 @@ class Mm(Fused):
     transpose_out: bool = False
     tf32: bool = False
     lists: bool = False  # rows are named by index
-    x_list_alone: bool = False  # only those of x
+    x_list_alone: bool = False  # only those of x, and their copy is what runs elsewhere
+    y_list: bool = False  # those of the result are
     existing_dtype: str | None = None
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
+from jax_groupgemm._kernels import choose, extension, problems
 
 needs_extension = pytest.mark.skipif(
     extension.BUILD.problem is not None, reason="the extension module cannot be imported"
@@ -127,3 +127,43 @@ def test_it_is_made_once(hopper, monkeypatch):
     args = array(4096, 512), array(8, 512, 1024)
     assert len(plans(lambda x, w: jgg.grouped_mm(x, w, jnp.full(8, 512)), *args)) == 1
     assert calls == ["plan_mm_sm90"]
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("lists", "rows"),
+    [
+        ({}, "in order"),
+        ({"lists": True}, "operand by list"),
+        ({"lists": True, "y_list": True}, "by list"),
+        ({"lists": True, "bias": True}, "by list"),
+        ({"lists": True, "segments": 64}, "by list"),
+    ],
+)
+def test_how_rows_are_found(hopper, lists, rows):
+    """Many rows of x come by list on a kernel of their own, if nothing else does."""
+    problem = problems.Mm(
+        op="mm", platform="cuda", dtypes=("bfloat16",) * 2, out_dtype="bfloat16",
+        operand_dtype="bfloat16", k=512, n=512, rows=4096, groups=64,
+        **({"segments": 8} | lists),
+    )  # fmt: skip
+    plan = choose.fused(problem)
+    assert plan is not None
+    assert plan.config["rows"] == rows
+
+
+@needs_extension
+def test_a_call_by_list_carries_its_plan(hopper):
+    index = jnp.arange(64) % 7
+    args = array(9, 1, 512), array(128, 512, 512)
+    (plan,) = plans(lambda a, b: jgg.gather_mm(a, b, index, index), *args)
+    assert (plan["rows"], plan["tile"]) == ("by list", "32")
+
+
+@needs_extension
+def test_quantized_weights_carry_theirs(hopper):
+    w = jax.eval_shape(lambda w: jgg.quantize(w, mode="nvfp4"), array(8, 1024, 512))
+    for rows, way, tile in ((8, "warps", "32"), (8 * 100, "tiles", "128")):
+        sizes = jnp.full(8, rows // 8)
+        (plan,) = plans(lambda x, w, s=sizes: jgg.grouped_qmm(x, w, s), array(rows, 512), w)
+        assert (plan["way"], plan["tile"]) == (way, tile)
