@@ -143,6 +143,14 @@ def mark_weekly(items) -> None:
 
 
 @pytest.fixture
+def hopper(monkeypatch):
+    """The machine seems to have one Hopper GPU, and this build code for it."""
+    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
+    monkeypatch.setattr(extension, "BUILD", build)
+    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
+
+
+@pytest.fixture
 def rng(request) -> np.random.Generator:
     """Random numbers of this test's own: the same in every run, different between tests."""
     return np.random.default_rng(list(request.node.name.encode()))

@@ -18,15 +18,9 @@ from jax_groupgemm._fp8.grouped_linear import of_columns
 from jax_groupgemm._fp8.grouped_wgrad import grouped_wgrad
 from jax_groupgemm._kernels import extension
 
+pytestmark = pytest.mark.usefixtures("hopper")
 T, G, N, K = 150, 3, 144, 256
 LINE, TILE = (1, 128), (128, 128)
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
 
 
 def array(*shape, dtype="float32"):

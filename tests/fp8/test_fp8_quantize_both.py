@@ -16,7 +16,6 @@ from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8 import convert
-from jax_groupgemm._kernels import extension
 
 TARGET = SQUARES_BOTH
 ONE, BOTH = "along one axis", "along both"
@@ -109,14 +108,6 @@ def test_one_of_both():
     x = jnp.zeros((2, 48, 64))
     first = jax.checkpoint(lambda x: both(x)[0].weight.astype("float32").sum() * x.sum())
     assert counts(text_of(jax.value_and_grad(first), x)) == {ONE: 2}
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """The machine seems to have one Hopper GPU."""
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
 
 
 def linear(x, up, down):

@@ -34,13 +34,6 @@ FUSES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
-
-
 @pytest.mark.parametrize(("changed", "why"), FUSES)
 def test_what_is_fused(hopper, changed, why):
     problem = dataclasses.replace(MM, **changed)

@@ -7,17 +7,13 @@ import pytest
 
 from jax_groupgemm._kernels import choose, extension, problems, samples
 
-pytestmark = pytest.mark.skipif(
-    extension.BUILD.problem is not None, reason="the extension module cannot be imported"
-)
+pytestmark = [
+    pytest.mark.usefixtures("hopper"),
+    pytest.mark.skipif(
+        extension.BUILD.problem is not None, reason="the extension module cannot be imported"
+    ),
+]
 BF16, F32 = "bfloat16", "float32"
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
 
 
 def sample(op: str, dtype: str = BF16) -> problems.Problem:

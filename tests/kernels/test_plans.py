@@ -83,13 +83,6 @@ def test_a_plan_of_quantized_weights_that_no_kernel_follows(program, plan, why):
     assert program.of_qmm(*numbers, ctypes.c_int64(segments)).decode() == (why or "")
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
-
-
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -15,7 +15,6 @@ from meshes import mesh_of, needs_two_devices
 
 import jax_groupgemm as jgg
 from jax_groupgemm._fp8.grouped_linear import codes_of
-from jax_groupgemm._kernels import extension
 from jax_groupgemm._moe import experts
 from jax_groupgemm._moe.fp8 import FP8, FP8Kernels
 from jax_groupgemm._moe.products import Linear, Weights
@@ -258,14 +257,6 @@ def test_nothing_to_do(rng):
     ):
         for value in found:
             assert not np.asarray(value).any()
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """The machine seems to have one Hopper GPU."""
-    build = extension.Build(cuda="13.0", architectures=("80", "90a"))
-    monkeypatch.setattr(extension, "BUILD", build)
-    monkeypatch.setattr(extension, "live_capabilities", lambda: (90,))
 
 
 @pytest.mark.usefixtures("hopper")
