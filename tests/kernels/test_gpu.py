@@ -13,6 +13,7 @@ from device_runs import assert_overlap, kernel_runs, profile_on_two_streams
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
+from jax_groupgemm._kernels import extension
 
 pytestmark = pytest.mark.gpu
 
@@ -126,24 +127,54 @@ def test_operand_over_four_gib(rng):
     oracle.assert_close(tail[0], oracle.f64(x[-200:]).T @ oracle.f64(out[-200:]))
 
 
-def test_errors_of_a_handler_reach_python():
-    """A handler called with shapes that do not fit says so in one line."""
-    x, w, table = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros((2, 4), jnp.int32)
+def mm_flags(**plan):
+    """Attributes of jgg_mm as its call makes them, with another plan."""
     no = lambda *names: dict.fromkeys(names, np.bool_(False))
-    flags = {
-        "metadata": {"kind": "segments"} | no("swapped", "group_offset"),
-        "mm": no("transpose_x", "transpose_w", "transpose_out", "in_order", "clears_rest"),
+    same = {"kernel": "", "rows": "in order", "planes": np.int32(1), "tile": np.int32(32)}
+    return {
+        "metadata": {"kind": "sizes"} | no("swapped", "group_offset"),
+        "mm": no("transpose_x", "transpose_w", "transpose_out", "clears_rest")
+        | {"in_order": np.bool_(True)},
         "rows": no("x_rows", "y_rows"),
         "epilogue": {"activation": ""}
         | no("bias", "row_scale", "existing_out", "preactivation", "rounds_preactivation"),
-        "plan": {"kernel": "", "rows": "in order", "planes": np.int32(1), "tile": np.int32(32)}
-        | no("tf32", "pairs"),
+        "plan": same | plan | no("tf32", "pairs"),
     }
-    call = jax.ffi.ffi_call("jgg_mm", jax.ShapeDtypeStruct((4, 4), jnp.float32))
+
+
+def run_mm(x, w, sizes, **plan):
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[-1]), x.dtype)
+    call = jax.ffi.ffi_call("jgg_mm", out)
+    return jax.block_until_ready(
+        jax.jit(lambda *args: call(*args, **mm_flags(**plan)))(x, w, sizes)
+    )
+
+
+def test_errors_of_a_handler_reach_python():
+    """A handler called with shapes that do not fit says so in one line."""
+    x, w, sizes = jnp.ones((4, 8)), jnp.ones((2, 9, 4)), jnp.zeros(2, jnp.int32)
     with pytest.raises(
         (RuntimeError, ValueError), match=r"jgg.mm: w has shape \(2, 9, 4\), expected"
     ):
-        jax.block_until_ready(jax.jit(lambda: call(x, w, table, **flags))())
+        run_mm(x, w, sizes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ({"tile": np.int32(48)}, "there is no kernel with tiles of 48 rows in order"),
+        ({"rows": "by list"}, "the plan and the operands differ in lists"),
+        ({"rows": "at random"}, "unknown plan of rows 'at random'"),
+    ],
+)
+def test_a_handler_refuses_a_plan_that_no_kernel_follows(plan, why):
+    if 90 not in extension.live_capabilities():
+        pytest.skip("needs a Hopper GPU")
+    x, w = jnp.ones((8, 64), "bfloat16"), jnp.ones((2, 64, 64), "bfloat16")
+    sizes = jnp.array([5, 3], jnp.int32)
+    np.testing.assert_array_equal(run_mm(x, w, sizes), 64)
+    with pytest.raises((RuntimeError, ValueError), match=why):
+        run_mm(x, w, sizes, **plan)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
