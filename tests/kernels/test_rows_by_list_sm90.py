@@ -35,7 +35,10 @@ def product(x, w, sizes, x_rows=None, y_rows=None, offset=None, *, transpose_w=F
 
 def call(x, w, metadata, mm, epilogue=grouped_call.NO_EPILOGUE, **lists):
     by_list = any(rows is not None for rows in lists.values())
-    problem = grouped_call.mm_problem("cuda", x, w, metadata, mm, epilogue, lists=by_list)
+    problem = grouped_call.mm_problem(
+        "cuda", x, w, metadata, mm, epilogue, lists=by_list,
+        y_list=lists.get("y_rows") is not None,
+    )  # fmt: skip
     choice = choose.choose(problem)
     return grouped_call.mm(choice, x, w, metadata, mm, epilogue, **lists)
 
