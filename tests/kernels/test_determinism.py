@@ -242,7 +242,7 @@ test_determinism.two_streams(sys.argv[2])
 @hopper
 def test_beside_others_on_a_second_stream(tmp_path):
     planes = profile_on_two_streams(tmp_path, TWO_STREAMS, "beside", 1)
-    runs = kernel_runs(planes, "GemmSm90Kernel")
+    runs = kernel_runs(planes, "Sm90Kernel")
     count = COUNT if WHOLE_STREAMS else COUNT - 2
     assert len(runs) == 3 * 2 * count == len(kernel_runs(planes, "GemmSm"))
     assert_overlap(runs)

@@ -158,4 +158,4 @@ test_experts_replays_gpu.two_streams(sys.argv[2])
 def test_on_two_streams(tmp_path):
     """Steps that run at the same time give the bits that they give alone."""
     planes = profile_on_two_streams(tmp_path, TWO_STREAMS, "beside", len(CASES))
-    assert_overlap(kernel_runs(planes, "GemmSm90Kernel"))
+    assert_overlap(kernel_runs(planes, "Sm90Kernel"))
