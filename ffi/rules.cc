@@ -1,4 +1,5 @@
-// The rules that handlers have, by name: Python asks them before it chooses a kernel.
+// What Python asks before it lowers a call: the rules that handlers have, by name, plans, and the
+// activations of kernels.
 //
 // A function whose name ends in "_problem" returns why a kernel cannot take a call, in one
 // sentence, or None where it can. Only a handler can tell what depends on a device or on addresses.
@@ -209,7 +210,7 @@ void DefineRules(nb::module_& m) {
         "'direct'), rows of a tile or block, blocks that share out a tile's k, and whether warps "
         "have pairs of columns' tiles.");
   m.def("fp8_rows_first_sm90", &rules::Fp8RowsFirstSm90, nb::kw_only(), "rows"_a, "segments"_a,
-        "float32_out"_a, "Whether an FP8 product has rows as the instruction's M.");
+        "Whether an FP8 product with results of 16 bits has rows as the instruction's M.");
   m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,
         "b"_a, "element_bytes"_a = 2, "transpose_x"_a = false, "transpose_y"_a = false,
         "own_weight"_a = true, "segments"_a = false, "x_by_list"_a = false, "y_by_list"_a = false,

@@ -12,6 +12,11 @@ namespace jgg::rules {
 // Why not; nothing where the kernel can.
 using Reason = std::optional<std::string>;
 
+// Rows that a segment has on average, rounded up.
+constexpr int64_t RowsPerSegment(int64_t rows, int64_t segments) {
+  return (rows + segments - 1) / (segments > 0 ? segments : 1);
+}
+
 // Why an axis of `got` elements is not whole multiples of `unit`.
 inline Reason NeedsMultiple(const char* name, int64_t unit, int64_t got) {
   if (got % unit == 0) return std::nullopt;

@@ -15,8 +15,8 @@ inline Reason Fp8MmSm90Problem(int64_t k, int64_t n) {
 
 // Whether rows are the instruction's M: from so many rows of each group on. float32 results have no
 // such kernel.
-inline bool Fp8RowsFirstSm90(int64_t rows, int64_t segments, bool float32_out) {
-  return !float32_out && (rows + segments - 1) / (segments > 0 ? segments : 1) >= 448;
+inline bool Fp8RowsFirstSm90(int64_t rows, int64_t segments) {
+  return RowsPerSegment(rows, segments) >= 448;
 }
 
 // out (G, N, K) of dy (N, T) and x (K, T), of groups in whole blocks of 128 rows.

@@ -42,7 +42,7 @@ JGG_ATTRIBUTES(WgradEpilogueAttrs,  //
                (bool, scale),       //
                (bool, existing_out));
 
-// "plan": which kernel multiplies, and how. "sm90" follows plan.h; "sm80" takes no part of it.
+// "plan": which kernel multiplies, and how. "sm90" follows plan.h; "sm80" looks at tf32 alone.
 JGG_ATTRIBUTES(PlanAttrs,                   //
                (std::string_view, kernel),  // "sm90" or "sm80", or "" for the first that can
                (std::string_view, rows),    // "in order", "by list" or "operand by list"

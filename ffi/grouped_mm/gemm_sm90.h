@@ -118,7 +118,7 @@ inline const char* GemmSm90Problem(DType dtype, int compute_capability) {
 GemmSm90 MakeGemmSm90(const MmSm90& mm);
 GemmSm90 MakeGemmSm90(const WgradSm90& wgrad);
 
-// Choose a tile, encode the tensor maps, launch.
+// Encode the tensor maps, launch.
 cudaError_t LaunchGemmSm90(cudaStream_t stream, GemmSm90& gemm, const OperandsSm90& operands);
 
 // One instance per translation unit: gemm_sm90_instance.cu.

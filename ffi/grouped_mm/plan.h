@@ -1,7 +1,7 @@
 // The plan of a product of arrays on a Hopper GPU: which kernel runs, with which tile. It follows
 // from static shapes, so Python makes it when it lowers a call (rules.cc). The call carries it as
-// attributes, and the handler checks that there is such a kernel. Nothing else decides: a launch
-// looks at addresses and at the device, and at nothing else.
+// attributes, and the handler checks that there is such a kernel. A launch decides how results are
+// stored and how clusters share out the tiles.
 #pragma once
 
 #include <algorithm>
@@ -48,8 +48,7 @@ struct MmRows {
   bool rounds = false;      // the activation is of rounded sums
   bool float32_out = false;
 
-  // Rows that a segment has on average, rounded up.
-  int64_t Typical() const { return (rows + segments - 1) / std::max<int64_t>(segments, 1); }
+  int64_t Typical() const { return RowsPerSegment(rows, segments); }
 };
 
 // Why the kernel for many rows does not take those of x by list. It has pairs of blocks.
@@ -102,7 +101,7 @@ inline PlanSm90 PlanOfPlanesSm90(int64_t rows, int64_t n, int64_t matrices) {
 
 inline PlanSm90 PlanMmSm90(const MmShape& mm, const MmRows& of) {
   if (mm.by_list) {
-    const bool many = of.rows / std::max<int64_t>(of.segments, 1) > 96;
+    const bool many = of.rows / std::max<int64_t>(of.segments, 1) > 96;  // rounded down
     if (many && !OperandByListProblem(mm, of)) return {RowsBy::kOperandList, 128};
     return {RowsBy::kList, ByListTileSm90(mm, of)};
   }
@@ -125,15 +124,15 @@ inline PlanSm90 PlanWgradSm90(const WgradShape& wgrad, int64_t groups) {
 }
 
 inline std::string NoSuchTile(const PlanSm90& plan) {
-  return "there is no kernel with tiles of " + std::to_string(plan.tile) + " rows " +
-         std::string(kRowsBy[static_cast<int>(plan.rows)]);
+  return "no kernel follows the plan: rows '" + std::string(kRowsBy[static_cast<int>(plan.rows)]) +
+         "', tile " + std::to_string(plan.tile) + (plan.pairs ? ", in pairs" : "");
 }
 
 inline bool HasTileOfPlanes(const PlanSm90& plan) {
   return plan.tile == 128 || (plan.tile == 64 && !plan.pairs);
 }
 
-// Why no kernel is as a plan says.
+// Why no kernel follows a plan.
 inline Reason PlanMmProblem(const PlanSm90& plan, const MmShape& mm, const MmRows& of) {
   if (mm.by_list != (plan.rows != RowsBy::kOrder))
     return "the plan and the operands differ in lists";

@@ -1,4 +1,4 @@
-// CUDA handler of wgrad: bind, choose, launch.
+// CUDA handler of wgrad: bind, check the plan, launch.
 
 #include "common/arch.h"
 #include "common/cuda_error.h"

@@ -121,7 +121,8 @@ cudaError_t LaunchDirectConfigSm90(cudaStream_t stream, const device::DirectGemm
 template <typename Weights>
 cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quantized,
                              const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
-  static_assert(rules::kDirectRows == device::kDirectRows);
+  static_assert(rules::kDirectRows == device::kDirectRows && kMostParts == 2);
+  static_assert(Weights::kMostRows == rules::kMostQmmRows);
   const GemmSm90& gemm = quantized.gemm;
   device::DirectGemmSm90 direct{};
   direct.metadata = gemm.metadata;

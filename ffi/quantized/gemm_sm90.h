@@ -51,7 +51,7 @@ struct QuantizedGemmSm90 {
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
 
-// Encode the tensor maps and launch, as a plan says that PlanQmmProblem has passed. Layout "sm90".
+// Encode the tensor maps and launch, as the plan says. PlanQmmProblem has passed it. Layout "sm90".
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                  const Coding& coding, const rules::QmmPlanSm90& plan,
                                  const OperandsSm90& operands);

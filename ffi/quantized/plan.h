@@ -99,6 +99,8 @@ constexpr bool AlwaysWarps(bool packed, int bits, bool packed_by_warps) {
   return packed ? packed_by_warps : bits != 4;
 }
 
+// Rows of the largest tile.
+constexpr int kMostQmmRows = 192;
 // Blocks of a multiprocessor that registers allow where warps multiply.
 constexpr int kPackedBlocksPerSm = 2;
 
@@ -114,9 +116,9 @@ inline int QmmParts(const QmmSizes& qmm, const QmmRows& of, int blocks_per_sm) {
 // average. Up to 8 rows warps multiply by themselves.
 inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, const QmmRows& of) {
   if (qmm.packed && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
-  const int64_t rows = (of.rows + of.segments - 1) / std::max<int64_t>(of.segments, 1);
+  const int64_t rows = RowsPerSegment(of.rows, of.segments);
   if (rows > 24) {
-    const int tile = qmm.gated ? 96 : rows <= 52 ? 64 : rows <= 104 ? 128 : 192;
+    const int tile = qmm.gated ? 96 : rows <= 52 ? 64 : rows <= 104 ? 128 : kMostQmmRows;
     return {QmmWay::kTiles, tile};
   }
   if (rows > 8 && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)) {
@@ -126,7 +128,7 @@ inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, c
   return {QmmWay::kWarps, 32, qmm.gated ? 1 : QmmParts(qmm, of, blocks)};
 }
 
-// Why no kernel is as a plan says.
+// Why no kernel follows a plan.
 inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
                              const QmmSizes& qmm, const QmmRows& of) {
   const int tile = plan.tile;
@@ -145,12 +147,13 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
     case QmmWay::kTiles:
       has = tile == 32  ? !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)
             : qmm.gated ? tile == 96
-                        : tile == 64 || tile == 128 || tile == 192;
+                        : tile == 64 || tile == 128 || tile == kMostQmmRows;
       has &= plan.parts == 1 && !plan.pairs;
   }
   if (has) return std::nullopt;
-  return "there is no kernel with " + std::string(kQmmWays[static_cast<int>(plan.way)]) + " of " +
-         std::to_string(tile) + " rows, in " + std::to_string(plan.parts) + " parts";
+  return "no kernel follows the plan: way '" + std::string(kQmmWays[static_cast<int>(plan.way)]) +
+         "', tile " + std::to_string(tile) + ", parts " + std::to_string(plan.parts) +
+         (plan.pairs ? ", in pairs" : "");
 }
 
 }  // namespace jgg::rules

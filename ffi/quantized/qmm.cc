@@ -1,4 +1,4 @@
-// CUDA handler of qmm: bind, choose, launch.
+// CUDA handler of qmm: bind, check the plan, launch.
 
 #include "common/arch.h"
 #include "common/cuda_error.h"

@@ -173,8 +173,10 @@ def wgrad_problem(platform, x, y, metadata: Metadata, product: Wgrad, *, x_list:
         x_list=x_list, y_list=y_list,
         groups=groups, a=a, b=b, kind=metadata.form.kind, segments=metadata.count,
         elements=x.size + y.size, own_weight=metadata.form.own_weight,
-        whole=metadata.group_offset is not None, transpose_x=product.transpose_x,
-        transpose_y=product.transpose_y, tf32=product.tf32,
+        whole=metadata.group_offset is not None, tf32=product.tf32,
+        # One row lies as one column does.
+        transpose_x=product.transpose_x and all_rows[0] != 1,
+        transpose_y=product.transpose_y and all_rows[1] != 1,
     )  # fmt: skip
 
 

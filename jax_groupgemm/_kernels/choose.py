@@ -63,8 +63,9 @@ def against(kernel: Kernel, problem: Problem) -> str | None:
     if kernel.platform != problem.platform:
         there = "no CUDA device" if kernel.platform == "cuda" else "JAX runs on another device"
         return extension.unavailable(kernel.name) or there
-    why = _out_of_reach(kernel) or unsupported(problem) or cannot(kernel, problem)
-    return why or (None if kernel.pays(problem) else "another one is faster, or takes more")
+    why = unsupported(problem) or _out_of_reach(kernel) or cannot(kernel, problem)
+    slow = "another kernel is faster, or takes shapes that this one does not"
+    return why or (None if kernel.pays(problem) else slow)
 
 
 def fused(problem: Problem) -> Plan | None:
@@ -89,7 +90,7 @@ def by_list(problem: Mm | Wgrad) -> Plan | None:
     Raises ValueError where a kernel was named that cannot run the product itself.
     """
     plan = choose(problem) if isinstance(problem, Wgrad) else fused(problem)
-    return plan if plan is not None and plan.kernel.lists_pay(problem) else None
+    return plan if plan is not None and plan.kernel.lists_pay(problem, plan.config) else None
 
 
 def _named(problem: Problem) -> Plan:
@@ -270,7 +271,7 @@ def _fp8_mm_sm90(p: Fp8) -> str | None:
 
 def _fp8_mm_config(p: Fp8) -> dict[str, Any]:
     first = extension.rules().fp8_rows_first_sm90
-    return {"rows_first": first(rows=p.rows, segments=p.segments, float32_out=False)}
+    return {"rows_first": first(rows=p.rows, segments=p.segments)}
 
 
 def _fp8_wgrad_sm90(p: Fp8) -> str | None:
@@ -366,7 +367,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "down_backward": (
         Kernel(
             "sm90", "jgg_moe_down_backward", fuses=lists.down_backward_fuses, pays=dense.mm_pays,
-            lists_pay=lists.mm_pays,
+            lists_pay=lists.mm_pays, config=dense.mm_config,
             needs="bfloat16, float16, SwiGLU; few columns",
         ),
     ),

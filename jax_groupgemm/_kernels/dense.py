@@ -153,7 +153,7 @@ def _plan(plan: tuple[str, int, bool]) -> dict[str, Any]:
 
 def _measured(measured: int, planned: int, op: str, gated: bool, transposed: str = "") -> int:
     """The tile that was measured to be faster than the planned one, if there is one."""
-    if gated and (measured, planned) == (128, 256):  # it was measured with its activation apart
+    if gated and (measured, planned) == (128, 256):  # measured of sums that are not rounded
         return planned
     return measured if measured and measured in tuned.tiles(op, gated, transposed) else planned
 

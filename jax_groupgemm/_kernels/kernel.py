@@ -10,7 +10,7 @@ from typing import Any
 PLATFORMS = {"sm100": "cuda", "sm90": "cuda", "sm80": "cuda", "cpu": "cpu"}
 
 _always = lambda problem: True
-_never = lambda problem: False
+_never = lambda problem, config: False
 _nothing = lambda problem: None
 
 
@@ -25,7 +25,7 @@ class Kernel:
       fuses: ``fuses(problem)`` says why it cannot run the product and its options in one call.
       pays: ``pays(problem)`` tells whether it is faster than the kernels behind it.
       fusing_pays: likewise of options in one call.
-      lists_pay: likewise of tokens that come by list, against a copy of their rows.
+      lists_pay: ``lists_pay(problem, config)``, likewise of tokens by list, against a copy of rows.
       config: ``config(problem)`` has attributes of the call.
       unseen: whether it is also chosen for GPUs that this process does not have.
       only_named: whether it runs only where it is named.
@@ -38,7 +38,7 @@ class Kernel:
     fuses: Callable[[Any], str | None] = _nothing
     pays: Callable[[Any], bool] = _always
     fusing_pays: Callable[[Any], bool] = _always
-    lists_pay: Callable[[Any], bool] = _never
+    lists_pay: Callable[[Any, Mapping[str, Any]], bool] = _never
     config: Callable[[Any], Mapping[str, Any]] = lambda problem: {}
     unseen: bool = False
     only_named: bool = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from . import dense, extension
 from .problems import HALVES, Mm, Wgrad
 
@@ -13,25 +16,25 @@ MOST_COLUMNS_FORWARD = 2048
 MOST_COLUMNS_BACK = 1000
 
 
-def mm_pays(p: Mm) -> bool:
+def mm_pays(p: Mm, plan: Mapping[str, Any]) -> bool:
     """Of products of which x comes by list, of many rows. A gated one, which is a forward one, may
     have more columns."""
     most = MOST_COLUMNS_FORWARD if p.gated else MOST_COLUMNS_BACK
-    return p.n <= most and dense.mm_plan(p)["rows"] == "operand by list"
+    return p.n <= most and plan["rows"] == "operand by list"
 
 
-def wgrad_pays(p: Wgrad) -> bool:
+def wgrad_pays(p: Wgrad, plan: Mapping[str, Any]) -> bool:
     """Of weight gradients, of which one operand comes by list, and which are not cut."""
-    if dense.wgrad_parts(p) > 1 or dense.wgrad_ranges(p) > 1:
+    if plan["parts"] > 1 or plan["ranges"] > 1:
         return False
     columns = p.b if p.x_list else p.a  # that multiply a row that is gathered
     takes = p.operand_dtype in HALVES and min(p.a, p.b) > 128
     return takes and p.rows > 64 * p.groups and columns <= MOST_COLUMNS_BACK
 
 
-def cpu_packs(p: Mm | Wgrad) -> bool:
+def cpu_packs(p: Mm | Wgrad, plan: Mapping[str, Any]) -> bool:
     """Kernels of CPUs pack their operands anyway."""
-    del p
+    del p, plan
     return True
 
 

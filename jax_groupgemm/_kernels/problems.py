@@ -108,8 +108,8 @@ class Wgrad(Problem):
 class Qmm(Fused):
     """``(rows, k) x (groups, n, k)``, quantized; ``all_groups`` share the rows.
 
-    ``rows_x`` are those of x, and ``segments`` those of the metadata: ``sizes``, or not, of groups
-    of which only some have a weight, where there is an ``offset``.
+    ``rows_x`` are those of x. The metadata has so many ``segments``, which are ``sizes``, or not;
+    with an ``offset`` only some of them have a weight.
     """
 
     rows: int

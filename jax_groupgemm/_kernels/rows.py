@@ -104,7 +104,7 @@ _TABLE = (
         "jgg_fp8_quantize",
         quantizes_fp8,
         "blocks of 128 or 128 x 128, C % 8 == 0; along R without groups R % 16 == 0; along both "
-        "C % 16 == 0, and of 128 bfloat16 in groups",
+        "axes C % 16 == 0; blocks of 128 then need bfloat16 and groups",
     ),
     (
         "fp8_activation",

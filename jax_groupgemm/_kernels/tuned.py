@@ -26,6 +26,9 @@ from typing import Any, NamedTuple
 from . import extension
 
 FORMAT = 1
+#: Another number where custom calls' attributes, or plans (ffi/*/plan.h), change within a version:
+#: programs that JAX keeps on disk hold both.
+CALLS = 2
 VARIABLE = "JGG_TUNED"
 
 _DTYPES = ("bfloat16", "float16")  # float32 has one tile
@@ -62,7 +65,7 @@ def tiles(op: str, gated: bool = False, transposed: str = "") -> tuple[int, ...]
     )
 
 
-# ---- choice ----------------------------------------------------------------------------------
+# ---- the tile of a product --------------------------------------------------------------------
 
 
 def mm(
@@ -173,7 +176,7 @@ def _fingerprint(kind: str | None, table: Path | None, capabilities: tuple[int, 
         version = importlib.metadata.version("jax_groupgemm")
     except importlib.metadata.PackageNotFoundError:  # it runs without having been installed
         version = None
-    chosen_by = version, extension.BUILD, kind, capabilities, sorted(measured.items())
+    chosen_by = version, CALLS, extension.BUILD, kind, capabilities, sorted(measured.items())
     return hashlib.sha256(repr(chosen_by).encode()).hexdigest()[:16]
 
 

@@ -38,6 +38,14 @@ def test_lines_are_short(page):
 
 
 @pytest.mark.parametrize("page", [*OTHERS, *PAGES], ids=named)
+def test_a_row_of_a_table_is_a_line(page):
+    text = CODE.sub("", page.read_text())
+    assert [
+        r for r in text.splitlines() if r.startswith("|") and not r.rstrip().endswith("|")
+    ] == []
+
+
+@pytest.mark.parametrize("page", [*OTHERS, *PAGES], ids=named)
 def test_links_lead_somewhere(page):
     for target in filter(None, TARGET.findall(CODE.sub("", page.read_text()))):
         assert (page.parent / target).exists(), target

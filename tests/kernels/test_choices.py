@@ -38,9 +38,9 @@ FUSES = [
 def test_what_is_fused(hopper, changed, why):
     problem = dataclasses.replace(MM, **changed)
     assert dense.mm_fuses(problem) == why
-    choice = choose.fused(problem)
-    assert (choice is None) == (why is not None)
-    assert choice is None or choice.kernel.name == "sm90"
+    plan = choose.fused(problem)
+    assert (plan is None) == (why is not None)
+    assert plan is None or plan.kernel.name == "sm90"
 
 
 BY_LIST = dataclasses.replace(MM, lists=True, x_list_alone=True)

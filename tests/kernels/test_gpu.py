@@ -159,10 +159,23 @@ def test_errors_of_a_handler_reach_python():
         run_mm(x, w, sizes)
 
 
+@pytest.mark.parametrize("m", [8, 16, 24])
+@pytest.mark.parametrize("implementation", [None, "sm90", "sm80"])
+def test_a_product_over_one_row(rng, m, implementation):
+    """Which lies as one column does."""
+    if implementation == "sm90" and 90 not in extension.live_capabilities():
+        pytest.skip("needs a Hopper GPU")
+    a, b = oracle.random(rng, (m, 1), "bfloat16"), oracle.random(rng, (1, 64), "bfloat16")
+    spans = jnp.array([[0, 1], [0, 0]])
+    out = jgg.segmented_mm(a, b, spans, implementation=implementation)
+    oracle.assert_close(out[0], oracle.f64(a) @ oracle.f64(b))
+    assert not out[1].any()
+
+
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ({"tile": np.int32(48)}, "there is no kernel with tiles of 48 rows in order"),
+        ({"tile": np.int32(48)}, "no kernel follows the plan: rows 'in order', tile 48"),
         ({"rows": "by list"}, "the plan and the operands differ in lists"),
         ({"rows": "at random"}, "unknown plan of rows 'at random'"),
     ],

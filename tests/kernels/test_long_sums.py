@@ -262,11 +262,11 @@ class Call:
         self.tables = []
         monkeypatch.setattr(call, "_wgrad_call", self)
 
-    def __call__(self, choice, x, y, metadata, product, *, shape, rows, scale=None,
+    def __call__(self, plan, x, y, metadata, product, *, shape, rows, scale=None,
                  existing_out=None, **lists):  # fmt: skip
         assert product.out_shape(x, y) == shape
         assert all(value is None for value in lists.values())
-        assert choice.kernel.name == "sm90" or (scale is None and existing_out is None)
+        assert plan.kernel.name == "sm90" or (scale is None and existing_out is None)
         table = metadata.decode(*product.rows(x, y), shape[0])
         self.tables.append(np.asarray(table))
         out = jnp.asarray(in_numpy(x, y, table, shape[0]), product.out_dtype)
@@ -340,12 +340,12 @@ def test_values_of_ranges_in_parts(rng, monkeypatch):
     x, y = oracle.random(rng, (5000, 24), "bfloat16"), oracle.random(rng, (5000, 16), "bfloat16")
     product = Wgrad(groups=2, out_dtype="bfloat16", implementation="sm90")
     metadata = segments.sizes(jnp.array([4000, 900]))
-    choice = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
+    plan = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
     calls = Call(monkeypatch)
-    got = call.wgrad(choice, x, y, metadata, product)
+    got = call.wgrad(plan, x, y, metadata, product)
     oracle.assert_close(got, in_numpy(x, y, metadata.decode(5000, 5000, 2), 2))
     (table,) = calls.tables
-    assert len(table) == 2 * choice.config["ranges"] * choice.config["parts"] == 2 * 3 * 4
+    assert len(table) == 2 * plan.config["ranges"] * plan.config["parts"] == 2 * 3 * 4
     assert table[:, segments.LENGTH].max() <= 2**11 // 4
 
 
@@ -356,10 +356,10 @@ def test_options_of_ranges(rng, monkeypatch):
     x, y = oracle.random(rng, (1000, 24), "bfloat16"), oracle.random(rng, (1000, 16), "bfloat16")
     product = Wgrad(groups=4, out_dtype="float32", implementation="sm90")
     metadata = segments.sizes(jnp.array([10, 0, 700, 20]))
-    choice = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
+    plan = choose.choose(call.wgrad_problem("cuda", x, y, metadata, product))
     scale, old = jnp.array([2.0, 3.0, 0.5, jnp.inf]), oracle.random(rng, (4, 24, 16))
     calls = Call(monkeypatch)
-    got = call.wgrad(choice, x, y, metadata, product, scale=scale, existing_out=old)
+    got = call.wgrad(plan, x, y, metadata, product, scale=scale, existing_out=old)
     sums = in_numpy(x, y, metadata.decode(1000, 1000, 4), 4)[:3]
     oracle.assert_close(got[:3], sums * np.asarray(scale)[:3, None, None] + old[:3])
     np.testing.assert_array_equal(got[1], old[1])

@@ -124,7 +124,8 @@ NEEDS = [
     }),
     ("jgg_fp8_quantize sm80", ALONG, {"along R without groups R % 16 == 0": {"along": 4104}}),
     ("jgg_fp8_quantize sm80", BOTH, {
-        "along both C % 16 == 0, and of 128 bfloat16 in groups": {"columns": 2056},
+        "along both axes C % 16 == 0": {"columns": 2056},
+        "blocks of 128 then need bfloat16 and groups": {"dtypes": (F32,)},
     }),
     ("jgg_fp8_activation sm80", ACTIVATION, {
         "bfloat16": {"dtypes": (F32,)},
@@ -179,8 +180,9 @@ def refuses(kernel, problem) -> bool:
     """Whether this kernel does not run a call, or does so slowly."""
     if choose.unsupported(problem) or choose.cannot(kernel, problem) or kernel.fuses(problem):
         return True
-    pays = kernel.lists_pay if problem.op == "down_backward" else kernel.pays
-    return not (kernel.pays(problem) and pays(problem))
+    by_list = problem.op == "down_backward"
+    lists_pay = not by_list or kernel.lists_pay(problem, kernel.config(problem))
+    return not (kernel.pays(problem) and lists_pay)
 
 
 @pytest.mark.parametrize(("call", "problem", "clauses"), NEEDS, ids=[call for call, *_ in NEEDS])

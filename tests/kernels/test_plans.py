@@ -39,16 +39,19 @@ ORDER, LIST, OPERAND = range(3)
     ("plan", "why"),
     [
         ((ORDER, 288, 0, 0, 0, 1), None),
-        ((ORDER, 48, 0, 0, 0, 1), "there is no kernel with tiles of 48 rows in order"),
-        ((ORDER, 0, 0, 0, 0, 1), "there is no kernel with tiles of 0 rows in order"),
-        ((ORDER, 64, 0, 1, 0, 1), "there is no kernel with tiles of 64 rows in order"),
-        ((ORDER, 256, 0, 1, 0, 1), "there is no kernel with tiles of 256 rows in order"),
+        ((ORDER, 48, 0, 0, 0, 1), "no kernel follows the plan: rows 'in order', tile 48"),
+        ((ORDER, 0, 0, 0, 0, 1), "no kernel follows the plan: rows 'in order', tile 0"),
+        ((ORDER, 64, 0, 1, 0, 1), "no kernel follows the plan: rows 'in order', tile 64"),
+        ((ORDER, 256, 0, 1, 0, 1), "no kernel follows the plan: rows 'in order', tile 256"),
         ((ORDER, 128, 1, 0, 0, 3), None),
-        ((ORDER, 64, 1, 0, 0, 3), "there is no kernel with tiles of 64 rows in order"),
+        ((ORDER, 64, 1, 0, 0, 3), "no kernel follows the plan: rows 'in order', tile 64, in pairs"),
         ((LIST, 256, 0, 0, 1, 1), None),
-        ((LIST, 256, 0, 1, 1, 1), "there is no kernel with tiles of 256 rows by list"),
+        ((LIST, 256, 0, 1, 1, 1), "no kernel follows the plan: rows 'by list', tile 256"),
         ((OPERAND, 128, 0, 0, 1, 1), None),
-        ((OPERAND, 256, 0, 0, 1, 1), "there is no kernel with tiles of 256 rows operand by list"),
+        (
+            (OPERAND, 256, 0, 0, 1, 1),
+            "no kernel follows the plan: rows 'operand by list', tile 256",
+        ),
         ((OPERAND, 128, 0, 1, 1, 1), "a gated activation of sums that are not rounded"),
         ((LIST, 128, 0, 0, 0, 1), "the plan and the operands differ in lists"),
         ((ORDER, 128, 0, 0, 1, 1), "the plan and the operands differ in lists"),
@@ -67,13 +70,13 @@ TILES, WARPS, DIRECT = range(3)
     [
         ((TILES, 32, 1, 0, 0, 1, 1), None),
         ((WARPS, 32, 2, 0, 0, 1, 1), None),
-        ((WARPS, 32, 2, 0, 1, 1, 1), "there is no kernel with warps of 32 rows, in 2 parts"),
-        ((WARPS, 64, 1, 0, 0, 1, 1), "there is no kernel with warps of 64 rows, in 1 parts"),
-        ((TILES, 128, 2, 0, 0, 1, 1), "there is no kernel with tiles of 128 rows, in 2 parts"),
+        ((WARPS, 32, 2, 0, 1, 1, 1), "no kernel follows the plan: way 'warps', tile 32, parts 2"),
+        ((WARPS, 64, 1, 0, 0, 1, 1), "no kernel follows the plan: way 'warps', tile 64, parts 1"),
+        ((TILES, 128, 2, 0, 0, 1, 1), "no kernel follows the plan: way 'tiles', tile 128, parts 2"),
         ((TILES, 96, 1, 0, 1, 0, 1), None),
-        ((TILES, 96, 1, 0, 0, 0, 1), "there is no kernel with tiles of 96 rows, in 1 parts"),
+        ((TILES, 96, 1, 0, 0, 0, 1), "no kernel follows the plan: way 'tiles', tile 96, parts 1"),
         ((DIRECT, 16, 1, 1, 0, 1, 1), None),
-        ((DIRECT, 16, 1, 0, 0, 1, 4), "there is no kernel with direct of 16 rows, in 1 parts"),
+        ((DIRECT, 16, 1, 0, 0, 1, 4), "no kernel follows the plan: way 'direct', tile 16, parts 1"),
         ((DIRECT, 8, 1, 0, 0, 1, 4), None),
         ((DIRECT, 8, 1, 0, 0, 0, 1), "a plan without tiles needs layout 'sm90'"),
     ],
@@ -106,6 +109,15 @@ def test_a_call_carries_its_plan(hopper, rows, tile):
 
 
 @needs_extension
+@pytest.mark.parametrize(("m", "tile"), [(8, 64), (16, 64), (24, 64)])
+def test_one_row_is_not_transposed(hopper, m, tile):
+    """It lies as one column does, and the handler cannot tell them apart."""
+    args = array(m, 1), array(1, 64)
+    (plan,) = plans(lambda a, b: jgg.segmented_mm(a, b, jnp.array([[0, 1]])), *args)
+    assert (plan["tile"], plan["kernel"]) == (str(tile), "")
+
+
+@needs_extension
 def test_it_is_made_once(hopper, monkeypatch):
     """However many rules a lowering asks, the extension module plans a product once."""
     calls, rules = [], extension.rules()
@@ -120,6 +132,12 @@ def test_it_is_made_once(hopper, monkeypatch):
     args = array(4096, 512), array(8, 512, 1024)
     assert len(plans(lambda x, w: jgg.grouped_mm(x, w, jnp.full(8, 512)), *args)) == 1
     assert calls == ["plan_mm_sm90"]
+    calls.clear()
+    index, weight = jnp.zeros((4096, 2), int), array(4096, 2)
+    layer = lambda x, up, down, weight: jgg.moe_mlp(x, up, down, index, weight)
+    args = array(4096, 512), array(8, 512, 1024), array(8, 512, 512), weight
+    assert len(plans(layer, *args)) == 2
+    assert calls == ["plan_mm_sm90"] * 2
 
 
 @needs_extension
