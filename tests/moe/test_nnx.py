@@ -148,6 +148,11 @@ def test_no_transfers(x):
     run = lambda x: layer(x, where=where)
     ones = jnp.ones_like(x)
     with jax.transfer_guard("disallow"):
+        y, _ = run(x)
+    assert y.shape == x.shape
+    if jax.__version_info__ < (0, 12):
+        return  # JAX's own derivative of a slice brings a zero to the device
+    with jax.transfer_guard("disallow"):
         y, pull = jax.vjp(lambda x: run(x)[0], x)
         (dx,) = pull(ones)
     assert y.shape == dx.shape == x.shape
