@@ -1,5 +1,5 @@
-// What Python asks before it lowers a call: the rules that handlers have, by name, plans, and the
-// activations of kernels.
+// Python asks these functions before it lowers a call. They give the rules that handlers have, by
+// name, the plans of calls, and the names of kernels' activations.
 //
 // A function whose name ends in "_problem" returns why a kernel cannot take a call, in one
 // sentence, or None where it can. Only a handler can tell what depends on a device or on addresses.

@@ -6,11 +6,21 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace jgg::rules {
 
 // Why not; nothing where the kernel can.
 using Reason = std::optional<std::string>;
+
+// The enumerator of this name; `names` are in the order of Enum, from 0 on.
+template <typename Enum, size_t kCount>
+std::optional<Enum> FindName(const std::string_view (&names)[kCount], std::string_view name) {
+  for (size_t i = 0; i < kCount; ++i) {
+    if (names[i] == name) return static_cast<Enum>(i);
+  }
+  return std::nullopt;
+}
 
 // Rows that a segment has on average, rounded up.
 constexpr int64_t RowsPerSegment(int64_t rows, int64_t segments) {

@@ -1,6 +1,6 @@
 // Activations of float32 values: a struct for each, and a list of them. Handlers, instances of
 // kernels, device code and Python (ffi/rules.cc) take them from there. A struct has
-//   kName                   what calls and Python call it;
+//   kName                   its name in calls and in Python;
 //   Value<kFast>(x[, up])   kFast: by fewer instructions, which round less well;
 //   Differentiate(x[, up])  the value and its derivatives. At a corner they are JAX's.
 // One that is gated takes `up`, which x lets through. All are 0 of zeros. Those that are not gated
@@ -255,7 +255,7 @@ struct ActivationOf;
 JGG_ACTIVATIONS(JGG_ACTIVATION_OF)
 #undef JGG_ACTIVATION_OF
 
-// What calls and Python call it.
+// An activation's name in calls and in Python.
 struct NamedActivation {
   std::string_view name;
   Activation activation;

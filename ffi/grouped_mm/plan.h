@@ -32,14 +32,7 @@ struct PlanSm90 {
   bool pairs = false;  // of planes: blocks come in pairs that share L
 };
 
-inline std::optional<RowsBy> FindRowsBy(std::string_view name) {
-  for (int i = 0; i < 3; ++i) {
-    if (kRowsBy[i] == name) return static_cast<RowsBy>(i);
-  }
-  return std::nullopt;
-}
-
-// What the plan of an mm depends on beside the shape of its operands.
+// Facts of an mm that its plan needs, beside the shape of its operands.
 struct MmRows {
   int64_t rows, segments;  // of the result
   bool y_by_list = false;
@@ -91,8 +84,9 @@ inline int ByListTileSm90(const MmShape& mm, const MmRows& of) {
   return rows <= 96 || mm.n <= 128 ? 128 : 256;
 }
 
-// Of planes: tiles of 128 rows, in pairs that share L where there are enough of them, or of 64
-// where they would be fewer than two thirds of an H200's multiprocessors.
+// The plan of split operands. Tiles have 128 rows. Four tiles for each multiprocessor of an H200
+// are enough for pairs of blocks, which share L. Tiles have 64 rows where those of 128 would be
+// fewer than two thirds of the multiprocessors.
 inline PlanSm90 PlanOfPlanesSm90(int64_t rows, int64_t n, int64_t matrices) {
   const int64_t tiles = (rows + 127) / 128 * ((n + 127) / 128) * matrices;
   if (tiles < 2 * kH200Processors / 3) return {RowsBy::kOrder, 64, false};

@@ -8,7 +8,7 @@
 namespace jgg {
 
 inline xla::ffi::Error BindPlan(const char* op, const PlanAttrs& attrs, rules::PlanSm90* plan) {
-  const auto rows = rules::FindRowsBy(attrs.rows);
+  const auto rows = rules::FindName<rules::RowsBy>(rules::kRowsBy, attrs.rows);
   if (!rows) return InvalidArgument(op, "unknown plan of rows '", attrs.rows, "'");
   *plan = {*rows, attrs.tile, attrs.pairs};
   return xla::ffi::Error::Success();

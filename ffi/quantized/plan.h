@@ -30,13 +30,6 @@ struct QmmPlanSm90 {
   bool pairs = false;  // direct: a warp has two columns' tiles, so x is read half as often
 };
 
-inline std::optional<QmmWay> FindQmmWay(std::string_view name) {
-  for (int i = 0; i < 3; ++i) {
-    if (kQmmWays[i] == name) return static_cast<QmmWay>(i);
-  }
-  return std::nullopt;
-}
-
 // The product: x (T, K) @ W, N of both halves where the activation is gated.
 struct QmmSizes {
   int64_t k, n;

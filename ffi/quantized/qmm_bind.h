@@ -53,7 +53,7 @@ inline xla::ffi::Error BindCoding(const char* op, const QuantizedAttrs& attrs,
 inline xla::ffi::Error BindPlan(const char* op, const QmmPlanAttrs& attrs, const Coding& coding,
                                 const rules::QmmSizes& sizes, int64_t rows_x, int64_t rows,
                                 const Metadata& metadata, rules::QmmPlanSm90* plan) {
-  const auto way = rules::FindQmmWay(attrs.way);
+  const auto way = rules::FindName<rules::QmmWay>(rules::kQmmWays, attrs.way);
   if (!way) return InvalidArgument(op, "unknown plan '", attrs.way, "'");
   *plan = {*way, attrs.tile, attrs.parts, attrs.pairs};
   const rules::QmmRows of{rows_x, rows, metadata.count, metadata.kind == MetadataKind::kSizes,

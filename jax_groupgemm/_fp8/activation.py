@@ -7,7 +7,6 @@ h is ``(R, 2F)``, the gate first, of rows in groups.
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +105,5 @@ def _problem(h, *_, activation: str):
     )  # fmt: skip
 
 
-_ACTIVATION, _BACKWARD = itertools.starmap(
-    conversion.composed,
-    (
-        ("fp8_activation", _activation, _activation_call, _problem),
-        ("fp8_activation_backward", _backward, _backward_call, _problem),
-    ),
-)
+_ACTIVATION = conversion.composed("fp8_activation", _activation, _activation_call, _problem)
+_BACKWARD = conversion.composed("fp8_activation_backward", _backward, _backward_call, _problem)

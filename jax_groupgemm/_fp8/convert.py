@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
@@ -181,12 +180,9 @@ def _problem_of_codes(codes, scales, *, block, **__):
     )
 
 
-_QUANTIZE, _DEQUANTIZE = itertools.starmap(
-    conversion.composed,
-    (
-        ("fp8_quantize", _definition, conversion_calls.quantize, _problem),
-        ("fp8_dequantize", blocks.dequantize, conversion_calls.dequantize, _problem_of_codes),
-    ),
+_QUANTIZE = conversion.composed("fp8_quantize", _definition, conversion_calls.quantize, _problem)
+_DEQUANTIZE = conversion.composed(
+    "fp8_dequantize", blocks.dequantize, conversion_calls.dequantize, _problem_of_codes
 )
 
 

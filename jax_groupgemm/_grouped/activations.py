@@ -37,11 +37,11 @@ def _swiglu_oai(gate, up):
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """What an activation is.
+    """The definition of an activation.
 
     Attributes:
-      function: of ``y``, or of gate and up, where it is ``gated``.
-      gated: whether gate and up are the halves of N.
+      function: ``function(y)``, or ``function(gate, up)`` if it is gated.
+      gated: whether it takes gate and up, which are the halves of N.
     """
 
     function: Callable
@@ -64,7 +64,7 @@ ACTIVATIONS: dict[str, Definition] = {
 
 
 def is_gated(activation: str | None) -> bool:
-    """Of an activation that there is, or of none."""
+    """Whether an activation takes gate and up. None takes neither."""
     return activation is not None and ACTIVATIONS[activation].gated
 
 

@@ -1,4 +1,4 @@
-"""What is done to rows or arrays without a product: why a kernel cannot, and a table of kernels."""
+"""Kernels that multiply nothing: a table of them, and why one of them cannot take a call."""
 
 from __future__ import annotations
 

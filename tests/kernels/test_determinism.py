@@ -14,6 +14,7 @@ from device_runs import (
     assert_overlap,
     compiled_with_streams,
     kernel_runs,
+    needs_hopper,
     on_stream,
     profile_on_two_streams,
     run,
@@ -25,7 +26,7 @@ from test_quantize_call import calls
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension, tuned
+from jax_groupgemm._kernels import tuned
 
 RUNS = 50
 ROWS, GROUPS, WIDTH = 16_384, 96, 264
@@ -166,10 +167,7 @@ def test_what_the_kernel_is_asked_for():
 
 
 def hopper(test):
-    reason = "needs a Hopper GPU"
-    return pytest.mark.gpu(
-        pytest.mark.skipif(90 not in extension.live_capabilities(), reason=reason)(test)
-    )
+    return pytest.mark.gpu(needs_hopper(test))
 
 
 @hopper

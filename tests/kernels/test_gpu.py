@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from device_runs import assert_overlap, kernel_runs, profile_on_two_streams
+from device_runs import (
+    assert_overlap,
+    kernel_runs,
+    needs_hopper,
+    profile_on_two_streams,
+)
 from thunks import custom_calls
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
 
 pytestmark = pytest.mark.gpu
 
@@ -160,11 +164,9 @@ def test_errors_of_a_handler_reach_python():
 
 
 @pytest.mark.parametrize("m", [8, 16, 24])
-@pytest.mark.parametrize("implementation", [None, "sm90", "sm80"])
+@pytest.mark.parametrize("implementation", [None, pytest.param("sm90", marks=needs_hopper), "sm80"])
 def test_a_product_over_one_row(rng, m, implementation):
     """Which lies as one column does."""
-    if implementation == "sm90" and 90 not in extension.live_capabilities():
-        pytest.skip("needs a Hopper GPU")
     a, b = oracle.random(rng, (m, 1), "bfloat16"), oracle.random(rng, (1, 64), "bfloat16")
     spans = jnp.array([[0, 1], [0, 0]])
     out = jgg.segmented_mm(a, b, spans, implementation=implementation)
@@ -172,6 +174,7 @@ def test_a_product_over_one_row(rng, m, implementation):
     assert not out[1].any()
 
 
+@needs_hopper
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -181,8 +184,6 @@ def test_a_product_over_one_row(rng, m, implementation):
     ],
 )
 def test_a_handler_refuses_a_plan_that_no_kernel_follows(plan, why):
-    if 90 not in extension.live_capabilities():
-        pytest.skip("needs a Hopper GPU")
     x, w = jnp.ones((8, 64), "bfloat16"), jnp.ones((2, 64, 64), "bfloat16")
     sizes = jnp.array([5, 3], jnp.int32)
     np.testing.assert_array_equal(run_mm(x, w, sizes), 64)

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import needs_hopper
 
 import jax_groupgemm as jgg
 from jax_groupgemm._core import segments
 from jax_groupgemm._core.products import Mm
 from jax_groupgemm._grouped import call as grouped_call
-from jax_groupgemm._kernels import choose, extension
+from jax_groupgemm._kernels import choose
 from jax_groupgemm.tune import timing
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
+    needs_hopper,
 ]
 
 # Sums of tensor cores are truncated.

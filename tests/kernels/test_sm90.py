@@ -9,16 +9,21 @@ import numpy as np
 import oracle
 import pytest
 import test_segmented_mm
-from device_runs import assert_on_sm90, names, run
+from device_runs import (
+    assert_on_sm90,
+    names,
+    needs_hopper,
+    run,
+)
 from nvfp4_grouped_problems import along_t, wgrad_oracle
 from test_grouped_mm import SHAPES
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import dense, extension, tuned
+from jax_groupgemm._kernels import dense, tuned
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
+    needs_hopper,
 ]
 
 

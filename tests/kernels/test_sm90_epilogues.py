@@ -9,16 +9,19 @@ import moe_oracle
 import numpy as np
 import oracle
 import pytest
-from device_runs import assert_on_sm90, run
+from device_runs import (
+    assert_on_sm90,
+    needs_hopper,
+    run,
+)
 from test_grouped_mm import epilogue_oracle
 from test_sm90 import SUMS, ragged_k
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
+    needs_hopper,
 ]
 
 

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import needs_hopper
 from test_sm90 import product
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension, tuned
+from jax_groupgemm._kernels import tuned
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
+    needs_hopper,
 ]
 
 

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_runs import needs_hopper
 
 import jax_groupgemm as jgg
 from jax_groupgemm import info
-from jax_groupgemm._kernels import extension, tuned
+from jax_groupgemm._kernels import tuned
 
 KIND = "Fast GPU/2"
 SHAPE = {"groups": 4, "k": 32, "n": 48}
@@ -249,7 +250,7 @@ def test_packaged_tables_are_valid():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("mean", [20, 300])
 def test_every_tile_gives_the_same(rng, mean):
     sizes = np.append(rng.integers(0, 2 * mean, 7), 0)

@@ -7,11 +7,16 @@ import subprocess
 import sys
 
 import jax
+import pytest
 from jax.experimental.compute_on import compute_on
 from jaxlib.mlir import ir
 
+from jax_groupgemm._kernels import extension
 from jax_groupgemm.tune import timing
 
+needs_hopper = pytest.mark.skipif(
+    90 not in extension.live_capabilities(), reason="needs a Hopper GPU"
+)
 ATTRIBUTES = "mhlo.frontend_attributes"
 # XLA of jax 0.12 leaves out passes where a part is on a stream of its own. Names of constants that
 # custom calls take keep their dots, which ptxas refuses. Barriers stay, and are refused later. All

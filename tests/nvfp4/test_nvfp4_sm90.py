@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import needs_hopper
 from nvfp4_grouped_problems import (
     along_t,
     assert_close_but_nan,
@@ -22,11 +23,10 @@ from nvfp4_grouped_problems import (
 from test_quantize_call import lowered
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import extension
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU"),
+    needs_hopper,
 ]
 
 # Sums of tensor cores are truncated. Rounded to bfloat16, numbers change by at most 2^-9.

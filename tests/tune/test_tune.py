@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_runs import needs_hopper
 
 import jax_groupgemm as jgg
 from jax_groupgemm._kernels import extension, tuned
@@ -382,7 +383,7 @@ def test_tiles():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(90 not in extension.live_capabilities(), reason="needs a Hopper GPU")
+@needs_hopper
 def test_measures_on_a_gpu(tmp_path, capsys):
     path = tmp_path / "table.json"
     shape = ["--shapes", "8,256,512", "--gated", "--tokens", "64", "2048", "--repetitions", "3"]

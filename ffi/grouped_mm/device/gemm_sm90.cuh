@@ -34,10 +34,10 @@ struct TileRows {
 template <>
 struct TileRows<0> {};
 
-// What a kernel's three policies (policies_sm90.cuh) make of a tile. It is kRows rows (of L) x
-// kBlocks * 128 columns (of R). A gated tile has 128 gates in block 0, and in block 1 the values
-// that they let through. In shared memory both operands are chunks of (up to) 64 rows or columns,
-// each a swizzled tile of its own. float32 operands have kPlanes of each.
+// The constants of a kernel, from its three policies (policies_sm90.cuh). A tile is kRows rows (of
+// L) x kBlocks * 128 columns (of R). A gated tile has 128 gates in block 0, and in block 1 the
+// values that they let through. In shared memory both operands are chunks of (up to) 64 rows or
+// columns, each a swizzled tile of its own. float32 operands have kPlanes of each.
 template <typename Loader, typename Products, typename Store>
 struct GemmSm90Config : Loader, Products, Store {
   using Loader::kStages, Loader::kCluster, Loader::kByList, Loader::kStacked;
