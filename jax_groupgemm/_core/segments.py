@@ -126,6 +126,13 @@ class Metadata:
         limits = rows, self.count + groups
         return [_int32(v, limit) for v, limit in zip(self.arrays, limits, strict=False)]
 
+    def times(self, count: int, rows_x: int) -> Metadata:
+        """Of rows that stand for ``count`` rows each, in order."""
+        if self.form.kind == "segments":
+            starts_and_length = jnp.array([count, count, count, 1], self.values.dtype)
+            return dataclasses.replace(self, values=self.values * starts_and_length)
+        return dataclasses.replace(self, values=_saturate(self.values, rows_x) * count)
+
     def covered(self, rows: int, groups: int) -> jax.Array:
         """Whether a row is one of a group's, bool (rows,); groups are given by sizes."""
         starts, ends = _group_bounds(self.values, rows)

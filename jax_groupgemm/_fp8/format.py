@@ -23,7 +23,7 @@ from . import blocks, conversion_calls, convert, prepack
 
 class Fp8(PackedFormat):
     name, bits, scales = "fp8", (8,), ("float32",)
-    takes_block = True
+    takes_block = exact_in_bfloat16 = True
     rounds_to_x = False  # else scales would have to be rounded
     calls = PRODUCTS - {"jgg_qmm"} | {"jgg_prepack_fp8"}
 

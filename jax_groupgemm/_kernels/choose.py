@@ -36,6 +36,9 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
+# Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
+# parts, is faster than the generic one. Estimated, not measured yet.
+_PLANES_UP_TO_ROWS = 16
 
 
 def choose(problem: Problem) -> Plan | None:
@@ -173,15 +176,15 @@ def _warn_once(message: str) -> None:
 
 
 def _packed_operands(p: Qmm) -> str | None:
-    if p.dtypes[0] != "bfloat16":
-        return f"needs bfloat16 x, got {p.dtypes[0]}"
+    if not dense.qmm_planes(p):
+        return f"needs bfloat16 x, or a mode that bfloat16 holds exactly, got {p.dtypes[0]}"
     if not p.transpose_w:
         return "needs transpose_w=True"
     return None if p.in_order else "needs segments in order"
 
 
 def _packed(p: Qmm) -> str | None:
-    if not p.as_stored and (why := dense.in_parts(p)):
+    if not p.as_stored and (why := dense.in_parts(p, dense.qmm_planes(p))):
         return why
     if p.layout != "sm90":
         if p.empty or not p.packable:
@@ -196,6 +199,12 @@ def _packed(p: Qmm) -> str | None:
     return _packed_operands(p)
 
 
+def _planes_pay(p: Qmm) -> bool:
+    """float16 rows in two bfloat16 parts, beside the generic kernel, which takes them whole."""
+    few = p.rows <= _PLANES_UP_TO_ROWS * p.all_groups
+    return dense.qmm_planes(p) != 2 or p.layout == "sm90" or not p.as_stored or few
+
+
 def _repack_from(bits: int) -> int:
     return _REPACK_FROM_ROWS if bits < 6 else _REPACK_FROM_ROWS_WIDE
 
@@ -205,7 +214,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
     if p.layout != "linear":
         return f"needs layout 'linear', got {p.layout!r}"
     return extension.rules().qmm_sm90_problem(
-        k=p.k, bits=p.bits, bfloat16_x=p.dtypes[0] == "bfloat16",
+        k=p.k, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
         bfloat16_scales=p.bfloat16_scales,
         transpose_w=p.transpose_w, in_order=p.in_order,
     )  # fmt: skip
@@ -217,12 +226,20 @@ def _qmm_config(p: Qmm) -> dict[str, Any]:
 
 def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
     """Who multiplies, and in which tiles: ffi/quantized/plan.h."""
+    planes = dense.qmm_planes(p)
     plan = extension.rules().plan_qmm_sm90(
-        mode=p.mode, bits=p.bits, packed=packed, rows_x=p.rows_x, rows=p.rows,
+        mode=p.mode, bits=p.bits, packed=packed, rows_x=planes * p.rows_x, rows=planes * p.rows,
         segments=p.segments, k=p.k, n=p.n, gated=p.gated, sizes=p.sizes, offset=p.offset,
     )  # fmt: skip
     named = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
-    return named | _qmm_config(p) | {"x_ordered": not packed}
+    more = {"x_ordered": not packed, "planes": planes, "sum_parts": dense.sum_parts(p, planes)}
+    return named | more
+
+
+def _qmm_fuses_sm90(p: Qmm) -> str | None:
+    if dense.qmm_planes(p) != 1:
+        return "options are done to sums of bfloat16 parts"
+    return _qmm_fuses(p)
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
@@ -316,14 +333,16 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "qmm": (
         Kernel(
-            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses,
-            config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
-            needs="bfloat16 x, transpose_w; prepacked weights, or many rows, or mode fp8",
+            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses_sm90,
+            config=functools.partial(_qmm_config_sm90, packed=True), unseen=True, pays=_planes_pay,
+            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4, fp8; transpose_w; prepacked weights, "
+            "or many rows, or mode fp8",
         ),
         Kernel(
-            "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses,
-            config=functools.partial(_qmm_config_sm90, packed=False),
-            needs="bfloat16 x, transpose_w; weights as stored, K * bits % 128 == 0",
+            "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
+            config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
+            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; transpose_w; weights as stored, "
+            "K * bits % 128 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),

@@ -58,8 +58,10 @@ def mm_sm90(p: Mm, **more) -> str | None:
     )  # fmt: skip
 
 
-def sum_parts(p: Mm | Qmm) -> int:
+def sum_parts(p: Mm | Qmm, planes: int = 1) -> int:
     """In how many float32 parts a CUDA kernel makes the sums over K."""
+    if planes > 1:
+        return -(-p.k // _LONGEST_SUM["float32"])
     if p.dtypes[0] == "float32" and not (isinstance(p, Mm) and p.tf32):
         if isinstance(p, Mm) and mm_planes(p) > 1:  # those are summed apart, and promoted
             return 1
@@ -67,8 +69,17 @@ def sum_parts(p: Mm | Qmm) -> int:
     return -(-p.k // _LONGEST_SUM[p.out_dtype])
 
 
-def in_parts(p: Mm | Qmm) -> str | None:
-    return f"sums over K={p.k} are made in parts" if sum_parts(p) > 1 else None
+def qmm_planes(p: Qmm) -> int:
+    """The bfloat16 planes in which Hopper's kernels take x, a row for each; 0 where they do not."""
+    if p.dtypes[0] == "bfloat16":
+        return 1
+    planes = 2 if p.dtypes[0] == "float16" or p.tf32 else 3
+    fits = planes * max(p.rows, p.rows_x) < 2**31 - 2**10
+    return planes if p.exact_in_bfloat16 and fits else 0
+
+
+def in_parts(p: Mm | Qmm, planes: int = 1) -> str | None:
+    return f"sums over K={p.k} are made in parts" if sum_parts(p, planes) > 1 else None
 
 
 def mm_fuses(p: Mm) -> str | None:

@@ -124,6 +124,8 @@ class Qmm(Fused):
     bits: int
     layout: str
     bfloat16_scales: bool  # bfloat16 holds its scales
+    exact_in_bfloat16: bool = False  # ... and its values
+    tf32: bool = False
     packable: bool  # a kernel packs the weight
     in_order: bool = True
     transpose_w: bool = True

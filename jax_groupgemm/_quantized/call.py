@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from .._core.products import Mm
 from .._core.segments import Metadata
 from .._grouped.call import NO_EPILOGUE, Epilogue, attributes, epilogue_flags, metadata_flags
+from .._grouped.planes import as_planes
 from .._kernels import choose, problems
 from . import format, ordered
 
@@ -30,6 +33,7 @@ def qmm_problem(
         all_groups=groups if metadata.group_offset is None else metadata.count,
         k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, calls=kind.calls,
         bfloat16_scales=kind.has_bfloat16_scales(q.scales.dtype),
+        exact_in_bfloat16=kind.exact_in_bfloat16, tf32=product.tf32,
         packable=packable and bool(kind.calls & format.PREPACKS),
         in_order=metadata.form.ordered_y, transpose_w=product.transpose_w, **epilogue.facts(),
     )  # fmt: skip
@@ -42,6 +46,9 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
 
     ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this plan.
     """
+    if (planes := plan.config.get("planes", 1)) > 1:
+        assert epilogue.nothing
+        return _in_planes(planes, plan, x, q, metadata, product)
     rows, (groups, _, n) = product.rows, product.sizes(q)
     assert epilogue.existing_out is None
     columns = n // 2 if epilogue.gated else n
@@ -70,6 +77,19 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
     return call(
         x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
     )
+
+
+def _in_planes(count: int, plan: choose.Plan, x, q, metadata: Metadata, product: Mm):
+    """:func:`qmm` of a bfloat16 kernel, which takes x as ``count`` rows for each that sum to it."""
+    parts = as_planes(x, count).reshape(count * x.shape[0], x.shape[1])
+    of_parts = product.replace(rows=count * product.rows, out_dtype=jnp.dtype(jnp.float32))
+    config = {name: value for name, value in plan.config.items() if name != "planes"}
+    plan = dataclasses.replace(plan, config=config)
+    sums = qmm(plan, parts, q, metadata.times(count, x.shape[0]), of_parts)
+    of_rows = sums.reshape(product.rows, count, sums.shape[1])
+    # The smallest first.
+    out = functools.reduce(jnp.add, [of_rows[:, i] for i in reversed(range(count))])
+    return out.astype(product.out_dtype)
 
 
 #: Of kernels that have no plan.

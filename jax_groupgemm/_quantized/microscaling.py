@@ -22,6 +22,7 @@ class Microscaling(PackedInGroups):
     """
 
     group_sizes = (32,)
+    exact_in_bfloat16 = True
     element: dict[str, int]
     largest: tuple[int, int]
     sign: int

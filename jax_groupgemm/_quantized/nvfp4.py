@@ -15,7 +15,7 @@ from .in_groups import CONVERSIONS, PackedInGroups
 
 class Nvfp4(PackedInGroups):
     name, bits, group_sizes = "nvfp4", (4,), (16,)
-    takes_global_scale = True
+    takes_global_scale = exact_in_bfloat16 = True
     calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}
 
     def encode(self, groups, global_scale, bits: int) -> tuple:

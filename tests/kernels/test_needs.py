@@ -74,12 +74,12 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "bfloat16 x": {"dtypes": (F32,)},
+        "bfloat16 x, or modes mxfp4, mxfp8, nvfp4, fp8": {"dtypes": (F32,)},
         "transpose_w": {"transpose_w": False},
         "prepacked weights, or many rows, or mode fp8": {"layout": "linear", "rows": 64},
     }),
     ("jgg_qmm sm90", QMM, {
-        "bfloat16 x": {"dtypes": (F32,)},
+        "bfloat16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
         "transpose_w": {"transpose_w": False},
         "weights as stored": {"layout": "sm90"},
         "K * bits % 128 == 0": {"k": 2056},

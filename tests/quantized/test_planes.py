@@ -1,0 +1,118 @@
+"""float16 and float32 x on Hopper's kernels of bfloat16: a row becomes rows that sum to it."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_groupgemm as jgg
+from jax_groupgemm._core import segments
+from jax_groupgemm._core.products import Mm
+from jax_groupgemm._kernels import choose, dense, samples
+from jax_groupgemm._quantized import call, reference
+
+EXACT = [("nvfp4", 4, {}), ("mxfp4", 4, {}), ("mxfp8", 8, {}), ("fp8", 8, {"block": (128, 128)})]
+SIZES = np.array([5, 0, 9, 2])
+
+
+def array(*shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def quantized(mode, block=None, n=128, k=256):
+    w = array(4, n, k, dtype="float32")
+    return jax.eval_shape(lambda w: jgg.quantize(w, mode=mode, block=block), w)
+
+
+def calls(f, *args) -> list[tuple[str, str, str]]:
+    """Target, type of x and rows of x of each product that is lowered for CUDA."""
+    fresh = lambda *args: f(*args)
+    text = jax.jit(fresh).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"@(jgg_qmm\w*)\(.*?: \(tensor<(\d+)x\d+x(\w+)>", text)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("dtype", "planes"), [("bfloat16", 1), ("float16", 2), ("float32", 3)])
+@pytest.mark.parametrize(("mode", "bits", "more"), EXACT)
+@pytest.mark.parametrize("packed", [False, True])
+def test_exact_modes_run_on_hopper(mode, bits, more, dtype, planes, packed):
+    w = quantized(mode, **more)
+    if packed:
+        w = jax.eval_shape(jgg.prepack, w)
+    x = array(20, 256, dtype=dtype)
+    target = "jgg_qmm_packed" if packed or mode == "fp8" else "jgg_qmm"
+    found = calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
+    assert found == [(target, str(20 * planes), "bf16")]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_others_stay_whole(dtype):
+    """Affine values are no bfloat16, and many float16 rows are faster as they are."""
+    found = lambda x, w: calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
+    name = {"float16": "f16", "float32": "f32"}[dtype]
+    x, affine = array(20, 256, dtype=dtype), quantized("affine")
+    assert found(x, affine) == [("jgg_qmm", "20", name)]
+    many = array(2048, 256, dtype=dtype), quantized("nvfp4")
+    whole = dtype == "float16"
+    assert found(*many) == [("jgg_qmm", "2048", "f16") if whole else ("jgg_qmm", "6144", "bf16")]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_options_are_done_to_the_sums():
+    x, w = array(20, 256, dtype="float32"), quantized("nvfp4")
+    f = functools.partial(jgg.grouped_qmm, activation="swiglu")
+    found = calls(lambda x, w: f(x, w, jnp.asarray(SIZES)), x, w)
+    assert found == [("jgg_qmm", "60", "bf16")]
+
+
+def by_reference(plan, x, q, metadata, product, epilogue=None, **_):
+    """What the custom call of a bfloat16 product computes."""
+    assert x.dtype == jnp.bfloat16
+    return reference.qmm(x, q, metadata, product)
+
+
+FORMS = {
+    "sizes": lambda: segments.sizes(jnp.asarray(SIZES)),
+    "too large": lambda: segments.sizes(jnp.asarray([5, 0, 2**31 - 1, 3])),
+    "bytes": lambda: segments.sizes(jnp.asarray([5, 0, 100, 2], "int8")),
+    "offset": lambda: segments.sizes(jnp.asarray([3, 5, 0, 9, 2, 1]), jnp.int32(1)),
+    "segments": lambda: segments.Metadata(
+        segments.Form("segments", ordered_x=True, ordered_y=True),
+        segments.sizes(jnp.asarray(SIZES)).decode(20, 20, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "planes"), [("float16", 2), ("float32", 3)])
+@pytest.mark.parametrize(("mode", "bits", "more"), EXACT)
+def test_values(monkeypatch, rng, mode, bits, more, dtype, planes, form):
+    """Sums of the parts' products are those of x; rows of no group are zeros."""
+    q = jgg.quantize(jnp.asarray(rng.normal(size=(4, 128, 256)), "float32"), mode=mode, **more)
+    x = jnp.asarray(rng.normal(size=(20, 256)) * 10.0 ** rng.integers(-3, 3, (20, 1)), dtype)
+    metadata = FORMS[form]()
+    product = Mm(rows=20, out_dtype=jnp.dtype("float32"), transpose_w=True)
+    want = reference.qmm(x.astype("float32"), q, metadata, product)
+    split = call._in_planes
+    monkeypatch.setattr(call, "qmm", by_reference)
+    plan = choose.Plan(choose.KERNELS["qmm"][1], None, {"planes": planes})
+    got = split(planes, plan, x, q, metadata, product)
+    oracle.assert_close(got, want, tolerance=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "planes"),
+    [("bfloat16", False, 1), ("float16", False, 2), ("float32", False, 3), ("float32", True, 2)],
+)
+def test_how_many_parts(dtype, tf32, planes):
+    problem = samples.SAMPLES["grouped_qmm"].make("cuda", dtype)
+    assert dense.qmm_planes(problem) == (1 if dtype == "bfloat16" else 0)
+    exact = dataclasses.replace(problem, exact_in_bfloat16=True, tf32=tf32)
+    assert dense.qmm_planes(exact) == planes
+    assert dense.qmm_planes(dataclasses.replace(exact, rows=2**30)) == (planes == 1)
