@@ -92,15 +92,16 @@ Plan PlanWgradSm90(int64_t rows, int64_t groups, int64_t a, int64_t b, int plane
 
 std::tuple<std::string, int, int, bool> PlanQmmSm90(const std::string& mode, int bits, bool packed,
                                                     int64_t rows_x, int64_t rows, int64_t segments,
-                                                    int64_t k, int64_t n, bool gated, bool sizes,
+                                                    int64_t k, int64_t n, bool gated,
+                                                    bool transposed, bool half, bool sizes,
                                                     bool offset) {
   const FormatFacts* format = nullptr;
   for (const FormatFacts& known : kFormats) {
     if (known.name == mode && known.bits == bits) format = &known;
   }
   if (format == nullptr) throw nb::value_error(rules::UnknownMode(mode).c_str());
-  const rules::QmmPlanSm90 plan =
-      rules::PlanQmmSm90(*format, {k, n, gated, packed}, {rows_x, rows, segments, sizes, offset});
+  const rules::QmmPlanSm90 plan = rules::PlanQmmSm90(
+      *format, {k, n, gated, packed, transposed, half}, {rows_x, rows, segments, sizes, offset});
   return {std::string(rules::kQmmWays[static_cast<int>(plan.way)]), plan.tile, plan.parts,
           plan.pairs};
 }
@@ -204,8 +205,8 @@ void DefineRules(nb::module_& m) {
         "planes"_a = 1, "transpose_x"_a = false, "by_list"_a = false,
         "The plan of a wgrad, as plan_mm_sm90 has it. by_list: rows of one operand come by list.");
   m.def("plan_qmm_sm90", &PlanQmmSm90, nb::kw_only(), "mode"_a, "bits"_a, "packed"_a, "rows_x"_a,
-        "rows"_a, "segments"_a, "k"_a, "n"_a, "gated"_a = false, "sizes"_a = true,
-        "offset"_a = false,
+        "rows"_a, "segments"_a, "k"_a, "n"_a, "gated"_a = false, "transposed"_a = false,
+        "half"_a = false, "sizes"_a = true, "offset"_a = false,
         "The plan of a product with a quantized weight: who multiplies ('tiles', 'warps', "
         "'direct'), rows of a tile or block, blocks that share out a tile's k, and whether warps "
         "have pairs of columns' tiles.");

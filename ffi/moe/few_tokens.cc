@@ -31,6 +31,7 @@ static ffi::Error BindFewTokensWeight(const ffi::AnyBuffer& weight, const ffi::A
   QuantizedWeight w{};
   JGG_RETURN_IF_ERROR(BindCoding(kOp, attrs, "sm90", &w));
   JGG_RETURN_IF_ERROR(BindPacked(kOp, weight, scales, w, &bound->packed));
+  if (bound->packed.half_scales) return InvalidArgument(kOp, "scales must be uint32");
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(E, N/64, K/64, 128 * bits)", weight,
                                  {experts, n / 64, k / 64, 128 * w.coding.bits}));
   *coding = w.coding;

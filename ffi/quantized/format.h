@@ -48,6 +48,8 @@ struct FormatBase {
   static constexpr bool kTakesGlobalScale = false;
   // Whether kernels read layout "linear", and those of quantize and dequantize know it.
   static constexpr bool kIsLinear = true;
+  // Whether Hopper's kernels read lines of codes as they are stored.
+  static constexpr bool kHasLinesSm90 = true;
   // Whether the kernel of prepack makes layout "sm90" from it. Others have a kernel of their own,
   // or the definition makes it.
   static constexpr bool kIsPrepacked = true;

@@ -25,6 +25,18 @@ cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
   return cudaErrorNoKernelImageForDevice;
 }
 
+cudaError_t LaunchTransposedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const Coding& coding, const rules::QmmPlanSm90& plan,
+                                     const OperandsSm90& operands) {
+#ifdef JGG_SM90
+  return LaunchInstanceSm90(coding.mode, coding.bits, [&](auto of) {
+    using Of = decltype(of);
+    return LaunchTransposedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, plan, operands);
+  });
+#endif
+  return cudaErrorNoKernelImageForDevice;
+}
+
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                  const Coding& coding, const rules::QmmPlanSm90& plan,
                                  const OperandsSm90& operands) {

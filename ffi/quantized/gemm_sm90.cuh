@@ -147,9 +147,30 @@ cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quant
                     : LaunchDirectConfigSm90<Weights, false, 2>(stream, direct, alone);
 }
 
+// float16 rows have fewer tiles.
+template <typename Weights>
+cudaError_t LaunchHalfTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
+  const auto launch = [&](auto traits) {
+    using Config = device::QuantizedGemmSm90Config<decltype(traits)>;
+    return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
+  };
+  if (IsGated(quantized.gemm.epilogue.activation)) {
+    if (plan.tile == 32) return launch(ByWarpsSm90<QuantizedGatedRows32Sm90<Weights>>{});
+    return launch(QuantizedGatedRows96Sm90<Weights>{});
+  }
+  if (plan.tile == 32) return launch(ByWarpsSm90<QuantizedRows32Sm90<Weights>>{});
+  if (plan.tile == 64) return launch(QuantizedRows64Sm90<Weights>{});
+  return launch(QuantizedMostRowsSm90<Weights>{});
+}
+
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
+  if (operands.dtype == DType::kF16) {
+    using Half = device::PackedWeights<kMode, kBits, DType::kF16>;
+    return LaunchHalfTilesSm90<Half>(stream, quantized, plan, operands);
+  }
   using Weights = device::PackedWeights<kMode, kBits>;
   if (plan.way == rules::QmmWay::kDirect) {
     return LaunchDirectSm90<Weights>(stream, quantized, plan, operands);
@@ -160,7 +181,7 @@ cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
-  if constexpr (FormatTraits<kMode, kBits>::kIsLinear) {
+  if constexpr (FormatTraits<kMode, kBits>::kHasLinesSm90) {
     using Weights = device::LinearWeights<kMode, kBits>;
     return LaunchQuantizedTilesSm90<Weights>(stream, quantized, plan, operands);
   } else {

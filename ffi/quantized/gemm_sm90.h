@@ -19,6 +19,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "grouped_mm/gemm_sm90.h"
 #include "quantized/plan.h"
 #include "quantized/quantized.h"
@@ -47,24 +49,42 @@ struct QuantizedGemmSm90 {
   int scale_line;   // bytes of a line's scales
   int elements;     // of a line
   int scale_shift;  // a scale is of 2^shift k
+  // ... in blocks: rows and columns that share a scale, lines of scales of a matrix.
+  int rows_each, columns_each, scale_lines;
 };
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
+
+// launch(a constant of bfloat16 or of float16): the type of x in layout "sm90".
+template <typename Launch>
+cudaError_t DispatchHalfSm90(DType dtype, Launch launch) {
+  if (dtype == DType::kBF16) return launch(std::integral_constant<DType, DType::kBF16>{});
+  return launch(std::integral_constant<DType, DType::kF16>{});
+}
 
 // Encode the tensor maps and launch, as the plan says. PlanQmmProblem has passed it. Layout "sm90".
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                  const Coding& coding, const rules::QmmPlanSm90& plan,
                                  const OperandsSm90& operands);
 
+// x (T, N) @ W (N, K), W in layout "sm90": quantized.gemm has K for n, and N for k.
+cudaError_t LaunchTransposedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                     const Coding& coding, const rules::QmmPlanSm90& plan,
+                                     const OperandsSm90& operands);
+
 // Layout "linear"; operands.r are the codes, in units of two bytes.
 cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                  const Coding& coding, const rules::QmmPlanSm90& plan,
                                  const OperandsSm90& operands);
 
-// Instances: gemm_sm90_instance.cu.
+// Instances: gemm_sm90_instance.cu, transposed_sm90_instance.cu.
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands);
+template <Mode kMode, int kBits>
+cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                         const rules::QmmPlanSm90& plan,
+                                         const OperandsSm90& operands);
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands);

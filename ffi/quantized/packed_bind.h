@@ -11,17 +11,21 @@ namespace jgg {
 inline xla::ffi::Error BindPacked(const char* op, const xla::ffi::AnyBuffer& weight,
                                   const xla::ffi::AnyBuffer& scales, const QuantizedWeight& w,
                                   PackedCodesSm90* packed) {
-  for (const auto& buffer : {weight, scales}) {
-    if (buffer.element_type() != xla::ffi::U32) {
-      return InvalidArgument(op, "weight and scales must be uint32");
-    }
+  packed->half_scales = scales.element_type() == xla::ffi::U16;
+  if (weight.element_type() != xla::ffi::U32 ||
+      (scales.element_type() != xla::ffi::U32 && !packed->half_scales)) {
+    return InvalidArgument(op, "weight must be uint32, and scales uint32 or uint16");
+  }
+  if (packed->half_scales && !w.coding.HasFloatScales()) {
+    return InvalidArgument(op, "scales of mode '", w.coding.Facts().name, "' must be uint32");
   }
   JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, N/64, K/64, 128 * bits)", weight,
                                  {-1, -1, -1, 128 * w.coding.bits}));
   const auto shape = weight.dimensions();
   const PackedScales tile = w.coding.Facts().packed_scales_of(w.group_size);
   JGG_RETURN_IF_ERROR(CheckShape(op, "scales", "(G, N/64, K/64 or 128, words)", scales,
-                                 {shape[0], shape[1], 64 * shape[2] / tile.k, tile.words}));
+                                 {shape[0], shape[1], 64 * shape[2] / tile.k,
+                                  packed->half_scales ? 2 * tile.words : tile.words}));
   if (64 * shape[2] % tile.k != 0) {
     return InvalidArgument(op, "weight has shape ", ShapeText(weight), ", expected K % ", tile.k,
                            " == 0");

@@ -34,7 +34,9 @@ struct QmmPlanSm90 {
 struct QmmSizes {
   int64_t k, n;
   bool gated = false;
-  bool packed = false;  // W is in layout "sm90"
+  bool packed = false;      // W is in layout "sm90"
+  bool transposed = false;  // ... and is quantized along N: x (T, K) @ W (K, N)
+  bool half = false;        // ... and x is float16, for which there are fewer tiles
 };
 
 struct QmmRows {
@@ -45,6 +47,11 @@ struct QmmRows {
   // Whether all rows meet one matrix.
   bool OneMatrix() const { return segments == 1 && !offset; }
 };
+
+// ---- transposed
+
+// Rows of a tile where warps multiply. Tiles of kMostQmmRows have all other rows.
+constexpr int kTransposedFewRows = 16;
 
 // ---- without tiles
 
@@ -108,27 +115,53 @@ inline int QmmParts(const QmmSizes& qmm, const QmmRows& of, int blocks_per_sm) {
 // segment that has more than a tile decodes its weights again, so tiles are larger than the
 // average. Up to 8 rows warps multiply by themselves.
 inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, const QmmRows& of) {
-  if (qmm.packed && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
+  if (qmm.transposed) {
+    return RowsPerSegment(of.rows, of.segments) <= 8
+               ? QmmPlanSm90{QmmWay::kWarps, kTransposedFewRows}
+               : QmmPlanSm90{QmmWay::kTiles, kMostQmmRows};
+  }
+  if (qmm.packed && !qmm.half && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
   const int64_t rows = RowsPerSegment(of.rows, of.segments);
   if (rows > 24) {
-    const int tile = qmm.gated ? 96 : rows <= 52 ? 64 : rows <= 104 ? 128 : kMostQmmRows;
+    const int tile = qmm.gated                  ? 96
+                     : rows <= 52               ? 64
+                     : rows <= 104 && !qmm.half ? 128
+                                                : kMostQmmRows;
     return {QmmWay::kTiles, tile};
   }
-  if (rows > 8 && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)) {
+  if (rows > 8 && !qmm.half && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)) {
     return {QmmWay::kTiles, 32};
   }
   const int blocks = qmm.packed ? kPackedBlocksPerSm : format.linear_blocks_per_sm;
   return {QmmWay::kWarps, 32, qmm.gated ? 1 : QmmParts(qmm, of, blocks)};
 }
 
+inline std::string NoKernelFollows(const QmmPlanSm90& plan) {
+  return "no kernel follows the plan: way '" + std::string(kQmmWays[static_cast<int>(plan.way)]) +
+         "', tile " + std::to_string(plan.tile) + ", parts " + std::to_string(plan.parts) +
+         (plan.pairs ? ", in pairs" : "");
+}
+
+inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const QmmSizes& qmm) {
+  if (!qmm.packed) return "a weight that is quantized along N needs layout 'sm90'";
+  if (qmm.gated) return "a gated activation of a weight that is quantized along N";
+  const bool has = plan.way == QmmWay::kWarps   ? plan.tile == kTransposedFewRows
+                   : plan.way == QmmWay::kTiles ? plan.tile == kMostQmmRows
+                                                : false;
+  if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
+  return NoKernelFollows(plan);
+}
+
 // Why no kernel follows a plan.
 inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
                              const QmmSizes& qmm, const QmmRows& of) {
   const int tile = plan.tile;
+  if (qmm.transposed) return TransposedPlanProblem(plan, qmm);
   bool has = false;
   switch (plan.way) {
     case QmmWay::kDirect:
       if (!qmm.packed) return "a plan without tiles needs layout 'sm90'";
+      if (qmm.half) return "a plan without tiles needs bfloat16 x";
       if (!of.sizes || of.rows_x != of.rows) return "a plan without tiles needs sizes of groups";
       has = tile == kDirectRows || (tile == 2 * kDirectRows && of.OneMatrix());
       if (plan.pairs) has &= tile == 2 * kDirectRows && !qmm.gated && qmm.n % 128 == 0;
@@ -138,15 +171,13 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
       has = tile == 32 && (plan.parts == 1 || (plan.parts == 2 && !qmm.gated)) && !plan.pairs;
       break;
     case QmmWay::kTiles:
-      has = tile == 32  ? !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)
+      has = tile == 32  ? !qmm.half && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)
             : qmm.gated ? tile == 96
-                        : tile == 64 || tile == 128 || tile == kMostQmmRows;
+                        : tile == 64 || (tile == 128 && !qmm.half) || tile == kMostQmmRows;
       has &= plan.parts == 1 && !plan.pairs;
   }
   if (has) return std::nullopt;
-  return "no kernel follows the plan: way '" + std::string(kQmmWays[static_cast<int>(plan.way)]) +
-         "', tile " + std::to_string(tile) + ", parts " + std::to_string(plan.parts) +
-         (plan.pairs ? ", in pairs" : "");
+  return NoKernelFollows(plan);
 }
 
 }  // namespace jgg::rules

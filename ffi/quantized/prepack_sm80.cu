@@ -11,8 +11,8 @@ std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
   const QuantizedArray& q = args.q;
   const FormatFacts& format = q.coding.Facts();
   if (!format.is_prepacked) return "codes are " + std::string(format.name);
-  if (q.coding.HasFloatScales() && q.coding.scale_dtype != DType::kBF16) {
-    return "scales are not bfloat16";
+  if (q.coding.HasFloatScales() && q.coding.scale_dtype == DType::kF32) {
+    return "scales are float32";
   }
   const void* operands[] = {q.weight, q.scales, q.biases, args.weight, args.scales};
   for (const void* data : operands) {

@@ -59,10 +59,17 @@ cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args, const rules::QmmP
   qmm.global_scale = args.w.global_scale;
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.biases = args.w.biases;
-  while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
   quantized.elements = static_cast<int>(args.w.elements);
-  quantized.scale_line =
-      static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
+  if (args.w.coding.Facts().scale == ScaleType::kFloat32) {
+    quantized.rows_each = args.w.lines_each;
+    quantized.columns_each = args.w.group_size;
+    quantized.scale_lines = static_cast<int>((args.n - 1) / args.w.lines_each + 1);
+    quantized.scale_line = static_cast<int>((args.k - 1) / args.w.group_size + 1) * 4;
+  } else {
+    while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
+    quantized.scale_line =
+        static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
+  }
   return LaunchLinearGemmSm90(stream, quantized, args.w.coding, plan, DescribeOperands(args));
 }
 

@@ -33,6 +33,7 @@ struct GlobalScale {
 struct QuantizedWeight {
   Coding coding;
   int group_size;
+  int lines_each;      // mode "fp8": lines that share scales
   const void* packed;  // (groups, lines, elements * bits / 32) uint32
   const void* scales;  // (groups, lines, elements / group_size)
   const void* biases;  // likewise; null where the mode has none
@@ -45,6 +46,7 @@ struct PackedCodesSm90 {
   const void* codes;
   int column_tiles, k_tiles;  // of a weight
   int tile_scales;            // affine: bytes of scales and biases of a tile
+  bool half_scales;           // they are float16
 };
 
 }  // namespace jgg

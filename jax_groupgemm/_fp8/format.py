@@ -23,9 +23,9 @@ from . import blocks, conversion_calls, convert, prepack
 
 class Fp8(PackedFormat):
     name, bits, scales = "fp8", (8,), ("float32",)
-    takes_block = exact_in_bfloat16 = True
+    takes_block = True
     rounds_to_x = False  # else scales would have to be rounded
-    calls = PRODUCTS - {"jgg_qmm"} | {"jgg_prepack_fp8"}
+    calls = PRODUCTS - {"jgg_qmm"} | {"jgg_qmm_fp8", "jgg_prepack_fp8"}
 
     def fields(self, op: str, bits, group_size, block) -> tuple[int, int, Any]:
         block = _pair(op, block)
@@ -128,6 +128,12 @@ class Fp8(PackedFormat):
 
     def separate(self, words, bits: int) -> jax.Array:
         return packed_codes.separate_e4m3(words)
+
+    def scales_fit(self, dtype, x_dtype) -> bool:
+        return True  # kernels make others of them
+
+    def has_lines(self, q: Quantized) -> bool:
+        return prepack.has_lines(q)
 
     def attribute_group_size(self, group_size: int) -> int:
         return prepack.BLOCK[1]

@@ -38,6 +38,13 @@ def unpackable(w: Quantized, tile: int) -> str | None:
     return None
 
 
+def has_lines(w: Quantized) -> bool:
+    """Whether the kernel of lines reads ``w``, in layout "linear" and of a product."""
+    _, columns = w.block or (1, 1)
+    whole = columns % BLOCK[1] == 0 or columns >= w.shape[-1]
+    return whole and blocks.DTYPES[w.weight.dtype.name] == "e4m3"
+
+
 def packed_scales(k_tiles: int) -> tuple[int, int]:
     """The last two axes of the scales of so many tiles of 64 k: two share words, and words."""
     return k_tiles // 2, 64

@@ -36,6 +36,10 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
+# ... of float16 x, which the other kernel of Hopper does not take as it is.
+_REPACK_HALF_FROM_ROWS = 1
+# ... of a weight that is quantized along N, which no Hopper kernel takes as it is stored.
+_REPACK_TRANSPOSED_FROM_ROWS = 1
 # Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
 # parts, is faster than the generic one. Estimated, not measured yet.
 _PLANES_UP_TO_ROWS = 16
@@ -176,22 +180,25 @@ def _warn_once(message: str) -> None:
 
 
 def _packed_operands(p: Qmm) -> str | None:
-    if not dense.qmm_planes(p):
-        return f"needs bfloat16 x, or a mode that bfloat16 holds exactly, got {p.dtypes[0]}"
-    if not p.transpose_w:
-        return "needs transpose_w=True"
+    if not dense.qmm_planes(p, packed=True):
+        return f"needs 16-bit x, or a mode that bfloat16 holds exactly, got {p.dtypes[0]}"
+    fit = {"bfloat16": p.bfloat16_scales, "float16": p.float16_scales}
+    if not fit.get(p.dtypes[0], True):
+        return f"scales and x differ in dtype: x is {p.dtypes[0]}"
+    if not p.transpose_w and p.gated:
+        return "a gated activation needs transpose_w=True"
     return None if p.in_order else "needs segments in order"
 
 
 def _packed(p: Qmm) -> str | None:
-    if not p.as_stored and (why := dense.in_parts(p, dense.qmm_planes(p))):
+    if not p.in_groups and (why := dense.in_parts(p, dense.qmm_planes(p, packed=True))):
         return why
     if p.layout != "sm90":
         if p.empty or not p.packable:
             return "prepack has no kernel for this weight"
         # Where no kernel reads codes as they are stored, any number of rows repacks.
-        if p.as_stored and p.rows < p.all_groups * _repack_from(p.bits):
-            return f"repacks a weight from {_repack_from(p.bits)} rows per matrix on"
+        if p.as_stored and p.rows < p.all_groups * (least := _repack_from(p)):
+            return f"repacks a weight from {least} rows per matrix on"
         if not p.named and not extension.live_capabilities():
             return "repacks for a GPU that this process has"
     if why := extension.rules().qmm_packed_problem(n=p.n, gated=p.gated):
@@ -202,11 +209,15 @@ def _packed(p: Qmm) -> str | None:
 def _planes_pay(p: Qmm) -> bool:
     """float16 rows in two bfloat16 parts, beside the generic kernel, which takes them whole."""
     few = p.rows <= _PLANES_UP_TO_ROWS * p.all_groups
-    return dense.qmm_planes(p) != 2 or p.layout == "sm90" or not p.as_stored or few
+    return dense.qmm_planes(p) != 2 or few
 
 
-def _repack_from(bits: int) -> int:
-    return _REPACK_FROM_ROWS if bits < 6 else _REPACK_FROM_ROWS_WIDE
+def _repack_from(p: Qmm) -> int:
+    if not p.transpose_w:
+        return _REPACK_TRANSPOSED_FROM_ROWS
+    if p.dtypes[0] == "float16":
+        return _REPACK_HALF_FROM_ROWS if not p.exact_in_bfloat16 else _PLANES_UP_TO_ROWS
+    return _REPACK_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
 
 
 def as_stored_sm90(p: Qmm) -> str | None:
@@ -220,26 +231,37 @@ def as_stored_sm90(p: Qmm) -> str | None:
     )  # fmt: skip
 
 
+def _fp8_as_stored(p: Qmm) -> str | None:
+    if not p.as_stored:
+        return "needs bfloat16 x, transpose_w, codes e4m3 in blocks of whole 128 columns"
+    return as_stored_sm90(p) or dense.in_parts(p)
+
+
 def _qmm_config(p: Qmm) -> dict[str, Any]:
     return {"sum_parts": dense.sum_parts(p)}
 
 
 def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
     """Who multiplies, and in which tiles: ffi/quantized/plan.h."""
-    planes = dense.qmm_planes(p)
+    planes = dense.qmm_planes(p, packed=packed)
     plan = extension.rules().plan_qmm_sm90(
         mode=p.mode, bits=p.bits, packed=packed, rows_x=planes * p.rows_x, rows=planes * p.rows,
-        segments=p.segments, k=p.k, n=p.n, gated=p.gated, sizes=p.sizes, offset=p.offset,
+        segments=p.segments, k=p.k, n=p.n, gated=p.gated, transposed=not p.transpose_w,
+        half=planes == 1 and p.dtypes[0] == "float16", sizes=p.sizes, offset=p.offset,
     )  # fmt: skip
     named = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
     more = {"x_ordered": not packed, "planes": planes, "sum_parts": dense.sum_parts(p, planes)}
     return named | more
 
 
-def _qmm_fuses_sm90(p: Qmm) -> str | None:
-    if dense.qmm_planes(p) != 1:
+def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:
+    if dense.qmm_planes(p, packed=packed) != 1:
         return "options are done to sums of bfloat16 parts"
     return _qmm_fuses(p)
+
+
+def _qmm_packed_fuses(p: Qmm) -> str | None:
+    return _qmm_fuses_sm90(p, packed=True)
 
 
 def _qmm_fuses(p: Qmm) -> str | None:
@@ -333,16 +355,22 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "qmm": (
         Kernel(
-            "sm90", "jgg_qmm_packed", _packed, _qmm_fuses_sm90,
-            config=functools.partial(_qmm_config_sm90, packed=True), unseen=True, pays=_planes_pay,
-            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4, fp8; transpose_w; prepacked weights, "
-            "or many rows, or mode fp8",
+            "sm90", "jgg_qmm_packed", _packed, _qmm_packed_fuses,
+            config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
+            needs="bfloat16 and float16 x, or modes mxfp4, mxfp8, nvfp4; affine scales of x's "
+            "dtype; prepacked weights, or many rows, or float16 x, or transpose_w=False",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
             needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; transpose_w; weights as stored, "
             "K * bits % 128 == 0",
+        ),
+        Kernel(
+            "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
+            config=functools.partial(_qmm_config_sm90, packed=False),
+            needs="mode fp8, bfloat16 x, transpose_w; codes e4m3 in blocks of whole 128 columns, "
+            "K % 16 == 0",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),

@@ -69,9 +69,10 @@ def sum_parts(p: Mm | Qmm, planes: int = 1) -> int:
     return -(-p.k // _LONGEST_SUM[p.out_dtype])
 
 
-def qmm_planes(p: Qmm) -> int:
-    """The bfloat16 planes in which Hopper's kernels take x, a row for each; 0 where they do not."""
-    if p.dtypes[0] == "bfloat16":
+def qmm_planes(p: Qmm, *, packed: bool = False) -> int:
+    """The planes in which Hopper's kernels take x, a row for each; 0 where they do not. Where the
+    weight is ``packed``, they take float16 as it is."""
+    if p.dtypes[0] == "bfloat16" or (packed and p.dtypes[0] == "float16"):
         return 1
     planes = 2 if p.dtypes[0] == "float16" or p.tf32 else 3
     fits = planes * max(p.rows, p.rows_x) < 2**31 - 2**10

@@ -25,6 +25,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_planes": ("cuda",),
     "jgg_activation_backward": ("cuda",),
     "jgg_qmm": ("cuda",),
+    "jgg_qmm_fp8": ("cuda",),
     "jgg_qmm_packed": ("cuda",),
     "jgg_quantize": ("cuda",),
     "jgg_dequantize": ("cuda",),

@@ -124,16 +124,25 @@ class Qmm(Fused):
     bits: int
     layout: str
     bfloat16_scales: bool  # bfloat16 holds its scales
+    float16_scales: bool = False
     exact_in_bfloat16: bool = False  # ... and its values
     tf32: bool = False
+    lines: bool = True  # kernels read lines of its codes
     packable: bool  # a kernel packs the weight
     in_order: bool = True
     transpose_w: bool = True
 
     @property
-    def as_stored(self) -> bool:
-        """Whether kernels read its codes as they are stored."""
+    def in_groups(self) -> bool:
+        """Whether scales are of groups of K, so that parts of K are weights, too."""
         return self.calls is None or "jgg_qmm" in self.calls
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether a kernel reads its codes as they are stored."""
+        calls, bfloat16 = self.calls or (), self.dtypes[0] == "bfloat16"
+        fp8 = "jgg_qmm_fp8" in calls and self.lines and bfloat16 and self.transpose_w
+        return self.in_groups or fp8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ class Affine(PackedInGroups):
     name, bits, group_sizes = "affine", (4, 2, 3, 5, 6, 8), (64, 32, 128)
     scales, has_biases = FLOATS, True
     calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}
+    words = ("uint32", "uint16")
 
     def dequantized_dtype(self, q: Quantized) -> Any:
         return q.scales.dtype
@@ -54,12 +55,16 @@ class Affine(PackedInGroups):
     def unpackable(self, q: Quantized, tile: int) -> str | None:
         if why := super().unpackable(q, tile):
             return why
-        if q.scales.dtype == jnp.bfloat16:
+        if q.scales.dtype != jnp.float32:
             return None
         return (
-            f"its scales are {q.scales.dtype.name}, not bfloat16. scales_dtype=jnp.bfloat16 rounds "
-            "them"
+            "its scales are float32, not bfloat16 or float16. scales_dtype=jnp.bfloat16 or "
+            "jnp.float16, as x has it, rounds them"
         )
+
+    def scales_fit(self, dtype, x_dtype) -> bool:
+        of_words = {"uint32": "bfloat16", "uint16": "float16"}
+        return of_words.get(dtype.name, dtype.name) == x_dtype
 
     def with_scales_of(self, q: Quantized, dtype) -> Quantized:
         scales, biases = (leaf.astype(dtype) for leaf in (q.scales, q.biases))
@@ -70,8 +75,9 @@ class Affine(PackedInGroups):
         return code, scale | bias << 16
 
     def of_codes_and_words(self, w: Quantized, code, words, reshape) -> Quantized:
+        of = jnp.float16 if w.scales.dtype == jnp.uint16 else jnp.bfloat16
         scales, biases = (
-            lax.bitcast_convert_type(v.astype(jnp.uint16), jnp.bfloat16)
+            lax.bitcast_convert_type(v.astype(jnp.uint16), of)
             for v in (words & u32(0xFFFF), words >> 16)
         )
         return self.unpacked(w, code, scales, biases)

@@ -32,8 +32,10 @@ def qmm_problem(
         # Rows may be of groups that are not here.
         all_groups=groups if metadata.group_offset is None else metadata.count,
         k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, calls=kind.calls,
-        bfloat16_scales=kind.has_bfloat16_scales(q.scales.dtype),
+        bfloat16_scales=kind.scales_fit(q.scales.dtype, "bfloat16"),
+        float16_scales=kind.scales_fit(q.scales.dtype, "float16"),
         exact_in_bfloat16=kind.exact_in_bfloat16, tf32=product.tf32,
+        lines=q.layout != "linear" or kind.has_lines(q),
         packable=packable and bool(kind.calls & format.PREPACKS),
         in_order=metadata.form.ordered_y, transpose_w=product.transpose_w, **epilogue.facts(),
     )  # fmt: skip
@@ -42,7 +44,8 @@ def qmm_problem(
 def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
-    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight.
+    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight,
+    ``jgg_qmm_fp8`` for one of mode "fp8" that is not.
 
     ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this plan.
     """
@@ -61,17 +64,22 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         "epilogue": epilogue_flags(epilogue),
         "plan": {name: plan.config.get(name, no) for name, no in _NO_PLAN.items()},
     }
+    x_ordered = plan.config.get("x_ordered", False)
+    if x_ordered and not x_is_ordered:
+        x = ordered.ordered(x, q.bits)
+    assert x_ordered or not x_is_ordered
     if plan.target == "jgg_qmm":
-        x_ordered = plan.config.get("x_ordered", False)
-        if x_ordered and not x_is_ordered:
-            x = ordered.ordered(x, q.bits)
-        assert x_ordered or not x_is_ordered
         flags["qmm"] = {
             "transpose_w": product.transpose_w,
             "x_ordered": x_ordered,
             "in_order": metadata.form.ordered_y,
             "tf32": product.tf32,
         }
+    elif plan.target == "jgg_qmm_packed":
+        flags["transpose_w"] = product.transpose_w
+    else:
+        del flags["quantized"]
+        flags["block"] = dict(zip(("rows", "columns"), q.block, strict=True))
     options = [value for value in (q.biases, q.global_scale, *offset) if value is not None]
     call = jax.ffi.ffi_call(plan.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
     return call(

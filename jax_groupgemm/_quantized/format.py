@@ -137,13 +137,17 @@ class Format(abc.ABC):
 
     # ---- what kernels are told
 
+    def has_lines(self, q: Quantized) -> bool:
+        """Whether the kernels of layout "linear" that take the format take ``q``."""
+        return True
+
     def attribute_group_size(self, group_size: int) -> int:
         """``group_size`` as handlers take it."""
         return group_size
 
-    def has_bfloat16_scales(self, dtype) -> bool:
-        """Whether bfloat16 holds scales of this dtype exactly."""
-        return not jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.bfloat16
+    def scales_fit(self, dtype, x_dtype) -> bool:
+        """Whether ``x_dtype`` holds scales of this dtype exactly, as kernels read them."""
+        return not jnp.issubdtype(dtype, jnp.floating) or dtype == x_dtype
 
 
 class PackedFormat(Format):
@@ -151,9 +155,11 @@ class PackedFormat(Format):
 
     Attributes:
       rows_per_word: rows whose scales share a word of it.
+      words: dtypes of scales there: uint32, or pairs of uint16 for those that float16 holds.
     """
 
     rows_per_word = 1
+    words: tuple[str, ...] = ("uint32",)
 
     def unpackable(self, q: Quantized, tile: int) -> str | None:
         if any(size % tile for size in q.shape[-2:]):

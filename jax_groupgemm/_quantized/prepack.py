@@ -9,9 +9,9 @@ and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. S
 
 of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words);
 but of mxfp4 the scales of two rows are one word, (..., N/64, K/64, 32), and two tiles share affine
-scales of 128 k, and those of mode "fp8" (``prepack_fp8``): (..., N/64, K/128, 64). Of a weight's
-words all threads' first four (or two, or one, as ``packed_codes`` says) come before all threads'
-next.
+scales of 128 k, and those of mode "fp8" (``prepack_fp8``): (..., N/64, K/128, 64). Scales and
+biases that are float16 are pairs of uint16 instead of words. Of a weight's words all threads' first
+four (or two, or one, as ``packed_codes`` says) come before all threads' next.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
 
 _TILE = 64
+_SCALES = (jnp.bfloat16, jnp.float16)
 
 
 @listed
@@ -46,23 +47,25 @@ def prepack(
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
     The same values in the layout that the fast kernels read. For Hopper: all modes, ``"affine"``
-    with bfloat16 scales; N and K multiples of 64; products with bfloat16 activations and
-    ``transpose_w=True``. Mode ``"fp8"`` needs codes of float8_e4m3fn, K a multiple of 128, and
-    blocks of as many columns or of whole rows. Such a weight gets layout ``"sm90"``; any other is
-    returned as it is, with a warning that says why. Every function accepts both layouts: one
-    without a kernel for a layout puts the codes (not the values) back in order first. On Hopper a
-    product of many rows (1024 per matrix, 2048 with 6 and 8 bits) packs a weight that is not
-    packed, each time anew (except mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and
-    ``implementation="sm80"``). Mode ``"fp8"`` has no other kernels, so there a product of any
-    number of rows packs it: with few rows it takes about three times as long as with a prepacked
-    weight (a prediction), and memory for a copy of the weight. The layout may change with this
-    package's version: store the weight as it was.
+    with bfloat16 or float16 scales; N and K multiples of 64; products with activations of bfloat16
+    or float16 (``"affine"``: of the scales' dtype), of float32 too in modes mxfp4, mxfp8 and nvfp4;
+    with either ``transpose_w``, so that ``dx`` has a kernel. Mode ``"fp8"`` needs codes of
+    float8_e4m3fn, K a multiple of 128, and blocks of as many columns or of whole rows. Such a
+    weight gets layout ``"sm90"``; any other is returned as it is, with a warning that says why.
+    Every function accepts both layouts: one without a kernel for a layout puts the codes (not the
+    values) back in order first. On Hopper these products pack a weight that is not packed, each
+    time anew: of many rows (1024 per matrix, 2048 with 6 and 8 bits); of float16 x; with
+    ``transpose_w=False``, as ``dx`` is (both from one row per matrix on, in mode ``"fp8"``
+    always). They need memory for a copy of the weight. Exceptions are mxfp8,
+    ``nvfp4_grouped_mm`` if K is a multiple of 128, and ``implementation="sm80"``. The layout may
+    change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
-      scales_dtype: bfloat16 rounds the scales and biases of mode ``"affine"`` to it first, which
-        changes values: those of AWQ and GPTQ checkpoints, and of weights that were quantized from
-        float32, are float32. None leaves them. Other modes have no such scales.
+      scales_dtype: bfloat16 or float16, the dtype of the activations: the scales and biases of mode
+        ``"affine"`` are rounded to it first, which changes values: those of AWQ and GPTQ
+        checkpoints, and of weights that were quantized from float32, are float32. None leaves them.
+        Other modes have no such scales.
       strict: raise an error, instead of a warning, if ``w`` has no such layout.
 
     Returns:
@@ -73,7 +76,7 @@ def prepack(
       its other scales none. Under Explicit sharding it is sharded as ``w.weight`` is.
 
     Raises:
-      ValueError, TypeError: as :func:`dequantize`; ``scales_dtype`` is neither None nor bfloat16;
+      ValueError, TypeError: as :func:`dequantize`; ``scales_dtype`` is none of those;
         with ``strict``, w has no such layout; or w is explicitly sharded in parts of N or K that
         are not whole tiles of 64 (and quantization groups).
 
@@ -83,8 +86,8 @@ def prepack(
     w = array.checked("prepack", "w", w)
     check.flag("prepack", "strict", strict)
     given = jnp.bfloat16 if scales_dtype is None else scales_dtype
-    if (dtype := check.of_dtype("prepack", "scales_dtype", given)) != jnp.bfloat16:
-        raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None or bfloat16")
+    if (dtype := check.of_dtype("prepack", "scales_dtype", given)) not in _SCALES:
+        raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None, bfloat16 or float16")
     kind = format.of(w)
     if w.layout == "linear" and scales_dtype is not None:
         w = kind.with_scales_of(w, scales_dtype)
@@ -124,7 +127,15 @@ def _packed(w: Quantized, pack) -> Quantized:
         q.weight, q.scales, q.biases, mode=q.mode, bits=q.bits, group_size=q.group_size,
         block=q.block,
     )  # fmt: skip
+    if q.scales.dtype == jnp.float16:
+        scales = _halves(scales)
     return dataclasses.replace(w, weight=weight, scales=scales, biases=None, layout="sm90")
+
+
+def _halves(words):
+    """uint16 (..., 2 n) of uint32 (..., n), the lower half of each first."""
+    pairs = lax.bitcast_convert_type(words, jnp.uint16)
+    return pairs.reshape(*words.shape[:-1], -1)
 
 
 # One program, also where the user's code is none: see ``operations.operation``.
@@ -263,9 +274,12 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
     codes = reshape(codes, *tiles, 4, 8, 4, 4, 2, 2, 2)
     codes = reshape(_permute(codes, (0, 2, 7, 3, 1, 5, 6, 4, 8)), *lead, n, k)
     words = w.scales
+    if words.dtype == jnp.uint16:
+        pairs = reshape(words, *words.shape[:-1], words.shape[-1] // 2, 2)
+        words = lax.bitcast_convert_type(pairs, jnp.uint32)
+    *tiles, count = words.shape
     if kind.rows_per_word == 2:
         words = jnp.stack([words & u32(0xFFFF), words >> 16], axis=-1)
-    *tiles, count = w.scales.shape
     count = max(count // _TILE, 1)  # of a line
     words = reshape(words, *tiles, count, 4, 8, 2)
     words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, tiles[-1] * count)
@@ -289,18 +303,22 @@ class _Sm90(Layout):
 
     def checked(self, op: str, name: str, q: Quantized) -> Quantized:
         *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
-        scales = format.packed_of(q.mode).packed_scales(q.group_size, columns)
-        expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, *scales)
+        kind = format.packed_of(q.mode)
+        scale_tiles, words = kind.packed_scales(q.group_size, columns)
+        if q.scales.dtype == jnp.uint16:
+            words *= 2
+        expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, scale_tiles, words)
         if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
             raise ValueError(
                 f"jgg.{op}: {name} has weight {describe(q.weight)} and scales "
                 f"{describe(q.scales)}, which jgg.prepack did not make: layout {q.layout!r} has "
                 f"shapes {expected}"
             )
-        for leaf in (q.weight, q.scales):
-            if leaf.dtype != jnp.uint32:
+        for leaf, dtypes in ((q.weight, ("uint32",)), (q.scales, kind.words)):
+            if leaf.dtype.name not in dtypes:
                 raise TypeError(
-                    f"jgg.{op}: {name} in layout {q.layout!r} is uint32, got {leaf.dtype}"
+                    f"jgg.{op}: {name} in layout {q.layout!r} is {' or '.join(dtypes)}, got "
+                    f"{leaf.dtype}"
                 )
         global_scale = checked_global_scale(op, q.mode, q.global_scale, q.shape, f"{name}.")
         return dataclasses.replace(q, global_scale=global_scale)

@@ -38,8 +38,6 @@ qmm = functools.partial(primitive.bind, "qmm")
 def checked(op: str, x, w, transpose_w: bool, preferred, rank: int | None = None):
     """w, checked against x, and the result's dtype. w has ``rank`` axes, or any batch axes."""
     w = fitting(op, "w", x, w, transpose_w, preferred, rank)
-    if not transpose_w:
-        w = _linear(w)
     return w, x.dtype if preferred is None else jnp.dtype(preferred)
 
 

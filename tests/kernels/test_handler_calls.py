@@ -203,6 +203,11 @@ def operations(modes=MODES) -> dict[str, tuple]:
         "grouped_qmm, fp8 on sm90": (
             functools.partial(qmm, **on_sm90),
             (*half(random((100, 128))), oracle.random_quantized(rng, (4, 64, 128), "fp8")),
+            {"jgg_qmm_fp8"},
+        ),
+        "grouped_qmm, fp8 packed on sm90": (
+            lambda x, q: qmm(x, jgg.prepack(q), transpose_w=False),
+            (*half(random((100, 64))), oracle.random_quantized(rng, (4, 64, 128), "fp8")),
             {"jgg_prepack_fp8", "jgg_qmm_packed"},
         ),
         "gather_qmm": (each(gather_qmm), (*half(x), as_stored), {"jgg_qmm"}),

@@ -48,6 +48,9 @@ TOP_K = problems.TopK(op="top_k", platform="cuda", dtypes=(F32,), experts=64, k=
 MOE = {op: sample(op) for op in ("route", "dispatch", "combine")}
 MOE["combine_backward"] = dataclasses.replace(MOE["combine"], op="combine_backward")
 CONVERSIONS = {op: sample(op) for op in ("quantize", "dequantize", "nvfp4_quantize", "prepack")}
+QMM_FP8 = dataclasses.replace(
+    QMM, mode="fp8", bits=8, calls=frozenset({"jgg_qmm_fp8"}), packable=False
+)
 PREPACK_FP8 = dataclasses.replace(
     CONVERSIONS["prepack"], mode="fp8", calls=frozenset({"jgg_prepack_fp8"})
 )
@@ -74,15 +77,22 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "bfloat16 x, or modes mxfp4, mxfp8, nvfp4, fp8": {"dtypes": (F32,)},
-        "transpose_w": {"transpose_w": False},
-        "prepacked weights, or many rows, or mode fp8": {"layout": "linear", "rows": 64},
+        "bfloat16 and float16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
+        "affine scales of x's dtype": {"bfloat16_scales": False},
+        "prepacked weights, or many rows, or float16 x, or transpose_w=False": {
+            "layout": "linear", "rows": 64,
+        },
     }),
     ("jgg_qmm sm90", QMM, {
         "bfloat16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
         "transpose_w": {"transpose_w": False},
         "weights as stored": {"layout": "sm90"},
         "K * bits % 128 == 0": {"k": 2056},
+    }),
+    ("jgg_qmm_fp8 sm90", QMM_FP8, {
+        "mode fp8, bfloat16 x, transpose_w": {"dtypes": (F32,)},
+        "codes e4m3 in blocks of whole 128 columns": {"lines": False},
+        "K % 16 == 0": {"k": 2056},
     }),
     ("jgg_qmm sm80", QMM, {"no mode fp8": {"mode": "fp8", "calls": frozenset()}}),
     ("jgg_nvfp4_grouped_mm sm100", NVFP4, {

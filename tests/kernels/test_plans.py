@@ -27,7 +27,7 @@ def program():
 
 @host_program.needs_compiler
 def test_handlers_have_a_kernel_for_every_plan(program):
-    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 8 * 10)
+    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 16 * 10)
     assert program.problem() == b""
 
 
@@ -68,17 +68,54 @@ TILES, WARPS, DIRECT = range(3)
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ((TILES, 32, 1, 0, 0, 1, 1), None),
-        ((WARPS, 32, 2, 0, 0, 1, 1), None),
-        ((WARPS, 32, 2, 0, 1, 1, 1), "no kernel follows the plan: way 'warps', tile 32, parts 2"),
-        ((WARPS, 64, 1, 0, 0, 1, 1), "no kernel follows the plan: way 'warps', tile 64, parts 1"),
-        ((TILES, 128, 2, 0, 0, 1, 1), "no kernel follows the plan: way 'tiles', tile 128, parts 2"),
-        ((TILES, 96, 1, 0, 1, 0, 1), None),
-        ((TILES, 96, 1, 0, 0, 0, 1), "no kernel follows the plan: way 'tiles', tile 96, parts 1"),
-        ((DIRECT, 16, 1, 1, 0, 1, 1), None),
-        ((DIRECT, 16, 1, 0, 0, 1, 4), "no kernel follows the plan: way 'direct', tile 16, parts 1"),
-        ((DIRECT, 8, 1, 0, 0, 1, 4), None),
-        ((DIRECT, 8, 1, 0, 0, 0, 1), "a plan without tiles needs layout 'sm90'"),
+        ((TILES, 32, 1, 0, 0, 1, 0, 1), None),
+        ((WARPS, 32, 2, 0, 0, 1, 0, 1), None),
+        (
+            (WARPS, 32, 2, 0, 1, 1, 0, 1),
+            "no kernel follows the plan: way 'warps', tile 32, parts 2",
+        ),
+        (
+            (WARPS, 64, 1, 0, 0, 1, 0, 1),
+            "no kernel follows the plan: way 'warps', tile 64, parts 1",
+        ),
+        (
+            (TILES, 128, 2, 0, 0, 1, 0, 1),
+            "no kernel follows the plan: way 'tiles', tile 128, parts 2",
+        ),
+        ((TILES, 96, 1, 0, 1, 0, 0, 1), None),
+        (
+            (TILES, 96, 1, 0, 0, 0, 0, 1),
+            "no kernel follows the plan: way 'tiles', tile 96, parts 1",
+        ),
+        ((DIRECT, 16, 1, 1, 0, 1, 0, 1), None),
+        (
+            (DIRECT, 16, 1, 0, 0, 1, 0, 4),
+            "no kernel follows the plan: way 'direct', tile 16, parts 1",
+        ),
+        ((DIRECT, 8, 1, 0, 0, 1, 0, 4), None),
+        ((DIRECT, 8, 1, 0, 0, 0, 0, 1), "a plan without tiles needs layout 'sm90'"),
+        ((WARPS, 16, 1, 0, 0, 1, 1, 1), None),
+        ((TILES, 192, 1, 0, 0, 1, 1, 1), None),
+        (
+            (TILES, 64, 1, 0, 0, 1, 1, 1),
+            "no kernel follows the plan: way 'tiles', tile 64, parts 1",
+        ),
+        (
+            (WARPS, 16, 2, 0, 0, 1, 1, 1),
+            "no kernel follows the plan: way 'warps', tile 16, parts 2",
+        ),
+        (
+            (DIRECT, 8, 1, 0, 0, 1, 1, 1),
+            "no kernel follows the plan: way 'direct', tile 8, parts 1",
+        ),
+        (
+            (WARPS, 16, 1, 0, 1, 1, 1, 1),
+            "a gated activation of a weight that is quantized along N",
+        ),
+        (
+            (WARPS, 16, 1, 0, 0, 0, 1, 1),
+            "a weight that is quantized along N needs layout 'sm90'",
+        ),
     ],
 )
 def test_a_plan_of_quantized_weights_that_no_kernel_follows(program, plan, why):

@@ -45,7 +45,8 @@ static void OfWgrad(int64_t a, int64_t b, int64_t groups, int bits) {
 
 static void OfQmm(int64_t rows, int64_t segments, int64_t k, int64_t n, int bits) {
   for (const FormatFacts& format : kFormats) {
-    const QmmSizes qmm{64 * k, 64 * n, (bits & 1) != 0, (bits & 2) != 0};
+    QmmSizes qmm{64 * k, 64 * n, (bits & 1) != 0, (bits & 2) != 0};
+    qmm.transposed = qmm.packed && !qmm.gated && (bits & 8) != 0;
     const QmmRows of{rows + (bits == 7), rows, segments, (bits & 4) != 0, bits == 6};
     Note(PlanQmmProblem(PlanQmmSm90(format, qmm, of), format, qmm, of));
   }
@@ -59,7 +60,7 @@ extern "C" int64_t plans() {
       for (int64_t segments : {1, 2, 8, 600}) {
         for (int bits = 0; bits < 128; ++bits) OfMm(rows * segments, segments, 5120, n, bits);
         for (int bits = 0; bits < 4; ++bits) OfWgrad(rows, n, segments, bits);
-        for (int bits = 0; bits < 8; ++bits) OfQmm(rows * segments, segments, 70, n, bits);
+        for (int bits = 0; bits < 16; ++bits) OfQmm(rows * segments, segments, 70, n, bits);
       }
     }
   }
@@ -84,11 +85,11 @@ extern "C" const char* of_mm(int rows, int tile, bool pairs, bool gated, bool by
 
 // ... and of a product with a weight of affine codes of 4 bits.
 extern "C" const char* of_qmm(int way, int tile, int parts, bool pairs, bool gated, bool packed,
-                              int64_t segments) {
+                              bool transposed, int64_t segments) {
   const FormatFacts& format = FactsOf(Mode::kAffine, 4);
   const QmmRows of{12, 12, segments};
   last = PlanQmmProblem({static_cast<QmmWay>(way), tile, parts, pairs}, format,
-                        {512, 512, gated, packed}, of)
+                        {512, 512, gated, packed, transposed}, of)
              .value_or("");
   return last.c_str();
 }

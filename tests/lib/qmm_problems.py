@@ -20,6 +20,8 @@ LINEAR, PACKED, FEW, ANY = (
     "LinearWeights", "PackedWeights", "FewRowsSm80Kernel", "QuantizedGemmSm80Kernel",
 )  # fmt: skip
 DIRECT = "DirectGemmSm90Kernel"
+# Of weights that are quantized along N.
+TRANSPOSED = "TransposedGemmSm90Kernel"
 
 SIZES = np.array([9, 0, 8], np.int32)
 # What is differentiated beside x.

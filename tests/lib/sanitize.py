@@ -254,6 +254,33 @@ def quantized(rng, which):
     more_of_quantized(rng, quantize(oracle.random(rng, (3, 192, 256), "bfloat16")))
 
 
+DIRECTIONS = (
+    ("fp8", 8, 128), ("affine", 4, 64), ("affine", 5, 64), ("affine", 8, 32), ("nvfp4", 4, 16),
+    ("mxfp4", 4, 32), ("mxfp8", 8, 32),
+)  # fmt: skip
+# Few rows and many; rows of no group, stages that are part empty, and groups of several tiles.
+MEETINGS = [5, 0, 9, 17], [64, 1, 0, 24], [0, 200, 130, 33]
+
+
+def directions(rng, which, dtype):
+    """x @ W^T and x @ W with weights as they are stored and prepacked."""
+    mode, bits, group = which
+    q = oracle.random_quantized(rng, (4, 192, 384), mode, bits, group, dtype)
+    w = oracle.f64(jgg.dequantize(q, "float32" if mode == "fp8" else dtype))
+    for sizes in MEETINGS:
+        for weight in (q, jgg.prepack(q)):
+            for transpose_w in (True, False):
+                width = 384 if transpose_w else 192
+                x = oracle.random(rng, (sum(sizes) + 3, width), dtype)
+                f = lambda x, w, s, t=transpose_w: jgg.grouped_qmm(x, w, s, transpose_w=t)
+                out = jax.jit(f)(x, weight, jnp.array(sizes))
+                want = oracle.grouped_mm(x, w.swapaxes(1, 2) if transpose_w else w, sizes)
+                oracle.assert_close(out, want, tolerance=1e-2)
+            gated = lambda x, w, s: jgg.grouped_qmm(x, w, s, activation="swiglu")
+            x = oracle.random(rng, (sum(sizes), 384), dtype)
+            jax.block_until_ready(jax.jit(gated)(x, weight, jnp.array(sizes)))
+
+
 def more_of_quantized(rng, q):
     """Other dtypes, rows by index, an epilogue, groups of which w has some."""
     sizes, given = [5, 0, 40], jnp.array([5, 0, 40])
@@ -413,6 +440,13 @@ PARTS = {
             quantized, which=which
         )
         for which in QUANTIZED
+    },
+    **{
+        "_".join(map(str, ("directions", *which, dtype))): functools.partial(
+            on_hopper(directions), which=which, dtype=dtype
+        )
+        for dtype in ("bfloat16", "float16")
+        for which in DIRECTIONS
     },
     "conversions": conversions,
     "nvfp4": nvfp4,

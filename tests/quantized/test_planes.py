@@ -16,7 +16,7 @@ from jax_groupgemm._core.products import Mm
 from jax_groupgemm._kernels import choose, dense, samples
 from jax_groupgemm._quantized import call, reference
 
-EXACT = [("nvfp4", 4, {}), ("mxfp4", 4, {}), ("mxfp8", 8, {}), ("fp8", 8, {"block": (128, 128)})]
+EXACT = [("nvfp4", 4, {}), ("mxfp4", 4, {}), ("mxfp8", 8, {})]
 SIZES = np.array([5, 0, 9, 2])
 
 
@@ -45,22 +45,26 @@ def test_exact_modes_run_on_hopper(mode, bits, more, dtype, planes, packed):
     if packed:
         w = jax.eval_shape(jgg.prepack, w)
     x = array(20, 256, dtype=dtype)
-    target = "jgg_qmm_packed" if packed or mode == "fp8" else "jgg_qmm"
     found = calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
-    assert found == [(target, str(20 * planes), "bf16")]
+    if packed and dtype == "float16":
+        assert found == [("jgg_qmm_packed", "20", "f16")]
+    else:
+        target = "jgg_qmm_packed" if packed else "jgg_qmm"
+        assert found == [(target, str(20 * planes), "bf16")]
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_others_stay_whole(dtype):
-    """Affine values are no bfloat16, and many float16 rows are faster as they are."""
+    """Affine values are no bfloat16, and for many float16 rows the weight is packed."""
     found = lambda x, w: calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
     name = {"float16": "f16", "float32": "f32"}[dtype]
     x, affine = array(20, 256, dtype=dtype), quantized("affine")
     assert found(x, affine) == [("jgg_qmm", "20", name)]
     many = array(2048, 256, dtype=dtype), quantized("nvfp4")
-    whole = dtype == "float16"
-    assert found(*many) == [("jgg_qmm", "2048", "f16") if whole else ("jgg_qmm", "6144", "bf16")]
+    packs = dtype == "float16"
+    want = ("jgg_qmm_packed", "2048", "f16") if packs else ("jgg_qmm", "6144", "bf16")
+    assert found(*many) == [want]
 
 
 @pytest.mark.usefixtures("hopper")

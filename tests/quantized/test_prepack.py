@@ -107,13 +107,14 @@ def test_round_trip(rng, mode, bits, group_size):
     w = weight(rng, mode, bits, group_size)
     any_words = rng.integers(0, 2**32, w.weight.shape, dtype=np.uint32)
     any_scales = rng.integers(0, 2**16, (2, *w.scales.shape), dtype=np.uint16)
-    scales, biases = jax.lax.bitcast_convert_type(jnp.asarray(any_scales), jnp.bfloat16)
-    w = dataclasses.replace(w, weight=jnp.asarray(any_words), scales=scales, biases=biases)
-    got = prepack.unpacked(jgg.prepack(w))
-    for leaf in ("weight", "scales", "biases"):
-        bits_of = lambda q, name=leaf: np.asarray(getattr(q, name)).view(np.uint8)
-        np.testing.assert_array_equal(bits_of(got), bits_of(w), leaf)
-    assert (got.layout, got.bits, got.group_size) == ("linear", bits, group_size)
+    for dtype in ("bfloat16", "float16"):
+        scales, biases = jax.lax.bitcast_convert_type(jnp.asarray(any_scales), jnp.dtype(dtype))
+        w = dataclasses.replace(w, weight=jnp.asarray(any_words), scales=scales, biases=biases)
+        got = prepack.unpacked(jgg.prepack(w))
+        for leaf in ("weight", "scales", "biases"):
+            bits_of = lambda q, name=leaf: np.asarray(getattr(q, name)).view(np.uint8)
+            np.testing.assert_array_equal(bits_of(got), bits_of(w), leaf)
+        assert (got.layout, got.bits, got.group_size) == ("linear", bits, group_size)
 
 
 OTHERS = [
@@ -124,9 +125,8 @@ OTHERS = [
     ((2, 64, 96), "bfloat16", {"mode": "mxfp4"},
      "its shape is (2, 64, 96), in which N and K are not multiples of 64"),
     ((2, 64, 64), "float32", {},
-     "its scales are float32, not bfloat16. scales_dtype=jnp.bfloat16 rounds them"),
-    ((2, 64, 64), "float16", {"bits": 3},
-     "its scales are float16, not bfloat16. scales_dtype=jnp.bfloat16 rounds them"),
+     "its scales are float32, not bfloat16 or float16. scales_dtype=jnp.bfloat16 or jnp.float16, "
+     "as x has it, rounds them"),
     ((64,), "bfloat16", {"mode": "nvfp4"},
      "its shape is (64,) with axis=-1, not (..., N, K) with axis=-1"),
 ]  # fmt: skip
@@ -158,14 +158,14 @@ def test_other_layouts_stay(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("scales_dtype", [jnp.bfloat16, "bfloat16"])
+@pytest.mark.parametrize("scales_dtype", [jnp.bfloat16, "bfloat16", jnp.float16])
 @pytest.mark.one_in(4)
 def test_scales_dtype(rng, dtype, scales_dtype):
     """Scales and biases are rounded once, codes are the same."""
     w = jgg.quantize(oracle.random(rng, (2, 64, 128), dtype))
     packed = jgg.prepack(w, scales_dtype=scales_dtype, strict=True)
     rounded = dataclasses.replace(
-        w, scales=w.scales.astype(jnp.bfloat16), biases=w.biases.astype(jnp.bfloat16)
+        w, scales=w.scales.astype(scales_dtype), biases=w.biases.astype(scales_dtype)
     )
     assert packed.layout == "sm90"
     jax.tree.map(np.testing.assert_array_equal, packed, jgg.prepack(rounded))
@@ -176,10 +176,8 @@ def test_scales_dtype(rng, dtype, scales_dtype):
     for other in (packed, jgg.quantize(oracle.random(rng, (64, 64)), mode="mxfp4", contract=-1)):
         again = jgg.prepack(other, scales_dtype=scales_dtype)
         jax.tree.map(np.testing.assert_array_equal, again, jgg.prepack(other))
-    for bad in ("float32", jnp.float16):
-        name = jnp.dtype(bad).name
-        with pytest.raises(ValueError, match=f"scales_dtype={name} is not None or bfloat16"):
-            jgg.prepack(w, scales_dtype=bad)
+    with pytest.raises(ValueError, match="scales_dtype=float32 is not None, bfloat16 or float16"):
+        jgg.prepack(w, scales_dtype="float32")
 
 
 def test_scales_dtype_of_a_checkpoint():
@@ -190,7 +188,8 @@ def test_scales_dtype_of_a_checkpoint():
     w = jgg.checkpoints.linear(tensors, "a", format="awq")
     with pytest.warns(UserWarning, match="its scales are float32, not bfloat16"):
         jgg.prepack(w)
-    assert jgg.prepack(w, scales_dtype=jnp.bfloat16, strict=True).layout == "sm90"
+    for dtype in (jnp.bfloat16, jnp.float16):
+        assert jgg.prepack(w, scales_dtype=dtype, strict=True).layout == "sm90"
 
 
 def test_damage_is_noticed(rng):
@@ -402,8 +401,13 @@ def test_cuda_lowering(rng):
     names, text = calls(plain, x, five)
     assert names == ["jgg_qmm_packed"]
     assert "tensor<3x2x3x640xui32>, tensor<3x2x3x128xui32>" in text
-    assert calls(plain, x.astype(jnp.float32), w)[0] == ["jgg_qmm"]
+    assert calls(plain, x.astype(jnp.float32), five)[0] == ["jgg_qmm"]
+    assert calls(plain, x.astype(jnp.float16), five)[0] == ["jgg_qmm"]
+    linear = jgg.quantize(jnp.ones((3, 128, 192), jnp.float16), bits=5, group_size=32)
+    names, text = calls(plain, x.astype(jnp.float16), jgg.prepack(linear))
+    assert names == ["jgg_qmm_packed"]
+    assert "tensor<3x2x3x640xui32>, tensor<3x2x3x256xui16>" in text
     grad = jax.grad(lambda x, w: plain(x, w).astype(jnp.float32).sum())
-    assert calls(grad, x, w)[0][-1] == "jgg_qmm"
+    assert calls(grad, x, w)[0][-1] == "jgg_qmm_packed"
     wide = jgg.prepack(ordinary(rng, "nvfp4", 4, 16, (3, 192, 192)))  # a gate of 96 columns
     assert calls(f, x, wide, jnp.ones((3, 192), jnp.bfloat16))[0] == ["jgg_qmm"]

@@ -19,6 +19,7 @@ from qmm_problems import (
     HOPPER,
     LINEAR,
     PACKED,
+    TRANSPOSED,
     assert_values,
     every_scale_and_code,
 )
@@ -32,7 +33,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def assert_ran(kernels, counts) -> None:
     """So many products, on a Hopper GPU."""
     found = collections.Counter(
-        kind for name in kernels for kind in (LINEAR, PACKED, FEW, ANY) if kind in name
+        kind for name in kernels for kind in (LINEAR, PACKED, TRANSPOSED, FEW, ANY) if kind in name
     )
     assert not HOPPER or found == collections.Counter(counts), kernels
 
@@ -77,7 +78,7 @@ def test_every_scale_and_code(mode):
 EVERY_FORMAT = pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [
-        ("fp8", 8, 128),  # prepacked alone
+        ("fp8", 8, 128),
         *((m, *of) for m, of in BYTE_SCALES.items()),
         *(("affine", b, 64) for b in (2, 3, 4, 5, 6, 8)),
     ],
@@ -108,7 +109,7 @@ def test_rows_of_a_tile(rng, mode, bits, group_size, sizes):
         f = lambda w, **more: jgg.grouped_qmm(x, w, jnp.asarray(sizes), **same, **more)
         return [(f(w), f(w, activation="swiglu")) for w in weights]
 
-    weights = {PACKED: jgg.prepack(q)} if mode == "fp8" else {LINEAR: q, PACKED: jgg.prepack(q)}
+    weights = {LINEAR: q, PACKED: jgg.prepack(q)}
     found, kernels = run(jax.jit(products), x, *weights.values())
     assert_ran(kernels, dict.fromkeys(weights, 2))
     want = oracle.grouped_qmm(x, q, sizes)
@@ -309,10 +310,14 @@ def assert_rows_close(got, want) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "n", "kernel"),
-    [("bfloat16", 64, PACKED), ("bfloat16", 72, LINEAR), ("float32", 40, ANY)],
+    ("dtype", "n", "kernel", "along"),
+    [
+        ("bfloat16", 64, PACKED, TRANSPOSED),
+        ("bfloat16", 72, LINEAR, ANY),
+        ("float32", 40, LINEAR, ANY),
+    ],
 )
-def test_more_rows_than_a_grid_dimension(rng, dtype, n, kernel):
+def test_more_rows_than_a_grid_dimension(rng, dtype, n, kernel, along):
     """70 001 rows, most in one group, and as many pairs."""
     t, k, sizes = 70_001, 64, np.array([17, 65_537, 4_000])
     q = oracle.random_quantized(rng, (3, n, k), "nvfp4", scale=jnp.array([1, 0.5, 3], "float32"))
@@ -325,7 +330,7 @@ def test_more_rows_than_a_grid_dimension(rng, dtype, n, kernel):
         return jgg.grouped_qmm(x, q, sizes), along_n, pairs
 
     (out, along_n, pairs), kernels = run(jax.jit(products), x, y, q, sizes, matrix)
-    assert_ran(kernels, collections.Counter([kernel, kernel, ANY]))
+    assert_ran(kernels, collections.Counter([kernel, kernel, along]))
     w = oracle.scaled(q, dtype)
     assert_rows_close(out, oracle.grouped_mm(x, w, sizes, transpose_w=True))
     assert_rows_close(along_n, oracle.grouped_mm(y, w, sizes))
@@ -374,7 +379,7 @@ def test_packed_weights_over_four_gib(mode):
 
     matrix = np.array([groups - 1, middle, 0], np.int32)
     (found, pairs), kernels = run(jax.jit(products), x, w, packed, sizes, matrix)
-    assert_ran(kernels, {LINEAR: 3, PACKED: 3, ANY: 2})
+    assert_ran(kernels, {LINEAR: 3, PACKED: 3, TRANSPOSED: 1, ANY: 1})
     values = [jgg.dequantize(q, dtype) for q in (usual, other, last)]
     dot = lambda a, v: jnp.dot(a, v, preferred_element_type=jnp.float32)
     for name, out in found.items():

@@ -26,6 +26,16 @@ JGG_HOST_DEVICE uint32_t NumbersBeside128(CodePair pair) {
   return MultiplyAdd2<DType::kBF16>(pair.bits, unit * 0x10001, offset * 0x10001);
 }
 
+// The same in float16, with k1024Twice: codes end before bit 10.
+constexpr uint32_t k1024Twice = 0x64006400;
+constexpr int kEndBeside1024 = 10;
+
+JGG_HOST_DEVICE uint32_t NumbersBeside1024(CodePair pair) {
+  const uint32_t unit = static_cast<uint32_t>(15 - pair.place) << 10;
+  const uint32_t offset = 0x8000 | static_cast<uint32_t>(25 - pair.place) << 10;
+  return MultiplyAdd2<DType::kF16>(pair.bits, unit * 0x10001, offset * 0x10001);
+}
+
 // Alone a half is code * 2^place times bfloat16's smallest, 2^-133, also where bit 7 is set, which
 // is the last one of the exponent.
 constexpr int kEndAlone = 8;

@@ -151,8 +151,8 @@ struct FewRowsProducts {
           if (kLate) load(i);
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
-            MultiplyWarp(a + 4 * step, x[i][2 * step], x[i][2 * step + 1],
-                         sums[b] + 4 * (i + step % Chains(kEights) * kEights));
+            MultiplyWarp<Weights::kX>(a + 4 * step, x[i][2 * step], x[i][2 * step + 1],
+                                      sums[b] + 4 * (i + step % Chains(kEights) * kEights));
           }
           if (half == 2 * kSlices - 1) read |= x[i][0];
         }

@@ -37,7 +37,6 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
 // in block 1 the values that they let through.
 template <typename Traits>
 struct QuantizedGemmSm90Config : Traits {
-  using Element = cutlass::bfloat16_t;
   using Traits::kRows, Traits::kBlocks, Traits::kMostStages, Traits::kBlocksPerSm, Traits::kWarps;
   using typename Traits::Weights;
   static constexpr int kScheduledBlocks = kBlocks;
@@ -152,14 +151,18 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
 }
 
 // m64nNk16, A from registers, B (x) from shared memory.
-template <int kN>
+template <int kN, DType kX = DType::kBF16>
 struct RegisterProduct;
 
-#define JGG_REGISTER_PRODUCT(N)                                                      \
-  template <>                                                                        \
-  struct RegisterProduct<N>                                                          \
-      : cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, \
-                                                         cute::SM90::GMMA::Major::K> {};
+#define JGG_REGISTER_PRODUCT(N)                                                          \
+  template <>                                                                            \
+  struct RegisterProduct<N>                                                              \
+      : cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,     \
+                                                         cute::SM90::GMMA::Major::K> {}; \
+  template <>                                                                            \
+  struct RegisterProduct<N, DType::kF16>                                                 \
+      : cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K,       \
+                                                       cute::SM90::GMMA::Major::K> {};
 JGG_REGISTER_PRODUCT(8)
 JGG_REGISTER_PRODUCT(16)
 JGG_REGISTER_PRODUCT(32)
@@ -172,10 +175,10 @@ JGG_REGISTER_PRODUCT(176)
 JGG_REGISTER_PRODUCT(192)
 #undef JGG_REGISTER_PRODUCT
 
-template <int kN, size_t... kIndex>
+template <int kN, DType kX, size_t... kIndex>
 __device__ void MultiplyRegisters(const uint32_t* a, uint64_t b, float* sums, bool add,
                                   std::index_sequence<kIndex...>) {
-  RegisterProduct<kN>::fma(
+  RegisterProduct<kN, kX>::fma(
       a[0], a[1], a[2], a[3], b, sums[kIndex]...,
       add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
@@ -275,9 +278,9 @@ struct QuantizedProducts {
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          MultiplyRegisters<kN>(a[unit % 2] + 4 * i,
-                                l_stage + ((s * Config::SliceBytes(kN) + (first + i) * 32) >> 4),
-                                sums[b], true, std::make_index_sequence<kN / 2>{});
+          MultiplyRegisters<kN, Config::Weights::kX>(
+              a[unit % 2] + 4 * i, l_stage + ((s * Config::SliceBytes(kN) + (first + i) * 32) >> 4),
+              sums[b], true, std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
         WarpgroupWait<1>();

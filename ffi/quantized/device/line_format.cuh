@@ -17,6 +17,15 @@ struct LineScales {
   uint32_t bias;  // mxfp4, mxfp8, where it Fits: the scale times what E2M1Of, E4M3Of leave out
 };
 
+// Whether one of these codes e4m3 is NaN.
+template <int kWords>
+__device__ bool HasNaN(const uint32_t (&codes)[kWords]) {
+  uint32_t nan = 0;
+#pragma unroll
+  for (uint32_t word : codes) nan |= (word & 0x7f7f7f7f) + 0x01010101;
+  return (nan & 0x80808080) != 0;
+}
+
 // A format's decoder. It has
 //
 //   Scales   of block `b` of 32 codes, from the bits of all blocks' scales and biases. If one group
@@ -40,7 +49,8 @@ struct LineCodesBase {
   using Format = FormatTraits<kMode, kBits>;
   static constexpr bool kHasBiases = Format::kScale == ScaleType::kScaleAndBias;
   // Bytes of a scale, and of those of 32 codes where groups are as small as they may be.
-  static constexpr int kScaleSize = kHasBiases ? 2 : 1;
+  static constexpr bool kInBlocks = Format::kScale == ScaleType::kFloat32;
+  static constexpr int kScaleSize = kInBlocks ? 4 : kHasBiases ? 2 : 1;
   static constexpr int kBlockScales = kScaleSize * Format::kScalesOf32;
   static constexpr float kUnit = 1.0f;  // sums are of values divided by this
   // WGMMA: whether scales may be kSmall, and what sums are of then.

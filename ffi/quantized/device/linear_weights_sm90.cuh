@@ -24,6 +24,7 @@ namespace jgg::device {
 template <Mode kMode, int kBits>
 struct LinearWeights {
   using Codes = LineCodes<kMode, kBits>;
+  static constexpr DType kX = DType::kBF16;  // of x
   static constexpr bool kHasSmall = Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;
@@ -118,10 +119,17 @@ struct LinearWeights {
       left_ = work.weight >= 0 ? quantized.elements - k : 0;
       // A column that is not there has the scales of one that is.
       const int first = min(column, n - 1), second = min(column + 8, n - 1);
-      const int64_t line = static_cast<int64_t>(work.weight) * n + first;
-      scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line +
-                (k >> quantized.scale_shift) * Codes::kScaleSize;
-      second_ = (second - first) * quantized.scale_line;
+      if constexpr (Codes::kInBlocks) {
+        const int of_first = first / quantized.rows_each, of_second = second / quantized.rows_each;
+        const int64_t line = static_cast<int64_t>(work.weight) * quantized.scale_lines + of_first;
+        scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line;
+        second_ = (of_second - of_first) * quantized.scale_line;
+      } else {
+        const int64_t line = static_cast<int64_t>(work.weight) * n + first;
+        scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line +
+                  (k >> quantized.scale_shift) * Codes::kScaleSize;
+        second_ = (second - first) * quantized.scale_line;
+      }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) LoadScales(i);
     }
@@ -213,6 +221,7 @@ struct LinearWeights {
     // Load the scales of the next 128 k to next_[at]. Past the end x has zeros, and scales are any
     // number.
     __device__ void LoadScales(int at) {
+      if constexpr (Codes::kInBlocks) return LoadBlockScales(at);
       const int64_t to_bias =
           static_cast<const char*>(quantized_.biases) - static_cast<const char*>(quantized_.scales);
 #pragma unroll
@@ -231,8 +240,19 @@ struct LinearWeights {
       left_ -= 128;
     }
 
+    // The same of blocks, which have whole 128 columns.
+    __device__ void LoadBlockScales(int at) {
+      const int block = (quantized_.elements - left_) / quantized_.columns_each;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const char* from = scales_ + (r == 0 ? 0 : second_) + block * Codes::kScaleSize;
+        next_[at][r][0] = left_ <= 0 ? 0 : __ldg(reinterpret_cast<const uint32_t*>(from));
+      }
+      left_ -= 128;
+    }
+
     const QuantizedGemmSm90& quantized_;
-    const char* scales_;  // of the next 128 k of the first column
+    const char* scales_;  // of the next 128 k of the first column; in blocks, of all its k
     int second_;          // bytes to those of the second
     int left_;            // k from this thread's next on
     typename Codes::Loaded next_[kAhead][2];

@@ -164,6 +164,18 @@ JGG_HOST_DEVICE uint32_t PackedCodePair(const uint32_t (&words)[kBits], int pair
   return NumbersBeside128(PackedPairOf<kBits, kEndBeside128>(words, pair, k128Twice));
 }
 
+// ... in float16.
+template <int kBits>
+JGG_HOST_DEVICE uint32_t PackedHalfPair(const uint32_t (&words)[kBits], int pair) {
+  if constexpr (kBits == 8) {
+    const uint32_t word = words[pair / 2];
+    const uint32_t low = MaskOr(pair % 2 == 0 ? word : word >> 7, 0x007f007f, k1024Twice);
+    return NumbersBeside1024({MaskOr(pair % 2 == 0 ? word >> 7 : word >> 8, 0x00800080, low), 0});
+  } else {
+    return NumbersBeside1024(PackedPairOf<kBits, kEndBeside1024>(words, pair, k1024Twice));
+  }
+}
+
 // Two pairs in a word: in bits 0 to 6 and 14, and 7 to 13 and 15. A code without its highest bit is
 // 128 too large as above, which is right if that bit is set.
 template <>

@@ -23,6 +23,13 @@ __device__ inline void E2M1Pairs(uint32_t codes, uint32_t* pairs) {
   pairs[3] = (codes << 2 & 0x80c080c0) | (codes >> 6 & 0x01000100);
 }
 
+// The same bits where float16 has its sign and the last two bits of its exponent and the first of
+// its mantissa: 2^-14 times the value.
+__device__ inline uint32_t E2M1Halves(uint32_t pair) {
+  return (pair & 0x01c001c0) * 7 + pair;  // 8 times all but the signs
+}
+constexpr uint32_t kMinusZeros = 0x80008000;  // keeps the sign of a product that is 0
+
 // e4m3: the sign and the other bits where bfloat16 has its sign, the last four bits of its exponent
 // and the first three of its mantissa (bits 15 and 10-4): 2^-120 times the value, subnormals
 // included. Four pairs share two words: the third has its first five bits in the first word (bits
@@ -34,6 +41,11 @@ __device__ inline void E4M3Pairs(uint32_t first, uint32_t second, uint32_t (&pai
   pairs[1] = second & kAll;
   pairs[2] = MaskOr(rotate(second, 4), kLast, rotate(first, 28) & kHigh);
   pairs[3] = MaskOr(rotate(first, 4), kLast, rotate(second, 28) & kHigh);
+}
+
+// A pair of bfloat16 as float16, rounded; larger ones are infinite.
+__device__ inline uint32_t ToHalves(uint32_t pair) {
+  return Round2<DType::kF16>(AsFloat(pair << 16), AsFloat(pair & 0xffff0000));
 }
 
 // A format's decoder: from a thread's codes of a tile and the scales of its two rows, which it
@@ -52,6 +64,7 @@ struct PackedCodesBase {
   // Bytes of the scales of 128 k, at most.
   static constexpr int kStageScales = 4 * kMostScales.words * 128 / kMostScales.k;
   static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
+  static constexpr float kHalfFactor = 1;                // ... and where x is float16
   static constexpr bool kHasSmall = false;
   // Few rows: from how many blocks per SM on registers are so few that loads should be late.
   static constexpr int kLoadsLateFrom = 2;
@@ -65,6 +78,15 @@ struct PackedCodesBase {
   __device__ static uint32_t NotSmallBits(const char* scales) {
     const uint2 two = *reinterpret_cast<const uint2*>(scales);
     return (NotSmall(two.x) | NotSmall(two.y)) & kHighest;
+  }
+
+  // The same as Decode in float16: values that bfloat16 holds.
+  template <bool kFewRows, int kWords>
+  __device__ static void DecodeHalf(const uint32_t (&codes)[kBits], int step,
+                                    const uint32_t (&scales)[kWords][2], uint32_t* a) {
+    PackedCodes<kMode, kBits>::template Decode<kFewRows, ScaleRange::kAny>(codes, step, scales, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = ToHalves(a[i]);
   }
 
   // The scales of two rows as Decode takes them. A tile of them has `tile_scales` bytes.

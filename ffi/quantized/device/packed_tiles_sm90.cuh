@@ -19,12 +19,15 @@ struct PackedColumn {
   const char *codes, *scales;
 };
 
-// Tiles of 64 columns x 64 k, and how a thread reads them.
-template <Mode kMode, int kBits>
+// Tiles of 64 columns x 64 k, and how a thread reads them: as pairs of x's type, kX.
+template <Mode kMode, int kBits, DType kX_ = DType::kBF16>
 struct PackedTiles {
   using Codes = PackedCodes<kMode, kBits>;
-  static constexpr float kFactor = Codes::kFactor, kSmallFactor = Codes::kSmallFactor;
-  static constexpr bool kHasSmall = Codes::kHasSmall;
+  static constexpr DType kX = kX_;
+  static constexpr bool kHalf = kX == DType::kF16;
+  static constexpr float kFactor = kHalf ? Codes::kHalfFactor : Codes::kFactor;
+  static constexpr float kSmallFactor = Codes::kSmallFactor;
+  static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr int kTileCodes = 512 * kBits, kTileScales = Codes::kTileScales;  // bytes
 
   // Bytes of a tile's scales, or of half of two tiles' that share them.
@@ -83,7 +86,11 @@ struct PackedTiles {
     __device__ void Read(const Words& words, int /*slice*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        Codes::template Decode<kFewRows, kRange>(words.codes, first + i, words.scales, a + 4 * i);
+        if constexpr (kHalf) {
+          Codes::template DecodeHalf<kFewRows>(words.codes, first + i, words.scales, a + 4 * i);
+        } else {
+          Codes::template Decode<kFewRows, kRange>(words.codes, first + i, words.scales, a + 4 * i);
+        }
       }
     }
 

@@ -10,9 +10,9 @@
 
 namespace jgg::device {
 
-template <Mode kMode, int kBits>
-struct PackedWeights : PackedTiles<kMode, kBits> {
-  using Tiles = PackedTiles<kMode, kBits>;
+template <Mode kMode, int kBits, DType kX = DType::kBF16>
+struct PackedWeights : PackedTiles<kMode, kBits, kX> {
+  using Tiles = PackedTiles<kMode, kBits, kX>;
   using Tiles::kTileCodes, Tiles::kTileScales, Tiles::TileScales;
   using typename Tiles::Codes;
   static constexpr int kMostRows = 192;  // of a tile, that registers allow, and three stages

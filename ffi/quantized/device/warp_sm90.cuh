@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
+
 #ifdef __CUDACC__
 #include "grouped_mm/device/primitives_sm90.cuh"
 
@@ -21,12 +23,21 @@ __device__ inline void LoadMatrices(const char* row, uint32_t (&to)[4]) {
 }
 
 // m16n8k16.
+#define JGG_MULTIPLY_WARP(type)                                              \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])           \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+template <DType kX = DType::kBF16>
 __device__ inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1, float* sums) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (kX == DType::kBF16) {
+    JGG_MULTIPLY_WARP("bf16");
+  } else {
+    JGG_MULTIPLY_WARP("f16");
+  }
 }
+#undef JGG_MULTIPLY_WARP
 
 }  // namespace jgg::device
 #endif

@@ -1,5 +1,6 @@
-// Mode "fp8": floats of 8 bits in blocks of rows and columns, each with a float32. Layout "sm90"
-// alone has kernels: prepack_fp8 makes it, with a scale for 128 k of every row.
+// Mode "fp8": floats of 8 bits in blocks of rows and columns, each with a float32. Hopper's kernels
+// read it (qmm_fp8), and layout "sm90": prepack_fp8 makes that, with a scale for 128 k of every
+// row.
 //
 // How kernels decode it in registers: device/formats/fp8.cuh.
 #pragma once

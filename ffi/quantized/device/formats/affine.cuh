@@ -42,6 +42,17 @@ struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits>
       }
     }
   }
+
+  // Scale and bias are float16, too.
+  template <bool kFewRows>
+  __device__ static void DecodeHalf(const uint32_t (&codes)[kBits], int step,
+                                    const uint32_t (&scales)[2][2], uint32_t* a) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t both = scales[step / 2][i % 2], pair = PackedHalfPair(codes, 4 * step + i);
+      a[i] = MultiplyAdd2<DType::kF16>(pair, Twice(both, 0), Twice(both, 1));
+    }
+  }
 };
 
 // Whole numbers times bfloat16, plus bfloat16.

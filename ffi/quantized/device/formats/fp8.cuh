@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "quantized/device/line_format.cuh"
 #include "quantized/device/packed_format_sm90.cuh"
 
 namespace jgg::device {
@@ -24,6 +25,51 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
       const uint32_t both = scales[0][i % 2], rest = Multiply2(pairs[i], Twice(both, 1));
       a[i] = MultiplyAdd2<DType::kBF16>(pairs[i], Twice(both, 0), rest);
     }
+  }
+
+  // Scales are 2^120 times what they stand for, and values what they are. Scales from 2^8 on are
+  // infinite.
+  template <bool kFewRows>
+  __device__ static void DecodeHalf(const uint32_t (&codes)[8], int step,
+                                    const uint32_t (&scales)[1][2], uint32_t* a) {
+    uint32_t pairs[4];
+    E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
+    float both[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word = scales[0][i];
+      both[i] = (AsFloat(word << 16) + AsFloat(word & 0xffff0000)) * 0x1p32f;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = Round2<DType::kF16>(AsFloat(pairs[i] << 16) * both[i % 2],
+                                 AsFloat(pairs[i] & 0xffff0000) * both[i % 2]);
+    }
+  }
+};
+
+// The same of codes as they are stored; their scales become two bfloat16 numbers here. A NaN among
+// codes makes its column of the product one, so its scale may be.
+template <>
+struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
+  static constexpr float kUnit = 0x1p32f;
+
+  template <ScaleRange>
+  __device__ static uint32_t Word(const Loaded& loaded) {
+    const float scale = AsFloat(loaded[0]) * 0x1p88f;
+    const float first = AsFloat(Round2<DType::kBF16>(scale, 0.0f) << 16);
+    return Round2<DType::kBF16>(scale, fabsf(first) < AsFloat(0x7f800000) ? scale - first : 0.0f);
+  }
+
+  template <int kCodes>
+  __device__ static uint32_t OfHalf(uint32_t word, int, const uint32_t (&codes)[kCodes]) {
+    return HasNaN(codes) ? 0x7fc07fc0 : word;
+  }
+
+  template <ScaleRange>
+  __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
+    const uint32_t pair = E4M3Of(codes, p), rest = Multiply2(pair, Twice(word, 1));
+    return MultiplyAdd2<DType::kBF16>(pair, Twice(word, 0), rest);
   }
 };
 

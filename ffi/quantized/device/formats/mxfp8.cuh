@@ -53,14 +53,6 @@ struct LineCodes<Mode::kMxfp8, 8> : MxLineCodes<Mode::kMxfp8, 8, 120> {
 
  private:
   static constexpr uint32_t kNaN = 0x7fc07fc0;
-
-  template <int kCodes>
-  __device__ static bool HasNaN(const uint32_t (&codes)[kCodes]) {
-    uint32_t nan = 0;
-#pragma unroll
-    for (uint32_t word : codes) nan |= (word & 0x7f7f7f7f) + 0x01010101;
-    return (nan & 0x80808080) != 0;
-  }
 };
 
 }  // namespace jgg::device

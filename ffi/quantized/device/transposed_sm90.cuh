@@ -1,0 +1,417 @@
+// x (T, N) @ W (N, K), K quantized in groups, in layout "sm90": the product that dx is. A tile of
+// W has 64 n x 64 k, decoded as for x (T, K) @ W^T, but sums run over n, and columns of the result
+// are k. So each 8 x 8 of decoded values has to be turned.
+//
+// A stage has some slices of 64 n: x, and two tiles of codes that lie beside each other along k,
+// one for each warpgroup. Warpgroups write what they decode to shared memory, from where WGMMA
+// takes it with k, its M side, contiguous. Where rows are few, warps turn what they decode in
+// registers, and multiply by themselves: each has 16 n of every 64, and all 64 columns. At the end
+// of a tile the four warps' sums are added.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "cute/arch/copy_sm90.hpp"
+#include "quantized/device/gemm_sm90.cuh"
+#include "quantized/device/packed_tiles_sm90.cuh"
+
+namespace jgg::device {
+
+// Traits of a tile derive from this.
+template <Mode kMode, int kBits, DType kX>
+struct TransposedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
+  using Tiles = PackedTiles<kMode, kBits, kX>;
+  static constexpr bool kWarps = false;
+};
+
+template <typename Traits>
+struct TransposedGemmSm90Config : Traits {
+  using Traits::kRows, Traits::kCluster, Traits::kMostStages, Traits::kSlices, Traits::kWarps;
+  using typename Traits::Tiles;
+  static constexpr int kBlocks = 1, kScheduledBlocks = 1;
+  static constexpr int kBlocksPerSm = kWarps ? 2 : 1;
+  static constexpr int kFeedRegisters = kWarps ? 48 : 56, kMultiplyRegisters = kWarps ? 96 : 224;
+  static constexpr int kThreads = 384, kWorks = 4;
+  static constexpr int kChunkL = kWarps ? kRows : 64;
+  static constexpr int kChunkBytesL = kChunkL * 128;
+  static constexpr int kSliceBytesL = kRows * 128;
+  static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
+  // Of a slice: two tiles.
+  static constexpr int kCodeBytes = 2 * Tiles::kTileCodes;
+  static constexpr int kScaleBytes = Tiles::Codes::kStageScales;
+  static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
+  using Epilogue = EpilogueSm90<32, false, true>;
+  static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
+  static constexpr int kFree =
+      228 * 1024 / kBlocksPerSm - 1024 - 2 * 1024 - 4 * kTurnedBytes - 2 * Epilogue::kBytes;
+  static constexpr int kStages = std::min(kFree / kStageBytes, kMostStages);
+  static_assert(kStages >= 2);
+
+  struct SharedMemory {
+    alignas(1024) char l[kStages][kSlices * kSliceBytesL];
+    // Of a warpgroup's columns: one is multiplied, the other written.
+    alignas(1024) char turned[2][2][kWarps ? 16 : kTurnedBytes];
+    alignas(128) char codes[kStages][kSlices][kCodeBytes];
+    alignas(128) char scales[kStages][kSlices][kScaleBytes];
+    alignas(1024) char staged[2][Epilogue::kBytes];
+    alignas(16) Work works[kWorks];
+    uint64_t full[kStages], empty[kStages];
+    uint64_t work_full[kWorks], work_empty[kWorks];
+  };
+};
+
+// Where the codes and scales of a tile of work begin, and how many tiles of 64 columns it has.
+template <typename Tiles>
+struct TransposedColumns {
+  const char *codes, *scales;
+  int tiles, tile_scales;
+  int64_t next_codes, next_scales;  // bytes from a slice of n to the next
+
+  __device__ TransposedColumns(const QuantizedGemmSm90& quantized, const Work& work) {
+    const PackedCodesSm90& packed = quantized.packed;
+    const int column = work.out_column / 64;
+    tile_scales = Tiles::TileScales(packed);
+    const int64_t first =
+        static_cast<int64_t>(work.weight) * packed.column_tiles * packed.k_tiles + column;
+    codes = static_cast<const char*>(packed.codes) + first * Tiles::kTileCodes;
+    scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
+    tiles = max(0, min(2, packed.k_tiles - column));
+    next_codes = static_cast<int64_t>(packed.k_tiles) * Tiles::kTileCodes;
+    next_scales = static_cast<int64_t>(packed.k_tiles) * tile_scales;
+  }
+};
+
+// Many rows: one thread copies codes, another scales. CopyRowsThread copies x.
+template <typename Config, bool kScales>
+__device__ void CopyTransposedThread(const QuantizedGemmSm90& quantized,
+                                     typename Config::SharedMemory& memory) {
+  static_assert(Config::kSlices == 1);
+  Place<Config::kStages> at;
+  ForEachWork<Config, false>(memory, [&](const Work& work) {
+    const TransposedColumns<typename Config::Tiles> columns(quantized, work);
+    const char* from = kScales ? columns.scales : columns.codes;
+    const int64_t next = kScales ? columns.next_scales : columns.next_codes;
+    const int bytes = columns.tiles * (kScales ? columns.tile_scales : Config::Tiles::kTileCodes);
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; ++slice) {
+      uint64_t* full = &memory.full[at.index];
+      Wait(&memory.empty[at.index], at.parity ^ 1);
+      ArriveExpecting(full, bytes);
+      if (bytes > 0) {
+        CopyBytes(from, full, kScales ? memory.scales[at.index][0] : memory.codes[at.index][0],
+                  bytes);
+      }
+      from += next;
+      at.Next();
+    }
+  });
+}
+
+// Few rows: one thread copies all of a stage. x comes as one box, whose slices behind N are zeros;
+// there the last slice's weights come again.
+template <typename Config>
+__device__ void CopyTransposedStages(const QuantizedGemmSm90& quantized,
+                                     typename Config::SharedMemory& memory) {
+  using Tiles = typename Config::Tiles;
+  constexpr int kSlices = Config::kSlices;
+  const GemmSm90& gemm = quantized.gemm;
+  Place<Config::kStages> at;
+  ForEachWork<Config, false>(memory, [&](const Work& work) {
+    const TransposedColumns<Tiles> columns(quantized, work);
+    const int code_bytes = columns.tiles * Tiles::kTileCodes;
+    const int scale_bytes = columns.tiles * columns.tile_scales;
+    const bool half = work.rows <= Config::kRows / 2;
+    const CUtensorMap* l_map = half ? &gemm.rest_maps.l[0] : &gemm.l_map;
+    const int bytes = kSlices * ((half ? Config::kSliceBytesL / 2 : Config::kSliceBytesL) +
+                                 code_bytes + scale_bytes);
+    const char *codes = columns.codes, *scales = columns.scales;
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; slice += kSlices) {
+      uint64_t* full = &memory.full[at.index];
+      Wait(&memory.empty[at.index], at.parity ^ 1);
+      ArriveExpecting(full, bytes);
+      CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, slice);
+#pragma unroll 1
+      for (int s = 0; s < kSlices; ++s) {
+        if (columns.tiles > 0) {
+          CopyBytes(codes, full, memory.codes[at.index][s], code_bytes);
+          CopyBytes(scales, full, memory.scales[at.index][s], scale_bytes);
+        }
+        if (slice + s + 1 < work.slices) {
+          codes += columns.next_codes;
+          scales += columns.next_scales;
+        }
+      }
+      at.Next();
+    }
+  });
+}
+
+// m64nNk16, A from shared memory with M contiguous, B (x) with K contiguous.
+template <int kN, DType kX>
+using TransposedProduct =
+    WarpgroupProduct<std::conditional_t<kX == DType::kBF16, cutlass::bfloat16_t, cutlass::half_t>,
+                     kN, cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>;
+
+template <typename Config>
+struct TransposedProducts {
+  using Memory = typename Config::SharedMemory;
+  using Reader = typename Config::Tiles::template Reader<2>;
+  static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
+  using Sums = float[kBlockSums];
+
+  // All n of a tile. Leaves the ring behind the tile.
+  template <typename Stage>
+  __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
+                                      const Work& work, int group, Stage& at, Sums& sums) {
+    if (work.slices == 0) {
+#pragma unroll
+      for (int i = 0; i < kBlockSums; ++i) sums[i] = 0.0f;
+      return;
+    }
+    auto loop = [&](auto n) { MultiplySlices<n.value>(quantized, memory, work, group, at, sums); };
+    if (work.rows > 160) return loop(Constant<192>{});
+    if (work.rows > 128) return loop(Constant<160>{});
+    if (work.rows > 96) return loop(Constant<128>{});
+    if (work.rows > 64) return loop(Constant<96>{});
+    if (work.rows > 32) return loop(Constant<64>{});
+    if (work.rows > 16) return loop(Constant<32>{});
+    return loop(Constant<16>{});
+  }
+
+ private:
+  // A warpgroup decodes a slice while the one before is multiplied. All its warps meet before they
+  // multiply: then all have written their part of a slice, and none multiplies the slice whose
+  // place comes next.
+  template <int kN, typename Stage>
+  __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
+                                        const Work& work, int group, Stage& at, Sums& sums) {
+    const Reader reader(quantized, work, 0);
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) sums[i] = 0.0f;
+    const int slices = Uniform(work.slices);
+    Stage here{Uniform(at.index), Uniform(at.parity)};
+    const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
+    const uint32_t turned_first =
+        TileDescriptor(Uniform(SharedAddress(memory.turned[group])), 64 * 128);
+    // Lane l names a line of the 8 x 8 matrix l / 8 of four: n below 8, n from 8 on, and the same
+    // of the next 8 k. Lines are swizzled.
+    const int lane = threadIdx.x % 32, line = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    char* const line_at = memory.turned[group][0] + line * 128;
+    int before = -1;
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
+      Wait(&memory.full[here.index], here.parity);
+      const typename Reader::Words words = reader.template Load<false, ScaleRange::kAny>(
+          memory.codes[here.index][0], memory.scales[here.index][0], group);
+      uint32_t a[16];
+      reader.template Read<4, false, ScaleRange::kAny>(words, group, 0, a);
+      // The products before may go on until here.
+      WarpgroupWait<0>();
+      if (slice > 0) Release<Config>(memory, before);
+      // By the place in the ring, so that the next tile goes on with the other one.
+      const int which = (here.index + static_cast<int>(here.parity) * Config::kStages) % 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        char* to = line_at + which * Config::kTurnedBytes + ((2 * i + lane / 16) ^ lane % 8) * 16;
+        cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
+                                      *reinterpret_cast<cute::uint128_t*>(to));
+      }
+      FenceAsyncProxy();
+      SyncSome(1 + group, 128);
+      const uint32_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      const uint32_t turned = turned_first + which * (Config::kTurnedBytes >> 4);
+      WarpgroupArrive();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Multiply<TransposedProduct<kN, Config::Tiles::kX>>(turned + (i * 16 * 128 >> 4),
+                                                           l_stage + (i * 32 >> 4), sums, true,
+                                                           std::make_index_sequence<kN / 2>{});
+      }
+      WarpgroupCommit();
+      before = here.index;
+      here.Next();
+    }
+    WarpgroupWait<0>();
+    Release<Config>(memory, before);
+    at = here;
+  }
+};
+
+// An 8 x 8 matrix of a warp, turned.
+__device__ inline uint32_t Turned(uint32_t matrix) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  return turned;
+}
+
+template <typename Config>
+struct TransposedFewRows {
+  using Memory = typename Config::SharedMemory;
+  using Reader = typename Config::Tiles::template Reader<2>;
+  static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
+  static_assert(kRows == 16);
+  using Sums = float[kBlockSums];
+
+  // As TransposedProducts::MultiplyTile.
+  template <typename Stage>
+  __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
+                                      const Work& work, int group, Stage& at, Sums& sums) {
+    if (work.rows <= 8) {
+      MultiplySlices<1>(quantized, memory, work, group, at, sums);
+    } else {
+      MultiplySlices<2>(quantized, memory, work, group, at, sums);
+    }
+  }
+
+ private:
+  template <int kEights, typename Stage>
+  __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
+                                        const Work& work, int group, Stage& at, Sums& result) {
+    const Reader reader(quantized, work, 0);
+    float sums[4][4 * kEights];  // of 16 columns each
+#pragma unroll
+    for (int i = 0; i < 16 * kEights; ++i) sums[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
+    // Of the warp's 16 n: lane l names row l % 8 of matrix l / 8, the first and the second 8 n of 8
+    // rows, and of the next 8 rows. With 8 rows the next slice has these.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    constexpr int kSliceBytes = Config::kSliceBytesL / 2 * kEights;
+    const int further = lane / 16 * (kEights == 1 ? kSliceBytes : 1024);
+    const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 +
+                             ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16 + further;
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
+      Wait(&memory.full[at.index], at.parity);
+      const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
+      uint32_t read = 0, x[4];
+#pragma unroll
+      for (int s = 0; s < Config::kSlices; ++s) {
+        const typename Reader::Words words = reader.template Load<true, ScaleRange::kAny>(
+            memory.codes[at.index][s], memory.scales[at.index][s], group);
+        if (kEights == 2 || s % 2 == 0) LoadMatrices(x_stage + s * kSliceBytes, x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t a[4];
+          reader.template Read<1, true, ScaleRange::kAny>(words, group, i, a);
+          const uint32_t turned[4] = {Turned(a[0]), Turned(a[2]), Turned(a[1]), Turned(a[3])};
+#pragma unroll
+          for (int e = 0; e < kEights; ++e) {
+            const int first = kEights == 1 ? s % 2 * 2 : 2 * e;
+            MultiplyWarp<Config::Tiles::kX>(turned, x[first], x[first + 1], sums[i] + 4 * e);
+          }
+        }
+        if (s == Config::kSlices - 1) read = words.OfEachLoad() | x[0];
+      }
+      __syncwarp();
+      Release<Config>(memory, at.index + ZeroAfter(read));
+      at.Next();
+    }
+    AddWarps<kEights>(memory, group, sums, result);
+  }
+
+  // The sums of all four warps, in their order: warp w keeps those of columns 16 * w and on.
+  template <int kEights>
+  __device__ static void AddWarps(Memory& memory, int group, const float (&sums)[4][4 * kEights],
+                                  Sums& result) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    auto* const places = reinterpret_cast<float4*>(memory.staged[group]);  // [columns][warp][lane]
+    static_assert(16 * 32 * sizeof(float4) <= sizeof(memory.staged[0]));
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+      if (threadIdx.x % 128 == 0) WaitStored<0>();
+      SyncSome(1 + group, 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* four = sums[i] + 4 * e;
+        places[(i * 4 + warp) * 32 + lane] = make_float4(four[0], four[1], four[2], four[3]);
+      }
+      SyncSome(1 + group, 128);
+      float4 sum = places[warp * 4 * 32 + lane];
+#pragma unroll
+      for (int w = 1; w < 4; ++w) {
+        const float4 part = places[(warp * 4 + w) * 32 + lane];
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      }
+      result[4 * e] = sum.x;
+      result[4 * e + 1] = sum.y;
+      result[4 * e + 2] = sum.z;
+      result[4 * e + 3] = sum.w;
+    }
+#pragma unroll
+    for (int i = 4 * kEights; i < kBlockSums; ++i) result[i] = 0.0f;
+    SyncSome(1 + group, 128);  // the epilogue may write there
+  }
+};
+
+// One of the two warpgroups that multiply.
+template <typename Config>
+__device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
+                                            typename Config::SharedMemory& memory, int group) {
+  using P =
+      std::conditional_t<Config::kWarps, TransposedFewRows<Config>, TransposedProducts<Config>>;
+  const GemmSm90& gemm = quantized.gemm;
+  typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
+  Place<Config::kStages> at;
+  ForEachWork<Config>(memory, [&](const Work& work) {
+    typename P::Sums sums;
+    P::MultiplyTile(quantized, memory, work, group, at, sums);
+    float factor = quantized.unit;
+    if (quantized.global_scale.data != nullptr && work.weight >= 0) {
+      factor *= quantized.global_scale.At(work.weight, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < P::kBlockSums; ++i) sums[i] *= factor;
+    if constexpr (Config::kWarps) {
+      if (!gemm.epilogue.Any()) return StoreFewRows<Config>(gemm, work, 64 * group, sums);
+    }
+    epilogue.Store(work, 64 * group, sums);
+  });
+  WaitStored<0>();
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    TransposedGemmSm90Kernel(const __grid_constant__ QuantizedGemmSm90 quantized) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
+  const GemmSm90& gemm = quantized.gemm;
+  const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
+  if (threadIdx.x == 0) {
+    constexpr int kCopiers = Config::kWarps ? 1 : 3;
+    InitRings<Config>(memory, kCopiers, kCopiers);
+    Prefetch(&gemm.l_map);
+    if (gemm.stores_boxes) Prefetch(&gemm.out_map);
+  }
+  if (threadIdx.x / 32 == 3) PrefetchSizes(gemm);
+  SyncRings<Config>();
+  if (threadIdx.x < 128) {
+    GiveRegisters<Config::kFeedRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      ScheduleWarp<Config>(gemm, memory, block);
+    } else if (threadIdx.x % 32 == 0) {
+      if constexpr (Config::kWarps) {
+        if (warp == 1) CopyTransposedStages<Config>(quantized, memory);
+      } else if (warp == 1) {
+        CopyRowsThread<Config>(gemm, memory, block);
+      } else if (warp == 2) {
+        CopyTransposedThread<Config, false>(quantized, memory);
+      } else {
+        CopyTransposedThread<Config, true>(quantized, memory);
+      }
+    }
+    __syncwarp();
+  } else {
+    TakeRegisters<Config::kMultiplyRegisters>();
+    MultiplyTransposedWarpgroup<Config>(quantized, memory, static_cast<int>(threadIdx.x) / 128 - 1);
+  }
+  if (Config::kCluster > 1) ClusterSync();
+}
+
+}  // namespace jgg::device

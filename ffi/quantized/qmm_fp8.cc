@@ -1,0 +1,99 @@
+// CUDA handler of qmm of mode "fp8" with weights as they are stored: bind, check, launch. Hopper
+// only.
+
+#include "common/arch.h"
+#include "common/cuda_error.h"
+#include "grouped_mm/mm_bind.h"
+#include "handlers.h"
+#include "quantized/qmm_bind.h"
+#include "quantized/qmm_sm90.h"
+
+namespace jgg {
+namespace ffi = xla::ffi;
+
+static constexpr const char* kOp = "qmm_fp8";
+
+// x has its columns in the order that gemm_sm90.h says.
+static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
+                             ffi::AnyBuffer out, BlockAttrs block, QmmArgs* args) {
+  QuantizedWeight& w = args->w;
+  w.coding = {Mode::kFp8, 8, DType::kF32};
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "weight", weight, ffi::F8E4M3FN, "float8_e4m3fn"));
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out.element_type()));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(G, N, K)", weight, {-1, -1, -1}));
+  w.groups = weight.dimensions()[0];
+  const int64_t n = args->n = w.lines = weight.dimensions()[1];
+  const int64_t k = args->k = w.elements = weight.dimensions()[2];
+  if (block.rows < 1 || block.columns < 1 || (block.columns % 128 != 0 && block.columns < k)) {
+    return InvalidArgument(kOp, "a block of ", block.rows, " x ", block.columns,
+                           " has no whole 128 columns or all");
+  }
+  w.group_size = block.columns;
+  w.lines_each = block.rows;
+  JGG_RETURN_IF_ERROR(CheckShape(
+      kOp, "scales", "(G, blocks along N, blocks along K)", scales,
+      {w.groups, (n + block.rows - 1) / block.rows, (k + block.columns - 1) / block.columns}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K in whole 128)", x, {-1, (k + 127) / 128 * 128}));
+  const bool gated = IsGated(args->epilogue.activation);
+  if (gated && n % 2 != 0) return InvalidArgument(kOp, "a gated activation needs an even N");
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", out, {-1, gated ? n / 2 : n}));
+  w.packed = weight.untyped_data();
+  w.scales = scales.untyped_data();
+  args->x = x.untyped_data();
+  args->x_ordered = args->transpose_w = args->in_order = true;
+  args->out = out.untyped_data();
+  args->dtype = DType::kBF16;
+  args->out_dtype = *ToDType(out.element_type());
+  args->rows_x = x.dimensions()[0];
+  args->rows_y = out.dimensions()[0];
+  return ffi::Error::Success();
+}
+
+static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                         ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
+                         ffi::Result<ffi::AnyBuffer> out, BlockAttrs block,
+                         MetadataAttrs metadata_attrs, EpilogueAttrs epilogue,
+                         QmmPlanAttrs plan_attrs) {
+  if (epilogue.existing_out) return InvalidArgument(kOp, "existing_out is not an operand of it");
+  QmmArgs args{};
+  JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &args.epilogue.activation));
+  JGG_RETURN_IF_ERROR(BindQmmFp8(x, weight, scales, *out, block, &args));
+  JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &args.metadata));
+  JGG_RETURN_IF_ERROR(
+      CheckMm(kOp, args.metadata, args.rows_x, args.rows_y, args.w.groups, args.n, args.k));
+  Operands operands(kOp, rest);
+  if (metadata_attrs.group_offset)
+    JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &args.metadata));
+  JGG_RETURN_IF_ERROR(
+      BindEpilogue(kOp, epilogue, args.w.groups, args.n, args.rows_y, &operands, &args.epilogue));
+  JGG_RETURN_IF_ERROR(operands.End());
+  if (auto reason = qmm_sm90_unsupported(args, ComputeCapability())) {
+    return Unimplemented(kOp, *reason);
+  }
+  rules::QmmPlanSm90 plan;
+  JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, args.w.coding,
+                               {args.k, args.n, IsGated(args.epilogue.activation)}, args.rows_x,
+                               args.rows_y, args.metadata, &plan));
+  return FromCuda(kOp, qmm_sm90(stream, args, plan));
+}
+
+XLA_FFI_DEFINE_HANDLER(kQmmFp8, QmmFp8,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // weight
+                           .Arg<ffi::AnyBuffer>()  // scales
+                           .Arg<ffi::AnyBuffer>()  // metadata
+                           .RemainingArgs()        // group_offset, bias, row_scale
+                           .Ret<ffi::AnyBuffer>()  // out
+                           .Attr<BlockAttrs>("block")
+                           .Attr<MetadataAttrs>("metadata")
+                           .Attr<EpilogueAttrs>("epilogue")
+                           .Attr<QmmPlanAttrs>("plan"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* JggQmmFp8(XLA_FFI_CallFrame* call_frame) { return kQmmFp8(call_frame); }
+
+}  // namespace jgg

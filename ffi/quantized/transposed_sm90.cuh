@@ -1,0 +1,59 @@
+// Host side of the Hopper kernels of x @ W, with W quantized along its columns: tiles that plans
+// name (plan.h), and their launch.
+#pragma once
+
+#include "grouped_mm/gemm_sm90.cuh"
+#include "quantized/device/transposed_sm90.cuh"
+#include "quantized/gemm_sm90.h"
+
+namespace jgg {
+
+// Tiles, by their rows.
+template <Mode kMode, int kBits, DType kX>
+struct TransposedRows16Sm90 : device::TransposedTraitsSm90<kMode, kBits, kX> {
+  static constexpr int kRows = rules::kTransposedFewRows, kMostStages = 6;
+  static constexpr int kSlices = kBits < 8 ? 4 : 2;
+  static constexpr bool kWarps = true;
+};
+template <Mode kMode, int kBits, DType kX>
+struct TransposedRows192Sm90 : device::TransposedTraitsSm90<kMode, kBits, kX> {
+  static constexpr int kRows = rules::kMostQmmRows, kMostStages = 6, kCluster = 2, kSlices = 1;
+};
+
+template <typename Config>
+cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                       const OperandsSm90& operands) {
+  GemmSm90& gemm = quantized.gemm;
+  gemm.l_k_major = true;
+  TensorMapSpec l = operands.l;
+  l.box_lines = Config::kChunkL;
+  if constexpr (Config::kWarps) {  // slices are matrices, so that a stage's are a box
+    l.groups = l.inner / 64;
+    l.inner = l.group = 64;
+    l.box_groups = Config::kSlices;
+    l.box_lines = Config::kRows / 2;
+    if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[0])) return error;
+    l.box_lines = Config::kRows;
+  }
+  if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
+  if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
+  quantized.unit = Config::Tiles::kFactor;
+  return LaunchTilesSm90<Config, device::TransposedGemmSm90Kernel<Config>>(stream, gemm, quantized);
+}
+
+template <Mode kMode, int kBits>
+cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                         const rules::QmmPlanSm90& plan,
+                                         const OperandsSm90& operands) {
+  const auto launch = [&](auto traits) {
+    using Config = device::TransposedGemmSm90Config<decltype(traits)>;
+    return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
+  };
+  return DispatchHalfSm90(operands.dtype, [&](auto x) {
+    constexpr DType kX = decltype(x)::value;
+    if (plan.way == rules::QmmWay::kWarps) return launch(TransposedRows16Sm90<kMode, kBits, kX>{});
+    return launch(TransposedRows192Sm90<kMode, kBits, kX>{});
+  });
+}
+
+}  // namespace jgg

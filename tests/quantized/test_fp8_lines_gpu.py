@@ -1,0 +1,91 @@
+"""Products with weights of mode "fp8" as they are stored, on Hopper's kernel of lines."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from device_runs import needs_hopper, run
+from qmm_problems import LINEAR, PACKED
+
+import jax_groupgemm as jgg
+
+pytestmark = [pytest.mark.gpu, needs_hopper]
+
+SIZES = {
+    "few": (2, 4, 0, 8, 9, 0, 17, 1), "some": (15, 33, 64, 0, 65, 20, 1, 50),
+    "many": (192, 193, 0, 97, 1, 385, 129, 33),
+}  # fmt: skip
+
+
+def weight(rng, n, k, block, groups=8):
+    q = jgg.quantize(
+        oracle.random(rng, (groups, n, k), "float32"), mode="fp8", block=block, contract=-1
+    )
+    # bfloat16 numbers, which the kernel decodes exactly, powers of two apart.
+    powers = np.ldexp(np.float32(1), rng.integers(-9, -4, q.scales.shape))
+    return dataclasses.replace(q, scales=jnp.asarray(powers, "float32"))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), None, (48, 256), (7, 10**6), (64, 384)])
+@pytest.mark.parametrize(("n", "k"), [(384, 1152), (100, 912), (6, 16)])
+def test_values(rng, n, k, block, sizes):
+    """N and K that tiles do not divide, blocks of any rows, plain and gated."""
+    sizes = np.array(SIZES[sizes])
+    q, x = weight(rng, n, k, block), oracle.random(rng, (sizes.sum() + 3, k), "bfloat16")
+    f = lambda x, q, **more: jgg.grouped_qmm(
+        x, q, jnp.asarray(sizes), preferred_element_type="float32", **more
+    )
+    (out, gated), kernels = run(jax.jit(lambda x, q: (f(x, q), f(x, q, activation="swiglu"))), x, q)
+    assert sum(LINEAR in name for name in kernels) == 2, kernels
+    if block is None:
+        q = dataclasses.replace(q, scales=q.scales[:, None, None], block=(n, k), group_size=k)
+    want = oracle.grouped_qmm(x[:-3], q, sizes)
+    gate, value = np.split(want, 2, axis=1)
+    oracle.assert_close(out[:-3], want, k=k)
+    oracle.assert_close(gated[:-3], gate / (1 + np.exp(-gate)) * value, tolerance=1e-5)
+    assert not np.asarray(out)[-3:].any()
+
+
+def test_scales_of_any_bits(rng):
+    """They keep 16 bits, as those of prepacked weights do: the values are the same, but sums have
+    another order."""
+    q = weight(rng, 256, 512, (128, 128))
+    q = dataclasses.replace(q, scales=q.scales * jnp.asarray(rng.uniform(1, 2, q.scales.shape)))
+    q = dataclasses.replace(q, scales=q.scales.astype("float32").at[1, 0, 0].set(2.0**45))
+    x, sizes = oracle.random(rng, (40, 512), "bfloat16"), jnp.full(8, 5)
+    f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, sizes, preferred_element_type="float32"))
+    oracle.assert_close(f(x, q)[10:], oracle.f64(f(x, jgg.prepack(q))[10:]), tolerance=2e-6)
+    assert not np.isfinite(np.asarray(f(x, q))[5:10, :128]).any()
+
+
+def test_nan_stays_in_its_column(rng):
+    q = weight(rng, 256, 512, (128, 128))
+    codes = jax.lax.bitcast_convert_type(q.weight, jnp.uint8).at[3, 7, 100].set(0x7F)
+    bad = dataclasses.replace(q, weight=jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn))
+    for rows in (5, 100):
+        x, sizes = oracle.random(rng, (8 * rows, 512), "bfloat16"), jnp.full(8, rows)
+        f = jax.jit(lambda x, q, sizes=sizes: jgg.grouped_qmm(x, q, sizes))
+        good, got = oracle.f64(f(x, q)), oracle.f64(f(x, bad))
+        hit = np.zeros(got.shape, bool)
+        hit[3 * rows : 4 * rows, 7] = True
+        assert np.isnan(got[hit]).all()
+        np.testing.assert_array_equal(got[~hit], good[~hit])
+
+
+def test_who_runs(rng):
+    """Of many rows the weight is packed, and where x is float16, or rows meet it transposed."""
+    q = weight(rng, 256, 512, (128, 128), groups=2)
+    x = oracle.random(rng, (5000, 512), "bfloat16")
+    f = lambda x, q, t=True: jgg.grouped_qmm(x, q, jnp.array([2500, 2500]), transpose_w=t)
+    many, kernels = run(jax.jit(f), x, q)
+    assert sum(PACKED in name for name in kernels) == 1
+    oracle.assert_close(many, oracle.grouped_qmm(x, q, [2500, 2500]))
+    few = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, jnp.array([2, 2])))
+    _, kernels = run(few, x[:4].astype("float16"), q)
+    assert sum(PACKED in name for name in kernels) == 1
+    _, kernels = run(few, x[:4], q)
+    assert sum(LINEAR in name for name in kernels) == 1

@@ -1,0 +1,170 @@
+"""x @ W with W quantized along its columns, on Hopper's kernels: what dx of a product is."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from device_runs import needs_hopper, run
+from qmm_problems import (
+    ANY,
+    FEW,
+    LINEAR,
+    PACKED,
+    TRANSPOSED,
+    every_scale_and_code,
+)
+
+import jax_groupgemm as jgg
+
+pytestmark = [pytest.mark.gpu, needs_hopper]
+
+FORMATS = [
+    ("fp8", 8, 128), ("nvfp4", 4, 16), ("mxfp4", 4, 32), ("mxfp8", 8, 32),
+    *(("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)),
+    ("affine", 4, 32), ("affine", 4, 128), ("affine", 5, 32), ("affine", 6, 128),
+]  # fmt: skip
+EXACT = FORMATS[1:4]
+# Groups of no row, of one, of 8 and 16 and one beside, of a tile and one beside.
+FEW_ROWS = [1, 8, 0, 9, 16, 17, 3, 0, 40, 2, 7, 5, 1]
+MANY_ROWS = [192, 0, 193, 1, 385, 16, 17, 160, 96, 97, 33, 64, 129]
+SIZES = {"few": np.array(FEW_ROWS), "many": np.array(MANY_ROWS)}
+
+
+def product(x, q, sizes, **options):
+    return jgg.grouped_qmm(x, q, jnp.asarray(sizes), transpose_w=False, **options)
+
+
+def assert_ran(kernels, count: int) -> None:
+    found = collections.Counter(
+        kind for name in kernels for kind in (TRANSPOSED, LINEAR, PACKED, FEW, ANY) if kind in name
+    )
+    assert found == {TRANSPOSED: count}, kernels
+
+
+def weight(rng, mode, bits, group, groups, n, k):
+    scale = jnp.asarray(rng.uniform(0.5, 2, groups), "float32") if mode == "nvfp4" else None
+    return oracle.random_quantized(rng, (groups, n, k), mode, bits, group, "bfloat16", scale)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
+def test_values(rng, mode, bits, group, rows):
+    """Odd numbers of tiles along both axes; rows behind all groups are zeros. Of few rows stages
+    are part empty."""
+    sizes = SIZES[rows]
+    n, k = (64 * 9, 128 * 3) if group == 128 else (64 * 11, 64 * 5)
+    q = weight(rng, mode, bits, group, len(sizes), n, k)
+    x = oracle.random(rng, (sizes.sum() + 5, n), "bfloat16")
+    f = lambda x, q: product(x, q, sizes, preferred_element_type="float32")
+    (out, packed), kernels = run(jax.jit(lambda x, q, p: (f(x, q), f(x, p))), x, q, jgg.prepack(q))
+    if mode != "mxfp8":  # which no kernel packs
+        assert_ran(kernels, 2)
+    want = oracle.grouped_qmm(x, q, sizes, transpose_w=False)
+    oracle.assert_close(packed, want, k=n)
+    oracle.assert_close(out, want, k=n)
+    assert not np.asarray(packed)[sizes.sum() :].any()
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("mode", "bits", "group"), EXACT)
+def test_other_rows(rng, mode, bits, group, dtype, rows):
+    sizes = SIZES[rows]
+    q = weight(rng, mode, bits, group, len(sizes), 320, 384)
+    x = oracle.random(rng, (sizes.sum(), 320), dtype)
+    out, kernels = run(jax.jit(lambda x, q: product(x, q, sizes)), x, jgg.prepack(q))
+    assert_ran(kernels, 1)
+    assert out.dtype == dtype
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), k=320)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_options(rng, rows):
+    """Bias, activation and row scale are done to sums; an offset leaves groups to others."""
+    sizes = SIZES[rows]
+    q = weight(rng, "affine", 4, 64, 5, 192, 320)
+    x = oracle.random(rng, (sizes.sum(), 192), "bfloat16")
+    bias, scale = oracle.random(rng, (5, 320), "bfloat16"), oracle.random(rng, len(x))
+    f = lambda x, q, bias, scale: product(
+        x, q, sizes, group_offset=4, bias=bias, activation="gelu", row_scale=scale,
+        preferred_element_type="float32",
+    )  # fmt: skip
+    out, kernels = run(jax.jit(f), x, jgg.prepack(q), bias, scale)
+    assert_ran(kernels, 1)
+    begin, end = sizes[:4].sum(), sizes[:9].sum()
+    want = oracle.grouped_qmm(x[begin:end], q, sizes[4:9], transpose_w=False)
+    want += np.repeat(oracle.f64(bias), sizes[4:9], axis=0)
+    want = (
+        oracle.f64(jax.nn.gelu(jnp.asarray(want, "float32"))) * oracle.f64(scale)[begin:end, None]
+    )
+    oracle.assert_close(out[begin:end], want, tolerance=1e-5)
+    assert not np.asarray(out)[:begin].any()
+    assert not np.asarray(out)[end:].any()
+
+
+@pytest.mark.parametrize("rows", [8, 256])
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+def test_every_scale_and_code(mode, rows):
+    """Row n of w has scale byte n: rows of a unit matrix give the values themselves. A value that
+    is not finite would meet zeros of all others, so those rows have another scale."""
+    q = every_scale_and_code(mode, 320)
+    finite = np.isfinite(oracle.dequantize(q, "bfloat16")).all(1)
+    assert finite.sum() > 240
+    q = dataclasses.replace(q, scales=jnp.where(finite[:, None], q.scales, 100))
+    x = jnp.eye(256, dtype="bfloat16")
+    many = jax.tree.map(lambda a: jnp.broadcast_to(a, (256 // rows, *a.shape)), q)
+    sizes = np.full(256 // rows, rows)
+    out, kernels = run(jax.jit(lambda x, q: product(x, q, sizes)), x, jgg.prepack(many))
+    assert_ran(kernels, 1)
+    want = oracle.dequantize(q, "bfloat16")
+    tiny = abs(want) < 2e-38  # may be flushed
+    np.testing.assert_array_equal(np.where(tiny, 0, oracle.f64(out)), np.where(tiny, 0, want))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_nan_stays_in_its_column(rng, rows):
+    """... of its group."""
+    sizes = SIZES[rows]
+    q = weight(rng, "affine", 4, 64, len(sizes), 192, 320)
+    bad = dataclasses.replace(q, scales=q.scales.at[4, 7, 1].set(jnp.nan))
+    x = oracle.random(rng, (sizes.sum(), 192), "bfloat16")
+    f = jax.jit(lambda x, q: product(x, q, sizes))
+    good, got = (oracle.f64(f(x, jgg.prepack(w))) for w in (q, bad))
+    mine = np.repeat(np.arange(len(sizes)), sizes) == 4
+    hit = mine[:, None] & (np.arange(320) // 64 == 1)
+    assert np.isnan(got[hit]).all()
+    np.testing.assert_array_equal(got[~hit], good[~hit])
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize(("mode", "of"), [("nvfp4", (4, 16)), ("fp8", (8, 128))])
+def test_gradients(rng, mode, of, rows):
+    """dx of a product with a prepacked weight, runs on them."""
+    sizes = SIZES[rows]
+    q = jgg.prepack(weight(rng, mode, *of, len(sizes), 256, 384))
+    x = oracle.random(rng, (sizes.sum(), 384), "bfloat16")
+    f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(sizes))
+    loss = lambda x, q: jnp.square(f(x, q).astype("float32")).sum()
+    dx, kernels = run(jax.jit(jax.grad(loss)), x, q)
+    assert sum(TRANSPOSED in name for name in kernels) == 1, kernels
+    y = oracle.f64(f(x, q))
+    w = oracle.f64(jgg.dequantize(q, "float32"))
+    starts = np.cumsum([0, *sizes])
+    ends = zip(starts, starts[1:], w, strict=False)
+    want = np.concatenate([2 * y[a:b] @ one for a, b, one in ends])
+    oracle.assert_close(dx, want, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_the_same_bits(rng, rows):
+    sizes = SIZES[rows]
+    q = jgg.prepack(weight(rng, "nvfp4", 4, 16, len(sizes), 704, 640))
+    x = oracle.random(rng, (sizes.sum(), 704), "bfloat16")
+    f = jax.jit(lambda x, q: product(x, q, sizes))
+    first = np.asarray(f(x, q))
+    for _ in range(50):
+        assert np.asarray(f(x, q)).tobytes() == first.tobytes()
