@@ -171,7 +171,7 @@ def test_rows_that_are_not_stored(rng, mean):
     x, w, sizes, x_rows, y_rows = operands(rng, rng.integers(0, 2 * mean, 9), 64, 136)
     old = oracle.random(rng, (len(y_rows), 136), "bfloat16")
     left = rng.random(len(y_rows)) < 0.3
-    y_rows[left] = rng.plan([-1, len(y_rows), -(2**31), 2**31 - 1], left.sum())
+    y_rows[left] = rng.choice([-1, len(y_rows), -(2**31), 2**31 - 1], left.sum())
     got = product(x, w, sizes, x_rows, y_rows, existing_out=old)
     oracle.assert_close(got, expected(x, w, sizes, x_rows, y_rows, existing_out=old))
     untouched = np.setdiff1d(np.arange(len(y_rows)), y_rows)

@@ -81,7 +81,9 @@ def test_every_scale_and_code(implementation, mode, k, dtype, rows):
     x = np.eye(256, k).astype(jnp.dtype(dtype))
     f = jax.jit(functools.partial(jgg.quantized_matmul, implementation=implementation))
     out = np.concatenate([f(part, q) for part in np.split(x, 256 // rows)])
-    assert_values(out.T, oracle.dequantize(q, dtype))
+    # Beside float16 rows Hopper's kernel of lines does not round values to float16.
+    fills = not (dtype == "float16" and implementation in (None, "sm90"))
+    assert_values(out.T, oracle.dequantize(q, dtype), fills)
 
 
 # There is no other kernel for these.
