@@ -274,7 +274,7 @@ def test_info_as_json():
     assert data["versions"]["jax"]["ok"]
     assert data["build"]["ffi_api"] == "0.3"
     for op, dtypes in data["ops"].items():
-        assert hasattr(jgg, op)
+        assert hasattr(jgg, op.removesuffix(", dx"))
         for answer in dtypes.values():
             names = {answer["runs"], *answer["others"]}
             assert names >= set(choose.PLATFORMS)
@@ -290,9 +290,12 @@ def test_info_of_a_hopper_gpu(monkeypatch):
     runs = lambda op: {dtype: answer["runs"] for dtype, answer in ops[op].items()}
     all_dtypes = {"float32": "sm90", "bfloat16": "sm90", "float16": "sm90", "float64": "reference"}
     assert runs("grouped_mm") == all_dtypes
-    assert runs("grouped_qmm") == {"float32": "sm80", "bfloat16": "sm90", "float16": "sm80"}
-    others = ops["grouped_qmm"]["float16"]["others"]
-    assert others["sm90"].startswith("repacks a weight from 1024 rows per matrix on")
+    for op in ("grouped_qmm", "grouped_qmm, dx"):
+        assert runs(op) == {"float32": "sm80", "bfloat16": "sm90", "float16": "sm90"}
+    assert ops["grouped_qmm"]["bfloat16"]["call"] == "jgg_qmm"
+    assert ops["grouped_qmm, dx"]["bfloat16"]["call"] == "jgg_qmm_packed"
+    others = ops["grouped_qmm"]["float32"]["others"]
+    assert others["sm90"].startswith("needs 16-bit x, or a mode that bfloat16 holds exactly")
     assert others["sm100"] == "there is no kernel jgg_qmm for sm100"
     assert others["cpu"] == "there is no kernel jgg_qmm for cpu"
 

@@ -45,9 +45,14 @@ def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversio
 def test_every_operation_has_a_line(monkeypatch):
     assert set(samples.SAMPLES) == set(OPERATIONS)
     text = info._text(collect(monkeypatch, 90))
-    for op in OPERATIONS:
-        (line,) = [line for line in text.splitlines() if line.startswith(f"  {op} ")]
-        assert set(line.split()[1:]) <= {"sm90", "sm80", "reference", "composed"}
+    for op in (*OPERATIONS, *samples.GRADIENTS):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  {op}  ")]
+        assert set(line.removeprefix(f"  {op}").split()) <= {
+            "sm90",
+            "sm80",
+            "reference",
+            "composed",
+        }
     assert len(text) < 3000
     assert "  reference: a tiled XLA program" in text.splitlines()
     assert any(line.startswith("  composed: ") for line in text.splitlines())

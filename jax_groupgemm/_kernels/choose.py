@@ -193,6 +193,8 @@ def _packed_operands(p: Qmm) -> str | None:
 def _packed(p: Qmm) -> str | None:
     if not p.in_groups and (why := dense.in_parts(p, dense.qmm_planes(p, packed=True))):
         return why
+    if why := _packed_operands(p):
+        return why
     if p.layout != "sm90":
         if p.empty or not p.packable:
             return "prepack has no kernel for this weight"
@@ -201,9 +203,7 @@ def _packed(p: Qmm) -> str | None:
             return f"repacks a weight from {least} rows per matrix on"
         if not p.named and not extension.live_capabilities():
             return "repacks for a GPU that this process has"
-    if why := extension.rules().qmm_packed_problem(n=p.n, gated=p.gated):
-        return why
-    return _packed_operands(p)
+    return extension.rules().qmm_packed_problem(n=p.n, gated=p.gated)
 
 
 def _planes_pay(p: Qmm) -> bool:

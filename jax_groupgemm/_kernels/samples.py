@@ -54,8 +54,12 @@ def _sample_qmm(platform: str, dtype: str) -> Qmm:
     return Qmm(
         op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, rows_x=4096,
         segments=8, groups=8, all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
-        bfloat16_scales=True, packable=True,
+        bfloat16_scales=dtype != "float16", float16_scales=dtype == "float16", packable=True,
     )  # fmt: skip
+
+
+def _sample_qmm_dx(platform: str, dtype: str) -> Qmm:
+    return dataclasses.replace(_sample_qmm(platform, dtype), transpose_w=False)
 
 
 def _sample_nvfp4(op: str, inner: Callable[[str, str], Any]) -> Callable[[str, str], Nvfp4]:
@@ -121,6 +125,9 @@ SAMPLES: dict[str, Sample] = {
     },
     "fp8_quantize": Sample(_sample_fp8_conversion("fp8_quantize")),
 }
+
+#: The products that gradients of x are, where a kernel of its own runs them.
+GRADIENTS: dict[str, Sample] = {"grouped_qmm, dx": Sample(_sample_qmm_dx)}
 
 
 def _reasons(problem: Problem, name: str) -> str | None:

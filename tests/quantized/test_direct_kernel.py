@@ -83,7 +83,7 @@ def test_values(kernel, rng, mode, bits, group_size, gated):
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
 @pytest.mark.parametrize("kind", ["plain", "gated", "pairs"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_sixteen_rows(kernel, rng, mode, bits, group_size, kind):
     for rows in (9, 20):
         q, x = of(rng, mode, bits, group_size, (1, 128, 64 * 34), rows)
