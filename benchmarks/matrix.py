@@ -9,7 +9,6 @@ Affine weights have scales of x's dtype, as ``quantize`` makes them.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -37,12 +36,8 @@ TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5}
 
 
 def weights(name: str, dtype: str) -> quantized.Weights:
-    form = FORMATS[name]
-    made = timing.kept((name, dtype), lambda: quantized.Weights(form, GROUPS, N, K))
-    if form.mode == "affine" and made.linear.scales.dtype != dtype:
-        cast = {leaf: getattr(made.linear, leaf).astype(dtype) for leaf in ("scales", "biases")}
-        made.linear = dataclasses.replace(made.linear, **cast)
-    return made
+    make = lambda: quantized.Weights(FORMATS[name], GROUPS, N, K, dtype)
+    return timing.kept((name, dtype), make)
 
 
 def measure(name: str, dtype: str, layout: str, direction: str, rows: int, repetitions: int):

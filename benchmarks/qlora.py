@@ -50,7 +50,7 @@ def loss(adapters, x, frozen, expert, weight):
 def operands(name: str, tokens: int, packed: bool, dtype: str):
     form, frozen = FORMATS[name], []
     for n, k in ((2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)):
-        w = quantized.Weights(form, EXPERTS, n, k)
+        w = quantized.Weights(form, EXPERTS, n, k, dtype)
         frozen.append(w.packed if packed else w.linear)
     shapes = ((WIDTH, RANK), (RANK, 2 * HIDDEN)), ((HIDDEN, RANK), (RANK, WIDTH))
     adapters = tuple(

@@ -81,9 +81,13 @@ def to_bfloat16(w: jgg.Quantized) -> jax.Array:
 class Weights:
     """Quantized experts, and what arms make of them, once for all cases that share them."""
 
-    def __init__(self, form: Format, groups: int, n: int, k: int):
+    def __init__(self, form: Format, groups: int, n: int, k: int, dtype="bfloat16"):
+        """Affine scales have this dtype."""
         self.format, self.shape = form, (groups, n, k)
-        self.linear = jax.block_until_ready(_draw(1, form, self.shape))
+        w = jax.block_until_ready(_draw(1, form, self.shape))
+        if form.mode == "affine":
+            w = dataclasses.replace(w, scales=w.scales.astype(dtype), biases=w.biases.astype(dtype))
+        self.linear = w
         self.peers: dict[str, Any] = {}
 
     @functools.cached_property

@@ -20,9 +20,8 @@ EXPECTED = {
         "Sm90",
         {
             # Whose warps multiply by themselves: see kWarps.
-            "QuantizedGemmSm90Config.*ByWarpsSm90|DirectGemmSm90Kernel|Few(Up|Down)Sm90Kernel": (
-                "HMMA",
-            ),
+            "QuantizedGemmSm90Config.*ByWarpsSm90|TransposedRows16Sm90|DirectGemmSm90Kernel|"
+            "Few(Up|Down)Sm90Kernel": ("HMMA",),
             "Fp8GemmSm90Kernel": ("QGMMA",),
             "": ("HGMMA",),
         },

@@ -16,7 +16,7 @@ namespace jgg::rules {
 // Who multiplies.
 enum class QmmWay {
   kTiles,  // tiles of rows, by warpgroups
-  kWarps,  // tiles of 32 rows, by warps
+  kWarps,  // tiles of few rows, by warps
   kDirect  // no tiles: blocks read weights in layout "sm90" for a few rows
 };
 

@@ -27,7 +27,7 @@ from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
 
 
-# Thresholds, measured: docs/lab has the tables.
+# Thresholds, measured (docs/lab has the tables) where they do not say otherwise.
 
 # So many numbers, or fewer, are put in order by comparing each with each.
 COMPARE_UP_TO = 512
@@ -36,12 +36,13 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# ... of float16 x, which the other kernel of Hopper does not take as it is.
+# ... of float16 x, which the other kernel of Hopper does not take as it is. An estimate, as the
+# next two.
 _REPACK_HALF_FROM_ROWS = 1
 # ... of a weight that is quantized along N, which no Hopper kernel takes as it is stored.
 _REPACK_TRANSPOSED_FROM_ROWS = 1
 # Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
-# parts, is faster than the generic one. Estimated, not measured yet.
+# parts, is faster than packing the weight.
 _PLANES_UP_TO_ROWS = 16
 
 
@@ -197,7 +198,8 @@ def _packed(p: Qmm) -> str | None:
         return why
     if p.layout != "sm90":
         if p.empty or not p.packable:
-            return "prepack has no kernel for this weight"
+            why = _fp8_as_stored(p) if "jgg_qmm_fp8" in (p.calls or ()) else None
+            return why or "prepack has no kernel for this weight"
         # Where no kernel reads codes as they are stored, any number of rows repacks.
         if p.as_stored and p.rows < p.all_groups * (least := _repack_from(p)):
             return f"repacks a weight from {least} rows per matrix on"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from .._grouped.activations import is_gated
 from .._grouped.call import attributes
 from .._kernels import choose, problems
+from .._quantized import format
 from .._quantized.call import flags_of
 from .products import Weights
 from .routing import as_int32
@@ -28,7 +29,10 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
         op="few_tokens", platform=platform, dtypes=(products.dtype.name,), pairs=tokens * k,
         d=max(d, down.shape[2]), matrix=d * down.shape[2], experts=down.shape[0], choices=k,
         out_dtype=products.out_dtype.name, activation=products.activation,
-        packed=(up.layout, down.layout) == ("sm90", "sm90") and products.transpose_w,
+        packed=products.transpose_w and all(
+            w.layout == "sm90" and format.of(w).scales_fit(w.scales.dtype, "bfloat16")
+            for w in (up, down)
+        ),
         empty=0 in (tokens, k, *up.shape, *down.shape),
     )  # fmt: skip
     if choose.choose(problem) is None:

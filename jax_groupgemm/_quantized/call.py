@@ -79,7 +79,8 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         flags["transpose_w"] = product.transpose_w
     else:
         del flags["quantized"]
-        flags["block"] = dict(zip(("rows", "columns"), q.block, strict=True))
+        sizes = (min(size, max(axis, 1)) for size, axis in zip(q.block, q.shape[-2:], strict=True))
+        flags["block"] = dict(zip(("rows", "columns"), sizes, strict=True))
     options = [value for value in (q.biases, q.global_scale, *offset) if value is not None]
     call = jax.ffi.ffi_call(plan.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
     return call(

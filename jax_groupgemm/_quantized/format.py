@@ -44,7 +44,7 @@ class Format(abc.ABC):
       takes_block: whether ``Quantized.block`` says which elements share a scale.
       rounds_to_x: whether a product rounds the weight to the dtype of x. Otherwise x is widened to
         float32.
-      exact_in_bfloat16: whether bfloat16 holds every value (of "fp8", every code): then products of
+      exact_in_bfloat16: whether bfloat16 holds every value, as kernels decode it: then products of
         bfloat16 parts of x are those of x.
       calls: the custom calls that take it. A format without any runs as an XLA program.
     """

@@ -37,9 +37,8 @@ def grouped_qmm(
     The operation dequantizes the weight exactly and rounds it once to x's dtype. It sums products
     in float32, and multiplies the sums by a ``global_scale``. It does not round a weight in mode
     ``"fp8"``: scales multiply float32 sums, and the result is within 2e-4 of the exact one before
-    it is rounded. But Hopper's kernels, for bfloat16 x, round such a weight, and its scales to 16
-    bits. If :func:`prepack` has not laid it out, each call does so first. Rows of no group are
-    exact zeros and get zero gradient.
+    it is rounded. But Hopper's kernels, for bfloat16 and float16 x, round such a weight to x's
+    dtype, and its scales to 16 bits. Rows of no group are exact zeros and get zero gradient.
 
     Args:
       x: ``(T, K)``, float32, bfloat16 or float16. float32 products follow

@@ -27,7 +27,7 @@ def program():
 
 @host_program.needs_compiler
 def test_handlers_have_a_kernel_for_every_plan(program):
-    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 16 * 10)
+    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 32 * 10)
     assert program.problem() == b""
 
 

@@ -47,6 +47,7 @@ static void OfQmm(int64_t rows, int64_t segments, int64_t k, int64_t n, int bits
   for (const FormatFacts& format : kFormats) {
     QmmSizes qmm{64 * k, 64 * n, (bits & 1) != 0, (bits & 2) != 0};
     qmm.transposed = qmm.packed && !qmm.gated && (bits & 8) != 0;
+    qmm.half = qmm.packed && (bits & 16) != 0;
     const QmmRows of{rows + (bits == 7), rows, segments, (bits & 4) != 0, bits == 6};
     Note(PlanQmmProblem(PlanQmmSm90(format, qmm, of), format, qmm, of));
   }
@@ -60,7 +61,7 @@ extern "C" int64_t plans() {
       for (int64_t segments : {1, 2, 8, 600}) {
         for (int bits = 0; bits < 128; ++bits) OfMm(rows * segments, segments, 5120, n, bits);
         for (int bits = 0; bits < 4; ++bits) OfWgrad(rows, n, segments, bits);
-        for (int bits = 0; bits < 16; ++bits) OfQmm(rows * segments, segments, 70, n, bits);
+        for (int bits = 0; bits < 32; ++bits) OfQmm(rows * segments, segments, 70, n, bits);
       }
     }
   }

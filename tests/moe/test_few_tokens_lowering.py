@@ -76,6 +76,18 @@ def test_neither_other_weights_nor_other_kernels():
     assert "jgg_moe_few_tokens" not in names(layer, *arguments())
 
 
+def test_its_scales_are_bfloat16():
+    """Those of float16 are for float16 tokens, which the kernel does not take."""
+    ones = jnp.ones((E, 2 * F, D)), jnp.ones((E, D, F))
+    of = lambda dtype: [jgg.prepack(jgg.quantize(w.astype(dtype)), strict=True) for w in ones]
+    (up, down), (half_up, half_down) = of("bfloat16"), of("float16")
+    assert "jgg_moe_few_tokens" in names(jgg.moe_mlp, *arguments(packed=(up, down)))
+    for packed in ((half_up, half_down), (up, half_down), (half_up, down)):
+        for dtype in ("bfloat16", "float16"):
+            found = names(jgg.moe_mlp, *arguments(packed=packed, dtype=dtype))
+            assert "jgg_moe_few_tokens" not in found
+
+
 def test_why_not():
     """Sums over more k than others have in one part are left to those."""
     problem = extension.rules().moe_few_tokens_problem

@@ -258,7 +258,11 @@ def test_why_not(rng):
     """Weights that no kernel packs or reads are multiplied by XLA."""
     q, x = weight(rng, (3, 64, 256), (128, 128)), jnp.ones((8, 256), jnp.bfloat16)
     for name, w, why in (
-        ("sm90", weight(rng, (3, 60, 256), (1, 64)), "prepack has no kernel for this weight"),
+        (
+            "sm90",
+            weight(rng, (3, 60, 256), (1, 64)),
+            "needs bfloat16 x, transpose_w, codes e4m3 in",
+        ),
         ("sm80", q, "reads no codes of mode 'fp8'"),
         ("sm80", jgg.prepack(q), "reads no codes of mode 'fp8'"),
     ):

@@ -45,9 +45,9 @@ def assert_ran(kernels, count: int) -> None:
     assert found == {TRANSPOSED: count}, kernels
 
 
-def weight(rng, mode, bits, group, groups, n, k):
+def weight(rng, mode, bits, group, groups, n, k, dtype="bfloat16"):
     scale = jnp.asarray(rng.uniform(0.5, 2, groups), "float32") if mode == "nvfp4" else None
-    return oracle.random_quantized(rng, (groups, n, k), mode, bits, group, "bfloat16", scale)
+    return oracle.random_quantized(rng, (groups, n, k), mode, bits, group, dtype, scale)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -69,12 +69,14 @@ def test_values(rng, mode, bits, group, rows):
     assert not np.asarray(packed)[sizes.sum() :].any()
 
 
+OTHERS = [("float16", *form) for form in FORMATS] + [("float32", *form) for form in EXACT]
+
+
 @pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize(("mode", "bits", "group"), EXACT)
+@pytest.mark.parametrize(("dtype", "mode", "bits", "group"), OTHERS)
 def test_other_rows(rng, mode, bits, group, dtype, rows):
     sizes = SIZES[rows]
-    q = weight(rng, mode, bits, group, len(sizes), 320, 384)
+    q = weight(rng, mode, bits, group, len(sizes), 320, 384, dtype)
     x = oracle.random(rng, (sizes.sum(), 320), dtype)
     out, kernels = run(jax.jit(lambda x, q: product(x, q, sizes)), x, jgg.prepack(q))
     assert_ran(kernels, 1)
