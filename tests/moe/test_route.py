@@ -137,7 +137,10 @@ def test_offsets_of_any_dtype(wide):
     """At the ends of every dtype, where int32 would hold no difference."""
     with jax.enable_x64(wide):
         kinds = [f"{u}int{8 * size}" for size in ((1, 4, 8) if wide else (1, 4)) for u in ("", "u")]
-        for of_index, of_offset in itertools.product(kinds, kinds):
+        for i, j in itertools.product(range(len(kinds)), repeat=2):
+            if i != j and (i + j) % 2 == 0:  # each with itself, and with all of the other sign
+                continue
+            of_index, of_offset = kinds[i], kinds[j]
             ends = np.iinfo(of_index), np.iinfo(of_offset)
             for offset in (ends[1].min, -3, 0, ends[1].max - 3):
                 if not ends[1].min <= offset <= ends[1].max:
