@@ -72,7 +72,7 @@ cudaError_t LaunchQuantizedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& qu
   return LaunchTilesSm90<Config, device::QuantizedGemmSm90Kernel<Config>>(stream, gemm, quantized);
 }
 
-// Tiles of 32 rows.
+// Tiles of 32 rows. float16 rows have those of warps alone.
 template <typename Traits>
 cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                               const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
@@ -80,7 +80,8 @@ cudaError_t LaunchFewRowsSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
     using Config = device::QuantizedGemmSm90Config<decltype(traits)>;
     return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
   };
-  if constexpr (!Traits::Weights::kAlwaysWarps) {
+  using Weights = typename Traits::Weights;
+  if constexpr (!Weights::kAlwaysWarps && Weights::kX != DType::kF16) {
     if (plan.way == rules::QmmWay::kTiles) return launch(Traits{});
   }
   return launch(ByWarpsSm90<Traits>{});
@@ -101,7 +102,9 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
   using FewRows = QuantizedRows32Sm90<Weights>;
   if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
   if (plan.tile == 64) return launch(QuantizedRows64Sm90<Weights>{});
-  if (plan.tile == 128) return launch(QuantizedRows128Sm90<Weights>{});
+  if constexpr (Weights::kX != DType::kF16) {
+    if (plan.tile == 128) return launch(QuantizedRows128Sm90<Weights>{});
+  }
   return launch(QuantizedMostRowsSm90<Weights>{});
 }
 
@@ -147,29 +150,12 @@ cudaError_t LaunchDirectSm90(cudaStream_t stream, const QuantizedGemmSm90& quant
                     : LaunchDirectConfigSm90<Weights, false, 2>(stream, direct, alone);
 }
 
-// float16 rows have fewer tiles.
-template <typename Weights>
-cudaError_t LaunchHalfTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
-                                const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
-  const auto launch = [&](auto traits) {
-    using Config = device::QuantizedGemmSm90Config<decltype(traits)>;
-    return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
-  };
-  if (IsGated(quantized.gemm.epilogue.activation)) {
-    if (plan.tile == 32) return launch(ByWarpsSm90<QuantizedGatedRows32Sm90<Weights>>{});
-    return launch(QuantizedGatedRows96Sm90<Weights>{});
-  }
-  if (plan.tile == 32) return launch(ByWarpsSm90<QuantizedRows32Sm90<Weights>>{});
-  if (plan.tile == 64) return launch(QuantizedRows64Sm90<Weights>{});
-  return launch(QuantizedMostRowsSm90<Weights>{});
-}
-
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
   if (operands.dtype == DType::kF16) {
     using Half = device::PackedWeights<kMode, kBits, DType::kF16>;
-    return LaunchHalfTilesSm90<Half>(stream, quantized, plan, operands);
+    return LaunchQuantizedTilesSm90<Half>(stream, quantized, plan, operands);
   }
   using Weights = device::PackedWeights<kMode, kBits>;
   if (plan.way == rules::QmmWay::kDirect) {

@@ -1,4 +1,4 @@
-// The Hopper kernel of qmm with weights in layout "linear": 4-bit modes, mxfp8 and 8-bit affine.
+// The Hopper kernel of qmm with weights in layout "linear", of every mode.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -127,7 +127,7 @@ class Metadata:
         return [_int32(v, limit) for v, limit in zip(self.arrays, limits, strict=False)]
 
     def times(self, count: int, rows_x: int) -> Metadata:
-        """Of rows that stand for ``count`` rows each, in order."""
+        """The metadata where each row has become ``count`` rows, in order."""
         if self.form.kind == "segments":
             starts_and_length = jnp.array([count, count, count, 1], self.values.dtype)
             return dataclasses.replace(self, values=self.values * starts_and_length)

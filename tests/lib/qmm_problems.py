@@ -20,7 +20,7 @@ LINEAR, PACKED, FEW, ANY = (
     "LinearWeights", "PackedWeights", "FewRowsSm80Kernel", "QuantizedGemmSm80Kernel",
 )  # fmt: skip
 DIRECT = "DirectGemmSm90Kernel"
-# Of weights that are quantized along N.
+# The kernel of weights that are quantized along N.
 TRANSPOSED = "TransposedGemmSm90Kernel"
 
 SIZES = np.array([9, 0, 8], np.int32)
@@ -90,8 +90,8 @@ def every_scale_and_code_along_n(mode):
 
 
 def assert_values(got, want, fills: bool = True):
-    """Of a product of units with a weight (N, K): (N, some units). What is not finite ``fills`` its
-    row, or may; what is tiny may be flushed."""
+    """``got`` (N, some units) is a product of units with a weight (N, K). A value that is not
+    finite ``fills`` its row, or may; a tiny one may be flushed."""
     finite = np.isfinite(want).all(1)
     assert finite.mean() > 0.5
     assert not finite.all()

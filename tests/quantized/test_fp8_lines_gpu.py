@@ -77,7 +77,7 @@ def test_nan_stays_in_its_column(rng):
 
 
 def test_who_runs(rng):
-    """Of many rows the weight is packed, and where x is float16, or rows meet it transposed."""
+    """A product of many rows packs the weight, and so do those of float16 x."""
     q = weight(rng, 256, 512, (128, 128), groups=2)
     x = oracle.random(rng, (5000, 512), "bfloat16")
     f = lambda x, q, t=True: jgg.grouped_qmm(x, q, jnp.array([2500, 2500]), transpose_w=t)

@@ -53,8 +53,8 @@ def weight(rng, mode, bits, group, groups, n, k, dtype="bfloat16"):
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
 def test_values(rng, mode, bits, group, rows):
-    """Odd numbers of tiles along both axes; rows behind all groups are zeros. Of few rows stages
-    are part empty."""
+    """Odd numbers of tiles along both axes; rows behind all groups are zeros. Few rows have stages
+    that are part empty."""
     sizes = SIZES[rows]
     n, k = (64 * 9, 128 * 3) if group == 128 else (64 * 11, 64 * 5)
     q = weight(rng, mode, bits, group, len(sizes), n, k)

@@ -39,7 +39,7 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kChunkBytesL = kChunkL * 128;
   static constexpr int kSliceBytesL = kRows * 128;
   static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
-  // Of a slice: two tiles.
+  // Codes and scales of a slice are those of two tiles.
   static constexpr int kCodeBytes = 2 * Tiles::kTileCodes;
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
@@ -52,7 +52,7 @@ struct TransposedGemmSm90Config : Traits {
 
   struct SharedMemory {
     alignas(1024) char l[kStages][kSlices * kSliceBytesL];
-    // Of a warpgroup's columns: one is multiplied, the other written.
+    // Each warpgroup has two places for its columns: one is multiplied, the other written.
     alignas(1024) char turned[2][2][kWarps ? 16 : kTurnedBytes];
     alignas(128) char codes[kStages][kSlices][kCodeBytes];
     alignas(128) char scales[kStages][kSlices][kScaleBytes];
@@ -63,7 +63,7 @@ struct TransposedGemmSm90Config : Traits {
   };
 };
 
-// Where the codes and scales of a tile of work begin, and how many tiles of 64 columns it has.
+// The first codes and scales of a tile of work, and how many tiles of 64 columns it has.
 template <typename Tiles>
 struct TransposedColumns {
   const char *codes, *scales;
@@ -275,8 +275,9 @@ struct TransposedFewRows {
     float sums[4][4 * kEights];  // of 16 columns each
 #pragma unroll
     for (int i = 0; i < 16 * kEights; ++i) sums[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
-    // Of the warp's 16 n: lane l names row l % 8 of matrix l / 8, the first and the second 8 n of 8
-    // rows, and of the next 8 rows. With 8 rows the next slice has these.
+    // A lane names a row of one of four 8 x 8 matrices of x. The first two are 8 rows and the first
+    // and second 8 of the warp's n; the others are the next 8 rows, or, with 8 rows, the next
+    // slice.
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     constexpr int kSliceBytes = Config::kSliceBytesL / 2 * kEights;
     const int further = lane / 16 * (kEights == 1 ? kSliceBytes : 1024);
