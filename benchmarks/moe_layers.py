@@ -1,7 +1,7 @@
 """The layers that benchmarks.moe times, in JAX: ``layer(x, router, up, down, k)``.
 
 All of them have one router: the k largest logits of each token, and a softmax over those. It is
-``jgg.router.choose`` in ours, and XLA's operations in the others.
+``jgg.router.choose`` in ours (``choose_for`` of few tokens), and XLA's operations in the others.
 """
 
 import functools
@@ -27,6 +27,12 @@ def chosen(x, router, k: int):
 def ours(x, router, up, down, k):
     weight, expert = chosen(x, router, k)
     return jgg.moe_mlp(x, up, down, expert, weight)
+
+
+def few(x, router, up, down, k):
+    """``ours`` as a decode step has it, with a router that is one kernel."""
+    choice, _ = jgg.router.choose_for(x, router, k)
+    return jgg.moe_mlp(x, up, down, choice.expert, choice.weight)
 
 
 def fp8(x, router, up, down, k):

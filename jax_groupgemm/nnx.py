@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from . import router
-from ._core import check
+from ._core import check, dtypes
 from ._core.operations import INLINE
 from ._core.types import Activation
 from ._grouped.activations import check_name, is_gated
@@ -170,10 +170,7 @@ class MoE(nnx.Module):
         """
         value = lambda p: None if p is None else p.get_value()
         x = _existing(x, where)  # whatever padding holds, it is in no gradient
-        logits = self.router(x)
-        choice = router.choose(
-            logits, self.top_k, bias=value(self.bias), where=where, **dict(self.choosing)
-        )
+        choice, logits = self._choose(x, value(self.bias), where)
         x = x if self.dtype is None else x.astype(self.dtype)
         cast = lambda w: w.astype(x.dtype) if isinstance(w, jax.Array) else w
         w_up, w_down = cast(value(self.w_up)), cast(value(self.w_down))
@@ -182,6 +179,22 @@ class MoE(nnx.Module):
             more |= {"up_bias": cast(value(self.up_bias)), "down_bias": cast(value(self.down_bias))}
         y = self.experts_fn(x, w_up, w_down, choice.expert, choice.weight, **more)
         return y, router.report(logits, choice, where=where)
+
+    def _choose(self, x, bias, where) -> tuple[router.Choice, jax.Array]:
+        more = {"bias": bias, "where": where, **dict(self.choosing)}
+        of = self.router
+        if type(of) is not nnx.Linear or of.dtype != jnp.float32:  # a module that took its place
+            logits = of(x)
+            return router.choose(logits, self.top_k, **more), logits
+        x = x if dtypes.is_half(x.dtype) else x.astype(jnp.float32)
+        logit_bias = None if of.bias is None else of.bias.get_value()
+        precision = of.precision
+        if precision is None and jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+            precision = "tensorfloat32"  # as JAX multiplies where nobody asks for more
+        w = of.kernel.get_value()
+        return router.choose_for(
+            x, w, self.top_k, logit_bias=logit_bias, precision=precision, **more
+        )
 
     def balance(self, load: ArrayLike, rate: float = 1e-3) -> None:
         """Shift ``bias`` by the load of a step, after the step.

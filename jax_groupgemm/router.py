@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from ._core import check, dtypes, partition
 from ._core.operations import one_program
 from ._core.types import Integers
+from ._moe.choose_for import choose_for as routed_for
 from ._moe.routing import local_experts
 from ._moe.top_k import Rule
 from ._moe.top_k import top_k as routed
@@ -27,6 +28,7 @@ __all__ = [
     "Report",
     "balance_loss",
     "choose",
+    "choose_for",
     "load",
     "report",
     "shifted_bias",
@@ -119,34 +121,76 @@ def choose(
     """
     op = "router.choose"
     logits = _existing(op, _logits(op, logits), where)
-    experts = logits.shape[-1]
-    for name, value in (("top_k", top_k), ("groups", groups), ("top_groups", top_groups)):
-        if value is not None or name != "top_groups":
-            check.count(op, name, value)
-    check.flag(op, "renormalize", renormalize)
-    top_groups = groups if top_groups is None else top_groups
-    if not groups or experts % groups or not top_groups <= groups:
-        raise ValueError(
-            f"jgg.{op}: {experts} experts cannot be in groups={groups} groups of one size, of "
-            f"which a token meets top_groups={top_groups}"
-        )
-    if top_k > experts // groups * top_groups:
-        raise ValueError(
-            f"jgg.{op}: top_k={top_k} is more than the {experts // groups * top_groups} experts in "
-            f"{top_groups} of {groups} groups"
-        )
-    if scores not in ("softmax", "sigmoid"):
-        raise ValueError(f"jgg.{op}: scores={check.describe(scores)} is not 'softmax' or 'sigmoid'")
-    if bias is not None:
-        bias = check.array(op, "bias", bias)
-        check.shape(op, "bias", bias, (experts,), "E", f"because logits are {logits.shape}")
-    rule = Rule(top_k, scores, renormalize, check.number(op, "scale", scale), groups, top_groups)
-    expert, weight = routed(logits, bias, rule)
-    probabilities = rule.probabilities(_wide(logits))
-    if where is not None:
-        exists = jnp.asarray(where)[..., None]
-        expert, weight = jnp.where(exists, expert, -1), jnp.where(exists, weight, 0)
-    return Choice(expert, weight, probabilities)
+    rule = _rule(op, logits.shape[-1], top_k, scores, renormalize, scale, groups, top_groups)
+    bias = _per_expert(op, "bias", bias, logits.shape[-1], f"because logits are {logits.shape}")
+    return _choice(*routed(logits, bias, rule), logits, rule, where)
+
+
+@one_program
+def choose_for(
+    x: ArrayLike,
+    w: ArrayLike,
+    top_k: int,
+    *,
+    logit_bias: ArrayLike | None = None,
+    transpose_w: bool = False,
+    scores: Literal["softmax", "sigmoid"] = "softmax",
+    bias: ArrayLike | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int | None = None,
+    where: ArrayLike | None = None,
+    precision: lax.PrecisionLike = None,
+) -> tuple[Choice, jax.Array]:
+    """``choose(logits, top_k, ...)`` and ``logits = x @ w + logit_bias`` themselves; **each token
+    chooses experts**.
+
+    x and w count as float32 (float64 where either is), and so do their products and sums. Tokens
+    of a decode step have one kernel for all of it on Hopper, gradients those of the parts.
+
+    Args:
+      x: floats ``(..., D)``, tokens.
+      w: floats ``(D, E)``, the router's weight; ``(E, D)`` with ``transpose_w``.
+      top_k: k.
+      logit_bias: floats ``(E,)``, added to logits; it has a gradient.
+      transpose_w: whether w is ``(E, D)``, as checkpoints have it.
+      scores, bias, renormalize, scale, groups, top_groups: as in :func:`choose`.
+      where: bool ``(...)``: False for tokens that do not exist. Their logits are 0, and what x
+        holds for them is in no gradient.
+      precision: of the product, as of :func:`grouped_mm`: None for float32; ``"tensorfloat32"``
+        lets XLA round float32 operands to tensorfloat32.
+
+    Returns:
+      A :class:`Choice`, and logits ``(..., E)``, float32 or float64, for :func:`report` and
+      :func:`z_loss`.
+
+    Raises:
+      ValueError: shapes do not fit, or as in :func:`choose`.
+      TypeError: x, w or a bias hold no floats, or as in :func:`choose`.
+    """
+    op = "router.choose_for"
+    check.flag(op, "transpose_w", transpose_w)
+    x, w = check.array(op, "x", x), check.array(op, "w", w)
+    for name, value in (("x", x), ("w", w)):
+        _floats(op, name, value)
+    if not x.ndim:
+        raise ValueError(f"jgg.{op}: x has shape (), expected (..., D)")
+    shape = (None, x.shape[-1]) if transpose_w else (x.shape[-1], None)
+    check.shape(op, "w", w, shape, "E, D" if transpose_w else "D, E", f"because x is {x.shape}")
+    x, experts = _existing(op, x, where), w.shape[0 if transpose_w else 1]
+    why = f"because w is {w.shape}"
+    rule = _rule(op, experts, top_k, scores, renormalize, scale, groups, top_groups)
+    logit_bias = _per_expert(op, "logit_bias", logit_bias, experts, why)
+    if logit_bias is not None:
+        _floats(op, "logit_bias", logit_bias)
+    bias = _per_expert(op, "bias", bias, experts, why)
+    exact = check.precision(op, precision, x, w)
+    expert, weight, logits = routed_for(
+        x, w, logit_bias, bias, rule, transpose_w=transpose_w, precision=exact
+    )
+    logits = _existing(op, logits, where)
+    return _choice(expert, weight, logits, rule, where), logits
 
 
 @one_program
@@ -301,6 +345,42 @@ def _missing(load, dtype) -> jax.Array:
         carry = carry + (digit.sum(dtype=jnp.int32) - experts * digit)
         rest, carry = rest | (carry & 0xFF), carry >> 8
     return jnp.where(carry == 0, jnp.sign(rest), jnp.sign(carry)).astype(dtype)
+
+
+def _rule(op: str, experts: int, top_k, scores, renormalize, scale, groups, top_groups) -> Rule:
+    for name, value in (("top_k", top_k), ("groups", groups), ("top_groups", top_groups)):
+        if value is not None or name != "top_groups":
+            check.count(op, name, value)
+    check.flag(op, "renormalize", renormalize)
+    top_groups = groups if top_groups is None else top_groups
+    if not groups or experts % groups or not top_groups <= groups:
+        raise ValueError(
+            f"jgg.{op}: {experts} experts cannot be in groups={groups} groups of one size, of "
+            f"which a token meets top_groups={top_groups}"
+        )
+    if top_k > experts // groups * top_groups:
+        raise ValueError(
+            f"jgg.{op}: top_k={top_k} is more than the {experts // groups * top_groups} experts in "
+            f"{top_groups} of {groups} groups"
+        )
+    if scores not in ("softmax", "sigmoid"):
+        raise ValueError(f"jgg.{op}: scores={check.describe(scores)} is not 'softmax' or 'sigmoid'")
+    return Rule(top_k, scores, renormalize, check.number(op, "scale", scale), groups, top_groups)
+
+
+def _per_expert(op: str, name: str, value, experts: int, why: str) -> jax.Array | None:
+    if value is None:
+        return None
+    value = check.array(op, name, value)
+    check.shape(op, name, value, (experts,), "E", why)
+    return value
+
+
+def _choice(expert, weight, logits, rule: Rule, where) -> Choice:
+    if where is not None:
+        exists = jnp.asarray(where)[..., None]
+        expert, weight = jnp.where(exists, expert, -1), jnp.where(exists, weight, 0)
+    return Choice(expert, weight, rule.probabilities(_wide(logits)))
 
 
 def _logits(op: str, logits, name: str = "logits") -> jax.Array:

@@ -1,4 +1,4 @@
-// From run-time modes to one of the instances of few_tokens_sm90_instance.cu.
+// From run-time modes to one of the instances of ../quantized/format_sm90_instance.cu.
 #include "moe/few_tokens_sm90.h"
 
 #include "quantized/instances_sm90.h"

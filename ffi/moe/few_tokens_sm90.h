@@ -7,11 +7,12 @@
 
 namespace jgg {
 
-// `experts.w` is up in the first, down in the second.
+// `experts.w` is up in the first, down in the second, which has to follow the first: it begins
+// before that has ended.
 cudaError_t LaunchFewUpSm90(cudaStream_t stream, const FewTokens& experts, const Coding& coding);
 cudaError_t LaunchFewDownSm90(cudaStream_t stream, const FewTokens& experts, const Coding& coding);
 
-// Instances: few_tokens_sm90_instance.cu.
+// Instances: ../quantized/format_sm90_instance.cu.
 template <Mode kMode, int kBits>
 cudaError_t LaunchFewUpInstanceSm90(cudaStream_t stream, const FewTokens& experts);
 template <Mode kMode, int kBits>

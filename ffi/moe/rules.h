@@ -13,9 +13,14 @@ constexpr int kRoutePairs = 2048;
 
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token.
 constexpr int kMostFewPairs = 32, kMostFewChoices = 8;
+// More pairs have kernels that keep rows of x and of activations, up to this D and F.
+constexpr int kMostSomePairs = 64, kMostSomeWidth = 2048;
 
 // The most experts that top_k chooses for a token, and the most groups that experts are in.
 constexpr int kMostTopK = 32, kMostGroups = 32;
+
+// The most tokens, experts and d of the kernel of a router.
+constexpr int kMostRouterTokens = 128, kMostRouterExperts = 512, kMostRouterWidth = 1 << 14;
 
 // A token's experts: `groups` of neighbours, of which it meets k in some groups.
 inline Reason MoeTopKProblem(int64_t experts, int64_t k, int64_t groups) {
@@ -26,6 +31,20 @@ inline Reason MoeTopKProblem(int64_t experts, int64_t k, int64_t groups) {
   if (k > kMostTopK) return "chooses up to 32 experts of a token, got " + std::to_string(k);
   if (groups > kMostGroups) return "needs up to 32 groups, got " + std::to_string(groups);
   return std::nullopt;
+}
+
+// Logits of few tokens, x (T, D), and the choice of k experts for each.
+inline Reason MoeRouterProblem(int64_t tokens, int64_t d, int64_t experts, int64_t k,
+                               int64_t groups) {
+  const auto up_to = [](int most, const char* what, int64_t got) {
+    return "needs up to " + std::to_string(most) + what + std::to_string(got);
+  };
+  if (tokens > kMostRouterTokens) return up_to(kMostRouterTokens, " tokens, got ", tokens);
+  if (experts > kMostRouterExperts) return up_to(kMostRouterExperts, " experts, got ", experts);
+  if (d > kMostRouterWidth) return up_to(kMostRouterWidth, " columns of x, got ", d);
+  if (auto reason = MoeTopKProblem(experts, k, groups)) return reason;
+  if (auto reason = NeedsMultiple("D", 8, d)) return reason;
+  return NeedsMultiple("E", 4, experts);
 }
 
 inline Reason MoeRouteProblem(int64_t pairs, int64_t experts) {
@@ -52,8 +71,12 @@ inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, int64_t width,
   if (choices > kMostFewChoices) {
     return "needs at most " + std::to_string(kMostFewChoices) + " experts of a token";
   }
-  if (pairs > kMostFewPairs) {
-    return "needs at most " + std::to_string(kMostFewPairs) + " pairs of token and expert";
+  if (pairs > kMostSomePairs) {
+    return "needs at most " + std::to_string(kMostSomePairs) + " pairs of token and expert";
+  }
+  if (pairs > kMostFewPairs && width > kMostSomeWidth) {
+    return "needs D and F up to " + std::to_string(kMostSomeWidth) + " with more than " +
+           std::to_string(kMostFewPairs) + " pairs, got " + std::to_string(width);
   }
   return std::nullopt;
 }

@@ -30,8 +30,11 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
         d=max(d, down.shape[2]), matrix=d * down.shape[2], experts=down.shape[0], choices=k,
         out_dtype=products.out_dtype.name, activation=products.activation,
         packed=products.transpose_w and all(
-            w.layout == "sm90" and format.of(w).scales_fit(w.scales.dtype, "bfloat16")
+            w.layout == "sm90" and format.of(w).scales_fit(w, "bfloat16")
             for w in (up, down)
+        ),
+        formats=tuple(
+            (w.mode, format.of(w).attribute_group_size(w.group_size)) for w in (up, down)
         ),
         empty=0 in (tokens, k, *up.shape, *down.shape),
     )  # fmt: skip

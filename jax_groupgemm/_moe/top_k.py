@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -142,8 +142,20 @@ def _call(platform: str, logits, bias, *, rule: Rule):
     )  # fmt: skip
     if choose.choose(problem) is None:
         return None
-    shape = math.prod(lead), rule.top_k
-    results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
+    flags, more = flags_of(rule, bias)
+    call = jax.ffi.ffi_call("jgg_moe_top_k", results(math.prod(lead), rule))
+    outs = call(logits.reshape(-1, experts), *more, top_k=flags)
+    return tuple(out.reshape(*lead, rule.top_k) for out in outs)
+
+
+def results(tokens: int, rule: Rule) -> list[jax.ShapeDtypeStruct]:
+    """Of a custom call that chooses: experts, and their weights."""
+    shape = tokens, rule.top_k
+    return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
+
+
+def flags_of(rule: Rule, bias) -> tuple[dict[str, Any], list[jax.Array]]:
+    """The attributes of its choice, and an operand for a bias."""
     flags = {
         "bias": np.bool_(bias is not None),
         "sigmoid": np.bool_(rule.scores == "sigmoid"),
@@ -152,10 +164,7 @@ def _call(platform: str, logits, bias, *, rule: Rule):
         "groups": np.int32(rule.groups),
         "top_groups": np.int32(rule.top_groups),
     }
-    more = [] if bias is None else [bias.astype(jnp.float32)]
-    call = jax.ffi.ffi_call("jgg_moe_top_k", results)
-    outs = call(logits.reshape(-1, experts), *more, top_k=flags)
-    return tuple(out.reshape(*lead, rule.top_k) for out in outs)
+    return flags, [] if bias is None else [bias.astype(jnp.float32)]
 
 
 _TOP_K = Composed("jgg_top_k", _composed, _call, cost=costs.conversion, vjp=(_forward, _backward))

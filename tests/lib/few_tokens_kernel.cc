@@ -3,7 +3,7 @@
 #include "cuda_on_host.h"
 #include "warp_on_host.h"
 //
-#include "moe/device/few_tokens_sm90.cuh"
+#include "moe/device/some_tokens_sm90.cuh"
 
 using namespace jgg;
 
@@ -30,17 +30,22 @@ struct Finish {
 
 template <Mode kMode, int kBits>
 void Run(const FewTokens& experts, bool up) {
-  using Tiles = device::PackedTiles<kMode, kBits>;
+  using namespace device;
+  using Tiles = PackedTiles<kMode, kBits>;
   const auto tokens = static_cast<unsigned>(experts.tokens);
-  const Index grid = up ? Index{static_cast<unsigned>(experts.f / 16), tokens * experts.k}
-                        : Index{static_cast<unsigned>(experts.d / 16), tokens};
-  RunBlocks(grid, 32 * device::kDirectWarps, [&] {
+  const bool more = tokens * experts.k > rules::kMostFewPairs;
+  const auto f = static_cast<unsigned>(experts.f), d = static_cast<unsigned>(experts.d);
+  const Index grid = up ? Index{more ? f / 64 : f / 16, tokens * experts.k}
+                        : Index{more ? d / 32 : d / 16, tokens};
+  RunBlocks(grid, 32 * kDirectWarps, [&] {
     if (!up) {
-      device::FewDownSm90Kernel<Tiles, Finish>(experts);
+      more ? SomeDownSm90Kernel<Tiles, Finish>(experts) : FewDownSm90Kernel<Tiles, Finish>(experts);
     } else if (IsGated(experts.activation)) {
-      device::FewUpSm90Kernel<Tiles, true, Finish>(experts);
+      more ? SomeUpSm90Kernel<Tiles, true, Finish>(experts)
+           : FewUpSm90Kernel<Tiles, true, Finish>(experts);
     } else {
-      device::FewUpSm90Kernel<Tiles, false, Finish>(experts);
+      more ? SomeUpSm90Kernel<Tiles, false, Finish>(experts)
+           : FewUpSm90Kernel<Tiles, false, Finish>(experts);
     }
   });
 }

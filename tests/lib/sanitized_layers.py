@@ -53,6 +53,20 @@ def router(rng):
             jax.block_until_ready(jax.jit(jax.grad(loss))(logits))
 
 
+def few_tokens_router(rng):
+    """Either way that w is stored, dtypes, d that leaves blocks nothing, one and several tokens of
+    a cluster."""
+    for tokens, d, experts in ((1, 8, 8), (5, 1000, 60), (21, 2048, 128), (128, 328, 512)):
+        for x_dtype, w_dtype in (("bfloat16", "float32"), ("float32", "bfloat16")):
+            x = oracle.random(rng, (tokens, d), x_dtype).at[0, 3].set(jnp.nan)
+            w, bias = oracle.random(rng, (d, experts), w_dtype), oracle.random(rng, (experts,))
+            for transpose_w in (False, True):
+                f = functools.partial(
+                    jgg.router.choose_for, top_k=4, transpose_w=transpose_w, logit_bias=bias
+                )
+                jax.block_until_ready(jax.jit(f)(x, w.T if transpose_w else w))
+
+
 def fp8_experts(rng):
     for key in (None, jax.random.key(1)):
         layer(rng, 200, 512, 256, recipe=jgg.FP8Recipe(), key=key)
@@ -76,20 +90,22 @@ def few_tokens(rng):
         ("affine", 5, 64),
     ):
         d, f = (384, 256) if mode == "fp8" else (320, 192)
-        of = lambda *shape, q=(mode, bits, group): jgg.prepack(
+        random = lambda *shape, q=(mode, bits, group): jgg.prepack(
             oracle.random_quantized(rng, shape, *q, "bfloat16")
         )
-        up, down = of(5, 2 * f, d), of(5, d, f)
+        up, down = random(5, 2 * f, d), random(5, d, f)
         x = oracle.random(rng, (6, d), "bfloat16")
         index = jnp.asarray(rng.integers(-1, 6, (6, 4)), jnp.int32)
         weight = jnp.asarray(rng.random((6, 4)), "float32")
-        jax.block_until_ready(jax.jit(jgg.moe_mlp)(x, up, down, index, weight))
+        for twice in (False, True):  # of more than 32 pairs: other kernels
+            of = [jnp.concatenate([a, a]) if twice else a for a in (x, index, weight)]
+            jax.block_until_ready(jax.jit(jgg.moe_mlp)(of[0], up, down, *of[1:]))
         jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, up, jnp.array([1, 0, 3, 0, 1])))
-        rows, matrix = oracle.random(rng, (60, d), "bfloat16"), of(2048, d)
+        rows, matrix = oracle.random(rng, (60, d), "bfloat16"), random(2048, d)
         for few in (20, 60):  # 60: in pairs of columns
             jax.block_until_ready(jax.jit(jgg.quantized_matmul)(rows[:few], matrix))
         gated = functools.partial(jgg.grouped_qmm, activation="swiglu")
-        jax.block_until_ready(jax.jit(gated)(rows, of(1, 2 * f, d), jnp.array([57])))
+        jax.block_until_ready(jax.jit(gated)(rows, random(1, 2 * f, d), jnp.array([57])))
 
 
 def fp8_weights(rng):

@@ -147,6 +147,31 @@ def test_most_pairs(kernel, rng):
     )
 
 
+@pytest.mark.parametrize(
+    ("formats", "gated", "d", "f", "tokens", "k"),
+    [
+        ((("nvfp4", 4, 16), ("nvfp4", 4, 16)), True, 64 * 5, 64, 8, 8),
+        ((("affine", 4, 64), ("mxfp8", 8, 32)), True, 64, 192, 35, 1),
+        ((("mxfp4", 4, 32), ("affine", 4, 32)), False, 64, 64, 12, 4),
+        ((("fp8", 8, 128), ("fp8", 8, 128)), True, 128, 128, 11, 3),
+    ],
+)
+def test_more_pairs(kernel, rng, formats, gated, d, f, tokens, k):
+    """33 to 64 pairs, which have kernels of their own: one expert of more pairs than a block has,
+    indices outside, a token without any, biases."""
+    up = weights(rng, *formats[0], 4, f * (1 + gated), d)
+    down = weights(rng, *formats[1], 4, d, f)
+    index = np.where(rng.random((tokens, k)) < 0.4, 3, rng.integers(-1, 5, (tokens, k)))
+    index[2] = -1
+    x, weight = oracle.random(rng, (tokens, d), "bfloat16"), rng.standard_normal(index.shape)
+    biases = tuple(rng.standard_normal((4, n)).astype(np.float32) for n in (f * (1 + gated), d))
+    options = {"gated": gated, "biases": biases}
+    check(
+        layer(kernel, x, up, down, index, weight, **options),
+        wanted(x, up, down, index, weight.astype(np.float32), **options),
+    )
+
+
 def test_nan_stays_in_the_tokens_that_meet_it(kernel, rng):
     up, down = weights(rng, "nvfp4", 4, 16, 3, 128, 64), weights(rng, "nvfp4", 4, 16, 3, 64, 64)
     x = oracle.random(rng, (4, 64), "bfloat16").at[2, 5].set(np.nan)

@@ -44,11 +44,11 @@ def test_few_tokens(activation, gated):
     packed = weights(gated)
     assert names(layer, *arguments(packed=packed)) == ["jgg_moe_route", "jgg_moe_few_tokens"]
     for few in (
-        {"tokens": 4, "k": 8}, {"tokens": 32, "k": 1}, {"index": "uint8"},
+        {"tokens": 4, "k": 8}, {"tokens": 8, "k": 8}, {"tokens": 64, "k": 1}, {"index": "uint8"},
     ):  # fmt: skip
         assert names(layer, *arguments(packed=packed, **few))[-1] == "jgg_moe_few_tokens"
     for others in (
-        {"tokens": 11, "k": 3}, {"tokens": 1, "k": 9}, {"tokens": 0}, {"dtype": "float32"},
+        {"tokens": 13, "k": 5}, {"tokens": 1, "k": 9}, {"tokens": 0}, {"dtype": "float32"},
     ):  # fmt: skip
         assert "jgg_moe_few_tokens" not in names(layer, *arguments(packed=packed, **others))
 
@@ -93,7 +93,14 @@ def test_why_not():
     problem = extension.rules().moe_few_tokens_problem
     few = {"pairs": 32, "choices": 8, "width": 2**17, "packed": True}
     assert problem(**few) is None
-    for more in ({"pairs": 33}, {"choices": 9}, {"width": 2**17 + 64}, {"packed": False}):
+    assert problem(**few | {"pairs": 64, "width": 2048}) is None
+    for more in (
+        {"pairs": 33},
+        {"pairs": 65, "width": 2048},
+        {"choices": 9},
+        {"width": 2**17 + 64},
+        {"packed": False},
+    ):
         assert problem(**few | more).startswith("needs ")
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from device_runs import needs_hopper
 from replays import CAPTURED, EAGER, same_bits
 from test_moe_lowering import names
 from test_route import check, expected
@@ -94,6 +95,88 @@ def test_choices_of_a_router(rng, name, tokens, experts):
     of_batch = lambda logits: (jax.vmap(choose)(logits[None])[1] ** 2).sum()
     got, want = (jax.jit(jax.grad(f))(logits) for f in (loss, of_batch))
     np.testing.assert_allclose(got[same], want[same], rtol=1e-4, atol=1e-6)
+
+
+# ---- a router of few tokens ---------------------------------------------------------------------
+
+
+def router_problem(rng, tokens, d, experts, x_dtype="bfloat16", w_dtype="float32", transpose=False):
+    w = oracle.random(rng, (experts, d) if transpose else (d, experts), w_dtype)
+    return oracle.random(rng, (tokens, d), x_dtype), w
+
+
+def check_router(x, w, k, *, transpose_w=False, logit_bias=None, **options):
+    """Logits beside those in float64, and the choice beside that of these logits."""
+    f = functools.partial(
+        jgg.router.choose_for, top_k=k, transpose_w=transpose_w, logit_bias=logit_bias, **options
+    )
+    assert names(f, x, w) == ["jgg_moe_router"]
+    got, logits = jax.jit(f)(x, w)
+    wide = oracle.f64(w).T if transpose_w else oracle.f64(w)
+    want = oracle.f64(x) @ wide + (0 if logit_bias is None else oracle.f64(logit_bias))
+    size = np.abs(oracle.f64(x)) @ np.abs(wide)
+    assert (np.abs(np.asarray(logits) - want) <= 2e-6 * size + 1e-6).all()
+    of_these = jax.jit(functools.partial(jgg.router.choose, top_k=k, **options))(logits)
+    np.testing.assert_array_equal(got.expert, of_these.expert)
+    np.testing.assert_array_equal(got.weight, of_these.weight)
+    return got, logits
+
+
+@needs_hopper
+@pytest.mark.parametrize("experts", [8, 60, 128, 256, 512])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_router(rng, transpose_w, tokens, experts):
+    x, w = router_problem(rng, tokens, 1000, experts, transpose=transpose_w)
+    check_router(x, w, min(experts, 8), transpose_w=transpose_w)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", router_options)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_choices_of_a_router_of_few_tokens(rng, tokens, name):
+    options = dict(router_options[name])
+    if options.pop("bias", False):
+        options["bias"] = jnp.asarray(rng.normal(size=128), jnp.float32)
+    x, w = router_problem(rng, tokens, 2048, 128)
+    check_router(x, w, 8, logit_bias=oracle.random(rng, (128,), "float32"), **options)
+
+
+@needs_hopper
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("d", [8, 2048, 2880, 8192])
+def test_dtypes_and_widths_of_a_router(rng, d, w_dtype, x_dtype):
+    for tokens, transpose in itertools.product((2, 7), (False, True)):
+        x, w = router_problem(rng, tokens, d, 64, x_dtype, w_dtype, transpose)
+        check_router(x, w, 4, transpose_w=transpose)
+
+
+@needs_hopper
+def test_nan_and_ties_of_a_router(rng):
+    x, w = router_problem(rng, 20, 256, 64)
+    f = jax.jit(functools.partial(jgg.router.choose_for, top_k=4))
+    choice, logits = f(x.at[3, 7].set(jnp.nan), w)
+    others = np.arange(20) != 3
+    assert np.isnan(np.asarray(choice.weight)[3]).all()
+    assert np.isfinite(np.asarray(choice.weight)[others]).all()
+    np.testing.assert_array_equal(np.asarray(logits)[others], np.asarray(f(x, w)[1])[others])
+    choice, _ = f(x, jnp.ones_like(w))
+    np.testing.assert_array_equal(choice.expert, np.tile(np.arange(4), (20, 1)))
+
+
+@needs_hopper
+@pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_router_twice_alike(rng, tokens, options):
+    """50 runs, bit for bit, each with another x, and the first once more."""
+    x, w = router_problem(rng, tokens, 2048, 128)
+    f = jax.jit(functools.partial(jgg.router.choose_for, top_k=8))
+    compiled = f.lower(x, w).compile(compiler_options=options)
+    first = compiled(x, w)
+    for i in range(RUNS):
+        compiled(jnp.roll(x, i, axis=1), w)
+        assert same_bits(compiled(x, w), first)
 
 
 @pytest.mark.parametrize("tokens", [6, 3000])

@@ -217,3 +217,40 @@ def test_the_cost_of_known_routings(rng):
         return jgg.grouped_mm(jgg.dispatch(x, r), up, r.group_sizes)
 
     assert jgg.cost.of(product, x, up).flops == 2 * 5 * K * D * 8
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_a_router_of_few_tokens(transpose_w):
+    """One call: operands as they are, any leading axes, one batch; gradients are those of parts."""
+    choose = functools.partial(jgg.router.choose_for, top_k=K, transpose_w=transpose_w)
+    w, of_w = (array(8, 16), "8x16xbf16") if transpose_w else (array(16, 8), "16x8xbf16")
+    results = ["6x3xi32", "6x3xf32", "6x8xf32"]
+    for x, of_x in ((array(2, 3, 16), "bf16"), (array(6, 16, dtype="float16"), "f16")):
+        assert calls(choose, x, w) == [("jgg_moe_router", [f"6x16x{of_x}", of_w], results)]
+    biased = lambda x, w, a, b: choose(x, w, logit_bias=a, bias=b, scores="sigmoid")[0][:2]
+    both = array(8, dtype="float16"), array(8, dtype="float32")
+    operands = ["6x16xf32", of_w, "8xf32", "8xf32"]
+    x = array(6, 16, dtype="float32")
+    assert calls(biased, x, w, *both) == [("jgg_moe_router", operands, results)]
+    batch = jax.vmap(choose, (1, None))
+    assert calls(batch, array(2, 3, 16), w) == [("jgg_moe_router", ["6x16xbf16", of_w], results)]
+    loss = lambda x, w: choose(x, w)[0].weight.sum()
+    assert names(jax.grad(loss, (0, 1)), x, w) == ["jgg_moe_top_k"]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("tokens", "d", "experts", "w_dtype"),
+    [(9, 16, 8, "float32"), (3, 12, 8, "float32"), (3, 16, 6, "float32"), (3, 16, 8, "float16"),
+     (3, 16384, 128, "float32"), (3, 64, 516, "float32")],
+)  # fmt: skip
+def test_no_kernel_has_the_router(tokens, d, experts, w_dtype):
+    operands = array(tokens, d), array(d, experts, dtype=w_dtype)
+    choose = functools.partial(jgg.router.choose_for, top_k=K)
+    assert names(choose, *operands) == ["jgg_moe_top_k"]
+
+
+def test_a_router_for_gpus_that_are_not_here():
+    choose = functools.partial(jgg.router.choose_for, top_k=K)
+    assert names(choose, array(3, 16), array(16, 8)) == ["jgg_moe_top_k"]

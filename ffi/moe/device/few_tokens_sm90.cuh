@@ -8,7 +8,8 @@
 // down: a block has a token. Its pairs are the rows of one product, and each row meets the codes of
 // its own expert: the instruction multiplies zeros for the other rows, and sums of pairs lie side
 // by side. The block adds these with their weights in the order of the token's choices, so no other
-// kernel has to.
+// kernel has to. Blocks begin as soon as those of `up` leave them room, and ask for their first
+// weights before they wait for what `up` writes.
 #pragma once
 
 #include <cstdint>
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
   using Product = DirectProduct<Weights, kBlocks>;
   __shared__ typename Product::SharedMemory memory;
   __shared__ int pair_of[8];
+  AllowNextKernel();
   const FewTokensWeight& w = experts.w;
   const FewPairs pairs(experts, blockIdx.y);
   const int count = pairs.Count(), k_tiles = w.packed.k_tiles;
@@ -155,7 +157,8 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 3)
         // `at` counts the tiles of the rows before.
         const int64_t line = static_cast<int64_t>(pairs_of[warp][row] - row) * k_tiles + at;
         return experts.a + line * 128;
-      });
+      },
+      [] { WaitForPreviousKernel(); });
   __syncthreads();
   const int row = Product::Row(), column = Product::Column();
   if (threadIdx.x < 128 && row < count) {

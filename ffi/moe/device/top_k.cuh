@@ -2,6 +2,7 @@
 //
 // The warp finds the best expert k times, by comparing each lane's best one; the lane that has it
 // then leaves it out. Lane j keeps the expert that was found j-th, so k lanes have the k weights.
+// Logits are in memory, or come from a product in the same kernel (router_sm90.cuh).
 #pragma once
 
 #include <cmath>
@@ -115,13 +116,11 @@ __device__ void KeepBestGroups(const TopKArgs& args, int lane, const float* want
   }
 }
 
-template <int kItems>
-__global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
-  __shared__ float wanted[kTopKWarps][32 * kItems];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int token = static_cast<int>(blockIdx.x) * kTopKWarps + warp;
-  if (token >= args.tokens) return;
-  const int64_t row = int64_t{token} * args.experts;
+// By a warp: the experts of one token, whose logits are logit_of(expert). `wanted`: shared memory
+// of 32 * kItems numbers, which may be what logit_of reads.
+template <int kItems, typename LogitOf>
+__device__ void ChooseExperts(const TopKArgs& args, int token, float* wanted, LogitOf logit_of) {
+  const int lane = threadIdx.x % 32;
   TokenScores<kItems> scores;
   float largest = -INFINITY;
   bool has_nan = false;
@@ -129,12 +128,12 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
   for (int i = 0; i < kItems; ++i) {
     const int expert = 32 * i + lane;
     const bool there = expert < args.experts;
-    const float logit = there ? Logit(args, row + expert) : -INFINITY;
+    const float logit = there ? logit_of(expert) : -INFINITY;
     scores.score[i] = logit;
     scores.rank[i] = there ? Ordered(logit) : 0;
     largest = logit > largest ? logit : largest;
     has_nan = has_nan || logit != logit;
-    wanted[warp][expert] = logit;
+    wanted[expert] = logit;
   }
   const bool grouped = args.top_groups < args.groups, biased = args.bias != nullptr;
   // A softmax over all experts needs its sum; other weights need only the chosen logits.
@@ -161,10 +160,10 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
       if (!biased) continue;  // logits are in the order of exact scores
       const float rank = score + args.bias[expert];
       scores.rank[i] = Ordered(rank);
-      wanted[warp][expert] = rank;
+      wanted[expert] = rank;
     }
   }
-  if (grouped) KeepBestGroups<kItems>(args, lane, wanted[warp], &scores);
+  if (grouped) KeepBestGroups<kItems>(args, lane, wanted, &scores);
   int mine = 0;
   float value = 0;
   for (int j = 0; j < args.k; ++j) {
@@ -194,6 +193,16 @@ __global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
   const int64_t at = int64_t{token} * args.k + lane;
   args.expert[at] = mine;
   args.weight[at] = value * args.scale;
+}
+
+template <int kItems>
+__global__ void __launch_bounds__(32 * kTopKWarps) TopK(const TopKArgs args) {
+  __shared__ float wanted[kTopKWarps][32 * kItems];
+  const int warp = threadIdx.x / 32, token = static_cast<int>(blockIdx.x) * kTopKWarps + warp;
+  if (token >= args.tokens) return;
+  const int64_t row = int64_t{token} * args.experts;
+  ChooseExperts<kItems>(args, token, wanted[warp],
+                        [&](int expert) { return Logit(args, row + expert); });
 }
 
 }  // namespace jgg::device

@@ -1,0 +1,96 @@
+// The kernel of a router of few tokens on the host, for test_router_kernel.py: all blocks of a
+// cluster at once.
+#include "cuda_on_host.h"
+//
+#include <optional>
+
+#include "moe/router.h"
+
+namespace jgg::device {
+
+struct Cluster {
+  std::barrier<> barrier;
+  std::vector<std::vector<float>> memory;  // of each block
+  int threads;                             // of a block
+};
+inline thread_local Cluster* cluster = nullptr;
+inline thread_local int block_of_cluster = 0;
+inline thread_local std::optional<std::barrier<>::arrival_token> arrived;
+
+inline char* BlockMemory() {
+  return reinterpret_cast<char*>(cluster->memory[block_of_cluster].data());
+}
+inline int BlockThreads() { return cluster->threads; }
+inline int ClusterBlocks() { return static_cast<int>(cluster->memory.size()); }
+inline int BlockOfCluster() { return block_of_cluster; }
+template <bool kReleases>
+void ArriveAtCluster() {
+  if (arrived) std::abort();
+  arrived.emplace(cluster->barrier.arrive());
+}
+inline void WaitForCluster() {
+  cluster->barrier.wait(std::move(arrived.value()));
+  arrived.reset();
+}
+inline void WriteTo(int block, float* place, float value) {
+  const auto number = place - cluster->memory[block_of_cluster].data();
+  cluster->memory[block].at(number) = value;
+}
+
+}  // namespace jgg::device
+
+#include "moe/device/router_sm90.cuh"
+
+using namespace jgg;
+
+template <bool kBFloat16, bool kTransposed, int kTokens, int kItems>
+static void Run(const RouterArgs& args, int blocks, int threads) {
+  const int clusters = (args.choice.tokens + kTokens - 1) / kTokens;
+  const RouterMemory memory =
+      RouterMemoryOf(kTransposed, threads, kTokens, args.part, args.choice.experts, blocks);
+  for (int c = 0; c < clusters; ++c) {
+    const std::vector<float> nothing(memory.bytes() / 4, NAN);
+    device::Cluster cluster{std::barrier<>(blocks * threads),
+                            std::vector<std::vector<float>>(blocks, nothing), threads};
+    std::vector<std::thread> running;
+    for (int b = 0; b < blocks; ++b) {
+      running.emplace_back([&, b] {
+        const auto number = static_cast<unsigned>(c * blocks + b);
+        RunWarps(0, threads / 32, {number, 0}, [&] {
+          device::cluster = &cluster;
+          device::block_of_cluster = b;
+          device::RouterSm90Kernel<kBFloat16, kTransposed, kTokens, kItems>(args);
+        });
+      });
+    }
+    for (auto& thread : running) thread.join();
+  }
+}
+
+template <bool kBFloat16, bool kTransposed>
+static void Run(const RouterArgs& args, int tokens, int blocks, int threads) {
+  const bool many = args.choice.experts > 128;
+  if (tokens == 1) {
+    many ? Run<kBFloat16, kTransposed, 1, 16>(args, blocks, threads)
+         : Run<kBFloat16, kTransposed, 1, 4>(args, blocks, threads);
+  } else {
+    many ? Run<kBFloat16, kTransposed, 8, 16>(args, blocks, threads)
+         : Run<kBFloat16, kTransposed, 8, 4>(args, blocks, threads);
+  }
+}
+
+// `tokens` of a cluster: 1 or 8.
+extern "C" void router_kernel(const RouterArgs* args, int bfloat16, int transposed, int tokens,
+                              int blocks, int threads) {
+  const RouterArgs& of = *args;
+  const size_t d = of.d, rows = of.choice.tokens, experts = of.choice.experts;
+  readable.assign({{static_cast<const char*>(of.x), rows * d * Size(of.x_dtype)},
+                   {static_cast<const char*>(of.w), d * experts * (bfloat16 ? 2 : 4)}});
+  if (bfloat16) {
+    transposed ? Run<true, true>(of, tokens, blocks, threads)
+               : Run<true, false>(of, tokens, blocks, threads);
+  } else {
+    transposed ? Run<false, true>(of, tokens, blocks, threads)
+               : Run<false, false>(of, tokens, blocks, threads);
+  }
+}
