@@ -2,13 +2,14 @@
 
     python examples/generate.py                           # random weights, made here: it shows how
     python examples/generate.py CHECKPOINT --prompt "…"   # a folder that you downloaded
+    python examples/generate.py model.gguf --prompt "…"   # a file of llama.cpp
     python examples/generate.py CHECKPOINT --quantize nvfp4 --tokens 500 --temperature 0.7
     python examples/generate.py CHECKPOINT --devices 4    # experts and heads are divided
     python examples/generate.py CHECKPOINT --adapters runs/qlora/adapters   # of qlora_moe.py
 
 Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and DeepSeek-V3 run, with weights in bfloat16 or in
-any quantized format that ``jgg.checkpoints`` reads. Experts run as ``jgg.moe_mlp`` takes them;
-``decoder/`` is everything around them.
+any quantized format that ``jgg.checkpoints`` reads; of GGUF files, all of them but DeepSeek-V3.
+Experts run as ``jgg.moe_mlp`` takes them; ``decoder/`` is everything around them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import jax
 
 from decoder import config, loading, memory, peft, tiny, tokens
-from decoder.errors import Refused, in_sentences, is_folder
+from decoder.errors import Refused, in_sentences, is_folder, is_gguf
 from decoder.generation import Watch
 from decoder.ready import ready
 from decoder.sampling import Sampling
@@ -53,7 +54,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
         "checkpoint", nargs="?", type=Path,
-        help="folder of a model (default: random weights, made here)",
+        help="folder of a model, or a GGUF file (default: random weights, made here)",
     )  # fmt: skip
     parser.option("--prompt", PROMPT, "text to go on from")
     parser.option("--tokens", 64, "tokens to generate, at most", type=count)
@@ -122,7 +123,8 @@ def main(argv=None) -> dict:
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict:
-    is_folder(folder)
+    if not is_gguf(folder):
+        is_folder(folder)
     about = dataclasses.replace(config.read(folder), attention=args.attention)
     if args.adapters is not None:
         peft.config_of(args.adapters)  # what is wrong with it is said before the model is loaded

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import jax_groupgemm as jgg
 
-from .errors import Refused
+from . import gguf
+from .errors import Refused, is_gguf
 from .rotary import Rope
 
 #: What transformers takes where config.json names no rope_theta; else it is 10,000.
@@ -252,8 +253,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Config:
-    """The configuration of a folder. Raises :class:`Refused`."""
-    values = read_json(folder / "config.json")
+    """The configuration of a folder, or of a GGUF file. Raises :class:`Refused`."""
+    is_file = is_gguf(folder)
+    values = gguf.config_of(folder) if is_file else read_json(folder / "config.json")
     of = _Json(values)
     name = of("model_type", str)
     if name not in ARCHITECTURES:

@@ -14,12 +14,24 @@ class Refused(Exception):
     """One sentence about what is wrong with a checkpoint, and what would be right."""
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name or its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return path.exists() and not path.is_dir()
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def sentence(folder: Path, error: Refused) -> str:
     """The folder and what is wrong with it. Files in it are named without it."""
     text = re.sub(r"^jgg\.[\w.]+: ", "", str(error))
     # It may be given from where one is.
     for name in map(str, (folder.resolve(), folder.absolute(), folder)):
         text = re.sub(rf"(?<![\w./-]){re.escape(name)}/", "", text.removeprefix(f"{name}: "))
+    if is_gguf(folder):  # whose metadata stands for the files of a folder
+        text = text.replace("config.json", "metadata").replace("tokenizer.json", "metadata")
     return f"{folder}: {text}"
 
 

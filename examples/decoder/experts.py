@@ -76,17 +76,14 @@ class MixtureOfExperts(nnx.Module):
     def choices(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token, and their weights."""
         correction = None if self.correction is None else self.correction.get_value()
-        # Sums are float32, of weights as they are stored: no product is rounded.
+        # Weights are multiplied as they are stored, and no product is rounded.
         w, bias, rule = self.router.weight.get_value(), self.router.bias, self.routing
-        exact = "highest" if w.dtype == jnp.float32 else None
-        logits = jnp.matmul(
-            x.astype(w.dtype), w.T, precision=exact, preferred_element_type=jnp.float32
-        )
-        if bias is not None:
-            logits += bias.get_value()
-        choice = jgg.router.choose(
-            logits, rule.top_k, scores=rule.score, bias=correction, renormalize=rule.normalized,
-            scale=rule.scale, groups=rule.groups, top_groups=rule.chosen_groups,
+        x = x if w.dtype == jnp.float32 else x.astype(w.dtype)
+        choice, _ = jgg.router.choose_for(
+            x, w, rule.top_k, transpose_w=True,
+            logit_bias=None if bias is None else bias.get_value(), scores=rule.score,
+            bias=correction, renormalize=rule.normalized, scale=rule.scale, groups=rule.groups,
+            top_groups=rule.chosen_groups,
         )  # fmt: skip
         return choice.expert, choice.weight
 

@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 import jax_groupgemm as jgg
 
+from . import gguf
 from .attention import Attention
 from .config import Config
-from .errors import Refused
+from .errors import Refused, is_gguf
 from .experts import AXIS, Expert
 from .layers import Linear, RMSNorm
 from .memory import Need, free, on_one_device
@@ -55,7 +56,8 @@ def load(folder: Path, config: Config, options: Options) -> Decoder:
 def weights_of(folder: Path, config: Config, options: Options) -> Weights:
     """The tensors of a folder, none of which is read yet. Raises :class:`Refused`."""
     with in_one_sentence():
-        tensors = jgg.checkpoints.open(folder)
+        is_file = is_gguf(folder)
+        tensors = gguf.Renamed(folder, config) if is_file else jgg.checkpoints.open(folder)
         said = headers(tensors)
     check_layers(config, said)
     check_sizes(config, said)

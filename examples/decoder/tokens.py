@@ -8,24 +8,30 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from . import gguf, gguf_tokens
 from .config import read_json
-from .errors import Refused
+from .errors import Refused, is_gguf
 
 
 def read(folder: Path, vocabulary: int) -> Tokenizer:
     """The tokenizer of a model with so many tokens. Raises :class:`Refused`."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise Refused("there is no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise Refused(f"tokenizer.json is truncated, or no tokenizer: {error}") from error
+    is_file = is_gguf(folder)
+    tokenizer = gguf_tokens.read(gguf.opened(folder).metadata) if is_file else _of_folder(folder)
     added = tokenizer.get_added_tokens_decoder()
     ids = [*tokenizer.get_vocab(with_added_tokens=False).values()]
     ids += [i for i, token in added.items() if token.special]  # others need a row where they occur
     check(tokenizer, ids, vocabulary)
     return tokenizer
+
+
+def _of_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise Refused("there is no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise Refused(f"tokenizer.json is truncated, or no tokenizer: {error}") from error
 
 
 def check(tokenizer: Tokenizer, tokens: Iterable[int], vocabulary: int) -> None:
@@ -38,7 +44,9 @@ def check(tokenizer: Tokenizer, tokens: Iterable[int], vocabulary: int) -> None:
 
 
 def begin(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """The token that tokenizer_config.json puts before every text."""
+    """The token that tokenizer_config.json, or metadata, puts before every text."""
+    if is_gguf(folder):
+        return gguf_tokens.begin(gguf.opened(folder).metadata)
     path = folder / "tokenizer_config.json"
     said = read_json(path) if path.exists() else {}
     token = said.get("bos_token")

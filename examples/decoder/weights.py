@@ -14,6 +14,7 @@ import numpy as np
 
 import jax_groupgemm as jgg
 
+from . import gguf
 from .errors import Refused
 
 FLOATS: tuple[str, ...] = ("bfloat16", "float16", "float32")
@@ -22,6 +23,7 @@ FLOAT_HEADERS: tuple[str, ...] = ("BF16", "F16", "F32")  # as safetensors files 
 FORMATS = {
     "awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt", "modelopt_fp4": "modelopt", "mxfp4": "gpt-oss", "fp8": "fp8",
+    "gguf": "gguf",
 }  # fmt: skip
 #: What experts may be quantized to while they are loaded. Affine groups have 32 elements, because
 #: the width of an expert may be a multiple of no more.
@@ -105,7 +107,10 @@ def headers(tensors: Any) -> dict[str, Header]:
             itemsize = jnp.dtype(dtype).itemsize
         except TypeError:
             itemsize = 1
-        out[name] = Header(names.get(dtype, dtype), shape, math.prod(shape) * itemsize)
+        nbytes = math.prod(shape) * itemsize
+        if isinstance(tensors, gguf.Renamed):
+            nbytes = tensors.nbytes(name) or nbytes
+        out[name] = Header(names.get(dtype, dtype), shape, nbytes)
     return out
 
 
@@ -217,6 +222,8 @@ class Weights:
             out = read(
                 self.tensors, self._full(names), format=self.format, config=self.config, shape=shape
             )
+        if isinstance(out, np.ndarray):  # what GGUF has not quantized
+            return out.astype(self.dtype, copy=False)
         return _scales_of_experts(out)
 
     def _full(self, names):

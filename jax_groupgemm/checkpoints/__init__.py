@@ -20,6 +20,12 @@ stacked experts       gate_up_proj, _weight_scale, _weight_scale_2  ``e2m1 * s *
 FP8                   weight, weight_scale                          ``e4m3 * s``
 "gpt-oss"             _blocks, _scales (MXFP4)                      ``e2m1 * 2**(s - 127)``
 "fp8"                 weight, weight_scale_inv (128 x 128 blocks)   ``e4m3 * s``
+"gguf"                weight, in blocks of llama.cpp:
+Q4_0, Q5_0, Q8_0      s                                             ``(q - z) * s``
+Q4_1, Q5_1            s, bias                                       ``q * s + bias``
+Q3_K, Q6_K            d, i in groups of 16                          ``(q - z) * (d * i)``
+Q2_K, Q4_K, Q5_K      d, dmin, i, j in groups of 16 or 32           ``q * (d * i) - dmin * j``
+MXFP4, NVFP4          s; of NVFP4 also a tensor scale               ``e2m1 * s * scale``
 ====================  ============================================  =============================
 
 ``dequantize`` rounds the value of the formula once to float32, and then to other dtypes. It rounds
@@ -36,30 +42,48 @@ be, moves them to devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, overload
 
-import jax
 import numpy as np
+from jax.typing import DTypeLike
 
-from .._core.types import CheckpointFormat
+from .._core.types import CheckpointFormat, QuantizedFormat
 from .._quantized.array import Quantized
-from . import fp8, json_file, safetensors
-from .formats import FORMATS, read
-from .layer import Layer, Read, section
-from .messages import brief, cut
+from . import files, gguf_file, json_file, safetensors
+from .gguf_types import Blocks
+from .messages import brief
 from .safetensors import Header, Tensors
+from .source import Source, rows, sizes, stack
 
-__all__ = ["Header", "Tensors", "act_order", "experts", "linear", "open", "read_json"]
-
-Expected = tuple[int | None, ...]  # a shape, None: any size; (): any shape
+__all__ = ["Blocks", "Header", "Tensors", "act_order", "experts", "linear", "open", "read_json"]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
+@overload
+def linear(
+    tensors: Mapping[str, Any],
+    prefix: str | Sequence[str],
+    *,
+    format: QuantizedFormat,
+    config: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+    scales_dtype: DTypeLike | None = None,
+) -> Quantized: ...
+@overload
+def linear(
+    tensors: Mapping[str, Any],
+    prefix: str | Sequence[str],
+    *,
+    format: Literal["gguf"],
+    config: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+    scales_dtype: DTypeLike | None = None,
+) -> Quantized | np.ndarray: ...
 def linear(
     tensors: Mapping[str, Any],
     prefix: str | Sequence[str],
@@ -67,15 +91,16 @@ def linear(
     format: CheckpointFormat,
     config: Mapping[str, Any] | None = None,
     shape: Sequence[int] | None = None,
-) -> Quantized:
+    scales_dtype: DTypeLike | None = None,
+) -> Quantized | np.ndarray:
     """One linear layer's weight ``(N, K)``, used as ``x @ w.T``; **K is cut into groups**.
 
     Args:
       tensors: name to array, as of :func:`open`; numpy or JAX arrays.
       prefix: the layer's name; its tensors are ``prefix + ".weight"`` and so on. A sequence of
         names gives their rows one after another, as of gate and up projections: N is the sum.
-      format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"``, ``"modelopt"`` or
-        ``"fp8"``.
+      format: ``"mlx"``, ``"awq"``, ``"gptq"``, ``"compressed-tensors"``, ``"modelopt"``,
+        ``"fp8"`` or ``"gguf"``.
       config: the checkpoint's ``config.json`` as a dict, or its ``quantization_config``, which may
         stand in a part such as ``text_config``. The function compares it with the tensors. Formats
         "mlx" (bits, group size, mode, layer by layer), "gptq" (bits; the group size, where there
@@ -86,6 +111,11 @@ def linear(
       shape: the ``(N, K)`` that your model expects; a layer of another shape is an error. Pass it
         for "mlx": without it, 8 bits in groups of 32 may be read as 4 bits in groups of 64 and
         twice the K, if config has the layer's entry under a name that is not known.
+      scales_dtype: bfloat16, float16 or float32, to which scales and biases of mode ``"affine"``
+        are rounded. None leaves those of the formats below. With bfloat16 a value is within
+        ``2**-8 * (abs(q * scale) + abs(bias))``, and ``(q - z) * s`` of "gguf" within
+        ``2**-8 * abs(value)``, of what it was; with float16 within an eighth of that, except for
+        scales below ``2**-14``, which lose bits.
 
     Returns:
       A :class:`Quantized` of numpy arrays:
@@ -102,6 +132,10 @@ def linear(
         names; or fp8.
       - "fp8", float-quantized, "modelopt" FP8: fp8 with the blocks that the layer has, and float32
         scales; for a sequence of names each layer's own.
+      - "gguf": affine, mxfp4 or nvfp4, as the table in the reference says; a **numpy array** where
+        the tensor is F32, F16 or BF16. Scales and biases are float16 of Q4_0, Q4_1, Q5_0, Q5_1 and
+        Q8_0, and float32 of Q2_K to Q6_K. All are exact, and values are those of llama.cpp, bit for
+        bit, but for the signs of affine zeros.
 
       A layer's own ``bias`` and the scales of its input and of the cache are not part of it.
 
@@ -109,15 +143,36 @@ def linear(
       ValueError: a tensor is missing, unknown, or of the wrong shape; the layer is not of
         ``shape``; config contradicts the
         tensors, says that the layer is not quantized, or names what is not supported; the layer is
-        of a format that is not read; float32 scales too long for exact products ("awq", "gptq");
+        of a format, or of a type of GGUF, that is not read; scales that are not finite ("gguf"), or
+        too large for their dtype; float32 scales too long for exact products ("awq", "gptq");
         zero points that other libraries read differently (v1, stored all ones); a layer in act
         order, which :func:`act_order` reads; fp8 rows to be joined that would begin within a block.
       TypeError: a tensor's dtype is not the format's, or an argument is not what it should be.
     """
-    source = _Source("linear", tensors, format, config)
-    return _rows(source, prefix, _sizes("linear", shape, "N, K"))[0]
+    source = Source("linear", tensors, format, config, scales_dtype=scales_dtype)
+    return rows(source, prefix, sizes("linear", shape, "N, K"))[0]
 
 
+@overload
+def experts(
+    tensors: Mapping[str, Any],
+    prefixes: str | Sequence[str | Sequence[str]],
+    *,
+    format: QuantizedFormat,
+    config: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+    scales_dtype: DTypeLike | None = None,
+) -> Quantized: ...
+@overload
+def experts(
+    tensors: Mapping[str, Any],
+    prefixes: str | Sequence[str | Sequence[str]],
+    *,
+    format: Literal["gguf"],
+    config: Mapping[str, Any] | None = None,
+    shape: Sequence[int] | None = None,
+    scales_dtype: DTypeLike | None = None,
+) -> Quantized | np.ndarray: ...
 def experts(
     tensors: Mapping[str, Any],
     prefixes: str | Sequence[str | Sequence[str]],
@@ -125,14 +180,17 @@ def experts(
     format: CheckpointFormat,
     config: Mapping[str, Any] | None = None,
     shape: Sequence[int] | None = None,
-) -> Quantized:
+    scales_dtype: DTypeLike | None = None,
+) -> Quantized | np.ndarray:
     """Weights ``(G, N, K)`` of G experts, for ``grouped_qmm``; **K is cut into groups**.
 
     Args:
-      tensors, format, config: as of :func:`linear`.
+      tensors, format, config, scales_dtype: as of :func:`linear`.
       prefixes: one prefix of :func:`linear` per expert, in the experts' order; each may be a
         sequence, as of gate and up. Or one string, for tensors that hold all experts: formats
-        "mlx" (``switch_mlp.gate_proj``), "gpt-oss" and "modelopt" (``experts.gate_up_proj``).
+        "mlx" (``switch_mlp.gate_proj``), "gguf" (``blk.0.ffn_down_exps``), "gpt-oss" and "modelopt"
+        (``experts.gate_up_proj``). In "mlx" and "gguf" also a list of one sequence of such names,
+        ``[["blk.0.ffn_gate_exps", "blk.0.ffn_up_exps"]]``, whose rows are joined in each expert.
       shape: the ``(G, N, K)`` that your model expects, as of :func:`linear`.
 
     Returns:
@@ -150,11 +208,14 @@ def experts(
 
     Besides the result, memory holds the tensors of one expert at a time.
     """
-    source = _Source("experts", tensors, format, config)
-    expected = _sizes("experts", shape, "G, N, K")
+    source = Source("experts", tensors, format, config, scales_dtype=scales_dtype)
+    expected = sizes("experts", shape, "G, N, K")
     if isinstance(prefixes, str):
         return source.read(prefixes, expected, stacked=True)[0]
-    return _stack(source, prefixes, expected)[0]
+    prefixes = source.several(prefixes)
+    if source.are_stacked(prefixes):
+        return rows(source, prefixes[0], expected, stacked=True)[0]
+    return stack(source, prefixes, expected)[0]
 
 
 def act_order(
@@ -189,23 +250,24 @@ def act_order(
             f"jgg.checkpoints.act_order: format={brief(format)} is not one of 'gptq', "
             "'compressed-tensors'"
         )
-    source = _Source("act_order", tensors, format, config, reorder=True)
+    source = Source("act_order", tensors, format, config, reorder=True)
     if isinstance(prefix, str):
-        return _rows(source, prefix, _sizes("act_order", shape, "N, K"))
-    return _stack(source, prefix, _sizes("act_order", shape, "G, N, K"))
+        return rows(source, prefix, sizes("act_order", shape, "N, K"))
+    return stack(source, prefix, sizes("act_order", shape, "G, N, K"))
 
 
 def open(path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADER_LIMIT) -> Tensors:
-    """The tensors of a safetensors checkpoint, by name, each read when it is asked for.
+    """The tensors of a safetensors or GGUF checkpoint, by name, each read when it is asked for.
 
     Args:
       path: a ``.safetensors`` file; an index (``model.safetensors.index.json``); or a directory
         with an index or, without one, any number of files. If there are several indices it takes
         ``model.safetensors.index.json``; of ``model.safetensors`` and Mistral's
-        ``consolidated.safetensors`` it takes the former. ``~`` is the home directory. Symbolic
-        links are followed.
-      max_header_bytes: a longer header, or index, is refused. The default is the format's own
-        limit, of 100 MB.
+        ``consolidated.safetensors`` it takes the former. Or a ``.gguf`` file, any part of a split
+        model (``-00001-of-00003.gguf``), or a GGUF file of another name, as Ollama has it. ``~`` is
+        the home directory. Symbolic links are followed.
+      max_header_bytes: a longer header, or index, is refused. The default is the limit that
+        safetensors has, of 100 MB.
 
     Returns:
       A mapping to read-only numpy arrays. ``.header(name)`` gives a tensor's ``dtype``, ``shape``
@@ -215,18 +277,28 @@ def open(path: str | PathLike[str], *, max_header_bytes: int = safetensors.HEADE
       float8 arrays have JAX's dtypes. An access raises ValueError where the tensor's dtype is not
       known, or where its file has changed (device, inode, size or times) since it was opened.
 
+      GGUF's tensors of codes are :class:`Blocks`, which :func:`linear` and :func:`experts` read
+      with ``format="gguf"``; ``dtype`` is then llama.cpp's type, such as ``"Q4_K"``. ``.metadata``
+      is a mapping with the named values of a GGUF file: numbers, bools, strings, numpy arrays and
+      lists.
+
     Raises:
       ValueError: a file is malformed (truncated, overlapping tensors), no regular file, or a Git
-        LFS pointer; a tensor is in two files, and no index says in which; there are several
-        indices, none of which is ``model.safetensors.index.json``; a tensor of the index is not in
-        its file; the header is too long.
+        LFS pointer; a GGUF file is of version 1, or big-endian; a tensor is in two files, and no
+        index says in which; there are several indices, none of which is
+        ``model.safetensors.index.json``; a tensor of the index is not in its file; parts of a split
+        model do not fit each other; the header is too long.
       FileNotFoundError: there is no such file, or one that the index names is missing.
       OSError: as the system says.
 
-    https://github.com/huggingface/safetensors
+    https://github.com/huggingface/safetensors,
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     _is_bytes("open", "max_header_bytes", max_header_bytes)
-    return safetensors.read(path, max_header_bytes)
+    where = files.absolute("open", path)
+    if gguf_file.is_one(where):
+        return gguf_file.read(where, max_header_bytes)
+    return safetensors.read(where, max_header_bytes)
 
 
 def read_json(path: str | PathLike[str], *, max_bytes: int = json_file.MAX_BYTES) -> dict[str, Any]:
@@ -254,143 +326,3 @@ def read_json(path: str | PathLike[str], *, max_bytes: int = json_file.MAX_BYTES
 def _is_bytes(op: str, name: str, value) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"jgg.checkpoints.{op}: {name}={brief(value)} is not a number of bytes")
-
-
-class _Source:
-    """The arguments of a call; the names are sorted once for all its prefixes."""
-
-    def __init__(self, op: str, tensors, format: str, config, reorder: bool = False):
-        if not isinstance(format, str) or format not in FORMATS:
-            known = ", ".join(map(repr, FORMATS))
-            raise ValueError(f"jgg.checkpoints.{op}: format={brief(format)} is not one of {known}")
-        if not isinstance(tensors, Mapping):
-            raise TypeError(
-                f"jgg.checkpoints.{op}: tensors must be a mapping of names to arrays, got "
-                f"{type(tensors).__name__}"
-            )
-        self.op, self.tensors, self.reorder, self.format = op, tensors, reorder, format
-        other = next((name for name in tensors if not isinstance(name, str)), None)
-        if other is not None:
-            raise TypeError(
-                f"jgg.checkpoints.{op}: names of tensors must be str, got {brief(other)}"
-            )
-        self.names = sorted(tensors)
-        form = FORMATS[format]
-        if config is None:
-            if form.needs:
-                raise ValueError(
-                    f"jgg.checkpoints.{op}: format {format!r} needs config for {form.needs}: pass "
-                    "config=jgg.checkpoints.read_json(path), of the checkpoint's config.json"
-                )
-            config = {}
-        if not isinstance(config, Mapping):
-            raise TypeError(f"jgg.checkpoints.{op}: config must be a dict, got {brief(config)}")
-        self.model = config
-        try:
-            self.config = section(config, form.sections)
-        except ValueError as error:
-            raise ValueError(f"jgg.checkpoints.{op}: {error}") from error
-
-    def several(self, prefixes) -> list:
-        """The layers of one or more prefixes."""
-        if not isinstance(prefixes, Iterable):
-            raise TypeError(
-                f"jgg.checkpoints.{self.op}: a prefix must be a name or a sequence of names, got "
-                f"{brief(prefixes)}"
-            )
-        out = [*prefixes]
-        if not out:
-            raise ValueError(f"jgg.checkpoints.{self.op}: no prefixes")
-        return out
-
-    def read(self, prefix: str, expected: Expected = (), stacked: bool = False) -> Read:
-        if not isinstance(prefix, str):
-            raise TypeError(
-                f"jgg.checkpoints.{self.op}: a prefix must be a name, got {brief(prefix)}"
-            )
-        layer = Layer(
-            self.op, prefix, self.tensors, self.config, self.model, stacked, self.reorder, expected
-        )
-        return read(layer, self.format, self.names)
-
-
-def _sizes(op: str, shape: Sequence[int] | None, letters: str) -> Expected:
-    """The shape that a caller expects; () where any will do."""
-    if shape is None:
-        return ()
-    text = f"jgg.checkpoints.{op}: shape={brief(shape)} is not ({letters}), the sizes of a weight"
-    if not isinstance(shape, (tuple, list)):
-        raise TypeError(text)
-    if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in shape):
-        raise TypeError(text)
-    if len(shape) != len(letters.split(",")) or min(shape) < 1:
-        raise ValueError(text)
-    return tuple(map(int, shape))
-
-
-def _rows(source: _Source, prefix: str | Sequence[str], expected: Expected) -> Any:
-    """One layer, or several, row after row."""
-    if isinstance(prefix, str):
-        return source.read(prefix, expected)
-    prefix = source.several(prefix)
-    each = expected if len(prefix) == 1 else (None, *expected[1:])[: len(expected)]
-    parts = [source.read(name, each) for name in prefix]
-    count = sum(q.shape[0] for q, _ in parts)
-    if expected and count != expected[0]:
-        names = " and ".join(map(cut, prefix[:2])) + (" and others" if len(prefix) > 2 else "")
-        raise ValueError(
-            f"jgg.checkpoints.{source.op}: {names} have {count} rows together, expected "
-            f"shape={expected}: are these the layers to be joined?"
-        )
-    if all(q.mode == "fp8" for q, _ in parts) and len(parts) > 1:
-        joined = fp8.rows_to_join(source.op, prefix, [q for q, _ in parts])
-        parts = [(q, None) for q in joined]
-    first, order = parts[0]
-    for name, part in zip(prefix, parts, strict=True):
-        _same_kind(source.op, prefix[0], parts[0], name, part, slice(-1, None))
-        if order is not None and np.any(order != part[1]):
-            names = f"{cut(prefix[0])} and {cut(name)}"
-            raise ValueError(
-                f"jgg.checkpoints.{source.op}: {names} differ in order: read them one by one"
-            )
-
-    def join(*leaves):
-        if leaves[0].ndim == 0:  # a global scale
-            return np.repeat(np.stack(leaves), [q.shape[0] for q, _ in parts])
-        return np.concatenate(leaves)
-
-    return jax.tree.map(join, first, *(q for q, _ in parts[1:])), order
-
-
-def _stack(source: _Source, prefixes: Sequence[str | Sequence[str]], expected: Expected) -> Any:
-    """One layer per prefix, each read into its place."""
-    prefixes = source.several(prefixes)
-    if expected and len(prefixes) != expected[0]:
-        raise ValueError(
-            f"jgg.checkpoints.{source.op}: {len(prefixes)} prefixes, expected shape={expected}: "
-            "pass one for each expert"
-        )
-    first = _rows(source, prefixes[0], expected[1:])
-    out = jax.tree.map(lambda x: np.empty((len(prefixes), *x.shape), x.dtype), first)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
-    del first
-    for g, prefix in enumerate(prefixes):
-        layer = _rows(source, prefix, expected[1:])
-        _same_kind(source.op, prefixes[0], like, prefix, layer, slice(None))
-        for whole, leaf in zip(jax.tree.leaves(out), jax.tree.leaves(layer), strict=True):
-            whole[g] = leaf
-        layer = leaf = None  # freed before the next is read
-    return out
-
-
-def _same_kind(op: str, name_a, a, name_b, b, axes: slice) -> None:
-    def kind(x):
-        shapes = [(leaf.shape[axes], leaf.dtype) for leaf in jax.tree.leaves(x)]
-        return jax.tree.structure(x), shapes
-
-    if kind(a) != kind(b):
-        name_a, name_b = cut(str(name_a)), cut(str(name_b))
-        raise ValueError(
-            f"jgg.checkpoints.{op}: {name_a} is {a[0]}, but {name_b} is {b[0]}: they are no one "
-            "weight, read them one by one"
-        )

@@ -7,7 +7,6 @@ from math import gcd
 import numpy as np
 
 from .._quantized.array import Quantized
-from .._quantized.format import FORMATS
 from .layer import Layer
 
 F32 = np.float32
@@ -33,17 +32,16 @@ def unpack(words, bits: int) -> np.ndarray:
 
 
 def pack(codes, bits: int) -> np.ndarray:
-    """The inverse of :func:`unpack`."""
-    count, width = 32 // gcd(bits, 32), bits // gcd(bits, 32)
-    chunk = codes.reshape(*codes.shape[:-1], -1, count)
-    out = np.zeros((*chunk.shape[:-1], width), np.uint32)
-    for i in range(count):
-        word, offset = divmod(i * bits, 32)
-        code = chunk[..., i].astype(np.uint32)
-        out[..., word] |= code << np.uint32(offset)
-        if offset + bits > 32:
-            out[..., word + 1] |= code >> np.uint32(32 - offset)
-    return out.reshape(*codes.shape[:-1], -1)
+    """The inverse of :func:`unpack`, of uint8 codes: words of whole groups of eight."""
+    codes = np.ascontiguousarray(codes, np.uint8)
+    if bits == 8:
+        return codes.view(np.uint32)
+    x = codes.view("<u8")  # eight codes become as many bytes as one has bits
+    for width, low in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
+        empty = np.uint64((width // 8) * (8 - bits))
+        x = (x & np.uint64(low)) | ((x & ~np.uint64(low)) >> empty)
+    packed = np.ascontiguousarray(x[..., None].view(np.uint8)[..., :bits])
+    return packed.reshape(*codes.shape[:-1], -1).view(np.uint32)
 
 
 def sorted_groups(t: Layer, leaf: str, g_idx, groups: int, size: int) -> np.ndarray | None:
@@ -90,7 +88,7 @@ def affine(
         raise t.error(f"{leaf} hold values too large for zero points in {scales.dtype.name}")
     scales = scales if keep else wide
     k = words.shape[-1] * 32 // bits
-    fits = [s for s in FORMATS["affine"].group_sizes if group_size % s == 0 and k % s == 0]
+    fits = [s for s in (32, 64, 128) if group_size % s == 0 and k % s == 0]
     if not fits:
         raise t.error(f"group_size={group_size} of K={k} is not a multiple of 32")
     part = max(fits)  # a last group that is shorter has fewer parts

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from .messages import cut
 
+SECOND = 1_000_000_000  # ns
+CLOCK = SECOND // 50  # the clock of file times ticks at least as often
 LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins
 
 
@@ -49,12 +55,12 @@ def regular(op: str, path: Path) -> Iterator[tuple[int, tuple[int, ...]]]:
             status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise error(op, path, "not a regular file")
-        yield descriptor, stamp(status)
+        yield descriptor, stamp_of(status)
     finally:
         os.close(descriptor)
 
 
-def stamp(status: os.stat_result) -> tuple[int, ...]:
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
     """Numbers that differ once a file has changed. The third is its size."""
     return (
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -77,3 +83,52 @@ def first_bytes(op: str, path: Path, descriptor: int, size: int) -> bytes:
             "git lfs pull, in the repository that it is in",
         )
     return data
+
+
+class File(NamedTuple):
+    path: Path
+    stamp: tuple[int, ...]  # what changes when the file does
+
+
+def same(op: str, file: File, stamp: tuple[int, ...]) -> None:
+    if stamp != file.stamp:
+        sizes = f" from {file.stamp[2]} to {stamp[2]} bytes" if stamp[2] != file.stamp[2] else ""
+        text = f"the file has changed{sizes} since it was opened: open it again"
+        raise error(op, file.path, text)
+
+
+def settle(stamp: tuple[int, ...]) -> None:
+    """Until a change of the file would give it another time than it has."""
+    last = max(stamp[3:])
+    tick = CLOCK if last % SECOND else 2 * SECOND  # some file systems know even seconds only
+    age = time.time_ns() - last
+    if 0 <= age < tick:
+        time.sleep((tick - age) / SECOND)
+
+
+def read_array(op: str, file: File, offset: int, shape, dtype, what: str, kind: str) -> np.ndarray:
+    """An array that lies at an offset of a file, which has not changed. It cannot be written to.
+
+    ``what``, ``kind``: whose bytes they are, and of which type, for messages.
+    """
+    with regular(op, file.path) as (descriptor, stamp):
+        same(op, file, stamp)
+        try:
+            out = np.empty(shape, dtype)
+        except MemoryError as caught:
+            text = f"{what}: no memory for {kind} of shape {shape}"
+            raise MemoryError(str(error(op, file.path, text))) from caught
+        view = memoryview(out.reshape(-1).view(np.uint8))
+        while view:
+            with about(op, file.path):
+                count = os.preadv(descriptor, [view], offset)
+            if not count:
+                break
+            view, offset = view[count:], offset + count
+        with about(op, file.path):
+            status = os.fstat(descriptor)
+        same(op, file, stamp_of(status))
+        if view:
+            raise error(op, file.path, f"{what}: the file ends at byte {offset}")
+    out.flags.writeable = False
+    return out

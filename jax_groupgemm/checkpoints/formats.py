@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from . import awq, compressed_tensors, fp8, gpt_oss, gptq, mlx, modelopt, unread
+from . import awq, compressed_tensors, fp8, gguf, gpt_oss, gptq, mlx, modelopt, unread
 from .layer import Format, Layer, Read
 from .messages import brief
 
@@ -20,6 +20,7 @@ FORMATS: dict[str, Format] = {
     "modelopt": modelopt.FORMAT,
     "gpt-oss": gpt_oss.FORMAT,
     "fp8": fp8.FORMAT,
+    "gguf": gguf.FORMAT,
 }
 METHODS = {method for form in FORMATS.values() for method in form.methods}
 

@@ -12,6 +12,7 @@ import numpy as np
 from .._core import check
 from .._quantized.array import Quantized
 from .._quantized.format import FORMATS
+from .gguf_types import Blocks
 from .messages import brief, cut
 from .safetensors import Tensors
 
@@ -69,6 +70,7 @@ class Layer(NamedTuple):
     stacked: bool
     reorder: bool
     expected: tuple[int | None, ...] = ()  # the shape, None: any size; (): any shape
+    scales_dtype: Any = None  # of affine scales and biases, None: those that hold them
 
     def error(self, text: str) -> ValueError:
         text = cut(text, 1500)
@@ -82,7 +84,8 @@ class Layer(NamedTuple):
         name = self.prefix + leaf
         if isinstance(self.tensors, Tensors):
             return self.tensors.header(name).dtype
-        return np.asarray(self.tensors[name]).dtype.name
+        value = self.tensors[name]
+        return value.type if isinstance(value, Blocks) else np.asarray(value).dtype.name
 
     def shape_of(self, name: str) -> Any:
         """The shape of any tensor of the checkpoint, None where there is none; files are not read
@@ -246,7 +249,8 @@ class Layer(NamedTuple):
         )
 
 
-Read = tuple[Quantized, np.ndarray | None]  # and, where K was reordered, its order
+#: A ``Quantized``, in format "gguf" also an array; and, where K was reordered, its order.
+Read = tuple[Any, np.ndarray | None]
 
 
 class Kind(NamedTuple):

@@ -30,6 +30,11 @@ SIZES = {
 }
 
 
+def _sizes(mode: str) -> tuple[int, ...]:
+    """Group sizes that MLX has, the default first."""
+    return (64, 32, 128) if mode == "affine" else FORMATS[mode].group_sizes
+
+
 def _own(t: Layer) -> Layer:
     """With what config says of this layer, which also stands under the names of other releases."""
     found = [(name, t.config[name]) for name in spellings(t.prefix) if name in t.config]
@@ -46,7 +51,7 @@ def _read(t: Layer) -> Read:
     mode = t.option("mode", ("affine", "mxfp4", "mxfp8", "nvfp4")) or "affine"
     kind = FORMATS[mode]
     bits = t.option("bits", kind.bits) or kind.bits[0]
-    size = t.option("group_size", kind.group_sizes) or kind.group_sizes[0]
+    size = t.option("group_size", _sizes(mode)) or _sizes(mode)[0]
     lead = (None,) * t.stacked
     _is_of_the_shape(t, mode, bits, size)
     weight = t.get(".weight", ("uint32",), "N, K*bits/32", (*lead, None, None))
@@ -76,9 +81,7 @@ def _read(t: Layer) -> Read:
 def _of_product(mode: str, product: int) -> list[tuple[int, int]]:
     """Bits and group sizes of a mode by which a group has so many bits."""
     known = FORMATS[mode]
-    return [
-        (b, s) for b in sorted(known.bits) for s in sorted(known.group_sizes) if b * s == product
-    ]
+    return [(b, s) for b in sorted(known.bits) for s in sorted(_sizes(mode)) if b * s == product]
 
 
 def _is_of_the_shape(t: Layer, mode: str, bits: int, size: int) -> None:
@@ -155,7 +158,7 @@ def _is_of_the_model(t: Layer, words: int, bits: int, size: int) -> None:
     others = _of_other_tensors(t)
     for other in FORMATS["affine"].bits:
         by, rest = divmod(bits * size, other)
-        if by in FORMATS["affine"].group_sizes and not rest and other != bits:
+        if by in _sizes("affine") and not rest and other != bits:
             its = words * 32 // other
             if its in others and k not in others:
                 raise t.error(

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from . import files
+from .files import File
 from .json_file import parse
 from .messages import brief
 
@@ -49,21 +50,14 @@ DTYPES = {
 }
 INDEX = ".safetensors.index.json"
 HUB, MISTRAL = "model", "consolidated"  # how files of either format begin that stand side by side
-SECOND = 1_000_000_000  # ns
-CLOCK = SECOND // 50  # the clock of file times ticks at least as often
 OP = "open"
 
 _error, _about = partial(files.error, OP), partial(files.about, OP)
 _regular, _bytes = partial(files.regular, OP), partial(files.first_bytes, OP)
 
 
-class _File(NamedTuple):
-    path: Path
-    stamp: tuple[int, ...]  # what changes when the file does
-
-
-class _Entry(NamedTuple):
-    file: _File
+class Entry(NamedTuple):
+    file: File
     kind: str  # the header's dtype, known or not
     shape: tuple[int, ...]
     offset: int  # in the file
@@ -93,32 +87,17 @@ class Tensors(Mapping[str, np.ndarray]):
     ``.header(name)`` says what a tensor is, and reads nothing.
     """
 
-    def __init__(self, entries: dict[str, _Entry]) -> None:
+    metadata: Mapping[str, Any] = MappingProxyType({})  # a GGUF file has some
+
+    def __init__(self, entries: dict[str, Entry]) -> None:
         self._entries = {name: entries[name] for name in sorted(entries)}
 
     def __getitem__(self, name: str) -> np.ndarray:
         file, kind, shape, offset, _ = self._entry(name)
+        what = f"tensor {brief(name)}"
         if kind not in DTYPES:
-            raise _error(file.path, f"tensor {brief(name)}: {_unknown(kind)}")
-        with _regular(file.path) as (descriptor, stamp):
-            _same(file, stamp)
-            try:
-                out = np.empty(shape, DTYPES[kind])
-            except MemoryError as error:
-                text = f"tensor {brief(name)}: no memory for {kind} of shape {shape}"
-                raise MemoryError(str(_error(file.path, text))) from error
-            view = memoryview(out.reshape(-1).view(np.uint8))
-            while view:
-                with _about(file.path):
-                    count = os.preadv(descriptor, [view], offset)
-                if not count:
-                    break
-                view, offset = view[count:], offset + count
-            _same(file, files.stamp(os.fstat(descriptor)))
-            if view:
-                raise _error(file.path, f"tensor {brief(name)}: the file ends at byte {offset}")
-        out.flags.writeable = False
-        return out
+            raise _error(file.path, f"{what}: {_unknown(kind)}")
+        return files.read_array(OP, file, offset, shape, DTYPES[kind], what, kind)
 
     def header(self, name: str) -> Header:
         """A tensor's dtype, shape and bytes; nothing is read. KeyError where there is none."""
@@ -132,7 +111,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.header(name).shape
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise KeyError(f"jgg.checkpoints.open: no tensor {brief(name)}")
         return self._entries[name]
@@ -169,8 +148,10 @@ def read(path: str | os.PathLike[str], header_limit: int) -> Tensors:
     if names == [f"{MISTRAL}.safetensors", hub]:  # the same weights under other names
         shards = [path / hub]
     if not shards:
-        raise FileNotFoundError(str(_error(path, "no .safetensors files")))
-    out: dict[str, _Entry] = {}
+        other = next(path.glob("*.gguf"), None)
+        instead = f", but {other.name}: pass the path of a GGUF file" if other else ""
+        raise FileNotFoundError(str(_error(path, f"no .safetensors files{instead}")))
+    out: dict[str, Entry] = {}
     for file in shards:
         for name, entry in _file(file, header_limit).items():
             if name in out:
@@ -181,22 +162,7 @@ def read(path: str | os.PathLike[str], header_limit: int) -> Tensors:
     return Tensors(out)
 
 
-def _same(file: _File, stamp: tuple[int, ...]) -> None:
-    if stamp != file.stamp:
-        sizes = f" from {file.stamp[2]} to {stamp[2]} bytes" if stamp[2] != file.stamp[2] else ""
-        raise _error(file.path, f"the file has changed{sizes} since it was opened: open it again")
-
-
-def _settle(stamp: tuple[int, ...]) -> None:
-    """Until a change of the file would give it another time than it has."""
-    last = max(stamp[3:])
-    tick = CLOCK if last % SECOND else 2 * SECOND  # some file systems know even seconds only
-    age = time.time_ns() - last
-    if 0 <= age < tick:
-        time.sleep((tick - age) / SECOND)
-
-
-def _indexed(path: Path, limit: int) -> dict[str, _Entry]:
+def _indexed(path: Path, limit: int) -> dict[str, Entry]:
     """The tensors that an index names, each from the file that it names. Others are left out."""
     with _regular(path) as (descriptor, stamp):
         if stamp[2] > limit:
@@ -208,7 +174,7 @@ def _indexed(path: Path, limit: int) -> dict[str, _Entry]:
     names: dict[str, list[str]] = {}
     for name, file in where.items():
         names.setdefault(file, []).append(name)
-    out: dict[str, _Entry] = {}
+    out: dict[str, Entry] = {}
     for file in sorted(names):
         if file in ("", ".", "..") or "\0" in file or Path(file).name != file:
             raise _error(path, f"file {brief(file)} is not beside the index")
@@ -229,24 +195,24 @@ def _limit(limit: int) -> str:
     return f"the limit is {limit}, open(..., max_header_bytes=) sets another"
 
 
-def _file(path: Path, limit: int) -> dict[str, _Entry]:
+def _file(path: Path, limit: int) -> dict[str, Entry]:
     """The tensors of one file, its header checked."""
     with _regular(path) as (descriptor, stamp):
-        _settle(stamp)
-        size, file = stamp[2], _File(path, stamp)
+        files.settle(stamp)
+        size, file = stamp[2], File(path, stamp)
         length = int.from_bytes(_bytes(path, descriptor, min(size, 64))[:8], "little")
         if size < 8 or length > size - 8:
             raise _error(path, f"not a safetensors file: a header of {length} bytes in {size}")
         if length > limit:
             raise _error(path, f"a header of {length} bytes: {_limit(limit)}")
         header = parse(OP, path, _bytes(path, descriptor, 8 + length)[8:])
-        _same(file, files.stamp(os.fstat(descriptor)))
+        files.same(OP, file, files.stamp_of(os.fstat(descriptor)))
     header.pop("__metadata__", None)
     start = 8 + length
     out, spans = {}, []
     for name, info in header.items():
         kind, shape, begin, end = _info(path, name, info)
-        out[name] = _Entry(file, kind, shape, start + begin, end - begin)
+        out[name] = Entry(file, kind, shape, start + begin, end - begin)
         spans.append((begin, end, name))
     last = 0
     for begin, end, name in sorted(spans):

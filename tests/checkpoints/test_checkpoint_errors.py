@@ -253,14 +253,14 @@ def test_errors(format, changed, config, message):
 
 
 CALLS = [
-    (lambda: ck.linear(AWQ, "a", format="gguf"),
-     "linear: format='gguf' is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
-     "'gpt-oss', 'fp8'"),
+    (lambda: ck.linear(AWQ, "a", format="ggml"),
+     "linear: format='ggml' is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
+     "'gpt-oss', 'fp8', 'gguf'"),
     (lambda: ck.linear(AWQ, "a", format="awq", config="gemm"),  # pyright: ignore
      "linear: config must be a dict, got 'gemm'"),
     (lambda: ck.linear(AWQ, "a", format=["awq"]),  # pyright: ignore
      "linear: format=['awq'] is not one of 'mlx', 'awq', 'gptq', 'compressed-tensors', 'modelopt', "
-     "'gpt-oss', 'fp8'"),
+     "'gpt-oss', 'fp8', 'gguf'"),
     (lambda: ck.linear([AWQ], "a", format="awq"),  # pyright: ignore
      "linear: tensors must be a mapping of names to arrays, got list"),
     (lambda: ck.linear({**AWQ, 3: 1}, "a", format="awq"),  # pyright: ignore

@@ -289,3 +289,18 @@ def test_nan_scale_stays_in_its_group(rng):
     s[0, 0] = s[1, 3] = np.nan
     got = jgg.dequantize(ck.linear(named("a", write_awq(q, z, s)), "a", format="awq"))
     np.testing.assert_array_equal(np.isnan(got), np.repeat(np.isnan(s), 64, 1))
+
+
+def test_stacked_experts_are_joined(rng):
+    """MLX's gate and up, each of all experts, as one weight."""
+    gate, up = (jgg.quantize(rng.standard_normal((3, n, 64)).astype(F32), bits=4, group_size=32)
+                for n in (4, 6))  # fmt: skip
+    tensors = {}
+    for name, q in (("gate", gate), ("up", up)):
+        tensors |= named(name, {"weight": q.weight, "scales": q.scales, "biases": q.biases})
+    config = {"bits": 4, "group_size": 32}
+    w = ck.experts(tensors, [["gate", "up"]], format="mlx", config=config, shape=(3, 10, 64))
+    want = np.concatenate([jgg.dequantize(gate), jgg.dequantize(up)], axis=1)
+    np.testing.assert_array_equal(jgg.dequantize(w), want)
+    w = ck.experts(tensors, "up", format="mlx", config=config, scales_dtype=np.dtype("bfloat16"))
+    assert w.scales.dtype == w.biases.dtype == BF16

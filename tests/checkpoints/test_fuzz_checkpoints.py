@@ -31,6 +31,9 @@ from checkpoint_writers import (
     write_mlx,
     write_pack_quantized,
 )
+from gguf_writers import ARRAY, HALVES, STRING, TYPES, U8, U32, random_blocks
+from gguf_writers import field as value
+from gguf_writers import save as save_gguf
 
 import jax_groupgemm as jgg
 
@@ -154,6 +157,58 @@ def test_files(seed, tmp_path):
 
 
 PREFIX = "jgg.checkpoints.open: "
+
+
+# Numbers of GGUF: counts, lengths, types and offsets.
+WORDS = [*range(16), 31, 32, 33, 40, 255, 256, 2**16, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
+
+
+def test_gguf_files(seed, tmp_path):
+    """Headers of one file and of the parts of another; what opens, is read."""
+    rng = np.random.default_rng([seed, 45])
+    tensors = {f"{kind}.weight": (kind, random_blocks(rng, kind, 2, max(256, TYPES[kind][1])))
+               for kind in HALVES}  # fmt: skip
+    tensors |= {"e.weight": ("Q6_K", random_blocks(rng, "Q6_K", 2, 2, 256)), "a": np.ones(3, F32)}
+    about = [
+        value("general.alignment", U32, 32), value("t", ARRAY, (STRING, ["a", "bc", ""])),
+        value("n", ARRAY, (ARRAY, [(U8, [1, 2]), (STRING, ["x"])])), value("s", STRING, "text"),
+    ]  # fmt: skip
+    part = lambda no: [value(f"split.{k}", U32, v) for k, v in (("no", no), ("count", 2))]
+    one, two = tmp_path / "m.gguf", [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    good = save_gguf(one, tensors, about).read_bytes()
+    save_gguf(two[1], {"b": np.ones(3, F32)}, part(1))
+    split = save_gguf(two[0], {"a": np.ones(3, F32)}, part(0) + about).read_bytes()
+    read = 0
+    for case in range(PER_TEST):
+        path, content = (one, good) if case % 4 else (two[0], split)
+        end = len(content) if path != one else content.rindex(b"e.weight") + 60
+        if case % 3:
+            content = bytes_changed(rng, content, end)
+        else:
+            content = bytearray(content)
+            for _ in range(rng.integers(1, 3)):
+                bits, at = pick(rng, [32, 64]), int(rng.integers(4, end - 8))
+                content[at : at + bits // 8] = (pick(rng, WORDS) % 2**bits).to_bytes(
+                    bits // 8, "little"
+                )
+        path.write_bytes(content)
+        opened = outcome(lambda p=path: ck.open(p), (ValueError, OSError), f"{PREFIX}{tmp_path}")
+        if opened is None:
+            continue
+        read += 1
+        for key in opened.metadata:
+            outcome(lambda k=key, t=opened: t.metadata[k], (ValueError,), PREFIX)
+        for name in opened:
+            header = opened.header(name)
+            assert header.nbytes <= len(content)
+            calls = (ck.linear, ck.experts)
+            for call in calls if name.endswith(".weight") else ():
+                w = outcome(
+                    lambda c=call, n=name, t=opened: c(t, n.removesuffix(".weight"), format="gguf"),
+                    (ValueError, TypeError), "jgg.checkpoints.",
+                )  # fmt: skip
+                assert w is None or w.shape == header.shape
+    assert 0 < read < PER_TEST
 
 
 def test_files_that_change(seed, tmp_path):

@@ -35,7 +35,7 @@ READ = (
     "3, 4, 8 bits, v1 and v2); 'compressed-tensors' (nvfp4-pack-quantized, pack-quantized, "
     "int-quantized, mxfp4-pack-quantized, mxfp8-quantized, float-quantized); 'modelopt' (NVFP4, "
     "NVFP4 experts, stacked, FP8); 'gpt-oss' (MXFP4); 'fp8' (fine-grained, a scale for each layer "
-    "or row)"
+    "or row); 'gguf' (F16, Q4_0 to Q8_0, Q2_K to Q6_K, MXFP4, NVFP4)"
 )
 
 

@@ -1,0 +1,228 @@
+"""A GGUF file as a folder of Hugging Face: config.json's values, and tensors by their names there.
+
+Metadata and names: https://github.com/ggml-org/llama.cpp (gguf-py/gguf/constants.py,
+conversion in convert_hf_to_gguf.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jax_groupgemm as jgg
+
+from .errors import Refused
+
+#: ``model_type`` of config.json, by ``general.architecture``.
+ARCHITECTURES = {
+    "llama": "mixtral", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+}  # fmt: skip
+PERMUTED = ("llama",)  # whose queries and keys are stored for a rotation of neighbours
+#: Names in a file and in a folder; what follows, such as ".weight", is the same.
+WHOLE = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
+LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate_inp": "{moe}.{router}", "ffn_gate_exps": "{moe}.experts.gate_proj",
+    "ffn_up_exps": "{moe}.experts.up_proj", "ffn_down_exps": "{moe}.experts.down_proj",
+    "ffn_gate_inp_shexp": "{moe}.shared_expert_gate", "ffn_gate_shexp": "{moe}.{shared}.gate_proj",
+    "ffn_up_shexp": "{moe}.{shared}.up_proj", "ffn_down_shexp": "{moe}.{shared}.down_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # of older files: a tensor for each
+#: Bits of a number as it is read, with its part of the scales.
+BITS = {
+    "Q4_0": 5, "Q4_1": 5, "Q5_0": 6, "Q5_1": 6, "Q8_0": 9, "Q2_K": 6, "Q3_K": 7, "Q4_K": 6,
+    "Q5_K": 7, "Q6_K": 10, "MXFP4": 4.25, "NVFP4": 4.5,
+}  # fmt: skip
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def opened(path: Path) -> Any:
+    """The file. Raises :class:`Refused`."""
+    try:
+        return jgg.checkpoints.open(path)
+    except (ValueError, OSError) as error:
+        raise Refused(str(error)) from error
+
+
+class _Said:
+    """The metadata of a file."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.values = values
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        try:
+            value = self.values.get(key, default)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        if isinstance(value, (list, np.ndarray)) and value is not default:
+            raise Refused(f"{key} is a list of {len(value)}, expected one value for all layers")
+        return value
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """What config.json would say. Raises :class:`Refused`."""
+    tensors = opened(path)
+    said = _Said(tensors.metadata)
+    name = said("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise Refused(f"general.architecture {name!r} is not one of {known}")
+    of = lambda key, default=None: said(f"{name}.{key}", default)
+    if not of("expert_count"):
+        raise Refused(f"general.architecture is {name!r}, and there are no experts")
+    if "rope_freqs.weight" in tensors:
+        raise Refused("there is a tensor rope_freqs.weight: its factors of positions are not read")
+    layers, size = of("block_count"), _last(tensors, "ffn_down_exps")
+    count = layers if type(layers) is int and layers <= 1000 else 0  # else it is refused
+    dense = [i for i in range(count) if f"blk.{i}.ffn_gate_inp.weight" not in tensors]
+    width, heads = of("embedding_length"), of("attention.head_count")
+    shape = tensors.shape("token_embd.weight") if "token_embd.weight" in tensors else ()
+    bias = "blk.0.attn_q.bias" in tensors
+    plain = {tensors.dtype(tensor) for tensor in tensors if len(tensors.shape(tensor)) > 1}
+    values = {
+        "model_type": ARCHITECTURES[name], "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": of("attention.head_count_kv"),
+        "head_dim": of("attention.key_length"),
+        "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": of("context_length"),
+        "vocab_size": shape[0] if len(shape) == 2 else None,
+        "num_experts": of("expert_count"), "num_local_experts": of("expert_count"),
+        "num_experts_per_tok": of("expert_used_count"),
+        "intermediate_size": size, "moe_intermediate_size": size,
+        "norm_topk_prob": of("expert_weights_norm", name not in ("olmoe", "qwen2moe")),
+        "mlp_only_layers": dense, "attention_bias": bias, "qkv_bias": bias,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "clip_qkv": of("attention.clamp_kqv"),
+        "sliding_window": of("attention.sliding_window") or None,
+        "shared_expert_intermediate_size": _last(tensors, "ffn_down_shexp"),
+        "dtype": "float32" if plain == {"float32"} else "bfloat16",
+        "eos_token_id": _ends(said), "rope_theta": of("rope.freq_base"),
+        "quantization_config": {"quant_method": "gguf"},
+    }  # fmt: skip
+    if dense and name.startswith("qwen"):
+        values["intermediate_size"] = of("feed_forward_length")
+    values["rope_scaling"] = _rope(of, name)
+    number = all(type(n) is int and n > 0 for n in (width, heads))
+    head = values["head_dim"] or (width // heads if number else None)
+    turned = of("rope.dimension_count", head)
+    if turned != head:
+        raise Refused(f"rope.dimension_count is {turned!r}, but heads have {head} numbers")
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _last(tensors: Any, name: str) -> int | None:
+    """The length of rows of a tensor that some layer has."""
+    whole = re.compile(rf"blk\.\d+\.{name}\.weight")
+    found = next((tensor for tensor in tensors if whole.fullmatch(tensor)), None)
+    if found is None and name == "ffn_down_exps":
+        older = re.compile(r"blk\.\d+\.ffn_down\.\d+\.weight")
+        found = next((tensor for tensor in tensors if older.fullmatch(tensor)), None)
+    return None if found is None or not tensors.shape(found) else tensors.shape(found)[-1]
+
+
+def _rope(of: Any, name: str) -> dict[str, Any] | None:
+    kind = of("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise Refused(f"rope.scaling.type is {kind!r}, expected 'none', 'linear' or 'yarn'")
+    out = {"rope_type": kind, "factor": of("rope.scaling.factor"), "rope_theta": 10_000.0}
+    out |= {"rope_theta": theta} if (theta := of("rope.freq_base")) else {}
+    if (length := of("rope.scaling.original_context_length")) is not None:
+        out["original_max_position_embeddings"] = length
+    if name == "gpt-oss":
+        out["truncate"] = False
+    return out
+
+
+def _ends(said: _Said) -> list[int]:
+    keys = (f"tokenizer.ggml.{which}_token_id" for which in ("eos", "eot"))
+    return [end for key in keys if isinstance(end := said(key), int)]
+
+
+class _Place(NamedTuple):
+    """Where a tensor is, and how it differs from that of a folder."""
+
+    name: str
+    heads: int = 0  # whose rows are permuted
+    row: bool = False  # it is one row, stored as a vector
+
+
+class Renamed(Mapping[str, Any]):
+    """The tensors of a file, with the names and the rows that a folder has."""
+
+    def __init__(self, path: Path, config: Any):
+        self.tensors, self.places = opened(path), {}
+        names, name = config.names, self.tensors.metadata["general.architecture"]
+        parts = {"moe": names.moe, "router": names.router, "shared": names.shared}
+        for tensor in self.tensors:
+            head, _, leaf = tensor.rpartition(".")
+            found = re.fullmatch(r"blk\.(\d+)\.(.+)", head)
+            if found is None:
+                new = WHOLE.get(head)
+                if new is not None:
+                    self.places[f"{new}.{leaf}"] = _Place(tensor)
+                continue
+            layer, own = f"model.layers.{found[1]}.", found[2]
+            if own == "attn_sinks":
+                self.places[f"{layer}self_attn.sinks"] = _Place(tensor)
+            elif older := EXPERT.fullmatch(own):
+                which = getattr(names, older[1])
+                new = f"{layer}{names.moe}.experts.{older[2]}.{which}.{leaf}"
+                self.places[new] = _Place(tensor)
+            elif own in LAYER:
+                heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(own, 0)
+                place = _Place(tensor, heads * (name in PERMUTED), own == "ffn_gate_inp_shexp")
+                self.places[f"{layer}{LAYER[own].format(**parts)}.{leaf}"] = place
+
+    def __getitem__(self, name: str) -> Any:
+        place = self.places[name]
+        value = self.tensors[place.name]
+        if place.row and len(value.shape) == 1:
+            value = value[None]
+        if not place.heads:
+            return value
+        order = _order(value.shape[0], place.heads, place.name)
+        if not isinstance(value, jgg.checkpoints.Blocks):
+            return value[order]
+        rows = value.rows(0, len(order))[order]
+        take = lambda start, stop: rows[start:stop]
+        return jgg.checkpoints.Blocks(value.type, value.shape, take)
+
+    def dtype(self, name: str) -> str:
+        return self.tensors.dtype(self.places[name].name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        place = self.places[name]
+        shape = self.tensors.shape(place.name)
+        return (1, *shape) if place.row and len(shape) == 1 else shape
+
+    def nbytes(self, name: str) -> int | None:
+        """As it is read, of what has codes."""
+        shape, bits = self.shape(name), BITS.get(self.dtype(name))
+        return None if bits is None else int(np.prod(shape) * bits / 8)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def _order(rows: int, heads: int, name: str) -> np.ndarray:
+    """Rows of a head stored by turns, of its first half and its second, as halves again."""
+    if rows % (2 * heads):
+        raise Refused(f"{name} has {rows} rows, for {heads} heads")
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
