@@ -1,6 +1,7 @@
 """Products with quantized weights: every format, layout, dtype and direction, on one GPU.
 
     python -m benchmarks.matrix [--formats nvfp4 affine4] [--dtypes float16] [--rows 64 8192]
+    python -m benchmarks.matrix --plot RECORD.json
 
 64 experts of K 2048 and N 1536, the same rows for each expert. "forward" is x (T, K) with w
 (G, N, K), "dx" the product that its gradient is, x (T, N) with the same w. Times are those of all
@@ -12,6 +13,7 @@ import argparse
 import itertools
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +99,20 @@ def main(argv=None) -> int:
     add("--repetitions", type=int, default=10)
     add("--json", type=Path, help="the record, rewritten after every cell")
     add("--commit", help="recorded; by default what git says")
+    add("--plot", type=Path, metavar="RECORD", help="draw it to docs/plots/matrix.svg, and stop")
     args = parser.parse_args(argv)
+    if args.plot is not None:
+        from . import plots
+
+        records = json.loads(args.plot.read_text())["records"]
+        plots.matrix(records, Path("docs/plots/matrix.svg"))
+        print(table(records))
+        return 0
     if jax.default_backend() != "gpu":
         raise SystemExit(f"benchmarks.matrix needs an NVIDIA GPU, and jax sees {jax.devices()}")
     gpu = jax.devices()[0].device_kind
     head = {"gpu": gpu, "jax": jax.__version__, "commit": args.commit or commit()}
-    head |= {"groups": GROUPS, "k": K, "n": N}
+    head |= {"date": time.strftime("%Y-%m-%d"), "groups": GROUPS, "k": K, "n": N}
     records: list[dict] = []
     for key in itertools.product(
         args.formats, args.dtypes, args.layouts, args.directions, args.rows

@@ -223,6 +223,48 @@ def layers(records: list[dict], path: Path) -> None:
         save(figure, path)
 
 
+def matrix(records: list[dict], path: Path) -> None:
+    """The times of ``benchmarks.matrix``: formats and layouts by dtypes and directions. Colours say
+    how many times as long a cell takes as the format's fastest product of bfloat16 x."""
+    rows = list(dict.fromkeys(r["rows"] for r in records))
+    names = list(dict.fromkeys((r["format"], r["layout"]) for r in records if r["us"]))
+    columns = list(dict.fromkeys((r["dtype"], r["direction"]) for r in records))
+    us = {
+        (r["rows"], (r["format"], r["layout"]), (r["dtype"], r["direction"])): r["us"]
+        for r in records
+    }
+    best = {
+        (count, name): min(
+            us[count, line, ("bfloat16", "forward")]
+            for line in names
+            if line[0] == name and us.get((count, line, ("bfloat16", "forward")))
+        )
+        for count in rows
+        for name in dict.fromkeys(name for name, _ in names)
+    }
+    with plt.rc_context(STYLE):
+        size = 4.4 * len(rows), 0.21 * len(names) + 1
+        figure, panels = plt.subplots(1, len(rows), figsize=size)
+        for axes, count in zip(np.atleast_1d(panels), rows, strict=True):
+            cells = np.array([[us.get((count, n, c)) or np.nan for c in columns] for n in names])
+            ratios = cells / np.array([[best[count, name]] for name, _ in names])
+            axes.imshow(np.log2(ratios), cmap="YlOrRd", vmin=0, vmax=4, aspect="auto")
+            for (i, j), value in np.ndenumerate(cells):
+                if np.isfinite(value):
+                    dark = ratios[i, j] > 6
+                    axes.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7,
+                              color="white" if dark else "black")  # fmt: skip
+            axes.set_xticks(range(len(columns)), [f"{d}\n{w}" for d, w in columns], fontsize=7)
+            first = axes is np.atleast_1d(panels)[0]
+            layouts = {"linear": "stored", "sm90": "prepacked"}
+            labels = [f"{name}, {layouts[layout]}" for name, layout in names] if first else []
+            axes.set_yticks(range(len(names)), labels or [""] * len(names), fontsize=7)
+            axes.tick_params(length=0)
+            axes.set_title(f"{count} rows, us", fontsize=8)
+        figure.tight_layout()
+        save(figure, path)
+
+
 def scaling(panels: dict[str, dict], measured: dict[str, list], path: Path) -> None:
     """A panel, by its title, has arms, and an arm points: GPUs, and percent of one GPU alone. Two
     panels a row; ``measured`` are points of some."""

@@ -93,15 +93,16 @@ Plan PlanWgradSm90(int64_t rows, int64_t groups, int64_t a, int64_t b, int plane
 std::tuple<std::string, int, int, bool> PlanQmmSm90(const std::string& mode, int bits, bool packed,
                                                     int64_t rows_x, int64_t rows, int64_t segments,
                                                     int64_t k, int64_t n, bool gated,
-                                                    bool transposed, bool half, bool sizes,
-                                                    bool offset) {
+                                                    bool transposed, bool half, int scaled,
+                                                    bool sizes, bool offset) {
   const FormatFacts* format = nullptr;
   for (const FormatFacts& known : kFormats) {
     if (known.name == mode && known.bits == bits) format = &known;
   }
   if (format == nullptr) throw nb::value_error(rules::UnknownMode(mode).c_str());
-  const rules::QmmPlanSm90 plan = rules::PlanQmmSm90(
-      *format, {k, n, gated, packed, transposed, half}, {rows_x, rows, segments, sizes, offset});
+  const rules::QmmPlanSm90 plan =
+      rules::PlanQmmSm90(*format, {k, n, gated, packed, transposed, half, scaled},
+                         {rows_x, rows, segments, sizes, offset});
   return {std::string(rules::kQmmWays[static_cast<int>(plan.way)]), plan.tile, plan.parts,
           plan.pairs};
 }
@@ -130,6 +131,11 @@ Reason QmmSm90Problem(int64_t k, int bits, bool bfloat16_x, bool bfloat16_scales
   qmm.transpose_w = transpose_w;
   qmm.in_order = in_order;
   return rules::QmmSm90Problem(qmm);
+}
+
+Reason GroupsSm90Problem(const std::string& mode, int group_size) {
+  const FormatFacts* format = rules::FindMode(mode);
+  return format == nullptr ? std::nullopt : rules::GroupsSm90Problem(*format, group_size);
 }
 
 // The axes of a Product are int32.
@@ -206,7 +212,7 @@ void DefineRules(nb::module_& m) {
         "The plan of a wgrad, as plan_mm_sm90 has it. by_list: rows of one operand come by list.");
   m.def("plan_qmm_sm90", &PlanQmmSm90, nb::kw_only(), "mode"_a, "bits"_a, "packed"_a, "rows_x"_a,
         "rows"_a, "segments"_a, "k"_a, "n"_a, "gated"_a = false, "transposed"_a = false,
-        "half"_a = false, "sizes"_a = true, "offset"_a = false,
+        "half"_a = false, "scaled"_a = false, "sizes"_a = true, "offset"_a = false,
         "The plan of a product with a quantized weight: who multiplies ('tiles', 'warps', "
         "'direct'), rows of a tile or block, blocks that share out a tile's k, and whether warps "
         "have pairs of columns' tiles.");
@@ -223,6 +229,8 @@ void DefineRules(nb::module_& m) {
         "bfloat16_scales"_a = true, "transpose_w"_a = true, "in_order"_a = true,
         "Why the Hopper kernel cannot take a product with a weight in layout 'linear'. "
         "bfloat16_scales is also true of modes whose scales are bytes.");
+  m.def("groups_sm90_problem", &GroupsSm90Problem, nb::kw_only(), "mode"_a, "group_size"_a,
+        "Why the Hopper kernels cannot take a weight of a mode in groups of so many codes.");
   m.def(
       "fp8_quantize_problem", &rules::Fp8QuantizeProblem, nb::kw_only(), "rows"_a, "columns"_a,
       "along"_a,
@@ -259,6 +267,9 @@ void DefineRules(nb::module_& m) {
         "element_bytes"_a,
         "Why the kernels of dispatch and combine cannot take rows of d elements.");
   m.def("moe_top_k_problem", &rules::MoeTopKProblem, nb::kw_only(), "experts"_a, "k"_a, "groups"_a);
+  m.def("moe_router_problem", &rules::MoeRouterProblem, nb::kw_only(), "tokens"_a, "d"_a,
+        "experts"_a, "k"_a, "groups"_a,
+        "Why the kernel of a router cannot take x (tokens, d), and choose k of so many experts.");
   m.def("moe_few_tokens_problem", &rules::MoeFewTokensProblem, nb::kw_only(), "pairs"_a,
         "choices"_a, "width"_a, "packed"_a,
         "Why the kernels of a few tokens' experts cannot take so many pairs, and so many experts "

@@ -42,7 +42,7 @@ def test_all_is_what_there_is():
 def test_what_dir_shows():
     assert set(dir(jgg.cost)) == {"Cost", "of", *OPERATIONS}
     functions = {"act_order", "experts", "linear", "open", "read_json"}
-    assert set(dir(jgg.checkpoints)) == functions | {"Header", "Tensors"}
+    assert set(dir(jgg.checkpoints)) == functions | {"Blocks", "Header", "Tensors"}
     assert set(dir(jgg.router)) == set(jgg.router.__all__)
     assert all(callable(getattr(jgg.cost, name)) for name in dir(jgg.cost))
     with pytest.raises(AttributeError, match="no attribute 'grouped_m'"):
@@ -75,7 +75,7 @@ MISTAKES = {
     'jgg.moe_mlp(x, x, x, x, x, transport="gathered")': "transport",
     'jgg.NVFP4Recipe(high_precision=("forward",))': "high_precision",
     'jgg.Quantized(x, x, mode="int4", bits=4, group_size=64)': "mode",
-    'jgg.checkpoints.linear({}, "up", format="gguf")': "format",
+    'jgg.checkpoints.linear({}, "up", format="ggml")': "format",
 }
 RIGHT = [
     'jgg.grouped_mm(x, x, np.array([1]), activation="swiglu", precision="tensorfloat32")',

@@ -27,7 +27,8 @@ JGG_ATTRIBUTES(QmmAttrs,             //
 
 // "plan": how the Hopper kernels multiply (plan.h).
 JGG_ATTRIBUTES(QmmPlanAttrs,             //
-               (std::string_view, way),  // "tiles", "warps" or "direct"
+               (std::string_view, way),  // "tiles", "warps", "direct" or "scaled"
                (int32_t, tile),          // rows of a tile, or of a block
                (int32_t, parts),         // blocks that share out a tile's k
-               (bool, pairs));           // a warp has two columns' tiles
+               (bool, pairs),            // a warp has two columns' tiles
+               (int32_t, planes));       // scaled: of x, that lie beside each other

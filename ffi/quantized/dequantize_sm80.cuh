@@ -22,6 +22,7 @@ device::DequantizeParams MakeDequantizeParams(const DequantizeArgs& args, int64_
   p.out = static_cast<uint8_t*>(args.out) + begin * kSize;
   p.halves = static_cast<int32_t>(count / 16);
   while (32 << p.group_bits < q.group_size) ++p.group_bits;
+  if (q.group_size < 32) p.group_bits = -1;
   p.scale_dtype = q.coding.scale_dtype;
   const int64_t step = blocks * device::kDequantizeThreads;
   p.step = static_cast<int32_t>(2 * step);

@@ -10,7 +10,7 @@ bool HasFewRowsSm80(const QuantizedGemmSm80& gemm) {
   const auto aligned = [](const void* data, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(data) % bytes == 0;
   };
-  if (w.coding.HasFloatScales() && w.coding.scale_dtype != DType::kBF16) return false;
+  if (w.coding.HasFloatScales() && w.coding.scale_dtype == DType::kF16) return false;
   return HasLowTiles(gemm) && w.elements % (w.coding.bits == 8 ? 32 : 64) == 0 &&
          gemm.gemm.a_width == 8 && aligned(w.packed, 16) && aligned(w.scales, 4) &&
          aligned(w.biases, 4);
@@ -20,7 +20,8 @@ template <typename Format, int kCopy = 16>
 static cudaError_t LaunchFewRowsConfig(cudaStream_t stream, QuantizedGemmSm80 gemm) {
   using Weights = device::FewRowsWeights<Format::kMode, Format::kBits, kCopy>;
   using Config = device::FewRowsConfig<Weights>;
-  gemm.slice.scale_line = gemm.w.elements / gemm.w.group_size * gemm.w.coding.ScaleBytes();
+  gemm.slice.scale_bytes = gemm.w.coding.ScaleBytes();
+  gemm.slice.scale_line = gemm.w.elements / gemm.w.group_size * gemm.slice.scale_bytes;
   gemm.slice.group_bits = device::Log2(gemm.w.group_size);
   static KnownBlocks known{};
   return LaunchTiles<Config>(stream, device::FewRowsSm80Kernel<Config>, gemm, gemm.gemm,

@@ -25,7 +25,8 @@ enum class ScaleType {
   kFloat32,       // of a block of rows and columns
 };
 
-// Scales (and biases) of layout "sm90": those of 64 rows and `k` values of k are `words` uint32.
+// Scales (and biases) of layout "sm90": those of 64 rows and `k` values of k are `words` uint32, or
+// twice as many where they are float32.
 struct PackedScales {
   int k, words;
 };
@@ -35,14 +36,15 @@ struct PackedScales {
 //   kName             as jax_groupgemm calls its mode
 //   kCode, kScale     see above
 //   kGroupSizes       how many codes may share a scale, the fewest first
+//   kLeastGroupSm90   how many share one at least in Hopper's kernels
 //   PackedScalesOf    of layout "sm90", for a group size
 template <Mode kMode, int kBits>
 struct FormatTraits;
 
 // What most formats have in common.
 struct FormatBase {
-  // Of 32 codes in layout "linear", where groups are as small as they may be: 2, or 1 that more
-  // codes may share.
+  // Of 32 codes in layout "linear", where groups are as small as Hopper's kernels take them: 2, or
+  // 1 that more codes may share.
   static constexpr int kScalesOf32 = 1;
   // Whether float32 numbers may multiply all of an array, a group of W, or a column.
   static constexpr bool kTakesGlobalScale = false;
@@ -61,9 +63,9 @@ struct FormatBase {
   static constexpr bool kIsOrdered = false;
 };
 
-// Words of scales that a row of 64 k has at most, in layout "sm90".
+// Words of scales that a row of 64 k has at most, in layout "sm90", where kernels read it.
 template <typename Format>
 inline constexpr int kMostScaleWordsOf =
-    (Format::PackedScalesOf(Format::kGroupSizes[0]).words + 63) / 64;
+    (Format::PackedScalesOf(Format::kLeastGroupSm90).words + 63) / 64;
 
 }  // namespace jgg

@@ -86,7 +86,7 @@ struct FormatFacts {
   std::string_view name;
   ScaleType scale;
   bool takes_global_scale, is_linear, is_prepacked, is_ordered, packed_by_warps;
-  int linear_blocks_per_sm;
+  int linear_blocks_per_sm, least_group_sm90;
   bool (*takes_group_size)(int);
   PackedScales (*packed_scales_of)(int);
 };
@@ -102,7 +102,8 @@ template <typename... Each>
 constexpr std::array<FormatFacts, sizeof...(Each)> FactsOf(FormatList<Each...>) {
   return {{{Each::kMode, Each::kBits, Each::kName, Each::kScale, Each::kTakesGlobalScale,
             Each::kIsLinear, Each::kIsPrepacked, Each::kIsOrdered, Each::kPackedByWarps,
-            Each::kLinearBlocksPerSm, &TakesGroupSize<Each>, &Each::PackedScalesOf}...}};
+            Each::kLinearBlocksPerSm, Each::kLeastGroupSm90, &TakesGroupSize<Each>,
+            &Each::PackedScalesOf}...}};
 }
 
 inline constexpr auto kFormats = FactsOf(Formats{});

@@ -42,7 +42,7 @@ PackedSlice MakePackedSlice(const QuantizedGemmSm80& gemm) {
       const int64_t bytes = slice.between / 8 * bits;
       slice.misaligned = static_cast<int>(bytes & 3);
       slice.upper = bytes - slice.misaligned;
-      slice.split = slice.between % group != 0;
+      slice.split = slice.between % group != 0 || slice.misaligned != 0;
       begin |= slice.between / w.group_size * slice.scale_bytes;
       wide = wide && bytes % 16 == 0 && line / 2 % 16 == 0;
     }

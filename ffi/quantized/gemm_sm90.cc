@@ -1,4 +1,4 @@
-// From run-time modes to one of the instances of gemm_sm90_instance.cu.
+// From run-time modes to one of the instances of format_sm90_instance.cu.
 #include "quantized/gemm_sm90.h"
 
 #include "quantized/instances_sm90.h"

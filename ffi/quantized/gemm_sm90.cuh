@@ -7,6 +7,8 @@
 #include "quantized/device/gemm_sm90.cuh"
 #include "quantized/device/linear_weights_sm90.cuh"
 #include "quantized/device/packed_weights_sm90.cuh"
+#include "quantized/device/scaled_rows_sm90.cuh"
+#include "quantized/device/scaled_tiles_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
 namespace jgg {
@@ -36,6 +38,11 @@ struct QuantizedGatedRows32Sm90 : device::QuantizedTraitsSm90<Weights> {
 template <typename Weights>
 struct QuantizedGatedRows96Sm90 : device::QuantizedTraitsSm90<Weights> {
   static constexpr int kRows = 96, kBlocks = 2, kMostStages = 4;
+};
+
+template <typename Weights>
+struct ScaledTilesSm90 : device::ScaledTraitsSm90<Weights> {
+  static constexpr int kMostStages = 4, kCluster = 2;
 };
 
 // A tile of few rows that warps multiply by themselves. tools/check_sass.py knows it by this name.
@@ -156,6 +163,18 @@ cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
   if (operands.dtype == DType::kF16) {
     using Half = device::PackedWeights<kMode, kBits, DType::kF16>;
     return LaunchQuantizedTilesSm90<Half>(stream, quantized, plan, operands);
+  }
+  if (plan.way == rules::QmmWay::kScaled) {
+    if constexpr (FormatTraits<kMode, kBits>::kScale == ScaleType::kScaleAndBias ||
+                  FormatTraits<kMode, kBits>::kScale == ScaleType::kFloat32) {
+      using Weights = device::ScaledWeights<kMode, kBits>;
+      if (plan.tile == rules::kScaledTileRows) {
+        using Config = device::ScaledGemmSm90Config<ScaledTilesSm90<Weights>>;
+        return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
+      }
+      using Config = device::QuantizedGemmSm90Config<ByWarpsSm90<QuantizedRows32Sm90<Weights>>>;
+      return LaunchQuantizedConfigSm90<Config>(stream, quantized, plan, operands);
+    }
   }
   using Weights = device::PackedWeights<kMode, kBits>;
   if (plan.way == rules::QmmWay::kDirect) {

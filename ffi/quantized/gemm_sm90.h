@@ -51,6 +51,10 @@ struct QuantizedGemmSm90 {
   int scale_shift;  // a scale is of 2^shift k
   // ... in blocks: rows and columns that share a scale, lines of scales of a matrix.
   int rows_each, columns_each, scale_lines;
+  // device/scaled_tiles_sm90.cuh: planes of x, and its sums of 32 k, (K / 128, T), or of 16 k,
+  // (K / 64, T), where groups have 16; K is filled up to whole 128.
+  int planes;
+  const float4* x_sums;
 };
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
@@ -77,7 +81,7 @@ cudaError_t LaunchLinearGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
                                  const Coding& coding, const rules::QmmPlanSm90& plan,
                                  const OperandsSm90& operands);
 
-// Instances: gemm_sm90_instance.cu, transposed_sm90_instance.cu.
+// Instances: format_sm90_instance.cu.
 template <Mode kMode, int kBits>
 cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands);

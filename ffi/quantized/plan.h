@@ -15,13 +15,14 @@ namespace jgg::rules {
 
 // Who multiplies.
 enum class QmmWay {
-  kTiles,  // tiles of rows, by warpgroups
-  kWarps,  // tiles of few rows, by warps
-  kDirect  // no tiles: blocks read weights in layout "sm90" for a few rows
+  kTiles,   // tiles of rows, by warpgroups
+  kWarps,   // tiles of few rows, by warps
+  kDirect,  // no tiles: blocks read weights in layout "sm90" for a few rows
+  kScaled   // tiles of 32 rows, by warps, or of 64, of weights in layout "sm90" not rounded
 };
 
 // Their names as attributes, in the order of QmmWay.
-constexpr std::string_view kQmmWays[] = {"tiles", "warps", "direct"};
+constexpr std::string_view kQmmWays[] = {"tiles", "warps", "direct", "scaled"};
 
 struct QmmPlanSm90 {
   QmmWay way = QmmWay::kTiles;
@@ -37,6 +38,7 @@ struct QmmSizes {
   bool packed = false;      // W is in layout "sm90"
   bool transposed = false;  // ... and is quantized along N: x (T, K) @ W (K, N)
   bool half = false;        // ... and x is float16, for which there are fewer tiles
+  int scaled = 0;           // ... and is not rounded: scales multiply sums of so many planes of x
 };
 
 struct QmmRows {
@@ -111,6 +113,19 @@ inline int QmmParts(const QmmSizes& qmm, const QmmRows& of, int blocks_per_sm) {
   return 2 * tiles <= kH200Processors * blocks_per_sm && (qmm.k + 63) / 64 >= 64 ? 2 : 1;
 }
 
+// Rows of the larger tile of weights that are not rounded, and planes that it takes at most.
+constexpr int kScaledTileRows = 64, kMostScaledPlanes = 3;
+
+// Few rows have a row for each plane: their tile has room for them. Otherwise planes are beside
+// each other, and meet codes that are read once.
+inline QmmPlanSm90 PlanScaledSm90(const QmmSizes& qmm, const QmmRows& of) {
+  if (RowsPerSegment(of.rows, of.segments) * qmm.scaled > 24) {
+    return {QmmWay::kScaled, kScaledTileRows};
+  }
+  const QmmRows of_planes{qmm.scaled * of.rows_x, qmm.scaled * of.rows, of.segments};
+  return {QmmWay::kScaled, 32, QmmParts(qmm, of_planes, 1)};
+}
+
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
 // segment that has more than a tile decodes its weights again, so tiles are larger than the
 // average. Up to 8 rows warps multiply by themselves.
@@ -120,6 +135,7 @@ inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, c
                ? QmmPlanSm90{QmmWay::kWarps, kTransposedFewRows}
                : QmmPlanSm90{QmmWay::kTiles, kMostQmmRows};
   }
+  if (qmm.scaled > 0) return PlanScaledSm90(qmm, of);
   if (qmm.packed && !qmm.half && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
   const int64_t rows = RowsPerSegment(of.rows, of.segments);
   if (rows > 24) {
@@ -166,6 +182,15 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
       has = tile == kDirectRows || (tile == 2 * kDirectRows && of.OneMatrix());
       if (plan.pairs) has &= tile == 2 * kDirectRows && !qmm.gated && qmm.n % 128 == 0;
       has &= plan.parts == 1;
+      break;
+    case QmmWay::kScaled:
+      if (format.scale != ScaleType::kScaleAndBias && format.scale != ScaleType::kFloat32) {
+        return "scales are no floats";
+      }
+      has = qmm.packed && !qmm.half && !qmm.gated && !plan.pairs;
+      has &= tile == 32 ? qmm.scaled == 1 && (plan.parts == 1 || plan.parts == 2)
+                        : tile == kScaledTileRows && plan.parts == 1 &&
+                              (qmm.scaled == 1 || qmm.scaled == kMostScaledPlanes);
       break;
     case QmmWay::kWarps:
       has = tile == 32 && (plan.parts == 1 || (plan.parts == 2 && !qmm.gated)) && !plan.pairs;

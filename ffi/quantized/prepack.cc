@@ -28,7 +28,10 @@ static ffi::Error Prepack(cudaStream_t stream, ffi::AnyBuffer weight, ffi::AnyBu
       {}, 64 * row_tiles, 64 * k_tiles, out->untyped_data(), out_scales->untyped_data()};
   if (quantized.global_scale) return InvalidArgument(op, "global_scale is not an operand of it");
   JGG_RETURN_IF_ERROR(BindQuantizedArray(op, quantized, buffers, args.rows, args.k, &args.q));
-  const PackedScales packed = args.q.coding.Facts().packed_scales_of(args.q.group_size);
+  PackedScales packed = args.q.coding.Facts().packed_scales_of(args.q.group_size);
+  if (args.q.coding.HasFloatScales() && args.q.coding.scale_dtype == DType::kF32) {
+    packed.words *= 2;
+  }
   JGG_RETURN_IF_ERROR(CheckShape(op, "the packed scales", "(R/64, K/64 or 128, words)", *out_scales,
                                  {row_tiles, args.k / packed.k, packed.words}));
   for (const auto& buffer : {*out, *out_scales}) {

@@ -11,9 +11,6 @@ std::optional<std::string> prepack_sm80_unsupported(const PrepackArgs& args,
   const QuantizedArray& q = args.q;
   const FormatFacts& format = q.coding.Facts();
   if (!format.is_prepacked) return "codes are " + std::string(format.name);
-  if (q.coding.HasFloatScales() && q.coding.scale_dtype == DType::kF32) {
-    return "scales are float32";
-  }
   const void* operands[] = {q.weight, q.scales, q.biases, args.weight, args.scales};
   for (const void* data : operands) {
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return "an operand is not 16-byte aligned";
@@ -29,7 +26,12 @@ cudaError_t prepack_sm80(cudaStream_t stream, const PrepackArgs& args) {
     kernel<<<blocks, device::kPrepackThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
-  return LaunchPrepack(args, launch);
+  if (cudaError_t error = LaunchPrepack(args, launch)) return error;
+  if (!PrepacksScalesAlone(args.q)) return cudaSuccess;
+  return LaunchPrepackScales(args, [&](unsigned blocks, const device::PrepackScalesParams& p) {
+    device::PrepackScalesKernel<<<blocks, device::kPrepackThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace jgg

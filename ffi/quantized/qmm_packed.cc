@@ -15,10 +15,30 @@ namespace ffi = xla::ffi;
 
 static constexpr const char* kOp = "qmm_packed";
 
+// Sums of x, four for each row and 128 k, or 64.
+static ffi::Error BindXSums(int64_t rows, int64_t fours, Operands* operands,
+                            const float4** x_sums) {
+  const auto found = operands->Take("x_sums");
+  if (found.has_error()) return found.error();
+  const ffi::AnyBuffer& sums = *found;
+  if (sums.element_type() != ffi::F32) return InvalidArgument(kOp, "x_sums must be float32");
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x_sums", "(K / 128 or 64, T, 4)", sums, {fours, rows, 4}));
+  if (reinterpret_cast<uintptr_t>(sums.untyped_data()) % 16 != 0) {
+    return Unimplemented(kOp, "x_sums must be 16-byte aligned");
+  }
+  *x_sums = static_cast<const float4*>(sums.untyped_data());
+  return ffi::Error::Success();
+}
+
 static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, bool group_offset,
-                                    bool transpose_w, const EpilogueAttrs& epilogue, QmmSm90* qmm) {
+                                    bool transpose_w, const EpilogueAttrs& epilogue, bool sixteens,
+                                    const float4** x_sums, QmmSm90* qmm) {
   ProductSm90& product = qmm->mm.product;
   Operands operands(kOp, rest);
+  if (x_sums != nullptr) {
+    const int64_t fours = (qmm->mm.k + 127) / 128 * (sixteens ? 2 : 1);
+    JGG_RETURN_IF_ERROR(BindXSums(product.rows_x, fours, &operands, x_sums));
+  }
   if (global_scale) {
     JGG_RETURN_IF_ERROR(
         BindGlobalScale(kOp, product.groups, product.n, &operands, &qmm->global_scale));
@@ -46,7 +66,8 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   QmmSm90 qmm{};
   PackedCodesSm90 packed{};
   ProductSm90& product = qmm.mm.product;
-  JGG_RETURN_IF_ERROR(BindPacked(kOp, weight, scales, w, &packed));
+  const bool scaled = plan_attrs.way == "scaled";
+  JGG_RETURN_IF_ERROR(BindPacked(kOp, weight, scales, w, &packed, scaled));
   qmm.scales = scales.untyped_data();
   product.groups = weight.dimensions()[0];
   product.n = 64 * int64_t{transpose_w ? packed.column_tiles : packed.k_tiles};
@@ -55,10 +76,14 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   if (x.element_type() != ffi::BF16 && !half) {
     return InvalidArgument(kOp, "x must be bfloat16 or float16");
   }
-  if (w.coding.HasFloatScales() && packed.half_scales != half) {
+  if (w.coding.HasFloatScales() && packed.half_scales != half && !scaled) {
     return InvalidArgument(kOp, "scales must have the dtype of x");
   }
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K)", x, {-1, k}));
+  const int64_t planes = plan_attrs.planes;
+  if (planes != 1 && !(planes == rules::kMostScaledPlanes && scaled)) {
+    return InvalidArgument(kOp, "no kernel takes x in ", planes, " planes");
+  }
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, planes * K)", x, {-1, planes * k}));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));
   const bool gated = IsGated(activation);
   const int64_t columns = gated ? product.n / 2 : product.n;
@@ -72,24 +97,31 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   product.out = out->untyped_data();
   product.out_dtype = *ToDType(out->element_type());
   product.out_line = columns;
-  JGG_RETURN_IF_ERROR(BindPackedOptions(rest, quantized_attrs.global_scale,
-                                        metadata_attrs.group_offset, transpose_w, epilogue, &qmm));
+  const float4* x_sums = nullptr;
+  const bool needs_sums =
+      scaled && plan_attrs.tile == rules::kScaledTileRows && w.coding.HasFloatScales();
+  JGG_RETURN_IF_ERROR(BindPackedOptions(
+      rest, quantized_attrs.global_scale, metadata_attrs.group_offset, transpose_w, epilogue,
+      packed.tile_groups == 4, needs_sums ? &x_sums : nullptr, &qmm));
   const DType dtype = half ? DType::kF16 : DType::kBF16;
   if (const char* problem = GemmSm90Problem(dtype, ComputeCapability())) {
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
   if (auto reason = rules::QmmPackedProblem(product.n, gated)) return Unimplemented(kOp, *reason);
   rules::QmmPlanSm90 plan;
-  JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, w.coding,
-                               {k, product.n, gated, true, !transpose_w, half}, product.rows_x,
-                               product.rows_y, product.metadata, &plan));
+  JGG_RETURN_IF_ERROR(
+      BindPlan(kOp, plan_attrs, w.coding,
+               {k, product.n, gated, true, !transpose_w, half, scaled ? plan_attrs.planes : 0},
+               product.rows_x, product.rows_y, product.metadata, &plan));
   OperandsSm90 operands{};
   operands.dtype = dtype;
   operands.l_k_major = true;
-  operands.l = {x.untyped_data(), dtype, k, product.rows_x, 1, k, k};
+  operands.l = {x.untyped_data(), dtype, k, product.rows_x, planes, planes * k, k};
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.packed = packed;
+  quantized.planes = static_cast<int>(planes);
+  quantized.x_sums = x_sums;
   const auto launch = transpose_w ? LaunchPackedGemmSm90 : LaunchTransposedGemmSm90;
   return FromCuda(kOp, launch(stream, quantized, w.coding, plan, operands));
 }
@@ -101,7 +133,7 @@ XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,
                            .Arg<ffi::AnyBuffer>()  // weight
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()        // global_scale, group_offset, bias, row_scale
+                           .RemainingArgs()  // x_sums, global_scale, group_offset, bias, row_scale
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<QuantizedAttrs>("quantized")
                            .Attr<MetadataAttrs>("metadata")

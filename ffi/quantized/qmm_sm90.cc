@@ -30,6 +30,7 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   shape.bfloat16_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kBF16;
   shape.transpose_w = args.transpose_w;
   shape.in_order = args.in_order;
+  if (auto reason = rules::GroupsSm90Problem(coding.Facts(), args.w.group_size)) return reason;
   if (auto reason = rules::QmmSm90Problem(shape)) return reason;
   for (const void* scales : {args.w.scales, args.w.biases}) {
     if (reinterpret_cast<uintptr_t>(scales) % 4 != 0) return "scales are not 4-byte aligned";

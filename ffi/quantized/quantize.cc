@@ -39,6 +39,9 @@ static ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Remaining
   if (args.q.coding.HasFloatScales() && args.q.coding.scale_dtype != args.dtype) {
     return InvalidArgument(op, "scales and w must have one dtype");
   }
+  if (args.q.coding.HasFloatScales() && args.q.group_size < 32 && args.dtype != DType::kF32) {
+    return InvalidArgument(op, "groups of ", args.q.group_size, " need a float32 w");
+  }
   if (auto reason = quantize_sm80_unsupported(args, ComputeCapability())) {
     return Unimplemented(op, *reason);
   }

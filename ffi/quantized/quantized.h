@@ -47,6 +47,9 @@ struct PackedCodesSm90 {
   int column_tiles, k_tiles;  // of a weight
   int tile_scales;            // affine: bytes of scales and biases of a tile
   bool half_scales;           // they are float16
+  bool float_scales;          // ... or float32
+  bool tiles_share;           // two tiles of k share scales
+  int tile_groups;            // groups of a tile's row
 };
 
 }  // namespace jgg

@@ -35,6 +35,15 @@ inline std::string UnknownMode(std::string_view name) {
          NamesOf(", ", [](const FormatFacts&) { return true; });
 }
 
+// A weight of this mode in groups of `group_size`, in any layout.
+inline Reason GroupsSm90Problem(const FormatFacts& format, int group_size) {
+  if (format.scale == ScaleType::kFloat32 || group_size >= format.least_group_sm90) {
+    return std::nullopt;
+  }
+  return "has no groups of " + std::to_string(group_size) + " codes in mode '" +
+         std::string(format.name) + "'";
+}
+
 // A qmm: x (T, K) @ W, a weight in layout "linear".
 struct QmmShape {
   int64_t k;

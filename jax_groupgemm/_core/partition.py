@@ -67,7 +67,7 @@ class _Plan:
     letters: tuple[str, ...]  # of the operands and the result
     mesh_axes: dict[str, tuple[str, ...]]
     mesh: Any  # what those axes are, as ``_Named``
-    units: dict[str, int]  # of each axis letter: its size, or quantization groups where it has some
+    units: dict[str, int]  # of each axis letter: its size, or whole quantization groups and words
 
     def in_specs(self, operands) -> list[P]:
         """A spec for every operand; metadata is replicated."""
@@ -175,7 +175,7 @@ def plan_by(call: Call, mesh, specs, shapes, operands, allowed=None) -> _Plan:
     units: dict[str, int] = {}
     for letters, shape in zip(words, shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
-            units[letter] = min(units.setdefault(letter, size), size)
+            units[letter] = math.gcd(units.setdefault(letter, size), size)
     mesh_axes: dict[str, tuple[str, ...]] = {}
     used: list[str] = []
     for letters, spec in zip(words, specs, strict=True):

@@ -407,7 +407,8 @@ def _call_lowering(platform: str, ctx, *values, call: Call, devices: int, mesh, 
 
 def _rule(call: Call, types) -> str:
     """Which axes of operands and result are the same factor, as Shardy writes it. A letter of
-    several sizes is a factor of the smallest: of an axis in quantization groups, their number."""
+    several sizes is a factor of all: of an axis in quantization groups, their number, or that of
+    their pairs where two share a word."""
     own = _own(call, types)
     *operands, out = map(list, call.letters(own))
     metadata = [[f"m{i}_{j}" for j in range(t.ndim)] for i, t in enumerate(own[len(operands) :])]
@@ -418,7 +419,7 @@ def _rule(call: Call, types) -> str:
         [*given, out], [*(t.shape for t in types), call.out_shape(own)], strict=True
     ):
         for name, size in zip(names, shape, strict=True):
-            sizes[name] = min(sizes.get(name, size), size)
+            sizes[name] = math.gcd(sizes.get(name, size), size)
     written = {name: chr(ord("i") + i) if i < 18 else f"z_{i - 17}" for i, name in enumerate(sizes)}
     listed = lambda names: ", ".join(written[name] for name in names)
     mapped = ", ".join(f"[{listed(names)}]" for names in given)

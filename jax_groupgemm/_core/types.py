@@ -22,7 +22,8 @@ Mode = Literal["affine", "mxfp4", "mxfp8", "nvfp4", "fp8"]
 LayoutName = Literal["linear", "sm90", "grouped", "swizzled"]
 #: Sizes, indices and bounds: an array, or numbers that become one.
 Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
-#: Libraries whose quantized checkpoints are read.
-CheckpointFormat = Literal[
+#: Libraries whose quantized checkpoints are read: those whose layers are all quantized, and all.
+QuantizedFormat = Literal[
     "mlx", "awq", "gptq", "compressed-tensors", "modelopt", "gpt-oss", "fp8"
 ]  # fmt: skip
+CheckpointFormat = Literal[QuantizedFormat, "gguf"]

@@ -23,7 +23,7 @@ from . import blocks, conversion_calls, convert, prepack
 
 class Fp8(PackedFormat):
     name, bits, scales = "fp8", (8,), ("float32",)
-    takes_block = True
+    takes_block = scalable = True
     rounds_to_x = False  # else scales would have to be rounded
     calls = PRODUCTS - {"jgg_qmm"} | {"jgg_qmm_fp8", "jgg_prepack_fp8"}
 
@@ -39,7 +39,7 @@ class Fp8(PackedFormat):
     def dequantized_dtype(self, q: Quantized) -> Any:
         return jnp.float32
 
-    def check_operand(self, op: str, w, contract: int, group_size: int, block) -> None:
+    def check_operand(self, op: str, w, contract: int, bits: int, group_size: int, block) -> None:
         least = 2 if contract == -2 or block is None or block[0] > 1 else 1
         if w.ndim < least:
             letters = {1: "(..., K)", 2: "(..., N, K)" if contract == -1 else "(..., K, N)"}[least]
@@ -129,7 +129,7 @@ class Fp8(PackedFormat):
     def separate(self, words, bits: int) -> jax.Array:
         return packed_codes.separate_e4m3(words)
 
-    def scales_fit(self, dtype, x_dtype) -> bool:
+    def scales_fit(self, q, x_dtype) -> bool:
         return True  # kernels make others of them
 
     def has_lines(self, q: Quantized) -> bool:

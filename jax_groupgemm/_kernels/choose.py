@@ -36,14 +36,16 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# ... of float16 x, which the other kernel of Hopper does not take as it is. An estimate, as the
-# next two.
+# ... of float16 x, and of float32 x where bfloat16 does not hold the weight, which the other kernel
+# of Hopper does not take. An estimate, as the next three.
 _REPACK_HALF_FROM_ROWS = 1
+# ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
+_REPACK_SCALED_FROM_ROWS = 9
 # ... of a weight that is quantized along N, which no Hopper kernel takes as it is stored.
 _REPACK_TRANSPOSED_FROM_ROWS = 1
 # Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
 # parts, is faster than packing the weight.
-_PLANES_UP_TO_ROWS = 16
+_PLANES_UP_TO_ROWS = 32
 
 
 def choose(problem: Problem) -> Plan | None:
@@ -183,9 +185,13 @@ def _warn_once(message: str) -> None:
 def _packed_operands(p: Qmm) -> str | None:
     if not dense.qmm_planes(p, packed=True):
         return f"needs 16-bit x, or a mode that bfloat16 holds exactly, got {p.dtypes[0]}"
-    fit = {"bfloat16": p.bfloat16_scales, "float16": p.float16_scales}
-    if not fit.get(p.dtypes[0], True):
-        return f"scales and x differ in dtype: x is {p.dtypes[0]}"
+    if not dense.qmm_scaled(p, packed=True):
+        if why := dense.groups_sm90(p.mode, p.group_size):
+            return f"{why} without transpose_w"
+        fit = {"bfloat16": p.bfloat16_scales, "float16": p.float16_scales}
+        if not fit.get(p.dtypes[0], True):
+            differ = f"scales and x differ in dtype: x is {p.dtypes[0]}"
+            return differ if any(fit.values()) else f"{differ}, scales are float32"
     if not p.transpose_w and p.gated:
         return "a gated activation needs transpose_w=True"
     return None if p.in_order else "needs segments in order"
@@ -217,8 +223,12 @@ def _planes_pay(p: Qmm) -> bool:
 def _repack_from(p: Qmm) -> int:
     if not p.transpose_w:
         return _REPACK_TRANSPOSED_FROM_ROWS
+    if p.dtypes[0] != "float32" and dense.qmm_scaled(p, packed=True):
+        return _REPACK_SCALED_FROM_ROWS
+    if p.dtypes[0] != "bfloat16" and not p.exact_in_bfloat16:
+        return _REPACK_HALF_FROM_ROWS
     if p.dtypes[0] == "float16":
-        return _REPACK_HALF_FROM_ROWS if not p.exact_in_bfloat16 else _PLANES_UP_TO_ROWS
+        return _PLANES_UP_TO_ROWS
     return _REPACK_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
 
 
@@ -226,6 +236,8 @@ def as_stored_sm90(p: Qmm) -> str | None:
     """Why Hopper's kernel does not take a weight as it is stored."""
     if p.layout != "linear":
         return f"needs layout 'linear', got {p.layout!r}"
+    if why := dense.groups_sm90(p.mode, p.group_size):
+        return why
     return extension.rules().qmm_sm90_problem(
         k=p.k, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
         bfloat16_scales=p.bfloat16_scales,
@@ -245,13 +257,17 @@ def _qmm_config(p: Qmm) -> dict[str, Any]:
 
 def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
     """Who multiplies, and in which tiles: ffi/quantized/plan.h."""
-    planes = dense.qmm_planes(p, packed=packed)
+    planes, scaled = dense.qmm_planes(p, packed=packed), dense.qmm_scaled(p, packed=packed)
+    rows_each = 1 if scaled else planes
     plan = extension.rules().plan_qmm_sm90(
-        mode=p.mode, bits=p.bits, packed=packed, rows_x=planes * p.rows_x, rows=planes * p.rows,
-        segments=p.segments, k=p.k, n=p.n, gated=p.gated, transposed=not p.transpose_w,
-        half=planes == 1 and p.dtypes[0] == "float16", sizes=p.sizes, offset=p.offset,
+        mode=p.mode, bits=p.bits, packed=packed, rows_x=rows_each * p.rows_x,
+        rows=rows_each * p.rows, segments=p.segments, k=p.k, n=p.n, gated=p.gated,
+        transposed=not p.transpose_w, half=planes == 1 and p.dtypes[0] == "float16",
+        scaled=planes if scaled else 0, sizes=p.sizes, offset=p.offset,
     )  # fmt: skip
-    named = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
+    named: dict[str, Any] = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
+    if named["way"] == "scaled" and named["tile"] > 32:
+        named["beside"], planes = True, 3 if planes == 2 else planes
     more = {"x_ordered": not packed, "planes": planes, "sum_parts": dense.sum_parts(p, planes)}
     return named | more
 
@@ -259,6 +275,8 @@ def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
 def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:
     if dense.qmm_planes(p, packed=packed) != 1:
         return "options are done to sums of bfloat16 parts"
+    if p.gated and dense.qmm_scaled(p, packed=packed):
+        return "scales multiply sums, which has no gated activation"
     return _qmm_fuses(p)
 
 
@@ -360,13 +378,14 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             "sm90", "jgg_qmm_packed", _packed, _qmm_packed_fuses,
             config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
             needs="bfloat16 and float16 x, or modes mxfp4, mxfp8, nvfp4; affine scales of x's "
-            "dtype; prepacked weights, or many rows, or float16 x, or transpose_w=False",
+            "dtype, not of 16 codes; prepacked weights, or many rows, or float16 x, or "
+            "transpose_w=False",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
             needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; transpose_w; weights as stored, "
-            "K * bits % 128 == 0",
+            "affine groups of 32 or more, K * bits % 128 == 0",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
@@ -423,8 +442,15 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "few_tokens": (
         Kernel(
             "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True, pays=rows.few_pay,
-            needs="bfloat16, prepacked weights; up to 32 pairs of token and expert, 8 of a token; "
-            "pairs * D * F up to 2^26",
+            needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token; "
+            "pairs * D * F up to 2^26; from 33 pairs on up to 2^27, D and F up to 2048",
+        ),
+    ),
+    "router": (
+        Kernel(
+            "sm90", "jgg_moe_router", rows.chooses_for, pays=rows.choosing_for_pays,
+            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 8 tokens, "
+            "512 experts",
         ),
     ),
     **rows.KERNELS,

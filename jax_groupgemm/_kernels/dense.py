@@ -70,13 +70,36 @@ def sum_parts(p: Mm | Qmm, planes: int = 1) -> int:
 
 
 def qmm_planes(p: Qmm, *, packed: bool = False) -> int:
-    """The planes in which Hopper's kernels take x, a row for each; 0 where they do not. Where the
-    weight is ``packed``, they take float16 as it is."""
-    if p.dtypes[0] == "bfloat16" or (packed and p.dtypes[0] == "float16"):
+    """The planes in which Hopper's kernels take x; 0 where they do not. Where the weight is
+    ``packed``, they take float16 as it is, and planes beside any floating scales."""
+    if p.dtypes[0] == "bfloat16" or (packed and _decodes_halves(p)):
         return 1
     planes = 2 if p.dtypes[0] == "float16" or p.tf32 else 3
     fits = planes * max(p.rows, p.rows_x) < 2**31 - 2**10
-    return planes if p.exact_in_bfloat16 and fits else 0
+    exact = p.exact_in_bfloat16 or (packed and p.scalable and p.transpose_w)
+    return planes if exact and fits else 0
+
+
+def _decodes_halves(p: Qmm) -> bool:
+    small = p.transpose_w and p.scalable and groups_sm90(p.mode, p.group_size) is not None
+    return p.dtypes[0] == "float16" and p.float16_scales and not small
+
+
+def qmm_scaled(p: Qmm, *, packed: bool) -> bool:
+    """Whether scales multiply sums, because x's dtype does not hold the weight's values, or its
+    scales, or these are of too few codes to decode them so."""
+    if not (packed and p.scalable and p.transpose_w):
+        return False
+    if qmm_planes(p, packed=True) > 1:
+        return not p.exact_in_bfloat16
+    if p.dtypes[0] == "bfloat16":
+        return not p.bfloat16_scales or groups_sm90(p.mode, p.group_size) is not None
+    return False
+
+
+def groups_sm90(mode: str, group_size: int) -> str | None:
+    """Why Hopper's kernels do not take weights of a mode in such groups."""
+    return extension.rules().groups_sm90_problem(mode=mode, group_size=group_size)
 
 
 def in_parts(p: Mm | Qmm, planes: int = 1) -> str | None:

@@ -41,6 +41,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_fp8_grouped_mm": ("cuda",),
     "jgg_fp8_grouped_wgrad": ("cuda",),
     "jgg_moe_top_k": ("cuda",),
+    "jgg_moe_router": ("cuda",),
     "jgg_moe_route": ("cuda",),
     "jgg_moe_dispatch": ("cuda",),
     "jgg_moe_combine": ("cuda",),

@@ -122,10 +122,12 @@ class Qmm(Fused):
     k: int
     n: int
     bits: int
+    group_size: int = 128  # codes that share a scale
     layout: str
     bfloat16_scales: bool  # bfloat16 holds its scales
     float16_scales: bool = False
     exact_in_bfloat16: bool = False  # ... and its values
+    scalable: bool = False  # scales may multiply sums: ffi/quantized/device/scaled_rows_sm90.cuh
     tf32: bool = False
     lines: bool = True  # kernels read lines of its codes
     packable: bool  # a kernel packs the weight
@@ -188,6 +190,7 @@ class Moe(Problem):
     choices: int = 1  # experts of a token
     packed: bool = False  # weights are prepacked
     matrix: int = 0  # elements of an expert's down projection, D * F
+    formats: tuple[tuple[str, int], ...] = ()  # of weights: modes and group sizes
     activation: str | None = None
 
 
@@ -199,6 +202,15 @@ class TopK(Problem):
     experts: int
     k: int
     groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Router(TopK):
+    """``router``: the same choice of logits that are a product of x (``tokens``, ``d``) and a
+    weight; the dtypes are those of both."""
+
+    tokens: int
+    d: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

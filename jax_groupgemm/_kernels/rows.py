@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from . import dense, extension
 from .kernel import Kernel
-from .problems import HALVES, Conversion, Fp8Activation, Fp8Conversion, Moe, Rows, TopK
+from .problems import (
+    FLOATS,
+    HALVES,
+    Conversion,
+    Fp8Activation,
+    Fp8Conversion,
+    Moe,
+    Router,
+    Rows,
+    TopK,
+)
 
 
 def routes(p: Moe) -> str | None:
@@ -17,6 +27,24 @@ def chooses(p: TopK) -> str | None:
     if p.empty:
         return "an operand is empty"
     return extension.rules().moe_top_k_problem(experts=p.experts, k=p.k, groups=p.groups)
+
+
+def chooses_for(p: Router) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    x, w = p.dtypes
+    if x not in FLOATS or w not in ("float32", "bfloat16"):
+        return f"x is {x}, w is {w}"
+    return extension.rules().moe_router_problem(
+        tokens=p.tokens, d=p.d, experts=p.experts, k=p.k, groups=p.groups
+    )
+
+
+def choosing_for_pays(p: Router) -> bool:
+    """A cluster alone reads larger weights longer than a product of the whole GPU takes. 64 tokens
+    take 13.6 us, and 6 in a product and a choice (docs/lab)."""
+    size = p.d * p.experts * (4 if p.dtypes[1] == "float32" else 2)
+    return p.tokens <= 8 and size <= 2**21
 
 
 def takes_rows(p: Moe) -> str | None:
@@ -39,14 +67,18 @@ def takes_few(p: Moe) -> str | None:
         return "needs bfloat16 x"
     if why := dense.unknown_activation(p.activation):
         return why
+    for mode, group_size in p.formats:
+        if why := dense.groups_sm90(mode, group_size):
+            return why
     return extension.rules().moe_few_tokens_problem(
         pairs=p.pairs, choices=p.choices, width=p.d, packed=p.packed
     )
 
 
 def few_pay(p: Moe) -> bool:
-    """With more weights to read, the kernels of tiles are faster (docs/lab)."""
-    return p.pairs * p.matrix <= 2**26
+    """With more weights to read, the kernels of tiles are faster (docs/lab). More than 32 pairs
+    have other kernels, whose limit is an estimate."""
+    return p.pairs * p.matrix <= (2**26 if p.pairs <= 32 else 2**27)
 
 
 def differentiates(p: Rows) -> str | None:

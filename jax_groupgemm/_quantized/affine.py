@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,13 @@ from .in_groups import CONVERSIONS, PackedInGroups, divide
 
 
 class Affine(PackedInGroups):
-    name, bits, group_sizes = "affine", (4, 2, 3, 5, 6, 8), (64, 32, 128)
-    scales, has_biases = FLOATS, True
+    name, bits, group_sizes = "affine", (4, 2, 3, 5, 6, 8), (64, 16, 32, 128)
+    scales, has_biases, scalable = FLOATS, True, True
     calls = PRODUCTS | CONVERSIONS | {"jgg_prepack"}
     words = ("uint32", "uint16")
+
+    def codes_together(self, bits: int, group_size: int) -> int:
+        return math.lcm(group_size, 32 // math.gcd(bits, 32))
 
     def dequantized_dtype(self, q: Quantized) -> Any:
         return q.scales.dtype
@@ -52,29 +56,33 @@ class Affine(PackedInGroups):
     def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
         return (k_tiles // 2, 64) if group_size == 128 else (k_tiles, 4096 // group_size)
 
-    def unpackable(self, q: Quantized, tile: int) -> str | None:
-        if why := super().unpackable(q, tile):
-            return why
-        if q.scales.dtype != jnp.float32:
-            return None
-        return (
-            "its scales are float32, not bfloat16 or float16. scales_dtype=jnp.bfloat16 or "
-            "jnp.float16, as x has it, rounds them"
-        )
+    def words_of_scale(self, q: Quantized) -> int:
+        _, words = self.packed_scales(q.group_size, q.weight.shape[-2])
+        return 2 if q.scales.dtype == jnp.uint32 and q.scales.shape[-1] == 2 * words else 1
 
-    def scales_fit(self, dtype, x_dtype) -> bool:
-        of_words = {"uint32": "bfloat16", "uint16": "float16"}
-        return of_words.get(dtype.name, dtype.name) == x_dtype
+    def scales_fit(self, q: Quantized, x_dtype) -> bool:
+        name = q.scales.dtype.name
+        if name == "uint32":
+            name = "bfloat16" if self.words_of_scale(q) == 1 else "float32"
+        return {"uint16": "float16"}.get(name, name) == x_dtype
 
     def with_scales_of(self, q: Quantized, dtype) -> Quantized:
         scales, biases = (leaf.astype(dtype) for leaf in (q.scales, q.biases))
         return dataclasses.replace(q, scales=scales, biases=biases)
 
     def packed(self, code, q: Quantized) -> tuple[jax.Array, jax.Array]:
+        if q.scales.dtype == jnp.float32:
+            words = [lax.bitcast_convert_type(v, jnp.uint32) for v in (q.scales, q.biases)]
+            return code, jnp.stack(words, axis=-1)
         scale, bias = (u32(lax.bitcast_convert_type(v, jnp.uint16)) for v in (q.scales, q.biases))
         return code, scale | bias << 16
 
     def of_codes_and_words(self, w: Quantized, code, words, reshape) -> Quantized:
+        if self.words_of_scale(w) == 2:
+            parts = (lax.index_in_dim(words, i, -1, keepdims=False) for i in range(2))
+            return self.unpacked(
+                w, code, *(lax.bitcast_convert_type(v, jnp.float32) for v in parts)
+            )
         of = jnp.float16 if w.scales.dtype == jnp.uint16 else jnp.bfloat16
         scales, biases = (
             lax.bitcast_convert_type(v.astype(jnp.uint16), of)

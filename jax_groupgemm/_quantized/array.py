@@ -27,15 +27,15 @@ from .layouts import LAYOUTS
 class Quantized:
     """A quantized array ``(..., K)``, in blocks of ``group_size`` along K. A pytree.
 
-    =========  ============  ==================  ===================  =========================
-    mode       group_size    bits                scales               value of code ``q``
-    =========  ============  ==================  ===================  =========================
-    affine     32, 64, 128   2, 3, 4, 5, 6, 8    floating             ``q * scale + bias``
-    mxfp4      32            4                   uint8, E8M0          ``e2m1 * scale``
-    mxfp8      32            8                   uint8, E8M0          ``e4m3 * scale``
-    nvfp4      16            4                   uint8, E4M3          ``e2m1 * scale * global``
-    fp8        ``block``     8                   float32              ``e4m3 * scale``
-    =========  ============  ==================  ===================  =========================
+    =========  ================  ================  ==========  =========================
+    mode       group_size        bits              scales      value of code ``q``
+    =========  ================  ================  ==========  =========================
+    affine     16, 32, 64, 128   2, 3, 4, 5, 6, 8  floating    ``q * scale + bias``
+    mxfp4      32                4                 uint8 E8M0  ``e2m1 * scale``
+    mxfp8      32                8                 uint8 E8M0  ``e4m3 * scale``
+    nvfp4      16                4                 uint8 E4M3  ``e2m1 * scale * global``
+    fp8        ``block``         8                 float32     ``e4m3 * scale``
+    =========  ================  ================  ==========  =========================
 
     The sign bit of an E4M3 scale is ignored. e2m1 codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6;
     8 to 15 are their negatives. Mode ``"fp8"`` has one scale for each block of rows and columns,
@@ -46,7 +46,8 @@ class Quantized:
       weight: uint32 ``(..., K*bits/32)``: one little-endian bit stream along the last axis, element
         i in bits ``[i*bits, (i+1)*bits)``. Mode ``"fp8"``: float8_e4m3fn ``(..., K)``, or its bits
         as uint8, or float8_e5m2.
-      scales: ``(..., K/group_size)``. Mode ``"fp8"``: ``(..., ceil(N/block[0]),
+      scales: ``(..., K/group_size)``; in mode ``"affine"`` float32, bfloat16 or float16, whatever
+        x is. Mode ``"fp8"``: ``(..., ceil(N/block[0]),
         ceil(K/block[1]))``, or those of leading axes alone where ``block`` is None.
       biases: the shape and dtype of scales in mode ``"affine"``, otherwise None.
       global_scale: float32, a multiplier; mode ``"nvfp4"`` only, or None. A scalar, or one per
@@ -66,7 +67,8 @@ class Quantized:
         compared where the array is used, so that a tree of anything (shardings, tracers) may be
         built.
 
-    The formats of the same names of MLX, bit for bit; MLX has no fp8 of that kind.
+    The formats of the same names of MLX, bit for bit; MLX has no fp8 of that kind, and no affine
+    groups of 16.
     """
 
     weight: Any

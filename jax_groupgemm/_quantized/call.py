@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core import float_bits as fb
 from .._core.products import Mm
 from .._core.segments import Metadata
 from .._grouped.call import NO_EPILOGUE, Epilogue, attributes, epilogue_flags, metadata_flags
@@ -32,9 +33,10 @@ def qmm_problem(
         # Rows may be of groups that are not here.
         all_groups=groups if metadata.group_offset is None else metadata.count,
         k=k, n=n, mode=q.mode, bits=q.bits, layout=q.layout, calls=kind.calls,
-        bfloat16_scales=kind.scales_fit(q.scales.dtype, "bfloat16"),
-        float16_scales=kind.scales_fit(q.scales.dtype, "float16"),
-        exact_in_bfloat16=kind.exact_in_bfloat16, tf32=product.tf32,
+        group_size=kind.attribute_group_size(q.group_size),
+        bfloat16_scales=kind.scales_fit(q, "bfloat16"),
+        float16_scales=kind.scales_fit(q, "float16"),
+        exact_in_bfloat16=kind.exact_in_bfloat16, scalable=kind.scalable, tf32=product.tf32,
         lines=q.layout != "linear" or kind.has_lines(q),
         packable=packable and bool(kind.calls & format.PREPACKS),
         in_order=metadata.form.ordered_y, transpose_w=product.transpose_w, **epilogue.facts(),
@@ -49,7 +51,10 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
 
     ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this plan.
     """
-    if (planes := plan.config.get("planes", 1)) > 1:
+    planes, x_sums = plan.config.get("planes", 1), None
+    if plan.config.get("beside"):
+        x, x_sums = _planes_beside(planes, x, q)
+    elif planes > 1:
         assert epilogue.nothing
         return _in_planes(planes, plan, x, q, metadata, product)
     rows, (groups, _, n) = product.rows, product.sizes(q)
@@ -62,7 +67,8 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         "quantized": flags_of(q),
         "metadata": metadata_flags(metadata),
         "epilogue": epilogue_flags(epilogue),
-        "plan": {name: plan.config.get(name, no) for name, no in _NO_PLAN.items()},
+        "plan": {name: plan.config.get(name, no) for name, no in _NO_PLAN.items()}
+        | ({} if plan.config.get("beside") else {"planes": 1}),
     }
     x_ordered = plan.config.get("x_ordered", False)
     if x_ordered and not x_is_ordered:
@@ -81,7 +87,7 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         del flags["quantized"]
         sizes = (min(size, max(axis, 1)) for size, axis in zip(q.block, q.shape[-2:], strict=True))
         flags["block"] = dict(zip(("rows", "columns"), sizes, strict=True))
-    options = [value for value in (q.biases, q.global_scale, *offset) if value is not None]
+    options = [a for a in (x_sums, q.biases, q.global_scale, *offset) if a is not None]
     call = jax.ffi.ffi_call(plan.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
     return call(
         x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
@@ -101,8 +107,21 @@ def _in_planes(count: int, plan: choose.Plan, x, q, metadata: Metadata, product:
     return out.astype(product.out_dtype)
 
 
+def _planes_beside(count: int, x, q):
+    """x as ``count`` bfloat16 numbers beside each other that sum to it, (T, count * K), and, if the
+    format has biases, what those multiply: sums of 32 k, (K / 128, T, 4), or of 16 where groups
+    have 16, (K / 64, T, 4)."""
+    rows, k = x.shape
+    parts = x if count == 1 else as_planes(x, count).reshape(rows, count * k)
+    if not format.of(q).has_biases:
+        return parts, None
+    whole = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -k % 128)))
+    sums = whole.reshape(rows, -1, 4, min(q.group_size, 32)).sum(-1)
+    return parts, sums.transpose(1, 0, 2)
+
+
 #: Of kernels that have no plan.
-_NO_PLAN = {"way": "tiles", "tile": 0, "parts": 1, "pairs": False}
+_NO_PLAN = {"way": "tiles", "tile": 0, "parts": 1, "pairs": False, "planes": 1}
 
 
 def quantize(w, global_scale, *, mode, bits, group_size):
@@ -110,6 +129,12 @@ def quantize(w, global_scale, *, mode, bits, group_size):
     *lead, k = w.shape
     rows = math.prod(lead)
     has_biases = format.FORMATS[mode].has_biases
+    if has_biases and group_size < 32 and w.dtype != jnp.float32:
+        # A lane has 32 numbers of 16 bits, of one group; of float32 it has 16, and the same bits.
+        weight, *floats = quantize(
+            w.astype(jnp.float32), global_scale, mode=mode, bits=bits, group_size=group_size
+        )
+        return weight, *(fb.narrow(fb.bits(a), w.dtype) for a in floats)
     scales = jax.ShapeDtypeStruct((rows, k // group_size), w.dtype if has_biases else jnp.uint8)
     results = jax.ShapeDtypeStruct((rows, k * bits // 32), jnp.uint32), scales
     results += (scales,) if has_biases else ()
@@ -145,6 +170,8 @@ def prepack(weight, scales, biases, *, mode, bits, group_size):
     rows, k_tiles = math.prod((*lead, n)), words * 32 // bits // 64
     operands = [a.reshape(rows, a.shape[-1]) for a in (weight, scales, biases) if a is not None]
     scale_tiles, scale_words = format.packed_of(mode).packed_scales(group_size, k_tiles)
+    if scales.dtype == jnp.float32:
+        scale_words *= 2
     results = [
         jax.ShapeDtypeStruct((rows // 64, *shape), jnp.uint32)
         for shape in ((k_tiles, 128 * bits), (scale_tiles, scale_words))

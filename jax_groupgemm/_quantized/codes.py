@@ -53,7 +53,8 @@ def codes_in_groups(weight, bits: int, group_size: int):
         inside = (-bits < offset) & (offset < 32)
         code = code | (part & np.where(inside, 2**bits - 1, 0).astype(np.uint32))
     *lead, chunks, _ = code.shape
-    return code.reshape(*lead, chunks * count // group_size, group_size // count, count)
+    together = min(count, group_size)
+    return code.reshape(*lead, chunks * count // group_size, group_size // together, together)
 
 
 def blocks(x, size: int):

@@ -49,7 +49,8 @@ def quantize(
         q0 = round(edge / s);  s, bias = (edge / q0, edge) if q0 != 0 else (s, 0)
         q = clip(round((w - bias) / s), 0, 2**bits - 1)
 
-    then s and bias are rounded to w's dtype. The other modes, with ``amax = max |w|``::
+    then s and bias are rounded to w's dtype: for float32 scales pass w as float32, which changes no
+    code. The other modes, with ``amax = max |w|``::
 
         mxfp4, mxfp8:  scale = 2**ceil(log2(amax / 6)), amax / 448 for mxfp8;  q = round(w / scale)
         nvfp4:         scale = e4m3(amax / 6 * S);  q = e2m1(w * S / scale)
@@ -75,7 +76,8 @@ def quantize(
       have w's dtype.
 
     Raises:
-      ValueError: K is not a multiple of ``group_size``, or a name or number is not known.
+      ValueError: K is not a multiple of ``group_size`` (of 32 codes of 3 and 5 bits, for whole
+        words), or a name or number is not known.
       TypeError: w is not floating, or global_scale not float32.
 
     A non-finite element turns its own group into NaN (affine: into NaN or Inf), and no other. The
@@ -92,7 +94,7 @@ def quantize(
     said, contract = contract, -1 if contract is None else contract
     if not isinstance(contract, (int, np.integer)) or contract not in (-1, -2):
         raise ValueError(f"jgg.{op}: contract={check.describe(contract)} is not -1 or -2")
-    kind.check_operand(op, w, contract, group_size, block)
+    kind.check_operand(op, w, contract, bits, group_size, block)
     if said is None:
         _warn_if_square(op, w)
     if contract == -2:

@@ -46,6 +46,7 @@ class Format(abc.ABC):
         float32.
       exact_in_bfloat16: whether bfloat16 holds every value, as kernels decode it: then products of
         bfloat16 parts of x are those of x.
+      scalable: whether a kernel may multiply sums over codes by its scales.
       calls: the custom calls that take it. A format without any runs as an XLA program.
     """
 
@@ -57,7 +58,7 @@ class Format(abc.ABC):
     takes_global_scale = False
     takes_block = False
     rounds_to_x = True
-    exact_in_bfloat16 = False
+    exact_in_bfloat16 = scalable = False
     calls: frozenset[str] = frozenset()
 
     # ---- an array in this format
@@ -85,6 +86,10 @@ class Format(abc.ABC):
         """The static fields, as ``repr`` shows them."""
         return f"mode={q.mode!r}, bits={q.bits}, group_size={q.group_size}"
 
+    def codes_together(self, bits: int, group_size: int) -> int:
+        """Codes that nothing cuts apart: whole groups, in whole words."""
+        return group_size
+
     @abc.abstractmethod
     def dequantized_dtype(self, q: Quantized) -> Any:
         """The dtype of ``dequantize(q)``."""
@@ -92,7 +97,7 @@ class Format(abc.ABC):
     # ---- conversions
 
     @abc.abstractmethod
-    def check_operand(self, op: str, w, contract: int, group_size: int, block) -> None:
+    def check_operand(self, op: str, w, contract: int, bits: int, group_size: int, block) -> None:
         """Raise where w, contracted over axis -1 or -2, cannot be quantized."""
 
     @abc.abstractmethod
@@ -145,8 +150,9 @@ class Format(abc.ABC):
         """``group_size`` as handlers take it."""
         return group_size
 
-    def scales_fit(self, dtype, x_dtype) -> bool:
-        """Whether ``x_dtype`` holds scales of this dtype exactly, as kernels read them."""
+    def scales_fit(self, q: Quantized, x_dtype) -> bool:
+        """Whether ``x_dtype`` holds the scales exactly, as kernels read them."""
+        dtype = q.scales.dtype
         return not jnp.issubdtype(dtype, jnp.floating) or dtype == x_dtype
 
 
@@ -169,6 +175,10 @@ class PackedFormat(Format):
     @abc.abstractmethod
     def packed_scales(self, group_size: int, k_tiles: int) -> tuple[int, int]:
         """The last two axes of the scales: tiles along K that share words, and words."""
+
+    def words_of_scale(self, q: Quantized) -> int:
+        """Words of a scale in layout "sm90", of ``q`` in that layout."""
+        return 1
 
     def codes_per_word(self, group_size: int) -> int:
         """Codes of a row that share a scale there."""

@@ -47,17 +47,18 @@ class InGroups(Format):
     def dequantized_dtype(self, q: Quantized) -> Any:
         return jnp.bfloat16 if q.global_scale is None else jnp.float32
 
-    def check_operand(self, op: str, w, contract: int, group_size: int, block) -> None:
-        if w.ndim >= -contract and w.shape[contract] % group_size == 0:
+    def check_operand(self, op: str, w, contract: int, bits: int, group_size: int, block) -> None:
+        unit = self.codes_together(bits, group_size)
+        if w.ndim >= -contract and w.shape[contract] % unit == 0:
             return
         letters = "(..., K)" if contract == -1 else "(..., K, N)"
         other = 2 if contract == -1 else 1
-        hint = ""
-        if w.ndim >= 2 and w.shape[-other] % group_size == 0:
+        hint, whole = "", "" if unit == group_size else f", and of {unit} for whole words"
+        if w.ndim >= 2 and w.shape[-other] % unit == 0:
             hint = f". Pass contract=-{other} if K is axis {-other}"
         raise ValueError(
             f"jgg.{op}: w has shape {w.shape}, expected {letters} with K a multiple of "
-            f"group_size={group_size}{hint}"
+            f"group_size={group_size}{whole}{hint}"
         )
 
     def quantized(self, op: str, w, global_scale, bits: int, group_size: int, block) -> Quantized:
@@ -67,7 +68,7 @@ class InGroups(Format):
         if mesh is not None:  # leaves are sharded as w is, where groups are not cut
             *lead, last = partition.entries_of(w)
             parts = math.prod(mesh.shape[name] for name in last)
-            last = () if w.shape[-1] // group_size % parts else last
+            last = () if w.shape[-1] // self.codes_together(bits, group_size) % parts else last
             spec = NamedSharding(mesh, P(*(entry or None for entry in (*lead, last))))
             run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=spec)
         weight, scales, biases = run(lax.stop_gradient(w), lax.stop_gradient(global_scale))
@@ -184,18 +185,19 @@ class _Parts(Parts):
     """Of a large weight whose format has no biases, values are looked up."""
 
     def __init__(self, q: Quantized, dtype, k: int, n: int, transpose_w: bool):
-        super().__init__(q, dtype, k, n, transpose_w, block=1 if transpose_w else q.group_size)
+        unit = FORMATS[q.mode].codes_together(q.bits, q.group_size)
+        super().__init__(q, dtype, k, n, transpose_w, block=1 if transpose_w else unit)
         self.table = None
         if q.biases is None and k * n > 4 * 256 << q.bits:
             self.table = dtypes.storage(_value_table(q, dtype))
 
     def values(self, weight, first):
-        q = self.q
+        q, groups = self.q, self.block // self.q.group_size
         part = dataclasses.replace(
             q,
-            weight=self.cut(q.weight, weight, first, q.group_size * q.bits // 32),
-            scales=self.cut(q.scales, weight, first, 1),
-            biases=None if q.biases is None else self.cut(q.biases, weight, first, 1),
+            weight=self.cut(q.weight, weight, first, self.block * q.bits // 32),
+            scales=self.cut(q.scales, weight, first, groups),
+            biases=None if q.biases is None else self.cut(q.biases, weight, first, groups),
             global_scale=None,
         )
         if self.table is None:

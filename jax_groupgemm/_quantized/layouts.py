@@ -47,10 +47,12 @@ class Layout:
         check.dtype(op, f"{name}.weight", q.weight.dtype, ("uint32",))
         kind = format.of(q)
         check.dtype(op, f"{name}.scales", q.scales.dtype, kind.scales, f" in mode {q.mode!r}")
-        if q.weight.ndim == 0 or q.weight.shape[-1] * 32 % (q.bits * q.group_size):
+        unit = kind.codes_together(q.bits, q.group_size)
+        if q.weight.ndim == 0 or q.weight.shape[-1] * 32 % (q.bits * unit):
+            whole = "" if unit == q.group_size else f", of {unit} for whole words,"
             raise ValueError(
                 f"jgg.{op}: {name}.weight has shape {q.weight.shape}, expected (..., K*bits/32) "
-                f"with K a multiple of group_size={q.group_size} and bits={q.bits}"
+                f"with K a multiple of group_size={q.group_size}{whole} and bits={q.bits}"
             )
         q = self.in_order(op, name, dataclasses.replace(q, positions=self._positions(op, name, q)))
         *lead, k = q.shape

@@ -10,7 +10,9 @@ and of every 16 k (a step) ``2 * j``, its neighbour, and the two 8 further on. S
 of uint32, and leaves have shapes (..., N/64, K/64, 128 * bits) and (..., N/64, K/64, 64 * words);
 but of mxfp4 the scales of two rows are one word, (..., N/64, K/64, 32), and two tiles share affine
 scales of 128 k, and those of mode "fp8" (``prepack_fp8``): (..., N/64, K/128, 64). Scales and
-biases that are float16 are pairs of uint16 instead of words. Of a weight's words all threads' first
+biases that are float16 are pairs of uint16 instead of words; those that are float32 are two words,
+the scale and the bias, so that there are twice as many: (words, 32 pairs, 2 rows, 2). Of a weight's
+words all threads' first
 four (or two, or one, as ``packed_codes`` says) come before all threads' next.
 """
 
@@ -37,7 +39,7 @@ from .array import Quantized
 from .layouts import Layout, checked_global_scale, register
 
 _TILE = 64
-_SCALES = (jnp.bfloat16, jnp.float16)
+_SCALES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @listed
@@ -46,28 +48,29 @@ def prepack(
 ) -> Quantized:
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
-    The same values in the layout that the fast kernels read. For Hopper: all modes, ``"affine"``
-    with bfloat16 or float16 scales; N and K multiples of 64; products with activations of bfloat16
-    or float16 (``"affine"``: of the scales' dtype), of float32 too in modes mxfp4, mxfp8 and nvfp4;
-    with either ``transpose_w``, so that ``dx`` has a kernel where cotangents have such a dtype.
-    Other products put all codes back in order first, which takes longer than the product. Mode
-    ``"fp8"`` needs codes of float8_e4m3fn, K a multiple of 128, and blocks of as many columns or of
-    whole rows. Such a weight gets layout ``"sm90"``; any other is returned as it is, with a warning
-    that says why. Every function accepts both layouts: one without a kernel for a layout puts the
-    codes (not the values) back in order first. On Hopper these products pack a weight that is not
-    packed, each time anew: of many rows (1024 per matrix, 2048 with 6 and 8 bits); of float16 x
-    (from one row per matrix on, nvfp4 and mxfp4 from 16); with ``transpose_w=False``, as ``dx`` is
-    (from one row per matrix on); the last two in mode ``"fp8"`` always. They need memory for a copy
-    of the weight. Exceptions are mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and
-    ``implementation="sm80"``. The layout may change with this package's version: store the weight
-    as it was.
+    The same values in the layout that the fast kernels read. For Hopper: all modes; N and K
+    multiples of 64; activations of any dtype. ``dx`` has a kernel, too, where cotangents are
+    bfloat16 or float16 (``"affine"``: of the scales' dtype, in groups of 32 or more), or
+    float32 in modes mxfp4, mxfp8 and nvfp4. Otherwise it puts all codes back in order first,
+    which takes longer than the product. Mode ``"fp8"`` needs codes of float8_e4m3fn, K a
+    multiple of 128, and blocks of as many columns or of whole rows. Such a weight gets layout
+    ``"sm90"``; any other is returned as it is, with a warning that says why. Every function
+    accepts both layouts: one without a kernel for a layout puts the codes (not the values) back
+    in order first. On Hopper these products pack a weight that is not packed, each time anew:
+    of many rows (1024 per matrix, 2048 with 6 and 8 bits); of float16 x (from one row per
+    matrix on, nvfp4 and mxfp4 from 32); of float32 x beside ``"affine"`` and ``"fp8"`` (from
+    one row per matrix on); of ``"affine"`` weights with float32 scales or groups of 16 (from
+    9); with ``transpose_w=False``, as ``dx`` is (from one row per matrix on); those of float16
+    x and ``dx`` in mode ``"fp8"`` always. They need memory for a copy of the weight. Exceptions
+    are mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and ``implementation="sm80"``.
+    The layout may change with this package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.
       scales_dtype: bfloat16 or float16, the dtype of the activations: the scales and biases of mode
         ``"affine"`` are rounded to it first, which changes values: those of AWQ and GPTQ
-        checkpoints, and of weights that were quantized from float32, are float32. None leaves them.
-        Other modes have no such scales.
+        checkpoints, and of weights that were quantized from float32, are float32. Products are
+        faster then. None leaves them. Other modes have no such scales.
       strict: raise an error, instead of a warning, if ``w`` has no such layout.
 
     Returns:
@@ -89,13 +92,17 @@ def prepack(
     check.flag("prepack", "strict", strict)
     given = jnp.bfloat16 if scales_dtype is None else scales_dtype
     if (dtype := check.of_dtype("prepack", "scales_dtype", given)) not in _SCALES:
-        raise ValueError(f"jgg.prepack: scales_dtype={dtype.name} is not None, bfloat16 or float16")
+        raise ValueError(
+            f"jgg.prepack: scales_dtype={dtype.name} is not None, bfloat16, float16 or float32"
+        )
     kind = format.of(w)
     if w.layout == "linear" and scales_dtype is not None:
         w = kind.with_scales_of(w, scales_dtype)
     if w.layout == "sm90" or 0 in w.shape:
         return w
-    why = _unpackable(w) if w.layout == "linear" else f"its layout is {w.layout!r}, not 'linear'"
+    why = f"its layout is {w.layout!r}, not 'linear'"
+    if w.layout == "linear":
+        why = _unpackable(w)
     if why is not None:
         if strict:
             raise ValueError(f"jgg.prepack: w has no layout for the fast kernels: {why}")
@@ -227,15 +234,16 @@ def _in_tiles(w: Quantized, codes, words) -> Quantized:
     codes = codes.reshape(*lead, n // _TILE, k // _TILE, 128, 16, 2)
     kind = format.packed_of(w.mode)
     scale_tiles, count = kind.packed_scales(w.group_size, k // _TILE)
-    words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1)
-    words = _permute(words, (0, 4, 5, 1, 3, 2))
+    each = 1 if words.ndim == len(lead) + 2 else words.shape[-1]  # of a scale
+    words = words.reshape(*lead, n // _TILE, 4, 2, 8, scale_tiles, -1, each)
+    words = _permute(words, (0, 4, 5, 1, 3, 2, 6))
     if kind.rows_per_word == 2:
-        words = words[..., 0] | words[..., 1] << 16
+        words = words[..., 0, :] | words[..., 1, :] << 16
     weight = kind.interleave(codes, w.bits)
     return dataclasses.replace(
         w,
         weight=packed_codes.in_pieces(weight),
-        scales=words.reshape(*lead, n // _TILE, scale_tiles, count),
+        scales=words.reshape(*lead, n // _TILE, scale_tiles, count * each),
         biases=None,
         layout="sm90",
     )
@@ -282,9 +290,12 @@ def _unpack(w: Quantized, mapped: bool = False) -> Quantized:
     *tiles, count = words.shape
     if kind.rows_per_word == 2:
         words = jnp.stack([words & u32(0xFFFF), words >> 16], axis=-1)
-    count = max(count // _TILE, 1)  # of a line
-    words = reshape(words, *tiles, count, 4, 8, 2)
-    words = reshape(_permute(words, (0, 3, 5, 4, 1, 2)), *lead, n, tiles[-1] * count)
+    each = kind.words_of_scale(w)
+    count = max(count // (_TILE * each), 1)  # of a line
+    words = reshape(words, *tiles, count, 4, 8, 2, each)
+    of_scale = (each,) if each > 1 else ()
+    words = _permute(words, (0, 3, 5, 4, 1, 2, 6))
+    words = reshape(words, *lead, n, tiles[-1] * count, *of_scale)
     return kind.of_codes_and_words(w, codes, words, reshape)
 
 
@@ -307,8 +318,7 @@ class _Sm90(Layout):
         *lead, rows, columns, _ = (1, 1, 1, *q.weight.shape)[-max(q.weight.ndim, 3) :]
         kind = format.packed_of(q.mode)
         scale_tiles, words = kind.packed_scales(q.group_size, columns)
-        if q.scales.dtype == jnp.uint16:
-            words *= 2
+        words *= 2 if q.scales.dtype == jnp.uint16 else kind.words_of_scale(q)
         expected = (*lead, rows, columns, 128 * q.bits), (*lead, rows, scale_tiles, words)
         if (q.weight.shape, q.scales.shape) != expected or q.biases is not None:
             raise ValueError(

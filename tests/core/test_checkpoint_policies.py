@@ -148,7 +148,7 @@ def test_other_operations(name, f):
 
 
 def test_every_primitive_is_a_product_or_a_conversion():
-    products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts"}
+    products = {"mm", "wgrad", "qmm", "fused_mm", "fused_qmm", "experts", "router"}
     products |= {"fused_mm_preactivation", "fused_qmm_preactivation"}
     products |= {f"experts_{name}" for name in ("up", "up_alone", "down", "rows", "weight")}
     products |= {f"experts_{name}" for name in ("forward", "backward")}

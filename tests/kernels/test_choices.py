@@ -125,12 +125,12 @@ SIZES = array(2, dtype="int32")
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_repacked_weights_and_other_rows(hopper, dtype):
-    """Tiles are for bfloat16 rows alone: for others the weight is stored as before."""
+    """float16 rows beside bfloat16 scales are two bfloat16 rows each."""
     packed = jax.eval_shape(jgg.prepack, quantized(2, 64, 128))
     assert packed.layout == "sm90"
     ((name, types),) = qmm_calls(jgg.grouped_qmm, array(6, 128, dtype=dtype), packed, SIZES)
-    assert name == ("qmm_packed" if dtype == "bfloat16" else "qmm")
-    assert (types[1] == "2x64x16xui32") == (dtype == "float16")
+    assert name == "qmm_packed"
+    assert types[0] == ("6x128xbf16" if dtype == "bfloat16" else "12x128xbf16")
 
 
 @pytest.mark.parametrize("transpose_w", [True, False])

@@ -45,6 +45,9 @@ FEW = problems.Moe(
     packed=True, matrix=2**20,
 )  # fmt: skip
 TOP_K = problems.TopK(op="top_k", platform="cuda", dtypes=(F32,), experts=64, k=8)
+ROUTER = problems.Router(
+    op="router", platform="cuda", dtypes=(BF16, F32), experts=64, k=8, tokens=8, d=2048
+)
 MOE = {op: sample(op) for op in ("route", "dispatch", "combine")}
 MOE["combine_backward"] = dataclasses.replace(MOE["combine"], op="combine_backward")
 CONVERSIONS = {op: sample(op) for op in ("quantize", "dequantize", "nvfp4_quantize", "prepack")}
@@ -79,6 +82,7 @@ NEEDS = [
     ("jgg_qmm_packed sm90", PACKED, {
         "bfloat16 and float16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
         "affine scales of x's dtype": {"bfloat16_scales": False},
+        "not of 16 codes": {"group_size": 16},
         "prepacked weights, or many rows, or float16 x, or transpose_w=False": {
             "layout": "linear", "rows": 64,
         },
@@ -87,6 +91,7 @@ NEEDS = [
         "bfloat16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
         "transpose_w": {"transpose_w": False},
         "weights as stored": {"layout": "sm90"},
+        "affine groups of 32 or more": {"group_size": 16},
         "K * bits % 128 == 0": {"k": 2056},
     }),
     ("jgg_qmm_fp8 sm90", QMM_FP8, {
@@ -125,8 +130,12 @@ NEEDS = [
     ("jgg_moe_few_tokens sm90", FEW, {
         "bfloat16": {"dtypes": (F32,)},
         "prepacked weights": {"packed": False},
-        "up to 32 pairs of token and expert, 8 of a token": {"pairs": 33},
+        "up to 64 pairs of token and expert, 8 of a token": {"pairs": 65},
         "pairs * D * F up to 2^26": {"matrix": 2**22},
+    }),
+    ("jgg_moe_few_tokens sm90", dataclasses.replace(FEW, pairs=64), {
+        "from 33 pairs on up to 2^27": {"matrix": 2**22},
+        "D and F up to 2048": {"d": 2112},
     }),
     ("jgg_fp8_quantize sm80", QUANTIZE, {
         "blocks of 128 or 128 x 128": {"block": (1, 64)},
@@ -158,6 +167,14 @@ NEEDS = [
     }),
     ("jgg_moe_top_k sm80", TOP_K, {
         "1 to 1024 experts in up to 32 groups, k up to 32": {"experts": 1025},
+    }),
+    ("jgg_moe_router sm90", ROUTER, {
+        "float32 or bfloat16 w": {"dtypes": (BF16, "float16")},
+        " of up to 2 MiB": {"d": 16384},
+        "D % 8 == 0": {"d": 2052},
+        "E % 4 == 0": {"experts": 66},
+        "up to 128 tokens": {"tokens": 129},
+        " 512 experts": {"experts": 516, "d": 64},
     }),
     ("jgg_moe_route sm80", MOE["route"], {"1 to 1024 experts": {"experts": 1025}}),
     *[

@@ -114,7 +114,9 @@ def test_packed_scales(rules):
     shape = lambda mode, group_size: rules.packed_scales(
         mode=mode, group_size=group_size, k_tiles=6
     )
-    assert [shape("affine", size) for size in (32, 64, 128)] == [(6, 128), (6, 64), (3, 64)]
+    assert [shape("affine", size) for size in (16, 32, 64, 128)] == [
+        (6, 256), (6, 128), (6, 64), (3, 64)
+    ]  # fmt: skip
     assert [shape("mxfp4", 32), shape("mxfp8", 32), shape("nvfp4", 16)] == [
         (6, 32),
         (6, 64),

@@ -47,7 +47,7 @@ struct Warp {
 inline thread_local Index threadIdx, blockIdx;
 inline Index gridDim;
 inline thread_local Warp* warp = nullptr;
-inline std::barrier<>* block = nullptr;
+inline thread_local std::barrier<>* block = nullptr;
 inline std::vector<std::pair<const char*, size_t>> readable;
 
 inline void __syncwarp() { warp->barrier.arrive_and_wait(); }
@@ -181,11 +181,11 @@ template <typename Kernel>
 void RunWarps(unsigned first, unsigned last, Index at, Kernel kernel) {
   std::vector<Warp> warps(last - first);
   std::barrier<> all(32 * (last - first));
-  block = &all;
   std::vector<std::thread> threads;
   for (unsigned i = 32 * first; i < 32 * last; ++i) {
     threads.emplace_back([&, i] {
       blockIdx = at;
+      block = &all;
       threadIdx.x = i;
       warp = &warps[i / 32 - first];
       kernel();

@@ -7,10 +7,11 @@
 using namespace jgg;
 using namespace jgg::device;
 
-// The values of units of 32 codes, by Decode32 where `fast` and it can; how many it could.
+// The values of units of 32 codes, by Decode32 where `fast` and it can; how many it could. Halves:
+// a unit has two scales and biases.
 template <DType kTo>
 static long Decode(const Coding& coding, const uint32_t* packed, const uint32_t* first,
-                   const uint32_t* second, long units, bool fast, uint32_t* out) {
+                   const uint32_t* second, bool halves, long units, bool fast, uint32_t* out) {
   long decoded = 0;
   for (long unit = 0; unit < units; ++unit) {
     const uint32_t* words = packed + unit * coding.bits;
@@ -18,7 +19,9 @@ static long Decode(const Coding& coding, const uint32_t* packed, const uint32_t*
       std::memcpy(out + (4 * unit + i) * Eight<kTo>::kWords, eight.words, sizeof(eight));
     };
     const auto load = [&](auto& to) { std::memcpy(to, words, sizeof(to)); };
-    if (fast && Decode32<kTo, 0>(MakeScales<kTo>(coding, first[unit], second[unit]), load, store)) {
+    const long lower = halves ? 2 * unit : unit, higher = halves ? lower + 1 : unit;
+    const ScaleBits bits{first[lower], second[lower], first[higher], second[higher], halves};
+    if (fast && Decode32<kTo, 0>(MakeScales<kTo>(coding, bits), load, store)) {
       ++decoded;
       continue;
     }
@@ -29,8 +32,10 @@ static long Decode(const Coding& coding, const uint32_t* packed, const uint32_t*
         const uint32_t next = bit % 32 + coding.bits > 32 ? words[bit / 32 + 1] : 0;
         const uint32_t code =
             FunnelRight(words[bit / 32], next, bit % 32) & ((1u << coding.bits) - 1);
-        const bool upper = coding.Facts().scale == ScaleType::kE4M3 && number >= 16;
-        values[j] = DecodeOne(coding, code, upper ? second[unit] : first[unit], second[unit]);
+        const bool nvfp4 = coding.Facts().scale == ScaleType::kE4M3, upper = number >= 16;
+        values[j] = nvfp4   ? DecodeOne(coding, code, upper ? bits.second : bits.first, 0)
+                    : upper ? DecodeOne(coding, code, bits.third, bits.fourth)
+                            : DecodeOne(coding, code, bits.first, bits.second);
       }
       store(i, Round8<kTo>(values));
     }
@@ -39,15 +44,18 @@ static long Decode(const Coding& coding, const uint32_t* packed, const uint32_t*
 }
 
 extern "C" long decode(int mode, int bits, int scale_dtype, int to, const uint32_t* packed,
-                       const uint32_t* first, const uint32_t* second, long units, int fast,
-                       uint32_t* out) {
+                       const uint32_t* first, const uint32_t* second, int halves, long units,
+                       int fast, uint32_t* out) {
   const Coding coding{static_cast<Mode>(mode), bits, static_cast<DType>(scale_dtype)};
+  const auto decode = [&](auto to) {
+    return Decode<to.value>(coding, packed, first, second, halves != 0, units, fast != 0, out);
+  };
   switch (static_cast<DType>(to)) {
-    case DType::kF32: return Decode<DType::kF32>(coding, packed, first, second, units, fast, out);
-    case DType::kBF16: return Decode<DType::kBF16>(coding, packed, first, second, units, fast, out);
+    case DType::kF32: return decode(std::integral_constant<DType, DType::kF32>{});
+    case DType::kBF16: return decode(std::integral_constant<DType, DType::kBF16>{});
     case DType::kF16: break;
   }
-  return Decode<DType::kF16>(coding, packed, first, second, units, fast, out);
+  return decode(std::integral_constant<DType, DType::kF16>{});
 }
 
 static uint32_t Scaled(uint32_t pair, uint32_t both) {

@@ -7,7 +7,7 @@ using namespace jgg::device;
 // Units of 32 codes; how many were not decoded one by one.
 template <typename Decoder>
 static long Dequantize(DType scale_dtype, const uint32_t* packed, const UnitScales* scales,
-                       long units, void* out) {
+                       bool halves, long units, void* out) {
   constexpr int kSize = Decoder::kTo == DType::kF32 ? 4 : 2;
   long decoded = 0;
   for (long unit = 0; unit < units; ++unit) {
@@ -17,7 +17,7 @@ static long Dequantize(DType scale_dtype, const uint32_t* packed, const UnitScal
     const auto store = [&](int i, const Eight<Decoder::kTo>& eight) {
       std::memcpy(values + i * sizeof(eight), eight.words, sizeof(eight));
     };
-    if (Decoder::Decode(scale_dtype, words, scales[unit], store)) {
+    if (Decoder::Decode(scale_dtype, words, scales[unit], halves, store)) {
       ++decoded;
       continue;
     }
@@ -30,13 +30,13 @@ static long Dequantize(DType scale_dtype, const uint32_t* packed, const UnitScal
   return decoded;
 }
 
-extern "C" long dequantize(int mode, int bits, int scale_dtype, int to, int global,
+extern "C" long dequantize(int mode, int bits, int scale_dtype, int to, int global, int halves,
                            const uint32_t* packed, const void* scales, long units, void* out) {
   const auto dtype = static_cast<DType>(scale_dtype);
   const Coding coding{static_cast<Mode>(mode), bits, dtype};
   const auto run = [&](auto decoder) {
     return Dequantize<decltype(decoder)>(dtype, packed, static_cast<const UnitScales*>(scales),
-                                         units, out);
+                                         halves != 0, units, out);
   };
   switch (static_cast<DType>(to)) {
     case DType::kF32: return DispatchDecoder<DType::kF32>(coding, global, run);

@@ -6,10 +6,10 @@
 using namespace jgg;
 
 // Sizes are in bytes.
-extern "C" void prepack_kernel(int mode, int bits, int group_size, long rows, long k, void* weight,
-                               long weight_size, void* scales, long scales_size, void* biases,
-                               void* out, void* out_scales) {
-  const Coding coding{static_cast<Mode>(mode), bits, DType::kBF16};
+extern "C" void prepack_kernel(int mode, int bits, int group_size, int scale_dtype, long rows,
+                               long k, void* weight, long weight_size, void* scales,
+                               long scales_size, void* biases, void* out, void* out_scales) {
+  const Coding coding{static_cast<Mode>(mode), bits, static_cast<DType>(scale_dtype)};
   const QuantizedArray q{coding, group_size, rows * k, weight, scales, biases, nullptr, 0};
   const PrepackArgs args{q, rows, k, out, out_scales};
   readable.clear();
@@ -23,4 +23,9 @@ extern "C" void prepack_kernel(int mode, int bits, int group_size, long rows, lo
     return 0;
   };
   LaunchPrepack(args, launch);
+  if (!PrepacksScalesAlone(q)) return;
+  LaunchPrepackScales(args, [](unsigned blocks, const device::PrepackScalesParams& p) {
+    Run(blocks, device::kPrepackThreads, [&] { device::PrepackScalesKernel(p); });
+    return 0;
+  });
 }

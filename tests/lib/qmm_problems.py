@@ -22,6 +22,8 @@ LINEAR, PACKED, FEW, ANY = (
 DIRECT = "DirectGemmSm90Kernel"
 # The kernel of weights that are quantized along N.
 TRANSPOSED = "TransposedGemmSm90Kernel"
+# Kernels in which scales multiply sums.
+SCALED = "ScaledWeights"
 
 SIZES = np.array([9, 0, 8], np.int32)
 # What is differentiated beside x.

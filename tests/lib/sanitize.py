@@ -452,6 +452,7 @@ PARTS = {
     "nvfp4": nvfp4,
     "fp8_quantize": fp8_quantize,
     "router": layers.router,
+    "few_tokens_router": on_hopper(layers.few_tokens_router),
     "experts": layers.experts,
     "fp8_experts": on_hopper(layers.fp8_experts),
     "fp8_rows": on_hopper(layers.fp8_rows),

@@ -72,5 +72,7 @@ inline void WaitCopied() {
 }
 
 inline void PrefetchToL2(const void*) {}
+inline void AllowNextKernel() {}
+inline void WaitForPreviousKernel() {}
 
 }  // namespace jgg::device

@@ -29,23 +29,25 @@ def dequantize():
         """``want`` is the definition's value, unless given."""
         want = jgg.dequantize(q, to) if want is None else want
         units = q.weight.size // q.bits
-        scales = np.zeros((units, 4), np.uint32)  # as UnitScales
+        scales = np.zeros((units, 6), np.uint32)  # as UnitScales
         group, per_unit = q.group_size, q.scales.size / units
         first = np.asarray(bits_of(q.scales), np.uint32).reshape(-1)
         if q.mode == "affine":
             second = np.asarray(bits_of(q.biases), np.uint32).reshape(-1)
-            scales[:, 0], scales[:, 1] = (np.repeat(a, group // 32) for a in (first, second))
+            for i, leaf in enumerate((first, second)):
+                of_halves = np.repeat(leaf, max(group, 32) // 16 // max(32 // group, 1))
+                scales[:, [i, 4 + i]] = of_halves.reshape(units, 2)
         else:
             scales[:, : round(per_unit)] = first.reshape(units, -1)
         if q.global_scale is not None:
             each = np.repeat(np.asarray(q.global_scale).reshape(-1), units // q.global_scale.size)
-            scales[:, 2:] = each.view(np.uint32)[:, None]
+            scales[:, 2:4] = each.view(np.uint32)[:, None]
         out = np.empty(want.shape, DTYPES[to])
         scale_dtype = "float32" if q.mode != "affine" else q.scales.dtype.name
         fast = function(
             mode_number(q.mode), q.bits, dtype_number(scale_dtype), dtype_number(to),
-            int(q.global_scale is not None), pointer(np.asarray(q.weight)), pointer(scales),
-            ctypes.c_long(units), pointer(out),
+            int(q.global_scale is not None), int(q.mode == "affine" and group == 16),
+            pointer(np.asarray(q.weight)), pointer(scales), ctypes.c_long(units), pointer(out),
         )  # fmt: skip
         np.testing.assert_array_equal(bits_of(out), bits_of(want))
         return fast / units
@@ -81,11 +83,13 @@ def test_affine(dequantize, rng, bits, scale_dtype):
     codes = rng.integers(0, 2**bits, (count, 32)).astype(np.uint32)
     codes[::7] = 0
     packed = np.asarray(pack(jnp.asarray(codes), bits))
-    q = jgg.Quantized(
-        packed, scales[:, None], biases[:, None], mode="affine", bits=bits, group_size=32
-    )
-    for to in DTYPES:
-        assert dequantize(q, to) > 0.9
+    for group in (32, 16):
+        q = jgg.Quantized(
+            packed[: count * group // 32], scales.reshape(-1, 32 // group),
+            biases.reshape(-1, 32 // group), mode="affine", bits=bits, group_size=group,
+        )  # fmt: skip
+        for to in DTYPES:
+            assert dequantize(q, to) > (0.9 if group == 32 else 0.8)
 
 
 @pytest.mark.parametrize("bits", [3, 8])
@@ -102,7 +106,7 @@ def test_tiny(dequantize, rng, bits):
     dequantize(q, "float32", want + F32(0))
 
 
-@pytest.mark.parametrize("group", [64, 128])
-def test_longer_groups(dequantize, rng, group):
+@pytest.mark.parametrize("group", [16, 64, 128])
+def test_other_groups(dequantize, rng, group):
     w = rng.standard_normal((8, 512)).astype(ml_dtypes.bfloat16)
     assert dequantize(jgg.quantize(w, bits=3, group_size=group), "bfloat16") == 1

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from fuzz import PATTERNS, check, dimension, perhaps
+from qmm_problems import HOPPER
 
 import jax_groupgemm as jgg
 
 # Mode, bits and group size.
-AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (16, 32, 64, 128)]
 FORMATS = AFFINE + 4 * [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 
 
@@ -29,7 +30,7 @@ def some_weight(rng, batch, even=False):
     packed = rng.integers(3) == 0
     mode, bits, group = FORMATS[rng.integers(len(FORMATS))]
     tiles = packed or rng.integers(4) == 0
-    unit = max(group, 64) if tiles else group
+    unit = max(group, 64 if tiles else 32 if bits % 2 else 0)  # whole words
     quantized = unit * int(rng.integers(1, 2 + 512 // unit))
     if tiles:
         other = 64 * int(rng.integers(1, 6))
@@ -45,9 +46,21 @@ def some_weight(rng, batch, even=False):
     if mode == "nvfp4" and rng.integers(2):  # zeros, subnormals, and signs that do not count
         scales = rng.integers(0, 0x38, w.scales.shape) | rng.choice([0, 0x80], w.scales.shape)
         w = dataclasses.replace(w, scales=jnp.asarray(scales, jnp.uint8))
+    if mode == "affine" and HOPPER:
+        w = of_short_values(rng, w)
     stored = jgg.prepack(w) if packed else w
     assert stored.layout == ("sm90" if packed else "linear")
     return w, stored, bool(rng.integers(4 if packed else 2))
+
+
+def of_short_values(rng, w):
+    """``w`` with scales that are powers of two, and biases that are multiples of them: every dtype
+    holds its values. Hopper's kernels may round them to x's dtype, or multiply sums by scales."""
+    scales = np.asarray(w.scales).astype(np.float32)
+    powers = np.sign(scales) * np.exp2(np.round(np.log2(np.clip(abs(scales), 2.0**-12, 1))))
+    zeros = rng.integers(0, 2**w.bits, scales.shape)
+    leaves = (jnp.asarray(a.astype(np.float32), w.scales.dtype) for a in (powers, -powers * zeros))
+    return dataclasses.replace(w, **dict(zip(("scales", "biases"), leaves, strict=True)))
 
 
 def plain(w, transpose_w, dtype) -> np.ndarray:

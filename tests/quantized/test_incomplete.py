@@ -68,7 +68,7 @@ def test_operations(name):
     for field, value, said in (
         ("mode", "int4", "mode='int4' is not one of 'affine', "),
         ("bits", 7, "bits=7, expected 2 or 3 or 4 or 5 or 6 or 8 in mode 'affine'"),
-        ("group_size", "64", "group_size='64', expected 32 or 64 or 128 in mode 'affine'"),
+        ("group_size", "64", "group_size='64', expected 16 or 32 or 64 or 128 in mode 'affine'"),
         ("axis", 3, "axis=3 is not -1 or -2"),
         ("layout", "sm70", "layout='sm70' is not one of "),
     ):

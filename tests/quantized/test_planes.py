@@ -56,11 +56,12 @@ def test_exact_modes_run_on_hopper(mode, bits, more, dtype, planes, packed):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_others_stay_whole(dtype):
-    """Affine values are no bfloat16, and for many float16 rows the weight is packed."""
+    """float16 beside float32 scales; and for many float16 rows the weight is packed."""
     found = lambda x, w: calls(lambda x, w: jgg.grouped_qmm(x, w, jnp.asarray(SIZES)), x, w)
     name = {"float16": "f16", "float32": "f32"}[dtype]
     x, affine = array(20, 256, dtype=dtype), quantized("affine")
-    assert found(x, affine) == [("jgg_qmm", "20", name)]
+    whole = ("jgg_qmm", "20", name) if dtype == "float16" else ("jgg_qmm_packed", "60", "bf16")
+    assert found(x, affine) == [whole]
     many = array(2048, 256, dtype=dtype), quantized("nvfp4")
     packs = dtype == "float16"
     want = ("jgg_qmm_packed", "2048", "f16") if packs else ("jgg_qmm", "6144", "bf16")
@@ -120,3 +121,34 @@ def test_how_many_parts(dtype, tf32, planes):
     exact = dataclasses.replace(problem, exact_in_bfloat16=True, tf32=tf32)
     assert dense.qmm_planes(exact) == planes
     assert dense.qmm_planes(dataclasses.replace(exact, rows=2**30)) == (planes == 1)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("mode", "scales"), [("affine", "bfloat16"), ("fp8", "float32")])
+def test_scales_multiply_sums(mode, scales):
+    """Of values that bfloat16 does not hold: few rows in planes that are rows, more in planes that
+    lie beside each other. From a weight as it is stored, which the call packs, too."""
+    w = array(4, 128, 256, dtype=scales if mode == "affine" else "float32")
+    stored = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
+    for q in (stored, jax.eval_shape(jgg.prepack, stored)):
+        f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES))
+        assert calls(f, array(20, 256, dtype="float32"), q) == [("jgg_qmm_packed", "60", "bf16")]
+        many = array(200, 256, dtype="float32"), q
+        assert calls(f, *many) == [("jgg_qmm_packed", "200", "bf16")]
+        text = jax.jit(f).trace(*many).lower(lowering_platforms=("cuda",)).as_text()
+        assert 'way = "scaled"' in text
+        assert "planes = 3 : i32" in text
+        assert ("tensor<2x200x4xf32>" in text) == (mode == "affine")
+
+
+@pytest.mark.parametrize("k", [256, 320])
+def test_planes_beside_each_other(rng, k):
+    q = jgg.quantize(jnp.asarray(rng.normal(size=(4, 128, k)), "bfloat16"), mode="affine")
+    x = jnp.asarray(rng.normal(size=(5, k)), "float32")
+    parts, sums = call._planes_beside(3, x, q)
+    assert parts.dtype == jnp.bfloat16
+    assert (parts.astype("float32").reshape(5, 3, k).sum(1) == x).all()
+    assert sums.shape == (-(-k // 128), 5, 4)
+    want = np.zeros((5, sums.shape[0] * 4))
+    want[:, : k // 32] = oracle.f64(x).reshape(5, -1, 32).sum(-1)
+    oracle.assert_close(sums.transpose(1, 0, 2).reshape(5, -1), want, tolerance=2e-6)

@@ -13,7 +13,7 @@ from conftest import GPU_KERNELS
 from qmm_problems import needs
 
 import jax_groupgemm as jgg
-from jax_groupgemm._quantized import prepack
+from jax_groupgemm._quantized import array, prepack
 
 # Mode, bits, group size.
 AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
@@ -100,17 +100,26 @@ def test_nan_spreads(rng, implementation, which):
         np.testing.assert_array_equal(np.isnan(out), expected)
 
 
-@pytest.mark.parametrize(("mode", "bits", "group_size"), AFFINE)
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"), [*AFFINE, *(("affine", bits, 16) for bits in (2, 3, 6))]
+)
 @pytest.mark.one_in(8)
 def test_round_trip(rng, mode, bits, group_size):
     """Words, not only values: any codes, scales of any bits, NaN included."""
     w = weight(rng, mode, bits, group_size)
     any_words = rng.integers(0, 2**32, w.weight.shape, dtype=np.uint32)
-    any_scales = rng.integers(0, 2**16, (2, *w.scales.shape), dtype=np.uint16)
-    for dtype in ("bfloat16", "float16"):
+    for dtype in ("bfloat16", "float16", "float32"):
+        word = np.uint32 if dtype == "float32" else np.uint16
+        any_scales = rng.integers(0, 2**16, (2, *w.scales.shape), word) * word(40503)
         scales, biases = jax.lax.bitcast_convert_type(jnp.asarray(any_scales), jnp.dtype(dtype))
         w = dataclasses.replace(w, weight=jnp.asarray(any_words), scales=scales, biases=biases)
-        got = prepack.unpacked(jgg.prepack(w))
+        if dtype == "float32":
+            packed = jgg.prepack(w, scales_dtype=dtype)
+            assert packed.scales.size == 2 * w.scales.size
+        else:
+            packed = prepack._packed(w, prepack._PREPACK)
+        assert packed.layout == "sm90"
+        got = prepack.unpacked(array.checked("test", "w", packed))
         for leaf in ("weight", "scales", "biases"):
             bits_of = lambda q, name=leaf: np.asarray(getattr(q, name)).view(np.uint8)
             np.testing.assert_array_equal(bits_of(got), bits_of(w), leaf)
@@ -124,9 +133,6 @@ OTHERS = [
      "its shape is (2, 60, 64), in which N and K are not multiples of 64"),
     ((2, 64, 96), "bfloat16", {"mode": "mxfp4"},
      "its shape is (2, 64, 96), in which N and K are not multiples of 64"),
-    ((2, 64, 64), "float32", {},
-     "its scales are float32, not bfloat16 or float16. scales_dtype=jnp.bfloat16 or jnp.float16, "
-     "as x has it, rounds them"),
     ((64,), "bfloat16", {"mode": "nvfp4"},
      "its shape is (64,) with axis=-1, not (..., N, K) with axis=-1"),
 ]  # fmt: skip
@@ -176,8 +182,9 @@ def test_scales_dtype(rng, dtype, scales_dtype):
     for other in (packed, jgg.quantize(oracle.random(rng, (64, 64)), mode="mxfp4", contract=-1)):
         again = jgg.prepack(other, scales_dtype=scales_dtype)
         jax.tree.map(np.testing.assert_array_equal, again, jgg.prepack(other))
-    with pytest.raises(ValueError, match="scales_dtype=float32 is not None, bfloat16 or float16"):
-        jgg.prepack(w, scales_dtype="float32")
+    why = "scales_dtype=int32 is not None, bfloat16, float16 or float32"
+    with pytest.raises(ValueError, match=why):
+        jgg.prepack(w, scales_dtype="int32")
 
 
 def test_scales_dtype_of_a_checkpoint():
@@ -186,9 +193,7 @@ def test_scales_dtype_of_a_checkpoint():
     words = np.zeros((128, 8), np.int32)
     tensors = {"a.qweight": words, "a.qzeros": words[:2], "a.scales": ones}
     w = jgg.checkpoints.linear(tensors, "a", format="awq")
-    with pytest.warns(UserWarning, match="its scales are float32, not bfloat16"):
-        jgg.prepack(w)
-    for dtype in (jnp.bfloat16, jnp.float16):
+    for dtype in (None, jnp.bfloat16, jnp.float16):
         assert jgg.prepack(w, scales_dtype=dtype, strict=True).layout == "sm90"
 
 
@@ -401,8 +406,8 @@ def test_cuda_lowering(rng):
     names, text = calls(plain, x, five)
     assert names == ["jgg_qmm_packed"]
     assert "tensor<3x2x3x640xui32>, tensor<3x2x3x128xui32>" in text
-    assert calls(plain, x.astype(jnp.float32), five)[0] == ["jgg_qmm"]
-    assert calls(plain, x.astype(jnp.float16), five)[0] == ["jgg_qmm"]
+    assert calls(plain, x.astype(jnp.float32), five)[0] == ["jgg_qmm_packed"]
+    assert calls(plain, x.astype(jnp.float16), five)[0] == ["jgg_qmm_packed"]
     linear = jgg.quantize(jnp.ones((3, 128, 192), jnp.float16), bits=5, group_size=32)
     names, text = calls(plain, x.astype(jnp.float16), jgg.prepack(linear))
     assert names == ["jgg_qmm_packed"]

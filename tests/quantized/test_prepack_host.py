@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_memory import GUARD, aligned, copied, guarded
-from host_program import mode_number, pointer
-from test_prepack import KERNELS
+from host_program import dtype_number, mode_number, pointer
+from test_prepack import AFFINE, KERNELS
 
 import jax_groupgemm as jgg
+from jax_groupgemm._quantized import prepack
 
 pytestmark = host_program.needs_compiler
 
@@ -21,11 +22,12 @@ def kernel():
     return host_program.build_kernels("prepack").prepack_kernel
 
 
-def any_bits(rng, mode, bits, group_size, n, k):
+def any_bits(rng, mode, bits, group_size, n, k, dtype=ml_dtypes.bfloat16):
     codes = rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32)
-    scales = rng.integers(0, 2**16, (2, n, k // group_size), dtype=np.uint16)
+    groups = k // group_size * np.dtype(dtype).itemsize // 2
+    scales = rng.integers(0, 2**16, (2, n, groups), dtype=np.uint16)
     if mode == "affine":
-        scales, biases = (jnp.asarray(s.view(ml_dtypes.bfloat16)) for s in scales)
+        scales, biases = (jnp.asarray(s.view(dtype)) for s in scales)
     else:
         scales, biases = jnp.asarray(scales[0].astype(np.uint8)), None
     return jgg.Quantized(
@@ -34,16 +36,17 @@ def any_bits(rng, mode, bits, group_size, n, k):
 
 
 def check(kernel, q):
-    want = jgg.prepack(q)
-    assert want.layout == "sm90"
+    want = prepack._packed(q, prepack._PREPACK)
     results = [np.asarray(a).reshape(-1).view(np.uint8) for a in (want.weight, want.scales)]
     got = [aligned(r.size, GUARD) for r in results]
     leaves = [None if a is None else copied(np.asarray(a)) for a in (q.weight, q.scales, q.biases)]
     weight, scales, biases = leaves
     long = ctypes.c_long
     kernel(
-        mode_number(q.mode), q.bits, q.group_size, *map(long, q.shape), pointer(weight),
-        long(weight.size), pointer(scales), long(scales.size), pointer(biases), *map(pointer, got),
+        mode_number(q.mode), q.bits, q.group_size,
+        dtype_number(q.scales.dtype if q.mode == "affine" else "float32"),
+        *map(long, q.shape), pointer(weight), long(weight.size), pointer(scales),
+        long(scales.size), pointer(biases), *map(pointer, got),
     )  # fmt: skip
     for g, r in zip(got, results, strict=True):
         guarded(g, r)
@@ -56,6 +59,17 @@ def test_any_bits(kernel, rng, mode, bits, group_size):
     for n, k in ((64, 64), (128, 192), (192, 320), (64, 576), (128, 1024)):
         if k % group_size == 0:
             check(kernel, any_bits(rng, mode, bits, group_size, n, k))
+
+
+OTHERS = [(bits, group, np.float32) for _, bits, group in AFFINE if group != 32]
+OTHERS += [(bits, 16, ml_dtypes.bfloat16) for bits in (2, 3, 4, 5, 6, 8)]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "dtype"), OTHERS)
+@pytest.mark.one_in(6)
+def test_scales_by_a_kernel_of_their_own(kernel, rng, bits, group_size, dtype):
+    for n, k in ((64, 128), (128, 384)):
+        check(kernel, any_bits(rng, "affine", bits, group_size, n, k, dtype))
 
 
 @pytest.mark.parametrize("mode", ["nvfp4", "mxfp4"])

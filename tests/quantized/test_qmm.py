@@ -24,7 +24,7 @@ from jax_groupgemm._quantized import reference as qmm_reference
 # Mode, bits and group size; with K or N, whichever is quantized, of every remainder.
 MODES = [
     ("affine", 4, 64, 576), ("affine", 8, 128, 640), ("affine", 2, 32, 608), ("affine", 3, 64, 64),
-    ("affine", 5, 32, 96), ("affine", 6, 128, 128),
+    ("affine", 5, 32, 96), ("affine", 6, 128, 128), ("affine", 3, 16, 160), ("affine", 6, 16, 48),
     ("mxfp4", 4, 32, 544), ("mxfp8", 8, 32, 608), ("nvfp4", 4, 16, 48),
 ]  # fmt: skip
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -12,7 +12,7 @@ import jax_groupgemm as jgg
 
 FP = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 DTYPES = ["float32", "bfloat16", "float16"]
-BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 # Every width with every group size and with every dtype.
 AFFINE = [(b, g, DTYPES[(i + j) % 3]) for i, b in enumerate(BITS) for j, g in enumerate(GROUPS)]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -128,6 +128,10 @@ def test_packing_is_one_bit_stream(rng, bits):
     )  # fmt: skip
     assert q.shape == (3, 5, 128)
     np.testing.assert_array_equal(jgg.dequantize(q), codes.astype(F32))
+    ones, halves = np.ones((3, 5, 8), F32), np.arange(8, dtype=F32) * np.ones((3, 5, 1), F32)
+    q = jgg.Quantized(q.weight, ones, halves, mode="affine", bits=bits, group_size=16)
+    want = codes.astype(F32) + np.repeat(halves, 16, -1)
+    np.testing.assert_array_equal(jgg.dequantize(q), want)
     # Every code once, quantized back to itself.
     w = np.tile(np.arange(2**bits), 128)[:128].astype(F32)
     q = jgg.quantize(w, bits=bits, group_size=128)

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "cute/arch/copy_sm75.hpp"
 #include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/gemm_sm90.cuh"
@@ -64,12 +63,10 @@ __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&
   float of_rows[2][8];
 #pragma unroll
   for (int i = 0; i < kBackwardRows / 16; ++i) {
-    const auto at = [&](char* box) -> cute::uint128_t& {
-      return *reinterpret_cast<cute::uint128_t*>(box + place + i * 16 * 128);
-    };
+    const auto at = [&](char* box) { return box + place + i * 16 * 128; };
     uint32_t x[4], up[4], a[4];
-    cute::SM75_U16x8_LDSM_T::copy(at(gates), x[0], x[1], x[2], x[3]);
-    cute::SM75_U16x8_LDSM_T::copy(at(values), up[0], up[1], up[2], up[3]);
+    LoadTurnedMatrices(at(gates), x);
+    LoadTurnedMatrices(at(values), up);
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       float its[2];
@@ -101,9 +98,9 @@ __device__ __forceinline__ void BackwardOfSums(const float* sums, const float (&
         a[word] = Pack<T>(value[0], value[1]);
       }
     }
-    cute::SM90_U16x8_STSM_T::copy(x[0], x[1], x[2], x[3], at(gates));
-    cute::SM90_U16x8_STSM_T::copy(up[0], up[1], up[2], up[3], at(values));
-    cute::SM90_U16x8_STSM_T::copy(a[0], a[1], a[2], a[3], at(activated));
+    StoreMatrices<true>(at(gates), x[0], x[1], x[2], x[3]);
+    StoreMatrices<true>(at(values), up[0], up[1], up[2], up[3]);
+    StoreMatrices<true>(at(activated), a[0], a[1], a[2], a[3]);
   }
 #pragma unroll
   for (int e = 0; e < 2; ++e) row_sums[e] = SumOverLanes(of_rows[e]);

@@ -90,6 +90,20 @@ __device__ inline void SendTo(int block, const void* place, uint64_t* barrier, f
       : "memory");
 }
 
+// ---- kernels one after the other ----
+
+// The next kernel of the stream, if it was launched with LaunchEarly (common/launch_early.h), may
+// begin once all blocks have said so, or have ended.
+__device__ inline void AllowNextKernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernel before has ended, and all that it wrote can be read. Without such a launch
+// there is nothing to wait for. All threads of a kernel have to, so that it ends after the other.
+__device__ inline void WaitForPreviousKernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- tensor copies ----
 
 __device__ inline void Prefetch(const CUtensorMap* map) {
@@ -187,6 +201,31 @@ __device__ inline void WaitStored() {
 __device__ inline void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// ---- matrices of a warp ----
+
+// Four 8 x 8 matrices of 16-bit values, in a word of each lane for each of them. In shared memory
+// they are lines of 16 bytes, and lane l names a line of matrix l / 8. A lane's two values lie
+// beside each other in a line, or (kTurned) in neighbouring ones.
+#define JGG_MATRICES(turned) ".sync.aligned.x4" turned ".m8n8.shared.b16 "
+template <bool kTurned>
+__device__ inline void StoreMatrices(char* line, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if constexpr (kTurned) {
+    asm volatile(
+        "stmatrix" JGG_MATRICES(".trans") "[%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
+        "r"(a), "r"(b), "r"(c), "r"(d));
+  } else {
+    asm volatile("stmatrix" JGG_MATRICES("") "[%0], {%1, %2, %3, %4};" ::"r"(SharedAddress(line)),
+                 "r"(a), "r"(b), "r"(c), "r"(d));
+  }
+}
+
+__device__ inline void LoadTurnedMatrices(const char* line, uint32_t (&to)[4]) {
+  asm volatile("ldmatrix" JGG_MATRICES(".trans") "{%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(SharedAddress(line)));
+}
+#undef JGG_MATRICES
 
 // ---- warpgroup products ----
 

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "cute/arch/copy_sm90.hpp"
 #include "grouped_mm/device/activation.cuh"
 #include "grouped_mm/device/primitives_sm90.cuh"
 #include "grouped_mm/gemm_sm90.h"
@@ -76,9 +75,8 @@ class StagedSm90 {
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       if (2 * i >= blocks) break;
-      cute::SM90_U16x8_STSM_T::copy(words(4 * i), words(4 * i + 1), words(4 * i + 2),
-                                    words(4 * i + 3),
-                                    *reinterpret_cast<cute::uint128_t*>(to + i * 16 * 128));
+      StoreMatrices<true>(to + i * 16 * 128, words(4 * i), words(4 * i + 1), words(4 * i + 2),
+                          words(4 * i + 3));
     }
   }
 

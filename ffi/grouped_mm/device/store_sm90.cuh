@@ -67,8 +67,7 @@ __device__ void StageColumns(char* staged, int blocks, Words words) {
     if (2 * i >= blocks) break;
     const int piece = 2 * i % 8 + lane / 16;
     char* to = staged + i / 4 * (64 * 128) + line * 128 + (piece ^ (line % 8)) * 16;
-    cute::SM90_U32x4_STSM_N::copy(words(4 * i), words(4 * i + 1), words(4 * i + 2),
-                                  words(4 * i + 3), *reinterpret_cast<cute::uint128_t*>(to));
+    StoreMatrices<false>(to, words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3));
   }
 }
 

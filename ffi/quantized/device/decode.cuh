@@ -53,9 +53,21 @@ JGG_HOST_DEVICE float ScaleOfE4M3(uint32_t byte) {
   return byte == 0x7f ? AsFloat(0x7fc00000) : Multiply(AsFloat(byte << 20), 0x1p120f);
 }
 
+// The bits of the scales of 32 codes: scale and bias (affine), two scales (nvfp4), the scale. Where
+// affine codes have `halves`, third and fourth are scale and bias of the upper 16; else the same.
+struct ScaleBits {
+  uint32_t first, second, third, fourth;
+  bool halves;
+
+  JGG_HOST_DEVICE static ScaleBits Of(uint32_t first, uint32_t second) {
+    return {first, second, first, second, false};
+  }
+};
+
 // The scales of 32 codes, and what belongs to them.
 struct Scales {
   float first, second;  // affine: scale and bias; else: of the lower and the upper 16 codes
+  float third, fourth;  // affine: scale and bias of the upper 16 codes
   // The way of decoding, by which Decode32 branches: one of these, or kFloats or kPairs plus the
   // bits of affine codes. All lanes of a warp agree.
   enum { kOneByOne = 0, kFloats = 0, kE2M1 = 9, kE4M3 = 10, kPairs = 9 };
@@ -87,31 +99,38 @@ JGG_HOST_DEVICE bool FitsPairs(const Coding& coding, float scale, float bias) {
          (above <= static_cast<uint32_t>(most_below + most_above) << 23 || bias == 0.0f);
 }
 
-// From the bits of scale and bias (affine), of two scales (nvfp4), of the scale (otherwise). The
-// mode may be known only while a kernel runs: see AnyCoding.
+// The mode may be known only while a kernel runs: see AnyCoding.
 template <DType kTo>
-JGG_HOST_DEVICE Scales MakeScales(const Coding& coding, uint32_t first, uint32_t second) {
+JGG_HOST_DEVICE Scales MakeScales(const Coding& coding, const ScaleBits& of) {
+  const uint32_t first = of.first;
   switch (coding.mode) {
     case Mode::kAffine: {
       const float scale = ScaleOfBits(first, coding.scale_dtype);
-      const float bias = ScaleOfBits(second, coding.scale_dtype);
-      int way = Scales::kPairs + coding.bits;
-      if (AnyLane(!FitsPairs<kTo>(coding, scale, bias))) {
-        way =
-            AnyLane(!(fabsf(scale) < 0x1p105f)) ? Scales::kOneByOne : Scales::kFloats + coding.bits;
+      const float bias = ScaleOfBits(of.second, coding.scale_dtype);
+      float upper = scale, upper_bias = bias;
+      bool fits = FitsPairs<kTo>(coding, scale, bias);
+      if (of.halves) {
+        upper = ScaleOfBits(of.third, coding.scale_dtype);
+        upper_bias = ScaleOfBits(of.fourth, coding.scale_dtype);
+        fits = fits && FitsPairs<kTo>(coding, upper, upper_bias);
       }
-      return {scale, bias, way};
+      int way = Scales::kPairs + coding.bits;
+      if (AnyLane(!fits)) {
+        const bool extreme = !(fabsf(scale) < 0x1p105f) || !(fabsf(upper) < 0x1p105f);
+        way = AnyLane(extreme) ? Scales::kOneByOne : Scales::kFloats + coding.bits;
+      }
+      return {scale, bias, upper, upper_bias, way};
     }
     case Mode::kMxfp8: {
       const bool extreme = first > 254 - kE4M3Exponent && first != 255;
-      return {ScaleOfE8M0(extreme ? 0 : first, kE4M3Exponent), 0.0f,
+      return {ScaleOfE8M0(extreme ? 0 : first, kE4M3Exponent), 0.0f, 0.0f, 0.0f,
               AnyLane(extreme) ? Scales::kOneByOne : Scales::kE4M3};
     }
     case Mode::kMxfp4: {
       const float scale = ScaleOfE8M0(first);
-      return {scale, scale, Scales::kE2M1};
+      return {scale, scale, 0.0f, 0.0f, Scales::kE2M1};
     }
-    default: return {ScaleOfE4M3(first), ScaleOfE4M3(second), Scales::kE2M1};
+    default: return {ScaleOfE4M3(first), ScaleOfE4M3(of.second), 0.0f, 0.0f, Scales::kE2M1};
   }
 }
 
@@ -133,18 +152,19 @@ JGG_HOST_DEVICE uint32_t FourCodes(const uint32_t (&words)[kBits], int i) {
 // fused multiply-add takes 2^(23 - p) * scale away, which is exact, and leaves q * scale, rounded
 // once.
 template <DType kTo, int kBits, typename Store>
-JGG_HOST_DEVICE void DecodeAffine(const uint32_t (&words)[kBits], float scale, float bias,
+JGG_HOST_DEVICE void DecodeAffine(const uint32_t (&words)[kBits], const Scales& scales,
                                   Store store) {
   constexpr uint32_t kMask = (1u << kBits) - 1;
   constexpr int kInPlace = kBits == 8 ? 1 : kBits == 6 ? 3 : 4;  // codes that fit 23 bits, of four
-  float excess[kInPlace];
-  JGG_UNROLL
-  for (int j = 0; j < kInPlace; ++j) {
-    excess[j] = Multiply(scale, -static_cast<float>(1 << (23 - kBits * j)));
-  }
   JGG_UNROLL
   for (int i = 0; i < 4; ++i) {
-    float values[8];
+    const float scale = i < 2 ? scales.first : scales.third;
+    const float bias = i < 2 ? scales.second : scales.fourth;
+    float excess[kInPlace], values[8];
+    JGG_UNROLL
+    for (int j = 0; j < kInPlace; ++j) {
+      excess[j] = Multiply(scale, -static_cast<float>(1 << (23 - kBits * j)));
+    }
     JGG_UNROLL
     for (int j = 0; j < 8; ++j) {
       const uint32_t four = FourCodes<kBits>(words, 2 * i + j / 4);
@@ -180,18 +200,19 @@ JGG_HOST_DEVICE uint32_t FarPairs(const uint32_t (&words)[kBits], int i, int j, 
 // The same by pairs of kTo, where FitsPairs. Codes become 2^p + q, the low bits of a number whose
 // last place is 1.
 template <DType kTo, int kBits, typename Store>
-JGG_HOST_DEVICE void DecodeAffinePairs(const uint32_t (&words)[kBits], float scale, float bias,
+JGG_HOST_DEVICE void DecodeAffinePairs(const uint32_t (&words)[kBits], const Scales& of,
                                        Store store) {
   constexpr uint32_t kMask = ((1u << kBits) - 1) * 0x10001;
   constexpr bool kBF16 = kTo == DType::kBF16;
   constexpr uint32_t kPower = kBF16 ? 0x43004300 : 0x64006400;  // 128, or 1024
   constexpr uint32_t kOne = kBF16 ? 0x3f803f80 : 0x3c003c00, kSign = 0x80008000;
-  const uint32_t scales = Round2<kTo>(scale, scale), biases = Round2<kTo>(bias, bias);
-  const auto value = [&](uint32_t wide) {
-    return MultiplyAdd2<kTo>(MultiplyAdd2<kTo>(wide, kOne, kPower | kSign), scales, biases);
-  };
   JGG_UNROLL
   for (int i = 0; i < 4; ++i) {
+    const float scale = i < 2 ? of.first : of.third, bias = i < 2 ? of.second : of.fourth;
+    const uint32_t scales = Round2<kTo>(scale, scale), biases = Round2<kTo>(bias, bias);
+    const auto value = [&](uint32_t wide) {
+      return MultiplyAdd2<kTo>(MultiplyAdd2<kTo>(wide, kOne, kPower | kSign), scales, biases);
+    };
     Eight<kTo> eight;
     if constexpr (kBits == 8) {
       JGG_UNROLL
@@ -308,11 +329,11 @@ JGG_HOST_DEVICE bool Decode32(const Scales& scales, Load load, Store store) {
       load(words);
       if constexpr (kTo != DType::kF32) {
         if (by_pairs) {
-          DecodeAffinePairs<kTo>(words, scales.first, scales.second, store);
+          DecodeAffinePairs<kTo>(words, scales, store);
           return true;
         }
       }
-      DecodeAffine<kTo>(words, scales.first, scales.second, store);
+      DecodeAffine<kTo>(words, scales, store);
     }
     return true;
   };

@@ -16,7 +16,7 @@ struct DequantizeParams {
   const uint8_t *weight, *scales, *biases;
   uint8_t* out;
   int32_t halves;      // units, twice
-  int32_t group_bits;  // 2^group_bits units share an affine scale
+  int32_t group_bits;  // 2^group_bits units share an affine scale; -1: halves have one each
   DType scale_dtype;
   // From a thread's unit to its next, in halves and in bytes; of scales, in units.
   int32_t step;
@@ -30,7 +30,10 @@ struct ScaleItself {
 
 template <int kBits>
 __device__ void LoadCodes(const uint8_t* at, bool whole, uint32_t (&words)[kBits]) {
-  if constexpr (kBits == 4) {  // half of it may be there
+  if (kBits % 2 == 0 && kBits != 4 && !whole) {  // half of it is there, if bits are even
+    JGG_UNROLL
+    for (int i = 0; i < kBits / 2; ++i) words[i] = __ldg(reinterpret_cast<const uint32_t*>(at) + i);
+  } else if constexpr (kBits == 4) {
     const uint2 low = __ldg(reinterpret_cast<const uint2*>(at));
     const uint2 high = whole ? __ldg(reinterpret_cast<const uint2*>(at) + 1) : make_uint2(0, 0);
     words[0] = low.x, words[1] = low.y, words[2] = high.x, words[3] = high.y;
@@ -57,19 +60,25 @@ __device__ void LoadCodes(const uint8_t* at, bool whole, uint32_t (&words)[kBits
 template <typename Format>
 __device__ UnitScales LoadScales(const DequantizeParams& p, int64_t unit, bool whole) {
   if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
-    const int64_t group = unit >> p.group_bits;
-    const auto load = [&](const uint8_t* at) -> uint32_t {
+    const auto load = [&](const uint8_t* at, int64_t group) -> uint32_t {
       if (p.scale_dtype == DType::kF32) return __ldg(reinterpret_cast<const uint32_t*>(at) + group);
       return __ldg(reinterpret_cast<const uint16_t*>(at) + group);
     };
-    return {load(p.scales), load(p.biases), 0.0f, 0.0f};
+    int64_t group = unit >> max(p.group_bits, 0);
+    if (p.group_bits < 0) group *= 2;
+    UnitScales scales{load(p.scales, group), load(p.biases, group), 0.0f, 0.0f};
+    scales.third = scales.first, scales.fourth = scales.second;
+    if (p.group_bits < 0 && whole) {
+      scales.third = load(p.scales, group + 1), scales.fourth = load(p.biases, group + 1);
+    }
+    return scales;
   } else if constexpr (Format::kScalesOf32 == 2) {
     const uint8_t* at = p.scales + 2 * unit;
     const uint32_t both = whole ? __ldg(reinterpret_cast<const uint16_t*>(at)) : __ldg(at);
-    return {both & 0xff, both >> 8, 0.0f, 0.0f};
+    return {both & 0xff, both >> 8, 0.0f, 0.0f, 0, 0};
   } else {
     static_assert(Format::kScale == ScaleType::kE8M0);
-    return {__ldg(p.scales + unit), 0, 0.0f, 0.0f};
+    return {__ldg(p.scales + unit), 0, 0.0f, 0.0f, 0, 0};
   }
 }
 
@@ -171,7 +180,7 @@ __device__ void DecodeUnit(const DequantizeParams& p, const uint8_t* weight, int
   }
   scales.low = low, scales.high = high;
   const auto store = [&](int i, const Eight<Decoder::kTo>& eight) { stage.Write(i, eight); };
-  if (Decoder::Decode(p.scale_dtype, words, scales, store)) return;
+  if (Decoder::Decode(p.scale_dtype, words, scales, p.group_bits < 0, store)) return;
   const auto* codes = reinterpret_cast<const uint32_t*>(weight);
   JGG_NO_UNROLL
   for (int i = 0; i < min(16 * halves, 32); ++i) {

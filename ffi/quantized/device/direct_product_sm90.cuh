@@ -40,14 +40,16 @@ class DirectProduct {
 
   // By all threads, which have to meet before Sum. Of `count` tiles, tile_of(i) is that of k;
   // column(i, block) says where its column begins, line(i, row) where row `row` of x has its 64 k,
-  // null for zeros.
-  template <typename TileOf, typename ColumnOf, typename LineOf>
+  // null for zeros. Each thread calls before_x() once, before it reads x, when it has asked for the
+  // first of its weights.
+  template <typename TileOf, typename ColumnOf, typename LineOf, typename BeforeX>
   __device__ static void Multiply(SharedMemory& memory, int tile_scales, int count, TileOf tile_of,
-                                  ColumnOf column, LineOf line) {
+                                  ColumnOf column, LineOf line, BeforeX before_x) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Reader reader(tile_scales);
     char* const x = reinterpret_cast<char*>(memory.x[warp]);
     float sums[kBlocks][kEights * kChains][4] = {};
+    if (warp >= count) before_x();
 #pragma unroll 1
     for (int first = warp; first < count; first += kDirectWarps * kTiles) {
       Words words[kTiles][kBlocks];
@@ -62,6 +64,17 @@ class DirectProduct {
           words[i][b] = reader.template Load<true, ScaleRange::kAny>(from.codes, from.scales, tile);
         }
       }
+      // The next ones are on their way to L2 until then.
+#pragma unroll
+      for (int i = kTiles; i < 2 * kTiles; ++i) {
+        const int at = first + i * kDirectWarps;
+        if (at >= count) break;
+        const int64_t offset = static_cast<int64_t>(tile_of(at)) * Weights::kTileCodes +
+                               DirectThread::Get() * (Weights::kTileCodes / 128);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) PrefetchToL2(column(at, b).codes + offset);
+      }
+      if (first == warp) before_x();
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const int at = first + i * kDirectWarps;
@@ -75,16 +88,6 @@ class DirectProduct {
           CopyPiece((from == nullptr ? line(at, -1) : from) + piece * 16, to,
                     from == nullptr ? 0 : 16);
         }
-      }
-      // The next ones are on their way to L2 meanwhile.
-#pragma unroll
-      for (int i = kTiles; i < 2 * kTiles; ++i) {
-        const int at = first + i * kDirectWarps;
-        if (at >= count) break;
-        const int64_t offset = static_cast<int64_t>(tile_of(at)) * Weights::kTileCodes +
-                               DirectThread::Get() * (Weights::kTileCodes / 128);
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) PrefetchToL2(column(at, b).codes + offset);
       }
       WaitCopied();
       __syncwarp();
@@ -130,6 +133,12 @@ class DirectProduct {
         memory.partial[e][b][warp][lane] = make_float4(all[0], all[1], all[2], all[3]);
       }
     }
+  }
+
+  template <typename TileOf, typename ColumnOf, typename LineOf>
+  __device__ static void Multiply(SharedMemory& memory, int tile_scales, int count, TileOf tile_of,
+                                  ColumnOf column, LineOf line) {
+    Multiply(memory, tile_scales, count, tile_of, column, line, [] {});
   }
 
   // Each of the first 128 threads has one sum of each 8 rows, which is in this row of them and this

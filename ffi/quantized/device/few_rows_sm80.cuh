@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "quantized/device/few_rows_codes_sm80.cuh"
 #include "quantized/device/few_rows_weights.cuh"
 #include "quantized/device/gemm_sm80.cuh"
 
@@ -118,142 +119,6 @@ struct FewRowsConfig {
   };
 };
 
-// Makes the compiler keep a pointer, rather than compute it again in every step.
-template <typename T>
-__device__ T* Kept(T* pointer) {
-  asm volatile("" : "+l"(pointer));
-  return pointer;
-}
-
-// Copies codes of a tile's columns to the ring; reads those of this thread, and their scales.
-template <typename Config>
-class CodeReader {
-  using Weights = typename Config::Weights;
-  static constexpr int kBits = Weights::kBits, kPiece = Weights::kPiece;
-  static constexpr int kPieces = Weights::kPieces;
-  static constexpr int kCodes = 32 * Weights::kBlocks;          // of a thread in a step
-  static constexpr int kStepBytes = Config::kStep / 8 * kBits;  // of a column in a step
-
- public:
-  // Columns of a tile from tile.n0 on, tile.n_count of them in either half.
-  __device__ CodeReader(const QuantizedGemmSm80& gemm, const Tile& tile, int64_t weight) {
-    const int half = IsGated(gemm.gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
-    const int64_t line_bytes = gemm.w.elements / 8 * kBits;
-    const int j = threadIdx.x % 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      // A column that does not exist gets the codes of one that does.
-      const int in_half = min(column % half, tile.n_count - 1);
-      const int64_t line =
-          weight * gemm.w.lines + tile.n0 + in_half + (column < half ? 0 : gemm.gemm.n / 2);
-      const int64_t scales = line * gemm.slice.scale_line + Group(gemm, kCodes * j);
-      const auto at = [](const void* data, int64_t bytes) {
-        return Kept(static_cast<const char*>(data) + bytes);
-      };
-      codes_[r] = at(gemm.w.packed, line * line_bytes + Weights::kCopy * j);
-      scales_[r] = at(gemm.w.scales, scales);
-    }
-    elements_ = static_cast<int>(gemm.w.elements);
-    line_bytes_ = static_cast<int>(line_bytes);
-    to_bias_ =
-        reinterpret_cast<intptr_t>(gemm.w.biases) - reinterpret_cast<intptr_t>(gemm.w.scales);
-    scale_step_ = Group(gemm, Config::kStep);
-    asm volatile("" : "+r"(scale_step_));
-    one_group_ = Weights::kHasBiases && (1 << gemm.slice.group_bits) >= kCodes;
-  }
-
-  // Start copying this warp's codes of step `step`: the four threads of a column copy it together.
-  __device__ void Start(unsigned char* place, int step) const {
-    constexpr int kCopy = Weights::kCopy, kCopies = kStepBytes / kCopy;  // of a column
-    const int lane = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < kCopies / 2; ++i) {
-      // The copies of both columns are numbered; this is number 4 * i + lane.
-      const bool second = 4 * i >= kCopies || (4 * i + 3 >= kCopies && 4 * i + lane >= kCopies);
-      const int at = 4 * i + lane - (second ? kCopies : 0);
-      const bool take = kStepBytes * step + kCopy * at < line_bytes_;  // or nothing is read
-      unsigned char* to = place + Of(second, threadIdx.x / 4, at * (kCopy / kPiece));
-      const char* from = (second ? codes_[1] : codes_[0]) + kStepBytes * step + (at - lane) * kCopy;
-      if constexpr (kCopy == 16) {
-        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-            *reinterpret_cast<const cute::uint128_t*>(from),
-            *reinterpret_cast<cute::uint128_t*>(to), take);
-      } else {
-        cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<uint64_t>::copy(
-            *reinterpret_cast<const uint64_t*>(from), *reinterpret_cast<uint64_t*>(to), take);
-      }
-    }
-  }
-
-  // This thread's codes of column `r`: of block `first` and the `kBlocks - 1` after it.
-  template <int kBlocks>
-  __device__ void Read(const unsigned char* place, int r, int first,
-                       uint32_t (&words)[kBlocks][kBits]) const {
-    constexpr int kBytes = 4 * kBits * kBlocks, kWide = kBytes % 16 == 0 ? 16 : 8;
-    using Wide = cute::conditional_t<kWide == 16, uint4, uint2>;
-    Wide pieces[kBytes / kWide];
-#pragma unroll
-    for (int i = 0; i < kBytes / kWide; ++i) {
-      const int byte = 4 * kBits * first + i * kWide;
-      const unsigned char* from =
-          place + Of(r, threadIdx.x / 4, threadIdx.x % 4 * kPieces + byte / kPiece);
-      pieces[i] = *reinterpret_cast<const Wide*>(from + byte % kPiece);
-    }
-#pragma unroll
-    for (int i = 0; i < kBlocks * kBits; ++i) {
-      words[i / kBits][i % kBits] = reinterpret_cast<const uint32_t*>(pieces)[i];
-    }
-  }
-
-  // The bits of the scales and biases of step `step`, zeros past the end. Steps come in order.
-  __device__ uint2 NextScales(int r, int step) {
-    uint2 bits = make_uint2(0, 0);
-    if (Config::kStep * step + kCodes * static_cast<int>(threadIdx.x % 4) < elements_) {
-      bits.x = Bits(scales_[r]);
-      if (Weights::kHasBiases) bits.y = Bits(scales_[r] + to_bias_);
-    }
-    scales_[r] += scale_step_;
-    return bits;
-  }
-
-  // Whether all codes of a thread in a step have one scale.
-  __device__ bool OneGroup() const { return one_group_; }
-
- private:
-  // Where piece `piece` of a column's step is: threads read, and copy, at one time only pieces in
-  // different banks.
-  __device__ static int Of(int r, int column, int piece) {
-    if (kStepBytes == 128) piece ^= column % 2 * 5;
-    return (r * 32 + column) * kStepBytes + piece * kPiece;
-  }
-
-  // Bytes of the scales of so many k, a multiple of a group or a part of one.
-  __device__ static int Group(const QuantizedGemmSm80& gemm, int k) {
-    return (k >> gemm.slice.group_bits) * Weights::kScaleSize;
-  }
-
-  __device__ uint32_t Bits(const char* scales) const {
-    if constexpr (Weights::kHasBiases && Weights::kBlocks == 2) {
-      if (one_group_) return __ldg(reinterpret_cast<const uint16_t*>(scales));
-    }
-    if constexpr (Weights::kScaleBytes == 4) {
-      return __ldg(reinterpret_cast<const uint32_t*>(scales));
-    } else if constexpr (Weights::kScaleBytes == 2) {
-      return __ldg(reinterpret_cast<const uint16_t*>(scales));
-    } else {
-      return __ldg(reinterpret_cast<const uint8_t*>(scales));
-    }
-  }
-
-  const char *codes_[2],
-      *scales_[2];   // of each column: this thread's first, those of the next step
-  int64_t to_bias_;  // bytes from a scale to its bias
-  int line_bytes_, elements_;
-  int scale_step_;  // bytes of scales from a step to the next
-  bool one_group_;
-};
-
 // Rows of x, a chunk at a time: of every 32 values, numbers p and 16 + p make a word.
 template <typename Config>
 class RowReader {
@@ -318,6 +183,17 @@ class RowReader {
   uint4 low_[kItems], high_[kItems];
 };
 
+// A pair of codes, by a fused multiply-add where that does.
+template <bool kFits, typename Weights>
+__device__ uint32_t PairOf(const uint32_t (&streams)[Weights::kBits], int p, const LineScales& line,
+                           const FloatScales& floats) {
+  if constexpr (Weights::kHasBiases && !kFits) {
+    return Weights::FloatPair(streams, p, floats);
+  } else {
+    return Weights::template Pair<kFits>(streams, p, line);
+  }
+}
+
 // Add the products of one segment to a tile.
 template <typename Config>
 __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, const Segment& segment,
@@ -340,7 +216,7 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
 #pragma unroll 1
   for (int step = 0; step < kStages - 1; ++step) start(step);
   rows.Load(0, two_blocks);
-  uint2 next[2] = {codes.NextScales(0, 0), codes.NextScales(1, 0)};
+  uint2 next[2] = {codes.NextScales(gemm, 0, 0), codes.NextScales(gemm, 1, 0)};
   int read = 0, chunk = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -361,20 +237,24 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
       if (!kLate) codes.template Read<kBlocks>(ring, r, 0, words);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        lines[r][b] = Weights::Scales(next[r].x, next[r].y, b, codes.OneGroup());
+        lines[r][b] = codes.Line(gemm, next[r], r, b, step);
         if (kLate) continue;
         Weights::Check(words[b], lines[r][b]);
         ToStreams<kBits>(words[b], streams[r][b]);
       }
     }
     start(step + kStages - 1);
-    next[0] = codes.NextScales(0, step + 1);
-    next[1] = codes.NextScales(1, step + 1);
+    next[0] = codes.NextScales(gemm, 0, step + 1);
+    next[1] = codes.NextScales(gemm, 1, step + 1);
     read = read + 1 == kStages ? 0 : read + 1;
     const uint32_t* x = shared.x[chunk][threadIdx.x % 32 / 4];
     const int first_turn = step % (Config::kChunk / Config::kStep) * 4;
     const auto multiply = [&](auto fits, auto two) {
       constexpr bool kFits = decltype(fits)::value, kTwo = decltype(two)::value;
+      FloatScales floats[2];
+      const auto pair = [&](int r, int b, int p) {
+        return PairOf<kFits, Weights>(streams[r][b], p, lines[r][b], floats[r]);
+      };
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) {
         const int b = i / 4;
@@ -386,6 +266,12 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
             ToStreams<kBits>(words[0], streams[r][b]);
           }
         }
+        if constexpr (Weights::kHasBiases && !kFits) {
+          if (i % 4 == 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) floats[r] = codes.Floats(gemm, r, b, step);
+          }
+        }
         const uint32_t* from = x + Config::RowWord(first_turn + i, threadIdx.x % 4);
         const uint4 first = *reinterpret_cast<const uint4*>(from);
         uint4 second = first;
@@ -393,10 +279,8 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const int p = i % 4 * 4 + 2 * m;
-          const uint32_t a[4] = {Weights::template Pair<kFits>(streams[0][b], p, lines[0][b]),
-                                 Weights::template Pair<kFits>(streams[1][b], p, lines[1][b]),
-                                 Weights::template Pair<kFits>(streams[0][b], p + 1, lines[0][b]),
-                                 Weights::template Pair<kFits>(streams[1][b], p + 1, lines[1][b])};
+          const uint32_t a[4] = {pair(0, b, p), pair(1, b, p), pair(0, b, p + 1),
+                                 pair(1, b, p + 1)};
           ops.Add(kTwo ? 0 : m, a, m == 0 ? first.x : first.z, m == 0 ? first.y : first.w);
           if (kTwo) ops.Add(1, a, m == 0 ? second.x : second.z, m == 0 ? second.y : second.w);
         }
@@ -409,9 +293,9 @@ __device__ void AddFewRows(const QuantizedGemmSm80& gemm, const Tile& tile, cons
         multiply(fits, std::false_type{});
       }
     };
-    bool all_fit = Weights::Fits(lines[0][0]) && Weights::Fits(lines[1][0]);
+    bool all_fit = codes.Fits(gemm, lines[0][0]) && codes.Fits(gemm, lines[1][0]);
     if (kBlocks > 1 && !codes.OneGroup()) {
-      all_fit &= Weights::Fits(lines[0][kBlocks - 1]) && Weights::Fits(lines[1][kBlocks - 1]);
+      all_fit &= codes.Fits(gemm, lines[0][kBlocks - 1]) && codes.Fits(gemm, lines[1][kBlocks - 1]);
     }
     if (AnyLane(!all_fit)) {
       multiply_all(std::false_type{});

@@ -31,12 +31,15 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
   static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
   static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
+  static constexpr int kMostPlanes = 1;   // of x, and bytes of a stage: scaled_tiles_sm90.cuh
+  static constexpr int kMoreBytes = 0;
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
 // in block 1 the values that they let through.
 template <typename Traits>
 struct QuantizedGemmSm90Config : Traits {
+  using Traits::kMostPlanes;
   using Traits::kRows, Traits::kBlocks, Traits::kMostStages, Traits::kBlocksPerSm, Traits::kWarps;
   using typename Traits::Weights;
   static constexpr int kScheduledBlocks = kBlocks;
@@ -59,9 +62,9 @@ struct QuantizedGemmSm90Config : Traits {
   static constexpr int kSlices = kWarps ? Weights::kFewRowsSlices : 2;
   static constexpr int kChunkL = kRows % 64 != 0 ? 32 : 64;
   static constexpr int kChunkBytesL = kChunkL * 128, kChunksL = kRows / kChunkL;
-  static constexpr int kRowsBytes = 2 * kChunksL * kChunkBytesL;  // of x
+  static constexpr int kRowsBytes = 2 * kMostPlanes * kChunksL * kChunkBytesL;  // of x
   static constexpr int kStageBytes =
-      kRowsBytes +
+      kRowsBytes + Traits::kMoreBytes +
       kSlices * kBlocks * (Weights::kCodeBytes + (Weights::kScaleBytes + 127) / 128 * 128);
   using PartialSums = std::conditional_t<kSharesK, SharedPartialSums, NoPartialSums>;
   // For stages and the epilogue, of so much shared memory of an SM.
@@ -298,11 +301,23 @@ struct QuantizedProducts {
   }
 };
 
+// Who copies x where one thread does not copy all, and who makes a tile's sums. Kernels of
+// ScaledWeights have others (scaled_rows_sm90.cuh, scaled_tiles_sm90.cuh).
+template <typename Config, bool kScaled = Config::Weights::kScaled, bool kWarps = Config::kWarps>
+struct PartsOf {
+  using Products = std::conditional_t<kWarps, FewRowsProducts<Config>, QuantizedProducts<Config>>;
+
+  __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
+                                  typename Config::SharedMemory& memory, int block) {
+    CopyRowsThread<Config>(quantized.gemm, memory, block);
+  }
+};
+
 // One of the two warpgroups that multiply.
 template <typename Config>
 __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
                                            typename Config::SharedMemory& memory, int group) {
-  using P = std::conditional_t<Config::kWarps, FewRowsProducts<Config>, QuantizedProducts<Config>>;
+  using P = typename PartsOf<Config>::Products;
   const GemmSm90& gemm = quantized.gemm;
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at;
@@ -368,7 +383,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       if constexpr (Config::kCopiesStages) {
         if (warp == 1) Config::Weights::template CopyStages<Config>(quantized, memory);
       } else if (warp == 1) {
-        CopyRowsThread<Config>(gemm, memory, block);
+        PartsOf<Config>::CopyRows(quantized, memory, block);
       } else {
         Config::Weights::template CopyColumns<Config>(quantized, memory, warp - 2);
       }

@@ -11,10 +11,15 @@
 namespace jgg::device {
 
 // The scales of 32 codes of a line, and what belongs to them: bfloat16, the same in both halves
-// (nvfp4: those of codes 0-15 and 16-31).
+// (groups of 16: those of codes 0-15 and 16-31).
 struct LineScales {
   uint32_t scale;
   uint32_t bias;  // mxfp4, mxfp8, where it Fits: the scale times what E2M1Of, E4M3Of leave out
+};
+
+// Affine: those of codes 0-15 and 16-31.
+struct FloatScales {
+  float scale[2], bias[2];
 };
 
 // Whether one of these codes e4m3 is NaN.
@@ -33,6 +38,7 @@ __device__ bool HasNaN(const uint32_t (&codes)[kWords]) {
 //   Fits     whether values are those of `dequantize` by a fused multiply-add: see FitsPairs
 //   Check    changes scales where codes are NaN
 //   Pair     codes p and 16 + p of streams, as the product takes them
+//   FloatPair  the same of float32 scales and biases, where there are biases
 //
 // and, where WGMMA multiplies,
 //

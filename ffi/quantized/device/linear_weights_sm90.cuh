@@ -25,6 +25,7 @@ template <Mode kMode, int kBits>
 struct LinearWeights {
   using Codes = LineCodes<kMode, kBits>;
   static constexpr DType kX = DType::kBF16;  // of x
+  static constexpr bool kScaled = false;
   static constexpr bool kHasSmall = Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = kBits == 4 || kBits == 8;

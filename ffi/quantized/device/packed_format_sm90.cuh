@@ -57,7 +57,7 @@ struct PackedCodes;
 template <Mode kMode, int kBits>
 struct PackedCodesBase {
   using Format = FormatTraits<kMode, kBits>;
-  static constexpr PackedScales kMostScales = Format::PackedScalesOf(Format::kGroupSizes[0]);
+  static constexpr PackedScales kMostScales = Format::PackedScalesOf(Format::kLeastGroupSm90);
   // Words of a row's scales, at most. Bytes of a tile's: with one word to a row, or half a word.
   static constexpr int kMostScaleWords = kMostScaleWordsOf<Format>;
   static constexpr int kTileScales = kMostScales.words < 64 ? 128 : 256;
@@ -66,6 +66,7 @@ struct PackedCodesBase {
   static constexpr float kFactor = 1, kSmallFactor = 1;  // of sums, and where scales are kSmall
   static constexpr float kHalfFactor = 1;                // ... and where x is float16
   static constexpr bool kHasSmall = false;
+  static constexpr bool kHasBiases = Format::kScale == ScaleType::kScaleAndBias;
   // Few rows: from how many blocks per SM on registers are so few that loads should be late.
   static constexpr int kLoadsLateFrom = 2;
 

@@ -110,7 +110,7 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
                     slices, tile_scales);
           // The rest of the last stage has the same weights again, which meet zeros of x: as many
           // tiles as share scales.
-          const int together = kTileScales <= tile_scales ? 1 : 2;
+          const int together = Config::Weights::TilesTogether(quantized.packed);
 #pragma unroll 1
           for (int s = slices; s < most_slices; s += together) {
             CopyTiles(codes + tile * kTileCodes, scales + tile * tile_scales, full,
@@ -123,6 +123,11 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
         at.Next();
       }
     });
+  }
+
+  // Tiles that share scales.
+  __device__ static int TilesTogether(const PackedCodesSm90& packed) {
+    return kTileScales <= TileScales(packed) ? 1 : 2;
   }
 
   // Whether stages may do with ScaleRange::kSmall.

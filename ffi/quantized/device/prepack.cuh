@@ -12,9 +12,18 @@ inline constexpr int kPrepackThreads = 128;  // 64 rows x 256 k
 
 struct PrepackParams {
   const uint8_t *weight, *scales, *biases;
-  uint8_t *out, *out_scales;
+  uint8_t *out, *out_scales;  // affine scales may be null: PrepackScalesKernel stores them
   int32_t k_tiles, blocks_along_k;
   int32_t group_bits;  // 2^group_bits tiles share an affine scale
+};
+
+// Affine scales and biases, of which a line has `groups`.
+struct PrepackScalesParams {
+  const uint8_t *scales, *biases;
+  uint8_t* out;
+  int64_t count;  // of all lines
+  int32_t groups;
+  bool floats;  // float32; or else of 16 bits
 };
 
 // Four words of eight codes, row r, k 0-7; row r + 8, k 0-7; row r, k 8-15; row r + 8, k 8-15, as
@@ -193,8 +202,11 @@ __global__ void __launch_bounds__(kPrepackThreads)
       rows[i][0] = __ldg(at);
       rows[i][1] = __ldg(at + 1);
     }
+    const bool has_scales = Format::kScale != ScaleType::kScaleAndBias || p.out_scales != nullptr;
     JGG_UNROLL
-    for (int i = 0; i < 2; ++i) scales[i].Load(p, row + 8 * i, tile);
+    for (int i = 0; i < 2; ++i) {
+      if (has_scales) scales[i].Load(p, row + 8 * i, tile);
+    }
     uint32_t threads[4][4];
     Rearrange<Scales, Format::kCode>(rows, scales, threads);
     JGG_UNROLL
@@ -202,7 +214,7 @@ __global__ void __launch_bounds__(kPrepackThreads)
       const uint32_t (&steps)[4] = threads[j];
       stage[place(lane % 4, 4 * pair + j)] = make_uint4(steps[0], steps[1], steps[2], steps[3]);
     }
-    StoreScales(p, row_tile * p.k_tiles + tile, scales);
+    if (has_scales) StoreScales(p, row_tile * p.k_tiles + tile, scales);
   }
   __syncwarp();
   auto* out = reinterpret_cast<uint4*>(p.out) + (row_tile * p.k_tiles + first) * 128 + 32 * warp;
@@ -264,7 +276,7 @@ __global__ void __launch_bounds__(kPrepackThreads)
     *reinterpret_cast<uint2*>(&rows[first_row + from][2 * column]) =
         __ldg(weight + from * line + column);
   }
-  if (lane % 4 < tiles) {
+  if (lane % 4 < tiles && p.out_scales != nullptr) {
     RowScales<ScaleType::kScaleAndBias, kScaleWords> scales[2];
     const int tile = first + lane % 4;
     JGG_UNROLL
@@ -296,6 +308,26 @@ __global__ void __launch_bounds__(kPrepackThreads)
     uint32_t words[kBits];
     PackPairs<kBits>(pairs, words);
     StoreCodes<kBits>(out + tile * 512 * kBits, thread, words);
+  }
+}
+
+// Affine scales that the kernels above do not know: of groups of 16, and float32. A thread has one:
+// tile after tile of 64 rows, group after group, the rows in the order of a tile's words.
+__global__ void __launch_bounds__(kPrepackThreads)
+    PrepackScalesKernel(const __grid_constant__ PrepackScalesParams p) {
+  const int64_t to = int64_t{blockIdx.x} * kPrepackThreads + threadIdx.x;
+  if (to >= p.count) return;
+  const int place = static_cast<int>(to % 64), pair = place / 2;
+  const int64_t row = to / 64 / p.groups * 64 + pair / 8 * 16 + pair % 8 + place % 2 * 8;
+  const int64_t from = row * p.groups + to / 64 % p.groups;
+  if (p.floats) {
+    reinterpret_cast<uint2*>(p.out)[to] =
+        make_uint2(__ldg(reinterpret_cast<const uint32_t*>(p.scales) + from),
+                   __ldg(reinterpret_cast<const uint32_t*>(p.biases) + from));
+  } else {
+    const uint32_t bias = __ldg(reinterpret_cast<const uint16_t*>(p.biases) + from);
+    reinterpret_cast<uint32_t*>(p.out)[to] =
+        __ldg(reinterpret_cast<const uint16_t*>(p.scales) + from) | bias << 16;
   }
 }
 

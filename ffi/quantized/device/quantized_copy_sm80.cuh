@@ -104,19 +104,23 @@ class QuantizedCopy {
     if (Format::Split(gemm) && Cont() >= gemm.slice.half) {
       left = (1 << kSubs) - 1;
     } else {
+      const bool halves = AreHalves(gemm);
       Scales scales{};
 #pragma unroll(Format::kFixed ? kSubs : 1)
       for (int sub = 0; sub < kSubs; ++sub) {
-        if ((sub & ((1 << gemm.slice.share_bits) - 1)) == 0) {
-          const uint2 bits = ReadScales(gemm, ring, k0, sub);
-          scales = MakeScales<kTo>(coding, bits.x, bits.y);
-        }
         const int offset = Move(first, 32 * sub);
         const auto load = [&](auto& words) { Load(codes + 4 * coding.bits * sub, words); };
-        const auto store = [&](int i, const Eight<kTo>& eight) {
-          Store(tile, offset, 8 * i, eight);
-        };
-        if (!Decode32<kTo, Format::kWay>(scales, load, store)) left |= 1u << sub;
+        // Groups of 16: one after the other, since registers are few.
+#pragma unroll 1
+        for (int half = 0; half < (halves ? 2 : 1); ++half) {
+          if (halves || (sub & ((1 << gemm.slice.share_bits) - 1)) == 0) {
+            scales = MakeScales<kTo>(coding, ReadScales(gemm, ring, k0, sub, half));
+          }
+          const auto store = [&](int i, const Eight<kTo>& eight) {
+            if (!halves || i / 2 == half) Store(tile, offset, 8 * i, eight);
+          };
+          if (!Decode32<kTo, Format::kWay>(scales, load, store)) left |= 1u << sub;
+        }
       }
     }
 #pragma unroll 1
@@ -231,30 +235,40 @@ class QuantizedCopy {
     return static_cast<int>(reinterpret_cast<uintptr_t>(from)) & 3;
   }
 
-  // Read the scales of 32 codes, as MakeScales takes them: zeros past the end of a line, whose
-  // codes are zeros too.
-  __device__ uint2 ReadScales(const QuantizedGemmSm80& gemm, const unsigned char* ring, int k0,
-                              int sub) const {
+  // Whether affine groups are of 16.
+  __device__ static bool AreHalves(const QuantizedGemmSm80& gemm) {
+    return Format::Of(gemm).mode == Mode::kAffine && gemm.slice.group_bits == 4;
+  }
+
+  // Read the scales of 32 codes, or of a half of them, as MakeScales takes them: zeros past the end
+  // of a line, whose codes are zeros too.
+  __device__ ScaleBits ReadScales(const QuantizedGemmSm80& gemm, const unsigned char* ring, int k0,
+                                  int sub, int half) const {
     const PackedSlice& slice = gemm.slice;
     const Mode mode = Format::Of(gemm).mode;
     const int left = static_cast<int>(gemm.w.elements) - Along(k0) - 32 * sub;
-    if (left <= 0) return make_uint2(0, 0);
+    if (left <= 0) return ScaleBits::Of(0, 0);
     const char* global = Scale(gemm, k0, 0);
     const unsigned char* from = ring + ScalesAt(gemm);
     const unsigned char* bias = from + 4 * slice.scale_words;
     from += Misaligned(global);
     if (mode == Mode::kNvfp4) {
-      return make_uint2(from[2 * sub], left > 16 ? from[2 * sub + 1] : 0);
+      return ScaleBits::Of(from[2 * sub], left > 16 ? from[2 * sub + 1] : 0);
     }
-    const int number = sub >> slice.share_bits;
-    if (mode != Mode::kAffine) return make_uint2(from[number], 0);
+    int number = sub >> slice.share_bits;
+    if (mode != Mode::kAffine) return ScaleBits::Of(from[number], 0);
     bias += Misaligned(global + slice.biases);
-    if (Format::Of(gemm).scale_dtype != DType::kF32) {
-      return make_uint2(reinterpret_cast<const uint16_t*>(from)[number],
-                        reinterpret_cast<const uint16_t*>(bias)[number]);
+    if (AreHalves(gemm)) {
+      if (half > 0 && left <= 16) return ScaleBits::Of(0, 0);
+      number = 2 * sub + half;
     }
-    return make_uint2(reinterpret_cast<const uint32_t*>(from)[number],
-                      reinterpret_cast<const uint32_t*>(bias)[number]);
+    const auto read = [&](const unsigned char* at, int i) -> uint32_t {
+      if (Format::Of(gemm).scale_dtype == DType::kF32) {
+        return reinterpret_cast<const uint32_t*>(at)[i];
+      }
+      return reinterpret_cast<const uint16_t*>(at)[i];
+    };
+    return ScaleBits::Of(read(from, number), read(bias, number));
   }
 
   // kWords words, by reads as wide as their place in a line allows.
@@ -294,7 +308,7 @@ class QuantizedCopy {
     const Coding coding = Format::Of(gemm);
     const bool split = Format::Split(gemm) && Cont() >= gemm.slice.half;
     const auto* words = reinterpret_cast<const uint32_t*>(Codes(gemm, ring));
-    uint2 scale = split ? make_uint2(0, 0) : ReadScales(gemm, ring, k0, sub);
+    ScaleBits scale = split ? ScaleBits::Of(0, 0) : ReadScales(gemm, ring, k0, sub, 0);
     int bit = 32 * sub * coding.bits + (split ? 8 * gemm.slice.misaligned : 0);
 #pragma unroll 1
     for (int i = 32 * sub; i < 32 * sub + 32; ++i, bit += coding.bits) {
@@ -304,12 +318,14 @@ class QuantizedCopy {
       if (split) {
         const bool take = HasLine(gemm, k0) && Along(k0) + i < gemm.w.elements;
         const char* from = Scale(gemm, k0, i);
-        scale.x = take ? ReadGlobal(gemm, from) : 0;
-        scale.y = take ? ReadGlobal(gemm, from + gemm.slice.biases) : 0;
-      } else if (coding.mode == Mode::kNvfp4 && i % 32 == 16) {
-        scale.x = scale.y;
+        scale.first = take ? ReadGlobal(gemm, from) : 0;
+        scale.second = take ? ReadGlobal(gemm, from + gemm.slice.biases) : 0;
+      } else if (i % 32 == 16) {
+        if (coding.mode == Mode::kNvfp4) scale.first = scale.second;
+        if (AreHalves(gemm)) scale = ReadScales(gemm, ring, k0, sub, 1);
       }
-      const float value = DecodeOne(coding, code & ((1 << coding.bits) - 1), scale.x, scale.y);
+      const float value =
+          DecodeOne(coding, code & ((1 << coding.bits) - 1), scale.first, scale.second);
       Element& to = tile[Move(First(), i)];
       if constexpr (sizeof(Element) == 4) {
         reinterpret_cast<float&>(to) = value;

@@ -14,7 +14,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "cute/arch/copy_sm90.hpp"
 #include "quantized/device/gemm_sm90.cuh"
 #include "quantized/device/packed_tiles_sm90.cuh"
 
@@ -217,8 +216,7 @@ struct TransposedProducts {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         char* to = line_at + which * Config::kTurnedBytes + ((2 * i + lane / 16) ^ lane % 8) * 16;
-        cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
-                                      *reinterpret_cast<cute::uint128_t*>(to));
+        StoreMatrices<false>(to, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
       }
       FenceAsyncProxy();
       SyncSome(1 + group, 128);

@@ -12,6 +12,11 @@ namespace jgg::device {
 struct UnitScales {
   uint32_t first, second;  // bits of scale and bias; of two scales (nvfp4); of the scale
   float low, high;         // global scales of the first 16 and the last
+  uint32_t third, fourth;  // affine: bits of scale and bias of the last 16
+
+  JGG_HOST_DEVICE ScaleBits Bits(bool halves) const {
+    return {first, second, third, fourth, halves};
+  }
 };
 
 template <DType kTo_, Mode kMode_, int kBits_, bool kGlobal_>
@@ -23,11 +28,12 @@ struct ValueDecoder {
   using Format = FormatTraits<kMode, kBits>;
 
   // Stores eight values at a time, store(i, Eight<kTo>). False, for all lanes of a warp alike,
-  // where they have to be decoded one by one; what has been stored is then void.
+  // where they have to be decoded one by one; what has been stored is then void. halves: affine
+  // groups are of 16.
   template <typename Store>
   static JGG_HOST_DEVICE bool Decode(DType scale_dtype, const uint32_t (&codes)[kBits],
-                                     const UnitScales& scales, Store store) {
-    if (AnyLane(!IsUsual(scale_dtype, scales))) return false;
+                                     const UnitScales& scales, bool halves, Store store) {
+    if (AnyLane(!IsUsual(scale_dtype, scales, halves))) return false;
     constexpr int kOnly = kWayOf<kMode, kBits>;
     const Coding coding{kMode, kBits, scale_dtype};
     const auto load = [&](auto& words) {
@@ -35,8 +41,7 @@ struct ValueDecoder {
       for (int i = 0; i < kBits; ++i) words[i] = codes[i];
     };
     if constexpr (!kGlobal) {
-      return Decode32<kTo, kOnly>(MakeScales<kTo>(coding, scales.first, scales.second), load,
-                                  store);
+      return Decode32<kTo, kOnly>(MakeScales<kTo>(coding, scales.Bits(halves)), load, store);
     } else {
       // In bfloat16 a product of element and scale is exact.
       const auto times = [&](int i, const Eight<DType::kBF16>& eight) {
@@ -48,8 +53,8 @@ struct ValueDecoder {
         }
         store(i, Round8<kTo>(values));
       };
-      return Decode32<DType::kBF16, kOnly>(
-          MakeScales<DType::kBF16>(coding, scales.first, scales.second), load, times);
+      return Decode32<DType::kBF16, kOnly>(MakeScales<DType::kBF16>(coding, scales.Bits(false)),
+                                           load, times);
     }
   }
 
@@ -59,8 +64,8 @@ struct ValueDecoder {
     float value;
     if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
       // The definition's two products, each exact, decide on the sign of zero.
-      const float scale = ScaleOfBits(scales.first, scale_dtype);
-      const float bias = ScaleOfBits(scales.second, scale_dtype);
+      const float scale = ScaleOfBits(upper ? scales.third : scales.first, scale_dtype);
+      const float bias = ScaleOfBits(upper ? scales.fourth : scales.second, scale_dtype);
       const bool finite = fabsf(scale) < AsFloat(kInfinity);
       const float high = finite ? AsFloat(AsBits(scale) & 0xffffff00) : scale;
       const float low = finite ? Add(scale, -high) : 0.0f;
@@ -76,10 +81,13 @@ struct ValueDecoder {
 
  private:
   // Neither NaN, which has many patterns, nor a bias of - 0, whose sums have any sign.
-  static JGG_HOST_DEVICE bool IsUsual(DType scale_dtype, const UnitScales& scales) {
+  static JGG_HOST_DEVICE bool IsUsual(DType scale_dtype, const UnitScales& scales, bool halves) {
     if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
-      const float bias = ScaleOfBits(scales.second, scale_dtype);
-      return fabsf(bias) < AsFloat(kInfinity) && AsBits(bias) != kSign;
+      const auto usual = [&](uint32_t bits) {
+        const float bias = ScaleOfBits(bits, scale_dtype);
+        return fabsf(bias) < AsFloat(kInfinity) && AsBits(bias) != kSign;
+      };
+      return usual(scales.second) && (!halves || usual(scales.fourth));
     } else if constexpr (Format::kScale == ScaleType::kE8M0) {
       return scales.first != 255;
     } else {

@@ -15,6 +15,7 @@ struct FormatTraits<Mode::kFp8, 8> : FormatBase {
   static constexpr CodeType kCode = CodeType::kE4M3;
   static constexpr ScaleType kScale = ScaleType::kFloat32;
   static constexpr std::array kGroupSizes{128};
+  static constexpr int kLeastGroupSm90 = 128;
   static constexpr bool kIsLinear = false, kIsPrepacked = false;
 
   // A word is two bfloat16, whose sum is the scale.

@@ -14,6 +14,7 @@ struct FormatTraits<Mode::kMxfp4, 4> : FormatBase {
   static constexpr CodeType kCode = CodeType::kE2M1;
   static constexpr ScaleType kScale = ScaleType::kE8M0;
   static constexpr std::array kGroupSizes{32};
+  static constexpr int kLeastGroupSm90 = 32;
 
   // A word has two bytes of either row.
   static constexpr PackedScales PackedScalesOf(int) { return {64, 32}; }

@@ -14,6 +14,7 @@ struct FormatTraits<Mode::kMxfp8, 8> : FormatBase {
   static constexpr CodeType kCode = CodeType::kE4M3;
   static constexpr ScaleType kScale = ScaleType::kE8M0;
   static constexpr std::array kGroupSizes{32};
+  static constexpr int kLeastGroupSm90 = 32;
   static constexpr bool kIsPrepacked = false;
 
   // A word is two scales in bfloat16.

@@ -13,6 +13,7 @@ struct FormatTraits<Mode::kNvfp4, 4> : FormatBase {
   static constexpr CodeType kCode = CodeType::kE2M1;
   static constexpr ScaleType kScale = ScaleType::kE4M3;
   static constexpr std::array kGroupSizes{16};
+  static constexpr int kLeastGroupSm90 = 16;
   static constexpr int kScalesOf32 = 2;
   static constexpr bool kTakesGlobalScale = true;
   static constexpr bool kIsOrdered = true;

@@ -23,8 +23,13 @@ from .call import (
 )
 from .grouped import epilogue, option_letters, options_of
 
-AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (16, 32, 64, 128)]
 FORMATS = AFFINE + 4 * [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+
+
+def whole_words(bits: int, group: int) -> int:
+    """Codes in whole groups and words."""
+    return max(group, 32) if bits % 2 else group
 
 
 class Weight:
@@ -39,7 +44,8 @@ class Weight:
         self.packed = pick(rng, [*[""] * 4, "before", "within"])
         self.mode, self.bits, self.group = pick(rng, FORMATS)
         self.transpose_w = bool(rng.integers(3))
-        self.inner = self.group * int(rng.integers(1, 1 + max(1, 96 // self.group)))
+        unit = whole_words(self.bits, self.group)
+        self.inner = unit * int(rng.integers(1, 1 + max(1, 96 // unit)))
         self.outer, self.dtype = size(rng, 16), pick(rng, FLOATS)
         if self.packed:
             self.inner, self.outer = max(self.group, 64), 64 * int(rng.integers(1, 3))
@@ -106,7 +112,7 @@ class Weight:
         if self.scale_shape is not None:
             leaves = [np.asarray(self.rng.uniform(0.5, 2, self.scale_shape), np.float32)]
         if self.packed == "before":
-            packed = jgg.prepack(q, strict=True)
+            packed = self.prepacked(q)
             arrays = [np.asarray(packed.weight), np.asarray(packed.scales)]
             self.linear[arrays[0].tobytes() + arrays[1].tobytes()] = stored
             return leaves, arrays
@@ -119,7 +125,11 @@ class Weight:
         if self.packed == "before":
             return jgg.Quantized(data[0], data[1], None, *leaves, layout="sm90", **of)
         q = jgg.Quantized(data[0], data[1], *(data[2:] or [None]), *leaves, **of)
-        return jgg.prepack(q, strict=True) if self.packed else q
+        return self.prepacked(q) if self.packed else q
+
+    def prepacked(self, q) -> jgg.Quantized:
+        floats = self.mode == "affine" and self.group == 16  # which are packed on request only
+        return jgg.prepack(q, scales_dtype="float32" if floats else None, strict=True)
 
     def stored(self, scales, data) -> jgg.Quantized:
         """The weight in layout "linear", without a global scale."""
@@ -276,7 +286,8 @@ def dequantize(rng) -> Call:
 def quantize(rng) -> Call:
     """Compared by what is promised: every value is the nearest that its scale has."""
     mode, bits, group = pick(rng, FORMATS)
-    lead, k = pick(rng, [(3,), (2, 5), ()]), group * int(rng.integers(1, 4))
+    lead = pick(rng, [(3,), (2, 5), ()])
+    k = whole_words(bits, group) * int(rng.integers(1, 4))
     dtype, contract = pick(rng, FLOATS), pick(rng, [-1, -2])
     scale = mode == "nvfp4" and bool(rng.integers(2))
     kind = int(rng.integers(3))

@@ -43,6 +43,38 @@ struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits>
     }
   }
 
+  // Codes as whole numbers, and scales and biases, for scaled_weights_sm90.cuh.
+  __device__ static void Numbers(const uint32_t (&codes)[kBits], int step, uint32_t* a) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = PackedCodePair(codes, 4 * step + i);
+  }
+
+  // Of 128 k of 64 columns, where groups have 16.
+  static constexpr int kMostFloatScales = 8 * 64 * 8;
+
+  __device__ static uint32_t FloatScales(const char* tile, int pair, const PackedCodesSm90& packed,
+                                         float (&scales)[2], float (&biases)[2]) {
+    if (packed.float_scales) {
+      uint32_t words[4];
+      LoadWords<4>(tile + 16 * pair, words);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        scales[r] = AsFloat(words[2 * r]);
+        biases[r] = AsFloat(words[2 * r + 1]);
+      }
+      return words[0];
+    }
+    uint32_t words[2];
+    LoadWords<2>(tile + 8 * pair, words);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t scale = words[r] & 0xffff, bias = words[r] >> 16;
+      scales[r] = packed.half_scales ? HalfToFloat(scale) : AsFloat(scale << 16);
+      biases[r] = packed.half_scales ? HalfToFloat(bias) : AsFloat(bias << 16);
+    }
+    return words[0];
+  }
+
   // Scale and bias are float16, too.
   template <bool kFewRows>
   __device__ static void DecodeHalf(const uint32_t (&codes)[kBits], int step,
@@ -76,20 +108,20 @@ struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
            (above <= static_cast<uint32_t>(kMostBelow + kMostAbove) << 23 || bias == 0.0f);
   }
 
-  template <bool kFits>
+  template <bool>
   __device__ static uint32_t Pair(const uint32_t (&streams)[kBits], int p, const LineScales& line) {
+    return MultiplyAdd2<DType::kBF16>(NumbersOf<kBits>(streams, p), line.scale, line.bias);
+  }
+
+  __device__ static uint32_t FloatPair(const uint32_t (&streams)[kBits], int p,
+                                       const FloatScales& of) {
     const uint32_t numbers = NumbersOf<kBits>(streams, p);
-    if constexpr (kFits) {
-      return MultiplyAdd2<DType::kBF16>(numbers, line.scale, line.bias);
-    } else {
-      float values[2];
+    float values[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        values[i] = Add(Multiply(Half<DType::kBF16>(numbers, i), AsFloat(line.scale << 16)),
-                        AsFloat(line.bias << 16));
-      }
-      return Round2<DType::kBF16>(values[0], values[1]);
+    for (int i = 0; i < 2; ++i) {
+      values[i] = Add(Multiply(Half<DType::kBF16>(numbers, i), of.scale[i]), of.bias[i]);
     }
+    return Round2<DType::kBF16>(values[0], values[1]);
   }
 
   // Puts scale and bias together, which take fewer registers so.

@@ -27,6 +27,27 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
     }
   }
 
+  // Codes as what they are, and scales, for scaled_weights_sm90.cuh.
+  __device__ static void Numbers(const uint32_t (&codes)[8], int step, uint32_t* a) {
+    uint32_t pairs[4];
+    E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = Multiply2(pairs[i], k2To120);
+  }
+
+  static constexpr int kMostFloatScales = PackedCodesBase<Mode::kFp8, 8>::kStageScales;
+
+  __device__ static uint32_t FloatScales(const char* tile, int pair, const PackedCodesSm90&,
+                                         float (&scales)[2], float (&)[2]) {
+    uint32_t words[2];
+    LoadWords<2>(tile + 8 * pair, words);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scales[r] = (AsFloat(words[r] << 16) + AsFloat(words[r] & 0xffff0000)) * 0x1p-88f;
+    }
+    return words[0];
+  }
+
   // Scales are 2^120 times what they stand for, and values what they are. Scales from 2^8 on are
   // infinite.
   template <bool kFewRows>

@@ -1,0 +1,111 @@
+// Tiles of at most 32 rows, as few_rows_sm90.cuh, of weights that are not rounded. Rows that are
+// parts of others, such as a float32 number's three bfloat16, are rows of a tile.
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/few_rows_sm90.cuh"
+#include "quantized/device/gemm_sm90.cuh"
+#include "quantized/device/scaled_weights_sm90.cuh"
+
+namespace jgg::device {
+
+template <typename Config>
+struct ScaledRowsProducts {
+  using Memory = typename Config::SharedMemory;
+  using Weights = typename Config::Weights;
+  using Codes = typename Weights::Codes;
+  static constexpr int kBlockSums = Config::kRows / 2;
+  static_assert(Config::kRows == 32 && Config::kBlocks == 1);
+  using Sums = float[1][kBlockSums];
+
+  // As QuantizedProducts::MultiplyTile.
+  template <typename Stage>
+  __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
+                                      const Work& work, int group, Stage& at, Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < kBlockSums; ++i) sums[0][i] = 0.0f;
+    if (work.rows <= 8) {
+      MultiplySlices<1>(quantized, memory, work, group, at, sums[0]);
+    } else if (work.rows <= 16) {
+      MultiplySlices<2>(quantized, memory, work, group, at, sums[0]);
+    } else {
+      MultiplySlices<4>(quantized, memory, work, group, at, sums[0]);
+    }
+  }
+
+ private:
+  template <int kEights, typename Stage>
+  __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
+                                        const Work& work, int group, Stage& at, float* sums) {
+    constexpr int kSlices = Config::StageSlices(8 * kEights);
+    const typename Weights::Reader reader(quantized.packed);
+    const bool sixteens = quantized.packed.tile_groups == 4;
+    // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
+    const int lane = threadIdx.x % 32;
+    const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+#pragma unroll 1
+    for (int slice = 0; slice < work.slices; slice += kSlices) {
+      Wait(&memory.full[at.index], at.parity);
+      const uint32_t x_stage = x_first + at.index * sizeof(memory.l[0]);
+      uint32_t read = 0;  // some of what each of the last loads brings
+      // There are registers for one slice's codes at a time, where rows are many.
+#pragma unroll(kEights > 2 ? 1 : kSlices)
+      for (int s = 0; s < kSlices; ++s) {
+        uint32_t words[Weights::kWords];
+        reader.Load(memory.codes[at.index][0][group], s, words);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t numbers[8];
+          float scales[2][2], biases[2][2];  // of 16 k, and of their columns
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int step = 2 * half + i;
+            Codes::Numbers(words, step, numbers + 4 * i);
+            read |= reader.Scales(memory.scales[at.index][0][group], s, step, scales[i], biases[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kEights; ++i) {
+            const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
+            uint32_t x[4];
+            LoadMatrices(half == 0 ? x_slice : x_slice ^ 64, x);
+            AddScaled(numbers, x, scales, biases, sixteens, sums + 4 * i);
+            read |= x[0];
+          }
+        }
+        read |= words[0] | words[Weights::kWords - 1];
+      }
+      __syncwarp();
+      Release<Config>(memory, at.index + ZeroAfter(read));
+      at.Next();
+    }
+  }
+
+  // Of 8 rows and 32 k. A thread's sums are of rows j % 2 and columns j / 2.
+  __device__ static void AddScaled(const uint32_t (&numbers)[8], const uint32_t (&x)[4],
+                                   const float (&scales)[2][2], const float (&biases)[2][2],
+                                   bool sixteens, float* sums) {
+    constexpr uint32_t kOnes[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    float products[4] = {}, rows[4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      MultiplyWarp(numbers + 4 * i, x[2 * i], x[2 * i + 1], products);
+      if constexpr (Codes::kHasBiases) MultiplyWarp(kOnes, x[2 * i], x[2 * i + 1], rows);
+      if (i == 0 && !sixteens) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums[j] += scales[i][j / 2] * products[j];
+        if constexpr (Codes::kHasBiases) sums[j] += biases[i][j / 2] * rows[j % 2];
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) products[j] = rows[j] = 0.0f;
+    }
+  }
+};
+
+template <typename Config>
+struct PartsOf<Config, true, true> {
+  using Products = ScaledRowsProducts<Config>;
+};
+
+}  // namespace jgg::device
