@@ -449,7 +449,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "router": (
         Kernel(
             "sm90", "jgg_moe_router", rows.chooses_for, pays=rows.choosing_for_pays,
-            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 8 tokens, "
+            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 128 tokens, "
             "512 experts",
         ),
     ),

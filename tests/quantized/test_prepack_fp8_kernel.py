@@ -256,7 +256,6 @@ def test_on_hopper_only(monkeypatch, capabilities):
 
 
 NOT = {
-    "float32 rows": (spec(3, 128, 256), {"dtype": "float32"}),
     "N": (spec(3, 96, 256), {}),
     "K": (spec(3, 128, 192), {}),
     "blocks": (spec(3, 128, 256, block=(64, 64)), {}),
