@@ -211,7 +211,7 @@ def made(program: Program, *args) -> Any:
 def decode_call(name: str, k: int):
     """The program of ten layers, as a function of x and their weights."""
 
-    layer = moe_layers.few if name == "ours" else moe_layers.LAYERS[name]
+    layer: Any = moe_layers.few if name == "ours" else moe_layers.LAYERS[name]
 
     def f(x, layers):
         for weights in layers:
