@@ -21,7 +21,8 @@ EXPECTED = {
         {
             # Whose warps multiply by themselves: see kWarps.
             "QuantizedGemmSm90Config.*ByWarpsSm90|TransposedRows16Sm90|DirectGemmSm90Kernel|"
-            "Few(Up|Down)Sm90Kernel": ("HMMA",),
+            "(Few|Some)(Up|Down)Sm90Kernel": ("HMMA",),
+            "RouterSm90Kernel": ("FFMA",),  # in float32
             "Fp8GemmSm90Kernel": ("QGMMA",),
             "": ("HGMMA",),
         },
