@@ -212,7 +212,7 @@ void DefineRules(nb::module_& m) {
         "The plan of a wgrad, as plan_mm_sm90 has it. by_list: rows of one operand come by list.");
   m.def("plan_qmm_sm90", &PlanQmmSm90, nb::kw_only(), "mode"_a, "bits"_a, "packed"_a, "rows_x"_a,
         "rows"_a, "segments"_a, "k"_a, "n"_a, "gated"_a = false, "transposed"_a = false,
-        "half"_a = false, "scaled"_a = false, "sizes"_a = true, "offset"_a = false,
+        "half"_a = false, "scaled"_a = 0, "sizes"_a = true, "offset"_a = false,
         "The plan of a product with a quantized weight: who multiplies ('tiles', 'warps', "
         "'direct'), rows of a tile or block, blocks that share out a tile's k, and whether warps "
         "have pairs of columns' tiles.");

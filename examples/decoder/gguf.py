@@ -72,7 +72,7 @@ class _Said:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """What config.json would say. Raises :class:`Refused`."""
+    """The model's ``config.json``, made of the metadata. Raises :class:`Refused`."""
     tensors = opened(path)
     said = _Said(tensors.metadata)
     name = said("general.architecture")

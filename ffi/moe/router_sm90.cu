@@ -92,11 +92,10 @@ static cudaError_t LaunchTokens(cudaStream_t stream, const RouterArgs& args) {
   return LaunchItems<kBFloat16, kTransposed, kTokens, 16>(stream, args);
 }
 
-// Up to 8 tokens have a cluster each: w is read from memory once, and there is less to multiply.
+// Each token has a cluster: w is read from memory once, and there is little to multiply.
 template <bool kBFloat16, bool kTransposed>
 static cudaError_t Launch(cudaStream_t stream, const RouterArgs& args) {
-  if (args.choice.tokens <= 8) return LaunchTokens<kBFloat16, kTransposed, 1>(stream, args);
-  return LaunchTokens<kBFloat16, kTransposed, 8>(stream, args);
+  return LaunchTokens<kBFloat16, kTransposed, 1>(stream, args);
 }
 
 cudaError_t LaunchRouterSm90(cudaStream_t stream, const RouterArgs& args, bool bfloat16_w,

@@ -31,4 +31,4 @@ JGG_ATTRIBUTES(QmmPlanAttrs,             //
                (int32_t, tile),          // rows of a tile, or of a block
                (int32_t, parts),         // blocks that share out a tile's k
                (bool, pairs),            // a warp has two columns' tiles
-               (int32_t, planes));       // scaled: of x, that lie beside each other
+               (int32_t, planes));       // of x, beside each other: way "scaled"

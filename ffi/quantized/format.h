@@ -43,7 +43,7 @@ struct FormatTraits;
 
 // What most formats have in common.
 struct FormatBase {
-  // Of 32 codes in layout "linear", where groups are as small as Hopper's kernels take them: 2, or
+  // Scales of 32 codes in layout "linear", in the smallest groups that Hopper's kernels take: 2, or
   // 1 that more codes may share.
   static constexpr int kScalesOf32 = 1;
   // Whether float32 numbers may multiply all of an array, a group of W, or a column.

@@ -37,7 +37,7 @@ COMPARE_UP_TO = 512
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 # ... of float16 x, and of float32 x where bfloat16 does not hold the weight, which the other kernel
-# of Hopper does not take. An estimate, as the next three.
+# of Hopper does not take. Measured on an H200, as the next three (docs/lab/prepacked.md).
 _REPACK_HALF_FROM_ROWS = 1
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
@@ -377,9 +377,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm_packed", _packed, _qmm_packed_fuses,
             config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
-            needs="bfloat16 and float16 x, or modes mxfp4, mxfp8, nvfp4; affine scales of x's "
-            "dtype, not of 16 codes; prepacked weights, or many rows, or float16 x, or "
-            "transpose_w=False",
+            needs="transpose_w, or bfloat16 and float16 x or modes mxfp4, mxfp8, nvfp4, and affine "
+            "scales of x's dtype, not of 16 codes; prepacked weights, or many rows, or float16 or "
+            "float32 x, or transpose_w=False",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
@@ -449,7 +449,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "router": (
         Kernel(
             "sm90", "jgg_moe_router", rows.chooses_for, pays=rows.choosing_for_pays,
-            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 128 tokens, "
+            needs="float32 or bfloat16 w of up to 2 MiB, D % 8 == 0, E % 4 == 0; up to 8 tokens, "
             "512 experts",
         ),
     ),

@@ -127,7 +127,7 @@ class Qmm(Fused):
     bfloat16_scales: bool  # bfloat16 holds its scales
     float16_scales: bool = False
     exact_in_bfloat16: bool = False  # ... and its values
-    scalable: bool = False  # scales may multiply sums: ffi/quantized/device/scaled_rows_sm90.cuh
+    scalable: bool = False  # scales may multiply sums: ffi/quantized/device/scaled_weights_sm90.cuh
     tf32: bool = False
     lines: bool = True  # kernels read lines of its codes
     packable: bool  # a kernel packs the weight

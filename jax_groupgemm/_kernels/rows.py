@@ -41,10 +41,8 @@ def chooses_for(p: Router) -> str | None:
 
 
 def choosing_for_pays(p: Router) -> bool:
-    """A cluster alone reads larger weights longer than a product of the whole GPU takes. 64 tokens
-    take 13.6 us, and 6 in a product and a choice (docs/lab)."""
-    size = p.d * p.experts * (4 if p.dtypes[1] == "float32" else 2)
-    return p.tokens <= 8 and size <= 2**21
+    """A cluster alone reads larger weights longer than a product of the whole GPU takes."""
+    return p.d * p.experts * (4 if p.dtypes[1] == "float32" else 2) <= 2**21
 
 
 def takes_rows(p: Moe) -> str | None:

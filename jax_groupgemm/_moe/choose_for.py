@@ -42,7 +42,7 @@ def _product(x, w, transpose_w: bool, precision):
 
 
 def _batch(size, operands, axes, **static):
-    """Of tokens alone: as many more tokens."""
+    """A batch of tokens is as many more tokens. Other operands have no batch."""
     x, *others = operands
     if any(axis is not None for axis in axes[1:]):
         return None

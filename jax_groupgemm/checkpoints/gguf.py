@@ -37,8 +37,7 @@ def _float16(blocks, at: int):
 
 def _shifted(x, shifts: tuple[int, ...], mask: int):
     """``(B, n)`` as ``(B, len(shifts), n)``: parts of each byte."""
-    shifts = np.array(shifts, np.uint8)[:, None]  # type: ignore[assignment]
-    return (x[:, None] >> shifts) & np.uint8(mask)
+    return (x[:, None] >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
 
 
 def _nibbles(x):
@@ -47,7 +46,7 @@ def _nibbles(x):
 
 
 def _by_parts(x, size: int, shifts: tuple[int, ...], mask: int):
-    """Of each ``size`` bytes the parts at the first shift, then those at the next."""
+    """The parts of each ``size`` bytes at the first shift, then those at the next."""
     parts = x.reshape(-1, size)
     return _shifted(parts, shifts, mask).reshape(len(x), -1)
 
@@ -97,7 +96,8 @@ def _q3_k(b):
 
 
 def _scales_and_minima(b):
-    """Of Q4_K and Q5_K: six bits each, the upper two of the last four in the first eight bytes."""
+    """Those of Q4_K and Q5_K. Each has six bits; the last four have their upper two in the first
+    eight bytes."""
     first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     low, two = np.uint8(0x3F), np.uint8(0x30)
     sc = np.concatenate([first & low, (third & np.uint8(15)) | (first >> 2 & two)], axis=1)

@@ -104,7 +104,7 @@ class Metadata(Mapping[str, Any]):
 
 
 class GGUF(Tensors):
-    """What :func:`open` returns for GGUF files: names to numpy arrays, or to :class:`Blocks`.
+    """The tensors of GGUF files, as :func:`open` returns them: numpy arrays, or :class:`Blocks`.
 
     ``.metadata`` has the named values of the file, of the first of several.
     """
@@ -211,7 +211,7 @@ class _Reader:
         self.data, self.at, self.arrays = bytearray(), 0, 0
 
     def take(self, count: int, what: str) -> int:
-        """Where the next bytes begin, which are there."""
+        """The place of the next bytes, read if they were not."""
         begin, end = self.at, self.at + count
         if end > len(self.data):
             self._read(end, what)

@@ -97,7 +97,7 @@ class Source:
 
 
 def _scales_dtype(op: str, value) -> Any:
-    """What affine scales are rounded to, None: nothing."""
+    """The dtype that affine scales are rounded to, or None."""
     if value is None:
         return None
     dtype = check.of_dtype(f"checkpoints.{op}", "scales_dtype", value)

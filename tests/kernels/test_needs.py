@@ -80,10 +80,12 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "bfloat16 and float16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
-        "affine scales of x's dtype": {"bfloat16_scales": False},
-        "not of 16 codes": {"group_size": 16},
-        "prepacked weights, or many rows, or float16 x, or transpose_w=False": {
+        "transpose_w, or bfloat16 and float16 x or modes mxfp4, mxfp8, nvfp4": {
+            "transpose_w": False, "dtypes": (F32,),
+        },
+        "and affine scales of x's dtype": {"transpose_w": False, "bfloat16_scales": False},
+        "not of 16 codes": {"transpose_w": False, "group_size": 16},
+        "prepacked weights, or many rows, or float16 or float32 x, or transpose_w=False": {
             "layout": "linear", "rows": 64,
         },
     }),
@@ -173,7 +175,7 @@ NEEDS = [
         " of up to 2 MiB": {"d": 16384},
         "D % 8 == 0": {"d": 2052},
         "E % 4 == 0": {"experts": 66},
-        "up to 128 tokens": {"tokens": 129},
+        "up to 8 tokens": {"tokens": 9},
         " 512 experts": {"experts": 516, "d": 64},
     }),
     ("jgg_moe_route sm80", MOE["route"], {"1 to 1024 experts": {"experts": 1025}}),

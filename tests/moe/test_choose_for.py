@@ -64,7 +64,7 @@ def test_gradients_of_choose_for(rng, transpose_w):
 
 
 def test_batches_of_choose_for(rng):
-    """Of tokens, which are more tokens; of weights."""
+    """A batch of tokens is more tokens; one of weights is composed."""
     x, w, logit_bias, _ = product_of(rng, 3, 5)
     f = lambda x, w: router.choose_for(x, w, 3, logit_bias=logit_bias)
     want = f(x, w)

@@ -126,8 +126,8 @@ def test_how_many_parts(dtype, tf32, planes):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("mode", "scales"), [("affine", "bfloat16"), ("fp8", "float32")])
 def test_scales_multiply_sums(mode, scales):
-    """Of values that bfloat16 does not hold: few rows in planes that are rows, more in planes that
-    lie beside each other. From a weight as it is stored, which the call packs, too."""
+    """bfloat16 does not hold the weight's values. Planes of few rows are rows; those of more rows
+    lie beside each other. The call packs a weight that is stored as it was."""
     w = array(4, 128, 256, dtype=scales if mode == "affine" else "float32")
     stored = jax.eval_shape(lambda w: jgg.quantize(w, mode=mode), w)
     for q in (stored, jax.eval_shape(jgg.prepack, stored)):

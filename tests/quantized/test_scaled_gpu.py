@@ -62,8 +62,8 @@ def test_values(rng, mode, bits, group, sizes):
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_float32_scales(rng, bits, group, x_dtype, sizes):
-    """Of every group size, beside every x; prepacked, and as stored, which few rows beside 16-bit x
-    leave to the generic kernels."""
+    """Every group size beside every x, prepacked and as stored. Few 16-bit rows of a weight as
+    stored have the generic kernels."""
     sizes = np.array(SIZES[sizes])
     k = 5 * (128 if group == 128 else 64)
     q = weight(rng, "affine", bits, group, len(sizes), 192, k, "float32")

@@ -170,20 +170,20 @@ def test_hopper_says_what_it_lacks(changes, why):
 
 
 def biases_far_from(q, factors):
-    """Of every size beside the scales."""
+    """The biases of ``q`` times ``factors``: of every size beside the scales."""
     biases = np.asarray(q.biases).astype(np.float64) * factors / 2**20
     return jnp.asarray(biases.astype(np.float32).astype(q.biases.dtype))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scales", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("group", "scales"),  # test_qmm.py has bfloat16 scales of more codes
+    [(16, "bfloat16"), *((g, s) for g in (16, 32, 64, 128) for s in ("float32", "float16"))],
+)
 @pytest.mark.parametrize("bits", BITS)
 def test_every_kernel(rng, bits, group, scales):
     """Few rows and many, K of every remainder, halves of a gate that begin anywhere, either axis,
     and scales so far apart that no fused multiply-add does."""
-    if group > 16 and scales == "bfloat16":
-        pytest.skip("test_qmm.py has them")
     unit = max(group, 32 if bits % 2 else 16)
     of_gate = lambda halves: halves[0] / (1 + np.exp(-halves[0])) * halves[1]
     for k, n in ((unit, 3 * unit), (3 * unit, 6 * unit), (640, 5 * unit)):

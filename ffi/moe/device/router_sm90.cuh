@@ -63,7 +63,7 @@ __device__ inline void LoadEight(const void* x, int64_t at, DType dtype, float* 
   }
 }
 
-// What a block has to do.
+// The tokens of a cluster, and a block's part of d.
 struct RouterPart {
   int first_token, tokens;  // of the cluster
   int first, rows;          // d of the block

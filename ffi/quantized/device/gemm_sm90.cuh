@@ -31,8 +31,8 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
   static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
   static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
-  static constexpr int kMostPlanes = 1;   // of x, and bytes of a stage: scaled_tiles_sm90.cuh
-  static constexpr int kMoreBytes = 0;
+  static constexpr int kMostPlanes = 1;   // planes of x that a stage has room for
+  static constexpr int kMoreBytes = 0;    // of a stage, beside x, codes and scales
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and

@@ -57,7 +57,7 @@ struct ScaledRowsProducts {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t numbers[8];
-          float scales[2][2], biases[2][2];  // of 16 k, and of their columns
+          float scales[2][2], biases[2][2];  // [16 k][column]
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int step = 2 * half + i;
@@ -81,7 +81,7 @@ struct ScaledRowsProducts {
     }
   }
 
-  // Of 8 rows and 32 k. A thread's sums are of rows j % 2 and columns j / 2.
+  // Adds the products of 8 rows and 32 k. Sum j of a thread is that of row j % 2 and column j / 2.
   __device__ static void AddScaled(const uint32_t (&numbers)[8], const uint32_t (&x)[4],
                                    const float (&scales)[2][2], const float (&biases)[2][2],
                                    bool sixteens, float* sums) {

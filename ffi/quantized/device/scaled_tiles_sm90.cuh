@@ -105,7 +105,7 @@ struct ScaledTilesProducts {
   }
 
  private:
-  // What multiplies a sum.
+  // A sum's factor, and that of the sum of x, for a thread's two columns.
   struct Scales {
     float scale[2], bias[2];
   };
@@ -166,7 +166,7 @@ struct ScaledTilesProducts {
     }
   }
 
-  // What a unit of a stage adds. Some of what it has read.
+  // Scales a unit's sums, and adds them. The result is some of the bits that it read.
   __device__ static uint32_t Add(const Memory& memory, int stage, int unit, const Scales& by,
                                  const float (&products)[kBlockSums], float* sums) {
     uint32_t read = 0;

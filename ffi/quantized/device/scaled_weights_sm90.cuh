@@ -36,7 +36,7 @@ struct ScaledWeights : PackedWeights<kMode, kBits> {
       LoadCodes(codes + slice * Base::kTileCodes, static_cast<int>(threadIdx.x % 128), words);
     }
 
-    // The scales and biases of both columns and 16 k of a slice. Some of what it has read.
+    // The scales and biases of both columns and 16 k of a slice. The result is some of their bits.
     __device__ uint32_t Scales(const char* scales, int slice, int step, float (&scale)[2],
                                float (&bias)[2]) const {
       const int tile = packed_.tiles_share ? slice / 2 * 2 : slice;

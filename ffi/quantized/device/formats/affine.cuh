@@ -49,7 +49,7 @@ struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits>
     for (int i = 0; i < 4; ++i) a[i] = PackedCodePair(codes, 4 * step + i);
   }
 
-  // Of 128 k of 64 columns, where groups have 16.
+  // Bytes of float32 scales and biases: 64 columns x 128 k in groups of 16.
   static constexpr int kMostFloatScales = 8 * 64 * 8;
 
   __device__ static uint32_t FloatScales(const char* tile, int pair, const PackedCodesSm90& packed,

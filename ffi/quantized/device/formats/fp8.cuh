@@ -27,7 +27,7 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
     }
   }
 
-  // Codes as what they are, and scales, for scaled_weights_sm90.cuh.
+  // The values of codes, and scales, for scaled_weights_sm90.cuh.
   __device__ static void Numbers(const uint32_t (&codes)[8], int step, uint32_t* a) {
     uint32_t pairs[4];
     E4M3Pairs(codes[2 * step], codes[2 * step + 1], pairs);
