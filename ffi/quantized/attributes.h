@@ -21,7 +21,7 @@ JGG_ATTRIBUTES(BlockAttrs,       //
 // "qmm": how the matrices lie, the segments' rows in the result, and the arithmetic.
 JGG_ATTRIBUTES(QmmAttrs,             //
                (bool, transpose_w),  // lines of w are columns of W
-               (bool, x_ordered),    // columns of x are in the order that gemm_sm90.h says
+               (bool, planned),      // x is as QmmArgs says for the Hopper kernel
                (bool, in_order),     // rows in the result are ascending and disjoint
                (bool, tf32));        // float32 operands may be rounded to TensorFloat-32
 

@@ -29,6 +29,9 @@ cudaError_t LaunchTransposedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& qua
                                      const Coding& coding, const rules::QmmPlanSm90& plan,
                                      const OperandsSm90& operands) {
 #ifdef JGG_SM90
+  if (quantized.packed.codes == nullptr) {
+    if (cudaError_t error = EncodeTensorMap(operands.r, &quantized.codes_map)) return error;
+  }
   return LaunchInstanceSm90(coding.mode, coding.bits, [&](auto of) {
     using Of = decltype(of);
     return LaunchTransposedInstanceSm90<Of::kMode, Of::kBits>(stream, quantized, plan, operands);

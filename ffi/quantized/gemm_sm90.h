@@ -47,7 +47,7 @@ struct QuantizedGemmSm90 {
   CUtensorMap codes_map;
   const void* biases;
   int scale_line;   // bytes of a line's scales
-  int elements;     // of a line
+  int elements;     // of a line; of a column where W is quantized along N
   int scale_shift;  // a scale is of 2^shift k
   // ... in blocks: rows and columns that share a scale, lines of scales of a matrix.
   int rows_each, columns_each, scale_lines;
@@ -71,7 +71,8 @@ cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantiz
                                  const Coding& coding, const rules::QmmPlanSm90& plan,
                                  const OperandsSm90& operands);
 
-// x (T, N) @ W (N, K), W in layout "sm90": quantized.gemm has K for n, and N for k.
+// x (T, N) @ W (N, K), W quantized along K, in either layout: quantized.gemm has K for n, and N for
+// k.
 cudaError_t LaunchTransposedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const Coding& coding, const rules::QmmPlanSm90& plan,
                                      const OperandsSm90& operands);

@@ -36,9 +36,9 @@ struct QmmSizes {
   int64_t k, n;
   bool gated = false;
   bool packed = false;      // W is in layout "sm90"
-  bool transposed = false;  // ... and is quantized along N: x (T, K) @ W (K, N)
-  bool half = false;        // ... and x is float16, for which there are fewer tiles
-  int scaled = 0;           // ... and is not rounded: scales multiply sums of so many planes of x
+  bool transposed = false;  // W is quantized along N: x (T, K) @ W (K, N)
+  bool half = false;        // packed, and x is float16, for which there are fewer tiles
+  int scaled = 0;           // packed, and is not rounded: scales multiply sums of so many planes of x
 };
 
 struct QmmRows {
@@ -159,7 +159,6 @@ inline std::string NoKernelFollows(const QmmPlanSm90& plan) {
 }
 
 inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const QmmSizes& qmm) {
-  if (!qmm.packed) return "a weight that is quantized along N needs layout 'sm90'";
   if (qmm.gated) return "a gated activation of a weight that is quantized along N";
   const bool has = plan.way == QmmWay::kWarps   ? plan.tile == kTransposedFewRows
                    : plan.way == QmmWay::kTiles ? plan.tile == kMostQmmRows

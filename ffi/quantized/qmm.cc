@@ -43,12 +43,16 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   }
 
   const int capability = ComputeCapability();
-  if (args.x_ordered) {
+  if (args.planned) {
+    if (!args.transpose_w && args.w.global_scale.column != 0) {
+      return InvalidArgument(op, "global_scale has a number for each column, but w is quantized "
+                                 "along N");
+    }
     if (auto reason = qmm_sm90_unsupported(args, capability)) return Unimplemented(op, *reason);
     rules::QmmPlanSm90 plan;
     JGG_RETURN_IF_ERROR(BindPlan(op, plan_attrs, args.w.coding,
-                                 {args.k, args.n, IsGated(activation)}, args.rows_x, args.rows_y,
-                                 args.metadata, &plan));
+                                 {args.k, args.n, IsGated(activation), false, !args.transpose_w},
+                                 args.rows_x, args.rows_y, args.metadata, &plan));
     return FromCuda(op, qmm_sm90(stream, args, plan));
   }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);

@@ -12,7 +12,9 @@ namespace jgg {
 
 struct QmmArgs {
   const void* x;   // (T, K)
-  bool x_ordered;  // x is (T, K in whole 128), for the Hopper kernel: see gemm_sm90.h
+  // For the Hopper kernel: x is (T, K in whole 128), in the order that gemm_sm90.h says; or, where w
+  // is quantized along N, (T, K in whole 64) as it is.
+  bool planned;
   QuantizedWeight w;
   bool transpose_w;  // w's lines are the columns of W, not its rows
   void* out;         // (T, N)
@@ -25,5 +27,10 @@ struct QmmArgs {
   bool in_order;      // the segments' rows in the result are ascending and disjoint
   Epilogue epilogue;  // of the sums times w's global scale
 };
+
+// Columns of x for the Hopper kernel of weights in layout "linear".
+constexpr int64_t PaddedK(int64_t k, bool transpose_w) {
+  return transpose_w ? (k + 127) / 128 * 128 : (k + 63) / 64 * 64;
+}
 
 }  // namespace jgg

@@ -70,7 +70,7 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
                                xla::ffi::AnyBuffer scales, xla::ffi::AnyBuffer out,
                                const QmmAttrs& attrs, Activation activation, QmmArgs* args) {
   constexpr const char* op = "qmm";
-  const auto [transpose_w, x_ordered, in_order, tf32] = attrs;
+  const auto [transpose_w, planned, in_order, tf32] = attrs;
   QuantizedWeight& w = args->w;
   const int64_t bits = w.coding.bits, group_size = w.group_size;
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
@@ -81,10 +81,12 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
     return InvalidArgument(op, "weight has XLA dtype ", static_cast<int>(weight.element_type()),
                            ", expected uint32");
   }
-  if (x_ordered) {
-    JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, N, K*bits/32)", weight, {-1, -1, -1}));
-    k = weight.dimensions()[2] * 32 / bits;
-    JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K in whole 128)", x, {-1, (k + 127) / 128 * 128}));
+  if (planned) {
+    JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, lines, words)", weight, {-1, -1, -1}));
+    k = transpose_w ? weight.dimensions()[2] * 32 / bits : weight.dimensions()[1];
+    JGG_RETURN_IF_ERROR(CheckShape(op, "x",
+                                   transpose_w ? "(T, K in whole 128)" : "(T, K in whole 64)", x,
+                                   {-1, PaddedK(k, transpose_w)}));
   }
   if (transpose_w) {
     if (k % group_size != 0) {
@@ -121,7 +123,7 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   w.packed = weight.untyped_data();
   w.scales = scales.untyped_data();
   args->x = x.untyped_data();
-  args->x_ordered = x_ordered;
+  args->planned = planned;
   args->transpose_w = transpose_w;
   args->out = out.untyped_data();
   args->dtype = *ToDType(x.element_type());

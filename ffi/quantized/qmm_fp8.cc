@@ -15,34 +15,43 @@ static constexpr const char* kOp = "qmm_fp8";
 
 // x has its columns in the order that gemm_sm90.h says.
 static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
-                             ffi::AnyBuffer out, BlockAttrs block, QmmArgs* args) {
+                             ffi::AnyBuffer out, BlockAttrs block, bool transpose_w,
+                             QmmArgs* args) {
   QuantizedWeight& w = args->w;
   w.coding = {Mode::kFp8, 8, DType::kF32};
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "weight", weight, ffi::F8E4M3FN, "float8_e4m3fn"));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out.element_type()));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "weight", "(G, N, K)", weight, {-1, -1, -1}));
+  JGG_RETURN_IF_ERROR(
+      CheckShape(kOp, "weight", transpose_w ? "(G, N, K)" : "(G, K, N)", weight, {-1, -1, -1}));
   w.groups = weight.dimensions()[0];
-  const int64_t n = args->n = w.lines = weight.dimensions()[1];
-  const int64_t k = args->k = w.elements = weight.dimensions()[2];
-  if (block.rows < 1 || block.columns < 1 || (block.columns % 128 != 0 && block.columns < k)) {
+  w.lines = weight.dimensions()[1];
+  w.elements = weight.dimensions()[2];
+  const int64_t n = args->n = transpose_w ? w.lines : w.elements;
+  const int64_t k = args->k = transpose_w ? w.elements : w.lines;
+  if (block.rows < 1 || block.columns < 1 ||
+      (block.columns % 128 != 0 && block.columns < w.elements)) {
     return InvalidArgument(kOp, "a block of ", block.rows, " x ", block.columns,
                            " has no whole 128 columns or all");
   }
   w.group_size = block.columns;
   w.lines_each = block.rows;
   JGG_RETURN_IF_ERROR(CheckShape(
-      kOp, "scales", "(G, blocks along N, blocks along K)", scales,
-      {w.groups, (n + block.rows - 1) / block.rows, (k + block.columns - 1) / block.columns}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, K in whole 128)", x, {-1, (k + 127) / 128 * 128}));
+      kOp, "scales", "(G, blocks along lines, blocks of a line)", scales,
+      {w.groups, (w.lines + block.rows - 1) / block.rows,
+       (w.elements + block.columns - 1) / block.columns}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x",
+                                 transpose_w ? "(T, K in whole 128)" : "(T, K in whole 64)", x,
+                                 {-1, PaddedK(k, transpose_w)}));
   const bool gated = IsGated(args->epilogue.activation);
   if (gated && n % 2 != 0) return InvalidArgument(kOp, "a gated activation needs an even N");
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", out, {-1, gated ? n / 2 : n}));
   w.packed = weight.untyped_data();
   w.scales = scales.untyped_data();
   args->x = x.untyped_data();
-  args->x_ordered = args->transpose_w = args->in_order = true;
+  args->planned = args->in_order = true;
+  args->transpose_w = transpose_w;
   args->out = out.untyped_data();
   args->dtype = DType::kBF16;
   args->out_dtype = *ToDType(out.element_type());
@@ -55,11 +64,11 @@ static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
                          ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                          ffi::Result<ffi::AnyBuffer> out, BlockAttrs block,
                          MetadataAttrs metadata_attrs, EpilogueAttrs epilogue,
-                         QmmPlanAttrs plan_attrs) {
+                         QmmPlanAttrs plan_attrs, bool transpose_w) {
   if (epilogue.existing_out) return InvalidArgument(kOp, "existing_out is not an operand of it");
   QmmArgs args{};
   JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &args.epilogue.activation));
-  JGG_RETURN_IF_ERROR(BindQmmFp8(x, weight, scales, *out, block, &args));
+  JGG_RETURN_IF_ERROR(BindQmmFp8(x, weight, scales, *out, block, transpose_w, &args));
   JGG_RETURN_IF_ERROR(BindMetadata(kOp, metadata_attrs, metadata, &args.metadata));
   JGG_RETURN_IF_ERROR(
       CheckMm(kOp, args.metadata, args.rows_x, args.rows_y, args.w.groups, args.n, args.k));
@@ -74,8 +83,9 @@ static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
   }
   rules::QmmPlanSm90 plan;
   JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, args.w.coding,
-                               {args.k, args.n, IsGated(args.epilogue.activation)}, args.rows_x,
-                               args.rows_y, args.metadata, &plan));
+                               {args.k, args.n, IsGated(args.epilogue.activation), false,
+                                !transpose_w},
+                               args.rows_x, args.rows_y, args.metadata, &plan));
   return FromCuda(kOp, qmm_sm90(stream, args, plan));
 }
 
@@ -91,7 +101,8 @@ XLA_FFI_DEFINE_HANDLER(kQmmFp8, QmmFp8,
                            .Attr<BlockAttrs>("block")
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<EpilogueAttrs>("epilogue")
-                           .Attr<QmmPlanAttrs>("plan"),
+                           .Attr<QmmPlanAttrs>("plan")
+                           .Attr<bool>("transpose_w"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmmFp8(XLA_FFI_CallFrame* call_frame) { return kQmmFp8(call_frame); }

@@ -13,10 +13,10 @@ static OperandsSm90 DescribeOperands(const QmmArgs& args) {
   operands.dtype = args.dtype;
   operands.planes = 1;
   operands.l_k_major = operands.r_k_major = true;
-  const int64_t columns = (args.k + 127) / 128 * 128;
+  const int64_t columns = PaddedK(args.k, args.transpose_w);
   operands.l = {args.x, args.dtype, columns, args.rows_x, 1, columns, columns};
-  const int64_t line = args.k * w.coding.bits / 16;
-  operands.r = {w.packed, DType::kBF16, line, args.n, w.groups, line, line * args.n};
+  const int64_t line = w.elements * w.coding.bits / 16;
+  operands.r = {w.packed, DType::kBF16, line, w.lines, w.groups, line, line * w.lines};
   operands.r.box_lines = 64;
   operands.r.box_inner = w.coding.bits * 8;
   return operands;
@@ -25,11 +25,12 @@ static OperandsSm90 DescribeOperands(const QmmArgs& args) {
 std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   const Coding& coding = args.w.coding;
-  rules::QmmShape shape{args.k, coding.bits};
+  rules::QmmShape shape{args.w.elements, coding.bits};
   shape.bfloat16_x = args.dtype == DType::kBF16;
   shape.bfloat16_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kBF16;
   shape.transpose_w = args.transpose_w;
   shape.in_order = args.in_order;
+  shape.has_options = args.epilogue.Any();
   if (auto reason = rules::GroupsSm90Problem(coding.Facts(), args.w.group_size)) return reason;
   if (auto reason = rules::QmmSm90Problem(shape)) return reason;
   for (const void* scales : {args.w.scales, args.w.biases}) {
@@ -60,18 +61,19 @@ cudaError_t qmm_sm90(cudaStream_t stream, const QmmArgs& args, const rules::QmmP
   qmm.global_scale = args.w.global_scale;
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.biases = args.w.biases;
-  quantized.elements = static_cast<int>(args.w.elements);
+  quantized.elements = static_cast<int>(args.k);
   if (args.w.coding.Facts().scale == ScaleType::kFloat32) {
     quantized.rows_each = args.w.lines_each;
     quantized.columns_each = args.w.group_size;
-    quantized.scale_lines = static_cast<int>((args.n - 1) / args.w.lines_each + 1);
-    quantized.scale_line = static_cast<int>((args.k - 1) / args.w.group_size + 1) * 4;
+    quantized.scale_lines = static_cast<int>((args.w.lines - 1) / args.w.lines_each + 1);
+    quantized.scale_line = static_cast<int>((args.w.elements - 1) / args.w.group_size + 1) * 4;
   } else {
     while (1 << quantized.scale_shift < args.w.group_size) ++quantized.scale_shift;
     quantized.scale_line =
         static_cast<int>(args.w.elements / args.w.group_size) * args.w.coding.ScaleBytes();
   }
-  return LaunchLinearGemmSm90(stream, quantized, args.w.coding, plan, DescribeOperands(args));
+  const auto launch = args.transpose_w ? LaunchLinearGemmSm90 : LaunchTransposedGemmSm90;
+  return launch(stream, quantized, args.w.coding, plan, DescribeOperands(args));
 }
 
 }  // namespace jgg

@@ -44,23 +44,24 @@ inline Reason GroupsSm90Problem(const FormatFacts& format, int group_size) {
          std::string(format.name) + "'";
 }
 
-// A qmm: x (T, K) @ W, a weight in layout "linear".
+// A qmm: x (T, K) @ W (K, N), a weight in layout "linear".
 struct QmmShape {
-  int64_t k;
-  int bits;  // of a code
+  int64_t line;  // codes of a line of w: K, or N where w is quantized along N
+  int bits;      // of a code
   bool bfloat16_x = true;
   bool bfloat16_scales = true;  // or scales are bytes
   bool transpose_w = true;      // w is quantized along K
+  bool has_options = false;     // more than a product
   bool in_order = true;         // the segments' rows in the result are ascending and disjoint
 };
 
 inline Reason QmmSm90Problem(const QmmShape& qmm) {
   if (!qmm.bfloat16_x) return "x is not bfloat16";
   if (!qmm.in_order) return "segments may overlap or come in any order";
-  if (!qmm.transpose_w) return "w is quantized along N";
+  if (!qmm.transpose_w && qmm.has_options) return "w is quantized along N, which has no options";
   if (!qmm.bfloat16_scales) return "scales are not bfloat16";
   // Lines of codes are whole 16 bytes.
-  return NeedsMultiple("K * bits", 128, qmm.k * qmm.bits);
+  return NeedsMultiple(qmm.transpose_w ? "K * bits" : "N * bits", 128, qmm.line * qmm.bits);
 }
 
 // A product with a weight in layout "sm90", N of both halves where the activation is gated.

@@ -8,15 +8,15 @@
 
 namespace jgg {
 
-// Tiles, by their rows.
-template <Mode kMode, int kBits, DType kX>
-struct TransposedRows16Sm90 : device::TransposedTraitsSm90<kMode, kBits, kX> {
+// Tiles, by their rows. Weights are TransposedPacked or TransposedLines.
+template <typename Weights>
+struct TransposedRows16Sm90 : device::TransposedTraitsSm90<Weights> {
   static constexpr int kRows = rules::kTransposedFewRows, kMostStages = 6;
-  static constexpr int kSlices = kBits < 8 ? 4 : 2;
+  static constexpr int kSlices = Weights::kCodeBytes < 8192 ? 4 : 2;
   static constexpr bool kWarps = true;
 };
-template <Mode kMode, int kBits, DType kX>
-struct TransposedRows192Sm90 : device::TransposedTraitsSm90<kMode, kBits, kX> {
+template <typename Weights>
+struct TransposedRows192Sm90 : device::TransposedTraitsSm90<Weights> {
   static constexpr int kRows = rules::kMostQmmRows, kMostStages = 6, kCluster = 2, kSlices = 1;
 };
 
@@ -37,22 +37,36 @@ cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& q
   }
   if (cudaError_t error = EncodeTensorMap(l, &gemm.l_map)) return error;
   if (cudaError_t error = EncodeOutSm90<Config>(gemm)) return error;
-  quantized.unit = Config::Tiles::kFactor;
+  quantized.unit = Config::Weights::kFactor;
   return LaunchTilesSm90<Config, device::TransposedGemmSm90Kernel<Config>>(stream, gemm, quantized);
+}
+
+template <typename Weights>
+cudaError_t LaunchTransposedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
+                                      const rules::QmmPlanSm90& plan,
+                                      const OperandsSm90& operands) {
+  const auto launch = [&](auto traits) {
+    using Config = device::TransposedGemmSm90Config<decltype(traits)>;
+    return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
+  };
+  if (plan.way == rules::QmmWay::kWarps) return launch(TransposedRows16Sm90<Weights>{});
+  return launch(TransposedRows192Sm90<Weights>{});
 }
 
 template <Mode kMode, int kBits>
 cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                          const rules::QmmPlanSm90& plan,
                                          const OperandsSm90& operands) {
-  const auto launch = [&](auto traits) {
-    using Config = device::TransposedGemmSm90Config<decltype(traits)>;
-    return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
-  };
+  if (quantized.packed.codes == nullptr) {
+    if constexpr (FormatTraits<kMode, kBits>::kHasLinesSm90) {
+      using Weights = device::TransposedLines<kMode, kBits>;
+      return LaunchTransposedTilesSm90<Weights>(stream, quantized, plan, operands);
+    }
+    return cudaErrorInvalidValue;  // it has no kernel
+  }
   return DispatchHalfSm90(operands.dtype, [&](auto x) {
-    constexpr DType kX = decltype(x)::value;
-    if (plan.way == rules::QmmWay::kWarps) return launch(TransposedRows16Sm90<kMode, kBits, kX>{});
-    return launch(TransposedRows192Sm90<kMode, kBits, kX>{});
+    using Weights = device::TransposedPacked<kMode, kBits, decltype(x)::value>;
+    return LaunchTransposedTilesSm90<Weights>(stream, quantized, plan, operands);
   });
 }
 

@@ -41,8 +41,8 @@ _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 _REPACK_HALF_FROM_ROWS = 1
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
-# ... of a weight that is quantized along N, which no Hopper kernel takes as it is stored.
-_REPACK_TRANSPOSED_FROM_ROWS = 1
+# ... of bfloat16 x, and a weight that is quantized along N.
+_REPACK_TRANSPOSED_FROM_ROWS = 2048
 # Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
 # parts, is faster than packing the weight.
 _PLANES_UP_TO_ROWS = 32
@@ -222,7 +222,9 @@ def _planes_pay(p: Qmm) -> bool:
 
 def _repack_from(p: Qmm) -> int:
     if not p.transpose_w:
-        return _REPACK_TRANSPOSED_FROM_ROWS
+        if as_stored_sm90(p):
+            return 1
+        return _PLANES_UP_TO_ROWS if p.dtypes[0] == "float16" else _REPACK_TRANSPOSED_FROM_ROWS
     if p.dtypes[0] != "float32" and dense.qmm_scaled(p, packed=True):
         return _REPACK_SCALED_FROM_ROWS
     if p.dtypes[0] != "bfloat16" and not p.exact_in_bfloat16:
@@ -379,19 +381,19 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
             needs="transpose_w, or bfloat16 and float16 x or modes mxfp4, mxfp8, nvfp4, and affine "
             "scales of x's dtype, not of 16 codes; prepacked weights, or many rows, or float16 or "
-            "float32 x, or transpose_w=False",
+            "float32 x, or options beside transpose_w=False",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
-            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; transpose_w; weights as stored, "
-            "affine groups of 32 or more, K * bits % 128 == 0",
+            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32 "
+            "or more; K * bits % 128 == 0 with transpose_w, else N * bits, and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False),
-            needs="mode fp8, bfloat16 x, transpose_w; codes e4m3 in blocks of whole 128 columns, "
-            "K % 16 == 0",
+            needs="mode fp8, bfloat16 x; codes e4m3 in blocks of whole 128 columns; K % 16 == 0 "
+            "with transpose_w, else N % 16 == 0, and no options",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.
         Kernel("sm90", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, only_named=True),

@@ -59,6 +59,10 @@ class Fused(Problem):
     more_options: bool = False
     option_dtypes: tuple[str, ...] = ()
 
+    @property
+    def has_options(self) -> bool:
+        return self.activation is not None or bool(self.option_dtypes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mm(Fused):
@@ -143,7 +147,7 @@ class Qmm(Fused):
     def as_stored(self) -> bool:
         """Whether a kernel reads its codes as they are stored."""
         calls, bfloat16 = self.calls or (), self.dtypes[0] == "bfloat16"
-        fp8 = "jgg_qmm_fp8" in calls and self.lines and bfloat16 and self.transpose_w
+        fp8 = "jgg_qmm_fp8" in calls and self.lines and bfloat16
         return self.in_groups or fp8
 
 

@@ -49,7 +49,7 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
     [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight,
     ``jgg_qmm_fp8`` for one of mode "fp8" that is not.
 
-    ``x_is_ordered``: x has its columns as :func:`ordered.ordered` puts them, for this plan.
+    ``x_is_ordered``: x has its columns as :func:`ordered.of_lines` puts them, for this plan.
     """
     planes, x_sums = plan.config.get("planes", 1), None
     if plan.config.get("beside"):
@@ -70,20 +70,20 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         "plan": {name: plan.config.get(name, no) for name, no in _NO_PLAN.items()}
         | ({} if plan.config.get("beside") else {"planes": 1}),
     }
-    x_ordered = plan.config.get("x_ordered", False)
-    if x_ordered and not x_is_ordered:
-        x = ordered.ordered(x, q.bits)
-    assert x_ordered or not x_is_ordered
+    of_lines = plan.config.get("of_lines", False)
+    if of_lines and not x_is_ordered:
+        x = ordered.of_lines(x, q.bits, product.transpose_w)
+    assert of_lines or not x_is_ordered
     if plan.target == "jgg_qmm":
         flags["qmm"] = {
             "transpose_w": product.transpose_w,
-            "x_ordered": x_ordered,
+            "planned": of_lines,
             "in_order": metadata.form.ordered_y,
             "tf32": product.tf32,
         }
-    elif plan.target == "jgg_qmm_packed":
-        flags["transpose_w"] = product.transpose_w
     else:
+        flags["transpose_w"] = product.transpose_w
+    if plan.target == "jgg_qmm_fp8":
         del flags["quantized"]
         sizes = (min(size, max(axis, 1)) for size, axis in zip(q.block, q.shape[-2:], strict=True))
         flags["block"] = dict(zip(("rows", "columns"), sizes, strict=True))

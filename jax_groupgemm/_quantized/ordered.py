@@ -14,6 +14,14 @@ import jax.numpy as jnp
 _BLOCK = 128
 
 
+def of_lines(x: jax.Array, bits: int, transpose_w: bool) -> jax.Array:
+    """``x``, (T, K), as the kernel takes it: :func:`ordered`, or, where lines lie along N, as many
+    columns as make whole 64: more are zeros."""
+    if transpose_w:
+        return ordered(x, bits)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 64)))
+
+
 def ordered(x: jax.Array, bits: int) -> jax.Array:
     """``x``, (T, K), with its columns in that order, as many as make whole 128: more are zeros.
 

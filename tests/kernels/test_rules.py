@@ -71,10 +71,14 @@ def test_wgrad_of_segments_along_both_lines(rules):
 def test_qmm(rules, bits):
     """Lines of codes are whole 16 bytes."""
     for k in (32, 64, 96, 128, 160, 192, 384):
-        fits = rules.qmm_sm90_problem(k=k, bits=bits) is None
-        assert fits == (k * bits % 128 == 0)
-    assert rules.qmm_sm90_problem(k=128, bits=bits, transpose_w=False) == "w is quantized along N"
-    assert rules.qmm_sm90_problem(k=128, bits=bits, bfloat16_x=False) == "x is not bfloat16"
+        for transpose_w in (True, False):
+            reason = rules.qmm_sm90_problem(line=k, bits=bits, transpose_w=transpose_w)
+            assert (reason is None) == (k * bits % 128 == 0)
+    problem = lambda **facts: rules.qmm_sm90_problem(line=128, bits=bits, **facts)
+    along_n = problem(transpose_w=False, has_options=True)
+    assert along_n == "w is quantized along N, which has no options"
+    assert problem(has_options=True) is None
+    assert problem(bfloat16_x=False) == "x is not bfloat16"
 
 
 def test_nvfp4(rules):

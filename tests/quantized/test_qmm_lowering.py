@@ -1,6 +1,7 @@
 """What products with quantized weights become: custom calls, exports, memory, cost."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -99,9 +100,9 @@ def test_columns_in_order(rng, bits, k):
 def test_columns_are_in_order_for_hopper(rng):
     """Where "sm90" is named; not for what it has no kernel for."""
 
-    def x_ordered(x, q, implementation="sm90", **options):
+    def planned(x, q, implementation="sm90", **options):
         f = lambda x, q: jgg.grouped_qmm(x, q, SIZES, implementation=implementation, **options)
-        (found,) = re.findall(r"custom_call @jgg_qmm\(.*x_ordered = (\w+)", cuda_text(f, x, q))
+        (found,) = re.findall(r"custom_call @jgg_qmm\(.*planned = (\w+)", cuda_text(f, x, q))
         return found == "true"
 
     def weight(k, bits=4, dtype="bfloat16", mode="affine"):
@@ -109,16 +110,18 @@ def test_columns_are_in_order_for_hopper(rng):
 
     x = jnp.ones((16, 160), "bfloat16")
     for bits in (2, 3, 4, 5, 6, 8):
-        assert x_ordered(jnp.ones((16, 384), "bfloat16"), weight(384, bits))
+        assert planned(jnp.ones((16, 384), "bfloat16"), weight(384, bits))
         # Lines of whole 16 bytes.
-        assert x_ordered(x, weight(160, bits)) == (bits in (4, 8))
+        assert planned(x, weight(160, bits)) == (bits in (4, 8))
     for q in (weight(160, mode="mxfp4"), weight(160, 8, mode="mxfp8")):
-        assert x_ordered(x, q)
-    assert not x_ordered(x, weight(160), implementation="sm80")
-    assert not x_ordered(x, weight(160), implementation=None)  # of a GPU that is not known
-    assert not x_ordered(x.astype("float16"), weight(160))
-    assert not x_ordered(x, weight(160, dtype="float16"))
-    assert not x_ordered(jnp.ones((16, 64), "bfloat16"), weight(160), transpose_w=False)
+        assert planned(x, q)
+    assert not planned(x, weight(160), implementation="sm80")
+    assert not planned(x, weight(160), implementation=None)  # of a GPU that is not known
+    assert not planned(x.astype("float16"), weight(160))
+    assert not planned(x, weight(160, dtype="float16"))
+    along_n = functools.partial(planned, jnp.ones((16, 64), "bfloat16"), transpose_w=False)
+    assert along_n(weight(160))
+    assert not along_n(weight(96, 2))
 
 
 def test_export_round_trip():

@@ -61,12 +61,57 @@ def test_values(rng, mode, bits, group, rows):
     x = oracle.random(rng, (sizes.sum() + 5, n), "bfloat16")
     f = lambda x, q: product(x, q, sizes, preferred_element_type="float32")
     (out, packed), kernels = run(jax.jit(lambda x, q, p: (f(x, q), f(x, p))), x, q, jgg.prepack(q))
-    if mode != "mxfp8":  # which no kernel packs
-        assert_ran(kernels, 2)
+    assert_ran(kernels, 2)
     want = oracle.grouped_qmm(x, q, sizes, transpose_w=False)
     oracle.assert_close(packed, want, k=n)
     oracle.assert_close(out, want, k=n)
     assert not np.asarray(packed)[sizes.sum() :].any()
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
+def test_lines_of_any_size(rng, mode, bits, group, rows):
+    """Of weights as they are stored: lines that are no whole 64, of codes that are no whole 128,
+    a global scale, an offset, and rows whose groups are elsewhere."""
+    sizes, n = SIZES[rows], 200
+    k = {128: 640, 64: 448}.get(group, 352)
+    if bits % 4:
+        k = 384
+    q = weight(rng, mode, bits, group, 6, n, k)
+    x = oracle.random(rng, (sizes.sum() + 5, n), "bfloat16")
+    f = lambda x, q: product(x, q, sizes, group_offset=3, preferred_element_type="float32")
+    out, kernels = run(jax.jit(f), x, q)
+    assert_ran(kernels, 1)
+    begin, end = sizes[:3].sum(), sizes[:9].sum()
+    want = oracle.grouped_qmm(x[begin:end], q, sizes[3:9], transpose_w=False)
+    oracle.assert_close(out[begin:end], want, k=n)
+    assert not np.asarray(out)[:begin].any()
+    assert not np.asarray(out)[end:].any()
+
+
+def test_blocks_of_one_line(rng):
+    """Mode fp8 with a scale for each line and 128 codes."""
+    w = oracle.random(rng, (3, 200, 384))
+    q = jgg.fp8_quantize(jnp.asarray(w), block=(1, 128))
+    sizes = np.array([40, 0, 5])
+    x = oracle.random(rng, (45, 200), "bfloat16")
+    f = lambda x, q: product(x, q, sizes, preferred_element_type="float32")
+    out, kernels = run(jax.jit(f), x, q)
+    assert_ran(kernels, 1)
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), k=200)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("mode", "bits", "group"), EXACT)
+def test_lines_of_other_rows(rng, mode, bits, group, dtype):
+    """Rows of a weight as it is stored in bfloat16 parts."""
+    sizes = SIZES["few"]
+    q = weight(rng, mode, bits, group, len(sizes), 192, 352)
+    x = oracle.random(rng, (sizes.sum(), 192), dtype)
+    out, kernels = run(jax.jit(lambda x, q: product(x, q, sizes)), x, q)
+    assert_ran(kernels, 1)
+    assert out.dtype == dtype
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), k=192)
 
 
 OTHERS = [("float16", *form) for form in FORMATS] + [("float32", *form) for form in EXACT]
@@ -108,9 +153,10 @@ def test_options(rng, rows):
     assert not np.asarray(out)[end:].any()
 
 
+@pytest.mark.parametrize("layout", ["linear", "sm90"])
 @pytest.mark.parametrize("rows", [8, 256])
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-def test_every_scale_and_code(mode, rows):
+def test_every_scale_and_code(mode, rows, layout):
     """Row n of w has scale byte n: rows of a unit matrix give the values themselves. A value that
     is not finite would meet zeros of all others, so those rows have another scale."""
     q = every_scale_and_code(mode, 320)
@@ -120,22 +166,25 @@ def test_every_scale_and_code(mode, rows):
     x = jnp.eye(256, dtype="bfloat16")
     many = jax.tree.map(lambda a: jnp.broadcast_to(a, (256 // rows, *a.shape)), q)
     sizes = np.full(256 // rows, rows)
-    out, kernels = run(jax.jit(lambda x, q: product(x, q, sizes)), x, jgg.prepack(many))
+    many = many if layout == "linear" else jgg.prepack(many)
+    out, kernels = run(jax.jit(lambda x, q: product(x, q, sizes)), x, many)
     assert_ran(kernels, 1)
     want = oracle.dequantize(q, "bfloat16")
     tiny = abs(want) < 2e-38  # may be flushed
     np.testing.assert_array_equal(np.where(tiny, 0, oracle.f64(out)), np.where(tiny, 0, want))
 
 
+@pytest.mark.parametrize("layout", ["linear", "sm90"])
 @pytest.mark.parametrize("rows", SIZES)
-def test_a_nan_stays_in_its_column(rng, rows):
+def test_a_nan_stays_in_its_column(rng, rows, layout):
     """... of its group."""
     sizes = SIZES[rows]
     q = weight(rng, "affine", 4, 64, len(sizes), 192, 320)
     bad = dataclasses.replace(q, scales=q.scales.at[4, 7, 1].set(jnp.nan))
     x = oracle.random(rng, (sizes.sum(), 192), "bfloat16")
     f = jax.jit(lambda x, q: product(x, q, sizes))
-    good, got = (oracle.f64(f(x, jgg.prepack(w))) for w in (q, bad))
+    laid = (lambda w: w) if layout == "linear" else jgg.prepack
+    good, got = (oracle.f64(f(x, laid(w))) for w in (q, bad))
     mine = np.repeat(np.arange(len(sizes)), sizes) == 4
     hit = mine[:, None] & (np.arange(320) // 64 == 1)
     assert np.isnan(got[hit]).all()
@@ -161,10 +210,12 @@ def test_gradients(rng, mode, of, rows):
     oracle.assert_close(dx, want, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("layout", ["linear", "sm90"])
 @pytest.mark.parametrize("rows", SIZES)
-def test_the_same_bits(rng, rows):
+def test_the_same_bits(rng, rows, layout):
     sizes = SIZES[rows]
-    q = jgg.prepack(weight(rng, "nvfp4", 4, 16, len(sizes), 704, 640))
+    q = weight(rng, "nvfp4", 4, 16, len(sizes), 704, 640)
+    q = q if layout == "linear" else jgg.prepack(q)
     x = oracle.random(rng, (sizes.sum(), 704), "bfloat16")
     f = jax.jit(lambda x, q: product(x, q, sizes))
     first = np.asarray(f(x, q))

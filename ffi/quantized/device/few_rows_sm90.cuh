@@ -227,26 +227,34 @@ __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& me
   if (lane == 0) parts.parity[warp] = parity;
 }
 
-// A tile's 64 columns from `column` on, only rounded, by each thread's own stores: they are few,
-// and bringing whole lines together would take longer, and make warps wait for each other.
-template <typename Config>
-__device__ void StoreFewRows(const GemmSm90& gemm, const Work& work, int column,
-                             const float (&sums)[Config::kRows / 2]) {
-  const int lane = threadIdx.x % 32;
-  column += threadIdx.x % 128 / 32 * 16 + lane / 4;
+// A tile's sums of a lane's two columns, the second kFurther behind the first, only rounded, by each
+// thread's own stores: they are few, and bringing whole lines together would take longer, and make
+// warps wait for each other.
+template <typename Config, int kFurther>
+__device__ void StoreTwoColumns(const GemmSm90& gemm, const Work& work, int lane, int column,
+                                const float (&sums)[Config::kRows / 2]) {
   const int64_t out = work.out + column;
 #pragma unroll
   for (int block = 0; block < Config::kRows / 8; ++block) {
     if (8 * block >= work.rows) break;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = 8 * block + lane % 4 * 2 + i % 2, right = i / 2 * 8;
+      const int row = 8 * block + lane % 4 * 2 + i % 2, right = i / 2 * kFurther;
       if (row < work.rows && column + right < work.columns) {
         StoreFloat(gemm.out, out + row * gemm.out_line + right, gemm.out_dtype,
                    sums[4 * block + i]);
       }
     }
   }
+}
+
+// A tile's 64 columns from `column` on.
+template <typename Config>
+__device__ void StoreFewRows(const GemmSm90& gemm, const Work& work, int column,
+                             const float (&sums)[Config::kRows / 2]) {
+  const int lane = threadIdx.x % 32;
+  column += threadIdx.x % 128 / 32 * 16 + lane / 4;
+  StoreTwoColumns<Config, 8>(gemm, work, lane, column, sums);
 }
 
 }  // namespace jgg::device

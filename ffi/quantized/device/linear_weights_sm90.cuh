@@ -21,21 +21,53 @@
 
 namespace jgg::device {
 
+// Codes of 128 k of 64 lines, as TMA brings them, and how threads read them.
+template <int kBits>
+struct LineTile {
+  static constexpr bool kBySlices = kBits == 4 || kBits == 8;
+  static constexpr int kLineBytes = 128 * kBits / 8, kBytes = 64 * kLineBytes;
+  // Words of what is read at once of 32 codes.
+  static constexpr int kWords = kBySlices ? kBits / 2 : kBits;
+
+  // By slices: half `i` of piece `piece`, of 32 codes, of the line `further` behind one. Boxes are
+  // swizzled, the same every 8 lines.
+  __device__ static const char* Half(const char* codes, int line, int further, int piece, int i) {
+    const int at =
+        kBits == 4 ? (piece ^ line / 2 % 4) * 16 + 8 * i : (2 * piece + i ^ line % 8) * 16;
+    return codes + (line + further) * kLineBytes + at;
+  }
+
+  // Else all of it, as decoders take it.
+  __device__ static void Load(const char* codes, int line, int piece, uint32_t (&to)[kBits]) {
+    const char* from = codes + line * kLineBytes + piece * 4 * kBits;
+    constexpr int kTogether = kBits % 2 == 0 ? 2 : 1;
+    uint32_t words[kBits];
+#pragma unroll
+    for (int i = 0; i < kBits; i += kTogether) LoadWords<kTogether>(from + 4 * i, words + i);
+    if constexpr (kBits == 2) {
+      to[0] = words[0], to[1] = words[1];
+    } else {
+      ToStreams(words, to);
+    }
+  }
+};
+
 template <Mode kMode, int kBits>
 struct LinearWeights {
   using Codes = LineCodes<kMode, kBits>;
+  using Tile = LineTile<kBits>;
   static constexpr DType kX = DType::kBF16;  // of x
   static constexpr bool kScaled = false;
   static constexpr bool kHasSmall = Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
-  static constexpr bool kBySlices = kBits == 4 || kBits == 8;
+  static constexpr bool kBySlices = Tile::kBySlices;
   static constexpr int kMostRows = 192;  // that registers allow
   static constexpr int kBlocksPerSm = FormatTraits<kMode, kBits>::kLinearBlocksPerSm;
   static constexpr int kBlocksOf64 = 1;  // of up to 64 rows
   static constexpr bool kAlwaysWarps = rules::AlwaysWarps(false, kBits, false);
   static constexpr int kLoadsLateFrom = 1;                   // blocks per SM: registers are few
   static constexpr int kFewRowsSlices = kBits <= 4 ? 4 : 2;  // of a stage where warps multiply
-  static constexpr int kLineBytes = 128 * kBits / 8, kCodeBytes = 64 * kLineBytes;
+  static constexpr int kCodeBytes = Tile::kBytes;
   static constexpr int kScaleBytes = 0;  // they do not come with a stage
   // KiB of shared memory for tiles of at most 64 rows, and, where three stages fit, for those that
   // warps multiply. The L1 cache has the rest: scales that threads load must not drive each other
@@ -138,7 +170,7 @@ struct LinearWeights {
     // As PackedWeights::Words: a thread's 32 codes of both columns, or by slices the 16 that one
     // slice multiplies.
     struct Words {
-      static constexpr int kCodes = kBySlices ? kBits / 2 : kBits;
+      static constexpr int kCodes = Tile::kWords;
       uint32_t codes[2][kCodes];
       uint32_t scales[2];  // affine: scale and bias
 
@@ -170,9 +202,10 @@ struct LinearWeights {
       for (int r = 0; r < 2; ++r) {
         const char* stage = codes + slice / 2 * kCodeBytes;
         if constexpr (kBySlices) {
-          LoadWords<kBits / 2>(Piece(stage, r, slice % 2), words.codes[r]);
+          LoadWords<kBits / 2>(Tile::Half(stage, Row(), 8 * r, threadIdx.x % 4, slice % 2),
+                               words.codes[r]);
         } else {
-          if (slice % 2 == 0) LoadLine(stage, r);
+          if (slice % 2 == 0) Tile::Load(stage, Row() + 8 * r, threadIdx.x % 4, line_[r]);
 #pragma unroll
           for (int i = 0; i < kBits; ++i) words.codes[r][i] = line_[r][i];
         }
@@ -197,27 +230,6 @@ struct LinearWeights {
     static constexpr int kAhead = kStageSlices / 2;
 
     __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
-
-    // Half `i` of this thread's codes of column `r`. Boxes are swizzled; the same 8 rows on.
-    __device__ static const char* Piece(const char* codes, int r, int i) {
-      const int j = threadIdx.x % 4;
-      const int at = kBits == 4 ? (j ^ Row() / 2 % 4) * 16 + 8 * i : (2 * j + i ^ Row() % 8) * 16;
-      return codes + (Row() + 8 * r) * kLineBytes + at;
-    }
-
-    // Column `r`'s codes of 128 k.
-    __device__ void LoadLine(const char* codes, int r) {
-      const char* from = codes + (Row() + 8 * r) * kLineBytes + threadIdx.x % 4 * 4 * kBits;
-      constexpr int kTogether = kBits % 2 == 0 ? 2 : 1;
-      uint32_t words[kBits];
-#pragma unroll
-      for (int i = 0; i < kBits; i += kTogether) LoadWords<kTogether>(from + 4 * i, words + i);
-      if constexpr (kBits == 2) {
-        line_[r][0] = words[0], line_[r][1] = words[1];
-      } else {
-        ToStreams(words, line_[r]);
-      }
-    }
 
     // Load the scales of the next 128 k to next_[at]. Past the end x has zeros, and scales are any
     // number.

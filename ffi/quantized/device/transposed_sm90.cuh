@@ -1,12 +1,11 @@
-// x (T, N) @ W (N, K), K quantized in groups, in layout "sm90": the product that dx is. A tile of
-// W has 64 n x 64 k, decoded as for x (T, K) @ W^T, but sums run over n, and columns of the result
-// are k. So each 8 x 8 of decoded values has to be turned.
+// x (T, N) @ W (N, K), K quantized in groups: the product that dx is. Weights are TransposedPacked
+// or TransposedLines. They are decoded as for x (T, K) @ W^T, but sums run over n, and columns of
+// the result are k. So each 8 x 8 of decoded values has to be turned.
 //
-// A stage has some slices of 64 n: x, and two tiles of codes that lie beside each other along k,
-// one for each warpgroup. Warpgroups write what they decode to shared memory, from where WGMMA
-// takes it with k, its M side, contiguous. Where rows are few, warps turn what they decode in
-// registers, and multiply by themselves: each has 16 n of every 64, and all 64 columns. At the end
-// of a tile the four warps' sums are added.
+// A stage has some slices of 64 n: x, and codes of 128 k, 64 for each warpgroup. Warpgroups write
+// what they decode to shared memory, from where WGMMA takes it with k, its M side, contiguous.
+// Where rows are few, warps turn what they decode in registers, and multiply by themselves: each
+// has 16 n of every 64, and all 64 columns. At the end of a tile the four warps' sums are added.
 #pragma once
 
 #include <algorithm>
@@ -15,21 +14,22 @@
 #include <utility>
 
 #include "quantized/device/gemm_sm90.cuh"
-#include "quantized/device/packed_tiles_sm90.cuh"
+#include "quantized/device/transposed_lines_sm90.cuh"
+#include "quantized/device/transposed_packed_sm90.cuh"
 
 namespace jgg::device {
 
 // Traits of a tile derive from this.
-template <Mode kMode, int kBits, DType kX>
+template <typename Weights_>
 struct TransposedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
-  using Tiles = PackedTiles<kMode, kBits, kX>;
+  using Weights = Weights_;
   static constexpr bool kWarps = false;
 };
 
 template <typename Traits>
 struct TransposedGemmSm90Config : Traits {
   using Traits::kRows, Traits::kCluster, Traits::kMostStages, Traits::kSlices, Traits::kWarps;
-  using typename Traits::Tiles;
+  using typename Traits::Weights;
   static constexpr int kBlocks = 1, kScheduledBlocks = 1;
   static constexpr int kBlocksPerSm = kWarps ? 2 : 1;
   static constexpr int kFeedRegisters = kWarps ? 48 : 56, kMultiplyRegisters = kWarps ? 96 : 224;
@@ -38,9 +38,7 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kChunkBytesL = kChunkL * 128;
   static constexpr int kSliceBytesL = kRows * 128;
   static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
-  // Codes and scales of a slice are those of two tiles.
-  static constexpr int kCodeBytes = 2 * Tiles::kTileCodes;
-  static constexpr int kScaleBytes = Tiles::Codes::kStageScales;
+  static constexpr int kCodeBytes = Weights::kCodeBytes, kScaleBytes = Weights::kScaleBytes;
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
   using Epilogue = EpilogueSm90<32, false, true>;
   static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
@@ -53,8 +51,8 @@ struct TransposedGemmSm90Config : Traits {
     alignas(1024) char l[kStages][kSlices * kSliceBytesL];
     // Each warpgroup has two places for its columns: one is multiplied, the other written.
     alignas(1024) char turned[2][2][kWarps ? 16 : kTurnedBytes];
-    alignas(128) char codes[kStages][kSlices][kCodeBytes];
-    alignas(128) char scales[kStages][kSlices][kScaleBytes];
+    alignas(Weights::kCodesAligned) char codes[kStages][kSlices][kCodeBytes];
+    alignas(128) char scales[kStages][kSlices][std::max(kScaleBytes, 16)];
     alignas(1024) char staged[2][Epilogue::kBytes];
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages];
@@ -62,71 +60,20 @@ struct TransposedGemmSm90Config : Traits {
   };
 };
 
-// The first codes and scales of a tile of work, and how many tiles of 64 columns it has.
-template <typename Tiles>
-struct TransposedColumns {
-  const char *codes, *scales;
-  int tiles, tile_scales;
-  int64_t next_codes, next_scales;  // bytes from a slice of n to the next
-
-  __device__ TransposedColumns(const QuantizedGemmSm90& quantized, const Work& work) {
-    const PackedCodesSm90& packed = quantized.packed;
-    const int column = work.out_column / 64;
-    tile_scales = Tiles::TileScales(packed);
-    const int64_t first =
-        static_cast<int64_t>(work.weight) * packed.column_tiles * packed.k_tiles + column;
-    codes = static_cast<const char*>(packed.codes) + first * Tiles::kTileCodes;
-    scales = static_cast<const char*>(quantized.scales) + first * tile_scales;
-    tiles = max(0, min(2, packed.k_tiles - column));
-    next_codes = static_cast<int64_t>(packed.k_tiles) * Tiles::kTileCodes;
-    next_scales = static_cast<int64_t>(packed.k_tiles) * tile_scales;
-  }
-};
-
-// Many rows: one thread copies codes, another scales. CopyRowsThread copies x.
-template <typename Config, bool kScales>
-__device__ void CopyTransposedThread(const QuantizedGemmSm90& quantized,
-                                     typename Config::SharedMemory& memory) {
-  static_assert(Config::kSlices == 1);
-  Place<Config::kStages> at;
-  ForEachWork<Config, false>(memory, [&](const Work& work) {
-    const TransposedColumns<typename Config::Tiles> columns(quantized, work);
-    const char* from = kScales ? columns.scales : columns.codes;
-    const int64_t next = kScales ? columns.next_scales : columns.next_codes;
-    const int bytes = columns.tiles * (kScales ? columns.tile_scales : Config::Tiles::kTileCodes);
-#pragma unroll 1
-    for (int slice = 0; slice < work.slices; ++slice) {
-      uint64_t* full = &memory.full[at.index];
-      Wait(&memory.empty[at.index], at.parity ^ 1);
-      ArriveExpecting(full, bytes);
-      if (bytes > 0) {
-        CopyBytes(from, full, kScales ? memory.scales[at.index][0] : memory.codes[at.index][0],
-                  bytes);
-      }
-      from += next;
-      at.Next();
-    }
-  });
-}
-
 // Few rows: one thread copies all of a stage. x comes as one box, whose slices behind N are zeros;
 // there the last slice's weights come again.
 template <typename Config>
 __device__ void CopyTransposedStages(const QuantizedGemmSm90& quantized,
                                      typename Config::SharedMemory& memory) {
-  using Tiles = typename Config::Tiles;
   constexpr int kSlices = Config::kSlices;
   const GemmSm90& gemm = quantized.gemm;
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
-    const TransposedColumns<Tiles> columns(quantized, work);
-    const int code_bytes = columns.tiles * Tiles::kTileCodes;
-    const int scale_bytes = columns.tiles * columns.tile_scales;
+    typename Config::Weights::Columns columns(quantized, work);
     const bool half = work.rows <= Config::kRows / 2;
     const CUtensorMap* l_map = half ? &gemm.rest_maps.l[0] : &gemm.l_map;
-    const int bytes = kSlices * ((half ? Config::kSliceBytesL / 2 : Config::kSliceBytesL) +
-                                 code_bytes + scale_bytes);
-    const char *codes = columns.codes, *scales = columns.scales;
+    const int bytes =
+        kSlices * ((half ? Config::kSliceBytesL / 2 : Config::kSliceBytesL) + columns.Bytes());
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += kSlices) {
       uint64_t* full = &memory.full[at.index];
@@ -135,14 +82,8 @@ __device__ void CopyTransposedStages(const QuantizedGemmSm90& quantized,
       CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, slice);
 #pragma unroll 1
       for (int s = 0; s < kSlices; ++s) {
-        if (columns.tiles > 0) {
-          CopyBytes(codes, full, memory.codes[at.index][s], code_bytes);
-          CopyBytes(scales, full, memory.scales[at.index][s], scale_bytes);
-        }
-        if (slice + s + 1 < work.slices) {
-          codes += columns.next_codes;
-          scales += columns.next_scales;
-        }
+        columns.Copy(full, memory.codes[at.index][s], memory.scales[at.index][s]);
+        if (slice + s + 1 < work.slices) columns.Next();
       }
       at.Next();
     }
@@ -158,7 +99,7 @@ using TransposedProduct =
 template <typename Config>
 struct TransposedProducts {
   using Memory = typename Config::SharedMemory;
-  using Reader = typename Config::Tiles::template Reader<2>;
+  using Writer = typename Config::Weights::Writer;
   static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
   using Sums = float[kBlockSums];
 
@@ -188,7 +129,7 @@ struct TransposedProducts {
   template <int kN, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& sums) {
-    const Reader reader(quantized, work, 0);
+    Writer writer(quantized, work, group);
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) sums[i] = 0.0f;
     const int slices = Uniform(work.slices);
@@ -196,28 +137,18 @@ struct TransposedProducts {
     const uint32_t l_first = TileDescriptor(SharedAddress(memory.l), 64 * 128);
     const uint32_t turned_first =
         TileDescriptor(Uniform(SharedAddress(memory.turned[group])), 64 * 128);
-    // Lane l names a line of the 8 x 8 matrix l / 8 of four: n below 8, n from 8 on, and the same
-    // of the next 8 k. Lines are swizzled.
-    const int lane = threadIdx.x % 32, line = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    char* const line_at = memory.turned[group][0] + line * 128;
     int before = -1;
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
       Wait(&memory.full[here.index], here.parity);
-      const typename Reader::Words words = reader.template Load<false, ScaleRange::kAny>(
-          memory.codes[here.index][0], memory.scales[here.index][0], group);
-      uint32_t a[16];
-      reader.template Read<4, false, ScaleRange::kAny>(words, group, 0, a);
+      const typename Writer::Words words =
+          writer.Load(memory.codes[here.index][0], memory.scales[here.index][0], group);
       // The products before may go on until here.
       WarpgroupWait<0>();
       if (slice > 0) Release<Config>(memory, before);
       // By the place in the ring, so that the next tile goes on with the other one.
       const int which = (here.index + static_cast<int>(here.parity) * Config::kStages) % 2;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        char* to = line_at + which * Config::kTurnedBytes + ((2 * i + lane / 16) ^ lane % 8) * 16;
-        StoreMatrices<false>(to, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
-      }
+      writer.Write(words, memory.turned[group][which]);
       FenceAsyncProxy();
       SyncSome(1 + group, 128);
       const uint32_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
@@ -225,7 +156,7 @@ struct TransposedProducts {
       WarpgroupArrive();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Multiply<TransposedProduct<kN, Config::Tiles::kX>>(turned + (i * 16 * 128 >> 4),
+        Multiply<TransposedProduct<kN, Config::Weights::kX>>(turned + (i * 16 * 128 >> 4),
                                                            l_stage + (i * 32 >> 4), sums, true,
                                                            std::make_index_sequence<kN / 2>{});
       }
@@ -249,7 +180,7 @@ __device__ inline uint32_t Turned(uint32_t matrix) {
 template <typename Config>
 struct TransposedFewRows {
   using Memory = typename Config::SharedMemory;
-  using Reader = typename Config::Tiles::template Reader<2>;
+  using Reader = typename Config::Weights::template Reader<Config::kSlices>;
   static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
   static_assert(kRows == 16);
   using Sums = float[kBlockSums];
@@ -269,7 +200,7 @@ struct TransposedFewRows {
   template <int kEights, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& result) {
-    const Reader reader(quantized, work, 0);
+    Reader reader(quantized, work, group);
     float sums[4][4 * kEights];  // of 16 columns each
 #pragma unroll
     for (int i = 0; i < 16 * kEights; ++i) sums[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
@@ -288,18 +219,18 @@ struct TransposedFewRows {
       uint32_t read = 0, x[4];
 #pragma unroll
       for (int s = 0; s < Config::kSlices; ++s) {
-        const typename Reader::Words words = reader.template Load<true, ScaleRange::kAny>(
-            memory.codes[at.index][s], memory.scales[at.index][s], group);
+        const typename Reader::Words words =
+            reader.Load(memory.codes[at.index][s], memory.scales[at.index][s], group, s);
         if (kEights == 2 || s % 2 == 0) LoadMatrices(x_stage + s * kSliceBytes, x);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           uint32_t a[4];
-          reader.template Read<1, true, ScaleRange::kAny>(words, group, i, a);
+          reader.Read(words, group, i, a);
           const uint32_t turned[4] = {Turned(a[0]), Turned(a[2]), Turned(a[1]), Turned(a[3])};
 #pragma unroll
           for (int e = 0; e < kEights; ++e) {
             const int first = kEights == 1 ? s % 2 * 2 : 2 * e;
-            MultiplyWarp<Config::Tiles::kX>(turned, x[first], x[first + 1], sums[i] + 4 * e);
+            MultiplyWarp<Config::Weights::kX>(turned, x[first], x[first + 1], sums[i] + 4 * e);
           }
         }
         if (s == Config::kSlices - 1) read = words.OfEachLoad() | x[0];
@@ -366,10 +297,15 @@ __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
     }
 #pragma unroll
     for (int i = 0; i < P::kBlockSums; ++i) sums[i] *= factor;
-    if constexpr (Config::kWarps) {
-      if (!gemm.epilogue.Any()) return StoreFewRows<Config>(gemm, work, 64 * group, sums);
+    if constexpr (!Config::Weights::kHasEpilogue && Config::kWarps) {
+      const int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 16 + lane / 4;
+      StoreTwoColumns<Config, 1>(gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
+    } else {
+      if constexpr (Config::kWarps) {
+        if (!gemm.epilogue.Any()) return StoreFewRows<Config>(gemm, work, 64 * group, sums);
+      }
+      epilogue.Store(work, 64 * group, sums);
     }
-    epilogue.Store(work, 64 * group, sums);
   });
   WaitStored<0>();
 }
@@ -382,7 +318,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const GemmSm90& gemm = quantized.gemm;
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   if (threadIdx.x == 0) {
-    constexpr int kCopiers = Config::kWarps ? 1 : 3;
+    constexpr int kCopiers = Config::kWarps ? 1 : 1 + Config::Weights::kCopiers;
     InitRings<Config>(memory, kCopiers, kCopiers);
     Prefetch(&gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
@@ -400,9 +336,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       } else if (warp == 1) {
         CopyRowsThread<Config>(gemm, memory, block);
       } else if (warp == 2) {
-        CopyTransposedThread<Config, false>(quantized, memory);
-      } else {
-        CopyTransposedThread<Config, true>(quantized, memory);
+        Config::Weights::template CopyThread<Config, 0>(quantized, memory);
+      } else if (Config::Weights::kCopiers > 1) {
+        Config::Weights::template CopyThread<Config, 1>(quantized, memory);
       }
     }
     __syncwarp();

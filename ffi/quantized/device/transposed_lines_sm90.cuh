@@ -1,0 +1,281 @@
+// Weights in layout "linear" for x (T, N) @ W (N, K), K quantized: see transposed_sm90.cuh. A slice
+// has the codes of 64 lines (n) and 128 k, by TMA. Threads load the scales of their lines by
+// themselves, ahead, since nothing aligns these.
+//
+// Where rows are few, a thread has lines as in linear_weights_sm90.cuh: 32 neighbouring k of two
+// lines, half of which are of each warpgroup's columns. So these are no neighbours, and each lane
+// stores its columns by itself. Where rows are many a thread decodes 32 k of one line, and writes
+// them to shared memory in their order.
+#pragma once
+
+#include <cstdint>
+
+#include "quantized/device/linear_weights_sm90.cuh"
+
+namespace jgg::device {
+
+// The scales of 32 k of some lines, one after another.
+template <typename Codes>
+class LineScalesAhead {
+ public:
+  using Loaded = typename Codes::Loaded;
+
+  // From line `line` on, at `k`.
+  __device__ LineScalesAhead(const QuantizedGemmSm90& quantized, const Work& work, int line, int k)
+      : quantized_(quantized), line_(line) {
+    const bool exists = work.weight >= 0 && k < quantized.gemm.n;
+    lines_ = exists ? quantized.elements : 0;
+    const char* scales = static_cast<const char*>(quantized.scales);
+    if constexpr (Codes::kInBlocks) {
+      scales_ = scales +
+                static_cast<int64_t>(work.weight) * quantized.scale_lines * quantized.scale_line +
+                k / quantized.columns_each * Codes::kScaleSize;
+    } else {
+      const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line;
+      scales_ = scales + first * quantized.scale_line +
+                (k >> quantized.scale_shift) * Codes::kScaleSize;
+    }
+  }
+
+  // Of the line `further` after this one. Lines that are not there have codes 0 and scales 0, so
+  // that nothing comes of them.
+  __device__ void Load(int further, Loaded& to) const {
+#pragma unroll
+    for (int i = 0; i < (Codes::kHasBiases ? 2 : 1); ++i) to[i] = 0;
+    if (line_ + further >= lines_) return;
+    if constexpr (Codes::kInBlocks) {
+      const int line = static_cast<unsigned>(line_ + further) / quantized_.rows_each;
+      to[0] = __ldg(reinterpret_cast<const uint32_t*>(
+          scales_ + static_cast<int64_t>(line) * quantized_.scale_line));
+    } else {
+      const char* from = scales_ + further * quantized_.scale_line;
+      if constexpr (Codes::kBlockScales == 2) {
+        to[0] = __ldg(reinterpret_cast<const uint16_t*>(from));
+      } else {
+        to[0] = __ldg(reinterpret_cast<const uint8_t*>(from));
+      }
+      if constexpr (Codes::kHasBiases) {
+        from += static_cast<const char*>(quantized_.biases) -
+                static_cast<const char*>(quantized_.scales);
+        to[1] = __ldg(reinterpret_cast<const uint16_t*>(from));
+      }
+    }
+  }
+
+  __device__ void Next(int lines) {
+    line_ += lines;
+    if constexpr (!Codes::kInBlocks) scales_ += lines * quantized_.scale_line;
+  }
+
+ private:
+  const QuantizedGemmSm90& quantized_;
+  const char* scales_;  // of the line; in blocks, of the matrix
+  int line_, lines_;
+};
+
+template <Mode kMode, int kBits>
+struct TransposedLines {
+  using Codes = LineCodes<kMode, kBits>;
+  using Tile = LineTile<kBits>;
+  static constexpr DType kX = DType::kBF16;
+  static constexpr float kFactor = Codes::kUnit;
+  static constexpr int kCodeBytes = Tile::kBytes, kScaleBytes = 0;  // of a slice
+  static constexpr int kCodesAligned = 1024;                        // bytes, for swizzled boxes
+  static constexpr int kCopiers = 1;                                // threads, beside that of x
+  static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
+
+  // The codes of a tile of work, for the threads that copy them.
+  struct Columns {
+    const QuantizedGemmSm90& quantized;
+    const int k, weight;
+    int line = 0;
+
+    __device__ Columns(const QuantizedGemmSm90& q, const Work& work)
+        : quantized(q), k(work.out_column * kBits / 16), weight(work.weight) {}
+
+    __device__ int Bytes() const { return kCodeBytes; }
+
+    __device__ void Copy(uint64_t* full, char* codes, char* /*scales*/) const {
+      CopyBox<false>(&quantized.codes_map, full, codes, k, line, weight);
+    }
+
+    __device__ void Next() { line += 64; }
+  };
+
+  // Many rows: thread 0 of one that copies.
+  template <typename Config, int>
+  __device__ static void CopyThread(const QuantizedGemmSm90& quantized,
+                                    typename Config::SharedMemory& memory) {
+    Place<Config::kStages> at;
+    ForEachWork<Config, false>(memory, [&](const Work& work) {
+      Columns columns(quantized, work);
+#pragma unroll 1
+      for (int slice = 0; slice < work.slices; ++slice) {
+        uint64_t* full = &memory.full[at.index];
+        Wait(&memory.empty[at.index], at.parity ^ 1);
+        ArriveExpecting(full, kCodeBytes);
+        columns.Copy(full, memory.codes[at.index][0], nullptr);
+        columns.Next();
+        at.Next();
+      }
+    });
+  }
+
+  // Few rows: as TransposedPacked::Reader, of stages of kSlices.
+  template <int kSlices>
+  class Reader {
+    static constexpr int kHalfWords = (kBits + 1) / 2;
+    // Slices whose scales have been asked for; of biases, too, for which there are no registers.
+    static constexpr int kAhead = Codes::kHasBiases ? 2 : kSlices;
+    static_assert(kSlices % kAhead == 0);
+
+   public:
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
+        : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) LoadScales(s);
+    }
+
+    struct Words {
+      uint32_t codes[2][kHalfWords], scales[2];
+
+      __device__ uint32_t OfEachLoad() const {
+        uint32_t each = 0;
+#pragma unroll
+        for (int i = 0; i < (Tile::kBySlices ? 1 : kHalfWords); ++i) each |= codes[0][i] | codes[1][i];
+        return each;
+      }
+    };
+
+    // Of slice `s` of a stage, a warpgroup's half of the codes.
+    __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
+      Words words;
+      uint32_t now[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+      LoadScales(s % kAhead);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int piece = threadIdx.x % 4;
+        if constexpr (Tile::kBySlices) {
+          LoadWords<kBits / 2>(Tile::Half(codes, Row(), 8 * r, piece, group), words.codes[r]);
+        } else {
+          LoadHalf(codes, Row() + 8 * r, piece, group, words.codes[r]);
+        }
+        words.scales[r] = Codes::OfHalf(now[r], group, words.codes[r]);
+      }
+      return words;
+    }
+
+    // 16 of the columns, from step `first` of four on.
+    __device__ void Read(const Words& words, int /*group*/, int first, uint32_t* a) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // pair of codes, and line
+        a[i] = Codes::template PairOf<ScaleRange::kAny>(words.codes[i % 2], 2 * first + i / 2,
+                                                        words.scales[i % 2]);
+      }
+    }
+
+   private:
+    __device__ static int Row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+    // Pairs 8 * group and on, so that they are where pairs from 0 on are: shifts are constants.
+    __device__ static void LoadHalf(const char* codes, int line, int piece, int group,
+                                    uint32_t (&half)[kHalfWords]) {
+      uint32_t words[kBits];
+      Tile::Load(codes, line, piece, words);
+#pragma unroll
+      for (int i = 0; i < kHalfWords; ++i) {
+        const uint32_t second = words[kBits / 2 + i];
+        half[i] = group == 0 ? words[i]
+                  : kBits % 2 == 0
+                      ? second
+                      : Permute(second, words[min(kBits / 2 + i + 1, kBits - 1)], 0x6341);
+      }
+    }
+
+    __device__ void LoadScales(int s) {
+      ahead_.Load(0, next_[s][0]);
+      ahead_.Load(8, next_[s][1]);
+      ahead_.Next(64);
+    }
+
+    LineScalesAhead<Codes> ahead_;
+    typename Codes::Loaded next_[kAhead][2];
+  };
+
+  // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
+  __device__ static int ColumnOf(int group, int column) {
+    constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;  // codes of a pair
+    const int p = 8 * group + column / 16 * 2, e = column % 16;
+    return e / 2 * 32 + p / kApart * 2 * kApart + e % 2 * kApart + p % kApart;
+  }
+
+  // Many rows: decodes a slice's line of 64 k.
+  class Writer {
+   public:
+    __device__ Writer(const QuantizedGemmSm90& quantized, const Work& work, int group)
+        : line_(threadIdx.x % 128 / 2),
+          piece_(2 * group + threadIdx.x % 2),
+          ahead_(quantized, work, line_, work.out_column + 32 * piece_) {
+      LoadScales();
+    }
+
+    struct Words {
+      uint32_t pairs[16];
+    };
+
+    __device__ Words Load(const char* codes, const char* /*scales*/, int /*group*/) {
+      const uint32_t now = Codes::template Word<ScaleRange::kAny>(next_);
+      LoadScales();
+      Words words;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t some[Tile::kWords];
+        if constexpr (Tile::kBySlices) {
+          LoadWords<kBits / 2>(Tile::Half(codes, line_, 0, piece_, half), some);
+        } else {
+          Tile::Load(codes, line_, piece_, some);
+        }
+        const uint32_t scale = Codes::OfHalf(now, half, some);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int p = Tile::kBySlices ? i : 8 * half + i;
+          words.pairs[8 * half + i] = Codes::template PairOf<ScaleRange::kAny>(some, p, scale);
+        }
+      }
+      return words;
+    }
+
+    // To the place of 64 lines, which are swizzled.
+    __device__ void Write(const Words& words, char* to) const {
+      constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;
+      to += line_ * 128;
+#pragma unroll
+      for (int chunk = 0; chunk < 4; ++chunk) {
+        uint32_t eight[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int code = 8 * chunk + 2 * i, of = code % (2 * kApart);
+          const int p = code / (2 * kApart) * kApart + of % kApart;
+          const uint32_t halves = of < kApart ? 0x5410 : 0x7632;
+          eight[i] = Permute(words.pairs[p], words.pairs[p + 1], halves);
+        }
+        const int at = (threadIdx.x % 2 * 4 + chunk) ^ line_ % 8;
+        *reinterpret_cast<uint4*>(to + at * 16) = make_uint4(eight[0], eight[1], eight[2], eight[3]);
+      }
+    }
+
+   private:
+    __device__ void LoadScales() {
+      ahead_.Load(0, next_);
+      ahead_.Next(64);
+    }
+
+    const int line_, piece_;
+    LineScalesAhead<Codes> ahead_;
+    typename Codes::Loaded next_;
+  };
+};
+
+}  // namespace jgg::device
