@@ -3,6 +3,7 @@
 #pragma once
 
 #include "grouped_mm/gemm_sm90.cuh"
+#include "quantized/device/transposed_scaled_sm90.cuh"
 #include "quantized/device/transposed_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -19,6 +20,16 @@ template <Mode kMode, int kBits, DType kX>
 struct TransposedRows192Sm90 : device::TransposedTraitsSm90<kMode, kBits, kX> {
   static constexpr int kRows = rules::kMostQmmRows, kMostStages = 6, kCluster = 2, kSlices = 1;
 };
+// Of float32 x and weights that are not rounded.
+template <typename Weights>
+struct TransposedScaledRows16Sm90 : device::TransposedScaledTraitsSm90<Weights> {
+  static constexpr int kRows = rules::kTransposedFewRows, kMostStages = 6;
+  static constexpr bool kWarps = true;
+};
+template <typename Weights>
+struct TransposedScaledRows128Sm90 : device::TransposedScaledTraitsSm90<Weights> {
+  static constexpr int kRows = rules::kTransposedScaledRows, kMostStages = 3, kCluster = 2;
+};
 
 template <typename Config>
 cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
@@ -28,9 +39,9 @@ cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& q
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
   if constexpr (Config::kWarps) {  // slices are matrices, so that a stage's are a box
-    l.groups = l.inner / 64;
-    l.inner = l.group = 64;
-    l.box_groups = Config::kSlices;
+    l.groups = l.inner / Config::kLineL;
+    l.inner = l.group = l.box_inner = Config::kLineL;
+    l.box_groups = Config::kSlices * (64 / Config::kLineL);
     l.box_lines = Config::kRows / 2;
     if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[0])) return error;
     l.box_lines = Config::kRows;
@@ -49,6 +60,20 @@ cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90&
     using Config = device::TransposedGemmSm90Config<decltype(traits)>;
     return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
   };
+  if constexpr (FormatTraits<kMode, kBits>::kScale == ScaleType::kScaleAndBias ||
+                FormatTraits<kMode, kBits>::kScale == ScaleType::kFloat32) {
+    if (plan.way == rules::QmmWay::kScaled) {
+      const auto launch_scaled = [&](auto traits) {
+        using Config = device::TransposedScaledSm90Config<decltype(traits)>;
+        return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
+      };
+      using Weights = device::ScaledWeights<kMode, kBits>;
+      if (plan.tile == rules::kTransposedFewRows) {
+        return launch_scaled(TransposedScaledRows16Sm90<Weights>{});
+      }
+      return launch_scaled(TransposedScaledRows128Sm90<Weights>{});
+    }
+  }
   return DispatchHalfSm90(operands.dtype, [&](auto x) {
     constexpr DType kX = decltype(x)::value;
     if (plan.way == rules::QmmWay::kWarps) return launch(TransposedRows16Sm90<kMode, kBits, kX>{});

@@ -143,3 +143,19 @@ def test_small_affine_scales():
         function(pointer(words), ctypes.c_long(words.size), pointer(out))
         want = (size >= 2.0**-100) & (size < most)
         np.testing.assert_array_equal(out, want)
+
+
+def test_planes_of_values(rng):
+    """Three bfloat16 numbers of 8 bits each are a float32, subnormal or not."""
+    bits = rng.integers(0, 2**32, 2**16, np.uint32)
+    values = bits.view(np.float32)
+    values[:4] = 0, -0.0, 2.0**-149, -(2.0**-126)
+    values = np.ascontiguousarray(values[np.isfinite(values)][: 2**15])
+    out = np.empty((3, len(values)), DTYPES["bfloat16"])
+    function = host_program.build("decode").planes_of_pairs
+    function(pointer(values), ctypes.c_long(len(values)), pointer(out))
+    planes = out.astype(np.float64)
+    np.testing.assert_array_equal(planes.sum(0), values)
+    cut = planes[0].astype(np.float32).view(np.uint32)
+    np.testing.assert_array_equal(cut, values.view(np.uint32) & 0xFFFF0000)
+    assert (planes[1:] * values >= 0).all()
