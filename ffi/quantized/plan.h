@@ -54,9 +54,9 @@ struct QmmRows {
 // ---- transposed
 
 // Rows of a tile where warps multiply, and up to how many of a matrix they do. All other rows have
-// tiles of kMostQmmRows, or of kTransposedScaledRows where weights are not rounded.
+// tiles of kMostQmmRows. Where weights are not rounded, tiles are smaller.
 constexpr int kTransposedFewRows = 16, kTransposedWarpsUpToRows = 8;
-constexpr int kTransposedScaledRows = 128;
+constexpr int kTransposedScaledFewRows = 8, kTransposedScaledRows = 128;
 
 // ---- without tiles
 
@@ -132,7 +132,7 @@ inline QmmPlanSm90 PlanScaledSm90(const QmmSizes& qmm, const QmmRows& of) {
 inline QmmPlanSm90 PlanTransposedSm90(const QmmSizes& qmm, const QmmRows& of) {
   const bool few = RowsPerSegment(of.rows, of.segments) <= kTransposedWarpsUpToRows;
   if (qmm.scaled > 0) {
-    return {QmmWay::kScaled, few ? kTransposedFewRows : kTransposedScaledRows};
+    return {QmmWay::kScaled, few ? kTransposedScaledFewRows : kTransposedScaledRows};
   }
   if (few) return {QmmWay::kWarps, kTransposedFewRows};
   return {QmmWay::kTiles, kMostQmmRows};
@@ -180,9 +180,9 @@ inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& 
   if (plan.way == QmmWay::kWarps) has = plan.tile == kTransposedFewRows;
   if (plan.way == QmmWay::kTiles) has = plan.tile == kMostQmmRows;
   if (plan.way == QmmWay::kScaled) {
-    has = !qmm.half && (plan.tile == kTransposedFewRows      ? qmm.scaled == 1
-                        : plan.tile == kTransposedScaledRows ? qmm.scaled == kMostScaledPlanes
-                                                             : false);
+    has = !qmm.half && (plan.tile == kTransposedScaledFewRows ? qmm.scaled == 1
+                        : plan.tile == kTransposedScaledRows  ? qmm.scaled == kMostScaledPlanes
+                                                              : false);
   }
   if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
   return NoKernelFollows(plan);

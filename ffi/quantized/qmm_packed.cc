@@ -73,7 +73,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   product.n = 64 * int64_t{transpose_w ? packed.column_tiles : packed.k_tiles};
   const int64_t k = qmm.mm.k = 64 * int64_t{transpose_w ? packed.k_tiles : packed.column_tiles};
   const bool half = x.element_type() == ffi::F16;
-  const bool floats = scaled && !transpose_w && plan_attrs.tile == rules::kTransposedFewRows;
+  const bool floats = scaled && !transpose_w && plan_attrs.tile == rules::kTransposedScaledFewRows;
   if (floats && x.element_type() != ffi::F32) return InvalidArgument(kOp, "x must be float32");
   if (!floats && x.element_type() != ffi::BF16 && !half) {
     return InvalidArgument(kOp, "x must be bfloat16 or float16");

@@ -2,6 +2,8 @@
 // name (plan.h), and their launch.
 #pragma once
 
+#include <algorithm>
+
 #include "grouped_mm/gemm_sm90.cuh"
 #include "quantized/device/transposed_scaled_sm90.cuh"
 #include "quantized/device/transposed_sm90.cuh"
@@ -22,8 +24,8 @@ struct TransposedRows192Sm90 : device::TransposedTraitsSm90<kMode, kBits, kX> {
 };
 // Of float32 x and weights that are not rounded.
 template <typename Weights>
-struct TransposedScaledRows16Sm90 : device::TransposedScaledTraitsSm90<Weights> {
-  static constexpr int kRows = rules::kTransposedFewRows, kMostStages = 6;
+struct TransposedScaledRows8Sm90 : device::TransposedScaledTraitsSm90<Weights> {
+  static constexpr int kRows = rules::kTransposedScaledFewRows, kMostStages = 6;
   static constexpr bool kWarps = true;
 };
 template <typename Weights>
@@ -42,7 +44,7 @@ cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& q
     l.groups = l.inner / Config::kLineL;
     l.inner = l.group = l.box_inner = Config::kLineL;
     l.box_groups = Config::kSlices * (64 / Config::kLineL);
-    l.box_lines = Config::kRows / 2;
+    l.box_lines = std::max(Config::kRows / 2, 8);  // whole swizzled pieces
     if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[0])) return error;
     l.box_lines = Config::kRows;
   }
@@ -68,8 +70,8 @@ cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90&
         return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
       };
       using Weights = device::ScaledWeights<kMode, kBits>;
-      if (plan.tile == rules::kTransposedFewRows) {
-        return launch_scaled(TransposedScaledRows16Sm90<Weights>{});
+      if (plan.tile == rules::kTransposedScaledFewRows) {
+        return launch_scaled(TransposedScaledRows8Sm90<Weights>{});
       }
       return launch_scaled(TransposedScaledRows128Sm90<Weights>{});
     }

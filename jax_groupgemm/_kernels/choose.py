@@ -268,7 +268,7 @@ def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
     named: dict[str, Any] = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
     sum_parts = dense.sum_parts(p, planes)
     if scaled and not p.transpose_w:
-        named["beside"], planes = True, 3 if named["tile"] > 16 else 1  # 1: float32 as it is
+        named["beside"], planes = True, 3 if named["tile"] > 8 else 1  # 1: float32 as it is
     elif scaled and named["tile"] > 32:
         named["beside"], planes = True, 3 if planes == 2 else planes
     return named | {"x_ordered": not packed, "planes": planes, "sum_parts": sum_parts}

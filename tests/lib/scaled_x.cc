@@ -7,15 +7,15 @@
 using namespace jgg;
 
 struct Problem {
-  const float* x;  // (8 * eights, n)
+  const float* x;  // (8, n)
   const char *codes, *scales;
-  float* out;  // (8 * eights, k), to which sums are added
-  int32_t n, k, eights, tile_scales, half_scales, float_scales, tiles_share, tile_groups;
+  float* out;  // (8, k), to which sums are added
+  int32_t n, k, tile_scales, half_scales, float_scales, tiles_share, tile_groups;
 };
 
 // Boxes of 32 n as a copy of whole lines puts them, swizzled.
 static std::vector<float> Boxes(const Problem& p, int slice) {
-  const int rows = 8 * p.eights;
+  const int rows = 8;
   std::vector<float> boxes(2 * rows * 32);
   for (int row = 0; row < rows; ++row) {
     for (int i = 0; i < 64; ++i) {
@@ -26,12 +26,12 @@ static std::vector<float> Boxes(const Problem& p, int slice) {
   return boxes;
 }
 
-template <typename Tiles, int kEights, bool kOneGroup>
+template <typename Tiles, bool kOneGroup>
 static void RunTile(const Problem& p, const PackedCodesSm90& packed, int column, int tile) {
   std::vector<std::vector<float>> boxes;
   for (int slice = 0; slice < p.n / 64; ++slice) boxes.push_back(Boxes(p, slice));
   Run(1, 128, [&] {
-    device::ScaledXProduct<Tiles, kEights, kOneGroup> product(packed);
+    device::ScaledXProduct<Tiles, kOneGroup> product(packed);
     for (int slice = 0; slice < p.n / 64; ++slice) {
       const int64_t first = int64_t{slice} * packed.k_tiles + column;
       product.Multiply(reinterpret_cast<const char*>(boxes[slice].data()),
@@ -40,23 +40,22 @@ static void RunTile(const Problem& p, const PackedCodesSm90& packed, int column,
     }
     const auto& sums = product.Finish();
     const int lane = threadIdx.x % 32;
-    for (int i = 0; i < 16 * kEights; ++i) {
-      const int e = i / 16, j = i % 4, columns = i / 4 % 4;
-      const int row = 8 * e + lane % 4 * 2 + j % 2;
-      const int at = 64 * (column + tile) + 16 * columns + lane / 4 + j / 2 * 8;
-      p.out[row * p.k + at] += sums[columns][4 * e + j];
+    for (int i = 0; i < 16; ++i) {
+      const int j = i % 4, row = lane % 4 * 2 + j % 2;
+      const int at = 64 * (column + tile) + i / 4 * 16 + lane / 4 + j / 2 * 8;
+      p.out[row * p.k + at] += sums[i / 4][j];
     }
   });
 }
 
-template <typename Tiles, int kEights>
-static void RunEights(const Problem& p, const PackedCodesSm90& packed) {
+template <typename Tiles>
+static void RunTiles(const Problem& p, const PackedCodesSm90& packed) {
   for (int column = 0; column < packed.k_tiles; column += 2) {
     for (int tile = 0; tile < 2 && column + tile < packed.k_tiles; ++tile) {
       if (packed.tile_groups > 1) {
-        RunTile<Tiles, kEights, false>(p, packed, column, tile);
+        RunTile<Tiles, false>(p, packed, column, tile);
       } else {
-        RunTile<Tiles, kEights, true>(p, packed, column, tile);
+        RunTile<Tiles, true>(p, packed, column, tile);
       }
     }
   }
@@ -74,8 +73,7 @@ extern "C" int scaled_x(const Problem* problem, int mode, int bits) {
     if constexpr (Format::kScale == ScaleType::kScaleAndBias ||
                   Format::kScale == ScaleType::kFloat32) {
       using Tiles = device::PackedTiles<Format::kMode, Format::kBits>;
-      return p.eights == 2 ? (RunEights<Tiles, 2>(p, packed), 0)
-                           : (RunEights<Tiles, 1>(p, packed), 0);
+      return RunTiles<Tiles>(p, packed), 0;
     } else {
       return 1;
     }

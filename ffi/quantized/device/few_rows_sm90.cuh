@@ -229,9 +229,9 @@ __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& me
 
 // A tile's 64 columns from `column` on, only rounded, by each thread's own stores: they are few,
 // and bringing whole lines together would take longer, and make warps wait for each other.
-template <typename Config>
+template <typename Config, int kSums>
 __device__ void StoreFewRows(const GemmSm90& gemm, const Work& work, int column,
-                             const float (&sums)[Config::kRows / 2]) {
+                             const float (&sums)[kSums]) {
   const int lane = threadIdx.x % 32;
   column += threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int64_t out = work.out + column;

@@ -13,16 +13,16 @@
 
 namespace jgg::device {
 
-// Of 16 of every 64 n, which the warps of a warpgroup share out, and 8 * kEights rows. kOneGroup:
-// all columns of a tile share scales.
-template <typename Tiles, int kEights, bool kOneGroup>
+// Of 16 of every 64 n, which the warps of a warpgroup share out, and 8 rows. kOneGroup: all columns
+// of a tile share scales.
+template <typename Tiles, bool kOneGroup>
 class ScaledXProduct {
   using Codes = typename Tiles::Codes;
   static constexpr int kWords = Tiles::kTileCodes / 512, kBiases = kOneGroup ? 1 : 4;
 
  public:
-  using Sums = float[4][4 * kEights];  // of 16 columns each, as MultiplyWarp has them
-  static constexpr int kBoxBytes = 8 * kEights * 128;  // of 32 n
+  using Sums = float[4][4];  // of 16 columns each, as MultiplyWarp has them
+  static constexpr int kRows = 8, kBoxBytes = kRows * 128;  // a box has 32 n
 
   __device__ explicit ScaledXProduct(const PackedCodesSm90& packed) : packed_(packed) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, row = lane / 4;
@@ -30,9 +30,9 @@ class ScaledXProduct {
     const int piece = (warp % 2 * 4 + lane % 4 / 2) ^ row;
     x_first_ = warp / 2 * kBoxBytes + row * 128 + piece * 16 + lane % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < 16 * kEights; ++i) sums_[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
+    for (int i = 0; i < 16; ++i) sums_[i / 4][i % 4] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kBiases * kEights; ++i) bias_sums_[i / kBiases][i % kBiases] = 0.0f;
+    for (int i = 0; i < kBiases; ++i) bias_sums_[i] = 0.0f;
   }
 
   // Adds a slice's products: two boxes of x, codes and scales of two tiles, of which `tile` is one.
@@ -41,34 +41,23 @@ class ScaledXProduct {
     uint32_t words[kWords];
     LoadCodes(codes + tile * Tiles::kTileCodes, static_cast<int>(threadIdx.x % 128), words);
     uint32_t read = words[0] | words[kWords - 1];
-    Rows rows;
-#pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) {
-      uint32_t two[2];
-      LoadWords<2>(x + (x_first_ ^ i % 2 * 32) + i / 2 * 1024, two);
-      rows.x[i / 2][i % 2][0] = AsFloat(two[0]);
-      rows.x[i / 2][i % 2][1] = AsFloat(two[1]);
-      read |= two[0];
-    }
+    uint32_t planes[kValuePlanes][2];  // of x times scales
     if (!packed_.tiles_share) scales += tile * Tiles::TileScales(packed_);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (Begins(i)) read |= ScaleRows(scales, i, rows);
+      if (Begins(i)) read |= ScaleRows(x, scales, i, planes);
       uint32_t numbers[4];
       Codes::Numbers(words, i, numbers);
       const uint32_t turned[4] = {Turned(numbers[0]), Turned(numbers[2]), Turned(numbers[1]),
                                   Turned(numbers[3])};
+      // Tensor cores cut sums off, so they add up 16 n only.
+      float products[4] = {};
 #pragma unroll
-      for (int e = 0; e < kEights; ++e) {
-        // Tensor cores cut sums off, so they add up 16 n only.
-        float products[4] = {};
-#pragma unroll
-        for (int plane = kValuePlanes - 1; plane >= 0; --plane) {
-          MultiplyWarp(turned, rows.planes[e][plane][0], rows.planes[e][plane][1], products);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums_[i][4 * e + j] += products[j];
+      for (int plane = kValuePlanes - 1; plane >= 0; --plane) {
+        MultiplyWarp(turned, planes[plane][0], planes[plane][1], products);
       }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums_[i][j] += products[j];
     }
     return read;
   }
@@ -80,19 +69,14 @@ class ScaledXProduct {
   }
 
  private:
-  // What a lane has of 16 n: of row lane / 4 of each 8 rows n, n + 1, n + 8 and n + 9 with
-  // n = lane % 4 * 2.
-  struct Rows {
-    float x[kEights][2][2];
-    uint32_t planes[kEights][kValuePlanes][2];  // of x times scales
-  };
-
   // Whether other scales begin with 16 columns.
   __device__ bool Begins(int columns) const {
     return columns == 0 || (!kOneGroup && columns * packed_.tile_groups % 4 == 0);
   }
 
-  __device__ uint32_t ScaleRows(const char* scales, int columns, Rows& rows) {
+  // Of 16 n and 8 rows a lane has n, n + 1, n + 8 and n + 9, n = lane % 4 * 2, of row lane / 4.
+  __device__ uint32_t ScaleRows(const char* x, const char* scales, int columns,
+                                uint32_t (&planes)[kValuePlanes][2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const int group = kOneGroup ? 0 : columns * packed_.tile_groups / 4;
     float scale[2][2], bias[2][2];  // [n % 2][n / 8]
@@ -103,18 +87,20 @@ class ScaledXProduct {
       read |= Codes::FloatScales(scales, pair, packed_, scale[i], bias[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) {
-      const int e = i / 2, r = i % 2;
-      const float first = rows.x[e][r][0], second = rows.x[e][r][1];
+    for (int r = 0; r < 2; ++r) {
+      uint32_t two[2];
+      LoadWords<2>(x + (x_first_ ^ r * 32), two);
+      read |= two[0];
+      const float first = AsFloat(two[0]), second = AsFloat(two[1]);
       if constexpr (Codes::kHasBiases) {
-        float& sum = bias_sums_[e][kOneGroup ? 0 : columns];
+        float& sum = bias_sums_[kOneGroup ? 0 : columns];
         sum = MultiplyAdd(second, bias[1][r], MultiplyAdd(first, bias[0][r], sum));
       }
-      uint32_t planes[kValuePlanes];
+      uint32_t of_pair[kValuePlanes];
       PlanesOfPair(device::Multiply(first, scale[0][r]), device::Multiply(second, scale[1][r]),
-                   planes);
+                   of_pair);
 #pragma unroll
-      for (int plane = 0; plane < kValuePlanes; ++plane) rows.planes[e][plane][r] = planes[plane];
+      for (int plane = 0; plane < kValuePlanes; ++plane) planes[plane][r] = of_pair[plane];
     }
     return read;
   }
@@ -122,28 +108,25 @@ class ScaledXProduct {
   // A lane has some n of one row, and sums of two rows.
   __device__ void AddBiases() {
     const int first = threadIdx.x % 4 * 8;  // a lane of the first of them
+    float two[2];
 #pragma unroll
-    for (int e = 0; e < kEights; ++e) {
-      float two[2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (Begins(i)) {
-          float sum = bias_sums_[e][kOneGroup ? 0 : i];
-          sum += __shfl_xor_sync(~0u, sum, 1);
-          sum += __shfl_xor_sync(~0u, sum, 2);
-          two[0] = __shfl_sync(~0u, sum, first);
-          two[1] = __shfl_sync(~0u, sum, first + 4);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums_[i][4 * e + j] += two[j % 2];
+    for (int i = 0; i < 4; ++i) {
+      if (Begins(i)) {
+        float sum = bias_sums_[kOneGroup ? 0 : i];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        two[0] = __shfl_sync(~0u, sum, first);
+        two[1] = __shfl_sync(~0u, sum, first + 4);
       }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums_[i][j] += two[j % 2];
     }
   }
 
   const PackedCodesSm90& packed_;
   int x_first_;  // where a lane's x begins
   Sums sums_;
-  float bias_sums_[kEights][kBiases];  // of row lane / 4
+  float bias_sums_[kBiases];  // of row lane / 4
 };
 
 }  // namespace jgg::device

@@ -207,8 +207,7 @@ template <typename Config>
 struct TransposedScaledFewRows {
   using Memory = typename Config::SharedMemory;
   using Tiles = typename Config::Tiles::Tiles;
-  static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
-  static_assert(kRows == 16);
+  static constexpr int kBlockSums = 8;  // for 16 rows, as the epilogue has them
   using Sums = float[kBlockSums];
 
   // As TransposedProducts::MultiplyTile.
@@ -216,30 +215,27 @@ struct TransposedScaledFewRows {
   __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
                                       const Work& work, int group, Stage& at, Sums& sums) {
     // A branch where other scales begin keeps the compiler from mixing what is on its two sides.
-    const auto loops = [&](auto one) {
-      if (work.rows <= 8) {
-        MultiplySlices<1, one.value>(quantized, memory, work, group, at, sums);
-      } else {
-        MultiplySlices<2, one.value>(quantized, memory, work, group, at, sums);
-      }
-    };
     if constexpr (Tiles::Codes::kHasBiases) {
-      if (quantized.packed.tile_groups > 1) return loops(std::false_type{});
+      if (quantized.packed.tile_groups > 1) {
+        return MultiplySlices<false>(quantized, memory, work, group, at, sums);
+      }
     }
-    loops(std::true_type{});
+    MultiplySlices<true>(quantized, memory, work, group, at, sums);
   }
 
  private:
-  template <int kEights, bool kOneGroup, typename Stage>
+  template <bool kOneGroup, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& result) {
-    using Product = ScaledXProduct<Tiles, kEights, kOneGroup>;
+    using Product = ScaledXProduct<Tiles, kOneGroup>;
+    static_assert(Config::kRows == Product::kRows);
     Product product(quantized.packed);
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
       Wait(&memory.full[at.index], at.parity);
       uint32_t read = 0;
-#pragma unroll
+      // There are registers for more than one at a time where nothing branches.
+#pragma unroll(kOneGroup ? Config::kSlices : 1)
       for (int s = 0; s < Config::kSlices; ++s) {
         read |= product.Multiply(memory.l[at.index] + s * 2 * Product::kBoxBytes,
                                  memory.codes[at.index][s], memory.scales[at.index][s], group);
@@ -248,7 +244,7 @@ struct TransposedScaledFewRows {
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
-    AddTransposedWarps<kEights>(memory.staged[group], group, product.Finish(), result);
+    AddTransposedWarps<1>(memory.staged[group], group, product.Finish(), result);
   }
 };
 

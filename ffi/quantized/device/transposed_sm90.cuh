@@ -123,7 +123,7 @@ __device__ void CopyTransposedStages(const QuantizedGemmSm90& quantized,
     const TransposedColumns<Tiles> columns(quantized, work);
     const int code_bytes = columns.tiles * Tiles::kTileCodes;
     const int scale_bytes = columns.tiles * columns.tile_scales;
-    const bool half = work.rows <= Config::kRows / 2;
+    const bool half = Config::kRows > 8 && work.rows <= Config::kRows / 2;
     const CUtensorMap* l_map = half ? &gemm.rest_maps.l[0] : &gemm.l_map;
     const int bytes = kSlices * ((half ? Config::kSliceBytesL / 2 : Config::kSliceBytesL) +
                                  code_bytes + scale_bytes);
