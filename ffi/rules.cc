@@ -215,8 +215,8 @@ void DefineRules(nb::module_& m) {
         "rows"_a, "segments"_a, "k"_a, "n"_a, "gated"_a = false, "transposed"_a = false,
         "half"_a = false, "scaled"_a = 0, "sizes"_a = true, "offset"_a = false,
         "The plan of a product with a quantized weight: who multiplies ('tiles', 'warps', "
-        "'direct'), rows of a tile or block, blocks that share out a tile's k, and whether warps "
-        "have pairs of columns' tiles.");
+        "'direct', 'scaled'), rows of a tile or block, blocks that share out a tile's k, and "
+        "whether warps have pairs of columns' tiles.");
   m.def("fp8_rows_first_sm90", &rules::Fp8RowsFirstSm90, nb::kw_only(), "rows"_a, "segments"_a,
         "Whether an FP8 product with results of 16 bits has rows as the instruction's M.");
   m.def("wgrad_sm90_problem", &WgradSm90Problem, nb::kw_only(), "rows_x"_a, "rows_y"_a, "a"_a,

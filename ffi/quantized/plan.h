@@ -18,7 +18,8 @@ enum class QmmWay {
   kTiles,   // tiles of rows, by warpgroups
   kWarps,   // tiles of few rows, by warps
   kDirect,  // no tiles: blocks read weights in layout "sm90" for a few rows
-  kScaled   // tiles of 32 rows, by warps, or of 64, of weights in layout "sm90" not rounded
+  kScaled   // weights in layout "sm90" are not rounded: tiles of few rows by warps, or of 64; W
+            // quantized along N: of few rows of float32 x by warps, or of 128 in three planes
 };
 
 // Their names as attributes, in the order of QmmWay.
@@ -38,7 +39,7 @@ struct QmmSizes {
   bool packed = false;      // W is in layout "sm90"
   bool transposed = false;  // W is quantized along N: x (T, K) @ W (K, N)
   bool half = false;        // packed, and x is float16, for which there are fewer tiles
-  int scaled = 0;           // packed, and is not rounded: scales multiply sums of so many planes of x
+  int scaled = 0;           // packed, and is not rounded: it meets so many planes of x
 };
 
 struct QmmRows {
@@ -52,8 +53,10 @@ struct QmmRows {
 
 // ---- transposed
 
-// Rows of a tile where warps multiply. Tiles of kMostQmmRows have all other rows.
-constexpr int kTransposedFewRows = 16;
+// Rows of a tile where warps multiply, and up to how many of a matrix they do. All other rows have
+// tiles of kMostQmmRows. Where weights are not rounded, tiles are smaller.
+constexpr int kTransposedFewRows = 16, kTransposedWarpsUpToRows = 8;
+constexpr int kTransposedScaledFewRows = 8, kTransposedScaledRows = 128;
 
 // ---- without tiles
 
@@ -126,15 +129,20 @@ inline QmmPlanSm90 PlanScaledSm90(const QmmSizes& qmm, const QmmRows& of) {
   return {QmmWay::kScaled, 32, QmmParts(qmm, of_planes, 1)};
 }
 
+inline QmmPlanSm90 PlanTransposedSm90(const QmmSizes& qmm, const QmmRows& of) {
+  const bool few = RowsPerSegment(of.rows, of.segments) <= kTransposedWarpsUpToRows;
+  if (qmm.scaled > 0) {
+    return {QmmWay::kScaled, few ? kTransposedScaledFewRows : kTransposedScaledRows};
+  }
+  if (few) return {QmmWay::kWarps, kTransposedFewRows};
+  return {QmmWay::kTiles, kMostQmmRows};
+}
+
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
 // segment that has more than a tile decodes its weights again, so tiles are larger than the
 // average. Up to 8 rows warps multiply by themselves.
 inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, const QmmRows& of) {
-  if (qmm.transposed) {
-    return RowsPerSegment(of.rows, of.segments) <= 8
-               ? QmmPlanSm90{QmmWay::kWarps, kTransposedFewRows}
-               : QmmPlanSm90{QmmWay::kTiles, kMostQmmRows};
-  }
+  if (qmm.transposed) return PlanTransposedSm90(qmm, of);
   if (qmm.scaled > 0) return PlanScaledSm90(qmm, of);
   if (qmm.packed && !qmm.half && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
   const int64_t rows = RowsPerSegment(of.rows, of.segments);
@@ -158,11 +166,23 @@ inline std::string NoKernelFollows(const QmmPlanSm90& plan) {
          (plan.pairs ? ", in pairs" : "");
 }
 
-inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const QmmSizes& qmm) {
+// Whether a weight of this format may be multiplied without being rounded.
+constexpr bool HasScaled(const FormatFacts& format) {
+  return format.scale == ScaleType::kScaleAndBias || format.scale == ScaleType::kFloat32;
+}
+
+inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& format,
+                                    const QmmSizes& qmm) {
   if (qmm.gated) return "a gated activation of a weight that is quantized along N";
-  const bool has = plan.way == QmmWay::kWarps   ? plan.tile == kTransposedFewRows
-                   : plan.way == QmmWay::kTiles ? plan.tile == kMostQmmRows
-                                                : false;
+  if (plan.way == QmmWay::kScaled && !HasScaled(format)) return "scales are no floats";
+  bool has = false;
+  if (plan.way == QmmWay::kWarps) has = plan.tile == kTransposedFewRows;
+  if (plan.way == QmmWay::kTiles) has = plan.tile == kMostQmmRows;
+  if (plan.way == QmmWay::kScaled) {
+    has = !qmm.half && (plan.tile == kTransposedScaledFewRows ? qmm.scaled == 1
+                        : plan.tile == kTransposedScaledRows  ? qmm.scaled == kMostScaledPlanes
+                                                              : false);
+  }
   if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
   return NoKernelFollows(plan);
 }
@@ -171,7 +191,7 @@ inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const QmmSizes& qmm
 inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
                              const QmmSizes& qmm, const QmmRows& of) {
   const int tile = plan.tile;
-  if (qmm.transposed) return TransposedPlanProblem(plan, qmm);
+  if (qmm.transposed) return TransposedPlanProblem(plan, format, qmm);
   bool has = false;
   switch (plan.way) {
     case QmmWay::kDirect:
@@ -183,9 +203,7 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
       has &= plan.parts == 1;
       break;
     case QmmWay::kScaled:
-      if (format.scale != ScaleType::kScaleAndBias && format.scale != ScaleType::kFloat32) {
-        return "scales are no floats";
-      }
+      if (!HasScaled(format)) return "scales are no floats";
       has = qmm.packed && !qmm.half && !qmm.gated && !plan.pairs;
       has &= tile == 32 ? qmm.scaled == 1 && (plan.parts == 1 || plan.parts == 2)
                         : tile == kScaledTileRows && plan.parts == 1 &&

@@ -45,8 +45,9 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
   const int capability = ComputeCapability();
   if (args.planned) {
     if (!args.transpose_w && args.w.global_scale.column != 0) {
-      return InvalidArgument(op, "global_scale has a number for each column, but w is quantized "
-                                 "along N");
+      return InvalidArgument(op,
+                             "global_scale has a number for each column, but w is quantized "
+                             "along N");
     }
     if (auto reason = qmm_sm90_unsupported(args, capability)) return Unimplemented(op, *reason);
     rules::QmmPlanSm90 plan;

@@ -11,9 +11,9 @@
 namespace jgg {
 
 struct QmmArgs {
-  const void* x;   // (T, K)
-  // For the Hopper kernel: x is (T, K in whole 128), in the order that gemm_sm90.h says; or, where w
-  // is quantized along N, (T, K in whole 64) as it is.
+  const void* x;  // (T, K)
+  // For the Hopper kernel: x is (T, K in whole 128), in the order that gemm_sm90.h says; or, where
+  // w is quantized along N, (T, K in whole 64) as it is.
   bool planned;
   QuantizedWeight w;
   bool transpose_w;  // w's lines are the columns of W, not its rows

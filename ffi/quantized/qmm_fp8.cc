@@ -37,10 +37,9 @@ static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBu
   }
   w.group_size = block.columns;
   w.lines_each = block.rows;
-  JGG_RETURN_IF_ERROR(CheckShape(
-      kOp, "scales", "(G, blocks along lines, blocks of a line)", scales,
-      {w.groups, (w.lines + block.rows - 1) / block.rows,
-       (w.elements + block.columns - 1) / block.columns}));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, blocks along lines, blocks of a line)", scales,
+                                 {w.groups, (w.lines + block.rows - 1) / block.rows,
+                                  (w.elements + block.columns - 1) / block.columns}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x",
                                  transpose_w ? "(T, K in whole 128)" : "(T, K in whole 64)", x,
                                  {-1, PaddedK(k, transpose_w)}));
@@ -82,10 +81,10 @@ static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
     return Unimplemented(kOp, *reason);
   }
   rules::QmmPlanSm90 plan;
-  JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, args.w.coding,
-                               {args.k, args.n, IsGated(args.epilogue.activation), false,
-                                !transpose_w},
-                               args.rows_x, args.rows_y, args.metadata, &plan));
+  JGG_RETURN_IF_ERROR(
+      BindPlan(kOp, plan_attrs, args.w.coding,
+               {args.k, args.n, IsGated(args.epilogue.activation), false, !transpose_w},
+               args.rows_x, args.rows_y, args.metadata, &plan));
   return FromCuda(kOp, qmm_sm90(stream, args, plan));
 }
 

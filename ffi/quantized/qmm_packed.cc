@@ -73,7 +73,9 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   product.n = 64 * int64_t{transpose_w ? packed.column_tiles : packed.k_tiles};
   const int64_t k = qmm.mm.k = 64 * int64_t{transpose_w ? packed.k_tiles : packed.column_tiles};
   const bool half = x.element_type() == ffi::F16;
-  if (x.element_type() != ffi::BF16 && !half) {
+  const bool floats = scaled && !transpose_w && plan_attrs.tile == rules::kTransposedScaledFewRows;
+  if (floats && x.element_type() != ffi::F32) return InvalidArgument(kOp, "x must be float32");
+  if (!floats && x.element_type() != ffi::BF16 && !half) {
     return InvalidArgument(kOp, "x must be bfloat16 or float16");
   }
   if (w.coding.HasFloatScales() && packed.half_scales != half && !scaled) {
@@ -98,8 +100,8 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   product.out_dtype = *ToDType(out->element_type());
   product.out_line = columns;
   const float4* x_sums = nullptr;
-  const bool needs_sums =
-      scaled && plan_attrs.tile == rules::kScaledTileRows && w.coding.HasFloatScales();
+  const bool needs_sums = scaled && transpose_w && plan_attrs.tile == rules::kScaledTileRows &&
+                          w.coding.HasFloatScales();
   JGG_RETURN_IF_ERROR(BindPackedOptions(
       rest, quantized_attrs.global_scale, metadata_attrs.group_offset, transpose_w, epilogue,
       packed.tile_groups == 4, needs_sums ? &x_sums : nullptr, &qmm));
@@ -116,7 +118,8 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   OperandsSm90 operands{};
   operands.dtype = dtype;
   operands.l_k_major = true;
-  operands.l = {x.untyped_data(), dtype, k, product.rows_x, planes, planes * k, k};
+  const DType x_dtype = floats ? DType::kF32 : dtype;
+  operands.l = {x.untyped_data(), x_dtype, k, product.rows_x, planes, planes * k, k};
   if (const char* problem = TensorMapProblem(operands.l)) return Unimplemented(kOp, problem);
   QuantizedGemmSm90 quantized = MakeQuantizedGemmSm90(qmm);
   quantized.packed = packed;

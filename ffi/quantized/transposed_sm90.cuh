@@ -2,7 +2,10 @@
 // name (plan.h), and their launch.
 #pragma once
 
+#include <algorithm>
+
 #include "grouped_mm/gemm_sm90.cuh"
+#include "quantized/device/transposed_scaled_sm90.cuh"
 #include "quantized/device/transposed_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -19,6 +22,16 @@ template <typename Weights>
 struct TransposedRows192Sm90 : device::TransposedTraitsSm90<Weights> {
   static constexpr int kRows = rules::kMostQmmRows, kMostStages = 6, kCluster = 2, kSlices = 1;
 };
+// Of float32 x and weights that are not rounded.
+template <typename Weights>
+struct TransposedScaledRows8Sm90 : device::TransposedScaledTraitsSm90<Weights> {
+  static constexpr int kRows = rules::kTransposedScaledFewRows, kMostStages = 6;
+  static constexpr bool kWarps = true;
+};
+template <typename Weights>
+struct TransposedScaledRows128Sm90 : device::TransposedScaledTraitsSm90<Weights> {
+  static constexpr int kRows = rules::kTransposedScaledRows, kMostStages = 3, kCluster = 2;
+};
 
 template <typename Config>
 cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
@@ -28,10 +41,10 @@ cudaError_t LaunchTransposedConfigSm90(cudaStream_t stream, QuantizedGemmSm90& q
   TensorMapSpec l = operands.l;
   l.box_lines = Config::kChunkL;
   if constexpr (Config::kWarps) {  // slices are matrices, so that a stage's are a box
-    l.groups = l.inner / 64;
-    l.inner = l.group = 64;
-    l.box_groups = Config::kSlices;
-    l.box_lines = Config::kRows / 2;
+    l.groups = l.inner / Config::kLineL;
+    l.inner = l.group = l.box_inner = Config::kLineL;
+    l.box_groups = Config::kSlices * (64 / Config::kLineL);
+    l.box_lines = std::max(Config::kRows / 2, 8);  // whole swizzled pieces
     if (cudaError_t error = EncodeTensorMap(l, &gemm.rest_maps.l[0])) return error;
     l.box_lines = Config::kRows;
   }
@@ -63,6 +76,20 @@ cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90&
       return LaunchTransposedTilesSm90<Weights>(stream, quantized, plan, operands);
     }
     return cudaErrorInvalidValue;  // it has no kernel
+  }
+  if constexpr (FormatTraits<kMode, kBits>::kScale == ScaleType::kScaleAndBias ||
+                FormatTraits<kMode, kBits>::kScale == ScaleType::kFloat32) {
+    if (plan.way == rules::QmmWay::kScaled) {
+      const auto launch = [&](auto traits) {
+        using Config = device::TransposedScaledSm90Config<decltype(traits)>;
+        return LaunchTransposedConfigSm90<Config>(stream, quantized, operands);
+      };
+      using Weights = device::TransposedTiles<device::ScaledWeights<kMode, kBits>>;
+      if (plan.tile == rules::kTransposedScaledFewRows) {
+        return launch(TransposedScaledRows8Sm90<Weights>{});
+      }
+      return launch(TransposedScaledRows128Sm90<Weights>{});
+    }
   }
   return DispatchHalfSm90(operands.dtype, [&](auto x) {
     using Weights = device::TransposedPacked<kMode, kBits, decltype(x)::value>;

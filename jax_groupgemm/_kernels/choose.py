@@ -268,10 +268,12 @@ def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
         scaled=planes if scaled else 0, sizes=p.sizes, offset=p.offset,
     )  # fmt: skip
     named: dict[str, Any] = dict(zip(("way", "tile", "parts", "pairs"), plan, strict=True))
-    if named["way"] == "scaled" and named["tile"] > 32:
+    sum_parts = dense.sum_parts(p, planes)
+    if scaled and not p.transpose_w:
+        named["beside"], planes = True, 3 if named["tile"] > 8 else 1  # 1: float32 as it is
+    elif scaled and named["tile"] > 32:
         named["beside"], planes = True, 3 if planes == 2 else planes
-    more = {"x_ordered": not packed, "planes": planes, "sum_parts": dense.sum_parts(p, planes)}
-    return named | more
+    return named | {"x_ordered": not packed, "planes": planes, "sum_parts": sum_parts}
 
 
 def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:
@@ -379,9 +381,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm_packed", _packed, _qmm_packed_fuses,
             config=functools.partial(_qmm_config_sm90, packed=True), unseen=True,
-            needs="transpose_w, or bfloat16 and float16 x or modes mxfp4, mxfp8, nvfp4, and affine "
-            "scales of x's dtype, not of 16 codes; prepacked weights, or many rows, or float16 or "
-            "float32 x, or options beside transpose_w=False",
+            needs="prepacked weights, or many rows, or float16 or float32 x, or options beside "
+            "transpose_w=False",
         ),
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,

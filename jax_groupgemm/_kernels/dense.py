@@ -76,19 +76,20 @@ def qmm_planes(p: Qmm, *, packed: bool = False) -> int:
         return 1
     planes = 2 if p.dtypes[0] == "float16" or p.tf32 else 3
     fits = planes * max(p.rows, p.rows_x) < 2**31 - 2**10
-    exact = p.exact_in_bfloat16 or (packed and p.scalable and p.transpose_w)
+    exact = p.exact_in_bfloat16 or (packed and p.scalable)
     return planes if exact and fits else 0
 
 
 def _decodes_halves(p: Qmm) -> bool:
-    small = p.transpose_w and p.scalable and groups_sm90(p.mode, p.group_size) is not None
+    small = p.scalable and groups_sm90(p.mode, p.group_size) is not None
     return p.dtypes[0] == "float16" and p.float16_scales and not small
 
 
 def qmm_scaled(p: Qmm, *, packed: bool) -> bool:
-    """Whether scales multiply sums, because x's dtype does not hold the weight's values, or its
-    scales, or these are of too few codes to decode them so."""
-    if not (packed and p.scalable and p.transpose_w):
+    """Whether the weight is not rounded, because x's dtype does not hold its values, or its scales,
+    or these are of too few codes to decode them so: scales multiply sums, or where it is quantized
+    along N, x, or codes in float32."""
+    if not (packed and p.scalable):
         return False
     if qmm_planes(p, packed=True) > 1:
         return not p.exact_in_bfloat16

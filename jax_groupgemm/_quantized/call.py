@@ -53,7 +53,7 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
     """
     planes, x_sums = plan.config.get("planes", 1), None
     if plan.config.get("beside"):
-        x, x_sums = _planes_beside(planes, x, q)
+        x, x_sums = _planes_beside(planes, x, q, product.transpose_w)
     elif planes > 1:
         assert epilogue.nothing
         return _in_planes(planes, plan, x, q, metadata, product)
@@ -107,12 +107,15 @@ def _in_planes(count: int, plan: choose.Plan, x, q, metadata: Metadata, product:
     return out.astype(product.out_dtype)
 
 
-def _planes_beside(count: int, x, q):
+def _planes_beside(count: int, x, q, transpose_w: bool):
     """x as ``count`` bfloat16 numbers beside each other that sum to it, (T, count * K), and, if the
     format has biases, what those multiply: sums of 32 k, (K / 128, T, 4), or of 16 where groups
-    have 16, (K / 64, T, 4)."""
+    have 16, (K / 64, T, 4). Of a weight that is quantized along N, one number is float32, and there
+    are no sums."""
     rows, k = x.shape
     parts = x if count == 1 else as_planes(x, count).reshape(rows, count * k)
+    if not transpose_w:
+        return parts.astype(jnp.float32) if count == 1 else parts, None
     if not format.of(q).has_biases:
         return parts, None
     whole = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -k % 128)))

@@ -49,21 +49,19 @@ def prepack(
     """``dequantize(prepack(w)) == dequantize(w)``; **K, the last axis, is grouped**.
 
     The same values in the layout that the fast kernels read. For Hopper: all modes; N and K
-    multiples of 64; activations of any dtype. ``dx`` has a kernel, too, where cotangents are
-    bfloat16 or float16 (``"affine"``: of the scales' dtype, in groups of 32 or more), or
-    float32 in modes mxfp4, mxfp8 and nvfp4. Otherwise it puts all codes back in order first,
-    which takes longer than the product. Mode ``"fp8"`` needs codes of float8_e4m3fn, K a
-    multiple of 128, and blocks of as many columns or of whole rows. Such a weight gets layout
-    ``"sm90"``; any other is returned as it is, with a warning that says why. Every function
-    accepts both layouts: one without a kernel for a layout puts the codes (not the values) back
-    in order first. On Hopper these products pack a weight that is not packed, each time anew:
-    of many rows (1024 per matrix, 2048 with 6 and 8 bits); of float16 x (from one row per
-    matrix on, nvfp4 and mxfp4 from 32); of float32 x beside ``"affine"`` and ``"fp8"`` (from
-    one row per matrix on); of ``"affine"`` weights with float32 scales or groups of 16 (from
-    9); with ``transpose_w=False``, as ``dx`` is (from one row per matrix on); those of float16
-    x and ``dx`` in mode ``"fp8"`` always. They need memory for a copy of the weight. Exceptions
-    are mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and ``implementation="sm80"``.
-    The layout may change with this package's version: store the weight as it was.
+    multiples of 64; activations of any dtype, and their gradients. Mode ``"fp8"`` needs codes
+    of float8_e4m3fn, K a multiple of 128, and blocks of as many columns or of whole rows. Such
+    a weight gets layout ``"sm90"``; any other is returned as it is, with a warning that says
+    why. Every function accepts both layouts: one without a kernel for a layout puts the codes
+    (not the values) back in order first, which takes longer than the product. On Hopper these
+    products pack a weight that is not packed, each time anew: of many rows (1024 per matrix,
+    2048 with 6 and 8 bits); of float16 x (from one row per matrix on, nvfp4 and mxfp4 from 32);
+    of float32 x beside ``"affine"`` and ``"fp8"`` (from one row per matrix on); of ``"affine"``
+    weights with float32 scales or groups of 16 (from 9); with ``transpose_w=False``, as ``dx``
+    is (from one row per matrix on); those of float16 x and ``dx`` in mode ``"fp8"`` always.
+    They need memory for a copy of the weight. Exceptions are mxfp8, ``nvfp4_grouped_mm`` if K
+    is a multiple of 128, and ``implementation="sm80"``. The layout may change with this
+    package's version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.

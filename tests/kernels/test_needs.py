@@ -85,7 +85,7 @@ NEEDS = [
         },
         "and affine scales of x's dtype": {"transpose_w": False, "bfloat16_scales": False},
         "not of 16 codes": {"transpose_w": False, "group_size": 16},
-        "prepacked weights, or many rows, or float16 or float32 x, or options beside transpose_w=False": {
+        "options beside transpose_w=False": {
             "layout": "linear", "rows": 64,
         },
     }),

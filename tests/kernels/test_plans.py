@@ -20,14 +20,14 @@ needs_extension = pytest.mark.skipif(
 def program():
     program = host_program.build("plans")
     program.plans.restype = ctypes.c_int64
-    for name in ("problem", "of_mm", "of_qmm"):
+    for name in ("problem", "of_mm", "of_qmm", "of_scaled"):
         getattr(program, name).restype = ctypes.c_char_p
     return program
 
 
 @host_program.needs_compiler
 def test_handlers_have_a_kernel_for_every_plan(program):
-    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 32 * 10)
+    assert program.plans() == 4 * 25 * 25 * (128 + 4 + 32 * 10 + 8 * 7)
     assert program.problem() == b""
 
 
@@ -123,6 +123,29 @@ def test_a_plan_of_quantized_weights_that_no_kernel_follows(program, plan, why):
     assert program.of_qmm(*numbers, ctypes.c_int64(segments)).decode() == (why or "")
 
 
+AFFINE, FP8, MXFP8 = (host_program.mode_number(mode) for mode in ("affine", "fp8", "mxfp8"))
+
+
+@host_program.needs_compiler
+@pytest.mark.parametrize("mode", [AFFINE, FP8])
+@pytest.mark.parametrize(
+    ("tile", "planes", "transposed", "half", "has"),
+    [
+        (32, 1, 0, 0, True), (64, 1, 0, 0, True), (64, 3, 0, 0, True), (64, 2, 0, 0, False),
+        (8, 1, 0, 0, False), (8, 1, 1, 0, True), (8, 3, 1, 0, False), (16, 1, 1, 0, False), (128, 3, 1, 0, True),
+        (128, 1, 1, 0, False), (64, 3, 1, 0, False), (128, 3, 1, 1, False), (128, 3, 0, 0, False),
+    ],
+)  # fmt: skip
+def test_plans_of_weights_that_are_not_rounded(
+    program, mode, tile, planes, transposed, half, has
+):
+    why = f"no kernel follows the plan: way 'scaled', tile {tile}, parts 1"
+    found = program.of_scaled(mode, tile, planes, bool(transposed), bool(half)).decode()
+    assert found == ("" if has else why)
+    refused = program.of_scaled(MXFP8, tile, planes, bool(transposed), bool(half)).decode()
+    assert refused == "scales are no floats"
+
+
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -215,3 +238,15 @@ def test_quantized_weights_carry_theirs(hopper):
         sizes = jnp.full(8, rows // 8)
         (plan,) = plans(lambda x, w, s=sizes: jgg.grouped_qmm(x, w, s), array(rows, 512), w)
         assert (plan["way"], plan["tile"]) == (way, tile)
+
+
+@needs_extension
+@pytest.mark.parametrize("packed", [False, True])
+def test_float32_cotangents_carry_theirs(hopper, packed):
+    """... where scales are floats: few rows come as they are, others in three planes."""
+    w = jax.eval_shape(lambda w: jgg.quantize(w, mode="affine"), array(8, 1024, 512))
+    w = jax.eval_shape(jgg.prepack, w) if packed else w
+    for rows, tile, planes in ((8, "8", "1"), (8 * 8, "8", "1"), (8 * 9, "128", "3")):
+        f = lambda x, w, s=jnp.full(8, rows // 8): jgg.grouped_qmm(x, w, s, transpose_w=False)
+        (plan,) = plans(f, array(rows, 1024, dtype="float32"), w)
+        assert (plan["way"], plan["tile"], plan["planes"]) == ("scaled", tile, planes)

@@ -1,8 +1,9 @@
-// ffi/quantized/device/decode.cuh, packed_codes.cuh and streams.cuh on the host, for
-// test_decode.py.
+// ffi/quantized/device/decode.cuh, packed_codes.cuh, streams.cuh and value_planes.cuh on the host,
+// for test_decode.py.
 #include "quantized/device/decode.cuh"
 #include "quantized/device/packed_codes.cuh"
 #include "quantized/device/streams.cuh"
+#include "quantized/device/value_planes.cuh"
 
 using namespace jgg;
 using namespace jgg::device;
@@ -134,4 +135,15 @@ extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long 
 // Whether words of scale and bias are small.
 extern "C" void are_small(const uint32_t* words, long count, uint8_t* out) {
   for (long i = 0; i < count; ++i) out[i] = (NotSmall(words[i]) & kHighest) == 0;
+}
+
+// (3, count) bfloat16 planes of float32 numbers, of which there are pairs.
+extern "C" void planes_of_pairs(const float* values, long count, uint16_t* out) {
+  for (long i = 0; i < count; i += 2) {
+    uint32_t planes[kValuePlanes];
+    PlanesOfPair(values[i], values[i + 1], planes);
+    for (int plane = 0; plane < kValuePlanes; ++plane) {
+      std::memcpy(out + plane * count + i, &planes[plane], 4);
+    }
+  }
 }

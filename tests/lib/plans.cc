@@ -50,6 +50,15 @@ static void OfQmm(int64_t rows, int64_t segments, int64_t k, int64_t n, int bits
     qmm.half = qmm.packed && (bits & 16) != 0;
     const QmmRows of{rows + (bits == 7), rows, segments, (bits & 4) != 0, bits == 6};
     Note(PlanQmmProblem(PlanQmmSm90(format, qmm, of), format, qmm, of));
+    if (!HasScaled(format) || !qmm.packed || qmm.gated || qmm.half) continue;
+    // Few rows come as they are, or as rows for each plane.
+    for (int planes : {1, kMostScaledPlanes}) {
+      qmm.scaled = planes;
+      const QmmPlanSm90 plan = PlanQmmSm90(format, qmm, of);
+      const bool few = plan.tile <= 32;
+      qmm.scaled = few ? 1 : qmm.transposed ? kMostScaledPlanes : planes;
+      Note(PlanQmmProblem(plan, format, qmm, of));
+    }
   }
 }
 
@@ -92,5 +101,14 @@ extern "C" const char* of_qmm(int way, int tile, int parts, bool pairs, bool gat
   last = PlanQmmProblem({static_cast<QmmWay>(way), tile, parts, pairs}, format,
                         {512, 512, gated, packed, transposed}, of)
              .value_or("");
+  return last.c_str();
+}
+
+// ... that is not rounded, with x in so many planes.
+extern "C" const char* of_scaled(int mode, int tile, int planes, bool transposed, bool half) {
+  const FormatFacts& format = FactsOf(static_cast<Mode>(mode), mode == 0 ? 4 : 8);
+  QmmSizes qmm{512, 512, false, true, transposed, half};
+  qmm.scaled = planes;
+  last = PlanQmmProblem({QmmWay::kScaled, tile}, format, qmm, {12, 12, 4}).value_or("");
   return last.c_str();
 }

@@ -22,6 +22,16 @@ inline void LoadMatrices(const char* row, uint32_t (&to)[4]) {
   for (int i = 0; i < 4; ++i) std::memcpy(&to[i], rows[8 * i + lane / 4] + lane % 4 * 4, 4);
 }
 
+// An 8 x 8 matrix of 16-bit values, turned: lane 4 * r + c has (r, 2 * c) and its neighbour.
+inline uint32_t Turned(uint32_t matrix) {
+  const auto words = AllLanes(matrix);
+  const int lane = threadIdx.x % 32, line = lane / 4, first = lane % 4 * 2;
+  const auto value = [&](int row) {
+    return words[4 * row + line / 2] >> (16 * (line % 2)) & 0xffff;
+  };
+  return value(first) | value(first + 1) << 16;
+}
+
 // Products of bfloat16 are exact in float32; sums are rounded one by one.
 inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1, float* sums) {
   const auto both = [](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; };

@@ -143,3 +143,18 @@ def test_small_affine_scales():
         function(pointer(words), ctypes.c_long(words.size), pointer(out))
         want = (size >= 2.0**-100) & (size < most)
         np.testing.assert_array_equal(out, want)
+
+
+def test_planes_of_values(rng):
+    """Three bfloat16 numbers of one sign are a float32. The first is cut off. What the host may
+    take for zero is left out, subnormal parts."""
+    exponents = rng.integers(26, 255, 2**15, np.uint32)
+    bits = rng.integers(0, 2**32, 2**15, np.uint32) & ~np.uint32(255 << 23) | exponents << 23
+    bits[:2] = 0, 1 << 31
+    planes = np.empty((3, len(bits)), np.uint16)
+    function = host_program.build("decode").planes_of_pairs
+    function(pointer(bits), ctypes.c_long(len(bits)), pointer(planes))
+    np.testing.assert_array_equal(planes[0], bits >> 16)
+    assert ((planes >> 15 == planes[0] >> 15) | (planes & 0x7FFF == 0)).all()
+    total = planes.view(DTYPES["bfloat16"]).astype(np.float64).sum(0)
+    np.testing.assert_array_equal(total, bits.view(np.float32).astype(np.float64))

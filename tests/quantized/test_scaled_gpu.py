@@ -172,15 +172,3 @@ def test_bit_for_bit(rng, sizes):
     first = np.asarray(f(x, q))
     for _ in range(50):
         assert (np.asarray(f(x, q)) == first).all()
-
-
-def test_packed_by_a_call_in_a_gradient(rng):
-    """dx has no such kernel: it comes from the composition."""
-    sizes = np.array(SIZES["rows"])
-    q = weight(rng, "affine", 4, 64, len(sizes), 192, 256)
-    x = oracle.random(rng, (sizes.sum(), 256), "float32")
-    ct = oracle.random(rng, (sizes.sum(), 192), "float32")
-    f = lambda x, q: (jgg.grouped_qmm(x, q, jnp.asarray(sizes)) * ct).sum()
-    dx = jax.jit(jax.grad(f))(x, jgg.prepack(q))
-    w = np.repeat(oracle.dequantize(q, "float32"), sizes, axis=0)
-    oracle.assert_close(dx, np.einsum("tn,tnk->tk", oracle.f64(ct), w), k=192)

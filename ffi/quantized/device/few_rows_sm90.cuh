@@ -227,15 +227,15 @@ __device__ void AddParts(const GemmSm90& gemm, typename Config::SharedMemory& me
   if (lane == 0) parts.parity[warp] = parity;
 }
 
-// A tile's sums of a lane's two columns, the second kFurther behind the first, only rounded, by each
-// thread's own stores: they are few, and bringing whole lines together would take longer, and make
-// warps wait for each other.
-template <typename Config, int kFurther>
+// A tile's sums of a lane's two columns, the second kFurther behind the first, only rounded, by
+// each thread's own stores: they are few, and bringing whole lines together would take longer, and
+// make warps wait for each other.
+template <int kFurther, int kSums>
 __device__ void StoreTwoColumns(const GemmSm90& gemm, const Work& work, int lane, int column,
-                                const float (&sums)[Config::kRows / 2]) {
+                                const float (&sums)[kSums]) {
   const int64_t out = work.out + column;
 #pragma unroll
-  for (int block = 0; block < Config::kRows / 8; ++block) {
+  for (int block = 0; block < kSums / 4; ++block) {
     if (8 * block >= work.rows) break;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -249,12 +249,12 @@ __device__ void StoreTwoColumns(const GemmSm90& gemm, const Work& work, int lane
 }
 
 // A tile's 64 columns from `column` on.
-template <typename Config>
+template <int kSums>
 __device__ void StoreFewRows(const GemmSm90& gemm, const Work& work, int column,
-                             const float (&sums)[Config::kRows / 2]) {
+                             const float (&sums)[kSums]) {
   const int lane = threadIdx.x % 32;
   column += threadIdx.x % 128 / 32 * 16 + lane / 4;
-  StoreTwoColumns<Config, 8>(gemm, work, lane, column, sums);
+  StoreTwoColumns<8>(gemm, work, lane, column, sums);
 }
 
 }  // namespace jgg::device

@@ -348,7 +348,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
     }
     if constexpr (Config::kBlocks == 1) {
       if constexpr (Config::kWarps) {
-        if (!gemm.epilogue.Any()) return StoreFewRows<Config>(gemm, work, 64 * group, sums[0]);
+        if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums[0]);
       }
       epilogue.Store(work, 64 * group, sums[0]);
     } else {

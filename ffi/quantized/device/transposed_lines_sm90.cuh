@@ -32,8 +32,8 @@ class LineScalesAhead {
                 k / quantized.columns_each * Codes::kScaleSize;
     } else {
       const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line;
-      scales_ = scales + first * quantized.scale_line +
-                (k >> quantized.scale_shift) * Codes::kScaleSize;
+      scales_ =
+          scales + first * quantized.scale_line + (k >> quantized.scale_shift) * Codes::kScaleSize;
     }
   }
 
@@ -45,8 +45,8 @@ class LineScalesAhead {
     if (line_ + further >= lines_) return;
     if constexpr (Codes::kInBlocks) {
       const int line = static_cast<unsigned>(line_ + further) / quantized_.rows_each;
-      to[0] = __ldg(reinterpret_cast<const uint32_t*>(
-          scales_ + static_cast<int64_t>(line) * quantized_.scale_line));
+      to[0] = __ldg(reinterpret_cast<const uint32_t*>(scales_ + static_cast<int64_t>(line) *
+                                                                    quantized_.scale_line));
     } else {
       const char* from = scales_ + further * quantized_.scale_line;
       if constexpr (Codes::kBlockScales == 2) {
@@ -78,6 +78,7 @@ struct TransposedLines {
   using Codes = LineCodes<kMode, kBits>;
   using Tile = LineTile<kBits>;
   static constexpr DType kX = DType::kBF16;
+  static constexpr bool kScaled = false;
   static constexpr float kFactor = Codes::kUnit;
   static constexpr int kCodeBytes = Tile::kBytes, kScaleBytes = 0;  // of a slice
   static constexpr int kCodesAligned = 1024;                        // bytes, for swizzled boxes
@@ -142,7 +143,8 @@ struct TransposedLines {
       __device__ uint32_t OfEachLoad() const {
         uint32_t each = 0;
 #pragma unroll
-        for (int i = 0; i < (Tile::kBySlices ? 1 : kHalfWords); ++i) each |= codes[0][i] | codes[1][i];
+        for (int i = 0; i < (Tile::kBySlices ? 1 : kHalfWords); ++i)
+          each |= codes[0][i] | codes[1][i];
         return each;
       }
     };
@@ -152,7 +154,8 @@ struct TransposedLines {
       Words words;
       uint32_t now[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+      for (int r = 0; r < 2; ++r)
+        now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
       LoadScales(s % kAhead);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -262,7 +265,8 @@ struct TransposedLines {
           eight[i] = Permute(words.pairs[p], words.pairs[p + 1], halves);
         }
         const int at = (threadIdx.x % 2 * 4 + chunk) ^ line_ % 8;
-        *reinterpret_cast<uint4*>(to + at * 16) = make_uint4(eight[0], eight[1], eight[2], eight[3]);
+        *reinterpret_cast<uint4*>(to + at * 16) =
+            make_uint4(eight[0], eight[1], eight[2], eight[3]);
       }
     }
 

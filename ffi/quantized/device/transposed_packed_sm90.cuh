@@ -10,15 +10,15 @@
 
 namespace jgg::device {
 
-template <Mode kMode, int kBits, DType kX_>
-struct TransposedPacked {
-  using Tiles = PackedTiles<kMode, kBits, kX_>;
-  static constexpr DType kX = kX_;
+// How tiles come to a stage: PackedTiles, or ScaledWeights (transposed_scaled_sm90.cuh).
+template <typename Tiles_>
+struct TransposedTiles {
+  using Tiles = Tiles_;
+  static constexpr DType kX = Tiles::kX;
+  static constexpr bool kScaled = Tiles::kScaled;
   static constexpr float kFactor = Tiles::kFactor;
-  // Codes and scales of a slice are those of two tiles.
-  static constexpr int kCodeBytes = 2 * Tiles::kTileCodes;
-  static constexpr int kScaleBytes = Tiles::Codes::kStageScales;
-  static constexpr int kCodesAligned = 128;   // bytes
+  static constexpr int kCodeBytes = 2 * Tiles::kTileCodes;  // of a slice: those of two tiles
+  static constexpr int kCodesAligned = 128;                 // bytes
   static constexpr int kCopiers = 2;          // threads, beside that of x: of codes, and of scales
   static constexpr bool kHasEpilogue = true;  // few rows: a warpgroup's columns are neighbours
 
@@ -81,6 +81,12 @@ struct TransposedPacked {
       }
     });
   }
+};
+
+template <Mode kMode, int kBits, DType kX>
+struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
+  using typename TransposedTiles<PackedTiles<kMode, kBits, kX>>::Tiles;
+  static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
   // Few rows.
   template <int kSlices>
@@ -131,7 +137,7 @@ struct TransposedPacked {
     // To the place of 64 lines, which are swizzled.
     __device__ void Write(const Words& words, char* to) const {
       const int lane = threadIdx.x % 32;
-      const uint32_t(&a)[16] = words.a;
+      const uint32_t (&a)[16] = words.a;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         StoreMatrices<false>(to + line_at_ + ((2 * i + lane / 16) ^ lane % 8) * 16, a[4 * i],

@@ -36,6 +36,7 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kThreads = 384, kWorks = 4;
   static constexpr int kChunkL = kWarps ? kRows : 64;
   static constexpr int kChunkBytesL = kChunkL * 128;
+  static constexpr int kLineL = 64;  // n of a line of 128 bytes
   static constexpr int kSliceBytesL = kRows * 128;
   static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
   static constexpr int kCodeBytes = Weights::kCodeBytes, kScaleBytes = Weights::kScaleBytes;
@@ -70,7 +71,7 @@ __device__ void CopyTransposedStages(const QuantizedGemmSm90& quantized,
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
     typename Config::Weights::Columns columns(quantized, work);
-    const bool half = work.rows <= Config::kRows / 2;
+    const bool half = Config::kRows > 8 && work.rows <= Config::kRows / 2;
     const CUtensorMap* l_map = half ? &gemm.rest_maps.l[0] : &gemm.l_map;
     const int bytes =
         kSlices * ((half ? Config::kSliceBytesL / 2 : Config::kSliceBytesL) + columns.Bytes());
@@ -79,7 +80,7 @@ __device__ void CopyTransposedStages(const QuantizedGemmSm90& quantized,
       uint64_t* full = &memory.full[at.index];
       Wait(&memory.empty[at.index], at.parity ^ 1);
       ArriveExpecting(full, bytes);
-      CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, slice);
+      CopyBox<false>(l_map, full, memory.l[at.index], 0, work.l_row, slice * (64 / Config::kLineL));
 #pragma unroll 1
       for (int s = 0; s < kSlices; ++s) {
         columns.Copy(full, memory.codes[at.index][s], memory.scales[at.index][s]);
@@ -157,8 +158,8 @@ struct TransposedProducts {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Multiply<TransposedProduct<kN, Config::Weights::kX>>(turned + (i * 16 * 128 >> 4),
-                                                           l_stage + (i * 32 >> 4), sums, true,
-                                                           std::make_index_sequence<kN / 2>{});
+                                                             l_stage + (i * 32 >> 4), sums, true,
+                                                             std::make_index_sequence<kN / 2>{});
       }
       WarpgroupCommit();
       before = here.index;
@@ -170,11 +171,41 @@ struct TransposedProducts {
   }
 };
 
-// An 8 x 8 matrix of a warp, turned.
-__device__ inline uint32_t Turned(uint32_t matrix) {
-  uint32_t turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
-  return turned;
+// The sums of a warpgroup's warps, in their order: warp w keeps those of columns 16 * w and on.
+// They go through `staged`, which the epilogue uses, too.
+template <int kEights, int kStaged, int kSums>
+__device__ void AddTransposedWarps(char (&staged)[kStaged], int group,
+                                   const float (&sums)[4][4 * kEights], float (&result)[kSums]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  auto* const places = reinterpret_cast<float4*>(staged);  // [columns][warp][lane]
+  static_assert(16 * 32 * sizeof(float4) <= sizeof(staged));
+#pragma unroll
+  for (int e = 0; e < kEights; ++e) {
+    if (threadIdx.x % 128 == 0) WaitStored<0>();
+    SyncSome(1 + group, 128);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* four = sums[i] + 4 * e;
+      places[(i * 4 + warp) * 32 + lane] = make_float4(four[0], four[1], four[2], four[3]);
+    }
+    SyncSome(1 + group, 128);
+    float4 sum = places[warp * 4 * 32 + lane];
+#pragma unroll
+    for (int w = 1; w < 4; ++w) {
+      const float4 part = places[(warp * 4 + w) * 32 + lane];
+      sum.x += part.x;
+      sum.y += part.y;
+      sum.z += part.z;
+      sum.w += part.w;
+    }
+    result[4 * e] = sum.x;
+    result[4 * e + 1] = sum.y;
+    result[4 * e + 2] = sum.z;
+    result[4 * e + 3] = sum.w;
+  }
+#pragma unroll
+  for (int i = 4 * kEights; i < kSums; ++i) result[i] = 0.0f;
+  SyncSome(1 + group, 128);  // the epilogue may write there
 }
 
 template <typename Config>
@@ -239,43 +270,20 @@ struct TransposedFewRows {
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
-    AddWarps<kEights>(memory, group, sums, result);
+    AddTransposedWarps<kEights>(memory.staged[group], group, sums, result);
   }
+};
 
-  // The sums of all four warps, in their order: warp w keeps those of columns 16 * w and on.
-  template <int kEights>
-  __device__ static void AddWarps(Memory& memory, int group, const float (&sums)[4][4 * kEights],
-                                  Sums& result) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    auto* const places = reinterpret_cast<float4*>(memory.staged[group]);  // [columns][warp][lane]
-    static_assert(16 * 32 * sizeof(float4) <= sizeof(memory.staged[0]));
-#pragma unroll
-    for (int e = 0; e < kEights; ++e) {
-      if (threadIdx.x % 128 == 0) WaitStored<0>();
-      SyncSome(1 + group, 128);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* four = sums[i] + 4 * e;
-        places[(i * 4 + warp) * 32 + lane] = make_float4(four[0], four[1], four[2], four[3]);
-      }
-      SyncSome(1 + group, 128);
-      float4 sum = places[warp * 4 * 32 + lane];
-#pragma unroll
-      for (int w = 1; w < 4; ++w) {
-        const float4 part = places[(warp * 4 + w) * 32 + lane];
-        sum.x += part.x;
-        sum.y += part.y;
-        sum.z += part.z;
-        sum.w += part.w;
-      }
-      result[4 * e] = sum.x;
-      result[4 * e + 1] = sum.y;
-      result[4 * e + 2] = sum.z;
-      result[4 * e + 3] = sum.w;
-    }
-#pragma unroll
-    for (int i = 4 * kEights; i < kBlockSums; ++i) result[i] = 0.0f;
-    SyncSome(1 + group, 128);  // the epilogue may write there
+// Who copies x where one thread does not copy all, and who makes a tile's sums. Kernels of weights
+// that are not rounded have others (transposed_scaled_sm90.cuh).
+template <typename Config, bool kScaled = Config::Weights::kScaled>
+struct TransposedPartsOf {
+  using Products =
+      std::conditional_t<Config::kWarps, TransposedFewRows<Config>, TransposedProducts<Config>>;
+
+  __device__ static void CopyRows(const GemmSm90& gemm, typename Config::SharedMemory& memory,
+                                  int block) {
+    CopyRowsThread<Config>(gemm, memory, block);
   }
 };
 
@@ -283,8 +291,7 @@ struct TransposedFewRows {
 template <typename Config>
 __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
                                             typename Config::SharedMemory& memory, int group) {
-  using P =
-      std::conditional_t<Config::kWarps, TransposedFewRows<Config>, TransposedProducts<Config>>;
+  using P = typename TransposedPartsOf<Config>::Products;
   const GemmSm90& gemm = quantized.gemm;
   typename Config::Epilogue epilogue(gemm, memory.staged[group], 1 + group);
   Place<Config::kStages> at;
@@ -299,10 +306,10 @@ __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
     for (int i = 0; i < P::kBlockSums; ++i) sums[i] *= factor;
     if constexpr (!Config::Weights::kHasEpilogue && Config::kWarps) {
       const int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 16 + lane / 4;
-      StoreTwoColumns<Config, 1>(gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
+      StoreTwoColumns<1>(gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
     } else {
       if constexpr (Config::kWarps) {
-        if (!gemm.epilogue.Any()) return StoreFewRows<Config>(gemm, work, 64 * group, sums);
+        if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums);
       }
       epilogue.Store(work, 64 * group, sums);
     }
@@ -334,7 +341,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       if constexpr (Config::kWarps) {
         if (warp == 1) CopyTransposedStages<Config>(quantized, memory);
       } else if (warp == 1) {
-        CopyRowsThread<Config>(gemm, memory, block);
+        TransposedPartsOf<Config>::CopyRows(gemm, memory, block);
       } else if (warp == 2) {
         Config::Weights::template CopyThread<Config, 0>(quantized, memory);
       } else if (Config::Weights::kCopiers > 1) {

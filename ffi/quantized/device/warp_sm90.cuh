@@ -22,6 +22,13 @@ __device__ inline void LoadMatrices(const char* row, uint32_t (&to)[4]) {
   LoadMatrices(SharedAddress(row), to);
 }
 
+// An 8 x 8 matrix of a warp, turned.
+__device__ inline uint32_t Turned(uint32_t matrix) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  return turned;
+}
+
 // m16n8k16.
 #define JGG_MULTIPLY_WARP(type)                                              \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
