@@ -183,6 +183,7 @@ inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& 
                         : plan.tile == kTransposedScaledRows  ? qmm.scaled == kMostScaledPlanes
                                                               : false);
   }
+  has &= qmm.packed || (plan.way != QmmWay::kScaled && !qmm.half);
   if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
   return NoKernelFollows(plan);
 }

@@ -241,15 +241,15 @@ def as_stored_sm90(p: Qmm) -> str | None:
     if why := dense.groups_sm90(p.mode, p.group_size):
         return why
     return extension.rules().qmm_sm90_problem(
-        k=p.k, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
-        bfloat16_scales=p.bfloat16_scales,
-        transpose_w=p.transpose_w, in_order=p.in_order,
+        line=p.k if p.transpose_w else p.n, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
+        bfloat16_scales=p.bfloat16_scales, transpose_w=p.transpose_w, in_order=p.in_order,
+        has_options=p.has_options,
     )  # fmt: skip
 
 
 def _fp8_as_stored(p: Qmm) -> str | None:
     if not p.as_stored:
-        return "needs bfloat16 x, transpose_w, codes e4m3 in blocks of whole 128 columns"
+        return "needs bfloat16 x, codes e4m3 in blocks of whole 128 columns"
     return as_stored_sm90(p) or dense.in_parts(p)
 
 
@@ -273,7 +273,7 @@ def _qmm_config_sm90(p: Qmm, *, packed: bool) -> dict[str, Any]:
         named["beside"], planes = True, 3 if named["tile"] > 8 else 1  # 1: float32 as it is
     elif scaled and named["tile"] > 32:
         named["beside"], planes = True, 3 if planes == 2 else planes
-    return named | {"x_ordered": not packed, "planes": planes, "sum_parts": sum_parts}
+    return named | {"of_lines": not packed, "planes": planes, "sum_parts": sum_parts}
 
 
 def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:

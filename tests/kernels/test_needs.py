@@ -80,14 +80,8 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "transpose_w, or bfloat16 and float16 x or modes mxfp4, mxfp8, nvfp4": {
-            "transpose_w": False, "dtypes": (F32,),
-        },
-        "and affine scales of x's dtype": {"transpose_w": False, "bfloat16_scales": False},
-        "not of 16 codes": {"transpose_w": False, "group_size": 16},
-        "options beside transpose_w=False": {
-            "layout": "linear", "rows": 64,
-        },
+        "prepacked weights, or many rows, or float16 or float32 x, or options beside transpose_w=False":
+            {"layout": "linear", "rows": 64},
     }),
     ("jgg_qmm sm90", QMM, {
         "bfloat16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
@@ -95,14 +89,14 @@ NEEDS = [
         "affine groups of 32 or more": {"group_size": 16},
         "K * bits % 128 == 0 with transpose_w": {"k": 2056},
         "else N * bits": {"transpose_w": False, "n": 2056},
-        "no options": {"transpose_w": False, "activation": "silu"},
+        "and no options": {"transpose_w": False, "activation": "silu"},
     }),
     ("jgg_qmm_fp8 sm90", QMM_FP8, {
         "mode fp8, bfloat16 x": {"dtypes": (F32,)},
         "codes e4m3 in blocks of whole 128 columns": {"lines": False},
         "K % 16 == 0 with transpose_w": {"k": 2056},
         "else N % 16 == 0": {"transpose_w": False, "n": 2056},
-        "no options": {"transpose_w": False, "activation": "silu"},
+        "and no options": {"transpose_w": False, "activation": "silu"},
     }),
     ("jgg_qmm sm80", QMM, {"no mode fp8": {"mode": "fp8", "calls": frozenset()}}),
     ("jgg_nvfp4_grouped_mm sm100", NVFP4, {

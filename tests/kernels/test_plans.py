@@ -112,9 +112,10 @@ TILES, WARPS, DIRECT = range(3)
             (WARPS, 16, 1, 0, 1, 1, 1, 1),
             "a gated activation of a weight that is quantized along N",
         ),
+        ((WARPS, 16, 1, 0, 0, 0, 1, 1), None),
         (
-            (WARPS, 16, 1, 0, 0, 0, 1, 1),
-            "a weight that is quantized along N needs layout 'sm90'",
+            (DIRECT, 8, 1, 0, 0, 0, 1, 1),
+            "no kernel follows the plan: way 'direct', tile 8, parts 1",
         ),
     ],
 )
