@@ -26,12 +26,12 @@ static std::vector<float> Boxes(const Problem& p, int slice) {
   return boxes;
 }
 
-template <typename Tiles, bool kOneGroup>
+template <typename Tiles, int kGroups>
 static void RunTile(const Problem& p, const PackedCodesSm90& packed, int column, int tile) {
   std::vector<std::vector<float>> boxes;
   for (int slice = 0; slice < p.n / 64; ++slice) boxes.push_back(Boxes(p, slice));
   Run(1, 128, [&] {
-    device::ScaledXProduct<Tiles, kOneGroup> product(packed);
+    device::ScaledXProduct<Tiles, kGroups> product(packed);
     for (int slice = 0; slice < p.n / 64; ++slice) {
       const int64_t first = int64_t{slice} * packed.k_tiles + column;
       product.Multiply(reinterpret_cast<const char*>(boxes[slice].data()),
@@ -52,11 +52,9 @@ template <typename Tiles>
 static void RunTiles(const Problem& p, const PackedCodesSm90& packed) {
   for (int column = 0; column < packed.k_tiles; column += 2) {
     for (int tile = 0; tile < 2 && column + tile < packed.k_tiles; ++tile) {
-      if (packed.tile_groups > 1) {
-        RunTile<Tiles, false>(p, packed, column, tile);
-      } else {
-        RunTile<Tiles, true>(p, packed, column, tile);
-      }
+      if (packed.tile_groups == 1) RunTile<Tiles, 1>(p, packed, column, tile);
+      if (packed.tile_groups == 2) RunTile<Tiles, 2>(p, packed, column, tile);
+      if (packed.tile_groups == 4) RunTile<Tiles, 4>(p, packed, column, tile);
     }
   }
 }

@@ -13,12 +13,12 @@
 
 namespace jgg::device {
 
-// Of 16 of every 64 n, which the warps of a warpgroup share out, and 8 rows. kOneGroup: all columns
-// of a tile share scales.
-template <typename Tiles, bool kOneGroup>
+// Of 16 of every 64 n, which the warps of a warpgroup share out, and 8 rows. kGroups of a tile's
+// columns share scales.
+template <typename Tiles, int kGroups>
 class ScaledXProduct {
   using Codes = typename Tiles::Codes;
-  static constexpr int kWords = Tiles::kTileCodes / 512, kBiases = kOneGroup ? 1 : 4;
+  static constexpr int kWords = Tiles::kTileCodes / 512;
 
  public:
   using Sums = float[4][4];  // of 16 columns each, as MultiplyWarp has them
@@ -32,20 +32,30 @@ class ScaledXProduct {
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums_[i / 4][i % 4] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kBiases; ++i) bias_sums_[i] = 0.0f;
+    for (int i = 0; i < kGroups; ++i) bias_sums_[i] = 0.0f;
   }
 
   // Adds a slice's products: two boxes of x, codes and scales of two tiles, of which `tile` is one.
   // The result is some of the bits of each load.
   __device__ uint32_t Multiply(const char* x, const char* codes, const char* scales, int tile) {
-    uint32_t words[kWords];
-    LoadCodes(codes + tile * Tiles::kTileCodes, static_cast<int>(threadIdx.x % 128), words);
-    uint32_t read = words[0] | words[kWords - 1];
+    uint32_t words[kWords], read = 0;
+    codes += tile * Tiles::kTileCodes;
+    const int thread = static_cast<int>(threadIdx.x % 128);
+    if constexpr (kWords < 8) {
+      LoadCodes(codes, thread, words);
+      read = words[0] | words[kWords - 1];
+    }
     uint32_t planes[kValuePlanes][2];  // of x times scales
     if (!packed_.tiles_share) scales += tile * Tiles::TileScales(packed_);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (Begins(i)) read |= ScaleRows(x, scales, i, planes);
+      if constexpr (kWords == 8) {  // a half of them occupies registers
+        if (i % 2 == 0) {
+          LoadWords<4>(codes + 1024 * i + 16 * thread, words + 2 * i);
+          read |= words[2 * i];
+        }
+      }
+      if (Begins(i)) read |= ScaleRows(x, scales, i * kGroups / 4, planes);
       uint32_t numbers[4];
       Codes::Numbers(words, i, numbers);
       const uint32_t turned[4] = {Turned(numbers[0]), Turned(numbers[2]), Turned(numbers[1]),
@@ -69,16 +79,13 @@ class ScaledXProduct {
   }
 
  private:
-  // Whether other scales begin with 16 columns.
-  __device__ bool Begins(int columns) const {
-    return columns == 0 || (!kOneGroup && columns * packed_.tile_groups % 4 == 0);
-  }
+  // Whether a group begins with 16 columns.
+  __device__ static constexpr bool Begins(int columns) { return columns * kGroups % 4 == 0; }
 
   // Of 16 n and 8 rows a lane has n, n + 1, n + 8 and n + 9, n = lane % 4 * 2, of row lane / 4.
-  __device__ uint32_t ScaleRows(const char* x, const char* scales, int columns,
+  __device__ uint32_t ScaleRows(const char* x, const char* scales, int group,
                                 uint32_t (&planes)[kValuePlanes][2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const int group = kOneGroup ? 0 : columns * packed_.tile_groups / 4;
     float scale[2][2], bias[2][2];  // [n % 2][n / 8]
     uint32_t read = 0;
 #pragma unroll
@@ -93,7 +100,7 @@ class ScaledXProduct {
       read |= two[0];
       const float first = AsFloat(two[0]), second = AsFloat(two[1]);
       if constexpr (Codes::kHasBiases) {
-        float& sum = bias_sums_[kOneGroup ? 0 : columns];
+        float& sum = bias_sums_[group];
         sum = MultiplyAdd(second, bias[1][r], MultiplyAdd(first, bias[0][r], sum));
       }
       uint32_t of_pair[kValuePlanes];
@@ -112,7 +119,7 @@ class ScaledXProduct {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (Begins(i)) {
-        float sum = bias_sums_[kOneGroup ? 0 : i];
+        float sum = bias_sums_[i * kGroups / 4];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         two[0] = __shfl_sync(~0u, sum, first);
@@ -126,7 +133,7 @@ class ScaledXProduct {
   const PackedCodesSm90& packed_;
   int x_first_;  // where a lane's x begins
   Sums sums_;
-  float bias_sums_[kBiases];  // of row lane / 4
+  float bias_sums_[kGroups];  // of row lane / 4
 };
 
 }  // namespace jgg::device

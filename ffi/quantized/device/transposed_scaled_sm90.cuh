@@ -215,28 +215,27 @@ struct TransposedScaledFewRows {
   template <typename Stage>
   __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
                                       const Work& work, int group, Stage& at, Sums& sums) {
-    // A branch where other scales begin keeps the compiler from mixing what is on its two sides.
+    // A branch between groups would keep the compiler from mixing what is on its two sides.
     if constexpr (Tiles::Codes::kHasBiases) {
-      if (quantized.packed.tile_groups > 1) {
-        return MultiplySlices<false>(quantized, memory, work, group, at, sums);
-      }
+      const int groups = quantized.packed.tile_groups;
+      if (groups == 2) return MultiplySlices<2>(quantized, memory, work, group, at, sums);
+      if (groups == 4) return MultiplySlices<4>(quantized, memory, work, group, at, sums);
     }
-    MultiplySlices<true>(quantized, memory, work, group, at, sums);
+    MultiplySlices<1>(quantized, memory, work, group, at, sums);
   }
 
  private:
-  template <bool kOneGroup, typename Stage>
+  template <int kGroups, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& result) {
-    using Product = ScaledXProduct<Tiles, kOneGroup>;
+    using Product = ScaledXProduct<Tiles, kGroups>;
     static_assert(Config::kRows == Product::kRows);
     Product product(quantized.packed);
 #pragma unroll 1
     for (int slice = 0; slice < work.slices; slice += Config::kSlices) {
       Wait(&memory.full[at.index], at.parity);
       uint32_t read = 0;
-      // There are registers for more than one at a time where nothing branches.
-#pragma unroll(kOneGroup ? Config::kSlices : 1)
+#pragma unroll 1  // there are registers for one at a time
       for (int s = 0; s < Config::kSlices; ++s) {
         read |= product.Multiply(memory.l[at.index] + s * 2 * Product::kBoxBytes,
                                  memory.codes[at.index][s], memory.scales[at.index][s], group);
