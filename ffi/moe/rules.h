@@ -19,8 +19,9 @@ constexpr int kMostSomePairs = 64, kMostSomeWidth = 2048;
 // The most experts that top_k chooses for a token, and the most groups that experts are in.
 constexpr int kMostTopK = 32, kMostGroups = 32;
 
-// The most tokens, experts and d of the kernel of a router.
-constexpr int kMostRouterTokens = 128, kMostRouterExperts = 512, kMostRouterWidth = 1 << 14;
+// The most tokens, experts and d of the kernel of a router. More tokens are faster in a product and
+// a choice (docs/lab/moe_layer.md).
+constexpr int kMostRouterTokens = 8, kMostRouterExperts = 512, kMostRouterWidth = 1 << 14;
 
 // A token's experts: `groups` of neighbours, of which it meets k in some groups.
 inline Reason MoeTopKProblem(int64_t experts, int64_t k, int64_t groups) {
