@@ -34,7 +34,7 @@ constexpr int RouterGroups(int threads, int experts) {
 
 // Shared memory of a block, in float32 numbers.
 struct RouterMemory {
-  int x;         // of its part of d, for each token
+  int x;         // of its part of d
   int sums;      // of its groups of threads
   int received;  // from all blocks of the cluster
   int logits;    // of a token, and room for whole warps of experts
@@ -42,11 +42,11 @@ struct RouterMemory {
   constexpr int bytes() const { return 4 * (x + sums + received + logits); }
 };
 
-constexpr RouterMemory RouterMemoryOf(bool transposed, int threads, int tokens, int part,
-                                      int experts, int blocks) {
+constexpr RouterMemory RouterMemoryOf(bool transposed, int threads, int part, int experts,
+                                      int blocks) {
   RouterMemory memory{};
-  memory.x = tokens * (part + 127) / 128 * 128;
-  memory.sums = transposed ? 0 : RouterGroups(threads, experts) * tokens * experts;
+  memory.x = (part + 127) / 128 * 128;
+  memory.sums = transposed ? 0 : RouterGroups(threads, experts) * experts;
   memory.received = blocks * experts;
   memory.logits = rules::kMostRouterExperts;
   return memory;

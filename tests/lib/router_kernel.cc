@@ -43,11 +43,11 @@ inline void WriteTo(int block, float* place, float value) {
 
 using namespace jgg;
 
-template <bool kBFloat16, bool kTransposed, int kTokens, int kItems>
-static void Run(const RouterArgs& args, int blocks, int threads) {
-  const int clusters = (args.choice.tokens + kTokens - 1) / kTokens;
+template <bool kBFloat16, bool kTransposed, int kItems>
+static void RunItems(const RouterArgs& args, int blocks, int threads) {
+  const int clusters = args.choice.tokens;
   const RouterMemory memory =
-      RouterMemoryOf(kTransposed, threads, kTokens, args.part, args.choice.experts, blocks);
+      RouterMemoryOf(kTransposed, threads, args.part, args.choice.experts, blocks);
   for (int c = 0; c < clusters; ++c) {
     const std::vector<float> nothing(memory.bytes() / 4, NAN);
     device::Cluster cluster{std::barrier<>(blocks * threads),
@@ -59,7 +59,7 @@ static void Run(const RouterArgs& args, int blocks, int threads) {
         RunWarps(0, threads / 32, {number, 0}, [&] {
           device::cluster = &cluster;
           device::block_of_cluster = b;
-          device::RouterSm90Kernel<kBFloat16, kTransposed, kTokens, kItems>(args);
+          device::RouterSm90Kernel<kBFloat16, kTransposed, kItems>(args);
         });
       });
     }
@@ -68,29 +68,20 @@ static void Run(const RouterArgs& args, int blocks, int threads) {
 }
 
 template <bool kBFloat16, bool kTransposed>
-static void Run(const RouterArgs& args, int tokens, int blocks, int threads) {
-  const bool many = args.choice.experts > 128;
-  if (tokens == 1) {
-    many ? Run<kBFloat16, kTransposed, 1, 16>(args, blocks, threads)
-         : Run<kBFloat16, kTransposed, 1, 4>(args, blocks, threads);
-  } else {
-    many ? Run<kBFloat16, kTransposed, 8, 16>(args, blocks, threads)
-         : Run<kBFloat16, kTransposed, 8, 4>(args, blocks, threads);
-  }
+static void Run(const RouterArgs& args, int blocks, int threads) {
+  args.choice.experts > 128 ? RunItems<kBFloat16, kTransposed, 16>(args, blocks, threads)
+                            : RunItems<kBFloat16, kTransposed, 4>(args, blocks, threads);
 }
 
-// `tokens` of a cluster: 1 or 8.
-extern "C" void router_kernel(const RouterArgs* args, int bfloat16, int transposed, int tokens,
-                              int blocks, int threads) {
+extern "C" void router_kernel(const RouterArgs* args, int bfloat16, int transposed, int blocks,
+                              int threads) {
   const RouterArgs& of = *args;
   const size_t d = of.d, rows = of.choice.tokens, experts = of.choice.experts;
   readable.assign({{static_cast<const char*>(of.x), rows * d * Size(of.x_dtype)},
                    {static_cast<const char*>(of.w), d * experts * (bfloat16 ? 2 : 4)}});
   if (bfloat16) {
-    transposed ? Run<true, true>(of, tokens, blocks, threads)
-               : Run<true, false>(of, tokens, blocks, threads);
+    transposed ? Run<true, true>(of, blocks, threads) : Run<true, false>(of, blocks, threads);
   } else {
-    transposed ? Run<false, true>(of, tokens, blocks, threads)
-               : Run<false, false>(of, tokens, blocks, threads);
+    transposed ? Run<false, true>(of, blocks, threads) : Run<false, false>(of, blocks, threads);
   }
 }

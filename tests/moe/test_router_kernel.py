@@ -31,7 +31,7 @@ def kernel():
     return host_program.build_kernels("router_kernel").router_kernel
 
 
-def run(kernel, x, w, k, *, transposed=False, of_cluster=8, blocks=8, threads=64, logit_bias=None,
+def run(kernel, x, w, k, *, transposed=False, blocks=8, threads=64, logit_bias=None,
         bias=None, scores="softmax", renormalize=True, scale=1.0, groups=1,
         top_groups=None):  # fmt: skip
     (tokens, d), experts = x.shape, w.shape[0 if transposed else 1]
@@ -49,17 +49,17 @@ def run(kernel, x, w, k, *, transposed=False, of_cluster=8, blocks=8, threads=64
         choice, in_x, in_w, logit_bias, pointer(logits), d, part, dtype_number(x.dtype)
     )
     half = w.dtype == ml_dtypes.bfloat16
-    kernel(ctypes.byref(args), int(half), int(transposed), of_cluster, blocks, threads)
+    kernel(ctypes.byref(args), int(half), int(transposed), blocks, threads)
     assert all((memory[-GUARD:] == 0xAB).all() for memory in (expert, weight, logits))
     values = lambda memory, dtype: memory[:-GUARD].view(dtype).reshape(tokens, -1)
     return values(expert, np.int32), values(weight, np.float32), values(logits, np.float32)
 
 
-def compare(kernel, x, w, k, *, transposed=False, logit_bias=None, of_cluster=8, blocks=8,
+def compare(kernel, x, w, k, *, transposed=False, logit_bias=None, blocks=8,
             threads=64, **options):  # fmt: skip
     """Logits beside exact ones, and the choice beside that of these logits."""
     expert, weight, logits = run(
-        kernel, x, w, k, transposed=transposed, logit_bias=logit_bias, of_cluster=of_cluster,
+        kernel, x, w, k, transposed=transposed, logit_bias=logit_bias,
         blocks=blocks, threads=threads, **options,
     )  # fmt: skip
     wide = oracle.f64(w).T if transposed else oracle.f64(w)
@@ -81,12 +81,11 @@ def operands(rng, tokens, d, experts, x_dtype="float32", w_dtype="float32", tran
     ("x_dtype", "w_dtype"),
     [("float32", "float32"), ("bfloat16", "float32"), ("float16", "bfloat16")],
 )
-@pytest.mark.parametrize("of_cluster", [1, 8])
-def test_values(kernel, rng, of_cluster, x_dtype, w_dtype, transposed):
-    """Experts that are no whole warps; several clusters, of which the last has fewer tokens."""
-    x, w = operands(rng, 11 if of_cluster == 8 else 2, 136, 60, x_dtype, w_dtype, transposed)
+def test_values(kernel, rng, x_dtype, w_dtype, transposed):
+    """Experts that are no whole warps, and several clusters."""
+    x, w = operands(rng, 2, 136, 60, x_dtype, w_dtype, transposed)
     bias = rng.normal(size=60).astype(np.float32)
-    compare(kernel, x, w, 4, transposed=transposed, of_cluster=of_cluster, logit_bias=bias)
+    compare(kernel, x, w, 4, transposed=transposed, logit_bias=bias)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -97,8 +96,7 @@ def test_sizes(kernel, rng, d, experts, blocks, transposed):
     """Blocks without a part, parts longer than a warp or a batch takes, many experts."""
     x, w = operands(rng, 1, d, experts, transposed=transposed)
     compare(
-        kernel, x, w, min(experts, 8), transposed=transposed, of_cluster=1, blocks=blocks,
-        threads=128,
+        kernel, x, w, min(experts, 8), transposed=transposed, blocks=blocks, threads=128,
     )  # fmt: skip
 
 
