@@ -80,11 +80,6 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "transpose_w, or bfloat16 and float16 x or modes mxfp4, mxfp8, nvfp4": {
-            "transpose_w": False, "dtypes": (F32,),
-        },
-        "and affine scales of x's dtype": {"transpose_w": False, "bfloat16_scales": False},
-        "not of 16 codes": {"transpose_w": False, "group_size": 16},
         "prepacked weights, or many rows, or float16 or float32 x, or transpose_w=False": {
             "layout": "linear", "rows": 64,
         },
