@@ -58,6 +58,15 @@ def test_every_operation_has_a_line(monkeypatch):
     assert any(line.startswith("  composed: ") for line in text.splitlines())
 
 
+@pytest.mark.parametrize("dtype", choose.FLOATS)
+def test_gradients_of_quantized_weights(monkeypatch, dtype):
+    (line,) = [
+        line for line in info._text(collect(monkeypatch, 90)).splitlines()
+        if line.startswith("  grouped_qmm, dx  ")
+    ]  # fmt: skip
+    assert line.split()[2 + choose.FLOATS.index(dtype)] == "sm90"
+
+
 def test_next_steps(monkeypatch):
     steps = lambda *a, **k: info._next_steps(collect(monkeypatch, *a, **k))
     assert steps(90) == []

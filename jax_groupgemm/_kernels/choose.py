@@ -185,13 +185,6 @@ def _warn_once(message: str) -> None:
 def _packed_operands(p: Qmm) -> str | None:
     if not dense.qmm_planes(p, packed=True):
         return f"needs 16-bit x, or a mode that bfloat16 holds exactly, got {p.dtypes[0]}"
-    if not dense.qmm_scaled(p, packed=True):
-        if why := dense.groups_sm90(p.mode, p.group_size):
-            return f"{why} without transpose_w"
-        fit = {"bfloat16": p.bfloat16_scales, "float16": p.float16_scales}
-        if not fit.get(p.dtypes[0], True):
-            differ = f"scales and x differ in dtype: x is {p.dtypes[0]}"
-            return differ if any(fit.values()) else f"{differ}, scales are float32"
     if not p.transpose_w and p.gated:
         return "a gated activation needs transpose_w=True"
     return None if p.in_order else "needs segments in order"

@@ -54,7 +54,8 @@ def _sample_qmm(platform: str, dtype: str) -> Qmm:
     return Qmm(
         op="qmm", platform=platform, dtypes=(dtype,), out_dtype=dtype, rows=4096, rows_x=4096,
         segments=8, groups=8, all_groups=8, k=2048, n=2048, mode="affine", bits=4, layout="linear",
-        bfloat16_scales=dtype != "float16", float16_scales=dtype == "float16", packable=True,
+        bfloat16_scales=dtype != "float16", float16_scales=dtype == "float16", scalable=True,
+        packable=True,
     )  # fmt: skip
 
 

@@ -145,7 +145,13 @@ def test_scales_multiply_sums(mode, scales):
 def test_planes_beside_each_other(rng, k):
     q = jgg.quantize(jnp.asarray(rng.normal(size=(4, 128, k)), "bfloat16"), mode="affine")
     x = jnp.asarray(rng.normal(size=(5, k)), "float32")
-    parts, sums = call._planes_beside(3, x, q)
+    along_n, none = call._planes_beside(3, x, q, transpose_w=False)
+    assert none is None
+    whole, none = call._planes_beside(1, x.astype("bfloat16"), q, transpose_w=False)
+    assert none is None
+    assert whole.dtype == jnp.float32
+    parts, sums = call._planes_beside(3, x, q, transpose_w=True)
+    assert (parts == along_n).all()
     assert parts.dtype == jnp.bfloat16
     assert (parts.astype("float32").reshape(5, 3, k).sum(1) == x).all()
     assert sums.shape == (-(-k // 128), 5, 4)
