@@ -310,14 +310,10 @@ def assert_rows_close(got, want) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "n", "kernel", "along"),
-    [
-        ("bfloat16", 64, PACKED, TRANSPOSED),
-        ("bfloat16", 72, LINEAR, ANY),
-        ("float32", 40, LINEAR, ANY),
-    ],
+    ("dtype", "n", "kernel"),
+    [("bfloat16", 64, PACKED), ("bfloat16", 72, LINEAR), ("float32", 40, LINEAR)],
 )
-def test_more_rows_than_a_grid_dimension(rng, dtype, n, kernel, along):
+def test_more_rows_than_a_grid_dimension(rng, dtype, n, kernel):
     """70 001 rows, most in one group, and as many pairs."""
     t, k, sizes = 70_001, 64, np.array([17, 65_537, 4_000])
     q = oracle.random_quantized(rng, (3, n, k), "nvfp4", scale=jnp.array([1, 0.5, 3], "float32"))
@@ -330,7 +326,7 @@ def test_more_rows_than_a_grid_dimension(rng, dtype, n, kernel, along):
         return jgg.grouped_qmm(x, q, sizes), along_n, pairs
 
     (out, along_n, pairs), kernels = run(jax.jit(products), x, y, q, sizes, matrix)
-    assert_ran(kernels, collections.Counter([kernel, kernel, along]))
+    assert_ran(kernels, {kernel: 2, TRANSPOSED: 1})
     w = oracle.scaled(q, dtype)
     assert_rows_close(out, oracle.grouped_mm(x, w, sizes, transpose_w=True))
     assert_rows_close(along_n, oracle.grouped_mm(y, w, sizes))
@@ -379,7 +375,7 @@ def test_packed_weights_over_four_gib(mode):
 
     matrix = np.array([groups - 1, middle, 0], np.int32)
     (found, pairs), kernels = run(jax.jit(products), x, w, packed, sizes, matrix)
-    assert_ran(kernels, {LINEAR: 3, PACKED: 3, TRANSPOSED: 1, ANY: 1})
+    assert_ran(kernels, {LINEAR: 3, PACKED: 3, TRANSPOSED: 2})
     values = [jgg.dequantize(q, dtype) for q in (usual, other, last)]
     dot = lambda a, v: jnp.dot(a, v, preferred_element_type=jnp.float32)
     for name, out in found.items():

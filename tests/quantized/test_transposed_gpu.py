@@ -98,7 +98,8 @@ def test_blocks_of_one_line(rng):
     f = lambda x, q: product(x, q, sizes, preferred_element_type="float32")
     out, kernels = run(jax.jit(f), x, q)
     assert_ran(kernels, 1)
-    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), k=200)
+    # Weights are rounded to bfloat16.
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), tolerance=4e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -1,6 +1,6 @@
 // Weights in layout "linear" for x (T, N) @ W (N, K), K quantized: see transposed_sm90.cuh. A slice
-// has the codes of 64 lines (n) and 128 k, by TMA. Threads load the scales of their lines by
-// themselves, ahead, since nothing aligns these.
+// has the codes of 64 lines (n) and 128 k, by TMA. Threads copy the scales of their lines by
+// themselves, since nothing aligns these.
 //
 // Where rows are few, a thread has lines as in linear_weights_sm90.cuh: 32 neighbouring k of two
 // lines, half of which are of each warpgroup's columns. So these are no neighbours, and each lane
@@ -9,68 +9,94 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "quantized/device/linear_weights_sm90.cuh"
 
 namespace jgg::device {
 
-// The scales of 32 k of some lines, one after another.
-template <typename Codes>
-class LineScalesAhead {
+// A thread's scales of 32 k, of kLines lines of each slice, which lie 8 apart. They are copied to
+// its own places in shared memory kDepth slices ahead, by the words that they lie in.
+template <typename Codes, int kLines, int kDepth>
+class CopiedScales {
  public:
   using Loaded = typename Codes::Loaded;
+  static constexpr int kWords = kLines * (Codes::kHasBiases ? 2 : 1);
+  using Places = uint32_t[kDepth][kWords][32 * kMultiplyWarps];
 
-  // From line `line` on, at `k`.
-  __device__ LineScalesAhead(const QuantizedGemmSm90& quantized, const Work& work, int line, int k)
+  // From line `line` of a tile of work on, at `k`.
+  __device__ CopiedScales(const QuantizedGemmSm90& quantized, const Work& work, int line, int k,
+                          Places& places)
       : quantized_(quantized), line_(line) {
+    to_ = SharedAddress(&places[0][0][threadIdx.x - 128]);
     const bool exists = work.weight >= 0 && k < quantized.gemm.n;
     lines_ = exists ? quantized.elements : 0;
-    const char* scales = static_cast<const char*>(quantized.scales);
+    int64_t at;
     if constexpr (Codes::kInBlocks) {
-      scales_ = scales +
-                static_cast<int64_t>(work.weight) * quantized.scale_lines * quantized.scale_line +
-                k / quantized.columns_each * Codes::kScaleSize;
+      at = static_cast<int64_t>(work.weight) * quantized.scale_lines * quantized.scale_line +
+           k / quantized.columns_each * Codes::kScaleSize;
     } else {
       const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line;
-      scales_ =
-          scales + first * quantized.scale_line + (k >> quantized.scale_shift) * Codes::kScaleSize;
+      at = first * quantized.scale_line + (k >> quantized.scale_shift) * Codes::kScaleSize;
     }
-  }
-
-  // Of the line `further` after this one. Lines that are not there have codes 0 and scales 0, so
-  // that nothing comes of them.
-  __device__ void Load(int further, Loaded& to) const {
+    // Lines of a slice are whole words apart from the first, so this is where all scales lie in
+    // their words. The arrays begin with whole words.
+    shift_ = static_cast<int>(at) % 4 * 8;
+    scales_ = static_cast<const char*>(quantized.scales) + at / 4 * 4;
+    asm volatile("cp.async.wait_all;" ::: "memory");  // of the tile before
 #pragma unroll
-    for (int i = 0; i < (Codes::kHasBiases ? 2 : 1); ++i) to[i] = 0;
-    if (line_ + further >= lines_) return;
-    if constexpr (Codes::kInBlocks) {
-      const int line = static_cast<unsigned>(line_ + further) / quantized_.rows_each;
-      to[0] = __ldg(reinterpret_cast<const uint32_t*>(scales_ + static_cast<int64_t>(line) *
-                                                                    quantized_.scale_line));
-    } else {
-      const char* from = scales_ + further * quantized_.scale_line;
-      if constexpr (Codes::kBlockScales == 2) {
-        to[0] = __ldg(reinterpret_cast<const uint16_t*>(from));
-      } else {
-        to[0] = __ldg(reinterpret_cast<const uint8_t*>(from));
-      }
-      if constexpr (Codes::kHasBiases) {
-        from += static_cast<const char*>(quantized_.biases) -
-                static_cast<const char*>(quantized_.scales);
-        to[1] = __ldg(reinterpret_cast<const uint16_t*>(from));
-      }
-    }
+    for (int i = 0; i < kDepth; ++i) Ask(i);
   }
 
-  __device__ void Next(int lines) {
-    line_ += lines;
-    if constexpr (!Codes::kInBlocks) scales_ += lines * quantized_.scale_line;
+  // The scales of a slice, which have the place that the slice kDepth further on will have.
+  __device__ void Take(int place, Loaded (&to)[kLines]) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
+    constexpr uint32_t kMask = Codes::kBlockScales == 4   ? ~0u
+                               : Codes::kBlockScales == 2 ? 0xffff
+                                                          : 0xff;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t word;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(Place(place, i)) : "memory");
+      to[i % kLines][i / kLines] = word >> shift_ & kMask;
+    }
+    Ask(place);
   }
 
  private:
+  __device__ uint32_t Place(int place, int i) const {
+    return to_ + (place * kWords + i) * sizeof(uint32_t[32 * kMultiplyWarps]);
+  }
+
+  // Lines that are not there have codes 0 and scales 0, so that nothing comes of them.
+  __device__ void Ask(int place) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int line = line_ + i % kLines * 8;
+      const char* from = scales_;
+      if constexpr (Codes::kInBlocks) {
+        from += static_cast<int64_t>(static_cast<unsigned>(line) / quantized_.rows_each) *
+                quantized_.scale_line;
+      } else {
+        from += i % kLines * 8 * quantized_.scale_line;
+      }
+      if (i >= kLines) {
+        from += static_cast<const char*>(quantized_.biases) -
+                static_cast<const char*>(quantized_.scales);
+      }
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(Place(place, i)), "l"(from),
+                   "r"(line < lines_ ? 4 : 0)
+                   : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    line_ += 64;
+    if constexpr (!Codes::kInBlocks) scales_ += 64 * quantized_.scale_line;
+  }
+
   const QuantizedGemmSm90& quantized_;
-  const char* scales_;  // of the line; in blocks, of the matrix
-  int line_, lines_;
+  const char* scales_;  // of the line that is asked for next; in blocks, of the matrix
+  int line_, lines_, shift_;
+  uint32_t to_;
 };
 
 template <Mode kMode, int kBits>
@@ -83,6 +109,12 @@ struct TransposedLines {
   static constexpr int kCodeBytes = Tile::kBytes, kScaleBytes = 0;  // of a slice
   static constexpr int kCodesAligned = 1024;                        // bytes, for swizzled boxes
   static constexpr int kCopiers = 1;                                // threads, beside that of x
+  // Scales of few rows, in stages of so many slices, or of many rows.
+  template <int kSlices>
+  using FewScales = CopiedScales<Codes, 2, kSlices>;
+  using ManyScales = CopiedScales<Codes, 1, 4>;
+  template <bool kFew, int kSlices>
+  using Places = typename std::conditional_t<kFew, FewScales<kSlices>, ManyScales>::Places;
   static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
 
   // The codes of a tile of work, for the threads that copy them.
@@ -126,16 +158,11 @@ struct TransposedLines {
   template <int kSlices>
   class Reader {
     static constexpr int kHalfWords = (kBits + 1) / 2;
-    // Slices whose scales have been asked for; of biases, too, for which there are no registers.
-    static constexpr int kAhead = Codes::kHasBiases ? 2 : kSlices;
-    static_assert(kSlices % kAhead == 0);
 
    public:
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
-        : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
-#pragma unroll
-      for (int s = 0; s < kAhead; ++s) LoadScales(s);
-    }
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/,
+                      Places<true, kSlices>& places)
+        : scales_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32, places) {}
 
     struct Words {
       uint32_t codes[2][kHalfWords], scales[2];
@@ -152,11 +179,8 @@ struct TransposedLines {
     // Of slice `s` of a stage, a warpgroup's half of the codes.
     __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
       Words words;
-      uint32_t now[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
-      LoadScales(s % kAhead);
+      typename Codes::Loaded now[2];
+      scales_.Take(s, now);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int piece = threadIdx.x % 4;
@@ -165,7 +189,8 @@ struct TransposedLines {
         } else {
           LoadHalf(codes, Row() + 8 * r, piece, group, words.codes[r]);
         }
-        words.scales[r] = Codes::OfHalf(now[r], group, words.codes[r]);
+        const uint32_t scale = Codes::template Word<ScaleRange::kAny>(now[r]);
+        words.scales[r] = Codes::OfHalf(scale, group, words.codes[r]);
       }
       return words;
     }
@@ -197,14 +222,7 @@ struct TransposedLines {
       }
     }
 
-    __device__ void LoadScales(int s) {
-      ahead_.Load(0, next_[s][0]);
-      ahead_.Load(8, next_[s][1]);
-      ahead_.Next(64);
-    }
-
-    LineScalesAhead<Codes> ahead_;
-    typename Codes::Loaded next_[kAhead][2];
+    FewScales<kSlices> scales_;
   };
 
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
@@ -217,20 +235,20 @@ struct TransposedLines {
   // Many rows: decodes a slice's line of 64 k.
   class Writer {
    public:
-    __device__ Writer(const QuantizedGemmSm90& quantized, const Work& work, int group)
+    __device__ Writer(const QuantizedGemmSm90& quantized, const Work& work, int group,
+                      Places<false, 1>& places)
         : line_(threadIdx.x % 128 / 2),
           piece_(2 * group + threadIdx.x % 2),
-          ahead_(quantized, work, line_, work.out_column + 32 * piece_) {
-      LoadScales();
-    }
+          scales_(quantized, work, line_, work.out_column + 32 * piece_, places) {}
 
     struct Words {
       uint32_t pairs[16];
     };
 
     __device__ Words Load(const char* codes, const char* /*scales*/, int /*group*/) {
-      const uint32_t now = Codes::template Word<ScaleRange::kAny>(next_);
-      LoadScales();
+      typename Codes::Loaded loaded[1];
+      scales_.Take(slice_++ % 4, loaded);
+      const uint32_t now = Codes::template Word<ScaleRange::kAny>(loaded[0]);
       Words words;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -271,14 +289,9 @@ struct TransposedLines {
     }
 
    private:
-    __device__ void LoadScales() {
-      ahead_.Load(0, next_);
-      ahead_.Next(64);
-    }
-
     const int line_, piece_;
-    LineScalesAhead<Codes> ahead_;
-    typename Codes::Loaded next_;
+    int slice_ = 0;
+    ManyScales scales_;
   };
 };
 

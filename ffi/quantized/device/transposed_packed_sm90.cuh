@@ -21,6 +21,9 @@ struct TransposedTiles {
   static constexpr int kCodesAligned = 128;                 // bytes
   static constexpr int kCopiers = 2;          // threads, beside that of x: of codes, and of scales
   static constexpr bool kHasEpilogue = true;  // few rows: a warpgroup's columns are neighbours
+  struct NoPlaces {};
+  template <bool kFew, int kSlices>
+  using Places = NoPlaces;  // scales come with a stage
 
   // The codes and scales of a tile of work, for the threads that copy them.
   struct Columns {
@@ -95,7 +98,8 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
 
    public:
     using Words = typename Of::Words;
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
+    template <typename Places>
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/, Places&)
         : reader_(quantized, work, 0) {}
 
     // Of slice `s` of a stage, a warpgroup's columns.
@@ -123,7 +127,8 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
 
     // Lane l names a line of the 8 x 8 matrix l / 8 of four: n below 8, n from 8 on, and the same
     // of the next 8 k.
-    __device__ Writer(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
+    template <typename Places>
+    __device__ Writer(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/, Places&)
         : reader_(quantized, work, 0),
           line_at_((threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16) * 128) {}
 

@@ -43,8 +43,9 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
   using Epilogue = EpilogueSm90<32, false, true>;
   static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
-  static constexpr int kFree =
-      228 * 1024 / kBlocksPerSm - 1024 - 2 * 1024 - 4 * kTurnedBytes - 2 * Epilogue::kBytes;
+  using Places = typename Weights::template Places<kWarps, kSlices>;
+  static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - 2 * 1024 - 4 * kTurnedBytes -
+                               2 * Epilogue::kBytes - sizeof(Places);
   static constexpr int kStages = std::min(kFree / kStageBytes, kMostStages);
   static_assert(kStages >= 2);
 
@@ -58,6 +59,7 @@ struct TransposedGemmSm90Config : Traits {
     alignas(16) Work works[kWorks];
     uint64_t full[kStages], empty[kStages];
     uint64_t work_full[kWorks], work_empty[kWorks];
+    Places places;  // of scales that threads copy by themselves
   };
 };
 
@@ -130,7 +132,7 @@ struct TransposedProducts {
   template <int kN, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& sums) {
-    Writer writer(quantized, work, group);
+    Writer writer(quantized, work, group, memory.places);
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) sums[i] = 0.0f;
     const int slices = Uniform(work.slices);
@@ -231,7 +233,7 @@ struct TransposedFewRows {
   template <int kEights, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& result) {
-    Reader reader(quantized, work, group);
+    Reader reader(quantized, work, group, memory.places);
     float sums[4][4 * kEights];  // of 16 columns each
 #pragma unroll
     for (int i = 0; i < 16 * kEights; ++i) sums[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
