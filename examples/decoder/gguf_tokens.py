@@ -19,30 +19,40 @@ from .errors import Refused
 
 CONTROL, USER_DEFINED = 3, 4  # of token_type
 LONGEST = 256  # characters of a token that is made of two others
+MOST = 2**23  # characters of all tokens together: more than any vocabulary has
 _ENDS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-#: What a text is split by before it is encoded, by tokenizer.ggml.pre; "": as GPT-2 does.
+_GPT2 = rf"{_ENDS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+_QWEN2 = rf"(?i:{_ENDS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_LLAMA3 = rf"(?i:{_ENDS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O, _TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{ends}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{ends}|\p{{N}}{digits}|{_SLASHES}"
+    for ends, digits in ((rf"(?i:{_ENDS})?", "{1,3}"), ("", ""))
+)
+#: What a text is split by, one after the other, before it is encoded; by tokenizer.ggml.pre.
 SPLITS = {
-    "default": "", "gpt-2": "", "olmo": "",
-    "qwen2": rf"(?i:{_ENDS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",
-    "llama-bpe": rf"(?i:{_ENDS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
-    "gpt-4o": (
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+(?i:{_ENDS})?|"
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*(?i:{_ENDS})?|"
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,), "olmo": (_GPT2,), "qwen2": (_QWEN2,), "deepseek-r1-qwen": (_QWEN2,),
+    "llama-bpe": (_LLAMA3,), "llama3": (_LLAMA3,), "llama-v3": (_LLAMA3,), "dbrx": (_LLAMA3,),
+    "smaug-bpe": (_LLAMA3,), "gpt-4o": (_GPT4O,), "tekken": (_TEKKEN,),
 }  # fmt: skip
+#: Of these, words that are tokens are not merged, and texts have a first token if nothing is said.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
 def read(metadata: Mapping[str, Any]) -> Tokenizer:
     """Raises :class:`Refused`."""
-    said = lambda key, default=None: _value(metadata, f"tokenizer.ggml.{key}", default)
+    said = lambda key, default=None: value(metadata, f"tokenizer.ggml.{key}", default)
     kind, tokens = said("model"), said("tokens")
     if kind not in ("gpt2", "llama"):
         raise Refused(f"tokenizer.ggml.model is {kind!r}, expected 'gpt2' or 'llama'")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise Refused("tokenizer.ggml.tokens is no list of tokens")
+    if sum(map(len, tokens)) > MOST:
+        raise Refused(f"tokenizer.ggml.tokens has more than {MOST} characters")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if vocabulary[token] != i)
@@ -67,12 +77,14 @@ def read(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def begin(metadata: Mapping[str, Any]) -> int | None:
     """The token that is put before every text."""
-    said = lambda key, default=None: _value(metadata, f"tokenizer.ggml.{key}", default)
-    token, added = said("bos_token_id"), said("add_bos_token", said("model") == "llama")
+    said = lambda key, default=None: value(metadata, f"tokenizer.ggml.{key}", default)
+    usual = said("model") == "llama" or said("pre") in WHOLE_WORDS
+    token, added = said("bos_token_id"), said("add_bos_token", usual)
     return token if added and isinstance(token, int) else None
 
 
-def _value(metadata: Mapping[str, Any], key: str, default: Any) -> Any:
+def value(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """One of the values. Raises :class:`Refused`."""
     try:
         return metadata.get(key, default)
     except ValueError as error:
@@ -85,19 +97,18 @@ def _gpt2(said: Any, vocabulary: dict[str, int]) -> Tokenizer:
     if pre not in SPLITS:
         known = ", ".join(map(repr, SPLITS))
         raise Refused(f"tokenizer.ggml.pre is {pre!r}, expected one of {known}")
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise Refused("tokenizer.ggml.merges is no list of pairs of tokens")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     odd = next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None)
     if odd is not None:
         raise Refused(f"tokenizer.ggml.merges: {odd[:100]!r} is no pair of tokens")
-    out = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe"))
-    split = SPLITS[pre]
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
-    if pre == "qwen2":
+    out = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in WHOLE_WORDS))
+    if _QWEN2 in SPLITS[pre]:  # as these models were trained; llama.cpp does not
         out.normalizer = normalizers.NFC()
-    if split:
-        by_regex = pre_tokenizers.Split(Regex(split), "isolated")
-        by_bytes = pre_tokenizers.Sequence([by_regex, by_bytes])
-    out.pre_tokenizer = by_bytes
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in SPLITS[pre]]
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    out.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
     out.decoder = decoders.ByteLevel()
     return out
 

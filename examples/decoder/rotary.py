@@ -49,6 +49,11 @@ class Rope:
             raise Refused(f"config.json: rope_parameters are {said}: {error}") from error
         return cls(tuple(map(float, angles)), float(factor), float(correction))
 
+    def divided(self, factors: np.ndarray) -> Rope:
+        """With frequencies that are divided by so much each."""
+        angles = tuple(map(float, np.array(self.angles) / factors))
+        return dataclasses.replace(self, angles=angles)
+
     def turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines ``(T, size / 2)`` at positions ``(T,)``, in float32."""
         angle = positions.astype(jnp.float32)[:, None] * np.array(self.angles, np.float32)
