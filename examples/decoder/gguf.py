@@ -150,9 +150,9 @@ def config_of(path: Path) -> dict[str, Any]:
         raise Refused(f"expert_weights_scale is {scale!r}, expected 1")
     number = all(type(n) is int and n > 0 for n in (width, heads))
     head = values["head_dim"] or (width // heads if number else None)
-    turned = of("rope.dimension_count", head)
-    if turned != head:
-        raise Refused(f"rope.dimension_count is {turned!r}, but heads have {head} numbers")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if (size := of(key, head)) != head:
+            raise Refused(f"{key} is {size!r}, but heads have {head} numbers")
     return {key: value for key, value in values.items() if value is not None}
 
 

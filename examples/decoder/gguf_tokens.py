@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -45,11 +46,11 @@ WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 def read(metadata: Mapping[str, Any]) -> Tokenizer:
     """Raises :class:`Refused`."""
-    said = lambda key, default=None: value(metadata, f"tokenizer.ggml.{key}", default)
-    kind, tokens = said("model"), said("tokens")
+    said = _Said(metadata)
+    kind, tokens = said("model", str), said("tokens", list)
     if kind not in ("gpt2", "llama"):
         raise Refused(f"tokenizer.ggml.model is {kind!r}, expected 'gpt2' or 'llama'")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    if tokens is None or not all(isinstance(token, str) for token in tokens):
         raise Refused("tokenizer.ggml.tokens is no list of tokens")
     if sum(map(len, tokens)) > MOST:
         raise Refused(f"tokenizer.ggml.tokens has more than {MOST} characters")
@@ -58,7 +59,7 @@ def read(metadata: Mapping[str, Any]) -> Tokenizer:
         twice = next(token for i, token in enumerate(tokens) if vocabulary[token] != i)
         raise Refused(f"tokenizer.ggml.tokens: {twice[:100]!r} appears twice")
     try:
-        types = list(said("token_type", [1] * len(tokens)))
+        types = said("token_type", np.ndarray, np.ones(len(tokens), int)).tolist()
         if len(types) != len(tokens):
             count = f"{len(types)} types of {len(tokens)} tokens"
             raise Refused(f"tokenizer.ggml.token_type has {count}")
@@ -77,10 +78,10 @@ def read(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def begin(metadata: Mapping[str, Any]) -> int | None:
     """The token that is put before every text."""
-    said = lambda key, default=None: value(metadata, f"tokenizer.ggml.{key}", default)
-    usual = said("model") == "llama" or said("pre") in WHOLE_WORDS
-    token, added = said("bos_token_id"), said("add_bos_token", usual)
-    return token if added and isinstance(token, int) else None
+    said = _Said(metadata)
+    usual = said("model", str) == "llama" or said("pre", str) in WHOLE_WORDS
+    token, added = said("bos_token_id", int), said("add_bos_token", bool, usual)
+    return token if added else None
 
 
 def value(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -91,13 +92,34 @@ def value(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
         raise Refused(str(error)) from error
 
 
-def _gpt2(said: Any, vocabulary: dict[str, int]) -> Tokenizer:
+class _Said:
+    """Values of the tokenizer; one of another type is refused."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.metadata = metadata
+
+    def __call__(self, key: str, kind: type, default: Any = None) -> Any:
+        name = f"tokenizer.ggml.{key}"
+        found = value(self.metadata, name)
+        if found is None:
+            return default
+        if type(found) is not kind or (kind is int and found < 0):
+            text = repr(found)[:100] if isinstance(found, (str, int, float)) else "a list"
+            raise Refused(f"{name} is {text}, expected {_KINDS[kind]}")
+        return found
+
+
+_KINDS = {str: "a text", int: "a number from 0 on", bool: "a bool", list: "a list of texts",
+          np.ndarray: "a list of numbers"}  # fmt: skip
+
+
+def _gpt2(said: _Said, vocabulary: dict[str, int]) -> Tokenizer:
     """Byte pairs, in the order in which they are merged."""
-    merges, pre = said("merges", []), said("pre", "default")
+    merges, pre = said("merges", list, []), said("pre", str, "default")
     if pre not in SPLITS:
         known = ", ".join(map(repr, SPLITS))
         raise Refused(f"tokenizer.ggml.pre is {pre!r}, expected one of {known}")
-    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+    if not all(isinstance(merge, str) for merge in merges):
         raise Refused("tokenizer.ggml.merges is no list of pairs of tokens")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     odd = next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None)
@@ -113,10 +135,10 @@ def _gpt2(said: Any, vocabulary: dict[str, int]) -> Tokenizer:
     return out
 
 
-def _llama(said: Any, vocabulary: dict[str, int]) -> Tokenizer:
+def _llama(said: _Said, vocabulary: dict[str, int]) -> Tokenizer:
     """SentencePiece's byte pairs: of two tokens that stand side by side, those are merged whose
     whole has the largest score."""
-    scores = said("scores", ())
+    scores = said("scores", np.ndarray, ())
     if len(scores) != len(vocabulary):
         count = f"{len(scores)} scores of {len(vocabulary)} tokens"
         raise Refused(f"tokenizer.ggml.scores has {count}")
@@ -129,14 +151,19 @@ def _llama(said: Any, vocabulary: dict[str, int]) -> Tokenizer:
             if left in vocabulary and right in vocabulary:
                 merges.append((-float(score), vocabulary[left], vocabulary[right], left, right))
     merges.sort()
-    unknown = said("unknown_token_id")
-    names = list(vocabulary)
-    unknown = names[unknown] if isinstance(unknown, int) and 0 <= unknown < len(names) else None
+    tokens, of = {left + right for *_, left, right in merges}, {score for score, *_ in merges}
+    if len(tokens) > 2 * len(of):  # converters without sentencepiece's file write -1000 for all
+        raise Refused(
+            f"tokenizer.ggml.scores has {len(of)} different scores for {len(tokens)} tokens: which "
+            "are merged first is not known"
+        )
+    unknown, names = said("unknown_token_id", int), list(vocabulary)
+    unknown = names[unknown] if unknown is not None and unknown < len(names) else None
     pairs = [(left, right) for *_, left, right in merges]
     out = Tokenizer(models.BPE(
         vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True,
     ))  # fmt: skip
-    prefix = said("add_space_prefix", True)
+    prefix = said("add_space_prefix", bool, True)
     parts = [normalizers.Prepend("▁")] if prefix else []
     out.normalizer = normalizers.Sequence([*parts, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from decoder_runs import CHUNK, Run, agree, example, refused
-from gguf_writers import ARRAY, BOOL, I32, STRING, U32, field, save
+from gguf_writers import ARRAY, BOOL, I32, STRING, U16, U32, field, save
 from gguf_writers import F32 as FLOAT
 
 import jax_groupgemm as jgg
@@ -34,6 +34,23 @@ def test_weights(name, older, tmp_path):
     path, folder = gguf_folders.convert(name, tmp_path, older=older, config=config_of(name))
     (_, got), (_, want) = (Run(path).parts for path in (path, folder))
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_parts_of_a_model(tmp_path):
+    """Any of them stands for the model."""
+    path, folder = gguf_folders.convert("mixtral", tmp_path, config=config_of("mixtral"))
+    tensors, want = [*example("decoder.gguf").opened(path).items()], Run(folder).parts[1]
+    about = gguf_folders.metadata(
+        "mixtral", config_of("mixtral"), gguf_folders.tokens_of("mixtral")
+    )
+    for i in range(2):
+        part = [field("split.no", U16, i), field("split.count", U16, 2),
+                field("split.tensors.count", I32, len(tensors))]  # fmt: skip
+        part += about if i == 0 else []
+        save(tmp_path / f"m-0000{i + 1}-of-00002.gguf", dict(tensors[i::2]), part)
+    for i in (1, 2):
+        got = Run(tmp_path / f"m-0000{i}-of-00002.gguf").parts[1]
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,6 +157,21 @@ def test_sentencepiece(tmp_path):
     assert tokens.read(about).encode("abc aa").tokens == ["abc", "▁a", "a"]
 
 
+def test_scores_that_say_nothing(tmp_path):
+    names = ["<unk>", "a", "b", "aa", "ab", "bb"]
+    about = metadata_of(
+        tmp_path, field("tokenizer.ggml.model", STRING, "llama"),
+        field("tokenizer.ggml.tokens", ARRAY, (STRING, names)),
+        field("tokenizer.ggml.scores", ARRAY, (FLOAT, [-1000.0] * 6)),
+    )  # fmt: skip
+    with pytest.raises(example("decoder.errors").Refused) as error:
+        example("decoder.gguf_tokens").read(about)
+    assert str(error.value) == (
+        "tokenizer.ggml.scores has 1 different scores for 3 tokens: which are merged first is not "
+        "known"
+    )
+
+
 # Refusals.
 
 REFUSED = {
@@ -154,6 +186,8 @@ REFUSED = {
     "olmoe.expert_count": ((U32, 0), "general.architecture is 'olmoe', and there are no experts"),
     "olmoe.block_count": ((U32, 10**6), "metadata: num_hidden_layers is 1000000, more than 1000"),
     "olmoe.rope.dimension_count": ((U32, 4), "rope.dimension_count is 4, but heads have 8 numbers"),
+    "olmoe.attention.value_length": ((U32, 9), "attention.value_length is 9, but heads have 8 "
+                                     "numbers"),
     "olmoe.rope.scaling.type": ((STRING, "longrope"), "rope.scaling.type is 'longrope', expected "
                                 "'none', 'linear' or 'yarn'"),
     "olmoe.attention.head_count": ((ARRAY, (I32, [4, 4])), "olmoe.attention.head_count "
@@ -167,6 +201,10 @@ REFUSED = {
                               "appears twice"),
     "tokenizer.ggml.merges": ((ARRAY, (STRING, ["ab"])), "tokenizer.ggml.merges: 'ab' is no pair "
                               "of tokens"),
+    "tokenizer.ggml.add_bos_token": ((U32, 1), "tokenizer.ggml.add_bos_token is 1, expected a "
+                                     "bool"),
+    "tokenizer.ggml.bos_token_id": ((I32, -1), "tokenizer.ggml.bos_token_id is -1, expected a "
+                                    "number from 0 on"),
     "tokenizer.ggml.token_type": ((ARRAY, (I32, [1])), "tokenizer.ggml.token_type has 1 types of "
                                   "256 tokens"),
 }  # fmt: skip
