@@ -3,9 +3,9 @@
 python -m benchmarks.format_errors
 python -m benchmarks.format_errors --json FILE
 
-The error is the root mean square of the difference, as a part of the weights' own. Formats of GGUF
-are quantized by llama.cpp (``xllamacpp``, or ``JGG_LIBLLAMA``), without an importance matrix, and
-read by ``jgg.checkpoints``.
+The weights are bfloat16 numbers. The error is the root mean square of the difference, as a part of
+the weights' own. Formats of GGUF are quantized by llama.cpp (``xllamacpp``, or ``JGG_LIBLLAMA``),
+without an importance matrix, and read by ``jgg.checkpoints``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def of_llama_cpp(w: np.ndarray, kind: str, calls: ctypes.CDLL) -> np.ndarray:
 
 def rows(w: np.ndarray) -> Iterator[dict]:
     for name, options in OURS.items():
-        q = jgg.quantize(jnp.asarray(w), contract=-1, **options)
+        q = jgg.quantize(jnp.asarray(w, jnp.bfloat16), contract=-1, **options)
         yield {"format": name, "bits": bits(q), "error": error(q, w)}
     from . import llama_cpp
 
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
     args = parser.parse_args(argv)
-    w = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
+    w = np.random.default_rng(0).standard_normal((N, K))
+    w = np.asarray(jnp.asarray(w, jnp.bfloat16), np.float32)  # affine scales then are bfloat16
     out = []
     for row in rows(w):
         out.append(row)
