@@ -13,6 +13,7 @@ one for any.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -57,9 +58,8 @@ def blocks(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarray:
 
 def make(path: Path, layers: int) -> None:
     """A file of random weights, with OLMoE's metadata and a tokenizer of bytes."""
-    import gguf
-    from tokenizers import pre_tokenizers
-
+    gguf = importlib.import_module("gguf")
+    pre_tokenizers = importlib.import_module("tokenizers.pre_tokenizers")
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "olmoe")
     writer.add_name(f"OLMoE-1B-7B's sizes, {layers} layers, random")
@@ -116,8 +116,7 @@ def make(path: Path, layers: int) -> None:
 
 def ours(args: argparse.Namespace, dtype: str) -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "examples"))
-    import generate
-
+    generate = importlib.import_module("generate")
     prompt = "".join(chr(97 + i % 26) for i in range(args.prompt))
     options = ["--prompt", prompt, "--tokens", str(args.tokens), "--dtype", dtype]
     results = generate.main([str(args.file), *options])

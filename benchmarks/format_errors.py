@@ -55,6 +55,12 @@ def of_llama_cpp(w: np.ndarray, kind: str, calls: ctypes.CDLL) -> np.ndarray:
     return out
 
 
+def weight(tensors: dict, scales_dtype=None) -> jgg.Quantized:
+    q = jgg.checkpoints.linear(tensors, "w", format="gguf", scales_dtype=scales_dtype)
+    assert isinstance(q, jgg.Quantized)
+    return q
+
+
 def rows(w: np.ndarray) -> Iterator[dict]:
     for name, options in OURS.items():
         q = jgg.quantize(jnp.asarray(w, jnp.bfloat16), contract=-1, **options)
@@ -66,11 +72,11 @@ def rows(w: np.ndarray) -> Iterator[dict]:
         raw = of_llama_cpp(w, kind, calls)
         blocks = jgg.checkpoints.Blocks(kind, w.shape, lambda a, b, raw=raw: raw[a:b])
         tensors = {"w.weight": blocks}
-        q = jgg.checkpoints.linear(tensors, "w", format="gguf")
+        q = weight(tensors)
         row = {"format": f"GGUF {kind}", "file_bits": 8 * raw.nbytes / w.size}
         yield row | {"bits": bits(q), "error": error(q, w)}
         if q.mode == "affine":
-            q = jgg.checkpoints.linear(tensors, "w", format="gguf", scales_dtype=jnp.bfloat16)
+            q = weight(tensors, jnp.bfloat16)
             name = f"GGUF {kind}, bfloat16 scales"
             yield row | {"format": name, "bits": bits(q), "error": error(q, w)}
 

@@ -8,6 +8,7 @@ they are bytes: llama.cpp fills them with its defaults, and what is changed is a
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,9 +57,7 @@ class Library:
     def __init__(self, path: str | None = None):
         path = path or os.environ.get("JGG_LIBLLAMA")
         if path is None:
-            import xllamacpp.xllamacpp as extension
-
-            path = extension.__file__
+            path = str(importlib.import_module("xllamacpp.xllamacpp").__file__)
         self.path = path
         self.calls = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         for name, (result, *arguments) in FUNCTIONS.items():

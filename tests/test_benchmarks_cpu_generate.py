@@ -13,7 +13,7 @@ import jax_groupgemm as jgg
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import cpu_generate  # noqa: E402
+from benchmarks import cpu_generate
 
 
 @pytest.mark.parametrize("kind", cpu_generate.BLOCKS)

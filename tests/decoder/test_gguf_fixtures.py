@@ -74,6 +74,8 @@ def test_a_model_without_experts(generate, capsys):
     assert "\n hello \n\n" in out
     said = refused(generate, path, "--quantize", "nvfp4")
     assert said == "--quantize is for experts, and it has none"
+    with pytest.raises(generate.Refused, match="llama has no experts, and adapters are for models"):
+        example("decoder.adapters").check(generate.config.read(path), ["attention"])
     said = refused(generate, path, "--memory", "0.00001")
     assert said.endswith("has free; use fewer --tokens, or a quantized checkpoint")
 
