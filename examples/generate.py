@@ -2,13 +2,14 @@
 
     python examples/generate.py                           # random weights, made here: it shows how
     python examples/generate.py CHECKPOINT --prompt "…"   # a folder that you downloaded
-    python examples/generate.py model.gguf --prompt "…"   # a file of llama.cpp
+    python examples/generate.py model.gguf --prompt "…" --chat   # a file of llama.cpp
     python examples/generate.py CHECKPOINT --quantize nvfp4 --tokens 500 --temperature 0.7
     python examples/generate.py CHECKPOINT --devices 4    # experts and heads are divided
     python examples/generate.py CHECKPOINT --adapters runs/qlora/adapters   # of qlora_moe.py
 
-Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and DeepSeek-V3 run, with weights in bfloat16 or in
-any quantized format that ``jgg.checkpoints`` reads; of GGUF files, all of them but DeepSeek-V3.
+Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and DeepSeek-V3 run, and Llama, Qwen2 and Qwen3
+without experts, with weights in bfloat16 or in any quantized format that ``jgg.checkpoints`` reads;
+of GGUF files, all of them but DeepSeek-V3.
 Experts run as ``jgg.moe_mlp`` takes them; ``decoder/`` is everything around them.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import jax
 
-from decoder import config, loading, memory, peft, tiny, tokens
+from decoder import chat, config, loading, memory, peft, tiny, tokens
 from decoder.errors import Refused, in_sentences, is_folder, is_gguf
 from decoder.generation import Watch
 from decoder.ready import ready
@@ -57,6 +58,10 @@ def parse(argv=None) -> argparse.Namespace:
         help="folder of a model, or a GGUF file (default: random weights, made here)",
     )  # fmt: skip
     parser.option("--prompt", PROMPT, "text to go on from")
+    parser.add_argument(
+        "--chat", action="store_true",
+        help="--prompt is a message, and the model's chat template puts it into its words",
+    )  # fmt: skip
     parser.option("--tokens", 64, "tokens to generate, at most", type=count)
     parser.option(
         "--temperature", 0.0, "randomness; 0 takes the likeliest token", type=not_negative
@@ -131,7 +136,8 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
         if args.devices > 1:
             raise Refused("--adapters are for one device")
     tokenizer = tokens.read(folder, about.vocabulary)
-    prompt = tokens.encode(tokenizer, args.prompt, tokens.begin(folder, tokenizer))
+    text = chat.written(folder, args.prompt) if args.chat else args.prompt
+    prompt = tokens.encode(tokenizer, text, tokens.begin(folder, tokenizer))
     tokens.check(tokenizer, prompt, about.vocabulary)
     if about.context is not None and len(prompt) + args.tokens > about.context:
         raise Refused(
@@ -146,16 +152,17 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
         dtype, args.quantize, args.devices, room, args.memory, args.exact, args.unrolled,
         joined=args.adapters is None,
     )  # fmt: skip
+    experts = f" of {about.router.experts} experts" if any(about.moe_layers) else ""
     print(
-        f"{about.architecture}, {about.layers} layers of {about.router.experts} experts, in "
-        f"{dtype} on {jax.devices()[0].device_kind}"
+        f"{about.architecture}, {about.layers} layers{experts}, in {dtype} on "
+        f"{jax.devices()[0].device_kind}"
     )
     if about.random:
         print("weights are random: the text means nothing")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     weights = loading.weights_of(folder, about, options)
     generator, need = ready(about, weights, options, sampling, args.chunk, args.adapters)
-    print(args.prompt, end="", flush=True)
+    print(args.prompt, end="\n\n" if args.chat else "", flush=True)
     watch, text = Watch(generator.each), []
     generated = watch(generator(prompt, args.tokens, about.ends, args.seed))
     for part in tokens.streamed(tokenizer, generated):

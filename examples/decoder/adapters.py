@@ -175,6 +175,10 @@ def places(model: Decoder, targets: Sequence[str]) -> Iterator[tuple[Stack, str,
 
 def check(config: Config, targets: Sequence[str]) -> None:
     """Whether a model can have such adapters, before it is loaded."""
+    if not any(config.moe_layers):
+        raise Refused(
+            f"{config.architecture} has no experts, and adapters are for models with them"
+        )
     if "experts" in targets and config.architecture == "gpt_oss":
         raise Refused(
             "gpt_oss keeps all experts of a layer in one tensor, for which PEFT has another "

@@ -1,4 +1,4 @@
-"""``config.json`` of six architectures, as one :class:`Config`."""
+"""``config.json`` of nine architectures, as one :class:`Config`."""
 
 from __future__ import annotations
 
@@ -118,6 +118,38 @@ class _Json:
         return value
 
 
+NO_EXPERTS = Router(0, 0)
+
+
+def _dense(of: _Json) -> dict[str, Any]:
+    """What models without experts share."""
+    if of("use_sliding_window", bool, False):
+        raise Refused("config.json: use_sliding_window is true, which no released Qwen model has")
+    if of("mlp_bias", bool, False):
+        raise Refused("config.json: mlp_bias is true, which is not known here")
+    return {
+        "router": NO_EXPERTS,
+        "expert_width": 0,
+        "dense_width": of("intermediate_size", int),
+        "moe_layers": (False,) * of("num_hidden_layers", int),
+    }
+
+
+def _llama(of: _Json) -> dict[str, Any]:
+    bias = of("attention_bias", bool, False)
+    return _dense(of) | {"qkv_bias": bias, "out_bias": of("out_bias", bool, bias)}
+
+
+def _dense_qwen2(of: _Json) -> dict[str, Any]:
+    bias = of("qkv_bias", bool, True)
+    return _dense(of) | {"qkv_bias": bias, "out_bias": of("out_bias", bool, False)}
+
+
+def _dense_qwen3(of: _Json) -> dict[str, Any]:
+    bias = of("attention_bias", bool, False)
+    return _dense(of) | {"qk_norm": "head", "qkv_bias": bias, "out_bias": bias}
+
+
 def _mixtral(of: _Json) -> dict[str, Any]:
     return {
         "names": Names("block_sparse_moe", "gate", "w1", "w3", "w2"),
@@ -227,6 +259,9 @@ ARCHITECTURES: dict[str, Callable[[_Json], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
+    "llama": _llama,
+    "qwen2": _dense_qwen2,
+    "qwen3": _dense_qwen3,
 }
 
 
@@ -293,13 +328,16 @@ def read(folder: Path) -> Config:
         "quantization": _quantization(folder, values),
     }
     values_of_all = common | own
-    config = Config(**values_of_all, rope=Rope.of(_rope(of, name), values_of_all["head_size"]))
+    rope = Rope.of(_rope(of, name), values_of_all["head_size"])
+    if is_file and (factors := gguf.factors_of(folder, len(rope.angles))) is not None:
+        rope = rope.divided(factors)
+    config = Config(**values_of_all, rope=rope)
     if config.heads % max(config.kv_heads, 1):
         raise Refused(
             f"config.json: {config.heads} heads are no multiple of {config.kv_heads} key-value "
             "heads"
         )
-    if not 1 <= config.router.top_k <= config.router.experts:
+    if any(config.moe_layers) and not 1 <= config.router.top_k <= config.router.experts:
         raise Refused(
             f"config.json: {config.router.top_k} experts for each token, of "
             f"{config.router.experts} experts"

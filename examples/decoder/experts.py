@@ -1,4 +1,4 @@
-"""A mixture of experts: the routers of six architectures, and ``jgg.moe_mlp``."""
+"""A mixture of experts: the routers of several architectures, and ``jgg.moe_mlp``."""
 
 from __future__ import annotations
 

@@ -16,13 +16,17 @@ import numpy as np
 import jax_groupgemm as jgg
 
 from .errors import Refused
+from .gguf_tokens import value
 
-#: ``model_type`` of config.json, by ``general.architecture``.
-ARCHITECTURES = {
+#: ``model_type`` of config.json, by ``general.architecture``: without experts, and with them.
+DENSE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+EXPERTS = {
     "llama": "mixtral", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss",
 }  # fmt: skip
 PERMUTED = ("llama",)  # whose queries and keys are stored for a rotation of neighbours
+SUMS_TO_ONE = ("llama", "qwen3moe", "gpt-oss")  # whose chosen experts' weights do
+WINDOWS = ("mixtral", "gpt_oss")  # models whose layers, or half of them, have a sliding window
 #: Names in a file and in a folder; what follows, such as ".weight", is the same.
 WHOLE = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -39,12 +43,27 @@ LAYER = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # of older files: a tensor for each
+SCALES = ("scale", "input_scale")  # beside a weight in NVFP4
+#: Architectures that have a tensor; others have all of :data:`LAYER`.
+ONLY = {
+    "attn_q_norm": ("olmoe", "qwen3", "qwen3moe"), "attn_k_norm": ("olmoe", "qwen3", "qwen3moe"),
+    "post_attention_norm": ("gpt-oss",), "attn_sinks": ("gpt-oss",),
+}  # fmt: skip
+ONLY |= dict.fromkeys([name for name in LAYER if name.endswith("_shexp")], ("qwen2moe",))
+BIASES_OF_EXPERTS = ("gpt-oss",)
+#: Tensors that are read elsewhere, or that llama.cpp does not read either.
+OTHERS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 #: Bits of a number as it is read, with its part of the scales.
 BITS = {
     "Q4_0": 5, "Q4_1": 5, "Q5_0": 6, "Q5_1": 6, "Q8_0": 9, "Q2_K": 6, "Q3_K": 7, "Q4_K": 6,
     "Q5_K": 7, "Q6_K": 10, "MXFP4": 4.25, "NVFP4": 4.5,
 }  # fmt: skip
 FLOATS = ("float32", "float16", "bfloat16")
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>",
+        "<|eom_id|>", "<end_of_turn>")  # fmt: skip
+FACTORS = "rope_freqs.weight"  # of Llama 3: what frequencies are divided by
+THETA = 10_000.0  # where a file has none
+YARN = {"yarn_ext_factor": 1, "attn_factor": 1, "yarn_log_multiplier": 0}
 
 
 def opened(path: Path) -> Any:
@@ -76,49 +95,64 @@ def config_of(path: Path) -> dict[str, Any]:
     tensors = opened(path)
     said = _Said(tensors.metadata)
     name = said("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise Refused(f"general.architecture {name!r} is not one of {known}")
+    known = {**EXPERTS, **DENSE}
+    if not isinstance(name, str) or name not in known:
+        raise Refused(f"general.architecture {name!r} is not one of {', '.join(known)}")
     of = lambda key, default=None: said(f"{name}.{key}", default)
-    if not of("expert_count"):
-        raise Refused(f"general.architecture is {name!r}, and there are no experts")
-    if "rope_freqs.weight" in tensors:
-        raise Refused("there is a tensor rope_freqs.weight: its factors of positions are not read")
+    experts = of("expert_count")
+    model = (EXPERTS if experts else DENSE).get(name)
+    if model is None:
+        has = "are experts" if experts else "are no experts"
+        raise Refused(f"general.architecture is {name!r}, and there {has}")
+    pattern = of("attention.sliding_window_pattern", 2)
+    if pattern != 2 or (model not in WINDOWS and of("attention.sliding_window")):
+        what = "sliding_window_pattern" if pattern != 2 else "sliding_window"
+        value = of(f"attention.{what}")
+        raise Refused(f"attention.{what} is {value!r}, which {name} is not known to have")
     layers, size = of("block_count"), _last(tensors, "ffn_down_exps")
     count = layers if type(layers) is int and layers <= 1000 else 0  # else it is refused
     dense = [i for i in range(count) if f"blk.{i}.ffn_gate_inp.weight" not in tensors]
     width, heads = of("embedding_length"), of("attention.head_count")
     shape = tensors.shape("token_embd.weight") if "token_embd.weight" in tensors else ()
-    bias = "blk.0.attn_q.bias" in tensors
     plain = {tensors.dtype(tensor) for tensor in tensors if len(tensors.shape(tensor)) > 1}
+    bias = "blk.0.attn_q.bias" in tensors
     values = {
-        "model_type": ARCHITECTURES[name], "hidden_size": width, "num_hidden_layers": layers,
+        "model_type": model, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": of("attention.head_count_kv"),
         "head_dim": of("attention.key_length"),
         "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": of("context_length"),
         "vocab_size": shape[0] if len(shape) == 2 else None,
-        "num_experts": of("expert_count"), "num_local_experts": of("expert_count"),
+        "num_experts": experts, "num_local_experts": experts,
         "num_experts_per_tok": of("expert_used_count"),
-        "intermediate_size": size, "moe_intermediate_size": size,
-        "norm_topk_prob": of("expert_weights_norm", name not in ("olmoe", "qwen2moe")),
+        "intermediate_size": size if experts else of("feed_forward_length"),
+        "moe_intermediate_size": size, "norm_topk_prob": name in SUMS_TO_ONE,
         "mlp_only_layers": dense, "attention_bias": bias, "qkv_bias": bias,
         "tie_word_embeddings": "output.weight" not in tensors,
         "clip_qkv": of("attention.clamp_kqv"),
         "sliding_window": of("attention.sliding_window") or None,
         "shared_expert_intermediate_size": _last(tensors, "ffn_down_shexp"),
         "dtype": "float32" if plain == {"float32"} else "bfloat16",
-        "eos_token_id": _ends(said), "rope_theta": of("rope.freq_base"),
+        "eos_token_id": _ends(said), "rope_theta": of("rope.freq_base", THETA),
         "quantization_config": {"quant_method": "gguf"},
     }  # fmt: skip
-    if dense and name.startswith("qwen"):
+    if experts and dense and name.startswith("qwen"):
         values["intermediate_size"] = of("feed_forward_length")
+    if model in ("llama", "qwen2"):  # whose sums of heads have a bias of their own
+        values["out_bias"] = "blk.0.attn_output.bias" in tensors
     values["rope_scaling"] = _rope(of, name)
+    if values["rope_scaling"] and FACTORS in tensors:
+        raise Refused(f"there are both rope.scaling and a tensor {FACTORS}, expected one")
+    norm, scale = of("expert_weights_norm"), of("expert_weights_scale", 1)
+    if experts and norm not in (None, values["norm_topk_prob"]):
+        raise Refused(f"expert_weights_norm is {norm!r}, expected {values['norm_topk_prob']}")
+    if experts and scale not in (0, 1):
+        raise Refused(f"expert_weights_scale is {scale!r}, expected 1")
     number = all(type(n) is int and n > 0 for n in (width, heads))
     head = values["head_dim"] or (width // heads if number else None)
-    turned = of("rope.dimension_count", head)
-    if turned != head:
-        raise Refused(f"rope.dimension_count is {turned!r}, but heads have {head} numbers")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if (size := of(key, head)) != head:
+            raise Refused(f"{key} is {size!r}, but heads have {head} numbers")
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -133,23 +167,51 @@ def _last(tensors: Any, name: str) -> int | None:
 
 
 def _rope(of: Any, name: str) -> dict[str, Any] | None:
-    kind = of("rope.scaling.type", "none")
-    if kind == "none":
+    """What llama.cpp makes of it: without a type it is linear."""
+    factor = of("rope.scaling.factor", of("rope.scale_linear"))
+    kind = of("rope.scaling.type", "linear")
+    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
         return None
     if kind not in ("linear", "yarn"):
         raise Refused(f"rope.scaling.type is {kind!r}, expected 'none', 'linear' or 'yarn'")
-    out = {"rope_type": kind, "factor": of("rope.scaling.factor"), "rope_theta": 10_000.0}
-    out |= {"rope_theta": theta} if (theta := of("rope.freq_base")) else {}
-    if (length := of("rope.scaling.original_context_length")) is not None:
-        out["original_max_position_embeddings"] = length
+    out = {"rope_type": kind, "factor": factor, "rope_theta": of("rope.freq_base", THETA)}
+    if kind == "yarn":
+        for key, usual in YARN.items():
+            if (value := of(f"rope.scaling.{key}", usual)) != usual:
+                raise Refused(f"rope.scaling.{key} is {value!r}, expected {usual}")
+        keys = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
+                "yarn_beta_slow": "beta_slow", "original_context_length":
+                "original_max_position_embeddings"}  # fmt: skip
+        said = {new: of(f"rope.scaling.{key}") for key, new in keys.items()}
+        out |= {key: value for key, value in said.items() if value is not None}
     if name == "gpt-oss":
         out["truncate"] = False
     return out
 
 
 def _ends(said: _Said) -> list[int]:
-    keys = (f"tokenizer.ggml.{which}_token_id" for which in ("eos", "eot"))
-    return [end for key in keys if isinstance(end := said(key), int)]
+    """The tokens that end a text: those that are named, and those that llama.cpp knows."""
+    keys = (f"tokenizer.ggml.{which}_token_id" for which in ("eos", "eot", "eom"))
+    out = {end for key in keys if isinstance(end := said(key), int)}
+    tokens = value(said.values, "tokenizer.ggml.tokens")
+    found = [t for t in tokens if t in ENDS] if isinstance(tokens, list) else []
+    if {"<|return|>", "<|call|>"} <= set(found):  # of gpt-oss, where it ends a part of an answer
+        found = [token for token in found if token != "<|end|>"]
+    return sorted(out | {tokens.index(token) for token in found})
+
+
+def factors_of(path: Path, pairs: int) -> np.ndarray | None:
+    """What the frequencies of so many pairs are divided by. Raises :class:`Refused`."""
+    tensors = opened(path)
+    if FACTORS not in tensors:
+        return None
+    shape, dtype = tensors.shape(FACTORS), tensors.dtype(FACTORS)
+    if shape != (pairs,) or dtype != "float32":
+        raise Refused(f"{FACTORS} has {dtype} {shape}, expected float32 ({pairs},)")
+    factors = tensors[FACTORS].astype(np.float64)
+    if not np.all((factors > 0) & np.isfinite(factors)):
+        raise Refused(f"{FACTORS} has numbers that are not positive")
+    return factors
 
 
 class _Place(NamedTuple):
@@ -169,11 +231,13 @@ class Renamed(Mapping[str, Any]):
         parts = {"moe": names.moe, "router": names.router, "shared": names.shared}
         for tensor in self.tensors:
             head, _, leaf = tensor.rpartition(".")
+            if OTHERS.fullmatch(tensor):
+                continue
             found = re.fullmatch(r"blk\.(\d+)\.(.+)", head)
+            if not self._known(head if found is None else found[2], leaf, head, name):
+                raise Refused(f"there is a tensor {tensor!r}, which {name} is not known to have")
             if found is None:
-                new = WHOLE.get(head)
-                if new is not None:
-                    self.places[f"{new}.{leaf}"] = _Place(tensor)
+                self.places[f"{WHOLE[head]}.{leaf}"] = _Place(tensor)
                 continue
             layer, own = f"model.layers.{found[1]}.", found[2]
             if own == "attn_sinks":
@@ -182,10 +246,25 @@ class Renamed(Mapping[str, Any]):
                 which = getattr(names, older[1])
                 new = f"{layer}{names.moe}.experts.{older[2]}.{which}.{leaf}"
                 self.places[new] = _Place(tensor)
-            elif own in LAYER:
+            else:
                 heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(own, 0)
                 place = _Place(tensor, heads * (name in PERMUTED), own == "ffn_gate_inp_shexp")
                 self.places[f"{layer}{LAYER[own].format(**parts)}.{leaf}"] = place
+
+    def _known(self, own: str, leaf: str, head: str, name: str) -> bool:
+        """Whether an architecture's model uses such a tensor: others would be left out."""
+        if own in ONLY and name not in ONLY[own]:
+            return False
+        expert = EXPERT.fullmatch(own) is not None
+        if own not in (*WHOLE, *LAYER, *ONLY) and not expert:
+            return False
+        if leaf in SCALES:  # of codes: of floats nobody asks for it
+            weight = f"{head}.weight"
+            return weight in self.tensors and self.tensors.dtype(weight) not in FLOATS
+        if leaf == "bias" and (expert or own.endswith(("_exps", "ffn_gate_inp"))):
+            return name in BIASES_OF_EXPERTS
+        vector = own.endswith(("norm", "sinks", "gate_inp_shexp", "token_embd"))
+        return leaf == "weight" or (leaf == "bias" and not vector)
 
     def __getitem__(self, name: str) -> Any:
         place = self.places[name]

@@ -118,6 +118,8 @@ def shapes(config: Config, weights: Weights, options: Options) -> tuple[Decoder,
 
 
 def assembled(config: Config, weights: Weights, options: Options, put: Placing) -> Decoder:
+    if options.quantize and not any(config.moe_layers):
+        raise Refused("--quantize is for experts, and it has none")
     root, kinds = weights.at("model"), kinds_of(config, weights.headers)
     embedding = root.dense("embed_tokens", config.vocabulary, config.width)
     embedding = put.array(embedding, P())

@@ -180,7 +180,10 @@ class Need:
             for mode, size in sizes.items()
             if size < self.experts and dataclasses.replace(self, experts=size).fits(room)
         ]
-        parts = [f"{amount(self.experts)} of experts", f"{amount(self.others)} of other weights"]
+        parts = [f"{amount(self.others)} of weights"]
+        if self.weights_of_experts:
+            others = f"{amount(self.others)} of other weights"
+            parts = [f"{amount(self.experts)} of experts", others]
         if self.layer > self.running:
             parts.append(f"{amount(self.layer)} of a layer while it is loaded")
         else:
@@ -191,7 +194,9 @@ class Need:
             f"{', '.join(parts[:-1])} and {parts[-1]} do not fit into the {amount(room)} that "
             f"{'a device' if devices > 1 else 'the device'} has free"
         )
-        if not fitting:
+        if not self.weights_of_experts:
+            more = "use fewer --tokens, or a quantized checkpoint"
+        elif not fitting:
             more = "no format of experts makes them fit: use more --devices, or fewer --tokens"
         elif self.quantized:
             more = f"a checkpoint would fit whose experts are in {', '.join(fitting)}"

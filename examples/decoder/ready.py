@@ -29,7 +29,8 @@ def ready(about: Config, weights: Weights, options: loading.Options, sampling: S
     generator = Generator(shapes, options.tokens, sampling, chunk)
     need = need.compiled(generator.use, layer)
     need.check(room, options.devices)
-    print(f"{need.announced(room)}; experts are in {formats(shapes)}", flush=True)
+    experts = f"; experts are in {said}" if (said := formats(shapes)) else ""
+    print(f"{need.announced(room)}{experts}", flush=True)
     compiled_in, began = time.perf_counter() - began, time.perf_counter()
     model = loading.placed(about, weights, options)
     if adapters is not None:

@@ -39,15 +39,21 @@ class Rope:
             known = ", ".join(_KINDS)
             raise Refused(f"config.json: rope_type {kind!r} is not one of {known}")
         try:
-            base = float(said["rope_theta"]) ** (-np.arange(0, size, 2) / size)
-            angles, factor = _KINDS[kind](base, said, size)
+            with np.errstate(divide="raise", over="raise", invalid="raise"):
+                base = float(said["rope_theta"]) ** (-np.arange(0, size, 2) / size)
+                angles, factor = _KINDS[kind](base, said, size)
             if kind != "default" and said.get("mscale_all_dim"):
                 correction = mscale(said["factor"], said["mscale_all_dim"]) ** 2
+            return cls(tuple(map(float, angles)), float(factor), float(correction))
         except KeyError as error:
             raise Refused(f"config.json: rope_type {kind!r} needs {error.args[0]}") from error
         except (TypeError, ValueError, ArithmeticError) as error:
             raise Refused(f"config.json: rope_parameters are {said}: {error}") from error
-        return cls(tuple(map(float, angles)), float(factor), float(correction))
+
+    def divided(self, factors: np.ndarray) -> Rope:
+        """With frequencies that are divided by so much each."""
+        angles = tuple(map(float, np.array(self.angles) / factors))
+        return dataclasses.replace(self, angles=angles)
 
     def turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines ``(T, size / 2)`` at positions ``(T,)``, in float32."""

@@ -269,7 +269,10 @@ def _in_rows(*leaves):
 
 def joined(gate: Any, up: Any) -> Any:
     """(E, 2F, K): gate's rows, then up's."""
-    if not isinstance(gate, jgg.Quantized):
+    codes = isinstance(gate, jgg.Quantized)
+    if codes != isinstance(up, jgg.Quantized):
+        raise Refused("of a layer's experts, gate and up, one has codes and the other has not")
+    if not codes:
         return np.concatenate([gate, up], axis=1)
     rows = gate.shape[1]
     if gate.global_scale is not None:

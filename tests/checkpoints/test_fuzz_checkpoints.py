@@ -124,7 +124,7 @@ def read_all(path):
     return total
 
 
-def test_files(seed, tmp_path):
+def test_files(seed, tmp_path, at_once):
     rng = np.random.default_rng([seed, 41])
     tensors = {
         "a": np.arange(6, dtype=F32), "b": np.ones((2, 3), BF16), "c": np.array(3),
@@ -163,7 +163,7 @@ PREFIX = "jgg.checkpoints.open: "
 WORDS = [*range(16), 31, 32, 33, 40, 255, 256, 2**16, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 
 
-def test_gguf_files(seed, tmp_path):
+def test_gguf_files(seed, tmp_path, at_once):
     """Headers of one file and of the parts of another; what opens, is read."""
     rng = np.random.default_rng([seed, 45])
     tensors = {f"{kind}.weight": (kind, random_blocks(rng, kind, 2, max(256, TYPES[kind][1])))

@@ -43,9 +43,11 @@ def test_values(rng, tmp_path, kind):
     same_bits(jgg.dequantize(w, F32), truth(kind, raw), kind)
 
 
-def every_scale(kind: str) -> np.ndarray:
-    """Blocks with every finite float16, beside random bits."""
-    halves = np.arange(2**16, dtype=np.uint16).view(F16)
+def every_scale(kind: str, step: int) -> np.ndarray:
+    """Blocks with every finite float16, or one of ``step``, beside random bits."""
+    halves = np.arange(2**16, dtype=np.uint16)
+    ends = np.array([0, 1, 2, 0x3FF, 0x400, 0x7BFF], np.uint16)  # of subnormals, and of all
+    halves = np.concatenate([ends, ends | 0x8000, halves[::step]]).view(F16)
     halves = halves[np.isfinite(halves)]
     small = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}.get(kind, 1)
     halves = halves[np.abs(halves.astype(F32)) <= 65504 / small]
@@ -57,8 +59,8 @@ def every_scale(kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CODES if HALVES[kind]])
-def test_values_of_every_scale(tmp_path, kind):
-    raw = every_scale(kind)
+def test_values_of_every_scale(tmp_path, kind, request):
+    raw = every_scale(kind, 1 if request.config.getoption("--weekly") else 37)
     tensors = ck.open(save(tmp_path / "m.gguf", {"l.weight": (kind, raw)}))
     w = ck.linear(tensors, "l", format="gguf")
     same_bits(jgg.dequantize(w, F32), truth(kind, raw), kind)

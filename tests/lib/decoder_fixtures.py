@@ -1,4 +1,4 @@
-"""Fixtures of tests/decoder. conftest.py names this file as a plugin."""
+"""Fixtures of tests/decoder and tests/checkpoints. conftest.py names this file as a plugin."""
 
 import decoder_folders
 import pytest
@@ -20,3 +20,10 @@ def tiny(tmp_path_factory):
 def folder(tmp_path):
     """Mixtral's fixture, to be changed."""
     return decoder_folders.copied("mixtral", tmp_path)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Files that were written a moment ago are read without waiting for the clock's next tick: no
+    such test changes a file that it has opened."""
+    monkeypatch.setattr("jax_groupgemm.checkpoints.files.settle", lambda stamp: None)
