@@ -3,24 +3,44 @@
 #include <cstring>
 
 #include "cpu/gemm.h"
+#include "cpu/lines.h"
 
 namespace jgg::cpu {
 
-Gemm BestGemm() {
+namespace {
+
+// x86-64-v4, v3, or neither.
+int Level() {
 #ifdef JGG_X86_LEVELS
-  static const Gemm best = [] {
+  static const int level = [] {
     __builtin_cpu_init();
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2");
+                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512cd");
-    return v4 ? GemmV4 : v3 ? GemmV3 : GemmBaseline;
+    return v4 ? 4 : v3 ? 3 : 0;
   }();
-  return best;
+  return level;
 #else
-  return GemmBaseline;
+  return 0;
 #endif
+}
+
+}  // namespace
+
+Gemm BestGemm() {
+#ifdef JGG_X86_LEVELS
+  if (Level() > 0) return Level() == 4 ? GemmV4 : GemmV3;
+#endif
+  return GemmBaseline;
+}
+
+const LineKernels& BestLines() {
+#ifdef JGG_X86_LEVELS
+  if (Level() > 0) return Level() == 4 ? kLinesV4 : kLinesV3;
+#endif
+  return kLinesBaseline;
 }
 
 namespace {

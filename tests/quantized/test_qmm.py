@@ -31,7 +31,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 ODD = (1, 3, 33, 129)  # the other of K and N
 
 
-@pytest.fixture(params=["reference", *GPU_KERNELS])
+@pytest.fixture(params=["reference", "cpu", *GPU_KERNELS])
 def implementation(request) -> str:
     return needs(request.param)
 
@@ -41,7 +41,9 @@ VALUES = [
     pytest.param(
         kernel, i, transpose_w, dtype, marks=marks, id=f"{kernel}-{i}-{transpose_w}-{dtype}"
     )
-    for kernel, marks in (("reference", ()), *((k.values[0], k.marks) for k in GPU_KERNELS))
+    for kernel, marks in (
+        ("reference", ()), ("cpu", ()), *((k.values[0], k.marks) for k in GPU_KERNELS)
+    )
     for i in range(len(MODES))
     for transpose_w in (True, False)
     for d, dtype in enumerate(DTYPES)
@@ -87,7 +89,7 @@ def test_every_scale_and_code(implementation, mode, k, dtype, rows):
 
 
 # There is no other kernel for these.
-@pytest.mark.parametrize("kernel", ["reference", GPU_KERNELS[0]])
+@pytest.mark.parametrize("kernel", ["reference", "cpu", GPU_KERNELS[0]])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", BYTE_SCALES)
 @pytest.mark.one_in(8)

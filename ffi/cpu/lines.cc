@@ -1,0 +1,375 @@
+// Lines of quantized weights: decoding, and products with a few rows.
+//
+// CMake compiles this file once per instruction set, with JGG_LINES naming the kernels, and without
+// contracting products and sums: affine values are products that are rounded, and then sums. As in
+// gemm.cc, nothing here may call a function of another header that has no copy of its own here.
+
+#include "cpu/lines.h"
+
+#include "cpu/vectors.h"
+
+#ifndef JGG_LINES
+#define JGG_LINES kLinesBaseline
+#endif
+
+namespace jgg::cpu {
+namespace {
+
+int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t WholeUnits(int64_t count) { return (count + kUnit - 1) / kUnit * kUnit; }
+
+// ---- formats ----
+
+Vector E4M3Magnitudes(Ints bits) {
+  // Subnormals are converted from integers: as float32 subnormals they could be flushed to zero.
+  const Vector normal = FromBits((bits << 20) + (120 << 23)), small = ToFloat(bits) * All(0x1p-9f);
+  const Vector v = Select(bits < 8, small, normal);
+  return Select(bits == 0x7f, FromBits(Ints{} + 0x7fc00000), v);
+}
+
+// The numbers that codes stand for. Bits above the code may be set.
+template <CodeType kCode, int kBits>
+Vector NumbersOf(Ints codes) {
+  if constexpr (kCode == CodeType::kE4M3) {
+    return FromBits(Bits(E4M3Magnitudes(codes & 0x7f)) | (codes & 0x80) << 24);
+  } else {
+    static_assert(kCode == CodeType::kInteger);
+    return ToFloat(codes & ((1 << kBits) - 1));
+  }
+}
+
+// All numbers of a format with few codes, as often as they fill registers.
+template <CodeType kCode, int kBits>
+struct AllNumbers {
+  static constexpr int kCount = 1 << kBits > kLanes ? 1 << kBits : kLanes;
+  alignas(64) float numbers[kCount];
+
+  constexpr AllNumbers() : numbers() {
+    constexpr float kE2M1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (int i = 0; i < kCount; ++i) {
+      const int code = i % (1 << kBits);
+      numbers[i] = kCode == CodeType::kInteger ? static_cast<float>(code)
+                   : code < 8                  ? kE2M1[code]
+                                               : -kE2M1[code - 8];
+    }
+  }
+};
+
+// What a group's numbers become values with: their product with the first and, if the format has a
+// bias, the sum with the second; of powers of two, which float32 may not hold, the product with
+// both.
+struct Scale {
+  Vector first, second;
+};
+
+template <typename Format, DType kRounds>
+Vector ValueOf(Vector number, const Scale& scale) {
+  Vector v = number * scale.first;
+  if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
+    v += scale.second;
+  }
+  if constexpr (Format::kScale == ScaleType::kE8M0) v *= scale.second;
+  if constexpr (kRounds == DType::kBF16) return RoundToBf16(v);
+  if constexpr (kRounds == DType::kF16) return RoundToF16(v);
+  return v;
+}
+
+// The values of one group's codes. If a register or two hold all values that there may be, they are
+// made once and looked up.
+template <typename Format, DType kRounds>
+class Group {
+ public:
+  static constexpr int kBits = Format::kBits;
+  static constexpr bool kLooksUp = Format::kCode == CodeType::kE2M1 || 1 << kBits <= kLanes;
+  using Known = AllNumbers<Format::kCode, kLooksUp ? kBits : 0>;
+  static constexpr int kParts = Known::kCount / kLanes;
+
+  explicit Group(const Scale& scale) : scale_(scale) {
+    if constexpr (kLooksUp) {
+      static constexpr Known kKnown;
+      for (int part = 0; part < kParts; ++part) {
+        table_[part] = ValueOf<Format, kRounds>(Load(kKnown.numbers + part * kLanes), scale);
+      }
+    }
+  }
+
+  Vector Values(Ints codes) const {
+    if constexpr (kLooksUp) {
+      return Look(table_, codes);
+    } else {
+      return ValueOf<Format, kRounds>(NumbersOf<Format::kCode, kBits>(codes), scale_);
+    }
+  }
+
+ private:
+  Scale scale_;
+  Vector table_[kParts];
+};
+
+// ---- scales ----
+
+constexpr int kMostGroups = 64;
+
+struct Scales {
+  float first[kMostGroups], second[kMostGroups];
+};
+
+constexpr int SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+Vector LoadFloats(const uint8_t* at, DType dtype) {
+  if (dtype == DType::kBF16) return LoadBf16(reinterpret_cast<const uint16_t*>(at));
+  if (dtype == DType::kF16) return LoadHalves(reinterpret_cast<const uint16_t*>(at));
+  const Vector v = Load(reinterpret_cast<const float*>(at));
+  return Select(v == v, v, FromBits(Ints{} + 0x7fc00000));  // one NaN, which may be rounded
+}
+
+// kLanes scales, and so many biases.
+template <ScaleType kScale>
+Scale LoadScales(const Lines& lines, const uint8_t* scales, const uint8_t* biases, float factor) {
+  if constexpr (kScale == ScaleType::kScaleAndBias) {
+    return {LoadFloats(scales, lines.scale_dtype), LoadFloats(biases, lines.scale_dtype)};
+  } else if constexpr (kScale == ScaleType::kE8M0) {
+    // Small ones are 2^64 larger until they have met their numbers.
+    const Ints bits = LoadBytes(scales), small = bits < 128;
+    const Ints exponent = bits + (small & 64), nan = (bits == 255) & 0x400000;
+    return {FromBits(exponent << 23 | nan), Select(small, All(0x1p-64f), All(1.0f))};
+  } else if constexpr (kScale == ScaleType::kE4M3) {
+    return {E4M3Magnitudes(LoadBytes(scales) & 0x7f) * All(factor), Vector{}};
+  } else {
+    return {Load(reinterpret_cast<const float*>(scales)), Vector{}};
+  }
+}
+
+// Those of a line's groups [first, first + count).
+template <ScaleType kScale>
+void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, Scales* out) {
+  const int size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype)
+                   : kScale == ScaleType::kFloat32    ? 4
+                                                      : 1;
+  int64_t row = line;
+  float factor = 1.0f;
+  if constexpr (kScale == ScaleType::kFloat32) {
+    const int64_t matrix = line / lines.lines;
+    row = matrix * lines.blocks + (line - matrix * lines.lines) / lines.lines_each;
+  }
+  if constexpr (kScale == ScaleType::kE4M3) {
+    if (lines.factors != nullptr) {
+      factor = lines.factors[line / lines.lines * lines.factor_stride];
+    }
+  }
+  const int64_t begin = (row * lines.line_scales + first) * size;
+  const uint8_t *const scales = lines.scales + begin, *const end = lines.scales_end;
+  const uint8_t* const biases = lines.biases == nullptr ? scales : lines.biases + begin;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Scale scale;
+    if (i + kLanes <= count || end - (scales + i * size) >= kLanes * size) {
+      scale = LoadScales<kScale>(lines, scales + i * size, biases + i * size, factor);
+    } else {  // there may be no more in memory
+      uint8_t some[2][kLanes * 4] = {};
+      memcpy(some[0], scales + i * size, (count - i) * size);
+      memcpy(some[1], biases + i * size, (count - i) * size);
+      scale = LoadScales<kScale>(lines, some[0], some[1], factor);
+    }
+    Store(out->first + i, scale.first);
+    Store(out->second + i, scale.second);
+  }
+}
+
+// ---- decoding ----
+
+// kUnit codes at a time, from `first` on, which are at `at`. Whole units are written.
+template <typename Format, DType kRounds>
+void DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, const uint8_t* at,
+                float* out) {
+  constexpr int kBits = Format::kBits;
+  const int64_t end = first + WholeUnits(count), last = lines.line_scales - 1;
+  const auto group_of = [&](int64_t i) {
+    return lines.group_bits < 0 ? i / lines.group : i >> lines.group_bits;
+  };
+  for (int64_t i = first; i < end;) {
+    const int64_t group = group_of(i);
+    const int64_t groups = Min(kMostGroups, Min(group_of(end - 1), last) - group + 1);
+    Scales scales;
+    ReadScales<Format::kScale>(lines, line, group, groups, &scales);
+    for (int64_t g = 0; g < groups; ++g) {
+      const Group<Format, kRounds> values({All(scales.first[g]), All(scales.second[g])});
+      // A line that ends within a unit ends within its last group.
+      const int64_t stop = group + g == last ? end : Min((group + g + 1) * lines.group, end);
+      for (; i < stop; i += kLanes, at += kLanes * kBits / 8, out += kLanes) {
+        Store(out, values.Values(LoadCodes<kBits>(at)));
+      }
+    }
+  }
+}
+
+template <typename Format, DType kRounds>
+void DecodeAs(const void* context, int64_t line, int64_t first, int64_t count, float* out) {
+  const Lines& lines = *static_cast<const Lines*>(context);
+  constexpr int kBits = Format::kBits;
+  constexpr int64_t kTail = 64;  // codes, of which all others' overread is among theirs
+  const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
+  const int64_t bytes = (count * kBits + 7) / 8;
+  if (at + bytes + kOverread <= lines.codes_end) {
+    return DecodeFrom<Format, kRounds>(lines, line, first, count, at, out);
+  }
+  const int64_t before = count > kTail ? WholeUnits(count - kTail) : 0;
+  DecodeFrom<Format, kRounds>(lines, line, first, before, at, out);
+  uint8_t tail[kTail * kBits / 8 + 2 * kOverread] = {};
+  memcpy(tail, at + before * kBits / 8, bytes - before * kBits / 8);
+  DecodeFrom<Format, kRounds>(lines, line, first + before, count - before, tail, out + before);
+}
+
+// Values that x's dtype holds anyway are not rounded.
+LineKernels::Read Decoder(const Lines& lines) {
+  return Formats::Dispatch(lines.mode, lines.bits, [&](auto format) -> LineKernels::Read {
+    using Format = decltype(format);
+    constexpr bool kAffine = Format::kScale == ScaleType::kScaleAndBias;
+    if constexpr (kAffine) {
+      if (lines.rounds == DType::kBF16) return DecodeAs<Format, DType::kBF16>;
+    }
+    if constexpr (kAffine || Format::kScale == ScaleType::kE8M0) {
+      if (lines.rounds == DType::kF16) return DecodeAs<Format, DType::kF16>;
+    }
+    return DecodeAs<Format, DType::kF32>;
+  });
+}
+
+// ---- products with a few rows ----
+
+void Widen(const void* in, DType dtype, int64_t count, float* out) {
+  const int size = SizeOf(dtype);
+  const uint8_t* at = static_cast<const uint8_t*>(in);
+  for (int64_t i = 0; i < WholeUnits(count); i += kLanes) {
+    uint8_t some[kLanes * 4] = {};
+    const uint8_t* from = at + i * size;
+    if (i + kLanes > count) {
+      if (i < count) memcpy(some, from, (count - i) * size);
+      from = some;
+    }
+    Store(out + i, LoadFloats(from, dtype));
+  }
+}
+
+constexpr int kTogether = 4;         // lines that are decoded, then multiplied
+constexpr int64_t kPart = 512;       // elements of each at a time
+constexpr int64_t kMostPerSum = kLongestSum * kLanes;
+
+// acc[l][r] += lines l of w times row r of x, of kRows rows.
+template <int kRows>
+void MultiplyPart(const float* w, const float* x, int64_t stride, int64_t count,
+                  Vector (*acc)[kMostFewRows]) {
+  Vector sum[kTogether][kRows];
+  for (int l = 0; l < kTogether; ++l) {
+    for (int r = 0; r < kRows; ++r) sum[l][r] = acc[l][r];
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vector row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = Load(x + r * stride + i);
+    for (int l = 0; l < kTogether; ++l) {
+      const Vector v = Load(w + l * kPart + i);
+      for (int r = 0; r < kRows; ++r) sum[l][r] = MultiplyAdd(v, row[r], sum[l][r]);
+    }
+  }
+  for (int l = 0; l < kTogether; ++l) {
+    for (int r = 0; r < kRows; ++r) acc[l][r] = sum[l][r];
+  }
+}
+
+void Multiply(const Lines& lines, int64_t first, int64_t count, const FewRows& x, float* out,
+              int64_t stride) {
+  const LineKernels::Read decode = Decoder(lines);
+  alignas(64) float w[kTogether * kPart] = {};
+  Vector acc[kTogether][kMostFewRows];
+  double total[kTogether][kMostFewRows];
+  for (int64_t line = first; line < first + count; line += kTogether) {
+    const int64_t together = Min(kTogether, first + count - line);
+    memset(total, 0, sizeof total);
+    for (int64_t begin = 0; begin < lines.elements; begin += kMostPerSum) {
+      const int64_t end = Min(begin + kMostPerSum, lines.elements);
+      memset(acc, 0, sizeof acc);
+      for (int64_t k = begin; k < end; k += kPart) {
+        const int64_t some = Min(kPart, end - k);
+        for (int64_t l = 0; l < together; ++l) {
+          decode(&lines, line + l, k, some, w + l * kPart);
+          for (int64_t i = some; i < WholeUnits(some); ++i) w[l * kPart + i] = 0.0f;
+        }
+        const int64_t whole = WholeUnits(some);
+        for (int64_t r = 0; r < x.count;) {
+          const float* const rows = x.data + r * x.stride + k;
+          auto* const sums = reinterpret_cast<Vector(*)[kMostFewRows]>(&acc[0][r]);
+          if (x.count - r >= 4) {
+            MultiplyPart<4>(w, rows, x.stride, whole, sums);
+            r += 4;
+          } else if (x.count - r >= 2) {
+            MultiplyPart<2>(w, rows, x.stride, whole, sums);
+            r += 2;
+          } else {
+            MultiplyPart<1>(w, rows, x.stride, whole, sums);
+            r += 1;
+          }
+        }
+      }
+      for (int64_t l = 0; l < together; ++l) {
+        for (int64_t r = 0; r < x.count; ++r) total[l][r] += Sum(acc[l][r]);
+      }
+    }
+    for (int64_t l = 0; l < together; ++l) {
+      for (int64_t r = 0; r < x.count; ++r) {
+        out[r * stride + line - first + l] = static_cast<float>(total[l][r]);
+      }
+    }
+  }
+}
+
+// sum += the lines of w, each times its number of x.
+void AddPart(const float* w, const float* x, int64_t count, float* sum) {
+  Vector number[kTogether];
+  for (int l = 0; l < kTogether; ++l) number[l] = All(x[l]);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vector v = Load(sum + i);
+    for (int l = 0; l < kTogether; ++l) {
+      v = MultiplyAdd(Load(w + l * kAddElements + i), number[l], v);
+    }
+    Store(sum + i, v);
+  }
+}
+
+void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t elements,
+         const FewRows& x, float* out) {
+  const LineKernels::Read decode = Decoder(lines);
+  alignas(64) float w[kTogether * kAddElements], sum[kMostFewRows * kAddElements];
+  double total[kMostFewRows * kAddElements];
+  const int64_t whole = WholeUnits(elements);
+  memset(total, 0, sizeof *total * x.count * kAddElements);
+  for (int64_t begin = 0; begin < count; begin += kLongestSum) {
+    memset(sum, 0, sizeof *sum * x.count * kAddElements);
+    for (int64_t i = begin; i < Min(begin + kLongestSum, count); i += kTogether) {
+      const int64_t together = Min(kTogether, count - i);
+      for (int64_t l = 0; l < kTogether; ++l) {
+        if (l < together) {
+          decode(&lines, line + i + l, first, elements, w + l * kAddElements);
+        } else {
+          memset(w + l * kAddElements, 0, sizeof *w * whole);
+        }
+      }
+      for (int64_t r = 0; r < x.count; ++r) {
+        float number[kTogether] = {};
+        for (int64_t l = 0; l < together; ++l) number[l] = x.data[r * x.stride + i + l];
+        AddPart(w, number, whole, sum + r * kAddElements);
+      }
+    }
+    for (int64_t r = 0; r < x.count; ++r) {
+      for (int64_t i = 0; i < elements; ++i) {
+        total[r * kAddElements + i] += sum[r * kAddElements + i];
+      }
+    }
+  }
+  for (int64_t i = 0; i < x.count * kAddElements; ++i) out[i] = static_cast<float>(total[i]);
+}
+
+}  // namespace
+
+extern const LineKernels JGG_LINES = {Decoder, Widen, Multiply, Add};
+
+}  // namespace jgg::cpu
