@@ -6,6 +6,8 @@
 
 #include "cpu/lines.h"
 
+#include <type_traits>
+
 #include "cpu/vectors.h"
 
 #ifndef JGG_LINES
@@ -24,8 +26,8 @@ int64_t WholeUnits(int64_t count) { return (count + kUnit - 1) / kUnit * kUnit; 
 Vector E4M3Magnitudes(Ints bits) {
   // Subnormals are converted from integers: as float32 subnormals they could be flushed to zero.
   const Vector normal = FromBits((bits << 20) + (120 << 23)), small = ToFloat(bits) * All(0x1p-9f);
-  const Vector v = Select(bits < 8, small, normal);
-  return Select(bits == 0x7f, FromBits(Ints{} + 0x7fc00000), v);
+  const Vector v = Select(Less(bits, All(8)), small, normal);
+  return FromBits(Bits(v) | (Less(All(0x7e), bits) & 0x7fc00000));
 }
 
 // The numbers that codes stand for. Bits above the code may be set.
@@ -37,6 +39,12 @@ Vector NumbersOf(Ints codes) {
     static_assert(kCode == CodeType::kInteger);
     return ToFloat(codes & ((1 << kBits) - 1));
   }
+}
+
+// Whether a register or two hold all values that a group may have, so that they are looked up.
+template <CodeType kCode, int kBits>
+constexpr bool LooksUp() {
+  return kCode == CodeType::kE2M1 || 1 << kBits <= kLanes;
 }
 
 // All numbers of a format with few codes, as often as they fill registers.
@@ -56,6 +64,15 @@ struct AllNumbers {
   }
 };
 
+// How codes become values: rounded to a dtype, or not; kExact: products with scales are exact,
+// because those have 16 bits.
+template <typename Format_, DType kRounds_, bool kExact_>
+struct Decoding {
+  using Format = Format_;
+  static constexpr DType kRounds = kRounds_;
+  static constexpr bool kExact = kExact_;
+};
+
 // What a group's numbers become values with: their product with the first and, if the format has a
 // bias, the sum with the second; of powers of two, which float32 may not hold, the product with
 // both.
@@ -63,25 +80,26 @@ struct Scale {
   Vector first, second;
 };
 
-template <typename Format, DType kRounds>
+template <typename D>
 Vector ValueOf(Vector number, const Scale& scale) {
+  constexpr ScaleType kScale = D::Format::kScale;
   Vector v = number * scale.first;
-  if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
-    v += scale.second;
+  if constexpr (kScale == ScaleType::kScaleAndBias) {
+    v = D::kExact ? MultiplyAdd(number, scale.first, scale.second) : v + scale.second;
   }
-  if constexpr (Format::kScale == ScaleType::kE8M0) v *= scale.second;
-  if constexpr (kRounds == DType::kBF16) return RoundToBf16(v);
-  if constexpr (kRounds == DType::kF16) return RoundToF16(v);
+  if constexpr (kScale == ScaleType::kE8M0) v *= scale.second;
+  if constexpr (D::kRounds == DType::kBF16) return RoundToBf16(v);
+  if constexpr (D::kRounds == DType::kF16) return RoundToF16(v);
   return v;
 }
 
-// The values of one group's codes. If a register or two hold all values that there may be, they are
-// made once and looked up.
-template <typename Format, DType kRounds>
+// The values of one group's codes.
+template <typename D>
 class Group {
  public:
+  using Format = typename D::Format;
   static constexpr int kBits = Format::kBits;
-  static constexpr bool kLooksUp = Format::kCode == CodeType::kE2M1 || 1 << kBits <= kLanes;
+  static constexpr bool kLooksUp = LooksUp<Format::kCode, kBits>();
   using Known = AllNumbers<Format::kCode, kLooksUp ? kBits : 0>;
   static constexpr int kParts = Known::kCount / kLanes;
 
@@ -89,16 +107,18 @@ class Group {
     if constexpr (kLooksUp) {
       static constexpr Known kKnown;
       for (int part = 0; part < kParts; ++part) {
-        table_[part] = ValueOf<Format, kRounds>(Load(kKnown.numbers + part * kLanes), scale);
+        table_[part] = ValueOf<D>(Load(kKnown.numbers + part * kLanes), scale);
       }
     }
   }
 
-  Vector Values(Ints codes) const {
+  // Those of the next kLanes codes.
+  Vector Read(const uint8_t* at) const {
+    const Ints codes = LoadCodes<kBits>(at);
     if constexpr (kLooksUp) {
       return Look(table_, codes);
     } else {
-      return ValueOf<Format, kRounds>(NumbersOf<Format::kCode, kBits>(codes), scale_);
+      return ValueOf<D>(NumbersOf<Format::kCode, kBits>(codes), scale_);
     }
   }
 
@@ -121,7 +141,9 @@ Vector LoadFloats(const uint8_t* at, DType dtype) {
   if (dtype == DType::kBF16) return LoadBf16(reinterpret_cast<const uint16_t*>(at));
   if (dtype == DType::kF16) return LoadHalves(reinterpret_cast<const uint16_t*>(at));
   const Vector v = Load(reinterpret_cast<const float*>(at));
-  return Select(v == v, v, FromBits(Ints{} + 0x7fc00000));  // one NaN, which may be rounded
+  // One NaN, which may be rounded.
+  const Ints infinity = All(0x7f800000);
+  return Select(Less(infinity, Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
 }
 
 // kLanes scales, and so many biases.
@@ -131,8 +153,8 @@ Scale LoadScales(const Lines& lines, const uint8_t* scales, const uint8_t* biase
     return {LoadFloats(scales, lines.scale_dtype), LoadFloats(biases, lines.scale_dtype)};
   } else if constexpr (kScale == ScaleType::kE8M0) {
     // Small ones are 2^64 larger until they have met their numbers.
-    const Ints bits = LoadBytes(scales), small = bits < 128;
-    const Ints exponent = bits + (small & 64), nan = (bits == 255) & 0x400000;
+    const Ints bits = LoadBytes(scales), small = Less(bits, All(128));
+    const Ints exponent = bits + (small & 64), nan = Less(All(254), bits) & 0x400000;
     return {FromBits(exponent << 23 | nan), Select(small, All(0x1p-64f), All(1.0f))};
   } else if constexpr (kScale == ScaleType::kE4M3) {
     return {E4M3Magnitudes(LoadBytes(scales) & 0x7f) * All(factor), Vector{}};
@@ -178,11 +200,47 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
 
 // ---- decoding ----
 
-// kUnit codes at a time, from `first` on, which are at `at`. Whole units are written.
-template <typename Format, DType kRounds>
-void DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, const uint8_t* at,
-                float* out) {
-  constexpr int kBits = Format::kBits;
+// What takes values: memory, or sums of products with a row of x. Neighbours have different sums,
+// because one takes the time of some. (It is passed on by value, which keeps it in registers.)
+struct ToMemory {
+  float* out;
+
+  void operator()(int, Vector v) {
+    Store(out, v);
+    out += kLanes;
+  }
+};
+
+struct ToSums {
+  const float* x;
+  Vector sums[2] = {};
+
+  void operator()(int i, Vector v) {
+    sums[i % 2] = MultiplyAdd(v, Load(x), sums[i % 2]);
+    x += kLanes;
+  }
+};
+
+// Whole groups of `kVectors` registers.
+template <typename D, int kVectors, typename To>
+To DecodeGroups(const Scales& scales, int64_t groups, const uint8_t* at, To to) {
+  for (int64_t g = 0; g < groups; ++g) {
+    const Group<D> values({All(scales.first[g]), All(scales.second[g])});
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+      to(i, values.Read(at));
+      at += kLanes * D::Format::kBits / 8;
+    }
+  }
+  return to;
+}
+
+// Elements [first, first + count) of a line, and more up to a whole unit. Their codes are at `at`.
+template <typename D, typename To>
+To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, const uint8_t* at,
+              To to) {
+  constexpr int kBits = D::Format::kBits;
+  constexpr ScaleType kScale = D::Format::kScale;
   const int64_t end = first + WholeUnits(count), last = lines.line_scales - 1;
   const auto group_of = [&](int64_t i) {
     return lines.group_bits < 0 ? i / lines.group : i >> lines.group_bits;
@@ -190,50 +248,93 @@ void DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, 
   for (int64_t i = first; i < end;) {
     const int64_t group = group_of(i);
     const int64_t groups = Min(kMostGroups, Min(group_of(end - 1), last) - group + 1);
+    const int64_t codes = groups * lines.group;
     Scales scales;
-    ReadScales<Format::kScale>(lines, line, group, groups, &scales);
+    ReadScales<kScale>(lines, line, group, groups, &scales);
+    if (kScale != ScaleType::kFloat32 && i == group * lines.group && end - i >= codes) {
+      switch (lines.group) {
+        case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
+        case 32: to = DecodeGroups<D, 32 / kLanes>(scales, groups, at, to); break;
+        case 64: to = DecodeGroups<D, 64 / kLanes>(scales, groups, at, to); break;
+        default: to = DecodeGroups<D, 128 / kLanes>(scales, groups, at, to);
+      }
+      i += codes;
+      at += codes * kBits / 8;
+      continue;
+    }
     for (int64_t g = 0; g < groups; ++g) {
-      const Group<Format, kRounds> values({All(scales.first[g]), All(scales.second[g])});
+      const Group<D> values({All(scales.first[g]), All(scales.second[g])});
       // A line that ends within a unit ends within its last group.
       const int64_t stop = group + g == last ? end : Min((group + g + 1) * lines.group, end);
-      for (; i < stop; i += kLanes, at += kLanes * kBits / 8, out += kLanes) {
-        Store(out, values.Values(LoadCodes<kBits>(at)));
-      }
+      for (; i < stop; i += kLanes, at += kLanes * kBits / 8) to(0, values.Read(at));
     }
   }
+  return to;
 }
 
-template <typename Format, DType kRounds>
-void DecodeAs(const void* context, int64_t line, int64_t first, int64_t count, float* out) {
-  const Lines& lines = *static_cast<const Lines*>(context);
-  constexpr int kBits = Format::kBits;
+template <typename D, typename To>
+To Decode(const Lines& lines, int64_t line, int64_t first, int64_t count, To to) {
+  constexpr int kBits = D::Format::kBits;
   constexpr int64_t kTail = 64;  // codes, of which all others' overread is among theirs
   const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
   const int64_t bytes = (count * kBits + 7) / 8;
   if (at + bytes + kOverread <= lines.codes_end) {
-    return DecodeFrom<Format, kRounds>(lines, line, first, count, at, out);
+    return DecodeFrom<D>(lines, line, first, count, at, to);
   }
   const int64_t before = count > kTail ? WholeUnits(count - kTail) : 0;
-  DecodeFrom<Format, kRounds>(lines, line, first, before, at, out);
+  to = DecodeFrom<D>(lines, line, first, before, at, to);
   uint8_t tail[kTail * kBits / 8 + 2 * kOverread] = {};
   memcpy(tail, at + before * kBits / 8, bytes - before * kBits / 8);
-  DecodeFrom<Format, kRounds>(lines, line, first + before, count - before, tail, out + before);
+  return DecodeFrom<D>(lines, line, first + before, count - before, tail, to);
+}
+
+template <typename D>
+void ReadLine(const void* lines, int64_t line, int64_t first, int64_t count, float* out) {
+  Decode<D>(*static_cast<const Lines*>(lines), line, first, count, ToMemory{out});
+}
+
+template <typename D>
+Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count,
+                    const float* x) {
+  const ToSums to = Decode<D>(lines, line, first, count, ToSums{x});
+  return to.sums[0] + to.sums[1];
+}
+
+// Both of these for a format.
+struct Decoders {
+  LineKernels::Read read;
+  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*);
+};
+
+template <typename Format, DType kRounds>
+Decoders DecodersOf(const Lines& lines) {
+  if constexpr (Format::kScale == ScaleType::kScaleAndBias &&
+                !LooksUp<Format::kCode, Format::kBits>()) {
+    if (lines.scale_dtype != DType::kF32) {
+      using D = Decoding<Format, kRounds, true>;
+      return {ReadLine<D>, MultiplyLine<D>};
+    }
+  }
+  using D = Decoding<Format, kRounds, false>;
+  return {ReadLine<D>, MultiplyLine<D>};
 }
 
 // Values that x's dtype holds anyway are not rounded.
-LineKernels::Read Decoder(const Lines& lines) {
-  return Formats::Dispatch(lines.mode, lines.bits, [&](auto format) -> LineKernels::Read {
+Decoders DecodersOf(const Lines& lines) {
+  return Formats::Dispatch(lines.mode, lines.bits, [&](auto format) {
     using Format = decltype(format);
     constexpr bool kAffine = Format::kScale == ScaleType::kScaleAndBias;
     if constexpr (kAffine) {
-      if (lines.rounds == DType::kBF16) return DecodeAs<Format, DType::kBF16>;
+      if (lines.rounds == DType::kBF16) return DecodersOf<Format, DType::kBF16>(lines);
     }
     if constexpr (kAffine || Format::kScale == ScaleType::kE8M0) {
-      if (lines.rounds == DType::kF16) return DecodeAs<Format, DType::kF16>;
+      if (lines.rounds == DType::kF16) return DecodersOf<Format, DType::kF16>(lines);
     }
-    return DecodeAs<Format, DType::kF32>;
+    return DecodersOf<Format, DType::kF32>(lines);
   });
 }
+
+LineKernels::Read Decoder(const Lines& lines) { return DecodersOf(lines).read; }
 
 // ---- products with a few rows ----
 
@@ -251,33 +352,53 @@ void Widen(const void* in, DType dtype, int64_t count, float* out) {
   }
 }
 
-constexpr int kTogether = 4;         // lines that are decoded, then multiplied
-constexpr int64_t kPart = 512;       // elements of each at a time
+constexpr int kTogether = 8;    // lines that are decoded, then multiplied
+constexpr int64_t kPart = 512;  // elements of each at a time
 constexpr int64_t kMostPerSum = kLongestSum * kLanes;
 
-// acc[l][r] += lines l of w times row r of x, of kRows rows.
+// acc[l][r] += lines l of w times row r of x, of kRows rows. All lines at once or half of them: as
+// many sums as hide the time that one takes, and registers hold.
 template <int kRows>
 void MultiplyPart(const float* w, const float* x, int64_t stride, int64_t count,
                   Vector (*acc)[kMostFewRows]) {
-  Vector sum[kTogether][kRows];
-  for (int l = 0; l < kTogether; ++l) {
-    for (int r = 0; r < kRows; ++r) sum[l][r] = acc[l][r];
-  }
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vector row[kRows];
-    for (int r = 0; r < kRows; ++r) row[r] = Load(x + r * stride + i);
-    for (int l = 0; l < kTogether; ++l) {
-      const Vector v = Load(w + l * kPart + i);
-      for (int r = 0; r < kRows; ++r) sum[l][r] = MultiplyAdd(v, row[r], sum[l][r]);
+  constexpr int kLines = kRows == 1 ? kTogether : kTogether / 2;
+  for (int first = 0; first < kTogether; first += kLines) {
+    Vector sum[kLines][kRows];
+    for (int l = 0; l < kLines; ++l) {
+      for (int r = 0; r < kRows; ++r) sum[l][r] = acc[first + l][r];
+    }
+    for (int64_t i = 0; i < count; i += kLanes) {
+      Vector row[kRows];
+      for (int r = 0; r < kRows; ++r) row[r] = Load(x + r * stride + i);
+      for (int l = 0; l < kLines; ++l) {
+        const Vector v = Load(w + (first + l) * kPart + i);
+        for (int r = 0; r < kRows; ++r) sum[l][r] = MultiplyAdd(v, row[r], sum[l][r]);
+      }
+    }
+    for (int l = 0; l < kLines; ++l) {
+      for (int r = 0; r < kRows; ++r) acc[first + l][r] = sum[l][r];
     }
   }
-  for (int l = 0; l < kTogether; ++l) {
-    for (int r = 0; r < kRows; ++r) acc[l][r] = sum[l][r];
+}
+
+void MultiplyRow(const Lines& lines, int64_t first, int64_t count, const float* x, float* out) {
+  const auto multiply = DecodersOf(lines).multiply;
+  for (int64_t i = 0; i < count; ++i) {
+    double total = 0;
+    for (int64_t k = 0; k < lines.elements; k += kMostPerSum) {
+      const int64_t some = Min(kMostPerSum, lines.elements - k);
+      total += Sum(multiply(lines, first + i, k, some, x + k));
+    }
+    out[i] = static_cast<float>(total);
   }
 }
 
 void Multiply(const Lines& lines, int64_t first, int64_t count, const FewRows& x, float* out,
               int64_t stride) {
+  // What is behind a line that ends within a unit may be NaN.
+  if (x.count == 1 && lines.elements % kUnit == 0) {
+    return MultiplyRow(lines, first, count, x.data, out);
+  }
   const LineKernels::Read decode = Decoder(lines);
   alignas(64) float w[kTogether * kPart] = {};
   Vector acc[kTogether][kMostFewRows];
@@ -322,13 +443,15 @@ void Multiply(const Lines& lines, int64_t first, int64_t count, const FewRows& x
   }
 }
 
+constexpr int kAddTogether = 4;  // lines, likewise
+
 // sum += the lines of w, each times its number of x.
 void AddPart(const float* w, const float* x, int64_t count, float* sum) {
-  Vector number[kTogether];
-  for (int l = 0; l < kTogether; ++l) number[l] = All(x[l]);
+  Vector number[kAddTogether];
+  for (int l = 0; l < kAddTogether; ++l) number[l] = All(x[l]);
   for (int64_t i = 0; i < count; i += kLanes) {
     Vector v = Load(sum + i);
-    for (int l = 0; l < kTogether; ++l) {
+    for (int l = 0; l < kAddTogether; ++l) {
       v = MultiplyAdd(Load(w + l * kAddElements + i), number[l], v);
     }
     Store(sum + i, v);
@@ -338,15 +461,15 @@ void AddPart(const float* w, const float* x, int64_t count, float* sum) {
 void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t elements,
          const FewRows& x, float* out) {
   const LineKernels::Read decode = Decoder(lines);
-  alignas(64) float w[kTogether * kAddElements], sum[kMostFewRows * kAddElements];
-  double total[kMostFewRows * kAddElements];
+  alignas(64) float w[kAddTogether * kAddElements], sum[kMostAddRows * kAddElements];
+  double total[kMostAddRows * kAddElements];
   const int64_t whole = WholeUnits(elements);
   memset(total, 0, sizeof *total * x.count * kAddElements);
   for (int64_t begin = 0; begin < count; begin += kLongestSum) {
     memset(sum, 0, sizeof *sum * x.count * kAddElements);
-    for (int64_t i = begin; i < Min(begin + kLongestSum, count); i += kTogether) {
-      const int64_t together = Min(kTogether, count - i);
-      for (int64_t l = 0; l < kTogether; ++l) {
+    for (int64_t i = begin; i < Min(begin + kLongestSum, count); i += kAddTogether) {
+      const int64_t together = Min(kAddTogether, count - i);
+      for (int64_t l = 0; l < kAddTogether; ++l) {
         if (l < together) {
           decode(&lines, line + i + l, first, elements, w + l * kAddElements);
         } else {
@@ -354,7 +477,7 @@ void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t
         }
       }
       for (int64_t r = 0; r < x.count; ++r) {
-        float number[kTogether] = {};
+        float number[kAddTogether] = {};
         for (int64_t l = 0; l < together; ++l) number[l] = x.data[r * x.stride + i + l];
         AddPart(w, number, whole, sum + r * kAddElements);
       }
@@ -370,6 +493,6 @@ void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t
 
 }  // namespace
 
-extern const LineKernels JGG_LINES = {Decoder, Widen, Multiply, Add};
+extern const LineKernels JGG_LINES = {kLanes == 16 ? 32 : 16, Decoder, Widen, Multiply, Add};
 
 }  // namespace jgg::cpu

@@ -34,9 +34,11 @@ struct FewRows {
   const float* data;
   int64_t stride, count;
 };
-constexpr int64_t kMostFewRows = 16;
+constexpr int64_t kMostFewRows = 32, kMostAddRows = 16;
 
 struct LineKernels {
+  // Up to so many rows `multiply` is faster than Gemm, as `add` is up to kMostAddRows.
+  int64_t few_rows;
   // A Source's function, of which `context` is Lines.
   using Read = decltype(Source::read);
   Read (*decoder)(const Lines& lines);

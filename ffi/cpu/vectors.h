@@ -31,6 +31,10 @@ inline Vector All(float v) { return v - Vector{}; }
 inline Ints Bits(Vector v) { return reinterpret_cast<Ints>(v); }
 inline Vector FromBits(Ints v) { return reinterpret_cast<Vector>(v); }
 inline Vector ToFloat(Ints v) { return __builtin_convertvector(v, Vector); }
+// All bits of a lane where a < b, whose difference fits, or none. (GCC compares vectors that take
+// two registers number by number.)
+inline Ints Less(Ints a, Ints b) { return (a - b) >> 31; }
+inline Ints All(int32_t v) { return v - Ints{}; }
 // yes or no, lane by lane.
 inline Vector Select(Ints condition, Vector yes, Vector no) {
   return FromBits((condition & Bits(yes)) | (~condition & Bits(no)));
@@ -94,10 +98,18 @@ inline Vector LoadBf16(const uint16_t* at) {
 }
 
 inline Ints LoadBytes(const uint8_t* at) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(bytes));
+#else
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes bytes;
   memcpy(&bytes, at, sizeof bytes);
   return __builtin_convertvector(bytes, Ints);
+#endif
 }
 
 // To nearest, ties to even. A NaN stays one unless all bits of its fraction are set.
@@ -116,11 +128,11 @@ inline Vector RoundToF16(Vector v) {
   // Normal numbers: 13 bits less. Below 2^-14 the last place is 2^-24, which is that of 0.5.
   const Ints normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & ~0x1fff;
   const Ints small = Bits((FromBits(magnitude) + 0.5f) - 0.5f);
-  Ints rounded = Bits(Select(magnitude < 0x38800000, FromBits(small), FromBits(normal)));
-  const Ints infinity = Ints{} + 0x7f800000;
-  rounded = Bits(Select(rounded >= 0x47800000, FromBits(infinity), FromBits(rounded)));
-  rounded = Bits(Select(magnitude > infinity, v, FromBits(rounded)));
-  return FromBits((rounded & INT32_MAX) | sign);
+  const Ints infinity = All(0x7f800000);
+  Vector rounded = Select(Less(magnitude, All(0x38800000)), FromBits(small), FromBits(normal));
+  rounded = Select(Less(All(0x477fffff), Bits(rounded)), FromBits(infinity), rounded);
+  rounded = Select(Less(infinity, magnitude), FromBits(magnitude), rounded);
+  return FromBits(Bits(rounded) | sign);
 #endif
 }
 
@@ -134,6 +146,18 @@ template <int kBits>
 inline Ints LoadCodes(const uint8_t* at) {
   if constexpr (kBits == 8) return LoadBytes(at);
 #if defined(__AVX2__)
+  if constexpr (kBits * kLanes == 32) {
+    int32_t word;
+    memcpy(&word, at, sizeof word);
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7,
+#if defined(__AVX512F__)
+                       8, 9, 10, 11, 12, 13, 14, 15
+#endif
+    };
+    typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+    return reinterpret_cast<Ints>(reinterpret_cast<Words>(All(word)) >>
+                                  reinterpret_cast<Words>(lane * kBits));
+  }
   // Two bytes for each lane, then its shift. A row of 16 bytes has all of the codes.
   struct Plan {
     alignas(64) int32_t bytes[kLanes], shift[kLanes];
@@ -161,11 +185,19 @@ inline Ints LoadCodes(const uint8_t* at) {
       _mm256_srlv_epi32(_mm256_shuffle_epi8(row, load(kPlan.bytes)), load(kPlan.shift)));
 #endif
 #else
-  Ints codes;
-  for (int i = 0; i < kLanes; ++i) {
-    const int bit = i * kBits, next = bit % 8 + kBits > 8 ? at[bit / 8 + 1] << 8 : 0;
-    codes[i] = (at[bit / 8] | next) >> bit % 8;
+  uint64_t word = 0;  // all of them
+  for (int i = 0; i < kBits; ++i) word |= uint64_t{at[i]} << 8 * i;
+  typedef int32_t Half __attribute__((vector_size(kLanes * 2)));
+  constexpr int kHalf = kLanes / 2;
+  Half halves[2];
+  for (int i = 0; i < 2; ++i) {
+    halves[i] = Half{static_cast<int32_t>(word >> (kHalf * i) * kBits),
+                     static_cast<int32_t>(word >> (kHalf * i + 1) * kBits),
+                     static_cast<int32_t>(word >> (kHalf * i + 2) * kBits),
+                     static_cast<int32_t>(word >> (kHalf * i + 3) * kBits)};
   }
+  Ints codes;
+  memcpy(&codes, halves, sizeof codes);
   return codes;
 #endif
 }
@@ -186,9 +218,11 @@ inline Vector Look(const Vector (&table)[kParts], Ints index) {
 #else
   float numbers[kParts * kLanes];
   memcpy(numbers, table, sizeof numbers);
-  Vector v;
-  for (int i = 0; i < kLanes; ++i) v[i] = numbers[index[i] & (kParts * kLanes - 1)];
-  return v;
+  int32_t at[kLanes];
+  memcpy(at, &index, sizeof at);
+  const auto number = [&](int i) { return numbers[at[i] & (kParts * kLanes - 1)]; };
+  return Vector{number(0), number(1), number(2), number(3),
+                number(4), number(5), number(6), number(7)};
 #endif
 }
 

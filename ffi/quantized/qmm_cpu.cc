@@ -83,6 +83,11 @@ class FewRowsParts {
   FewRowsParts(const MmArgs& args, const Lines& lines, bool transpose_w)
       : args_(args), lines_(lines), transpose_w_(transpose_w) {}
 
+  bool Takes(const Part& part) const {
+    const int64_t most = transpose_w_ ? cpu::BestLines().few_rows : cpu::kMostAddRows;
+    return part.weight >= 0 && part.rows <= most;
+  }
+
   void Push(const Part& part) { parts_.push_back(part); }
 
   int64_t Tasks() const { return static_cast<int64_t>(parts_.size()) * TasksOfOne(); }
@@ -168,7 +173,7 @@ void RunQmm(ffi::ThreadPool& pool, const QmmArgs& qmm) {
   if (!args.in_order || !cpu::CutInOrder(args, &all)) return grouped.RunOverlapping(pool);
   FewRowsParts few(args, lines, qmm.transpose_w);
   for (const Part& part : all) {
-    if (part.weight >= 0 && part.rows <= cpu::kMostFewRows) {
+    if (few.Takes(part)) {
       few.Push(part);
     } else {
       many.push_back(part);
