@@ -195,8 +195,8 @@ void PackSource(const Matrix& matrix, const Axis& first, const Axis& second, int
     for (int64_t j = count - 1; j >= 0; --j) {
       lines = Read(matrix, second.start + strip + j, first.start, first.count, buffer + j * kLine);
     }
-    PackAs<kWidth, float>({const_cast<float*>(lines), kLine, 1, DType::kF32},
-                          {1, 0, first.count}, {kLine, 0, count}, depth, out + strip * depth);
+    PackAs<kWidth, float>({const_cast<float*>(lines), kLine, 1, DType::kF32}, {1, 0, first.count},
+                          {kLine, 0, count}, depth, out + strip * depth);
   }
 }
 

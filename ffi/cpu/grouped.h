@@ -1,5 +1,5 @@
-// out[y_start_s + i] += x[x_start_s + i] @ w[weight_s] on XLA's threads, of any w: its matrices come
-// from a function.
+// out[y_start_s + i] += x[x_start_s + i] @ w[weight_s] on XLA's threads, of any w: its matrices
+// come from a function.
 #pragma once
 
 #include <algorithm>
@@ -50,9 +50,8 @@ class Grouped {
 
   void RunPart(const Part& part, int64_t task) const {
     const int64_t column = task * kBlockN;
-    RunTask(part.row, part.rows, column, kBlockN, part.weight < 0 ? 0 : 1, [&](int64_t) {
-      return ProductOf(0, part.rows, part.x_row, part.weight, column);
-    });
+    RunTask(part.row, part.rows, column, kBlockN, part.weight < 0 ? 0 : 1,
+            [&](int64_t) { return ProductOf(0, part.rows, part.x_row, part.weight, column); });
   }
 
   // Rows that may meet: a task owns rows and columns of the result, and adds the segments that

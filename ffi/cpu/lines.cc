@@ -73,9 +73,9 @@ struct Decoding {
   static constexpr bool kExact = kExact_;
 };
 
-// What a group's numbers become values with: their product with the first and, if the format has a
-// bias, the sum with the second; of powers of two, which float32 may not hold, the product with
-// both.
+// What a group's numbers become values with: their product with the first, then the sum with the
+// second, a bias; or the product with the second, which is the rest of a power of two that float32
+// may not hold, or a global scale.
 struct Scale {
   Vector first, second;
 };
@@ -87,7 +87,7 @@ Vector ValueOf(Vector number, const Scale& scale) {
   if constexpr (kScale == ScaleType::kScaleAndBias) {
     v = D::kExact ? MultiplyAdd(number, scale.first, scale.second) : v + scale.second;
   }
-  if constexpr (kScale == ScaleType::kE8M0) v *= scale.second;
+  if constexpr (kScale == ScaleType::kE8M0 || kScale == ScaleType::kE4M3) v *= scale.second;
   if constexpr (D::kRounds == DType::kBF16) return RoundToBf16(v);
   if constexpr (D::kRounds == DType::kF16) return RoundToF16(v);
   return v;
@@ -157,7 +157,7 @@ Scale LoadScales(const Lines& lines, const uint8_t* scales, const uint8_t* biase
     const Ints exponent = bits + (small & 64), nan = Less(All(254), bits) & 0x400000;
     return {FromBits(exponent << 23 | nan), Select(small, All(0x1p-64f), All(1.0f))};
   } else if constexpr (kScale == ScaleType::kE4M3) {
-    return {E4M3Magnitudes(LoadBytes(scales) & 0x7f) * All(factor), Vector{}};
+    return {E4M3Magnitudes(LoadBytes(scales) & 0x7f), All(factor)};
   } else {
     return {Load(reinterpret_cast<const float*>(scales)), Vector{}};
   }

@@ -23,8 +23,8 @@ struct Lines {
   const uint8_t *codes, *codes_end;
   const uint8_t *scales, *scales_end, *biases;  // biases are shaped like scales
   int64_t line_scales;                          // scales of a line
-  int64_t lines, lines_each, blocks;  // of a matrix; that share scales; those of a matrix
-  const float* factors;               // a matrix's global scale, or null
+  int64_t lines, lines_each, blocks;            // of a matrix; that share scales; those of a matrix
+  const float* factors;                         // a matrix's global scale, or null
   int64_t factor_stride;
 };
 

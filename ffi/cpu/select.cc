@@ -7,11 +7,9 @@
 
 namespace jgg::cpu {
 
-namespace {
-
-// x86-64-v4, v3, or neither.
-int Level() {
 #ifdef JGG_X86_LEVELS
+// x86-64-v4, v3, or neither.
+static int Level() {
   static const int level = [] {
     __builtin_cpu_init();
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -22,26 +20,15 @@ int Level() {
     return v4 ? 4 : v3 ? 3 : 0;
   }();
   return level;
+}
+#define JGG_BEST(name) (Level() == 4 ? name##V4 : Level() == 3 ? name##V3 : name##Baseline)
 #else
-  return 0;
+#define JGG_BEST(name) name##Baseline
 #endif
-}
 
-}  // namespace
+Gemm BestGemm() { return JGG_BEST(Gemm); }
 
-Gemm BestGemm() {
-#ifdef JGG_X86_LEVELS
-  if (Level() > 0) return Level() == 4 ? GemmV4 : GemmV3;
-#endif
-  return GemmBaseline;
-}
-
-const LineKernels& BestLines() {
-#ifdef JGG_X86_LEVELS
-  if (Level() > 0) return Level() == 4 ? kLinesV4 : kLinesV3;
-#endif
-  return kLinesBaseline;
-}
+const LineKernels& BestLines() { return JGG_BEST(kLines); }
 
 namespace {
 

@@ -149,9 +149,11 @@ inline Ints LoadCodes(const uint8_t* at) {
   if constexpr (kBits * kLanes == 32) {
     int32_t word;
     memcpy(&word, at, sizeof word);
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7,
+    const Ints lane = {0,  1,  2,  3,  4,
+                       5,  6,  7,
 #if defined(__AVX512F__)
-                       8, 9, 10, 11, 12, 13, 14, 15
+                       8,  9,  10, 11, 12,
+                       13, 14, 15
 #endif
     };
     typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
@@ -172,9 +174,8 @@ inline Ints LoadCodes(const uint8_t* at) {
   static constexpr Plan kPlan;
 #if defined(__AVX512F__)
   const __m512i row = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-  return reinterpret_cast<Ints>(
-      _mm512_srlv_epi32(_mm512_shuffle_epi8(row, _mm512_load_si512(kPlan.bytes)),
-                        _mm512_load_si512(kPlan.shift)));
+  return reinterpret_cast<Ints>(_mm512_srlv_epi32(
+      _mm512_shuffle_epi8(row, _mm512_load_si512(kPlan.bytes)), _mm512_load_si512(kPlan.shift)));
 #else
   const __m256i row =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));

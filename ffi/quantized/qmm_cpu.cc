@@ -119,10 +119,10 @@ class FewRowsParts {
     const int64_t i = task / TasksOfOne(), begin = task % TasksOfOne() * Width();
     const Part& part = parts_[i];
     const int64_t count = std::min(Width(), args_.n - begin);
-    const FewRows x = copies_.empty()
-                          ? FewRows{static_cast<const float*>(args_.x) + part.x_row * args_.k,
-                                    args_.k, part.rows}
-                          : FewRows{copies_.data() + first_[i] * stride_, stride_, part.rows};
+    const FewRows x =
+        copies_.empty()
+            ? FewRows{static_cast<const float*>(args_.x) + part.x_row * args_.k, args_.k, part.rows}
+            : FewRows{copies_.data() + first_[i] * stride_, stride_, part.rows};
     float sums[cpu::kMostFewRows * cpu::kAddElements];
     const int64_t line = part.weight * lines_.lines;
     if (transpose_w_) {
@@ -254,8 +254,7 @@ ffi::Error QmmFp8Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weig
   args.rows_x = x.dimensions()[0];
   args.rows_y = out->dimensions()[0];
   args.in_order = attrs.in_order;
-  JGG_RETURN_IF_ERROR(
-      BindTable(op, segments, args.rows_x, args.rows_y, w.groups, &args.metadata));
+  JGG_RETURN_IF_ERROR(BindTable(op, segments, args.rows_x, args.rows_y, w.groups, &args.metadata));
   cpu::AskForHugePages(args.out, out->size_bytes());
   RunQmm(pool, args);
   return ffi::Error::Success();

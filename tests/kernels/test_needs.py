@@ -102,6 +102,15 @@ NEEDS = [
         "K % 16 == 0": {"k": 2056},
     }),
     ("jgg_qmm sm80", QMM, {"no mode fp8": {"mode": "fp8", "calls": frozenset()}}),
+    ("jgg_qmm cpu", dataclasses.replace(QMM, platform="cpu"), {
+        "float32, bfloat16, float16": {"dtypes": ("float64",)},
+        "no mode fp8": {"mode": "fp8", "calls": frozenset()},
+    }),
+    ("jgg_qmm_fp8 cpu", dataclasses.replace(QMM_FP8, platform="cpu"), {
+        "float32, bfloat16, float16": {"dtypes": ("float64",)},
+        "mode fp8": {"mode": "nvfp4", "calls": frozenset()},
+        "codes e4m3 in blocks of whole 128 columns": {"lines": False},
+    }),
     ("jgg_nvfp4_grouped_mm sm100", NVFP4, {
         "K % 32 == 0": {"k": 2064},
         "N % 8 == 0 (N % 4 with float32 and float16)": {"n": 2050},

@@ -42,7 +42,9 @@ VALUES = [
         kernel, i, transpose_w, dtype, marks=marks, id=f"{kernel}-{i}-{transpose_w}-{dtype}"
     )
     for kernel, marks in (
-        ("reference", ()), ("cpu", ()), *((k.values[0], k.marks) for k in GPU_KERNELS)
+        ("reference", ()),
+        ("cpu", ()),
+        *((k.values[0], k.marks) for k in GPU_KERNELS),
     )
     for i in range(len(MODES))
     for transpose_w in (True, False)
