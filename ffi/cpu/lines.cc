@@ -34,7 +34,8 @@ Vector E4M3Magnitudes(Ints bits) {
 template <CodeType kCode, int kBits>
 Vector NumbersOf(Ints codes) {
   if constexpr (kCode == CodeType::kE4M3) {
-    return FromBits(Bits(E4M3Magnitudes(codes & 0x7f)) | (codes & 0x80) << 24);
+    const Ints magnitude = codes & 0x7f, sign = (codes & 0x80) << 24;
+    return FromBits(Bits(E4M3Magnitudes(magnitude)) | sign);
   } else {
     static_assert(kCode == CodeType::kInteger);
     return ToFloat(codes & ((1 << kBits) - 1));
@@ -352,6 +353,26 @@ void Widen(const void* in, DType dtype, int64_t count, float* out) {
   }
 }
 
+void StoreAs(Vector v, DType dtype, uint8_t* to) {
+  v = Select(Less(All(0x7f800000), Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
+  if (dtype == DType::kBF16) return StoreBf16(reinterpret_cast<uint16_t*>(to), v);
+  if (dtype == DType::kF16) return StoreHalves(reinterpret_cast<uint16_t*>(to), v);
+  Store(reinterpret_cast<float*>(to), v);
+}
+
+void Narrow(const float* in, int64_t count, DType dtype, void* out) {
+  const int size = SizeOf(dtype);
+  uint8_t* const to = static_cast<uint8_t*>(out);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) StoreAs(Load(in + i), dtype, to + i * size);
+  if (i == count) return;
+  float some[kLanes] = {};
+  uint8_t narrow[kLanes * 4];
+  memcpy(some, in + i, (count - i) * sizeof *in);
+  StoreAs(Load(some), dtype, narrow);
+  memcpy(to + i * size, narrow, (count - i) * size);
+}
+
 constexpr int kTogether = 8;    // lines that are decoded, then multiplied
 constexpr int64_t kPart = 512;  // elements of each at a time
 constexpr int64_t kMostPerSum = kLongestSum * kLanes;
@@ -493,6 +514,7 @@ void Add(const Lines& lines, int64_t line, int64_t count, int64_t first, int64_t
 
 }  // namespace
 
-extern const LineKernels JGG_LINES = {kLanes == 16 ? 32 : 16, Decoder, Widen, Multiply, Add};
+extern const LineKernels JGG_LINES = {
+    kLanes == 16 ? 32 : 16, Decoder, Widen, Narrow, Multiply, Add};
 
 }  // namespace jgg::cpu

@@ -44,6 +44,8 @@ struct LineKernels {
   Read (*decoder)(const Lines& lines);
   // `count` numbers as float32, and zeros up to a whole unit.
   void (*widen)(const void* in, DType dtype, int64_t count, float* out);
+  // Numbers rounded to a dtype; NaN has one pattern.
+  void (*narrow)(const float* in, int64_t count, DType dtype, void* out);
   // out[r, i] = x[r] . lines[first + i], i < count. Lines of `out` are `stride` apart.
   void (*multiply)(const Lines& lines, int64_t first, int64_t count, const FewRows& x, float* out,
                    int64_t stride);

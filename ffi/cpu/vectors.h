@@ -136,6 +136,33 @@ inline Vector RoundToF16(Vector v) {
 #endif
 }
 
+// The bits of numbers that float16 holds, or infinity or NaN.
+inline void StoreHalves(uint16_t* to, Vector v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  const Ints bits = Bits(RoundToF16(v)), magnitude = bits & INT32_MAX;
+  // 2^-14 is the smallest number whose bits are shifted; those below are whole times 2^-24.
+  const Ints normal = ((magnitude - 0x38000000) >> 13) & 0x7fff;
+  const Ints small = __builtin_convertvector(FromBits(magnitude) * 0x1p24f, Ints);
+  const Vector half = Select(Less(magnitude, All(0x38800000)), FromBits(small), FromBits(normal));
+  const Ints special = Less(All(0x7f7fffff), magnitude);  // Inf and NaN
+  const Ints of_special = 0x7c00 | (Less(All(0x7f800000), magnitude) & 0x200);
+  const Ints out = (special & of_special) | (~special & Bits(half)) | ((bits >> 16) & 0x8000);
+  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<uint16_t>(out[i]);
+#endif
+}
+
+inline void StoreBf16(uint16_t* to, Vector v) {
+  typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+  const Shorts shorts = __builtin_convertvector((Bits(RoundToBf16(v)) >> 16) & 0xffff, Shorts);
+  memcpy(to, &shorts, sizeof shorts);
+}
+
 // ---- codes ----
 
 // kLanes codes of a stream, from a whole byte on: the low bits of each lane, below anything. Reads

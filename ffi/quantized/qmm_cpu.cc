@@ -5,13 +5,13 @@
 // once. Segments of many rows are products of matrices, whose lines are decoded when they are
 // packed.
 
-#include <cstring>
 #include <vector>
 
 #include "cpu/grouped.h"
 #include "cpu/lines.h"
 #include "cpu/pages.h"
 #include "handlers.h"
+#include "quantized/lines_cpu.h"
 #include "quantized/qmm_bind.h"
 
 namespace jgg {
@@ -25,36 +25,6 @@ using cpu::Part;
 constexpr int64_t kTaskLines = 128;  // of a segment with few rows
 
 int64_t WholeUnits(int64_t count) { return (count + cpu::kUnit - 1) / cpu::kUnit * cpu::kUnit; }
-
-Lines LinesOf(const QmmArgs& args) {
-  const QuantizedWeight& w = args.w;
-  const Coding& coding = w.coding;
-  const bool in_blocks = coding.Facts().scale == ScaleType::kFloat32;
-  Lines lines{};
-  lines.mode = coding.mode;
-  lines.bits = coding.bits;
-  lines.scale_dtype = coding.scale_dtype;
-  lines.rounds = in_blocks ? DType::kF32 : args.dtype;
-  lines.elements = w.elements;
-  lines.line_bytes = w.elements * coding.bits / 8;
-  lines.group = w.group_size;
-  const auto codes_of = [&] { return int64_t{1} << lines.group_bits; };
-  while (codes_of() < w.group_size) ++lines.group_bits;
-  if (codes_of() != w.group_size) lines.group_bits = -1;
-  lines.lines = w.lines;
-  lines.lines_each = in_blocks ? w.lines_each : 1;
-  lines.blocks = (w.lines + lines.lines_each - 1) / lines.lines_each;
-  lines.line_scales = (w.elements + w.group_size - 1) / w.group_size;
-  lines.codes = static_cast<const uint8_t*>(w.packed);
-  lines.codes_end = lines.codes + w.groups * w.lines * lines.line_bytes;
-  lines.scales = static_cast<const uint8_t*>(w.scales);
-  lines.scales_end = lines.scales + w.groups * lines.blocks * lines.line_scales *
-                                        (in_blocks ? 4 : coding.ScaleBytes());
-  lines.biases = static_cast<const uint8_t*>(w.biases);
-  lines.factors = w.global_scale.data;
-  lines.factor_stride = w.global_scale.group;
-  return lines;
-}
 
 // As the handler of mm has them. There is no w: see `lines`.
 MmArgs MmArgsOf(const QmmArgs& qmm) {
@@ -131,13 +101,9 @@ class FewRowsParts {
       cpu::BestLines().add(lines_, line, args_.k, begin, count, x, sums);
     }
     for (int64_t r = 0; r < part.rows; ++r) {
-      const float* const from = sums + r * cpu::kAddElements;
       const int64_t at = (part.row + r) * args_.n + begin;
-      if (args_.out_dtype == DType::kF32) {
-        std::memcpy(static_cast<float*>(args_.out) + at, from, count * sizeof *from);
-      } else {
-        cpu::Round(from, count, args_.out_dtype, static_cast<uint16_t*>(args_.out) + at);
-      }
+      cpu::BestLines().narrow(sums + r * cpu::kAddElements, count, args_.out_dtype,
+                              static_cast<char*>(args_.out) + at * Size(args_.out_dtype));
     }
   }
 
@@ -159,7 +125,8 @@ class FewRowsParts {
 
 void RunQmm(ffi::ThreadPool& pool, const QmmArgs& qmm) {
   const MmArgs args = MmArgsOf(qmm);
-  const Lines lines = LinesOf(qmm);
+  const bool rounds = qmm.w.coding.Facts().scale != ScaleType::kFloat32;
+  const Lines lines = LinesOf(qmm.w, rounds ? qmm.dtype : DType::kF32);
   const cpu::Source source{cpu::BestLines().decoder(lines), &lines};
   const auto w_at = [&](int64_t weight, int64_t column) {
     cpu::Matrix w{nullptr, qmm.transpose_w, !qmm.transpose_w, DType::kF32};
