@@ -57,7 +57,9 @@ def test_odd_scales_and_biases(rng, scales, dtype):
     q = oracle.random_quantized(rng, (8, 8, 64), "affine", 3, 32, scales)
     odd = np.array([0, -0.0, np.inf, -np.inf, np.nan, jnp.finfo(scales).max, 1, -2], np.float32)
     values = np.broadcast_to(odd[:, None, None], (8, 8, 2)).astype(jnp.dtype(scales))
-    q = dataclasses.replace(q, scales=jnp.asarray(values), biases=jnp.asarray(values.swapaxes(0, 1)))
+    q = dataclasses.replace(
+        q, scales=jnp.asarray(values), biases=jnp.asarray(values.swapaxes(0, 1))
+    )
     assert_same(q, dtype)
 
 
