@@ -9,9 +9,11 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__GNUC__)
+#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // no function that takes vectors leaves a file
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // within GCC 12's own instructions
+// Within GCC 12's own instructions.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 namespace jgg::cpu {
