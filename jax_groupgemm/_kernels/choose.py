@@ -408,12 +408,12 @@ KERNELS: dict[str, Sequence[Kernel]] = {
             needs="no mode fp8",
         ),
         Kernel(
-            "cpu", "jgg_qmm", fuses=_qmm_fuses_cpu, unseen=True,
-            needs=f"{dense.ALL_FLOATS}; no mode fp8",
-        ),
-        Kernel(
             "cpu", "jgg_qmm_fp8", _fp8_cpu, _qmm_fuses_cpu, unseen=True,
             needs=f"{dense.ALL_FLOATS}; mode fp8, codes e4m3 in blocks of whole 128 columns",
+        ),
+        Kernel(
+            "cpu", "jgg_qmm", fuses=_qmm_fuses_cpu, unseen=True,
+            needs=f"{dense.ALL_FLOATS}; no mode fp8",
         ),
     ),
     "nvfp4_grouped_mm": (
