@@ -1,4 +1,4 @@
-"""The CPU kernel of products with weights in mode "fp8": blocks of any rows, lines of any length."""
+"""The CPU kernel of products with weights in mode "fp8": any rows to a block, and any K."""
 
 import jax
 import jax.numpy as jnp
