@@ -25,7 +25,7 @@ def collect(monkeypatch, capability: int | None, cuda: str | None = "13.0") -> d
     ("capability", "product", "quantized", "nvfp4", "conversion"),
     [
         (80, "sm80", "sm80", "composed", "sm80"), (90, "sm90", "sm90", "sm90", "sm80"),
-        (100, "sm80", "sm80", "sm100", "sm80"), (None, "cpu", "reference", "composed", "reference"),
+        (100, "sm80", "sm80", "sm100", "sm80"), (None, "cpu", "cpu", "composed", "reference"),
     ],
 )  # fmt: skip
 def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversion):
@@ -33,6 +33,7 @@ def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversio
     want = {
         "grouped_mm": product, "segmented_mm": product, "grouped_qmm": quantized,
         "nvfp4_grouped_mm": nvfp4, **dict.fromkeys(CONVERSIONS, conversion),
+        "dequantize": conversion if capability else "cpu",
     }  # fmt: skip
     assert {op: ops[op]["bfloat16"]["runs"] for op in want} == want
     assert ops["nvfp4_grouped_wgrad"]["float32"]["runs"] == nvfp4

@@ -162,8 +162,49 @@ void PackAs(const Matrix& matrix, const Axis& first, const Axis& second, int64_t
   }
 }
 
+int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// Part of a line of a source, in `buffer`, which has room for two units more.
+const float* Read(const Matrix& matrix, int64_t line, int64_t first, int64_t count, float* buffer) {
+  const int64_t before = (matrix.element + first) % kUnit;
+  matrix.source->read(matrix.source->context, matrix.line + line, matrix.element + first - before,
+                      before + count, buffer);
+  return buffer + before;
+}
+
+// PackAs of lines that a source makes: B may have one.
+void PackSource(const Matrix& matrix, const Axis& first, const Axis& second, int64_t depth,
+                float* out) {
+  constexpr int kWidth = kColumns;
+  constexpr int64_t kLine = kBlockK + 2 * kUnit;
+  alignas(64) float buffer[kWidth * kLine];
+  if (second.stride == 1) {
+    static_assert(sizeof buffer >= (kBlockN + 2 * kUnit) * sizeof *buffer);
+    for (int64_t i = 0; i < first.count; ++i) {
+      const float* line = Read(matrix, first.start + i, second.start, second.count, buffer);
+      PackAs<kWidth, float>({const_cast<float*>(line), 0, 1, DType::kF32}, {0, 0, 1},
+                            {1, 0, second.count}, depth, out + i * kWidth);
+    }
+    return;
+  }
+  for (int64_t strip = 0; strip < second.count; strip += kWidth) {
+    const int64_t count = Min(kWidth, second.count - strip);
+    const float* lines = nullptr;  // the first; others are as far into their part of the buffer
+    for (int64_t j = count - 1; j >= 0; --j) {
+      lines = Read(matrix, second.start + strip + j, first.start, first.count, buffer + j * kLine);
+    }
+    PackAs<kWidth, float>({const_cast<float*>(lines), kLine, 1, DType::kF32}, {1, 0, first.count},
+                          {kLine, 0, count}, depth, out + strip * depth);
+  }
+}
+
 template <int kWidth>
 void Pack(const Matrix& matrix, const Axis& first, const Axis& second, int64_t depth, float* out) {
+  if constexpr (kWidth == kColumns) {
+    if (matrix.source != nullptr) return PackSource(matrix, first, second, depth, out);
+  }
   const auto pack = matrix.dtype == DType::kF32    ? PackAs<kWidth, float>
                     : matrix.dtype == DType::kBF16 ? PackAs<kWidth, Bf16>
                                                    : PackAs<kWidth, F16>;
@@ -195,10 +236,6 @@ void Kernel(int64_t k, const float* a, const float* b, float* sum, bool accumula
     for (int j = 0; j < kParts; ++j) to[j] = accumulate ? to[j] + acc[i][j] : acc[i][j];
   }
 }
-
-int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 
 // A tile of C.
 struct Tile {

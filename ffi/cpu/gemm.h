@@ -8,17 +8,30 @@
 
 namespace jgg::cpu {
 
+// Lines that become numbers when they are packed. `read` writes elements [first, first + count) of
+// one as float32, and whatever it likes behind them up to a whole kUnit. `first` begins a unit.
+constexpr int64_t kUnit = 16;
+struct Source {
+  void (*read)(const void* context, int64_t line, int64_t first, int64_t count, float* out);
+  const void* context;
+};
+
 // A matrix in memory. `row` and `column` are elements from one index to the next.
 //
 // Rows or columns may come by list: line i is then line rows[i], or columns[i], of the `lines` in
 // memory. If memory has no such line, it is zeros. Elements of such a line are neighbours. Results
 // have no list.
+//
+// Or lines have a source. Then the axis whose stride is 1 runs along them, from `element` on, and
+// the other one begins at line `line`.
 struct Matrix {
   void* data;
   int64_t row, column;
   DType dtype;
   const int32_t *rows = nullptr, *columns = nullptr;
   int64_t lines = 0;
+  const Source* source = nullptr;
+  int64_t line = 0, element = 0;
 };
 
 // A (rows, k) times B (k, n), added to the rows of C from `row` on.

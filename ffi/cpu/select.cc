@@ -3,25 +3,32 @@
 #include <cstring>
 
 #include "cpu/gemm.h"
+#include "cpu/lines.h"
 
 namespace jgg::cpu {
 
-Gemm BestGemm() {
 #ifdef JGG_X86_LEVELS
-  static const Gemm best = [] {
+// x86-64-v4, v3, or neither.
+static int Level() {
+  static const int level = [] {
     __builtin_cpu_init();
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2");
+                    __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512cd");
-    return v4 ? GemmV4 : v3 ? GemmV3 : GemmBaseline;
+    return v4 ? 4 : v3 ? 3 : 0;
   }();
-  return best;
-#else
-  return GemmBaseline;
-#endif
+  return level;
 }
+#define JGG_BEST(name) (Level() == 4 ? name##V4 : Level() == 3 ? name##V3 : name##Baseline)
+#else
+#define JGG_BEST(name) name##Baseline
+#endif
+
+Gemm BestGemm() { return JGG_BEST(Gemm); }
+
+const LineKernels& BestLines() { return JGG_BEST(kLines); }
 
 namespace {
 

@@ -17,21 +17,8 @@ static ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer weight, ffi::An
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(R, K)", *out, {-1, -1}));
   DequantizeArgs args{{}, out->untyped_data(), *ToDType(out->element_type()), ordered};
 
-  QuantizedBuffers buffers{weight, scales, {}, {}};
-  Operands operands(op, rest);
-  if (quantized.biases) {
-    const auto buffer = operands.Take("biases");
-    if (!buffer) return buffer.error();
-    buffers.biases = *buffer;
-  }
-  if (quantized.global_scale) {
-    const auto buffer = operands.Take("global_scale");
-    if (!buffer) return buffer.error();
-    buffers.global_scale = *buffer;
-  }
-  JGG_RETURN_IF_ERROR(operands.End());
-  JGG_RETURN_IF_ERROR(BindQuantizedArray(op, quantized, buffers, out->dimensions()[0],
-                                         out->dimensions()[1], &args.q));
+  JGG_RETURN_IF_ERROR(BindDequantize(op, quantized, weight, scales, rest, out->dimensions()[0],
+                                     out->dimensions()[1], &args.q));
   if (ordered && (!args.q.coding.Facts().is_ordered || args.dtype != DType::kBF16 ||
                   quantized.global_scale || out->dimensions()[1] % 128 != 0)) {
     return InvalidArgument(op,

@@ -65,4 +65,25 @@ inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttrs& 
   return xla::ffi::Error::Success();
 }
 
+// The operands of dequantize.
+inline xla::ffi::Error BindDequantize(const char* op, const QuantizedAttrs& attrs,
+                                      xla::ffi::AnyBuffer weight, xla::ffi::AnyBuffer scales,
+                                      xla::ffi::RemainingArgs rest, int64_t rows, int64_t k,
+                                      QuantizedArray* q) {
+  QuantizedBuffers buffers{weight, scales, {}, {}};
+  Operands operands(op, rest);
+  if (attrs.biases) {
+    const auto buffer = operands.Take("biases");
+    if (!buffer) return buffer.error();
+    buffers.biases = *buffer;
+  }
+  if (attrs.global_scale) {
+    const auto buffer = operands.Take("global_scale");
+    if (!buffer) return buffer.error();
+    buffers.global_scale = *buffer;
+  }
+  JGG_RETURN_IF_ERROR(operands.End());
+  return BindQuantizedArray(op, attrs, buffers, rows, k, q);
+}
+
 }  // namespace jgg

@@ -28,7 +28,7 @@ def composed(name: str, definition: Callable, call: Callable, problem_of: Callab
     kernels see, of the fields that every conversion has. ``batch(size, operands, axes)`` returns
     the operands of a batch as those of one call."""
 
-    def on_cuda(platform, *operands, **static):
+    def by_kernel(platform, *operands, **static):
         problem = problem_of(*operands, **static)(
             op=name, platform=platform, empty=any(0 in a.shape for a in jax.tree.leaves(operands)),
         )  # fmt: skip
@@ -38,7 +38,7 @@ def composed(name: str, definition: Callable, call: Callable, problem_of: Callab
         return None if batch is None else out(*batch(*given), **static)
 
     out = Composed(
-        f"jgg_{name}", definition, on_cuda, batch=batched, keeps_call=True, cost=costs.conversion
+        f"jgg_{name}", definition, by_kernel, batch=batched, keeps_call=True, cost=costs.conversion
     )
     return out
 

@@ -277,6 +277,14 @@ def _qmm_fuses_sm90(p: Qmm, packed: bool = False) -> str | None:
     return _qmm_fuses(p)
 
 
+def _qmm_fuses_cpu(p: Qmm) -> str | None:
+    return "it has no options" if p.activation or p.option_dtypes else None
+
+
+def _fp8_cpu(p: Qmm) -> str | None:
+    return None if p.lines else "needs codes e4m3 in blocks of whole 128 columns"
+
+
 def _qmm_packed_fuses(p: Qmm) -> str | None:
     return _qmm_fuses_sm90(p, packed=True)
 
@@ -394,6 +402,14 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm80", "jgg_qmm", fuses=_qmm_fuses, config=_qmm_config, unseen=True,
             needs="no mode fp8",
+        ),
+        Kernel(
+            "cpu", "jgg_qmm_fp8", _fp8_cpu, _qmm_fuses_cpu, unseen=True,
+            needs=f"{dense.ALL_FLOATS}; mode fp8, codes e4m3 in blocks of whole 128 columns",
+        ),
+        Kernel(
+            "cpu", "jgg_qmm", fuses=_qmm_fuses_cpu, unseen=True,
+            needs=f"{dense.ALL_FLOATS}; no mode fp8",
         ),
     ),
     "nvfp4_grouped_mm": (

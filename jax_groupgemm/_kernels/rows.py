@@ -171,12 +171,16 @@ _TABLE = (
     ("prepack", "jgg_prepack", converts, "no mxfp8, no fp8"),
     ("prepack", "jgg_prepack_fp8", converts, "mode fp8"),
 )
+_ON_CPU = {"dequantize": Kernel("cpu", "jgg_dequantize", converts, unseen=True)}
 #: The kernels of each operation that multiplies nothing: see ``choose.KERNELS``.
 KERNELS = {
-    op: tuple(
-        Kernel("sm80", target, can, unseen=True, needs=needs)
-        for name, target, can, needs in _TABLE
-        if name == op
+    op: (
+        *(
+            Kernel("sm80", target, can, unseen=True, needs=needs)
+            for name, target, can, needs in _TABLE
+            if name == op
+        ),
+        *([_ON_CPU[op]] if op in _ON_CPU else []),
     )
     for op, *_ in _TABLE
 }

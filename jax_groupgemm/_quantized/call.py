@@ -51,6 +51,9 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
 
     ``x_is_ordered``: x has its columns as :func:`ordered.of_lines` puts them, for this plan.
     """
+    if plan.kernel.name == "cpu":
+        assert epilogue.nothing
+        return _on_cpu(plan, x, q, metadata, product)
     planes, x_sums = plan.config.get("planes", 1), None
     if plan.config.get("beside"):
         x, x_sums = _planes_beside(planes, x, q, product.transpose_w)
@@ -75,23 +78,49 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
         x = ordered.of_lines(x, q.bits, product.transpose_w)
     assert of_lines or not x_is_ordered
     if plan.target == "jgg_qmm":
-        flags["qmm"] = {
-            "transpose_w": product.transpose_w,
-            "planned": of_lines,
-            "in_order": metadata.form.ordered_y,
-            "tf32": product.tf32,
-        }
+        flags["qmm"] = _qmm_flags(metadata, product) | {"planned": of_lines}
     else:
         flags["transpose_w"] = product.transpose_w
     if plan.target == "jgg_qmm_fp8":
         del flags["quantized"]
-        sizes = (min(size, max(axis, 1)) for size, axis in zip(q.block, q.shape[-2:], strict=True))
-        flags["block"] = dict(zip(("rows", "columns"), sizes, strict=True))
+        flags["block"] = _block_flags(q)
     options = [a for a in (x_sums, q.biases, q.global_scale, *offset) if a is not None]
     call = jax.ffi.ffi_call(plan.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
     return call(
         x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
     )
+
+
+def _on_cpu(plan: choose.Plan, x, q, metadata: Metadata, product: Mm):
+    """The same on a CPU: the table of segments in place of metadata, and no options."""
+    rows, (groups, _, n) = product.rows, product.sizes(q)
+    table = metadata.decode(x.shape[0], rows, groups)
+    out = jax.ShapeDtypeStruct((rows, n), product.out_dtype)
+    if 0 in (*out.shape, *x.shape, *q.weight.shape, *table.shape):
+        return jnp.zeros(out.shape, out.dtype)
+    flags: dict[str, Any] = {"qmm": _qmm_flags(metadata, product)}
+    options = []
+    if plan.target == "jgg_qmm":
+        flags["quantized"] = flags_of(q)
+        options = [a for a in (q.biases, q.global_scale) if a is not None]
+    else:
+        flags["block"] = _block_flags(q)
+    call = jax.ffi.ffi_call(plan.target, out)
+    return call(x, q.weight, q.scales, table, *options, **attributes(flags))
+
+
+def _qmm_flags(metadata: Metadata, product: Mm) -> dict[str, Any]:
+    return {
+        "transpose_w": product.transpose_w,
+        "planned": False,
+        "in_order": metadata.form.ordered_y,
+        "tf32": product.tf32,
+    }
+
+
+def _block_flags(q) -> dict[str, Any]:
+    sizes = (min(size, max(axis, 1)) for size, axis in zip(q.block, q.shape[-2:], strict=True))
+    return dict(zip(("rows", "columns"), sizes, strict=True))
 
 
 def _in_planes(count: int, plan: choose.Plan, x, q, metadata: Metadata, product: Mm):

@@ -181,8 +181,12 @@ def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue 
         return None
     if plan.config.get("sum_parts", 1) > 1:
         return _in_parts(plan, platform, x, prepack.unpacked(q), metadata, product)
-    packed = plan.target == "jgg_qmm_packed"
-    q = prepack.packed_for(q, metadata, x.shape[0]) if packed else prepack.unpacked(q)
+    if plan.kernel.name == "cpu":
+        q = _linear(q)
+    elif plan.target == "jgg_qmm_packed":
+        q = prepack.packed_for(q, metadata, x.shape[0])
+    else:
+        q = prepack.unpacked(q)
     return call.qmm(plan, x, q, metadata, product, epilogue)
 
 

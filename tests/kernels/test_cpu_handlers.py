@@ -17,8 +17,10 @@ import jax_groupgemm as jgg
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("c++")
+# The last ones are compiled for each instruction set, with a name for it.
+LEVELS = {"ffi/cpu/gemm": "JGG_GEMM=GemmV{}", "ffi/cpu/lines": "JGG_LINES=kLinesV{}"}
 SOURCES = ["tests/lib/cpu_handlers", "ffi/grouped_mm/mm_cpu", "ffi/grouped_mm/wgrad_cpu"]
-SOURCES += ["ffi/cpu/select", "ffi/cpu/gemm"]
+SOURCES += ["ffi/quantized/qmm_cpu", "ffi/cpu/select", *LEVELS]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,9 +36,10 @@ def on_cpu():
 def build_program(folder: Path, *options: str) -> Path:
     """tests/lib/cpu_handlers.cc with the handlers; each file is compiled by its own process."""
     headers = jax.ffi.include_dir()
-    flags = ["-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror", *options]
-    # XLA asks for unused parameters; the program replaces operator new by malloc.
-    flags += ["-Wno-unused-parameter", "-Wno-mismatched-new-delete", "-I", "ffi"]
+    flags = ["-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", *options]
+    # XLA asks for unused parameters; the program replaces operator new by malloc. Functions that
+    # take vectors are called in their own file.
+    flags += ["-Wno-psabi", "-Wno-unused-parameter", "-Wno-mismatched-new-delete", "-I", "ffi"]
 
     def compile_one(source: str, name: str, *more: str) -> str:
         out = str(folder / f"{name}.o")
@@ -49,8 +52,12 @@ def build_program(folder: Path, *options: str) -> Path:
         jobs = [threads.submit(compile_one, source, Path(source).name) for source in SOURCES]
         if "-DJGG_X86_LEVELS" in options:
             for level in (3, 4):
-                more = (f"-DJGG_GEMM=GemmV{level}", f"-march=x86-64-v{level}")
-                jobs.append(threads.submit(compile_one, SOURCES[-1], f"v{level}", *more))
+                for source, name in LEVELS.items():
+                    more = [f"-D{name.format(level)}", f"-march=x86-64-v{level}"]
+                    # It makes minutes of seconds.
+                    more += ["-fno-sanitize=undefined"] if source == "ffi/cpu/lines" else []
+                    object_name = f"{Path(source).name}_v{level}"
+                    jobs.append(threads.submit(compile_one, source, object_name, *more))
         objects = [job.result() for job in jobs]
     program = folder / "cpu_handlers"
     link = [COMPILER, "-pthread", *options, *objects, "-o", str(program)]

@@ -99,6 +99,15 @@ NEEDS = [
         "and no options": {"transpose_w": False, "activation": "silu"},
     }),
     ("jgg_qmm sm80", QMM, {"no mode fp8": {"mode": "fp8", "calls": frozenset()}}),
+    ("jgg_qmm cpu", dataclasses.replace(QMM, platform="cpu"), {
+        "float32, bfloat16, float16": {"dtypes": ("float64",)},
+        "no mode fp8": {"mode": "fp8", "calls": frozenset()},
+    }),
+    ("jgg_qmm_fp8 cpu", dataclasses.replace(QMM_FP8, platform="cpu"), {
+        "float32, bfloat16, float16": {"dtypes": ("float64",)},
+        "mode fp8": {"mode": "nvfp4", "calls": frozenset()},
+        "codes e4m3 in blocks of whole 128 columns": {"lines": False},
+    }),
     ("jgg_nvfp4_grouped_mm sm100", NVFP4, {
         "K % 32 == 0": {"k": 2064},
         "N % 8 == 0 (N % 4 with float32 and float16)": {"n": 2050},
@@ -183,6 +192,7 @@ NEEDS = [
         }) for op in ("dispatch", "combine", "combine_backward")
     ],
     *[(f"jgg_{op} sm80", CONVERSIONS[op], {}) for op in ("quantize", "dequantize")],
+    ("jgg_dequantize cpu", dataclasses.replace(CONVERSIONS["dequantize"], platform="cpu"), {}),
     ("jgg_nvfp4_quantize sm80", CONVERSIONS["nvfp4_quantize"], {}),
     ("jgg_prepack sm80", CONVERSIONS["prepack"], {
         "no mxfp8, no fp8": {"mode": "fp8", "calls": frozenset({"jgg_prepack_fp8"})},

@@ -178,7 +178,14 @@ struct Array {
     data.reset(new char[count * Bytes()]);
   }
   int Bytes() const {
-    return dtype == XLA_FFI_DataType_F32 || dtype == XLA_FFI_DataType_S32 ? 4 : 2;
+    switch (dtype) {
+      case XLA_FFI_DataType_F32:
+      case XLA_FFI_DataType_S32:
+      case XLA_FFI_DataType_U32: return 4;
+      case XLA_FFI_DataType_U8:
+      case XLA_FFI_DataType_F8E4M3FN: return 1;
+      default: return 2;
+    }
   }
   double Get(int64_t at) const {
     if (dtype == XLA_FFI_DataType_F32) return reinterpret_cast<const float*>(data.get())[at];
@@ -213,24 +220,37 @@ XLA_FFI_Buffer BufferOf(Array& array) {
           array.shape.data()};
 }
 
-// One dictionary of booleans, sorted by name.
+// An attribute: a string has a text, anything else a number.
+struct Flag {
+  Flag(bool value) : type(XLA_FFI_DataType_PRED), number(value) {}
+  Flag(int32_t value) : type(XLA_FFI_DataType_S32), number(value) {}
+  Flag(const char* value) : type(XLA_FFI_DataType_INVALID), number(0), text(value) {}
+
+  XLA_FFI_DataType type;
+  int32_t number;
+  std::string text;
+};
+
+// One dictionary, sorted by name.
 struct Flags {
   std::string name;
-  std::vector<std::pair<std::string, bool>> values;
+  std::vector<std::pair<std::string, Flag>> values;
 };
 
 // As XLA hands them over.
 struct Dictionary {
   explicit Dictionary(const Flags& of) : flags(of) {
     for (auto& [key, value] : flags.values) {
-      scalars.push_back({XLA_FFI_DataType_PRED, &value});
+      scalars.push_back({value.type, &value.number});
+      texts.push_back({value.text.data(), value.text.size()});
       keys.push_back({key.data(), key.size()});
     }
     for (size_t i = 0; i < scalars.size(); ++i) {
-      values.push_back(&scalars[i]);
+      const bool is_text = scalars[i].dtype == XLA_FFI_DataType_INVALID;
+      values.push_back(is_text ? static_cast<void*>(&texts[i]) : &scalars[i]);
+      types.push_back(is_text ? XLA_FFI_AttrType_STRING : XLA_FFI_AttrType_SCALAR);
       key_pointers.push_back(&keys[i]);
     }
-    types.assign(values.size(), XLA_FFI_AttrType_SCALAR);
     name = {flags.name.data(), flags.name.size()};
     attrs = {
         XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(values.size()), types.data(),
@@ -239,7 +259,7 @@ struct Dictionary {
 
   Flags flags;
   std::vector<XLA_FFI_Scalar> scalars;
-  std::vector<XLA_FFI_ByteSpan> keys;
+  std::vector<XLA_FFI_ByteSpan> keys, texts;
   std::vector<void*> values;
   std::vector<XLA_FFI_ByteSpan*> key_pointers;
   std::vector<XLA_FFI_AttrType> types;

@@ -31,7 +31,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 ODD = (1, 3, 33, 129)  # the other of K and N
 
 
-@pytest.fixture(params=["reference", *GPU_KERNELS])
+@pytest.fixture(params=["reference", "cpu", *GPU_KERNELS])
 def implementation(request) -> str:
     return needs(request.param)
 
@@ -41,7 +41,11 @@ VALUES = [
     pytest.param(
         kernel, i, transpose_w, dtype, marks=marks, id=f"{kernel}-{i}-{transpose_w}-{dtype}"
     )
-    for kernel, marks in (("reference", ()), *((k.values[0], k.marks) for k in GPU_KERNELS))
+    for kernel, marks in (
+        ("reference", ()),
+        ("cpu", ()),
+        *((k.values[0], k.marks) for k in GPU_KERNELS),
+    )
     for i in range(len(MODES))
     for transpose_w in (True, False)
     for d, dtype in enumerate(DTYPES)
@@ -87,7 +91,7 @@ def test_every_scale_and_code(implementation, mode, k, dtype, rows):
 
 
 # There is no other kernel for these.
-@pytest.mark.parametrize("kernel", ["reference", GPU_KERNELS[0]])
+@pytest.mark.parametrize("kernel", ["reference", "cpu", GPU_KERNELS[0]])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", BYTE_SCALES)
 @pytest.mark.one_in(8)
@@ -267,9 +271,10 @@ def test_long_sums_of_positive_data(rng, mode):
     k = 2**20
     x, w = rng.random((2, k), np.float32), rng.random((1, 2, k), np.float32)
     q = jgg.quantize(w, mode=mode)
-    out = jgg.grouped_qmm(x, q, [2], implementation="reference")
     want = oracle.f64(x) @ oracle.f64(jgg.dequantize(q, jnp.float32))[0].T
-    assert np.max(np.abs(oracle.f64(out) / want - 1)) <= 2e-6
+    for name in ("reference", "cpu") if jax.default_backend() == "cpu" else ("reference",):
+        out = jgg.grouped_qmm(x, q, [2], implementation=name)
+        assert np.max(np.abs(oracle.f64(out) / want - 1)) <= 2e-6
 
 
 # ---- gather_qmm and quantized_matmul ---------------------------------------------------------

@@ -30,7 +30,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["reference", *GPU_KERNELS])
+@pytest.fixture(params=["reference", "cpu", *GPU_KERNELS])
 def implementation(request) -> str:
     return needs(request.param)
 

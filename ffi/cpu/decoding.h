@@ -1,0 +1,335 @@
+// How lines of quantized weights become numbers, in vectors of one instruction set: as vectors.h,
+// all of it is the including file's own.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "cpu/lines.h"
+#include "cpu/vectors.h"
+
+namespace jgg::cpu {
+namespace {
+
+int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t WholeUnits(int64_t count) { return (count + kUnit - 1) / kUnit * kUnit; }
+
+// ---- formats ----
+
+Vector E4M3Magnitudes(Ints bits) {
+  // Subnormals are converted from integers: as float32 subnormals they could be flushed to zero.
+  const Vector normal = FromBits((bits << 20) + (120 << 23)), small = ToFloat(bits) * All(0x1p-9f);
+  const Vector v = Select(Less(bits, All(8)), small, normal);
+  return FromBits(Bits(v) | (Less(All(0x7e), bits) & 0x7fc00000));
+}
+
+// The numbers that codes stand for. Bits above the code may be set.
+template <CodeType kCode, int kBits>
+Vector NumbersOf(Ints codes) {
+  if constexpr (kCode == CodeType::kE4M3) {
+    const Ints magnitude = codes & 0x7f, sign = (codes & 0x80) << 24;
+    return FromBits(Bits(E4M3Magnitudes(magnitude)) | sign);
+  } else {
+    static_assert(kCode == CodeType::kInteger);
+    return ToFloat(codes & ((1 << kBits) - 1));
+  }
+}
+
+// Whether a register or two hold all values that a group may have, so that they are looked up.
+template <CodeType kCode, int kBits>
+constexpr bool LooksUp() {
+  return kCode == CodeType::kE2M1 || 1 << kBits <= kLanes;
+}
+
+// All numbers of a format with few codes, as often as they fill registers.
+template <CodeType kCode, int kBits>
+struct AllNumbers {
+  static constexpr int kCount = 1 << kBits > kLanes ? 1 << kBits : kLanes;
+  alignas(64) float numbers[kCount];
+
+  constexpr AllNumbers() : numbers() {
+    constexpr float kE2M1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (int i = 0; i < kCount; ++i) {
+      const int code = i % (1 << kBits);
+      numbers[i] = kCode == CodeType::kInteger ? static_cast<float>(code)
+                   : code < 8                  ? kE2M1[code]
+                                               : -kE2M1[code - 8];
+    }
+  }
+};
+
+// How codes become values: rounded to a dtype, or not; kExact: products with scales are exact,
+// because those have 16 bits.
+template <typename Format_, DType kRounds_, bool kExact_>
+struct Decoding {
+  using Format = Format_;
+  static constexpr DType kRounds = kRounds_;
+  static constexpr bool kExact = kExact_;
+};
+
+// What a group's numbers become values with: their product with the first, then the sum with the
+// second, a bias; or the product with the second, which is the rest of a power of two that float32
+// may not hold, or a global scale.
+struct Scale {
+  Vector first, second;
+};
+
+template <typename D>
+Vector ValueOf(Vector number, const Scale& scale) {
+  constexpr ScaleType kScale = D::Format::kScale;
+  Vector v = number * scale.first;
+  if constexpr (kScale == ScaleType::kScaleAndBias) {
+    v = D::kExact ? MultiplyAdd(number, scale.first, scale.second) : v + scale.second;
+  }
+  if constexpr (kScale == ScaleType::kE8M0 || kScale == ScaleType::kE4M3) v *= scale.second;
+  if constexpr (D::kRounds == DType::kBF16) return RoundToBf16(v);
+  if constexpr (D::kRounds == DType::kF16) return RoundToF16(v);
+  return v;
+}
+
+// The values of one group's codes.
+template <typename D>
+class Group {
+ public:
+  using Format = typename D::Format;
+  static constexpr int kBits = Format::kBits;
+  static constexpr bool kLooksUp = LooksUp<Format::kCode, kBits>();
+  using Known = AllNumbers<Format::kCode, kLooksUp ? kBits : 0>;
+  static constexpr int kParts = Known::kCount / kLanes;
+
+  explicit Group(const Scale& scale) : scale_(scale) {
+    if constexpr (kLooksUp) {
+      static constexpr Known kKnown;
+      for (int part = 0; part < kParts; ++part) {
+        table_[part] = ValueOf<D>(Load(kKnown.numbers + part * kLanes), scale);
+      }
+    }
+  }
+
+  // Those of the next kLanes codes.
+  Vector Read(const uint8_t* at) const {
+    const Ints codes = LoadCodes<kBits>(at);
+    if constexpr (kLooksUp) {
+      return Look(table_, codes);
+    } else {
+      return ValueOf<D>(NumbersOf<Format::kCode, kBits>(codes), scale_);
+    }
+  }
+
+ private:
+  Scale scale_;
+  Vector table_[kParts];
+};
+
+// ---- scales ----
+
+constexpr int kMostGroups = 64;
+
+struct Scales {
+  float first[kMostGroups], second[kMostGroups];
+};
+
+constexpr int SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+Vector LoadFloats(const uint8_t* at, DType dtype) {
+  if (dtype == DType::kBF16) return LoadBf16(reinterpret_cast<const uint16_t*>(at));
+  if (dtype == DType::kF16) return LoadHalves(reinterpret_cast<const uint16_t*>(at));
+  const Vector v = Load(reinterpret_cast<const float*>(at));
+  // One NaN, which may be rounded.
+  const Ints infinity = All(0x7f800000);
+  return Select(Less(infinity, Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
+}
+
+// kLanes scales, and so many biases.
+template <ScaleType kScale>
+Scale LoadScales(const Lines& lines, const uint8_t* scales, const uint8_t* biases, float factor) {
+  if constexpr (kScale == ScaleType::kScaleAndBias) {
+    return {LoadFloats(scales, lines.scale_dtype), LoadFloats(biases, lines.scale_dtype)};
+  } else if constexpr (kScale == ScaleType::kE8M0) {
+    // Small ones are 2^64 larger until they have met their numbers.
+    const Ints bits = LoadBytes(scales), small = Less(bits, All(128));
+    const Ints exponent = bits + (small & 64), nan = Less(All(254), bits) & 0x400000;
+    return {FromBits(exponent << 23 | nan), Select(small, All(0x1p-64f), All(1.0f))};
+  } else if constexpr (kScale == ScaleType::kE4M3) {
+    return {E4M3Magnitudes(LoadBytes(scales) & 0x7f), All(factor)};
+  } else {
+    return {Load(reinterpret_cast<const float*>(scales)), Vector{}};
+  }
+}
+
+// Those of a line's groups [first, first + count).
+template <ScaleType kScale>
+void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, Scales* out) {
+  const int size = kScale == ScaleType::kScaleAndBias ? SizeOf(lines.scale_dtype)
+                   : kScale == ScaleType::kFloat32    ? 4
+                                                      : 1;
+  int64_t row = line;
+  float factor = 1.0f;
+  if constexpr (kScale == ScaleType::kFloat32) {
+    const int64_t matrix = line / lines.lines;
+    row = matrix * lines.blocks + (line - matrix * lines.lines) / lines.lines_each;
+  }
+  if constexpr (kScale == ScaleType::kE4M3) {
+    if (lines.factors != nullptr) {
+      factor = lines.factors[line / lines.lines * lines.factor_stride];
+    }
+  }
+  const int64_t begin = (row * lines.line_scales + first) * size;
+  const uint8_t *const scales = lines.scales + begin, *const end = lines.scales_end;
+  const uint8_t* const biases = lines.biases == nullptr ? scales : lines.biases + begin;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Scale scale;
+    if (i + kLanes <= count || end - (scales + i * size) >= kLanes * size) {
+      scale = LoadScales<kScale>(lines, scales + i * size, biases + i * size, factor);
+    } else {  // there may be no more in memory
+      uint8_t some[2][kLanes * 4] = {};
+      memcpy(some[0], scales + i * size, (count - i) * size);
+      memcpy(some[1], biases + i * size, (count - i) * size);
+      scale = LoadScales<kScale>(lines, some[0], some[1], factor);
+    }
+    Store(out->first + i, scale.first);
+    Store(out->second + i, scale.second);
+  }
+}
+
+// ---- decoding ----
+
+// What takes values: memory, or sums of products with a row of x. Neighbours have different sums,
+// because one takes the time of some. (It is passed on by value, which keeps it in registers.)
+struct ToMemory {
+  float* out;
+
+  void operator()(int, Vector v) {
+    Store(out, v);
+    out += kLanes;
+  }
+};
+
+struct ToSums {
+  const float* x;
+  Vector sums[2] = {};
+
+  void operator()(int i, Vector v) {
+    sums[i % 2] = MultiplyAdd(v, Load(x), sums[i % 2]);
+    x += kLanes;
+  }
+};
+
+// Whole groups of `kVectors` registers.
+template <typename D, int kVectors, typename To>
+To DecodeGroups(const Scales& scales, int64_t groups, const uint8_t* at, To to) {
+  for (int64_t g = 0; g < groups; ++g) {
+    const Group<D> values({All(scales.first[g]), All(scales.second[g])});
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+      to(i, values.Read(at));
+      at += kLanes * D::Format::kBits / 8;
+    }
+  }
+  return to;
+}
+
+// Elements [first, first + count) of a line, and more up to a whole unit. Their codes are at `at`.
+template <typename D, typename To>
+To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, const uint8_t* at,
+              To to) {
+  constexpr int kBits = D::Format::kBits;
+  constexpr ScaleType kScale = D::Format::kScale;
+  const int64_t end = first + WholeUnits(count), last = lines.line_scales - 1;
+  const auto group_of = [&](int64_t i) {
+    return lines.group_bits < 0 ? i / lines.group : i >> lines.group_bits;
+  };
+  for (int64_t i = first; i < end;) {
+    const int64_t group = group_of(i);
+    const int64_t groups = Min(kMostGroups, Min(group_of(end - 1), last) - group + 1);
+    const int64_t codes = groups * lines.group;
+    Scales scales;
+    ReadScales<kScale>(lines, line, group, groups, &scales);
+    if (kScale != ScaleType::kFloat32 && i == group * lines.group && end - i >= codes) {
+      switch (lines.group) {
+        case 16: to = DecodeGroups<D, 16 / kLanes>(scales, groups, at, to); break;
+        case 32: to = DecodeGroups<D, 32 / kLanes>(scales, groups, at, to); break;
+        case 64: to = DecodeGroups<D, 64 / kLanes>(scales, groups, at, to); break;
+        default: to = DecodeGroups<D, 128 / kLanes>(scales, groups, at, to);
+      }
+      i += codes;
+      at += codes * kBits / 8;
+      continue;
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      const Group<D> values({All(scales.first[g]), All(scales.second[g])});
+      // A line that ends within a unit ends within its last group.
+      const int64_t stop = group + g == last ? end : Min((group + g + 1) * lines.group, end);
+      for (; i < stop; i += kLanes, at += kLanes * kBits / 8) to(0, values.Read(at));
+    }
+  }
+  return to;
+}
+
+template <typename D, typename To>
+To Decode(const Lines& lines, int64_t line, int64_t first, int64_t count, To to) {
+  constexpr int kBits = D::Format::kBits;
+  constexpr int64_t kTail = 64;  // codes, of which all others' overread is among theirs
+  const uint8_t* at = lines.codes + line * lines.line_bytes + first * kBits / 8;
+  const int64_t bytes = (count * kBits + 7) / 8;
+  if (at + bytes + kOverread <= lines.codes_end) {
+    return DecodeFrom<D>(lines, line, first, count, at, to);
+  }
+  const int64_t before = count > kTail ? WholeUnits(count - kTail) : 0;
+  to = DecodeFrom<D>(lines, line, first, before, at, to);
+  uint8_t tail[kTail * kBits / 8 + 2 * kOverread] = {};
+  memcpy(tail, at + before * kBits / 8, bytes - before * kBits / 8);
+  return DecodeFrom<D>(lines, line, first + before, count - before, tail, to);
+}
+
+template <typename D>
+void ReadLine(const void* lines, int64_t line, int64_t first, int64_t count, float* out) {
+  Decode<D>(*static_cast<const Lines*>(lines), line, first, count, ToMemory{out});
+}
+
+template <typename D>
+Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count,
+                    const float* x) {
+  const ToSums to = Decode<D>(lines, line, first, count, ToSums{x});
+  return to.sums[0] + to.sums[1];
+}
+
+// Both of these for a format.
+struct Decoders {
+  LineKernels::Read read;
+  Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*);
+};
+
+template <typename Format, DType kRounds>
+Decoders DecodersOf(const Lines& lines) {
+  if constexpr (Format::kScale == ScaleType::kScaleAndBias &&
+                !LooksUp<Format::kCode, Format::kBits>()) {
+    if (lines.scale_dtype != DType::kF32) {
+      using D = Decoding<Format, kRounds, true>;
+      return {ReadLine<D>, MultiplyLine<D>};
+    }
+  }
+  using D = Decoding<Format, kRounds, false>;
+  return {ReadLine<D>, MultiplyLine<D>};
+}
+
+// Values that x's dtype holds anyway are not rounded.
+Decoders DecodersOf(const Lines& lines) {
+  return Formats::Dispatch(lines.mode, lines.bits, [&](auto format) {
+    using Format = decltype(format);
+    constexpr bool kAffine = Format::kScale == ScaleType::kScaleAndBias;
+    if constexpr (kAffine) {
+      if (lines.rounds == DType::kBF16) return DecodersOf<Format, DType::kBF16>(lines);
+    }
+    if constexpr (kAffine || Format::kScale == ScaleType::kE8M0) {
+      if (lines.rounds == DType::kF16) return DecodersOf<Format, DType::kF16>(lines);
+    }
+    return DecodersOf<Format, DType::kF32>(lines);
+  });
+}
+
+LineKernels::Read Decoder(const Lines& lines) { return DecodersOf(lines).read; }
+
+}  // namespace
+}  // namespace jgg::cpu
