@@ -144,7 +144,7 @@ Case QmmCase(bool forged) {
     }
   }
   const Flags qmm{
-      "qmm", {{"in_order", in_order}, {"tf32", false}, {"transpose_w", tw}, {"planned", false}}};
+      "qmm", {{"in_order", in_order}, {"planned", false}, {"tf32", false}, {"transpose_w", tw}}};
   if (in_blocks) {
     c.flags = {{"block",
                 {{"columns", static_cast<int32_t>(w.group_size)},

@@ -15,88 +15,89 @@
 
 namespace jgg::device {
 
-// A thread's scales of 32 k, of kLines lines of each slice, which lie 8 apart. They are copied to
-// its own places in shared memory kDepth slices ahead, by the words that they lie in.
-template <typename Codes, int kLines, int kDepth>
-class CopiedScales {
+// Where a thread's scales of 32 k are, of one line of each slice after another.
+template <typename Codes>
+class ScalesOfLines {
  public:
   using Loaded = typename Codes::Loaded;
-  static constexpr int kWords = kLines * (Codes::kHasBiases ? 2 : 1);
-  using Places = uint32_t[kDepth][kWords][32 * kMultiplyWarps];
 
   // From line `line` of a tile of work on, at `k`.
-  __device__ CopiedScales(const QuantizedGemmSm90& quantized, const Work& work, int line, int k,
-                          Places& places)
+  __device__ ScalesOfLines(const QuantizedGemmSm90& quantized, const Work& work, int line, int k)
       : quantized_(quantized), line_(line) {
-    to_ = SharedAddress(&places[0][0][threadIdx.x - 128]);
     const bool exists = work.weight >= 0 && k < quantized.gemm.n;
     lines_ = exists ? quantized.elements : 0;
-    int64_t at;
+    scales_ = static_cast<const char*>(quantized.scales);
     if constexpr (Codes::kInBlocks) {
-      at = static_cast<int64_t>(work.weight) * quantized.scale_lines * quantized.scale_line +
-           k / quantized.columns_each * Codes::kScaleSize;
+      scales_ += static_cast<int64_t>(work.weight) * quantized.scale_lines * quantized.scale_line +
+                 k / quantized.columns_each * Codes::kScaleSize;
     } else {
       const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line;
-      at = first * quantized.scale_line + (k >> quantized.scale_shift) * Codes::kScaleSize;
+      scales_ += first * quantized.scale_line + (k >> quantized.scale_shift) * Codes::kScaleSize;
     }
-    // Lines of a slice are whole words apart from the first, so this is where all scales lie in
-    // their words. The arrays begin with whole words.
-    shift_ = static_cast<int>(at) % 4 * 8;
-    scales_ = static_cast<const char*>(quantized.scales) + at / 4 * 4;
-    asm volatile("cp.async.wait_all;" ::: "memory");  // of the tile before
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) Ask(i);
   }
 
-  // The scales of a slice, which have the place that the slice kDepth further on will have.
-  __device__ void Take(int place, Loaded (&to)[kLines]) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
+  // Of the line `further` behind this slice's. A line that is not there has codes 0 and scales 0,
+  // so that nothing comes of it.
+  __device__ void Load(int further, Loaded& to) const {
+#pragma unroll
+    for (int i = 0; i < kArrays; ++i) {
+      to[i] = 0;
+      if (line_ + further >= lines_) continue;
+      const char* from = At(further, i);
+      if constexpr (Codes::kBlockScales == 4) {
+        to[i] = __ldg(reinterpret_cast<const uint32_t*>(from));
+      } else if constexpr (Codes::kBlockScales == 2) {
+        to[i] = __ldg(reinterpret_cast<const uint16_t*>(from));
+      } else {
+        to[i] = __ldg(reinterpret_cast<const uint8_t*>(from));
+      }
+    }
+  }
+
+  // Begins to copy the words that they lie in to shared memory, `apart` bytes from each other.
+  __device__ void Copy(uint32_t to, int apart) const {
+#pragma unroll
+    for (int i = 0; i < kArrays; ++i) {
+      const auto word = reinterpret_cast<uintptr_t>(At(0, i)) & ~uintptr_t{3};
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + i * apart), "l"(word),
+                   "r"(line_ < lines_ ? 4 : 0)
+                   : "memory");
+    }
+  }
+
+  // A scale of such a word. Slices are 64 lines, whole words, apart, and the arrays begin with
+  // whole words: so this is the same of all slices.
+  __device__ uint32_t OfWord(uint32_t word) const {
     constexpr uint32_t kMask = Codes::kBlockScales == 4   ? ~0u
                                : Codes::kBlockScales == 2 ? 0xffff
                                                           : 0xff;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      uint32_t word;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(Place(place, i)) : "memory");
-      to[i % kLines][i / kLines] = word >> shift_ & kMask;
-    }
-    Ask(place);
+    return word >> (reinterpret_cast<uintptr_t>(scales_) % 4 * 8) & kMask;
   }
 
- private:
-  __device__ uint32_t Place(int place, int i) const {
-    return to_ + (place * kWords + i) * sizeof(uint32_t[32 * kMultiplyWarps]);
-  }
-
-  // Lines that are not there have codes 0 and scales 0, so that nothing comes of them.
-  __device__ void Ask(int place) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int line = line_ + i % kLines * 8;
-      const char* from = scales_;
-      if constexpr (Codes::kInBlocks) {
-        from += static_cast<int64_t>(static_cast<unsigned>(line) / quantized_.rows_each) *
-                quantized_.scale_line;
-      } else {
-        from += i % kLines * 8 * quantized_.scale_line;
-      }
-      if (i >= kLines) {
-        from += static_cast<const char*>(quantized_.biases) -
-                static_cast<const char*>(quantized_.scales);
-      }
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(Place(place, i)), "l"(from),
-                   "r"(line < lines_ ? 4 : 0)
-                   : "memory");
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+  __device__ void Next() {
     line_ += 64;
     if constexpr (!Codes::kInBlocks) scales_ += 64 * quantized_.scale_line;
   }
 
+ private:
+  static constexpr int kArrays = Codes::kHasBiases ? 2 : 1;
+
+  __device__ const char* At(int further, int array) const {
+    const char* from = scales_;
+    if constexpr (Codes::kInBlocks) {
+      const int line = static_cast<unsigned>(line_ + further) / quantized_.rows_each;
+      from += static_cast<int64_t>(line) * quantized_.scale_line;
+    } else {
+      from += further * quantized_.scale_line;
+    }
+    if (array == 0) return from;
+    return from + (static_cast<const char*>(quantized_.biases) -
+                   static_cast<const char*>(quantized_.scales));
+  }
+
   const QuantizedGemmSm90& quantized_;
-  const char* scales_;  // of the line that is asked for next; in blocks, of the matrix
-  int line_, lines_, shift_;
-  uint32_t to_;
+  const char* scales_;  // of the slice's line; in blocks, of the matrix
+  int line_, lines_;
 };
 
 template <Mode kMode, int kBits>
@@ -109,13 +110,16 @@ struct TransposedLines {
   static constexpr int kCodeBytes = Tile::kBytes, kScaleBytes = 0;  // of a slice
   static constexpr int kCodesAligned = 1024;                        // bytes, for swizzled boxes
   static constexpr int kCopiers = 1;                                // threads, beside that of x
-  // Scales of few rows, in stages of so many slices, or of many rows.
-  template <int kSlices>
-  using FewScales = CopiedScales<Codes, 2, kSlices>;
-  using ManyScales = CopiedScales<Codes, 1, 4>;
-  template <bool kFew, int kSlices>
-  using Places = typename std::conditional_t<kFew, FewScales<kSlices>, ManyScales>::Places;
   static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
+  // Many rows: scales go through shared memory, so many slices ahead. Those of blocks, one for 128
+  // lines and more, are in the L1 cache.
+  static constexpr bool kCopiesScales = !Codes::kInBlocks;
+  static constexpr int kAheadOfMany = 4;
+  struct NoPlaces {};
+  template <bool kFew>
+  using Places =
+      std::conditional_t<kFew || !kCopiesScales, NoPlaces,
+                         uint32_t[kAheadOfMany][Codes::kHasBiases ? 2 : 1][32 * kMultiplyWarps]>;
 
   // The codes of a tile of work, for the threads that copy them.
   struct Columns {
@@ -154,15 +158,20 @@ struct TransposedLines {
     });
   }
 
-  // Few rows: as TransposedPacked::Reader, of stages of kSlices.
-  template <int kSlices>
+  // Few rows: as TransposedPacked::Reader, of stages of kSlices. It loads scales some slices ahead.
+  // Those of many slices, and biases, would take registers.
+  template <int kSlices, int kEights>
   class Reader {
     static constexpr int kHalfWords = (kBits + 1) / 2;
+    static constexpr int kAhead = !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
+    static_assert(kSlices % kAhead == 0);
 
    public:
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/,
-                      Places<true, kSlices>& places)
-        : scales_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32, places) {}
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
+        : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) LoadScales(s);
+    }
 
     struct Words {
       uint32_t codes[2][kHalfWords], scales[2];
@@ -179,8 +188,12 @@ struct TransposedLines {
     // Of slice `s` of a stage, a warpgroup's half of the codes.
     __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
       Words words;
-      typename Codes::Loaded now[2];
-      scales_.Take(s, now);
+      uint32_t now[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+      }
+      LoadScales(s % kAhead);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int piece = threadIdx.x % 4;
@@ -189,8 +202,7 @@ struct TransposedLines {
         } else {
           LoadHalf(codes, Row() + 8 * r, piece, group, words.codes[r]);
         }
-        const uint32_t scale = Codes::template Word<ScaleRange::kAny>(now[r]);
-        words.scales[r] = Codes::OfHalf(scale, group, words.codes[r]);
+        words.scales[r] = Codes::OfHalf(now[r], group, words.codes[r]);
       }
       return words;
     }
@@ -222,7 +234,14 @@ struct TransposedLines {
       }
     }
 
-    FewScales<kSlices> scales_;
+    __device__ void LoadScales(int s) {
+      ahead_.Load(0, next_[s][0]);
+      ahead_.Load(8, next_[s][1]);
+      ahead_.Next();
+    }
+
+    ScalesOfLines<Codes> ahead_;
+    typename Codes::Loaded next_[kAhead][2];
   };
 
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
@@ -236,19 +255,26 @@ struct TransposedLines {
   class Writer {
    public:
     __device__ Writer(const QuantizedGemmSm90& quantized, const Work& work, int group,
-                      Places<false, 1>& places)
+                      Places<false>& places)
         : line_(threadIdx.x % 128 / 2),
           piece_(2 * group + threadIdx.x % 2),
-          scales_(quantized, work, line_, work.out_column + 32 * piece_, places) {}
+          place_(SharedAddress(&places) + (threadIdx.x - 128) * 4),
+          ahead_(quantized, work, line_, work.out_column + 32 * piece_) {
+      if constexpr (kCopiesScales) {
+        asm volatile("cp.async.wait_all;" ::: "memory");  // of the tile before
+#pragma unroll
+        for (int i = 0; i < kAheadOfMany; ++i) CopyScales(i);
+      } else {
+        LoadScales();
+      }
+    }
 
     struct Words {
       uint32_t pairs[16];
     };
 
     __device__ Words Load(const char* codes, const char* /*scales*/, int /*group*/) {
-      typename Codes::Loaded loaded[1];
-      scales_.Take(slice_++ % 4, loaded);
-      const uint32_t now = Codes::template Word<ScaleRange::kAny>(loaded[0]);
+      const uint32_t now = Scales();
       Words words;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -289,9 +315,46 @@ struct TransposedLines {
     }
 
    private:
+    static constexpr int kApart = 4 * 32 * kMultiplyWarps;  // bytes from an array's words on
+    static constexpr int kPlace = kApart * (Codes::kHasBiases ? 2 : 1);
+
+    // Of the next slice.
+    __device__ uint32_t Scales() {
+      if constexpr (!kCopiesScales) {
+        const uint32_t now = Codes::template Word<ScaleRange::kAny>(next_);
+        LoadScales();
+        return now;
+      }
+      asm volatile("cp.async.wait_group %0;" ::"n"(kAheadOfMany - 1) : "memory");
+      typename Codes::Loaded loaded;
+#pragma unroll
+      for (int i = 0; i < (Codes::kHasBiases ? 2 : 1); ++i) {
+        uint32_t word;
+        const uint32_t from = place_ + slice_ * kPlace + i * kApart;
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+        loaded[i] = ahead_.OfWord(word);
+      }
+      CopyScales(slice_);
+      slice_ = (slice_ + 1) % kAheadOfMany;
+      return Codes::template Word<ScaleRange::kAny>(loaded);
+    }
+
+    __device__ void CopyScales(int place) {
+      ahead_.Copy(place_ + place * kPlace, kApart);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      ahead_.Next();
+    }
+
+    __device__ void LoadScales() {
+      ahead_.Load(0, next_);
+      ahead_.Next();
+    }
+
     const int line_, piece_;
+    const uint32_t place_;
     int slice_ = 0;
-    ManyScales scales_;
+    ScalesOfLines<Codes> ahead_;
+    typename Codes::Loaded next_;
   };
 };
 

@@ -22,7 +22,7 @@ struct TransposedTiles {
   static constexpr int kCopiers = 2;          // threads, beside that of x: of codes, and of scales
   static constexpr bool kHasEpilogue = true;  // few rows: a warpgroup's columns are neighbours
   struct NoPlaces {};
-  template <bool kFew, int kSlices>
+  template <bool kFew>
   using Places = NoPlaces;  // scales come with a stage
 
   // The codes and scales of a tile of work, for the threads that copy them.
@@ -92,14 +92,13 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
   // Few rows.
-  template <int kSlices>
+  template <int kSlices, int kEights>
   class Reader {
     using Of = typename Tiles::template Reader<2>;
 
    public:
     using Words = typename Of::Words;
-    template <typename Places>
-    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/, Places&)
+    __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
         : reader_(quantized, work, 0) {}
 
     // Of slice `s` of a stage, a warpgroup's columns.

@@ -43,7 +43,7 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
   using Epilogue = EpilogueSm90<32, false, true>;
   static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
-  using Places = typename Weights::template Places<kWarps, kSlices>;
+  using Places = typename Weights::template Places<kWarps>;
   static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - 2 * 1024 - 4 * kTurnedBytes -
                                2 * Epilogue::kBytes - sizeof(Places);
   static constexpr int kStages = std::min(kFree / kStageBytes, kMostStages);
@@ -213,7 +213,6 @@ __device__ void AddTransposedWarps(char (&staged)[kStaged], int group,
 template <typename Config>
 struct TransposedFewRows {
   using Memory = typename Config::SharedMemory;
-  using Reader = typename Config::Weights::template Reader<Config::kSlices>;
   static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
   static_assert(kRows == 16);
   using Sums = float[kBlockSums];
@@ -233,7 +232,8 @@ struct TransposedFewRows {
   template <int kEights, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& result) {
-    Reader reader(quantized, work, group, memory.places);
+    typename Config::Weights::template Reader<Config::kSlices, kEights> reader(quantized, work,
+                                                                               group);
     float sums[4][4 * kEights];  // of 16 columns each
 #pragma unroll
     for (int i = 0; i < 16 * kEights; ++i) sums[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
@@ -252,7 +252,7 @@ struct TransposedFewRows {
       uint32_t read = 0, x[4];
 #pragma unroll
       for (int s = 0; s < Config::kSlices; ++s) {
-        const typename Reader::Words words =
+        const auto words =
             reader.Load(memory.codes[at.index][s], memory.scales[at.index][s], group, s);
         if (kEights == 2 || s % 2 == 0) LoadMatrices(x_stage + s * kSliceBytes, x);
 #pragma unroll
