@@ -41,8 +41,8 @@ _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 _REPACK_HALF_FROM_ROWS = 1
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
-# ... of bfloat16 x, and a weight that is quantized along N.
-_REPACK_TRANSPOSED_FROM_ROWS = 2048
+# ... of bfloat16 x and a weight of few bits that is quantized along N.
+_REPACK_TRANSPOSED_FROM_ROWS = 512
 # Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
 # parts, is faster than packing the weight.
 _PLANES_UP_TO_ROWS = 32
@@ -217,7 +217,9 @@ def _repack_from(p: Qmm) -> int:
     if not p.transpose_w:
         if as_stored_sm90(p):
             return 1
-        return _PLANES_UP_TO_ROWS if p.dtypes[0] == "float16" else _REPACK_TRANSPOSED_FROM_ROWS
+        if p.dtypes[0] == "float16":
+            return _PLANES_UP_TO_ROWS
+        return _REPACK_TRANSPOSED_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
     if p.dtypes[0] != "float32" and dense.qmm_scaled(p, packed=True):
         return _REPACK_SCALED_FROM_ROWS
     if p.dtypes[0] != "bfloat16" and not p.exact_in_bfloat16:
