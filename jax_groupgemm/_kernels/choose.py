@@ -390,8 +390,8 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
-            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32 "
-            "or more; K * bits % 128 == 0 with transpose_w, else N * bits, and no options",
+            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32"
+            " or more; K * bits % 128 == 0 with transpose_w, else N * bits, and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,

@@ -80,8 +80,8 @@ NEEDS = [
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
     }),
     ("jgg_qmm_packed sm90", PACKED, {
-        "prepacked weights, or many rows, or float16 or float32 x, or options beside transpose_w=False":
-            {"layout": "linear", "rows": 64},
+        "prepacked weights, or many rows, or float16 or float32 x, or options beside "
+        "transpose_w=False": {"layout": "linear", "rows": 64},
     }),
     ("jgg_qmm sm90", QMM, {
         "bfloat16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},

@@ -3,6 +3,8 @@
 // kernel. Reads by __ldg must be of memory in `readable`.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -176,14 +178,25 @@ T __ldg(const T* from) {
   return *from;
 }
 
+// This thread stays on a processor. Where they meet so often, threads of several processors wait for
+// each other's turns beside other programs.
+inline void StayOn(int processor) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(processor, &set);
+  sched_setaffinity(0, sizeof set, &set);
+}
+
 // Warps first, last - 1 of one block.
 template <typename Kernel>
 void RunWarps(unsigned first, unsigned last, Index at, Kernel kernel) {
+  const int processor = sched_getcpu();
   std::vector<Warp> warps(last - first);
   std::barrier<> all(32 * (last - first));
   std::vector<std::thread> threads;
   for (unsigned i = 32 * first; i < 32 * last; ++i) {
     threads.emplace_back([&, i] {
+      StayOn(processor);
       blockIdx = at;
       block = &all;
       threadIdx.x = i;
