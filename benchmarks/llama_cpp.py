@@ -69,7 +69,7 @@ class Library:
         self.calls.llama_backend_init()
 
     def _load_backends(self) -> None:
-        """Of libraries that have one file for each kind of CPU: the one for this."""
+        """Load the file for this CPU, where a library has one for each kind."""
         beside = Path(self.path).parent
         for name in beside.glob("libggml.*so*"):
             load = ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL).ggml_backend_load_all_from_path

@@ -138,7 +138,7 @@ def about(writer: gguf.GGUFWriter, config, arch: str) -> None:
 
 
 def factors(config) -> np.ndarray:
-    """What convert_hf_to_gguf.py writes as rope_freqs.weight."""
+    """The tensor rope_freqs.weight as convert_hf_to_gguf.py writes it."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     size = config.head_dim
     base = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2).double() / size)

@@ -122,7 +122,7 @@ NO_EXPERTS = Router(0, 0)
 
 
 def _dense(of: _Json) -> dict[str, Any]:
-    """What models without experts share."""
+    """The values that models without experts share."""
     if of("use_sliding_window", bool, False):
         raise Refused("config.json: use_sliding_window is true, which no released Qwen model has")
     if of("mlp_bias", bool, False):

@@ -167,7 +167,7 @@ def _last(tensors: Any, name: str) -> int | None:
 
 
 def _rope(of: Any, name: str) -> dict[str, Any] | None:
-    """What llama.cpp makes of it: without a type it is linear."""
+    """``rope_scaling`` as llama.cpp reads the file: without a type it is linear."""
     factor = of("rope.scaling.factor", of("rope.scale_linear"))
     kind = of("rope.scaling.type", "linear")
     if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
@@ -201,7 +201,7 @@ def _ends(said: _Said) -> list[int]:
 
 
 def factors_of(path: Path, pairs: int) -> np.ndarray | None:
-    """What the frequencies of so many pairs are divided by. Raises :class:`Refused`."""
+    """The numbers that divide the frequencies of so many pairs. Raises :class:`Refused`."""
     tensors = opened(path)
     if FACTORS not in tensors:
         return None

@@ -68,9 +68,9 @@ struct Decoding {
   static constexpr bool kExact = kExact_;
 };
 
-// What a group's numbers become values with: their product with the first, then the sum with the
-// second, a bias; or the product with the second, which is the rest of a power of two that float32
-// may not hold, or a global scale.
+// A group's scale. Numbers become values by a product with `first`, then by the sum with `second`,
+// a bias. Without biases `second` is multiplied: the rest of a power of two that float32 may not
+// hold, or a global scale.
 struct Scale {
   Vector first, second;
 };
@@ -195,8 +195,8 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
 
 // ---- decoding ----
 
-// What takes values: memory, or sums of products with a row of x. Neighbours have different sums,
-// because one takes the time of some. (It is passed on by value, which keeps it in registers.)
+// Values go to memory, or to sums of products with a row of x. Neighbours have different sums,
+// because one takes the time of some. (Both are passed on by value, which keeps them in registers.)
 struct ToMemory {
   float* out;
 

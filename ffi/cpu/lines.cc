@@ -96,7 +96,7 @@ void MultiplyRow(const Lines& lines, int64_t first, int64_t count, const float* 
 
 void Multiply(const Lines& lines, int64_t first, int64_t count, const FewRows& x, float* out,
               int64_t stride) {
-  // What is behind a line that ends within a unit may be NaN.
+  // A line that ends within a unit may have NaN behind it.
   if (x.count == 1 && lines.elements % kUnit == 0) {
     return MultiplyRow(lines, first, count, x.data, out);
   }

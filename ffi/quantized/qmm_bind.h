@@ -138,6 +138,33 @@ inline xla::ffi::Error BindQmm(xla::ffi::AnyBuffer x, xla::ffi::AnyBuffer weight
   return xla::ffi::Error::Success();
 }
 
+// Check a weight of mode "fp8" as it is stored and its scales, and describe them: lines are N, or K
+// where it is quantized along N. A block has whole `unit` codes of a line, or all.
+inline xla::ffi::Error BindFp8Weight(const char* op, xla::ffi::AnyBuffer weight,
+                                     xla::ffi::AnyBuffer scales, BlockAttrs block, int64_t unit,
+                                     QuantizedWeight* w) {
+  JGG_RETURN_IF_ERROR(CheckDtype(op, "weight", weight, xla::ffi::F8E4M3FN, "float8_e4m3fn"));
+  JGG_RETURN_IF_ERROR(CheckDtype(op, "scales", scales, xla::ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "weight", "(G, lines, codes)", weight, {-1, -1, -1}));
+  w->coding = {Mode::kFp8, 8, DType::kF32};
+  w->groups = weight.dimensions()[0];
+  w->lines = weight.dimensions()[1];
+  w->elements = weight.dimensions()[2];
+  if (block.rows < 1 || block.columns < 1 ||
+      (block.columns % unit != 0 && block.columns < w->elements)) {
+    return InvalidArgument(op, "a block of ", block.rows, " x ", block.columns, " has no whole ",
+                           unit, " columns or all");
+  }
+  JGG_RETURN_IF_ERROR(CheckShape(op, "scales", "(G, blocks of lines, blocks of a line)", scales,
+                                 {w->groups, (w->lines + block.rows - 1) / block.rows,
+                                  (w->elements + block.columns - 1) / block.columns}));
+  w->group_size = block.columns;
+  w->lines_each = block.rows;
+  w->packed = weight.untyped_data();
+  w->scales = scales.untyped_data();
+  return xla::ffi::Error::Success();
+}
+
 // The next operand as biases, which are shaped like the scales.
 inline xla::ffi::Error BindBiases(const char* op, xla::ffi::AnyBuffer scales, Operands* operands,
                                   QuantizedWeight* w) {

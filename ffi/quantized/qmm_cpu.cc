@@ -187,33 +187,14 @@ ffi::Error QmmFp8Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weig
   if (attrs.planned) return Unimplemented(op, "x in another order needs sm90");
   QmmArgs args{};
   QuantizedWeight& w = args.w;
-  w.coding = {Mode::kFp8, 8, DType::kF32};
   JGG_RETURN_IF_ERROR(CheckFloat(op, "x", x.element_type()));
   JGG_RETURN_IF_ERROR(CheckFloat(op, "out", out->element_type()));
-  JGG_RETURN_IF_ERROR(CheckDtype(op, "weight", weight, ffi::F8E4M3FN, "float8_e4m3fn"));
-  JGG_RETURN_IF_ERROR(CheckDtype(op, "scales", scales, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K)", x, {-1, -1}));
-  args.k = x.dimensions()[1];
+  JGG_RETURN_IF_ERROR(BindFp8Weight(op, weight, scales, block, cpu::kUnit, &w));
   const bool along_k = args.transpose_w = attrs.transpose_w;
-  JGG_RETURN_IF_ERROR(CheckShape(op, "weight", along_k ? "(G, N, K)" : "(G, K, N)", weight,
-                                 {-1, along_k ? -1 : args.k, along_k ? args.k : -1}));
-  w.groups = weight.dimensions()[0];
-  w.lines = weight.dimensions()[1];
-  w.elements = weight.dimensions()[2];
+  args.k = along_k ? w.elements : w.lines;
   args.n = along_k ? w.lines : w.elements;
-  if (block.rows < 1 || block.columns < 1 ||
-      (block.columns % cpu::kUnit != 0 && block.columns < w.elements)) {
-    return InvalidArgument(op, "a block of ", block.rows, " x ", block.columns, " has no whole ",
-                           cpu::kUnit, " columns or all");
-  }
-  w.group_size = block.columns;
-  w.lines_each = block.rows;
-  JGG_RETURN_IF_ERROR(CheckShape(op, "scales", "(G, blocks of lines, blocks of a line)", scales,
-                                 {w.groups, (w.lines + block.rows - 1) / block.rows,
-                                  (w.elements + block.columns - 1) / block.columns}));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "x", "(T, K)", x, {-1, args.k}));
   JGG_RETURN_IF_ERROR(CheckShape(op, "out", "(T, N)", *out, {-1, args.n}));
-  w.packed = weight.untyped_data();
-  w.scales = scales.untyped_data();
   args.x = x.untyped_data();
   args.out = out->untyped_data();
   args.dtype = *ToDType(x.element_type());

@@ -18,36 +18,17 @@ static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBu
                              ffi::AnyBuffer out, BlockAttrs block, bool transpose_w,
                              QmmArgs* args) {
   QuantizedWeight& w = args->w;
-  w.coding = {Mode::kFp8, 8, DType::kF32};
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "weight", weight, ffi::F8E4M3FN, "float8_e4m3fn"));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "scales", scales, ffi::F32, "float32"));
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out.element_type()));
-  JGG_RETURN_IF_ERROR(
-      CheckShape(kOp, "weight", transpose_w ? "(G, N, K)" : "(G, K, N)", weight, {-1, -1, -1}));
-  w.groups = weight.dimensions()[0];
-  w.lines = weight.dimensions()[1];
-  w.elements = weight.dimensions()[2];
+  JGG_RETURN_IF_ERROR(BindFp8Weight(kOp, weight, scales, block, 128, &w));
   const int64_t n = args->n = transpose_w ? w.lines : w.elements;
   const int64_t k = args->k = transpose_w ? w.elements : w.lines;
-  if (block.rows < 1 || block.columns < 1 ||
-      (block.columns % 128 != 0 && block.columns < w.elements)) {
-    return InvalidArgument(kOp, "a block of ", block.rows, " x ", block.columns,
-                           " has no whole 128 columns or all");
-  }
-  w.group_size = block.columns;
-  w.lines_each = block.rows;
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "scales", "(G, blocks along lines, blocks of a line)", scales,
-                                 {w.groups, (w.lines + block.rows - 1) / block.rows,
-                                  (w.elements + block.columns - 1) / block.columns}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "x",
                                  transpose_w ? "(T, K in whole 128)" : "(T, K in whole 64)", x,
                                  {-1, PaddedK(k, transpose_w)}));
   const bool gated = IsGated(args->epilogue.activation);
   if (gated && n % 2 != 0) return InvalidArgument(kOp, "a gated activation needs an even N");
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, N)", out, {-1, gated ? n / 2 : n}));
-  w.packed = weight.untyped_data();
-  w.scales = scales.untyped_data();
   args->x = x.untyped_data();
   args->planned = args->in_order = true;
   args->transpose_w = transpose_w;

@@ -22,7 +22,7 @@ template <typename Weights>
 struct TransposedRows192Sm90 : device::TransposedTraitsSm90<Weights> {
   static constexpr int kRows = rules::kMostQmmRows, kMostStages = 6, kCluster = 2, kSlices = 1;
 };
-// Of float32 x and weights that are not rounded.
+// Tiles of float32 x, and weights that are not rounded.
 template <typename Weights>
 struct TransposedScaledRows8Sm90 : device::TransposedScaledTraitsSm90<Weights> {
   static constexpr int kRows = rules::kTransposedScaledFewRows, kMostStages = 6;

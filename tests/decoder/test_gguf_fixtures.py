@@ -158,7 +158,7 @@ def test_configs_without_experts(name, tmp_path):
     "name", [pytest.param(n, marks=[pytest.mark.weekly] * ("F16" not in n)) for n in FOLDERS]
 )
 def test_folders_without_experts(name, tmp_path):
-    """Of Hugging Face, with the values of the codes."""
+    """Folders of Hugging Face that have the values of the codes."""
     about = example("decoder.config").read(FIXTURES / name)
     file, values = example("decoder.gguf").Renamed(FIXTURES / name, about), {}
     for key in file:

@@ -13,7 +13,7 @@
 
 namespace {
 
-// What a code is, or an E4M3 scale.
+// The value of a code, or of an E4M3 scale.
 double E4M3(uint32_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   const double value =

@@ -71,7 +71,7 @@ def test_values(rng, mode, bits, group, rows):
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
 def test_lines_of_any_size(rng, mode, bits, group, rows):
-    """Of weights as they are stored: lines that are no whole 64, of codes that are no whole 128,
+    """Weights as they are stored have lines that are no whole 64, of codes that are no whole 128;
     a global scale, an offset, and rows whose groups are elsewhere."""
     sizes, n = SIZES[rows], 200
     k = {128: 640, 64: 448}.get(group, 352)

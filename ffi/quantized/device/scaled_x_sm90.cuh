@@ -13,8 +13,8 @@
 
 namespace jgg::device {
 
-// Of 16 of every 64 n, which the warps of a warpgroup share out, and 8 rows. kGroups of a tile's
-// columns share scales.
+// A warp's product of 8 rows and 16 of every 64 n, which the warps of a warpgroup share out. A
+// tile's columns are kGroups groups, which share scales.
 template <typename Tiles, int kGroups>
 class ScaledXProduct {
   using Codes = typename Tiles::Codes;
@@ -72,7 +72,7 @@ class ScaledXProduct {
     return read;
   }
 
-  // What the warp's n add up to, behind the last slice.
+  // The sums of the warp's n, behind the last slice.
   __device__ const Sums& Finish() {
     if constexpr (Codes::kHasBiases) AddBiases();
     return sums_;
@@ -82,7 +82,7 @@ class ScaledXProduct {
   // Whether a group begins with 16 columns.
   __device__ static constexpr bool Begins(int columns) { return columns * kGroups % 4 == 0; }
 
-  // Of 16 n and 8 rows a lane has n, n + 1, n + 8 and n + 9, n = lane % 4 * 2, of row lane / 4.
+  // A lane has n, n + 1, n + 8 and n + 9 of 16 n, n = lane % 4 * 2, of row lane / 4.
   __device__ uint32_t ScaleRows(const char* x, const char* scales, int group,
                                 uint32_t (&planes)[kValuePlanes][2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;

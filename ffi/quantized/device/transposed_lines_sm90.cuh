@@ -36,8 +36,8 @@ class ScalesOfLines {
     }
   }
 
-  // Of the line `further` behind this slice's. A line that is not there has codes 0 and scales 0,
-  // so that nothing comes of it.
+  // Loads those of the line `further` behind this slice's. A line that is not there has codes 0 and
+  // scales 0, so that nothing comes of it.
   __device__ void Load(int further, Loaded& to) const {
 #pragma unroll
     for (int i = 0; i < kArrays; ++i) {
@@ -54,7 +54,8 @@ class ScalesOfLines {
     }
   }
 
-  // Begins to copy the words that they lie in to shared memory, `apart` bytes from each other.
+  // Begins to copy the words that they lie in to shared memory, `apart` bytes from each other. The
+  // last word may end behind an array, but not behind its allocation, which has whole words.
   __device__ void Copy(uint32_t to, int apart) const {
 #pragma unroll
     for (int i = 0; i < kArrays; ++i) {
@@ -185,7 +186,7 @@ struct TransposedLines {
       }
     };
 
-    // Of slice `s` of a stage, a warpgroup's half of the codes.
+    // Loads a warpgroup's half of slice `s` of a stage.
     __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
       Words words;
       uint32_t now[2];
@@ -318,7 +319,7 @@ struct TransposedLines {
     static constexpr int kApart = 4 * 32 * kMultiplyWarps;  // bytes from an array's words on
     static constexpr int kPlace = kApart * (Codes::kHasBiases ? 2 : 1);
 
-    // Of the next slice.
+    // Those of the next slice.
     __device__ uint32_t Scales() {
       if constexpr (!kCopiesScales) {
         const uint32_t now = Codes::template Word<ScaleRange::kAny>(next_);

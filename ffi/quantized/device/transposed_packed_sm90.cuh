@@ -101,7 +101,7 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
         : reader_(quantized, work, 0) {}
 
-    // Of slice `s` of a stage, a warpgroup's columns.
+    // Loads a warpgroup's columns of slice `s` of a stage.
     __device__ Words Load(const char* codes, const char* scales, int group, int /*s*/) const {
       return reader_.template Load<true, ScaleRange::kAny>(codes, scales, group);
     }

@@ -133,7 +133,7 @@ struct TransposedScaledProducts {
         TileDescriptor(Uniform(SharedAddress(memory.staged[group])), 64 * 128);
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
-      // What was there has been read, by products or by the epilogue's copies.
+      // Products, or the epilogue's copies, have read the place.
       if (slice == 0 && threadIdx.x % 128 == 0) WaitStored<0>();
       SyncSome(1 + group, 128);
       Wait(&memory.full[here.index], here.parity);

@@ -10,7 +10,8 @@ namespace jgg::device {
 
 constexpr int kValuePlanes = 3;
 
-// Of a pair of numbers, a word a plane, the largest first: each has the next 8 bits, cut off.
+// The planes of a pair of numbers, a word each, the largest first. Each has the next 8 bits, cut
+// off.
 // Planes of an infinite number, but for its first, are NaN.
 JGG_HOST_DEVICE void PlanesOfPair(float low, float high, uint32_t (&planes)[kValuePlanes]) {
   const auto rest = [](float value) {
