@@ -3,20 +3,19 @@
 // kernel. Reads by __ldg must be of memory in `readable`.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
+#include <memory>
 #include <utility>
 #include <vector>
+
+#include "block_on_host.h"
 
 #define __device__
 #define __global__
@@ -43,17 +42,22 @@ struct Index {
   unsigned x, y, z = 1;
 };
 struct Warp {
-  std::barrier<> barrier{32};
+  Barrier barrier{32};
   uint64_t exchanged[32];
 };
-inline thread_local Index threadIdx, blockIdx;
+struct Thread {
+  Index index, block_index;
+  Warp* warp = nullptr;
+  Barrier* block = nullptr;
+};
+inline thread_local OfThread<Thread> this_thread;
+#define threadIdx (this_thread->index)
+#define blockIdx (this_thread->block_index)
 inline Index gridDim;
-inline thread_local Warp* warp = nullptr;
-inline thread_local std::barrier<>* block = nullptr;
 inline std::vector<std::pair<const char*, size_t>> readable;
 
-inline void __syncwarp() { warp->barrier.arrive_and_wait(); }
-inline void __syncthreads() { block->arrive_and_wait(); }
+inline void __syncwarp() { this_thread->warp->barrier.arrive_and_wait(); }
+inline void __syncthreads() { this_thread->block->arrive_and_wait(); }
 
 // Whether it is so in any thread of the block.
 inline bool __syncthreads_or(bool value) {
@@ -70,18 +74,18 @@ inline bool __syncthreads_or(bool value) {
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   const unsigned lane = threadIdx.x % 32;
-  std::memcpy(&warp->exchanged[lane], &value, sizeof(T));
+  std::memcpy(&this_thread->warp->exchanged[lane], &value, sizeof(T));
   __syncwarp();
-  std::memcpy(&value, &warp->exchanged[lane ^ mask], sizeof(T));
+  std::memcpy(&value, &this_thread->warp->exchanged[lane ^ mask], sizeof(T));
   __syncwarp();
   return value;
 }
 
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) {
-  std::memcpy(&warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
+  std::memcpy(&this_thread->warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
   __syncwarp();
-  std::memcpy(&value, &warp->exchanged[from % 32], sizeof(T));
+  std::memcpy(&value, &this_thread->warp->exchanged[from % 32], sizeof(T));
   __syncwarp();
   return value;
 }
@@ -95,11 +99,11 @@ T __shfl_up_sync(unsigned all, T value, unsigned distance) {
 // function(what every lane has), by lane.
 template <typename T, typename Function>
 auto OfAllLanes(T value, Function function) {
-  std::memcpy(&warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
+  std::memcpy(&this_thread->warp->exchanged[threadIdx.x % 32], &value, sizeof(T));
   __syncwarp();
   T values[32];
   for (int lane = 0; lane < 32; ++lane)
-    std::memcpy(&values[lane], &warp->exchanged[lane], sizeof(T));
+    std::memcpy(&values[lane], &this_thread->warp->exchanged[lane], sizeof(T));
   __syncwarp();
   return function(values);
 }
@@ -178,41 +182,33 @@ T __ldg(const T* from) {
   return *from;
 }
 
-// This thread stays on a processor. Where they meet so often, threads of several processors wait for
-// each other's turns beside other programs.
-inline void StayOn(int processor) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(processor, &set);
-  sched_setaffinity(0, sizeof set, &set);
-}
-
-// Warps first, last - 1 of one block.
+// Blocks at.x, at.x + 1, ... at once, `warps` of each from number `first` on.
 template <typename Kernel>
-void RunWarps(unsigned first, unsigned last, Index at, Kernel kernel) {
-  const int processor = sched_getcpu();
-  std::vector<Warp> warps(last - first);
-  std::barrier<> all(32 * (last - first));
-  std::vector<std::thread> threads;
-  for (unsigned i = 32 * first; i < 32 * last; ++i) {
-    threads.emplace_back([&, i] {
-      StayOn(processor);
-      blockIdx = at;
-      block = &all;
-      threadIdx.x = i;
-      warp = &warps[i / 32 - first];
-      kernel();
-      warp->barrier.arrive_and_drop();
-      all.arrive_and_drop();
-    });
+void RunCluster(unsigned blocks, Index at, unsigned first, unsigned warps, Kernel kernel) {
+  struct Block {
+    std::vector<Warp> warps;
+    Barrier barrier;
+  };
+  const unsigned threads = 32 * warps;
+  std::vector<std::unique_ptr<Block>> cluster;
+  for (unsigned b = 0; b < blocks; ++b) {
+    cluster.emplace_back(new Block{std::vector<Warp>(warps), Barrier(threads)});
   }
-  for (auto& thread : threads) thread.join();
+  RunTogether(blocks * threads, [&](unsigned i) {
+    Block& block = *cluster[i / threads];
+    Warp& warp = block.warps[i % threads / 32];
+    *this_thread = {
+        {32 * first + i % threads, 0}, {at.x + i / threads, at.y}, &warp, &block.barrier};
+    kernel();
+    warp.barrier.arrive_and_drop();
+    block.barrier.arrive_and_drop();
+  });
 }
 
 template <typename Kernel>
 void Run(unsigned blocks, unsigned threads, Kernel kernel) {
   for (unsigned i = 0; i < blocks; ++i) {
-    for (unsigned one = 0; one < threads / 32; ++one) RunWarps(one, one + 1, {i, 0}, kernel);
+    for (unsigned one = 0; one < threads / 32; ++one) RunCluster(1, {i, 0}, one, 1, kernel);
   }
 }
 
@@ -221,6 +217,6 @@ template <typename Kernel>
 void RunBlocks(Index grid, unsigned threads, Kernel kernel) {
   gridDim = grid;
   for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) RunWarps(0, threads / 32, {x, y}, kernel);
+    for (unsigned x = 0; x < grid.x; ++x) RunCluster(1, {x, y}, 0, threads / 32, kernel);
   }
 }

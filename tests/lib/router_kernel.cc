@@ -9,31 +9,29 @@
 namespace jgg::device {
 
 struct Cluster {
-  std::barrier<> barrier;
+  Barrier barrier;
   std::vector<std::vector<float>> memory;  // of each block
   int threads;                             // of a block
 };
-inline thread_local Cluster* cluster = nullptr;
-inline thread_local int block_of_cluster = 0;
-inline thread_local std::optional<std::barrier<>::arrival_token> arrived;
+inline Cluster* cluster = nullptr;
+inline thread_local OfThread<std::optional<Barrier::arrival_token>> arrived;
 
-inline char* BlockMemory() {
-  return reinterpret_cast<char*>(cluster->memory[block_of_cluster].data());
-}
 inline int BlockThreads() { return cluster->threads; }
 inline int ClusterBlocks() { return static_cast<int>(cluster->memory.size()); }
-inline int BlockOfCluster() { return block_of_cluster; }
+inline int BlockOfCluster() { return static_cast<int>(blockIdx.x) % ClusterBlocks(); }
+inline float* Memory() { return cluster->memory[BlockOfCluster()].data(); }
+inline char* BlockMemory() { return reinterpret_cast<char*>(Memory()); }
 template <bool kReleases>
 void ArriveAtCluster() {
-  if (arrived) std::abort();
-  arrived.emplace(cluster->barrier.arrive());
+  if (*arrived) std::abort();
+  arrived->emplace(cluster->barrier.arrive());
 }
 inline void WaitForCluster() {
-  cluster->barrier.wait(std::move(arrived.value()));
-  arrived.reset();
+  cluster->barrier.wait(std::move(arrived->value()));
+  arrived->reset();
 }
 inline void WriteTo(int block, float* place, float value) {
-  const auto number = place - cluster->memory[block_of_cluster].data();
+  const auto number = place - Memory();
   cluster->memory[block].at(number) = value;
 }
 
@@ -50,20 +48,11 @@ static void RunItems(const RouterArgs& args, int blocks, int threads) {
       RouterMemoryOf(kTransposed, threads, args.part, args.choice.experts, blocks);
   for (int c = 0; c < clusters; ++c) {
     const std::vector<float> nothing(memory.bytes() / 4, NAN);
-    device::Cluster cluster{std::barrier<>(blocks * threads),
+    device::Cluster cluster{Barrier(blocks * threads),
                             std::vector<std::vector<float>>(blocks, nothing), threads};
-    std::vector<std::thread> running;
-    for (int b = 0; b < blocks; ++b) {
-      running.emplace_back([&, b] {
-        const auto number = static_cast<unsigned>(c * blocks + b);
-        RunWarps(0, threads / 32, {number, 0}, [&] {
-          device::cluster = &cluster;
-          device::block_of_cluster = b;
-          device::RouterSm90Kernel<kBFloat16, kTransposed, kItems>(args);
-        });
-      });
-    }
-    for (auto& thread : running) thread.join();
+    device::cluster = &cluster;
+    RunCluster(blocks, {static_cast<unsigned>(c * blocks), 0}, 0, threads / 32,
+               [&] { device::RouterSm90Kernel<kBFloat16, kTransposed, kItems>(args); });
   }
 }
 

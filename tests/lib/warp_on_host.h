@@ -60,7 +60,7 @@ struct PendingPiece {
   void* to;
   int bytes;
 };
-inline thread_local std::vector<PendingPiece> pending;
+inline thread_local OfThread<std::vector<PendingPiece>> pending;
 
 inline void CopyPiece(const void* from, void* to, int bytes) {
   const auto aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
@@ -70,15 +70,15 @@ inline void CopyPiece(const void* from, void* to, int bytes) {
     std::abort();
   }
   std::memset(to, 0xff, 16);
-  pending.push_back({from, to, bytes});
+  pending->push_back({from, to, bytes});
 }
 
 inline void WaitCopied() {
-  for (const auto& piece : pending) {
+  for (const auto& piece : *pending) {
     std::memset(piece.to, 0, 16);
     std::memcpy(piece.to, piece.from, piece.bytes);
   }
-  pending.clear();
+  pending->clear();
 }
 
 inline void PrefetchToL2(const void*) {}
