@@ -60,8 +60,8 @@ def run(tmp_path, sanitizer: str, *arguments: str) -> str:
     }
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
-        [*fixed_addresses(), sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True,
-        check=False,
+        [*fixed_addresses(), sys.executable, *arguments], env=environment, cwd=ROOT,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = "".join(path.read_text() for path in tmp_path.glob("found*"))
     assert found or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
