@@ -457,7 +457,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True, pays=rows.few_pay,
             needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token; "
-            "pairs * D * F up to 2^26; from 33 pairs on up to 2^27, D and F up to 2048",
+            "pairs * D * F up to 2^27; D and F up to 12288, more with less than 8 tokens and k",
         ),
     ),
     "router": (
