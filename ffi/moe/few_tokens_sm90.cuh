@@ -1,8 +1,6 @@
 // Host side of the kernels of a few tokens' experts: launch.
 #pragma once
 
-#include <cstdlib>
-
 #include "common/launch_early.h"
 #include "grouped_mm/device/activation.cuh"
 #include "moe/device/few_tokens_sm90.cuh"
@@ -34,7 +32,6 @@ struct FewFinish {
 
 // Whether pairs are more than blocks of the fewest are for.
 inline bool MorePairs(const FewTokens& experts) {
-  if (const char* most = std::getenv("JGG_FEWEST")) return experts.tokens * experts.k > std::atoi(most);
   return experts.tokens * experts.k > rules::kFewestPairs;
 }
 
@@ -52,15 +49,16 @@ cudaError_t LaunchFewUpShape(cudaStream_t stream, const FewTokens& experts) {
   if (cudaError_t error = AllowBytes(kernel, bytes)) return error;
   const dim3 blocks(static_cast<unsigned>(experts.f / Shape::kColumns),
                     static_cast<unsigned>(experts.tokens * experts.k));
-  kernel<<<blocks, Shape::kThreads, bytes, stream>>>(experts);
+  kernel<<<blocks, Shape::kUpThreads, bytes, stream>>>(experts);
   return cudaGetLastError();
 }
 
 template <typename Weights, bool kGated>
 cudaError_t LaunchFewUpOf(cudaStream_t stream, const FewTokens& experts) {
+  using Shapes = device::FewShapes<Weights>;
   return MorePairs(experts)
-             ? LaunchFewUpShape<Weights, kGated, device::FewUp<Weights>>(stream, experts)
-             : LaunchFewUpShape<Weights, kGated, device::FewestUp<Weights>>(stream, experts);
+             ? LaunchFewUpShape<Weights, kGated, typename Shapes::Up>(stream, experts)
+             : LaunchFewUpShape<Weights, kGated, typename Shapes::FewestUp>(stream, experts);
 }
 
 template <Mode kMode, int kBits>
@@ -70,21 +68,23 @@ cudaError_t LaunchFewUpInstanceSm90(cudaStream_t stream, const FewTokens& expert
                                      : LaunchFewUpOf<Weights, false>(stream, experts);
 }
 
-template <typename Weights, int kSplits>
-cudaError_t LaunchFewDownOf(cudaStream_t stream, const FewTokens& experts) {
-  const auto kernel = device::FewDownSm90Kernel<Weights, kSplits, device::FewFinish>;
+template <typename Weights, typename Shape>
+cudaError_t LaunchFewDownShape(cudaStream_t stream, const FewTokens& experts) {
+  const auto kernel = device::FewDownSm90Kernel<Weights, Shape, device::FewFinish>;
   const int bytes = device::FewDownBytes(experts);
   if (cudaError_t error = AllowBytes(kernel, bytes)) return error;
-  const dim3 blocks(static_cast<unsigned>(experts.d / device::kFewDownColumns),
+  const dim3 blocks(static_cast<unsigned>(experts.d / Shape::kColumns),
                     static_cast<unsigned>(experts.tokens));
-  return LaunchEarly(kernel, blocks, device::kFewDownThreads<kSplits>, bytes, stream, experts);
+  return LaunchEarly(kernel, blocks, Shape::kDownThreads, bytes, stream, experts);
 }
 
 template <Mode kMode, int kBits>
 cudaError_t LaunchFewDownInstanceSm90(cudaStream_t stream, const FewTokens& experts) {
   using Weights = device::PackedTiles<kMode, kBits>;
-  return MorePairs(experts) ? LaunchFewDownOf<Weights, 1>(stream, experts)
-                            : LaunchFewDownOf<Weights, device::kFewestDownSplits>(stream, experts);
+  using Shapes = device::FewShapes<Weights>;
+  return MorePairs(experts)
+             ? LaunchFewDownShape<Weights, typename Shapes::Down>(stream, experts)
+             : LaunchFewDownShape<Weights, typename Shapes::FewestDown>(stream, experts);
 }
 
 }  // namespace jgg

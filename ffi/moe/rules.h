@@ -15,7 +15,7 @@ constexpr int kRoutePairs = 2048;
 
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token. Blocks
 // of another shape are for the fewest pairs.
-constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 32;
+constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 16;
 // What a block of them keeps: rows of x, or a token's rows of activations.
 constexpr int kMostFewBytes = 192 << 10;
 

@@ -28,16 +28,16 @@ struct Finish {
   }
 };
 
-template <typename Tiles, typename Up, int kSplits>
+template <typename Tiles, typename Up, typename Down>
 void Run(const FewTokens& experts, bool up) {
   using namespace device;
   const auto tokens = static_cast<unsigned>(experts.tokens);
   const auto f = static_cast<unsigned>(experts.f), d = static_cast<unsigned>(experts.d);
   if (!up) {
-    return RunBlocks({d / kFewDownColumns, tokens}, kFewDownThreads<kSplits>,
-                     [&] { FewDownSm90Kernel<Tiles, kSplits, Finish>(experts); });
+    return RunBlocks({d / Down::kColumns, tokens}, Down::kDownThreads,
+                     [&] { FewDownSm90Kernel<Tiles, Down, Finish>(experts); });
   }
-  RunBlocks({f / Up::kColumns, tokens * experts.k}, Up::kThreads, [&] {
+  RunBlocks({f / Up::kColumns, tokens * experts.k}, Up::kUpThreads, [&] {
     IsGated(experts.activation) ? FewUpSm90Kernel<Tiles, true, Up, Finish>(experts)
                                 : FewUpSm90Kernel<Tiles, false, Up, Finish>(experts);
   });
@@ -46,10 +46,11 @@ void Run(const FewTokens& experts, bool up) {
 template <Mode kMode, int kBits>
 void Run(const FewTokens& experts, bool up) {
   using Tiles = device::PackedTiles<kMode, kBits>;
+  using Shapes = device::FewShapes<Tiles>;
   if (experts.tokens * experts.k > rules::kFewestPairs) {
-    Run<Tiles, device::FewUp<Tiles>, 1>(experts, up);
+    Run<Tiles, typename Shapes::Up, typename Shapes::Down>(experts, up);
   } else {
-    Run<Tiles, device::FewestUp<Tiles>, device::kFewestDownSplits>(experts, up);
+    Run<Tiles, typename Shapes::FewestUp, typename Shapes::FewestDown>(experts, up);
   }
 }
 

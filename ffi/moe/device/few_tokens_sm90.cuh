@@ -6,8 +6,8 @@
 // later ones. The block of a pair that an earlier block has ends at once. There are at most 64
 // pairs, so every warp finds its pairs by comparing all of them.
 //
-// down: a block has a token and 16 columns. A warp has one of the token's pairs; all
-// eight columns of the instruction's result are that pair's. The block adds pairs with their
+// down: a block has a token and 16 columns. A warp has one of the token's pairs; all eight columns
+// of the instruction's result are that pair's. The block adds pairs with their
 // weights in the order of the token's choices, so no other kernel has to. Blocks begin as soon as
 // those of `up` leave them room, and ask for their first weights before they wait for what `up`
 // writes.
@@ -23,29 +23,25 @@
 
 namespace jgg::device {
 
-// Codes of 8 bits take twice the registers, so a processor has fewer blocks.
-template <typename Weights>
-constexpr int kFewRegisters = Weights::kTileCodes <= 2048 ? 1 : 2;
-
-// The shape of a block of `up`: quarters of a tile's 64 columns, warps that share out tiles of k,
-// and blocks of a processor.
-template <int kQuarters_, int kSplits_, int kBlocks_>
-struct FewUpShape {
+// The shape of a block: quarters of a tile's 64 columns, warps that share out tiles of k (in `down`
+// of each pair), and blocks of a processor; tiles of which a warp has the words.
+template <int kQuarters_, int kSplits_, int kBlocks_, int kAhead_>
+struct FewShape {
   static constexpr int kQuarters = kQuarters_, kSplits = kSplits_, kBlocks = kBlocks_;
-  static constexpr int kColumns = 16 * kQuarters, kThreads = 32 * kQuarters * kSplits;
+  static constexpr int kAhead = kAhead_, kColumns = 16 * kQuarters;
+  static constexpr int kUpThreads = 32 * kQuarters * kSplits;
+  static constexpr int kDownThreads = 32 * rules::kMostFewChoices * kSplits;
 };
-template <typename Weights>
-using FewestUp = FewUpShape<1, 8, 4 - kFewRegisters<Weights>>;
-template <typename Weights>
-using FewUp = FewUpShape<4, 1, 8 - 2 * kFewRegisters<Weights>>;
-
-// A block of `down`: kSplits warps share out k of each pair.
-constexpr int kFewDownColumns = 16, kFewDownPairs = rules::kMostFewChoices;
-constexpr int kFewestDownSplits = 2;
-template <int kSplits>
-constexpr int kFewDownThreads = 32 * kFewDownPairs * kSplits;
-template <typename Weights>  // blocks of a processor
-constexpr int kFewDownBlocks = 6 - 2 * kFewRegisters<Weights>;
+// Of the fewest pairs, and of more. Codes of 2 and 4 bits take few registers.
+template <typename Weights, int kBits = Weights::kTileCodes / 512,
+          bool kNarrow = kBits == 2 || kBits == 4>
+struct FewShapes {
+  using FewestUp = FewShape<1, 8, kNarrow ? 3 : 2, 2>;
+  using Up = FewShape<4, 1, kNarrow ? 5 : 4, kNarrow ? 3 : 2>;
+  using FewestDown = FewShape<1, 2, kNarrow ? 2 : 1, 2>;
+  using Down = FewShape<1, 1, kNarrow ? 4 : 2, 2>;
+};
+constexpr int kFewDownPairs = rules::kMostFewChoices;
 
 // For PackedTiles::Reader: the number in a warpgroup of a thread, of which a warp has a quarter.
 template <int kQuarters>
@@ -54,17 +50,6 @@ struct QuarterOfWarp {
     return (blockIdx.x * kQuarters + threadIdx.x / 32 % kQuarters) % 4 * 32 + threadIdx.x % 32;
   }
 };
-
-constexpr int kFewAhead = 2;  // tiles of which a warp has the words
-
-// Words of later tiles are on their way to L2 until then.
-template <typename Weights, int kQuarters>
-__device__ void PrefetchTile(const PackedColumn& column, int tile, int k_tiles) {
-  const int bytes = Weights::kTileCodes / 128;  // of a thread
-  if (tile >= k_tiles) return;
-  PrefetchToL2(column.codes + static_cast<int64_t>(tile) * Weights::kTileCodes +
-               QuarterOfWarp<kQuarters>::Get() * bytes);
-}
 
 // The expert, or -1 if it is not here.
 __device__ inline int LocalExpert(const FewTokens& experts, int pair) {
@@ -135,13 +120,13 @@ JGG_HOST_DEVICE int FewUpBytes(const FewTokens& experts) {
 
 // Finish: loads, stores and activations. The host has other code for these.
 template <typename Weights, bool kGated, typename Shape, typename Finish>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+__global__ void __launch_bounds__(Shape::kUpThreads, Shape::kBlocks)
     FewUpSm90Kernel(const __grid_constant__ FewTokens experts) {
   constexpr int kBlocks = kGated ? 2 : 1, kSplits = Shape::kSplits, kQuarters = Shape::kQuarters;
-  constexpr int kThreads = Shape::kThreads, kColumns = Shape::kColumns;
+  constexpr int kThreads = Shape::kUpThreads, kColumns = Shape::kColumns;
   using Reader = typename Weights::template Reader<1, QuarterOfWarp<kQuarters>>;
   using Words = typename Reader::Words;
-  constexpr int kAhead = kFewAhead;
+  constexpr int kAhead = Shape::kAhead;
   __shared__ int pair_of[8];
   AllowNextKernel();
   const FewTokensWeight& w = experts.w;
@@ -168,13 +153,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   };
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) load(i, split + i * kSplits);
-#pragma unroll
-  for (int i = kAhead; i < 2 * kAhead; ++i) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      PrefetchTile<Weights, kQuarters>(columns[b], split + i * kSplits, k_tiles);
-    }
-  }
   __syncthreads();
   // Lines of 128 bytes, tile by tile and row by row, whose pieces are swizzled by the row.
   char* const x = DynamicMemory();
@@ -252,10 +230,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Bytes of dynamic shared memory of `down`: rows of a.
 inline int FewDownBytes(const FewTokens& experts) { return experts.k * experts.f * 2; }
 
-template <typename Weights, int kSplits, typename Finish>
-__global__ void __launch_bounds__(kFewDownThreads<kSplits>, kFewDownBlocks<Weights> / kSplits)
+template <typename Weights, typename Shape, typename Finish>
+__global__ void __launch_bounds__(Shape::kDownThreads, Shape::kBlocks)
     FewDownSm90Kernel(const __grid_constant__ FewTokens experts) {
-  constexpr int kColumns = kFewDownColumns, kAhead = kFewAhead;
+  constexpr int kColumns = Shape::kColumns, kAhead = Shape::kAhead, kSplits = Shape::kSplits;
+  static_assert(Shape::kQuarters == 1);
   using Reader = typename Weights::template Reader<1, QuarterOfWarp<1>>;
   __shared__ float partial[kSplits][kFewDownPairs][kColumns];
   __shared__ float terms[kColumns][kFewDownPairs + 1];
@@ -284,10 +263,6 @@ __global__ void __launch_bounds__(kFewDownThreads<kSplits>, kFewDownBlocks<Weigh
   if (there) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(i, split + i * kSplits);
-#pragma unroll
-    for (int i = kAhead; i < 3 * kAhead; ++i) {
-      PrefetchTile<Weights, 1>(column, split + i * kSplits, k_tiles);
-    }
   }
   // Each of the first threads has the sum of a pair and a column, and what becomes of it.
   const int of_column = thread % kColumns, of_pair = thread / kColumns;

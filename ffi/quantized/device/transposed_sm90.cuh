@@ -41,7 +41,7 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
   static constexpr int kCodeBytes = Weights::kCodeBytes, kScaleBytes = Weights::kScaleBytes;
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
-  using Epilogue = EpilogueSm90<32>;
+  using Epilogue = EpilogueSm90<32, false, true>;
   static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
   using Places = typename Weights::template Places<kWarps>;
   static constexpr int kFree = 228 * 1024 / kBlocksPerSm - 1024 - 2 * 1024 - 4 * kTurnedBytes -
