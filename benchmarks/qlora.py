@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 import jax_groupgemm as jgg
-from examples.lora import Adapted, product
 
 from . import quantized, timing
 from .gpu import commit
@@ -30,12 +29,17 @@ QUANTIZED = ("LinearWeights", "PackedWeights", "TransposedGemm", "QuantizedGemm"
              "Prepack")  # fmt: skip
 
 
+def product(x, frozen, adapter, sizes):
+    a, b = adapter
+    down = jgg.grouped_mm(x, a, sizes)
+    return jgg.grouped_qmm(x, frozen, sizes) + jgg.grouped_mm(down, b, sizes)
+
+
 def layer(x, frozen, adapters, expert, weight):
-    weights = [Adapted(w, *adapter) for w, adapter in zip(frozen, adapters, strict=True)]
     plan = jgg.route(expert, EXPERTS)
     rows = jgg.dispatch(x, plan)
-    gate, up = jnp.split(product(rows, weights[0], plan.group_sizes), 2, axis=1)
-    out = product(jax.nn.silu(gate) * up, weights[1], plan.group_sizes)
+    gate, up = jnp.split(product(rows, frozen[0], adapters[0], plan.group_sizes), 2, axis=1)
+    out = product(jax.nn.silu(gate) * up, frozen[1], adapters[1], plan.group_sizes)
     return jgg.combine(out, plan, weight)
 
 

@@ -10,9 +10,9 @@ and on attention, checkpoints to resume from, a loss curve, and adapters in PEFT
 of this file is about train_moe.py's model.
 
 Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
-``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert (lora.py): ``route``,
-``dispatch`` and ``combine`` are the rest of the layer. Gradients flow through the quantized product
-to activations, and stop at its weights.
+``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert: ``route``, ``dispatch``
+and ``combine`` are the rest of the layer. Gradients flow through the quantized product to
+activations, and stop at its weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,22 @@ import texts
 import train_moe
 from decoder.adapters import TARGETS
 from decoder.errors import in_sentences
-from lora import Adapted, product
 from options import Parser, count, positive, settings
+
+
+class Adapted(NamedTuple):
+    """A weight (E, K, N) of every expert: frozen (quantized, as (E, N, K)) + down @ up."""
+
+    frozen: jgg.Quantized
+    down: jax.Array  # (E, K, r)
+    up: jax.Array  # (E, r, N)
+
+
+def product(x, w: Adapted, sizes):
+    """``out[t] = x[t] @ w[group(t)]``; x (R, K) is sorted by expert."""
+    down, up = w.down.astype(x.dtype), w.up.astype(x.dtype)
+    frozen = jgg.grouped_qmm(x, w.frozen, sizes)
+    return jgg.grouped_mm(jgg.grouped_mm(x, down, sizes), up, sizes, existing_out=frozen)
 
 
 def adapted_layer(x, w_up: Adapted, w_down: Adapted, expert, weight, key=None):
