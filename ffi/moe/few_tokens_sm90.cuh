@@ -4,7 +4,6 @@
 #include "common/launch_early.h"
 #include "grouped_mm/device/activation.cuh"
 #include "moe/device/few_tokens_sm90.cuh"
-#include "moe/device/some_tokens_sm90.cuh"
 #include "moe/few_tokens_sm90.h"
 
 namespace jgg {
@@ -31,27 +30,35 @@ struct FewFinish {
 
 }  // namespace device
 
-constexpr int kFewThreads = 32 * device::kDirectWarps;
-static_assert(device::kSomeWarps == device::kDirectWarps);
-
-// Whether pairs are more than the kernels of fewest tokens take.
+// Whether pairs are more than blocks of the fewest are for.
 inline bool MorePairs(const FewTokens& experts) {
-  return experts.tokens * experts.k > rules::kMostFewPairs;
+  return experts.tokens * experts.k > rules::kFewestPairs;
+}
+
+// More than a kernel may have without asking.
+template <typename Kernel>
+cudaError_t AllowBytes(Kernel kernel, int bytes) {
+  if (bytes <= 48 << 10) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <typename Weights, bool kGated, typename Shape>
+cudaError_t LaunchFewUpShape(cudaStream_t stream, const FewTokens& experts) {
+  const auto kernel = device::FewUpSm90Kernel<Weights, kGated, Shape, device::FewFinish>;
+  const int bytes = device::FewUpBytes<Shape, kGated ? 2 : 1>(experts);
+  if (cudaError_t error = AllowBytes(kernel, bytes)) return error;
+  const dim3 blocks(static_cast<unsigned>(experts.f / Shape::kColumns),
+                    static_cast<unsigned>(experts.tokens * experts.k));
+  kernel<<<blocks, Shape::kUpThreads, bytes, stream>>>(experts);
+  return cudaGetLastError();
 }
 
 template <typename Weights, bool kGated>
 cudaError_t LaunchFewUpOf(cudaStream_t stream, const FewTokens& experts) {
-  using device::FewFinish, device::FewUpSm90Kernel, device::SomeUpSm90Kernel;
-  const auto pairs = static_cast<unsigned>(experts.tokens * experts.k);
-  const auto columns = static_cast<unsigned>(experts.f);
-  if (MorePairs(experts)) {
-    SomeUpSm90Kernel<Weights, kGated, FewFinish>
-        <<<dim3(columns / 64, pairs), kFewThreads, 0, stream>>>(experts);
-  } else {
-    FewUpSm90Kernel<Weights, kGated, FewFinish>
-        <<<dim3(columns / 16, pairs), kFewThreads, 0, stream>>>(experts);
-  }
-  return cudaGetLastError();
+  using Shapes = device::FewShapes<Weights>;
+  return MorePairs(experts)
+             ? LaunchFewUpShape<Weights, kGated, typename Shapes::Up>(stream, experts)
+             : LaunchFewUpShape<Weights, kGated, typename Shapes::FewestUp>(stream, experts);
 }
 
 template <Mode kMode, int kBits>
@@ -61,18 +68,23 @@ cudaError_t LaunchFewUpInstanceSm90(cudaStream_t stream, const FewTokens& expert
                                      : LaunchFewUpOf<Weights, false>(stream, experts);
 }
 
+template <typename Weights, typename Shape>
+cudaError_t LaunchFewDownShape(cudaStream_t stream, const FewTokens& experts) {
+  const auto kernel = device::FewDownSm90Kernel<Weights, Shape, device::FewFinish>;
+  const int bytes = device::FewDownBytes(experts);
+  if (cudaError_t error = AllowBytes(kernel, bytes)) return error;
+  const dim3 blocks(static_cast<unsigned>(experts.d / Shape::kColumns),
+                    static_cast<unsigned>(experts.tokens));
+  return LaunchEarly(kernel, blocks, Shape::kDownThreads, bytes, stream, experts);
+}
+
 template <Mode kMode, int kBits>
 cudaError_t LaunchFewDownInstanceSm90(cudaStream_t stream, const FewTokens& experts) {
   using Weights = device::PackedTiles<kMode, kBits>;
-  using device::FewDownSm90Kernel, device::FewFinish, device::SomeDownSm90Kernel;
-  const auto tokens = static_cast<unsigned>(experts.tokens);
-  const auto columns = static_cast<unsigned>(experts.d);
-  if (MorePairs(experts)) {
-    return LaunchEarly(SomeDownSm90Kernel<Weights, FewFinish>, dim3(columns / 32, tokens),
-                       kFewThreads, stream, experts);
-  }
-  return LaunchEarly(FewDownSm90Kernel<Weights, FewFinish>, dim3(columns / 16, tokens), kFewThreads,
-                     stream, experts);
+  using Shapes = device::FewShapes<Weights>;
+  return MorePairs(experts)
+             ? LaunchFewDownShape<Weights, typename Shapes::Down>(stream, experts)
+             : LaunchFewDownShape<Weights, typename Shapes::FewestDown>(stream, experts);
 }
 
 }  // namespace jgg

@@ -2,6 +2,8 @@
 // common/rules.h.
 #pragma once
 
+#include <algorithm>
+
 #include "common/rules.h"
 
 namespace jgg::rules {
@@ -11,10 +13,11 @@ constexpr int kMostExperts = 1024;
 // Pairs of token and expert that a block of route puts in order.
 constexpr int kRoutePairs = 2048;
 
-// The most pairs of the kernels of a few tokens' experts, and the most experts of a token.
-constexpr int kMostFewPairs = 32, kMostFewChoices = 8;
-// More pairs have kernels that keep rows of x and of activations, up to this D and F.
-constexpr int kMostSomePairs = 64, kMostSomeWidth = 2048;
+// The most pairs of the kernels of a few tokens' experts, and the most experts of a token. Blocks
+// of another shape are for the fewest pairs.
+constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 16;
+// What a block of them keeps: rows of x, or a token's rows of activations.
+constexpr int kMostFewBytes = 192 << 10;
 
 // The most experts that top_k chooses for a token, and the most groups that experts are in.
 constexpr int kMostTopK = 32, kMostGroups = 32;
@@ -66,18 +69,19 @@ inline Reason MoeRowsProblem(int64_t pairs, int64_t d, int element_bytes) {
 // The experts of a few tokens at once. `width`: D or F, the larger; `packed`: both weights are in
 // layout "sm90".
 inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, int64_t width, bool packed) {
-  // Longer sums are made of parts, as of other products with bfloat16 results.
-  if (width > int64_t{1} << 17) return "needs D and F up to 2^17, got " + std::to_string(width);
   if (!packed) return "needs weights of jax_groupgemm.prepack";
   if (choices > kMostFewChoices) {
     return "needs at most " + std::to_string(kMostFewChoices) + " experts of a token";
   }
-  if (pairs > kMostSomePairs) {
-    return "needs at most " + std::to_string(kMostSomePairs) + " pairs of token and expert";
+  if (pairs > kMostFewPairs) {
+    return "needs at most " + std::to_string(kMostFewPairs) + " pairs of token and expert";
   }
-  if (pairs > kMostFewPairs && width > kMostSomeWidth) {
-    return "needs D and F up to " + std::to_string(kMostSomeWidth) + " with more than " +
-           std::to_string(kMostFewPairs) + " pairs, got " + std::to_string(width);
+  const int64_t tokens = choices > 0 ? pairs / choices : 0;
+  const int64_t most =
+      kMostFewBytes / 2 / std::max<int64_t>({choices, std::min<int64_t>(tokens, 8), 1});
+  if (width > most) {
+    return "needs D and F up to " + std::to_string(most) + " with so many tokens, got " +
+           std::to_string(width);
   }
   return std::nullopt;
 }

@@ -361,8 +361,8 @@ def _fp8_codes(p: Fp8, blocks) -> str | None:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "mm": (
         Kernel(
-            "sm90", "jgg_mm", fuses=dense.mm_fuses, pays=dense.mm_pays, fusing_pays=dense.lists_pay,
-            lists_pay=lists.mm_pays, config=dense.mm_config,
+            "sm90", "jgg_mm", fuses=dense.mm_fuses, pays=dense.mm_pays,
+            fusing_pays=dense.fusing_pays, lists_pay=lists.mm_pays, config=dense.mm_config,
             needs="bfloat16, float16; float32 in bfloat16 planes",
         ),
         Kernel("sm80", "jgg_mm", fuses=dense.mm_fuses_generic, config=dense.mm_config, unseen=True),
@@ -457,7 +457,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_moe_few_tokens", rows.takes_few, unseen=True, pays=rows.few_pay,
             needs="bfloat16, prepacked weights; up to 64 pairs of token and expert, 8 of a token; "
-            "pairs * D * F up to 2^26; from 33 pairs on up to 2^27, D and F up to 2048",
+            "pairs * D * F up to 2^27; D and F up to 12288",
         ),
     ),
     "router": (

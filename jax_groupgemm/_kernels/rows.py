@@ -74,9 +74,8 @@ def takes_few(p: Moe) -> str | None:
 
 
 def few_pay(p: Moe) -> bool:
-    """With more weights to read, the kernels of tiles are faster (docs/lab). More than 32 pairs
-    have other kernels, whose limit is an estimate."""
-    return p.pairs * p.matrix <= (2**26 if p.pairs <= 32 else 2**27)
+    """With more weights to read, the kernels of tiles are faster (docs/lab)."""
+    return p.pairs * p.matrix <= 2**27
 
 
 def differentiates(p: Rows) -> str | None:

@@ -139,11 +139,8 @@ NEEDS = [
         "bfloat16": {"dtypes": (F32,)},
         "prepacked weights": {"packed": False},
         "up to 64 pairs of token and expert, 8 of a token": {"pairs": 65},
-        "pairs * D * F up to 2^26": {"matrix": 2**22},
-    }),
-    ("jgg_moe_few_tokens sm90", dataclasses.replace(FEW, pairs=64), {
-        "from 33 pairs on up to 2^27": {"matrix": 2**22},
-        "D and F up to 2048": {"d": 2112},
+        "pairs * D * F up to 2^27": {"matrix": 2**23},
+        "D and F up to 12288": {"d": 12352},
     }),
     ("jgg_fp8_quantize sm80", QUANTIZE, {
         "blocks of 128 or 128 x 128": {"block": (1, 64)},

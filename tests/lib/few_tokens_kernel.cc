@@ -3,7 +3,7 @@
 #include "cuda_on_host.h"
 #include "warp_on_host.h"
 //
-#include "moe/device/some_tokens_sm90.cuh"
+#include "moe/device/few_tokens_sm90.cuh"
 
 using namespace jgg;
 
@@ -28,26 +28,30 @@ struct Finish {
   }
 };
 
-template <Mode kMode, int kBits>
+template <typename Tiles, typename Up, typename Down>
 void Run(const FewTokens& experts, bool up) {
   using namespace device;
-  using Tiles = PackedTiles<kMode, kBits>;
   const auto tokens = static_cast<unsigned>(experts.tokens);
-  const bool more = tokens * experts.k > rules::kMostFewPairs;
   const auto f = static_cast<unsigned>(experts.f), d = static_cast<unsigned>(experts.d);
-  const Index grid = up ? Index{more ? f / 64 : f / 16, tokens * experts.k}
-                        : Index{more ? d / 32 : d / 16, tokens};
-  RunBlocks(grid, 32 * kDirectWarps, [&] {
-    if (!up) {
-      more ? SomeDownSm90Kernel<Tiles, Finish>(experts) : FewDownSm90Kernel<Tiles, Finish>(experts);
-    } else if (IsGated(experts.activation)) {
-      more ? SomeUpSm90Kernel<Tiles, true, Finish>(experts)
-           : FewUpSm90Kernel<Tiles, true, Finish>(experts);
-    } else {
-      more ? SomeUpSm90Kernel<Tiles, false, Finish>(experts)
-           : FewUpSm90Kernel<Tiles, false, Finish>(experts);
-    }
+  if (!up) {
+    return RunBlocks({d / Down::kColumns, tokens}, Down::kDownThreads,
+                     [&] { FewDownSm90Kernel<Tiles, Down, Finish>(experts); });
+  }
+  RunBlocks({f / Up::kColumns, tokens * experts.k}, Up::kUpThreads, [&] {
+    IsGated(experts.activation) ? FewUpSm90Kernel<Tiles, true, Up, Finish>(experts)
+                                : FewUpSm90Kernel<Tiles, false, Up, Finish>(experts);
   });
+}
+
+template <Mode kMode, int kBits>
+void Run(const FewTokens& experts, bool up) {
+  using Tiles = device::PackedTiles<kMode, kBits>;
+  using Shapes = device::FewShapes<Tiles>;
+  if (experts.tokens * experts.k > rules::kFewestPairs) {
+    Run<Tiles, typename Shapes::Up, typename Shapes::Down>(experts, up);
+  } else {
+    Run<Tiles, typename Shapes::FewestUp, typename Shapes::FewestDown>(experts, up);
+  }
 }
 
 }  // namespace

@@ -6,6 +6,12 @@
 
 namespace jgg::device {
 
+// The dynamic shared memory of a block, of which one runs at a time.
+inline char* DynamicMemory() {
+  alignas(16) static char memory[227 << 10];
+  return memory;
+}
+
 // The values of all lanes.
 template <typename T>
 std::array<T, 32> AllLanes(T value) {

@@ -136,11 +136,13 @@ def test_one_token_and_more_k(kernel, rng, d, f):
     )
 
 
-def test_most_pairs(kernel, rng):
-    """32 pairs, most of one expert: blocks of eight of its pairs, and of what is left."""
+@pytest.mark.parametrize(("tokens", "k"), [(8, 4), (16, 2), (8, 8), (32, 2)])
+def test_many_pairs_of_an_expert(kernel, rng, tokens, k):
+    """Blocks of eight of its pairs, and of what is left; a token that has it twice; rows of x by
+    token, and with more than 8 tokens by pair. 32 pairs are the most of the first shape."""
     up, down = weights(rng, "nvfp4", 4, 16, 3, 128, 64), weights(rng, "nvfp4", 4, 16, 3, 64, 64)
-    index = np.where(rng.random((8, 4)) < 0.8, 1, rng.integers(0, 3, (8, 4)))
-    x, weight = oracle.random(rng, (8, 64), "bfloat16"), rng.standard_normal((8, 4))
+    index = np.where(rng.random((tokens, k)) < 0.8, 1, rng.integers(0, 3, (tokens, k)))
+    x, weight = oracle.random(rng, (tokens, 64), "bfloat16"), rng.standard_normal((tokens, k))
     check(
         layer(kernel, x, up, down, index, weight),
         wanted(x, up, down, index, weight.astype(np.float32)),

@@ -89,16 +89,18 @@ def test_its_scales_are_bfloat16():
 
 
 def test_why_not():
-    """Sums over more k than others have in one part are left to those."""
+    """Rows have to fit shared memory: as many as tokens, or as a token has choices, up to 8."""
     problem = extension.rules().moe_few_tokens_problem
-    few = {"pairs": 32, "choices": 8, "width": 2**17, "packed": True}
+    few = {"pairs": 64, "choices": 8, "width": 12288, "packed": True}
     assert problem(**few) is None
-    assert problem(**few | {"pairs": 64, "width": 2048}) is None
+    assert problem(**few | {"pairs": 2, "choices": 2, "width": 49152}) is None
+    assert problem(**few | {"pairs": 64, "choices": 1}) is None
     for more in (
-        {"pairs": 33},
-        {"pairs": 65, "width": 2048},
+        {"pairs": 65},
         {"choices": 9},
-        {"width": 2**17 + 64},
+        {"width": 12352},
+        {"pairs": 2, "choices": 2, "width": 49216},
+        {"pairs": 64, "choices": 1, "width": 12352},
         {"packed": False},
     ):
         assert problem(**few | more).startswith("needs ")
@@ -110,7 +112,7 @@ def test_large_weights_are_left_to_products():
         packed=True,
     )  # fmt: skip
     assert choose.choose(moe) is not None
-    assert choose.choose(dataclasses.replace(moe, matrix=2**22 + 64)) is None
+    assert choose.choose(dataclasses.replace(moe, matrix=2**23 + 64)) is None
 
 
 def test_transformations():

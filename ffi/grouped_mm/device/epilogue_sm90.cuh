@@ -37,7 +37,8 @@ class EpilogueSm90 : public StagedSm90<kChunk_, kRowsByList> {
   //
   // The loop over chunks is not unrolled, so that there is little code. Unrolled, 5 to 20 % of all
   // samples waited for instructions. Only the code that reads sums, which are registers, is there
-  // once for each chunk. kUnrolled: for kernels that ptxas spills otherwise.
+  // once for each chunk. kUnrolled: gated tiles of few rows, whose products ptxas orders otherwise
+  // beside a loop.
   template <int kSums>
   __device__ void Store(const Work& work, int column, float (&sums)[kSums]) {
     if (column >= work.columns) return;

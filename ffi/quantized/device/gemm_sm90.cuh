@@ -85,7 +85,7 @@ struct QuantizedGemmSm90Config : Traits {
       StagesThatFit<EpilogueSm90<kChunkL, false, true>>(kFree, kStageBytes, kMostStages);
   static constexpr bool kSmallChunks = kRows >= 128 && kStagesBesideSmall > kStagesBesideLarge;
   static constexpr int kStages = kSmallChunks ? kStagesBesideSmall : kStagesBesideLarge;
-  using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, true>;
+  using Epilogue = EpilogueSm90<kSmallChunks ? 32 : kChunkL, false, kRows <= 64>;
   static_assert(kStages >= 2);
 
   // The rows of x that are copied for a tile of so many rows, and the map that copies them.

@@ -11,6 +11,12 @@
 
 namespace jgg::device {
 
+// The dynamic shared memory of a block.
+__device__ inline char* DynamicMemory() {
+  extern __shared__ __align__(16) char memory[];
+  return memory;
+}
+
 // Four 8 x 8 matrices of bfloat16: lane l names a row of matrix l / 8.
 __device__ inline void LoadMatrices(uint32_t address, uint32_t (&to)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
