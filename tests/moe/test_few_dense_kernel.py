@@ -92,7 +92,12 @@ def check(got, want):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "gated", "columns"),
-    [("bfloat16", True, 64), ("float16", True, 16), ("bfloat16", False, 32), ("float16", False, 64)],
+    [
+        ("bfloat16", True, 64),
+        ("float16", True, 16),
+        ("bfloat16", False, 32),
+        ("float16", False, 64),
+    ],
 )
 def test_values(program, rng, dtype, gated, columns, transposed):
     """Experts that several tokens chose, one more often than a block has rows; the same one twice
