@@ -22,7 +22,6 @@
 #include "fp8/rules.h"
 #include "grouped_mm/mm.h"
 #include "grouped_mm/plan.h"
-#include "moe/few_dense_rules.h"
 #include "moe/rules.h"
 #include "nvfp4/rules.h"
 #include "quantized/plan.h"

@@ -3,9 +3,9 @@
 #include "common/cuda_error.h"
 #include "common/sample.h"
 #include "handlers.h"
-#include "moe/few_dense_rules.h"
 #include "moe/few_dense_sm80.h"
 #include "moe/few_tokens_bind.h"
+#include "moe/rules.h"
 
 // "few_dense": the activation between the products, whether K is the weights' last axis, and which
 // optional operands are there.

@@ -6,7 +6,7 @@
 #include "common/launch_early.h"
 #include "moe/device/few_dense_sm80.cuh"
 #include "moe/few_dense_sm80.h"
-#include "moe/few_tokens_sm90.cuh"
+#include "moe/few_launch.cuh"
 
 namespace jgg {
 

@@ -20,15 +20,18 @@
 
 #include <cstdint>
 
-#include "moe/device/few_tokens_sm90.cuh"
+#include "moe/device/few_pairs.cuh"
 #include "moe/few_dense.h"
-#include "moe/few_dense_rules.h"
+#include "moe/rules.h"
+#include "quantized/device/instructions.cuh"
+#include "quantized/device/warp_sm90.cuh"
 
 namespace jgg::device {
 
 constexpr int kDenseWarps = 8, kDenseThreads = 32 * kDenseWarps;
-constexpr int kDenseColumns = 64, kDenseK = 32;  // of a warp's step
-constexpr int kDenseAhead = 2;                   // steps of which a warp has the weights
+constexpr int kDenseColumns = 64, kDenseK = 32;      // of a warp's step
+constexpr int kDensePairs = rules::kMostFewChoices;  // of a token
+constexpr int kDenseAhead = 2;                       // steps of which a warp has the weights
 
 // Older GPUs have no such instructions, and the host knows (few_dense_sm80.cuh).
 __device__ inline void AllowDown() {
@@ -227,9 +230,9 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
     FewDenseDownSm80Kernel(const __grid_constant__ FewDense dense) {
   constexpr int kColumns = kDenseColumns / kParts, kStepK = kDenseK * kParts;
   // Rounds of the block's threads for all pairs and columns.
-  constexpr int kRounds = (kFewDownPairs * kColumns + kDenseThreads - 1) / kDenseThreads;
+  constexpr int kRounds = (kDensePairs * kColumns + kDenseThreads - 1) / kDenseThreads;
   using Weights = DenseWeights<kX, kTransposed>;
-  __shared__ int choice_of[kFewDownPairs], expert_of[kFewDownPairs];
+  __shared__ int choice_of[kDensePairs], expert_of[kDensePairs];
   __shared__ float partial[kDenseWarps][kDenseColumns];
   const FewTokens& experts = dense.experts;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4;
