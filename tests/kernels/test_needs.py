@@ -142,6 +142,7 @@ NEEDS = [
         "up to 64 pairs of token and expert, 8 of a token": {"pairs": 65},
         "pairs * D * F up to 2^27": {"matrix": 2**23},
         "D and F up to 12288": {"d": 12352},
+        "more with less than 8 tokens and k": {"d": 49216, "choices": 2, "pairs": 2},
     }),
     ("jgg_moe_few_dense sm80", FEW_DENSE, {
         "bfloat16, float16": {"dtypes": (F32,) * 3},

@@ -1,6 +1,7 @@
 """Where a layer of a few tokens with 16-bit weights is lowered to one call for CUDA."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +46,17 @@ def test_operands(dtype, transpose_w):
 )
 def test_few_tokens(activation, gated):
     layer = lambda *a: jgg.moe_mlp(*a, activation=activation)
-    few = (
+    few: list[dict[str, Any]] = [
         {}, {"tokens": 8, "k": 8}, {"tokens": 64, "k": 1}, {"index": "uint8"},
         {"d": 184, "f": 136},
-    )  # fmt: skip
+    ]  # fmt: skip
     for of in few:
         assert names(layer, *arguments(gated=gated, **of)) == ["jgg_moe_route", CALL]
-    for of in (
+    others: list[dict[str, Any]] = [
         {"tokens": 13, "k": 5}, {"tokens": 1, "k": 9}, {"tokens": 0}, {"dtype": "float32"},
         {"weights": "float32"}, {"d": 188}, {"f": 132},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for of in others:
         assert CALL not in names(layer, *arguments(gated=gated, **of))
 
 
