@@ -276,6 +276,8 @@ void DefineRules(nb::module_& m) {
         "choices"_a, "width"_a, "packed"_a,
         "Why the kernels of a few tokens' experts cannot take so many pairs, and so many experts "
         "of a token; whether weights are prepacked.");
+  m.def("moe_few_dense_problem", &rules::MoeFewDenseProblem, nb::kw_only(), "pairs"_a, "choices"_a,
+        "d"_a, "f"_a, "Likewise with weights of 16 bits.");
 }
 
 }  // namespace jgg

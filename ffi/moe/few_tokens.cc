@@ -5,8 +5,8 @@
 #include "common/arch.h"
 #include "common/cuda_error.h"
 #include "grouped_mm/gemm_sm90.h"
-#include "grouped_mm/mm_bind.h"
 #include "handlers.h"
+#include "moe/few_tokens_bind.h"
 #include "moe/few_tokens_sm90.h"
 #include "moe/rules.h"
 #include "quantized/packed_bind.h"
@@ -44,12 +44,7 @@ static ffi::Error BindFewTokensOptions(const QuantizedAttrs& attrs, bool bias, i
   if (attrs.global_scale) {
     JGG_RETURN_IF_ERROR(BindGlobalScale(kOp, experts, n, operands, &w->global_scale));
   }
-  if (!bias) return ffi::Error::Success();
-  Epilogue epilogue{};
-  JGG_RETURN_IF_ERROR(BindBias(kOp, operands, experts, n, &epilogue));
-  w->bias = epilogue.bias;
-  w->bias_dtype = epilogue.bias_dtype;
-  return ffi::Error::Success();
+  return bias ? BindFewBias(kOp, operands, experts, n, w) : ffi::Error::Success();
 }
 
 static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer up,
@@ -61,27 +56,17 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
                                    FewTokensAttrs attrs) {
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "a", *a, ffi::BF16, "bfloat16"));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "expert_index", index, ffi::S32, "int32"));
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "expert_weight", weight, ffi::F32, "float32"));
-  JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out->element_type()));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "x", "(T, D)", x, {-1, -1}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "expert_index", "(T, k)", index, {x.dimensions()[0], -1}));
-  const int64_t tokens = x.dimensions()[0], d = x.dimensions()[1], k = index.dimensions()[1];
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "expert_weight", "(T, k)", weight, {tokens, k}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "out", "(T, D)", *out, {tokens, d}));
-  JGG_RETURN_IF_ERROR(CheckShape(kOp, "a", "(T * k, F)", *a, {tokens * k, -1}));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "up", "(E, N/64, K/64, words)", up, {-1, -1, -1, -1}));
-  const int64_t f = a->dimensions()[1], experts = up.dimensions()[0];
-  JGG_RETURN_IF_ERROR(CheckSmall(kOp, {tokens, k, experts, d, f}));
-  if (auto reason = rules::MoeFewTokensProblem(tokens * k, k, std::max(d, f), true))
-    return Unimplemented(kOp, *reason);
-  if (d % 64 != 0 || f % 64 != 0) return InvalidArgument(kOp, "D and F must be whole 64s");
-  const auto activation = ToActivation(attrs.activation);
-  if (!activation || *activation == Activation::kNone) {
-    return InvalidArgument(kOp, "unknown activation '", attrs.activation, "'");
-  }
-  const int64_t columns = IsGated(*activation) ? 2 * f : f;
+  const int64_t experts = up.dimensions()[0];
   FewTokens few{};
+  JGG_RETURN_IF_ERROR(
+      BindFewTokens(kOp, x, index, weight, *out, *a, experts, attrs.activation, &few));
+  const int64_t d = few.d, f = few.f, columns = IsGated(few.activation) ? 2 * f : f;
+  if (auto reason =
+          rules::MoeFewTokensProblem(int64_t{few.tokens} * few.k, few.k, std::max(d, f), true)) {
+    return Unimplemented(kOp, *reason);
+  }
+  if (d % 64 != 0 || f % 64 != 0) return InvalidArgument(kOp, "D and F must be whole 64s");
   FewTokensWeight up_bound{}, down_bound{};
   Coding up_coding{}, down_coding{};
   JGG_RETURN_IF_ERROR(
@@ -90,11 +75,7 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
       BindFewTokensWeight(down, down_scales, down_attrs, experts, d, f, &down_coding, &down_bound));
   Operands operands(kOp, rest);
   if (attrs.expert_offset) {
-    const auto offset = operands.Take("expert_offset");
-    if (!offset) return offset.error();
-    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "expert_offset", *offset, ffi::S32, "int32"));
-    JGG_RETURN_IF_ERROR(CheckShape(kOp, "expert_offset", "()", *offset, {}));
-    few.expert_offset = static_cast<const int32_t*>(offset->untyped_data());
+    JGG_RETURN_IF_ERROR(BindExpertOffset(kOp, &operands, &few));
   }
   JGG_RETURN_IF_ERROR(
       BindFewTokensOptions(up_attrs, attrs.up_bias, experts, columns, &operands, &up_bound));
@@ -104,23 +85,6 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   if (const char* problem = GemmSm90Problem(DType::kBF16, ComputeCapability())) {
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
   }
-  for (const void* data : {x.untyped_data(), a->untyped_data()}) {
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-      return Unimplemented(kOp, "x is not 16-byte aligned");
-    }
-  }
-  few.x = static_cast<const char*>(x.untyped_data());
-  few.a = static_cast<char*>(a->untyped_data());
-  few.out = out->untyped_data();
-  few.expert_index = static_cast<const int32_t*>(index.untyped_data());
-  few.expert_weight = static_cast<const float*>(weight.untyped_data());
-  few.tokens = static_cast<int>(tokens);
-  few.k = static_cast<int>(k);
-  few.experts = static_cast<int>(experts);
-  few.d = static_cast<int>(d);
-  few.f = static_cast<int>(f);
-  few.out_dtype = *ToDType(out->element_type());
-  few.activation = *activation;
   few.w = up_bound;
   JGG_RETURN_IF_ERROR(FromCuda(kOp, LaunchFewUpSm90(stream, few, up_coding)));
   few.w = down_bound;

@@ -2,44 +2,15 @@
 #pragma once
 
 #include "common/launch_early.h"
-#include "grouped_mm/device/activation.cuh"
 #include "moe/device/few_tokens_sm90.cuh"
+#include "moe/few_launch.cuh"
 #include "moe/few_tokens_sm90.h"
 
 namespace jgg {
-namespace device {
-
-struct FewFinish {
-  __device__ static float Load(const void* data, int64_t at, DType dtype) {
-    return LoadFloat(data, at, dtype);
-  }
-  __device__ static void Store(void* data, int64_t at, DType dtype, float value) {
-    StoreFloat(data, at, dtype, value);
-  }
-  template <bool kGated>
-  __device__ static float Activate(Activation activation, float value, float other) {
-    float values[1] = {value};
-    if constexpr (kGated) {
-      Gate<false, 1>(activation, values, &other);
-    } else {
-      device::Activate(activation, values);
-    }
-    return values[0];
-  }
-};
-
-}  // namespace device
 
 // Whether pairs are more than blocks of the fewest are for.
 inline bool MorePairs(const FewTokens& experts) {
   return experts.tokens * experts.k > rules::kFewestPairs;
-}
-
-// More than a kernel may have without asking.
-template <typename Kernel>
-cudaError_t AllowBytes(Kernel kernel, int bytes) {
-  if (bytes <= 48 << 10) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 template <typename Weights, bool kGated, typename Shape>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/processors.h"
 #include "common/rules.h"
 
 namespace jgg::rules {
@@ -18,6 +19,8 @@ constexpr int kRoutePairs = 2048;
 constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 16;
 // What a block of them keeps: rows of x, or a token's rows of activations.
 constexpr int kMostFewBytes = 192 << 10;
+// ... with weights of 16 bits. GPUs of compute capability 8.6 have 99 KiB for a block.
+constexpr int kMostFewDenseBytes = 96 << 10;
 
 // The most experts that top_k chooses for a token, and the most groups that experts are in.
 constexpr int kMostTopK = 32, kMostGroups = 32;
@@ -66,24 +69,51 @@ inline Reason MoeRowsProblem(int64_t pairs, int64_t d, int element_bytes) {
   return NeedsWholeLines("D", element_bytes, d);
 }
 
-// The experts of a few tokens at once. `width`: D or F, the larger; `packed`: both weights are in
-// layout "sm90".
-inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, int64_t width, bool packed) {
-  if (!packed) return "needs weights of jax_groupgemm.prepack";
+// The experts of a few tokens at once: how many pairs, and how many of a token.
+inline Reason FewTokensProblem(int64_t pairs, int64_t choices) {
   if (choices > kMostFewChoices) {
     return "needs at most " + std::to_string(kMostFewChoices) + " experts of a token";
   }
-  if (pairs > kMostFewPairs) {
-    return "needs at most " + std::to_string(kMostFewPairs) + " pairs of token and expert";
+  if (pairs <= kMostFewPairs) return std::nullopt;
+  return "needs at most " + std::to_string(kMostFewPairs) + " pairs of token and expert";
+}
+
+// So many rows of 16-bit values in `bytes` of shared memory.
+inline Reason FewRowsProblem(const char* axis, int bytes, int64_t rows, int64_t got) {
+  const int64_t most = bytes / 2 / std::max<int64_t>(rows, 1);
+  if (got <= most) return std::nullopt;
+  return "needs " + std::string(axis) + " up to " + std::to_string(most) +
+         " with so many tokens, got " + std::to_string(got);
+}
+
+inline int64_t FewRowsOfTokens(int64_t pairs, int64_t choices) {
+  return choices > 0 ? std::min<int64_t>(pairs / choices, 8) : 0;
+}
+
+// `width`: D or F, the larger; `packed`: both weights are in layout "sm90".
+inline Reason MoeFewTokensProblem(int64_t pairs, int64_t choices, int64_t width, bool packed) {
+  if (!packed) return "needs weights of jax_groupgemm.prepack";
+  if (auto reason = FewTokensProblem(pairs, choices)) return reason;
+  const int64_t rows = std::max(choices, FewRowsOfTokens(pairs, choices));
+  return FewRowsProblem("D and F", kMostFewBytes, rows, width);
+}
+
+// Likewise with weights of 16 bits.
+inline Reason MoeFewDenseProblem(int64_t pairs, int64_t choices, int64_t d, int64_t f) {
+  if (auto reason = FewTokensProblem(pairs, choices)) return reason;
+  if (auto reason = NeedsMultiple("D", 8, d)) return reason;
+  if (auto reason = NeedsMultiple("F", 8, f)) return reason;
+  const int64_t rows = FewRowsOfTokens(pairs, choices);
+  if (auto reason = FewRowsProblem("D", kMostFewDenseBytes, rows, d)) return reason;
+  return FewRowsProblem("F", kMostFewDenseBytes, choices, f);
+}
+
+// Columns of a block of its `down`: as many as leave a GPU one and a half blocks of each processor.
+inline int FewDenseColumns(int64_t tokens, int64_t d) {
+  for (int columns : {64, 32}) {
+    if (2 * tokens * ((d + columns - 1) / columns) >= 3 * kH200Processors) return columns;
   }
-  const int64_t tokens = choices > 0 ? pairs / choices : 0;
-  const int64_t most =
-      kMostFewBytes / 2 / std::max<int64_t>({choices, std::min<int64_t>(tokens, 8), 1});
-  if (width > most) {
-    return "needs D and F up to " + std::to_string(most) + " with so many tokens, got " +
-           std::to_string(width);
-  }
-  return std::nullopt;
+  return 16;
 }
 
 }  // namespace jgg::rules

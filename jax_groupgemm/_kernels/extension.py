@@ -48,6 +48,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_moe_combine_backward": ("cuda",),
     "jgg_moe_down_backward": ("cuda",),
     "jgg_moe_few_tokens": ("cuda",),
+    "jgg_moe_few_dense": ("cuda",),
 }
 
 #: A product where XLA divides its operands among devices (``_core/partitioner.py``).

@@ -193,6 +193,8 @@ class Moe(Problem):
     codes: bool = False  # rows are of eight bits, which are copied; then there are no dtypes
     choices: int = 1  # experts of a token
     packed: bool = False  # weights are prepacked
+    dense: bool = False  # ... are arrays, whose dtypes stand behind that of rows
+    f: int = 0  # columns between the products
     matrix: int = 0  # elements of an expert's down projection, D * F
     formats: tuple[tuple[str, int], ...] = ()  # of weights: modes and group sizes
     activation: str | None = None

@@ -78,6 +78,24 @@ def few_pay(p: Moe) -> bool:
     return p.pairs * p.matrix <= 2**27
 
 
+def takes_few_dense(p: Moe) -> str | None:
+    if p.empty:
+        return "an operand is empty"
+    if not p.dense:
+        return "needs weights that are arrays"
+    if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
+        return f"needs {' or '.join(HALVES)} alike"
+    if why := dense.unknown_activation(p.activation):
+        return why
+    return extension.rules().moe_few_dense_problem(pairs=p.pairs, choices=p.choices, d=p.d, f=p.f)
+
+
+def few_dense_pays(p: Moe) -> bool:
+    """Down is read once for each pair, from L2 where another has read it. An estimate: 2^25 weights
+    that are read again take as long as the steps that the layer is spared, 12 us at 5.5 TB/s."""
+    return max(p.pairs - p.experts, 0) * p.matrix <= 2**25
+
+
 def differentiates(p: Rows) -> str | None:
     if p.dtypes[0] not in HALVES or len(set(p.dtypes)) != 1:
         return f"needs {' or '.join(HALVES)} alike"

@@ -57,6 +57,9 @@ class Dense(ProductsWithBackward):
     def rows_cotangent(self, dh, up, routing, key):
         return self.transposed(dh, up.w, routing)
 
+    def in_one_call(self, platform, x, weights, pairs, weight):
+        return few_tokens.dense_experts(platform, x, weights, pairs, weight, self)
+
     # Of sorted rows.
 
     def mm(self, rows):

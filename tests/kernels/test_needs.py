@@ -44,6 +44,7 @@ FEW = problems.Moe(
     op="few_tokens", platform="cuda", dtypes=(BF16,), pairs=32, experts=64, d=2048, choices=8,
     packed=True, matrix=2**20,
 )  # fmt: skip
+FEW_DENSE = dataclasses.replace(FEW, packed=False, dense=True, dtypes=(BF16,) * 3, f=768)
 TOP_K = problems.TopK(op="top_k", platform="cuda", dtypes=(F32,), experts=64, k=8)
 ROUTER = problems.Router(
     op="router", platform="cuda", dtypes=(BF16, F32), experts=64, k=8, tokens=8, d=2048
@@ -141,6 +142,18 @@ NEEDS = [
         "up to 64 pairs of token and expert, 8 of a token": {"pairs": 65},
         "pairs * D * F up to 2^27": {"matrix": 2**23},
         "D and F up to 12288": {"d": 12352},
+        "more with less than 8 tokens and k": {"d": 49216, "choices": 2, "pairs": 2},
+    }),
+    ("jgg_moe_few_dense sm80", FEW_DENSE, {
+        "bfloat16, float16": {"dtypes": (F32,) * 3},
+        "weights that are arrays": {"dense": False},
+        "up to 64 pairs of token and expert": {"pairs": 65},
+        "8 of a token": {"choices": 9},
+        "(pairs - E) * D * F up to 2^25": {"experts": 31, "matrix": 2**25 + 1},
+        "D % 8 == 0": {"d": 2052},
+        "F % 8 == 0": {"f": 772},
+        "D and F up to 6144": {"f": 6152},
+        "more with less than 8 tokens and k": {"d": 49160, "pairs": 8},
     }),
     ("jgg_fp8_quantize sm80", QUANTIZE, {
         "blocks of 128 or 128 x 128": {"block": (1, 64)},

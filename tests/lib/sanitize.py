@@ -459,6 +459,7 @@ PARTS = {
     "fp8_experts": on_hopper(layers.fp8_experts),
     "fp8_rows": on_hopper(layers.fp8_rows),
     "few_tokens": on_hopper(layers.few_tokens),
+    "few_dense": layers.few_dense,
     "fp8_weights": on_hopper(layers.fp8_weights),
 }
 

@@ -108,6 +108,21 @@ def few_tokens(rng):
         jax.block_until_ready(jax.jit(gated)(rows, random(1, 2 * f, d), jnp.array([57])))
 
 
+def few_dense(rng):
+    """A layer of few tokens with 16-bit weights, whose columns and k are no whole steps: blocks of
+    16 and of 64 columns, weights stored either way, experts elsewhere."""
+    for dtype, transpose_w in (("bfloat16", False), ("bfloat16", True), ("float16", False)):
+        for tokens, k, d in ((1, 8, 328), (7, 5, 328), (64, 1, 1096)):
+            of = lambda *shape, dtype=dtype: oracle.random(rng, shape, dtype)
+            up, down = of(70, d, 208), of(70, 104, d)
+            if transpose_w:
+                up, down = up.swapaxes(1, 2), down.swapaxes(1, 2)
+            index = jnp.asarray(rng.integers(-1, 71, (tokens, k)), jnp.int32)
+            weight = jnp.asarray(rng.random((tokens, k)), "float32")
+            f = functools.partial(jgg.moe_mlp, transpose_w=transpose_w)
+            jax.block_until_ready(jax.jit(f)(of(tokens, d), up, down, index, weight))
+
+
 def fp8_weights(rng):
     """As they are stored: matrices without rows are not packed, and not read."""
     w = oracle.random_quantized(rng, (3, 192, 640), "fp8")

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_on_host.h"
+#include "quantized/device/instructions.cuh"
 
 namespace jgg::device {
 
@@ -38,16 +39,14 @@ inline uint32_t Turned(uint32_t matrix) {
   return value(first) | value(first + 1) << 16;
 }
 
-// Products of bfloat16 are exact in float32; sums are rounded one by one.
-inline void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1, float* sums) {
+// Products of 16 bits are exact in float32; sums are rounded one by one.
+template <DType kX = DType::kBF16>
+void MultiplyWarp(const uint32_t* a, uint32_t b0, uint32_t b1, float* sums) {
   const auto both = [](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; };
   const auto k_low = AllLanes(both(a[0], a[1])), k_high = AllLanes(both(a[2], a[3]));
   const auto b = AllLanes(both(b0, b1));
   const auto number = [](uint64_t words, int which) {
-    const uint32_t bits = static_cast<uint32_t>(words >> (16 * which) & 0xffff) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
+    return Half<kX>(static_cast<uint32_t>(words >> (16 * which)), 0);
   };
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {

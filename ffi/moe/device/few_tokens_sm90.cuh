@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "moe/device/few_pairs.cuh"
 #include "moe/few_tokens.h"
 #include "moe/rules.h"
 #include "quantized/device/instructions.cuh"
@@ -51,41 +52,6 @@ struct QuarterOfWarp {
   }
 };
 
-// The expert, or -1 if it is not here.
-__device__ inline int LocalExpert(const FewTokens& experts, int pair) {
-  const uint32_t first = experts.expert_offset == nullptr ? 0 : *experts.expert_offset;
-  const uint32_t local = static_cast<uint32_t>(experts.expert_index[pair]) - first;
-  return local < static_cast<uint32_t>(experts.experts) ? static_cast<int>(local) : -1;
-}
-
-// The pairs that a block of `up` has.
-struct FewPairs {
-  int expert, count;  // count 0: another block has them
-
-  // pair_of: shared memory of 8 places. The block meets before it reads them.
-  __device__ FewPairs(const FewTokens& experts, int own, int* pair_of)
-      : expert(LocalExpert(experts, own)) {
-    static_assert(rules::kMostFewPairs == 64);
-    const int lane = threadIdx.x % 32, pairs = experts.tokens * experts.k;
-    const bool low = lane < pairs && LocalExpert(experts, lane) == expert;
-    const bool high = lane + 32 < pairs && LocalExpert(experts, lane + 32) == expert;
-    const uint64_t all =
-        uint64_t{__ballot_sync(~0u, high)} << 32 | uint64_t{__ballot_sync(~0u, low)};
-    const uint64_t later = ~uint64_t{0} << own, mine = all & later;
-    const bool first = CountOf(all & ~later) % 8 == 0;
-    count = expert < 0 || !first ? 0 : min(CountOf(mine), 8);
-    const int pair = threadIdx.x;
-    if (pair >= 64 || (mine >> pair & 1) == 0) return;
-    const int row = CountOf(mine & ((uint64_t{1} << pair) - 1));
-    if (row < count) pair_of[row] = pair;
-  }
-
- private:
-  __device__ static int CountOf(uint64_t bits) {
-    return __popc(static_cast<uint32_t>(bits)) + __popc(static_cast<uint32_t>(bits >> 32));
-  }
-};
-
 // What a column's sum of an expert is multiplied by, and what is added.
 template <typename Weights, typename Finish>
 struct FewFactors {
@@ -103,11 +69,6 @@ struct FewFactors {
 
 __device__ inline float RoundedToBFloat16(float value) {
   return Half<DType::kBF16>(Round2<DType::kBF16>(value, value), 0);
-}
-
-// Rows of x that a block of `up` has room for: a token's, or where tokens are more, a pair's.
-JGG_HOST_DEVICE int FewRowsOfX(const FewTokens& experts) {
-  return experts.tokens < 8 ? experts.tokens : 8;
 }
 
 // Bytes of dynamic shared memory: rows of x, then sums.
