@@ -148,6 +148,12 @@ struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
     }
     return MultiplyAdd2<DType::kBF16>(numbers, Twice(word, 0), Twice(word, 1));
   }
+
+  // Scale and bias are float16, too.
+  __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
+    return MultiplyAdd2<DType::kF16>(HalfNumbersOf<kBits>(codes, p), Twice(word, 0),
+                                     Twice(word, 1));
+  }
 };
 
 }  // namespace jgg::device
