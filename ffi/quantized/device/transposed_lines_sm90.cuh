@@ -101,6 +101,72 @@ class ScalesOfLines {
   int line_, lines_;
 };
 
+// Affine scales and biases of a warp's 16 lines and 128 k. A lane loads those of one line in one or
+// two words, lanes from 16 on biases; where they are needed other lanes ask for them.
+class ScalesOfWarp {
+ public:
+  static constexpr int kWords = 2;  // of a lane: two halves each, the second of groups of 32 alone
+
+  __device__ ScalesOfWarp(const QuantizedGemmSm90& quantized, const Work& work)
+      : next_(64 * quantized.scale_line), line_(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16) {
+    const int shift = quantized.scale_shift, k = work.out_column, piece = threadIdx.x % 4;
+    lines_ = work.weight >= 0 ? quantized.elements : 0;
+    groups_ = min(128, quantized.gemm.n - k) >> shift;
+    const void* array = threadIdx.x % 32 < 16 ? quantized.scales : quantized.biases;
+    const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line_;
+    from_ = static_cast<const char*>(array) + first * quantized.scale_line + (k >> shift) * 2;
+    has_second_ = shift == 5;
+    takes_second_ = has_second_ && piece >= 2;
+    selector_ = (32 * piece >> shift) % 2 == 0 ? 0x5410 : 0x7632;
+  }
+
+  // Those of a slice's line. A line that is not there has zeros.
+  __device__ void Load(uint32_t (&to)[kWords]) const {
+    to[0] = LoadWord(0);
+    if (has_second_) to[1] = LoadWord(1);
+  }
+
+  __device__ void Next() {
+    from_ += next_;
+    line_ += 64;
+  }
+
+  // Scale and bias of the thread's 32 k, of line lane / 4 of the warp's, or of the one 8 behind.
+  __device__ uint32_t Of(const uint32_t (&loaded)[kWords], int behind) const {
+    const uint32_t word = Ask(loaded[0], behind);
+    if (!has_second_) return word;
+    const uint32_t second = Ask(loaded[1], behind);
+    return takes_second_ ? second : word;
+  }
+
+ private:
+  // Whole words, where there are two groups and they are aligned: so are those of all slices, which
+  // are 64 lines apart.
+  __device__ uint32_t LoadWord(int number) const {
+    const char* from = from_ + 4 * number;
+    const int groups = line_ < lines_ ? groups_ - 2 * number : 0;
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % 4 == 0;
+    if (groups >= 2 && aligned) return __ldg(reinterpret_cast<const uint32_t*>(from));
+    uint32_t word = 0;
+    const auto* halves = reinterpret_cast<const uint16_t*>(from);
+    if (groups >= 1) word = __ldg(halves);
+    if (groups >= 2) word |= static_cast<uint32_t>(__ldg(halves + 1)) << 16;
+    return word;
+  }
+
+  __device__ uint32_t Ask(uint32_t word, int behind) const {
+    const int line = static_cast<int>(threadIdx.x) % 32 / 4 + behind;
+    const uint32_t scales = __shfl_sync(~0u, word, line);
+    return Permute(scales, __shfl_sync(~0u, word, line + 16), selector_);
+  }
+
+  const char* from_;
+  const int next_;  // bytes to the next slice's
+  int line_, lines_, groups_;
+  uint32_t selector_;
+  bool has_second_, takes_second_;
+};
+
 template <Mode kMode, int kBits>
 struct TransposedLines {
   using Codes = LineCodes<kMode, kBits>;
@@ -166,10 +232,14 @@ struct TransposedLines {
     static constexpr int kHalfWords = (kBits + 1) / 2;
     static constexpr int kAhead = !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
     static_assert(kSlices % kAhead == 0);
+    // Biases, too: lanes load for each other.
+    using Scales =
+        std::conditional_t<Codes::kHasBiases, ScalesOfWarp, ScalesOfLines<Codes>>;
+    using Loaded = std::conditional_t<Codes::kHasBiases, uint32_t[2], typename Codes::Loaded[2]>;
 
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
-        : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
+        : ahead_(ScalesOf(quantized, work)) {
 #pragma unroll
       for (int s = 0; s < kAhead; ++s) LoadScales(s);
     }
@@ -192,7 +262,11 @@ struct TransposedLines {
       uint32_t now[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+        if constexpr (Codes::kHasBiases) {
+          now[r] = ahead_.Of(next_[s % kAhead], 8 * r);
+        } else {
+          now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+        }
       }
       LoadScales(s % kAhead);
 #pragma unroll
@@ -235,14 +309,26 @@ struct TransposedLines {
       }
     }
 
+    __device__ static Scales ScalesOf(const QuantizedGemmSm90& quantized, const Work& work) {
+      if constexpr (Codes::kHasBiases) {
+        return Scales(quantized, work);
+      } else {
+        return Scales(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32);
+      }
+    }
+
     __device__ void LoadScales(int s) {
-      ahead_.Load(0, next_[s][0]);
-      ahead_.Load(8, next_[s][1]);
+      if constexpr (Codes::kHasBiases) {
+        ahead_.Load(next_[s]);
+      } else {
+        ahead_.Load(0, next_[s][0]);
+        ahead_.Load(8, next_[s][1]);
+      }
       ahead_.Next();
     }
 
-    ScalesOfLines<Codes> ahead_;
-    typename Codes::Loaded next_[kAhead][2];
+    Scales ahead_;
+    Loaded next_[kAhead];
   };
 
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
