@@ -37,7 +37,7 @@ COMPARE_UP_TO = 512
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 # ... of float32 x where bfloat16 does not hold the weight, and of float16 x beside lines that the
-# other kernel of Hopper does not take. Measured on an H200, as the next three (docs/lab/prepacked.md).
+# other kernel of Hopper does not take. Measured on an H200, as the next three (docs/lab).
 _REPACK_HALF_FROM_ROWS = 1
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
@@ -391,9 +391,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
-            needs="bfloat16 x, or float16 x beside float16 scales with transpose_w, or modes mxfp4, "
-            "mxfp8, nvfp4; weights as stored, affine groups of 32 or more; K * bits % 128 == 0 with "
-            "transpose_w, else N * bits, and no options",
+            needs="bfloat16 x, or float16 x beside float16 scales with transpose_w, or modes "
+            "mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32 or more; K * bits % 128 "
+            "== 0 with transpose_w, else N * bits, and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
