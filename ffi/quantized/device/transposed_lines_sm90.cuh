@@ -101,70 +101,55 @@ class ScalesOfLines {
   int line_, lines_;
 };
 
-// Affine scales and biases of a warp's 16 lines and 128 k. A lane loads those of one line in one or
-// two words, lanes from 16 on biases; where they are needed other lanes ask for them.
+// Affine scales and biases of a warp's 16 lines and 128 k, where those of a line are in one word. A
+// lane loads one word of each slice, lanes from 16 on those of biases, and lanes ask each other.
 class ScalesOfWarp {
  public:
-  static constexpr int kWords = 2;  // of a lane: two halves each, the second of groups of 32 alone
+  // Groups of 128, or of 64 that are two in a word everywhere.
+  __device__ static bool Takes(const QuantizedGemmSm90& quantized) {
+    return quantized.scale_shift == 7 ||
+           (quantized.scale_shift == 6 && quantized.scale_line % 4 == 0);
+  }
 
   __device__ ScalesOfWarp(const QuantizedGemmSm90& quantized, const Work& work)
-      : next_(64 * quantized.scale_line), line_(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16) {
-    const int shift = quantized.scale_shift, k = work.out_column, piece = threadIdx.x % 4;
+      : quantized_(quantized), line_(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16) {
     lines_ = work.weight >= 0 ? quantized.elements : 0;
-    groups_ = min(128, quantized.gemm.n - k) >> shift;
-    const void* array = threadIdx.x % 32 < 16 ? quantized.scales : quantized.biases;
-    const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line_;
-    from_ = static_cast<const char*>(array) + first * quantized.scale_line + (k >> shift) * 2;
-    has_second_ = shift == 5;
-    takes_second_ = has_second_ && piece >= 2;
-    selector_ = (32 * piece >> shift) % 2 == 0 ? 0x5410 : 0x7632;
+    const int lane = threadIdx.x % 32, group = work.out_column >> quantized.scale_shift;
+    const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements;
+    const auto array = reinterpret_cast<uintptr_t>(lane < 16 ? quantized.scales : quantized.biases);
+    const auto at = array + (first + line_) * quantized.scale_line + 2 * group;
+    words_ = reinterpret_cast<const char*>(at - at % 4);
+    // Whether the thread's are the upper halves: so of all its lines, which are 8 and 64 apart.
+    const auto row = static_cast<uint32_t>(first) + line_ - lane % 16 + lane / 4;
+    const bool upper =
+        quantized.scale_shift == 6 ? lane % 4 >= 2 : (row * (quantized.scale_line / 2) + group) & 1;
+    selector_ = upper ? 0x7632 : 0x5410;
   }
 
-  // Those of a slice's line. A line that is not there has zeros.
-  __device__ void Load(uint32_t (&to)[kWords]) const {
-    to[0] = LoadWord(0);
-    if (has_second_) to[1] = LoadWord(1);
+  // The word of slice `further`. The last may end behind an array, but not behind its allocation,
+  // which has whole words. A line that is not there has zeros, so that nothing comes of it.
+  __device__ uint32_t Load(int further) const {
+    const char* from = words_ + static_cast<int64_t>(64 * further) * quantized_.scale_line;
+    return line_ + 64 * further < lines_ ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
   }
 
-  __device__ void Next() {
-    from_ += next_;
-    line_ += 64;
+  __device__ void Next(int slices) {
+    words_ += static_cast<int64_t>(64 * slices) * quantized_.scale_line;
+    line_ += 64 * slices;
   }
 
-  // Scale and bias of the thread's 32 k, of line lane / 4 of the warp's, or of the one 8 behind.
-  __device__ uint32_t Of(const uint32_t (&loaded)[kWords], int behind) const {
-    const uint32_t word = Ask(loaded[0], behind);
-    if (!has_second_) return word;
-    const uint32_t second = Ask(loaded[1], behind);
-    return takes_second_ ? second : word;
+  // Scale and bias of line lane / 4 of the warp's, or of the one `behind` it, and the thread's k.
+  __device__ uint32_t Of(uint32_t word, int behind) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32 / 4 + behind;
+    const uint32_t scales = __shfl_sync(~0u, word, lane);
+    return Permute(scales, __shfl_sync(~0u, word, lane + 16), selector_);
   }
 
  private:
-  // Whole words, where there are two groups and they are aligned: so are those of all slices, which
-  // are 64 lines apart.
-  __device__ uint32_t LoadWord(int number) const {
-    const char* from = from_ + 4 * number;
-    const int groups = line_ < lines_ ? groups_ - 2 * number : 0;
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % 4 == 0;
-    if (groups >= 2 && aligned) return __ldg(reinterpret_cast<const uint32_t*>(from));
-    uint32_t word = 0;
-    const auto* halves = reinterpret_cast<const uint16_t*>(from);
-    if (groups >= 1) word = __ldg(halves);
-    if (groups >= 2) word |= static_cast<uint32_t>(__ldg(halves + 1)) << 16;
-    return word;
-  }
-
-  __device__ uint32_t Ask(uint32_t word, int behind) const {
-    const int line = static_cast<int>(threadIdx.x) % 32 / 4 + behind;
-    const uint32_t scales = __shfl_sync(~0u, word, line);
-    return Permute(scales, __shfl_sync(~0u, word, line + 16), selector_);
-  }
-
-  const char* from_;
-  const int next_;  // bytes to the next slice's
-  int line_, lines_, groups_;
+  const QuantizedGemmSm90& quantized_;
+  const char* words_;
+  int line_, lines_;
   uint32_t selector_;
-  bool has_second_, takes_second_;
 };
 
 template <Mode kMode, int kBits>
@@ -225,23 +210,33 @@ struct TransposedLines {
     });
   }
 
+  // Whether lanes may load scales for each other.
+  static constexpr bool kMayAsk = Codes::kHasBiases;
+  __device__ static bool Asks(const QuantizedGemmSm90& quantized) {
+    return ScalesOfWarp::Takes(quantized);
+  }
+
   // Few rows: as TransposedPacked::Reader, of stages of kSlices. It loads scales some slices ahead.
-  // Those of many slices, and biases, would take registers.
-  template <int kSlices, int kEights>
+  // Those of many slices, and biases, would take registers, unless kAsks. Then those of a stage are
+  // loaded at its beginning, a stage ahead. What is loaded later has the same scoreboard, and would
+  // be waited for as well.
+  template <int kSlices, int kEights, bool kAsks>
   class Reader {
     static constexpr int kHalfWords = (kBits + 1) / 2;
-    static constexpr int kAhead = !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
+    static constexpr int kAhead = kAsks || !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
     static_assert(kSlices % kAhead == 0);
-    // Biases, too: lanes load for each other.
-    using Scales =
-        std::conditional_t<Codes::kHasBiases, ScalesOfWarp, ScalesOfLines<Codes>>;
-    using Loaded = std::conditional_t<Codes::kHasBiases, uint32_t[2], typename Codes::Loaded[2]>;
+    using Scales = std::conditional_t<kAsks, ScalesOfWarp, ScalesOfLines<Codes>>;
+    using Loaded = std::conditional_t<kAsks, uint32_t, typename Codes::Loaded[2]>;
 
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
-        : ahead_(ScalesOf(quantized, work)) {
+        : ahead_(Begin(quantized, work)) {
+      if constexpr (kAsks) {
+        LoadStage();
+      } else {
 #pragma unroll
-      for (int s = 0; s < kAhead; ++s) LoadScales(s);
+        for (int s = 0; s < kAhead; ++s) LoadScales(s);
+      }
     }
 
     struct Words {
@@ -260,15 +255,21 @@ struct TransposedLines {
     __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
       Words words;
       uint32_t now[2];
+      if constexpr (kAsks) {
+        if (s == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if constexpr (Codes::kHasBiases) {
-          now[r] = ahead_.Of(next_[s % kAhead], 8 * r);
-        } else {
+          for (int i = 0; i < kSlices; ++i) now_[i] = next_[i];
+          LoadStage();
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) now[r] = ahead_.Of(now_[s], 8 * r);
+      } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
           now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
         }
+        LoadScales(s % kAhead);
       }
-      LoadScales(s % kAhead);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int piece = threadIdx.x % 4;
@@ -309,26 +310,29 @@ struct TransposedLines {
       }
     }
 
-    __device__ static Scales ScalesOf(const QuantizedGemmSm90& quantized, const Work& work) {
-      if constexpr (Codes::kHasBiases) {
-        return Scales(quantized, work);
+    __device__ static Scales Begin(const QuantizedGemmSm90& quantized, const Work& work) {
+      if constexpr (kAsks) {
+        return {quantized, work};
       } else {
-        return Scales(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32);
+        return {quantized, work, Row(), work.out_column + static_cast<int>(threadIdx.x) % 4 * 32};
       }
     }
 
     __device__ void LoadScales(int s) {
-      if constexpr (Codes::kHasBiases) {
-        ahead_.Load(next_[s]);
-      } else {
-        ahead_.Load(0, next_[s][0]);
-        ahead_.Load(8, next_[s][1]);
-      }
+      ahead_.Load(0, next_[s][0]);
+      ahead_.Load(8, next_[s][1]);
       ahead_.Next();
+    }
+
+    __device__ void LoadStage() {
+#pragma unroll
+      for (int i = 0; i < kSlices; ++i) next_[i] = ahead_.Load(i);
+      ahead_.Next(kSlices);
     }
 
     Scales ahead_;
     Loaded next_[kAhead];
+    uint32_t now_[kAsks ? kSlices : 1];  // words of a stage
   };
 
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
