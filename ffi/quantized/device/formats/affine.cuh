@@ -52,9 +52,10 @@ struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits>
   // Bytes of float32 scales and biases: 64 columns x 128 k in groups of 16.
   static constexpr int kMostFloatScales = 8 * 64 * 8;
 
+  template <PackedFloats kFloats = PackedFloats::kAny>
   __device__ static uint32_t FloatScales(const char* tile, int pair, const PackedCodesSm90& packed,
                                          float (&scales)[2], float (&biases)[2]) {
-    if (packed.float_scales) {
+    if (kFloats == PackedFloats::kAny ? packed.float_scales : kFloats == PackedFloats::k32Bits) {
       uint32_t words[4];
       LoadWords<4>(tile + 16 * pair, words);
 #pragma unroll
