@@ -112,15 +112,16 @@ class ScalesOfWarp {
   }
 
   __device__ ScalesOfWarp(const QuantizedGemmSm90& quantized, const Work& work)
-      : quantized_(quantized), line_(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16) {
-    lines_ = work.weight >= 0 ? quantized.elements : 0;
+      : quantized_(quantized) {
     const int lane = threadIdx.x % 32, group = work.out_column >> quantized.scale_shift;
+    const int line = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    left_ = work.weight >= 0 ? quantized.elements - line : 0;
     const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements;
     const auto array = reinterpret_cast<uintptr_t>(lane < 16 ? quantized.scales : quantized.biases);
-    const auto at = array + (first + line_) * quantized.scale_line + 2 * group;
+    const auto at = array + (first + line) * quantized.scale_line + 2 * group;
     words_ = reinterpret_cast<const char*>(at - at % 4);
     // Whether the thread's are the upper halves: so of all its lines, which are 8 and 64 apart.
-    const auto row = static_cast<uint32_t>(first) + line_ - lane % 16 + lane / 4;
+    const auto row = static_cast<uint32_t>(first) + line - lane % 16 + lane / 4;
     const bool upper =
         quantized.scale_shift == 6 ? lane % 4 >= 2 : (row * (quantized.scale_line / 2) + group) & 1;
     selector_ = upper ? 0x7632 : 0x5410;
@@ -130,12 +131,12 @@ class ScalesOfWarp {
   // which has whole words. A line that is not there has zeros, so that nothing comes of it.
   __device__ uint32_t Load(int further) const {
     const char* from = words_ + static_cast<int64_t>(64 * further) * quantized_.scale_line;
-    return line_ + 64 * further < lines_ ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
+    return 64 * further < left_ ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
   }
 
   __device__ void Next(int slices) {
     words_ += static_cast<int64_t>(64 * slices) * quantized_.scale_line;
-    line_ += 64 * slices;
+    left_ -= 64 * slices;
   }
 
   // Scale and bias of line lane / 4 of the warp's, or of the one `behind` it, and the thread's k.
@@ -148,7 +149,7 @@ class ScalesOfWarp {
  private:
   const QuantizedGemmSm90& quantized_;
   const char* words_;
-  int line_, lines_;
+  int left_;  // lines from the lane's own on
   uint32_t selector_;
 };
 
