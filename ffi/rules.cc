@@ -123,11 +123,12 @@ Reason WgradSm90Problem(int64_t rows_x, int64_t rows_y, int64_t a, int64_t b, in
   return rules::WgradSm90Problem(wgrad);
 }
 
-Reason QmmSm90Problem(int64_t line, int bits, bool bfloat16_x, bool bfloat16_scales,
+Reason QmmSm90Problem(int64_t line, int bits, bool bfloat16_x, bool bfloat16_scales, bool half,
                       bool transpose_w, bool in_order, bool has_options) {
   rules::QmmShape qmm{line, bits};
   qmm.bfloat16_x = bfloat16_x;
   qmm.bfloat16_scales = bfloat16_scales;
+  qmm.half = half;
   qmm.transpose_w = transpose_w;
   qmm.in_order = in_order;
   qmm.has_options = has_options;
@@ -227,10 +228,11 @@ void DefineRules(nb::module_& m) {
         "segments says that the metadata is a table of segments. With planes, rows of transposed "
         "operands are those that have been filled up, and element_bytes 2.");
   m.def("qmm_sm90_problem", &QmmSm90Problem, nb::kw_only(), "line"_a, "bits"_a,
-        "bfloat16_x"_a = true, "bfloat16_scales"_a = true, "transpose_w"_a = true,
+        "bfloat16_x"_a = true, "bfloat16_scales"_a = true, "half"_a = false, "transpose_w"_a = true,
         "in_order"_a = true, "has_options"_a = false,
         "Why the Hopper kernel cannot take a product with a weight in layout 'linear', whose lines "
-        "have so many codes. bfloat16_scales is also true of modes whose scales are bytes.");
+        "have so many codes. bfloat16_scales is also true of modes whose scales are bytes. half: "
+        "x, scales and biases are float16 instead.");
   m.def("groups_sm90_problem", &GroupsSm90Problem, nb::kw_only(), "mode"_a, "group_size"_a,
         "Why the Hopper kernels cannot take a weight of a mode in groups of so many codes.");
   m.def(

@@ -186,7 +186,15 @@ cudaError_t LaunchPackedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
 template <Mode kMode, int kBits>
 cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
-  if constexpr (FormatTraits<kMode, kBits>::kHasLinesSm90) {
+  using Format = FormatTraits<kMode, kBits>;
+  if (operands.dtype == DType::kF16) {
+    if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
+      using Half = device::LinearWeights<kMode, kBits, DType::kF16>;
+      return LaunchQuantizedTilesSm90<Half>(stream, quantized, plan, operands);
+    }
+    return cudaErrorInvalidValue;
+  }
+  if constexpr (Format::kHasLinesSm90) {
     using Weights = device::LinearWeights<kMode, kBits>;
     return LaunchQuantizedTilesSm90<Weights>(stream, quantized, plan, operands);
   } else {

@@ -38,7 +38,7 @@ struct QmmSizes {
   bool gated = false;
   bool packed = false;      // W is in layout "sm90"
   bool transposed = false;  // W is quantized along N: x (T, K) @ W (K, N)
-  bool half = false;        // packed, and x is float16, for which there are fewer tiles
+  bool half = false;        // x is float16, for which there are fewer tiles
   int scaled = 0;           // packed, and is not rounded: it meets so many planes of x
 };
 

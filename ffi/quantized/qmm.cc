@@ -51,9 +51,10 @@ static ffi::Error Qmm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weig
     }
     if (auto reason = qmm_sm90_unsupported(args, capability)) return Unimplemented(op, *reason);
     rules::QmmPlanSm90 plan;
-    JGG_RETURN_IF_ERROR(BindPlan(op, plan_attrs, args.w.coding,
-                                 {args.k, args.n, IsGated(activation), false, !args.transpose_w},
-                                 args.rows_x, args.rows_y, args.metadata, &plan));
+    JGG_RETURN_IF_ERROR(BindPlan(
+        op, plan_attrs, args.w.coding,
+        {args.k, args.n, IsGated(activation), false, !args.transpose_w, args.dtype == DType::kF16},
+        args.rows_x, args.rows_y, args.metadata, &plan));
     return FromCuda(op, qmm_sm90(stream, args, plan));
   }
   if (auto reason = qmm_sm80_unsupported(args, capability)) return Unimplemented(op, *reason);

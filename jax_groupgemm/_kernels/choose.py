@@ -36,8 +36,8 @@ COMPARE_UP_TO = 512
 # H100, 16 x 4096 x 4096, us as stored and repacked: nvfp4 with 512 rows 440 and 482, with 1024 870
 # and 851, with 2048 1632 and 1525; 6 bits with 1024 921 and 974, with 2048 1720 and 1674.
 _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
-# ... of float16 x, and of float32 x where bfloat16 does not hold the weight, which the other kernel
-# of Hopper does not take. Measured on an H200, as the next three (docs/lab/prepacked.md).
+# ... of float32 x where bfloat16 does not hold the weight, and of float16 x beside lines that the
+# other kernel of Hopper does not take. Measured on an H200, as the next three (docs/lab).
 _REPACK_HALF_FROM_ROWS = 1
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
@@ -223,8 +223,9 @@ def _repack_from(p: Qmm) -> int:
     if p.dtypes[0] != "float32" and dense.qmm_scaled(p, packed=True):
         return _REPACK_SCALED_FROM_ROWS
     if p.dtypes[0] != "bfloat16" and not p.exact_in_bfloat16:
-        return _REPACK_HALF_FROM_ROWS
-    if p.dtypes[0] == "float16":
+        if as_stored_sm90(p):
+            return _REPACK_HALF_FROM_ROWS
+    elif p.dtypes[0] == "float16":
         return _PLANES_UP_TO_ROWS
     return _REPACK_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
 
@@ -237,8 +238,8 @@ def as_stored_sm90(p: Qmm) -> str | None:
         return why
     return extension.rules().qmm_sm90_problem(
         line=p.k if p.transpose_w else p.n, bits=p.bits, bfloat16_x=dense.qmm_planes(p) > 0,
-        bfloat16_scales=p.bfloat16_scales, transpose_w=p.transpose_w, in_order=p.in_order,
-        has_options=p.has_options,
+        bfloat16_scales=p.bfloat16_scales, half=dense.lines_of_halves(p),
+        transpose_w=p.transpose_w, in_order=p.in_order, has_options=p.has_options,
     )  # fmt: skip
 
 
@@ -390,8 +391,9 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
-            needs="bfloat16 x, or modes mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32"
-            " or more; K * bits % 128 == 0 with transpose_w, else N * bits, and no options",
+            needs="bfloat16 x, or float16 x beside float16 scales with transpose_w, or modes "
+            "mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32 or more; K * bits % 128 "
+            "== 0 with transpose_w, else N * bits, and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,

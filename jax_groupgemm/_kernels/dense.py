@@ -72,7 +72,7 @@ def sum_parts(p: Mm | Qmm, planes: int = 1) -> int:
 def qmm_planes(p: Qmm, *, packed: bool = False) -> int:
     """The planes in which Hopper's kernels take x; 0 where they do not. Where the weight is
     ``packed``, they take float16 as it is, and planes beside any floating scales."""
-    if p.dtypes[0] == "bfloat16" or (packed and _decodes_halves(p)):
+    if p.dtypes[0] == "bfloat16" or (_decodes_halves(p) if packed else lines_of_halves(p)):
         return 1
     planes = 2 if p.dtypes[0] == "float16" or p.tf32 else 3
     fits = planes * max(p.rows, p.rows_x) < 2**31 - 2**10
@@ -83,6 +83,11 @@ def qmm_planes(p: Qmm, *, packed: bool = False) -> int:
 def _decodes_halves(p: Qmm) -> bool:
     small = p.scalable and groups_sm90(p.mode, p.group_size) is not None
     return p.dtypes[0] == "float16" and p.float16_scales and not small
+
+
+def lines_of_halves(p: Qmm) -> bool:
+    """Whether Hopper's kernel of weights as they are stored takes float16 x as it is."""
+    return p.transpose_w and p.in_groups and p.scalable and _decodes_halves(p)
 
 
 def qmm_scaled(p: Qmm, *, packed: bool) -> bool:

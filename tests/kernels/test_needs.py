@@ -85,7 +85,8 @@ NEEDS = [
         "transpose_w=False": {"layout": "linear", "rows": 64},
     }),
     ("jgg_qmm sm90", QMM, {
-        "bfloat16 x, or modes mxfp4, mxfp8, nvfp4": {"dtypes": (F32,)},
+        "bfloat16 x, or float16 x beside float16 scales with transpose_w, or modes mxfp4, mxfp8, "
+        "nvfp4": {"dtypes": (F32,)},
         "weights as stored": {"layout": "sm90"},
         "affine groups of 32 or more": {"group_size": 16},
         "K * bits % 128 == 0 with transpose_w": {"k": 2056},

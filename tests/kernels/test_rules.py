@@ -78,7 +78,11 @@ def test_qmm(rules, bits):
     along_n = problem(transpose_w=False, has_options=True)
     assert along_n == "w is quantized along N, which has no options"
     assert problem(has_options=True) is None
-    assert problem(bfloat16_x=False) == "x is not bfloat16"
+    neither = "x is not bfloat16, or float16 beside float16 scales"
+    assert problem(bfloat16_x=False) == neither
+    half = {"half": True, "bfloat16_x": False, "bfloat16_scales": False}
+    assert problem(**half, has_options=True) is None
+    assert problem(**half, transpose_w=False) == "w is quantized along N, which takes no float16 x"
 
 
 def test_nvfp4(rules):

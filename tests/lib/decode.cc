@@ -132,6 +132,28 @@ extern "C" void decode_streams(int mode, int bits, const uint32_t* packed, long 
   });
 }
 
+// The same of affine codes as two float16 each.
+template <int kBits>
+static void DecodeHalfStreams(const uint32_t* packed, long units, uint32_t* out) {
+  for (long unit = 0; unit < units; ++unit) {
+    uint32_t words[kBits], streams[kBits];
+    std::memcpy(words, packed + unit * kBits, sizeof(words));
+    ToStreams(words, streams);
+    for (int p = 0; p < 16; ++p) out[16 * unit + p] = HalfNumbersOf<kBits>(streams, p);
+  }
+}
+
+extern "C" void decode_half_streams(int bits, const uint32_t* packed, long units, uint32_t* out) {
+  switch (bits) {
+    case 2: return DecodeHalfStreams<2>(packed, units, out);
+    case 3: return DecodeHalfStreams<3>(packed, units, out);
+    case 4: return DecodeHalfStreams<4>(packed, units, out);
+    case 5: return DecodeHalfStreams<5>(packed, units, out);
+    case 6: return DecodeHalfStreams<6>(packed, units, out);
+    case 8: return DecodeHalfStreams<8>(packed, units, out);
+  }
+}
+
 // Whether words of scale and bias are small.
 extern "C" void are_small(const uint32_t* words, long count, uint8_t* out) {
   for (long i = 0; i < count; ++i) out[i] = (NotSmall(words[i]) & kHighest) == 0;

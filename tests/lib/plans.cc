@@ -47,7 +47,7 @@ static void OfQmm(int64_t rows, int64_t segments, int64_t k, int64_t n, int bits
   for (const FormatFacts& format : kFormats) {
     QmmSizes qmm{64 * k, 64 * n, (bits & 1) != 0, (bits & 2) != 0};
     qmm.transposed = qmm.packed && !qmm.gated && (bits & 8) != 0;
-    qmm.half = qmm.packed && (bits & 16) != 0;
+    qmm.half = (bits & 16) != 0;
     const QmmRows of{rows + (bits == 7), rows, segments, (bits & 4) != 0, bits == 6};
     Note(PlanQmmProblem(PlanQmmSm90(format, qmm, of), format, qmm, of));
     if (!HasScaled(format) || !qmm.packed || qmm.gated || qmm.half) continue;

@@ -131,6 +131,18 @@ def test_streams(rng, mode, bits, alone, power):
     np.testing.assert_array_equal(out.astype(np.float64), want)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_streams_in_float16(rng, bits):
+    each = (np.arange(256)[:, None] + np.arange(32)) % 2**bits
+    codes = np.concatenate([each, rng.integers(0, 2**bits, (2048, 32))]).astype(np.uint32)
+    packed = np.ascontiguousarray(pack(jnp.asarray(codes), bits), np.uint32)
+    out = np.empty((len(codes), 16, 2), np.float16)
+    host_program.build("decode").decode_half_streams(
+        bits, pointer(packed), ctypes.c_long(len(codes)), pointer(out)
+    )
+    np.testing.assert_array_equal(out, codes.reshape(-1, 2, 16).swapaxes(1, 2))
+
+
 def test_small_affine_scales():
     """Which scales and biases stay numbers, and sums with them, in the unit of codes alone."""
     word = np.arange(2**16, dtype=np.uint32)

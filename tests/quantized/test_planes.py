@@ -69,6 +69,30 @@ def test_others_stay_whole(dtype):
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("scales", "group", "k", "rows", "transpose_w", "target"),
+    [
+        ("float16", 64, 256, 20, True, "jgg_qmm"),
+        ("float16", 32, 256, 4 * 1023, True, "jgg_qmm"),
+        ("float16", 64, 256, 4 * 1024, True, "jgg_qmm_packed"),
+        ("float16", 16, 256, 20, True, "jgg_qmm"),  # by the generic kernel
+        ("bfloat16", 64, 256, 200, True, "jgg_qmm_packed"),
+        ("float16", 64, 128, 20, False, "jgg_qmm_packed"),
+    ],
+)
+def test_float16_rows_beside_stored_affine_weights(scales, group, k, rows, transpose_w, target):
+    w = array(4, 128, 256, dtype=scales)
+    q = jax.eval_shape(lambda w: jgg.quantize(w, group_size=group, contract=-1), w)
+    f = lambda x, q: jgg.grouped_qmm(x, q, jnp.asarray(SIZES), transpose_w=transpose_w)
+    x = array(rows, k, dtype="float16")
+    ((found, _, x_type),) = calls(f, x, q)
+    assert (found, x_type) == (target, "f16" if scales == "float16" else "bf16")
+    text = jax.jit(f).trace(x, q).lower(lowering_platforms=("cuda",)).as_text()
+    planned = target == "jgg_qmm" and group > 16
+    assert ("planned = true" in text) == planned
+
+
+@pytest.mark.usefixtures("hopper")
 def test_options_are_done_to_the_sums():
     x, w = array(20, 256, dtype="float32"), quantized("nvfp4")
     f = functools.partial(jgg.grouped_qmm, activation="swiglu")
@@ -117,8 +141,11 @@ def test_values(monkeypatch, rng, mode, bits, more, dtype, planes, form):
 )
 def test_how_many_parts(dtype, tf32, planes):
     problem = samples.SAMPLES["grouped_qmm"].make("cuda", dtype)
-    assert dense.qmm_planes(problem) == (1 if dtype == "bfloat16" else 0)
-    exact = dataclasses.replace(problem, exact_in_bfloat16=True, tf32=tf32)
+    # float16 beside float16 scales is multiplied as it is.
+    assert dense.qmm_planes(problem) == (0 if dtype == "float32" else 1)
+    other = dataclasses.replace(problem, float16_scales=False)
+    assert dense.qmm_planes(other) == (1 if dtype == "bfloat16" else 0)
+    exact = dataclasses.replace(problem, scalable=False, exact_in_bfloat16=True, tf32=tf32)
     assert dense.qmm_planes(exact) == planes
     assert dense.qmm_planes(dataclasses.replace(exact, rows=2**30)) == (planes == 1)
 

@@ -89,6 +89,29 @@ def test_lines_of_any_size(rng, mode, bits, group, rows):
     assert not np.asarray(out)[end:].any()
 
 
+@pytest.mark.parametrize(("group", "k"), [(64, 512), (128, 640), (128, 512), (64, 320)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_scales_that_lanes_ask_for(rng, bits, group, k):
+    """Affine scales of a line and 128 k are a word, or half of one, or lie in two. A NaN among them
+    reaches the columns of its group alone."""
+    if k * bits % 128:
+        k = 640 if group == 128 else 384
+    sizes, n = SIZES["few"], 200
+    q = weight(rng, "affine", bits, group, len(sizes), n, k)
+    x = oracle.random(rng, (sizes.sum(), n), "bfloat16")
+    f = jax.jit(lambda x, q: product(x, q, sizes, preferred_element_type="float32"))
+    out, kernels = run(f, x, q)
+    assert_ran(kernels, 1)
+    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), k=n)
+    good, begin = oracle.f64(out), sizes[:5].sum()
+    for leaf, line, of in (("scales", 199, 1), ("biases", 64, 2), ("scales", 73, k // group - 1)):
+        bad = dataclasses.replace(q, **{leaf: getattr(q, leaf).at[5, line, of].set(jnp.nan)})
+        got, hit = oracle.f64(f(x, bad)), np.zeros(good.shape, bool)
+        hit[begin : begin + sizes[5], of * group : (of + 1) * group] = True
+        assert np.isnan(got[hit]).all()
+        np.testing.assert_array_equal(got[~hit], good[~hit])
+
+
 def test_blocks_of_one_line(rng):
     """Mode fp8 with a scale for each line and 128 codes."""
     w = oracle.random(rng, (3, 200, 384))

@@ -1,5 +1,6 @@
-// Decoders of lines of codes as they are stored, layout "linear", to pairs of bfloat16: LineCodes,
-// of each format in a file of formats/. few_rows_weights.cuh and linear_weights_sm90.cuh use them.
+// Decoders of lines of codes as they are stored, layout "linear", to pairs of bfloat16, or float16:
+// LineCodes, of each format in a file of formats/. few_rows_weights.cuh and linear_weights_sm90.cuh
+// use them.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,7 @@ __device__ bool HasNaN(const uint32_t (&codes)[kWords]) {
 //                    it is not small; a word that stands for it
 //   OfHalf           that word for half of the codes
 //   PairOf           as Pair, with that word
+//   HalfPairOf       the same in float16, beside float16 scales and biases
 template <Mode kMode, int kBits>
 struct LineCodes;
 

@@ -52,13 +52,14 @@ struct LineTile {
   }
 };
 
-template <Mode kMode, int kBits>
+template <Mode kMode, int kBits, DType kX_ = DType::kBF16>
 struct LinearWeights {
   using Codes = LineCodes<kMode, kBits>;
   using Tile = LineTile<kBits>;
-  static constexpr DType kX = DType::kBF16;  // of x
+  static constexpr DType kX = kX_;  // of x, and of floating scales
+  static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;
-  static constexpr bool kHasSmall = Codes::kHasSmall;
+  static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
   static constexpr int kMostRows = 192;  // that registers allow
@@ -220,7 +221,11 @@ struct LinearWeights {
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i) {  // step, pair of codes, and column
         const int p = 2 * first + i / 2 + (kBySlices ? 0 : slice % 2 * 8);
-        a[i] = Codes::template PairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
+        if constexpr (kHalf) {
+          a[i] = Codes::HalfPairOf(words.codes[i % 2], p, words.scales[i % 2]);
+        } else {
+          a[i] = Codes::template PairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
+        }
       }
     }
 

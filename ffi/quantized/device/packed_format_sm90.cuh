@@ -48,6 +48,10 @@ __device__ inline uint32_t ToHalves(uint32_t pair) {
   return Round2<DType::kF16>(AsFloat(pair << 16), AsFloat(pair & 0xffff0000));
 }
 
+// Of which dtype scales are that multiply sums: of any, as the kernel's argument says, or one of
+// these.
+enum class PackedFloats { kAny, k16Bits, k32Bits };
+
 // A format's decoder: from a thread's codes of a tile and the scales of its two rows, which it
 // loads, to what WGMMA takes.
 template <Mode kMode, int kBits>

@@ -25,22 +25,26 @@ struct ScaledRowsProducts {
                                       const Work& work, int group, Stage& at, Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kBlockSums; ++i) sums[0][i] = 0.0f;
-    if (work.rows <= 8) {
-      MultiplySlices<1>(quantized, memory, work, group, at, sums[0]);
-    } else if (work.rows <= 16) {
-      MultiplySlices<2>(quantized, memory, work, group, at, sums[0]);
-    } else {
+    if (work.rows > 16) {
       MultiplySlices<4>(quantized, memory, work, group, at, sums[0]);
+    } else if (work.rows > 8) {
+      MultiplySlices<2>(quantized, memory, work, group, at, sums[0]);
+    } else if (Codes::kHasBiases && quantized.packed.float_scales) {
+      MultiplySlices<1, PackedFloats::k32Bits>(quantized, memory, work, group, at, sums[0]);
+    } else {
+      MultiplySlices<1, PackedFloats::k16Bits>(quantized, memory, work, group, at, sums[0]);
     }
   }
 
  private:
-  template <int kEights, typename Stage>
+  // With 8 rows no branch stands between loads and products of a stage: they would wait for each
+  // other. So scales multiply sums of 16 k there, whatever groups are.
+  template <int kEights, PackedFloats kFloats = PackedFloats::kAny, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, float* sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
     const typename Weights::Reader reader(quantized.packed);
-    const bool sixteens = quantized.packed.tile_groups == 4;
+    const bool sixteens = kEights == 1 || quantized.packed.tile_groups == 4;
     // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
     const int lane = threadIdx.x % 32;
     const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
@@ -62,7 +66,8 @@ struct ScaledRowsProducts {
           for (int i = 0; i < 2; ++i) {
             const int step = 2 * half + i;
             Codes::Numbers(words, step, numbers + 4 * i);
-            read |= reader.Scales(memory.scales[at.index][0][group], s, step, scales[i], biases[i]);
+            read |= reader.template Scales<kFloats>(memory.scales[at.index][0][group], s, step,
+                                                    scales[i], biases[i]);
           }
 #pragma unroll
           for (int i = 0; i < kEights; ++i) {

@@ -37,13 +37,14 @@ struct ScaledWeights : PackedWeights<kMode, kBits> {
     }
 
     // The scales and biases of both columns and 16 k of a slice. The result is some of their bits.
+    template <PackedFloats kFloats = PackedFloats::kAny>
     __device__ uint32_t Scales(const char* scales, int slice, int step, float (&scale)[2],
                                float (&bias)[2]) const {
       const int tile = packed_.tiles_share ? slice / 2 * 2 : slice;
       const int pair = threadIdx.x % 128 / 32 * 8 + threadIdx.x % 32 / 4;
       const int group = step * packed_.tile_groups / 4;
       const char* from = scales + tile * Base::TileScales(packed_);
-      return Codes::FloatScales(from, group * 32 + pair, packed_, scale, bias);
+      return Codes::template FloatScales<kFloats>(from, group * 32 + pair, packed_, scale, bias);
     }
 
    private:

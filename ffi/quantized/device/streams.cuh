@@ -30,7 +30,8 @@ JGG_HOST_DEVICE CodePair CodesOf(const uint32_t* streams, int p, uint32_t more) 
     return {MaskOr(streams[word + 1] << (16 - at), (kMask & ~low) * kTwice, more), 0};
   }
   // Several codes share a shift. Alone they are in few places, each of which needs scales.
-  int place = kEnd == kEndAlone ? at / kBits * kBits % (kEnd / kBits * kBits) : at % 6;
+  constexpr int kShared = kEnd == kEndBeside1024 && kBits <= 4 ? 8 : 6;
+  int place = kEnd == kEndAlone ? at / kBits * kBits % (kEnd / kBits * kBits) : at % kShared;
   if (place + kBits > kEnd) place = 0;
   return {MaskOr(streams[word] >> (at - place), (kMask << place) * kTwice, more), place};
 }
@@ -48,6 +49,12 @@ JGG_HOST_DEVICE uint32_t NumbersOf(const uint32_t* streams, int p) {
   } else {
     return NumbersBeside128(CodesOf<kBits, kEndBeside128>(streams, p, k128Twice));
   }
+}
+
+// ... in float16.
+template <int kBits>
+JGG_HOST_DEVICE uint32_t HalfNumbersOf(const uint32_t* streams, int p) {
+  return NumbersBeside1024(CodesOf<kBits, kEndBeside1024>(streams, p, k1024Twice));
 }
 
 // e2m1 codes p and 16 + p, 2^-126 times their values, in bfloat16.

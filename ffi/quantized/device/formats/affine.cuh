@@ -52,9 +52,10 @@ struct PackedCodes<Mode::kAffine, kBits> : PackedCodesBase<Mode::kAffine, kBits>
   // Bytes of float32 scales and biases: 64 columns x 128 k in groups of 16.
   static constexpr int kMostFloatScales = 8 * 64 * 8;
 
+  template <PackedFloats kFloats = PackedFloats::kAny>
   __device__ static uint32_t FloatScales(const char* tile, int pair, const PackedCodesSm90& packed,
                                          float (&scales)[2], float (&biases)[2]) {
-    if (packed.float_scales) {
+    if (kFloats == PackedFloats::kAny ? packed.float_scales : kFloats == PackedFloats::k32Bits) {
       uint32_t words[4];
       LoadWords<4>(tile + 16 * pair, words);
 #pragma unroll
@@ -147,6 +148,12 @@ struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
       numbers = NumbersOf<kBits>(codes, p);
     }
     return MultiplyAdd2<DType::kBF16>(numbers, Twice(word, 0), Twice(word, 1));
+  }
+
+  // Scale and bias are float16, too.
+  __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
+    return MultiplyAdd2<DType::kF16>(HalfNumbersOf<kBits>(codes, p), Twice(word, 0),
+                                     Twice(word, 1));
   }
 };
 

@@ -37,6 +37,7 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
 
   static constexpr int kMostFloatScales = PackedCodesBase<Mode::kFp8, 8>::kStageScales;
 
+  template <PackedFloats = PackedFloats::kAny>
   __device__ static uint32_t FloatScales(const char* tile, int pair, const PackedCodesSm90&,
                                          float (&scales)[2], float (&)[2]) {
     uint32_t words[2];
