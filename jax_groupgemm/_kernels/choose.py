@@ -8,18 +8,21 @@ Lowering, ``implementation=``, error messages, ``info`` and the documentation's 
 lists those that multiply nothing.
 
 A kernel for one architecture is chosen where it is named, or where every GPU of this process can
-run it. A process without a GPU lowers for somebody else's: it chooses the generic kernel, "sm80",
-and the handler takes Hopper's instead where it meets a Hopper GPU.
+run it. ``proven`` says which of them are off until they have been checked there. A process without
+a GPU lowers for somebody else's: it chooses the generic kernel, "sm80", and the handler takes
+Hopper's instead where it meets a Hopper GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import dense, extension, lists, rows
+from . import dense, extension, lists, proven, rows
 from .kernel import PLATFORMS, Kernel, Plan
 from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 
@@ -117,6 +120,8 @@ def _named(problem: Problem) -> Plan:
         capabilities = extension.live_capabilities()
         if why is None and (name == "cpu" or capabilities or extension.BUILD.problem):
             why = extension.unavailable(name, capabilities)
+        if why is None and capabilities:
+            why = proven.against(kernel)
         why = why or cannot(kernel, problem)
         if why is None:
             return configured(kernel, problem)
@@ -125,7 +130,26 @@ def _named(problem: Problem) -> Plan:
 
 
 def configured(kernel: Kernel, problem: Problem) -> Plan:
-    return Plan(kernel, problem.implementation, kernel.config(problem))
+    plan = Plan(kernel, problem.implementation, kernel.config(problem))
+    if (seen := _watched.get()) is not None:
+        seen.append(plan)
+    return plan
+
+
+_watched: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar(
+    "jgg_watched", default=None
+)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Plan]]:
+    """A list of the plans that are made within, those of questions that lead to no call, too."""
+    seen: list[Plan] = []
+    token = _watched.set(seen)
+    try:
+        yield seen
+    finally:
+        _watched.reset(token)
 
 
 def cannot_run(name: str, reason: str) -> str:
@@ -171,7 +195,7 @@ def _out_of_reach(kernel: Kernel) -> str | None:
             "jax_groupgemm runs its reference lowering on this GPU, which is slow: "
             f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
         )
-    return reason
+    return reason or proven.against(kernel)
 
 
 @functools.cache

@@ -1,0 +1,247 @@
+"""The command on this machine's CPU kernels, with planted faults, and what it makes of results."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jax_groupgemm._check import child, command, device, lines, processes, table
+from jax_groupgemm._check.processes import Result
+from jax_groupgemm._kernels import extension, proven
+
+CPU = device.Device("cpu", "CPU", 0, None, ("jgg_mm cpu", "jgg_wgrad cpu", "jgg_qmm cpu"))
+PLACE = proven.Place("NVIDIA B200", "10.0", "580.1", "1.2.3", 4, "13.0")
+B200 = device.Device(
+    "cuda", "NVIDIA B200", 100, PLACE, ("jgg_mm sm80", "jgg_nvfp4_grouped_mm sm100")
+)
+
+
+def check(*options, plant=None, timeout=120, cwd=None):
+    """The command in a process of its own, on the CPU. XLA need not optimize."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }  # fmt: skip
+    if plant is not None:
+        environment[child.PLANT] = plant
+    return subprocess.run(
+        [sys.executable, "-m", "jax_groupgemm.check", "--quick", *options],
+        capture_output=True, text=True, check=False, env=environment, timeout=timeout, cwd=cwd,
+    )  # fmt: skip
+
+
+def row(text: str, key: str) -> str:
+    """A line of the table, and the one below it."""
+    words, rows = key.replace(",", "").split(), text.splitlines()
+    at = next(i for i, r in enumerate(rows) if r.split()[: len(words)] == words)
+    return "\n".join(rows[at : at + 2])
+
+
+def test_what_is_right(tmp_path):
+    file = tmp_path / "table.json"
+    done = check("--only", "grouped_mm, float32", "segmented_mm, bfloat16", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lines are right" in done.stdout
+    assert " mm cpu " in row(done.stdout, "grouped_mm, float32")
+    assert row(done.stdout, "segmented_mm, bfloat16").splitlines()[0].endswith("ok")
+    data = json.loads(file.read_text())
+    assert data["exit"] == 0
+    found = {line["key"]: line for line in data["lines"]}
+    line = found["grouped_mm, float32"]
+    assert line["state"] == "ok"
+    assert line["kernels"] == ["jgg_mm cpu"]
+    assert line["cases"] > 10
+    assert 0 < line["share"] < 1
+    assert found["fp8_grouped_mm, float32"]["state"] == "none"  # the name holds the other's
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "says"),
+    [
+        ("wrong", "WRONG", "is wrong|are wrong"),
+        ("unsteady", "WRONG", "repetitions have other bits|are wrong"),
+        ("crash", "CRASHED", "it ended with SIGSEGV. In T=70 G=4 K=64 N=96, uneven"),
+        ("hang", "HUNG", "it took longer than 8 s. In T=70 G=4 K=64 N=96, uneven"),
+        ("raise", "FAILED", "RuntimeError: planted"),
+    ],
+)
+def test_a_planted_fault_is_a_line(fault, state, says):
+    """Lines before and behind it are right, in other processes."""
+    options = ("--only", "grouped_mm dw", "--timeout", "8")
+    done = check(*options, plant=f"grouped_mm dw, float16: {fault}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    first, why = row(done.stdout, "grouped_mm dw float16").splitlines()
+    assert first.endswith(state)
+    assert any(text in why for text in says.split("|")), why
+    for dtype in ("bfloat16", "float32"):
+        assert row(done.stdout, f"grouped_mm dw {dtype}").splitlines()[0].endswith("ok")
+    assert "Not right: grouped_mm dw, float16." in done.stdout
+
+
+def test_a_plant_that_is_none():
+    done = check("--only", "gather_mm, float32", plant="gather_mm, float32: burn")
+    assert done.returncode == 1
+    assert "'burn' is not one of wrong, unsteady, hang, crash, raise" in done.stdout
+
+
+def test_lists_and_names(capsys, monkeypatch):
+    monkeypatch.setattr(command, "find_device", lambda limit: CPU)
+    assert command.main(["--list", "--only", "grouped_mm dx"]) == 0
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        "grouped_mm dx, bfloat16", "grouped_mm dx, float16", "grouped_mm dx, float32"
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="no line has nothing; see --list"):
+        command.main(["--only", "nothing"])
+    with pytest.raises(SystemExit):
+        command.main(["--timeout", "0"])
+
+
+def test_a_build_without_kernels(capsys, monkeypatch):
+    broken = dataclasses.replace(CPU, problem="the extension module cannot be imported")
+    monkeypatch.setattr(command, "find_device", lambda limit: broken)
+    assert command.main([]) == 1
+    assert "no kernel to check: the extension module cannot be imported" in capsys.readouterr().out
+
+
+def test_a_device_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(processes, "environment", lambda: {"PATH": ""})
+    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    with pytest.raises(SystemExit, match="no device: it ended with status 1"):
+        command.find_device(5)
+
+
+def test_a_process_that_never_starts(monkeypatch):
+    """Every line says so, and no process is started again and again."""
+    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    found = list(processes.run(["a, b", "c, d"], {}, 5))
+    assert [r.state for r in found] == ["crashed", "crashed"]
+    assert found[0].problem == "its process did not start: it ended with status 1"
+
+
+def script(monkeypatch, tmp_path, text: str):
+    """Children run this instead, with the path of their report as ``report``."""
+    program = tmp_path / "child.sh"
+    program.write_text(
+        f'#!/bin/sh\nreport=$(echo "$3" | sed \'s/.*"report": "\\([^"]*\\)".*/\\1/\')\n{text}'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(program))
+
+
+BEGIN = """
+say() { echo "$1" >> "$report"; }
+say '{"event": "line", "key": "a, b"}'
+"""
+DONE = """
+say '{"event": "done", "key": "a, b", "cases": 1, "kernels": ["k"], "error": 0, "share": 0, "problem": null}'
+"""
+
+
+def test_a_crash_after_the_last_case(monkeypatch, tmp_path):
+    """Of a kernel that wrote where it should not, say: it is that line's."""
+    script(monkeypatch, tmp_path, BEGIN + DONE + "kill -11 $$\n")
+    *_, last = processes.run(["a, b"], {}, 5)
+    assert last.state == "crashed"
+    assert last.problem == "after its last case, it ended with SIGSEGV"
+
+
+def test_a_process_that_ignores_signals_is_killed(monkeypatch, tmp_path):
+    script(monkeypatch, tmp_path, "trap '' TERM INT HUP\n" + BEGIN + "sleep 1000\n")
+    (only,) = processes.run(["a, b"], {}, 0.5)
+    assert (only.state, only.problem) == ("hung", "it took longer than 0.5 s")
+
+
+def test_half_an_event_is_none(monkeypatch, tmp_path):
+    script(monkeypatch, tmp_path, BEGIN + 'printf \'{"event": "do\' >> "$report"; exit 3\n')
+    (only,) = processes.run(["a, b"], {}, 5)
+    assert (only.state, only.problem) == ("crashed", "it ended with status 3")
+
+
+# ---- what is remembered ------------------------------------------------------------------------
+
+
+def ok(key, *kernels):
+    return Result(key, "ok", cases=3, kernels=kernels)
+
+
+def test_a_kernel_is_proven_by_lines_that_are_right():
+    right = [ok("a, x", "jgg_mm sm80"), ok("b, x", "jgg_mm sm80", "jgg_q sm100")]
+    assert table.proved(right) == ["jgg_mm sm80", "jgg_q sm100"]
+    wrong = Result("c, x", "wrong", "off", kernels=("jgg_q sm100",))
+    assert table.proved([*right, wrong]) == ["jgg_mm sm80"]
+    assert table.proved([*right, Result("c, x", "hung", "slow")]) == []
+    assert table.proved([Result("d, x", "none")]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [([], "are proven on this GPU"), (["--quick"], "Nothing is remembered"),
+     (["--only", "grouped"], "Nothing is remembered")],
+)  # fmt: skip
+def test_whole_runs_are_remembered(monkeypatch, tmp_path, options, says):
+    monkeypatch.setenv("JGG_PROVEN", str(tmp_path))
+    results = [ok("a, x", "jgg_nvfp4_grouped_mm sm100")]
+    said = command.remembered(B200, results, command.arguments(options))
+    assert said is not None
+    assert says in said
+    files = list(tmp_path.iterdir())
+    assert len(files) == (not options)
+    for file in files:
+        assert proven.read(file) == (PLACE, {"jgg_nvfp4_grouped_mm sm100"})
+
+
+def test_planted_faults_and_cpus_prove_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("JGG_PROVEN", str(tmp_path))
+    args = command.arguments([])
+    assert command.remembered(CPU, [ok("a, x", "jgg_mm cpu")], args) is None
+    monkeypatch.setenv(child.PLANT, "a, x: wrong")
+    assert command.remembered(B200, [ok("a, x", "jgg_mm sm80")], args) is None
+    monkeypatch.delenv(child.PLANT)
+    unknown = dataclasses.replace(B200, place=None)
+    said = command.remembered(unknown, [ok("a, x", "jgg_mm sm80")], args)
+    assert said is not None
+    assert "the driver's version is unknown" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_summary_names_what_no_case_reached():
+    said = table.summary([ok("a, x", "jgg_mm sm80")], B200, whole=True)
+    assert said[-1] == "Kernels that no case reached: jgg_nvfp4_grouped_mm sm100."
+    assert table.summary([ok("a, x", "jgg_mm sm80")], B200, whole=False) == [
+        "1 of 1 lines are right, of 3 cases."
+    ]
+
+
+def test_the_head_says_where():
+    where, what = table.head(B200)
+    assert where == "NVIDIA B200, compute capability 10.0, driver 580.1"
+    assert f"jax_groupgemm {extension.VERSION}" in what
+
+
+def test_names_of_lines():
+    """A crash names one line, and a process has the lines of one name."""
+    for capability in (0, 80, 89, 90, 100, 120):
+        found = lines.lines(dataclasses.replace(B200, capability=capability))
+        keys = [line.key for line in found]
+        assert len(keys) == len(set(keys))
+    hopper = lines.lines(dataclasses.replace(B200, capability=90))
+    assert {"grouped_mm sm80", "grouped_qmm nvfp4 prepacked dx"} <= {line.name for line in hopper}
+
+
+def test_devices_travel_between_processes():
+    for given in (CPU, B200):
+        assert device.Device.of(json.loads(json.dumps(given.encoded()))) == given
+
+
+def test_children_have_their_own_settings(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    found = processes.environment()
+    assert "JAX_ENABLE_X64" not in found
+    assert found["JAX_PLATFORMS"] == "cuda,cpu"
+    assert found["CUDA_VISIBLE_DEVICES"] == "3"
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
