@@ -33,11 +33,12 @@ def arguments(argv=None) -> argparse.Namespace:
     about, *_ = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(prog=proven.COMMAND, description=about)
     add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="NAME", help="lines whose name holds one of these")
+    add("--only", nargs="+", default=[], metavar="NAME", help="lines of these names, or parts")
     add("--quick", action="store_true", help="fewer cases, no times, and nothing is remembered")
     add("--timeout", type=float, default=60.0, metavar="SECONDS",
         help="for one case, its compilation included (60)")  # fmt: skip
-    add("--jobs", type=int, help="processes at a time; by default 4 on a GPU, 2 on a CPU")
+    add("--jobs", type=int, metavar="N",
+        help="processes at a time; by default one for two cores, at most 6; 2 on a CPU")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the table for programs, too")
     add("--list", action="store_true", help="print the names of lines, and check nothing")
     args = parser.parse_args(argv)
@@ -79,9 +80,8 @@ class Checks:
         for line in self.lines:
             parts.setdefault(line.part, []).append(line.key)
         say = self._say if sys.stderr.isatty() else lambda what: None
-        jobs = self.args.jobs or min(
-            4 if self.device.platform == "cuda" else 2, os.cpu_count() or 1
-        )
+        most = 6 if self.device.platform == "cuda" else 2
+        jobs = self.args.jobs or min(most, max((os.cpu_count() or 1) // 2, 2))
         check = lambda keys: list(processes.run(keys, self._asked("check"), self.args.timeout, say))
         found: dict[str, Result] = {}
         with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._fp8.quantize import fp8_quantize
@@ -24,6 +25,7 @@ from .products import FLOATS
 from .quantized import MODES, random
 
 # Bits and group sizes of mode "affine".
+_BLOCKS = {"mxfp4": (1, 32), "mxfp8": (1, 32), "nvfp4": (1, 16), "fp8": (128, 128)}
 _AFFINE = ((4, 64), (2, 32), (3, 128), (8, 64), (5, 32), (6, 64), (4, 16))
 
 
@@ -62,20 +64,21 @@ def _wide(a: np.ndarray) -> np.ndarray:
     return a.astype(np.float64)
 
 
-def _values(rng, shape, dtype) -> dict[str, np.ndarray]:
+def _values(rng, shape, dtype, nan: bool) -> dict[str, np.ndarray]:
     """Ordinary, far from one another in size, with zeros and NaN."""
     w = normal(rng, shape, dtype)
     spread = (w.astype(np.float32) * np.exp2(rng.integers(-6, 7, shape))).astype(w.dtype)
     holes = w.copy()
     holes[..., 0, :] = 0
-    holes.reshape(-1, shape[-1])[1, ::40] = np.nan
-    return {"ordinary": w, "far apart": spread, "zeros and NaN": holes}
+    if nan:
+        holes.reshape(-1, shape[-1])[1, ::40] = np.nan
+    return {"ordinary": w, "far apart": spread, "zeros and NaN" if nan else "zeros": holes}
 
 
-def _same_on_cpu(label: str, function, dtype, rng, shape, *more) -> Trial:
+def _same_on_cpu(label: str, function, dtype, rng, shape, nan: bool = True) -> Trial:
     runs = [
-        Run(name, (w, *more), functools.partial(_on_cpu, function, w, *more))
-        for name, w in _values(rng, shape, dtype).items()
+        Run(name, (w,), functools.partial(_on_cpu, function, w))
+        for name, w in _values(rng, shape, dtype, nan).items()
     ]
     return Trial(label, _as_bits(function), runs)
 
@@ -97,7 +100,21 @@ def _quantize(dtype, rng, quick) -> Iterator[Trial]:
             options = {"bits": bits, "group_size": group_size} if mode == "affine" else {}
             function = functools.partial(quantize, mode=mode, contract=-1, **options)
             label = f"{mode} {bits} bits in groups of {group_size}" if options else mode
-            yield _same_on_cpu(label, function, dtype, rng, shape)
+            # Only which values are NaN is the same everywhere, not their codes.
+            yield _same_on_cpu(label, function, dtype, rng, shape, nan=False)
+            block = _BLOCKS.get(mode, (1, group_size))
+            yield _isolated(f"{label}, NaN", function, dtype, rng, block)
+
+
+def _isolated(label: str, function, dtype, rng, block: tuple[int, int]) -> Trial:
+    """NaN fills its own block, and nothing else."""
+    w = normal(rng, (2, 128, 256), dtype)
+    w[0, 5, 70], w[1, 127, ::150] = np.nan, np.nan
+    (rows, columns), lost = block, np.isnan(w.astype(np.float32))
+    lost = lost.reshape(2, 128 // rows, rows, 256 // columns, columns).any((2, 4))
+    want = [[Want((~lost).repeat(rows, 1).repeat(columns, 2).astype(np.uint8))]]
+    finite = lambda w: jnp.isfinite(dequantize(function(w), np.float32)).astype(np.uint8)
+    return Trial(label, finite, [Run("finite numbers", (w,), lambda: want)])
 
 
 def _fp8(dtype, rng, quick) -> Iterator[Trial]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Run:
 
     label: str
     operands: tuple[Any, ...]
-    wants: Callable[[], Sequence[Sequence[Want]]]
+    wants: Callable[[], Iterable[Sequence[Want]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +75,17 @@ class Verdict:
     problem: str | None = None
 
 
-def judge(got: Sequence[np.ndarray], alternatives: Sequence[Sequence[Want]]) -> Verdict:
-    """What the best of the alternatives says of results."""
-    verdicts = [_all(got, wants) for wants in alternatives]
-    return min(verdicts, key=lambda verdict: (verdict.problem is not None, verdict.share))
+def judge(got: Sequence[np.ndarray], alternatives: Iterable[Sequence[Want]]) -> Verdict:
+    """What the first of the alternatives says that results are right by, or else the nearest."""
+    best = None
+    for wants in alternatives:
+        verdict = _all(got, wants)
+        if verdict.problem is None:
+            return verdict
+        if best is None or verdict.share < best.share:
+            best = verdict
+    assert best is not None
+    return best
 
 
 def _all(got: Sequence[np.ndarray], wants: Sequence[Want]) -> Verdict:

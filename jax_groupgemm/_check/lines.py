@@ -13,7 +13,7 @@ def lines(device: Device) -> list[Line]:
     packs = device.capability == 90
     # Where a GPU has kernels of its own, the generic ones run what those cannot.
     generic = "sm80" if device.capability in (90, 100) else None
-    return [
+    found = [
         *products.lines(),
         *(products.lines(generic) if generic else ()),
         *quantized.lines(packs),
@@ -22,9 +22,16 @@ def lines(device: Device) -> list[Line]:
         *conversions.lines(packs),
         *layer.lines(packs),
     ]
+    names = list(dict.fromkeys(line.name for line in found))
+    return sorted(found, key=lambda line: names.index(line.name))
 
 
 def selected(device: Device, only: list[str]) -> list[Line]:
-    """Those whose name holds one of ``only``."""
+    """Those that ``only`` names, whole or in part: a part counts where it is nobody's whole."""
     found = lines(device)
-    return [line for line in found if any(name in line.key for name in only)] if only else found
+    whole = {name for line in found for name in (line.key, line.name)}
+
+    def is_of(line: Line, name: str) -> bool:
+        return name in (line.key, line.name) if name in whole else name in line.key
+
+    return [line for line in found if any(is_of(line, name) for name in only)] if only else found

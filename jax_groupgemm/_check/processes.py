@@ -57,8 +57,10 @@ def environment() -> dict[str, str]:
     if platforms and "cpu" not in platforms.split(","):
         platforms += ",cpu"  # which makes what some results are compared with
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    # Several children multiply in numpy at a time.
+    threads = {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return kept | ({"JAX_PLATFORMS": platforms} if platforms else {}) | {
+    return threads | kept | ({"JAX_PLATFORMS": platforms} if platforms else {}) | {
         "CUDA_VISIBLE_DEVICES": gpus[0],
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_ENABLE_COMPILATION_CACHE": "false",

@@ -22,9 +22,13 @@ T, G, K, N = 4096, 8, 2048, 2048
 
 
 def lines(implementation: str | None = None) -> list[Line]:
-    """Of the kernels that are chosen, or of the one that is named."""
+    """Of the kernels that are chosen, or in fewer shapes of the one that is named."""
     named = f" {implementation}" if implementation else ""
-    of = lambda function: functools.partial(function, implementation)
+    few = bool(implementation)
+
+    def of(function: Callable) -> Callable:
+        return lambda dtype, rng, quick: function(implementation, dtype, rng, quick or few)
+
     time = lambda function: None if implementation else function
     return [
         line

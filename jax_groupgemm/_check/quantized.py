@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -35,9 +36,10 @@ def lines(packs: bool, implementation: str | None = None) -> list[Line]:
         for dtype in FLOATS:
             at = mode, dtype, implementation
             timed = None if implementation else _timed(mode, dtype, packs)
+            of = functools.partial(_bound, few=bool(implementation))
             found += [
-                Line(f"grouped_qmm {mode}{named}", dtype, _bound(_forward, *at, False), timed),
-                Line(f"grouped_qmm {mode} dx{named}", dtype, _bound(_dx, *at, False)),
+                Line(f"grouped_qmm {mode}{named}", dtype, of(_forward, *at, False), timed),
+                Line(f"grouped_qmm {mode} dx{named}", dtype, of(_dx, *at, False)),
             ]
             if packs and not implementation:
                 found += [
@@ -52,8 +54,8 @@ def lines(packs: bool, implementation: str | None = None) -> list[Line]:
     return found
 
 
-def _bound(function, *given):
-    return lambda rng, quick: function(*given, rng, quick)
+def _bound(function, *given, few: bool = False):
+    return lambda rng, quick: function(*given, rng, quick or few)
 
 
 def random(rng, shape, mode: str, bits: int = 4, group_size: int = 64, dtype: str = "float32",
@@ -121,9 +123,9 @@ def _forward(mode, dtype, implementation, packed, rng, quick) -> Iterator[Trial]
         x, runs, ways = normal(rng, (rows, k), dtype), [], values(q, dtype)
         for name, s in sizes.variants(rng, rows, groups, quick):
             given = sizes.with_nan(x, s) if name == sizes.NAN else x
-            want = lambda x=given, s=s, ways=ways, k=k: [
+            want = lambda x=given, s=s, ways=ways, k=k: (
                 [oracle.grouped_mm(x, w, s, transpose_w=True).want(dtype, k)] for w in ways
-            ]
+            )
             runs.append(Run(name, (given, q, s), want))
 
         def function(x, q, s):
@@ -139,9 +141,9 @@ def _dx(mode, dtype, implementation, packed, rng, quick) -> Iterator[Trial]:
         runs, ways = [], values(q, dtype)
         for name, s in sizes.variants(rng, rows, groups, quick):
             given = sizes.with_nan(ct, s) if name == sizes.NAN else ct
-            want = lambda ct=given, s=s, ways=ways, n=n: [
+            want = lambda ct=given, s=s, ways=ways, n=n: (
                 [oracle.grouped_mm(ct, w, s).want(dtype, n)] for w in ways
-            ]
+            )
             runs.append(Run(name, (x, q, s, given), want))
 
         def function(x, q, s, ct):
@@ -161,9 +163,9 @@ def _gather(mode, dtype, rng, quick) -> Iterator[Trial]:
             rhs = rng.integers(0, matrices, count, np.int32)
             if name == "out of range":
                 lhs[::3], rhs[1::4] = -1, matrices
-            want = lambda x=x, p=lhs, r=rhs, ways=ways, k=k: [
+            want = lambda x=x, p=lhs, r=rhs, ways=ways, k=k: (
                 [oracle.gather_mm(x, w.swapaxes(1, 2), p, r).want(dtype, k)] for w in ways
-            ]
+            )
             runs.append(Run(name, (x, q, lhs, rhs), want))
         yield Trial(f"{count} of M={m} K={k} N={n}", gather_qmm, runs)
 

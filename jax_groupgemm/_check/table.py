@@ -54,13 +54,13 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def _kernels(names: Sequence[str]) -> str:
-    """``jgg_mm sm90``; of several, each call once, with all that ran it."""
+    """``mm sm90``; of several, each call once, with all that ran it, and not more than two."""
     by_target: dict[str, list[str]] = {}
     for name in names:
         target, _, implementation = name.partition(" ")
         by_target.setdefault(target.removeprefix("jgg_"), []).append(implementation)
-    of = (f"{target} {'/'.join(filter(None, ran))}".strip() for target, ran in by_target.items())
-    return ", ".join(of)
+    of = [f"{target} {'/'.join(filter(None, ran))}".strip() for target, ran in by_target.items()]
+    return ", ".join(of[:2] + ([f"{len(of) - 2} more"] if len(of) > 2 else []))
 
 
 def summary(results: Sequence[Result], device: Device, whole: bool) -> list[str]:

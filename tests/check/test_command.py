@@ -55,7 +55,7 @@ def test_what_is_right(tmp_path):
     assert line["kernels"] == ["jgg_mm cpu"]
     assert line["cases"] > 10
     assert 0 < line["share"] < 1
-    assert found["fp8_grouped_mm, float32"]["state"] == "none"  # the name holds the other's
+    assert list(found) == ["grouped_mm, float32", "segmented_mm, bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,12 @@ def test_a_plant_that_is_none():
 
 def test_lists_and_names(capsys, monkeypatch):
     monkeypatch.setattr(command, "find_device", lambda limit: CPU)
+    named = lambda *only: [line.key for line in lines.selected(CPU, list(only))]
+    assert named("route") == ["route, int32"]  # and no router's
+    assert named("grouped_mm, float32", "fp8_grouped_w") == [
+        "grouped_mm, float32", "fp8_grouped_wgrad, float32"
+    ]  # fmt: skip
+    assert {"gather_qmm nvfp4, float16", "nvfp4_quantize, float32"} <= set(named("nvfp4"))
     assert command.main(["--list", "--only", "grouped_mm dx"]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [
         "grouped_mm dx, bfloat16", "grouped_mm dx, float16", "grouped_mm dx, float32"
@@ -135,9 +141,8 @@ BEGIN = """
 say() { echo "$1" >> "$report"; }
 say '{"event": "line", "key": "a, b"}'
 """
-DONE = """
-say '{"event": "done", "key": "a, b", "cases": 1, "kernels": ["k"], "error": 0, "share": 0, "problem": null}'
-"""
+RIGHT = {"cases": 1, "kernels": ["k"], "error": 0, "share": 0, "problem": None}
+DONE = f"say '{json.dumps({'event': 'done', 'key': 'a, b', **RIGHT})}'\n"
 
 
 def test_a_crash_after_the_last_case(monkeypatch, tmp_path):
