@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--timeout", type=float, default=60.0, metavar="SECONDS",
         help="for one case, its compilation included (60)")  # fmt: skip
     add("--jobs", type=int, metavar="N",
-        help="processes at a time; by default one for two cores, at most 6; 2 on a CPU")  # fmt: skip
+        help="processes at a time; by default one for two cores, at most 6")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the table for programs, too")
     add("--list", action="store_true", help="print the names of lines, and check nothing")
     args = parser.parse_args(argv)
@@ -75,24 +76,40 @@ class Checks:
             print(f"\r\033[K{self._begun}/{len(self.keys)} {what}", end="", file=sys.stderr)
 
     def run(self) -> list[Result]:
-        """All lines, those of several operations at a time; then, alone, those that are timed."""
+        """All lines, those of several operations at a time; then, alone, those that are timed.
+        Interrupted, it has those that are done."""
+        found: dict[str, Result] = {}
+        try:
+            self._check(found)
+            if not self.args.quick:
+                self._time(found)
+        except KeyboardInterrupt:
+            processes.stop()
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+        return [found[key] for key in self.keys if key in found]
+
+    def _check(self, found: dict[str, Result]) -> None:
         parts: dict[str, list[str]] = {}
         for line in self.lines:
-            parts.setdefault(line.part, []).append(line.key)
+            parts.setdefault(line.part(self.args.quick), []).append(line.key)
         say = self._say if sys.stderr.isatty() else lambda what: None
         most = 6 if self.device.platform == "cuda" else 2
         jobs = self.args.jobs or min(most, max((os.cpu_count() or 1) // 2, 2))
-        check = lambda keys: list(processes.run(keys, self._asked("check"), self.args.timeout, say))
-        found: dict[str, Result] = {}
-        with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:
-            for results in pool.map(check, parts.values()):
-                for result in results:
-                    found[result.key] = result  # what came last: a crash after a line's last case
-        if not self.args.quick:
-            self._time(found)
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr)
-        return [found[key] for key in self.keys]
+
+        def check(keys: list[str]) -> None:
+            for result in processes.run(keys, self._asked("check"), self.args.timeout, say):
+                if not processes.stopped():  # then it was ended
+                    found[result.key] = result  # what came last: a crash after its last case
+
+        pool = concurrent.futures.ThreadPoolExecutor(max(jobs, 1))
+        try:
+            for done in concurrent.futures.as_completed(
+                [pool.submit(check, keys) for keys in parts.values()]
+            ):
+                done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _time(self, found: dict[str, Result]) -> None:
         """Times are of nobody else's work: one process. A line that cannot be timed has none."""
@@ -136,15 +153,22 @@ def main(argv=None) -> int:
     if device.problem is not None:
         print(f"There is no kernel to check: {device.problem}.")
         return 1
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # the table so far, and children end
     checks = Checks(device, args)
     if not checks.keys:
         raise SystemExit(f"{proven.COMMAND}: no line has {' or '.join(args.only)}; see --list")
     results = checks.run()
-    whole = not (args.only or args.quick)
+    missing = len(checks.keys) - len(results)
+    whole = not (args.only or args.quick or missing)
     print("\n".join(["", *table.text(results), "", *table.summary(results, device, whole)]))
-    if says := remembered(device, results, args):
+    if missing:
+        print(f"It was interrupted: {missing} lines did not run, and nothing is remembered.")
+    elif says := remembered(device, results, args):
         print(says)
-    status = 0 if all(result.right for result in results) else 1
+    status = 0 if all(result.right for result in results) and not missing else 1
     if args.json is not None:
         args.json.write_text(json.dumps(table.data(device, results, status), indent=1) + "\n")
     return status

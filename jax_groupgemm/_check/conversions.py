@@ -47,11 +47,20 @@ def _bound(function, *given):
     return lambda rng, quick: function(*given, rng, quick)
 
 
-def _on_cpu(function: Callable[..., Any], *operands) -> list[list[Want]]:
-    """What the same call makes on the CPU, bit for bit."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        leaves = jax.device_get(jax.tree.leaves(jax.jit(function)(*operands)))
-    return [[Want(_bits(leaf)) for leaf in leaves]]
+class _OnCpu:
+    """What the same call makes on the CPU, bit for bit. It is compiled once, without what XLA does
+    for speed."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function, self._compiled = function, None
+
+    def __call__(self, *operands) -> list[list[Want]]:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            if self._compiled is None:
+                lowered = jax.jit(self._function).lower(*operands)
+                self._compiled = lowered.compile({"xla_backend_optimization_level": 0})
+            leaves = jax.device_get(jax.tree.leaves(self._compiled(*operands)))
+        return [[Want(_bits(leaf)) for leaf in leaves]]
 
 
 def _bits(a) -> np.ndarray:
@@ -76,8 +85,9 @@ def _values(rng, shape, dtype, nan: bool) -> dict[str, np.ndarray]:
 
 
 def _same_on_cpu(label: str, function, dtype, rng, shape, nan: bool = True) -> Trial:
+    wants = _OnCpu(function)
     runs = [
-        Run(name, (w,), functools.partial(_on_cpu, function, w))
+        Run(name, (w,), functools.partial(wants, w))
         for name, w in _values(rng, shape, dtype, nan).items()
     ]
     return Trial(label, _as_bits(function), runs)
@@ -94,7 +104,7 @@ def _as_bits(function):
 
 
 def _quantize(dtype, rng, quick) -> Iterator[Trial]:
-    shape = (3, 70, 256)
+    shape, quick = (3, 70, 256), quick or dtype != "bfloat16"
     for mode in MODES:
         for bits, group_size in _AFFINE[: 2 if quick else None] if mode == "affine" else [(0, 0)]:
             options = {"bits": bits, "group_size": group_size} if mode == "affine" else {}
@@ -125,6 +135,7 @@ def _fp8(dtype, rng, quick) -> Iterator[Trial]:
 
 
 def _nvfp4(dtype, rng, quick) -> Iterator[Trial]:
+    quick = quick or dtype != "bfloat16"
     for options in ({}, {"scale_2d": True}, {"hadamard": True})[: 1 if quick else None]:
         function = functools.partial(nvfp4_quantize, **options)
         yield _same_on_cpu(" ".join(options) or "rows", function, dtype, rng, (96, 256))
@@ -136,10 +147,10 @@ def _grouped(quantizer, dtype, rng, quick, options) -> Iterator[Trial]:
     for axis in (0, -1):
         here = options if axis == 0 else {}
         function = lambda x, s, axis=axis, here=here: quantizer(x, axis=axis, group_sizes=s, **here)
-        x, runs = normal(rng, (rows, columns), dtype), []
+        x, runs, wants = normal(rng, (rows, columns), dtype), [], _OnCpu(function)
         for name, s in sizes.variants(rng, rows, groups, quick):
             given = x if name != sizes.NAN else sizes.with_nan(x, s)
-            runs.append(Run(name, (given, s), functools.partial(_on_cpu, function, given, s)))
+            runs.append(Run(name, (given, s), functools.partial(wants, given, s)))
         yield Trial(f"axis {axis} in groups", _as_bits(function), runs)
 
 

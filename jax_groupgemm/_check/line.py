@@ -42,6 +42,9 @@ class Trial:
     runs: Sequence[Run]
 
 
+_WAYS = ("dx", "dw", "options", "gradients", "prepacked", "sm80")
+
+
 @dataclasses.dataclass(frozen=True)
 class Line:
     """An operation and a dtype.
@@ -60,10 +63,11 @@ class Line:
     def key(self) -> str:
         return f"{self.name}, {self.dtype}"
 
-    @property
-    def part(self) -> str:
-        """Lines of one part share a process, until one of them ends it."""
-        return self.name
+    def part(self, quick: bool) -> str:
+        """Lines of one part share a process, until one of them ends it. Where there are few cases,
+        that is an operation with its gradients, since starting takes longer than they do."""
+        words = self.name.split()
+        return " ".join(word for word in words if not (quick and word in _WAYS))
 
 
 @dataclasses.dataclass(frozen=True)

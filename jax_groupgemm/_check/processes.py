@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,19 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1]
 START = 120.0  # seconds for importing and for starting a backend
 _POLL = 0.05
+_LIVE: set[subprocess.Popen[bytes]] = set()
+_STOPPED = threading.Event()
+
+
+def stopped() -> bool:
+    return _STOPPED.is_set()
+
+
+def stop() -> None:
+    """Ends all children; nothing starts another one."""
+    _STOPPED.set()
+    for child in list(_LIVE):
+        _end(child)
 
 
 @dataclasses.dataclass
@@ -101,11 +115,13 @@ def events(asked: dict[str, Any], limit: float) -> Iterator[dict[str, Any] | End
                 command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
                 env=environment(), start_new_session=True,
             )  # fmt: skip
+        _LIVE.add(child)
         try:
             with report.open(encoding="utf-8") as read:
                 yield from _followed(child, read, limit)
         finally:
             _end(child)
+            _LIVE.discard(child)
         status = child.returncode
         killed = status == -signal.SIGKILL and getattr(child, "timed_out", False)
         text = errors.read_text(errors="replace")[-20_000:]
@@ -120,7 +136,8 @@ def _followed(child, read, limit: float) -> Iterator[dict[str, Any]]:
         while text := read.read():
             *lines, rest = (rest + text).split("\n")
             for line in lines:
-                yield json.loads(line)
+                with contextlib.suppress(ValueError):  # a process that breaks may write anything
+                    yield dict(json.loads(line))
                 deadline = time.monotonic() + limit
         if ended:
             return
@@ -146,7 +163,7 @@ def run(
     """Results of lines, which share a process until one of them ends it: then the next process has
     the rest."""
     left = list(keys)
-    while left:
+    while left and not stopped():
         found, ended = yield from _once(left, asked, limit, say)
         if not found:  # it never began a line
             for key in left:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -58,33 +59,54 @@ def test_what_is_right(tmp_path):
     assert list(found) == ["grouped_mm, float32", "segmented_mm, bfloat16"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "state", "says"),
-    [
-        ("wrong", "WRONG", "is wrong|are wrong"),
-        ("unsteady", "WRONG", "repetitions have other bits|are wrong"),
-        ("crash", "CRASHED", "it ended with SIGSEGV. In T=70 G=4 K=64 N=96, uneven"),
-        ("hang", "HUNG", "it took longer than 8 s. In T=70 G=4 K=64 N=96, uneven"),
-        ("raise", "FAILED", "RuntimeError: planted"),
-    ],
-)
-def test_a_planted_fault_is_a_line(fault, state, says):
+PLANTED = {
+    "grouped_mm dw, bfloat16": ("wrong", "WRONG", "of 15 cases are wrong"),
+    "grouped_mm dw, float16": (
+        "hang", "HUNG", "it took longer than 15 s. In T=70 G=4 K=64 N=96, uneven."
+    ),
+    "segmented_mm, float16": ("crash", "CRASHED", "it ended with SIGSEGV. In M=70 K=70 N=96 S=4,"),
+    "gather_mm, bfloat16": ("unsteady", "WRONG", "of 20 repetitions have other bits"),
+    "gather_mm, float16": ("raise", "FAILED", "RuntimeError: planted. In 20 of M=1 K=64 N=96,"),
+    "gather_mm, float32": ("burn", "FAILED", "'burn' is not one of wrong, unsteady, hang, crash"),
+}  # fmt: skip
+RIGHT_BESIDE = ("grouped_mm dw, float32", "segmented_mm, bfloat16", "segmented_mm, float32")
+
+
+def test_a_planted_fault_is_a_line():
     """Lines before and behind it are right, in other processes."""
-    options = ("--only", "grouped_mm dw", "--timeout", "8")
-    done = check(*options, plant=f"grouped_mm dw, float16: {fault}")
+    plant = "; ".join(f"{key}: {fault}" for key, (fault, *_) in PLANTED.items())
+    names = ("grouped_mm dw", "segmented_mm", "gather_mm")
+    done = check("--only", *names, "--timeout", "15", plant=plant, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
-    first, why = row(done.stdout, "grouped_mm dw float16").splitlines()
-    assert first.endswith(state)
-    assert any(text in why for text in says.split("|")), why
-    for dtype in ("bfloat16", "float32"):
-        assert row(done.stdout, f"grouped_mm dw {dtype}").splitlines()[0].endswith("ok")
-    assert "Not right: grouped_mm dw, float16." in done.stdout
+    for key, (_, state, says) in PLANTED.items():
+        first, why = row(done.stdout, key).splitlines()
+        assert first.endswith(f"  {state}")
+        assert says in why
+    for key in RIGHT_BESIDE:
+        assert row(done.stdout, key).splitlines()[0].endswith("ok")
+    assert "3 of 9 lines are right" in done.stdout
+    assert "Not right: grouped_mm dw, bfloat16; grouped_mm dw, float16; seg" in done.stdout
 
 
-def test_a_plant_that_is_none():
-    done = check("--only", "gather_mm, float32", plant="gather_mm, float32: burn")
-    assert done.returncode == 1
-    assert "'burn' is not one of wrong, unsteady, hang, crash, raise" in done.stdout
+def test_interrupted(tmp_path):
+    """The table so far is printed, and no child is left."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        child.PLANT: "grouped_mm dw, float16: hang", "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "jax_groupgemm.check", "--quick", "--only", "grouped_mm dw"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        reports = lambda: [path.read_text() for path in tmp_path.glob("jgg-check-*/report")]
+        deadline = time.monotonic() + 100
+        while not any('dw, float16"' in text for text in reports()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        running.terminate()
+        text, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert row(text, "grouped_mm dw bfloat16").splitlines()[0].endswith("ok")
+    assert "It was interrupted: 2 lines did not run, and nothing is remembered." in text
+    assert not reports()
 
 
 def test_lists_and_names(capsys, monkeypatch):
