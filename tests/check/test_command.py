@@ -64,7 +64,7 @@ PLANTED = {
     "grouped_mm dw, float16": (
         "hang", "HUNG", "it took longer than 15 s. In T=70 G=4 K=64 N=96, uneven."
     ),
-    "segmented_mm, float16": ("crash", "CRASHED", "it ended with SIGSEGV. In M=70 K=70 N=96 S=4,"),
+    "segmented_mm, float16": ("crash", "CRASHED", "it ended with SIGSEGV. In M=64 K=70 N=96 S=4,"),
     "gather_mm, bfloat16": ("unsteady", "WRONG", "of 20 repetitions have other bits"),
     "gather_mm, float16": ("raise", "FAILED", "RuntimeError: planted. In 20 of M=1 K=64 N=96,"),
     "gather_mm, float32": ("burn", "FAILED", "'burn' is not one of wrong, unsteady, hang, crash"),
