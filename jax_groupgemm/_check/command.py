@@ -139,7 +139,10 @@ def remembered(device: Device, results: Sequence[Result], args: argparse.Namespa
         )
     kernels = table.proved(results)
     right = sum(result.right for result in results)
-    path = proven.write(device.place, kernels, {"lines": len(results), "right": right})
+    try:
+        path = proven.write(device.place, kernels, {"lines": len(results), "right": right})
+    except OSError as error:
+        return f"Nothing is remembered: {error}. {proven.VARIABLE} names another folder."
     return f"{len(kernels)} kernels are proven on this GPU: {path}"
 
 

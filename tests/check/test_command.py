@@ -20,17 +20,20 @@ B200 = device.Device(
 )
 
 
-def check(*options, plant=None, timeout=120, cwd=None):
-    """The command in a process of its own, on the CPU. XLA need not optimize."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0",
+def environment(platforms: str | None = "cpu") -> dict[str, str]:
+    """XLA need not optimize."""
+    return os.environ | ({"JAX_PLATFORMS": platforms} if platforms else {}) | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0" if platforms == "cpu" else "",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }  # fmt: skip
-    if plant is not None:
-        environment[child.PLANT] = plant
+
+
+def check(*options, plant=None, timeout=120, platforms: str | None = "cpu"):
+    """The command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "jax_groupgemm.check", "--quick", *options],
-        capture_output=True, text=True, check=False, env=environment, timeout=timeout, cwd=cwd,
+        capture_output=True, text=True, check=False, timeout=timeout,
+        env=environment(platforms) | ({} if plant is None else {child.PLANT: plant}),
     )  # fmt: skip
 
 
@@ -57,6 +60,30 @@ def test_what_is_right(tmp_path):
     assert line["cases"] > 10
     assert 0 < line["share"] < 1
     assert list(found) == ["grouped_mm, float32", "segmented_mm, bfloat16"]
+
+
+def test_the_parent_starts_no_backend():
+    """A GPU is the children's, and what they do to it."""
+    program = (
+        "from jax_groupgemm._check import command\n"
+        "assert command.main(['--quick', '--only', 'gather_mm, float32']) == 0\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment())
+
+
+@pytest.mark.gpu
+def test_a_gpu(monkeypatch):
+    """With kernels that are right, and one that is planted."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    names = ("grouped_mm", "grouped_qmm nvfp4", "dispatch, combine", "route")
+    for plant, status in ((None, 0), ("grouped_mm, float16: hang", 1)):
+        options = ("--only", *names[: 1 if plant else None], "--timeout", "60")
+        done = check(*options, plant=plant, platforms=None, timeout=500)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert row(done.stdout, "grouped_mm, bfloat16").splitlines()[0].endswith("ok")
+        assert " mm sm" in row(done.stdout, "grouped_mm, bfloat16")
 
 
 PLANTED = {
@@ -90,12 +117,11 @@ def test_a_planted_fault_is_a_line():
 
 def test_interrupted(tmp_path):
     """The table so far is printed, and no child is left."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        child.PLANT: "grouped_mm dw, float16: hang", "TMPDIR": str(tmp_path),
+    of_run = environment() | {
+        child.PLANT: "grouped_mm dw, float16: hang", "TMPDIR": str(tmp_path)
     }  # fmt: skip
     command = [sys.executable, "-m", "jax_groupgemm.check", "--quick", "--only", "grouped_mm dw"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, env=of_run, stdout=subprocess.PIPE, text=True) as running:
         reports = lambda: [path.read_text() for path in tmp_path.glob("jgg-check-*/report")]
         deadline = time.monotonic() + 100
         while not any('dw, float16"' in text for text in reports()):
@@ -232,6 +258,15 @@ def test_planted_faults_and_cpus_prove_nothing(monkeypatch, tmp_path):
     assert said is not None
     assert "the driver's version is unknown" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JGG_PROVEN", str(tmp_path / "file" / "folder"))
+    said = command.remembered(B200, [ok("a, x", "jgg_mm sm80")], command.arguments([]))
+    assert said is not None
+    assert "Nothing is remembered: " in said
+    assert said.endswith("JGG_PROVEN names another folder.")
 
 
 def test_the_summary_names_what_no_case_reached():
