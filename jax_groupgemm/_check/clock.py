@@ -59,10 +59,9 @@ def timed(line: Line, here: Device) -> dict[str, Any]:
     compiled = jax.jit(function).lower(*operands).compile()
     run = lambda: compiled(*operands)
     us = None
-    if here.platform == "cuda":
-        # Where CUPTI is missing, or not allowed, clocks of the host have to do.
-        with contextlib.suppress(ImportError, AttributeError, RuntimeError):
-            us = statistics.median(timing.in_turns({0: run}, _REPETITIONS)[0])
+    # Where CUPTI is missing, or not allowed, the host's clock has to do.
+    with contextlib.suppress(ImportError, AttributeError, RuntimeError):
+        us = statistics.median(timing.in_turns({0: run}, _REPETITIONS)[0])
     if us is None:
         us = _by_the_wall(run)
     of = cost.of(function, *operands)

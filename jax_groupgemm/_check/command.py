@@ -81,7 +81,7 @@ class Checks:
         found: dict[str, Result] = {}
         try:
             self._check(found)
-            if not self.args.quick:
+            if self.device.platform == "cuda" and not self.args.quick:
                 self._time(found)
         except KeyboardInterrupt:
             processes.stop()

@@ -82,7 +82,7 @@ def _route(rng, quick) -> Iterator[Trial]:
         runs = []
         for name, index in _indices(rng, tokens, experts, choices):
             order, place, sizes = _routed(index, experts)
-            wants = [[Want(v) for v in (order, place, sizes, np.int32(0) * sizes.sum())]]
+            wants = [[Want(v) for v in (order, place, sizes, np.zeros((), np.int32))]]
             runs.append(Run(name, (index,), lambda wants=wants: wants))
         function = functools.partial(_route_call, experts=experts)
         yield Trial(f"T={tokens} E={experts} k={choices}", function, runs)

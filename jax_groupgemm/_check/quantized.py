@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -58,7 +59,7 @@ def _bound(function, *given, few: bool = False):
     return lambda rng, quick: function(*given, rng, quick or few)
 
 
-def random(rng, shape, mode: str, bits: int = 4, group_size: int = 64, dtype: str = "float32",
+def random(rng, shape, mode: Any, bits: int = 4, group_size: int = 64, dtype: str = "float32",
            global_scale=None) -> Quantized:  # fmt: skip
     """Random codes and scales without NaN; values of order one. Scales of fp8 are bfloat16 numbers,
     which no kernel rounds."""
@@ -80,7 +81,7 @@ def random(rng, shape, mode: str, bits: int = 4, group_size: int = 64, dtype: st
         weight &= ~np.uint32(0x01010101)
     return Quantized(
         weight, scales, biases, global_scale, mode=mode, bits=bits, group_size=group_size
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _random_fp8(rng, shape) -> Quantized:
