@@ -42,7 +42,8 @@ class Trial:
     runs: Sequence[Run]
 
 
-_WAYS = ("dx", "dw", "options", "gradients", "prepacked", "sm80")
+_FORMS = ("prepacked", "sm80")
+_GRADIENTS = ("dx", "dw", "options", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +65,11 @@ class Line:
         return f"{self.name}, {self.dtype}"
 
     def part(self, quick: bool) -> str:
-        """Lines of one part share a process, until one of them ends it. Where there are few cases,
-        that is an operation with its gradients, since starting takes longer than they do."""
+        """Lines of one part share a process, until one of them ends it: an operation in each of its
+        layouts and kernels. Where there are few cases, its gradients, too: starting takes longer
+        than they do."""
         words = self.name.split()
-        return " ".join(word for word in words if not (quick and word in _WAYS))
+        return " ".join(w for w in words if w not in (_FORMS + _GRADIENTS if quick else _FORMS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,6 +289,8 @@ def test_names_of_lines():
         found = lines.lines(dataclasses.replace(B200, capability=capability))
         keys = [line.key for line in found]
         assert len(keys) == len(set(keys))
+    line = next(line for line in lines.lines(CPU) if line.name == "grouped_mm dx")
+    assert (line.part(True), line.part(False)) == ("grouped_mm", "grouped_mm dx")
     hopper = lines.lines(dataclasses.replace(B200, capability=90))
     assert {"grouped_mm sm80", "grouped_qmm nvfp4 prepacked dx"} <= {line.name for line in hopper}
 
