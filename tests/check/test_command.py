@@ -127,6 +127,7 @@ def test_interrupted(tmp_path):
         while not any('dw, float16"' in text for text in reports()):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        time.sleep(2)  # until the command has read it, too
         running.terminate()
         text, _ = running.communicate(timeout=60)
     assert running.returncode == 1
