@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from .. import _formats
-from .._kernels import choose, proven
+from .._kernels import kernel, proven
 from . import clock, device
 from .line import Line, Trial, Verdict, judge
 from .lines import lines
@@ -108,7 +108,7 @@ def _number(value: float) -> float | None:
 
 def _lowered(trial: Trial) -> tuple[Any, list[str]]:
     """The program, and the kernels that it calls."""
-    with choose.watched() as plans:
+    with kernel.watched() as plans:
         lowered = jax.jit(trial.function).lower(*trial.runs[0].operands)
     targets = dict.fromkeys(re.findall(r"custom_call @(jgg_\w+)", lowered.as_text()))
     planned = [proven.key(p.kernel) for p in plans if p.target in targets]

@@ -12,7 +12,8 @@ def lines(device: Device) -> list[Line]:
     program is lowered."""
     packs = device.capability == 90
     # Where a GPU has kernels of its own, the generic ones run what those cannot.
-    generic = "sm80" if device.capability in (90, 100) else None
+    own = any(not key.endswith(" sm80") for key in device.kernels)
+    generic = "sm80" if device.platform == "cuda" and own else None
     found = [
         *products.lines(),
         *(products.lines(generic) if generic else ()),

@@ -15,15 +15,13 @@ Hopper's instead where it meets a Hopper GPU.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import dense, extension, lists, proven, rows
-from .kernel import PLATFORMS, Kernel, Plan
+from .kernel import PLATFORMS, Kernel, Plan, noted
 from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
@@ -130,26 +128,7 @@ def _named(problem: Problem) -> Plan:
 
 
 def configured(kernel: Kernel, problem: Problem) -> Plan:
-    plan = Plan(kernel, problem.implementation, kernel.config(problem))
-    if (seen := _watched.get()) is not None:
-        seen.append(plan)
-    return plan
-
-
-_watched: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar(
-    "jgg_watched", default=None
-)
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[list[Plan]]:
-    """A list of the plans that are made within, those of questions that lead to no call, too."""
-    seen: list[Plan] = []
-    token = _watched.set(seen)
-    try:
-        yield seen
-    finally:
-        _watched.reset(token)
+    return noted(Plan(kernel, problem.implementation, kernel.config(problem)))
 
 
 def cannot_run(name: str, reason: str) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -292,7 +293,7 @@ def test_names_of_lines():
         assert len(keys) == len(set(keys))
     line = next(line for line in lines.lines(CPU) if line.name == "grouped_mm dx")
     assert (line.part(True), line.part(False)) == ("grouped_mm", "grouped_mm dx")
-    hopper = lines.lines(dataclasses.replace(B200, capability=90))
+    hopper = lines.lines(dataclasses.replace(B200, capability=90, kernels=("jgg_mm sm90",)))
     assert {"grouped_mm sm80", "grouped_qmm nvfp4 prepacked dx"} <= {line.name for line in hopper}
 
 
@@ -310,3 +311,11 @@ def test_children_have_their_own_settings(monkeypatch):
     assert found["JAX_PLATFORMS"] == "cuda,cpu"
     assert found["CUDA_VISIBLE_DEVICES"] == "3"
     assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_issue_templates_ask_for_the_table():
+    folder = Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE"
+    if not folder.exists():
+        pytest.skip("needs the sources")
+    for name in ("check_of_a_gpu.md", "wrong_result.md"):
+        assert f"`{proven.COMMAND}`" in (folder / name).read_text()

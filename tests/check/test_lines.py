@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_groupgemm._check import child, clock, device, lines, narrow
-from jax_groupgemm._kernels import choose, extension, proven
+from jax_groupgemm._kernels import extension, kernel, proven
 
 CPU = device.Device("cpu", "CPU", 0, None, ())
 LINES = {line.key: line for line in lines.lines(CPU)}
@@ -65,7 +65,7 @@ def reached(monkeypatch, capability: int, of=lines.lines, quick: bool = True):
     with proven.trusted():
         for line in of(gpu):
             for trial in line.trials(np.random.default_rng(0), quick):
-                with choose.watched() as plans:
+                with kernel.watched() as plans:
                     traced = jax.jit(trial.function).trace(*trial.runs[0].operands)
                     text = traced.lower(lowering_platforms=("cuda",)).as_text()
                 found |= {proven.key(p.kernel) for p in plans if f"@{p.target}(" in text}
