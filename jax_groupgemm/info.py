@@ -19,6 +19,7 @@ _WITHOUT_A_KERNEL = {
     "reference": "a tiled XLA program",
     "composed": "made of other operations of this table, or of plain XLA operations",
 }
+_CHECK = "python -m jax_groupgemm.check"
 _OPTIONAL = ("jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy")
 
 
@@ -63,6 +64,17 @@ def _tiles() -> dict[str, Any]:
     return {"table": str(table), "products": products, "problem": problem}
 
 
+def _proof() -> dict[str, Any]:
+    """What ``python -m jax_groupgemm.check`` remembers of this GPU."""
+    from ._kernels import proven
+
+    if (where := proven.place()) is None:
+        return {"file": None, "kernels": [], "problem": None}
+    path = proven.path(where.gpu)
+    kernels, problem = proven.found(path, where)
+    return {"file": str(path), "kernels": sorted(kernels), "problem": problem}
+
+
 def _operations() -> dict[str, dict[str, Any]]:
     """Per operation and dtype what runs here, and why the other kernels do not."""
     from ._kernels import extension, samples
@@ -103,7 +115,20 @@ def _next_steps(info: dict[str, Any]) -> list[str]:
     if gpus and build["cuda"] and "sm80" not in runs and "sm90" not in runs:
         reason = next(iter(info["ops"]["grouped_mm"].values()))["others"]["sm80"]
         steps.append(f"This build does not serve this GPU: {reason}.")
+    if waits := _unproven(info["ops"]):
+        steps.append(
+            f"Kernels for this GPU ({', '.join(waits)}) are not yet proven on this GPU: run "
+            f"{_CHECK}, which takes minutes."
+        )
     return steps
+
+
+def _unproven(ops: dict[str, Any]) -> list[str]:
+    """The implementations that would run something if they were proven."""
+    from ._kernels import proven
+
+    others = [answer["others"] for dtypes in ops.values() for answer in dtypes.values()]
+    return [name for name in proven.UNRUN if proven.REASON in {o.get(name) for o in others}]
 
 
 def collect() -> dict[str, Any]:
@@ -139,6 +164,7 @@ def collect() -> dict[str, Any]:
         },
         "devices": devices,
         "tiles": _tiles(),
+        "proof": _proof(),
         "ops": ops,
     }
 
@@ -170,6 +196,11 @@ def _text(info: dict[str, Any]) -> str:
     if tiles["table"]:
         lines += ["", "Measured tiles"]
         lines.append("  " + (tiles["problem"] or f"{tiles['table']}: {tiles['products']} products"))
+    proof = info["proof"]
+    if proof["file"]:
+        says = f"{len(proof['kernels'])} kernels passed {_CHECK}"
+        says = proof["problem"] or (says if proof["kernels"] else f"none yet: run {_CHECK}")
+        lines += ["", "Proof on this GPU", f"  {proof['file']}: {says}"]
     lines += ["", *_table(info["ops"])]
     lines += [f"  {name}: {text}" for name, text in _WITHOUT_A_KERNEL.items()]
     if steps := _next_steps(info):

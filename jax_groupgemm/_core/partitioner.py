@@ -35,7 +35,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._kernels import extension, tuned
+from .._kernels import extension, proven, tuned
 from .partition import Call, explicit_mesh_of, plan_by
 from .products import Mm, Wgrad
 from .segments import Form, Metadata
@@ -247,6 +247,7 @@ def _written(call: Call, platform: str, devices: int, mesh) -> str:
             # What one device runs depends on this, and so does whether a compiled program that is
             # in the persistent cache is this one. Who loads an exported one does not look at it.
             "kernels": tuned.fingerprint(platform),
+            "proven": sorted(proven.proven()) if platform == "cuda" else [],
         },
         sort_keys=True,
     )

@@ -8,8 +8,9 @@ Lowering, ``implementation=``, error messages, ``info`` and the documentation's 
 lists those that multiply nothing.
 
 A kernel for one architecture is chosen where it is named, or where every GPU of this process can
-run it. A process without a GPU lowers for somebody else's: it chooses the generic kernel, "sm80",
-and the handler takes Hopper's instead where it meets a Hopper GPU.
+run it. ``proven`` says which of them are off until they have been checked there. A process without
+a GPU lowers for somebody else's: it chooses the generic kernel, "sm80", and the handler takes
+Hopper's instead where it meets a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import dense, extension, lists, rows
-from .kernel import PLATFORMS, Kernel, Plan
+from . import dense, extension, lists, proven, rows
+from .kernel import PLATFORMS, Kernel, Plan, noted
 from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
@@ -117,6 +118,8 @@ def _named(problem: Problem) -> Plan:
         capabilities = extension.live_capabilities()
         if why is None and (name == "cpu" or capabilities or extension.BUILD.problem):
             why = extension.unavailable(name, capabilities)
+        if why is None and capabilities:
+            why = proven.against(kernel)
         why = why or cannot(kernel, problem)
         if why is None:
             return configured(kernel, problem)
@@ -125,7 +128,7 @@ def _named(problem: Problem) -> Plan:
 
 
 def configured(kernel: Kernel, problem: Problem) -> Plan:
-    return Plan(kernel, problem.implementation, kernel.config(problem))
+    return noted(Plan(kernel, problem.implementation, kernel.config(problem)))
 
 
 def cannot_run(name: str, reason: str) -> str:
@@ -171,7 +174,7 @@ def _out_of_reach(kernel: Kernel) -> str | None:
             "jax_groupgemm runs its reference lowering on this GPU, which is slow: "
             f"{reason}. Install with JGG_CUDA=ON, or see python -m jax_groupgemm.info"
         )
-    return reason
+    return reason or proven.against(kernel)
 
 
 @functools.cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 #: Kernels, and the platform that each runs on.
@@ -67,3 +69,26 @@ class Plan:
     @property
     def target(self) -> str:
         return self.kernel.target
+
+
+_watched: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar(
+    "jgg_watched", default=None
+)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Plan]]:
+    """A list of the plans that are made within, those of questions that lead to no call, too."""
+    seen: list[Plan] = []
+    token = _watched.set(seen)
+    try:
+        yield seen
+    finally:
+        _watched.reset(token)
+
+
+def noted(plan: Plan) -> Plan:
+    """The plan itself, for whoever watches, too."""
+    if (seen := _watched.get()) is not None:
+        seen.append(plan)
+    return plan

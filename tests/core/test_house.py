@@ -12,13 +12,14 @@ PACKAGE = Path(jax_groupgemm.__file__).parent
 FAMILIES = (
     "_kernels", "_core", "_grouped", "_quantized", "_nvfp4", "_fp8", "_formats", "_moe",
     "checkpoints", "router", "nnx", "integrations", "tune", "cost", "info", "checkpoint_policies",
-    "__init__",
+    "_check", "check", "__init__",
 )  # fmt: skip
 # ``cost`` and ``info`` list operations, so they import none.
 ONLY = {
     "cost": {"_core"},
     "info": {"_kernels"},
     "router": {"_core", "_moe"},
+    "check": {"_check"},
 }
 
 

@@ -260,6 +260,9 @@ def test_a_call_says_which_kernels_it_is_divided_for(problem, monkeypatch):
         assert lowered() != before
     monkeypatch.setattr(partitioner.tuned, "fingerprint", lambda platform: f"others, {platform}")
     assert "others, " in lowered() != before
+    traced = jax.jit(lambda *a: jgg.grouped_mm(*a)).trace(*args)
+    monkeypatch.setattr(partitioner.proven, "proven", lambda: frozenset({"of a proof"}))
+    assert "of a proof" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 # ---- platforms without our partitioner -------------------------------------------------------

@@ -13,7 +13,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 SLOW = ("guides/nvfp4_training.md", "guides/quantized_inference.md", "guides/several_gpus.md")
 # A page without a block that runs says so here.
 WITHOUT = (
-    "guides/finetune.md", "guides/generate.md", "guides/tune_tiles.md", "guides/which_format.md",
+    "guides/check_gpu.md", "guides/finetune.md", "guides/generate.md", "guides/tune_tiles.md",
+    "guides/which_format.md",
 )  # fmt: skip
 # Packages of the extras of examples and tests.
 NEEDS = {"guides/flax_and_equinox.md": ("equinox", "flax", "optax")}

@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 import jax_groupgemm as jgg
-from jax_groupgemm._kernels import choose, extension
+from jax_groupgemm._kernels import choose, extension, proven
 from jax_groupgemm._nvfp4 import call as nvfp4_call
 
 SIZES = np.array([5, 0, 9, 64], np.int32)
@@ -40,6 +40,9 @@ def wgrad(dy, x, *, existing_out=None, **kwargs):
 def lowered(function, *args, platform="cuda", **kwargs) -> str:
     traced = jax.jit(functools.partial(function, **kwargs)).trace(*args)
     return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+OPS = ("mm", "wgrad")
 
 
 def live(monkeypatch, *capabilities):
@@ -163,7 +166,9 @@ def test_no_other_gpu_takes_it(rng, monkeypatch, capabilities):
 
 
 def test_a_blackwell_gpu_takes_it(rng, monkeypatch):
+    """Once it is proven there: tests/check/test_proven.py."""
     live(monkeypatch, 100)
+    monkeypatch.setattr(proven, "proven", lambda: {f"jgg_nvfp4_grouped_{op} sm100" for op in OPS})
     for function, args, call in (
         (mm, x_and_w(rng), "jgg_nvfp4_grouped_mm"),
         (wgrad, dy_and_x(rng), "jgg_nvfp4_grouped_wgrad"),

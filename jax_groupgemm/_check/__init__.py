@@ -1,0 +1,1 @@
+"""``python -m jax_groupgemm.check``: every kernel of this machine against float64."""
