@@ -6,6 +6,7 @@ gpt-oss' sinks: a logit for each head that takes part in the softmax and stands 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,8 @@ def remember(cache: Cache, layer: Any, slot: jax.Array, slots_first: bool, **new
     for name, value in new.items():
         begin = (layer, 0, slot, 0, 0) if slots_first else (layer, 0, 0, slot, 0)
         cache[name] = lax.dynamic_update_slice(cache[name], in_order(value)[None], begin)
+    if of_one_token(next(iter(new.values()))):  # or XLA writes the token twice, into copies
+        cache = lax.optimization_barrier(cache)
     of_layer = (lax.dynamic_index_in_dim(cache[name], layer, keepdims=False) for name in new)
     return cache, *map(in_order, of_layer)
 
@@ -58,6 +61,8 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | N
            mask: jax.Array, by: Literal["xla", "cudnn"], *, joins: bool):  # fmt: skip
     """Attention of (sequences, T, heads, size). With ``joins`` a single token's heads that have one
     key are so many tokens of one head: cuDNN then reads a key once for all of them."""
+    if by == "xla" and of_one_token(q):
+        return _attend(q, keys, values, bias, mask)
     if not joins or q.shape[1] > 1:
         return jax.nn.dot_product_attention(q, keys, values, bias, mask, implementation=by)
     sequences, _, n, size = q.shape
@@ -71,6 +76,28 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | N
         as_tokens(q), keys, values, bias, mask.repeat(each, axis=2), implementation=by
     )
     return y.swapaxes(1, 2).reshape(q.shape)
+
+
+def of_one_token(a: jax.Array) -> bool:
+    """Whether (sequences, T, heads, size) is a step of one token on a CPU."""
+    return a.shape[1] == 1 and jax.default_backend() == "cpu"
+
+
+def _attend(q, keys, values, bias, mask):
+    """The same of one token. Both products read the cache as it lies: on CPUs XLA would copy
+    all of it for those of ``dot_product_attention``."""
+    sequences, _, n, size = q.shape
+    keys, values = (a.swapaxes(1, 2) for a in (keys, values))  # (sequences, heads, slots, size)
+    heads = keys.shape[1]
+    each = q.reshape(sequences, heads, n // heads, size)
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    logits = product(keys, each, (((3,), (3,)), ((0, 1), (0, 1)))).swapaxes(2, 3) * size**-0.5
+    if bias is not None:  # (1, heads or 1, 1, slots)
+        logits += bias.reshape(1, *((heads, -1) if bias.shape[1] > 1 else (1, 1)), bias.shape[3])
+    logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min / 2)
+    share = jax.nn.softmax(logits).astype(values.dtype)
+    y = product(share, values, (((3,), (2,)), ((0, 1), (0, 1))))
+    return y.astype(q.dtype).reshape(q.shape)
 
 
 class Attention(nnx.Module):

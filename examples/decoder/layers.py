@@ -31,7 +31,9 @@ class Linear(nnx.Module):
         if isinstance(w, jgg.Quantized):
             y = jgg.quantized_matmul(x, w)
         else:  # float32 is multiplied as float32 on every device, as jgg does it
-            y = jnp.matmul(x, w.T, precision="highest" if x.dtype == jnp.float32 else None)
+            # Not of w.T, of which XLA makes a copy on CPUs where x is one row.
+            precision = "highest" if x.dtype == jnp.float32 else None
+            y = jnp.tensordot(x, w, (-1, 1), precision=precision)
         return y if self.bias is None else y + self.bias.get_value()
 
 

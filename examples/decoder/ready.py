@@ -12,6 +12,7 @@ from .config import Config
 from .experts import formats
 from .generation import Generator
 from .memory import Need, free
+from .pages import enlarge
 from .sampling import Sampling
 from .weights import Weights
 
@@ -36,7 +37,7 @@ def ready(about: Config, weights: Weights, options: loading.Options, sampling: S
     if adapters is not None:
         peft.read(adapters, model)
     generator.fill(model)
-    jax.block_until_ready(generator.params)
+    enlarge(jax.block_until_ready(generator.params))
     loaded_in = time.perf_counter() - began
     print(f"compiled in {compiled_in:.1f} s, loaded in {loaded_in:.1f} s\n")
     return generator, need

@@ -37,8 +37,9 @@ def _product(x, w, transpose_w: bool, precision):
     wide = dtypes.accumulator_dtype(x.dtype, w.dtype)
     if x.dtype != w.dtype or not dtypes.is_half(x.dtype):  # products of halves are exact
         x, w = x.astype(wide), w.astype(wide)
-    w = w.T if transpose_w else w
-    return jnp.matmul(x, w, precision=precision, preferred_element_type=wide)
+    # Not of w.T, of which XLA makes a copy on CPUs where there is one token.
+    axes = -1, 1 if transpose_w else 0
+    return jnp.tensordot(x, w, axes, precision=precision, preferred_element_type=wide)
 
 
 def _batch(size, operands, axes, **static):
