@@ -280,7 +280,8 @@ def main(argv=None) -> list[dict]:
         from . import plots
         from .records import rows
 
-        plots.cpu(rows([args.plot]), Path("docs/plots/cpu.svg"))
+        shown = [row for row in rows([args.plot]) if row["dtype"] in args.dtypes]
+        plots.cpu(shown, Path("docs/plots/cpu.svg"))
         return []
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

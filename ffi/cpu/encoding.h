@@ -160,24 +160,28 @@ inline void StoreCodes(uint8_t* to, Ints codes) {
 // kLanes numbers below 256, as bytes.
 inline void StoreBytes(uint8_t* to, Ints v) { StoreCodes<8>(to, v); }
 
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+
 // A small float's mantissa bits, and the exponent of its least normal number as float32 has it.
 template <int kMantissa_, int kLeast_>
 struct SmallFloat {
   static constexpr int kRest = 23 - kMantissa_, kLeast = kLeast_ << 23;
 
-  // A number whose last place is that of codes next to v.
-  static Ints MagicOf(Vector v) { return Max(Bits(v) & 0x7f800000, All(kLeast)) + (kRest << 23); }
+  // A number whose last place is that of codes next to v. (What an infinity has does not count.)
+  static Words MagicOf(Vector v) {
+    return reinterpret_cast<Words>(Max(Bits(v) & 0x7f800000, All(kLeast))) + (kRest << 23);
+  }
 
   // The nearest code, ties to even. 0 <= v, at most the largest number.
   static Ints Code(Vector v) {
-    const Ints magic = MagicOf(v);
-    const Ints places = Bits(v + FromBits(magic)) & 31;
-    return places + ((magic - (kLeast + (kRest << 23))) >> kRest);
+    const Words magic = MagicOf(v);
+    const Ints places = Bits(v + reinterpret_cast<Vector>(magic)) & 31;
+    return places + reinterpret_cast<Ints>((magic - (kLeast + (kRest << 23))) >> kRest);
   }
 
   // Its number.
   static Vector Round(Vector v) {
-    const Vector magic = FromBits(MagicOf(v));
+    const Vector magic = reinterpret_cast<Vector>(MagicOf(v));
     return (v + magic) - magic;
   }
 };
