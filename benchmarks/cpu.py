@@ -1,8 +1,10 @@
-"""The reference lowering on CPU, against jax.lax.ragged_dot and against one dense product.
+"""Products on a CPU: of arrays, and with quantized weights beside other libraries' products.
 
-python -m benchmarks.cpu
+python -m benchmarks.cpu                # both
+python -m benchmarks.cpu arrays         # [--groups 16] [--json FILE] ...
+python -m benchmarks.cpu quantized      # benchmarks.cpu_quantized, and its options
 
-Prints, per case, milliseconds (median of repetitions, arms interleaved) of ours, of
+Of arrays it prints, per case, milliseconds (median of repetitions, arms interleaved) of ours, of
 ``jax.lax.ragged_dot`` and of one dense product of the same FLOPs, and the time to write the
 result; then whether ours is within max(2 x dense, 1.5 x floor) and how much faster it is. The floor
 is bytes (each operand read once, the result written once) over the bandwidth of a copy of the
@@ -12,6 +14,7 @@ same buffers, measured in the same run.
 import argparse
 import json
 import statistics
+import sys
 import time
 
 import jax
@@ -20,6 +23,8 @@ import numpy as np
 from jax import lax
 
 import jax_groupgemm as jgg
+
+from . import cpu_quantized
 
 WGRAD = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
 
@@ -76,8 +81,11 @@ def check(direction, functions, dtype) -> None:
         raise SystemExit(f"{direction} {dtype}: relative error {error:.2e} > {limit}")
 
 
-def main(argv=None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__)
+def of_arrays(argv=None) -> list[dict]:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu arrays", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -112,6 +120,17 @@ def main(argv=None) -> list[dict]:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)
     return rows
+
+
+PARTS = {"arrays": of_arrays, "quantized": cpu_quantized.main}
+
+
+def main(argv=None) -> list[dict]:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in PARTS:
+        return PARTS[argv[0]](argv[1:])
+    rows = of_arrays(argv)  # as "arrays", or --help
+    return rows if argv else rows + cpu_quantized.main([])
 
 
 if __name__ == "__main__":

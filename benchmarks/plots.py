@@ -293,3 +293,35 @@ def scaling(panels: dict[str, dict], measured: dict[str, list], path: Path) -> N
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                       frameon=False)  # fmt: skip
         save(figure, path)
+
+
+def cpu(records: list[dict], path: Path) -> None:
+    """``benchmarks.cpu_quantized``: each arm's time over ours, by rows and operation."""
+    titles = {"grouped_qmm": "product", "dx": "gradient of rows", "gather_qmm": "gather_qmm"}
+    arms = list(dict.fromkeys(name for r in records for name in r["ms"] if name != "ours"))
+    if not arms:
+        return
+    several = len({(r["format"], r["dtype"]) for r in records}) > 1
+
+    def label(r: dict) -> str:
+        what = f", {r['format']}, {r['dtype']} x" if several else ""
+        return f"{titles[r['op']]}, {r['rows']} rows{what}"
+
+    with matplotlib.rc_context(STYLE):
+        height = 1 + 0.26 * len(records)
+        figure, axes = plt.subplots(figsize=(6.5, height), layout="constrained")
+        for i, arm in enumerate(arms):
+            at = [
+                (r["ms"][arm] / r["ms"]["ours"], y) for y, r in enumerate(records) if arm in r["ms"]
+            ]
+            axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
+                         marker=MARKERS[i % len(MARKERS)], label=arm)  # fmt: skip
+        axes.axvline(1, color="black", linewidth=0.8)
+        _times(axes)
+        axes.set_yticks(range(len(records)), [label(r) for r in records])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(records) - 0.5, -0.5)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_xlabel("time / ours (right of the line: ours is faster)")
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        save(figure, path)

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last: an installed jax_groupgemm comes first
 
-from benchmarks import cpu_quantized, gpu, layer, peers, report, shapes, step, summary, timing  # noqa: E402
+from benchmarks import gpu, layer, peers, report, shapes, step, summary, timing  # noqa: E402
 from benchmarks.shapes import Grouped, Segmented  # noqa: E402
 
 # No device times here: any time will do, and nothing is compared with another.
@@ -48,17 +48,6 @@ def test_arguments():
     assert args.peers == ["torch", "quack", "dequantize", "humming"]
     assert {(c.op, c.label.split()[0]) for c in gpu.selected(args)} == {("wgrad", "Mixtral-8x7B")}
     assert set(gpu.arguments(["--peers", "all"]).peers) > set(peers.PEERS)
-
-
-def test_quantized_weights_on_a_cpu(capsys):
-    args = ["--shape", "2", "16", "64", "--rows", "2", "5", "--repetitions", "1"]
-    rows = cpu_quantized.main([*args, "--formats", "affine4", "mxfp8"])
-    assert [(row["format"], row["rows"]) for row in rows] == [
-        (name, count) for name in ("affine4", "mxfp8") for count in (2, 5)
-    ]
-    assert all(row["qmm"] > 0 for row in rows)
-    assert [row["gather"] > 0 for row in rows] == [True, False] * 2
-    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 @pytest.mark.parametrize("op", shapes.OPS)

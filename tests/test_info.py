@@ -33,7 +33,7 @@ def test_what_runs(monkeypatch, capability, product, quantized, nvfp4, conversio
     want = {
         "grouped_mm": product, "segmented_mm": product, "grouped_qmm": quantized,
         "nvfp4_grouped_mm": nvfp4, **dict.fromkeys(CONVERSIONS, conversion),
-        "dequantize": conversion if capability else "cpu",
+        **dict.fromkeys(("quantize", "dequantize"), conversion if capability else "cpu"),
     }  # fmt: skip
     assert {op: ops[op]["bfloat16"]["runs"] for op in want} == want
     assert ops["nvfp4_grouped_wgrad"]["float32"]["runs"] == nvfp4

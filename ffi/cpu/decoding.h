@@ -11,8 +11,6 @@
 namespace jgg::cpu {
 namespace {
 
-int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-
 int64_t WholeUnits(int64_t count) { return (count + kUnit - 1) / kUnit * kUnit; }
 
 // ---- formats ----
@@ -129,17 +127,6 @@ constexpr int kMostGroups = 64;
 struct Scales {
   float first[kMostGroups], second[kMostGroups];
 };
-
-constexpr int SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
-Vector LoadFloats(const uint8_t* at, DType dtype) {
-  if (dtype == DType::kBF16) return LoadBf16(reinterpret_cast<const uint16_t*>(at));
-  if (dtype == DType::kF16) return LoadHalves(reinterpret_cast<const uint16_t*>(at));
-  const Vector v = Load(reinterpret_cast<const float*>(at));
-  // One NaN, which may be rounded.
-  const Ints infinity = All(0x7f800000);
-  return Select(Less(infinity, Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
-}
 
 // kLanes scales, and so many biases.
 template <ScaleType kScale>

@@ -31,13 +31,6 @@ void Widen(const void* in, DType dtype, int64_t count, float* out) {
   }
 }
 
-void StoreAs(Vector v, DType dtype, uint8_t* to) {
-  v = Select(Less(All(0x7f800000), Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
-  if (dtype == DType::kBF16) return StoreBf16(reinterpret_cast<uint16_t*>(to), v);
-  if (dtype == DType::kF16) return StoreHalves(reinterpret_cast<uint16_t*>(to), v);
-  Store(reinterpret_cast<float*>(to), v);
-}
-
 void Narrow(const float* in, int64_t count, DType dtype, void* out) {
   const int size = SizeOf(dtype);
   uint8_t* const to = static_cast<uint8_t*>(out);

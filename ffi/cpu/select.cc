@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "cpu/encode.h"
 #include "cpu/gemm.h"
 #include "cpu/lines.h"
 
@@ -27,6 +28,8 @@ static int Level() {
 #endif
 
 Gemm BestGemm() { return JGG_BEST(Gemm); }
+
+Encode BestEncode() { return JGG_BEST(Encode); }
 
 const LineKernels& BestLines() { return JGG_BEST(kLines); }
 

@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "common/dtype.h"
+
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // no function that takes vectors leaves a file
 // Within GCC 12's own instructions.
@@ -173,6 +175,28 @@ inline void StoreBf16(uint16_t* to, Vector v) {
   const Shorts shorts = __builtin_convertvector((Bits(RoundToBf16(v)) >> 16) & 0xffff, Shorts);
   memcpy(to, &shorts, sizeof shorts);
 }
+
+// ---- numbers of a dtype ----
+
+constexpr int SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+inline Vector LoadFloats(const uint8_t* at, DType dtype) {
+  if (dtype == DType::kBF16) return LoadBf16(reinterpret_cast<const uint16_t*>(at));
+  if (dtype == DType::kF16) return LoadHalves(reinterpret_cast<const uint16_t*>(at));
+  const Vector v = Load(reinterpret_cast<const float*>(at));
+  // One NaN, which may be rounded.
+  const Ints infinity = All(0x7f800000);
+  return Select(Less(infinity, Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
+}
+
+inline void StoreAs(Vector v, DType dtype, uint8_t* to) {
+  v = Select(Less(All(0x7f800000), Bits(v) & INT32_MAX), FromBits(All(0x7fc00000)), v);
+  if (dtype == DType::kBF16) return StoreBf16(reinterpret_cast<uint16_t*>(to), v);
+  if (dtype == DType::kF16) return StoreHalves(reinterpret_cast<uint16_t*>(to), v);
+  Store(reinterpret_cast<float*>(to), v);
+}
+
+inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ---- codes ----
 

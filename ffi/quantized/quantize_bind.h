@@ -65,6 +65,40 @@ inline xla::ffi::Error BindQuantizedArray(const char* op, const QuantizedAttrs& 
   return xla::ffi::Error::Success();
 }
 
+// The operands and results of quantize.
+inline xla::ffi::Error BindQuantize(const char* op, const QuantizedAttrs& attrs,
+                                    xla::ffi::AnyBuffer w, xla::ffi::RemainingArgs rest,
+                                    xla::ffi::Result<xla::ffi::AnyBuffer> weight,
+                                    xla::ffi::Result<xla::ffi::AnyBuffer> scales,
+                                    xla::ffi::RemainingRets more, QuantizeArgs* args) {
+  JGG_RETURN_IF_ERROR(CheckFloat(op, "w", w.element_type()));
+  JGG_RETURN_IF_ERROR(CheckShape(op, "w", "(R, K)", w, {-1, -1}));
+  args->w = w.untyped_data();
+  args->dtype = *ToDType(w.element_type());
+  QuantizedBuffers buffers{*weight, *scales, {}, {}};
+  Operands operands(op, rest);
+  if (attrs.global_scale) {
+    const auto scale = operands.Take("global_scale");
+    if (!scale) return scale.error();
+    buffers.global_scale = *scale;
+  }
+  JGG_RETURN_IF_ERROR(operands.End());
+  if (more.size() != attrs.biases) {
+    return InvalidArgument(op, "has ", 2 + more.size(), " results, expected ", 2 + attrs.biases);
+  }
+  if (attrs.biases) {
+    auto biases = more.get<xla::ffi::AnyBuffer>(0);
+    if (!biases) return biases.error();
+    buffers.biases = **biases;
+  }
+  JGG_RETURN_IF_ERROR(
+      BindQuantizedArray(op, attrs, buffers, w.dimensions()[0], w.dimensions()[1], &args->q));
+  if (args->q.coding.HasFloatScales() && args->q.coding.scale_dtype != args->dtype) {
+    return InvalidArgument(op, "scales and w must have one dtype");
+  }
+  return xla::ffi::Error::Success();
+}
+
 // The operands of dequantize.
 inline xla::ffi::Error BindDequantize(const char* op, const QuantizedAttrs& attrs,
                                       xla::ffi::AnyBuffer weight, xla::ffi::AnyBuffer scales,

@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_qmm": ("cpu", "cuda"),
     "jgg_qmm_fp8": ("cpu", "cuda"),
     "jgg_qmm_packed": ("cuda",),
-    "jgg_quantize": ("cuda",),
+    "jgg_quantize": ("cpu", "cuda"),
     "jgg_dequantize": ("cpu", "cuda"),
     "jgg_prepack": ("cuda",),
     "jgg_prepack_fp8": ("cuda",),

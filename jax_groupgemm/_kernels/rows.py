@@ -188,7 +188,9 @@ _TABLE = (
     ("prepack", "jgg_prepack", converts, "no mxfp8, no fp8"),
     ("prepack", "jgg_prepack_fp8", converts, "mode fp8"),
 )
-_ON_CPU = {"dequantize": Kernel("cpu", "jgg_dequantize", converts, unseen=True)}
+_ON_CPU = {
+    op: Kernel("cpu", f"jgg_{op}", converts, unseen=True) for op in ("quantize", "dequantize")
+}
 #: The kernels of each operation that multiplies nothing: see ``choose.KERNELS``.
 KERNELS = {
     op: (

@@ -18,9 +18,13 @@ import jax_groupgemm as jgg
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("c++")
 # The last ones are compiled for each instruction set, with a name for it.
-LEVELS = {"ffi/cpu/gemm": "JGG_GEMM=GemmV{}", "ffi/cpu/lines": "JGG_LINES=kLinesV{}"}
+LEVELS = {
+    "ffi/cpu/gemm": "JGG_GEMM=GemmV{}",
+    "ffi/cpu/lines": "JGG_LINES=kLinesV{}",
+    "ffi/cpu/encode": "JGG_ENCODE=EncodeV{}",
+}
 SOURCES = ["tests/lib/cpu_handlers", "ffi/grouped_mm/mm_cpu", "ffi/grouped_mm/wgrad_cpu"]
-SOURCES += ["ffi/quantized/qmm_cpu", "ffi/cpu/select", *LEVELS]
+SOURCES += ["ffi/quantized/qmm_cpu", "ffi/quantized/quantize_cpu", "ffi/cpu/select", *LEVELS]
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -203,7 +203,10 @@ NEEDS = [
         }) for op in ("dispatch", "combine", "combine_backward")
     ],
     *[(f"jgg_{op} sm80", CONVERSIONS[op], {}) for op in ("quantize", "dequantize")],
-    ("jgg_dequantize cpu", dataclasses.replace(CONVERSIONS["dequantize"], platform="cpu"), {}),
+    *[
+        (f"jgg_{op} cpu", dataclasses.replace(CONVERSIONS[op], platform="cpu"), {})
+        for op in ("quantize", "dequantize")
+    ],
     ("jgg_nvfp4_quantize sm80", CONVERSIONS["nvfp4_quantize"], {}),
     ("jgg_prepack sm80", CONVERSIONS["prepack"], {
         "no mxfp8, no fp8": {"mode": "fp8", "calls": frozenset({"jgg_prepack_fp8"})},

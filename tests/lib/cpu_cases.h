@@ -99,7 +99,7 @@ struct Case {
     std::memset(out->data.get(), 0xff, out->count * out->Bytes());  // NaN
     std::vector<Array*> all;
     for (auto& operand : operands) all.push_back(operand.get());
-    return Call(handler, all, *out, flags);
+    return Call(handler, all, {out.get()}, flags);
   }
 
   bool IsRight() const {

@@ -22,6 +22,7 @@
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "cpu_cases.h"
+#include "cpu_quantize_cases.h"
 #include "cpu_quantized_cases.h"
 
 namespace {
@@ -207,7 +208,12 @@ int main(int argc, char** argv) {
     }
   }
   const int cases = std::atoi(argv[2]);
-  for (int number = 0; number < cases; ++number) TryCase(number);
+  for (int number = 0; number < cases; ++number) {
+    TryCase(number);
+    const std::string of = "quantize case " + std::to_string(number) + ": ";
+    TryEncode(of);
+    TryQuantize(of);
+  }
   std::printf("%d cases, %d problems\n", cases, problems);
   return problems == 0 ? 0 : 1;
 }

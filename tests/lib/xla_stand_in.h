@@ -268,16 +268,16 @@ struct Dictionary {
 };
 
 // Dictionaries are sorted by name.
-Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out,
-            const std::vector<Flags>& flags) {
-  std::vector<XLA_FFI_Buffer> buffers;
+Result Call(XLA_FFI_Handler* handler, const std::vector<Array*>& operands,
+            const std::vector<Array*>& results, const std::vector<Flags>& flags) {
+  std::vector<XLA_FFI_Buffer> buffers, result_buffers;
   for (Array* operand : operands) buffers.push_back(BufferOf(*operand));
-  std::vector<void*> args;
+  for (Array* result : results) result_buffers.push_back(BufferOf(*result));
+  std::vector<void*> args, rets;
   for (XLA_FFI_Buffer& buffer : buffers) args.push_back(&buffer);
+  for (XLA_FFI_Buffer& buffer : result_buffers) rets.push_back(&buffer);
   std::vector<XLA_FFI_ArgType> types(args.size(), XLA_FFI_ArgType_BUFFER);
-  XLA_FFI_Buffer out_buffer = BufferOf(out);
-  void* rets[] = {&out_buffer};
-  XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER};
+  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
 
   std::vector<std::unique_ptr<Dictionary>> dictionaries;
   std::vector<void*> attrs;
@@ -295,7 +295,8 @@ Result Call(XLA_FFI_Handler* handler, std::vector<Array*> operands, Array& out,
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), types.data(),
                 args.data()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 1, ret_types, rets};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
+                ret_types.data(), rets.data()};
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,           static_cast<int64_t>(attrs.size()),
                  attr_types.data(),         attr_names.data(), attrs.data()};
   is_harness = false;

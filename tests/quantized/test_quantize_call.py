@@ -111,7 +111,7 @@ def two_devices(kind):
 def test_not_taken():
     """Elsewhere, of nothing, and where XLA cuts arrays."""
     w = jnp.zeros((48, 64))
-    assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w, platform="cpu"))
+    assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w, platform="tpu"))
     assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w[:0]))
     assert not calls(lowered(functools.partial(jgg.quantize, contract=-1), w[:, :0]))
     for kind in (AxisType.Auto, AxisType.Explicit):
