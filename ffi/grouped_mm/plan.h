@@ -66,8 +66,8 @@ inline bool GatesApart(const MmShape& mm, const MmRows& of) {
 // 256 where there are many; 288, shared out evenly, where segments have about 256, so that no small
 // rest is left over, or many more and sums are long, which takes 4-9% less then (of short ones up
 // to 10% more). Not for float32 results, which only tiles of 256 store by TMA. 128 between, and
-// where columns are few. Products of adapters are bound by memory, and take 256: 24% less where K is
-// the rank, 5% less where N is.
+// where columns are few. Products of adapters are bound by memory, and take 256: 24% less where K
+// is the rank, 5% less where N is.
 inline int MmTileSm90(const MmShape& mm, const MmRows& of) {
   const int64_t rows = of.Typical();
   if (mm.gated) return rows <= 16 ? 32 : GatesApart(mm, of) ? 256 : 128;
