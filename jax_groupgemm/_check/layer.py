@@ -24,8 +24,11 @@ from .quantized import random, values
 # between products. A recipe rounds to eight bits.
 _ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 3e-5}
 _FP8_ALLOWED = 0.15
-# Tokens, experts, choices, D, F.
-_LAYERS = ((64, 4, 2, 64, 96), (300, 8, 2, 128, 64), (700, 4, 2, 256, 192), (2048, 16, 4, 512, 256))
+# Tokens, experts, choices, D, F. The second is a step of few tokens.
+_LAYERS = (
+    (64, 4, 2, 64, 96), (5, 8, 2, 256, 128), (300, 8, 2, 128, 64), (700, 4, 2, 256, 192),
+    (2048, 16, 4, 512, 256),
+)  # fmt: skip
 
 
 def lines(packs: bool) -> list[Line]:

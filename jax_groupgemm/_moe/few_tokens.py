@@ -80,7 +80,8 @@ def _call(name: str, x, arrays, weights: Weights, pairs, weight, products, colum
           flags: dict[str, Any] | None = None, *, scales=(None, None), **options):  # fmt: skip
     """The custom call ``jgg_moe_<name>`` of x and weights' ``arrays``. ``flags`` are those of
     formats; ``columns`` are of the rows between the products."""
-    index, offset = as_int32(*pairs, weights.down.w.shape[0])
+    index, offset = pairs
+    index, offset = as_int32(index, offset, weights.down.w.shape[0])
     results = [
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1]), products.out_dtype),
         jax.ShapeDtypeStruct((index.size, columns), x.dtype),

@@ -150,7 +150,7 @@ NEEDS = [
         "weights that are arrays": {"dense": False},
         "up to 64 pairs of token and expert": {"pairs": 65},
         "8 of a token": {"choices": 9},
-        "(pairs - E) * D * F up to 2^25": {"experts": 31, "matrix": 2**25 + 1},
+        "pairs * D * F up to 3 * 2^25": {"matrix": 2**22},
         "D % 8 == 0": {"d": 2052},
         "F % 8 == 0": {"f": 772},
         "D and F up to 6144": {"f": 6152},
