@@ -43,12 +43,18 @@ def text(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+def _share(share: float | None) -> str:
+    if share is None:
+        return ""
+    return ">999%" if share > 9.99 else format(share, ".0%")
+
+
 def _row(result: Result) -> tuple[str, ...]:
     operation, dtype = result.key.rsplit(", ", 1)
     number = lambda value, spec: "" if value is None else format(value, spec)
     return (
         operation, dtype, _kernels(result.kernels), str(result.cases or ""),
-        number(result.error, ".1e"), number(result.share, ".0%"), number(result.us, ".1f"),
+        number(result.error, ".1e"), _share(result.share), number(result.us, ".1f"),
         number(result.floor_us, ".1f"), "ok" if result.right else result.state.upper(),
     )  # fmt: skip
 
