@@ -4,7 +4,7 @@ python -m benchmarks.cpu                # both
 python -m benchmarks.cpu arrays         # [--groups 16] [--json FILE] ...
 python -m benchmarks.cpu quantized      # benchmarks.cpu_quantized, and its options
 
-Of arrays it prints, per case, milliseconds (median of repetitions, arms interleaved) of ours, of
+For arrays it prints, per case, milliseconds (median of repetitions, arms interleaved) of ours, of
 ``jax.lax.ragged_dot`` and of one dense product of the same FLOPs, and the time to write the
 result; then whether ours is within max(2 x dense, 1.5 x floor) and how much faster it is. The floor
 is bytes (each operand read once, the result written once) over the bandwidth of a copy of the

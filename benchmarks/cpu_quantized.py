@@ -200,7 +200,7 @@ def measure(case: Case, names, args, flush, skipped) -> dict[str, Any]:
 
 
 def processor() -> dict[str, Any]:
-    """What /proc says of this CPU, where there is one."""
+    """This CPU, as /proc describes it on Linux."""
     facts = {"cpu": platform.processor() or platform.machine(), "flags": []}
     path = Path("/proc/cpuinfo")
     if path.exists():

@@ -51,6 +51,20 @@ def save(figure, path: Path) -> None:
     path.write_text(text + "\n")
 
 
+def _ratios(axes, series: list[tuple[Any, list[Any]]], labels: list[str]) -> None:
+    """Times beside ours: a row for each label, and in it a point (ratio, row) of each named series
+    that has one."""
+    for i, (name, at) in enumerate(series):
+        axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
+                     marker=MARKERS[i % len(MARKERS)], label=name)  # fmt: skip
+    axes.axvline(1, color="black", linewidth=0.8)
+    _times(axes)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.grid(color="#dddddd", linewidth=0.6)
+
+
 def _times(axes) -> None:
     """Ticks at powers of two, and between them where there are few."""
     low, high = axes.get_xlim()
@@ -127,17 +141,14 @@ def means(records: list[dict], path: Path, also: Collection[str] = ()) -> None:
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     with matplotlib.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.5, 1 + 0.24 * len(rows)), layout="constrained")
-        for i, peer in enumerate(peers):
-            at = [(row["peers"][peer]["ratio"], y) for y, row in enumerate(rows)
-                  if peer in row["peers"]]  # fmt: skip
-            axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
-                         marker=MARKERS[i % len(MARKERS)], label=PEERS.get(peer, peer))  # fmt: skip
-        axes.axvline(1, color="black", linewidth=0.8)
-        _times(axes)
-        axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.grid(color="#dddddd", linewidth=0.6)
+        series = [
+            (PEERS.get(peer, peer), [
+                (row["peers"][peer]["ratio"], y) for y, row in enumerate(rows)
+                if peer in row["peers"]
+            ])
+            for peer in peers
+        ]  # fmt: skip
+        _ratios(axes, series, [_label(row) for row in rows])
         other, mine = ("other", "ours in FP8") if also else ("other library", "ours")
         axes.set_xlabel(f"time of the {other} / {mine} (right of the line: {mine} is faster)")
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -310,18 +321,13 @@ def cpu(records: list[dict], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         height = 1 + 0.26 * len(records)
         figure, axes = plt.subplots(figsize=(6.5, height), layout="constrained")
-        for i, arm in enumerate(arms):
-            at = [
+        series = [
+            (arm, [
                 (r["ms"][arm] / r["ms"]["ours"], y) for y, r in enumerate(records) if arm in r["ms"]
-            ]
-            axes.scatter(*zip(*at, strict=True), s=24, color=COLOURS[i % len(COLOURS)],
-                         marker=MARKERS[i % len(MARKERS)], label=arm)  # fmt: skip
-        axes.axvline(1, color="black", linewidth=0.8)
-        _times(axes)
-        axes.set_yticks(range(len(records)), [label(r) for r in records])
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(len(records) - 0.5, -0.5)
-        axes.grid(color="#dddddd", linewidth=0.6)
+            ])
+            for arm in arms
+        ]  # fmt: skip
+        _ratios(axes, series, [label(r) for r in records])
         axes.set_xlabel("time / ours (right of the line: ours is faster)")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
         save(figure, path)

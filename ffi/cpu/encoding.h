@@ -1,5 +1,5 @@
-// What encoding takes of vectors of one instruction set: as vectors.h, all of it is the including
-// file's own.
+// Vector operations of encoding, in one instruction set. As with vectors.h, all of it is the
+// including file's own.
 #pragma once
 
 #include <stdint.h>

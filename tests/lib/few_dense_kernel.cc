@@ -3,32 +3,12 @@
 #include "cuda_on_host.h"
 #include "warp_on_host.h"
 //
+#include "few_experts.h"
 #include "moe/device/few_dense_sm80.cuh"
 
 using namespace jgg;
 
 namespace {
-
-// Biases and results are float32, or 16 bits as `a` is; of the activations there are two.
-struct Finish {
-  static float Load(const void* data, int64_t at, DType) {
-    return static_cast<const float*>(data)[at];
-  }
-  static void Store(void* data, int64_t at, DType dtype, float value) {
-    const auto bits = [&](auto of) { static_cast<uint16_t*>(data)[at] = of & 0xffff; };
-    if (dtype == DType::kF32) {
-      static_cast<float*>(data)[at] = value;
-    } else if (dtype == DType::kBF16) {
-      bits(device::Round2<DType::kBF16>(value, 0.0f));
-    } else {
-      bits(device::Round2<DType::kF16>(value, 0.0f));
-    }
-  }
-  template <bool kGated>
-  static float Activate(Activation, float value, float other) {
-    return kGated ? value / (1.0f + std::exp(-value)) * other : std::fmax(value, 0.0f);
-  }
-};
 
 template <DType kX, bool kTransposed>
 void Run(const FewDense& dense, bool up, int columns) {
@@ -67,21 +47,8 @@ struct Problem {
 extern "C" void few_dense_kernel(const Problem* problem) {
   const Problem& p = *problem;
   FewDense dense{};
-  FewTokens& few = dense.experts;
-  few.x = static_cast<const char*>(p.x);
-  few.a = static_cast<char*>(p.a);
-  few.out = p.out;
-  few.expert_index = p.index;
-  few.expert_offset = p.offset;
-  few.expert_weight = p.weight;
-  few.tokens = p.tokens;
-  few.k = p.k;
-  few.experts = p.experts;
-  few.d = p.d;
-  few.f = p.f;
-  few.out_dtype = DType::kF32;
-  few.activation = p.gated ? Activation::kSwiglu : Activation::kRelu;
-  few.w.bias = p.bias;
+  dense.experts = ExpertsOf(p);
+  const FewTokens& few = dense.experts;
   dense.w = p.w;
   const bool up = p.up != 0;
   const size_t wide = up && p.gated ? 2 : 1;

@@ -3,30 +3,12 @@
 #include "cuda_on_host.h"
 #include "warp_on_host.h"
 //
+#include "few_experts.h"
 #include "moe/device/few_tokens_sm90.cuh"
 
 using namespace jgg;
 
 namespace {
-
-// Biases and results are float32, or bfloat16 as `a` is; of the activations there are two.
-struct Finish {
-  static float Load(const void* data, int64_t at, DType) {
-    return static_cast<const float*>(data)[at];
-  }
-  static void Store(void* data, int64_t at, DType dtype, float value) {
-    if (dtype == DType::kF32) {
-      static_cast<float*>(data)[at] = value;
-    } else {
-      const auto bits = static_cast<uint16_t>(device::Round2<DType::kBF16>(value, 0.0f));
-      static_cast<uint16_t*>(data)[at] = bits;
-    }
-  }
-  template <bool kGated>
-  static float Activate(Activation, float value, float other) {
-    return kGated ? value / (1.0f + std::exp(-value)) * other : std::fmax(value, 0.0f);
-  }
-};
 
 template <typename Tiles, typename Up, typename Down>
 void Run(const FewTokens& experts, bool up) {
@@ -70,24 +52,10 @@ struct Problem {
 // One of the two kernels; w is (experts, columns, inner).
 extern "C" int few_tokens_kernel(const Problem* problem, int mode, int bits) {
   const Problem& p = *problem;
-  FewTokens few{};
-  few.x = static_cast<const char*>(p.x);
-  few.a = static_cast<char*>(p.a);
-  few.out = p.out;
-  few.expert_index = p.index;
-  few.expert_offset = p.offset;
-  few.expert_weight = p.weight;
-  few.tokens = p.tokens;
-  few.k = p.k;
-  few.experts = p.experts;
-  few.d = p.d;
-  few.f = p.f;
-  few.out_dtype = DType::kF32;
-  few.activation = p.gated ? Activation::kSwiglu : Activation::kRelu;
+  FewTokens few = ExpertsOf(p);
   few.w.packed = {p.codes, p.columns / 64, p.inner / 64, p.tile_scales};
   few.w.scales = p.scales;
   few.w.global_scale = {p.global_scale, 1, 0};
-  few.w.bias = p.bias;
   readable.assign({{few.x, size_t(2) * p.tokens * p.d}, {few.a, size_t(2) * p.tokens * p.k * p.f}});
   const bool up = p.up != 0;
   return Formats::Dispatch(static_cast<Mode>(mode), bits, [&](auto format) {

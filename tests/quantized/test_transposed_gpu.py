@@ -91,9 +91,8 @@ def test_lines_of_any_size(rng, mode, bits, group, rows):
 
 @pytest.mark.parametrize(("group", "k"), [(64, 512), (128, 640), (128, 512), (64, 320)])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_scales_that_lanes_ask_for(rng, bits, group, k):
-    """Affine scales of a line and 128 k are a word, or half of one, or lie in two. A NaN among them
-    reaches the columns of its group alone."""
+def test_affine_scales_of_large_groups(rng, bits, group, k):
+    """A NaN scale or bias reaches the columns of its group alone."""
     if k * bits % 128:
         k = 640 if group == 128 else 384
     sizes, n = SIZES["few"], 200

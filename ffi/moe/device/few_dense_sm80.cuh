@@ -72,7 +72,7 @@ struct DenseWeights {
   int64_t line;  // bytes
   int k;
 
-  // Of the expert, (k, n), from this column on. Columns behind the last are those before it.
+  // The expert's matrix, (k, n), from this column on. Columns behind the last are those before it.
   __device__ DenseWeights(const void* w, int expert, int k, int n, int column) : k(k) {
     const int own = min(column, n - 8);
     first = static_cast<const char*>(w) +

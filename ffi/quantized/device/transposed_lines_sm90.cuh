@@ -101,58 +101,6 @@ class ScalesOfLines {
   int line_, lines_;
 };
 
-// Affine scales and biases of a warp's 16 lines and 128 k, where those of a line are in one word. A
-// lane loads one word of each slice, lanes from 16 on those of biases, and lanes ask each other.
-class ScalesOfWarp {
- public:
-  // Groups of 128, or of 64 that are two in a word everywhere.
-  __device__ static bool Takes(const QuantizedGemmSm90& quantized) {
-    return quantized.scale_shift == 7 ||
-           (quantized.scale_shift == 6 && quantized.scale_line % 4 == 0);
-  }
-
-  __device__ ScalesOfWarp(const QuantizedGemmSm90& quantized, const Work& work)
-      : quantized_(quantized) {
-    const int lane = threadIdx.x % 32, group = work.out_column >> quantized.scale_shift;
-    const int line = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    left_ = work.weight >= 0 ? quantized.elements - line : 0;
-    const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements;
-    const auto array = reinterpret_cast<uintptr_t>(lane < 16 ? quantized.scales : quantized.biases);
-    const auto at = array + (first + line) * quantized.scale_line + 2 * group;
-    words_ = reinterpret_cast<const char*>(at - at % 4);
-    // Whether the thread's are the upper halves: so of all its lines, which are 8 and 64 apart.
-    const auto row = static_cast<uint32_t>(first) + line - lane % 16 + lane / 4;
-    const bool upper =
-        quantized.scale_shift == 6 ? lane % 4 >= 2 : (row * (quantized.scale_line / 2) + group) & 1;
-    selector_ = upper ? 0x7632 : 0x5410;
-  }
-
-  // The word of slice `further`. The last may end behind an array, but not behind its allocation,
-  // which has whole words. A line that is not there has zeros, so that nothing comes of it.
-  __device__ uint32_t Load(int further) const {
-    const char* from = words_ + static_cast<int64_t>(64 * further) * quantized_.scale_line;
-    return 64 * further < left_ ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
-  }
-
-  __device__ void Next(int slices) {
-    words_ += static_cast<int64_t>(64 * slices) * quantized_.scale_line;
-    left_ -= 64 * slices;
-  }
-
-  // Scale and bias of line lane / 4 of the warp's, or of the one `behind` it, and the thread's k.
-  __device__ uint32_t Of(uint32_t word, int behind) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32 / 4 + behind;
-    const uint32_t scales = __shfl_sync(~0u, word, lane);
-    return Permute(scales, __shfl_sync(~0u, word, lane + 16), selector_);
-  }
-
- private:
-  const QuantizedGemmSm90& quantized_;
-  const char* words_;
-  int left_;  // lines from the lane's own on
-  uint32_t selector_;
-};
-
 template <Mode kMode, int kBits>
 struct TransposedLines {
   using Codes = LineCodes<kMode, kBits>;
@@ -211,33 +159,19 @@ struct TransposedLines {
     });
   }
 
-  // Whether lanes may load scales for each other.
-  static constexpr bool kMayAsk = Codes::kHasBiases;
-  __device__ static bool Asks(const QuantizedGemmSm90& quantized) {
-    return ScalesOfWarp::Takes(quantized);
-  }
-
   // Few rows: as TransposedPacked::Reader, of stages of kSlices. It loads scales some slices ahead.
-  // Those of many slices, and biases, would take registers, unless kAsks. Then those of a stage are
-  // loaded at its beginning, a stage ahead. What is loaded later has the same scoreboard, and would
-  // be waited for as well.
-  template <int kSlices, int kEights, bool kAsks>
+  // Those of many slices, and biases, would take registers.
+  template <int kSlices, int kEights>
   class Reader {
     static constexpr int kHalfWords = (kBits + 1) / 2;
-    static constexpr int kAhead = kAsks || !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
+    static constexpr int kAhead = !Codes::kHasBiases ? kSlices : kEights == 1 ? 2 : 1;
     static_assert(kSlices % kAhead == 0);
-    using Scales = std::conditional_t<kAsks, ScalesOfWarp, ScalesOfLines<Codes>>;
-    using Loaded = std::conditional_t<kAsks, uint32_t, typename Codes::Loaded[2]>;
 
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
-        : ahead_(Begin(quantized, work)) {
-      if constexpr (kAsks) {
-        LoadStage();
-      } else {
+        : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
 #pragma unroll
-        for (int s = 0; s < kAhead; ++s) LoadScales(s);
-      }
+      for (int s = 0; s < kAhead; ++s) LoadScales(s);
     }
 
     struct Words {
@@ -256,21 +190,11 @@ struct TransposedLines {
     __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
       Words words;
       uint32_t now[2];
-      if constexpr (kAsks) {
-        if (s == 0) {
 #pragma unroll
-          for (int i = 0; i < kSlices; ++i) now_[i] = next_[i];
-          LoadStage();
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) now[r] = ahead_.Of(now_[s], 8 * r);
-      } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
-        }
-        LoadScales(s % kAhead);
+      for (int r = 0; r < 2; ++r) {
+        now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
       }
+      LoadScales(s % kAhead);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int piece = threadIdx.x % 4;
@@ -311,29 +235,14 @@ struct TransposedLines {
       }
     }
 
-    __device__ static Scales Begin(const QuantizedGemmSm90& quantized, const Work& work) {
-      if constexpr (kAsks) {
-        return {quantized, work};
-      } else {
-        return {quantized, work, Row(), work.out_column + static_cast<int>(threadIdx.x) % 4 * 32};
-      }
-    }
-
     __device__ void LoadScales(int s) {
       ahead_.Load(0, next_[s][0]);
       ahead_.Load(8, next_[s][1]);
       ahead_.Next();
     }
 
-    __device__ void LoadStage() {
-#pragma unroll
-      for (int i = 0; i < kSlices; ++i) next_[i] = ahead_.Load(i);
-      ahead_.Next(kSlices);
-    }
-
-    Scales ahead_;
-    Loaded next_[kAhead];
-    uint32_t now_[kAsks ? kSlices : 1];  // words of a stage
+    ScalesOfLines<Codes> ahead_;
+    typename Codes::Loaded next_[kAhead][2];
   };
 
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.

@@ -91,9 +91,8 @@ struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
   using typename TransposedTiles<PackedTiles<kMode, kBits, kX>>::Tiles;
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
-  // Few rows. Scales come with a stage.
-  static constexpr bool kMayAsk = false;
-  template <int kSlices, int kEights, bool>
+  // Few rows.
+  template <int kSlices, int kEights>
   class Reader {
     using Of = typename Tiles::template Reader<2>;
 

@@ -213,7 +213,6 @@ __device__ void AddTransposedWarps(char (&staged)[kStaged], int group,
 template <typename Config>
 struct TransposedFewRows {
   using Memory = typename Config::SharedMemory;
-  using Weights = typename Config::Weights;
   static constexpr int kRows = Config::kRows, kBlockSums = kRows / 2;
   static_assert(kRows == 16);
   using Sums = float[kBlockSums];
@@ -222,25 +221,19 @@ struct TransposedFewRows {
   template <typename Stage>
   __device__ static void MultiplyTile(const QuantizedGemmSm90& quantized, Memory& memory,
                                       const Work& work, int group, Stage& at, Sums& sums) {
-    const auto loops = [&](auto asks) {
-      if (work.rows <= 8) {
-        MultiplySlices<1, asks.value>(quantized, memory, work, group, at, sums);
-      } else {
-        MultiplySlices<2, asks.value>(quantized, memory, work, group, at, sums);
-      }
-    };
-    if constexpr (Weights::kMayAsk) {
-      if (Weights::Asks(quantized)) return loops(std::true_type{});
+    if (work.rows <= 8) {
+      MultiplySlices<1>(quantized, memory, work, group, at, sums);
+    } else {
+      MultiplySlices<2>(quantized, memory, work, group, at, sums);
     }
-    loops(std::false_type{});
   }
 
  private:
-  template <int kEights, bool kAsks, typename Stage>
+  template <int kEights, typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, Sums& result) {
-    typename Weights::template Reader<Config::kSlices, kEights, kAsks> reader(quantized, work,
-                                                                              group);
+    typename Config::Weights::template Reader<Config::kSlices, kEights> reader(quantized, work,
+                                                                               group);
     float sums[4][4 * kEights];  // of 16 columns each
 #pragma unroll
     for (int i = 0; i < 16 * kEights; ++i) sums[i / (4 * kEights)][i % (4 * kEights)] = 0.0f;
