@@ -34,11 +34,16 @@ EXPECTED = {
 # makes FP8 codes rounds to nearest by one instruction; of a few tokens' experts the first kernel
 # lets the second begin, which waits for it.
 UNLESS_SAMPLE = {
-    ("sm_90a", "3fp86device"): {
-        "(Rows|Columns|Squares)Kernel.*ElementE0ELb0E|BothKernel|ActivationBackward": (
-            r"F2FP\.SATFINITE\.E4M3",
-        ),
+    **{
+        (architecture, "3fp86device"): {
+            "(Rows|Columns|Squares)Kernel.*ElementE0ELb0E|BothKernel|ActivationBackward": (
+                r"F2FP\.SATFINITE\.E4M3",
+            ),
+        }
+        for architecture in ("sm_89", "sm_90a", "sm_120")
     },
+    ("sm_86", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
+    ("sm_120", "GemmSm80Kernel"): {"TensorOps": ("HMMA",)},
     ("sm_90a", "FewDense"): {"UpSm80": ("HMMA", "PREEXIT"), "DownSm80": ("HMMA", "ACQBULK")},
 }
 
