@@ -12,6 +12,7 @@
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/adapter_sm90.cuh"
 #include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -28,11 +29,12 @@ constexpr int StagesThatFit(int bytes, int stage_bytes, int most) {
 // kMostStages, and what they have instead (../gemm_sm90.cuh).
 template <typename Weights_>
 struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
-  using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
-  static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
-  static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
-  static constexpr int kMostPlanes = 1;   // planes of x that a stage has room for
-  static constexpr int kMoreBytes = 0;    // of a stage, beside x, codes and scales
+  using Weights = Weights_;                 // packed_weights_sm90.cuh or linear_weights_sm90.cuh
+  static constexpr int kBlocksPerSm = 1;    // thread blocks of a multiprocessor
+  static constexpr bool kWarps = false;     // warps multiply by themselves: few_rows_sm90.cuh
+  static constexpr int kMostPlanes = 1;     // planes of x that a stage has room for
+  static constexpr int kMoreBytes = 0;      // of a stage, beside x, codes and scales
+  static constexpr bool kAdapters = false;  // it may add a product of low rank: adapter_sm90.cuh
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
@@ -119,9 +121,10 @@ struct QuantizedGemmSm90Config : Traits {
 
 // Where one thread does not copy all, it copies x, and others each warpgroup's columns.
 template <typename Config>
-__device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                               int block) {
+__device__ void CopyRowsThread(const QuantizedGemmSm90& quantized,
+                               typename Config::SharedMemory& memory, int block) {
   constexpr bool kPair = Config::kCluster == 2;
+  const GemmSm90& gemm = quantized.gemm;
   const int shared_columns = SharedColumns<Config>(gemm);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
@@ -149,6 +152,9 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
         }
       }
       at.Next();
+    }
+    if constexpr (Config::kAdapters) {
+      if (HasAdapter(quantized, work)) CopyAdapter<Config>(quantized, memory, work, at);
     }
   });
 }
@@ -309,7 +315,7 @@ struct PartsOf {
 
   __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
                                   typename Config::SharedMemory& memory, int block) {
-    CopyRowsThread<Config>(quantized.gemm, memory, block);
+    CopyRowsThread<Config>(quantized, memory, block);
   }
 };
 
@@ -328,7 +334,9 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       AddParts<Config>(gemm, memory, work, sums[0]);
       if (gemm.parts > 1 && BlockInCluster() > 0) return;
     }
-    if (quantized.unit != 1 || quantized.global_scale.data != nullptr) {
+    // Where an adapter may add to sums, they are always multiplied first. Else ptxas takes products
+    // of tiles and those of adapters together, and serializes both (C7515).
+    if (Config::kAdapters || quantized.unit != 1 || quantized.global_scale.data != nullptr) {
       const int column =
           work.out_column + 64 * group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -345,6 +353,10 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
 #pragma unroll
         for (int i = 0; i < P::kBlockSums; ++i) sums[b][i] *= factor[i / 2 % 2];
       }
+    }
+    if constexpr (Config::kAdapters) {
+      if (Uniform(HasAdapter(quantized, work)))
+        AddAdapter<Config>(quantized, memory, group, at, sums[0]);
     }
     if constexpr (Config::kBlocks == 1) {
       if constexpr (Config::kWarps) {

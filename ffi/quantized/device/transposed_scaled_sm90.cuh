@@ -26,6 +26,7 @@ struct TransposedScaledTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   using Weights = Weights_;               // TransposedTiles
   using Tiles = typename Weights::Tiles;  // ScaledWeights
   static constexpr bool kWarps = false;
+  static constexpr bool kAdapters = false;  // adapter_sm90.cuh
 };
 
 template <typename Traits>
@@ -253,9 +254,9 @@ struct TransposedPartsOf<Config, true> {
   using Products = std::conditional_t<Config::kWarps, TransposedScaledFewRows<Config>,
                                       TransposedScaledProducts<Config>>;
 
-  __device__ static void CopyRows(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                                  int block) {
-    CopyTransposedPlanes<Config>(gemm, memory, block);
+  __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
+                                  typename Config::SharedMemory& memory, int block) {
+    CopyTransposedPlanes<Config>(quantized.gemm, memory, block);
   }
 };
 
