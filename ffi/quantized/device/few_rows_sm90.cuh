@@ -75,7 +75,16 @@ struct FewRowsProducts {
         read = MultiplyStage<kEights, kSlices, scales.value>(memory, group, at.index, x_first,
                                                              first_block, second_block, sums);
       };
-      if constexpr (!kAsks) {
+      if constexpr (Weights::kScalesSums) {
+        static_assert(kSlices == 2);  // 128 k
+        Sums parts = {};
+        read = MultiplyStage<kEights, kSlices, ScaleRange::kSums>(memory, group, at.index, x_first,
+                                                                  first_block, second_block, parts);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          AddScaled<kEights>(b == 0 ? first_block : second_block, parts[b], sums[b]);
+        }
+      } else if constexpr (!kAsks) {
         multiply(AnyScales{});
       } else if (AllSmall(memory, group, at.index, first_block, second_block)) {
         multiply(SmallScales{});
@@ -88,7 +97,7 @@ struct FewRowsProducts {
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
-    if constexpr (Chains(kEights) == 2) {
+    if constexpr (Chains(kEights) == 2 && !Weights::kScalesSums) {
       constexpr int kHalf = 4 * kEights;
 #pragma unroll
       for (int i = 0; i < kHalf * kBlocks; ++i) {
@@ -106,6 +115,17 @@ struct FewRowsProducts {
     const bool first = first_block.AllSmall(memory.scales[stage][0][group]);
     if constexpr (kBlocks == 1) return first;
     return second_block.AllSmall(memory.scales[stage][kBlocks - 1][group]) && first;
+  }
+
+  // Adds sums of 128 k, times their columns' scales.
+  template <int kEights, typename Reader>
+  __device__ static void AddScaled(const Reader& reader, const float (&parts)[kBlockSums],
+                                   float (&sums)[kBlockSums]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kEights; ++i) {
+      const float part = Chains(kEights) == 1 ? parts[i] : parts[i] + parts[4 * kEights + i];
+      sums[i] += reader.Scale(i / 2 % 2) * part;
+    }
   }
 
   template <int kEights>

@@ -59,6 +59,10 @@ struct LinearWeights {
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;
+  // Whether scales may multiply sums of 128 k, and, since a value times its scale may be no
+  // float16, must do so.
+  static constexpr bool kScalesSums = Codes::kScalesSums;
+  static constexpr bool kOnlySums = kScalesSums && kHalf;
   static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
@@ -222,12 +226,15 @@ struct LinearWeights {
       for (int i = 0; i < 4 * kSteps; ++i) {  // step, pair of codes, and column
         const int p = 2 * first + i / 2 + (kBySlices ? 0 : slice % 2 * 8);
         if constexpr (kHalf) {
-          a[i] = Codes::HalfPairOf(words.codes[i % 2], p, words.scales[i % 2]);
+          a[i] = Codes::template HalfPairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
         } else {
           a[i] = Codes::template PairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
         }
       }
     }
+
+    // kSums: the scale of column r, of the 128 k that were loaded last.
+    __device__ float Scale(int r) const { return AsFloat(now_[r]); }
 
    private:
     // 128s of k: a whole stage, so that all are known when one begins that may ask. Half of one is

@@ -39,7 +39,8 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kLineL = 64;  // n of a line of 128 bytes
   static constexpr int kSliceBytesL = kRows * 128;
   static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
-  static constexpr int kCodeBytes = Weights::kCodeBytes, kScaleBytes = Weights::kScaleBytes;
+  static constexpr int kCodeBytes = Weights::kCodeBytes;
+  static constexpr int kScaleBytes = Weights::template kScaleBytes<kWarps>;
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
   using Epilogue = EpilogueSm90<32, false, true>;
   static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
@@ -308,7 +309,8 @@ __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
     for (int i = 0; i < P::kBlockSums; ++i) sums[i] *= factor;
     if constexpr (!Config::Weights::kHasEpilogue && Config::kWarps) {
       const int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 16 + lane / 4;
-      StoreTwoColumns<1>(gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
+      StoreTwoColumns<Config::Weights::kSecondColumn>(
+          gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
     } else {
       if constexpr (Config::kWarps) {
         if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums);
@@ -326,8 +328,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = quantized.gemm;
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
+  constexpr bool kStagesScales = Config::kWarps && Config::Weights::kStagesScales;
   if (threadIdx.x == 0) {
-    constexpr int kCopiers = Config::kWarps ? 1 : 1 + Config::Weights::kCopiers;
+    constexpr int kCopiers = kStagesScales    ? 1 + kScaleWarps
+                             : Config::kWarps ? 1
+                                              : 1 + Config::Weights::kCopiers;
     InitRings<Config>(memory, kCopiers, kCopiers);
     Prefetch(&gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
@@ -339,6 +344,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
+    } else if (kStagesScales && warp >= 2) {
+      if constexpr (kStagesScales) {
+        Config::Weights::Staged::template Copy<Config>(quantized, memory, warp - 2);
+      }
     } else if (threadIdx.x % 32 == 0) {
       if constexpr (Config::kWarps) {
         if (warp == 1) CopyTransposedStages<Config>(quantized, memory);
