@@ -108,14 +108,14 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
   if (IsGated(quantized.gemm.epilogue.activation)) {
     using FewRows = QuantizedGatedRows32Sm90<Weights>;
     if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
-    using ManyRows = std::conditional_t<Weights::kOnlySums, QuantizedGatedRows64Sm90<Weights>,
+    using ManyRows = std::conditional_t<Weights::kScalesSums, QuantizedGatedRows64Sm90<Weights>,
                                         QuantizedGatedRows96Sm90<Weights>>;
     return launch(ManyRows{});
   }
   using FewRows = QuantizedRows32Sm90<Weights>;
   if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
   if (plan.tile == 64) return launch(QuantizedRows64Sm90<Weights>{});
-  if constexpr (Weights::kOnlySums) {
+  if constexpr (Weights::kScalesSums) {
     return launch(QuantizedRows128Sm90<Weights>{});
   } else {
     if constexpr (Weights::kX != DType::kF16) {

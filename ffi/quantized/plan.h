@@ -143,18 +143,17 @@ constexpr bool HasScaled(const FormatFacts& format) {
   return format.scale == ScaleType::kScaleAndBias || format.scale == ScaleType::kFloat32;
 }
 
-// Whether float32 scales have to multiply sums, because a value times its scale may be no float16:
-// sums of 128 k need registers, so tiles are smaller.
-constexpr bool HasOnlySums(const FormatFacts& format, const QmmSizes& qmm) {
-  return qmm.half && !qmm.packed && format.scale == ScaleType::kFloat32;
+// Whether scales multiply sums of 128 k: these need registers, so tiles are smaller.
+constexpr bool ScalesSums(const FormatFacts& format, const QmmSizes& qmm) {
+  return !qmm.packed && format.scale == ScaleType::kFloat32;
 }
 
 // The tiles of many rows: 64 or 96 of gated products, 64, 128 or more of others.
 constexpr bool HasTile(const FormatFacts& format, const QmmSizes& qmm, int tile) {
-  const bool only_sums = HasOnlySums(format, qmm);
-  if (qmm.gated) return tile == (only_sums ? 64 : 96);
-  if (tile == 128) return !qmm.half || only_sums;
-  return tile == 64 || (tile == kMostQmmRows && !only_sums);
+  const bool sums = ScalesSums(format, qmm);
+  if (qmm.gated) return tile == (sums ? 64 : 96);
+  if (tile == 128) return !qmm.half || sums;
+  return tile == 64 || (tile == kMostQmmRows && !sums);
 }
 
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A

@@ -55,8 +55,7 @@ def test_values(rng, dtype, n, k, block, sizes):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [5, 40, 100, 150])
 def test_scales_of_any_bits(rng, dtype, rows):
-    """Scales multiply sums, so neither their bits nor their sizes are lost. Large tiles of bfloat16
-    x round the product of code and scale."""
+    """Scales multiply sums, so neither their bits nor their sizes are lost."""
     q = weight(rng, 256, 512, (128, 128))
     q = dataclasses.replace(q, scales=q.scales * jnp.asarray(rng.uniform(1, 2, q.scales.shape)))
     scales = q.scales.astype("float32").at[1].set(2.0**45).at[2].multiply(2.0**-40)
@@ -64,10 +63,9 @@ def test_scales_of_any_bits(rng, dtype, rows):
     x, sizes = oracle.random(rng, (8 * rows, 512), dtype), jnp.full(8, rows)
     f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, sizes, preferred_element_type="float32"))
     got, want = oracle.f64(f(x, q)), oracle.grouped_qmm(x, q, np.asarray(sizes))
-    rounds = dtype == "bfloat16" and rows > 128
     for group in range(8):
         of = slice(group * rows, (group + 1) * rows)
-        oracle.assert_close(got[of], want[of], tolerance=4e-3 if rounds else 2e-6)
+        oracle.assert_close(got[of], want[of], tolerance=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

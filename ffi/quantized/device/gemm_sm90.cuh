@@ -238,9 +238,9 @@ struct QuantizedProducts {
                                                          : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
   static constexpr bool kFewRows = kBlocks * kRows <= 64;
-  // Scales multiply sums of a stage, where there are registers for these, too.
-  template <int kN>
-  static constexpr bool kScalesSums = Config::Weights::kScalesSums && kBlocks * kN <= 128;
+  // Scales multiply sums of a stage, for which there are registers, too.
+  static constexpr bool kSums = Config::Weights::kScalesSums;
+  static_assert(!kSums || kBlocks * kRows <= 128);
   // Codes of a stage are not loaded all at once: with two blocks per SM registers are few.
   static constexpr bool kLoadsLate = Config::kBlocksPerSm >= Config::Weights::kLoadsLateFrom;
 
@@ -251,9 +251,7 @@ struct QuantizedProducts {
     const int column = work.out_column + 64 * group;
     Reader first_block(quantized, work, column);
     Reader second_block(quantized, work, column + quantized.gemm.n / 2);
-    constexpr bool kSums = kScalesSums<kN>;
     constexpr ScaleRange kRange = kSums ? ScaleRange::kSums : ScaleRange::kAny;
-    static_assert(kSums || !Config::Weights::kOnlySums);
     uint32_t a[2][4 * kSteps];
     float parts[kBlocks][kSums ? kN / 2 : 1];  // sums of a stage
 #pragma unroll
@@ -267,6 +265,10 @@ struct QuantizedProducts {
     for (int slice = 0; slice < slices; slice += Config::kSlices) {
       Wait(&memory.full[here.index], here.parity);
       const uint64_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      if constexpr (kSums) {
+        first_block.template NextScales<kRange>(0);
+        if (kBlocks == 2) second_block.template NextScales<kRange>(0);
+      }
       typename Reader::Words words[Config::kSlices][kBlocks];
       const auto load = [&](int s, int b) {
         words[s][b] = (b == 0 ? first_block : second_block)

@@ -59,10 +59,7 @@ struct LinearWeights {
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;
-  // Whether scales may multiply sums of 128 k, and, since a value times its scale may be no
-  // float16, must do so.
   static constexpr bool kScalesSums = Codes::kScalesSums;
-  static constexpr bool kOnlySums = kScalesSums && kHalf;
   static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
@@ -197,12 +194,7 @@ struct LinearWeights {
     template <bool, ScaleRange kRange>
     __device__ Words Load(const char* codes, const char*, int slice) {
       Words words;
-      if (slice % 2 == 0) {
-        const auto& next = next_[slice / 2 % kAhead];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) now_[r] = Codes::template Word<kRange>(next[r]);
-        LoadScales(slice / 2 % kAhead);
-      }
+      if (!kScalesSums && slice % 2 == 0) NextScales<kRange>(slice);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const char* stage = codes + slice / 2 * kCodeBytes;
@@ -233,7 +225,16 @@ struct LinearWeights {
       }
     }
 
-    // kSums: the scale of column r, of the 128 k that were loaded last.
+    // Takes the scales of slice `slice` and the next one.
+    template <ScaleRange kRange>
+    __device__ void NextScales(int slice) {
+      const auto& next = next_[slice / 2 % kAhead];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) now_[r] = Codes::template Word<kRange>(next[r]);
+      LoadScales(slice / 2 % kAhead);
+    }
+
+    // kSums: the scale of column r, of the 128 k that were taken last.
     __device__ float Scale(int r) const { return AsFloat(now_[r]); }
 
    private:

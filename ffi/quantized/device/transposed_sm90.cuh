@@ -330,10 +330,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
   constexpr bool kStagesScales = Config::kWarps && Config::Weights::kStagesScales;
   if (threadIdx.x == 0) {
-    constexpr int kCopiers = kStagesScales    ? 1 + kScaleWarps
-                             : Config::kWarps ? 1
-                                              : 1 + Config::Weights::kCopiers;
-    InitRings<Config>(memory, kCopiers, kCopiers);
+    constexpr int kWarps = kStagesScales ? kScaleWarps : 0;
+    constexpr int kThreads = Config::kWarps ? 1 : 1 + Config::Weights::kCopiers;
+    InitRings<Config>(memory, kThreads + kWarps * kArrivingLanes, kThreads + kWarps);
     Prefetch(&gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }

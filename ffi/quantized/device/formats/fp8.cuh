@@ -71,8 +71,8 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
 };
 
 // Codes as they are stored: neighbours are a pair, which one instruction makes float16 of, NaN too.
-// Scales are float32. Where sums are of 128 k (ScaleRange::kSums), scales multiply those, and codes
-// come as the numbers that they are; elsewhere code times scale is rounded once.
+// Scales are float32. They multiply sums of 128 k (ScaleRange::kSums), and codes come as the
+// numbers that they are. In dx, whose sums are of lines, code times scale is rounded once.
 template <>
 struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
   static constexpr int kApart = 1;
