@@ -3,8 +3,8 @@
 //
 // Layout "linear" is that of QuantizedWeight, with lines along k. Its kernel takes x with columns
 // in another order (jax_groupgemm/_quantized/ordered.py), as many as make whole 128. Of every 128,
-// with d = 16 / bits, or 16 where bits do not divide 16, or 1 in mode fp8, this column comes after
-// that by a, b, j, e, the last of which runs fastest:
+// with d = 16 / bits, or 16 where bits do not divide 16, this column comes after that by a, b, j,
+// e, the last of which runs fastest:
 //   32 * j + 2 * d * a + d * e + b,   a < 16 / d, b < d, j < 4, e < 2.
 //
 // Layout "sm90": tiles of 64 columns (of the result) x 64 k, tiles of k fastest. Thread t of a

@@ -135,9 +135,6 @@ class Fp8(PackedFormat):
     def has_lines(self, q: Quantized) -> bool:
         return prepack.has_lines(q)
 
-    def apart(self, bits: int) -> int:
-        return 1
-
     def attribute_group_size(self, group_size: int) -> int:
         return prepack.BLOCK[1]
 

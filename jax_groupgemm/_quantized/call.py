@@ -75,7 +75,7 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
     }
     of_lines = plan.config.get("of_lines", False)
     if of_lines and not x_is_ordered:
-        x = ordered.of_lines(x, format.of(q).apart(q.bits), product.transpose_w)
+        x = ordered.of_lines(x, q.bits, product.transpose_w)
     assert of_lines or not x_is_ordered
     if plan.target == "jgg_qmm":
         flags["qmm"] = _qmm_flags(metadata, product) | {"planned": of_lines}

@@ -146,10 +146,6 @@ class Format(abc.ABC):
         """Whether the kernels of layout "linear" that take the format take ``q``."""
         return True
 
-    def apart(self, bits: int) -> int:
-        """How far from each other the two codes are that kernels of lines make a pair of."""
-        return 16 if 16 % bits else 16 // bits
-
     def attribute_group_size(self, group_size: int) -> int:
         """``group_size`` as handlers take it."""
         return group_size

@@ -59,8 +59,9 @@ def prepack(
     with scales of another dtype from one); of float32 x beside ``"affine"`` and ``"fp8"`` (from one
     row per matrix on); of ``"affine"`` weights with float32 scales or groups of 16 (from 9, ``dx``
     from one on); ``dx`` of 16-bit cotangents (from 512 per matrix, 2048 with 6 and 8 bits). They
-    need memory for a copy of the weight. Exceptions are mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and ``implementation="sm80"``. The layout
-    may change with this package's version: store the weight as it was.
+    need memory for a copy of the weight. Exceptions are mxfp8, ``nvfp4_grouped_mm`` if K is a
+    multiple of 128, and ``implementation="sm80"``. The layout may change with this package's
+    version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.

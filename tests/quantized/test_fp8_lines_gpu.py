@@ -75,7 +75,8 @@ def test_every_code(dtype):
     codes = jnp.asarray(codes)[None]
     q = jgg.Quantized(
         jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn),
-        jnp.full((1, 1, 2), 0.375, "float32"), mode="fp8", block=(128, 128),
+        jnp.full((1, 1, 2), 0.375, "float32"), mode="fp8", bits=8, group_size=128,
+        block=(128, 128),
     )  # fmt: skip
     want = 0.375 * oracle.f64(q.weight.astype("float32"))[0]
     finite = np.isfinite(want)

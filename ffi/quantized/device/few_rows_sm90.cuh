@@ -111,27 +111,23 @@ struct FewRowsProducts {
     return second_block.AllSmall(memory.scales[stage][kBlocks - 1][group]) && first;
   }
 
-  // A stage whose sums scales multiply, with up to 16 rows at a time: registers are few.
+  // A stage whose sums scales multiply.
   template <int kEights, int kSlices, typename Reader>
   __device__ static uint32_t AddStage(Memory& memory, int group, int index, uint32_t x_first,
                                       Reader& first_block, Reader& second_block, Sums& sums) {
     static_assert(kSlices == 2);  // 128 k
     first_block.template NextScales<ScaleRange::kSums>(0);
     if (kBlocks == 2) second_block.template NextScales<ScaleRange::kSums>(0);
-    constexpr int kTogether = kEights > 2 ? 2 : kEights, kHalf = 4 * kTogether;
-    uint32_t read = 0;
+    Sums parts = {};
+    const uint32_t read = MultiplyStage<kEights, kSlices, ScaleRange::kSums>(
+        memory, group, index, x_first, first_block, second_block, parts);
+    constexpr int kHalf = 4 * kEights;
 #pragma unroll
-    for (int i = 0; i < kEights; i += kTogether) {
-      Sums parts = {};
-      read |= MultiplyStage<kTogether, kSlices, ScaleRange::kSums, kEights>(
-          memory, group, index, x_first + i * 1024, first_block, second_block, parts);
-#pragma unroll
-      for (int j = 0; j < kBlocks * kHalf; ++j) {
-        const float* of = parts[j / kHalf] + j % kHalf;
-        const float part = Chains(kTogether) == 1 ? of[0] : of[0] + of[kHalf];
-        const Reader& reader = j < kHalf ? first_block : second_block;
-        sums[j / kHalf][4 * i + j % kHalf] += reader.Scale(j / 2 % 2) * part;
-      }
+    for (int i = 0; i < kBlocks * kHalf; ++i) {
+      const float* of = parts[i / kHalf] + i % kHalf;
+      const float part = Chains(kEights) == 1 ? of[0] : of[0] + of[kHalf];
+      const Reader& reader = i < kHalf ? first_block : second_block;
+      sums[i / kHalf][i % kHalf] += reader.Scale(i / 2 % 2) * part;
     }
     return read;
   }
@@ -146,8 +142,7 @@ struct FewRowsProducts {
     }
   }
 
-  // kEights of a tile's kAll.
-  template <int kEights, int kSlices, ScaleRange kRange, int kAll = kEights, typename Reader>
+  template <int kEights, int kSlices, ScaleRange kRange, typename Reader>
   __device__ static uint32_t MultiplyStage(Memory& memory, int group, int index, uint32_t x_first,
                                            Reader& first_block, Reader& second_block, Sums& sums) {
     const uint32_t x_stage = x_first + index * sizeof(memory.l[0]);
@@ -158,7 +153,7 @@ struct FewRowsProducts {
       const int s = half / 2;
       uint32_t x[kEights][4];
       const auto load = [&](int i) {
-        const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kAll) + i * 1024;
+        const uint32_t x_slice = x_stage + s * Config::SliceBytes(8 * kEights) + i * 1024;
         LoadMatrices(half % 2 == 0 ? x_slice : x_slice ^ 64, x[i]);
       };
       constexpr bool kLate = kEights > 2;  // there are registers for some of x only

@@ -159,6 +159,9 @@ struct LinearWeights {
         const int64_t line = static_cast<int64_t>(work.weight) * quantized.scale_lines + of_first;
         scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line;
         second_ = (of_second - of_first) * quantized.scale_line;
+        const int block = k / quantized.columns_each;
+        scales_ += block * Codes::kScaleSize;
+        of_block_ = (block + 1) * quantized.columns_each - k;
       } else {
         const int64_t line = static_cast<int64_t>(work.weight) * n + first;
         scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line +
@@ -268,19 +271,24 @@ struct LinearWeights {
 
     // The same of blocks, which have whole 128 columns.
     __device__ void LoadBlockScales(int at) {
-      const int block = (quantized_.elements - left_) / quantized_.columns_each;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const char* from = scales_ + (r == 0 ? 0 : second_) + block * Codes::kScaleSize;
+        const char* from = scales_ + (r == 0 ? 0 : second_);
         next_[at][r][0] = left_ <= 0 ? 0 : __ldg(reinterpret_cast<const uint32_t*>(from));
       }
       left_ -= 128;
+      of_block_ -= 128;
+      if (of_block_ <= 0) {
+        of_block_ += quantized_.columns_each;
+        scales_ += Codes::kScaleSize;
+      }
     }
 
     const QuantizedGemmSm90& quantized_;
-    const char* scales_;  // of the next 128 k of the first column; in blocks, of all its k
+    const char* scales_;  // of the next 128 k of the first column
     int second_;          // bytes to those of the second
     int left_;            // k from this thread's next on
+    int of_block_;        // ... of a block of columns
     typename Codes::Loaded next_[kAhead][2];
     uint32_t now_[2];
     uint32_t line_[2][kBySlices ? 1 : kBits];

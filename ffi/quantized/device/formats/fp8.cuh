@@ -70,12 +70,11 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
   }
 };
 
-// Codes as they are stored: neighbours are a pair, which one instruction makes float16 of, NaN too.
+// Codes as they are stored: one instruction makes float16 of two neighbours, NaN too.
 // Scales are float32. They multiply sums of 128 k (ScaleRange::kSums), and codes come as the
 // numbers that they are. In dx, whose sums are of lines, code times scale is rounded once.
 template <>
 struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
-  static constexpr int kApart = 1;
   static constexpr bool kScalesSums = true;
 
   template <ScaleRange>
@@ -104,7 +103,7 @@ struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
 
  private:
   __device__ static uint32_t Halves(const uint32_t* codes, int p) {
-    return HalvesOfE4M3(codes[p / 2], p % 2);
+    return HalvesOfE4M3(Permute(codes[p / 2], 0, 0x3120), p % 2);
   }
 
   __device__ static void Values(const uint32_t* codes, int p, float (&values)[2]) {
