@@ -41,6 +41,10 @@ template <typename Weights>
 struct QuantizedGatedRows96Sm90 : device::QuantizedTraitsSm90<Weights> {
   static constexpr int kRows = 96, kBlocks = 2, kMostStages = 4;
 };
+template <typename Weights>
+struct QuantizedGatedRows64Sm90 : device::QuantizedTraitsSm90<Weights> {
+  static constexpr int kRows = 64, kBlocks = 2, kMostStages = 4;
+};
 
 template <typename Weights>
 struct ScaledTilesSm90 : device::ScaledTraitsSm90<Weights> {
@@ -106,15 +110,21 @@ cudaError_t LaunchQuantizedTilesSm90(cudaStream_t stream, QuantizedGemmSm90& qua
   if (IsGated(quantized.gemm.epilogue.activation)) {
     using FewRows = QuantizedGatedRows32Sm90<Weights>;
     if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
-    return launch(QuantizedGatedRows96Sm90<Weights>{});
+    using ManyRows = std::conditional_t<Weights::kScalesSums, QuantizedGatedRows64Sm90<Weights>,
+                                        QuantizedGatedRows96Sm90<Weights>>;
+    return launch(ManyRows{});
   }
   using FewRows = QuantizedRows32Sm90<Weights>;
   if (plan.tile == 32) return LaunchFewRowsSm90<FewRows>(stream, quantized, plan, operands);
   if (plan.tile == 64) return launch(QuantizedRows64Sm90<Weights>{});
-  if constexpr (Weights::kX != DType::kF16) {
-    if (plan.tile == 128) return launch(QuantizedRows128Sm90<Weights>{});
+  if constexpr (Weights::kScalesSums) {
+    return launch(QuantizedRows128Sm90<Weights>{});
+  } else {
+    if constexpr (Weights::kX != DType::kF16) {
+      if (plan.tile == 128) return launch(QuantizedRows128Sm90<Weights>{});
+    }
+    return launch(QuantizedMostRowsSm90<Weights>{});
   }
-  return launch(QuantizedMostRowsSm90<Weights>{});
 }
 
 template <typename Weights, bool kGated, int kEights, bool kPairs = false>
@@ -190,7 +200,7 @@ cudaError_t LaunchLinearInstanceSm90(cudaStream_t stream, QuantizedGemmSm90& qua
                                      const rules::QmmPlanSm90& plan, const OperandsSm90& operands) {
   using Format = FormatTraits<kMode, kBits>;
   if (operands.dtype == DType::kF16) {
-    if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
+    if constexpr (kHasHalfLines<Format>) {
       using Half = device::LinearWeights<kMode, kBits, DType::kF16>;
       return LaunchQuantizedTilesSm90<Half>(stream, quantized, plan, operands);
     }

@@ -154,6 +154,24 @@ inline QmmPlanSm90 PlanTransposedSm90(const QmmSizes& qmm, const QmmRows& of) {
   return {QmmWay::kTiles, kMostQmmRows};
 }
 
+// Whether a weight of this format may be multiplied without being rounded.
+constexpr bool HasScaled(const FormatFacts& format) {
+  return format.scale == ScaleType::kScaleAndBias || format.scale == ScaleType::kFloat32;
+}
+
+// Whether scales multiply sums of 128 k: these need registers, so tiles are smaller.
+constexpr bool ScalesSums(const FormatFacts& format, const QmmSizes& qmm) {
+  return !qmm.packed && format.scale == ScaleType::kFloat32;
+}
+
+// The tiles of many rows: 64 or 96 of gated products, 64, 128 or more of others.
+constexpr bool HasTile(const FormatFacts& format, const QmmSizes& qmm, int tile) {
+  const bool sums = ScalesSums(format, qmm);
+  if (qmm.gated) return tile == (sums ? 64 : 96);
+  if (tile == 128) return !qmm.half || sums;
+  return tile == 64 || (tile == kMostQmmRows && !sums);
+}
+
 // Rows of a tile: 32 or 64 where there are few, so that many stages of weights are under way. A
 // segment that has more than a tile decodes its weights again, so tiles are larger than the
 // average. Up to 8 rows warps multiply by themselves.
@@ -163,11 +181,10 @@ inline QmmPlanSm90 PlanQmmSm90(const FormatFacts& format, const QmmSizes& qmm, c
   if (qmm.packed && !qmm.half && DirectPays(qmm, of)) return PlanDirectSm90(qmm, of);
   const int64_t rows = RowsPerSegment(of.rows, of.segments);
   if (rows > 24) {
-    const int tile = qmm.gated                  ? 96
-                     : rows <= 52               ? 64
-                     : rows <= 104 && !qmm.half ? 128
-                                                : kMostQmmRows;
-    return {QmmWay::kTiles, tile};
+    if (qmm.gated) return {QmmWay::kTiles, HasTile(format, qmm, 96) ? 96 : 64};
+    const int most = HasTile(format, qmm, kMostQmmRows) ? kMostQmmRows : 128;
+    const bool some = rows <= 104 && HasTile(format, qmm, 128);
+    return {QmmWay::kTiles, rows <= 52 ? 64 : some ? 128 : most};
   }
   if (rows > 8 && !qmm.half && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)) {
     return {QmmWay::kTiles, 32};
@@ -182,11 +199,6 @@ inline std::string NoKernelFollows(const QmmPlanSm90& plan) {
          (plan.pairs ? ", in pairs" : "");
 }
 
-// Whether a weight of this format may be multiplied without being rounded.
-constexpr bool HasScaled(const FormatFacts& format) {
-  return format.scale == ScaleType::kScaleAndBias || format.scale == ScaleType::kFloat32;
-}
-
 inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& format,
                                     const QmmSizes& qmm) {
   if (qmm.gated) return "a gated activation of a weight that is quantized along N";
@@ -199,7 +211,7 @@ inline Reason TransposedPlanProblem(const QmmPlanSm90& plan, const FormatFacts& 
                         : plan.tile == kTransposedScaledRows  ? qmm.scaled == kMostScaledPlanes
                                                               : false);
   }
-  has &= qmm.packed || (plan.way != QmmWay::kScaled && !qmm.half);
+  has &= qmm.packed || (plan.way != QmmWay::kScaled && (!qmm.half || HasScaled(format)));
   if (has && plan.parts == 1 && !plan.pairs) return std::nullopt;
   return NoKernelFollows(plan);
 }
@@ -230,9 +242,8 @@ inline Reason PlanQmmProblem(const QmmPlanSm90& plan, const FormatFacts& format,
       has = tile == 32 && (plan.parts == 1 || (plan.parts == 2 && !qmm.gated)) && !plan.pairs;
       break;
     case QmmWay::kTiles:
-      has = tile == 32  ? !qmm.half && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)
-            : qmm.gated ? tile == 96
-                        : tile == 64 || (tile == 128 && !qmm.half) || tile == kMostQmmRows;
+      has = tile == 32 ? !qmm.half && !AlwaysWarps(qmm.packed, format.bits, format.packed_by_warps)
+                       : HasTile(format, qmm, tile);
       has &= plan.parts == 1 && !plan.pairs;
   }
   if (has) return std::nullopt;

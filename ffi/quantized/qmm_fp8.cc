@@ -18,7 +18,9 @@ static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBu
                              ffi::AnyBuffer out, BlockAttrs block, bool transpose_w,
                              QmmArgs* args) {
   QuantizedWeight& w = args->w;
-  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
+  if (x.element_type() != ffi::F16) {
+    JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16 or float16"));
+  }
   JGG_RETURN_IF_ERROR(CheckFloat(kOp, "out", out.element_type()));
   JGG_RETURN_IF_ERROR(BindFp8Weight(kOp, weight, scales, block, 128, &w));
   const int64_t n = args->n = transpose_w ? w.lines : w.elements;
@@ -33,7 +35,7 @@ static ffi::Error BindQmmFp8(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBu
   args->planned = args->in_order = true;
   args->transpose_w = transpose_w;
   args->out = out.untyped_data();
-  args->dtype = DType::kBF16;
+  args->dtype = *ToDType(x.element_type());
   args->out_dtype = *ToDType(out.element_type());
   args->rows_x = x.dimensions()[0];
   args->rows_y = out.dimensions()[0];
@@ -62,10 +64,10 @@ static ffi::Error QmmFp8(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
     return Unimplemented(kOp, *reason);
   }
   rules::QmmPlanSm90 plan;
-  JGG_RETURN_IF_ERROR(
-      BindPlan(kOp, plan_attrs, args.w.coding,
-               {args.k, args.n, IsGated(args.epilogue.activation), false, !transpose_w},
-               args.rows_x, args.rows_y, args.metadata, &plan));
+  JGG_RETURN_IF_ERROR(BindPlan(kOp, plan_attrs, args.w.coding,
+                               {args.k, args.n, IsGated(args.epilogue.activation), false,
+                                !transpose_w, args.dtype == DType::kF16},
+                               args.rows_x, args.rows_y, args.metadata, &plan));
   return FromCuda(kOp, qmm_sm90(stream, args, plan));
 }
 

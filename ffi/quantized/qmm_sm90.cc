@@ -28,8 +28,9 @@ std::optional<std::string> qmm_sm90_unsupported(const QmmArgs& args, int compute
   rules::QmmShape shape{args.w.elements, coding.bits};
   shape.bfloat16_x = args.dtype == DType::kBF16;
   shape.bfloat16_scales = !coding.HasFloatScales() || coding.scale_dtype == DType::kBF16;
-  shape.half =
-      args.dtype == DType::kF16 && coding.HasFloatScales() && coding.scale_dtype == DType::kF16;
+  const bool half_scales =
+      coding.HasFloatScales() ? coding.scale_dtype == DType::kF16 : coding.mode == Mode::kFp8;
+  shape.half = args.dtype == DType::kF16 && half_scales;
   shape.transpose_w = args.transpose_w;
   shape.in_order = args.in_order;
   shape.has_options = args.epilogue.Any();

@@ -50,7 +50,7 @@ struct QmmShape {
   int bits;      // of a code
   bool bfloat16_x = true;
   bool bfloat16_scales = true;  // or scales are bytes
-  bool half = false;            // not so: x, scales and biases are float16
+  bool half = false;            // not so: x, and scales and biases of 16 bits, are float16
   bool transpose_w = true;      // w is quantized along K
   bool has_options = false;     // more than a product
   bool in_order = true;         // the segments' rows in the result are ascending and disjoint
@@ -59,7 +59,6 @@ struct QmmShape {
 inline Reason QmmSm90Problem(const QmmShape& qmm) {
   if (!qmm.half && !qmm.bfloat16_x) return "x is not bfloat16, or float16 beside float16 scales";
   if (!qmm.in_order) return "segments may overlap or come in any order";
-  if (!qmm.transpose_w && qmm.half) return "w is quantized along N, which takes no float16 x";
   if (!qmm.transpose_w && qmm.has_options) return "w is quantized along N, which has no options";
   if (!qmm.half && !qmm.bfloat16_scales) return "scales are not bfloat16";
   // Lines of codes are whole 16 bytes.

@@ -72,7 +72,13 @@ cudaError_t LaunchTransposedInstanceSm90(cudaStream_t stream, QuantizedGemmSm90&
                                          const rules::QmmPlanSm90& plan,
                                          const OperandsSm90& operands) {
   if (quantized.packed.codes == nullptr) {
-    if constexpr (FormatTraits<kMode, kBits>::kHasLinesSm90) {
+    using Format = FormatTraits<kMode, kBits>;
+    if (operands.dtype == DType::kF16) {
+      if constexpr (kHasHalfLines<Format>) {
+        using Half = device::TransposedLines<kMode, kBits, DType::kF16>;
+        return LaunchTransposedTilesSm90<Half>(stream, quantized, plan, operands);
+      }
+    } else if constexpr (Format::kHasLinesSm90) {
       using Weights = device::TransposedLines<kMode, kBits>;
       return LaunchTransposedTilesSm90<Weights>(stream, quantized, plan, operands);
     }

@@ -42,7 +42,7 @@ _REPACK_FROM_ROWS, _REPACK_FROM_ROWS_WIDE = 1024, 2048  # wide: from 6 bits on
 _REPACK_HALF_FROM_ROWS = 1
 # ... of 16-bit x beside float32 scales or groups of 16, which the generic kernel of few rows takes.
 _REPACK_SCALED_FROM_ROWS = 9
-# ... of bfloat16 x and a weight of few bits that is quantized along N.
+# ... of 16-bit x and a weight of few bits that is quantized along N.
 _REPACK_TRANSPOSED_FROM_ROWS = 512
 # Rows per matrix up to which Hopper's kernel of stored weights, with float16 x in two bfloat16
 # parts, is faster than packing the weight.
@@ -220,7 +220,7 @@ def _repack_from(p: Qmm) -> int:
     if not p.transpose_w:
         if as_stored_sm90(p):
             return 1
-        if p.dtypes[0] == "float16":
+        if dense.qmm_planes(p) == 2:
             return _PLANES_UP_TO_ROWS
         return _REPACK_TRANSPOSED_FROM_ROWS if p.bits < 6 else _REPACK_FROM_ROWS_WIDE
     if p.dtypes[0] != "float32" and dense.qmm_scaled(p, packed=True):
@@ -248,7 +248,7 @@ def as_stored_sm90(p: Qmm) -> str | None:
 
 def _fp8_as_stored(p: Qmm) -> str | None:
     if not p.as_stored:
-        return "needs bfloat16 x, codes e4m3 in blocks of whole 128 columns"
+        return "needs 16-bit x, codes e4m3 in blocks of whole 128 columns"
     return as_stored_sm90(p) or dense.in_parts(p)
 
 
@@ -394,14 +394,14 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         Kernel(
             "sm90", "jgg_qmm", as_stored_sm90, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False), pays=_planes_pay,
-            needs="bfloat16 x, or float16 x beside float16 scales with transpose_w, or modes "
+            needs="bfloat16 x, or float16 x beside float16 scales, or modes "
             "mxfp4, mxfp8, nvfp4; weights as stored, affine groups of 32 or more; K * bits % 128 "
             "== 0 with transpose_w, else N * bits, and no options",
         ),
         Kernel(
             "sm90", "jgg_qmm_fp8", _fp8_as_stored, _qmm_fuses_sm90,
             config=functools.partial(_qmm_config_sm90, packed=False),
-            needs="mode fp8, bfloat16 x; codes e4m3 in blocks of whole 128 columns; K % 16 == 0 "
+            needs="mode fp8, 16-bit x; codes e4m3 in blocks of whole 128 columns; K % 16 == 0 "
             "with transpose_w, else N % 16 == 0, and no options",
         ),
         # Named, "sm90" also takes what only the generic kernel runs.

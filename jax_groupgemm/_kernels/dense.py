@@ -87,7 +87,7 @@ def _decodes_halves(p: Qmm) -> bool:
 
 def lines_of_halves(p: Qmm) -> bool:
     """Whether Hopper's kernel of weights as they are stored takes float16 x as it is."""
-    return p.transpose_w and p.in_groups and p.scalable and _decodes_halves(p)
+    return p.as_stored and p.scalable and _decodes_halves(p)
 
 
 def qmm_scaled(p: Qmm, *, packed: bool) -> bool:

@@ -146,9 +146,8 @@ class Qmm(Fused):
     @property
     def as_stored(self) -> bool:
         """Whether a kernel reads its codes as they are stored."""
-        calls, bfloat16 = self.calls or (), self.dtypes[0] == "bfloat16"
-        fp8 = "jgg_qmm_fp8" in calls and self.lines and bfloat16
-        return self.in_groups or fp8
+        fp8 = "jgg_qmm_fp8" in (self.calls or ()) and self.lines
+        return self.in_groups or (fp8 and self.dtypes[0] in HALVES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

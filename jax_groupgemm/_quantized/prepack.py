@@ -58,10 +58,10 @@ def prepack(
     2048 with 6 and 8 bits); of float16 x (nvfp4 and mxfp4 from 32 rows per matrix on, ``"affine"``
     with scales of another dtype from one); of float32 x beside ``"affine"`` and ``"fp8"`` (from one
     row per matrix on); of ``"affine"`` weights with float32 scales or groups of 16 (from 9, ``dx``
-    from one on); ``dx`` of bfloat16 cotangents (from 512 per matrix, 2048 with 6 and 8 bits); those
-    of float16 x in mode ``"fp8"`` always. They need memory for a copy of the weight. Exceptions are
-    mxfp8, ``nvfp4_grouped_mm`` if K is a multiple of 128, and ``implementation="sm80"``. The layout
-    may change with this package's version: store the weight as it was.
+    from one on); ``dx`` of 16-bit cotangents (from 512 per matrix, 2048 with 6 and 8 bits). They
+    need memory for a copy of the weight. Exceptions are mxfp8, ``nvfp4_grouped_mm`` if K is a
+    multiple of 128, and ``implementation="sm80"``. The layout may change with this package's
+    version: store the weight as it was.
 
     Args:
       w: a :class:`Quantized` ``(..., N, K)``.

@@ -20,7 +20,7 @@ needs_extension = pytest.mark.skipif(
 def program():
     program = host_program.build("plans")
     program.plans.restype = ctypes.c_int64
-    for name in ("problem", "of_mm", "of_qmm", "of_scaled"):
+    for name in ("problem", "of_mm", "of_qmm", "of_blocks", "of_scaled"):
         getattr(program, name).restype = ctypes.c_char_p
     return program
 
@@ -122,6 +122,20 @@ TILES, WARPS, DIRECT = range(3)
 def test_a_plan_of_quantized_weights_that_no_kernel_follows(program, plan, why):
     *numbers, segments = plan
     assert program.of_qmm(*numbers, ctypes.c_int64(segments)).decode() == (why or "")
+
+
+@host_program.needs_compiler
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("tile", [64, 96, 128, 192])
+def test_plans_of_blocks_as_stored(program, tile, half):
+    """Scales multiply sums, which need registers: tiles are smaller."""
+    why = f"no kernel follows the plan: way 'tiles', tile {tile}, parts 1"
+    found = program.of_blocks(tile, False, False, half).decode()
+    assert found == ("" if tile in (64, 128) else why)
+    gated = program.of_blocks(tile, True, False, half).decode()
+    assert gated == ("" if tile == 64 else why)
+    along_n = program.of_blocks(tile, False, True, half).decode()
+    assert along_n == ("" if tile == 192 else why)
 
 
 AFFINE, FP8, MXFP8 = (host_program.mode_number(mode) for mode in ("affine", "fp8", "mxfp8"))
@@ -251,3 +265,16 @@ def test_float32_cotangents_carry_theirs(hopper, packed):
         f = lambda x, w, s=sizes: jgg.grouped_qmm(x, w, s, transpose_w=False)
         (plan,) = plans(f, array(rows, 1024, dtype="float32"), w)
         assert (plan["way"], plan["tile"], plan["planes"]) == ("scaled", tile, planes)
+
+
+@needs_extension
+@pytest.mark.parametrize(("rows", "tile"), [(8, "32"), (30, "64"), (100, "128"), (500, "128")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_beside_blocks_carry_theirs(hopper, dtype, rows, tile):
+    make = lambda w: jgg.quantize(w, mode="fp8", block=(128, 128), contract=-1)
+    w, x = jax.eval_shape(make, array(8, 1024, 512)), array(8 * rows, 512, dtype=dtype)
+    (plan,) = plans(lambda x, w: jgg.grouped_qmm(x, w, jnp.full(8, rows)), x, w)
+    assert plan["tile"] == tile
+    f = lambda x, w: jgg.grouped_qmm(x, w, jnp.full(8, rows), activation="swiglu")
+    (plan,) = plans(f, x, w)
+    assert plan["tile"] == ("32" if rows == 8 else "64")

@@ -82,7 +82,8 @@ def test_qmm(rules, bits):
     assert problem(bfloat16_x=False) == neither
     half = {"half": True, "bfloat16_x": False, "bfloat16_scales": False}
     assert problem(**half, has_options=True) is None
-    assert problem(**half, transpose_w=False) == "w is quantized along N, which takes no float16 x"
+    assert problem(**half, transpose_w=False) is None
+    assert problem(**half, transpose_w=False, has_options=True) == along_n
 
 
 def test_nvfp4(rules):

@@ -46,8 +46,9 @@ static void OfWgrad(int64_t a, int64_t b, int64_t groups, int bits) {
 static void OfQmm(int64_t rows, int64_t segments, int64_t k, int64_t n, int bits) {
   for (const FormatFacts& format : kFormats) {
     QmmSizes qmm{64 * k, 64 * n, (bits & 1) != 0, (bits & 2) != 0};
-    qmm.transposed = qmm.packed && !qmm.gated && (bits & 8) != 0;
-    qmm.half = (bits & 16) != 0;
+    qmm.transposed = !qmm.gated && (bits & 8) != 0;
+    // Lines of exact values have no float16 x there.
+    qmm.half = (bits & 16) != 0 && (qmm.packed || !qmm.transposed || HasScaled(format));
     const QmmRows of{rows + (bits == 7), rows, segments, (bits & 4) != 0, bits == 6};
     Note(PlanQmmProblem(PlanQmmSm90(format, qmm, of), format, qmm, of));
     if (!HasScaled(format) || !qmm.packed || qmm.gated || qmm.half) continue;
@@ -100,6 +101,14 @@ extern "C" const char* of_qmm(int way, int tile, int parts, bool pairs, bool gat
   const QmmRows of{12, 12, segments};
   last = PlanQmmProblem({static_cast<QmmWay>(way), tile, parts, pairs}, format,
                         {512, 512, gated, packed, transposed}, of)
+             .value_or("");
+  return last.c_str();
+}
+
+// ... of codes in blocks as they are stored.
+extern "C" const char* of_blocks(int tile, bool gated, bool transposed, bool half) {
+  const QmmSizes qmm{512, 512, gated, false, transposed, half};
+  last = PlanQmmProblem({QmmWay::kTiles, tile}, FactsOf(Mode::kFp8, 8), qmm, {512, 512, 4})
              .value_or("");
   return last.c_str();
 }

@@ -68,17 +68,23 @@ def test_values(rng, mode, bits, group, rows):
     assert not np.asarray(packed)[sizes.sum() :].any()
 
 
+AFFINE = [form for form in FORMATS if form[0] == "affine"]
+HALVES = [("float16", *form) for form in (FORMATS[0], *AFFINE)]
+
+
 @pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
-def test_lines_of_any_size(rng, mode, bits, group, rows):
+@pytest.mark.parametrize(
+    ("dtype", "mode", "bits", "group"), [*(("bfloat16", *form) for form in FORMATS), *HALVES]
+)
+def test_lines_of_any_size(rng, mode, bits, group, dtype, rows):
     """Weights as they are stored have lines that are no whole 64, of codes that are no whole 128;
     a global scale, an offset, and rows whose groups are elsewhere."""
     sizes, n = SIZES[rows], 200
     k = {128: 640, 64: 448}.get(group, 352)
     if bits % 4:
         k = 384
-    q = weight(rng, mode, bits, group, 6, n, k)
-    x = oracle.random(rng, (sizes.sum() + 5, n), "bfloat16")
+    q = weight(rng, mode, bits, group, 6, n, k, dtype)
+    x = oracle.random(rng, (sizes.sum() + 5, n), dtype)
     f = lambda x, q: product(x, q, sizes, group_offset=3, preferred_element_type="float32")
     out, kernels = run(jax.jit(f), x, q)
     assert_ran(kernels, 1)
@@ -89,15 +95,18 @@ def test_lines_of_any_size(rng, mode, bits, group, rows):
     assert not np.asarray(out)[end:].any()
 
 
-@pytest.mark.parametrize(("group", "k"), [(64, 512), (128, 640), (128, 512), (64, 320)])
+@pytest.mark.parametrize(
+    ("group", "k"), [(64, 512), (128, 640), (128, 512), (64, 320), (32, 352), (32, 256)]
+)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_affine_scales_of_large_groups(rng, bits, group, k):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_affine_scales_of_groups(rng, dtype, bits, group, k):
     """A NaN scale or bias reaches the columns of its group alone."""
     if k * bits % 128:
         k = 640 if group == 128 else 384
     sizes, n = SIZES["few"], 200
-    q = weight(rng, "affine", bits, group, len(sizes), n, k)
-    x = oracle.random(rng, (sizes.sum(), n), "bfloat16")
+    q = weight(rng, "affine", bits, group, len(sizes), n, k, dtype)
+    x = oracle.random(rng, (sizes.sum(), n), dtype)
     f = jax.jit(lambda x, q: product(x, q, sizes, preferred_element_type="float32"))
     out, kernels = run(f, x, q)
     assert_ran(kernels, 1)
@@ -111,17 +120,27 @@ def test_affine_scales_of_large_groups(rng, bits, group, k):
         np.testing.assert_array_equal(got[~hit], good[~hit])
 
 
-def test_blocks_of_one_line(rng):
-    """Mode fp8 with a scale for each line and 128 codes."""
+@pytest.mark.parametrize("rows", [40, 7])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_blocks_of_one_line(rng, dtype, rows):
+    """Mode fp8 with a scale for each line and 128 codes; a NaN stays in its column."""
     w = oracle.random(rng, (3, 200, 384))
     q = jgg.fp8_quantize(jnp.asarray(w), block=(1, 128))
-    sizes = np.array([40, 0, 5])
-    x = oracle.random(rng, (45, 200), "bfloat16")
+    sizes = np.array([rows, 0, 5])
+    x = oracle.random(rng, (rows + 5, 200), dtype)
     f = lambda x, q: product(x, q, sizes, preferred_element_type="float32")
     out, kernels = run(jax.jit(f), x, q)
     assert_ran(kernels, 1)
-    # Weights are rounded to bfloat16.
-    oracle.assert_close(out, oracle.grouped_qmm(x, q, sizes, transpose_w=False), tolerance=4e-3)
+    # Weights are rounded to 16 bits.
+    tolerance = 4e-3 if dtype == "bfloat16" else 5e-4
+    want = oracle.grouped_qmm(x, q, sizes, transpose_w=False)
+    oracle.assert_close(out, want, tolerance=tolerance)
+    codes = jax.lax.bitcast_convert_type(q.weight, jnp.uint8).at[2, 7, 101].set(0xFF)
+    bad = dataclasses.replace(q, weight=jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn))
+    good, got = (oracle.f64(jax.jit(f)(x, w)) for w in (q, bad))
+    hit = (np.arange(rows + 5) >= rows)[:, None] & (np.arange(384) == 101)
+    assert np.isnan(got[hit]).all()
+    np.testing.assert_array_equal(got[~hit], good[~hit])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -75,7 +75,10 @@ struct FewRowsProducts {
         read = MultiplyStage<kEights, kSlices, scales.value>(memory, group, at.index, x_first,
                                                              first_block, second_block, sums);
       };
-      if constexpr (!kAsks) {
+      if constexpr (Weights::kScalesSums) {
+        read = AddStage<kEights, kSlices>(memory, group, at.index, x_first, first_block,
+                                          second_block, sums);
+      } else if constexpr (!kAsks) {
         multiply(AnyScales{});
       } else if (AllSmall(memory, group, at.index, first_block, second_block)) {
         multiply(SmallScales{});
@@ -88,7 +91,7 @@ struct FewRowsProducts {
       Release<Config>(memory, at.index + ZeroAfter(read));
       at.Next();
     }
-    if constexpr (Chains(kEights) == 2) {
+    if constexpr (Chains(kEights) == 2 && !Weights::kScalesSums) {
       constexpr int kHalf = 4 * kEights;
 #pragma unroll
       for (int i = 0; i < kHalf * kBlocks; ++i) {
@@ -106,6 +109,27 @@ struct FewRowsProducts {
     const bool first = first_block.AllSmall(memory.scales[stage][0][group]);
     if constexpr (kBlocks == 1) return first;
     return second_block.AllSmall(memory.scales[stage][kBlocks - 1][group]) && first;
+  }
+
+  // A stage whose sums scales multiply.
+  template <int kEights, int kSlices, typename Reader>
+  __device__ static uint32_t AddStage(Memory& memory, int group, int index, uint32_t x_first,
+                                      Reader& first_block, Reader& second_block, Sums& sums) {
+    static_assert(kSlices == 2);  // 128 k
+    first_block.template NextScales<ScaleRange::kSums>(0);
+    if (kBlocks == 2) second_block.template NextScales<ScaleRange::kSums>(0);
+    Sums parts = {};
+    const uint32_t read = MultiplyStage<kEights, kSlices, ScaleRange::kSums>(
+        memory, group, index, x_first, first_block, second_block, parts);
+    constexpr int kHalf = 4 * kEights;
+#pragma unroll
+    for (int i = 0; i < kBlocks * kHalf; ++i) {
+      const float* of = parts[i / kHalf] + i % kHalf;
+      const float part = Chains(kEights) == 1 ? of[0] : of[0] + of[kHalf];
+      const Reader& reader = i < kHalf ? first_block : second_block;
+      sums[i / kHalf][i % kHalf] += reader.Scale(i / 2 % 2) * part;
+    }
+    return read;
   }
 
   template <int kEights>

@@ -244,6 +244,9 @@ struct QuantizedProducts {
                                                          : 4;
   static constexpr int kUnits = kSliceSm90 / 16 / kSteps;
   static constexpr bool kFewRows = kBlocks * kRows <= 64;
+  // Scales multiply sums of a stage, for which there are registers, too.
+  static constexpr bool kSums = Config::Weights::kScalesSums;
+  static_assert(!kSums || kBlocks * kRows <= 128);
   // Codes of a stage are not loaded all at once: with two blocks per SM registers are few.
   static constexpr bool kLoadsLate = Config::kBlocksPerSm >= Config::Weights::kLoadsLateFrom;
 
@@ -254,7 +257,9 @@ struct QuantizedProducts {
     const int column = work.out_column + 64 * group;
     Reader first_block(quantized, work, column);
     Reader second_block(quantized, work, column + quantized.gemm.n / 2);
+    constexpr ScaleRange kRange = kSums ? ScaleRange::kSums : ScaleRange::kAny;
     uint32_t a[2][4 * kSteps];
+    float parts[kBlocks][kSums ? kN / 2 : 1];  // sums of a stage
 #pragma unroll
     for (int i = 0; i < kBlocks * kN / 2; ++i) sums[i / (kN / 2)][i % (kN / 2)] = 0.0f;
     // The same in all lanes, so that they can be uniform registers.
@@ -266,11 +271,14 @@ struct QuantizedProducts {
     for (int slice = 0; slice < slices; slice += Config::kSlices) {
       Wait(&memory.full[here.index], here.parity);
       const uint64_t l_stage = l_first + here.index * (sizeof(memory.l[0]) >> 4);
+      if constexpr (kSums) {
+        first_block.template NextScales<kRange>(0);
+        if (kBlocks == 2) second_block.template NextScales<kRange>(0);
+      }
       typename Reader::Words words[Config::kSlices][kBlocks];
       const auto load = [&](int s, int b) {
-        words[s][b] =
-            (b == 0 ? first_block : second_block)
-                .template Load<kFewRows, ScaleRange::kAny>(memory.codes[here.index][b][group],
+        words[s][b] = (b == 0 ? first_block : second_block)
+                          .template Load<kFewRows, kRange>(memory.codes[here.index][b][group],
                                                            memory.scales[here.index][b][group], s);
       };
 #pragma unroll
@@ -283,26 +291,40 @@ struct QuantizedProducts {
         const int first = unit % kUnits * kSteps;
         if (kLoadsLate && first == 0) load(s, b);
         (b == 0 ? first_block : second_block)
-            .template Read<kSteps, kFewRows, ScaleRange::kAny>(words[s][b], s, first, a[unit % 2]);
+            .template Read<kSteps, kFewRows, kRange>(words[s][b], s, first, a[unit % 2]);
         WarpgroupArrive();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           MultiplyRegisters<kN, Config::Weights::kX>(
               a[unit % 2] + 4 * i, l_stage + ((s * Config::SliceBytes(kN) + (first + i) * 32) >> 4),
-              sums[b], true, std::make_index_sequence<kN / 2>{});
+              kSums ? parts[b] : sums[b], !kSums || s + first + i > 0,
+              std::make_index_sequence<kN / 2>{});
         }
         WarpgroupCommit();
         WarpgroupWait<1>();
         // The operand of the unit before may be written again from here on.
 #pragma unroll
         for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[1 - unit % 2][i])::"memory");
-        if (unit == 0 && slice > 0) Release<Config>(memory, before);
+        if (!kSums && unit == 0 && slice > 0) Release<Config>(memory, before);
+      }
+      if constexpr (kSums) {
+        WarpgroupWait<0>();
+        Release<Config>(memory, here.index);
+#pragma unroll
+        for (int i = 0; i < kBlocks * kN / 2; ++i) {
+          float& part = parts[i / (kN / 2)][i % (kN / 2)];
+          asm volatile("" : "+f"(part)::"memory");
+          const Reader& reader = i < kN / 2 ? first_block : second_block;
+          sums[i / (kN / 2)][i % (kN / 2)] += reader.Scale(i / 2 % 2) * part;
+        }
       }
       before = here.index;
       here.Next();
     }
-    WarpgroupWait<0>();
-    Release<Config>(memory, before);
+    if constexpr (!kSums) {
+      WarpgroupWait<0>();
+      Release<Config>(memory, before);
+    }
     at = here;
   }
 };

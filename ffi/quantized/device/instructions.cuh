@@ -389,6 +389,31 @@ JGG_HOST_DEVICE uint32_t LargerMagnitude2(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Two e4m3 of a word's lower or upper half as float16: exact, NaN too.
+JGG_HOST_DEVICE uint32_t HalvesOfE4M3(uint32_t word, int half) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  if (half == 0) {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a; }"
+        : "=r"(pair)
+        : "r"(word));
+  } else {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, b; }"
+        : "=r"(pair)
+        : "r"(word));
+  }
+  return pair;
+#else
+  const uint32_t codes = word >> 16 * half;
+  const auto one = [](uint32_t code) -> uint32_t {
+    if ((code & 0x7f) == 0x7f) return 0x7fff;
+    return MultiplyAdd2<DType::kF16>((code & 0x80) << 8 | (code & 0x7f) << 7, 0x5c00, 0x8000) &
+           0xffff;
+  };
+  return one(codes & 0xff) | one(codes >> 8 & 0xff) << 16;
+#endif
+}
+
 // The bfloat16 of an e8m0 byte.
 JGG_HOST_DEVICE uint32_t Bf16OfE8M0(uint32_t byte) {
   return byte == 0 ? 0x40 : byte == 255 ? 0x7fc0 : byte << 7;

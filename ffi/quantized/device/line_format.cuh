@@ -47,8 +47,8 @@ __device__ bool HasNaN(const uint32_t (&codes)[kWords]) {
 //   where
 //                    it is not small; a word that stands for it
 //   OfHalf           that word for half of the codes
-//   PairOf           as Pair, with that word
-//   HalfPairOf       the same in float16, beside float16 scales and biases
+//   PairOf           pair p of 16, with that word
+//   HalfPairOf       the same in float16, beside float16 scales and biases, where there are floats
 template <Mode kMode, int kBits>
 struct LineCodes;
 
@@ -61,6 +61,10 @@ struct LineCodesBase {
   static constexpr int kScaleSize = kInBlocks ? 4 : kHasBiases ? 2 : 1;
   static constexpr int kBlockScales = kScaleSize * Format::kScalesOf32;
   static constexpr float kUnit = 1.0f;  // sums are of values divided by this
+  // The codes of a pair are so many apart, in 32 of which they are 16 pairs.
+  static constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;
+  // WGMMA: whether scales may multiply sums of 128 k.
+  static constexpr bool kScalesSums = false;
   // WGMMA: whether scales may be kSmall, and what sums are of then.
   static constexpr bool kHasSmall = false;
   static constexpr float kSmallFactor = 1.0f;

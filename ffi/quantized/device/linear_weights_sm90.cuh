@@ -59,6 +59,7 @@ struct LinearWeights {
   static constexpr DType kX = kX_;  // of x, and of floating scales
   static constexpr bool kHalf = kX == DType::kF16;
   static constexpr bool kScaled = false;
+  static constexpr bool kScalesSums = Codes::kScalesSums;
   static constexpr bool kHasSmall = !kHalf && Codes::kHasSmall;
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
@@ -159,6 +160,9 @@ struct LinearWeights {
         const int64_t line = static_cast<int64_t>(work.weight) * quantized.scale_lines + of_first;
         scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line;
         second_ = (of_second - of_first) * quantized.scale_line;
+        const int block = k / quantized.columns_each;
+        scales_ += block * Codes::kScaleSize;
+        of_block_ = (block + 1) * quantized.columns_each - k;
       } else {
         const int64_t line = static_cast<int64_t>(work.weight) * n + first;
         scales_ = static_cast<const char*>(quantized.scales) + line * quantized.scale_line +
@@ -194,12 +198,7 @@ struct LinearWeights {
     template <bool, ScaleRange kRange>
     __device__ Words Load(const char* codes, const char*, int slice) {
       Words words;
-      if (slice % 2 == 0) {
-        const auto& next = next_[slice / 2 % kAhead];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) now_[r] = Codes::template Word<kRange>(next[r]);
-        LoadScales(slice / 2 % kAhead);
-      }
+      if (!kScalesSums && slice % 2 == 0) NextScales<kRange>(slice);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const char* stage = codes + slice / 2 * kCodeBytes;
@@ -223,12 +222,24 @@ struct LinearWeights {
       for (int i = 0; i < 4 * kSteps; ++i) {  // step, pair of codes, and column
         const int p = 2 * first + i / 2 + (kBySlices ? 0 : slice % 2 * 8);
         if constexpr (kHalf) {
-          a[i] = Codes::HalfPairOf(words.codes[i % 2], p, words.scales[i % 2]);
+          a[i] = Codes::template HalfPairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
         } else {
           a[i] = Codes::template PairOf<kRange>(words.codes[i % 2], p, words.scales[i % 2]);
         }
       }
     }
+
+    // Takes the scales of slice `slice` and the next one.
+    template <ScaleRange kRange>
+    __device__ void NextScales(int slice) {
+      const auto& next = next_[slice / 2 % kAhead];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) now_[r] = Codes::template Word<kRange>(next[r]);
+      LoadScales(slice / 2 % kAhead);
+    }
+
+    // kSums: the scale of column r, of the 128 k that were taken last.
+    __device__ float Scale(int r) const { return AsFloat(now_[r]); }
 
    private:
     // 128s of k: a whole stage, so that all are known when one begins that may ask. Half of one is
@@ -261,19 +272,24 @@ struct LinearWeights {
 
     // The same of blocks, which have whole 128 columns.
     __device__ void LoadBlockScales(int at) {
-      const int block = (quantized_.elements - left_) / quantized_.columns_each;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const char* from = scales_ + (r == 0 ? 0 : second_) + block * Codes::kScaleSize;
+        const char* from = scales_ + (r == 0 ? 0 : second_);
         next_[at][r][0] = left_ <= 0 ? 0 : __ldg(reinterpret_cast<const uint32_t*>(from));
       }
       left_ -= 128;
+      of_block_ -= 128;
+      if (of_block_ <= 0) {
+        of_block_ += quantized_.columns_each;
+        scales_ += Codes::kScaleSize;
+      }
     }
 
     const QuantizedGemmSm90& quantized_;
-    const char* scales_;  // of the next 128 k of the first column; in blocks, of all its k
+    const char* scales_;  // of the next 128 k of the first column
     int second_;          // bytes to those of the second
     int left_;            // k from this thread's next on
+    int of_block_;        // ... of a block of columns
     typename Codes::Loaded next_[kAhead][2];
     uint32_t now_[2];
     uint32_t line_[2][kBySlices ? 1 : kBits];

@@ -18,6 +18,7 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   using typename Tiles::Codes;
   static constexpr int kMostRows = 192;         // of a tile, that registers allow, and three stages
   static constexpr bool kTakesAdapters = true;  // beside many rows
+  static constexpr bool kScalesSums = false;
   static constexpr int kBlocksPerSm = rules::kPackedBlocksPerSm;  // where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
   static constexpr bool kAlwaysWarps = FormatTraits<kMode, kBits>::kPackedByWarps;

@@ -30,21 +30,34 @@ struct ScaledRowsProducts {
     } else if (work.rows > 8) {
       MultiplySlices<2>(quantized, memory, work, group, at, sums[0]);
     } else if (Codes::kHasBiases && quantized.packed.float_scales) {
-      MultiplySlices<1, PackedFloats::k32Bits>(quantized, memory, work, group, at, sums[0]);
+      MultiplyEight<PackedFloats::k32Bits>(quantized, memory, work, group, at, sums[0]);
     } else {
-      MultiplySlices<1, PackedFloats::k16Bits>(quantized, memory, work, group, at, sums[0]);
+      MultiplyEight<PackedFloats::k16Bits>(quantized, memory, work, group, at, sums[0]);
     }
   }
 
  private:
   // With 8 rows no branch stands between loads and products of a stage: they would wait for each
-  // other. So scales multiply sums of 16 k there, whatever groups are.
-  template <int kEights, PackedFloats kFloats = PackedFloats::kAny, typename Stage>
+  // other.
+  template <PackedFloats kFloats, typename Stage>
+  __device__ static void MultiplyEight(const QuantizedGemmSm90& quantized, Memory& memory,
+                                       const Work& work, int group, Stage& at, float* sums) {
+    if constexpr (Codes::kHasBiases) {
+      if (quantized.packed.tile_groups == 4) {
+        return MultiplySlices<1, kFloats, 16>(quantized, memory, work, group, at, sums);
+      }
+    }
+    MultiplySlices<1, kFloats, 32>(quantized, memory, work, group, at, sums);
+  }
+
+  // Scales multiply sums of kTogether k; 0: of 32, or of 16 in groups of 16.
+  template <int kEights, PackedFloats kFloats = PackedFloats::kAny, int kTogether = 0,
+            typename Stage>
   __device__ static void MultiplySlices(const QuantizedGemmSm90& quantized, Memory& memory,
                                         const Work& work, int group, Stage& at, float* sums) {
     constexpr int kSlices = Config::StageSlices(8 * kEights);
     const typename Weights::Reader reader(quantized.packed);
-    const bool sixteens = kEights == 1 || quantized.packed.tile_groups == 4;
+    const bool sixteens = kTogether == 0 ? quantized.packed.tile_groups == 4 : kTogether == 16;
     // A lane's row of x and, swizzled by it, piece of 8 k, of the first 32.
     const int lane = threadIdx.x % 32;
     const uint32_t x_first = SharedAddress(memory.l) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
@@ -66,6 +79,7 @@ struct ScaledRowsProducts {
           for (int i = 0; i < 2; ++i) {
             const int step = 2 * half + i;
             Codes::Numbers(words, step, numbers + 4 * i);
+            if (kTogether == 32 && i == 0) continue;
             read |= reader.template Scales<kFloats>(memory.scales[at.index][0][group], s, step,
                                                     scales[i], biases[i]);
           }

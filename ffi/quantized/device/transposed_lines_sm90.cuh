@@ -1,6 +1,6 @@
 // Weights in layout "linear" for x (T, N) @ W (N, K), K quantized: see transposed_sm90.cuh. A slice
-// has the codes of 64 lines (n) and 128 k, by TMA. Threads copy the scales of their lines by
-// themselves, since nothing aligns these.
+// has the codes of 64 lines (n) and 128 k, by TMA. Threads copy the scales of lines by themselves,
+// since nothing aligns these.
 //
 // Where rows are few, a thread has lines as in linear_weights_sm90.cuh: 32 neighbouring k of two
 // lines, half of which are of each warpgroup's columns. So these are no neighbours, and each lane
@@ -101,16 +101,147 @@ class ScalesOfLines {
   int line_, lines_;
 };
 
-template <Mode kMode, int kBits>
+// Few rows: two warps that do not multiply bring the scales of a slice to a stage, a lane those of
+// a line: as the word that decoders take, of each 32 k, or of all 128 in blocks.
+//
+// Loads of lines' scales are what takes the time: each line is in another 128 bytes of the L1
+// cache, and threads that multiply would ask for each line eight times.
+constexpr int kScaleWarps = 2;
+
+template <typename Codes>
+struct StagedScales {
+  static constexpr int kWords = Codes::kInBlocks ? 1 : 4;  // of a line
+  static constexpr int kBytes = 64 * 4 * kWords;           // of a slice
+
+  __device__ static uint32_t Word(const char* scales, int line, int piece) {
+    uint32_t word;
+    LoadWords<1>(scales + (line * kWords + piece % kWords) * 4, &word);
+    return word;
+  }
+
+  // A warp's lines of a tile, of one slice after another.
+  class Lines {
+   public:
+    __device__ Lines(const QuantizedGemmSm90& quantized, const Work& work, int line)
+        : quantized_(quantized), line_(line), k_(work.out_column) {
+      lines_ = work.weight >= 0 ? quantized.elements : 0;
+      scales_ = static_cast<const char*>(quantized.scales);
+      if constexpr (Codes::kInBlocks) {
+        scales_ +=
+            static_cast<int64_t>(work.weight) * quantized.scale_lines * quantized.scale_line +
+            k_ / quantized.columns_each * Codes::kScaleSize;
+      } else {
+        const int64_t first = static_cast<int64_t>(work.weight) * quantized.elements + line;
+        scales_ += first * quantized.scale_line + (k_ >> quantized.scale_shift) * Codes::kScaleSize;
+      }
+    }
+
+    // Up to four groups' scales and biases, two in a word; in blocks, one scale. Lines that are not
+    // there have zeros.
+    struct Loaded {
+      uint32_t words[2][2];
+    };
+
+    __device__ Loaded Next() {
+      Loaded loaded = {};
+      if (line_ < lines_) Load(loaded);
+      line_ += 64;
+      if constexpr (!Codes::kInBlocks) scales_ += 64 * quantized_.scale_line;
+      return loaded;
+    }
+
+    __device__ void Store(const Loaded& loaded, char* to) const {
+      if constexpr (Codes::kInBlocks) {
+        StoreWords<1>(to, loaded.words[0]);
+      } else {
+        const int shift = quantized_.scale_shift;  // 5, 6 or 7
+        const int last = shift == 5 ? 1 : 0;
+        const auto word = [&](int which, bool higher) {
+          return Permute(loaded.words[0][which], loaded.words[1][which], higher ? 0x7632 : 0x5410);
+        };
+        const uint32_t words[4] = {word(0, false), word(0, shift == 5),
+                                   last ? word(1, false) : word(0, shift == 6),
+                                   last ? word(1, true) : word(0, shift == 6)};
+        StoreWords<4>(to, words);
+      }
+    }
+
+   private:
+    __device__ void Load(Loaded& loaded) const {
+      if constexpr (Codes::kInBlocks) {
+        const int line = static_cast<unsigned>(line_) / quantized_.rows_each;
+        const char* from = scales_ + static_cast<int64_t>(line) * quantized_.scale_line;
+        loaded.words[0][0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+        return;
+      }
+      const int shift = quantized_.scale_shift, groups = (quantized_.gemm.n - k_ - 1 >> shift) + 1;
+      const int64_t to_bias =
+          static_cast<const char*>(quantized_.biases) - static_cast<const char*>(quantized_.scales);
+#pragma unroll
+      for (int array = 0; array < 2; ++array) {
+        const char* from = scales_ + (array == 0 ? 0 : to_bias);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int here = min(128 >> shift, groups) - 2 * i;
+          uint32_t& word = loaded.words[array][i];
+          if (here >= 2 && quantized_.scale_line % 4 == 0) {
+            word = __ldg(reinterpret_cast<const uint32_t*>(from) + i);
+          } else {
+            const auto* const halves = reinterpret_cast<const uint16_t*>(from) + 2 * i;
+            if (here >= 1) word = __ldg(halves);
+            if (here >= 2) word |= __ldg(halves + 1) << 16;
+          }
+        }
+      }
+    }
+
+    const QuantizedGemmSm90& quantized_;
+    const char* scales_;  // of the slice's line; in blocks, of the matrix
+    int line_, lines_, k_;
+  };
+
+  // Warp `warp` of kScaleWarps.
+  template <typename Config>
+  __device__ static void Copy(const QuantizedGemmSm90& quantized,
+                              typename Config::SharedMemory& memory, int warp) {
+    constexpr int kSlices = Config::kSlices;
+    const int line = 32 * warp + threadIdx.x % 32;
+    Place<Config::kStages> at;
+    ForEachWork<Config>(memory, [&](const Work& work) {
+      Lines lines(quantized, work, line);
+#pragma unroll 1
+      for (int slice = 0; slice < work.slices; slice += kSlices) {
+        typename Lines::Loaded loaded[kSlices];
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) loaded[s] = lines.Next();
+        Wait(&memory.empty[at.index], at.parity ^ 1);
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) {
+          lines.Store(loaded[s], memory.scales[at.index][s] + line * 4 * kWords);
+        }
+        __syncwarp();
+        ArriveFor(&memory.full[at.index]);
+        at.Next();
+      }
+    });
+  }
+};
+
+template <Mode kMode, int kBits, DType kX_ = DType::kBF16>
 struct TransposedLines {
   using Codes = LineCodes<kMode, kBits>;
   using Tile = LineTile<kBits>;
-  static constexpr DType kX = DType::kBF16;
+  static constexpr DType kX = kX_;
   static constexpr bool kScaled = false;
   static constexpr float kFactor = Codes::kUnit;
-  static constexpr int kCodeBytes = Tile::kBytes, kScaleBytes = 0;  // of a slice
-  static constexpr int kCodesAligned = 1024;                        // bytes, for swizzled boxes
-  static constexpr int kCopiers = 1;                                // threads, beside that of x
+  static constexpr int kCodeBytes = Tile::kBytes;  // of a slice
+  static constexpr int kCodesAligned = 1024;       // bytes, for swizzled boxes
+  static constexpr int kCopiers = 1;               // threads, beside that of x
+  // Few rows: whether scales come with a stage. Beside wider codes they would take one of three.
+  using Staged = StagedScales<Codes>;
+  static constexpr bool kStagesScales = Codes::kInBlocks || (Codes::kHasBiases && kBits <= 4);
+  template <bool kFew>
+  static constexpr int kScaleBytes = kFew && kStagesScales ? Staged::kBytes : 0;  // of a slice
   static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
   static constexpr bool kTakesAdapters = false;
   // Many rows: scales go through shared memory, so many slices ahead. Those of blocks, one for 128
@@ -160,8 +291,17 @@ struct TransposedLines {
     });
   }
 
-  // Few rows: as TransposedPacked::Reader, of stages of kSlices. It loads scales some slices ahead.
-  // Those of many slices, and biases, would take registers.
+  // What the product takes of a pair of codes.
+  __device__ static uint32_t Value(const uint32_t* codes, int p, uint32_t scale) {
+    if constexpr (kX == DType::kF16) {
+      return Codes::template HalfPairOf<ScaleRange::kAny>(codes, p, scale);
+    } else {
+      return Codes::template PairOf<ScaleRange::kAny>(codes, p, scale);
+    }
+  }
+
+  // Few rows: as TransposedPacked::Reader, of stages of kSlices. Scales that do not come with a
+  // stage it loads some slices ahead. Those of many slices, and biases, would take registers.
   template <int kSlices, int kEights>
   class Reader {
     static constexpr int kHalfWords = (kBits + 1) / 2;
@@ -171,15 +311,17 @@ struct TransposedLines {
    public:
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int /*group*/)
         : ahead_(quantized, work, Row(), work.out_column + threadIdx.x % 4 * 32) {
+      if constexpr (!kStagesScales) {
 #pragma unroll
-      for (int s = 0; s < kAhead; ++s) LoadScales(s);
+        for (int s = 0; s < kAhead; ++s) LoadScales(s);
+      }
     }
 
     struct Words {
       uint32_t codes[2][kHalfWords], scales[2];
 
       __device__ uint32_t OfEachLoad() const {
-        uint32_t each = 0;
+        uint32_t each = kStagesScales ? scales[0] | scales[1] : 0;
 #pragma unroll
         for (int i = 0; i < (Tile::kBySlices ? 1 : kHalfWords); ++i)
           each |= codes[0][i] | codes[1][i];
@@ -188,14 +330,15 @@ struct TransposedLines {
     };
 
     // Loads a warpgroup's half of slice `s` of a stage.
-    __device__ Words Load(const char* codes, const char* /*scales*/, int group, int s) {
+    __device__ Words Load(const char* codes, const char* scales, int group, int s) {
       Words words;
       uint32_t now[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        now[r] = Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
+        now[r] = kStagesScales ? Staged::Word(scales, Row() + 8 * r, threadIdx.x % 4)
+                               : Codes::template Word<ScaleRange::kAny>(next_[s % kAhead][r]);
       }
-      LoadScales(s % kAhead);
+      if constexpr (!kStagesScales) LoadScales(s % kAhead);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int piece = threadIdx.x % 4;
@@ -213,8 +356,7 @@ struct TransposedLines {
     __device__ void Read(const Words& words, int /*group*/, int first, uint32_t* a) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // pair of codes, and line
-        a[i] = Codes::template PairOf<ScaleRange::kAny>(words.codes[i % 2], 2 * first + i / 2,
-                                                        words.scales[i % 2]);
+        a[i] = Value(words.codes[i % 2], 2 * first + i / 2, words.scales[i % 2]);
       }
     }
 
@@ -246,9 +388,10 @@ struct TransposedLines {
     typename Codes::Loaded next_[kAhead][2];
   };
 
+  static constexpr int kApart = Codes::kApart;
+
   // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
   __device__ static int ColumnOf(int group, int column) {
-    constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;  // codes of a pair
     const int p = 8 * group + column / 16 * 2, e = column % 16;
     return e / 2 * 32 + p / kApart * 2 * kApart + e % 2 * kApart + p % kApart;
   }
@@ -290,7 +433,7 @@ struct TransposedLines {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int p = Tile::kBySlices ? i : 8 * half + i;
-          words.pairs[8 * half + i] = Codes::template PairOf<ScaleRange::kAny>(some, p, scale);
+          words.pairs[8 * half + i] = Value(some, p, scale);
         }
       }
       return words;
@@ -298,7 +441,6 @@ struct TransposedLines {
 
     // To the place of 64 lines, which are swizzled.
     __device__ void Write(const Words& words, char* to) const {
-      constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;
       to += line_ * 128;
 #pragma unroll
       for (int chunk = 0; chunk < 4; ++chunk) {
@@ -317,8 +459,8 @@ struct TransposedLines {
     }
 
    private:
-    static constexpr int kApart = 4 * 32 * kMultiplyWarps;  // bytes from an array's words on
-    static constexpr int kPlace = kApart * (Codes::kHasBiases ? 2 : 1);
+    static constexpr int kArrayBytes = 4 * 32 * kMultiplyWarps;
+    static constexpr int kPlace = kArrayBytes * (Codes::kHasBiases ? 2 : 1);
 
     // Those of the next slice.
     __device__ uint32_t Scales() {
@@ -332,7 +474,7 @@ struct TransposedLines {
 #pragma unroll
       for (int i = 0; i < (Codes::kHasBiases ? 2 : 1); ++i) {
         uint32_t word;
-        const uint32_t from = place_ + slice_ * kPlace + i * kApart;
+        const uint32_t from = place_ + slice_ * kPlace + i * kArrayBytes;
         asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
         loaded[i] = ahead_.OfWord(word);
       }
@@ -342,7 +484,7 @@ struct TransposedLines {
     }
 
     __device__ void CopyScales(int place) {
-      ahead_.Copy(place_ + place * kPlace, kApart);
+      ahead_.Copy(place_ + place * kPlace, kArrayBytes);
       asm volatile("cp.async.commit_group;" ::: "memory");
       ahead_.Next();
     }

@@ -24,7 +24,8 @@ struct TransposedTiles {
   static constexpr bool kHasEpilogue = true;  // few rows: a warpgroup's columns are neighbours
   struct NoPlaces {};
   template <bool kFew>
-  using Places = NoPlaces;  // scales come with a stage
+  using Places = NoPlaces;                      // scales come with a stage
+  static constexpr bool kStagesScales = false;  // ... by the thread that copies codes
 
   // The codes and scales of a tile of work, for the threads that copy them.
   struct Columns {
@@ -93,7 +94,8 @@ struct TransposedTiles {
 template <Mode kMode, int kBits, DType kX>
 struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
   using typename TransposedTiles<PackedTiles<kMode, kBits, kX>>::Tiles;
-  static constexpr bool kTakesAdapters = true;                    // beside many rows
+  static constexpr bool kTakesAdapters = true;  // beside many rows
+  template <bool kFew>
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
   // Few rows.

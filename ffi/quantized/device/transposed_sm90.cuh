@@ -40,7 +40,8 @@ struct TransposedGemmSm90Config : Traits {
   static constexpr int kLineL = 64;  // n of a line of 128 bytes
   static constexpr int kSliceBytesL = kRows * 128;
   static constexpr int kRowsBytes = 2 * kSliceBytesL;  // of two slices: see CopyRowsThread
-  static constexpr int kCodeBytes = Weights::kCodeBytes, kScaleBytes = Weights::kScaleBytes;
+  static constexpr int kCodeBytes = Weights::kCodeBytes;
+  static constexpr int kScaleBytes = Weights::template kScaleBytes<kWarps>;
   static constexpr int kTurnedBytes = kWarps ? 0 : 64 * 128;
   using Epilogue = EpilogueSm90<32, false, true>;
   static constexpr int kStageBytes = kSlices * (kSliceBytesL + kCodeBytes + kScaleBytes);
@@ -331,9 +332,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   auto& memory = *reinterpret_cast<typename Config::SharedMemory*>(bytes);
   const GemmSm90& gemm = quantized.gemm;
   const int block = Config::kCluster == 1 ? 0 : BlockInCluster();
+  constexpr bool kStagesScales = Config::kWarps && Config::Weights::kStagesScales;
   if (threadIdx.x == 0) {
-    constexpr int kCopiers = Config::kWarps ? 1 : 1 + Config::Weights::kCopiers;
-    InitRings<Config>(memory, kCopiers, kCopiers);
+    constexpr int kWarps = kStagesScales ? kScaleWarps : 0;
+    constexpr int kThreads = Config::kWarps ? 1 : 1 + Config::Weights::kCopiers;
+    InitRings<Config>(memory, kThreads + kWarps * kArrivingLanes, kThreads + kWarps);
     Prefetch(&gemm.l_map);
     if (gemm.stores_boxes) Prefetch(&gemm.out_map);
   }
@@ -344,6 +347,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       ScheduleWarp<Config>(gemm, memory, block);
+    } else if (kStagesScales && warp >= 2) {
+      if constexpr (kStagesScales) {
+        Config::Weights::Staged::template Copy<Config>(quantized, memory, warp - 2);
+      }
     } else if (threadIdx.x % 32 == 0) {
       if constexpr (Config::kWarps) {
         if (warp == 1) CopyTransposedStages<Config>(quantized, memory);

@@ -17,6 +17,7 @@ struct FormatTraits<Mode::kFp8, 8> : FormatBase {
   static constexpr std::array kGroupSizes{128};
   static constexpr int kLeastGroupSm90 = 128;
   static constexpr bool kIsLinear = false, kIsPrepacked = false;
+  static constexpr int kLinearBlocksPerSm = 1;
 
   // A word is two bfloat16, whose sum is the scale.
   static constexpr PackedScales PackedScalesOf(int) { return {128, 64}; }

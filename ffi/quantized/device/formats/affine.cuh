@@ -151,6 +151,7 @@ struct LineCodes<Mode::kAffine, kBits> : LineCodesBase<Mode::kAffine, kBits> {
   }
 
   // Scale and bias are float16, too.
+  template <ScaleRange>
   __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
     return MultiplyAdd2<DType::kF16>(HalfNumbersOf<kBits>(codes, p), Twice(word, 0),
                                      Twice(word, 1));

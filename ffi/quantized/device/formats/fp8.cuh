@@ -70,28 +70,51 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
   }
 };
 
-// The same of codes as they are stored; their scales become two bfloat16 numbers here. A NaN among
-// codes makes its column of the product one, so its scale may be.
+// Codes as they are stored: one instruction makes float16 of two neighbours, NaN too.
+// Scales are float32. They multiply sums of 128 k (ScaleRange::kSums), and codes come as the
+// numbers that they are. In dx, whose sums are of lines, code times scale is rounded once.
 template <>
 struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
-  static constexpr float kUnit = 0x1p32f;
+  static constexpr bool kScalesSums = true;
 
   template <ScaleRange>
   __device__ static uint32_t Word(const Loaded& loaded) {
-    const float scale = AsFloat(loaded[0]) * 0x1p88f;
-    const float first = AsFloat(Round2<DType::kBF16>(scale, 0.0f) << 16);
-    return Round2<DType::kBF16>(scale, fabsf(first) < AsFloat(0x7f800000) ? scale - first : 0.0f);
+    return loaded[0];
   }
 
-  template <int kCodes>
-  __device__ static uint32_t OfHalf(uint32_t word, int, const uint32_t (&codes)[kCodes]) {
-    return HasNaN(codes) ? 0x7fc07fc0 : word;
-  }
-
-  template <ScaleRange>
+  template <ScaleRange kRange>
   __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
-    const uint32_t pair = E4M3Of(codes, p), rest = Multiply2(pair, Twice(word, 1));
-    return MultiplyAdd2<DType::kBF16>(pair, Twice(word, 0), rest);
+    float values[2];
+    Values(codes, p, values);
+    if constexpr (kRange == ScaleRange::kSums) {  // bfloat16 holds them
+      return Permute(AsBits(values[0]), AsBits(values[1]), 0x7632);
+    }
+    return Scaled<DType::kBF16>(values, word);
+  }
+
+  // Infinite from 2^16 on.
+  template <ScaleRange kRange>
+  __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
+    if constexpr (kRange == ScaleRange::kSums) return Halves(codes, p);
+    float values[2];
+    Values(codes, p, values);
+    return Scaled<DType::kF16>(values, word);
+  }
+
+ private:
+  __device__ static uint32_t Halves(const uint32_t* codes, int p) {
+    return HalvesOfE4M3(Permute(codes[p / 2], 0, 0x3120), p % 2);
+  }
+
+  __device__ static void Values(const uint32_t* codes, int p, float (&values)[2]) {
+    const uint32_t pair = Halves(codes, p);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) values[i] = Half<DType::kF16>(pair, i);
+  }
+
+  template <DType kTo>
+  __device__ static uint32_t Scaled(const float (&values)[2], uint32_t word) {
+    return Round2<kTo>(Multiply(values[0], AsFloat(word)), Multiply(values[1], AsFloat(word)));
   }
 };
 
