@@ -28,19 +28,25 @@ inline int ComputeCapability() {
   return value;
 }
 
-// How many multiprocessors it has; 0 where that cannot be read.
-inline int Processors() {
+template <cudaDeviceAttr kAttribute>
+inline int AttributeOfDevice() {
   static std::array<std::atomic<int>, 64> known{};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 0;
   int value = known[device].load(std::memory_order_relaxed);
   if (value == 0) {
-    if (cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-      return 0;
-    }
+    if (cudaDeviceGetAttribute(&value, kAttribute, device) != cudaSuccess) return 0;
     known[device].store(value, std::memory_order_relaxed);
   }
   return value;
+}
+
+// How many multiprocessors it has; 0 where that cannot be read.
+inline int Processors() { return AttributeOfDevice<cudaDevAttrMultiProcessorCount>(); }
+
+// Bytes of shared memory of a multiprocessor; 0 where that cannot be read.
+inline int ProcessorSharedMemory() {
+  return AttributeOfDevice<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
 }
 
 // Why a device of compute capability `found` cannot run what needs `needed` or newer.
