@@ -65,6 +65,10 @@ inline int SharedMemory() {
   });
 }
 
+// Bytes of shared memory of a multiprocessor. The system takes a KB of them for each block.
+constexpr int kSystemSharedMemory = 1024;
+inline int ProcessorSharedMemory() { return SharedMemory() + kSystemSharedMemory; }
+
 // Why a device of compute capability `found` cannot run what needs `needed` or newer.
 inline std::optional<std::string> NeedsComputeCapability(int needed, int found) {
   if (found >= needed) return std::nullopt;

@@ -47,15 +47,13 @@ cudaError_t AllowBytes(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// Blocks that a multiprocessor holds at a time. A pretended GPU has room for one block's shared
-// memory and what the system takes of it, as most have.
+// Blocks that a multiprocessor, which may be a pretended one, holds at a time.
 inline cudaError_t BlocksPerProcessor(const void* kernel, int threads, int bytes, int* blocks) {
   if (cudaError_t error =
           cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, bytes)) {
     return error;
   }
-  constexpr int kSystem = 1024;
-  *blocks = std::min(*blocks, (SharedMemory() + kSystem) / (bytes + kSystem));
+  *blocks = std::min(*blocks, ProcessorSharedMemory() / (bytes + kSystemSharedMemory));
   return cudaSuccess;
 }
 

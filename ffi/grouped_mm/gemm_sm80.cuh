@@ -6,7 +6,9 @@
 #include "common/blocks_that_fit.h"
 #include "common/processors.h"
 #include "grouped_mm/device/gemm_sm80.cuh"
+#include "grouped_mm/device/pipelined_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
+#include "grouped_mm/tiles_sm80.h"
 
 namespace jgg {
 
@@ -16,7 +18,8 @@ template <typename Config>
 int64_t MostTiles(const GemmSm80& gemm) {
   const bool mm = gemm.product == GemmSm80::Product::kMm;
   const int64_t columns = IsGated(gemm.epilogue.activation) ? gemm.n / 2 : gemm.n;
-  const int64_t tile_columns = IsGated(gemm.epilogue.activation) ? Config::kN / 2 : Config::kN;
+  const int64_t tile_columns =
+      int64_t{Config::kN} << gemm.run_bits >> IsGated(gemm.epilogue.activation);
   const int64_t n_tiles = (columns + tile_columns - 1) / tile_columns;
   const int64_t m_tiles = mm ? gemm.rows_y / Config::kM + 3 * (gemm.metadata.count + 1)
                              : (gemm.m + Config::kM - 1) / Config::kM * gemm.groups;
@@ -44,23 +47,35 @@ cudaError_t LaunchTiles(cudaStream_t stream, void (*kernel)(Arguments), const Ar
   return cudaGetLastError();
 }
 
+// The same with `arguments`, which the kernel takes, made of a problem.
+template <typename Config, typename Arguments, typename Make>
+cudaError_t LaunchOrdered(cudaStream_t stream, void (*kernel)(Arguments), GemmSm80 gemm,
+                          KnownBlocks& known, Make make) {
+  constexpr int kBytes = sizeof(typename Config::SharedMemory);
+  static_assert(kBytes <= kLeastSharedMemory);
+  if (gemm.order == GemmSm80::Order::kMatrices && gemm.groups <= 32) {
+    int blocks = 0;
+    if (cudaError_t error = BlocksThatFit(reinterpret_cast<const void*>(kernel), Config::kThreads,
+                                          kBytes, known, &blocks)) {
+      return error;
+    }
+    gemm.longest_first = MostTiles<Config>(gemm) > blocks;
+  }
+  return LaunchTiles<Config>(stream, kernel, make(gemm), gemm, kBytes, known);
+}
+
 template <typename Config>
 cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   static KnownBlocks known{};
-  constexpr int kBytes = sizeof(typename Config::SharedMemory);
-  static_assert(kBytes <= kLeastSharedMemory);
-  GemmSm80 ordered = gemm;
-  if (gemm.order == GemmSm80::Order::kMatrices && gemm.groups <= 32) {
-    int blocks = 0;
-    if (cudaError_t error =
-            BlocksThatFit(reinterpret_cast<const void*>(device::GemmSm80Kernel<Config>),
-                          Config::kThreads, kBytes, known, &blocks)) {
-      return error;
-    }
-    ordered.longest_first = MostTiles<Config>(gemm) > blocks;
-  }
-  return LaunchTiles<Config>(stream, device::GemmSm80Kernel<Config>, ordered, ordered, kBytes,
-                             known);
+  return LaunchOrdered<Config>(stream, device::GemmSm80Kernel<Config>, gemm, known,
+                               [](const GemmSm80& gemm) { return gemm; });
+}
+
+template <typename Config>
+cudaError_t LaunchPipelined(cudaStream_t stream, const GemmSm80& gemm) {
+  static KnownBlocks known{};
+  return LaunchOrdered<Config>(stream, device::PipelinedSm80Kernel<Config>, gemm, known,
+                               device::MakePipelined<Config>);
 }
 
 // Low: few rows, tiles as low as an instruction, so that memory sets the pace. Large: reuses most.
@@ -145,6 +160,47 @@ int64_t TypicalRows(const GemmSm80& gemm, int64_t low) {
   return sizeof(Element) == 2 && gemm.rows_y > low ? std::max(average, low + 1) : average;
 }
 
+// Tiles with a pipeline: for 16-bit elements, mm of x in rows, or wgrad of x and y in rows.
+template <typename Element, bool kAKMajor, bool kBKMajor>
+constexpr bool kHasPipelined = sizeof(Element) == 2 && (kAKMajor || !kBKMajor);
+
+// Their slices have 32 k. A ring of 4 of Wide's fits into the 99 KB that every GPU has.
+template <typename Element, bool kA, bool kB>
+using SquareSm80 = device::PipelinedConfig<Element, kA, kB, 128, 128, 4, 2, 512>;
+template <typename Element, bool kA, bool kB>
+using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
+template <typename Config>
+constexpr bool kFitsSm80 = sizeof(typename Config::SharedMemory) <= 99 * 1024;
+static_assert(kFitsSm80<WideSm80<cutlass::half_t, true, true>>);
+
+// Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows.
+inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major) {
+  const bool mm = gemm.product == GemmSm80::Product::kMm;
+  return mm == a_k_major && gemm.a_width == 8 && gemm.b_width == 8 && gemm.out_n == 1 &&
+         (!mm || gemm.k % 8 == 0);
+}
+
+inline ProblemSm80 ProblemOf(const GemmSm80& gemm) {
+  if (gemm.product == GemmSm80::Product::kMm) {
+    return {true, gemm.rows_y, gemm.n, gemm.k, 1, gemm.metadata.count};
+  }
+  return {false,       gemm.m,
+          gemm.n,      gemm.rows_x / std::max<int64_t>(gemm.groups, 1),
+          gemm.groups, gemm.metadata.count};
+}
+
+// Beside each other: in wgrad of short sums, so that a block looks for tiles less often.
+template <typename Config>
+GemmSm80 WithRuns(GemmSm80 gemm, const ProblemSm80& problem, const GpuSm80& gpu) {
+  constexpr int kMostBits = 2;
+  while (!problem.mm && problem.k <= 1024 && gemm.run_bits < kMostBits &&
+         (int64_t{Config::kN} << gemm.run_bits) < gemm.n &&
+         MostTiles<Config>(gemm) > 16 * Config::kBlocksPerSm * gpu.processors) {
+    ++gemm.run_bits;
+  }
+  return gemm;
+}
+
 template <typename Element, bool kAKMajor, bool kBKMajor>
 cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
@@ -154,6 +210,21 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
   if (Tiles(gemm, 64, 64) < Configs::kSmallBelow) {
     return LaunchConfig<typename Configs::Small>(stream, gemm);
+  }
+  if constexpr (kHasPipelined<Element, kAKMajor, kBKMajor>) {
+    if (rows > kMedium / 2 && CanPipeline(gemm, kAKMajor)) {
+      const ProblemSm80 problem = ProblemOf(gemm);
+      const GpuSm80 gpu{Processors(), ProcessorSharedMemory()};
+      using Wide = WideSm80<Element, kAKMajor, kBKMajor>;
+      using Square = SquareSm80<Element, kAKMajor, kBKMajor>;
+      switch (ChooseTileSm80(problem, gpu)) {
+        case TileSm80::kWide:
+          return LaunchPipelined<Wide>(stream, WithRuns<Wide>(gemm, problem, gpu));
+        case TileSm80::kSquare:
+          return LaunchPipelined<Square>(stream, WithRuns<Square>(gemm, problem, gpu));
+        case TileSm80::kMedium: return LaunchConfig<typename Configs::Medium>(stream, gemm);
+      }
+    }
   }
   if (rows <= kMedium || Tiles(gemm, 128, 128) < kMediumBelow) {
     return LaunchConfig<typename Configs::Medium>(stream, gemm);

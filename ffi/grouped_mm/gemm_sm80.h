@@ -25,6 +25,7 @@ struct GemmSm80 {
   };
   Product product;
   Order order;
+  int run_bits = 0;            // log2 of how many tiles beside each other a block takes at a time
   bool longest_first = false;  // kMatrices, up to 32 of them: so that no long one begins last
   const void* a;
   const void* b;

@@ -29,10 +29,10 @@ struct Tile {
 };
 
 // The schedule's state. It lies in shared memory, so that it costs the main loop no registers.
-template <int kThreads>
+template <int kThreads, int kWindow_>
 struct ScheduleMemory {
-  static constexpr int kPerThread = 4;
-  static constexpr int kWindow = kThreads * kPerThread;
+  static constexpr int kWindow = kWindow_;  // segments
+  static constexpr int kPerThread = kWindow < kThreads ? 1 : kWindow / kThreads;
   struct Entry {
     int first_tile;  // of the segment, and of the gap before it
     int gap_begin;   // mm: the first row of that gap
@@ -59,10 +59,10 @@ __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
                      gemm.groups, index);
 }
 
-template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor>
+template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor, int kWindow = 4 * kThreads>
 class Schedule {
  public:
-  using Memory = ScheduleMemory<kThreads>;
+  using Memory = ScheduleMemory<kThreads, kWindow>;
 
   __device__ Schedule(const GemmSm80& gemm, Memory& memory) : gemm_(gemm), memory_(memory) {
     const bool by_result = gemm.order >= GemmSm80::Order::kResult ||
@@ -74,24 +74,34 @@ class Schedule {
   }
 
   // Puts this block's next tile into shared memory; false when there is none.
-  __device__ bool Next() {
+  __device__ bool Next() { return Next(memory_.tile); }
+
+  __device__ bool Next(Tile& to) {
     State state = memory_.state;
     Tile tile;
     if (!(state.by_result ? NextOfResult(state, tile) : NextOfSegments(state, tile))) return false;
     __syncthreads();  // everybody has read the state
     if (threadIdx.x == 0) {
       memory_.state = state;
-      memory_.tile = tile;
+      to = tile;
     }
     __syncthreads();
     return true;
   }
 
+  // Whether no tile has more than one segment.
+  __device__ bool OneSegment() const {
+    return !memory_.state.by_result || gemm_.order == GemmSm80::Order::kMatrices;
+  }
+
   // The next segment that contributes to the tile, after number `index`; false when there is none.
   __device__ bool NextSegment(int& index, Segment& segment) {
-    const Tile& tile = memory_.tile;
+    return NextSegment(memory_.tile, index, segment);
+  }
+
+  __device__ bool NextSegment(const Tile& tile, int& index, Segment& segment) {
     if (tile.weight < 0) return false;
-    if (!memory_.state.by_result || gemm_.order == GemmSm80::Order::kMatrices) {
+    if (OneSegment()) {
       segment = tile.segment;
       return ++index == 0 && segment.length > 0;
     }
@@ -121,8 +131,9 @@ class Schedule {
   // The columns of the result, and of one tile of it. A gated tile has gates and values in halves.
   __device__ bool Gated() const { return IsGated(gemm_.epilogue.activation); }
   __device__ int Columns() const { return static_cast<int>(gemm_.n >> Gated()); }
-  __device__ int TileColumns() const { return kN >> Gated(); }
-  __device__ int TilesN() const { return (Columns() + TileColumns() - 1) >> (Log2(kN) - Gated()); }
+  __device__ int TileBits() const { return Log2(kN) + gemm_.run_bits - Gated(); }
+  __device__ int TileColumns() const { return 1 << TileBits(); }
+  __device__ int TilesN() const { return (Columns() + TileColumns() - 1) >> TileBits(); }
 
   // Tiles of one matrix of the result, by rows.
   __device__ int TilesM() const {
@@ -198,7 +209,7 @@ class Schedule {
   }
 
   __device__ void SetColumns(Tile& tile, int n_tile) const {
-    tile.n0 = static_cast<int64_t>(n_tile) * TileColumns();
+    tile.n0 = static_cast<int64_t>(n_tile) << TileBits();
     tile.n_count = static_cast<int>(min(int64_t{TileColumns()}, Columns() - tile.n0));
   }
 
@@ -214,12 +225,15 @@ class Schedule {
   // Tiles come in bands of rows: down a band, then on to its next columns. So tiles that run at one
   // time share columns of B, and a band's rows of A stay in L2.
   __device__ void InBands(int number, int row_tiles, int& row_tile, int& column_tile) const {
-    const int per_band = kBand * TilesN();
-    const int band = number / per_band;
+    int band = 0;
+    if (row_tiles > kBand) {
+      const int per_band = kBand * TilesN();
+      band = number / per_band;
+      number -= band * per_band;
+    }
     const int rows = min(kBand, row_tiles - band * kBand);
-    const int within = number - band * per_band;
-    row_tile = band * kBand + within % rows;
-    column_tile = within / rows;
+    column_tile = number / rows;
+    row_tile = band * kBand + number - column_tile * rows;
   }
 
   __device__ int64_t Offset() const {
@@ -235,7 +249,10 @@ class Schedule {
     state.window_begin = state.window_begin < 0 ? 0 : state.window_begin + Memory::kWindow;
     if (state.window_begin >= total) return false;
     __syncthreads();  // the window before may still be read
-    const int begin = state.window_begin + threadIdx.x * Memory::kPerThread;
+    // Where a window has fewer entries than the block threads, some threads have none.
+    const bool mine = kWindow >= kThreads || threadIdx.x < kWindow;
+    const int entry = static_cast<int>(threadIdx.x) * Memory::kPerThread;
+    const int begin = mine ? state.window_begin + entry : INT32_MAX / 2;
     const uint32_t rows = static_cast<uint32_t>(gemm_.rows_x);
     int starts[Memory::kPerThread], lengths[Memory::kPerThread], shifts[Memory::kPerThread];
 
@@ -319,8 +336,9 @@ class Schedule {
                                        reinterpret_cast<int*>(memory_.scratch), &all);
 #pragma unroll
     for (int i = 0; i < Memory::kPerThread; ++i) {
-      memory_.window[threadIdx.x * Memory::kPerThread + i] =
-          Entry{first, IsMm() ? gaps[i] : 0, starts[i], lengths[i]};
+      if (mine) {
+        memory_.window[entry + i] = Entry{first, IsMm() ? gaps[i] : 0, starts[i], lengths[i]};
+      }
       first += tiles[i];
     }
     state.window_end += all;
