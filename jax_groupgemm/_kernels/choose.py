@@ -365,6 +365,11 @@ def _fp8_codes(p: Fp8, blocks) -> str | None:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "mm": (
         Kernel(
+            "sm100", "jgg_mm", dense.mm_sm100, dense.mm_fuses_sm100, config=dense.mm_config_sm100,
+            needs="bfloat16, float16, a result of that dtype or float32; K % 8 == 0, N % 8 == 0; "
+            "x as it is stored; no options",
+        ),
+        Kernel(
             "sm90", "jgg_mm", fuses=dense.mm_fuses, pays=dense.mm_pays,
             fusing_pays=dense.fusing_pays, lists_pay=lists.mm_pays, config=dense.mm_config,
             needs="bfloat16, float16; float32 in bfloat16 planes",
@@ -376,6 +381,11 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
     ),
     "wgrad": (
+        Kernel(
+            "sm100", "jgg_wgrad", dense.wgrad_sm100, config=dense.wgrad_config_sm100,
+            needs="bfloat16, float16, a result of that dtype or float32; A % 8 == 0, B % 8 == 0; "
+            "x and y as they are stored",
+        ),
         Kernel(
             "sm90", "jgg_wgrad", pays=dense.wgrad_pays, lists_pay=lists.wgrad_pays,
             config=functools.partial(dense.wgrad_config, hopper=True),

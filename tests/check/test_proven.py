@@ -233,11 +233,11 @@ def test_info_says_what_to_do(blackwell):
     assert data["proof"]["kernels"] == []
     text = info._text(data)
     assert f"  {blackwell}/nvidia-b200.json: none yet: run python -m jax_groupgemm.check" in text
-    proven.write(BLACKWELL, KEYS, {})
+    proven.write(BLACKWELL, (*KEYS, "jgg_mm sm100", "jgg_wgrad sm100"), {})
     proven._proven.cache_clear()
     data = info.collect() | {"devices": data["devices"]}
     assert info._next_steps(data) == []
-    assert "nvidia-b200.json: 2 kernels passed python -m jax_groupgemm.check" in info._text(data)
+    assert "nvidia-b200.json: 4 kernels passed python -m jax_groupgemm.check" in info._text(data)
     proven.write(BLACKWELL._replace(driver="1.0"), KEYS, {})
     proven._proven.cache_clear()
     assert "it is for driver 1.0, here is 580.65.06" in info._text(info.collect())
