@@ -167,9 +167,9 @@ void CheckAxes(std::initializer_list<int64_t> axes) {
   }
 }
 
-int64_t Sm100Workspace(int64_t weights, int64_t count) {
+int64_t Sm100Workspace(int64_t weights, int64_t count, bool scaled) {
   CheckAxes({weights, count});
-  return sm100::WorkspaceBytes(weights, count);
+  return sm100::WorkspaceBytes(weights, count, scaled);
 }
 
 Reason Nvfp4MmSm100Problem(int64_t k, int64_t n, int out_bytes) {
@@ -257,7 +257,9 @@ void DefineRules(nb::module_& m) {
         "transpose_x"_a = false, "transpose_y"_a = false, "own_weight"_a = true,
         "Why the Blackwell kernel cannot take a wgrad of 16-bit operands.");
   m.def("sm100_workspace", &Sm100Workspace, nb::kw_only(), "weights"_a, "count"_a,
-        "Bytes of the workspace of an mm or a wgrad on Blackwell; count: entries of metadata.");
+        "scaled"_a = false,
+        "Bytes of the workspace of an mm or a wgrad on Blackwell; count: entries of metadata; "
+        "scaled: of FP8.");
   m.def("qmm_sm90_problem", &QmmSm90Problem, nb::kw_only(), "line"_a, "bits"_a,
         "bfloat16_x"_a = true, "bfloat16_scales"_a = true, "half"_a = false, "transpose_w"_a = true,
         "in_order"_a = true, "has_options"_a = false,

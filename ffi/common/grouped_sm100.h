@@ -19,6 +19,9 @@ class Arena {
  public:
   static constexpr int64_t kAlignment = 256;
 
+  // With what it has already taken.
+  explicit Arena(int64_t bytes = kAlignment) : bytes_(bytes) {}
+
   int64_t Take(int64_t size) {
     const int64_t offset = bytes_ - kAlignment;
     bytes_ += (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -34,7 +37,7 @@ class Arena {
   }
 
  private:
-  int64_t bytes_ = kAlignment;
+  int64_t bytes_;
 };
 
 }  // namespace jgg::sm100

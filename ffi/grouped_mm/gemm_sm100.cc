@@ -23,7 +23,7 @@ template <typename Element, typename Out>
 static cudaError_t Multiply(cudaStream_t stream, const GemmSm100& gemm, const sm100::Workspace& at,
                             uint8_t* base) {
   if (gemm.product.wgrad) return MultiplySm100<Element, Out, false, false>(stream, gemm, at, base);
-  return DispatchBool(gemm.product.b_k_major, [&](auto k_major) {
+  return DispatchBool(gemm.product.k_major, [&](auto k_major) {
     return MultiplySm100<Element, Out, true, k_major.value>(stream, gemm, at, base);
   });
 }

@@ -1,5 +1,4 @@
-// mm with either layout of w, and wgrad. They are one translation unit: its headers take as long to
-// read as all of these to compile.
+// mm with either layout of w, and wgrad: see ffi/sm100.cu.
 #include "grouped_mm/gemm_sm100.cuh"
 
 namespace jgg {

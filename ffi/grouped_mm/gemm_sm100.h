@@ -40,7 +40,12 @@ std::optional<std::string> GemmSm100Problem(const GemmSm100& gemm, int compute_c
 
 cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm);
 
-// The kernels that run before the product. `base` is the workspace, aligned.
+// Zeros in the rows and matrices of the result that no product writes. `base` is the workspace,
+// aligned, in which groups are known.
+cudaError_t ZeroRestSm100(cudaStream_t stream, const GemmSm100& gemm, const sm100::Workspace& at,
+                          uint8_t* base);
+
+// The kernels that run before the product.
 cudaError_t PrepareSm100(cudaStream_t stream, const GemmSm100& gemm, const sm100::Workspace& at,
                          uint8_t* base);
 

@@ -14,7 +14,7 @@ static GemmSm100 MakeGemm(const MmArgs& args) {
   product.weights = args.groups;
   product.n = args.n;
   product.k = args.k;
-  product.b_k_major = args.strides.w_k == 1;
+  product.k_major = args.strides.w_k == 1;
   product.in_bytes = Size(args.dtype);
   product.out_bytes = Size(args.out_dtype);
   gemm.dtype = args.dtype;

@@ -2,55 +2,16 @@
 // matrices of the result that no product writes. It runs on any architecture.
 #include <algorithm>
 
-#include "cute/tensor.hpp"
 #include "grouped_mm/device/groups_sm100.cuh"
-#include "grouped_mm/gemm_sm100.h"
+#include "grouped_mm/groups_sm100.cuh"
 
-// NOTE: tools/check_sass.py looks for the product's instructions where a kernel's name has "Sm100".
 namespace jgg::sm100 {
-
-using Shape = cute::Shape<int, int, int>;
-static_assert(sizeof(Shape) == kShapeBytes);
-static_assert(sizeof(int64_t) == kStrideBytes);
-
-// Arrays in the workspace.
-struct Groups {
-  Shape* shapes;
-  const uint8_t **a, **b;
-  uint8_t** out;
-  int64_t *stride_a, *stride_b, *stride_out;
-  Gap* gaps;
-  int* gap_count;
-
-  Groups(const Workspace& at, uint8_t* base)
-      : shapes(reinterpret_cast<Shape*>(base + at.shapes)),
-        a(reinterpret_cast<const uint8_t**>(base + at.a)),
-        b(reinterpret_cast<const uint8_t**>(base + at.b)),
-        out(reinterpret_cast<uint8_t**>(base + at.out)),
-        stride_a(reinterpret_cast<int64_t*>(base + at.stride_a)),
-        stride_b(reinterpret_cast<int64_t*>(base + at.stride_b)),
-        stride_out(reinterpret_cast<int64_t*>(base + at.stride_out)),
-        gaps(reinterpret_cast<Gap*>(base + at.gaps)),
-        gap_count(reinterpret_cast<int*>(base + at.gap_count)) {}
-};
-
-struct Bases {
-  const uint8_t *a, *b;
-  uint8_t* out;
-};
 
 __global__ void __launch_bounds__(device::kGroupThreads)
     GroupsKernel(Product product, Metadata metadata, int64_t problems, Bases bases, Groups groups) {
-  device::FindGroups(product, metadata, problems, groups.gaps, groups.gap_count,
-                     [&](int64_t p, const GroupProblem& problem) {
-                       groups.shapes[p] = cute::make_shape(problem.m, problem.n, problem.k);
-                       groups.a[p] = bases.a + problem.a;
-                       groups.b[p] = bases.b + problem.b;
-                       groups.out[p] = bases.out + problem.out;
-                       groups.stride_a[p] = product.a_line();
-                       groups.stride_b[p] = product.b_line();
-                       groups.stride_out[p] = product.n;
-                     });
+  device::FindGroups(
+      product, metadata, problems, groups.gaps, groups.gap_count,
+      [&](int64_t p, const GroupProblem& problem) { groups.Store(product, bases, p, problem); });
 }
 
 // mm: zeros in the rows of no segment.
@@ -82,17 +43,11 @@ __global__ void ZeroMatricesKernel(Product product, Groups groups, uint8_t* out)
 
 namespace jgg {
 
-cudaError_t PrepareSm100(cudaStream_t stream, const GemmSm100& gemm, const sm100::Workspace& at,
-                         uint8_t* base) {
+cudaError_t ZeroRestSm100(cudaStream_t stream, const GemmSm100& gemm, const sm100::Workspace& at,
+                          uint8_t* base) {
   const sm100::Product& product = gemm.product;
   const sm100::Groups groups(at, base);
   auto* out = static_cast<uint8_t*>(gemm.out);
-  const sm100::Bases bases{static_cast<const uint8_t*>(gemm.a), static_cast<const uint8_t*>(gemm.b),
-                           out};
-  sm100::GroupsKernel<<<1, device::kGroupThreads, 0, stream>>>(product, gemm.metadata,
-                                                               gemm.Problems(), bases, groups);
-  if (cudaError_t error = cudaGetLastError()) return error;
-
   // Usually these kernels have little to fill, so a grid has no more blocks than run at a time.
   constexpr int kBlocks = sm100::kMostMultiprocessors;
   if (product.wgrad) {
@@ -103,6 +58,15 @@ cudaError_t PrepareSm100(cudaStream_t stream, const GemmSm100& gemm, const sm100
     sm100::ZeroGapsKernel<<<kBlocks, 256, 0, stream>>>(product, groups, out);
   }
   return cudaGetLastError();
+}
+
+cudaError_t PrepareSm100(cudaStream_t stream, const GemmSm100& gemm, const sm100::Workspace& at,
+                         uint8_t* base) {
+  const sm100::Groups groups(at, base);
+  sm100::GroupsKernel<<<1, device::kGroupThreads, 0, stream>>>(
+      gemm.product, gemm.metadata, gemm.Problems(), sm100::Bases(gemm), groups);
+  if (cudaError_t error = cudaGetLastError()) return error;
+  return ZeroRestSm100(stream, gemm, at, base);
 }
 
 }  // namespace jgg

@@ -72,14 +72,17 @@ def reached(monkeypatch, capability: int, of=lines.lines, quick: bool = True):
     return found, set(has)
 
 
-GATED = ("mm", "wgrad", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad")
+GATED = (
+    "mm", "wgrad", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "fp8_grouped_mm_sm100",
+    "fp8_grouped_wgrad_sm100",
+)  # fmt: skip
 
 
 def test_what_is_gated_is_reached(monkeypatch):
     """Or nobody could switch it on."""
     found, has = reached(monkeypatch, 100, lambda gpu: [*narrow.lines(), *products.lines()])
     gated = {key for key in has if key.rpartition(" ")[2] in proven.UNRUN}
-    assert gated == {f"jgg_{op} sm100" for op in GATED}
+    assert gated == {f"jgg_{call} sm100" for call in GATED}
     assert gated <= found
 
 

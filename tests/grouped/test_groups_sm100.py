@@ -24,7 +24,7 @@ WIDTH = 256  # threads, and entries of a window
 @pytest.fixture(scope="module")
 def library():
     library = host_program.build_kernels("groups_sm100")
-    for name in ("most_problems", "workspace", "workspace_bytes", "base"):
+    for name in ("most_problems", "workspace", "scaled_workspace", "workspace_bytes", "base"):
         getattr(library, name).restype = ctypes.c_int64
     return library
 
@@ -33,12 +33,12 @@ class Call:
     """An mm of x (rows_x, k) and weights, or a wgrad of x (rows_x, m) and y (rows_y, n)."""
 
     def __init__(self, kind, data, *, weights, rows_x, rows_y=None, m=16, n=24, k=8, wgrad=False,
-                 b_k_major=False, out_bytes=2, offset=None, swapped=False):  # fmt: skip
+                 k_major=False, in_bytes=2, out_bytes=2, offset=None, swapped=False):  # fmt: skip
         self.kind, self.data = kind, np.ascontiguousarray(data, np.int32)
         self.weights, self.rows_x = weights, rows_x
         self.rows_y = rows_x if rows_y is None else rows_y
         self.m, self.n, self.k, self.wgrad = m, n, k, wgrad
-        self.b_k_major, self.out_bytes = b_k_major, out_bytes
+        self.k_major, self.in_bytes, self.out_bytes = k_major, in_bytes, out_bytes
         self.offset = None if offset is None else np.array(offset, np.int32)
         self.swapped = swapped
 
@@ -46,14 +46,14 @@ class Call:
     def fields(self):
         values = (
             self.wgrad, self.rows_x, self.rows_y, self.weights, self.m, self.n, self.k,
-            self.b_k_major, 2, self.out_bytes,
+            self.k_major, self.in_bytes, self.out_bytes,
         )  # fmt: skip
         return pointer(np.array([int(value) for value in values], np.int64))
 
     def found(self, library):
-        """Problems (P, 6), gaps, and the lines of A and B."""
+        """Problems (P, 8), gaps, and the lines of A and B."""
         kind, count = KINDS.index(self.kind), ctypes.c_int64(len(self.data))
-        problems = np.full((library.most_problems(self.fields, kind, count), 6), -1, np.int64)
+        problems = np.full((library.most_problems(self.fields, kind, count), 8), -1, np.int64)
         gaps = np.full((len(self.data) + 1, 2), -1, np.int32)
         gap_count = library.groups(
             self.fields, kind, pointer(self.data), pointer(self.offset), count, int(self.swapped),
@@ -81,35 +81,41 @@ class Call:
         if self.wgrad:
             b, out = rng.integers(-4, 5, (self.rows_y, self.n)), (self.weights, self.m, self.n)
         else:
-            shape = (self.n, self.k) if self.b_k_major else (self.k, self.n)
+            shape = (self.n, self.k) if self.k_major else (self.k, self.n)
             b, out = rng.integers(-4, 5, (self.weights, *shape)), (self.rows_y, self.n)
         got, want = np.full(out, 99), np.zeros(out, int)
         flat = got.reshape(-1)
-        element = lambda at: at // 2
+        # As they are stored.
+        a_lines, b_lines = (x.T, b.T) if self.wgrad and self.k_major else (x, b)
+        a_lines, b_lines = map(np.ascontiguousarray, (a_lines, b_lines))
 
         def view(array, at, rows, line, columns):
             """(rows, columns) of lines of an array; it must hold them."""
-            data = array.reshape(-1)
+            data, first = array.reshape(-1), at // self.in_bytes
             assert at % 16 == 0
-            assert element(at) + (rows - 1) * line + columns <= data.size
+            assert first + (rows - 1) * line + columns <= data.size
             return np.lib.stride_tricks.as_strided(
-                data[element(at) :], (rows, columns), (line * data.itemsize, data.itemsize)
+                data[first:], (rows, columns), (line * data.itemsize, data.itemsize)
             )
 
-        for m, n, k, a_at, b_at, out_at in problems:
+        for m, n, k, a_at, b_at, out_at, x_start, matrix in problems:
             if m == 0:
                 assert (n, k) == (0, 0)
                 continue
             assert min(m, n, k) > 0  # CUTLASS stores what no product has written
-            if self.wgrad:
-                a_p, b_p = view(x, a_at, k, a_line, m).T, view(b, b_at, k, b_line, n)
+            if self.wgrad and not self.k_major:
+                a_p = view(a_lines, a_at, k, a_line, m).T
             else:
-                a_p = view(x, a_at, m, a_line, k)
-                b_p = view(b, b_at, n, b_line, k).T if self.b_k_major else view(
-                    b, b_at, k, b_line, n
-                )  # fmt: skip
+                a_p = view(a_lines, a_at, m, a_line, k)
+            if self.k_major:
+                b_p = view(b_lines, b_at, n, b_line, k).T
+            else:
+                b_p = view(b_lines, b_at, k, b_line, n)
             begin = out_at // self.out_bytes
             assert out_at % 16 == 0
+            # Where scales are.
+            np.testing.assert_array_equal(a_p[:, 0] if self.wgrad else a_p[0], x[x_start])
+            assert matrix == begin // (m * n) if self.wgrad else matrix < self.weights
             flat[begin : begin + m * n] = (a_p @ b_p).reshape(-1)
         for begin, end in gaps:
             assert begin < end
@@ -122,7 +128,7 @@ class Call:
             if self.wgrad and length:
                 want[i if self.kind != "sizes" else weight] = rows_x.T @ b[rows_y]
             elif length:
-                w = b[weight].T if self.b_k_major else b[weight]
+                w = b[weight].T if self.k_major else b[weight]
                 want[rows_y] = rows_x @ w
         np.testing.assert_array_equal(got, want)
         return problems, gaps
@@ -144,7 +150,7 @@ def test_sizes(library, sizes, wgrad):
     for k_major in (False, True)[: 1 if wgrad else 2]:
         for out_bytes in (2, 4):
             call = Call("sizes", sizes, weights=7, rows_x=1000, rows_y=1100, wgrad=wgrad,
-                        b_k_major=k_major, out_bytes=out_bytes)  # fmt: skip
+                        k_major=k_major, out_bytes=out_bytes)  # fmt: skip
             _, gaps = call.check(library)
             assert len(gaps) == (0 if wgrad else 1)
 
@@ -174,6 +180,14 @@ def test_a_sum_of_sizes_does_not_wrap(library):
     call = Call("sizes", [3, *[2**31 - 1] * 2**12, 5], weights=2**12 + 2, rows_x=10, n=8)
     problems, _ = call.check(library)
     np.testing.assert_array_equal(problems[:3, 0], [3, 7, 0])
+
+
+@pytest.mark.parametrize("weights", [3, 300])
+def test_weight_gradients_of_lines_along_rows(library, rng, weights):
+    """FP8's: groups are whole blocks of 128 rows."""
+    sizes = 128 * rng.integers(0, 3, weights)
+    Call("sizes", sizes, weights=weights, rows_x=int(sizes.sum()) + 256, wgrad=True, k_major=True,
+         in_bytes=1, out_bytes=4, n=8, m=5).check(library)  # fmt: skip
 
 
 def test_spans_of_a_weight_gradient(library):
@@ -229,26 +243,32 @@ def test_segments_of_a_weight_gradient(library):
 def test_addresses_past_four_gigabytes(library):
     mm = Call("sizes", [2**20, 7], weights=2, rows_x=2**21, n=4096, k=8192, out_bytes=4)
     (problems, *_) = mm.found(library)
-    assert problems[1, 3:].tolist() == [2**20 * 8192 * 2, 8192 * 4096 * 2, 2**20 * 4096 * 4]
+    assert problems[1, 3:6].tolist() == [2**20 * 8192 * 2, 8192 * 4096 * 2, 2**20 * 4096 * 4]
     wgrad = Call("sizes", [2**20, 7], weights=2, rows_x=2**21, m=2**17, n=2**15, wgrad=True)
     (problems, *_) = wgrad.found(library)
-    assert problems[1].tolist() == [2**17, 2**15, 7, 2**38, 2**36, 2**33]
+    assert problems[1, :6].tolist() == [2**17, 2**15, 7, 2**38, 2**36, 2**33]
 
 
 @pytest.mark.parametrize("problems", [1, 7, 1000])
 @pytest.mark.parametrize("count", [1, 64, 5000])
 def test_workspace(library, problems, count):
     """Parts follow each other, each at a multiple of 256."""
-    offsets = np.zeros(10, np.int64)
+    offsets, at = np.zeros(10, np.int64), np.zeros(4, np.int64)
     size = library.workspace(ctypes.c_int64(problems), ctypes.c_int64(count), pointer(offsets))
     sizes = [12 * problems, *[8 * problems] * 6, 8 * (count + 1), 4, 160 * 6 * 128]
     ends = np.cumsum([-(-part // 256) * 256 for part in sizes])
     np.testing.assert_array_equal(offsets, [0, *ends[:-1]])
     assert size == 256 + ends[-1]
-    whole = library.workspace_bytes(ctypes.c_int64(problems), ctypes.c_int64(count))
-    assert whole >= size
-    if extension.BUILD.problem is None:
-        assert extension.rules().sm100_workspace(weights=problems, count=count) == whole
+    scaled = library.scaled_workspace(ctypes.c_int64(problems), ctypes.c_int64(count), pointer(at))
+    more = np.cumsum([-(-part * problems // 256) * 256 for part in (8, 8, 20, 20)])
+    np.testing.assert_array_equal(at, ends[-1] + np.array([0, *more[:-1]]))
+    assert scaled == size + more[-1]
+    for of, least in ((0, size), (1, scaled)):
+        whole = library.workspace_bytes(ctypes.c_int64(problems), ctypes.c_int64(count), of)
+        assert whole >= least
+        if extension.BUILD.problem is None:
+            rules = extension.rules()
+            assert rules.sm100_workspace(weights=problems, count=count, scaled=bool(of)) == whole
     for address in (0, 1, 16, 255, 256, 2**40 + 3):
         assert library.base(ctypes.c_int64(address)) == -address % 256
 
@@ -256,7 +276,7 @@ def test_workspace(library, problems, count):
 def test_a_workspace_has_room_for_every_product(library):
     """Whatever its metadata is."""
     for weights, count in ((1, 1), (8, 1), (8, 8), (8, 300), (300, 8)):
-        whole = library.workspace_bytes(ctypes.c_int64(weights), ctypes.c_int64(count))
+        whole = library.workspace_bytes(ctypes.c_int64(weights), ctypes.c_int64(count), 0)
         for kind in range(len(KINDS)):
             for wgrad in (False, True):
                 fields = Call("sizes", [0], weights=weights, rows_x=8, wgrad=wgrad).fields
@@ -286,4 +306,4 @@ def test_kernels_that_prepare(tmp_path):
             [nvcc, *flags, "tests/lib/prepare_sm100.cu", "-o", program], check=True, cwd=ROOT
         )
     done = subprocess.run([program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "300 cases\n"), done.stdout + done.stderr
+    assert (done.returncode, done.stdout) == (0, "300 cases of either kind\n"), done.stdout + done.stderr

@@ -139,6 +139,14 @@ NEEDS = [
             "inner": dataclasses.replace(NVFP4_WGRAD.inner, kind="spans", groups=1, a=128, b=128)
         },
     }),
+    ("jgg_fp8_grouped_mm_sm100 sm100", FP8, {
+        "e4m3": {"elements": ("e5m2", "e4m3")},
+        "blocks of 128 along K and of 128 x 128": {"blocks": ((1, 128), (1, 128))},
+    }),
+    ("jgg_fp8_grouped_wgrad_sm100 sm100", FP8_WGRAD, {
+        "e4m3": {"elements": ("e4m3", "e5m2")},
+        "blocks of 128 rows": {"blocks": ((1, 128), (128, 128))},
+    }),
     ("jgg_fp8_grouped_mm sm90", FP8, {
         "e4m3": {"elements": ("e5m2", "e4m3")},
         "blocks of 128 along K and of 128 x 128": {"blocks": ((1, 128), (1, 128))},

@@ -36,7 +36,7 @@ extern "C" int64_t most_problems(const int64_t* p, int kind, int64_t count) {
   return sm100::MostProblems(ToProduct(p), static_cast<MetadataKind>(kind), count);
 }
 
-// problems (P, 6): the members of GroupProblem; gaps (count + 1, 2). Returns how many gaps there
+// problems (P, 8): the members of GroupProblem; gaps (count + 1, 2). Returns how many gaps there
 // are.
 extern "C" int groups(const int64_t* p, int kind, const int32_t* data, const int32_t* offset,
                       int64_t count, int swapped, int64_t* problems, int32_t* gaps) {
@@ -47,9 +47,10 @@ extern "C" int groups(const int64_t* p, int kind, const int32_t* data, const int
   RunBlocks({1, 1}, device::kGroupThreads, [&] {
     device::FindGroups(product, metadata, most, reinterpret_cast<sm100::Gap*>(gaps), &gap_count,
                        [&](int64_t at, const sm100::GroupProblem& problem) {
-                         const int64_t members[] = {problem.m, problem.n, problem.k,
-                                                    problem.a, problem.b, problem.out};
-                         std::memcpy(problems + 6 * at, members, sizeof(members));
+                         const int64_t members[] = {problem.m,       problem.n,     problem.k,
+                                                    problem.a,       problem.b,     problem.out,
+                                                    problem.x_start, problem.matrix};
+                         std::memcpy(problems + 8 * at, members, sizeof(members));
                        });
   });
   return gap_count;
@@ -69,8 +70,16 @@ extern "C" int64_t workspace(int64_t problems, int64_t count, int64_t* offsets) 
   return at.bytes;
 }
 
-extern "C" int64_t workspace_bytes(int64_t weights, int64_t count) {
-  return sm100::WorkspaceBytes(weights, count);
+// Of FP8, what follows the parts of `workspace`.
+extern "C" int64_t scaled_workspace(int64_t problems, int64_t count, int64_t* offsets) {
+  const sm100::ScaledWorkspace at(problems, count);
+  const int64_t members[] = {at.scales_a, at.scales_b, at.layout_a, at.layout_b};
+  std::memcpy(offsets, members, sizeof(members));
+  return at.bytes;
+}
+
+extern "C" int64_t workspace_bytes(int64_t weights, int64_t count, int scaled) {
+  return sm100::WorkspaceBytes(weights, count, scaled != 0);
 }
 
 // How far into a workspace its first aligned byte is.

@@ -1,7 +1,7 @@
-// The kernels that run before products on Blackwell, on any GPU. A simple kernel in CUTLASS's place
-// multiplies what they wrote, and the result is compared with the host's; test_groups_sm100.py
-// builds and runs this. For a machine without nvcc, whose JGG_PREPARE_SM100 then names it, from the
-// root of the repository:
+// The kernels that run before products on Blackwell, FP8's too, on any GPU. A simple kernel in
+// CUTLASS's place multiplies what they wrote, and the result is compared with the host's;
+// test_groups_sm100.py builds and runs this. For a machine without nvcc, whose JGG_PREPARE_SM100
+// then names it, from the root of the repository:
 //
 //   nvcc -std=c++17 -arch=sm_90 -cudart static --expt-relaxed-constexpr \
 //     -isystem CUTLASS/include -I ffi tests/lib/prepare_sm100.cu -o prepare
@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "../../ffi/fp8/prepare_sm100.cu"
 #include "../../ffi/grouped_mm/prepare_sm100.cu"
 
 using namespace jgg;
@@ -57,7 +58,7 @@ __global__ void MultiplyKernel(sm100::Product product, sm100::Groups groups) {
     Element sum = 0;
     for (int64_t j = 0; j < k; ++j) {
       const Element left = product.wgrad ? a[j * line_a + row] : a[row * line_a + j];
-      sum += left * (product.b_k_major ? b[column * line_b + j] : b[j * line_b + column]);
+      sum += left * (product.k_major ? b[column * line_b + j] : b[j * line_b + column]);
     }
     out[row * groups.stride_out[blockIdx.x] + column] = sum;
   }
@@ -85,7 +86,7 @@ static Case MakeCase(Random& random) {
   p.m = 8 * pick(1, 3);
   p.n = 8 * pick(1, 3);
   p.k = 8 * pick(1, 3);
-  p.b_k_major = !p.wgrad && pick(0, 1);
+  p.k_major = !p.wgrad && pick(0, 1);
   p.in_bytes = p.out_bytes = sizeof(Element);
   const int kind = pick(0, 2);
   c.metadata.kind = static_cast<MetadataKind>(kind == 1 && !p.wgrad ? 0 : kind);
@@ -173,7 +174,7 @@ static std::vector<Element> Product(const Case& c, const std::vector<Element>& a
       for (int64_t column = 0; column < p.n; ++column) {
         Element sum = 0;
         for (int64_t k = 0; k < p.k; ++k) {
-          const int64_t at = p.b_k_major ? column * p.k + k : k * p.n + column;
+          const int64_t at = p.k_major ? column * p.k + k : k * p.n + column;
           sum += x[k] * b[s.weight * p.k * p.n + at];
         }
         out[(s.y_start + i) * p.n + column] = sum;
@@ -221,9 +222,111 @@ static void Try(Random& random) {
   }
 }
 
+// ---- FP8 -------------------------------------------------------------------------------------
+
+// Codes are bytes, and scales small integers, so that sums do not depend on their order.
+template <bool kWgrad>
+__global__ void MultiplyScaledKernel(sm100::ScaledGroups of) {
+  const sm100::Groups& groups = of.groups;
+  const int p = blockIdx.x;
+  const auto [m, n, k] = groups.shapes[p];
+  const auto layout_a = of.layout_a[p];
+  const auto layout_b = of.template LayoutB<kWgrad>()[p];
+  auto* out = reinterpret_cast<float*>(groups.out[p]);
+  for (int64_t i = threadIdx.x; i < int64_t{m} * n; i += blockDim.x) {
+    const int row = static_cast<int>(i / n), column = static_cast<int>(i % n);
+    float sum = 0;
+    for (int j = 0; j < k; ++j) {
+      const float scale =
+          of.scales_a[p][layout_a(row, j, 0)] * of.scales_b[p][layout_b(column, j, 0)];
+      sum += groups.a[p][row * groups.stride_a[p] + j] *
+             groups.b[p][column * groups.stride_b[p] + j] * scale;
+    }
+    out[row * groups.stride_out[p] + column] = sum;
+  }
+}
+
+template <typename Random>
+static void TryScaled(Random& random) {
+  const auto pick = [&](int low, int high) {
+    return std::uniform_int_distribution<int>(low, high)(random);
+  };
+  Fp8GemmSm100 fp8{};
+  GemmSm100& gemm = fp8.gemm;
+  sm100::Product& p = gemm.product;
+  p.wgrad = pick(0, 1);
+  p.k_major = true;
+  p.weights = pick(1, 9);
+  p.rows_x = p.rows_y = p.wgrad ? 128 * pick(1, 5) : pick(1, 300);
+  p.m = pick(1, 20);
+  p.n = 8 * pick(1, 20);
+  p.k = p.wgrad ? 0 : 16 * pick(1, 20);
+  p.in_bytes = 1;
+  p.out_bytes = 4;
+  fp8.accumulate = p.wgrad && pick(0, 1);
+  std::vector<int32_t> sizes;
+  for (int g = 0; g < p.weights; ++g) {
+    sizes.push_back(p.wgrad ? 128 * pick(0, 2) : pick(-3, 2 * p.rows_x / p.weights));
+  }
+  const auto numbers = [&](int64_t count, int most, auto zero) {
+    std::vector<decltype(zero)> values(count);
+    for (auto& value : values) value = static_cast<decltype(zero)>(pick(0, most));
+    return values;
+  };
+  const int64_t line = ((p.wgrad ? p.rows_x : p.k) + 127) / 128, columns = (p.n + 127) / 128;
+  const int64_t lines_a = p.wgrad ? p.m : p.rows_x;
+  const int64_t along = p.wgrad ? p.rows_x : p.k;
+  Array<int32_t> data(sizes);
+  Array<uint8_t> a(numbers(lines_a * along, 3, uint8_t{}));
+  Array<uint8_t> b(numbers((p.wgrad ? p.n : p.weights * p.n) * along, 3, uint8_t{}));
+  Array<float> a_scales(numbers(lines_a * line, 4, 0.0f));
+  Array<float> b_scales(numbers((p.wgrad ? p.n : p.weights * columns) * line, 4, 0.0f));
+  Array<float> out(numbers(p.wgrad ? p.weights * p.m * p.n : p.rows_y * p.n, 99, 0.0f));
+  gemm.metadata.kind = MetadataKind::kSizes;
+  gemm.metadata.data = data.device;
+  gemm.metadata.count = p.weights;
+  gemm.a = a.device;
+  gemm.b = b.device;
+  gemm.out = out.device;
+  fp8.a_scales = a_scales.device;
+  fp8.b_scales = b_scales.device;
+  const sm100::ScaledWorkspace at(gemm.Problems(), gemm.metadata.count);
+  Require(at.bytes <= sm100::WorkspaceBytes(p.weights, p.weights, true), "the workspace's size");
+  Array<uint8_t> workspace(std::vector<uint8_t>(at.bytes, 0xEE));
+  uint8_t* base = sm100::Arena::Base(workspace.device);
+  Require(PrepareFp8Sm100(nullptr, fp8, at, base));
+  const auto kernel = p.wgrad ? MultiplyScaledKernel<true> : MultiplyScaledKernel<false>;
+  kernel<<<static_cast<unsigned>(p.weights), 128>>>(sm100::ScaledGroups(at, base));
+  Require(cudaDeviceSynchronize());
+
+  std::vector<float> want = out.host;
+  int64_t row = 0;
+  for (int g = 0; g < p.weights; ++g) {
+    const int64_t start = std::min(row, p.rows_x);
+    row += std::max(sizes[g], 0);
+    const int64_t end = std::min(row, p.rows_x);
+    for (int64_t i = 0; i < (p.wgrad ? p.m : end - start); ++i) {
+      for (int64_t j = 0; j < p.n; ++j) {
+        const int64_t line_a = p.wgrad ? i : start + i, line_b = p.wgrad ? j : g * p.n + j;
+        const int64_t scales_b = p.wgrad ? j : g * columns + j / 128;
+        float sum = 0;
+        for (int64_t k = p.wgrad ? start : 0; k < (p.wgrad ? end : p.k); ++k) {
+          sum += a.host[line_a * along + k] * b.host[line_b * along + k] *
+                 a_scales.host[line_a * line + k / 128] * b_scales.host[scales_b * line + k / 128];
+        }
+        float& result = want[((p.wgrad ? g * p.m : start) + i) * p.n + j];
+        if (!p.wgrad || end > start || !fp8.accumulate) result = sum;
+      }
+    }
+  }
+  if (!p.wgrad) std::fill(want.begin() + std::min(row, p.rows_x) * p.n, want.end(), 0.0f);
+  Require(out.Read() == want, "the scaled product");
+}
+
 int main() {
   std::mt19937 random(1);
   constexpr int kCases = 300;
   for (int i = 0; i < kCases; ++i) Try(random);
-  std::printf("%d cases\n", kCases);
+  for (int i = 0; i < kCases; ++i) TryScaled(random);
+  std::printf("%d cases of either kind\n", kCases);
 }

@@ -58,7 +58,7 @@ __device__ void FindGroups(const sm100::Product& product, const Metadata& metada
     if (whole) {
       // A matrix of the result has an entry of its own, whatever that says.
       const bool by_index = metadata.kind != MetadataKind::kSizes;
-      const int64_t matrix = by_index && product.wgrad ? index : segment.weight;
+      const int matrix = by_index && product.wgrad ? static_cast<int>(index) : segment.weight;
       const int64_t p = by_index ? index : segment.weight;
       if (p < problems) store(p, sm100::MakeProblem(product, segment, matrix));
     }
