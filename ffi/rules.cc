@@ -20,6 +20,7 @@
 
 #include "common/processors.h"
 #include "fp8/rules.h"
+#include "grouped_mm/layout_sm100.h"
 #include "grouped_mm/mm.h"
 #include "grouped_mm/plan.h"
 #include "moe/rules.h"
@@ -58,6 +59,14 @@ Reason MmSm90Problem(int64_t k, int64_t n, int element_bytes, int planes, bool t
   mm.more_options = more_options;
   mm.same_dtype = same_dtype;
   return rules::MmSm90Problem(mm);
+}
+
+Reason MmSm100Problem(int64_t k, int64_t n, bool transpose_x, bool transpose_out, bool in_order) {
+  rules::MmShape mm{k, n};
+  mm.transpose_x = transpose_x;
+  mm.transpose_out = transpose_out;
+  mm.in_order = in_order;
+  return rules::MmSm100Problem(mm);
 }
 
 // As attributes of a call.
@@ -123,6 +132,15 @@ Reason WgradSm90Problem(int64_t rows_x, int64_t rows_y, int64_t a, int64_t b, in
   return rules::WgradSm90Problem(wgrad);
 }
 
+Reason WgradSm100Problem(int64_t a, int64_t b, bool transpose_x, bool transpose_y,
+                         bool own_weight) {
+  rules::WgradShape wgrad{0, 0, a, b};
+  wgrad.transpose_x = transpose_x;
+  wgrad.transpose_y = transpose_y;
+  wgrad.own_weight = own_weight;
+  return rules::WgradSm100Problem(wgrad);
+}
+
 Reason QmmSm90Problem(int64_t line, int bits, bool bfloat16_x, bool bfloat16_scales, bool half,
                       bool transpose_w, bool in_order, bool has_options) {
   rules::QmmShape qmm{line, bits};
@@ -152,6 +170,11 @@ void CheckAxes(std::initializer_list<int64_t> axes) {
       throw nb::value_error("an axis is negative, or longer than 2^31 - 1");
     }
   }
+}
+
+int64_t Sm100Workspace(int64_t weights, int64_t count, bool scaled) {
+  CheckAxes({weights, count});
+  return sm100::WorkspaceBytes(weights, count, scaled);
 }
 
 Reason Nvfp4MmSm100Problem(int64_t k, int64_t n, int out_bytes) {
@@ -232,6 +255,16 @@ void DefineRules(nb::module_& m) {
         "Why the Hopper kernel cannot take a wgrad: out (G, A, B) of x (T, A) and y (T, B). "
         "segments says that the metadata is a table of segments. With planes, rows of transposed "
         "operands are those that have been filled up, and element_bytes 2.");
+  m.def("mm_sm100_problem", &MmSm100Problem, nb::kw_only(), "k"_a, "n"_a, "transpose_x"_a = false,
+        "transpose_out"_a = false, "in_order"_a = true,
+        "Why the Blackwell kernel cannot take an mm of 16-bit operands.");
+  m.def("wgrad_sm100_problem", &WgradSm100Problem, nb::kw_only(), "a"_a, "b"_a,
+        "transpose_x"_a = false, "transpose_y"_a = false, "own_weight"_a = true,
+        "Why the Blackwell kernel cannot take a wgrad of 16-bit operands.");
+  m.def("sm100_workspace", &Sm100Workspace, nb::kw_only(), "weights"_a, "count"_a,
+        "scaled"_a = false,
+        "Bytes of the workspace of an mm or a wgrad on Blackwell; count: entries of metadata; "
+        "scaled: of FP8.");
   m.def("qmm_sm90_problem", &QmmSm90Problem, nb::kw_only(), "line"_a, "bits"_a,
         "bfloat16_x"_a = true, "bfloat16_scales"_a = true, "half"_a = false, "transpose_w"_a = true,
         "in_order"_a = true, "has_options"_a = false,

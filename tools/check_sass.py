@@ -27,8 +27,12 @@ EXPECTED = {
             "": ("HGMMA",),
         },
     ),
-    # Block-scaled products of 4-bit floats, and scales on their way to tensor memory.
-    "sm_100a": ("Sm100", {"": ("UTCOMMA", "UTCCP")}),
+    # Block-scaled products of 4-bit floats, and scales on their way to tensor memory; products of 8-
+    # and of 16-bit floats.
+    "sm_100a": (
+        "Sm100",
+        {"BlockScaled": ("UTCOMMA", "UTCCP"), "Blockwise": ("UTCQMMA",), "": ("UTCHMMA",)},
+    ),
 }
 # Likewise where a sample (JGG_SAMPLE of CMakeLists.txt) has no code for that architecture. What
 # makes FP8 codes rounds to nearest by one instruction; of a few tokens' experts the first kernel

@@ -43,8 +43,10 @@ JGG_ATTRIBUTES(WgradEpilogueAttrs,  //
                (bool, existing_out));
 
 // "plan": which kernel multiplies, and how. "sm90" follows plan.h; "sm80" looks at tf32 alone.
+// "sm100" has one plan, and a workspace among the results.
 JGG_ATTRIBUTES(PlanAttrs,                   //
-               (std::string_view, kernel),  // "sm90" or "sm80", or "" for the first that can
+               (std::string_view, kernel),  // "sm100", "sm90" or "sm80", or "" for the first but
+                                            // "sm100" that can
                (std::string_view, rows),    // "in order", "by list" or "operand by list"
                (int32_t, tile),             // rows of a tile
                (bool, pairs),               // of planes: blocks come in pairs

@@ -4,8 +4,10 @@
 #include "common/cuda_error.h"
 #include "grouped_mm/attributes.h"
 #include "grouped_mm/existing_out.h"
+#include "grouped_mm/gemm_sm100.h"
 #include "grouped_mm/lists_bind.h"
 #include "grouped_mm/mm_bind.h"
+#include "grouped_mm/mm_sm100.h"
 #include "grouped_mm/mm_sm80.h"
 #include "grouped_mm/mm_sm90.h"
 #include "grouped_mm/plan_bind.h"
@@ -84,10 +86,20 @@ static ffi::Error Mm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
   JGG_RETURN_IF_ERROR(BindPlan("mm", plan, &args.plan));
   JGG_RETURN_IF_ERROR(
       BindOptions(stream, rest, metadata_attrs, rows_attrs, epilogue_attrs, *out, &args));
-  JGG_RETURN_IF_ERROR(BindPreactivation(epilogue_attrs, results, &args));
+  const bool sm100 = plan.kernel == "sm100";
+  if (sm100) {
+    JGG_RETURN_IF_ERROR(BindWorkspace("mm", results, &args.workspace, &args.workspace_bytes));
+  } else {
+    JGG_RETURN_IF_ERROR(BindPreactivation(epilogue_attrs, results, &args));
+  }
   JGG_RETURN_IF_ERROR(
       CheckMm("mm", args.metadata, args.rows_x, args.rows_y, args.groups, args.n, args.k));
   const int capability = ComputeCapability();
+  // Addresses that TMA does not take are for the generic kernel.
+  if (sm100 && AlignedSm100({args.x, args.w, args.out})) {
+    if (auto reason = mm_sm100_unsupported(args, capability)) return Unimplemented("mm", *reason);
+    return FromCuda("mm", mm_sm100(stream, args));
+  }
   const auto no_sm90 = mm_sm90_unsupported(args, capability);
   if (plan.kernel != "sm80" && !no_sm90) {
     if (auto reason = mm_sm90_plan_problem(args)) return InvalidArgument("mm", *reason);
@@ -114,7 +126,7 @@ XLA_FFI_DEFINE_HANDLER(kMm, Mm,
                            .Arg<ffi::AnyBuffer>()  // metadata
                            .RemainingArgs()        // BindOptions
                            .Ret<ffi::AnyBuffer>()  // out
-                           .RemainingRets()        // BindPreactivation
+                           .RemainingRets()        // BindPreactivation, BindWorkspace
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<MmAttrs>("mm")
                            .Attr<RowsAttrs>("rows")

@@ -66,6 +66,8 @@ struct MmArgs {
   bool in_order;  // the segments' rows in the result are ascending and disjoint
   RowList x_list, y_list;
   Epilogue epilogue;
+  void* workspace = nullptr;  // of sm100
+  int64_t workspace_bytes = 0;
 
   bool ByList() const { return x_list.list != nullptr || y_list.list != nullptr; }
 };

@@ -2,7 +2,7 @@
 #include "grouped_mm/mm_sm90.h"
 
 #include "grouped_mm/by_list_sm90.h"
-#include "grouped_mm/rules.h"
+#include "grouped_mm/shapes.h"
 
 namespace jgg {
 
@@ -20,24 +20,6 @@ static OperandsSm90 DescribeOperands(const MmArgs& args) {
                    ? TensorMapSpec{args.w, args.dtype, k, args.n, args.groups, k, group}
                    : TensorMapSpec{args.w, args.dtype, n, args.k, args.groups, n, group};
   return operands;
-}
-
-static rules::MmShape DescribeShape(const MmArgs& args) {
-  rules::MmShape shape{args.k, args.n};
-  shape.element_bytes = Size(args.dtype);
-  shape.planes = args.planes;
-  shape.transpose_x = args.strides.x_k != 1;
-  shape.transpose_w = args.strides.w_n != 1;
-  shape.transpose_out = args.strides.out_n != 1;
-  shape.in_order = args.in_order;
-  shape.gated = IsGated(args.epilogue.activation);
-  shape.by_list = args.ByList();
-  const Epilogue& epilogue = args.epilogue;
-  shape.preactivation = epilogue.HasPreactivation();
-  shape.more_options = epilogue.row_scale != nullptr || epilogue.accumulate ||
-                       (shape.by_list && epilogue.bias != nullptr);
-  shape.same_dtype = args.out_dtype == args.dtype;
-  return shape;
 }
 
 std::optional<std::string> mm_sm90_unsupported(const MmArgs& args, int compute_capability) {

@@ -1,4 +1,5 @@
-// Why the Hopper kernel cannot take an mm or a wgrad, from static shapes: see common/rules.h.
+// Why the Hopper and Blackwell kernels cannot take an mm or a wgrad, from static shapes: see
+// common/rules.h.
 #pragma once
 
 #include "common/rules.h"
@@ -79,6 +80,25 @@ inline Reason WgradSm90Problem(const WgradShape& wgrad) {
   if (reason) return reason;
   return wgrad.transpose_y ? NeedsWholeLines("T", wgrad.element_bytes, wgrad.rows_y)
                            : NeedsWholeLines("B", wgrad.element_bytes, wgrad.b);
+}
+
+// Blackwell's kernel has no options. Lines of the result are whole 16 bytes, too.
+inline Reason MmSm100Problem(const MmShape& mm) {
+  if (!mm.in_order) return "segments may overlap or come in any order";
+  if (mm.transpose_x) return "x is transposed";
+  if (mm.transpose_out) return "the result is transposed";
+  if (mm.by_list) return "rows come by list";
+  if (auto reason = NeedsWholeLines("K", mm.element_bytes, mm.k)) return reason;
+  return NeedsWholeLines("N", mm.element_bytes, mm.n);
+}
+
+inline Reason WgradSm100Problem(const WgradShape& wgrad) {
+  if (!wgrad.own_weight) return "weights may have several segments";
+  if (wgrad.transpose_x || wgrad.transpose_y) return "an operand is transposed";
+  if (wgrad.x_by_list || wgrad.y_by_list) return "rows come by list";
+  if (wgrad.more_options) return "it has no options";
+  if (auto reason = NeedsWholeLines("A", wgrad.element_bytes, wgrad.a)) return reason;
+  return NeedsWholeLines("B", wgrad.element_bytes, wgrad.b);
 }
 
 // The backward pass of an activation, of d (T, columns), in pieces of 16 bytes.

@@ -4,9 +4,11 @@
 #include "common/cuda_error.h"
 #include "grouped_mm/attributes.h"
 #include "grouped_mm/existing_out.h"
+#include "grouped_mm/gemm_sm100.h"
 #include "grouped_mm/lists_bind.h"
 #include "grouped_mm/plan_bind.h"
 #include "grouped_mm/wgrad_bind.h"
+#include "grouped_mm/wgrad_sm100.h"
 #include "grouped_mm/wgrad_sm80.h"
 #include "grouped_mm/wgrad_sm90.h"
 #include "handlers.h"
@@ -16,9 +18,9 @@ namespace ffi = xla::ffi;
 
 static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
                         ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
-                        ffi::Result<ffi::AnyBuffer> out, MetadataAttrs metadata_attrs,
-                        WgradAttrs wgrad_attrs, RowsAttrs rows_attrs, bool own_weight,
-                        WgradEpilogueAttrs epilogue, PlanAttrs plan) {
+                        ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets results,
+                        MetadataAttrs metadata_attrs, WgradAttrs wgrad_attrs, RowsAttrs rows_attrs,
+                        bool own_weight, WgradEpilogueAttrs epilogue, PlanAttrs plan) {
   constexpr const char* op = "wgrad";
   const int planes = plan.planes;
   WgradArgs args;
@@ -66,7 +68,18 @@ static ffi::Error Wgrad(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y,
     args.accumulate = true;
   }
   JGG_RETURN_IF_ERROR(operands.End());
+  const bool sm100 = plan.kernel == "sm100";
+  if (sm100) {
+    JGG_RETURN_IF_ERROR(BindWorkspace(op, results, &args.workspace, &args.workspace_bytes));
+  } else if (results.size() != 0) {
+    return InvalidArgument(op, "has ", 1 + results.size(), " results");
+  }
   const int capability = ComputeCapability();
+  // Addresses that TMA does not take are for the generic kernel.
+  if (sm100 && AlignedSm100({args.x, args.y, args.out})) {
+    if (auto reason = wgrad_sm100_unsupported(args, capability)) return Unimplemented(op, *reason);
+    return FromCuda(op, wgrad_sm100(stream, args));
+  }
   const auto no_sm90 = wgrad_sm90_unsupported(args, capability);
   if (plan.kernel != "sm80" && !no_sm90) {
     if (auto reason = wgrad_sm90_plan_problem(args)) return InvalidArgument(op, *reason);
@@ -90,6 +103,7 @@ XLA_FFI_DEFINE_HANDLER(kWgrad, Wgrad,
                            .Arg<ffi::AnyBuffer>()  // metadata
                            .RemainingArgs()  // group_offset, x_rows, y_rows, scale, existing_out
                            .Ret<ffi::AnyBuffer>()  // out
+                           .RemainingRets()        // BindWorkspace
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<WgradAttrs>("wgrad")
                            .Attr<RowsAttrs>("rows")

@@ -38,6 +38,8 @@ struct WgradArgs {
   bool accumulate = false;       // `out` already holds existing_out
 
   RowList x_list, y_list;
+  void* workspace = nullptr;  // of sm100
+  int64_t workspace_bytes = 0;
 
   bool ByList() const { return x_list.list != nullptr || y_list.list != nullptr; }
   bool HasEpilogue() const { return scale != nullptr || accumulate; }

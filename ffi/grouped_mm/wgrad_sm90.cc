@@ -5,7 +5,7 @@
 
 #include "grouped_mm/by_list_sm90.h"
 #include "grouped_mm/gemm_sm90.h"
-#include "grouped_mm/rules.h"
+#include "grouped_mm/shapes.h"
 
 namespace jgg {
 
@@ -31,25 +31,10 @@ static OperandsSm90 DescribeOperands(const WgradArgs& args) {
   return operands;
 }
 
-static rules::WgradShape DescribeShape(const WgradArgs& args, const OperandsSm90& operands) {
-  rules::WgradShape shape{args.rows_x, args.rows_y, args.a, args.b};
-  shape.element_bytes = Size(args.dtype);
-  shape.transpose_x = operands.l_k_major;
-  shape.transpose_y = operands.r_k_major;
-  shape.own_weight = args.own_weight;
-  shape.segments = args.metadata.kind == MetadataKind::kSegments;
-  shape.planes = args.planes;
-  shape.x_by_list = args.x_list.list != nullptr;
-  shape.y_by_list = args.y_list.list != nullptr;
-  shape.more_options = args.HasEpilogue();
-  shape.same_dtype = args.out_dtype == args.dtype;
-  return shape;
-}
-
 std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int compute_capability) {
   if (const char* problem = GemmSm90Problem(args.dtype, compute_capability)) return problem;
   const OperandsSm90 operands = DescribeOperands(args);
-  if (auto reason = rules::WgradSm90Problem(DescribeShape(args, operands))) return reason;
+  if (auto reason = rules::WgradSm90Problem(DescribeShape(args))) return reason;
   for (const TensorMapSpec& spec : {operands.l, operands.r}) {
     if (const char* problem = TensorMapProblem(spec)) return problem;
   }
@@ -57,7 +42,7 @@ std::optional<std::string> wgrad_sm90_unsupported(const WgradArgs& args, int com
 }
 
 std::optional<std::string> wgrad_sm90_plan_problem(const WgradArgs& args) {
-  return rules::PlanWgradProblem(args.plan, DescribeShape(args, DescribeOperands(args)));
+  return rules::PlanWgradProblem(args.plan, DescribeShape(args));
 }
 
 cudaError_t wgrad_sm90(cudaStream_t stream, const WgradArgs& args) {

@@ -27,8 +27,7 @@ cudaError_t LaunchGemmSm100(cudaStream_t stream, const GemmSm100& gemm) {
 #ifdef JGG_SM100
   const Workspace at(gemm.product);
   if (gemm.workspace_bytes < at.bytes) return cudaErrorInvalidValue;
-  const auto address = reinterpret_cast<uintptr_t>(gemm.workspace);
-  auto* base = static_cast<uint8_t*>(gemm.workspace) + (-address) % Workspace::kAlignment;
+  uint8_t* base = sm100::Arena::Base(gemm.workspace);
   if (cudaError_t error = PrepareGroups(stream, gemm, at, base)) return error;
   if (gemm.out_dtype == DType::kBF16) return MultiplyGroups<DType::kBF16>(stream, gemm, at, base);
 #ifndef JGG_SAMPLE

@@ -1,3 +1,4 @@
+// See ffi/sm100.cu.
 #include "nvfp4/gemm_sm100.cuh"
 
 namespace jgg::nvfp4 {

@@ -1,17 +1,7 @@
 // The products, by CUTLASS: one grouped kernel, which reads in device memory what each group is.
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
-#include "common/arch.h"
-#include "cute/tensor.hpp"
-#include "cutlass/cutlass.h"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/device/gemm_universal_adapter.h"
-#include "cutlass/gemm/group_array_problem_shape.hpp"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "common/grouped_sm100.cuh"
 #include "nvfp4/gemm_sm100.h"
 
 namespace jgg::nvfp4 {
@@ -42,9 +32,8 @@ struct GemmSm100Types {
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
           sizeof(typename Epilogue::SharedStorage))>,
       cutlass::gemm::KernelPtrArrayTmaWarpSpecialized1SmNvf4Sm100>::CollectiveOp;
-  using Problem = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<
-      cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue>>;
+      cutlass::gemm::kernel::GemmUniversal<sm100::Problem, Mainloop, Epilogue>>;
 };
 
 template <DType kOut>
@@ -54,21 +43,14 @@ cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Wor
   using Gemm = typename Types::Gemm;
   using Mainloop = typename Types::Mainloop;
   using Epilogue = typename Types::Epilogue;
-  static_assert(sizeof(typename Types::Problem::UnderlyingProblemShape) == kShapeBytes);
   static_assert(sizeof(typename Mainloop::InternalLayoutSFA) == kScaleLayoutBytes);
   static_assert(sizeof(typename Mainloop::InternalLayoutSFB) == kScaleLayoutBytes);
   static_assert(sizeof(typename Mainloop::InternalStrideA) == kStrideBytes);
   static_assert(sizeof(typename Mainloop::InternalStrideB) == kStrideBytes);
   static_assert(sizeof(typename Epilogue::InternalStrideD) == kStrideBytes);
 
-  const auto array = [&](auto type, int64_t offset) {
-    return reinterpret_cast<typename decltype(type)::type>(base + offset);
-  };
-  const auto put = [&](auto* pointer, int64_t offset) {
-    *pointer = array(std::common_type<std::remove_pointer_t<decltype(pointer)>>{}, offset);
-  };
+  const auto put = [&](auto* pointer, int64_t offset) { sm100::Put(pointer, base, offset); };
   typename Gemm::Arguments arguments{};
-  arguments.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
   arguments.problem_shape.num_groups = gemm.product.groups;
   arguments.problem_shape.host_problem_shapes = nullptr;
   put(&arguments.problem_shape.problem_shapes, at.shapes);
@@ -94,21 +76,7 @@ cudaError_t MultiplyGroups(cudaStream_t stream, const GemmSm100& gemm, const Wor
     put(&arguments.epilogue.dC, at.stride_out);
   }
 
-  // NOTE: without a count CUTLASS asks for no workspace, but writes one all the same.
-  if (cudaError_t error = cudaGetDevice(&arguments.hw_info.device_id)) return error;
-  arguments.hw_info.sm_count = std::min(Processors(), kMostMultiprocessors);
-  if (arguments.hw_info.sm_count == 0) return cudaErrorInvalidDevice;
-  if (static_cast<int64_t>(Gemm::get_workspace_size(arguments)) > kTensorMapBytes) {
-    return cudaErrorInvalidValue;
-  }
-  Gemm kernel;
-  if (kernel.can_implement(arguments) != cutlass::Status::kSuccess) return cudaErrorNotSupported;
-  if (kernel.initialize(arguments, base + at.tensor_maps, stream) != cutlass::Status::kSuccess ||
-      kernel.run(stream) != cutlass::Status::kSuccess) {
-    const cudaError_t error = cudaGetLastError();
-    return error == cudaSuccess ? cudaErrorLaunchFailure : error;
-  }
-  return cudaSuccess;
+  return sm100::RunGrouped<Gemm>(stream, arguments, base + at.tensor_maps);
 }
 
 }  // namespace jgg::nvfp4

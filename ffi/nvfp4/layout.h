@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/grouped_sm100.h"
 #include "quantized/device/instructions.cuh"
 
 namespace jgg::nvfp4 {
@@ -83,45 +84,36 @@ JGG_HOST_DEVICE GroupProblem MakeGroupProblem(const Product& p, int g, int start
   return group;
 }
 
-// Bytes per group of the arrays that CUTLASS reads: cute types, see prepare.cu.
-inline constexpr int kShapeBytes = 12;
-inline constexpr int kStrideBytes = 8;
-inline constexpr int kScaleLayoutBytes = 20;
-// Six tensor maps for each multiprocessor. The grid has at most this many blocks, so the workspace
-// depends on no device.
-inline constexpr int kMostMultiprocessors = 160;
-inline constexpr int64_t kTensorMapBytes = 6 * 128 * kMostMultiprocessors;
+using sm100::kMostMultiprocessors;
+using sm100::kShapeBytes;
+using sm100::kStrideBytes;
+using sm100::kTensorMapBytes;
+inline constexpr int kScaleLayoutBytes = 20;  // a cute type, see prepare_sm100.cu
 
-// Where things are in the workspace, in bytes from its first multiple of 256.
 struct Workspace {
-  static constexpr int64_t kAlignment = 256;
   int64_t shapes, a, b, scales_a, scales_b, out;  // (G,)
   int64_t stride_a, stride_b, stride_out;         // (G,)
   int64_t layout_a, layout_b;                     // (G,)
   int64_t starts, tiles;                          // int32 (G + 1,)
   int64_t tensor_maps, swizzled_a, swizzled_b;    //
-  int64_t bytes = kAlignment;                     // with what aligning may skip
+  int64_t bytes;
 
   explicit Workspace(const Product& p) {
-    shapes = Take(p.groups * int64_t{kShapeBytes});
-    for (int64_t* pointers : {&a, &b, &scales_a, &scales_b, &out}) *pointers = Take(p.groups * 8L);
+    sm100::Arena arena;
+    shapes = arena.Take(p.groups * int64_t{kShapeBytes});
+    for (int64_t* pointers : {&a, &b, &scales_a, &scales_b, &out})
+      *pointers = arena.Take(p.groups * 8L);
     for (int64_t* strides : {&stride_a, &stride_b, &stride_out}) {
-      *strides = Take(p.groups * int64_t{kStrideBytes});
+      *strides = arena.Take(p.groups * int64_t{kStrideBytes});
     }
     for (int64_t* layouts : {&layout_a, &layout_b}) {
-      *layouts = Take(p.groups * int64_t{kScaleLayoutBytes});
+      *layouts = arena.Take(p.groups * int64_t{kScaleLayoutBytes});
     }
-    for (int64_t* scan : {&starts, &tiles}) *scan = Take((p.groups + 1) * 4L);
-    tensor_maps = Take(kTensorMapBytes);
-    swizzled_a = Take(p.scale_bytes(false));
-    swizzled_b = Take(p.scale_bytes(true));
-  }
-
- private:
-  int64_t Take(int64_t size) {
-    const int64_t offset = bytes - kAlignment;
-    bytes += CeilDiv(size, kAlignment) * kAlignment;
-    return offset;
+    for (int64_t* scan : {&starts, &tiles}) *scan = arena.Take((p.groups + 1) * 4L);
+    tensor_maps = arena.Take(kTensorMapBytes);
+    swizzled_a = arena.Take(p.scale_bytes(false));
+    swizzled_b = arena.Take(p.scale_bytes(true));
+    bytes = arena.bytes();
   }
 };
 

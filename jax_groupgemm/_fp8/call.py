@@ -10,7 +10,7 @@ from jax import lax
 
 from .._core.products import Mm
 from .._grouped.call import attributes, metadata_flags
-from .._kernels import choose
+from .._kernels import choose, extension
 from .._quantized import padding
 from .._quantized import product as quantized_product
 from .._quantized.operands import as_promised
@@ -20,25 +20,32 @@ from . import blocks
 def grouped_mm(plan: choose.Plan, x, w, groups, options, *, product: Mm):
     """Custom call ``jgg_fp8_grouped_mm``: x, its scales, w, its scales, metadata[, group_offset] ->
     out. Options are done to float32 sums behind it. Lines of codes, and of the result, are padded
-    to whole 16 bytes."""
+    to whole 16 bytes. ``jgg_fp8_grouped_mm_sm100`` has a workspace, and no float16 results."""
     if not product.transpose_w:  # eight bits are multiplied as they lie, along K
         w = dataclasses.replace(w, weight=w.weight.swapaxes(1, 2), scales=w.scales.swapaxes(1, 2))
     rest, n = groups.narrow(x.shape[0], w.shape[0]), w.shape[1]
     # Blocks of 128 have whole pieces of 16 and 8, so there are no more scales.
     rows, weight = _padded(x.weight, 1, 16), _padded(_padded(w.weight, 2, 16), 1, 8)
+    operands = rows, x.scales, weight, w.scales, *rest
     flags = {
         "metadata": metadata_flags(groups),
         "clears_rest": product.clears_rest,
     }
 
-    def run(of: Mm):
+    def run_sm90(of: Mm):
         first = plan.config["rows_first"] and of.out_dtype.name != "float32"
         out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), of.out_dtype)
         call = jax.ffi.ffi_call("jgg_fp8_grouped_mm", out)
-        out = call(
-            rows, x.scales, weight, w.scales, *rest, **attributes(flags | {"rows_first": first})
-        )
-        return _cut(out, 1, n)
+        return _cut(call(*operands, **attributes(flags | {"rows_first": first})), 1, n)
+
+    def run_sm100(of: Mm):
+        dtype = jnp.float32 if of.out_dtype.name == "float16" else of.out_dtype
+        out = jax.ShapeDtypeStruct((of.rows, weight.shape[1]), dtype)
+        results = out, _workspace(w.shape[0], groups.count)
+        call = jax.ffi.ffi_call("jgg_fp8_grouped_mm_sm100", results)
+        return _cut(call(*operands, **attributes(flags))[0], 1, n).astype(of.out_dtype)
+
+    run = run_sm100 if plan.kernel.name == "sm100" else run_sm90
 
     if options.nothing:
         return run(product)
@@ -64,6 +71,32 @@ def grouped_wgrad(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype)
         **attributes({"existing_out": bool(more)}),
     )  # fmt: skip
     return _cut(sums, 2, x.shape[0])
+
+
+def grouped_wgrad_sm100(plan: choose.Plan, x, dy, group_sizes, existing_out, *, dtype):
+    """Custom call ``jgg_fp8_grouped_wgrad_sm100``: dy, its scales, x, its scales, sizes[,
+    existing_out] -> out, workspace. Sizes are those of padded groups."""
+    del plan
+    rows, groups = x.positions.shape[0], group_sizes.shape[0]
+    scales = dy.scales * as_promised(group_sizes, blocks.GROUPED, x, dy)
+    sizes = padding.padded_sizes(group_sizes, rows, blocks.GROUPED)
+    weight, x_scales = (_padded(a, 0, 8) for a in (x.weight, x.scales))
+    out = jax.ShapeDtypeStruct((groups, dy.shape[0], weight.shape[0]), jnp.float32)
+    more = [] if existing_out is None else [_padded(existing_out, 2, 8)]
+    aliases = {5: 0} if more else None
+    results = out, _workspace(groups, groups)
+    call = jax.ffi.ffi_call("jgg_fp8_grouped_wgrad_sm100", results, input_output_aliases=aliases)
+    sums, _ = call(
+        dy.weight, scales, weight, x_scales, sizes.astype(jnp.int32), *more,
+        **attributes({"existing_out": bool(more)}),
+    )  # fmt: skip
+    return _cut(sums, 2, x.shape[0]).astype(dtype)
+
+
+def _workspace(groups: int, count: int) -> jax.ShapeDtypeStruct:
+    """That of a Blackwell kernel."""
+    size = extension.rules().sm100_workspace(weights=groups, count=count, scaled=True)
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
 def _staged(scales):

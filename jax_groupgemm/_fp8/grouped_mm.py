@@ -17,6 +17,7 @@ from .._core.products import Caller, Mm
 from .._core.segments import Metadata
 from .._core.types import Activation, Implementation, Integers
 from .._grouped.call import Epilogue
+from .._grouped.fused import of_any_shape
 from .._grouped.grouped_mm import epilogue, metadata
 from .._kernels import choose, problems
 from .._quantized import array, format, layouts
@@ -51,7 +52,7 @@ def fp8_grouped_mm(
     is rounded) of the product of what ``dequantize`` gives, of numbers of one sign within 1e-3.
     Rows of no group are exact zeros, whatever they hold.
 
-    Hopper's kernel takes codes of e4m3, x in blocks of ``(1, 128)`` and w in blocks of
+    Hopper's and Blackwell's kernels take codes of e4m3, x in blocks of ``(1, 128)`` and w in blocks of
     ``(128, 128)``, outside of ``vmap`` and on one device (or in ``shard_map``). Everything else is
     the XLA program, which multiplies float32 values and is closer to the exact product.
 
@@ -133,6 +134,7 @@ def _product(op: str, x, dtype, *, implementation=None, **flags) -> Mm:
 
 def _composed(x, w, groups, options, *, product: Mm):
     """In terms of another product: rows are dequantized, w is not."""
+    product = of_any_shape(product)
     rows = decoded(x, product.implementation)
     return quantized_product.FUSED(rows, w, groups, product, options)
 
@@ -146,7 +148,7 @@ def _call(platform, x, w, groups, options, *, product: Mm):
 
 
 #: By kernel: ``call(plan, x, w, groups, options, *, product)``.
-_CALLS: dict[str, Callable] = {"sm90": call.grouped_mm}
+_CALLS: dict[str, Callable] = {"sm100": call.grouped_mm, "sm90": call.grouped_mm}
 
 
 def _problem(platform, x, w, groups: Metadata, options: Epilogue, product: Mm) -> problems.Fp8:

@@ -15,7 +15,7 @@ from jax import lax
 from .._core import dtypes, segments
 from .._core.products import Mm, Product, Wgrad
 from .._core.segments import Metadata
-from .._kernels import choose, dense, problems
+from .._kernels import choose, dense, extension, problems
 from .activations import is_gated
 from .planes import as_planes
 
@@ -135,8 +135,17 @@ def mm(plan: choose.Plan, x, w, metadata: Metadata, product: Mm,
         x, w = in_planes(planes, 64, (x, -1), (w, -1 if product.transpose_w else -2))
     # The result takes the place of existing_out: XLA copies it first where it is needed later.
     aliases = None if epilogue.existing_out is None else {1 + len(rest): 0}
+    if plan.kernel.name == "sm100":
+        more = [_workspace(groups, metadata)]
+        return _call("jgg_mm", x, w, rest, shape, product, flags, aliases, more)[0]
     more = [jax.ShapeDtypeStruct((rows, n), product.out_dtype)] if preactivation else []
     return _call("jgg_mm", x, w, rest, shape, product, flags, aliases, more)
+
+
+def _workspace(groups: int, metadata: Metadata) -> jax.ShapeDtypeStruct:
+    """That of a Blackwell kernel."""
+    size = extension.rules().sm100_workspace(weights=groups, count=metadata.count)
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
 def _mm_in_parts(plan: choose.Plan, x, w, metadata: Metadata, product: Mm):
@@ -243,6 +252,9 @@ def _wgrad_call(plan, x, y, metadata: Metadata, product: Wgrad, *, shape, rows: 
     }
     values = [value for value in options.values() if value is not None]
     rest = [*metadata.narrow(rows, shape[0]), *values]
+    if plan.kernel.name == "sm100":
+        more = [_workspace(shape[0], metadata)]
+        return _call("jgg_wgrad", x, y, rest, shape, product, flags, more=more)[0]
     aliases = None if options.get("existing_out") is None else {1 + len(rest): 0}
     return _call("jgg_wgrad", x, y, rest, shape, product, flags, aliases)
 
@@ -345,7 +357,9 @@ def epilogue_flags(epilogue: Epilogue, preactivation: bool = False) -> dict[str,
 def _plan_flags(plan: choose.Plan, product: Product) -> dict[str, Any]:
     config = plan.config
     parts = {name: config[name] for name in ("rows", "tile", "pairs", "planes")}
-    return parts | {"kernel": plan.named or "", "tf32": product.tf32}
+    # Blackwell's kernel has a workspace, which others lack.
+    kernel = plan.kernel.name if plan.kernel.name == "sm100" else plan.named or ""
+    return parts | {"kernel": kernel, "tf32": product.tf32}
 
 
 def _call(target, a, b, rest, shape, product: Product, flags: dict[str, Any], aliases=None,

@@ -334,7 +334,7 @@ def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
 _TILE, _LINE = (128, 128), (1, 128)
 
 
-def _fp8_mm_sm90(p: Fp8) -> str | None:
+def _fp8_mm(p: Fp8) -> str | None:
     # Lines that are no whole 16 bytes are padded.
     return _fp8_codes(p, (_LINE, _TILE))
 
@@ -344,7 +344,7 @@ def _fp8_mm_config(p: Fp8) -> dict[str, Any]:
     return {"rows_first": first(rows=p.rows, segments=p.segments)}
 
 
-def _fp8_wgrad_sm90(p: Fp8) -> str | None:
+def _fp8_wgrad(p: Fp8) -> str | None:
     if why := _fp8_codes(p, (_LINE, _LINE)):
         return why
     if p.more_options and p.out_dtype != "float32":
@@ -365,6 +365,11 @@ def _fp8_codes(p: Fp8, blocks) -> str | None:
 KERNELS: dict[str, Sequence[Kernel]] = {
     "mm": (
         Kernel(
+            "sm100", "jgg_mm", dense.mm_sm100, dense.mm_fuses_sm100, config=dense.mm_config_sm100,
+            needs="bfloat16, float16, a result of that dtype or float32; K % 8 == 0, N % 8 == 0; "
+            "x as it is stored; no options",
+        ),
+        Kernel(
             "sm90", "jgg_mm", fuses=dense.mm_fuses, pays=dense.mm_pays,
             fusing_pays=dense.fusing_pays, lists_pay=lists.mm_pays, config=dense.mm_config,
             needs="bfloat16, float16; float32 in bfloat16 planes",
@@ -376,6 +381,11 @@ KERNELS: dict[str, Sequence[Kernel]] = {
         ),
     ),
     "wgrad": (
+        Kernel(
+            "sm100", "jgg_wgrad", dense.wgrad_sm100, config=dense.wgrad_config_sm100,
+            needs="bfloat16, float16, a result of that dtype or float32; A % 8 == 0, B % 8 == 0; "
+            "x and y as they are stored",
+        ),
         Kernel(
             "sm90", "jgg_wgrad", pays=dense.wgrad_pays, lists_pay=lists.wgrad_pays,
             config=functools.partial(dense.wgrad_config, hopper=True),
@@ -440,13 +450,21 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "fp8_grouped_mm": (
         Kernel(
-            "sm90", "jgg_fp8_grouped_mm", _fp8_mm_sm90, config=_fp8_mm_config,
+            "sm100", "jgg_fp8_grouped_mm_sm100", _fp8_mm,
+            needs="e4m3, blocks of 128 along K and of 128 x 128",
+        ),
+        Kernel(
+            "sm90", "jgg_fp8_grouped_mm", _fp8_mm, config=_fp8_mm_config,
             needs="e4m3, blocks of 128 along K and of 128 x 128",
         ),
     ),
     "fp8_grouped_wgrad": (
         Kernel(
-            "sm90", "jgg_fp8_grouped_wgrad", _fp8_wgrad_sm90,
+            "sm100", "jgg_fp8_grouped_wgrad_sm100", _fp8_wgrad,
+            needs="e4m3, blocks of 128 rows",
+        ),
+        Kernel(
+            "sm90", "jgg_fp8_grouped_wgrad", _fp8_wgrad,
             needs="e4m3, blocks of 128 rows",
         ),
     ),

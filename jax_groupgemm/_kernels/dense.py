@@ -58,6 +58,37 @@ def mm_sm90(p: Mm, **more) -> str | None:
     )  # fmt: skip
 
 
+def mm_sm100(p: Mm) -> str | None:
+    """Why Blackwell's kernel does not run the product itself."""
+    return _operands_sm100(p) or extension.rules().mm_sm100_problem(
+        k=p.k, n=p.n, transpose_x=p.transpose_x, transpose_out=p.transpose_out,
+        in_order=p.in_order,
+    )  # fmt: skip
+
+
+def _operands_sm100(p: Mm | Wgrad) -> str | None:
+    if len(set(p.dtypes)) != 1 or p.dtypes[0] not in HALVES:
+        return f"operands must be {' or '.join(HALVES)} alike"
+    if p.out_dtype not in (p.dtypes[0], "float32"):
+        return f"the result is {p.out_dtype}, neither that nor float32"
+    return "an operand is empty" if p.empty or 0 in (p.groups, p.segments) else None
+
+
+def mm_fuses_sm100(p: Mm) -> str | None:
+    if p.lists:
+        return "it takes no lists of rows"
+    options = p.preactivation or p.has_options or p.more_options
+    return "it has no options" if options else None
+
+
+def _plan_sm100() -> dict[str, Any]:
+    return {"rows": "in order", "tile": 128, "pairs": False, "planes": 1}
+
+
+def mm_config_sm100(p: Mm) -> dict[str, Any]:
+    return _plan_sm100() | {"sum_parts": sum_parts(p)}
+
+
 def sum_parts(p: Mm | Qmm, planes: int = 1) -> int:
     """In how many float32 parts a CUDA kernel makes the sums over K."""
     if planes > 1:
@@ -267,6 +298,18 @@ def wgrad_config(p: Wgrad, *, hopper: bool = False) -> dict[str, Any]:
         plan["tile"] = _measured(measured, plan["tile"], "wgrad", False, transposed)
     adds = hopper and (planes > 1 or (p.operand_dtype in HALVES and wgrad_sm90(p) is None))
     return plan | {"parts": 1, "ranges": ranges, "adds": adds, "planes": planes}
+
+
+def wgrad_sm100(p: Wgrad) -> str | None:
+    """Why Blackwell's kernel does not run it."""
+    return _operands_sm100(p) or extension.rules().wgrad_sm100_problem(
+        a=p.a, b=p.b, transpose_x=p.transpose_x, transpose_y=p.transpose_y, own_weight=p.own_weight
+    )
+
+
+def wgrad_config_sm100(p: Wgrad) -> dict[str, Any]:
+    parts = {"parts": wgrad_parts(p), "ranges": wgrad_ranges(p)}
+    return _plan_sm100() | parts | {"adds": False}
 
 
 def wgrad_planes(p: Wgrad) -> int:

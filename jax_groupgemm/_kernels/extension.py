@@ -41,6 +41,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jgg_nvfp4_grouped_wgrad": ("cuda",),
     "jgg_fp8_grouped_mm": ("cuda",),
     "jgg_fp8_grouped_wgrad": ("cuda",),
+    "jgg_fp8_grouped_mm_sm100": ("cuda",),
+    "jgg_fp8_grouped_wgrad_sm100": ("cuda",),
     "jgg_moe_top_k": ("cuda",),
     "jgg_moe_router": ("cuda",),
     "jgg_moe_route": ("cuda",),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_groupgemm._check import child, clock, device, lines, narrow
+from jax_groupgemm._check import child, clock, device, lines, narrow, products
 from jax_groupgemm._kernels import extension, kernel, proven
 
 CPU = device.Device("cpu", "CPU", 0, None, ())
@@ -72,11 +72,17 @@ def reached(monkeypatch, capability: int, of=lines.lines, quick: bool = True):
     return found, set(has)
 
 
+GATED = (
+    "mm", "wgrad", "nvfp4_grouped_mm", "nvfp4_grouped_wgrad", "fp8_grouped_mm_sm100",
+    "fp8_grouped_wgrad_sm100",
+)  # fmt: skip
+
+
 def test_what_is_gated_is_reached(monkeypatch):
     """Or nobody could switch it on."""
-    found, has = reached(monkeypatch, 100, lambda gpu: narrow.lines())
+    found, has = reached(monkeypatch, 100, lambda gpu: [*narrow.lines(), *products.lines()])
     gated = {key for key in has if key.rpartition(" ")[2] in proven.UNRUN}
-    assert gated == {"jgg_nvfp4_grouped_mm sm100", "jgg_nvfp4_grouped_wgrad sm100"}
+    assert gated == {f"jgg_{call} sm100" for call in GATED}
     assert gated <= found
 
 

@@ -17,6 +17,10 @@ from jax_groupgemm._kernels import choose, extension, kernel, problems, proven, 
 
 BLACKWELL = proven.Place("NVIDIA B200", "10.0", "580.65.06", "1.2.3", 4, "13.0")
 KEYS = ("jgg_nvfp4_grouped_mm sm100", "jgg_nvfp4_grouped_wgrad sm100")
+OTHERS = (
+    "jgg_mm sm100", "jgg_wgrad sm100", "jgg_fp8_grouped_mm_sm100 sm100",
+    "jgg_fp8_grouped_wgrad_sm100 sm100",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -233,11 +237,11 @@ def test_info_says_what_to_do(blackwell):
     assert data["proof"]["kernels"] == []
     text = info._text(data)
     assert f"  {blackwell}/nvidia-b200.json: none yet: run python -m jax_groupgemm.check" in text
-    proven.write(BLACKWELL, KEYS, {})
+    proven.write(BLACKWELL, (*KEYS, *OTHERS), {})
     proven._proven.cache_clear()
     data = info.collect() | {"devices": data["devices"]}
     assert info._next_steps(data) == []
-    assert "nvidia-b200.json: 2 kernels passed python -m jax_groupgemm.check" in info._text(data)
+    assert "nvidia-b200.json: 6 kernels passed python -m jax_groupgemm.check" in info._text(data)
     proven.write(BLACKWELL._replace(driver="1.0"), KEYS, {})
     proven._proven.cache_clear()
     assert "it is for driver 1.0, here is 580.65.06" in info._text(info.collect())

@@ -62,6 +62,14 @@ LONG = dict.fromkeys(("k", "n"), 2048)
 
 # (custom call, a call that the kernel takes, {clause of `needs`: fields that break it}).
 NEEDS = [
+    ("jgg_mm sm100", MM, {
+        "bfloat16, float16": {"dtypes": (F32,) * 2},
+        "a result of that dtype or float32": {"out_dtype": "float16"},
+        "K % 8 == 0": {"k": 2052},
+        "N % 8 == 0": {"n": 2052},
+        "x as it is stored": {"transpose_x": True},
+        "no options": {"activation": "silu"},
+    }),
     ("jgg_mm sm90", MM, {
         "bfloat16, float16": {"dtypes": ("float64",) * 2, "operand_dtype": "float64"},
         "float32 in bfloat16 planes": {
@@ -70,6 +78,13 @@ NEEDS = [
     }),
     ("jgg_mm cpu", dataclasses.replace(MM, platform="cpu"), {
         "float32, bfloat16, float16": {"dtypes": ("float64",) * 2},
+    }),
+    ("jgg_wgrad sm100", WGRAD, {
+        "bfloat16, float16": {"dtypes": (F32,) * 2},
+        "a result of that dtype or float32": {"out_dtype": "float16"},
+        "A % 8 == 0": {"a": 2052},
+        "B % 8 == 0": {"b": 2052},
+        "x and y as they are stored": {"transpose_y": True},
     }),
     ("jgg_wgrad sm90", WGRAD, {
         "bfloat16, float16": {"dtypes": ("float64",) * 2},
@@ -123,6 +138,14 @@ NEEDS = [
         "groups that are not cut into parts": {
             "inner": dataclasses.replace(NVFP4_WGRAD.inner, kind="spans", groups=1, a=128, b=128)
         },
+    }),
+    ("jgg_fp8_grouped_mm_sm100 sm100", FP8, {
+        "e4m3": {"elements": ("e5m2", "e4m3")},
+        "blocks of 128 along K and of 128 x 128": {"blocks": ((1, 128), (1, 128))},
+    }),
+    ("jgg_fp8_grouped_wgrad_sm100 sm100", FP8_WGRAD, {
+        "e4m3": {"elements": ("e4m3", "e5m2")},
+        "blocks of 128 rows": {"blocks": ((1, 128), (128, 128))},
     }),
     ("jgg_fp8_grouped_mm sm90", FP8, {
         "e4m3": {"elements": ("e5m2", "e4m3")},

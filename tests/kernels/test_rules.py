@@ -58,6 +58,38 @@ def test_wgrad(rules, call, reason):
     assert rules.wgrad_sm90_problem(**(shape | call)) == reason
 
 
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({}, None),
+        ({"k": 41}, "needs K % 8 == 0, got K=41"),
+        ({"n": 28}, "needs N % 8 == 0, got N=28"),
+        ({"in_order": False}, "segments may overlap or come in any order"),
+        ({"transpose_x": True}, "x is transposed"),
+        ({"transpose_out": True}, "the result is transposed"),
+    ],
+)
+def test_mm_on_blackwell(rules, call, reason):
+    assert rules.mm_sm100_problem(**({"k": 40, "n": 24} | call)) == reason
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({}, None),
+        ({"a": 12}, "needs A % 8 == 0, got A=12"),
+        ({"b": 12}, "needs B % 8 == 0, got B=12"),
+        ({"transpose_x": True}, "an operand is transposed"),
+        ({"transpose_y": True}, "an operand is transposed"),
+        ({"own_weight": False}, "weights may have several segments"),
+    ],
+)
+def test_wgrad_on_blackwell(rules, call, reason):
+    assert rules.wgrad_sm100_problem(**({"a": 8, "b": 16} | call)) == reason
+    with pytest.raises(ValueError, match="longer than"):
+        rules.sm100_workspace(weights=2**31, count=1)
+
+
 def test_wgrad_of_segments_along_both_lines(rules):
     shape = {"rows_x": 16, "rows_y": 16, "a": 8, "b": 16}
     contiguous = {"transpose_x": True, "transpose_y": True}

@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -61,6 +62,22 @@ def build_kernels(name: str, *options: str) -> ctypes.CDLL:
     if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
         pytest.skip("needs a C++20 library")
     return build(name, "-pthread", *options, *SANITIZED, standard="c++20")
+
+
+def cutlass_headers() -> list[str] | None:
+    """Folders of the headers of CUTLASS and CUDA, where there are some."""
+    cutlass = importlib.util.find_spec("cutlass_library")
+    homes = [Path("/usr/local/cuda/include")]
+    nvidia = importlib.util.find_spec("nvidia")
+    homes += [
+        Path(p) / "cu13/include" for p in (nvidia and nvidia.submodule_search_locations) or ()
+    ]
+    cuda = next((h for h in homes if (h / "cccl/cuda/std/utility").exists()), None)
+    if cutlass is None or cuda is None:
+        return None
+    (package,) = cutlass.submodule_search_locations or ()
+    paths = [Path(package) / "source/include", cuda, cuda / "cccl"]
+    return [option for path in paths for option in ("-isystem", str(path))]
 
 
 def mode_number(mode: str) -> int:

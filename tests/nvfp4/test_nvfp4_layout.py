@@ -2,11 +2,9 @@
 swizzled scales and workspace of every group, against brute force and CuTe's own layouts."""
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import host_program
 import jax
@@ -296,24 +294,8 @@ def test_shapes_that_the_kernel_cannot_take(library, product, problem):
     assert text.value.decode() == problem
 
 
-def headers() -> list[str] | None:
-    """Folders of the headers of CUTLASS and CUDA, where there are some."""
-    cutlass = importlib.util.find_spec("cutlass_library")
-    homes = [Path("/usr/local/cuda/include")]
-    nvidia = importlib.util.find_spec("nvidia")
-    homes += [
-        Path(p) / "cu13/include" for p in (nvidia and nvidia.submodule_search_locations) or ()
-    ]
-    cuda = next((h for h in homes if (h / "cccl/cuda/std/utility").exists()), None)
-    if cutlass is None or cuda is None:
-        return None
-    (package,) = cutlass.submodule_search_locations or ()
-    paths = [Path(package) / "source/include", cuda, cuda / "cccl"]
-    return [option for path in paths for option in ("-isystem", str(path))]
-
-
 def test_scale_layout_is_cutes():
-    found = headers()
+    found = host_program.cutlass_headers()
     if found is None:
         pytest.skip("needs the headers of CUTLASS and CUDA")
     library = host_program.build("nvfp4_layout", "-DJGG_CUTE", *found)
@@ -338,7 +320,11 @@ PREPARE = "JGG_NVFP4_PREPARE"
 def test_kernels_that_prepare(tmp_path):
     """JGG_NVFP4_PREPARE may name a program that was built of this tree where there is nvcc: see
     tests/lib/nvfp4_prepare.cu for the command."""
-    program, nvcc, found = os.environ.get(PREPARE), shutil.which("nvcc"), headers()
+    program, nvcc, found = (
+        os.environ.get(PREPARE),
+        shutil.which("nvcc"),
+        host_program.cutlass_headers(),
+    )
     if program is None:
         if nvcc is None or found is None:
             pytest.skip(f"needs nvcc and the headers of CUTLASS, or {PREPARE}")

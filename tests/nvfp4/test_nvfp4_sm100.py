@@ -181,14 +181,15 @@ def test_a_blackwell_gpu_takes_it(rng, monkeypatch):
     assert "nvfp4" not in " ".join(re.findall(CALL, text))
 
 
-def test_other_operations_have_no_such_kernel(monkeypatch):
-    x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 16), jnp.bfloat16)
-    f = lambda x, w: jgg.grouped_mm(x, w, np.array([3, 4]), implementation="sm100")
-    with pytest.raises(ValueError, match="'sm100' cannot run: there is no kernel jgg_mm for sm100"):
-        lowered(f, x, w)
+def test_quantized_weights_have_no_such_kernel(monkeypatch):
+    x, w = jnp.ones((8, 64), jnp.bfloat16), jgg.quantize(jnp.ones((2, 16, 64), jnp.bfloat16))
+    f = lambda x, w, name: jgg.grouped_qmm(x, w, np.array([3, 4]), implementation=name)
+    with pytest.raises(
+        ValueError, match="'sm100' cannot run: there is no kernel jgg_qmm for sm100"
+    ):
+        lowered(f, x, w, name="sm100")
     live(monkeypatch, 100)
-    f = lambda x, w: jgg.grouped_mm(x, w, np.array([3, 4]))
-    assert re.findall(CALL, lowered(f, x, w)) == ["jgg_mm"]
+    assert re.findall(CALL, lowered(f, x, w, name=None)) == ["jgg_qmm"]
 
 
 @pytest.mark.parametrize(
