@@ -101,10 +101,11 @@ def test_the_dtype_to_compute_in(tmp_path, monkeypatch):
     generate = example("generate")
 
     read = generate.config.read
-    files = [
-        read(gguf_folders.convert("olmoe", tmp_path, quantize)[0])
-        for quantize in (gguf_folders.q8_0, lambda w: (w.astype(np.float16), w))
-    ]
+    kinds = {"codes": gguf_folders.q8_0, "halves": lambda w: (w.astype(np.float16), w)}
+    files = []
+    for kind, quantize in kinds.items():
+        (tmp_path / kind).mkdir()
+        files.append(read(gguf_folders.convert("olmoe", tmp_path / kind, quantize)[0]))
     wide = dataclasses.replace(files[1], dtype="float32")
     folder = read(decoder_folders.FIXTURES / "qwen3_moe_fp8")
     for platform, want in (("cpu", "float32"), ("gpu", "bfloat16")):
