@@ -31,7 +31,8 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 WIDTH, HEADS, EXPERTS, CHOSEN, HIDDEN, VOCABULARY = 2048, 16, 64, 8, 1024, 50_304  # OLMoE-1B-7B
 LAYERS = 4  # of its 16
-ARMS = ("ours", "ours float32", "llama.cpp")
+ARM_DTYPES = {"ours": None, "ours bfloat16": "bfloat16"}  # None: what the program chooses
+ARMS = (*ARM_DTYPES, "llama.cpp")
 BLOCKS = {"Q4_K": (12, 256, 144), "Q6_K": (14, 256, 210)}  # number, elements, bytes
 
 
@@ -114,11 +115,12 @@ def make(path: Path, layers: int) -> None:
 # The arms, each in a process of its own.
 
 
-def ours(args: argparse.Namespace, dtype: str) -> dict[str, float]:
+def ours(args: argparse.Namespace, dtype: str | None) -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "examples"))
     generate = importlib.import_module("generate")
     prompt = "".join(chr(97 + i % 26) for i in range(args.prompt))
-    options = ["--prompt", prompt, "--tokens", str(args.tokens), "--dtype", dtype]
+    options = ["--prompt", prompt, "--tokens", str(args.tokens)]
+    options += ["--dtype", dtype] if dtype else []
     results = generate.main([str(args.file), *options])
     return {"prompt": args.prompt / results["first"], "decode": results["rate"]}
 
@@ -150,9 +152,6 @@ def one(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, cores)
     out = llama_cpp(args) if arm == "llama.cpp" else ours(args, ARM_DTYPES[arm])
     return out | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-ARM_DTYPES = {"ours": "bfloat16", "ours float32": "float32"}
 
 
 def in_a_process(arm: str, args: argparse.Namespace) -> dict[str, Any]:

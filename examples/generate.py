@@ -77,7 +77,8 @@ def parse(argv=None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"],
-        help="dtype to compute in (default: float32 for checkpoints in float32, else bfloat16)",
+        help="dtype to compute in (default: float32 for checkpoints in float32 and, on a CPU, for "
+        "quantized GGUF files, else bfloat16)",
     )  # fmt: skip
     parser.add_argument(
         "--quantize", choices=MODES, help="format for experts that the checkpoint has unquantized"
@@ -127,6 +128,14 @@ def main(argv=None) -> dict:
         return run(folder, args)
 
 
+def dtype_for(about: config.Config) -> str:
+    """What to compute in, where nobody says. A product of codes and bfloat16 rounds each value,
+    which takes a CPU longer; a GGUF file has codes of nearly all weights, so that float32 costs
+    little memory."""
+    codes_on_cpu = about.quantization.get("gguf_has_codes") and jax.default_backend() == "cpu"
+    return "float32" if about.dtype == "float32" or codes_on_cpu else "bfloat16"
+
+
 def run(folder: Path, args: argparse.Namespace) -> dict:
     if not is_gguf(folder):
         is_folder(folder)
@@ -144,7 +153,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict:
             f"the {len(prompt)} tokens of --prompt and --tokens {args.tokens} are more than "
             f"config.json's max_position_embeddings, {about.context}"
         )
-    dtype = args.dtype or ("float32" if about.dtype == "float32" else "bfloat16")
+    dtype = args.dtype or dtype_for(about)
     if args.attention == "cudnn" and (jax.default_backend() != "gpu" or dtype != "bfloat16"):
         raise Refused("--attention cudnn needs an NVIDIA GPU and bfloat16")
     room = -(-(len(prompt) + args.tokens) // args.chunk) * args.chunk

@@ -133,6 +133,7 @@ def config_of(path: Path) -> dict[str, Any]:
         "sliding_window": of("attention.sliding_window") or None,
         "shared_expert_intermediate_size": _last(tensors, "ffn_down_shexp"),
         "dtype": "float32" if plain == {"float32"} else "bfloat16",
+        "gguf_has_codes": not plain <= {*FLOATS},
         "eos_token_id": _ends(said), "rope_theta": of("rope.freq_base", THETA),
         "quantization_config": {"quant_method": "gguf"},
     }  # fmt: skip

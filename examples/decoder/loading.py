@@ -121,7 +121,7 @@ def assembled(config: Config, weights: Weights, options: Options, put: Placing) 
     if options.quantize and not any(config.moe_layers):
         raise Refused("--quantize is for experts, and it has none")
     root, kinds = weights.at("model"), kinds_of(config, weights.headers)
-    embedding = root.dense("embed_tokens", config.vocabulary, config.width)
+    embedding = root.table("embed_tokens", config.vocabulary, config.width)
     embedding = put.array(embedding, P())
     norm = RMSNorm.read(root, "norm", config.width, config.norm_epsilon)
     head = None

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jax_groupgemm as jgg
+
 from .attention import Attention, Cache, Place
 from .config import Config
 from .experts import Expert, MixtureOfExperts
@@ -108,9 +110,21 @@ class Decoder(nnx.Module):
         self.embedding, self.norm, self.head = nnx.Param(embedding), norm, head
         self.stacks = nnx.List(stacks)
 
+    @property
+    def dtype(self) -> Any:
+        """What it computes in."""
+        return self.norm.scale.get_value().dtype
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """(T, D) of tokens (T,)."""
+        table = self.embedding.get_value()
+        if not isinstance(table, jgg.Quantized):
+            return table[tokens]
+        return jgg.dequantize(jax.tree.map(lambda leaf: leaf[tokens], table), self.dtype)
+
     def empty_cache(self, tokens: int, sequences: int = 1) -> list[Cache]:
         """With room for so many tokens of each sequence."""
-        attention, dtype = attention_of(self.config), self.embedding.get_value().dtype
+        attention, dtype = attention_of(self.config), self.dtype
         slots = -(-(attention.first(self.config) + tokens) // 8) * 8  # rows that begin aligned
 
         def zeros(stack: Stack, heads: int, size: int):
@@ -124,7 +138,7 @@ class Decoder(nnx.Module):
         """Hidden states (..., T, D) of tokens (T,) or (sequences, T) at positions from ``start``
         on, and the cache with them. Those behind the first ``count`` are padding."""
         at = self.place(tokens, start, count)
-        x = self.embedding.get_value()[tokens.reshape(-1)]
+        x = self.embedded(tokens.reshape(-1))
         caches = []
         for stack, part in zip(self.stacks, cache, strict=True):
             x, part = stack(x, part, at, self.mesh)

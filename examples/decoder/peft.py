@@ -150,7 +150,7 @@ def read(folder: Path, model: Decoder) -> list[Site]:
         raise Refused(f"{folder / WEIGHTS}: {min(said)} belongs to no weight that has adapters")
     with in_one_sentence():
         tensors = dict(jgg.checkpoints.open(folder / WEIGHTS))
-    dtype = model.embedding.get_value().dtype
+    dtype = model.dtype
     sites = attach(model, targets, rank, scale, dtype=dtype)
     for site in sites:
         for letter, param in (("A", site.pair.a), ("B", site.pair.b)):

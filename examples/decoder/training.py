@@ -17,7 +17,7 @@ def cross_entropy(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Nats (B, T) of every token of ``(B, T + 1)`` but the first."""
     given = tokens[:, :-1]
     at = model.place(given, jnp.int32(0), jnp.int32(given.shape[1]))
-    x = model.embedding.get_value()[given.reshape(-1)]
+    x = model.embedded(given.reshape(-1))
     for stack in model.stacks:
         x = layers(model, stack, x, at, len(given))
     logits = model.logits(model.norm(x)).reshape(*given.shape, -1)

@@ -1,5 +1,7 @@
 """examples/generate.py with GGUF files: logits of the same weights in a folder, and tokenizers."""
 
+import dataclasses
+
 import decoder_folders
 import gguf_folders
 import jax
@@ -65,6 +67,51 @@ def test_values_of_codes(name, tmp_path):
     for got, want in zip(codes, values, strict=True):
         value = jgg.dequantize(got, np.float32) if is_weight(got) else got
         np.testing.assert_array_equal(value, want)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="GPUs read rows of numbers")
+def test_rows_of_the_embedding(tmp_path):
+    """Codes stay codes on a CPU; in another dtype they are rounded as before."""
+    path, folder = gguf_folders.convert("olmoe", tmp_path, gguf_folders.q8_0)
+    tokens = np.array([5, 0, 5, 2], np.int32)
+    for dtype in ("float32", "bfloat16"):
+        stored, plain = (Run(p, dtype).model for p in (path, folder))
+        assert isinstance(stored.embedding.get_value(), jgg.Quantized)
+        got, want = stored.embedded(tokens), plain.embedded(tokens)
+        assert got.dtype == want.dtype == stored.dtype == dtype
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "fp8"])
+def test_a_table_whose_rows_share_scales_is_dequantized(mode, rng, monkeypatch):
+    Weights = example("decoder.weights").Weights
+    scale = np.float32(0.5) if mode == "nvfp4" else None
+    q = jgg.quantize(rng.normal(size=(256, 128)).astype(np.float32), mode=mode, global_scale=scale)
+    monkeypatch.setattr(Weights, "linear", lambda *_: q)
+    weights = Weights({}, {}, {}, "gguf", np.float32)
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        table = weights.table("embed_tokens", 256, 128)
+        assert isinstance(table, jgg.Quantized) == (mode == "mxfp4" and platform == "cpu")
+        if table is not q:
+            np.testing.assert_array_equal(table, jgg.dequantize(q, np.float32))
+
+
+def test_the_dtype_to_compute_in(tmp_path, monkeypatch):
+    generate = example("generate")
+
+    read = generate.config.read
+    kinds = {"codes": gguf_folders.q8_0, "halves": lambda w: (w.astype(np.float16), w)}
+    files = []
+    for kind, quantize in kinds.items():
+        (tmp_path / kind).mkdir()
+        files.append(read(gguf_folders.convert("olmoe", tmp_path / kind, quantize)[0]))
+    wide = dataclasses.replace(files[1], dtype="float32")
+    folder = read(decoder_folders.FIXTURES / "qwen3_moe_fp8")
+    for platform, want in (("cpu", "float32"), ("gpu", "bfloat16")):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        got = [generate.dtype_for(about) for about in (*files, wide, folder)]
+        assert got == [want, "bfloat16", "float32", "bfloat16"]
 
 
 @pytest.mark.parametrize("name", MODELS)
