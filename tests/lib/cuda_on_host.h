@@ -23,6 +23,9 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 
+struct int2 {
+  int32_t x, y;
+};
 struct uint2 {
   uint32_t x, y;
 };

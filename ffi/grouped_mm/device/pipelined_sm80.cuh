@@ -174,7 +174,7 @@ struct PipelinedConfig {
   static constexpr int kRowsApart = 16 * kWarpsM;
   using OperandA = WarpOperand<Element, true, kAKMajor, kM, kK, kRowsApart>;
   using OperandB = WarpOperand<Element, false, kBKMajor, kN, kK, 16>;
-  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor, kWindow>;
+  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor, kWindow, kMm>;
   static constexpr int kStageBytes = CopyA::kBytes + CopyB::kBytes;
 
   // While a tile's results are stored, the copies of the next one fill all slices but the last.
