@@ -1,5 +1,5 @@
-// The tiles of the generic kernel's blocks (ffi/grouped_mm/device/schedule_sm80.cuh) on the host, for
-// test_sm80_schedule.py.
+// The tiles of the generic kernel's blocks (ffi/grouped_mm/device/schedule_sm80.cuh) on the host,
+// for test_sm80_schedule.py.
 #include "cuda_on_host.h"
 //
 inline bool __syncthreads_and(bool value) { return !__syncthreads_or(!value); }
@@ -35,16 +35,27 @@ static int64_t Run(const GemmSm80& gemm, unsigned blocks, Written* to, int64_t m
       while (work.NextSegment(tile, index, segment)) {
         if (threadIdx.x == 0 && count < most) {
           const int64_t ahead = kMm ? tile.row0 + tile.m_lo - segment.y_start : 0;
-          to[count++] = {static_cast<int32_t>(blockIdx.x), segment.weight,
-                         static_cast<int32_t>(segment.x_start + ahead), segment.length,
-                         tile.row0 + tile.m_lo, tile.m_hi - tile.m_lo, tile.n0, tile.n_count};
+          to[count++] = {static_cast<int32_t>(blockIdx.x),
+                         segment.weight,
+                         static_cast<int32_t>(segment.x_start + ahead),
+                         segment.length,
+                         tile.row0 + tile.m_lo,
+                         tile.m_hi - tile.m_lo,
+                         tile.n0,
+                         tile.n_count};
         }
         any = true;
         __syncthreads();
       }
       if (!any && threadIdx.x == 0 && count < most) {
-        to[count++] = {static_cast<int32_t>(blockIdx.x), kMm ? -1 : tile.weight, 0, 0,
-                       tile.row0 + tile.m_lo, tile.m_hi - tile.m_lo, tile.n0, tile.n_count};
+        to[count++] = {static_cast<int32_t>(blockIdx.x),
+                       kMm ? -1 : tile.weight,
+                       0,
+                       0,
+                       tile.row0 + tile.m_lo,
+                       tile.m_hi - tile.m_lo,
+                       tile.n0,
+                       tile.n_count};
       }
       __syncthreads();
     }
