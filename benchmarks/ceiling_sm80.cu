@@ -1,8 +1,9 @@
 // The ceiling of `mma.sync` on this GPU: CUTLASS's own GEMMs of Ampere, bfloat16, in the tiles that
 // are fast there. One group of rows in the generic kernel is the same product.
 //
-//   nvcc -std=c++17 -O3 -arch=sm_80 -I<cutlass>/include -o ceiling_sm80 benchmarks/ceiling_sm80.cu
-//   ./ceiling_sm80 [M N K]...
+//   cd benchmarks
+//   nvcc -std=c++17 -O3 -arch=sm_80 --expt-relaxed-constexpr -I<cutlass>/include ceiling_sm80.cu
+//   ./a.out [M N K]...
 //
 // It prints a line for each product, layout of B and tile: TFLOP/s, of the median of 20.
 #include <cuda_runtime.h>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 #include <vector>
 
 #include "cutlass/gemm/device/gemm.h"

@@ -5,6 +5,7 @@
 
 #include "common/blocks_that_fit.h"
 #include "common/processors.h"
+#include "common/sample.h"
 #include "grouped_mm/device/gemm_sm80.cuh"
 #include "grouped_mm/device/pipelined_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
@@ -216,7 +217,7 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
       const ProblemSm80 problem = ProblemOf(gemm);
       const GpuSm80 gpu{Processors(), ProcessorSharedMemory()};
       using Wide = WideSm80<Element, kAKMajor, kBKMajor>;
-      using Square = SquareSm80<Element, kAKMajor, kBKMajor>;
+      using Square = cute::conditional_t<kSample, Wide, SquareSm80<Element, kAKMajor, kBKMajor>>;
       switch (ChooseTileSm80(problem, gpu)) {
         case TileSm80::kWide:
           return LaunchPipelined<Wide>(stream, WithRuns<Wide>(gemm, problem, gpu));

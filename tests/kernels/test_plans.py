@@ -31,6 +31,35 @@ def test_handlers_have_a_kernel_for_every_plan(program):
     assert program.problem() == b""
 
 
+H200, A100, A10 = (132, 228 << 10), (108, 164 << 10), (72, 100 << 10)
+MEDIUM, SQUARE, WIDE = range(3)
+
+
+@host_program.needs_compiler
+@pytest.mark.parametrize(
+    ("mm", "rows", "n", "k", "matrices", "segments", "tiles"),
+    [
+        (True, 8192, 8192, 8192, 1, 1, (WIDE, WIDE, WIDE)),
+        (True, 32768, 1536, 2048, 1, 128, (WIDE, WIDE, WIDE)),
+        # Few rows a segment; and few tiles. Where a multiprocessor has no room for two blocks of
+        # the other tiles, Wide's is best.
+        (True, 2560, 1536, 2048, 1, 128, (MEDIUM, MEDIUM, WIDE)),
+        (True, 512, 512, 2048, 1, 1, (MEDIUM, MEDIUM, MEDIUM)),
+        # More segments than a block of Wide reads at a time, many times over.
+        (True, 400_000, 1536, 2048, 1, 2000, (SQUARE, SQUARE, SQUARE)),
+        (True, 400_000, 1536, 2048, 1, 5000, (MEDIUM, MEDIUM, MEDIUM)),
+        # Short sums of wgrad: one block stores while the other multiplies, where there are two.
+        (False, 2048, 1536, 4, 128, 128, (SQUARE, SQUARE, WIDE)),
+        (False, 2048, 1536, 256, 128, 128, (SQUARE, SQUARE, WIDE)),
+        (False, 8192, 8192, 8192, 1, 1, (WIDE, WIDE, WIDE)),
+        (False, 0, 64, 64, 1, 1, (MEDIUM, MEDIUM, MEDIUM)),
+    ],
+)
+def test_tiles_of_the_generic_kernel(program, mm, rows, n, k, matrices, segments, tiles):
+    numbers = [ctypes.c_int64(i) for i in (rows, n, k, matrices, segments)]
+    assert tuple(program.tile_sm80(mm, *numbers, *gpu) for gpu in (H200, A100, A10)) == tiles
+
+
 ORDER, LIST, OPERAND = range(3)
 
 

@@ -24,7 +24,7 @@
 #define __launch_bounds__(...)
 
 struct int2 {
-  int x, y;
+  int32_t x, y;
 };
 struct uint2 {
   uint32_t x, y;

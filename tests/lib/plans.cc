@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "grouped_mm/tiles_sm80.h"
 #include "quantized/plan.h"
 
 using namespace jgg;
@@ -120,4 +121,12 @@ extern "C" const char* of_scaled(int mode, int tile, int planes, bool transposed
   qmm.scaled = planes;
   last = PlanQmmProblem({QmmWay::kScaled, tile}, format, qmm, {12, 12, 4}).value_or("");
   return last.c_str();
+}
+
+// The tile of the generic kernel on a GPU of so many multiprocessors with so much shared memory:
+// the number of a TileSm80.
+extern "C" int tile_sm80(bool mm, int64_t rows, int64_t n, int64_t k, int64_t matrices,
+                         int64_t segments, int processors, int shared_memory) {
+  const ProblemSm80 problem{mm, rows, n, k, matrices, segments};
+  return static_cast<int>(ChooseTileSm80(problem, {processors, shared_memory}));
 }

@@ -174,7 +174,7 @@ struct PipelinedConfig {
   static constexpr int kRowsApart = 16 * kWarpsM;
   using OperandA = WarpOperand<Element, true, kAKMajor, kM, kK, kRowsApart>;
   using OperandB = WarpOperand<Element, false, kBKMajor, kN, kK, 16>;
-  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor, kWindow>;
+  using Work = Schedule<kM, kN, kThreads, kAKMajor, kBKMajor, kWindow, kMm>;
   static constexpr int kStageBytes = CopyA::kBytes + CopyB::kBytes;
 
   // While a tile's results are stored, the copies of the next one fill all slices but the last.
@@ -399,9 +399,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   typename Config::Work work(gemm, shared.schedule);
   Pipeline<Config> pipeline(arguments, shared.ring);
   Segment segment;
-  int index = -1;  // of the segment whose copies have begun; negative: of none
-  int column =
-      -1;  // which columns of this tile are next; negative: there is no tile yet, or no more
+  // The segment whose copies have begun, if any; which columns of this tile come next, if there is
+  // one. Negative: none.
+  int index = -1, column = -1;
   bool at = true, have_next = false;
   auto next_segment = [&](const Tile& tile) {
     if (work.NextSegment(tile, index, segment)) {

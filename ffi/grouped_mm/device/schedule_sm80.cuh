@@ -59,7 +59,8 @@ __device__ inline Segment ReadSegment(const GemmSm80& gemm, int64_t index) {
                      gemm.groups, index);
 }
 
-template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor, int kWindow = 4 * kThreads>
+template <int kM, int kN, int kThreads, bool kAKMajor, bool kBKMajor, int kWindow = 4 * kThreads,
+          bool kShares = false>
 class Schedule {
  public:
   using Memory = ScheduleMemory<kThreads, kWindow>;
@@ -187,13 +188,21 @@ class Schedule {
     number -= gap_tiles;
     MakeSegmentTile(tile, index, entry);
     int row_tile, column_tile;
-    InBands(number, (entry.length + tile.shift + kM - 1) / kM, row_tile, column_tile);
-    const int first = row_tile * kM - tile.shift;
+    const int row_tiles = (entry.length + tile.shift + kM - 1) / kM;
+    InBands(number, row_tiles, row_tile, column_tile);
+    const int step = RowsOfTile(entry.length, row_tiles), first = row_tile * step - tile.shift;
     tile.row0 = int64_t{entry.start} + first;
     tile.m_lo = max(-first, 0);
-    tile.m_hi = min(kM, entry.length - first);
+    tile.m_hi = min(step, entry.length - first);
     SetColumns(tile, column_tile);
     return true;
+  }
+
+  // Two or three tiles of a segment have 96 rows each, if that is enough, where a tile's time
+  // depends on its rows: a last one of few rows takes nearly as long as one of many.
+  __device__ static int RowsOfTile(int length, int row_tiles) {
+    constexpr int kFewer = kM / 4 * 3;
+    return kShares && row_tiles > 1 && length <= min(row_tiles, 3) * kFewer ? kFewer : kM;
   }
 
   __device__ void MakeSegmentTile(Tile& tile, int index, const Entry& entry) const {
@@ -364,7 +373,8 @@ class Schedule {
     bool ok = true;
     for (int base = 0; base < Count(); base += kThreads) {
       Segment segment{0, 0, 0, 0};
-      if (base + threadIdx.x < Count()) segment = ReadSegment(gemm_, base + threadIdx.x);
+      const int index = base + static_cast<int>(threadIdx.x);
+      if (index < Count()) segment = ReadSegment(gemm_, index);
       int all;
       const int before = ExclusiveScan<kThreads>(
           segment.length > 0 ? segment.y_start + segment.length : 0, 0,
