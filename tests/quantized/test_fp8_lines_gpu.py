@@ -62,7 +62,7 @@ def test_scales_of_any_bits(rng, dtype, rows):
     q = dataclasses.replace(q, scales=scales)
     x, sizes = oracle.random(rng, (8 * rows, 512), dtype), jnp.full(8, rows)
     f = jax.jit(lambda x, q: jgg.grouped_qmm(x, q, sizes, preferred_element_type="float32"))
-    got, want = oracle.f64(f(x, q)), oracle.grouped_qmm(x, q, np.asarray(sizes))
+    got, want = oracle.f64(f(x, q)), oracle.grouped_qmm(x.astype("float32"), q, np.asarray(sizes))
     for group in range(8):
         of = slice(group * rows, (group + 1) * rows)
         oracle.assert_close(got[of], want[of], tolerance=2e-6)

@@ -61,7 +61,7 @@ struct LineCodesBase {
   static constexpr int kScaleSize = kInBlocks ? 4 : kHasBiases ? 2 : 1;
   static constexpr int kBlockScales = kScaleSize * Format::kScalesOf32;
   static constexpr float kUnit = 1.0f;  // sums are of values divided by this
-  // The codes of a pair are so many apart, in 32 of which they are 16 pairs.
+  // The codes of a pair of PairOf are so many apart, where scales do not multiply sums.
   static constexpr int kApart = 16 % kBits ? 16 : 16 / kBits;
   // WGMMA: whether scales may multiply sums of 128 k.
   static constexpr bool kScalesSums = false;

@@ -151,7 +151,9 @@ struct LinearWeights {
     __device__ Reader(const QuantizedGemmSm90& quantized, const Work& work, int column)
         : quantized_(quantized) {
       column += Row();
-      const int k = work.l_k + threadIdx.x % 4 * 32, n = quantized.gemm.n;
+      // Sums are of all threads' k, so their scales are, too.
+      const int mine = kScalesSums ? 0 : threadIdx.x % 4 * 32;
+      const int k = work.l_k + mine, n = quantized.gemm.n;
       left_ = work.weight >= 0 ? quantized.elements - k : 0;
       // A column that is not there has the scales of one that is.
       const int first = min(column, n - 1), second = min(column + 8, n - 1);

@@ -388,9 +388,9 @@ struct TransposedLines {
     typename Codes::Loaded next_[kAhead][2];
   };
 
-  static constexpr int kApart = Codes::kApart;
-
-  // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's.
+  // Few rows: the first of this lane's two columns, that beside column `column` of a warpgroup's,
+  // and how far behind it the second one is.
+  static constexpr int kApart = Codes::kApart, kSecondColumn = kApart == 1 ? 2 : 1;
   __device__ static int ColumnOf(int group, int column) {
     const int p = 8 * group + column / 16 * 2, e = column % 16;
     return e / 2 * 32 + p / kApart * 2 * kApart + e % 2 * kApart + p % kApart;
@@ -450,7 +450,8 @@ struct TransposedLines {
           const int code = 8 * chunk + 2 * i, of = code % (2 * kApart);
           const int p = code / (2 * kApart) * kApart + of % kApart;
           const uint32_t halves = of < kApart ? 0x5410 : 0x7632;
-          eight[i] = Permute(words.pairs[p], words.pairs[p + 1], halves);
+          eight[i] = kApart == 1 ? words.pairs[p]
+                                 : Permute(words.pairs[p], words.pairs[(p + 1) % 16], halves);
         }
         const int at = (threadIdx.x % 2 * 4 + chunk) ^ line_ % 8;
         *reinterpret_cast<uint4*>(to + at * 16) =

@@ -314,7 +314,8 @@ __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
     }
     if constexpr (!Config::Weights::kHasEpilogue && Config::kWarps) {
       const int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 16 + lane / 4;
-      StoreTwoColumns<1>(gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
+      StoreTwoColumns<Config::Weights::kSecondColumn>(
+          gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
     } else {
       if constexpr (Config::kWarps) {
         if (!gemm.epilogue.Any()) return StoreFewRows(gemm, work, 64 * group, sums);

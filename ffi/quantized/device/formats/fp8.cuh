@@ -70,11 +70,13 @@ struct PackedCodes<Mode::kFp8, 8> : PackedCodesBase<Mode::kFp8, 8> {
   }
 };
 
-// Codes as they are stored: one instruction makes float16 of two neighbours, NaN too.
-// Scales are float32. They multiply sums of 128 k (ScaleRange::kSums), and codes come as the
-// numbers that they are. In dx, whose sums are of lines, code times scale is rounded once.
+// Codes as they are stored: one instruction makes float16 of two neighbours, NaN too. Scales are
+// float32. They multiply sums of 128 k (ScaleRange::kSums), and codes come as the numbers that they
+// are, in pairs of words' halves, as x has its columns. In dx, whose sums are of lines, code times
+// scale is rounded once, and neighbours are pairs.
 template <>
 struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
+  static constexpr int kApart = 1;
   static constexpr bool kScalesSums = true;
 
   template <ScaleRange>
@@ -84,37 +86,32 @@ struct LineCodes<Mode::kFp8, 8> : LineCodesBase<Mode::kFp8, 8> {
 
   template <ScaleRange kRange>
   __device__ static uint32_t PairOf(const uint32_t* codes, int p, uint32_t word) {
-    float values[2];
-    Values(codes, p, values);
+    const uint32_t pair = Numbers<kRange>(codes, p);
     if constexpr (kRange == ScaleRange::kSums) {  // bfloat16 holds them
-      return Permute(AsBits(values[0]), AsBits(values[1]), 0x7632);
+      return Permute(AsBits(Half<DType::kF16>(pair, 0)), AsBits(Half<DType::kF16>(pair, 1)),
+                     0x7632);
     }
-    return Scaled<DType::kBF16>(values, word);
+    return Scaled<DType::kBF16>(pair, word);
   }
 
   // Infinite from 2^16 on.
   template <ScaleRange kRange>
   __device__ static uint32_t HalfPairOf(const uint32_t* codes, int p, uint32_t word) {
-    if constexpr (kRange == ScaleRange::kSums) return Halves(codes, p);
-    float values[2];
-    Values(codes, p, values);
-    return Scaled<DType::kF16>(values, word);
+    const uint32_t pair = Numbers<kRange>(codes, p);
+    return kRange == ScaleRange::kSums ? pair : Scaled<DType::kF16>(pair, word);
   }
 
  private:
-  __device__ static uint32_t Halves(const uint32_t* codes, int p) {
-    return HalvesOfE4M3(Permute(codes[p / 2], 0, 0x3120), p % 2);
-  }
-
-  __device__ static void Values(const uint32_t* codes, int p, float (&values)[2]) {
-    const uint32_t pair = Halves(codes, p);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) values[i] = Half<DType::kF16>(pair, i);
+  template <ScaleRange kRange>
+  __device__ static uint32_t Numbers(const uint32_t* codes, int p) {
+    const uint32_t four = codes[p / 2];
+    return HalvesOfE4M3(kRange == ScaleRange::kSums ? Permute(four, 0, 0x3120) : four, p % 2);
   }
 
   template <DType kTo>
-  __device__ static uint32_t Scaled(const float (&values)[2], uint32_t word) {
-    return Round2<kTo>(Multiply(values[0], AsFloat(word)), Multiply(values[1], AsFloat(word)));
+  __device__ static uint32_t Scaled(uint32_t pair, uint32_t word) {
+    return Round2<kTo>(Multiply(Half<DType::kF16>(pair, 0), AsFloat(word)),
+                       Multiply(Half<DType::kF16>(pair, 1), AsFloat(word)));
   }
 };
 
