@@ -105,9 +105,10 @@ class Group {
     }
   }
 
-  // Those of the next kLanes codes.
+  // Those of the next kLanes codes, in order or in InnerOrder.
+  template <bool kInner>
   Vector Read(const uint8_t* at) const {
-    const Ints codes = LoadCodes<kBits>(at);
+    const Ints codes = kInner ? LoadInnerCodes<kBits>(at) : LoadCodes<kBits>(at);
     if constexpr (kLooksUp) {
       return Look(table_, codes);
     } else {
@@ -182,9 +183,13 @@ void ReadScales(const Lines& lines, int64_t line, int64_t first, int64_t count, 
 
 // ---- decoding ----
 
-// Values go to memory, or to sums of products with a row of x. Neighbours have different sums,
-// because one takes the time of some. (Both are passed on by value, which keeps them in registers.)
+// Values go to memory, or to sums of products with a row of x, which is in InnerOrder. Neighbours
+// have different sums, because one takes the time of some. (Both are passed on by value, which
+// keeps them in registers.)
+constexpr int kSums = 4;
+
 struct ToMemory {
+  static constexpr bool kInner = false;
   float* out;
 
   void operator()(int, Vector v) {
@@ -194,11 +199,12 @@ struct ToMemory {
 };
 
 struct ToSums {
+  static constexpr bool kInner = true;
   const float* x;
-  Vector sums[2] = {};
+  Vector sums[kSums] = {};
 
   void operator()(int i, Vector v) {
-    sums[i % 2] = MultiplyAdd(v, Load(x), sums[i % 2]);
+    sums[i % kSums] = MultiplyAdd(v, Load(x), sums[i % kSums]);
     x += kLanes;
   }
 };
@@ -206,11 +212,25 @@ struct ToSums {
 // Whole groups of `kVectors` registers.
 template <typename D, int kVectors, typename To>
 To DecodeGroups(const Scales& scales, int64_t groups, const uint8_t* at, To to) {
-  for (int64_t g = 0; g < groups; ++g) {
+  // As many at a time as have sums of their own.
+  constexpr int kTogether = kVectors < kSums ? kSums / kVectors : 1;
+  int64_t g = 0;
+  for (; g + kTogether <= groups; g += kTogether) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kTogether; ++j) {
+      const Group<D> values({All(scales.first[g + j]), All(scales.second[g + j])});
+#pragma GCC unroll 16
+      for (int i = 0; i < kVectors; ++i) {
+        to(j * kVectors + i, values.template Read<To::kInner>(at));
+        at += kLanes * D::Format::kBits / 8;
+      }
+    }
+  }
+  for (; g < groups; ++g) {
     const Group<D> values({All(scales.first[g]), All(scales.second[g])});
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
-      to(i, values.Read(at));
+      to(i, values.template Read<To::kInner>(at));
       at += kLanes * D::Format::kBits / 8;
     }
   }
@@ -248,7 +268,9 @@ To DecodeFrom(const Lines& lines, int64_t line, int64_t first, int64_t count, co
       const Group<D> values({All(scales.first[g]), All(scales.second[g])});
       // A line that ends within a unit ends within its last group.
       const int64_t stop = group + g == last ? end : Min((group + g + 1) * lines.group, end);
-      for (; i < stop; i += kLanes, at += kLanes * kBits / 8) to(0, values.Read(at));
+      for (; i < stop; i += kLanes, at += kLanes * kBits / 8) {
+        to(0, values.template Read<To::kInner>(at));
+      }
     }
   }
   return to;
@@ -279,26 +301,34 @@ template <typename D>
 Vector MultiplyLine(const Lines& lines, int64_t line, int64_t first, int64_t count,
                     const float* x) {
   const ToSums to = Decode<D>(lines, line, first, count, ToSums{x});
-  return to.sums[0] + to.sums[1];
+  return (to.sums[0] + to.sums[1]) + (to.sums[2] + to.sums[3]);
 }
 
-// Both of these for a format.
+// `count` numbers in the order that MultiplyLine has them in, whole units.
+template <int kBits>
+void ToInnerOrder(const float* x, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) Store(out + i, LoadInInnerOrder<kBits>(x + i));
+}
+
+// All of these for a format.
 struct Decoders {
   LineKernels::Read read;
   Vector (*multiply)(const Lines&, int64_t, int64_t, int64_t, const float*);
+  void (*order)(const float*, int64_t, float*);  // null: x stays as it is
 };
+
+template <typename D>
+constexpr Decoders DecodersFor() {
+  constexpr int kBits = D::Format::kBits;
+  return {ReadLine<D>, MultiplyLine<D>, InnerOrder<kBits>(1) == 1 ? nullptr : ToInnerOrder<kBits>};
+}
 
 template <typename Format, DType kRounds>
 Decoders DecodersOf(const Lines& lines) {
-  if constexpr (Format::kScale == ScaleType::kScaleAndBias &&
-                !LooksUp<Format::kCode, Format::kBits>()) {
-    if (lines.scale_dtype != DType::kF32) {
-      using D = Decoding<Format, kRounds, true>;
-      return {ReadLine<D>, MultiplyLine<D>};
-    }
+  if constexpr (Format::kScale == ScaleType::kScaleAndBias) {
+    if (lines.scale_dtype != DType::kF32) return DecodersFor<Decoding<Format, kRounds, true>>();
   }
-  using D = Decoding<Format, kRounds, false>;
-  return {ReadLine<D>, MultiplyLine<D>};
+  return DecodersFor<Decoding<Format, kRounds, false>>();
 }
 
 // Values that x's dtype holds anyway are not rounded.

@@ -108,25 +108,41 @@ class Ahead {
   int64_t count_ = 1, scales_ = 0;  // lines; bytes
 };
 
+constexpr int64_t kMostOrdered = 16384;  // numbers of x that are put in another order at a time
+constexpr int64_t kMostTotals = 128;
+
+// At most kMostTotals lines.
 void MultiplyRow(const Lines& lines, int64_t first, int64_t count, const float* x, float* out) {
-  const auto multiply = DecodersOf(lines).multiply;
+  const Decoders decoders = DecodersOf(lines);
   const Ahead ahead(lines);
-  for (int64_t i = 0; i < count; ++i) {
-    double total = 0;
-    ahead(first + i);
-    for (int64_t k = 0; k < lines.elements; k += kMostPerSum) {
-      const int64_t some = Min(kMostPerSum, lines.elements - k);
-      total += Sum(multiply(lines, first + i, k, some, x + k));
+  alignas(64) float ordered[kMostOrdered];
+  double total[kMostTotals] = {};
+  for (int64_t begin = 0; begin < lines.elements; begin += kMostOrdered) {
+    const int64_t end = Min(begin + kMostOrdered, lines.elements);
+    const float* row = x + begin;
+    if (decoders.order != nullptr) {
+      decoders.order(row, end - begin, ordered);
+      row = ordered;
     }
-    out[i] = static_cast<float>(total);
+    for (int64_t i = 0; i < count; ++i) {
+      if (begin == 0) ahead(first + i);
+      for (int64_t k = begin; k < end; k += kMostPerSum) {
+        const int64_t some = Min(kMostPerSum, end - k);
+        total[i] += Sum(decoders.multiply(lines, first + i, k, some, row + (k - begin)));
+      }
+    }
   }
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(total[i]);
 }
 
 void Multiply(const Lines& lines, int64_t first, int64_t count, const FewRows& x, float* out,
               int64_t stride) {
   // A line that ends within a unit may have NaN behind it.
   if (x.count == 1 && lines.elements % kUnit == 0) {
-    return MultiplyRow(lines, first, count, x.data, out);
+    for (int64_t i = 0; i < count; i += kMostTotals) {
+      MultiplyRow(lines, first + i, Min(kMostTotals, count - i), x.data, out + i);
+    }
+    return;
   }
   const LineKernels::Read decode = Decoder(lines);
   alignas(64) float w[kTogether * kPart] = {};

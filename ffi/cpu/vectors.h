@@ -265,6 +265,43 @@ inline Ints LoadCodes(const uint8_t* at) {
 #endif
 }
 
+// The same codes as LoadCodes in the order that takes the least: number i of every kLanes is that
+// of code InnerOrder(i). Reads no more.
+template <int kBits>
+constexpr int InnerOrder(int i) {
+#if defined(__AVX512F__)
+  if constexpr (kBits == 4) return i / 2 + i % 2 * (kLanes / 2);
+#endif
+  return i;
+}
+
+template <int kBits>
+inline Ints LoadInnerCodes(const uint8_t* at) {
+#if defined(__AVX512F__)
+  if constexpr (kBits == 4) {  // each pair of lanes has both words: a load does that
+    int64_t words;
+    memcpy(&words, at, sizeof words);
+    const __m512i shift =
+        _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
+    return reinterpret_cast<Ints>(_mm512_srlv_epi32(_mm512_set1_epi64(words), shift));
+  }
+#endif
+  return LoadCodes<kBits>(at);
+}
+
+// kLanes numbers, number i of which is InnerOrder(i) of those in memory.
+template <int kBits>
+inline Vector LoadInInnerOrder(const float* at) {
+#if defined(__AVX512F__)
+  if constexpr (InnerOrder<kBits>(1) != 1) {
+    Ints order;
+    for (int i = 0; i < kLanes; ++i) order[i] = InnerOrder<kBits>(i);
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(order), Load(at));
+  }
+#endif
+  return Load(at);
+}
+
 // table[low bits of index], of kParts * kLanes numbers; a smaller table is there several times.
 template <int kParts>
 inline Vector Look(const Vector (&table)[kParts], Ints index) {
