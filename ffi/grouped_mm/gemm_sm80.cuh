@@ -170,9 +170,6 @@ template <typename Element, bool kA, bool kB>
 using SquareSm80 = device::PipelinedConfig<Element, kA, kB, 128, 128, 4, 2, 512>;
 template <typename Element, bool kA, bool kB>
 using WideSm80 = device::PipelinedConfig<Element, kA, kB, 128, 256, 4, 1, 128>;
-template <typename Config>
-constexpr bool kFitsSm80 = sizeof(typename Config::SharedMemory) <= 99 * 1024;
-static_assert(kFitsSm80<WideSm80<cutlass::half_t, true, true>>);
 
 // Whether the pipeline takes these operands: copies are of 16 bytes, and results lie in rows.
 inline bool CanPipeline(const GemmSm80& gemm, bool a_k_major) {
@@ -215,7 +212,7 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   if constexpr (kHasPipelined<Element, kAKMajor, kBKMajor>) {
     if (rows > kMedium / 2 && CanPipeline(gemm, kAKMajor)) {
       const ProblemSm80 problem = ProblemOf(gemm);
-      const GpuSm80 gpu{Processors(), ProcessorSharedMemory()};
+      const GpuSm80 gpu{Processors(), SharedMemory()};
       using Wide = WideSm80<Element, kAKMajor, kBKMajor>;
       using Square = cute::conditional_t<kSample, Wide, SquareSm80<Element, kAKMajor, kBKMajor>>;
       switch (ChooseTileSm80(problem, gpu)) {

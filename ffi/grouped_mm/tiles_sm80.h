@@ -11,7 +11,7 @@ namespace jgg {
 // A GPU as this rule sees it.
 struct GpuSm80 {
   int processors;
-  int shared_memory;  // bytes of one of them
+  int shared_memory;  // bytes that a block may have: all of a multiprocessor's but 1 KB
 };
 
 // mm: rows of the result, which are in so many segments, times n columns. wgrad: as many results
@@ -28,7 +28,7 @@ enum class TileSm80 { kMedium, kSquare, kWide };
 struct TileTimesSm80 {
   TileSm80 tile;
   int m, n;
-  int blocks, shared_memory;  // on a processor, and bytes that each needs
+  int blocks, shared_memory;  // on a processor, and bytes that each needs, with the system's 1 KB
   int64_t most_segments;      // with more, a scan of them takes too long
   double time;                // of a product, relative to Wide's
   double rest;                // time of the rest of a tile, in values of k that take as long
@@ -50,7 +50,7 @@ inline int64_t RowsOfTiles(const ProblemSm80& p, int m) {
 // The time that a problem would take, in some unit.
 inline double TimeSm80(const TileTimesSm80& tile, const ProblemSm80& p, const GpuSm80& gpu) {
   const int64_t tiles = RowsOfTiles(p, tile.m) * ((p.n + tile.n - 1) / tile.n);
-  const int fit = std::clamp(gpu.shared_memory / tile.shared_memory, 1, tile.blocks);
+  const int fit = std::clamp((gpu.shared_memory + 1024) / tile.shared_memory, 1, tile.blocks);
   const int64_t at_once = int64_t{std::max(gpu.processors, 1)} * fit;
   const auto rounds = static_cast<double>((tiles + at_once - 1) / at_once);
   // A block that could have another beside it is not faster alone.
