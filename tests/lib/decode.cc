@@ -154,6 +154,11 @@ extern "C" void decode_half_streams(int bits, const uint32_t* packed, long units
   }
 }
 
+// Words of four e4m3 codes as four float16 each.
+extern "C" void halves_of_e4m3(const uint32_t* words, long count, uint32_t* out) {
+  for (long i = 0; i < 2 * count; ++i) out[i] = HalvesOfE4M3(words[i / 2], i % 2);
+}
+
 // Whether words of scale and bias are small.
 extern "C" void are_small(const uint32_t* words, long count, uint8_t* out) {
   for (long i = 0; i < count; ++i) out[i] = (NotSmall(words[i]) & kHighest) == 0;

@@ -143,6 +143,16 @@ def test_streams_in_float16(rng, bits):
     np.testing.assert_array_equal(out, codes.reshape(-1, 2, 16).swapaxes(1, 2))
 
 
+def test_e4m3_in_float16():
+    """Every code in every place; NaN stays NaN."""
+    codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), i) for i in range(4)], axis=1)
+    out = np.empty(codes.shape, np.float16)
+    host_program.build("decode").halves_of_e4m3(
+        pointer(np.ascontiguousarray(codes)), ctypes.c_long(256), pointer(out)
+    )
+    np.testing.assert_array_equal(out, codes.view(jnp.float8_e4m3fn).astype(np.float16))
+
+
 def test_small_affine_scales():
     """Which scales and biases stay numbers, and sums with them, in the unit of codes alone."""
     word = np.arange(2**16, dtype=np.uint32)
