@@ -135,6 +135,11 @@ Reason QmmSm90Problem(int64_t line, int bits, bool bfloat16_x, bool bfloat16_sca
   return rules::QmmSm90Problem(qmm);
 }
 
+bool TakesAdapter(const std::string& way, int tile, int64_t rank) {
+  const auto known = rules::FindName<rules::QmmWay>(rules::kQmmWays, way);
+  return known && rules::TakesAdapter({*known, tile}, false) && !rules::AdapterProblem(rank);
+}
+
 Reason GroupsSm90Problem(const std::string& mode, int group_size) {
   const FormatFacts* format = rules::FindMode(mode);
   return format == nullptr ? std::nullopt : rules::GroupsSm90Problem(*format, group_size);
@@ -233,6 +238,8 @@ void DefineRules(nb::module_& m) {
         "Why the Hopper kernel cannot take a product with a weight in layout 'linear', whose lines "
         "have so many codes. bfloat16_scales is also true of modes whose scales are bytes. half: "
         "x, scales and biases are float16 instead.");
+  m.def("takes_adapter", &TakesAdapter, nb::kw_only(), "way"_a, "tile"_a, "rank"_a,
+        "Whether a kernel of prepacked weights with this plan adds a product of this rank.");
   m.def("groups_sm90_problem", &GroupsSm90Problem, nb::kw_only(), "mode"_a, "group_size"_a,
         "Why the Hopper kernels cannot take a weight of a mode in groups of so many codes.");
   m.def(

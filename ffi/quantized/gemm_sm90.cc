@@ -10,7 +10,27 @@ QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm) {
   quantized.gemm = MakeGemmSm90(qmm.mm);
   quantized.scales = qmm.scales;
   quantized.global_scale = qmm.global_scale;
+  quantized.adapter_rank = static_cast<int>(qmm.adapter.rank);
   return quantized;
+}
+
+AdapterSpecsSm90 DescribeAdapterSm90(const QmmSm90& qmm, DType dtype) {
+  const auto& [rows, weights, rank] = qmm.adapter;
+  const ProductSm90& product = qmm.mm.product;
+  AdapterSpecsSm90 specs{{rows, dtype, rank, product.rows_x, 1, rank, rank},
+                         {weights, dtype, product.n, rank, product.groups, product.n,
+                          rank * product.n}};
+  specs.rows.box_lines = 64;
+  specs.weights.box_lines = static_cast<int>((rank + 15) / 16 * 16);
+  return specs;
+}
+
+cudaError_t EncodeAdapterSm90(const QmmSm90& qmm, DType dtype, QuantizedGemmSm90* quantized) {
+  if (qmm.adapter.rank == 0) return cudaSuccess;
+  const auto specs = DescribeAdapterSm90(qmm, dtype);
+  auto& maps = quantized->gemm.rest_maps.r;
+  if (cudaError_t error = EncodeTensorMap(specs.rows, &maps[0])) return error;
+  return EncodeTensorMap(specs.weights, &maps[1]);
 }
 
 cudaError_t LaunchPackedGemmSm90(cudaStream_t stream, QuantizedGemmSm90& quantized,

@@ -25,10 +25,12 @@ struct QuantizedRows64Sm90 : device::QuantizedTraitsSm90<Weights> {
 template <typename Weights>
 struct QuantizedRows128Sm90 : device::QuantizedTraitsSm90<Weights> {
   static constexpr int kRows = 128, kMostStages = 4, kCluster = 2;
+  static constexpr bool kAdapters = Weights::kTakesAdapters;
 };
 template <typename Weights>
 struct QuantizedMostRowsSm90 : device::QuantizedTraitsSm90<Weights> {
   static constexpr int kRows = Weights::kMostRows, kMostStages = 4, kCluster = 2;
+  static constexpr bool kAdapters = Weights::kTakesAdapters;
 };
 
 template <typename Weights>

@@ -27,11 +27,19 @@
 
 namespace jgg {
 
+// A product of low rank that is added to the sums of a tile: rows (T, rank) @ weights (G, rank, N),
+// of x's type. Layout "sm90", tiles of at least kLeastAdapterTile rows.
+struct AdapterSm90 {
+  const void *rows, *weights;
+  int64_t rank;  // 0: there is none
+};
+
 // A product with a quantized weight, as a handler describes it in either layout.
 struct QmmSm90 {
   MmSm90 mm;
   const void* scales;
   GlobalScale global_scale;
+  AdapterSm90 adapter;
 };
 
 // The kernel's argument; a launch uses one of the layouts.
@@ -55,9 +63,19 @@ struct QuantizedGemmSm90 {
   // (K / 64, T), where groups have 16; K is filled up to whole 128.
   int planes;
   const float4* x_sums;
+  // device/adapter_sm90.cuh; 0 without an adapter. gemm.rest_maps.r has the maps of its rows and of
+  // its weights.
+  int adapter_rank;
 };
 
 QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm);
+
+// What TMA has to know of an adapter.
+struct AdapterSpecsSm90 {
+  TensorMapSpec rows, weights;
+};
+AdapterSpecsSm90 DescribeAdapterSm90(const QmmSm90& qmm, DType dtype);
+cudaError_t EncodeAdapterSm90(const QmmSm90& qmm, DType dtype, QuantizedGemmSm90* quantized);
 
 // launch(a constant of bfloat16 or of float16): the type of x in layout "sm90".
 template <typename Launch>

@@ -106,6 +106,22 @@ constexpr bool AlwaysWarps(bool packed, int bits, bool packed_by_warps) {
 
 // Rows of the largest tile.
 constexpr int kMostQmmRows = 192;
+// Rows of the smallest tile of prepacked weights that adds an adapter's product, and its rank.
+constexpr int kLeastAdapterTile = 128, kMostAdapterRank = 64;
+
+// Whether a kernel of prepacked weights that follows this plan adds an adapter's product.
+constexpr bool TakesAdapter(const QmmPlanSm90& plan, bool gated) {
+  return plan.way == QmmWay::kTiles && plan.tile >= kLeastAdapterTile && !gated;
+}
+
+// Why no kernel takes an adapter of this rank. Its lines are whole 16 bytes.
+inline Reason AdapterProblem(int64_t rank) {
+  if (rank < 1 || rank > kMostAdapterRank) {
+    return "needs a rank of 1 to " + std::to_string(kMostAdapterRank) + ", got " +
+           std::to_string(rank);
+  }
+  return NeedsMultiple("rank", 8, rank);
+}
 // Blocks of a multiprocessor that registers allow where warps multiply.
 constexpr int kPackedBlocksPerSm = 2;
 

@@ -30,9 +30,29 @@ static ffi::Error BindXSums(int64_t rows, int64_t fours, Operands* operands,
   return ffi::Error::Success();
 }
 
+// Rows (T, rank) and weights (G, rank, N) of x's type, whose product is added.
+static ffi::Error BindAdapter(ffi::DataType dtype, Operands* operands, QmmSm90* qmm) {
+  const ProductSm90& product = qmm->mm.product;
+  const auto rows = operands->Take("adapter's rows");
+  if (rows.has_error()) return rows.error();
+  const auto weights = operands->Take("adapter's weights");
+  if (weights.has_error()) return weights.error();
+  if (rows->element_type() != dtype || weights->element_type() != dtype) {
+    return InvalidArgument(kOp, "an adapter must have the dtype of x");
+  }
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "adapter's rows", "(T, rank)", *rows, {product.rows_x, -1}));
+  const int64_t rank = rows->dimensions()[1];
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "adapter's weights", "(G, rank, N)", *weights,
+                                 {product.groups, rank, product.n}));
+  if (auto reason = rules::AdapterProblem(rank)) return InvalidArgument(kOp, *reason);
+  qmm->adapter = {rows->untyped_data(), weights->untyped_data(), rank};
+  return ffi::Error::Success();
+}
+
 static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, bool group_offset,
                                     bool transpose_w, const EpilogueAttrs& epilogue, bool sixteens,
-                                    const float4** x_sums, QmmSm90* qmm) {
+                                    const float4** x_sums, const ffi::DataType* adapter,
+                                    QmmSm90* qmm) {
   ProductSm90& product = qmm->mm.product;
   Operands operands(kOp, rest);
   if (x_sums != nullptr) {
@@ -50,6 +70,7 @@ static ffi::Error BindPackedOptions(ffi::RemainingArgs rest, bool global_scale, 
   if (group_offset) JGG_RETURN_IF_ERROR(BindGroupOffset(kOp, &operands, &product.metadata));
   JGG_RETURN_IF_ERROR(BindEpilogue(kOp, epilogue, product.groups, product.n, product.rows_y,
                                    &operands, &product.epilogue));
+  if (adapter != nullptr) JGG_RETURN_IF_ERROR(BindAdapter(*adapter, &operands, qmm));
   return operands.End();
 }
 
@@ -57,7 +78,7 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
                             ffi::AnyBuffer scales, ffi::AnyBuffer metadata, ffi::RemainingArgs rest,
                             ffi::Result<ffi::AnyBuffer> out, QuantizedAttrs quantized_attrs,
                             MetadataAttrs metadata_attrs, EpilogueAttrs epilogue,
-                            QmmPlanAttrs plan_attrs, bool transpose_w) {
+                            QmmPlanAttrs plan_attrs, bool transpose_w, bool adapter) {
   if (epilogue.existing_out) return InvalidArgument(kOp, "existing_out is not an operand of it");
   Activation activation = Activation::kNone;
   JGG_RETURN_IF_ERROR(BindActivation(kOp, epilogue, &activation));
@@ -102,9 +123,10 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   const float4* x_sums = nullptr;
   const bool needs_sums = scaled && transpose_w && plan_attrs.tile == rules::kScaledTileRows &&
                           w.coding.HasFloatScales();
+  const ffi::DataType x_type = x.element_type();
   JGG_RETURN_IF_ERROR(BindPackedOptions(
       rest, quantized_attrs.global_scale, metadata_attrs.group_offset, transpose_w, epilogue,
-      packed.tile_groups == 4, needs_sums ? &x_sums : nullptr, &qmm));
+      packed.tile_groups == 4, needs_sums ? &x_sums : nullptr, adapter ? &x_type : nullptr, &qmm));
   const DType dtype = half ? DType::kF16 : DType::kBF16;
   if (const char* problem = GemmSm90Problem(dtype, ComputeCapability())) {
     return Unimplemented(kOp, std::string("a weight of jax_groupgemm.prepack: ") + problem);
@@ -115,6 +137,9 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
       BindPlan(kOp, plan_attrs, w.coding,
                {k, product.n, gated, true, !transpose_w, half, scaled ? plan_attrs.planes : 0},
                product.rows_x, product.rows_y, product.metadata, &plan));
+  if (adapter && !rules::TakesAdapter(plan, gated)) {
+    return InvalidArgument(kOp, "no kernel of this plan takes an adapter");
+  }
   OperandsSm90 operands{};
   operands.dtype = dtype;
   operands.l_k_major = true;
@@ -125,6 +150,13 @@ static ffi::Error QmmPacked(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   quantized.packed = packed;
   quantized.planes = static_cast<int>(planes);
   quantized.x_sums = x_sums;
+  if (adapter) {
+    const auto specs = DescribeAdapterSm90(qmm, dtype);
+    for (const TensorMapSpec& spec : {specs.rows, specs.weights}) {
+      if (const char* problem = TensorMapProblem(spec)) return Unimplemented(kOp, problem);
+    }
+    JGG_RETURN_IF_ERROR(FromCuda(kOp, EncodeAdapterSm90(qmm, dtype, &quantized)));
+  }
   const auto launch = transpose_w ? LaunchPackedGemmSm90 : LaunchTransposedGemmSm90;
   return FromCuda(kOp, launch(stream, quantized, w.coding, plan, operands));
 }
@@ -136,13 +168,16 @@ XLA_FFI_DEFINE_HANDLER(kQmmPacked, QmmPacked,
                            .Arg<ffi::AnyBuffer>()  // weight
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // metadata
-                           .RemainingArgs()  // x_sums, global_scale, group_offset, bias, row_scale
+                           // x_sums, global_scale, group_offset, bias, row_scale, an adapter's
+                           // rows and weights
+                           .RemainingArgs()
                            .Ret<ffi::AnyBuffer>()  // out
                            .Attr<QuantizedAttrs>("quantized")
                            .Attr<MetadataAttrs>("metadata")
                            .Attr<EpilogueAttrs>("epilogue")
                            .Attr<QmmPlanAttrs>("plan")
-                           .Attr<bool>("transpose_w"),
+                           .Attr<bool>("transpose_w")
+                           .Attr<bool>("adapter"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* JggQmmPacked(XLA_FFI_CallFrame* call_frame) { return kQmmPacked(call_frame); }

@@ -21,6 +21,7 @@ struct TransposedRows16Sm90 : device::TransposedTraitsSm90<Weights> {
 template <typename Weights>
 struct TransposedRows192Sm90 : device::TransposedTraitsSm90<Weights> {
   static constexpr int kRows = rules::kMostQmmRows, kMostStages = 6, kCluster = 2, kSlices = 1;
+  static constexpr bool kAdapters = Weights::kTakesAdapters;
 };
 // Tiles of float32 x, and weights that are not rounded.
 template <typename Weights>

@@ -15,7 +15,7 @@ from .._core.products import Mm
 from .._core.segments import Metadata
 from .._grouped.call import NO_EPILOGUE, Epilogue, attributes, epilogue_flags, metadata_flags
 from .._grouped.planes import as_planes
-from .._kernels import choose, problems
+from .._kernels import choose, extension, problems
 from . import format, ordered
 
 
@@ -44,12 +44,14 @@ def qmm_problem(
 
 
 def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
-        epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False):  # fmt: skip
+        epilogue: Epilogue = NO_EPILOGUE, *, x_is_ordered: bool = False,
+        adapter=None):  # fmt: skip
     """Custom call ``jgg_qmm``: x, weight, scales, metadata[, biases][, global_scale]
-    [, group_offset][, bias][, row_scale] -> out; ``jgg_qmm_packed`` for a prepacked weight,
-    ``jgg_qmm_fp8`` for one of mode "fp8" that is not.
+    [, group_offset][, bias][, row_scale][, rows, weights] -> out; ``jgg_qmm_packed`` for a
+    prepacked weight, ``jgg_qmm_fp8`` for one of mode "fp8" that is not.
 
     ``x_is_ordered``: x has its columns as :func:`ordered.of_lines` puts them, for this plan.
+    ``adapter``: rows and weights of :func:`takes_adapter`, whose product is added.
     """
     if plan.kernel.name == "cpu":
         assert epilogue.nothing
@@ -84,10 +86,23 @@ def qmm(plan: choose.Plan, x, q, metadata: Metadata, product: Mm,
     if plan.target == "jgg_qmm_fp8":
         del flags["quantized"]
         flags["block"] = _block_flags(q)
+    if plan.target == "jgg_qmm_packed":
+        flags["adapter"] = adapter is not None
     options = [a for a in (x_sums, q.biases, q.global_scale, *offset) if a is not None]
     call = jax.ffi.ffi_call(plan.target, jax.ShapeDtypeStruct((rows, columns), product.out_dtype))
-    return call(
-        x, q.weight, q.scales, groups_of_rows, *options, *epilogue.arrays, **attributes(flags)
+    options += [*epilogue.arrays, *(adapter or ())]
+    return call(x, q.weight, q.scales, groups_of_rows, *options, **attributes(flags))
+
+
+def takes_adapter(plan: choose.Plan, x, rows, weights) -> bool:
+    """Whether the kernel of a plan adds the product of rows (T, r) and weights (G, r, N)."""
+    config = plan.config
+    if plan.target != "jgg_qmm_packed" or config["planes"] > 1 or config["sum_parts"] > 1:
+        return False
+    if not x.dtype == rows.dtype == weights.dtype:
+        return False
+    return extension.rules().takes_adapter(
+        way=config["way"], tile=config["tile"], rank=rows.shape[1]
     )
 
 

@@ -171,13 +171,15 @@ def _fold(leaf, dim, size: int, groups: int):
     return batching.fold_leading(leaf, dim)
 
 
-def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE):
-    """One custom call; None where there is no kernel for it."""
+def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue = NO_EPILOGUE,
+           adapter=None):  # fmt: skip
+    """One custom call; None where there is no kernel for it. ``adapter``: rows (T, r) and weights
+    (G, r, N), whose product is added."""
     problem = call.qmm_problem(
         platform, x, q, metadata, product, epilogue, packable=prepack.packable(q)
     )
     plan = choose.choose(problem) if epilogue.nothing else choose.fused(problem)
-    if plan is None:
+    if plan is None or not (adapter is None or call.takes_adapter(plan, x, *adapter)):
         return None
     if plan.config.get("sum_parts", 1) > 1:
         return _in_parts(plan, platform, x, prepack.unpacked(q), metadata, product)
@@ -187,7 +189,7 @@ def called(platform, x, q: Quantized, metadata, product: Mm, epilogue: Epilogue 
         q = prepack.packed_for(q, metadata, x.shape[0])
     else:
         q = prepack.unpacked(q)
-    return call.qmm(plan, x, q, metadata, product, epilogue)
+    return call.qmm(plan, x, q, metadata, product, epilogue, adapter=adapter)
 
 
 def _in_parts(plan, platform, x, q: Quantized, metadata, product: Mm):

@@ -12,6 +12,7 @@
 #include "grouped_mm/device/epilogue_sm90.cuh"
 #include "grouped_mm/device/products_sm90.cuh"
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/adapter_sm90.cuh"
 #include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/gemm_sm90.h"
 
@@ -33,6 +34,7 @@ struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
   static constexpr int kMostPlanes = 1;   // planes of x that a stage has room for
   static constexpr int kMoreBytes = 0;    // of a stage, beside x, codes and scales
+  static constexpr bool kAdapters = false;  // it may add a product of low rank: adapter_sm90.cuh
 };
 
 // A tile is kRows rows (of x) x kBlocks * 128 columns. A gated tile has 128 gates in block 0, and
@@ -119,9 +121,10 @@ struct QuantizedGemmSm90Config : Traits {
 
 // Where one thread does not copy all, it copies x, and others each warpgroup's columns.
 template <typename Config>
-__device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                               int block) {
+__device__ void CopyRowsThread(const QuantizedGemmSm90& quantized,
+                               typename Config::SharedMemory& memory, int block) {
   constexpr bool kPair = Config::kCluster == 2;
+  const GemmSm90& gemm = quantized.gemm;
   const int shared_columns = SharedColumns<Config>(gemm);
   Place<Config::kStages> at;
   ForEachWork<Config, false>(memory, [&](const Work& work) {
@@ -149,6 +152,9 @@ __device__ void CopyRowsThread(const GemmSm90& gemm, typename Config::SharedMemo
         }
       }
       at.Next();
+    }
+    if constexpr (Config::kAdapters) {
+      if (HasAdapter(quantized, work)) CopyAdapter<Config>(quantized, memory, work, at);
     }
   });
 }
@@ -309,7 +315,7 @@ struct PartsOf {
 
   __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
                                   typename Config::SharedMemory& memory, int block) {
-    CopyRowsThread<Config>(quantized.gemm, memory, block);
+    CopyRowsThread<Config>(quantized, memory, block);
   }
 };
 
@@ -345,6 +351,9 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
 #pragma unroll
         for (int i = 0; i < P::kBlockSums; ++i) sums[b][i] *= factor[i / 2 % 2];
       }
+    }
+    if constexpr (Config::kAdapters) {
+      if (HasAdapter(quantized, work)) AddAdapter<Config>(quantized, memory, group, at, sums[0]);
     }
     if constexpr (Config::kBlocks == 1) {
       if constexpr (Config::kWarps) {

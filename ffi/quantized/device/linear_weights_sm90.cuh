@@ -63,6 +63,7 @@ struct LinearWeights {
   static constexpr float kFactor = Codes::kUnit, kSmallFactor = Codes::kSmallFactor;
   static constexpr bool kBySlices = Tile::kBySlices;
   static constexpr int kMostRows = 192;  // that registers allow
+  static constexpr bool kTakesAdapters = false;
   static constexpr int kBlocksPerSm = FormatTraits<kMode, kBits>::kLinearBlocksPerSm;
   static constexpr int kBlocksOf64 = 1;  // of up to 64 rows
   static constexpr bool kAlwaysWarps = rules::AlwaysWarps(false, kBits, false);

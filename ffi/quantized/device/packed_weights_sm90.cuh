@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/adapter_sm90.cuh"
 #include "quantized/device/few_rows_sm90.cuh"
 #include "quantized/device/packed_tiles_sm90.cuh"
 #include "quantized/gemm_sm90.h"
@@ -16,6 +17,7 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   using Tiles::kTileCodes, Tiles::kTileScales, Tiles::TileScales;
   using typename Tiles::Codes;
   static constexpr int kMostRows = 192;  // of a tile, that registers allow, and three stages
+  static constexpr bool kTakesAdapters = true;  // beside many rows
   static constexpr int kBlocksPerSm = rules::kPackedBlocksPerSm;  // where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages
   static constexpr bool kAlwaysWarps = FormatTraits<kMode, kBits>::kPackedByWarps;
@@ -62,6 +64,9 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
         codes += kCodeBytes;
         scales += 2 * tile_scales;
         at.Next();
+      }
+      if constexpr (Config::kAdapters) {
+        if (HasAdapter(quantized, work)) PassAdapter<Config>(memory, at);
       }
     });
   }

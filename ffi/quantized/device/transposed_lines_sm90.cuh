@@ -112,6 +112,7 @@ struct TransposedLines {
   static constexpr int kCodesAligned = 1024;                        // bytes, for swizzled boxes
   static constexpr int kCopiers = 1;                                // threads, beside that of x
   static constexpr bool kHasEpilogue = false;  // few rows: columns are no neighbours
+  static constexpr bool kTakesAdapters = false;
   // Many rows: scales go through shared memory, so many slices ahead. Those of blocks, one for 128
   // lines and more, are in the L1 cache.
   static constexpr bool kCopiesScales = !Codes::kInBlocks;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/ring_sm90.cuh"
+#include "quantized/device/adapter_sm90.cuh"
 #include "quantized/device/packed_tiles_sm90.cuh"
 
 namespace jgg::device {
@@ -82,6 +83,9 @@ struct TransposedTiles {
         from += next;
         at.Next();
       }
+      if constexpr (Config::kAdapters) {
+        if (HasAdapter(quantized, work)) PassAdapter<Config>(memory, at);
+      }
     });
   }
 };
@@ -89,6 +93,7 @@ struct TransposedTiles {
 template <Mode kMode, int kBits, DType kX>
 struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
   using typename TransposedTiles<PackedTiles<kMode, kBits, kX>>::Tiles;
+  static constexpr bool kTakesAdapters = true;  // beside many rows
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
   // Few rows.

@@ -253,9 +253,9 @@ struct TransposedPartsOf<Config, true> {
   using Products = std::conditional_t<Config::kWarps, TransposedScaledFewRows<Config>,
                                       TransposedScaledProducts<Config>>;
 
-  __device__ static void CopyRows(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                                  int block) {
-    CopyTransposedPlanes<Config>(gemm, memory, block);
+  __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
+                                  typename Config::SharedMemory& memory, int block) {
+    CopyTransposedPlanes<Config>(quantized.gemm, memory, block);
   }
 };
 

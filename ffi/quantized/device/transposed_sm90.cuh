@@ -24,6 +24,7 @@ template <typename Weights_>
 struct TransposedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   using Weights = Weights_;
   static constexpr bool kWarps = false;
+  static constexpr bool kAdapters = false;  // adapter_sm90.cuh
 };
 
 template <typename Traits>
@@ -283,9 +284,9 @@ struct TransposedPartsOf {
   using Products =
       std::conditional_t<Config::kWarps, TransposedFewRows<Config>, TransposedProducts<Config>>;
 
-  __device__ static void CopyRows(const GemmSm90& gemm, typename Config::SharedMemory& memory,
-                                  int block) {
-    CopyRowsThread<Config>(gemm, memory, block);
+  __device__ static void CopyRows(const QuantizedGemmSm90& quantized,
+                                  typename Config::SharedMemory& memory, int block) {
+    CopyRowsThread<Config>(quantized, memory, block);
   }
 };
 
@@ -306,6 +307,9 @@ __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
     }
 #pragma unroll
     for (int i = 0; i < P::kBlockSums; ++i) sums[i] *= factor;
+    if constexpr (Config::kAdapters) {
+      if (HasAdapter(quantized, work)) AddAdapter<Config>(quantized, memory, group, at, sums);
+    }
     if constexpr (!Config::Weights::kHasEpilogue && Config::kWarps) {
       const int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 16 + lane / 4;
       StoreTwoColumns<1>(gemm, work, lane, Config::Weights::ColumnOf(group, column), sums);
@@ -343,7 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       if constexpr (Config::kWarps) {
         if (warp == 1) CopyTransposedStages<Config>(quantized, memory);
       } else if (warp == 1) {
-        TransposedPartsOf<Config>::CopyRows(gemm, memory, block);
+        TransposedPartsOf<Config>::CopyRows(quantized, memory, block);
       } else if (warp == 2) {
         Config::Weights::template CopyThread<Config, 0>(quantized, memory);
       } else if (Config::Weights::kCopiers > 1) {
