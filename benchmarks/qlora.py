@@ -8,6 +8,7 @@ weights. Temporaries are what the compiled program takes beside arguments and re
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -29,17 +30,12 @@ QUANTIZED = ("LinearWeights", "PackedWeights", "TransposedGemm", "QuantizedGemm"
              "Prepack")  # fmt: skip
 
 
-def product(x, frozen, adapter, sizes):
-    a, b = adapter
-    down = jgg.grouped_mm(x, a, sizes)
-    return jgg.grouped_qmm(x, frozen, sizes) + jgg.grouped_mm(down, b, sizes)
-
-
 def layer(x, frozen, adapters, expert, weight):
     plan = jgg.route(expert, EXPERTS)
     rows = jgg.dispatch(x, plan)
-    gate, up = jnp.split(product(rows, frozen[0], adapters[0], plan.group_sizes), 2, axis=1)
-    out = product(jax.nn.silu(gate) * up, frozen[1], adapters[1], plan.group_sizes)
+    product = functools.partial(jgg.grouped_qmm, group_sizes=plan.group_sizes)
+    gate, up = jnp.split(product(rows, frozen[0], adapter=adapters[0]), 2, axis=1)
+    out = product(jax.nn.silu(gate) * up, frozen[1], adapter=adapters[1])
     return jgg.combine(out, plan, weight)
 
 

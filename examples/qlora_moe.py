@@ -10,8 +10,8 @@ and on attention, checkpoints to resume from, a loss curve, and adapters in PEFT
 of this file is about train_moe.py's model.
 
 Every expert keeps its 4-bit weights and gets two thin matrices of its own. Its product is then one
-``grouped_qmm`` and two ``grouped_mm``, on the same rows sorted by expert: ``route``, ``dispatch``
-and ``combine`` are the rest of the layer. Gradients flow through the quantized product to
+``grouped_qmm`` with an adapter, on rows sorted by expert: ``route``, ``dispatch`` and ``combine``
+are the rest of the layer. Gradients flow through the quantized product to
 activations, and stop at its weights.
 """
 
@@ -50,9 +50,7 @@ class Adapted(NamedTuple):
 
 def product(x, w: Adapted, sizes):
     """``out[t] = x[t] @ w[group(t)]``; x (R, K) is sorted by expert."""
-    down, up = w.down.astype(x.dtype), w.up.astype(x.dtype)
-    frozen = jgg.grouped_qmm(x, w.frozen, sizes)
-    return jgg.grouped_mm(jgg.grouped_mm(x, down, sizes), up, sizes, existing_out=frozen)
+    return jgg.grouped_qmm(x, w.frozen, sizes, adapter=(w.down, w.up))
 
 
 def adapted_layer(x, w_up: Adapted, w_down: Adapted, expert, weight, key=None):

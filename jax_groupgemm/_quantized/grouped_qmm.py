@@ -68,8 +68,8 @@ def grouped_qmm(
 
     Differentiable to any order in x, bias, row_scale, adapter, in affine scales and biases
     (``dbias`` is the sum of dW over a quantization group, ``dscale`` the sum of ``dW * code``), in
-    fp8 scales (``dscale`` over a block) and in the global scale. With a prepacked weight, only the global
-    scale has a gradient. Closed under ``vmap``. Shards like :func:`grouped_mm`, in whole
+    fp8 scales (``dscale`` over a block) and in the global scale. With a prepacked weight, only the
+    global scale has a gradient. Closed under ``vmap``. Shards like :func:`grouped_mm`, in whole
     quantization groups.
     """
     op = "grouped_qmm"

@@ -102,13 +102,13 @@ __device__ void AddAdapter(const QuantizedGemmSm90& quantized,
     Wait(&memory.full[here.index], here.parity);
   }
   const uint32_t weights = tile(Places::kWeights + group * Places::kEach);
-  WarpgroupArrive();
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
+    WarpgroupArrive();
     Multiply<Instruction>(weights + (step * 16 * 128 >> 4), rows + (step * 32 >> 4), sums, true,
                           std::make_index_sequence<kSums>{});
+    WarpgroupCommit();
   }
-  WarpgroupCommit();
   WarpgroupWait<0>();
   if constexpr (Places::kTwoStages) Release<Config>(memory, first);
   Release<Config>(memory, here.index);

@@ -334,7 +334,9 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       AddParts<Config>(gemm, memory, work, sums[0]);
       if (gemm.parts > 1 && BlockInCluster() > 0) return;
     }
-    if (quantized.unit != 1 || quantized.global_scale.data != nullptr) {
+    // Where an adapter may add to sums, they are always multiplied first. Else ptxas takes products
+    // of tiles and those of adapters together, and serializes both (C7515).
+    if (Config::kAdapters || quantized.unit != 1 || quantized.global_scale.data != nullptr) {
       const int column =
           work.out_column + 64 * group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -353,7 +355,7 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       }
     }
     if constexpr (Config::kAdapters) {
-      if (HasAdapter(quantized, work)) AddAdapter<Config>(quantized, memory, group, at, sums[0]);
+      if (Uniform(HasAdapter(quantized, work))) AddAdapter<Config>(quantized, memory, group, at, sums[0]);
     }
     if constexpr (Config::kBlocks == 1) {
       if constexpr (Config::kWarps) {
