@@ -114,4 +114,15 @@ def _backward(rows, operands, cts, *, product: Mm):
     return dx, dq, None, ddown, dup
 
 
-_ADAPTED = Composed("jgg_adapted_qmm", _adapted, lambda *_, **__: None, vjp=(_forward, _backward))
+def _cost(operands, values, outs, *, product: Mm) -> Cost:
+    x, q, metadata, down, up = operands
+    known = [values[2].values, values[2].group_offset][: len(metadata.arrays)]
+    rows = jax.ShapeDtypeStruct((product.rows, down.shape[2]), x.dtype)
+    of_rank = _of_rank(product, product.rows, x.dtype)
+    low, *_ = costs.product(x, down, metadata, known, rows, of_rank)
+    return low + _beside_cost((x, q, metadata, rows, up), values, outs, product=product)
+
+
+_ADAPTED = Composed(
+    "jgg_adapted_qmm", _adapted, lambda *_, **__: None, cost=_cost, vjp=(_forward, _backward)
+)

@@ -187,6 +187,18 @@ def test_errors(rng):
         adapted(x, q, (down, up.astype("int32")))
 
 
+def test_cost(rng):
+    """Three products; the result is written once."""
+    x, q, adapter = problem(rng)
+    sizes = np.array([9, 0, 8, 4], np.int32)
+    found = jgg.cost.of(jgg.grouped_qmm, x, q, sizes, adapter=adapter)
+    base = jgg.cost.grouped_qmm(x, q, sizes)
+    assert found.flops == base.flops + 2 * ROWS * RANK * (K + N)
+    low = jgg.cost.grouped_mm(x, adapter[0], sizes)
+    rows, up = ROWS * RANK * 4, 3 * RANK * N * 4  # one group has no rows
+    assert found.bytes_accessed == base.bytes_accessed + low.bytes_accessed + rows + up
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ struct TransposedScaledTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
   using Weights = Weights_;               // TransposedTiles
   using Tiles = typename Weights::Tiles;  // ScaledWeights
   static constexpr bool kWarps = false;
+  static constexpr bool kAdapters = false;  // adapter_sm90.cuh
 };
 
 template <typename Traits>
