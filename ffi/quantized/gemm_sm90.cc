@@ -17,9 +17,9 @@ QuantizedGemmSm90 MakeQuantizedGemmSm90(const QmmSm90& qmm) {
 AdapterSpecsSm90 DescribeAdapterSm90(const QmmSm90& qmm, DType dtype) {
   const auto& [rows, weights, rank] = qmm.adapter;
   const ProductSm90& product = qmm.mm.product;
-  AdapterSpecsSm90 specs{{rows, dtype, rank, product.rows_x, 1, rank, rank},
-                         {weights, dtype, product.n, rank, product.groups, product.n,
-                          rank * product.n}};
+  AdapterSpecsSm90 specs{
+      {rows, dtype, rank, product.rows_x, 1, rank, rank},
+      {weights, dtype, product.n, rank, product.groups, product.n, rank * product.n}};
   specs.rows.box_lines = 64;
   specs.weights.box_lines = static_cast<int>((rank + 15) / 16 * 16);
   return specs;

@@ -3,9 +3,11 @@
 //
 // Behind the slices of a tile its ring has one more stage, or two where a stage has one slice. The
 // thread that copies x fills it: the first slice's place has the tile's rows, 64 of rank, and the
-// next has weights, lines of 64 columns for each warpgroup. TMA fills up with zeros what rank lacks.
+// next has weights, lines of 64 columns for each warpgroup. TMA fills up with zeros what rank
+// lacks.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "grouped_mm/device/products_sm90.cuh"
@@ -84,8 +86,8 @@ __device__ void AddAdapter(const QuantizedGemmSm90& quantized,
                            typename Config::SharedMemory& memory, int group, Stage& at,
                            float (&sums)[kSums]) {
   using Places = AdapterPlaces<Config>;
-  using Element = std::conditional_t<Config::Weights::kX == DType::kBF16, cutlass::bfloat16_t,
-                                     cutlass::half_t>;
+  using Element =
+      std::conditional_t<Config::Weights::kX == DType::kBF16, cutlass::bfloat16_t, cutlass::half_t>;
   using Instruction = WarpgroupProduct<Element, Config::kRows, cute::SM90::GMMA::Major::MN,
                                        cute::SM90::GMMA::Major::K>;
   Stage here{Uniform(at.index), Uniform(at.parity)};

@@ -29,11 +29,11 @@ constexpr int StagesThatFit(int bytes, int stage_bytes, int most) {
 // kMostStages, and what they have instead (../gemm_sm90.cuh).
 template <typename Weights_>
 struct QuantizedTraitsSm90 : LoaderSm90, ProductsSm90, StoreSm90 {
-  using Weights = Weights_;               // packed_weights_sm90.cuh or linear_weights_sm90.cuh
-  static constexpr int kBlocksPerSm = 1;  // thread blocks of a multiprocessor
-  static constexpr bool kWarps = false;   // warps multiply by themselves: few_rows_sm90.cuh
-  static constexpr int kMostPlanes = 1;   // planes of x that a stage has room for
-  static constexpr int kMoreBytes = 0;    // of a stage, beside x, codes and scales
+  using Weights = Weights_;                 // packed_weights_sm90.cuh or linear_weights_sm90.cuh
+  static constexpr int kBlocksPerSm = 1;    // thread blocks of a multiprocessor
+  static constexpr bool kWarps = false;     // warps multiply by themselves: few_rows_sm90.cuh
+  static constexpr int kMostPlanes = 1;     // planes of x that a stage has room for
+  static constexpr int kMoreBytes = 0;      // of a stage, beside x, codes and scales
   static constexpr bool kAdapters = false;  // it may add a product of low rank: adapter_sm90.cuh
 };
 
@@ -355,7 +355,8 @@ __device__ void MultiplyQuantizedWarpgroup(const QuantizedGemmSm90& quantized,
       }
     }
     if constexpr (Config::kAdapters) {
-      if (Uniform(HasAdapter(quantized, work))) AddAdapter<Config>(quantized, memory, group, at, sums[0]);
+      if (Uniform(HasAdapter(quantized, work)))
+        AddAdapter<Config>(quantized, memory, group, at, sums[0]);
     }
     if constexpr (Config::kBlocks == 1) {
       if constexpr (Config::kWarps) {

@@ -16,7 +16,7 @@ struct PackedWeights : PackedTiles<kMode, kBits, kX> {
   using Tiles = PackedTiles<kMode, kBits, kX>;
   using Tiles::kTileCodes, Tiles::kTileScales, Tiles::TileScales;
   using typename Tiles::Codes;
-  static constexpr int kMostRows = 192;  // of a tile, that registers allow, and three stages
+  static constexpr int kMostRows = 192;         // of a tile, that registers allow, and three stages
   static constexpr bool kTakesAdapters = true;  // beside many rows
   static constexpr int kBlocksPerSm = rules::kPackedBlocksPerSm;  // where there are few rows
   static constexpr int kBlocksOf64 = kBits <= 4 ? 2 : 1;  // ... and of up to 64, with three stages

@@ -93,7 +93,7 @@ struct TransposedTiles {
 template <Mode kMode, int kBits, DType kX>
 struct TransposedPacked : TransposedTiles<PackedTiles<kMode, kBits, kX>> {
   using typename TransposedTiles<PackedTiles<kMode, kBits, kX>>::Tiles;
-  static constexpr bool kTakesAdapters = true;  // beside many rows
+  static constexpr bool kTakesAdapters = true;                    // beside many rows
   static constexpr int kScaleBytes = Tiles::Codes::kStageScales;  // of a slice
 
   // Few rows.

@@ -308,7 +308,8 @@ __device__ void MultiplyTransposedWarpgroup(const QuantizedGemmSm90& quantized,
 #pragma unroll
     for (int i = 0; i < P::kBlockSums; ++i) sums[i] *= factor;
     if constexpr (Config::kAdapters) {
-      if (Uniform(HasAdapter(quantized, work))) AddAdapter<Config>(quantized, memory, group, at, sums);
+      if (Uniform(HasAdapter(quantized, work)))
+        AddAdapter<Config>(quantized, memory, group, at, sums);
     }
     if constexpr (!Config::Weights::kHasEpilogue && Config::kWarps) {
       const int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 16 + lane / 4;
