@@ -461,6 +461,7 @@ PARTS = {
     "few_tokens": on_hopper(layers.few_tokens),
     "few_dense": layers.few_dense,
     "fp8_weights": on_hopper(layers.fp8_weights),
+    "adapters": layers.adapters,
 }
 
 

@@ -1,4 +1,4 @@
-"""Parts of sanitize.py: layers of experts, FP8 products, and products of few rows."""
+"""Parts of sanitize.py: layers of experts, FP8 products, adapters, and products of few rows."""
 
 import functools
 import itertools
@@ -129,3 +129,30 @@ def fp8_weights(rng):
     for sizes in ([1, 0, 3], [0, 40, 24], [300, 0, 297]):
         x, given = oracle.random(rng, (sum(sizes) + 3, 640), "bfloat16"), jnp.array(sizes)
         jax.block_until_ready(jax.jit(jgg.grouped_qmm)(x, w, given))
+
+
+def adapters(rng):
+    """Beside prepacked weights, with gradients: tiles of 128 and 192 rows, ranks of one step of an
+    instruction and of several, an odd number of tiles, groups of several tiles and of none."""
+    for (mode, bits, group), rank, sizes in (
+        (("nvfp4", 4, 16), 8, [0, 200, 193, 33]),
+        (("affine", 4, 64), 40, [1, 385, 130, 60]),
+        (("fp8", 8, 128), 64, [64, 0, 129, 100]),
+    ):
+        q = oracle.random_quantized(rng, (4, 320, 384), mode, bits, group, "bfloat16")
+        x = oracle.random(rng, (sum(sizes) + 3, 384), "bfloat16")
+        down, up = (
+            oracle.random(rng, (4, *shape), "bfloat16") / 8 for shape in ((384, rank), (rank, 320))
+        )
+
+        @jax.jit
+        def step(x, w, down, up, sizes):
+            f = lambda x, *a: jgg.grouped_qmm(x, w, sizes, adapter=a)
+            out, pull = jax.vjp(f, x, down, up)
+            return out, pull(out)
+
+        w = jgg.dequantize(q, "bfloat16").swapaxes(1, 2)
+        out, _ = jax.block_until_ready(step(x, jgg.prepack(q), down, up, jnp.array(sizes)))
+        low = oracle.grouped_mm(x, down, sizes)
+        want = oracle.grouped_mm(x, w, sizes) + oracle.grouped_mm(low, up, sizes)
+        oracle.assert_close(out, want, tolerance=1e-2)

@@ -55,6 +55,7 @@ def kinds(kernels):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("tile", "rank"), [(192, 16), (192, 64), (192, 24), (128, 8), (128, 32)])
 @pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.one_in(4)
 def test_values(rng, form, tile, rank, dtype):
     """Two kernels make the result: no other adds to it."""
     x, q, (down, up), _ = problem(rng, *form, tile, rank, dtype)
@@ -80,6 +81,7 @@ def scales_of(q, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rank", [16, 40, 64])
 @pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.one_in(4)
 def test_gradients(rng, form, rank, dtype):
     """dx is one kernel's, too."""
     x, q, (down, up), ct = problem(rng, *form, 192, rank, dtype)
