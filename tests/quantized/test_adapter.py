@@ -1,6 +1,7 @@
 """Adapters of low rank beside quantized weights: values, gradients, transformations, calls."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, needs_two_devices
 from test_qmm_lowering import cuda_text
 
 import jax_groupgemm as jgg
@@ -173,6 +177,36 @@ def test_remat(rng):
     got = jax.grad(jax.checkpoint(f), (0, 1))(x, adapter)
     want = jax.grad(f, (0, 1))(x, adapter)
     jax.tree.map(lambda a, b: oracle.assert_close(a, oracle.f64(b), tolerance=1e-6), got, want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "down_spec", "up_spec"),
+    [
+        (P("d"), P(), P(), P()),
+        (P(), P(None, "d"), P(), P(None, None, "d")),
+        (P(None, "d"), P(None, None, "d"), P(None, "d"), P()),
+    ],
+    ids=["T", "N", "K"],
+)
+@needs_two_devices
+def test_shards(rng, kind, x_spec, w_spec, down_spec, up_spec):
+    """Values, and gradients that are sharded as their operands."""
+    x, q, adapter = problem(rng, "affine")
+    x = jnp.concatenate([x, x[:3]])
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, adapted), (0, 2), allow_int=True))
+    want = step(x, q, adapter)
+    mesh = mesh_of((2,), ("d",), kind)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    factors = put(adapter[0], down_spec), put(adapter[1], up_spec)
+    args = put(x, x_spec), jax.tree.map(lambda leaf: put(leaf, w_spec), q), factors
+    with jax.set_mesh(mesh):
+        got = step(*args)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        oracle.assert_close(g, oracle.f64(w), tolerance=1e-5)
+    if kind == AxisType.Explicit:
+        for g, given in zip(jax.tree.leaves(got[1]), (args[0], *factors), strict=True):
+            assert g.sharding.is_equivalent_to(given.sharding, g.ndim)
 
 
 def test_errors(rng):
