@@ -52,9 +52,9 @@ def fp8_grouped_mm(
     is rounded) of the product of what ``dequantize`` gives, of numbers of one sign within 1e-3.
     Rows of no group are exact zeros, whatever they hold.
 
-    Hopper's and Blackwell's kernels take codes of e4m3, x in blocks of ``(1, 128)`` and w in blocks of
-    ``(128, 128)``, outside of ``vmap`` and on one device (or in ``shard_map``). Everything else is
-    the XLA program, which multiplies float32 values and is closer to the exact product.
+    Hopper's and Blackwell's kernels take codes of e4m3, x in blocks of ``(1, 128)`` and w in blocks
+    of ``(128, 128)``, outside of ``vmap`` and on one device (or in ``shard_map``). Everything else
+    is the XLA program, which multiplies float32 values and is closer to the exact product.
 
     Args:
       x: mode ``"fp8"``, ``(T, K)``, as :func:`fp8_quantize` makes it: blocks of ``(1, 128)``,
