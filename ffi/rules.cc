@@ -279,6 +279,7 @@ void DefineRules(nb::module_& m) {
         "along_rows"_a,
         "Why the kernels cannot quantize a gated activation with so many columns; along_rows says "
         "that blocks lie along rows, too.");
+  m.attr("FP8_ACTIVATION_BACKWARD_BYTES") = rules::kFp8ActivationBackwardBytes;
   m.def("activation_backward_problem", &rules::ActivationBackwardProblem, nb::kw_only(),
         "columns"_a,
         "Why the kernel of an activation's backward pass cannot take so many columns.");

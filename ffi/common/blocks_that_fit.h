@@ -32,27 +32,44 @@ cudaError_t AskedOnce(KnownBlocks& known, int bytes, int* blocks, Ask ask) {
   return cudaSuccess;
 }
 
-inline cudaError_t AllowAllSharedMemory(const void* kernel, int device) {
-  int most_bytes = 0;
+// As many bytes as a block may have there; a launch with more fails.
+inline cudaError_t AllowAllSharedMemory(const void* kernel) {
+  const int most = SharedMemory();
+  if (most == 0) return cudaErrorInvalidDevice;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+}
+
+// Dynamic shared memory for a launch with so many bytes. More than 48 KB have to be asked for.
+template <typename Kernel>
+cudaError_t AllowBytes(Kernel kernel, int bytes) {
+  if (bytes > SharedMemory()) return cudaErrorInvalidConfiguration;
+  if (bytes <= 48 << 10) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+// Blocks that a multiprocessor holds at a time. A pretended GPU has room for one block's shared
+// memory and what the system takes of it, as most have.
+inline cudaError_t BlocksPerProcessor(const void* kernel, int threads, int bytes, int* blocks) {
   if (cudaError_t error =
-          cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+          cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, bytes)) {
     return error;
   }
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
+  constexpr int kSystem = 1024;
+  *blocks = std::min(*blocks, (SharedMemory() + kSystem) / (bytes + kSystem));
+  return cudaSuccess;
 }
 
 // Blocks of a kernel that the device holds at a time.
 inline cudaError_t BlocksThatFit(const void* kernel, int threads, int bytes, KnownBlocks& known,
                                  int* blocks) {
-  return AskedOnce(known, bytes, blocks, [&](int device) {
+  return AskedOnce(known, bytes, blocks, [&](int) {
     if (bytes > 0) {
-      if (cudaError_t error = AllowAllSharedMemory(kernel, device)) return error;
+      if (cudaError_t error = AllowAllSharedMemory(kernel)) return error;
     }
     int per_processor = 0;
     const int processors = Processors();
     if (processors == 0) return cudaErrorInvalidDevice;
-    if (cudaError_t error =
-            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, threads, bytes)) {
+    if (cudaError_t error = BlocksPerProcessor(kernel, threads, bytes, &per_processor)) {
       return error;
     }
     *blocks = processors * std::max(per_processor, 1);

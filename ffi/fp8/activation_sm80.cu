@@ -1,9 +1,11 @@
 #include "fp8/activation_sm80.h"
 
+#include "common/blocks_that_fit.h"
 #include "common/dispatch.h"
 #include "common/sample.h"
 #include "fp8/device/activation.cuh"
 #include "fp8/launch_sm80.cuh"
+#include "fp8/rules.h"
 
 namespace jgg {
 
@@ -62,10 +64,8 @@ cudaError_t LaunchFp8ActivationBackwardSm80(cudaStream_t stream,
       constexpr int kBytes = sizeof(ActivationShared<kSplits<DType::kBF16, stochastic.value>>);
       const auto kernel =
           ActivationBackwardKernel<DType::kBF16, decltype(of)::kActivation, stochastic.value>;
-      if (cudaError_t error =
-              cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-        return error;
-      }
+      static_assert(kBytes <= rules::kFp8ActivationBackwardBytes);
+      if (cudaError_t error = AllowBytes(kernel, kBytes)) return error;
       kernel<<<static_cast<unsigned>(blocks), kActivationThreads, kBytes, stream>>>(p);
       return cudaGetLastError();
     });

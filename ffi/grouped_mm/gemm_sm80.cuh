@@ -48,6 +48,7 @@ template <typename Config>
 cudaError_t LaunchConfig(cudaStream_t stream, const GemmSm80& gemm) {
   static KnownBlocks known{};
   constexpr int kBytes = sizeof(typename Config::SharedMemory);
+  static_assert(kBytes <= kLeastSharedMemory);
   GemmSm80 ordered = gemm;
   if (gemm.order == GemmSm80::Order::kMatrices && gemm.groups <= 32) {
     int blocks = 0;

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/blocks_that_fit.h"
 #include "grouped_mm/device/activation.cuh"
 
 namespace jgg {
@@ -28,12 +29,5 @@ struct FewFinish {
 };
 
 }  // namespace device
-
-// More than a kernel may have without asking.
-template <typename Kernel>
-cudaError_t AllowBytes(Kernel kernel, int bytes) {
-  if (bytes <= 48 << 10) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
 
 }  // namespace jgg

@@ -22,8 +22,8 @@ static cudaLaunchConfig_t Config(cudaStream_t stream, int clusters, int blocks, 
 
 // 16 blocks where the device holds such a cluster, else 8, which every Hopper GPU does.
 static cudaError_t ClusterBlocks(const void* kernel, int bytes, KnownBlocks& known, int* blocks) {
-  return AskedOnce(known, bytes, blocks, [&](int device) {
-    if (cudaError_t error = AllowAllSharedMemory(kernel, device)) return error;
+  return AskedOnce(known, bytes, blocks, [&](int) {
+    if (cudaError_t error = AllowAllSharedMemory(kernel)) return error;
     if (cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) {
       return error;

@@ -21,6 +21,7 @@ constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 16;
 constexpr int kMostFewBytes = 192 << 10;
 // ... with weights of 16 bits. GPUs of compute capability 8.6 have 99 KiB for a block.
 constexpr int kMostFewDenseBytes = 96 << 10;
+static_assert(kMostFewDenseBytes <= kLeastSharedMemory);
 
 // The most experts that top_k chooses for a token, and the most groups that experts are in.
 constexpr int kMostTopK = 32, kMostGroups = 32;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,70 +62,48 @@ def _operands(rng, dtype, rows, groups, k, n, transpose_w):
     return normal(rng, (rows, k), dtype), w, normal(rng, (rows, n), dtype)
 
 
-def _mm(implementation, dtype, rng, quick) -> Iterator[Trial]:
+class Direction(NamedTuple):
+    """A product of ``grouped_mm``: of x, w, and ct, which is as large as the result."""
+
+    function: Callable
+    oracle: Callable
+    terms: str  #: how many products are added up for a number of the result
+
+
+def _grouped(direction: Direction, implementation, dtype, rng, quick) -> Iterator[Trial]:
     for rows, groups, k, n, transposed in shapes(quick):
-        x, w, _ = _operands(rng, dtype, rows, groups, k, n, transposed)
+        operands = _operands(rng, dtype, rows, groups, k, n, transposed)
+        mm = functools.partial(grouped_mm, transpose_w=transposed, implementation=implementation)
+        terms = {"rows": rows, "k": k, "n": n}[direction.terms]
         runs = []
         for name, group_sizes in sizes.variants(rng, rows, groups, quick):
-            operands = x, w, group_sizes
+            x, w, ct = operands
             if name == sizes.NAN:
-                operands = (
-                    sizes.with_nan(x, group_sizes), sizes.empty_nan(w, group_sizes), group_sizes,
-                )  # fmt: skip
-            want = lambda o=operands, t=transposed, k=k: [
-                [oracle.grouped_mm(*o, transpose_w=t).want(dtype, k)]
+                x, ct = (sizes.with_nan(rows_of, group_sizes) for rows_of in (x, ct))
+                w = sizes.empty_nan(w, group_sizes)
+            want = lambda o=(x, w, ct, group_sizes), t=transposed, terms=terms: [
+                [direction.oracle(*o, t).want(dtype, terms)]
             ]
-            runs.append(Run(name, operands, want))
-        function = functools.partial(
-            grouped_mm, transpose_w=transposed, implementation=implementation
-        )
+            runs.append(Run(name, (x, w, ct, group_sizes), want))
+        function = functools.partial(direction.function, mm)
         yield Trial(label(rows, groups, k, n, transposed), function, runs)
 
 
-def _dx(implementation, dtype, rng, quick) -> Iterator[Trial]:
-    for rows, groups, k, n, transposed in shapes(quick):
-        x, w, ct = _operands(rng, dtype, rows, groups, k, n, transposed)
-
-        def function(x, w, group_sizes, ct, t=transposed):
-            f = lambda x: grouped_mm(
-                x, w, group_sizes, transpose_w=t, implementation=implementation
-            )
-            return jax.vjp(f, x)[1](ct)[0]
-
-        runs = []
-        for name, group_sizes in sizes.variants(rng, rows, groups, quick):
-            given, weight = ct, w
-            if name == sizes.NAN:
-                given, weight = sizes.with_nan(ct, group_sizes), sizes.empty_nan(w, group_sizes)
-            want = lambda a=given, w=weight, s=group_sizes, t=transposed, n=n: [
-                [oracle.grouped_mm(a, w, s, transpose_w=not t).want(dtype, n)]
-            ]
-            runs.append(Run(name, (x, weight, group_sizes, given), want))
-        yield Trial(label(rows, groups, k, n, transposed), function, runs)
-
-
-def _dw(implementation, dtype, rng, quick) -> Iterator[Trial]:
-    for rows, groups, k, n, transposed in shapes(quick):
-        x, w, ct = _operands(rng, dtype, rows, groups, k, n, transposed)
-
-        def function(x, w, group_sizes, ct, t=transposed):
-            f = lambda w: grouped_mm(
-                x, w, group_sizes, transpose_w=t, implementation=implementation
-            )
-            return jax.vjp(f, w)[1](ct)[0]
-
-        runs = []
-        for name, group_sizes in sizes.variants(rng, rows, groups, quick):
-            rows_x, rows_y = x, ct
-            if name == sizes.NAN:
-                rows_x, rows_y = sizes.with_nan(x, group_sizes), sizes.with_nan(ct, group_sizes)
-
-            def want(x=rows_x, y=rows_y, s=group_sizes, t=transposed, r=rows):
-                a, b = (y, x) if t else (x, y)
-                return [[oracle.grouped_wgrad(a, b, s).want(dtype, r)]]
-
-            runs.append(Run(name, (rows_x, w, group_sizes, rows_y), want))
-        yield Trial(label(rows, groups, k, n, transposed), function, runs)
+_mm = functools.partial(_grouped, Direction(
+    lambda mm, x, w, ct, s: mm(x, w, s),
+    lambda x, w, ct, s, t: oracle.grouped_mm(x, w, s, transpose_w=t),
+    "k",
+))  # fmt: skip
+_dx = functools.partial(_grouped, Direction(
+    lambda mm, x, w, ct, s: jax.vjp(lambda x: mm(x, w, s), x)[1](ct)[0],
+    lambda x, w, ct, s, t: oracle.grouped_mm(ct, w, s, transpose_w=not t),
+    "n",
+))  # fmt: skip
+_dw = functools.partial(_grouped, Direction(
+    lambda mm, x, w, ct, s: jax.vjp(lambda w: mm(x, w, s), w)[1](ct)[0],
+    lambda x, w, ct, s, t: oracle.grouped_wgrad(*((ct, x) if t else (x, ct)), s),
+    "rows",
+))  # fmt: skip
 
 
 def _segmented(implementation, dtype, rng, quick) -> Iterator[Trial]:

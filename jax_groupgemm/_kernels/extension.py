@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 import warnings
@@ -244,4 +245,32 @@ def devices(backend: str | None = None) -> tuple[list[Any], str | None]:
 def live_capabilities() -> tuple[int, ...]:
     """Compute capabilities of this process's CUDA devices, as 80, 90, ...; empty without one."""
     found, _ = devices("cuda")
+    if found and (capability := pretended().get("capability")):
+        return (capability,)
     return tuple(sorted({round(10 * float(d.compute_capability)) for d in found}))
+
+
+#: KiB of shared memory that a block may have, by compute capability; others as the smallest.
+_SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_LEAST_SHARED_MEMORY = 99
+
+
+def lacks_shared_memory(needed: int) -> str | None:
+    """That a CUDA device of this process has too little for a block that needs so many bytes."""
+    for capability in live_capabilities():
+        has = 2**10 * _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY)
+        has = min(has, pretended().get("shared_memory", has))
+        if has < needed:
+            return (
+                f"it needs {needed >> 10} KiB of shared memory in a block, "
+                f"this GPU has {has >> 10}"
+            )
+    return None
+
+
+def pretended() -> dict[str, int]:
+    """What ``JGG_PRETEND_GPU`` says of the GPU: ``capability``, ``processors`` and
+    ``shared_memory`` (bytes of a block). Tests of other GPUs' choices set it; ``ffi/common/arch.h``
+    reads it, too."""
+    listed = os.environ.get("JGG_PRETEND_GPU", "")
+    return {name: int(value) for name, value in (x.split("=") for x in listed.split(",") if x)}

@@ -115,6 +115,10 @@ def quantizes_activations(p: Fp8Activation) -> str | None:
     can = extension.rules().fp8_activation_problem
     if why := can(columns=p.columns, along_rows=along_rows):
         return why
+    if along_rows:
+        needed = extension.rules().FP8_ACTIVATION_BACKWARD_BYTES
+        if why := extension.lacks_shared_memory(needed):
+            return why
     return "an operand is empty" if p.empty else None
 
 
@@ -163,7 +167,7 @@ _TABLE = (
         "fp8_activation_backward",
         "jgg_fp8_activation_backward",
         quantizes_activations,
-        "bfloat16, a gated activation, F % 128 == 0",
+        "bfloat16, a gated activation, F % 128 == 0, 112 KiB of shared memory",
     ),
     (
         "fp8_dequantize",
