@@ -4,8 +4,8 @@ A *problem* is what is known of a call before it runs: operation, platform, shap
 *kernel* says why it cannot run one (``can``), whether it is faster than those behind it (``pays``)
 and how it runs it (``config``). ``KERNELS`` lists the kernels of each operation, the best first.
 Lowering, ``implementation=``, error messages, ``info`` and the documentation's table use it.
-``dense``, ``rows`` and ``lists`` say what the kernels of a kind need, and when they pay. ``rows``
-lists those that multiply nothing.
+``dense``, ``fp8``, ``rows`` and ``lists`` say what the kernels of a kind need, and when they pay.
+``rows`` lists those that multiply nothing.
 
 A kernel for one architecture is chosen where it is named, or where every GPU of this process can
 run it. ``proven`` says which of them are off until they have been checked there. A process without
@@ -20,9 +20,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import dense, extension, lists, proven, rows
+from . import dense, extension, fp8, lists, proven, rows
 from .kernel import PLATFORMS, Kernel, Plan, noted
-from .problems import FLOATS, Fp8, Mm, Nvfp4, Problem, Qmm, Wgrad
+from .problems import FLOATS, Mm, Nvfp4, Problem, Qmm, Wgrad
 
 #: Every name that ``implementation=`` takes, in order of preference.
 IMPLEMENTATIONS = ("sm100", "sm90", "sm80", "cpu", "reference")
@@ -329,37 +329,6 @@ def _nvfp4_wgrad_sm90(p: Nvfp4) -> str | None:
     return "its segments are cut into parts" if dense.wgrad_parts(p.inner) > 1 else None
 
 
-# ---- FP8 ---------------------------------------------------------------------------------------
-
-_TILE, _LINE = (128, 128), (1, 128)
-
-
-def _fp8_mm(p: Fp8) -> str | None:
-    # Lines that are no whole 16 bytes are padded.
-    return _fp8_codes(p, (_LINE, _TILE))
-
-
-def _fp8_mm_config(p: Fp8) -> dict[str, Any]:
-    first = extension.rules().fp8_rows_first_sm90
-    return {"rows_first": first(rows=p.rows, segments=p.segments)}
-
-
-def _fp8_wgrad(p: Fp8) -> str | None:
-    if why := _fp8_codes(p, (_LINE, _LINE)):
-        return why
-    if p.more_options and p.out_dtype != "float32":
-        return "existing_out needs a float32 result"
-    return None
-
-
-def _fp8_codes(p: Fp8, blocks) -> str | None:
-    if p.empty:
-        return "an operand is empty"
-    if p.elements != ("e4m3", "e4m3"):
-        return "needs codes of e4m3"
-    return None if p.blocks == blocks else f"needs blocks of {blocks[0]} and {blocks[1]}"
-
-
 # ---- the kernels of each operation ---------------------------------------------------------------
 
 KERNELS: dict[str, Sequence[Kernel]] = {
@@ -450,21 +419,21 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     ),
     "fp8_grouped_mm": (
         Kernel(
-            "sm100", "jgg_fp8_grouped_mm_sm100", _fp8_mm,
+            "sm100", "jgg_fp8_grouped_mm_sm100", fp8.mm,
             needs="e4m3, blocks of 128 along K and of 128 x 128",
         ),
         Kernel(
-            "sm90", "jgg_fp8_grouped_mm", _fp8_mm, config=_fp8_mm_config,
+            "sm90", "jgg_fp8_grouped_mm", fp8.mm, config=fp8.mm_config,
             needs="e4m3, blocks of 128 along K and of 128 x 128",
         ),
     ),
     "fp8_grouped_wgrad": (
         Kernel(
-            "sm100", "jgg_fp8_grouped_wgrad_sm100", _fp8_wgrad,
+            "sm100", "jgg_fp8_grouped_wgrad_sm100", fp8.wgrad,
             needs="e4m3, blocks of 128 rows",
         ),
         Kernel(
-            "sm90", "jgg_fp8_grouped_wgrad", _fp8_wgrad,
+            "sm90", "jgg_fp8_grouped_wgrad", fp8.wgrad,
             needs="e4m3, blocks of 128 rows",
         ),
     ),

@@ -306,6 +306,5 @@ def test_kernels_that_prepare(tmp_path):
             [nvcc, *flags, "tests/lib/prepare_sm100.cu", "-o", program], check=True, cwd=ROOT
         )
     done = subprocess.run([program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "300 cases of either kind\n"), (
-        done.stdout + done.stderr
-    )
+    said = done.stdout + done.stderr
+    assert (done.returncode, done.stdout) == (0, "300 cases of either kind\n"), said
