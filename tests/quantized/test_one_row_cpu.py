@@ -1,0 +1,55 @@
+"""Products of one row on CPUs, whose kernel meets codes in another order than they have."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_groupgemm as jgg
+
+FORMATS = {
+    "affine4": {"mode": "affine", "bits": 4, "group_size": 32},
+    "affine4 in groups of 16": {"mode": "affine", "bits": 4, "group_size": 16},
+    "affine4 in groups of 128": {"mode": "affine", "bits": 4, "group_size": 128},
+    "affine6 in groups of 16": {"mode": "affine", "bits": 6, "group_size": 16},
+    "mxfp4": {"mode": "mxfp4"},
+    "nvfp4": {"mode": "nvfp4"},
+}
+
+
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scales", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FORMATS)
+# One group, an odd number of groups, more than the kernel puts in order at a time.
+@pytest.mark.parametrize("k", [128, 3 * 128, 2048 + 128, 16384 + 384])
+@pytest.mark.one_in(3)
+def test_one_row(k, name, scales, x_dtype, rng):
+    if not name.startswith("affine") and scales == "bfloat16":
+        pytest.skip("scales have a type of their own")
+    n = 131  # more lines than a task has
+    w = jnp.asarray(rng.normal(size=(n, k)), scales)
+    q = jgg.quantize(w, **FORMATS[name])
+    x = jnp.asarray(rng.normal(size=(1, k)), x_dtype)
+    wide = np.asarray(jgg.dequantize(q, x_dtype), np.float64)
+    a = np.asarray(x, np.float64)
+    want, most = a @ wide.T, abs(a) @ abs(wide.T)
+    last = 2**-8 if x_dtype == "bfloat16" else 0
+    got = np.asarray(jgg.quantized_matmul(x, q), np.float64)
+    assert (abs(got - want) <= most * 2.0**-16 + abs(want) * last).all()
+
+
+def test_each_number_meets_its_code():
+    """One code is not zero, and one number of x."""
+    k = 256
+    at = np.arange(k)
+    weight = np.zeros((k, k // 8), np.uint32)
+    weight[at, at // 8] = 5 << (4 * (at % 8))
+    q = jgg.Quantized(
+        jnp.asarray(weight),
+        jnp.ones((k, k // 32)),
+        jnp.zeros((k, k // 32)),
+        mode="affine",
+        bits=4,
+        group_size=32,
+    )
+    x = jnp.arange(1, k + 1, dtype=jnp.float32)[None]
+    np.testing.assert_array_equal(jgg.quantized_matmul(x, q)[0], 5 * x[0])
