@@ -41,8 +41,8 @@ inline Reason Fp8DequantizeProblem(int64_t rows, int64_t columns) {
   return std::nullopt;
 }
 
-// Shared memory of a block of fp8_activation_backward: more than GPUs of compute capability 8.6, 8.9
-// and 12 have.
+// Shared memory of a block of fp8_activation_backward: more than GPUs of compute
+// capability 8.6, 8.9 and 12 have.
 constexpr int kFp8ActivationBackwardBytes = 112 << 10;
 
 // A gated activation of h (R, 2F), or its backward pass, whose blocks also lie along rows. Pieces
