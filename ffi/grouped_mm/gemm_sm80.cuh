@@ -48,12 +48,14 @@ cudaError_t LaunchTiles(cudaStream_t stream, void (*kernel)(Arguments), const Ar
   return cudaGetLastError();
 }
 
+template <typename Config>
+constexpr int kBytesSm80 = sizeof(typename Config::SharedMemory);
+
 // The same with `arguments`, which the kernel takes, made of a problem.
 template <typename Config, typename Arguments, typename Make>
 cudaError_t LaunchOrdered(cudaStream_t stream, void (*kernel)(Arguments), GemmSm80 gemm,
                           KnownBlocks& known, Make make) {
-  constexpr int kBytes = sizeof(typename Config::SharedMemory);
-  static_assert(kBytes <= kLeastSharedMemory);
+  constexpr int kBytes = kBytesSm80<Config>;
   if (gemm.order == GemmSm80::Order::kMatrices && gemm.groups <= 32) {
     int blocks = 0;
     if (cudaError_t error = BlocksThatFit(reinterpret_cast<const void*>(kernel), Config::kThreads,
@@ -204,9 +206,14 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
   using Configs = ConfigsSm80<Element, kAKMajor, kBKMajor>;
   constexpr int64_t kLow = Configs::Low::kM, kMedium = Configs::Medium::kM;
   constexpr int64_t kMediumBelow = 4 * kH200Processors;  // tiles of 128 x 128
+  static_assert(kBytesSm80<typename Configs::Low> <= kLeastSharedMemory);
+  static_assert(kBytesSm80<typename Configs::Medium> <= kLeastSharedMemory);
+  static_assert(kBytesSm80<typename Configs::Large> <= kLeastSharedMemory);
   const int64_t rows = TypicalRows<Element>(gemm, kLow);
   if (rows <= kLow) return LaunchConfig<typename Configs::Low>(stream, gemm);
-  if (Tiles(gemm, 64, 64) < Configs::kSmallBelow) {
+  // Small tiles of tf32 are all that does not fit on every GPU.
+  const bool fits = kBytesSm80<typename Configs::Small> <= SharedMemory();
+  if (fits && Tiles(gemm, 64, 64) < Configs::kSmallBelow) {
     return LaunchConfig<typename Configs::Small>(stream, gemm);
   }
   if constexpr (kHasPipelined<Element, kAKMajor, kBKMajor>) {
@@ -215,6 +222,8 @@ cudaError_t LaunchGemmSm80Instance(cudaStream_t stream, const GemmSm80& gemm) {
       const GpuSm80 gpu{Processors(), SharedMemory()};
       using Wide = WideSm80<Element, kAKMajor, kBKMajor>;
       using Square = cute::conditional_t<kSample, Wide, SquareSm80<Element, kAKMajor, kBKMajor>>;
+      static_assert(kBytesSm80<Wide> <= kLeastSharedMemory &&
+                    kBytesSm80<Square> <= kLeastSharedMemory);
       switch (ChooseTileSm80(problem, gpu)) {
         case TileSm80::kWide:
           return LaunchPipelined<Wide>(stream, WithRuns<Wide>(gemm, problem, gpu));
