@@ -67,7 +67,8 @@ struct Problem {
   const void *codes, *scales;
   const float *global_scale, *bias;
   float* terms;
-  int32_t tokens, k, experts, d, f, columns, inner, tile_scales, gated, up, blocks, groups, rows_shift;
+  int32_t tokens, k, experts, d, f, columns, inner, tile_scales, gated, up, blocks, groups,
+      rows_shift;
 };
 
 // One of the two kernels; w is (experts, columns, inner).
