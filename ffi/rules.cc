@@ -315,6 +315,8 @@ void DefineRules(nb::module_& m) {
   m.def("moe_router_problem", &rules::MoeRouterProblem, nb::kw_only(), "tokens"_a, "d"_a,
         "experts"_a, "k"_a, "groups"_a,
         "Why the kernel of a router cannot take x (tokens, d), and choose k of so many experts.");
+  m.def("moe_few_term_rows", &rules::MoeFewTermRows, nb::kw_only(), "pairs"_a, "experts"_a,
+        "matrix"_a, "Rows of the workspace of what pairs add, of a few tokens' experts.");
   m.def("moe_few_tokens_problem", &rules::MoeFewTokensProblem, nb::kw_only(), "pairs"_a,
         "choices"_a, "width"_a, "packed"_a,
         "Why the kernels of a few tokens' experts cannot take so many pairs, and so many experts "

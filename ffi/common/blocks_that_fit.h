@@ -39,11 +39,12 @@ inline cudaError_t AllowAllSharedMemory(const void* kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
 }
 
-// Dynamic shared memory for a launch with so many bytes. More than 48 KB have to be asked for.
+// Dynamic shared memory for a launch with so many bytes. More than 48 KB have to be asked for, and
+// static shared memory, of up to 8, counts.
 template <typename Kernel>
 cudaError_t AllowBytes(Kernel kernel, int bytes) {
   if (bytes > SharedMemory()) return cudaErrorInvalidConfiguration;
-  if (bytes <= 48 << 10) return cudaSuccess;
+  if (bytes <= 40 << 10) return cudaSuccess;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 

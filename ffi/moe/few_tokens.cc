@@ -52,8 +52,8 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
                                    ffi::AnyBuffer down_scales, ffi::AnyBuffer index,
                                    ffi::AnyBuffer weight, ffi::RemainingArgs rest,
                                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> a,
-                                   QuantizedAttrs up_attrs, QuantizedAttrs down_attrs,
-                                   FewTokensAttrs attrs) {
+                                   ffi::Result<ffi::AnyBuffer> terms, QuantizedAttrs up_attrs,
+                                   QuantizedAttrs down_attrs, FewTokensAttrs attrs) {
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "x", x, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckDtype(kOp, "a", *a, ffi::BF16, "bfloat16"));
   JGG_RETURN_IF_ERROR(CheckShape(kOp, "up", "(E, N/64, K/64, words)", up, {-1, -1, -1, -1}));
@@ -62,10 +62,14 @@ static ffi::Error FewTokensHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   JGG_RETURN_IF_ERROR(
       BindFewTokens(kOp, x, index, weight, *out, *a, experts, attrs.activation, &few));
   const int64_t d = few.d, f = few.f, columns = IsGated(few.activation) ? 2 * f : f;
-  if (auto reason =
-          rules::MoeFewTokensProblem(int64_t{few.tokens} * few.k, few.k, std::max(d, f), true)) {
+  const int64_t pairs = int64_t{few.tokens} * few.k;
+  if (auto reason = rules::MoeFewTokensProblem(pairs, few.k, std::max(d, f), true)) {
     return Unimplemented(kOp, *reason);
   }
+  JGG_RETURN_IF_ERROR(CheckDtype(kOp, "terms", *terms, ffi::F32, "float32"));
+  JGG_RETURN_IF_ERROR(CheckShape(kOp, "terms", "(rows, D)", *terms,
+                                 {rules::MoeFewTermRows(pairs, experts, d * f), d}));
+  few.terms = static_cast<float*>(terms->untyped_data());
   if (d % 64 != 0 || f % 64 != 0) return InvalidArgument(kOp, "D and F must be whole 64s");
   FewTokensWeight up_bound{}, down_bound{};
   Coding up_coding{}, down_coding{};
@@ -104,6 +108,7 @@ XLA_FFI_DEFINE_HANDLER(kFewTokens, FewTokensHandler,
                            .RemainingArgs()  // expert_offset, global_scale and bias of up, of down
                            .Ret<ffi::AnyBuffer>()  // out
                            .Ret<ffi::AnyBuffer>()  // a, for the second kernel
+                           .Ret<ffi::AnyBuffer>()  // terms, for the third
                            .Attr<QuantizedAttrs>("up")
                            .Attr<QuantizedAttrs>("down")
                            .Attr<FewTokensAttrs>("few_tokens"),

@@ -25,6 +25,7 @@ struct FewTokens {
   const char* x;                 // (tokens, d) bfloat16
   char* a;                       // (tokens * k, f) bfloat16
   void* out;                     // (tokens, d)
+  float* terms;                  // (tokens * k, d): what pairs add, where `down` is by groups
   const int32_t* expert_index;   // (tokens, k)
   const int32_t* expert_offset;  // the first expert that is here; null for 0
   const float* expert_weight;    // (tokens, k)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/processors.h"
 #include "common/rules.h"
@@ -17,6 +18,8 @@ constexpr int kRoutePairs = 2048;
 // The most pairs of the kernels of a few tokens' experts, and the most experts of a token. Blocks
 // of another shape are for the fewest pairs.
 constexpr int kMostFewPairs = 64, kMostFewChoices = 8, kFewestPairs = 16;
+// Groups of an expert's pairs of a block that takes `down` by groups.
+constexpr int kMostFewGroups = 16;
 // What a block of them keeps: rows of x, or a token's rows of activations.
 constexpr int kMostFewBytes = 192 << 10;
 // ... with weights of 16 bits. GPUs of compute capability 8.6 have 99 KiB for a block.
@@ -89,6 +92,22 @@ inline Reason FewRowsProblem(const char* axis, int bytes, int64_t rows, int64_t 
 
 inline int64_t FewRowsOfTokens(int64_t pairs, int64_t choices) {
   return choices > 0 ? std::min<int64_t>(pairs / choices, 8) : 0;
+}
+
+// Whether `down` takes pairs by their experts (device/few_grouped_down_sm90.cuh): where enough of
+// them meet an expert that another one meets, too. Times in us of 2^20 weights, on an H200.
+inline bool FewDownByGroups(int64_t pairs, int64_t experts, int64_t matrix) {
+  constexpr double kEachPair = 0.2, kEachGroup = 0.165, kMore = 5;
+  if (pairs > kMostFewPairs || experts < 1 || experts > kMostExperts) return false;
+  const double count = static_cast<double>(experts);
+  const double chosen = count * (1 - std::pow(1 - 1 / count, static_cast<double>(pairs)));
+  const double saved = kEachPair * static_cast<double>(pairs) - kEachGroup * chosen;
+  return saved * static_cast<double>(matrix) > kMore * (1 << 20);
+}
+
+// Rows of the workspace of what pairs add; `matrix`: D * F.
+inline int64_t MoeFewTermRows(int64_t pairs, int64_t experts, int64_t matrix) {
+  return FewDownByGroups(pairs, experts, matrix) ? pairs : 1;
 }
 
 // `width`: D or F, the larger; `packed`: both weights are in layout "sm90".

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._grouped.activations import is_gated
 from .._grouped.call import attributes
-from .._kernels import choose, problems
+from .._kernels import choose, extension, problems
 from .._quantized import format
 from .._quantized.call import flags_of
 from .products import Weights
@@ -20,8 +20,8 @@ from .routing import as_int32
 def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.Array | None:
     """The experts of one device, with prepacked weights, as the custom call ``jgg_moe_few_tokens``:
     x, up, its scales, down, its scales, expert_index, expert_weight[, expert_offset]
-    [, global_scale of up][, up_bias][, global_scale of down][, down_bias] -> out, workspace. None
-    where no kernel takes it."""
+    [, global_scale of up][, up_bias][, global_scale of down][, down_bias] -> out, and two
+    workspaces. None where no kernel takes it."""
     index, (up, down) = pairs[0], (of.w for of in weights)
     if products.implementation not in (None, "sm90"):
         return None
@@ -45,6 +45,9 @@ def experts(platform: str, x, weights: Weights, pairs, weight, products) -> jax.
         "few_tokens", x.astype(jnp.bfloat16), [up.weight, up.scales, down.weight, down.scales],
         weights, pairs, weight, products, columns, flags,
         scales=(up.global_scale, down.global_scale),
+        terms=extension.rules().moe_few_term_rows(
+            pairs=index.size, experts=down.shape[0], matrix=d * f
+        ),
     )  # fmt: skip
 
 
@@ -77,15 +80,19 @@ def _problem(platform: str, index, products, up, down, **of) -> problems.Moe:
 
 
 def _call(name: str, x, arrays, weights: Weights, pairs, weight, products, columns: int,
-          flags: dict[str, Any] | None = None, *, scales=(None, None), **options):  # fmt: skip
+          flags: dict[str, Any] | None = None, *, scales=(None, None), terms: int = 0,
+          **options):  # fmt: skip
     """The custom call ``jgg_moe_<name>`` of x and weights' ``arrays``. ``flags`` are those of
-    formats; ``columns`` are of the rows between the products."""
+    formats; ``columns`` are of the rows between the products; there are ``terms`` rows of what
+    pairs add, where any."""
     index, offset = pairs
     index, offset = as_int32(index, offset, weights.down.w.shape[0])
     results = [
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1]), products.out_dtype),
         jax.ShapeDtypeStruct((index.size, columns), x.dtype),
     ]
+    if terms:
+        results.append(jax.ShapeDtypeStruct((terms, x.shape[1]), jnp.float32))
     biases = [of.bias for of in weights]
     more = [offset, *(a for pair in zip(scales, biases, strict=True) for a in pair)]
     own = {
@@ -94,7 +101,7 @@ def _call(name: str, x, arrays, weights: Weights, pairs, weight, products, colum
         "down_bias": biases[1] is not None,
         "expert_offset": offset is not None,
     }
-    out, _ = jax.ffi.ffi_call(f"jgg_moe_{name}", results)(
+    out, *_ = jax.ffi.ffi_call(f"jgg_moe_{name}", results)(
         x, *arrays, index, weight.astype(jnp.float32), *(a for a in more if a is not None),
         **attributes({**(flags or {}), name: own | options}),
     )  # fmt: skip

@@ -4,6 +4,7 @@
 #include "warp_on_host.h"
 //
 #include "few_experts.h"
+#include "moe/device/few_grouped_down_sm90.cuh"
 #include "moe/device/few_tokens_sm90.cuh"
 
 using namespace jgg;
@@ -36,6 +37,25 @@ void Run(const FewTokens& experts, bool up) {
   }
 }
 
+// `down` by groups, with so many blocks of so many groups.
+template <Mode kMode, int kBits>
+void RunGroupedDown(const FewTokens& experts, unsigned blocks, int most_groups, int rows_shift) {
+  using namespace device;
+  using Tiles = PackedTiles<kMode, kBits>;
+  using Shape = GroupedDownShape<Tiles>;
+  const FewGroupedDown down{experts,
+                            most_groups,
+                            rows_shift,
+                            Divisor::Of(blocks),
+                            Divisor::Of(experts.d / kStrip),
+                            Divisor::Of(std::max(experts.f / 64, Shape::kAhead))};
+  RunBlocks({blocks, 1}, Shape::kThreads,
+            [&] { FewGroupedDownSm90Kernel<Tiles, Shape, Finish>(down); });
+  const auto d = static_cast<unsigned>(experts.d), tokens = static_cast<unsigned>(experts.tokens);
+  RunBlocks({(d + kSumColumns - 1) / kSumColumns, tokens}, kSumThreads,
+            [&] { FewSumSm90Kernel<Finish>(experts); });
+}
+
 }  // namespace
 
 struct Problem {
@@ -46,13 +66,16 @@ struct Problem {
   const float* weight;
   const void *codes, *scales;
   const float *global_scale, *bias;
-  int32_t tokens, k, experts, d, f, columns, inner, tile_scales, gated, up;
+  float* terms;
+  int32_t tokens, k, experts, d, f, columns, inner, tile_scales, gated, up, blocks, groups,
+      rows_shift;
 };
 
 // One of the two kernels; w is (experts, columns, inner).
 extern "C" int few_tokens_kernel(const Problem* problem, int mode, int bits) {
   const Problem& p = *problem;
   FewTokens few = ExpertsOf(p);
+  few.terms = p.terms;
   few.w.packed = {p.codes, p.columns / 64, p.inner / 64, p.tile_scales};
   few.w.scales = p.scales;
   few.w.global_scale = {p.global_scale, 1, 0};
@@ -63,7 +86,9 @@ extern "C" int few_tokens_kernel(const Problem* problem, int mode, int bits) {
     if constexpr (Format::kCode == CodeType::kInteger && Format::kBits != 4) {
       return 1;
     } else {
-      return Run<Format::kMode, Format::kBits>(few, up), 0;
+      if (up || p.blocks == 0) return Run<Format::kMode, Format::kBits>(few, up), 0;
+      const auto blocks = static_cast<unsigned>(p.blocks);
+      return RunGroupedDown<Format::kMode, Format::kBits>(few, blocks, p.groups, p.rows_shift), 0;
     }
   });
 }

@@ -11,6 +11,7 @@ from qmm_problems import HOPPER
 from replays import CAPTURED, EAGER, refill, same_bits
 
 import jax_groupgemm as jgg
+from jax_groupgemm._kernels import extension
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 FORMATS = [
@@ -53,6 +54,37 @@ def check(problem, **options):
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_formats(rng, mode, bits, group_size, tokens):
     check(problem(rng, mode, bits, group_size, tokens, 8))
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.parametrize(("tokens", "k"), [(8, 6), (16, 3)])
+def test_down_by_groups(rng, mode, bits, group_size, tokens, k):
+    """Several pairs of each expert; some of tokens that are not here, one expert of more than eight
+    pairs, biases."""
+    x, up, down, index, weight = problem(rng, mode, bits, group_size, tokens, k)
+    index = index.at[3].set(-1).at[4:12:2].set(5)
+    biases = {"up_bias": oracle.random(rng, (E, 2 * F)), "down_bias": oracle.random(rng, (E, D))}
+    terms = extension.rules().moe_few_term_rows(pairs=tokens * k, experts=E, matrix=D * F)
+    assert terms == tokens * k
+    check((x, up, down, index, weight), **biases)
+    check((x, up, down, index, weight), expert_offset=jnp.int32(3), **biases)
+
+
+@pytest.mark.parametrize(("d", "f"), [(192, 3072), (4096, 1536), (2880, 2816)])
+def test_down_by_groups_of_other_sizes(rng, d, f):
+    """Rows of which a block has room for fewer, and 48 KiB of rows of a token's activations."""
+    of = lambda *shape: jgg.prepack(
+        oracle.random_quantized(rng, shape, "nvfp4", 4, 16, "bfloat16"), strict=True
+    )
+    up, down = of(8, 2 * f, d), of(8, d, f)
+    x = oracle.random(rng, (8, d), "bfloat16")
+    index = jnp.asarray(rng.integers(0, 8, (8, 8)), jnp.int32)
+    weight = jnp.asarray(rng.random((8, 8)), jnp.float32)
+    for tokens in (1, 2, 8):
+        given = x[:tokens], up, down, index[:tokens], weight[:tokens]
+        out, _ = run(jax.jit(jgg.moe_mlp), *given)
+        want = jax.jit(lambda *a: jgg.moe_mlp(*a, implementation="reference"))(*given)
+        assert oracle.error(out, oracle.f64(want)) < 1e-2
 
 
 @pytest.mark.parametrize("activation", [*moe_oracle.ACTIVATIONS, *moe_oracle.GATED])

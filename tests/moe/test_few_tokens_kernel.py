@@ -16,8 +16,14 @@ from host_program import mode_number, pointer
 import jax_groupgemm as jgg
 
 pytestmark = host_program.needs_compiler
-POINTERS = ("x", "a", "out", "index", "offset", "weight", "codes", "scales", "global_scale", "bias")
-NUMBERS = ("tokens", "k", "experts", "d", "f", "columns", "inner", "tile_scales", "gated", "up")
+POINTERS = (
+    "x", "a", "out", "index", "offset", "weight", "codes", "scales", "global_scale", "bias",
+    "terms",
+)  # fmt: skip
+NUMBERS = (
+    "tokens", "k", "experts", "d", "f", "columns", "inner", "tile_scales", "gated", "up", "blocks",
+    "groups", "rows_shift",
+)  # fmt: skip
 
 
 class Problem(ctypes.Structure):
@@ -57,7 +63,7 @@ def layer(kernel, x, up, down, index, weight, *, gated=True, offset=None, biases
         "x": copied(np.asarray(x)), "a": a, "out": out, "index": np.array(index, np.int32),
         "offset": None if offset is None else np.array([offset], np.int32),
         "weight": np.array(weight, np.float32), "tokens": tokens, "k": k, "d": d, "f": f,
-        "gated": gated,
+        "gated": gated, "terms": None, "blocks": 0, "groups": 0, "rows_shift": 0,
     }  # fmt: skip
     run(kernel, up, up=True, bias=biases[0], **same)
     run(kernel, down, up=False, bias=biases[1], **same)
@@ -172,6 +178,66 @@ def test_more_pairs(kernel, rng, formats, gated, d, f, tokens, k):
         layer(kernel, x, up, down, index, weight, **options),
         wanted(x, up, down, index, weight.astype(np.float32), **options),
     )
+
+
+def grouped_down(kernel, rng, down, index, blocks, *, a=None, rows_shift=3, offset=None, bias=None):
+    """`down` by groups of up to 2^``rows_shift`` pairs, of activations ``a``, in so many blocks:
+    the result, and what it should be."""
+    (tokens, k), (experts, d, f) = index.shape, down.shape
+    a = oracle.random(rng, (tokens * k, f), "bfloat16") if a is None else a
+    weight = rng.standard_normal(index.shape).astype(np.float32)
+    out = np.full((tokens, d), 7, np.float32)
+    run(
+        kernel, down, up=False, x=None, a=copied(np.asarray(a)), out=out, weight=weight, k=k, f=f,
+        index=np.array(index, np.int32), bias=bias, tokens=tokens, d=d, gated=True, blocks=blocks,
+        offset=None if offset is None else np.array([offset], np.int32), groups=16,
+        rows_shift=rows_shift, terms=np.full((tokens * k, d), np.nan, np.float32),
+    )  # fmt: skip
+    w, want = oracle.f64(oracle.scaled(down, "bfloat16")), np.zeros((tokens, d))
+    for t, j in np.ndindex(tokens, k):
+        e = int(index[t, j]) - (offset or 0)
+        if 0 <= e < experts:
+            y = w[e] @ oracle.f64(a[t * k + j]) + (0 if bias is None else bias[e])
+            want[t] += weight[t, j] * y
+    return out, want
+
+
+@pytest.mark.parametrize(("blocks", "rows_shift"), [(2, 3), (5, 3), (40, 3), (9, 1), (9, 0)])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size", "d", "f"),
+    [
+        ("nvfp4", 4, 16, 128, 64 * 9), ("mxfp8", 8, 32, 64, 192), ("affine", 4, 32, 192, 64),
+        ("affine", 4, 128, 64, 128), ("mxfp4", 4, 32, 64, 64 * 3), ("fp8", 8, 128, 128, 128),
+    ],
+)  # fmt: skip
+def test_grouped_down(kernel, rng, mode, bits, group_size, d, f, blocks, rows_shift):
+    """Blocks and warps with parts of a strip, with several strips, and with none; groups that begin
+    in one block and end in another; an expert of more pairs than a group has, indices outside, a
+    token without any, biases."""
+    down = weights(rng, mode, bits, group_size, 4, d, f)
+    index = np.where(rng.random((9, 4)) < 0.4, 8, rng.integers(4, 10, (9, 4)))
+    index[2] = -1
+    bias = rng.standard_normal((4, d)).astype(np.float32)
+    out, want = grouped_down(
+        kernel, rng, down, index, blocks, rows_shift=rows_shift, offset=5, bias=bias
+    )
+    assert np.linalg.norm(out - want) <= 1e-5 * np.linalg.norm(want)
+    assert (out[2] == 0).all()
+
+
+def test_nan_of_grouped_down(kernel, rng):
+    """Of a row it stays in its token, and of an expert in its tokens."""
+    down = weights(rng, "nvfp4", 4, 16, 3, 64, 128)
+    index = np.array([[0, 1], [0, 2], [0, 1], [1, 1], [0, 9], [9, 9]])
+    a = oracle.random(rng, (12, 128), "bfloat16").at[5, 7].set(np.nan)
+    for blocks in (2, 9):
+        out, _ = grouped_down(kernel, rng, down, index, blocks, a=a)
+        np.testing.assert_array_equal(np.isnan(out).all(1), np.arange(6) == 2)
+        assert np.isfinite(out[np.arange(6) != 2]).all()
+    scale = jnp.asarray(np.array([1, 1, np.nan], np.float32))
+    down = dataclasses.replace(down, global_scale=scale)
+    out, _ = grouped_down(kernel, rng, down, index, 9)
+    np.testing.assert_array_equal(np.isnan(out).all(1), np.arange(6) == 1)
 
 
 def test_nan_stays_in_the_tokens_that_meet_it(kernel, rng):

@@ -33,7 +33,7 @@ def test_operands():
     assert operands[0] == "2x192xbf16"
     assert operands[5:8] == ["2x3xi32", "2x3xf32", "i32"]
     assert operands[8:] == ["6x256xf32", "6x192xf32"]
-    assert results == ["2x192xbf16", "6x128xbf16"]
+    assert results == ["2x192xbf16", "6x128xbf16", "1x192xf32"]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,22 @@ def test_why_not():
         {"packed": False},
     ):
         assert problem(**few | more).startswith("needs ")
+
+
+def test_where_down_is_by_groups():
+    """Where many pairs meet few experts, or large ones. The call has a workspace for it."""
+    rows = extension.rules().moe_few_term_rows
+    qwen, gpt_oss = {"experts": 128, "matrix": 2048 * 768}, {"experts": 32, "matrix": 2880**2}
+    assert [rows(pairs=p, **qwen) for p in (8, 32, 64, 72)] == [1, 1, 64, 1]
+    assert [rows(pairs=p, **gpt_oss) for p in (4, 8, 16, 64)] == [1, 1, 16, 64]
+    assert rows(pairs=64, experts=2048, matrix=2**24) == 1
+    down = jgg.quantize(jnp.ones((2, 1024, 1088)), mode="nvfp4")
+    up = jgg.quantize(jnp.ones((2, 2176, 1024)), mode="nvfp4")
+    packed = [jgg.prepack(w, strict=True) for w in (up, down)]
+    index, weight = array(32, 2, dtype="int32"), array(32, 2)
+    *_, (name, _, results) = calls(jgg.moe_mlp, array(32, 1024), *packed, index, weight)
+    assert name == "jgg_moe_few_tokens"
+    assert results == ["32x1024xbf16", "64x1088xbf16", "64x1024xf32"]
 
 
 def test_large_weights_are_left_to_products():

@@ -10,11 +10,12 @@
 // of the instruction's result are that pair's. The block adds pairs with their
 // weights in the order of the token's choices, so no other kernel has to. Blocks begin as soon as
 // those of `up` leave them room, and ask for their first weights before they wait for what `up`
-// writes.
+// writes. Where many pairs share experts, few_grouped_down_sm90.cuh has another one.
 #pragma once
 
 #include <cstdint>
 
+#include "moe/device/few_factors.cuh"
 #include "moe/device/few_pairs.cuh"
 #include "moe/few_tokens.h"
 #include "moe/rules.h"
@@ -51,25 +52,6 @@ struct QuarterOfWarp {
     return (blockIdx.x * kQuarters + threadIdx.x / 32 % kQuarters) % 4 * 32 + threadIdx.x % 32;
   }
 };
-
-// What a column's sum of an expert is multiplied by, and what is added.
-template <typename Weights, typename Finish>
-struct FewFactors {
-  float scale, bias;
-
-  __device__ FewFactors(const FewTokensWeight& w, int expert, int columns, int column)
-      : scale(Weights::kFactor), bias(0.0f) {
-    if (w.global_scale.data != nullptr) scale *= w.global_scale.At(expert, column);
-    if (w.bias != nullptr) {
-      bias = Finish::Load(w.bias, static_cast<int64_t>(expert) * columns + column, w.bias_dtype);
-    }
-  }
-  __device__ float Of(float sum) const { return sum * scale + bias; }
-};
-
-__device__ inline float RoundedToBFloat16(float value) {
-  return Half<DType::kBF16>(Round2<DType::kBF16>(value, value), 0);
-}
 
 // Bytes of dynamic shared memory: rows of x, then sums.
 template <typename Shape, int kBlocks>

@@ -45,6 +45,34 @@ struct PackedTiles {
             static_cast<const char*>(scales) + tile * TileScales(packed)};
   }
 
+  // Where a thread has its words of the first tile of k of a column, and of which warpgroup's
+  // thread they are.
+  struct ThreadColumn {
+    // Pieces of several sizes lie apart, each at a place of its own.
+    static constexpr bool kOnePlace = kBits == 2 || kBits == 4 || kBits == 8;
+
+    const char *codes, *scales;
+    uint32_t number;
+
+    ThreadColumn() = default;
+    __device__ ThreadColumn(const PackedColumn& column, uint32_t number)
+        : codes(column.codes + (kOnePlace ? number * (kBits == 2 ? 8 : 16) : 0)),
+          scales(column.scales + (number / 32 * 8 + number % 32 / 4) * (kTileScales / 32)),
+          number(kOnePlace ? 0 : number) {}
+
+    // A tile's words, or those of the same thread so many warps further. Two tiles may share
+    // scales.
+    template <typename Words>
+    __device__ void Load(int tile_scales, uint32_t tile, int warps, Words& words) const {
+      const int thread = 32 * warps + (kOnePlace ? 0 : static_cast<int>(number));
+      LoadCodes(codes + tile * kTileCodes, thread, words.codes);
+      const uint32_t shared = tile % 2 == 0 ? 0 : max(kTileScales - tile_scales, 0);
+      Codes::template LoadScales<true, ScaleRange::kAny>(
+          scales + (tile * static_cast<uint32_t>(tile_scales) - shared) + warps * (kTileScales / 4),
+          tile_scales, words.scales);
+    }
+  };
+
   // A thread's reader of a tile's columns, from stages of so many slices. Thread::Get() is its
   // number in a warpgroup that reads all of them.
   template <int kStageSlices, typename Thread = ThreadOfWarpgroup>
