@@ -27,8 +27,8 @@ EXPECTED = {
             "": ("HGMMA",),
         },
     ),
-    # Block-scaled products of 4-bit floats, and scales on their way to tensor memory; products of 8-
-    # and of 16-bit floats.
+    # Block-scaled products of 4-bit floats, and scales on their way to tensor memory; products of
+    # 8- and of 16-bit floats.
     "sm_100a": (
         "Sm100",
         {"BlockScaled": ("UTCOMMA", "UTCCP"), "Blockwise": ("UTCQMMA",), "": ("UTCHMMA",)},

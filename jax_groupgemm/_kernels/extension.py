@@ -262,8 +262,7 @@ def lacks_shared_memory(needed: int) -> str | None:
         has = min(has, pretended().get("shared_memory", has))
         if has < needed:
             return (
-                f"it needs {needed >> 10} KiB of shared memory in a block, "
-                f"this GPU has {has >> 10}"
+                f"it needs {needed >> 10} KiB of shared memory in a block, this GPU has {has >> 10}"
             )
     return None
 
