@@ -167,7 +167,7 @@ _TABLE = (
         "fp8_activation_backward",
         "jgg_fp8_activation_backward",
         quantizes_activations,
-        "bfloat16, a gated activation, F % 128 == 0, 112 KiB of shared memory",
+        "bfloat16, a gated activation, F % 128 == 0",
     ),
     (
         "fp8_dequantize",

@@ -100,8 +100,9 @@ NEEDS = [
         "transpose_w=False": {"layout": "linear", "rows": 64},
     }),
     ("jgg_qmm sm90", QMM, {
-        "bfloat16 x, or float16 x beside float16 scales with transpose_w, or modes mxfp4, mxfp8, "
-        "nvfp4": {"dtypes": (F32,)},
+        "bfloat16 x, or float16 x beside float16 scales, or modes mxfp4, mxfp8, nvfp4": {
+            "dtypes": (F32,)
+        },
         "weights as stored": {"layout": "sm90"},
         "affine groups of 32 or more": {"group_size": 16},
         "K * bits % 128 == 0 with transpose_w": {"k": 2056},
@@ -109,7 +110,7 @@ NEEDS = [
         "and no options": {"transpose_w": False, "activation": "silu"},
     }),
     ("jgg_qmm_fp8 sm90", QMM_FP8, {
-        "mode fp8, bfloat16 x": {"dtypes": (F32,)},
+        "mode fp8, 16-bit x": {"dtypes": (F32,)},
         "codes e4m3 in blocks of whole 128 columns": {"lines": False},
         "K % 16 == 0 with transpose_w": {"k": 2056},
         "else N % 16 == 0": {"transpose_w": False, "n": 2056},
