@@ -58,7 +58,7 @@ def calls():
         },
         "grouped_qmm": {
             "x": X, "w": Q, "group_sizes": S, "group_offset": None, "transpose_w": True, **OPTIONS,
-            **NAMED,
+            "adapter": None, **NAMED,
         },
         "gather_qmm": {
             "x": X[:, None], "w": Q, "lhs_indices": S, "rhs_indices": S, "transpose_w": True,
