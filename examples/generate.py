@@ -129,9 +129,9 @@ def main(argv=None) -> dict:
 
 
 def dtype_for(about: config.Config) -> str:
-    """What to compute in, where nobody says. A product of codes and bfloat16 rounds each value,
-    which takes a CPU longer; a GGUF file has codes of nearly all weights, so that float32 costs
-    little memory."""
+    """The dtype to compute in without ``--dtype``. On a CPU products of codes and bfloat16 are
+    slower, since each value is rounded. Nearly all weights of a GGUF file are codes, so float32
+    costs little memory."""
     codes_on_cpu = about.quantization.get("gguf_has_codes") and jax.default_backend() == "cpu"
     return "float32" if about.dtype == "float32" or codes_on_cpu else "bfloat16"
 

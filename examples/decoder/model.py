@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """What it computes in."""
+        """The dtype of its activations."""
         return self.norm.scale.get_value().dtype
 
     def embedded(self, tokens: jax.Array) -> jax.Array:

@@ -20,6 +20,16 @@ namespace jgg::sm100 {
 using Problem = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;
 static_assert(sizeof(Problem::UnderlyingProblemShape) == kShapeBytes);
 
+// Results by TMA, in rows: Out, or Out plus what C holds. The tile is of one multiprocessor.
+template <typename Tile, typename Cluster, typename C, typename Out>
+using RowsEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+    cutlass::arch::Sm100, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+    cutlass::epilogue::collective::EpilogueTileAuto, float, float,  //
+    C, cutlass::layout::RowMajor*, 16 / sizeof(Out),                //
+    Out, cutlass::layout::RowMajor*, 16 / sizeof(Out),              //
+    cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
+    cutlass::epilogue::fusion::LinearCombination<Out, float, C, float>>::CollectiveOp;
+
 // Points a member of a kernel's arguments to an array of the workspace.
 template <typename Pointer>
 void Put(Pointer* pointer, uint8_t* base, int64_t offset) {

@@ -1,5 +1,5 @@
-// What CUTLASS's grouped kernels for Blackwell read beside their operands: arrays with an entry for
-// each product, and tensor maps. It is plain C++, which tests try on the host.
+// Arrays with an entry for each product, and tensor maps: CUTLASS's grouped kernels for Blackwell
+// read them beside their operands. It is plain C++, which tests try on the host.
 #pragma once
 
 #include <cstdint>

@@ -19,15 +19,8 @@ struct Fp8GemmSm100Types {
   using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
   using C = std::conditional_t<kWgrad, Out, void>;  // what wgrad may add to
   static constexpr int kAlignment = 16;
-  static constexpr int kOutAlignment = 16 / sizeof(Out);
 
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm100, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float,  //
-      C, RowMajor*, kOutAlignment,                                    //
-      Out, RowMajor*, kOutAlignment,                                  //
-      cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
-      cutlass::epilogue::fusion::LinearCombination<Out, float, C, float>>::CollectiveOp;
+  using Epilogue = sm100::RowsEpilogue<Tile, Cluster, C, Out>;
   using LayoutsA = cute::tuple<RowMajor*, sm100::ScaleLayoutA*>;
   using LayoutsB = cute::tuple<ColumnMajor*, sm100::ScaleLayoutB<kWgrad>*>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<

@@ -17,15 +17,8 @@ struct GemmSm100Types {
   using Tile = cute::Shape<cute::_128, cute::_256, cute::_64>;
   using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
   static constexpr int kAlignment = 16 / sizeof(Element);
-  static constexpr int kOutAlignment = 16 / sizeof(Out);
 
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm100, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float,  //
-      void, RowMajor*, kOutAlignment,                                 //
-      Out, RowMajor*, kOutAlignment,                                  //
-      cutlass::epilogue::PtrArrayTmaWarpSpecialized1Sm,
-      cutlass::epilogue::fusion::LinearCombination<Out, float, void, float>>::CollectiveOp;
+  using Epilogue = sm100::RowsEpilogue<Tile, Cluster, void, Out>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm100, cutlass::arch::OpClassTensorOp,  //
       Element, LayoutA*, kAlignment,                         //

@@ -27,6 +27,35 @@ struct GemmSm100 {
   int64_t Problems() const { return sm100::MostProblems(product, metadata.kind, metadata.count); }
 };
 
+// The part of a call that mm and wgrad have alike: MmArgs or WgradArgs.
+template <typename Args>
+GemmSm100 GemmOf(const Args& args) {
+  GemmSm100 gemm{};
+  gemm.product.rows_x = args.rows_x;
+  gemm.product.rows_y = args.rows_y;
+  gemm.product.weights = args.groups;
+  gemm.product.in_bytes = Size(args.dtype);
+  gemm.product.out_bytes = Size(args.out_dtype);
+  gemm.dtype = args.dtype;
+  gemm.out_dtype = args.out_dtype;
+  gemm.metadata = args.metadata;
+  gemm.a = args.x;
+  gemm.out = args.out;
+  gemm.workspace = args.workspace;
+  gemm.workspace_bytes = args.workspace_bytes;
+  return gemm;
+}
+
+// Why no kernel takes operands and results of these dtypes.
+template <typename Args>
+std::optional<std::string> DTypesProblemSm100(const Args& args) {
+  if (args.planes > 1 || args.dtype == DType::kF32) return "operands are float32";
+  if (args.out_dtype != args.dtype && args.out_dtype != DType::kF32) {
+    return "the result is neither of the operands' dtype nor float32";
+  }
+  return std::nullopt;
+}
+
 // Whether TMA takes these addresses.
 inline bool AlignedSm100(std::initializer_list<const void*> addresses) {
   for (const void* address : addresses) {

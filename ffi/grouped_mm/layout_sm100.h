@@ -88,7 +88,7 @@ struct Workspace {
   }
 };
 
-// Of FP8, whose products have scales.
+// FP8 products have scales, too.
 inline constexpr int kScaleLayoutBytes = 20;  // a cute type, see fp8/scales_sm100.cuh
 
 struct ScaledWorkspace {

@@ -7,32 +7,16 @@
 namespace jgg {
 
 static GemmSm100 MakeGemm(const WgradArgs& args) {
-  GemmSm100 gemm{};
-  sm100::Product& product = gemm.product;
-  product.wgrad = true;
-  product.rows_x = args.rows_x;
-  product.rows_y = args.rows_y;
-  product.weights = args.groups;
-  product.m = args.a;
-  product.n = args.b;
-  product.in_bytes = Size(args.dtype);
-  product.out_bytes = Size(args.out_dtype);
-  gemm.dtype = args.dtype;
-  gemm.out_dtype = args.out_dtype;
-  gemm.metadata = args.metadata;
-  gemm.a = args.x;
+  GemmSm100 gemm = GemmOf(args);
+  gemm.product.wgrad = true;
+  gemm.product.m = args.a;
+  gemm.product.n = args.b;
   gemm.b = args.y;
-  gemm.out = args.out;
-  gemm.workspace = args.workspace;
-  gemm.workspace_bytes = args.workspace_bytes;
   return gemm;
 }
 
 std::optional<std::string> wgrad_sm100_unsupported(const WgradArgs& args, int compute_capability) {
-  if (args.planes > 1 || args.dtype == DType::kF32) return "operands are float32";
-  if (args.out_dtype != args.dtype && args.out_dtype != DType::kF32) {
-    return "the result is neither of the operands' dtype nor float32";
-  }
+  if (auto reason = DTypesProblemSm100(args)) return reason;
   if (auto reason = rules::WgradSm100Problem(DescribeShape(args))) return reason;
   return GemmSm100Problem(MakeGemm(args), compute_capability);
 }

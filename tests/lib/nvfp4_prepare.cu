@@ -10,33 +10,7 @@
 
 #include "../../ffi/nvfp4/prepare_sm100.cu"
 #include "nvfp4_layout.cc"
-
-static void Require(bool ok, const char* what) {
-  if (ok) return;
-  std::printf("%s\n", what);
-  std::exit(1);
-}
-
-static void Require(cudaError_t error) { Require(error == cudaSuccess, cudaGetErrorString(error)); }
-
-// Device memory with a host's bytes.
-template <typename T>
-struct Array {
-  std::vector<T> host;
-  T* device;
-
-  explicit Array(std::vector<T> values) : host(std::move(values)) {
-    Require(cudaMalloc(&device, host.size() * sizeof(T)));
-    Require(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~Array() { cudaFree(device); }
-
-  std::vector<T> Read() const {
-    std::vector<T> values(host.size());
-    Require(cudaMemcpy(values.data(), device, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-};
+#include "device_array.h"
 
 struct Case {
   Product product;

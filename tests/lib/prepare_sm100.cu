@@ -13,35 +13,9 @@
 
 #include "../../ffi/fp8/prepare_sm100.cu"
 #include "../../ffi/grouped_mm/prepare_sm100.cu"
+#include "device_array.h"
 
 using namespace jgg;
-
-static void Require(bool ok, const char* what) {
-  if (ok) return;
-  std::printf("%s\n", what);
-  std::exit(1);
-}
-
-static void Require(cudaError_t error) { Require(error == cudaSuccess, cudaGetErrorString(error)); }
-
-// Device memory with a host's values.
-template <typename T>
-struct Array {
-  std::vector<T> host;
-  T* device;
-
-  explicit Array(std::vector<T> values) : host(std::move(values)) {
-    Require(cudaMalloc(&device, (host.size() + 1) * sizeof(T)));
-    Require(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~Array() { cudaFree(device); }
-
-  std::vector<T> Read() const {
-    std::vector<T> values(host.size());
-    Require(cudaMemcpy(values.data(), device, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-};
 
 // Elements are integers of 16 bits, so sums do not depend on their order.
 using Element = uint16_t;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "grouped_mm/device/activation.cuh"
+#include "grouped_mm/device/addends_sm80.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
@@ -90,10 +91,10 @@ class ResultTile {
       float values[kWidth], up[kWidth];
       Read<kWidth>(floats + row * kRowStride + column, values);
       if (tile.weight >= 0) {
-        if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, 0, values);
+        if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, values);
         if (gated) {
           Read<kWidth>(floats + row * kRowStride + kN / 2 + column, up);
-          if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, column, gemm.n / 2, up);
+          if (epilogue.bias != nullptr) AddBias<kWidth>(gemm, tile, gemm.n / 2 + column, up);
           Gate<false, kWidth>(epilogue.activation, values, up);
         } else {
           Activate<kWidth>(epilogue.activation, values);
@@ -137,22 +138,6 @@ class ResultTile {
         values[j + 3] = four.w;
       }
     }
-  }
-
-  template <int kWidth>
-  __device__ static void AddBias(const GemmSm80& gemm, const Tile& tile, int column, int64_t half,
-                                 float (&values)[kWidth]) {
-    const int64_t from = tile.weight * gemm.n + half + tile.n0 + column;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[j] += LoadFloat(gemm.epilogue.bias, from + j, gemm.epilogue.bias_dtype);
-    }
-  }
-
-  template <int kWidth>
-  __device__ static void AddExisting(const GemmSm80& gemm, int64_t at, float (&values)[kWidth]) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] += LoadFloat(gemm.out, at + j, gemm.out_dtype);
   }
 
   template <int kWidth>

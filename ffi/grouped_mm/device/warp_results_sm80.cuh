@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "grouped_mm/device/activation.cuh"
+#include "grouped_mm/device/addends_sm80.cuh"
 #include "grouped_mm/device/schedule_sm80.cuh"
 #include "grouped_mm/gemm_sm80.h"
 
@@ -153,22 +154,6 @@ class WarpResults {
       const float4 four = *reinterpret_cast<const float4*>(from);
       values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
     }
-  }
-
-  template <int kWidth>
-  __device__ static void AddBias(const GemmSm80& gemm, const Tile& tile, int64_t column,
-                                 float (&values)[kWidth]) {
-    const int64_t from = tile.weight * gemm.n + tile.n0 + column;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[j] += LoadFloat(gemm.epilogue.bias, from + j, gemm.epilogue.bias_dtype);
-    }
-  }
-
-  template <int kWidth>
-  __device__ static void AddExisting(const GemmSm80& gemm, int64_t at, float (&values)[kWidth]) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] += LoadFloat(gemm.out, at + j, gemm.out_dtype);
   }
 
   template <int kWidth>
