@@ -1,4 +1,4 @@
-// What the kernel of device/few_grouped_down_sm90.cuh gets.
+// Arguments of the kernel in device/few_grouped_down_sm90.cuh.
 #pragma once
 
 #include <cstdint>

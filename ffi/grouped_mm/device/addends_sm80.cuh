@@ -1,4 +1,4 @@
-// What the epilogues of the sm80 kernels add to sums before and after an activation.
+// Addends of the sm80 kernels' epilogues: a bias before the activation, existing results after it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What becomes of sums of a few tokens' experts.
+// Factors and biases of a few tokens' experts, and rounding.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jgg::device {
 
-// What a column's sum of an expert is multiplied by, and what is added.
+// The factor of an expert's column of sums, and its bias.
 template <typename Weights, typename Finish>
 struct FewFactors {
   float scale, bias;
