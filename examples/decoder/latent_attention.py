@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import Cache, Place, remember, seen
-from .config import Config, Latent
+from .architectures import Latent
+from .config import Config
 from .layers import Linear, RMSNorm
 from .rotary import rotate
 from .weights import Weights
