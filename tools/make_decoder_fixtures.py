@@ -76,7 +76,7 @@ MODELS = {
     "glm4_moe": ("Glm4Moe", {
         "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
         "moe_intermediate_size": 32, "intermediate_size": 64, "n_shared_experts": 1,
-        "head_dim": 16, "num_experts_per_tok": 3, "routed_scaling_factor": 1.7,
+        "head_dim": 16, "num_experts_per_tok": 3, "routed_scaling_factor": 1.75,
         "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
         "rope_parameters": YARN | {"rope_theta": 1_000.0, "partial_rotary_factor": 0.5},
     }),
@@ -87,7 +87,7 @@ MODELS = {
     "granitemoeshared": ("GraniteMoeShared", {
         "num_hidden_layers": 1, "num_local_experts": 4, "intermediate_size": 32,
         "shared_intermediate_size": 64, "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 1.7,
+        "residual_multiplier": 0.625, "attention_multiplier": 0.25, "logits_scaling": 1.75,
     }),
     "ernie4_5_moe": ("Ernie4_5_Moe", {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "intermediate_size": 64,

@@ -113,7 +113,7 @@ def _dense_qwen3(of: Json) -> dict[str, Any]:
 
 def _mixtral(of: Json) -> dict[str, Any]:
     return {
-        "names": Names("block_sparse_moe", "gate", "w1", "w3", "w2"),
+        "names": Names(moe="block_sparse_moe", gate="w1", up="w3", down="w2"),
         "router": Router(of("num_local_experts", int), of("num_experts_per_tok", int),
                          normalized=True),
         "expert_width": of("intermediate_size", int),
