@@ -183,8 +183,8 @@ def check(config: Config, targets: Sequence[str]) -> None:
         )
     if "experts" in targets and config.architecture in IN_ONE_TENSOR:
         raise Refused(
-            f"{config.architecture} keeps all experts of a layer in one tensor, for which PEFT has another "
-            "layout: use --targets attention"
+            f"{config.architecture} keeps all experts of a layer in one tensor, for which PEFT has "
+            "another layout: use --targets attention"
         )
 
 

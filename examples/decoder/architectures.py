@@ -267,9 +267,7 @@ def _ernie(of: Json) -> dict[str, Any]:
         "expert_width": width,
         "dense_width": of("intermediate_size", int),
         "shared_width": width * shared,
-        "moe_layers": tuple(
-            first <= i <= last and (i + 1) % step == 0 for i in range(layers)
-        ),
+        "moe_layers": tuple(first <= i <= last and (i + 1) % step == 0 for i in range(layers)),
         "norm_epsilon": of("rms_norm_eps", float, 1e-5),
         "tied": of("tie_word_embeddings", bool, True),
         "rope_by_turns": True,
@@ -347,5 +345,3 @@ def _window(of: Json) -> int:
 def _experts(of: Json) -> int:
     """Both names are in use: the second is that of newer releases of transformers."""
     return of("num_experts", int, None) or of("num_local_experts", int)
-
-

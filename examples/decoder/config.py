@@ -48,7 +48,7 @@ class Config:
     dtype: str
     context: int | None = None  # tokens that it was made for, at most
     random: bool = False  # its weights are random numbers, as config.json says of models for tests
-    names: Names = Names()
+    names: Names = dataclasses.field(default_factory=Names)
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["", "head", "width"] = ""

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Cache, Place, remember, seen
 from .architectures import Latent
+from .attention import Cache, Place, remember, seen
 from .config import Config
 from .layers import Linear, RMSNorm
 from .rotary import rotate

@@ -1,4 +1,4 @@
-"""config.json of GLM-4.5, MiniMax-M2, ERNIE-4.5 and Granite: what is absent, and what is refused."""
+"""config.json of GLM-4.5, MiniMax-M2, ERNIE-4.5 and Granite: defaults, and refusals."""
 
 import json
 

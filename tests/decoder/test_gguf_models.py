@@ -244,8 +244,8 @@ REFUSED = {
                              "'llama'"),
     "tokenizer.ggml.pre": ((STRING, "x"), "tokenizer.ggml.pre is 'x', expected one of 'default', "
                            "'gpt-2', 'olmo', 'qwen2', 'deepseek-r1-qwen', 'llama-bpe', 'llama3', "
-                           "'llama-v3', 'dbrx', 'smaug-bpe', 'gpt-4o', 'tekken', 'glm4', 'chatglm-bpe', "
-                           "'minimax-m2', 'refact'"),
+                           "'llama-v3', 'dbrx', 'smaug-bpe', 'gpt-4o', 'tekken', 'glm4', "
+                           "'chatglm-bpe', 'minimax-m2', 'refact'"),
     "tokenizer.ggml.tokens": ((ARRAY, (STRING, ["a", "b", "a"])), "tokenizer.ggml.tokens: 'a' "
                               "appears twice"),
     "tokenizer.ggml.merges": ((ARRAY, (STRING, ["ab"])), "tokenizer.ggml.merges: 'ab' is no pair "
