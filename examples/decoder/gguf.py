@@ -174,8 +174,8 @@ def config_of(path: Path) -> dict[str, Any]:
             values |= {"rotary_dim": of(key, head), "head_dim": head}
         elif (size := of(key, head)) != head:
             raise Refused(f"{key} is {size!r}, but heads have {head} numbers")
-    if name == "granitemoe" and number:  # what llama.cpp takes where a file has none
-        values["attention_multiplier"] = values["attention_multiplier"] or head**-0.5
+    if name == "granitemoe" and not values["attention_multiplier"] and type(head) is int:
+        values["attention_multiplier"] = max(head, 1) ** -0.5  # llama.cpp's where a file has none
     return {key: value for key, value in values.items() if value is not None}
 
 
