@@ -7,9 +7,9 @@
     python examples/generate.py CHECKPOINT --devices 4    # experts and heads are divided
     python examples/generate.py CHECKPOINT --adapters runs/qlora/adapters   # of qlora_moe.py
 
-Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss and DeepSeek-V3 run, and Llama, Qwen2 and Qwen3
-without experts, with weights in bfloat16 or in any quantized format that ``jgg.checkpoints`` reads;
-of GGUF files, all of them but DeepSeek-V3.
+Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, gpt-oss, DeepSeek-V3, GLM-4.5, MiniMax-M2, ERNIE-4.5 and
+Granite run, and Llama, Qwen2 and Qwen3 without experts, with weights in bfloat16 or in any
+quantized format that ``jgg.checkpoints`` reads; of GGUF files, all of them but DeepSeek-V3.
 Experts run as ``jgg.moe_mlp`` takes them; ``decoder/`` is everything around them.
 """
 

@@ -73,6 +73,27 @@ MODELS = {
         "num_experts_per_tok": 3, "routed_scaling_factor": 1.7,
         "rope_parameters": YARN | {"rope_theta": 1_000.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     }),
+    "glm4_moe": ("Glm4Moe", {
+        "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 32, "intermediate_size": 64, "n_shared_experts": 1,
+        "head_dim": 16, "num_experts_per_tok": 3, "routed_scaling_factor": 1.75,
+        "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
+        "rope_parameters": YARN | {"rope_theta": 1_000.0, "partial_rotary_factor": 0.5},
+    }),
+    "minimax_m2": ("MiniMaxM2", {
+        "num_hidden_layers": 1, "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16,
+        "rotary_dim": 8,
+    }),
+    "granitemoeshared": ("GraniteMoeShared", {
+        "num_hidden_layers": 1, "num_local_experts": 4, "intermediate_size": 32,
+        "shared_intermediate_size": 64, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.625, "attention_multiplier": 0.25, "logits_scaling": 1.75,
+    }),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
 MODELS["qwen3_moe_fp8"] = MODELS["qwen3_moe"]
 FP8 = {"qwen3_moe_fp8": transformers.FineGrainedFP8Config(weight_block_size=[16, 16])}

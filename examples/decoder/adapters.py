@@ -24,6 +24,8 @@ from .layers import Linear
 from .model import Decoder, Stack
 
 TARGETS = ("experts", "attention")
+#: Architectures whose checkpoints have one tensor for the experts of a layer.
+IN_ONE_TENSOR = ("gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid")
 
 
 class Adapter(nnx.Param):
@@ -179,10 +181,10 @@ def check(config: Config, targets: Sequence[str]) -> None:
         raise Refused(
             f"{config.architecture} has no experts, and adapters are for models with them"
         )
-    if "experts" in targets and config.architecture == "gpt_oss":
+    if "experts" in targets and config.architecture in IN_ONE_TENSOR:
         raise Refused(
-            "gpt_oss keeps all experts of a layer in one tensor, for which PEFT has another "
-            "layout: use --targets attention"
+            f"{config.architecture} keeps all experts of a layer in one tensor, for which PEFT has "
+            "another layout: use --targets attention"
         )
 
 

@@ -1,7 +1,8 @@
-"""Attention with grouped queries: what Mixtral, Qwen, OLMoE and gpt-oss have in common.
+"""Attention with grouped queries: what all architectures but DeepSeek's have in common.
 
-They differ in biases, in norms of queries and keys (of each head, or of all heads together), and in
-gpt-oss' sinks: a logit for each head that takes part in the softmax and stands for no token.
+They differ in biases, in norms of queries and keys (of each head, or of all heads together), in how
+much of a head is rotated, in the scale of logits, and in gpt-oss' sinks: a logit for each head that
+takes part in the softmax and stands for no token.
 """
 
 from __future__ import annotations
@@ -58,13 +59,17 @@ def remember(cache: Cache, layer: Any, slot: jax.Array, slots_first: bool, **new
 
 
 def attend(q: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | None,
-           mask: jax.Array, by: Literal["xla", "cudnn"], *, joins: bool):  # fmt: skip
-    """Attention of (sequences, T, heads, size). With ``joins`` a single token's heads that have one
+           mask: jax.Array, by: Literal["xla", "cudnn"], *, joins: bool,
+           scale: float | None = None):  # fmt: skip
+    """Attention of (sequences, T, heads, size), whose logits are multiplied by ``scale``, by
+    default ``size**-0.5``. With ``joins`` a single token's heads that have one
     key are so many tokens of one head: cuDNN then reads a key once for all of them."""
     if by == "xla" and of_one_token(q):
-        return _attend(q, keys, values, bias, mask)
+        return _attend(q, keys, values, bias, mask, q.shape[3] ** -0.5 if scale is None else scale)
     if not joins or q.shape[1] > 1:
-        return jax.nn.dot_product_attention(q, keys, values, bias, mask, implementation=by)
+        return jax.nn.dot_product_attention(
+            q, keys, values, bias, mask, scale=scale, implementation=by
+        )
     sequences, _, n, size = q.shape
     heads = keys.shape[2]
     each = n // heads
@@ -73,7 +78,7 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | N
         of_each = bias.shape[1] > 1
         bias = bias.reshape(1, heads, each, -1) if of_each else bias.repeat(each, axis=2)
     y = jax.nn.dot_product_attention(
-        as_tokens(q), keys, values, bias, mask.repeat(each, axis=2), implementation=by
+        as_tokens(q), keys, values, bias, mask.repeat(each, axis=2), scale=scale, implementation=by
     )
     return y.swapaxes(1, 2).reshape(q.shape)
 
@@ -83,7 +88,7 @@ def of_one_token(a: jax.Array) -> bool:
     return a.shape[1] == 1 and jax.default_backend() == "cpu"
 
 
-def _attend(q, keys, values, bias, mask):
+def _attend(q, keys, values, bias, mask, scale):
     """The same of one token. Both products read the cache as it lies: on CPUs XLA would copy
     all of it for those of ``dot_product_attention``."""
     sequences, _, n, size = q.shape
@@ -91,7 +96,7 @@ def _attend(q, keys, values, bias, mask):
     heads = keys.shape[1]
     each = q.reshape(sequences, heads, n // heads, size)
     product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
-    logits = product(keys, each, (((3,), (3,)), ((0, 1), (0, 1)))).swapaxes(2, 3) * size**-0.5
+    logits = product(keys, each, (((3,), (3,)), ((0, 1), (0, 1)))).swapaxes(2, 3) * scale
     if bias is not None:  # (1, heads or 1, 1, slots)
         logits += bias.reshape(1, *((heads, -1) if bias.shape[1] > 1 else (1, 1)), bias.shape[3])
     logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min / 2)
@@ -120,6 +125,7 @@ class Attention(nnx.Module):
         sinks = weights.array("sinks", config.heads, dtype=np.float32) if config.sinks else None
         self.sinks = None if sinks is None else nnx.Param(sinks)
         self.head_size, self.limit = size, config.qkv_limit
+        self.scale, self.by_turns = config.attention_scale, config.rope_by_turns
         self.norm_of_heads = config.qk_norm == "head"
         self.rows = n, k
         self.by: Literal["xla", "cudnn"] = config.attention
@@ -164,7 +170,7 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.limit is not None:
             q, k, v = (jnp.clip(y, -self.limit, self.limit) for y in (q, k, v))
-        q, k = (rotate(heads(y), at.cos, at.sin) for y in (q, k))
+        q, k = (rotate(heads(y), at.cos, at.sin, self.by_turns) for y in (q, k))
         first, bias = int(self.sinks is not None), None
         batched = lambda y: y.reshape(cache["key"].shape[1], -1, *y.shape[1:])
         new = {"key": batched(k), "value": batched(heads(v))}
@@ -177,5 +183,5 @@ class Attention(nnx.Module):
                 bias = bias.astype(q.dtype)
         mask = seen(at, window, slots, first)[None]
         joins = self.by == "cudnn"  # XLA does so itself
-        y = attend(batched(q), keys, values, bias, mask, self.by, joins=joins)
+        y = attend(batched(q), keys, values, bias, mask, self.by, joins=joins, scale=self.scale)
         return self.out(y.reshape(len(x), -1)), cache

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_groupgemm as jgg
 
-from .config import Config, Names
+from .architectures import Names
+from .config import Config
 from .layers import GatedMLP, Linear
 from .weights import Weights, joined
 
@@ -30,24 +31,23 @@ class MixtureOfExperts(nnx.Module):
     which a layer's tokens meet some. So no step copies the weights of a layer.
     """
 
-    def __init__(self, config: Config, weights: Weights):
+    def __init__(self, config: Config, layer: Weights):
         names, d, f = config.names, config.width, config.expert_width
         e, gpt_oss = config.router.experts, config.sinks
+        # transformers 5 calls Mixtral's like the others', unless it saves the original names.
+        newer = layer.has(f"mlp.{names.router}.weight")
+        weights = layer.at("mlp" if newer else names.moe)
         self.router = Linear(
             weights.as_stored(names.router, e, d),
             weights.array(names.router + ".bias", e, dtype=np.float32) if gpt_oss else None,
         )
-        name = names.router + ".e_score_correction_bias"
-        self.correction = (
-            nnx.Param(weights.array(name, e, dtype=np.float32))
-            if config.router.score == "sigmoid"
-            else None
-        )
+        name = names.correction
+        self.correction = nnx.Param(weights.vector(name, e, np.float32)) if name else None
         self.up, self.down = (Expert(w) for w in read_experts(weights, names, e, d, f))
         biases = read_biases(weights, names, e, d, f) if gpt_oss else (None, None)
         self.up_bias, self.down_bias = (None if b is None else Expert(b) for b in biases)
         self.shared = (
-            GatedMLP(weights.at(names.shared), d, config.shared_width) if names.shared else None
+            GatedMLP(layer.at(names.shared), d, config.shared_width) if names.shared else None
         )
         self.shared_gate = (
             Linear(weights.dense("shared_expert_gate", 1, d)) if config.shared_gate else None
@@ -118,6 +118,11 @@ def read_experts(weights: Weights, names: Names, e: int, d: int, f: int) -> tupl
         return (
             weights.stacked("experts.gate_up_proj", (e, 2 * f, d)),
             weights.stacked("experts.down_proj", (e, d, f)),
+        )
+    if weights.has("input_linear.weight"):  # Granite
+        return (
+            weights.array("input_linear.weight", e, 2 * f, d),
+            weights.array("output_linear.weight", e, d, f),
         )
     for stacked in ("switch_mlp", "experts"):  # MLX
         if weights.has(f"{stacked}.gate_proj.weight"):

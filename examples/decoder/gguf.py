@@ -22,10 +22,16 @@ from .gguf_tokens import value
 DENSE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 EXPERTS = {
     "llama": "mixtral", "olmoe": "olmoe", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss",
+    "gpt-oss": "gpt_oss", "glm4moe": "glm4_moe", "minimax-m2": "minimax_m2",
+    "ernie4_5-moe": "ernie4_5_moe", "granitemoe": "granitemoeshared",
 }  # fmt: skip
-PERMUTED = ("llama",)  # whose queries and keys are stored for a rotation of neighbours
-SUMS_TO_ONE = ("llama", "qwen3moe", "gpt-oss")  # whose chosen experts' weights do
+PERMUTED = ("llama", "granitemoe")  # whose queries and keys are stored for a rotation of neighbours
+#: Architectures whose chosen experts' weights do; files say it of others.
+SUMS_TO_ONE = ("llama", "qwen3moe", "gpt-oss", "minimax-m2", "ernie4_5-moe", "granitemoe")
+SAYS_WEIGHTS = ("glm4moe",)  # files say how experts' weights are made, and groups
+GATES = {"glm4moe": 2, "minimax-m2": 2, "ernie4_5-moe": 1, "granitemoe": 1}  # expert_gating_func
+PARTIAL = ("glm4moe", "minimax-m2")  # a part of a head may be rotated
+HAVE_DENSE = ("qwen2moe", "qwen3moe", "glm4moe", "ernie4_5-moe")  # layers without experts
 WINDOWS = ("mixtral", "gpt_oss")  # models whose layers, or half of them, have a sliding window
 #: Names in a file and in a folder; what follows, such as ".weight", is the same.
 WHOLE = {
@@ -38,18 +44,24 @@ LAYER = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate_inp": "{moe}.{router}", "ffn_gate_exps": "{moe}.experts.gate_proj",
     "ffn_up_exps": "{moe}.experts.up_proj", "ffn_down_exps": "{moe}.experts.down_proj",
-    "ffn_gate_inp_shexp": "{moe}.shared_expert_gate", "ffn_gate_shexp": "{moe}.{shared}.gate_proj",
-    "ffn_up_shexp": "{moe}.{shared}.up_proj", "ffn_down_shexp": "{moe}.{shared}.down_proj",
+    "ffn_gate_inp_shexp": "{moe}.shared_expert_gate", "ffn_gate_shexp": "{shared}.gate_proj",
+    "ffn_up_shexp": "{shared}.up_proj", "ffn_down_shexp": "{shared}.down_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # of older files: a tensor for each
 SCALES = ("scale", "input_scale")  # beside a weight in NVFP4
 #: Architectures that have a tensor; others have all of :data:`LAYER`.
 ONLY = {
-    "attn_q_norm": ("olmoe", "qwen3", "qwen3moe"), "attn_k_norm": ("olmoe", "qwen3", "qwen3moe"),
-    "post_attention_norm": ("gpt-oss",), "attn_sinks": ("gpt-oss",),
+    "post_attention_norm": ("gpt-oss", "glm4moe"), "attn_sinks": ("gpt-oss",),
+    "exp_probs_b": ("glm4moe", "minimax-m2", "ernie4_5-moe"), "ffn_gate_inp_shexp": ("qwen2moe",),
 }  # fmt: skip
-ONLY |= dict.fromkeys([name for name in LAYER if name.endswith("_shexp")], ("qwen2moe",))
+ONLY |= dict.fromkeys(
+    ("attn_q_norm", "attn_k_norm"), ("olmoe", "qwen3", "qwen3moe", "glm4moe", "minimax-m2")
+)
+ONLY |= dict.fromkeys(
+    ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+    ("qwen2moe", "glm4moe", "ernie4_5-moe", "granitemoe"),
+)
 BIASES_OF_EXPERTS = ("gpt-oss",)
 #: Tensors that are read elsewhere, or that llama.cpp does not read either.
 OTHERS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
@@ -110,6 +122,9 @@ def config_of(path: Path) -> dict[str, Any]:
         value = of(f"attention.{what}")
         raise Refused(f"attention.{what} is {value!r}, which {name} is not known to have")
     layers, size = of("block_count"), _last(tensors, "ffn_down_exps")
+    if type(layers) is int and type(more := of("nextn_predict_layers", 0)) is int:
+        layers -= more  # they predict several tokens, and are not loaded
+    shared = _last(tensors, "ffn_down_shexp")
     count = layers if type(layers) is int and layers <= 1000 else 0  # else it is refused
     dense = [i for i in range(count) if f"blk.{i}.ffn_gate_inp.weight" not in tensors]
     width, heads = of("embedding_length"), of("attention.head_count")
@@ -131,30 +146,66 @@ def config_of(path: Path) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "clip_qkv": of("attention.clamp_kqv"),
         "sliding_window": of("attention.sliding_window") or None,
-        "shared_expert_intermediate_size": _last(tensors, "ffn_down_shexp"),
+        "shared_expert_intermediate_size": shared, "shared_intermediate_size": shared,
         "dtype": "float32" if plain == {"float32"} else "bfloat16",
         "gguf_has_codes": not plain <= {*FLOATS},
         "eos_token_id": _ends(said), "rope_theta": of("rope.freq_base", THETA),
         "quantization_config": {"quant_method": "gguf"},
     }  # fmt: skip
-    if experts and dense and name.startswith("qwen"):
+    if experts and dense and name in HAVE_DENSE:
         values["intermediate_size"] = of("feed_forward_length")
+    if name in GATES:
+        values |= _newer(of, tensors, name, size, shared)
     if model in ("llama", "qwen2"):  # whose sums of heads have a bias of their own
         values["out_bias"] = "blk.0.attn_output.bias" in tensors
     values["rope_scaling"] = _rope(of, name)
     if values["rope_scaling"] and FACTORS in tensors:
         raise Refused(f"there are both rope.scaling and a tensor {FACTORS}, expected one")
-    norm, scale = of("expert_weights_norm"), of("expert_weights_scale", 1)
-    if experts and norm not in (None, values["norm_topk_prob"]):
-        raise Refused(f"expert_weights_norm is {norm!r}, expected {values['norm_topk_prob']}")
-    if experts and scale not in (0, 1):
-        raise Refused(f"expert_weights_scale is {scale!r}, expected 1")
+    usual = {"expert_weights_norm": values["norm_topk_prob"], "expert_weights_scale": (0, 1),
+             "expert_group_count": (0, 1)}  # fmt: skip
+    for key, want in () if name in SAYS_WEIGHTS or not experts else usual.items():
+        wanted = want if isinstance(want, tuple) else (want,)
+        if (value := of(key)) not in (None, *wanted):
+            raise Refused(f"{key} is {value!r}, expected {wanted[-1]}")
     number = all(type(n) is int and n > 0 for n in (width, heads))
     head = values["head_dim"] or (width // heads if number else None)
     for key in ("rope.dimension_count", "attention.value_length"):
-        if (size := of(key, head)) != head:
+        if key.startswith("rope") and name in PARTIAL:
+            values |= {"rotary_dim": of(key, head), "head_dim": head}
+        elif (size := of(key, head)) != head:
             raise Refused(f"{key} is {size!r}, but heads have {head} numbers")
+    if name == "granitemoe" and not values["attention_multiplier"] and type(head) is int:
+        values["attention_multiplier"] = max(head, 1) ** -0.5  # llama.cpp's where a file has none
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _newer(of: Any, tensors: Any, name: str, size: Any, shared: Any) -> dict[str, Any]:
+    """What only some architectures' ``config.json`` has."""
+    gate, usual = of("expert_gating_func"), GATES[name]
+    if gate not in (None, 0, usual):
+        raise Refused(f"expert_gating_func is {gate!r}, expected {usual}")
+    if name == "granitemoe" and of("rope.scaling.finetuned") is False:
+        raise Refused("rope.scaling.finetuned is False: positions are not rotated")
+    dense, count = of("leading_dense_block_count", 0), shared // size if shared and size else 0
+    out = {
+        "first_k_dense_replace": dense, "moe_layer_start_index": dense,
+        "moe_layer_interval": of("interleave_moe_layer_step", 1),
+        "n_routed_experts": of("expert_count"), "moe_num_experts": of("expert_count"),
+        "moe_k": of("expert_used_count"), "n_shared_experts": count,
+        "moe_num_shared_experts": count,
+        "use_qk_norm": any(tensor.endswith("attn_q_norm.weight") for tensor in tensors),
+        "embedding_multiplier": of("embedding_scale") or None,
+        "residual_multiplier": of("residual_scale") or None,
+        "attention_multiplier": of("attention.scale"), "logits_scaling": of("logit_scale") or None,
+    }  # fmt: skip
+    if name in SAYS_WEIGHTS:
+        out |= {
+            "norm_topk_prob": of("expert_weights_norm", False),
+            "routed_scaling_factor": of("expert_weights_scale") or 1.0,
+            "n_group": of("expert_group_count") or 1,
+            "topk_group": of("expert_group_used_count") or 1,
+        }
+    return out
 
 
 def _last(tensors: Any, name: str) -> int | None:
@@ -235,6 +286,8 @@ class Renamed(Mapping[str, Any]):
             if OTHERS.fullmatch(tensor):
                 continue
             found = re.fullmatch(r"blk\.(\d+)\.(.+)", head)
+            if found and config.predicts_more and int(found[1]) >= config.layers:
+                continue
             if not self._known(head if found is None else found[2], leaf, head, name):
                 raise Refused(f"there is a tensor {tensor!r}, which {name} is not known to have")
             if found is None:
@@ -243,6 +296,8 @@ class Renamed(Mapping[str, Any]):
             layer, own = f"model.layers.{found[1]}.", found[2]
             if own == "attn_sinks":
                 self.places[f"{layer}self_attn.sinks"] = _Place(tensor)
+            elif own == "exp_probs_b":
+                self.places[f"{layer}{names.moe}.{names.correction}"] = _Place(tensor)
             elif older := EXPERT.fullmatch(own):
                 which = getattr(names, older[1])
                 new = f"{layer}{names.moe}.experts.{older[2]}.{which}.{leaf}"
@@ -259,6 +314,8 @@ class Renamed(Mapping[str, Any]):
         expert = EXPERT.fullmatch(own) is not None
         if own not in (*WHOLE, *LAYER, *ONLY) and not expert:
             return False
+        if own == "exp_probs_b":
+            return leaf == "bias"
         if leaf in SCALES:  # of codes: of floats nobody asks for it
             weight = f"{head}.weight"
             return weight in self.tensors and self.tensors.dtype(weight) not in FLOATS

@@ -38,7 +38,8 @@ SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,), "olmo": (_GPT2,), "qwen2": (_QWEN2,), "deepseek-r1-qwen": (_QWEN2,),
     "llama-bpe": (_LLAMA3,), "llama3": (_LLAMA3,), "llama-v3": (_LLAMA3,), "dbrx": (_LLAMA3,),
-    "smaug-bpe": (_LLAMA3,), "gpt-4o": (_GPT4O,), "tekken": (_TEKKEN,),
+    "smaug-bpe": (_LLAMA3,), "gpt-4o": (_GPT4O,), "tekken": (_TEKKEN,), "glm4": (_LLAMA3,),
+    "chatglm-bpe": (_LLAMA3,), "minimax-m2": (_GPT4O,), "refact": (r"\p{N}", _GPT2),
 }  # fmt: skip
 #: Of these, words that are tokens are not merged, and texts have a first token if nothing is said.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")

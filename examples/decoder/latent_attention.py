@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .architectures import Latent
 from .attention import Cache, Place, remember, seen
-from .config import Config, Latent
+from .config import Config
 from .layers import Linear, RMSNorm
 from .rotary import rotate
 from .weights import Weights

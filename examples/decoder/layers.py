@@ -57,6 +57,12 @@ class GatedMLP(nnx.Module):
     """An expert that every token meets: a shared one, or the whole of a layer without experts."""
 
     def __init__(self, weights: Weights, width: int, hidden: int):
+        if weights.has("input_linear.weight"):  # Granite: gate's rows, then up's
+            weights.check_no_bias("input_linear")
+            both = weights.dense("input_linear", 2 * hidden, width)
+            self.gate, self.up = Linear(both[:hidden]), Linear(both[hidden:])
+            self.down = Linear.read(weights, "output_linear", width, hidden)
+            return
         self.gate = Linear.read(weights, "gate_proj", hidden, width)
         self.up = Linear.read(weights, "up_proj", hidden, width)
         self.down = Linear.read(weights, "down_proj", width, hidden)

@@ -67,8 +67,8 @@ def weights_of(folder: Path, config: Config, options: Options) -> Weights:
 
 def check_layers(config: Config, said: Mapping[str, Header]) -> None:
     """Refuse files of more layers than config.json says."""
-    if config.architecture == "deepseek_v3":
-        return  # its further layers predict several tokens, and are not loaded
+    if config.predicts_more:
+        return
     for name in sorted(said):
         found = re.match(LAYER, name)
         if found and int(found[1]) >= config.layers:
@@ -94,6 +94,7 @@ def check_sizes(config: Config, said: Mapping[str, Header]) -> None:
             shapes[f"{prefix}experts.0.{names.gate}.weight"] = f, d
             fused = (e, d, 2 * f) if config.sinks else (e, 2 * f, d)
             shapes[f"{prefix}experts.gate_up_proj"] = fused
+            shapes[f"{prefix}input_linear.weight"] = e, 2 * f, d
     for name, shape in shapes.items():
         if name in said and said[name].plain:
             check_shape(name, said[name], shape)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .loading import Options
 
 GB = 1e9
+EXPERTS = re.compile(r"\.(experts|switch_mlp|block_sparse_moe\.(in|out)put_linear)\.")
 
 
 def amount(nbytes: float) -> str:
@@ -117,7 +118,7 @@ class Need:
             # Scales of AWQ and GPTQ are read as two float32 for each.
             scales = name.endswith((".scales", "qzeros"))
             nbytes = header.size * (4 if scales else itemsize) if plain else header.nbytes
-            if ".experts." in name or ".switch_mlp." in name:
+            if EXPERTS.search(name):
                 experts += nbytes
                 quantized |= not plain
             else:

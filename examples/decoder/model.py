@@ -44,12 +44,10 @@ class Block(nnx.Module):
         self.mlp_norm = norm("post_attention_layernorm")
         self.attention = attention_of(config)(config, weights.at("self_attn"))
         if config.moe_layers[layer]:
-            # transformers 5 calls Mixtral's like the others', unless it saves the original names.
-            newer = weights.has(f"mlp.{config.names.router}.weight")
-            moe = "mlp" if newer else config.names.moe
-            self.mlp = MixtureOfExperts(config, weights.at(moe))
+            self.mlp = MixtureOfExperts(config, weights)
         else:
-            self.mlp = GatedMLP(weights.at("mlp"), config.width, config.dense_width)
+            self.mlp = GatedMLP(weights.at(config.names.dense), config.width, config.dense_width)
+        self.scale = config.residual_scale
 
     def __call__(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place, mesh: Any):
         x, cache = self.attend(x, cache, layer, window, at)
@@ -57,13 +55,16 @@ class Block(nnx.Module):
 
     def attend(self, x: jax.Array, cache: Cache, layer: Any, window: Any, at: Place):
         y, cache = self.attention(self.attention_norm(x), cache, layer, window, at)
-        return x + y, cache
+        return self.added(x, y), cache
+
+    def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + (y if self.scale == 1 else y * self.scale)
 
     def feed(self, x: jax.Array, layer: Any, exists: jax.Array, mesh: Any):
         y = self.mlp_norm(x)
         if isinstance(self.mlp, GatedMLP):
-            return x + self.mlp(y)
-        return x + self.mlp(y, layer, exists, mesh)
+            return self.added(x, self.mlp(y))
+        return self.added(x, self.mlp(y, layer, exists, mesh))
 
 
 class Stack(nnx.Module):
@@ -117,10 +118,12 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """(T, D) of tokens (T,)."""
-        table = self.embedding.get_value()
-        if not isinstance(table, jgg.Quantized):
-            return table[tokens]
-        return jgg.dequantize(jax.tree.map(lambda leaf: leaf[tokens], table), self.dtype)
+        table, scale = self.embedding.get_value(), self.config.embedding_scale
+        if isinstance(table, jgg.Quantized):
+            x = jgg.dequantize(jax.tree.map(lambda leaf: leaf[tokens], table), self.dtype)
+        else:
+            x = table[tokens]
+        return x if scale == 1 else x * scale
 
     def empty_cache(self, tokens: int, sequences: int = 1) -> list[Cache]:
         """With room for so many tokens of each sequence."""
@@ -158,4 +161,5 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """(..., vocabulary), in float32."""
         head = Linear(self.embedding.get_value()) if self.head is None else self.head
-        return head(x).astype(jnp.float32)
+        logits, divisor = head(x).astype(jnp.float32), self.config.logits_divisor
+        return logits if divisor == 1 else logits / divisor

@@ -106,9 +106,12 @@ _KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _ya
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, by_turns: bool = False) -> jax.Array:
-    """``(T, heads, size)``, rotated in pairs: of its halves, or of neighbours, which come out as
-    halves: scores of queries and keys do not depend on the order."""
-    wide = x.astype(jnp.float32)
+    """``(T, heads, size)``, of which so many numbers in front are rotated as there are angles: in
+    pairs of their halves, or of neighbours, which come out as halves. Scores of queries and keys do
+    not depend on the order."""
+    size = 2 * cos.shape[-1]
+    wide, rest = x[..., :size].astype(jnp.float32), x[..., size:]
     a, b = (wide[..., ::2], wide[..., 1::2]) if by_turns else jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    y = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    return jnp.concatenate([y, rest], axis=-1) if rest.shape[-1] else y

@@ -145,6 +145,12 @@ class Weights:
             value = self.tensors[self.prefix + name]
         return value.astype(self.dtype if dtype is None else dtype, copy=False)
 
+    def vector(self, name: str, n: int, dtype: Any) -> np.ndarray:
+        """(N,) of a tensor that may be one row."""
+        header = self.headers.get(self.prefix + name)
+        is_row = header is not None and header.shape == (1, n)
+        return self.array(name, *((1, n) if is_row else (n,)), dtype=dtype).reshape(n)
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse what is no tensor of floats of that shape. Nothing of it is read."""
         full = self.prefix + name

@@ -13,7 +13,7 @@ from decoder_runs import example
 from gguf_writers import ARRAY, BOOL, F32, I32, STRING, U8, U32, U64, field, random_blocks, save
 
 PER_TEST, SECONDS = 100, 5
-NAMES = ("olmoe", "mixtral", "qwen2_moe", "gpt_oss")
+NAMES = ("olmoe", "mixtral", "qwen2_moe", "gpt_oss", "glm4_moe", "granitemoeshared")
 VALUES = [
     *[(U32, n) for n in (0, 1, 2, 3, 4, 5, 7, 16, 255, 1000, 2**31 - 1, 2**31, 2**32 - 1)],
     *[(F32, x) for x in (0.0, -1.0, 1e-6, 2.5, 1e38, float("nan"), float("inf"))],
@@ -27,7 +27,8 @@ MORE = [  # keys that the writer leaves out
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_attn_factor", "attention.sliding_window_pattern", "attention.clamp_kqv",
     "attention.sliding_window", "attention.key_length", "expert_weights_norm",
-    "expert_weights_scale",
+    "expert_weights_scale", "expert_group_count", "expert_gating_func", "leading_dense_block_count",
+    "nextn_predict_layers", "attention.scale", "logit_scale", "residual_scale",
 ]  # fmt: skip
 OF_TOKENS = ["scores", "eos_token_id", "bos_token_id", "eot_token_id", "add_space_prefix",
              "unknown_token_id"]  # fmt: skip

@@ -39,7 +39,12 @@ def test_without_arguments_it_makes_a_model_and_generates(generate, tmp_path, mo
 FIXTURES = sorted(path.name for path in decoder_folders.FIXTURES.iterdir())
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+WEEKLY = NAMES[6:]  # how they are different is in their logits
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.weekly] * (n in WEEKLY)) for n in FIXTURES]
+)
 def test_every_fixture_goes_on_from_a_prompt(name, generate, capsys):
     folder = decoder_folders.FIXTURES / name
     options = ("--prompt", "Grüße: ", "--tokens", "12", "--chunk", "16", "--dtype", "float32")

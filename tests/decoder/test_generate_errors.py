@@ -98,7 +98,9 @@ def test_a_truncated_config(generate, folder):
         ({"quantization_config": {"quant_method": []}}, "quant_method [] is not one of"),
         ({"random_weights": 1}, "random_weights is 1, expected bool"),
         ({"model_type": "gemma"}, "model_type 'gemma' is not one of mixtral, qwen2_moe, qwen3_moe, "
-                                  "olmoe, gpt_oss, deepseek_v3, llama, qwen2, qwen3"),
+                                  "olmoe, gpt_oss, deepseek_v3, glm4_moe, minimax_m2, "
+                                  "ernie4_5_moe, granitemoe, granitemoeshared, granitemoehybrid, "
+                                  "llama, qwen2, qwen3"),
         ({"model_type": None}, "config.json has no model_type"),
         ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"hidden_size": "32"}, "hidden_size is '32', expected int"),

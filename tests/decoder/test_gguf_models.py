@@ -24,10 +24,9 @@ def config_of(name):
     return config
 
 
-# Older files have a tensor for each expert; gpt-oss has none of those.
-OLDER = [
-    (name, older) for name in MODELS for older in (False, True) if name != "gpt_oss" or not older
-]
+# Older files have a tensor for each expert.
+OLDER = [(name, False) for name in MODELS]
+OLDER += [(name, True) for name in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")]
 
 
 @pytest.mark.parametrize(("name", "older"), OLDER)
@@ -62,7 +61,8 @@ def test_values_of_codes(name, tmp_path):
     is_weight = lambda leaf: isinstance(leaf, jgg.Quantized)
     codes = jax.tree.leaves(stored.parts[1], is_leaf=is_weight)
     values = jax.tree.leaves(plain.parts[1])
-    assert stored.model.stacks[0].layers.mlp.up.get_value().bits == 8
+    moe = next(s.layers.mlp for s in stored.model.stacks if hasattr(s.layers.mlp, "router"))
+    assert moe.up.get_value().bits == 8
     assert sum(map(is_weight, codes)) > 4
     for got, want in zip(codes, values, strict=True):
         value = jgg.dequantize(got, np.float32) if is_weight(got) else got
@@ -223,7 +223,8 @@ def test_scores_that_say_nothing(tmp_path):
 
 REFUSED = {
     "general.architecture": ((STRING, "gemma3"), "general.architecture 'gemma3' is not one of "
-                             "llama, olmoe, qwen2moe, qwen3moe, gpt-oss, qwen2, qwen3"),
+                             "llama, olmoe, qwen2moe, qwen3moe, gpt-oss, glm4moe, minimax-m2, "
+                             "ernie4_5-moe, granitemoe, qwen2, qwen3"),
     "olmoe.attention.sliding_window": ((U32, 4), "attention.sliding_window is 4, which olmoe is "
                                        "not known to have"),
     "olmoe.attention.sliding_window_pattern": ((U32, 3), "attention.sliding_window_pattern is 3, "
@@ -243,7 +244,8 @@ REFUSED = {
                              "'llama'"),
     "tokenizer.ggml.pre": ((STRING, "x"), "tokenizer.ggml.pre is 'x', expected one of 'default', "
                            "'gpt-2', 'olmo', 'qwen2', 'deepseek-r1-qwen', 'llama-bpe', 'llama3', "
-                           "'llama-v3', 'dbrx', 'smaug-bpe', 'gpt-4o', 'tekken'"),
+                           "'llama-v3', 'dbrx', 'smaug-bpe', 'gpt-4o', 'tekken', 'glm4', "
+                           "'chatglm-bpe', 'minimax-m2', 'refact'"),
     "tokenizer.ggml.tokens": ((ARRAY, (STRING, ["a", "b", "a"])), "tokenizer.ggml.tokens: 'a' "
                               "appears twice"),
     "tokenizer.ggml.merges": ((ARRAY, (STRING, ["ab"])), "tokenizer.ggml.merges: 'ab' is no pair "

@@ -136,7 +136,7 @@ FORMATS = {
     }}),
     "fp8": (fp8, {"quantization_config": {
         "quant_method": "fp8", "weight_block_size": [32, 32],
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": ["lm_head", "gate", "e_score_correction_bias"],
     }}),
     "float-quantized": (float_quantized, {"quantization_config": {
         "quant_method": "compressed-tensors", "format": "float-quantized",
@@ -149,7 +149,9 @@ FORMATS = {
     }}),
 }  # fmt: skip
 #: The fixture that is quantized.
-MODEL = dict.fromkeys(FORMATS, "qwen3_moe") | {"fp8-cut": "deepseek_v3"}
+MODEL = dict.fromkeys(FORMATS, "qwen3_moe") | {
+    "fp8-cut": "deepseek_v3", "fp8": "minimax_m2", "float-quantized": "glm4_moe",
+}  # fmt: skip
 
 
 def logits(name):

@@ -10,7 +10,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHUNK, ROOM = 8, 40  # the last step of a text fills up its chunk
-NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+NAMES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe",
+    "minimax_m2", "ernie4_5_moe", "granitemoeshared",
+)  # fmt: skip
 
 
 def example(name):

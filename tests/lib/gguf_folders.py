@@ -13,18 +13,28 @@ from gguf_writers import save as save_gguf
 
 ARCHITECTURES = {
     "mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe",
 }  # fmt: skip
 NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
 }  # fmt: skip
+NAMES |= {
+    f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+    for shared in ("shared_expert", "shared_experts") for part in ("gate", "up", "down")
+}  # fmt: skip
+#: Gate's rows, then up's, of the shared expert and of the others.
+HALVES = {"shared_mlp.input_linear": "shexp", "block_sparse_moe.input_linear": "exps"}
+PERMUTED = ("mixtral", "granitemoeshared")
+POST_NORM = ("gpt_oss", "glm4_moe")
 WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight":
          "output_norm.weight", "lm_head.weight": "output.weight"}  # fmt: skip
 PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up",
@@ -50,6 +60,26 @@ def plain(w):
     return w, w
 
 
+#: Keys of a file that only some architectures have, and those of config.json.
+MORE = {
+    "leading_dense_block_count": (U32, "first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": (U32, "moe_layer_interval"),
+    "nextn_predict_layers": (U32, "num_nextn_predict_layers"),
+    "expert_weights_scale": (FLOAT, "routed_scaling_factor"),
+    "expert_group_count": (U32, "n_group"), "expert_group_used_count": (U32, "topk_group"),
+    "embedding_scale": (FLOAT, "embedding_multiplier"),
+    "residual_scale": (FLOAT, "residual_multiplier"),
+    "attention.scale": (FLOAT, "attention_multiplier"), "logit_scale": (FLOAT, "logits_scaling"),
+    "expert_shared_count": (U32, "n_shared_experts", "moe_num_shared_experts"),
+    "expert_feed_forward_length": (U32, "moe_intermediate_size", "intermediate_size"),
+}  # fmt: skip
+
+
+def first(config, *names):
+    """The value of the first key that there is."""
+    return next(config[name] for name in names if name in config)
+
+
 def metadata(name, config, tokens, **more):
     arch = ARCHITECTURES[name]
     key = lambda key, kind, value: field(f"{arch}.{key}", kind, value)
@@ -64,11 +94,24 @@ def metadata(name, config, tokens, **more):
         key("attention.layer_norm_rms_epsilon", FLOAT, config["rms_norm_eps"]),
         key("feed_forward_length", U32, config["intermediate_size"]),
         key("rope.freq_base", FLOAT, rope["rope_theta"]),
-        key("expert_count", U32, config.get("num_local_experts") or config["num_experts"]),
-        key("expert_used_count", U32, config["num_experts_per_tok"]),
-    ]
+        key("expert_count", U32, first(config, "num_local_experts", "num_experts",
+                                       "n_routed_experts", "moe_num_experts")),
+        key("expert_used_count", U32, first(config, "num_experts_per_tok", "moe_k")),
+    ]  # fmt: skip
+    out += [key(k, kind, first(config, *names)) for k, (kind, *names) in MORE.items()
+            if any(n in config for n in names)]  # fmt: skip
+    if "partial_rotary_factor" in rope:
+        part = config["head_dim"] * rope["partial_rotary_factor"]
+        out += [key("rope.dimension_count", U32, int(part)), key("expert_gating_func", U32, 2)]
+    shared = config.get("shared_intermediate_size") or (
+        config.get("moe_num_shared_experts", 0) * config.get("moe_intermediate_size", 0)
+    )
+    if shared:
+        out.append(key("expert_shared_feed_forward_length", U32, shared))
+    if name == "glm4_moe":
+        out.append(key("expert_weights_norm", BOOL, config["norm_topk_prob"]))
     if config.get("head_dim"):
-        out.append(key("attention.key_length", U32, config["head_dim"]))
+        out += [key(f"attention.{k}_length", U32, config["head_dim"]) for k in ("key", "value")]
     if config.get("clip_qkv"):
         out.append(key("attention.clamp_kqv", FLOAT, config["clip_qkv"]))
     if config.get("sliding_window"):
@@ -130,14 +173,21 @@ def convert(name, folder, quantize=plain, *, older=False, config=None, **more):
                 out[f"{key}.{expert[1]}.weight"] = raw
             else:
                 experts.setdefault(f"{key}_exps.weight", {})[int(expert[1])] = raw
+        elif own.endswith("e_score_correction_bias"):
+            out[f"{prefix}exp_probs_b.bias"], values[tensor] = w.astype(F32).reshape(-1), w
+        elif half := HALVES.get(base):
+            stored = [put(rows) for rows in np.split(w, 2, axis=-2)]
+            for part, (raw, _) in zip(("gate", "up"), stored, strict=True):
+                out[f"{prefix}ffn_{part}_{half}.weight"] = raw
+            values[tensor] = np.concatenate([value for _, value in stored], axis=-2)
         elif own == "self_attn.sinks":
             out[f"{prefix}attn_sinks.weight"], values[tensor] = w, w
         else:
             new = NAMES[base]
-            if name == "gpt_oss" and new == "ffn_norm":
+            if name in POST_NORM and new == "ffn_norm":
                 new = "post_attention_norm"
             raw, values[tensor] = put(w)
-            if name == "mixtral" and base in heads:
+            if name in PERMUTED and base in heads:
                 kind, rows = raw if isinstance(raw, tuple) else (None, raw)
                 rows = permuted(rows, heads[base])
                 raw = (kind, rows) if kind else rows
