@@ -121,7 +121,8 @@ def _matrices_call(platform, x, dy, group_sizes, existing_out, *, dtype, impleme
     group; None where there is no kernel."""
     types = jax.eval_shape(_in_lines, x, dy, group_sizes)
     static = {"dtype": dtype, "implementation": implementation}
-    if choose.fused(_problem(platform, *types, group_sizes, existing_out, **static)) is None:
+    problem = _problem(platform, types[0], types[1], group_sizes, existing_out, **static)
+    if choose.fused(problem) is None:
         return None
     lines = _in_lines(x, dy, group_sizes)
     return _call(platform, *lines, group_sizes, existing_out, **static)

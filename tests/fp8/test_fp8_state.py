@@ -264,7 +264,7 @@ def test_sharded(problem, kind, name):
     for state in (NEW, known(134, 134)):
         want = one(*args, state)
         with jax.set_mesh(mesh):
-            placed = jax.device_put((*args, state), [NamedSharding(mesh, spec) for spec in specs])
+            placed = jax.device_put((*args, state), tuple(NamedSharding(mesh, s) for s in specs))
             got = one(*placed)
         assert_trees_close(got, want)
         assert ranges(got[3]) == ranges(want[3])

@@ -75,6 +75,18 @@ def test_weights_that_are_quantized_beforehand(problem):
         oracle.assert_close(one, want, tolerance=1e-5)
 
 
+def test_a_module_passes_states_on(rng):
+    """The gradient of states is what nnx.MoE's experts have seen."""
+    nnx = pytest.importorskip("flax.nnx")
+    module = pytest.importorskip("jax_groupgemm.nnx").MoE
+    layer = module(D, F, E, K, rngs=nnx.Rngs(0), recipe=DELAYED)
+    x = oracle.random(rng, (T, D))
+    seen = jax.jit(jax.grad(lambda state: layer(x, state=state)[0].sum()))(NEW)
+    assert [len(of) for of in ranges(seen)] == [1] * 4
+    amax = np.abs(oracle.f64(x)).max()
+    assert ranges(seen)[0] == [int(np.ceil(np.log2(amax / 1.75))) + 127]
+
+
 SPECS = {
     "T": (P("d"), P(), P(), P("d")),
     "F": (P(), P(None, None, "d"), P(None, "d"), P()),
