@@ -1,4 +1,4 @@
-"""What is installed, what this build can do, and which kernel runs each operation here.
+"""Versions, what this build can do, and which kernel runs each operation here.
 
 ``python -m jax_groupgemm.info`` prints it; ``--json`` also says why the others do not run. It
 always exits with 0: a machine without a GPU, or without a compiled extension, is not an error.
@@ -14,7 +14,7 @@ from typing import Any
 
 # Lowest versions that work, and what for.
 FLOOR = {"jax": "0.11.0", "jaxlib": "0.11.0"}
-# What runs where no kernel does.
+# The names of what runs where no kernel does.
 _WITHOUT_A_KERNEL = {
     "reference": "a tiled XLA program",
     "composed": "made of other operations of this table, or of plain XLA operations",
@@ -65,7 +65,7 @@ def _tiles() -> dict[str, Any]:
 
 
 def _proof() -> dict[str, Any]:
-    """What ``python -m jax_groupgemm.check`` remembers of this GPU."""
+    """The kernels that ``python -m jax_groupgemm.check`` has proven on this GPU."""
     from ._kernels import proven
 
     if (where := proven.place()) is None:
@@ -95,7 +95,7 @@ def _operations() -> dict[str, dict[str, Any]]:
 
 
 def _next_steps(info: dict[str, Any]) -> list[str]:
-    """What to do where something is missing."""
+    """Advice where something is missing."""
     build, devices = info["build"], info["devices"]
     gpus = [d for d in devices["found"] if d["compute_capability"]]
     too_old = [name for name, v in info["versions"].items() if not v["ok"]]

@@ -21,7 +21,7 @@ EXPECTED = {
         {
             # Whose warps multiply by themselves: see kWarps.
             "QuantizedGemmSm90Config.*ByWarpsSm90|TransposedRows16Sm90|TransposedScaledRows8Sm90|"
-            "DirectGemmSm90Kernel|(Few|Some)(Up|Down)Sm90Kernel": ("HMMA",),
+            "DirectGemmSm90Kernel|(Few|Some)(Grouped)?(Up|Down)Sm90Kernel": ("HMMA",),
             "RouterSm90Kernel": ("FFMA",),  # in float32
             "Fp8GemmSm90Kernel": ("QGMMA",),
             "": ("HGMMA",),

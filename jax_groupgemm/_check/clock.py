@@ -15,7 +15,7 @@ from ..tune import timing
 from .device import Device
 from .line import Line
 
-# Of data sheets: bytes a second, and 1e12 operations a second of products without sparsity, with
+# From data sheets: bytes a second, and 1e12 operations a second of products without sparsity, with
 # float32 sums, of 16 bits, of 8 bits (None: it has none) and of float32. Names as JAX has them.
 _RATES: dict[str, tuple[float, float, float | None, float]] = {
     "NVIDIA B200": (8.0e12, 2250, 4500, 75),

@@ -48,8 +48,8 @@ def _bound(function, *given):
 
 
 class _OnCpu:
-    """What the same call makes on the CPU, bit for bit. It is compiled once, without what XLA does
-    for speed."""
+    """The result of the same call on the CPU, bit for bit. It is compiled once, without XLA's
+    optimizations."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function, self._compiled = function, None

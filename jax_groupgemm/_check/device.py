@@ -1,4 +1,4 @@
-"""What a machine is, as a child process finds it: the parent never starts a backend."""
+"""The device, as a child process finds it: the parent never starts a backend."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Verdict:
 
 
 def judge(got: Sequence[np.ndarray], alternatives: Iterable[Sequence[Want]]) -> Verdict:
-    """What the first of the alternatives says that results are right by, or else the nearest."""
+    """The verdict of the first alternative that the results fit, or else of the nearest."""
     best = None
     for wants in alternatives:
         verdict = _all(got, wants)

@@ -169,7 +169,7 @@ def _wgrad(rng, quick, mode, function, least) -> Iterator[Trial]:
 
 
 def _rows(q: Quantized) -> np.ndarray:
-    """What rows an operand stands for."""
+    """The rows that an operand stands for."""
     if q.mode == "nvfp4":
         return oracle.rows_of(q)
     positions = np.asarray(q.positions)

@@ -1,4 +1,4 @@
-"""What operations mean, in float64 numpy. No code of theirs is used here."""
+"""The operations in float64 numpy. No code of theirs is used here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def silu_slope(a):
 
 
 def codes(q) -> np.ndarray:
-    """Of a bit stream, one bit at a time; of fp8, bytes."""
+    """Codes of a bit stream, read one bit at a time; those of fp8 are bytes."""
     weight = np.asarray(q.weight)
     if q.mode == "fp8":
         return weight.view(np.uint8)
@@ -149,7 +149,7 @@ def rounded(a, dtype: str) -> np.ndarray:
 
 
 def rows_of(q) -> np.ndarray:
-    """What rows an operand in layout "grouped" stands for, ``(T, columns)``."""
+    """The rows that an operand in layout "grouped" stands for, ``(T, columns)``."""
     values, positions = decoded(q).T, np.asarray(q.positions)
     scale = 1.0 if q.global_scale is None else f64(q.global_scale)
     return np.where(positions[:, None] >= 0, values[positions], 0.0) * scale

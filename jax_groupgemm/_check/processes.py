@@ -37,7 +37,7 @@ def stop() -> None:
 
 @dataclasses.dataclass
 class Result:
-    """What became of a line.
+    """The outcome of a line.
 
     Attributes:
       state: "ok", "wrong", "hung", "crashed", "failed" (it raised), or "none": it has no kernel.
@@ -103,8 +103,8 @@ class Ended:
 
 
 def events(asked: dict[str, Any], limit: float) -> Iterator[dict[str, Any] | Ended]:
-    """What a child reports, as it does, and at last how it ended. It is killed where it reports
-    nothing for ``limit`` seconds, or ``START`` before the first event."""
+    """Yields what a child reports, as it does, and at last how it ended. It is killed if it
+    reports nothing for ``limit`` seconds, or ``START`` before the first event."""
     with tempfile.TemporaryDirectory(prefix="jgg-check-") as folder:
         report, errors = Path(folder, "report"), Path(folder, "stderr")
         report.touch()

@@ -23,7 +23,7 @@ T, G, K, N = 4096, 8, 2048, 2048
 
 
 def lines(implementation: str | None = None) -> list[Line]:
-    """Of the kernels that are chosen, or in fewer shapes of the one that is named."""
+    """Lines of the kernels that are chosen, or in fewer shapes of the one that is named."""
     named = f" {implementation}" if implementation else ""
     few = bool(implementation)
 

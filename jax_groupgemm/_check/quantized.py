@@ -97,7 +97,7 @@ def _random_fp8(rng, shape) -> Quantized:
 
 
 def values(q: Quantized, dtype: str) -> list[np.ndarray]:
-    """What products may multiply with: values that are rounded once to x's dtype, or are not."""
+    """The values that products may multiply with: rounded once to x's dtype, or not at all."""
     value = oracle.decoded(q)
     scale = oracle.f64(1 if q.global_scale is None else q.global_scale)
     scale = scale.reshape(scale.shape + (1,) * (value.ndim - scale.ndim))

@@ -14,7 +14,7 @@ _HEAD = ("operation", "dtype", "kernels", "cases", "error", "of allowed", "us", 
 
 
 def head(device: Device) -> list[str]:
-    """What was checked, for whoever reads the table elsewhere."""
+    """The machine and versions, for whoever reads the table elsewhere."""
     where = device.kind
     if device.capability:
         driver = device.place.driver if device.place else "unknown"

@@ -268,7 +268,7 @@ def lacks_shared_memory(needed: int) -> str | None:
 
 
 def pretended() -> dict[str, int]:
-    """What ``JGG_PRETEND_GPU`` says of the GPU: ``capability``, ``processors`` and
+    """The GPU as ``JGG_PRETEND_GPU`` has it: ``capability``, ``processors`` and
     ``shared_memory`` (bytes of a block). Tests of other GPUs' choices set it; ``ffi/common/arch.h``
     reads it, too."""
     listed = os.environ.get("JGG_PRETEND_GPU", "")

@@ -1,4 +1,4 @@
-"""What kernels of FP8's products need: those of Hopper and those of Blackwell take the same."""
+"""Needs of the kernels of FP8's products: those of Hopper and of Blackwell take the same."""
 
 from __future__ import annotations
 

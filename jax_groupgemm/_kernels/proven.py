@@ -42,7 +42,7 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 class Place(NamedTuple):
-    """What a proof is for; each must be as it was."""
+    """The things that a proof is for; each must be as it was."""
 
     gpu: str
     compute_capability: str
@@ -129,7 +129,8 @@ def changed(proof: Place, here: Place) -> str | None:
 
 
 def place() -> Place | None:
-    """What a proof here is for; None without a GPU, with several kinds, or an unknown driver."""
+    """The place of proofs made here; None without a GPU, with several kinds, or an unknown
+    driver."""
     found, _ = extension.devices("cuda")
     kinds = {(d.device_kind, str(d.compute_capability)) for d in found}
     if len(kinds) != 1 or (version := driver()) is None:
@@ -173,8 +174,8 @@ def path(kind: str) -> Path:
 
 
 def read(path: Path) -> tuple[Place, frozenset[str]]:
-    """What a proof is for, and its kernels. ValueError where it is none, or others may have made
-    it."""
+    """The place that a proof is for, and its kernels. ValueError where it is none, or others
+    may have made it."""
     # Whatever else there is under that name may have no end.
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):

@@ -148,7 +148,7 @@ def converts(p: Conversion) -> str | None:
 
 
 _OF_ROWS = "rows of whole 16 bytes: D % 8 == 0 (D % 4 with float32, D % 16 with codes)"
-# Of every GPU: operation, custom call, why it cannot run, and what it needs.
+# For every GPU: operation, custom call, why it cannot run, and what it needs.
 _TABLE = (
     (
         "fp8_quantize",

@@ -196,7 +196,7 @@ DONE = f"say '{json.dumps({'event': 'done', 'key': 'a, b', **RIGHT})}'\n"
 
 
 def test_a_crash_after_the_last_case(monkeypatch, tmp_path):
-    """Of a kernel that wrote where it should not, say: it is that line's."""
+    """A kernel that wrote where it should not may end so: it is that line's."""
     script(monkeypatch, tmp_path, BEGIN + DONE + "kill -11 $$\n")
     *_, last = processes.run(["a, b"], {}, 5)
     assert last.state == "crashed"

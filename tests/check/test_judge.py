@@ -1,4 +1,4 @@
-"""What counts as right: a number that is off, NaN where there should be none, other shapes."""
+"""The judge of results: a number that is off, NaN where there should be none, other shapes."""
 
 import dataclasses
 

@@ -31,6 +31,7 @@ def without_kernels_too(monkeypatch):
 
 
 @pytest.mark.parametrize("key", ONCE.values())
+@pytest.mark.one_in(3)
 def test_a_line_is_right(key):
     found = child._checked(LINES[key], CPU, True, silent)
     assert found["problem"] is None
