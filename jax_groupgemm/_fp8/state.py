@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import check
+from .._core.operations import INLINE
 from . import tensors
 
 
@@ -77,11 +78,13 @@ class FP8State:
             check.shape(
                 op, f"seen.{name}", getattr(seen, name), getattr(self, name).shape, "..., 256"
             )
-        return jax.tree.map(_older, self, seen)
+        return _updated(self, seen)
 
 
-def _older(ages, seen):
-    return jnp.where(seen > 0, jnp.zeros_like(ages), ages + 1)
+@functools.partial(jax.jit, inline=INLINE)  # its numbers are no transfers
+def _updated(state: FP8State, seen: FP8State) -> FP8State:
+    older = lambda ages, counts: jnp.where(counts > 0, jnp.zeros_like(ages), ages + 1)
+    return jax.tree.map(older, state, seen)
 
 
 def checked(op: str, name: str, state) -> FP8State:
