@@ -153,7 +153,8 @@ def _of_matrices(x, w, groups, options: Epilogue, product: Mm):
     of_group = product.replace(
         out_dtype=jnp.float32, transpose_w=False, clears_rest=True, cotangent_dtype=None
     )
-    scales = primitives.mm(ones, w.scales.reshape(-1, 1, 1), groups, of_group)[:, 0] * x.scales
+    of_weights = w.scales.reshape(w.shape[0], 1, 1)
+    scales = primitives.mm(ones, of_weights, groups, of_group)[:, 0] * x.scales
     scaled = lambda of: fused.MM(rows, weights, groups, of, Epilogue(row_scale=scales))
     if options.nothing:
         return scaled(product)

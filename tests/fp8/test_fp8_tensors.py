@@ -49,6 +49,7 @@ def extremes(rng):
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.one_in(2)
 def test_codes(rng, element):
     """Those of fp8_quantize, to the last bit, rounded to nearest and at random."""
     x = extremes(rng)
@@ -83,6 +84,7 @@ def test_ranges(rng):
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.one_in(2)
 def test_what_is_not_finite(rng, element):
     """Is NaN; scale and range are those of the other numbers."""
     x = oracle.host_random(rng, (4, 6), "float32")
@@ -119,6 +121,7 @@ def matrices(rng, *shape, element="e4m3"):
 
 
 @pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.one_in(2)
 def test_grouped_mm(rng, options):
     """A scale for each matrix, of any value."""
     x, w = matrices(rng, T, K), matrices(rng, G, N, K)
@@ -136,6 +139,7 @@ def test_grouped_mm(rng, options):
 
 
 @pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.one_in(2)
 def test_grouped_wgrad(rng, existing):
     """Of codes by rows; and the lines that a kernel gets stand for the same."""
     x, dy = matrices(rng, T, K), matrices(rng, T, N, element="e5m2")
@@ -168,6 +172,7 @@ def test_kernels_get_the_scale_as_that_of_each_block(rng):
         np.testing.assert_array_equal(jgg.dequantize(cut), jgg.dequantize(q))
 
 
+@pytest.mark.weekly
 def test_derivative_in_scales(rng):
     """A product is linear in each of them."""
     x, w = matrices(rng, T, K), matrices(rng, G, N, K)
@@ -242,6 +247,7 @@ def products(x, w, bias, ct, sizes):
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.one_in(2)
 def test_against_float64(problem, format):
     """The products of what codes stand for; sizes are data."""
     x, w, bias, ct = problem
@@ -267,6 +273,7 @@ def test_of_columns(problem):
         oracle.assert_close(got, want, tolerance=CLOSE)
 
 
+@pytest.mark.weekly
 def test_switches(problem):
     """A product in the operands' dtype is exact, and the others have the error of eight bits; a key
     rounds gradients at random, and dx and dw read the same codes."""
@@ -305,6 +312,24 @@ def test_weights_that_are_quantized(problem):
 
     for got, want in zip(beforehand(x, w, ct), run(*problem, sizes), strict=False):
         oracle.assert_close(got, want, tolerance=CLOSE)
+
+
+@pytest.mark.parametrize("empty", ["rows", "columns", "groups", "contracted"])
+@pytest.mark.one_in(4)
+def test_nothing_to_multiply(empty):
+    t, g, n, k = (0 if empty == e else size for e, size in
+                  (("rows", 5), ("groups", 2), ("columns", 3), ("contracted", 7)))  # fmt: skip
+    recipe = jgg.FP8Recipe(scaling="delayed")
+
+    @jit
+    def run(x, w, state):
+        f = lambda *of: jgg.fp8_grouped_linear(*of[:2], jnp.full(g, 2), recipe=recipe, state=of[2])
+        out, vjp = jax.vjp(f, x, w, state)
+        return out, *vjp(out)
+
+    got = run(jnp.ones((t, k)), jnp.ones((g, n, k)), jgg.FP8State.new())
+    assert [a.shape for a in got[:3]] == [(t, n), (t, k), (g, n, k)]
+    assert not any(np.asarray(a).any() for a in got[:3])
 
 
 def test_nan_stays_in_its_group(problem):

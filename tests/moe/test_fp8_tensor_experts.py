@@ -99,7 +99,8 @@ SPECS = {
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (AxisType.Explicit, "T"), (AxisType.Explicit, "T and E"), (AxisType.Auto, "T"),
+        (AxisType.Explicit, "T"), (AxisType.Explicit, "T and E"),
+        pytest.param(AxisType.Auto, "T", marks=pytest.mark.weekly),
         *(pytest.param(AxisType.Explicit, n, marks=pytest.mark.weekly) for n in ("F", "E")),
     ],
 )  # fmt: skip
