@@ -106,23 +106,25 @@ def divided(mesh: jax.sharding.Mesh | None, sequences):
 
 
 def across(layer: Callable, mesh: jax.sharding.Mesh | None) -> Callable:
-    """``layer(x, w_up, w_down, expert, weight, key=, axis_name=)``, of all devices' tokens."""
+    """``layer(x, w_up, w_down, expert, weight, key=, axis_name=)``, of all devices' tokens; with
+    ``state=`` where there is one, which all devices share."""
     if mesh is None:
         return layer
 
-    def local(x, w_up, w_down, expert, weight, key):
+    def local(x, w_up, w_down, expert, weight, key, state):
         if key is not None:  # each device has random numbers of its own
             key = jax.random.fold_in(key, jax.lax.axis_index(("data", "expert")))
-        return layer(x, w_up, w_down, expert, weight, key=key, axis_name="expert")
+        more = {} if state is None else {"state": state}
+        return layer(x, w_up, w_down, expert, weight, key=key, axis_name="expert", **more)
 
-    def run(x, w_up, w_down, expert, weight, key=None):
+    def run(x, w_up, w_down, expert, weight, key=None, state=None):
         more = -x.shape[0] % math.prod(mesh.shape.values())
         add = lambda a, value: jnp.pad(a, ((0, more), (0, 0)), constant_values=value)
         # Tokens that are added meet no expert.
-        operands = add(x, 0), w_up, w_down, add(expert, -1), add(weight, 0), key
+        operands = add(x, 0), w_up, w_down, add(expert, -1), add(weight, 0), key, state
         y = jax.shard_map(
             local, mesh=mesh, out_specs=TOKENS,
-            in_specs=(TOKENS, P("expert"), P("expert"), TOKENS, TOKENS, P()),
+            in_specs=(TOKENS, P("expert"), P("expert"), TOKENS, TOKENS, P(), P()),
         )(*operands)  # fmt: skip
         return y[: x.shape[0]]
 

@@ -5,6 +5,7 @@
     python examples/train_moe.py --compare   # time the training step against jax.lax.ragged_dot
     python examples/train_moe.py --precision nvfp4 --out runs/nvfp4 --beside runs/train_moe
     python examples/train_moe.py --precision fp8 --out runs/fp8 --beside runs/train_moe
+    python examples/train_moe.py --precision fp8-delayed --out runs/fp8-delayed
     python examples/train_moe.py --devices 8 --data 2   # experts on 4 devices, twice
 
 On several machines, or in two processes of one, start each with its --process-id:
@@ -48,7 +49,12 @@ BALANCE_WEIGHT = 0.01
 SAMPLED_BYTES = 600
 TEMPERATURE = 0.7
 #: Precisions in which the products of experts are quantized.
-RECIPES = {"nvfp4": jgg.NVFP4Recipe(), "fp8": jgg.FP8Recipe()}
+RECIPES = {
+    "nvfp4": jgg.NVFP4Recipe(),
+    "fp8": jgg.FP8Recipe(),
+    "fp8-tensor": jgg.FP8Recipe(scaling="tensor"),
+    "fp8-delayed": jgg.FP8Recipe(scaling="delayed"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Config:
     seed: int = option(0, "of the initial weights, the batches and the sample", type=int)
     precision: str = option(
         "float32", "to compute in; nvfp4 and fp8: the experts' products, else bfloat16",
-        choices=["float32", "bfloat16", "nvfp4", "fp8"],
+        choices=["float32", "bfloat16", *RECIPES],
     )  # fmt: skip
 
     @property
@@ -79,12 +85,12 @@ class Config:
 # ---- model -----------------------------------------------------------------------------------
 
 
-def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None):
+def ragged_dot_layer(x, w_up, w_down, expert, weight, key=None, state=None):
     """:func:`jgg.moe_mlp` in plain JAX, for ``--compare``: every token's sum of the SwiGLU networks
     of its experts.
 
     x (T, D), w_up (E, D, 2F) with gate and up side by side, w_down (E, F, D), expert and weight
-    (T, k) from the router. Returns (T, D).
+    (T, k) from the router. Returns (T, D). A key and a state are for layers that round.
     """
     order = jnp.argsort(expert.reshape(-1))  # one row for each token and expert, sorted by expert
     token = order // expert.shape[1]
@@ -109,14 +115,15 @@ class Block(nnx.Module):
             rngs=rngs,
         )  # fmt: skip
 
-    def __call__(self, x, key=None):
+    def __call__(self, x, key=None, scales=None):
         x = x + self.attention(self.attention_norm(x))
-        y, report = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]), key)
+        y, report = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]), key, state=scales)
         return x + y.reshape(x.shape), report.balance_loss
 
 
 class LanguageModel(nnx.Module):
-    """Bytes ``(batch, length)`` to next-byte logits, and the mean load-balancing loss."""
+    """Bytes ``(batch, length)`` to next-byte logits, and the mean load-balancing loss. ``scales``
+    are states of delayed scaling, as :meth:`Trainer.new_scales` makes them."""
 
     def __init__(self, config: Config, layer_fn: Callable, rngs: nnx.Rngs):
         self.embed = nnx.Embed(texts.VOCABULARY, config.width, dtype=config.dtype, rngs=rngs)
@@ -124,11 +131,12 @@ class LanguageModel(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, texts.VOCABULARY, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, tokens, key=None):
+    def __call__(self, tokens, key=None, scales=None):
         x = self.embed(tokens)
         balances = []
         for i, block in enumerate(self.blocks):
-            x, balance = block(x, None if key is None else jax.random.fold_in(key, i))
+            own = jax.tree.map(lambda a, i=i: a[i], scales)
+            x, balance = block(x, None if key is None else jax.random.fold_in(key, i), own)
             balances.append(balance)
         return self.head(self.norm(x)).astype(jnp.float32), jnp.stack(balances).mean()
 
@@ -160,7 +168,15 @@ class Trainer:
 
     def new_state(self) -> dict:
         params = nnx.state(self.new_model(), nnx.Param)
-        return {"step": jnp.int32(0), "params": params, "optimizer": self.optimizer.init(params)}
+        state = {"step": jnp.int32(0), "params": params, "optimizer": self.optimizer.init(params)}
+        return state | self.new_scales()
+
+    def new_scales(self) -> dict:
+        """Of every block's two products, if scales are delayed."""
+        if self.config.precision != "fp8-delayed":
+            return {}
+        new = jgg.FP8State.new(self.config.layers)
+        return {"scales": (new, new)}
 
     @functools.cached_property
     def places(self) -> Any:
@@ -180,24 +196,28 @@ class Trainer:
         key = jax.random.fold_in(jax.random.key(self.config.seed), state["step"])
         tokens = texts.random_batch(text, self.config.batch, self.config.context, key)
 
-        def loss(params):
-            nats, balance = self.cross_entropy(params, tokens, jax.random.fold_in(key, 1))
+        def loss(params, scales):
+            key_of_rounding = jax.random.fold_in(key, 1)
+            nats, balance = self.cross_entropy(params, tokens, key_of_rounding, scales)
             return nats.mean() + BALANCE_WEIGHT * balance, nats.mean()
 
-        (_, nats), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
-        params, optimizer = state["params"], state["optimizer"]
+        params, optimizer, scales = state["params"], state["optimizer"], state.get("scales")
+        gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        (_, nats), (gradients, seen) = gradient(params, scales)
         updates, optimizer = self.optimizer.update(gradients, optimizer, params)
         params = optax.apply_updates(params, updates)
-        state = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
-        return state, nats / jnp.log(2.0)
+        new = {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
+        if scales is not None:
+            new["scales"] = tuple(old.updated(of) for old, of in zip(scales, seen, strict=True))
+        return new, nats / jnp.log(2.0)
 
-    def cross_entropy(self, params, tokens, key=None):
+    def cross_entropy(self, params, tokens, key=None, scales=None):
         """Nats of every byte of ``(batch, length)`` but the first, and the balancing loss."""
         tokens = several_devices.divided(self.mesh, tokens)
-        logits, balance = nnx.merge(self.graph, params)(tokens[:, :-1], key)
+        logits, balance = nnx.merge(self.graph, params)(tokens[:, :-1], key, scales)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), balance
 
-    def _bits_per_byte(self, params, text):
+    def _bits_per_byte(self, params, text, scales=None):
         """Mean over a text, read in windows of ``context`` bytes that know nothing before them."""
         batch, context = self.config.batch, self.config.context
         windows = (text.size - 1) // context
@@ -205,17 +225,17 @@ class Trainer:
         window = jnp.minimum(jnp.arange(-(-windows // batch) * batch), windows - 1)
         tokens = text[window[:, None] * context + jnp.arange(context + 1)]
         nats = jax.lax.map(
-            lambda batch_of_tokens: self.cross_entropy(params, batch_of_tokens)[0],
+            lambda batch_of_tokens: self.cross_entropy(params, batch_of_tokens, None, scales)[0],
             tokens.reshape(-1, batch, context + 1),
         )
         return nats.reshape(-1, context)[:windows].mean() / jnp.log(2.0)
 
-    def _sample(self, params, prompt, key):
+    def _sample(self, params, prompt, key, scales=None):
         """``SAMPLED_BYTES`` bytes that follow ``prompt``, which has ``context`` bytes."""
         model = nnx.merge(self.graph, params)
 
         def next_byte(window, key):
-            logits, _ = model(window[None])
+            logits, _ = model(window[None], None, scales)
             byte = jax.random.categorical(key, logits[0, -1] / TEMPERATURE).astype(window.dtype)
             return jnp.append(window[1:], byte), byte
 
@@ -273,7 +293,8 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
         losses = [float(bits) for bits in losses]
         speeds.append(len(losses) * tokens / (time.perf_counter() - began))
         done = stop
-        mean = float(trainer.bits_per_byte(trainer.state["params"], held_out))
+        params, scales = trainer.state["params"], trainer.state.get("scales")
+        mean = float(trainer.bits_per_byte(params, held_out, scales))
         history["training"] += losses
         history["held_out"].append((done, mean))
         checkpoints.save(done, trainer.state, history)
@@ -286,7 +307,8 @@ def run(config: Config, text: np.ndarray, out: Path, eval_every: int, resume: bo
     prompt = training[-config.context :]
     # Made where it is used: of several processes, none can send another a key.
     key = jax.jit(lambda: jax.random.key(config.seed), out_shardings=mesh and trainer.whole)()
-    sample = trainer.sample(trainer.state["params"], prompt, key)
+    params, scales = trainer.state["params"], trainer.state.get("scales")
+    sample = trainer.sample(params, prompt, key, scales)
     results = {
         "held_out": history["held_out"][-1][1],
         "bigram": bigram,

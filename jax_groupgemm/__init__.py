@@ -5,11 +5,12 @@ from . import checkpoint_policies as checkpoint_policies
 from . import checkpoints as checkpoints
 from . import cost as cost
 from . import router as router
-from ._fp8.grouped_linear import FP8Recipe as FP8Recipe
 from ._fp8.grouped_linear import fp8_grouped_linear as fp8_grouped_linear
 from ._fp8.grouped_mm import fp8_grouped_mm as fp8_grouped_mm
 from ._fp8.grouped_wgrad import fp8_grouped_wgrad as fp8_grouped_wgrad
 from ._fp8.quantize import fp8_quantize as fp8_quantize
+from ._fp8.recipe import FP8Recipe as FP8Recipe
+from ._fp8.state import FP8State as FP8State
 from ._grouped.check_sizes import check_sizes as check_sizes
 from ._grouped.gather_mm import gather_mm as gather_mm
 from ._grouped.grouped_mm import grouped_mm as grouped_mm
@@ -40,6 +41,7 @@ from ._quantized.quantized_matmul import quantized_matmul as quantized_matmul
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
     "FP8Recipe",
+    "FP8State",
     "NVFP4Recipe",
     "Quantized",
     "Routing",

@@ -16,6 +16,7 @@ from . import router
 from ._core import check, dtypes
 from ._core.operations import INLINE
 from ._core.types import Activation
+from ._fp8.state import FP8State
 from ._grouped.activations import check_name, is_gated
 from ._moe.moe_mlp import moe_mlp
 
@@ -62,9 +63,9 @@ class MoE(nnx.Module):
       dtype: to compute experts in; by default that of x. Weights that are arrays are converted.
       param_dtype: of the parameters.
       kernel_init: of ``w_up`` and ``w_down``.
-      experts_fn: called as ``moe_mlp(x, w_up, w_down, index, weight, key=key)``, with up_bias and
-        down_bias where there are any, and with ``options``. The weights are whatever pytrees
-        ``w_up`` and ``w_down`` hold, such as :class:`Quantized`.
+      experts_fn: called as ``moe_mlp(x, w_up, w_down, index, weight, key=key)``, with up_bias,
+        down_bias and state where there are any, and with ``options``. The weights are whatever
+        pytrees ``w_up`` and ``w_down`` hold, such as :class:`Quantized`.
       rngs: for the initial parameters.
       options: further arguments of :func:`moe_mlp`: recipe, axis_name and so on.
 
@@ -152,8 +153,9 @@ class MoE(nnx.Module):
         self.choosing, self.options = tuple(choosing.items()), tuple(options.items())
 
     def __call__(
-        self, x: jax.Array, key: jax.Array | None = None, *, where: ArrayLike | None = None
-    ) -> tuple[jax.Array, router.Report]:
+        self, x: jax.Array, key: jax.Array | None = None, *, where: ArrayLike | None = None,
+        state: tuple[FP8State, FP8State] | None = None,
+    ) -> tuple[jax.Array, router.Report]:  # fmt: skip
         """The layer's result, and its losses and loads.
 
         Args:
@@ -161,6 +163,7 @@ class MoE(nnx.Module):
           key: for the stochastic rounding of a recipe.
           where: bool ``(...)``: False for tokens that do not exist, such as padding. They give
             zeros and count in no loss.
+          state: with ``FP8Recipe(scaling="delayed")``, as in :func:`moe_mlp`.
 
         Returns:
           ``(..., D)``, and a :class:`Report`.
@@ -175,6 +178,8 @@ class MoE(nnx.Module):
         cast = lambda w: w.astype(x.dtype) if isinstance(w, jax.Array) else w
         w_up, w_down = cast(value(self.w_up)), cast(value(self.w_down))
         more = {"key": key, **dict(self.options)}
+        if state is not None:
+            more["state"] = state
         if self.up_bias is not None:
             more |= {"up_bias": cast(value(self.up_bias)), "down_bias": cast(value(self.down_bias))}
         y = self.experts_fn(x, w_up, w_down, choice.expert, choice.weight, **more)

@@ -251,7 +251,7 @@ def test_train_moe_ends_with_a_killed_process(train_moe, longer, uninterrupted, 
 
 @pytest.mark.slow
 @pytest.mark.weekly
-@pytest.mark.parametrize("precision", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8", "fp8-tensor", "fp8-delayed"])
 def test_train_moe_in_few_bits(train_moe, text, finished, tmp_path, precision):
     """Learns like float32, with an error that is the precision's."""
     out, results = finished

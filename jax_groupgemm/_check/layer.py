@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from .._fp8.grouped_linear import FP8Recipe
+from .._fp8.recipe import FP8Recipe
 from .._moe.moe_mlp import moe_mlp
 from .._moe.permute import combine, dispatch
 from .._moe.routing import Routing, route

@@ -9,6 +9,7 @@ bit for bit, what kernels return.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -125,6 +126,21 @@ def taken(scales, index, axis: int):
     return scales if len(index) % parts else partition.resharded(scales, given)
 
 
+def covers(block, shape) -> bool:
+    """Whether a matrix is one block."""
+    return block is None or (block[0] >= shape[-2] and block[1] >= shape[-1])
+
+
+def cut(q, block):
+    """A ``Quantized`` in smaller blocks of the same scale, where each of its matrices is one."""
+    if q.block == block or not covers(q.block, q.shape):
+        return q
+    lead = q.shape[:-2]
+    scales = q.scales.reshape(*lead, 1, 1)
+    scales = jnp.broadcast_to(scales, scales_shape(q.shape, block))
+    return dataclasses.replace(q, scales=scales, block=block, group_size=None)
+
+
 # ---- codes -----------------------------------------------------------------------------------
 
 
@@ -143,13 +159,13 @@ def quantize(x, seed, *, block, scale_format: str, element: str):
     if seed is None:
         code = fb.encode(*fb.split(q), mantissa=kind.mantissa, emin=kind.emin, limit=kind.limit)
     else:
-        code = _stochastic(q, _random(x.shape, seed), kind)
+        code = stochastic(*fb.split(q), random(x.shape, seed), kind)
     nan = fb.magnitude(q) > u32(fb.INF)
     code = jnp.where(nan, u32(0), code | ((b >> 31) << 7))
     return lax.bitcast_convert_type(code.astype(jnp.uint8), kind.dtype), fb.value(scale)
 
 
-def _random(shape, seed):
+def random(shape, seed):
     """16 random bits for each element: of elements 16i to 16i + 15 of a line, those of its i-th
     block of 16 as :mod:`philox` counts them."""
     *lead, n = shape
@@ -158,10 +174,9 @@ def _random(shape, seed):
     return (bits if lead else bits[0])[..., :n]
 
 
-def _stochastic(q, r, kind: Element):
-    """Codes of magnitudes of float32 bits: ``floor`` on the grid of ``|q| + u`` steps, with
-    ``u = (r + 0.5) / 2**16``, in integers."""
-    m, e = fb.split(q)  # m has bit 23 set, or is 0
+def stochastic(m, e, r, kind: Element):
+    """Codes of ``q = m * 2**e``, where m has bit 23 set or is 0: ``floor`` on the grid of ``q + u``
+    steps, with ``u = (r + 0.5) / 2**16``, in integers."""
     top = jnp.where(m == 0, kind.emin, e + 23)
     base = jnp.maximum(top, kind.emin)
     drop = 23 - kind.mantissa + (base - top)  # bits of m below the grid

@@ -127,8 +127,10 @@ def _quantize_lines(x, group_sizes):
 
 
 def exchanged(q: Quantized) -> Quantized:
-    """The transpose of an array in square blocks."""
-    return made(q.weight.swapaxes(-1, -2), q.scales.swapaxes(-1, -2), block=q.block)
+    """The transpose of an array in square blocks, or with a scale for each matrix."""
+    codes = q.weight.swapaxes(-1, -2)
+    scales = q.scales if q.block is None else q.scales.swapaxes(-1, -2)
+    return made(codes, scales, block=q.block)
 
 
 def _definition(*operands, axes: tuple[int, ...], **static):

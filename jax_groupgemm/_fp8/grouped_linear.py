@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -18,71 +18,15 @@ from .._quantized import convert as quantized_convert
 from .._quantized import padding, trilinear
 from .._quantized.array import Quantized
 from .._quantized.grouped_qmm import grouped_qmm
-from .._quantized.operands import one_owner
+from .._quantized.operands import one_owner, seed_of
 from .._quantized.trilinear import Products, linear
-from . import blocks, convert
+from . import blocks, convert, tensors
+from . import state as states
 from .grouped_mm import along_last, fp8_grouped_mm, of_gradient
 from .grouped_wgrad import grouped_wgrad
 from .quantize import fp8_quantize
-
-Precision = Literal["fp8", "bfloat16"]
-
-
-@dataclasses.dataclass(frozen=True)
-class FP8Recipe:
-    """How :func:`fp8_grouped_linear` quantizes. Hashable; the defaults are DeepSeek-V3's recipe.
-
-    Hopper's FP8 kernels run with the defaults of both blocks and of ``gradient_format``. Another
-    block makes the result and dx an XLA program of float32 values, and ``"e5m2"`` dx and dw.
-
-    Args:
-      activation_block: of x and dy along the contracted axis: ``(1, 128)``, or ``(1, n)`` of
-        another n.
-      weight_block: ``(128, 128)``, or another square, whose codes serve the result and dx alike.
-      gradient_format: of dy, ``"e4m3"`` or ``"e5m2"``.
-      stochastic_rounding: gradients are rounded at random where there is a key.
-      forward, dgrad, wgrad: ``"fp8"``, or ``"bfloat16"`` for a product that is done in x's dtype.
-      dispatch: how :func:`moe_mlp` sends tokens to experts on other devices, and back the
-        cotangents of their results: ``"bfloat16"``, which stands for their own dtype, or
-        ``"fp8"``, a byte for each number and a scale for 128, rounded to nearest. Then x is what
-        those stand for.
-
-    Raises:
-      ValueError: an argument is none of those.
-      TypeError: a switch is not a bool.
-    """
-
-    activation_block: tuple[int, int] = blocks.LINE
-    weight_block: tuple[int, int] = blocks.TILE
-    gradient_format: Literal["e4m3", "e5m2"] = "e4m3"
-    stochastic_rounding: bool = True
-    forward: Precision = "fp8"
-    dgrad: Precision = "fp8"
-    wgrad: Precision = "fp8"
-    dispatch: Precision = "bfloat16"
-
-    def __post_init__(self):
-        op = "FP8Recipe"
-        for name, needs in (
-            ("activation_block", "one row, as (1, 128)"),
-            ("weight_block", "a square, as (128, 128)"),
-        ):
-            block = check.two_sizes(getattr(self, name))
-            if block is None or block[0] != (1 if name == "activation_block" else block[1]):
-                given = check.describe(getattr(self, name))
-                raise ValueError(f"jgg.{op}: {name}={given}, expected {needs}")
-            object.__setattr__(self, name, block)
-        if not isinstance(self.stochastic_rounding, bool):
-            value = self.stochastic_rounding
-            raise TypeError(f"jgg.{op}: stochastic_rounding={value!r} is not a bool")
-        known = {"gradient_format": tuple(blocks.ELEMENTS)} | dict.fromkeys(
-            ("forward", "dgrad", "wgrad", "dispatch"), ("fp8", "bfloat16")
-        )
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                said = " or ".join(map(repr, values))
-                raise ValueError(f"jgg.{op}: {name}={getattr(self, name)!r}, expected {said}")
-
+from .recipe import FP8Recipe, Precision, by_tensor
+from .state import FP8State
 
 _DEFAULT = FP8Recipe()
 
@@ -97,6 +41,7 @@ def fp8_grouped_linear(
     recipe: FP8Recipe = _DEFAULT,
     key: jax.Array | None = None,
     quantized: Quantized | None = None,
+    state: FP8State | None = None,
 ) -> jax.Array:
     """``out[t] = x[t] @ w[group(t)].T + bias[group(t)]``; **T (rows) is grouped**; trains in FP8.
 
@@ -123,7 +68,10 @@ def fp8_grouped_linear(
         call and step. Without one they are rounded to nearest.
       quantized: ``jgg.quantize(w, mode="fp8")`` of w, an array, made once per step for several
         calls. Then w has its gradient, and only a product that the recipe does in bfloat16,
-        ``forward`` or ``dgrad``, reads w itself.
+        ``forward`` or ``dgrad``, reads w itself. With a scale for each tensor it is
+        ``fp8_quantize(w, block=None, scale_format="e8m0")``.
+      state: of this layer, with ``FP8Recipe(scaling="delayed")``. Its gradient is what
+        :meth:`FP8State.updated` takes.
 
     Returns:
       ``(T, N)`` in x's dtype.
@@ -146,17 +94,20 @@ def fp8_grouped_linear(
     for the result, dx and dw. For dx and dw 0.045 with a key, 0.058 with e5m2, and 0.071 to 0.077
     with both.
     """
-    return grouped_linear(x, w, group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized)
+    return grouped_linear(
+        x, w, group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized, state=state
+    )
 
 
-def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key, quantized=None) -> jax.Array:
+def of_columns(x, w, group_sizes, *, bias, recipe: FP8Recipe, key, quantized=None,
+               state=None) -> jax.Array:  # fmt: skip
     """The same of an array w ``(G, K, N)``, of which no transposed copy is made: its codes are
     stored transposed, and its gradient is (G, K, N) as it is made."""
     if quantized is None and not shares_codes(recipe):
         quantized = codes_of(w, recipe, columns=True)
     return grouped_linear(
         x, w.swapaxes(1, 2), group_sizes, bias=bias, recipe=recipe, key=key, quantized=quantized,
-        columns=True,
+        state=state, columns=True,
     )  # fmt: skip
 
 
@@ -164,6 +115,9 @@ def codes_of(w, recipe: FP8Recipe, *, columns: bool) -> Quantized | None:
     """Those of (G, N, K) that products need, of w; of its transpose with ``columns``."""
     if "fp8" not in (recipe.forward, recipe.dgrad):
         return None
+    if by_tensor(recipe):
+        q = tensors.quantized(w)
+        return convert.exchanged(q) if columns else q
     axis = -2 if columns else -1
     q = convert.quantized("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
     return dataclasses.replace(q, axis=-1)
@@ -177,11 +131,15 @@ def shares_codes(recipe: FP8Recipe) -> bool:
 
 def codes_of_both(w, recipe: FP8Recipe, *, columns: bool) -> tuple[Quantized, Quantized]:
     """Codes as :func:`codes_of` makes them, and their transpose, (G, K, N), as dx contracts it."""
+    if by_tensor(recipe):
+        q = tensors.quantized(w)
+        return (convert.exchanged(q), q) if columns else (q, convert.exchanged(q))
     axis = -2 if columns else -1
     return convert.quantized_both("fp8_grouped_linear", w, block=recipe.weight_block, axis=axis)
 
 
-def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: bool = False):
+def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, state,
+                   columns: bool = False):  # fmt: skip
     """:func:`fp8_grouped_linear`. With ``columns`` the gradient of w is made as that of its
     transpose."""
     op = "fp8_grouped_linear"
@@ -204,15 +162,32 @@ def grouped_linear(x, w, group_sizes, *, bias, recipe, key, quantized, columns: 
         if quantized is not None:
             quantized = _checked(op, "quantized", quantized, x, shape)
     group_sizes, bias, key = trilinear.checked(op, shape, group_sizes, bias, recipe, FP8Recipe, key)
+    state = state_of_recipe(op, "state", recipe, state, "jgg.FP8State.new()")
     sharded = [("x", x, "TK"), ("w", of_w, "GNK")]
     one_owner(op, sharded if bias is None else [*sharded, ("bias", bias, "GN")])
     if array_w is not None and quantized is None and not shares_codes(recipe):
         quantized = codes_of(array_w, recipe, columns=False)
     if quantized is not None:
         quantized = jax.tree.map(jax.lax.stop_gradient, quantized)
-    out = linear(x, array_w, quantized, bias, group_sizes, key, LinearProducts(recipe, columns))
+    products = (TensorProducts if by_tensor(recipe) else LinearProducts)(recipe, columns)
+    out = linear(x, array_w, quantized, bias, group_sizes, key, products, state)
     # So that policies of jax.checkpoint know it, which see a custom_vjp_call here.
     return checkpoint_name(out, "jgg_fp8_grouped_linear")
+
+
+def state_of_recipe(op: str, name: str, recipe: FP8Recipe, state, first: str) -> FP8State | None:
+    """A state, checked: one with delayed scaling, whose ``first`` one is this, else none."""
+    delayed = recipe.scaling == "delayed"
+    if delayed and state is None:
+        raise ValueError(
+            f"jgg.{op}: FP8Recipe(scaling='delayed') needs a state. Begin with {first}"
+        )
+    if not delayed and state is not None:
+        raise ValueError(
+            f"jgg.{op}: {name} is of FP8Recipe(scaling='delayed'), and this recipe has "
+            f"scaling={recipe.scaling!r}"
+        )
+    return states.checked(op, name, state) if delayed else None
 
 
 def _checked(op: str, name: str, q: Quantized, x, shape) -> Quantized:
@@ -285,12 +260,12 @@ class LinearProducts(Products):
     def packs(self):
         return self.recipe.wgrad == "fp8"
 
-    def packed(self, x, group_sizes):
+    def packed(self, x, group_sizes, state):
         if self._reads_once(self.recipe.forward):
             return convert.quantized_lines(x, group_sizes)
         return None, self._along_t(x, group_sizes, None)
 
-    def both(self, dy, group_sizes, keys):
+    def both(self, dy, group_sizes, keys, state):
         # Stochastic rounding is bound by instructions, so reading dy once saves nothing.
         if any(key is not None for key in keys) or self.recipe.gradient_format != "e4m3":
             return None, None
@@ -334,3 +309,42 @@ class LinearProducts(Products):
         return fp8_quantize(
             a, axis=0, group_sizes=group_sizes, stochastic_rounding_key=key, format=format
         )
+
+
+class TensorProducts(LinearProducts):
+    """With one scale for x, one for dy, and one for each matrix of w. Codes of one scale are the
+    same along either axis, so an array is quantized once for both of its products."""
+
+    def packed(self, x, group_sizes, state):
+        codes = self._rows(x, group_sizes, None, state=state, of="x")
+        return codes, codes
+
+    def both(self, dy, group_sizes, keys, state):
+        format = self.recipe.gradient_format
+        codes = self._rows(dy, group_sizes, keys[0], format, state=state, of="dy")
+        return codes, codes
+
+    def seen(self, a, group_sizes):
+        return tensors.seen(a, group_sizes)
+
+    def state_cotangent(self, seen, dy, group_sizes):
+        return FP8State(seen, self.seen(dy, group_sizes))
+
+    def unpacked(self, kept, dtype):
+        return quantized_convert._dequantize(kept, dtype)
+
+    def _rows(self, a, group_sizes, key, format: Any = "e4m3", *, state=None, of: str = ""):
+        seed = None if key is None else seed_of(self.op, key)
+        ages = None if state is None else getattr(state, of)
+        return tensors.quantized(
+            a, group_sizes=group_sizes, seed=seed, element=format, ages=ages,
+            history=self.recipe.history,
+        )  # fmt: skip
+
+    def _along_t(self, a, group_sizes, key, format: Any = "e4m3"):
+        return self._rows(a, group_sizes, key, format)
+
+    def _weight(self, w, q, key):
+        if q is not None:
+            return q
+        return tensors.quantized(w, seed=None if key is None else seed_of(self.op, key))

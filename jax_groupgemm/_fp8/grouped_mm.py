@@ -16,6 +16,7 @@ from .._core.operations import operation
 from .._core.products import Caller, Mm
 from .._core.segments import Metadata
 from .._core.types import Activation, Implementation, Integers
+from .._grouped import fused, primitives
 from .._grouped.call import Epilogue
 from .._grouped.fused import of_any_shape
 from .._grouped.grouped_mm import epilogue, metadata
@@ -53,8 +54,10 @@ def fp8_grouped_mm(
     Rows of no group are exact zeros, whatever they hold.
 
     Hopper's and Blackwell's kernels take codes of e4m3, x in blocks of ``(1, 128)`` and w in blocks
-    of ``(128, 128)``, outside of ``vmap`` and on one device (or in ``shard_map``). Everything else
-    is the XLA program, which multiplies float32 values and is closer to the exact product.
+    of ``(128, 128)``, or either with a scale for each matrix, outside of ``vmap`` and on one device
+    (or in ``shard_map``). Where x and w have a scale for each matrix, kernels of bfloat16 multiply
+    the codes otherwise, which bfloat16 holds. Everything else is the XLA program, which multiplies
+    float32 values and is closer to the exact product.
 
     Args:
       x: mode ``"fp8"``, ``(T, K)``, as :func:`fp8_quantize` makes it: blocks of ``(1, 128)``,
@@ -135,12 +138,32 @@ def _product(op: str, x, dtype, *, implementation=None, **flags) -> Mm:
 def _composed(x, w, groups, options, *, product: Mm):
     """In terms of another product: rows are dequantized, w is not."""
     product = of_any_shape(product)
+    if x.block is None and blocks.covers(w.block, w.shape):
+        return _of_matrices(x, w, groups, options, product)
     rows = decoded(x, product.implementation)
     return quantized_product.FUSED(rows, w, groups, product, options)
 
 
+def _of_matrices(x, w, groups, options: Epilogue, product: Mm):
+    """The same where every matrix has one scale: sums of codes, which bfloat16 holds, times both
+    scales."""
+    rows, weights = (lax.stop_gradient(q.weight).astype(jnp.bfloat16) for q in (x, w))
+    # scales[group(t)] is itself a grouped product, with K = 1.
+    ones = jnp.ones((product.rows, 1), jnp.float32)
+    of_group = product.replace(
+        out_dtype=jnp.float32, transpose_w=False, clears_rest=True, cotangent_dtype=None
+    )
+    of_weights = w.scales.reshape(w.shape[0], 1, 1)
+    scales = primitives.mm(ones, of_weights, groups, of_group)[:, 0] * x.scales
+    scaled = lambda of: fused.MM(rows, weights, groups, of, Epilogue(row_scale=scales))
+    if options.nothing:
+        return scaled(product)
+    return fused.MM.with_options(scaled, groups, w, options, product)
+
+
 def _call(platform, x, w, groups, options, *, product: Mm):
     """One custom call; None where there is no kernel for it."""
+    x, w = blocks.cut(x, blocks.LINE), blocks.cut(w, blocks.TILE)
     plan = choose.fused(_problem(platform, x, w, groups, options, product))
     if plan is None:
         return None

@@ -21,8 +21,8 @@ from .._kernels import choose, problems
 from .._quantized import array, padding
 from .._quantized.array import Quantized
 from .._quantized.operands import as_promised, check_padded, existing
-from . import blocks, call
-from .grouped_mm import decoded, elements
+from . import blocks, call, convert
+from .grouped_mm import along_last, decoded, elements
 
 
 @operation
@@ -41,9 +41,11 @@ def fp8_grouped_wgrad(
     ``existing_out[g]``, bit for bit. Precision is that of :func:`fp8_grouped_mm`.
 
     Args:
-      x: ``fp8_quantize(x, axis=0, group_sizes=group_sizes)`` of ``(T, K)``.
+      x: ``fp8_quantize(x, axis=0, group_sizes=group_sizes)`` of ``(T, K)``. Or
+        ``fp8_quantize(x, block=None)``: then dy is of this kind, too, and each has one scale.
       dy: ``fp8_quantize(dy, axis=0, group_sizes=group_sizes)`` of ``(T, N)``.
       group_sizes: ``(G,)``, those that x and dy were quantized with; the result is NaN otherwise.
+        Codes with one scale may have any.
       existing_out: float32 ``(G, N, K)``, accumulated into.
       implementation: ``None`` for the best one, ``"reference"``, or a kernel's name.
 
@@ -66,6 +68,8 @@ def fp8_grouped_wgrad(
 def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementation=None):
     """The same, rounded to ``dtype``."""
     op = "fp8_grouped_wgrad"
+    if all(isinstance(q, Quantized) and q.layout == "linear" for q in (x, dy)):
+        return _of_matrices(op, x, dy, group_sizes, jnp.dtype(dtype), existing_out, implementation)
     x, dy = _along_t(op, "x", x), _along_t(op, "dy", dy)
     (k, _), (n, _), (t,) = x.shape, dy.shape, x.positions.shape
     if dy.positions.shape != (t,):
@@ -80,6 +84,60 @@ def grouped_wgrad(x, dy, group_sizes, *, dtype, existing_out=None, implementatio
     return _WGRAD(
         x, dy, group_sizes, existing_out, dtype=jnp.dtype(dtype), implementation=implementation
     )
+
+
+def _of_matrices(op: str, x, dy, group_sizes, dtype, existing_out, implementation):
+    """The same of codes that are stored by rows, with one scale each."""
+    x, dy = _by_rows(op, "x", x), _by_rows(op, "dy", dy)
+    check.rows(op, "x", x.shape[0])
+    if dy.shape[0] != x.shape[0]:
+        raise ValueError(f"jgg.{op}: dy has {dy.shape[0]} rows, expected T = {x.shape[0]} as x")
+    group_sizes = check.group_sizes(op, group_sizes)
+    if existing_out is not None:
+        existing_out = existing(op, existing_out, (group_sizes.shape[0], dy.shape[1], x.shape[1]))
+    check.implementation(op, implementation)
+    return _OF_MATRICES(
+        x, dy, group_sizes, existing_out, dtype=dtype, implementation=implementation
+    )
+
+
+def _matrices_composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
+    """Sums of codes, which bfloat16 holds, times both scales."""
+    lines, columns = (lax.stop_gradient(q.weight).astype(jnp.bfloat16) for q in (dy, x))
+    product = Wgrad(
+        groups=group_sizes.shape[0], out_dtype=jnp.float32, precision=lax.Precision.HIGHEST,
+        implementation=None if implementation == "sm100" else implementation,
+    )  # fmt: skip
+    out = primitives.wgrad(lines, columns, segments.sizes(group_sizes), product)
+    live = padding.padded_sizes(group_sizes, x.shape[0], 1) > 0
+    out = jnp.where(live[:, None, None], out * (dy.scales * x.scales), jnp.float32(0))
+    if existing_out is not None:
+        out = padding.accumulated(live, out, existing_out)
+    return out.astype(dtype)
+
+
+def _matrices_call(platform, x, dy, group_sizes, existing_out, *, dtype, implementation):
+    """A kernel of blocks along rows takes a transposed copy of the codes, which is padded group by
+    group; None where there is no kernel."""
+    types = jax.eval_shape(_in_lines, x, dy, group_sizes)
+    static = {"dtype": dtype, "implementation": implementation}
+    problem = _problem(platform, types[0], types[1], group_sizes, existing_out, **static)
+    if choose.fused(problem) is None:
+        return None
+    lines = _in_lines(x, dy, group_sizes)
+    return _call(platform, *lines, group_sizes, existing_out, **static)
+
+
+def _in_lines(x, dy, group_sizes):
+    positions, source = padding.padding(group_sizes, x.shape[0], blocks.GROUPED)
+
+    def along_rows(q):
+        stored = lax.bitcast_convert_type(q.weight, jnp.uint8)
+        codes = lax.bitcast_convert_type(padding.take_rows(stored, source).T, q.weight.dtype)
+        scales = jnp.broadcast_to(q.scales, blocks.scales_shape(codes.shape, blocks.LINE))
+        return convert.made(codes, scales, positions, axis=-2)
+
+    return along_rows(x), along_rows(dy)
 
 
 def _composed(x, dy, group_sizes, existing_out, *, dtype, implementation):
@@ -125,6 +183,15 @@ def _problem(platform, x, dy, group_sizes, existing_out, dtype, implementation) 
     )  # fmt: skip
 
 
+def _matrices_cost(operands, values, outs, **_) -> Cost:
+    x, dy, sizes, existing_out = operands
+    rows = x.shape[0]
+    count, read, *_ = costs.counts(segments.sizes(sizes), [values[2]], rows, rows, sizes.shape[0])
+    codes = (x.shape[1] + dy.shape[1]) * read
+    more = costs.bytes_of((x.scales, dy.scales, sizes, existing_out, outs))
+    return Cost(2 * count * x.shape[1] * dy.shape[1], codes + more)
+
+
 def _cost(operands, values, outs, **_) -> Cost:
     """Rows are those of the operands, padded group by group."""
     (x, dy, sizes, existing_out), value = operands, values[2]
@@ -136,6 +203,10 @@ def _cost(operands, values, outs, **_) -> Cost:
 
 
 _WGRAD = Composed("jgg_fp8_grouped_wgrad", _composed, _call, keeps_call=True, cost=_cost)
+_OF_MATRICES = Composed(
+    "jgg_fp8_grouped_wgrad_of_matrices", _matrices_composed, _matrices_call, keeps_call=True,
+    cost=_matrices_cost,
+)  # fmt: skip
 
 
 def _along_t(op: str, name: str, q) -> Quantized:
@@ -145,6 +216,17 @@ def _along_t(op: str, name: str, q) -> Quantized:
         raise ValueError(
             f"jgg.{op}: {name} has layout {q.layout!r}, expected 'grouped': "
             f"fp8_quantize({name}, axis=0, group_sizes=group_sizes)"
+        )
+    return q
+
+
+def _by_rows(op: str, name: str, q) -> Quantized:
+    """``q``, checked: with one scale."""
+    q = along_last(op, name, q, "T, C")
+    if q.block is not None:
+        raise ValueError(
+            f"jgg.{op}: {name} has layout 'linear' and block={q.block}, expected layout 'grouped', "
+            f"fp8_quantize({name}, axis=0, group_sizes=group_sizes), or block=None"
         )
     return q
 

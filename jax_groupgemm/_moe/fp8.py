@@ -22,7 +22,6 @@ from .._core import segments
 from .._fp8 import activation as fp8_activation
 from .._fp8 import blocks, convert, grouped_mm
 from .._fp8.grouped_linear import (
-    FP8Recipe,
     LinearProducts,
     codes_of,
     codes_of_both,
@@ -32,6 +31,7 @@ from .._fp8.grouped_linear import (
 )
 from .._fp8.grouped_wgrad import grouped_wgrad
 from .._fp8.quantize import fp8_quantize
+from .._fp8.recipe import FP8Recipe
 from .._grouped.activation_backward import scaled_activation_backward
 from .._quantized import trilinear
 from .._quantized.array import Quantized
@@ -80,7 +80,7 @@ class FP8Operations(Operations):
         run = fp8_grouped_linear if self.transpose_w else of_columns
         return run(
             rows, linear.w, group_sizes, bias=linear.bias, recipe=self.recipe, key=key,
-            quantized=linear.codes,
+            quantized=linear.codes, state=linear.state,
         )  # fmt: skip
 
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from .._core import check, dtypes
-from .._fp8.grouped_linear import FP8Recipe
+from .._fp8.grouped_linear import state_of_recipe
 from .._fp8.grouped_mm import along_last
+from .._fp8.recipe import FP8Recipe, by_tensor
+from .._fp8.state import FP8State
 from .._grouped.activations import check_name, is_gated
 from .._nvfp4.grouped_linear import NVFP4Recipe
 from .._quantized import array
@@ -60,8 +62,8 @@ class Layer:
         if up_bias is not None:
             up_bias = up_bias.reshape(up_bias.shape[0], math.prod(up_bias.shape[1:]))
         return Weights(
-            Linear(up, up_bias, operands["up_codes"]),
-            Linear(operands["down"], operands["down_bias"], operands["down_codes"]),
+            Linear(up, up_bias, operands["up_codes"], operands["up_state"]),
+            Linear(*(operands[f"down{of}"] for of in ("", "_bias", "_codes", "_state"))),
         )
 
     def products(self, weights: Weights, sum_dtype, out_dtype) -> Products:
@@ -70,7 +72,7 @@ class Layer:
         same = self.activation, self.dtype, *results, self.transpose_w
         if isinstance(self.recipe, FP8Recipe):
             biased = any(of.bias is not None for of in weights)
-            kind = FP8Operations if self.composed or biased else FP8
+            kind = FP8Operations if self.composed or biased or by_tensor(self.recipe) else FP8
             return kind(*same, self.recipe)
         if self.recipe is not None:
             return NVFP4(*same, self.recipe)
@@ -83,7 +85,7 @@ class Layer:
 
 
 def checked(op: str, x, up, down, activation, up_bias, down_bias, transpose_w, recipe,
-            codes) -> tuple[Layer, dict[str, Any]]:  # fmt: skip
+            codes, state) -> tuple[Layer, dict[str, Any]]:  # fmt: skip
     """The layer, and the operands that these are."""
     x = check.array(op, "x", x)
     if x.ndim < 1:
@@ -136,9 +138,11 @@ def checked(op: str, x, up, down, activation, up_bias, down_bias, transpose_w, r
     up_codes, down_codes = _codes(
         op, codes, recipe, (up.shape[0], f * parts, d), (up.shape[0], d, f)
     )
+    up_state, down_state = _states(op, state, recipe)
     operands = {
         "x": x, "up": up, "down": down, "up_bias": up_bias, "down_bias": down_bias,
-        "up_codes": up_codes, "down_codes": down_codes,
+        "up_codes": up_codes, "down_codes": down_codes, "up_state": up_state,
+        "down_state": down_state,
     }  # fmt: skip
     return Layer(activation, jnp.dtype(dtype), transpose_w, recipe), operands
 
@@ -183,6 +187,20 @@ def _codes(op: str, codes, recipe, *shapes) -> tuple[Quantized | None, Quantized
             )
         checked.append(q)
     return tuple(checked)
+
+
+def _states(op: str, state, recipe) -> tuple[FP8State | None, FP8State | None]:
+    if not isinstance(recipe, FP8Recipe):
+        if state is None:
+            return None, None
+        raise ValueError(f"jgg.{op}: state is of a jgg.FP8Recipe(scaling='delayed')")
+    if state is not None and (not isinstance(state, tuple | list) or len(state) != 2):
+        raise TypeError(f"jgg.{op}: state must be two jgg.FP8State, of up and down")
+    up, down = (None, None) if state is None else state
+    of_recipe = lambda name, of: state_of_recipe(
+        op, name, recipe, of, "a pair of jgg.FP8State.new()"
+    )
+    return of_recipe("state of up", up), of_recipe("state of down", down)
 
 
 def _bias(op: str, name: str, bias, up, n: int, gated: bool = False):

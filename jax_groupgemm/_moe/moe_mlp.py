@@ -17,7 +17,8 @@ from .._core import check, dtypes
 from .._core.operations import INLINE, operation_of_its_own_gradient
 from .._core.primitive import vary_alike
 from .._core.types import Activation, Implementation, Integers, Transport
-from .._fp8.grouped_linear import FP8Recipe
+from .._fp8.recipe import FP8Recipe
+from .._fp8.state import FP8State
 from .._nvfp4.grouped_linear import NVFP4Recipe
 from .._quantized.array import Quantized
 from . import expert_parallel, sharding
@@ -46,6 +47,7 @@ def moe_mlp(
     recipe: NVFP4Recipe | FP8Recipe | None = None,
     quantized: tuple[Quantized, Quantized] | None = None,
     key: jax.Array | None = None,
+    state: tuple[FP8State, FP8State] | None = None,
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | Literal["composed"] | None = None,
@@ -97,6 +99,7 @@ def moe_mlp(
         contract=-2)``, or ``contract=-1`` with ``transpose_w=True``. Then up and down have the
         gradients, and only a product that the recipe does in bfloat16 reads them.
       key: for the stochastic rounding of a recipe.
+      state: with ``FP8Recipe(scaling="delayed")``, an :class:`FP8State` of up, and one of down.
       precision: as in :func:`grouped_mm`.
       preferred_element_type: dtype of the result; by default the promoted dtype of x and up, or
         bfloat16 where that has 8 bits or fewer.
@@ -115,13 +118,13 @@ def moe_mlp(
     it has reverse mode only, and the gradient of up or down may have no derivative in x
     (:func:`nvfp4_grouped_linear` and :func:`fp8_grouped_linear` say where). No derivative scatters
     rows. The layer keeps x, h and the routing for the backward pass. With a recipe it keeps codes
-    as well; with an :class:`NVFP4Recipe`, or an :class:`FP8Recipe` and biases, also the rows that
-    it sums up. Policies of ``jax.checkpoint`` know h as ``"moe_h"``. Under ``vmap`` a batch that
-    shares its experts becomes more tokens of one layer, except with a recipe, ``axis_name`` or
-    fewer ``max_rows``. Under Explicit sharding tokens, F and E may be sharded. Under Auto sharding
-    values are right, but the layer sees no sharding: XLA moves a row for each pair and sends no
-    token to its experts. So use Explicit sharding, or put ``jax.shard_map`` around this layer
-    alone.
+    as well; with an :class:`NVFP4Recipe`, or an :class:`FP8Recipe` and biases or a scale for each
+    tensor, also the rows that it sums up. Policies of ``jax.checkpoint`` know h as ``"moe_h"``.
+    Under ``vmap`` a batch that shares its experts becomes more tokens of one layer, except with a
+    recipe, ``axis_name`` or fewer ``max_rows``. Under Explicit sharding tokens, F and E may be
+    sharded. Under Auto sharding values are right, but the layer sees no sharding: XLA moves a row
+    for each pair and sends no token to its experts. So use Explicit sharding, or put
+    ``jax.shard_map`` around this layer alone.
 
     **Experts on several devices**: with ``axis_name``, or where one mesh axis explicitly shards
     tokens and E, tokens travel and weights do not. Of N devices with T tokens each,
@@ -147,13 +150,13 @@ def moe_mlp(
     **With an** :class:`FP8Recipe` the layer has the values of :func:`dispatch`,
     :func:`fp8_grouped_linear` twice and :func:`combine`. The backward pass quantizes a token's
     cotangent as it comes, and multiplies by ``expert_weight`` together with the activation's
-    derivative. With biases, or ``implementation="composed"``, it differentiates these parts one by
-    one. With ``dispatch="fp8"`` and experts on several devices, the layer rounds x and the result's
-    cotangent to FP8; that rounding has derivative 1.
+    derivative. With biases, a scale for each tensor, or ``implementation="composed"``, it
+    differentiates these parts one by one. With ``dispatch="fp8"`` and experts on several devices,
+    the layer rounds x and the result's cotangent to FP8; that rounding has derivative 1.
     """
     op = "moe_mlp"
     layer, operands = checked(
-        op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe, quantized
+        op, x, up, down, activation, up_bias, down_bias, transpose_w, recipe, quantized, state
     )
     x = check.array(op, "x", operands["x"])
     index = check.integers(op, "expert_index", expert_index)

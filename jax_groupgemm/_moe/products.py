@@ -20,7 +20,7 @@ from .routing import Routing
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("w", "bias", "codes"), meta_fields=()
+    jax.tree_util.register_dataclass, data_fields=("w", "bias", "codes", "state"), meta_fields=()
 )
 @dataclasses.dataclass(frozen=True)
 class Linear:
@@ -30,11 +30,13 @@ class Linear:
       w: an array or a :class:`Quantized`, (E, N, K) with ``transpose_w``, else (E, K, N).
       bias: (E, N), or None.
       codes: (E, N, K), of w in FP8, or None.
+      state: an ``FP8State``, or None.
     """
 
     w: Any
     bias: Any = None
     codes: Quantized | None = None
+    state: Any = None
 
     def cotangent(self, dw, dbias) -> Linear:
         """The record of cotangents. Codes are constant."""

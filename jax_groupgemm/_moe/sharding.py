@@ -32,7 +32,7 @@ from .._quantized.array import Quantized
 from .expert_parallel import Axis
 
 #: What an error calls axes that stay whole, by their letter.
-_WHOLE = {"D": "D", "k": "k", "2": "gate and up", ".": "its only axis"}
+_WHOLE = {"D": "D", "k": "k", "2": "gate and up", "r": "ranges", ".": "its only axis"}
 
 
 def mesh_of(operands: dict[str, Any]):
@@ -149,6 +149,8 @@ def _words(operands: dict[str, Any], gated: bool, transpose_w: bool) -> dict[str
         "down_bias": "ED",
         "up_codes": "EHD" if gated else "EFD",
         "down_codes": "EDF",
+        "up_state": "r",
+        "down_state": "r",
         "expert_offset": ".",
         "key": ".",
     }

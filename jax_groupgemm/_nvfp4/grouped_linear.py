@@ -214,7 +214,7 @@ class _Products(Products):
     def packs(self):
         return "wgrad" not in self.recipe.high_precision
 
-    def packed(self, x, group_sizes):
+    def packed(self, x, group_sizes, state):
         return None, self._along_t(x, group_sizes, None)
 
     def unpacked(self, kept, dtype):

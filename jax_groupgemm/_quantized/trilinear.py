@@ -51,7 +51,8 @@ class Products(abc.ABC):
 
     ``keys`` has one for each of the two operands that are not group sizes: a key where it is
     rounded at random, else None. ``q`` is a quantized copy of w, or None, and ``codes`` is one of x
-    or dy as that product reads it: what :meth:`both` or :meth:`packed` has made already.
+    or dy as that product reads it: what :meth:`both` or :meth:`packed` has made already. A
+    ``state`` says how x and dy are quantized, or is None.
 
     Attributes:
       op: of the public operation, for messages.
@@ -82,9 +83,9 @@ class Products(abc.ABC):
     def dw(self, dy, x, codes, group_sizes, keys, groups: int, dtype) -> jax.Array:
         """``x`` may be what :meth:`packed` makes of it. ``codes`` are of dy."""
 
-    def both(self, dy, group_sizes, keys) -> tuple[Quantized | None, Quantized | None]:
+    def both(self, dy, group_sizes, keys, state) -> tuple[Quantized | None, Quantized | None]:
         """dy as dx reads it, and as dw does, rounded with a key each; or twice None."""
-        del dy, group_sizes, keys
+        del dy, group_sizes, keys, state
         return None, None
 
     @property
@@ -93,12 +94,20 @@ class Products(abc.ABC):
         """Whether x is kept quantized, for dw."""
 
     @abc.abstractmethod
-    def packed(self, x, group_sizes) -> tuple[Quantized | None, Quantized]:
+    def packed(self, x, group_sizes, state) -> tuple[Quantized | None, Quantized]:
         """x as the result reads it, or None, and what is kept for dw."""
 
     @abc.abstractmethod
     def unpacked(self, kept: Quantized, dtype) -> jax.Array:
         """Rows of x again."""
+
+    def seen(self, a, group_sizes) -> Any:
+        """What a state learns of x or of dy."""
+        raise NotImplementedError(f"{type(self).__name__} has no state")
+
+    def state_cotangent(self, seen, dy, group_sizes) -> Any:
+        """What a state learns of both; ``seen`` is that of x."""
+        raise NotImplementedError(f"{type(self).__name__} has no state")
 
     def sums(self, a, b, group_sizes, groups: int, dtype) -> jax.Array:
         """``a[rows g].T @ b[rows g]`` of arrays, summed in float32."""
@@ -106,10 +115,10 @@ class Products(abc.ABC):
         return primitives.wgrad(a, b, segments.sizes(group_sizes), product)
 
 
-def linear(x, w, q, bias, group_sizes, key, products: Products) -> jax.Array:
+def linear(x, w, q, bias, group_sizes, key, products: Products, state=None) -> jax.Array:
     """The result. ``w`` is an array, or None where ``q`` is all there is: then it is constant."""
     # A gradient varies over the mesh axes that any operand varies over, so each operand has to.
-    operands, tree = jax.tree.flatten((x, w, q, bias, group_sizes, key))
+    operands, tree = jax.tree.flatten((x, w, q, bias, group_sizes, key, state))
     operands = tree.unflatten(primitive.vary_alike(*operands))
     how = _How(packs=True, specs=_specs((operands[0], operands[1], operands[3])))
     x, w, q, *rest = operands
@@ -137,39 +146,43 @@ class _How:
     specs: tuple | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _out(x, w, q, codes, bias, group_sizes, key, products, how):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+def _out(x, w, q, codes, bias, group_sizes, key, state, products, how):
+    if state is not None and codes is None:
+        codes, _ = products.packed(x, group_sizes, state)
     return products.out(x, w, q, codes, bias, group_sizes, _rounding(key, how.random))
 
 
-def _out_forward(x, w, q, codes, bias, group_sizes, key, products, how):
+def _out_forward(x, w, q, codes, bias, group_sizes, key, state, products, how):
     moves = w is not None and w.perturbed  # otherwise there is no dw, and nothing is kept for it
     x_moves = x.perturbed
     operands: Any = jax.tree.map(
-        lambda a: a.value, (x, w, q, codes, bias, group_sizes, key),
+        lambda a: a.value, (x, w, q, codes, bias, group_sizes, key, state),
         is_leaf=lambda a: hasattr(a, "perturbed"),
     )  # fmt: skip
-    x, w, q, codes, bias, group_sizes, key = operands
+    x, w, q, codes, bias, group_sizes, key, state = operands
     kept = x if moves else None
     if moves and how.packs and products.packs:
-        codes, kept = _packed(x, group_sizes, products)
+        codes, kept = _packed(x, group_sizes, state, products)
     turned = None
     if q is None and w is not None and not how.random[1]:
         q, turned = products.shared(w, x_moves)
-    out = _out(x, w, q, codes, bias, group_sizes, key, products, how)
-    return out, (kept, w, q if turned is None else None, turned, bias, group_sizes, key)
+    out = _out(x, w, q, codes, bias, group_sizes, key, state, products, how)
+    seen = None if state is None else products.seen(x, group_sizes)
+    q = q if turned is None else None
+    return out, (kept, w, q, turned, bias, group_sizes, key, state, seen)
 
 
 def _out_backward(products, how, kept, dy):
     if isinstance(dy, SymbolicZero):
-        return (None,) * 7
-    x, w, q, turned, bias, group_sizes, key = kept
+        return (None,) * 8
+    x, w, q, turned, bias, group_sizes, key, state, seen = kept
     if turned is not None:
         q = products.exchanged(turned)
     dx_key, dw_key = split(key)
     for_dx, for_dw = None, None  # codes of dy
-    if x is not None:
-        for_dx, for_dw = products.both(dy, group_sizes, (dx_key, dw_key))
+    if x is not None or state is not None:
+        for_dx, for_dw = products.both(dy, group_sizes, (dx_key, dw_key), state)
     random = (True, how.random[1]), (True, how.random[0])
     dx, dw, dbias = (
         rows_cotangent(dy, w, q, group_sizes, dx_key, products, random[0], for_dx),
@@ -183,7 +196,8 @@ def _out_backward(products, how, kept, dy):
             None if grad is None else partition.resharded(grad, list(spec))
             for grad, spec in zip((dx, dw, dbias), how.specs, strict=True)
         )
-    return dx, dw, None, None, dbias, None, None
+    dstate = None if state is None else products.state_cotangent(seen, dy, group_sizes)
+    return dx, dw, None, None, dbias, None, None, dstate
 
 
 _out.defvjp(_out_forward, _out_backward, symbolic_zeros=True)
@@ -208,7 +222,7 @@ def _rows_backward(products, random, kept, ct):
     dy, w, q, group_sizes, key = kept
     dy_key, w_key = split(key)
     how = _How((True, random[1]), specs=_specs((ct, w, None)))
-    ddy = _out(ct, w, q, None, None, group_sizes, dy_key, products, how)
+    ddy = _out(ct, w, q, None, None, group_sizes, dy_key, None, products, how)
     dw = None
     if w is not None:
         dw = _sharded_as(
@@ -244,7 +258,7 @@ def _dw_backward(products, random, shape, kept, ct):
     packed = isinstance(x, Quantized)
     rows = products.unpacked(x, dy.dtype) if packed else x
     how = _How((random[1], True), specs=_specs((rows, ct, None)))
-    ddy = _out(rows, ct, None, None, None, group_sizes, dy_key, products, how)
+    ddy = _out(rows, ct, None, None, None, group_sizes, dy_key, None, products, how)
     dx = None
     if not packed:
         dx = rows_cotangent(dy, ct, None, group_sizes, x_key, products, (random[0], True))
@@ -274,11 +288,11 @@ def _sharded_as(a, grad):
     return grad if specs is None else partition.resharded(grad, list(specs[0]))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _packed(x, group_sizes, products):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _packed(x, group_sizes, state, products):
     """Codes of x, for two uses: the result, whose derivative uses x itself; and dw, which keeps
     them. No derivative of dw reaches x through the codes."""
-    return products.packed(x, group_sizes)
+    return products.packed(x, group_sizes, state)
 
 
 @_packed.defjvp

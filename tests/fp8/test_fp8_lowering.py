@@ -180,6 +180,37 @@ def test_derivatives_of_gradients():
     assert calls(cuda_text(of_dw, *args, half(G, N, K)))[-1] == result
 
 
+TENSOR = jgg.FP8Recipe(scaling="tensor")
+
+
+def test_training_with_a_scale_for_each_tensor():
+    """The same kernels get the same operands: a tensor's scale is that of each block."""
+    step = functools.partial(training, recipe=TENSOR)
+    text = cuda_text(step, half(T, K), half(G, N, K), half(T, N), SIZES)
+    dx = [f"{T}x{N}xf8E4M3FN", f"{T}x2xf32", f"{G}x{K}x{N}xf8E4M3FN", f"{G}x2x2xf32", f"{G}xi32"]
+    assert sorted(calls(text)) == sorted([
+        ("fp8_grouped_mm", [*OPERANDS, f"{G}xi32"], f"{T}x{N}xbf16"),
+        ("fp8_grouped_mm", dx, f"{T}x{K}xbf16"),
+        ("fp8_grouped_wgrad", LINES, f"{G}x{N}x{K}xbf16"),
+    ])  # fmt: skip
+    assert "jgg_fp8_quantize" not in text
+
+
+def test_a_scale_for_each_tensor_without_fp8_kernels():
+    """Gradients in e5m2, and a batch, are products of codes in bfloat16."""
+    recipe = dataclasses.replace(TENSOR, gradient_format="e5m2")
+    operands = half(T, K), half(G, N, K), half(T, N)
+    found = calls(cuda_text(functools.partial(training, recipe=recipe), *operands, SIZES))
+    assert [name for name, *_ in found].count("fp8_grouped_mm") == 1
+    rows, weight = f"{T}x{N}xbf16", f"{G}x{N}x{K}xbf16"
+    assert ("mm", [rows, weight, f"{G}xi32", f"{T}xf32"], f"{T}x{K}xbf16") in found
+    assert ("wgrad", [rows, f"{T}x{K}xbf16", f"{G}xi32"], f"{G}x{N}x{K}xf32") in found
+    batch = [half(2, *a.shape) for a in operands]
+    step = jax.vmap(functools.partial(training, recipe=TENSOR))
+    names = {name for name, *_ in calls(cuda_text(step, *batch, array(2, G, dtype="int32")))}
+    assert names == {"mm", "wgrad"}
+
+
 @pytest.mark.parametrize("names", [("forward", "dgrad"), ("wgrad",)])
 def test_products_of_a_recipe_in_bfloat16(names):
     """The products that a recipe names have bfloat16 operands; the others are as before."""

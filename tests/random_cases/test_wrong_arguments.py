@@ -99,7 +99,7 @@ def calls():
         },
         "fp8_grouped_linear": {
             "x": X, "w": jnp.ones((3, 8, 64)), "group_sizes": S, "bias": None,
-            "recipe": jgg.FP8Recipe(), "key": None, "quantized": None,
+            "recipe": jgg.FP8Recipe(), "key": None, "quantized": None, "state": None,
         },
         "route": {
             "expert_index": INDEX, "num_experts": 3, "expert_offset": None, "max_rows": None,
@@ -110,8 +110,8 @@ def calls():
             "x": X, "up": W, "down": jnp.ones((3, 4, 64)), "expert_index": INDEX,
             "expert_weight": WEIGHT, "activation": "swiglu", "up_bias": None, "down_bias": None,
             "transpose_w": None, "expert_offset": None, "axis_name": None, "transport": None,
-            "max_rows": None, "recipe": None, "quantized": None, "key": None, "precision": None,
-            **NAMED,
+            "max_rows": None, "recipe": None, "quantized": None, "key": None, "state": None,
+            "precision": None, **NAMED,
         },
     }  # fmt: skip
 
